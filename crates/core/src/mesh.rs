@@ -1,0 +1,293 @@
+//! What the operator asked for: meshes, their entries and grants, as values that already parse.
+
+use std::{collections::BTreeMap, fmt};
+
+use ipnet::IpNet;
+
+/// Namespace and name of a `ClusterMesh`.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct MeshId {
+    /// `metadata.namespace`.
+    pub namespace: String,
+    /// `metadata.name`.
+    pub name: String,
+}
+
+impl fmt::Display for MeshId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}
+
+/// One `ClusterMesh`, parsed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mesh {
+    /// Which object it is.
+    pub id: MeshId,
+    /// `metadata.creationTimestamp`, Unix seconds: the older mesh wins a claim that nobody holds yet.
+    pub created: i64,
+    /// `spec.paused` or the `cluster.x-k8s.io/paused` annotation: write nothing, delete nothing.
+    pub paused: bool,
+    /// `metadata.deletionTimestamp` is set: plan nothing for it, so that everything it owns goes.
+    pub deleting: bool,
+    /// `kilo-clustermesh.io/adopt-hub`: Peers with this hub label are taken over.
+    pub adopt_hub: Option<String>,
+    /// `spec.clusters`, in the order they were written.
+    pub clusters: Vec<Cluster>,
+    /// `status.clusters[].acceptedNetworks`: what each entry, by name, was granted by an earlier plan.
+    pub accepted: BTreeMap<String, Vec<IpNet>>,
+}
+
+/// What makes two entries the same cluster (DESIGN §4 rule 10): a name never does, and neither does a UID,
+/// since a hostile API server can claim any.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ClusterIdentity {
+    /// The cluster the controller runs in.
+    Local,
+    /// The cluster behind this kubeconfig.
+    Secret {
+        /// Namespace of the Secret, always the mesh's own.
+        namespace: String,
+        /// Name of the Secret.
+        name: String,
+        /// Key inside the Secret.
+        key: String,
+        /// Context inside the kubeconfig; `None` = its current context.
+        context: Option<String>,
+    },
+}
+
+impl ClusterIdentity {
+    /// Whether both mean one cluster: both local, or the same Secret and context. The key inside the Secret does not
+    /// count (Cluster API keeps one cluster's kubeconfig under several keys).
+    #[must_use]
+    pub fn same_cluster(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Local, Self::Local) => true,
+            (
+                Self::Secret {
+                    namespace,
+                    name,
+                    context,
+                    ..
+                },
+                Self::Secret {
+                    namespace: other_namespace,
+                    name: other_name,
+                    context: other_context,
+                    ..
+                },
+            ) => namespace == other_namespace && name == other_name && context == other_context,
+            _ => false,
+        }
+    }
+}
+
+impl fmt::Display for ClusterIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Local => f.write_str("the local cluster"),
+            Self::Secret {
+                namespace,
+                name,
+                key,
+                context: None,
+            } => write!(f, "Secret {namespace}/{name} key {key}"),
+            Self::Secret {
+                namespace,
+                name,
+                key,
+                context: Some(context),
+            } => {
+                write!(f, "Secret {namespace}/{name} key {key} context {context}")
+            }
+        }
+    }
+}
+
+/// How much a member may reach (`isolationProfile`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Profile {
+    /// Broad connectivity with every other `cluster-meshed` member.
+    ClusterMeshed,
+    /// Untrusted code: only the Services named for it.
+    Sandbox,
+    /// Listed, but connected to nothing.
+    Standard,
+}
+
+/// What of a member appears on the wire (`addressing`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Addressing {
+    /// Its own pod addresses.
+    Routed,
+    /// Only its nodes' WireGuard addresses.
+    Masqueraded,
+}
+
+/// What `Node.spec.podCIDRs` of a member mean (`podNetwork`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum PodNetwork {
+    /// Pods of a node have addresses from its podCIDRs.
+    PerNode,
+    /// podCIDRs mean nothing (kube-ovn, Calico or Cilium pools): `exports` and anchors carry the pods.
+    Shared,
+}
+
+/// One entry of `spec.clusters`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cluster {
+    /// DNS-1123 label, unique in its mesh.
+    pub name: String,
+    /// Which cluster it is.
+    pub identity: ClusterIdentity,
+    /// How much it may reach.
+    pub profile: Profile,
+    /// What of it appears on the wire. A sandbox is always masqueraded, whatever this says.
+    pub addressing: Addressing,
+    /// The bound of everything that may ever be claimed for it, canonical.
+    pub allowed: Vec<IpNet>,
+    /// `anchoredNetworks`; `None` = the entries of `allowed` in which no node's own prefix lies.
+    pub anchored: Option<Vec<IpNet>>,
+    /// Over how many nodes the anchored networks spread, at least 1.
+    pub anchors: u16,
+    /// What podCIDRs mean here.
+    pub pod_network: PodNetwork,
+    /// Pods published as host routes on the node that runs them (`Shared` only).
+    pub exports: Vec<Export>,
+    /// UDP port where the Node publishes none.
+    pub wireguard_port: u16,
+    /// Seconds; 0 = only where NAT makes it needful.
+    pub persistent_keepalive: u16,
+    /// Networks of other members inside which this member's endpoints may lie (KubeVirt workers).
+    pub endpoint_networks: Vec<IpNet>,
+    /// Services of other members that appear in this one.
+    pub egress: Vec<Grant>,
+    /// Everything from this member closed at once.
+    pub quarantine: bool,
+    /// More Nodes than this and the excess is skipped.
+    pub max_nodes: usize,
+}
+
+impl Cluster {
+    /// What of it really appears on the wire: a sandbox is masqueraded whatever its entry says (DESIGN §3.1).
+    #[must_use]
+    pub fn effective_addressing(&self) -> Addressing {
+        if self.profile == Profile::Sandbox {
+            Addressing::Masqueraded
+        } else {
+            self.addressing
+        }
+    }
+
+    /// Whether `net` lies wholly inside one of the entry's allowedNetworks.
+    #[must_use]
+    pub fn allows(&self, net: IpNet) -> bool {
+        self.allowed.iter().any(|allowed| allowed.contains(&net))
+    }
+}
+
+/// Pods of a `Shared` network that get host routes: one namespace, selected by labels.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Export {
+    /// The pods' namespace.
+    pub namespace: String,
+    /// `podSelector.matchLabels` and `matchExpressions`: all must hold. Empty = every pod of the namespace.
+    pub selector: Vec<Requirement>,
+}
+
+/// One requirement of a label selector (Kubernetes `LabelSelectorRequirement`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Requirement {
+    /// The label has one of these values.
+    In(String, Vec<String>),
+    /// The label is absent or has none of these values.
+    NotIn(String, Vec<String>),
+    /// The label is there.
+    Exists(String),
+    /// The label is not there.
+    DoesNotExist(String),
+}
+
+impl Export {
+    /// Whether a pod with these labels is selected.
+    #[must_use]
+    pub fn selects(&self, namespace: &str, labels: &BTreeMap<String, String>) -> bool {
+        namespace == self.namespace
+            && self.selector.iter().all(|requirement| match requirement {
+                Requirement::In(key, values) => labels.get(key).is_some_and(|v| values.contains(v)),
+                Requirement::NotIn(key, values) => labels.get(key).is_none_or(|v| !values.contains(v)),
+                Requirement::Exists(key) => labels.contains_key(key),
+                Requirement::DoesNotExist(key) => !labels.contains_key(key),
+            })
+    }
+}
+
+/// A Service of another member that appears here under a name (one entry of `egress`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Grant {
+    /// The member that has the Service, by its entry's name.
+    pub cluster: String,
+    /// The Service there.
+    pub service: ObjectName,
+    /// Which of its ports; empty = every one.
+    pub ports: Vec<GrantPort>,
+    /// Under which name it appears here.
+    pub local: ObjectName,
+}
+
+/// Namespace and name.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ObjectName {
+    /// Namespace.
+    pub namespace: String,
+    /// Name.
+    pub name: String,
+}
+
+impl fmt::Display for ObjectName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}
+
+/// Transport protocol of a Service port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Protocol {
+    /// TCP.
+    Tcp,
+    /// UDP.
+    Udp,
+    /// SCTP.
+    Sctp,
+}
+
+impl Protocol {
+    /// As Kubernetes writes it.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Tcp => "TCP",
+            Self::Udp => "UDP",
+            Self::Sctp => "SCTP",
+        }
+    }
+}
+
+/// One granted port: by number or by name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GrantPort {
+    /// Number or name of the Service's port.
+    pub port: PortRef,
+    /// Protocol; TCP unless said.
+    pub protocol: Protocol,
+}
+
+/// A port of a Service, by number or by name.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum PortRef {
+    /// `port: 5432`.
+    Number(u16),
+    /// `port: postgres`.
+    Name(String),
+}
