@@ -1,0 +1,195 @@
+//! Network namespaces for tests: made, wired, entered and gone again. What runs in them is the test's business.
+//!
+//! A namespace has no name and no mount: an open file descriptor holds it, so it ends with the test's process,
+//! whether that returns, panics or is killed. Programs started by [`NetNs::spawn`] are killed when their guard is dropped.
+//! While a test runs, a person steps inside with the command that [`NetNs::enter_hint`] prints.
+#![allow(dead_code, reason = "each test binary uses its own part of this module")]
+
+use std::{
+    fs::File,
+    os::fd::AsRawFd,
+    process::{Child, Command, Output, Stdio},
+    sync::atomic::{AtomicU32, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::sched::{CloneFlags, setns, unshare};
+
+/// One network namespace, with its loopback up.
+pub struct NetNs {
+    /// Only for messages.
+    pub name: String,
+    file: File,
+}
+
+/// A program that runs in a namespace and is killed when this is dropped.
+pub struct Running {
+    what: String,
+    child: Child,
+}
+
+impl NetNs {
+    /// A new empty namespace. Panics with the remedy if the caller is not root.
+    pub fn new(name: &str) -> Self {
+        let made = thread::spawn(|| {
+            unshare(CloneFlags::CLONE_NEWNET)?;
+            Ok::<_, nix::Error>(File::open("/proc/thread-self/ns/net"))
+        })
+        .join()
+        .expect("the thread that makes a namespace");
+        let file = match made {
+            Ok(file) => file.expect("open the new namespace"),
+            Err(error) => panic!("this test makes network namespaces and needs root (CAP_SYS_ADMIN): {error}"),
+        };
+        let ns = Self { name: name.to_owned(), file };
+        ns.ip("link set lo up");
+        ns
+    }
+
+    /// A path that `ip link set .. netns` and `nsenter --net=` take as long as this process lives.
+    pub fn path(&self) -> String {
+        format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
+    }
+
+    /// What to type to look around in it.
+    pub fn enter_hint(&self) -> String {
+        format!("{}: nsenter --net={}", self.name, self.path())
+    }
+
+    /// Runs the closure on a thread that is inside the namespace; threads and programs it starts are inside too.
+    pub fn enter<T: Send>(&self, inside: impl FnOnce() -> T + Send) -> T {
+        thread::scope(|scope| {
+            let run = scope.spawn(|| {
+                setns(&self.file, CloneFlags::CLONE_NEWNET).expect("enter the namespace");
+                inside()
+            });
+            run.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    /// Runs a program to its end and returns what it said.
+    pub fn output(&self, program: &str, args: &[&str]) -> Output {
+        self.enter(|| Command::new(program).args(args).stdin(Stdio::null()).output())
+            .unwrap_or_else(|error| panic!("run {program} in {}: {error} (is it installed?)", self.name))
+    }
+
+    /// Runs a program that must succeed and returns its standard output.
+    pub fn run(&self, program: &str, args: &[&str]) -> String {
+        let output = self.output(program, args);
+        assert!(
+            output.status.success(),
+            "in {}: {program} {args:?}: {}\n{}{}",
+            self.name,
+            output.status,
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr),
+        );
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    /// Runs a shell line that must succeed and returns its standard output.
+    pub fn sh(&self, line: &str) -> String {
+        self.run("sh", &["-ec", line])
+    }
+
+    /// `ip`, with its arguments in one string.
+    pub fn ip(&self, line: &str) -> String {
+        self.run("ip", &line.split_whitespace().collect::<Vec<_>>())
+    }
+
+    /// `ip -j` as JSON, an empty list where it says nothing.
+    pub fn ip_json(&self, line: &str) -> serde_json::Value {
+        let text = self.ip(&format!("-j {line}"));
+        serde_json::from_str(if text.trim().is_empty() { "[]" } else { &text }).expect("ip -j prints JSON")
+    }
+
+    /// Starts a program that runs until its guard is dropped; its output goes to the test's own.
+    pub fn spawn(&self, program: &str, args: &[&str]) -> Running {
+        self.spawn_command(Command::new(program).args(args).stdin(Stdio::null()))
+    }
+
+    /// Starts a prepared command inside the namespace.
+    pub fn spawn_command(&self, command: &mut Command) -> Running {
+        let what = format!("{command:?} in {}", self.name);
+        let child = self.enter(|| command.spawn()).unwrap_or_else(|error| panic!("start {what}: {error}"));
+        Running { what, child }
+    }
+
+    /// True when one ping gets its answer within a second.
+    pub fn pings(&self, address: &str) -> bool {
+        self.output("ping", &["-n", "-c1", "-W1", address]).status.success()
+    }
+
+    /// The value of a sysctl, as `net/ipv4/ip_forward`.
+    pub fn sysctl(&self, key: &str) -> String {
+        self.enter(|| std::fs::read_to_string(format!("/proc/sys/{key}"))).expect(key).trim().to_owned()
+    }
+
+    /// Sets a sysctl, as `net/ipv4/ip_forward`.
+    pub fn set_sysctl(&self, key: &str, value: &str) {
+        self.enter(|| std::fs::write(format!("/proc/sys/{key}"), value)).expect(key);
+    }
+}
+
+impl Running {
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The process itself, for its pipes.
+    pub fn child(&mut self) -> &mut Child {
+        &mut self.child
+    }
+
+    /// Waits for its end, at most so long.
+    pub fn wait(&mut self, at_most: Duration) -> std::process::ExitStatus {
+        let what = self.what.clone();
+        wait_for(&format!("the end of {what}"), at_most, || self.child.try_wait().expect("wait for a child"))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A veth pair between two namespaces, both ends up, each with the given addresses (`10.0.0.1/24`).
+pub fn veth(a: &NetNs, a_name: &str, a_addresses: &[&str], b: &NetNs, b_name: &str, b_addresses: &[&str]) {
+    a.ip(&format!("link add {a_name} type veth peer name {b_name} netns {}", b.path()));
+    for (ns, link, addresses) in [(a, a_name, a_addresses), (b, b_name, b_addresses)] {
+        for address in addresses {
+            // Duplicate address detection would keep an IPv6 address unusable for a second.
+            let nodad = if address.contains(':') { " nodad" } else { "" };
+            ns.ip(&format!("addr add {address} dev {link}{nodad}"));
+        }
+        ns.ip(&format!("link set {link} up"));
+    }
+}
+
+/// An interface name that no other test on this machine uses at the same time: `<prefix>` of at most 4 letters, at most 15 in all.
+/// For things whose names live outside the namespace, such as WireGuard's control sockets.
+pub fn unique_name(prefix: &str) -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    format!("{prefix}{}x{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Asks again every few milliseconds until there is a value; panics with what it waited for when time is up.
+pub fn wait_for<T>(what: &str, at_most: Duration, mut ask: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + at_most;
+    loop {
+        if let Some(value) = ask() {
+            return value;
+        }
+        assert!(Instant::now() < deadline, "waited {at_most:?} for {what}");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Waits until the condition holds.
+pub fn wait_until(what: &str, at_most: Duration, mut holds: impl FnMut() -> bool) {
+    wait_for(what, at_most, || holds().then_some(()));
+}
