@@ -1,0 +1,460 @@
+//! `ClusterMesh`: what a person writes (DESIGN §3.1), with the rules the API server itself checks. What the values mean
+//! is in [`crate::convert`].
+#![allow(
+    unreachable_pub,
+    reason = "KubeSchema writes a `pub` copy of each struct into a private scope"
+)]
+
+use k8s_openapi::apimachinery::pkg::{
+    apis::meta::v1::{Condition, LabelSelector, Time},
+    util::intstr::IntOrString,
+};
+use kube::{CustomResource, KubeSchema};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::schema;
+
+/// What should be connected.
+#[derive(CustomResource, Debug, Clone, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[kube(
+    group = "kilo.squat.ai",
+    version = "v1alpha1",
+    kind = "ClusterMesh",
+    plural = "clustermeshes",
+    shortname = "cmesh",
+    namespaced,
+    status = "ClusterMeshStatus",
+    derive = "PartialEq",
+    doc = "ClusterMesh connects the pods and Services of several clusters over WireGuard, node to node. Needs Kubernetes 1.31 or newer where it is stored (CEL functions for networks).",
+    printcolumn(
+        name = "Ready",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type==\"Ready\")].status",
+        description = "Whether every member is connected as asked for"
+    ),
+    printcolumn(
+        name = "Reason",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type==\"Ready\")].reason",
+        description = "One word for the state"
+    ),
+    printcolumn(
+        name = "Members",
+        type_ = "string",
+        json_path = ".status.members",
+        description = "Members whose API server answers, of all"
+    ),
+    printcolumn(
+        name = "Peers",
+        type_ = "integer",
+        json_path = ".status.registeredPeers",
+        description = "Nodes registered in other members, all entries together"
+    ),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp"),
+    printcolumn(
+        name = "Message",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type==\"Ready\")].message",
+        description = "What is wrong and what to do",
+        priority = 1
+    )
+)]
+#[x_kube(
+    validation = Rule::new("self.clusters.exists_one(c, has(c.local) && c.local)")
+        .message("exactly one entry must have `local: true`: the cluster this object lives in")
+        .field_path(".clusters"),
+    validation = Rule::new(
+        "[self.clusters.map(c, c.name)].all(names, self.clusters.all(c, !has(c.egress) || c.egress.all(e, e.service.cluster in names)))"
+    )
+        .message("egress names a cluster that is not an entry of this mesh: `service.cluster` must be the `name` of one of spec.clusters")
+        .field_path(".clusters"),
+)]
+#[serde(rename_all = "camelCase")]
+pub struct ClusterMeshSpec {
+    /// Write nothing and delete nothing for this mesh while true. The annotation `cluster.x-k8s.io/paused` does the same.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub paused: bool,
+    /// The member clusters, the one this object lives in included. The order decides between claims that are equal
+    /// otherwise: the earlier entry wins.
+    #[schemars(length(min = 2, max = schema::MAX_CLUSTERS))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
+    pub clusters: Vec<ClusterEntry>,
+}
+
+/// One member cluster.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[x_kube(
+    validation = Rule::new("(has(self.local) && self.local) || has(self.kubeconfigSecretRef)")
+        .message("kubeconfigSecretRef is missing: name the Secret in this namespace that holds the cluster's kubeconfig (only the entry with `local: true` needs none)")
+        .field_path(".kubeconfigSecretRef"),
+    validation = Rule::new(
+        "!has(self.anchoredNetworks) || self.anchoredNetworks.all(a, !isCIDR(a) || self.allowedNetworks.exists(n, isCIDR(n) && cidr(n).containsCIDR(a)))"
+    )
+        .message("anchoredNetworks must lie inside allowedNetworks: add the network to allowedNetworks or take it out of anchoredNetworks")
+        .field_path(".anchoredNetworks"),
+    validation = Rule::new("!has(self.egress) || self.egress.all(e, e.service.cluster != self.name)")
+        .message("egress names this very cluster: `service.cluster` must be another entry, its own Services are reached without a mesh")
+        .field_path(".egress"),
+)]
+#[serde(rename_all = "camelCase")]
+pub struct ClusterEntry {
+    /// A DNS-1123 label, unique in the mesh. Part of the names of the Peers written for this cluster.
+    #[schemars(length(min = 1, max = 63))]
+    #[x_kube(validation = Rule::new("self.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')")
+        .message("must be a DNS-1123 label: lower-case letters, digits and '-', beginning and ending with a letter or a digit"))]
+    pub name: String,
+    /// This entry is the cluster the object lives in. Exactly one entry says so.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub local: bool,
+    /// The Secret, in the namespace of this object, that holds the cluster's kubeconfig. Not used where `local` is true.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kubeconfig_secret_ref: Option<KubeconfigSecretRef>,
+    /// How much this member may reach. `cluster-meshed`: every other cluster-meshed member. `sandbox`: the Services
+    /// listed in `egress` and nothing else. `standard`: listed, but connected to nothing.
+    #[serde(default)]
+    pub isolation_profile: IsolationProfile,
+    /// What of this member appears on the wire. `Routed`: its own pod addresses. `Masqueraded`: only the WireGuard
+    /// addresses of its nodes, so that its pod networks may equal those of another member. A sandbox is always masqueraded.
+    #[serde(default)]
+    pub addressing: Addressing,
+    /// The bound of every address that may ever be claimed for this member: pod, WireGuard, Service and node networks in
+    /// one list. Must be disjoint from the networks of every other member.
+    #[schemars(schema_with = "schema::networks_required")]
+    pub allowed_networks: Vec<String>,
+    /// Networks inside `allowedNetworks` that belong to no single node, such as the Service network: they are reached
+    /// through an anchor node, which translates. Default: the entries of `allowedNetworks` in which no node's own prefix lies.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "schema::anchored_networks")]
+    pub anchored_networks: Option<Vec<String>>,
+    /// Over how many nodes the anchored networks are spread.
+    #[serde(default = "one")]
+    #[schemars(schema_with = "schema::anchors")]
+    pub anchors: u16,
+    /// What `Node.spec.podCIDRs` mean here. `PerNode`: the pods of a node have addresses from them. `Shared`: nothing
+    /// (kube-ovn, Calico and Cilium pools); use `exports` and anchored networks instead.
+    #[serde(default)]
+    pub pod_network: PodNetwork,
+    /// Pods that are published one by one, on the node that runs them. Used where `podNetwork` is `Shared`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    pub exports: Vec<Export>,
+    /// The UDP port of WireGuard on nodes that publish none of their own.
+    #[serde(default = "default_port")]
+    #[schemars(schema_with = "schema::port")]
+    pub wireguard_port: u16,
+    /// Seconds between keepalive packets to nodes of this member; 0 = only where NAT makes them needful.
+    #[serde(default)]
+    #[schemars(schema_with = "schema::seconds")]
+    pub persistent_keepalive: u16,
+    /// Networks of other members inside which the WireGuard endpoints of this member's nodes may lie (KubeVirt workers
+    /// have addresses of the cluster that hosts them).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "schema::networks")]
+    pub endpoint_networks: Vec<String>,
+    /// Services of other members that appear in this one under a name. For a sandbox, also all that it may reach.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    pub egress: Vec<Egress>,
+    /// True closes everything that comes from this member, at once, and keeps its objects.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub quarantine: bool,
+}
+
+/// Where a kubeconfig is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct KubeconfigSecretRef {
+    /// Name of a Secret in the namespace of the ClusterMesh.
+    #[schemars(length(min = 1, max = 253))]
+    pub name: String,
+    /// Key of the Secret that holds the kubeconfig. The default is what Cluster API writes.
+    #[serde(default = "default_key")]
+    #[schemars(length(min = 1, max = 253))]
+    pub key: String,
+    /// Context of the kubeconfig. Default: its current context.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(min = 1, max = 253))]
+    pub context: Option<String>,
+}
+
+/// How much a member may reach.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+#[schemars(inline)]
+pub enum IsolationProfile {
+    /// Broad connectivity with every other cluster-meshed member.
+    #[default]
+    ClusterMeshed,
+    /// Only the Services listed in `egress`.
+    Sandbox,
+    /// Listed, but connected to nothing.
+    Standard,
+}
+
+/// What of a member appears on the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub enum Addressing {
+    /// Its own pod addresses.
+    #[default]
+    Routed,
+    /// Only the WireGuard addresses of its nodes.
+    Masqueraded,
+}
+
+/// What `Node.spec.podCIDRs` mean.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[schemars(inline)]
+pub enum PodNetwork {
+    /// Pods of a node have addresses from its podCIDRs.
+    #[default]
+    PerNode,
+    /// Nothing: pods have addresses from a pool.
+    Shared,
+}
+
+/// Transport protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "UPPERCASE")]
+#[schemars(inline)]
+pub enum Protocol {
+    /// TCP.
+    #[default]
+    Tcp,
+    /// UDP.
+    Udp,
+    /// SCTP.
+    Sctp,
+}
+
+/// Pods of one namespace that are published one by one.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Export {
+    /// The namespace of the pods.
+    #[schemars(length(min = 1, max = 63))]
+    pub namespace: String,
+    /// Which pods. Empty = every pod of the namespace.
+    #[serde(default)]
+    pub pod_selector: LabelSelector,
+}
+
+/// A Service of another member that appears here.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Egress {
+    /// The Service, where it is.
+    pub service: ServiceRef,
+    /// Which of its ports. Default: every one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    pub ports: Vec<ServicePort>,
+    /// Under which name it appears here. Default: the names it has there.
+    #[serde(default, rename = "as", skip_serializing_if = "Option::is_none")]
+    pub local: Option<LocalName>,
+}
+
+/// A Service of a named member.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ServiceRef {
+    /// Name of the entry of spec.clusters that has the Service.
+    #[schemars(length(min = 1, max = 63))]
+    pub cluster: String,
+    /// Namespace of the Service in that member.
+    #[schemars(length(min = 1, max = 63))]
+    pub namespace: String,
+    /// Name of the Service in that member.
+    #[schemars(length(min = 1, max = 63))]
+    pub name: String,
+}
+
+/// A port of a Service.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ServicePort {
+    /// Number or name of the Service's port.
+    #[schemars(schema_with = "schema::port_ref")]
+    pub port: IntOrString,
+    /// Transport protocol.
+    #[serde(default)]
+    pub protocol: Protocol,
+}
+
+/// Under which name a Service of another member appears.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct LocalName {
+    /// Namespace here. Default: the same as there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(min = 1, max = 63))]
+    pub namespace: Option<String>,
+    /// Name here. Default: the same as there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(min = 1, max = 63))]
+    pub name: Option<String>,
+}
+
+/// What the controller saw and did. Written by it alone.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ClusterMeshStatus {
+    /// `metadata.generation` of the spec that this status speaks of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub observed_generation: Option<i64>,
+    /// Ready, NetworksOverlap, Degraded, PolicyEnforced, EgressResolved, VersionsCompatible, Paused.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 32))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
+    pub conditions: Vec<Condition>,
+    /// Members whose API server answers, of all entries, as `2/3`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 16))]
+    pub members: Option<String>,
+    /// Nodes registered in other members, all entries together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub registered_peers: Option<i64>,
+    /// One row for each entry of spec.clusters.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = schema::MAX_CLUSTERS))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
+    pub clusters: Vec<ClusterStatus>,
+    /// Pairs of members between which some node pairs have no working tunnel.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 256))]
+    pub broken_links: Vec<BrokenLink>,
+    /// How each imported Service stands.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 1024))]
+    pub egress: Vec<EgressStatus>,
+}
+
+/// How one member stands.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ClusterStatus {
+    /// The entry of spec.clusters.
+    #[schemars(length(min = 1, max = 63))]
+    pub name: String,
+    /// UID of the member's kube-system namespace, as it says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 64))]
+    pub uid: Option<String>,
+    /// The networks that this entry holds; a later claim of another entry on them is refused.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "schema::accepted_networks")]
+    pub accepted_networks: Vec<String>,
+    /// Nodes of this member that are registered in the others.
+    #[serde(default)]
+    pub registered_peers: i64,
+    /// Nodes of this member that are left out.
+    #[serde(default)]
+    pub skipped_nodes: i64,
+    /// The first 20 nodes that are left out, and why.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 20))]
+    pub skipped: Vec<SkippedNode>,
+    /// Its API server answers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reachable: Option<bool>,
+    /// When everything this member should have was last known to be there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_sync: Option<Time>,
+    /// Version of its API server.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 64))]
+    pub kubernetes_version: Option<String>,
+    /// What serves WireGuard on its nodes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agents: Option<AgentCounts>,
+}
+
+/// A node that is left out.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct SkippedNode {
+    /// Its name.
+    #[schemars(length(max = 253))]
+    pub node: String,
+    /// One word.
+    #[schemars(length(max = 64))]
+    pub reason: String,
+    /// What is wrong and what to do.
+    #[serde(default)]
+    #[schemars(length(max = 1024))]
+    pub message: String,
+}
+
+/// Nodes of a member by what serves WireGuard on them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct AgentCounts {
+    /// All nodes.
+    #[serde(default)]
+    pub total: i64,
+    /// wg-agent with a device of its own.
+    #[serde(default)]
+    pub full: i64,
+    /// wg-agent beside Kilo, firewall only.
+    #[serde(default)]
+    pub policy: i64,
+    /// Kilo alone.
+    #[serde(default)]
+    pub kilo: i64,
+    /// wg-agent of another version than the controller's.
+    #[serde(default)]
+    pub outdated: i64,
+}
+
+/// Two members between which tunnels are down.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct BrokenLink {
+    /// The member whose nodes say so.
+    #[schemars(length(max = 63))]
+    pub from: String,
+    /// The member at the other end.
+    #[schemars(length(max = 63))]
+    pub to: String,
+    /// Tunnels that are up.
+    pub up: i64,
+    /// Tunnels that should be.
+    pub total: i64,
+}
+
+/// How an imported Service stands.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct EgressStatus {
+    /// The member that imports it.
+    #[serde(default)]
+    #[schemars(length(max = 63))]
+    pub cluster: String,
+    /// The Service, where it is.
+    pub service: ServiceRef,
+    /// It is there, is granted, and has at least one endpoint that can be reached.
+    #[serde(default)]
+    pub ready: bool,
+    /// Endpoints that are offered.
+    #[serde(default)]
+    pub endpoints: i64,
+    /// What is wrong and what to do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 1024))]
+    pub message: Option<String>,
+}
+
+const fn one() -> u16 {
+    1
+}
+
+/// `51820`, WireGuard's usual UDP port.
+const fn default_port() -> u16 {
+    51820
+}
+
+/// The key under which Cluster API keeps a kubeconfig.
+fn default_key() -> String {
+    "value".to_owned()
+}

@@ -1,0 +1,133 @@
+//! `PeerPolicy`: what one source member may reach in the cluster the object is in (DESIGN §3.3). Written by the
+//! controller, read by every wg-agent; what the values mean is in [`crate::convert`].
+#![allow(
+    unreachable_pub,
+    reason = "KubeSchema writes a `pub` copy of each struct into a private scope"
+)]
+
+use kube::{CustomResource, KubeSchema};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    mesh::{Protocol, ServicePort},
+    schema,
+};
+
+/// What one source member may reach in this cluster. Whatever is not allowed is denied, and `deny` wins over `allow`.
+#[derive(CustomResource, Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
+#[kube(
+    group = "kilo.squat.ai",
+    version = "v1alpha1",
+    kind = "PeerPolicy",
+    plural = "peerpolicies",
+    derive = "PartialEq",
+    doc = "PeerPolicy says what one source member of a ClusterMesh may reach in this cluster. Written by the clustermesh controller and enforced by wg-agent on every node.",
+    printcolumn(
+        name = "Source",
+        type_ = "string",
+        json_path = ".spec.source",
+        description = "The member it speaks of"
+    ),
+    printcolumn(
+        name = "Networks",
+        type_ = "string",
+        json_path = ".spec.networks",
+        description = "The member's networks",
+        priority = 1
+    ),
+    printcolumn(
+        name = "Mesh",
+        type_ = "string",
+        json_path = ".metadata.labels.kilo-clustermesh\\.io/mesh"
+    ),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
+)]
+#[serde(rename_all = "camelCase")]
+pub struct PeerPolicySpec {
+    /// Name of the source member, for people.
+    #[serde(default)]
+    #[schemars(length(max = 63))]
+    pub source: String,
+    /// Source addresses that packets of this member may have.
+    #[schemars(schema_with = "schema::policy_networks")]
+    pub sources: Vec<String>,
+    /// Networks of this member that must not follow the default route when no Peer carries them.
+    #[serde(default)]
+    #[schemars(schema_with = "schema::policy_networks")]
+    pub networks: Vec<String>,
+    /// What may be reached.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 256))]
+    pub allow: Vec<Allow>,
+    /// What may not be reached, whatever `allow` says.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 256))]
+    pub deny: Vec<Deny>,
+    /// Ports that are closed on every address of the node itself: the API server's, the kubelet's, etcd's.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    pub infrastructure_ports: Vec<InfrastructurePort>,
+    /// Networks of this cluster that arrive through the tunnel at an anchor node, which translates them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "schema::networks")]
+    pub anchored: Vec<String>,
+}
+
+/// One thing that may be reached: networks, or the endpoints of a Service of this cluster.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
+#[x_kube(
+    validation = Rule::new("has(self.to) != has(self.service)")
+        .message("exactly one of `to` and `service` must be set")
+)]
+#[serde(rename_all = "camelCase")]
+pub struct Allow {
+    /// Networks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "schema::rule_networks")]
+    pub to: Vec<String>,
+    /// A Service of this cluster, whose endpoints the agents look up themselves.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub service: Option<LocalService>,
+    /// Which ports. Default: every one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    pub ports: Vec<ServicePort>,
+}
+
+/// One thing that may not be reached.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Deny {
+    /// Networks.
+    #[schemars(schema_with = "schema::rule_networks")]
+    pub to: Vec<String>,
+    /// Which ports. Default: every one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    pub ports: Vec<ServicePort>,
+}
+
+/// A Service of this cluster.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct LocalService {
+    /// Its namespace.
+    #[schemars(length(min = 1, max = 63))]
+    pub namespace: String,
+    /// Its name.
+    #[schemars(length(min = 1, max = 63))]
+    pub name: String,
+}
+
+/// A port that is closed on the node itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct InfrastructurePort {
+    /// Its number.
+    #[schemars(schema_with = "schema::port")]
+    pub port: u16,
+    /// Transport protocol.
+    #[serde(default)]
+    pub protocol: Protocol,
+}

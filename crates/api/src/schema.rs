@@ -1,0 +1,80 @@
+//! Pieces of CRD schema that the types share: bounded texts, networks, ports. Whole CRDs are in [`crate::crds`].
+//!
+//! Every list and text is bounded, since the API server prices a CEL rule by the largest object the schema admits and
+//! refuses a CRD that costs too much. Integers are bounded by value: `format: uint16`, which a derive would write, means
+//! nothing to an API server.
+
+use schemars::{Schema, SchemaGenerator, json_schema};
+
+/// The most entries a mesh may have.
+pub(crate) const MAX_CLUSTERS: u32 = 100;
+/// The most networks of one entry.
+pub(crate) const MAX_NETWORKS: u32 = 64;
+/// The most anchored networks of one entry.
+pub(crate) const MAX_ANCHORED: u32 = 16;
+/// The longest text a network has: an IPv6 prefix written out in full is 43 characters.
+const MAX_CIDR: u32 = 49;
+
+fn cidr() -> Schema {
+    json_schema!({
+        "type": "string",
+        "maxLength": MAX_CIDR,
+        "x-kubernetes-validations": [{
+            "rule": "isCIDR(self)",
+            "message": "is not a network: write an address and a prefix length, such as 10.244.0.0/16 or fd00:10:244::/48",
+            "reason": "FieldValueInvalid",
+        }],
+    })
+}
+
+/// A list of networks of one mesh entry, at least one.
+pub(crate) fn networks_required(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "array", "minItems": 1, "maxItems": MAX_NETWORKS, "items": cidr()})
+}
+
+/// A list of networks of one mesh entry.
+pub(crate) fn networks(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "array", "maxItems": MAX_NETWORKS, "items": cidr()})
+}
+
+/// A list of networks that a rule compares with another list.
+pub(crate) fn anchored_networks(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "array", "maxItems": MAX_ANCHORED, "items": cidr()})
+}
+
+/// Networks of a policy, which the controller writes: a target's whole node count may be in there.
+pub(crate) fn policy_networks(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "array", "maxItems": 8192, "items": cidr()})
+}
+
+/// Networks of one rule of a policy.
+pub(crate) fn rule_networks(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "array", "minItems": 1, "maxItems": 1024, "items": cidr()})
+}
+
+/// What an earlier plan granted: written by the controller, so it is bounded but not judged.
+pub(crate) fn accepted_networks(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "array", "maxItems": MAX_NETWORKS, "items": {"type": "string", "maxLength": MAX_CIDR}})
+}
+
+/// A UDP or TCP port, 1 to 65535.
+pub(crate) fn port(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "integer", "format": "int32", "minimum": 1, "maximum": 65535})
+}
+
+/// Seconds, 0 to 65535.
+pub(crate) fn seconds(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "integer", "format": "int32", "minimum": 0, "maximum": 65535})
+}
+
+/// A count of anchors, 1 to 64.
+pub(crate) fn anchors(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "integer", "format": "int32", "minimum": 1, "maximum": 64})
+}
+
+/// A port of a Service: its number, or its name (an IANA service name, at most 15 characters; Kubernetes allows 63 for
+/// the port of a Service).
+pub(crate) fn port_ref(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"x-kubernetes-int-or-string": true, "anyOf": [{"type": "integer"}, {"type": "string"}],
+        "minimum": 1, "maximum": 65535, "maxLength": 63})
+}
