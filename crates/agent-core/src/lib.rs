@@ -1,1 +1,17 @@
-//! Placeholder.
+//! One node: peers and policies in; device, routes and firewall out. Values only: no I/O, clock, runtime or Kubernetes
+//! type lives here.
+#![forbid(unsafe_code)]
+
+pub mod compile;
+pub mod device;
+pub mod firewall;
+pub mod interface;
+pub mod key;
+pub mod mtu;
+pub mod numbers;
+pub mod policy;
+pub mod prefixes;
+pub mod routes;
+pub mod sysctl;
+
+pub use compile::{Compiled, Inputs, compile};

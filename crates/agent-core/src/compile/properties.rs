@@ -1,0 +1,148 @@
+//! What holds for any inputs, hostile ones too.
+
+use proptest::{collection::vec, option, prelude::*};
+
+use super::{tests::hub_node, *};
+use crate::{
+    device,
+    firewall::{Update, render, update},
+    policy::{Port, Protocol, Rule},
+    routes::{Kind, diff},
+};
+
+fn address() -> impl Strategy<Value = IpAddr> {
+    prop_oneof![
+        4 => (prop_oneof![Just(10u8), Just(100), Just(172), any::<u8>()], 0u8..4, 0u8..4, 0u8..12)
+            .prop_map(|(a, b, c, d)| IpAddr::from([a, b, c, d])),
+        1 => (0u16..3, 0u16..3).prop_map(|(a, b)| IpAddr::from([0xfd00, a, 0, 0, 0, 0, 0, b])),
+        1 => Just("172.29.0.111".parse().unwrap()),
+    ]
+}
+
+fn net() -> impl Strategy<Value = IpNet> {
+    (address(), prop_oneof![3 => 16u8..=32, 1 => 0u8..=32])
+        .prop_map(|(a, l)| IpNet::new(a, if a.is_ipv4() { l.min(32) } else { l * 4 }).unwrap())
+}
+
+fn port() -> impl Strategy<Value = Port> {
+    (prop_oneof![Just(Protocol::Tcp), Just(Protocol::Udp)], 1u16..4)
+        .prop_map(|(protocol, port)| Port { protocol, port })
+}
+
+fn rule() -> impl Strategy<Value = Rule> {
+    (vec(net(), 0..4), vec(port(), 0..3)).prop_map(|(to, ports)| Rule {
+        to: to.into_iter().collect(),
+        ports: ports.into_iter().collect(),
+    })
+}
+
+fn policy() -> impl Strategy<Value = Policy> {
+    (
+        vec(net(), 0..4),
+        vec(net(), 0..4),
+        vec(rule(), 0..3),
+        vec(rule(), 0..2),
+        vec(port(), 0..3),
+    )
+        .prop_map(|(sources, networks, allow, deny, ports)| Policy {
+            name: "p\"; flush ruleset".to_owned(),
+            sources: sources.into_iter().collect(),
+            networks: networks.into_iter().collect(),
+            allow,
+            deny,
+            infrastructure_ports: ports.into_iter().collect(),
+        })
+}
+
+fn peer() -> impl Strategy<Value = Peer> {
+    (
+        0u8..6,
+        0u64..4,
+        option::of(address()),
+        vec(net(), 0..5),
+        option::weighted(0.2, Just("p@1".to_owned())),
+    )
+        .prop_map(|(k, revision, endpoint, allowed_ips, requires_policy)| Peer {
+            name: format!("peer-{k}-{revision}"),
+            revision,
+            public_key: PublicKey::new([k; 32]),
+            preshared_key: None,
+            endpoint: endpoint.map(|ip| SocketAddr::new(ip, 51820)),
+            candidates: vec![],
+            keepalive: None,
+            allowed_ips,
+            requires_policy,
+        })
+}
+
+fn inputs() -> impl Strategy<Value = Inputs> {
+    (
+        vec(peer(), 0..6),
+        vec(policy(), 0..3),
+        vec(net(), 0..4),
+        vec(address(), 0..2),
+    )
+        .prop_map(|(peers, policies, throw, underlay)| {
+            let mut inputs = Inputs {
+                peers,
+                policies,
+                throw: throw.into_iter().collect(),
+                ..hub_node()
+            };
+            inputs.node.underlay_addresses.extend(underlay);
+            inputs
+        })
+}
+
+proptest! {
+    #[test]
+    fn any_inputs_converge_and_the_second_pass_does_nothing(a in inputs(), b in inputs()) {
+        let (a, b) = (compile(&a), compile(&b));
+        let mut there = a.routes.clone();
+        for change in diff(&a.routes, &b.routes).unwrap_or_default() {
+            there.step(&change);
+        }
+        prop_assert_eq!(&there, &b.routes);
+        prop_assert_eq!(diff(&there, &b.routes), None);
+        prop_assert_eq!(update(Some(&b.firewall), &b.firewall), None);
+        prop_assert!(!matches!(update(Some(&a.firewall), &b.firewall), Some(Update::Whole { .. })), "only elements differ");
+        prop_assert_eq!(device::diff(&device::ObservedPeers::new(), &b.peers).is_none(), b.peers.is_empty());
+    }
+
+    #[test]
+    fn a_route_into_the_device_is_a_peers_and_stands_before_a_closed_door(inputs in inputs()) {
+        let got = compile(&inputs);
+        let ranges: BTreeSet<IpNet> = got.peers.values().flat_map(|p| p.allowed_ips.clone()).collect();
+        let total: usize = got.peers.values().map(|p| p.allowed_ips.len()).sum();
+        prop_assert_eq!(ranges.len(), total, "a range has one owner");
+        let closed: BTreeSet<IpNet> =
+            got.routes.routes.iter().filter(|r| r.kind == Kind::Unreachable).map(|r| r.prefix).collect();
+        for route in &got.routes.routes {
+            if route.metric == crate::numbers::METRIC_PEER && route.table == crate::numbers::TABLE {
+                prop_assert!(ranges.contains(&route.prefix), "{route} is no Peer's");
+            }
+            if route.table == crate::numbers::TABLE {
+                prop_assert!(covered(&route.prefix, &closed), "{route} has no closed door behind it");
+                prop_assert!(route.prefix.prefix_len() > 0);
+                prop_assert!(!touches_pods(&inputs.node, &route.prefix) || route.kind == Kind::Throw, "{route}");
+            }
+        }
+        for peer in &inputs.peers {
+            let refused = got.refused.iter().any(|r| r.object == Object::Peer(peer.name.clone()));
+            prop_assert_eq!(peer.requires_policy.is_some() && !refused, false);
+        }
+    }
+
+    #[test]
+    fn a_rendered_table_decides_before_it_lets_in_and_holds_no_text_of_objects(inputs in inputs()) {
+        let text = render(&compile(&inputs).firewall);
+        prop_assert!(!text.contains("flush"));
+        for hook in ["input", "forward"] {
+            let chain = text.split(&format!("chain policy_{hook} {{")).nth(1).unwrap().split('}').next().unwrap();
+            prop_assert!(chain.contains("iifname \"kilo0\" goto from_mesh"));
+            prop_assert!(!chain.contains(" accept\n"));
+        }
+        let from_mesh = text.split("chain from_mesh {").nth(1).unwrap().split("\n  }").next().unwrap();
+        prop_assert!(from_mesh.trim_end().ends_with("counter drop"));
+    }
+}

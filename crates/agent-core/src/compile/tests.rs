@@ -1,0 +1,363 @@
+use super::*;
+use crate::{
+    policy::{Port, Protocol, Rule},
+    routes::Route,
+};
+
+pub(crate) fn nets(texts: &[&str]) -> BTreeSet<IpNet> {
+    texts.iter().map(|t| t.parse().unwrap()).collect()
+}
+
+fn ips(texts: &[&str]) -> BTreeSet<IpAddr> {
+    texts.iter().map(|t| t.parse().unwrap()).collect()
+}
+
+fn key(n: u8) -> PublicKey {
+    PublicKey::new([n; 32])
+}
+
+fn peer(n: u8, name: &str, endpoint: &str, allowed: &[&str]) -> Peer {
+    Peer {
+        name: name.to_owned(),
+        revision: u64::from(n),
+        public_key: key(n),
+        preshared_key: None,
+        endpoint: Some(endpoint.parse().unwrap()),
+        candidates: vec![],
+        keepalive: None,
+        allowed_ips: allowed.iter().map(|t| t.parse().unwrap()).collect(),
+        requires_policy: None,
+    }
+}
+
+/// A hub node that is an anchor: one Routed member of two nodes, in both families.
+pub(crate) fn hub_node() -> Inputs {
+    let port = |protocol, port| Port { protocol, port };
+    Inputs {
+        node: Node {
+            name: "c1n1".to_owned(),
+            public_key: key(1),
+            wireguard_ips: ips(&["100.66.1.1", "fd00:66:1::1"]),
+            device: "kilo0".parse().unwrap(),
+            listen_port: 51820,
+            mtu: 1420,
+            underlay: "eth0".parse().unwrap(),
+            underlay_addresses: ips(&["172.29.0.111"]),
+            addresses: ips(&["172.29.0.111"]),
+            pod_cidrs: nets(&["10.101.0.0/24", "fd00:101::/64"]),
+        },
+        throw: nets(&["172.29.0.1/32"]),
+        api_servers: [
+            "172.29.0.11:6443".parse().unwrap(),
+            "[fd00:29::11]:6443".parse().unwrap(),
+        ]
+        .into(),
+        peers: vec![
+            peer(
+                21,
+                "mesh--c2--n1",
+                "172.29.0.121:51820",
+                &["10.243.0.0/24", "100.66.2.1/32", "fd00:243::/64"],
+            ),
+            peer(
+                22,
+                "mesh--c2--n2",
+                "172.29.0.122:51820",
+                &["10.243.1.0/24", "100.66.2.2/32", "fd00:243:0:1::/64"],
+            ),
+        ],
+        policies: vec![Policy {
+            name: "c2".to_owned(),
+            sources: nets(&["10.243.0.0/16", "100.66.2.0/24", "fd00:243::/48"]),
+            networks: nets(&["10.243.0.0/16", "100.66.2.0/24", "fd00:243::/48"]),
+            allow: vec![Rule {
+                to: nets(&[
+                    "10.101.0.0/16",
+                    "10.111.0.0/16",
+                    "100.66.1.0/24",
+                    "172.29.0.111/32",
+                    "fd00:101::/48",
+                ]),
+                ports: BTreeSet::new(),
+            }],
+            deny: vec![
+                Rule {
+                    to: nets(&["10.101.0.9/32"]),
+                    ports: [port(Protocol::Tcp, 22)].into(),
+                },
+                Rule {
+                    to: nets(&["10.101.0.8/32"]),
+                    ports: BTreeSet::new(),
+                },
+            ],
+            infrastructure_ports: [port(Protocol::Tcp, 6443), port(Protocol::Tcp, 10250)].into(),
+        }],
+    }
+}
+
+/// A worker that is a virtual machine in the hub: its own address and its API server lie in the hub's networks.
+pub(crate) fn worker() -> Inputs {
+    let hub = nets(&["10.101.0.0/16", "10.111.0.0/16", "100.66.1.0/24"]);
+    Inputs {
+        node: Node {
+            name: "c9n1".to_owned(),
+            public_key: key(9),
+            wireguard_ips: ips(&["100.66.9.1"]),
+            underlay_addresses: ips(&["10.101.0.200"]),
+            addresses: ips(&["10.101.0.200"]),
+            pod_cidrs: nets(&["10.77.0.0/24"]),
+            ..hub_node().node
+        },
+        throw: nets(&["10.101.0.1/32", "10.111.0.10/32"]),
+        api_servers: ["10.111.176.135:443".parse().unwrap()].into(),
+        peers: vec![peer(
+            1,
+            "mesh--c1--n1",
+            "172.29.0.111:51820",
+            &["10.101.0.0/24", "100.66.1.1/32", "10.111.0.0/16"],
+        )],
+        policies: vec![Policy {
+            name: "c1".to_owned(),
+            sources: hub.clone(),
+            networks: hub,
+            allow: vec![Rule {
+                to: nets(&["10.77.0.0/24", "100.66.9.0/24"]),
+                ports: BTreeSet::new(),
+            }],
+            ..Policy::default()
+        }],
+    }
+}
+
+/// Compiles with one more Peer and returns what was refused.
+fn refused_with(peer: Peer) -> Vec<(Object, Reason)> {
+    let mut inputs = hub_node();
+    let name = peer.name.clone();
+    inputs.peers.push(peer);
+    let with = compile(&inputs);
+    assert!(!with.names.values().any(|n| *n == name), "{name} was programmed");
+    assert_eq!(with.routes, compile(&hub_node()).routes, "a refused Peer left a trace");
+    with.refused.into_iter().map(|r| (r.object, r.reason)).collect()
+}
+
+#[test]
+fn a_wrong_peer_costs_that_peer_and_names_the_reason() {
+    let good = || peer(99, "bad", "192.0.2.9:51820", &["10.9.0.0/24"]);
+    let at = |e: &str| Peer {
+        endpoint: Some(e.parse().unwrap()),
+        ..good()
+    };
+    let holds = |r: &str| Peer {
+        allowed_ips: vec!["10.9.0.0/24".parse().unwrap(), r.parse().unwrap()],
+        ..good()
+    };
+    let many = (0..10_000u32)
+        .map(|i| host(IpAddr::from((0x0a09_0000 + i).to_be_bytes())))
+        .collect();
+    let cases = [
+        (at("0.0.0.0:51820"), Reason::EndpointInvalid),
+        (at("[::]:51820"), Reason::EndpointInvalid),
+        (at("224.0.0.1:51820"), Reason::EndpointInvalid),
+        (at("127.0.0.1:51820"), Reason::EndpointInvalid),
+        (at("[::ffff:127.0.0.1]:51820"), Reason::EndpointInvalid),
+        (at("192.0.2.9:0"), Reason::EndpointInvalid),
+        (at("172.29.0.111:51820"), Reason::EndpointInvalid),
+        (
+            Peer {
+                allowed_ips: many,
+                ..good()
+            },
+            Reason::TooManyAllowedIPs,
+        ),
+        (holds("0.0.0.0/0"), Reason::DefaultRoute),
+        (holds("::/0"), Reason::DefaultRoute),
+        (holds("172.29.0.111/32"), Reason::OwnNodeAddress),
+        (holds("172.16.0.0/12"), Reason::OwnNodeAddress),
+        (holds("100.66.1.1/32"), Reason::OwnNodeAddress),
+        (holds("172.29.0.11/32"), Reason::ApiServerAddress),
+        (holds("172.29.0.8/29"), Reason::ApiServerAddress),
+        (holds("fd00:29::/64"), Reason::ApiServerAddress),
+        (holds("10.101.0.0/24"), Reason::OwnPodCIDR),
+        (holds("10.101.0.5/32"), Reason::OwnPodCIDR),
+        (holds("10.0.0.0/8"), Reason::OwnPodCIDR),
+        (
+            Peer {
+                public_key: key(1),
+                ..good()
+            },
+            Reason::OwnPublicKey,
+        ),
+        (
+            Peer {
+                requires_policy: Some("c3@0123".to_owned()),
+                ..good()
+            },
+            Reason::PolicyNotServed,
+        ),
+    ];
+    for (peer, reason) in cases {
+        assert_eq!(
+            refused_with(peer.clone()),
+            [(Object::Peer("bad".to_owned()), reason)],
+            "{peer:?}"
+        );
+    }
+}
+
+#[test]
+fn a_refusal_says_which_field_is_wrong_and_what_to_do() {
+    let mut inputs = hub_node();
+    inputs
+        .peers
+        .push(peer(99, "bad", "192.0.2.9:51820", &["172.16.0.0/12"]));
+    let got: Vec<String> = compile(&inputs).refused.iter().map(ToString::to_string).collect();
+    assert_eq!(
+        got,
+        [
+            "Peer bad: OwnNodeAddress: spec.allowedIPs holds 172.16.0.0/12, and 172.29.0.111 is this node's own address; remove the range from the source cluster's allowedNetworks or narrow it"
+        ]
+    );
+}
+
+#[test]
+fn a_worker_inside_the_hubs_network_keeps_the_peers_that_hold_its_own_address() {
+    let got = compile(&worker());
+    assert_eq!(got.refused, []);
+    let routes: Vec<String> = got.routes.routes.iter().map(Route::to_string).collect();
+    assert_eq!(
+        routes,
+        [
+            "10.101.0.0/16 dev <device> src 10.101.0.200 table 5182 metric 4095",
+            "unreachable 10.101.0.0/16 table 5182 metric 4096",
+            "10.101.0.0/24 dev <device> src 10.101.0.200 table 5182 metric 20",
+            "throw 10.101.0.1/32 table 5182 metric 10",
+            "10.111.0.0/16 dev <device> src 10.101.0.200 table 5182 metric 20",
+            "10.111.0.0/16 dev <device> src 10.101.0.200 table 5182 metric 4095",
+            "unreachable 10.111.0.0/16 table 5182 metric 4096",
+            "throw 10.111.0.10/32 table 5182 metric 10",
+            "throw 10.111.176.135/32 table 5182 metric 10",
+            "100.66.1.0/24 dev <device> src 10.101.0.200 table 5182 metric 4095",
+            "unreachable 100.66.1.0/24 table 5182 metric 4096",
+            "100.66.1.1/32 dev <device> src 10.101.0.200 table 5182 metric 20",
+            "0.0.0.0/0 dev <device> table 5183 metric 20",
+        ]
+    );
+    assert_eq!(got.firewall.v4.published, nets(&["10.77.0.0/24", "100.66.9.1/32"]));
+}
+
+#[test]
+fn a_moving_anchor_belongs_to_the_newer_peer_and_is_never_without_an_owner() {
+    let mut inputs = hub_node();
+    inputs.peers[0].allowed_ips.push("10.243.99.0/24".parse().unwrap());
+    inputs.peers[1].allowed_ips.push("10.243.99.0/24".parse().unwrap());
+    let owner = |inputs: &Inputs| -> Vec<String> {
+        let got = compile(inputs);
+        assert_eq!(got.refused, []);
+        let has = got
+            .peers
+            .iter()
+            .filter(|(_, p)| p.allowed_ips.contains(&"10.243.99.0/24".parse().unwrap()));
+        has.map(|(k, _)| got.names[k].clone()).collect()
+    };
+    assert_eq!(owner(&inputs), ["mesh--c2--n2"]);
+    inputs.peers[0].revision = 23;
+    assert_eq!(owner(&inputs), ["mesh--c2--n1"]);
+    inputs.peers[1].allowed_ips.pop();
+    assert_eq!(owner(&inputs), ["mesh--c2--n1"]);
+}
+
+#[test]
+fn of_two_peers_with_one_key_the_newer_stays() {
+    let mut inputs = hub_node();
+    inputs.peers.push(Peer {
+        name: "old".to_owned(),
+        revision: 1,
+        ..inputs.peers[0].clone()
+    });
+    let got = compile(&inputs);
+    assert_eq!((got.names.clone(), got.peers.clone()), {
+        let without = compile(&hub_node());
+        (without.names, without.peers)
+    });
+    assert_eq!(
+        got.refused
+            .iter()
+            .map(|r| (r.object.clone(), r.reason))
+            .collect::<Vec<_>>(),
+        [(Object::Peer("old".to_owned()), Reason::PublicKeyDuplicate)]
+    );
+}
+
+#[test]
+fn the_order_of_the_inputs_means_nothing() {
+    let mut inputs = hub_node();
+    inputs.peers.push(Peer {
+        name: "old".to_owned(),
+        revision: 1,
+        ..inputs.peers[0].clone()
+    });
+    let forward = compile(&inputs);
+    inputs.peers.reverse();
+    assert_eq!(compile(&inputs), forward);
+}
+
+#[test]
+fn endpoints_are_tried_in_order_and_the_unusable_are_left_out() {
+    let mut inputs = hub_node();
+    inputs.peers[0].candidates = [
+        "172.29.0.121:51820",
+        "0.0.0.0:1",
+        "198.51.100.7:51820",
+        "[::ffff:198.51.100.7]:51820",
+    ]
+    .map(|e| e.parse().unwrap())
+    .into();
+    let got = compile(&inputs);
+    let want: Vec<SocketAddr> = vec![
+        "172.29.0.121:51820".parse().unwrap(),
+        "198.51.100.7:51820".parse().unwrap(),
+    ];
+    assert_eq!(got.peers[&key(21)].endpoint, Some(want[0]));
+    assert_eq!(got.endpoints[&key(21)], want);
+    assert_eq!(got.refused, []);
+}
+
+#[test]
+fn a_masqueraded_member_publishes_its_wireguard_address_alone() {
+    let mut inputs = worker();
+    inputs.policies[0].allow[0].to = nets(&["100.66.9.0/24"]);
+    assert_eq!(compile(&inputs).firewall.v4.published, nets(&["100.66.9.1/32"]));
+}
+
+#[test]
+fn a_policy_that_covers_the_nodes_own_pods_loses_that_network() {
+    let mut inputs = worker();
+    inputs.policies[0].networks.insert("10.77.0.0/16".parse().unwrap());
+    let got = compile(&inputs);
+    assert_eq!(
+        got.refused
+            .iter()
+            .map(|r| (r.object.clone(), r.reason))
+            .collect::<Vec<_>>(),
+        [(Object::PeerPolicy("c1".to_owned()), Reason::OwnPodCIDR)]
+    );
+    assert_eq!((got.routes, got.firewall), {
+        let without = compile(&worker());
+        (without.routes, without.firewall)
+    });
+}
+
+#[test]
+fn without_peers_and_policies_there_is_no_route_and_the_table_stands() {
+    let got = compile(&Inputs {
+        peers: vec![],
+        policies: vec![],
+        ..hub_node()
+    });
+    let want = Routes {
+        addresses: ips(&["100.66.1.1", "fd00:66:1::1"]),
+        ..Routes::default()
+    };
+    assert_eq!((got.peers, got.routes, got.refused), (Peers::new(), want, vec![]));
+    assert_eq!(got.firewall.v4.allow, BTreeSet::new());
+}

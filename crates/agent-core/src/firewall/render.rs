@@ -1,0 +1,388 @@
+//! The table as text for `nft -f`: sets and chains. What the values mean is told beside them in [`super`].
+//!
+//! Names of sets end in the family, since a set has one type. nft 1.0.6 wants a newline or `;` before every `}`.
+
+use std::{collections::BTreeSet, fmt::Write, net::IpAddr};
+
+use ipnet::IpNet;
+
+use super::{Firewall, Frame, Sets};
+use crate::{
+    mtu::segment,
+    numbers::{MARK_MASK, MARK_TUNNEL, MARK_UNDERLAY, NFT_TABLE},
+    policy::Port,
+    prefixes::Family,
+};
+
+/// One set: its name, its type, and its elements as nft takes them.
+pub(super) struct Set {
+    pub(super) name: &'static str,
+    kind: &'static str,
+    pub(super) elements: BTreeSet<String>,
+}
+
+/// Every set of the table, in the order in which they are declared.
+pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
+    let mut out = Vec::new();
+    for (family, sets) in [(Family::V4, &firewall.v4), (Family::V6, &firewall.v6)] {
+        out.extend(family_sets(family, sets));
+    }
+    let elements = firewall
+        .infrastructure
+        .iter()
+        .map(|p| format!("{} . {}", p.protocol, p.port))
+        .collect();
+    out.push(Set {
+        name: "infrastructure",
+        kind: "type inet_proto . inet_service;",
+        elements,
+    });
+    out
+}
+
+fn family_sets(family: Family, sets: &Sets) -> [Set; 10] {
+    const NAMES: [[&str; 10]; 2] = [
+        [
+            "mesh4",
+            "throw4",
+            "published4",
+            "served4",
+            "pairs4",
+            "allow4",
+            "allow_ports4",
+            "deny4",
+            "deny_ports4",
+            "api4",
+        ],
+        [
+            "mesh6",
+            "throw6",
+            "published6",
+            "served6",
+            "pairs6",
+            "allow6",
+            "allow_ports6",
+            "deny6",
+            "deny_ports6",
+            "api6",
+        ],
+    ];
+    const KINDS: [[&str; 4]; 2] = [
+        [
+            "type ipv4_addr; flags interval;",
+            "type ipv4_addr . ipv4_addr; flags interval;",
+            "type ipv4_addr . ipv4_addr . inet_proto . inet_service; flags interval;",
+            "type ipv4_addr . inet_service;",
+        ],
+        [
+            "type ipv6_addr; flags interval;",
+            "type ipv6_addr . ipv6_addr; flags interval;",
+            "type ipv6_addr . ipv6_addr . inet_proto . inet_service; flags interval;",
+            "type ipv6_addr . inet_service;",
+        ],
+    ];
+    let index = usize::from(family == Family::V6);
+    let [net, pair, port, address] = KINDS[index];
+    let values = [
+        (net, nets(&sets.mesh)),
+        (net, nets(&sets.throw)),
+        (net, nets(&sets.published)),
+        (net, nets(&sets.served)),
+        (pair, pairs(&sets.pairs)),
+        (pair, pairs(&sets.allow)),
+        (port, ports(&sets.allow_ports)),
+        (pair, pairs(&sets.deny)),
+        (port, ports(&sets.deny_ports)),
+        (address, addresses(&sets.api)),
+    ];
+    let mut names = NAMES[index].into_iter();
+    values.map(|(kind, elements)| Set {
+        name: names.next().unwrap_or_default(),
+        kind,
+        elements,
+    })
+}
+
+fn nets(nets: &BTreeSet<IpNet>) -> BTreeSet<String> {
+    nets.iter().map(ToString::to_string).collect()
+}
+
+fn pairs(pairs: &BTreeSet<(IpNet, IpNet)>) -> BTreeSet<String> {
+    pairs.iter().map(|(a, b)| format!("{a} . {b}")).collect()
+}
+
+fn ports(ports: &BTreeSet<(IpNet, IpNet, Port)>) -> BTreeSet<String> {
+    ports
+        .iter()
+        .map(|(a, b, p)| format!("{a} . {b} . {} . {}", p.protocol, p.port))
+        .collect()
+}
+
+fn addresses(addresses: &BTreeSet<(IpAddr, u16)>) -> BTreeSet<String> {
+    addresses.iter().map(|(a, p)| format!("{a} . {p}")).collect()
+}
+
+/// The transaction that makes the kernel's table this one, whatever was there: all of it or, on an error, nothing.
+/// The first line creates the table where there is none, so that the second cannot fail.
+#[must_use]
+pub fn render(firewall: &Firewall) -> String {
+    let mut out = format!("table inet {NFT_TABLE}\ndelete table inet {NFT_TABLE}\ntable inet {NFT_TABLE} {{\n");
+    for Set { name, kind, elements } in sets(firewall) {
+        let elements = match elements.is_empty() {
+            true => String::new(), // an empty list of elements is a syntax error
+            false => format!(" elements = {{ {} }};", join(&elements)),
+        };
+        let _ = writeln!(out, "  set {name} {{ {kind}{elements} }}");
+    }
+    out.push_str(&chains(&firewall.frame));
+    out.push_str("}\n");
+    out
+}
+
+pub(super) fn join(elements: &BTreeSet<String>) -> String {
+    elements.iter().map(String::as_str).collect::<Vec<_>>().join(", ")
+}
+
+/// A statement that sets one of our two bits and keeps every other bit.
+fn set_mark(bits: u32, which: &str) -> String {
+    format!("{which} mark set {which} mark & {:#010x} | {bits:#010x}", !MARK_MASK)
+}
+
+/// A condition on our two bits.
+fn is_mark(bits: u32, which: &str) -> String {
+    format!("{which} mark & {MARK_MASK:#010x} == {bits:#010x}")
+}
+
+/// The same rule for both families: `ip` and `4` become `ip6` and `6`.
+fn both(out: &mut String, rule: &str) {
+    let _ = writeln!(out, "    {}", rule.replace("{ip}", "ip").replace("{n}", "4"));
+    let _ = writeln!(out, "    {}", rule.replace("{ip}", "ip6").replace("{n}", "6"));
+}
+
+fn chains(frame: &Frame) -> String {
+    [path(frame), policy(frame), addresses_and_sizes(frame), leave(frame)].concat()
+}
+
+/// Which way a packet goes: spoofed sources, and answers on the path their connection came by.
+fn path(frame: &Frame) -> String {
+    let Frame {
+        device, listen_port, ..
+    } = frame;
+    let (ct_tunnel, ct_underlay) = (set_mark(MARK_TUNNEL, "ct"), set_mark(MARK_UNDERLAY, "ct"));
+    let (meta_tunnel, meta_underlay) = (set_mark(MARK_TUNNEL, "meta"), set_mark(MARK_UNDERLAY, "meta"));
+    let (came_by_tunnel, came_by_underlay) = (is_mark(MARK_TUNNEL, "ct"), is_mark(MARK_UNDERLAY, "ct"));
+    let mut out = String::from(
+        "
+  # A mesh source that did not come by the tunnel may reach this node itself (a worker whose own address lies in a mesh
+  # network), never be forwarded.
+  chain spoof {
+    type filter hook prerouting priority raw; policy accept;
+",
+    );
+    both(
+        &mut out,
+        &format!("iifname != \"{device}\" {{ip}} saddr @mesh{{n}} fib daddr type unicast counter drop"),
+    );
+    out.push_str(
+        "  }
+
+  # A connection is answered on the path it came by.
+  chain path_in {
+    type filter hook prerouting priority mangle; policy accept;
+",
+    );
+    let _ = writeln!(out, "    iifname \"{device}\" ct state new {ct_tunnel}");
+    both(
+        &mut out,
+        &format!("iifname != \"{device}\" ct state new {{ip}} saddr @mesh{{n}} counter {ct_underlay}"),
+    );
+    let _ = writeln!(
+        out,
+        "    # The tunnel's own outer packets, and what came by the underlay: for a strict rp_filter, which looks the source
+    # up with this mark (src_valid_mark).
+    iifname != \"{device}\" udp dport {listen_port} fib daddr type local {meta_underlay}
+    iifname != \"{device}\" ct direction original {came_by_underlay} {meta_underlay}
+    # What pods, and peers behind a translation, answer.
+    ct direction reply {came_by_underlay} {meta_underlay}"
+    );
+    let thrown = format!("iifname != \"{device}\" ct direction reply {came_by_tunnel} {{ip}} daddr @throw{{n}}");
+    both(&mut out, &format!("{thrown} counter {meta_tunnel}"));
+    let underlay = is_mark(MARK_UNDERLAY, "meta");
+    let keep = format!("meta mark set meta mark & {:#010x}", !MARK_MASK);
+    out.push_str(
+        "  }
+
+  # A connection that came by the underlay and was translated into the mesh (NodePort here, endpoint there) goes on by
+  # the tunnel; with the mark kept it would leave in clear.
+  chain path_dnat {
+    type filter hook prerouting priority dstnat + 1; policy accept;
+",
+    );
+    both(
+        &mut out,
+        &format!("ct direction original ct status dnat {underlay} {{ip}} daddr @mesh{{n}} counter {keep}"),
+    );
+    let _ = writeln!(
+        out,
+        "  }}
+
+  chain path_out {{
+    type route hook output priority mangle; policy accept;
+    ct direction reply {came_by_underlay} counter {meta_underlay}
+    ct direction reply {came_by_tunnel} counter {meta_tunnel}
+  }}"
+    );
+    out
+}
+
+/// What the tunnel may bring in: after kube-proxy's DNAT (-100), before everyone's filters (0).
+fn policy(frame: &Frame) -> String {
+    let device = &frame.device;
+    let mut out = format!(
+        "
+  chain policy_input {{
+    type filter hook input priority filter - 10; policy accept;
+    iifname \"{device}\" goto from_mesh
+  }}
+
+  chain policy_forward {{
+    type filter hook forward priority filter - 10; policy accept;
+    iifname \"{device}\" oifname \"{device}\" counter drop
+    iifname \"{device}\" goto from_mesh
+  }}
+
+  # Original-direction packets are matched on every packet, so that taking an element away closes what it allowed.
+  chain from_mesh {{
+    ct state {{ invalid, untracked }} counter drop
+    ct state related goto icmp_in
+    ct direction reply ct state established accept
+    ct direction reply counter drop
+    meta l4proto . th dport @infrastructure fib daddr type local counter drop
+"
+    );
+    both(&mut out, "meta l4proto tcp {ip} daddr . th dport @api{n} counter drop");
+    both(&mut out, "{ip} saddr . {ip} daddr @deny{n} counter drop");
+    both(
+        &mut out,
+        "{ip} saddr . {ip} daddr . meta l4proto . th dport @deny_ports{n} counter drop",
+    );
+    both(&mut out, "{ip} saddr . {ip} daddr @allow{n} accept");
+    both(
+        &mut out,
+        "{ip} saddr . {ip} daddr . meta l4proto . th dport @allow_ports{n} accept",
+    );
+    out.push_str(
+        "    counter drop
+  }
+
+  # Errors only, and only about a flow of the same member. Other related packets (conntrack helpers) are nobody's.
+  chain icmp_in {
+    meta nfproto ipv4 meta l4proto != icmp counter drop
+    meta nfproto ipv6 meta l4proto != icmpv6 counter drop
+    icmp type != { destination-unreachable, time-exceeded } counter drop
+    icmpv6 type != { destination-unreachable, packet-too-big, time-exceeded } counter drop
+",
+    );
+    both(&mut out, "{ip} saddr . ct original {ip} saddr @pairs{n} counter accept");
+    both(&mut out, "{ip} saddr . ct reply {ip} saddr @pairs{n} counter accept");
+    out.push_str("    counter drop\n  }\n");
+    out
+}
+
+/// Source addresses and segment sizes of what goes in and out of the tunnel.
+fn addresses_and_sizes(frame: &Frame) -> String {
+    let Frame {
+        device,
+        mtu,
+        wireguard_v4,
+        wireguard_v6,
+        ..
+    } = frame;
+    let mut out = String::from(
+        "
+  # Before the CNI's own (100). `accept` would not keep a later nat chain from masquerading; an identity mapping does.
+  chain nat {
+    type nat hook postrouting priority srcnat - 10; policy accept;
+",
+    );
+    both(
+        &mut out,
+        &format!("oifname \"{device}\" {{ip}} saddr @published{{n}} counter snat {{ip}} to {{ip}} saddr"),
+    );
+    if let Some(address) = wireguard_v4 {
+        let _ = writeln!(
+            out,
+            "    oifname \"{device}\" meta nfproto ipv4 counter snat ip to {address}"
+        );
+    }
+    if let Some(address) = wireguard_v6 {
+        let _ = writeln!(
+            out,
+            "    oifname \"{device}\" meta nfproto ipv6 counter snat ip6 to {address}"
+        );
+    }
+    out.push_str(
+        "    # As an anchor: the other members' Peers for this node carry more than its own prefixes. The reply has to come back
+    # through here.
+",
+    );
+    let anchored = "ct original {ip} daddr @served{n} ct original {ip} daddr != @published{n}";
+    both(
+        &mut out,
+        &format!("iifname \"{device}\" oifname != \"{device}\" {anchored} counter masquerade"),
+    );
+    let _ = writeln!(
+        out,
+        "  }}
+
+  # Both ways: what leaves by the tunnel, and what a peer with a larger device sends.
+  chain mss {{
+    type filter hook forward priority mangle; policy accept;
+    oifname \"{device}\" tcp flags & (syn | rst) == syn tcp option maxseg size set rt mtu"
+    );
+    for (family, name) in [(Family::V4, "ipv4"), (Family::V6, "ipv6")] {
+        let size = segment(*mtu, family);
+        let _ = writeln!(
+            out,
+            "    iifname \"{device}\" meta nfproto {name} tcp flags & (syn | rst) == syn tcp option maxseg size > {size} tcp option maxseg size set {size}"
+        );
+    }
+    out.push_str("  }\n");
+    out
+}
+
+/// Nothing in clear, nothing unpublished: after every nat chain.
+fn leave(frame: &Frame) -> String {
+    let Frame {
+        device, listen_port, ..
+    } = frame;
+    let (underlay, came_by_underlay) = (is_mark(MARK_UNDERLAY, "meta"), is_mark(MARK_UNDERLAY, "ct"));
+    let came_by_tunnel = is_mark(MARK_TUNNEL, "ct");
+    let mut out = format!(
+        "
+  chain leave {{
+    type filter hook postrouting priority srcnat + 10; policy accept;
+    oifname \"{device}\" goto into_tunnel
+    oifname \"lo\" accept
+    {underlay} udp sport {listen_port} accept
+    ct direction reply {came_by_underlay} accept
+"
+    );
+    both(&mut out, "{ip} daddr @throw{n} accept");
+    both(&mut out, "{ip} daddr @mesh{n} counter drop");
+    out.push_str(
+        "  }
+
+  chain into_tunnel {
+    ct state untracked counter drop
+    # An anchor answers with the address that was asked, which is its ClusterIP again already.
+",
+    );
+    both(
+        &mut out,
+        &format!("ct direction reply {came_by_tunnel} {{ip}} saddr @served{{n}} accept"),
+    );
+    both(&mut out, "{ip} saddr != @published{n} counter drop");
+    out.push_str("  }\n");
+    out
+}

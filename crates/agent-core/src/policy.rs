@@ -1,0 +1,69 @@
+//! PeerPolicy as plain values: what one source member may reach in this cluster. Kubernetes types and grants by Service
+//! are not known here; a policy that needs more than this is refused before it gets here.
+
+use std::{collections::BTreeSet, fmt};
+
+use ipnet::IpNet;
+
+/// What one source member may reach here. Whatever no `allow` rule names is denied; `deny` wins over `allow`.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Policy {
+    /// Name of the PeerPolicy object.
+    pub name: String,
+    /// Source addresses the member's Peers may use.
+    pub sources: BTreeSet<IpNet>,
+    /// The member's networks: routed to its Peers or, where no Peer has them, nowhere.
+    pub networks: BTreeSet<IpNet>,
+    /// What the sources may reach. For a cluster-meshed member: this cluster's own allowedNetworks.
+    pub allow: Vec<Rule>,
+    /// What they may not reach although it is allowed.
+    pub deny: Vec<Rule>,
+    /// Ports closed on every address local to this node.
+    pub infrastructure_ports: BTreeSet<Port>,
+}
+
+/// Destinations and ports.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Rule {
+    /// Destinations, after this node's own address translation.
+    pub to: BTreeSet<IpNet>,
+    /// Ports; empty = every port and every protocol.
+    pub ports: BTreeSet<Port>,
+}
+
+/// One port of one transport protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Port {
+    /// The transport protocol.
+    pub protocol: Protocol,
+    /// The port number.
+    pub port: u16,
+}
+
+/// The transport protocols that Kubernetes Services have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Protocol {
+    /// TCP.
+    Tcp,
+    /// UDP.
+    Udp,
+    /// SCTP.
+    Sctp,
+}
+
+impl fmt::Display for Protocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Tcp => "tcp",
+            Self::Udp => "udp",
+            Self::Sctp => "sctp",
+        })
+    }
+}
+
+impl Policy {
+    /// Every destination that some `allow` rule names.
+    pub fn served(&self) -> impl Iterator<Item = &IpNet> {
+        self.allow.iter().flat_map(|rule| &rule.to)
+    }
+}

@@ -1,0 +1,174 @@
+//! Set algebra over address prefixes, as nftables' interval sets need it: no two elements may overlap. Which prefixes
+//! matter is decided elsewhere.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, Ipv6Addr},
+};
+
+use ipnet::{IpNet, Ipv6Net};
+
+/// An address family. Everything in a kernel exists once for each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Family {
+    /// IPv4.
+    V4,
+    /// IPv6.
+    V6,
+}
+
+impl Family {
+    /// Both, in the order in which they are printed.
+    pub const BOTH: [Self; 2] = [Self::V4, Self::V6];
+
+    /// The family of a prefix.
+    #[must_use]
+    pub const fn of(net: &IpNet) -> Self {
+        match net {
+            IpNet::V4(_) => Self::V4,
+            IpNet::V6(_) => Self::V6,
+        }
+    }
+
+    /// The prefix that holds every address of the family.
+    #[must_use]
+    pub fn everything(self) -> IpNet {
+        match self {
+            Self::V4 => IpNet::V4(ipnet::Ipv4Net::default()),
+            Self::V6 => IpNet::V6(Ipv6Net::new_assert(Ipv6Addr::UNSPECIFIED, 0)),
+        }
+    }
+}
+
+/// The address alone, as /32 or /128.
+#[must_use]
+pub fn host(address: IpAddr) -> IpNet {
+    IpNet::from(address)
+}
+
+/// Whether two prefixes share an address.
+#[must_use]
+pub fn overlap(a: &IpNet, b: &IpNet) -> bool {
+    a.contains(b) || b.contains(a)
+}
+
+/// The same addresses in the fewest prefixes, none of which overlap.
+#[must_use]
+pub fn aggregate<'a>(nets: impl IntoIterator<Item = &'a IpNet>) -> BTreeSet<IpNet> {
+    let nets: Vec<IpNet> = nets.into_iter().map(IpNet::trunc).collect();
+    IpNet::aggregate(&nets).into_iter().collect()
+}
+
+/// Whether every address of `net` lies in one of `within`, which must be an aggregate.
+#[must_use]
+pub fn covered(net: &IpNet, within: &BTreeSet<IpNet>) -> bool {
+    within.iter().any(|outer| outer.contains(net))
+}
+
+/// Cuts `net` into prefixes of which each lies wholly inside or wholly outside every one of `cuts`.
+fn cut(net: IpNet, cuts: &[IpNet], out: &mut Vec<IpNet>) {
+    let inner: Vec<IpNet> = cuts.iter().copied().filter(|c| *c != net && net.contains(c)).collect();
+    if inner.is_empty() {
+        return out.push(net);
+    }
+    // A prefix that strictly contains another is not a host prefix, so it has two halves.
+    match net.subnets(net.prefix_len() + 1) {
+        Ok(halves) => halves.for_each(|half| cut(half, &inner, out)),
+        Err(_) => out.push(net),
+    }
+}
+
+/// Turns pairs whose left sides may overlap into pairs that do not: for every address on the left the same addresses
+/// on the right as before. Kernel sets of concatenated ranges refuse a partial overlap (nft_set_pipapo: ENOTEMPTY).
+#[must_use]
+pub fn disjoint(pairs: &BTreeMap<IpNet, BTreeSet<IpNet>>) -> BTreeSet<(IpNet, IpNet)> {
+    let keys: Vec<IpNet> = pairs.keys().map(IpNet::trunc).collect();
+    let mut atoms = Vec::new();
+    for root in maximal(&keys) {
+        cut(root, &keys, &mut atoms);
+    }
+    let mut out = BTreeSet::new();
+    for atom in atoms {
+        let right = pairs
+            .iter()
+            .filter(|(left, _)| left.contains(&atom))
+            .flat_map(|(_, right)| right);
+        out.extend(
+            aggregate(right)
+                .into_iter()
+                .filter(|r| Family::of(r) == Family::of(&atom))
+                .map(|r| (atom, r)),
+        );
+    }
+    out
+}
+
+/// Those that lie in no other. Not [`aggregate`]: that may join two neighbours into a prefix that nobody named.
+fn maximal(nets: &[IpNet]) -> BTreeSet<IpNet> {
+    nets.iter()
+        .filter(|n| !nets.iter().any(|o| o != *n && o.contains(*n)))
+        .copied()
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn nets(texts: &[&str]) -> BTreeSet<IpNet> {
+        texts.iter().map(|t| t.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn neighbours_and_nested_prefixes_become_one() {
+        let got = aggregate(&nets(&[
+            "10.0.0.0/9",
+            "10.128.0.0/9",
+            "10.3.0.0/16",
+            "fd00::/64",
+            "fd00::1/128",
+        ]));
+        assert_eq!(got, nets(&["10.0.0.0/8", "fd00::/64"]));
+    }
+
+    #[test]
+    fn a_nested_source_keeps_what_the_outer_one_may_reach() {
+        let pairs = BTreeMap::from([
+            ("10.0.0.0/30".parse().unwrap(), nets(&["1.0.0.0/8"])),
+            ("10.0.0.1/32".parse().unwrap(), nets(&["2.0.0.0/8"])),
+        ]);
+        let want: BTreeSet<(IpNet, IpNet)> = [
+            ("10.0.0.0/32", "1.0.0.0/8"),
+            ("10.0.0.1/32", "1.0.0.0/8"),
+            ("10.0.0.1/32", "2.0.0.0/8"),
+            ("10.0.0.2/31", "1.0.0.0/8"),
+        ]
+        .into_iter()
+        .map(|(a, b)| (a.parse().unwrap(), b.parse().unwrap()))
+        .collect();
+        assert_eq!(disjoint(&pairs), want);
+    }
+
+    fn net() -> impl Strategy<Value = IpNet> {
+        (0u8..8, 24u8..=32).prop_map(|(h, l)| IpNet::new(IpAddr::from([10, 0, 0, h]), l).unwrap().trunc())
+    }
+
+    proptest! {
+        #[test]
+        fn cutting_changes_no_answer_and_leaves_no_overlap(
+            pairs in proptest::collection::btree_map(net(), proptest::collection::btree_set(net(), 0..4), 0..5),
+            left in 0u8..9, right in 0u8..9,
+        ) {
+            let got = disjoint(&pairs);
+            for (i, a) in got.iter().enumerate() {
+                for b in got.iter().skip(i + 1) {
+                    prop_assert!(!(overlap(&a.0, &b.0) && overlap(&a.1, &b.1)), "{a:?} {b:?}");
+                }
+            }
+            let (l, r) = (host(IpAddr::from([10, 0, 0, left])), host(IpAddr::from([10, 0, 0, right])));
+            let before = pairs.iter().any(|(k, v)| k.contains(&l) && v.iter().any(|v| v.contains(&r)));
+            prop_assert_eq!(got.iter().any(|(k, v)| k.contains(&l) && v.contains(&r)), before);
+        }
+    }
+}

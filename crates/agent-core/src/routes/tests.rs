@@ -1,0 +1,128 @@
+use super::*;
+
+fn nets(texts: &[&str]) -> BTreeSet<IpNet> {
+    texts.iter().map(|t| t.parse().unwrap()).collect()
+}
+
+fn text(changes: Option<Vec<Change>>) -> Vec<String> {
+    changes.into_iter().flatten().map(|c| c.to_string()).collect()
+}
+
+fn member() -> Plan {
+    Plan {
+        addresses: ["100.66.2.1".parse().unwrap()].into(),
+        peers: nets(&["10.101.0.0/24", "100.66.1.1/32"]),
+        mesh: nets(&["10.101.0.0/16", "100.66.1.0/24"]),
+        ..Plan::default()
+    }
+}
+
+#[test]
+fn the_closed_door_stands_before_anything_opens_it() {
+    assert_eq!(
+        text(diff(&Routes::default(), &desired(&member()))),
+        [
+            "address add 100.66.2.1",
+            "route add unreachable 10.101.0.0/16 table 5182 metric 4096",
+            "route add unreachable 100.66.1.0/24 table 5182 metric 4096",
+            "route add 10.101.0.0/24 dev <device> table 5182 metric 20",
+            "route add 100.66.1.1/32 dev <device> table 5182 metric 20",
+            "route add 0.0.0.0/0 dev <device> table 5183 metric 20",
+            "rule add pref 1000 fwmark 0x200000/0x300000 lookup 5183",
+            "rule add pref 1001 not fwmark 0x100000/0x300000 lookup 5182",
+        ]
+    );
+}
+
+#[test]
+fn a_peer_that_goes_takes_one_route_with_it() {
+    let without = Plan {
+        peers: nets(&["100.66.1.1/32"]),
+        ..member()
+    };
+    assert_eq!(
+        text(diff(&desired(&member()), &desired(&without))),
+        ["route delete 10.101.0.0/24 dev <device> table 5182 metric 20"]
+    );
+}
+
+#[test]
+fn an_empty_mesh_leaves_rules_first_and_the_closed_door_last() {
+    assert_eq!(
+        text(diff(&desired(&member()), &Routes::default())),
+        [
+            "rule delete pref 1000 fwmark 0x200000/0x300000 lookup 5183",
+            "rule delete pref 1001 not fwmark 0x100000/0x300000 lookup 5182",
+            "route delete 10.101.0.0/24 dev <device> table 5182 metric 20",
+            "route delete 100.66.1.1/32 dev <device> table 5182 metric 20",
+            "route delete 0.0.0.0/0 dev <device> table 5183 metric 20",
+            "route delete unreachable 10.101.0.0/16 table 5182 metric 4096",
+            "route delete unreachable 100.66.1.0/24 table 5182 metric 4096",
+            "address delete 100.66.2.1",
+        ]
+    );
+}
+
+#[test]
+fn an_underlay_address_inside_the_mesh_is_the_source_and_the_device_the_first_fallback() {
+    let worker = Plan {
+        throw: nets(&["10.101.0.1/32", "192.0.2.1/32"]),
+        underlay: ["10.101.0.200".parse().unwrap(), "192.0.2.9".parse().unwrap()].into(),
+        mesh: nets(&["10.101.0.0/16"]),
+        peers: nets(&["10.101.0.0/24"]),
+        addresses: BTreeSet::new(),
+    };
+    let got: Vec<String> = desired(&worker).routes.iter().map(ToString::to_string).collect();
+    assert_eq!(
+        got,
+        [
+            "10.101.0.0/16 dev <device> src 10.101.0.200 table 5182 metric 4095",
+            "unreachable 10.101.0.0/16 table 5182 metric 4096",
+            "10.101.0.0/24 dev <device> src 10.101.0.200 table 5182 metric 20",
+            "throw 10.101.0.1/32 table 5182 metric 10",
+            "0.0.0.0/0 dev <device> table 5183 metric 20",
+        ]
+    );
+}
+
+#[test]
+fn a_new_source_address_replaces_routes_in_place() {
+    let plan = |a: &str| Plan {
+        underlay: [a.parse().unwrap()].into(),
+        ..member()
+    };
+    assert_eq!(
+        text(diff(&desired(&plan("10.101.9.9")), &desired(&plan("10.101.9.8")))),
+        [
+            "route replace 10.101.0.0/16 dev <device> src 10.101.9.8 table 5182 metric 4095",
+            "route replace 100.66.1.0/24 dev <device> src 10.101.9.8 table 5182 metric 4095",
+            "route replace 10.101.0.0/24 dev <device> src 10.101.9.8 table 5182 metric 20",
+            "route replace 100.66.1.1/32 dev <device> src 10.101.9.8 table 5182 metric 20",
+        ]
+    );
+}
+
+#[test]
+fn what_is_thrown_is_never_also_a_peers() {
+    let plan = Plan {
+        throw: nets(&["100.66.1.1/32"]),
+        ..member()
+    };
+    let got: Vec<String> = desired(&plan)
+        .routes
+        .iter()
+        .map(ToString::to_string)
+        .filter(|r| r.contains("100.66.1.1/32"))
+        .collect();
+    assert_eq!(got, ["throw 100.66.1.1/32 table 5182 metric 10"]);
+}
+
+#[test]
+fn a_family_without_mesh_prefixes_gets_no_rule() {
+    let plan = Plan {
+        mesh: nets(&["fd00:1::/48"]),
+        ..Plan::default()
+    };
+    let families: BTreeSet<Family> = desired(&plan).rules.iter().map(|r| r.family).collect();
+    assert_eq!(families, BTreeSet::from([Family::V6]));
+}

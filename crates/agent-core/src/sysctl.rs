@@ -1,0 +1,119 @@
+//! The kernel settings the data path needs, each with its reason; reading and writing them is the backend's.
+
+use std::{collections::BTreeSet, fmt};
+
+use crate::{interface::InterfaceName, prefixes::Family, routes::Routes};
+
+/// One setting.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Sysctl {
+    /// Which.
+    pub name: Name,
+    /// The value to write.
+    pub value: u8,
+    /// Values that do as well.
+    pub accept: BTreeSet<u8>,
+    /// Whether we may write it. Forwarding is the host's to decide: turning it on changes how the host treats redirects
+    /// and router advertisements.
+    pub write: bool,
+    /// What does not work without it.
+    pub why: &'static str,
+}
+
+/// A setting's place. Those of an interface take effect together with the one for `all`.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Name {
+    /// Of the network namespace: the path under `/proc/sys/net`.
+    Global(&'static str),
+    /// IPv4, of one interface: `ipv4/conf/<interface>/<name>`. The kernel uses the greater of this and `all`.
+    Interface(InterfaceName, &'static str),
+}
+
+impl fmt::Display for Name {
+    /// As sysctl(8) takes it; an interface name with dots in it is written with slashes.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Global(path) => write!(f, "net.{}", path.replace('/', ".")),
+            Self::Interface(interface, name) if interface.as_str().contains('.') => {
+                write!(f, "net/ipv4/conf/{interface}/{name}")
+            }
+            Self::Interface(interface, name) => write!(f, "net.ipv4.conf.{interface}.{name}"),
+        }
+    }
+}
+
+/// What these routes need, for a device and the interface its outer packets leave by.
+#[must_use]
+pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes) -> Vec<Sysctl> {
+    let on = |name, why| Sysctl {
+        name,
+        value: 1,
+        accept: [1].into(),
+        write: true,
+        why,
+    };
+    let forwards = |path| Sysctl {
+        write: false,
+        ..on(
+            Name::Global(path),
+            "pods reach the tunnel only through a node that forwards",
+        )
+    };
+    let mut out = vec![
+        forwards("ipv4/ip_forward"),
+        on(
+            Name::Global("ipv4/tcp_fwmark_accept"),
+            "a connection that came by the underlay is answered there even where its source is a mesh address",
+        ),
+        on(
+            Name::Global("ipv4/fwmark_reflect"),
+            "resets and ICMP errors leave by the path their packet came by",
+        ),
+        Sysctl {
+            name: Name::Interface(device.clone(), "rp_filter"),
+            value: 2,
+            accept: [0, 2].into(),
+            write: true,
+            why: "a source that is routed elsewhere, as a thrown one is, may come by the tunnel",
+        },
+        on(
+            Name::Interface(underlay.clone(), "src_valid_mark"),
+            "a strict reverse path filter has to look a mesh source up as an answer to it would be routed",
+        ),
+    ];
+    if routes.rules.iter().any(|rule| rule.family == Family::V6) {
+        out.push(forwards("ipv6/conf/all/forwarding"));
+        out.push(on(
+            Name::Global("ipv6/fwmark_reflect"),
+            "resets and ICMP errors leave by the path their packet came by",
+        ));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_without_ipv6_in_its_mesh_is_asked_for_nothing_of_it() {
+        let names: Vec<String> = desired(
+            &"kilo0".parse().unwrap(),
+            &"eth0.7".parse().unwrap(),
+            &Routes::default(),
+        )
+        .iter()
+        .map(|s| s.name.to_string())
+        .collect();
+        assert_eq!(
+            names,
+            [
+                "net.ipv4.ip_forward",
+                "net.ipv4.tcp_fwmark_accept",
+                "net.ipv4.fwmark_reflect",
+                "net.ipv4.conf.kilo0.rp_filter",
+                "net/ipv4/conf/eth0.7/src_valid_mark",
+            ]
+        );
+    }
+}
