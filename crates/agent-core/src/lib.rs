@@ -5,6 +5,7 @@
 pub mod compile;
 pub mod device;
 pub mod firewall;
+pub mod health;
 pub mod interface;
 pub mod key;
 pub mod mtu;

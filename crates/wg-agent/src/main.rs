@@ -1,2 +1,3 @@
-//! Placeholder.
+//! The process `wg-agent`; everything is in the library.
+
 fn main() {}

@@ -1,0 +1,176 @@
+//! Whether a peer is up, and which of its endpoints to try next: pure functions of ages and counters that are handed in;
+//! no clock, and nothing is sent or configured here.
+//!
+//! ```text
+//! age of the last handshake ->  0 s              180 s          275 s
+//! keepalive or traffic          |------ up --------|---- up -----|---- down ---->   (a new one was due at 180 s)
+//! idle, no keepalive            |------ up --------|------- unknown ------------>   (nobody asked for a new one)
+//!
+//! never a handshake, since the peer was added:  0 s             15 s
+//! we know where it is, so we greeted it         |--- unknown ----|---- down ---->
+//! it has to find us                             |--------------- unknown ------->
+//! ```
+//! A session lives 180 s (WireGuard paper §6.1, Reject-After-Time), a retry takes 5 s and is given up after 90 s
+//! (Rekey-Timeout, Rekey-Attempt-Time): 275 s without a handshake is more than one that failed by bad luck.
+
+use std::time::Duration;
+
+/// A session without a newer handshake is dead at this age.
+pub const SESSION: Duration = Duration::from_secs(180);
+/// A peer we want to talk to and that made no handshake for so long is down.
+pub const DOWN_AFTER: Duration = Duration::from_secs(180 + 5 + 90);
+/// A peer we greeted has three tries to answer.
+pub const GREETED: Duration = Duration::from_secs(15);
+
+/// How a peer is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum State {
+    /// Its session is alive, or a new one is due and still has time.
+    Up,
+    /// We want to talk to it and cannot.
+    Down,
+    /// Nobody has tried, so nobody knows.
+    Unknown,
+}
+
+impl State {
+    /// The word for metrics and status.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Up => "up",
+            Self::Down => "down",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
+/// What is known of one peer at one moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Signs {
+    /// Since it was put on the device.
+    pub configured: Duration,
+    /// Since its last handshake; `None` = never.
+    pub handshake: Option<Duration>,
+    /// We were given an endpoint, or it was heard from: there is somewhere to send to.
+    pub reachable: bool,
+    /// It has a keepalive interval.
+    pub keepalive: bool,
+    /// For how long we have been sending without hearing anything back; `None` = the last word was not ours.
+    pub unanswered: Option<Duration>,
+}
+
+/// How a peer with these signs is.
+#[must_use]
+pub fn state(signs: &Signs) -> State {
+    let tried = signs.reachable && (signs.keepalive || signs.unanswered.is_some_and(|for_| for_ > GREETED));
+    match signs.handshake {
+        Some(age) if age <= SESSION => State::Up,
+        Some(age) if tried && age <= DOWN_AFTER => State::Up,
+        Some(_) if tried => State::Down,
+        Some(_) => State::Unknown,
+        None if signs.reachable && signs.configured > GREETED => State::Down,
+        None => State::Unknown,
+    }
+}
+
+/// Whether it is time to try the next endpoint: nothing was heard for a greeting's time at the present one.
+///
+/// `since` is how long the present endpoint has been tried. A peer that is heard from keeps what it has.
+#[must_use]
+pub fn try_next(signs: &Signs, since: Duration) -> bool {
+    let silent = match signs.handshake {
+        None => true,
+        // A dead session that we keep sending into: the peer may have moved. Not before it is dead, since its node may
+        // just be restarting, and the present endpoint is the best guess then.
+        Some(age) => age > SESSION && (signs.keepalive || signs.unanswered.is_some_and(|for_| for_ > GREETED)),
+    };
+    silent && since > GREETED
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn s(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    const QUIET: Signs = Signs {
+        configured: s(1000),
+        handshake: None,
+        reachable: true,
+        keepalive: false,
+        unanswered: None,
+    };
+
+    #[test]
+    fn the_timeline_holds_at_its_marks() {
+        let idle = |age| {
+            state(&Signs {
+                handshake: Some(s(age)),
+                ..QUIET
+            })
+        };
+        assert_eq!(
+            [0, 180, 181, 9999].map(idle),
+            [State::Up, State::Up, State::Unknown, State::Unknown]
+        );
+        let kept = |age| {
+            state(&Signs {
+                handshake: Some(s(age)),
+                keepalive: true,
+                ..QUIET
+            })
+        };
+        assert_eq!(
+            [0, 180, 181, 275, 276].map(kept),
+            [State::Up, State::Up, State::Up, State::Up, State::Down]
+        );
+        let sending = |age| {
+            state(&Signs {
+                handshake: Some(s(age)),
+                unanswered: Some(s(16)),
+                ..QUIET
+            })
+        };
+        assert_eq!([180, 275, 276].map(sending), [State::Up, State::Up, State::Down]);
+        let new = |age| {
+            state(&Signs {
+                configured: s(age),
+                ..QUIET
+            })
+        };
+        assert_eq!([0, 15, 16].map(new), [State::Unknown, State::Unknown, State::Down]);
+        let passive = |age| {
+            state(&Signs {
+                configured: s(age),
+                reachable: false,
+                ..QUIET
+            })
+        };
+        assert_eq!([0, 16, 9999].map(passive), [State::Unknown; 3]);
+    }
+
+    #[test]
+    fn a_peer_that_never_answered_is_tried_elsewhere_and_one_that_lives_is_not() {
+        assert_eq!([15, 16].map(|since| try_next(&QUIET, s(since))), [false, true]);
+        let lives = Signs {
+            handshake: Some(s(100)),
+            keepalive: true,
+            ..QUIET
+        };
+        assert!(!try_next(&lives, s(9999)));
+        let idle = Signs {
+            handshake: Some(s(9999)),
+            ..QUIET
+        };
+        assert!(!try_next(&idle, s(9999)));
+        let moved = Signs {
+            handshake: Some(s(181)),
+            keepalive: true,
+            ..QUIET
+        };
+        assert!(try_next(&moved, s(16)));
+    }
+}

@@ -1,0 +1,298 @@
+//! The command line: flags, their checks, and what they mean together. Nothing is opened or started here.
+
+use std::{net::SocketAddr, path::PathBuf, str::FromStr};
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use clustermesh_agent_core::{interface::InterfaceName, mtu};
+use clustermesh_daemon::LogFormat;
+use ipnet::IpNet;
+
+use crate::identity::address::Range;
+
+/// Owns one node's WireGuard device, routes and firewall table: turns Peers and PeerPolicies into kernel state and
+/// publishes the node's identity.
+#[derive(Debug, Parser)]
+#[command(name = "wg-agent", version)]
+pub struct Cli {
+    #[command(flatten)]
+    pub(crate) flags: Flags,
+    #[command(subcommand)]
+    pub(crate) command: Option<Command>,
+}
+
+/// What to do instead of running.
+#[derive(Debug, Clone, Copy, Subcommand)]
+pub(crate) enum Command {
+    /// Take everything of this agent off the node - device, routes, rules, firewall table, control socket, its
+    /// annotations - and report what could not be taken. The key stays: it is the node's identity.
+    Cleanup,
+}
+
+/// The flags, as typed.
+#[derive(Debug, Args)]
+pub(crate) struct Flags {
+    /// Name of this node's Node object.
+    #[arg(long, env = "NODE_NAME", global = true)]
+    node_name: Option<String>,
+    /// Kubeconfig file; without it the Pod's service account.
+    #[arg(long, global = true)]
+    kubeconfig: Option<PathBuf>,
+    /// What carries the tunnel.
+    #[arg(long, value_enum, default_value_t = BackendFlag::Auto, global = true)]
+    backend: BackendFlag,
+    /// full: this agent owns the tunnel. policy: kg owns it, this agent only the firewall table.
+    #[arg(long, value_enum, default_value_t = ModeFlag::Full, global = true)]
+    mode: ModeFlag,
+    /// Name of the WireGuard device.
+    #[arg(long, default_value = "kilo0", global = true)]
+    interface: InterfaceName,
+    /// UDP port of the tunnel, on every address of the node.
+    #[arg(long, default_value_t = 51820, value_parser = clap::value_parser!(u16).range(1..), global = true)]
+    port: u16,
+    /// The range this cluster's nodes take their WireGuard addresses from, as 100.66.0.0/16. It has to lie inside the
+    /// member's allowedNetworks.
+    #[arg(long, global = true)]
+    wireguard_cidr: Option<IpNet>,
+    /// The node's private key; made on the first start.
+    #[arg(long, default_value = "/var/lib/kilo/key", global = true)]
+    key_file: PathBuf,
+    /// MTU of the device: auto = that of the underlay less 80.
+    #[arg(long, default_value = "auto", global = true)]
+    mtu: Mtu,
+    /// A network that stays on the underlay although it lies inside a mesh network. May be repeated.
+    #[arg(long, global = true)]
+    bypass_cidr: Vec<IpNet>,
+    /// Address of /metrics, /healthz, /readyz and /debug/state.
+    #[arg(long, default_value = "0.0.0.0:9587", global = true)]
+    listen: SocketAddr,
+    /// How log lines are written.
+    #[arg(long, value_enum, default_value_t = LogFormat::Text, global = true)]
+    log_format: LogFormat,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BackendFlag {
+    /// The kernel's WireGuard where there is one, else userspace.
+    Auto,
+    /// The kernel's WireGuard.
+    Kernel,
+    /// WireGuard in this process, over a TUN device.
+    Userspace,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ModeFlag {
+    /// This agent owns the tunnel.
+    Full,
+    /// kg owns the tunnel.
+    Policy,
+}
+
+/// MTU of the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mtu {
+    /// From the interface that outer packets leave by.
+    Auto,
+    /// Bytes.
+    Fixed(u16),
+}
+
+impl FromStr for Mtu {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "auto" {
+            return Ok(Self::Auto);
+        }
+        match text.parse::<u16>() {
+            Ok(bytes) if bytes >= mtu::MINIMUM => Ok(Self::Fixed(bytes)),
+            _ => Err(format!(
+                "expected `auto` or a number of bytes from {} to 65535",
+                mtu::MINIMUM
+            )),
+        }
+    }
+}
+
+/// A combination of flags that is not served. Each message says what to set instead.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ArgsError {
+    /// No node name.
+    #[error("--node-name is not set: set it, or NODE_NAME from the Pod's spec.nodeName")]
+    NoNodeName,
+    /// No range for WireGuard addresses.
+    #[error(
+        "--wireguard-cidr is not set: set it to the range this cluster's nodes take their WireGuard addresses from, for \
+         example --wireguard-cidr=100.66.0.0/16; it has to lie inside this member's allowedNetworks in the ClusterMesh \
+         and may overlap no other member"
+    )]
+    NoRange,
+    /// The range has no room.
+    #[error("--wireguard-cidr: {0}")]
+    Range(#[from] crate::identity::address::RangeError),
+    /// `--backend kernel`.
+    #[error("--backend=kernel is not served by this version: use --backend=userspace, or auto")]
+    KernelBackend,
+    /// `--mode policy`.
+    #[error("--mode=policy is not served by this version: use --mode=full, on nodes where no kg runs")]
+    PolicyMode,
+}
+
+/// The flags of a run, checked.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Name of this node's Node object.
+    pub node_name: String,
+    /// Kubeconfig file; `None` = the Pod's service account.
+    pub kubeconfig: Option<PathBuf>,
+    /// Why the userspace backend was taken; for the log.
+    pub backend_reason: &'static str,
+    /// Name of the device.
+    pub interface: InterfaceName,
+    /// UDP port of the tunnel.
+    pub port: u16,
+    /// Where WireGuard addresses come from.
+    pub range: Range,
+    /// The private key's file.
+    pub key_file: PathBuf,
+    /// MTU of the device.
+    pub mtu: Mtu,
+    /// Networks that stay on the underlay.
+    pub bypass: Vec<IpNet>,
+    /// Address of the admin endpoint.
+    pub listen: SocketAddr,
+}
+
+/// What `cleanup` needs to know.
+#[derive(Debug, Clone)]
+pub struct CleanupConfig {
+    /// `None` = annotations are left alone.
+    pub node_name: Option<String>,
+    /// Kubeconfig file; `None` = the Pod's service account.
+    pub kubeconfig: Option<PathBuf>,
+    /// Name of the device.
+    pub interface: InterfaceName,
+}
+
+impl Flags {
+    pub(crate) const fn log_format(&self) -> LogFormat {
+        self.log_format
+    }
+
+    /// What a run needs, or what has to be set instead.
+    pub(crate) fn into_config(self) -> Result<Config, ArgsError> {
+        let Self {
+            node_name,
+            kubeconfig,
+            backend,
+            mode,
+            interface,
+            port,
+            wireguard_cidr,
+            key_file,
+            mtu,
+            bypass_cidr,
+            listen,
+            log_format: _, // taken before anything else, so that errors are written in it
+        } = self;
+        if mode == ModeFlag::Policy {
+            return Err(ArgsError::PolicyMode);
+        }
+        let backend_reason = match backend {
+            BackendFlag::Kernel => return Err(ArgsError::KernelBackend),
+            BackendFlag::Userspace => "--backend=userspace asks for it",
+            BackendFlag::Auto => "--backend=auto: this version has no other",
+        };
+        Ok(Config {
+            node_name: node_name.filter(|name| !name.is_empty()).ok_or(ArgsError::NoNodeName)?,
+            kubeconfig,
+            backend_reason,
+            interface,
+            port,
+            range: Range::new(wireguard_cidr.ok_or(ArgsError::NoRange)?)?,
+            key_file,
+            mtu,
+            bypass: bypass_cidr.iter().map(IpNet::trunc).collect(),
+            listen,
+        })
+    }
+
+    /// What a cleanup needs; flags that only a run reads are not looked at.
+    pub(crate) fn into_cleanup(self) -> CleanupConfig {
+        let Self {
+            node_name,
+            kubeconfig,
+            interface,
+            ..
+        } = self;
+        CleanupConfig {
+            node_name,
+            kubeconfig,
+            interface,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(line: &str) -> Result<Config, ArgsError> {
+        let words = ["wg-agent"].into_iter().chain(line.split_whitespace());
+        Cli::try_parse_from(words)
+            .expect("flags that clap takes")
+            .flags
+            .into_config()
+    }
+
+    const WHOLE: &str = "--node-name a --wireguard-cidr 100.66.0.0/16";
+
+    #[test]
+    fn what_is_not_served_is_refused_by_name() {
+        let cases = [
+            ("--wireguard-cidr 100.66.0.0/16 --node-name=", ArgsError::NoNodeName),
+            ("--node-name a", ArgsError::NoRange),
+            (
+                "--node-name a --wireguard-cidr 100.66.0.0/16 --backend kernel",
+                ArgsError::KernelBackend,
+            ),
+            (
+                "--node-name a --wireguard-cidr 100.66.0.0/16 --mode policy",
+                ArgsError::PolicyMode,
+            ),
+        ];
+        for (line, want) in cases {
+            assert_eq!(config(line).map(|_| ()), Err(want), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_range_without_room_for_nodes_is_refused() {
+        let error = config("--node-name a --wireguard-cidr 100.66.0.0/31")
+            .map(|_| ())
+            .unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "--wireguard-cidr: 100.66.0.0/31 has no room for nodes: its first and last address are not used; \
+             take a larger range, as a /16"
+        );
+    }
+
+    #[test]
+    fn bypass_networks_lose_their_host_bits() {
+        let config = config(&format!("{WHOLE} --bypass-cidr 10.1.2.3/8 --bypass-cidr fd00::1/64")).unwrap();
+        assert_eq!(
+            config.bypass,
+            ["10.0.0.0/8", "fd00::/64"].map(|n| n.parse::<IpNet>().unwrap())
+        );
+    }
+
+    #[test]
+    fn an_mtu_is_auto_or_a_number_that_ipv6_can_live_with() {
+        assert_eq!("auto".parse(), Ok(Mtu::Auto));
+        assert_eq!("1280".parse(), Ok(Mtu::Fixed(1280)));
+        for text in ["1279", "65536", "-1", "", "Auto"] {
+            assert!(text.parse::<Mtu>().is_err(), "{text}");
+        }
+    }
+}

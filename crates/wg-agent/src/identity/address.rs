@@ -1,0 +1,296 @@
+//! Which WireGuard address this node takes, from what it and its cluster's other Nodes have published; values only.
+//!
+//! Nodes choose by themselves, without a coordinator. A claim that was published is kept, across restarts and whoever
+//! else comes later. Two nodes that chose the same address at the same time see each other's claim; the one that came
+//! later, by (creationTimestamp, name), moves on.
+
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+};
+
+use ipnet::IpNet;
+use sha2::{Digest, Sha256};
+
+/// How often a free address is looked for by hash before the range is walked.
+const ATTEMPTS: u32 = 256;
+
+/// The range a cluster's nodes take their addresses from; has at least two usable ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Range(IpNet);
+
+/// Why a range, or an address in it, cannot be had.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RangeError {
+    /// /31, /32, /127, /128.
+    #[error("{0} has no room for nodes: its first and last address are not used; take a larger range, as a /16")]
+    TooSmall(IpNet),
+    /// Every address is claimed.
+    #[error(
+        "every address of {0} is claimed by a Node of this cluster ({1} of them): give the nodes a larger \
+         --wireguard-cidr, or remove `kilo.squat.ai/wireguard-ip` from Nodes that are gone for good"
+    )]
+    Full(IpNet, usize),
+}
+
+/// What one Node has published.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Claim {
+    /// `metadata.creationTimestamp`, Unix seconds. Before the name, so that claims sort by who came first.
+    pub created: i64,
+    /// The Node's name.
+    pub node: String,
+    /// The host part of its `kilo.squat.ai/wireguard-ip`.
+    pub address: IpAddr,
+}
+
+/// This node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Me<'a> {
+    /// `metadata.creationTimestamp`, Unix seconds.
+    pub created: i64,
+    /// The Node's name.
+    pub node: &'a str,
+    /// What it has published before, if anything.
+    pub published: Option<IpAddr>,
+}
+
+impl Range {
+    /// Takes a prefix that has usable addresses; host bits are dropped.
+    pub fn new(net: IpNet) -> Result<Self, RangeError> {
+        let net = net.trunc();
+        if net.max_prefix_len() - net.prefix_len() < 2 {
+            Err(RangeError::TooSmall(net))
+        } else {
+            Ok(Self(net))
+        }
+    }
+
+    /// The prefix.
+    #[must_use]
+    pub const fn net(self) -> IpNet {
+        self.0
+    }
+
+    /// The address as it is published: with the range's own prefix length, as Kilo writes it.
+    #[must_use]
+    pub fn with_prefix(self, address: IpAddr) -> IpNet {
+        IpNet::new_assert(address, self.0.prefix_len())
+    }
+
+    /// Inside, and neither the first nor the last: network and broadcast address, or IPv6's subnet-router anycast
+    /// address (RFC 4291 §2.6.1) and the reserved top (RFC 2526).
+    #[must_use]
+    pub fn usable(self, address: IpAddr) -> bool {
+        self.0.contains(&address) && address != self.0.network() && address != self.0.broadcast()
+    }
+
+    /// How many usable addresses there are, capped where nobody can claim them all.
+    fn size(self) -> u64 {
+        let bits = u32::from(self.0.max_prefix_len() - self.0.prefix_len());
+        1u64.checked_shl(bits).unwrap_or(u64::MAX).saturating_sub(2)
+    }
+
+    /// The usable address number `n`, from 0.
+    fn nth(self, n: u64) -> IpAddr {
+        match self.0.network() {
+            IpAddr::V4(base) => IpAddr::V4(Ipv4Addr::from_bits(base.to_bits() + n as u32 + 1)),
+            IpAddr::V6(base) => IpAddr::V6(Ipv6Addr::from_bits(base.to_bits() + u128::from(n) + 1)),
+        }
+    }
+}
+
+/// The address this node has to use now.
+///
+/// `others` are the claims of the cluster's other Nodes; one of this node's own name is not looked at.
+pub fn choose(range: Range, me: &Me<'_>, others: &[Claim]) -> Result<IpAddr, RangeError> {
+    let others = || {
+        others
+            .iter()
+            .filter(|claim| claim.node != me.node && range.usable(claim.address))
+    };
+    if let Some(mine) = me.published.filter(|address| range.usable(*address)) {
+        let first = |claim: &Claim| (claim.created, claim.node.as_str()) < (me.created, me.node);
+        if !others().any(|claim| claim.address == mine && first(claim)) {
+            return Ok(mine);
+        }
+    }
+    let taken: BTreeSet<IpAddr> = others().map(|claim| claim.address).collect();
+    let size = range.size();
+    if taken.len() as u64 >= size {
+        return Err(RangeError::Full(range.net(), taken.len()));
+    }
+    let by_hash = (0..ATTEMPTS).map(|attempt| hash(me.node, attempt) % size);
+    let start = hash(me.node, 0) % size;
+    let walk = (0..size)
+        .map(|step| (u128::from(start) + u128::from(step)) % u128::from(size))
+        .map(|n| n as u64);
+    by_hash
+        .chain(walk)
+        .map(|n| range.nth(n))
+        .find(|address| !taken.contains(address))
+        .ok_or(RangeError::Full(range.net(), taken.len()))
+}
+
+fn hash(node: &str, attempt: u32) -> u64 {
+    let digest = Sha256::new()
+        .chain_update(node)
+        .chain_update([0])
+        .chain_update(attempt.to_be_bytes())
+        .finalize();
+    digest.iter().take(8).fold(0, |sum, byte| sum << 8 | u64::from(*byte))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn range(text: &str) -> Range {
+        Range::new(text.parse().unwrap()).unwrap()
+    }
+
+    fn claim(created: i64, node: &str, address: &str) -> Claim {
+        Claim {
+            created,
+            node: node.into(),
+            address: address.parse().unwrap(),
+        }
+    }
+
+    #[test]
+    fn a_claim_without_a_rival_is_kept() {
+        let me = Me {
+            created: 5,
+            node: "b",
+            published: Some("100.66.7.7".parse().unwrap()),
+        };
+        let others = [
+            claim(1, "a", "100.66.7.8"),
+            claim(9, "c", "100.66.7.7"),
+            claim(1, "b", "100.66.7.7"),
+        ];
+        assert_eq!(
+            choose(range("100.66.0.0/16"), &me, &others),
+            Ok("100.66.7.7".parse().unwrap())
+        );
+    }
+
+    #[test]
+    fn the_later_of_two_moves_on() {
+        let others = [claim(5, "a", "100.66.7.7")];
+        let me = Me {
+            created: 5,
+            node: "b",
+            published: Some("100.66.7.7".parse().unwrap()),
+        };
+        assert_ne!(
+            choose(range("100.66.0.0/16"), &me, &others),
+            Ok("100.66.7.7".parse().unwrap())
+        );
+    }
+
+    #[test]
+    fn the_choice_for_a_name_never_changes_between_versions() {
+        let fresh = |node| {
+            choose(
+                range("100.66.0.0/16"),
+                &Me {
+                    created: 0,
+                    node,
+                    published: None,
+                },
+                &[],
+            )
+            .unwrap()
+        };
+        assert_eq!(
+            ["mgmt-1", "mgmt-2", "tenant-a-1"].map(|n| fresh(n).to_string()),
+            ["100.66.199.175", "100.66.113.153", "100.66.102.123"]
+        );
+    }
+
+    #[test]
+    fn a_full_range_is_an_error_that_says_what_to_do() {
+        let others = [claim(0, "a", "10.0.0.1"), claim(0, "b", "10.0.0.2")];
+        let error = choose(
+            range("10.0.0.0/30"),
+            &Me {
+                created: 0,
+                node: "c",
+                published: None,
+            },
+            &others,
+        )
+        .unwrap_err();
+        assert_eq!(error, RangeError::Full("10.0.0.0/30".parse().unwrap(), 2));
+        assert!(error.to_string().contains("larger --wireguard-cidr"), "{error}");
+    }
+
+    #[test]
+    fn the_last_free_address_is_found() {
+        let others: Vec<_> = (1..=253)
+            .map(|n| claim(0, &format!("n{n}"), &format!("10.0.0.{n}")))
+            .collect();
+        let me = Me {
+            created: 0,
+            node: "late",
+            published: None,
+        };
+        assert_eq!(
+            choose(range("10.0.0.0/24"), &me, &others),
+            Ok("10.0.0.254".parse().unwrap())
+        );
+    }
+
+    fn net() -> impl Strategy<Value = IpNet> {
+        prop_oneof![
+            (any::<u32>(), 0u8..=30).prop_map(|(a, l)| IpNet::new_assert(IpAddr::V4(Ipv4Addr::from_bits(a)), l)),
+            (any::<u128>(), 0u8..=126).prop_map(|(a, l)| IpNet::new_assert(IpAddr::V6(Ipv6Addr::from_bits(a)), l)),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn an_address_is_usable_and_nobody_elses(
+            net in net(), node in "[a-z]{1,8}", created in 0i64..4,
+            claims in proptest::collection::vec((0i64..4, "[a-z]{1,2}", any::<u64>()), 0..12),
+            published in proptest::option::of(any::<u64>()),
+        ) {
+            let range = Range::new(net).unwrap();
+            let at = |n: u64| range.nth(n % range.size());
+            let others: Vec<_> =
+                claims.into_iter().map(|(created, node, n)| Claim { created, node, address: at(n) }).collect();
+            let me = Me { created, node: &node, published: published.map(at) };
+            match choose(range, &me, &others) {
+                Ok(address) => {
+                    prop_assert!(range.usable(address));
+                    let rivals = others.iter().filter(|c| c.node != node && c.address == address);
+                    // A rival may only be one that has to give way.
+                    for rival in rivals {
+                        prop_assert!(me.published == Some(address));
+                        prop_assert!((rival.created, rival.node.as_str()) > (created, node.as_str()));
+                    }
+                    prop_assert_eq!(choose(range, &Me { published: Some(address), ..me }, &others), Ok(address));
+                }
+                Err(error) => prop_assert!(matches!(error, RangeError::Full(..)) && range.size() <= 12, "{error}"),
+            }
+        }
+
+        #[test]
+        fn nodes_that_start_together_end_with_an_address_each(nodes in proptest::collection::btree_set("[a-z]{1,3}", 1..14)) {
+            let range = range("10.0.0.0/28");
+            let mut claims: Vec<Claim> = Vec::new();
+            for _round in 0..=nodes.len() {
+                let seen = claims.clone();
+                claims = nodes.iter().map(|node| {
+                    let published = seen.iter().find(|c| c.node == *node).map(|c| c.address);
+                    let me = Me { created: 0, node, published };
+                    Claim { created: 0, node: node.clone(), address: choose(range, &me, &seen).unwrap() }
+                }).collect();
+            }
+            let distinct: BTreeSet<_> = claims.iter().map(|c| c.address).collect();
+            prop_assert_eq!(distinct.len(), nodes.len());
+        }
+    }
+}

@@ -1,0 +1,379 @@
+//! The node's private key on disk: made on the first start, read on every other; which key goes where is not decided here.
+//!
+//! The file is Kilo's (`/var/lib/kilo/key`: base64 without a newline, 0600), so that an agent that replaces kg keeps the
+//! node's identity. A key that others could read is not used: it has to be taken for known.
+
+use std::{
+    fs::{self, DirBuilder, File, OpenOptions},
+    io::{self, Read, Write},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
+    path::{Path, PathBuf},
+};
+
+use base64::{Engine, engine::general_purpose::STANDARD};
+use clustermesh_core::key::PublicKey;
+use x25519_dalek::StaticSecret;
+use zeroize::Zeroizing;
+
+/// The node's private key. Zeroized when dropped; has no way to be printed.
+#[derive(Clone)]
+pub struct NodeKey(StaticSecret);
+
+impl NodeKey {
+    /// The public half.
+    #[must_use]
+    pub fn public(&self) -> PublicKey {
+        PublicKey::new(x25519_dalek::PublicKey::from(&self.0).to_bytes())
+    }
+
+    /// The private half, for the device.
+    #[must_use]
+    pub const fn secret(&self) -> &StaticSecret {
+        &self.0
+    }
+}
+
+impl std::fmt::Debug for NodeKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "NodeKey(public {})", self.public())
+    }
+}
+
+/// Why there is no key. Never holds a byte of one.
+#[derive(Debug, thiserror::Error)]
+pub enum KeyFileError {
+    /// The file can be read or written by others.
+    #[error(
+        "{path} has mode {mode:04o}: others may know this key. If you trust it all the same: chmod 600 {path}; else \
+         remove it, and a new one is made"
+    )]
+    FileMode {
+        /// The key file.
+        path: PathBuf,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// Others may replace the file.
+    #[error("{path} has mode {mode:04o}: others may replace the key in it. Run: chmod 700 {path}")]
+    DirectoryMode {
+        /// The directory.
+        path: PathBuf,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// Someone else's.
+    #[error("{path} belongs to user {owner} and this agent runs as user {me}. Run: chown {me} {path}")]
+    Owner {
+        /// File or directory.
+        path: PathBuf,
+        /// Its owner.
+        owner: u32,
+        /// Our effective user.
+        me: u32,
+    },
+    /// Not a key.
+    #[error(
+        "{0} does not hold a WireGuard private key (44 characters of base64): restore it, or remove it and a new one is made"
+    )]
+    Malformed(PathBuf),
+    /// Not a file.
+    #[error("{0} is not a regular file: remove it, or name another with --key-file")]
+    NotAFile(PathBuf),
+    /// No directory to put it into.
+    #[error("--key-file {0}: name a file in a directory of its own, as /var/lib/kilo/key")]
+    NoDirectory(PathBuf),
+    /// The system said no.
+    #[error("{what} {path}: {error}")]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// The answer.
+        error: io::Error,
+    },
+}
+
+fn io(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> KeyFileError {
+    move |error| KeyFileError::Io {
+        what,
+        path: path.to_owned(),
+        error,
+    }
+}
+
+/// Reads the key, or makes one where there is none.
+pub fn load_or_create(path: &Path) -> Result<NodeKey, KeyFileError> {
+    let directory = match path.parent() {
+        Some(directory) if !directory.as_os_str().is_empty() && path.file_name().is_some() => directory,
+        _ => return Err(KeyFileError::NoDirectory(path.to_owned())),
+    };
+    prepare(directory)?;
+    match read(path)? {
+        Some(key) => Ok(key),
+        None => create(path, directory),
+    }
+}
+
+/// A directory of ours that nobody else enters. One that others can merely list is closed by us - container runtimes
+/// make host paths with 0755, and not every node has a shell - one that others can write to is an error.
+fn prepare(directory: &Path) -> Result<(), KeyFileError> {
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(directory)
+        .map_err(io("make the directory", directory))?;
+    let meta = fs::metadata(directory).map_err(io("look at", directory))?;
+    check_owner(directory, &meta)?;
+    let mode = meta.permissions().mode() & 0o7777;
+    if mode & 0o022 != 0 {
+        return Err(KeyFileError::DirectoryMode {
+            path: directory.to_owned(),
+            mode,
+        });
+    }
+    if mode & 0o077 != 0 {
+        fs::set_permissions(directory, fs::Permissions::from_mode(0o700)).map_err(io("chmod 700", directory))?;
+        tracing::info!(directory = %directory.display(), was = format!("{mode:04o}"), "closed the key's directory to others (0700)");
+    }
+    Ok(())
+}
+
+fn check_owner(path: &Path, meta: &fs::Metadata) -> Result<(), KeyFileError> {
+    let me = rustix::process::geteuid().as_raw();
+    if meta.uid() == me {
+        Ok(())
+    } else {
+        Err(KeyFileError::Owner {
+            path: path.to_owned(),
+            owner: meta.uid(),
+            me,
+        })
+    }
+}
+
+fn read(path: &Path) -> Result<Option<NodeKey>, KeyFileError> {
+    // Not through a link, and without waiting for the other end of a pipe.
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let mut file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) if error.raw_os_error() == Some(libc::ELOOP) => return Err(KeyFileError::NotAFile(path.to_owned())),
+        Err(error) => return Err(io("open", path)(error)),
+    };
+    let meta = file.metadata().map_err(io("look at", path))?;
+    if !meta.is_file() {
+        return Err(KeyFileError::NotAFile(path.to_owned()));
+    }
+    check_owner(path, &meta)?;
+    let mode = meta.permissions().mode() & 0o7777;
+    if mode & 0o077 != 0 {
+        return Err(KeyFileError::FileMode {
+            path: path.to_owned(),
+            mode,
+        });
+    }
+    let malformed = || KeyFileError::Malformed(path.to_owned());
+    // 44 characters, a newline that an editor may have added, and one more to notice what is too long.
+    let mut text = Zeroizing::new([0u8; 46]);
+    let mut length = 0;
+    while length < text.len() {
+        match file.read(&mut text[length..]).map_err(io("read", path))? {
+            0 => break,
+            n => length += n,
+        }
+    }
+    let text = text.get(..length).map(<[u8]>::trim_ascii_end).ok_or_else(malformed)?;
+    let mut bytes = Zeroizing::new([0u8; 33]);
+    match STANDARD.decode_slice(text, &mut *bytes) {
+        Ok(32) => {}
+        _ => return Err(malformed()),
+    }
+    let mut secret = Zeroizing::new([0u8; 32]);
+    secret.copy_from_slice(&bytes[..32]);
+    if *secret == [0; 32] {
+        return Err(malformed());
+    }
+    Ok(Some(NodeKey(StaticSecret::from(*secret))))
+}
+
+/// Writes a whole file under another name and gives it the right one only if that is still free: a crash leaves no half
+/// key, and of two that start at once both use the first one's.
+fn create(path: &Path, directory: &Path) -> Result<NodeKey, KeyFileError> {
+    let mut secret = Zeroizing::new([0u8; 32]);
+    let mut suffix = [0u8; 8];
+    File::open("/dev/urandom")
+        .and_then(|mut random| {
+            random
+                .read_exact(&mut *secret)
+                .and_then(|()| random.read_exact(&mut suffix))
+        })
+        .map_err(io("read random bytes from", Path::new("/dev/urandom")))?;
+    // As wg(8) genkey writes them (RFC 7748 §5).
+    secret[0] &= 248;
+    secret[31] = secret[31] & 127 | 64;
+    let mut text = Zeroizing::new([0u8; 44]);
+    let written = STANDARD.encode_slice(*secret, &mut *text);
+    debug_assert_eq!(written, Ok(44));
+
+    let mut name = std::ffi::OsString::from(".");
+    name.push(path.file_name().unwrap_or_default());
+    name.push(format!(".{:016x}", u64::from_be_bytes(suffix)));
+    let temporary = directory.join(name);
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&temporary)
+        .map_err(io("create", &temporary))?;
+    let linked = file
+        .write_all(&*text)
+        .and_then(|()| file.sync_all())
+        .map_err(io("write", &temporary))
+        .and_then(|()| match fs::hard_link(&temporary, path) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+            Err(error) => Err(io("link", path)(error)),
+        });
+    let _ = fs::remove_file(&temporary);
+    File::open(directory)
+        .and_then(|d| d.sync_all())
+        .map_err(io("sync", directory))?;
+    if linked? {
+        let key = NodeKey(StaticSecret::from(*secret));
+        tracing::info!(file = %path.display(), public = %key.public(), "made this node's key");
+        return Ok(key);
+    }
+    read(path)?.ok_or_else(|| io("read", path)(io::ErrorKind::NotFound.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "yAnz5TF+lXXJte14tji3zlMNq+hd2rYUIgJBgB3fBmk=";
+    const PUBLIC: &str = "HIgo9xNzJMWLKASShiTqIybxZ0U3wGLiUeJ1PKf8ykw=";
+
+    fn place() -> (tempfile::TempDir, PathBuf) {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("kilo/key");
+        (root, path)
+    }
+
+    fn put(path: &Path, text: &str, mode: u32) {
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(path.parent().unwrap())
+            .unwrap();
+        fs::write(path, text).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    fn mode(path: &Path) -> u32 {
+        fs::metadata(path).unwrap().permissions().mode() & 0o7777
+    }
+
+    #[test]
+    fn the_first_start_makes_a_key_and_the_second_reads_it() {
+        let (_root, path) = place();
+        let first = load_or_create(&path).unwrap();
+        assert_eq!(load_or_create(&path).unwrap().public(), first.public());
+        assert_eq!((mode(&path), mode(path.parent().unwrap())), (0o600, 0o700));
+        assert_eq!(fs::read(&path).unwrap().len(), 44);
+        assert_eq!(
+            fs::read_dir(path.parent().unwrap()).unwrap().count(),
+            1,
+            "nothing but the key is left"
+        );
+    }
+
+    #[test]
+    fn a_key_of_kilo_is_taken_over_as_it_is() {
+        for text in [TEXT.to_owned(), format!("{TEXT}\n")] {
+            let (_root, path) = place();
+            put(&path, &text, 0o600);
+            assert_eq!(load_or_create(&path).unwrap().public().to_string(), PUBLIC);
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn a_key_that_others_may_know_is_refused_with_the_command_to_run() {
+        let (_root, path) = place();
+        put(&path, TEXT, 0o640);
+        let error = load_or_create(&path).unwrap_err().to_string();
+        assert!(
+            error.contains("has mode 0640") && error.contains(&format!("chmod 600 {}", path.display())),
+            "{error}"
+        );
+        assert!(!error.contains(TEXT));
+    }
+
+    #[test]
+    fn a_directory_that_others_can_list_is_closed_and_one_they_can_write_is_refused() {
+        let (_root, path) = place();
+        put(&path, TEXT, 0o600);
+        let directory = path.parent().unwrap();
+        fs::set_permissions(directory, fs::Permissions::from_mode(0o755)).unwrap();
+        load_or_create(&path).unwrap();
+        assert_eq!(mode(directory), 0o700);
+        fs::set_permissions(directory, fs::Permissions::from_mode(0o770)).unwrap();
+        let error = load_or_create(&path).unwrap_err().to_string();
+        assert!(
+            error.ends_with(&format!("Run: chmod 700 {}", directory.display())),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn what_is_no_key_is_kept_and_refused() {
+        for text in [
+            "",
+            "hello",
+            &TEXT[..43],
+            &format!("{TEXT}{TEXT}"),
+            &STANDARD.encode([0; 32]),
+            &STANDARD.encode([7; 31]),
+        ] {
+            let (_root, path) = place();
+            put(&path, text, 0o600);
+            assert!(
+                matches!(load_or_create(&path), Err(KeyFileError::Malformed(_))),
+                "{text:?}"
+            );
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        }
+    }
+
+    #[test]
+    fn a_link_is_not_followed() {
+        let (root, path) = place();
+        put(&root.path().join("other/key"), TEXT, 0o600);
+        DirBuilder::new().mode(0o700).create(path.parent().unwrap()).unwrap();
+        std::os::unix::fs::symlink(root.path().join("other/key"), &path).unwrap();
+        assert!(matches!(load_or_create(&path), Err(KeyFileError::NotAFile(_))));
+    }
+
+    #[test]
+    fn a_key_is_never_printed() {
+        let (_root, path) = place();
+        put(&path, TEXT, 0o600);
+        assert_eq!(
+            format!("{:?}", load_or_create(&path).unwrap()),
+            format!("NodeKey(public {PUBLIC})")
+        );
+    }
+
+    #[test]
+    fn two_that_start_at_once_use_one_key() {
+        let (_root, path) = place();
+        let keys: std::collections::BTreeSet<PublicKey> = std::thread::scope(|scope| {
+            let starts: Vec<_> = (0..8)
+                .map(|_| scope.spawn(|| load_or_create(&path).unwrap().public()))
+                .collect();
+            starts.into_iter().map(|start| start.join().unwrap()).collect()
+        });
+        assert_eq!(keys.len(), 1);
+    }
+}

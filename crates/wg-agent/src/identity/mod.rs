@@ -1,0 +1,4 @@
+//! Who this node is toward the mesh: its key and its WireGuard address. Telling others is `publish`'s business.
+
+pub mod address;
+pub mod key;

@@ -1,0 +1,309 @@
+//! What this node's network looks like without us: the interface that outer packets leave by, its addresses and MTU, next
+//! hops and resolvers. Read only; our own tables and device are not looked at.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    net::IpAddr,
+    path::Path,
+};
+
+use clustermesh_agent_core::interface::InterfaceName;
+use futures::TryStreamExt;
+use netlink_packet_route::{
+    AddressFamily,
+    address::AddressAttribute,
+    link::LinkAttribute,
+    route::{RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteVia},
+};
+
+/// The node's network.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Underlay {
+    /// The interface that outer packets leave by.
+    pub interface: InterfaceName,
+    /// Its MTU, bytes.
+    pub mtu: u16,
+    /// Its addresses with their prefix lengths, link-local ones left out.
+    pub addresses: BTreeMap<IpAddr, u8>,
+    /// Gateways of the main table.
+    pub next_hops: BTreeSet<IpAddr>,
+}
+
+/// Why the node's network is not known.
+#[derive(Debug, thiserror::Error)]
+pub enum UnderlayError {
+    /// Netlink said no.
+    #[error("cannot read the node's links, addresses and routes: {0}")]
+    Netlink(#[from] rtnetlink::Error),
+    /// No netlink socket.
+    #[error("cannot open a netlink socket: {0}")]
+    Socket(#[from] io::Error),
+    /// Nothing to send outer packets by.
+    #[error(
+        "this node has no interface with one of its InternalIPs ({0:?}) and no default route: tunnels have nothing to leave \
+         by; correct the Node's addresses (kubelet --node-ip) or the node's routes"
+    )]
+    None(BTreeSet<IpAddr>),
+}
+
+#[derive(Debug, Default)]
+struct Link {
+    name: String,
+    mtu: u32,
+    addresses: BTreeMap<IpAddr, u8>,
+}
+
+/// What of a route matters here.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Hop {
+    default: bool,
+    metric: u32,
+    v6: bool,
+    interface: Option<u32>,
+    gateway: Option<IpAddr>,
+}
+
+/// Reads the node's network. `internal` are the Node's InternalIPs: the interface that has one carries the tunnel's outer
+/// packets, else the one of the best default route. `device` is ours.
+pub async fn read(internal: &BTreeSet<IpAddr>, device: &InterfaceName) -> Result<Underlay, UnderlayError> {
+    let (connection, handle, _) = rtnetlink::new_connection()?;
+    let connection = tokio::spawn(connection);
+    let read = dump(&handle).await;
+    connection.abort();
+    let (links, hops) = read?;
+    choose(internal, device, &links, &hops).ok_or_else(|| UnderlayError::None(internal.clone()))
+}
+
+async fn dump(handle: &rtnetlink::Handle) -> Result<(BTreeMap<u32, Link>, Vec<Hop>), rtnetlink::Error> {
+    let mut links: BTreeMap<u32, Link> = BTreeMap::new();
+    let mut messages = handle.link().get().execute();
+    while let Some(message) = messages.try_next().await? {
+        let link = links.entry(message.header.index).or_default();
+        for attribute in message.attributes {
+            match attribute {
+                LinkAttribute::IfName(name) => link.name = name,
+                LinkAttribute::Mtu(mtu) => link.mtu = mtu,
+                _ => {}
+            }
+        }
+    }
+    let mut messages = handle.address().get().execute();
+    while let Some(message) = messages.try_next().await? {
+        // Of a point-to-point link `Address` is the other end and `Local` this one; IPv6 has `Address` alone.
+        let find = |local: bool| {
+            message.attributes.iter().find_map(|attribute| match attribute {
+                AddressAttribute::Local(address) if local => Some(*address),
+                AddressAttribute::Address(address) if !local => Some(*address),
+                _ => None,
+            })
+        };
+        if let Some(address) = find(true).or_else(|| find(false)) {
+            let link = links.entry(message.header.index).or_default();
+            link.addresses.insert(address, message.header.prefix_len);
+        }
+    }
+    let mut hops = Vec::new();
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        let mut request = RouteMessage::default();
+        request.header.address_family = family;
+        let mut messages = handle.route().get(request).execute();
+        while let Some(message) = messages.try_next().await? {
+            hops.extend(main_table(&message));
+        }
+    }
+    Ok((links, hops))
+}
+
+fn main_table(message: &RouteMessage) -> Vec<Hop> {
+    let table = message.attributes.iter().find_map(|a| {
+        if let RouteAttribute::Table(t) = a {
+            Some(*t)
+        } else {
+            None
+        }
+    });
+    if table.unwrap_or(u32::from(message.header.table)) != u32::from(RouteHeader::RT_TABLE_MAIN) {
+        return Vec::new();
+    }
+    let metric = message.attributes.iter().find_map(|a| {
+        if let RouteAttribute::Priority(m) = a {
+            Some(*m)
+        } else {
+            None
+        }
+    });
+    let hop = |attributes: &[RouteAttribute], interface: Option<u32>| Hop {
+        default: message.header.destination_prefix_length == 0,
+        metric: metric.unwrap_or(0),
+        v6: message.header.address_family == AddressFamily::Inet6,
+        interface: attributes
+            .iter()
+            .find_map(|a| if let RouteAttribute::Oif(i) = a { Some(*i) } else { None })
+            .or(interface),
+        gateway: attributes.iter().find_map(|a| match a {
+            RouteAttribute::Gateway(RouteAddress::Inet(a)) => Some(IpAddr::V4(*a)),
+            RouteAttribute::Gateway(RouteAddress::Inet6(a)) => Some(IpAddr::V6(*a)),
+            RouteAttribute::Via(RouteVia::Inet(a)) => Some(IpAddr::V4(*a)),
+            RouteAttribute::Via(RouteVia::Inet6(a)) => Some(IpAddr::V6(*a)),
+            _ => None,
+        }),
+    };
+    let several = message.attributes.iter().find_map(|a| {
+        if let RouteAttribute::MultiPath(h) = a {
+            Some(h)
+        } else {
+            None
+        }
+    });
+    match several {
+        Some(hops) => hops
+            .iter()
+            .map(|h| hop(&h.attributes, Some(h.interface_index)))
+            .collect(),
+        None => vec![hop(&message.attributes, None)],
+    }
+}
+
+fn choose(
+    internal: &BTreeSet<IpAddr>,
+    device: &InterfaceName,
+    links: &BTreeMap<u32, Link>,
+    hops: &[Hop],
+) -> Option<Underlay> {
+    let usable = || {
+        links
+            .iter()
+            .filter(|(_, link)| link.name != device.as_str() && link.name != "lo")
+    };
+    let by_address = usable().find(|(_, link)| link.addresses.keys().any(|a| internal.contains(a)));
+    let by_route = || {
+        let mut defaults: Vec<&Hop> = hops.iter().filter(|hop| hop.default).collect();
+        defaults.sort_by_key(|hop| (hop.v6, hop.metric));
+        defaults
+            .iter()
+            .find_map(|hop| usable().find(|(index, _)| Some(**index) == hop.interface))
+    };
+    let (_, link) = by_address.or_else(by_route)?;
+    let ours = |hop: &&Hop| {
+        hop.interface
+            .and_then(|index| links.get(&index))
+            .is_none_or(|link| link.name != device.as_str())
+    };
+    Some(Underlay {
+        interface: link.name.parse().ok()?,
+        mtu: u16::try_from(link.mtu).unwrap_or(u16::MAX),
+        addresses: link
+            .addresses
+            .iter()
+            .filter(|(a, _)| !link_local(a))
+            .map(|(a, l)| (*a, *l))
+            .collect(),
+        next_hops: hops
+            .iter()
+            .filter(ours)
+            .filter_map(|hop| hop.gateway)
+            .filter(|a| !link_local(a))
+            .collect(),
+    })
+}
+
+const fn link_local(address: &IpAddr) -> bool {
+    match address {
+        IpAddr::V4(address) => address.is_link_local(),
+        IpAddr::V6(address) => address.is_unicast_link_local(),
+    }
+}
+
+/// The name servers of a resolv.conf(5), but for loopback ones, which need no route. A missing file has none.
+pub fn resolvers(path: &Path) -> io::Result<BTreeSet<IpAddr>> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Ok(parse_resolvers(&text)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(BTreeSet::new()),
+        Err(error) => Err(error),
+    }
+}
+
+fn parse_resolvers(text: &str) -> BTreeSet<IpAddr> {
+    text.lines()
+        .filter_map(|line| {
+            let mut words = line.split_whitespace();
+            (words.next() == Some("nameserver")).then(|| words.next())?
+        })
+        .filter_map(|word| word.split('%').next()?.parse::<IpAddr>().ok())
+        .filter(|address| !address.is_loopback() && !link_local(address))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn link(name: &str, mtu: u32, addresses: &[(&str, u8)]) -> Link {
+        let addresses = addresses.iter().map(|(a, l)| (a.parse().unwrap(), *l)).collect();
+        Link {
+            name: name.into(),
+            mtu,
+            addresses,
+        }
+    }
+
+    fn links() -> BTreeMap<u32, Link> {
+        BTreeMap::from([
+            (1, link("lo", 65536, &[("127.0.0.1", 8), ("192.168.1.34", 32)])),
+            (2, link("eth0", 1500, &[("203.0.113.9", 24), ("fe80::1", 64)])),
+            (3, link("eth1", 9000, &[("192.168.1.34", 24), ("fd00::34", 64)])),
+            (4, link("kilo0", 1420, &[("100.66.0.1", 32)])),
+        ])
+    }
+
+    fn hops() -> Vec<Hop> {
+        let hop = |default, metric, interface, gateway: Option<&str>| Hop {
+            default,
+            metric,
+            v6: false,
+            interface: Some(interface),
+            gateway: gateway.map(|g| g.parse().unwrap()),
+        };
+        vec![
+            hop(true, 0, 4, Some("100.66.9.9")),
+            hop(true, 200, 3, Some("192.168.1.1")),
+            hop(true, 100, 2, Some("203.0.113.1")),
+            hop(false, 0, 3, Some("192.168.1.2")),
+        ]
+    }
+
+    #[test]
+    fn the_interface_of_the_internal_ip_comes_first() {
+        let internal = BTreeSet::from(["192.168.1.34".parse().unwrap()]);
+        let want = Underlay {
+            interface: "eth1".parse().unwrap(),
+            mtu: 9000,
+            addresses: [("192.168.1.34".parse().unwrap(), 24), ("fd00::34".parse().unwrap(), 64)].into(),
+            next_hops: ["192.168.1.1", "203.0.113.1", "192.168.1.2"]
+                .map(|a| a.parse().unwrap())
+                .into(),
+        };
+        assert_eq!(
+            choose(&internal, &"kilo0".parse().unwrap(), &links(), &hops()),
+            Some(want)
+        );
+    }
+
+    #[test]
+    fn else_that_of_the_best_default_route_that_is_not_ours() {
+        let got = choose(&BTreeSet::new(), &"kilo0".parse().unwrap(), &links(), &hops()).unwrap();
+        assert_eq!((got.interface.as_str(), got.mtu), ("eth0", 1500));
+        assert_eq!(choose(&BTreeSet::new(), &"kilo0".parse().unwrap(), &links(), &[]), None);
+    }
+
+    #[test]
+    fn resolvers_that_need_a_route_are_found() {
+        let text = "# c\nsearch a.b\nnameserver 10.95.0.10\nnameserver 127.0.0.53\n nameserver\tfd00::53 \n\
+                    nameserver fe80::1%eth0\nnameserver x\noptions ndots:5\nnameservers 1.1.1.1";
+        assert_eq!(
+            parse_resolvers(text),
+            ["10.95.0.10", "fd00::53"].map(|a| a.parse().unwrap()).into()
+        );
+    }
+}
