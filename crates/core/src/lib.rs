@@ -4,6 +4,10 @@
 //! what to write into one member; [`status`] says what to report. Time is handed in as durations.
 #![forbid(unsafe_code)]
 
+pub mod diff;
 pub mod key;
 pub mod mesh;
 pub mod observe;
+pub mod ownership;
+pub mod plan;
+pub mod status;

@@ -105,7 +105,7 @@ impl fmt::Display for ClusterIdentity {
     }
 }
 
-/// How much a member may reach (`isolationProfile`).
+/// How much a member may reach (`isolationProfile`), from the loosest to the tightest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Profile {
     /// Broad connectivity with every other `cluster-meshed` member.
@@ -114,6 +114,18 @@ pub enum Profile {
     Sandbox,
     /// Listed, but connected to nothing.
     Standard,
+}
+
+impl Profile {
+    /// As the API writes it.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::ClusterMeshed => "cluster-meshed",
+            Self::Sandbox => "sandbox",
+            Self::Standard => "standard",
+        }
+    }
 }
 
 /// What of a member appears on the wire (`addressing`).

@@ -144,10 +144,9 @@ impl Endpoint {
 }
 
 /// Kilo's mesh granularity as the Node publishes it (KILO.md §4).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Granularity {
     /// Every node is a segment: one Peer a node.
-    #[default]
     Full,
     /// One leader a location carries the ranges of all its nodes.
     Location,
@@ -198,8 +197,8 @@ pub struct Node {
     pub persistent_keepalive: u16,
     /// `kilo.squat.ai/location`, else the topology label, else empty.
     pub location: String,
-    /// `kilo.squat.ai/granularity`.
-    pub granularity: Granularity,
+    /// `kilo.squat.ai/granularity`; `None` = not published now (kg removes it at each restart).
+    pub granularity: Option<Granularity>,
     /// `kilo.squat.ai/allowed-location-ips`.
     pub allowed_location_ips: Vec<IpNet>,
     /// `kilo.squat.ai/discovered-endpoints`: where this node saw other keys.

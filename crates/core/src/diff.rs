@@ -1,0 +1,422 @@
+//! What to write into one member so that it holds its plan, in the order in which it is safe to write it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ipnet::IpNet;
+
+use crate::{
+    key::PublicKey,
+    mesh::{ClusterIdentity, MeshId, ObjectName},
+    observe::{Member, ObservedPeer, Owner, PeerSpec, PolicySpec, ServicePort},
+    ownership::{self, Ownership},
+    plan::{MeshPlan, Plan, PlannedSlice, TargetPlan},
+};
+
+/// What a step does to its object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Action {
+    /// It is not there.
+    Create,
+    /// It says something else.
+    Update,
+    /// It should not be there.
+    Delete,
+}
+
+impl Action {
+    /// In lower case, as logs, metrics and the command line write it.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Create => "create",
+            Self::Update => "update",
+            Self::Delete => "delete",
+        }
+    }
+}
+
+/// The object of a step. `None` = it goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Item {
+    /// A Peer, by name.
+    Peer(String, Option<PeerSpec>),
+    /// A PeerPolicy, by name.
+    Policy(String, Option<PolicySpec>),
+    /// A mirrored Service.
+    Service(ObjectName, Option<Vec<ServicePort>>),
+    /// An EndpointSlice of a mirrored Service, whose name comes with it.
+    Slice(ObjectName, Option<(String, PlannedSlice)>),
+}
+
+impl Item {
+    /// Its Kubernetes kind.
+    #[must_use]
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Self::Peer(..) => "Peer",
+            Self::Policy(..) => "PeerPolicy",
+            Self::Service(..) => "Service",
+            Self::Slice(..) => "EndpointSlice",
+        }
+    }
+
+    /// Its name, with the namespace where it has one.
+    #[must_use]
+    pub fn name(&self) -> String {
+        match self {
+            Self::Peer(name, _) | Self::Policy(name, _) => name.clone(),
+            Self::Service(name, _) | Self::Slice(name, _) => name.to_string(),
+        }
+    }
+}
+
+/// One write.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Step {
+    /// The mesh it serves; the last owner's, for an orphan.
+    pub mesh: MeshId,
+    /// Create, update or delete.
+    pub action: Action,
+    /// The object and what it should say.
+    pub item: Item,
+    /// The ownership labels it should carry.
+    pub owner: Owner,
+    /// Which fields differ (updates only).
+    pub fields: Vec<&'static str>,
+}
+
+/// Everything to write into the member `identity`, for all meshes, in order; empty when it holds its plan.
+///
+/// Policies come first and go last, so that no Peer stands without one. A Peer that is renamed goes before its key comes
+/// again. A prefix that moves is gained before it is lost; deletes precede what is merely new.
+#[must_use]
+pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Step> {
+    let differ = Differ { plan, identity };
+    let mut steps: Vec<(u8, Step)> = Vec::new();
+    if let Some(standing) = &member.peers {
+        let peers = differ.peers(standing);
+        let order = PeerOrder::of(&peers, standing);
+        steps.extend(peers.into_iter().map(|step| (order.phase(&step, standing), step)));
+    }
+    if let Some(standing) = &member.policies {
+        let standing = standing
+            .iter()
+            .map(|(name, policy)| (name.clone(), (&policy.owner, policy.spec.as_ref().ok())));
+        let desired = differ.desired(|target| {
+            target
+                .policies
+                .iter()
+                .map(|(name, p)| (name.clone(), (p.source.clone(), p.spec.clone())))
+                .collect()
+        });
+        let policies = differ.compare(standing.collect(), desired, Item::Policy, policy_fields);
+        steps.extend(
+            policies
+                .into_iter()
+                .map(|step| (if step.action == Action::Delete { 8 } else { 0 }, step)),
+        );
+    }
+    let standing = member.services.iter().filter_map(|(name, service)| {
+        service
+            .managed
+            .as_ref()
+            .map(|owner| (name.clone(), (owner, Some(&service.ports))))
+    });
+    let desired = differ.desired(|target| {
+        target
+            .services
+            .iter()
+            .map(|(name, s)| (name.clone(), (s.source.clone(), s.ports.clone())))
+            .collect()
+    });
+    let services = differ.compare(standing.collect(), desired, Item::Service, |old, new| {
+        if old == new { vec![] } else { vec!["spec.ports"] }
+    });
+    steps.extend(
+        services
+            .into_iter()
+            .map(|step| (if step.action == Action::Delete { 4 } else { 6 }, step)),
+    );
+    steps.extend(
+        differ
+            .slices(member)
+            .into_iter()
+            .map(|step| (if step.action == Action::Delete { 3 } else { 7 }, step)),
+    );
+    steps.sort_by_key(|(phase, _)| *phase);
+    steps.into_iter().map(|(_, step)| step).collect()
+}
+
+struct Differ<'a> {
+    plan: &'a Plan,
+    identity: &'a ClusterIdentity,
+}
+
+impl<'a> Differ<'a> {
+    /// The meshes in which this member is an entry, with that entry's plan.
+    fn targets(&self) -> impl Iterator<Item = (&'a MeshId, &'a MeshPlan, &'a TargetPlan)> + '_ {
+        self.plan.meshes.iter().flat_map(move |(id, mesh)| {
+            mesh.targets
+                .iter()
+                .filter(move |(name, _)| {
+                    mesh.identities
+                        .get(*name)
+                        .is_some_and(|i| i.same_cluster(self.identity))
+                })
+                .map(move |(_, target)| (id, mesh, target))
+        })
+    }
+
+    fn desired<K: Ord, V>(&self, of: impl Fn(&TargetPlan) -> Vec<(K, (String, V))>) -> BTreeMap<K, (Owner, MeshId, V)> {
+        let mut desired = BTreeMap::new();
+        for (id, mesh, target) in self.targets() {
+            if mesh.paused || mesh.deleting {
+                continue;
+            }
+            for (name, (source, value)) in of(target) {
+                desired
+                    .entry(name)
+                    .or_insert_with(|| (self.owner(id, source), id.clone(), value));
+            }
+        }
+        desired
+    }
+
+    fn owner(&self, mesh: &MeshId, source: String) -> Owner {
+        Owner {
+            mesh: Some(mesh.name.clone()),
+            mesh_namespace: Some(mesh.namespace.clone()),
+            hub: Some(self.plan.hub.clone()),
+            source_cluster: Some(source),
+        }
+    }
+
+    /// The mesh on whose behalf an object that is not wanted may be deleted now; `None` = it stays.
+    fn deletable(&self, owner: &Owner) -> Option<MeshId> {
+        match ownership::of(owner, &self.plan.hub, &self.plan.claimants) {
+            Ownership::Foreign => None,
+            Ownership::Orphan => Some(MeshId {
+                namespace: owner.mesh_namespace.clone().unwrap_or_default(),
+                name: owner.mesh.clone().unwrap_or_default(),
+            }),
+            Ownership::Mesh(id) => {
+                let mesh = self.plan.meshes.get(id)?;
+                let source = owner.source_cluster.as_deref().unwrap_or_default();
+                let retained = self
+                    .targets()
+                    .any(|(of, _, target)| of == id && target.retained.contains(source));
+                (!mesh.paused && (mesh.deleting || !retained)).then(|| id.clone())
+            }
+        }
+    }
+
+    fn compare<K: Ord + Clone, V: Clone>(
+        &self,
+        standing: BTreeMap<K, (&Owner, Option<&V>)>,
+        desired: BTreeMap<K, (Owner, MeshId, V)>,
+        item: impl Fn(K, Option<V>) -> Item,
+        fields: impl Fn(&V, &V) -> Vec<&'static str>,
+    ) -> Vec<Step> {
+        let mut steps = Vec::new();
+        for (name, (owner, _)) in &standing {
+            if !desired.contains_key(name)
+                && let Some(mesh) = self.deletable(owner)
+            {
+                let owner = (*owner).clone();
+                steps.push(Step {
+                    mesh,
+                    action: Action::Delete,
+                    item: item(name.clone(), None),
+                    owner,
+                    fields: vec![],
+                });
+            }
+        }
+        for (name, (owner, mesh, value)) in desired {
+            let (action, fields) = match standing.get(&name) {
+                None => (Action::Create, vec![]),
+                // Never over an object that is not ours; the planner has chosen another name, or said so.
+                Some((standing, _)) if self.deletable_or_ours(standing).is_none() => continue,
+                Some((standing, value_there)) => {
+                    let mut differing = value_there.map_or_else(|| vec!["spec"], |old| fields(old, &value));
+                    if **standing != owner {
+                        differing.push("metadata.labels");
+                    }
+                    if differing.is_empty() {
+                        continue;
+                    }
+                    (Action::Update, differing)
+                }
+            };
+            steps.push(Step {
+                mesh,
+                action,
+                item: item(name, Some(value)),
+                owner,
+                fields,
+            });
+        }
+        steps
+    }
+
+    fn deletable_or_ours(&self, owner: &Owner) -> Option<()> {
+        (ownership::of(owner, &self.plan.hub, &self.plan.claimants) != Ownership::Foreign).then_some(())
+    }
+
+    fn peers(&self, standing: &BTreeMap<String, ObservedPeer>) -> Vec<Step> {
+        let standing = standing
+            .iter()
+            .map(|(name, peer)| (name.clone(), (&peer.owner, peer.spec.as_ref().ok())));
+        let desired = self.desired(|target| {
+            target
+                .peers
+                .iter()
+                .map(|(name, p)| (name.clone(), (p.source.clone(), p.spec.clone())))
+                .collect()
+        });
+        self.compare(standing.collect(), desired, Item::Peer, peer_fields)
+    }
+
+    fn slices(&self, member: &Member) -> Vec<Step> {
+        type Packed = (String, PlannedSlice);
+        let there: BTreeMap<ObjectName, (&Owner, Packed)> = member
+            .slices
+            .iter()
+            .filter_map(|(name, slice)| {
+                let planned = PlannedSlice {
+                    v6: slice.v6,
+                    ports: slice.ports.clone(),
+                    endpoints: slice.endpoints.clone(),
+                };
+                Some((
+                    name.clone(),
+                    (slice.managed.as_ref()?, (slice.service.clone(), planned)),
+                ))
+            })
+            .collect();
+        let standing = there
+            .iter()
+            .map(|(name, (owner, packed))| (name.clone(), (*owner, Some(packed))))
+            .collect();
+        let desired = self.desired(|target| {
+            let mut slices = Vec::new();
+            for (service, planned) in &target.services {
+                for (name, slice) in &planned.slices {
+                    let name = ObjectName {
+                        namespace: service.namespace.clone(),
+                        name: name.clone(),
+                    };
+                    slices.push((name, (planned.source.clone(), (service.name.clone(), slice.clone()))));
+                }
+            }
+            slices
+        });
+        self.compare(standing, desired, Item::Slice, |(_, old), (_, new)| {
+            let differs = [
+                ("addressType", old.v6 != new.v6),
+                ("ports", old.ports != new.ports),
+                ("endpoints", old.endpoints != new.endpoints),
+            ];
+            differs
+                .into_iter()
+                .filter(|(_, differs)| *differs)
+                .map(|(field, _)| field)
+                .collect()
+        })
+    }
+}
+
+fn peer_fields(old: &PeerSpec, new: &PeerSpec) -> Vec<&'static str> {
+    let differs = [
+        ("spec.publicKey", old.public_key != new.public_key),
+        ("spec.allowedIPs", old.allowed_ips != new.allowed_ips),
+        ("spec.endpoint", old.endpoint != new.endpoint),
+        (
+            "spec.persistentKeepalive",
+            old.persistent_keepalive != new.persistent_keepalive,
+        ),
+        ("metadata.annotations", old.candidates != new.candidates),
+    ];
+    differs
+        .into_iter()
+        .filter(|(_, differs)| *differs)
+        .map(|(field, _)| field)
+        .collect()
+}
+
+fn policy_fields(old: &PolicySpec, new: &PolicySpec) -> Vec<&'static str> {
+    let differs = [
+        ("spec.sources", old.sources != new.sources),
+        ("spec.networks", old.networks != new.networks),
+        ("spec.allow", old.allow != new.allow),
+        ("spec.deny", old.deny != new.deny),
+        (
+            "spec.infrastructurePorts",
+            old.infrastructure_ports != new.infrastructure_ports,
+        ),
+        ("spec.anchored", old.anchored != new.anchored),
+    ];
+    differs
+        .into_iter()
+        .filter(|(_, differs)| *differs)
+        .map(|(field, _)| field)
+        .collect()
+}
+
+/// What decides when a Peer is written.
+struct PeerOrder {
+    /// Prefixes that leave one Peer and come to another.
+    moving: BTreeSet<IpNet>,
+    /// Keys that come under a new name.
+    coming: BTreeSet<PublicKey>,
+}
+
+fn before<'a>(step: &Step, standing: &'a BTreeMap<String, ObservedPeer>) -> Option<&'a PeerSpec> {
+    standing.get(&step.item.name()).and_then(|peer| peer.spec.as_ref().ok())
+}
+
+fn after(step: &Step) -> Option<&PeerSpec> {
+    match &step.item {
+        Item::Peer(_, spec) => spec.as_ref(),
+        _ => None,
+    }
+}
+
+fn gained(step: &Step, standing: &BTreeMap<String, ObservedPeer>) -> BTreeSet<IpNet> {
+    let old = before(step, standing)
+        .map(|spec| spec.allowed_ips.clone())
+        .unwrap_or_default();
+    after(step)
+        .into_iter()
+        .flat_map(|spec| spec.allowed_ips.iter().copied())
+        .filter(|net| !old.contains(net))
+        .collect()
+}
+
+impl PeerOrder {
+    fn of(steps: &[Step], standing: &BTreeMap<String, ObservedPeer>) -> Self {
+        let gained: BTreeSet<IpNet> = steps.iter().flat_map(|step| gained(step, standing)).collect();
+        let lost = steps.iter().flat_map(|step| {
+            let kept = after(step).map(|spec| &spec.allowed_ips);
+            let old = before(step, standing).into_iter().flat_map(|spec| &spec.allowed_ips);
+            old.filter(move |net| kept.is_none_or(|kept| !kept.contains(net)))
+                .copied()
+        });
+        let created = steps.iter().filter(|step| step.action == Action::Create);
+        Self {
+            moving: lost.filter(|net| gained.contains(net)).collect(),
+            coming: created.filter_map(after).map(|spec| spec.public_key).collect(),
+        }
+    }
+
+    fn phase(&self, step: &Step, standing: &BTreeMap<String, ObservedPeer>) -> u8 {
+        let renamed = before(step, standing).is_some_and(|spec| self.coming.contains(&spec.public_key));
+        match step.action {
+            Action::Delete if renamed => 1,
+            _ if gained(step, standing).iter().any(|net| self.moving.contains(net)) => 2,
+            Action::Delete => 3,
+            Action::Update => 4,
+            Action::Create => 5,
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Which node carries the networks that no node owns (rule 6).
+
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet},
+    hash::{DefaultHasher, Hash, Hasher},
+};
+
+use ipnet::IpNet;
+
+use crate::{
+    mesh::Cluster,
+    observe::{Claim, Member},
+};
+
+/// The networks of a member that ride on an anchor: as the entry says, else those of its allowedNetworks in which no
+/// prefix of any of its nodes lies. Nodes that are skipped count too: their coming and going must not move a service range.
+pub(super) fn anchored(cluster: &Cluster, member: &Member) -> Vec<IpNet> {
+    if let Some(anchored) = &cluster.anchored {
+        return anchored
+            .iter()
+            .map(IpNet::trunc)
+            .filter(|net| cluster.allows(*net))
+            .collect();
+    }
+    let owned: BTreeSet<IpNet> = member
+        .nodes
+        .values()
+        .flat_map(|node| {
+            let pods = node.pod_cidrs.iter().filter_map(Claim::value).copied();
+            let wireguard = node.wireguard_ip.value().map(|net| IpNet::from(net.addr()));
+            pods.chain(wireguard)
+                .chain(node.internal_ips.iter().map(|address| IpNet::from(*address)))
+        })
+        .collect();
+    cluster
+        .allowed
+        .iter()
+        .copied()
+        .filter(|net| !owned.iter().any(|own| net.contains(own)))
+        .collect()
+}
+
+/// More parts than this help nobody.
+const MAX_ANCHORS: u16 = 64;
+
+/// Splits each network over as many parts as there are anchors asked for, rounded up to a power of two.
+fn parts(networks: &[IpNet], anchors: u16) -> Vec<IpNet> {
+    let bits = u16::BITS - (anchors.clamp(1, MAX_ANCHORS) - 1).leading_zeros();
+    networks
+        .iter()
+        .flat_map(|net| {
+            let length = net
+                .prefix_len()
+                .saturating_add(u8::try_from(bits).unwrap_or(u8::MAX))
+                .min(net.max_prefix_len());
+            net.subnets(length).map_or_else(|_| vec![*net], Iterator::collect)
+        })
+        .collect()
+}
+
+/// Gives each part to a node: the one that has it now, while it is eligible, else one of `anchors` nodes that are chosen by
+/// rendezvous hash. `now` = who carries a prefix in this target at present.
+pub(super) fn assign(
+    cluster: &Cluster,
+    member: &Member,
+    eligible: &BTreeSet<&str>,
+    now: &BTreeMap<IpNet, String>,
+) -> BTreeMap<IpNet, String> {
+    let parts = parts(&anchored(cluster, member), cluster.anchors);
+    let stays = |part: &IpNet| now.get(part).filter(|node| eligible.contains(node.as_str()));
+    let mut assigned: BTreeMap<IpNet, String> = parts
+        .iter()
+        .filter_map(|part| stays(part).map(|node| (*part, node.clone())))
+        .collect();
+
+    // Those that carry something already come first; the pool is filled up with the heaviest of the rest.
+    let mut pool: Vec<&str> = eligible.iter().copied().collect();
+    pool.sort_by_key(|node| {
+        (
+            !assigned.values().any(|carrier| carrier == node),
+            Reverse(weight(node)),
+            *node,
+        )
+    });
+    pool.truncate(usize::from(cluster.anchors.clamp(1, MAX_ANCHORS)));
+    for part in parts {
+        if assigned.contains_key(&part) {
+            continue;
+        }
+        let load = |node: &str| assigned.values().filter(|carrier| *carrier == node).count();
+        if let Some(node) = pool.iter().copied().min_by_key(|node| load(node)) {
+            assigned.insert(part, node.to_owned());
+        }
+    }
+    assigned
+}
+
+/// Rendezvous weight. The standard hasher with its fixed keys: the same in every run of one build, which is all that is
+/// needed, since a standing assignment is kept whatever the weights say.
+fn weight(node: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    node.hash(&mut hasher);
+    hasher.finish()
+}

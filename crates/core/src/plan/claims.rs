@@ -1,0 +1,176 @@
+//! Who holds which networks (rule 10): entries of different clusters are disjoint, inside a mesh and across all meshes.
+//!
+//! An accepted claim wins over any newer one, so that nobody loses addresses to a later edit of somebody else's object.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ipnet::IpNet;
+
+use super::Fact;
+use crate::mesh::{Cluster, ClusterIdentity, Mesh, MeshId};
+
+/// What each entry may use, and what is to be said about it.
+#[derive(Debug, Default)]
+pub(super) struct Accepted {
+    /// By mesh and entry name. An entry that was left out has an empty list.
+    pub(super) networks: BTreeMap<(MeshId, String), Vec<IpNet>>,
+    /// By mesh.
+    pub(super) facts: BTreeMap<MeshId, BTreeSet<Fact>>,
+}
+
+#[derive(Clone, Copy)]
+struct Entry<'a> {
+    mesh: &'a Mesh,
+    cluster: &'a Cluster,
+}
+
+impl Entry<'_> {
+    fn key(&self) -> (MeshId, String) {
+        (self.mesh.id.clone(), self.cluster.name.clone())
+    }
+}
+
+struct Conflict<'a> {
+    holder: Entry<'a>,
+    held: IpNet,
+    asked: IpNet,
+}
+
+#[derive(Default)]
+struct Ledger<'a> {
+    granted: Vec<(Entry<'a>, IpNet)>,
+    facts: BTreeMap<MeshId, BTreeSet<Fact>>,
+}
+
+impl<'a> Ledger<'a> {
+    /// The first claim of another cluster that one of `networks` overlaps.
+    fn conflict(&self, entry: Entry<'a>, networks: &[IpNet]) -> Option<Conflict<'a>> {
+        networks.iter().find_map(|&asked| {
+            self.granted
+                .iter()
+                .find(|(holder, held)| {
+                    !holder.cluster.identity.same_cluster(&entry.cluster.identity) && overlaps(*held, asked)
+                })
+                .map(|&(holder, held)| Conflict { holder, held, asked })
+        })
+    }
+
+    /// Notes the conflict on both sides, in the words of each.
+    fn refuse(&mut self, loser: Entry<'a>, Conflict { holder, held, asked }: &Conflict<'a>, left_with: &str) {
+        let words = |entry: &Entry<'_>| format!("cluster {:?} of ClusterMesh {}", entry.cluster.name, entry.mesh.id);
+        let message = format!(
+            "{asked} of cluster {:?} overlaps {held}, which {} holds; {left_with}. Change one of the two.",
+            loser.cluster.name,
+            words(holder)
+        );
+        let told = Fact::NetworksOverlap {
+            cluster: loser.cluster.name.clone(),
+            message,
+            lost: true,
+        };
+        self.facts.entry(loser.mesh.id.clone()).or_default().insert(told);
+        let message = format!(
+            "{held} of cluster {:?} is also claimed, as {asked}, by {}; it stays here.",
+            holder.cluster.name,
+            words(&loser)
+        );
+        let told = Fact::NetworksOverlap {
+            cluster: holder.cluster.name.clone(),
+            message,
+            lost: false,
+        };
+        self.facts.entry(holder.mesh.id.clone()).or_default().insert(told);
+    }
+
+    fn grant(&mut self, entry: Entry<'a>, networks: &[IpNet]) {
+        self.granted.extend(networks.iter().map(|&network| (entry, network)));
+    }
+}
+
+fn overlaps(a: IpNet, b: IpNet) -> bool {
+    a.contains(&b) || b.contains(&a)
+}
+
+/// Meshes by age, their entries local first; a mesh that is being deleted claims nothing.
+fn in_order<'a>(meshes: &[&'a Mesh]) -> Vec<Entry<'a>> {
+    let mut meshes: Vec<_> = meshes.iter().copied().filter(|mesh| !mesh.deleting).collect();
+    meshes.sort_by(|a, b| (a.created, &a.id).cmp(&(b.created, &b.id)));
+    let mut entries = Vec::new();
+    for mesh in meshes {
+        let (local, others): (Vec<_>, Vec<_>) = mesh
+            .clusters
+            .iter()
+            .partition(|cluster| cluster.identity == ClusterIdentity::Local);
+        entries.extend(local.into_iter().chain(others).map(|cluster| Entry { mesh, cluster }));
+    }
+    entries
+}
+
+/// Settles all claims. The result does not depend on the order of `meshes`.
+pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
+    let entries = in_order(meshes);
+    let mut ledger = Ledger::default();
+
+    // 1. What was accepted stands, even where the entry now asks for something else: should the new claim be refused,
+    //    the mesh runs on with it. A forged status that contradicts itself is settled by the same order.
+    let mut had: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();
+    for &entry in &entries {
+        let accepted = canonical(
+            entry
+                .mesh
+                .accepted
+                .get(&entry.cluster.name)
+                .map_or(&[][..], Vec::as_slice),
+        );
+        if !accepted.is_empty() && ledger.conflict(entry, &accepted).is_none() {
+            ledger.grant(entry, &accepted);
+            had.insert(entry.key(), accepted);
+        }
+    }
+    // 2. New claims, whole entries at a time. A mesh that holds nothing yet and meets an older one is not begun. What an
+    //    entry gives up is free from the next plan on: within one plan a network is never in two hands.
+    let begun: BTreeSet<MeshId> = had.keys().map(|(mesh, _)| mesh.clone()).collect();
+    let mut stopped: BTreeSet<MeshId> = BTreeSet::new();
+    let mut networks: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();
+    for &entry in &entries {
+        let before = had.remove(&entry.key()).unwrap_or_default();
+        let asked = canonical(&entry.cluster.allowed);
+        if asked != before
+            && let Some(conflict) = ledger.conflict(entry, &asked)
+        {
+            let foreign = conflict.holder.mesh.id != entry.mesh.id;
+            let left_with = if !before.is_empty() {
+                "it runs on with the networks it had"
+            } else if foreign && !begun.contains(&entry.mesh.id) {
+                stopped.insert(entry.mesh.id.clone());
+                "the newer ClusterMesh writes nothing"
+            } else {
+                "it is left out"
+            };
+            ledger.refuse(entry, &conflict, left_with);
+            networks.insert(entry.key(), before);
+        } else {
+            ledger.grant(entry, &asked);
+            networks.insert(entry.key(), asked);
+        }
+    }
+    for ((mesh, _), granted) in &mut networks {
+        if stopped.contains(mesh) {
+            granted.clear();
+        }
+    }
+    Accepted {
+        networks,
+        facts: ledger.facts,
+    }
+}
+
+/// Sorted, without host bits, without what another one of them contains.
+fn canonical(networks: &[IpNet]) -> Vec<IpNet> {
+    let sorted: BTreeSet<IpNet> = networks.iter().map(IpNet::trunc).collect();
+    sorted
+        .iter()
+        .copied()
+        .filter(|n| !sorted.iter().any(|other| other != n && other.contains(n)))
+        .collect()
+}

@@ -1,0 +1,524 @@
+//! What one member holds of the others: Peers, policies, mirrored Services (rules 2, 6, 8).
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    num::NonZeroU16,
+};
+
+use ipnet::IpNet;
+
+use super::{
+    EgressReport, Fact, Naming, PlannedPeer, PlannedPolicy, Reason, Settings, Skipped, TargetPlan, anchor, endpoint,
+    nodes::{Registered, Roll},
+    services,
+};
+use crate::{
+    key::PublicKey,
+    mesh::{Addressing, Cluster, ClusterIdentity, MeshId, ObjectName},
+    observe::{Endpoint, Member, Observation, Observations, ObservedPeer, PeerSpec, PolicySpec, Server},
+    ownership::{self, Claimant, Ownership},
+};
+
+/// Seconds between keepalives where a NAT stands between two nodes: below the 30 s after which many forget a UDP flow.
+const NAT_KEEPALIVE: NonZeroU16 = NonZeroU16::new(25).unwrap();
+
+/// One entry as the planner sees it, with `cluster.allowed` cut down to what was accepted.
+pub(super) struct Party<'a> {
+    pub(super) cluster: Cluster,
+    pub(super) observed: Option<&'a Observation<Member>>,
+    /// It takes part: cluster-meshed, and it holds networks.
+    pub(super) connected: bool,
+}
+
+impl<'a> Party<'a> {
+    pub(super) fn member(&self) -> Option<&'a Member> {
+        self.observed.and_then(Observation::last)
+    }
+
+    /// The member's own addresses in the mesh: all it was granted or, masqueraded, its WireGuard range alone.
+    fn networks(&self) -> BTreeSet<IpNet> {
+        let cluster = &self.cluster;
+        if cluster.effective_addressing() == Addressing::Routed {
+            return cluster.allowed.iter().copied().collect();
+        }
+        let nodes = self.member().into_iter().flat_map(|member| member.nodes.values());
+        nodes
+            .filter_map(|node| node.wireguard_ip.value())
+            .filter(|claim| cluster.allows(IpNet::from(claim.addr())))
+            .map(|claim| {
+                if cluster.allows(claim.trunc()) {
+                    claim.trunc()
+                } else {
+                    IpNet::from(claim.addr())
+                }
+            })
+            .collect()
+    }
+}
+
+/// What all targets of one mesh are assembled from.
+pub(super) struct Assembly<'a> {
+    pub(super) mesh: &'a MeshId,
+    pub(super) parties: &'a BTreeMap<String, Party<'a>>,
+    pub(super) rolls: &'a BTreeMap<String, Roll<'a>>,
+    pub(super) seen: &'a Observations,
+    pub(super) settings: &'a Settings,
+    pub(super) naming: &'a dyn Naming,
+    /// All meshes of this hub, oldest first.
+    pub(super) claimants: &'a [Claimant],
+}
+
+/// A target's plan, with what it means for the sources.
+#[derive(Default)]
+pub(super) struct Assembled {
+    pub(super) plan: TargetPlan,
+    /// Nodes refused for this target alone, by source.
+    pub(super) skipped: BTreeMap<String, Vec<Skipped>>,
+    pub(super) facts: BTreeSet<Fact>,
+    pub(super) egress: Vec<EgressReport>,
+}
+
+impl<'a> Assembly<'a> {
+    /// Assembles the plan of the entry `name`.
+    pub(super) fn target(&self, name: &str) -> Assembled {
+        let mut assembled = Assembled::default();
+        let Some(target) = self.parties.get(name) else {
+            return assembled;
+        };
+        for (source, party) in self.sources(name, target) {
+            // What the operator took out of the mesh goes, seen or not.
+            let meshed = target.connected && party.connected;
+            if meshed && party.observed.and_then(Observation::fresh).is_none() {
+                assembled.plan.retained.insert(source.to_owned());
+            }
+        }
+        if target.connected {
+            let mut writer = Writer::new(self, name, target);
+            for (source, party) in self.sources(name, target).filter(|(_, party)| party.connected) {
+                writer.add_source(source, party);
+            }
+            writer.finish(&mut assembled);
+            self.policies(name, target, &mut assembled.plan);
+        }
+        self.services(name, target, &mut assembled);
+        assembled
+    }
+
+    fn sources(
+        &self,
+        name: &'a str,
+        target: &'a Party<'a>,
+    ) -> impl Iterator<Item = (&'a str, &'a Party<'a>)> + use<'a> {
+        self.parties
+            .iter()
+            .filter(move |(source, party)| {
+                *source != name && !party.cluster.identity.same_cluster(&target.cluster.identity)
+            })
+            .map(|(source, party)| (&**source, party))
+    }
+
+    fn ours(&self, owner: &crate::observe::Owner) -> bool {
+        ownership::of(owner, &self.seen.hub, self.claimants) == Ownership::Mesh(self.mesh)
+    }
+
+    fn policies(&self, name: &'a str, target: &'a Party<'a>, plan: &mut TargetPlan) {
+        let Some(member) = target.member() else { return };
+        let Some(standing) = &member.policies else { return };
+        for (source, party) in self.sources(name, target).filter(|(_, party)| party.connected) {
+            let networks = party.networks();
+            let spec = PolicySpec {
+                sources: networks.clone(),
+                networks,
+                allow: target.networks(),
+                deny: member.api_endpoints.clone(),
+                infrastructure_ports: self.settings.infrastructure_ports.clone(),
+                anchored: anchor::anchored(&target.cluster, member).into_iter().collect(),
+            };
+            let readable = self.naming.policy(self.mesh, source, false);
+            let foreign = standing.get(&readable).is_some_and(|policy| !self.ours(&policy.owner));
+            let policy_name = if foreign {
+                self.naming.policy(self.mesh, source, true)
+            } else {
+                readable
+            };
+            plan.policies.insert(
+                policy_name,
+                PlannedPolicy {
+                    source: source.to_owned(),
+                    spec,
+                },
+            );
+        }
+    }
+
+    fn services(&self, name: &'a str, target: &'a Party<'a>, assembled: &mut Assembled) {
+        let importing = target.member();
+        let ours = |service: &ObjectName| {
+            let standing = importing.and_then(|member| member.services.get(service));
+            standing
+                .and_then(|service| service.managed.as_ref())
+                .is_some_and(|owner| self.ours(owner))
+        };
+        for grant in &target.cluster.egress {
+            let exporter = self
+                .parties
+                .get(&grant.cluster)
+                .filter(|party| party.connected && target.connected && grant.cluster != name);
+            let ends = services::Ends {
+                mesh: self.mesh,
+                importer: &target.cluster,
+                importing,
+                exporter: exporter.map(|party| &party.cluster),
+                exporting: exporter.and_then(|party| party.observed),
+                ours: &ours,
+            };
+            let mirror = ends.mirror(grant, self.naming);
+            if mirror.keep {
+                assembled.plan.retained.insert(grant.cluster.clone());
+            }
+            if let Some(service) = mirror.service {
+                assembled.plan.services.insert(grant.local.clone(), service);
+            }
+            if !mirror.report.message.is_empty() {
+                assembled.facts.insert(Fact::EgressUnresolved {
+                    cluster: name.to_owned(),
+                    service: grant.local.clone(),
+                    message: mirror.report.message.clone(),
+                });
+            }
+            assembled.egress.push(mirror.report);
+        }
+    }
+}
+
+/// Collects the Peers of one target, so that a key and a prefix have one owner.
+struct Writer<'a, 'p> {
+    assembly: &'p Assembly<'a>,
+    name: &'p str,
+    target: &'p Party<'a>,
+    standing: BTreeMap<&'p str, &'p ObservedPeer>,
+    keys: BTreeMap<PublicKey, String>,
+    prefixes: BTreeMap<IpNet, String>,
+    peers: BTreeMap<String, PlannedPeer>,
+    skipped: BTreeMap<String, Vec<Skipped>>,
+    facts: BTreeSet<Fact>,
+    runs_kg: bool,
+}
+
+impl<'a, 'p> Writer<'a, 'p> {
+    fn new(assembly: &'p Assembly<'a>, name: &'p str, target: &'p Party<'a>) -> Self {
+        let member = target.member();
+        let standing: BTreeMap<&str, &ObservedPeer> = member
+            .and_then(|m| m.peers.as_ref())
+            .into_iter()
+            .flatten()
+            .map(|(name, peer)| (&**name, peer))
+            .collect();
+        let mut keys = BTreeMap::new();
+        let mut prefixes = BTreeMap::new();
+        // A Peer of someone else's (a person's laptop) keeps its key and its addresses.
+        for (peer, observed) in &standing {
+            if ownership::of(&observed.owner, &assembly.seen.hub, assembly.claimants) == Ownership::Foreign
+                && let Ok(spec) = &observed.spec
+            {
+                keys.insert(spec.public_key, format!("Peer {peer}"));
+                prefixes.extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {peer}"))));
+            }
+        }
+        // kg loses a node of its own cluster for good when a Peer carries that node's key (KILO.md §8).
+        for (node, view) in member.into_iter().flat_map(|m| &m.nodes) {
+            if let Some(key) = view.public_key.value() {
+                keys.insert(*key, format!("Node {node}"));
+            }
+        }
+        Self {
+            assembly,
+            name,
+            target,
+            standing,
+            keys,
+            prefixes,
+            peers: BTreeMap::new(),
+            skipped: BTreeMap::new(),
+            facts: BTreeSet::new(),
+            runs_kg: member.is_some_and(|m| m.nodes.values().any(|node| node.server != Server::Agent)),
+        }
+    }
+
+    fn ours_of(&self, source: &str, peer: &ObservedPeer) -> bool {
+        peer.owner.source_cluster.as_deref() == Some(source) && self.assembly.ours(&peer.owner)
+    }
+
+    fn skip(&mut self, source: &str, node: &str, reason: Reason, message: &str) {
+        let message = format!("toward cluster {:?}: {message}", self.name);
+        self.skipped.entry(source.to_owned()).or_default().push(Skipped {
+            node: node.to_owned(),
+            reason,
+            message,
+        });
+    }
+
+    fn add_source(&mut self, source: &str, party: &Party<'a>) {
+        let Some(roll) = self.assembly.rolls.get(source) else {
+            return;
+        };
+        let own_names: BTreeSet<String> = roll
+            .registered
+            .iter()
+            .map(|r| self.assembly.naming.peer(self.assembly.mesh, source, r.node, false))
+            .collect();
+        let keepalive = self.keepalive(party);
+        let mut added: BTreeMap<&str, String> = BTreeMap::new();
+        for node in &roll.registered {
+            if let Some(peer) = self.add_node(source, party, node, keepalive, &own_names) {
+                added.insert(node.node, peer);
+            }
+        }
+        for node in roll.held.keys() {
+            self.hold(source, party, node);
+        }
+        if let Some(member) = party.member() {
+            self.add_anchors(source, party, member, roll, &added);
+        }
+    }
+
+    fn add_node(
+        &mut self,
+        source: &str,
+        party: &Party<'a>,
+        node: &Registered<'a>,
+        keepalive: u16,
+        own_names: &BTreeSet<String>,
+    ) -> Option<String> {
+        if let Some(owner) = self.keys.get(&node.key) {
+            let message = format!("key {} is that of {owner} there", node.key);
+            self.skip(source, node.node, Reason::PublicKeyDuplicate, &message);
+            return None;
+        }
+        let toward = endpoint::Toward {
+            source: &party.cluster,
+            target_networks: &self.target.cluster.allowed,
+            target: self.target.member(),
+            resolved: &self.assembly.seen.resolved,
+        };
+        let candidates = match endpoint::choose(node.view, &toward) {
+            Ok(candidates) => candidates,
+            Err((reason, message)) => {
+                self.skip(source, node.node, reason, &message);
+                return None;
+            }
+        };
+        self.facts
+            .extend(candidates.unresolved.into_iter().map(|host| Fact::EndpointUnresolved {
+                cluster: source.to_owned(),
+                node: node.node.to_owned(),
+                host,
+            }));
+        let first = candidates.addresses.first().copied();
+        let mut allowed_ips = BTreeSet::new();
+        for prefix in &node.prefixes {
+            // kg sends a Peer's own outer packets into the tunnel when its endpoint is among its allowed IPs.
+            if self.runs_kg && first.is_some_and(|endpoint| IpNet::from(endpoint.ip()) == *prefix) {
+                continue;
+            }
+            match self.prefixes.get(prefix) {
+                None => {
+                    allowed_ips.insert(*prefix);
+                }
+                Some(owner) => {
+                    let message = format!(
+                        "{prefix} of Node {} stays with {owner} in cluster {:?}",
+                        node.node, self.name
+                    );
+                    self.facts.insert(Fact::AddressShared {
+                        cluster: source.to_owned(),
+                        message,
+                    });
+                }
+            }
+        }
+        let spec = PeerSpec {
+            public_key: node.key,
+            allowed_ips,
+            endpoint: first.map(Endpoint::Ip),
+            candidates: if candidates.addresses.len() > 1 {
+                candidates.addresses
+            } else {
+                Vec::new()
+            },
+            persistent_keepalive: if first.is_none() {
+                keepalive.max(NAT_KEEPALIVE.get())
+            } else {
+                keepalive
+            },
+        };
+        Some(self.put(source, node.node, spec, own_names))
+    }
+
+    /// Names and keeps a Peer. A standing Peer of ours with this key keeps its name, whatever the rule would call it now: to
+    /// create one and delete the other would take the key away from kg for minutes (PREDECESSOR.md W7).
+    fn put(&mut self, source: &str, node: &str, spec: PeerSpec, own_names: &BTreeSet<String>) -> String {
+        let naming = self.assembly.naming;
+        let readable = naming.peer(self.assembly.mesh, source, node, false);
+        let kept = self.standing.iter().find_map(|(name, peer)| {
+            let same_key = peer.spec.as_ref().is_ok_and(|s| s.public_key == spec.public_key);
+            let free = **name == *readable || !own_names.contains(*name);
+            (same_key && free && self.ours_of(source, peer)).then(|| (*name).to_owned())
+        });
+        let name = kept.unwrap_or_else(|| {
+            let foreign = self
+                .standing
+                .get(&*readable)
+                .is_some_and(|peer| !self.assembly.ours(&peer.owner));
+            if foreign || self.peers.contains_key(&readable) {
+                naming.peer(self.assembly.mesh, source, node, true)
+            } else {
+                readable
+            }
+        });
+        self.keys.insert(spec.public_key, format!("Peer {name}"));
+        self.prefixes
+            .extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {name}"))));
+        self.peers.insert(
+            name.clone(),
+            PlannedPeer {
+                source: source.to_owned(),
+                node: node.to_owned(),
+                spec,
+            },
+        );
+        name
+    }
+
+    /// A held node keeps the Peer it has, as far as nobody else owns its key and prefixes now.
+    fn hold(&mut self, source: &str, party: &Party<'a>, node: &str) {
+        let names = [false, true].map(|taken| self.assembly.naming.peer(self.assembly.mesh, source, node, taken));
+        let standing = names.iter().find_map(|name| {
+            let peer = self.standing.get(&**name).filter(|peer| self.ours_of(source, peer))?;
+            Some((name.clone(), peer.spec.as_ref().ok()?.clone()))
+        });
+        let Some((name, mut spec)) = standing else { return };
+        if self.keys.contains_key(&spec.public_key) || self.peers.contains_key(&name) {
+            return;
+        }
+        spec.allowed_ips
+            .retain(|net| party.cluster.allows(*net) && !self.prefixes.contains_key(net));
+        self.keys.insert(spec.public_key, format!("Peer {name}"));
+        self.prefixes
+            .extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {name}"))));
+        self.peers.insert(
+            name,
+            PlannedPeer {
+                source: source.to_owned(),
+                node: node.to_owned(),
+                spec,
+            },
+        );
+    }
+
+    fn add_anchors(
+        &mut self,
+        source: &str,
+        party: &Party<'a>,
+        member: &'a Member,
+        roll: &Roll<'a>,
+        added: &BTreeMap<&str, String>,
+    ) {
+        if party.cluster.effective_addressing() == Addressing::Masqueraded {
+            return;
+        }
+        let eligible: BTreeSet<&str> = roll
+            .registered
+            .iter()
+            .filter(|node| node.view.ready && !node.view.deleting)
+            .filter(|node| {
+                let peer = added.get(node.node).and_then(|name| self.peers.get(name));
+                peer.is_some_and(|peer| peer.spec.endpoint.is_some())
+            })
+            .map(|node| node.node)
+            .collect();
+        let mut now: BTreeMap<IpNet, String> = BTreeMap::new();
+        for (node, peer) in added {
+            if let Some(ObservedPeer { spec: Ok(spec), .. }) = self.standing.get(&**peer) {
+                now.extend(spec.allowed_ips.iter().map(|net| (*net, (*node).to_owned())));
+            }
+        }
+        let networks = anchor::anchored(&party.cluster, member);
+        if eligible.is_empty() {
+            if !networks.is_empty() && !roll.registered.is_empty() {
+                let message =
+                    "no node is Ready, has an endpoint and is not being deleted; the anchored networks are unreachable";
+                self.facts.insert(Fact::NoAnchor {
+                    cluster: source.to_owned(),
+                    message: message.into(),
+                });
+            }
+            return;
+        }
+        for (part, node) in anchor::assign(&party.cluster, member, &eligible, &now) {
+            let Some(peer) = added.get(node.as_str()).and_then(|name| self.peers.get_mut(name)) else {
+                continue;
+            };
+            match self.prefixes.get(&part) {
+                None => {
+                    peer.spec.allowed_ips.insert(part);
+                    self.prefixes.insert(part, format!("Node {node}"));
+                }
+                Some(owner) => {
+                    let message = format!("anchored network {part} stays with {owner} in cluster {:?}", self.name);
+                    self.facts.insert(Fact::AddressShared {
+                        cluster: source.to_owned(),
+                        message,
+                    });
+                }
+            }
+        }
+    }
+
+    /// The mesh's floor (the predecessor's meaning: the highest of all entries), raised where this target's nodes sit
+    /// behind NAT: they must keep their binding open.
+    fn keepalive(&self, source: &Party<'a>) -> u16 {
+        let floor = self
+            .assembly
+            .parties
+            .values()
+            .map(|party| party.cluster.persistent_keepalive)
+            .max()
+            .unwrap_or(0);
+        let toward = endpoint::Toward {
+            source: &self.target.cluster,
+            target_networks: &source.cluster.allowed,
+            target: source.member(),
+            resolved: &self.assembly.seen.resolved,
+        };
+        let behind_nat = self.target.member().is_some_and(|member| {
+            member.nodes.values().any(|node| {
+                node.persistent_keepalive > 0
+                    || endpoint::choose(node, &toward).is_ok_and(|candidates| candidates.addresses.is_empty())
+            })
+        });
+        if behind_nat {
+            floor.max(NAT_KEEPALIVE.get())
+        } else {
+            floor
+        }
+    }
+
+    fn finish(self, assembled: &mut Assembled) {
+        assembled.plan.peers = self.peers;
+        assembled.skipped = self.skipped;
+        assembled.facts.extend(self.facts);
+        if let Some(member) = self.target.member()
+            && member.peers.is_none()
+        {
+            assembled.facts.insert(Fact::PeerCRDMissing {
+                cluster: self.name.to_owned(),
+            });
+        }
+    }
+}
+
+/// Whether this is the hub's own entry.
+pub(super) fn is_local(cluster: &Cluster) -> bool {
+    cluster.identity == ClusterIdentity::Local
+}
