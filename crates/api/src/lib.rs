@@ -4,8 +4,11 @@
 //! This is the only crate in which `kilo.squat.ai` is spelled.
 #![forbid(unsafe_code)]
 
+pub mod annotations;
+pub mod convert;
 pub mod crds;
 pub mod mesh;
+pub mod names;
 pub mod peer;
 pub mod policy;
 mod schema;

@@ -1,0 +1,319 @@
+//! The texts that stand in annotations: those Kilo defined, and what wg-agent says of itself. Reading them off a Node is in
+//! [`crate::convert::node`]; the agent writes them with [`NodeIdentity::annotations`].
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+};
+
+use clustermesh_core::{key::PublicKey, observe::Endpoint};
+use ipnet::IpNet;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    convert::{network, shown},
+    names::{
+        KILO_DISCOVERED_ENDPOINTS, KILO_ENDPOINT, KILO_GRANULARITY, KILO_INTERNAL_IP, KILO_KEY, KILO_WIREGUARD_IP,
+        NODE_AGENT, is_subdomain,
+    },
+};
+
+/// Kubernetes keeps at most this much in all annotations of an object; a hostile server may send more.
+const MAX_TEXT: usize = 256 * 1024;
+
+/// What wg-agent publishes of its node, in Kilo's formats, so that Kilo's tools and the predecessor read it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NodeIdentity {
+    /// The node's public key.
+    pub public_key: PublicKey,
+    /// Its address on the device, with the prefix length of the whole WireGuard range (Kilo's tools derive the range from it).
+    pub wireguard_ip: IpNet,
+    /// Where it listens; `None` = not known.
+    pub endpoint: Option<SocketAddr>,
+    /// Its private address with its interface's prefix length; `None` = it has none.
+    pub internal_ip: Option<IpNet>,
+    /// Where it saw peers that are behind NAT.
+    pub discovered: BTreeMap<PublicKey, SocketAddr>,
+    /// What it says of itself.
+    pub agent: Agent,
+}
+
+impl NodeIdentity {
+    /// Every annotation that says so. One whose value is `None` is to be removed: wg-agent has nothing to say there, and what
+    /// stands may be from before.
+    #[must_use]
+    pub fn annotations(&self) -> BTreeMap<&'static str, Option<String>> {
+        let discovered = (!self.discovered.is_empty()).then(|| discovered_text(&self.discovered));
+        BTreeMap::from([
+            (KILO_KEY, Some(self.public_key.to_string())),
+            (KILO_WIREGUARD_IP, Some(self.wireguard_ip.to_string())),
+            (KILO_ENDPOINT, self.endpoint.map(|endpoint| endpoint.to_string())),
+            (
+                KILO_INTERNAL_IP,
+                Some(self.internal_ip.map(|net| net.to_string()).unwrap_or_default()),
+            ),
+            // Every node of ours is a segment of its own toward other clusters.
+            (KILO_GRANULARITY, Some("full".to_owned())),
+            (KILO_DISCOVERED_ENDPOINTS, discovered),
+            (NODE_AGENT, Some(self.agent.to_string())),
+        ])
+    }
+}
+
+/// What wg-agent says of itself (`kilo-clustermesh.io/agent`). Claims of a node about itself: for people and for status.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Agent {
+    /// Its version.
+    #[serde(default)]
+    pub version: String,
+    /// `kernel` or `userspace`.
+    #[serde(default)]
+    pub backend: String,
+    /// `full` or `policy`.
+    #[serde(default)]
+    pub mode: String,
+    /// MTU of its device, bytes.
+    #[serde(default)]
+    pub mtu: u32,
+    /// Revision of the policies in its kernel: a hash over them.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub policy_revision: String,
+    /// Peers with a live session.
+    #[serde(default)]
+    pub peers_up: u32,
+    /// Peers without one.
+    #[serde(default)]
+    pub peers_down: u32,
+}
+
+impl Agent {
+    /// Reads the annotation.
+    ///
+    /// # Errors
+    /// It is no JSON object of this shape; in words.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        if text.len() > 4096 {
+            return Err(format!("{} bytes, expected a few hundred", text.len()));
+        }
+        serde_json::from_str(text).map_err(|error| format!("not what wg-agent writes: {error}"))
+    }
+}
+
+impl std::fmt::Display for Agent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&serde_json::to_string(self).map_err(|_| std::fmt::Error)?)
+    }
+}
+
+/// `host/prefix`, the host kept as it is: `10.4.0.1/16`.
+///
+/// # Errors
+/// It is not of that form; in words.
+pub fn host_and_prefix(text: &str) -> Result<IpNet, String> {
+    // `network` refuses what an attacker could hide in an IPv6 text.
+    network(text)
+        .and_then(|_| text.parse().map_err(|_| String::new()))
+        .map_err(|_| {
+            format!(
+                "{:?} is not an address and a prefix length, such as 10.4.0.1/16",
+                shown(text)
+            )
+        })
+}
+
+/// `host:port`, where host is an IPv4 address, an IPv6 address in brackets, or a DNS name.
+///
+/// # Errors
+/// It is not of that form; in words.
+pub fn endpoint(text: &str) -> Result<Endpoint, String> {
+    let wrong = |what: &str| {
+        format!(
+            "{:?} {what}: write 192.0.2.1:51820, [2001:db8::1]:51820 or node.example.org:51820",
+            shown(text)
+        )
+    };
+    let (host, port) = text.rsplit_once(':').ok_or_else(|| wrong("has no port"))?;
+    let port = port
+        .parse::<u16>()
+        .ok()
+        .filter(|number| *number > 0 && port.bytes().all(|b| b.is_ascii_digit()))
+        .ok_or_else(|| wrong("has no port between 1 and 65535"))?;
+    if let Some(inner) = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')) {
+        let address = inner
+            .parse()
+            .map_err(|_| wrong("has no IPv6 address in its brackets"))?;
+        return Ok(Endpoint::Ip(SocketAddr::new(IpAddr::V6(address), port)));
+    }
+    endpoint_host(host, port).ok_or_else(|| wrong("has no address or name before the port"))
+}
+
+/// The endpoint of an IPv4 address or a DNS name and a port; `None` = it is neither.
+pub(crate) fn endpoint_host(host: &str, port: u16) -> Option<Endpoint> {
+    if let Ok(address) = host.parse() {
+        return Some(Endpoint::Ip(SocketAddr::new(IpAddr::V4(address), port)));
+    }
+    // Resolvers take `127.1` and `0x7f000001` for addresses: a name ends in a label that is no number.
+    let last = host.rsplit('.').next().unwrap_or_default();
+    let number = last.bytes().all(|b| b.is_ascii_digit()) || last.starts_with("0x");
+    (is_subdomain(host) && !number).then(|| Endpoint::Dns(host.to_owned(), port))
+}
+
+/// One of [`KILO_DISCOVERED_ENDPOINTS`], as Go prints a `net.UDPAddr`.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct UdpAddr {
+    #[serde(rename = "IP")]
+    ip: String,
+    port: i64,
+    #[serde(default)]
+    zone: String,
+}
+
+/// The text of [`KILO_DISCOVERED_ENDPOINTS`].
+#[must_use]
+pub fn discovered_text(discovered: &BTreeMap<PublicKey, SocketAddr>) -> String {
+    // Sorted by the text of the key, as Go sorts.
+    let by_text: BTreeMap<String, UdpAddr> = discovered
+        .iter()
+        .map(|(key, address)| {
+            let ip = address.ip().to_canonical().to_string();
+            (
+                key.to_string(),
+                UdpAddr {
+                    ip,
+                    port: address.port().into(),
+                    zone: String::new(),
+                },
+            )
+        })
+        .collect();
+    serde_json::to_string(&by_text).unwrap_or_default()
+}
+
+/// Reads [`KILO_DISCOVERED_ENDPOINTS`]. What does not parse is left out: it is a hint, and others' hints still count.
+#[must_use]
+pub fn discovered(text: &str) -> BTreeMap<PublicKey, SocketAddr> {
+    if text.is_empty() || text.len() > MAX_TEXT {
+        return BTreeMap::new();
+    }
+    let entries: BTreeMap<String, serde_json::Value> = serde_json::from_str(text).unwrap_or_default();
+    entries
+        .into_iter()
+        .filter_map(|(key, value)| {
+            let address: UdpAddr = serde_json::from_value(value).ok()?;
+            let ip: IpAddr = address.ip.parse().ok()?;
+            let port = u16::try_from(address.port).ok().filter(|port| *port > 0)?;
+            // A zone makes sense on the node that wrote it alone.
+            address.zone.is_empty().then_some(())?;
+            Some((key.parse().ok()?, SocketAddr::new(ip.to_canonical(), port)))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KEY: &str = "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=";
+
+    #[test]
+    fn endpoints_are_addresses_or_names_with_a_port() {
+        for (text, expected) in [
+            ("192.0.2.1:51820", Endpoint::Ip("192.0.2.1:51820".parse().unwrap())),
+            ("[2001:db8::1]:1", Endpoint::Ip("[2001:db8::1]:1".parse().unwrap())),
+            (
+                "node-1.example.org:65535",
+                Endpoint::Dns("node-1.example.org".into(), 65535),
+            ),
+        ] {
+            assert_eq!(endpoint(text), Ok(expected));
+        }
+    }
+
+    #[test]
+    fn what_is_no_endpoint_is_refused_with_an_example() {
+        for text in [
+            "",
+            ":",
+            ":51820",
+            "192.0.2.1",
+            "192.0.2.1:0",
+            "192.0.2.1:65536",
+            "192.0.2.1:+1",
+            "2001:db8::1:51820",
+            "[192.0.2.1]:1",
+            "[fe80::1%eth0]:1",
+            "127.1:1",
+            "0x7f000001:1",
+            "010.0.0.1:1",
+            "-bad_:1",
+            "a b:1",
+            "é:1",
+            "http://x:1",
+        ] {
+            let why = endpoint(text).expect_err(text);
+            assert!(why.contains("write 192.0.2.1:51820"), "{why}");
+        }
+    }
+
+    #[test]
+    fn discovered_endpoints_are_written_as_go_prints_them() {
+        let found = BTreeMap::from([(KEY.parse().unwrap(), "192.0.2.1:51820".parse().unwrap())]);
+        let text = discovered_text(&found);
+        assert_eq!(
+            text,
+            format!(r#"{{"{KEY}":{{"IP":"192.0.2.1","Port":51820,"Zone":""}}}}"#)
+        );
+        assert_eq!(discovered(&text), found);
+    }
+
+    #[test]
+    fn a_bad_hint_costs_that_hint() {
+        let text = format!(
+            r#"{{"{KEY}":{{"IP":"::ffff:192.0.2.1","Port":51820,"Zone":""}},"x":{{"IP":"192.0.2.2","Port":1}},
+                "xEcJ1y+L/FVuAcjCMDSXKd7xjr+9ydiO+P+/A17HdVk=":{{"IP":"192.0.2.2","Port":70000}},
+                "FOA4Fm2q3jL2DH8YZIflkrM21Se787ICn433LikzC0o=":7}}"#
+        );
+        assert_eq!(
+            discovered(&text),
+            BTreeMap::from([(KEY.parse().unwrap(), "192.0.2.1:51820".parse().unwrap())])
+        );
+        assert_eq!(discovered("{"), BTreeMap::new());
+        assert_eq!(discovered("[]"), BTreeMap::new());
+    }
+
+    #[test]
+    fn an_agent_says_what_it_is_in_kilos_formats() {
+        let identity = NodeIdentity {
+            public_key: KEY.parse().unwrap(),
+            wireguard_ip: "10.4.0.7/16".parse().unwrap(),
+            endpoint: Some("[2001:db8::1]:51820".parse().unwrap()),
+            internal_ip: None,
+            discovered: BTreeMap::new(),
+            agent: Agent {
+                version: "0.1.0".into(),
+                backend: "userspace".into(),
+                mode: "full".into(),
+                mtu: 1420,
+                ..Agent::default()
+            },
+        };
+        assert_eq!(
+            identity.annotations(),
+            BTreeMap::from([
+                ("kilo.squat.ai/key", Some(KEY.to_owned())),
+                ("kilo.squat.ai/wireguard-ip", Some("10.4.0.7/16".to_owned())),
+                ("kilo.squat.ai/endpoint", Some("[2001:db8::1]:51820".to_owned())),
+                ("kilo.squat.ai/internal-ip", Some(String::new())),
+                ("kilo.squat.ai/granularity", Some("full".to_owned())),
+                ("kilo.squat.ai/discovered-endpoints", None),
+                (
+                    "kilo-clustermesh.io/agent",
+                    Some(r#"{"version":"0.1.0","backend":"userspace","mode":"full","mtu":1420,"peersUp":0,"peersDown":0}"#.to_owned())
+                ),
+            ])
+        );
+        assert_eq!(Agent::parse(&identity.agent.to_string()), Ok(identity.agent));
+    }
+}

@@ -1,0 +1,447 @@
+//! `ClusterMesh` to [`Mesh`]. Checks again what the schema checks, since a dry run reads files, and an object may be older
+//! than the rules.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use clustermesh_core::mesh as core;
+use ipnet::IpNet;
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+
+use super::{Finding, created, network, shown};
+use crate::{
+    mesh::{
+        Addressing, ClusterEntry, ClusterMesh, Egress, Export, IsolationProfile, PodNetwork, Protocol, ServicePort,
+    },
+    names::{ADOPT_HUB, PAUSED, is_label, is_subdomain},
+};
+
+/// How many Nodes of one member are read at most (DESIGN §5).
+pub const MAX_NODES: usize = 5_000;
+
+/// The mesh as values, with what was made of values that were not quite right; or everything that has to be mended.
+///
+/// # Errors
+/// One finding for each field that means nothing. None of the mesh is used then: half a mesh would cut connections.
+pub fn to_core(object: &ClusterMesh) -> Result<(core::Mesh, Vec<Finding>), Vec<Finding>> {
+    let id = core::MeshId {
+        namespace: object
+            .metadata
+            .namespace
+            .clone()
+            .unwrap_or_else(|| "default".to_owned()),
+        name: object.metadata.name.clone().unwrap_or_default(),
+    };
+    let mut reader = Reader {
+        object: format!("ClusterMesh {id}"),
+        problems: Vec::new(),
+        warnings: Vec::new(),
+    };
+    if !is_subdomain(&id.name) || id.name.len() > 63 {
+        reader.problem(
+            "metadata.name",
+            "must be a name of at most 63 characters: it becomes the value of a label",
+        );
+    }
+    let clusters: Vec<core::Cluster> = object
+        .spec
+        .clusters
+        .iter()
+        .enumerate()
+        .map(|(index, entry)| reader.cluster(&id.namespace, &format!("spec.clusters[{index}]"), entry))
+        .collect();
+    reader.whole(&object.spec.clusters);
+    let accepted = reader.accepted(object);
+    if !reader.problems.is_empty() {
+        return Err(reader.problems);
+    }
+    let annotation = |key| object.metadata.annotations.as_ref().and_then(|a| a.get(key));
+    let mesh = core::Mesh {
+        id,
+        created: created(&object.metadata),
+        paused: object.spec.paused || annotation(PAUSED).is_some_and(|value| value != "false"),
+        deleting: object.metadata.deletion_timestamp.is_some(),
+        adopt_hub: annotation(ADOPT_HUB).filter(|hub| !hub.is_empty()).cloned(),
+        clusters,
+        accepted,
+    };
+    Ok((mesh, reader.warnings))
+}
+
+/// Collects what it finds on the way.
+struct Reader {
+    object: String,
+    problems: Vec<Finding>,
+    warnings: Vec<Finding>,
+}
+
+impl Reader {
+    fn problem(&mut self, field: impl Into<String>, message: impl Into<String>) {
+        self.problems.push(Finding {
+            object: self.object.clone(),
+            field: field.into(),
+            message: message.into(),
+        });
+    }
+
+    fn warning(&mut self, field: impl Into<String>, message: impl Into<String>) {
+        self.warnings.push(Finding {
+            object: self.object.clone(),
+            field: field.into(),
+            message: message.into(),
+        });
+    }
+
+    /// Rules over all entries.
+    fn whole(&mut self, entries: &[ClusterEntry]) {
+        if entries.len() < 2 {
+            self.problem("spec.clusters", "a mesh has at least two entries");
+        }
+        match entries.iter().filter(|entry| entry.local).count() {
+            1 => {}
+            0 => self.problem(
+                "spec.clusters",
+                "no entry has `local: true`: exactly one must, the cluster this object lives in",
+            ),
+            _ => self.problem(
+                "spec.clusters",
+                "more than one entry has `local: true`: exactly one may",
+            ),
+        }
+        let mut names = BTreeSet::new();
+        for (index, entry) in entries.iter().enumerate() {
+            if !names.insert(&*entry.name) {
+                let message = format!(
+                    "{:?} is the name of an earlier entry: names must be unique",
+                    shown(&entry.name)
+                );
+                self.problem(format!("spec.clusters[{index}].name"), message);
+            }
+        }
+        for (index, entry) in entries.iter().enumerate() {
+            for (at, egress) in entry.egress.iter().enumerate() {
+                let field = format!("spec.clusters[{index}].egress[{at}].service.cluster");
+                if egress.service.cluster == entry.name {
+                    self.problem(
+                        field,
+                        "names this very cluster: its own Services are reached without a mesh",
+                    );
+                } else if !names.contains(&*egress.service.cluster) {
+                    let message = format!(
+                        "{:?} is not an entry of this mesh: write the `name` of one of spec.clusters",
+                        shown(&egress.service.cluster)
+                    );
+                    self.problem(field, message);
+                }
+            }
+        }
+    }
+
+    fn cluster(&mut self, namespace: &str, at: &str, entry: &ClusterEntry) -> core::Cluster {
+        if !is_label(&entry.name) {
+            self.problem(
+                format!("{at}.name"),
+                format!(
+                    "{:?} is not a DNS-1123 label: at most 63 lower-case letters, digits and '-', beginning and ending with a letter or a digit",
+                    shown(&entry.name)
+                ),
+            );
+        }
+        let allowed = self.networks(&format!("{at}.allowedNetworks"), &entry.allowed_networks);
+        if entry.allowed_networks.is_empty() {
+            self.problem(
+                format!("{at}.allowedNetworks"),
+                "is empty: list the cluster's pod, WireGuard and Service networks",
+            );
+        }
+        let anchored = entry
+            .anchored_networks
+            .as_ref()
+            .map(|texts| self.anchored(at, texts, &allowed));
+        if entry.anchors == 0 {
+            self.problem(format!("{at}.anchors"), "must be at least 1");
+        }
+        if entry.wireguard_port == 0 {
+            self.problem(format!("{at}.wireguardPort"), "must be a UDP port, 1 to 65535");
+        }
+        if entry.pod_network == PodNetwork::PerNode && !entry.exports.is_empty() {
+            self.warning(
+                format!("{at}.exports"),
+                "is not used while podNetwork is PerNode: set `podNetwork: Shared` if pods have no addresses from their node's podCIDRs",
+            );
+        }
+        core::Cluster {
+            name: entry.name.clone(),
+            identity: self.identity(namespace, at, entry),
+            profile: profile(entry.isolation_profile),
+            addressing: match (entry.isolation_profile, entry.addressing) {
+                (IsolationProfile::Sandbox, _) | (_, Addressing::Masqueraded) => core::Addressing::Masqueraded,
+                (_, Addressing::Routed) => core::Addressing::Routed,
+            },
+            allowed,
+            anchored,
+            anchors: entry.anchors.max(1),
+            pod_network: match entry.pod_network {
+                PodNetwork::PerNode => core::PodNetwork::PerNode,
+                PodNetwork::Shared => core::PodNetwork::Shared,
+            },
+            exports: entry
+                .exports
+                .iter()
+                .enumerate()
+                .map(|(index, export)| self.export(&format!("{at}.exports[{index}]"), export))
+                .collect(),
+            wireguard_port: entry.wireguard_port,
+            persistent_keepalive: entry.persistent_keepalive,
+            endpoint_networks: self.networks(&format!("{at}.endpointNetworks"), &entry.endpoint_networks),
+            egress: self.egress(&format!("{at}.egress"), &entry.egress),
+            quarantine: entry.quarantine,
+            max_nodes: MAX_NODES,
+        }
+    }
+
+    fn identity(&mut self, namespace: &str, at: &str, entry: &ClusterEntry) -> core::ClusterIdentity {
+        let field = format!("{at}.kubeconfigSecretRef");
+        match (&entry.kubeconfig_secret_ref, entry.local) {
+            (None, true) => core::ClusterIdentity::Local,
+            (Some(_), true) => {
+                self.warning(
+                    field,
+                    "is not used: `local: true` means the cluster this object lives in",
+                );
+                core::ClusterIdentity::Local
+            }
+            (None, false) => {
+                self.problem(
+                    field,
+                    "is missing: name the Secret in this namespace that holds the cluster's kubeconfig",
+                );
+                core::ClusterIdentity::Local
+            }
+            (Some(secret), false) => {
+                if !is_subdomain(&secret.name) {
+                    self.problem(
+                        format!("{field}.name"),
+                        format!("{:?} is not the name of a Secret", shown(&secret.name)),
+                    );
+                }
+                core::ClusterIdentity::Secret {
+                    namespace: namespace.to_owned(),
+                    name: secret.name.clone(),
+                    key: secret.key.clone(),
+                    context: secret.context.clone().filter(|context| !context.is_empty()),
+                }
+            }
+        }
+    }
+
+    /// Canonical, in the order written, each once.
+    fn networks(&mut self, field: &str, texts: &[String]) -> Vec<IpNet> {
+        let mut networks = Vec::new();
+        for (index, text) in texts.iter().enumerate() {
+            let field = format!("{field}[{index}]");
+            match network(text) {
+                Err(message) => self.problem(field, message),
+                Ok((net, host_bits)) => {
+                    if host_bits {
+                        self.warning(&field, format!("{text} has host bits and is read as {net}"));
+                    }
+                    if networks.contains(&net) {
+                        self.warning(field, format!("{net} is listed twice"));
+                    } else {
+                        networks.push(net);
+                    }
+                }
+            }
+        }
+        networks
+    }
+
+    fn anchored(&mut self, at: &str, texts: &[String], allowed: &[IpNet]) -> Vec<IpNet> {
+        let field = format!("{at}.anchoredNetworks");
+        let anchored = self.networks(&field, texts);
+        for net in &anchored {
+            if !allowed.iter().any(|outer| outer.contains(net)) {
+                let message =
+                    format!("{net} lies outside allowedNetworks: add it there, or take it out of anchoredNetworks");
+                self.problem(&*field, message);
+            }
+        }
+        anchored
+    }
+
+    fn export(&mut self, at: &str, export: &Export) -> core::Export {
+        if !is_label(&export.namespace) {
+            self.problem(
+                format!("{at}.namespace"),
+                format!("{:?} is not the name of a namespace", shown(&export.namespace)),
+            );
+        }
+        let labels = export.pod_selector.match_labels.iter().flatten();
+        let mut selector: Vec<core::Requirement> = labels
+            .map(|(key, value)| core::Requirement::In(key.clone(), vec![value.clone()]))
+            .collect();
+        for (index, expression) in export.pod_selector.match_expressions.iter().flatten().enumerate() {
+            let key = expression.key.clone();
+            let values = expression.values.clone().unwrap_or_default();
+            let at = format!("{at}.podSelector.matchExpressions[{index}]");
+            let listed = matches!(&*expression.operator, "In" | "NotIn");
+            if listed && values.is_empty() {
+                self.problem(
+                    format!("{at}.values"),
+                    format!("is empty: {} needs at least one", expression.operator),
+                );
+            }
+            match &*expression.operator {
+                "In" => selector.push(core::Requirement::In(key, values)),
+                "NotIn" => selector.push(core::Requirement::NotIn(key, values)),
+                "Exists" => selector.push(core::Requirement::Exists(key)),
+                "DoesNotExist" => selector.push(core::Requirement::DoesNotExist(key)),
+                other => self.problem(
+                    format!("{at}.operator"),
+                    format!("{:?} is not one of In, NotIn, Exists, DoesNotExist", shown(other)),
+                ),
+            }
+        }
+        core::Export {
+            namespace: export.namespace.clone(),
+            selector,
+        }
+    }
+
+    fn egress(&mut self, at: &str, egress: &[Egress]) -> Vec<core::Grant> {
+        let mut grants: Vec<core::Grant> = Vec::new();
+        for (index, egress) in egress.iter().enumerate() {
+            let at = format!("{at}[{index}]");
+            let service = core::ObjectName {
+                namespace: egress.service.namespace.clone(),
+                name: egress.service.name.clone(),
+            };
+            let named = egress.local.clone().unwrap_or_default();
+            let local = core::ObjectName {
+                namespace: named.namespace.unwrap_or_else(|| service.namespace.clone()),
+                name: named.name.unwrap_or_else(|| service.name.clone()),
+            };
+            for (field, text) in [
+                ("service.namespace", &service.namespace),
+                ("service.name", &service.name),
+                ("as.namespace", &local.namespace),
+                ("as.name", &local.name),
+            ] {
+                if !is_label(text) {
+                    self.problem(
+                        format!("{at}.{field}"),
+                        format!("{:?} is not a DNS-1123 label", shown(text)),
+                    );
+                }
+            }
+            if grants.iter().any(|grant| grant.local == local) {
+                self.problem(
+                    format!("{at}.as"),
+                    format!("an earlier egress appears as {local} too: give one of them another name with `as`"),
+                );
+            }
+            let ports = egress
+                .ports
+                .iter()
+                .enumerate()
+                .filter_map(|(index, port)| self.grant_port(&format!("{at}.ports[{index}].port"), port))
+                .collect();
+            grants.push(core::Grant {
+                cluster: egress.service.cluster.clone(),
+                service,
+                ports,
+                local,
+            });
+        }
+        grants
+    }
+
+    fn grant_port(&mut self, field: &str, port: &ServicePort) -> Option<core::GrantPort> {
+        match port_ref(&port.port) {
+            Ok(reference) => Some(core::GrantPort {
+                port: reference,
+                protocol: protocol(port.protocol),
+            }),
+            Err(message) => {
+                self.problem(field, message);
+                None
+            }
+        }
+    }
+
+    /// What an earlier plan granted. Written by us, so what does not parse is a meddler's and counts for nothing.
+    fn accepted(&mut self, object: &ClusterMesh) -> BTreeMap<String, Vec<IpNet>> {
+        let mut accepted = BTreeMap::new();
+        for (index, row) in object.status.iter().flat_map(|s| &s.clusters).enumerate() {
+            let mut networks = Vec::new();
+            for text in &row.accepted_networks {
+                match network(text) {
+                    Ok((net, _)) => networks.push(net),
+                    Err(message) => {
+                        self.warning(
+                            format!("status.clusters[{index}].acceptedNetworks"),
+                            format!("{message}; ignored"),
+                        );
+                    }
+                }
+            }
+            if !networks.is_empty() {
+                accepted.insert(row.name.clone(), networks);
+            }
+        }
+        accepted
+    }
+}
+
+/// A port of a Service as someone wrote it.
+///
+/// # Errors
+/// It is neither a port number nor the name of a Service's port.
+pub(super) fn port_ref(port: &IntOrString) -> Result<core::PortRef, String> {
+    match port {
+        IntOrString::Int(number) => match u16::try_from(*number) {
+            Ok(number) if number > 0 => Ok(core::PortRef::Number(number)),
+            _ => Err(format!(
+                "{number} is not a port: write 1 to 65535, or the name of the Service's port"
+            )),
+        },
+        IntOrString::String(name) if is_label(name) => Ok(core::PortRef::Name(name.clone())),
+        IntOrString::String(name) => Err(format!(
+            "{:?} is not the name of a Service's port; a number is written without quotes",
+            shown(name)
+        )),
+    }
+}
+
+/// As core has it.
+#[must_use]
+pub const fn profile(profile: IsolationProfile) -> core::Profile {
+    match profile {
+        IsolationProfile::ClusterMeshed => core::Profile::ClusterMeshed,
+        IsolationProfile::Sandbox => core::Profile::Sandbox,
+        IsolationProfile::Standard => core::Profile::Standard,
+    }
+}
+
+/// As core has it.
+#[must_use]
+pub const fn protocol(protocol: Protocol) -> core::Protocol {
+    match protocol {
+        Protocol::Tcp => core::Protocol::Tcp,
+        Protocol::Udp => core::Protocol::Udp,
+        Protocol::Sctp => core::Protocol::Sctp,
+    }
+}
+
+/// As the API has it.
+#[must_use]
+pub const fn protocol_from_core(protocol: core::Protocol) -> Protocol {
+    match protocol {
+        core::Protocol::Tcp => Protocol::Tcp,
+        core::Protocol::Udp => Protocol::Udp,
+        core::Protocol::Sctp => Protocol::Sctp,
+    }
+}
+
+#[cfg(test)]
+mod tests;

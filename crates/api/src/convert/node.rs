@@ -1,0 +1,143 @@
+//! A Kubernetes Node, with Kilo's annotations and wg-agent's, to [`observe::Node`].
+
+use std::net::IpAddr;
+
+use clustermesh_core::observe::{self, Claim, Granularity, Server};
+use ipnet::IpNet;
+use k8s_openapi::api::core::v1::Node;
+
+use super::{created, network};
+use crate::{
+    annotations::{Agent, discovered, endpoint, host_and_prefix},
+    names::{
+        KILO_ALLOWED_LOCATION_IPS, KILO_CLUSTERMESH_ENDPOINT, KILO_DISCOVERED_ENDPOINTS, KILO_ENDPOINT,
+        KILO_FORCE_ENDPOINT, KILO_GRANULARITY, KILO_INTERNAL_IP, KILO_KEY, KILO_LOCATION, KILO_PERSISTENT_KEEPALIVE,
+        KILO_WIREGUARD_IP, LABEL_REGION, NODE_AGENT,
+    },
+};
+
+/// What the planner reads of a Node. A claim that does not parse arrives with its reason; `held_for` is the caller's.
+///
+/// `kilo.squat.ai/last-seen`, which kg writes every 30 s, is not read: two Nodes that differ in it alone are equal.
+#[must_use]
+pub fn to_core(node: &Node) -> observe::Node {
+    let annotation = |key: &str| {
+        node.metadata
+            .annotations
+            .as_ref()
+            .and_then(|a| a.get(key))
+            .map_or("", String::as_str)
+    };
+    observe::Node {
+        created: created(&node.metadata),
+        ready: ready(node),
+        deleting: node.metadata.deletion_timestamp.is_some(),
+        pod_cidrs: pod_cidrs(node),
+        wireguard_ip: claim(annotation(KILO_WIREGUARD_IP), host_and_prefix),
+        public_key: claim(annotation(KILO_KEY), |text| {
+            text.parse()
+                .map_err(|error: clustermesh_core::key::KeyError| error.to_string())
+        }),
+        clustermesh_endpoint: claim(annotation(KILO_CLUSTERMESH_ENDPOINT), endpoint),
+        force_endpoint: claim(annotation(KILO_FORCE_ENDPOINT), endpoint),
+        kilo_endpoint: claim(annotation(KILO_ENDPOINT), endpoint),
+        external_ips: addresses(node, "ExternalIP"),
+        internal_ips: addresses(node, "InternalIP"),
+        kilo_internal_ip: host_and_prefix(annotation(KILO_INTERNAL_IP)).ok().map(|net| net.addr()),
+        persistent_keepalive: annotation(KILO_PERSISTENT_KEEPALIVE)
+            .parse::<i64>()
+            .map_or(0, |seconds| u16::try_from(seconds.max(0)).unwrap_or(u16::MAX)),
+        location: location(node, annotation(KILO_LOCATION)),
+        granularity: match annotation(KILO_GRANULARITY) {
+            "full" => Some(Granularity::Full),
+            "location" => Some(Granularity::Location),
+            "cross" => Some(Granularity::Cross),
+            _ => None,
+        },
+        allowed_location_ips: annotation(KILO_ALLOWED_LOCATION_IPS)
+            .split(',')
+            .filter_map(|text| network(text.trim()).ok())
+            .map(|(net, _)| net)
+            .collect(),
+        discovered: discovered(annotation(KILO_DISCOVERED_ENDPOINTS)),
+        server: server(annotation(NODE_AGENT)),
+        held_for: None,
+    }
+}
+
+/// What wg-agent on this Node says of itself; `None` = there is none, or it says nothing readable.
+#[must_use]
+pub fn agent(node: &Node) -> Option<Agent> {
+    node.metadata
+        .annotations
+        .as_ref()
+        .and_then(|a| a.get(NODE_AGENT))
+        .and_then(|text| Agent::parse(text).ok())
+}
+
+/// An empty annotation says nothing: kg writes `wireguard-ip: ""` on every node that is not a leader.
+fn claim<T>(text: &str, parse: impl FnOnce(&str) -> Result<T, String>) -> Claim<T> {
+    if text.is_empty() {
+        return Claim::Absent;
+    }
+    match parse(text) {
+        Ok(value) => Claim::Is(value),
+        Err(why) => Claim::Invalid(why),
+    }
+}
+
+fn ready(node: &Node) -> bool {
+    node.status
+        .iter()
+        .flat_map(|status| status.conditions.iter().flatten())
+        .any(|condition| condition.type_ == "Ready" && condition.status == "True")
+}
+
+fn pod_cidrs(node: &Node) -> Vec<Claim<IpNet>> {
+    let Some(spec) = &node.spec else { return Vec::new() };
+    let several = spec.pod_cidrs.as_deref().unwrap_or_default();
+    let texts: Vec<&String> = if several.is_empty() {
+        spec.pod_cidr.iter().collect()
+    } else {
+        several.iter().collect()
+    };
+    texts
+        .into_iter()
+        .map(|text| claim(text, |text| network(text).map(|(net, _)| net)))
+        .collect()
+}
+
+fn addresses(node: &Node, kind: &str) -> Vec<IpAddr> {
+    node.status
+        .iter()
+        .flat_map(|status| status.addresses.iter().flatten())
+        .filter(|address| address.type_ == kind)
+        .filter_map(|address| address.address.parse::<IpAddr>().ok())
+        .map(|address| address.to_canonical())
+        .collect()
+}
+
+fn location(node: &Node, annotation: &str) -> String {
+    if annotation.is_empty() {
+        node.metadata
+            .labels
+            .as_ref()
+            .and_then(|labels| labels.get(LABEL_REGION))
+            .cloned()
+            .unwrap_or_default()
+    } else {
+        annotation.to_owned()
+    }
+}
+
+/// An annotation that cannot be read counts as none: less is trusted to a node that kg may be serving.
+fn server(text: &str) -> Server {
+    match Agent::parse(text).map(|agent| agent.mode).as_deref() {
+        Ok("full") => Server::Agent,
+        Ok("policy") => Server::AgentPolicy,
+        _ => Server::Kilo,
+    }
+}
+
+#[cfg(test)]
+mod tests;

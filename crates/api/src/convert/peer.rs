@@ -1,0 +1,182 @@
+//! Kilo's [`Peer`] to and from [`observe::PeerSpec`].
+
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+};
+
+use clustermesh_core::observe::{self, Endpoint, ObservedPeer, Owner};
+use ipnet::IpNet;
+use kube::ResourceExt;
+
+use super::{network, owner, set_labels, shown};
+use crate::{
+    annotations::endpoint_host,
+    names::PEER_ENDPOINTS,
+    peer::{DnsOrIp, Peer, PeerEndpoint, PeerSpec},
+};
+
+/// What stands. A Peer with a mesh label must say exactly what we would write, down to the canonical form of its networks,
+/// else it is an error and gets rewritten: kg resets every session each 30 s over a network with host bits. Of anyone
+/// else's Peer the key and the networks that can be read are taken.
+#[must_use]
+pub fn to_core(peer: &Peer) -> ObservedPeer {
+    let owner = owner(peer.metadata.labels.as_ref());
+    let spec = if owner.mesh.is_some() {
+        exact(peer)
+    } else {
+        lenient(&peer.spec)
+    };
+    ObservedPeer { owner, spec }
+}
+
+/// The values of a Peer as a node should program it: what wg-agent reads.
+///
+/// # Errors
+/// The Peer cannot be programmed; names the field and the remedy.
+pub fn exact(peer: &Peer) -> Result<observe::PeerSpec, String> {
+    let spec = &peer.spec;
+    let mut allowed_ips = BTreeSet::new();
+    for (index, text) in spec.allowed_ips.iter().enumerate() {
+        let (net, host_bits) = network(text).map_err(|why| format!("spec.allowedIPs[{index}]: {why}"))?;
+        if host_bits {
+            return Err(format!("spec.allowedIPs[{index}]: {text} has host bits: write {net}"));
+        }
+        if !allowed_ips.insert(net) {
+            return Err(format!("spec.allowedIPs[{index}]: {net} is listed twice"));
+        }
+    }
+    if spec.preshared_key.as_ref().is_some_and(|key| !key.is_empty()) {
+        return Err("spec.presharedKey: is not used in a mesh: take it out".to_owned());
+    }
+    Ok(observe::PeerSpec {
+        public_key: key(spec)?,
+        allowed_ips,
+        endpoint: spec.endpoint.as_ref().map(endpoint).transpose()?,
+        candidates: candidates(peer)?,
+        persistent_keepalive: keepalive(spec)?,
+    })
+}
+
+fn key(spec: &PeerSpec) -> Result<clustermesh_core::key::PublicKey, String> {
+    spec.public_key
+        .parse()
+        .map_err(|error| format!("spec.publicKey: {error}"))
+}
+
+fn keepalive(spec: &PeerSpec) -> Result<u16, String> {
+    let seconds = spec.persistent_keepalive.unwrap_or_default();
+    u16::try_from(seconds)
+        .map_err(|_| format!("spec.persistentKeepalive: {seconds} is not a number of seconds between 0 and 65535"))
+}
+
+fn endpoint(written: &PeerEndpoint) -> Result<Endpoint, String> {
+    let port = u16::try_from(written.port)
+        .ok()
+        .filter(|port| *port > 0)
+        .ok_or_else(|| format!("spec.endpoint.port: {} is not a UDP port, 1 to 65535", written.port))?;
+    let text = |field: &Option<String>| field.clone().filter(|text| !text.is_empty());
+    match (text(&written.dns_or_ip.dns), text(&written.dns_or_ip.ip)) {
+        (None, Some(ip)) => match ip.parse::<IpAddr>() {
+            Ok(address) => Ok(Endpoint::Ip(SocketAddr::new(address.to_canonical(), port))),
+            Err(_) => Err(format!("spec.endpoint.dnsOrIP.ip: {:?} is not an address", shown(&ip))),
+        },
+        (Some(name), None) => match endpoint_host(&name, port) {
+            Some(Endpoint::Dns(name, port)) => Ok(Endpoint::Dns(name, port)),
+            _ => Err(format!(
+                "spec.endpoint.dnsOrIP.dns: {:?} is not a DNS name",
+                shown(&name)
+            )),
+        },
+        (Some(_), Some(_)) => Err("spec.endpoint.dnsOrIP: has both `dns` and `ip`: write one".to_owned()),
+        (None, None) => {
+            Err("spec.endpoint.dnsOrIP: has neither `ip` nor `dns`: write one, or leave the endpoint out".to_owned())
+        }
+    }
+}
+
+/// Candidates are addresses alone: a node must not be made to look up names.
+fn candidates(peer: &Peer) -> Result<Vec<SocketAddr>, String> {
+    let text = peer
+        .metadata
+        .annotations
+        .as_ref()
+        .and_then(|a| a.get(PEER_ENDPOINTS))
+        .map_or("", String::as_str);
+    text.split(',')
+        .filter(|part| !part.is_empty())
+        .map(|part| {
+            part.parse::<SocketAddr>()
+                .ok()
+                .filter(|address| address.port() > 0)
+                .ok_or_else(|| format!("annotation {PEER_ENDPOINTS}: {:?} is not ip:port", shown(part)))
+        })
+        .collect()
+}
+
+fn lenient(spec: &PeerSpec) -> Result<observe::PeerSpec, String> {
+    Ok(observe::PeerSpec {
+        public_key: key(spec)?,
+        allowed_ips: spec
+            .allowed_ips
+            .iter()
+            .filter_map(|text| network(text).ok())
+            .map(|(net, _)| net)
+            .collect(),
+        endpoint: spec.endpoint.as_ref().and_then(|written| endpoint(written).ok()),
+        candidates: Vec::new(),
+        persistent_keepalive: keepalive(spec).unwrap_or_default(),
+    })
+}
+
+/// A Peer that says `spec` and belongs to `owner`, to be created.
+#[must_use]
+pub fn from_core(name: &str, spec: &observe::PeerSpec, owner: &Owner) -> Peer {
+    let mut peer = Peer::new(name, PeerSpec::default());
+    update(&mut peer, spec, owner);
+    peer
+}
+
+/// Makes a Peer that stands say `spec` and belong to `owner`. Its resourceVersion and what others wrote into its metadata
+/// stay; nothing that the predecessor wrote into its spec does.
+pub fn update(peer: &mut Peer, spec: &observe::PeerSpec, owner: &Owner) {
+    set_labels(peer.labels_mut(), owner);
+    if spec.candidates.is_empty() {
+        if let Some(annotations) = &mut peer.metadata.annotations {
+            annotations.remove(PEER_ENDPOINTS);
+        }
+    } else {
+        let text = spec
+            .candidates
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+            .join(",");
+        peer.annotations_mut().insert(PEER_ENDPOINTS.to_owned(), text);
+    }
+    peer.spec = PeerSpec {
+        allowed_ips: spec.allowed_ips.iter().map(IpNet::to_string).collect(),
+        endpoint: spec.endpoint.as_ref().map(|endpoint| match endpoint {
+            Endpoint::Ip(address) => PeerEndpoint {
+                dns_or_ip: DnsOrIp {
+                    ip: Some(address.ip().to_string()),
+                    dns: None,
+                },
+                port: address.port().into(),
+            },
+            Endpoint::Dns(name, port) => PeerEndpoint {
+                dns_or_ip: DnsOrIp {
+                    ip: None,
+                    dns: Some(name.clone()),
+                },
+                port: (*port).into(),
+            },
+        }),
+        persistent_keepalive: (spec.persistent_keepalive > 0).then(|| spec.persistent_keepalive.into()),
+        preshared_key: None,
+        public_key: spec.public_key.to_string(),
+    };
+}
+
+#[cfg(test)]
+mod tests;

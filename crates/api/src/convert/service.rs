@@ -1,0 +1,221 @@
+//! Services, EndpointSlices and Pods to the values of `clustermesh_core`, and mirrored Services back.
+
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+};
+
+use clustermesh_core::{
+    mesh::Protocol,
+    observe::{self, Owner, ServicePort, Slice, SliceEndpoint},
+    plan::{PlannedService, PlannedSlice},
+};
+use k8s_openapi::{
+    api::{
+        core::v1::{Pod, Service, ServicePort as K8sServicePort, ServiceSpec},
+        discovery::v1::{Endpoint, EndpointConditions, EndpointPort, EndpointSlice},
+    },
+    apimachinery::pkg::apis::meta::v1::ObjectMeta,
+};
+use kube::ResourceExt;
+
+use super::{owner, set_labels};
+use crate::names::{LABEL_MANAGED_BY, LABEL_SERVICE_NAME, LABEL_SLICE_MANAGED_BY, MANAGED_BY};
+
+/// What the planner reads of a Service. Ports of protocols it does not know are left out.
+#[must_use]
+pub fn to_core(service: &Service) -> observe::Service {
+    let spec = service.spec.as_ref();
+    let kind = spec.and_then(|s| s.type_.as_deref()).unwrap_or("ClusterIP");
+    observe::Service {
+        managed: managed(&service.metadata),
+        external_name: kind == "ExternalName",
+        selectorless: spec
+            .and_then(|s| s.selector.as_ref())
+            .is_none_or(|selector| selector.is_empty()),
+        ports: spec
+            .iter()
+            .flat_map(|s| s.ports.iter().flatten())
+            .filter_map(|port| service_port(port.name.as_deref(), Some(port.port), port.protocol.as_deref()))
+            .collect(),
+    }
+}
+
+/// What the planner reads of an EndpointSlice; `None` = it belongs to no Service, or holds names instead of addresses.
+#[must_use]
+pub fn slice_to_core(slice: &EndpointSlice) -> Option<Slice> {
+    let v6 = match &*slice.address_type {
+        "IPv4" => false,
+        "IPv6" => true,
+        _ => return None,
+    };
+    Some(Slice {
+        managed: managed(&slice.metadata),
+        service: slice
+            .metadata
+            .labels
+            .as_ref()?
+            .get(LABEL_SERVICE_NAME)
+            .filter(|name| !name.is_empty())?
+            .clone(),
+        v6,
+        ports: slice
+            .ports
+            .iter()
+            .flatten()
+            .filter_map(|port| service_port(port.name.as_deref(), port.port, port.protocol.as_deref()))
+            .collect(),
+        endpoints: slice
+            .endpoints
+            .iter()
+            .flatten()
+            .filter_map(|endpoint| backend(endpoint, v6))
+            .collect(),
+    })
+}
+
+/// The first address counts, as for kube-proxy; the others of one endpoint are the same backend.
+fn backend(endpoint: &Endpoint, v6: bool) -> Option<SliceEndpoint> {
+    let address: IpAddr = endpoint.addresses.first()?.parse().ok()?;
+    if address.is_ipv6() != v6 {
+        return None;
+    }
+    let conditions = endpoint.conditions.clone().unwrap_or_default();
+    Some(SliceEndpoint {
+        address,
+        ready: conditions.ready.unwrap_or(true),
+        serving: conditions.serving.or(conditions.ready).unwrap_or(true),
+        terminating: conditions.terminating.unwrap_or(false),
+    })
+}
+
+/// The addresses of an API server: the endpoints of `default/kubernetes`, whatever their state.
+#[must_use]
+pub fn api_endpoints<'a>(slices: impl IntoIterator<Item = &'a EndpointSlice>) -> BTreeSet<SocketAddr> {
+    slices
+        .into_iter()
+        .filter(|slice| slice.metadata.namespace.as_deref() == Some("default"))
+        .filter_map(slice_to_core)
+        .filter(|slice| slice.service == "kubernetes")
+        .flat_map(|slice| {
+            let ports: Vec<u16> = slice.ports.iter().map(|port| port.port).collect();
+            slice.endpoints.into_iter().flat_map(move |endpoint| {
+                ports
+                    .clone()
+                    .into_iter()
+                    .map(move |port| SocketAddr::new(endpoint.address, port))
+            })
+        })
+        .collect()
+}
+
+/// What exports read of a Pod. One that has ended, or is not placed yet, has no addresses: they may be another's by now.
+#[must_use]
+pub fn pod_to_core(pod: &Pod) -> observe::Pod {
+    let spec = pod.spec.as_ref();
+    let status = pod.status.as_ref();
+    let node = spec.and_then(|s| s.node_name.clone()).unwrap_or_default();
+    let ended = matches!(status.and_then(|s| s.phase.as_deref()), Some("Succeeded" | "Failed"));
+    let host_network = spec.and_then(|s| s.host_network).unwrap_or(false);
+    let several = status.and_then(|s| s.pod_ips.as_deref()).unwrap_or_default();
+    let texts: Vec<&str> = if several.is_empty() {
+        status.and_then(|s| s.pod_ip.as_deref()).into_iter().collect()
+    } else {
+        several.iter().map(|ip| &*ip.ip).collect()
+    };
+    observe::Pod {
+        labels: pod.metadata.labels.clone().unwrap_or_default(),
+        addresses: if ended || host_network || node.is_empty() {
+            Vec::new()
+        } else {
+            texts.into_iter().filter_map(|text| text.parse().ok()).collect()
+        },
+        node,
+    }
+}
+
+fn managed(metadata: &ObjectMeta) -> Option<Owner> {
+    let labels = metadata.labels.as_ref()?;
+    (labels.get(LABEL_MANAGED_BY).map(String::as_str) == Some(MANAGED_BY)).then(|| owner(Some(labels)))
+}
+
+fn service_port(name: Option<&str>, port: Option<i32>, protocol: Option<&str>) -> Option<ServicePort> {
+    Some(ServicePort {
+        name: name.unwrap_or_default().to_owned(),
+        port: u16::try_from(port?).ok().filter(|port| *port > 0)?,
+        protocol: match protocol {
+            None | Some("" | "TCP") => Protocol::Tcp,
+            Some("UDP") => Protocol::Udp,
+            Some("SCTP") => Protocol::Sctp,
+            Some(_) => return None,
+        },
+    })
+}
+
+/// Makes a Service (a default one, or one of ours that stands) the mirror that is planned. Selector-less, so that the
+/// cluster's own controllers leave its EndpointSlices to us.
+pub fn update(service: &mut Service, planned: &PlannedService, owner: &Owner) {
+    set_labels(service.labels_mut(), owner);
+    service
+        .labels_mut()
+        .insert(LABEL_MANAGED_BY.to_owned(), MANAGED_BY.to_owned());
+    let spec = service.spec.get_or_insert_with(ServiceSpec::default);
+    spec.selector = None;
+    spec.ports = Some(
+        planned
+            .ports
+            .iter()
+            .map(|port| K8sServicePort {
+                name: Some(port.name.clone()).filter(|name| !name.is_empty()),
+                port: port.port.into(),
+                protocol: Some(port.protocol.as_str().to_owned()),
+                ..K8sServicePort::default()
+            })
+            .collect(),
+    );
+}
+
+/// Makes an EndpointSlice of a mirrored Service (a default one, or one of ours that stands) what is planned.
+pub fn update_slice(slice: &mut EndpointSlice, service: &str, planned: &PlannedSlice, owner: &Owner) {
+    set_labels(slice.labels_mut(), owner);
+    for (key, value) in [
+        (LABEL_MANAGED_BY, MANAGED_BY),
+        (LABEL_SLICE_MANAGED_BY, MANAGED_BY),
+        (LABEL_SERVICE_NAME, service),
+    ] {
+        slice.labels_mut().insert(key.to_owned(), value.to_owned());
+    }
+    // Immutable, and part of the name by which a slice is found.
+    slice.address_type = if planned.v6 { "IPv6" } else { "IPv4" }.to_owned();
+    slice.ports = Some(
+        planned
+            .ports
+            .iter()
+            .map(|port| EndpointPort {
+                // Empty, not absent: that is how the endpoints of a Service's only, unnamed port are tied to it.
+                name: Some(port.name.clone()),
+                port: Some(port.port.into()),
+                protocol: Some(port.protocol.as_str().to_owned()),
+                app_protocol: None,
+            })
+            .collect(),
+    );
+    slice.endpoints = Some(
+        planned
+            .endpoints
+            .iter()
+            .map(|endpoint| Endpoint {
+                addresses: vec![endpoint.address.to_string()],
+                conditions: Some(EndpointConditions {
+                    ready: Some(endpoint.ready),
+                    serving: Some(endpoint.serving),
+                    terminating: Some(endpoint.terminating),
+                }),
+                ..Endpoint::default()
+            })
+            .collect(),
+    );
+}
+
+#[cfg(test)]
+mod tests;

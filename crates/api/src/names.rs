@@ -1,0 +1,289 @@
+//! Every name, label, annotation and finalizer that stands in a cluster, and the rules by which names of written objects
+//! are made. What the values mean is in [`crate::convert`] and [`crate::annotations`].
+
+use clustermesh_core::{
+    mesh::{MeshId, ObjectName},
+    plan::Naming,
+};
+use sha2::{Digest, Sha256};
+
+/// Held on a ClusterMesh until everything it wrote is gone (the predecessor's).
+pub const FINALIZER: &str = "kilo-clustermesh.io/cleanup";
+
+/// Label: `metadata.name` of the ClusterMesh that an object belongs to (the predecessor's).
+pub const LABEL_MESH: &str = "kilo-clustermesh.io/mesh";
+/// Label: the entry of spec.clusters that an object describes (the predecessor's).
+pub const LABEL_SOURCE_CLUSTER: &str = "kilo-clustermesh.io/source-cluster";
+/// Label: `metadata.namespace` of the ClusterMesh.
+pub const LABEL_MESH_NAMESPACE: &str = "kilo-clustermesh.io/mesh-namespace";
+/// Label: id of the hub whose controller wrote an object (`--hub-id`).
+pub const LABEL_HUB: &str = "kilo-clustermesh.io/hub";
+/// Label that marks mirrored Services and their EndpointSlices.
+pub const LABEL_MANAGED_BY: &str = "app.kubernetes.io/managed-by";
+/// Label by which Kubernetes tells whose EndpointSlices are; its own controllers leave other values alone.
+pub const LABEL_SLICE_MANAGED_BY: &str = "endpointslice.kubernetes.io/managed-by";
+/// Value of [`LABEL_MANAGED_BY`] and [`LABEL_SLICE_MANAGED_BY`] on what we write.
+pub const MANAGED_BY: &str = "kilo-clustermesh.io";
+/// Label that ties an EndpointSlice to its Service (Kubernetes).
+pub const LABEL_SERVICE_NAME: &str = "kubernetes.io/service-name";
+/// Label that gives a node's location where the annotation does not (Kubernetes; Kilo's `--topology-label` default).
+pub const LABEL_REGION: &str = "topology.kubernetes.io/region";
+
+/// ClusterMesh annotation of Cluster API: anything but `false` pauses.
+pub const PAUSED: &str = "cluster.x-k8s.io/paused";
+/// ClusterMesh annotation: Peers with this hub label are taken over.
+pub const ADOPT_HUB: &str = "kilo-clustermesh.io/adopt-hub";
+/// ClusterMesh annotation: let go of members that do not answer.
+pub const FORCE_CLEANUP: &str = "kilo-clustermesh.io/force-cleanup";
+/// Service annotation: namespaces of the hub that may grant it, comma-separated.
+pub const ALLOWED_FROM: &str = "kilo-clustermesh.io/allowed-from";
+
+/// Peer annotation: every endpoint candidate in order, `ip:port`, comma-separated.
+pub const PEER_ENDPOINTS: &str = "kilo-clustermesh.io/endpoints";
+/// Peer annotation: program it only while this PeerPolicy, `name@hash`, is in the kernel.
+pub const PEER_REQUIRES_POLICY: &str = "kilo-clustermesh.io/requires-policy";
+/// Node annotation: what wg-agent says of itself, JSON.
+pub const NODE_AGENT: &str = "kilo-clustermesh.io/agent";
+
+/// Node annotation of Kilo: base64 public key.
+pub const KILO_KEY: &str = "kilo.squat.ai/key";
+/// Node annotation of Kilo: `host/prefix` on its WireGuard device; empty where the node is not a leader.
+pub const KILO_WIREGUARD_IP: &str = "kilo.squat.ai/wireguard-ip";
+/// Node annotation of Kilo: `host:port`.
+pub const KILO_ENDPOINT: &str = "kilo.squat.ai/endpoint";
+/// Node annotation a person writes for Kilo: `host:port`, instead of what Kilo found.
+pub const KILO_FORCE_ENDPOINT: &str = "kilo.squat.ai/force-endpoint";
+/// Node annotation a person writes for a mesh alone: `host:port` (the predecessor's).
+pub const KILO_CLUSTERMESH_ENDPOINT: &str = "kilo.squat.ai/clustermesh-endpoint";
+/// Node annotation of Kilo: private `host/prefix`, or empty.
+pub const KILO_INTERNAL_IP: &str = "kilo.squat.ai/internal-ip";
+/// Node annotation of Kilo: Unix seconds of its last check-in, every 30 s.
+pub const KILO_LAST_SEEN: &str = "kilo.squat.ai/last-seen";
+/// Node annotation of Kilo: `location`, `full` or `cross`.
+pub const KILO_GRANULARITY: &str = "kilo.squat.ai/granularity";
+/// Node annotation a person writes for Kilo: where the node is.
+pub const KILO_LOCATION: &str = "kilo.squat.ai/location";
+/// Node annotation a person writes for Kilo: seconds; the node is behind NAT.
+pub const KILO_PERSISTENT_KEEPALIVE: &str = "kilo.squat.ai/persistent-keepalive";
+/// Node annotation a person writes for Kilo: further networks of the location, comma-separated.
+pub const KILO_ALLOWED_LOCATION_IPS: &str = "kilo.squat.ai/allowed-location-ips";
+/// Node annotation of Kilo: where the node saw other keys, JSON.
+pub const KILO_DISCOVERED_ENDPOINTS: &str = "kilo.squat.ai/discovered-endpoints";
+
+/// The longest name an object may have.
+const MAX_NAME: usize = 253;
+/// `-` and 8 hex digits.
+const SUFFIX: usize = 9;
+
+/// Names of written objects, for one hub.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Names {
+    /// The hub's id, as [`LABEL_HUB`] holds it.
+    pub hub: String,
+}
+
+impl Naming for Names {
+    fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String {
+        peer_name(&self.hub, mesh, cluster, node, taken)
+    }
+
+    fn policy(&self, mesh: &MeshId, cluster: &str, taken: bool) -> String {
+        policy_name(&self.hub, mesh, cluster, taken)
+    }
+
+    fn slice(&self, mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String {
+        let hash = hash(&[
+            &self.hub,
+            &mesh.namespace,
+            &mesh.name,
+            &service.namespace,
+            &service.name,
+        ]);
+        let family = if v6 { 6 } else { 4 };
+        format!("{}-{hash}-v{family}-{index}", subdomain(&service.name, 63))
+    }
+}
+
+/// `<mesh>--<cluster>--<node>`, the predecessor's form. With 8 hex digits of hub, namespace, mesh, cluster and node behind
+/// it where the readable form would be ambiguous, too long, not a name, or is `taken` by someone else's Peer.
+#[must_use]
+pub fn peer_name(hub: &str, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String {
+    join(&[&mesh.name, cluster, node], taken, || {
+        hash(&[hub, &mesh.namespace, &mesh.name, cluster, node])
+    })
+}
+
+/// `<mesh>--<cluster>`, by the same rule as [`peer_name`].
+#[must_use]
+pub fn policy_name(hub: &str, mesh: &MeshId, cluster: &str, taken: bool) -> String {
+    join(&[&mesh.name, cluster], taken, || {
+        hash(&[hub, &mesh.namespace, &mesh.name, cluster])
+    })
+}
+
+fn join(parts: &[&str], taken: bool, hash: impl FnOnce() -> String) -> String {
+    let readable = parts.join("--");
+    let ambiguous = parts.iter().any(|part| part.contains("--"));
+    if taken || ambiguous || readable.len() > MAX_NAME || !is_subdomain(&readable) {
+        format!("{}-{}", subdomain(&readable, MAX_NAME - SUFFIX), hash())
+    } else {
+        readable
+    }
+}
+
+/// A length stands before each part, so that no two lists of parts read the same.
+fn hash(parts: &[&str]) -> String {
+    let mut hasher = Sha256::new();
+    for part in parts {
+        hasher.update((part.len() as u64).to_be_bytes());
+        hasher.update(part.as_bytes());
+    }
+    hasher
+        .finalize()
+        .iter()
+        .take(4)
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}
+
+/// At most `max` bytes of `text` that can begin an object's name. A name ends up in the path of a request, so nothing a
+/// hostile API server calls its nodes may get through.
+fn subdomain(text: &str, max: usize) -> String {
+    let cut = |text: &str| text.trim_end_matches(['-', '.']).to_owned();
+    if is_subdomain(text) {
+        return cut(&text[..text.len().min(max)]);
+    }
+    let plain: String = text
+        .chars()
+        .map(|c| {
+            if c.is_ascii_alphanumeric() {
+                c.to_ascii_lowercase()
+            } else {
+                '-'
+            }
+        })
+        .skip_while(|c| *c == '-')
+        .take(max)
+        .collect();
+    let plain = cut(&plain);
+    if plain.is_empty() { "x".to_owned() } else { plain }
+}
+
+/// RFC 1123, as Kubernetes has it: labels of lower-case letters, digits and inner hyphens, with dots between.
+pub(crate) fn is_subdomain(text: &str) -> bool {
+    (1..=MAX_NAME).contains(&text.len()) && text.split('.').all(is_label_of_any_length)
+}
+
+/// A DNS-1123 label of at most 63 characters.
+pub(crate) fn is_label(text: &str) -> bool {
+    text.len() <= 63 && is_label_of_any_length(text)
+}
+
+fn is_label_of_any_length(text: &str) -> bool {
+    let plain = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit();
+    let bytes = text.as_bytes();
+    bytes.first().copied().is_some_and(plain)
+        && bytes.last().copied().is_some_and(plain)
+        && bytes.iter().all(|b| plain(*b) || *b == b'-')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mesh() -> MeshId {
+        MeshId {
+            namespace: "ns".into(),
+            name: "prod".into(),
+        }
+    }
+
+    #[test]
+    fn a_plain_name_is_the_predecessors() {
+        assert_eq!(
+            peer_name("hub", &mesh(), "tenant-a", "worker-1.example", false),
+            "prod--tenant-a--worker-1.example"
+        );
+        assert_eq!(policy_name("hub", &mesh(), "tenant-a", false), "prod--tenant-a");
+    }
+
+    #[test]
+    fn parts_that_could_be_split_in_two_ways_get_different_names() {
+        let one = peer_name("hub", &mesh(), "a--b", "c", false);
+        let other = peer_name("hub", &mesh(), "a", "b--c", false);
+        assert_ne!(one, other);
+        assert!(
+            one.starts_with("prod--a--b--c-") && one.len() == "prod--a--b--c-".len() + 8,
+            "{one}"
+        );
+    }
+
+    #[test]
+    fn a_taken_name_differs_by_hub_and_by_namespace() {
+        let name = |hub: &str, namespace: &str| {
+            peer_name(
+                hub,
+                &MeshId {
+                    namespace: namespace.into(),
+                    name: "prod".into(),
+                },
+                "a",
+                "n",
+                true,
+            )
+        };
+        assert_eq!(name("one", "x"), name("one", "x"));
+        assert_ne!(name("one", "x"), name("two", "x"));
+        assert_ne!(name("one", "x"), name("one", "y"));
+    }
+
+    #[test]
+    fn a_long_name_is_cut_and_stays_a_name() {
+        let node = format!("{}.{}", "n".repeat(63), "m-".repeat(120));
+        let name = peer_name("hub", &mesh(), &"c".repeat(63), node.trim_end_matches('-'), false);
+        assert!(name.len() <= MAX_NAME && is_subdomain(&name), "{name}");
+    }
+
+    #[test]
+    fn what_a_hostile_server_calls_its_nodes_never_reaches_a_path() {
+        for node in [
+            "../../api/v1/secrets",
+            "",
+            "a..b",
+            "-",
+            "é",
+            "A",
+            "n?x=1",
+            "x/",
+            "a.-b",
+            "--",
+        ] {
+            let name = peer_name("hub", &mesh(), "c", node, false);
+            assert!(is_subdomain(&name), "{node:?} became {name:?}");
+        }
+    }
+
+    #[test]
+    fn slices_of_both_families_and_each_mesh_have_their_own_names() {
+        let names = Names { hub: "hub".into() };
+        let service = ObjectName {
+            namespace: "team".into(),
+            name: "db".into(),
+        };
+        let name = names.slice(&mesh(), &service, false, 0);
+        assert!(name.starts_with("db-") && name.ends_with("-v4-0"), "{name}");
+        assert_ne!(
+            name,
+            names.slice(
+                &MeshId {
+                    namespace: "ns".into(),
+                    name: "test".into()
+                },
+                &service,
+                false,
+                0
+            )
+        );
+        assert!(names.slice(&mesh(), &service, true, 1).ends_with("-v6-1"));
+    }
+}
