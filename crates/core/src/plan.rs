@@ -312,17 +312,25 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
         claimants,
         hub: seen.hub.clone(),
     };
+    let mut used: BTreeMap<ClusterIdentity, target::Used> = BTreeMap::new();
     for mesh in &by_age {
-        let planned = MeshPlanner {
+        let claimants = &plan.claimants;
+        let planner = MeshPlanner {
             mesh,
             all: &by_age,
             accepted: &accepted,
             seen,
             settings,
             naming,
-            claimants: &plan.claimants,
+            claimants,
+            used: &used,
         };
-        let planned = planned.plan();
+        let planned = planner.plan();
+        for (name, target) in &planned.targets {
+            if let Some(identity) = planned.identities.get(name) {
+                used.entry(target::one_cluster(identity)).or_default().add(target);
+            }
+        }
         plan.meshes.insert(mesh.id.clone(), planned);
     }
     one_peer_per_key(&mut plan, seen);
@@ -340,6 +348,7 @@ struct MeshPlanner<'a> {
     settings: &'a Settings,
     naming: &'a dyn Naming,
     claimants: &'a [Claimant],
+    used: &'a BTreeMap<ClusterIdentity, target::Used>,
 }
 
 impl<'a> MeshPlanner<'a> {
@@ -389,6 +398,7 @@ impl<'a> MeshPlanner<'a> {
             settings: self.settings,
             naming: self.naming,
             claimants: self.claimants,
+            used: self.used,
         };
         for cluster in &mesh.clusters {
             let assembled = assembly.target(&cluster.name);
@@ -598,7 +608,7 @@ fn one_peer_per_key(plan: &mut Plan, seen: &Observations) {
                 });
                 let place = (!stands, age, claimant.mesh.clone(), target.clone(), name.clone());
                 places
-                    .entry((one_cluster(identity), peer.spec.public_key))
+                    .entry((target::one_cluster(identity), peer.spec.public_key))
                     .or_default()
                     .push(place);
             }
@@ -616,23 +626,25 @@ fn one_peer_per_key(plan: &mut Plan, seen: &Observations) {
             }
         }
     }
+    one_owner_per_prefix(plan);
 }
 
-/// The identity by which two entries of the same cluster compare equal.
-fn one_cluster(identity: &ClusterIdentity) -> ClusterIdentity {
-    match identity {
-        ClusterIdentity::Local => ClusterIdentity::Local,
-        ClusterIdentity::Secret {
-            namespace,
-            name,
-            context,
-            ..
-        } => ClusterIdentity::Secret {
-            namespace: namespace.clone(),
-            name: name.clone(),
-            key: String::new(),
-            context: context.clone(),
-        },
+/// Two meshes of one target may share a source, and then each has chosen its anchors for itself: the older one's stand.
+fn one_owner_per_prefix(plan: &mut Plan) {
+    let mut owned: BTreeMap<ClusterIdentity, BTreeSet<IpNet>> = BTreeMap::new();
+    for claimant in &plan.claimants {
+        let Some(planned) = plan.meshes.get_mut(&claimant.mesh) else {
+            continue;
+        };
+        for (target, held) in &mut planned.targets {
+            let Some(identity) = planned.identities.get(target) else {
+                continue;
+            };
+            let owned = owned.entry(target::one_cluster(identity)).or_default();
+            for peer in held.peers.values_mut() {
+                peer.spec.allowed_ips.retain(|net| owned.insert(*net));
+            }
+        }
     }
 }
 

@@ -8,14 +8,12 @@ use std::{
 
 use ipnet::IpNet;
 
-use crate::{
-    mesh::Cluster,
-    observe::{Claim, Member},
-};
+use super::nodes::Registered;
+use crate::mesh::Cluster;
 
-/// The networks of a member that ride on an anchor: as the entry says, else those of its allowedNetworks in which no
-/// prefix of any of its nodes lies. Nodes that are skipped count too: their coming and going must not move a service range.
-pub(super) fn anchored(cluster: &Cluster, member: &Member) -> Vec<IpNet> {
+/// The networks of a member that ride on an anchor: as the entry says, else those of its allowedNetworks in which no prefix
+/// of a registered node lies. A Node that is skipped has no say: what it claims must not move a service range.
+pub(super) fn anchored(cluster: &Cluster, nodes: &[Registered<'_>]) -> Vec<IpNet> {
     if let Some(anchored) = &cluster.anchored {
         return anchored
             .iter()
@@ -23,22 +21,13 @@ pub(super) fn anchored(cluster: &Cluster, member: &Member) -> Vec<IpNet> {
             .filter(|net| cluster.allows(*net))
             .collect();
     }
-    let owned: BTreeSet<IpNet> = member
-        .nodes
-        .values()
-        .flat_map(|node| {
-            let pods = node.pod_cidrs.iter().filter_map(Claim::value).copied();
-            let wireguard = node.wireguard_ip.value().map(|net| IpNet::from(net.addr()));
-            pods.chain(wireguard)
-                .chain(node.internal_ips.iter().map(|address| IpNet::from(*address)))
-        })
-        .collect();
-    cluster
-        .allowed
-        .iter()
-        .copied()
-        .filter(|net| !owned.iter().any(|own| net.contains(own)))
-        .collect()
+    let owned = |net: &IpNet| {
+        nodes
+            .iter()
+            .flat_map(|node| &node.prefixes)
+            .any(|prefix| net.contains(prefix))
+    };
+    cluster.allowed.iter().copied().filter(|net| !owned(net)).collect()
 }
 
 /// More parts than this help nobody.
@@ -63,11 +52,11 @@ fn parts(networks: &[IpNet], anchors: u16) -> Vec<IpNet> {
 /// rendezvous hash. `now` = who carries a prefix in this target at present.
 pub(super) fn assign(
     cluster: &Cluster,
-    member: &Member,
+    nodes: &[Registered<'_>],
     eligible: &BTreeSet<&str>,
     now: &BTreeMap<IpNet, String>,
 ) -> BTreeMap<IpNet, String> {
-    let parts = parts(&anchored(cluster, member), cluster.anchors);
+    let parts = parts(&anchored(cluster, nodes), cluster.anchors);
     let stays = |part: &IpNet| now.get(part).filter(|node| eligible.contains(node.as_str()));
     let mut assigned: BTreeMap<IpNet, String> = parts
         .iter()

@@ -32,6 +32,8 @@ pub(super) struct Ends<'a> {
     pub(super) exporting: Option<&'a Observation<Member>>,
     /// Whether the Service that stands under the local name is this mesh's own.
     pub(super) ours: &'a dyn Fn(&ObjectName) -> bool,
+    /// An earlier grant, or an older mesh, has the local name.
+    pub(super) taken: bool,
 }
 
 impl Ends<'_> {
@@ -71,6 +73,13 @@ impl Ends<'_> {
                 format!("cluster {:?} is not connected to this one", grant.cluster),
             );
         };
+        if self.taken {
+            let message = format!(
+                "another grant already appears as {} in cluster {:?}; set `as`",
+                grant.local, self.importer.name
+            );
+            return done(None, false, message);
+        }
         let Some(member) = self.exporting.and_then(Observation::last) else {
             return done(
                 None,

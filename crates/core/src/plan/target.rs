@@ -66,6 +66,42 @@ pub(super) struct Assembly<'a> {
     pub(super) naming: &'a dyn Naming,
     /// All meshes of this hub, oldest first.
     pub(super) claimants: &'a [Claimant],
+    /// What older meshes write, by cluster.
+    pub(super) used: &'a BTreeMap<ClusterIdentity, Used>,
+}
+
+/// Names that one plan gives to objects of one cluster.
+#[derive(Debug, Default)]
+pub(super) struct Used {
+    peers: BTreeSet<String>,
+    policies: BTreeSet<String>,
+    services: BTreeSet<ObjectName>,
+}
+
+impl Used {
+    pub(super) fn add(&mut self, plan: &TargetPlan) {
+        self.peers.extend(plan.peers.keys().cloned());
+        self.policies.extend(plan.policies.keys().cloned());
+        self.services.extend(plan.services.keys().cloned());
+    }
+}
+
+/// The identity by which two entries of the same cluster compare equal.
+pub(super) fn one_cluster(identity: &ClusterIdentity) -> ClusterIdentity {
+    match identity {
+        ClusterIdentity::Local => ClusterIdentity::Local,
+        ClusterIdentity::Secret {
+            namespace,
+            name,
+            context,
+            ..
+        } => ClusterIdentity::Secret {
+            namespace: namespace.clone(),
+            name: name.clone(),
+            key: String::new(),
+            context: context.clone(),
+        },
+    }
 }
 
 /// A target's plan, with what it means for the sources.
@@ -117,6 +153,22 @@ impl<'a> Assembly<'a> {
             .map(|(source, party)| (&**source, party))
     }
 
+    fn registered(&self, name: &str) -> &[Registered<'a>] {
+        self.rolls.get(name).map_or(&[], |roll| &roll.registered)
+    }
+
+    /// Names that an older mesh writes into this target with the same plan.
+    fn used(&self, target: &Party<'_>) -> &'a Used {
+        static NOTHING: Used = Used {
+            peers: BTreeSet::new(),
+            policies: BTreeSet::new(),
+            services: BTreeSet::new(),
+        };
+        self.used
+            .get(&one_cluster(&target.cluster.identity))
+            .unwrap_or(&NOTHING)
+    }
+
     fn ours(&self, owner: &crate::observe::Owner) -> bool {
         ownership::of(owner, &self.seen.hub, self.claimants) == Ownership::Mesh(self.mesh)
     }
@@ -132,10 +184,13 @@ impl<'a> Assembly<'a> {
                 allow: target.networks(),
                 deny: member.api_endpoints.clone(),
                 infrastructure_ports: self.settings.infrastructure_ports.clone(),
-                anchored: anchor::anchored(&target.cluster, member).into_iter().collect(),
+                anchored: anchor::anchored(&target.cluster, self.registered(name))
+                    .into_iter()
+                    .collect(),
             };
             let readable = self.naming.policy(self.mesh, source, false);
-            let foreign = standing.get(&readable).is_some_and(|policy| !self.ours(&policy.owner));
+            let foreign = standing.get(&readable).is_some_and(|policy| !self.ours(&policy.owner))
+                || self.used(target).policies.contains(&readable);
             let policy_name = if foreign {
                 self.naming.policy(self.mesh, source, true)
             } else {
@@ -159,6 +214,7 @@ impl<'a> Assembly<'a> {
                 .and_then(|service| service.managed.as_ref())
                 .is_some_and(|owner| self.ours(owner))
         };
+        let mut names: BTreeSet<ObjectName> = BTreeSet::new();
         for grant in &target.cluster.egress {
             let exporter = self
                 .parties
@@ -171,6 +227,7 @@ impl<'a> Assembly<'a> {
                 exporter: exporter.map(|party| &party.cluster),
                 exporting: exporter.and_then(|party| party.observed),
                 ours: &ours,
+                taken: self.used(target).services.contains(&grant.local) || !names.insert(grant.local.clone()),
             };
             let mirror = ends.mirror(grant, self.naming);
             if mirror.keep {
@@ -277,9 +334,7 @@ impl<'a, 'p> Writer<'a, 'p> {
         for node in roll.held.keys() {
             self.hold(source, party, node);
         }
-        if let Some(member) = party.member() {
-            self.add_anchors(source, party, member, roll, &added);
-        }
+        self.add_anchors(source, party, roll, &added);
     }
 
     fn add_node(
@@ -370,7 +425,8 @@ impl<'a, 'p> Writer<'a, 'p> {
                 .standing
                 .get(&*readable)
                 .is_some_and(|peer| !self.assembly.ours(&peer.owner));
-            if foreign || self.peers.contains_key(&readable) {
+            let used = self.assembly.used(self.target).peers.contains(&readable);
+            if foreign || used || self.peers.contains_key(&readable) {
                 naming.peer(self.assembly.mesh, source, node, true)
             } else {
                 readable
@@ -416,14 +472,7 @@ impl<'a, 'p> Writer<'a, 'p> {
         );
     }
 
-    fn add_anchors(
-        &mut self,
-        source: &str,
-        party: &Party<'a>,
-        member: &'a Member,
-        roll: &Roll<'a>,
-        added: &BTreeMap<&str, String>,
-    ) {
+    fn add_anchors(&mut self, source: &str, party: &Party<'a>, roll: &Roll<'a>, added: &BTreeMap<&str, String>) {
         if party.cluster.effective_addressing() == Addressing::Masqueraded {
             return;
         }
@@ -443,7 +492,7 @@ impl<'a, 'p> Writer<'a, 'p> {
                 now.extend(spec.allowed_ips.iter().map(|net| (*net, (*node).to_owned())));
             }
         }
-        let networks = anchor::anchored(&party.cluster, member);
+        let networks = anchor::anchored(&party.cluster, &roll.registered);
         if eligible.is_empty() {
             if !networks.is_empty() && !roll.registered.is_empty() {
                 let message =
@@ -455,7 +504,7 @@ impl<'a, 'p> Writer<'a, 'p> {
             }
             return;
         }
-        for (part, node) in anchor::assign(&party.cluster, member, &eligible, &now) {
+        for (part, node) in anchor::assign(&party.cluster, &roll.registered, &eligible, &now) {
             let Some(peer) = added.get(node.as_str()).and_then(|name| self.peers.get_mut(name)) else {
                 continue;
             };
