@@ -1,1 +1,42 @@
-//! Placeholder.
+//! Clusters on one machine: what tests, the demo and the benchmarks run on. No product code and no assertions live here.
+//!
+//! Two floors share one [`Lab`]:
+//! - **API servers alone** ([`LabPlan::control_planes`]): one etcd and an API server per cluster, ready in seconds;
+//! - **whole clusters** ([`LabPlan::clusters`]): nodes are namespaces with containerd, kubelet, kube-proxy and CNI plugins.
+//!
+//! ```text
+//!  owner (test, demo)  --pipe-->  supervisor (pid 1 of its own pid and mount namespace)
+//!        |                          |-- etcd, API servers, controller-manager, scheduler   in netns "underlay"
+//!        |  control.sock            |-- node mgmt-1: pid 1 -> containerd, kubelet, kube-proxy, lab CNI
+//!        +------------------------->|-- node tenant-a-1 ...
+//! ```
+//! The pipe is the life line: when it closes, for whatever reason, the supervisor takes everything down. Network
+//! namespaces are held by the supervisor's file descriptors and mounts live in its mount namespace, so that even
+//! `kill -9` of the supervisor leaves only cgroup directories and plain files, which the next lab sweeps.
+#![forbid(unsafe_code)]
+
+mod capture;
+mod cgroup;
+mod command;
+mod control_plane;
+mod error;
+mod image;
+mod lab;
+mod node;
+mod pki;
+mod plan;
+mod run;
+mod supervisor;
+mod tools;
+mod wait;
+
+pub use capture::{Capture, Captured};
+pub use command::{Output, Running};
+pub use error::{Error, Result};
+pub use image::ImageSpec;
+pub use lab::{Cluster, Lab, Node};
+pub use plan::{ClusterPlan, LabPlan, NodePlan};
+pub use run::{down_all, standing};
+pub use supervisor::stages;
+pub use tools::{ArtefactSet, Tools, lab_home};
+pub use wait::wait_until;

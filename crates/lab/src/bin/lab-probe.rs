@@ -1,0 +1,221 @@
+//! The program in the lab's test image: small servers and clients whose answers tell who spoke to whom. It shares no
+//! code with the product and needs nothing but the standard library.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
+use std::time::{Duration, Instant};
+
+const USAGE: &str = "usage:
+  lab-probe serve ADDRESS              HTTP: says hello, who it is, and from whom the request came
+  lab-probe get URL..                  one GET each, 3 s at most; exit status 1 if any fails
+  lab-probe udp-echo ADDRESS           sends every datagram back, with the sender's address before it
+  lab-probe udp-send ADDRESS TEXT [N]  N datagrams (default 1), each awaits its echo for 1 s; exit status 1 if any is lost
+  lab-probe stream-serve ADDRESS       TCP: echoes numbered lines
+  lab-probe stream-get ADDRESS SECONDS one connection, a line each 100 ms, prints what comes back; status 1 on a gap over 2 s
+  lab-probe pause                      waits for ever
+ADDRESS is host:port; a server takes :port as any address.";
+const PATIENCE: Duration = Duration::from_secs(3);
+
+type Outcome = Result<(), Box<dyn std::error::Error>>;
+
+fn main() {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let outcome = match words[..] {
+        ["serve", address] => serve(address),
+        ["get", ref urls @ ..] if !urls.is_empty() => get_all(urls),
+        ["udp-echo", address] => udp_echo(address),
+        ["udp-send", address, text] => udp_send(address, text, 1),
+        ["udp-send", address, text, count] => count
+            .parse()
+            .map_err(Into::into)
+            .and_then(|n| udp_send(address, text, n)),
+        ["stream-serve", address] => stream_serve(address),
+        ["stream-get", address, seconds] => seconds.parse().map_err(Into::into).and_then(|s| stream_get(address, s)),
+        ["pause"] => loop {
+            std::thread::park();
+        },
+        _ => Err(USAGE.into()),
+    };
+    if let Err(error) = outcome {
+        eprintln!("{error}");
+        std::process::exit(1);
+    }
+}
+
+/// `:8080` listens on every address, of both families.
+fn any(address: &str) -> String {
+    if address.starts_with(':') {
+        format!("[::]{address}")
+    } else {
+        address.into()
+    }
+}
+
+/// An IPv4 client of an IPv6 socket is shown as IPv4.
+fn plain(address: SocketAddr) -> SocketAddr {
+    SocketAddr::new(address.ip().to_canonical(), address.port())
+}
+
+fn host() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .unwrap_or_default()
+        .trim()
+        .into()
+}
+
+fn serve(address: &str) -> Outcome {
+    let listener = TcpListener::bind(any(address))?;
+    println!("serving on {}", listener.local_addr()?);
+    for stream in listener.incoming().flatten() {
+        std::thread::spawn(move || greet(stream));
+    }
+    Ok(())
+}
+
+fn greet(mut stream: TcpStream) -> std::io::Result<()> {
+    stream.set_read_timeout(Some(PATIENCE))?;
+    let mut reader = BufReader::new(stream.try_clone()?);
+    let mut line = String::new();
+    while reader.read_line(&mut line)? > 2 {
+        line.clear();
+    }
+    let node = std::env::var("NODE").unwrap_or_default();
+    let body = format!("hello from {} on {node} to {}\n", host(), plain(stream.peer_addr()?));
+    let length = body.len();
+    write!(
+        stream,
+        "HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}"
+    )
+}
+
+fn get_all(urls: &[&str]) -> Outcome {
+    let mut failed = 0;
+    for url in urls {
+        match get(url) {
+            Ok(body) => println!("{url} {}", body.trim()),
+            Err(error) => {
+                println!("{url} {error}");
+                failed += 1;
+            }
+        }
+    }
+    if failed > 0 {
+        Err(format!("{failed} of {} failed", urls.len()).into())
+    } else {
+        Ok(())
+    }
+}
+
+fn get(url: &str) -> Result<String, Box<dyn std::error::Error>> {
+    let rest = url.strip_prefix("http://").ok_or("only http:// is known")?;
+    let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+    let has_port = authority
+        .rsplit_once(':')
+        .is_some_and(|(_, port)| port.parse::<u16>().is_ok());
+    let mut stream = dial(&if has_port {
+        authority.into()
+    } else {
+        format!("{authority}:80")
+    })?;
+    write!(
+        stream,
+        "GET /{path} HTTP/1.1\r\nHost: {authority}\r\nConnection: close\r\n\r\n"
+    )?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    let (head, body) = answer.split_once("\r\n\r\n").ok_or("the answer has no head")?;
+    let status = head.split(' ').nth(1).unwrap_or("no status");
+    if status == "200" {
+        Ok(format!("{status} {body}"))
+    } else {
+        Err(format!("status {status}: {body}").into())
+    }
+}
+
+fn dial(address: &str) -> Result<TcpStream, Box<dyn std::error::Error>> {
+    let mut last = format!("{address} has no address").into();
+    for target in address.to_socket_addrs()? {
+        match TcpStream::connect_timeout(&target, PATIENCE) {
+            Ok(stream) => {
+                stream.set_read_timeout(Some(PATIENCE))?;
+                return Ok(stream);
+            }
+            Err(error) => last = error.into(),
+        }
+    }
+    Err(last)
+}
+
+fn udp_echo(address: &str) -> Outcome {
+    let socket = UdpSocket::bind(any(address))?;
+    println!("echoing on {}", socket.local_addr()?);
+    let mut buffer = [0; 65536];
+    loop {
+        let (length, from) = socket.recv_from(&mut buffer)?;
+        let reply = [format!("{} ", plain(from)).as_bytes(), &buffer[..length]].concat();
+        // A peer that went away must not end the server.
+        let _ = socket.send_to(&reply, from);
+    }
+}
+
+fn udp_send(address: &str, text: &str, count: u32) -> Outcome {
+    let target = address.to_socket_addrs()?.next().ok_or("no such address")?;
+    let socket = UdpSocket::bind(if target.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" })?;
+    socket.connect(target)?;
+    socket.set_read_timeout(Some(Duration::from_secs(1)))?;
+    let mut buffer = [0; 65536];
+    let mut lost = 0;
+    for _ in 0..count {
+        // A refused datagram shows at the next call: it counts as lost.
+        match socket.send(text.as_bytes()).and_then(|_| socket.recv(&mut buffer)) {
+            Ok(length) => println!("{}", String::from_utf8_lossy(&buffer[..length])),
+            Err(_) => lost += 1,
+        }
+    }
+    if lost > 0 {
+        Err(format!("{lost} of {count} lost").into())
+    } else {
+        Ok(())
+    }
+}
+
+fn stream_serve(address: &str) -> Outcome {
+    let listener = TcpListener::bind(any(address))?;
+    println!("streaming on {}", listener.local_addr()?);
+    for stream in listener.incoming().flatten() {
+        std::thread::spawn(move || -> std::io::Result<()> {
+            let mut writer = stream.try_clone()?;
+            for line in BufReader::new(stream).lines() {
+                writer.write_all(format!("{}\n", line?).as_bytes())?;
+            }
+            Ok(())
+        });
+    }
+    Ok(())
+}
+
+fn stream_get(address: &str, seconds: f64) -> Outcome {
+    let mut stream = dial(address)?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(Duration::from_secs(2)))?;
+    let mut reader = BufReader::new(stream.try_clone()?);
+    let start = Instant::now();
+    let mut number = 0u64;
+    let mut line = String::new();
+    while start.elapsed().as_secs_f64() < seconds {
+        number += 1;
+        writeln!(stream, "{number}")?;
+        line.clear();
+        let asked = Instant::now();
+        reader
+            .read_line(&mut line)
+            .map_err(|error| format!("no answer to line {number}: {error}"))?;
+        if line.trim() != number.to_string() {
+            return Err(format!("line {number} came back as {line:?}").into());
+        }
+        println!("{number} after {} ms", asked.elapsed().as_millis());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    Ok(())
+}

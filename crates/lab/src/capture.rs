@@ -1,0 +1,80 @@
+//! Packets on the underlay, taken by tcpdump.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use nix::sys::signal::Signal;
+
+use crate::command::{self, Running, argv};
+use crate::{Lab, Result};
+
+/// A running capture of every frame that crosses the underlay's bridge.
+#[derive(Debug)]
+pub struct Capture {
+    tcpdump: Running,
+    file: PathBuf,
+}
+
+impl Lab {
+    /// Starts a capture on the underlay; `name` names its files, `filter` is in tcpdump's language. Returns when
+    /// packets are being taken.
+    ///
+    /// # Errors
+    /// When tcpdump is missing or refuses the filter.
+    pub async fn capture(&self, name: &str, filter: &str) -> Result<Capture> {
+        let file = self.directory().join("log").join(format!("{name}.pcap"));
+        let path = file.display().to_string();
+        // -Z root: else it gives up its rights and cannot write into the run directory.
+        let words = argv([
+            "tcpdump",
+            "-i",
+            "br0",
+            "-nn",
+            "-U",
+            "--immediate-mode",
+            "-Z",
+            "root",
+            "-w",
+            &path,
+            filter,
+        ]);
+        let mut tcpdump = Running::start(&self.in_underlay(words), &self.log(&format!("{name}-tcpdump")), false)?;
+        tcpdump.says("listening on", Duration::from_secs(20)).await?;
+        Ok(Capture { tcpdump, file })
+    }
+}
+
+impl Capture {
+    /// Ends the capture; the file stays until the lab goes.
+    ///
+    /// # Errors
+    /// When tcpdump does not end.
+    pub async fn stop(mut self) -> Result<Captured> {
+        self.tcpdump.signal(Signal::SIGINT)?;
+        self.tcpdump.ends(Duration::from_secs(20)).await?;
+        Ok(Captured { file: self.file })
+    }
+}
+
+/// What a capture took.
+#[derive(Debug, Clone)]
+pub struct Captured {
+    file: PathBuf,
+}
+
+impl Captured {
+    /// The pcap file.
+    pub fn file(&self) -> &Path {
+        &self.file
+    }
+
+    /// The packets that pass a filter, one line each as `tcpdump -nn -r` prints them (without names, with time).
+    ///
+    /// # Errors
+    /// When tcpdump refuses the filter.
+    pub async fn packets(&self, filter: &str) -> Result<Vec<String>> {
+        let words = argv(["tcpdump", "-nn", "-r", &self.file.display().to_string(), filter]);
+        let output = command::run(&words, None).await?;
+        Ok(output.stdout.lines().map(str::to_owned).collect())
+    }
+}

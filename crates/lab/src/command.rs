@@ -1,0 +1,196 @@
+//! Running programs from the owner's side: to the end with their output, or in the background until dropped.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tokio::io::AsyncWriteExt;
+use tokio::process::{Child, Command};
+
+use crate::{Error, Result, wait_until};
+
+/// What a finished program said.
+#[derive(Debug, Clone)]
+pub struct Output {
+    /// How it ended.
+    pub status: ExitStatus,
+    /// Standard output; bytes that are not UTF-8 are replaced.
+    pub stdout: String,
+    /// Standard error, likewise.
+    pub stderr: String,
+}
+
+impl Output {
+    /// The output, or an error that quotes the end of what was printed.
+    pub(crate) fn check(self, argv: &[String]) -> Result<Self> {
+        if self.status.success() {
+            return Ok(self);
+        }
+        let all = format!("{}\n{}", self.stdout.trim(), self.stderr.trim());
+        let lines: Vec<_> = all.trim().lines().collect();
+        let output = lines[lines.len().saturating_sub(20)..].join("\n");
+        Err(Error::Command {
+            command: argv.join(" "),
+            status: self.status.to_string(),
+            output,
+        })
+    }
+}
+
+/// Owns its argument list; `argv[0]` is looked up in PATH.
+pub(crate) fn argv<I: IntoIterator<Item = S>, S: AsRef<OsStr>>(words: I) -> Vec<String> {
+    words
+        .into_iter()
+        .map(|word| word.as_ref().to_string_lossy().into_owned())
+        .collect()
+}
+
+/// Runs to the end and returns whatever came, also a failure.
+pub(crate) async fn output(argv: &[String], stdin: Option<&[u8]>) -> Result<Output> {
+    let mut command = Command::new(&argv[0]);
+    command
+        .args(&argv[1..])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true);
+    command.stdin(if stdin.is_some() { Stdio::piped() } else { Stdio::null() });
+    let mut child = command.spawn().map_err(|source| spawn_error(&argv[0], source))?;
+    let feed = child.stdin.take().zip(stdin);
+    let feeding = async {
+        if let Some((mut pipe, bytes)) = feed {
+            // A program may end without reading everything; its status tells what matters.
+            let _ = pipe.write_all(bytes).await;
+        }
+    };
+    let (done, ()) = tokio::join!(child.wait_with_output(), feeding);
+    let done = done.map_err(Error::io(format!("run {}", argv[0])))?;
+    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
+    Ok(Output {
+        status: done.status,
+        stdout: text(done.stdout),
+        stderr: text(done.stderr),
+    })
+}
+
+/// Runs to the end; a failure is an error with the end of the output.
+pub(crate) async fn run(argv: &[String], stdin: Option<&[u8]>) -> Result<Output> {
+    output(argv, stdin).await?.check(argv)
+}
+
+fn spawn_error(program: &str, source: std::io::Error) -> Error {
+    if source.kind() == std::io::ErrorKind::NotFound {
+        return Error::Missing {
+            what: format!("the program {program}"),
+            remedy: "`cargo xtask test` says which package has it".into(),
+        };
+    }
+    Error::Io {
+        doing: format!("start {program}"),
+        source,
+    }
+}
+
+/// A program in the background; killed when dropped. What it prints goes to a log file.
+#[derive(Debug)]
+pub struct Running {
+    child: Child,
+    log: PathBuf,
+    /// Whether `child` is an nsenter that waits for the program in another pid namespace.
+    wrapped: bool,
+}
+
+impl Running {
+    pub(crate) fn start(argv: &[String], log: &Path, wrapped: bool) -> Result<Self> {
+        let file = std::fs::File::create(log).map_err(Error::io(format!("create {}", log.display())))?;
+        let twin = file.try_clone().map_err(Error::io("clone a log handle"))?;
+        let child = Command::new(&argv[0])
+            .args(&argv[1..])
+            .stdin(Stdio::null())
+            .stdout(file)
+            .stderr(twin)
+            .kill_on_drop(true)
+            .spawn()
+            .map_err(|source| spawn_error(&argv[0], source))?;
+        Ok(Self {
+            child,
+            log: log.into(),
+            wrapped,
+        })
+    }
+
+    /// Everything it printed so far.
+    pub fn log(&self) -> String {
+        std::fs::read(&self.log)
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+            .unwrap_or_default()
+    }
+
+    /// Its pid as the host sees it; none once it has ended.
+    pub fn pid(&self) -> Option<i32> {
+        let own = i32::try_from(self.child.id()?).ok()?;
+        if !self.wrapped {
+            return Some(own);
+        }
+        let children = std::fs::read_to_string(format!("/proc/{own}/task/{own}/children")).ok()?;
+        children.split_whitespace().next()?.parse().ok()
+    }
+
+    /// Sends a signal to the program.
+    ///
+    /// # Errors
+    /// When it has ended.
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        let gone = || {
+            Error::Plan(format!(
+                "cannot send {signal}: the program has ended; see {}",
+                self.log.display()
+            ))
+        };
+        kill(Pid::from_raw(self.pid().ok_or_else(gone)?), signal).map_err(|_| gone())
+    }
+
+    /// Waits until the log holds `text`.
+    ///
+    /// # Errors
+    /// After `deadline`, with the log's end; also when the program ends without saying it.
+    pub async fn says(&mut self, text: &str, deadline: Duration) -> Result<()> {
+        let what = format!("{text:?} in {}", self.log.display());
+        wait_until(what, deadline, async || {
+            let log = self.log();
+            if log.contains(text) {
+                Ok(())
+            } else {
+                Err(log.lines().last().unwrap_or("an empty log").to_owned())
+            }
+        })
+        .await
+    }
+
+    /// Waits for the end.
+    ///
+    /// # Errors
+    /// After `deadline`.
+    pub async fn ends(&mut self, deadline: Duration) -> Result<ExitStatus> {
+        let what = format!("the end of the program that logs to {}", self.log.display());
+        wait_until(what, deadline, async || match self.child.try_wait() {
+            Ok(Some(status)) => Ok(status),
+            Ok(None) => Err("running".into()),
+            Err(error) => Err(error.to_string()),
+        })
+        .await
+    }
+
+    /// SIGTERM, then waits for the end.
+    ///
+    /// # Errors
+    /// When it does not end within `deadline`.
+    pub async fn terminate(&mut self, deadline: Duration) -> Result<ExitStatus> {
+        if self.pid().is_some() {
+            let _ = self.signal(Signal::SIGTERM);
+        }
+        self.ends(deadline).await
+    }
+}

@@ -1,0 +1,174 @@
+//! Command lines and files of a cluster's control plane: etcd, API server, controller-manager, scheduler.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::{Path, PathBuf};
+
+use crate::pki::{Authority, Pair, service_account_key};
+use crate::{ClusterPlan, Error, Result, Tools};
+
+/// Where etcd listens inside the underlay namespace. One etcd serves all clusters, each under its own prefix.
+const ETCD: &str = "http://127.0.0.1:2379";
+
+fn crypto(error: rcgen::Error) -> Error {
+    Error::Plan(format!("make a certificate: {error}"))
+}
+
+fn write(path: PathBuf, text: &str) -> Result<()> {
+    std::fs::write(&path, text).map_err(Error::io(format!("write {}", path.display())))
+}
+
+/// Makes a cluster's directory with its keys and kubeconfigs: `admin.kubeconfig` (through the forwarded port, for
+/// the host), `inside.kubeconfig` (the same user, for use on the underlay), and one for each component.
+pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) -> Result<()> {
+    let pki = directory.join("pki");
+    std::fs::create_dir_all(&pki).map_err(Error::io(format!("create {}", pki.display())))?;
+    let (authority, pair) = Authority::new(&cluster.name).map_err(crypto)?;
+    write(pki.join("ca.crt"), &pair.certificate)?;
+    write(pki.join("ca.key"), &pair.key)?;
+    let names = [
+        "localhost",
+        "kubernetes",
+        "kubernetes.default",
+        "kubernetes.default.svc",
+    ];
+    let addresses = [Ipv4Addr::LOCALHOST, cluster.api_address(), cluster.api_service_ip()].map(IpAddr::V4);
+    let server = authority.server(&names, &addresses).map_err(crypto)?;
+    write(pki.join("server.crt"), &server.certificate)?;
+    write(pki.join("server.key"), &server.key)?;
+    let (private, public) = service_account_key().map_err(crypto)?;
+    write(pki.join("service-account.key"), &private)?;
+    write(pki.join("service-account.pub"), &public)?;
+
+    let inside = inside_server(cluster);
+    let outside = format!("https://127.0.0.1:{port}");
+    for (file, server, user, group) in [
+        ("admin", &outside, "admin", Some("system:masters")),
+        ("inside", &inside, "admin", Some("system:masters")),
+        ("controller-manager", &inside, "system:kube-controller-manager", None),
+        ("scheduler", &inside, "system:kube-scheduler", None),
+        ("proxy", &inside, "system:kube-proxy", None),
+    ] {
+        let text = authority
+            .kubeconfig(&cluster.name, server, user, group)
+            .map_err(crypto)?;
+        write(directory.join(format!("{file}.kubeconfig")), &text)?;
+    }
+    Ok(())
+}
+
+/// A kubelet's kubeconfig, as the Node authorizer and NodeRestriction know it.
+pub(crate) fn node_kubeconfig(directory: &Path, cluster: &ClusterPlan, node: &str) -> Result<String> {
+    let read = |name: &str| {
+        let path = directory.join("pki").join(name);
+        std::fs::read_to_string(&path).map_err(Error::io(format!("read {}", path.display())))
+    };
+    let pair = Pair {
+        certificate: read("ca.crt")?,
+        key: read("ca.key")?,
+    };
+    let authority = Authority::load(&cluster.name, &pair).map_err(crypto)?;
+    let user = format!("system:node:{node}");
+    authority
+        .kubeconfig(&cluster.name, &inside_server(cluster), &user, Some("system:nodes"))
+        .map_err(crypto)
+}
+
+fn inside_server(cluster: &ClusterPlan) -> String {
+    format!("https://{}:6443", cluster.api_address())
+}
+
+/// The command lines, each for its own process in the underlay namespace.
+pub(crate) struct Commands<'a> {
+    pub(crate) tools: &'a Tools,
+    pub(crate) run: &'a Path,
+}
+
+impl Commands<'_> {
+    fn argv(&self, program: &str, flags: Vec<String>) -> Result<Vec<String>> {
+        Ok([self.tools.path(program)?.display().to_string()]
+            .into_iter()
+            .chain(flags)
+            .collect())
+    }
+
+    pub(crate) fn etcd(&self) -> Result<Vec<String>> {
+        let flags = vec![
+            format!("--data-dir={}", self.run.join("etcd").display()),
+            format!("--listen-client-urls={ETCD}"),
+            format!("--advertise-client-urls={ETCD}"),
+            "--listen-peer-urls=http://127.0.0.1:2380".into(),
+            "--unsafe-no-fsync".into(),
+            "--log-level=warn".into(),
+        ];
+        self.argv("etcd", flags)
+    }
+
+    pub(crate) fn api_server(&self, cluster: &ClusterPlan) -> Result<Vec<String>> {
+        let pki = |file: &str| {
+            self.run
+                .join(&cluster.name)
+                .join("pki")
+                .join(file)
+                .display()
+                .to_string()
+        };
+        let mut flags = vec![
+            format!("--etcd-servers={ETCD}"),
+            format!("--etcd-prefix=/{}", cluster.name),
+            format!("--bind-address={}", cluster.api_address()),
+            format!("--advertise-address={}", cluster.api_address()),
+            "--secure-port=6443".into(),
+            format!("--tls-cert-file={}", pki("server.crt")),
+            format!("--tls-private-key-file={}", pki("server.key")),
+            format!("--client-ca-file={}", pki("ca.crt")),
+            format!("--service-account-key-file={}", pki("service-account.pub")),
+            format!("--service-account-signing-key-file={}", pki("service-account.key")),
+            "--service-account-issuer=https://kubernetes.default.svc".into(),
+            "--authorization-mode=Node,RBAC".into(),
+            "--enable-admission-plugins=NodeRestriction".into(),
+            "--allow-privileged".into(),
+            format!("--service-cluster-ip-range={}", cluster.service_cidr),
+            "--kubelet-preferred-address-types=InternalIP".into(),
+            "--endpoint-reconciler-type=lease".into(),
+        ];
+        if !cluster.controllers {
+            // Nobody makes the default ServiceAccount there, and no pod will run.
+            flags.push("--disable-admission-plugins=ServiceAccount".into());
+        }
+        self.argv("kube-apiserver", flags)
+    }
+
+    pub(crate) fn controller_manager(&self, cluster: &ClusterPlan) -> Result<Vec<String>> {
+        let directory = self.run.join(&cluster.name);
+        let file = |name: &str| directory.join(name).display().to_string();
+        let flags = vec![
+            format!("--kubeconfig={}", file("controller-manager.kubeconfig")),
+            "--leader-elect=false".into(),
+            "--secure-port=0".into(),
+            // With the default limits the nodes of a new cluster wait seconds for their pod ranges.
+            "--kube-api-qps=500".into(),
+            "--kube-api-burst=500".into(),
+            "--use-service-account-credentials".into(),
+            format!("--service-account-private-key-file={}", file("pki/service-account.key")),
+            format!("--root-ca-file={}", file("pki/ca.crt")),
+            "--allocate-node-cidrs".into(),
+            format!("--cluster-cidr={}", cluster.pod_cidr),
+            format!("--service-cluster-ip-range={}", cluster.service_cidr),
+            "--node-cidr-mask-size=24".into(),
+            "--configure-cloud-routes=false".into(),
+            // The default is a directory under /usr of the host.
+            format!("--flex-volume-plugin-dir={}", file("flex")),
+        ];
+        self.argv("kube-controller-manager", flags)
+    }
+
+    pub(crate) fn scheduler(&self, cluster: &ClusterPlan) -> Result<Vec<String>> {
+        let kubeconfig = self.run.join(&cluster.name).join("scheduler.kubeconfig");
+        let flags = vec![
+            format!("--kubeconfig={}", kubeconfig.display()),
+            "--leader-elect=false".into(),
+            "--secure-port=0".into(),
+        ];
+        self.argv("kube-scheduler", flags)
+    }
+}

@@ -1,0 +1,313 @@
+//! A lab as its owner sees it: start, attach, keep, and the handles of clusters and nodes.
+
+mod base;
+mod cluster;
+mod node;
+mod underlay;
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::control_plane::{self, Commands};
+use crate::run::{self, Run};
+use crate::supervisor::{Request, Response};
+use crate::{ArtefactSet, ClusterPlan, Error, LabPlan, NodePlan, Result, Tools};
+
+pub use cluster::Cluster;
+pub use node::Node;
+
+/// Longest wait for an API server or a node on a loaded machine.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+/// The network namespace of bridge, API servers and etcd.
+const UNDERLAY: &str = "underlay";
+
+/// A running lab. Dropping it takes everything down, unless [`Lab::keep`] was called; a panic on the way prints how to
+/// look inside, and the logs are kept in the lab's cache directory.
+#[derive(Debug)]
+pub struct Lab {
+    run: Run,
+    tools: Tools,
+    state: Mutex<State>,
+}
+
+/// What an attaching process must know; `lab.json` in the run directory.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct State {
+    plan: LabPlan,
+    tools: Tools,
+    /// Nodes that are or were up (a node without power is still a node), in order of joining.
+    nodes: Vec<NodePlan>,
+}
+
+impl Lab {
+    /// Builds what is missing in the cache (with progress on standard error), then starts the lab and waits until it
+    /// is ready: API servers answer; in whole clusters every node is Ready, pod routes and DNS are there.
+    ///
+    /// # Errors
+    /// When something is missing on this machine, a part does not start, or is not ready within two minutes.
+    pub async fn start(plan: LabPlan) -> Result<Self> {
+        Self::start_with(plan, &|line| eprintln!("lab: {line}")).await
+    }
+
+    /// As [`Lab::start`]; `progress` gets one line for each step of building and starting.
+    ///
+    /// # Errors
+    /// As [`Lab::start`].
+    pub async fn start_with(plan: LabPlan, progress: &dyn Fn(&str)) -> Result<Self> {
+        plan.validate()?;
+        let mut sets = vec![];
+        if !plan.clusters.is_empty() {
+            sets.push(ArtefactSet::ControlPlane);
+        }
+        if plan.clusters.iter().any(|cluster| cluster.controllers) {
+            sets.extend([ArtefactSet::Nodes, ArtefactSet::Runtime, ArtefactSet::Dns]);
+        }
+        let tools = Tools::ensure(&sets, progress)?;
+        let run = Run::start()?;
+        let state = State {
+            plan,
+            tools: tools.clone(),
+            nodes: vec![],
+        };
+        let lab = Self {
+            run,
+            tools,
+            state: Mutex::new(state),
+        };
+        lab.bring_up(progress).await?;
+        Ok(lab)
+    }
+
+    /// Joins a lab that stands (see [`crate::standing`]). Dropping the handle does not take it down.
+    ///
+    /// # Errors
+    /// When none stands at `directory`.
+    pub fn attach(directory: &Path) -> Result<Self> {
+        let run = Run::attach(directory)?;
+        let path = directory.join("lab.json");
+        let text = std::fs::read(&path).map_err(Error::io(format!("read {}", path.display())))?;
+        let state: State = serde_json::from_slice(&text)
+            .map_err(|error| Error::Plan(format!("{} is of another version: {error}", path.display())))?;
+        Ok(Self {
+            run,
+            tools: state.tools.clone(),
+            state: Mutex::new(state),
+        })
+    }
+
+    async fn bring_up(&self, progress: &dyn Fn(&str)) -> Result<()> {
+        let plan = self.plan();
+        self.make_underlay().await?;
+        for cluster in &plan.clusters {
+            let to = (cluster.api_address(), 6443).into();
+            let Response::Port(port) = self.run.ask(&Request::Forward {
+                namespace: UNDERLAY.into(),
+                to,
+            })?
+            else {
+                return Err(Error::Plan("the supervisor forwarded nothing".into()));
+            };
+            control_plane::write_files(&self.directory().join(&cluster.name), cluster, port)?;
+        }
+        self.save()?;
+        let commands = Commands {
+            tools: &self.tools,
+            run: self.directory(),
+        };
+        if !plan.clusters.is_empty() {
+            self.start_on_underlay("etcd", commands.etcd()?)?;
+        }
+        for cluster in &plan.clusters {
+            self.start_on_underlay(&format!("{}-apiserver", cluster.name), commands.api_server(cluster)?)?;
+        }
+        if plan.clusters.iter().any(|cluster| cluster.controllers) {
+            self.write_base_images()?;
+        }
+        let clusters = plan
+            .clusters
+            .iter()
+            .map(|cluster| self.bring_up_cluster(cluster, &commands, progress));
+        futures::future::try_join_all(clusters).await?;
+        Ok(())
+    }
+
+    async fn bring_up_cluster(
+        &self,
+        plan: &ClusterPlan,
+        commands: &Commands<'_>,
+        progress: &dyn Fn(&str),
+    ) -> Result<()> {
+        let cluster = self.cluster(&plan.name);
+        // Nodes boot while the API server does.
+        for n in 1..=plan.nodes {
+            self.boot(&plan.node(n)).await?;
+        }
+        cluster.wait_for_api().await?;
+        progress(&format!("{}: API server answers", plan.name));
+        if !plan.controllers {
+            return Ok(());
+        }
+        self.start_on_underlay(
+            &format!("{}-controller-manager", plan.name),
+            commands.controller_manager(plan)?,
+        )?;
+        self.start_on_underlay(&format!("{}-scheduler", plan.name), commands.scheduler(plan)?)?;
+        cluster.announce_api()?;
+        cluster.install_dns().await?;
+        cluster.wait_for_nodes().await?;
+        progress(&format!("{}: {} nodes Ready", plan.name, plan.nodes));
+        if plan.nodes > 0 {
+            cluster.rollout("kube-system", "deployment/coredns").await?;
+            progress(&format!("{}: DNS up", plan.name));
+        }
+        Ok(())
+    }
+
+    /// Starts a program in the underlay namespace, with its log under its name.
+    fn start_on_underlay(&self, name: &str, argv: Vec<String>) -> Result<()> {
+        let inside = [
+            vec![
+                "nsenter".into(),
+                format!("--net={}", self.namespace(UNDERLAY).display()),
+            ],
+            argv,
+        ]
+        .concat();
+        let env = [("GOMAXPROCS".to_owned(), "2".to_owned())].into();
+        self.run.ask(&Request::Start {
+            name: name.into(),
+            argv: inside,
+            env,
+            log: self.log(name),
+        })?;
+        Ok(())
+    }
+
+    /// The plan it was started with.
+    pub fn plan(&self) -> LabPlan {
+        self.state().plan.clone()
+    }
+
+    /// Where its sockets, kubeconfigs and logs are.
+    pub fn directory(&self) -> &Path {
+        &self.run.directory
+    }
+
+    /// The programs it runs; more sets come from [`Tools::ensure`].
+    pub fn tools(&self) -> &Tools {
+        &self.tools
+    }
+
+    /// The log file of one part (`etcd`, `mgmt-apiserver`, `mgmt-1`, ...).
+    pub fn log(&self, name: &str) -> PathBuf {
+        self.directory().join("log").join(format!("{name}.log"))
+    }
+
+    /// A path that leads to a network namespace of the lab; open it or give it to `nsenter --net=`.
+    pub(crate) fn namespace(&self, name: &str) -> PathBuf {
+        self.directory().join("ns").join(name)
+    }
+
+    /// The handle of a cluster.
+    ///
+    /// # Panics
+    /// When the plan has no such cluster.
+    pub fn cluster(&self, name: &str) -> Cluster<'_> {
+        let plan = self
+            .state()
+            .plan
+            .clusters
+            .iter()
+            .find(|cluster| cluster.name == name)
+            .cloned();
+        Cluster::new(
+            self,
+            plan.unwrap_or_else(|| panic!("the lab's plan has no cluster {name:?}")),
+        )
+    }
+
+    /// The handle of a node (`mgmt-1`) or of a host made by [`Lab::add_host`].
+    ///
+    /// # Panics
+    /// When the lab has no such node.
+    pub fn node(&self, name: &str) -> Node<'_> {
+        let plan = self.state().nodes.iter().find(|node| node.name == name).cloned();
+        Node::new(self, plan.unwrap_or_else(|| panic!("the lab has no node {name:?}")))
+    }
+
+    /// Lets the lab stand when this process ends; [`crate::down_all`] or `clustermesh-lab down` ends it.
+    ///
+    /// # Errors
+    /// When the supervisor is gone.
+    pub fn keep(&mut self) -> Result<()> {
+        self.run.keep()
+    }
+
+    /// Takes the lab down now and waits until nothing is left, also one that is kept or attached.
+    ///
+    /// # Errors
+    /// When it does not go within half a minute.
+    pub fn down(self) -> Result<()> {
+        run::down(self.directory())
+    }
+
+    /// How a person steps inside: for a terminal.
+    pub fn join_hint(&self) -> String {
+        let state = self.state();
+        let run = self.directory().display();
+        let mut text = format!("lab: {run} (logs in {run}/log)\n");
+        let kubectl = self
+            .tools
+            .path("kubectl")
+            .map(|path| path.display().to_string())
+            .unwrap_or("kubectl".into());
+        for cluster in &state.plan.clusters {
+            text += &format!(
+                "  {kubectl} --kubeconfig {run}/{}/admin.kubeconfig get nodes,pods -A\n",
+                cluster.name
+            );
+        }
+        for node in &state.nodes {
+            text += &match self.machine_pid(&node.name) {
+                Some(pid) => format!("  {}: nsenter -t {pid} -m -u -i -n -p -C -- bash\n", node.name),
+                None => format!("  {}: nsenter --net={run}/ns/{} bash\n", node.name, node.name),
+            };
+        }
+        text + &format!("  underlay: nsenter --net={run}/ns/{UNDERLAY} bash\n")
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Writes `lab.json`.
+    fn save(&self) -> Result<()> {
+        let text = serde_json::to_vec_pretty(&*self.state()).map_err(|error| Error::Plan(error.to_string()))?;
+        std::fs::write(self.directory().join("lab.json"), text).map_err(Error::io("write lab.json"))
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            return;
+        }
+        eprintln!("{}", self.join_hint());
+        if std::env::var_os("CLUSTERMESH_LAB_KEEP").is_some() && self.keep().is_ok() {
+            eprintln!("lab: CLUSTERMESH_LAB_KEEP is set: it stays; `clustermesh-lab down` ends it");
+            return;
+        }
+        let Ok(home) = run::logs_home() else { return };
+        let target = home.join(self.directory().file_name().unwrap_or_default());
+        match run::copy_logs(&self.directory().join("log"), &target) {
+            Ok(()) => eprintln!(
+                "lab: logs kept in {}; CLUSTERMESH_LAB_KEEP=1 keeps the lab itself",
+                target.display()
+            ),
+            Err(error) => eprintln!("lab: cannot keep the logs: {error}"),
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! What every whole cluster starts with: the base images, DNS, and the wait for its nodes.
+
+use k8s_openapi::api::core::v1 as core;
+use kube::api::{Api, ListParams};
+
+use super::{Cluster, Lab, PATIENCE};
+use crate::{Error, ImageSpec, Result, run, wait_until};
+
+/// The links to busybox in the test image.
+const APPLETS: &str = "sh ls cat ps ip ping nc wget httpd sleep echo env id hostname mkdir tail head grep sed awk date \
+    nslookup ifconfig stat mount df true false od kill";
+
+impl Lab {
+    /// `lab.local/pause:1`, `lab.local/box:1` (busybox and `/bin/probe`) and `lab.local/coredns:1`.
+    pub(super) fn write_base_images(&self) -> Result<()> {
+        let directory = self.directory().join("images");
+        std::fs::create_dir_all(&directory).map_err(Error::io("create the image directory"))?;
+        let probe = run::our_program("lab-probe")?;
+        let pause = ImageSpec::new("lab.local/pause:1")
+            .program(&probe, "/pause")?
+            .entrypoint(&["/pause", "pause"]);
+        pause.write(&directory.join("pause.tar"))?;
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let busybox = std::env::split_paths(&path)
+            .map(|directory| directory.join("busybox"))
+            .find(|p| p.is_file());
+        let busybox = busybox.ok_or_else(|| Error::Missing {
+            what: "the program busybox".into(),
+            remedy: "install it (Debian, Ubuntu: busybox-static)".into(),
+        })?;
+        let test = ImageSpec::new("lab.local/box:1")
+            .program(&probe, "/bin/probe")?
+            .program(&busybox, "/bin/busybox")?;
+        let test = APPLETS
+            .split_whitespace()
+            .fold(test.directory("/etc", 0o755), |image, applet| {
+                image.link(&format!("/bin/{applet}"), "/bin/busybox")
+            });
+        test.entrypoint(&["/bin/sh"]).write(&directory.join("box.tar"))?;
+        let dns = ImageSpec::new("lab.local/coredns:1").program(&self.tools.path("coredns")?, "/coredns")?;
+        dns.entrypoint(&["/coredns"]).write(&directory.join("coredns.tar"))
+    }
+}
+
+impl Cluster<'_> {
+    pub(super) async fn install_dns(&self) -> Result<()> {
+        let manifest = include_str!("dns.yaml").replace("CLUSTER_DNS", &self.plan().dns_ip().to_string());
+        self.apply(&manifest).await.map(drop)
+    }
+
+    /// Waits until every node with power is Ready and has routes to the pods of all the others.
+    ///
+    /// # Errors
+    /// After two minutes, with what is missing.
+    pub async fn wait_for_nodes(&self) -> Result<()> {
+        let api: Api<core::Node> = Api::all(self.client().await?);
+        let what = format!("the nodes of {} to be Ready", self.plan().name);
+        wait_until(what, PATIENCE, async || {
+            let nodes = api
+                .list(&ListParams::default())
+                .await
+                .map_err(|error| error.to_string())?
+                .items;
+            let ready: Vec<_> = nodes
+                .iter()
+                .filter(|node| is_ready(node))
+                .map(kube::ResourceExt::name_any)
+                .collect();
+            for node in self.nodes().into_iter().filter(super::Node::is_up) {
+                if !ready.iter().any(|name| name == node.name()) {
+                    return Err(format!(
+                        "{} is not Ready; see its logs in {}",
+                        node.name(),
+                        self.lab.log(node.name()).display()
+                    ));
+                }
+                let routes = node.routes();
+                if let Some(missing) = ready.iter().find(|name| !routes.contains(name)) {
+                    return Err(format!("{} has no route to the pods of {missing}", node.name()));
+                }
+            }
+            Ok(())
+        })
+        .await
+    }
+}
+
+fn is_ready(node: &core::Node) -> bool {
+    let conditions = node.status.as_ref().and_then(|status| status.conditions.as_ref());
+    conditions.is_some_and(|all| all.iter().any(|one| one.type_ == "Ready" && one.status == "True"))
+}

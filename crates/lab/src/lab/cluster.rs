@@ -1,0 +1,200 @@
+//! One cluster: clients, kubectl, images, waiting, joining nodes.
+
+use std::path::Path;
+
+use kube::config::{KubeConfigOptions, Kubeconfig};
+
+use super::{Lab, Node, PATIENCE};
+use crate::command::{self, Output, argv};
+use crate::{ClusterPlan, Error, Result, wait_until};
+
+/// A cluster of a lab.
+#[derive(Debug)]
+pub struct Cluster<'a> {
+    pub(super) lab: &'a Lab,
+    plan: ClusterPlan,
+}
+
+impl<'a> Cluster<'a> {
+    pub(super) fn new(lab: &'a Lab, plan: ClusterPlan) -> Self {
+        Self { lab, plan }
+    }
+
+    /// Its address plan.
+    pub fn plan(&self) -> &ClusterPlan {
+        &self.plan
+    }
+
+    /// The administrator's kubeconfig for use on the host (all inline, through a port of 127.0.0.1): its text.
+    ///
+    /// # Errors
+    /// When the lab is gone.
+    pub fn kubeconfig(&self) -> Result<String> {
+        self.read("admin.kubeconfig")
+    }
+
+    /// The same user for use on nodes, in pods, and in the underlay namespace: server = the API server's own address.
+    ///
+    /// # Errors
+    /// When the lab is gone.
+    pub fn inside_kubeconfig(&self) -> Result<String> {
+        self.read("inside.kubeconfig")
+    }
+
+    fn read(&self, file: &str) -> Result<String> {
+        let path = self.directory().join(file);
+        std::fs::read_to_string(&path).map_err(Error::io(format!("read {}", path.display())))
+    }
+
+    pub(super) fn directory(&self) -> std::path::PathBuf {
+        self.lab.directory().join(&self.plan.name)
+    }
+
+    /// A client with administrator's rights, usable in this process.
+    ///
+    /// # Errors
+    /// When the lab is gone.
+    pub async fn client(&self) -> Result<kube::Client> {
+        let doing = format!("make a client for {}", self.plan.name);
+        let config = Kubeconfig::from_yaml(&self.kubeconfig()?).map_err(|e| Error::Plan(format!("{doing}: {e}")))?;
+        let config = kube::Config::from_custom_kubeconfig(config, &KubeConfigOptions::default())
+            .await
+            .map_err(|error| Error::Plan(format!("{doing}: {error}")))?;
+        kube::Client::try_from(config).map_err(Error::kube(doing))
+    }
+
+    /// kubectl as administrator; a failure is an error with what it printed.
+    ///
+    /// # Errors
+    /// See above.
+    pub async fn kubectl<S: AsRef<std::ffi::OsStr>>(&self, words: impl IntoIterator<Item = S>) -> Result<Output> {
+        command::run(&self.kubectl_argv(argv(words))?, None).await
+    }
+
+    /// kubectl as administrator, whatever its exit status.
+    ///
+    /// # Errors
+    /// Only when kubectl cannot be started.
+    pub async fn try_kubectl<S: AsRef<std::ffi::OsStr>>(&self, words: impl IntoIterator<Item = S>) -> Result<Output> {
+        command::output(&self.kubectl_argv(argv(words))?, None).await
+    }
+
+    /// `kubectl apply -f -`.
+    ///
+    /// # Errors
+    /// When the API server refuses a document.
+    pub async fn apply(&self, yaml: &str) -> Result<Output> {
+        command::run(&self.kubectl_argv(argv(["apply", "-f", "-"]))?, Some(yaml.as_bytes())).await
+    }
+
+    fn kubectl_argv(&self, words: Vec<String>) -> Result<Vec<String>> {
+        let kubectl = self.lab.tools.path("kubectl")?.display().to_string();
+        let directory = self.directory();
+        let mut all = vec![
+            kubectl,
+            format!("--kubeconfig={}", directory.join("admin.kubeconfig").display()),
+        ];
+        // The default cache is under the user's home.
+        all.push(format!("--cache-dir={}", directory.join("kubectl-cache").display()));
+        all.extend(words);
+        Ok(all)
+    }
+
+    /// Waits until the API server says ready.
+    ///
+    /// # Errors
+    /// After two minutes, with its last answer.
+    pub async fn wait_for_api(&self) -> Result<()> {
+        let client = self.client().await?;
+        let what = format!(
+            "the API server of {} (log: {})",
+            self.plan.name,
+            self.api_log().display()
+        );
+        wait_until(what, PATIENCE, async || {
+            let request = http_get("/readyz");
+            client
+                .request_text(request)
+                .await
+                .map(drop)
+                .map_err(|error| error.to_string())
+        })
+        .await
+    }
+
+    fn api_log(&self) -> std::path::PathBuf {
+        self.lab.log(&format!("{}-apiserver", self.plan.name))
+    }
+
+    /// Tells the waiting nodes that the API server answers.
+    pub(super) fn announce_api(&self) -> Result<()> {
+        std::fs::write(self.directory().join("api-ready"), "").map_err(Error::io("write api-ready"))
+    }
+
+    /// Waits for a Deployment, DaemonSet or StatefulSet (`deployment/web`) to be rolled out.
+    ///
+    /// # Errors
+    /// After two minutes, with what kubectl says.
+    pub async fn rollout(&self, namespace: &str, object: &str) -> Result<()> {
+        let timeout = format!("--timeout={}s", PATIENCE.as_secs());
+        self.kubectl(["rollout", "status", "-n", namespace, object, &timeout])
+            .await
+            .map(drop)
+    }
+
+    /// The nodes of this cluster, with or without power.
+    pub fn nodes(&self) -> Vec<Node<'a>> {
+        let plans = self.lab.state().nodes.clone();
+        plans
+            .into_iter()
+            .filter(|node| node.cluster == self.plan.name)
+            .map(|plan| Node::new(self.lab, plan))
+            .collect()
+    }
+
+    /// Adds a node with the next free number; returns when it is Ready.
+    ///
+    /// # Errors
+    /// When it is not Ready within two minutes.
+    pub async fn join_node(&self) -> Result<Node<'a>> {
+        let taken = self.nodes().len();
+        let n = u8::try_from(taken + 1).map_err(|_| Error::Plan(format!("{} has too many nodes", self.plan.name)))?;
+        let plan = self.plan.node(n);
+        self.lab.boot(&plan).await?;
+        self.wait_for_nodes().await?;
+        Ok(Node::new(self.lab, plan))
+    }
+
+    /// Loads an image (a docker archive, see [`crate::ImageSpec`]) on all nodes, and on those that join later.
+    /// Pods use it with `imagePullPolicy: IfNotPresent` under the exact name it was packed with.
+    ///
+    /// # Errors
+    /// When a node cannot import it.
+    pub async fn load_image(&self, archive: &Path) -> Result<()> {
+        let name = archive
+            .file_name()
+            .ok_or_else(|| Error::Plan(format!("{} is no file", archive.display())))?;
+        let target = self.directory().join("images").join(name);
+        if target != archive {
+            std::fs::create_dir_all(self.directory().join("images"))
+                .map_err(Error::io("create the image directory"))?;
+            // Through another name: a node that boots now must not see half of it.
+            let partial = target.with_extension("partial");
+            std::fs::copy(archive, &partial).map_err(Error::io(format!("copy {}", archive.display())))?;
+            std::fs::rename(&partial, &target).map_err(Error::io(format!("rename to {}", target.display())))?;
+        }
+        let nodes = self.nodes();
+        let imports = nodes
+            .iter()
+            .filter(|node| node.is_up())
+            .map(|node| node.import_image(&target));
+        futures::future::try_join_all(imports).await.map(drop)
+    }
+}
+
+/// A GET that reads its whole answer as text.
+fn http_get(path: &str) -> http::Request<Vec<u8>> {
+    http::Request::get(path)
+        .body(vec![])
+        .expect("a constant path makes a valid request")
+}

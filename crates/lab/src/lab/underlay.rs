@@ -1,0 +1,104 @@
+//! The segment that joins the nodes: a bridge in a namespace that forwards nothing, and one cable per node.
+
+use std::net::Ipv4Addr;
+
+use super::{Lab, Node, UNDERLAY};
+use crate::command::{self, argv};
+use crate::plan::UNDERLAY_PREFIX;
+use crate::supervisor::Request;
+use crate::{NodePlan, Output, Result};
+
+impl Lab {
+    pub(super) async fn make_underlay(&self) -> Result<()> {
+        self.run.ask(&Request::AddNamespace { name: UNDERLAY.into() })?;
+        let mut batch = String::from("link set lo up\nlink add br0 type bridge\nlink set br0 up\n");
+        for cluster in &self.plan().clusters {
+            batch += &format!("addr add {}/{UNDERLAY_PREFIX} dev br0\n", cluster.api_address());
+        }
+        self.ip_batch(UNDERLAY, &batch).await?;
+        // If it forwarded, clusters would reach each other without any mesh and every test would be green.
+        let off = "for f in ip_forward conf/all/send_redirects conf/br0/send_redirects; do echo 0 > /proc/sys/net/ipv4/$f; done";
+        self.underlay_exec(["sh", "-c", off]).await?;
+        Ok(())
+    }
+
+    /// A namespace of its own with one cable to the segment.
+    pub(super) async fn connect(&self, name: &str, address: Ipv4Addr) -> Result<()> {
+        self.run.ask(&Request::AddNamespace { name: name.into() })?;
+        // The port's name is the address's last two numbers: link names have no room for a node's name.
+        let port = port(address);
+        let netns = self.namespace(name);
+        let cable = format!(
+            "link add {port} type veth peer name eth0 netns {netns}\nlink set {port} master br0 up\n",
+            netns = netns.display()
+        );
+        self.ip_batch(UNDERLAY, &cable).await?;
+        // A default route, though nothing is behind it: without one a ClusterIP has no route before its DNAT.
+        let gateway = self.gateway(address);
+        let inside = format!(
+            "link set lo up\naddr add {address}/{UNDERLAY_PREFIX} dev eth0\nlink set eth0 up\nroute add default via {gateway}\n"
+        );
+        self.ip_batch(name, &inside).await
+    }
+
+    /// The API server's address in the node's own /24.
+    fn gateway(&self, address: Ipv4Addr) -> Ipv4Addr {
+        let [a, b, c, _] = address.octets();
+        Ipv4Addr::new(a, b, c, 1)
+    }
+
+    pub(super) async fn disconnect(&self, name: &str, address: Ipv4Addr) -> Result<()> {
+        self.ip_batch(UNDERLAY, &format!("link del {}\n", port(address)))
+            .await?;
+        self.run.ask(&Request::DropNamespace { name: name.into() })?;
+        Ok(())
+    }
+
+    /// A bare network namespace on the segment: a node without Kubernetes, or an outsider. `name` is a DNS label that
+    /// no other node has; the address lies in the lab's 172.30.0.0/16, with .1 of its /24 as default gateway.
+    ///
+    /// # Errors
+    /// When the name is taken.
+    pub async fn add_host(&self, name: &str, address: Ipv4Addr) -> Result<Node<'_>> {
+        self.connect(name, address).await?;
+        self.state().nodes.push(NodePlan {
+            name: name.into(),
+            cluster: String::new(),
+            address,
+        });
+        self.save()?;
+        Ok(self.node(name))
+    }
+
+    /// Runs a host program in the underlay namespace (bridge `br0`, API servers); a failure is an error.
+    ///
+    /// # Errors
+    /// With the end of its output.
+    pub async fn underlay_exec<S: AsRef<std::ffi::OsStr>>(&self, words: impl IntoIterator<Item = S>) -> Result<Output> {
+        command::run(&self.in_underlay(argv(words)), None).await
+    }
+
+    pub(crate) fn in_underlay(&self, argv: Vec<String>) -> Vec<String> {
+        [
+            vec![
+                "nsenter".into(),
+                format!("--net={}", self.namespace(UNDERLAY).display()),
+                "--".into(),
+            ],
+            argv,
+        ]
+        .concat()
+    }
+
+    pub(super) async fn ip_batch(&self, namespace: &str, batch: &str) -> Result<()> {
+        let path = self.namespace(namespace).display().to_string();
+        let words = ["nsenter", &format!("--net={path}"), "ip", "-batch", "-"];
+        command::run(&argv(words), Some(batch.as_bytes())).await.map(drop)
+    }
+}
+
+/// The bridge port that a node's cable ends in.
+pub(super) fn port(address: Ipv4Addr) -> String {
+    let [_, _, c, d] = address.octets();
+    format!("p{c}.{d}")
+}

@@ -1,0 +1,87 @@
+//! Inside a node's machine: from pid 1 of fresh namespaces to a running kubelet. Runs as stages of the lab's program.
+
+mod cni;
+mod config;
+mod root;
+mod services;
+
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use ipnet::Ipv4Net;
+use serde::{Deserialize, Serialize};
+
+use crate::{ArtefactSet, ClusterPlan, NodePlan, Tools};
+
+/// All that a machine is told.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Settings {
+    /// The lab's run directory: visible inside under the same path.
+    run: PathBuf,
+    name: String,
+    cluster: String,
+    address: Ipv4Addr,
+    pod_cidr: Ipv4Net,
+    dns: Ipv4Addr,
+    /// Directories with programs: visible inside under the same paths.
+    programs: Vec<PathBuf>,
+}
+
+impl Settings {
+    pub(crate) fn new(run: &Path, cluster: &ClusterPlan, node: &NodePlan, tools: &Tools) -> crate::Result<Self> {
+        let sets = [ArtefactSet::Nodes, ArtefactSet::Runtime];
+        let programs = sets
+            .iter()
+            .filter_map(|set| tools.directory(*set).map(Path::to_owned))
+            .collect();
+        Ok(Self {
+            run: run.into(),
+            name: node.name.clone(),
+            cluster: cluster.name.clone(),
+            address: node.address,
+            pod_cidr: cluster.pod_cidr,
+            dns: cluster.dns_ip(),
+            programs,
+        })
+    }
+
+    fn read(path: &Path) -> anyhow::Result<Self> {
+        let text = std::fs::read(path).with_context(|| format!("read {}", path.display()))?;
+        Ok(serde_json::from_slice(&text)?)
+    }
+
+    /// This node's directory in the run directory.
+    fn directory(&self) -> PathBuf {
+        self.run.join("nodes").join(&self.name)
+    }
+
+    /// Its cluster's directory there.
+    fn cluster_directory(&self) -> PathBuf {
+        self.run.join(&self.cluster)
+    }
+
+    fn program(&self, name: &str) -> anyhow::Result<PathBuf> {
+        let mut paths = self.programs.iter().map(|directory| directory.join(name));
+        paths
+            .find(|path| path.exists())
+            .with_context(|| format!("no {name} in {:?}", self.programs))
+    }
+}
+
+/// Pid 1 of a node; ends only when something at the start fails, and the machine with it.
+pub(crate) fn init(settings: &Path) -> anyhow::Result<()> {
+    // The /proc of the outer pid namespace is still mounted: this is our pid as the host sees it.
+    let pid = std::fs::read_link("/proc/self")?;
+    let settings_path = settings;
+    let settings = Settings::read(settings_path)?;
+    root::enter(&settings)?;
+    std::fs::write(settings.directory().join("pid"), pid.as_os_str().as_encoded_bytes())?;
+    services::run(&settings, settings_path)
+}
+
+/// The CNI's daemon on a node.
+pub(crate) fn cni(settings: &Path) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(cni::run(&Settings::read(settings)?))
+}

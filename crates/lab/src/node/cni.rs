@@ -1,0 +1,120 @@
+//! What a CNI's daemon does besides the plugins: routes to the other nodes' pod ranges (host-gw), and masquerading of
+//! pod traffic that leaves the cluster's pod range.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::net::Ipv4Addr;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result};
+use futures::TryStreamExt;
+use ipnet::Ipv4Net;
+use k8s_openapi::api::core::v1::Node;
+use kube::api::Api;
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::runtime::{WatchStreamExt, watcher};
+
+use super::Settings;
+
+/// Name -> (pod range, address).
+type Nodes = BTreeMap<String, (Ipv4Net, Ipv4Addr)>;
+
+pub(super) async fn run(settings: &Settings) -> Result<()> {
+    // kube-proxy's user: the only one on a node that may read every Node.
+    let kubeconfig = Kubeconfig::read_from(settings.cluster_directory().join("proxy.kubeconfig"))?;
+    let config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
+    let nodes: Api<Node> = Api::all(kube::Client::try_from(config)?);
+    let events = watcher(nodes, watcher::Config::default()).default_backoff();
+    let mut events = std::pin::pin!(events);
+    let mut known = Nodes::new();
+    let mut listed = Nodes::new();
+    let mut applied = Nodes::new();
+    loop {
+        // The stream carries on by itself after an error, with a backoff.
+        match events.try_next().await {
+            Ok(Some(watcher::Event::Init)) => listed.clear(),
+            Ok(Some(watcher::Event::InitApply(node))) => note(&mut listed, &node),
+            Ok(Some(watcher::Event::InitDone)) => known = listed.clone(),
+            Ok(Some(watcher::Event::Apply(node))) => note(&mut known, &node),
+            Ok(Some(watcher::Event::Delete(node))) => drop(known.remove(node.metadata.name.as_deref().unwrap_or(""))),
+            Ok(None) => anyhow::bail!("the watch ended"),
+            Err(error) => {
+                eprintln!("watch nodes: {error}");
+                continue;
+            }
+        }
+        if known != applied {
+            apply(settings, &applied, &known)?;
+            applied = known.clone();
+        }
+    }
+}
+
+fn note(nodes: &mut Nodes, node: &Node) {
+    let Some(name) = node.metadata.name.clone() else { return };
+    let range = node.spec.as_ref().and_then(|spec| spec.pod_cidr.as_ref()?.parse().ok());
+    let addresses = node
+        .status
+        .as_ref()
+        .and_then(|status| status.addresses.as_ref())
+        .into_iter()
+        .flatten();
+    let internal = addresses
+        .filter(|address| address.type_ == "InternalIP")
+        .find_map(|a| a.address.parse().ok());
+    match range.zip(internal) {
+        Some(found) => drop(nodes.insert(name, found)),
+        None => drop(nodes.remove(&name)),
+    }
+}
+
+fn apply(settings: &Settings, before: &Nodes, now: &Nodes) -> Result<()> {
+    let mut batch = String::new();
+    for (name, (range, _)) in before.iter().filter(|(name, _)| !now.contains_key(*name)) {
+        if *name != settings.name {
+            writeln!(batch, "route del {range}")?;
+        }
+    }
+    for (name, (range, address)) in now {
+        if *name != settings.name && before.get(name) != Some(&(*range, *address)) {
+            writeln!(batch, "route replace {range} via {address}")?;
+        }
+    }
+    // A route may be gone already; the others must be done all the same.
+    feed(&["ip", "-force", "-batch", "-"], &batch)?;
+    if let Some((range, _)) = now.get(&settings.name)
+        && before.get(&settings.name) != now.get(&settings.name)
+    {
+        let all = settings.pod_cidr;
+        feed(
+            &["nft", "-f", "-"],
+            &format!(
+                "table ip cni\ndelete table ip cni\ntable ip cni {{\n chain postrouting {{\n  \
+                 type nat hook postrouting priority 100; policy accept;\n  \
+                 ip saddr {range} ip daddr != {all} counter masquerade\n }}\n}}\n"
+            ),
+        )?;
+    }
+    let names: String = now.keys().map(|name| format!("{name}\n")).collect();
+    let file = settings.directory().join("routes");
+    std::fs::write(&file, names).with_context(|| format!("write {}", file.display()))
+}
+
+fn feed(argv: &[&str], text: &str) -> Result<()> {
+    if text.is_empty() {
+        return Ok(());
+    }
+    let mut child = Command::new(argv[0])
+        .args(&argv[1..])
+        .stdin(Stdio::piped())
+        .spawn()
+        .context(argv.join(" "))?;
+    std::io::Write::write_all(&mut child.stdin.take().context("no pipe")?, text.as_bytes())?;
+    let status = child.wait()?;
+    anyhow::ensure!(
+        status.success() || argv.contains(&"-force"),
+        "{} failed: {status}",
+        argv.join(" ")
+    );
+    Ok(())
+}

@@ -1,0 +1,95 @@
+//! The configuration files of containerd, kubelet and kube-proxy. Texts only.
+
+use std::path::Path;
+
+use super::Settings;
+
+pub(super) const CONTAINERD: &str = "/etc/containerd/config.toml";
+pub(super) const CNI_TEMPLATE: &str = "/etc/containerd/cni.template";
+
+/// containerd fills in the node's pod range once it is known.
+pub(super) fn cni_template() -> &'static str {
+    r#"{"cniVersion": "1.0.0", "name": "lab", "plugins": [
+  {"type": "bridge", "bridge": "cni0", "isGateway": true, "hairpinMode": true, "ipMasq": false,
+   "ipam": {"type": "host-local", "ranges": [[{"subnet": "{{.PodCIDR}}"}]], "routes": [{"dst": "0.0.0.0/0"}]}},
+  {"type": "portmap", "backend": "nftables", "capabilities": {"portMappings": true}}]}
+"#
+}
+
+pub(super) fn containerd(runc: &Path) -> String {
+    let unused = ["btrfs", "zfs", "devmapper", "blockfile", "erofs"]
+        .map(|name| format!("'io.containerd.snapshotter.v1.{name}', "))
+        .concat();
+    format!(
+        "version = 3
+root = '/var/lib/containerd'
+state = '/run/containerd'
+disabled_plugins = [{unused}'io.containerd.nri.v1.nri', 'io.containerd.tracing.processor.v1.otlp']
+[plugins.'io.containerd.cri.v1.images']
+  snapshotter = 'overlayfs'
+[plugins.'io.containerd.cri.v1.images'.pinned_images]
+  sandbox = 'lab.local/pause:1'
+[plugins.'io.containerd.cri.v1.runtime']
+  disable_apparmor = true
+  # root of a container lacks CAP_SYS_RESOURCE: oom_score_adj cannot be lowered
+  restrict_oom_score_adj = true
+[plugins.'io.containerd.cri.v1.runtime'.cni]
+  bin_dirs = ['/opt/cni/bin']
+  conf_dir = '/etc/cni/net.d'
+  conf_template = '{CNI_TEMPLATE}'
+  use_internal_loopback = true
+[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
+  runtime_type = 'io.containerd.runc.v2'
+[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc.options]
+  BinaryName = '{}'
+  SystemdCgroup = false
+",
+        runc.display()
+    )
+}
+
+pub(super) fn kubelet(settings: &Settings) -> String {
+    format!(
+        "apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+failCgroupV1: false
+cgroupDriver: cgroupfs
+containerRuntimeEndpoint: unix:///run/containerd/containerd.sock
+failSwapOn: false
+oomScoreAdj: 0
+# the node's disk is memory, and the host's fill level is not its own
+evictionHard: {{memory.available: \"0%\", nodefs.available: \"0%\", nodefs.inodesFree: \"0%\", imagefs.available: \"0%\"}}
+imageGCHighThresholdPercent: 100
+enforceNodeAllocatable: [pods]
+makeIPTablesUtilChains: false
+resolvConf: \"\"
+clusterDNS: [\"{}\"]
+clusterDomain: cluster.local
+authentication: {{anonymous: {{enabled: true}}, webhook: {{enabled: false}}}}
+authorization: {{mode: AlwaysAllow}}
+address: {}
+healthzPort: 0
+",
+        settings.dns, settings.address
+    )
+}
+
+pub(super) fn proxy(settings: &Settings) -> String {
+    format!(
+        "apiVersion: kubeproxy.config.k8s.io/v1alpha1
+kind: KubeProxyConfiguration
+mode: nftables
+clusterCIDR: {}
+hostnameOverride: {}
+clientConnection: {{kubeconfig: {}}}
+# these sysctls are the host's
+conntrack: {{maxPerCore: 0, min: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s}}
+oomScoreAdj: 0
+healthzBindAddress: \"\"
+metricsBindAddress: \"\"
+",
+        settings.pod_cidr,
+        settings.name,
+        settings.cluster_directory().join("proxy.kubeconfig").display()
+    )
+}

@@ -1,0 +1,211 @@
+//! What a node runs, as its service manager: start in order, start again what dies, reap everything.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use nix::sys::wait::{WaitStatus, wait};
+
+use super::{Settings, config};
+
+/// A service's command line; the log is named after it.
+struct Service {
+    name: &'static str,
+    argv: Vec<String>,
+}
+
+pub(super) fn run(settings: &Settings, settings_path: &Path) -> Result<()> {
+    let path = settings
+        .programs
+        .iter()
+        .map(|directory| format!("{}:", directory.display()))
+        .collect::<String>();
+    let environment = [
+        (
+            "PATH",
+            format!("{path}/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
+        ),
+        ("HOME", "/root".into()),
+        ("HOSTNAME", settings.name.clone()),
+        ("GOMAXPROCS", "2".into()),
+    ];
+    let manager = Manager {
+        settings,
+        environment: environment.into(),
+    };
+    manager.write_configuration()?;
+    let mut running = BTreeMap::new();
+    let containerd = Service {
+        name: "containerd",
+        argv: vec![
+            manager.program("containerd")?,
+            "--config".into(),
+            config::CONTAINERD.into(),
+        ],
+    };
+    running.insert(manager.start(&containerd)?, containerd);
+    manager.wait_for_containerd()?;
+    manager.import_images()?;
+    wait_for(
+        &settings.cluster_directory().join("api-ready"),
+        Duration::from_secs(300),
+    )?;
+    for service in manager.kubernetes(settings_path)? {
+        running.insert(manager.start(&service)?, service);
+    }
+    loop {
+        let (WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) = wait()? else {
+            continue;
+        };
+        if let Some(service) = running.remove(&pid.as_raw()) {
+            eprintln!("{} ended; starting it again", service.name);
+            // A service that dies at once must not keep a core busy.
+            std::thread::sleep(Duration::from_millis(500));
+            running.insert(manager.start(&service)?, service);
+        }
+    }
+}
+
+struct Manager<'a> {
+    settings: &'a Settings,
+    environment: BTreeMap<&'static str, String>,
+}
+
+impl Manager<'_> {
+    fn program(&self, name: &str) -> Result<String> {
+        Ok(self.settings.program(name)?.display().to_string())
+    }
+
+    fn write_configuration(&self) -> Result<()> {
+        for directory in ["/opt/cni/bin", "/etc/cni/net.d", "/etc/containerd"] {
+            fs::create_dir_all(directory)?;
+        }
+        let plugins = self.settings.program("cni")?;
+        for plugin in fs::read_dir(plugins)? {
+            let plugin = plugin?;
+            let link = Path::new("/opt/cni/bin").join(plugin.file_name());
+            let _ = fs::remove_file(&link);
+            symlink(plugin.path(), link)?;
+        }
+        fs::write(config::CNI_TEMPLATE, config::cni_template())?;
+        fs::write(config::CONTAINERD, config::containerd(&self.settings.program("runc")?))?;
+        fs::write("/run/kubelet.yaml", config::kubelet(self.settings))?;
+        fs::write("/run/proxy.yaml", config::proxy(self.settings))?;
+        Ok(())
+    }
+
+    /// What talks to the API server.
+    fn kubernetes(&self, settings_path: &Path) -> Result<Vec<Service>> {
+        let kubeconfig = self.settings.directory().join("kubelet.kubeconfig");
+        let kubelet = vec![
+            self.program("kubelet")?,
+            "--config=/run/kubelet.yaml".into(),
+            format!("--kubeconfig={}", kubeconfig.display()),
+            format!("--hostname-override={}", self.settings.name),
+            format!("--node-ip={}", self.settings.address),
+            "--v=2".into(),
+        ];
+        let proxy = vec![self.program("kube-proxy")?, "--config=/run/proxy.yaml".into()];
+        // By the link, not the name: the program's own directory is not mounted here.
+        let cni = vec![
+            "/proc/self/exe".into(),
+            "cni".into(),
+            settings_path.display().to_string(),
+        ];
+        Ok(vec![
+            Service {
+                name: "kubelet",
+                argv: kubelet,
+            },
+            Service {
+                name: "kube-proxy",
+                argv: proxy,
+            },
+            Service { name: "cni", argv: cni },
+        ])
+    }
+
+    fn start(&self, service: &Service) -> Result<i32> {
+        let log = self
+            .settings
+            .run
+            .join("log")
+            .join(format!("{}-{}.log", self.settings.name, service.name));
+        let log = fs::File::options().create(true).append(true).open(log)?;
+        let child = self
+            .command(&service.argv[0])
+            .args(&service.argv[1..])
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()
+            .with_context(|| format!("start {}", service.argv[0]))?;
+        Ok(i32::try_from(child.id())?)
+    }
+
+    fn command(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        command.env_clear().envs(&self.environment).stdin(Stdio::null());
+        command
+    }
+
+    fn wait_for_containerd(&self) -> Result<()> {
+        let ctr = self.program("ctr")?;
+        let start = Instant::now();
+        loop {
+            let status = self
+                .command(&ctr)
+                .arg("version")
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .status()?;
+            if status.success() {
+                return Ok(());
+            }
+            anyhow::ensure!(
+                start.elapsed() < Duration::from_secs(120),
+                "containerd does not answer after 120 s"
+            );
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// All images of the lab and of this cluster, at the same time.
+    fn import_images(&self) -> Result<()> {
+        let ctr = self.program("ctr")?;
+        let directories = [
+            self.settings.run.join("images"),
+            self.settings.cluster_directory().join("images"),
+        ];
+        let archives = directories
+            .iter()
+            .filter_map(|directory| fs::read_dir(directory).ok())
+            .flatten();
+        let archives = archives
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .filter(|p| p.extension().is_some_and(|e| e == "tar"));
+        let archives: Vec<PathBuf> = archives.collect();
+        let mut imports = vec![];
+        for archive in archives {
+            let mut command = self.command(&ctr);
+            command.args(["-n", "k8s.io", "images", "import"]).arg(&archive);
+            imports.push((command.spawn()?, archive));
+        }
+        for (mut import, archive) in imports {
+            anyhow::ensure!(import.wait()?.success(), "cannot import {}", archive.display());
+        }
+        Ok(())
+    }
+}
+
+fn wait_for(file: &Path, patience: Duration) -> Result<()> {
+    let start = Instant::now();
+    while !file.exists() {
+        anyhow::ensure!(start.elapsed() < patience, "{} did not appear", file.display());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Ok(())
+}

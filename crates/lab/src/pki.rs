@@ -1,0 +1,124 @@
+//! Keys and certificates: one authority per cluster, its server and client certificates, and kubeconfigs. No files here.
+
+use std::net::IpAddr;
+
+use base64::{Engine, engine::general_purpose::STANDARD};
+use rcgen::{
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, SanType,
+};
+
+/// A certificate and its key, both PEM.
+#[derive(Debug, Clone)]
+pub(crate) struct Pair {
+    pub(crate) certificate: String,
+    pub(crate) key: String,
+}
+
+/// A cluster's certificate authority.
+pub(crate) struct Authority {
+    certificate: String,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+impl Authority {
+    /// A new authority; every cluster has its own, as real clusters do.
+    pub(crate) fn new(cluster: &str) -> Result<(Self, Pair), rcgen::Error> {
+        let key = KeyPair::generate()?;
+        let mut params = CertificateParams::default();
+        params.distinguished_name = name(&format!("{cluster}-ca"), None);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
+        let certificate = params.self_signed(&key)?.pem();
+        let pair = Pair {
+            certificate: certificate.clone(),
+            key: key.serialize_pem(),
+        };
+        Ok((
+            Self {
+                certificate,
+                issuer: Issuer::new(params, key),
+            },
+            pair,
+        ))
+    }
+
+    /// An authority read back, for a node that joins a standing lab.
+    pub(crate) fn load(cluster: &str, pair: &Pair) -> Result<Self, rcgen::Error> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = name(&format!("{cluster}-ca"), None);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
+        let issuer = Issuer::new(params, KeyPair::from_pem(&pair.key)?);
+        Ok(Self {
+            certificate: pair.certificate.clone(),
+            issuer,
+        })
+    }
+
+    /// The API server's certificate, for the names and addresses it is reached by.
+    pub(crate) fn server(&self, names: &[&str], addresses: &[IpAddr]) -> Result<Pair, rcgen::Error> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = name("kube-apiserver", None);
+        for dns in names {
+            params.subject_alt_names.push(SanType::DnsName((*dns).try_into()?));
+        }
+        params
+            .subject_alt_names
+            .extend(addresses.iter().map(|address| SanType::IpAddress(*address)));
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        self.sign(params)
+    }
+
+    /// A client certificate: `user` is the name and `group` the group that the API server sees.
+    pub(crate) fn client(&self, user: &str, group: Option<&str>) -> Result<Pair, rcgen::Error> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = name(user, group);
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        self.sign(params)
+    }
+
+    /// A kubeconfig with everything inline, for a user of this cluster.
+    pub(crate) fn kubeconfig(
+        &self,
+        cluster: &str,
+        server: &str,
+        user: &str,
+        group: Option<&str>,
+    ) -> Result<String, rcgen::Error> {
+        let pair = self.client(user, group)?;
+        let [ca, certificate, key] =
+            [&self.certificate, &pair.certificate, &pair.key].map(|pem| STANDARD.encode(pem.as_bytes()));
+        Ok(format!(
+            "apiVersion: v1\nkind: Config\n\
+             clusters:\n- name: {cluster}\n  cluster:\n    server: {server}\n    certificate-authority-data: {ca}\n\
+             users:\n- name: {user}\n  user:\n    client-certificate-data: {certificate}\n    client-key-data: {key}\n\
+             contexts:\n- name: {user}@{cluster}\n  context: {{cluster: {cluster}, user: {user}}}\n\
+             current-context: {user}@{cluster}\n"
+        ))
+    }
+
+    fn sign(&self, mut params: CertificateParams) -> Result<Pair, rcgen::Error> {
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        let key = KeyPair::generate()?;
+        let certificate = params.signed_by(&key, &self.issuer)?.pem();
+        Ok(Pair {
+            certificate,
+            key: key.serialize_pem(),
+        })
+    }
+}
+
+/// A key that signs ServiceAccount tokens: (private, public), PEM.
+pub(crate) fn service_account_key() -> Result<(String, String), rcgen::Error> {
+    let key = KeyPair::generate()?;
+    Ok((key.serialize_pem(), key.public_key_pem()))
+}
+
+fn name(common: &str, organisation: Option<&str>) -> DistinguishedName {
+    let mut name = DistinguishedName::new();
+    if let Some(organisation) = organisation {
+        name.push(DnType::OrganizationName, organisation);
+    }
+    name.push(DnType::CommonName, common);
+    name
+}

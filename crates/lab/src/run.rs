@@ -1,0 +1,288 @@
+//! A lab's run directory and the owner's end of the supervisor: start it, ask it, find and sweep dead ones.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use nix::fcntl::{Flock, FlockArg};
+
+use crate::cgroup::Cgroups;
+use crate::supervisor::{Request, Response};
+use crate::{Error, Result};
+
+pub(crate) const SOCKET: &str = "control.sock";
+/// Held by the supervisor while it lives.
+pub(crate) const SUPERVISOR_LOCK: &str = "supervisor.lock";
+/// Held by the owner until its supervisor lives.
+const OWNER_LOCK: &str = "owner.lock";
+const ROOT: &str = "/run/clustermesh-lab";
+
+/// A running lab's directory, and the life line if this process owns it.
+#[derive(Debug)]
+pub(crate) struct Run {
+    pub(crate) directory: PathBuf,
+    /// `unshare`, whose child is the supervisor. None = attached, not owned.
+    supervisor: Option<Child>,
+}
+
+impl Run {
+    /// Sweeps dead labs, then makes a directory and starts the supervisor for it.
+    pub(crate) fn start() -> Result<Self> {
+        if !nix::unistd::geteuid().is_root() {
+            return Err(Error::Missing {
+                what: "the right to make network namespaces".into(),
+                remedy: "run as root (`sudo -E cargo ...`)".into(),
+            });
+        }
+        sweep();
+        let program = lab_program()?;
+        static STARTED: AtomicU32 = AtomicU32::new(0);
+        let count = STARTED.fetch_add(1, Ordering::Relaxed);
+        let id = format!("{:x}-{}-{count}", now_millis() & 0xff_ffff_ffff, std::process::id());
+        // Not seen by a sweeper until the lock in it is held.
+        let hidden = Path::new(ROOT).join(format!(".{id}"));
+        std::fs::create_dir_all(hidden.join("log")).map_err(Error::io(format!("create {}", hidden.display())))?;
+        let lock = std::fs::File::create(hidden.join(OWNER_LOCK)).map_err(Error::io("create the owner's lock"))?;
+        let _lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock)
+            .map_err(|(_, errno)| Error::errno("take the owner's lock")(errno))?;
+        let directory = Path::new(ROOT).join(id);
+        std::fs::rename(&hidden, &directory).map_err(Error::io(format!("rename to {}", directory.display())))?;
+
+        let log = directory.join("log/supervisor.log");
+        let log = std::fs::File::create(&log).map_err(Error::io(format!("create {}", log.display())))?;
+        let child = Command::new("unshare")
+            .args([
+                "--pid",
+                "--fork",
+                "--kill-child",
+                "--mount",
+                "--propagation",
+                "private",
+                "--",
+            ])
+            .arg(program)
+            .arg("supervise")
+            .arg(&directory)
+            .stdin(Stdio::piped())
+            .stdout(log.try_clone().map_err(Error::io("clone a log handle"))?)
+            .stderr(log)
+            // Ctrl-C in a terminal must reach the owner alone; the closing life line does the rest in order.
+            .process_group(0)
+            .spawn()
+            .map_err(Error::io("start `unshare` (package util-linux)"))?;
+        let mut run = Self {
+            directory,
+            supervisor: Some(child),
+        };
+        run.wait_for_supervisor()?;
+        Ok(run)
+    }
+
+    fn wait_for_supervisor(&mut self) -> Result<()> {
+        let start = Instant::now();
+        while self.ask(&Request::Running).is_err() {
+            let ended = self
+                .supervisor
+                .as_mut()
+                .and_then(|child| child.try_wait().ok().flatten());
+            if ended.is_some() || start.elapsed() > Duration::from_secs(20) {
+                let log = std::fs::read_to_string(self.directory.join("log/supervisor.log")).unwrap_or_default();
+                return Err(self.refused(format!("did not start: {}", log.trim())));
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(())
+    }
+
+    /// Joins a lab that stands already.
+    pub(crate) fn attach(directory: &Path) -> Result<Self> {
+        let run = Self {
+            directory: directory.into(),
+            supervisor: None,
+        };
+        run.ask(&Request::Running)?;
+        Ok(run)
+    }
+
+    /// One request, one answer.
+    pub(crate) fn ask(&self, request: &Request) -> Result<Response> {
+        let path = self.directory.join(SOCKET);
+        let gone = |error: std::io::Error| self.refused(format!("does not answer: {error}"));
+        let mut stream = UnixStream::connect(path).map_err(gone)?;
+        let mut line = serde_json::to_string(request).map_err(|error| self.refused(error.to_string()))?;
+        line.push('\n');
+        stream.write_all(line.as_bytes()).map_err(gone)?;
+        let mut answer = String::new();
+        BufReader::new(stream).read_line(&mut answer).map_err(gone)?;
+        match serde_json::from_str(&answer) {
+            Ok(Response::Failed(message)) => Err(self.refused(message)),
+            Ok(response) => Ok(response),
+            Err(error) => Err(self.refused(format!("gave no answer: {error}"))),
+        }
+    }
+
+    /// Lets the lab stand when this process ends.
+    pub(crate) fn keep(&mut self) -> Result<()> {
+        self.ask(&Request::Keep)?;
+        self.supervisor = None;
+        Ok(())
+    }
+
+    fn refused(&self, message: String) -> Error {
+        Error::Supervisor {
+            run: self.directory.clone(),
+            message,
+        }
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        let Some(mut child) = self.supervisor.take() else {
+            return;
+        };
+        drop(child.stdin.take());
+        let start = Instant::now();
+        while matches!(child.try_wait(), Ok(None)) {
+            if start.elapsed() > Duration::from_secs(30) {
+                eprintln!("the lab's supervisor did not end by itself; killing it");
+                // Its child is killed with it (--kill-child), and all that is below with that.
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        if self.directory.exists() {
+            sweep();
+        }
+    }
+}
+
+/// The labs that stand on this machine: their run directories.
+pub fn standing() -> Vec<PathBuf> {
+    runs().into_iter().filter(|run| Run::attach(run).is_ok()).collect()
+}
+
+/// Takes every standing lab down and sweeps what dead ones left.
+///
+/// # Errors
+/// When one does not go within half a minute.
+pub fn down_all() -> Result<()> {
+    for directory in standing() {
+        down(&directory)?;
+    }
+    sweep();
+    Ok(())
+}
+
+/// Takes down one lab, whoever owns it.
+pub(crate) fn down(directory: &Path) -> Result<()> {
+    let run = Run {
+        directory: directory.into(),
+        supervisor: None,
+    };
+    // No answer comes: the supervisor ends.
+    let _ = run.ask(&Request::Down);
+    let start = Instant::now();
+    while directory.exists() && is_locked(&directory.join(SUPERVISOR_LOCK)) {
+        if start.elapsed() > Duration::from_secs(30) {
+            return Err(run.refused("did not go down within 30 s".into()));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
+/// Removes what dead labs left: cgroups and files. (Processes, mounts and namespaces died with their supervisor.)
+fn sweep() {
+    let Ok(cgroups) = Cgroups::detect() else { return };
+    for run in runs() {
+        if is_locked(&run.join(SUPERVISOR_LOCK)) || is_locked(&run.join(OWNER_LOCK)) {
+            continue;
+        }
+        // Not empty = its processes are just dying; the next sweep gets it.
+        let cgroup = cgroups.of(&run, None);
+        let start = Instant::now();
+        while !cgroup.is_empty() && start.elapsed() < Duration::from_secs(5) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        if cgroup.remove().is_ok() {
+            let _ = std::fs::remove_dir_all(&run);
+        }
+    }
+}
+
+fn runs() -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(ROOT) else {
+        return vec![];
+    };
+    let paths = entries.filter_map(|entry| entry.ok().map(|entry| entry.path()));
+    let mut runs: Vec<_> = paths
+        .filter(|path| !path.file_name().is_some_and(|n| n.as_encoded_bytes()[0] == b'.'))
+        .collect();
+    runs.sort();
+    runs
+}
+
+fn is_locked(path: &Path) -> bool {
+    let Ok(file) = std::fs::File::open(path) else {
+        return false;
+    };
+    Flock::lock(file, FlockArg::LockSharedNonblock).is_err()
+}
+
+fn now_millis() -> u128 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_millis()
+}
+
+/// Where a program of ours is: `CARGO_BIN_EXE_<name>` (cargo sets it for the tests of the lab's package), then
+/// `CLUSTERMESH_BIN_DIR`, then beside this program or one directory up (test binaries lie in `deps/`).
+pub(crate) fn our_program(name: &str) -> Result<PathBuf> {
+    let mut candidates = vec![];
+    candidates.extend(std::env::var_os(format!("CARGO_BIN_EXE_{name}")).map(PathBuf::from));
+    candidates.extend(std::env::var_os("CLUSTERMESH_BIN_DIR").map(|directory| Path::new(&directory).join(name)));
+    let own = std::env::current_exe().unwrap_or_default();
+    candidates.extend(own.ancestors().skip(1).take(2).map(|directory| directory.join(name)));
+    candidates
+        .into_iter()
+        .find(|path| path.is_file())
+        .ok_or_else(|| Error::Missing {
+            what: format!("the program {name}"),
+            remedy:
+                "`cargo xtask test` builds it; by hand: `cargo build -p clustermesh-lab`, or set CLUSTERMESH_BIN_DIR"
+                    .into(),
+        })
+}
+
+pub(crate) fn lab_program() -> Result<PathBuf> {
+    our_program("clustermesh-lab")
+}
+
+/// Where logs of failed runs are kept.
+pub(crate) fn logs_home() -> Result<PathBuf> {
+    Ok(crate::lab_home()?.join("failed"))
+}
+
+/// Copies the files of one directory, and removes copies of runs that are older than a day.
+pub(crate) fn copy_logs(from: &Path, to: &Path) -> std::io::Result<()> {
+    let parent = to.parent().unwrap_or(to);
+    std::fs::create_dir_all(to)?;
+    for entry in std::fs::read_dir(parent)?.filter_map(|entry| entry.ok()) {
+        let age = entry.metadata()?.modified()?.elapsed().unwrap_or_default();
+        if age > Duration::from_secs(24 * 3600) {
+            std::fs::remove_dir_all(entry.path())?;
+        }
+    }
+    for entry in std::fs::read_dir(from)? {
+        let entry = entry?;
+        std::fs::copy(entry.path(), to.join(entry.file_name()))?;
+    }
+    Ok(())
+}

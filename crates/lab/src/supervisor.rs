@@ -1,0 +1,233 @@
+//! The supervisor: one process per lab that is the ancestor of everything the lab runs. It holds the network
+//! namespaces, starts and ends processes, forwards ports, and takes all of it down when its life line closes.
+//!
+//! It is pid 1 of its own pid namespace, so nothing it started can outlive it.
+
+mod forward;
+mod protocol;
+mod reaper;
+pub mod stages;
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use nix::fcntl::{Flock, FlockArg};
+use nix::sched::{CloneFlags, unshare};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+pub(crate) use protocol::{Request, Response};
+use reaper::Reaper;
+
+use crate::cgroup::Cgroups;
+use crate::run;
+
+/// How long a killed machine may take to disappear.
+const GONE: Duration = Duration::from_secs(20);
+
+struct Supervisor {
+    run: PathBuf,
+    /// Our pid as the host sees it: the host's /proc is still mounted here.
+    host_pid: String,
+    cgroups: Cgroups,
+    reaper: Reaper,
+    state: Mutex<State>,
+    keep: AtomicBool,
+}
+
+#[derive(Default)]
+struct State {
+    namespaces: BTreeMap<String, std::fs::File>,
+    /// Name -> pid in our namespace.
+    processes: BTreeMap<String, Pid>,
+}
+
+/// Runs until the life line (standard input) closes or `Down` is asked for; does not return in the good case.
+fn serve(run: &Path) -> anyhow::Result<()> {
+    let lock = std::fs::File::create(run.join(run::SUPERVISOR_LOCK))?;
+    let _lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno)?;
+    let host_pid = std::fs::read_link("/proc/self")?.to_string_lossy().into_owned();
+    std::fs::write(run.join("supervisor.pid"), &host_pid)?;
+    let supervisor = Arc::new(Supervisor {
+        run: run.into(),
+        host_pid,
+        cgroups: Cgroups::detect()?,
+        reaper: Reaper::start(),
+        state: Mutex::default(),
+        keep: AtomicBool::new(false),
+    });
+    std::fs::create_dir_all(run.join("ns"))?;
+    let listener = UnixListener::bind(run.join(run::SOCKET))?;
+    let watched = supervisor.clone();
+    std::thread::spawn(move || watched.watch_life_line());
+    for connection in listener.incoming() {
+        let connection = connection?;
+        let serving = supervisor.clone();
+        std::thread::spawn(move || serving.answer(connection));
+    }
+    Ok(())
+}
+
+impl Supervisor {
+    /// Reads standard input to its end: the owner's side of the pipe closes when the owner ends, however it ends.
+    fn watch_life_line(&self) {
+        let mut buffer = [0; 64];
+        while !matches!(std::io::stdin().read(&mut buffer), Ok(0) | Err(_)) {}
+        if !self.keep.load(Ordering::SeqCst) {
+            self.down();
+        }
+    }
+
+    fn answer(&self, connection: UnixStream) {
+        let mut line = String::new();
+        if BufReader::new(&connection).read_line(&mut line).is_err() {
+            return;
+        }
+        let response = match serde_json::from_str(&line) {
+            Ok(request) => self
+                .act(request)
+                .unwrap_or_else(|error| Response::Failed(format!("{error:#}"))),
+            Err(error) => Response::Failed(format!("cannot read the request: {error}")),
+        };
+        let mut text = serde_json::to_string(&response).unwrap_or_default();
+        text.push('\n');
+        // The asker may be gone; then nobody misses the answer.
+        let _ = (&connection).write_all(text.as_bytes());
+    }
+
+    fn act(&self, request: Request) -> anyhow::Result<Response> {
+        match request {
+            Request::AddNamespace { name } => self.add_namespace(&name)?,
+            Request::DropNamespace { name } => self.drop_namespace(&name)?,
+            Request::Start { name, argv, env, log } => self.start(&name, &argv, &env, &log)?,
+            Request::Kill { name } => self.kill(&name)?,
+            Request::Signal { name, signal } => {
+                let pid = self.pid(&name)?;
+                kill(pid, Signal::try_from(signal)?)?;
+            }
+            Request::Forward { namespace, to } => {
+                let namespace = self
+                    .lock()
+                    .namespaces
+                    .get(&namespace)
+                    .map(std::fs::File::try_clone)
+                    .transpose()?;
+                let namespace = namespace.ok_or_else(|| anyhow::anyhow!("no such network namespace"))?;
+                return Ok(Response::Port(forward::start(namespace, to)?));
+            }
+            Request::Running => {
+                let state = self.lock();
+                let names = state.processes.iter().filter(|(_, pid)| !self.reaper.ended(**pid));
+                return Ok(Response::Names(names.map(|(name, _)| name.clone()).collect()));
+            }
+            Request::Keep => self.keep.store(true, Ordering::SeqCst),
+            Request::Down => self.down(),
+        }
+        Ok(Response::Done)
+    }
+
+    /// A new network namespace, held by a descriptor of ours and reachable for others through a link to it.
+    fn add_namespace(&self, name: &str) -> anyhow::Result<()> {
+        let made = std::thread::spawn(|| -> anyhow::Result<std::fs::File> {
+            unshare(CloneFlags::CLONE_NEWNET)?;
+            Ok(std::fs::File::open("/proc/thread-self/ns/net")?)
+        });
+        let namespace = made
+            .join()
+            .map_err(|_| anyhow::anyhow!("the thread that makes namespaces panicked"))??;
+        let link = self.run.join("ns").join(name);
+        anyhow::ensure!(
+            !self.lock().namespaces.contains_key(name),
+            "the network namespace {name} exists already"
+        );
+        std::os::unix::fs::symlink(format!("/proc/{}/fd/{}", self.host_pid, namespace.as_raw_fd()), link)?;
+        self.lock().namespaces.insert(name.into(), namespace);
+        Ok(())
+    }
+
+    fn drop_namespace(&self, name: &str) -> anyhow::Result<()> {
+        std::fs::remove_file(self.run.join("ns").join(name))?;
+        self.lock().namespaces.remove(name);
+        Ok(())
+    }
+
+    fn start(&self, name: &str, argv: &[String], env: &BTreeMap<String, String>, log: &Path) -> anyhow::Result<()> {
+        let mut state = self.lock();
+        if let Some(pid) = state.processes.get(name) {
+            anyhow::ensure!(self.reaper.ended(*pid), "{name} is running already");
+        }
+        let log = std::fs::File::options().create(true).append(true).open(log)?;
+        let mut command = Command::new(&argv[0]);
+        command
+            .args(&argv[1..])
+            .envs(env)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log);
+        let pid = self
+            .reaper
+            .spawn(&mut command)
+            .map_err(|error| anyhow::anyhow!("start {}: {error}", argv[0]))?;
+        state.processes.insert(name.into(), pid);
+        Ok(())
+    }
+
+    fn pid(&self, name: &str) -> anyhow::Result<Pid> {
+        let pid = self
+            .lock()
+            .processes
+            .get(name)
+            .copied()
+            .filter(|pid| !self.reaper.ended(*pid));
+        pid.ok_or_else(|| anyhow::anyhow!("{name} is not running; its log is in {}/log", self.run.display()))
+    }
+
+    /// Kills a process or machine and waits until nothing of it is left.
+    fn kill(&self, name: &str) -> anyhow::Result<()> {
+        let pid = self.pid(name)?;
+        kill(pid, Signal::SIGKILL)?;
+        let deadline = Instant::now() + GONE;
+        let cgroup = self.cgroups.of(&self.run, Some(name));
+        while !(self.reaper.ended(pid) && cgroup.is_empty()) {
+            anyhow::ensure!(
+                Instant::now() < deadline,
+                "{name} was killed but did not go within {} s",
+                GONE.as_secs()
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        self.lock().processes.remove(name);
+        cgroup.remove()
+    }
+
+    /// Ends everything and this process too. What fails is written to the log; the rest is done all the same.
+    fn down(&self) -> ! {
+        // Nobody may start anything now; the guard is never given back.
+        let _state = self.lock();
+        // To pid 1 of a pid namespace, -1 means everything else in it.
+        let _ = kill(Pid::from_raw(-1), Signal::SIGKILL);
+        let deadline = Instant::now() + GONE;
+        let cgroup = self.cgroups.of(&self.run, None);
+        while !(self.reaper.childless() && cgroup.is_empty()) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        if let Err(error) = cgroup.remove() {
+            eprintln!("down: {error:#}");
+        }
+        if let Err(error) = std::fs::remove_dir_all(&self.run) {
+            eprintln!("down: remove {}: {error}", self.run.display());
+        }
+        std::process::exit(0)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

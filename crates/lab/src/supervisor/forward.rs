@@ -1,0 +1,46 @@
+//! A port of the host's loopback that leads to an address inside a network namespace.
+
+use std::net::{Ipv4Addr, SocketAddr};
+
+use nix::sched::{CloneFlags, setns};
+
+/// Starts forwarding and returns the port. Runs until the process ends.
+pub(super) fn start(namespace: std::fs::File, to: SocketAddr) -> anyhow::Result<u16> {
+    // A socket belongs to the namespace of the thread that makes it: listen here, dial there.
+    let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    listener.set_nonblocking(true)?;
+    let port = listener.local_addr()?.port();
+    let (ready, entered) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let runtime = setns(&namespace, CloneFlags::CLONE_NEWNET)
+            .map_err(anyhow::Error::from)
+            .and_then(|()| Ok(tokio::runtime::Builder::new_current_thread().enable_all().build()?));
+        match runtime {
+            Ok(runtime) => {
+                let _ = ready.send(Ok(()));
+                runtime.block_on(splice_all(listener, to));
+            }
+            Err(error) => drop(ready.send(Err(error))),
+        }
+    });
+    entered.recv()??;
+    Ok(port)
+}
+
+async fn splice_all(listener: std::net::TcpListener, to: SocketAddr) {
+    let listener = match tokio::net::TcpListener::from_std(listener) {
+        Ok(listener) => listener,
+        Err(error) => return eprintln!("forward to {to}: {error}"),
+    };
+    loop {
+        let Ok((mut near, _)) = listener.accept().await else {
+            continue;
+        };
+        tokio::spawn(async move {
+            if let Ok(mut far) = tokio::net::TcpStream::connect(to).await {
+                // Either side may reset; both sockets close then, which is all a forwarder can do.
+                let _ = tokio::io::copy_bidirectional(&mut near, &mut far).await;
+            }
+        });
+    }
+}

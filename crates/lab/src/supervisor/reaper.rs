@@ -1,0 +1,66 @@
+//! Collecting ended processes: pid 1 inherits every orphan of its namespace.
+
+use std::collections::BTreeSet;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::sys::wait::{WaitStatus, wait};
+use nix::unistd::Pid;
+
+/// Knows which children have ended.
+pub(super) struct Reaper {
+    ended: Arc<Mutex<BTreeSet<Pid>>>,
+    childless: Arc<AtomicBool>,
+}
+
+impl Reaper {
+    pub(super) fn start() -> Self {
+        let reaper = Self {
+            ended: Arc::default(),
+            childless: Arc::default(),
+        };
+        let (ended, childless) = (reaper.ended.clone(), reaper.childless.clone());
+        std::thread::spawn(move || {
+            loop {
+                match wait() {
+                    Ok(status @ (WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..))) => {
+                        eprintln!("ended: {status:?}");
+                        ended.lock().unwrap_or_else(PoisonError::into_inner).insert(pid);
+                    }
+                    Err(Errno::ECHILD) => {
+                        childless.store(true, Ordering::SeqCst);
+                        std::thread::sleep(Duration::from_millis(10));
+                        continue;
+                    }
+                    _ => {}
+                }
+                childless.store(false, Ordering::SeqCst);
+            }
+        });
+        reaper
+    }
+
+    /// Starts a child. Its number may have been another's before: that one's end is forgotten.
+    pub(super) fn spawn(&self, command: &mut Command) -> std::io::Result<Pid> {
+        // Held over both steps, so that the end of the new child cannot be noted and then forgotten.
+        let mut ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        let id = command.spawn()?.id();
+        let pid = Pid::from_raw(i32::try_from(id).map_err(std::io::Error::other)?);
+        ended.remove(&pid);
+        self.childless.store(false, Ordering::SeqCst);
+        Ok(pid)
+    }
+
+    /// Whether this child has ended.
+    pub(super) fn ended(&self, pid: Pid) -> bool {
+        self.ended.lock().unwrap_or_else(PoisonError::into_inner).contains(&pid)
+    }
+
+    /// Whether there was no child left at the last look.
+    pub(super) fn childless(&self) -> bool {
+        self.childless.load(Ordering::SeqCst)
+    }
+}

@@ -1,0 +1,152 @@
+//! The programs the lab runs: built from the pinned Go modules in `tools/` into a cache that is keyed by what they are
+//! built from. Nothing is installed on the machine.
+
+mod build;
+mod sets;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use nix::fcntl::{Flock, FlockArg};
+use sha2::{Digest, Sha256};
+
+use crate::{Error, Result};
+
+pub use sets::ArtefactSet;
+
+/// Where downloads and builds are kept: `$LAB_HOME`, else `$HOME/.cache/clustermesh-lab`.
+///
+/// # Errors
+/// When neither variable is set.
+pub fn lab_home() -> Result<PathBuf> {
+    if let Some(home) = std::env::var_os("LAB_HOME") {
+        return Ok(home.into());
+    }
+    let home = std::env::var_os("HOME").ok_or_else(|| Error::Missing {
+        what: "the environment variable HOME".into(),
+        remedy: "set it, or LAB_HOME to a directory with 2 GiB of room".into(),
+    })?;
+    Ok(Path::new(&home).join(".cache/clustermesh-lab"))
+}
+
+/// Built artefacts, by directory.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Tools {
+    directories: Vec<(ArtefactSet, PathBuf)>,
+}
+
+impl Tools {
+    /// Makes sure that the sets are in the cache, building what is not; `progress` gets one line for each step.
+    /// A second process that wants to build waits for the first. A killed build leaves no half set.
+    ///
+    /// `KUBEBUILDER_ASSETS` (a directory with etcd, kube-apiserver and kubectl) replaces [`ArtefactSet::ControlPlane`].
+    ///
+    /// # Errors
+    /// When Go, a compiler or libseccomp is missing, or a build fails; the message quotes its end.
+    pub fn ensure(sets: &[ArtefactSet], progress: &dyn Fn(&str)) -> Result<Self> {
+        let directories = sets
+            .iter()
+            .map(|set| Ok((*set, ensure_one(*set, progress)?)))
+            .collect::<Result<_>>()?;
+        Ok(Self { directories })
+    }
+
+    /// The path of a program (or other file) of these sets.
+    ///
+    /// # Errors
+    /// When no set given to [`Tools::ensure`] has it.
+    pub fn path(&self, name: &str) -> Result<PathBuf> {
+        let mut paths = self.directories.iter().map(|(_, directory)| directory.join(name));
+        paths.find(|path| path.exists()).ok_or_else(|| Error::Missing {
+            what: format!("{name} among the lab's tools"),
+            remedy: format!("it is in none of {:?}", self.directories),
+        })
+    }
+
+    /// The directory of one set.
+    pub(crate) fn directory(&self, wanted: ArtefactSet) -> Option<&Path> {
+        self.directories
+            .iter()
+            .find(|(set, _)| *set == wanted)
+            .map(|(_, directory)| directory.as_path())
+    }
+}
+
+fn ensure_one(set: ArtefactSet, progress: &dyn Fn(&str)) -> Result<PathBuf> {
+    if set == ArtefactSet::ControlPlane
+        && let Some(assets) = std::env::var_os("KUBEBUILDER_ASSETS")
+    {
+        let assets = PathBuf::from(assets);
+        return match set.outputs().find(|name| !assets.join(name).exists()) {
+            None => Ok(assets),
+            Some(name) => Err(Error::Missing {
+                what: format!("{name} in KUBEBUILDER_ASSETS ({})", assets.display()),
+                remedy: "unset the variable to let the lab build its own, or complete the directory".into(),
+            }),
+        };
+    }
+    let home = lab_home()?;
+    let directory = home.join(format!("{}-{}", set.name(), key(set)?));
+    if directory.exists() {
+        return Ok(directory);
+    }
+    std::fs::create_dir_all(&home).map_err(Error::io(format!("create {}", home.display())))?;
+    let _lock = lock(&home.join("build.lock"), progress)?;
+    // Another process may have built it while this one waited.
+    if !directory.exists() {
+        build::build(set, &home, &directory, progress)?;
+    }
+    Ok(directory)
+}
+
+/// Twelve hex digits over everything the set is built from.
+fn key(set: ArtefactSet) -> Result<String> {
+    let mut hash = Sha256::new();
+    hash.update(set.recipe());
+    hash.update(go_version()?);
+    let source = set.source();
+    let mut files: Vec<_> = std::fs::read_dir(&source)
+        .map_err(Error::io(format!("read {}", source.display())))?
+        .filter_map(|entry| entry.ok().map(|entry| entry.path()))
+        .filter(|path| path.is_file())
+        .collect();
+    files.sort();
+    for file in files {
+        let bytes = std::fs::read(&file).map_err(Error::io(format!("read {}", file.display())))?;
+        hash.update(file.file_name().unwrap_or_default().as_encoded_bytes());
+        hash.update((bytes.len() as u64).to_be_bytes());
+        hash.update(bytes);
+    }
+    Ok(hash
+        .finalize()
+        .iter()
+        .take(6)
+        .map(|byte| format!("{byte:02x}"))
+        .collect())
+}
+
+fn go_version() -> Result<Vec<u8>> {
+    let missing = |_| Error::Missing {
+        what: "Go (the program `go`)".into(),
+        remedy: "install Go 1.26 or newer from https://go.dev/dl/ and put it into PATH".into(),
+    };
+    // Outside any module, so that no go.mod's toolchain line takes part.
+    Ok(Command::new("go")
+        .args(["env", "GOVERSION", "GOARCH"])
+        .current_dir("/")
+        .output()
+        .map_err(missing)?
+        .stdout)
+}
+
+fn lock(path: &Path, progress: &dyn Fn(&str)) -> Result<Flock<std::fs::File>> {
+    let open = || std::fs::File::create(path).map_err(Error::io(format!("open {}", path.display())));
+    match Flock::lock(open()?, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => Ok(lock),
+        Err(_) => {
+            progress("another process is building the lab's tools; waiting for it");
+            Flock::lock(open()?, FlockArg::LockExclusive)
+                .map_err(|(_, errno)| Error::errno(format!("lock {}", path.display()))(errno))
+        }
+    }
+}

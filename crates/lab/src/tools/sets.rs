@@ -1,0 +1,138 @@
+//! Which programs make up each set, and with which flags. Data only.
+
+use std::path::PathBuf;
+
+const KUBERNETES: &str = "v1.36.3";
+const CONTAINERD: &str = "github.com/containerd/containerd/v2";
+
+/// A group of programs that are built and cached together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+pub enum ArtefactSet {
+    /// etcd, kube-apiserver, kubectl: what tests on real API servers need.
+    ControlPlane,
+    /// kube-controller-manager, kube-scheduler, kubelet, kube-proxy.
+    Nodes,
+    /// containerd, its shim, ctr, runc and the CNI plugins (in `cni/`).
+    Runtime,
+    /// CoreDNS.
+    Dns,
+    /// Current wireguard-go, a peer to compare and interoperate with.
+    WireguardGo,
+}
+
+/// One `go build`.
+pub(super) struct GoBuild {
+    /// File in the set's directory.
+    pub(super) output: &'static str,
+    pub(super) package: String,
+    pub(super) tags: &'static str,
+    /// `-X` definitions, without the `-X`.
+    pub(super) define: String,
+    /// Needs a C compiler and libseccomp, linked statically.
+    pub(super) cgo_static: bool,
+}
+
+impl GoBuild {
+    fn new(output: &'static str, package: impl Into<String>) -> Self {
+        Self {
+            output,
+            package: package.into(),
+            tags: "",
+            define: String::new(),
+            cgo_static: false,
+        }
+    }
+}
+
+impl ArtefactSet {
+    /// Everything.
+    pub const ALL: [Self; 5] = [
+        Self::ControlPlane,
+        Self::Nodes,
+        Self::Runtime,
+        Self::Dns,
+        Self::WireguardGo,
+    ];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::ControlPlane => "control-plane",
+            Self::Nodes => "nodes",
+            Self::Runtime => "runtime",
+            Self::Dns => "dns",
+            Self::WireguardGo => "wireguard-go",
+        }
+    }
+
+    /// The directory with the go.mod that pins it.
+    pub(super) fn source(self) -> PathBuf {
+        let module = match self {
+            Self::ControlPlane | Self::Nodes => "k8s",
+            Self::Runtime => "runtime",
+            Self::Dns => "dns",
+            Self::WireguardGo => "wireguard",
+        };
+        PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tools")).join(module)
+    }
+
+    pub(super) fn builds(self) -> Vec<GoBuild> {
+        let kubernetes = |output| GoBuild {
+            define: format!("k8s.io/component-base/version.gitVersion={KUBERNETES}"),
+            ..GoBuild::new(output, format!("k8s.io/kubernetes/cmd/{output}"))
+        };
+        let cni = |output: &'static str, package| {
+            GoBuild::new(
+                output,
+                format!("github.com/containernetworking/plugins/plugins/{package}"),
+            )
+        };
+        match self {
+            Self::ControlPlane => vec![
+                GoBuild::new("etcd", "go.etcd.io/etcd/server/v3"),
+                kubernetes("kube-apiserver"),
+                kubernetes("kubectl"),
+            ],
+            Self::Nodes => ["kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy"]
+                .map(kubernetes)
+                .into(),
+            Self::Runtime => vec![
+                GoBuild {
+                    tags: "no_btrfs,no_devmapper,no_zfs,no_aufs,no_tracing",
+                    define: format!("{CONTAINERD}/version.Version=v2.4.2"),
+                    ..GoBuild::new("containerd", format!("{CONTAINERD}/cmd/containerd"))
+                },
+                GoBuild {
+                    tags: "no_grpc",
+                    ..GoBuild::new(
+                        "containerd-shim-runc-v2",
+                        format!("{CONTAINERD}/cmd/containerd-shim-runc-v2"),
+                    )
+                },
+                GoBuild::new("ctr", format!("{CONTAINERD}/cmd/ctr")),
+                cni("cni/bridge", "main/bridge"),
+                cni("cni/loopback", "main/loopback"),
+                cni("cni/host-local", "ipam/host-local"),
+                cni("cni/portmap", "meta/portmap"),
+                GoBuild {
+                    tags: "seccomp,netgo,osusergo",
+                    define: "main.version=1.5.2".into(),
+                    cgo_static: true,
+                    ..GoBuild::new("runc", "github.com/opencontainers/runc")
+                },
+            ],
+            Self::Dns => vec![GoBuild::new("coredns", ".")],
+            Self::WireguardGo => vec![GoBuild::new("wireguard-go", "golang.zx2c4.com/wireguard")],
+        }
+    }
+
+    /// The files in the set's directory.
+    pub(super) fn outputs(self) -> impl Iterator<Item = &'static str> {
+        self.builds().into_iter().map(|build| build.output)
+    }
+
+    /// Part of the cache key: every flag that changes the result.
+    pub(super) fn recipe(self) -> String {
+        let line = |b: GoBuild| format!("{} {} {} {} {}\n", b.output, b.package, b.tags, b.define, b.cgo_static);
+        self.builds().into_iter().map(line).collect()
+    }
+}

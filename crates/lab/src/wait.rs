@@ -1,0 +1,65 @@
+//! Waiting for a condition with a deadline; nothing in the lab sleeps for a fixed time and hopes.
+
+use std::time::{Duration, Instant};
+
+use crate::{Error, Result};
+
+/// Runs `check` every 50 ms until it gives a value. `Err(state)` means "not yet", with what was seen instead.
+/// On timeout the error says what was waited for and the last state.
+///
+/// # Errors
+/// [`Error::Timeout`] after `deadline`; a single check that hangs counts too.
+pub async fn wait_until<T, F>(what: impl Into<String>, deadline: Duration, mut check: F) -> Result<T>
+where
+    F: AsyncFnMut() -> std::result::Result<T, String>,
+{
+    let what = what.into();
+    let start = Instant::now();
+    let mut last = "never seen".to_owned();
+    loop {
+        let left = deadline.saturating_sub(start.elapsed());
+        match tokio::time::timeout(left, check()).await {
+            Ok(Ok(value)) => return Ok(value),
+            Ok(Err(state)) => last = state,
+            Err(_) if last == "never seen" => last = "the check itself did not return".into(),
+            Err(_) => {}
+        }
+        if start.elapsed() >= deadline {
+            return Err(Error::Timeout {
+                what,
+                seconds: start.elapsed().as_secs_f64(),
+                last,
+            });
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_timeout_names_what_was_waited_for_and_the_last_state() {
+        let error = wait_until("the moon", Duration::from_millis(120), async || {
+            Err::<(), _>("still dark".to_owned())
+        })
+        .await;
+        let text = error.unwrap_err().to_string();
+        assert!(
+            text.starts_with("waited 0.") && text.ends_with(" s for the moon; last state: still dark"),
+            "{text}"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_check_that_hangs_ends_at_the_deadline() {
+        let error = wait_until("an answer", Duration::from_millis(60), async || {
+            std::future::pending::<()>().await;
+            Ok::<(), String>(())
+        })
+        .await;
+        let text = error.unwrap_err().to_string();
+        assert!(text.ends_with("last state: the check itself did not return"), "{text}");
+    }
+}

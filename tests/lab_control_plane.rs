@@ -1,0 +1,118 @@
+//! The lab's lower floor: API servers alone, on real etcd.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use clustermesh_lab::{Lab, LabPlan, standing};
+use k8s_openapi::api::core::v1::{ConfigMap, Namespace};
+use kube::api::{Api, ListParams, PostParams};
+
+#[tokio::test]
+async fn two_api_servers_answer_as_two_clusters_and_leave_nothing_behind() {
+    let lab = Lab::start(LabPlan::control_planes(&["mgmt", "tenant-a"]))
+        .await
+        .unwrap();
+    let directory = lab.directory().to_owned();
+    let pid = std::fs::read_to_string(directory.join("supervisor.pid")).unwrap();
+    assert!(standing().contains(&directory));
+
+    let mut authorities = BTreeSet::new();
+    for name in ["mgmt", "tenant-a"] {
+        let cluster = lab.cluster(name);
+        let client = cluster.client().await.unwrap();
+        let maps: Api<ConfigMap> = Api::namespaced(client.clone(), "default");
+        let map = ConfigMap {
+            metadata: kube::api::ObjectMeta {
+                name: Some(name.into()),
+                ..Default::default()
+            },
+            ..Default::default()
+        };
+        maps.create(&PostParams::default(), &map).await.unwrap();
+        let namespaces: Api<Namespace> = Api::all(client);
+        namespaces.get("kube-system").await.unwrap();
+        authorities.insert(ca(&cluster.kubeconfig().unwrap()));
+
+        let kubectl = cluster.kubectl(["get", "configmap", name, "-o", "name"]).await.unwrap();
+        assert_eq!(kubectl.stdout, format!("configmap/{name}\n"));
+    }
+    assert_eq!(authorities.len(), 2, "each cluster has an authority of its own");
+    let client = lab.cluster("mgmt").client().await.unwrap();
+    let maps: Api<ConfigMap> = Api::namespaced(client, "default");
+    let names: Vec<_> = maps.list(&ListParams::default()).await.unwrap().items;
+    assert!(
+        names.iter().all(|map| map.metadata.name.as_deref() != Some("tenant-a")),
+        "one etcd, two prefixes"
+    );
+
+    drop(lab);
+    assert!(!directory.exists(), "the run directory is gone");
+    assert!(!Path::new("/proc").join(pid.trim()).exists(), "the supervisor is gone");
+}
+
+#[tokio::test]
+async fn an_api_server_that_was_killed_comes_back_with_its_objects_at_the_same_address() {
+    let lab = Lab::start(LabPlan::control_planes(&["mgmt"])).await.unwrap();
+    let cluster = lab.cluster("mgmt");
+    let before = cluster.kubeconfig().unwrap();
+    cluster.kubectl(["create", "namespace", "kept"]).await.unwrap();
+    cluster.kill_api().unwrap();
+    let refused = cluster.try_kubectl(["get", "namespace", "kept"]).await.unwrap();
+    assert!(!refused.status.success());
+    cluster.start_api().await.unwrap();
+    assert_eq!(
+        cluster
+            .kubectl(["get", "namespace", "kept", "-o", "name"])
+            .await
+            .unwrap()
+            .stdout,
+        "namespace/kept\n"
+    );
+    assert_eq!(cluster.kubeconfig().unwrap(), before);
+}
+
+#[tokio::test]
+async fn a_host_on_the_underlay_reaches_the_api_server_and_another_host_but_nothing_is_forwarded() {
+    let lab = Lab::start(LabPlan::control_planes(&["mgmt"])).await.unwrap();
+    let one = lab.add_host("one", "172.30.1.101".parse().unwrap()).await.unwrap();
+    lab.add_host("two", "172.30.1.102".parse().unwrap()).await.unwrap();
+    let url = "https://172.30.1.1:6443/version";
+    let answer = one.exec(["curl", "-sSk", "-m", "5", url]).await.unwrap();
+    assert!(answer.stdout.contains("gitVersion"), "{}", answer.stdout);
+    one.exec(["ping", "-c", "1", "-W", "2", "172.30.1.102"]).await.unwrap();
+
+    one.cut_link().await.unwrap();
+    assert!(
+        !one.try_exec(["ping", "-c", "1", "-W", "1", "172.30.1.102"])
+            .await
+            .unwrap()
+            .status
+            .success()
+    );
+    one.mend_link().await.unwrap();
+    one.exec(["ping", "-c", "1", "-W", "2", "172.30.1.102"]).await.unwrap();
+
+    // 10.99.0.0/16 is given to "two"; "one" sends it to its default gateway, which must drop it.
+    lab.node("two")
+        .exec(["ip", "addr", "add", "10.99.0.1/32", "dev", "lo"])
+        .await
+        .unwrap();
+    lab.underlay_exec(["ip", "route", "add", "10.99.0.0/16", "via", "172.30.1.102"])
+        .await
+        .unwrap();
+    assert!(
+        !one.try_exec(["ping", "-c", "1", "-W", "1", "10.99.0.1"])
+            .await
+            .unwrap()
+            .status
+            .success()
+    );
+}
+
+fn ca(kubeconfig: &str) -> String {
+    let line = kubeconfig
+        .lines()
+        .find(|line| line.contains("certificate-authority-data"))
+        .unwrap();
+    line.trim().to_owned()
+}
