@@ -26,6 +26,7 @@ use crate::schema;
     namespaced,
     status = "ClusterMeshStatus",
     derive = "PartialEq",
+    validation = Rule::new("self.metadata.name.size() <= 63").message("metadata.name must have at most 63 characters: it becomes the value of a label on every Peer"),
     doc = "ClusterMesh connects the pods and Services of several clusters over WireGuard, node to node. Needs Kubernetes 1.31 or newer where it is stored (CEL functions for networks).",
     printcolumn(
         name = "Ready",

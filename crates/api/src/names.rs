@@ -123,8 +123,9 @@ pub fn policy_name(hub: &str, mesh: &MeshId, cluster: &str, taken: bool) -> Stri
 
 fn join(parts: &[&str], taken: bool, hash: impl FnOnce() -> String) -> String {
     let readable = parts.join("--");
-    let ambiguous = parts.iter().any(|part| part.contains("--"));
-    if taken || ambiguous || readable.len() > MAX_NAME || !is_subdomain(&readable) {
+    // A part that is no name (`a-`, `-b`) could make two nodes read the same just as `--` inside one can.
+    let ambiguous = parts.iter().any(|part| part.contains("--") || !is_subdomain(part));
+    if taken || ambiguous || readable.len() > MAX_NAME {
         format!("{}-{}", subdomain(&readable, MAX_NAME - SUFFIX), hash())
     } else {
         readable

@@ -1,1 +1,165 @@
+use std::collections::BTreeMap;
+
+use serde_json::json;
+
 use super::*;
+
+const KEY: &str = "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=";
+
+fn node(value: serde_json::Value) -> Node {
+    serde_json::from_value(value).unwrap()
+}
+
+fn recorded(text: &str) -> BTreeMap<String, observe::Node> {
+    let list: serde_json::Value = serde_json::from_str(text).unwrap();
+    let nodes = list["items"].as_array().unwrap().iter().cloned().map(node);
+    nodes.map(|n| (n.metadata.name.clone().unwrap(), to_core(&n))).collect()
+}
+
+#[test]
+fn a_leader_that_kg_serves_is_read_whole() {
+    let nodes = recorded(include_str!("../../../tests/fixtures/nodes-location.json"));
+    let endpoint = Claim::Is(observe::Endpoint::Ip("198.51.100.111:51820".parse().unwrap()));
+    let seen = [
+        ("FOA4Fm2q3jL2DH8YZIflkrM21Se787ICn433LikzC0o=", "198.51.100.121:51820"),
+        ("RZLoOCi9+okHNLHfdtAXzZ+joYGLXS+ekovca8DM9Sw=", "198.51.100.122:51820"),
+        ("xEcJ1y+L/FVuAcjCMDSXKd7xjr+9ydiO+P+/A17HdVk=", "198.51.100.123:51820"),
+    ];
+    assert_eq!(
+        nodes["c1n1"],
+        observe::Node {
+            created: 1_795_262_653,
+            ready: nodes["c1n1"].ready,
+            pod_cidrs: vec![Claim::Is("10.101.4.0/24".parse().unwrap())],
+            wireguard_ip: Claim::Is("100.66.0.1/16".parse().unwrap()),
+            public_key: Claim::Is("KwaR/1MLyvshuWMRuzkJr/RSfVRyVLi5nR2t4mSTDVU=".parse().unwrap()),
+            force_endpoint: endpoint.clone(),
+            kilo_endpoint: endpoint,
+            internal_ips: vec!["172.31.7.111".parse().unwrap()],
+            kilo_internal_ip: Some("172.31.7.111".parse().unwrap()),
+            location: "east".into(),
+            granularity: Some(Granularity::Location),
+            discovered: seen.map(|(k, a)| (k.parse().unwrap(), a.parse().unwrap())).into(),
+            ..observe::Node::default()
+        }
+    );
+    assert_eq!(
+        nodes["c1n2"].wireguard_ip,
+        Claim::Absent,
+        "it is not a leader: kg writes an empty text"
+    );
+    assert!(nodes["c1n2"].ready);
+    assert_eq!(nodes["c1n3"].location, "west");
+}
+
+#[test]
+fn a_node_whose_kg_was_stopped_claims_nothing_but_its_pod_range() {
+    let nodes = recorded(include_str!("../../../tests/fixtures/nodes-after-sigterm.json"));
+    assert_eq!(
+        nodes["c1n3"],
+        observe::Node {
+            created: 1_795_261_895,
+            ready: true,
+            pod_cidrs: vec![Claim::Is("10.101.2.0/24".parse().unwrap())],
+            internal_ips: vec!["172.31.7.113".parse().unwrap()],
+            ..observe::Node::default()
+        }
+    );
+}
+
+#[test]
+fn kilos_heartbeat_changes_nothing() {
+    let with = |seen: &str| {
+        to_core(&node(
+            json!({"metadata": {"name": "n", "annotations": {"kilo.squat.ai/last-seen": seen}}}),
+        ))
+    };
+    assert_eq!(with("1795262293"), with("1795262323"));
+}
+
+#[test]
+fn both_families_and_everything_a_person_can_annotate_is_read() {
+    let agent = r#"{"version":"0.1.0","mode":"policy"}"#;
+    let read = to_core(&node(json!({
+        "metadata": {
+            "name": "n",
+            "creationTimestamp": "1970-01-01T00:00:07Z",
+            "deletionTimestamp": "2026-11-21T12:00:00Z",
+            "labels": {"topology.kubernetes.io/region": "east"},
+            "annotations": {
+                "kilo.squat.ai/key": KEY,
+                "kilo.squat.ai/wireguard-ip": "fd00:66::9/64",
+                "kilo.squat.ai/clustermesh-endpoint": "node.example.org:51820",
+                "kilo.squat.ai/persistent-keepalive": "25",
+                "kilo.squat.ai/location": "cellar",
+                "kilo.squat.ai/granularity": "cross",
+                "kilo.squat.ai/allowed-location-ips": "192.168.7.9/24,x, fd00:7::/64",
+                "kilo-clustermesh.io/agent": agent,
+            },
+        },
+        "spec": {"podCIDR": "10.9.0.0/24", "podCIDRs": ["10.1.0.5/24", "fd00:1::/64", "y"]},
+        "status": {
+            "conditions": [{"type": "Ready", "status": "Unknown"}],
+            "addresses": [
+                {"type": "ExternalIP", "address": "192.0.2.7"},
+                {"type": "ExternalIP", "address": "::ffff:192.0.2.8"},
+                {"type": "InternalIP", "address": "fd00::7"},
+                {"type": "InternalIP", "address": "garbage"},
+                {"type": "Hostname", "address": "192.0.2.9"},
+            ],
+        },
+    })));
+    let bad = "\"y\" is not a network: write an address and a prefix length, such as 10.244.0.0/16 or fd00:10:244::/48";
+    assert_eq!(
+        read,
+        observe::Node {
+            created: 7,
+            ready: false,
+            deleting: true,
+            pod_cidrs: vec![
+                Claim::Is("10.1.0.0/24".parse().unwrap()),
+                Claim::Is("fd00:1::/64".parse().unwrap()),
+                Claim::Invalid(bad.into()),
+            ],
+            wireguard_ip: Claim::Is("fd00:66::9/64".parse().unwrap()),
+            public_key: Claim::Is(KEY.parse().unwrap()),
+            clustermesh_endpoint: Claim::Is(observe::Endpoint::Dns("node.example.org".into(), 51820)),
+            external_ips: vec!["192.0.2.7".parse().unwrap(), "192.0.2.8".parse().unwrap()],
+            internal_ips: vec!["fd00::7".parse().unwrap()],
+            persistent_keepalive: 25,
+            location: "cellar".into(),
+            granularity: Some(Granularity::Cross),
+            allowed_location_ips: vec!["192.168.7.0/24".parse().unwrap(), "fd00:7::/64".parse().unwrap()],
+            server: Server::AgentPolicy,
+            ..observe::Node::default()
+        }
+    );
+}
+
+#[test]
+fn what_does_not_parse_arrives_with_its_reason() {
+    let read = to_core(&node(json!({"metadata": {"annotations": {
+        "kilo.squat.ai/key": "not a key",
+        "kilo.squat.ai/wireguard-ip": "10.4.0.1",
+        "kilo.squat.ai/force-endpoint": "192.0.2.1",
+        "kilo.squat.ai/persistent-keepalive": "-3",
+        "kilo.squat.ai/discovered-endpoints": "{",
+        "kilo-clustermesh.io/agent": "full",
+    }}})));
+    assert_eq!(
+        read,
+        observe::Node {
+            created: i64::MAX,
+            public_key: Claim::Invalid(
+                "\"not a key\" is not a WireGuard public key: expected 44 characters of base64 that hold 32 bytes, as `wg pubkey` prints".into()
+            ),
+            wireguard_ip: Claim::Invalid(
+                "\"10.4.0.1\" is not an address and a prefix length, such as 10.4.0.1/16".into()
+            ),
+            force_endpoint: Claim::Invalid(
+                "\"192.0.2.1\" has no port: write 192.0.2.1:51820, [2001:db8::1]:51820 or node.example.org:51820".into()
+            ),
+            ..observe::Node::default()
+        }
+    );
+}

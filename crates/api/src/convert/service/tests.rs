@@ -1,1 +1,198 @@
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+
 use super::*;
+
+fn ours() -> Owner {
+    Owner {
+        mesh: Some("prod".into()),
+        mesh_namespace: Some("team".into()),
+        hub: Some("hub-1".into()),
+        source_cluster: Some("mgmt".into()),
+    }
+}
+
+fn port(name: &str, port: u16, protocol: Protocol) -> ServicePort {
+    ServicePort {
+        name: name.into(),
+        port,
+        protocol,
+    }
+}
+
+#[test]
+fn a_service_is_read_with_its_ports_and_what_tells_whose_addresses_it_has() {
+    let read = |value: Value| to_core(&serde_json::from_value(value).unwrap());
+    assert_eq!(
+        read(json!({"spec": {"selector": {"app": "db"}, "ports": [
+            {"name": "pg", "port": 5432}, {"port": 53, "protocol": "UDP"}, {"port": 9, "protocol": "DCCP"}]}})),
+        observe::Service {
+            managed: None,
+            external_name: false,
+            selectorless: false,
+            ports: vec![port("pg", 5432, Protocol::Tcp), port("", 53, Protocol::Udp)],
+        }
+    );
+    assert_eq!(
+        read(json!({"spec": {"type": "ExternalName", "externalName": "x"}})),
+        observe::Service {
+            external_name: true,
+            selectorless: true,
+            ..observe::Service::default()
+        }
+    );
+}
+
+#[test]
+fn a_slice_is_read_by_kubernetes_rules_for_what_is_not_said() {
+    let read = |value: Value| slice_to_core(&serde_json::from_value(value).unwrap());
+    let labels = json!({"kubernetes.io/service-name": "db"});
+    let backend = |address: &str, ready, serving, terminating| SliceEndpoint {
+        address: address.parse().unwrap(),
+        ready,
+        serving,
+        terminating,
+    };
+    assert_eq!(
+        read(json!({"metadata": {"labels": labels}, "addressType": "IPv4",
+        "ports": [{"name": "pg", "port": 5432}, {"name": "all"}],
+        "endpoints": [
+            {"addresses": ["10.0.0.1", "10.0.0.2"]},
+            {"addresses": ["10.0.0.3"], "conditions": {"ready": false}},
+            {"addresses": ["10.0.0.4"], "conditions": {"ready": false, "serving": true, "terminating": true}},
+            {"addresses": ["fd00::1"]}, {"addresses": []}, {"addresses": ["x"]},
+        ]})),
+        Some(Slice {
+            managed: None,
+            service: "db".into(),
+            v6: false,
+            ports: vec![port("pg", 5432, Protocol::Tcp)],
+            endpoints: vec![
+                backend("10.0.0.1", true, true, false),
+                backend("10.0.0.3", false, false, false),
+                backend("10.0.0.4", false, true, true),
+            ],
+        })
+    );
+    assert_eq!(
+        read(json!({"metadata": {"labels": labels}, "addressType": "FQDN", "endpoints": []})),
+        None
+    );
+    assert_eq!(
+        read(json!({"metadata": {}, "addressType": "IPv4", "endpoints": []})),
+        None
+    );
+}
+
+#[test]
+fn the_api_servers_addresses_are_the_endpoints_of_default_kubernetes() {
+    let slice = |namespace: &str, service: &str, address: &str| -> EndpointSlice {
+        serde_json::from_value(json!({
+            "metadata": {"namespace": namespace, "labels": {"kubernetes.io/service-name": service}},
+            "addressType": "IPv4", "ports": [{"name": "https", "port": 6443}], "endpoints": [{"addresses": [address]}]}))
+        .unwrap()
+    };
+    let slices = [
+        slice("default", "kubernetes", "192.0.2.1"),
+        slice("default", "other", "192.0.2.2"),
+        slice("evil", "kubernetes", "192.0.2.3"),
+    ];
+    assert_eq!(
+        api_endpoints(&slices),
+        BTreeSet::from(["192.0.2.1:6443".parse().unwrap()])
+    );
+}
+
+#[test]
+fn a_pod_that_has_ended_or_shares_its_nodes_network_has_no_addresses() {
+    let read = |spec: Value, status: Value| {
+        pod_to_core(
+            &serde_json::from_value(json!({"metadata": {"labels": {"a": "b"}}, "spec": spec, "status": status}))
+                .unwrap(),
+        )
+    };
+    let labels = BTreeMap::from([("a".to_owned(), "b".to_owned())]);
+    let on = |addresses: &[&str]| observe::Pod {
+        labels: labels.clone(),
+        node: "n1".into(),
+        addresses: addresses.iter().map(|a| a.parse().unwrap()).collect(),
+    };
+    let running = json!({"phase": "Running", "podIP": "10.0.0.1", "podIPs": [{"ip": "10.0.0.1"}, {"ip": "fd00::1"}]});
+    let spec = |host: bool| json!({"nodeName": "n1", "hostNetwork": host, "containers": []});
+    assert_eq!(read(spec(false), running.clone()), on(&["10.0.0.1", "fd00::1"]));
+    assert_eq!(read(spec(false), json!({"podIP": "10.0.0.1"})), on(&["10.0.0.1"]));
+    assert_eq!(read(spec(true), running), on(&[]));
+    assert_eq!(
+        read(spec(false), json!({"phase": "Failed", "podIP": "10.0.0.1"})),
+        on(&[])
+    );
+}
+
+#[test]
+fn a_mirrored_service_is_written_without_selector_and_read_back_as_ours() {
+    let planned = PlannedSlice {
+        v6: true,
+        ports: vec![port("", 5432, Protocol::Tcp)],
+        endpoints: vec![SliceEndpoint {
+            address: "fd00::1".parse().unwrap(),
+            ready: true,
+            serving: true,
+            terminating: false,
+        }],
+    };
+    let mut slice = EndpointSlice::default();
+    update_slice(&mut slice, "postgres", &planned, &ours());
+    assert_eq!(
+        serde_json::to_value(&slice).unwrap(),
+        json!({
+            "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv6",
+            "metadata": {"labels": {
+                "kilo-clustermesh.io/mesh": "prod", "kilo-clustermesh.io/mesh-namespace": "team",
+                "kilo-clustermesh.io/hub": "hub-1", "kilo-clustermesh.io/source-cluster": "mgmt",
+                "app.kubernetes.io/managed-by": "kilo-clustermesh.io",
+                "endpointslice.kubernetes.io/managed-by": "kilo-clustermesh.io",
+                "kubernetes.io/service-name": "postgres",
+            }},
+            "ports": [{"name": "", "port": 5432, "protocol": "TCP"}],
+            "endpoints": [{"addresses": ["fd00::1"], "conditions": {"ready": true, "serving": true, "terminating": false}}],
+        })
+    );
+    assert_eq!(
+        slice_to_core(&slice),
+        Some(Slice {
+            managed: Some(ours()),
+            service: "postgres".into(),
+            v6: true,
+            ports: planned.ports.clone(),
+            endpoints: planned.endpoints.clone(),
+        })
+    );
+
+    let mut service = Service::default();
+    service.spec = Some(ServiceSpec {
+        selector: Some([("app".to_owned(), "x".to_owned())].into()),
+        cluster_ip: Some("10.96.0.9".into()),
+        ..ServiceSpec::default()
+    });
+    let mirror = PlannedService {
+        source: "mgmt".into(),
+        ports: planned.ports.clone(),
+        slices: BTreeMap::new(),
+    };
+    update(&mut service, &mirror, &ours());
+    assert_eq!(
+        to_core(&service),
+        observe::Service {
+            managed: Some(ours()),
+            external_name: false,
+            selectorless: true,
+            ports: planned.ports
+        }
+    );
+    assert_eq!(
+        service.spec.unwrap().cluster_ip.as_deref(),
+        Some("10.96.0.9"),
+        "what the API server chose stays"
+    );
+}
