@@ -185,21 +185,46 @@ pub(crate) fn down(directory: &Path) -> Result<()> {
         directory: directory.into(),
         supervisor: None,
     };
+    let supervisor = std::fs::read_to_string(directory.join("supervisor.pid")).unwrap_or_default();
+    let parent = parent(supervisor.trim()).unwrap_or_default();
     // No answer comes: the supervisor ends.
     let _ = run.ask(&Request::Down);
     let start = Instant::now();
-    while directory.exists() && is_locked(&directory.join(SUPERVISOR_LOCK)) {
+    while [supervisor.trim(), &parent].iter().any(|pid| runs_still(pid)) {
         if start.elapsed() > Duration::from_secs(30) {
             return Err(run.refused("did not go down within 30 s".into()));
         }
         std::thread::sleep(Duration::from_millis(5));
     }
+    if directory.exists() {
+        sweep();
+    }
     Ok(())
+}
+
+fn parent(pid: &str) -> Option<String> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    Some(
+        status
+            .lines()
+            .find_map(|line| line.strip_prefix("PPid:"))?
+            .trim()
+            .into(),
+    )
+}
+
+/// Whether it is a supervisor, or the unshare above one, and no zombie (which has no command line).
+fn runs_still(pid: &str) -> bool {
+    let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    !pid.is_empty() && String::from_utf8_lossy(&line).contains("supervise")
 }
 
 /// Removes what dead labs left: cgroups and files. (Processes, mounts and namespaces died with their supervisor.)
 fn sweep() {
     let Ok(cgroups) = Cgroups::detect() else { return };
+    for started in unfinished() {
+        let _ = std::fs::remove_dir_all(started);
+    }
     for run in runs() {
         if is_locked(&run.join(SUPERVISOR_LOCK)) || is_locked(&run.join(OWNER_LOCK)) {
             continue;
@@ -214,6 +239,19 @@ fn sweep() {
             let _ = std::fs::remove_dir_all(&run);
         }
     }
+}
+
+/// Directories of owners that died between making and showing them.
+fn unfinished() -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(ROOT) else {
+        return vec![];
+    };
+    let hidden = entries
+        .filter_map(|entry| entry.ok())
+        .filter(|entry| entry.file_name().as_encoded_bytes()[0] == b'.');
+    let age = |entry: &std::fs::DirEntry| entry.metadata().ok()?.modified().ok()?.elapsed().ok();
+    let old = hidden.filter(|entry| age(entry).is_some_and(|age| age > Duration::from_secs(60)));
+    old.map(|entry| entry.path()).collect()
 }
 
 fn runs() -> Vec<PathBuf> {

@@ -1,6 +1,7 @@
 //! What every whole cluster starts with: the base images, DNS, and the wait for its nodes.
 
 use k8s_openapi::api::core::v1 as core;
+use kube::ResourceExt;
 use kube::api::{Api, ListParams};
 
 use super::{Cluster, Lab, PATIENCE};
@@ -63,16 +64,19 @@ impl Cluster<'_> {
                 .items;
             let ready: Vec<_> = nodes
                 .iter()
-                .filter(|node| is_ready(node))
-                .map(kube::ResourceExt::name_any)
+                .filter(|node| ready_at(node).is_some())
+                .map(ResourceExt::name_any)
                 .collect();
-            for node in self.nodes().into_iter().filter(super::Node::is_up) {
-                if !ready.iter().any(|name| name == node.name()) {
-                    return Err(format!(
-                        "{} is not Ready; see its logs in {}",
-                        node.name(),
-                        self.lab.log(node.name()).display()
-                    ));
+            for node in self.nodes().into_iter().filter(super::Node::has_power) {
+                let object = nodes.iter().find(|object| object.name_any() == node.name());
+                let since = object.and_then(ready_at);
+                // After a power cut the object still says what the last kubelet said.
+                if node
+                    .booted_at()
+                    .is_none_or(|boot| since.is_none_or(|heartbeat| heartbeat < boot))
+                {
+                    let log = self.lab.log(node.name());
+                    return Err(format!("{} is not Ready; see its logs {}", node.name(), log.display()));
                 }
                 let routes = node.routes();
                 if let Some(missing) = ready.iter().find(|name| !routes.contains(name)) {
@@ -85,7 +89,11 @@ impl Cluster<'_> {
     }
 }
 
-fn is_ready(node: &core::Node) -> bool {
-    let conditions = node.status.as_ref().and_then(|status| status.conditions.as_ref());
-    conditions.is_some_and(|all| all.iter().any(|one| one.type_ == "Ready" && one.status == "True"))
+/// When the kubelet last said Ready, in seconds since 1970. None = it says something else.
+fn ready_at(node: &core::Node) -> Option<i64> {
+    let conditions = node.status.as_ref()?.conditions.as_ref()?;
+    let ready = conditions
+        .iter()
+        .find(|one| one.type_ == "Ready" && one.status == "True")?;
+    Some(ready.last_heartbeat_time.as_ref()?.0.as_second())
 }

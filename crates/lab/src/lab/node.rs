@@ -46,6 +46,7 @@ impl Lab {
             let text = serde_json::to_vec_pretty(&settings).map_err(|error| Error::Plan(error.to_string()))?;
             std::fs::write(directory.join("settings.json"), text).map_err(Error::io("write a node's settings"))?;
         }
+        let _ = std::fs::remove_file(directory.join("off"));
         self.connect(&plan.name, plan.address).await?;
         let program = run::lab_program()?.display().to_string();
         let run = self.directory().display().to_string();
@@ -119,6 +120,11 @@ impl<'a> Node<'a> {
     /// Whether its machine has power. A bare host always has.
     pub fn is_up(&self) -> bool {
         self.plan.cluster.is_empty() || self.lab.machine_pid(&self.plan.name).is_some()
+    }
+
+    /// Whether it was not power-cut: its machine runs, or is just starting.
+    pub(super) fn has_power(&self) -> bool {
+        !self.lab.node_directory(&self.plan.name).join("off").exists()
     }
 
     /// Runs a program in all of the node's namespaces (of a bare host: in its network); a failure is an error.
@@ -213,8 +219,11 @@ impl<'a> Node<'a> {
         self.lab.run.ask(&Request::Kill {
             name: self.plan.name.clone(),
         })?;
-        let _ = std::fs::remove_file(self.lab.node_directory(&self.plan.name).join("pid"));
-        let _ = std::fs::remove_file(self.lab.node_directory(&self.plan.name).join("routes"));
+        let directory = self.lab.node_directory(&self.plan.name);
+        std::fs::write(directory.join("off"), "").map_err(Error::io("note the power cut"))?;
+        for file in ["pid", "routes"] {
+            let _ = std::fs::remove_file(directory.join(file));
+        }
         self.lab.disconnect(&self.plan.name, self.plan.address).await
     }
 
@@ -284,6 +293,13 @@ impl<'a> Node<'a> {
                 .map_err(Error::errno(format!("send {signal} to {name} ({pid})")))?;
         }
         Ok(())
+    }
+
+    /// When its machine last started, in seconds since 1970. None = it has not come that far.
+    pub(super) fn booted_at(&self) -> Option<i64> {
+        let file = std::fs::metadata(self.lab.node_directory(&self.plan.name).join("pid")).ok()?;
+        let since = file.modified().ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
+        i64::try_from(since.as_secs()).ok()
     }
 
     /// What is in its routing and readiness file: the names of the nodes it has pod routes to.
