@@ -122,7 +122,12 @@ pub fn diff(observed: &ObservedPeers, desired: &Peers) -> Option<Vec<PeerChange>
             changes.push(PeerChange::Update(*key, update));
         }
     }
-    changes.extend(observed.keys().filter(|key| !desired.contains_key(key)).map(|key| PeerChange::Remove(*key)));
+    changes.extend(
+        observed
+            .keys()
+            .filter(|key| !desired.contains_key(key))
+            .map(|key| PeerChange::Remove(*key)),
+    );
     (!changes.is_empty()).then_some(changes)
 }
 
@@ -140,21 +145,26 @@ fn update(have: &PeerSpec, want: &PeerSpec, wanted: &BTreeSet<&IpNet>) -> PeerUp
 /// What `changes` make of the configured side of `peers`: the meaning every backend must agree with.
 /// A range that is added moves from its owner; an update or removal of an unknown peer does nothing.
 pub fn apply(peers: &mut Peers, changes: &[PeerChange]) {
+    let mut owners: BTreeMap<IpNet, PublicKey> = peers
+        .iter()
+        .flat_map(|(key, spec)| spec.allowed_ips.iter().map(|range| (*range, *key)))
+        .collect();
     for change in changes {
         match change {
             PeerChange::Add(key, spec) => {
-                for range in &spec.allowed_ips {
-                    take(peers, range);
-                }
-                peers.insert(*key, spec.clone());
+                release(peers, &mut owners, key);
+                peers.insert(
+                    *key,
+                    PeerSpec {
+                        allowed_ips: BTreeSet::new(),
+                        ..spec.clone()
+                    },
+                );
+                spec.allowed_ips
+                    .iter()
+                    .for_each(|range| grant(peers, &mut owners, key, *range));
             }
             PeerChange::Update(key, update) => {
-                if !peers.contains_key(key) {
-                    continue;
-                }
-                for range in &update.add_allowed_ips {
-                    take(peers, range);
-                }
                 let Some(spec) = peers.get_mut(key) else { continue };
                 if update.endpoint.is_some() {
                     spec.endpoint = update.endpoint;
@@ -165,19 +175,33 @@ pub fn apply(peers: &mut Peers, changes: &[PeerChange]) {
                 if let Some(preshared_key) = &update.preshared_key {
                     spec.preshared_key.clone_from(preshared_key);
                 }
-                spec.allowed_ips.retain(|range| !update.remove_allowed_ips.contains(range));
-                spec.allowed_ips.extend(update.add_allowed_ips.iter().copied());
+                for range in &update.remove_allowed_ips {
+                    if spec.allowed_ips.remove(range) {
+                        owners.remove(range);
+                    }
+                }
+                update
+                    .add_allowed_ips
+                    .iter()
+                    .for_each(|range| grant(peers, &mut owners, key, *range));
             }
-            PeerChange::Remove(key) => {
-                peers.remove(key);
-            }
+            PeerChange::Remove(key) => release(peers, &mut owners, key),
         }
     }
 }
 
-fn take(peers: &mut Peers, range: &IpNet) {
-    for spec in peers.values_mut() {
-        spec.allowed_ips.remove(range);
+fn grant(peers: &mut Peers, owners: &mut BTreeMap<IpNet, PublicKey>, key: &PublicKey, range: IpNet) {
+    if let Some(spec) = owners.insert(range, *key).and_then(|old| peers.get_mut(&old)) {
+        spec.allowed_ips.remove(&range);
+    }
+    if let Some(spec) = peers.get_mut(key) {
+        spec.allowed_ips.insert(range);
+    }
+}
+
+fn release(peers: &mut Peers, owners: &mut BTreeMap<IpNet, PublicKey>, key: &PublicKey) {
+    for range in peers.remove(key).map(|spec| spec.allowed_ips).unwrap_or_default() {
+        owners.remove(&range);
     }
 }
 
@@ -206,7 +230,10 @@ impl fmt::Display for PeerChange {
                 for range in &update.add_allowed_ips {
                     write!(f, " +{range}")?;
                 }
-                update.remove_allowed_ips.iter().try_for_each(|range| write!(f, " -{range}"))
+                update
+                    .remove_allowed_ips
+                    .iter()
+                    .try_for_each(|range| write!(f, " -{range}"))
             }
         }
     }

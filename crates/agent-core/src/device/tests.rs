@@ -17,7 +17,15 @@ fn spec(endpoint: &str, ranges: &[&str]) -> PeerSpec {
 fn observed(peers: &Peers) -> ObservedPeers {
     peers
         .iter()
-        .map(|(key, spec)| (*key, ObservedPeer { configured: spec.clone(), stats: PeerStats::default() }))
+        .map(|(key, spec)| {
+            (
+                *key,
+                ObservedPeer {
+                    configured: spec.clone(),
+                    stats: PeerStats::default(),
+                },
+            )
+        })
         .collect()
 }
 
@@ -54,7 +62,10 @@ fn a_range_that_moves_is_gained_before_its_old_owner_goes() {
     let want = Peers::from([(key(2), spec("192.0.2.2:51820", &["10.0.0.0/24"]))]);
     assert_eq!(
         diff(&observed(&had), &want),
-        Some(vec![PeerChange::Add(key(2), want[&key(2)].clone()), PeerChange::Remove(key(1))])
+        Some(vec![
+            PeerChange::Add(key(2), want[&key(2)].clone()),
+            PeerChange::Remove(key(1))
+        ])
     );
 }
 
@@ -79,7 +90,10 @@ fn an_update_names_only_what_differs() {
     );
     assert_eq!(
         changes[0].to_string(),
-        format!("update peer {}: endpoint 192.0.2.9:51820 keepalive 25s +10.0.2.0/24 -10.0.1.0/24", key(1))
+        format!(
+            "update peer {}: endpoint 192.0.2.9:51820 keepalive 25s +10.0.2.0/24 -10.0.1.0/24",
+            key(1)
+        )
     );
 }
 
@@ -94,14 +108,19 @@ fn any_peers() -> impl Strategy<Value = Peers> {
                 let endpoint = format!("192.0.2.{n}:{port}").parse().expect("endpoint");
                 let keepalive = NonZeroU16::new(keepalive);
                 let preshared_key = PresharedKey::new([secret; 32]);
-                let spec =
-                    PeerSpec { endpoint: Some(endpoint), keepalive, preshared_key, allowed_ips: BTreeSet::new() };
+                let spec = PeerSpec {
+                    endpoint: Some(endpoint),
+                    keepalive,
+                    preshared_key,
+                    allowed_ips: BTreeSet::new(),
+                };
                 peers.insert(key(n + 1), spec);
             }
         }
         for (n, owner) in (0u8..).zip(owners) {
             if let Some(spec) = owner.and_then(|owner| peers.get_mut(&key(owner + 1))) {
-                spec.allowed_ips.insert(format!("10.{n}.0.0/16").parse().expect("range"));
+                spec.allowed_ips
+                    .insert(format!("10.{n}.0.0/16").parse().expect("range"));
             }
         }
         peers

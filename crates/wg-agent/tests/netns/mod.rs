@@ -42,7 +42,10 @@ impl NetNs {
             Ok(file) => file.expect("open the new namespace"),
             Err(error) => panic!("this test makes network namespaces and needs root (CAP_SYS_ADMIN): {error}"),
         };
-        let ns = Self { name: name.to_owned(), file };
+        let ns = Self {
+            name: name.to_owned(),
+            file,
+        };
         ns.ip("link set lo up");
         ns
     }
@@ -112,7 +115,9 @@ impl NetNs {
     /// Starts a prepared command inside the namespace.
     pub fn spawn_command(&self, command: &mut Command) -> Running {
         let what = format!("{command:?} in {}", self.name);
-        let child = self.enter(|| command.spawn()).unwrap_or_else(|error| panic!("start {what}: {error}"));
+        let child = self
+            .enter(|| command.spawn())
+            .unwrap_or_else(|error| panic!("start {what}: {error}"));
         Running { what, child }
     }
 
@@ -123,12 +128,16 @@ impl NetNs {
 
     /// The value of a sysctl, as `net/ipv4/ip_forward`.
     pub fn sysctl(&self, key: &str) -> String {
-        self.enter(|| std::fs::read_to_string(format!("/proc/sys/{key}"))).expect(key).trim().to_owned()
+        self.enter(|| std::fs::read_to_string(format!("/proc/sys/{key}")))
+            .expect(key)
+            .trim()
+            .to_owned()
     }
 
     /// Sets a sysctl, as `net/ipv4/ip_forward`.
     pub fn set_sysctl(&self, key: &str, value: &str) {
-        self.enter(|| std::fs::write(format!("/proc/sys/{key}"), value)).expect(key);
+        self.enter(|| std::fs::write(format!("/proc/sys/{key}"), value))
+            .expect(key);
     }
 }
 
@@ -146,7 +155,9 @@ impl Running {
     /// Waits for its end, at most so long.
     pub fn wait(&mut self, at_most: Duration) -> std::process::ExitStatus {
         let what = self.what.clone();
-        wait_for(&format!("the end of {what}"), at_most, || self.child.try_wait().expect("wait for a child"))
+        wait_for(&format!("the end of {what}"), at_most, || {
+            self.child.try_wait().expect("wait for a child")
+        })
     }
 }
 
@@ -159,7 +170,10 @@ impl Drop for Running {
 
 /// A veth pair between two namespaces, both ends up, each with the given addresses (`10.0.0.1/24`).
 pub fn veth(a: &NetNs, a_name: &str, a_addresses: &[&str], b: &NetNs, b_name: &str, b_addresses: &[&str]) {
-    a.ip(&format!("link add {a_name} type veth peer name {b_name} netns {}", b.path()));
+    a.ip(&format!(
+        "link add {a_name} type veth peer name {b_name} netns {}",
+        b.path()
+    ));
     for (ns, link, addresses) in [(a, a_name, a_addresses), (b, b_name, b_addresses)] {
         for address in addresses {
             // Duplicate address detection would keep an IPv6 address unusable for a second.
@@ -174,7 +188,11 @@ pub fn veth(a: &NetNs, a_name: &str, a_addresses: &[&str], b: &NetNs, b_name: &s
 /// For things whose names live outside the namespace, such as WireGuard's control sockets.
 pub fn unique_name(prefix: &str) -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
-    format!("{prefix}{}x{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+    format!(
+        "{prefix}{}x{}",
+        std::process::id(),
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    )
 }
 
 /// Asks again every few milliseconds until there is a value; panics with what it waited for when time is up.

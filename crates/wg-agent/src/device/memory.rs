@@ -1,0 +1,107 @@
+//! A device that only remembers: for unit tests of the code that drives one, and for a dry run.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use clustermesh_agent_core::device::{self, ObservedPeer, PeerChange, PeerStats, Peers};
+
+use super::{Configuration, Device, DeviceError, Observed};
+
+/// Keeps what it is told. Clones share one state, so a test can look on.
+#[derive(Clone, Default)]
+pub struct Memory(Arc<Mutex<State>>);
+
+#[derive(Default)]
+struct State {
+    configuration: Option<Configuration>,
+    peers: Peers,
+    applied: Vec<PeerChange>,
+    closed: bool,
+}
+
+impl Memory {
+    /// A device called `kilo0` with nothing in it.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The peers as configured.
+    #[must_use]
+    pub fn peers(&self) -> Peers {
+        self.state().peers.clone()
+    }
+
+    /// Every change since this was last asked, in order.
+    #[must_use]
+    pub fn take_applied(&self) -> Vec<PeerChange> {
+        std::mem::take(&mut self.state().applied)
+    }
+
+    /// The configuration in force.
+    #[must_use]
+    pub fn configuration(&self) -> Option<Configuration> {
+        self.state().configuration.clone()
+    }
+
+    /// True after [`Device::close`].
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.state().closed
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Device for Memory {
+    fn backend(&self) -> &'static str {
+        "memory"
+    }
+
+    fn interface(&self) -> &str {
+        "kilo0"
+    }
+
+    fn configure(&mut self, configuration: &Configuration) -> Result<(), DeviceError> {
+        self.state().configuration = Some(configuration.clone());
+        Ok(())
+    }
+
+    fn apply(&mut self, changes: &[PeerChange]) -> Result<(), DeviceError> {
+        let mut state = self.state();
+        device::apply(&mut state.peers, changes);
+        state.applied.extend_from_slice(changes);
+        Ok(())
+    }
+
+    fn observe(&self) -> Result<Observed, DeviceError> {
+        let state = self.state();
+        let peers = state.peers.iter().map(|(key, spec)| {
+            let stats = PeerStats {
+                endpoint: spec.endpoint,
+                ..PeerStats::default()
+            };
+            (
+                *key,
+                ObservedPeer {
+                    configured: spec.clone(),
+                    stats,
+                },
+            )
+        });
+        Ok(Observed {
+            peers: peers.collect(),
+            listen_port: state
+                .configuration
+                .as_ref()
+                .map_or(0, |configuration| configuration.listen_port),
+            ..Observed::default()
+        })
+    }
+
+    fn close(self: Box<Self>) -> Result<(), DeviceError> {
+        self.state().closed = true;
+        Ok(())
+    }
+}

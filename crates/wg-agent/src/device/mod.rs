@@ -1,0 +1,198 @@
+//! The node's WireGuard device behind one trait. What it should hold is `clustermesh_agent_core::device`'s business;
+//! addresses, routes and firewall are other modules'.
+
+mod memory;
+pub mod userspace;
+
+use std::{fmt, io, path::PathBuf, str::FromStr};
+
+use clustermesh_agent_core::device::{ObservedPeers, PeerChange};
+use x25519_dalek::StaticSecret;
+
+pub use memory::Memory;
+
+/// A WireGuard device that stands: interface up, port bound.
+///
+/// The calls return at once and may be made from async code. They belong to the network namespace of the thread that
+/// opened the device: make them from there. Dropping a device ends our part and leaves standing what outlives a process
+/// (a kernel device; of a userspace device nothing: its interface, and with it the routes that name it, goes with the process).
+/// [`Device::close`] leaves nothing.
+pub trait Device: Send {
+    /// Which implementation this is: `userspace`, `memory`. For logs, metrics and the node's annotation.
+    fn backend(&self) -> &'static str;
+
+    /// The interface's name.
+    fn interface(&self) -> &str;
+
+    /// Changes what differs from the configuration in force. A new private key or port costs every peer a handshake; firewall mark and MTU
+    /// cost nothing.
+    ///
+    /// # Errors
+    /// The port is taken, or the kernel refuses. What was in force stays.
+    fn configure(&mut self, configuration: &Configuration) -> Result<(), DeviceError>;
+
+    /// Carries out the changes, in order and all at once as far as traffic is concerned. Only the peers named are touched, and only a new
+    /// preshared key or a removal ends a session. A new peer with an endpoint is greeted at once.
+    ///
+    /// # Errors
+    /// The kernel refuses; some changes may be in force then, and [`Device::observe`] says which.
+    fn apply(&mut self, changes: &[PeerChange]) -> Result<(), DeviceError>;
+
+    /// What the device holds and what it has seen.
+    ///
+    /// # Errors
+    /// The kernel cannot be asked; [`DeviceError::Gone`]: drop this device and open it again.
+    fn observe(&self) -> Result<Observed, DeviceError>;
+
+    /// Removes the interface and everything else that is ours.
+    ///
+    /// # Errors
+    /// What could not be removed; the rest is.
+    fn close(self: Box<Self>) -> Result<(), DeviceError>;
+}
+
+/// What a device has besides peers.
+#[derive(Clone)]
+pub struct Configuration {
+    /// The node's x25519 key; zeroized when dropped.
+    pub private_key: StaticSecret,
+    /// UDP, both families; 0 = any free port.
+    pub listen_port: u16,
+    /// Set on every outer packet (`SO_MARK`), so that routing and firewall can tell them; 0 = none.
+    pub fwmark: u32,
+    /// Of the interface, bytes of inner packet.
+    pub mtu: u16,
+}
+
+impl fmt::Debug for Configuration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            private_key: _,
+            listen_port,
+            fwmark,
+            mtu,
+        } = self;
+        write!(
+            f,
+            "Configuration {{ listen_port: {listen_port}, fwmark: {fwmark:#x}, mtu: {mtu}, private_key: hidden }}"
+        )
+    }
+}
+
+/// What [`Device::observe`] found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Observed {
+    /// By public key.
+    pub peers: ObservedPeers,
+    /// The port in use.
+    pub listen_port: u16,
+    /// Packets dropped since the device was opened, by reason: a word fit for a metric label.
+    pub drops: std::collections::BTreeMap<&'static str, u64>,
+}
+
+/// Which implementation to use (`--backend`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backend {
+    /// The best there is on this node; [`Device::backend`] says which it became.
+    Auto,
+    /// The kernel's WireGuard.
+    Kernel,
+    /// WireGuard in this process, over a TUN device.
+    Userspace,
+}
+
+impl FromStr for Backend {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "kernel" => Ok(Self::Kernel),
+            "userspace" => Ok(Self::Userspace),
+            other => Err(format!("{other:?} is no backend: write auto, kernel or userspace")),
+        }
+    }
+}
+
+/// Opens the device with no peers.
+///
+/// # Errors
+/// See [`DeviceError`]; nothing is left behind.
+pub fn open(backend: Backend, interface: &str, configuration: &Configuration) -> Result<Box<dyn Device>, DeviceError> {
+    match backend {
+        Backend::Kernel => Err(DeviceError::NotServed),
+        Backend::Auto | Backend::Userspace => Ok(Box::new(userspace::Userspace::open(interface, configuration)?)),
+    }
+}
+
+/// Why a device could not be opened, changed or asked, with the likely cause.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// `--backend kernel`.
+    #[error("the kernel backend is not part of this version: use --backend auto or userspace")]
+    NotServed,
+    /// The kernel would cut the name.
+    #[error("{0:?} cannot be an interface name: 1 to 15 characters, no space, slash or colon")]
+    Name(String),
+    /// Someone else's interface, or an earlier process of ours that still runs.
+    #[error(
+        "interface {0} exists already: another agent or kg (Kilo) runs on this node, or someone made it; see `ip -d link show {0}`. Stop it, or choose another --interface"
+    )]
+    Exists(String),
+    /// Someone deleted the interface while we had it.
+    #[error("interface {0} was deleted by someone else: open the device again")]
+    Gone(String),
+    /// No TUN.
+    #[error(
+        "cannot make the TUN device {interface}: {source}. The agent needs /dev/net/tun (in a Pod: a hostPath volume of type CharDevice) and CAP_NET_ADMIN"
+    )]
+    Tun {
+        /// The interface asked for.
+        interface: String,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// No socket.
+    #[error(
+        "cannot listen on UDP port {port}: {source}. Another WireGuard on this node may have it (`ss -ulpn`); choose another --port, or give the agent CAP_NET_ADMIN"
+    )]
+    Listen {
+        /// The port asked for.
+        port: u16,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The control socket's file is in the way.
+    #[error("cannot remove the control socket {path}: {source}")]
+    ControlSocket {
+        /// The file.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// Anything else the kernel refused.
+    #[error("cannot {action}: {source}")]
+    Kernel {
+        /// What was tried, as "set the MTU of kilo0 to 1380".
+        action: String,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+impl DeviceError {
+    /// One word for metrics, Events and conditions.
+    #[must_use]
+    pub const fn reason(&self) -> &'static str {
+        match self {
+            Self::NotServed => "BackendNotServed",
+            Self::Name(_) => "InterfaceName",
+            Self::Exists(_) => "InterfaceExists",
+            Self::Gone(_) => "InterfaceGone",
+            Self::Tun { .. } => "NoTun",
+            Self::Listen { .. } => "PortTaken",
+            Self::ControlSocket { .. } => "ControlSocket",
+            Self::Kernel { .. } => "KernelRefused",
+        }
+    }
+}

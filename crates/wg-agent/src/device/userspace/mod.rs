@@ -1,0 +1,354 @@
+//! WireGuard in this process: the protocol core of boringtun between a TUN device and two UDP sockets. What peers there should be
+//! is decided elsewhere.
+//!
+//! Three plain threads carry packets (`datapath`): interface to network, network to interface, and the clock; a fourth answers
+//! `wg show` (`control`). They share one immutable table of peers that is swapped whole, and a lock for each peer that is held for one packet.
+//! No async runtime is involved, so a busy agent delays no packet and a busy tunnel no API call.
+//!
+//! The interface lives as long as the process: after a crash the kernel takes it away with its routes, and the next start makes it
+//! again and greets every peer.
+
+mod clock;
+mod control;
+mod datapath;
+mod drops;
+mod peers;
+mod ranges;
+mod sockets;
+mod tunnel;
+
+use std::{
+    collections::BTreeSet,
+    io,
+    path::Path,
+    sync::{
+        Arc, RwLock,
+        atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
+    },
+    thread::JoinHandle,
+    time::Instant,
+};
+
+use clustermesh_agent_core::device::{self, ObservedPeer, PeerChange, PeerSpec, PeerStats, PeerUpdate, Peers};
+use clustermesh_core::key::PublicKey;
+use nix::{errno::Errno, net::if_::if_nametoindex};
+use rustix::event::{EventfdFlags, eventfd};
+use tun_rs::{DeviceBuilder, SyncDevice};
+
+use self::{
+    control::ControlSocket,
+    datapath::{Shared, current, replace},
+    peers::{Identity, Peer, Table},
+    sockets::Sockets,
+};
+use super::{Configuration, Device, DeviceError, Observed};
+
+/// Where `wg` looks for userspace devices.
+const CONTROL_DIRECTORY: &str = "/var/run/wireguard";
+
+/// A device of this kind that stands.
+pub struct Userspace {
+    interface: String,
+    configuration: Configuration,
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    control: Option<ControlSocket>,
+}
+
+impl Userspace {
+    /// Makes the interface, brings it up and binds the port.
+    ///
+    /// # Errors
+    /// The interface exists, the port is taken, or the kernel refuses; nothing is left behind.
+    pub fn open(interface: &str, configuration: &Configuration) -> Result<Self, DeviceError> {
+        let tun = open_tun(interface)?;
+        set_up(&tun, interface, configuration.mtu)?;
+        let sockets = listen(configuration)?;
+        let event = || {
+            eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
+                .map_err(|source| kernel("make an event file", source.into()))
+        };
+        let shared = Arc::new(Shared {
+            tun,
+            mtu: AtomicUsize::new(usize::from(configuration.mtu)),
+            table: RwLock::new(Arc::new(Table::new(Vec::new()))),
+            sockets: RwLock::new(Arc::new(sockets)),
+            identity: RwLock::new(Arc::new(Identity::new(configuration.private_key.clone()))),
+            clock: clock::Clock::default(),
+            drops: drops::Drops::default(),
+            configured: RwLock::default(),
+            fwmark: AtomicU32::new(configuration.fwmark),
+            gone: AtomicBool::new(false),
+            stopping: AtomicBool::new(false),
+            stop: event()?,
+            rebound: event()?,
+        });
+        let mut device = Self {
+            interface: interface.to_owned(),
+            configuration: configuration.clone(),
+            shared,
+            threads: Vec::new(),
+            control: None,
+        };
+        device.start("wg-out", datapath::outbound)?;
+        device.start("wg-in", datapath::inbound)?;
+        device.start("wg-clock", datapath::clockwork)?;
+        match ControlSocket::open(Path::new(CONTROL_DIRECTORY), interface) {
+            Ok((socket, listener)) => {
+                device.control = Some(socket);
+                device.start("wg-control", move |shared| control::serve(&listener, shared))?;
+            }
+            // A convenience for people; a read-only file system is no reason to have no tunnel.
+            Err(error) => tracing::info!(interface, %error, "no control socket: `wg show` will not see this device"),
+        }
+        Ok(device)
+    }
+
+    fn start(&mut self, name: &str, work: impl FnOnce(&Shared) + Send + 'static) -> Result<(), DeviceError> {
+        let shared = Arc::clone(&self.shared);
+        let thread = std::thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || work(&shared))
+            .map_err(|source| kernel("start a thread", source))?;
+        self.threads.push(thread);
+        Ok(())
+    }
+
+    /// Where `wg show` finds this device, if that could be made.
+    #[must_use]
+    pub fn control_socket(&self) -> Option<&Path> {
+        self.control.as_ref().map(ControlSocket::path)
+    }
+
+    /// Swaps in a table for the peers as configured: those that `keep` returns stay, with their session and counters.
+    fn rebuild(&self, configured: &Peers, mut keep: impl FnMut(&PublicKey, &Table) -> Option<Arc<Peer>>) {
+        let now = Instant::now();
+        let identity = current(&self.shared.identity);
+        let old = current(&self.shared.table);
+        let mut taken = Vec::new();
+        let mut fresh = Vec::new();
+        let mut peers = Vec::with_capacity(configured.len());
+        for (key, spec) in configured {
+            let peer = keep(key, &old).unwrap_or_else(|| {
+                let index = old.free_index(&taken);
+                taken.push(index);
+                let peer = Arc::new(Peer::new(index, identity.tunnel(key, spec, index, now), spec.endpoint));
+                fresh.push(Arc::clone(&peer));
+                peer
+            });
+            peers.push((*key, spec, peer));
+        }
+        replace(&self.shared.table, Table::new(peers));
+        for peer in &fresh {
+            self.greet(peer, now);
+        }
+    }
+
+    fn greet(&self, peer: &Arc<Peer>, now: Instant) {
+        let mut state = peer.state();
+        if state.endpoint.is_some() {
+            state.tunnel.greet(now);
+            self.shared.clock.add(now, peer);
+        }
+    }
+
+    /// Changes a peer that stays.
+    fn update(&self, peer: &Arc<Peer>, key: &PublicKey, spec: &PeerSpec, update: &PeerUpdate) {
+        let now = Instant::now();
+        let mut state = peer.state();
+        let was_reachable = state.endpoint.is_some();
+        if update.endpoint.is_some() {
+            state.endpoint = update.endpoint;
+        }
+        if update.keepalive.is_some() {
+            state.tunnel.set_keepalive(peers::keepalive(spec), now);
+        }
+        let rekeyed = update.preshared_key.is_some();
+        if rekeyed {
+            state.tunnel = current(&self.shared.identity).tunnel(key, spec, peer.index, now);
+        }
+        if state.endpoint.is_some()
+            && let Some(at) = state.tunnel.reschedule(now)
+        {
+            self.shared.clock.add(at, peer);
+        }
+        drop(state);
+        if rekeyed || !was_reachable {
+            self.greet(peer, now);
+        }
+    }
+
+    fn stop(&mut self) {
+        self.shared.stopping.store(true, Ordering::Release);
+        self.shared.clock.stop();
+        // An event file that is full is readable, which is all we want.
+        let _ = rustix::io::write(&self.shared.stop, &1_u64.to_ne_bytes());
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Device for Userspace {
+    fn backend(&self) -> &'static str {
+        "userspace"
+    }
+
+    fn interface(&self) -> &str {
+        &self.interface
+    }
+
+    fn configure(&mut self, configuration: &Configuration) -> Result<(), DeviceError> {
+        if configuration.listen_port != self.configuration.listen_port {
+            let sockets = listen(configuration)?;
+            replace(&self.shared.sockets, sockets);
+            let _ = rustix::io::write(&self.shared.rebound, &1_u64.to_ne_bytes());
+        } else if configuration.fwmark != self.configuration.fwmark {
+            current(&self.shared.sockets)
+                .mark(configuration.fwmark)
+                .map_err(|source| kernel("set the firewall mark of the UDP sockets", source))?;
+        }
+        self.shared.fwmark.store(configuration.fwmark, Ordering::Relaxed);
+        if configuration.mtu != self.configuration.mtu {
+            set_up(&self.shared.tun, &self.interface, configuration.mtu)?;
+            self.shared.mtu.store(usize::from(configuration.mtu), Ordering::Relaxed);
+        }
+        let rekeyed = configuration.private_key.as_bytes() != self.configuration.private_key.as_bytes();
+        self.configuration = configuration.clone();
+        if rekeyed {
+            replace(&self.shared.identity, Identity::new(configuration.private_key.clone()));
+            self.rebuild(&current(&self.shared.configured), |_, _| None);
+        }
+        Ok(())
+    }
+
+    fn apply(&mut self, changes: &[PeerChange]) -> Result<(), DeviceError> {
+        let mut configured = Peers::clone(&current(&self.shared.configured));
+        device::apply(&mut configured, changes);
+        // A peer that is added again is a new one.
+        let added: BTreeSet<_> = changes
+            .iter()
+            .filter(|change| matches!(change, PeerChange::Add(..)))
+            .map(PeerChange::key)
+            .collect();
+        self.rebuild(&configured, |key, old| {
+            old.by_key.get(key).filter(|_| !added.contains(key)).cloned()
+        });
+        let table = current(&self.shared.table);
+        for change in changes {
+            if let PeerChange::Update(key, update) = change
+                && let (Some(peer), Some(spec)) = (table.by_key.get(key), configured.get(key))
+            {
+                self.update(peer, key, spec, update);
+            }
+        }
+        replace(&self.shared.configured, configured);
+        Ok(())
+    }
+
+    fn observe(&self) -> Result<Observed, DeviceError> {
+        if self.shared.gone.load(Ordering::Acquire) {
+            return Err(DeviceError::Gone(self.interface.clone()));
+        }
+        Ok(observed(&self.shared))
+    }
+
+    fn close(mut self: Box<Self>) -> Result<(), DeviceError> {
+        self.stop();
+        self.control.take().map_or(Ok(()), ControlSocket::close)
+    }
+}
+
+impl Drop for Userspace {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn observed(shared: &Shared) -> Observed {
+    let configured = current(&shared.configured);
+    let now = Instant::now();
+    let table = current(&shared.table);
+    let peers = configured.iter().map(|(key, spec)| {
+        let stats = table.by_key.get(key).map_or_else(PeerStats::default, |peer| {
+            let state = peer.state();
+            PeerStats {
+                endpoint: state.endpoint,
+                handshake_age: state.tunnel.completed().map(|at| now.saturating_duration_since(at)),
+                rx_bytes: state.rx_bytes,
+                tx_bytes: state.tx_bytes,
+            }
+        });
+        (
+            *key,
+            ObservedPeer {
+                configured: spec.clone(),
+                stats,
+            },
+        )
+    });
+    Observed {
+        peers: peers.collect(),
+        listen_port: current(&shared.sockets).port,
+        drops: shared.drops.read(),
+    }
+}
+
+/// Removes what a killed process left: its control socket. The interface went with it.
+///
+/// # Errors
+/// The file cannot be removed.
+pub fn remove_leftovers(interface: &str) -> Result<(), DeviceError> {
+    control::remove_stale(&control::path(Path::new(CONTROL_DIRECTORY), interface))
+}
+
+fn open_tun(interface: &str) -> Result<SyncDevice, DeviceError> {
+    let fits = (1..16).contains(&interface.len());
+    if !fits || [".", ".."].contains(&interface) || interface.contains(|c: char| c.is_whitespace() || "/:%".contains(c))
+    {
+        return Err(DeviceError::Name(interface.to_owned()));
+    }
+    // Without this, a persistent TUN device that someone keeps would become ours.
+    match if_nametoindex(interface) {
+        Ok(_) => return Err(DeviceError::Exists(interface.to_owned())),
+        Err(Errno::ENODEV) => {}
+        Err(errno) => return Err(kernel(&format!("look for interface {interface}"), errno.into())),
+    }
+    let busy = [Errno::EBUSY, Errno::EINVAL].map(|errno| errno as i32);
+    let tun = DeviceBuilder::new()
+        .name(interface)
+        .enable(false)
+        .build_sync()
+        .map_err(|source| match source.raw_os_error() {
+            // Made since we looked.
+            Some(errno) if busy.contains(&errno) => DeviceError::Exists(interface.to_owned()),
+            _ => DeviceError::Tun {
+                interface: interface.to_owned(),
+                source,
+            },
+        })?;
+    tun.set_nonblocking(true).map_err(|source| DeviceError::Tun {
+        interface: interface.to_owned(),
+        source,
+    })?;
+    Ok(tun)
+}
+
+fn set_up(tun: &SyncDevice, interface: &str, mtu: u16) -> Result<(), DeviceError> {
+    tun.set_mtu(mtu)
+        .map_err(|source| kernel(&format!("set the MTU of {interface} to {mtu}"), source))?;
+    tun.enabled(true)
+        .map_err(|source| kernel(&format!("bring {interface} up"), source))
+}
+
+fn listen(configuration: &Configuration) -> Result<Sockets, DeviceError> {
+    let port = configuration.listen_port;
+    Sockets::open(port, configuration.fwmark).map_err(|source| DeviceError::Listen { port, source })
+}
+
+fn kernel(action: &str, source: io::Error) -> DeviceError {
+    DeviceError::Kernel {
+        action: action.to_owned(),
+        source,
+    }
+}

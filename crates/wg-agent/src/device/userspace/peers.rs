@@ -1,0 +1,127 @@
+//! The peers of a running device and how each packet finds its own: by receiver index, by public key, by inner address.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    hash::{BuildHasher, RandomState},
+    net::SocketAddr,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use boringtun::noise::rate_limiter::RateLimiter;
+use clustermesh_agent_core::device::PeerSpec;
+use clustermesh_core::key::PublicKey;
+use x25519_dalek::StaticSecret;
+
+use super::{
+    ranges::Ranges,
+    tunnel::{self, Tunnel},
+};
+
+/// Handshakes a second beyond which senders must first show, by a cookie, that their address is theirs.
+const HANDSHAKES_PER_SECOND: u64 = 1000;
+
+/// Who we are, and the judge of handshakes sent to that identity.
+pub(super) struct Identity {
+    pub(super) private: StaticSecret,
+    pub(super) public: x25519_dalek::PublicKey,
+    pub(super) limiter: RateLimiter,
+    unlimited: Arc<RateLimiter>,
+}
+
+impl Identity {
+    pub(super) fn new(private: StaticSecret) -> Self {
+        let public = x25519_dalek::PublicKey::from(&private);
+        let limiter = RateLimiter::new(&public, HANDSHAKES_PER_SECOND);
+        Self {
+            unlimited: tunnel::no_limit(&public),
+            private,
+            public,
+            limiter,
+        }
+    }
+
+    pub(super) fn tunnel(&self, key: &PublicKey, spec: &PeerSpec, index: u32, now: Instant) -> Tunnel {
+        Tunnel::new(
+            self.private.clone(),
+            x25519_dalek::PublicKey::from(*key.as_bytes()),
+            spec.preshared_key.as_ref().map(|key| *key.expose()),
+            index,
+            Arc::clone(&self.unlimited),
+            keepalive(spec),
+            now,
+        )
+    }
+}
+
+pub(super) fn keepalive(spec: &PeerSpec) -> Option<Duration> {
+    spec.keepalive
+        .map(|seconds| Duration::from_secs(u64::from(seconds.get())))
+}
+
+/// One peer. Its lock is held for one packet at a time and never together with another's.
+pub(super) struct Peer {
+    /// 24 bits, unique in the device: the upper part of every receiver index of this peer.
+    pub(super) index: u32,
+    state: Mutex<PeerState>,
+}
+
+/// What changes with traffic.
+pub(super) struct PeerState {
+    pub(super) tunnel: Tunnel,
+    pub(super) endpoint: Option<SocketAddr>,
+    pub(super) rx_bytes: u64,
+    pub(super) tx_bytes: u64,
+}
+
+impl Peer {
+    pub(super) const fn new(index: u32, tunnel: Tunnel, endpoint: Option<SocketAddr>) -> Self {
+        Self {
+            index,
+            state: Mutex::new(PeerState {
+                tunnel,
+                endpoint,
+                rx_bytes: 0,
+                tx_bytes: 0,
+            }),
+        }
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, PeerState> {
+        // A panic while it was held costs that packet; the session goes on.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An immutable picture of all peers, swapped whole: a range that moves has an owner at every moment.
+pub(super) struct Table {
+    pub(super) by_key: BTreeMap<PublicKey, Arc<Peer>>,
+    pub(super) by_index: HashMap<u32, Arc<Peer>>,
+    pub(super) ranges: Ranges<Arc<Peer>>,
+}
+
+impl Table {
+    pub(super) fn new(peers: Vec<(PublicKey, &PeerSpec, Arc<Peer>)>) -> Self {
+        let ranges = peers
+            .iter()
+            .flat_map(|(_, spec, peer)| spec.allowed_ips.iter().map(|range| (*range, Arc::clone(peer))));
+        Self {
+            ranges: Ranges::new(ranges),
+            by_index: peers
+                .iter()
+                .map(|(_, _, peer)| (peer.index, Arc::clone(peer)))
+                .collect(),
+            by_key: peers.into_iter().map(|(key, _, peer)| (key, peer)).collect(),
+        }
+    }
+
+    /// An index that no peer has. Guessing one gains nobody anything; it is random so that a restarted device
+    /// does not take up the indices of the one before.
+    pub(super) fn free_index(&self, taken: &[u32]) -> u32 {
+        let random = RandomState::new();
+        (0_u64..)
+            .map(|attempt| (random.hash_one(attempt) >> 40) as u32)
+            .find(|index| !self.by_index.contains_key(index) && !taken.contains(index))
+            .unwrap_or_default()
+    }
+}

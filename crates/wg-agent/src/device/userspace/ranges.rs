@@ -1,0 +1,148 @@
+//! Longest-prefix lookup of addresses. Knows nothing of peers.
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
+/// A map from address ranges to values, flattened once: a lookup is one binary search over intervals that do not overlap.
+#[derive(Debug)]
+pub(super) struct Ranges<T> {
+    /// Where an interval begins, and whose it is up to the next one.
+    v4: Vec<(u128, Option<T>)>,
+    v6: Vec<(u128, Option<T>)>,
+}
+
+impl<T: Clone> Ranges<T> {
+    /// Of two equal ranges the later wins.
+    pub(super) fn new(ranges: impl IntoIterator<Item = (IpNet, T)>) -> Self {
+        let (v4, v6): (Vec<_>, Vec<_>) = ranges.into_iter().partition(|(range, _)| matches!(range, IpNet::V4(_)));
+        Self {
+            v4: flatten(v4),
+            v6: flatten(v6),
+        }
+    }
+
+    /// The value of the longest prefix that holds the address.
+    pub(super) fn get(&self, address: IpAddr) -> Option<&T> {
+        let intervals = if address.is_ipv4() { &self.v4 } else { &self.v6 };
+        let after = intervals.partition_point(|(begin, _)| *begin <= number(address));
+        intervals.get(after.checked_sub(1)?)?.1.as_ref()
+    }
+}
+
+fn number(address: IpAddr) -> u128 {
+    match address {
+        IpAddr::V4(address) => u128::from(u32::from(address)),
+        IpAddr::V6(address) => u128::from(address),
+    }
+}
+
+fn flatten<T: Clone>(mut ranges: Vec<(IpNet, T)>) -> Vec<(u128, Option<T>)> {
+    ranges.sort_by_key(|(range, _)| (number(range.network()), range.prefix_len()));
+    let mut intervals: Vec<(u128, Option<T>)> = Vec::with_capacity(ranges.len() * 2);
+    // The ranges that hold the current position, widest first, each with its last address.
+    let mut open: Vec<(u128, T)> = Vec::new();
+    for (range, value) in ranges {
+        let (begin, end) = (number(range.network()), number(range.broadcast()));
+        close(&mut open, &mut intervals, Some(begin));
+        begin_interval(&mut intervals, begin, Some(value.clone()));
+        open.push((end, value));
+    }
+    close(&mut open, &mut intervals, None);
+    intervals
+}
+
+/// Ends the open ranges that end before `until`; what lies around each goes on after it.
+fn close<T: Clone>(open: &mut Vec<(u128, T)>, intervals: &mut Vec<(u128, Option<T>)>, until: Option<u128>) {
+    while let Some((end, _)) = open.pop_if(|(end, _)| until.is_none_or(|until| *end < until)) {
+        if let Some(next) = end.checked_add(1) {
+            begin_interval(intervals, next, open.last().map(|(_, around)| around.clone()));
+        }
+    }
+}
+
+fn begin_interval<T>(intervals: &mut Vec<(u128, Option<T>)>, begin: u128, value: Option<T>) {
+    match intervals.last_mut() {
+        Some(last) if last.0 == begin => last.1 = value,
+        _ => intervals.push((begin, value)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn range(text: &str) -> IpNet {
+        text.parse().expect("a range")
+    }
+
+    #[test]
+    fn the_longest_prefix_wins_and_what_lies_around_goes_on_after_it() {
+        let ranges = Ranges::new([
+            (range("10.0.0.0/8"), 1),
+            (range("10.1.0.0/16"), 2),
+            (range("10.1.255.255/32"), 3),
+            (range("255.255.255.255/32"), 4),
+            (range("::/0"), 5),
+            (range("fd00::/64"), 6),
+        ]);
+        let get = |address: &str| ranges.get(address.parse().expect("an address")).copied();
+        assert_eq!(
+            [
+                "9.255.255.255",
+                "10.0.0.0",
+                "10.1.0.0",
+                "10.1.255.255",
+                "10.2.0.0",
+                "11.0.0.0",
+                "255.255.255.255",
+                "::",
+                "fd00::1",
+                "fd00:0:0:1::",
+                "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"
+            ]
+            .map(get),
+            [
+                None,
+                Some(1),
+                Some(2),
+                Some(3),
+                Some(1),
+                None,
+                Some(4),
+                Some(5),
+                Some(6),
+                Some(5),
+                Some(5)
+            ]
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn any_lookup_agrees_with_asking_every_range(
+            nets in prop::collection::vec((0u32..64, 26u8..=32), 0..20),
+            asked in 0u32..80,
+        ) {
+            let nets: Vec<(IpNet, usize)> = nets
+                .into_iter()
+                .map(|(address, length)| {
+                    ipnet::Ipv4Net::new(address.into(), length).expect("a length").trunc()
+                })
+                .map(IpNet::V4)
+                .collect::<std::collections::BTreeSet<_>>()
+                .into_iter()
+                .zip(0..)
+                .collect();
+            let address = IpAddr::V4(asked.into());
+            let naive = nets
+                .iter()
+                .filter(|(net, _)| net.contains(&address))
+                .max_by_key(|(net, _)| net.prefix_len())
+                .map(|(_, value)| *value);
+            prop_assert_eq!(Ranges::new(nets.clone()).get(address).copied(), naive);
+        }
+    }
+}
