@@ -1,0 +1,526 @@
+//! The userspace device between network namespaces, read back by `ping`, TCP, `ip`, `wg` and `nft`. Needs root.
+
+mod netns;
+
+use std::{
+    io::{Read, Write},
+    net::{SocketAddr, TcpListener, TcpStream},
+    num::NonZeroU16,
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
+
+use clustermesh_agent_core::{
+    device::{PeerChange, PeerSpec, PeerUpdate},
+    key::PresharedKey,
+};
+use clustermesh_core::key::PublicKey;
+use netns::{NetNs, unique_name, veth, wait_until};
+use wg_agent::device::{Configuration, Device, DeviceError, userspace::Userspace};
+use x25519_dalek::StaticSecret;
+
+const PORT: u16 = 51820;
+const SOON: Duration = Duration::from_secs(10);
+
+/// A node: a namespace with a device in it. Node `n` has the inner addresses 10.9.0.n and fd09::n.
+struct Node {
+    number: u8,
+    ns: NetNs,
+    device: Option<Box<Userspace>>,
+    configuration: Configuration,
+    interface: String,
+}
+
+fn secret(number: u8) -> StaticSecret {
+    StaticSecret::from([number; 32])
+}
+
+fn public(number: u8) -> PublicKey {
+    PublicKey::new(x25519_dalek::PublicKey::from(&secret(number)).to_bytes())
+}
+
+impl Node {
+    fn new(number: u8) -> Self {
+        let configuration = Configuration {
+            private_key: secret(number),
+            listen_port: PORT,
+            fwmark: 0,
+            mtu: 1420,
+        };
+        let interface = unique_name("wd");
+        let mut node = Self {
+            number,
+            ns: NetNs::new(&format!("node {number}")),
+            device: None,
+            configuration,
+            interface,
+        };
+        node.open();
+        node
+    }
+
+    fn open(&mut self) {
+        let device = self
+            .ns
+            .enter(|| Userspace::open(&self.interface, &self.configuration))
+            .expect("open a device");
+        self.device = Some(Box::new(device));
+        self.ns
+            .ip(&format!("addr add 10.9.0.{}/24 dev {}", self.number, self.interface));
+        self.ns.ip(&format!(
+            "addr add fd09::{}/64 dev {} nodad",
+            self.number, self.interface
+        ));
+    }
+
+    fn device(&mut self) -> &mut Userspace {
+        self.device.as_mut().expect("an open device")
+    }
+
+    fn apply(&mut self, changes: &[PeerChange]) {
+        self.device().apply(changes).expect("apply changes");
+    }
+
+    fn configure(&mut self, configuration: &Configuration) {
+        let device = self.device.as_mut().expect("an open device");
+        self.ns.enter(|| device.configure(configuration)).expect("configure");
+    }
+
+    fn add(&mut self, other: u8, endpoint: Option<&str>) {
+        self.apply(&[PeerChange::Add(public(other), spec(other, endpoint))]);
+    }
+
+    fn stats(&self, other: u8) -> clustermesh_agent_core::device::PeerStats {
+        self.observe()
+            .peers
+            .get(&public(other))
+            .expect("the peer")
+            .stats
+            .clone()
+    }
+
+    fn observe(&self) -> wg_agent::device::Observed {
+        self.device
+            .as_ref()
+            .expect("an open device")
+            .observe()
+            .expect("observe")
+    }
+
+    fn reaches(&self, other: u8) -> bool {
+        self.ns.pings(&format!("10.9.0.{other}"))
+    }
+}
+
+fn spec(number: u8, endpoint: Option<&str>) -> PeerSpec {
+    PeerSpec {
+        endpoint: endpoint.map(|endpoint| endpoint.parse().expect("an endpoint")),
+        allowed_ips: [format!("10.9.0.{number}/32"), format!("fd09::{number}/128")]
+            .map(|range| range.parse().expect("a range"))
+            .into(),
+        ..PeerSpec::default()
+    }
+}
+
+/// Two nodes on one wire, 192.0.2.1 and 192.0.2.2, that know each other.
+fn two() -> [Node; 2] {
+    let (mut a, mut b) = (Node::new(1), Node::new(2));
+    veth(
+        &a.ns,
+        "eth0",
+        &["192.0.2.1/24", "2001:db8::1/64"],
+        &b.ns,
+        "eth0",
+        &["192.0.2.2/24", "2001:db8::2/64"],
+    );
+    a.add(2, Some("192.0.2.2:51820"));
+    b.add(1, Some("192.0.2.1:51820"));
+    [a, b]
+}
+
+/// Sends so many bytes over one TCP connection to `address` in the other namespace; each side checks what it got.
+fn transfer(from: &NetNs, to: &NetNs, address: &str, bytes: usize) {
+    let address: SocketAddr = address.parse().expect("an address");
+    let listener = to.enter(|| TcpListener::bind(address)).expect("listen");
+    std::thread::scope(|scope| {
+        let received = scope.spawn(move || {
+            let (mut stream, _) = listener.accept().expect("accept");
+            let mut buffer = vec![0; 1 << 16];
+            let mut total = 0_usize;
+            loop {
+                let length = stream.read(&mut buffer).expect("read");
+                if length == 0 {
+                    break;
+                }
+                assert!(
+                    buffer[..length]
+                        .iter()
+                        .zip(total..)
+                        .all(|(byte, at)| *byte == (at % 251) as u8),
+                    "garbled"
+                );
+                total += length;
+            }
+            stream.write_all(&(total as u64).to_be_bytes()).expect("answer");
+        });
+        let mut stream = from
+            .enter(|| TcpStream::connect_timeout(&address, SOON))
+            .expect("connect");
+        stream
+            .set_read_timeout(Some(Duration::from_secs(30)))
+            .expect("set a timeout");
+        let data: Vec<u8> = (0..bytes).map(|at| (at % 251) as u8).collect();
+        stream.write_all(&data).expect("write");
+        stream.shutdown(std::net::Shutdown::Write).expect("shut down");
+        let mut answer = [0; 8];
+        stream.read_exact(&mut answer).expect("an answer");
+        assert_eq!(u64::from_be_bytes(answer), bytes as u64);
+        received.join().expect("the receiver");
+    });
+}
+
+#[test]
+fn two_devices_carry_ping_and_tcp_both_ways_and_wg_reads_them() {
+    let [mut a, b] = two();
+    wait_until("the first ping", SOON, || a.reaches(2));
+    assert!(b.reaches(1));
+    assert!(a.ns.pings("fd09::2") && b.ns.pings("fd09::1"));
+    transfer(&a.ns, &b.ns, "10.9.0.2:5000", 20_000_000);
+    transfer(&b.ns, &a.ns, "[fd09::1]:5000", 20_000_000);
+
+    let link = a.ns.ip_json(&format!("link show {}", a.interface));
+    assert_eq!((&link[0]["mtu"], &link[0]["link_type"]), (&1420.into(), &"none".into()));
+    a.apply(&[PeerChange::Update(
+        public(2),
+        PeerUpdate {
+            keepalive: Some(NonZeroU16::new(25)),
+            ..PeerUpdate::default()
+        },
+    )]);
+    let dump = a.ns.run("wg", &["show", &a.interface, "dump"]);
+    let lines: Vec<Vec<&str>> = dump.lines().map(|line| line.split('\t').collect()).collect();
+    assert_eq!(lines[0], ["(none)", "(none)", "51820", "off"]);
+    let stats = a.stats(2);
+    assert_eq!(
+        lines[1][..4],
+        [
+            &public(2).to_string(),
+            "(none)",
+            "192.0.2.2:51820",
+            "10.9.0.2/32,fd09::2/128"
+        ]
+    );
+    assert_eq!(lines[1][7], "25");
+    assert!(stats.tx_bytes > 20_000_000 && stats.rx_bytes > 20_000_000, "{stats:?}");
+    let refused =
+        a.ns.output("wg", &["set", &a.interface, "peer", &public(2).to_string(), "remove"]);
+    assert!(!refused.status.success() && a.observe().peers.contains_key(&public(2)));
+}
+
+#[test]
+fn the_outer_packets_may_be_ipv6() {
+    let (mut a, mut b) = (Node::new(1), Node::new(2));
+    veth(&a.ns, "eth0", &["2001:db8::1/64"], &b.ns, "eth0", &["2001:db8::2/64"]);
+    a.add(2, Some("[2001:db8::2]:51820"));
+    b.add(1, None);
+    wait_until("a ping over IPv6", SOON, || a.reaches(2));
+    transfer(&b.ns, &a.ns, "10.9.0.1:5000", 1_000_000);
+    assert_eq!(
+        b.stats(1).endpoint,
+        Some("[2001:db8::1]:51820".parse().expect("an endpoint"))
+    );
+}
+
+#[test]
+fn what_happens_to_one_peer_leaves_the_session_and_the_flow_of_another_alone() {
+    let [mut a, b] = two();
+    let c = {
+        let mut c = Node::new(3);
+        veth(&a.ns, "eth1", &["198.51.100.1/24"], &c.ns, "eth0", &["198.51.100.3/24"]);
+        c.add(1, Some("198.51.100.1:51820"));
+        c
+    };
+    wait_until("the first ping", SOON, || a.reaches(2));
+    let began = Instant::now();
+    let age = a.stats(2).handshake_age.expect("a handshake");
+    let flowing = AtomicBool::new(true);
+    let (a_ns, b_ns) = (NetNsRef(&a.ns), NetNsRef(&b.ns));
+    let mut rounds = 0_u16;
+    let device = a.device.as_mut().expect("an open device");
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            transfer(a_ns.0, b_ns.0, "10.9.0.2:5000", 60_000_000);
+            transfer(b_ns.0, a_ns.0, "10.9.0.1:5001", 60_000_000);
+            flowing.store(false, Ordering::Release);
+        });
+        while flowing.load(Ordering::Acquire) {
+            rounds += 1;
+            let moved = PeerUpdate {
+                endpoint: Some(SocketAddr::new(
+                    "198.51.100.3".parse().expect("an address"),
+                    40000 + rounds % 100,
+                )),
+                keepalive: Some(NonZeroU16::new(rounds % 7)),
+                preshared_key: Some(PresharedKey::new([rounds as u8; 32])),
+                add_allowed_ips: [format!("10.77.{}.0/24", rounds % 256).parse().expect("a range")].into(),
+                ..PeerUpdate::default()
+            };
+            for changes in [
+                vec![PeerChange::Add(public(3), spec(3, Some("198.51.100.3:51820")))],
+                vec![PeerChange::Update(public(3), moved)],
+                // And to the peer of the flow itself: what costs no session.
+                vec![PeerChange::Update(
+                    public(2),
+                    PeerUpdate {
+                        endpoint: Some("192.0.2.2:51820".parse().expect("an endpoint")),
+                        keepalive: Some(NonZeroU16::new(1 + rounds % 9)),
+                        add_allowed_ips: [format!("10.78.{}.0/24", rounds % 256).parse().expect("a range")].into(),
+                        ..PeerUpdate::default()
+                    },
+                )],
+                vec![PeerChange::Remove(public(3))],
+            ] {
+                device.apply(&changes).expect("apply changes");
+                std::thread::yield_now();
+            }
+        }
+    });
+    assert!(rounds > 20, "only {rounds} rounds of changes during the flow");
+    // The same handshake as before, only older.
+    let now = a.stats(2).handshake_age.expect("a handshake");
+    let expected = age + began.elapsed();
+    assert!(
+        now + Duration::from_millis(200) > expected && now <= expected,
+        "{now:?}, expected {expected:?}"
+    );
+    a.add(3, Some("198.51.100.3:51820"));
+    wait_until("the changed peer, added again", SOON, || c.reaches(1));
+}
+
+/// A namespace lent to a thread.
+#[derive(Clone, Copy)]
+struct NetNsRef<'a>(&'a NetNs);
+
+#[test]
+fn a_removed_peer_is_deaf_and_its_range_has_no_owner() {
+    let [mut a, b] = two();
+    wait_until("the first ping", SOON, || b.reaches(1));
+    a.apply(&[PeerChange::Remove(public(2))]);
+    assert!(!b.reaches(1) && !a.reaches(2));
+    let observed = a.observe();
+    assert!(observed.peers.is_empty());
+    assert!(
+        observed.drops["unknown_peer"] > 0 && observed.drops["no_peer"] > 0,
+        "{:?}",
+        observed.drops
+    );
+}
+
+#[test]
+fn a_range_that_moves_to_another_peer_takes_its_traffic_along() {
+    let [mut a, b] = two();
+    wait_until("the first ping", SOON, || a.reaches(2));
+    let stranger = PeerSpec {
+        allowed_ips: ["10.9.0.2/32".parse().expect("a range")].into(),
+        ..PeerSpec::default()
+    };
+    a.apply(&[PeerChange::Add(public(9), stranger)]);
+    assert!(!a.reaches(2), "the range is another's");
+    assert!(a.ns.pings("fd09::2"), "the rest is still its own");
+    let back = PeerUpdate {
+        add_allowed_ips: ["10.9.0.2/32".parse().expect("a range")].into(),
+        ..PeerUpdate::default()
+    };
+    a.apply(&[PeerChange::Update(public(2), back)]);
+    wait_until("the range came back", SOON, || a.reaches(2));
+    assert!(b.reaches(1));
+}
+
+#[test]
+fn the_endpoint_follows_a_peer_that_moves() {
+    let [a, b] = two();
+    wait_until("the first ping", SOON, || a.reaches(2));
+    b.ns.sh("ip addr add 192.0.2.77/24 dev eth0; ip addr del 192.0.2.2/24 dev eth0; ip addr add 192.0.2.77/24 dev eth0 || true");
+    wait_until("a ping from the new address", SOON, || b.reaches(1));
+    assert_eq!(
+        a.stats(2).endpoint,
+        Some("192.0.2.77:51820".parse().expect("an endpoint"))
+    );
+    assert!(a.reaches(2));
+    assert_eq!(
+        a.observe().peers[&public(2)].configured.endpoint,
+        Some("192.0.2.2:51820".parse().expect("an endpoint"))
+    );
+}
+
+#[test]
+fn after_a_restart_of_one_side_data_flows_within_five_seconds() {
+    let [mut a, b] = two();
+    wait_until("the first ping", SOON, || b.reaches(1));
+    for round in 0..5 {
+        let device = a.device.take().expect("an open device");
+        device.close().expect("close");
+        assert_eq!(
+            a.ns.output("ip", &["link", "show", &a.interface]).status.code(),
+            Some(1),
+            "the interface is gone"
+        );
+        assert!(!std::path::Path::new(&format!("/var/run/wireguard/{}.sock", a.interface)).exists());
+        a.open();
+        let began = Instant::now();
+        a.add(2, Some("192.0.2.2:51820"));
+        // From the side that still has a session of before.
+        wait_until("a ping after the restart", Duration::from_secs(5), || b.reaches(1));
+        println!("round {round}: {:?}", began.elapsed());
+    }
+}
+
+#[test]
+fn an_inner_source_outside_a_peers_ranges_is_dropped_and_counted() {
+    let [a, b] = two();
+    wait_until("the first ping", SOON, || b.reaches(1));
+    assert_eq!(a.observe().drops["foreign_source"], 0);
+    b.ns.ip("addr add 10.66.0.1/32 dev lo");
+    let output =
+        b.ns.output("ping", &["-n", "-c3", "-i0.2", "-W1", "-I", "10.66.0.1", "10.9.0.1"]);
+    assert!(!output.status.success());
+    assert_eq!(a.observe().drops["foreign_source"], 3);
+}
+
+#[test]
+fn every_outer_packet_carries_the_firewall_mark_also_after_it_changes() {
+    let [mut a, b] = two();
+    a.ns.sh(
+        "nft 'add table inet t { chain out { type filter hook output priority 0; udp dport 51820 meta mark 0x00100000 counter; \
+         udp dport 51820 meta mark 0 counter; udp dport 51820 meta mark 7 counter; }; }'",
+    );
+    let marked = |ns: &NetNs| -> Vec<u64> {
+        let listing = ns.run("nft", &["-j", "list", "table", "inet", "t"]);
+        let listing: serde_json::Value = serde_json::from_str(&listing).expect("JSON");
+        let rules = listing["nftables"]
+            .as_array()
+            .expect("a list")
+            .iter()
+            .filter_map(|item| item["rule"]["expr"].as_array());
+        rules
+            .filter_map(|expressions| {
+                expressions
+                    .iter()
+                    .find_map(|expression| expression["counter"]["packets"].as_u64())
+            })
+            .collect()
+    };
+    let mut configuration = a.configuration.clone();
+    configuration.fwmark = 0x0010_0000;
+    a.configure(&configuration);
+    let before = marked(&a.ns);
+    wait_until("a ping", SOON, || a.reaches(2));
+    let after = marked(&a.ns);
+    assert!(after[0] > before[0] && after[1] == before[1], "{before:?} {after:?}");
+    configuration.fwmark = 7;
+    configuration.listen_port = 51999;
+    a.configure(&configuration);
+    wait_until("a ping from the new port", SOON, || a.reaches(2));
+    let last = marked(&a.ns);
+    assert!(last[2] > 0 && last[1] == after[1], "{last:?}");
+    assert_eq!(
+        b.stats(1).endpoint,
+        Some("192.0.2.1:51999".parse().expect("an endpoint"))
+    );
+    assert_eq!(a.observe().listen_port, 51999);
+}
+
+#[test]
+fn a_new_key_for_the_device_makes_new_sessions_with_those_who_know_it() {
+    let [mut a, mut b] = two();
+    wait_until("the first ping", SOON, || a.reaches(2));
+    let configuration = Configuration {
+        private_key: secret(11),
+        ..a.configuration.clone()
+    };
+    b.apply(&[
+        PeerChange::Remove(public(1)),
+        PeerChange::Add(public(11), spec(1, None)),
+    ]);
+    a.configure(&configuration);
+    wait_until("a ping with the new key", Duration::from_secs(5), || a.reaches(2));
+    assert!(b.reaches(1));
+}
+
+#[test]
+fn a_preshared_key_must_be_the_same_on_both_sides() {
+    let [mut a, mut b] = two();
+    wait_until("the first ping", SOON, || a.reaches(2));
+    let keyed = |number| PeerUpdate {
+        preshared_key: Some(PresharedKey::new([number; 32])),
+        ..PeerUpdate::default()
+    };
+    a.apply(&[PeerChange::Update(public(2), keyed(1))]);
+    assert!(!a.reaches(2));
+    b.apply(&[PeerChange::Update(public(1), keyed(1))]);
+    wait_until("a ping with the preshared key", SOON, || a.reaches(2));
+}
+
+#[test]
+fn what_is_not_ours_is_left_alone_and_the_error_says_what_to_do() {
+    let ns = NetNs::new("errors");
+    let open = |interface: &str, port| {
+        let configuration = Configuration {
+            private_key: secret(1),
+            listen_port: port,
+            fwmark: 0,
+            mtu: 1420,
+        };
+        ns.enter(|| Userspace::open(interface, &configuration)).map(drop)
+    };
+    let first = unique_name("wd");
+    let configuration = Configuration {
+        private_key: secret(1),
+        listen_port: PORT,
+        fwmark: 0,
+        mtu: 1420,
+    };
+    let _device = ns
+        .enter(|| Userspace::open(&first, &configuration))
+        .expect("open a device");
+    let busy = open(&first, 1).expect_err("our own, still open");
+    assert!(matches!(&busy, DeviceError::Exists(name) if *name == first), "{busy}");
+    ns.ip("link add foreign type veth peer name other");
+    ns.ip("tuntap add dev kept mode tun");
+    for interface in ["foreign", "kept"] {
+        let error = open(interface, 1).expect_err("someone else's");
+        assert!(
+            error
+                .to_string()
+                .starts_with(&format!("interface {interface} exists already")),
+            "{error}"
+        );
+        ns.ip(&format!("link show {interface}"));
+    }
+    let other = unique_name("wd");
+    let taken = open(&other, PORT).expect_err("the port is taken");
+    assert!(matches!(taken, DeviceError::Listen { port: PORT, .. }), "{taken}");
+    assert_eq!(
+        ns.output("ip", &["link", "show", &other]).status.code(),
+        Some(1),
+        "nothing is left behind"
+    );
+    for name in ["", "much-too-long-name", "a/b", "with space"] {
+        assert!(matches!(open(name, 1), Err(DeviceError::Name(_))), "{name:?}");
+    }
+}
+
+#[test]
+fn an_interface_deleted_by_someone_else_is_said_and_can_be_opened_again() {
+    let [mut a, b] = two();
+    wait_until("the first ping", SOON, || b.reaches(1));
+    a.ns.ip(&format!("link del {}", a.interface));
+    let device = a.device.take().expect("an open device");
+    wait_until("the device to notice", SOON, || {
+        matches!(device.observe(), Err(DeviceError::Gone(_)))
+    });
+    drop(device);
+    a.open();
+    a.add(2, Some("192.0.2.2:51820"));
+    wait_until("a ping", SOON, || b.reaches(1));
+}
