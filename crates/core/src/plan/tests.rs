@@ -804,3 +804,110 @@ fn a_deleted_mesh_and_a_removed_entry_leave_nothing_behind() {
         "the mesh was deleted by force: what carries our hub label goes"
     );
 }
+
+#[test]
+fn two_meshes_of_the_same_clusters_give_one_peer_a_key_and_a_prefix() {
+    let older = two_clusters();
+    let mut newer = two_clusters();
+    newer.id.name = "n".into();
+    newer.created = 2;
+    let owners = |seen: &Observations| -> BTreeMap<String, String> {
+        let plan = plan(&[newer.clone(), older.clone()], seen, &Settings::default(), &Plain);
+        let meshes = plan.meshes.iter();
+        let peers = meshes.flat_map(|(id, mesh)| {
+            mesh.targets["tenant"]
+                .peers
+                .values()
+                .map(|peer| (peer.node.clone(), id.name.clone()))
+                .collect::<Vec<_>>()
+        });
+        let mut owners = BTreeMap::new();
+        for (node, mesh) in peers {
+            assert_eq!(owners.insert(node, mesh), None, "one key, one Peer");
+        }
+        let carriers = plan
+            .meshes
+            .values()
+            .flat_map(|mesh| mesh.targets["tenant"].peers.values());
+        let service: IpNet = "10.96.0.0/16".parse().unwrap();
+        assert_eq!(
+            carriers.filter(|peer| peer.spec.allowed_ips.contains(&service)).count(),
+            1,
+            "one carrier"
+        );
+        owners
+    };
+    let mut seen = seen();
+    assert_eq!(
+        owners(&seen),
+        BTreeMap::from([("a".into(), "m".into()), ("b".into(), "m".into())])
+    );
+    // Whoever has the Peer already keeps it, younger or not: `a` here, with the anchored network on it.
+    let spec = run(&newer, &seen).1.targets["tenant"].peers["n--mgmt--a"].spec.clone();
+    edit(&mut seen, &secret("tenant"), |m| {
+        let owner = Owner {
+            mesh: Some("n".into()),
+            mesh_namespace: Some("meshes".into()),
+            hub: Some("hub".into()),
+            source_cluster: Some("mgmt".into()),
+        };
+        let mut spec = spec;
+        spec.allowed_ips.insert("10.96.0.0/16".parse().unwrap());
+        m.peers
+            .as_mut()
+            .unwrap()
+            .insert("n--mgmt--a".into(), ObservedPeer { owner, spec: Ok(spec) });
+    });
+    assert_eq!(
+        owners(&seen),
+        BTreeMap::from([("a".into(), "n".into()), ("b".into(), "m".into())])
+    );
+}
+
+#[test]
+fn the_objects_of_another_hub_are_not_ours() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    settle(&mesh, &mut seen);
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.nodes.clear();
+        m.peers
+            .as_mut()
+            .unwrap()
+            .values_mut()
+            .for_each(|peer| peer.owner.hub = Some("other-hub".into()));
+    });
+    let touched = |mesh: &Mesh| {
+        let (plan, _) = run(mesh, &seen);
+        let steps = diff(
+            &plan,
+            &ClusterIdentity::Local,
+            seen.members[&ClusterIdentity::Local].fresh().unwrap(),
+        );
+        steps
+            .into_iter()
+            .filter(|s| s.item.kind() == "Peer")
+            .map(|s| (s.action, s.item.name(), s.fields))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(
+        touched(&mesh),
+        vec![],
+        "its key is taken, so there is nothing to create either"
+    );
+    assert_eq!(
+        touched(&Mesh {
+            deleting: true,
+            ..mesh.clone()
+        }),
+        vec![]
+    );
+    let adopting = Mesh {
+        adopt_hub: Some("other-hub".into()),
+        ..mesh
+    };
+    assert_eq!(
+        touched(&adopting),
+        vec![(Action::Update, "m--tenant--x".to_owned(), vec!["metadata.labels"])]
+    );
+}
