@@ -49,6 +49,8 @@ pub enum Kind {
     Unreachable,
     /// Leaves the table: the next rule decides.
     Throw,
+    /// Of ours by its numbers, but nothing that we write. Only ever observed.
+    Other,
 }
 
 /// One rule: packets whose mark under [`MARK_MASK`] is `mark` (or, inverted, is not) look into `table`.
@@ -235,7 +237,7 @@ pub fn diff(observed: &Routes, desired: &Routes) -> Option<Vec<Change>> {
 /// Who comes first: what the underlay needs, then the closed door, then what opens it.
 const fn safety(kind: &Kind, metric: u32) -> u8 {
     match (kind, metric) {
-        (Kind::Throw, _) => 0,
+        (Kind::Throw | Kind::Other, _) => 0,
         (Kind::Unreachable, _) => 1,
         (Kind::Device { .. }, METRIC_FALLBACK) => 2,
         (Kind::Device { .. }, _) => 3,
@@ -250,6 +252,7 @@ impl fmt::Display for Route {
             Kind::Device { source: Some(source) } => write!(f, "{} dev <device> src {source}", self.prefix)?,
             Kind::Unreachable => write!(f, "unreachable {}", self.prefix)?,
             Kind::Throw => write!(f, "throw {}", self.prefix)?,
+            Kind::Other => write!(f, "(altered) {}", self.prefix)?,
         }
         write!(f, " table {} metric {}", self.table, self.metric)
     }

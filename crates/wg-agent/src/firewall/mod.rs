@@ -1,0 +1,142 @@
+//! How the kernel's nftables table is told what [`clustermesh_agent_core::firewall`] wants: a trait, the `nft` backend, one
+//! in memory, and the keeper that writes no more than changed. What the table says is not decided here.
+
+use std::{future::Future, io, path::PathBuf};
+
+use clustermesh_agent_core::firewall::{Firewall, Update, update};
+
+mod memory;
+mod nft;
+mod watch;
+
+pub use memory::Memory;
+pub use nft::Nft;
+pub use watch::Watch;
+
+/// Where a table is kept.
+pub trait Backend: Send {
+    /// Our table as it reads now; `None` = there is none. No other table is looked at.
+    fn observe(&mut self) -> impl Future<Output = Result<Option<Listing>, Error>> + Send;
+
+    /// Runs one transaction: all of it or, on an error, nothing.
+    fn run(&mut self, script: &str) -> impl Future<Output = Result<(), Error>> + Send;
+
+    /// Takes our table away; none there is no error.
+    fn destroy(&mut self) -> impl Future<Output = Result<(), Error>> + Send;
+}
+
+/// A table as a reader shows it, without counters and handles: two listings are equal where nobody wrote in between.
+/// nft prints masks and flags its own way, so a listing is compared with a listing, never with what was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listing(serde_json::Value);
+
+impl Listing {
+    /// The objects of the listing, as `nft -j` names them.
+    #[must_use]
+    pub const fn json(&self) -> &serde_json::Value {
+        &self.0
+    }
+}
+
+/// Why the table could not be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The program could not be started.
+    #[error("cannot start {}: {source}; the nft program of nftables 1.0 or newer must be in the image or on the node", .program.display())]
+    Start {
+        /// What was to be started.
+        program: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// It did not end in time.
+    #[error("nft did not end within {0} s; is another program holding the kernel's nftables lock?")]
+    Timeout(u64),
+    /// It said no.
+    #[error("nft refused {what}: {stderr}{}", hint(stderr))]
+    Refused {
+        /// What was asked.
+        what: &'static str,
+        /// The first lines of its answer.
+        stderr: String,
+    },
+    /// It printed something else than it should.
+    #[error("cannot read the answer of nft -j: {0}")]
+    Answer(String),
+}
+
+fn hint(stderr: &str) -> &'static str {
+    if stderr.contains("Operation not permitted") {
+        "; this needs the capability NET_ADMIN, and that no other program owns a table of this name"
+    } else if stderr.contains("Operation not supported") || stderr.contains("No such file or directory") {
+        "; the kernel may lack a module: nf_tables, nft_fib_inet, nft_ct, nft_nat, nft_masq, nf_conntrack are needed"
+    } else {
+        ""
+    }
+}
+
+/// Keeps our table as it should be: remembers what it wrote last and how that read, so that it sees the work of other
+/// hands and writes no more than changed.
+#[derive(Debug)]
+pub struct Keeper<B> {
+    backend: B,
+    written: Option<(Firewall, Listing)>,
+}
+
+impl<B: Backend> Keeper<B> {
+    /// A keeper that has written nothing yet: its first pass writes the table whole, in one step over what is there.
+    pub const fn new(backend: B) -> Self {
+        Self { backend, written: None }
+    }
+
+    /// Whether the table in the kernel is as this keeper wrote it last.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub async fn intact(&mut self) -> Result<bool, Error> {
+        let there = self.backend.observe().await?;
+        Ok(there.as_ref() == self.written.as_ref().map(|(_, listing)| listing))
+    }
+
+    /// Makes the table `desired`: nothing if it is, elements of sets if only they differ, the whole table otherwise or
+    /// where another hand was at it. Returns what was run.
+    ///
+    /// # Errors
+    /// When it cannot be read or written; the kernel then has the table as it was.
+    pub async fn converge(&mut self, desired: &Firewall) -> Result<Option<Update>, Error> {
+        if !self.intact().await? {
+            self.written = None;
+        }
+        let Some(mut step) = update(self.written.as_ref().map(|(firewall, _)| firewall), desired) else {
+            return Ok(None);
+        };
+        if let Err(error) = self.backend.run(step.script()).await {
+            // Someone may have changed an element since we looked: the whole table always fits.
+            let Some(whole) = update(None, desired).filter(|_| matches!(step, Update::Elements { .. })) else {
+                return Err(error);
+            };
+            step = whole;
+            self.backend.run(step.script()).await?;
+        }
+        let listing = self.backend.observe().await?;
+        self.written = listing.map(|listing| (desired.clone(), listing));
+        Ok(Some(step))
+    }
+
+    /// Takes the table away.
+    ///
+    /// # Errors
+    /// When it is still there.
+    pub async fn destroy(&mut self) -> Result<(), Error> {
+        self.written = None;
+        self.backend.destroy().await
+    }
+
+    /// The backend.
+    pub const fn backend(&mut self) -> &mut B {
+        &mut self.backend
+    }
+}
+
+#[cfg(test)]
+mod tests;

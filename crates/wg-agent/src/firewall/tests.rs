@@ -1,0 +1,110 @@
+use clustermesh_agent_core::{
+    firewall::{Frame, Plan, desired, render},
+    policy::{Policy, Rule},
+};
+
+use super::*;
+
+fn table(mesh: &str) -> Firewall {
+    let nets = [mesh.parse().unwrap()].into();
+    let allow = vec![Rule {
+        to: ["10.1.0.0/16".parse().unwrap()].into(),
+        ports: [].into(),
+    }];
+    let policies = [Policy {
+        name: "p".to_owned(),
+        sources: [mesh.parse().unwrap()].into(),
+        allow,
+        ..Policy::default()
+    }];
+    desired(&Plan {
+        frame: Frame {
+            device: "kilo0".parse().unwrap(),
+            listen_port: 51820,
+            mtu: 1420,
+            wireguard_v4: None,
+            wireguard_v6: None,
+        },
+        mesh: &nets,
+        throw: &[].into(),
+        published: &[].into(),
+        policies: &policies,
+        api_servers: &[].into(),
+    })
+}
+
+#[tokio::test]
+async fn the_first_pass_writes_the_table_and_the_second_nothing() {
+    let mut keeper = Keeper::new(Memory::default());
+    let wanted = table("10.2.0.0/16");
+    let whole = Update::Whole {
+        script: render(&wanted),
+    };
+    assert_eq!(keeper.converge(&wanted).await.unwrap(), Some(whole));
+    assert_eq!(keeper.converge(&wanted).await.unwrap(), None);
+    assert!(keeper.intact().await.unwrap());
+}
+
+#[tokio::test]
+async fn a_change_of_policy_touches_elements_only() {
+    let mut keeper = Keeper::new(Memory::default());
+    keeper.converge(&table("10.2.0.0/16")).await.unwrap();
+    let step = keeper.converge(&table("10.3.0.0/16")).await.unwrap();
+    assert!(
+        matches!(
+            step,
+            Some(Update::Elements {
+                removed: 2,
+                added: 2,
+                ..
+            })
+        ),
+        "{step:?}"
+    );
+}
+
+#[tokio::test]
+async fn a_table_that_another_hand_changed_or_took_is_written_whole() {
+    let mut keeper = Keeper::new(Memory::default());
+    let wanted = table("10.2.0.0/16");
+    let whole = Some(Update::Whole {
+        script: render(&wanted),
+    });
+    keeper.converge(&wanted).await.unwrap();
+    keeper.backend().scripts.clear();
+    assert!(!keeper.intact().await.unwrap());
+    assert_eq!(keeper.converge(&wanted).await.unwrap(), whole);
+    keeper
+        .backend()
+        .scripts
+        .push("flush chain inet clustermesh from_mesh".to_owned());
+    assert_eq!(keeper.converge(&wanted).await.unwrap(), whole);
+}
+
+#[tokio::test]
+async fn elements_that_the_kernel_refuses_are_written_with_the_whole_table() {
+    let mut keeper = Keeper::new(Memory::default());
+    keeper.converge(&table("10.2.0.0/16")).await.unwrap();
+    keeper.backend().refuse.push("delete element".to_owned());
+    let step = keeper.converge(&table("10.3.0.0/16")).await.unwrap();
+    assert_eq!(
+        step,
+        Some(Update::Whole {
+            script: render(&table("10.3.0.0/16"))
+        })
+    );
+}
+
+#[tokio::test]
+async fn a_refused_table_is_an_error_and_is_tried_again() {
+    let mut keeper = Keeper::new(Memory {
+        refuse: vec!["table".to_owned()],
+        ..Memory::default()
+    });
+    assert!(keeper.converge(&table("10.2.0.0/16")).await.is_err());
+    keeper.backend().refuse.clear();
+    assert!(matches!(
+        keeper.converge(&table("10.2.0.0/16")).await,
+        Ok(Some(Update::Whole { .. }))
+    ));
+}

@@ -1,0 +1,136 @@
+//! Reads and writes the kernel settings that [`clustermesh_agent_core::sysctl`] asks for; which ones is decided there.
+//!
+//! In a container without privileges `/proc/sys` is read-only. Settings of one interface can then still be written over
+//! rtnetlink with NET_ADMIN alone (IFLA_INET_CONF, Linux 2.6.37); the others are for an init container or the host.
+
+use std::{fs, io};
+
+use clustermesh_agent_core::{
+    interface::InterfaceName,
+    sysctl::{Name, Sysctl},
+};
+use futures::TryStreamExt;
+use rtnetlink::{
+    LinkUnspec,
+    packet_core::DefaultNla,
+    packet_route::link::{AfSpecUnspec, LinkAttribute},
+};
+
+use super::rtnetlink::io_error;
+
+/// A setting that is not as it must be, and could not be made so.
+#[derive(Debug, thiserror::Error)]
+#[error("{} {}: {}; {}", .sysctl.name, .found, .sysctl.why, remedy(.sysctl, .error.as_ref()))]
+pub struct Missing {
+    /// The setting.
+    pub sysctl: Sysctl,
+    /// What was found, in words.
+    pub found: String,
+    /// Why it could not be written, where that was tried.
+    pub error: Option<io::Error>,
+}
+
+fn remedy(sysctl: &Sysctl, error: Option<&io::Error>) -> String {
+    let tried = error.map(|e| format!("writing it failed: {e}; ")).unwrap_or_default();
+    let Sysctl { name, value, .. } = sysctl;
+    format!("{tried}set it on the host or in the DaemonSet's init container: sysctl -w {name}={value}")
+}
+
+/// Checks every setting in the caller's network namespace and writes those that are wrong and ours to write. Returns what
+/// is still not as it must be; the rest of the agent can run, with what `why` names not working.
+pub async fn ensure(wanted: &[Sysctl]) -> Vec<Missing> {
+    let mut missing = Vec::new();
+    for sysctl in wanted {
+        if let Err(found) = check(sysctl) {
+            let error = if sysctl.write { write(sysctl).await.err() } else { None };
+            if let Err(found) = check(sysctl).map_err(|now| if error.is_some() { found } else { now }) {
+                missing.push(Missing {
+                    sysctl: sysctl.clone(),
+                    found,
+                    error,
+                });
+            }
+        }
+    }
+    missing
+}
+
+fn path(name: &Name, interface: Option<&str>) -> String {
+    match (name, interface) {
+        (Name::Global(path), _) => format!("/proc/sys/net/{path}"),
+        (Name::Interface(own, key), other) => {
+            format!("/proc/sys/net/ipv4/conf/{}/{key}", other.unwrap_or(own.as_str()))
+        }
+    }
+}
+
+fn read(path: &str) -> io::Result<u8> {
+    let text = fs::read_to_string(path)?;
+    text.trim()
+        .parse()
+        .map_err(|_| io::Error::other(format!("holds {:?}", text.trim())))
+}
+
+/// Whether the value in effect will do: for an interface the greater of its own and that of `all`
+/// (Documentation/networking/ip-sysctl.rst, rp_filter and src_valid_mark).
+fn check(sysctl: &Sysctl) -> Result<(), String> {
+    let own = match read(&path(&sysctl.name, None)) {
+        Ok(own) => own,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err("does not exist in this kernel".to_owned()),
+        Err(e) => return Err(format!("cannot be read ({e})")),
+    };
+    let all = match sysctl.name {
+        Name::Global(_) => own,
+        Name::Interface(..) => read(&path(&sysctl.name, Some("all"))).unwrap_or(0),
+    };
+    match own.max(all) {
+        value if sysctl.accept.contains(&value) => Ok(()),
+        value => Err(format!("is {value}")),
+    }
+}
+
+async fn write(sysctl: &Sysctl) -> io::Result<()> {
+    let Err(error) = fs::write(path(&sysctl.name, None), sysctl.value.to_string()) else {
+        return Ok(());
+    };
+    match &sysctl.name {
+        Name::Interface(interface, key) if error.kind() != io::ErrorKind::NotFound => {
+            set_devconf(interface, key, sysctl.value).await
+        }
+        _ => Err(error),
+    }
+}
+
+/// Writes one of an interface's settings without `/proc`: RTM_SETLINK with IFLA_AF_SPEC / AF_INET / IFLA_INET_CONF, in which
+/// an attribute's type is the setting's number (linux/ip.h, IPV4_DEVCONF_*).
+async fn set_devconf(interface: &InterfaceName, key: &str, value: u8) -> io::Result<()> {
+    const IFLA_INET_CONF: u16 = 1;
+    let number: u16 = match key {
+        "rp_filter" => 8,
+        "src_valid_mark" => 24,
+        _ => return Err(io::Error::from(io::ErrorKind::Unsupported)),
+    };
+    let (connection, handle, _) = rtnetlink::new_connection()?;
+    let connection = tokio::spawn(connection);
+    let result = async {
+        let links = handle.link().get().match_name(interface.to_string()).execute();
+        let links: Vec<_> = links.try_collect().await.map_err(io_error)?;
+        let index = links.first().ok_or(io::ErrorKind::NotFound)?.header.index;
+        let setting = nested(number, &u32::from(value).to_ne_bytes());
+        let inet = DefaultNla::new(libc::AF_INET as u16, nested(IFLA_INET_CONF, &setting));
+        let mut message = LinkUnspec::new_with_index(index).build();
+        message
+            .attributes
+            .push(LinkAttribute::AfSpecUnspec(vec![AfSpecUnspec::Other(inet)]));
+        handle.link().set(message).execute().await.map_err(io_error)
+    }
+    .await;
+    connection.abort();
+    result
+}
+
+/// One attribute, as bytes: length, type, value. Ours are multiples of four long, so no padding.
+fn nested(kind: u16, value: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(value.len() + 4).unwrap_or(u16::MAX);
+    [&length.to_ne_bytes(), &kind.to_ne_bytes(), value].concat()
+}

@@ -1,0 +1,324 @@
+//! The firewall table on the real kernel, read back with `nft -j`. Needs root and nft.
+
+mod netns;
+
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
+
+use clustermesh_agent_core::{
+    firewall::{Firewall, Frame, Plan, Update, desired, update},
+    policy::{Policy, Port, Protocol, Rule},
+};
+use ipnet::IpNet;
+use netns::NetNs;
+use proptest::{
+    prelude::*,
+    test_runner::{Config, TestRunner},
+};
+use wg_agent::firewall::{Backend, Error, Keeper, Nft, Watch};
+
+/// Runs a future in a namespace, on a runtime of its own.
+fn inside<T: Send>(ns: &NetNs, future: impl Future<Output = T> + Send) -> T {
+    ns.enter(|| {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+            .block_on(future)
+    })
+}
+
+fn nets(texts: &[&str]) -> BTreeSet<IpNet> {
+    texts.iter().map(|t| t.parse().unwrap()).collect()
+}
+
+fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<Port>) -> Firewall {
+    let rule = |ports: &BTreeSet<Port>| Rule {
+        to: to.clone(),
+        ports: ports.clone(),
+    };
+    let api: BTreeSet<SocketAddr> = ["172.29.0.11:6443".parse().unwrap(), "[fd00::11]:6443".parse().unwrap()].into();
+    let policies = [Policy {
+        name: "p".to_owned(),
+        sources: sources.clone(),
+        networks: sources.clone(),
+        allow: vec![rule(&BTreeSet::new()), rule(ports)],
+        deny: vec![rule(ports)],
+        infrastructure_ports: ports.clone(),
+    }];
+    desired(&Plan {
+        frame: Frame {
+            device: "kilo0".parse().unwrap(),
+            listen_port: 51820,
+            mtu: 1420,
+            wireguard_v4: Some("100.66.1.1".parse().unwrap()),
+            wireguard_v6: Some("fd00:66:1::1".parse().unwrap()),
+        },
+        mesh: sources,
+        throw: to,
+        published: to,
+        policies: &policies,
+        api_servers: &api,
+    })
+}
+
+fn example() -> Firewall {
+    let port = Port {
+        protocol: Protocol::Tcp,
+        port: 10250,
+    };
+    firewall(
+        &nets(&["10.243.0.0/16", "fd00:243::/48"]),
+        &nets(&["10.101.0.0/16", "fd00:101::/48"]),
+        &[port].into(),
+    )
+}
+
+/// Elements of a set, by another reader than ours.
+fn elements(ns: &NetNs, set: &str) -> Vec<String> {
+    let json: serde_json::Value =
+        serde_json::from_str(&ns.run("nft", &["-j", "list", "set", "inet", "clustermesh", set])).unwrap();
+    let text = |v: &serde_json::Value| match v.get("prefix") {
+        Some(p) => format!("{}/{}", p["addr"].as_str().unwrap(), p["len"]),
+        None => v.to_string().replace('"', ""),
+    };
+    let elements = json["nftables"][1]["set"]["elem"]
+        .as_array()
+        .cloned()
+        .unwrap_or_default();
+    elements
+        .iter()
+        .map(|e| match e.get("concat").and_then(|c| c.as_array()) {
+            Some(parts) => parts.iter().map(text).collect::<Vec<_>>().join(" . "),
+            None => text(e),
+        })
+        .collect()
+}
+
+#[test]
+fn the_kernel_takes_the_table_and_another_reader_finds_its_chains_where_they_belong() {
+    let ns = NetNs::new("table");
+    inside(&ns, async {
+        Keeper::new(Nft::default()).converge(&example()).await.unwrap()
+    });
+    let json: serde_json::Value =
+        serde_json::from_str(&ns.run("nft", &["-j", "list", "table", "inet", "clustermesh"])).unwrap();
+    let chains: Vec<String> = json["nftables"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter_map(|o| o.get("chain"))
+        .filter_map(|c| {
+            Some(format!(
+                "{} {} {} {}",
+                c["name"].as_str()?,
+                c["type"].as_str()?,
+                c["hook"].as_str()?,
+                c["prio"]
+            ))
+        })
+        .collect();
+    assert_eq!(
+        chains,
+        [
+            "spoof filter prerouting -300",
+            "path_in filter prerouting -150",
+            "path_dnat filter prerouting -99",
+            "path_out route output -150",
+            "policy_input filter input -10",
+            "policy_forward filter forward -10",
+            "nat nat postrouting 90",
+            "mss filter forward -150",
+            "leave filter postrouting 110",
+        ]
+    );
+    assert_eq!(elements(&ns, "allow4"), ["10.243.0.0/16 . 10.101.0.0/16"]);
+    assert_eq!(
+        elements(&ns, "allow_ports6"),
+        ["fd00:243::/48 . fd00:101::/48 . tcp . 10250"]
+    );
+    assert_eq!(elements(&ns, "api6"), ["fd00::11 . 6443"]);
+    assert_eq!(elements(&ns, "infrastructure"), ["tcp . 10250"]);
+}
+
+#[test]
+fn a_second_pass_does_nothing_and_a_change_touches_elements_alone() {
+    let ns = NetNs::new("delta");
+    inside(&ns, async {
+        let mut keeper = Keeper::new(Nft::default());
+        assert!(matches!(
+            keeper.converge(&example()).await.unwrap(),
+            Some(Update::Whole { .. })
+        ));
+        assert_eq!(keeper.converge(&example()).await.unwrap(), None);
+        let wider = firewall(&nets(&["10.242.0.0/15"]), &nets(&["10.101.0.0/16"]), &BTreeSet::new());
+        let step = keeper.converge(&wider).await.unwrap();
+        assert!(matches!(step, Some(Update::Elements { .. })), "{step:?}");
+        assert!(keeper.intact().await.unwrap());
+    });
+    assert_eq!(elements(&ns, "mesh4"), ["10.242.0.0/15"]);
+    assert_eq!(elements(&ns, "mesh6"), Vec::<String>::new());
+    assert_eq!(elements(&ns, "pairs4"), ["10.242.0.0/15 . 10.242.0.0/15"]);
+}
+
+#[test]
+fn counters_that_count_are_no_change_and_other_hands_are() {
+    let ns = NetNs::new("hands");
+    ns.ip("addr add 10.243.0.1/32 dev lo");
+    ns.ip("addr add 10.243.0.2/32 dev lo");
+    inside(&ns, async {
+        let mut keeper = Keeper::new(Nft::default());
+        keeper.converge(&example()).await.unwrap();
+        assert!(
+            ns.output("ping", &["-c1", "-W1", "-I", "10.243.0.1", "10.243.0.2"])
+                .status
+                .success()
+        );
+        assert!(
+            ns.sh("nft list chain inet clustermesh path_in").contains("packets 1 "),
+            "the ping was not counted"
+        );
+        assert!(keeper.intact().await.unwrap());
+        for line in [
+            "nft add rule inet clustermesh from_mesh accept",
+            "nft flush chain inet clustermesh from_mesh",
+            "nft add element inet clustermesh allow4 { 10.9.0.0/16 . 10.101.0.0/16 }",
+            "nft flush set inet clustermesh mesh4",
+            "nft delete table inet clustermesh",
+            "nft flush ruleset",
+        ] {
+            ns.sh(line);
+            assert!(!keeper.intact().await.unwrap(), "{line} unseen");
+            let step = keeper.converge(&example()).await.unwrap();
+            assert!(matches!(step, Some(Update::Whole { .. })), "{line}: {step:?}");
+            assert_eq!(keeper.converge(&example()).await.unwrap(), None, "{line}");
+        }
+    });
+}
+
+#[test]
+fn other_tables_stay_and_nothing_of_ours_is_left() {
+    let ns = NetNs::new("others");
+    ns.sh("nft add table ip cni; nft 'add chain ip cni post { type nat hook postrouting priority 100; }'; nft add table inet clustermesh2");
+    let before = ns.sh("nft list ruleset");
+    inside(&ns, async {
+        let mut keeper = Keeper::new(Nft::default());
+        keeper.converge(&example()).await.unwrap();
+        assert_ne!(ns.sh("nft list ruleset"), before);
+        keeper.destroy().await.unwrap();
+        keeper.destroy().await.unwrap(); // none there is no error
+        assert_eq!(keeper.backend().observe().await.unwrap(), None);
+    });
+    assert_eq!(ns.sh("nft list ruleset"), before);
+}
+
+#[test]
+fn a_script_with_a_mistake_changes_nothing_and_says_where_it_is() {
+    let ns = NetNs::new("mistake");
+    let (before, error) = inside(&ns, async {
+        let mut keeper = Keeper::new(Nft::default());
+        keeper.converge(&example()).await.unwrap();
+        let before = ns.sh("nft list ruleset");
+        let script = "flush chain inet clustermesh from_mesh\nadd rule inet clustermesh from_mesh jump nowhere\n";
+        (before, keeper.backend().run(script).await.unwrap_err())
+    });
+    assert_eq!(ns.sh("nft list ruleset"), before);
+    assert!(
+        matches!(&error, Error::Refused { stderr, .. } if stderr.contains("No such file or directory")),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_missing_nft_is_named_with_its_remedy() {
+    let ns = NetNs::new("missing");
+    let error = inside(&ns, async { Nft::new("/nonexistent/nft").observe().await.unwrap_err() });
+    assert_eq!(
+        error.to_string(),
+        "cannot start /nonexistent/nft: No such file or directory (os error 2); the nft program of nftables 1.0 or newer must be in the image or on the node"
+    );
+}
+
+#[test]
+fn another_hand_at_nftables_is_heard() {
+    let ns = NetNs::new("heard");
+    inside(&ns, async {
+        Keeper::new(Nft::default()).converge(&example()).await.unwrap();
+        let mut watch = Watch::open().unwrap();
+        tokio::task::spawn_blocking(|| {
+            assert!(
+                std::process::Command::new("nft")
+                    .args(["flush", "ruleset"])
+                    .status()
+                    .unwrap()
+                    .success()
+            );
+        })
+        .await
+        .unwrap();
+        tokio::time::timeout(Duration::from_secs(5), watch.changed())
+            .await
+            .expect("the flush was not heard")
+            .unwrap();
+    });
+}
+
+fn net() -> impl Strategy<Value = IpNet> {
+    prop_oneof![
+        (0u8..4, 0u8..8, 20u8..=32).prop_map(|(a, b, l)| IpNet::new(IpAddr::from([10, a, 0, b]), l).unwrap().trunc()),
+        (0u16..2, 0u16..4, 110u8..=128).prop_map(|(a, b, l)| IpNet::new(
+            IpAddr::from([0xfd00, a, 0, 0, 0, 0, 0, b]),
+            l
+        )
+        .unwrap()
+        .trunc()),
+    ]
+}
+
+fn port() -> impl Strategy<Value = Port> {
+    (
+        prop_oneof![Just(Protocol::Tcp), Just(Protocol::Udp), Just(Protocol::Sctp)],
+        1u16..4,
+    )
+        .prop_map(|(protocol, port)| Port { protocol, port })
+}
+
+/// nft and the kernel check ranges for overlap in code of their own; whatever we come from and go to must pass it.
+#[test]
+fn any_step_between_any_two_tables_is_taken_by_the_kernel() {
+    let ns = NetNs::new("steps");
+    let table = || {
+        (
+            proptest::collection::btree_set(net(), 0..6),
+            proptest::collection::btree_set(net(), 0..6),
+            proptest::collection::btree_set(port(), 0..3),
+        )
+            .prop_map(|(sources, to, ports)| firewall(&sources, &to, &ports))
+    };
+    let mut runner = TestRunner::new(Config {
+        cases: 60,
+        failure_persistence: None,
+        ..Config::default()
+    });
+    let run = runner.run(&(table(), table()), |(a, b)| {
+        inside(&ns, async {
+            let mut nft = Nft::default();
+            nft.run(update(None, &a).unwrap().script())
+                .await
+                .map_err(|e| TestCaseError::fail(e.to_string()))?;
+            if let Some(step) = update(Some(&a), &b) {
+                nft.run(step.script())
+                    .await
+                    .map_err(|e| TestCaseError::fail(format!("{e}\n{}", step.script())))?;
+            }
+            let stepped = nft.observe().await.unwrap();
+            nft.run(update(None, &b).unwrap().script()).await.unwrap();
+            prop_assert_eq!(stepped, nft.observe().await.unwrap());
+            Ok(())
+        })
+    });
+    run.unwrap();
+}
