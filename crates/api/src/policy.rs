@@ -4,6 +4,7 @@
     unreachable_pub,
     reason = "KubeSchema writes a `pub` copy of each struct into a private scope"
 )]
+#![allow(clippy::duplicated_attributes, reason = "two printer columns have one type")]
 
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;

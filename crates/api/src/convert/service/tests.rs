@@ -169,12 +169,14 @@ fn a_mirrored_service_is_written_without_selector_and_read_back_as_ours() {
         })
     );
 
-    let mut service = Service::default();
-    service.spec = Some(ServiceSpec {
-        selector: Some([("app".to_owned(), "x".to_owned())].into()),
-        cluster_ip: Some("10.96.0.9".into()),
-        ..ServiceSpec::default()
-    });
+    let mut service = Service {
+        spec: Some(ServiceSpec {
+            selector: Some([("app".to_owned(), "x".to_owned())].into()),
+            cluster_ip: Some("10.96.0.9".into()),
+            ..ServiceSpec::default()
+        }),
+        ..Service::default()
+    };
     let mirror = PlannedService {
         source: "mgmt".into(),
         ports: planned.ports.clone(),
