@@ -6,7 +6,6 @@ use std::{
     io::{Read, Write},
     net::{SocketAddr, TcpListener, TcpStream},
     num::NonZeroU16,
-    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
 
@@ -21,6 +20,8 @@ use x25519_dalek::StaticSecret;
 
 const PORT: u16 = 51820;
 const SOON: Duration = Duration::from_secs(10);
+/// A TCP connection that moves nothing for so long has failed.
+const STALLED: Duration = Duration::from_secs(20);
 
 /// A node: a namespace with a device in it. Node `n` has the inner addresses 10.9.0.n and fd09::n.
 struct Node {
@@ -145,6 +146,7 @@ fn transfer(from: &NetNs, to: &NetNs, address: &str, bytes: usize) {
     std::thread::scope(|scope| {
         let received = scope.spawn(move || {
             let (mut stream, _) = listener.accept().expect("accept");
+            stream.set_read_timeout(Some(STALLED)).expect("set a timeout");
             let mut buffer = vec![0; 1 << 16];
             let mut total = 0_usize;
             loop {
@@ -243,17 +245,15 @@ fn what_happens_to_one_peer_leaves_the_session_and_the_flow_of_another_alone() {
     wait_until("the first ping", SOON, || a.reaches(2));
     let began = Instant::now();
     let age = a.stats(2).handshake_age.expect("a handshake");
-    let flowing = AtomicBool::new(true);
     let (a_ns, b_ns) = (NetNsRef(&a.ns), NetNsRef(&b.ns));
     let mut rounds = 0_u16;
     let device = a.device.as_mut().expect("an open device");
     std::thread::scope(|scope| {
-        scope.spawn(|| {
+        let flow = scope.spawn(|| {
             transfer(a_ns.0, b_ns.0, "10.9.0.2:5000", 60_000_000);
             transfer(b_ns.0, a_ns.0, "10.9.0.1:5001", 60_000_000);
-            flowing.store(false, Ordering::Release);
         });
-        while flowing.load(Ordering::Acquire) {
+        while !flow.is_finished() {
             rounds += 1;
             let moved = PeerUpdate {
                 endpoint: Some(SocketAddr::new(
@@ -523,4 +523,90 @@ fn an_interface_deleted_by_someone_else_is_said_and_can_be_opened_again() {
     a.open();
     a.add(2, Some("192.0.2.2:51820"));
     wait_until("a ping", SOON, || b.reaches(1));
+}
+
+#[test]
+fn a_peer_found_nowhere_is_asked_at_once_where_it_is_said_to_be_next() {
+    let (mut a, mut b) = (Node::new(1), Node::new(2));
+    veth(&a.ns, "eth0", &["192.0.2.1/24"], &b.ns, "eth0", &["192.0.2.2/24"]);
+    b.add(1, None);
+    a.add(2, Some("192.0.2.99:51820"));
+    assert!(!a.reaches(2));
+    let elsewhere = PeerUpdate {
+        endpoint: Some("192.0.2.2:51820".parse().expect("an endpoint")),
+        ..PeerUpdate::default()
+    };
+    let began = Instant::now();
+    a.apply(&[PeerChange::Update(public(2), elsewhere)]);
+    wait_until("a handshake", SOON, || a.stats(2).handshake_age.is_some());
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    assert!(a.reaches(2) && b.reaches(1));
+}
+
+#[test]
+fn garbage_from_anyone_changes_nothing() {
+    let [a, b] = two();
+    wait_until("the first ping", SOON, || b.reaches(1));
+    let before = a.stats(2);
+    let mut noise = 0x9e37_79b9_u32;
+    let mut next = move || {
+        noise ^= noise << 13;
+        noise ^= noise >> 17;
+        noise ^= noise << 5;
+        noise
+    };
+    b.ns.enter(|| {
+        let socket = std::net::UdpSocket::bind("192.0.2.2:0").expect("bind");
+        for round in 0..20_000_u32 {
+            // Of each message type its right length, its neighbours, and anything.
+            let length = [0, 1, 3, 4, 31, 32, 33, 64, 92, 148, 149, next() as usize % 1500][round as usize % 12];
+            let mut datagram: Vec<u8> = (0..length).map(|_| next() as u8).collect();
+            for (byte, value) in datagram.iter_mut().zip([(round % 6) as u8, 0, 0, 0]) {
+                *byte = value;
+            }
+            // A full queue is no failure of this test.
+            let _ = socket.send_to(&datagram, "192.0.2.1:51820");
+        }
+    });
+    wait_until("the flood to be read", SOON, || {
+        let drops = a.observe().drops;
+        drops["invalid"] + drops["unknown_peer"] + drops["under_load"] > 5_000
+    });
+    let after = a.stats(2);
+    assert_eq!((after.endpoint, after.rx_bytes), (before.endpoint, before.rx_bytes));
+    assert!(a.reaches(2) && b.reaches(1));
+}
+
+#[test]
+fn thousands_of_peers_are_added_at_once_and_one_is_changed_in_no_time() {
+    let mut a = Node::new(1);
+    let key = |number: u32| {
+        let mut bytes = [7; 32];
+        bytes[4..8].copy_from_slice(&number.to_le_bytes());
+        PublicKey::new(x25519_dalek::PublicKey::from(&StaticSecret::from(bytes)).to_bytes())
+    };
+    let changes: Vec<PeerChange> = (0..5_000_u32)
+        .map(|number| {
+            let range = ipnet::Ipv4Net::new((0x0a80_0000 + number * 256).into(), 24).expect("a range");
+            PeerChange::Add(
+                key(number),
+                PeerSpec {
+                    allowed_ips: [range.into()].into(),
+                    ..PeerSpec::default()
+                },
+            )
+        })
+        .collect();
+    let began = Instant::now();
+    a.apply(&changes);
+    let all = began.elapsed();
+    let began = Instant::now();
+    a.apply(&[PeerChange::Remove(key(17))]);
+    let one = began.elapsed();
+    println!("5,000 peers in {all:?}, one change in {one:?}");
+    assert_eq!(a.observe().peers.len(), 4_999);
+    assert!(
+        all < Duration::from_secs(20) && one < Duration::from_secs(1),
+        "{all:?} {one:?}"
+    );
 }

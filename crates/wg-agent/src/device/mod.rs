@@ -41,7 +41,7 @@ pub trait Device: Send {
     /// What the device holds and what it has seen.
     ///
     /// # Errors
-    /// The kernel cannot be asked; [`DeviceError::Gone`]: drop this device and open it again.
+    /// The kernel cannot be asked; [`DeviceError::Gone`] or [`DeviceError::Died`]: drop this device and open it again.
     fn observe(&self) -> Result<Observed, DeviceError>;
 
     /// Removes the interface and everything else that is ours.
@@ -142,6 +142,16 @@ pub enum DeviceError {
     /// Someone deleted the interface while we had it.
     #[error("interface {0} was deleted by someone else: open the device again")]
     Gone(String),
+    /// A thread of a userspace device ended by a panic.
+    #[error(
+        "thread {thread} of {interface} died, so packets stand still: a bug, the log has its panic; open the device again"
+    )]
+    Died {
+        /// The interface.
+        interface: String,
+        /// Which thread.
+        thread: String,
+    },
     /// No TUN.
     #[error(
         "cannot make the TUN device {interface}: {source}. The agent needs /dev/net/tun (in a Pod: a hostPath volume of type CharDevice) and CAP_NET_ADMIN"
@@ -189,6 +199,7 @@ impl DeviceError {
             Self::Name(_) => "InterfaceName",
             Self::Exists(_) => "InterfaceExists",
             Self::Gone(_) => "InterfaceGone",
+            Self::Died { .. } => "DataPathDied",
             Self::Tun { .. } => "NoTun",
             Self::Listen { .. } => "PortTaken",
             Self::ControlSocket { .. } => "ControlSocket",

@@ -156,25 +156,23 @@ impl Userspace {
     fn update(&self, peer: &Arc<Peer>, key: &PublicKey, spec: &PeerSpec, update: &PeerUpdate) {
         let now = Instant::now();
         let mut state = peer.state();
-        let was_reachable = state.endpoint.is_some();
-        if update.endpoint.is_some() {
-            state.endpoint = update.endpoint;
-        }
         if update.keepalive.is_some() {
             state.tunnel.set_keepalive(peers::keepalive(spec), now);
         }
-        let rekeyed = update.preshared_key.is_some();
-        if rekeyed {
+        if update.preshared_key.is_some() {
             state.tunnel = current(&self.shared.identity).tunnel(key, spec, peer.index, now);
+            state.tunnel.greet(now);
         }
-        if state.endpoint.is_some()
-            && let Some(at) = state.tunnel.reschedule(now)
-        {
-            self.shared.clock.add(at, peer);
+        if update.endpoint.is_some() && update.endpoint != state.endpoint {
+            state.endpoint = update.endpoint;
+            state.tunnel.moved(now);
         }
-        drop(state);
-        if rekeyed || !was_reachable {
-            self.greet(peer, now);
+        if state.endpoint.is_some() {
+            if state.tunnel.expects_tick(now) {
+                self.shared.clock.add(now, peer);
+            } else if let Some(at) = state.tunnel.reschedule(now) {
+                self.shared.clock.add(at, peer);
+            }
         }
     }
 
@@ -249,6 +247,13 @@ impl Device for Userspace {
     fn observe(&self) -> Result<Observed, DeviceError> {
         if self.shared.gone.load(Ordering::Acquire) {
             return Err(DeviceError::Gone(self.interface.clone()));
+        }
+        if let Some(thread) = self.threads.iter().find(|thread| thread.is_finished()) {
+            let thread = thread.thread().name().unwrap_or_default().to_owned();
+            return Err(DeviceError::Died {
+                interface: self.interface.clone(),
+                thread,
+            });
         }
         Ok(observed(&self.shared))
     }

@@ -151,6 +151,14 @@ impl Tunnel {
         self.next_tick = Some(now);
     }
 
+    /// The peer is now looked for elsewhere: without a session it is asked there at once, since that place was not asked yet.
+    pub(super) fn moved(&mut self, now: Instant) {
+        if !self.has_session() {
+            self.handshake_sent = None;
+            self.greet(now);
+        }
+    }
+
     /// Sends an inner packet, or keeps it until there is a session.
     pub(super) fn send(&mut self, packet: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) {
         self.refresh(now, scratch, out);
