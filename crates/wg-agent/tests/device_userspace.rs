@@ -381,10 +381,34 @@ fn an_inner_source_outside_a_peers_ranges_is_dropped_and_counted() {
     wait_until("the first ping", SOON, || b.reaches(1));
     assert_eq!(a.observe().drops["foreign_source"], 0);
     b.ns.ip("addr add 10.66.0.1/32 dev lo");
+    a.ns.sh(
+        "nft 'add table inet t { chain in { type filter hook prerouting priority -300; ip saddr 10.66.0.1 counter; \
+         ip saddr 10.9.0.2 counter; }; }'",
+    );
     let output =
         b.ns.output("ping", &["-n", "-c3", "-i0.2", "-W1", "-I", "10.66.0.1", "10.9.0.1"]);
     assert!(!output.status.success());
     assert_eq!(a.observe().drops["foreign_source"], 3);
+    assert!(b.reaches(1));
+    assert_eq!(
+        counters(&a.ns),
+        [0, 1],
+        "the kernel saw only the packet from its own address"
+    );
+}
+
+/// The packet counters of the rules of table `inet t`, in order.
+fn counters(ns: &NetNs) -> Vec<u64> {
+    let listing = ns.run("nft", &["-j", "list", "table", "inet", "t"]);
+    let listing: serde_json::Value = serde_json::from_str(&listing).expect("JSON");
+    let items = listing["nftables"].as_array().expect("a list").iter();
+    items
+        .filter_map(|item| item["rule"]["expr"].as_array())
+        .filter_map(|rule| {
+            rule.iter()
+                .find_map(|expression| expression["counter"]["packets"].as_u64())
+        })
+        .collect()
 }
 
 #[test]
@@ -394,34 +418,18 @@ fn every_outer_packet_carries_the_firewall_mark_also_after_it_changes() {
         "nft 'add table inet t { chain out { type filter hook output priority 0; udp dport 51820 meta mark 0x00100000 counter; \
          udp dport 51820 meta mark 0 counter; udp dport 51820 meta mark 7 counter; }; }'",
     );
-    let marked = |ns: &NetNs| -> Vec<u64> {
-        let listing = ns.run("nft", &["-j", "list", "table", "inet", "t"]);
-        let listing: serde_json::Value = serde_json::from_str(&listing).expect("JSON");
-        let rules = listing["nftables"]
-            .as_array()
-            .expect("a list")
-            .iter()
-            .filter_map(|item| item["rule"]["expr"].as_array());
-        rules
-            .filter_map(|expressions| {
-                expressions
-                    .iter()
-                    .find_map(|expression| expression["counter"]["packets"].as_u64())
-            })
-            .collect()
-    };
     let mut configuration = a.configuration.clone();
     configuration.fwmark = 0x0010_0000;
     a.configure(&configuration);
-    let before = marked(&a.ns);
+    let before = counters(&a.ns);
     wait_until("a ping", SOON, || a.reaches(2));
-    let after = marked(&a.ns);
+    let after = counters(&a.ns);
     assert!(after[0] > before[0] && after[1] == before[1], "{before:?} {after:?}");
     configuration.fwmark = 7;
     configuration.listen_port = 51999;
     a.configure(&configuration);
     wait_until("a ping from the new port", SOON, || a.reaches(2));
-    let last = marked(&a.ns);
+    let last = counters(&a.ns);
     assert!(last[2] > 0 && last[1] == after[1], "{last:?}");
     assert_eq!(
         b.stats(1).endpoint,
