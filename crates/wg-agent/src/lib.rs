@@ -5,6 +5,50 @@
 #![deny(unsafe_code)]
 
 pub mod args;
+pub mod cleanup;
+pub mod device;
+mod endpoints;
+pub mod firewall;
 pub mod identity;
 pub mod lock;
+pub mod metrics;
+pub mod preflight;
+pub mod publish;
+mod reconcile;
+pub mod route;
+pub mod run;
 pub mod source;
+mod status;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// The whole program: flags, log, and then a run or a cleanup. Returns its exit code.
+#[must_use]
+pub fn main() -> ExitCode {
+    let args::Cli { flags, command } = args::Cli::parse();
+    if let Err(error) = clustermesh_daemon::telemetry::init(flags.log_format()) {
+        eprintln!("wg-agent: {error:#}");
+        return ExitCode::from(2);
+    }
+    let done = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .map_err(Into::into)
+        .and_then(|runtime| {
+            runtime.block_on(async {
+                match command {
+                    Some(args::Command::Cleanup) => cleanup::run(flags.into_cleanup()).await,
+                    None => run::run(flags.into_config()?).await,
+                }
+            })
+        });
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,3 +1,5 @@
 //! The process `wg-agent`; everything is in the library.
 
-fn main() {}
+fn main() -> std::process::ExitCode {
+    wg_agent::main()
+}

@@ -108,8 +108,14 @@ async fn dump(handle: &rtnetlink::Handle) -> Result<(BTreeMap<u32, Link>, Vec<Ho
         let mut request = RouteMessage::default();
         request.header.address_family = family;
         let mut messages = handle.route().get(request).execute();
-        while let Some(message) = messages.try_next().await? {
-            hops.extend(main_table(&message));
+        loop {
+            match messages.try_next().await {
+                Ok(Some(message)) => hops.extend(main_table(&message)),
+                Ok(None) => break,
+                // A kernel without IPv6 (ipv6.disable=1) has no routes of it.
+                Err(rtnetlink::Error::NetlinkError(_)) if family == AddressFamily::Inet6 => break,
+                Err(error) => return Err(error),
+            }
         }
     }
     Ok((links, hops))

@@ -1,0 +1,123 @@
+//! `wg-agent cleanup`: takes everything of the agent off a node on which none runs. What stays is the key, which is the
+//! node's identity, and whatever is not ours.
+
+use std::{
+    io,
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+};
+
+use clustermesh_agent_core::interface::InterfaceName;
+
+use crate::{
+    args::CleanupConfig,
+    firewall::{Keeper, Nft},
+    lock, publish,
+    route::{self, Netlink},
+    run::lines,
+    source::client,
+};
+
+/// Where userspace devices put their control sockets.
+const CONTROL_DIRECTORY: &str = "/var/run/wireguard";
+
+/// Cleans up, carrying on past failures; returns all of them.
+pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
+    let CleanupConfig {
+        node_name,
+        kubeconfig,
+        interface,
+    } = config;
+    let _lock = lock::take()?;
+    let mut failures: Vec<String> = Vec::new();
+
+    // Addresses are only ours on a device of ours, and a userspace device ends with its process: an interface that stands
+    // now is somebody else's. Under a name that nothing has, no address is found.
+    let foreign = Path::new("/sys/class/net").join(interface.as_str()).exists();
+    let device = if foreign { unused() } else { interface.clone() };
+    if foreign {
+        tracing::warn!(%interface, "interface is not this agent's, which is not running: left alone, with its addresses");
+    }
+    match Netlink::open(device) {
+        Ok(mut routing) => failures.extend(
+            route::cleanup(&mut routing)
+                .await
+                .iter()
+                .map(|e| format!("routes: {e}")),
+        ),
+        Err(error) => failures.push(format!("routes: {error}")),
+    }
+    if let Err(error) = Keeper::new(Nft::default()).destroy().await {
+        failures.push(format!("firewall: {error}"));
+    }
+    if let Err(error) = remove_socket(&Path::new(CONTROL_DIRECTORY).join(format!("{interface}.sock"))) {
+        failures.push(format!("control socket: {error}"));
+    }
+    match node_name.filter(|name| !name.is_empty()) {
+        None => tracing::info!("--node-name is not given: the Node's annotations stay"),
+        Some(node) => {
+            if let Err(error) = annotations(kubeconfig, &node).await {
+                failures.push(format!("annotations of Node {node}: {error}"));
+            }
+        }
+    }
+    anyhow::ensure!(
+        failures.is_empty(),
+        "not everything could be removed:\n{}",
+        lines(&failures)
+    );
+    tracing::info!("nothing of wg-agent is left on this node but its key");
+    Ok(())
+}
+
+/// A name that no interface has: 15 characters which nobody would type.
+fn unused() -> InterfaceName {
+    match "no.such.device@".parse() {
+        Ok(name) => name,
+        Err(_) => unreachable!("15 characters of those that are taken"),
+    }
+}
+
+/// Removes a socket at which nobody listens.
+fn remove_socket(path: &Path) -> io::Result<()> {
+    match UnixStream::connect(path) {
+        Ok(_) => {
+            tracing::warn!(socket = %path.display(), "another program answers there: left alone");
+            Ok(())
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(_) => std::fs::remove_file(path),
+    }
+}
+
+async fn annotations(kubeconfig: Option<PathBuf>, node: &str) -> Result<(), String> {
+    let connection = client::connect(kubeconfig.as_deref())
+        .await
+        .map_err(|e| e.to_string())?;
+    publish::write(&connection.client, node, &publish::identity::removal()).await
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn only_a_socket_that_nobody_answers_is_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("kilo0.sock");
+        remove_socket(&path).unwrap();
+        let listener = UnixListener::bind(&path).unwrap();
+        remove_socket(&path).unwrap();
+        assert!(path.exists());
+        drop(listener);
+        remove_socket(&path).unwrap();
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn the_unused_name_is_a_name() {
+        assert_eq!(unused().as_str().len(), 15);
+    }
+}

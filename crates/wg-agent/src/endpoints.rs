@@ -1,0 +1,231 @@
+//! Where each peer is tried, and how each is: what the device counts, remembered from look to look. The rules are
+//! `clustermesh_agent_core::health`'s; the clock is the caller's.
+
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
+
+use clustermesh_agent_core::{
+    device::{ObservedPeers, PeerStats},
+    health::{SESSION, Signs, State, state, try_next},
+};
+use clustermesh_core::key::PublicKey;
+
+#[derive(Debug, Clone)]
+struct Track {
+    configured: Instant,
+    keepalive: bool,
+    /// Candidates in order; empty = it has to find us.
+    candidates: Vec<SocketAddr>,
+    /// The one that is configured now, and since when.
+    current: Option<SocketAddr>,
+    since: Instant,
+    stats: PeerStats,
+    unanswered: Option<Instant>,
+}
+
+/// All peers.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Tracks(BTreeMap<PublicKey, Track>);
+
+impl Tracks {
+    /// Takes over who there is and where each may be. What lives keeps the endpoint it lives on.
+    pub(crate) fn sync<'a>(&mut self, wanted: impl Iterator<Item = (PublicKey, &'a [SocketAddr], bool)>, now: Instant) {
+        let mut old = std::mem::take(&mut self.0);
+        for (key, candidates, keepalive) in wanted {
+            let mut track = old.remove(&key).unwrap_or_else(|| Track {
+                configured: now,
+                keepalive,
+                candidates: candidates.to_vec(),
+                current: candidates.first().copied(),
+                since: now,
+                stats: PeerStats::default(),
+                unanswered: None,
+            });
+            track.keepalive = keepalive;
+            if track.candidates != candidates {
+                track.candidates = candidates.to_vec();
+                track.rechoose(now);
+            }
+            self.0.insert(key, track);
+        }
+    }
+
+    /// The endpoint to configure for a peer.
+    pub(crate) fn current(&self, key: &PublicKey) -> Option<SocketAddr> {
+        self.0.get(key)?.current
+    }
+
+    /// Takes over what the device says. True when some peer has to be tried elsewhere.
+    pub(crate) fn look(&mut self, observed: &ObservedPeers, now: Instant) -> bool {
+        let mut moved = false;
+        for (key, track) in &mut self.0 {
+            let Some(peer) = observed.get(key) else { continue };
+            track.count(&peer.stats, now);
+            if track.candidates.len() > 1 && try_next(&track.signs(now), now - track.since) {
+                track.advance(now);
+                moved = true;
+            }
+        }
+        moved
+    }
+
+    /// How a peer is; one that is not known is unknown.
+    pub(crate) fn state(&self, key: &PublicKey, now: Instant) -> State {
+        self.0.get(key).map_or(State::Unknown, |track| state(&track.signs(now)))
+    }
+
+    /// Everything was put on a new device: nobody was heard yet.
+    pub(crate) fn restart(&mut self) {
+        self.0.clear();
+    }
+}
+
+impl Track {
+    fn alive(&self) -> bool {
+        self.stats.handshake_age.is_some_and(|age| age <= SESSION)
+    }
+
+    fn rechoose(&mut self, now: Instant) {
+        let first = self.candidates.first().copied();
+        // It was heard from elsewhere than where we were told, so we know better, until it falls silent.
+        let roamed = self.alive() && self.stats.endpoint.is_some() && self.stats.endpoint != self.current;
+        let still_right = self.alive() && self.current.is_some_and(|at| self.candidates.contains(&at));
+        if first.is_some() && !roamed && !still_right && self.current != first {
+            self.current = first;
+            self.since = now;
+        }
+    }
+
+    fn advance(&mut self, now: Instant) {
+        let at = self
+            .candidates
+            .iter()
+            .position(|candidate| Some(*candidate) == self.current);
+        let next = at.map_or(0, |at| (at + 1) % self.candidates.len());
+        self.current = self.candidates.get(next).copied();
+        self.since = now;
+    }
+
+    fn count(&mut self, stats: &PeerStats, now: Instant) {
+        if stats.rx_bytes > self.stats.rx_bytes {
+            self.unanswered = None;
+        } else if stats.tx_bytes > self.stats.tx_bytes && self.unanswered.is_none() {
+            self.unanswered = Some(now);
+        }
+        self.stats = stats.clone();
+    }
+
+    fn signs(&self, now: Instant) -> Signs {
+        Signs {
+            configured: now - self.configured,
+            handshake: self.stats.handshake_age,
+            reachable: self.current.is_some() || self.stats.endpoint.is_some(),
+            keepalive: self.keepalive,
+            unanswered: self
+                .unanswered
+                .map(|since| now.saturating_duration_since(since))
+                .filter(|d| *d > Duration::ZERO),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clustermesh_agent_core::device::ObservedPeer;
+
+    use super::*;
+
+    const KEY: PublicKey = PublicKey::new([7; 32]);
+
+    fn at(text: &str) -> SocketAddr {
+        text.parse().unwrap()
+    }
+
+    fn heard(age: Option<u64>, endpoint: Option<&str>, rx: u64, tx: u64) -> ObservedPeers {
+        let stats = PeerStats {
+            endpoint: endpoint.map(at),
+            handshake_age: age.map(Duration::from_secs),
+            rx_bytes: rx,
+            tx_bytes: tx,
+        };
+        [(
+            KEY,
+            ObservedPeer {
+                stats,
+                ..ObservedPeer::default()
+            },
+        )]
+        .into()
+    }
+
+    fn sync(tracks: &mut Tracks, candidates: &[&str], now: Instant) {
+        let candidates: Vec<_> = candidates.iter().map(|text| at(text)).collect();
+        tracks.sync([(KEY, candidates.as_slice(), false)].into_iter(), now);
+    }
+
+    #[test]
+    fn candidates_are_tried_in_turn_until_one_answers() {
+        let start = Instant::now();
+        let after = |seconds| start + Duration::from_secs(seconds);
+        let mut tracks = Tracks::default();
+        sync(&mut tracks, &["192.0.2.1:1", "192.0.2.2:1"], start);
+        let mut tried = vec![tracks.current(&KEY)];
+        for seconds in [10, 16, 20, 32] {
+            tracks.look(&heard(None, None, 0, seconds), after(seconds));
+            tried.push(tracks.current(&KEY));
+        }
+        let (one, two) = (Some(at("192.0.2.1:1")), Some(at("192.0.2.2:1")));
+        assert_eq!(tried, [one, one, two, two, one]);
+        assert_eq!(tracks.state(&KEY, after(32)), State::Down);
+        assert!(!tracks.look(&heard(Some(1), Some("192.0.2.1:1"), 9, 40), after(60)));
+        assert_eq!((tracks.current(&KEY), tracks.state(&KEY, after(60))), (one, State::Up));
+    }
+
+    #[test]
+    fn what_lives_keeps_its_endpoint_unless_that_is_withdrawn() {
+        let now = Instant::now();
+        let mut tracks = Tracks::default();
+        sync(&mut tracks, &["192.0.2.1:1"], now);
+        tracks.look(&heard(Some(5), Some("192.0.2.1:1"), 1, 1), now);
+        sync(&mut tracks, &["192.0.2.9:1", "192.0.2.1:1"], now);
+        assert_eq!(
+            tracks.current(&KEY),
+            Some(at("192.0.2.1:1")),
+            "a better candidate is no reason to move"
+        );
+        sync(&mut tracks, &["192.0.2.9:1"], now);
+        assert_eq!(tracks.current(&KEY), Some(at("192.0.2.9:1")), "the node has moved");
+        tracks.look(&heard(Some(5), Some("203.0.113.5:777"), 2, 2), now);
+        sync(&mut tracks, &["192.0.2.10:1"], now);
+        assert_eq!(
+            tracks.current(&KEY),
+            Some(at("192.0.2.9:1")),
+            "it roamed: what we hear beats what we are told"
+        );
+        tracks.look(&heard(Some(181), Some("203.0.113.5:777"), 2, 2), now);
+        sync(&mut tracks, &["192.0.2.11:1"], now);
+        assert_eq!(
+            tracks.current(&KEY),
+            Some(at("192.0.2.11:1")),
+            "and no longer once it is silent"
+        );
+    }
+
+    #[test]
+    fn sending_without_an_answer_is_noticed() {
+        let start = Instant::now();
+        let after = |seconds| start + Duration::from_secs(seconds);
+        let mut tracks = Tracks::default();
+        sync(&mut tracks, &["192.0.2.1:1"], start);
+        tracks.look(&heard(Some(0), None, 10, 10), after(1));
+        tracks.look(&heard(Some(200), None, 10, 10), after(201));
+        assert_eq!(tracks.state(&KEY, after(201)), State::Unknown, "idle");
+        tracks.look(&heard(Some(280), None, 10, 20), after(281));
+        assert_eq!(tracks.state(&KEY, after(300)), State::Down);
+        tracks.look(&heard(Some(281), None, 11, 21), after(301));
+        assert_eq!(tracks.state(&KEY, after(330)), State::Unknown);
+    }
+}

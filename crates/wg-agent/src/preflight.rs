@@ -1,0 +1,72 @@
+//! What the node must offer before the agent starts, each with its remedy. Kernel settings are not looked at here: those
+//! depend on what is to be programmed (`route::sysctl`).
+
+use std::{
+    fs::{self, OpenOptions},
+    path::Path,
+    process::{Command, Stdio},
+};
+
+/// Something that is missing.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Missing {
+    /// No TUN.
+    #[error(
+        "/dev/net/tun cannot be opened ({0}): mount it into the container (hostPath, type CharDevice); on the host: modprobe \
+         tun"
+    )]
+    Tun(String),
+    /// No right to change the network.
+    #[error(
+        "the capability NET_ADMIN is missing: add it to the container's securityContext.capabilities, or run as root on the \
+         node"
+    )]
+    NetAdmin,
+    /// No nft.
+    #[error("the program nft cannot be run ({0}): install nftables 1.0 or newer on the node or in the image")]
+    Nft(String),
+}
+
+/// CAP_NET_ADMIN (capability.h).
+const NET_ADMIN: u32 = 12;
+
+/// Everything that is missing.
+#[must_use]
+pub fn check() -> Vec<Missing> {
+    let tun = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(Path::new("/dev/net/tun"));
+    let tun = tun.err().map(|error| Missing::Tun(error.to_string()));
+    let admin = fs::read_to_string("/proc/self/status").is_ok_and(|status| effective(&status, NET_ADMIN));
+    let admin = (!admin).then_some(Missing::NetAdmin);
+    let nft = Command::new("nft").arg("--version").stdin(Stdio::null()).output();
+    let nft = match nft {
+        Ok(output) if output.status.success() => None,
+        Ok(output) => Some(Missing::Nft(output.status.to_string())),
+        Err(error) => Some(Missing::Nft(error.to_string())),
+    };
+    [tun, admin, nft].into_iter().flatten().collect()
+}
+
+/// Whether a capability is in effect (proc_pid_status(5), `CapEff`).
+fn effective(status: &str, capability: u32) -> bool {
+    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    line.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
+        .is_some_and(|mask| mask >> capability & 1 == 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_capability_is_read_from_the_effective_set() {
+        let with = "Name:\tx\nCapPrm:\t0000000000000000\nCapEff:\t0000000000001000\n";
+        let without = "CapPrm:\t0000000000001000\nCapEff:\t0000000000000000\n";
+        assert_eq!(
+            [with, without, ""].map(|s| effective(s, NET_ADMIN)),
+            [true, false, false]
+        );
+    }
+}

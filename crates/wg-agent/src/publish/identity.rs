@@ -1,0 +1,151 @@
+//! What this node's annotations should say; writing them is the parent module's business.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+};
+
+use clustermesh_api::{
+    annotations::{Agent, NodeIdentity},
+    names::{
+        KILO_DISCOVERED_ENDPOINTS, KILO_ENDPOINT, KILO_GRANULARITY, KILO_INTERNAL_IP, KILO_KEY, KILO_WIREGUARD_IP,
+        NODE_AGENT,
+    },
+};
+use clustermesh_core::{key::PublicKey, observe::Endpoint};
+use ipnet::IpNet;
+
+use super::{Annotations, Wanted};
+use crate::source::objects::NodeSeen;
+
+/// Every annotation that this agent writes.
+pub const KEYS: [&str; 7] = [
+    KILO_KEY,
+    KILO_WIREGUARD_IP,
+    KILO_ENDPOINT,
+    KILO_INTERNAL_IP,
+    KILO_GRANULARITY,
+    KILO_DISCOVERED_ENDPOINTS,
+    NODE_AGENT,
+];
+
+/// What the annotations are made from.
+#[derive(Debug, Clone)]
+pub struct Facts<'a> {
+    /// The node's key.
+    pub public_key: PublicKey,
+    /// Its address, with the range's prefix length.
+    pub wireguard_ip: IpNet,
+    /// The device's UDP port.
+    pub port: u16,
+    /// This node's object.
+    pub node: &'a NodeSeen,
+    /// Addresses of the underlay's interface with their prefix lengths.
+    pub underlay: &'a BTreeMap<IpAddr, u8>,
+    /// What the agent says of itself.
+    pub agent: Agent,
+}
+
+/// What should stand on the Node, beside what stands there.
+#[must_use]
+pub fn wanted(facts: Facts<'_>) -> Wanted {
+    let Facts {
+        public_key,
+        wireguard_ip,
+        port,
+        node,
+        underlay,
+        agent,
+    } = facts;
+    let own = node.own.clone().unwrap_or_default();
+    let internal = node.internal_ips.first().copied();
+    let prefix = |ip: &IpAddr| underlay.get(ip).copied().unwrap_or(if ip.is_ipv4() { 32 } else { 128 });
+    let address = own.external_ips.first().copied().or(internal);
+    let identity = NodeIdentity {
+        public_key,
+        wireguard_ip,
+        endpoint: address.map(|ip| SocketAddr::new(ip, port)),
+        internal_ip: internal.map(|ip| IpNet::new_assert(ip, prefix(&ip))),
+        discovered: BTreeMap::new(),
+        agent,
+    };
+    let mut identity: Annotations = identity.annotations();
+    // As kg does: what a person wrote is what others are told, a name unresolved.
+    match own.force_endpoint {
+        Some(Endpoint::Ip(at)) => drop(identity.insert(KILO_ENDPOINT, Some(at.to_string()))),
+        Some(Endpoint::Dns(name, port)) => drop(identity.insert(KILO_ENDPOINT, Some(format!("{name}:{port}")))),
+        None => {}
+    }
+    let status = identity.remove_entry(NODE_AGENT).into_iter().collect();
+    Wanted {
+        identity,
+        status,
+        seen: own.published,
+    }
+}
+
+/// What takes every annotation of ours away.
+#[must_use]
+pub fn removal() -> Annotations {
+    KEYS.iter().map(|key| (*key, None)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source::objects::OwnNode;
+
+    fn published(node: &NodeSeen) -> Annotations {
+        let underlay = [("192.0.2.7".parse().unwrap(), 24)].into();
+        wanted(Facts {
+            public_key: "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=".parse().unwrap(),
+            wireguard_ip: "100.66.0.9/16".parse().unwrap(),
+            port: 51821,
+            node,
+            underlay: &underlay,
+            agent: Agent::default(),
+        })
+        .identity
+    }
+
+    fn node(own: OwnNode) -> NodeSeen {
+        NodeSeen {
+            internal_ips: vec!["192.0.2.7".parse().unwrap()],
+            own: Some(own),
+            ..NodeSeen::default()
+        }
+    }
+
+    #[test]
+    fn a_node_is_found_by_its_internal_address_in_kilos_formats() {
+        let some = |text: &str| Some(text.to_owned());
+        let want: Annotations = [
+            (
+                "kilo.squat.ai/key",
+                some("F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU="),
+            ),
+            ("kilo.squat.ai/wireguard-ip", some("100.66.0.9/16")),
+            ("kilo.squat.ai/endpoint", some("192.0.2.7:51821")),
+            ("kilo.squat.ai/internal-ip", some("192.0.2.7/24")),
+            ("kilo.squat.ai/granularity", some("full")),
+            ("kilo.squat.ai/discovered-endpoints", None),
+        ]
+        .into();
+        assert_eq!(published(&node(OwnNode::default())), want);
+    }
+
+    #[test]
+    fn an_external_address_comes_before_and_what_a_person_wrote_before_that() {
+        let endpoint = |own| published(&node(own))["kilo.squat.ai/endpoint"].clone().unwrap();
+        let external = OwnNode {
+            external_ips: vec!["2001:db8::7".parse().unwrap()],
+            ..OwnNode::default()
+        };
+        assert_eq!(endpoint(external.clone()), "[2001:db8::7]:51821");
+        let forced = OwnNode {
+            force_endpoint: Some(Endpoint::Dns("n.example.org".into(), 7)),
+            ..external
+        };
+        assert_eq!(endpoint(forced), "n.example.org:7");
+    }
+}

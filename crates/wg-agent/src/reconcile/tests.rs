@@ -1,0 +1,178 @@
+use std::time::Duration;
+
+use clustermesh_core::observe::{Endpoint, PeerSpec};
+
+use super::*;
+use crate::source::{
+    objects::{OwnNode, PeerSeen},
+    watch::Seen,
+};
+
+fn listed<V>(objects: impl IntoIterator<Item = (&'static str, V)>) -> Seen<V> {
+    Seen::Listed(
+        objects
+            .into_iter()
+            .map(|(name, value)| (name.to_owned(), value))
+            .collect(),
+    )
+}
+
+fn world() -> World {
+    World {
+        peers: listed([]),
+        policies: Seen::Absent,
+        nodes: listed([(
+            "a",
+            NodeSeen {
+                own: Some(OwnNode::default()),
+                ..NodeSeen::default()
+            },
+        )]),
+        api_servers: listed([("kubernetes", ["192.0.2.1:6443".parse().unwrap()].into())]),
+        ..World::default()
+    }
+}
+
+fn underlay() -> Underlay {
+    Underlay {
+        interface: "eth0".parse().unwrap(),
+        mtu: 1500,
+        addresses: [("192.0.2.7".parse().unwrap(), 24)].into(),
+        next_hops: ["192.0.2.254".parse().unwrap()].into(),
+    }
+}
+
+fn gathered(world: &World) -> Gathered {
+    gather(
+        world,
+        &NodeSeen::default(),
+        &Local {
+            name: "a",
+            public_key: PublicKey::new([9; 32]),
+            wireguard_ip: "100.66.0.9".parse().unwrap(),
+            device: &"kilo0".parse().unwrap(),
+            port: 51820,
+            mtu: 1420,
+            underlay: &underlay(),
+            resolvers: &["10.95.0.10".parse().unwrap()].into(),
+            bypass: &["10.0.0.0/24".parse().unwrap()],
+            servers: &["10.95.0.1:443".parse().unwrap()].into(),
+        },
+    )
+}
+
+fn peer(endpoint: Option<Endpoint>) -> PeerSeen {
+    let spec = PeerSpec {
+        public_key: PublicKey::new([7; 32]),
+        allowed_ips: ["10.5.0.0/24".parse().unwrap()].into(),
+        endpoint,
+        candidates: Vec::new(),
+        persistent_keepalive: 0,
+    };
+    PeerSeen {
+        cluster: "mgmt".into(),
+        revision: 5,
+        requires_policy: None,
+        spec: Ok(spec),
+    }
+}
+
+#[test]
+fn nothing_is_done_before_everything_was_read_once() {
+    assert_eq!(waiting(&world()), Ok(()));
+    let mut some = World {
+        nodes: world().nodes,
+        api_servers: world().api_servers,
+        ..World::default()
+    };
+    some.errors.insert("Peer", "connection refused".into());
+    assert_eq!(
+        waiting(&some).unwrap_err().message,
+        "waiting for the first list of: Peer (connection refused), PeerPolicy"
+    );
+}
+
+#[test]
+fn a_missing_node_is_named() {
+    assert!(own_node(&world(), "a").is_ok());
+    assert!(
+        own_node(&world(), "b")
+            .unwrap_err()
+            .message
+            .starts_with("there is no Node b in this cluster")
+    );
+}
+
+#[test]
+fn a_kg_that_lives_is_not_joined_and_one_that_is_gone_does_not_matter() {
+    let seen = |kg_seen| NodeSeen {
+        own: Some(OwnNode {
+            kg_seen,
+            ..OwnNode::default()
+        }),
+        ..NodeSeen::default()
+    };
+    let now = UNIX_EPOCH + Duration::from_secs(1000);
+    assert_eq!(
+        [None, Some(940), Some(1)].map(|at| beside_kg(&seen(at), now).is_ok()),
+        [true; 3]
+    );
+    for alive in [941, 1000, 1030] {
+        let message = beside_kg(&seen(Some(alive)), now).unwrap_err().message;
+        assert!(message.contains("take kg off it"), "{message}");
+    }
+}
+
+#[test]
+fn what_the_underlay_needs_is_gathered_from_everywhere() {
+    let mut world = world();
+    let other = |ip: &str| NodeSeen {
+        internal_ips: vec![ip.parse().unwrap()],
+        ..NodeSeen::default()
+    };
+    world.nodes = listed([("a", other("192.0.2.7")), ("b", other("192.0.2.8"))]);
+    let inputs = gathered(&world).inputs;
+    let throw: Vec<String> = inputs.throw.iter().map(ToString::to_string).collect();
+    assert_eq!(
+        throw,
+        ["10.0.0.0/24", "10.95.0.10/32", "192.0.2.8/32", "192.0.2.254/32"]
+    );
+    assert_eq!(
+        inputs.api_servers,
+        ["10.95.0.1:443", "192.0.2.1:6443"].map(|a| a.parse().unwrap()).into()
+    );
+}
+
+#[test]
+fn a_peer_that_cannot_be_read_costs_that_peer_and_a_name_waits_for_its_address() {
+    let mut world = world();
+    let named = peer(Some(Endpoint::Dns("n.example.org".into(), 7)));
+    let wrong = PeerSeen {
+        spec: Err("spec.publicKey: no".into()),
+        ..peer(None)
+    };
+    world.peers = listed([("good", named), ("wrong", wrong)]);
+    let before = gathered(&world);
+    assert_eq!(before.names, ["n.example.org".to_owned()].into());
+    assert_eq!(
+        before.unreadable,
+        [("Peer wrong".to_owned(), "spec.publicKey: no".to_owned())].into()
+    );
+    assert_eq!(
+        before
+            .inputs
+            .peers
+            .iter()
+            .map(|p| (p.name.as_str(), p.endpoint))
+            .collect::<Vec<_>>(),
+        [("good", None)]
+    );
+    world
+        .addresses
+        .insert("n.example.org".into(), "192.0.2.9".parse().unwrap());
+    assert_eq!(
+        gathered(&world).inputs.peers[0].endpoint,
+        Some("192.0.2.9:7".parse().unwrap())
+    );
+    assert_eq!(before.clusters, [(PublicKey::new([7; 32]), "mgmt".to_owned())].into());
+}

@@ -1,0 +1,222 @@
+//! The wiring of the agent's process: what is started, what wakes a pass, how it ends. What a pass does is in `reconcile`.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::Context;
+use clustermesh_daemon::{Admin, CancellationToken, Heartbeat, Liveness, Readiness, State, drain};
+use tokio::{sync::watch, task::JoinSet};
+
+use crate::{
+    args::Config,
+    device, firewall, identity, lock,
+    metrics::Metrics,
+    preflight, publish,
+    reconcile::{Parts, Reconciler},
+    route, source,
+    source::store::Store,
+    status::{Dump, Troubles},
+};
+
+/// A whole look at the node as a safety net, whatever was heard.
+const RESYNC: Duration = Duration::from_secs(30);
+/// Between looks at the peers.
+const LOOK: Duration = Duration::from_secs(5);
+/// What comes within this time is taken together.
+const SETTLE: Duration = Duration::from_millis(30);
+/// Others' programs write to the kernel often, and our own writes are heard as well.
+const SETTLE_KERNEL: Duration = Duration::from_millis(300);
+/// Retries of a pass that failed.
+const RETRY: [Duration; 4] = [
+    Duration::from_millis(500),
+    Duration::from_secs(1),
+    Duration::from_secs(3),
+    Duration::from_secs(10),
+];
+/// A loop that is silent for so long is stuck.
+const STUCK: Duration = Duration::from_secs(120);
+/// How long ending may take.
+const DRAIN: Duration = Duration::from_secs(5);
+
+/// Runs until a signal.
+pub async fn run(config: Config) -> anyhow::Result<()> {
+    let _lock = lock::take()?;
+    let missing = preflight::check();
+    anyhow::ensure!(
+        missing.is_empty(),
+        "this node is not ready for wg-agent:\n{}",
+        lines(&missing)
+    );
+    let key = identity::key::load_or_create(&config.key_file)?;
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        node = config.node_name,
+        interface = %config.interface,
+        port = config.port,
+        wireguard_cidr = %config.range.net(),
+        mtu = ?config.mtu,
+        bypass = ?config.bypass,
+        key_file = %config.key_file.display(),
+        public_key = %key.public(),
+        listen = %config.listen,
+        "wg-agent starts"
+    );
+    let stop = drain::on_signal().context("cannot install the signal handlers")?;
+    let connection = source::client::connect(config.kubeconfig.as_deref()).await?;
+
+    let mut registry = clustermesh_daemon::metrics::registry("wg_agent", env!("CARGO_PKG_VERSION"));
+    let metrics = Metrics::register(&mut registry);
+    let (readiness, liveness, dump) = (Readiness::new(), Liveness::new(), Dump::default());
+    let admin = Admin::bind(config.listen).await?;
+    let shown = dump.clone();
+    let state = State {
+        registry: Arc::new(registry),
+        readiness: readiness.clone(),
+        liveness: liveness.clone(),
+        dump: Arc::new(move || shown.get()),
+    };
+
+    let mut tasks = JoinSet::new();
+    let store = Store::new(metrics.clone());
+    let (names, wanted_names) = watch::channel(Default::default());
+    let (publish, wanted) = watch::channel(Default::default());
+    let served = admin.serve(state, stop.clone());
+    tasks.spawn(async move {
+        if let Err(error) = served.await {
+            tracing::error!(%error, "the admin endpoint ended");
+        }
+    });
+    source::follow(
+        &mut tasks,
+        &connection.client,
+        &config.node_name,
+        &publish::identity::KEYS,
+        &store,
+        &stop,
+    );
+    let found = store.clone();
+    tasks.spawn(source::lookup::run(
+        wanted_names,
+        move |addresses| found.set_addresses(addresses),
+        stop.clone(),
+    ));
+    tasks.spawn(publish::run(
+        connection.client.clone(),
+        config.node_name.clone(),
+        wanted,
+        metrics.clone(),
+        stop.clone(),
+    ));
+
+    let interface = config.interface.clone();
+    let heard = Heard::open(&interface);
+    let opened = interface.clone();
+    let reconciler = Reconciler::new(Parts {
+        routing: route::Netlink::open(interface)?,
+        firewall: firewall::Keeper::new(firewall::Nft::default()),
+        open: Box::new(move |configuration| device::open(device::Backend::Userspace, opened.as_str(), configuration)),
+        key,
+        server: connection.server,
+        store: store.clone(),
+        names,
+        publish,
+        troubles: Troubles::new(readiness, metrics.clone()),
+        metrics,
+        dump,
+        config,
+    });
+    turn(reconciler, &store, heard, &liveness.watch("node", STUCK), &stop).await;
+    drain::within(DRAIN, async { while tasks.join_next().await.is_some() {} }).await;
+    tracing::info!("wg-agent ends; what leaves in clear is still refused by routes and firewall until it is back");
+    Ok(())
+}
+
+/// Passes until the token is cancelled. The device is dropped at the end and with it a userspace interface; routes and
+/// firewall stay, so that nothing for the mesh leaves in clear while nobody is here.
+async fn turn<R: route::Routing, F: firewall::Backend>(
+    mut reconciler: Reconciler<R, F>,
+    store: &Store,
+    mut heard: Heard,
+    heartbeat: &Heartbeat,
+    stop: &CancellationToken,
+) {
+    let mut failures = 0;
+    let mut look = tokio::time::interval(LOOK);
+    look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    while !stop.is_cancelled() {
+        let well = reconciler.pass().await;
+        failures = if well { 0 } else { failures + 1 };
+        let wait = match failures {
+            0 => RESYNC,
+            n => RETRY[(n - 1).min(RETRY.len() - 1)],
+        };
+        let again = Instant::now() + wait;
+        let settle = loop {
+            heartbeat.beat();
+            tokio::select! {
+                () = stop.cancelled() => break Duration::ZERO,
+                () = store.changed() => break SETTLE,
+                () = heard.changed() => break SETTLE_KERNEL,
+                () = tokio::time::sleep_until(again.into()) => break Duration::ZERO,
+                _ = look.tick() => reconciler.look(),
+            }
+        };
+        tokio::select! {
+            () = stop.cancelled() => {}
+            () = tokio::time::sleep(settle) => {}
+        }
+    }
+    drop(reconciler.into_device());
+}
+
+/// What the kernel says about changes by others.
+struct Heard {
+    interface: clustermesh_agent_core::interface::InterfaceName,
+    routes: Option<route::Watch>,
+    tables: Option<firewall::Watch>,
+}
+
+impl Heard {
+    fn open(interface: &clustermesh_agent_core::interface::InterfaceName) -> Self {
+        let log = |error: &dyn std::fmt::Display| {
+            tracing::warn!(%error, "cannot hear of changes to this node; looking every {} s", RESYNC.as_secs());
+        };
+        Self {
+            interface: interface.clone(),
+            routes: route::Watch::open(interface.clone()).inspect_err(|e| log(e)).ok(),
+            tables: firewall::Watch::open().inspect_err(|e| log(e)).ok(),
+        }
+    }
+
+    async fn changed(&mut self) {
+        let routes = async {
+            match &mut self.routes {
+                Some(watch) => watch.changed().await,
+                None => std::future::pending().await,
+            }
+        };
+        let tables = async {
+            match &mut self.tables {
+                Some(watch) => watch.changed().await.is_ok(),
+                None => std::future::pending().await,
+            }
+        };
+        let alive = tokio::select! {
+            alive = routes => alive,
+            alive = tables => alive,
+        };
+        if !alive {
+            *self = Self::open(&self.interface.clone());
+        }
+    }
+}
+
+/// One a line.
+pub(crate) fn lines<T: ToString>(all: &[T]) -> String {
+    all.iter()
+        .map(|one| format!("- {}", one.to_string()))
+        .collect::<Vec<_>>()
+        .join("\n")
+}

@@ -1,0 +1,115 @@
+//! The way to the API server of the node's own cluster: a client, and where that server is. Nothing is asked here.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use kube::{
+    Client, Config,
+    config::{KubeConfigOptions, Kubeconfig},
+};
+
+/// How long a connection may take to stand; watches themselves may be silent for longer.
+const CONNECT: Duration = Duration::from_secs(5);
+
+/// A client and where it goes.
+#[derive(Clone)]
+pub struct Connection {
+    /// Speaks with the rights of the Pod's service account or of the kubeconfig.
+    pub client: Client,
+    /// The server's host and port, as configured.
+    pub server: Server,
+}
+
+/// Where an API server is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Server {
+    /// An address, or a name that has to be looked up.
+    pub host: Result<IpAddr, String>,
+    /// TCP port.
+    pub port: u16,
+}
+
+impl Server {
+    /// Its socket, where it is known by address.
+    #[must_use]
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.host.as_ref().ok().map(|ip| SocketAddr::new(*ip, self.port))
+    }
+}
+
+/// Why there is no client. An API server that does not answer is no such reason.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The file.
+    #[error("--kubeconfig {0}: {1}")]
+    Kubeconfig(PathBuf, #[source] Box<kube::config::KubeconfigError>),
+    /// The Pod.
+    #[error(
+        "no --kubeconfig is given and there is no service account in this process's file system: {0}; run as a Pod with \
+         automountServiceAccountToken, or set --kubeconfig"
+    )]
+    InCluster(#[source] kube::config::InClusterError),
+    /// TLS.
+    #[error("cannot set up the client for the API server: {0}")]
+    Client(#[source] kube::Error),
+}
+
+/// Reads the configuration; does not connect.
+pub async fn connect(kubeconfig: Option<&Path>) -> Result<Connection, ConnectError> {
+    let mut config = match kubeconfig {
+        Some(path) => {
+            let error = |e| ConnectError::Kubeconfig(path.to_owned(), Box::new(e));
+            let file = Kubeconfig::read_from(path).map_err(error)?;
+            Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
+                .await
+                .map_err(error)?
+        }
+        None => Config::incluster().map_err(ConnectError::InCluster)?,
+    };
+    config.connect_timeout = Some(CONNECT);
+    let server = server(&config.cluster_url);
+    let client = Client::try_from(config).map_err(ConnectError::Client)?;
+    Ok(Connection { client, server })
+}
+
+fn server(url: &http::Uri) -> Server {
+    let host = url.host().unwrap_or_default();
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    let default = if url.scheme_str() == Some("http") { 80 } else { 443 };
+    Server {
+        host: bare.parse().map_err(|_| host.to_owned()),
+        port: url.port_u16().unwrap_or(default),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_server_is_found_in_every_form_of_its_url() {
+        let at = |text: &str| server(&text.parse().unwrap());
+        assert_eq!(
+            at("https://10.95.0.1:443").address(),
+            Some("10.95.0.1:443".parse().unwrap())
+        );
+        assert_eq!(
+            at("https://[fd00::1]:6443/").address(),
+            Some("[fd00::1]:6443".parse().unwrap())
+        );
+        assert_eq!(
+            at("https://127.0.0.1").address(),
+            Some("127.0.0.1:443".parse().unwrap())
+        );
+        assert_eq!(
+            at("https://api.example.org:6443"),
+            Server {
+                host: Err("api.example.org".into()),
+                port: 6443
+            }
+        );
+    }
+}

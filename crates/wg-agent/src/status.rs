@@ -1,0 +1,140 @@
+//! What the agent says about itself: troubles in the log and in `/readyz`, once each, and the dump for `/debug/state`.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use clustermesh_daemon::{Pending, Readiness};
+use serde_json::Value;
+
+use crate::metrics::Metrics;
+
+/// Something that is not as it should be, and is tried again.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Trouble {
+    /// Which part of the agent, as `firewall`.
+    pub(crate) part: &'static str,
+    /// What is wrong and what to do.
+    pub(crate) message: String,
+    /// Whether the node serves the mesh as it should all the same.
+    pub(crate) harmless: bool,
+}
+
+impl Trouble {
+    pub(crate) fn new(part: &'static str, message: impl ToString) -> Self {
+        Self {
+            part,
+            message: message.to_string(),
+            harmless: false,
+        }
+    }
+
+    pub(crate) fn harmless(part: &'static str, message: impl ToString) -> Self {
+        Self {
+            harmless: true,
+            ..Self::new(part, message)
+        }
+    }
+}
+
+/// The troubles of now.
+#[derive(Debug)]
+pub(crate) struct Troubles {
+    now: BTreeMap<Trouble, Option<Pending>>,
+    readiness: Readiness,
+    metrics: Metrics,
+    /// Leaves `/readyz` when the first pass went well.
+    first: Option<Pending>,
+}
+
+impl Troubles {
+    pub(crate) fn new(readiness: Readiness, metrics: Metrics) -> Self {
+        let first = Some(readiness.pending("first pass over the node"));
+        Self {
+            now: BTreeMap::new(),
+            readiness,
+            metrics,
+            first,
+        }
+    }
+
+    /// Takes over the troubles of a pass. Each is logged when it comes and when it is gone.
+    pub(crate) fn set(&mut self, troubles: Vec<Trouble>) {
+        let troubles: BTreeSet<Trouble> = troubles.into_iter().collect();
+        let still = |trouble: &Trouble| troubles.iter().any(|now| now.part == trouble.part);
+        for (trouble, _) in self.now.extract_if(.., |trouble, _| !troubles.contains(trouble)) {
+            if !still(&trouble) {
+                tracing::info!(part = trouble.part, was = trouble.message, "mended");
+            }
+        }
+        for trouble in troubles {
+            if !trouble.harmless {
+                self.metrics.failed(trouble.part);
+            }
+            let (readiness, part) = (&self.readiness, trouble.part);
+            self.now.entry(trouble).or_insert_with_key(|trouble| {
+                tracing::warn!(part, "{}", trouble.message);
+                (!trouble.harmless).then(|| readiness.pending(format!("{part}: {}", trouble.message)))
+            });
+        }
+        if self.now.keys().all(|trouble| trouble.harmless) {
+            self.first = None;
+        }
+    }
+}
+
+/// Lines that are logged when they appear and when they are gone: what was left out, and why.
+#[derive(Debug, Default)]
+pub(crate) struct Said(BTreeSet<String>);
+
+impl Said {
+    pub(crate) fn set(&mut self, lines: BTreeSet<String>) {
+        for line in lines.difference(&self.0) {
+            tracing::warn!("left out: {line}");
+        }
+        for line in self.0.difference(&lines) {
+            tracing::info!("no longer left out: {line}");
+        }
+        self.0 = lines;
+    }
+}
+
+/// The last dump. Cheap to clone; all clones are one.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Dump(Arc<Mutex<BTreeMap<&'static str, Value>>>);
+
+impl Dump {
+    pub(crate) fn set(&self, part: &'static str, value: Value) {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(part, value);
+    }
+
+    pub(crate) fn get(&self) -> Value {
+        serde_json::json!(*self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_is_ready_when_a_pass_left_nothing_but_harmless_troubles() {
+        let readiness = Readiness::new();
+        let mut troubles = Troubles::new(readiness.clone(), Metrics::default());
+        troubles.set(vec![
+            Trouble::new("firewall", "no nft"),
+            Trouble::harmless("source", "no CRD"),
+        ]);
+        assert_eq!(readiness.list(), ["firewall: no nft", "first pass over the node"]);
+        troubles.set(vec![Trouble::harmless("source", "no CRD")]);
+        assert_eq!(readiness.list(), Vec::<String>::new());
+        troubles.set(vec![Trouble::new("routes", "x")]);
+        assert_eq!(readiness.list(), ["routes: x"]);
+        troubles.set(vec![]);
+        assert!(readiness.is_ready());
+    }
+}
