@@ -1,4 +1,4 @@
-//! `ClusterMesh` to [`Mesh`]. Checks again what the schema checks, since a dry run reads files, and an object may be older
+//! `ClusterMesh` to [`clustermesh_core::mesh::Mesh`]. Checks again what the schema checks, since a dry run reads files, and an object may be older
 //! than the rules.
 
 use std::collections::{BTreeMap, BTreeSet};
