@@ -1,1 +1,18 @@
-//! Placeholder.
+//! `clustermesh-controller`: reads ClusterMeshes and the kubeconfigs they name, watches every member, and keeps the Peers,
+//! PeerPolicies and mirrored Services of each true. What they should be is decided in `clustermesh_core`.
+#![forbid(unsafe_code)]
+
+mod apply;
+pub mod args;
+mod events;
+mod feed;
+mod held;
+pub mod hub;
+mod kubeconfig;
+mod metrics;
+mod reconcile;
+mod report;
+mod resolve;
+pub mod run;
+mod session;
+mod trouble;

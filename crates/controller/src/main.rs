@@ -1,2 +1,13 @@
-//! Placeholder.
-fn main() {}
+//! `clustermesh-controller`, the program.
+#![forbid(unsafe_code)]
+
+use clap::Parser;
+use clustermesh_controller::{args::Args, run};
+use clustermesh_daemon::{drain, telemetry};
+
+#[tokio::main]
+async fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    telemetry::init(args.log_format)?;
+    run::run(args, drain::on_signal()?).await
+}

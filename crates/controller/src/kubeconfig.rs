@@ -1,0 +1,307 @@
+//! From the text of a kubeconfig to a client's configuration, and every reason to refuse one. A kubeconfig is hostile
+//! input (DESIGN §5): only what is checked here is copied into what the client gets.
+
+use std::{collections::BTreeSet, net::IpAddr};
+
+use kube::config::{
+    AuthInfo, Cluster, Config, Context, KubeConfigOptions, Kubeconfig, NamedAuthInfo, NamedCluster, NamedContext,
+};
+
+/// A Secret value larger than this is not read as a kubeconfig.
+const MAX_BYTES: usize = 512 * 1024;
+
+/// Why a kubeconfig is refused. Each names the field and what to write instead; none repeats a value that may be secret.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Refused {
+    /// Not YAML of a kubeconfig.
+    #[error(
+        "the kubeconfig does not parse: it must be the YAML that `kubectl config view --raw --minify --flatten` prints"
+    )]
+    Malformed,
+    /// Larger than any kubeconfig.
+    #[error("the kubeconfig is larger than {} KiB: keep one context, with `kubectl config view --raw --minify --flatten`", MAX_BYTES / 1024)]
+    TooLarge,
+    /// A field that must be there is not.
+    #[error("the kubeconfig lacks {field}: {remedy}")]
+    Lacks {
+        /// Path of the field.
+        field: &'static str,
+        /// What to write.
+        remedy: &'static str,
+    },
+    /// A field that must not be there is.
+    #[error("the kubeconfig has {field}, which is refused: {remedy}")]
+    Has {
+        /// Path of the field.
+        field: &'static str,
+        /// What to write instead.
+        remedy: &'static str,
+    },
+    /// `clusters[].cluster.server` points where no member may be.
+    #[error("the kubeconfig's clusters[].cluster.server is refused: {0}")]
+    Server(&'static str),
+    /// A value is not what it should be.
+    #[error("the kubeconfig's {field} is not valid: {remedy}")]
+    Invalid {
+        /// Path of the field.
+        field: &'static str,
+        /// What to write.
+        remedy: &'static str,
+    },
+}
+
+/// `(host, port)` pairs that are the hub's own API: its credentials or its network position must not be lent to a mesh.
+pub(crate) type HubHosts = BTreeSet<(String, u16)>;
+
+const FLATTEN: &str = "put the value itself into the Secret (`kubectl config view --raw --minify --flatten`)";
+const STATIC: &str = "give the account a token or a client certificate inside the kubeconfig";
+
+/// The client configuration of the chosen context (`None` = the current one).
+///
+/// # Errors
+/// Anything that would make the controller run, read, trust or reach something it should not.
+pub(crate) async fn read(text: &[u8], context: Option<&str>, hub: &HubHosts) -> Result<Config, Refused> {
+    let clean = sanitise(text, context, hub)?;
+    let invalid = Refused::Invalid {
+        field: "certificate-authority-data, client-certificate-data or client-key-data",
+        remedy: "each must be base64 of PEM",
+    };
+    let mut config = Config::from_custom_kubeconfig(clean, &KubeConfigOptions::default())
+        .await
+        .map_err(|_| invalid)?;
+    config.connect_timeout = Some(std::time::Duration::from_secs(10));
+    // The sessions and the appliers wait and retry themselves; a retry hidden in the client would delay both.
+    config.default_retry = false;
+    Ok(config)
+}
+
+/// A kubeconfig of one context that holds what was checked, and nothing else of the input.
+fn sanitise(text: &[u8], context: Option<&str>, hub: &HubHosts) -> Result<Kubeconfig, Refused> {
+    if text.len() > MAX_BYTES {
+        return Err(Refused::TooLarge);
+    }
+    let text = std::str::from_utf8(text).map_err(|_| Refused::Malformed)?;
+    let given = Kubeconfig::from_yaml(text).map_err(|_| Refused::Malformed)?;
+
+    let chosen = context.or(given.current_context.as_deref()).ok_or(Refused::Lacks {
+        field: "current-context",
+        remedy: "set it, or name a context in kubeconfigSecretRef.context",
+    })?;
+    let no_context = Refused::Lacks {
+        field: "the context that is asked for",
+        remedy: "kubeconfigSecretRef.context or current-context must name one of contexts[]",
+    };
+    let context = given
+        .contexts
+        .iter()
+        .find(|c| c.name == chosen)
+        .and_then(|c| c.context.as_ref())
+        .ok_or(no_context)?;
+    let cluster = given
+        .clusters
+        .iter()
+        .find(|c| c.name == context.cluster)
+        .and_then(|c| c.cluster.as_ref())
+        .ok_or(Refused::Lacks {
+            field: "the context's cluster",
+            remedy: "contexts[].context.cluster must name one of clusters[]",
+        })?;
+    let user = given
+        .auth_infos
+        .iter()
+        .find(|u| Some(&u.name) == context.user.as_ref())
+        .and_then(|u| u.auth_info.as_ref())
+        .ok_or(Refused::Lacks {
+            field: "the context's user",
+            remedy: "contexts[].context.user must name one of users[]",
+        })?;
+
+    Ok(Kubeconfig {
+        current_context: Some("member".to_owned()),
+        contexts: vec![NamedContext {
+            name: "member".to_owned(),
+            context: Some(Context {
+                cluster: "member".to_owned(),
+                user: Some("member".to_owned()),
+                ..Context::default()
+            }),
+            other: Default::default(),
+        }],
+        clusters: vec![NamedCluster {
+            name: "member".to_owned(),
+            cluster: Some(check_cluster(cluster, hub)?),
+            other: Default::default(),
+        }],
+        auth_infos: vec![NamedAuthInfo {
+            name: "member".to_owned(),
+            auth_info: Some(check_user(user)?),
+            other: Default::default(),
+        }],
+        ..Kubeconfig::default()
+    })
+}
+
+fn check_cluster(given: &Cluster, hub: &HubHosts) -> Result<Cluster, Refused> {
+    if given.insecure_skip_tls_verify == Some(true) {
+        let remedy = "put the cluster's CA into certificate-authority-data";
+        return Err(Refused::Has {
+            field: "clusters[].cluster.insecure-skip-tls-verify",
+            remedy,
+        });
+    }
+    if given.certificate_authority.is_some() {
+        return Err(Refused::Has {
+            field: "clusters[].cluster.certificate-authority (a file path)",
+            remedy: FLATTEN,
+        });
+    }
+    if given.proxy_url.is_some() {
+        let remedy = "the API server must be reachable without a proxy";
+        return Err(Refused::Has {
+            field: "clusters[].cluster.proxy-url",
+            remedy,
+        });
+    }
+    let Some(ca) = present(given.certificate_authority_data.as_ref()) else {
+        let remedy = "the CA that signed the API server's certificate, base64 of PEM";
+        return Err(Refused::Lacks {
+            field: "clusters[].cluster.certificate-authority-data",
+            remedy,
+        });
+    };
+    let Some(server) = present(given.server.as_ref()) else {
+        let remedy = "the API server's URL, https://host:port";
+        return Err(Refused::Lacks {
+            field: "clusters[].cluster.server",
+            remedy,
+        });
+    };
+    check_server(server, hub)?;
+    Ok(Cluster {
+        server: Some(server.clone()),
+        certificate_authority_data: Some(ca.clone()),
+        tls_server_name: given.tls_server_name.clone(),
+        ..Cluster::default()
+    })
+}
+
+fn check_user(given: &AuthInfo) -> Result<AuthInfo, Refused> {
+    let has = |field, remedy| Err(Refused::Has { field, remedy });
+    if given.exec.is_some() {
+        return has("users[].user.exec", STATIC);
+    }
+    if given.auth_provider.is_some() {
+        return has("users[].user.auth-provider", STATIC);
+    }
+    if given.token_file.is_some() {
+        return has("users[].user.tokenFile", FLATTEN);
+    }
+    if given.client_certificate.is_some() {
+        return has("users[].user.client-certificate (a file path)", FLATTEN);
+    }
+    if given.client_key.is_some() {
+        return has("users[].user.client-key (a file path)", FLATTEN);
+    }
+    if given.username.is_some() || given.password.is_some() {
+        return has("users[].user.username or password", STATIC);
+    }
+    let impersonates = given.impersonate.is_some()
+        || given.impersonate_uid.is_some()
+        || given.impersonate_groups.is_some()
+        || given.impersonate_user_extra.is_some();
+    if impersonates {
+        return has(
+            "users[].user.as (impersonation)",
+            "use the credentials of the account itself",
+        );
+    }
+    let certificate = present(given.client_certificate_data.as_ref());
+    match (&given.token, certificate, &given.client_key_data) {
+        (Some(token), None, None) => Ok(AuthInfo {
+            token: Some(token.clone()),
+            ..AuthInfo::default()
+        }),
+        (None, Some(certificate), Some(key)) => Ok(AuthInfo {
+            client_certificate_data: Some(certificate.clone()),
+            client_key_data: Some(key.clone()),
+            ..AuthInfo::default()
+        }),
+        (None, None, None) => Err(Refused::Lacks {
+            field: "users[].user.token",
+            remedy: STATIC,
+        }),
+        (None, ..) => Err(Refused::Lacks {
+            field: "users[].user.client-certificate-data or client-key-data",
+            remedy: "a client certificate needs both",
+        }),
+        (Some(_), ..) => has("users[].user.token beside a client certificate", "keep one of the two"),
+    }
+}
+
+fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
+    let invalid = || Refused::Invalid {
+        field: "clusters[].cluster.server",
+        remedy: "write https://host:port",
+    };
+    let uri: http::Uri = server.parse().map_err(|_| invalid())?;
+    if uri.scheme_str() != Some("https") {
+        return Err(Refused::Server("only https:// is spoken to a member"));
+    }
+    let authority = uri.authority().ok_or_else(invalid)?;
+    if authority.as_str().contains('@') {
+        return Err(Refused::Server("a user name in the URL is not supported"));
+    }
+    if uri.query().is_some() {
+        return Err(invalid());
+    }
+    let host = authority
+        .host()
+        .trim_start_matches('[')
+        .trim_end_matches(']')
+        .trim_end_matches('.')
+        .to_ascii_lowercase();
+    let port = authority.port_u16().unwrap_or(443);
+    if hub.contains(&(host.clone(), port)) || host == "kubernetes" || host.starts_with("kubernetes.default") {
+        return Err(Refused::Server(
+            "it is the hub's own API server; the hub's entry is the one with `local: true`",
+        ));
+    }
+    if host == "localhost" || host.ends_with(".localhost") {
+        return Err(Refused::Server("it is the controller's own host"));
+    }
+    match host.parse() {
+        Ok(address) => check_address(address),
+        // The resolver also takes 127.1, 0x7f000001 and 2130706433 for addresses.
+        Err(_) if host.bytes().next_back().is_some_and(|b| b.is_ascii_digit()) || host.is_empty() => Err(invalid()),
+        Err(_) => Ok(()),
+    }
+}
+
+/// Refuses addresses at which no member's API server can be, but something of the controller's own surroundings may.
+///
+/// # Errors
+/// [`Refused::Server`], which says what kind of address it is.
+pub(crate) fn check_address(address: IpAddr) -> Result<(), Refused> {
+    let address = address.to_canonical();
+    if address.is_loopback() {
+        return Err(Refused::Server("it is a loopback address"));
+    }
+    if address.is_unspecified() || address.is_multicast() {
+        return Err(Refused::Server("it is no address of a host"));
+    }
+    let link_local = match address {
+        IpAddr::V4(v4) => v4.is_link_local() || v4.is_broadcast(),
+        IpAddr::V6(v6) => v6.is_unicast_link_local(),
+    };
+    if link_local {
+        return Err(Refused::Server("it is a link-local address"));
+    }
+    Ok(())
+}
+
+fn present(text: Option<&String>) -> Option<&String> {
+    text.filter(|text| !text.is_empty())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,87 @@
+//! What the loop writes into the ClusterMesh itself: finalizer and status. Nothing else of it is ever touched.
+
+use std::{sync::Arc, time::Duration};
+
+use clustermesh_api::{
+    mesh::{ClusterMesh, ClusterMeshStatus},
+    names::FINALIZER,
+};
+use kube::{
+    Api, Client, Error, Resource, ResourceExt,
+    api::{DynamicObject, Patch, PatchParams},
+};
+
+use crate::feed::Feed;
+
+/// Name of the controller in `managedFields`.
+const MANAGER: &str = "clustermesh-controller";
+/// For one request.
+const REQUEST: Duration = Duration::from_secs(10);
+
+fn api(client: &Client, object: &ClusterMesh) -> Api<ClusterMesh> {
+    Api::namespaced(client.clone(), &object.namespace().unwrap_or_default())
+}
+
+async fn bounded<T>(request: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+    match tokio::time::timeout(REQUEST, request).await {
+        Ok(answer) => answer,
+        Err(elapsed) => Err(Error::Service(Box::new(elapsed))),
+    }
+}
+
+/// Holds the mesh from now on.
+pub(super) async fn add_finalizer(client: &Client, object: &ClusterMesh) -> Result<ClusterMesh, Error> {
+    let mut finalizers = object.metadata.finalizers.clone().unwrap_or_default();
+    finalizers.push(FINALIZER.to_owned());
+    set_finalizers(client, object, &finalizers).await
+}
+
+/// Lets go of the mesh.
+pub(super) async fn remove_finalizer(client: &Client, object: &ClusterMesh) -> Result<(), Error> {
+    let mut finalizers = object.metadata.finalizers.clone().unwrap_or_default();
+    finalizers.retain(|name| name != FINALIZER);
+    match set_finalizers(client, object, &finalizers).await {
+        Err(Error::Api(status)) if status.code == 404 => Ok(()),
+        answer => answer.map(drop),
+    }
+}
+
+/// The list is replaced whole, so the version must be the one it was read at.
+async fn set_finalizers(client: &Client, object: &ClusterMesh, finalizers: &[String]) -> Result<ClusterMesh, Error> {
+    let patch = serde_json::json!({
+        "metadata": { "finalizers": finalizers, "resourceVersion": object.metadata.resource_version },
+    });
+    let params = PatchParams {
+        field_manager: Some(MANAGER.to_owned()),
+        ..PatchParams::default()
+    };
+    bounded(api(client, object).patch(&object.name_any(), &params, &Patch::Merge(&patch))).await
+}
+
+/// Writes the status by server-side apply: what is no longer said goes.
+pub(super) async fn status(
+    client: &Client,
+    object: &ClusterMesh,
+    status: &ClusterMeshStatus,
+) -> Result<ClusterMesh, Error> {
+    let patch = serde_json::json!({
+        "apiVersion": ClusterMesh::api_version(&()),
+        "kind": ClusterMesh::kind(&()),
+        // Of this very object: were it deleted and made anew meanwhile, the status would be another's.
+        "metadata": { "name": object.name_any(), "uid": object.metadata.uid },
+        "status": status,
+    });
+    let params = PatchParams::apply(MANAGER).force();
+    bounded(api(client, object).patch_status(&object.name_any(), &params, &Patch::Apply(&patch))).await
+}
+
+/// Shows the answer to the loop without waiting for the watch.
+pub(super) fn put(feed: &Feed<Arc<ClusterMesh>>, object: &ClusterMesh) {
+    let mut object = object.clone();
+    object.metadata.managed_fields = None;
+    let as_read = serde_json::to_value(&object).and_then(serde_json::from_value::<DynamicObject>);
+    match as_read {
+        Ok(object) => feed.put(object),
+        Err(error) => tracing::debug!(%error, "the watch will show it"),
+    }
+}

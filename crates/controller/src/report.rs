@@ -1,0 +1,228 @@
+//! What is said of a mesh: its status and its Events, from its plan and from what was seen and written. Pure; the conditions
+//! themselves are derived in `clustermesh_core::status`.
+
+use std::collections::BTreeMap;
+
+use clustermesh_api::{
+    convert::Finding,
+    mesh::{AgentCounts, ClusterMesh, ClusterMeshStatus, ClusterStatus, EgressStatus, ServiceRef, SkippedNode},
+};
+use clustermesh_core::{
+    mesh::Mesh,
+    plan::MeshPlan,
+    status::{self, Condition},
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1 as meta;
+
+use crate::events::{Saying, cut, node_topic};
+
+/// Skipped nodes that the status lists.
+const LISTED: usize = 20;
+/// The longest message of a row (CRD).
+const MESSAGE: usize = 1024;
+/// The longest message of a condition (Kubernetes).
+const CONDITION: usize = 32 * 1024;
+
+/// What is known of one member apart from its plan.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Facts {
+    /// Its API server answers and everything is current.
+    pub(crate) fresh: bool,
+    pub(crate) uid: Option<String>,
+    pub(crate) version: Option<String>,
+    /// `None` = its Nodes were never read.
+    pub(crate) agents: Option<AgentCounts>,
+    /// When it last came to hold all it should.
+    pub(crate) last_sync: Option<meta::Time>,
+}
+
+/// Everything a report is made from.
+pub(crate) struct Subject<'a> {
+    /// The object as it stands.
+    pub(crate) object: &'a ClusterMesh,
+    /// The same as values; hollow when it is refused.
+    pub(crate) mesh: &'a Mesh,
+    /// Its plan.
+    pub(crate) plan: &'a MeshPlan,
+    /// Why it is not served at all: one word, and the message.
+    pub(crate) refused: Option<&'a (&'static str, String)>,
+    /// Values that were taken, but not as they were written.
+    pub(crate) warnings: &'a [Finding],
+    /// By entry: what could not be written, and why.
+    pub(crate) unwritten: &'a BTreeMap<String, String>,
+    /// By entry.
+    pub(crate) facts: &'a BTreeMap<String, Facts>,
+}
+
+/// The status to be written, and everything that is to be said.
+pub(crate) fn report(subject: &Subject<'_>, now: &meta::Time) -> (ClusterMeshStatus, Vec<Saying>) {
+    let conditions = match subject.refused {
+        Some((reason, message)) => {
+            vec![Condition {
+                kind: "Ready",
+                status: false,
+                reason,
+                message: message.clone(),
+            }]
+        }
+        None => status::conditions(subject.plan, subject.unwritten),
+    };
+    let sayings = sayings(subject, &conditions);
+    let before = subject.object.status.clone().unwrap_or_default();
+    if subject.refused.is_some() {
+        // Nothing is known anew: what stands stays, and so do the networks that were accepted.
+        let conditions = stamp(subject, conditions, &before.conditions, now);
+        return (
+            ClusterMeshStatus {
+                observed_generation: subject.object.metadata.generation,
+                conditions,
+                ..before
+            },
+            sayings,
+        );
+    }
+    let entries = &subject.mesh.clusters;
+    let fresh = entries
+        .iter()
+        .filter(|entry| subject.facts.get(&entry.name).is_some_and(|facts| facts.fresh))
+        .count();
+    let registered: usize = subject.plan.clusters.values().map(|report| report.registered).sum();
+    let status = ClusterMeshStatus {
+        observed_generation: subject.object.metadata.generation,
+        conditions: stamp(subject, conditions, &before.conditions, now),
+        members: Some(format!("{fresh}/{}", entries.len())),
+        registered_peers: Some(count(registered)),
+        clusters: entries.iter().map(|entry| row(subject, &entry.name)).collect(),
+        broken_links: before.broken_links,
+        egress: egress(subject),
+    };
+    (status, sayings)
+}
+
+fn row(subject: &Subject<'_>, entry: &str) -> ClusterStatus {
+    let report = subject.plan.clusters.get(entry).cloned().unwrap_or_default();
+    let facts = subject.facts.get(entry).cloned().unwrap_or_default();
+    ClusterStatus {
+        name: entry.to_owned(),
+        uid: facts.uid.map(|uid| cut(&uid, 64)),
+        accepted_networks: report.accepted.iter().map(ToString::to_string).collect(),
+        registered_peers: count(report.registered),
+        skipped_nodes: count(report.skipped.len()),
+        skipped: report
+            .skipped
+            .iter()
+            .take(LISTED)
+            .map(|skipped| SkippedNode {
+                node: cut(&skipped.node, 253),
+                reason: skipped.reason.to_string(),
+                message: cut(&skipped.message, MESSAGE),
+            })
+            .collect(),
+        reachable: Some(facts.fresh),
+        last_sync: facts.last_sync,
+        kubernetes_version: facts.version.map(|version| cut(&version, 64)),
+        agents: facts.agents,
+    }
+}
+
+fn egress(subject: &Subject<'_>) -> Vec<EgressStatus> {
+    let source = |cluster: &str, local| {
+        let entry = subject.mesh.clusters.iter().find(|entry| entry.name == cluster)?;
+        let grant = entry.egress.iter().find(|grant| grant.local == local)?;
+        Some(ServiceRef {
+            cluster: grant.cluster.clone(),
+            namespace: grant.service.namespace.clone(),
+            name: grant.service.name.clone(),
+        })
+    };
+    subject
+        .plan
+        .egress
+        .iter()
+        .take(1024)
+        .filter_map(|grant| {
+            Some(EgressStatus {
+                cluster: grant.cluster.clone(),
+                service: source(&grant.cluster, grant.service.clone())?,
+                ready: grant.ready,
+                endpoints: count(grant.endpoints),
+                message: Some(cut(&grant.message, MESSAGE)).filter(|message| !message.is_empty()),
+            })
+        })
+        .collect()
+}
+
+/// Gives conditions their times: the time of the last change of `status` is kept.
+fn stamp(
+    subject: &Subject<'_>,
+    conditions: Vec<Condition>,
+    before: &[meta::Condition],
+    now: &meta::Time,
+) -> Vec<meta::Condition> {
+    conditions
+        .into_iter()
+        .map(|condition| {
+            let status = if condition.status { "True" } else { "False" };
+            let stands = before.iter().find(|b| b.type_ == condition.kind && b.status == status);
+            meta::Condition {
+                type_: condition.kind.to_owned(),
+                status: status.to_owned(),
+                reason: condition.reason.to_owned(),
+                message: cut(&condition.message, CONDITION),
+                observed_generation: subject.object.metadata.generation,
+                last_transition_time: stands.map_or_else(|| now.clone(), |b| b.last_transition_time.clone()),
+            }
+        })
+        .collect()
+}
+
+fn sayings(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Saying> {
+    let mut sayings = Vec::new();
+    for condition in conditions {
+        // Good news is said of Ready alone; that nodes are skipped is said of each.
+        let warning = match condition.kind {
+            "Ready" => !condition.status,
+            "NetworksOverlap" | "Degraded" if condition.status && condition.reason != "NodesSkipped" => true,
+            "EgressResolved" if !condition.status => true,
+            _ => continue,
+        };
+        sayings.push(Saying {
+            topic: condition.kind.to_owned(),
+            reason: condition.reason.to_owned(),
+            message: condition.message.clone(),
+            warning,
+            action: "Reconcile",
+            node: None,
+        });
+    }
+    for finding in subject.warnings {
+        sayings.push(Saying {
+            topic: format!("field {}", finding.field),
+            reason: "SpecAdjusted".to_owned(),
+            message: format!("{}: {}", finding.field, finding.message),
+            warning: true,
+            action: "ReadSpec",
+            node: None,
+        });
+    }
+    for (entry, report) in &subject.plan.clusters {
+        for skipped in &report.skipped {
+            sayings.push(Saying {
+                topic: node_topic(entry, &skipped.node),
+                reason: skipped.reason.to_string(),
+                message: format!(
+                    "Node {} of cluster {entry:?} is left out: {}",
+                    skipped.node, skipped.message
+                ),
+                warning: true,
+                action: "SkipNode",
+                node: Some((entry.clone(), skipped.node.clone())),
+            });
+        }
+    }
+    sayings
+}
+
+fn count(number: usize) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,181 @@
+//! The wiring of the controller: from the command line to the loop, and how it ends. No rule lives here.
+
+use std::{
+    sync::{Arc, PoisonError},
+    time::{Duration, Instant},
+};
+
+use anyhow::Context;
+use backon::{ExponentialBuilder, Retryable};
+use clustermesh_api::mesh::ClusterMesh;
+use clustermesh_daemon::{Admin, CancellationToken, Liveness, Readiness, State, drain, metrics as registry};
+use k8s_openapi::api::core::v1::Namespace;
+use kube::{
+    Api, Client, Config,
+    api::ApiResource,
+    config::{KubeConfigOptions, Kubeconfig},
+};
+
+use crate::{
+    args::Args,
+    events::Speaker,
+    feed::{self, Changed, Feed, Source},
+    hub::{Hub, HubNamespaces},
+    kubeconfig::HubHosts,
+    metrics::Metrics,
+    reconcile::{Reconciler, Shown, mesh_feed},
+};
+
+/// Passes are at least this far apart.
+const DEBOUNCE: Duration = Duration::from_millis(50);
+/// A loop that has not turned for this long is wedged: no pass waits for a member.
+const WEDGED: Duration = Duration::from_secs(180);
+/// For writes that are on their way at the end.
+const DRAIN: Duration = Duration::from_secs(15);
+
+/// Runs the controller until `stop` is cancelled.
+///
+/// # Errors
+/// The kubeconfig does not parse, or `--listen` cannot be bound. Clusters that do not answer are waited for.
+pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
+    let Args {
+        kubeconfig,
+        context,
+        hub_namespaces,
+        hub_id,
+        listen,
+        log_format: _,
+    } = args;
+    let config = match kubeconfig {
+        None => Config::incluster().context("not in a pod; give the hub's kubeconfig with --kubeconfig")?,
+        Some(path) => {
+            let text = Kubeconfig::read_from(&path).with_context(|| format!("--kubeconfig {}", path.display()))?;
+            let options = KubeConfigOptions {
+                context,
+                ..KubeConfigOptions::default()
+            };
+            Config::from_custom_kubeconfig(text, &options)
+                .await
+                .context("--kubeconfig")?
+        }
+    };
+    let own = std::env::var("POD_NAMESPACE").ok().filter(|name| !name.is_empty());
+    let own = own.unwrap_or_else(|| config.default_namespace.clone());
+    let namespaces = HubNamespaces::new(&hub_namespaces, &own);
+    let hosts = hub_hosts(&config);
+    tracing::info!(version = env!("CARGO_PKG_VERSION"), hub = %config.cluster_url, %listen, ?namespaces, "starting");
+    let client = Client::try_from(config).context("no client for the hub")?;
+
+    let metrics = Metrics::default();
+    let mut metrics_registry = registry::registry("clustermesh_controller", env!("CARGO_PKG_VERSION"));
+    metrics.register(&mut metrics_registry);
+    let (readiness, liveness, shown) = (Readiness::new(), Liveness::new(), Shown::default());
+    let first_plan = readiness.pending("first plan");
+    let first_list = readiness.pending("first list of ClusterMeshes");
+    let identity = readiness.pending("id of the hub");
+    let dump = Arc::clone(&shown);
+    let state = State {
+        registry: Arc::new(metrics_registry),
+        readiness,
+        liveness: liveness.clone(),
+        dump: Arc::new(move || dump.lock().unwrap_or_else(PoisonError::into_inner).dump()),
+    };
+    let admin = Admin::bind(listen).await?;
+    let served = tokio::spawn(admin.serve(state, stop.clone()));
+
+    let id = tokio::select! {
+        id = hub_identity(&client, hub_id) => id,
+        () = stop.cancelled() => return Ok(()),
+    };
+    drop(identity);
+    tracing::info!(hub = %id, "objects of this hub carry this id");
+
+    let changed = Changed::default();
+    let meshes: Feed<Arc<ClusterMesh>> = mesh_feed(Arc::clone(&changed));
+    let followed = meshes.clone();
+    let source = Source {
+        api: Api::all_with(client.clone(), &ApiResource::erase::<ClusterMesh>(&())),
+        what: "clustermeshes".to_owned(),
+        labels: String::new(),
+        fields: String::new(),
+    };
+    let following = tokio::spawn(async move { feed::follow(&source, &followed).await });
+
+    let hub = Arc::new(Hub {
+        client: client.clone(),
+        id,
+        hosts,
+        namespaces,
+    });
+    let speaker = Speaker::new(client, std::env::var("POD_NAME").ok());
+    let mut reconciler = Reconciler::new(hub, meshes.clone(), speaker, metrics, Arc::clone(&changed), shown);
+    let heartbeat = liveness.watch("reconcile", WEDGED);
+    let (mut first_list, mut first_plan) = (Some(first_list), Some(first_plan));
+    let mut wait = Duration::ZERO;
+    loop {
+        tokio::select! {
+            () = changed.notified() => {}
+            () = tokio::time::sleep(wait) => {}
+            () = stop.cancelled() => break,
+        }
+        if following.is_finished() {
+            anyhow::bail!("the watch of ClusterMeshes died");
+        }
+        let started = Instant::now();
+        wait = tokio::select! {
+            wait = reconciler.pass() => wait,
+            () = stop.cancelled() => break,
+        };
+        heartbeat.beat();
+        if meshes.listed() && first_list.take().is_some() {
+            first_plan.take();
+        }
+        tokio::time::sleep(DEBOUNCE.saturating_sub(started.elapsed())).await;
+    }
+    following.abort();
+    reconciler.tasks.close();
+    drain::within(DRAIN, reconciler.tasks.wait()).await;
+    drain::within(Duration::from_secs(2), served).await;
+    tracing::info!("ended; members keep what they have");
+    Ok(())
+}
+
+/// The hub's id: as given, else the UID of kube-system, asked for until it answers.
+async fn hub_identity(client: &Client, given: Option<String>) -> String {
+    if let Some(id) = given {
+        return id;
+    }
+    let ask = || async {
+        let namespaces: Api<Namespace> = Api::all(client.clone());
+        let asked = tokio::time::timeout(Duration::from_secs(10), namespaces.get("kube-system"));
+        let namespace = asked.await.context("the hub's API server does not answer")??;
+        namespace.metadata.uid.context("namespace kube-system has no UID")
+    };
+    let patient = ExponentialBuilder::new()
+        .with_max_delay(Duration::from_secs(10))
+        .with_jitter()
+        .without_max_times();
+    loop {
+        let asked = ask.retry(patient).notify(|error, wait| {
+            tracing::warn!(%error, ?wait, "cannot read namespace kube-system of the hub; give --hub-id to do without");
+        });
+        if let Ok(id) = asked.await {
+            return id;
+        }
+    }
+}
+
+/// Where the hub's API is, by every name a pod knows.
+fn hub_hosts(config: &Config) -> HubHosts {
+    let url = config.cluster_url.host().map(|host| {
+        let host = host.trim_start_matches('[').trim_end_matches(']').to_ascii_lowercase();
+        (host, config.cluster_url.port_u16().unwrap_or(443))
+    });
+    let pod = std::env::var("KUBERNETES_SERVICE_HOST").ok().map(|host| {
+        let port = std::env::var("KUBERNETES_SERVICE_PORT")
+            .ok()
+            .and_then(|port| port.parse().ok());
+        (host, port.unwrap_or(443))
+    });
+    url.into_iter().chain(pod).collect()
+}

@@ -1,0 +1,240 @@
+//! One supervised session per member: its credentials, its client, the feeds that follow its API server, a probe that
+//! notices when it falls silent. What one member does never delays another; nothing is planned or written here.
+
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use clustermesh_core::{
+    mesh::{ClusterIdentity, ObjectName},
+    observe::{Member, Observation},
+};
+use kube::Client;
+use tokio::{sync::watch, task::JoinSet};
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use crate::{
+    feed::{Changed, Trust},
+    hub::Hub,
+    session::tables::Tables,
+    trouble,
+};
+
+mod credentials;
+mod serve;
+pub(crate) mod tables;
+
+pub(crate) use credentials::Credentials;
+
+/// For so long a session that has just begun may be silent before that is reported: it has asked and not been answered.
+const GRACE: Duration = Duration::from_secs(8);
+
+/// What of a member beyond Nodes and Peers has to be read.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Interest {
+    /// Services that a grant names, at either end.
+    pub(crate) services: BTreeSet<ObjectName>,
+    /// Namespaces whose pods some export may select.
+    pub(crate) pods: BTreeSet<String>,
+}
+
+impl Interest {
+    fn service_namespaces(&self) -> BTreeSet<String> {
+        self.services.iter().map(|name| name.namespace.clone()).collect()
+    }
+}
+
+/// The connection, as far as others read it.
+#[derive(Clone)]
+struct Link {
+    /// `None` = there are no usable credentials.
+    client: Option<Client>,
+    /// Why there are none.
+    missing: Option<String>,
+    /// The probe's last verdict; `None` = it answers, or was not asked yet.
+    silent: Option<String>,
+    /// `metadata.uid` of kube-system.
+    uid: Option<String>,
+    /// `gitVersion`.
+    version: Option<String>,
+    /// When the current connection was begun.
+    since: Instant,
+}
+
+/// A session as the reconcile loop sees it. Dropping it ends the session.
+pub(crate) struct Session {
+    shared: Arc<Shared>,
+    interest: watch::Sender<Interest>,
+    _end: DropGuard,
+}
+
+struct Shared {
+    identity: ClusterIdentity,
+    tables: Tables,
+    link: Mutex<Link>,
+    changed: Changed,
+}
+
+impl Shared {
+    fn link(&self) -> MutexGuard<'_, Link> {
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the link; wakes the loop.
+    fn relink(&self, change: impl FnOnce(&mut Link)) {
+        change(&mut self.link());
+        self.changed.notify_one();
+    }
+}
+
+impl Session {
+    /// Begins a session; it asks for the credentials first.
+    pub(crate) fn begin(identity: ClusterIdentity, hub: Arc<Hub>, changed: Changed) -> Self {
+        let end = CancellationToken::new();
+        let (interest, wanted) = watch::channel(Interest::default());
+        let shared = Arc::new(Shared {
+            identity,
+            tables: Tables::new(&changed),
+            link: Mutex::new(Link {
+                client: None,
+                missing: None,
+                silent: None,
+                uid: None,
+                version: None,
+                since: Instant::now(),
+            }),
+            changed,
+        });
+        tokio::spawn(supervise(Arc::clone(&shared), hub, wanted, end.clone()));
+        Self {
+            shared,
+            interest,
+            _end: end.drop_guard(),
+        }
+    }
+
+    /// Says what has to be read.
+    pub(crate) fn want(&self, interest: &Interest) {
+        self.interest.send_if_modified(|current| {
+            let news = current != interest;
+            if news {
+                self.shared.tables.want(interest, &self.shared.changed);
+                current.clone_from(interest);
+            }
+            news
+        });
+    }
+
+    /// What is seen of the member now.
+    pub(crate) fn observe(&self) -> Observation<Member> {
+        let link = self.shared.link().clone();
+        if let Some(why) = link.missing {
+            return Observation::Missing(why);
+        }
+        let trouble = link.silent.or_else(|| self.shared.tables.trouble());
+        if !self.shared.tables.listed() {
+            return Observation::Unreachable(
+                trouble.unwrap_or_else(|| "it is being read for the first time".to_owned()),
+            );
+        }
+        let member = self.shared.tables.member(link.uid, &self.interest.borrow());
+        match trouble {
+            None => Observation::Fresh(member),
+            Some(why) => Observation::Stale(member, why),
+        }
+    }
+
+    /// Whether it has only just begun, so that its silence says nothing yet.
+    pub(crate) fn settling(&self) -> bool {
+        let link = self.shared.link();
+        let fresh_start = link.since.elapsed() < GRACE && link.silent.is_none() && link.missing.is_none();
+        drop(link);
+        fresh_start && (!self.shared.tables.listed() || self.shared.tables.pending())
+    }
+
+    /// The client for writes; `None` without credentials.
+    pub(crate) fn client(&self) -> Option<Client> {
+        self.shared.link().client.clone()
+    }
+
+    /// `gitVersion` of its API server, where it said so.
+    pub(crate) fn version(&self) -> Option<String> {
+        self.shared.link().version.clone()
+    }
+
+    /// The tables, for conditional deletes and for the answers to our own writes.
+    pub(crate) fn tables(&self) -> Tables {
+        self.shared.tables.clone()
+    }
+
+    /// For `/debug/state`.
+    pub(crate) fn dump(&self) -> serde_json::Value {
+        let link = self.shared.link().clone();
+        serde_json::json!({
+            "credentials": link.missing.unwrap_or_else(|| if link.client.is_some() { "in use" } else { "being read" }.to_owned()),
+            "silent": link.silent,
+            "uid": link.uid,
+            "version": link.version,
+            "tables": self.shared.tables.dump(),
+        })
+    }
+}
+
+/// Runs until the session is dropped: whatever ends inside, credentials that changed included, begins again.
+async fn supervise(shared: Arc<Shared>, hub: Arc<Hub>, wanted: watch::Receiver<Interest>, end: CancellationToken) {
+    let mut watches = JoinSet::new();
+    let mut credentials = credentials::follow(&shared.identity, &hub, &mut watches);
+    let work = async {
+        loop {
+            let current = credentials.borrow_and_update().clone();
+            let served = async {
+                match &current {
+                    Credentials::Pending => std::future::pending().await,
+                    Credentials::Missing(why) => {
+                        shared.relink(|link| {
+                            link.client = None;
+                            link.missing = Some(why.clone());
+                        });
+                        std::future::pending().await
+                    }
+                    Credentials::Ready(client) => serve::serve(&shared, client, wanted.clone()).await,
+                }
+            };
+            tokio::select! {
+                () = served => {}
+                changed = credentials.changed() => if changed.is_err() {
+                    // The task that follows the Secret died; without it a rotation would go unnoticed.
+                    tracing::error!(member = %shared.identity, "the watch of the kubeconfig Secret ended; beginning it again");
+                    watches = JoinSet::new();
+                    credentials = credentials::follow(&shared.identity, &hub, &mut watches);
+                },
+            }
+        }
+    };
+    tokio::select! {
+        () = work => {}
+        () = end.cancelled() => {}
+    }
+}
+
+/// What the feeds say of a member whose required tables are these; the first trouble, in words.
+fn first_trouble(trusts: impl IntoIterator<Item = Trust>) -> Option<String> {
+    trusts.into_iter().find_map(|trust| match trust {
+        Trust::Live | Trust::Absent => None,
+        Trust::Pending => Some("it is being read for the first time".to_owned()),
+        Trust::Broken(why) | Trust::Denied(why) => Some(why),
+    })
+}
+
+/// For the probe and the kube-system UID.
+async fn bounded<T>(request: impl Future<Output = Result<T, kube::Error>>) -> Result<T, String> {
+    match tokio::time::timeout(Duration::from_secs(5), request).await {
+        Ok(answer) => answer.map_err(|error| {
+            tracing::debug!(error = &error as &dyn std::error::Error, "request failed");
+            trouble::words(&error)
+        }),
+        Err(_) => Err(trouble::SILENT.to_owned()),
+    }
+}

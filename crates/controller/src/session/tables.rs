@@ -1,0 +1,384 @@
+//! Everything that is read of one member, as feeds, and the member that the planner sees in them. Which rights that takes:
+//! list and watch on nodes, peers, peerpolicies, services, endpointslices; on pods where the mesh exports any.
+
+use std::{
+    collections::BTreeMap,
+    future::Future,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use clustermesh_api::{convert, mesh::AgentCounts, names, peer, policy};
+use clustermesh_core::{
+    mesh::ObjectName,
+    observe::{Claim, Member, Node, ObservedPeer, ObservedPolicy, Pod, Server, Service, Slice},
+};
+use k8s_openapi::api::{core::v1 as core_v1, discovery::v1::EndpointSlice};
+use kube::{
+    Api, Client, Resource,
+    api::{ApiResource, DynamicObject},
+};
+
+use super::{Interest, first_trouble};
+use crate::feed::{Changed, Feed, Source, Trust, follow};
+
+/// A Node as far as it is read: what the planner needs, and what is reported. Kilo's `last-seen` is in neither, so its
+/// write each 30 s wakes nobody.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct SeenNode {
+    node: Node,
+    /// Version of the agent there.
+    agent: Option<String>,
+}
+
+impl SeenNode {
+    fn new(node: &core_v1::Node) -> Self {
+        Self {
+            node: convert::node::to_core(node),
+            agent: convert::node::agent(node).map(|agent| agent.version),
+        }
+    }
+}
+
+/// Feeds of one member. Cheap to clone; all clones are the same tables.
+#[derive(Debug, Clone)]
+pub(crate) struct Tables {
+    nodes: Feed<SeenNode>,
+    pub(crate) peers: Feed<ObservedPeer>,
+    pub(crate) policies: Feed<ObservedPolicy>,
+    /// Mirrored Services and their slices: those that carry our managed-by label, in all namespaces.
+    pub(crate) services: Feed<Service>,
+    pub(crate) slices: Feed<Slice>,
+    /// EndpointSlices of `default/kubernetes`.
+    api: Feed<Slice>,
+    extra: Arc<Mutex<Extra>>,
+}
+
+/// What some mesh asks for beyond that, by namespace.
+#[derive(Debug, Default)]
+struct Extra {
+    services: BTreeMap<String, (Feed<Service>, Feed<Slice>)>,
+    pods: BTreeMap<String, Feed<Pod>>,
+}
+
+/// One feed and what it follows.
+pub(super) struct Following(std::pin::Pin<Box<dyn Future<Output = ()> + Send>>);
+
+impl Following {
+    fn new<V: Clone + PartialEq + Send + 'static>(source: Source, feed: &Feed<V>) -> Self {
+        let feed = feed.clone();
+        Self(Box::pin(async move { follow(&source, &feed).await }))
+    }
+
+    /// Follows; never returns.
+    pub(super) fn run(self) -> impl Future<Output = ()> + Send {
+        self.0
+    }
+}
+
+fn parse<K>(object: DynamicObject) -> Result<K, String>
+where
+    K: Resource + serde::de::DeserializeOwned,
+{
+    object.try_parse().map_err(|error| error.to_string())
+}
+
+impl Tables {
+    pub(super) fn new(changed: &Changed) -> Self {
+        Self {
+            nodes: Feed::new(changed.clone(), |o| {
+                parse::<core_v1::Node>(o).map(|n| Some(SeenNode::new(&n)))
+            }),
+            peers: Feed::new(changed.clone(), |o| {
+                parse::<peer::Peer>(o).map(|p| Some(convert::peer::to_core(&p)))
+            }),
+            policies: Feed::new(changed.clone(), |o| {
+                parse::<policy::PeerPolicy>(o).map(|p| Some(convert::policy::to_core(&p)))
+            }),
+            services: service_feed(changed),
+            slices: slice_feed(changed),
+            api: slice_feed(changed),
+            extra: Arc::default(),
+        }
+    }
+
+    fn extras(&self) -> MutexGuard<'_, Extra> {
+        self.extra.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A new connection: what was seen is kept, but nothing is known to be current until it was read again.
+    pub(super) fn begin(&self) {
+        let again = |trust: Trust| match trust {
+            Trust::Pending => Trust::Pending,
+            _ => Trust::Broken("it is being read again after a new connection".to_owned()),
+        };
+        self.nodes.set_trust(again(self.nodes.trust()));
+        self.peers.set_trust(again(self.peers.trust()));
+        self.policies.set_trust(again(self.policies.trust()));
+        self.services.set_trust(again(self.services.trust()));
+        self.slices.set_trust(again(self.slices.trust()));
+        self.api.set_trust(again(self.api.trust()));
+        let extra = self.extras();
+        for (services, slices) in extra.services.values() {
+            services.set_trust(again(services.trust()));
+            slices.set_trust(again(slices.trust()));
+        }
+        for pods in extra.pods.values() {
+            pods.set_trust(again(pods.trust()));
+        }
+    }
+
+    /// Makes room for what is asked for, before anybody plans with it: a table that is not there would read as empty.
+    pub(super) fn want(&self, interest: &Interest, changed: &Changed) {
+        let namespaces = interest.service_namespaces();
+        let mut extra = self.extras();
+        extra.services.retain(|namespace, _| namespaces.contains(namespace));
+        for namespace in namespaces {
+            extra
+                .services
+                .entry(namespace)
+                .or_insert_with(|| (service_feed(changed), slice_feed(changed)));
+        }
+        extra.pods.retain(|namespace, _| interest.pods.contains(namespace));
+        for namespace in &interest.pods {
+            extra.pods.entry(namespace.clone()).or_insert_with(|| {
+                Feed::new(changed.clone(), |o| {
+                    parse::<core_v1::Pod>(o).map(|pod| Some(convert::service::pod_to_core(&pod)))
+                })
+            });
+        }
+    }
+
+    /// The feeds that every member has.
+    pub(super) fn fixed(&self, client: &Client) -> Vec<Following> {
+        let ours = format!("{}={}", names::LABEL_MANAGED_BY, names::MANAGED_BY);
+        let api_service = format!("{}=kubernetes", names::LABEL_SERVICE_NAME);
+        vec![
+            Following::new(all::<core_v1::Node>(client, "nodes", ""), &self.nodes),
+            Following::new(all::<peer::Peer>(client, "peers", ""), &self.peers),
+            Following::new(all::<policy::PeerPolicy>(client, "peerpolicies", ""), &self.policies),
+            Following::new(all::<core_v1::Service>(client, "services", &ours), &self.services),
+            Following::new(all::<EndpointSlice>(client, "endpointslices", &ours), &self.slices),
+            Following::new(
+                within::<EndpointSlice>(client, "endpointslices", "default", &api_service),
+                &self.api,
+            ),
+        ]
+    }
+
+    /// The feeds that meshes ask for, by what they follow.
+    pub(super) fn extra(&self, client: &Client, interest: &Interest) -> BTreeMap<String, Following> {
+        let mut followings = BTreeMap::new();
+        let extra = self.extras();
+        for namespace in interest.service_namespaces() {
+            if let Some((services, slices)) = extra.services.get(&namespace) {
+                let source = within::<core_v1::Service>(client, "services", &namespace, "");
+                followings.insert(source.what.clone(), Following::new(source, services));
+                let source = within::<EndpointSlice>(client, "endpointslices", &namespace, "");
+                followings.insert(source.what.clone(), Following::new(source, slices));
+            }
+        }
+        for namespace in &interest.pods {
+            if let Some(pods) = extra.pods.get(namespace) {
+                let source = within::<core_v1::Pod>(client, "pods", namespace, "");
+                followings.insert(source.what.clone(), Following::new(source, pods));
+            }
+        }
+        followings
+    }
+
+    /// Why the tables that must be current are not; `None` = they are.
+    pub(super) fn trouble(&self) -> Option<String> {
+        first_trouble(self.trusts())
+    }
+
+    /// Whether some table waits for its first answer, so far without a failure.
+    pub(super) fn pending(&self) -> bool {
+        self.trusts().contains(&Trust::Pending)
+    }
+
+    /// Policies, mirrored objects and the API server's endpoints may be closed to an account that was made for Peers
+    /// alone (the predecessor's): then there are none of ours to keep true.
+    fn trusts(&self) -> Vec<Trust> {
+        let optional = |trust: Trust| {
+            if matches!(trust, Trust::Denied(_)) {
+                Trust::Absent
+            } else {
+                trust
+            }
+        };
+        let mut trusts = vec![self.nodes.trust(), self.peers.trust()];
+        trusts.extend(
+            [
+                self.policies.trust(),
+                self.services.trust(),
+                self.slices.trust(),
+                self.api.trust(),
+            ]
+            .map(optional),
+        );
+        let extra = self.extras();
+        trusts.extend(
+            extra
+                .services
+                .values()
+                .flat_map(|(services, slices)| [services.trust(), slices.trust()]),
+        );
+        trusts.extend(extra.pods.values().map(Feed::trust));
+        trusts
+    }
+
+    /// Whether everything that every member has was listed at least once.
+    pub(super) fn listed(&self) -> bool {
+        self.nodes.listed()
+            && self.nodes.trust() != Trust::Absent
+            && !matches!(
+                (self.nodes.trust(), self.peers.trust()),
+                (Trust::Denied(_), _) | (_, Trust::Denied(_))
+            )
+            && self.peers.listed()
+            && self.policies.listed()
+            && self.services.listed()
+            && self.slices.listed()
+            && self.api.listed()
+    }
+
+    /// The member as it was last seen.
+    pub(super) fn member(&self, uid: Option<String>, interest: &Interest) -> Member {
+        let mut services = values(&self.services);
+        let mut slices = values(&self.slices);
+        let mut pods = BTreeMap::new();
+        let extra = self.extras();
+        for (here_services, here_slices) in extra.services.values() {
+            services.extend(
+                values(here_services)
+                    .into_iter()
+                    .filter(|(name, _)| interest.services.contains(name)),
+            );
+            slices.extend(values(here_slices).into_iter().filter(|(name, slice)| {
+                let service = ObjectName {
+                    namespace: name.namespace.clone(),
+                    name: slice.service.clone(),
+                };
+                interest.services.contains(&service)
+            }));
+        }
+        for feed in extra.pods.values() {
+            pods.extend(values(feed));
+        }
+        drop(extra);
+        let api_endpoints = self.api.read(|rows| {
+            rows.values()
+                .flat_map(|row| {
+                    let ports = row.value.ports.iter().map(|port| port.port);
+                    ports.flat_map(|port| row.value.endpoints.iter().map(move |e| (e.address, port).into()))
+                })
+                .collect()
+        });
+        Member {
+            uid,
+            nodes: self.nodes.read(|rows| {
+                rows.iter()
+                    .map(|(name, row)| (name.name.clone(), row.value.node.clone()))
+                    .collect()
+            }),
+            peers: present(&self.peers),
+            policies: present(&self.policies),
+            services,
+            slices,
+            pods,
+            api_endpoints,
+        }
+    }
+
+    /// What serves WireGuard on its nodes; `version` = the controller's own.
+    pub(crate) fn agents(&self, version: &str) -> AgentCounts {
+        let mut counts = AgentCounts::default();
+        self.nodes.read(|rows| {
+            for SeenNode { node, agent } in rows.values().map(|row| &row.value) {
+                counts.total += 1;
+                match node.server {
+                    Server::Agent => counts.full += 1,
+                    Server::AgentPolicy => counts.policy += 1,
+                    Server::Kilo if node.public_key != Claim::Absent => counts.kilo += 1,
+                    Server::Kilo => {}
+                }
+                counts.outdated += i64::from(agent.as_ref().is_some_and(|there| there != version));
+            }
+        });
+        counts
+    }
+
+    /// How many rows each table has and how far it is trusted.
+    pub(super) fn dump(&self) -> serde_json::Value {
+        fn one<V: Clone + PartialEq>(feed: &Feed<V>) -> serde_json::Value {
+            serde_json::json!({
+                "rows": feed.read(BTreeMap::len),
+                "trust": format!("{:?}", feed.trust()),
+                "malformed": feed.malformed().into_iter().map(|(name, why)| format!("{name}: {why}")).collect::<Vec<_>>(),
+            })
+        }
+        let extra = self.extras();
+        serde_json::json!({
+            "nodes": one(&self.nodes),
+            "peers": one(&self.peers),
+            "peerpolicies": one(&self.policies),
+            "mirroredServices": one(&self.services),
+            "mirroredSlices": one(&self.slices),
+            "apiServer": one(&self.api),
+            "services": extra.services.iter().map(|(ns, (feed, _))| (ns.clone(), one(feed))).collect::<BTreeMap<_, _>>(),
+            "endpointSlices": extra.services.iter().map(|(ns, (_, feed))| (ns.clone(), one(feed))).collect::<BTreeMap<_, _>>(),
+            "pods": extra.pods.iter().map(|(ns, feed)| (ns.clone(), one(feed))).collect::<BTreeMap<_, _>>(),
+        })
+    }
+}
+
+fn service_feed(changed: &Changed) -> Feed<Service> {
+    Feed::new(changed.clone(), |o| {
+        parse::<core_v1::Service>(o).map(|s| Some(convert::service::to_core(&s)))
+    })
+}
+
+fn slice_feed(changed: &Changed) -> Feed<Slice> {
+    Feed::new(changed.clone(), |o| {
+        parse::<EndpointSlice>(o).map(|s| convert::service::slice_to_core(&s))
+    })
+}
+
+fn values<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<ObjectName, V> {
+    feed.read(|rows| {
+        rows.iter()
+            .map(|(name, row)| (name.clone(), row.value.clone()))
+            .collect()
+    })
+}
+
+fn by_name<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<String, V> {
+    feed.read(|rows| {
+        rows.iter()
+            .map(|(name, row)| (name.name.clone(), row.value.clone()))
+            .collect()
+    })
+}
+
+/// `None` = the kind is not there, or closed to the account.
+fn present<V: Clone + PartialEq>(feed: &Feed<V>) -> Option<BTreeMap<String, V>> {
+    (!matches!(feed.trust(), Trust::Absent | Trust::Denied(_))).then(|| by_name(feed))
+}
+
+fn all<K: Resource<DynamicType = ()>>(client: &Client, what: &str, labels: &str) -> Source {
+    Source {
+        api: Api::all_with(client.clone(), &ApiResource::erase::<K>(&())),
+        what: what.to_owned(),
+        labels: labels.to_owned(),
+        fields: String::new(),
+    }
+}
+
+fn within<K: Resource<DynamicType = ()>>(client: &Client, what: &str, namespace: &str, labels: &str) -> Source {
+    Source {
+        api: Api::namespaced_with(client.clone(), namespace, &ApiResource::erase::<K>(&())),
+        what: format!("{what} in namespace {namespace}"),
+        labels: labels.to_owned(),
+        fields: String::new(),
+    }
+}
