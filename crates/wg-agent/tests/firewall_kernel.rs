@@ -1,5 +1,6 @@
 //! The firewall table on the real kernel, read back with `nft -j`. Needs root and nft.
 
+#[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;
 
 use std::{

@@ -1,5 +1,6 @@
 //! Routes, rules, addresses and settings on the real kernel, read back with `ip -j`. Needs root.
 
+#[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;
 
 use std::{collections::BTreeSet, time::Duration};

@@ -366,6 +366,9 @@ fn leave(frame: &Frame) -> String {
     oifname \"lo\" accept
     {underlay} udp sport {listen_port} accept
     ct direction reply {came_by_underlay} accept
+    # A neighbour on the underlay's own link whose address lies in the mesh, as hub pods are to a worker in the hub. ARP's
+    # part in IPv6: never forwarded, and answered without a look at routes.
+    icmpv6 type {{ nd-neighbor-solicit, nd-neighbor-advert }} accept
 "
     );
     both(&mut out, "{ip} daddr @throw{n} accept");

@@ -1,0 +1,478 @@
+//! Two clusters of plain namespaces: the hub with two nodes, a member with one, a pod on each. What is sent through them
+//! is the test's business.
+#![allow(dead_code, reason = "each test binary uses its own part of this module")]
+
+use std::{
+    collections::BTreeSet,
+    io::{self, Read, Write},
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket},
+    thread,
+    time::Duration,
+};
+
+use clustermesh_agent_core::{
+    compile::{Inputs, Node, Peer, compile},
+    policy::{Policy, Port, Protocol, Rule},
+};
+use clustermesh_core::key::PublicKey;
+use ipnet::IpNet;
+use wg_agent::{
+    firewall::{Keeper, Nft},
+    route::{self, Netlink},
+};
+
+mod capture;
+mod family;
+
+pub(crate) use capture::Capture;
+pub(crate) use family::{Family, V4, V6};
+
+use crate::netns::{NetNs, veth, wait_for};
+
+/// Everything, with both agents' state applied.
+pub(crate) struct Mesh {
+    f: &'static Family,
+    _switch: NetNs,
+    pub(crate) hub: NetNs,
+    pub(crate) hub2: NetNs,
+    pub(crate) member: NetNs,
+    pub(crate) hub_pod: NetNs,
+    pub(crate) hub2_pod: NetNs,
+    pub(crate) member_pod: NetNs,
+    pub(crate) hub_inputs: Inputs,
+    pub(crate) member_inputs: Inputs,
+}
+
+fn all<T: std::str::FromStr<Err: std::fmt::Debug> + Ord>(texts: &[&str]) -> BTreeSet<T> {
+    texts.iter().map(|t| t.parse().unwrap()).collect()
+}
+
+/// A node with one pod: underlay on `switch`, a CNI that masquerades whatever leaves its cluster's pod network.
+fn node(f: &Family, switch: &NetNs, name: &str, addresses: [&str; 5]) -> (NetNs, NetNs) {
+    let [address, gateway, pod, pods, net] = addresses;
+    let (ns, inner) = (NetNs::new(name), NetNs::new(&format!("{name}-pod")));
+    no_detection(&ns);
+    no_detection(&inner);
+    for key in ["net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding"] {
+        ns.set_sysctl(key, "1");
+    }
+    veth(&ns, "eth0", &[&format!("{address}/{}", f.length)], switch, name, &[]);
+    switch.ip(&format!("link set {name} master br0"));
+    veth(
+        &ns,
+        "cni0",
+        &[&format!("{gateway}/{}", f.length)],
+        &inner,
+        "eth0",
+        &[&format!("{pod}/{}", f.length)],
+    );
+    for (ns, via) in [(&ns, f.switch), (&inner, gateway)] {
+        ns.ip(&format!("-{} route add default via {via}", f.n));
+    }
+    masquerade(f, &ns, pods, net);
+    (ns, inner)
+}
+
+/// Without this an interface cannot speak IPv6 in its first second or two.
+fn no_detection(ns: &NetNs) {
+    for which in ["all", "default"] {
+        ns.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
+    }
+}
+
+fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
+    let hub = key == 1;
+    let [wireguard, address, pods] = if hub {
+        [f.hub_wireguard, f.hub, f.hub_pods]
+    } else {
+        [f.member_wireguard, f.member, f.member_pods]
+    };
+    let hub_networks = [f.hub_pod_net, f.hub_wireguards, f.services];
+    let member_networks = [f.member_pod_net, f.member_wireguards];
+    let (theirs, ours) = if hub {
+        (&member_networks[..], &hub_networks[..])
+    } else {
+        (&hub_networks[..], &member_networks[..])
+    };
+    // The hub's other node has no Peer: its pods are reached through the first, as an anchor.
+    let allowed = match hub {
+        true => vec![f.member_pods, f.member_wireguards],
+        false => vec![f.hub_pods, f.hub_wireguards, f.services, f.hub2_pods, f.denied],
+    };
+    let deny = Rule {
+        to: ranges(&[f.denied]).into_iter().collect(),
+        ports: BTreeSet::new(),
+    };
+    Inputs {
+        node: Node {
+            name: name.to_owned(),
+            public_key: PublicKey::new([key; 32]),
+            wireguard_ips: all(&[wireguard]),
+            device: "kilo0".parse().unwrap(),
+            listen_port: 51820,
+            mtu: if hub { 1420 } else { 1380 },
+            underlay: "eth0".parse().unwrap(),
+            underlay_addresses: all(&[address]),
+            addresses: all(&[address]),
+            pod_cidrs: all(&[pods]),
+        },
+        throw: BTreeSet::new(),
+        api_servers: if hub {
+            [SocketAddr::new(f.hub2_pod.parse().unwrap(), 6443)].into()
+        } else {
+            BTreeSet::new()
+        },
+        peers: vec![Peer {
+            name: "other".to_owned(),
+            revision: 1,
+            public_key: PublicKey::new([key + 1; 32]),
+            preshared_key: None,
+            endpoint: Some(SocketAddr::new(
+                (if hub { f.member } else { f.hub }).parse().unwrap(),
+                51820,
+            )),
+            candidates: vec![],
+            keepalive: None,
+            allowed_ips: ranges(&allowed),
+            requires_policy: None,
+        }],
+        policies: vec![Policy {
+            name: "other".to_owned(),
+            sources: all(theirs),
+            networks: all(theirs),
+            allow: vec![Rule {
+                to: all(ours),
+                ports: BTreeSet::new(),
+            }],
+            deny: vec![deny],
+            infrastructure_ports: [Port {
+                protocol: Protocol::Tcp,
+                port: 10250,
+            }]
+            .into(),
+        }],
+    }
+}
+
+impl Mesh {
+    pub(crate) fn new(f: &'static Family) -> Self {
+        let switch = NetNs::new("switch");
+        no_detection(&switch);
+        switch.ip("link add br0 type bridge");
+        switch.ip(&format!("addr add {}/{} dev br0{}", f.switch, f.length, f.nodad));
+        switch.ip("link set br0 up");
+        let (hub, hub_pod) = node(
+            f,
+            &switch,
+            "hub",
+            [f.hub, f.hub_gateway, f.hub_pod, f.hub_pods, f.hub_pod_net],
+        );
+        let (hub2, hub2_pod) = node(
+            f,
+            &switch,
+            "hub2",
+            [f.hub2, f.hub2_gateway, f.hub2_pod, f.hub2_pods, f.hub_pod_net],
+        );
+        let (member, member_pod) = node(
+            f,
+            &switch,
+            "member",
+            [
+                f.member,
+                f.member_gateway,
+                f.member_pod,
+                f.member_pods,
+                f.member_pod_net,
+            ],
+        );
+        hub.ip(&format!("route add {} via {}", f.hub2_pods, f.hub2));
+        hub2.ip(&format!("route add {} via {}", f.hub_pods, f.hub));
+        tunnel(&hub, 1420, &member, 1380);
+        let (hub_inputs, member_inputs) = (inputs(f, "hub", 1), inputs(f, "member", 2));
+        for ns in [&hub, &hub2, &member, &hub_pod, &hub2_pod, &member_pod] {
+            println!("{}", ns.enter_hint());
+        }
+        apply(&hub, &hub_inputs);
+        apply(&member, &member_inputs);
+        Self {
+            f,
+            _switch: switch,
+            hub,
+            hub2,
+            member,
+            hub_pod,
+            hub2_pod,
+            member_pod,
+            hub_inputs,
+            member_inputs,
+        }
+    }
+
+    /// What kube-proxy writes for a Service with one endpoint.
+    pub(crate) fn service(&self, ns: &NetNs, address: &str, endpoint: &str) {
+        let (ip, endpoint) = (self.f.ip(), self.f.url(endpoint));
+        let rule = format!("{ip} daddr {address} tcp dport 80 dnat to {endpoint}:8080");
+        ns.sh(&format!(
+            "nft 'table {ip} proxy {{ chain pre {{ type nat hook prerouting priority -100; {rule}; }}; chain out {{ type nat hook output priority -100; {rule}; }}; }}'"
+        ));
+    }
+}
+
+/// A mesh whose hub has a virtual machine among its pods that is a node of another member: its address and its API server
+/// lie in the hub's networks. The member of the mesh proper has lost its tunnel to it.
+pub(crate) struct Worker {
+    pub(crate) mesh: Mesh,
+    pub(crate) worker: NetNs,
+    pub(crate) worker_pod: NetNs,
+    pub(crate) inputs: Inputs,
+}
+
+impl Worker {
+    pub(crate) fn new(f: &'static Family) -> Self {
+        let mesh = Mesh::new(f);
+        let hub = &mesh.hub;
+        // The hub's pods and the worker on one link.
+        hub.ip("link set cni0 down");
+        hub.ip("link set cni0 name vpod");
+        hub.ip("link add cni0 type bridge");
+        hub.ip("addr flush dev vpod");
+        hub.ip("link set vpod master cni0");
+        hub.ip("link set vpod up");
+        let (worker, worker_pod) = (NetNs::new("worker"), NetNs::new("worker-pod"));
+        for ns in [&worker, &worker_pod] {
+            no_detection(ns);
+            println!("{}", ns.enter_hint());
+        }
+        for key in ["net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding"] {
+            worker.set_sysctl(key, "1");
+        }
+        veth(
+            &worker,
+            "eth0",
+            &[&format!("{}/{}", f.worker, f.length)],
+            hub,
+            "vworker",
+            &[],
+        );
+        hub.ip("link set vworker master cni0");
+        hub.ip("link set cni0 up");
+        hub.ip(&format!("addr add {}/{} dev cni0{}", f.hub_gateway, f.length, f.nodad));
+        let inner = [&*format!("{}/{}", f.worker_pod, f.length)];
+        veth(
+            &worker,
+            "cni0",
+            &[&format!("{}/{}", f.worker_gateway, f.length)],
+            &worker_pod,
+            "eth0",
+            &inner,
+        );
+        worker.ip(&format!("-{} route add default via {}", f.n, f.hub_gateway));
+        worker_pod.ip(&format!("-{} route add default via {}", f.n, f.worker_gateway));
+        masquerade(f, &worker, f.worker_pods, f.worker_pods);
+        hub.ip("link del kilo0");
+        tunnel(hub, 1420, &worker, 1420);
+        let inputs = worker_inputs(f);
+        let mut hub_inputs = mesh.hub_inputs.clone();
+        hub_inputs.peers[0].allowed_ips = ranges(&[f.worker_pods, f.worker_wireguard]);
+        hub_inputs.peers[0].endpoint = Some(SocketAddr::new(f.worker.parse().unwrap(), 51820));
+        let networks: BTreeSet<IpNet> = ranges(&[f.worker_pods, f.worker_wireguard]).into_iter().collect();
+        hub_inputs.policies[0] = Policy {
+            sources: networks.clone(),
+            networks,
+            ..hub_inputs.policies[0].clone()
+        };
+        apply(hub, &hub_inputs);
+        apply(&worker, &inputs);
+        Self {
+            mesh,
+            worker,
+            worker_pod,
+            inputs,
+        }
+    }
+
+    /// What kube-proxy writes for a NodePort.
+    pub(crate) fn node_port(&self, port: u16, endpoint: &str) {
+        let (ip, endpoint) = (self.mesh.f.ip(), self.mesh.f.url(endpoint));
+        let rule = format!("fib daddr type local tcp dport {port} dnat to {endpoint}:8080");
+        self.worker.sh(&format!(
+            "nft 'table {ip} ports {{ chain pre {{ type nat hook prerouting priority -100; {rule}; }}; }}'"
+        ));
+    }
+
+    /// Answers UDP on the worker from a socket that is bound to no address: the kernel chooses the answer's source.
+    pub(crate) fn echo(&self, port: u16) {
+        let any: IpAddr = if self.mesh.f.n == 4 { "0.0.0.0" } else { "::" }.parse().unwrap();
+        let socket = self.worker.enter(|| UdpSocket::bind((any, port)).unwrap());
+        thread::spawn(move || {
+            let mut buffer = [0; 100];
+            while let Ok((length, from)) = socket.recv_from(&mut buffer) {
+                let _ = socket.send_to(&buffer[..length], from);
+            }
+        });
+    }
+
+    /// What comes back from there, to a socket that takes it only from where it was sent.
+    pub(crate) fn ask_echo(&self, from: &NetNs, port: u16) -> String {
+        let any: IpAddr = if self.mesh.f.n == 4 { "0.0.0.0" } else { "::" }.parse().unwrap();
+        let socket = from.enter(|| {
+            let socket = UdpSocket::bind((any, 0)).unwrap();
+            socket
+                .connect((self.mesh.f.worker.parse::<IpAddr>().unwrap(), port))
+                .unwrap();
+            socket
+        });
+        socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+        let mut buffer = [0; 100];
+        wait_for("an answer over UDP", Duration::from_secs(5), || {
+            socket.send(b"hello").ok()?;
+            let length = socket.recv(&mut buffer).ok()?;
+            Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
+        })
+    }
+}
+
+fn worker_inputs(f: &Family) -> Inputs {
+    let member = inputs(f, "worker", 2);
+    let own = Rule {
+        to: ranges(&[f.worker_pods, f.worker_wireguard]).into_iter().collect(),
+        ports: BTreeSet::new(),
+    };
+    Inputs {
+        node: Node {
+            wireguard_ips: all(&[f.worker_wireguard]),
+            mtu: 1420,
+            underlay_addresses: all(&[f.worker]),
+            addresses: all(&[f.worker]),
+            pod_cidrs: all(&[f.worker_pods]),
+            ..member.node
+        },
+        throw: ranges(&[f.hub_gateway]).into_iter().collect(),
+        api_servers: [SocketAddr::new(f.service.parse().unwrap(), 80)].into(),
+        policies: vec![Policy {
+            allow: vec![own],
+            ..member.policies[0].clone()
+        }],
+        ..member
+    }
+}
+
+/// Prefixes; an address alone is a host's.
+fn ranges(texts: &[&str]) -> Vec<IpNet> {
+    texts
+        .iter()
+        .map(|t| t.parse().unwrap_or_else(|_| IpNet::from(t.parse::<IpAddr>().unwrap())))
+        .collect()
+}
+
+/// What a CNI writes so that its pods can speak to the world.
+fn masquerade(f: &Family, ns: &NetNs, pods: &str, net: &str) {
+    let ip = f.ip();
+    ns.sh(&format!(
+        "nft 'table {ip} cni {{ chain post {{ type nat hook postrouting priority 100; {ip} saddr {pods} {ip} daddr != {net} counter masquerade; }}; }}'"
+    ));
+}
+
+/// A veth pair that behaves as a tunnel: no neighbour discovery, so every address of a route is taken by the other end.
+pub(crate) fn tunnel(a: &NetNs, a_mtu: u16, b: &NetNs, b_mtu: u16) {
+    veth(a, "kilo0", &[], b, "kilo0", &[]);
+    for (ns, mtu) in [(a, a_mtu), (b, b_mtu)] {
+        // Without ARP a frame goes to the sender's own hardware address, so both ends have the same.
+        ns.ip("link set kilo0 down");
+        ns.ip("link set kilo0 address 02:00:00:00:00:01 arp off");
+        ns.ip(&format!("link set kilo0 mtu {mtu} up"));
+    }
+}
+
+/// Brings a node's kernel to what its inputs compile to.
+pub(crate) fn apply(ns: &NetNs, inputs: &Inputs) {
+    let failed = converge(ns, inputs);
+    assert!(failed.is_empty(), "{failed:?}");
+}
+
+/// The same on a node whose device is gone: routes into it fail, everything else is there.
+pub(crate) fn apply_without_device(ns: &NetNs, inputs: &Inputs) {
+    let failed = converge(ns, inputs);
+    assert!(
+        !failed.is_empty()
+            && failed
+                .iter()
+                .all(|e| e.contains("no interface kilo0") || e.contains("conf.kilo0")),
+        "{failed:?}"
+    );
+}
+
+fn converge(ns: &NetNs, inputs: &Inputs) -> Vec<String> {
+    let compiled = compile(inputs);
+    assert_eq!(compiled.refused, []);
+    ns.enter(|| {
+        tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+            .block_on(async {
+                Keeper::new(Nft::default()).converge(&compiled.firewall).await.unwrap();
+                let mut routing = Netlink::open("kilo0".parse().unwrap()).unwrap();
+                let pass = route::converge(&mut routing, &compiled.routes).await.unwrap();
+                let missing = route::sysctl::ensure(&compiled.sysctls).await;
+                pass.failed
+                    .iter()
+                    .map(ToString::to_string)
+                    .chain(missing.iter().map(ToString::to_string))
+                    .collect()
+            })
+    })
+}
+
+/// Serves TCP for as long as the test runs: an HTTP answer that holds the address it sees the client at.
+pub(crate) fn serve(ns: &NetNs, address: &str, port: u16) {
+    let at = SocketAddr::new(address.parse().unwrap(), port);
+    let listener = ns
+        .enter(|| TcpListener::bind(at))
+        .unwrap_or_else(|e| panic!("listen on {at} in {}: {e}", ns.name));
+    thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let _ = answer(stream);
+        }
+    });
+}
+
+fn answer(mut stream: TcpStream) -> io::Result<()> {
+    stream.set_read_timeout(Some(Duration::from_secs(2)))?;
+    let from = stream.peer_addr()?.ip().to_string();
+    let _ = stream.read(&mut [0; 4096])?;
+    write!(
+        stream,
+        "HTTP/1.0 200 OK\r\nContent-Length: {}\r\n\r\n{from}",
+        from.len()
+    )
+}
+
+/// Opens a connection from inside a namespace.
+pub(crate) fn connect(ns: &NetNs, to: &str, port: u16) -> io::Result<TcpStream> {
+    let to = SocketAddr::new(to.parse::<IpAddr>().unwrap(), port);
+    ns.enter(|| TcpStream::connect_timeout(&to, Duration::from_secs(1)))
+}
+
+/// Asks a server started with [`serve`] for the address it sees.
+pub(crate) fn ask(ns: &NetNs, to: &str, port: u16) -> io::Result<String> {
+    let mut stream = connect(ns, to, port)?;
+    stream.set_read_timeout(Some(Duration::from_secs(3)))?;
+    stream.write_all(b"GET / HTTP/1.0\r\n\r\n")?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text)?;
+    Ok(text.rsplit('\n').next().unwrap_or_default().to_owned())
+}
+
+/// The same where the answer must come. The first packets after a start may be lost to address resolution.
+pub(crate) fn source_of(ns: &NetNs, to: &str, port: u16) -> String {
+    let mut last = String::new();
+    let deadline = std::time::Instant::now() + Duration::from_secs(10);
+    while std::time::Instant::now() < deadline {
+        match ask(ns, to, port) {
+            Ok(source) => return source,
+            Err(error) => last = error.to_string(),
+        }
+    }
+    panic!("{} -> {to}:{port}: {last}", ns.name)
+}

@@ -1,0 +1,337 @@
+//! Packets through the whole data path of one node and its neighbours: real namespaces, routes, conntrack, a CNI's
+//! masquerading and a Service's DNAT. A veth pair named kilo0 stands in for the tunnel. Needs root, nft and tcpdump.
+
+#[allow(unreachable_pub, reason = "shared between test binaries")]
+mod netns;
+mod path;
+
+use std::time::Duration;
+
+use netns::{NetNs, wait_for};
+use path::{Capture, Family, Mesh, V4, V6, Worker, apply, ask, serve, source_of};
+
+/// The same test for both families.
+macro_rules! both {
+    ($($name:ident)*) => { mod ipv4 { $(#[test] fn $name() { super::$name(&super::V4) })* } mod ipv6 { $(#[test] fn $name() { super::$name(&super::V6) })* } };
+}
+
+both! {
+    pods_see_each_others_own_addresses_although_the_cni_masquerades
+    what_is_not_published_enters_the_tunnel_with_the_nodes_wireguard_address
+    a_remote_service_is_reached_through_its_anchor_and_answers_by_it
+    a_service_translated_here_reaches_the_remote_pod_with_the_pods_address
+    what_the_policy_does_not_allow_is_closed
+    a_policy_taken_away_closes_an_open_connection
+    nothing_for_the_mesh_leaves_in_clear_when_the_tunnel_is_down
+    a_spoofed_mesh_source_is_not_forwarded
+    segments_fit_the_smaller_device
+    a_worker_inside_the_hub_is_answered_on_the_path_it_was_asked_by
+    a_worker_inside_the_hub_reaches_its_api_server_whatever_the_tunnel_does
+    a_worker_that_hands_a_connection_on_into_the_mesh_uses_the_tunnel
+}
+
+fn pods_see_each_others_own_addresses_although_the_cni_masquerades(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    serve(&mesh.hub_pod, f.hub_pod, 8080);
+    serve(&mesh.member_pod, f.member_pod, 8080);
+    assert_eq!(source_of(&mesh.member_pod, f.hub_pod, 8080), f.member_pod);
+    assert_eq!(source_of(&mesh.hub_pod, f.member_pod, 8080), f.hub_pod);
+    assert!(mesh.hub_pod.pings(f.member_pod));
+    // And it is the identity mapping that does it.
+    mesh.member.sh("nft flush chain inet clustermesh nat");
+    assert_eq!(source_of(&mesh.member_pod, f.hub_pod, 8080), f.member_wireguard);
+}
+
+fn what_is_not_published_enters_the_tunnel_with_the_nodes_wireguard_address(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    serve(&mesh.hub_pod, f.hub_pod, 8080);
+    assert_eq!(source_of(&mesh.member, f.hub_pod, 8080), f.member_wireguard);
+    mesh.member
+        .ip(&format!("addr add {}/{} dev eth0{}", f.stray, f.host, f.nodad));
+    let stray = mesh.member.sh(&format!(
+        "curl -sS -m 3 --interface {} http://{}:8080",
+        f.stray,
+        f.url(f.hub_pod)
+    ));
+    assert_eq!(stray, f.member_wireguard);
+}
+
+fn a_remote_service_is_reached_through_its_anchor_and_answers_by_it(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    serve(&mesh.hub2_pod, f.hub2_pod, 8080);
+    mesh.service(&mesh.hub, f.service, f.hub2_pod);
+    // The backend is on another node than the anchor: it sees the anchor, so that its answer goes back there.
+    assert_eq!(source_of(&mesh.member_pod, f.service, 80), f.hub);
+    assert_eq!(source_of(&mesh.member, f.service, 80), f.hub);
+}
+
+fn a_service_translated_here_reaches_the_remote_pod_with_the_pods_address(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    serve(&mesh.hub_pod, f.hub_pod, 8080);
+    mesh.service(&mesh.member, f.local_service, f.hub_pod);
+    assert_eq!(source_of(&mesh.member_pod, f.local_service, 80), f.member_pod);
+    assert_eq!(source_of(&mesh.member, f.local_service, 80), f.member_wireguard);
+}
+
+fn what_the_policy_does_not_allow_is_closed(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    for port in [9090, 10250] {
+        serve(&mesh.hub, f.hub_wireguard, port);
+    }
+    for port in [6443, 9090] {
+        serve(&mesh.hub2_pod, f.hub2_pod, port); // the hub's API server runs there
+    }
+    mesh.hub
+        .ip(&format!("addr add {}/{} dev lo{}", f.denied, f.host, f.nodad));
+    serve(&mesh.hub, f.denied, 9090);
+    assert_eq!(source_of(&mesh.hub_pod, f.denied, 9090), f.hub_pod);
+    assert_eq!(source_of(&mesh.member_pod, f.hub_wireguard, 9090), f.member_pod);
+    assert_eq!(source_of(&mesh.member_pod, f.hub2_pod, 9090), f.hub);
+    assert_eq!(source_of(&mesh.hub, f.hub2_pod, 6443), f.hub);
+    for (to, port) in [(f.hub_wireguard, 10250), (f.hub2_pod, 6443), (f.denied, 9090)] {
+        let closed = ask(&mesh.member_pod, to, port).unwrap_err();
+        assert_eq!(closed.kind(), std::io::ErrorKind::TimedOut, "{to}:{port} {closed}");
+    }
+    // Nothing goes from one peer of the tunnel to another through a node.
+    mesh.member
+        .ip(&format!("route add {} dev kilo0 table 5182", f.elsewhere));
+    mesh.hub.ip(&format!("route add {} dev kilo0 table 5182", f.elsewhere));
+    mesh.hub.sh(&format!(
+        "nft add element inet clustermesh allow{n} {{ {} . {} }}",
+        f.member_pods,
+        f.elsewhere,
+        n = f.n
+    ));
+    assert!(ask(&mesh.member_pod, f.elsewhere, 80).is_err());
+    assert!(
+        mesh.hub
+            .sh("nft list chain inet clustermesh policy_forward")
+            .contains("oifname \"kilo0\" counter packets ")
+    );
+    assert!(
+        !mesh
+            .hub
+            .sh("nft list chain inet clustermesh policy_forward")
+            .contains("oifname \"kilo0\" counter packets 0 ")
+    );
+}
+
+fn a_policy_taken_away_closes_an_open_connection(f: &'static Family) {
+    use std::io::{Read, Write};
+    let mesh = Mesh::new(f);
+    let listener = mesh
+        .hub_pod
+        .enter(|| std::net::TcpListener::bind((f.hub_pod, 8080)).unwrap());
+    let mut client = path::connect(&mesh.member_pod, f.hub_pod, 8080).unwrap();
+    let (mut server, _) = listener.accept().unwrap();
+    server.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+    let mut byte = [0];
+    client.write_all(b"a").unwrap();
+    server.read_exact(&mut byte).unwrap();
+    let mut without = mesh.hub_inputs.clone();
+    without.policies[0].allow.clear();
+    apply(&mesh.hub, &without);
+    client.write_all(b"b").unwrap();
+    assert_eq!(
+        server.read_exact(&mut byte).unwrap_err().kind(),
+        std::io::ErrorKind::WouldBlock
+    );
+    apply(&mesh.hub, &mesh.hub_inputs);
+    wait_for("the connection to go on", Duration::from_secs(20), || {
+        server.read_exact(&mut byte).ok()
+    });
+    assert_eq!(&byte, b"b");
+}
+
+fn nothing_for_the_mesh_leaves_in_clear_when_the_tunnel_is_down(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    let try_all = || {
+        for to in [f.hub_pod, f.service, f.hub_wireguard] {
+            let _ = ask(&mesh.member_pod, to, 8080);
+            let _ = ask(&mesh.member, to, 8080);
+            let _ = mesh.member_pod.output("ping", &["-n", "-c1", "-W1", to]);
+        }
+    };
+    let filter = format!(
+        "dst net {} or dst net {} or dst net {}",
+        f.hub_pod_net, f.services, f.hub_wireguards
+    );
+    let quiet = |why: &str| {
+        let capture = Capture::start(&mesh.member, "eth0", &filter);
+        try_all();
+        let seen = capture.finish(&mesh.member, f.member, f.hub);
+        assert_eq!(seen, Vec::<String>::new(), "{why}");
+    };
+    mesh.member.ip("link set kilo0 down");
+    for ns in [&mesh.member, &mesh.member_pod] {
+        // Told, not left waiting; TCP over IPv6 takes it in with its first retransmission, after a second.
+        let told = ns.output(
+            "curl",
+            &["-sS", "-m", "5", &format!("http://{}:8080", f.url(f.hub_pod))],
+        );
+        assert_eq!(
+            told.status.code(),
+            Some(7),
+            "{}: {}",
+            ns.name,
+            String::from_utf8_lossy(&told.stderr)
+        );
+    }
+    quiet("the device is down");
+    mesh.member.ip("link del kilo0");
+    quiet("the device is gone");
+    let mut without = mesh.member_inputs.clone();
+    without.peers.clear();
+    path::apply_without_device(&mesh.member, &without);
+    quiet("the Peers are gone");
+    mesh.member.sh("ip rule flush; ip rule add pref 32766 lookup main; ip -6 rule flush; ip -6 rule add pref 32766 lookup main; ip rule add pref 0 lookup local; ip -6 rule add pref 0 lookup local");
+    quiet("someone flushed the rules");
+    mesh.member.sh("nft delete table inet clustermesh");
+    let capture = Capture::start(&mesh.member, "eth0", &filter);
+    try_all();
+    assert_ne!(
+        capture.finish(&mesh.member, f.member, f.hub),
+        Vec::<String>::new(),
+        "the capture sees nothing at all"
+    );
+}
+
+fn a_spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    serve(&mesh.hub_pod, f.hub_pod, 8080);
+    // Another machine of the hub's underlay has given itself a member's address.
+    mesh.hub2
+        .ip(&format!("addr add {}/{} dev eth0{}", f.member_pod, f.host, f.nodad));
+    let from = |ns: &NetNs| {
+        let url = format!("http://{}:8080", f.url(f.hub_pod));
+        ns.output("curl", &["-sS", "-m", "1", "--interface", f.member_pod, &url])
+            .status
+            .success()
+    };
+    assert!(mesh.hub2.pings(f.hub));
+    assert!(!from(&mesh.hub2));
+    let spoof = mesh.hub.sh("nft list chain inet clustermesh spoof");
+    let dropped = spoof
+        .lines()
+        .filter(|l| l.contains("counter") && !l.contains("packets 0 "))
+        .count();
+    assert_eq!(dropped, 1, "{spoof}");
+    mesh.hub.sh("nft flush chain inet clustermesh spoof");
+    mesh.hub.ip(&format!(
+        "route add {}/{} via {} table 99",
+        f.member_pod, f.host, f.hub2
+    ));
+    mesh.hub.ip(&format!("-{} rule add pref 500 lookup 99", f.n));
+    mesh.hub.sh("nft flush chain inet clustermesh leave");
+    assert!(from(&mesh.hub2), "without the chain it is not forwarded either");
+}
+
+fn segments_fit_the_smaller_device(f: &'static Family) {
+    let mesh = Mesh::new(f);
+    serve(&mesh.hub_pod, f.hub_pod, 8080);
+    serve(&mesh.member_pod, f.member_pod, 8080);
+    // The member's device has 1380, the hub's 1420: each SYN may announce what both can carry.
+    for (server, from, to) in [
+        (&mesh.hub_pod, &mesh.member_pod, f.hub_pod),
+        (&mesh.member_pod, &mesh.hub_pod, f.member_pod),
+    ] {
+        let capture = Capture::start(server, "eth0", &format!("dst host {to} and dst port 8080"));
+        source_of(from, to, 8080);
+        let seen = capture.finish(
+            server,
+            to,
+            if to == f.hub_pod {
+                f.hub_gateway
+            } else {
+                f.member_gateway
+            },
+        );
+        let syn = seen.iter().find(|line| line.contains("Flags [S]")).expect("a SYN");
+        let size = 1380 - f.headers;
+        assert!(syn.contains(&format!("mss {size},")), "wanted {size}: {syn}");
+    }
+}
+
+fn a_worker_inside_the_hub_is_answered_on_the_path_it_was_asked_by(f: &'static Family) {
+    let w = Worker::new(f);
+    serve(&w.worker, f.worker, 9090);
+    serve(&w.worker_pod, f.worker_pod, 8080);
+    serve(&w.mesh.hub_pod, f.hub_pod, 8080);
+    w.echo(9091);
+    let by_eth0 = |why: &str| {
+        assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 9090), f.hub_pod, "{why}");
+        assert_eq!(
+            w.ask_echo(&w.mesh.hub_pod, 9091),
+            "hello",
+            "{why}: a server that is bound to no address"
+        );
+        assert!(w.mesh.hub_pod.pings(f.worker), "{why}");
+    };
+    by_eth0("the tunnel is up");
+    assert_eq!(source_of(&w.worker_pod, f.hub_pod, 8080), f.worker_pod);
+    assert_eq!(source_of(&w.mesh.hub_pod, f.worker_pod, 8080), f.hub_pod);
+    assert_eq!(source_of(&w.worker, f.hub_pod, 8080), f.worker_wireguard);
+
+    // A hub pod whose own address is thrown opens a connection through the tunnel: it is answered by the tunnel.
+    let mut thrown = w.inputs.clone();
+    thrown
+        .throw
+        .insert(f.hub_pod.parse::<std::net::IpAddr>().unwrap().into());
+    apply(&w.worker, &thrown);
+    assert_eq!(source_of(&w.mesh.hub_pod, f.worker_pod, 8080), f.hub_pod);
+    by_eth0("the asker is thrown");
+
+    let mut alone = w.inputs.clone();
+    alone.peers.clear();
+    apply(&w.worker, &alone);
+    by_eth0("there is no Peer");
+    for (interface, filter) in [("all", "1"), ("eth0", "1"), ("default", "1")] {
+        w.worker
+            .set_sysctl(&format!("net/ipv4/conf/{interface}/rp_filter"), filter);
+    }
+    by_eth0("the reverse path filter is strict");
+    apply(&w.worker, &w.inputs);
+    by_eth0("and the tunnel is back");
+    assert_eq!(source_of(&w.worker_pod, f.hub_pod, 8080), f.worker_pod);
+    w.worker.ip("link del kilo0");
+    // Not UDP from an unbound socket: its route is looked up before netfilter can mark the answer, and ends at the closed
+    // door. That is why the device is the first fallback while it is there.
+    assert_eq!(
+        source_of(&w.mesh.hub_pod, f.worker, 9090),
+        f.hub_pod,
+        "the device is gone"
+    );
+    assert!(ask(&w.worker_pod, f.hub_pod, 8080).is_err());
+}
+
+fn a_worker_inside_the_hub_reaches_its_api_server_whatever_the_tunnel_does(f: &'static Family) {
+    let w = Worker::new(f);
+    serve(&w.mesh.hub_pod, f.hub_pod, 8080);
+    w.mesh.service(&w.mesh.hub, f.service, f.hub_pod); // the API server's ClusterIP in the hub
+    let reaches = |why: &str| {
+        assert_eq!(source_of(&w.worker, f.service, 80), f.worker, "{why}");
+        assert_eq!(
+            source_of(&w.worker_pod, f.service, 80),
+            f.worker,
+            "{why}: a pod, masqueraded by the CNI"
+        );
+    };
+    reaches("the tunnel is up");
+    let mut alone = w.inputs.clone();
+    alone.peers.clear();
+    apply(&w.worker, &alone);
+    reaches("there is no Peer");
+    w.worker.ip("link del kilo0");
+    reaches("the device is gone");
+}
+
+fn a_worker_that_hands_a_connection_on_into_the_mesh_uses_the_tunnel(f: &'static Family) {
+    let w = Worker::new(f);
+    serve(&w.mesh.hub2_pod, f.hub2_pod, 8080);
+    // A NodePort of the worker's whose endpoint is a hub pod, asked for by another hub pod through eth0.
+    w.node_port(30080, f.hub2_pod);
+    let capture = Capture::start(&w.worker, "eth0", &format!("dst host {}", f.hub2_pod));
+    // Seen by the endpoint: the anchor, since the first hub node carries the other's pods here.
+    assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 30080), f.hub);
+    assert_eq!(capture.finish(&w.worker, f.worker, f.hub_gateway), Vec::<String>::new());
+}
