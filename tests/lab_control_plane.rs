@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use clustermesh_lab::{Lab, LabPlan, standing};
+use clustermesh_lab::{Lab, LabPlan, lab_home, standing};
 use k8s_openapi::api::core::v1::{ConfigMap, Namespace};
 use kube::api::{Api, ListParams, PostParams};
 
@@ -57,8 +57,8 @@ async fn an_api_server_that_was_killed_comes_back_with_its_objects_at_the_same_a
     let before = cluster.kubeconfig().unwrap();
     cluster.kubectl(["create", "namespace", "kept"]).await.unwrap();
     cluster.kill_api().unwrap();
-    let refused = cluster.try_kubectl(["get", "namespace", "kept"]).await.unwrap();
-    assert!(!refused.status.success());
+    // Not with kubectl: it tries again for 50 s when the forwarded port closes on it.
+    assert!(cluster.client().await.unwrap().apiserver_version().await.is_err());
     cluster.start_api().await.unwrap();
     assert_eq!(
         cluster
@@ -69,6 +69,39 @@ async fn an_api_server_that_was_killed_comes_back_with_its_objects_at_the_same_a
         "namespace/kept\n"
     );
     assert_eq!(cluster.kubeconfig().unwrap(), before);
+
+    cluster.freeze_api().unwrap();
+    let silent = cluster
+        .try_kubectl(["get", "--raw", "/readyz", "--request-timeout=1s"])
+        .await
+        .unwrap();
+    assert!(
+        !silent.status.success(),
+        "a frozen API server answered: {}",
+        silent.stdout
+    );
+    cluster.thaw_api().unwrap();
+    cluster.wait_for_api().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_test_that_panics_keeps_the_logs_and_no_lab() {
+    let lab = Lab::start(LabPlan::control_planes(&["mgmt"])).await.unwrap();
+    let directory = lab.directory().to_owned();
+    let hint = lab.join_hint();
+    assert!(
+        hint.contains(&format!("--kubeconfig {}/mgmt/admin.kubeconfig", directory.display())),
+        "{hint}"
+    );
+    let test = std::thread::spawn(move || {
+        let _lab = lab;
+        panic!("on purpose: this shows what a failed test leaves");
+    });
+    assert!(test.join().is_err());
+    assert!(!directory.exists());
+    let kept = lab_home().unwrap().join("failed").join(directory.file_name().unwrap());
+    assert!(kept.join("mgmt-apiserver.log").metadata().unwrap().len() > 0);
+    std::fs::remove_dir_all(kept).unwrap();
 }
 
 #[tokio::test]

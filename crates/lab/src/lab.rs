@@ -20,7 +20,7 @@ pub use cluster::Cluster;
 pub use node::Node;
 
 /// Longest wait for an API server or a node on a loaded machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(180);
 /// The network namespace of bridge, API servers and etcd.
 const UNDERLAY: &str = "underlay";
 
@@ -47,7 +47,7 @@ impl Lab {
     /// is ready: API servers answer; in whole clusters every node is Ready, pod routes and DNS are there.
     ///
     /// # Errors
-    /// When something is missing on this machine, a part does not start, or is not ready within two minutes.
+    /// When something is missing on this machine, a part does not start, or is not ready within three minutes.
     pub async fn start(plan: LabPlan) -> Result<Self> {
         Self::start_with(plan, &|line| eprintln!("lab: {line}")).await
     }

@@ -27,7 +27,7 @@ const fn program(name: &'static str, package: &'static str, why: &'static str) -
     Program { name, package, why }
 }
 
-const PROGRAMS: [Program; 19] = [
+const PROGRAMS: [Program; 18] = [
     program("nft", "nftables", "firewall tables of agents and CNI"),
     program("ip", "iproute2", "links, addresses, routes"),
     program("bridge", "iproute2", "cutting a node's cable"),
@@ -45,7 +45,6 @@ const PROGRAMS: [Program; 19] = [
     program("gcc", "gcc", "building runc"),
     program("ldd", "libc-bin", "packing images"),
     program("pkg-config", "pkg-config", "building runc"),
-    program("openssl", "openssl", "reading certificates back"),
     program("git", "git", "versions in builds"),
 ];
 
@@ -91,7 +90,8 @@ pub(crate) fn ensure(args: &Args) -> Result<()> {
         problems.push("libc.a (building runc): Debian and Ubuntu have it in the package libc6-dev".into());
     }
     problems.extend(go_problem());
-    problems.extend(kernel_problems(root));
+    // They are tried with the programs above: without those, a failure says nothing about the kernel.
+    problems.extend(kernel_problems(root && missing.is_empty()));
     if problems.is_empty() {
         return Ok(());
     }
@@ -176,7 +176,7 @@ fn parse_go(version: &str) -> Option<(u32, u32)> {
     Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
-fn kernel_problems(root: bool) -> Vec<String> {
+fn kernel_problems(can_try: bool) -> Vec<String> {
     let mut problems = vec![];
     if !Path::new("/dev/net/tun").exists() {
         problems.push(
@@ -191,14 +191,14 @@ fn kernel_problems(root: bool) -> Vec<String> {
             .is_ok_and(|o| o.status.success())
     };
     let plain = |words: &[&'static str]| words.iter().map(|word| OsStr::new(*word)).collect::<Vec<_>>();
-    if root && !works("unshare", &plain(&["--net", "--mount", "--pid", "--fork", "true"])) {
+    if can_try && !works("unshare", &plain(&["--net", "--mount", "--pid", "--fork", "true"])) {
         problems.push("the right to make namespaces: in a container, run it privileged".into());
     }
-    if root && !works("unshare", &plain(&["--net", "nft", "list", "ruleset"])) {
+    if can_try && !works("unshare", &plain(&["--net", "nft", "list", "ruleset"])) {
         problems.push("nftables in the kernel: load the module (`modprobe nf_tables`)".into());
     }
     let overlay = std::fs::read_to_string("/proc/filesystems").is_ok_and(|text| text.contains("overlay"));
-    if root && !overlay && !works("modprobe", &plain(&["overlay"])) {
+    if can_try && !overlay && !works("modprobe", &plain(&["overlay"])) {
         problems.push("the overlay file system in the kernel: load the module (`modprobe overlay`)".into());
     }
     problems

@@ -52,7 +52,7 @@ impl Cluster<'_> {
     /// Waits until every node with power is Ready and has routes to the pods of all the others.
     ///
     /// # Errors
-    /// After two minutes, with what is missing.
+    /// After three minutes, with what is missing.
     pub async fn wait_for_nodes(&self) -> Result<()> {
         let api: Api<core::Node> = Api::all(self.client().await?);
         let what = format!("the nodes of {} to be Ready", self.plan().name);

@@ -1,6 +1,7 @@
 //! One cluster: clients, kubectl, images, waiting, joining nodes.
 
 use std::path::Path;
+use std::time::Duration;
 
 use kube::config::{KubeConfigOptions, Kubeconfig};
 
@@ -87,7 +88,7 @@ impl<'a> Cluster<'a> {
         command::run(&self.kubectl_argv(argv(["apply", "-f", "-"]))?, Some(yaml.as_bytes())).await
     }
 
-    fn kubectl_argv(&self, words: Vec<String>) -> Result<Vec<String>> {
+    pub(crate) fn kubectl_argv(&self, words: Vec<String>) -> Result<Vec<String>> {
         let kubectl = self.lab.tools.path("kubectl")?.display().to_string();
         let directory = self.directory();
         let mut all = vec![
@@ -103,7 +104,7 @@ impl<'a> Cluster<'a> {
     /// Waits until the API server says ready.
     ///
     /// # Errors
-    /// After two minutes, with its last answer.
+    /// After three minutes, with its last answer.
     pub async fn wait_for_api(&self) -> Result<()> {
         let client = self.client().await?;
         let what = format!(
@@ -113,11 +114,11 @@ impl<'a> Cluster<'a> {
         );
         wait_until(what, PATIENCE, async || {
             let request = http_get("/readyz");
-            client
-                .request_text(request)
-                .await
-                .map(drop)
-                .map_err(|error| error.to_string())
+            // A server that is just starting may take a connection and forget it.
+            match tokio::time::timeout(Duration::from_secs(5), client.request_text(request)).await {
+                Ok(answer) => answer.map(drop).map_err(|error| error.to_string()),
+                Err(_) => Err("no answer within 5 s".into()),
+            }
         })
         .await
     }
@@ -134,7 +135,7 @@ impl<'a> Cluster<'a> {
     /// Waits for a Deployment, DaemonSet or StatefulSet (`deployment/web`) to be rolled out.
     ///
     /// # Errors
-    /// After two minutes, with what kubectl says.
+    /// After three minutes, with what kubectl says.
     pub async fn rollout(&self, namespace: &str, object: &str) -> Result<()> {
         let timeout = format!("--timeout={}s", PATIENCE.as_secs());
         self.kubectl(["rollout", "status", "-n", namespace, object, &timeout])
@@ -155,7 +156,7 @@ impl<'a> Cluster<'a> {
     /// Adds a node with the next free number; returns when it is Ready.
     ///
     /// # Errors
-    /// When it is not Ready within two minutes.
+    /// When it is not Ready within three minutes.
     pub async fn join_node(&self) -> Result<Node<'a>> {
         let taken = self.nodes().len();
         let n = u8::try_from(taken + 1).map_err(|_| Error::Plan(format!("{} has too many nodes", self.plan.name)))?;

@@ -230,7 +230,7 @@ impl<'a> Node<'a> {
     /// Starts it again: same name, address and identity, an empty disk. Returns when it is Ready again.
     ///
     /// # Errors
-    /// When it is up, or not Ready within two minutes.
+    /// When it is up, or not Ready within three minutes.
     pub async fn power_on(&self) -> Result<()> {
         self.lab.boot(&self.plan).await?;
         self.cluster().wait_for_nodes().await
@@ -344,7 +344,7 @@ impl Cluster<'_> {
             .map(drop)
     }
 
-    /// Kills the API server: connections are refused.
+    /// Kills the API server: connections are refused on the underlay, and closed at once on the host's port.
     ///
     /// # Errors
     /// When it is not running.
@@ -355,7 +355,7 @@ impl Cluster<'_> {
     /// Starts a killed API server again, with what etcd holds; returns when it answers.
     ///
     /// # Errors
-    /// When it runs already or does not answer within two minutes.
+    /// When it runs already or does not answer within three minutes.
     pub async fn start_api(&self) -> Result<()> {
         let commands = control_plane::Commands {
             tools: &self.lab.tools,
@@ -368,7 +368,7 @@ impl Cluster<'_> {
 }
 
 impl Lab {
-    /// The name of the underlay's network namespace among those of [`Lab::directory`]`/ns`.
+    /// A path that leads to the underlay's network namespace (bridge `br0`, API servers): to open, or for `nsenter --net=`.
     pub fn underlay_netns(&self) -> PathBuf {
         self.namespace(UNDERLAY)
     }
