@@ -1,0 +1,350 @@
+//! Two real agents of two clusters, each with its own real API server: what works, and what costs nothing.
+
+mod node;
+
+use std::time::{Duration, Instant};
+
+use clustermesh_lab::wait_until;
+use kube::api::PostParams;
+use nix::sys::signal::Signal;
+use node::{MGMT, SOON, TENANT, World, peer};
+use serde_json::Value;
+
+/// Everything of ours that a kernel holds, as other programs than ours see it.
+async fn left(world: &World, index: usize) -> Vec<String> {
+    let site = world.site(index);
+    let mut out = Vec::new();
+    for words in [
+        vec!["ip", "-j", "-d", "rule", "show"],
+        vec!["ip", "-j", "-6", "-d", "rule", "show"],
+        vec!["ip", "-j", "-d", "route", "show", "table", "all", "proto", "117"],
+        vec!["ip", "-j", "-6", "-d", "route", "show", "table", "all", "proto", "117"],
+        vec!["ip", "-j", "link", "show"],
+        vec!["nft", "-j", "list", "tables"],
+    ] {
+        let text = world.host(site).exec(words).await.expect("ask the kernel").stdout;
+        let list: Value = serde_json::from_str(if text.trim().is_empty() { "[]" } else { &text }).expect("JSON");
+        let list = list.get("nftables").cloned().unwrap_or(list);
+        let ours = list.as_array().into_iter().flatten().filter(|one| {
+            let text = one.to_string();
+            one.get("protocol").is_some_and(|p| p == "117" || p == 117)
+                || text.contains("clustermesh")
+                || text.contains(&site.interface)
+        });
+        out.extend(ours.map(ToString::to_string));
+    }
+    out
+}
+
+#[tokio::test]
+async fn pods_of_two_clusters_reach_each_other_and_a_killed_agent_comes_back() {
+    let world = World::start().await;
+    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
+    let _first = world.agent(mgmt, "agent-mgmt");
+    let mut second = world.agent(tenant, "agent-tenant");
+    world.mesh().await;
+    world.reaches(mgmt, tenant).await;
+    world.reaches(tenant, mgmt).await;
+    world.ready(mgmt).await;
+    world.ready(tenant).await;
+    // Before both had their PeerPolicies a ping followed the default route, as it does without any mesh.
+    let capture = world.lab.capture("mesh", "ip or ip6").await.expect("start a capture");
+
+    // TCP, with enough data that segments of the tunnel's size are needed.
+    let _server = world
+        .host(tenant)
+        .spawn("iperf3", ["iperf3", "-s", "-B", tenant.pod])
+        .expect("start iperf3");
+    wait_until("a TCP stream", SOON, async || {
+        let words = ["iperf3", "-c", tenant.pod, "-B", mgmt.pod, "-n", "4M", "-J"];
+        let output = world.host(mgmt).try_exec(words).await.map_err(|e| e.to_string())?;
+        if output.status.success() {
+            Ok(())
+        } else {
+            Err(output.stdout)
+        }
+    })
+    .await
+    .expect("4 MB get across");
+
+    // What a person and a monitor see.
+    wait_until("the peer to count as up", SOON, async || {
+        let (_, metrics) = world.page(mgmt, "/metrics").await;
+        let up = "wg_agent_peers{cluster=\"tenant-a\",state=\"up\"} 1";
+        if metrics.lines().any(|line| line == up) {
+            Ok(())
+        } else {
+            Err(metrics)
+        }
+    })
+    .await
+    .expect("metrics");
+    let (_, state) = world.page(mgmt, "/debug/state").await;
+    let key = std::fs::read_to_string(key_file(&world, MGMT)).expect("the key");
+    assert!(state.contains("mesh--tenant-a--tenant-a-1"), "{state}");
+    assert!(!state.contains(key.trim()), "the private key is not shown");
+
+    // A second agent is told who is there.
+    let pid = second.pid().expect("it runs");
+    let mut third = world
+        .host(tenant)
+        .spawn("third", world.command(tenant, &["--listen=127.0.0.1:0"]))
+        .expect("start");
+    let status = third.ends(SOON).await.expect("it ends");
+    let said = third.log();
+    assert!(
+        !status.success() && said.contains("another wg-agent") && said.contains(&format!("process {pid}")),
+        "{said}"
+    );
+    world.pings(mgmt, tenant).await.expect("the first is not disturbed");
+
+    // Killed: nothing leaves in clear; back: the tunnel is.
+    second.signal(Signal::SIGKILL).expect("kill");
+    second.ends(SOON).await.expect("dead");
+    world.pings(tenant, mgmt).await.expect_err("nobody carries it");
+    let route = world
+        .host(tenant)
+        .try_exec(["ip", "route", "get", mgmt.pod])
+        .await
+        .expect("ask the kernel");
+    assert!(
+        route.stderr.contains("No route to host"),
+        "{}{}",
+        route.stdout,
+        route.stderr
+    );
+    let started = Instant::now();
+    let _second = world.agent(tenant, "agent-tenant-2");
+    world.reaches(tenant, mgmt).await;
+    world.reaches(mgmt, tenant).await;
+    let took = started.elapsed();
+    eprintln!("back {took:?} after the start");
+    assert!(took < Duration::from_secs(10), "{took:?}");
+
+    // All the while the wire between the nodes carried WireGuard and nothing of the mesh beside it.
+    let seen = capture.stop().await.expect("the capture ends");
+    let clear = seen
+        .packets("net 10.0.0.0/8 or net 100.64.0.0/10")
+        .await
+        .expect("read it");
+    assert_eq!(clear, Vec::<String>::new());
+    let outer = seen
+        .packets("udp port 51820 and host 172.30.1.11 and host 172.30.2.11")
+        .await
+        .expect("read it");
+    assert!(outer.len() > 100, "{}", outer.len());
+}
+
+fn key_file(world: &World, index: usize) -> String {
+    let words = world.command(world.site(index), &[]);
+    let at = words.iter().position(|word| word == "--key-file").expect("the flag");
+    words[at + 1].clone()
+}
+
+#[tokio::test]
+async fn an_api_server_that_is_away_changes_nothing_that_works() {
+    let world = World::start().await;
+    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
+    let _first = world.agent(mgmt, "agent-mgmt");
+
+    // Away at the start: the agent waits, says so, and has published nothing and touched nothing.
+    world
+        .lab
+        .cluster(tenant.cluster)
+        .kill_api()
+        .expect("kill the API server");
+    let _second = world.agent(tenant, "agent-tenant");
+    wait_until("the agent to say what it waits for", SOON, async || {
+        match world.page(tenant, "/readyz").await {
+            (503, text) if text.contains("waiting for the first list of") => Ok(()),
+            (code, text) => Err(format!("{code}: {text}")),
+        }
+    })
+    .await
+    .expect("readyz");
+    assert_eq!(left(&world, TENANT).await, Vec::<String>::new());
+    world
+        .lab
+        .cluster(tenant.cluster)
+        .start_api()
+        .await
+        .expect("start the API server");
+    world.mesh().await;
+    world.reaches(mgmt, tenant).await;
+    world.reaches(tenant, mgmt).await;
+
+    // Away later, in both ways.
+    let before = left(&world, TENANT).await;
+    world
+        .lab
+        .cluster(tenant.cluster)
+        .kill_api()
+        .expect("kill the API server");
+    world
+        .lab
+        .cluster(mgmt.cluster)
+        .freeze_api()
+        .expect("freeze the API server");
+    for _ in 0..8 {
+        world.pings(mgmt, tenant).await.expect("the tunnel does not care");
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    assert_eq!(left(&world, TENANT).await, before);
+    assert_eq!(world.page(tenant, "/readyz").await.0, 200);
+    world.lab.cluster(mgmt.cluster).thaw_api().expect("thaw");
+    world
+        .lab
+        .cluster(tenant.cluster)
+        .start_api()
+        .await
+        .expect("start the API server");
+
+    // And it hears again.
+    world.delete_peer(tenant, "mesh--mgmt--mgmt-1").await;
+    wait_until("the Peer's routes to be gone", SOON, async || {
+        match world.pings(tenant, mgmt).await {
+            Ok(()) => Err("still answered".to_owned()),
+            Err(_) => Ok(()),
+        }
+    })
+    .await
+    .expect("the Peer is gone");
+}
+
+#[tokio::test]
+async fn a_wrong_peer_costs_that_peer_and_cleanup_leaves_nothing() {
+    let world = World::start().await;
+    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
+    let before = left(&world, MGMT).await;
+    assert_eq!(before, Vec::<String>::new());
+    let mut first = world.agent(mgmt, "agent-mgmt");
+    let _second = world.agent(tenant, "agent-tenant");
+    world.mesh().await;
+    world.reaches(mgmt, tenant).await;
+
+    let good = peer(tenant, &world.published(tenant).await);
+    let peers = world.peers(mgmt).await;
+    let keys: Vec<String> = (0..6).map(|n| base64_key(n + 1)).collect();
+    let wrong = |index: usize, change: &dyn Fn(&mut clustermesh_api::peer::PeerSpec)| {
+        let mut peer = good.clone();
+        peer.metadata.name = Some(format!("wrong-{index}"));
+        peer.spec.public_key.clone_from(&keys[index]);
+        peer.spec.allowed_ips = vec![format!("10.20.{}.0/24", 100 + index)];
+        change(&mut peer.spec);
+        peer
+    };
+    let many: Vec<String> = (0..10_000)
+        .map(|n| format!("10.20.{}.{}/32", n / 250 + 120, n % 250))
+        .collect();
+    let all = [
+        (wrong(0, &|spec| spec.public_key = "not a key".into()), "Unreadable"),
+        (
+            wrong(1, &|spec| spec.allowed_ips = vec!["10.20.9.0/33".into()]),
+            "Unreadable",
+        ),
+        (
+            wrong(2, &|spec| {
+                spec.endpoint.as_mut().unwrap().dns_or_ip.ip = Some("0.0.0.0".into())
+            }),
+            "EndpointInvalid",
+        ),
+        (
+            wrong(3, &|spec| spec.allowed_ips.clone_from(&many)),
+            "TooManyAllowedIPs",
+        ),
+        (
+            wrong(4, &|spec| spec.allowed_ips = vec!["172.30.1.0/28".into()]),
+            "OwnNodeAddress",
+        ),
+        (
+            wrong(5, &|spec| spec.allowed_ips = vec!["172.30.1.1/32".into()]),
+            "ApiServerAddress",
+        ),
+    ];
+    for (peer, _) in &all {
+        peers
+            .create(&PostParams::default(), peer)
+            .await
+            .expect("the CRD takes it");
+    }
+    wait_until("each to be counted", SOON, async || {
+        let (_, metrics) = world.page(mgmt, "/metrics").await;
+        let line = |reason: &str, count: usize| format!("wg_agent_peers_refused{{reason=\"{reason}\"}} {count}");
+        let missing: Vec<String> = [
+            ("Unreadable", 2),
+            ("EndpointInvalid", 1),
+            ("TooManyAllowedIPs", 1),
+            ("OwnNodeAddress", 1),
+            ("ApiServerAddress", 1),
+        ]
+        .iter()
+        .map(|(reason, count)| line(reason, *count))
+        .filter(|line| !metrics.lines().any(|l| l == line))
+        .collect();
+        if missing.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("{missing:?}\n{}\n{metrics}", first.log()))
+        }
+    })
+    .await
+    .expect("metrics");
+    let log = first.log();
+    for (peer, reason) in &all {
+        let name = peer.metadata.name.as_deref().unwrap_or_default();
+        let lines = log
+            .lines()
+            .filter(|line| line.contains(&format!("left out: Peer {name}: {reason}: ")))
+            .count();
+        assert_eq!(lines, 1, "{name} is logged once:\n{log}");
+    }
+    world.pings(mgmt, tenant).await.expect("the good Peer does not care");
+    world.pings(tenant, mgmt).await.expect("the good Peer does not care");
+    world.ready(mgmt).await;
+    // The API server is still reached as before: the agent hears of a deletion.
+    for (peer, _) in &all {
+        world
+            .delete_peer(mgmt, peer.metadata.name.as_deref().unwrap_or_default())
+            .await;
+    }
+    wait_until("nothing to be left out any more", SOON, async || {
+        let (_, metrics) = world.page(mgmt, "/metrics").await;
+        if metrics.contains("wg_agent_peers_refused{") {
+            Err(metrics)
+        } else {
+            Ok(())
+        }
+    })
+    .await
+    .expect("metrics");
+
+    // Cleanup beside a running agent is refused; after it, nothing is left.
+    let cleanup = || world.command(mgmt, &["cleanup"]);
+    let beside = world.host(mgmt).try_exec(cleanup()).await.expect("run");
+    assert!(
+        !beside.status.success() && beside.stderr.contains("another wg-agent"),
+        "{}",
+        beside.stderr
+    );
+    assert!(!left(&world, MGMT).await.is_empty());
+    let status = first.terminate(SOON).await.expect("it ends");
+    assert!(status.success(), "{}", first.log());
+    assert!(
+        !left(&world, MGMT).await.is_empty(),
+        "after a stop the node stays closed"
+    );
+    let done = world.host(mgmt).exec(cleanup()).await.expect("cleanup");
+    assert_eq!(left(&world, MGMT).await, before, "{}", done.stderr);
+    assert!(!std::path::Path::new(&format!("/var/run/wireguard/{}.sock", mgmt.interface)).exists());
+    let annotations = world.annotations(mgmt).await;
+    assert!(annotations.keys().all(|key| !key.contains("kilo")), "{annotations:?}");
+    assert!(
+        std::path::Path::new(&key_file(&world, MGMT)).exists(),
+        "the identity stays"
+    );
+}
+
+/// A key that nobody has: any 32 bytes that are no point of low order.
+fn base64_key(n: u8) -> String {
+    clustermesh_core::key::PublicKey::new([n + 40; 32]).to_string()
+}

@@ -1,0 +1,337 @@
+//! Two clusters of one node each for tests of the whole agent: real API servers, namespaces as nodes, the real binary. The
+//! test stands in for the controller: it writes Peers and PeerPolicies from what the agents publish.
+
+#![allow(
+    dead_code,
+    unreachable_pub,
+    reason = "each test binary uses its own part of this module"
+)]
+
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    sync::atomic::{AtomicU32, Ordering},
+    time::Duration,
+};
+
+use clustermesh_api::{
+    names::{KILO_ENDPOINT, KILO_KEY, KILO_WIREGUARD_IP, LABEL_SOURCE_CLUSTER},
+    peer::{DnsOrIp, Peer, PeerEndpoint, PeerSpec},
+    policy::{Allow, PeerPolicy, PeerPolicySpec},
+};
+use clustermesh_lab::{Lab, LabPlan, Node as Host, Running, wait_until};
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api, Client,
+    api::{DeleteParams, Patch, PatchParams, PostParams},
+};
+
+pub const AGENT: &str = env!("CARGO_BIN_EXE_wg-agent");
+/// Anything that takes longer than this is broken.
+pub const SOON: Duration = Duration::from_secs(20);
+
+/// A node: where it is and what it is called.
+pub struct Site {
+    pub cluster: &'static str,
+    pub node: &'static str,
+    pub address: &'static str,
+    pub pods: &'static str,
+    pub pod: &'static str,
+    pub wireguard: &'static str,
+    pub interface: String,
+}
+
+/// The whole.
+pub struct World {
+    pub lab: Lab,
+    pub sites: [Site; 2],
+    files: tempfile::TempDir,
+}
+
+pub const MGMT: usize = 0;
+pub const TENANT: usize = 1;
+
+impl World {
+    pub async fn start() -> Self {
+        let lab = Lab::start(LabPlan::control_planes(&["mgmt", "tenant-a"]))
+            .await
+            .expect("start the lab");
+        // Control sockets of devices live in the file system, which all namespaces here share.
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let interface = |letter: char| {
+            format!(
+                "k{letter}{}n{}",
+                std::process::id(),
+                NEXT.fetch_add(1, Ordering::Relaxed)
+            )
+        };
+        let sites = [
+            Site {
+                cluster: "mgmt",
+                node: "mgmt-1",
+                address: "172.30.1.11",
+                pods: "10.10.1.0/24",
+                pod: "10.10.1.5",
+                wireguard: "100.66.1.0/24",
+                interface: interface('m'),
+            },
+            Site {
+                cluster: "tenant-a",
+                node: "tenant-a-1",
+                address: "172.30.2.11",
+                pods: "10.20.1.0/24",
+                pod: "10.20.1.5",
+                wireguard: "100.66.2.0/24",
+                interface: interface('t'),
+            },
+        ];
+        let world = Self {
+            lab,
+            sites,
+            files: tempfile::tempdir().expect("a directory"),
+        };
+        for site in &world.sites {
+            let crds = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../crds");
+            let cluster = world.lab.cluster(site.cluster);
+            let crds = crds.display().to_string();
+            cluster
+                .kubectl(["apply", "--server-side", "-f", crds.as_str()])
+                .await
+                .expect("apply the CRDs");
+            let established = [
+                "wait",
+                "--for=condition=Established",
+                "crd/peers.kilo.squat.ai",
+                "crd/peerpolicies.kilo.squat.ai",
+            ];
+            cluster.kubectl(established).await.expect("the CRDs are served");
+            let inside = cluster.inside_kubeconfig().expect("a kubeconfig");
+            std::fs::write(world.kubeconfig(site), inside).expect("write a kubeconfig");
+            world
+                .nodes(site)
+                .await
+                .create(&PostParams::default(), &node(site))
+                .await
+                .expect("create the Node");
+            let host = world
+                .lab
+                .add_host(site.node, site.address.parse().expect("an address"))
+                .await
+                .expect("add a host");
+            host.exec(["sysctl", "-qw", "net.ipv4.ip_forward=1"])
+                .await
+                .expect("a node forwards");
+            // A pod's address, without a pod: what matters is the source on the wire.
+            host.exec(["ip", "addr", "add", &format!("{}/32", site.pod), "dev", "lo"])
+                .await
+                .expect("an address");
+        }
+        world
+    }
+
+    pub fn site(&self, index: usize) -> &Site {
+        &self.sites[index]
+    }
+
+    pub fn host(&self, site: &Site) -> Host<'_> {
+        self.lab.node(site.node)
+    }
+
+    fn kubeconfig(&self, site: &Site) -> PathBuf {
+        self.files.path().join(format!("{}.kubeconfig", site.cluster))
+    }
+
+    pub async fn client(&self, site: &Site) -> Client {
+        self.lab.cluster(site.cluster).client().await.expect("a client")
+    }
+
+    pub async fn nodes(&self, site: &Site) -> Api<Node> {
+        Api::all(self.client(site).await)
+    }
+
+    pub async fn peers(&self, site: &Site) -> Api<Peer> {
+        Api::all(self.client(site).await)
+    }
+
+    pub async fn policies(&self, site: &Site) -> Api<PeerPolicy> {
+        Api::all(self.client(site).await)
+    }
+
+    /// The agent's command line, with `more` behind it.
+    pub fn command(&self, site: &Site, more: &[&str]) -> Vec<String> {
+        let mut words: Vec<String> = vec![AGENT.into()];
+        words.extend(more.iter().map(ToString::to_string));
+        for (flag, value) in [
+            ("--node-name", site.node.to_owned()),
+            ("--kubeconfig", self.kubeconfig(site).display().to_string()),
+            ("--interface", site.interface.clone()),
+            ("--wireguard-cidr", site.wireguard.to_owned()),
+            (
+                "--key-file",
+                self.files.path().join(site.cluster).join("key").display().to_string(),
+            ),
+        ] {
+            words.extend([flag.to_owned(), value]);
+        }
+        words
+    }
+
+    pub fn agent(&self, site: &Site, log: &str) -> Running {
+        self.host(site)
+            .spawn(log, self.command(site, &[]))
+            .expect("start the agent")
+    }
+
+    pub async fn annotations(&self, site: &Site) -> BTreeMap<String, String> {
+        let node = self.nodes(site).await.get(site.node).await.expect("the Node");
+        node.metadata.annotations.unwrap_or_default()
+    }
+
+    /// Waits until the agent has published an identity, and returns the annotations.
+    pub async fn published(&self, site: &Site) -> BTreeMap<String, String> {
+        wait_until(format!("what {} publishes", site.node), SOON, async || {
+            let all = self.annotations(site).await;
+            if all.contains_key(KILO_KEY) && all.contains_key(KILO_WIREGUARD_IP) {
+                Ok(all)
+            } else {
+                Err(format!("{all:?}"))
+            }
+        })
+        .await
+        .expect("published")
+    }
+
+    /// What a controller writes into `target` about `source`.
+    pub async fn introduce(&self, target: &Site, source: &Site) {
+        let said = self.published(source).await;
+        let peer = peer(source, &said);
+        let peers = self.peers(target).await;
+        peers
+            .create(&PostParams::default(), &peer)
+            .await
+            .expect("create the Peer");
+        let mut policy = PeerPolicy::new(
+            &format!("mesh--{}", source.cluster),
+            PeerPolicySpec {
+                source: source.cluster.into(),
+                sources: vec![source.pods.into(), source.wireguard.into()],
+                networks: vec![wide(source), source.wireguard.into()],
+                allow: vec![Allow {
+                    to: vec![wide(target), target.wireguard.into()],
+                    ..Allow::default()
+                }],
+                ..PeerPolicySpec::default()
+            },
+        );
+        policy.metadata.labels = peer.metadata.labels.clone();
+        self.policies(target)
+            .await
+            .create(&PostParams::default(), &policy)
+            .await
+            .expect("create the PeerPolicy");
+    }
+
+    pub async fn mesh(&self) {
+        let [mgmt, tenant] = &self.sites;
+        self.introduce(mgmt, tenant).await;
+        self.introduce(tenant, mgmt).await;
+    }
+
+    /// One ping between pod addresses.
+    pub async fn pings(&self, from: &Site, to: &Site) -> Result<(), String> {
+        let words = ["ping", "-n", "-c1", "-W1", "-I", from.pod, to.pod];
+        let output = self.host(from).try_exec(words).await.map_err(|e| e.to_string())?;
+        if output.status.success() {
+            Ok(())
+        } else {
+            Err(format!("{}{}", output.stdout, output.stderr))
+        }
+    }
+
+    pub async fn reaches(&self, from: &Site, to: &Site) {
+        wait_until(format!("a ping from {} to {}", from.pod, to.pod), SOON, async || {
+            self.pings(from, to).await
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    /// One page of an agent's admin endpoint: its status and text.
+    pub async fn page(&self, site: &Site, path: &str) -> (u16, String) {
+        let url = format!("http://127.0.0.1:9587{path}");
+        let words = ["curl", "-sS", "-m", "2", "-w", "\n%{http_code}", &url];
+        let output = self.host(site).try_exec(words).await.expect("run curl");
+        let (text, code) = output.stdout.rsplit_once('\n').unwrap_or(("", "0"));
+        (code.trim().parse().unwrap_or(0), text.to_owned())
+    }
+
+    pub async fn ready(&self, site: &Site) {
+        wait_until(format!("{} to be ready", site.node), SOON, async || {
+            match self.page(site, "/readyz").await {
+                (200, _) => Ok(()),
+                (code, text) => Err(format!("{code}: {text}")),
+            }
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    pub async fn delete_peer(&self, site: &Site, name: &str) {
+        self.peers(site)
+            .await
+            .delete(name, &DeleteParams::default())
+            .await
+            .expect("delete the Peer");
+    }
+
+    pub async fn annotate(&self, site: &Site, key: &str, value: &str) {
+        let patch = serde_json::json!({"metadata": {"annotations": {key: value}}});
+        let nodes = self.nodes(site).await;
+        nodes
+            .patch(site.node, &PatchParams::default(), &Patch::Merge(&patch))
+            .await
+            .expect("annotate the Node");
+    }
+}
+
+/// The /16 that a site's pods come from.
+pub fn wide(site: &Site) -> String {
+    let net: ipnet::IpNet = site.pods.parse().expect("a network");
+    ipnet::IpNet::new(net.addr(), 16).expect("a length").trunc().to_string()
+}
+
+pub fn peer(source: &Site, said: &BTreeMap<String, String>) -> Peer {
+    let wireguard = said[KILO_WIREGUARD_IP]
+        .split('/')
+        .next()
+        .expect("a host part")
+        .to_owned();
+    let (ip, port) = said[KILO_ENDPOINT].rsplit_once(':').expect("host:port");
+    let mut peer = Peer::new(
+        &format!("mesh--{}--{}", source.cluster, source.node),
+        PeerSpec {
+            allowed_ips: vec![source.pods.into(), format!("{wireguard}/32")],
+            endpoint: Some(PeerEndpoint {
+                dns_or_ip: DnsOrIp {
+                    ip: Some(ip.into()),
+                    dns: None,
+                },
+                port: port.parse().expect("a port"),
+            }),
+            persistent_keepalive: None,
+            preshared_key: None,
+            public_key: said[KILO_KEY].clone(),
+        },
+    );
+    peer.metadata.labels = Some([(LABEL_SOURCE_CLUSTER.to_owned(), source.cluster.to_owned())].into());
+    peer
+}
+
+fn node(site: &Site) -> Node {
+    serde_json::from_value(serde_json::json!({
+        "apiVersion": "v1", "kind": "Node", "metadata": {"name": site.node},
+        "spec": {"podCIDR": site.pods, "podCIDRs": [site.pods]},
+        "status": {"addresses": [{"type": "InternalIP", "address": site.address}]},
+    }))
+    .expect("a Node")
+}
