@@ -1,2 +1,13 @@
-//! Placeholder.
-fn main() {}
+//! `clustermeshctl`; installed as `kubectl-clustermesh` it is also `kubectl clustermesh`.
+#![forbid(unsafe_code)]
+
+use std::{io, process::ExitCode};
+
+fn main() -> ExitCode {
+    clustermeshctl::run(
+        std::env::args_os(),
+        &mut io::stdin(),
+        &mut io::stdout(),
+        &mut io::stderr(),
+    )
+}

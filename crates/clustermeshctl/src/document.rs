@@ -1,0 +1,289 @@
+//! YAML and JSON documents as trees that know the line of every value. What the values mean is not known here.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    io::Read,
+    path::{Path, PathBuf},
+};
+
+use serde::{
+    Deserialize,
+    de::{Deserializer, MapAccess, SeqAccess, Visitor},
+};
+use serde_saphyr::Spanned;
+
+use crate::problem::{Place, Problem};
+
+mod read;
+
+pub(crate) use read::read;
+
+#[cfg(test)]
+mod tests;
+
+/// One document of one file.
+#[derive(Debug)]
+pub(crate) struct Document {
+    /// As it was given on the command line, with what was found below; `-` = standard input.
+    pub(crate) file: String,
+    /// What it says.
+    pub(crate) tree: Tree,
+}
+
+/// A value and the line it begins on, from 1.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Tree {
+    pub(crate) line: u64,
+    pub(crate) value: Value,
+}
+
+/// What a document can hold.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Value {
+    Null,
+    Bool(bool),
+    Int(i64),
+    Uint(u64),
+    Float(f64),
+    Text(String),
+    List(Vec<Tree>),
+    /// In the order written; the reader has refused a key that is there twice.
+    Map(Vec<(String, Tree)>),
+}
+
+impl Tree {
+    /// The value under a key of a map.
+    pub(crate) fn get(&self, key: &str) -> Option<&Self> {
+        match &self.value {
+            Value::Map(entries) => entries.iter().find(|(k, _)| k == key).map(|(_, tree)| tree),
+            _ => None,
+        }
+    }
+
+    /// The text under a key of a map.
+    pub(crate) fn text(&self, key: &str) -> Option<&str> {
+        match &self.get(key)?.value {
+            Value::Text(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// The line of `spec.clusters[1].name`, or of the innermost value on the way that is there.
+    pub(crate) fn line_of(&self, field: &str) -> u64 {
+        let mut at = self;
+        for part in field.split(['.', '[']) {
+            let next = match (&at.value, part.strip_suffix(']')) {
+                (Value::List(items), Some(index)) => index.parse::<usize>().ok().and_then(|index| items.get(index)),
+                _ => at.get(part),
+            };
+            match next {
+                Some(next) => at = next,
+                None => break,
+            }
+        }
+        at.line
+    }
+}
+
+impl From<Spanned<Value>> for Tree {
+    fn from(spanned: Spanned<Value>) -> Self {
+        Self {
+            line: spanned.defined.line(),
+            value: spanned.value,
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Value {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Any;
+
+        impl<'de> Visitor<'de> for Any {
+            type Value = Value;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a value")
+            }
+
+            fn visit_unit<E>(self) -> Result<Value, E> {
+                Ok(Value::Null)
+            }
+
+            fn visit_none<E>(self) -> Result<Value, E> {
+                Ok(Value::Null)
+            }
+
+            fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Value, D::Error> {
+                Value::deserialize(deserializer)
+            }
+
+            fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
+                Ok(Value::Bool(value))
+            }
+
+            fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
+                Ok(Value::Int(value))
+            }
+
+            fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
+                Ok(i64::try_from(value).map_or(Value::Uint(value), Value::Int))
+            }
+
+            fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
+                Ok(Value::Float(value))
+            }
+
+            fn visit_str<E>(self, value: &str) -> Result<Value, E> {
+                Ok(Value::Text(value.to_owned()))
+            }
+
+            fn visit_string<E>(self, value: String) -> Result<Value, E> {
+                Ok(Value::Text(value))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Value, A::Error> {
+                let mut items = Vec::new();
+                while let Some(item) = seq.next_element::<Spanned<Value>>()? {
+                    items.push(item.into());
+                }
+                Ok(Value::List(items))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
+                let mut entries = Vec::new();
+                while let Some((key, value)) = map.next_entry::<String, Spanned<Value>>()? {
+                    entries.push((key, value.into()));
+                }
+                Ok(Value::Map(entries))
+            }
+        }
+
+        deserializer.deserialize_any(Any)
+    }
+}
+
+/// The documents in `text`, empty ones left out. JSON is read as the YAML that it is.
+pub(crate) fn parse(file: &str, text: &str) -> Result<Vec<Document>, Problem> {
+    // What guards a server against a hostile text would refuse the dump of a large cluster. The depth stays bounded.
+    let options = serde_saphyr::options! {
+        budget: serde_saphyr::budget! {
+            max_events: usize::MAX,
+            max_nodes: usize::MAX,
+            max_documents: usize::MAX,
+            max_total_scalar_bytes: usize::MAX,
+        },
+    };
+    let trees: Vec<Spanned<Value>> = serde_saphyr::from_multiple_with_options(text, options).map_err(|error| {
+        let line = error.location().map_or(0, |location| location.line());
+        Problem {
+            place: Some(Place {
+                file: file.to_owned(),
+                line,
+            }),
+            message: format!("is not YAML or JSON: {}", error.without_snippet()),
+        }
+    })?;
+    Ok(trees
+        .into_iter()
+        .map(|tree| Document {
+            file: file.to_owned(),
+            tree: tree.into(),
+        })
+        .collect())
+}
+
+/// Reads whole paths: files, folders with everything below, `-`.
+pub(crate) struct Library<'a> {
+    stdin: Option<&'a mut dyn Read>,
+}
+
+impl<'a> Library<'a> {
+    /// `stdin` is what `-` means; it can be read once.
+    pub(crate) fn new(stdin: &'a mut dyn Read) -> Self {
+        Self { stdin: Some(stdin) }
+    }
+
+    /// The documents under one path of the command line, in the order of file names.
+    pub(crate) fn read(&mut self, path: &Path) -> Result<Vec<Document>, Vec<Problem>> {
+        if path == Path::new("-") {
+            let Some(stdin) = self.stdin.take() else {
+                return Err(vec![Problem::usage(
+                    "- is given twice: standard input can be read once",
+                )]);
+            };
+            let mut text = String::new();
+            return match stdin.read_to_string(&mut text) {
+                Ok(_) => parse("-", &text).map_err(|problem| vec![problem]),
+                Err(error) => Err(vec![unreadable(path, &error)]),
+            };
+        }
+        let mut files = Vec::new();
+        match fs::metadata(path) {
+            Ok(metadata) if metadata.is_dir() => {
+                folder(path, &mut BTreeSet::new(), &mut files).map_err(|problem| vec![problem])?;
+                if files.is_empty() {
+                    return Err(vec![Problem {
+                        place: place(path),
+                        message: "holds no *.yaml, *.yml or *.json".to_owned(),
+                    }]);
+                }
+            }
+            Ok(_) => files.push(path.to_owned()),
+            Err(error) => return Err(vec![unreadable(path, &error)]),
+        }
+        let mut documents = Vec::new();
+        let mut problems = Vec::new();
+        for file in files {
+            let read = fs::read_to_string(&file).map_err(|error| unreadable(&file, &error));
+            match read.and_then(|text| parse(&file.display().to_string(), &text)) {
+                Ok(found) => documents.extend(found),
+                Err(problem) => problems.push(problem),
+            }
+        }
+        if problems.is_empty() {
+            Ok(documents)
+        } else {
+            Err(problems)
+        }
+    }
+}
+
+fn place(path: &Path) -> Option<Place> {
+    Some(Place {
+        file: path.display().to_string(),
+        line: 0,
+    })
+}
+
+fn unreadable(path: &Path, error: &std::io::Error) -> Problem {
+    Problem {
+        place: place(path),
+        message: format!("cannot be read: {error}"),
+    }
+}
+
+/// Names that begin with a dot are left out: a mounted ConfigMap holds each file a second time under one.
+fn folder(path: &Path, visited: &mut BTreeSet<PathBuf>, files: &mut Vec<PathBuf>) -> Result<(), Problem> {
+    let itself = fs::canonicalize(path).map_err(|error| unreadable(path, &error))?;
+    if !visited.insert(itself) {
+        return Ok(());
+    }
+    let entries = fs::read_dir(path).map_err(|error| unreadable(path, &error))?;
+    let mut names = entries
+        .map(|entry| entry.map(|entry| entry.file_name()))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| unreadable(path, &error))?;
+    names.sort();
+    for name in names.iter().filter(|name| !name.as_encoded_bytes().starts_with(b".")) {
+        let below = path.join(name);
+        let metadata = fs::metadata(&below).map_err(|error| unreadable(&below, &error))?;
+        let extension = below.extension().and_then(|extension| extension.to_str());
+        if metadata.is_dir() {
+            folder(&below, visited, files)?;
+        } else if matches!(extension, Some("yaml" | "yml" | "json")) {
+            files.push(below);
+        }
+    }
+    Ok(())
+}

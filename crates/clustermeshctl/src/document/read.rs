@@ -1,0 +1,206 @@
+//! From a [`Tree`] to a typed value, so that whatever does not fit is told with its field and its line.
+
+use std::{cell::RefCell, fmt};
+
+use serde::{
+    de::{
+        self, DeserializeOwned, DeserializeSeed, Deserializer, IntoDeserializer, MapAccess, SeqAccess, Visitor,
+        value::StrDeserializer,
+    },
+    forward_to_deserialize_any,
+};
+
+use super::{Tree, Value};
+
+/// Why a tree is not a value of a type.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Misfit {
+    /// `spec.allowedIPs[0]`; empty = the whole.
+    pub(crate) field: String,
+    /// From 1; 0 = not known yet.
+    pub(crate) line: u64,
+    /// What is wrong.
+    pub(crate) message: String,
+}
+
+impl fmt::Display for Misfit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &*self.field {
+            "" => f.write_str(&self.message),
+            field => write!(f, "{field}: {}", self.message),
+        }
+    }
+}
+
+impl std::error::Error for Misfit {}
+
+impl de::Error for Misfit {
+    fn custom<T: fmt::Display>(message: T) -> Self {
+        Self {
+            field: String::new(),
+            line: 0,
+            message: message.to_string(),
+        }
+    }
+}
+
+/// The value that `tree` says, and the fields that its type does not have, each with its line.
+///
+/// # Errors
+/// The first thing that does not fit.
+pub(crate) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<(T, Vec<(String, u64)>), Misfit> {
+    let unknown = RefCell::new(Vec::new());
+    let reader = Reader {
+        tree,
+        path: &Path::Root,
+        unknown: &unknown,
+    };
+    let value = T::deserialize(reader)?;
+    Ok((value, unknown.into_inner()))
+}
+
+/// The way from the root, written out only when it is told.
+enum Path<'p> {
+    Root,
+    Key(&'p Path<'p>, &'p str),
+    Index(&'p Path<'p>, usize),
+}
+
+impl fmt::Display for Path<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Root => Ok(()),
+            Self::Key(Self::Root, key) => f.write_str(key),
+            Self::Key(parent, key) => write!(f, "{parent}.{key}"),
+            Self::Index(parent, index) => write!(f, "{parent}[{index}]"),
+        }
+    }
+}
+
+struct Reader<'t, 'p> {
+    tree: &'t Tree,
+    path: &'p Path<'p>,
+    unknown: &'p RefCell<Vec<(String, u64)>>,
+}
+
+impl Reader<'_, '_> {
+    fn locate(&self, mut misfit: Misfit) -> Misfit {
+        if misfit.line == 0 {
+            misfit.line = self.tree.line;
+            misfit.field = self.path.to_string();
+        }
+        misfit
+    }
+}
+
+impl<'de, 't> Deserializer<'de> for Reader<'t, '_> {
+    type Error = Misfit;
+
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Misfit> {
+        let read = match &self.tree.value {
+            Value::Null => visitor.visit_unit(),
+            Value::Bool(value) => visitor.visit_bool(*value),
+            Value::Int(value) => visitor.visit_i64(*value),
+            Value::Uint(value) => visitor.visit_u64(*value),
+            Value::Float(value) => visitor.visit_f64(*value),
+            Value::Text(value) => visitor.visit_str(value),
+            Value::List(items) => visitor.visit_seq(Items {
+                parent: &self,
+                items: items.iter().enumerate(),
+            }),
+            Value::Map(entries) => visitor.visit_map(Entries {
+                parent: &self,
+                entries: entries.iter(),
+                value: None,
+            }),
+        };
+        read.map_err(|misfit| self.locate(misfit))
+    }
+
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Misfit> {
+        match self.tree.value {
+            Value::Null => visitor.visit_none(),
+            _ => visitor.visit_some(self),
+        }
+    }
+
+    fn deserialize_newtype_struct<V: Visitor<'de>>(self, _: &'static str, visitor: V) -> Result<V::Value, Misfit> {
+        visitor.visit_newtype_struct(self)
+    }
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, Misfit> {
+        let read = match &self.tree.value {
+            Value::Text(word) => {
+                let word: StrDeserializer<'_, Misfit> = word.as_str().into_deserializer();
+                visitor.visit_enum(word)
+            }
+            _ => Err(de::Error::custom("expected a word")),
+        };
+        read.map_err(|misfit| self.locate(misfit))
+    }
+
+    fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Misfit> {
+        self.unknown.borrow_mut().push((self.path.to_string(), self.tree.line));
+        visitor.visit_unit()
+    }
+
+    forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf unit unit_struct seq tuple
+        tuple_struct map struct identifier
+    }
+}
+
+struct Items<'t, 'p> {
+    parent: &'p Reader<'t, 'p>,
+    items: std::iter::Enumerate<std::slice::Iter<'t, Tree>>,
+}
+
+impl<'de> SeqAccess<'de> for Items<'_, '_> {
+    type Error = Misfit;
+
+    fn next_element_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, Misfit> {
+        let Some((index, tree)) = self.items.next() else {
+            return Ok(None);
+        };
+        let reader = Reader {
+            tree,
+            path: &Path::Index(self.parent.path, index),
+            unknown: self.parent.unknown,
+        };
+        seed.deserialize(reader).map(Some)
+    }
+}
+
+struct Entries<'t, 'p> {
+    parent: &'p Reader<'t, 'p>,
+    entries: std::slice::Iter<'t, (String, Tree)>,
+    value: Option<&'t (String, Tree)>,
+}
+
+impl<'de> MapAccess<'de> for Entries<'_, '_> {
+    type Error = Misfit;
+
+    fn next_key_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, Misfit> {
+        self.value = self.entries.next();
+        let Some((key, _)) = self.value else { return Ok(None) };
+        let key: StrDeserializer<'_, Misfit> = key.as_str().into_deserializer();
+        seed.deserialize(key).map(Some)
+    }
+
+    fn next_value_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<S::Value, Misfit> {
+        let Some((key, tree)) = self.value.take() else {
+            return Err(de::Error::custom("a value was read before its key"));
+        };
+        let reader = Reader {
+            tree,
+            path: &Path::Key(self.parent.path, key),
+            unknown: self.parent.unknown,
+        };
+        seed.deserialize(reader)
+    }
+}

@@ -1,0 +1,218 @@
+//! `clustermeshctl plan`: read what was given, ask the planner, hand the outcome to a form of output. The forms are
+//! [`report`] (JSON and YAML) and [`table`].
+
+use std::{
+    collections::BTreeMap,
+    io::{self, Read, Write},
+    path::{Path, PathBuf},
+};
+
+use clustermesh_api::convert;
+use clustermesh_core::{
+    diff::{self, Step},
+    mesh::{Mesh, MeshId},
+    plan::{self, Fact, MeshPlan, Plan, Settings},
+};
+
+use crate::{
+    args::{Output, PlanArgs},
+    document::{Document, Library},
+    objects::{self, Ignored, Objects},
+    problem::{Place, Problem},
+    world::{self, Seen, World},
+};
+
+mod report;
+mod table;
+
+/// Runs the command. Notes and warnings go to `stderr`.
+///
+/// # Errors
+/// Everything that has to be mended before there can be a plan.
+pub(crate) fn run(
+    args: &PlanArgs,
+    stdin: &mut dyn Read,
+    stdout: &mut dyn Write,
+    stderr: &mut dyn Write,
+) -> Result<u8, Vec<Problem>> {
+    let PlanArgs {
+        filename,
+        clusters,
+        output,
+        exit_code,
+        hub_id,
+    } = args;
+    let input = Input::read(filename, clusters, stdin)?;
+    for line in &input.notes {
+        let _ = writeln!(stderr, "{line}");
+    }
+    let outcome = Outcome::of(&input.meshes, input.given, hub_id.as_deref())?;
+    for line in outcome.notes() {
+        let _ = writeln!(stderr, "{line}");
+    }
+    let text = match output {
+        Output::Table => table::render(&outcome),
+        Output::Json => serde_json::to_string_pretty(&report::Report::from(&outcome))
+            .map(|json| json + "\n")
+            .map_err(|error| vec![Problem::usage(format!("the plan cannot be written as JSON: {error}"))])?,
+        Output::Yaml => serde_saphyr::to_string(&report::Report::from(&outcome))
+            .map_err(|error| vec![Problem::usage(format!("the plan cannot be written as YAML: {error}"))])?,
+    };
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Ok(()) => {}
+        // `| head` has read enough.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
+        Err(error) => return Err(vec![Problem::usage(format!("standard output: {error}"))]),
+    }
+    let changes = outcome.steps.values().any(|steps| !steps.is_empty());
+    Ok(if *exit_code && changes { 2 } else { 0 })
+}
+
+/// What was given, read.
+struct Input {
+    meshes: Vec<Mesh>,
+    given: BTreeMap<String, Objects>,
+    /// For stderr.
+    notes: Vec<String>,
+}
+
+impl Input {
+    fn read(filename: &[PathBuf], clusters: &[(String, PathBuf)], stdin: &mut dyn Read) -> Result<Self, Vec<Problem>> {
+        let mut library = Library::new(stdin);
+        let mut problems = Vec::new();
+        let mut ignored = Ignored::new();
+        let mut notes = Vec::new();
+        let documents = read_all(&mut library, filename.iter().map(PathBuf::as_path), &mut problems);
+        let meshes = meshes(&documents, &mut ignored, &mut notes).unwrap_or_else(|found| {
+            problems.extend(found);
+            Vec::new()
+        });
+        if meshes.is_empty() && problems.is_empty() {
+            problems.push(Problem::usage("no ClusterMesh in what --filename names"));
+        }
+        let mut paths: BTreeMap<&str, Vec<&Path>> = BTreeMap::new();
+        for (name, path) in clusters {
+            paths.entry(name).or_default().push(path);
+        }
+        let mut given = BTreeMap::new();
+        for (name, paths) in paths {
+            let documents = read_all(&mut library, paths.into_iter(), &mut problems);
+            match objects::items(&documents).and_then(|items| Objects::read(&items, &mut ignored)) {
+                Ok(objects) => {
+                    given.insert(name.to_owned(), objects);
+                }
+                Err(found) => problems.extend(found),
+            }
+        }
+        if !problems.is_empty() {
+            return Err(problems);
+        }
+        if !ignored.is_empty() {
+            let kinds: Vec<String> = ignored.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
+            notes.push(format!("note: of no use to a plan and ignored: {}", kinds.join(", ")));
+        }
+        Ok(Self { meshes, given, notes })
+    }
+}
+
+fn read_all<'p>(
+    library: &mut Library<'_>,
+    paths: impl Iterator<Item = &'p Path>,
+    problems: &mut Vec<Problem>,
+) -> Vec<Document> {
+    let mut documents = Vec::new();
+    for path in paths {
+        match library.read(path) {
+            Ok(read) => documents.extend(read),
+            Err(found) => problems.extend(found),
+        }
+    }
+    documents
+}
+
+fn meshes(documents: &[Document], ignored: &mut Ignored, notes: &mut Vec<String>) -> Result<Vec<Mesh>, Vec<Problem>> {
+    let items = objects::items(documents)?;
+    let mut meshes: Vec<Mesh> = Vec::new();
+    let mut places: BTreeMap<MeshId, Place> = BTreeMap::new();
+    let mut problems = Vec::new();
+    for (item, object) in objects::meshes(&items, ignored)? {
+        let told = |finding: convert::Finding| Problem {
+            place: Some(item.place(&finding.field)),
+            message: finding.to_string(),
+        };
+        match convert::mesh::to_core(&object) {
+            Err(findings) => problems.extend(findings.into_iter().map(told)),
+            Ok((mesh, warnings)) => {
+                notes.extend(
+                    warnings
+                        .into_iter()
+                        .map(|finding| format!("warning: {}", told(finding))),
+                );
+                if let Some(first) = places.insert(mesh.id.clone(), item.place("")) {
+                    problems.push(Problem {
+                        place: Some(item.place("")),
+                        message: format!("ClusterMesh {} is given twice, first at {first}", mesh.id),
+                    });
+                }
+                meshes.push(mesh);
+            }
+        }
+    }
+    if problems.is_empty() { Ok(meshes) } else { Err(problems) }
+}
+
+/// The plan of everything given, and the writes that would carry it out.
+struct Outcome {
+    plan: Plan,
+    world: World,
+    /// By the name on the command line of the member they go into, in the order of writing.
+    steps: BTreeMap<String, Vec<Step>>,
+}
+
+impl Outcome {
+    fn of(meshes: &[Mesh], given: BTreeMap<String, Objects>, hub: Option<&str>) -> Result<Self, Vec<Problem>> {
+        let world = World::new(meshes, given, hub)?;
+        let naming = world::naming(&world.observations.hub);
+        let plan = plan::plan(meshes, &world.observations, &Settings::default(), &naming);
+        let mut steps = BTreeMap::new();
+        for (identity, name) in &world.sources {
+            if let (false, Some(seen)) = (steps.contains_key(name), world.given.get(name)) {
+                steps.insert(name.clone(), diff::diff(&plan, identity, &seen.member));
+            }
+        }
+        Ok(Self { plan, world, steps })
+    }
+
+    /// What would be written into one entry's cluster for one mesh; `None` = the cluster was not given.
+    fn changes(&self, id: &MeshId, mesh: &MeshPlan, entry: &str) -> Option<Vec<&Step>> {
+        let identity = mesh.identities.get(entry)?;
+        let steps = self.steps.get(self.world.sources.get(identity)?)?;
+        // A mesh that names one cluster twice shows its changes once.
+        let first = mesh.identities.iter().find(|(_, other)| other.same_cluster(identity));
+        let shown = first.is_some_and(|(name, _)| name == entry);
+        Some(steps.iter().filter(|step| shown && step.mesh == *id).collect())
+    }
+
+    fn seen(&self, mesh: &MeshPlan, entry: &str) -> Option<&Seen> {
+        self.world.seen(mesh.identities.get(entry)?)
+    }
+
+    fn notes(&self) -> Vec<String> {
+        let mut notes = Vec::new();
+        for (name, seen) in &self.world.given {
+            for (mesh, count) in &seen.left_alone {
+                notes.push(format!(
+                    "note: {count} object(s) in cluster {name:?} belong to ClusterMesh {mesh}, which is not given: they are left alone"
+                ));
+            }
+        }
+        let facts = self.plan.meshes.values().flat_map(|mesh| &mesh.facts);
+        if facts
+            .into_iter()
+            .any(|fact| matches!(fact, Fact::EndpointUnresolved { .. }))
+        {
+            notes.push("note: names of endpoints are not looked up here; the controller looks them up".to_owned());
+        }
+        notes
+    }
+}

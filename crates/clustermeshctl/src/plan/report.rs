@@ -1,0 +1,264 @@
+//! The plan as JSON and YAML. Its shape is an interface: fields are added, never renamed.
+
+use clustermesh_api::{convert, peer::Peer, policy::PeerPolicy};
+use clustermesh_core::{
+    diff::Step,
+    mesh::{MeshId, ObjectName},
+    observe::Owner,
+    plan::{MeshPlan, TargetPlan},
+    status,
+};
+use k8s_openapi::{
+    api::{core::v1::Service, discovery::v1::EndpointSlice},
+    apimachinery::pkg::apis::meta::v1::ObjectMeta,
+};
+use kube::{Resource, ResourceExt};
+use serde::Serialize;
+
+use super::Outcome;
+use crate::world::Seen;
+
+/// Everything, by mesh.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    meshes: Vec<MeshReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct MeshReport {
+    namespace: String,
+    name: String,
+    conditions: Vec<Condition>,
+    clusters: Vec<Cluster>,
+    targets: Vec<Target>,
+}
+
+#[derive(Debug, Serialize)]
+struct Condition {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    status: &'static str,
+    reason: &'static str,
+    message: String,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Cluster {
+    name: String,
+    registered_peers: usize,
+    skipped: Vec<Skipped>,
+}
+
+#[derive(Debug, Serialize)]
+struct Skipped {
+    node: String,
+    reason: String,
+    message: String,
+}
+
+/// What one member should hold for the mesh, and what has to change there.
+#[derive(Debug, Serialize)]
+struct Target {
+    cluster: String,
+    peers: Vec<Peer>,
+    policies: Vec<PeerPolicy>,
+    services: Vec<Mirror>,
+    changes: Vec<Change>,
+}
+
+/// A mirrored Service, or one of its EndpointSlices.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum Mirror {
+    Service(Box<Service>),
+    Slice(Box<EndpointSlice>),
+}
+
+#[derive(Debug, Serialize)]
+struct Change {
+    action: &'static str,
+    kind: &'static str,
+    name: String,
+    fields: Vec<&'static str>,
+}
+
+impl From<&Step> for Change {
+    fn from(step: &Step) -> Self {
+        Self {
+            action: step.action.as_str(),
+            kind: step.item.kind(),
+            name: step.item.name(),
+            fields: step.fields.clone(),
+        }
+    }
+}
+
+impl From<&Outcome> for Report {
+    fn from(outcome: &Outcome) -> Self {
+        let meshes = outcome.plan.meshes.iter();
+        Self {
+            meshes: meshes.map(|(id, mesh)| MeshReport::of(outcome, id, mesh)).collect(),
+        }
+    }
+}
+
+impl MeshReport {
+    fn of(outcome: &Outcome, id: &MeshId, mesh: &MeshPlan) -> Self {
+        let conditions = status::conditions(mesh, &Default::default());
+        Self {
+            namespace: id.namespace.clone(),
+            name: id.name.clone(),
+            conditions: conditions
+                .into_iter()
+                .map(|condition| Condition {
+                    kind: condition.kind,
+                    status: if condition.status { "True" } else { "False" },
+                    reason: condition.reason,
+                    message: condition.message,
+                })
+                .collect(),
+            clusters: mesh
+                .clusters
+                .iter()
+                .map(|(name, cluster)| Cluster {
+                    name: name.clone(),
+                    registered_peers: cluster.registered,
+                    skipped: cluster
+                        .skipped
+                        .iter()
+                        .map(|skipped| Skipped {
+                            node: skipped.node.clone(),
+                            reason: skipped.reason.to_string(),
+                            message: skipped.message.clone(),
+                        })
+                        .collect(),
+                })
+                .collect(),
+            targets: mesh
+                .targets
+                .iter()
+                .map(|(cluster, target)| Target::of(outcome, id, mesh, cluster, target))
+                .collect(),
+        }
+    }
+}
+
+impl Target {
+    fn of(outcome: &Outcome, id: &MeshId, mesh: &MeshPlan, cluster: &str, planned: &TargetPlan) -> Self {
+        let writer = Writer {
+            id,
+            hub: &outcome.plan.hub,
+            seen: outcome.seen(mesh, cluster),
+        };
+        let changes = outcome.changes(id, mesh, cluster).unwrap_or_default();
+        Self {
+            cluster: cluster.to_owned(),
+            peers: writer.peers(planned),
+            policies: writer.policies(planned),
+            services: writer.services(planned),
+            changes: changes.into_iter().map(Change::from).collect(),
+        }
+    }
+}
+
+/// Makes objects as the controller writes them: a new one whole, one that stands with what others wrote into its metadata
+/// and its resourceVersion.
+struct Writer<'a> {
+    id: &'a MeshId,
+    hub: &'a str,
+    seen: Option<&'a Seen>,
+}
+
+impl Writer<'_> {
+    fn owner(&self, source: &str) -> Owner {
+        Owner {
+            mesh: Some(self.id.name.clone()),
+            mesh_namespace: Some(self.id.namespace.clone()),
+            hub: Some(self.hub.to_owned()),
+            source_cluster: Some(source.to_owned()),
+        }
+    }
+
+    fn peers(&self, planned: &TargetPlan) -> Vec<Peer> {
+        let stands = |name| self.seen.and_then(|seen| seen.objects.peers.get(name));
+        let peers = planned.peers.iter().map(|(name, peer)| {
+            let owner = self.owner(&peer.source);
+            match stands(name) {
+                None => convert::peer::from_core(name, &peer.spec, &owner),
+                Some(standing) => {
+                    let mut written = bare(standing);
+                    convert::peer::update(&mut written, &peer.spec, &owner);
+                    written
+                }
+            }
+        });
+        peers.collect()
+    }
+
+    fn policies(&self, planned: &TargetPlan) -> Vec<PeerPolicy> {
+        let stands = |name| self.seen.and_then(|seen| seen.objects.policies.get(name));
+        let policies = planned.policies.iter().map(|(name, policy)| {
+            let owner = self.owner(&policy.source);
+            match stands(name) {
+                None => convert::policy::from_core(name, &policy.source, &policy.spec, &owner),
+                Some(standing) => {
+                    let mut written = bare(standing);
+                    convert::policy::update(&mut written, &policy.source, &policy.spec, &owner);
+                    written
+                }
+            }
+        });
+        policies.collect()
+    }
+
+    fn services(&self, planned: &TargetPlan) -> Vec<Mirror> {
+        let mut mirrors = Vec::new();
+        for (name, service) in &planned.services {
+            let owner = self.owner(&service.source);
+            let stands = self.seen.and_then(|seen| seen.objects.services.get(name));
+            let mut written = stands.map_or_else(
+                || Service {
+                    metadata: named(name),
+                    ..Service::default()
+                },
+                bare,
+            );
+            convert::service::update(&mut written, service, &owner);
+            mirrors.push(Mirror::Service(Box::new(written)));
+            for (slice, planned) in &service.slices {
+                let slice = ObjectName {
+                    namespace: name.namespace.clone(),
+                    name: slice.clone(),
+                };
+                let stands = self.seen.and_then(|seen| seen.objects.slices.get(&slice));
+                let mut written = stands.map_or_else(
+                    || EndpointSlice {
+                        metadata: named(&slice),
+                        ..EndpointSlice::default()
+                    },
+                    bare,
+                );
+                convert::service::update_slice(&mut written, &name.name, planned, &owner);
+                mirrors.push(Mirror::Slice(Box::new(written)));
+            }
+        }
+        mirrors
+    }
+}
+
+fn named(name: &ObjectName) -> ObjectMeta {
+    ObjectMeta {
+        namespace: Some(name.namespace.clone()),
+        name: Some(name.name.clone()),
+        ..ObjectMeta::default()
+    }
+}
+
+/// Without managedFields, which the API server keeps for itself.
+fn bare<T: Resource + Clone>(standing: &T) -> T {
+    let mut object = standing.clone();
+    object.managed_fields_mut().clear();
+    object.meta_mut().managed_fields = None;
+    object
+}

@@ -1,0 +1,396 @@
+//! The plan as a person reads it: what is wrong first, then every change with what it is for. For programs there is
+//! [`super::report`].
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::{Display, Write},
+};
+
+use clustermesh_api::convert;
+use clustermesh_core::{
+    diff::{Action, Item, Step},
+    mesh::MeshId,
+    observe::{Endpoint, Member, Owner, PeerSpec, PolicySpec},
+    plan::{MeshPlan, PlannedSlice, TargetPlan},
+    status::{self, Condition},
+};
+
+use super::Outcome;
+
+/// Columns that a terminal of any width shows without a break.
+const WIDTH: usize = 100;
+/// The most items of a list that are told.
+const SHOWN: usize = 24;
+
+/// The whole plan.
+pub(super) fn render(outcome: &Outcome) -> String {
+    let mut page = Page::default();
+    for (id, mesh) in &outcome.plan.meshes {
+        page.mesh(outcome, id, mesh);
+    }
+    let all: Vec<&Step> = outcome.steps.values().flatten().collect();
+    let _ = match &*all {
+        [] => writeln!(page.text, "Nothing would change."),
+        steps => writeln!(page.text, "In all: {}.", counts(steps)),
+    };
+    page.text
+}
+
+#[derive(Default)]
+struct Page {
+    text: String,
+}
+
+impl Page {
+    fn mesh(&mut self, outcome: &Outcome, id: &MeshId, mesh: &MeshPlan) {
+        self.line(0, 0, &format!("ClusterMesh {id}"));
+        for condition in status::conditions(mesh, &BTreeMap::new()) {
+            if condition.kind == "Ready" || troubling(&condition) {
+                let state = match (condition.kind, condition.status) {
+                    ("Ready", true) => "Ready".to_owned(),
+                    ("Ready", false) => format!("Not ready: {}", condition.reason),
+                    (kind, _) if kind == condition.reason => kind.to_owned(),
+                    (kind, _) => format!("{kind}: {}", condition.reason),
+                };
+                self.line(2, 4, &format!("{state}: {}", condition.message));
+            }
+        }
+        for (entry, target) in &mesh.targets {
+            self.blank();
+            self.target(outcome, id, mesh, entry, target);
+        }
+        self.left_out(mesh);
+        self.blank();
+    }
+
+    fn target(&mut self, outcome: &Outcome, id: &MeshId, mesh: &MeshPlan, entry: &str, target: &TargetPlan) {
+        let (Some(steps), Some(seen)) = (outcome.changes(id, mesh, entry), outcome.seen(mesh, entry)) else {
+            let text = format!("Into {entry}: not given, so nothing is planned here");
+            self.line(2, 4, &text);
+            return;
+        };
+        let slices: usize = target.services.values().map(|service| service.slices.len()).sum();
+        let desired = target.peers.len() + target.policies.len() + target.services.len() + slices;
+        let touched = steps.iter().filter(|step| step.action != Action::Delete).count();
+        let kept = match (mesh.paused, desired.saturating_sub(touched)) {
+            (true, _) | (_, 0) => String::new(),
+            (_, kept) => format!("{}{kept} as they should be", if steps.is_empty() { "" } else { ", " }),
+        };
+        let changes = match (steps.is_empty(), kept.is_empty()) {
+            (true, true) => "no change".to_owned(),
+            (true, false) => "no change; ".to_owned(),
+            (false, _) => counts(&steps),
+        };
+        self.line(2, 4, &format!("Into {entry}: {changes}{kept}"));
+        for step in steps {
+            self.step(step, target, &seen.member);
+        }
+    }
+
+    fn step(&mut self, step: &Step, target: &TargetPlan, member: &Member) {
+        let sign = match step.action {
+            Action::Create => '+',
+            Action::Update => '~',
+            Action::Delete => '-',
+        };
+        let source = step.owner.source_cluster.as_deref().unwrap_or("?");
+        let name = step.item.name();
+        let of = match &step.item {
+            Item::Peer(peer, _) => match target.peers.get(peer) {
+                Some(planned) => format!("Node {} of {source}", planned.node),
+                None => format!("a node of {source}"),
+            },
+            Item::Policy(..) => format!("what {source} may reach"),
+            Item::Service(..) | Item::Slice(..) => format!("mirrors {source}"),
+        };
+        self.line(4, 8, &format!("{sign} {} {name}  ({of})", step.item.kind()));
+        for detail in details(step, member) {
+            self.line(8, 10, &detail);
+        }
+    }
+
+    /// Who is left out, and why.
+    fn left_out(&mut self, mesh: &MeshPlan) {
+        for (entry, cluster) in &mesh.clusters {
+            if !cluster.skipped.is_empty() {
+                self.blank();
+                let nodes: BTreeSet<&str> = cluster.skipped.iter().map(|skipped| skipped.node.as_str()).collect();
+                self.line(2, 4, &format!("Left out of {entry}: {} node(s)", nodes.len()));
+                for skipped in &cluster.skipped {
+                    let text = format!("! Node {}  {}: {}", skipped.node, skipped.reason, skipped.message);
+                    self.line(4, 8, &text);
+                }
+            }
+            if !cluster.held.is_empty() {
+                self.blank();
+                self.line(2, 4, &format!("Kept in {entry} for 5 minutes, then left out:"));
+                for (node, reason) in &cluster.held {
+                    self.line(4, 8, &format!("! Node {node}  {reason}"));
+                }
+            }
+        }
+    }
+
+    fn blank(&mut self) {
+        self.text.push('\n');
+    }
+
+    /// One entry, broken between words; what follows the first line is indented by `hang`.
+    fn line(&mut self, indent: usize, hang: usize, text: &str) {
+        let mut column = indent;
+        let _ = write!(self.text, "{:indent$}", "");
+        for (index, word) in text.split(' ').enumerate() {
+            let length = word.chars().count();
+            if index > 0 && column + 1 + length > WIDTH {
+                let _ = write!(self.text, "\n{:hang$}", "");
+                column = hang;
+            } else if index > 0 {
+                self.text.push(' ');
+                column += 1;
+            }
+            self.text.push_str(word);
+            column += length;
+        }
+        self.text.push('\n');
+    }
+}
+
+/// Whether a condition says that something is wrong or held back.
+fn troubling(condition: &Condition) -> bool {
+    let bad_when_true = ["NetworksOverlap", "Degraded", "Paused"].contains(&condition.kind);
+    condition.status == bad_when_true
+}
+
+fn counts(steps: &[&Step]) -> String {
+    let count = |action| steps.iter().filter(|step| step.action == action).count();
+    let parts = [
+        (Action::Create, "to create"),
+        (Action::Update, "to update"),
+        (Action::Delete, "to delete"),
+    ];
+    let parts = parts.map(|(action, word)| (count(action), word));
+    let parts: Vec<String> = parts
+        .iter()
+        .filter(|(count, _)| *count > 0)
+        .map(|(count, word)| format!("{count} {word}"))
+        .collect();
+    parts.join(", ")
+}
+
+/// What a change changes.
+fn details(step: &Step, member: &Member) -> Vec<String> {
+    match &step.item {
+        Item::Peer(name, planned) => {
+            let standing = member
+                .peers
+                .iter()
+                .flatten()
+                .find(|(n, _)| *n == name)
+                .map(|(_, peer)| peer);
+            let old = standing.map(|peer| peer.spec.as_ref());
+            let owner = standing.map(|peer| &peer.owner);
+            compare(step, planned.as_ref(), old, owner, whole_peer, peer_changes)
+        }
+        Item::Policy(name, planned) => {
+            let standing = member.policies.iter().flatten().find(|(n, _)| *n == name);
+            let old = standing.map(|(_, policy)| policy.spec.as_ref());
+            let owner = standing.map(|(_, policy)| &policy.owner);
+            compare(step, planned.as_ref(), old, owner, whole_policy, policy_changes)
+        }
+        Item::Service(name, planned) => {
+            let standing = member.services.get(name);
+            let old = standing.map(|service| Ok(&service.ports));
+            let owner = standing.and_then(|service| service.managed.as_ref());
+            let ports = |ports: &Vec<_>| vec![format!("ports {}", list(ports.iter().map(port)))];
+            compare(step, planned.as_ref(), old, owner, ports, |old, new| {
+                changed("ports", &list(old.iter().map(port)), &list(new.iter().map(port)))
+            })
+        }
+        Item::Slice(name, planned) => {
+            let standing = member.slices.get(name);
+            let before = standing.map(|slice| PlannedSlice {
+                v6: slice.v6,
+                ports: slice.ports.clone(),
+                endpoints: slice.endpoints.clone(),
+            });
+            let old = before.as_ref().map(Ok);
+            let owner = standing.and_then(|slice| slice.managed.as_ref());
+            let planned = planned.as_ref().map(|(_, slice)| slice);
+            compare(step, planned, old, owner, whole_slice, slice_changes)
+        }
+    }
+}
+
+/// The whole of what comes or goes; of what stays, the differences.
+fn compare<T>(
+    step: &Step,
+    planned: Option<&T>,
+    old: Option<Result<&T, &String>>,
+    owner: Option<&Owner>,
+    whole: impl Fn(&T) -> Vec<String>,
+    changes: impl Fn(&T, &T) -> Vec<String>,
+) -> Vec<String> {
+    let mut lines = match (planned, old) {
+        (Some(new), None) => whole(new),
+        (None, Some(Ok(old))) => whole(old),
+        (Some(new), Some(Ok(old))) => changes(old, new),
+        (Some(new), Some(Err(why))) => {
+            let mut lines = vec![format!("what stands is not what the controller writes: {why}")];
+            lines.extend(whole(new));
+            lines
+        }
+        (None, _) => vec![],
+    };
+    if let (Action::Update, Some(owner)) = (step.action, owner) {
+        let (old, new) = (convert::labels(owner), convert::labels(&step.owner));
+        let labels = |labels: &BTreeMap<String, String>, other: &BTreeMap<String, String>| {
+            let differing = labels.iter().filter(|(key, value)| other.get(*key) != Some(*value));
+            differing
+                .map(|(key, value)| format!("{key}={value}"))
+                .collect::<BTreeSet<_>>()
+        };
+        lines.extend(set_changes("labels", &labels(&old, &new), &labels(&new, &old)));
+    }
+    lines
+}
+
+fn whole_peer(spec: &PeerSpec) -> Vec<String> {
+    let keepalive = match spec.persistent_keepalive {
+        0 => String::new(),
+        seconds => format!(", keepalive {seconds} s"),
+    };
+    let first = match spec.endpoint {
+        Some(Endpoint::Ip(address)) => Some(address),
+        _ => None,
+    };
+    let others: Vec<_> = spec
+        .candidates
+        .iter()
+        .filter(|candidate| Some(**candidate) != first)
+        .collect();
+    let others = match &*others {
+        [] => String::new(),
+        others => format!(", else {}", list(others)),
+    };
+    let mut lines = vec![format!(
+        "endpoint {}{others}{keepalive}",
+        endpoint(spec.endpoint.as_ref())
+    )];
+    lines.push(match spec.allowed_ips.is_empty() {
+        true => "allows no address".to_owned(),
+        false => format!("allows {}", list(&spec.allowed_ips)),
+    });
+    lines
+}
+
+fn endpoint(endpoint: Option<&Endpoint>) -> String {
+    match endpoint {
+        None => "none (it dials)".to_owned(),
+        Some(Endpoint::Ip(address)) => address.to_string(),
+        Some(Endpoint::Dns(host, port)) => format!("{host}:{port}"),
+    }
+}
+
+fn peer_changes(old: &PeerSpec, new: &PeerSpec) -> Vec<String> {
+    let mut lines = changed("key", &old.public_key.to_string(), &new.public_key.to_string());
+    lines.extend(changed(
+        "endpoint",
+        &endpoint(old.endpoint.as_ref()),
+        &endpoint(new.endpoint.as_ref()),
+    ));
+    lines.extend(changed("candidates", &list(&old.candidates), &list(&new.candidates)));
+    let seconds = |spec: &PeerSpec| format!("{} s", spec.persistent_keepalive);
+    lines.extend(changed("keepalive", &seconds(old), &seconds(new)));
+    lines.extend(set_changes("allowedIPs", &old.allowed_ips, &new.allowed_ips));
+    lines
+}
+
+fn whole_policy(spec: &PolicySpec) -> Vec<String> {
+    vec![
+        format!("from {}", list(&spec.sources)),
+        format!("allows {}", list(&spec.allow)),
+    ]
+}
+
+fn policy_changes(old: &PolicySpec, new: &PolicySpec) -> Vec<String> {
+    let mut lines = set_changes("sources", &old.sources, &new.sources);
+    lines.extend(set_changes("networks", &old.networks, &new.networks));
+    lines.extend(set_changes("allow", &old.allow, &new.allow));
+    lines.extend(set_changes("deny", &old.deny, &new.deny));
+    lines.extend(set_changes("anchored", &old.anchored, &new.anchored));
+    let ports = |spec: &PolicySpec| {
+        let ports = spec.infrastructure_ports.iter();
+        ports
+            .map(|(protocol, port)| format!("{port}/{}", protocol.as_str()))
+            .collect::<BTreeSet<_>>()
+    };
+    lines.extend(set_changes("infrastructurePorts", &ports(old), &ports(new)));
+    lines
+}
+
+fn whole_slice(slice: &PlannedSlice) -> Vec<String> {
+    let addresses = list(slice.endpoints.iter().map(|endpoint| endpoint.address));
+    vec![format!("{addresses} on {}", list(slice.ports.iter().map(port)))]
+}
+
+fn slice_changes(old: &PlannedSlice, new: &PlannedSlice) -> Vec<String> {
+    let ports = |slice: &PlannedSlice| list(slice.ports.iter().map(port));
+    let mut lines = changed("ports", &ports(old), &ports(new));
+    let endpoints = |slice: &PlannedSlice| {
+        let endpoints = slice.endpoints.iter().map(|endpoint| {
+            let state = match (endpoint.ready, endpoint.serving, endpoint.terminating) {
+                (true, _, _) => "",
+                (false, true, true) => " (draining)",
+                _ => " (not ready)",
+            };
+            format!("{}{state}", endpoint.address)
+        });
+        endpoints.collect::<BTreeSet<_>>()
+    };
+    lines.extend(set_changes("endpoints", &endpoints(old), &endpoints(new)));
+    lines
+}
+
+fn port(port: &clustermesh_core::observe::ServicePort) -> String {
+    let name = match &*port.name {
+        "" => String::new(),
+        name => format!(" ({name})"),
+    };
+    format!("{}/{}{name}", port.port, port.protocol.as_str())
+}
+
+fn changed(what: &str, old: &str, new: &str) -> Vec<String> {
+    if old == new {
+        return vec![];
+    }
+    let or_none = |text: &str| {
+        if text.is_empty() {
+            "none".to_owned()
+        } else {
+            text.to_owned()
+        }
+    };
+    vec![format!("{what} {} -> {}", or_none(old), or_none(new))]
+}
+
+fn set_changes<T: Ord + Display>(what: &str, old: &BTreeSet<T>, new: &BTreeSet<T>) -> Vec<String> {
+    let mut lines = Vec::new();
+    for (sign, mut differing) in [
+        ("-", old.difference(new).peekable()),
+        ("+", new.difference(old).peekable()),
+    ] {
+        if differing.peek().is_some() {
+            lines.push(format!("{what} {sign} {}", list(differing)));
+        }
+    }
+    lines
+}
+
+fn list<T: Display>(items: impl IntoIterator<Item = T>) -> String {
+    let all: Vec<String> = items.into_iter().map(|item| item.to_string()).collect();
+    let mut text = all[..all.len().min(SHOWN)].join(", ");
+    if all.len() > SHOWN {
+        let _ = write!(text, " and {} more", all.len() - SHOWN);
+    }
+    text
+}

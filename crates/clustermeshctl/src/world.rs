@@ -1,0 +1,230 @@
+//! What was given, as the planner takes it: which files belong to which member, which hub asks, and how far what was not
+//! given must be left alone.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use clustermesh_api::{convert, names};
+use clustermesh_core::{
+    mesh::{ClusterIdentity, Mesh},
+    observe::{Claim, Member, Observation, Observations, Owner, Server},
+};
+use kube::ResourceExt;
+
+use crate::{objects::Objects, problem::Problem};
+
+/// The label of an object whose mesh was not given is made to say this: a hub that is nobody's, so that the object counts as
+/// someone else's, keeps its key and addresses, and stays. No label can hold it.
+const NOT_GIVEN: &str = "(mesh not given)";
+
+/// What stands in one member, raw and as values.
+#[derive(Debug)]
+pub(crate) struct Seen {
+    pub(crate) objects: Objects,
+    pub(crate) member: Member,
+    /// Objects left alone because their mesh was not given, by that mesh.
+    pub(crate) left_alone: BTreeMap<String, usize>,
+}
+
+/// Everything the planner is told, and what it was made of.
+#[derive(Debug)]
+pub(crate) struct World {
+    pub(crate) observations: Observations,
+    /// What was given, by the name on the command line.
+    pub(crate) given: BTreeMap<String, Seen>,
+    /// Which of them each entry's cluster is.
+    pub(crate) sources: BTreeMap<ClusterIdentity, String>,
+}
+
+impl World {
+    /// Ties files to members. `hub` = the operator's own word for the hub's id.
+    pub(crate) fn new(
+        meshes: &[Mesh],
+        given: BTreeMap<String, Objects>,
+        hub: Option<&str>,
+    ) -> Result<Self, Vec<Problem>> {
+        let sources = sources(meshes, given.keys().map(String::as_str).collect())?;
+        let hub = hub.map_or_else(|| hub_id(meshes, &given, &sources), str::to_owned);
+        let given: BTreeMap<String, Seen> = given
+            .into_iter()
+            .map(|(name, objects)| (name, Seen::new(objects, meshes, &hub)))
+            .collect();
+        let mut observations = Observations {
+            hub,
+            ..Observations::default()
+        };
+        for entry in meshes.iter().flat_map(|mesh| &mesh.clusters) {
+            let observation = match sources.get(&entry.identity).and_then(|name| given.get(name)) {
+                Some(seen) => Observation::Fresh(seen.member.clone()),
+                None => Observation::Missing(format!("not given; add --cluster {}=FILE_OR_DIR", entry.name)),
+            };
+            observations
+                .members
+                .entry(entry.identity.clone())
+                .or_insert(observation);
+        }
+        Ok(Self {
+            observations,
+            given,
+            sources,
+        })
+    }
+
+    /// What stands in the cluster of an entry, if it was given.
+    pub(crate) fn seen(&self, identity: &ClusterIdentity) -> Option<&Seen> {
+        self.given.get(self.sources.get(identity)?)
+    }
+}
+
+/// Which name on the command line each cluster has. One cluster may be an entry of several meshes under several names; one
+/// of them is enough.
+fn sources(meshes: &[Mesh], given: BTreeSet<&str>) -> Result<BTreeMap<ClusterIdentity, String>, Vec<Problem>> {
+    let entries = || meshes.iter().flat_map(|mesh| &mesh.clusters);
+    let mut problems: Vec<Problem> = given
+        .iter()
+        .filter(|name| !entries().any(|entry| entry.name == **name))
+        .map(|name| {
+            let known: BTreeSet<&str> = entries().map(|entry| entry.name.as_str()).collect();
+            let known: Vec<&str> = known.into_iter().collect();
+            Problem::usage(format!(
+                "--cluster {name}: no mesh has an entry of that name; there are {}",
+                known.join(", ")
+            ))
+        })
+        .collect();
+    let mut sources = BTreeMap::new();
+    for entry in entries() {
+        let names: BTreeSet<&str> = entries()
+            .filter(|other| other.identity.same_cluster(&entry.identity) && given.contains(&*other.name))
+            .map(|other| other.name.as_str())
+            .collect();
+        let mut names = names.into_iter();
+        match (names.next(), names.next()) {
+            (Some(one), Some(other)) => problems.push(Problem::usage(format!(
+                "--cluster {one} and --cluster {other} are the same cluster ({}): give one of them",
+                entry.identity
+            ))),
+            (Some(name), None) => {
+                sources.insert(entry.identity.clone(), name.to_owned());
+            }
+            (None, _) => {}
+        }
+    }
+    problems.sort();
+    problems.dedup();
+    if problems.is_empty() {
+        Ok(sources)
+    } else {
+        Err(problems)
+    }
+}
+
+/// The hub's id where the operator names none (documented at `--hub-id`).
+fn hub_id(meshes: &[Mesh], given: &BTreeMap<String, Objects>, sources: &BTreeMap<ClusterIdentity, String>) -> String {
+    let local = sources.get(&ClusterIdentity::Local).and_then(|name| given.get(name));
+    if let Some(uid) = local.and_then(|objects| objects.uid.clone()) {
+        return uid;
+    }
+    let mut found: BTreeMap<String, usize> = BTreeMap::new();
+    for peer in given.values().flat_map(|objects| objects.peers.values()) {
+        let owner = convert::owner(Some(peer.labels()));
+        let ours = meshes.iter().find(|mesh| {
+            owner.mesh.as_deref() == Some(&mesh.id.name) && owner.mesh_namespace.as_deref() == Some(&mesh.id.namespace)
+        });
+        if let (Some(mesh), Some(hub)) = (ours, owner.hub)
+            && mesh.adopt_hub.as_deref() != Some(&hub)
+        {
+            *found.entry(hub).or_default() += 1;
+        }
+    }
+    let most = found.iter().max_by(|(a, n), (b, m)| n.cmp(m).then(b.cmp(a)));
+    most.map_or_else(|| "unknown".to_owned(), |(hub, _)| hub.clone())
+}
+
+impl Seen {
+    fn new(objects: Objects, meshes: &[Mesh], hub: &str) -> Self {
+        let mut left_alone = BTreeMap::new();
+        let mut known = |owner: &mut Owner| {
+            let of_given = meshes.iter().any(|mesh| {
+                owner.mesh.as_deref() == Some(&mesh.id.name)
+                    && owner.mesh_namespace.as_deref().is_none_or(|ns| ns == mesh.id.namespace)
+            });
+            if owner.hub.as_deref() == Some(hub) && !of_given {
+                let words = |part: &Option<String>| part.clone().unwrap_or_else(|| "?".to_owned());
+                let mesh = format!("{}/{}", words(&owner.mesh_namespace), words(&owner.mesh));
+                *left_alone.entry(mesh).or_default() += 1;
+                owner.hub = Some(NOT_GIVEN.to_owned());
+            }
+        };
+        let mut member = member(&objects);
+        for peer in member.peers.iter_mut().flat_map(BTreeMap::values_mut) {
+            known(&mut peer.owner);
+        }
+        for policy in member.policies.iter_mut().flat_map(BTreeMap::values_mut) {
+            known(&mut policy.owner);
+        }
+        for owner in member
+            .services
+            .values_mut()
+            .filter_map(|service| service.managed.as_mut())
+        {
+            known(owner);
+        }
+        for owner in member.slices.values_mut().filter_map(|slice| slice.managed.as_mut()) {
+            known(owner);
+        }
+        Self {
+            objects,
+            member,
+            left_alone,
+        }
+    }
+}
+
+fn member(objects: &Objects) -> Member {
+    let nodes: BTreeMap<_, _> = objects
+        .nodes
+        .iter()
+        .map(|(name, node)| (name.clone(), convert::node::to_core(node)))
+        .collect();
+    // A dump does not say which CRDs are there. Where kg publishes keys and no agent of ours does, nobody reads policies.
+    let runs_kg = nodes.values().any(|node| node.public_key != Claim::Absent);
+    let runs_agent = nodes.values().any(|node| node.server != Server::Kilo);
+    let policies = runs_agent || !runs_kg || !objects.policies.is_empty();
+    Member {
+        uid: objects.uid.clone(),
+        peers: Some(
+            objects
+                .peers
+                .iter()
+                .map(|(name, peer)| (name.clone(), convert::peer::to_core(peer)))
+                .collect(),
+        ),
+        policies: policies.then(|| {
+            let ours = objects.policies.iter();
+            ours.map(|(name, policy)| (name.clone(), convert::policy::to_core(policy)))
+                .collect()
+        }),
+        services: objects
+            .services
+            .iter()
+            .map(|(name, service)| (name.clone(), convert::service::to_core(service)))
+            .collect(),
+        slices: objects
+            .slices
+            .iter()
+            .filter_map(|(name, slice)| Some((name.clone(), convert::service::slice_to_core(slice)?)))
+            .collect(),
+        pods: objects
+            .pods
+            .iter()
+            .map(|(name, pod)| (name.clone(), convert::service::pod_to_core(pod)))
+            .collect(),
+        api_endpoints: convert::service::api_endpoints(objects.slices.values()),
+        nodes,
+    }
+}
+
+/// How names are made for this hub.
+pub(crate) fn naming(hub: &str) -> names::Names {
+    names::Names { hub: hub.to_owned() }
+}

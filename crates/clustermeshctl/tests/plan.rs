@@ -1,0 +1,410 @@
+//! `clustermeshctl plan` as a black box: the built binary over files.
+
+use std::{
+    fs,
+    io::Write,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// What one run said.
+struct Run {
+    code: Option<i32>,
+    out: String,
+    err: String,
+}
+
+impl Run {
+    fn json(&self) -> Value {
+        assert_eq!(self.code, Some(0), "{}", self.err);
+        serde_json::from_str(&self.out).unwrap()
+    }
+}
+
+/// Runs `clustermeshctl plan` in the folder of the fixtures, so that messages name them as written here.
+fn plan_of(args: &str, stdin: &str) -> Run {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_clustermeshctl"))
+        .arg("plan")
+        .args(args.split_whitespace())
+        .current_dir(fixtures)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // A run that fails early does not read its input.
+    let _ = child.stdin.take().unwrap().write_all(stdin.as_bytes());
+    let output = child.wait_with_output().unwrap();
+    Run {
+        code: output.status.code(),
+        out: String::from_utf8(output.stdout).unwrap(),
+        err: String::from_utf8(output.stderr).unwrap(),
+    }
+}
+
+fn plan(args: &str) -> Run {
+    plan_of(args, "")
+}
+
+const AGENTS: &str = "-f agents/mesh.yaml --cluster mgmt=agents/mgmt.yaml --cluster tenant-a=agents/tenant-a";
+const KILO: &str = "-f kilo/mesh.yaml --cluster c1=kilo/nodes-c1.json --cluster c2=kilo/nodes-c2.json";
+
+/// A folder with one file for each member, which holds what a plan says should stand there.
+struct Applied {
+    folder: TempDir,
+}
+
+impl Applied {
+    fn new(plan: &Value) -> Self {
+        let applied = Self {
+            folder: TempDir::new().unwrap(),
+        };
+        for target in plan["meshes"][0]["targets"].as_array().unwrap() {
+            let objects = ["peers", "policies", "services"].map(|key| target[key].as_array().unwrap().clone());
+            applied.write(target["cluster"].as_str().unwrap(), &objects.concat());
+        }
+        applied
+    }
+
+    fn path(&self, cluster: &str) -> PathBuf {
+        self.folder.path().join(format!("{cluster}.json"))
+    }
+
+    fn write(&self, cluster: &str, items: &[Value]) {
+        let list = json!({"apiVersion": "v1", "kind": "List", "items": items});
+        fs::write(self.path(cluster), list.to_string()).unwrap();
+    }
+
+    fn edit(&self, cluster: &str, change: impl Fn(&mut Value)) {
+        let mut list: Value = serde_json::from_str(&fs::read_to_string(self.path(cluster)).unwrap()).unwrap();
+        list["items"].as_array_mut().unwrap().iter_mut().for_each(change);
+        fs::write(self.path(cluster), list.to_string()).unwrap();
+    }
+
+    /// The flags that give these files beside those of the fixtures.
+    fn flags(&self, clusters: &[&str]) -> String {
+        let flags = clusters
+            .iter()
+            .map(|name| format!(" --cluster {name}={}", self.path(name).display()));
+        flags.collect()
+    }
+}
+
+fn changes(plan: &Value, cluster: &str) -> Value {
+    let targets = plan["meshes"][0]["targets"].as_array().unwrap();
+    targets.iter().find(|target| target["cluster"] == cluster).unwrap()["changes"].clone()
+}
+
+fn change(action: &str, kind: &str, name: &str, fields: &[&str]) -> Value {
+    json!({"action": action, "kind": kind, "name": name, "fields": fields})
+}
+
+#[test]
+fn a_person_reads_what_will_change_where_and_who_is_left_out_and_why() {
+    let run = plan(AGENTS);
+    assert_eq!(run.err, "note: of no use to a plan and ignored: 1 ConfigMap\n");
+    insta::assert_snapshot!(run.out);
+    assert_eq!(run.code, Some(0));
+}
+
+#[test]
+fn a_program_reads_whole_objects_and_named_changes() {
+    insta::assert_json_snapshot!(plan(&format!("{AGENTS} --hub-id hub-1 -o json")).json());
+}
+
+#[test]
+fn yaml_and_json_say_the_same() {
+    let yaml = plan(&format!("{AGENTS} -o yaml"));
+    let read: Value = serde_saphyr::from_str(&yaml.out).unwrap();
+    assert_eq!(read, plan(&format!("{AGENTS} -o json")).json());
+}
+
+#[test]
+fn two_clusters_that_kg_runs_are_planned_by_location_and_without_policies() {
+    insta::assert_snapshot!(plan(KILO).out);
+}
+
+#[test]
+fn peers_of_someone_else_keep_their_keys_and_are_not_touched() {
+    let run = plan(&format!("{KILO} --cluster c2=kilo/kgctl-peers-c2.yaml -o json"));
+    let plan = run.json();
+    assert_eq!(changes(&plan, "c2"), json!([]));
+    let skipped = &plan["meshes"][0]["clusters"][0]["skipped"];
+    let reasons: Vec<&Value> = skipped
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|skipped| &skipped["reason"])
+        .collect();
+    assert_eq!(reasons, ["PublicKeyDuplicate"; 2], "{skipped}");
+}
+
+#[test]
+fn what_a_plan_says_once_written_leaves_nothing_to_change() {
+    for (world, clusters) in [(AGENTS, ["mgmt", "tenant-a"]), (KILO, ["c1", "c2"])] {
+        let first = plan(&format!("{world} -o json")).json();
+        let applied = Applied::new(&first);
+        let args = format!("{world}{}", applied.flags(&clusters));
+        let table = plan(&format!("{args} --exit-code"));
+        assert!(table.out.ends_with("\nNothing would change.\n"), "{}", table.out);
+        assert_eq!(table.code, Some(0));
+        let second = plan(&format!("{args} -o json")).json();
+        let unchanged = |plan: &Value, key: &str| plan["meshes"][0]["targets"][1][key].clone();
+        for key in ["peers", "policies", "services"] {
+            assert_eq!(unchanged(&second, key), unchanged(&first, key));
+        }
+    }
+}
+
+#[test]
+fn nothing_is_deleted_because_of_a_cluster_that_is_not_given() {
+    let applied = Applied::new(&plan(&format!("{AGENTS} --hub-id h -o json")).json());
+    let run = plan(&format!(
+        "-f agents/mesh.yaml --cluster mgmt=agents/mgmt.yaml{} --exit-code",
+        applied.flags(&["mgmt"])
+    ));
+    assert_eq!(run.code, Some(0), "{}", run.out);
+    insta::assert_snapshot!(run.out);
+}
+
+#[test]
+fn a_node_that_is_gone_takes_its_peer_along() {
+    let applied = Applied::new(&plan(&format!("{AGENTS} -o json")).json());
+    let empty = applied.folder.path().join("none.yaml");
+    fs::write(&empty, "kind: NodeList\napiVersion: v1\nitems: []\n").unwrap();
+    let plan = plan(&format!(
+        "-f agents/mesh.yaml --cluster mgmt=agents/mgmt.yaml --cluster tenant-a={}{} -o json",
+        empty.display(),
+        applied.flags(&["mgmt"]),
+    ));
+    let deleted = change("delete", "Peer", "prod--tenant-a--w1", &[]);
+    assert_eq!(changes(&plan.json(), "mgmt"), json!([deleted]));
+}
+
+#[test]
+fn the_predecessors_peers_are_adopted_by_their_labels_alone() {
+    let applied = Applied::new(&plan(&format!("{KILO} -o json")).json());
+    for cluster in ["c1", "c2"] {
+        applied.edit(cluster, |peer| {
+            let labels = peer["metadata"]["labels"].as_object_mut().unwrap();
+            labels.retain(|key, _| key.ends_with("/mesh") || key.ends_with("/source-cluster"));
+            assert_eq!(labels.len(), 2);
+        });
+    }
+    let run = plan(&format!("{KILO}{} -o json", applied.flags(&["c1", "c2"])));
+    let updated = |names: &[&str]| -> Value {
+        names
+            .iter()
+            .map(|name| change("update", "Peer", name, &["metadata.labels"]))
+            .collect()
+    };
+    assert_eq!(
+        changes(&run.json(), "c1"),
+        updated(&["pair--c2--c2n1", "pair--c2--c2n2", "pair--c2--c2n3"])
+    );
+    assert_eq!(
+        changes(&run.json(), "c2"),
+        updated(&["pair--c1--c1n1", "pair--c1--c1n3"])
+    );
+    insta::assert_snapshot!(plan(&format!("{KILO}{}", applied.flags(&["c1", "c2"]))).out);
+}
+
+#[test]
+fn a_peer_that_says_something_else_is_shown_with_what_differs() {
+    let applied = Applied::new(&plan(&format!("{AGENTS} -o json")).json());
+    applied.edit("tenant-a", |object| {
+        match (object["kind"].as_str(), object["metadata"]["name"].as_str()) {
+            (Some("Peer"), Some("prod--mgmt--h1")) => {
+                object["spec"]["allowedIPs"] = json!(["10.244.0.0/24", "10.7.0.0/16"]);
+                object["spec"]["endpoint"]["dnsOrIP"] = json!({"ip": "203.0.113.99"});
+                object["metadata"]["annotations"] = json!({"note": "mine"});
+            }
+            (Some("Peer"), Some("prod--mgmt--h2")) => object["spec"]["allowedIPs"] = json!(["10.244.1.5/24"]),
+            (Some("PeerPolicy"), _) => object["spec"]["sources"] = json!(["10.244.0.0/16"]),
+            (Some("EndpointSlice"), _) => object["endpoints"][0]["addresses"] = json!(["10.244.1.77"]),
+            _ => {}
+        }
+    });
+    let run = plan(&format!("{AGENTS}{}", applied.flags(&["mgmt", "tenant-a"])));
+    insta::assert_snapshot!(run.out);
+    let json = plan(&format!("{AGENTS}{} -o json", applied.flags(&["mgmt", "tenant-a"]))).json();
+    let peers = &json["meshes"][0]["targets"][1]["peers"];
+    let candidates = "203.0.113.11:51820,192.168.1.11:51820";
+    let annotations = json!({"kilo-clustermesh.io/endpoints": candidates, "note": "mine"});
+    assert_eq!(peers[0]["metadata"]["annotations"], annotations);
+}
+
+#[test]
+fn exit_codes_tell_changes_from_errors() {
+    let code = |args: &str| plan(args).code;
+    assert_eq!(code(AGENTS), Some(0));
+    assert_eq!(code(&format!("{AGENTS} --exit-code")), Some(2));
+    assert_eq!(code("-f agents/none.yaml --exit-code"), Some(1));
+    assert_eq!(code("--exit-code"), Some(1));
+    assert_eq!(code(&format!("{AGENTS} --no-such-flag")), Some(1));
+    assert_eq!(code("--help"), Some(0));
+}
+
+#[test]
+fn a_malformed_document_is_told_with_file_line_and_field() {
+    let folder = TempDir::new().unwrap();
+    fs::write(
+        folder.path().join("a.yaml"),
+        "apiVersion: v1\nkind: List\nitems:\n- apiVersion: v1\n  kind: Node\n  metadata: {name: n1}\n  spec:\n    podCIDRs: 10.0.0.0/24\n",
+    )
+    .unwrap();
+    fs::write(
+        folder.path().join("b.json"),
+        "{\"apiVersion\": \"kilo.squat.ai/v1alpha1\", \"kind\": \"Peer\",\n \"metadata\": {\"name\": \"p\"},\n \"spec\": {\"allowedIPs\": []}}",
+    )
+    .unwrap();
+    let run = plan(&format!(
+        "-f agents/mesh.yaml --cluster mgmt={}",
+        folder.path().display()
+    ));
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    assert_eq!(
+        run.err,
+        format!(
+            "error: {}:8: Node n1: spec.podCIDRs: invalid type: string \"10.0.0.0/24\", expected a sequence\n\
+             error: {}:3: Peer p: spec: missing field `publicKey`\n",
+            path("a.yaml"),
+            path("b.json")
+        )
+    );
+    assert_eq!((run.code, &*run.out), (Some(1), ""));
+}
+
+#[test]
+fn a_mesh_that_means_nothing_is_told_with_every_field_and_its_line() {
+    let mesh = "apiVersion: kilo.squat.ai/v1alpha1\nkind: ClusterMesh\nmetadata: {name: m, namespace: x}\nspec:\n  clusters:\n  \
+                - name: mgmt\n    local: true\n    allowedNetworks:\n    - 10.0.0.0/33\n  \
+                - name: A\n    kubeconfigSecretRef: {name: s}\n    allowedNetworks: [10.2.0.0/16]\n";
+    let run = plan_of("-f -", mesh);
+    assert_eq!(run.code, Some(1));
+    insta::assert_snapshot!(run.err);
+}
+
+#[test]
+fn a_misspelt_field_of_a_mesh_does_not_pass_for_its_default() {
+    let mesh = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/agents/mesh.yaml")).unwrap();
+    let mesh = mesh.replace("    egress:\n", "    isolationprofile: sandbox\n    egress:\n");
+    let run = plan_of("-f -", &mesh);
+    assert_eq!(
+        run.err,
+        "error: -:16: ClusterMesh meshes/prod: spec.clusters[1].isolationprofile: a ClusterMesh has no such field\n"
+    );
+}
+
+#[test]
+fn what_is_not_yaml_or_twice_there_or_nowhere_named_is_refused() {
+    let err = |args: &str, stdin: &str| {
+        let run = plan_of(args, stdin);
+        assert_eq!((run.code, &*run.out), (Some(1), ""));
+        run.err
+    };
+    let refused = [
+        err("-f -", "a: [1\nb: 2\n"),
+        err("-f -", "- 1\n"),
+        err("-f -", "kind: Secret\napiVersion: v1\n"),
+        err("-f - --cluster mgmt=-", "kind: Secret\napiVersion: v1\n"),
+        err("-f agents/mesh.yaml -f agents", ""),
+        err("-f agents/mesh.yaml --cluster mgnt=agents/mgmt.yaml", ""),
+        err(
+            "-f agents/mesh.yaml --cluster mgmt=agents/mgmt.yaml --cluster mgmt=agents/mgmt.yaml",
+            "",
+        ),
+        err("-f agents/mesh.yaml --cluster mgmt=nowhere", ""),
+        err("-f agents/mesh.yaml --cluster mgmt", ""),
+    ];
+    insta::assert_snapshot!(refused.join("\n"));
+}
+
+#[test]
+fn several_meshes_in_several_documents_share_a_cluster() {
+    let second = "apiVersion: kilo.squat.ai/v1alpha1\nkind: ClusterMesh\nmetadata: {name: lab, namespace: meshes}\nspec:\n  clusters:\n  \
+                  - name: hub\n    local: true\n    allowedNetworks: [10.244.0.0/16, 100.66.0.0/16, 10.96.0.0/12]\n  \
+                  - name: tenant-b\n    kubeconfigSecretRef: {name: b}\n    allowedNetworks: [10.30.0.0/16]\n---\n";
+    let first = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/agents/mesh.yaml")).unwrap();
+    let run = plan_of(
+        "-f - --cluster mgmt=agents/mgmt.yaml --cluster tenant-a=agents/tenant-a -o json",
+        &format!("{second}{first}"),
+    );
+    let both = run.json();
+    let names: Vec<&Value> = both["meshes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|mesh| &mesh["name"])
+        .collect();
+    assert_eq!(names, ["lab", "prod"]);
+    // The files given for `mgmt` are those of `hub` too: both are the local cluster.
+    assert_eq!(
+        both["meshes"][0]["conditions"][0]["message"],
+        "cluster \"tenant-b\": not given; add --cluster tenant-b=FILE_OR_DIR"
+    );
+    let alone = plan(&format!("{AGENTS} -o json")).json();
+    assert_eq!(both["meshes"][1], alone["meshes"][0]);
+}
+
+#[test]
+fn objects_of_a_mesh_that_is_not_given_are_left_alone() {
+    let applied = Applied::new(&plan(&format!("{AGENTS} --hub-id h -o json")).json());
+    applied.edit("mgmt", |object| {
+        object["metadata"]["name"] = json!(format!("other--{}", object["kind"].as_str().unwrap().to_lowercase()));
+        object["metadata"]["labels"]["kilo-clustermesh.io/mesh"] = json!("other");
+        if object["kind"] == "Peer" {
+            object["spec"]["publicKey"] = json!("DQ0NDQ0NDQ0NDQ0NDQ0NDQ0NDQ0NDQ0NDQ0NDQ0NDQ0=");
+            object["spec"]["allowedIPs"] = json!(["10.77.0.0/16"]);
+        }
+    });
+    let run = plan(&format!("{AGENTS}{} --hub-id h -o json", applied.flags(&["mgmt"])));
+    assert_eq!(
+        run.err.lines().last(),
+        Some(
+            "note: 2 object(s) in cluster \"mgmt\" belong to ClusterMesh meshes/other, which is not given: they are left alone"
+        )
+    );
+    let created = [
+        change("create", "PeerPolicy", "prod--tenant-a", &[]),
+        change("create", "Peer", "prod--tenant-a--w1", &[]),
+    ];
+    assert_eq!(changes(&run.json(), "mgmt"), json!(created));
+}
+
+#[test]
+fn the_hubs_id_is_the_flag_or_kube_systems_uid_or_the_one_most_peers_carry() {
+    let hub = |flags: &str| {
+        let plan = plan(&format!("{AGENTS}{flags} -o json")).json();
+        let labels = &plan["meshes"][0]["targets"][0]["policies"][0]["metadata"]["labels"];
+        labels["kilo-clustermesh.io/hub"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(hub(""), "unknown");
+    let applied = Applied::new(&plan(&format!("{AGENTS} --hub-id most -o json")).json());
+    let standing = applied.flags(&["mgmt", "tenant-a"]);
+    assert_eq!(hub(&standing), "most");
+    let system = applied.folder.path().join("system.yaml");
+    fs::write(
+        &system,
+        "apiVersion: v1\nkind: Namespace\nmetadata: {name: kube-system, uid: 11-22}\n",
+    )
+    .unwrap();
+    let system = format!("{standing} --cluster mgmt={}", system.display());
+    assert_eq!(hub(&system), "11-22");
+    assert_eq!(hub(&format!("{system} --hub-id flag")), "flag");
+    // Under another id they are another hub's, so they keep names and keys.
+    let foreign = plan(&format!("{AGENTS}{standing} --hub-id another -o json")).json();
+    assert_eq!(
+        changes(&foreign, "mgmt")
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|change| change["action"] != "create")
+            .count(),
+        0
+    );
+}
