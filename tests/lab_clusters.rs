@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use clustermesh_lab::{Cluster, ImageSpec, Lab, LabPlan, standing, wait_until};
+use clustermesh_lab::{Cluster, ImageSpec, Lab, LabPlan, down_all, standing, wait_until};
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::{Api, ListParams};
 use nix::sys::signal::{Signal, kill};
@@ -344,8 +344,14 @@ async fn a_kept_lab_outlives_its_handle_and_can_be_joined_and_taken_down() {
             .stdout,
         "ok"
     );
-    again.down().unwrap();
+    let owned = Lab::start(LabPlan::default()).await.unwrap();
+    down_all().unwrap();
     assert_eq!(left_behind(&directory), Vec::<String>::new());
+    assert!(
+        standing().contains(&owned.directory().to_owned()),
+        "a lab with a living owner was taken down"
+    );
+    assert!(again.down().is_ok(), "what is gone needs no taking down");
     assert!(!standing().contains(&directory));
 }
 

@@ -19,6 +19,8 @@ pub(crate) const SOCKET: &str = "control.sock";
 pub(crate) const SUPERVISOR_LOCK: &str = "supervisor.lock";
 /// Held by the owner until its supervisor lives.
 const OWNER_LOCK: &str = "owner.lock";
+/// There when the lab shall stay without its owner.
+pub(crate) const KEPT: &str = "kept";
 const ROOT: &str = "/run/clustermesh-lab";
 
 /// A running lab's directory, and the life line if this process owns it.
@@ -167,16 +169,22 @@ pub fn standing() -> Vec<PathBuf> {
     runs().into_iter().filter(|run| Run::attach(run).is_ok()).collect()
 }
 
-/// Takes every standing lab down and sweeps what dead ones left.
+/// Takes every kept lab down and sweeps what dead ones left. A lab with a living owner is somebody's running test and
+/// is left alone.
 ///
 /// # Errors
 /// When one does not go within half a minute.
 pub fn down_all() -> Result<()> {
-    for directory in standing() {
-        down(&directory)?;
+    for directory in standing().iter().filter(|directory| is_kept(directory)) {
+        down(directory)?;
     }
     sweep();
     Ok(())
+}
+
+/// Whether the lab stays without an owner.
+pub(crate) fn is_kept(directory: &Path) -> bool {
+    directory.join(KEPT).exists()
 }
 
 /// Takes down one lab, whoever owns it.
@@ -260,7 +268,7 @@ fn runs() -> Vec<PathBuf> {
     };
     let paths = entries.filter_map(|entry| entry.ok().map(|entry| entry.path()));
     let mut runs: Vec<_> = paths
-        .filter(|path| !path.file_name().is_some_and(|n| n.as_encoded_bytes()[0] == b'.'))
+        .filter(|path| path.file_name().is_none_or(|n| n.as_encoded_bytes()[0] != b'.'))
         .collect();
     runs.sort();
     runs

@@ -127,7 +127,10 @@ impl Supervisor {
                 let names = state.processes.iter().filter(|(_, pid)| !self.reaper.ended(**pid));
                 return Ok(Response::Names(names.map(|(name, _)| name.clone()).collect()));
             }
-            Request::Keep => self.keep.store(true, Ordering::SeqCst),
+            Request::Keep => {
+                std::fs::write(self.run.join(run::KEPT), "")?;
+                self.keep.store(true, Ordering::SeqCst);
+            }
             Request::Down => self.down(),
         }
         Ok(Response::Done)

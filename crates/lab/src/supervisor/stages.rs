@@ -17,7 +17,7 @@ enum Stage {
     List,
     /// Build everything the lab runs into its cache.
     Build,
-    /// Take every standing lab down and sweep what dead ones left.
+    /// Take every kept lab down and sweep what dead ones left.
     Down,
     /// The parent of everything in one lab (pid 1 of its own namespace).
     #[command(hide = true)]
@@ -58,7 +58,11 @@ pub fn main() -> anyhow::Result<()> {
     match Stage::parse() {
         Stage::List => {
             for run in crate::standing() {
-                println!("{}", run.display());
+                println!(
+                    "{} {}",
+                    run.display(),
+                    if crate::run::is_kept(&run) { "kept" } else { "owned" }
+                );
             }
             Ok(())
         }
