@@ -3,8 +3,7 @@
 mod netns;
 
 use std::{
-    io::{Read, Write},
-    net::{SocketAddr, TcpListener, TcpStream},
+    net::SocketAddr,
     num::NonZeroU16,
     time::{Duration, Instant},
 };
@@ -14,14 +13,12 @@ use clustermesh_agent_core::{
     key::PresharedKey,
 };
 use clustermesh_core::key::PublicKey;
-use netns::{NetNs, unique_name, veth, wait_until};
+use netns::{NetNs, transfer, unique_name, veth, wait_until};
 use wg_agent::device::{Configuration, Device, DeviceError, userspace::Userspace};
 use x25519_dalek::StaticSecret;
 
 const PORT: u16 = 51820;
 const SOON: Duration = Duration::from_secs(10);
-/// A TCP connection that moves nothing for so long has failed.
-const STALLED: Duration = Duration::from_secs(20);
 
 /// A node: a namespace with a device in it. Node `n` has the inner addresses 10.9.0.n and fd09::n.
 struct Node {
@@ -137,48 +134,6 @@ fn two() -> [Node; 2] {
     a.add(2, Some("192.0.2.2:51820"));
     b.add(1, Some("192.0.2.1:51820"));
     [a, b]
-}
-
-/// Sends so many bytes over one TCP connection to `address` in the other namespace; each side checks what it got.
-fn transfer(from: &NetNs, to: &NetNs, address: &str, bytes: usize) {
-    let address: SocketAddr = address.parse().expect("an address");
-    let listener = to.enter(|| TcpListener::bind(address)).expect("listen");
-    std::thread::scope(|scope| {
-        let received = scope.spawn(move || {
-            let (mut stream, _) = listener.accept().expect("accept");
-            stream.set_read_timeout(Some(STALLED)).expect("set a timeout");
-            let mut buffer = vec![0; 1 << 16];
-            let mut total = 0_usize;
-            loop {
-                let length = stream.read(&mut buffer).expect("read");
-                if length == 0 {
-                    break;
-                }
-                assert!(
-                    buffer[..length]
-                        .iter()
-                        .zip(total..)
-                        .all(|(byte, at)| *byte == (at % 251) as u8),
-                    "garbled"
-                );
-                total += length;
-            }
-            stream.write_all(&(total as u64).to_be_bytes()).expect("answer");
-        });
-        let mut stream = from
-            .enter(|| TcpStream::connect_timeout(&address, SOON))
-            .expect("connect");
-        stream
-            .set_read_timeout(Some(Duration::from_secs(30)))
-            .expect("set a timeout");
-        let data: Vec<u8> = (0..bytes).map(|at| (at % 251) as u8).collect();
-        stream.write_all(&data).expect("write");
-        stream.shutdown(std::net::Shutdown::Write).expect("shut down");
-        let mut answer = [0; 8];
-        stream.read_exact(&mut answer).expect("an answer");
-        assert_eq!(u64::from_be_bytes(answer), bytes as u64);
-        received.join().expect("the receiver");
-    });
 }
 
 #[test]

@@ -7,6 +7,8 @@
 
 use std::{
     fs::File,
+    io::{Read, Write},
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream},
     os::fd::AsRawFd,
     process::{Child, Command, Output, Stdio},
     sync::atomic::{AtomicU32, Ordering},
@@ -16,22 +18,25 @@ use std::{
 
 use nix::sched::{CloneFlags, setns, unshare};
 
+/// A TCP connection that moves nothing for so long has failed.
+const STALLED: Duration = Duration::from_secs(20);
+
 /// One network namespace, with its loopback up.
-pub struct NetNs {
+pub(crate) struct NetNs {
     /// Only for messages.
-    pub name: String,
+    pub(crate) name: String,
     file: File,
 }
 
 /// A program that runs in a namespace and is killed when this is dropped.
-pub struct Running {
+pub(crate) struct Running {
     what: String,
     child: Child,
 }
 
 impl NetNs {
     /// A new empty namespace. Panics with the remedy if the caller is not root.
-    pub fn new(name: &str) -> Self {
+    pub(crate) fn new(name: &str) -> Self {
         let made = thread::spawn(|| {
             unshare(CloneFlags::CLONE_NEWNET)?;
             Ok::<_, nix::Error>(File::open("/proc/thread-self/ns/net"))
@@ -51,17 +56,17 @@ impl NetNs {
     }
 
     /// A path that `ip link set .. netns` and `nsenter --net=` take as long as this process lives.
-    pub fn path(&self) -> String {
+    pub(crate) fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }
 
     /// What to type to look around in it.
-    pub fn enter_hint(&self) -> String {
+    pub(crate) fn enter_hint(&self) -> String {
         format!("{}: nsenter --net={}", self.name, self.path())
     }
 
     /// Runs the closure on a thread that is inside the namespace; threads and programs it starts are inside too.
-    pub fn enter<T: Send>(&self, inside: impl FnOnce() -> T + Send) -> T {
+    pub(crate) fn enter<T: Send>(&self, inside: impl FnOnce() -> T + Send) -> T {
         thread::scope(|scope| {
             let run = scope.spawn(|| {
                 setns(&self.file, CloneFlags::CLONE_NEWNET).expect("enter the namespace");
@@ -72,13 +77,13 @@ impl NetNs {
     }
 
     /// Runs a program to its end and returns what it said.
-    pub fn output(&self, program: &str, args: &[&str]) -> Output {
+    pub(crate) fn output(&self, program: &str, args: &[&str]) -> Output {
         self.enter(|| Command::new(program).args(args).stdin(Stdio::null()).output())
             .unwrap_or_else(|error| panic!("run {program} in {}: {error} (is it installed?)", self.name))
     }
 
     /// Runs a program that must succeed and returns its standard output.
-    pub fn run(&self, program: &str, args: &[&str]) -> String {
+    pub(crate) fn run(&self, program: &str, args: &[&str]) -> String {
         let output = self.output(program, args);
         assert!(
             output.status.success(),
@@ -92,28 +97,28 @@ impl NetNs {
     }
 
     /// Runs a shell line that must succeed and returns its standard output.
-    pub fn sh(&self, line: &str) -> String {
+    pub(crate) fn sh(&self, line: &str) -> String {
         self.run("sh", &["-ec", line])
     }
 
     /// `ip`, with its arguments in one string.
-    pub fn ip(&self, line: &str) -> String {
+    pub(crate) fn ip(&self, line: &str) -> String {
         self.run("ip", &line.split_whitespace().collect::<Vec<_>>())
     }
 
     /// `ip -j` as JSON, an empty list where it says nothing.
-    pub fn ip_json(&self, line: &str) -> serde_json::Value {
+    pub(crate) fn ip_json(&self, line: &str) -> serde_json::Value {
         let text = self.ip(&format!("-j {line}"));
         serde_json::from_str(if text.trim().is_empty() { "[]" } else { &text }).expect("ip -j prints JSON")
     }
 
     /// Starts a program that runs until its guard is dropped; its output goes to the test's own.
-    pub fn spawn(&self, program: &str, args: &[&str]) -> Running {
+    pub(crate) fn spawn(&self, program: &str, args: &[&str]) -> Running {
         self.spawn_command(Command::new(program).args(args).stdin(Stdio::null()))
     }
 
     /// Starts a prepared command inside the namespace.
-    pub fn spawn_command(&self, command: &mut Command) -> Running {
+    pub(crate) fn spawn_command(&self, command: &mut Command) -> Running {
         let what = format!("{command:?} in {}", self.name);
         let child = self
             .enter(|| command.spawn())
@@ -122,12 +127,12 @@ impl NetNs {
     }
 
     /// True when one ping gets its answer within a second.
-    pub fn pings(&self, address: &str) -> bool {
+    pub(crate) fn pings(&self, address: &str) -> bool {
         self.output("ping", &["-n", "-c1", "-W1", address]).status.success()
     }
 
     /// The value of a sysctl, as `net/ipv4/ip_forward`.
-    pub fn sysctl(&self, key: &str) -> String {
+    pub(crate) fn sysctl(&self, key: &str) -> String {
         self.enter(|| std::fs::read_to_string(format!("/proc/sys/{key}")))
             .expect(key)
             .trim()
@@ -135,7 +140,7 @@ impl NetNs {
     }
 
     /// Sets a sysctl, as `net/ipv4/ip_forward`.
-    pub fn set_sysctl(&self, key: &str, value: &str) {
+    pub(crate) fn set_sysctl(&self, key: &str, value: &str) {
         self.enter(|| std::fs::write(format!("/proc/sys/{key}"), value))
             .expect(key);
     }
@@ -143,17 +148,17 @@ impl NetNs {
 
 impl Running {
     /// Its process id.
-    pub fn pid(&self) -> u32 {
+    pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
 
     /// The process itself, for its pipes.
-    pub fn child(&mut self) -> &mut Child {
+    pub(crate) fn child(&mut self) -> &mut Child {
         &mut self.child
     }
 
     /// Waits for its end, at most so long.
-    pub fn wait(&mut self, at_most: Duration) -> std::process::ExitStatus {
+    pub(crate) fn wait(&mut self, at_most: Duration) -> std::process::ExitStatus {
         let what = self.what.clone();
         wait_for(&format!("the end of {what}"), at_most, || {
             self.child.try_wait().expect("wait for a child")
@@ -169,7 +174,7 @@ impl Drop for Running {
 }
 
 /// A veth pair between two namespaces, both ends up, each with the given addresses (`10.0.0.1/24`).
-pub fn veth(a: &NetNs, a_name: &str, a_addresses: &[&str], b: &NetNs, b_name: &str, b_addresses: &[&str]) {
+pub(crate) fn veth(a: &NetNs, a_name: &str, a_addresses: &[&str], b: &NetNs, b_name: &str, b_addresses: &[&str]) {
     a.ip(&format!(
         "link add {a_name} type veth peer name {b_name} netns {}",
         b.path()
@@ -186,7 +191,7 @@ pub fn veth(a: &NetNs, a_name: &str, a_addresses: &[&str], b: &NetNs, b_name: &s
 
 /// An interface name that no other test on this machine uses at the same time: `<prefix>` of at most 4 letters, at most 15 in all.
 /// For things whose names live outside the namespace, such as WireGuard's control sockets.
-pub fn unique_name(prefix: &str) -> String {
+pub(crate) fn unique_name(prefix: &str) -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     format!(
         "{prefix}{}x{}",
@@ -196,7 +201,7 @@ pub fn unique_name(prefix: &str) -> String {
 }
 
 /// Asks again every few milliseconds until there is a value; panics with what it waited for when time is up.
-pub fn wait_for<T>(what: &str, at_most: Duration, mut ask: impl FnMut() -> Option<T>) -> T {
+pub(crate) fn wait_for<T>(what: &str, at_most: Duration, mut ask: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + at_most;
     loop {
         if let Some(value) = ask() {
@@ -208,6 +213,48 @@ pub fn wait_for<T>(what: &str, at_most: Duration, mut ask: impl FnMut() -> Optio
 }
 
 /// Waits until the condition holds.
-pub fn wait_until(what: &str, at_most: Duration, mut holds: impl FnMut() -> bool) {
+pub(crate) fn wait_until(what: &str, at_most: Duration, mut holds: impl FnMut() -> bool) {
     wait_for(what, at_most, || holds().then_some(()));
+}
+
+/// Sends so many bytes over one TCP connection to `address` in the other namespace; each side checks what it got.
+pub(crate) fn transfer(from: &NetNs, to: &NetNs, address: &str, bytes: usize) {
+    let address: SocketAddr = address.parse().expect("an address");
+    let listener = to.enter(|| TcpListener::bind(address)).expect("listen");
+    thread::scope(|scope| {
+        let received = scope.spawn(move || {
+            let (mut stream, _) = listener.accept().expect("accept");
+            stream.set_read_timeout(Some(STALLED)).expect("set a timeout");
+            let mut buffer = vec![0; 1 << 16];
+            let mut total = 0_usize;
+            loop {
+                let length = stream.read(&mut buffer).expect("read");
+                if length == 0 {
+                    break;
+                }
+                assert!(
+                    buffer[..length]
+                        .iter()
+                        .zip(total..)
+                        .all(|(byte, at)| *byte == (at % 251) as u8),
+                    "garbled"
+                );
+                total += length;
+            }
+            stream.write_all(&(total as u64).to_be_bytes()).expect("answer");
+        });
+        let mut stream = from
+            .enter(|| TcpStream::connect_timeout(&address, STALLED))
+            .expect("connect");
+        stream
+            .set_read_timeout(Some(Duration::from_secs(30)))
+            .expect("set a timeout");
+        let data: Vec<u8> = (0..bytes).map(|at| (at % 251) as u8).collect();
+        stream.write_all(&data).expect("write");
+        stream.shutdown(Shutdown::Write).expect("shut down");
+        let mut answer = [0; 8];
+        stream.read_exact(&mut answer).expect("an answer");
+        assert_eq!(u64::from_be_bytes(answer), bytes as u64);
+        received.join().expect("the receiver");
+    });
 }
