@@ -132,7 +132,8 @@ async fn pods_of_two_clusters_reach_each_other_and_a_killed_agent_comes_back() {
         .packets("udp port 51820 and host 172.30.1.11 and host 172.30.2.11")
         .await
         .expect("read it");
-    assert!(outer.len() > 100, "{}", outer.len());
+    // Not one for each segment: a veth carries up to 64 kB of them as one frame.
+    assert!(outer.len() > 20, "{}", outer.len());
 }
 
 fn key_file(world: &World, index: usize) -> String {

@@ -53,6 +53,33 @@ pub const TENANT: usize = 1;
 
 impl World {
     pub async fn start() -> Self {
+        let world = Self::without_crds().await;
+        for site in &world.sites {
+            world.install_crds(site).await;
+        }
+        world
+    }
+
+    pub async fn install_crds(&self, site: &Site) {
+        let crds = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+            .join("../../crds")
+            .display()
+            .to_string();
+        let cluster = self.lab.cluster(site.cluster);
+        cluster
+            .kubectl(["apply", "--server-side", "-f", crds.as_str()])
+            .await
+            .expect("apply the CRDs");
+        let established = [
+            "wait",
+            "--for=condition=Established",
+            "crd/peers.kilo.squat.ai",
+            "crd/peerpolicies.kilo.squat.ai",
+        ];
+        cluster.kubectl(established).await.expect("the CRDs are served");
+    }
+
+    pub async fn without_crds() -> Self {
         let lab = Lab::start(LabPlan::control_planes(&["mgmt", "tenant-a"]))
             .await
             .expect("start the lab");
@@ -91,20 +118,7 @@ impl World {
             files: tempfile::tempdir().expect("a directory"),
         };
         for site in &world.sites {
-            let crds = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../crds");
             let cluster = world.lab.cluster(site.cluster);
-            let crds = crds.display().to_string();
-            cluster
-                .kubectl(["apply", "--server-side", "-f", crds.as_str()])
-                .await
-                .expect("apply the CRDs");
-            let established = [
-                "wait",
-                "--for=condition=Established",
-                "crd/peers.kilo.squat.ai",
-                "crd/peerpolicies.kilo.squat.ai",
-            ];
-            cluster.kubectl(established).await.expect("the CRDs are served");
             let inside = cluster.inside_kubeconfig().expect("a kubeconfig");
             std::fs::write(world.kubeconfig(site), inside).expect("write a kubeconfig");
             world

@@ -1,0 +1,194 @@
+//! One real agent and its own cluster's API server: what it publishes, and what it waits for.
+
+mod node;
+
+use clustermesh_api::names::{
+    KILO_CLUSTERMESH_ENDPOINT, KILO_ENDPOINT, KILO_FORCE_ENDPOINT, KILO_KEY, KILO_LAST_SEEN, KILO_WIREGUARD_IP,
+    NODE_AGENT,
+};
+use clustermesh_lab::wait_until;
+use k8s_openapi::api::core::v1::Node;
+use kube::api::PostParams;
+use node::{MGMT, SOON, TENANT, World};
+
+async fn says(world: &World, site: &node::Site, key: &str, want: &str) {
+    wait_until(format!("{key} = {want}"), SOON, async || {
+        let all = world.annotations(site).await;
+        if all.get(key).is_some_and(|value| value == want) {
+            Ok(())
+        } else {
+            Err(format!("{:?}", all.get(key)))
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[tokio::test]
+async fn an_agent_publishes_who_it_is_and_keeps_it_so() {
+    let world = World::start().await;
+    let site = world.site(MGMT);
+    let mut agent = world.agent(site, "agent");
+    let first = world.published(site).await;
+    world.ready(site).await;
+    assert_eq!(first[KILO_ENDPOINT], "172.30.1.11:51820");
+    let status: serde_json::Value = serde_json::from_str(&first[NODE_AGENT]).expect("JSON");
+    assert_eq!(
+        [&status["backend"], &status["mode"], &status["mtu"]],
+        [
+            &serde_json::json!("userspace"),
+            &serde_json::json!("full"),
+            &serde_json::json!(1420)
+        ]
+    );
+
+    // What others write over it is written again; what a person says is taken over and never written.
+    world.annotate(site, KILO_KEY, "nonsense").await;
+    says(&world, site, KILO_KEY, &first[KILO_KEY]).await;
+    world.annotate(site, KILO_CLUSTERMESH_ENDPOINT, "192.0.2.1:1").await;
+    world.annotate(site, KILO_FORCE_ENDPOINT, "node.example.org:4711").await;
+    says(&world, site, KILO_ENDPOINT, "node.example.org:4711").await;
+    let all = world.annotations(site).await;
+    assert_eq!(
+        (
+            all[KILO_CLUSTERMESH_ENDPOINT].as_str(),
+            all[KILO_FORCE_ENDPOINT].as_str()
+        ),
+        ("192.0.2.1:1", "node.example.org:4711")
+    );
+
+    // The claim survives a restart, and another's older claim does not.
+    assert!(
+        agent.terminate(SOON).await.expect("it ends").success(),
+        "{}",
+        agent.log()
+    );
+    let again = world.agent(site, "agent-2");
+    world.ready(site).await;
+    assert_eq!(
+        world.annotations(site).await[KILO_WIREGUARD_IP],
+        first[KILO_WIREGUARD_IP]
+    );
+    let rival: Node = serde_json::from_value(serde_json::json!({
+        // By name the later of the two, had they been made in the same second.
+        "apiVersion": "v1", "kind": "Node", "metadata": {"name": "zz-late", "annotations": {KILO_WIREGUARD_IP: first[KILO_WIREGUARD_IP]}},
+    }))
+    .expect("a Node");
+    let nodes = world.nodes(site).await;
+    nodes
+        .create(&PostParams::default(), &rival)
+        .await
+        .expect("create a Node");
+    world.annotate(site, "test/marker", "1").await;
+    world.ready(site).await;
+    assert_eq!(
+        world.annotations(site).await[KILO_WIREGUARD_IP],
+        first[KILO_WIREGUARD_IP],
+        "{}",
+        again.log()
+    );
+}
+
+#[tokio::test]
+async fn of_two_nodes_with_one_address_the_later_moves_on() {
+    let world = World::start().await;
+    let site = world.site(MGMT);
+    let _agent = world.agent(site, "agent");
+    let first = world.published(site).await;
+    // The other Node has to be older: so ours is made anew, with what it had published.
+    let rival: Node = serde_json::from_value(serde_json::json!({
+        "apiVersion": "v1", "kind": "Node", "metadata": {"name": "aa", "annotations": {KILO_WIREGUARD_IP: first[KILO_WIREGUARD_IP]}},
+    }))
+    .expect("a Node");
+    let nodes = world.nodes(site).await;
+    nodes
+        .create(&PostParams::default(), &rival)
+        .await
+        .expect("create a Node");
+    let mut own = nodes.get(site.node).await.expect("our Node");
+    own.metadata.resource_version = None;
+    own.metadata.uid = None;
+    nodes
+        .delete(site.node, &Default::default())
+        .await
+        .expect("delete our Node");
+    nodes
+        .create(&PostParams::default(), &own)
+        .await
+        .expect("create our Node anew");
+    wait_until("another address", SOON, async || {
+        let now = world
+            .annotations(site)
+            .await
+            .get(KILO_WIREGUARD_IP)
+            .cloned()
+            .unwrap_or_default();
+        if !now.is_empty() && now != first[KILO_WIREGUARD_IP] {
+            Ok(())
+        } else {
+            Err(now)
+        }
+    })
+    .await
+    .expect("it moved on");
+    let now = world.annotations(site).await[KILO_WIREGUARD_IP].clone();
+    let host = now.split('/').next().expect("a host").to_owned();
+    let shown = world
+        .host(site)
+        .exec(["ip", "-br", "addr", "show", "dev", &site.interface])
+        .await
+        .expect("ip")
+        .stdout;
+    assert!(shown.contains(&format!("{host}/32")), "{now}: {shown}");
+}
+
+#[tokio::test]
+async fn an_agent_waits_for_kg_to_be_gone() {
+    let world = World::start().await;
+    let site = world.site(TENANT);
+    let now = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .expect("a clock")
+        .as_secs();
+    world.annotate(site, KILO_LAST_SEEN, &now.to_string()).await;
+    let _agent = world.agent(site, "agent");
+    wait_until("the agent to say why it waits", SOON, async || {
+        match world.page(site, "/readyz").await {
+            (503, text) if text.contains("kg (Kilo) serves this node") && text.contains("take kg off it") => Ok(()),
+            (code, text) => Err(format!("{code}: {text}")),
+        }
+    })
+    .await
+    .expect("readyz");
+    let links = world.host(site).exec(["ip", "-br", "link"]).await.expect("ip").stdout;
+    assert!(!links.contains(&site.interface), "{links}");
+    // kg takes its annotation away when it ends.
+    let patch = serde_json::json!({"metadata": {"annotations": {KILO_LAST_SEEN: null}}});
+    let nodes = world.nodes(site).await;
+    nodes
+        .patch(site.node, &Default::default(), &kube::api::Patch::Merge(&patch))
+        .await
+        .expect("patch");
+    world.ready(site).await;
+    world.published(site).await;
+}
+
+#[tokio::test]
+async fn crds_that_come_late_are_noticed() {
+    let world = World::without_crds().await;
+    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
+    let first = world.agent(mgmt, "agent-mgmt");
+    let _second = world.agent(tenant, "agent-tenant");
+    world.ready(mgmt).await;
+    assert!(
+        first.log().contains("the CRD of Peer is not installed"),
+        "{}",
+        first.log()
+    );
+    world.install_crds(mgmt).await;
+    world.install_crds(tenant).await;
+    world.mesh().await;
+    world.reaches(mgmt, tenant).await;
+    world.reaches(tenant, mgmt).await;
+    assert!(first.log().contains("mended"), "{}", first.log());
+}
