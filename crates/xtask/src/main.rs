@@ -1,2 +1,57 @@
-//! Placeholder.
-fn main() {}
+//! The project's own commands. Each lives in a module; this file only names them.
+#![forbid(unsafe_code)]
+
+mod crds;
+mod demo;
+mod deps;
+mod manifests;
+mod prereq;
+mod programs;
+mod test;
+mod tools;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", about = "The project's own commands", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Two whole Kubernetes clusters on this machine become one mesh; shows it, and tears everything down.
+    Demo(demo::Args),
+    /// Every test of the project, with all that they need built first.
+    Test(test::Args),
+    /// Install what this machine lacks (Debian, Ubuntu) or name it.
+    Prereq(prereq::Args),
+    /// Build what the lab runs - Kubernetes, containerd, CNI plugins, CoreDNS - into the cache.
+    Tools,
+    /// Write crds/ from the API types.
+    Crds(Drift),
+    /// Write the manifests in deploy/.
+    Manifests(Drift),
+    /// Prove from cargo metadata who imports whom.
+    Deps,
+}
+
+#[derive(Debug, clap::Args)]
+struct Drift {
+    /// Change nothing; fail where a file is not what would be written.
+    #[arg(long)]
+    check: bool,
+}
+
+fn main() -> anyhow::Result<()> {
+    match Cli::parse().command {
+        Command::Demo(args) => demo::run(&args),
+        Command::Test(args) => test::run(&args),
+        Command::Prereq(args) => prereq::run(&args),
+        Command::Tools => tools::run(),
+        Command::Crds(Drift { check }) => crds::run(check),
+        Command::Manifests(Drift { check }) => manifests::run(check),
+        Command::Deps => deps::run(),
+    }
+}

@@ -1,0 +1,285 @@
+//! The product on a lab: images packed from our binaries, `crds/` and `deploy/` installed with kubectl as README.md tells
+//! a user to. What differs from a user's clusters is said here, and is only where the images come from.
+
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::{
+    Api, ResourceExt,
+    api::{ApiResource, DynamicObject, GroupVersionKind, ListParams},
+};
+
+use crate::{Cluster, ClusterPlan, Error, ImageSpec, Lab, Result, command, run, wait_until};
+
+/// Namespace of the controller, its meshes and their Secrets.
+pub const NAMESPACE: &str = "clustermesh";
+/// Namespace of the agent.
+pub const AGENT_NAMESPACE: &str = "clustermesh-agent";
+/// Name of the mesh that [`Product::mesh`] makes.
+pub const MESH: &str = "demo";
+
+/// How long a mesh may take to come up on a loaded machine.
+const PATIENCE: Duration = Duration::from_secs(180);
+
+/// The product, installed on clusters of one lab. The first is the hub.
+#[derive(Debug)]
+pub struct Product<'a> {
+    lab: &'a Lab,
+    clusters: Vec<String>,
+}
+
+/// The repository this crate was built from.
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn manifest(path: &str) -> Result<String> {
+    let path = repository().join(path);
+    std::fs::read_to_string(&path).map_err(Error::io(format!("read {}", path.display())))
+}
+
+/// The image that a manifest names (`image: NAME`).
+fn image_of(manifest: &str) -> Result<String> {
+    let name = manifest
+        .lines()
+        .find_map(|line| line.trim().trim_start_matches("- ").strip_prefix("image: "));
+    name.map(|name| name.trim_matches('"').to_owned())
+        .ok_or_else(|| Error::Plan("a manifest without an image".into()))
+}
+
+impl<'a> Product<'a> {
+    /// Packs the images and installs agents in all clusters, the controller in the first, and the account of each other one
+    /// as a Secret there. Nothing is meshed yet.
+    ///
+    /// # Errors
+    /// When a binary is missing, or a cluster refuses a manifest.
+    pub async fn install(lab: &'a Lab, clusters: &[&str], progress: &dyn Fn(&str)) -> Result<Self> {
+        let product = Self {
+            lab,
+            clusters: clusters.iter().map(|name| (*name).to_owned()).collect(),
+        };
+        progress("packing the images");
+        let (agent, controller) = product.pack()?;
+        for name in &product.clusters {
+            progress(&format!("{name}: CRDs and wg-agent"));
+            let cluster = lab.cluster(name);
+            cluster.load_image(&agent).await?;
+            product.install_agent(&cluster).await?;
+        }
+        let Some((hub, members)) = product.clusters.split_first() else {
+            return Ok(product);
+        };
+        let hub = lab.cluster(hub);
+        progress(&format!("{}: clustermesh-controller", hub.plan().name));
+        hub.load_image(&controller).await?;
+        hub.apply(&manifest("crds/clustermeshes.kilo.squat.ai.yaml")?).await?;
+        hub.apply(&manifest("deploy/controller.yaml")?).await?;
+        for name in members {
+            progress(&format!(
+                "{name}: the account of the controller, as a Secret of the hub"
+            ));
+            product.connect(&hub, &lab.cluster(name)).await?;
+        }
+        Ok(product)
+    }
+
+    fn pack(&self) -> Result<(PathBuf, PathBuf)> {
+        let directory = self.lab.directory().join("product");
+        std::fs::create_dir_all(&directory).map_err(Error::io("create the directory of images"))?;
+        let strip = |name: &str| -> Result<PathBuf> {
+            let (from, to) = (run::our_program(name)?, directory.join(name));
+            let status = std::process::Command::new("strip")
+                .arg("-o")
+                .arg(&to)
+                .arg(&from)
+                .status();
+            match status.map_err(Error::io("run strip"))?.success() {
+                true => Ok(to),
+                false => Err(Error::Plan(format!("strip {} failed", from.display()))),
+            }
+        };
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let nft = std::env::split_paths(&path)
+            .chain(["/usr/sbin".into()])
+            .map(|dir| dir.join("nft"))
+            .find(|p| p.is_file());
+        let nft = nft.ok_or_else(|| Error::Missing {
+            what: "the program nft".into(),
+            remedy: "install it (Debian, Ubuntu: nftables)".into(),
+        })?;
+        let agent = directory.join("wg-agent.tar");
+        ImageSpec::new(&image_of(&manifest("deploy/agent.yaml")?)?)
+            .program(&strip("wg-agent")?, "/wg-agent")?
+            .program(&nft, "/usr/sbin/nft")?
+            .entrypoint(&["/wg-agent"])
+            .write(&agent)?;
+        let controller = directory.join("clustermesh-controller.tar");
+        ImageSpec::new(&image_of(&manifest("deploy/controller.yaml")?)?)
+            .program(&strip("clustermesh-controller")?, "/clustermesh-controller")?
+            .entrypoint(&["/clustermesh-controller"])
+            .write(&controller)?;
+        Ok((agent, controller))
+    }
+
+    async fn install_agent(&self, cluster: &Cluster<'_>) -> Result<()> {
+        for crd in ["crds/peers.kilo.squat.ai.yaml", "crds/peerpolicies.kilo.squat.ai.yaml"] {
+            cluster.apply(&manifest(crd)?).await?;
+        }
+        cluster.apply(&manifest("deploy/agent.yaml")?).await?;
+        let range = format!("--from-literal=wireguard-cidr={}", cluster.plan().wireguard_cidr);
+        cluster
+            .kubectl(["-n", AGENT_NAMESPACE, "create", "configmap", "wg-agent", &range])
+            .await
+            .map(drop)
+    }
+
+    /// Makes the kubeconfig of a member's account with the script that is shipped, and gives it to the hub.
+    async fn connect(&self, hub: &Cluster<'_>, member: &Cluster<'_>) -> Result<()> {
+        member.apply(&manifest("deploy/member-account.yaml")?).await?;
+        let script = repository().join("deploy/member-kubeconfig.sh").display().to_string();
+        let server = format!("https://{}:6443", member.plan().api_address());
+        let argv = [vec![script, server], member.kubectl_argv(vec![])?].concat();
+        let what = format!("the token of the controller's account in {}", member.plan().name);
+        let kubeconfig = wait_until(what, PATIENCE, async || {
+            command::run(&argv, None)
+                .await
+                .map(|output| output.stdout)
+                .map_err(|error| error.to_string())
+        })
+        .await?;
+        let file = self
+            .lab
+            .directory()
+            .join(format!("{}.member.kubeconfig", member.plan().name));
+        std::fs::write(&file, kubeconfig).map_err(Error::io("write a kubeconfig"))?;
+        let secret = format!("{}-kubeconfig", member.plan().name);
+        let from = format!("--from-file=value={}", file.display());
+        hub.kubectl(["-n", NAMESPACE, "create", "secret", "generic", &secret, &from])
+            .await
+            .map(drop)
+    }
+
+    /// The hub.
+    #[must_use]
+    pub fn hub(&self) -> Cluster<'a> {
+        self.lab.cluster(&self.clusters[0])
+    }
+
+    /// A ClusterMesh of all clusters. `egress` = YAML of the `egress` of each member, by its name.
+    #[must_use]
+    pub fn mesh(&self, egress: &[(&str, &str)]) -> String {
+        let mut text = format!(
+            "apiVersion: kilo.squat.ai/v1alpha1\nkind: ClusterMesh\nmetadata: {{name: {MESH}, namespace: {NAMESPACE}}}\nspec:\n  clusters:\n"
+        );
+        for (position, name) in self.clusters.iter().enumerate() {
+            let cluster = self.lab.cluster(name);
+            text.push_str(&format!("  - name: {name}\n"));
+            if position == 0 {
+                text.push_str("    local: true\n");
+            } else {
+                text.push_str(&format!("    kubeconfigSecretRef: {{name: {name}-kubeconfig}}\n"));
+            }
+            let networks = networks(cluster.plan(), position == 0);
+            text.push_str(&format!("    allowedNetworks: [{}]\n", networks.join(", ")));
+            for (_, grants) in egress.iter().filter(|(of, _)| of == name) {
+                text.push_str(&format!("    egress: {grants}\n"));
+            }
+        }
+        text
+    }
+
+    /// Applies the mesh and waits until it says Ready and every agent has its Peers.
+    ///
+    /// # Errors
+    /// After three minutes, with the mesh's conditions.
+    pub async fn mesh_up(&self, mesh: &str) -> Result<()> {
+        let hub = self.hub();
+        hub.apply(mesh).await?;
+        for name in &self.clusters {
+            let cluster = self.lab.cluster(name);
+            cluster.rollout(AGENT_NAMESPACE, "daemonset/wg-agent").await?;
+        }
+        hub.rollout(NAMESPACE, "deployment/clustermesh-controller").await?;
+        self.ready().await
+    }
+
+    /// Waits until the mesh is Ready, with every Node of every cluster registered.
+    ///
+    /// # Errors
+    /// After three minutes, with what it last said.
+    pub async fn ready(&self) -> Result<()> {
+        let kind = GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "ClusterMesh");
+        let resource = ApiResource::from_gvk_with_plural(&kind, "clustermeshes");
+        let meshes: Api<DynamicObject> = Api::namespaced_with(self.hub().client().await?, NAMESPACE, &resource);
+        let nodes: Vec<usize> = self
+            .clusters
+            .iter()
+            .map(|name| {
+                self.lab
+                    .cluster(name)
+                    .nodes()
+                    .iter()
+                    .filter(|node| node.is_up())
+                    .count()
+            })
+            .collect();
+        wait_until(format!("ClusterMesh {MESH} to be Ready"), PATIENCE, async || {
+            let mesh = meshes.get(MESH).await.map_err(|error| error.to_string())?;
+            let status = &mesh.data["status"];
+            let ready = status["conditions"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .find(|c| c["type"] == "Ready");
+            let registered: Vec<usize> = status["clusters"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .map(|c| usize::try_from(c["registeredPeers"].as_u64().unwrap_or(0)).unwrap_or(0))
+                .collect();
+            match ready {
+                Some(ready) if ready["status"] == "True" && registered == nodes => Ok(()),
+                _ => Err(format!(
+                    "registered {registered:?} of {nodes:?} nodes; conditions: {}",
+                    status["conditions"]
+                )),
+            }
+        })
+        .await
+    }
+
+    /// The agent's pod on a node.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub async fn agent_pod(&self, cluster: &str, node: &str) -> Result<String> {
+        let pods: Api<Pod> = Api::namespaced(self.lab.cluster(cluster).client().await?, AGENT_NAMESPACE);
+        let list = pods
+            .list(&ListParams::default().fields(&format!("spec.nodeName={node}")))
+            .await;
+        let list = list.map_err(Error::kube("list the agents' pods"))?;
+        let live = list
+            .items
+            .into_iter()
+            .find(|pod| pod.metadata.deletion_timestamp.is_none());
+        live.map(|pod| pod.name_any())
+            .ok_or_else(|| Error::Plan(format!("no agent runs on {node}")))
+    }
+}
+
+/// Pods, WireGuard addresses and Services of a cluster; of the hub also its nodes' own addresses, so that what runs on
+/// their host network can be reached.
+fn networks(plan: &ClusterPlan, hub: bool) -> Vec<String> {
+    let mut networks = vec![
+        plan.pod_cidr.to_string(),
+        plan.wireguard_cidr.to_string(),
+        plan.service_cidr.to_string(),
+    ];
+    if hub {
+        networks.extend((1..=plan.nodes).map(|n| format!("{}/32", plan.node(n).address)));
+    }
+    networks
+}

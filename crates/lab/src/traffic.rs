@@ -1,0 +1,176 @@
+//! Questions from one pod or node to another, and what was seen of them on the other side.
+
+use std::{fmt, net::IpAddr, time::Duration};
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::{
+    Api,
+    api::{ApiResource, DynamicObject, ListParams},
+};
+
+use crate::{Cluster, Error, Lab, Result, wait_until};
+
+/// Two web servers, one on each node, behind the Service `web`: applied by [`Cluster::run_web`].
+pub const WEB: &str = include_str!("traffic/web.yaml");
+
+/// A running pod of the web Deployment.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Web {
+    /// Its node.
+    pub node: String,
+    /// Its name.
+    pub name: String,
+    /// Its address.
+    pub ip: IpAddr,
+}
+
+/// Who asks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Asker {
+    /// A pod, in its own network.
+    Pod(Web),
+    /// A node, in its host network.
+    Host(String),
+}
+
+impl fmt::Display for Asker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Pod(web) => write!(f, "pod {} ({} on {})", web.name, web.ip, web.node),
+            Self::Host(node) => write!(f, "host {node}"),
+        }
+    }
+}
+
+/// What a web server answered: who it is and whom it saw.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Answer {
+    /// The pod that answered.
+    pub pod: String,
+    /// Its node.
+    pub node: String,
+    /// The source address it saw.
+    pub saw: IpAddr,
+}
+
+impl Answer {
+    /// Parses `hello from POD on NODE to ADDRESS:PORT`.
+    fn parse(text: &str) -> Option<Self> {
+        let (pod, rest) = text.trim().strip_prefix("hello from ")?.split_once(" on ")?;
+        let (node, peer) = rest.split_once(" to ")?;
+        let saw = peer.parse::<std::net::SocketAddr>().ok()?.ip();
+        Some(Self {
+            pod: pod.into(),
+            node: node.into(),
+            saw,
+        })
+    }
+}
+
+impl Cluster<'_> {
+    /// Runs the web servers and waits for them.
+    ///
+    /// # Errors
+    /// When they do not come up.
+    pub async fn run_web(&self) -> Result<Vec<Web>> {
+        self.apply(WEB).await?;
+        self.rollout("default", "deployment/web").await?;
+        self.webs().await
+    }
+
+    /// The web servers that run now, by node.
+    ///
+    /// # Errors
+    /// When the API server does not answer.
+    pub async fn webs(&self) -> Result<Vec<Web>> {
+        let pods: Api<Pod> = Api::namespaced(self.client().await?, "default");
+        let list = pods
+            .list(&ListParams::default().labels("app=web"))
+            .await
+            .map_err(Error::kube("list the web pods"))?;
+        let mut webs: Vec<Web> = list.items.into_iter().filter_map(web).collect();
+        webs.sort();
+        Ok(webs)
+    }
+
+    /// The ClusterIP of a Service, once it has one.
+    ///
+    /// # Errors
+    /// When it does not come within half a minute.
+    pub async fn cluster_ip(&self, namespace: &str, name: &str) -> Result<IpAddr> {
+        let resource = ApiResource::erase::<k8s_openapi::api::core::v1::Service>(&());
+        let services: Api<DynamicObject> = Api::namespaced_with(self.client().await?, namespace, &resource);
+        wait_until(
+            format!("Service {namespace}/{name}"),
+            Duration::from_secs(30),
+            async || {
+                let service = services.get(name).await.map_err(|error| error.to_string())?;
+                let address = service.data["spec"]["clusterIP"]
+                    .as_str()
+                    .unwrap_or_default()
+                    .to_owned();
+                address.parse().map_err(|_| format!("its clusterIP is {address:?}"))
+            },
+        )
+        .await
+    }
+}
+
+fn web(pod: Pod) -> Option<Web> {
+    let status = pod.status?;
+    (status.phase.as_deref() == Some("Running") && pod.metadata.deletion_timestamp.is_none()).then_some(())?;
+    Some(Web {
+        node: pod.spec?.node_name?,
+        name: pod.metadata.name?,
+        ip: status.pod_ip?.parse().ok()?,
+    })
+}
+
+impl Lab {
+    /// Runs a host program where the asker is, whatever its exit status.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub async fn run_at(&self, from: &Asker, argv: &[&str]) -> Result<crate::Output> {
+        match from {
+            Asker::Pod(web) => self.node(&web.node).pod_exec(web.ip, argv.iter().copied()).await,
+            Asker::Host(node) => self.node(node).try_exec(argv.iter().copied()).await,
+        }
+    }
+
+    /// One HTTP request, answered within three seconds or not at all. `Err` = what curl says.
+    ///
+    /// # Errors
+    /// When curl cannot be started.
+    pub async fn ask(&self, from: &Asker, url: &str) -> Result<std::result::Result<Answer, String>> {
+        let output = self.run_at(from, &["curl", "-sS", "-m", "3", url]).await?;
+        Ok(
+            Answer::parse(&output.stdout)
+                .ok_or_else(|| format!("{}{}", output.stdout, output.stderr).trim().to_owned()),
+        )
+    }
+
+    /// Whether a ping is answered within two seconds.
+    ///
+    /// # Errors
+    /// When ping cannot be started.
+    pub async fn ping(&self, from: &Asker, to: IpAddr) -> Result<bool> {
+        let output = self
+            .run_at(from, &["ping", "-n", "-c", "1", "-W", "2", &to.to_string()])
+            .await?;
+        Ok(output.status.success())
+    }
+
+    /// Asks until there is an answer.
+    ///
+    /// # Errors
+    /// After a minute, with what curl says.
+    pub async fn ask_until_answered(&self, from: &Asker, url: &str) -> Result<Answer> {
+        wait_until(
+            format!("an answer of {url} to {from}"),
+            Duration::from_secs(60),
+            async || self.ask(from, url).await.map_err(|error| error.to_string())?,
+        )
+        .await
+    }
+}

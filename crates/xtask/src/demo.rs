@@ -1,0 +1,342 @@
+//! `cargo xtask demo`: two whole clusters become one mesh, and a person sees it.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use anyhow::bail;
+use clustermesh_lab::{Asker, Cluster, Lab, LabPlan, Product, Web, down_all, standing, wait_until};
+use kube::{
+    Api, ResourceExt,
+    api::{ApiResource, DynamicObject, GroupVersionKind, ListParams},
+};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::{prereq, programs};
+
+const HUB: &str = "mgmt";
+const MEMBER: &str = "tenant-a";
+/// Tenant-a's pods find the hub's web servers under this name.
+const EGRESS: &str =
+    "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
+
+/// What `cargo xtask demo` takes.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// Leave everything standing at the end and print how to step inside.
+    #[arg(long)]
+    keep: bool,
+    /// Take down what an earlier `--keep` left.
+    #[arg(long, conflicts_with = "keep")]
+    down: bool,
+    #[command(flatten)]
+    prereq: prereq::Args,
+}
+
+/// Runs the demo. Ctrl-C, a failure, SIGTERM and even SIGKILL of this program take everything down.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    if args.down {
+        let stood = standing().len();
+        down_all()?;
+        println!("{stood} lab(s) taken down");
+        return Ok(());
+    }
+    prereq::ensure(&args.prereq)?;
+    let programs = programs::build()?;
+    println!("programs: {}", programs.display());
+    tokio::runtime::Runtime::new()?.block_on(async {
+        let mut terminate = signal(SignalKind::terminate())?;
+        tokio::select! {
+            done = show(args.keep) => done,
+            _ = tokio::signal::ctrl_c() => bail!("interrupted; everything is taken down"),
+            _ = terminate.recv() => bail!("terminated; everything is taken down"),
+        }
+    })
+}
+
+struct Demo<'a> {
+    start: Instant,
+    lab: &'a Lab,
+    failed: Vec<String>,
+}
+
+async fn show(keep: bool) -> anyhow::Result<()> {
+    let start = Instant::now();
+    let say = |line: &str| println!("[{:6.1} s] {line}", start.elapsed().as_secs_f64());
+    let mut lab = Lab::start_with(LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)]), &say).await?;
+    let result = {
+        let mut demo = Demo {
+            start,
+            lab: &lab,
+            failed: Vec::new(),
+        };
+        demo.run().await.and_then(|()| match demo.failed.as_slice() {
+            [] => Ok(()),
+            failed => bail!("{} check(s) failed:\n  {}", failed.len(), failed.join("\n  ")),
+        })
+    };
+    if keep {
+        lab.keep()?;
+        println!(
+            "\nEverything stands until `cargo xtask demo --down`.\n{}",
+            lab.join_hint()
+        );
+    } else {
+        lab.down()?;
+        println!("\ntaken down; nothing is left");
+    }
+    result
+}
+
+impl<'a> Demo<'a> {
+    fn title(&self, text: &str) {
+        println!("\n=== [{:6.1} s] {text}", self.start.elapsed().as_secs_f64());
+    }
+
+    fn check(&mut self, what: &str, outcome: Result<String, String>) {
+        match outcome {
+            Ok(seen) => println!("  ok    {what}: {seen}"),
+            Err(why) => {
+                println!("  FAIL  {what}: {why}");
+                self.failed.push(format!("{what}: {why}"));
+            }
+        }
+    }
+
+    async fn run(&mut self) -> anyhow::Result<()> {
+        let (hub, member) = (self.lab.cluster(HUB), self.lab.cluster(MEMBER));
+        self.title("install: crds/ and deploy/, with kubectl as README.md tells");
+        let product = Product::install(self.lab, &[HUB, MEMBER], &|line| println!("  {line}")).await?;
+        let (hub_webs, member_webs) = (hub.run_web().await?, member.run_web().await?);
+
+        self.title("one ClusterMesh");
+        let mesh = product.mesh(&[(MEMBER, EGRESS)]);
+        println!("{mesh}");
+        let applied = Instant::now();
+        product.mesh_up(&mesh).await?;
+        println!("  Ready {:.1} s after kubectl apply", applied.elapsed().as_secs_f64());
+
+        self.title("pod -> pod across the clusters, HTTP and ping, both directions");
+        let capture = self.lab.capture("demo", "ip and not arp").await?;
+        self.matrix(&hub_webs, &member_webs).await?;
+        self.matrix(&member_webs, &hub_webs).await?;
+
+        self.title("pod -> remote Service by its mirrored name, balanced by the importing cluster's own kube-proxy");
+        self.mirrored(&member, &member_webs).await?;
+
+        self.title("pod -> remote ClusterIP through the anchor");
+        let service = hub.cluster_ip("default", "web").await?;
+        for web in &member_webs {
+            let from = Asker::Pod(web.clone());
+            let answer = self.lab.ask_until_answered(&from, &format!("http://{service}")).await;
+            self.check(&format!("{from} -> {service}"), described(answer));
+        }
+
+        self.title("what passed between nodes of different clusters meanwhile");
+        self.captured(capture).await?;
+
+        self.title("a node joins tenant-a");
+        let joined = self.join(&member, &hub_webs[0]).await?;
+        self.title("it leaves: power off, Node deleted");
+        self.leave(&hub, &member, &joined).await?;
+
+        self.title("as a user sees it");
+        for cluster in [&hub, &member] {
+            let kinds = if cluster.plan().name == HUB {
+                "clustermesh,peers"
+            } else {
+                "peers,services"
+            };
+            println!("$ kubectl --context {} get {kinds} -A", cluster.plan().name);
+            println!("{}", cluster.kubectl(["get", kinds, "-A"]).await?.stdout);
+        }
+        println!(
+            "$ kubectl --context {HUB} -n clustermesh get events --field-selector involvedObject.kind=ClusterMesh"
+        );
+        let events = [
+            "-n",
+            "clustermesh",
+            "get",
+            "events",
+            "--field-selector",
+            "involvedObject.kind=ClusterMesh",
+        ];
+        println!("{}", hub.kubectl(events).await?.stdout);
+        Ok(())
+    }
+
+    async fn matrix(&mut self, from: &[Web], to: &[Web]) -> anyhow::Result<()> {
+        for asker in from {
+            for target in to {
+                let from = Asker::Pod(asker.clone());
+                let answer = self
+                    .lab
+                    .ask_until_answered(&from, &format!("http://{}:8080", target.ip))
+                    .await;
+                let outcome = match answer {
+                    Ok(answer) if answer.pod == target.name && answer.saw == asker.ip => {
+                        let ping = if self.lab.ping(&from, target.ip).await? {
+                            "ping ok"
+                        } else {
+                            "NO PING"
+                        };
+                        if ping == "ping ok" {
+                            Ok(format!("answered by {}, which saw {}; {ping}", answer.pod, answer.saw))
+                        } else {
+                            Err(ping.to_owned())
+                        }
+                    }
+                    Ok(other) => Err(format!("answered by {}, which saw {}", other.pod, other.saw)),
+                    Err(error) => Err(error.to_string()),
+                };
+                self.check(
+                    &format!("{} on {} -> {} on {}", asker.ip, asker.node, target.ip, target.node),
+                    outcome,
+                );
+            }
+        }
+        Ok(())
+    }
+
+    async fn mirrored(&mut self, member: &Cluster<'_>, webs: &[Web]) -> anyhow::Result<()> {
+        for web in webs {
+            let mut seen: BTreeMap<String, usize> = BTreeMap::new();
+            let mut error = None;
+            for _ in 0..6 {
+                // Through the cluster's DNS, as a program would.
+                let url = "http://hub-web.default.svc.cluster.local";
+                let words = ["exec", &web.name, "--", "/bin/probe", "get", url];
+                let what = format!("{url} to answer {}", web.name);
+                let answer = wait_until(what, Duration::from_secs(60), async || {
+                    let output = member.try_kubectl(words).await.map_err(|error| error.to_string())?;
+                    let answered = output
+                        .stdout
+                        .split_once("hello from ")
+                        .map(|(_, rest)| rest.trim().to_owned());
+                    answered.ok_or_else(|| format!("{}{}", output.stdout, output.stderr))
+                })
+                .await;
+                match answer {
+                    Ok(text) => {
+                        *seen
+                            .entry(text.split_once(" to ").map_or(text.clone(), |(who, _)| who.to_owned()))
+                            .or_default() += 1
+                    }
+                    Err(failed) => error = Some(failed.to_string()),
+                }
+            }
+            let seen: Vec<String> = seen.into_iter().map(|(who, times)| format!("{who} x{times}")).collect();
+            self.check(
+                &format!("{} on {} -> hub-web", web.ip, web.node),
+                error.map_or(Ok(seen.join(", ")), Err),
+            );
+        }
+        Ok(())
+    }
+
+    async fn captured(&mut self, capture: clustermesh_lab::Capture) -> anyhow::Result<()> {
+        let captured = capture.stop().await?;
+        let [hub, member] = [HUB, MEMBER].map(|name| self.lab.cluster(name).plan().clone());
+        let between = format!(
+            "(net {0} and net {1}) or net {2} or net {3}",
+            hub.underlay, member.underlay, hub.wireguard_cidr, member.wireguard_cidr
+        );
+        // A kubeconfig leads to the member's API server, and the hub's controller follows it.
+        let api = format!("host {} or host {}", hub.api_address(), member.api_address());
+        let tunnel = captured
+            .packets(&format!("udp port 51820 and ({between}) and not ({api})"))
+            .await?
+            .len();
+        let across = format!(
+            "((src net {0} and dst net {1}) or (src net {1} and dst net {0}))",
+            hub.pod_cidr, member.pod_cidr
+        );
+        let clear = captured
+            .packets(&format!(
+                "not udp port 51820 and not ({api}) and (({between}) or {across})"
+            ))
+            .await?;
+        let outcome = match (tunnel, clear.as_slice()) {
+            (0, _) => Err("no WireGuard packet at all".to_owned()),
+            (_, []) => Ok(format!("{tunnel} packets, every one of them WireGuard's UDP")),
+            (_, [first, ..]) => Err(format!("{} packets in clear, first: {first}", clear.len())),
+        };
+        self.check("the underlay", outcome);
+        Ok(())
+    }
+
+    async fn join(&mut self, member: &Cluster<'a>, target: &Web) -> anyhow::Result<String> {
+        let node = member.join_node().await?;
+        let name = node.name().to_owned();
+        let published = wait_until(
+            format!("{name} to publish its key"),
+            Duration::from_secs(90),
+            async || {
+                let words = [
+                    "get",
+                    "node",
+                    &name,
+                    "-o",
+                    "jsonpath={.metadata.annotations.kilo\\.squat\\.ai/key}",
+                ];
+                let key = member
+                    .try_kubectl(words)
+                    .await
+                    .map_err(|error| error.to_string())?
+                    .stdout;
+                if key.is_empty() {
+                    Err("no annotation yet".to_owned())
+                } else {
+                    Ok(Instant::now())
+                }
+            },
+        )
+        .await?;
+        let from = Asker::Host(name.clone());
+        let url = format!("http://{}:8080", target.ip);
+        let answer = self.lab.ask_until_answered(&from, &url).await;
+        let after = published.elapsed();
+        let outcome =
+            described(answer).map(|seen| format!("{seen}; {:.2} s after its annotations", after.as_secs_f64()));
+        self.check(&format!("{name} -> {url}"), outcome);
+        Ok(name)
+    }
+
+    async fn leave(&mut self, hub: &Cluster<'_>, member: &Cluster<'_>, name: &str) -> anyhow::Result<()> {
+        self.lab.node(name).power_cut().await?;
+        member.kubectl(["delete", "node", name]).await?;
+        let deleted = Instant::now();
+        let kind = GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "Peer");
+        let resource = ApiResource::from_gvk_with_plural(&kind, "peers");
+        let peers: Api<DynamicObject> = Api::all_with(hub.client().await?, &resource);
+        let gone = wait_until(
+            format!("the Peers of {name} to go"),
+            Duration::from_secs(60),
+            async || {
+                let list = peers
+                    .list(&ListParams::default())
+                    .await
+                    .map_err(|error| error.to_string())?;
+                let left: Vec<String> = list
+                    .iter()
+                    .map(ResourceExt::name_any)
+                    .filter(|peer| peer.ends_with(name))
+                    .collect();
+                if left.is_empty() { Ok(()) } else { Err(left.join(", ")) }
+            },
+        )
+        .await;
+        let outcome = gone.map(|()| format!("gone {:.2} s after", deleted.elapsed().as_secs_f64()));
+        self.check(&format!("Peers of {name}"), outcome.map_err(|error| error.to_string()));
+        Ok(())
+    }
+}
+
+fn described(answer: clustermesh_lab::Result<clustermesh_lab::Answer>) -> Result<String, String> {
+    let answer = answer.map_err(|error| error.to_string())?;
+    Ok(format!(
+        "answered by {} on {}, which saw {}",
+        answer.pod, answer.node, answer.saw
+    ))
+}

@@ -1,0 +1,157 @@
+//! `cargo xtask deps`: who may import whom (ARCHITECTURE.md), proved from cargo metadata.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    process::Command,
+};
+
+use anyhow::{Context, bail};
+use serde::Deserialize;
+
+/// Every edge that may be. What is not here may not.
+const ALLOWED: &[(&str, &[&str])] = &[
+    ("clustermesh-core", &[]),
+    ("clustermesh-api", &["clustermesh-core"]),
+    ("clustermesh-agent-core", &["clustermesh-core"]),
+    ("clustermesh-daemon", &[]),
+    (
+        "clustermesh-controller",
+        &["clustermesh-core", "clustermesh-api", "clustermesh-daemon"],
+    ),
+    (
+        "wg-agent",
+        &[
+            "clustermesh-core",
+            "clustermesh-api",
+            "clustermesh-agent-core",
+            "clustermesh-daemon",
+        ],
+    ),
+    (
+        "clustermeshctl",
+        &["clustermesh-core", "clustermesh-api", "clustermesh-agent-core"],
+    ),
+    (
+        "clustermesh-lab",
+        &[
+            "clustermesh-core",
+            "clustermesh-api",
+            "clustermesh-controller",
+            "wg-agent",
+        ],
+    ),
+    ("xtask", &["clustermesh-core", "clustermesh-api", "clustermesh-lab"]),
+];
+
+/// What a pure crate may use beside ours: no runtime, no client, no clock, no log.
+const PURE: &[(&str, &[&str])] = &[
+    ("clustermesh-core", &["base64", "ipnet", "thiserror"]),
+    ("clustermesh-agent-core", &["base64", "ipnet", "thiserror", "zeroize"]),
+];
+
+#[derive(Deserialize)]
+struct Metadata {
+    packages: Vec<Package>,
+}
+
+#[derive(Deserialize)]
+struct Package {
+    name: String,
+    dependencies: Vec<Dependency>,
+}
+
+#[derive(Deserialize)]
+struct Dependency {
+    name: String,
+    /// `None` = an ordinary dependency.
+    kind: Option<String>,
+}
+
+/// Fails with every edge that is not allowed.
+pub(crate) fn run() -> anyhow::Result<()> {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version", "1", "--no-deps"])
+        .output()
+        .context("cargo metadata cannot be run")?;
+    if !output.status.success() {
+        bail!("cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    let metadata: Metadata = serde_json::from_slice(&output.stdout).context("cargo metadata is no JSON")?;
+    let wrong = violations(&metadata);
+    if wrong.is_empty() {
+        println!("imports: {} crates, every edge allowed", metadata.packages.len());
+        return Ok(());
+    }
+    bail!("imports that ARCHITECTURE.md does not allow:\n  {}", wrong.join("\n  "))
+}
+
+fn violations(metadata: &Metadata) -> Vec<String> {
+    let ours: BTreeSet<&str> = metadata.packages.iter().map(|package| &*package.name).collect();
+    let allowed: BTreeMap<&str, &[&str]> = ALLOWED.iter().copied().collect();
+    let pure: BTreeMap<&str, &[&str]> = PURE.iter().copied().collect();
+    let mut wrong = Vec::new();
+    for package in &metadata.packages {
+        let Some(allowed) = allowed.get(&*package.name) else {
+            wrong.push(format!(
+                "{}: this crate is in no list; say in ARCHITECTURE.md what it may import",
+                package.name
+            ));
+            continue;
+        };
+        // Tests may use the lab; what ships may not.
+        for dependency in package.dependencies.iter().filter(|d| d.kind.as_deref() != Some("dev")) {
+            if ours.contains(&*dependency.name) && !allowed.contains(&&*dependency.name) {
+                wrong.push(format!("{} -> {}", package.name, dependency.name));
+            }
+            if let Some(pure) = pure.get(&*package.name)
+                && !ours.contains(&*dependency.name)
+                && !pure.contains(&&*dependency.name)
+            {
+                wrong.push(format!("{} -> {}: a pure crate", package.name, dependency.name));
+            }
+        }
+    }
+    wrong
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn metadata(edges: &[(&str, &[&str])]) -> Metadata {
+        let packages = edges.iter().map(|(name, to)| Package {
+            name: (*name).into(),
+            dependencies: to
+                .iter()
+                .map(|to| Dependency {
+                    name: (*to).into(),
+                    kind: None,
+                })
+                .collect(),
+        });
+        Metadata {
+            packages: packages.collect(),
+        }
+    }
+
+    #[test]
+    fn an_edge_that_is_not_listed_and_a_runtime_in_a_pure_crate_are_named() {
+        let metadata = metadata(&[
+            ("clustermesh-core", &["tokio", "ipnet"]),
+            (
+                "clustermesh-api",
+                &["clustermesh-core", "clustermesh-controller", "kube"],
+            ),
+            ("clustermesh-controller", &["clustermesh-core"]),
+            ("newcomer", &[]),
+        ]);
+        assert_eq!(
+            violations(&metadata),
+            vec![
+                "clustermesh-core -> tokio: a pure crate",
+                "clustermesh-api -> clustermesh-controller",
+                "newcomer: this crate is in no list; say in ARCHITECTURE.md what it may import",
+            ]
+        );
+    }
+}
