@@ -76,7 +76,13 @@ fn read(path: &str) -> io::Result<u8> {
 fn check(sysctl: &Sysctl) -> Result<(), String> {
     let own = match read(&path(&sysctl.name, None)) {
         Ok(own) => own,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err("does not exist in this kernel".to_owned()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            let missing = match &sysctl.name {
+                Name::Global(_) => "does not exist in this kernel".to_owned(),
+                Name::Interface(interface, _) => format!("does not exist: there is no interface {interface}"),
+            };
+            return Err(missing);
+        }
         Err(e) => return Err(format!("cannot be read ({e})")),
     };
     let all = match sysctl.name {

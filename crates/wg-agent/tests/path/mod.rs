@@ -12,10 +12,12 @@ use std::{
 
 use clustermesh_agent_core::{
     compile::{Inputs, Node, Peer, compile},
+    numbers::MARK_UNDERLAY,
     policy::{Policy, Port, Protocol, Rule},
 };
 use clustermesh_core::key::PublicKey;
 use ipnet::IpNet;
+use nix::sys::socket::{setsockopt, sockopt};
 use wg_agent::{
     firewall::{Keeper, Nft},
     route::{self, Netlink},
@@ -87,7 +89,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
     } else {
         [f.member_wireguard, f.member, f.member_pods]
     };
-    let hub_networks = [f.hub_pod_net, f.hub_wireguards, f.services];
+    let hub_networks = [f.hub_pod_net, f.hub_wireguards, f.services, f.hub];
     let member_networks = [f.member_pod_net, f.member_wireguards];
     let (theirs, ours) = if hub {
         (&member_networks[..], &hub_networks[..])
@@ -97,7 +99,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
     // The hub's other node has no Peer: its pods are reached through the first, as an anchor.
     let allowed = match hub {
         true => vec![f.member_pods, f.member_wireguards],
-        false => vec![f.hub_pods, f.hub_wireguards, f.services, f.hub2_pods, f.denied],
+        false => vec![f.hub_pods, f.hub_wireguards, f.services, f.hub2_pods, f.denied, f.hub],
     };
     let deny = Rule {
         to: ranges(&[f.denied]).into_iter().collect(),
@@ -138,10 +140,10 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
         }],
         policies: vec![Policy {
             name: "other".to_owned(),
-            sources: all(theirs),
-            networks: all(theirs),
+            sources: ranges(theirs).into_iter().collect(),
+            networks: ranges(theirs).into_iter().collect(),
             allow: vec![Rule {
-                to: all(ours),
+                to: ranges(ours).into_iter().collect(),
                 ports: BTreeSet::new(),
             }],
             deny: vec![deny],
@@ -313,7 +315,7 @@ impl Worker {
     }
 
     /// What comes back from there, to a socket that takes it only from where it was sent.
-    pub(crate) fn ask_echo(&self, from: &NetNs, port: u16) -> String {
+    pub(crate) fn ask_echo(&self, from: &NetNs, port: u16, why: &str) -> String {
         let any: IpAddr = if self.mesh.f.n == 4 { "0.0.0.0" } else { "::" }.parse().unwrap();
         let socket = from.enter(|| {
             let socket = UdpSocket::bind((any, 0)).unwrap();
@@ -324,11 +326,15 @@ impl Worker {
         });
         socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
         let mut buffer = [0; 100];
-        wait_for("an answer over UDP", Duration::from_secs(5), || {
-            socket.send(b"hello").ok()?;
-            let length = socket.recv(&mut buffer).ok()?;
-            Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
-        })
+        wait_for(
+            &format!("an answer over UDP while {why}"),
+            Duration::from_secs(5),
+            || {
+                socket.send(b"hello").ok()?;
+                let length = socket.recv(&mut buffer).ok()?;
+                Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
+            },
+        )
     }
 }
 
@@ -446,6 +452,16 @@ fn answer(mut stream: TcpStream) -> io::Result<()> {
         "HTTP/1.0 200 OK\r\nContent-Length: {}\r\n\r\n{from}",
         from.len()
     )
+}
+
+/// A socket as the device has one for its outer packets: marked so that they never enter the tunnel.
+pub(crate) fn outer_socket(ns: &NetNs, address: &str, port: u16) -> UdpSocket {
+    let socket = ns
+        .enter(|| UdpSocket::bind((address.parse::<IpAddr>().unwrap(), port)))
+        .unwrap();
+    setsockopt(&socket, sockopt::Mark, &MARK_UNDERLAY).unwrap();
+    socket.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+    socket
 }
 
 /// Opens a connection from inside a namespace.
