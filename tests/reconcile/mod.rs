@@ -1,0 +1,378 @@
+//! The world in which the real controller binary is tested: API servers alone, accounts with exactly the rights that the
+//! controller needs, Nodes written as an agent would publish them. No assertions live here.
+
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+
+use base64::{Engine, engine::general_purpose::STANDARD};
+use clustermesh_api::{mesh::ClusterMesh, names, peer::Peer};
+use clustermesh_lab::{Cluster, Lab, LabPlan, Node as Machine, Running, wait_until};
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api, Client, ResourceExt,
+    api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
+};
+use serde_json::{Value, json};
+
+/// For what the controller should do at once, on a loaded machine.
+pub(crate) const SOON: Duration = Duration::from_secs(30);
+/// For what waits for a backoff.
+pub(crate) const LATER: Duration = Duration::from_secs(90);
+
+/// Rights on a member, and on the hub as a member.
+const MEMBER_RIGHTS: &str = r#"
+- {apiGroups: [""], resources: [nodes], verbs: [list, watch]}
+- {apiGroups: [""], resources: [namespaces], resourceNames: [kube-system], verbs: [get]}
+- {apiGroups: [kilo.squat.ai], resources: [peers, peerpolicies], verbs: [get, list, watch, create, update, delete]}
+- {apiGroups: [""], resources: [services], verbs: [get, list, watch, create, update, delete]}
+- {apiGroups: [discovery.k8s.io], resources: [endpointslices], verbs: [get, list, watch, create, update, delete]}
+"#;
+
+/// Further rights on the hub.
+const HUB_RIGHTS: &str = r#"
+- {apiGroups: [kilo.squat.ai], resources: [clustermeshes], verbs: [list, watch, patch]}
+- {apiGroups: [kilo.squat.ai], resources: [clustermeshes/status], verbs: [patch]}
+- {apiGroups: [""], resources: [secrets], verbs: [list, watch]}
+- {apiGroups: [events.k8s.io], resources: [events], verbs: [create, patch]}
+"#;
+
+/// API servers, the first of which is the hub, and a host for the controller.
+pub(crate) struct World {
+    pub(crate) lab: Lab,
+    names: Vec<String>,
+}
+
+fn repository() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// The controller's binary: `CLUSTERMESH_BIN_DIR`, else beside the test's own directory.
+fn binary() -> String {
+    let own = std::env::current_exe().unwrap();
+    let near = own.ancestors().skip(1).take(2).map(PathBuf::from);
+    let given = std::env::var_os("CLUSTERMESH_BIN_DIR").map(PathBuf::from);
+    let found = given
+        .into_iter()
+        .chain(near)
+        .map(|dir| dir.join("clustermesh-controller"))
+        .find(|path| path.is_file());
+    found
+        .expect("build it first: cargo build -p clustermesh-controller (cargo xtask test does)")
+        .display()
+        .to_string()
+}
+
+impl World {
+    /// Starts API servers with CRDs and accounts; the hub holds a kubeconfig Secret for each other one.
+    pub(crate) async fn start(names: &[&str]) -> Self {
+        let lab = Lab::start(LabPlan::control_planes(names)).await.unwrap();
+        lab.add_host("controller", "172.30.1.200".parse().unwrap())
+            .await
+            .unwrap();
+        let world = Self {
+            lab,
+            names: names.iter().map(|name| (*name).to_owned()).collect(),
+        };
+        for (index, name) in names.iter().enumerate() {
+            world.install_peer_crds(name).await;
+            world.account(name, index == 0).await;
+        }
+        world.hub().apply(&crd("clustermeshes")).await.unwrap();
+        world.established(world.hub_name(), &["clustermeshes"]).await;
+        for name in &names[1..] {
+            world.give_secret(name, &world.kubeconfig(name).await).await;
+        }
+        world
+    }
+
+    pub(crate) fn hub_name(&self) -> &str {
+        &self.names[0]
+    }
+
+    pub(crate) fn hub(&self) -> Cluster<'_> {
+        self.lab.cluster(self.hub_name())
+    }
+
+    pub(crate) async fn install_peer_crds(&self, name: &str) {
+        let cluster = self.lab.cluster(name);
+        cluster.apply(&crd("peers")).await.unwrap();
+        cluster.apply(&crd("peerpolicies")).await.unwrap();
+        self.established(name, &["peers", "peerpolicies"]).await;
+    }
+
+    async fn established(&self, name: &str, kinds: &[&str]) {
+        for kind in kinds {
+            let object = format!("crd/{kind}.kilo.squat.ai");
+            let words = ["wait", "--for=condition=Established", "--timeout=60s", &object];
+            self.lab.cluster(name).kubectl(words).await.unwrap();
+        }
+    }
+
+    /// A ServiceAccount with the controller's rights and no more.
+    async fn account(&self, name: &str, hub: bool) {
+        let rights = [MEMBER_RIGHTS, if hub { HUB_RIGHTS } else { "" }].concat();
+        let rules: String = rights
+            .trim()
+            .lines()
+            .filter(|l| !l.is_empty())
+            .map(|l| format!("{l}\n"))
+            .collect();
+        let yaml = format!(
+            "apiVersion: v1\nkind: ServiceAccount\nmetadata: {{name: controller, namespace: kube-system}}\n---\n\
+             apiVersion: rbac.authorization.k8s.io/v1\nkind: ClusterRole\nmetadata: {{name: controller}}\nrules:\n{rules}---\n\
+             apiVersion: rbac.authorization.k8s.io/v1\nkind: ClusterRoleBinding\nmetadata: {{name: controller}}\n\
+             roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: controller}}\n\
+             subjects: [{{kind: ServiceAccount, name: controller, namespace: kube-system}}]\n"
+        );
+        self.lab.cluster(name).apply(&yaml).await.unwrap();
+    }
+
+    /// A kubeconfig of that account with a fresh token, for use on the underlay.
+    pub(crate) async fn kubeconfig(&self, name: &str) -> String {
+        let cluster = self.lab.cluster(name);
+        let words = ["-n", "kube-system", "create", "token", "controller", "--duration=24h"];
+        let token = cluster.kubectl(words).await.unwrap().stdout.trim().to_owned();
+        let inside = cluster.inside_kubeconfig().unwrap();
+        let ca = inside
+            .lines()
+            .find(|line| line.contains("certificate-authority-data"))
+            .unwrap()
+            .trim();
+        let server = cluster.plan().api_address();
+        format!(
+            "apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts:\n- name: c\n  context: {{cluster: k, user: u}}\n\
+             clusters:\n- name: k\n  cluster:\n    server: https://{server}:6443\n    {}\nusers:\n- name: u\n  user:\n    \
+             token: {token}\n",
+            ca.trim_start_matches("- ").trim_start_matches("cluster: ")
+        )
+    }
+
+    /// Makes or changes the Secret of a member.
+    pub(crate) async fn give_secret(&self, name: &str, kubeconfig: &str) {
+        let secret = json!({
+            "apiVersion": "v1", "kind": "Secret",
+            "metadata": {"name": format!("{name}-kubeconfig"), "namespace": "default"},
+            "data": {"value": STANDARD.encode(kubeconfig)},
+        });
+        self.hub().apply(&secret.to_string()).await.unwrap();
+    }
+
+    pub(crate) fn host(&self) -> Machine<'_> {
+        self.lab.node("controller")
+    }
+
+    /// Starts the controller, as the hub's account; returns when it is ready.
+    pub(crate) async fn controller(&self) -> Running {
+        let file = self.lab.directory().join("controller.kubeconfig");
+        std::fs::write(&file, self.kubeconfig(self.hub_name()).await).unwrap();
+        let file = file.display().to_string();
+        let filter = "RUST_LOG=info,clustermesh_controller=debug";
+        let words = [
+            "env",
+            filter,
+            &binary(),
+            "--kubeconfig",
+            &file,
+            "--hub-namespace",
+            "default",
+            "--listen",
+            "172.30.1.200:8081",
+        ];
+        let running = self.host().spawn("controller", words).unwrap();
+        wait_until("the controller to be ready", LATER, async || {
+            match self.ask("/readyz").await {
+                answer if answer == "ok\n" => Ok(()),
+                answer => Err(format!(
+                    "{answer:?}; {}",
+                    running.log().lines().last().unwrap_or_default()
+                )),
+            }
+        })
+        .await
+        .unwrap();
+        running
+    }
+
+    /// What the admin endpoint answers; empty when it does not.
+    pub(crate) async fn ask(&self, path: &str) -> String {
+        let url = format!("http://172.30.1.200:8081{path}");
+        self.host()
+            .try_exec(["curl", "-s", "-m", "5", &url])
+            .await
+            .unwrap()
+            .stdout
+    }
+
+    /// The value of a counter without labels.
+    pub(crate) async fn metric(&self, name: &str) -> f64 {
+        let metrics = self.ask("/metrics").await;
+        let line = metrics.lines().find(|line| line.starts_with(&format!("{name} ")));
+        line.and_then(|line| line.rsplit(' ').next()?.parse().ok())
+            .unwrap_or_else(|| panic!("no {name} in {metrics}"))
+    }
+
+    pub(crate) async fn client(&self, name: &str) -> Client {
+        self.lab.cluster(name).client().await.unwrap()
+    }
+
+    /// Writes a Node as wg-agent publishes it, Ready; number `n` of member `m` has 10.M.N.0/24 and 100.64.M.N.
+    pub(crate) async fn node(&self, cluster: &str, m: u8, n: u8) -> Node {
+        let nodes: Api<Node> = Api::all(self.client(cluster).await);
+        let node: Node = serde_json::from_value(json!({
+            "metadata": {"name": format!("{cluster}-{n}"), "annotations": {
+                names::KILO_KEY: key(m, n),
+                names::KILO_WIREGUARD_IP: format!("100.64.{m}.{n}/24"),
+                names::KILO_ENDPOINT: format!("198.51.{m}.{n}:51820"),
+                names::KILO_INTERNAL_IP: format!("198.51.{m}.{n}/32"),
+                names::KILO_GRANULARITY: "full",
+                names::NODE_AGENT: json!({
+                    "version": env!("CARGO_PKG_VERSION"), "backend": "userspace", "mode": "full", "mtu": 1420,
+                }).to_string(),
+            }},
+            "spec": {"podCIDR": format!("10.{m}.{n}.0/24"), "podCIDRs": [format!("10.{m}.{n}.0/24")]},
+        }))
+        .unwrap();
+        nodes.create(&PostParams::default(), &node).await.unwrap();
+        let status = json!({"status": {
+            "addresses": [{"type": "InternalIP", "address": format!("198.51.{m}.{n}")}],
+            "conditions": [{"type": "Ready", "status": "True", "lastHeartbeatTime": null, "lastTransitionTime": null}],
+        }});
+        nodes
+            .patch_status(&node.name_any(), &PatchParams::default(), &Patch::Merge(&status))
+            .await
+            .unwrap()
+    }
+
+    pub(crate) async fn annotate(&self, cluster: &str, node: &str, annotation: &str, value: Option<&str>) {
+        let nodes: Api<Node> = Api::all(self.client(cluster).await);
+        let patch = json!({"metadata": {"annotations": {annotation: value}}});
+        nodes
+            .patch(node, &PatchParams::default(), &Patch::Merge(&patch))
+            .await
+            .unwrap();
+    }
+
+    pub(crate) async fn remove_node(&self, cluster: &str, node: &str) {
+        let nodes: Api<Node> = Api::all(self.client(cluster).await);
+        nodes.delete(node, &DeleteParams::default()).await.unwrap();
+    }
+
+    /// A mesh `prod` of all clusters; member number i (from 1) has 10.I.0.0/16 and 100.64.I.0/24.
+    pub(crate) fn mesh(&self) -> Value {
+        let entries: Vec<Value> = self
+            .names
+            .iter()
+            .enumerate()
+            .map(|(index, name)| self.entry(name, index + 1))
+            .collect();
+        json!({
+            "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "ClusterMesh",
+            "metadata": {"name": "prod", "namespace": "default"}, "spec": {"clusters": entries},
+        })
+    }
+
+    fn entry(&self, name: &str, m: usize) -> Value {
+        let networks = [
+            format!("10.{m}.0.0/16"),
+            format!("100.64.{m}.0/24"),
+            format!("198.51.{m}.0/24"),
+        ];
+        if name == self.hub_name() {
+            json!({"name": name, "local": true, "allowedNetworks": networks})
+        } else {
+            let secret = format!("{name}-kubeconfig");
+            json!({"name": name, "kubeconfigSecretRef": {"name": secret}, "allowedNetworks": networks})
+        }
+    }
+
+    pub(crate) async fn apply_mesh(&self, mesh: &Value) {
+        self.hub().apply(&mesh.to_string()).await.unwrap();
+    }
+
+    pub(crate) async fn get_mesh(&self) -> Option<ClusterMesh> {
+        Api::<ClusterMesh>::namespaced(self.client(self.hub_name()).await, "default")
+            .get_opt("prod")
+            .await
+            .unwrap()
+    }
+
+    /// The condition as `status/reason`.
+    pub(crate) async fn condition(&self, kind: &str) -> Option<(String, String)> {
+        let mesh = self.get_mesh().await?;
+        let condition = mesh
+            .status?
+            .conditions
+            .into_iter()
+            .find(|condition| condition.type_ == kind)?;
+        Some((format!("{}/{}", condition.status, condition.reason), condition.message))
+    }
+
+    /// Waits until the condition stands; its message.
+    pub(crate) async fn until_condition(&self, kind: &str, want: &str, deadline: Duration) -> String {
+        let what = format!("condition {kind} to be {want}");
+        wait_until(what, deadline, async || match self.condition(kind).await {
+            Some((state, message)) if state == want => Ok(message),
+            other => Err(format!("{other:?}")),
+        })
+        .await
+        .unwrap()
+    }
+
+    /// The Peers of a cluster by name.
+    pub(crate) async fn peers(&self, cluster: &str) -> BTreeMap<String, Peer> {
+        let peers: Api<Peer> = Api::all(self.client(cluster).await);
+        let peers = peers.list(&ListParams::default()).await.unwrap();
+        peers.items.into_iter().map(|peer| (peer.name_any(), peer)).collect()
+    }
+
+    /// Waits until a cluster has the Peers with exactly these names.
+    pub(crate) async fn until_peers(&self, cluster: &str, want: &[&str], deadline: Duration) -> BTreeMap<String, Peer> {
+        let what = format!("the Peers of {cluster} to be {want:?}");
+        wait_until(what, deadline, async || {
+            let peers = self.peers(cluster).await;
+            let names: Vec<&String> = peers.keys().collect();
+            if names == want {
+                Ok(peers)
+            } else {
+                Err(format!("{names:?}"))
+            }
+        })
+        .await
+        .unwrap()
+    }
+
+    /// Version of every object that the controller writes, in every cluster.
+    pub(crate) async fn versions(&self) -> BTreeMap<String, String> {
+        let mut versions = BTreeMap::new();
+        for name in &self.names {
+            let kinds = "peers.kilo.squat.ai,peerpolicies.kilo.squat.ai,services,endpointslices";
+            let columns =
+                "-o=jsonpath={range .items[*]}{.kind}/{.metadata.name} {.metadata.resourceVersion}{\"\\n\"}{end}";
+            let listed = self
+                .lab
+                .cluster(name)
+                .kubectl(["get", kinds, "-A", columns])
+                .await
+                .unwrap()
+                .stdout;
+            for line in listed.lines() {
+                let (object, version) = line.split_once(' ').unwrap();
+                versions.insert(format!("{name} {object}"), version.to_owned());
+            }
+        }
+        if let Some(mesh) = self.get_mesh().await {
+            versions.insert("mesh".to_owned(), mesh.metadata.resource_version.unwrap());
+        }
+        versions
+    }
+}
+
+/// The public key of node `n` of member `m`.
+pub(crate) fn key(m: u8, n: u8) -> String {
+    let mut bytes = [7; 32];
+    (bytes[0], bytes[1]) = (m, n);
+    STANDARD.encode(bytes)
+}
+
+fn crd(plural: &str) -> String {
+    std::fs::read_to_string(repository().join(format!("crds/{plural}.kilo.squat.ai.yaml"))).unwrap()
+}

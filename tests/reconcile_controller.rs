@@ -1,0 +1,601 @@
+//! The real controller on real API servers: what it writes into members, when, and what it leaves alone.
+
+mod reconcile;
+
+use std::collections::BTreeMap;
+
+use clustermesh_api::{names, peer::Peer};
+use clustermesh_lab::wait_until;
+use kube::{
+    Api,
+    api::{DeleteParams, PostParams},
+};
+use reconcile::{LATER, SOON, World, key};
+use serde_json::json;
+
+const EVENTS: [&str; 6] = [
+    "get",
+    "events",
+    "-n",
+    "default",
+    "--no-headers",
+    "-o=custom-columns=R:.reason,M:.message",
+];
+
+#[tokio::test]
+async fn peers_follow_the_nodes_and_a_bad_node_costs_itself() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    world.node("mgmt", 1, 1).await;
+    world.node("tenant-a", 2, 1).await;
+    world.node("tenant-a", 2, 2).await;
+    let mut controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+
+    let peers = world
+        .until_peers(
+            "mgmt",
+            &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
+            SOON,
+        )
+        .await;
+    world.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
+    let spec = serde_json::to_value(&peers["prod--tenant-a--tenant-a-2"].spec).unwrap();
+    assert_eq!(
+        spec,
+        json!({
+            "publicKey": key(2, 2),
+            "allowedIPs": ["10.2.2.0/24", "100.64.2.2/32", "198.51.2.2/32"],
+            "endpoint": {"dnsOrIP": {"ip": "198.51.2.2"}, "port": 51820},
+        })
+    );
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let columns = world
+        .hub()
+        .kubectl(["get", "cmesh", "--no-headers"])
+        .await
+        .unwrap()
+        .stdout;
+    let columns: Vec<&str> = columns.split_whitespace().collect();
+    assert_eq!(&columns[..5], ["prod", "True", "Meshed", "2/2", "3"]);
+
+    // A Node says something else, then what means nothing, then is mended; its neighbour's Peer stays untouched.
+    let before = world.peers("mgmt").await;
+    world
+        .annotate(
+            "tenant-a",
+            "tenant-a-2",
+            names::KILO_CLUSTERMESH_ENDPOINT,
+            Some("203.0.113.9:4500"),
+        )
+        .await;
+    let what = "the new endpoint in the Peer";
+    wait_until(what, SOON, async || {
+        let peers = world.peers("mgmt").await;
+        let endpoint = peers["prod--tenant-a--tenant-a-2"].spec.endpoint.clone().unwrap();
+        if endpoint.port == 4500 {
+            Ok(())
+        } else {
+            Err(format!("{endpoint:?}"))
+        }
+    })
+    .await
+    .unwrap();
+    world
+        .annotate(
+            "tenant-a",
+            "tenant-a-2",
+            names::KILO_CLUSTERMESH_ENDPOINT,
+            Some("nonsense"),
+        )
+        .await;
+    world.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], SOON).await;
+    let message = world.until_condition("Degraded", "True/NodesSkipped", SOON).await;
+    assert!(message.contains("tenant-a-2: NodeEndpointInvalid"), "{message}");
+    let status = world.get_mesh().await.unwrap().status.unwrap();
+    assert_eq!(
+        (status.clusters[1].registered_peers, status.clusters[1].skipped_nodes),
+        (1, 1)
+    );
+    assert_eq!(status.clusters[1].skipped[0].reason, "NodeEndpointInvalid");
+    world
+        .annotate("tenant-a", "tenant-a-2", names::KILO_CLUSTERMESH_ENDPOINT, None)
+        .await;
+    world
+        .until_peers(
+            "mgmt",
+            &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
+            SOON,
+        )
+        .await;
+    world.until_condition("Degraded", "False/AllServed", SOON).await;
+
+    world.remove_node("tenant-a", "tenant-a-2").await;
+    let after = world.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], SOON).await;
+    assert_eq!(
+        after["prod--tenant-a--tenant-a-1"],
+        before["prod--tenant-a--tenant-a-1"]
+    );
+
+    // Each thing was said once.
+    let events = world.hub().kubectl(EVENTS).await.unwrap().stdout;
+    let count = |word: &str| events.lines().filter(|line| line.starts_with(word)).count();
+    assert_eq!((count("NodeEndpointInvalid"), count("Meshed")), (1, 1), "{events}");
+
+    assert!(
+        controller.terminate(SOON).await.unwrap().success(),
+        "{}",
+        controller.log()
+    );
+}
+
+#[tokio::test]
+async fn what_means_nothing_to_the_planner_and_a_restart_write_nothing() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    world.node("mgmt", 1, 1).await;
+    world.node("tenant-a", 2, 1).await;
+    let mut mesh = world.mesh();
+    mesh["spec"]["clusters"][0]["egress"] =
+        json!([{"service": {"cluster": "tenant-a", "namespace": "default", "name": "db"}}]);
+    world.lab.cluster("tenant-a").apply(DB).await.unwrap();
+    let mut controller = world.controller().await;
+    world.apply_mesh(&mesh).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    world.until_condition("EgressResolved", "True/Resolved", SOON).await;
+
+    // Kilo writes this every 30 s on every node.
+    let (before, plans) = (
+        world.versions().await,
+        world.metric("clustermesh_controller_reconciles_total").await,
+    );
+    for second in 0..20 {
+        world
+            .annotate(
+                "tenant-a",
+                "tenant-a-1",
+                names::KILO_LAST_SEEN,
+                Some(&format!("17000000{second:02}")),
+            )
+            .await;
+    }
+    // A change that is read comes after them on the same watch.
+    world
+        .annotate(
+            "tenant-a",
+            "tenant-a-1",
+            names::KILO_CLUSTERMESH_ENDPOINT,
+            Some("203.0.113.1:1"),
+        )
+        .await;
+    wait_until("the change behind the churn", SOON, async || {
+        let peers = world.peers("mgmt").await;
+        let port = peers["prod--tenant-a--tenant-a-1"]
+            .spec
+            .endpoint
+            .as_ref()
+            .map(|endpoint| endpoint.port);
+        if port == Some(1) {
+            Ok(())
+        } else {
+            Err(format!("{port:?}"))
+        }
+    })
+    .await
+    .unwrap();
+    let more = world.metric("clustermesh_controller_reconciles_total").await - plans;
+    assert!(more < 10.0, "{more} passes for one change among 20 heartbeats");
+    // But for that Peer, and the time of its writing in the status.
+    let others = |mut versions: BTreeMap<String, String>| {
+        versions.retain(|object, _| object != "mesh" && object != "mgmt Peer/prod--tenant-a--tenant-a-1");
+        versions
+    };
+    assert_eq!(others(world.versions().await), others(before));
+
+    // A restart.
+    let before = world.versions().await;
+    assert!(
+        controller.terminate(SOON).await.unwrap().success(),
+        "{}",
+        controller.log()
+    );
+    let controller = world.controller().await;
+    wait_until("the members to be read after the restart", SOON, async || {
+        let state = world.ask("/debug/state").await;
+        let fresh = state.matches("\"observation\": \"Fresh\"").count();
+        if fresh == 2 { Ok(()) } else { Err(state) }
+    })
+    .await
+    .unwrap();
+    // A pass that wrote something would have been followed by another; both are over when this change has come through.
+    world.node("tenant-a", 2, 9).await;
+    world
+        .until_peers(
+            "mgmt",
+            &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-9"],
+            SOON,
+        )
+        .await;
+    let mut after = world.versions().await;
+    after.remove("mgmt Peer/prod--tenant-a--tenant-a-9");
+    let (mut before, mesh) = (before, after.remove("mesh"));
+    assert!(mesh.is_some() && before.remove("mesh").is_some());
+    assert_eq!(after, before, "{}", controller.log());
+}
+
+const DB: &str = r#"
+apiVersion: v1
+kind: Service
+metadata: {name: db, namespace: default}
+spec: {selector: {app: db}, ports: [{port: 5432, targetPort: 15432}]}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: db-1, namespace: default, labels: {kubernetes.io/service-name: db}}
+addressType: IPv4
+ports: [{name: "", port: 15432, protocol: TCP}]
+endpoints: [{addresses: [10.2.1.7], conditions: {ready: true, serving: true, terminating: false}}]
+"#;
+
+#[tokio::test]
+async fn a_granted_service_is_mirrored_with_its_endpoints_and_goes_with_its_grant() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    world.node("mgmt", 1, 1).await;
+    world.node("tenant-a", 2, 1).await;
+    let tenant = world.lab.cluster("tenant-a");
+    tenant.apply(DB).await.unwrap();
+    let hub = world.hub();
+    // Somebody's own Service, under a name that a grant asks for.
+    hub.kubectl(["create", "service", "clusterip", "taken", "--tcp=80"])
+        .await
+        .unwrap();
+    let service = |name| json!({"cluster": "tenant-a", "namespace": "default", "name": name});
+    let mut mesh = world.mesh();
+    mesh["spec"]["clusters"][0]["egress"] = json!([
+        {"service": service("db"), "as": {"name": "remote-db"}},
+        {"service": service("db"), "as": {"name": "taken"}},
+    ]);
+    let _controller = world.controller().await;
+    world.apply_mesh(&mesh).await;
+
+    let slices = [
+        "get",
+        "endpointslices",
+        "-l",
+        "kubernetes.io/service-name=remote-db",
+        "-o",
+        "jsonpath={.items[*].endpoints[*].addresses[*]} {.items[*].ports[*].port}",
+    ];
+    let mirrored = async |want: &str| {
+        wait_until(format!("the mirrored endpoints to be {want:?}"), SOON, async || {
+            let seen = hub.kubectl(slices).await.unwrap().stdout;
+            if seen == want { Ok(()) } else { Err(seen) }
+        })
+        .await
+        .unwrap();
+    };
+    mirrored("10.2.1.7 15432").await;
+    let spec = hub
+        .kubectl([
+            "get",
+            "service",
+            "remote-db",
+            "-o",
+            "jsonpath={.spec.ports[0].port} {.spec.selector} {.metadata.labels}",
+        ])
+        .await;
+    let spec = spec.unwrap().stdout;
+    assert!(
+        spec.starts_with("5432  {") && spec.contains(names::LABEL_MANAGED_BY),
+        "{spec}"
+    );
+    let message = world.until_condition("EgressResolved", "False/Unresolved", SOON).await;
+    assert!(
+        message.contains("default/taken") && message.contains("not ours"),
+        "{message}"
+    );
+
+    let moved = DB.replace("10.2.1.7", "10.2.1.8");
+    tenant.apply(&moved).await.unwrap();
+    mirrored("10.2.1.8 15432").await;
+
+    mesh["spec"]["clusters"][0]["egress"] = json!([]);
+    world.apply_mesh(&mesh).await;
+    mirrored(" ").await;
+    wait_until("the mirrored Service to go", SOON, async || {
+        let left = hub
+            .kubectl(["get", "services", "-o", "jsonpath={.items[*].metadata.name}"])
+            .await
+            .unwrap()
+            .stdout;
+        if left.contains("remote-db") { Err(left) } else { Ok(()) }
+    })
+    .await
+    .unwrap();
+    let taken = hub
+        .kubectl(["get", "service", "taken", "-o", "jsonpath={.spec.ports[0].port}"])
+        .await
+        .unwrap()
+        .stdout;
+    assert_eq!(taken, "80");
+}
+
+#[tokio::test]
+async fn a_member_that_is_down_costs_nothing_and_catches_up() {
+    let world = World::start(&["mgmt", "tenant-a", "tenant-b"]).await;
+    for (m, cluster) in [(1, "mgmt"), (2, "tenant-a"), (3, "tenant-b")] {
+        world.node(cluster, m, 1).await;
+    }
+    let _controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let before = world.peers("mgmt").await;
+
+    // Frozen: connections stay open and nothing answers.
+    let frozen = world.lab.cluster("tenant-b");
+    frozen.freeze_api().unwrap();
+    world.node("tenant-a", 2, 2).await;
+    let all = [
+        "prod--tenant-a--tenant-a-1",
+        "prod--tenant-a--tenant-a-2",
+        "prod--tenant-b--tenant-b-1",
+    ];
+    world.until_peers("mgmt", &all, SOON).await;
+    let message = world.until_condition("Ready", "False/MemberStale", LATER).await;
+    assert!(
+        message.contains("tenant-b") && message.contains("does not answer"),
+        "{message}"
+    );
+    world.node("tenant-a", 2, 3).await;
+    let all = [&all[..2], &["prod--tenant-a--tenant-a-3", all[2]]].concat();
+    let during = world.until_peers("mgmt", &all, SOON).await;
+    assert_eq!(
+        during["prod--tenant-b--tenant-b-1"],
+        before["prod--tenant-b--tenant-b-1"]
+    );
+
+    // Back: it gets what it missed, and what changed there meanwhile is seen.
+    frozen.thaw_api().unwrap();
+    let names = [
+        "prod--mgmt--mgmt-1",
+        "prod--tenant-a--tenant-a-1",
+        "prod--tenant-a--tenant-a-2",
+        "prod--tenant-a--tenant-a-3",
+    ];
+    world.until_peers("tenant-b", &names, LATER).await;
+    world.until_condition("Ready", "True/Meshed", LATER).await;
+
+    // Killed: connections are refused.
+    frozen.kill_api().unwrap();
+    world.until_condition("Ready", "False/MemberStale", LATER).await;
+    world.remove_node("tenant-a", "tenant-a-3").await;
+    world
+        .until_peers(
+            "mgmt",
+            &[
+                "prod--tenant-a--tenant-a-1",
+                "prod--tenant-a--tenant-a-2",
+                "prod--tenant-b--tenant-b-1",
+            ],
+            SOON,
+        )
+        .await;
+    frozen.start_api().await.unwrap();
+    world.until_peers("tenant-b", &names[..3], LATER).await;
+    world.until_condition("Ready", "True/Meshed", LATER).await;
+    let after = world.peers("mgmt").await;
+    assert_eq!(
+        after["prod--tenant-b--tenant-b-1"],
+        before["prod--tenant-b--tenant-b-1"]
+    );
+}
+
+#[tokio::test]
+async fn a_kubeconfig_is_swapped_in_place_and_a_bad_one_is_refused_by_field() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    world.node("mgmt", 1, 1).await;
+    world.node("tenant-a", 2, 1).await;
+    let controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let before = world.versions().await;
+    let pid = controller.pid();
+
+    // The same account with another token.
+    world.give_secret("tenant-a", &world.kubeconfig("tenant-a").await).await;
+    world.node("tenant-a", 2, 2).await;
+    world
+        .until_peers(
+            "mgmt",
+            &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
+            SOON,
+        )
+        .await;
+    let mut after = world.versions().await;
+    after.remove("mgmt Peer/prod--tenant-a--tenant-a-2");
+    let untouched = |versions: &BTreeMap<String, String>| {
+        versions
+            .iter()
+            .filter(|(object, _)| *object != "mesh")
+            .map(|(o, v)| (o.clone(), v.clone()))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(untouched(&after), untouched(&before));
+
+    // Hostile: refused with the field, and what stands stays.
+    let good = world.kubeconfig("tenant-a").await;
+    let hostile = good.replace("    token: ", "    exec: {apiVersion: v1, command: sh}\n    token: ");
+    world.give_secret("tenant-a", &hostile).await;
+    let message = world.until_condition("Ready", "False/MemberMissing", SOON).await;
+    assert!(
+        message.contains("users[].user.exec") && message.contains("default/tenant-a-kubeconfig"),
+        "{message}"
+    );
+    world
+        .hub()
+        .kubectl(["delete", "secret", "tenant-a-kubeconfig"])
+        .await
+        .unwrap();
+    wait_until("the missing Secret to be named", SOON, async || {
+        match world.condition("Ready").await {
+            Some((_, message)) if message.contains("is not there") => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap();
+    world
+        .until_peers(
+            "mgmt",
+            &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
+            Duration::from_secs(1),
+        )
+        .await;
+    world.give_secret("tenant-a", &good).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    assert_eq!(controller.pid(), pid);
+}
+
+#[tokio::test]
+async fn a_mesh_takes_everything_with_it_and_waits_for_members_that_are_away() {
+    let world = World::start(&["mgmt", "tenant-a", "tenant-b"]).await;
+    for (m, cluster) in [(1, "mgmt"), (2, "tenant-a"), (3, "tenant-b")] {
+        world.node(cluster, m, 1).await;
+    }
+    // A person's own Peer.
+    let peers: Api<Peer> = Api::all(world.client("mgmt").await);
+    let own: Peer = serde_json::from_value(json!({
+        "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": "laptop"},
+        "spec": {"publicKey": key(9, 9), "allowedIPs": ["192.0.2.7/32"]},
+    }))
+    .unwrap();
+    let own = peers.create(&PostParams::default(), &own).await.unwrap();
+    let _controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+
+    // An entry that leaves takes its objects along, there and elsewhere.
+    let mut smaller = world.mesh();
+    smaller["spec"]["clusters"].as_array_mut().unwrap().remove(2);
+    world.apply_mesh(&smaller).await;
+    world.until_peers("tenant-b", &[], SOON).await;
+    world
+        .until_peers("mgmt", &["laptop", "prod--tenant-a--tenant-a-1"], SOON)
+        .await;
+    world.apply_mesh(&world.mesh()).await;
+    world
+        .until_peers("tenant-b", &["prod--mgmt--mgmt-1", "prod--tenant-a--tenant-a-1"], SOON)
+        .await;
+
+    let away = world.lab.cluster("tenant-b");
+    away.kill_api().unwrap();
+    world
+        .hub()
+        .kubectl(["delete", "cmesh", "prod", "--wait=false"])
+        .await
+        .unwrap();
+    world.until_peers("mgmt", &["laptop"], SOON).await;
+    world.until_peers("tenant-a", &[], SOON).await;
+    wait_until("the condition to name who is waited for", LATER, async || {
+        match world.condition("Ready").await {
+            Some((state, message)) if state == "False/Deleting" && message.contains("tenant-b") => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap();
+    away.start_api().await.unwrap();
+    wait_until("the mesh to be let go", LATER, async || match world.get_mesh().await {
+        None => Ok(()),
+        Some(mesh) => Err(format!("{:?}", mesh.status)),
+    })
+    .await
+    .unwrap();
+    world.until_peers("tenant-b", &[], SOON).await;
+    let policies = away
+        .kubectl(["get", "peerpolicies", "-o", "name"])
+        .await
+        .unwrap()
+        .stdout;
+    assert_eq!(policies, "");
+    assert_eq!(peers.get("laptop").await.unwrap(), own);
+    peers.delete("laptop", &DeleteParams::default()).await.unwrap();
+}
+
+#[tokio::test]
+async fn the_predecessors_peers_are_taken_over_and_a_missing_crd_is_waited_for() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    world.node("mgmt", 1, 1).await;
+    world.node("tenant-a", 2, 1).await;
+    let tenant = world.lab.cluster("tenant-a");
+    tenant
+        .kubectl(["delete", "crd", "peers.kilo.squat.ai", "peerpolicies.kilo.squat.ai"])
+        .await
+        .unwrap();
+    // As the Go operator wrote it: two labels, and more allowedIPs than we would.
+    let peers: Api<Peer> = Api::all(world.client("mgmt").await);
+    let old: Peer = serde_json::from_value(json!({
+        "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer",
+        "metadata": {"name": "prod--tenant-a--tenant-a-1", "labels": {
+            names::LABEL_MESH: "prod", names::LABEL_SOURCE_CLUSTER: "tenant-a",
+        }},
+        "spec": {
+            "publicKey": key(2, 1), "persistentKeepalive": 5,
+            "allowedIPs": ["10.2.1.0/24", "100.64.2.1/32", "198.51.2.1/32", "192.0.2.0/24"],
+        },
+    }))
+    .unwrap();
+    let old = peers.create(&PostParams::default(), &old).await.unwrap();
+    let _controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+
+    let adopted = wait_until("the Peer to carry our labels", SOON, async || {
+        let peer = peers.get("prod--tenant-a--tenant-a-1").await.unwrap();
+        let labels = peer.metadata.labels.clone().unwrap();
+        if labels.contains_key(names::LABEL_HUB) {
+            Ok(peer)
+        } else {
+            Err(format!("{labels:?}"))
+        }
+    })
+    .await
+    .unwrap();
+    assert_eq!(adopted.metadata.uid, old.metadata.uid);
+    assert_eq!(
+        adopted.spec.allowed_ips,
+        ["10.2.1.0/24", "100.64.2.1/32", "198.51.2.1/32"]
+    );
+
+    let message = world.until_condition("Ready", "False/PeerCRDMissing", SOON).await;
+    assert!(message.contains("tenant-a"), "{message}");
+    world.install_peer_crds("tenant-a").await;
+    world.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+}
+
+#[tokio::test]
+async fn a_mesh_that_may_not_use_the_hub_or_means_nothing_is_refused_and_writes_nothing() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    world.node("mgmt", 1, 1).await;
+    world.node("tenant-a", 2, 1).await;
+    world.hub().kubectl(["create", "namespace", "elsewhere"]).await.unwrap();
+    let _controller = world.controller().await;
+    let mut mesh = world.mesh();
+    mesh["metadata"]["namespace"] = json!("elsewhere");
+    world.apply_mesh(&mesh).await;
+    let ready = |namespace| {
+        let path = "jsonpath={.status.conditions[?(@.type==\"Ready\")].reason} {.metadata.finalizers}";
+        ["get", "cmesh", "-n", namespace, "prod", "-o", path]
+    };
+    wait_until("the refusal", SOON, async || {
+        let seen = world.hub().kubectl(ready("elsewhere")).await.unwrap().stdout;
+        if seen == "LocalNotAllowed " { Ok(()) } else { Err(seen) }
+    })
+    .await
+    .unwrap();
+    world.until_peers("tenant-a", &[], SOON).await;
+    // It is no obstacle either.
+    world
+        .hub()
+        .kubectl(["delete", "cmesh", "-n", "elsewhere", "prod", "--timeout=30s"])
+        .await
+        .unwrap();
+}
