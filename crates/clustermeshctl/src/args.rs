@@ -6,7 +6,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 
 /// ClusterMesh for Kilo, from the command line.
 #[derive(Debug, Parser)]
-#[command(name = "clustermeshctl", version, about, max_term_width = 100)]
+#[command(name = "clustermeshctl", version, max_term_width = 100)]
 pub(crate) struct Args {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -16,17 +16,15 @@ pub(crate) struct Args {
 pub(crate) enum Command {
     /// Show what the controller would write into every member, and why a node is left out
     ///
-    /// Reads files alone and reaches no cluster. For each member, save what
+    /// Reads files alone and reaches no cluster. Save what stands in each member and name it with --cluster:
     ///
-    ///   kubectl get nodes,peers,services,endpointslices,pods -A -o yaml
+    /// kubectl get nodes,peers,services,endpointslices,pods,peerpolicies -A -o yaml
     ///
-    /// prints (peerpolicies too, where the CRD is there) and name it with --cluster. A member that is not given was not
-    /// seen: nothing is planned for it and nothing is deleted because of it. The same holds for a ClusterMesh that is not
-    /// given, so give all of the hub. Without Peers in a member's files, everything is a create. Names in endpoint
-    /// annotations are not looked up.
+    /// (without peerpolicies where that CRD is not there). A member that is not given was not seen: nothing is planned for
+    /// it and nothing is deleted because of it. The same holds for a ClusterMesh that is not given, so give all of the
+    /// hub. Without Peers in a member's files, everything is a create. Names in endpoint annotations are not looked up.
     ///
     /// Exit code: 0 done, 1 error; with --exit-code 2 when something would change.
-    #[command(verbatim_doc_comment)]
     Plan(PlanArgs),
 }
 

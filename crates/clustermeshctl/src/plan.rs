@@ -9,7 +9,7 @@ use std::{
 
 use clustermesh_api::convert;
 use clustermesh_core::{
-    diff::{self, Step},
+    diff::{self, Action, Item, Step},
     mesh::{Mesh, MeshId},
     plan::{self, Fact, MeshPlan, Plan, Settings},
 };
@@ -177,7 +177,9 @@ impl Outcome {
         let mut steps = BTreeMap::new();
         for (identity, name) in &world.sources {
             if let (false, Some(seen)) = (steps.contains_key(name), world.given.get(name)) {
-                steps.insert(name.clone(), diff::diff(&plan, identity, &seen.member));
+                let mut of_member = diff::diff(&plan, identity, &seen.member);
+                of_member.retain(|step| !unfounded(step, seen, &plan, &world));
+                steps.insert(name.clone(), of_member);
             }
         }
         Ok(Self { plan, world, steps })
@@ -205,6 +207,13 @@ impl Outcome {
                     "note: {count} object(s) in cluster {name:?} belong to ClusterMesh {mesh}, which is not given: they are left alone"
                 ));
             }
+            if !seen.not_listed.is_empty() {
+                let kinds: Vec<&str> = seen.not_listed.iter().copied().collect();
+                notes.push(format!(
+                    "note: no {} in what was given for cluster {name:?}: not listed, it seems, so no change is concluded from that",
+                    kinds.join(" and no ")
+                ));
+            }
         }
         let facts = self.plan.meshes.values().flat_map(|mesh| &mesh.facts);
         if facts
@@ -214,5 +223,25 @@ impl Outcome {
             notes.push("note: names of endpoints are not looked up here; the controller looks them up".to_owned());
         }
         notes
+    }
+}
+
+/// Whether a step rests on objects that were not listed: a policy that may well be there, a mirror whose Service may.
+fn unfounded(step: &Step, into: &Seen, plan: &Plan, world: &World) -> bool {
+    match (&step.item, step.action) {
+        (Item::Policy(..), Action::Create) => into.not_listed.contains("PeerPolicy"),
+        // The addresses of the API server are an EndpointSlice.
+        (Item::Policy(..), Action::Update) => step.fields == ["spec.deny"] && into.not_listed.contains("EndpointSlice"),
+        (Item::Service(..) | Item::Slice(..), Action::Delete) => {
+            let entry = step.owner.source_cluster.as_deref().unwrap_or_default();
+            let identity = plan.meshes.get(&step.mesh).and_then(|mesh| mesh.identities.get(entry));
+            let source = identity.and_then(|identity| world.seen(identity));
+            source.is_some_and(|seen| {
+                ["Service", "EndpointSlice"]
+                    .iter()
+                    .any(|kind| seen.not_listed.contains(kind))
+            })
+        }
+        _ => false,
     }
 }

@@ -23,6 +23,8 @@ pub(crate) struct Seen {
     pub(crate) member: Member,
     /// Objects left alone because their mesh was not given, by that mesh.
     pub(crate) left_alone: BTreeMap<String, usize>,
+    /// Kinds that nobody asked kubectl for, it seems: none is there though there must be some.
+    pub(crate) not_listed: BTreeSet<&'static str>,
 }
 
 /// Everything the planner is told, and what it was made of.
@@ -172,10 +174,30 @@ impl Seen {
         for owner in member.slices.values_mut().filter_map(|slice| slice.managed.as_mut()) {
             known(owner);
         }
+        let peers = member.peers.iter().flat_map(BTreeMap::values);
+        let ours = |owner: &Owner| {
+            meshes
+                .iter()
+                .any(|mesh| owner.mesh.as_deref() == Some(&mesh.id.name) && owner.hub.as_deref() == Some(hub))
+        };
+        // The controller writes the policy before the Peers; every cluster has the Service default/kubernetes.
+        let meshed = peers.into_iter().any(|peer| ours(&peer.owner));
+        let not_listed = [
+            (
+                "PeerPolicy",
+                meshed && member.policies.as_ref().is_some_and(BTreeMap::is_empty),
+            ),
+            ("Service", objects.services.is_empty()),
+            ("EndpointSlice", objects.slices.is_empty()),
+        ];
         Self {
             objects,
             member,
             left_alone,
+            not_listed: not_listed
+                .into_iter()
+                .filter_map(|(kind, not)| not.then_some(kind))
+                .collect(),
         }
     }
 }

@@ -85,6 +85,12 @@ impl Applied {
         fs::write(self.path(cluster), list.to_string()).unwrap();
     }
 
+    fn retain(&self, cluster: &str, keep: impl Fn(&Value) -> bool) {
+        let mut list: Value = serde_json::from_str(&fs::read_to_string(self.path(cluster)).unwrap()).unwrap();
+        list["items"].as_array_mut().unwrap().retain(keep);
+        fs::write(self.path(cluster), list.to_string()).unwrap();
+    }
+
     /// The flags that give these files beside those of the fixtures.
     fn flags(&self, clusters: &[&str]) -> String {
         let flags = clusters
@@ -158,6 +164,33 @@ fn what_a_plan_says_once_written_leaves_nothing_to_change() {
             assert_eq!(unchanged(&second, key), unchanged(&first, key));
         }
     }
+}
+
+#[test]
+fn nothing_is_concluded_from_kinds_that_were_not_listed() {
+    let applied = Applied::new(&plan(&format!("{AGENTS} -o json")).json());
+    // Without peerpolicies in the list, as many a script has it.
+    for cluster in ["mgmt", "tenant-a"] {
+        applied.retain(cluster, |object| object["kind"] != "PeerPolicy");
+    }
+    let run = plan(&format!("{AGENTS}{} --exit-code", applied.flags(&["mgmt", "tenant-a"])));
+    assert_eq!(run.code, Some(0), "{}", run.out);
+    // Without services and endpointslices of the member that has the mirrored Service.
+    let nodes = applied.folder.path().join("nodes.yaml");
+    let mgmt = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/agents/mgmt.yaml")).unwrap();
+    fs::write(&nodes, mgmt.split_once("- apiVersion: v1\n  kind: Service").unwrap().0).unwrap();
+    let run = plan(&format!(
+        "-f agents/mesh.yaml --cluster mgmt={} --cluster tenant-a=agents/tenant-a{} --exit-code",
+        nodes.display(),
+        applied.flags(&["mgmt", "tenant-a"])
+    ));
+    assert_eq!(run.code, Some(0), "{}", run.out);
+    assert_eq!(
+        run.err,
+        "note: no EndpointSlice and no PeerPolicy and no Service in what was given for cluster \"mgmt\": not listed, it seems, so no change is concluded from that\n\
+         note: no PeerPolicy in what was given for cluster \"tenant-a\": not listed, it seems, so no change is concluded from that\n"
+    );
+    assert!(run.out.contains("Unresolved"), "{}", run.out);
 }
 
 #[test]
@@ -349,6 +382,12 @@ fn several_meshes_in_several_documents_share_a_cluster() {
     );
     let alone = plan(&format!("{AGENTS} -o json")).json();
     assert_eq!(both["meshes"][1], alone["meshes"][0]);
+    let twice = plan_of(
+        "-f - --cluster mgmt=agents/mgmt.yaml --cluster hub=agents/mgmt.yaml",
+        &format!("{second}{first}"),
+    );
+    let refusal = "error: --cluster hub and --cluster mgmt are the same cluster (the local cluster): give one of them";
+    assert_eq!(twice.err.lines().last(), Some(refusal));
 }
 
 #[test]
@@ -357,10 +396,6 @@ fn objects_of_a_mesh_that_is_not_given_are_left_alone() {
     applied.edit("mgmt", |object| {
         object["metadata"]["name"] = json!(format!("other--{}", object["kind"].as_str().unwrap().to_lowercase()));
         object["metadata"]["labels"]["kilo-clustermesh.io/mesh"] = json!("other");
-        if object["kind"] == "Peer" {
-            object["spec"]["publicKey"] = json!("DQ0NDQ0NDQ0NDQ0NDQ0NDQ0NDQ0NDQ0NDQ0NDQ0NDQ0=");
-            object["spec"]["allowedIPs"] = json!(["10.77.0.0/16"]);
-        }
     });
     let run = plan(&format!("{AGENTS}{} --hub-id h -o json", applied.flags(&["mgmt"])));
     assert_eq!(
@@ -369,11 +404,13 @@ fn objects_of_a_mesh_that_is_not_given_are_left_alone() {
             "note: 2 object(s) in cluster \"mgmt\" belong to ClusterMesh meshes/other, which is not given: they are left alone"
         )
     );
-    let created = [
-        change("create", "PeerPolicy", "prod--tenant-a", &[]),
-        change("create", "Peer", "prod--tenant-a--w1", &[]),
-    ];
-    assert_eq!(changes(&run.json(), "mgmt"), json!(created));
+    // Its Peer keeps the key of Node w1, as it would if the mesh were given and older.
+    let created = change("create", "PeerPolicy", "prod--tenant-a", &[]);
+    assert_eq!(changes(&run.json(), "mgmt"), json!([created]));
+    let table = plan(&format!("{AGENTS}{} --hub-id h", applied.flags(&["mgmt"])));
+    assert!(table.out.contains("Into mgmt: 1 to create\n"), "{}", table.out);
+    assert!(table.out.contains("is that of Peer other--peer there"), "{}", table.out);
+    assert!(table.out.ends_with("In all: 6 to create.\n"), "{}", table.out);
 }
 
 #[test]

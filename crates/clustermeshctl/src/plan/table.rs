@@ -181,20 +181,15 @@ fn counts(steps: &[&Step]) -> String {
 fn details(step: &Step, member: &Member) -> Vec<String> {
     match &step.item {
         Item::Peer(name, planned) => {
-            let standing = member
-                .peers
-                .iter()
-                .flatten()
-                .find(|(n, _)| *n == name)
-                .map(|(_, peer)| peer);
+            let standing = member.peers.as_ref().and_then(|peers| peers.get(name));
             let old = standing.map(|peer| peer.spec.as_ref());
             let owner = standing.map(|peer| &peer.owner);
             compare(step, planned.as_ref(), old, owner, whole_peer, peer_changes)
         }
         Item::Policy(name, planned) => {
-            let standing = member.policies.iter().flatten().find(|(n, _)| *n == name);
-            let old = standing.map(|(_, policy)| policy.spec.as_ref());
-            let owner = standing.map(|(_, policy)| &policy.owner);
+            let standing = member.policies.as_ref().and_then(|policies| policies.get(name));
+            let old = standing.map(|policy| policy.spec.as_ref());
+            let owner = standing.map(|policy| &policy.owner);
             compare(step, planned.as_ref(), old, owner, whole_policy, policy_changes)
         }
         Item::Service(name, planned) => {
