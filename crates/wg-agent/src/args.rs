@@ -26,6 +26,8 @@ pub(crate) enum Command {
     /// Take everything of this agent off the node - device, routes, rules, firewall table, control socket, its
     /// annotations - and report what could not be taken. The key stays: it is the node's identity.
     Cleanup,
+    /// Write the node's kernel settings that need a privileged container, and end: for an init container.
+    Prepare,
 }
 
 /// The flags, as typed.

@@ -13,6 +13,7 @@ pub mod identity;
 pub mod lock;
 pub mod metrics;
 pub mod preflight;
+pub mod prepare;
 pub mod publish;
 mod reconcile;
 pub mod route;
@@ -40,6 +41,7 @@ pub fn main() -> ExitCode {
             runtime.block_on(async {
                 match command {
                     Some(args::Command::Cleanup) => cleanup::run(flags.into_cleanup()).await,
+                    Some(args::Command::Prepare) => prepare::run().await,
                     None => run::run(flags.into_config()?).await,
                 }
             })

@@ -1,0 +1,23 @@
+//! `wg-agent prepare` in a namespace of its own: what the init container of the DaemonSet does to a node.
+
+mod netns;
+
+use netns::NetNs;
+
+#[test]
+fn a_node_is_prepared_and_its_ipv6_forwarding_is_left_alone() {
+    let ns = NetNs::new("node");
+    let keys = [
+        "ipv4/ip_forward",
+        "ipv4/tcp_fwmark_accept",
+        "ipv4/fwmark_reflect",
+        "ipv6/fwmark_reflect",
+        "ipv6/conf/all/forwarding",
+    ];
+    let values = || keys.map(|key| ns.sysctl(&format!("net/{key}")));
+    for key in keys {
+        ns.set_sysctl(&format!("net/{key}"), "0");
+    }
+    ns.run(env!("CARGO_BIN_EXE_wg-agent"), &["prepare"]);
+    assert_eq!(values(), ["1", "1", "1", "1", "0"]);
+}
