@@ -5,7 +5,10 @@
 mod netns;
 mod path;
 
-use std::{net::IpAddr, time::Duration};
+use std::{
+    net::{IpAddr, UdpSocket},
+    time::Duration,
+};
 
 use netns::{NetNs, wait_for};
 use path::{Capture, Family, Mesh, V4, V6, Worker, apply, ask, serve, source_of};
@@ -109,7 +112,7 @@ fn errors_about_a_flow_come_back_through_the_tunnel(f: &'static Family) {
     let mesh = Mesh::new(f);
     for from in [&mesh.member_pod, &mesh.member] {
         let any: IpAddr = if f.n == 4 { "0.0.0.0" } else { "::" }.parse().unwrap();
-        let socket = from.enter(|| std::net::UdpSocket::bind((any, 0)).unwrap());
+        let socket = from.enter(|| UdpSocket::bind((any, 0)).unwrap());
         from.enter(|| socket.connect((f.hub_pod.parse::<IpAddr>().unwrap(), 9)))
             .unwrap();
         socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
@@ -123,6 +126,32 @@ fn errors_about_a_flow_come_back_through_the_tunnel(f: &'static Family) {
             },
         );
     }
+    // And about an answer, to the side that was asked.
+    let at = |ns: &NetNs, address: &str| {
+        let socket = ns
+            .enter(|| UdpSocket::bind((address.parse::<IpAddr>().unwrap(), 5000)))
+            .unwrap();
+        socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+        socket
+    };
+    let (client, server) = (at(&mesh.member_pod, f.member_pod), at(&mesh.hub_pod, f.hub_pod));
+    let (_, from) = wait_for("the question", Duration::from_secs(5), || {
+        client
+            .send_to(b"question", (f.hub_pod.parse::<IpAddr>().unwrap(), 5000))
+            .ok()?;
+        server.recv_from(&mut [0; 10]).ok()
+    });
+    drop(client);
+    server.connect(from).unwrap();
+    wait_for(
+        "port unreachable, said by the member's pod",
+        Duration::from_secs(5),
+        || {
+            let _ = server.send(b"answer");
+            let error = server.recv(&mut [0; 10]).err()?;
+            (error.kind() == std::io::ErrorKind::ConnectionRefused).then_some(())
+        },
+    );
 }
 
 fn what_the_policy_does_not_allow_is_closed(f: &'static Family) {
@@ -257,6 +286,13 @@ fn a_spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
             .success()
     };
     assert!(mesh.hub2.pings(f.hub));
+    // Everything else that stops it is out of the way.
+    mesh.hub.sh("nft flush chain inet clustermesh leave");
+    mesh.hub.ip(&format!(
+        "route add {}/{} via {} table 99",
+        f.member_pod, f.host, f.hub2
+    ));
+    mesh.hub.ip(&format!("-{} rule add pref 500 lookup 99", f.n));
     assert!(!from(&mesh.hub2));
     let spoof = mesh.hub.sh("nft list chain inet clustermesh spoof");
     let dropped = spoof
@@ -265,12 +301,6 @@ fn a_spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
         .count();
     assert_eq!(dropped, 1, "{spoof}");
     mesh.hub.sh("nft flush chain inet clustermesh spoof");
-    mesh.hub.ip(&format!(
-        "route add {}/{} via {} table 99",
-        f.member_pod, f.host, f.hub2
-    ));
-    mesh.hub.ip(&format!("-{} rule add pref 500 lookup 99", f.n));
-    mesh.hub.sh("nft flush chain inet clustermesh leave");
     assert!(from(&mesh.hub2), "without the chain it is not forwarded either");
 }
 

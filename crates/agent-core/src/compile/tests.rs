@@ -361,3 +361,40 @@ fn without_peers_and_policies_there_is_no_route_and_the_table_stands() {
     assert_eq!((got.peers, got.routes, got.refused), (Peers::new(), want, vec![]));
     assert_eq!(got.firewall.v4.allow, BTreeSet::new());
 }
+
+#[test]
+fn a_mesh_of_the_promised_size_is_three_routes_a_peer_and_a_handful_of_elements() {
+    let mut inputs = hub_node();
+    inputs.peers = (0..5000u16)
+        .map(|i| {
+            let [a, b] = i.to_be_bytes();
+            let mut key = [7; 32];
+            key[..2].copy_from_slice(&[a, b]);
+            let mut peer = peer(0, &format!("peer-{i}"), "192.0.2.1:51820", &[]);
+            peer.public_key = PublicKey::new(key);
+            peer.allowed_ips = vec![
+                IpNet::new(IpAddr::from([10, 128 + a, b, 0]), 24).unwrap(),
+                host(IpAddr::from([100, 70, a, b])),
+                IpNet::new(IpAddr::from([0xfd00, 0x243, i, 0, 0, 0, 0, 0]), 64).unwrap(),
+            ];
+            peer
+        })
+        .collect();
+    let wide = nets(&["10.128.0.0/11", "100.70.0.0/16", "fd00:243::/32"]);
+    inputs.policies[0].sources = wide.clone();
+    inputs.policies[0].networks = wide;
+    let got = compile(&inputs);
+    let by_metric = |metric| got.routes.routes.iter().filter(|r| r.metric == metric).count();
+    assert_eq!((got.peers.len(), got.refused), (5000, vec![]));
+    assert_eq!(
+        (
+            by_metric(crate::numbers::METRIC_PEER),
+            by_metric(crate::numbers::METRIC_UNREACHABLE)
+        ),
+        (15_002, 3)
+    );
+    assert_eq!(
+        got.firewall.v4.mesh.len() + got.firewall.v4.pairs.len() + got.firewall.v4.allow.len(),
+        2 + 4 + 8
+    );
+}
