@@ -244,11 +244,22 @@ fn a_missing_nft_is_named_with_its_remedy() {
 }
 
 #[test]
-fn another_hand_at_nftables_is_heard() {
+fn another_hand_at_nftables_is_heard_once() {
     let ns = NetNs::new("heard");
     inside(&ns, async {
-        Keeper::new(Nft::default()).converge(&example()).await.unwrap();
         let mut watch = Watch::open().unwrap();
+        let within = Duration::from_secs(5);
+        Keeper::new(Nft::default()).converge(&example()).await.unwrap(); // hundreds of events
+        tokio::time::timeout(within, watch.changed())
+            .await
+            .expect("the table was not heard")
+            .unwrap();
+        assert!(
+            tokio::time::timeout(Duration::from_millis(300), watch.changed())
+                .await
+                .is_err(),
+            "heard twice"
+        );
         tokio::task::spawn_blocking(|| {
             assert!(
                 std::process::Command::new("nft")
@@ -260,7 +271,7 @@ fn another_hand_at_nftables_is_heard() {
         })
         .await
         .unwrap();
-        tokio::time::timeout(Duration::from_secs(5), watch.changed())
+        tokio::time::timeout(within, watch.changed())
             .await
             .expect("the flush was not heard")
             .unwrap();

@@ -2,6 +2,7 @@
 
 use std::io;
 
+use futures::FutureExt;
 use rtnetlink::sys::{AsyncSocket, AsyncSocketExt, TokioSocket, protocols::NETLINK_NETFILTER};
 use rustix::io::Errno;
 
@@ -26,17 +27,24 @@ impl Watch {
         Ok(Self { socket })
     }
 
-    /// Waits for the next change. Our own make events too: a pass over them finds nothing to do. One transaction makes
-    /// many; wait a moment before looking. Safe to cancel.
+    /// Waits for the next change, and takes in with it what else was said by then: one transaction makes many events. Our
+    /// own are among them; a pass over those finds nothing to do. Safe to cancel.
     ///
     /// # Errors
     /// When the socket fails for good.
     pub async fn changed(&mut self) -> io::Result<()> {
-        match self.socket.recv_from_full().await {
-            Ok(_) => Ok(()),
-            // Lost events are news as well.
-            Err(error) if error.raw_os_error() == Some(Errno::NOBUFS.raw_os_error()) => Ok(()),
-            Err(error) => Err(error),
+        heard(self.socket.recv_from_full().await)?;
+        while let Some(more) = self.socket.recv_from_full().now_or_never() {
+            heard(more)?;
         }
+        Ok(())
+    }
+}
+
+/// Lost events (ENOBUFS) are news as well.
+fn heard<T>(received: io::Result<T>) -> io::Result<()> {
+    match received {
+        Err(error) if error.raw_os_error() != Some(Errno::NOBUFS.raw_os_error()) => Err(error),
+        _ => Ok(()),
     }
 }
