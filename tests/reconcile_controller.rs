@@ -5,7 +5,7 @@ mod reconcile;
 use std::collections::BTreeMap;
 
 use clustermesh_api::{names, peer::Peer};
-use clustermesh_lab::wait_until;
+use clustermesh_lab::{NAMESPACE, wait_until};
 use kube::{
     Api,
     api::{DeleteParams, PostParams},
@@ -17,7 +17,7 @@ const EVENTS: [&str; 6] = [
     "get",
     "events",
     "-n",
-    "default",
+    NAMESPACE,
     "--no-headers",
     "-o=custom-columns=R:.reason,M:.message",
 ];
@@ -51,7 +51,7 @@ async fn peers_follow_the_nodes_and_a_bad_node_costs_itself() {
     world.until_condition("Ready", "True/Meshed", SOON).await;
     let columns = world
         .hub()
-        .kubectl(["get", "cmesh", "--no-headers"])
+        .kubectl(["get", "cmesh", "-n", NAMESPACE, "--no-headers"])
         .await
         .unwrap()
         .stdout;
@@ -426,12 +426,12 @@ async fn a_kubeconfig_is_swapped_in_place_and_a_bad_one_is_refused_by_field() {
     world.give_secret("tenant-a", &hostile).await;
     let message = world.until_condition("Ready", "False/MemberMissing", SOON).await;
     assert!(
-        message.contains("users[].user.exec") && message.contains("default/tenant-a-kubeconfig"),
+        message.contains("users[].user.exec") && message.contains("clustermesh/tenant-a-kubeconfig"),
         "{message}"
     );
     world
         .hub()
-        .kubectl(["delete", "secret", "tenant-a-kubeconfig"])
+        .kubectl(["delete", "secret", "-n", NAMESPACE, "tenant-a-kubeconfig"])
         .await
         .unwrap();
     wait_until("the missing Secret to be named", SOON, async || {
@@ -446,7 +446,7 @@ async fn a_kubeconfig_is_swapped_in_place_and_a_bad_one_is_refused_by_field() {
         .until_peers(
             "mgmt",
             &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
-            Duration::from_secs(1),
+            SOON,
         )
         .await;
     world.give_secret("tenant-a", &good).await;
@@ -489,7 +489,7 @@ async fn a_mesh_takes_everything_with_it_and_waits_for_members_that_are_away() {
     away.kill_api().unwrap();
     world
         .hub()
-        .kubectl(["delete", "cmesh", "prod", "--wait=false"])
+        .kubectl(["delete", "cmesh", "-n", NAMESPACE, "prod", "--wait=false"])
         .await
         .unwrap();
     world.until_peers("mgmt", &["laptop"], SOON).await;

@@ -1,11 +1,11 @@
-//! The world in which the real controller binary is tested: API servers alone, accounts with exactly the rights that the
-//! controller needs, Nodes written as an agent would publish them. No assertions live here.
+//! The world in which the real controller binary is tested: API servers alone, the accounts that are shipped with exactly
+//! their rights, Nodes written as an agent would publish them. No assertions live here.
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use base64::{Engine, engine::general_purpose::STANDARD};
 use clustermesh_api::{mesh::ClusterMesh, names, peer::Peer};
-use clustermesh_lab::{Cluster, Lab, LabPlan, Node as Machine, Running, wait_until};
+use clustermesh_lab::{Cluster, Lab, LabPlan, NAMESPACE, Node as Machine, Running, wait_until};
 use k8s_openapi::api::core::v1::Node;
 use kube::{
     Api, Client, ResourceExt,
@@ -17,23 +17,6 @@ use serde_json::{Value, json};
 pub(crate) const SOON: Duration = Duration::from_secs(30);
 /// For what waits for a backoff.
 pub(crate) const LATER: Duration = Duration::from_secs(90);
-
-/// Rights on a member, and on the hub as a member.
-const MEMBER_RIGHTS: &str = r#"
-- {apiGroups: [""], resources: [nodes], verbs: [list, watch]}
-- {apiGroups: [""], resources: [namespaces], resourceNames: [kube-system], verbs: [get]}
-- {apiGroups: [kilo.squat.ai], resources: [peers, peerpolicies], verbs: [get, list, watch, create, update, delete]}
-- {apiGroups: [""], resources: [services], verbs: [get, list, watch, create, update, delete]}
-- {apiGroups: [discovery.k8s.io], resources: [endpointslices], verbs: [get, list, watch, create, update, delete]}
-"#;
-
-/// Further rights on the hub.
-const HUB_RIGHTS: &str = r#"
-- {apiGroups: [kilo.squat.ai], resources: [clustermeshes], verbs: [list, watch, patch]}
-- {apiGroups: [kilo.squat.ai], resources: [clustermeshes/status], verbs: [patch]}
-- {apiGroups: [""], resources: [secrets], verbs: [list, watch]}
-- {apiGroups: [events.k8s.io], resources: [events], verbs: [create, patch]}
-"#;
 
 /// API servers, the first of which is the hub, and a host for the controller.
 pub(crate) struct World {
@@ -107,29 +90,31 @@ impl World {
         }
     }
 
-    /// A ServiceAccount with the controller's rights and no more.
+    /// The controller's account as it is shipped: its rights are exactly those of `deploy/`.
     async fn account(&self, name: &str, hub: bool) {
-        let rights = [MEMBER_RIGHTS, if hub { HUB_RIGHTS } else { "" }].concat();
-        let rules: String = rights
-            .trim()
-            .lines()
-            .filter(|l| !l.is_empty())
-            .map(|l| format!("{l}\n"))
-            .collect();
-        let yaml = format!(
-            "apiVersion: v1\nkind: ServiceAccount\nmetadata: {{name: controller, namespace: kube-system}}\n---\n\
-             apiVersion: rbac.authorization.k8s.io/v1\nkind: ClusterRole\nmetadata: {{name: controller}}\nrules:\n{rules}---\n\
-             apiVersion: rbac.authorization.k8s.io/v1\nkind: ClusterRoleBinding\nmetadata: {{name: controller}}\n\
-             roleRef: {{apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: controller}}\n\
-             subjects: [{{kind: ServiceAccount, name: controller, namespace: kube-system}}]\n"
-        );
-        self.lab.cluster(name).apply(&yaml).await.unwrap();
+        let manifest = if hub {
+            "deploy/controller.yaml"
+        } else {
+            "deploy/member-account.yaml"
+        };
+        self.lab
+            .cluster(name)
+            .apply(&std::fs::read_to_string(repository().join(manifest)).unwrap())
+            .await
+            .unwrap();
     }
 
     /// A kubeconfig of that account with a fresh token, for use on the underlay.
     pub(crate) async fn kubeconfig(&self, name: &str) -> String {
         let cluster = self.lab.cluster(name);
-        let words = ["-n", "kube-system", "create", "token", "controller", "--duration=24h"];
+        let words = [
+            "-n",
+            NAMESPACE,
+            "create",
+            "token",
+            "clustermesh-controller",
+            "--duration=24h",
+        ];
         let token = cluster.kubectl(words).await.unwrap().stdout.trim().to_owned();
         let inside = cluster.inside_kubeconfig().unwrap();
         let ca = inside
@@ -150,7 +135,7 @@ impl World {
     pub(crate) async fn give_secret(&self, name: &str, kubeconfig: &str) {
         let secret = json!({
             "apiVersion": "v1", "kind": "Secret",
-            "metadata": {"name": format!("{name}-kubeconfig"), "namespace": "default"},
+            "metadata": {"name": format!("{name}-kubeconfig"), "namespace": NAMESPACE},
             "data": {"value": STANDARD.encode(kubeconfig)},
         });
         self.hub().apply(&secret.to_string()).await.unwrap();
@@ -173,7 +158,7 @@ impl World {
             "--kubeconfig",
             &file,
             "--hub-namespace",
-            "default",
+            NAMESPACE,
             "--listen",
             "172.30.1.200:8081",
         ];
@@ -266,7 +251,7 @@ impl World {
             .collect();
         json!({
             "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "ClusterMesh",
-            "metadata": {"name": "prod", "namespace": "default"}, "spec": {"clusters": entries},
+            "metadata": {"name": "prod", "namespace": NAMESPACE}, "spec": {"clusters": entries},
         })
     }
 
@@ -289,7 +274,7 @@ impl World {
     }
 
     pub(crate) async fn get_mesh(&self) -> Option<ClusterMesh> {
-        Api::<ClusterMesh>::namespaced(self.client(self.hub_name()).await, "default")
+        Api::<ClusterMesh>::namespaced(self.client(self.hub_name()).await, NAMESPACE)
             .get_opt("prod")
             .await
             .unwrap()

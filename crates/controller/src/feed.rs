@@ -128,11 +128,11 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().malformed.clone()
     }
 
-    /// Says how far the table can be trusted; wakes the loop when that is news.
-    pub(crate) fn set_trust(&self, trust: Trust) {
+    /// Says how far the table can be trusted; wakes the loop when that is news, and says whether it is.
+    pub(crate) fn set_trust(&self, trust: Trust) -> bool {
         let mut table = self.lock();
         if table.trust == trust {
-            return;
+            return false;
         }
         if trust == Trust::Absent {
             table.rows.clear();
@@ -142,6 +142,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         table.trust = trust;
         drop(table);
         self.changed.notify_one();
+        true
     }
 
     /// An object as the API server has it now: from the watch, or from the answer to our own write.

@@ -266,6 +266,9 @@ impl Reconciler {
             let Some(member) = self.members.get(identity) else {
                 continue;
             };
+            if member.session.silent() {
+                continue;
+            }
             let Some(client) = member.session.client() else {
                 continue;
             };

@@ -19,7 +19,7 @@ use kube::{
 use crate::{
     args::Args,
     events::Speaker,
-    feed::{self, Changed, Feed, Source},
+    feed::{self, Changed, Feed, Source, Trust},
     hub::{Hub, HubNamespaces},
     kubeconfig::HubHosts,
     metrics::Metrics,
@@ -96,6 +96,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let source = Source {
         api: Api::all_with(client.clone(), &ApiResource::erase::<ClusterMesh>(&())),
         what: "clustermeshes".to_owned(),
+        whose: "the hub".to_owned(),
         labels: String::new(),
         fields: String::new(),
     };
@@ -127,7 +128,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             () = stop.cancelled() => break,
         };
         heartbeat.beat();
-        if meshes.listed() && first_list.take().is_some() {
+        if meshes.trust() == Trust::Live && first_list.take().is_some() {
             first_plan.take();
         }
         tokio::time::sleep(DEBOUNCE.saturating_sub(started.elapsed())).await;

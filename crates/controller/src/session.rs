@@ -28,8 +28,9 @@ pub(crate) mod tables;
 
 pub(crate) use credentials::Credentials;
 
-/// For so long a session that has just begun may be silent before that is reported: it has asked and not been answered.
-const GRACE: Duration = Duration::from_secs(8);
+/// For so long a trouble may last before it is reported: a session that has just begun has asked and not been answered, and
+/// an API server that rolls is back in a moment.
+const GRACE: Duration = Duration::from_secs(6);
 
 /// What of a member beyond Nodes and Peers has to be read.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -59,8 +60,8 @@ struct Link {
     uid: Option<String>,
     /// `gitVersion`.
     version: Option<String>,
-    /// When the current connection was begun.
-    since: Instant,
+    /// Since when it is not fresh; `None` = it is.
+    troubled: Option<Instant>,
 }
 
 /// A session as the reconcile loop sees it. Dropping it ends the session.
@@ -95,15 +96,15 @@ impl Session {
         let end = CancellationToken::new();
         let (interest, wanted) = watch::channel(Interest::default());
         let shared = Arc::new(Shared {
+            tables: Tables::new(identity.to_string(), &changed),
             identity,
-            tables: Tables::new(&changed),
             link: Mutex::new(Link {
                 client: None,
                 missing: None,
                 silent: None,
                 uid: None,
                 version: None,
-                since: Instant::now(),
+                troubled: Some(Instant::now()),
             }),
             changed,
         });
@@ -129,34 +130,40 @@ impl Session {
 
     /// What is seen of the member now.
     pub(crate) fn observe(&self) -> Observation<Member> {
-        let link = self.shared.link().clone();
-        if let Some(why) = link.missing {
-            return Observation::Missing(why);
+        let mut link = self.shared.link();
+        if let Some(why) = &link.missing {
+            return Observation::Missing(why.clone());
         }
-        let trouble = link.silent.or_else(|| self.shared.tables.trouble());
+        let trouble = link.silent.clone().or_else(|| self.shared.tables.trouble());
+        link.troubled = trouble.as_ref().map(|_| link.troubled.unwrap_or_else(Instant::now));
+        let uid = link.uid.clone();
+        drop(link);
         if !self.shared.tables.listed() {
             return Observation::Unreachable(
                 trouble.unwrap_or_else(|| "it is being read for the first time".to_owned()),
             );
         }
-        let member = self.shared.tables.member(link.uid, &self.interest.borrow());
+        let member = self.shared.tables.member(uid, &self.interest.borrow());
         match trouble {
             None => Observation::Fresh(member),
             Some(why) => Observation::Stale(member, why),
         }
     }
 
-    /// Whether it has only just begun, so that its silence says nothing yet.
+    /// Whether it is in trouble for so short a time that this says nothing yet.
     pub(crate) fn settling(&self) -> bool {
         let link = self.shared.link();
-        let fresh_start = link.since.elapsed() < GRACE && link.silent.is_none() && link.missing.is_none();
-        drop(link);
-        fresh_start && (!self.shared.tables.listed() || self.shared.tables.pending())
+        link.missing.is_none() && link.troubled.is_some_and(|since| since.elapsed() < GRACE)
     }
 
     /// The client for writes; `None` without credentials.
     pub(crate) fn client(&self) -> Option<Client> {
         self.shared.link().client.clone()
+    }
+
+    /// Whether the probe gets no answer: a write would not either.
+    pub(crate) fn silent(&self) -> bool {
+        self.shared.link().silent.is_some()
     }
 
     /// `gitVersion` of its API server, where it said so.

@@ -32,6 +32,8 @@ pub(crate) struct Source {
     pub(crate) api: Api<DynamicObject>,
     /// What it is called in messages: `nodes`, `secrets in namespace x`.
     pub(crate) what: String,
+    /// Whose it is, in logs.
+    pub(crate) whose: String,
     /// Label selector, empty = all.
     pub(crate) labels: String,
     /// Field selector, empty = all.
@@ -84,24 +86,23 @@ impl From<Error> for Failed {
 /// Notes the failure in the feed; a fixed pause where there is one.
 fn report<V: Clone + PartialEq>(source: &Source, feed: &Feed<V>, failed: &Failed) -> Option<Duration> {
     let what = &source.what;
-    match failed {
-        Failed::Api(Error::Api(status)) if status.code == 404 => {
-            feed.set_trust(Trust::Absent);
-            return Some(ABSENT);
-        }
-        Failed::Api(Error::Api(status)) if status.code == 403 => {
-            feed.set_trust(Trust::Denied(format!(
-                "the account may not list and watch {what} (403)"
-            )));
-        }
+    let (trust, pause) = match failed {
+        Failed::Expired => return None,
+        Failed::TimedOut => (Trust::Broken(trouble::SILENT.to_owned()), None),
+        Failed::Api(Error::Api(status)) if status.code == 404 => (Trust::Absent, Some(ABSENT)),
+        Failed::Api(Error::Api(status)) if status.code == 403 => (
+            Trust::Denied(format!("the account may not list and watch {what} (403)")),
+            None,
+        ),
         Failed::Api(error) => {
             tracing::debug!(what, error = error as &dyn std::error::Error, "list or watch failed");
-            feed.set_trust(Trust::Broken(trouble::words(error)));
+            (Trust::Broken(trouble::words(error)), None)
         }
-        Failed::TimedOut => feed.set_trust(Trust::Broken(trouble::SILENT.to_owned())),
-        Failed::Expired => {}
+    };
+    if feed.set_trust(trust.clone()) {
+        tracing::info!(what, whose = source.whose, state = ?trust, "no longer followed; asking again");
     }
-    None
+    pause
 }
 
 /// Lists everything, page by page; the version to watch from.

@@ -29,7 +29,7 @@ pub(crate) enum Credentials {
     Ready(Client),
 }
 
-/// The kubeconfig's text, held no longer than it takes to make a client of it, and never printed.
+/// The kubeconfig's text, which no `Debug` may print.
 #[derive(Clone, PartialEq)]
 struct Text(Option<Vec<u8>>);
 
@@ -66,6 +66,7 @@ pub(super) fn follow(
     let source = Source {
         api: Api::namespaced_with(hub.client.clone(), &namespace, &ApiResource::erase::<Secret>(&())),
         what: object.clone(),
+        whose: "the hub".to_owned(),
         labels: String::new(),
         fields: format!("metadata.name={name}"),
     };

@@ -22,7 +22,6 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
         link.client = Some(client.clone());
         link.missing = None;
         link.silent = None;
-        link.since = std::time::Instant::now();
     });
     shared.tables.begin();
 

@@ -51,6 +51,8 @@ pub(crate) struct Tables {
     /// EndpointSlices of `default/kubernetes`.
     api: Feed<Slice>,
     extra: Arc<Mutex<Extra>>,
+    /// Whose they are, in logs.
+    whose: String,
 }
 
 /// What some mesh asks for beyond that, by namespace.
@@ -83,7 +85,7 @@ where
 }
 
 impl Tables {
-    pub(super) fn new(changed: &Changed) -> Self {
+    pub(super) fn new(whose: String, changed: &Changed) -> Self {
         Self {
             nodes: Feed::new(changed.clone(), |o| {
                 parse::<core_v1::Node>(o).map(|n| Some(SeenNode::new(&n)))
@@ -98,6 +100,7 @@ impl Tables {
             slices: slice_feed(changed),
             api: slice_feed(changed),
             extra: Arc::default(),
+            whose,
         }
     }
 
@@ -153,13 +156,16 @@ impl Tables {
         let ours = format!("{}={}", names::LABEL_MANAGED_BY, names::MANAGED_BY);
         let api_service = format!("{}=kubernetes", names::LABEL_SERVICE_NAME);
         vec![
-            Following::new(all::<core_v1::Node>(client, "nodes", ""), &self.nodes),
-            Following::new(all::<peer::Peer>(client, "peers", ""), &self.peers),
-            Following::new(all::<policy::PeerPolicy>(client, "peerpolicies", ""), &self.policies),
-            Following::new(all::<core_v1::Service>(client, "services", &ours), &self.services),
-            Following::new(all::<EndpointSlice>(client, "endpointslices", &ours), &self.slices),
+            Following::new(self.all::<core_v1::Node>(client, "nodes", ""), &self.nodes),
+            Following::new(self.all::<peer::Peer>(client, "peers", ""), &self.peers),
             Following::new(
-                within::<EndpointSlice>(client, "endpointslices", "default", &api_service),
+                self.all::<policy::PeerPolicy>(client, "peerpolicies", ""),
+                &self.policies,
+            ),
+            Following::new(self.all::<core_v1::Service>(client, "services", &ours), &self.services),
+            Following::new(self.all::<EndpointSlice>(client, "endpointslices", &ours), &self.slices),
+            Following::new(
+                self.within::<EndpointSlice>(client, "endpointslices", "default", &api_service),
                 &self.api,
             ),
         ]
@@ -171,15 +177,15 @@ impl Tables {
         let extra = self.extras();
         for namespace in interest.service_namespaces() {
             if let Some((services, slices)) = extra.services.get(&namespace) {
-                let source = within::<core_v1::Service>(client, "services", &namespace, "");
+                let source = self.within::<core_v1::Service>(client, "services", &namespace, "");
                 followings.insert(source.what.clone(), Following::new(source, services));
-                let source = within::<EndpointSlice>(client, "endpointslices", &namespace, "");
+                let source = self.within::<EndpointSlice>(client, "endpointslices", &namespace, "");
                 followings.insert(source.what.clone(), Following::new(source, slices));
             }
         }
         for namespace in &interest.pods {
             if let Some(pods) = extra.pods.get(namespace) {
-                let source = within::<core_v1::Pod>(client, "pods", namespace, "");
+                let source = self.within::<core_v1::Pod>(client, "pods", namespace, "");
                 followings.insert(source.what.clone(), Following::new(source, pods));
             }
         }
@@ -189,11 +195,6 @@ impl Tables {
     /// Why the tables that must be current are not; `None` = they are.
     pub(super) fn trouble(&self) -> Option<String> {
         first_trouble(self.trusts())
-    }
-
-    /// Whether some table waits for its first answer, so far without a failure.
-    pub(super) fn pending(&self) -> bool {
-        self.trusts().contains(&Trust::Pending)
     }
 
     /// Policies, mirrored objects and the API server's endpoints may be closed to an account that was made for Peers
@@ -330,6 +331,32 @@ impl Tables {
             "pods": extra.pods.iter().map(|(ns, feed)| (ns.clone(), one(feed))).collect::<BTreeMap<_, _>>(),
         })
     }
+
+    fn all<K: Resource<DynamicType = ()>>(&self, client: &Client, what: &str, labels: &str) -> Source {
+        Source {
+            api: Api::all_with(client.clone(), &ApiResource::erase::<K>(&())),
+            what: what.to_owned(),
+            whose: self.whose.clone(),
+            labels: labels.to_owned(),
+            fields: String::new(),
+        }
+    }
+
+    fn within<K: Resource<DynamicType = ()>>(
+        &self,
+        client: &Client,
+        what: &str,
+        namespace: &str,
+        labels: &str,
+    ) -> Source {
+        Source {
+            api: Api::namespaced_with(client.clone(), namespace, &ApiResource::erase::<K>(&())),
+            what: format!("{what} in namespace {namespace}"),
+            whose: self.whose.clone(),
+            labels: labels.to_owned(),
+            fields: String::new(),
+        }
+    }
 }
 
 fn service_feed(changed: &Changed) -> Feed<Service> {
@@ -363,22 +390,4 @@ fn by_name<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<String, V> {
 /// `None` = the kind is not there, or closed to the account.
 fn present<V: Clone + PartialEq>(feed: &Feed<V>) -> Option<BTreeMap<String, V>> {
     (!matches!(feed.trust(), Trust::Absent | Trust::Denied(_))).then(|| by_name(feed))
-}
-
-fn all<K: Resource<DynamicType = ()>>(client: &Client, what: &str, labels: &str) -> Source {
-    Source {
-        api: Api::all_with(client.clone(), &ApiResource::erase::<K>(&())),
-        what: what.to_owned(),
-        labels: labels.to_owned(),
-        fields: String::new(),
-    }
-}
-
-fn within<K: Resource<DynamicType = ()>>(client: &Client, what: &str, namespace: &str, labels: &str) -> Source {
-    Source {
-        api: Api::namespaced_with(client.clone(), namespace, &ApiResource::erase::<K>(&())),
-        what: format!("{what} in namespace {namespace}"),
-        labels: labels.to_owned(),
-        fields: String::new(),
-    }
 }
