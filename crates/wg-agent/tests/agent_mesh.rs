@@ -349,3 +349,49 @@ async fn a_wrong_peer_costs_that_peer_and_cleanup_leaves_nothing() {
 fn base64_key(n: u8) -> String {
     clustermesh_core::key::PublicKey::new([n + 40; 32]).to_string()
 }
+
+#[tokio::test]
+async fn what_other_hands_take_away_is_put_back() {
+    let world = World::start().await;
+    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
+    let agent = world.agent(mgmt, "agent-mgmt");
+    let _second = world.agent(tenant, "agent-tenant");
+    world.mesh().await;
+    world.reaches(mgmt, tenant).await;
+    let table = ["nft", "list", "table", "inet", "clustermesh"];
+    for (what, taking) in [
+        ("the firewall table", "nft delete table inet clustermesh".to_owned()),
+        ("the whole ruleset", "nft flush ruleset".to_owned()),
+        ("the rules", "ip rule del pref 1000; ip rule del pref 1001".to_owned()),
+        (
+            "the routes",
+            "ip route flush table 5182; ip route flush table 5183".to_owned(),
+        ),
+        ("an address", format!("ip addr flush dev {}", mgmt.interface)),
+        ("the device", format!("ip link del {}", mgmt.interface)),
+    ] {
+        let before = left(&world, MGMT).await;
+        let started = Instant::now();
+        world
+            .host(mgmt)
+            .exec(["sh", "-ec", &taking])
+            .await
+            .expect("take it away");
+        wait_until(format!("{what} to be back"), SOON, async || {
+            let now = left(&world, MGMT).await;
+            // A new device has a new index; nothing else may differ in kind and number.
+            if now.len() != before.len() {
+                return Err(format!("{now:#?}\n{}", agent.log()));
+            }
+            let table = world.host(mgmt).try_exec(table).await.map_err(|e| e.to_string())?;
+            if !table.status.success() {
+                return Err(table.stderr);
+            }
+            world.pings(mgmt, tenant).await?;
+            world.pings(tenant, mgmt).await
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+        eprintln!("{what}: back after {:?}", started.elapsed());
+    }
+}

@@ -27,6 +27,8 @@ use kube::{
 };
 
 pub const AGENT: &str = env!("CARGO_BIN_EXE_wg-agent");
+const CONFINED: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
+                        exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";
 /// Anything that takes longer than this is broken.
 pub const SOON: Duration = Duration::from_secs(20);
 
@@ -132,9 +134,7 @@ impl World {
                 .add_host(site.node, site.address.parse().expect("an address"))
                 .await
                 .expect("add a host");
-            host.exec(["sysctl", "-qw", "net.ipv4.ip_forward=1"])
-                .await
-                .expect("a node forwards");
+            host.exec([AGENT, "prepare"]).await.expect("prepare the node");
             // A pod's address, without a pod: what matters is the source on the wire.
             host.exec(["ip", "addr", "add", &format!("{}/32", site.pod), "dev", "lo"])
                 .await
@@ -190,10 +190,13 @@ impl World {
         words
     }
 
+    /// Starts an agent with what the DaemonSet gives it and no more: NET_ADMIN, and a `/proc/sys` that is read-only.
     pub fn agent(&self, site: &Site, log: &str) -> Running {
-        self.host(site)
-            .spawn(log, self.command(site, &[]))
-            .expect("start the agent")
+        let mut words: Vec<String> = ["unshare", "--mount", "sh", "-ec", CONFINED, "sh"]
+            .map(String::from)
+            .into();
+        words.extend(self.command(site, &[]));
+        self.host(site).spawn(log, words).expect("start the agent")
     }
 
     pub async fn annotations(&self, site: &Site) -> BTreeMap<String, String> {
