@@ -31,7 +31,7 @@ pub(crate) struct Args {
     #[arg(long, conflicts_with = "keep")]
     down: bool,
     #[command(flatten)]
-    prereq: prereq::Args,
+    prereq: prereq::Prereq,
 }
 
 /// Runs the demo. Ctrl-C, a failure, SIGTERM and even SIGKILL of this program take everything down.

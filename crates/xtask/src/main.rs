@@ -26,7 +26,7 @@ enum Command {
     /// Every test of the project, with all that they need built first.
     Test(test::Args),
     /// Install what this machine lacks (Debian, Ubuntu) or name it.
-    Prereq(prereq::Args),
+    Prereq(prereq::Prereq),
     /// Build what the lab runs - Kubernetes, containerd, CNI plugins, CoreDNS - into the cache.
     Tools,
     /// Write crds/ from the API types.
@@ -53,5 +53,15 @@ fn main() -> anyhow::Result<()> {
         Command::Crds(Drift { check }) => crds::run(check),
         Command::Manifests(Drift { check }) => manifests::run(check),
         Command::Deps => deps::run(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_contradicts_itself_nowhere() {
+        super::Cli::command().debug_assert();
     }
 }

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 /// How missing programs are dealt with.
 #[derive(Debug, Clone, Default, clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct Prereq {
     /// Install nothing; only name what is missing.
     #[arg(long)]
     pub(crate) no_install: bool,
@@ -52,14 +52,14 @@ const PROGRAMS: [Program; 18] = [
 const OLDEST_GO: (u32, u32) = (1, 21);
 
 /// `cargo xtask prereq`.
-pub(crate) fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &Prereq) -> Result<()> {
     ensure(args)?;
     println!("prereq: nothing is missing");
     Ok(())
 }
 
 /// Makes sure that everything is there, installing packages where it can. All that is left missing is in one error.
-pub(crate) fn ensure(args: &Args) -> Result<()> {
+pub(crate) fn ensure(args: &Prereq) -> Result<()> {
     let mut missing = missing_programs(&search_path());
     // libc.a and libc's headers have no program to look for; gcc without them cannot link runc.
     let mut packages: Vec<_> = missing.iter().map(|program| program.package).collect();

@@ -12,7 +12,7 @@ use crate::{
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
-    prereq: prereq::Args,
+    prereq: prereq::Prereq,
     /// Passed on to `cargo test`: `-p clustermesh-core`, `--test mesh_flows`, a test's name.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     words: Vec<String>,
