@@ -314,7 +314,7 @@ fn after_a_restart_of_one_side_data_flows_within_five_seconds() {
     wait_until("the first ping", SOON, || b.reaches(1));
     for round in 0..5 {
         let device = a.device.take().expect("an open device");
-        device.close().expect("close");
+        a.ns.enter(|| device.close()).expect("close");
         assert_eq!(
             a.ns.output("ip", &["link", "show", &a.interface]).status.code(),
             Some(1),

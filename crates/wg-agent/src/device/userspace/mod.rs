@@ -26,7 +26,7 @@ use std::{
         atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
     },
     thread::JoinHandle,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use clustermesh_agent_core::device::{self, ObservedPeer, PeerChange, PeerSpec, PeerStats, PeerUpdate, Peers};
@@ -45,6 +45,8 @@ use super::{Configuration, Device, DeviceError, Observed};
 
 /// Where `wg` looks for userspace devices.
 const CONTROL_DIRECTORY: &str = "/var/run/wireguard";
+/// How long a name or port that is still taken is asked for again.
+const PATIENCE: Duration = Duration::from_millis(300);
 
 /// A device of this kind that stands.
 pub struct Userspace {
@@ -61,9 +63,9 @@ impl Userspace {
     /// # Errors
     /// The interface exists, the port is taken, or the kernel refuses; nothing is left behind.
     pub fn open(interface: &str, configuration: &Configuration) -> Result<Self, DeviceError> {
-        let tun = open_tun(interface)?;
+        let tun = patiently(|| open_tun(interface))?;
         set_up(&tun, interface, configuration.mtu)?;
-        let sockets = listen(configuration)?;
+        let sockets = patiently(|| listen(configuration))?;
         let event = || {
             eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
                 .map_err(|source| kernel("make an event file", source.into()))
@@ -260,7 +262,14 @@ impl Device for Userspace {
 
     fn close(mut self: Box<Self>) -> Result<(), DeviceError> {
         self.stop();
-        self.control.take().map_or(Ok(()), ControlSocket::close)
+        let socket = self.control.take().map_or(Ok(()), ControlSocket::close);
+        let interface = self.interface.clone();
+        drop(self);
+        patiently(|| match if_nametoindex(interface.as_str()) {
+            Ok(_) => Err(kernel(&format!("remove {interface}"), io::ErrorKind::TimedOut.into())),
+            Err(_) => Ok(()),
+        })?;
+        socket
     }
 }
 
@@ -296,6 +305,22 @@ fn observed(shared: &Shared) -> Observed {
         peers: peers.collect(),
         listen_port: current(&shared.sockets).port,
         drops: shared.drops.read(),
+    }
+}
+
+/// Tries again for a moment. A file we have closed stays open in a child process that is just being started (between fork and
+/// exec), and with it the interface or port: an agent that runs `nft` meets this now and then.
+fn patiently<T>(mut attempt: impl FnMut() -> Result<T, DeviceError>) -> Result<T, DeviceError> {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        match attempt() {
+            Err(DeviceError::Exists(_) | DeviceError::Listen { .. } | DeviceError::Kernel { .. })
+                if Instant::now() < until =>
+            {
+                std::thread::sleep(PATIENCE / 20)
+            }
+            result => return result,
+        }
     }
 }
 
