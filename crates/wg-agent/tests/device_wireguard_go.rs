@@ -49,6 +49,13 @@ struct Go {
     _process: Running,
 }
 
+impl Drop for Go {
+    fn drop(&mut self) {
+        // Killed, it cannot remove its socket itself.
+        let _ = std::fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
+    }
+}
+
 impl Go {
     fn start(ns: &NetNs, program: &Path, directory: &Path) -> Self {
         let interface = unique_name("wg");
