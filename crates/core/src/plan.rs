@@ -573,7 +573,8 @@ fn not_served(cluster: &Cluster) -> Option<String> {
     }
     (cluster.profile == Profile::Sandbox).then(|| {
         format!(
-            "isolationProfile sandbox of cluster {:?} is not served yet: it is connected to nothing. Use cluster-meshed for              a trusted cluster, or standard",
+            "isolationProfile sandbox of cluster {:?} is not served yet: it is connected to nothing. Use cluster-meshed for a \
+             trusted cluster, or standard",
             cluster.name
         )
     })

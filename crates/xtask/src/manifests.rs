@@ -268,7 +268,8 @@ fn agent() -> Vec<Value> {
                     "spec": {
                         "serviceAccountName": name,
                         "hostNetwork": true,
-                        "dnsPolicy": "ClusterFirstWithHostNet",
+                        // The node's own resolvers: those the agent keeps out of the tunnel.
+                        "dnsPolicy": "Default",
                         "priorityClassName": "system-node-critical",
                         "tolerations": [{"operator": "Exists"}],
                         "terminationGracePeriodSeconds": 10,

@@ -15,7 +15,7 @@ use super::{
 use crate::{
     key::PublicKey,
     mesh::{Addressing, Cluster, ClusterIdentity, MeshId, ObjectName},
-    observe::{Endpoint, Member, Observation, Observations, ObservedPeer, PeerSpec, PolicySpec, Server},
+    observe::{Claim, Endpoint, Member, Observation, Observations, ObservedPeer, PeerSpec, PolicySpec, Server},
     ownership::{self, Claimant, Ownership},
 };
 
@@ -298,7 +298,7 @@ impl<'a, 'p> Writer<'a, 'p> {
             peers: BTreeMap::new(),
             skipped: BTreeMap::new(),
             facts: BTreeSet::new(),
-            runs_kg: member.is_some_and(|m| m.nodes.values().any(|node| node.server != Server::Agent)),
+            runs_kg: member.is_some_and(runs_kg),
         }
     }
 
@@ -565,6 +565,16 @@ impl<'a, 'p> Writer<'a, 'p> {
             });
         }
     }
+}
+
+/// Whether kg turns this member's Peers into routes. A Node that has just joined and published nothing is neither's, so it
+/// decides nothing where others have spoken; where none has, the cautious answer stands.
+fn runs_kg(member: &Member) -> bool {
+    let kilo = member
+        .nodes
+        .values()
+        .any(|node| node.server != Server::Agent && node.public_key != Claim::Absent);
+    kilo || !member.nodes.values().any(|node| node.server == Server::Agent)
 }
 
 /// Whether this is the hub's own entry.

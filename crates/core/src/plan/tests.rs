@@ -524,10 +524,20 @@ fn toward_kilo_the_internal_ip_is_left_out_where_it_is_the_endpoint() {
     mesh.clusters[1].allowed.extend(nets(&["172.30.2.1/32"]));
     let mut seen = seen();
     let (_, of_mesh) = run(&mesh, &seen);
-    assert_eq!(
-        *allowed(&of_mesh, "mgmt", "m--tenant--x"),
-        net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"])
-    );
+    let whole = net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"]);
+    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--x"), whole);
+    // A Node that has just joined publishes nothing yet: that does not make it kg's.
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.nodes.insert(
+            "new".into(),
+            Node {
+                ready: true,
+                ..Node::default()
+            },
+        );
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--x"), whole);
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.nodes.values_mut().for_each(|node| node.server = Server::Kilo)
     });
