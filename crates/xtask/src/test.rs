@@ -26,7 +26,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let programs = programs::build()?;
     println!("xtask: everything built after {:.0} s", start.elapsed().as_secs_f64());
     let mut test = cargo();
-    test.args(["test", "--no-fail-fast"]).env("CLUSTERMESH_BIN_DIR", programs);
+    test.args(["test", "--no-fail-fast"])
+        .env("CLUSTERMESH_BIN_DIR", programs);
     if args.words.is_empty() {
         test.arg("--workspace");
     }
