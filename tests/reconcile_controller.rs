@@ -608,3 +608,66 @@ async fn a_mesh_that_may_not_use_the_hub_or_means_nothing_is_refused_and_writes_
         .await
         .unwrap();
 }
+
+#[tokio::test]
+async fn a_paused_mesh_is_left_as_it_stands_and_a_forced_one_lets_go_of_who_is_away() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    world.node("mgmt", 1, 1).await;
+    world.node("tenant-a", 2, 1).await;
+    let _controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+
+    let hub = world.hub();
+    let annotate = async |text: &str| {
+        hub.kubectl(["annotate", "cmesh", "-n", NAMESPACE, "prod", text, "--overwrite"])
+            .await
+            .unwrap();
+    };
+    annotate("cluster.x-k8s.io/paused=true").await;
+    world.until_condition("Paused", "True/Paused", SOON).await;
+    // The status counts what is seen, and nothing is written.
+    let counted = async |nodes: i64| {
+        wait_until(format!("{nodes} nodes to be counted"), SOON, async || {
+            let mesh = world.get_mesh().await.unwrap();
+            let agents = mesh.status.unwrap().clusters[1].agents;
+            if agents.is_some_and(|agents| agents.total == nodes) {
+                Ok(())
+            } else {
+                Err(format!("{agents:?}"))
+            }
+        })
+        .await
+        .unwrap();
+        let peers: Vec<String> = world.peers("mgmt").await.into_keys().collect();
+        assert_eq!(peers, ["prod--tenant-a--tenant-a-1"]);
+    };
+    world.node("tenant-a", 2, 2).await;
+    counted(2).await;
+    world.remove_node("tenant-a", "tenant-a-1").await;
+    counted(1).await;
+    annotate("cluster.x-k8s.io/paused=false").await;
+    world.until_peers("mgmt", &["prod--tenant-a--tenant-a-2"], SOON).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+
+    world.lab.cluster("tenant-a").kill_api().unwrap();
+    hub.kubectl(["delete", "cmesh", "-n", NAMESPACE, "prod", "--wait=false"])
+        .await
+        .unwrap();
+    world.until_peers("mgmt", &[], SOON).await;
+    wait_until("the condition to name the way out", LATER, async || {
+        match world.condition("Ready").await {
+            Some((_, message)) if message.contains(names::FORCE_CLEANUP) => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap();
+    annotate(&format!("{}=true", names::FORCE_CLEANUP)).await;
+    wait_until("the mesh to be let go", SOON, async || match world.get_mesh().await {
+        None => Ok(()),
+        Some(mesh) => Err(format!("{:?}", mesh.status)),
+    })
+    .await
+    .unwrap();
+}

@@ -5,6 +5,7 @@ use std::{
     collections::BTreeMap,
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
 };
 
 use clustermesh_core::mesh::ObjectName;
@@ -42,7 +43,20 @@ pub(crate) struct Row<V> {
     pub(crate) uid: String,
     /// `metadata.resourceVersion`.
     pub(crate) version: String,
+    /// When it came as the answer to our own write; `None` = it was listed or watched since.
+    written: Option<Instant>,
 }
+
+impl<V> Row<V> {
+    /// The row is our own write, of so short a time ago that a list or an event may still be of before it. Not for ever:
+    /// versions go back when a cluster is restored, or when a kubeconfig turns to another one.
+    fn may_be_ahead(&self) -> bool {
+        self.written.is_some_and(|at| at.elapsed() < AHEAD)
+    }
+}
+
+/// For so long lists and events may be of before our own write.
+const AHEAD: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
 struct Table<V> {
@@ -145,20 +159,34 @@ impl<V: Clone + PartialEq> Feed<V> {
         true
     }
 
-    /// An object as the API server has it now: from the watch, or from the answer to our own write.
+    /// The connection is another one, perhaps to another cluster: what we wrote is ahead of nothing any more.
+    pub(crate) fn forget_writes(&self) {
+        self.lock().rows.values_mut().for_each(|row| row.written = None);
+    }
+
+    /// An object as the watch shows it.
     pub(crate) fn put(&self, object: DynamicObject) {
+        self.take(object, None);
+    }
+
+    /// An object as the API server answered our own write.
+    pub(crate) fn wrote(&self, object: DynamicObject) {
+        self.take(object, Some(Instant::now()));
+    }
+
+    fn take(&self, object: DynamicObject, written: Option<Instant>) {
         let (name, uid, version) = identity(&object.metadata);
         let converted = (self.convert)(object);
         let mut table = self.lock();
-        if table
-            .rows
-            .get(&name)
-            .is_some_and(|row| row.uid == uid && older(&version, &row.version))
-        {
-            // Our own write was answered before the watch came to an earlier change of the same object.
+        let before = table.rows.get(&name);
+        if before.is_some_and(|row| row.uid == uid && row.may_be_ahead() && older(&version, &row.version)) {
             return;
         }
-        if table.set(&name, uid, version, converted) {
+        let news = table.set(&name, uid, version, converted);
+        if let Some(row) = table.rows.get_mut(&name) {
+            row.written = written;
+        }
+        if news {
             drop(table);
             self.changed.notify_one();
         }
@@ -191,7 +219,8 @@ impl<V: Clone + PartialEq> Feed<V> {
             table.set(&name, uid, version, value);
         }
         for (name, row) in &before {
-            let keep = older(list_version, &row.version)
+            let keep = row.may_be_ahead()
+                && older(list_version, &row.version)
                 && table
                     .rows
                     .get(name)
@@ -223,7 +252,15 @@ impl<V: PartialEq> Table<V> {
         match value {
             Ok(Some(value)) => {
                 let news = self.rows.get(name).is_none_or(|row| row.value != value);
-                self.rows.insert(name.clone(), Row { value, uid, version });
+                self.rows.insert(
+                    name.clone(),
+                    Row {
+                        value,
+                        uid,
+                        version,
+                        written: None,
+                    },
+                );
                 self.malformed.remove(name).is_some() || news
             }
             Ok(None) => {
@@ -329,13 +366,28 @@ mod tests {
     fn an_earlier_event_or_list_does_not_undo_our_own_write() {
         let feed = feed();
         feed.replace(vec![object("a", "1", json!({"n": 1}))], "1");
-        feed.put(object("a", "5", json!({"n": 5})));
-        feed.put(object("new", "6", json!({"n": 6})));
+        feed.wrote(object("a", "5", json!({"n": 5})));
+        feed.wrote(object("new", "6", json!({"n": 6})));
         feed.put(object("a", "3", json!({"n": 3})));
         feed.replace(vec![object("a", "3", json!({"n": 3}))], "4");
         assert_eq!(rows(&feed), [("a".into(), 5), ("new".into(), 6)]);
         feed.replace(vec![object("a", "5", json!({"n": 5}))], "7");
         assert_eq!(rows(&feed), [("a".into(), 5)]);
+    }
+
+    #[test]
+    fn a_cluster_whose_versions_went_back_is_believed() {
+        let feed = feed();
+        feed.replace(
+            vec![object("a", "90", json!({"n": 1})), object("b", "91", json!({"n": 1}))],
+            "95",
+        );
+        feed.replace(vec![object("a", "7", json!({"n": 2}))], "10");
+        assert_eq!(rows(&feed), [("a".into(), 2)]);
+        feed.wrote(object("mine", "99", json!({"n": 9})));
+        feed.forget_writes();
+        feed.replace(vec![object("a", "8", json!({"n": 3}))], "11");
+        assert_eq!(rows(&feed), [("a".into(), 3)]);
     }
 
     #[test]

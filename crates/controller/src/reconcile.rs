@@ -103,6 +103,8 @@ struct Pass {
     seen: Observations,
     plan: Plan,
     steps: BTreeMap<ClusterIdentity, Vec<Step>>,
+    /// Meshes that could not be given the finalizer, so that nothing was written for them.
+    unclaimed: BTreeSet<MeshId>,
 }
 
 impl Reconciler {
@@ -168,6 +170,7 @@ impl Reconciler {
             seen,
             plan,
             steps,
+            unclaimed: BTreeSet::new(),
         };
         self.claim(&mut pass).await;
         let waits = self.write(&mut pass);
@@ -241,6 +244,7 @@ impl Reconciler {
                     }
                     Err(error) => {
                         tracing::warn!(mesh = %known.mesh.id, error = &error as &dyn std::error::Error, "no finalizer yet");
+                        pass.unclaimed.insert(known.mesh.id.clone());
                     }
                 }
             }
@@ -292,7 +296,7 @@ impl Reconciler {
             };
             let facts = self.facts(pass, id, plan, object, &now);
             self.count(pass, id, plan);
-            if self.waits(pass, id, plan) {
+            if pass.unclaimed.contains(id) || self.waits(pass, id, plan) {
                 settled = false;
                 continue;
             }

@@ -243,7 +243,7 @@ where
         say(&mut object);
         let after = dynamic(&object)?;
         if before == after {
-            self.feed.put(standing);
+            self.feed.wrote(standing);
             return Ok(Outcome::Done);
         }
         self.answer(self.api.replace(&self.name.name, &PostParams::default(), &after).await)
@@ -253,7 +253,7 @@ where
         match answer {
             Ok(mut object) => {
                 object.metadata.managed_fields = None;
-                self.feed.put(object);
+                self.feed.wrote(object);
                 Ok(Outcome::Done)
             }
             Err(kube::Error::Api(status)) if status.code == 409 => Ok(Outcome::Conflict),

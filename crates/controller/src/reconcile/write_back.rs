@@ -81,7 +81,7 @@ pub(super) fn put(feed: &Feed<Arc<ClusterMesh>>, object: &ClusterMesh) {
     object.metadata.managed_fields = None;
     let as_read = serde_json::to_value(&object).and_then(serde_json::from_value::<DynamicObject>);
     match as_read {
-        Ok(object) => feed.put(object),
+        Ok(object) => feed.wrote(object),
         Err(error) => tracing::debug!(%error, "the watch will show it"),
     }
 }

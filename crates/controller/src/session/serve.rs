@@ -33,7 +33,7 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
     let mut probe = tokio::time::interval(PROBE);
     probe.set_missed_tick_behavior(MissedTickBehavior::Delay);
     wanted.mark_changed();
-    let mut was_silent = false;
+    let (mut was_silent, mut asked) = (false, false);
 
     loop {
         tokio::select! {
@@ -60,7 +60,7 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
                         if was_silent {
                             return;
                         }
-                        learn(shared, client, version.git_version).await;
+                        learn(shared, client, version.git_version, &mut asked).await;
                     }
                     Err(why) => {
                         if !was_silent {
@@ -81,23 +81,24 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
     }
 }
 
-/// Notes what the server says of itself; asks for the cluster's UID once.
-async fn learn(shared: &Shared, client: &Client, version: String) {
-    let (known_version, known_uid) = {
+/// Notes what the server says of itself; asks for the cluster's UID once a connection.
+async fn learn(shared: &Shared, client: &Client, version: String, asked: &mut bool) {
+    let version: String = version.chars().take(64).collect();
+    let mut uid = shared.link().uid.clone();
+    if !*asked {
+        // Without the right to read kube-system there is no UID, which only ever refuses anyway.
+        let namespaces: Api<Namespace> = Api::all(client.clone());
+        let answer = bounded(namespaces.get("kube-system")).await;
+        *asked = answer.is_ok();
+        uid = answer.map_or(uid, |namespace| namespace.metadata.uid);
+    }
+    let news = {
         let link = shared.link();
-        (link.version.clone(), link.uid.clone())
+        link.version.as_ref() != Some(&version) || link.uid != uid
     };
-    // Without the right to read kube-system there is no UID, which only ever refuses anyway.
-    let uid = match known_uid {
-        Some(uid) => Some(uid),
-        None => bounded(Api::<Namespace>::all(client.clone()).get("kube-system"))
-            .await
-            .ok()
-            .and_then(|ns| ns.metadata.uid),
-    };
-    if known_version.as_ref() != Some(&version) || shared.link().uid != uid {
+    if news {
         shared.relink(|link| {
-            link.version = Some(version.chars().take(64).collect());
+            link.version = Some(version);
             link.uid = uid;
         });
     }

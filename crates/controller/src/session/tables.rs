@@ -110,24 +110,26 @@ impl Tables {
 
     /// A new connection: what was seen is kept, but nothing is known to be current until it was read again.
     pub(super) fn begin(&self) {
-        let again = |trust: Trust| match trust {
-            Trust::Pending => Trust::Pending,
-            _ => Trust::Broken("it is being read again after a new connection".to_owned()),
-        };
-        self.nodes.set_trust(again(self.nodes.trust()));
-        self.peers.set_trust(again(self.peers.trust()));
-        self.policies.set_trust(again(self.policies.trust()));
-        self.services.set_trust(again(self.services.trust()));
-        self.slices.set_trust(again(self.slices.trust()));
-        self.api.set_trust(again(self.api.trust()));
+        fn again<V: Clone + PartialEq>(feed: &Feed<V>) {
+            feed.forget_writes();
+            if feed.trust() != Trust::Pending {
+                feed.set_trust(Trust::Broken(
+                    "it is being read again after a new connection".to_owned(),
+                ));
+            }
+        }
+        again(&self.nodes);
+        again(&self.peers);
+        again(&self.policies);
+        again(&self.services);
+        again(&self.slices);
+        again(&self.api);
         let extra = self.extras();
         for (services, slices) in extra.services.values() {
-            services.set_trust(again(services.trust()));
-            slices.set_trust(again(slices.trust()));
+            again(services);
+            again(slices);
         }
-        for pods in extra.pods.values() {
-            pods.set_trust(again(pods.trust()));
-        }
+        extra.pods.values().for_each(again);
     }
 
     /// Makes room for what is asked for, before anybody plans with it: a table that is not there would read as empty.
