@@ -85,8 +85,17 @@ impl World {
     async fn established(&self, name: &str, kinds: &[&str]) {
         for kind in kinds {
             let object = format!("crd/{kind}.kilo.squat.ai");
-            let words = ["wait", "--for=condition=Established", "--timeout=60s", &object];
-            self.lab.cluster(name).kubectl(words).await.unwrap();
+            // `kubectl wait` fails on a CRD so new that it has no status at all.
+            let condition = "jsonpath={.status.conditions[?(@.type==\"Established\")].status}";
+            wait_until(format!("{object} of {name}"), SOON, async || {
+                let words = ["get", &object, "-o", condition];
+                match self.lab.cluster(name).kubectl(words).await {
+                    Ok(output) if output.stdout == "True" => Ok(()),
+                    other => Err(format!("{other:?}")),
+                }
+            })
+            .await
+            .unwrap();
         }
     }
 

@@ -226,3 +226,72 @@ fn sayings(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Saying> {
 fn count(number: usize) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn condition(kind: &'static str, status: bool) -> Condition {
+        Condition {
+            kind,
+            status,
+            reason: "Word",
+            message: String::new(),
+        }
+    }
+
+    #[test]
+    fn the_time_of_a_condition_is_that_of_its_last_change() {
+        let time = |second| meta::Time(k8s_openapi::jiff::Timestamp::from_second(second).expect("a time"));
+        let object = ClusterMesh::new(
+            "m",
+            clustermesh_api::mesh::ClusterMeshSpec {
+                paused: false,
+                clusters: vec![],
+            },
+        );
+        let (mesh, plan) = (hollow(), MeshPlan::default());
+        let (unwritten, facts) = (BTreeMap::new(), BTreeMap::new());
+        let subject = Subject {
+            object: &object,
+            mesh: &mesh,
+            plan: &plan,
+            refused: None,
+            warnings: &[],
+            unwritten: &unwritten,
+            facts: &facts,
+        };
+        let first = stamp(
+            &subject,
+            vec![condition("Ready", false), condition("Degraded", true)],
+            &[],
+            &time(1),
+        );
+        let second = stamp(
+            &subject,
+            vec![condition("Ready", true), condition("Degraded", true)],
+            &first,
+            &time(2),
+        );
+        let times: Vec<_> = second
+            .iter()
+            .map(|c| (&*c.type_, &*c.status, c.last_transition_time.clone()))
+            .collect();
+        assert_eq!(times, [("Ready", "True", time(2)), ("Degraded", "True", time(1))]);
+    }
+
+    fn hollow() -> Mesh {
+        Mesh {
+            id: clustermesh_core::mesh::MeshId {
+                namespace: "ns".into(),
+                name: "m".into(),
+            },
+            created: 0,
+            paused: false,
+            deleting: false,
+            adopt_hub: None,
+            clusters: vec![],
+            accepted: BTreeMap::new(),
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! What the loop says of each mesh after a pass: status, Events, metrics, `/debug/state`; and when saying it has to wait. The
+//! words are made in [`crate::report`].
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{Arc, PoisonError},
+    time::{Duration, Instant},
+};
+
+use clustermesh_api::{mesh::ClusterMesh, names::FORCE_CLEANUP};
+use clustermesh_core::{mesh::MeshId, observe::Observation, plan::MeshPlan};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+
+use super::{Pass, Reconciler, write_back};
+use crate::{
+    metrics::Entry,
+    report::{Facts, Subject, report},
+};
+
+/// For so long a report waits for writes that are on their way.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+impl Reconciler {
+    /// Reports on every mesh; `false` = some report waits.
+    pub(super) async fn tell(&mut self, pass: &Pass) -> bool {
+        let now = Time(k8s_openapi::jiff::Timestamp::now());
+        let mut settled = true;
+        self.metrics.begin();
+        for known in pass.known.values() {
+            let id = &known.mesh.id;
+            let (Some(plan), Some(object)) = (pass.plan.meshes.get(id), &known.object) else {
+                continue;
+            };
+            let facts = self.facts(pass, id, plan, object, &now);
+            self.count(pass, id, plan);
+            if pass.unclaimed.contains(id) || self.waits(pass, id, plan) {
+                settled = false;
+                continue;
+            }
+            let unwritten = self.unwritten(pass, id, plan);
+            let subject = Subject {
+                object,
+                mesh: &known.mesh,
+                plan,
+                refused: known.refused.as_ref(),
+                warnings: &known.warnings,
+                unwritten: &unwritten,
+                facts: &facts,
+            };
+            let (status, sayings) = report(&subject, &now);
+            if object.status.as_ref() != Some(&status) {
+                match write_back::status(&self.hub.client, object, &status).await {
+                    Ok(object) => write_back::put(&self.meshes, &object),
+                    Err(error) => {
+                        settled = false;
+                        tracing::warn!(mesh = %id, error = &error as &dyn std::error::Error, "no status");
+                        continue;
+                    }
+                }
+            }
+            self.speaker.speak(id, object, sayings).await;
+        }
+        let there: BTreeSet<MeshId> = pass.known.keys().cloned().collect();
+        self.speaker.keep(&there);
+        self.unreported.retain(|id, _| there.contains(id));
+        self.synced.retain(|(id, _), _| there.contains(id));
+        settled
+    }
+
+    /// Whether the report of a mesh should wait: a session has only just begun, or its writes are on their way.
+    fn waits(&mut self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> bool {
+        let members = || {
+            plan.identities
+                .values()
+                .filter_map(|identity| self.members.get(identity))
+        };
+        let settling = members().any(|member| member.session.settling());
+        let on_their_way = pass.steps.iter().any(|(identity, steps)| {
+            let failed = self
+                .members
+                .get(identity)
+                .is_some_and(|member| member.writer.trouble(id).is_some());
+            !failed && steps.iter().any(|step| step.mesh == *id)
+        });
+        if !settling && !on_their_way {
+            self.unreported.remove(id);
+            return false;
+        }
+        let since = *self.unreported.entry(id.clone()).or_insert_with(Instant::now);
+        since.elapsed() < PATIENCE
+    }
+
+    fn facts(
+        &mut self,
+        pass: &Pass,
+        id: &MeshId,
+        plan: &MeshPlan,
+        object: &ClusterMesh,
+        now: &Time,
+    ) -> BTreeMap<String, Facts> {
+        let mut facts = BTreeMap::new();
+        for (entry, identity) in &plan.identities {
+            let Some(member) = self.members.get(identity) else {
+                continue;
+            };
+            let observation = pass.seen.members.get(identity);
+            let fresh = matches!(observation, Some(Observation::Fresh(_)));
+            let open = pass
+                .steps
+                .get(identity)
+                .is_some_and(|steps| steps.iter().any(|step| step.mesh == *id));
+            let key = (id.clone(), entry.clone());
+            if fresh && !open && !member.writer.busy() {
+                let before = || {
+                    let row = object
+                        .status
+                        .iter()
+                        .flat_map(|s| &s.clusters)
+                        .find(|row| row.name == *entry);
+                    row.and_then(|row| row.last_sync.clone()).unwrap_or_else(|| now.clone())
+                };
+                self.synced.entry(key.clone()).or_insert_with(before);
+            } else if open {
+                // Forgotten while something is missing: the next time it is whole is another time.
+                self.synced.insert(key.clone(), now.clone());
+            }
+            let seen = observation.and_then(Observation::last);
+            facts.insert(
+                entry.clone(),
+                Facts {
+                    fresh,
+                    uid: seen.and_then(|seen| seen.uid.clone()),
+                    version: member.session.version(),
+                    agents: seen.map(|_| member.session.tables().agents(env!("CARGO_PKG_VERSION"))),
+                    last_sync: self.synced.get(&key).cloned(),
+                },
+            );
+        }
+        facts
+    }
+
+    /// What could not be written into which entry, and what still has to go when the mesh is being deleted.
+    fn unwritten(&self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> BTreeMap<String, String> {
+        let mut unwritten = BTreeMap::new();
+        for (entry, identity) in &plan.identities {
+            let trouble = self.members.get(identity).and_then(|member| member.writer.trouble(id));
+            let absent = pass
+                .seen
+                .members
+                .get(identity)
+                .and_then(Observation::trouble)
+                .filter(|_| plan.deleting);
+            let why = match (trouble, absent) {
+                (Some(why), _) => why,
+                (None, Some(why)) => format!(
+                    "{why}; its objects are removed when it answers. To let go of it now, remove the entry or annotate the \
+                     ClusterMesh with {FORCE_CLEANUP}=true"
+                ),
+                (None, None) => continue,
+            };
+            unwritten.insert(entry.clone(), why);
+        }
+        unwritten
+    }
+
+    fn count(&self, pass: &Pass, id: &MeshId, plan: &MeshPlan) {
+        for (cluster, report) in &plan.clusters {
+            let state = plan
+                .identities
+                .get(cluster)
+                .and_then(|i| pass.seen.members.get(i))
+                .map_or("Missing", Observation::word);
+            let entry = Entry {
+                mesh: id.to_string(),
+                cluster: cluster.clone(),
+            };
+            let skipped = report.skipped.iter().map(|skipped| skipped.reason.to_string());
+            self.metrics.entry(&entry, report.registered, state, skipped);
+        }
+    }
+
+    /// Puts the pass where `/debug/state` finds it.
+    pub(super) fn show(&self, pass: &Pass) {
+        let meshes: BTreeMap<String, serde_json::Value> = pass
+            .plan
+            .meshes
+            .iter()
+            .map(|(id, plan)| {
+                let clusters: BTreeMap<_, _> = plan
+                    .clusters
+                    .iter()
+                    .map(|(name, report)| {
+                        let identity = plan.identities.get(name);
+                        let seen = identity.and_then(|identity| pass.seen.members.get(identity));
+                        let steps = identity.and_then(|identity| pass.steps.get(identity)).map_or(0, Vec::len);
+                        let row = serde_json::json!({
+                            "member": identity.map(ToString::to_string),
+                            "observation": seen.map(Observation::word),
+                            "trouble": seen.and_then(Observation::trouble),
+                            "registered": report.registered,
+                            "skipped": report.skipped.iter().map(|s| format!("{}: {}", s.node, s.reason)).collect::<Vec<_>>(),
+                            "held": report.held.iter().map(|(node, reason)| format!("{node}: {reason}")).collect::<Vec<_>>(),
+                            "openSteps": steps,
+                        });
+                        (name.clone(), row)
+                    })
+                    .collect();
+                let refused = pass.known.get(id).and_then(|known| known.refused.as_ref()).map(|(word, _)| *word);
+                let row = serde_json::json!({
+                    "paused": plan.paused,
+                    "deleting": plan.deleting,
+                    "refused": refused,
+                    "facts": plan.facts.iter().map(|fact| format!("{fact:?}")).collect::<Vec<_>>(),
+                    "clusters": clusters,
+                });
+                (id.to_string(), row)
+            })
+            .collect();
+        let mut view = self.shown.lock().unwrap_or_else(PoisonError::into_inner);
+        view.sessions = self
+            .members
+            .iter()
+            .map(|(identity, m)| (identity.to_string(), Arc::clone(&m.session)))
+            .collect();
+        view.meshes = serde_json::json!(meshes);
+    }
+}
