@@ -218,7 +218,7 @@ mod tests {
     #[test]
     fn what_no_directory_has_is_missing_with_its_package() {
         let directory = tempfile_with(&["nft", "ip", "bridge"]);
-        let missing = missing_programs(&[directory.clone()]);
+        let missing = missing_programs(std::slice::from_ref(&directory));
         std::fs::remove_dir_all(&directory).unwrap();
         assert_eq!(missing.len(), PROGRAMS.len() - 3);
         assert_eq!(*missing[0], program("ping", "iputils-ping", "test traffic"));
