@@ -14,7 +14,6 @@ pub mod telemetry;
 
 pub use admin::{Admin, State};
 pub use liveness::{Heartbeat, Liveness};
-pub use prometheus_client;
 pub use readiness::{Pending, Readiness};
 pub use telemetry::LogFormat;
 pub use tokio_util::sync::CancellationToken;
