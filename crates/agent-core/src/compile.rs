@@ -187,7 +187,8 @@ pub fn compile(inputs: &Inputs) -> Compiled {
 ///
 /// An agent is not told its own cluster's allowedNetworks; but a PeerPolicy's `allow` is just that for a cluster-meshed
 /// source. Of a Masqueraded member they are its WireGuard range alone, so that only the addresses of this device remain
-/// and everything else is translated to them. Without a policy nothing else is published, and nobody could answer.
+/// and everything else is translated to them. Where the pod network is shared, its range is anchored: a Node's podCIDR means
+/// nothing there, and pods are translated too. Without a policy nothing else is published, and nobody could answer.
 #[must_use]
 pub fn published(node: &Node, policies: &[Policy]) -> BTreeSet<IpNet> {
     let served = aggregate(policies.iter().flat_map(Policy::served));
@@ -196,7 +197,10 @@ pub fn published(node: &Node, policies: &[Policy]) -> BTreeSet<IpNet> {
         .iter()
         .map(IpNet::trunc)
         .chain(node.addresses.iter().copied().map(host));
-    let mut out: BTreeSet<IpNet> = own.filter(|net| covered(net, &served)).collect();
+    let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
+    let mut out: BTreeSet<IpNet> = own
+        .filter(|net| covered(net, &served) && !covered(net, &anchored))
+        .collect();
     out.extend(node.wireguard_ips.iter().copied().map(host));
     out
 }

@@ -20,6 +20,8 @@ pub struct Policy {
     pub deny: Vec<Rule>,
     /// Ports closed on every address local to this node.
     pub infrastructure_ports: BTreeSet<Port>,
+    /// Networks of this cluster that no node owns: they arrive at an anchor, and nothing in them is published.
+    pub anchored: BTreeSet<IpNet>,
 }
 
 /// Destinations and ports.

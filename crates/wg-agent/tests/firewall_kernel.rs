@@ -49,6 +49,7 @@ fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<Po
         allow: vec![rule(&BTreeSet::new()), rule(ports)],
         deny: vec![rule(ports)],
         infrastructure_ports: ports.clone(),
+        anchored: BTreeSet::new(),
     }];
     desired(&Plan {
         frame: Frame {

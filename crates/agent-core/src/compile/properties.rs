@@ -51,6 +51,7 @@ fn policy() -> impl Strategy<Value = Policy> {
             allow,
             deny,
             infrastructure_ports: ports.into_iter().collect(),
+            anchored: BTreeSet::new(),
         })
 }
 

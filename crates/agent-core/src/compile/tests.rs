@@ -91,6 +91,7 @@ pub(crate) fn hub_node() -> Inputs {
                 },
             ],
             infrastructure_ports: [port(Protocol::Tcp, 6443), port(Protocol::Tcp, 10250)].into(),
+            anchored: BTreeSet::new(),
         }],
     }
 }
@@ -326,6 +327,15 @@ fn endpoints_are_tried_in_order_and_the_unusable_are_left_out() {
 fn a_masqueraded_member_publishes_its_wireguard_address_alone() {
     let mut inputs = worker();
     inputs.policies[0].allow[0].to = nets(&["100.66.9.0/24"]);
+    assert_eq!(compile(&inputs).firewall.v4.published, nets(&["100.66.9.1/32"]));
+}
+
+#[test]
+fn where_the_pod_network_is_anchored_no_node_publishes_its_pods() {
+    let mut inputs = worker();
+    let all = compile(&inputs).firewall.v4.published;
+    assert_eq!(all, nets(&["10.77.0.0/24", "100.66.9.1/32"]));
+    inputs.policies[0].anchored = nets(&["10.77.0.0/16"]);
     assert_eq!(compile(&inputs).firewall.v4.published, nets(&["100.66.9.1/32"]));
 }
 

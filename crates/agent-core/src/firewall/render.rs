@@ -371,6 +371,12 @@ fn leave(frame: &Frame) -> String {
     icmpv6 type {{ nd-neighbor-solicit, nd-neighbor-advert }} accept
 "
     );
+    let _ = writeln!(
+        out,
+        "    # What the tunnel carried does not go on in clear when its prefix is no longer the mesh's: conntrack would keep
+    # the published source, and what was said in confidence would be said aloud.
+    iifname != \"{device}\" {came_by_tunnel} counter drop"
+    );
     both(&mut out, "{ip} daddr @throw{n} accept");
     both(&mut out, "{ip} daddr @mesh{n} counter drop");
     out.push_str(
@@ -386,6 +392,7 @@ fn leave(frame: &Frame) -> String {
         &format!("ct direction reply {came_by_tunnel} {{ip}} saddr @served{{n}} accept"),
     );
     both(&mut out, "{ip} saddr != @published{n} counter drop");
-    out.push_str("  }\n");
+    let (unmarked, ct_tunnel) = (is_mark(0, "ct"), set_mark(MARK_TUNNEL, "ct"));
+    let _ = writeln!(out, "    ct state new {unmarked} {ct_tunnel}\n  }}");
     out
 }

@@ -12,7 +12,7 @@ use super::nodes::Registered;
 use crate::mesh::Cluster;
 
 /// The networks of a member that ride on an anchor: as the entry says, else those of its allowedNetworks in which no prefix
-/// of a registered node lies. A Node that is skipped has no say: what it claims must not move a service range.
+/// of a registered node's own lies. A Node that is skipped has no say: what it claims must not move a service range.
 pub(super) fn anchored(cluster: &Cluster, nodes: &[Registered<'_>]) -> Vec<IpNet> {
     if let Some(anchored) = &cluster.anchored {
         return anchored
@@ -24,7 +24,7 @@ pub(super) fn anchored(cluster: &Cluster, nodes: &[Registered<'_>]) -> Vec<IpNet
     let owned = |net: &IpNet| {
         nodes
             .iter()
-            .flat_map(|node| &node.prefixes)
+            .flat_map(|node| &node.own)
             .any(|prefix| net.contains(prefix))
     };
     cluster.allowed.iter().copied().filter(|net| !owned(net)).collect()

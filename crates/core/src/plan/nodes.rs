@@ -25,6 +25,8 @@ pub(super) struct Registered<'a> {
     pub(super) key: PublicKey,
     /// What its Peers carry, anchored networks not among it. Inside allowedNetworks, always.
     pub(super) prefixes: BTreeSet<IpNet>,
+    /// Those of them that are the node's own: no exported pods, no location IPs.
+    pub(super) own: BTreeSet<IpNet>,
 }
 
 /// What became of a member's Nodes.
@@ -359,9 +361,16 @@ impl<'a> Taken<'a> {
                 format!("podCIDR {net} is that of Node {owner}"),
             ));
         }
-        let mut prefixes = found.pods;
-        prefixes.insert(wireguard);
-        for net in found.internal.into_iter().chain(found.extra) {
+        let mut own = found.pods;
+        own.insert(wireguard);
+        own.extend(found.internal.iter().filter(|net| !self.prefixes.contains_key(*net)));
+        let mut prefixes = own.clone();
+        for net in found
+            .internal
+            .into_iter()
+            .chain(found.extra)
+            .filter(|net| !own.contains(net))
+        {
             match self.prefixes.get(&net) {
                 Some(owner) => {
                     self.shared.insert(format!(
@@ -380,6 +389,7 @@ impl<'a> Taken<'a> {
             view: found.view,
             key: found.key,
             prefixes,
+            own,
         })
     }
 }

@@ -455,7 +455,8 @@ fn a_key_copied_by_another_member_stays_with_the_local_cluster() {
 #[test]
 fn what_lies_outside_allowed_networks_is_refused_with_its_reason() {
     let mesh = two_clusters();
-    let table: [(Reason, fn(&mut Node)); 8] = [
+    type Spoil = fn(&mut Node);
+    let table: [(Reason, Spoil); 8] = [
         (Reason::NodePodCIDROutOfRange, |n| {
             n.pod_cidrs = vec![Claim::Is("0.0.0.0/0".parse().unwrap())]
         }),

@@ -138,7 +138,7 @@ fn policy(name: &str, spec: &PolicySpec) -> Policy {
         allow,
         deny,
         infrastructure_ports,
-        anchored: _,
+        anchored,
     } = spec;
     let protocol = |protocol| match protocol {
         mesh::Protocol::Tcp => Protocol::Tcp,
@@ -166,6 +166,7 @@ fn policy(name: &str, spec: &PolicySpec) -> Policy {
             }]
         },
         deny: deny.iter().map(closed).collect(),
+        anchored: anchored.clone(),
         infrastructure_ports: infrastructure_ports
             .iter()
             .map(|(name, port)| Port {
@@ -304,6 +305,7 @@ mod tests {
                 ports: [tcp(6443)].into(),
             }],
             infrastructure_ports: [tcp(10250)].into(),
+            anchored: nets(&["10.96.0.0/12"]),
         };
         assert_eq!((seen.policy, seen.problem), (want, None));
     }

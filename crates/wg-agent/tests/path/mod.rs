@@ -152,6 +152,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
                 port: 10250,
             }]
             .into(),
+            anchored: BTreeSet::new(),
         }],
     }
 }
