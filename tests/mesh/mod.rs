@@ -1,0 +1,233 @@
+//! A mesh of two whole clusters as the `mesh_*` tests find it, and what they ask of it. The product is installed from
+//! `deploy/` as a user would; what differs is said in the lab's `product.rs`.
+#![allow(dead_code, reason = "each test program uses a part")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clustermesh_lab::{Answer, Asker, Captured, Cluster, ClusterPlan, Lab, LabPlan, Product, Web, wait_until};
+use serde_json::Value;
+
+/// The hub's name.
+pub(crate) const HUB: &str = "mgmt";
+/// The member's name.
+pub(crate) const MEMBER: &str = "tenant-a";
+/// How long anything may take on a loaded machine.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
+/// The hub's web servers appear in the member under the name `hub-web`.
+const EGRESS: &str =
+    "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
+
+/// Two clusters of two nodes.
+pub(crate) async fn two_clusters() -> Lab {
+    let start = Instant::now();
+    let lab = Lab::start(LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)])).await.unwrap();
+    println!("two clusters: {:.1} s", start.elapsed().as_secs_f64());
+    lab
+}
+
+/// A mesh that is Ready, with a web server on each node.
+pub(crate) struct Mesh<'a> {
+    pub(crate) lab: &'a Lab,
+    pub(crate) product: Product<'a>,
+    pub(crate) hub: Cluster<'a>,
+    pub(crate) member: Cluster<'a>,
+    pub(crate) hub_webs: Vec<Web>,
+    pub(crate) member_webs: Vec<Web>,
+    /// The WireGuard address of every node.
+    pub(crate) wireguard: BTreeMap<String, IpAddr>,
+}
+
+impl<'a> Mesh<'a> {
+    /// Installs, meshes and waits for Ready. `also` = further allowedNetworks of the hub.
+    pub(crate) async fn up(lab: &'a Lab, also: &[String]) -> Self {
+        let start = Instant::now();
+        let (hub, member) = (lab.cluster(HUB), lab.cluster(MEMBER));
+        let product = Product::install(lab, &[HUB, MEMBER], &|_| {}).await.unwrap();
+        let (hub_webs, member_webs) = (hub.run_web().await.unwrap(), member.run_web().await.unwrap());
+        println!("installed: {:.1} s", start.elapsed().as_secs_f64());
+        let start = Instant::now();
+        let own = hub.plan().service_cidr.to_string();
+        let more = [&[own.clone()], also].concat().join(", ");
+        let mesh = product.mesh(&[(MEMBER, EGRESS)]).replacen(&own, &more, 1);
+        product.mesh_up(&mesh).await.unwrap();
+        println!("Ready: {:.1} s after kubectl apply", start.elapsed().as_secs_f64());
+        let mut wireguard = BTreeMap::new();
+        for cluster in [&hub, &member] {
+            for node in json(cluster, &["get", "nodes"]).await["items"].as_array().unwrap() {
+                let annotations = &node["metadata"]["annotations"];
+                let address = annotations["kilo.squat.ai/wireguard-ip"].as_str().unwrap();
+                let address = address.split_once('/').unwrap().0.parse().unwrap();
+                wireguard.insert(node["metadata"]["name"].as_str().unwrap().to_owned(), address);
+            }
+        }
+        let mesh = Self {
+            lab,
+            product,
+            hub,
+            member,
+            hub_webs,
+            member_webs,
+            wireguard,
+        };
+        let asked = Instant::now();
+        let url = url(mesh.hub_webs[0].ip, 8080);
+        mesh.answered(&pod(&mesh.member_webs[0]), &url).await;
+        println!("first reply: {:.2} s after Ready", asked.elapsed().as_secs_f64());
+        mesh
+    }
+
+    /// Asks until there is an answer.
+    pub(crate) async fn answered(&self, from: &Asker, url: &str) -> Answer {
+        self.lab.ask_until_answered(from, url).await.unwrap()
+    }
+
+    /// Asks until each of these was the answer; any other one is a failure.
+    pub(crate) async fn answers(&self, from: &Asker, url: &str, want: &[Answer]) {
+        let mut missing: BTreeSet<String> = want.iter().map(|answer| format!("{answer:?}")).collect();
+        wait_until(format!("{url} to give {from} every answer"), PATIENCE, async || {
+            let answer = self.answered(from, url).await;
+            assert!(
+                want.contains(&answer),
+                "{from} -> {url}: {answer:?} is none of {want:#?}"
+            );
+            missing.remove(&format!("{answer:?}"));
+            if missing.is_empty() {
+                Ok(())
+            } else {
+                Err(format!("without {missing:?}"))
+            }
+        })
+        .await
+        .unwrap();
+    }
+
+    /// Asks once: there is no answer, not even a refusal by HTTP. Returns what curl says.
+    pub(crate) async fn closed(&self, from: &Asker, url: &str) -> String {
+        let output = self.lab.run_at(from, &["curl", "-sSk", "-m", "3", url]).await.unwrap();
+        assert!(
+            !output.status.success() && output.stdout.is_empty(),
+            "{from} reached {url}: {}",
+            output.stdout
+        );
+        output.stderr.trim().to_owned()
+    }
+
+    /// The HTTP status that an HTTPS server gives.
+    pub(crate) async fn status(&self, from: &Asker, url: &str) -> String {
+        let words = ["curl", "-sSk", "-m", "5", "-o", "/dev/null", "-w", "%{http_code}", url];
+        self.lab.run_at(from, &words).await.unwrap().stdout
+    }
+
+    /// A pod that is asked and sees exactly the asker's own address, or this one.
+    pub(crate) fn seen(&self, by: &Web, saw: IpAddr) -> Answer {
+        Answer {
+            pod: by.name.clone(),
+            node: by.node.clone(),
+            saw,
+        }
+    }
+
+    /// The node of a cluster that the other one's Peers show as the anchor of its Services.
+    pub(crate) async fn anchor(&self, of: &Cluster<'_>, seen_by: &Cluster<'_>) -> String {
+        let services = of.plan().service_cidr.to_string();
+        let peers = json(seen_by, &["get", "peers"]).await;
+        let carries = |peer: &&Value| {
+            let ranges = peer["spec"]["allowedIPs"].as_array().unwrap();
+            ranges.iter().any(|range| range == services.as_str())
+        };
+        let anchors: Vec<&Value> = peers["items"].as_array().unwrap().iter().filter(carries).collect();
+        assert_eq!(anchors.len(), 1, "{services} has one owner: {peers:#}");
+        let name = anchors[0]["metadata"]["name"].as_str().unwrap();
+        name.rsplit_once("--").unwrap().1.to_owned()
+    }
+
+    /// The lab's own server program, where nodes find it.
+    pub(crate) fn probe(&self) -> String {
+        let path: PathBuf = self.lab.directory().join("mesh-probe");
+        if !path.exists() {
+            std::fs::copy(env!("CARGO_BIN_EXE_lab-probe"), &path).unwrap();
+        }
+        path.display().to_string()
+    }
+
+    /// Packets of a capture that passed between the clusters other than inside WireGuard's UDP. What a kubeconfig leads to,
+    /// the member's API server, is the hub's business with the underlay.
+    pub(crate) async fn in_clear(&self, captured: &Captured) -> Vec<String> {
+        let api = self.member.plan().api_address();
+        let refused = "(icmp[icmptype] == icmp-unreach and icmp[icmpcode] == 3)";
+        let filter = format!(
+            "not udp port 51820 and not {refused} and not (host {api} and net {underlay}) \
+             and ({between} or net {hub} or net {member})",
+            underlay = self.hub.plan().underlay,
+            between = between(self.hub.plan(), self.member.plan()),
+            hub = self.hub.plan().wireguard_cidr,
+            member = self.member.plan().wireguard_cidr,
+        );
+        first(captured.packets(&filter).await.unwrap())
+    }
+
+    /// Packets of a capture that a pod's or a WireGuard address sent to the other cluster other than inside WireGuard's UDP.
+    pub(crate) async fn published_in_clear(&self, captured: &Captured) -> Vec<String> {
+        let (hub, member) = (self.hub.plan(), self.member.plan());
+        let published =
+            [hub, member].map(|plan| format!("src net {} or src net {}", plan.pod_cidr, plan.wireguard_cidr));
+        let filter = format!(
+            "not udp port 51820 and ({}) and {}",
+            published.join(" or "),
+            between(hub, member)
+        );
+        first(captured.packets(&filter).await.unwrap())
+    }
+
+    /// WireGuard's packets between the clusters.
+    pub(crate) async fn tunnelled(&self, captured: &Captured) -> usize {
+        let between = between(self.hub.plan(), self.member.plan());
+        let filter = format!("udp port 51820 and {between}");
+        captured.packets(&filter).await.unwrap().len()
+    }
+}
+
+/// From anything of one cluster to anything of the other, in tcpdump's language.
+fn between(one: &ClusterPlan, other: &ClusterPlan) -> String {
+    let nets = |direction: &str, plan: &ClusterPlan| {
+        let nets = [plan.pod_cidr, plan.service_cidr, plan.wireguard_cidr, plan.underlay];
+        format!("({})", nets.map(|net| format!("{direction} net {net}")).join(" or "))
+    };
+    format!(
+        "(({} and {}) or ({} and {}))",
+        nets("src", one),
+        nets("dst", other),
+        nets("src", other),
+        nets("dst", one)
+    )
+}
+
+/// As many as a person reads.
+fn first(mut packets: Vec<String>) -> Vec<String> {
+    packets.truncate(20);
+    packets
+}
+
+/// A pod that asks.
+pub(crate) fn pod(web: &Web) -> Asker {
+    Asker::Pod(web.clone())
+}
+
+/// A node that asks.
+pub(crate) fn host(node: &str) -> Asker {
+    Asker::Host(node.to_owned())
+}
+
+/// `http://ADDRESS:PORT`.
+pub(crate) fn url(address: impl std::fmt::Display, port: u16) -> String {
+    format!("http://{address}:{port}")
+}
+
+/// What `kubectl ... -o json` prints.
+pub(crate) async fn json(cluster: &Cluster<'_>, words: &[&str]) -> Value {
+    let words = [words, &["-o", "json"]].concat();
+    serde_json::from_str(&cluster.kubectl(words).await.unwrap().stdout).unwrap()
+}

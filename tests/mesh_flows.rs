@@ -1,0 +1,344 @@
+//! The flows of Routed members on two whole clusters, packet by packet: who answers, whom it sees, what stays closed, and
+//! that nothing but WireGuard passes between the clusters, whatever breaks.
+
+mod mesh;
+
+use std::net::IpAddr;
+use std::time::Instant;
+
+use clustermesh_lab::{Answer, Web, wait_until};
+use mesh::{Mesh, PATIENCE, host, json, pod, two_clusters, url};
+use nix::sys::signal::Signal;
+
+#[tokio::test]
+async fn every_flow_of_routed_members_works_and_nothing_of_it_passes_in_clear() {
+    let lab = two_clusters().await;
+    // The hub's API server is in the mesh too, so that keeping it closed is the policy's doing.
+    let api = format!("{}/32", lab.cluster(mesh::HUB).plan().api_address());
+    let mesh = Mesh::up(&lab, &[api]).await;
+
+    let capture = lab.capture("flows", "ip").await.unwrap();
+    pods_reach_pods_of_the_other_cluster_with_their_own_address(&mesh).await;
+    a_mirrored_service_is_balanced_by_the_importing_cluster_and_keeps_the_source(&mesh).await;
+    a_node_port_of_a_mirrored_service_leads_from_outside_to_the_remote_pods(&mesh).await;
+    a_remote_cluster_ip_is_reached_through_the_anchor(&mesh).await;
+    hosts_speak_with_their_wireguard_address(&mesh).await;
+    infrastructure_is_closed_to_the_other_cluster_and_open_at_home(&mesh).await;
+    whole_packets_fit_and_larger_ones_are_told_the_size(&mesh).await;
+    let captured = capture.stop().await.unwrap();
+    println!("{} packets of WireGuard passed", mesh.tunnelled(&captured).await);
+    assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
+
+    a_dead_agent_closes_the_tunnel_and_nothing_leaves_in_clear(&mesh).await;
+    nothing_leaves_in_clear_while_a_mesh_is_deleted(&mesh).await;
+}
+
+async fn pods_reach_pods_of_the_other_cluster_with_their_own_address(mesh: &Mesh<'_>) {
+    for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for from in ours {
+            for to in theirs {
+                let answer = mesh.answered(&pod(from), &url(to.ip, 8080)).await;
+                assert_eq!(answer, mesh.seen(to, from.ip));
+                let answered = mesh.lab.ping(&pod(from), to.ip).await.unwrap();
+                assert!(answered, "ping {from:?} -> {to:?}");
+            }
+        }
+    }
+}
+
+async fn a_mirrored_service_is_balanced_by_the_importing_cluster_and_keeps_the_source(mesh: &Mesh<'_>) {
+    let service = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
+    assert!(mesh.member.plan().service_cidr.contains(&as_v4(service)));
+    for from in &mesh.member_webs {
+        let want: Vec<Answer> = mesh.hub_webs.iter().map(|to| mesh.seen(to, from.ip)).collect();
+        mesh.answers(&pod(from), &url(service, 80), &want).await;
+    }
+}
+
+async fn a_node_port_of_a_mirrored_service_leads_from_outside_to_the_remote_pods(mesh: &Mesh<'_>) {
+    let node_port = r#"{"spec":{"type":"NodePort"}}"#;
+    let patch = ["patch", "service", "hub-web", "--type=merge", "-p", node_port];
+    mesh.member.kubectl(patch).await.unwrap();
+    let service = json(&mesh.member, &["get", "service", "hub-web"]).await;
+    let port = service["spec"]["ports"][0]["nodePort"].as_u64().unwrap();
+    let outside = mesh
+        .lab
+        .add_host("outside", "172.30.9.9".parse().unwrap())
+        .await
+        .unwrap();
+    for node in mesh.member.nodes() {
+        let saw = mesh.wireguard[node.name()];
+        let want: Vec<Answer> = mesh.hub_webs.iter().map(|to| mesh.seen(to, saw)).collect();
+        let url = url(node.address(), u16::try_from(port).unwrap());
+        mesh.answers(&host(outside.name()), &url, &want).await;
+    }
+    let back = r#"{"spec":{"type":"ClusterIP"}}"#;
+    let patch = ["patch", "service", "hub-web", "--type=merge", "-p", back];
+    mesh.member.kubectl(patch).await.unwrap();
+}
+
+async fn a_remote_cluster_ip_is_reached_through_the_anchor(mesh: &Mesh<'_>) {
+    for (importer, exporter, ours, theirs) in [
+        (&mesh.member, &mesh.hub, &mesh.member_webs, &mesh.hub_webs),
+        (&mesh.hub, &mesh.member, &mesh.hub_webs, &mesh.member_webs),
+    ] {
+        let anchor = mesh.anchor(exporter, importer).await;
+        // The source is lost there: a pod of the anchor's sees its bridge, one of another node the anchor's own address.
+        let want: Vec<Answer> = theirs
+            .iter()
+            .map(|to| {
+                mesh.seen(
+                    to,
+                    if to.node == anchor {
+                        bridge(to)
+                    } else {
+                        mesh.lab.node(&anchor).address().into()
+                    },
+                )
+            })
+            .collect();
+        let service = exporter.cluster_ip("default", "web").await.unwrap();
+        for from in ours {
+            mesh.answers(&pod(from), &url(service, 80), &want).await;
+            mesh.answers(&host(&from.node), &url(service, 80), &want).await;
+        }
+    }
+}
+
+/// The address of a pod's node in the pods' network.
+fn bridge(web: &Web) -> IpAddr {
+    let [a, b, c, _] = as_v4(web.ip).octets();
+    IpAddr::from([a, b, c, 1])
+}
+
+fn as_v4(address: IpAddr) -> std::net::Ipv4Addr {
+    match address {
+        IpAddr::V4(address) => address,
+        IpAddr::V6(address) => panic!("{address} in an IPv4 lab"),
+    }
+}
+
+async fn hosts_speak_with_their_wireguard_address(mesh: &Mesh<'_>) {
+    let mirrored = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
+    for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for node in ours.iter().map(|web| &web.node) {
+            for to in theirs {
+                let answer = mesh.answered(&host(node), &url(to.ip, 8080)).await;
+                assert_eq!(answer, mesh.seen(to, mesh.wireguard[node]));
+            }
+        }
+    }
+    for node in mesh.member_webs.iter().map(|web| &web.node) {
+        let want: Vec<Answer> = mesh
+            .hub_webs
+            .iter()
+            .map(|to| mesh.seen(to, mesh.wireguard[node]))
+            .collect();
+        mesh.answers(&host(node), &url(mirrored, 80), &want).await;
+    }
+    // A service in a node's host network: by the node's own address where the mesh allows that, and by its WireGuard
+    // address. From a pod the source stays.
+    for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for server in theirs.iter().map(|web| &web.node) {
+            let node = mesh.lab.node(server);
+            let name = format!("NODE={server}");
+            let words = ["env", &name, &mesh.probe(), "serve", ":9090"];
+            let mut serving = node.spawn("host-service", words).unwrap();
+            serving.says("serving on", PATIENCE).await.unwrap();
+            let mut addresses = vec![mesh.wireguard[server]];
+            if server.starts_with(mesh::HUB) {
+                addresses.push(node.address().into());
+            }
+            for to in addresses {
+                for from in ours {
+                    for (asker, saw) in [(pod(from), from.ip), (host(&from.node), mesh.wireguard[&from.node])] {
+                        let answer = mesh.answered(&asker, &url(to, 9090)).await;
+                        let want = Answer {
+                            pod: server.clone(),
+                            node: server.clone(),
+                            saw,
+                        };
+                        assert_eq!(answer, want, "{asker} -> {to}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+async fn infrastructure_is_closed_to_the_other_cluster_and_open_at_home(mesh: &Mesh<'_>) {
+    let plan = mesh.hub.plan();
+    let node = mesh.lab.node("mgmt-1");
+    let wireguard = mesh.wireguard["mgmt-1"];
+    // The lab's kubelet listens on the node's address alone: something else has to stand behind this door.
+    let behind = format!("{wireguard}:10250");
+    let mut serving = node.spawn("kubelet-port", [&mesh.probe(), "serve", &behind]).unwrap();
+    serving.says("serving on", PATIENCE).await.unwrap();
+    let doors = [
+        format!("https://{}:10250/pods", node.address()),
+        format!("http://{behind}"),
+        format!("https://{}/version", plan.api_service_ip()),
+        format!("https://{}:6443/version", plan.api_address()),
+    ];
+    for door in &doors {
+        let at_home = pod(&mesh.hub_webs[0]);
+        assert_eq!(mesh.status(&at_home, door).await, "200", "{at_home} -> {door}");
+        for web in &mesh.member_webs {
+            for tenant in [pod(web), host(&web.node)] {
+                let why = mesh.closed(&tenant, door).await;
+                println!("{tenant} -> {door}: {why}");
+            }
+        }
+    }
+}
+
+async fn whole_packets_fit_and_larger_ones_are_told_the_size(mesh: &Mesh<'_>) {
+    let pairs = [
+        (&mesh.member_webs[0], &mesh.hub_webs[0]),
+        (&mesh.member_webs[1], &mesh.hub_webs[0]),
+        (&mesh.hub_webs[0], &mesh.member_webs[0]),
+    ];
+    for (from, to) in pairs {
+        // 1420 bytes: the header of IP and that of ICMP go off.
+        for (size, fits) in [("1392", true), ("1393", false)] {
+            let to = to.ip.to_string();
+            let words = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", size, &to];
+            let output = mesh.lab.run_at(&pod(from), &words).await.unwrap();
+            let said = format!("{}{}", output.stdout, output.stderr);
+            assert_eq!(output.status.success(), fits, "{size} bytes {from:?} -> {to}: {said}");
+            assert!(fits || said.contains("1420"), "the size is told: {said}");
+        }
+    }
+    for (from, to) in [pairs[0], pairs[2]] {
+        // Forget what the pings taught: the clamp alone has to do.
+        for web in [from, to] {
+            mesh.lab
+                .run_at(&pod(web), &["ip", "route", "flush", "cache"])
+                .await
+                .unwrap();
+        }
+        let node = mesh.lab.node(&to.node);
+        let make = "mkdir -p /run/mib && head -c 1048576 /dev/urandom > /run/mib/f && md5sum < /run/mib/f";
+        let sum = node.exec(["sh", "-c", make]).await.unwrap().stdout;
+        let words = ["busybox", "httpd", "-f", "-p", "5202", "-h", "/run/mib"];
+        let _serving = node.pod_spawn("mib", to.ip, words).unwrap();
+        let fetch = format!(
+            "curl -sS -m 20 --retry 20 --retry-connrefused --retry-delay 1 {}/f | md5sum",
+            url(to.ip, 5202)
+        );
+        let start = Instant::now();
+        let got = mesh.lab.run_at(&pod(from), &["sh", "-c", &fetch]).await.unwrap();
+        assert_eq!(got.stdout, sum, "{}", got.stderr);
+        println!(
+            "1 MB {} -> {}: {:.2} s",
+            to.node,
+            from.node,
+            start.elapsed().as_secs_f64()
+        );
+    }
+}
+
+/// The tunnel of userspace ends with its process. What stands then is what the kernel holds.
+async fn a_dead_agent_closes_the_tunnel_and_nothing_leaves_in_clear(mesh: &Mesh<'_>) {
+    let capture = mesh.lab.capture("dead-agent", "ip").await.unwrap();
+    let (dead, far) = (&mesh.hub_webs[0], &mesh.member_webs[0]);
+    let node = mesh.lab.node(&dead.node);
+    // Else it would be started again at once.
+    node.signal("kubelet", Signal::SIGSTOP).unwrap();
+    node.signal("wg-agent", Signal::SIGKILL).unwrap();
+    wait_until("the device to go", PATIENCE, async || {
+        let shown = node.try_exec(["ip", "link", "show", "kilo0"]).await.unwrap();
+        if shown.status.success() {
+            Err(shown.stdout)
+        } else {
+            Ok(())
+        }
+    })
+    .await
+    .unwrap();
+    let everyone = async |when: &str| {
+        for (from, to) in [
+            (pod(dead), url(far.ip, 8080)),
+            (host(&dead.node), url(far.ip, 8080)),
+            (pod(dead), url(mesh.wireguard[&far.node], 9090)),
+            (pod(far), url(dead.ip, 8080)),
+            (host(&far.node), url(dead.ip, 8080)),
+        ] {
+            let why = mesh.closed(&from, &to).await;
+            println!("{when}: {from} -> {to}: {why}");
+        }
+    };
+    everyone("agent dead").await;
+    // And somebody takes the way into our routes away: what is left is the firewall.
+    let rules = node.exec(["ip", "-j", "rule"]).await.unwrap().stdout;
+    let rules: serde_json::Value = serde_json::from_str(&rules).unwrap();
+    let ours = |rule: &&serde_json::Value| !["local", "main", "default"].iter().any(|table| rule["table"] == *table);
+    let ours: Vec<_> = rules.as_array().unwrap().iter().filter(ours).collect();
+    assert!(!ours.is_empty(), "the rules outlive the agent: {rules}");
+    for rule in ours {
+        let preference = rule["priority"].to_string();
+        node.exec(["ip", "rule", "del", "pref", &preference]).await.unwrap();
+    }
+    everyone("rules gone too").await;
+    node.signal("kubelet", Signal::SIGCONT).unwrap();
+    let continued = Instant::now();
+    let answer = mesh.answered(&pod(far), &url(dead.ip, 8080)).await;
+    println!(
+        "back {:.1} s after the kubelet could start it again",
+        continued.elapsed().as_secs_f64()
+    );
+    assert_eq!(answer, mesh.seen(dead, far.ip));
+    let answer = mesh.answered(&pod(dead), &url(far.ip, 8080)).await;
+    assert_eq!(answer, mesh.seen(far, dead.ip));
+    let captured = capture.stop().await.unwrap();
+    assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
+}
+
+/// Once a cluster's PeerPolicy is gone the other's addresses are anybody's, and what is new goes where the node's own
+/// routes lead. What the tunnel carried before does not.
+async fn nothing_leaves_in_clear_while_a_mesh_is_deleted(mesh: &Mesh<'_>) {
+    let capture = mesh.lab.capture("deleted", "ip").await.unwrap();
+    let mut flows = vec![];
+    for (from, to) in [
+        (&mesh.member_webs[0], &mesh.hub_webs[0]),
+        (&mesh.hub_webs[1], &mesh.member_webs[1]),
+    ] {
+        let (node, server) = (mesh.lab.node(&from.node), mesh.lab.node(&to.node));
+        let serve = [&mesh.probe(), "stream-serve", ":5201"];
+        let mut serving = server.pod_spawn("stream-serve", to.ip, serve).unwrap();
+        serving.says("streaming on", PATIENCE).await.unwrap();
+        flows.push((serving, "streaming on"));
+        let (ping, stream) = (to.ip.to_string(), format!("{}:5201", to.ip));
+        let ping = ["ping", "-n", "-i", "0.02", &ping];
+        flows.push((node.pod_spawn("pod-ping", from.ip, ping).unwrap(), "bytes from"));
+        let probe = mesh.probe();
+        let stream = [&probe, "stream-get", &stream, "60"];
+        flows.push((node.pod_spawn("pod-stream", from.ip, stream).unwrap(), "3 after"));
+        flows.push((node.spawn("host-stream", stream).unwrap(), "3 after"));
+    }
+    for (flow, going) in &mut flows {
+        flow.says(going, PATIENCE).await.unwrap();
+    }
+    let delete = [
+        "delete",
+        "clustermesh",
+        "-n",
+        clustermesh_lab::NAMESPACE,
+        clustermesh_lab::MESH,
+        "--timeout=60s",
+    ];
+    let start = Instant::now();
+    mesh.hub.kubectl(delete).await.unwrap();
+    println!("deleted in {:.2} s", start.elapsed().as_secs_f64());
+    // The streams notice after two seconds without an answer: by then they have tried again and again.
+    for (flow, going) in &mut flows {
+        if *going == "3 after" {
+            let status = flow.ends(PATIENCE).await.unwrap();
+            assert!(!status.success(), "{}", flow.log());
+        }
+    }
+    drop(flows);
+    let captured = capture.stop().await.unwrap();
+    assert!(mesh.tunnelled(&captured).await > 0, "the tunnel carried it before");
+    assert_eq!(mesh.published_in_clear(&captured).await, Vec::<String>::new());
+}
