@@ -86,6 +86,10 @@ pub struct Inputs {
     pub throw: BTreeSet<IpNet>,
     /// The API server: its ClusterIP and its endpoints.
     pub api_servers: BTreeSet<SocketAddr>,
+    /// Addresses of the nodes of this cluster, as far as their Node objects name them.
+    pub nodes: BTreeSet<IpAddr>,
+    /// Pod CIDRs of the other nodes: each holds addresses of its node, too, which no object names (the CNI's gateway).
+    pub pods_elsewhere: BTreeSet<IpNet>,
     /// Peers of this cluster.
     pub peers: Vec<Peer>,
     /// PeerPolicies of this cluster.
@@ -160,6 +164,10 @@ pub fn compile(inputs: &Inputs) -> Compiled {
             .iter()
             .find_map(|a| if let IpAddr::V6(a) = a { Some(*a) } else { None }),
     };
+    // Where the pod network is shared, a Node's podCIDR says nothing about where an address is.
+    let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
+    let pods_elsewhere = inputs.pods_elsewhere.iter().copied();
+    let pods_elsewhere = pods_elsewhere.filter(|net| !covered(net, &anchored)).collect();
     let firewall = firewall::desired(&firewall::Plan {
         frame,
         mesh: &mesh,
@@ -167,6 +175,8 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         published: &published(node, &policies),
         policies: &policies,
         api_servers: &inputs.api_servers,
+        nodes: &inputs.nodes,
+        pods_elsewhere: &pods_elsewhere,
     });
     let sysctls = sysctl::desired(&node.device, &node.underlay, &routes);
     refused.sort();

@@ -32,7 +32,7 @@ pub struct Firewall {
     pub v4: Sets,
     /// IPv6 sets.
     pub v6: Sets,
-    /// Ports closed on every local address.
+    /// Ports closed on every address of this cluster's nodes.
     pub infrastructure: BTreeSet<Port>,
 }
 
@@ -74,6 +74,11 @@ pub struct Sets {
     pub deny_ports: BTreeSet<(IpNet, IpNet, Port)>,
     /// The API server's endpoints, closed for everyone wherever they are.
     pub api: BTreeSet<(IpAddr, u16)>,
+    /// Addresses of this cluster's nodes, whose infrastructure ports are closed: another node sees what came through this
+    /// one as coming from here.
+    pub nodes: BTreeSet<IpAddr>,
+    /// Pod CIDRs of the other nodes: their infrastructure ports are closed, but for what a Service of ours led there.
+    pub pods_elsewhere: BTreeSet<IpNet>,
 }
 
 /// What [`desired`] starts from: values that [`crate::compile`] has already cleaned.
@@ -91,6 +96,10 @@ pub struct Plan<'a> {
     pub policies: &'a [Policy],
     /// The API server's endpoints.
     pub api_servers: &'a BTreeSet<SocketAddr>,
+    /// Addresses of this cluster's nodes.
+    pub nodes: &'a BTreeSet<IpAddr>,
+    /// Pod CIDRs of the other nodes, where they mean something.
+    pub pods_elsewhere: &'a BTreeSet<IpNet>,
 }
 
 /// The table that serves a plan.
@@ -138,6 +147,13 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
             .map(|a| (a.ip(), a.port()))
             .filter(|(ip, _)| Family::of(&IpNet::from(*ip)) == family)
             .collect(),
+        nodes: plan
+            .nodes
+            .iter()
+            .copied()
+            .filter(|ip| Family::of(&IpNet::from(*ip)) == family)
+            .collect(),
+        pods_elsewhere: of(plan.pods_elsewhere),
     }
 }
 

@@ -64,6 +64,8 @@ fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<Po
         published: to,
         policies: &policies,
         api_servers: &api,
+        nodes: &["172.29.0.112".parse().unwrap(), "fd00::112".parse().unwrap()].into(),
+        pods_elsewhere: to,
     })
 }
 

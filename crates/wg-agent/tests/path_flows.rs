@@ -162,6 +162,10 @@ fn what_the_policy_does_not_allow_is_closed(f: &'static Family) {
     for port in [6443, 9090] {
         serve(&mesh.hub2_pod, f.hub2_pod, port); // the hub's API server runs there
     }
+    for port in [9090, 10250] {
+        serve(&mesh.hub2, f.hub2, port);
+        serve(&mesh.hub2, f.hub2_gateway, port);
+    }
     mesh.hub
         .ip(&format!("addr add {}/{} dev lo{}", f.denied, f.host, f.nodad));
     serve(&mesh.hub, f.denied, 9090);
@@ -169,10 +173,26 @@ fn what_the_policy_does_not_allow_is_closed(f: &'static Family) {
     assert_eq!(source_of(&mesh.member_pod, f.hub_wireguard, 9090), f.member_pod);
     assert_eq!(source_of(&mesh.member_pod, f.hub2_pod, 9090), f.hub);
     assert_eq!(source_of(&mesh.hub, f.hub2_pod, 6443), f.hub);
-    for (to, port) in [(f.hub_wireguard, 10250), (f.hub2_pod, 6443), (f.denied, 9090)] {
+    // Another node's addresses, of which only one is in its Node object, are reached through this one, but for the ports
+    // that are closed on every node.
+    for other in [f.hub2, f.hub2_gateway] {
+        assert_eq!(source_of(&mesh.member_pod, other, 9090), f.hub);
+        assert_eq!(source_of(&mesh.hub, other, 10250), f.hub);
+    }
+    for (to, port) in [
+        (f.hub_wireguard, 10250),
+        (f.hub2, 10250),
+        (f.hub2_gateway, 10250),
+        (f.hub2_pod, 6443),
+        (f.denied, 9090),
+    ] {
         let closed = ask(&mesh.member_pod, to, port).unwrap_err();
         assert_eq!(closed.kind(), std::io::ErrorKind::TimedOut, "{to}:{port} {closed}");
     }
+    // A pod that listens on such a port is none of theirs: a Service leads to it.
+    serve(&mesh.hub2_pod, f.hub2_pod, 10250);
+    mesh.service_on(&mesh.hub, f.service, f.hub2_pod, 10250);
+    assert_eq!(source_of(&mesh.member_pod, f.service, 80), f.hub);
     // Nothing goes from one peer of the tunnel to another through a node.
     mesh.member
         .ip(&format!("route add {} dev kilo0 table 5182", f.elsewhere));

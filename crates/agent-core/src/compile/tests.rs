@@ -52,6 +52,14 @@ pub(crate) fn hub_node() -> Inputs {
             "[fd00:29::11]:6443".parse().unwrap(),
         ]
         .into(),
+        nodes: ips(&[
+            "172.29.0.111",
+            "172.29.0.112",
+            "100.66.1.1",
+            "100.66.1.2",
+            "fd00:66:1::2",
+        ]),
+        pods_elsewhere: nets(&["10.101.1.0/24", "fd00:101:0:1::/64"]),
         peers: vec![
             peer(
                 21,
@@ -111,6 +119,8 @@ pub(crate) fn worker() -> Inputs {
         },
         throw: nets(&["10.101.0.1/32", "10.111.0.10/32"]),
         api_servers: ["10.111.176.135:443".parse().unwrap()].into(),
+        nodes: ips(&["10.101.0.200"]),
+        pods_elsewhere: BTreeSet::new(),
         peers: vec![peer(
             1,
             "mesh--c1--n1",
@@ -328,6 +338,14 @@ fn a_masqueraded_member_publishes_its_wireguard_address_alone() {
     let mut inputs = worker();
     inputs.policies[0].allow[0].to = nets(&["100.66.9.0/24"]);
     assert_eq!(compile(&inputs).firewall.v4.published, nets(&["100.66.9.1/32"]));
+}
+
+#[test]
+fn where_the_pod_network_is_anchored_a_nodes_pod_cidr_closes_nothing() {
+    let mut inputs = hub_node();
+    assert_eq!(compile(&inputs).firewall.v4.pods_elsewhere, nets(&["10.101.1.0/24"]));
+    inputs.policies[0].anchored = nets(&["10.101.0.0/16"]);
+    assert_eq!(compile(&inputs).firewall.v4.pods_elsewhere, nets(&[]));
 }
 
 #[test]

@@ -40,8 +40,8 @@ pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
     out
 }
 
-fn family_sets(family: Family, sets: &Sets) -> [Set; 10] {
-    const NAMES: [[&str; 10]; 2] = [
+fn family_sets(family: Family, sets: &Sets) -> [Set; 12] {
+    const NAMES: [[&str; 12]; 2] = [
         [
             "mesh4",
             "throw4",
@@ -53,6 +53,8 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 10] {
             "deny4",
             "deny_ports4",
             "api4",
+            "nodes4",
+            "pods_elsewhere4",
         ],
         [
             "mesh6",
@@ -65,24 +67,28 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 10] {
             "deny6",
             "deny_ports6",
             "api6",
+            "nodes6",
+            "pods_elsewhere6",
         ],
     ];
-    const KINDS: [[&str; 4]; 2] = [
+    const KINDS: [[&str; 5]; 2] = [
         [
             "type ipv4_addr; flags interval;",
             "type ipv4_addr . ipv4_addr; flags interval;",
             "type ipv4_addr . ipv4_addr . inet_proto . inet_service; flags interval;",
             "type ipv4_addr . inet_service;",
+            "type ipv4_addr;",
         ],
         [
             "type ipv6_addr; flags interval;",
             "type ipv6_addr . ipv6_addr; flags interval;",
             "type ipv6_addr . ipv6_addr . inet_proto . inet_service; flags interval;",
             "type ipv6_addr . inet_service;",
+            "type ipv6_addr;",
         ],
     ];
     let index = usize::from(family == Family::V6);
-    let [net, pair, port, address] = KINDS[index];
+    let [net, pair, port, socket, address] = KINDS[index];
     let values = [
         (net, nets(&sets.mesh)),
         (net, nets(&sets.throw)),
@@ -93,7 +99,9 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 10] {
         (port, ports(&sets.allow_ports)),
         (pair, pairs(&sets.deny)),
         (port, ports(&sets.deny_ports)),
-        (address, addresses(&sets.api)),
+        (socket, sockets(&sets.api)),
+        (address, sets.nodes.iter().map(ToString::to_string).collect()),
+        (net, nets(&sets.pods_elsewhere)),
     ];
     let mut names = NAMES[index].into_iter();
     values.map(|(kind, elements)| Set {
@@ -118,8 +126,8 @@ fn ports(ports: &BTreeSet<(IpNet, IpNet, Port)>) -> BTreeSet<String> {
         .collect()
 }
 
-fn addresses(addresses: &BTreeSet<(IpAddr, u16)>) -> BTreeSet<String> {
-    addresses.iter().map(|(a, p)| format!("{a} . {p}")).collect()
+fn sockets(sockets: &BTreeSet<(IpAddr, u16)>) -> BTreeSet<String> {
+    sockets.iter().map(|(a, p)| format!("{a} . {p}")).collect()
 }
 
 /// The transaction that makes the kernel's table this one, whatever was there: all of it or, on an error, nothing.
@@ -257,8 +265,19 @@ fn policy(frame: &Frame) -> String {
     ct state related goto icmp_in
     ct direction reply ct state established accept
     ct direction reply counter drop
+    # Every node's, not this one's alone: masqueraded here, a packet for another is that node's neighbour's to it. A node's
+    # addresses among its pods (the CNI's gateway) are named nowhere; a pod that listens on such a port is reached by its
+    # own node's tunnel, or by a Service.
     meta l4proto . th dport @infrastructure fib daddr type local counter drop
 "
+    );
+    both(
+        &mut out,
+        "meta l4proto . th dport @infrastructure {ip} daddr @nodes{n} counter drop",
+    );
+    both(
+        &mut out,
+        "meta l4proto . th dport @infrastructure ct status & dnat == 0 {ip} daddr @pods_elsewhere{n} counter drop",
     );
     both(&mut out, "meta l4proto tcp {ip} daddr . th dport @api{n} counter drop");
     both(&mut out, "{ip} saddr . {ip} daddr @deny{n} counter drop");

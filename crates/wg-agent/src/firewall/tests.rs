@@ -30,6 +30,8 @@ fn table(mesh: &str) -> Firewall {
         published: &[].into(),
         policies: &policies,
         api_servers: &[].into(),
+        nodes: &[].into(),
+        pods_elsewhere: &[].into(),
     })
 }
 

@@ -94,14 +94,20 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
         .chain(local.servers)
         .copied()
         .collect();
-    let others = world.nodes.known().filter(|(name, _)| *name != local.name);
-    let throw = others
+    let others = || world.nodes.known().filter(|(name, _)| *name != local.name);
+    let throw = others()
         .flat_map(|(_, node)| &node.internal_ips)
         .chain(&local.underlay.next_hops)
         .chain(local.resolvers)
         .map(|ip| host(ip.to_canonical()))
         .chain(local.bypass.iter().copied())
         .collect();
+    let nodes = world
+        .nodes
+        .known()
+        .flat_map(|(_, node)| node.internal_ips.iter().chain(&node.wireguard_ip));
+    let nodes = nodes.chain([&local.wireguard_ip]).map(IpAddr::to_canonical).collect();
+    let pods_elsewhere = others().flat_map(|(_, node)| &node.pod_cidrs).copied().collect();
     let node = Node {
         name: local.name.to_owned(),
         public_key: local.public_key,
@@ -112,13 +118,15 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
         underlay: local.underlay.interface.clone(),
         underlay_addresses: local.underlay.addresses.keys().copied().collect(),
         addresses: own.internal_ips.iter().copied().collect(),
-        pod_cidrs: own.own.iter().flat_map(|own| &own.pod_cidrs).copied().collect(),
+        pod_cidrs: own.pod_cidrs.clone(),
     };
     Gathered {
         inputs: Inputs {
             node,
             throw,
             api_servers,
+            nodes,
+            pods_elsewhere,
             peers,
             policies,
         },

@@ -126,11 +126,13 @@ fn a_kg_that_lives_is_not_joined_and_one_that_is_gone_does_not_matter() {
 #[test]
 fn what_the_underlay_needs_is_gathered_from_everywhere() {
     let mut world = world();
-    let other = |ip: &str| NodeSeen {
-        internal_ips: vec![ip.parse().unwrap()],
+    let other = |n: u8| NodeSeen {
+        internal_ips: vec![IpAddr::from([192, 0, 2, n])],
+        wireguard_ip: Some(IpAddr::from([100, 66, 0, n])),
+        pod_cidrs: [format!("10.5.{n}.0/24").parse().unwrap()].into(),
         ..NodeSeen::default()
     };
-    world.nodes = listed([("a", other("192.0.2.7")), ("b", other("192.0.2.8"))]);
+    world.nodes = listed([("a", other(7)), ("b", other(8))]);
     let inputs = gathered(&world).inputs;
     let throw: Vec<String> = inputs.throw.iter().map(ToString::to_string).collect();
     assert_eq!(
@@ -141,6 +143,10 @@ fn what_the_underlay_needs_is_gathered_from_everywhere() {
         inputs.api_servers,
         ["10.95.0.1:443", "192.0.2.1:6443"].map(|a| a.parse().unwrap()).into()
     );
+    // And what is closed on every node: this one's own new address, too, before its Node says it.
+    let addresses = ["100.66.0.7", "100.66.0.8", "100.66.0.9", "192.0.2.7", "192.0.2.8"];
+    assert_eq!(inputs.nodes, addresses.map(|a| a.parse().unwrap()).into());
+    assert_eq!(inputs.pods_elsewhere, ["10.5.8.0/24".parse().unwrap()].into());
 }
 
 #[test]

@@ -186,6 +186,8 @@ pub struct NodeSeen {
     pub wireguard_ip: Option<IpAddr>,
     /// `status.addresses` of type InternalIP.
     pub internal_ips: Vec<IpAddr>,
+    /// `spec.podCIDRs`.
+    pub pod_cidrs: BTreeSet<IpNet>,
     /// Only of this node.
     pub own: Option<OwnNode>,
 }
@@ -195,8 +197,6 @@ pub struct NodeSeen {
 pub struct OwnNode {
     /// `status.addresses` of type ExternalIP.
     pub external_ips: Vec<IpAddr>,
-    /// `spec.podCIDRs`.
-    pub pod_cidrs: BTreeSet<IpNet>,
     /// `kilo.squat.ai/force-endpoint`.
     pub force_endpoint: Option<Endpoint>,
     /// `kilo.squat.ai/last-seen`, Unix seconds: when kg, which this agent is not, last wrote it.
@@ -213,12 +213,6 @@ impl NodeSeen {
         let annotation = |key: &str| node.metadata.annotations.as_ref().and_then(|all| all.get(key)).cloned();
         let own = (node.metadata.name.as_deref() == Some(me)).then(|| OwnNode {
             external_ips: seen.external_ips.clone(),
-            pod_cidrs: seen
-                .pod_cidrs
-                .iter()
-                .filter_map(|claim| claim.value())
-                .copied()
-                .collect(),
             force_endpoint: seen.force_endpoint.value().cloned(),
             kg_seen: annotation(KILO_LAST_SEEN).and_then(|text| text.parse().ok()),
             published: keys.iter().map(|key| (*key, annotation(key))).collect(),
@@ -227,6 +221,12 @@ impl NodeSeen {
             created: seen.created,
             wireguard_ip: seen.wireguard_ip.value().map(IpNet::addr),
             internal_ips: seen.internal_ips,
+            pod_cidrs: seen
+                .pod_cidrs
+                .iter()
+                .filter_map(|claim| claim.value())
+                .copied()
+                .collect(),
             own,
         }
     }
@@ -277,6 +277,7 @@ mod tests {
                 "source": "a", "sources": ["10.5.0.0/16"], "networks": ["10.5.0.0/16", "100.67.0.0/16"], "allow": allow,
                 "deny": [{"to": ["192.0.2.1/32"], "ports": [{"port": 6443}]}],
                 "infrastructurePorts": [{"port": 10250, "protocol": "TCP"}],
+                "anchored": ["10.96.0.0/12"],
             },
         }))
     }
@@ -344,6 +345,7 @@ mod tests {
         let node = |seen: &str| -> Node {
             serde_json::from_value(serde_json::json!({
                 "metadata": {"name": "n", "annotations": {"kilo.squat.ai/last-seen": seen, "kilo.squat.ai/wireguard-ip": "10.4.0.1/16"}},
+                "spec": {"podCIDRs": ["10.5.1.0/24", "fd00:5:0:1::/64"]},
                 "status": {"addresses": [{"type": "InternalIP", "address": "192.0.2.7"}]},
             }))
             .unwrap()
@@ -354,8 +356,12 @@ mod tests {
         );
         let own = NodeSeen::new(&node("2"), "n", &["kilo.squat.ai/wireguard-ip", "kilo.squat.ai/key"]);
         assert_eq!(
-            (own.wireguard_ip, own.internal_ips),
-            (Some("10.4.0.1".parse().unwrap()), vec!["192.0.2.7".parse().unwrap()])
+            (own.wireguard_ip, own.internal_ips, own.pod_cidrs),
+            (
+                Some("10.4.0.1".parse().unwrap()),
+                vec!["192.0.2.7".parse().unwrap()],
+                nets(&["10.5.1.0/24", "fd00:5:0:1::/64"])
+            )
         );
         let published = own.own.unwrap();
         assert_eq!(published.kg_seen, Some(2));

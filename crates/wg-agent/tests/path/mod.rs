@@ -89,17 +89,25 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
     } else {
         [f.member_wireguard, f.member, f.member_pods]
     };
-    let hub_networks = [f.hub_pod_net, f.hub_wireguards, f.services, f.hub];
+    let hub_networks = [f.hub_pod_net, f.hub_wireguards, f.services, f.hub, f.hub2];
     let member_networks = [f.member_pod_net, f.member_wireguards];
     let (theirs, ours) = if hub {
         (&member_networks[..], &hub_networks[..])
     } else {
         (&hub_networks[..], &member_networks[..])
     };
-    // The hub's other node has no Peer: its pods are reached through the first, as an anchor.
+    // The hub's other node has no Peer: it and its pods are reached through the first, as an anchor.
     let allowed = match hub {
         true => vec![f.member_pods, f.member_wireguards],
-        false => vec![f.hub_pods, f.hub_wireguards, f.services, f.hub2_pods, f.denied, f.hub],
+        false => vec![
+            f.hub_pods,
+            f.hub_wireguards,
+            f.services,
+            f.hub2_pods,
+            f.denied,
+            f.hub,
+            f.hub2,
+        ],
     };
     let deny = Rule {
         to: ranges(&[f.denied]).into_iter().collect(),
@@ -124,6 +132,12 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
         } else {
             BTreeSet::new()
         },
+        nodes: if hub {
+            all(&[f.hub, f.hub2, f.hub_wireguard])
+        } else {
+            all(&[f.member, f.member_wireguard])
+        },
+        pods_elsewhere: if hub { all(&[f.hub2_pods]) } else { BTreeSet::new() },
         peers: vec![Peer {
             name: "other".to_owned(),
             revision: 1,
@@ -213,8 +227,13 @@ impl Mesh {
 
     /// What kube-proxy writes for a Service with one endpoint.
     pub(crate) fn service(&self, ns: &NetNs, address: &str, endpoint: &str) {
+        self.service_on(ns, address, endpoint, 8080);
+    }
+
+    /// The same where the endpoint listens on another port than 8080.
+    pub(crate) fn service_on(&self, ns: &NetNs, address: &str, endpoint: &str, port: u16) {
         let (ip, endpoint) = (self.f.ip(), self.f.url(endpoint));
-        let rule = format!("{ip} daddr {address} tcp dport 80 dnat to {endpoint}:8080");
+        let rule = format!("{ip} daddr {address} tcp dport 80 dnat to {endpoint}:{port}");
         ns.sh(&format!(
             "nft 'table {ip} proxy {{ chain pre {{ type nat hook prerouting priority -100; {rule}; }}; chain out {{ type nat hook output priority -100; {rule}; }}; }}'"
         ));
@@ -356,6 +375,7 @@ fn worker_inputs(f: &Family) -> Inputs {
         },
         throw: ranges(&[f.hub_gateway]).into_iter().collect(),
         api_servers: [SocketAddr::new(f.service.parse().unwrap(), 80)].into(),
+        nodes: all(&[f.worker, f.worker_wireguard]),
         policies: vec![Policy {
             allow: vec![own],
             ..member.policies[0].clone()
