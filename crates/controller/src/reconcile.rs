@@ -11,7 +11,7 @@ use clustermesh_api::{convert, mesh::ClusterMesh, names::Names};
 use clustermesh_core::{
     diff::{Action, Step, diff},
     mesh::{ClusterIdentity, Mesh, MeshId, ObjectName},
-    observe::Observations,
+    observe::{Observation, Observations},
     plan::{Plan, Settings, plan},
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -277,22 +277,61 @@ impl Reconciler {
     }
 }
 
-/// What to write into each member; nothing is deleted where the member was not freshly seen.
+/// What to write into each member; nothing is deleted where the member was not freshly seen, nor for a mesh that may have
+/// the same cluster under another name.
 fn changes(plan: &Plan, seen: &Observations) -> BTreeMap<ClusterIdentity, Vec<Step>> {
     let mut changes: BTreeMap<ClusterIdentity, Vec<Step>> = BTreeMap::new();
-    for (identity, observation) in &seen.members {
+    // Of two keys of one Secret, the one that can be seen and that a mesh names writes.
+    let mut members: Vec<_> = seen.members.iter().collect();
+    members.sort_by_key(|(identity, observation)| (observation.fresh().is_none(), !named(plan, identity)));
+    for (identity, observation) in members {
         // One cluster behind two keys of its Secret is written once.
         if changes.keys().any(|written| written.same_cluster(identity)) {
             continue;
         }
         let Some(member) = observation.last() else { continue };
+        let fresh = observation.fresh().is_some();
         let mut steps = diff(plan, identity, member);
-        if observation.fresh().is_none() {
-            steps.retain(|step| step.action != Action::Delete);
-        }
+        steps.retain(|step| {
+            step.action != Action::Delete
+                || (fresh && !may_serve_elsewhere(plan, seen, &step.mesh, identity, member.uid.as_deref()))
+        });
         changes.insert(identity.clone(), steps);
     }
     changes
+}
+
+/// Whether some mesh names this very identity.
+fn named(plan: &Plan, identity: &ClusterIdentity) -> bool {
+    plan.meshes
+        .values()
+        .any(|mesh| mesh.identities.values().any(|other| other == identity))
+}
+
+/// Whether `identity`, which `mesh` does not name, may be a cluster that it names by another Secret: what it wants there is
+/// not in the plan for `identity`, so all of it looks unwanted. UIDs may only refuse: one that is not known is no proof that
+/// two clusters differ.
+fn may_serve_elsewhere(
+    plan: &Plan,
+    seen: &Observations,
+    mesh: &MeshId,
+    identity: &ClusterIdentity,
+    uid: Option<&str>,
+) -> bool {
+    let Some(mesh) = plan.meshes.get(mesh).filter(|mesh| !mesh.deleting) else {
+        return false;
+    };
+    let mut entries = mesh.identities.values();
+    if entries.clone().any(|entry| entry.same_cluster(identity)) {
+        return false;
+    }
+    entries.any(|entry| {
+        let member = seen.members.get(entry).and_then(Observation::last);
+        match (member.and_then(|member| member.uid.as_deref()), uid) {
+            (Some(theirs), Some(ours)) => theirs == ours,
+            _ => true,
+        }
+    })
 }
 
 /// What has to be read of each member.
@@ -347,3 +386,6 @@ fn to_core(object: &ClusterMesh) -> Result<(Mesh, Vec<convert::Finding>), String
             .join("; ")
     })
 }
+
+#[cfg(test)]
+mod tests;

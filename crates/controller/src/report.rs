@@ -102,9 +102,12 @@ pub(crate) fn report(subject: &Subject<'_>, now: &meta::Time) -> (ClusterMeshSta
 fn row(subject: &Subject<'_>, entry: &str) -> ClusterStatus {
     let report = subject.plan.clusters.get(entry).cloned().unwrap_or_default();
     let facts = subject.facts.get(entry).cloned().unwrap_or_default();
+    let before = subject.object.status.iter().flat_map(|status| &status.clusters);
+    // Asked for again on every connection; until it answers, what it said last.
+    let uid_before = before.filter(|row| row.name == entry).find_map(|row| row.uid.clone());
     ClusterStatus {
         name: entry.to_owned(),
-        uid: facts.uid.map(|uid| cut(&uid, 64)),
+        uid: facts.uid.map(|uid| cut(&uid, 64)).or(uid_before),
         accepted_networks: report.accepted.iter().map(ToString::to_string).collect(),
         registered_peers: count(report.registered),
         skipped_nodes: count(report.skipped.len()),

@@ -22,6 +22,8 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
         link.client = Some(client.clone());
         link.missing = None;
         link.silent = None;
+        // It may be another cluster now, and an old UID must not speak for it.
+        link.uid = None;
     });
     shared.tables.begin();
 
