@@ -268,7 +268,7 @@ fn refusal(error: &kube::Error, step: &Step) -> Outcome {
         return Outcome::Trouble(trouble::words(error));
     }
     let kube::Error::Api(status) = error else {
-        return Outcome::Trouble(trouble::words(error));
+        return Outcome::Refused("what stands there, or the answer, cannot be read".to_owned());
     };
     Outcome::Refused(match status.code {
         403 => format!(
@@ -276,6 +276,7 @@ fn refusal(error: &kube::Error, step: &Step) -> Outcome {
             step.action.as_str()
         ),
         404 => "its namespace or its CRD is not there (404)".to_owned(),
+        500 => "its API server fails on this object (500): see its log, or an admission webhook's".to_owned(),
         code => format!("its API server refuses it ({code})"),
     })
 }

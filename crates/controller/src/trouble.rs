@@ -23,10 +23,12 @@ pub(crate) fn words(error: &Error) -> String {
     }
 }
 
-/// Whether the whole cluster is in trouble, not one object: waiting helps, other objects would fail alike.
+/// Whether the whole cluster is in trouble, not one object: waiting helps, other objects would fail alike. A 500 and an
+/// answer that does not parse may be of one object (a webhook, a field of another version): it must not hold up the others.
 pub(crate) fn is_of_the_cluster(error: &Error) -> bool {
     match error {
-        Error::Api(status) => matches!(status.code, 401 | 429 | 500..),
+        Error::Api(status) => matches!(status.code, 401 | 429 | 502..=504),
+        Error::SerdeError(_) => false,
         _ => true,
     }
 }
@@ -60,6 +62,11 @@ mod tests {
         assert!(
             !is_of_the_cluster(&answer(422)) && !is_of_the_cluster(&answer(409)) && !is_of_the_cluster(&answer(403))
         );
-        assert!(is_of_the_cluster(&answer(429)) && is_of_the_cluster(&answer(503)) && is_of_the_cluster(&answer(401)));
+        for code in [401, 429, 502, 503, 504] {
+            assert!(is_of_the_cluster(&answer(code)), "{code}");
+        }
+        assert!(!is_of_the_cluster(&answer(500)));
+        let unreadable = serde_json::from_str::<u8>("x").expect_err("no number");
+        assert!(!is_of_the_cluster(&Error::SerdeError(unreadable)));
     }
 }

@@ -59,3 +59,21 @@ fn a_refused_object_waits_alone_and_a_member_in_trouble_waits_as_a_whole() {
     assert!(!writer.note(&refused, Outcome::Trouble("away".into())));
     assert_eq!(writer.trouble(&refused.mesh), Some("away".into()));
 }
+
+#[test]
+fn an_object_on_which_the_api_server_fails_is_refused_alone() {
+    let one = step(peer, "a", Action::Update, vec![]);
+    let answer = |code| {
+        kube::Error::Api(Box::new(kube::core::Status {
+            code,
+            ..Default::default()
+        }))
+    };
+    let unreadable = serde_json::from_str::<u8>("x").expect_err("no number");
+    for error in [answer(500), answer(422), kube::Error::SerdeError(unreadable)] {
+        assert!(matches!(refusal(&error, &one), Outcome::Refused(_)), "{error:?}");
+    }
+    for error in [answer(401), answer(429), answer(503)] {
+        assert!(matches!(refusal(&error, &one), Outcome::Trouble(_)), "{error:?}");
+    }
+}
