@@ -54,8 +54,9 @@ pub struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
-        // kube-apiserver, etcd client and peer, kubelet, its read-only port, scheduler, controller-manager, kube-proxy.
-        let ports = [6443, 2379, 2380, 10250, 10255, 10259, 10257, 10249, 10256];
+        // kube-apiserver, etcd client and peer, kubelet, its read-only port, scheduler, controller-manager, kube-proxy,
+        // wg-agent's own metrics.
+        let ports = [6443, 2379, 2380, 10250, 10255, 10259, 10257, 10249, 10256, 9587];
         Self {
             infrastructure_ports: ports.map(|port| (Protocol::Tcp, port)).into(),
         }
@@ -441,12 +442,14 @@ impl<'a> MeshPlanner<'a> {
                 });
             }
             let connected = cluster.profile == Profile::ClusterMeshed && !cluster.allowed.is_empty();
+            let discovered = target::discovered(observed.and_then(Observation::last));
             parties.insert(
                 entry.name.clone(),
                 target::Party {
                     cluster,
                     observed,
                     connected,
+                    discovered,
                 },
             );
         }
@@ -525,19 +528,43 @@ impl<'a> MeshPlanner<'a> {
     ) {
         // (not local, has no Peer yet, position of the entry, entry, node): the smallest wins.
         type KeyClaim = (bool, bool, usize, String, String);
+        let peers = parties
+            .values()
+            .filter_map(target::Party::member)
+            .filter_map(|member| member.peers.as_ref());
+        let mut standing: BTreeMap<&str, BTreeMap<PublicKey, &str>> = BTreeMap::new();
+        for (name, peer) in peers.flatten().filter(|(_, peer)| self.ours(peer)) {
+            if let (Some(source), Ok(spec)) = (&peer.owner.source_cluster, &peer.spec) {
+                standing.entry(source).or_default().insert(spec.public_key, name);
+            }
+        }
         let mut claims: BTreeMap<PublicKey, Vec<KeyClaim>> = BTreeMap::new();
         for (position, entry) in self.mesh.clusters.iter().enumerate() {
-            for node in rolls.get(&entry.name).into_iter().flat_map(|roll| &roll.registered) {
-                let stands = parties.values().filter_map(target::Party::member).any(|member| {
-                    member.peers.iter().flatten().any(|(_, peer)| {
-                        peer.owner.source_cluster.as_deref() == Some(&entry.name)
-                            && peer.spec.as_ref().is_ok_and(|spec| spec.public_key == node.key)
-                            && self.ours(peer)
-                    })
-                });
-                let local = target::is_local(entry);
-                let claim = (!local, !stands, position, entry.name.clone(), node.node.to_owned());
-                claims.entry(node.key).or_default().push(claim);
+            let Some(party) = parties.get(&entry.name) else {
+                continue;
+            };
+            let standing = standing.get(&*entry.name);
+            let local = target::is_local(entry);
+            let mut claim = |key: PublicKey, stands: bool, node: &str| {
+                let claim = (!local, !stands, position, entry.name.clone(), node.to_owned());
+                claims.entry(key).or_default().push(claim);
+            };
+            match rolls.get(&entry.name) {
+                Some(roll) => roll.registered.iter().for_each(|node| {
+                    claim(
+                        node.key,
+                        standing.is_some_and(|keys| keys.contains_key(&node.key)),
+                        node.node,
+                    );
+                }),
+                // Not seen since the controller started: its standing Peers speak for it, or whoever copies a key takes it.
+                None if party.connected => {
+                    standing
+                        .into_iter()
+                        .flatten()
+                        .for_each(|(key, peer)| claim(*key, true, peer));
+                }
+                None => {}
             }
         }
         for (key, mut claims) in claims {

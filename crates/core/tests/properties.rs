@@ -541,8 +541,21 @@ proptest! {
             let mut keys = BTreeSet::new();
             let mut prefixes = BTreeSet::new();
             let standing = world.seen.members[&identity(n)].last().and_then(|m| m.peers.clone()).unwrap_or_default();
-            for peer in standing.values().filter(|peer| ours(&plan, &peer.owner) == Ownership::Foreign) {
-                if let Ok(spec) = &peer.spec {
+            for peer in standing.values() {
+                // Others' Peers keep what they have, and so do those of a member that is not seen.
+                let kept = match ours(&plan, &peer.owner) {
+                    Ownership::Foreign => true,
+                    Ownership::Mesh(id) => {
+                        let mesh = &plan.meshes[id];
+                        let source = peer.owner.source_cluster.clone().unwrap_or_default();
+                        let target = mesh.targets.get(&format!("c{n}"));
+                        let unseen = mesh.identities.get(&source).is_some_and(|i| world.seen.members[i].last().is_none());
+                        // Two meshes of one target may hold one key already: that is settled by what is planned.
+                        plan.meshes.len() == 1 && unseen && target.is_some_and(|target| target.retained.contains(&source))
+                    }
+                    Ownership::Orphan => false,
+                };
+                if let (true, Ok(spec)) = (kept, &peer.spec) {
                     keys.insert(spec.public_key);
                     prefixes.extend(spec.allowed_ips.iter().copied());
                 }

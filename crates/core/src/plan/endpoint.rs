@@ -9,8 +9,9 @@ use ipnet::IpNet;
 
 use super::Reason;
 use crate::{
+    key::PublicKey,
     mesh::Cluster,
-    observe::{Claim, Endpoint, Member, Node},
+    observe::{Claim, Endpoint, Node},
 };
 
 /// A member's nodes must not make an agent try for ever.
@@ -93,12 +94,13 @@ pub(super) struct Toward<'a> {
     pub(super) source: &'a Cluster,
     /// The target's networks: an endpoint in there would let a member choose where inside the target its nodes send.
     pub(super) target_networks: &'a [IpNet],
-    pub(super) target: Option<&'a Member>,
+    /// Where the target's nodes saw other keys.
+    pub(super) discovered: &'a BTreeMap<PublicKey, Vec<SocketAddr>>,
     pub(super) resolved: &'a BTreeMap<String, IpAddr>,
 }
 
 impl Toward<'_> {
-    fn admits(&self, address: IpAddr) -> bool {
+    pub(super) fn admits(&self, address: IpAddr) -> bool {
         never(address).is_none()
             && (!self.target_networks.iter().any(|network| network.contains(&address))
                 || self
@@ -156,15 +158,9 @@ pub(super) fn choose(node: &Node, toward: &Toward<'_>) -> Result<Candidates, (Re
         .value()
         .map_or(toward.source.wireguard_port, Endpoint::port);
     addresses.extend(node.external_ips.iter().map(|ip| SocketAddr::new(*ip, port)));
-    if let (Some(target), Some(key)) = (toward.target, node.public_key.value()) {
-        // Several nodes of the target may have seen it at several addresses (one NAT binding each): all are candidates.
-        addresses.extend(
-            target
-                .nodes
-                .values()
-                .filter_map(|seen_by| seen_by.discovered.get(key).copied()),
-        );
-    }
+    // Several nodes of the target may have seen it at several addresses (one NAT binding each): all are candidates.
+    let seen_at = node.public_key.value().and_then(|key| toward.discovered.get(key));
+    addresses.extend(seen_at.into_iter().flatten().copied());
     addresses.extend(node.internal_ips.iter().map(|ip| SocketAddr::new(*ip, port)));
 
     let mut kept: Vec<SocketAddr> = Vec::new();

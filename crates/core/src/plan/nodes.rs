@@ -271,7 +271,7 @@ impl<'a> Source<'a, '_> {
 
     fn exported(&self, node: &str) -> impl Iterator<Item = IpNet> + '_ {
         let node = node.to_owned();
-        let shared = self.cluster.pod_network == PodNetwork::Shared;
+        let shared = self.cluster.pod_network == PodNetwork::Shared && !self.cluster.exports.is_empty();
         self.member
             .pods
             .iter()

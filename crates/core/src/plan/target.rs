@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
     num::NonZeroU16,
 };
 
@@ -28,6 +29,19 @@ pub(super) struct Party<'a> {
     pub(super) observed: Option<&'a Observation<Member>>,
     /// It takes part: cluster-meshed, and it holds networks.
     pub(super) connected: bool,
+    /// Where its nodes saw other keys, in the order of the nodes' names.
+    pub(super) discovered: BTreeMap<PublicKey, Vec<SocketAddr>>,
+}
+
+/// Turns what each node saw into where each key was seen.
+pub(super) fn discovered(member: Option<&Member>) -> BTreeMap<PublicKey, Vec<SocketAddr>> {
+    let mut seen: BTreeMap<PublicKey, Vec<SocketAddr>> = BTreeMap::new();
+    for node in member.into_iter().flat_map(|member| member.nodes.values()) {
+        for (key, address) in &node.discovered {
+            seen.entry(*key).or_default().push(*address);
+        }
+    }
+    seen
 }
 
 impl<'a> Party<'a> {
@@ -169,6 +183,16 @@ impl<'a> Assembly<'a> {
             .unwrap_or(&NOTHING)
     }
 
+    /// Whether a standing Peer's member is connected and nothing was seen of it since this controller started.
+    fn unseen(&self, peer: &ObservedPeer) -> bool {
+        let source = peer
+            .owner
+            .source_cluster
+            .as_deref()
+            .and_then(|source| self.parties.get(source));
+        source.is_some_and(|party| party.connected && party.member().is_none())
+    }
+
     fn ours(&self, owner: &crate::observe::Owner) -> bool {
         ownership::of(owner, &self.seen.hub, self.claimants) == Ownership::Mesh(self.mesh)
     }
@@ -177,7 +201,20 @@ impl<'a> Assembly<'a> {
         let Some(member) = target.member() else { return };
         let Some(standing) = &member.policies else { return };
         for (source, party) in self.sources(name, target).filter(|(_, party)| party.connected) {
-            let networks = party.networks();
+            let mut networks = party.networks();
+            if party.member().is_none() || self.rolls.get(source).is_some_and(|roll| !roll.held.is_empty()) {
+                // What is not seen now is not gone: a policy that shrinks would close its member, and unblock its networks.
+                let ours = standing.values().filter(|policy| {
+                    policy.owner.source_cluster.as_deref() == Some(source) && self.ours(&policy.owner)
+                });
+                let known = ours
+                    .filter_map(|policy| policy.spec.as_ref().ok())
+                    .flat_map(|spec| &spec.networks);
+                networks.extend(known.copied().filter(|net| party.cluster.allows(*net)));
+            }
+            if networks.is_empty() {
+                continue;
+            }
             let spec = PolicySpec {
                 sources: networks.clone(),
                 networks,
@@ -254,6 +291,8 @@ struct Writer<'a, 'p> {
     name: &'p str,
     target: &'p Party<'a>,
     standing: BTreeMap<&'p str, &'p ObservedPeer>,
+    /// Names of the standing Peers that carry a key.
+    by_key: BTreeMap<PublicKey, Vec<&'p str>>,
     keys: BTreeMap<PublicKey, String>,
     prefixes: BTreeMap<IpNet, String>,
     peers: BTreeMap<String, PlannedPeer>,
@@ -273,11 +312,18 @@ impl<'a, 'p> Writer<'a, 'p> {
             .collect();
         let mut keys = BTreeMap::new();
         let mut prefixes = BTreeMap::new();
-        // A Peer of someone else's (a person's laptop) keeps its key and its addresses.
+        let mut by_key: BTreeMap<PublicKey, Vec<&str>> = BTreeMap::new();
         for (peer, observed) in &standing {
-            if ownership::of(&observed.owner, &assembly.seen.hub, assembly.claimants) == Ownership::Foreign
-                && let Ok(spec) = &observed.spec
-            {
+            let Ok(spec) = &observed.spec else { continue };
+            by_key.entry(spec.public_key).or_default().push(peer);
+            // A Peer of someone else's (a person's laptop) keeps its key and its addresses; so does one of ours whose member
+            // is not seen now, or whoever copies its key could take its place meanwhile.
+            let kept = match ownership::of(&observed.owner, &assembly.seen.hub, assembly.claimants) {
+                Ownership::Foreign => true,
+                Ownership::Mesh(mesh) => mesh == assembly.mesh && assembly.unseen(observed),
+                Ownership::Orphan => false,
+            };
+            if kept {
                 keys.insert(spec.public_key, format!("Peer {peer}"));
                 prefixes.extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {peer}"))));
             }
@@ -293,6 +339,7 @@ impl<'a, 'p> Writer<'a, 'p> {
             name,
             target,
             standing,
+            by_key,
             keys,
             prefixes,
             peers: BTreeMap::new(),
@@ -353,7 +400,7 @@ impl<'a, 'p> Writer<'a, 'p> {
         let toward = endpoint::Toward {
             source: &party.cluster,
             target_networks: &self.target.cluster.allowed,
-            target: self.target.member(),
+            discovered: &self.target.discovered,
             resolved: &self.assembly.seen.resolved,
         };
         let candidates = match endpoint::choose(node.view, &toward) {
@@ -363,13 +410,23 @@ impl<'a, 'p> Writer<'a, 'p> {
                 return None;
             }
         };
+        let mut addresses = candidates.addresses;
+        if !candidates.unresolved.is_empty()
+            && let Some(standing) = self.standing_of(source, &node.key)
+            && let Some(Endpoint::Ip(endpoint)) = standing.endpoint
+            && toward.admits(endpoint.ip())
+        {
+            // A resolver that is away must not move a node: where it was last is the best that is known.
+            addresses.retain(|address| *address != endpoint);
+            addresses.insert(0, endpoint);
+        }
         self.facts
             .extend(candidates.unresolved.into_iter().map(|host| Fact::EndpointUnresolved {
                 cluster: source.to_owned(),
                 node: node.node.to_owned(),
                 host,
             }));
-        let first = candidates.addresses.first().copied();
+        let first = addresses.first().copied();
         let mut allowed_ips = BTreeSet::new();
         for prefix in &node.prefixes {
             // kg sends a Peer's own outer packets into the tunnel when its endpoint is among its allowed IPs.
@@ -396,11 +453,7 @@ impl<'a, 'p> Writer<'a, 'p> {
             public_key: node.key,
             allowed_ips,
             endpoint: first.map(Endpoint::Ip),
-            candidates: if candidates.addresses.len() > 1 {
-                candidates.addresses
-            } else {
-                Vec::new()
-            },
+            candidates: if addresses.len() > 1 { addresses } else { Vec::new() },
             persistent_keepalive: if first.is_none() {
                 keepalive.max(NAT_KEEPALIVE.get())
             } else {
@@ -410,16 +463,25 @@ impl<'a, 'p> Writer<'a, 'p> {
         Some(self.put(source, node.node, spec, own_names))
     }
 
+    /// What a standing Peer of ours says of this key.
+    fn standing_of(&self, source: &str, key: &PublicKey) -> Option<&'p PeerSpec> {
+        let names = self.by_key.get(key).into_iter().flatten();
+        let ours = names
+            .filter_map(|name| self.standing.get(name))
+            .find(|peer| self.ours_of(source, peer))?;
+        ours.spec.as_ref().ok()
+    }
+
     /// Names and keeps a Peer. A standing Peer of ours with this key keeps its name, whatever the rule would call it now: to
     /// create one and delete the other would take the key away from kg for minutes (PREDECESSOR.md W7).
     fn put(&mut self, source: &str, node: &str, spec: PeerSpec, own_names: &BTreeSet<String>) -> String {
         let naming = self.assembly.naming;
         let readable = naming.peer(self.assembly.mesh, source, node, false);
-        let kept = self.standing.iter().find_map(|(name, peer)| {
-            let same_key = peer.spec.as_ref().is_ok_and(|s| s.public_key == spec.public_key);
-            let free = **name == *readable || !own_names.contains(*name);
-            (same_key && free && self.ours_of(source, peer)).then(|| (*name).to_owned())
+        let kept = self.by_key.get(&spec.public_key).into_iter().flatten().find(|name| {
+            let free = ***name == *readable || !own_names.contains(**name);
+            free && self.standing.get(*name).is_some_and(|peer| self.ours_of(source, peer))
         });
+        let kept = kept.map(|name| (*name).to_owned());
         let name = kept.unwrap_or_else(|| {
             let foreign = self
                 .standing
@@ -537,7 +599,7 @@ impl<'a, 'p> Writer<'a, 'p> {
         let toward = endpoint::Toward {
             source: &self.target.cluster,
             target_networks: &source.cluster.allowed,
-            target: source.member(),
+            discovered: &source.discovered,
             resolved: &self.assembly.seen.resolved,
         };
         let behind_nat = self.target.member().is_some_and(|member| {

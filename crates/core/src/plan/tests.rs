@@ -7,8 +7,8 @@ use ipnet::IpNet;
 use super::*;
 use crate::{
     diff::{Action, Item, Step, diff},
-    mesh::{Addressing, Grant, GrantPort, PodNetwork, PortRef},
-    observe::{Claim, Endpoint, Granularity, Member, Node, Owner, Server, Service, Slice},
+    mesh::{Addressing, Export, Grant, GrantPort, PodNetwork, PortRef},
+    observe::{Claim, Endpoint, Granularity, Member, Node, Owner, Pod, Server, Service, Slice},
 };
 
 struct Plain;
@@ -920,5 +920,135 @@ fn the_objects_of_another_hub_are_not_ours() {
     assert_eq!(
         touched(&adopting),
         vec![(Action::Update, "m--tenant--x".to_owned(), vec!["metadata.labels"])]
+    );
+}
+
+#[test]
+fn a_key_copied_while_its_owner_is_not_seen_stays_with_its_owner() {
+    let mut mesh = two_clusters();
+    mesh.clusters
+        .insert(1, entry("evil", secret("evil"), &["10.3.0.0/16", "100.66.3.0/24"]));
+    let mut seen = seen();
+    seen.members.insert(secret("evil"), Observation::Fresh(member(&[])));
+    settle(&mesh, &mut seen);
+    let copy = Node {
+        public_key: Claim::Is(key(33)),
+        ..node(3, 1)
+    };
+    edit(&mut seen, &secret("evil"), |m| {
+        m.nodes.insert("e".into(), copy);
+    });
+    // The controller restarts, and the victim's API server does not answer yet.
+    let victim = seen
+        .members
+        .insert(secret("tenant"), Observation::Unreachable("starting".into()))
+        .unwrap();
+    let before = seen.members[&ClusterIdentity::Local].fresh().unwrap().peers.clone();
+    settle(&mesh, &mut seen);
+    assert_eq!(seen.members[&ClusterIdentity::Local].fresh().unwrap().peers, before);
+    seen.members.insert(secret("tenant"), victim);
+    settle(&mesh, &mut seen);
+    assert_eq!(seen.members[&ClusterIdentity::Local].fresh().unwrap().peers, before);
+    let (_, of_mesh) = run(&mesh, &seen);
+    let skipped: Vec<_> = of_mesh.clusters["evil"]
+        .skipped
+        .iter()
+        .map(|s| (s.node.as_str(), s.reason))
+        .collect();
+    assert_eq!(skipped, vec![("e", Reason::PublicKeyDuplicate)]);
+    assert_eq!(of_mesh.clusters["tenant"].registered, 1);
+}
+
+#[test]
+fn a_name_that_does_not_resolve_now_keeps_the_endpoint_and_the_anchor() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        for node in m.nodes.values_mut() {
+            node.force_endpoint = Claim::Is(Endpoint::Dns("hub.example".into(), 51820));
+            node.internal_ips.clear();
+        }
+    });
+    seen.resolved.insert("hub.example".into(), "192.0.2.5".parse().unwrap());
+    settle(&mesh, &mut seen);
+    seen.resolved.clear();
+    let (plan, of_mesh) = run(&mesh, &seen);
+    assert_eq!(
+        diff(
+            &plan,
+            &secret("tenant"),
+            seen.members[&secret("tenant")].fresh().unwrap()
+        ),
+        vec![]
+    );
+    assert!(
+        of_mesh
+            .facts
+            .iter()
+            .any(|fact| matches!(fact, Fact::EndpointUnresolved { node, .. } if node == "a"))
+    );
+}
+
+#[test]
+fn the_policy_of_a_masqueraded_member_does_not_shrink_with_what_is_seen_of_it() {
+    let mut mesh = two_clusters();
+    mesh.clusters[1].addressing = Addressing::Masqueraded;
+    let mut seen = seen();
+    settle(&mesh, &mut seen);
+    let policy = |seen: &Observations| run(&mesh, seen).1.targets["mgmt"].policies["m--tenant"].spec.clone();
+    let before = policy(&seen);
+    assert_eq!(before.sources, net_set(&["100.66.2.0/24"]));
+    let mut blank = seen.clone();
+    edit(&mut blank, &secret("tenant"), |m| {
+        m.nodes.get_mut("x").unwrap().wireguard_ip = Claim::Absent
+    });
+    assert_eq!(policy(&blank), before, "its annotations vanished, its Peer is held");
+    seen.members
+        .insert(secret("tenant"), Observation::Unreachable("starting".into()));
+    assert_eq!(
+        policy(&seen),
+        before,
+        "it has not been seen since the controller started"
+    );
+}
+
+#[test]
+fn exported_pods_ride_on_their_node_and_the_rest_of_a_shared_network_on_the_anchor() {
+    let mut mesh = two_clusters();
+    mesh.clusters[0].pod_network = PodNetwork::Shared;
+    mesh.clusters[0].exports = vec![Export {
+        namespace: "rook-ceph".into(),
+        selector: vec![],
+    }];
+    let mut seen = seen();
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        let pod = |node: &str, address: &str| Pod {
+            node: node.into(),
+            addresses: vec![address.parse().unwrap()],
+            ..Pod::default()
+        };
+        let name = |namespace: &str, name: &str| ObjectName {
+            namespace: namespace.into(),
+            name: name.into(),
+        };
+        m.pods.insert(name("rook-ceph", "osd-0"), pod("b", "10.1.77.1"));
+        m.pods.insert(name("rook-ceph", "far"), pod("b", "192.0.2.1"));
+        m.pods.insert(name("default", "other"), pod("b", "10.1.77.2"));
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    let of = |node: &str| allowed(&of_mesh, "tenant", &format!("m--mgmt--{node}"));
+    let shared: IpNet = "10.1.0.0/16".parse().unwrap();
+    let carriers: Vec<&str> = ["a", "b"]
+        .into_iter()
+        .filter(|node| of(node).contains(&shared))
+        .collect();
+    assert_eq!(carriers.len(), 1, "podCIDRs mean nothing here: the range is anchored");
+    let own: BTreeSet<IpNet> = of("b").iter().copied().filter(|net| net.prefix_len() == 32).collect();
+    assert_eq!(own, net_set(&["10.1.77.1/32", "100.66.1.2/32"]));
+    assert!(
+        of_mesh.targets["mgmt"].policies["m--tenant"]
+            .spec
+            .anchored
+            .contains(&shared)
     );
 }
