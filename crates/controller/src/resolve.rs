@@ -9,15 +9,22 @@ use std::{
 };
 
 use clustermesh_core::{
-    mesh::{Mesh, Profile},
+    mesh::{ClusterIdentity, Mesh, Profile},
     observe::{Endpoint, Observations},
 };
-use tokio::sync::watch;
+use futures::{StreamExt, stream::FuturesUnordered};
+use tokio::{sync::watch, time::Instant};
 
 use crate::feed::Changed;
 
-/// More names than this are not asked for: a hostile member must not make the hub a resolver's flood.
-const MAX_NAMES: usize = 1_000;
+mod turns;
+
+use turns::Turns;
+
+/// More names than this of one member are not asked for: a hostile one must not make the hub a resolver's flood.
+const MAX_NAMES: usize = 200;
+/// Lookups at the same time.
+const CONCURRENT: usize = 16;
 /// How often every name is asked for again.
 const REFRESH: Duration = Duration::from_secs(60);
 /// For one name.
@@ -25,24 +32,27 @@ const LOOKUP: Duration = Duration::from_secs(5);
 
 type Table = Arc<Mutex<BTreeMap<String, IpAddr>>>;
 
+/// Names by the member whose Nodes give them.
+pub(crate) type Wanted = BTreeMap<ClusterIdentity, BTreeSet<String>>;
+
 /// The resolver; dropping it ends the task.
 #[derive(Debug)]
 pub(crate) struct Resolver {
-    names: watch::Sender<BTreeSet<String>>,
+    names: watch::Sender<Wanted>,
     table: Table,
 }
 
 impl Resolver {
     /// Starts with no names.
     pub(crate) fn start(changed: Changed) -> Self {
-        let (names, wanted) = watch::channel(BTreeSet::new());
+        let (names, wanted) = watch::channel(Wanted::new());
         let table = Table::default();
-        tokio::spawn(run(wanted, Arc::clone(&table), changed));
+        tokio::spawn(run(wanted, Arc::clone(&table), changed, lookup));
         Self { names, table }
     }
 
     /// Asks for these names from now on, and for no others.
-    pub(crate) fn want(&self, names: BTreeSet<String>) {
+    pub(crate) fn want(&self, names: Wanted) {
         self.names.send_if_modified(|current| {
             let news = *current != names;
             *current = names;
@@ -57,80 +67,92 @@ impl Resolver {
 }
 
 /// The names that Nodes of members give, sandboxes left out: they must not choose what the hub asks for.
-pub(crate) fn names(meshes: &[Mesh], seen: &Observations) -> BTreeSet<String> {
+pub(crate) fn names(meshes: &[Mesh], seen: &Observations) -> Wanted {
     let entries = meshes
         .iter()
         .flat_map(|mesh| &mesh.clusters)
         .filter(|c| c.profile == Profile::ClusterMeshed);
     let identities: BTreeSet<_> = entries.map(|cluster| &cluster.identity).collect();
-    let members = identities
+    identities
         .into_iter()
-        .filter_map(|identity| seen.members.get(identity)?.last());
-    members
-        .flat_map(|member| member.nodes.values())
-        .flat_map(|node| [&node.clustermesh_endpoint, &node.force_endpoint, &node.kilo_endpoint])
-        .filter_map(|claim| match claim.value() {
-            Some(Endpoint::Dns(name, _)) => Some(name.clone()),
-            _ => None,
+        .filter_map(|identity| {
+            let nodes = seen.members.get(identity)?.last()?.nodes.values();
+            let names: BTreeSet<String> = nodes
+                .flat_map(|node| [&node.clustermesh_endpoint, &node.force_endpoint, &node.kilo_endpoint])
+                .filter_map(|claim| match claim.value() {
+                    Some(Endpoint::Dns(name, _)) => Some(name.clone()),
+                    _ => None,
+                })
+                .collect();
+            (!names.is_empty()).then(|| (identity.clone(), names.into_iter().take(MAX_NAMES).collect()))
         })
-        .take(MAX_NAMES)
         .collect()
 }
 
-async fn run(mut wanted: watch::Receiver<BTreeSet<String>>, table: Table, changed: Changed) {
+/// What the node's resolver says; `None` = it did not answer, or has no address (it does not tell the two apart).
+async fn lookup(name: String) -> Option<BTreeSet<IpAddr>> {
+    let found = tokio::time::timeout(LOOKUP, tokio::net::lookup_host((name.as_str(), 0))).await;
+    Some(found.ok()?.ok()?.map(|address| address.ip()).collect())
+}
+
+async fn run<F>(mut wanted: watch::Receiver<Wanted>, table: Table, changed: Changed, ask: impl Fn(String) -> F)
+where
+    F: Future<Output = Option<BTreeSet<IpAddr>>>,
+{
+    let mut turns = Turns::default();
+    let mut asking = FuturesUnordered::new();
+    wanted.mark_changed();
     loop {
-        let names = wanted.borrow_and_update().clone();
-        for name in &names {
-            let found = match tokio::time::timeout(LOOKUP, tokio::net::lookup_host((name.as_str(), 0))).await {
-                Ok(Ok(addresses)) => addresses.map(|address| address.ip()).collect(),
-                _ => BTreeSet::new(),
-            };
-            let mut table = table.lock().unwrap_or_else(PoisonError::into_inner);
-            let before = table.get(name).copied();
-            let after = choose(before, &found);
-            match after {
-                Some(address) => table.insert(name.clone(), address),
-                None => table.remove(name),
-            };
-            drop(table);
-            if before != after {
-                changed.notify_one();
-            }
+        while asking.len() < CONCURRENT
+            && let Some((member, name)) = turns.next(Instant::now())
+        {
+            let found = ask(name.clone());
+            asking.push(async move { (member, name, found.await) });
         }
-        table
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .retain(|name, _| names.contains(name));
+        let due = turns.due().filter(|_| asking.len() < CONCURRENT);
         tokio::select! {
-            () = tokio::time::sleep(REFRESH) => {}
-            news = wanted.changed() => if news.is_err() { return },
+            Some((member, name, found)) = asking.next() => {
+                let still = wanted.borrow().values().any(|names| names.contains(&name));
+                if still && note(&table, &name, found.as_ref()) {
+                    changed.notify_one();
+                }
+                turns.done(&member, name, Instant::now() + REFRESH);
+            }
+            () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {}
+            news = wanted.changed() => {
+                if news.is_err() {
+                    return;
+                }
+                let names = wanted.borrow_and_update().clone();
+                turns.want(&names, Instant::now());
+                table
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .retain(|name, _| names.values().any(|names| names.contains(name)));
+            }
         }
     }
 }
 
-/// The address in use while the name still has it, else the first: names with several addresses must not flap.
-fn choose(before: Option<IpAddr>, found: &BTreeSet<IpAddr>) -> Option<IpAddr> {
+/// Takes an answer; whether it is news.
+fn note(table: &Table, name: &str, found: Option<&BTreeSet<IpAddr>>) -> bool {
+    let mut table = table.lock().unwrap_or_else(PoisonError::into_inner);
+    let before = table.get(name).copied();
+    let after = choose(before, found);
+    if let Some(address) = after {
+        table.insert(name.to_owned(), address);
+    }
+    before != after
+}
+
+/// The address in use while the name still has it, else the first: names with several addresses must not flap. A lookup that
+/// fails changes nothing: a resolver that is down must not take an endpoint away.
+fn choose(before: Option<IpAddr>, found: Option<&BTreeSet<IpAddr>>) -> Option<IpAddr> {
     before
-        .filter(|address| found.contains(address))
-        .or_else(|| found.first().copied())
+        .filter(|address| found.is_none_or(|found| found.contains(address)))
+        .or_else(|| found.and_then(BTreeSet::first).copied())
+        .or(before)
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_name_with_several_addresses_keeps_the_one_in_use() {
-        let set = |texts: &[&str]| {
-            texts
-                .iter()
-                .map(|text| text.parse().expect("an address"))
-                .collect::<BTreeSet<IpAddr>>()
-        };
-        let (two, three) = ("192.0.2.2".parse().ok(), "192.0.2.3".parse().ok());
-        assert_eq!(choose(None, &set(&["192.0.2.3", "192.0.2.2"])), two);
-        assert_eq!(choose(three, &set(&["192.0.2.3", "192.0.2.2"])), three);
-        assert_eq!(choose(three, &set(&["192.0.2.2"])), two);
-        assert_eq!(choose(three, &set(&[])), None);
-    }
-}
+mod tests;

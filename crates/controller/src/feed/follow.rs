@@ -1,6 +1,6 @@
 //! Keeps one [`Feed`] true: list, watch, resume, list again. It never ends by itself; whoever spawned it drops it.
 
-use std::time::{Duration, Instant};
+use std::{collections::BTreeMap, time::Duration};
 
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use futures::{StreamExt, TryStreamExt};
@@ -8,19 +8,24 @@ use kube::{
     Api, Error,
     api::{DynamicObject, ListParams, WatchEvent, WatchParams},
 };
+use tokio::time::Instant;
 
 use super::{Feed, Trust, identity};
 use crate::trouble;
 
 /// Objects a page: a list of 5,000 Nodes is 10 answers of a few MB, not one of 50.
 const PAGE: u32 = 500;
+/// More objects of one kind are not taken: a hostile API server could go on for ever, and memory is shared by all members.
+const MAX_OBJECTS: usize = 50_000;
+/// Nor more pages, however little is in each.
+const MAX_PAGES: usize = 4 * MAX_OBJECTS / PAGE as usize;
 /// For a page of a list, and for the start of a watch.
 const REQUEST: Duration = Duration::from_secs(30);
 /// After this the API server ends a watch itself (seconds), and it is resumed.
 const WATCH_SECONDS: u32 = 290;
 /// Without an event for this long the connection is dead: the server's own end never came.
 const IDLE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 15);
-/// A watch that stood for this long was no failure.
+/// A watch that stood for this long was no failure; only such a one shortens the next pause again.
 const STANDING: Duration = Duration::from_secs(20);
 /// How often a kind that is not there is asked for again.
 const ABSENT: Duration = Duration::from_secs(3);
@@ -48,9 +53,6 @@ pub(crate) async fn follow<V: Clone + PartialEq>(source: &Source, feed: &Feed<V>
             Ok(version) => watch(source, feed, version, &mut pause).await,
             Err(failed) => failed,
         };
-        if let Failed::Expired = failed {
-            continue;
-        }
         let wait = report(source, feed, &failed).unwrap_or_else(|| pause.next().unwrap_or(Duration::from_secs(30)));
         tokio::time::sleep(wait).await;
     }
@@ -68,8 +70,10 @@ fn pauses() -> ExponentialBackoff {
 
 #[derive(Debug)]
 enum Failed {
-    /// The version to resume from is too old: list again at once.
+    /// The version to resume from is too old: list again, after a pause too, since a server may say so for ever.
     Expired,
+    /// There is more than is taken.
+    TooMany,
     Api(Error),
     TimedOut,
 }
@@ -88,6 +92,12 @@ fn report<V: Clone + PartialEq>(source: &Source, feed: &Feed<V>, failed: &Failed
     let what = &source.what;
     let (trust, pause) = match failed {
         Failed::Expired => return None,
+        Failed::TooMany => (
+            Trust::Broken(format!(
+                "its API server lists more than {MAX_OBJECTS} {what}, or more than {MAX_PAGES} pages of them"
+            )),
+            None,
+        ),
         Failed::TimedOut => (Trust::Broken(trouble::SILENT.to_owned()), None),
         Failed::Api(Error::Api(status)) if status.code == 404 => (Trust::Absent, Some(ABSENT)),
         Failed::Api(Error::Api(status)) if status.code == 403 => (
@@ -115,7 +125,7 @@ async fn list<V: Clone + PartialEq>(source: &Source, feed: &Feed<V>) -> Result<S
     if !source.fields.is_empty() {
         params = params.fields(&source.fields);
     }
-    loop {
+    for _ in 0..MAX_PAGES {
         let page = tokio::time::timeout(REQUEST, source.api.list(&params))
             .await
             .map_err(|_| Failed::TimedOut)??;
@@ -123,6 +133,9 @@ async fn list<V: Clone + PartialEq>(source: &Source, feed: &Feed<V>) -> Result<S
             object.metadata.managed_fields = None;
             object
         }));
+        if objects.len() > MAX_OBJECTS {
+            return Err(Failed::TooMany);
+        }
         match page.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => params.continue_token = Some(token),
             None => {
@@ -132,6 +145,7 @@ async fn list<V: Clone + PartialEq>(source: &Source, feed: &Feed<V>) -> Result<S
             }
         }
     }
+    Err(Failed::TooMany)
 }
 
 /// Follows from `version`, resuming where it broke, until a list is needed or a failure has to be waited out.
@@ -152,8 +166,20 @@ async fn watch<V: Clone + PartialEq>(
         let failed = match tokio::time::timeout(REQUEST, source.api.watch(&params, &version)).await {
             Ok(Ok(stream)) => {
                 feed.set_trust(Trust::Live);
-                match events(feed, stream.boxed(), &mut version, pause).await {
-                    Ok(()) => continue,
+                let began = Instant::now();
+                let ended = events(feed, stream.boxed(), &mut version).await;
+                let stood = began.elapsed() > STANDING;
+                if stood {
+                    *pause = pauses();
+                }
+                match ended {
+                    Ok(()) => {
+                        // A server may refuse by closing, with or without an event first: wait, do not spin.
+                        if !stood {
+                            tokio::time::sleep(pause.next().unwrap_or(Duration::from_secs(30))).await;
+                        }
+                        continue;
+                    }
                     Err(failed) => failed,
                 }
             }
@@ -172,34 +198,26 @@ async fn watch<V: Clone + PartialEq>(
     }
 }
 
-/// Takes events until the stream ends (`Ok`: resume at once) or fails.
+/// Takes events until the stream ends (`Ok`) or fails.
 async fn events<V: Clone + PartialEq>(
     feed: &Feed<V>,
     mut stream: futures::stream::BoxStream<'_, Result<WatchEvent<DynamicObject>, Error>>,
     version: &mut String,
-    pause: &mut ExponentialBackoff,
 ) -> Result<(), Failed> {
-    let mut seen = false;
-    let started = Instant::now();
     loop {
         let event = match tokio::time::timeout(IDLE, stream.try_next()).await {
             Err(_) => return Err(Failed::TimedOut),
             Ok(event) => event?,
         };
         match event {
-            // An end without a single event may be a server that refuses by closing: wait, do not spin.
-            None if seen || started.elapsed() > STANDING => {
-                *pause = pauses();
-                return Ok(());
-            }
-            None => {
-                tokio::time::sleep(pause.next().unwrap_or(Duration::from_secs(30))).await;
-                return Ok(());
-            }
+            None => return Ok(()),
             Some(WatchEvent::Added(mut object) | WatchEvent::Modified(mut object)) => {
                 *version = object.metadata.resource_version.clone().unwrap_or_default();
                 object.metadata.managed_fields = None;
                 feed.put(object);
+                if feed.read(BTreeMap::len) > MAX_OBJECTS {
+                    return Err(Failed::TooMany);
+                }
             }
             Some(WatchEvent::Deleted(object)) => {
                 *version = object.metadata.resource_version.clone().unwrap_or_default();
@@ -208,9 +226,8 @@ async fn events<V: Clone + PartialEq>(
             Some(WatchEvent::Bookmark(mark)) => *version = mark.metadata.resource_version,
             Some(WatchEvent::Error(status)) => return Err(Error::Api(status).into()),
         }
-        if !seen {
-            seen = true;
-            *pause = pauses();
-        }
     }
 }
+
+#[cfg(test)]
+mod tests;
