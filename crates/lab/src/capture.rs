@@ -1,4 +1,4 @@
-//! Packets on the underlay, taken by tcpdump.
+//! Packets on the underlay, or on a node's eth0, taken by tcpdump.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -6,9 +6,9 @@ use std::time::Duration;
 use nix::sys::signal::Signal;
 
 use crate::command::{self, Running, argv};
-use crate::{Lab, Result};
+use crate::{Lab, Node, Result};
 
-/// A running capture of every frame that crosses the underlay's bridge.
+/// A running capture of every frame that crosses the underlay's bridge, or one node's eth0.
 #[derive(Debug)]
 pub struct Capture {
     tcpdump: Running,
@@ -22,13 +22,19 @@ impl Lab {
     /// # Errors
     /// When tcpdump is missing or refuses the filter.
     pub async fn capture(&self, name: &str, filter: &str) -> Result<Capture> {
+        self.capture_at(&self.underlay_netns(), "br0", name, filter).await
+    }
+
+    async fn capture_at(&self, netns: &Path, link: &str, name: &str, filter: &str) -> Result<Capture> {
         let file = self.directory().join("log").join(format!("{name}.pcap"));
         let path = file.display().to_string();
         // -Z root: else it gives up its rights and cannot write into the run directory.
         let words = argv([
+            "nsenter",
+            &format!("--net={}", netns.display()),
             "tcpdump",
             "-i",
-            "br0",
+            link,
             "-nn",
             "-U",
             "--immediate-mode",
@@ -38,9 +44,19 @@ impl Lab {
             &path,
             filter,
         ]);
-        let mut tcpdump = Running::start(&self.in_underlay(words), &self.log(&format!("{name}-tcpdump")), false)?;
+        let mut tcpdump = Running::start(&words, &self.log(&format!("{name}-tcpdump")), false)?;
         tcpdump.says("listening on", Duration::from_secs(20)).await?;
         Ok(Capture { tcpdump, file })
+    }
+}
+
+impl Node<'_> {
+    /// As [`Lab::capture`], of what crosses this node's eth0.
+    ///
+    /// # Errors
+    /// As [`Lab::capture`].
+    pub async fn capture(&self, name: &str, filter: &str) -> Result<Capture> {
+        self.lab().capture_at(&self.netns(), "eth0", name, filter).await
     }
 }
 

@@ -31,7 +31,13 @@ pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) ->
         "kubernetes.default",
         "kubernetes.default.svc",
     ];
-    let addresses = [Ipv4Addr::LOCALHOST, cluster.api_address(), cluster.api_service_ip()].map(IpAddr::V4);
+    let addresses = [
+        Ipv4Addr::LOCALHOST,
+        cluster.api_address(),
+        cluster.advertised_api(),
+        cluster.api_service_ip(),
+    ]
+    .map(IpAddr::V4);
     let server = authority.server(&names, &addresses).map_err(crypto)?;
     write(pki.join("server.crt"), &server.certificate)?;
     write(pki.join("server.key"), &server.key)?;
@@ -39,14 +45,15 @@ pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) ->
     write(pki.join("service-account.key"), &private)?;
     write(pki.join("service-account.pub"), &public)?;
 
-    let inside = inside_server(cluster);
+    let inside = format!("https://{}:6443", cluster.api_address());
+    let nodes = server_of_nodes(cluster);
     let outside = format!("https://127.0.0.1:{port}");
     for (file, server, user, group) in [
         ("admin", &outside, "admin", Some("system:masters")),
         ("inside", &inside, "admin", Some("system:masters")),
         ("controller-manager", &inside, "system:kube-controller-manager", None),
         ("scheduler", &inside, "system:kube-scheduler", None),
-        ("proxy", &inside, "system:kube-proxy", None),
+        ("proxy", &nodes, "system:kube-proxy", None),
     ] {
         let text = authority
             .kubeconfig(&cluster.name, server, user, group)
@@ -69,12 +76,12 @@ pub(crate) fn node_kubeconfig(directory: &Path, cluster: &ClusterPlan, node: &st
     let authority = Authority::load(&cluster.name, &pair).map_err(crypto)?;
     let user = format!("system:node:{node}");
     authority
-        .kubeconfig(&cluster.name, &inside_server(cluster), &user, Some("system:nodes"))
+        .kubeconfig(&cluster.name, &server_of_nodes(cluster), &user, Some("system:nodes"))
         .map_err(crypto)
 }
 
-fn inside_server(cluster: &ClusterPlan) -> String {
-    format!("https://{}:6443", cluster.api_address())
+fn server_of_nodes(cluster: &ClusterPlan) -> String {
+    format!("https://{}:6443", cluster.advertised_api())
 }
 
 /// The command lines, each for its own process in the underlay namespace.
@@ -116,7 +123,7 @@ impl Commands<'_> {
             format!("--etcd-servers={ETCD}"),
             format!("--etcd-prefix=/{}", cluster.name),
             format!("--bind-address={}", cluster.api_address()),
-            format!("--advertise-address={}", cluster.api_address()),
+            format!("--advertise-address={}", cluster.advertised_api()),
             "--secure-port=6443".into(),
             format!("--tls-cert-file={}", pki("server.crt")),
             format!("--tls-private-key-file={}", pki("server.key")),

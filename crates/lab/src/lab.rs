@@ -3,6 +3,7 @@
 mod base;
 mod cluster;
 mod node;
+mod pods;
 mod underlay;
 
 use std::path::{Path, PathBuf};
@@ -14,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::control_plane::{self, Commands};
 use crate::run::{self, Run};
 use crate::supervisor::{Request, Response};
-use crate::{ArtefactSet, ClusterPlan, Error, LabPlan, NodePlan, Result, Tools};
+use crate::{ArtefactSet, ClusterPlan, Error, LabPlan, NodePlan, Result, Tools, Workers};
 
 pub use cluster::Cluster;
 pub use node::Node;
@@ -126,11 +127,17 @@ impl Lab {
         if plan.clusters.iter().any(|cluster| cluster.controllers) {
             self.write_base_images()?;
         }
-        let clusters = plan
+        // Workers in pods need the nodes that carry them.
+        let (first, then): (Vec<_>, Vec<_>) = plan
             .clusters
             .iter()
-            .map(|cluster| self.bring_up_cluster(cluster, &commands, progress));
-        futures::future::try_join_all(clusters).await?;
+            .partition(|cluster| cluster.workers == Workers::Underlay);
+        for clusters in [first, then] {
+            let clusters = clusters
+                .into_iter()
+                .map(|cluster| self.bring_up_cluster(cluster, &commands, progress));
+            futures::future::try_join_all(clusters).await?;
+        }
         Ok(())
     }
 
@@ -142,8 +149,9 @@ impl Lab {
     ) -> Result<()> {
         let cluster = self.cluster(&plan.name);
         // Nodes boot while the API server does.
+        self.publish_api_to_pods(plan).await?;
         for n in 1..=plan.nodes {
-            self.boot(&plan.node(n)).await?;
+            self.boot(&self.place(plan, n).await?).await?;
         }
         cluster.wait_for_api().await?;
         progress(&format!("{}: API server answers", plan.name));

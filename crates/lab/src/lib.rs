@@ -37,7 +37,7 @@ pub use command::{Output, Running};
 pub use error::{Error, Result};
 pub use image::ImageSpec;
 pub use lab::{Cluster, Lab, Node};
-pub use plan::{ClusterPlan, LabPlan, NodePlan};
+pub use plan::{ClusterPlan, LabPlan, NodeName, NodePlan, Uplink, Workers};
 pub use product::{AGENT_NAMESPACE, MESH, NAMESPACE, Product};
 pub use run::{down_all, standing};
 pub use supervisor::stages;

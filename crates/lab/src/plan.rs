@@ -34,6 +34,51 @@ pub struct ClusterPlan {
     pub wireguard_cidr: Ipv4Net,
     /// Nodes' and API server's addresses: a /24 inside the lab's /16. `.1` = API server, `.10 + n` = node n.
     pub underlay: Ipv4Net,
+    /// What its nodes are plugged into.
+    #[serde(default)]
+    pub workers: Workers,
+}
+
+/// What a cluster's nodes are plugged into.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Workers {
+    /// The underlay, as machines of their own.
+    #[default]
+    Underlay,
+    /// The pod network of another cluster, as KubeVirt's virtual machines: eth0 has a pod address of one of its nodes, and
+    /// the API server, which listens on the underlay all the same, is known to nodes and pods by a ClusterIP of that cluster.
+    Pods {
+        /// Name of the cluster that carries them; its own nodes are on the underlay.
+        of: String,
+        /// Number of the node there, from 1, whose pods they are.
+        node: u8,
+        /// The ClusterIP there of this cluster's API server, port 6443.
+        api: Ipv4Addr,
+    },
+}
+
+/// What one node is plugged into.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Uplink {
+    /// The underlay's bridge.
+    #[default]
+    Underlay,
+    /// The pods' bridge of another cluster's node.
+    Pods {
+        /// That node.
+        of: NodeName,
+        /// Its pods' range; the first address is the gateway.
+        range: Ipv4Net,
+    },
+}
+
+/// A node's name and its address on the underlay.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeName {
+    /// `<cluster>-<n>`.
+    pub name: String,
+    /// On the underlay.
+    pub address: Ipv4Addr,
 }
 
 /// One node as its machine sees it.
@@ -43,8 +88,11 @@ pub struct NodePlan {
     pub name: String,
     /// Name of its cluster.
     pub cluster: String,
-    /// Its InternalIP on the underlay.
+    /// Its InternalIP: on the underlay, or among another cluster's pods.
     pub address: Ipv4Addr,
+    /// What it is plugged into.
+    #[serde(default)]
+    pub uplink: Uplink,
 }
 
 impl LabPlan {
@@ -65,6 +113,24 @@ impl LabPlan {
         Self {
             clusters: clusters.iter().enumerate().map(plan).collect(),
         }
+    }
+
+    /// Plugs the nodes of a cluster into the pod network of another one's node (see [`Workers::Pods`]). Its API server is
+    /// known there by address number 100 and up of the Service range.
+    ///
+    /// # Panics
+    /// When one of the two is not in the plan.
+    #[must_use]
+    pub fn with_workers_in_pods(mut self, cluster: &str, of: &str, node: u8) -> Self {
+        let position = |name: &str| self.clusters.iter().position(|one| one.name == name);
+        let (Some(guest), Some(host)) = (position(cluster), position(of)) else {
+            panic!("the plan has no cluster {cluster:?} or no {of:?}");
+        };
+        let number = u32::try_from(guest).unwrap_or_default();
+        let api = nth(self.clusters[host].service_cidr, 100 + number);
+        let of = of.to_owned();
+        self.clusters[guest].workers = Workers::Pods { of, node, api };
+        self
     }
 
     /// Checks what the rest of the lab relies on.
@@ -93,6 +159,29 @@ impl LabPlan {
             if cluster.nodes > 200 {
                 return Err(Error::Plan(format!("{name}: at most 200 nodes fit its underlay")));
             }
+            self.validate_workers(cluster)?;
+        }
+        Ok(())
+    }
+
+    fn validate_workers(&self, cluster: &ClusterPlan) -> Result<()> {
+        let Workers::Pods { of, node, .. } = &cluster.workers else {
+            return Ok(());
+        };
+        let carries = |host: &&ClusterPlan| {
+            host.name == *of && host.controllers && host.workers == Workers::Underlay && (1..=host.nodes).contains(node)
+        };
+        let beside = |other: &&ClusterPlan| matches!(&other.workers, Workers::Pods { of: o, node: n, .. } if o == of && n == node);
+        if !cluster.controllers || !self.clusters.iter().any(|one| carries(&one)) {
+            return Err(Error::Plan(format!(
+                "{}: its workers want to be pods of {of}-{node}: no whole cluster has such a node on the underlay",
+                cluster.name
+            )));
+        }
+        if cluster.nodes > 5 || self.clusters.iter().filter(beside).count() > 1 {
+            return Err(Error::Plan(format!(
+                "{of}-{node}: has room for five workers of one cluster"
+            )));
         }
         Ok(())
     }
@@ -118,6 +207,15 @@ impl ClusterPlan {
             service_cidr: net(10, 10 * n + 1, 0, 16),
             wireguard_cidr: net(100, 66, n, 24),
             underlay: net(172, 30, n, 24),
+            workers: Workers::Underlay,
+        }
+    }
+
+    /// By which address its nodes and pods know the API server (port 6443).
+    pub(crate) fn advertised_api(&self) -> Ipv4Addr {
+        match self.workers {
+            Workers::Underlay => self.api_address(),
+            Workers::Pods { api, .. } => api,
         }
     }
 
@@ -136,12 +234,27 @@ impl ClusterPlan {
         nth(self.service_cidr, 10)
     }
 
-    /// Node number `n`, from 1.
+    /// Node number `n`, from 1, on the underlay.
     pub fn node(&self, n: u8) -> NodePlan {
         NodePlan {
             name: format!("{}-{n}", self.name),
             cluster: self.name.clone(),
             address: nth(self.underlay, 10 + u32::from(n)),
+            uplink: Uplink::Underlay,
+        }
+    }
+
+    /// Node number `n`, from 1, among the pods of a node of another cluster. Its address is near the end of their range:
+    /// the plugin that gives out addresses there begins at the front and knows nothing of it.
+    pub(crate) fn node_in_pods(&self, n: u8, of: &NodePlan, range: Ipv4Net) -> NodePlan {
+        let of = NodeName {
+            name: of.name.clone(),
+            address: of.address,
+        };
+        NodePlan {
+            address: nth(range, 249 + u32::from(n)),
+            uplink: Uplink::Pods { of, range },
+            ..self.node(n)
         }
     }
 }
@@ -168,6 +281,7 @@ mod tests {
                 service_cidr: "10.21.0.0/16".parse().unwrap(),
                 wireguard_cidr: "100.66.2.0/24".parse().unwrap(),
                 underlay: "172.30.2.0/24".parse().unwrap(),
+                workers: Workers::Underlay,
             }
         );
         assert_eq!(tenant.api_address(), Ipv4Addr::new(172, 30, 2, 1));
@@ -178,10 +292,47 @@ mod tests {
             NodePlan {
                 name: "tenant-a-1".into(),
                 cluster: "tenant-a".into(),
-                address: Ipv4Addr::new(172, 30, 2, 11)
+                address: Ipv4Addr::new(172, 30, 2, 11),
+                uplink: Uplink::Underlay,
             }
         );
         plan.validate().unwrap();
+    }
+
+    #[test]
+    fn workers_in_pods_have_a_pod_address_and_know_their_api_server_by_a_cluster_ip() {
+        let plan = LabPlan::clusters(&[("mgmt", 2), ("kv", 1)]).with_workers_in_pods("kv", "mgmt", 1);
+        let (mgmt, kv) = (&plan.clusters[0], &plan.clusters[1]);
+        let of = "mgmt".into();
+        let api = Ipv4Addr::new(10, 11, 0, 101);
+        assert_eq!(kv.workers, Workers::Pods { of, node: 1, api });
+        assert_eq!(
+            (kv.advertised_api(), kv.api_address()),
+            (api, Ipv4Addr::new(172, 30, 2, 1))
+        );
+        assert_eq!(mgmt.advertised_api(), mgmt.api_address());
+        let range = "10.10.1.0/24".parse().unwrap();
+        let of = NodeName {
+            name: "mgmt-1".into(),
+            address: Ipv4Addr::new(172, 30, 1, 11),
+        };
+        let want = NodePlan {
+            name: "kv-1".into(),
+            cluster: "kv".into(),
+            address: Ipv4Addr::new(10, 10, 1, 250),
+            uplink: Uplink::Pods { of, range },
+        };
+        assert_eq!(kv.node_in_pods(1, &mgmt.node(1), range), want);
+        plan.validate().unwrap();
+    }
+
+    #[test]
+    fn workers_in_the_pods_of_a_node_that_is_not_there_are_refused() {
+        let plan = LabPlan::clusters(&[("mgmt", 1), ("kv", 1)]).with_workers_in_pods("kv", "mgmt", 2);
+        assert_eq!(
+            plan.validate().unwrap_err().to_string(),
+            "kv: its workers want to be pods of mgmt-2: no whole cluster has such a node on the underlay"
+        );
     }
 
     #[test]

@@ -12,7 +12,7 @@ use kube::{
     api::{ApiResource, DynamicObject, GroupVersionKind, ListParams},
 };
 
-use crate::{Cluster, ClusterPlan, Error, ImageSpec, Lab, Result, command, run, wait_until};
+use crate::{Cluster, ClusterPlan, Error, ImageSpec, Lab, Result, Workers, command, run, wait_until};
 
 /// Namespace of the controller, its meshes and their Secrets.
 pub const NAMESPACE: &str = "clustermesh";
@@ -168,7 +168,8 @@ impl<'a> Product<'a> {
         self.lab.cluster(&self.clusters[0])
     }
 
-    /// A ClusterMesh of all clusters. `egress` = YAML of the `egress` of each member, by its name.
+    /// A ClusterMesh of all clusters; endpoints of workers in pods may lie among these. `egress` = YAML of the `egress` of
+    /// each member, by its name.
     #[must_use]
     pub fn mesh(&self, egress: &[(&str, &str)]) -> String {
         let mut text = format!(
@@ -184,6 +185,10 @@ impl<'a> Product<'a> {
             }
             let networks = networks(cluster.plan(), position == 0);
             text.push_str(&format!("    allowedNetworks: [{}]\n", networks.join(", ")));
+            if let Workers::Pods { of, .. } = &cluster.plan().workers {
+                let of = self.lab.cluster(of).plan().pod_cidr;
+                text.push_str(&format!("    endpointNetworks: [{of}]\n"));
+            }
             for (_, grants) in egress.iter().filter(|(of, _)| of == name) {
                 text.push_str(&format!("    egress: {grants}\n"));
             }

@@ -160,7 +160,7 @@ impl<'a> Cluster<'a> {
     pub async fn join_node(&self) -> Result<Node<'a>> {
         let taken = self.nodes().len();
         let n = u8::try_from(taken + 1).map_err(|_| Error::Plan(format!("{} has too many nodes", self.plan.name)))?;
-        let plan = self.plan.node(n);
+        let plan = self.lab.place(&self.plan, n).await?;
         self.lab.boot(&plan).await?;
         self.wait_for_nodes().await?;
         Ok(Node::new(self.lab, plan))

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use nix::sys::signal::Signal;
 
-use super::underlay::port;
+use super::underlay::socket;
 use super::{Cluster, Lab, UNDERLAY};
 use crate::cgroup::Cgroups;
 use crate::command::{self, Output, Running, argv};
@@ -47,7 +47,7 @@ impl Lab {
             std::fs::write(directory.join("settings.json"), text).map_err(Error::io("write a node's settings"))?;
         }
         let _ = std::fs::remove_file(directory.join("off"));
-        self.connect(&plan.name, plan.address).await?;
+        self.connect(plan).await?;
         let program = run::lab_program()?.display().to_string();
         let run = self.directory().display().to_string();
         let argv = argv([
@@ -94,12 +94,16 @@ impl<'a> Node<'a> {
         Self { lab, plan }
     }
 
+    pub(crate) fn lab(&self) -> &'a Lab {
+        self.lab
+    }
+
     /// Its name: that of the Node object and of the machine.
     pub fn name(&self) -> &str {
         &self.plan.name
     }
 
-    /// Its address on the underlay.
+    /// Its InternalIP: on the underlay, or among another cluster's pods.
     pub fn address(&self) -> std::net::Ipv4Addr {
         self.plan.address
     }
@@ -224,7 +228,7 @@ impl<'a> Node<'a> {
         for file in ["pid", "routes"] {
             let _ = std::fs::remove_file(directory.join(file));
         }
-        self.lab.disconnect(&self.plan.name, self.plan.address).await
+        self.lab.disconnect(&self.plan).await
     }
 
     /// Starts it again: same name, address and identity, an empty disk. Returns when it is Ready again.
@@ -254,10 +258,10 @@ impl<'a> Node<'a> {
     }
 
     async fn port_state(&self, state: &str) -> Result<()> {
-        self.lab
-            .underlay_exec(["bridge", "link", "set", "dev", &port(self.plan.address), "state", state])
-            .await
-            .map(drop)
+        let (namespace, port) = socket(&self.plan);
+        let namespace = format!("--net={}", self.lab.namespace(namespace).display());
+        let words = ["nsenter", &namespace, "bridge", "link", "set", "dev", &port, "state", state];
+        command::run(&argv(words), None).await.map(drop)
     }
 
     /// The pids (as the host sees them) of the node's processes, pods' included, with this name

@@ -1,4 +1,5 @@
-//! The segment that joins the nodes: a bridge in a namespace that forwards nothing, and one cable per node.
+//! The segment that joins the nodes: a bridge in a namespace that forwards nothing, and one cable per node. (Workers in
+//! pods have theirs elsewhere: `pods.rs`.)
 
 use std::net::Ipv4Addr;
 
@@ -6,7 +7,7 @@ use super::{Lab, Node, UNDERLAY};
 use crate::command::{self, argv};
 use crate::plan::UNDERLAY_PREFIX;
 use crate::supervisor::Request;
-use crate::{NodePlan, Output, Result};
+use crate::{NodePlan, Output, Result, Uplink};
 
 impl Lab {
     pub(super) async fn make_underlay(&self) -> Result<()> {
@@ -23,8 +24,12 @@ impl Lab {
     }
 
     /// A namespace of its own with one cable to the segment.
-    pub(super) async fn connect(&self, name: &str, address: Ipv4Addr) -> Result<()> {
-        self.run.ask(&Request::AddNamespace { name: name.into() })?;
+    pub(super) async fn connect(&self, node: &NodePlan) -> Result<()> {
+        let (name, address) = (&node.name, node.address);
+        self.run.ask(&Request::AddNamespace { name: name.clone() })?;
+        if let Uplink::Pods { of, range } = &node.uplink {
+            return self.connect_in_pods(name, address, of, *range).await;
+        }
         // The port's name is the address's last two numbers: link names have no room for a node's name.
         let port = port(address);
         let netns = self.namespace(name);
@@ -47,10 +52,11 @@ impl Lab {
         Ipv4Addr::new(a, b, c, 1)
     }
 
-    pub(super) async fn disconnect(&self, name: &str, address: Ipv4Addr) -> Result<()> {
-        self.ip_batch(UNDERLAY, &format!("link del {}\n", port(address)))
-            .await?;
-        self.run.ask(&Request::DropNamespace { name: name.into() })?;
+    pub(super) async fn disconnect(&self, node: &NodePlan) -> Result<()> {
+        let (namespace, port) = socket(node);
+        self.ip_batch(namespace, &format!("link del {port}\n")).await?;
+        let name = node.name.clone();
+        self.run.ask(&Request::DropNamespace { name })?;
         Ok(())
     }
 
@@ -60,12 +66,14 @@ impl Lab {
     /// # Errors
     /// When the name is taken.
     pub async fn add_host(&self, name: &str, address: Ipv4Addr) -> Result<Node<'_>> {
-        self.connect(name, address).await?;
-        self.state().nodes.push(NodePlan {
+        let plan = NodePlan {
             name: name.into(),
             cluster: String::new(),
             address,
-        });
+            uplink: Uplink::Underlay,
+        };
+        self.connect(&plan).await?;
+        self.state().nodes.push(plan);
         self.save()?;
         Ok(self.node(name))
     }
@@ -97,8 +105,15 @@ impl Lab {
     }
 }
 
-/// The bridge port that a node's cable ends in.
-pub(super) fn port(address: Ipv4Addr) -> String {
+/// The namespace and the bridge port that a node's cable ends in.
+pub(super) fn socket(node: &NodePlan) -> (&str, String) {
+    match &node.uplink {
+        Uplink::Underlay => (UNDERLAY, port(node.address)),
+        Uplink::Pods { of, .. } => (&of.name, super::pods::port(node.address)),
+    }
+}
+
+fn port(address: Ipv4Addr) -> String {
     let [_, _, c, d] = address.octets();
     format!("p{c}.{d}")
 }

@@ -1,0 +1,400 @@
+//! A member whose worker is a pod of the hub, as KubeVirt's are: eth0 has a hub pod address and the API server is a hub
+//! ClusterIP, both inside the mesh's networks. Underlay needs go by eth0, who reaches eth0 is answered there, everything
+//! else for the hub goes by the tunnel or nowhere.
+
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+use clustermesh_lab::{
+    AGENT_NAMESPACE, Answer, Asker, Captured, Cluster, Lab, LabPlan, Node, Product, Running, Web, Workers, wait_until,
+};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+const HUB: &str = "mgmt";
+const MEMBER: &str = "kv";
+const WORKER: &str = "kv-1";
+/// How long anything may take on a loaded machine.
+const PATIENCE: Duration = Duration::from_secs(90);
+/// The hub's web servers appear in the member under the name `hub-web`.
+const EGRESS: &str =
+    "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
+/// Where the worker's host serves HTTP and echoes datagrams, on every address: the sockets have no source of their own.
+const HTTP: u16 = 9090;
+const ECHO: u16 = 9091;
+
+#[tokio::test]
+async fn a_worker_inside_the_hubs_pod_network_uses_eth0_for_its_underlay_and_the_tunnel_for_everything_else() {
+    let start = Instant::now();
+    let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 1)]).with_workers_in_pods(MEMBER, HUB, 1);
+    let lab = Lab::start(plan).await.unwrap();
+    println!("two clusters: {:.1} s", start.elapsed().as_secs_f64());
+    let hub = lab.cluster(HUB);
+    let product = Product::install(&lab, &[HUB, MEMBER], &|_| {}).await.unwrap();
+    let mut world = World::new(&lab).await;
+    // The agent is up before there is any mesh: what it needs does not come by the tunnel.
+    world
+        .member
+        .rollout(AGENT_NAMESPACE, "daemonset/wg-agent")
+        .await
+        .unwrap();
+    world.the_api_server_answers("before the mesh").await;
+    world.hub_pods_are_answered_on_eth0("before the mesh").await;
+
+    let start = Instant::now();
+    product.mesh_up(&product.mesh(&[(MEMBER, EGRESS)])).await.unwrap();
+    println!("Ready: {:.1} s after kubectl apply", start.elapsed().as_secs_f64());
+    world.wireguard = world.wireguard_address().await;
+    world
+        .answered(&pod(&world.webs[0]), &url(world.hub_webs[0].ip, 8080))
+        .await;
+
+    let capture = world.worker.capture("tunnel-up", "ip").await.unwrap();
+    world.what_the_underlay_needs_is_thrown().await;
+    world.pods_reach_pods_with_their_own_address().await;
+    world.the_worker_itself_speaks_with_its_wireguard_address().await;
+    world.hub_pods_are_answered_on_eth0("tunnel up").await;
+    world.a_node_port_on_eth0_leads_to_hub_pods_by_the_tunnel().await;
+    world.the_api_server_answers("tunnel up").await;
+    world.the_kubelet_keeps_its_lease().await;
+    let captured = capture.stop().await.unwrap();
+    assert_eq!(world.in_clear(&captured).await, Vec::<String>::new());
+    assert_ne!(captured.packets("udp port 51820").await.unwrap().len(), 0);
+    let (tcp, udp) = world.answers_on_eth0(&captured).await;
+    assert!(tcp > 0 && udp >= 6, "{tcp} of TCP and {udp} of UDP answered on eth0");
+
+    world
+        .a_dead_agent_leaves_the_underlay_open_and_the_mesh_closed(&hub)
+        .await;
+    world.a_worker_that_loses_power_comes_back_by_eth0_alone(&product).await;
+}
+
+/// What the test asks of.
+struct World<'a> {
+    lab: &'a Lab,
+    member: Cluster<'a>,
+    worker: Node<'a>,
+    hub_webs: Vec<Web>,
+    webs: Vec<Web>,
+    /// The ClusterIP of the hub by which the member knows its API server.
+    api: IpAddr,
+    /// Of the worker; nothing before the mesh.
+    wireguard: IpAddr,
+    servers: Vec<Running>,
+}
+
+impl<'a> World<'a> {
+    async fn new(lab: &'a Lab) -> Self {
+        let (hub, member) = (lab.cluster(HUB), lab.cluster(MEMBER));
+        let worker = lab.node(WORKER);
+        let Workers::Pods { api, .. } = member.plan().workers else {
+            panic!("{:?}", member.plan().workers)
+        };
+        assert!(hub.plan().pod_cidr.contains(&worker.address()), "{worker:?}");
+        assert!(hub.plan().service_cidr.contains(&api), "{api}");
+        let endpoints = json(&member, &["get", "endpointslices", "kubernetes"]).await;
+        let endpoint = &endpoints["endpoints"][0]["addresses"][0];
+        assert_eq!(endpoint, &Value::from(api.to_string()), "{endpoints:#}");
+        let (hub_webs, webs) = (hub.run_web().await.unwrap(), member.run_web().await.unwrap());
+        let mut world = Self {
+            lab,
+            member,
+            worker,
+            hub_webs,
+            webs,
+            api: api.into(),
+            wireguard: IpAddr::from([0, 0, 0, 0]),
+            servers: vec![],
+        };
+        world.serve().await;
+        world
+    }
+
+    /// The servers of the worker's host.
+    async fn serve(&mut self) {
+        let probe = self.lab.directory().join("mesh-probe");
+        std::fs::copy(env!("CARGO_BIN_EXE_lab-probe"), &probe).unwrap();
+        let probe = probe.display().to_string();
+        let (http, echo, name) = (format!(":{HTTP}"), format!(":{ECHO}"), format!("NODE={WORKER}"));
+        let words = ["env", &name, &probe, "serve", &http];
+        let mut serving = self.worker.spawn("host-service", words).unwrap();
+        serving.says("serving on", PATIENCE).await.unwrap();
+        let mut echoing = self.worker.spawn("host-echo", [&probe, "udp-echo", &echo]).unwrap();
+        echoing.says("echoing on", PATIENCE).await.unwrap();
+        self.servers = vec![serving, echoing];
+    }
+
+    async fn answered(&self, from: &Asker, url: &str) -> Answer {
+        self.lab.ask_until_answered(from, url).await.unwrap()
+    }
+
+    /// Asks once: there is no answer.
+    async fn closed(&self, from: &Asker, url: &str) {
+        let answer = self.lab.ask(from, url).await.unwrap();
+        println!("{from} -> {url}: {}", answer.expect_err("a closed way has no answer"));
+    }
+
+    async fn wireguard_address(&self) -> IpAddr {
+        let node = json(&self.member, &["get", "node", WORKER]).await;
+        let address = &node["metadata"]["annotations"]["kilo.squat.ai/wireguard-ip"];
+        address.as_str().unwrap().split_once('/').unwrap().0.parse().unwrap()
+    }
+
+    /// By the address that kubelet and kube-proxy use, and by the one that pods use.
+    async fn the_api_server_answers(&self, when: &str) {
+        let at_home = self.member.plan().api_service_ip();
+        for asker in [host(), pod(&self.webs[0])] {
+            for door in [
+                format!("https://{}:6443/readyz", self.api),
+                format!("https://{at_home}/readyz"),
+            ] {
+                let words = ["curl", "-sSk", "-m", "5", &door];
+                let output = self.lab.run_at(&asker, &words).await.unwrap();
+                assert_eq!(output.stdout, "ok", "{when}: {asker} -> {door}: {}", output.stderr);
+            }
+        }
+    }
+
+    /// Over TCP and UDP, from pods of both hub nodes: each is seen with its own address and sees eth0's.
+    async fn hub_pods_are_answered_on_eth0(&self, when: &str) {
+        self.connections_are_answered_on_eth0(when).await;
+        let eth0 = self.worker.address();
+        let probe = self.lab.directory().join("mesh-probe").display().to_string();
+        for from in &self.hub_webs {
+            let to = format!("{eth0}:{ECHO}");
+            let words = [&probe, "udp-send", &to, "datagram", "3"];
+            let output = self.lab.run_at(&pod(from), &words).await.unwrap();
+            let lines: Vec<&str> = output.stdout.lines().collect();
+            let source = |line: &&str| line.starts_with(&format!("{}:", from.ip)) && line.ends_with(" datagram");
+            assert!(
+                lines.len() == 3 && lines.iter().all(source),
+                "{when}: {from:?}: {output:?}"
+            );
+        }
+    }
+
+    async fn connections_are_answered_on_eth0(&self, when: &str) {
+        for from in &self.hub_webs {
+            let answer = self.answered(&pod(from), &url(self.worker.address(), HTTP)).await;
+            assert_eq!(answer, seen(WORKER, WORKER, from.ip), "{when}: {from:?}");
+        }
+    }
+
+    async fn what_the_underlay_needs_is_thrown(&self) {
+        let words = ["ip", "-j", "route", "show", "table", "5182", "type", "throw"];
+        let routes: Value = serde_json::from_str(&self.worker.exec(words).await.unwrap().stdout).unwrap();
+        let thrown: Vec<&str> = routes
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|route| route["dst"].as_str().unwrap())
+            .collect();
+        println!("thrown: {thrown:?}");
+        let [a, b, c, _] = self.worker.address().octets();
+        let gateway = IpAddr::from([a, b, c, 1]);
+        for needed in [self.api, gateway] {
+            assert!(thrown.contains(&needed.to_string().as_str()), "{needed}: {routes:#}");
+        }
+    }
+
+    async fn pods_reach_pods_with_their_own_address(&self) {
+        for ours in &self.webs {
+            for theirs in &self.hub_webs {
+                for (from, to) in [(ours, theirs), (theirs, ours)] {
+                    let answer = self.answered(&pod(from), &url(to.ip, 8080)).await;
+                    assert_eq!(answer, seen(&to.name, &to.node, from.ip));
+                }
+            }
+        }
+    }
+
+    async fn the_worker_itself_speaks_with_its_wireguard_address(&self) {
+        for to in &self.hub_webs {
+            let answer = self.answered(&host(), &url(to.ip, 8080)).await;
+            assert_eq!(answer, seen(&to.name, &to.node, self.wireguard));
+        }
+    }
+
+    /// The connection came by eth0, and is DNATed into the mesh.
+    async fn a_node_port_on_eth0_leads_to_hub_pods_by_the_tunnel(&self) {
+        let patch = ["patch", "service", "hub-web", "--type=merge", "-p"];
+        let words = [&patch[..], &[r#"{"spec":{"type":"NodePort"}}"#]].concat();
+        self.member.kubectl(words).await.unwrap();
+        let service = json(&self.member, &["get", "service", "hub-web"]).await;
+        let port = service["spec"]["ports"][0]["nodePort"].as_u64().unwrap();
+        let url = url(self.worker.address(), u16::try_from(port).unwrap());
+        for from in &self.hub_webs {
+            let answer = self.answered(&pod(from), &url).await;
+            let want = self.hub_webs.iter().map(|to| seen(&to.name, &to.node, self.wireguard));
+            assert!(want.clone().any(|one| one == answer), "{from:?}: {answer:?}");
+        }
+        let words = [&patch[..], &[r#"{"spec":{"type":"ClusterIP"}}"#]].concat();
+        self.member.kubectl(words).await.unwrap();
+    }
+
+    /// Renewed twice from now on, and the Node is Ready.
+    async fn the_kubelet_keeps_its_lease(&self) {
+        let words = ["get", "lease", "-n", "kube-node-lease", WORKER];
+        let renewed = async || json(&self.member, &words).await["spec"]["renewTime"].to_string();
+        for _ in 0..2 {
+            let before = renewed().await;
+            wait_until("the kubelet to renew its lease", PATIENCE, async || {
+                let now = renewed().await;
+                if now > before { Ok(()) } else { Err(now) }
+            })
+            .await
+            .unwrap();
+        }
+        let node = json(&self.member, &["get", "node", WORKER]).await;
+        let conditions = node["status"]["conditions"].as_array().unwrap();
+        let ready = conditions
+            .iter()
+            .find(|condition| condition["type"] == "Ready")
+            .unwrap();
+        assert_eq!(ready["status"], "True", "{node:#}");
+    }
+
+    /// Packets that the worker sent by eth0 into the mesh's networks, other than WireGuard's, to the API server and the next
+    /// hop, and the answers of its host: its servers', and that nobody listens on WireGuard's port any more.
+    async fn in_clear(&self, captured: &Captured) -> Vec<String> {
+        let hub = self.lab.cluster(HUB);
+        let plan = hub.plan();
+        let nodes: String = hub
+            .nodes()
+            .iter()
+            .map(|node| format!(" or dst host {}", node.address()))
+            .collect();
+        let [a, b, c, _] = self.worker.address().octets();
+        let filter = format!(
+            "ether src {mac} and not udp port 51820 and (dst net {pods} or dst net {services} or dst net {wireguard}{nodes}) \
+             and not (icmp[icmptype] == icmp-unreach and icmp[icmpcode] == 3) and not dst host {api} and not dst host {a}.{b}.{c}.1 \
+             and not (src host {eth0} and (tcp src port {HTTP} or udp src port {ECHO} or tcp src portrange 30000-32767))",
+            mac = self.mac().await,
+            pods = plan.pod_cidr,
+            services = plan.service_cidr,
+            wireguard = plan.wireguard_cidr,
+            api = self.api,
+            eth0 = self.worker.address(),
+        );
+        captured.packets(&filter).await.unwrap()
+    }
+
+    /// Answers of the worker's host over TCP and UDP that left by eth0, with its address.
+    async fn answers_on_eth0(&self, captured: &Captured) -> (usize, usize) {
+        let (mac, eth0) = (self.mac().await, self.worker.address());
+        let mut counts = [0; 2];
+        for (count, port) in counts
+            .iter_mut()
+            .zip([format!("tcp src port {HTTP}"), format!("udp src port {ECHO}")])
+        {
+            let filter = format!("ether src {mac} and src host {eth0} and {port}");
+            *count = captured.packets(&filter).await.unwrap().len();
+        }
+        (counts[0], counts[1])
+    }
+
+    async fn mac(&self) -> String {
+        let output = self.worker.exec(["cat", "/sys/class/net/eth0/address"]).await.unwrap();
+        output.stdout.trim().to_owned()
+    }
+
+    /// The tunnel of userspace ends with its process. What stands then is what the kernel holds.
+    async fn a_dead_agent_leaves_the_underlay_open_and_the_mesh_closed(&self, hub: &Cluster<'_>) {
+        // Else it would be started again at once.
+        self.worker.signal("kubelet", Signal::SIGSTOP).unwrap();
+        let capture = self.worker.capture("tunnel-down", "ip").await.unwrap();
+        self.worker.signal("wg-agent", Signal::SIGKILL).unwrap();
+        wait_until("the device to go", PATIENCE, async || {
+            let shown = self.worker.try_exec(["ip", "link", "show", "kilo0"]).await.unwrap();
+            if shown.status.success() {
+                Err(shown.stdout)
+            } else {
+                Ok(())
+            }
+        })
+        .await
+        .unwrap();
+        let anchored = hub.cluster_ip("default", "web").await.unwrap();
+        for to in &self.hub_webs {
+            for from in [pod(&self.webs[0]), host()] {
+                self.closed(&from, &url(to.ip, 8080)).await;
+                let answered = self.lab.ping(&from, to.ip).await.unwrap();
+                assert!(!answered, "ping {from} -> {to:?}");
+                self.closed(&from, &url(self.lab.node(&to.node).address(), 8080)).await;
+            }
+            self.closed(&pod(to), &url(self.webs[0].ip, 8080)).await;
+        }
+        for from in [pod(&self.webs[0]), host()] {
+            self.closed(&from, &url(anchored, 80)).await;
+        }
+        self.the_api_server_answers("agent dead").await;
+        // Connections alone: with no device left the mesh's routes are all unreachable, and the kernel asks them before any
+        // hook when a datagram's socket has no mark.
+        self.connections_are_answered_on_eth0("agent dead").await;
+        self.worker.signal("kubelet", Signal::SIGCONT).unwrap();
+        let continued = Instant::now();
+        self.pods_reach_pods_with_their_own_address().await;
+        println!(
+            "back {:.1} s after the kubelet could start it again",
+            continued.elapsed().as_secs_f64()
+        );
+        let captured = capture.stop().await.unwrap();
+        assert_eq!(self.in_clear(&captured).await, Vec::<String>::new());
+        let (tcp, _) = self.answers_on_eth0(&captured).await;
+        assert_ne!(tcp, 0, "connections were answered on eth0");
+    }
+
+    /// Its machine forgets everything: key, tunnel, routes. What it needs to have them again does not need them.
+    async fn a_worker_that_loses_power_comes_back_by_eth0_alone(&mut self, product: &Product<'_>) {
+        self.servers.clear();
+        self.worker.power_cut().await.unwrap();
+        let on = Instant::now();
+        self.worker.power_on().await.unwrap();
+        println!("Ready again: {:.1} s", on.elapsed().as_secs_f64());
+        self.member.rollout("default", "deployment/web").await.unwrap();
+        product.ready().await.unwrap();
+        self.serve().await;
+        self.webs = wait_until("the web servers to run again", PATIENCE, async || {
+            let webs = self.member.webs().await.map_err(|error| error.to_string())?;
+            let asked = self.worker.pod_exec(webs.first().ok_or("none")?.ip, ["true"]).await;
+            match asked {
+                Ok(output) if output.status.success() => Ok(webs),
+                other => Err(format!("{webs:?}: {other:?}")),
+            }
+        })
+        .await
+        .unwrap();
+        self.wireguard = self.wireguard_address().await;
+        self.pods_reach_pods_with_their_own_address().await;
+        println!("meshed again: {:.1} s after power came", on.elapsed().as_secs_f64());
+        self.the_worker_itself_speaks_with_its_wireguard_address().await;
+        self.the_api_server_answers("after the power cut").await;
+        self.hub_pods_are_answered_on_eth0("after the power cut").await;
+    }
+}
+
+fn pod(web: &Web) -> Asker {
+    Asker::Pod(web.clone())
+}
+
+fn host() -> Asker {
+    Asker::Host(WORKER.to_owned())
+}
+
+fn url(address: impl std::fmt::Display, port: u16) -> String {
+    format!("http://{address}:{port}")
+}
+
+fn seen(pod: &str, node: &str, saw: IpAddr) -> Answer {
+    Answer {
+        pod: pod.into(),
+        node: node.into(),
+        saw,
+    }
+}
+
+/// What `kubectl ... -o json` prints.
+async fn json(cluster: &Cluster<'_>, words: &[&str]) -> Value {
+    let words = [words, &["-o", "json"]].concat();
+    serde_json::from_str(&cluster.kubectl(words).await.unwrap().stdout).unwrap()
+}
