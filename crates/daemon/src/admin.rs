@@ -1,5 +1,6 @@
 //! The admin endpoint of a program (`--listen`): `/metrics`, `/healthz`, `/readyz`, `/debug/state`. Read-only; it never
-//! shows a secret, since the state it dumps is made by the program without them.
+//! shows a secret, since the state it dumps is made by the program without them. The state names who talks to whom, and the
+//! endpoint may be bound to every address of a node that strangers reach: it is shown to the loopback alone.
 
 use std::{fmt, net::SocketAddr, sync::Arc};
 
@@ -20,7 +21,7 @@ pub struct State {
     pub readiness: Readiness,
     /// `/healthz`: 200, or 503 with the loops that are silent, one a line.
     pub liveness: Liveness,
-    /// `/debug/state`: made anew for each request, without secrets.
+    /// `/debug/state`: made anew for each request, without secrets. To others than the loopback: 403.
     pub dump: Arc<dyn Fn() -> serde_json::Value + Send + Sync>,
 }
 
@@ -70,6 +71,7 @@ impl Admin {
             .route("/readyz", get(show_readiness))
             .route("/debug/state", get(show_state))
             .with_state(state);
+        let routes = routes.into_make_service_with_connect_info::<SocketAddr>();
         axum::serve(self.listener, routes)
             .with_graceful_shutdown(stop.cancelled_owned())
             .await?;
@@ -111,8 +113,18 @@ fn verdict(obstacles: &[String]) -> (StatusCode, String) {
     }
 }
 
-async fn show_state(extract::State(state): extract::State<State>) -> impl IntoResponse {
+async fn show_state(
+    extract::State(state): extract::State<State>,
+    extract::ConnectInfo(from): extract::ConnectInfo<SocketAddr>,
+) -> impl IntoResponse {
+    // A socket for both families sees IPv4 in an IPv6 coat.
+    if !from.ip().to_canonical().is_loopback() {
+        let text = "shown to 127.0.0.1 and ::1 alone: use kubectl port-forward to the pod, kubectl exec where it has a \
+                    shell, or curl on the node itself\n";
+        return (StatusCode::FORBIDDEN, [("content-type", "text/plain")], text.to_owned());
+    }
     (
+        StatusCode::OK,
         [("content-type", "application/json")],
         format!("{:#}\n", (state.dump)()),
     )
@@ -174,5 +186,38 @@ mod tests {
 
         stop.cancel();
         served.await.expect("no panic").expect("ends well");
+    }
+
+    #[tokio::test]
+    async fn the_state_is_shown_to_the_loopback_alone_and_others_are_told_how() {
+        let state = State {
+            registry: Arc::new(metrics::registry("test", "1")),
+            readiness: Readiness::new(),
+            liveness: Liveness::new(),
+            dump: Arc::new(|| serde_json::json!({"peers": 3})),
+        };
+        let shown = (200, "{\n  \"peers\": 3\n}\n".to_owned());
+        for (from, sees) in [
+            ("127.0.0.1:7", true),
+            ("[::1]:7", true),
+            ("[::ffff:127.0.0.1]:7", true),
+            ("192.0.2.7:7", false),
+            ("[::ffff:192.0.2.7]:7", false),
+            ("[2001:db8::7]:7", false),
+        ] {
+            let from = extract::ConnectInfo(from.parse::<SocketAddr>().expect("an address"));
+            let answer = show_state(extract::State(state.clone()), from).await.into_response();
+            let status = answer.status().as_u16();
+            let body = axum::body::to_bytes(answer.into_body(), 1000).await.expect("a body");
+            let got = (status, String::from_utf8_lossy(&body).into_owned());
+            if sees {
+                assert_eq!(got, shown, "{from:?}");
+            } else {
+                assert!(
+                    got.0 == 403 && got.1.contains("kubectl port-forward"),
+                    "{from:?}: {got:?}"
+                );
+            }
+        }
     }
 }
