@@ -170,16 +170,17 @@ pub fn standing() -> Vec<PathBuf> {
 }
 
 /// Takes every kept lab down and sweeps what dead ones left. A lab with a living owner is somebody's running test and
-/// is left alone.
+/// is left alone. Returns how many were taken down.
 ///
 /// # Errors
 /// When one does not go within half a minute.
-pub fn down_all() -> Result<()> {
-    for directory in standing().iter().filter(|directory| is_kept(directory)) {
+pub fn down_all() -> Result<usize> {
+    let kept: Vec<PathBuf> = standing().into_iter().filter(|directory| is_kept(directory)).collect();
+    for directory in &kept {
         down(directory)?;
     }
     sweep();
-    Ok(())
+    Ok(kept.len())
 }
 
 /// Whether the lab stays without an owner.

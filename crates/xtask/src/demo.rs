@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::bail;
-use clustermesh_lab::{Asker, Cluster, Lab, LabPlan, Product, Web, down_all, standing, wait_until};
+use clustermesh_lab::{Asker, Cluster, Lab, LabPlan, Product, Web, down_all, wait_until};
 use kube::{
     Api, ResourceExt,
     api::{ApiResource, DynamicObject, GroupVersionKind, ListParams},
@@ -37,9 +37,7 @@ pub(crate) struct Args {
 /// Runs the demo. Ctrl-C, a failure, SIGTERM and even SIGKILL of this program take everything down.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.down {
-        let stood = standing().len();
-        down_all()?;
-        println!("{stood} lab(s) taken down");
+        println!("{} lab(s) taken down", down_all()?);
         return Ok(());
     }
     prereq::ensure(&args.prereq)?;

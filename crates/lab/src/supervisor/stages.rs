@@ -70,7 +70,7 @@ pub fn main() -> anyhow::Result<()> {
             crate::Tools::ensure(&crate::ArtefactSet::ALL, &|line| eprintln!("{line}"))?;
             Ok(())
         }
-        Stage::Down => Ok(crate::down_all()?),
+        Stage::Down => Ok(crate::down_all().map(drop)?),
         Stage::Supervise { run } => super::serve(&run),
         Stage::Machine { run, name, argv } => {
             Cgroups::detect()?.of(&run, Some(&name)).join()?;
