@@ -1,7 +1,10 @@
 //! Events on ClusterMeshes: one for each change of what is said of something, not one for each pass. What is said is
 //! decided in [`crate::report`].
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use clustermesh_api::mesh::ClusterMesh;
 use clustermesh_core::mesh::MeshId;
@@ -15,6 +18,9 @@ use kube::{
 const NOTE: usize = 1024;
 /// Events of one pass for one mesh, at most: a thousand nodes that are skipped at once are one piece of news.
 const AT_ONCE: usize = 20;
+
+/// For one Event: nothing waits for it.
+const REQUEST: Duration = Duration::from_secs(5);
 
 /// Something that is said of a mesh.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,8 +85,9 @@ impl Speaker {
         }
     }
 
-    /// Says what is news. A saying that cannot be published is lost: the status holds it too.
-    pub(crate) async fn speak(&mut self, id: &MeshId, mesh: &ClusterMesh, sayings: Vec<Saying>) {
+    /// Says what is news; `false` = the hub's API did not answer. A saying that cannot be published is lost: the status
+    /// holds it too.
+    pub(crate) async fn speak(&mut self, id: &MeshId, mesh: &ClusterMesh, sayings: Vec<Saying>) -> bool {
         let news = self.said.news(id, sayings, || standing(mesh));
         let reference = mesh.object_ref(&());
         let more = news.len().saturating_sub(AT_ONCE);
@@ -102,13 +109,21 @@ impl Speaker {
                     ..ObjectReference::default()
                 }),
             };
-            if let Err(error) = self.recorder.publish(&event, &reference).await {
-                tracing::warn!(mesh = %id, reason = event.reason, error = &error as &dyn std::error::Error, "no Event");
+            match tokio::time::timeout(REQUEST, self.recorder.publish(&event, &reference)).await {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => {
+                    tracing::warn!(mesh = %id, reason = event.reason, error = &error as &dyn std::error::Error, "no Event");
+                }
+                Err(_) => {
+                    tracing::warn!(mesh = %id, reason = event.reason, "no Event, nor those after it: the hub does not answer");
+                    return false;
+                }
             }
         }
         if more > 0 {
             tracing::info!(mesh = %id, more, "more news than Events; see the status");
         }
+        true
     }
 
     /// Forgets meshes that are gone.
@@ -194,6 +209,28 @@ mod tests {
             topics(said.news(&mesh, vec![saying("a", "X"), saying("b", "X")], before)),
             ["b"]
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_hub_that_does_not_answer_delays_the_loop_by_one_event() {
+        let silent = tower::service_fn(|_: http::Request<kube::client::Body>| {
+            std::future::pending::<Result<http::Response<kube::client::Body>, std::convert::Infallible>>()
+        });
+        let mut speaker = Speaker::new(Client::new(silent, "default"), None);
+        let spec = clustermesh_api::mesh::ClusterMeshSpec {
+            paused: false,
+            clusters: vec![],
+        };
+        let mut object = ClusterMesh::new("m", spec);
+        object.metadata.namespace = Some("ns".into());
+        let id = MeshId {
+            namespace: "ns".into(),
+            name: "m".into(),
+        };
+        let news = (0..AT_ONCE).map(|n| saying(&n.to_string(), "X")).collect();
+        let began = tokio::time::Instant::now();
+        let spoken = tokio::time::timeout(Duration::from_secs(3600), speaker.speak(&id, &object, news)).await;
+        assert_eq!((spoken, began.elapsed()), (Ok(false), REQUEST));
     }
 
     #[test]

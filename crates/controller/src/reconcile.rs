@@ -33,7 +33,7 @@ mod meshes;
 mod tell;
 mod write_back;
 
-use meshes::{Known, know};
+use meshes::{Known, Served, know};
 
 /// Without news, everything is looked at again after this.
 const RESYNC: Duration = Duration::from_secs(30);
@@ -86,6 +86,10 @@ pub(crate) struct Reconciler {
     synced: BTreeMap<(MeshId, String), Time>,
     /// Since when the report of a mesh waits for its writes.
     unreported: BTreeMap<MeshId, Instant>,
+    /// What each mesh meant when it was last served.
+    served: Served,
+    /// The hub left a write of this pass without an answer: what comes after it would wait as long.
+    hub_silent: bool,
     shown: Shown,
 }
 
@@ -120,6 +124,8 @@ impl Reconciler {
             tasks: TaskTracker::new(),
             synced: BTreeMap::new(),
             unreported: BTreeMap::new(),
+            served: Served::new(),
+            hub_silent: false,
             shown,
         }
     }
@@ -132,7 +138,8 @@ impl Reconciler {
             return SOON;
         }
         let started = Instant::now();
-        let known = know(&self.meshes, &self.hub);
+        self.hub_silent = false;
+        let known = know(&self.meshes, &self.hub, &mut self.served);
         self.attend(&known);
 
         let mut seen = self.observe();
@@ -229,6 +236,10 @@ impl Reconciler {
                 .get(&known.mesh.id)
                 .is_some_and(|plan| !plan.paused && !plan.deleting);
             if planned && known.refused.is_none() && !known.finalized() {
+                if self.hub_silent {
+                    pass.unclaimed.insert(known.mesh.id.clone());
+                    continue;
+                }
                 match write_back::add_finalizer(&self.hub.client, object).await {
                     Ok(object) => {
                         known.object = Some(Arc::new(object.clone()));
@@ -236,6 +247,7 @@ impl Reconciler {
                     }
                     Err(error) => {
                         tracing::warn!(mesh = %known.mesh.id, error = &error as &dyn std::error::Error, "no finalizer yet");
+                        self.hub_silent = write_back::unanswered(&error);
                         pass.unclaimed.insert(known.mesh.id.clone());
                     }
                 }

@@ -56,7 +56,8 @@ pub(crate) struct Subject<'a> {
 
 /// The status to be written, and everything that is to be said.
 pub(crate) fn report(subject: &Subject<'_>, now: &meta::Time) -> (ClusterMeshStatus, Vec<Saying>) {
-    let conditions = match subject.refused {
+    // What is being deleted is waited for, whatever its spec says.
+    let conditions = match subject.refused.filter(|_| !subject.plan.deleting) {
         Some((reason, message)) => {
             vec![Condition {
                 kind: "Ready",

@@ -24,7 +24,7 @@ impl Reconciler {
         {
             let id = &known.mesh.id;
             let Some(object) = &known.object else { continue };
-            if known.mesh.paused {
+            if known.mesh.paused || self.hub_silent {
                 continue;
             }
             let forced = object
@@ -34,9 +34,10 @@ impl Reconciler {
                 .is_some_and(|a| a.get(FORCE_CLEANUP).is_some_and(|v| v != "false"));
             let entries: BTreeSet<&ClusterIdentity> =
                 known.mesh.clusters.iter().map(|cluster| &cluster.identity).collect();
-            let unseen = entries
-                .iter()
-                .any(|i| pass.seen.members.get(i).is_none_or(|seen| seen.fresh().is_none()));
+            let unseen = !known.lost.is_empty()
+                || entries
+                    .iter()
+                    .any(|i| pass.seen.members.get(i).is_none_or(|seen| seen.fresh().is_none()));
             let left = self.members.iter().any(|(identity, member)| {
                 let Some(seen) = pass.seen.members.get(identity).and_then(Observation::fresh) else {
                     return false;
@@ -51,7 +52,10 @@ impl Reconciler {
             }
             match write_back::remove_finalizer(&self.hub.client, object).await {
                 Ok(()) => tracing::info!(mesh = %id, forced, "let go: nothing of it is left"),
-                Err(error) => tracing::warn!(mesh = %id, error = &error as &dyn std::error::Error, "finalizer stays"),
+                Err(error) => {
+                    tracing::warn!(mesh = %id, error = &error as &dyn std::error::Error, "finalizer stays");
+                    self.hub_silent = write_back::unanswered(&error);
+                }
             }
         }
     }

@@ -20,6 +20,14 @@ use crate::{
 /// For so long a report waits for writes that are on their way.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// Of an entry that holds networks and whose cluster the spec does not name any more.
+fn unfindable() -> String {
+    format!(
+        "the spec no longer says which cluster it is, so its objects there cannot be removed. Put its entry back, or annotate \
+         the ClusterMesh with {FORCE_CLEANUP}=true"
+    )
+}
+
 impl Reconciler {
     /// Reports on every mesh; `false` = some report waits.
     pub(super) async fn tell(&mut self, pass: &Pass) -> bool {
@@ -37,7 +45,10 @@ impl Reconciler {
                 settled = false;
                 continue;
             }
-            let unwritten = self.unwritten(pass, id, plan);
+            let mut unwritten = self.unwritten(pass, id, plan);
+            if plan.deleting {
+                unwritten.extend(known.lost.iter().map(|entry| (entry.clone(), unfindable())));
+            }
             let subject = Subject {
                 object,
                 mesh: &known.mesh,
@@ -49,16 +60,23 @@ impl Reconciler {
             };
             let (status, sayings) = report(&subject, &now);
             if object.status.as_ref() != Some(&status) {
+                if self.hub_silent {
+                    settled = false;
+                    continue;
+                }
                 match write_back::status(&self.hub.client, object, &status).await {
                     Ok(object) => write_back::put(&self.meshes, &object),
                     Err(error) => {
                         settled = false;
+                        self.hub_silent = write_back::unanswered(&error);
                         tracing::warn!(mesh = %id, error = &error as &dyn std::error::Error, "no status");
                         continue;
                     }
                 }
             }
-            self.speaker.speak(id, object, sayings).await;
+            if !self.hub_silent {
+                self.hub_silent = !self.speaker.speak(id, object, sayings).await;
+            }
         }
         let there: BTreeSet<MeshId> = pass.known.keys().cloned().collect();
         self.speaker.keep(&there);

@@ -29,6 +29,11 @@ async fn bounded<T>(request: impl Future<Output = Result<T, Error>>) -> Result<T
     }
 }
 
+/// Whether the hub's API gave no answer at all: the next request would wait as long.
+pub(super) fn unanswered(error: &Error) -> bool {
+    !matches!(error, Error::Api(_) | Error::SerdeError(_))
+}
+
 /// Holds the mesh from now on.
 pub(super) async fn add_finalizer(client: &Client, object: &ClusterMesh) -> Result<ClusterMesh, Error> {
     let mut finalizers = object.metadata.finalizers.clone().unwrap_or_default();
