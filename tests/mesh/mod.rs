@@ -2,6 +2,8 @@
 //! `deploy/` as a user would; what differs is said in the lab's `product.rs`.
 #![allow(dead_code, reason = "each test program uses a part")]
 
+pub(crate) mod state;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -50,7 +52,7 @@ impl<'a> Mesh<'a> {
         println!("installed: {:.1} s", start.elapsed().as_secs_f64());
         let start = Instant::now();
         let own = hub.plan().service_cidr.to_string();
-        let more = [&[own.clone()], also].concat().join(", ");
+        let more = format!("{own}{}", also.iter().map(|net| format!(", {net}")).collect::<String>());
         let mesh = product.mesh(&[(MEMBER, EGRESS)]).replacen(&own, &more, 1);
         product.mesh_up(&mesh).await.unwrap();
         println!("Ready: {:.1} s after kubectl apply", start.elapsed().as_secs_f64());

@@ -1,0 +1,82 @@
+//! What is there: objects with their resourceVersions, conditions, and a node's kernel state as other tools than ours
+//! read it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use clustermesh_lab::{Cluster, MESH, NAMESPACE, Node};
+use serde_json::Value;
+
+use super::json;
+
+/// The resourceVersions of all objects of a kind, by `namespace/name`.
+pub(crate) async fn versions(cluster: &Cluster<'_>, kind: &str) -> BTreeMap<String, String> {
+    let list = json(cluster, &["get", kind, "--all-namespaces"]).await;
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let version = |object: &Value| {
+        let meta = &object["metadata"];
+        let name = format!("{}/{}", text(&meta["namespace"]), text(&meta["name"]));
+        (name, text(&meta["resourceVersion"]))
+    };
+    list["items"].as_array().unwrap().iter().map(version).collect()
+}
+
+/// Status, reason and message of a condition of the mesh.
+pub(crate) async fn condition(hub: &Cluster<'_>, kind: &str) -> (String, String, String) {
+    let mesh = json(hub, &["-n", NAMESPACE, "get", "clustermesh", MESH]).await;
+    let conditions = mesh["status"]["conditions"].as_array().cloned().unwrap_or_default();
+    let condition = conditions.into_iter().find(|condition| condition["type"] == kind);
+    let condition = condition.unwrap_or_default();
+    let text = |key: &str| condition[key].as_str().unwrap_or_default().to_owned();
+    (text("status"), text("reason"), text("message"))
+}
+
+/// Links, rules, routes and firewall tables of a node, but for those of pods' own cables, which come and go.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct NodeState {
+    links: BTreeSet<String>,
+    rules: BTreeSet<String>,
+    routes: BTreeSet<String>,
+    tables: BTreeSet<String>,
+}
+
+impl NodeState {
+    pub(crate) async fn of(node: &Node<'_>) -> Self {
+        let read = async |words: &[&str]| -> Vec<Value> {
+            let text = node.exec(words).await.unwrap().stdout;
+            let value: Value = serde_json::from_str(&text).unwrap();
+            match value {
+                Value::Array(entries) => entries,
+                // nft's
+                other => other["nftables"].as_array().cloned().unwrap_or_default(),
+            }
+        };
+        let lasting =
+            |key: &'static str| move |entry: &Value| !entry[key].as_str().unwrap_or_default().starts_with("veth");
+        let links = read(&["ip", "-j", "link"]).await.into_iter().filter(lasting("ifname"));
+        let [mut routes, v6] = [
+            read(&["ip", "-4", "-j", "route", "show", "table", "all"]).await,
+            read(&["ip", "-6", "-j", "route", "show", "table", "all"]).await,
+        ];
+        routes.extend(v6);
+        let mut rules = read(&["ip", "-4", "-j", "rule"]).await;
+        rules.extend(read(&["ip", "-6", "-j", "rule"]).await);
+        let tables = read(&["nft", "-j", "list", "tables"]).await.into_iter();
+        let table = |entry: Value| entry.get("table").map(|t| format!("{} {}", t["family"], t["name"]));
+        Self {
+            links: links.map(|link| link["ifname"].to_string()).collect(),
+            rules: rules.iter().map(ToString::to_string).collect(),
+            routes: routes
+                .into_iter()
+                .filter(lasting("dev"))
+                .filter(|route| !route["dst"].as_str().is_some_and(link_local))
+                .map(|route| route.to_string())
+                .collect(),
+            tables: tables.filter_map(table).collect(),
+        }
+    }
+}
+
+/// A bridge takes the smallest address of its ports, and its link-local one with it, whenever a pod comes.
+fn link_local(destination: &str) -> bool {
+    destination.starts_with("fe80:") && !destination.contains('/')
+}
