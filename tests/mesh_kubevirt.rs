@@ -314,6 +314,33 @@ impl<'a> World<'a> {
         })
         .await
         .unwrap();
+        self.the_mesh_is_closed(hub).await;
+        self.the_api_server_answers("agent dead").await;
+        // Connections alone: with no device left the mesh's routes are all unreachable, and the kernel asks them before any
+        // hook when a datagram's socket has no mark.
+        self.connections_are_answered_on_eth0("agent dead").await;
+        // And somebody takes the way into our routes away: what is left is the firewall.
+        for preference in ["1000", "1001"] {
+            self.worker
+                .exec(["ip", "rule", "del", "pref", preference])
+                .await
+                .unwrap();
+        }
+        self.the_mesh_is_closed(hub).await;
+        self.worker.signal("kubelet", Signal::SIGCONT).unwrap();
+        let continued = Instant::now();
+        self.pods_reach_pods_with_their_own_address().await;
+        println!(
+            "back {:.1} s after the kubelet could start it again",
+            continued.elapsed().as_secs_f64()
+        );
+        let captured = capture.stop().await.unwrap();
+        assert_eq!(self.in_clear(&captured).await, Vec::<String>::new());
+        let (tcp, _) = self.answers_on_eth0(&captured).await;
+        assert_ne!(tcp, 0, "connections were answered on eth0");
+    }
+
+    async fn the_mesh_is_closed(&self, hub: &Cluster<'_>) {
         let anchored = hub.cluster_ip("default", "web").await.unwrap();
         for to in &self.hub_webs {
             for from in [pod(&self.webs[0]), host()] {
@@ -327,21 +354,6 @@ impl<'a> World<'a> {
         for from in [pod(&self.webs[0]), host()] {
             self.closed(&from, &url(anchored, 80)).await;
         }
-        self.the_api_server_answers("agent dead").await;
-        // Connections alone: with no device left the mesh's routes are all unreachable, and the kernel asks them before any
-        // hook when a datagram's socket has no mark.
-        self.connections_are_answered_on_eth0("agent dead").await;
-        self.worker.signal("kubelet", Signal::SIGCONT).unwrap();
-        let continued = Instant::now();
-        self.pods_reach_pods_with_their_own_address().await;
-        println!(
-            "back {:.1} s after the kubelet could start it again",
-            continued.elapsed().as_secs_f64()
-        );
-        let captured = capture.stop().await.unwrap();
-        assert_eq!(self.in_clear(&captured).await, Vec::<String>::new());
-        let (tcp, _) = self.answers_on_eth0(&captured).await;
-        assert_ne!(tcp, 0, "connections were answered on eth0");
     }
 
     /// Its machine forgets everything: key, tunnel, routes. What it needs to have them again does not need them.
