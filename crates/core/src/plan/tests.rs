@@ -7,8 +7,12 @@ use ipnet::IpNet;
 use super::*;
 use crate::{
     diff::{Action, Item, Step, diff},
-    mesh::{Addressing, Export, Grant, GrantPort, PodNetwork, PortRef},
-    observe::{Claim, Endpoint, Granularity, Member, Node, Owner, Pod, Server, Service, Slice},
+    key::PublicKey,
+    mesh::{Addressing, Cluster, Export, Grant, GrantPort, PodNetwork, PortRef, Profile},
+    observe::{
+        Claim, Endpoint, Granularity, Member, Node, Observation, ObservedPeer, ObservedPolicy, Owner, PeerSpec, Pod,
+        Server, Service, ServicePort, Slice, SliceEndpoint,
+    },
 };
 
 struct Plain;
@@ -173,7 +177,7 @@ fn apply(member: &mut Member, steps: &[Step]) {
                 member.peers.as_mut().unwrap().remove(&name);
             }
             Item::Policy(name, Some(spec)) => {
-                let policy = crate::observe::ObservedPolicy { owner, spec: Ok(spec) };
+                let policy = ObservedPolicy { owner, spec: Ok(spec) };
                 member.policies.as_mut().unwrap().insert(name, policy);
             }
             Item::Policy(name, None) => {
