@@ -122,3 +122,38 @@ fn a_key_that_no_longer_works_does_not_keep_the_other_key_of_its_secret_from_wri
     let members = [(key("a"), holding(Some("u"))), (key("b"), holding(Some("u")))];
     assert_eq!(deleted(&plan, &members), [key("b")]);
 }
+
+/// The hub takes requests and never answers.
+#[tokio::test(start_paused = true)]
+async fn a_hub_that_does_not_answer_costs_a_pass_one_request_however_many_meshes_there_are() {
+    let asked = Arc::new(Mutex::new(0));
+    let counted = Arc::clone(&asked);
+    let silent = tower::service_fn(move |_: http::Request<kube::client::Body>| {
+        *counted.lock().expect("sound") += 1;
+        std::future::pending::<Result<http::Response<kube::client::Body>, std::convert::Infallible>>()
+    });
+    let client = kube::Client::new(silent, "ns");
+    let changed = Changed::default();
+    let meshes = mesh_feed(Arc::clone(&changed));
+    for n in 0..5 {
+        let refused = serde_json::json!({
+            "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "ClusterMesh",
+            "metadata": {"name": format!("m-{n}"), "namespace": "ns", "uid": format!("u-{n}"), "resourceVersion": "1"},
+            "spec": {"clusters": []},
+        });
+        meshes.put(serde_json::from_value(refused).expect("an object"));
+    }
+    meshes.set_trust(Trust::Live);
+    let hub = Arc::new(Hub {
+        client: client.clone(),
+        id: "hub".into(),
+        hosts: Default::default(),
+        namespaces: crate::hub::HubNamespaces::new(&[], "ns"),
+    });
+    let speaker = Speaker::new(client, None);
+    let mut reconciler = Reconciler::new(hub, meshes, speaker, Metrics::default(), changed, Shown::default());
+    let began = tokio::time::Instant::now();
+    reconciler.pass().await;
+    assert_eq!(*asked.lock().expect("sound"), 1);
+    assert!(began.elapsed() <= Duration::from_secs(10), "{:?}", began.elapsed());
+}
