@@ -57,7 +57,7 @@ async fn an_agent_publishes_who_it_is_and_keeps_it_so() {
         ("192.0.2.1:1", "node.example.org:4711")
     );
 
-    // The claim survives a restart, and another's older claim does not.
+    // The claim survives a restart, and a younger rival.
     assert!(
         agent.terminate(SOON).await.expect("it ends").success(),
         "{}",
@@ -79,8 +79,10 @@ async fn an_agent_publishes_who_it_is_and_keeps_it_so() {
         .create(&PostParams::default(), &rival)
         .await
         .expect("create a Node");
-    world.annotate(site, "test/marker", "1").await;
-    world.ready(site).await;
+    // Nodes are heard of in the order in which they are written: who has put the key back has seen the rival before, and
+    // says with the key which address it wants.
+    world.annotate(site, KILO_KEY, "nonsense").await;
+    says(&world, site, KILO_KEY, &first[KILO_KEY]).await;
     assert_eq!(
         world.annotations(site).await[KILO_WIREGUARD_IP],
         first[KILO_WIREGUARD_IP],

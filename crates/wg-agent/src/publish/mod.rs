@@ -119,7 +119,7 @@ pub async fn run(
                     written.wrote(&due, &now.status, Instant::now());
                     metrics.applied("publish", due.len());
                     if due.keys().any(|key| now.identity.contains_key(key)) {
-                        tracing::info!(annotations = ?due, "published on this Node");
+                        tracing::info!(annotations = readable(&due), "published on this Node");
                     }
                     pause = pauses();
                     said.clear();
@@ -141,6 +141,15 @@ pub async fn run(
             changed = wanted.changed() => if changed.is_err() { return },
         }
     }
+}
+
+/// For the log: `key=value`, and `key removed`.
+fn readable(annotations: &Annotations) -> String {
+    let each = annotations.iter().map(|(key, value)| match value {
+        Some(value) => format!("{key}={value}"),
+        None => format!("{key} removed"),
+    });
+    each.collect::<Vec<_>>().join(", ")
 }
 
 /// One merge patch of the Node's annotations.
@@ -165,6 +174,16 @@ mod tests {
 
     fn some(pairs: &[(&'static str, &str)]) -> Annotations {
         pairs.iter().map(|(k, v)| (*k, Some((*v).to_owned()))).collect()
+    }
+
+    #[test]
+    fn the_log_tells_annotations_as_a_person_writes_them() {
+        let mut annotations = some(&[("a/endpoint", "192.0.2.7:51820"), ("a/key", "F5rh=")]);
+        annotations.insert("a/discovered", None);
+        assert_eq!(
+            readable(&annotations),
+            "a/discovered removed, a/endpoint=192.0.2.7:51820, a/key=F5rh="
+        );
     }
 
     #[test]

@@ -57,9 +57,38 @@ pub(crate) trait Sink<V>: Send {
 const WATCH_SECONDS: u32 = 60;
 /// How long until an absent kind is asked for again.
 const ABSENT_RETRY: Duration = Duration::from_secs(3);
-/// How long a kind that was listed before has to be absent until that is believed: an API server that starts may not know
-/// its CRDs yet, and tearing the mesh down for that would be wrong.
+/// How long a kind has to be absent until that is believed: an API server that starts may not know its CRDs yet. Where it
+/// was listed before, tearing the mesh down for that would be wrong; where it was not, the kernel may still hold what an
+/// earlier process closed.
 const ABSENT_BELIEVED: Duration = Duration::from_secs(60);
+const ABSENT_BELIEVED_FIRST: Duration = Duration::from_secs(10);
+
+/// Since when a kind is absent, without a break.
+#[derive(Debug, Default)]
+struct Absence(Option<Instant>);
+
+impl Absence {
+    /// Absent once more: for how long by now.
+    fn lasts(&mut self, now: Instant) -> Duration {
+        now.saturating_duration_since(*self.0.get_or_insert(now))
+    }
+
+    /// Any other answer, or none.
+    fn broken(&mut self) {
+        self.0 = None;
+    }
+}
+
+impl<V> Seen<V> {
+    /// Whether a kind that has been absent for so long counts as absent from now on, and did not before.
+    fn gives_up(&self, absent: Duration) -> bool {
+        match self {
+            Self::Absent => false,
+            Self::Pending => absent > ABSENT_BELIEVED_FIRST,
+            Self::Listed(_) => absent > ABSENT_BELIEVED,
+        }
+    }
+}
 
 fn pauses() -> impl Iterator<Item = Duration> {
     // At most a few seconds: what is asked is cheap, and the node waits for it.
@@ -84,7 +113,7 @@ pub(crate) async fn follow<K, V>(
 {
     let mut events = Box::pin(watcher::watcher(api, config.timeout(WATCH_SECONDS)));
     let mut pause = pauses();
-    let mut absent_since: Option<Instant> = None;
+    let mut absence = Absence::default();
     let mut listing: BTreeMap<String, V> = BTreeMap::new();
     loop {
         let event = tokio::select! {
@@ -94,19 +123,15 @@ pub(crate) async fn follow<K, V>(
         let wait = match event {
             Ok(Some(event)) => {
                 pause = pauses();
-                absent_since = None;
+                absence.broken();
                 take(event, &mut listing, &convert, &sink);
                 continue;
             }
             Ok(None) => return, // a watcher never ends
             Err(error) if absent(&error) => {
-                let long = absent_since.get_or_insert_with(Instant::now).elapsed() > ABSENT_BELIEVED;
+                let lasts = absence.lasts(Instant::now());
                 sink.change(|seen| {
-                    let changed = match seen {
-                        Seen::Absent => false,
-                        Seen::Pending => true,
-                        Seen::Listed(_) => long,
-                    };
+                    let changed = seen.gives_up(lasts);
                     if changed {
                         *seen = Seen::Absent;
                     }
@@ -115,6 +140,7 @@ pub(crate) async fn follow<K, V>(
                 ABSENT_RETRY
             }
             Err(error) => {
+                absence.broken();
                 sink.failed(&error);
                 pause.next().unwrap_or(ABSENT_RETRY)
             }
@@ -172,5 +198,44 @@ fn absent(error: &watcher::Error) -> bool {
         watcher::Error::InitialListFailed(kube::Error::Api(status))
         | watcher::Error::WatchStartFailed(kube::Error::Api(status)) => status.code == 404,
         _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a follower that has `seen` so far believes of answers, each so many seconds after the start: the 404 of a
+    /// missing kind, or no answer at all.
+    fn believes(seen: &Seen<()>, answers: &[(u64, bool)]) -> Vec<bool> {
+        let start = Instant::now();
+        let mut absence = Absence::default();
+        let mut believed = |(at, missing): &(u64, bool)| {
+            if !missing {
+                absence.broken();
+                return false;
+            }
+            seen.gives_up(absence.lasts(start + Duration::from_secs(*at)))
+        };
+        answers.iter().map(&mut believed).collect()
+    }
+
+    #[test]
+    fn a_kind_that_is_missing_at_the_start_is_waited_for_before_it_counts_as_none() {
+        let answers = [(0, true), (3, true), (9, true), (12, true)];
+        assert_eq!(believes(&Seen::Pending, &answers), [false, false, false, true]);
+        // An API server that went away in between starts anew, and may not know its CRDs again.
+        let answers = [(0, true), (3, false), (12, true), (15, true), (24, true)];
+        assert_eq!(believes(&Seen::Pending, &answers), [false, false, false, false, true]);
+    }
+
+    #[test]
+    fn a_kind_that_was_there_is_waited_for_longer_and_one_that_is_absent_is_no_news() {
+        let answers = [(0, true), (12, true), (60, true), (63, true)];
+        assert_eq!(
+            believes(&Seen::Listed(BTreeMap::new()), &answers),
+            [false, false, false, true]
+        );
+        assert_eq!(believes(&Seen::Absent, &answers), [false; 4]);
     }
 }
