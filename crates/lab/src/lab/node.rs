@@ -260,7 +260,9 @@ impl<'a> Node<'a> {
     async fn port_state(&self, state: &str) -> Result<()> {
         let (namespace, port) = socket(&self.plan);
         let namespace = format!("--net={}", self.lab.namespace(namespace).display());
-        let words = ["nsenter", &namespace, "bridge", "link", "set", "dev", &port, "state", state];
+        let words = [
+            "nsenter", &namespace, "bridge", "link", "set", "dev", &port, "state", state,
+        ];
         command::run(&argv(words), None).await.map(drop)
     }
 
