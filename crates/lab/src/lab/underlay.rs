@@ -12,7 +12,10 @@ use crate::{NodePlan, Output, Result, Uplink};
 impl Lab {
     pub(super) async fn make_underlay(&self) -> Result<()> {
         self.run.ask(&Request::AddNamespace { name: UNDERLAY.into() })?;
-        let mut batch = String::from("link set lo up\nlink add br0 type bridge\nlink set br0 up\n");
+        // An address of its own: a bridge without one takes that of its lowest port, and when that node loses its power
+        // every other one talks to a dead address of the API servers for half a minute.
+        let mut batch =
+            String::from("link set lo up\nlink add br0 address 02:00:00:00:00:01 type bridge\nlink set br0 up\n");
         for cluster in &self.plan().clusters {
             batch += &format!("addr add {}/{UNDERLAY_PREFIX} dev br0\n", cluster.api_address());
         }
