@@ -122,8 +122,11 @@ pub(crate) async fn follow<K, V>(
         };
         let wait = match event {
             Ok(Some(event)) => {
-                pause = pauses();
-                absence.broken();
+                // A watcher says Init before it has asked anything.
+                if !matches!(event, Event::Init) {
+                    pause = pauses();
+                    absence.broken();
+                }
                 take(event, &mut listing, &convert, &sink);
                 continue;
             }
