@@ -464,6 +464,52 @@ async fn a_kubeconfig_is_swapped_in_place_and_a_bad_one_is_refused_by_field() {
 }
 
 #[tokio::test]
+async fn a_member_that_is_named_by_another_secret_keeps_what_it_holds() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    world.node("mgmt", 1, 1).await;
+    world.node("tenant-a", 2, 1).await;
+    let controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let before = world.versions().await;
+
+    // The old Secret stays, and so for a while does the session that reads it.
+    world
+        .give_secret_as("renamed", &world.kubeconfig("tenant-a").await)
+        .await;
+    let mut mesh = world.mesh();
+    mesh["spec"]["clusters"][1]["kubeconfigSecretRef"]["name"] = json!("renamed");
+    world.apply_mesh(&mesh).await;
+    wait_until("both sessions to have read the cluster", SOON, async || {
+        let state = world.ask("/debug/state").await;
+        let known = state.matches("\"silent\": null,\n").count();
+        let named = state.matches("renamed key").count();
+        let pending = state.matches("\"uid\": null").count();
+        if (known, pending) == (3, 0) && named > 1 { Ok(()) } else { Err(state) }
+    })
+    .await
+    .unwrap();
+    // Whatever the passes until now decided has been written when these changes have come through, both ways.
+    world.node("tenant-a", 2, 2).await;
+    world.node("mgmt", 1, 2).await;
+    world
+        .until_peers(
+            "mgmt",
+            &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
+            SOON,
+        )
+        .await;
+    world
+        .until_peers("tenant-a", &["prod--mgmt--mgmt-1", "prod--mgmt--mgmt-2"], SOON)
+        .await;
+    let mut after = world.versions().await;
+    after.retain(|object, _| before.contains_key(object) && object != "mesh");
+    let mut before = before;
+    before.remove("mesh");
+    assert_eq!(after, before, "{}", controller.log());
+}
+
+#[tokio::test]
 async fn a_mesh_takes_everything_with_it_and_waits_for_members_that_are_away() {
     let world = World::start(&["mgmt", "tenant-a", "tenant-b"]).await;
     for (m, cluster) in [(1, "mgmt"), (2, "tenant-a"), (3, "tenant-b")] {

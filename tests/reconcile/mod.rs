@@ -90,9 +90,13 @@ impl World {
             wait_until(format!("{object} of {name}"), SOON, async || {
                 let words = ["get", &object, "-o", condition];
                 match self.lab.cluster(name).kubectl(words).await {
-                    Ok(output) if output.stdout == "True" => Ok(()),
-                    other => Err(format!("{other:?}")),
+                    Ok(output) if output.stdout == "True" => {}
+                    other => return Err(format!("{other:?}")),
                 }
+                // Established is said a moment before it is served.
+                let words = ["get", &format!("{kind}.kilo.squat.ai"), "-A"];
+                let served = self.lab.cluster(name).kubectl(words).await;
+                served.map(drop).map_err(|error| error.to_string())
             })
             .await
             .unwrap();
@@ -142,9 +146,14 @@ impl World {
 
     /// Makes or changes the Secret of a member.
     pub(crate) async fn give_secret(&self, name: &str, kubeconfig: &str) {
+        self.give_secret_as(&format!("{name}-kubeconfig"), kubeconfig).await;
+    }
+
+    /// Makes or changes a kubeconfig Secret of any name.
+    pub(crate) async fn give_secret_as(&self, secret: &str, kubeconfig: &str) {
         let secret = json!({
             "apiVersion": "v1", "kind": "Secret",
-            "metadata": {"name": format!("{name}-kubeconfig"), "namespace": NAMESPACE},
+            "metadata": {"name": secret, "namespace": NAMESPACE},
             "data": {"value": STANDARD.encode(kubeconfig)},
         });
         self.hub().apply(&secret.to_string()).await.unwrap();
@@ -169,7 +178,7 @@ impl World {
             "--hub-namespace",
             NAMESPACE,
             "--listen",
-            "172.30.1.200:8081",
+            "0.0.0.0:8081",
         ];
         let running = self.host().spawn("controller", words).unwrap();
         wait_until("the controller to be ready", LATER, async || {
@@ -186,9 +195,9 @@ impl World {
         running
     }
 
-    /// What the admin endpoint answers; empty when it does not.
+    /// What the admin endpoint answers on the controller's own host (its state is shown to no other); empty when it does not.
     pub(crate) async fn ask(&self, path: &str) -> String {
-        let url = format!("http://172.30.1.200:8081{path}");
+        let url = format!("http://127.0.0.1:8081{path}");
         self.host()
             .try_exec(["curl", "-s", "-m", "5", &url])
             .await

@@ -105,12 +105,12 @@ fn binding(kind: &str, name: &str, namespace: Option<&str>, role: (&str, &str), 
 /// What the controller needs in a cluster that takes part in a mesh, the hub among them.
 fn member_rules() -> Value {
     json!([
-        {"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["get", "list", "watch"]},
+        {"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "watch"]},
         {"apiGroups": [""], "resources": ["namespaces"], "resourceNames": ["kube-system"], "verbs": ["get"]},
         {"apiGroups": ["kilo.squat.ai"], "resources": ["peers", "peerpolicies"], "verbs": ["get", "list", "watch", "create", "update", "delete"]},
         // Mirrored Services stand in whichever namespace a grant names, so this cannot be narrower by name.
-        {"apiGroups": [""], "resources": ["services"], "verbs": ["get", "list", "watch", "create", "update", "patch", "delete"]},
-        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch", "create", "update", "patch", "delete"]},
+        {"apiGroups": [""], "resources": ["services"], "verbs": ["get", "list", "watch", "create", "update", "delete"]},
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch", "create", "update", "delete"]},
     ])
 }
 
@@ -133,9 +133,9 @@ fn controller() -> Vec<Value> {
             name,
             None,
             &json!([
-                {"apiGroups": ["kilo.squat.ai"], "resources": ["clustermeshes"], "verbs": ["get", "list", "watch", "update", "patch"]},
-                {"apiGroups": ["kilo.squat.ai"], "resources": ["clustermeshes/status"], "verbs": ["get", "update", "patch"]},
-                {"apiGroups": ["kilo.squat.ai"], "resources": ["clustermeshes/finalizers"], "verbs": ["update"]},
+                // patch: the finalizer. Its status is written by server-side apply.
+                {"apiGroups": ["kilo.squat.ai"], "resources": ["clustermeshes"], "verbs": ["list", "watch", "patch"]},
+                {"apiGroups": ["kilo.squat.ai"], "resources": ["clustermeshes/status"], "verbs": ["patch"]},
                 {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]},
             ]),
         ),
@@ -151,7 +151,7 @@ fn controller() -> Vec<Value> {
             "Role",
             name,
             here,
-            &json!([{"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "list", "watch"]}]),
+            &json!([{"apiGroups": [""], "resources": ["secrets"], "verbs": ["list", "watch"]}]),
         ),
         binding("RoleBinding", name, here, ("Role", name), (name, NAMESPACE)),
         json!({
