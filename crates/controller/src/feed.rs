@@ -55,6 +55,9 @@ impl<V> Row<V> {
     }
 }
 
+/// A server that has just started answers 403 until it has read its own roles: only a refusal that lasts is believed.
+const BELIEVED: Duration = Duration::from_secs(10);
+
 /// For so long lists and events may be of before our own write.
 const AHEAD: Duration = Duration::from_secs(60);
 
@@ -64,8 +67,12 @@ struct Table<V> {
     /// Objects that do not parse, and why; each costs itself.
     malformed: BTreeMap<ObjectName, String>,
     trust: Trust,
-    /// It was listed whole at least once.
+    /// It was listed whole at least once, or is known not to be there.
     listed: bool,
+    /// It was listed whole at least once.
+    read: bool,
+    /// Since when the account may not read it.
+    denied: Option<Instant>,
 }
 
 /// What turns an object into a row's value: `Ok(None)` = of no interest, `Err` = malformed.
@@ -114,6 +121,8 @@ impl<V: Clone + PartialEq> Feed<V> {
             malformed: BTreeMap::new(),
             trust: Trust::Pending,
             listed: false,
+            read: false,
+            denied: None,
         };
         Self {
             table: Arc::new(Mutex::new(table)),
@@ -132,6 +141,13 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().listed
     }
 
+    /// Whether the account was never let in and will not be: to it the kind is as good as not there. What was read once and
+    /// is refused now is something else, since what stands there still stands.
+    pub(crate) fn closed(&self) -> bool {
+        let table = self.lock();
+        !table.read && table.denied.is_some_and(|since| since.elapsed() >= BELIEVED)
+    }
+
     /// Reads all rows under the lock.
     pub(crate) fn read<T>(&self, with: impl FnOnce(&BTreeMap<ObjectName, Row<V>>) -> T) -> T {
         with(&self.lock().rows)
@@ -146,13 +162,19 @@ impl<V: Clone + PartialEq> Feed<V> {
     pub(crate) fn set_trust(&self, trust: Trust) -> bool {
         let mut table = self.lock();
         if table.trust == trust {
+            if table.denied.is_some() {
+                drop(table);
+                // By now it may have lasted.
+                self.changed.notify_one();
+            }
             return false;
         }
+        table.denied = matches!(trust, Trust::Denied(_)).then(Instant::now);
         if trust == Trust::Absent {
             table.rows.clear();
             table.malformed.clear();
         }
-        table.listed |= matches!(trust, Trust::Absent | Trust::Denied(_));
+        table.listed |= trust == Trust::Absent;
         table.trust = trust;
         drop(table);
         self.changed.notify_one();
@@ -237,6 +259,8 @@ impl<V: Clone + PartialEq> Feed<V> {
                 .zip(&table.rows)
                 .all(|(a, b)| a.0 == b.0 && a.1.value == b.1.value);
         table.listed = true;
+        table.read = true;
+        table.denied = None;
         table.trust = Trust::Live;
         drop(table);
         if !same {
@@ -388,6 +412,24 @@ mod tests {
         feed.forget_writes();
         feed.replace(vec![object("a", "8", json!({"n": 3}))], "11");
         assert_eq!(rows(&feed), [("a".into(), 3)]);
+    }
+
+    #[test]
+    fn a_refusal_is_believed_when_it_lasts_and_only_of_what_was_never_read() {
+        let denied = || Trust::Denied("403".into());
+        let lasting = |feed: &Feed<i64>| {
+            feed.set_trust(denied());
+            let at_once = feed.closed();
+            feed.lock().denied = Instant::now().checked_sub(BELIEVED);
+            (at_once, feed.closed())
+        };
+        let never_read = feed();
+        assert_eq!(lasting(&never_read), (false, true));
+        assert!(!never_read.listed());
+        let read = feed();
+        read.replace(vec![object("a", "1", json!({"n": 1}))], "1");
+        assert_eq!(lasting(&read), (false, false));
+        assert_eq!((rows(&read), read.listed()), (vec![("a".into(), 1)], true));
     }
 
     #[test]

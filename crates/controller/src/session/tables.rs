@@ -202,23 +202,13 @@ impl Tables {
     /// Policies, mirrored objects and the API server's endpoints may be closed to an account that was made for Peers
     /// alone (the predecessor's): then there are none of ours to keep true.
     fn trusts(&self) -> Vec<Trust> {
-        let optional = |trust: Trust| {
-            if matches!(trust, Trust::Denied(_)) {
-                Trust::Absent
-            } else {
-                trust
-            }
-        };
         let mut trusts = vec![self.nodes.trust(), self.peers.trust()];
-        trusts.extend(
-            [
-                self.policies.trust(),
-                self.services.trust(),
-                self.slices.trust(),
-                self.api.trust(),
-            ]
-            .map(optional),
-        );
+        trusts.extend([
+            optional(&self.policies),
+            optional(&self.services),
+            optional(&self.slices),
+            optional(&self.api),
+        ]);
         let extra = self.extras();
         trusts.extend(
             extra
@@ -234,15 +224,11 @@ impl Tables {
     pub(super) fn listed(&self) -> bool {
         self.nodes.listed()
             && self.nodes.trust() != Trust::Absent
-            && !matches!(
-                (self.nodes.trust(), self.peers.trust()),
-                (Trust::Denied(_), _) | (_, Trust::Denied(_))
-            )
             && self.peers.listed()
-            && self.policies.listed()
-            && self.services.listed()
-            && self.slices.listed()
-            && self.api.listed()
+            && (self.policies.listed() || self.policies.closed())
+            && (self.services.listed() || self.services.closed())
+            && (self.slices.listed() || self.slices.closed())
+            && (self.api.listed() || self.api.closed())
     }
 
     /// The member as it was last seen.
@@ -389,7 +375,12 @@ fn by_name<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<String, V> {
     })
 }
 
+/// How far a table can be trusted that an account need not be able to read.
+fn optional<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
+    if feed.closed() { Trust::Absent } else { feed.trust() }
+}
+
 /// `None` = the kind is not there, or closed to the account.
 fn present<V: Clone + PartialEq>(feed: &Feed<V>) -> Option<BTreeMap<String, V>> {
-    (!matches!(feed.trust(), Trust::Absent | Trust::Denied(_))).then(|| by_name(feed))
+    (feed.trust() != Trust::Absent && !feed.closed()).then(|| by_name(feed))
 }
