@@ -7,9 +7,6 @@ use std::{
 
 use anyhow::{Context, bail};
 
-/// The packages whose programs the lab runs.
-const PACKAGES: [&str; 3] = ["clustermesh-controller", "wg-agent", "clustermesh-lab"];
-
 /// The repository.
 pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -35,12 +32,8 @@ pub(crate) fn show(command: &mut Command) -> anyhow::Result<()> {
 
 /// Builds the programs and returns the directory that holds them.
 pub(crate) fn build() -> anyhow::Result<PathBuf> {
-    let mut build = cargo();
-    build.args(["build", "--bins"]);
-    for package in PACKAGES {
-        build.args(["--package", package]);
-    }
-    show(&mut build)?;
+    // The whole workspace, as `cargo test` takes it: other features of a dependency would mean building it twice.
+    show(cargo().args(["build", "--workspace", "--bins"]))?;
     // This very program lies where cargo puts them.
     let program = std::env::current_exe().context("where this program is")?;
     Ok(program.parent().context("a program without a directory")?.to_owned())
