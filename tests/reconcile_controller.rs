@@ -485,7 +485,11 @@ async fn a_member_that_is_named_by_another_secret_keeps_what_it_holds() {
         let known = state.matches("\"silent\": null,\n").count();
         let named = state.matches("renamed key").count();
         let pending = state.matches("\"uid\": null").count();
-        if (known, pending) == (3, 0) && named > 1 { Ok(()) } else { Err(state) }
+        if (known, pending) == (3, 0) && named > 1 {
+            Ok(())
+        } else {
+            Err(state)
+        }
     })
     .await
     .unwrap();
