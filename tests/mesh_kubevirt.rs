@@ -379,12 +379,19 @@ impl<'a> World<'a> {
         self.wireguard = self.wireguard_address().await;
         // A machine that knows nothing yet sends by its default route, as before there was a mesh: until its agent has read.
         let (from, to) = (&self.webs[0], &self.hub_webs[0]);
-        wait_until("the new machine's agent to take the pods in", PATIENCE, async || {
-            match self.lab.ask(&pod(from), &url(to.ip, 8080)).await.map_err(|error| error.to_string())? {
+        wait_until(
+            "the new machine's agent to take the pods in",
+            PATIENCE,
+            async || match self
+                .lab
+                .ask(&pod(from), &url(to.ip, 8080))
+                .await
+                .map_err(|error| error.to_string())?
+            {
                 Ok(answer) if answer.saw == from.ip => Ok(()),
                 other => Err(format!("{other:?}")),
-            }
-        })
+            },
+        )
         .await
         .unwrap();
         self.pods_reach_pods_with_their_own_address().await;
