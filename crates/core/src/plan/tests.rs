@@ -1056,3 +1056,26 @@ fn exported_pods_ride_on_their_node_and_the_rest_of_a_shared_network_on_the_anch
             .contains(&shared)
     );
 }
+
+#[test]
+fn a_key_that_stands_for_a_member_not_seen_is_not_written_a_second_time() {
+    let mut mesh = two_clusters();
+    mesh.clusters
+        .push(entry("third", secret("third"), &["10.3.0.0/16", "100.66.3.0/24"]));
+    let mut seen = seen();
+    seen.members
+        .insert(secret("third"), Observation::Fresh(member(&[("t", node(3, 1))])));
+    settle(&mesh, &mut seen);
+    seen.members
+        .insert(secret("tenant"), Observation::Unreachable("starting".into()));
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.nodes.get_mut("a").unwrap().public_key = Claim::Is(key(33));
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    let third = &of_mesh.targets["third"].peers;
+    assert_eq!(
+        third.keys().collect::<Vec<_>>(),
+        vec!["m--mgmt--b"],
+        "the standing Peer of x has that key"
+    );
+}
