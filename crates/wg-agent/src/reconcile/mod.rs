@@ -1,5 +1,5 @@
-//! One pass over the node: what was seen -> compile -> diff -> apply -> what to publish; and the look at the peers between
-//! passes. When to do which is `run`'s business.
+//! One pass over the node: what was seen -> compile -> diff -> apply. Whether a pass may begin is in `gate`, the look at the
+//! peers between passes and what is told of them in `look`; when to do which is `run`'s business.
 //!
 //! The order is what keeps packets off the underlay. On a node where nothing of ours stands: the device, the firewall
 //! (which drops mesh prefixes that leave by another device), the routes (`unreachable` behind everything), then the peers.
@@ -10,17 +10,15 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
     path::Path,
-    time::{Instant, SystemTime, UNIX_EPOCH},
+    time::{Instant, SystemTime},
 };
 
 use clustermesh_agent_core::{
     compile::{Compiled, compile},
     device::diff,
-    health::State,
     mtu,
     numbers::MARK_UNDERLAY,
 };
-use clustermesh_api::annotations::Agent;
 use clustermesh_core::key::PublicKey;
 use serde_json::json;
 use tokio::sync::watch;
@@ -34,11 +32,8 @@ use crate::{
         address::{Claim, Me, choose},
         key::NodeKey,
     },
-    metrics::{Metrics, Traffic},
-    publish::{
-        Wanted,
-        identity::{Facts, wanted},
-    },
+    metrics::Metrics,
+    publish::Wanted,
     route::{self, Routing},
     source::{
         client::Server,
@@ -49,12 +44,13 @@ use crate::{
     status::{Dump, Said, Trouble, Troubles},
 };
 
+mod gate;
 mod inputs;
+mod look;
 
+use gate::{beside_kg, own_node, waiting};
 use inputs::{Gathered, Local, gather};
 
-/// A check-in of kg that is not older than this is one of a kg that lives: it writes every 30 s (KILO.md §2).
-const KG_ALIVE_SECONDS: i64 = 60;
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 
 /// Opens the device.
@@ -372,189 +368,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         Ok(pass.failed.iter().map(|error| Trouble::new("routes", error)).collect())
     }
 
-    /// Looks at the peers: tries elsewhere who does not answer, and tells metrics and the Node.
-    pub(crate) fn look(&mut self) {
-        let now = Instant::now();
-        let Some(current) = self.current.take() else { return };
-        let observed = match self.device.as_ref().map(|(device, _)| device.observe()) {
-            Some(Ok(observed)) => observed,
-            Some(Err(error)) => {
-                tracing::debug!(%error, "cannot look at the device");
-                self.current = Some(current);
-                return;
-            }
-            None => {
-                self.current = Some(current);
-                return;
-            }
-        };
-        if self.tracks.look(&observed.peers, now)
-            && let Err(trouble) = self.apply_peers(&current.compiled)
-        {
-            tracing::debug!(error = trouble.message, "cannot try another endpoint");
-        }
-        let cluster = |key: &PublicKey| current.clusters.get(key).cloned().unwrap_or_default();
-        let traffic: Vec<Traffic> = observed
-            .peers
-            .iter()
-            .map(|(key, peer)| Traffic {
-                key: key.to_string(),
-                cluster: cluster(key),
-                state: self.tracks.state(key, now),
-                rx: peer.stats.rx_bytes,
-                tx: peer.stats.tx_bytes,
-            })
-            .collect();
-        self.parts.metrics.traffic(&traffic, &observed.drops);
-        let count = |state| u32::try_from(traffic.iter().filter(|t| t.state == state).count()).unwrap_or(u32::MAX);
-        let agent = Agent {
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            backend: self
-                .device
-                .as_ref()
-                .map(|(device, _)| device.backend())
-                .unwrap_or_default()
-                .to_owned(),
-            mode: "full".to_owned(),
-            mtu: current.mtu.into(),
-            policy_revision: current.policy_revision.clone(),
-            peers_up: count(State::Up),
-            peers_down: count(State::Down),
-        };
-        self.dump(&current, &traffic, &observed.peers, &agent);
-        let told = wanted(Facts {
-            public_key: self.parts.key.public(),
-            wireguard_ip: self.parts.config.range.with_prefix(current.wireguard_ip),
-            port: self.parts.config.port,
-            node: &current.node,
-            underlay: &current.underlay.addresses,
-            agent,
-        });
-        self.parts.publish.send_if_modified(|wanted| {
-            let changed = *wanted != told;
-            *wanted = told;
-            changed
-        });
-        self.current = Some(current);
-    }
-
-    fn dump(
-        &self,
-        current: &Current,
-        traffic: &[Traffic],
-        observed: &clustermesh_agent_core::device::ObservedPeers,
-        agent: &Agent,
-    ) {
-        let Current {
-            compiled,
-            underlay,
-            wireguard_ip,
-            ..
-        } = current;
-        let states: BTreeMap<&str, &Traffic> = traffic.iter().map(|t| (t.key.as_str(), t)).collect();
-        let peers: BTreeMap<&str, _> = compiled
-            .peers
-            .iter()
-            .map(|(key, spec)| {
-                let name = compiled.names.get(key).map_or("", String::as_str);
-                let stats = observed.get(key).map(|peer| &peer.stats);
-                let text = key.to_string();
-                let traffic = states.get(text.as_str());
-                let peer = json!({
-                    "key": text,
-                    "cluster": traffic.map(|t| &t.cluster),
-                    "state": traffic.map(|t| t.state.as_str()),
-                    "allowedIPs": spec.allowed_ips,
-                    "candidates": compiled.endpoints.get(key),
-                    "configuredEndpoint": self.tracks.current(key),
-                    "liveEndpoint": stats.and_then(|s| s.endpoint),
-                    "handshakeAgeSeconds": stats.and_then(|s| s.handshake_age).map(|age| age.as_secs()),
-                    "rxBytes": traffic.map(|t| t.rx),
-                    "txBytes": traffic.map(|t| t.tx),
-                });
-                (name, peer)
-            })
-            .collect();
-        let dump = &self.parts.dump;
-        dump.set("agent", json!(agent));
-        dump.set("node", json!({
-            "name": self.parts.config.node_name,
-            "publicKey": self.parts.key.public().to_string(),
-            "wireguardIP": wireguard_ip,
-            "underlay": {"interface": underlay.interface.as_str(), "mtu": underlay.mtu, "addresses": underlay.addresses.keys().collect::<Vec<_>>(), "nextHops": underlay.next_hops},
-        }));
-        dump.set("peers", json!(peers));
-        dump.set(
-            "routes",
-            json!(
-                compiled
-                    .routes
-                    .routes
-                    .iter()
-                    .map(ToString::to_string)
-                    .collect::<Vec<_>>()
-            ),
-        );
-        dump.set(
-            "firewall",
-            json!(
-                clustermesh_agent_core::firewall::render(&compiled.firewall)
-                    .lines()
-                    .collect::<Vec<_>>()
-            ),
-        );
-    }
-
     /// Ends our part; what stands in the kernel stays.
     pub(crate) fn into_device(self) -> Option<Box<dyn Device>> {
         self.device.map(|(device, _)| device)
-    }
-}
-
-/// Nothing is touched before everything was read once.
-fn waiting(world: &World) -> Result<(), Trouble> {
-    let pending: Vec<String> = world
-        .pending()
-        .iter()
-        .map(|kind| match world.errors.get(kind) {
-            Some(error) => format!("{kind} ({error})"),
-            None => (*kind).to_owned(),
-        })
-        .collect();
-    if pending.is_empty() {
-        Ok(())
-    } else {
-        Err(Trouble::new(
-            "source",
-            format!("waiting for the first list of: {}", pending.join(", ")),
-        ))
-    }
-}
-
-fn own_node(world: &World, name: &str) -> Result<NodeSeen, Trouble> {
-    world.nodes.known().find(|(node, _)| *node == name).map(|(_, seen)| seen.clone()).ok_or_else(|| {
-        Trouble::new(
-            "source",
-            format!("there is no Node {name} in this cluster: correct --node-name, or wait for the kubelet to register it"),
-        )
-    })
-}
-
-/// Two programs cannot own one node's tunnel. This agent never writes `last-seen`, so a fresh one is kg's.
-fn beside_kg(own: &NodeSeen, now: SystemTime) -> Result<(), Trouble> {
-    let now = now
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |d| i64::try_from(d.as_secs()).unwrap_or(i64::MAX));
-    match own.own.as_ref().and_then(|own| own.kg_seen) {
-        Some(seen) if now.saturating_sub(seen) < KG_ALIVE_SECONDS => Err(Trouble::new(
-            "kg",
-            format!(
-                "kg (Kilo) serves this node: it wrote kilo.squat.ai/last-seen {} s ago. Two programs cannot own kilo0: keep \
-                 wg-agent off this node (nodeSelector), or take kg off it; this agent starts by itself a minute later",
-                now.saturating_sub(seen)
-            ),
-        )),
-        _ => Ok(()),
     }
 }
 

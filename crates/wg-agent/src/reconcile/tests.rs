@@ -112,7 +112,7 @@ fn a_kg_that_lives_is_not_joined_and_one_that_is_gone_does_not_matter() {
         }),
         ..NodeSeen::default()
     };
-    let now = UNIX_EPOCH + Duration::from_secs(1000);
+    let now = std::time::UNIX_EPOCH + Duration::from_secs(1000);
     assert_eq!(
         [None, Some(940), Some(1)].map(|at| beside_kg(&seen(at), now).is_ok()),
         [true; 3]

@@ -1,0 +1,59 @@
+//! Whether a pass may begin: everything was read once, the node has its object, no kg owns its tunnel. Values only.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::{
+    source::{objects::NodeSeen, store::World},
+    status::Trouble,
+};
+
+/// A check-in of kg that is not older than this is one of a kg that lives: it writes every 30 s (KILO.md §2).
+const KG_ALIVE_SECONDS: i64 = 60;
+
+/// Nothing is touched before everything was read once.
+pub(super) fn waiting(world: &World) -> Result<(), Trouble> {
+    let pending: Vec<String> = world
+        .pending()
+        .iter()
+        .map(|kind| match world.errors.get(kind) {
+            Some(error) => format!("{kind} ({error})"),
+            None => (*kind).to_owned(),
+        })
+        .collect();
+    if pending.is_empty() {
+        Ok(())
+    } else {
+        Err(Trouble::new(
+            "source",
+            format!("waiting for the first list of: {}", pending.join(", ")),
+        ))
+    }
+}
+
+/// This node's object.
+pub(super) fn own_node(world: &World, name: &str) -> Result<NodeSeen, Trouble> {
+    world.nodes.known().find(|(node, _)| *node == name).map(|(_, seen)| seen.clone()).ok_or_else(|| {
+        Trouble::new(
+            "source",
+            format!("there is no Node {name} in this cluster: correct --node-name, or wait for the kubelet to register it"),
+        )
+    })
+}
+
+/// Two programs cannot own one node's tunnel. This agent never writes `last-seen`, so a fresh one is kg's.
+pub(super) fn beside_kg(own: &NodeSeen, now: SystemTime) -> Result<(), Trouble> {
+    let now = now
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |d| i64::try_from(d.as_secs()).unwrap_or(i64::MAX));
+    match own.own.as_ref().and_then(|own| own.kg_seen) {
+        Some(seen) if now.saturating_sub(seen) < KG_ALIVE_SECONDS => Err(Trouble::new(
+            "kg",
+            format!(
+                "kg (Kilo) serves this node: it wrote kilo.squat.ai/last-seen {} s ago. Two programs cannot own kilo0: keep \
+                 wg-agent off this node (nodeSelector), or take kg off it; this agent starts by itself a minute later",
+                now.saturating_sub(seen)
+            ),
+        )),
+        _ => Ok(()),
+    }
+}
