@@ -1,0 +1,264 @@
+//! Networks that no single node owns: claims, anchors, shared pod networks, mirrored Services.
+
+use super::*;
+
+#[test]
+fn a_network_no_node_owns_rides_on_one_anchor_and_moves_only_when_that_is_not_eligible() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    settle(&mesh, &mut seen);
+    let service: IpNet = "10.96.0.0/16".parse().unwrap();
+    let carriers = |seen: &Observations| -> Vec<String> {
+        let peers = seen.members[&secret("tenant")].fresh().unwrap().peers.clone().unwrap();
+        peers
+            .iter()
+            .filter(|(_, p)| p.spec.as_ref().unwrap().allowed_ips.contains(&service))
+            .map(|(n, _)| n.clone())
+            .collect()
+    };
+    let first = carriers(&seen);
+    assert_eq!(first.len(), 1);
+
+    let mut later = seen.clone();
+    edit(&mut later, &ClusterIdentity::Local, |m| {
+        m.nodes.insert(
+            "0-older".into(),
+            Node {
+                created: 0,
+                ..node(1, 3)
+            },
+        );
+    });
+    settle(&mesh, &mut later);
+    assert_eq!(carriers(&later), first, "a node that joins does not take the anchor");
+
+    let anchor = first[0].rsplit("--").next().unwrap().to_owned();
+    edit(&mut later, &ClusterIdentity::Local, |m| {
+        m.nodes.get_mut(&anchor).unwrap().ready = false
+    });
+    let (plan, _) = run(&mesh, &later);
+    let steps = diff(
+        &plan,
+        &secret("tenant"),
+        later.members[&secret("tenant")].fresh().unwrap(),
+    );
+    assert_eq!(steps.len(), 2);
+    assert_eq!(
+        steps[1].item.name(),
+        first[0],
+        "the new carrier gains before the old one loses"
+    );
+    assert_eq!(
+        steps.iter().map(|s| s.fields.clone()).collect::<Vec<_>>(),
+        vec![vec!["spec.allowedIPs"]; 2]
+    );
+}
+
+#[test]
+fn networks_of_two_clusters_are_disjoint_and_an_accepted_claim_wins() {
+    let mut older = two_clusters();
+    older.accepted = BTreeMap::from([("tenant".into(), older.clusters[1].allowed.clone())]);
+    let mut newer = two_clusters();
+    newer.id.name = "n".into();
+    newer.created = 2;
+    newer.clusters[1] = entry("other", secret("other"), &["10.2.128.0/17"]);
+    for meshes in [[older.clone(), newer.clone()], [newer.clone(), older.clone()]] {
+        let plan = plan(&meshes, &seen(), &Settings::default(), &Plain);
+        let newer_plan = &plan.meshes[&newer.id];
+        assert_eq!(
+            newer_plan
+                .clusters
+                .values()
+                .map(|c| c.accepted.len())
+                .collect::<Vec<_>>(),
+            vec![0, 0]
+        );
+        assert!(
+            newer_plan
+                .facts
+                .iter()
+                .any(|f| matches!(f, Fact::NetworksOverlap { lost: true, .. }))
+        );
+        let older_plan = &plan.meshes[&older.id];
+        assert_eq!(older_plan.clusters["tenant"].accepted, older.clusters[1].allowed);
+        assert!(
+            older_plan
+                .facts
+                .iter()
+                .any(|f| matches!(f, Fact::NetworksOverlap { lost: false, .. }))
+        );
+    }
+    // The holder may not grow into what the other has, and keeps what it had.
+    newer.clusters[1].allowed = nets(&["10.3.0.0/16"]);
+    newer.accepted = BTreeMap::from([("other".into(), nets(&["10.3.0.0/16"]))]);
+    older.clusters[1].allowed = nets(&["10.2.0.0/15", "100.66.2.0/24"]);
+    let plan = plan(&[older.clone(), newer], &seen(), &Settings::default(), &Plain);
+    assert_eq!(
+        plan.meshes[&older.id].clusters["tenant"].accepted,
+        nets(&["10.2.0.0/16", "100.66.2.0/24"])
+    );
+}
+
+#[test]
+fn exported_pods_ride_on_their_node_and_the_rest_of_a_shared_network_on_the_anchor() {
+    let mut mesh = two_clusters();
+    mesh.clusters[0].pod_network = PodNetwork::Shared;
+    mesh.clusters[0].exports = vec![Export {
+        namespace: "rook-ceph".into(),
+        selector: vec![],
+    }];
+    let mut seen = seen();
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        let pod = |node: &str, address: &str| Pod {
+            node: node.into(),
+            addresses: vec![address.parse().unwrap()],
+            ..Pod::default()
+        };
+        let name = |namespace: &str, name: &str| ObjectName {
+            namespace: namespace.into(),
+            name: name.into(),
+        };
+        m.pods.insert(name("rook-ceph", "osd-0"), pod("b", "10.1.77.1"));
+        m.pods.insert(name("rook-ceph", "far"), pod("b", "192.0.2.1"));
+        m.pods.insert(name("default", "other"), pod("b", "10.1.77.2"));
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    let of = |node: &str| allowed(&of_mesh, "tenant", &format!("m--mgmt--{node}"));
+    let shared: IpNet = "10.1.0.0/16".parse().unwrap();
+    let carriers: Vec<&str> = ["a", "b"]
+        .into_iter()
+        .filter(|node| of(node).contains(&shared))
+        .collect();
+    assert_eq!(carriers.len(), 1, "podCIDRs mean nothing here: the range is anchored");
+    let own: BTreeSet<IpNet> = of("b").iter().copied().filter(|net| net.prefix_len() == 32).collect();
+    assert_eq!(own, net_set(&["10.1.77.1/32", "100.66.1.2/32"]));
+    assert!(
+        of_mesh.targets["mgmt"].policies["m--tenant"]
+            .spec
+            .anchored
+            .contains(&shared)
+    );
+}
+
+#[test]
+fn a_granted_service_is_mirrored_with_the_endpoints_that_lie_in_the_mesh() {
+    let mut mesh = two_clusters();
+    let local = ObjectName {
+        namespace: "default".into(),
+        name: "db".into(),
+    };
+    let service = ObjectName {
+        namespace: "team-x".into(),
+        name: "postgres".into(),
+    };
+    mesh.clusters[1].egress = vec![Grant {
+        cluster: "mgmt".into(),
+        service: service.clone(),
+        ports: vec![GrantPort {
+            port: PortRef::Number(5432),
+            protocol: Protocol::Tcp,
+        }],
+        local: local.clone(),
+    }];
+    let mut seen = seen();
+    let port = |name: &str, port| ServicePort {
+        name: name.into(),
+        port,
+        protocol: Protocol::Tcp,
+    };
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.services.insert(
+            service.clone(),
+            Service {
+                ports: vec![port("pg", 5432), port("metrics", 9187)],
+                ..Service::default()
+            },
+        );
+        let endpoint = |address: String| SliceEndpoint {
+            address: address.parse().unwrap(),
+            ready: true,
+            serving: true,
+            terminating: false,
+        };
+        let mut endpoints: Vec<_> = (1..=130).map(|n| endpoint(format!("10.1.1.{n}"))).collect();
+        endpoints.push(endpoint("192.0.2.9".into()));
+        let slice = Slice {
+            managed: None,
+            service: "postgres".into(),
+            v6: false,
+            ports: vec![port("pg", 15432)],
+            endpoints,
+        };
+        m.slices.insert(
+            ObjectName {
+                namespace: "team-x".into(),
+                name: "postgres-1".into(),
+            },
+            slice,
+        );
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    let mirrored = &of_mesh.targets["tenant"].services[&local];
+    assert_eq!(mirrored.ports, vec![port("pg", 5432)]);
+    assert_eq!(
+        mirrored
+            .slices
+            .values()
+            .map(|s| (s.ports.clone(), s.endpoints.len()))
+            .collect::<Vec<_>>(),
+        vec![(vec![port("pg", 15432)], 100), (vec![port("pg", 15432)], 30)]
+    );
+    assert!(of_mesh.egress[0].ready);
+    assert!(
+        of_mesh.egress[0].message.contains("192.0.2.9"),
+        "{}",
+        of_mesh.egress[0].message
+    );
+
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.services.insert(
+            local.clone(),
+            Service {
+                ports: vec![port("", 1)],
+                ..Service::default()
+            },
+        );
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!(of_mesh.targets["tenant"].services, BTreeMap::new());
+    assert!(
+        of_mesh.egress[0].message.contains("not ours"),
+        "{}",
+        of_mesh.egress[0].message
+    );
+}
+
+#[test]
+fn profiles_that_are_not_served_are_connected_to_nothing_and_said() {
+    for (profile, quarantine) in [(Profile::Sandbox, false), (Profile::ClusterMeshed, true)] {
+        let mut mesh = two_clusters();
+        let mut seen = seen();
+        settle(&mesh, &mut seen);
+        mesh.clusters[1].profile = profile;
+        mesh.clusters[1].quarantine = quarantine;
+        let (plan, of_mesh) = run(&mesh, &seen);
+        assert!(
+            of_mesh
+                .facts
+                .iter()
+                .any(|fact| matches!(fact, Fact::NotServed { cluster, .. } if cluster == "tenant"))
+        );
+        let steps = diff(
+            &plan,
+            &ClusterIdentity::Local,
+            seen.members[&ClusterIdentity::Local].fresh().unwrap(),
+        );
+        assert_eq!(
+            names(&steps),
+            vec![
+                (Action::Delete, "m--tenant--x".to_owned()),
+                (Action::Delete, "m--tenant".to_owned())
+            ]
+        );
+    }
+}

@@ -1,0 +1,186 @@
+//! What one node of a member becomes elsewhere: addresses, endpoint, granularity.
+
+use super::*;
+
+#[test]
+fn a_node_appears_with_its_pods_its_wireguard_address_and_its_endpoint() {
+    let (_, plan) = run(&two_clusters(), &seen());
+    let peer = &plan.targets["mgmt"].peers["m--tenant--x"];
+    assert_eq!(
+        peer.spec,
+        PeerSpec {
+            public_key: key(33),
+            allowed_ips: net_set(&["10.2.1.0/24", "100.66.2.1/32"]),
+            endpoint: Some(Endpoint::Ip("172.30.2.1:51820".parse().unwrap())),
+            candidates: vec![],
+            persistent_keepalive: 0,
+        }
+    );
+    assert_eq!(plan.clusters["mgmt"].registered, 2);
+    assert_eq!(plan.clusters["tenant"].registered, 1);
+}
+
+#[test]
+fn what_lies_outside_allowed_networks_is_refused_with_its_reason() {
+    let mesh = two_clusters();
+    type Spoil = fn(&mut Node);
+    let table: [(Reason, Spoil); 8] = [
+        (Reason::NodePodCIDROutOfRange, |n| {
+            n.pod_cidrs = vec![Claim::Is("0.0.0.0/0".parse().unwrap())]
+        }),
+        (Reason::NodeNoPodCIDR, |n| n.pod_cidrs.clear()),
+        (Reason::WGIPOutOfRange, |n| {
+            n.wireguard_ip = Claim::Is("100.66.1.7/24".parse().unwrap())
+        }),
+        (Reason::NodeNoWireguardIP, |n| n.wireguard_ip = Claim::Absent),
+        (Reason::WGIPInvalid, |n| n.wireguard_ip = Claim::Invalid("x".into())),
+        (Reason::PublicKeyInvalid, |n| n.public_key = Claim::Invalid("x".into())),
+        (Reason::NodeEndpointInvalid, |n| {
+            n.force_endpoint = Claim::Invalid("x".into())
+        }),
+        (Reason::EndpointForbidden, |n| {
+            n.force_endpoint = Claim::Is(Endpoint::Ip("127.0.0.1:51820".parse().unwrap()));
+        }),
+    ];
+    for (reason, spoil) in table {
+        let mut seen = seen();
+        edit(&mut seen, &secret("tenant"), |m| {
+            let mut bad = node(2, 2);
+            spoil(&mut bad);
+            m.nodes.insert("bad".into(), bad);
+        });
+        let (_, of_mesh) = run(&mesh, &seen);
+        let skipped: Vec<_> = of_mesh.clusters["tenant"]
+            .skipped
+            .iter()
+            .map(|s| (s.node.as_str(), s.reason))
+            .collect();
+        assert_eq!(skipped, vec![("bad", reason)]);
+        assert_eq!(
+            of_mesh.targets["mgmt"].peers.keys().collect::<Vec<_>>(),
+            vec!["m--tenant--x"]
+        );
+    }
+}
+
+#[test]
+fn an_endpoint_inside_the_targets_own_networks_is_none_unless_the_entry_lists_it() {
+    let mut mesh = two_clusters();
+    let mut seen = seen();
+    edit(&mut seen, &secret("tenant"), |m| {
+        let x = m.nodes.get_mut("x").unwrap();
+        x.kilo_endpoint = Claim::Absent;
+        x.internal_ips = vec!["10.1.1.77".parse().unwrap()];
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    let spec = &of_mesh.targets["mgmt"].peers["m--tenant--x"].spec;
+    assert_eq!((spec.endpoint.clone(), spec.persistent_keepalive), (None, 25));
+    let back = &of_mesh.targets["tenant"].peers["m--mgmt--a"].spec;
+    assert_eq!(
+        back.persistent_keepalive, 25,
+        "who cannot be dialled keeps its binding open"
+    );
+
+    mesh.clusters[1].endpoint_networks = nets(&["10.1.0.0/16"]);
+    let (_, of_mesh) = run(&mesh, &seen);
+    let spec = &of_mesh.targets["mgmt"].peers["m--tenant--x"].spec;
+    assert_eq!(spec.endpoint, Some(Endpoint::Ip("10.1.1.77:51820".parse().unwrap())));
+}
+
+#[test]
+fn toward_kilo_the_internal_ip_is_left_out_where_it_is_the_endpoint() {
+    let mut mesh = two_clusters();
+    mesh.clusters[1].allowed.extend(nets(&["172.30.2.1/32"]));
+    let mut seen = seen();
+    let (_, of_mesh) = run(&mesh, &seen);
+    let whole = net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"]);
+    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--x"), whole);
+    // A Node that has just joined publishes nothing yet: that does not make it kg's.
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.nodes.insert(
+            "new".into(),
+            Node {
+                ready: true,
+                ..Node::default()
+            },
+        );
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--x"), whole);
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.nodes.values_mut().for_each(|node| node.server = Server::Kilo)
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!(
+        *allowed(&of_mesh, "mgmt", "m--tenant--x"),
+        net_set(&["10.2.1.0/24", "100.66.2.1/32"])
+    );
+}
+
+#[test]
+fn with_location_granularity_the_leader_carries_its_followers() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    edit(&mut seen, &secret("tenant"), |m| {
+        for n in 1..=3 {
+            let mut kg = node(2, n);
+            kg.server = Server::Kilo;
+            kg.granularity = Some(Granularity::Location);
+            kg.kilo_internal_ip = kg.internal_ips.first().copied();
+            if n > 1 {
+                kg.wireguard_ip = Claim::Absent;
+            }
+            m.nodes.insert(format!("k{n}"), kg);
+        }
+        m.nodes.remove("x");
+        // A follower whose kg restarts has no annotations for half a second.
+        let restarting = m.nodes.get_mut("k3").unwrap();
+        restarting.granularity = None;
+        restarting.kilo_internal_ip = None;
+        restarting.public_key = Claim::Absent;
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!(of_mesh.clusters["tenant"].skipped, vec![]);
+    assert_eq!(
+        of_mesh.targets["mgmt"].peers.keys().collect::<Vec<_>>(),
+        vec!["m--tenant--k1"]
+    );
+    let carried = net_set(&["10.2.1.0/24", "10.2.2.0/24", "10.2.3.0/24", "100.66.2.1/32"]);
+    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--k1"), carried);
+}
+
+#[test]
+fn a_masqueraded_member_shows_only_its_wireguard_addresses() {
+    let mut mesh = two_clusters();
+    mesh.clusters[1].addressing = Addressing::Masqueraded;
+    mesh.clusters[1].allowed = nets(&["100.66.2.0/24"]);
+    let (_, of_mesh) = run(&mesh, &seen());
+    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--x"), net_set(&["100.66.2.1/32"]));
+    assert_eq!(
+        of_mesh.targets["mgmt"].policies["m--tenant"].spec.sources,
+        net_set(&["100.66.2.0/24"])
+    );
+}
+
+#[test]
+fn the_policy_of_a_masqueraded_member_does_not_shrink_with_what_is_seen_of_it() {
+    let mut mesh = two_clusters();
+    mesh.clusters[1].addressing = Addressing::Masqueraded;
+    let mut seen = seen();
+    settle(&mesh, &mut seen);
+    let policy = |seen: &Observations| run(&mesh, seen).1.targets["mgmt"].policies["m--tenant"].spec.clone();
+    let before = policy(&seen);
+    assert_eq!(before.sources, net_set(&["100.66.2.0/24"]));
+    let mut blank = seen.clone();
+    edit(&mut blank, &secret("tenant"), |m| {
+        m.nodes.get_mut("x").unwrap().wireguard_ip = Claim::Absent
+    });
+    assert_eq!(policy(&blank), before, "its annotations vanished, its Peer is held");
+    seen.members
+        .insert(secret("tenant"), Observation::Unreachable("starting".into()));
+    assert_eq!(
+        policy(&seen),
+        before,
+        "it has not been seen since the controller started"
+    );
+}

@@ -1,0 +1,252 @@
+//! One owner for each key, prefix and object: other meshes, other hubs, other people.
+
+use super::*;
+
+#[test]
+fn the_predecessors_peers_are_adopted_with_new_labels_and_an_unchanged_spec() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    settle(&mesh, &mut seen);
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        for peer in m.peers.as_mut().unwrap().values_mut() {
+            peer.owner.hub = None;
+            peer.owner.mesh_namespace = None;
+        }
+    });
+    let (plan, _) = run(&mesh, &seen);
+    let steps = diff(
+        &plan,
+        &ClusterIdentity::Local,
+        seen.members[&ClusterIdentity::Local].fresh().unwrap(),
+    );
+    assert_eq!(names(&steps), vec![(Action::Update, "m--tenant--x".to_owned())]);
+    assert_eq!(steps[0].fields, vec!["metadata.labels"]);
+}
+
+#[test]
+fn a_peer_of_someone_else_keeps_its_name_its_key_and_its_addresses() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    let theirs = |n: u8, net: &str| ObservedPeer {
+        owner: Owner::default(),
+        spec: Ok(PeerSpec {
+            public_key: key(n),
+            allowed_ips: net_set(&[net]),
+            endpoint: None,
+            candidates: vec![],
+            persistent_keepalive: 25,
+        }),
+    };
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.nodes.clear();
+        m.peers
+            .as_mut()
+            .unwrap()
+            .insert("m--tenant--x".into(), theirs(99, "10.2.1.0/24"));
+    });
+    let (plan, _) = run(&mesh, &seen);
+    let steps = diff(
+        &plan,
+        &ClusterIdentity::Local,
+        seen.members[&ClusterIdentity::Local].fresh().unwrap(),
+    );
+    let peers: Vec<_> = steps.iter().filter(|step| step.item.kind() == "Peer").collect();
+    assert_eq!(peers.len(), 1);
+    assert_eq!(peers[0].item.name(), "m--tenant--x-meshes");
+    let Item::Peer(_, Some(spec)) = &peers[0].item else {
+        panic!("a Peer")
+    };
+    assert_eq!(spec.allowed_ips, net_set(&["100.66.2.1/32"]));
+
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.peers
+            .as_mut()
+            .unwrap()
+            .insert("laptop".into(), theirs(33, "192.0.2.1/32"));
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!(of_mesh.clusters["tenant"].skipped[0].reason, Reason::PublicKeyDuplicate);
+}
+
+#[test]
+fn a_key_copied_by_another_member_stays_with_the_local_cluster() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.nodes.get_mut("x").unwrap().public_key = Claim::Is(key(17));
+        m.nodes.get_mut("x").unwrap().created = -1_000;
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!(of_mesh.targets["mgmt"].peers, BTreeMap::new());
+    assert_eq!(of_mesh.clusters["tenant"].skipped[0].reason, Reason::PublicKeyDuplicate);
+    assert_eq!(
+        of_mesh.clusters["mgmt"].registered, 1,
+        "the tenant's own node has that key: no Peer of it there, all others"
+    );
+}
+
+#[test]
+fn a_key_copied_while_its_owner_is_not_seen_stays_with_its_owner() {
+    let mut mesh = two_clusters();
+    mesh.clusters
+        .insert(1, entry("evil", secret("evil"), &["10.3.0.0/16", "100.66.3.0/24"]));
+    let mut seen = seen();
+    seen.members.insert(secret("evil"), Observation::Fresh(member(&[])));
+    settle(&mesh, &mut seen);
+    let copy = Node {
+        public_key: Claim::Is(key(33)),
+        ..node(3, 1)
+    };
+    edit(&mut seen, &secret("evil"), |m| {
+        m.nodes.insert("e".into(), copy);
+    });
+    // The controller restarts, and the victim's API server does not answer yet.
+    let victim = seen
+        .members
+        .insert(secret("tenant"), Observation::Unreachable("starting".into()))
+        .unwrap();
+    let before = seen.members[&ClusterIdentity::Local].fresh().unwrap().peers.clone();
+    settle(&mesh, &mut seen);
+    assert_eq!(seen.members[&ClusterIdentity::Local].fresh().unwrap().peers, before);
+    seen.members.insert(secret("tenant"), victim);
+    settle(&mesh, &mut seen);
+    assert_eq!(seen.members[&ClusterIdentity::Local].fresh().unwrap().peers, before);
+    let (_, of_mesh) = run(&mesh, &seen);
+    let skipped: Vec<_> = of_mesh.clusters["evil"]
+        .skipped
+        .iter()
+        .map(|s| (s.node.as_str(), s.reason))
+        .collect();
+    assert_eq!(skipped, vec![("e", Reason::PublicKeyDuplicate)]);
+    assert_eq!(of_mesh.clusters["tenant"].registered, 1);
+}
+
+#[test]
+fn a_key_that_stands_for_a_member_not_seen_is_not_written_a_second_time() {
+    let mut mesh = two_clusters();
+    mesh.clusters
+        .push(entry("third", secret("third"), &["10.3.0.0/16", "100.66.3.0/24"]));
+    let mut seen = seen();
+    seen.members
+        .insert(secret("third"), Observation::Fresh(member(&[("t", node(3, 1))])));
+    settle(&mesh, &mut seen);
+    seen.members
+        .insert(secret("tenant"), Observation::Unreachable("starting".into()));
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.nodes.get_mut("a").unwrap().public_key = Claim::Is(key(33));
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    let third = &of_mesh.targets["third"].peers;
+    assert_eq!(
+        third.keys().collect::<Vec<_>>(),
+        vec!["m--mgmt--b"],
+        "the standing Peer of x has that key"
+    );
+}
+
+#[test]
+fn two_meshes_of_the_same_clusters_give_one_peer_a_key_and_a_prefix() {
+    let older = two_clusters();
+    let mut newer = two_clusters();
+    newer.id.name = "n".into();
+    newer.created = 2;
+    let owners = |seen: &Observations| -> BTreeMap<String, String> {
+        let plan = plan(&[newer.clone(), older.clone()], seen, &Settings::default(), &Plain);
+        let meshes = plan.meshes.iter();
+        let peers = meshes.flat_map(|(id, mesh)| {
+            mesh.targets["tenant"]
+                .peers
+                .values()
+                .map(|peer| (peer.node.clone(), id.name.clone()))
+                .collect::<Vec<_>>()
+        });
+        let mut owners = BTreeMap::new();
+        for (node, mesh) in peers {
+            assert_eq!(owners.insert(node, mesh), None, "one key, one Peer");
+        }
+        let carriers = plan
+            .meshes
+            .values()
+            .flat_map(|mesh| mesh.targets["tenant"].peers.values());
+        let service: IpNet = "10.96.0.0/16".parse().unwrap();
+        assert_eq!(
+            carriers.filter(|peer| peer.spec.allowed_ips.contains(&service)).count(),
+            1,
+            "one carrier"
+        );
+        owners
+    };
+    let mut seen = seen();
+    assert_eq!(
+        owners(&seen),
+        BTreeMap::from([("a".into(), "m".into()), ("b".into(), "m".into())])
+    );
+    // Whoever has the Peer already keeps it, younger or not: `a` here, with the anchored network on it.
+    let spec = run(&newer, &seen).1.targets["tenant"].peers["n--mgmt--a"].spec.clone();
+    edit(&mut seen, &secret("tenant"), |m| {
+        let owner = Owner {
+            mesh: Some("n".into()),
+            mesh_namespace: Some("meshes".into()),
+            hub: Some("hub".into()),
+            source_cluster: Some("mgmt".into()),
+        };
+        let mut spec = spec;
+        spec.allowed_ips.insert("10.96.0.0/16".parse().unwrap());
+        m.peers
+            .as_mut()
+            .unwrap()
+            .insert("n--mgmt--a".into(), ObservedPeer { owner, spec: Ok(spec) });
+    });
+    assert_eq!(
+        owners(&seen),
+        BTreeMap::from([("a".into(), "n".into()), ("b".into(), "m".into())])
+    );
+}
+
+#[test]
+fn the_objects_of_another_hub_are_not_ours() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    settle(&mesh, &mut seen);
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.nodes.clear();
+        m.peers
+            .as_mut()
+            .unwrap()
+            .values_mut()
+            .for_each(|peer| peer.owner.hub = Some("other-hub".into()));
+    });
+    let touched = |mesh: &Mesh| {
+        let (plan, _) = run(mesh, &seen);
+        let steps = diff(
+            &plan,
+            &ClusterIdentity::Local,
+            seen.members[&ClusterIdentity::Local].fresh().unwrap(),
+        );
+        steps
+            .into_iter()
+            .filter(|s| s.item.kind() == "Peer")
+            .map(|s| (s.action, s.item.name(), s.fields))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(
+        touched(&mesh),
+        vec![],
+        "its key is taken, so there is nothing to create either"
+    );
+    assert_eq!(
+        touched(&Mesh {
+            deleting: true,
+            ..mesh.clone()
+        }),
+        vec![]
+    );
+    let adopting = Mesh {
+        adopt_hub: Some("other-hub".into()),
+        ..mesh
+    };
+    assert_eq!(
+        touched(&adopting),
+        vec![(Action::Update, "m--tenant--x".to_owned(), vec!["metadata.labels"])]
+    );
+}
