@@ -1,6 +1,7 @@
 //! The project's own commands. Each lives in a module; this file only names them.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod crds;
 mod demo;
 mod deps;
@@ -25,6 +26,9 @@ enum Command {
     Demo(demo::Args),
     /// Every test of the project, with all that they need built first.
     Test(test::Args),
+    /// Measure: what bench/README.md holds comes from here.
+    #[command(subcommand)]
+    Bench(bench::Bench),
     /// Install what this machine lacks (Debian, Ubuntu) or name it.
     Prereq(prereq::Prereq),
     /// Build what the lab runs - Kubernetes, containerd, CNI plugins, CoreDNS - into the cache.
@@ -48,6 +52,7 @@ fn main() -> anyhow::Result<()> {
     match Cli::parse().command {
         Command::Demo(args) => demo::run(&args),
         Command::Test(args) => test::run(&args),
+        Command::Bench(bench) => bench::run(&bench),
         Command::Prereq(args) => prereq::run(&args),
         Command::Tools => tools::run(),
         Command::Crds(Drift { check }) => crds::run(check),

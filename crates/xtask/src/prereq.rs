@@ -27,11 +27,12 @@ const fn program(name: &'static str, package: &'static str, why: &'static str) -
     Program { name, package, why }
 }
 
-const PROGRAMS: [Program; 18] = [
+const PROGRAMS: [Program; 19] = [
     program("nft", "nftables", "firewall tables of agents and CNI"),
     program("ip", "iproute2", "links, addresses, routes"),
     program("bridge", "iproute2", "cutting a node's cable"),
     program("ping", "iputils-ping", "test traffic"),
+    program("ethtool", "ethtool", "measuring with and without the offload of links"),
     program("curl", "curl", "test traffic"),
     program("iperf3", "iperf3", "throughput"),
     program("tcpdump", "tcpdump", "captures"),

@@ -1,0 +1,140 @@
+//! One userspace device and nothing else of the agent: no API server, no routes, no firewall. What `cargo xtask bench` measures,
+//! and a way to try the data plane by hand. The interface's addresses are the caller's business.
+//!
+//! Standard input is its life line: when that closes, the device goes. Until then it takes lines and answers each with `done` and
+//! the microseconds it took: `idle N` adds N peers that nobody ever speaks to, `change` gives one of them a range more.
+//!
+//! ```text
+//! device --interface wg1 --private-key-file key1 --listen-port 51820 --peer KEY,192.0.2.2:51820,10.9.0.2/32
+//! ```
+
+use std::{
+    collections::BTreeSet,
+    io::{BufRead, Write},
+    net::SocketAddr,
+    path::PathBuf,
+    str::FromStr,
+    time::Instant,
+};
+
+use anyhow::{Context, bail};
+use base64::{Engine, engine::general_purpose::STANDARD};
+use clap::Parser;
+use clustermesh_agent_core::device::{PeerChange, PeerSpec, PeerUpdate};
+use clustermesh_core::key::PublicKey;
+use ipnet::{IpNet, Ipv4Net};
+use wg_agent::device::{Configuration, Device, userspace::Userspace};
+use x25519_dalek::StaticSecret;
+
+#[derive(Debug, Parser)]
+struct Args {
+    #[arg(long)]
+    interface: String,
+    /// As `wg genkey` prints it.
+    #[arg(long)]
+    private_key_file: PathBuf,
+    #[arg(long, default_value_t = 0)]
+    listen_port: u16,
+    #[arg(long, default_value_t = 1420)]
+    mtu: u16,
+    /// KEY,ENDPOINT,RANGE[,RANGE...]
+    #[arg(long)]
+    peer: Vec<Peer>,
+}
+
+#[derive(Debug, Clone)]
+struct Peer(PublicKey, PeerSpec);
+
+impl FromStr for Peer {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> anyhow::Result<Self> {
+        let mut words = text.split(',');
+        let key = words.next().unwrap_or_default().parse()?;
+        let endpoint: SocketAddr = words.next().context("no endpoint after the key")?.parse()?;
+        let allowed_ips: BTreeSet<IpNet> = words.map(str::parse).collect::<Result<_, _>>()?;
+        let spec = PeerSpec {
+            endpoint: Some(endpoint),
+            allowed_ips,
+            ..PeerSpec::default()
+        };
+        Ok(Self(key, spec))
+    }
+}
+
+fn main() -> anyhow::Result<()> {
+    let Args {
+        interface,
+        private_key_file,
+        listen_port,
+        mtu,
+        peer,
+    } = Args::parse();
+    let configuration = Configuration {
+        private_key: private_key(&private_key_file)?,
+        listen_port,
+        fwmark: 0,
+        mtu,
+    };
+    let mut device = Userspace::open(&interface, &configuration)?;
+    let peers: Vec<_> = peer
+        .into_iter()
+        .map(|Peer(key, spec)| PeerChange::Add(key, spec))
+        .collect();
+    device.apply(&peers)?;
+    println!("ready");
+    for line in std::io::stdin().lock().lines() {
+        let line = line?;
+        let changes = match line.split_whitespace().collect::<Vec<_>>()[..] {
+            ["idle", count] => (0..count.parse()?).map(idle).collect(),
+            ["change"] => vec![change()],
+            _ => bail!("{line:?} is neither `idle N` nor `change`"),
+        };
+        let began = Instant::now();
+        device.apply(&changes)?;
+        println!("done {}", began.elapsed().as_micros());
+        std::io::stdout().flush()?;
+    }
+    Ok(Box::new(device).close()?)
+}
+
+fn private_key(path: &PathBuf) -> anyhow::Result<StaticSecret> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?;
+    let bytes = STANDARD.decode(text.trim()).context("a private key is base64")?;
+    let bytes: [u8; 32] = bytes.try_into().ok().context("a private key has 32 bytes")?;
+    Ok(bytes.into())
+}
+
+/// A number's own key: any 32 bytes are a point that someone might have.
+fn key(number: u32) -> PublicKey {
+    let mut bytes = [7; 32];
+    bytes[4..8].copy_from_slice(&number.to_le_bytes());
+    PublicKey::new(bytes)
+}
+
+/// As many ranges as a node of a mesh has: its pods, its own address, its address in the tunnel.
+fn ranges(number: u32) -> BTreeSet<IpNet> {
+    [
+        (0x6400_0000 + number * 256, 24),
+        (0x6540_0000 + number, 32),
+        (0x6550_0000 + number, 32),
+    ]
+    .map(|(address, length)| Ipv4Net::new_assert(address.into(), length).into())
+    .into()
+}
+
+fn idle(number: u32) -> PeerChange {
+    let spec = PeerSpec {
+        allowed_ips: ranges(number),
+        ..PeerSpec::default()
+    };
+    PeerChange::Add(key(number), spec)
+}
+
+fn change() -> PeerChange {
+    let update = PeerUpdate {
+        add_allowed_ips: [Ipv4Net::new_assert([102, 0, 0, 0].into(), 24).into()].into(),
+        ..PeerUpdate::default()
+    };
+    PeerChange::Update(key(17), update)
+}

@@ -1,0 +1,87 @@
+//! CPU time and memory as /proc tells them. The kernel counts CPU in ticks of 10 ms.
+
+use std::fs;
+
+use anyhow::Context;
+
+/// `USER_HZ`, which is 100 on every Linux that Rust's standard library runs on (time(7)).
+const TICKS_PER_SECOND: f64 = 100.0;
+
+/// CPU seconds used so far.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Cpu {
+    /// By all of the machine.
+    pub(crate) machine: f64,
+    /// By the processes asked for, in user and kernel mode.
+    pub(crate) daemons: f64,
+}
+
+impl Cpu {
+    /// Reads both.
+    pub(crate) fn now(daemons: &[u32]) -> anyhow::Result<Self> {
+        let stat = fs::read_to_string("/proc/stat").context("read /proc/stat")?;
+        let machine = busy_ticks(&stat).context("/proc/stat has another format")?;
+        let mut ticks = 0;
+        for pid in daemons {
+            let path = format!("/proc/{pid}/stat");
+            let stat = fs::read_to_string(&path).with_context(|| format!("read {path}: has the program ended?"))?;
+            ticks += process_ticks(&stat).with_context(|| format!("{path} has another format"))?;
+        }
+        Ok(Self {
+            machine: machine as f64 / TICKS_PER_SECOND,
+            daemons: ticks as f64 / TICKS_PER_SECOND,
+        })
+    }
+
+    /// What was used since.
+    pub(crate) fn since(self, earlier: Self) -> Self {
+        Self {
+            machine: self.machine - earlier.machine,
+            daemons: self.daemons - earlier.daemons,
+        }
+    }
+}
+
+/// Bytes of memory that a process holds now (`VmRSS`, proc_pid_status(5)).
+pub(crate) fn resident(pid: u32) -> anyhow::Result<u64> {
+    let path = format!("/proc/{pid}/status");
+    let status = fs::read_to_string(&path).with_context(|| format!("read {path}: has the program ended?"))?;
+    resident_kilobytes(&status)
+        .map(|kilobytes| kilobytes * 1024)
+        .with_context(|| format!("{path} has no VmRSS"))
+}
+
+/// user + nice + system + irq + softirq + steal of the line `cpu` (proc_stat(5)); idle and iowait are left out, guests are in user.
+fn busy_ticks(stat: &str) -> Option<u64> {
+    let words = stat.lines().next()?.strip_prefix("cpu ")?.split_whitespace();
+    let ticks: Vec<u64> = words.map(|word| word.parse().ok()).collect::<Option<_>>()?;
+    [0, 1, 2, 5, 6, 7].iter().map(|at| ticks.get(*at).copied()).sum()
+}
+
+/// Fields 14 and 15 (proc_pid_stat(5)), counted behind the name, which may hold spaces and brackets.
+fn process_ticks(stat: &str) -> Option<u64> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    let words: Vec<&str> = rest.split_whitespace().collect();
+    Some(words.get(11)?.parse::<u64>().ok()? + words.get(12)?.parse::<u64>().ok()?)
+}
+
+fn resident_kilobytes(status: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    line.trim().strip_suffix(" kB")?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_texts_are_read_as_their_manual_pages_say() {
+        assert_eq!(
+            busy_ticks("cpu  10 20 30 4000 5000 1 2 3 900 900\ncpu0 1 1 1 1\n"),
+            Some(10 + 20 + 30 + 1 + 2 + 3)
+        );
+        let stat = "42 (a) b (c) S 1 42 42 0 -1 4194560 100 0 0 0 77 23 5 6 20 0 9 0 1 2 3";
+        assert_eq!(process_ticks(stat), Some(100));
+        assert_eq!(resident_kilobytes("Name:\tx\nVmRSS:\t    1234 kB\n"), Some(1234));
+    }
+}

@@ -1,0 +1,142 @@
+//! `cargo xtask bench dataplane`: every variant once in each round, so that what the machine does meanwhile strikes all alike.
+
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+
+use super::{
+    load::{self, Latency, Throughput},
+    report,
+    tunnel::{self, Crowd, Keys, Tunnel, Variant},
+    wire::Wire,
+};
+use crate::prereq;
+
+/// Streams of the throughput runs.
+pub(crate) const STREAMS: [u32; 3] = [1, 4, 16];
+
+/// What `cargo xtask bench dataplane` takes.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// One round of two seconds, the underlay's offload left on: to see that it works, not how fast.
+    #[arg(long)]
+    quick: bool,
+    /// These alone.
+    #[arg(long, value_delimiter = ',', value_enum)]
+    only: Vec<Variant>,
+    /// Of each throughput run; latency and packet rate take half of it.
+    #[arg(long, default_value_t = 6)]
+    seconds: u32,
+    /// How often each is measured.
+    #[arg(long, default_value_t = 3)]
+    rounds: u32,
+    /// What is printed at the end; progress goes to standard error.
+    #[arg(short, long, value_enum, default_value = "markdown")]
+    output: report::Format,
+    #[command(flatten)]
+    prereq: prereq::Prereq,
+}
+
+/// One variant in one round.
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
+pub(crate) struct Sample {
+    pub(crate) variant: Variant,
+    /// Whether the wire took UDP super-packets.
+    pub(crate) udp_offload: bool,
+    /// By number of streams.
+    pub(crate) throughput: BTreeMap<u32, Throughput>,
+    pub(crate) latency: Latency,
+    /// Datagrams of 64 bytes received in a second.
+    pub(crate) small_packets: f64,
+}
+
+/// Everything that was measured.
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
+pub(crate) struct Measured {
+    pub(crate) machine: report::Machine,
+    pub(crate) seconds: u32,
+    pub(crate) samples: Vec<Sample>,
+    /// One for each round.
+    pub(crate) crowds: Vec<(Variant, Crowd)>,
+}
+
+/// Builds, measures, prints.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let Args {
+        quick,
+        only,
+        seconds,
+        rounds,
+        output,
+        prereq,
+    } = args;
+    prereq::ensure(prereq)?;
+    let (seconds, rounds) = if *quick { (2, 1) } else { (*seconds, *rounds) };
+    let underlays: &[bool] = if *quick { &[true] } else { &[true, false] };
+    let all = <Variant as clap::ValueEnum>::value_variants();
+    let mut programs = BTreeMap::new();
+    for variant in all.iter().filter(|variant| only.is_empty() || only.contains(variant)) {
+        programs.insert(*variant, variant.build()?);
+    }
+    let measured = Measured {
+        machine: report::Machine::here(),
+        seconds,
+        samples: Vec::new(),
+        crowds: Vec::new(),
+    };
+    let measured = measure(measured, &programs, rounds, underlays)?;
+    report::print(&measured, *output)
+}
+
+fn measure(
+    mut measured: Measured,
+    programs: &BTreeMap<Variant, Option<PathBuf>>,
+    rounds: u32,
+    underlays: &[bool],
+) -> anyhow::Result<Measured> {
+    let wire = Wire::new()?;
+    let keys = Keys::new(&wire)?;
+    let _server = load::server(&wire.ends[1])?;
+    for round in 1..=rounds {
+        for &udp_offload in underlays {
+            wire.set_udp_offload(udp_offload)?;
+            for (&variant, program) in programs {
+                let sample = sample(variant, program.as_ref(), udp_offload, &wire, &keys, measured.seconds)?;
+                eprintln!("bench: round {round} of {rounds}: {}", report::line(&sample));
+                measured.samples.push(sample);
+            }
+        }
+        for (&variant, program) in programs {
+            if let Some(program) = program {
+                measured
+                    .crowds
+                    .push((variant, tunnel::crowd(variant, program, &wire, &keys)?));
+            }
+        }
+    }
+    Ok(measured)
+}
+
+fn sample(
+    variant: Variant,
+    program: Option<&PathBuf>,
+    udp_offload: bool,
+    wire: &Wire,
+    keys: &Keys,
+    seconds: u32,
+) -> anyhow::Result<Sample> {
+    let tunnel = Tunnel::open(variant, program.map(PathBuf::as_path), wire, keys)?;
+    let half = Duration::from_secs(u64::from(seconds)) / 2;
+    // Idle before busy: what a flood leaves behind in queues would count as latency.
+    let latency = load::latency(wire, &tunnel.target, half)?;
+    let mut throughput = BTreeMap::new();
+    for streams in STREAMS {
+        let run = load::throughput(wire, &tunnel.target, streams, seconds, &tunnel.pids())?;
+        throughput.insert(streams, run);
+    }
+    Ok(Sample {
+        variant,
+        udp_offload,
+        throughput,
+        latency,
+        small_packets: load::small_packets(wire, &tunnel.target, half)?,
+    })
+}

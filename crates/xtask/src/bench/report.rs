@@ -1,0 +1,196 @@
+//! The figures as people read them (a markdown table, bench/README.md holds one) and as programs do.
+
+use std::fmt::Write as _;
+
+use super::{
+    dataplane::{Measured, STREAMS, Sample},
+    load::Throughput,
+    peers,
+    tunnel::{CROWD, Crowd, Variant},
+};
+
+/// How the figures are printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Format {
+    /// Medians, with the least and the most in brackets.
+    Markdown,
+    /// Every sample.
+    Json,
+}
+
+/// What they were measured on.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub(crate) struct Machine {
+    cpu: String,
+    cpus: usize,
+    kernel: String,
+    revision: String,
+}
+
+impl Machine {
+    /// This one. What cannot be read is "unknown": figures are worth having all the same.
+    pub(crate) fn here() -> Self {
+        let read = |path| std::fs::read_to_string(path).unwrap_or_else(|_| "unknown".into());
+        let info = read("/proc/cpuinfo");
+        let model = info.lines().find_map(|line| line.strip_prefix("model name"));
+        Self {
+            cpu: model
+                .map_or("unknown", |model| model.trim_start_matches([' ', '\t', ':']))
+                .into(),
+            cpus: std::thread::available_parallelism().map_or(0, usize::from),
+            kernel: version(&read("/proc/sys/kernel/osrelease")).into(),
+            revision: peers::revision(),
+        }
+    }
+}
+
+/// Without what the one who built it added.
+fn version(release: &str) -> &str {
+    release.trim().split(['-', '+']).next().unwrap_or_default()
+}
+
+/// Prints all of it.
+pub(crate) fn print(measured: &Measured, format: Format) -> anyhow::Result<()> {
+    match format {
+        Format::Markdown => print!("{}", markdown(measured)),
+        Format::Json => println!("{}", serde_json::to_string_pretty(measured)?),
+    }
+    Ok(())
+}
+
+/// One sample as progress.
+pub(crate) fn line(sample: &Sample) -> String {
+    let Sample {
+        variant,
+        udp_offload,
+        throughput,
+        latency,
+        small_packets,
+    } = sample;
+    let streams = throughput
+        .iter()
+        .map(|(streams, run)| format!("{streams}: {:.2}", run.gigabits_per_second));
+    format!(
+        "{} (underlay offload {}): Gbit/s {}; {:.0}/{:.0} us, {} lost; {:.0} k packets/s",
+        variant.name(),
+        if *udp_offload { "on" } else { "off" },
+        streams.collect::<Vec<_>>().join(", "),
+        latency.p50 * 1e6,
+        latency.p99 * 1e6,
+        latency.lost,
+        small_packets / 1e3,
+    )
+}
+
+fn markdown(measured: &Measured) -> String {
+    let Measured {
+        machine,
+        seconds,
+        samples,
+        crowds,
+    } = measured;
+    let Machine {
+        cpu,
+        cpus,
+        kernel,
+        revision,
+    } = machine;
+    let mut text = format!(
+        "{revision}, {cpus} x {cpu}, Linux {kernel}; medians [least-most], {seconds} s a run. Both ends of the tunnel, iperf3's two \
+         ends and the kernel share these CPUs.\n"
+    );
+    for udp_offload in [true, false] {
+        let rows: Vec<&Sample> = samples.iter().filter(|s| s.udp_offload == udp_offload).collect();
+        if !rows.is_empty() {
+            table(&mut text, udp_offload, &rows);
+        }
+    }
+    if !crowds.is_empty() {
+        crowd_table(&mut text, crowds);
+    }
+    text
+}
+
+fn table(text: &mut String, udp_offload: bool, samples: &[&Sample]) {
+    let state = if udp_offload { "on" } else { "off" };
+    // Writing to a string cannot fail.
+    let _ = write!(
+        text,
+        "\nUDP segmentation of the underlay {state}:\n\n\
+         | | 1 stream, Gbit/s | 4 streams | 16 streams | CPU s/Gbit, daemons (4 streams) | whole machine | \
+         round trip p50, us | p99 | 64-byte packets, k/s |\n|---|---|---|---|---|---|---|---|---|\n"
+    );
+    for variant in variants(samples.iter().map(|sample| sample.variant)) {
+        let of = |value: &dyn Fn(&Sample) -> f64, digits| {
+            let rows = samples.iter().filter(|sample| sample.variant == variant);
+            spread(rows.map(|sample| value(sample)).collect(), digits)
+        };
+        let run = |streams: u32, value: fn(&Throughput) -> f64, digits| {
+            of(
+                &|sample| sample.throughput.get(&streams).map_or(f64::NAN, value),
+                digits,
+            )
+        };
+        let mut cells = vec![variant.name().to_owned()];
+        cells.extend(STREAMS.map(|streams| run(streams, |run| run.gigabits_per_second, 2)));
+        cells.push(run(4, |run| run.daemons_per_gigabit, 2));
+        cells.push(run(4, |run| run.machine_per_gigabit, 2));
+        cells.push(of(&|sample| sample.latency.p50 * 1e6, 0));
+        cells.push(of(&|sample| sample.latency.p99 * 1e6, 0));
+        cells.push(of(&|sample| sample.small_packets / 1e3, 0));
+        let _ = writeln!(text, "| {} |", cells.join(" | "));
+    }
+}
+
+fn crowd_table(text: &mut String, crowds: &[(Variant, Crowd)]) {
+    let _ = write!(
+        text,
+        "\n{CROWD} peers of three ranges each, that nobody speaks to:\n\n\
+         | | programmed, ms | one changed, ms | memory for 1,000, MB |\n|---|---|---|---|\n"
+    );
+    for variant in variants(crowds.iter().map(|(variant, _)| *variant)) {
+        let of = |value: fn(&Crowd) -> f64, digits| {
+            let rows = crowds.iter().filter(|(of, _)| *of == variant);
+            spread(rows.map(|(_, crowd)| value(crowd)).collect(), digits)
+        };
+        let _ = writeln!(
+            text,
+            "| {} | {} | {} | {} |",
+            variant.name(),
+            of(|crowd| crowd.programmed * 1e3, 0),
+            of(|crowd| crowd.changed * 1e3, 2),
+            of(|crowd| crowd.memory_per_thousand / 1e6, 1),
+        );
+    }
+}
+
+/// Each once, in order.
+fn variants(of: impl Iterator<Item = Variant>) -> std::collections::BTreeSet<Variant> {
+    of.collect()
+}
+
+/// The median (of two in the middle the lower), with the least and the most where there is more than one.
+fn spread(mut values: Vec<f64>, digits: usize) -> String {
+    values.sort_by(f64::total_cmp);
+    match values[..] {
+        [] => "-".into(),
+        [one] => format!("{one:.digits$}"),
+        [least, .., most] => {
+            let median = values[(values.len() - 1) / 2];
+            format!("{median:.digits$} [{least:.digits$}-{most:.digits$}]")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_spread_is_the_median_between_the_least_and_the_most() {
+        assert_eq!(spread(vec![], 1), "-");
+        assert_eq!(spread(vec![2.25], 1), "2.2");
+        assert_eq!(spread(vec![3.0, 1.0, 2.0], 2), "2.00 [1.00-3.00]");
+        assert_eq!(spread(vec![4.0, 1.0, 3.0, 2.0], 0), "2 [1-4]");
+    }
+}

@@ -1,0 +1,327 @@
+//! A tunnel over the wire, made by one of the programs that are compared. How fast it is is measured elsewhere.
+
+use std::{
+    fmt::Write as _,
+    io::{BufRead, BufReader, Write as _},
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+    process::{ChildStdin, ChildStdout, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, bail};
+
+use super::{
+    cpu, peers,
+    wire::{End, Running, Wire, wait_for},
+};
+
+/// Of every tunnel: what is left of 1500 for a WireGuard over IPv6.
+const MTU: &str = "1420";
+const PORT: &str = "51820";
+
+/// What carries the packets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Variant {
+    /// No tunnel: the bound of all others.
+    Veth,
+    /// The userspace device of this checkout.
+    WgAgent,
+    /// Current wireguard-go, pinned in tools/wireguard.
+    WireguardGo,
+    /// boringtun-cli of crates.io.
+    Boringtun,
+    /// gotatun-cli of crates.io.
+    Gotatun,
+}
+
+impl Variant {
+    /// As the table names it, with the version measured.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Veth => "plain veth",
+            Self::WgAgent => "**wg-agent**",
+            Self::WireguardGo => "wireguard-go (2026-05)",
+            Self::Boringtun => "boringtun-cli 0.7.1",
+            Self::Gotatun => "gotatun-cli 0.10.2",
+        }
+    }
+
+    /// Builds the program; `None` where none is needed.
+    pub(crate) fn build(self) -> anyhow::Result<Option<PathBuf>> {
+        Ok(match self {
+            Self::Veth => None,
+            Self::WgAgent => Some(peers::ours()?),
+            Self::WireguardGo => Some(peers::wireguard_go()?),
+            Self::Boringtun => Some(peers::from_crates_io("boringtun-cli", "0.7.1", "boringtun-cli")?),
+            Self::Gotatun => Some(peers::from_crates_io("gotatun-cli", "0.10.2", "gotatun")?),
+        })
+    }
+
+    const fn is_ours(self) -> bool {
+        matches!(self, Self::WgAgent)
+    }
+}
+
+/// A key pair in two files, as `wg genkey` and `wg pubkey` print them.
+pub(crate) struct Keys {
+    directory: tempfile::TempDir,
+    public: [String; 2],
+}
+
+impl Keys {
+    /// Makes a pair for each end.
+    pub(crate) fn new(wire: &Wire) -> anyhow::Result<Self> {
+        let directory = tempfile::tempdir().context("a directory for keys")?;
+        let mut public = [String::new(), String::new()];
+        for end in &wire.ends {
+            let file = directory.path().join(end.number.to_string());
+            std::fs::write(&file, end.run("wg", &["genkey"])?).context("write a key")?;
+            let line = format!("wg pubkey < {}", file.display());
+            end.run("sh", &["-ec", &line])?
+                .trim()
+                .clone_into(&mut public[usize::from(end.number) - 1]);
+        }
+        Ok(Self { directory, public })
+    }
+
+    fn private_file(&self, end: &End) -> String {
+        self.directory.path().join(end.number.to_string()).display().to_string()
+    }
+
+    fn public(&self, end: &End) -> &str {
+        &self.public[usize::from(end.number) - 1]
+    }
+}
+
+/// One end of a tunnel.
+pub(crate) struct Daemon {
+    running: Running,
+    interface: String,
+    /// Ours is told by its standard input, the others by `wg`.
+    conversation: Option<(ChildStdin, BufReader<ChildStdout>)>,
+}
+
+impl Daemon {
+    /// Starts the program and waits until it can be configured; it has no peer yet.
+    fn start(variant: Variant, program: &Path, end: &End, keys: &Keys, peer: Option<&str>) -> anyhow::Result<Self> {
+        let interface = format!("bn{}x{}", std::process::id(), end.number);
+        let program = program.to_str().context("a program whose path is not UTF-8")?;
+        let mut command = end.command(program);
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        match variant {
+            Variant::Veth => bail!("plain veth has no program"),
+            Variant::WgAgent => {
+                let file = keys.private_file(end);
+                command
+                    .args([
+                        "--interface",
+                        &interface,
+                        "--private-key-file",
+                        &file,
+                        "--listen-port",
+                        PORT,
+                        "--mtu",
+                        MTU,
+                    ])
+                    .stdin(Stdio::piped())
+                    .stdout(Stdio::piped())
+                    .stderr(Stdio::inherit());
+                if let Some(peer) = peer {
+                    command.args(["--peer", peer]);
+                }
+            }
+            Variant::WireguardGo => {
+                command.args(["-f", &interface]);
+            }
+            Variant::Boringtun | Variant::Gotatun => {
+                command.args(["--foreground", "--disable-drop-privileges", &interface]);
+            }
+        }
+        let mut running = Running::start(&mut command)?;
+        let pipes = running.child.stdin.take().zip(running.child.stdout.take());
+        let mut daemon = Self {
+            running,
+            interface,
+            conversation: pipes.map(|(stdin, stdout)| (stdin, BufReader::new(stdout))),
+        };
+        if daemon.conversation.is_some() {
+            daemon.line()?;
+        } else {
+            let socket = daemon.socket();
+            wait_for(&format!("the control socket of {program}"), || {
+                UnixStream::connect(&socket).ok()
+            })?;
+            let file = keys.private_file(end);
+            end.run(
+                "wg",
+                &["set", &daemon.interface, "private-key", &file, "listen-port", PORT],
+            )?;
+        }
+        Ok(daemon)
+    }
+
+    fn socket(&self) -> PathBuf {
+        Path::new("/var/run/wireguard").join(format!("{}.sock", self.interface))
+    }
+
+    /// The next line that ours says.
+    fn line(&mut self) -> anyhow::Result<String> {
+        let (_, output) = self.conversation.as_mut().context("a program that is not ours")?;
+        let mut line = String::new();
+        output.read_line(&mut line).context("read what our device says")?;
+        if line.is_empty() {
+            bail!("our device has ended; see its message above");
+        }
+        Ok(line)
+    }
+
+    /// Has ours do something; returns how long that took.
+    fn ask(&mut self, request: &str) -> anyhow::Result<Duration> {
+        let (input, _) = self.conversation.as_mut().context("a program that is not ours")?;
+        writeln!(input, "{request}").context("speak to our device")?;
+        let line = self.line()?;
+        let micros = line.trim().strip_prefix("done ").and_then(|micros| micros.parse().ok());
+        micros
+            .map(Duration::from_micros)
+            .with_context(|| format!("our device said {line:?}"))
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // Killed, it cannot remove its socket itself.
+        let _ = self.running.child.kill();
+        let _ = self.running.child.wait();
+        let _ = std::fs::remove_file(self.socket());
+    }
+}
+
+/// A tunnel that answers pings.
+pub(crate) struct Tunnel {
+    daemons: Vec<Daemon>,
+    /// The far end's address.
+    pub(crate) target: String,
+}
+
+impl Tunnel {
+    /// Sets it up between both ends.
+    pub(crate) fn open(variant: Variant, program: Option<&Path>, wire: &Wire, keys: &Keys) -> anyhow::Result<Self> {
+        let Some(program) = program else {
+            return Ok(Self {
+                daemons: Vec::new(),
+                target: wire.ends[1].outer(),
+            });
+        };
+        let mut daemons = Vec::new();
+        for (end, other) in [(0, 1), (1, 0)].map(|(a, b)| (&wire.ends[a], &wire.ends[b])) {
+            let endpoint = format!("{}:{PORT}", other.outer());
+            let range = format!("{}/32", other.inner());
+            let key = keys.public(other);
+            let daemon = Daemon::start(variant, program, end, keys, Some(&format!("{key},{endpoint},{range}")))?;
+            let interface = &daemon.interface;
+            if !variant.is_ours() {
+                end.run(
+                    "wg",
+                    &[
+                        "set",
+                        interface,
+                        "peer",
+                        key,
+                        "endpoint",
+                        &endpoint,
+                        "allowed-ips",
+                        &range,
+                    ],
+                )?;
+            }
+            end.ip(&format!("addr add {}/24 dev {interface}", end.inner()))?;
+            end.ip(&format!("link set {interface} mtu {MTU} up"))?;
+            daemons.push(daemon);
+        }
+        let target = wire.ends[1].inner();
+        wire.ends[0].until_answered(&target)?;
+        Ok(Self { daemons, target })
+    }
+
+    /// The processes that do the work.
+    pub(crate) fn pids(&self) -> Vec<u32> {
+        self.daemons.iter().map(|daemon| daemon.running.pid()).collect()
+    }
+}
+
+/// What many peers cost that nobody speaks to.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+pub(crate) struct Crowd {
+    /// Seconds from the first of them to the last.
+    pub(crate) programmed: f64,
+    /// Seconds for one range more of one of them.
+    pub(crate) changed: f64,
+    /// Bytes of memory for a thousand.
+    pub(crate) memory_per_thousand: f64,
+}
+
+/// How many they are: what a mesh is promised to hold.
+pub(crate) const CROWD: u32 = 5_000;
+
+/// Gives one device many peers and looks at what that costs.
+pub(crate) fn crowd(variant: Variant, program: &Path, wire: &Wire, keys: &Keys) -> anyhow::Result<Crowd> {
+    let end = &wire.ends[0];
+    let mut daemon = Daemon::start(variant, program, end, keys, None)?;
+    let before = cpu::resident(daemon.running.pid())?;
+    let (programmed, changed, after);
+    if variant.is_ours() {
+        programmed = daemon.ask(&format!("idle {CROWD}"))?;
+        after = cpu::resident(daemon.running.pid())?;
+        changed = daemon.ask("change")?;
+    } else {
+        let mut file = tempfile::NamedTempFile::new().context("a file of peers")?;
+        file.write_all(configuration().as_bytes()).context("write peers")?;
+        let path = file.path().to_str().context("a file whose path is not UTF-8")?;
+        let timed = |args: &[&str]| -> anyhow::Result<Duration> {
+            let began = Instant::now();
+            end.run("wg", args)?;
+            Ok(began.elapsed())
+        };
+        programmed = timed(&["addconf", &daemon.interface, path])?;
+        after = cpu::resident(daemon.running.pid())?;
+        let ranges = format!("{},102.0.0.0/24", ranges(17).join(","));
+        changed = timed(&["set", &daemon.interface, "peer", &key(17), "allowed-ips", &ranges])?;
+    }
+    Ok(Crowd {
+        programmed: programmed.as_secs_f64(),
+        changed: changed.as_secs_f64(),
+        memory_per_thousand: after.saturating_sub(before) as f64 * 1000.0 / f64::from(CROWD),
+    })
+}
+
+/// The same peers that our example makes by itself.
+fn configuration() -> String {
+    let mut text = String::new();
+    for number in 0..CROWD {
+        // Writing to a string cannot fail.
+        let _ = writeln!(
+            text,
+            "[Peer]\nPublicKey = {}\nAllowedIPs = {}",
+            key(number),
+            ranges(number).join(", ")
+        );
+    }
+    text
+}
+
+fn key(number: u32) -> String {
+    let mut bytes = [7; 32];
+    bytes[4..8].copy_from_slice(&number.to_le_bytes());
+    base64::Engine::encode(&base64::engine::general_purpose::STANDARD, bytes)
+}
+
+fn ranges(number: u32) -> [String; 3] {
+    [
+        (0x6400_0000 + number * 256, 24),
+        (0x6540_0000 + number, 32),
+        (0x6550_0000 + number, 32),
+    ]
+    .map(|(address, length)| format!("{}/{length}", std::net::Ipv4Addr::from(address)))
+}

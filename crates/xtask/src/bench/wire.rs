@@ -1,0 +1,189 @@
+//! Two network namespaces and the veth between them, and running things inside. What runs there is the caller's business.
+//!
+//! A namespace has neither name nor mount: a file descriptor of this process holds it, so it ends with this process, however that
+//! ends. So do the programs started in it.
+
+use std::{
+    fs::File,
+    os::fd::AsRawFd,
+    process::{Child, Command, Output, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, bail};
+use nix::sched::{CloneFlags, setns, unshare};
+
+/// The largest packet of the wire, as on most networks.
+const MTU: u16 = 1500;
+/// How long anything that has to come up is waited for.
+const PATIENCE: Duration = Duration::from_secs(15);
+
+/// One end: a namespace with its half of the veth.
+pub(crate) struct End {
+    namespace: File,
+    /// 1 or 2: the last number of its addresses.
+    pub(crate) number: u8,
+}
+
+/// Both ends.
+pub(crate) struct Wire {
+    pub(crate) ends: [End; 2],
+}
+
+/// A program that is killed when this is dropped.
+pub(crate) struct Running {
+    pub(crate) child: Child,
+}
+
+impl Wire {
+    /// Makes the namespaces and joins them.
+    pub(crate) fn new() -> anyhow::Result<Self> {
+        let wire = Self {
+            ends: [End::new(1)?, End::new(2)?],
+        };
+        let [a, b] = &wire.ends;
+        let pair = format!(
+            "link add eth0 mtu {MTU} type veth peer name eth0 mtu {MTU} netns {}",
+            b.path()
+        );
+        a.ip(&pair)?;
+        for end in &wire.ends {
+            end.ip(&format!("addr add {}/24 dev eth0", end.outer()))?;
+            end.ip("link set eth0 up")?;
+        }
+        wire.ends[0].until_answered(&wire.ends[1].outer())?;
+        Ok(wire)
+    }
+
+    /// Whether the wire takes UDP super-packets (as a NIC with USO and a receiver with GRO) or has the kernel cut them up before it.
+    pub(crate) fn set_udp_offload(&self, on: bool) -> anyhow::Result<()> {
+        let state = if on { "on" } else { "off" };
+        for end in &self.ends {
+            end.run("ethtool", &["-K", "eth0", "tx-udp-segmentation", state])?;
+        }
+        Ok(())
+    }
+}
+
+impl End {
+    fn new(number: u8) -> anyhow::Result<Self> {
+        let made = thread::spawn(|| {
+            unshare(CloneFlags::CLONE_NEWNET)?;
+            Ok::<_, nix::Error>(File::open("/proc/thread-self/ns/net"))
+        });
+        let namespace = made
+            .join()
+            .expect("the thread that makes a namespace")
+            .context("making a network namespace needs root (CAP_SYS_ADMIN)")?
+            .context("open the new namespace")?;
+        let end = Self { namespace, number };
+        end.ip("link set lo up")?;
+        Ok(end)
+    }
+
+    /// Its address on the veth.
+    pub(crate) fn outer(&self) -> String {
+        format!("192.0.2.{}", self.number)
+    }
+
+    /// Its address inside a tunnel.
+    pub(crate) fn inner(&self) -> String {
+        format!("10.9.0.{}", self.number)
+    }
+
+    /// As long as this process lives.
+    fn path(&self) -> String {
+        format!("/proc/{}/fd/{}", std::process::id(), self.namespace.as_raw_fd())
+    }
+
+    /// Runs the closure on a thread inside.
+    pub(crate) fn enter<T: Send>(&self, inside: impl FnOnce() -> T + Send) -> T {
+        thread::scope(|scope| {
+            let run = scope.spawn(|| {
+                setns(&self.namespace, CloneFlags::CLONE_NEWNET).expect("enter a namespace that we made");
+                inside()
+            });
+            run.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    /// A command that will run inside, and not longer than this thread.
+    pub(crate) fn command(&self, program: &str) -> Command {
+        let mut command = Command::new("nsenter");
+        command
+            .arg(format!("--net={}", self.path()))
+            .args(["setpriv", "--pdeathsig", "KILL", "--", program])
+            .stdin(Stdio::null());
+        command
+    }
+
+    /// Runs a program to its end, whatever that is.
+    pub(crate) fn output(&self, program: &str, args: &[&str]) -> anyhow::Result<Output> {
+        let output = self.command(program).args(args).output();
+        output.with_context(|| format!("run {program}"))
+    }
+
+    /// Runs a program that must succeed; returns its standard output.
+    pub(crate) fn run(&self, program: &str, args: &[&str]) -> anyhow::Result<String> {
+        let output = self.output(program, args)?;
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        if !output.status.success() {
+            bail!(
+                "{program} {}: {}\n{}{}",
+                args.join(" "),
+                output.status,
+                text(&output.stdout),
+                text(&output.stderr)
+            );
+        }
+        Ok(text(&output.stdout))
+    }
+
+    /// `ip`, its arguments in one string.
+    pub(crate) fn ip(&self, line: &str) -> anyhow::Result<()> {
+        self.run("ip", &line.split_whitespace().collect::<Vec<_>>()).map(drop)
+    }
+
+    /// Waits until a ping is answered.
+    pub(crate) fn until_answered(&self, address: &str) -> anyhow::Result<()> {
+        // One process asks ten times a second and ends with the first answer.
+        let seconds = PATIENCE.as_secs().to_string();
+        let ping = ["-n", "-q", "-i", "0.1", "-c", "1", "-w", &seconds, address];
+        self.run("ping", &ping).map(drop)
+    }
+}
+
+impl Running {
+    /// Starts a command in the background.
+    pub(crate) fn start(command: &mut Command) -> anyhow::Result<Self> {
+        let child = command.spawn().with_context(|| format!("start {command:?}"))?;
+        Ok(Self { child })
+    }
+
+    /// Its process id: the programs that lead into the namespace end by becoming it.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Asks until there is a value.
+pub(crate) fn wait_for<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> anyhow::Result<T> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(value) = ask() {
+            return Ok(value);
+        }
+        if Instant::now() >= deadline {
+            bail!("waited {} s for {what}", PATIENCE.as_secs());
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+}
