@@ -10,6 +10,7 @@ mod prereq;
 mod programs;
 mod test;
 mod tools;
+mod vm;
 
 use clap::{Parser, Subcommand};
 
@@ -33,6 +34,8 @@ enum Command {
     Prereq(prereq::Prereq),
     /// Build what the lab runs - Kubernetes, containerd, CNI plugins, CoreDNS - into the cache.
     Tools,
+    /// Run a command on a virtual machine whose kernel has WireGuard: `cargo xtask vm -- COMMAND`.
+    Vm(vm::Args),
     /// Write crds/ from the API types.
     Crds(Drift),
     /// Write the manifests in deploy/.
@@ -55,6 +58,7 @@ fn main() -> anyhow::Result<()> {
         Command::Bench(bench) => bench::run(&bench),
         Command::Prereq(args) => prereq::run(&args),
         Command::Tools => tools::run(),
+        Command::Vm(args) => vm::run(args),
         Command::Crds(Drift { check }) => crds::run(check),
         Command::Manifests(Drift { check }) => manifests::run(check),
         Command::Deps => deps::run(),

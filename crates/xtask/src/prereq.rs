@@ -27,7 +27,7 @@ const fn program(name: &'static str, package: &'static str, why: &'static str) -
     Program { name, package, why }
 }
 
-const PROGRAMS: [Program; 19] = [
+const PROGRAMS: [Program; 24] = [
     program("nft", "nftables", "firewall tables of agents and CNI"),
     program("ip", "iproute2", "links, addresses, routes"),
     program("bridge", "iproute2", "cutting a node's cable"),
@@ -47,6 +47,15 @@ const PROGRAMS: [Program; 19] = [
     program("ldd", "libc-bin", "packing images"),
     program("pkg-config", "pkg-config", "building runc"),
     program("git", "git", "versions in builds"),
+    program(
+        "qemu-system-x86_64",
+        "qemu-system-x86",
+        "a machine with a kernel that has WireGuard",
+    ),
+    program("modprobe", "kmod", "that kernel's modules"),
+    program("xz", "xz-utils", "unpacking that kernel"),
+    program("zstd", "zstd", "unpacking that kernel"),
+    program("dpkg-deb", "dpkg", "unpacking that kernel"),
 ];
 
 /// The oldest Go that fetches by itself the version that a go.mod asks for.

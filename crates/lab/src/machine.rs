@@ -1,0 +1,296 @@
+//! A virtual machine with a kernel that this machine may lack: runs one command on it, as root, on this machine's own
+//! files. What runs in it is the caller's business; no hardware virtualisation is needed.
+//!
+//! ```text
+//!  owner --stdout, stderr, exit code-- QEMU (software emulation, dies with its owner)
+//!                                        Debian's kernel -> init -> stage2 (pid 1) -> the command
+//!           / of this machine --9p, read-only--> lower layer of the guest's root; everything written lands in its memory
+//! ```
+//! So paths are the same inside, whatever was built here runs there, and nothing that a command does there stays.
+
+mod image;
+mod kernel;
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::fcntl::{Flock, FlockArg};
+
+use crate::{Error, Result, lab_home};
+
+const QEMU: &str = "qemu-system-x86_64";
+/// Held while a run lives; a directory without is swept by the next run.
+const LOCK: &str = "lock";
+
+/// How a virtual machine is made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Machine {
+    /// Memory, MiB; it holds everything that is written inside.
+    pub memory: u32,
+    /// Processors.
+    pub cpus: u32,
+    /// The machine is ended after this time.
+    pub limit: Duration,
+}
+
+impl Default for Machine {
+    fn default() -> Self {
+        Self {
+            memory: 2048,
+            cpus: 2,
+            limit: Duration::from_secs(600),
+        }
+    }
+}
+
+/// How a command ended in a machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ended {
+    /// With this exit code.
+    Code(i32),
+    /// Not within the time limit.
+    TimeLimit,
+}
+
+impl Machine {
+    /// Makes sure that the kernel is in the cache, unpacking it where it is not; `progress` gets a line for each step.
+    ///
+    /// # Errors
+    /// No x86_64, a program is missing, or Debian's package cannot be had.
+    pub fn prepare(progress: &dyn Fn(&str)) -> Result<()> {
+        kernel::ensure(progress).map(drop)
+    }
+
+    /// Boots, runs the command in the caller's directory with the caller's environment, and powers off: about 8 s beside
+    /// the command. Standard output and standard error are passed on as they come.
+    ///
+    /// # Errors
+    /// The machine cannot be made, or ended before the command did; the message quotes the end of its console.
+    pub fn run(&self, command: &[String]) -> Result<Ended> {
+        let kernel = kernel::ensure(&|line| eprintln!("vm: {line}"))?;
+        let run = Run::new(&kernel, command)?;
+        let mut child = self
+            .qemu(&kernel, run.path())
+            .spawn()
+            .map_err(|source| match source.kind() {
+                std::io::ErrorKind::NotFound => Error::Missing {
+                    what: "the program setpriv".into(),
+                    remedy: "`cargo xtask prereq` installs it".into(),
+                },
+                _ => Error::Io {
+                    doing: format!("start {QEMU}"),
+                    source,
+                },
+            })?;
+        let out = child.stdout.take().map(|pipe| pass_on(pipe, std::io::stdout()));
+        let err = child.stderr.take().map(|pipe| pass_on(pipe, std::io::stderr()));
+        let in_time = wait(&mut child, self.limit)?;
+        for thread in [out, err].into_iter().flatten() {
+            let _ = thread.join();
+        }
+        if !in_time {
+            return Ok(Ended::TimeLimit);
+        }
+        run.code().map(Ended::Code)
+    }
+
+    fn qemu(&self, kernel: &kernel::Kernel, run: &Path) -> Command {
+        let Self { memory, cpus, limit: _ } = self;
+        // `quiet` and no timer check: the emulated timer is too irregular for the kernel's taste. `panic=-1`: a panic is an end.
+        let line = "console=ttyS0 quiet panic=-1 nokaslr no_timer_check mitigations=off";
+        let share = |path: &Path, tag: &str, more: &str| {
+            format!(
+                "local,path={},mount_tag={tag},security_model=none,multidevs=remap{more}",
+                path.display()
+            )
+        };
+        // However the owner ends, the machine ends with it.
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL", QEMU]);
+        command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+        command.args(["-machine", "q35", "-cpu", "qemu64", "-accel", "tcg,thread=multi"]);
+        command.args(["-smp", &cpus.to_string(), "-m", &memory.to_string()]);
+        command
+            .arg("-kernel")
+            .arg(&kernel.vmlinux)
+            .arg("-initrd")
+            .arg(&kernel.initramfs);
+        command.args(["-append", line, "-device", "virtio-rng-pci"]);
+        command
+            .arg("-serial")
+            .arg(format!("file:{}", run.join("console").display()));
+        command.args(["-virtfs", &share(Path::new("/"), "host", ",readonly=on")]);
+        command.args(["-virtfs", &share(run, "run", "")]);
+        command.args(["-device", "virtio-serial-pci"]);
+        for (name, file) in [("out", "/proc/self/fd/1"), ("err", "/proc/self/fd/2")] {
+            command.args(["-chardev", &format!("file,id={name},path={file},append=on")]);
+            command.args(["-device", &format!("virtserialport,chardev={name},name={name}")]);
+        }
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    }
+}
+
+/// Copies bytes as they come, on a thread, until the other end closes.
+fn pass_on(mut from: impl Read + Send + 'static, mut to: impl Write + Send + 'static) -> std::thread::JoinHandle<()> {
+    std::thread::spawn(move || {
+        let mut buffer = [0; 1 << 16];
+        while let Ok(length @ 1..) = from.read(&mut buffer) {
+            // A reader who went away loses the output, not the run.
+            let _ = to.write_all(&buffer[..length]).and_then(|()| to.flush());
+        }
+    })
+}
+
+/// True when it ended by itself within the time; else it is killed.
+fn wait(child: &mut Child, limit: Duration) -> Result<bool> {
+    let until = Instant::now() + limit;
+    let waited = || Error::io(format!("wait for {QEMU}"));
+    loop {
+        if child.try_wait().map_err(waited())?.is_some() {
+            return Ok(true);
+        }
+        if Instant::now() >= until {
+            child.kill().map_err(waited())?;
+            child.wait().map_err(waited())?;
+            return Ok(false);
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// One run's directory: what to run, and how it ended. Removed when dropped, or by the next run if this process is killed.
+#[derive(Debug)]
+struct Run {
+    directory: tempfile::TempDir,
+    _lock: Flock<File>,
+}
+
+impl Run {
+    fn new(kernel: &kernel::Kernel, command: &[String]) -> Result<Self> {
+        let all = lab_home()?.join("machines");
+        std::fs::create_dir_all(&all).map_err(Error::io(format!("create {}", all.display())))?;
+        sweep(&all);
+        let failed = || Error::io(format!("prepare a run in {}", all.display()));
+        // Hidden from a sweeper until its lock is held.
+        let directory = tempfile::Builder::new()
+            .prefix("run.")
+            .tempdir_in(&all)
+            .map_err(failed())?;
+        let lock = File::create(directory.path().join(LOCK)).map_err(failed())?;
+        let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock)
+            .map_err(|(_, errno)| Error::errno("take the lock of a run")(errno))?;
+        let here = std::env::current_dir().map_err(Error::io("find the current directory"))?;
+        let script = script(&here, std::env::vars(), command);
+        std::fs::write(directory.path().join("command"), script).map_err(failed())?;
+        let modules = kernel.modules.display().to_string();
+        std::fs::write(directory.path().join("modules"), modules).map_err(failed())?;
+        Ok(Self { directory, _lock: lock })
+    }
+
+    fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    fn code(&self) -> Result<i32> {
+        let read = |name: &str| std::fs::read_to_string(self.path().join(name)).unwrap_or_default();
+        read("code").trim().parse().map_err(|_| {
+            let console = read("console");
+            let lines: Vec<_> = console.lines().collect();
+            Error::Command {
+                command: QEMU.into(),
+                status: "the machine ended before the command did".into(),
+                output: lines[lines.len().saturating_sub(20)..].join("\n"),
+            }
+        })
+    }
+}
+
+/// Removes the directories of runs whose owner is dead.
+fn sweep(all: &Path) {
+    let directories = std::fs::read_dir(all)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.path());
+    for directory in directories {
+        // No lock yet: it is being made this moment.
+        let Ok(file) = File::open(directory.join(LOCK)) else {
+            continue;
+        };
+        if Flock::lock(file, FlockArg::LockExclusiveNonblock).is_ok() {
+            let _ = std::fs::remove_dir_all(&directory);
+        }
+    }
+}
+
+/// What the guest runs: a bash script.
+fn script(here: &Path, environment: impl Iterator<Item = (String, String)>, command: &[String]) -> String {
+    let is_name = |name: &str| {
+        let first = name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
+        first && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
+    };
+    let mut script = String::new();
+    for (name, value) in environment.filter(|(name, _)| is_name(name)) {
+        script += &format!("export {name}={}\n", quote(&value));
+    }
+    let words: Vec<_> = command.iter().map(|word| quote(word)).collect();
+    let here = quote(&here.display().to_string());
+    script
+        + &format!(
+            "export PATH=\"$PATH:/usr/local/sbin:/usr/sbin:/sbin\"\ncd {here} || exit 125\nexec {}\n",
+            words.join(" ")
+        )
+}
+
+/// One word of a shell line.
+fn quote(word: &str) -> String {
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+/// Where a program of this machine is, looked for as a shell does.
+fn find(program: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .chain(["/usr/local/sbin", "/usr/sbin", "/sbin"].map(PathBuf::from))
+        .map(|directory| directory.join(program))
+        .find(|file| file.is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_keeps_its_words_its_directory_and_its_environment() {
+        let environment = [("A", "it's"), ("BASH_FUNC_x%%", "() { :; }")].map(|(k, v)| (k.to_owned(), v.to_owned()));
+        let command = ["echo", "$A", "two words"].map(String::from);
+        assert_eq!(
+            script(Path::new("/a b"), environment.into_iter(), &command),
+            "export A='it'\\''s'\nexport PATH=\"$PATH:/usr/local/sbin:/usr/sbin:/sbin\"\ncd '/a b' || exit 125\nexec 'echo' '$A' \
+             'two words'\n"
+        );
+    }
+
+    #[test]
+    fn only_the_directory_of_a_dead_run_is_swept() {
+        let all = tempfile::tempdir().unwrap();
+        for name in ["alive", "dead", "new"] {
+            std::fs::create_dir(all.path().join(name)).unwrap();
+        }
+        std::fs::write(all.path().join("dead").join(LOCK), "").unwrap();
+        let lock = File::create(all.path().join("alive").join(LOCK)).unwrap();
+        let _lock = Flock::lock(lock, FlockArg::LockExclusive).unwrap();
+        sweep(all.path());
+        assert_eq!(
+            ["alive", "dead", "new"].map(|name| all.path().join(name).exists()),
+            [true, false, true]
+        );
+    }
+}
