@@ -1,0 +1,114 @@
+//! The fuzz targets on a stable compiler: every kept input (fuzz/corpus), and some thousand inputs near them. A panic names the input.
+//! `FUZZ_SEED=N` and `FUZZ_ROUNDS=N` try others; the same seed tries the same.
+
+#[path = "../../../fuzz/bodies/objects.rs"]
+mod objects;
+
+use std::{
+    fs,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    path::Path,
+};
+
+const ROUNDS: u32 = 4_000;
+/// What parsers trip over.
+const TOKENS: [&[u8]; 16] = [
+    b"0.0.0.0/0",
+    b"::/0",
+    b"/33",
+    b"-1",
+    b"0",
+    b"65536",
+    b"18446744073709551616",
+    b"1e400",
+    b"null",
+    b"[]",
+    b"{}",
+    b"\"",
+    b"\xc3\xa9",
+    b"::ffff:10.0.0.1",
+    b"%eth0",
+    b"\\u0000",
+];
+
+/// Xorshift: enough to wander, and the same everywhere.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % bound.max(1) as u64) as usize
+    }
+
+    /// One or a few small changes to one input, with pieces of another.
+    fn near(&mut self, corpus: &[Vec<u8>]) -> Vec<u8> {
+        let mut bytes = corpus[self.below(corpus.len())].clone();
+        for _ in 0..=self.below(4) {
+            let at = self.below(bytes.len() + 1);
+            let end = (at + self.below(24)).min(bytes.len());
+            match self.below(6) {
+                0 if at < bytes.len() => bytes[at] ^= 1 << self.below(8),
+                1 if at < bytes.len() => bytes[at] = self.below(256) as u8,
+                2 => drop(bytes.drain(at..end)),
+                3 => drop(bytes.splice(at..end, TOKENS[self.below(TOKENS.len())].iter().copied())),
+                4 => {
+                    let other = &corpus[self.below(corpus.len())];
+                    let from = self.below(other.len());
+                    let piece = &other[from..(from + self.below(64)).min(other.len())];
+                    drop(bytes.splice(at..at, piece.iter().copied()));
+                }
+                _ => bytes.truncate(bytes.len() - bytes.len() / 8 * self.below(2)),
+            }
+        }
+        bytes
+    }
+}
+
+fn number(variable: &str, otherwise: u64) -> u64 {
+    std::env::var(variable).map_or(otherwise, |text| text.parse().expect(variable))
+}
+
+fn tried(target: &str, body: fn(&[u8])) {
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../fuzz/corpus")
+        .join(target);
+    let mut files: Vec<_> = fs::read_dir(&directory)
+        .expect("a corpus")
+        .map(|entry| entry.expect("an entry").path())
+        .collect();
+    files.sort();
+    let corpus: Vec<Vec<u8>> = files.iter().map(|file| fs::read(file).expect("an input")).collect();
+    assert!(!corpus.is_empty(), "{} is empty", directory.display());
+    let attempt = |bytes: &[u8], whence: &dyn Fn() -> String| {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| body(bytes))) {
+            println!("{target}, {}: {:?}", whence(), String::from_utf8_lossy(bytes));
+            println!("as bytes: {bytes:?}");
+            resume_unwind(panic);
+        }
+    };
+    for (file, bytes) in files.iter().zip(&corpus) {
+        attempt(bytes, &|| file.display().to_string());
+    }
+    let seed = number("FUZZ_SEED", 0x9e37_79b9_7f4a_7c15);
+    let mut random = Random(seed.max(1));
+    for round in 0..number("FUZZ_ROUNDS", ROUNDS.into()) {
+        attempt(&random.near(&corpus), &|| format!("seed {seed}, round {round}"));
+    }
+}
+
+#[test]
+fn no_object_stops_a_reader_and_what_is_accepted_is_what_was_said() {
+    tried("object", objects::object);
+}
+
+#[test]
+fn no_annotation_stops_a_reader_or_reaches_a_resolver_as_garbage() {
+    tried("annotation", objects::annotation);
+}
+
+#[test]
+fn no_peer_or_policy_opens_a_node_or_stops_the_compiler() {
+    tried("compiled", objects::compiled);
+}

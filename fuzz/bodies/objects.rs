@@ -1,0 +1,217 @@
+//! What is tried on objects that anyone may have written: each reader comes back, and what it accepts is what it says.
+//! Both the fuzz targets and `crates/wg-agent/tests/corpus.rs` compile this file.
+
+use std::collections::BTreeSet;
+
+use clustermesh_agent_core::{
+    compile::{Compiled, Inputs, Node, Peer, compile},
+    device,
+    firewall::render,
+    numbers::TABLE,
+    prefixes::{covered, overlap},
+    routes::{self, Kind},
+};
+use clustermesh_api::{annotations, convert, mesh::ClusterMesh, names, peer, policy::PeerPolicy};
+use clustermesh_core::{
+    key::PublicKey,
+    observe::{Endpoint, Owner},
+};
+use k8s_openapi::api::{core::v1 as core, discovery::v1::EndpointSlice};
+use kube::{ResourceExt, api::DynamicObject};
+use serde_json::Value;
+use wg_agent::source::objects::{NodeSeen, PeerSeen, PolicySeen, sockets};
+
+/// One JSON object, of whatever kind it can be read as.
+pub(crate) fn object(bytes: &[u8]) {
+    let Ok(value) = serde_json::from_slice::<Value>(bytes) else {
+        return;
+    };
+    if let Ok(object) = serde_json::from_value::<DynamicObject>(value.clone()) {
+        a_policy_that_cannot_be_read_allows_nothing(&PolicySeen::new(object.clone()));
+        let _ = PeerSeen::new(object);
+    }
+    if let Ok(peer) = serde_json::from_value::<peer::Peer>(value.clone()) {
+        let _ = convert::peer::to_core(&peer);
+        if let Ok(spec) = convert::peer::exact(&peer) {
+            let written = convert::peer::from_core("p", &spec, &Owner::default());
+            assert_eq!(
+                convert::peer::exact(&written),
+                Ok(spec),
+                "what was accepted is read back"
+            );
+        }
+    }
+    if let Ok(policy) = serde_json::from_value::<PeerPolicy>(value.clone())
+        && let Ok(spec) = convert::policy::to_core(&policy).spec
+    {
+        let written = convert::policy::from_core("p", "s", &spec, &Owner::default());
+        assert_eq!(
+            convert::policy::to_core(&written).spec,
+            Ok(spec),
+            "what was accepted is read back"
+        );
+    }
+    if let Ok(node) = serde_json::from_value::<core::Node>(value.clone()) {
+        let _ = NodeSeen::new(&node, &node.name_any(), &[names::KILO_KEY]);
+        let _ = convert::node::agent(&node);
+        for net in convert::node::to_core(&node)
+            .pod_cidrs
+            .iter()
+            .filter_map(|claim| claim.value())
+        {
+            assert_eq!(*net, net.trunc(), "a pod CIDR has no host bits");
+        }
+    }
+    if let Ok(mesh) = serde_json::from_value::<ClusterMesh>(value.clone())
+        && let Err(findings) = convert::mesh::to_core(&mesh)
+    {
+        assert!(!findings.is_empty(), "a refusal has a reason");
+    }
+    if let Ok(slice) = serde_json::from_value::<EndpointSlice>(value.clone()) {
+        let _ = convert::service::slice_to_core(&slice);
+        let _ = sockets(&slice);
+    }
+    if let Ok(service) = serde_json::from_value::<core::Service>(value.clone()) {
+        let _ = convert::service::to_core(&service);
+    }
+    if let Ok(pod) = serde_json::from_value::<core::Pod>(value) {
+        let _ = convert::service::pod_to_core(&pod);
+    }
+}
+
+/// One text, read as each of the annotations.
+pub(crate) fn annotation(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else {
+        return;
+    };
+    let _ = annotations::host_and_prefix(text);
+    match annotations::endpoint(text) {
+        Ok(Endpoint::Ip(address)) => assert_ne!(address.port(), 0),
+        Ok(Endpoint::Dns(name, port)) => {
+            assert_ne!(port, 0);
+            assert!(
+                name.bytes()
+                    .all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte)),
+                "{name:?} would reach a resolver"
+            );
+        }
+        Err(why) => assert!(!why.is_empty()),
+    }
+    let found = annotations::discovered(text);
+    assert_eq!(annotations::discovered(&annotations::discovered_text(&found)), found);
+    if let Ok(agent) = annotations::Agent::parse(text) {
+        assert_eq!(annotations::Agent::parse(&agent.to_string()), Ok(agent));
+    }
+    if let Ok(key) = text.parse::<PublicKey>() {
+        assert_eq!(key.to_string(), text);
+    }
+}
+
+/// A JSON list of Peers and PeerPolicies, compiled for a node of 10.101.0.0/24.
+pub(crate) fn compiled(bytes: &[u8]) {
+    let Ok(objects) = serde_json::from_slice::<Vec<DynamicObject>>(bytes) else {
+        return;
+    };
+    let inputs = inputs(objects);
+    let out = compile(&inputs);
+    no_range_has_two_owners(&out);
+    no_route_leads_astray(&inputs, &out);
+    let text = render(&out.firewall);
+    assert!(!text.contains("flush"), "{text}");
+    let from_mesh = text
+        .split("chain from_mesh {")
+        .nth(1)
+        .and_then(|rest| rest.split("\n  }").next());
+    assert!(
+        from_mesh.is_some_and(|chain| chain.trim_end().ends_with("counter drop")),
+        "{text}"
+    );
+    for name in inputs
+        .policies
+        .iter()
+        .map(|policy| &policy.name)
+        .filter(|name| name.len() > 20)
+    {
+        assert!(!text.contains(name.as_str()), "{name:?} is in the table");
+    }
+    assert_eq!(routes::diff(&out.routes, &out.routes), None);
+}
+
+fn inputs(objects: Vec<DynamicObject>) -> Inputs {
+    let (mut peers, mut policies) = (Vec::new(), Vec::new());
+    for object in objects {
+        let name = object.name_any();
+        if object.data["spec"].get("publicKey").is_none() {
+            policies.push(PolicySeen::new(object).policy);
+            continue;
+        }
+        let PeerSeen {
+            cluster: _,
+            revision,
+            requires_policy,
+            spec,
+        } = PeerSeen::new(object);
+        if let Ok(spec) = spec {
+            peers.push(Peer {
+                name,
+                revision,
+                public_key: spec.public_key,
+                preshared_key: None,
+                endpoint: match spec.endpoint {
+                    Some(Endpoint::Ip(address)) => Some(address),
+                    _ => None,
+                },
+                candidates: spec.candidates,
+                keepalive: std::num::NonZeroU16::new(spec.persistent_keepalive),
+                allowed_ips: spec.allowed_ips.into_iter().collect(),
+                requires_policy,
+            });
+        }
+    }
+    Inputs {
+        node: Node {
+            name: "node".into(),
+            public_key: PublicKey::new([9; 32]),
+            wireguard_ips: ["100.66.1.1".parse().expect("an address")].into(),
+            device: "kilo0".parse().expect("a name"),
+            listen_port: 51820,
+            mtu: 1420,
+            underlay: "eth0".parse().expect("a name"),
+            underlay_addresses: ["172.29.0.111".parse().expect("an address")].into(),
+            addresses: ["172.29.0.111".parse().expect("an address")].into(),
+            pod_cidrs: ["10.101.0.0/24".parse().expect("a network")].into(),
+        },
+        throw: ["172.29.0.1/32".parse().expect("a network")].into(),
+        api_servers: ["172.29.0.11:6443".parse().expect("a socket")].into(),
+        nodes: BTreeSet::new(),
+        pods_elsewhere: BTreeSet::new(),
+        peers,
+        policies,
+    }
+}
+
+fn a_policy_that_cannot_be_read_allows_nothing(seen: &PolicySeen) {
+    assert!(seen.problem.is_none() || seen.policy.allow.is_empty(), "{seen:?}");
+}
+
+fn no_range_has_two_owners(out: &Compiled) {
+    let mut owned = BTreeSet::new();
+    for net in out.peers.values().flat_map(|peer| &peer.allowed_ips) {
+        assert_eq!(*net, net.trunc());
+        assert!(owned.insert(*net), "{net} has two owners");
+    }
+    let nothing = device::ObservedPeers::new();
+    assert_eq!(device::diff(&nothing, &out.peers).is_none(), out.peers.is_empty());
+}
+
+fn no_route_leads_astray(inputs: &Inputs, out: &Compiled) {
+    let of_table = || out.routes.routes.iter().filter(|route| route.table == TABLE);
+    let closed = of_table().filter(|route| route.kind == Kind::Unreachable);
+    let closed: BTreeSet<_> = closed.map(|route| route.prefix).collect();
+    for route in of_table() {
+        assert!(route.prefix.prefix_len() > 0, "{route} takes everything");
+        assert!(covered(&route.prefix, &closed), "{route} has no closed door behind it");
+        let pods = inputs.node.pod_cidrs.iter().any(|pods| overlap(pods, &route.prefix));
+        assert!(!pods || route.kind == Kind::Throw, "{route} touches this node's pods");
+    }
+}
