@@ -17,7 +17,7 @@ use crate::{liveness::Liveness, metrics, readiness::Readiness};
 pub struct State {
     /// `/metrics`.
     pub registry: Arc<Registry>,
-    /// `/readyz`: 200, or 503 with what is pending, one a line.
+    /// `/readyz`: 200 with remarks, or 503 with what is pending, one a line.
     pub readiness: Readiness,
     /// `/healthz`: 200, or 503 with the loops that are silent, one a line.
     pub liveness: Liveness,
@@ -101,7 +101,10 @@ async fn show_health(extract::State(state): extract::State<State>) -> (StatusCod
 }
 
 async fn show_readiness(extract::State(state): extract::State<State>) -> (StatusCode, String) {
-    verdict(&state.readiness.list())
+    let (status, text) = verdict(&state.readiness.list());
+    let remarks = state.readiness.remarks();
+    let remarks: String = remarks.iter().map(|remark| format!("but: {remark}\n")).collect();
+    (status, text + &remarks)
 }
 
 /// 200 `ok`, or 503 with one line for each thing in the way.
@@ -174,7 +177,13 @@ mod tests {
             ask(address, "/healthz").await,
             (503, "loop: silent for 0 s\n".to_owned())
         );
-        drop((pending, wedged));
+        drop(pending);
+        let remark = readiness.remark("from the cache");
+        assert_eq!(
+            ask(address, "/readyz").await,
+            (200, "ok\nbut: from the cache\n".to_owned())
+        );
+        drop((remark, wedged));
         assert_eq!(ask(address, "/readyz").await, (200, "ok\n".to_owned()));
         assert_eq!(ask(address, "/healthz").await, (200, "ok\n".to_owned()));
         assert_eq!(

@@ -1,13 +1,23 @@
-//! What a program still waits for before it is ready, by name, so that `/readyz` can list it. Not whether it is alive.
+//! What a program still waits for before it is ready, by name, so that `/readyz` can list it, and what a person should
+//! know although it is. Not whether it is alive.
 
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// The list of what is pending. Cheap to clone; all clones are one list. Ready = nothing pending.
+/// The list of what is pending, and of remarks. Cheap to clone; all clones are one list. Ready = nothing pending.
 #[derive(Debug, Clone, Default)]
-pub struct Readiness(Arc<Mutex<BTreeMap<String, usize>>>);
+pub struct Readiness(Arc<Mutex<Items>>);
+
+/// By weight and name, how often.
+type Items = BTreeMap<(Weight, String), usize>;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Weight {
+    Pending,
+    Remark,
+}
 
 impl Readiness {
     /// An empty list: ready.
@@ -19,27 +29,48 @@ impl Readiness {
     /// Puts `name` on the list until the returned value is dropped. The same name may be put there several times; it
     /// leaves with the last.
     pub fn pending(&self, name: impl Into<String>) -> Pending {
-        let name = name.into();
-        *self.lock().entry(name.clone()).or_default() += 1;
+        self.put(Weight::Pending, name.into())
+    }
+
+    /// As [`Self::pending`], of something that makes nobody wait.
+    pub fn remark(&self, name: impl Into<String>) -> Pending {
+        self.put(Weight::Remark, name.into())
+    }
+
+    fn put(&self, weight: Weight, name: String) -> Pending {
+        let item = (weight, name);
+        *self.lock().entry(item.clone()).or_default() += 1;
         Pending {
             list: self.clone(),
-            name,
+            item,
         }
     }
 
     /// What is pending, sorted.
     #[must_use]
     pub fn list(&self) -> Vec<String> {
-        self.lock().keys().cloned().collect()
+        self.all(Weight::Pending)
+    }
+
+    /// What a person should know besides, sorted.
+    #[must_use]
+    pub fn remarks(&self) -> Vec<String> {
+        self.all(Weight::Remark)
+    }
+
+    fn all(&self, weight: Weight) -> Vec<String> {
+        let list = self.lock();
+        let items = list.keys().filter(|(of, _)| *of == weight);
+        items.map(|(_, name)| name.clone()).collect()
     }
 
     /// Whether nothing is pending.
     #[must_use]
     pub fn is_ready(&self) -> bool {
-        self.lock().is_empty()
+        self.list().is_empty()
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, usize>> {
+    fn lock(&self) -> MutexGuard<'_, Items> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -49,19 +80,19 @@ impl Readiness {
 #[must_use = "the item leaves the list when this is dropped"]
 pub struct Pending {
     list: Readiness,
-    name: String,
+    item: (Weight, String),
 }
 
 impl Drop for Pending {
     fn drop(&mut self) {
         let mut list = self.list.lock();
-        if let Some(count) = list.get_mut(&self.name) {
+        if let Some(count) = list.get_mut(&self.item) {
             *count -= 1;
             if *count == 0 {
-                list.remove(&self.name);
-                let left: Vec<_> = list.keys().cloned().collect();
+                list.remove(&self.item);
                 drop(list);
-                tracing::info!(done = %self.name, pending = %left.join(", "), "readiness");
+                let left = self.list.list();
+                tracing::info!(done = %self.item.1, pending = %left.join(", "), "readiness");
             }
         }
     }
@@ -82,7 +113,11 @@ mod tests {
         assert_eq!(readiness.list(), ["device", "peers"]);
         drop(device);
         assert_eq!(readiness.list(), ["peers"]);
+        let remark = readiness.remark("from the cache");
         drop(again);
         assert!(readiness.is_ready());
+        assert_eq!(readiness.remarks(), ["from the cache"]);
+        drop(remark);
+        assert_eq!(readiness.remarks(), Vec::<String>::new());
     }
 }

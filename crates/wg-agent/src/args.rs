@@ -1,6 +1,10 @@
 //! The command line: flags, their checks, and what they mean together. Nothing is opened or started here.
 
-use std::{net::SocketAddr, path::PathBuf, str::FromStr};
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    str::FromStr,
+};
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clustermesh_agent_core::{interface::InterfaceName, mtu};
@@ -58,6 +62,10 @@ pub(crate) struct Flags {
     /// The node's private key; made on the first start.
     #[arg(long, default_value = "/var/lib/kilo/key", global = true)]
     key_file: PathBuf,
+    /// What was last applied, for a start while the API server is away; root's alone. Default: wg-agent.cache beside the
+    /// key.
+    #[arg(long, global = true)]
+    cache_file: Option<PathBuf>,
     /// MTU of the device: auto = that of the underlay less 80.
     #[arg(long, default_value = "auto", global = true)]
     mtu: Mtu,
@@ -157,6 +165,8 @@ pub struct Config {
     pub range: Range,
     /// The private key's file.
     pub key_file: PathBuf,
+    /// The file of what was last applied.
+    pub cache_file: PathBuf,
     /// MTU of the device.
     pub mtu: Mtu,
     /// Networks that stay on the underlay.
@@ -174,6 +184,13 @@ pub struct CleanupConfig {
     pub kubeconfig: Option<PathBuf>,
     /// Name of the device.
     pub interface: InterfaceName,
+    /// The file of what was last applied.
+    pub cache_file: PathBuf,
+}
+
+/// `--cache-file`, or its default: the key's directory is root's alone, and outlives a restart.
+fn cache_file(given: Option<PathBuf>, key_file: &Path) -> PathBuf {
+    given.unwrap_or_else(|| key_file.with_file_name("wg-agent.cache"))
 }
 
 impl Flags {
@@ -192,6 +209,7 @@ impl Flags {
             port,
             wireguard_cidr,
             key_file,
+            cache_file: cache,
             mtu,
             bypass_cidr,
             listen,
@@ -212,6 +230,7 @@ impl Flags {
             interface,
             port,
             range: Range::new(wireguard_cidr.ok_or(ArgsError::NoRange)?)?,
+            cache_file: cache_file(cache, &key_file),
             key_file,
             mtu,
             bypass: bypass_cidr.iter().map(IpNet::trunc).collect(),
@@ -225,12 +244,15 @@ impl Flags {
             node_name,
             kubeconfig,
             interface,
+            key_file,
+            cache_file: cache,
             ..
         } = self;
         CleanupConfig {
             node_name,
             kubeconfig,
             interface,
+            cache_file: cache_file(cache, &key_file),
         }
     }
 }
@@ -278,6 +300,14 @@ mod tests {
             "--wireguard-cidr: 100.66.0.0/31 has no room for nodes: its first and last address are not used; \
              take a larger range, as a /16"
         );
+    }
+
+    #[test]
+    fn the_cache_lies_beside_the_key_unless_told_otherwise() {
+        let at = |line: &str| config(&format!("{WHOLE} {line}")).unwrap().cache_file;
+        assert_eq!(at(""), Path::new("/var/lib/kilo/wg-agent.cache"));
+        assert_eq!(at("--key-file /etc/wg/key"), Path::new("/etc/wg/wg-agent.cache"));
+        assert_eq!(at("--key-file /etc/wg/key --cache-file /run/c"), Path::new("/run/c"));
     }
 
     #[test]

@@ -11,6 +11,7 @@ use clustermesh_agent_core::interface::InterfaceName;
 
 use crate::{
     args::CleanupConfig,
+    cache,
     firewall::{Keeper, Nft},
     lock, publish,
     route::{self, Netlink},
@@ -27,6 +28,7 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
         node_name,
         kubeconfig,
         interface,
+        cache_file,
     } = config;
     let _lock = lock::take()?;
     let mut failures: Vec<String> = Vec::new();
@@ -53,6 +55,7 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     if let Err(error) = remove_socket(&Path::new(CONTROL_DIRECTORY).join(format!("{interface}.sock"))) {
         failures.push(format!("control socket: {error}"));
     }
+    failures.extend(cache::remove(&cache_file).iter().map(ToString::to_string));
     match node_name.filter(|name| !name.is_empty()) {
         None => tracing::info!("--node-name is not given: the Node's annotations stay"),
         Some(node) => {

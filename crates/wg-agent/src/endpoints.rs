@@ -28,18 +28,35 @@ struct Track {
 
 /// All peers.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Tracks(BTreeMap<PublicKey, Track>);
+pub(crate) struct Tracks {
+    peers: BTreeMap<PublicKey, Track>,
+    /// Where each was heard from last, also by an earlier process: one that is new on the device is tried there first.
+    live: BTreeMap<PublicKey, SocketAddr>,
+}
 
 impl Tracks {
+    /// No peers yet; `live` is where an earlier process heard from them.
+    pub(crate) fn new(live: BTreeMap<PublicKey, SocketAddr>) -> Self {
+        Self {
+            peers: BTreeMap::new(),
+            live,
+        }
+    }
+
+    /// Where each was heard from last.
+    pub(crate) const fn live(&self) -> &BTreeMap<PublicKey, SocketAddr> {
+        &self.live
+    }
+
     /// Takes over who there is and where each may be. What lives keeps the endpoint it lives on.
     pub(crate) fn sync<'a>(&mut self, wanted: impl Iterator<Item = (PublicKey, &'a [SocketAddr], bool)>, now: Instant) {
-        let mut old = std::mem::take(&mut self.0);
+        let mut old = std::mem::take(&mut self.peers);
         for (key, candidates, keepalive) in wanted {
             let mut track = old.remove(&key).unwrap_or_else(|| Track {
                 configured: now,
                 keepalive,
                 candidates: candidates.to_vec(),
-                current: candidates.first().copied(),
+                current: self.live.get(&key).or(candidates.first()).copied(),
                 since: now,
                 stats: PeerStats::default(),
                 unanswered: None,
@@ -49,22 +66,26 @@ impl Tracks {
                 track.candidates = candidates.to_vec();
                 track.rechoose(now);
             }
-            self.0.insert(key, track);
+            self.peers.insert(key, track);
         }
+        self.live.retain(|key, _| self.peers.contains_key(key));
     }
 
     /// The endpoint to configure for a peer.
     pub(crate) fn current(&self, key: &PublicKey) -> Option<SocketAddr> {
-        self.0.get(key)?.current
+        self.peers.get(key)?.current
     }
 
     /// Takes over what the device says. True when some peer has to be tried elsewhere.
     pub(crate) fn look(&mut self, observed: &ObservedPeers, now: Instant) -> bool {
         let mut moved = false;
-        for (key, track) in &mut self.0 {
+        for (key, track) in &mut self.peers {
             let Some(peer) = observed.get(key) else { continue };
             track.count(&peer.stats, now);
-            if track.candidates.len() > 1 && try_next(&track.signs(now), now - track.since) {
+            if let Some(at) = peer.stats.endpoint.filter(|_| track.alive()) {
+                self.live.insert(*key, at);
+            }
+            if track.has_other() && try_next(&track.signs(now), now - track.since) {
                 track.advance(now);
                 moved = true;
             }
@@ -74,18 +95,25 @@ impl Tracks {
 
     /// How a peer is; one that is not known is unknown.
     pub(crate) fn state(&self, key: &PublicKey, now: Instant) -> State {
-        self.0.get(key).map_or(State::Unknown, |track| state(&track.signs(now)))
+        self.peers
+            .get(key)
+            .map_or(State::Unknown, |track| state(&track.signs(now)))
     }
 
     /// Everything was put on a new device: nobody was heard yet.
     pub(crate) fn restart(&mut self) {
-        self.0.clear();
+        self.peers.clear();
     }
 }
 
 impl Track {
     fn alive(&self) -> bool {
         self.stats.handshake_age.is_some_and(|age| age <= SESSION)
+    }
+
+    /// Whether there is another endpoint to try.
+    fn has_other(&self) -> bool {
+        self.candidates.iter().any(|candidate| Some(*candidate) != self.current)
     }
 
     fn rechoose(&mut self, now: Instant) {
@@ -212,6 +240,38 @@ mod tests {
             Some(at("192.0.2.11:1")),
             "and no longer once it is silent"
         );
+    }
+
+    #[test]
+    fn a_new_device_tries_first_where_a_peer_was_heard_from_and_then_where_we_are_told() {
+        let start = Instant::now();
+        let after = |seconds| start + Duration::from_secs(seconds);
+        let (told, live) = (Some(at("192.0.2.1:1")), Some(at("203.0.113.5:777")));
+        let mut tracks = Tracks::new(
+            [
+                (KEY, at("203.0.113.5:777")),
+                (PublicKey::new([8; 32]), at("192.0.2.8:1")),
+            ]
+            .into(),
+        );
+        sync(&mut tracks, &["192.0.2.1:1"], start);
+        assert_eq!(tracks.current(&KEY), live);
+        assert_eq!(
+            tracks.live().keys().collect::<Vec<_>>(),
+            [&KEY],
+            "the other peer is gone"
+        );
+        assert!(tracks.look(&heard(None, Some("203.0.113.5:777"), 0, 1), after(20)));
+        assert_eq!(tracks.current(&KEY), told);
+        assert_eq!(tracks.live()[&KEY], live.unwrap(), "silence says nothing");
+        tracks.look(&heard(Some(1), Some("192.0.2.7:9"), 1, 1), after(25));
+        tracks.restart();
+        sync(&mut tracks, &["192.0.2.1:1"], after(30));
+        assert_eq!(tracks.current(&KEY), Some(at("192.0.2.7:9")));
+        // And one that nobody tells us where it is.
+        tracks.restart();
+        sync(&mut tracks, &[], after(31));
+        assert_eq!(tracks.current(&KEY), Some(at("192.0.2.7:9")));
     }
 
     #[test]

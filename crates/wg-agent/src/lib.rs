@@ -5,6 +5,7 @@
 #![deny(unsafe_code)]
 
 pub mod args;
+pub mod cache;
 pub mod cleanup;
 pub mod device;
 mod endpoints;

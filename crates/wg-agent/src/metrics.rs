@@ -50,6 +50,7 @@ pub struct Metrics {
     dropped: Family<Reason, Counter>,
     applied: Family<Part, Counter>,
     errors: Family<Part, Counter>,
+    remembered: Gauge,
     counted: Arc<std::sync::Mutex<Counted>>,
 }
 
@@ -87,6 +88,7 @@ impl Metrics {
             dropped,
             applied,
             errors,
+            remembered,
             counted: _,
         } = metrics.clone();
         registry.register("peers", "Peers on the device, by source cluster and state", peers);
@@ -108,6 +110,11 @@ impl Metrics {
         registry.register("device_drops", "Packets the device dropped, by reason", dropped);
         registry.register("applied_changes", "Changes made to the node, by part", applied);
         registry.register("errors", "What failed and is tried again, by part", errors);
+        registry.register(
+            "remembered_kinds",
+            "Kinds of objects taken from the cache, since the API server has not answered since the start",
+            remembered,
+        );
         metrics
     }
 
@@ -119,6 +126,11 @@ impl Metrics {
     /// Something failed.
     pub fn failed(&self, part: &'static str) {
         self.errors.get_or_create(&Part { part }).inc();
+    }
+
+    /// Of how many kinds only what an earlier process kept is known.
+    pub fn remembered(&self, kinds: usize) {
+        self.remembered.set(i64::try_from(kinds).unwrap_or(i64::MAX));
     }
 
     /// How many objects are left out now, by reason.

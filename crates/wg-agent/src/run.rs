@@ -11,7 +11,7 @@ use tokio::{sync::watch, task::JoinSet};
 
 use crate::{
     args::Config,
-    device, firewall, identity, lock,
+    cache, device, firewall, identity, lock,
     metrics::Metrics,
     preflight, publish,
     reconcile::{Parts, Reconciler},
@@ -37,6 +37,8 @@ const RETRY: [Duration; 4] = [
 ];
 /// A loop that is silent for so long is stuck.
 const STUCK: Duration = Duration::from_secs(120);
+/// An API server that has not told everything by then counts as away, as one that cannot be reached does at once.
+const FIRST_WORD: Duration = Duration::from_secs(3);
 /// How long ending may take.
 const DRAIN: Duration = Duration::from_secs(5);
 
@@ -59,6 +61,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         mtu = ?config.mtu,
         bypass = ?config.bypass,
         key_file = %config.key_file.display(),
+        cache_file = %config.cache_file.display(),
         public_key = %key.public(),
         listen = %config.listen,
         "wg-agent starts"
@@ -78,8 +81,32 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         dump: Arc::new(move || shown.get()),
     };
 
+    let place = cache::Place {
+        path: config.cache_file.clone(),
+        node: config.node_name.clone(),
+    };
+    let cache::Found { saved, live, trouble } = cache::load(&place);
+    let _set_aside = trouble.map(|trouble| {
+        tracing::warn!("{trouble}");
+        metrics.failed("cache");
+        readiness.remark(format!("cache: {trouble}"))
+    });
+    let known = saved.as_ref().map(|saved| saved.addresses.clone()).unwrap_or_default();
+
     let mut tasks = JoinSet::new();
-    let store = Store::new(metrics.clone());
+    let store = Store::new(metrics.clone(), saved);
+    let (kept, keep) = watch::channel(cache::Kept {
+        saved: None,
+        live: live.clone(),
+    });
+    tasks.spawn(cache::run(place, keep, metrics.clone()));
+    let (silent, patience) = (store.clone(), stop.clone());
+    tasks.spawn(async move {
+        tokio::select! {
+            () = patience.cancelled() => {}
+            () = tokio::time::sleep(FIRST_WORD) => silent.remember(),
+        }
+    });
     let (names, wanted_names) = watch::channel(Default::default());
     let (publish, wanted) = watch::channel(Default::default());
     let served = admin.serve(state, stop.clone());
@@ -99,6 +126,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let found = store.clone();
     tasks.spawn(source::lookup::run(
         wanted_names,
+        known,
         move |addresses| found.set_addresses(addresses),
         stop.clone(),
     ));
@@ -122,6 +150,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         store: store.clone(),
         names,
         publish,
+        kept,
+        live,
         troubles: Troubles::new(readiness, metrics.clone()),
         metrics,
         dump,
@@ -168,6 +198,8 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
             () = tokio::time::sleep(settle) => {}
         }
     }
+    // What the next start should know of where the peers are.
+    reconciler.look();
     drop(reconciler.into_device());
 }
 

@@ -41,7 +41,7 @@ impl Trouble {
 /// The troubles of now.
 #[derive(Debug)]
 pub(crate) struct Troubles {
-    now: BTreeMap<Trouble, Option<Pending>>,
+    now: BTreeMap<Trouble, Pending>,
     readiness: Readiness,
     metrics: Metrics,
     /// Leaves `/readyz` when the first pass went well.
@@ -75,7 +75,12 @@ impl Troubles {
             let (readiness, part) = (&self.readiness, trouble.part);
             self.now.entry(trouble).or_insert_with_key(|trouble| {
                 tracing::warn!(part, "{}", trouble.message);
-                (!trouble.harmless).then(|| readiness.pending(format!("{part}: {}", trouble.message)))
+                let line = format!("{part}: {}", trouble.message);
+                if trouble.harmless {
+                    readiness.remark(line)
+                } else {
+                    readiness.pending(line)
+                }
             });
         }
         if self.now.keys().all(|trouble| trouble.harmless) {

@@ -1,6 +1,9 @@
 //! Whether a pass may begin: everything was read once, the node has its object, no kg owns its tunnel. Values only.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::{
+    path::Path,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 use crate::{
     source::{objects::NodeSeen, store::World},
@@ -56,4 +59,17 @@ pub(super) fn beside_kg(own: &NodeSeen, now: SystemTime) -> Result<(), Trouble> 
         )),
         _ => Ok(()),
     }
+}
+
+/// Says that the node works from what an earlier process kept.
+pub(super) fn from_cache(remembered: &[&'static str], file: &Path) -> Option<Trouble> {
+    (!remembered.is_empty()).then(|| {
+        let message = format!(
+            "the API server has not told yet, since this agent's start: {}; these are taken as an earlier process applied \
+             them ({}), without Peers that require a policy; see to the API server, or to --kubeconfig",
+            remembered.join(", "),
+            file.display()
+        );
+        Trouble::harmless("cache", message)
+    })
 }

@@ -38,6 +38,13 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         {
             tracing::debug!(error = trouble.message, "cannot try another endpoint");
         }
+        self.parts.kept.send_if_modified(|kept| {
+            let changed = kept.live != *self.tracks.live();
+            if changed {
+                kept.live.clone_from(self.tracks.live());
+            }
+            changed
+        });
         let cluster = |key: &PublicKey| current.clusters.get(key).cloned().unwrap_or_default();
         let traffic: Vec<Traffic> = observed
             .peers
@@ -67,6 +74,11 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             peers_down: count(State::Down),
         };
         self.dump(&current, &traffic, &observed.peers, &agent);
+        if !current.seen {
+            // What stands on the Node is not known, and there is nobody to tell.
+            self.current = Some(current);
+            return;
+        }
         let told = wanted(Facts {
             public_key: self.parts.key.public(),
             wireguard_ip: self.parts.config.range.with_prefix(current.wireguard_ip),

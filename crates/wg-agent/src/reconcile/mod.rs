@@ -10,6 +10,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
     path::Path,
+    sync::Arc,
     time::{Instant, SystemTime},
 };
 
@@ -25,6 +26,7 @@ use tokio::sync::watch;
 
 use crate::{
     args::{Config, Mtu},
+    cache::{Kept, Live, Saved},
     device::{Configuration, Device, DeviceError},
     endpoints::Tracks,
     firewall::{Backend, Keeper},
@@ -48,7 +50,7 @@ mod gate;
 mod inputs;
 mod look;
 
-use gate::{beside_kg, own_node, waiting};
+use gate::{beside_kg, from_cache, own_node, waiting};
 use inputs::{Gathered, Local, gather};
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
@@ -67,6 +69,9 @@ pub(crate) struct Parts<R, F> {
     pub(crate) open: Opener,
     pub(crate) names: watch::Sender<BTreeSet<String>>,
     pub(crate) publish: watch::Sender<Wanted>,
+    pub(crate) kept: watch::Sender<Kept>,
+    /// Where an earlier process heard from its peers.
+    pub(crate) live: Live,
     pub(crate) metrics: Metrics,
     pub(crate) troubles: Troubles,
     pub(crate) dump: Dump,
@@ -90,14 +95,17 @@ struct Current {
     wireguard_ip: IpAddr,
     mtu: u16,
     policy_revision: String,
+    /// This node's object is as it stands in the cluster.
+    seen: bool,
 }
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
-    pub(crate) fn new(parts: Parts<R, F>) -> Self {
+    pub(crate) fn new(mut parts: Parts<R, F>) -> Self {
+        let live = std::mem::take(&mut parts.live);
         Self {
             parts,
             device: None,
-            tracks: Tracks::default(),
+            tracks: Tracks::new(live),
             current: None,
             said: Said::default(),
         }
@@ -133,6 +141,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             );
             Trouble::harmless("source", message)
         }));
+        let remembered = world.remembered();
+        self.parts.metrics.remembered(remembered.len());
+        troubles.extend(from_cache(&remembered, &self.parts.config.cache_file));
         let config = self.parts.config.clone();
         let own = own_node(&world, &config.node_name)?;
         beside_kg(&own, SystemTime::now())?;
@@ -207,8 +218,12 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             wireguard_ip,
             mtu,
             policy_revision: revision(world.policies.known().map(|(_, policy)| policy)),
+            seen: !remembered.contains(&"Node"),
         });
         troubles.extend(routed?);
+        if remembered.is_empty() {
+            self.keep(Saved::of(&world));
+        }
         self.look();
         Ok(())
     }
@@ -269,6 +284,17 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 Ok(true)
             }
         }
+    }
+
+    /// What was read whole and applied is what the next start may work from.
+    fn keep(&self, saved: Saved) {
+        self.parts.kept.send_if_modified(|kept| {
+            let changed = kept.saved.as_deref() != Some(&saved);
+            if changed {
+                kept.saved = Some(Arc::new(saved));
+            }
+            changed
+        });
     }
 
     /// Where this process is told to find its API server.

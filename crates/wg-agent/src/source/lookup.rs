@@ -24,12 +24,14 @@ pub type Addresses = BTreeMap<String, IpAddr>;
 
 /// Looks up whatever `wanted` holds until the token is cancelled. A name keeps its address as long as that is among the
 /// answers, so that a rotating answer moves nobody, and while there is no answer at all.
+/// `known` are the answers that an earlier process had.
 pub async fn run(
     mut wanted: watch::Receiver<BTreeSet<String>>,
+    known: Addresses,
     found: impl Fn(Addresses) + Send,
     stop: CancellationToken,
 ) {
-    let mut known = Arc::new(Addresses::new());
+    let mut known = Arc::new(known);
     loop {
         let names = wanted.borrow_and_update().clone();
         let old = &known;

@@ -14,7 +14,7 @@ use super::{
     objects::{NodeSeen, PeerSeen, PolicySeen},
     watch::{Seen, Sink},
 };
-use crate::metrics::Metrics;
+use crate::{cache::Saved, metrics::Metrics};
 
 /// What was seen.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -56,6 +56,56 @@ impl World {
         .collect()
     }
 
+    /// The kinds of which only what an earlier process kept is known.
+    #[must_use]
+    pub fn remembered(&self) -> Vec<&'static str> {
+        let Self {
+            peers,
+            policies,
+            nodes,
+            api_servers,
+            addresses: _,
+            errors: _,
+        } = self;
+        [
+            ("Peer", matches!(peers, Seen::Remembered(_))),
+            ("PeerPolicy", matches!(policies, Seen::Remembered(_))),
+            ("Node", matches!(nodes, Seen::Remembered(_))),
+            ("EndpointSlice", matches!(api_servers, Seen::Remembered(_))),
+        ]
+        .into_iter()
+        .filter_map(|(kind, remembered)| remembered.then_some(kind))
+        .collect()
+    }
+
+    /// Takes for every kind that was not listed yet what an earlier process kept. True when there was one.
+    fn remember(&mut self, saved: Saved) -> bool {
+        fn take<V>(seen: &mut Seen<V>, objects: BTreeMap<String, V>) -> bool {
+            let pending = matches!(seen, Seen::Pending);
+            if pending {
+                *seen = Seen::Remembered(objects);
+            }
+            pending
+        }
+        let Saved {
+            peers,
+            policies,
+            nodes,
+            api_servers,
+            addresses,
+        } = saved;
+        for (name, address) in addresses {
+            self.addresses.entry(name).or_insert(address);
+        }
+        let taken = [
+            take(&mut self.peers, peers),
+            take(&mut self.policies, policies),
+            take(&mut self.nodes, nodes),
+            take(&mut self.api_servers, api_servers),
+        ];
+        taken.contains(&true)
+    }
+
     /// The kinds whose CRD is missing.
     #[must_use]
     pub fn absent(&self) -> Vec<&'static str> {
@@ -76,15 +126,27 @@ pub struct Store {
     world: Arc<Mutex<World>>,
     bell: Arc<Notify>,
     metrics: Metrics,
+    /// Until it is used, or not needed any more.
+    saved: Arc<Mutex<Option<Saved>>>,
 }
 
 impl Store {
-    /// Nothing seen yet.
+    /// Nothing seen yet; `saved` is what an earlier process kept for the case that the API server is away.
     #[must_use]
-    pub fn new(metrics: Metrics) -> Self {
+    pub fn new(metrics: Metrics, saved: Option<Saved>) -> Self {
         Self {
             metrics,
+            saved: Arc::new(Mutex::new(saved)),
             ..Self::default()
+        }
+    }
+
+    /// The API server has not told everything by now: works from what an earlier process kept, as far as it did. What was
+    /// listed stays, and the first list of a kind replaces what is kept of it.
+    pub fn remember(&self) {
+        let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if saved.is_some_and(|saved| self.lock().remember(saved)) {
+            self.bell.notify_one();
         }
     }
 
@@ -142,6 +204,46 @@ impl<V> Sink<V> for Shelf<V> {
                 "cannot follow this cluster's objects; what is in force stays"
             );
         }
+        self.store.remember();
         self.store.bell.notify_one();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn named<V: Default>(name: &str) -> BTreeMap<String, V> {
+        [(name.to_owned(), V::default())].into()
+    }
+
+    #[test]
+    fn what_was_kept_stands_in_for_what_was_not_listed_and_only_once() {
+        let saved = Saved {
+            nodes: named("old"),
+            api_servers: named("old"),
+            addresses: [("a".to_owned(), "192.0.2.1".parse().unwrap())].into(),
+            ..Saved::default()
+        };
+        let store = Store::new(Metrics::default(), Some(saved));
+        store.lock().nodes = Seen::Listed(named("new"));
+        assert_eq!(store.world().remembered(), Vec::<&str>::new());
+        store.remember();
+        let world = store.world();
+        assert_eq!(world.remembered(), ["Peer", "PeerPolicy", "EndpointSlice"]);
+        assert_eq!(world.pending(), Vec::<&str>::new());
+        assert_eq!(world.nodes, Seen::Listed(named("new")));
+        assert_eq!(world.api_servers, Seen::Remembered(named("old")));
+        assert_eq!(world.addresses.len(), 1);
+        store.lock().peers = Seen::Pending;
+        store.remember();
+        assert_eq!(store.world().pending(), ["Peer"]);
+    }
+
+    #[test]
+    fn without_anything_kept_there_is_nothing_to_stand_in() {
+        let store = Store::new(Metrics::default(), None);
+        store.remember();
+        assert_eq!(store.world(), World::default());
     }
 }

@@ -26,6 +26,8 @@ pub enum Seen<V> {
     Pending,
     /// The API server does not know the kind: its CRD is not installed. Counts as no objects.
     Absent,
+    /// Not listed since this process started: what an earlier one kept (`cache`), until the first list.
+    Remembered(BTreeMap<String, V>),
     /// Listed whole, and kept up to date as far as possible.
     Listed(BTreeMap<String, V>),
 }
@@ -36,7 +38,7 @@ impl<V> Seen<V> {
     pub(crate) fn known(&self) -> impl Iterator<Item = (&str, &V)> {
         let objects = match self {
             Self::Pending | Self::Absent => None,
-            Self::Listed(objects) => Some(objects),
+            Self::Remembered(objects) | Self::Listed(objects) => Some(objects),
         };
         objects
             .into_iter()
@@ -85,7 +87,7 @@ impl<V> Seen<V> {
         match self {
             Self::Absent => false,
             Self::Pending => absent > ABSENT_BELIEVED_FIRST,
-            Self::Listed(_) => absent > ABSENT_BELIEVED,
+            Self::Remembered(_) | Self::Listed(_) => absent > ABSENT_BELIEVED,
         }
     }
 }
@@ -182,14 +184,14 @@ fn take<K: Resource, V: PartialEq + Send>(
                     objects.insert(name, value);
                     true
                 }
-                Seen::Pending | Seen::Absent => false, // a watcher lists first
+                Seen::Pending | Seen::Absent | Seen::Remembered(_) => false, // a watcher lists first
             });
         }
         Event::Delete(object) => {
             let name = object.name_any();
             sink.change(move |seen| match seen {
                 Seen::Listed(objects) => objects.remove(&name).is_some(),
-                Seen::Pending | Seen::Absent => false,
+                Seen::Pending | Seen::Absent | Seen::Remembered(_) => false,
             });
         }
     }
@@ -237,6 +239,10 @@ mod tests {
         let answers = [(0, true), (12, true), (60, true), (63, true)];
         assert_eq!(
             believes(&Seen::Listed(BTreeMap::new()), &answers),
+            [false, false, false, true]
+        );
+        assert_eq!(
+            believes(&Seen::Remembered(BTreeMap::new()), &answers),
             [false, false, false, true]
         );
         assert_eq!(believes(&Seen::Absent, &answers), [false; 4]);

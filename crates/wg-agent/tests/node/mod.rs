@@ -171,6 +171,11 @@ impl World {
         Api::all(self.client(site).await)
     }
 
+    /// Where the agent's key is.
+    pub fn key_file(&self, site: &Site) -> PathBuf {
+        self.files.path().join(site.cluster).join("key")
+    }
+
     /// The agent's command line, with `more` behind it.
     pub fn command(&self, site: &Site, more: &[&str]) -> Vec<String> {
         let mut words: Vec<String> = vec![AGENT.into()];
@@ -180,10 +185,7 @@ impl World {
             ("--kubeconfig", self.kubeconfig(site).display().to_string()),
             ("--interface", site.interface.clone()),
             ("--wireguard-cidr", site.wireguard.to_owned()),
-            (
-                "--key-file",
-                self.files.path().join(site.cluster).join("key").display().to_string(),
-            ),
+            ("--key-file", self.key_file(site).display().to_string()),
         ] {
             words.extend([flag.to_owned(), value]);
         }
@@ -192,9 +194,15 @@ impl World {
 
     /// Starts an agent with what the DaemonSet gives it and no more: NET_ADMIN, and a `/proc/sys` that is read-only.
     pub fn agent(&self, site: &Site, log: &str) -> Running {
-        let mut words: Vec<String> = ["unshare", "--mount", "sh", "-ec", CONFINED, "sh"]
+        self.agent_with(site, log, &[])
+    }
+
+    /// The same, with these variables in its environment.
+    pub fn agent_with(&self, site: &Site, log: &str, variables: &[&str]) -> Running {
+        let mut words: Vec<String> = ["unshare", "--mount", "sh", "-ec", CONFINED, "sh", "env"]
             .map(String::from)
             .into();
+        words.extend(variables.iter().map(ToString::to_string));
         words.extend(self.command(site, &[]));
         self.host(site).spawn(log, words).expect("start the agent")
     }

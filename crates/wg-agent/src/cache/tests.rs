@@ -1,0 +1,303 @@
+use std::{
+    fs,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::Path,
+};
+
+use clustermesh_agent_core::policy::{Policy, Port, Protocol, Rule};
+use clustermesh_core::observe::{Endpoint, PeerSpec};
+
+use super::*;
+use crate::source::{objects::OwnNode, watch::Seen};
+
+fn peer(requires_policy: Option<&str>, endpoint: Endpoint) -> PeerSeen {
+    PeerSeen {
+        cluster: "mgmt".into(),
+        revision: 41,
+        requires_policy: requires_policy.map(str::to_owned),
+        spec: Ok(PeerSpec {
+            public_key: PublicKey::new([7; 32]),
+            allowed_ips: ["10.5.0.0/24".parse().unwrap(), "fd00:5::/64".parse().unwrap()].into(),
+            endpoint: Some(endpoint),
+            candidates: vec!["192.0.2.1:51820".parse().unwrap(), "[2001:db8::1]:1".parse().unwrap()],
+            persistent_keepalive: 25,
+        }),
+    }
+}
+
+fn world() -> World {
+    let rule = |port| Rule {
+        to: ["10.6.0.0/16".parse().unwrap()].into(),
+        ports: [Port {
+            protocol: Protocol::Tcp,
+            port,
+        }]
+        .into(),
+    };
+    let policy = PolicySeen {
+        policy: Policy {
+            name: "mesh--mgmt".into(),
+            sources: ["10.5.0.0/24".parse().unwrap()].into(),
+            networks: ["10.5.0.0/16".parse().unwrap()].into(),
+            allow: vec![rule(5432)],
+            deny: vec![rule(6443)],
+            infrastructure_ports: [Port {
+                protocol: Protocol::Sctp,
+                port: 10250,
+            }]
+            .into(),
+            anchored: ["10.7.0.0/16".parse().unwrap()].into(),
+        },
+        problem: Some("of some kind".into()),
+        digest: [1, 2, 3, 4, 5, 6, 7, 8],
+    };
+    let node = NodeSeen {
+        created: 1_700_000_000,
+        wireguard_ip: Some("100.66.0.7".parse().unwrap()),
+        internal_ips: vec!["192.0.2.7".parse().unwrap()],
+        pod_cidrs: ["10.20.1.0/24".parse().unwrap()].into(),
+        own: Some(OwnNode {
+            external_ips: vec!["2001:db8::7".parse().unwrap()],
+            force_endpoint: Some(Endpoint::Dns("n.example.org".into(), 7)),
+            kg_seen: Some(5),
+            published: [("kilo.squat.ai/key", Some("x".to_owned()))].into(),
+        }),
+    };
+    let unreadable = PeerSeen {
+        spec: Err("nonsense".into()),
+        ..peer(None, Endpoint::Ip("192.0.2.1:1".parse().unwrap()))
+    };
+    let peers = [
+        ("address", peer(None, Endpoint::Ip("192.0.2.1:51820".parse().unwrap()))),
+        ("name", peer(None, Endpoint::Dns("a.example.org".into(), 51820))),
+        (
+            "sandbox",
+            peer(Some("p@1"), Endpoint::Ip("192.0.2.1:51820".parse().unwrap())),
+        ),
+        ("unreadable", unreadable),
+    ];
+    World {
+        peers: Seen::Listed(peers.map(|(name, peer)| (name.to_owned(), peer)).into()),
+        policies: Seen::Listed([("mesh--mgmt".to_owned(), policy)].into()),
+        nodes: Seen::Listed([("n".to_owned(), node)].into()),
+        api_servers: Seen::Listed([("kubernetes".to_owned(), ["192.0.2.9:6443".parse().unwrap()].into())].into()),
+        addresses: [("a.example.org".to_owned(), "192.0.2.3".parse().unwrap())].into(),
+        ..World::default()
+    }
+}
+
+fn kept() -> Kept {
+    Kept {
+        saved: Some(Arc::new(Saved::of(&world()))),
+        live: [(PublicKey::new([7; 32]), "203.0.113.5:4000".parse().unwrap())].into(),
+    }
+}
+
+fn place(directory: &Path) -> Place {
+    Place {
+        path: directory.join("cache"),
+        node: "n".into(),
+    }
+}
+
+fn names(directory: &Path) -> Vec<String> {
+    let files = fs::read_dir(directory).unwrap();
+    let mut names: Vec<String> = files.map(|f| f.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn what_is_kept_comes_back_but_for_peers_that_require_a_policy_and_what_is_only_of_the_moment() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = place(directory.path());
+    file::write(&place, &kept()).unwrap();
+    let found = load(&place);
+    let saved = Saved::of(&world());
+    assert_eq!(
+        found,
+        Found {
+            saved: Some(saved.clone()),
+            live: kept().live,
+            trouble: None
+        }
+    );
+    assert_eq!(saved.peers.keys().collect::<Vec<_>>(), ["address", "name"]);
+    assert_eq!(
+        saved.nodes["n"].own,
+        Some(OwnNode {
+            external_ips: vec!["2001:db8::7".parse().unwrap()],
+            force_endpoint: Some(Endpoint::Dns("n.example.org".into(), 7)),
+            ..OwnNode::default()
+        })
+    );
+    assert!(!fs::read_to_string(&place.path).unwrap().contains("sandbox"));
+    assert_eq!(fs::metadata(&place.path).unwrap().permissions().mode() & 0o7777, 0o600);
+    assert_eq!(names(directory.path()), ["cache"]);
+}
+
+#[test]
+fn no_file_is_no_trouble_and_one_that_cannot_be_opened_is_left_where_it_is() {
+    let directory = tempfile::tempdir().unwrap();
+    assert_eq!(load(&place(directory.path())), Found::default());
+    let place = Place {
+        path: directory.path().join("x").join("cache"),
+        node: "n".into(),
+    };
+    fs::write(directory.path().join("x"), "a file where a directory should be").unwrap();
+    let trouble = load(&place).trouble.unwrap();
+    assert!(trouble.starts_with("cannot read the cache"), "{trouble}");
+}
+
+#[test]
+fn a_file_that_cannot_be_used_is_set_aside_and_the_last_of_these_is_kept() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = place(directory.path());
+    let whole = form::write("n", &kept()).unwrap();
+    let other = form::write("m", &kept()).unwrap();
+    let cases: [(&str, &str, &str); 8] = [
+        ("empty", "", "it is damaged (it is cut off)"),
+        (
+            "cut off",
+            &whole[..whole.len() / 2],
+            "it is damaged (its checksum does not match)",
+        ),
+        (
+            "one digit changed",
+            &whole.replacen("10.5.0.0/24", "10.5.0.0/23", 1),
+            "its checksum does not match",
+        ),
+        ("not ours", "{}\n{}\n", "it is damaged (missing field"),
+        (
+            "another program's",
+            "{\"format\": \"x\", \"version\": 1}\n",
+            "it is no cache of wg-agent",
+        ),
+        (
+            "another version's",
+            &whole.replacen("\"version\":1", "\"version\":2", 1),
+            "it has form 2, and this version reads form 1",
+        ),
+        ("another node's", &other, "it is that of node \"m\""),
+        (
+            "with more fields",
+            &with_requires_policy(&whole),
+            "unknown field `requires_policy`",
+        ),
+    ];
+    for (what, text, why) in cases {
+        fs::write(&place.path, text).unwrap();
+        fs::set_permissions(&place.path, fs::Permissions::from_mode(0o600)).unwrap();
+        let found = load(&place);
+        let trouble = found.trouble.clone().unwrap_or_default();
+        assert!(
+            trouble.contains(why) && trouble.contains("set aside as"),
+            "{what}: {trouble}"
+        );
+        assert_eq!((found.saved, found.live), (None, Live::new()), "{what}");
+        assert_eq!(names(directory.path()), ["cache.damaged"], "{what}");
+        assert_eq!(
+            fs::read_to_string(directory.path().join("cache.damaged")).unwrap(),
+            text,
+            "{what}"
+        );
+    }
+}
+
+/// As a hand or another program might write it: with a checksum that is right.
+fn with_requires_policy(whole: &str) -> String {
+    let (head, body) = whole.trim_end().split_once('\n').unwrap();
+    let changed = body.replacen("\"cluster\":", "\"requires_policy\":\"p@1\",\"cluster\":", 1);
+    let hash = |text: &str| -> String {
+        use sha2::Digest;
+        sha2::Sha256::digest(text.as_bytes())
+            .iter()
+            .map(|b| format!("{b:02x}"))
+            .collect()
+    };
+    format!("{}\n{changed}\n", head.replacen(&hash(body), &hash(&changed), 1))
+}
+
+#[test]
+fn a_file_that_others_could_have_written_is_not_believed() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = place(directory.path());
+    file::write(&place, &kept()).unwrap();
+    fs::set_permissions(&place.path, fs::Permissions::from_mode(0o640)).unwrap();
+    let trouble = load(&place).trouble.unwrap();
+    assert!(
+        trouble.contains("others could read or change it (mode 0640"),
+        "{trouble}"
+    );
+
+    fs::rename(
+        directory.path().join("cache.damaged"),
+        directory.path().join("elsewhere"),
+    )
+    .unwrap();
+    symlink(directory.path().join("elsewhere"), &place.path).unwrap();
+    let trouble = load(&place).trouble.unwrap();
+    assert!(trouble.contains("it is a link"), "{trouble}");
+}
+
+#[test]
+fn a_write_that_failed_leaves_the_old_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = place(directory.path());
+    file::write(&place, &kept()).unwrap();
+    let before = fs::read(&place.path).unwrap();
+    // In the way of the new one.
+    fs::create_dir(directory.path().join("cache.new")).unwrap();
+    let error = file::write(&place, &Kept::default()).unwrap_err().to_string();
+    assert!(error.starts_with("cannot replace the cache"), "{error}");
+    assert_eq!(fs::read(&place.path).unwrap(), before);
+}
+
+#[test]
+fn cleanup_removes_every_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = place(directory.path());
+    file::write(&place, &kept()).unwrap();
+    fs::write(directory.path().join("cache.damaged"), "").unwrap();
+    fs::write(directory.path().join("key"), "").unwrap();
+    assert_eq!(remove(&place.path).len(), 0);
+    assert_eq!(names(directory.path()), ["key"]);
+}
+
+#[test]
+fn a_change_is_written_at_once_then_every_second_and_roaming_every_ten() {
+    let roamed = Kept {
+        live: Live::new(),
+        ..kept()
+    };
+    let other = Kept {
+        saved: Some(Arc::default()),
+        ..kept()
+    };
+    let unread = Kept { saved: None, ..kept() };
+    let (soon, later) = (Some(Duration::from_millis(400)), Duration::from_secs(4));
+    let seconds = |n| Some(Duration::from_secs(n));
+    assert_eq!(due(&kept(), &Kept::default(), None), seconds(0));
+    assert_eq!(due(&kept(), &kept(), None), None);
+    assert_eq!(
+        due(&unread, &Kept::default(), None),
+        None,
+        "the file of the last run says more"
+    );
+    assert_eq!(due(&other, &kept(), soon), Some(Duration::from_millis(600)));
+    assert_eq!(due(&other, &kept(), Some(later)), seconds(0));
+    assert_eq!(due(&roamed, &kept(), Some(later)), seconds(6));
+    assert_eq!(due(&roamed, &kept(), seconds(11)), seconds(0));
+}
+
+#[tokio::test]
+async fn what_is_due_at_the_end_is_written_then() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = place(directory.path());
+    let (sender, receiver) = watch::channel(kept());
+    sender.send_modify(|kept| kept.live = Live::new());
+    drop(sender);
+    run(place.clone(), receiver, Metrics::default()).await;
+    let found = load(&place);
+    assert_eq!((found.saved, found.live), (Some(Saved::of(&world())), Live::new()));
+}

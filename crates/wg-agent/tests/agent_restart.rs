@@ -1,0 +1,300 @@
+//! Real agents that end and start again: what they bring back by themselves, with which key, and what they never say.
+
+mod node;
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+};
+
+use clustermesh_api::names::{KILO_KEY, PEER_REQUIRES_POLICY};
+use clustermesh_lab::{Running, wait_until};
+use kube::api::PostParams;
+use nix::sys::signal::Signal;
+use node::{MGMT, SOON, Site, TENANT, World, peer};
+
+/// A file beside the key of a site's agent.
+fn state(world: &World, site: &Site, name: &str) -> PathBuf {
+    world.key_file(site).with_file_name(name)
+}
+
+/// A column of `wg show INTERFACE WHAT`, by public key.
+async fn shown(world: &World, site: &Site, what: &str) -> BTreeMap<String, String> {
+    let words = ["wg", "show", &site.interface, what];
+    let output = world.host(site).exec(words).await.expect("wg show").stdout;
+    let lines = output.lines().filter_map(|line| line.split_once('\t'));
+    lines.map(|(key, rest)| (key.to_owned(), rest.to_owned())).collect()
+}
+
+async fn kill(agent: &mut Running) {
+    agent.signal(Signal::SIGKILL).expect("kill");
+    agent.ends(SOON).await.expect("dead");
+}
+
+async fn page_says(world: &World, site: &Site, path: &str, want: &str) {
+    wait_until(format!("{path} to say {want:?}"), SOON, async || {
+        match world.page(site, path).await {
+            (_, text) if text.contains(want) => Ok(()),
+            (code, text) => Err(format!("{code}: {text}")),
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+async fn cache_holds(file: &Path, want: &str) {
+    wait_until(
+        format!("{} to hold {want}", file.display()),
+        SOON,
+        async || match fs::read_to_string(file) {
+            Ok(text) if text.contains(want) => Ok(()),
+            other => Err(format!("{other:?}")),
+        },
+    )
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[tokio::test]
+async fn an_agent_that_starts_while_its_api_server_is_away_works_from_what_was_applied_last() {
+    let world = World::start().await;
+    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
+    let _first = world.agent(mgmt, "agent-mgmt");
+    let mut second = world.agent(tenant, "agent-tenant");
+    world.mesh().await;
+    world.reaches(tenant, mgmt).await;
+
+    // A Peer that will be deleted while nobody looks, and one that only a policy lets in.
+    let real = peer(mgmt, &world.published(mgmt).await);
+    let more = |name: &str, n: u8| {
+        let mut peer = real.clone();
+        peer.metadata.name = Some(name.into());
+        peer.spec.public_key = clustermesh_core::key::PublicKey::new([n; 32]).to_string();
+        peer.spec.allowed_ips = vec![format!("10.10.{n}.0/24")];
+        peer
+    };
+    let gone = more("gone", 41);
+    let mut sandbox = more("sandbox", 42);
+    sandbox.metadata.annotations = Some([(PEER_REQUIRES_POLICY.to_owned(), "p@1".to_owned())].into());
+    let peers = world.peers(tenant).await;
+    for peer in [&sandbox, &gone] {
+        peers.create(&PostParams::default(), peer).await.expect("create a Peer");
+    }
+    let cache = state(&world, tenant, "wg-agent.cache");
+    cache_holds(&cache, &gone.spec.public_key).await;
+    let text = fs::read_to_string(&cache).expect("the cache");
+    assert!(
+        text.contains(&real.spec.public_key)
+            && !text.contains(&sandbox.spec.public_key)
+            && !text.contains("\"sandbox\""),
+        "{text}"
+    );
+    let mode = |path: &Path| fs::metadata(path).expect("it is there").permissions().mode() & 0o7777;
+    assert_eq!(
+        (mode(&cache), mode(cache.parent().expect("a directory"))),
+        (0o600, 0o700)
+    );
+
+    // The agent ends, a Peer is deleted, the API server goes away, and the agent starts.
+    kill(&mut second).await;
+    world.delete_peer(tenant, "gone").await;
+    world
+        .lab
+        .cluster(tenant.cluster)
+        .kill_api()
+        .expect("kill the API server");
+    let mut second = world.agent(tenant, "agent-tenant-2");
+    world.reaches(tenant, mgmt).await;
+    world.reaches(mgmt, tenant).await;
+    page_says(
+        &world,
+        tenant,
+        "/readyz",
+        "ok\nbut: cache: the API server has not told yet",
+    )
+    .await;
+    page_says(&world, tenant, "/metrics", "\nwg_agent_remembered_kinds 4\n").await;
+    let on_device = shown(&world, tenant, "allowed-ips").await;
+    let expected = [&real, &gone].map(|peer| peer.spec.public_key.clone());
+    assert_eq!(
+        on_device.keys().cloned().collect::<Vec<_>>(),
+        sorted(expected),
+        "not the sandbox"
+    );
+    let before = shown(&world, tenant, "latest-handshakes").await;
+
+    // It answers again: what was deleted goes, and who stays keeps its session.
+    world
+        .lab
+        .cluster(tenant.cluster)
+        .start_api()
+        .await
+        .expect("start the API server");
+    page_says(&world, tenant, "/metrics", "\nwg_agent_remembered_kinds 0\n").await;
+    wait_until("the deleted Peer to go", SOON, async || {
+        let now = shown(&world, tenant, "latest-handshakes").await;
+        let keys: Vec<&String> = now.keys().collect();
+        if keys == [&real.spec.public_key] {
+            Ok(())
+        } else {
+            Err(format!("{keys:?}"))
+        }
+    })
+    .await
+    .expect("it goes");
+    assert_eq!(world.page(tenant, "/readyz").await, (200, "ok\n".to_owned()));
+    world
+        .pings(tenant, mgmt)
+        .await
+        .expect("no packet waits for a handshake");
+    let after = shown(&world, tenant, "latest-handshakes").await;
+    assert_eq!(after[&real.spec.public_key], before[&real.spec.public_key]);
+
+    // A cache that is damaged is set aside and said, and the agent waits as if there were none.
+    kill(&mut second).await;
+    let text = fs::read_to_string(&cache).expect("the cache");
+    fs::write(&cache, &text[..text.len() - 9]).expect("damage it");
+    world
+        .lab
+        .cluster(tenant.cluster)
+        .kill_api()
+        .expect("kill the API server");
+    let second = world.agent(tenant, "agent-tenant-3");
+    page_says(&world, tenant, "/readyz", "waiting for the first list of").await;
+    let aside = state(&world, tenant, "wg-agent.cache.damaged");
+    assert_eq!(fs::read(&aside).expect("set aside"), text.as_bytes()[..text.len() - 9]);
+    world
+        .lab
+        .cluster(tenant.cluster)
+        .start_api()
+        .await
+        .expect("start the API server");
+    world.reaches(tenant, mgmt).await;
+    page_says(
+        &world,
+        tenant,
+        "/readyz",
+        &format!("but: cache: the cache {} is not used", cache.display()),
+    )
+    .await;
+    let said = second.log();
+    assert!(said.contains(&format!("set aside as {}", aside.display())), "{said}");
+}
+
+fn sorted<const N: usize>(mut all: [String; N]) -> Vec<String> {
+    all.sort();
+    all.into()
+}
+
+#[tokio::test]
+async fn a_peer_that_nobody_knows_where_to_find_is_greeted_after_a_restart() {
+    let world = World::start().await;
+    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
+    let mut first = world.agent(mgmt, "agent-mgmt");
+    let _second = world.agent(tenant, "agent-tenant");
+    world.mesh().await;
+    world.reaches(tenant, mgmt).await;
+    let peers = world.peers(mgmt).await;
+    let mut dials = peers.get("mesh--tenant-a--tenant-a-1").await.expect("the Peer");
+    dials.spec.endpoint = None;
+    peers
+        .replace("mesh--tenant-a--tenant-a-1", &PostParams::default(), &dials)
+        .await
+        .expect("replace it");
+    // The next restart knows no endpoint but the one it was heard from. Only this side speaks.
+    cache_holds(&state(&world, mgmt, "wg-agent.cache"), "\"endpoint\":null").await;
+    assert!(
+        first.terminate(SOON).await.expect("it ends").success(),
+        "{}",
+        first.log()
+    );
+    let _first = world.agent(mgmt, "agent-mgmt-2");
+    world.reaches(mgmt, tenant).await;
+}
+
+/// How a secret of 32 bytes may be written.
+fn spellings(key: &str) -> Vec<String> {
+    use base64::{Engine, engine::general_purpose as alphabets};
+    let bytes = alphabets::STANDARD.decode(key.trim()).expect("base64");
+    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    let list = format!("{bytes:?}");
+    // Half of one is as bad, and a line may be cut.
+    let half = |text: &str| text[..text.len() / 2].to_owned();
+    vec![
+        half(&alphabets::STANDARD.encode(&bytes)),
+        half(&alphabets::URL_SAFE_NO_PAD.encode(&bytes)),
+        half(&hex),
+        half(&hex.to_uppercase()),
+        half(&list),
+    ]
+}
+
+#[tokio::test]
+async fn nothing_that_an_agent_says_holds_its_private_key() {
+    let world = World::start().await;
+    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
+    // One start makes the key, the other reads it.
+    let mut made = world.agent_with(mgmt, "agent-mgmt", &["RUST_LOG=trace"]);
+    world.published(mgmt).await;
+    assert!(made.terminate(SOON).await.expect("it ends").success());
+    let mut agent = world.agent_with(mgmt, "agent-mgmt-2", &["RUST_LOG=trace"]);
+    let _second = world.agent(tenant, "agent-tenant");
+    world.mesh().await;
+    world.reaches(mgmt, tenant).await;
+    world.ready(mgmt).await;
+    let cache = state(&world, mgmt, "wg-agent.cache");
+    let public = world.annotations(mgmt).await[KILO_KEY].clone();
+    let other = world.annotations(tenant).await[KILO_KEY].clone();
+    cache_holds(&cache, &other).await;
+
+    let mut said: BTreeMap<String, String> = BTreeMap::new();
+    for path in ["/metrics", "/debug/state", "/readyz", "/healthz"] {
+        said.insert(path.into(), world.page(mgmt, path).await.1);
+    }
+    said.insert("annotations".into(), format!("{:?}", world.annotations(mgmt).await));
+    // The control socket has to hide it: wireguard-tools print what it says.
+    let dump = ["wg", "show", &mgmt.interface, "dump"];
+    said.insert(
+        "wg show dump".into(),
+        world.host(mgmt).exec(dump).await.expect("wg show").stdout,
+    );
+    let pid = agent.pid().expect("it runs");
+    for file in ["cmdline", "environ", "comm"] {
+        let text = fs::read(format!("/proc/{pid}/{file}")).expect("of our own process");
+        said.insert(file.into(), String::from_utf8_lossy(&text).into_owned());
+    }
+    assert!(agent.terminate(SOON).await.expect("it ends").success());
+    said.insert("log of the first start".into(), made.log());
+    said.insert("log".into(), agent.log());
+    said.insert("cache".into(), fs::read_to_string(&cache).expect("the cache"));
+    // A key that is refused is not quoted either.
+    let file = world.key_file(mgmt);
+    let private = fs::read_to_string(&file).expect("the key");
+    fs::write(&file, format!("{private}{private}")).expect("spoil it");
+    let mut spoilt = world.agent(mgmt, "agent-spoilt");
+    assert!(!spoilt.ends(SOON).await.expect("it ends").success());
+    said.insert("refusal".into(), spoilt.log());
+
+    // That it is looked for where something is: each of these holds what it should.
+    for (what, holds) in [
+        ("log of the first start", "made this node's key"),
+        ("log", "TRACE"),
+        ("log", public.as_str()),
+        ("/metrics", "wg_agent_peers"),
+        ("/debug/state", &public),
+        ("annotations", &public),
+        ("wg show dump", &other),
+        ("cache", &other),
+        ("refusal", "does not hold a WireGuard private key"),
+        ("cmdline", "--key-file"),
+    ] {
+        assert!(said[what].contains(holds), "{what} has no {holds}: {}", said[what]);
+    }
+    for (what, text) in &said {
+        for secret in spellings(&private) {
+            assert!(!text.contains(&secret), "{what} holds the private key");
+        }
+    }
+}
