@@ -187,6 +187,7 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
         pods_elsewhere: BTreeSet::new(),
         peers,
         policies,
+        narrow: Default::default(),
     }
 }
 

@@ -17,8 +17,9 @@ use crate::{
     firewall::{self, Firewall, Frame},
     interface::InterfaceName,
     key::PresharedKey,
+    mtu,
     policy::Policy,
-    prefixes::{aggregate, covered, host, overlap},
+    prefixes::{Family, aggregate, covered, host, overlap},
     routes::{self, Routes},
     sysctl::{self, Sysctl},
 };
@@ -94,6 +95,8 @@ pub struct Inputs {
     pub peers: Vec<Peer>,
     /// PeerPolicies of this cluster.
     pub policies: Vec<Policy>,
+    /// Peers that take smaller packets than the device, as [`crate::mtu::auto`] says.
+    pub narrow: BTreeMap<PublicKey, u16>,
 }
 
 /// What this node's kernel should hold.
@@ -144,7 +147,15 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         .filter(|a| covered(&host(*a), &mesh))
         .collect();
 
+    let sizes = peers.iter().filter_map(|p| {
+        let size = *inputs.narrow.get(&p.peer.public_key)?;
+        Some(p.ranges.iter().filter_map(move |net| {
+            let size = mtu::of_route(node.mtu, size, Family::of(net))?;
+            Some((*net, size))
+        }))
+    });
     let routes = routes::desired(&routes::Plan {
+        sizes: sizes.flatten().collect(),
         addresses: node.wireguard_ips.clone(),
         peers: peers.iter().flat_map(|p| &p.ranges).copied().collect(),
         mesh: mesh.clone(),

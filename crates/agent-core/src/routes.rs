@@ -1,7 +1,11 @@
 //! What this node's routing should hold of ours - addresses on the device, routes in our tables, rules that reach them -
 //! and the named changes from what is there; telling the kernel is the backend's.
 
-use std::{collections::BTreeSet, fmt, net::IpAddr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    net::IpAddr,
+};
 
 use ipnet::IpNet;
 
@@ -44,6 +48,8 @@ pub enum Kind {
     Device {
         /// The source address of packets this node makes (`src` of ip-route(8)), where it is not the device's own.
         source: Option<IpAddr>,
+        /// The largest packet, bytes, where it is less than the device's MTU (`mtu` of ip-route(8)).
+        mtu: Option<u16>,
     },
     /// Answered with ICMP unreachable.
     Unreachable,
@@ -83,6 +89,8 @@ pub struct Plan {
     pub throw: BTreeSet<IpNet>,
     /// This node's underlay addresses that lie in `mesh`.
     pub underlay: BTreeSet<IpAddr>,
+    /// The largest packet of those of `peers` that take less than the device's MTU ([`crate::mtu`]).
+    pub sizes: BTreeMap<IpNet, u16>,
 }
 
 /// The routes, rules and addresses that serve a plan.
@@ -105,6 +113,7 @@ pub fn desired(plan: &Plan) -> Routes {
     for net in plan.peers.iter().filter(|net| !plan.throw.contains(net)) {
         let kind = Kind::Device {
             source: source(plan, Family::of(net)),
+            mtu: plan.sizes.get(net).copied(),
         };
         out.routes.insert(Route {
             table: TABLE,
@@ -118,7 +127,10 @@ pub fn desired(plan: &Plan) -> Routes {
         // is looked up before netfilter sees the answer: `unreachable` there would be final: the
         // send fails. The device itself has no peer for these addresses, so nothing leaves by this fallback.
         if let Some(source) = source(plan, Family::of(net)) {
-            let kind = Kind::Device { source: Some(source) };
+            let kind = Kind::Device {
+                source: Some(source),
+                mtu: None,
+            };
             out.routes.insert(Route {
                 table: TABLE,
                 prefix: *net,
@@ -138,7 +150,12 @@ pub fn desired(plan: &Plan) -> Routes {
         .into_iter()
         .filter(|f| plan.mesh.iter().any(|net| Family::of(net) == *f))
     {
-        let kind = Kind::Device { source: None };
+        // Whose way this is nobody knows: what it carries fits every one.
+        let sizes = plan.sizes.iter().filter(|(net, _)| Family::of(net) == family);
+        let kind = Kind::Device {
+            source: None,
+            mtu: sizes.map(|(_, size)| *size).min(),
+        };
         out.routes.insert(Route {
             table: TABLE_TUNNEL,
             prefix: family.everything(),
@@ -248,8 +265,15 @@ impl fmt::Display for Route {
     /// As ip-route(8) takes it, but for the device's name.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.kind {
-            Kind::Device { source: None } => write!(f, "{} dev <device>", self.prefix)?,
-            Kind::Device { source: Some(source) } => write!(f, "{} dev <device> src {source}", self.prefix)?,
+            Kind::Device { source, mtu } => {
+                write!(f, "{} dev <device>", self.prefix)?;
+                if let Some(source) = source {
+                    write!(f, " src {source}")?;
+                }
+                if let Some(mtu) = mtu {
+                    write!(f, " mtu {mtu}")?;
+                }
+            }
             Kind::Unreachable => write!(f, "unreachable {}", self.prefix)?,
             Kind::Throw => write!(f, "throw {}", self.prefix)?,
             Kind::Other => write!(f, "(altered) {}", self.prefix)?,

@@ -66,7 +66,7 @@ pub(crate) struct Flags {
     /// key.
     #[arg(long, global = true)]
     cache_file: Option<PathBuf>,
-    /// MTU of the device: auto = that of the underlay less 80.
+    /// MTU of the device: auto = what the way to each peer carries, less 60 over IPv4 and 80 over IPv6.
     #[arg(long, default_value = "auto", global = true)]
     mtu: Mtu,
     /// A network that stays on the underlay although it lies inside a mesh network. May be repeated.

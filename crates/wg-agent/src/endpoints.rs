@@ -76,6 +76,14 @@ impl Tracks {
         self.peers.get(key)?.current
     }
 
+    /// Where packets to each peer go now, as far as that is known: where it was last heard from, else what is configured.
+    pub(crate) fn toward(&self) -> impl Iterator<Item = (&PublicKey, SocketAddr)> {
+        let at = |track: &Track| track.stats.endpoint.or(track.current);
+        self.peers
+            .iter()
+            .filter_map(move |(key, track)| Some((key, at(track)?)))
+    }
+
     /// Takes over what the device says. True when some peer has to be tried elsewhere.
     pub(crate) fn look(&mut self, observed: &ObservedPeers, now: Instant) -> bool {
         let mut moved = false;

@@ -190,7 +190,12 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
                 () = store.changed() => break SETTLE,
                 () = heard.changed() => break SETTLE_KERNEL,
                 () = tokio::time::sleep_until(again.into()) => break Duration::ZERO,
-                _ = look.tick() => reconciler.look(),
+                _ = look.tick() => {
+                    reconciler.look();
+                    if reconciler.ways_changed() {
+                        break Duration::ZERO;
+                    }
+                }
             }
         };
         tokio::select! {

@@ -101,6 +101,7 @@ pub(crate) fn hub_node() -> Inputs {
             infrastructure_ports: [port(Protocol::Tcp, 6443), port(Protocol::Tcp, 10250)].into(),
             anchored: BTreeSet::new(),
         }],
+        narrow: BTreeMap::new(),
     }
 }
 
@@ -137,6 +138,7 @@ pub(crate) fn worker() -> Inputs {
             }],
             ..Policy::default()
         }],
+        narrow: BTreeMap::new(),
     }
 }
 

@@ -237,9 +237,13 @@ fn path(frame: &Frame) -> String {
   chain path_out {{
     type route hook output priority mangle; policy accept;
     ct direction reply {came_by_underlay} counter {meta_underlay}
-    ct direction reply {came_by_tunnel} counter {meta_tunnel}
-  }}"
+"
     );
+    // Not for every answer: this node's own errors about what it sends into the tunnel (too big, unreachable) are answers in
+    // conntrack's eyes, and they are for its own pods.
+    let thrown = format!("ct direction reply {came_by_tunnel} {{ip}} daddr @throw{{n}}");
+    both(&mut out, &format!("{thrown} counter {meta_tunnel}"));
+    out.push_str("  }\n");
     out
 }
 
@@ -354,10 +358,12 @@ fn addresses_and_sizes(frame: &Frame) -> String {
         out,
         "  }}
 
-  # Both ways: what leaves by the tunnel, and what a peer with a larger device sends.
+  # Both ways: what leaves by the tunnel, and what a peer with a larger device sends. `rt mtu` is the lesser of the routes
+  # to the packet's destination and to its source, so a peer whose routes carry less has it taken from either end.
   chain mss {{
     type filter hook forward priority mangle; policy accept;
-    oifname \"{device}\" tcp flags & (syn | rst) == syn tcp option maxseg size set rt mtu"
+    oifname \"{device}\" tcp flags & (syn | rst) == syn tcp option maxseg size set rt mtu
+    iifname \"{device}\" tcp flags & (syn | rst) == syn tcp option maxseg size set rt mtu"
     );
     for (family, name) in [(Family::V4, "ipv4"), (Family::V6, "ipv6")] {
         let size = segment(*mtu, family);
@@ -390,6 +396,17 @@ fn leave(frame: &Frame) -> String {
     icmpv6 type {{ nd-neighbor-solicit, nd-neighbor-advert }} accept
 "
     );
+    out.push_str(
+        "    # This node's own errors about a flow through the tunnel, to the end that is here: too big, unreachable.
+",
+    );
+    let error = format!("fib saddr type local ct state related {came_by_tunnel}");
+    for (direction, far) in [("reply", "ct reply {ip} saddr"), ("original", "ct original {ip} saddr")] {
+        both(
+            &mut out,
+            &format!("{error} ct direction {direction} {far} @mesh{{n}} {{ip}} daddr != @mesh{{n}} accept"),
+        );
+    }
     let _ = writeln!(
         out,
         "    # What the tunnel carried does not go on in clear when its prefix is no longer the mesh's: conntrack would keep

@@ -70,7 +70,7 @@ fn an_underlay_address_inside_the_mesh_is_the_source_and_the_device_the_first_fa
         underlay: ["10.101.0.200".parse().unwrap(), "192.0.2.9".parse().unwrap()].into(),
         mesh: nets(&["10.101.0.0/16"]),
         peers: nets(&["10.101.0.0/24"]),
-        addresses: BTreeSet::new(),
+        ..Plan::default()
     };
     let got: Vec<String> = desired(&worker).routes.iter().map(ToString::to_string).collect();
     assert_eq!(
@@ -125,4 +125,19 @@ fn a_family_without_mesh_prefixes_gets_no_rule() {
     };
     let families: BTreeSet<Family> = desired(&plan).rules.iter().map(|r| r.family).collect();
     assert_eq!(families, BTreeSet::from([Family::V6]));
+}
+
+#[test]
+fn a_peer_that_takes_less_has_it_on_its_routes_alone() {
+    let narrow = Plan {
+        sizes: [("10.101.0.0/24".parse().unwrap(), 1328)].into(),
+        ..member()
+    };
+    assert_eq!(
+        text(diff(&desired(&member()), &desired(&narrow))),
+        [
+            "route replace 10.101.0.0/24 dev <device> mtu 1328 table 5182 metric 20",
+            "route replace 0.0.0.0/0 dev <device> mtu 1328 table 5183 metric 20",
+        ]
+    );
 }

@@ -9,6 +9,7 @@ use std::{
 use clustermesh_agent_core::{
     compile::{Inputs, Node, Peer},
     interface::InterfaceName,
+    mtu,
     prefixes::host,
 };
 use clustermesh_core::{key::PublicKey, observe::Endpoint};
@@ -24,7 +25,6 @@ pub(super) struct Local<'a> {
     pub(super) wireguard_ip: IpAddr,
     pub(super) device: &'a InterfaceName,
     pub(super) port: u16,
-    pub(super) mtu: u16,
     pub(super) underlay: &'a Underlay,
     pub(super) resolvers: &'a BTreeSet<IpAddr>,
     pub(super) bypass: &'a [IpNet],
@@ -45,7 +45,7 @@ pub(super) struct Gathered {
     pub(super) unreadable: BTreeMap<String, String>,
 }
 
-/// Gathers. `own` is this node's object.
+/// Gathers, but for sizes. `own` is this node's object.
 pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gathered {
     let mut names = BTreeSet::new();
     let mut clusters = BTreeMap::new();
@@ -114,7 +114,8 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
         wireguard_ips: [local.wireguard_ip].into(),
         device: local.device.clone(),
         listen_port: local.port,
-        mtu: local.mtu,
+        // Until the ways to the peers are known, which the peers themselves decide.
+        mtu: mtu::MINIMUM,
         underlay: local.underlay.interface.clone(),
         underlay_addresses: local.underlay.addresses.keys().copied().collect(),
         addresses: own.internal_ips.iter().copied().collect(),
@@ -129,6 +130,7 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
             pods_elsewhere,
             peers,
             policies,
+            narrow: BTreeMap::new(),
         },
         names,
         clusters,

@@ -68,7 +68,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 .unwrap_or_default()
                 .to_owned(),
             mode: "full".to_owned(),
-            mtu: current.mtu.into(),
+            mtu: current.sizes.device.into(),
             policy_revision: current.policy_revision.clone(),
             peers_up: count(State::Up),
             peers_down: count(State::Down),
@@ -125,6 +125,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                     "candidates": compiled.endpoints.get(key),
                     "configuredEndpoint": self.tracks.current(key),
                     "liveEndpoint": stats.and_then(|s| s.endpoint),
+                    "largestPacket": current.sizes.narrow.get(key).unwrap_or(&current.sizes.device),
                     "handshakeAgeSeconds": stats.and_then(|s| s.handshake_age).map(|age| age.as_secs()),
                     "rxBytes": traffic.map(|t| t.rx),
                     "txBytes": traffic.map(|t| t.tx),

@@ -17,7 +17,7 @@ use std::{
 use clustermesh_agent_core::{
     compile::{Compiled, compile},
     device::diff,
-    mtu,
+    mtu::Sizes,
     numbers::MARK_UNDERLAY,
 };
 use clustermesh_core::key::PublicKey;
@@ -25,7 +25,7 @@ use serde_json::json;
 use tokio::sync::watch;
 
 use crate::{
-    args::{Config, Mtu},
+    args::Config,
     cache::{Kept, Live, Saved},
     device::{Configuration, Device, DeviceError},
     endpoints::Tracks,
@@ -49,9 +49,11 @@ use crate::{
 mod gate;
 mod inputs;
 mod look;
+mod sizes;
 
 use gate::{beside_kg, from_cache, own_node, waiting};
 use inputs::{Gathered, Local, gather};
+use sizes::Ends;
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 
@@ -93,7 +95,8 @@ struct Current {
     node: NodeSeen,
     underlay: Underlay,
     wireguard_ip: IpAddr,
-    mtu: u16,
+    ends: Ends,
+    sizes: Sizes,
     policy_revision: String,
     /// This node's object is as it stands in the cluster.
     seen: bool,
@@ -154,13 +157,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             .map_err(|e| Trouble::new("underlay", e))?;
         let resolvers = underlay::resolvers(Path::new(RESOLV_CONF))
             .map_err(|e| Trouble::new("underlay", format!("cannot read {RESOLV_CONF}: {e}")))?;
-        let mtu = match config.mtu {
-            Mtu::Auto => mtu::auto(underlay.mtu),
-            Mtu::Fixed(mtu) => mtu,
-        };
-        let first = self.ensure_device(mtu)?;
-
-        let gathered = gather(
+        let mut gathered = gather(
             &world,
             &own,
             &Local {
@@ -169,7 +166,6 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 wireguard_ip,
                 device: &config.interface,
                 port: config.port,
-                mtu,
                 underlay: &underlay,
                 resolvers: &resolvers,
                 bypass: &config.bypass,
@@ -177,6 +173,17 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             },
         );
         self.look_up(&gathered);
+        let ends = sizes::ends(&gathered.inputs.peers);
+        let sizes = sizes::sizes(config.mtu, underlay.mtu, &ends, &self.tracks).map_err(|e| {
+            Trouble::new(
+                "underlay",
+                format!("cannot ask for the routes to the peers' endpoints: {e}"),
+            )
+        })?;
+        gathered.inputs.node.mtu = sizes.device;
+        gathered.inputs.narrow = sizes.narrow.clone();
+        let first = self.ensure_device(sizes.device)?;
+
         let compiled = compile(&gathered.inputs);
         self.report(&gathered, &compiled);
         let tried = compiled.peers.iter().map(|(key, spec)| {
@@ -216,7 +223,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             node: own,
             underlay,
             wireguard_ip,
-            mtu,
+            ends,
+            sizes,
             policy_revision: revision(world.policies.known().map(|(_, policy)| policy)),
             seen: !remembered.contains(&"Node"),
         });

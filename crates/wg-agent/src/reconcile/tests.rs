@@ -52,7 +52,6 @@ fn gathered(world: &World) -> Gathered {
             wireguard_ip: "100.66.0.9".parse().unwrap(),
             device: &"kilo0".parse().unwrap(),
             port: 51820,
-            mtu: 1420,
             underlay: &underlay(),
             resolvers: &["10.95.0.10".parse().unwrap()].into(),
             bypass: &["10.0.0.0/24".parse().unwrap()],

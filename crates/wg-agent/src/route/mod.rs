@@ -13,6 +13,7 @@ use clustermesh_agent_core::{
 };
 
 mod memory;
+pub mod paths;
 mod rtnetlink;
 pub mod sysctl;
 mod watch;

@@ -15,7 +15,7 @@ use rtnetlink::{
     packet_route::{
         AddressFamily,
         address::{AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage, AddressScope},
-        route::{RouteAddress, RouteAttribute, RouteMessage, RouteProtocol, RouteScope, RouteType},
+        route::{RouteAddress, RouteAttribute, RouteMessage, RouteMetric, RouteProtocol, RouteScope, RouteType},
         rule::{RuleAction, RuleAttribute, RuleFlags, RuleMessage},
     },
 };
@@ -183,7 +183,7 @@ impl Netlink {
         let mut message = key_message(route);
         message.header.scope = RouteScope::Universe;
         match &route.kind {
-            Kind::Device { source } => {
+            Kind::Device { source, mtu } => {
                 message.header.kind = RouteType::Unicast;
                 if matches!(route.prefix, IpNet::V4(_)) {
                     message.header.scope = RouteScope::Link;
@@ -192,6 +192,9 @@ impl Netlink {
                 message
                     .attributes
                     .extend(source.map(|a| RouteAttribute::PrefSource(RouteAddress::from(a))));
+                message
+                    .attributes
+                    .extend(mtu.map(|mtu| RouteAttribute::Metrics(metrics(Family::of(&route.prefix), mtu))));
             }
             Kind::Unreachable => message.header.kind = RouteType::Unreachable,
             Kind::Throw => message.header.kind = RouteType::Throw,
@@ -310,6 +313,7 @@ fn key_message(route: &Route) -> RouteMessage {
 
 fn route(message: &RouteMessage, table: u32, index: Option<u32>) -> Option<Route> {
     let (mut prefix, mut metric, mut in_table, mut oif, mut source, mut plain) = (None, 0, 0, None, None, true);
+    let mut mtu: &[RouteMetric] = &[];
     for attribute in &message.attributes {
         match attribute {
             RouteAttribute::Destination(a) => prefix = route_address(a),
@@ -319,6 +323,7 @@ fn route(message: &RouteMessage, table: u32, index: Option<u32>) -> Option<Route
             RouteAttribute::PrefSource(a) => source = route_address(a),
             RouteAttribute::Gateway(_) | RouteAttribute::Via(_) | RouteAttribute::MultiPath(_) => plain = false,
             RouteAttribute::Encap(_) | RouteAttribute::NhId(_) => plain = false,
+            RouteAttribute::Metrics(metrics) => mtu = metrics,
             _ => {}
         }
     }
@@ -331,8 +336,16 @@ fn route(message: &RouteMessage, table: u32, index: Option<u32>) -> Option<Route
         _ => return None,
     };
     let address = prefix.unwrap_or_else(|| family.everything().addr());
+    let size = mtu.iter().find_map(|m| {
+        if let RouteMetric::Mtu(mtu) = m {
+            u16::try_from(*mtu).ok()
+        } else {
+            None
+        }
+    });
+    plain &= size.map_or_else(Vec::new, |size| metrics(family, size)) == mtu;
     let kind = match message.header.kind {
-        RouteType::Unicast if plain && oif.is_some() && oif == index => Kind::Device { source },
+        RouteType::Unicast if plain && oif.is_some() && oif == index => Kind::Device { source, mtu: size },
         RouteType::Unreachable => Kind::Unreachable,
         RouteType::Throw => Kind::Throw,
         _ => Kind::Other,
@@ -344,6 +357,14 @@ fn route(message: &RouteMessage, table: u32, index: Option<u32>) -> Option<Route
         metric,
         kind,
     })
+}
+
+/// A route's MTU. For what is forwarded IPv6 takes the route's instead of the device's only where it is locked
+/// (ip6_dst_mtu_maybe_forward); for IPv4 a lock would mean that path MTU discovery is off.
+fn metrics(family: Family, mtu: u16) -> Vec<RouteMetric> {
+    const RTAX_MTU: u32 = 2;
+    let lock = (family == Family::V6).then_some(RouteMetric::Lock(1 << RTAX_MTU));
+    lock.into_iter().chain([RouteMetric::Mtu(mtu.into())]).collect()
 }
 
 fn route_address(address: &RouteAddress) -> Option<IpAddr> {

@@ -1,9 +1,13 @@
 //! Two clusters of plain namespaces: the hub with two nodes, a member with one, a pod on each. What is sent through them
 //! is the test's business.
-#![allow(dead_code, reason = "each test binary uses its own part of this module")]
+#![allow(
+    dead_code,
+    unused_imports,
+    reason = "each test binary uses its own part of this module"
+)]
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     io::{self, Read, Write},
     net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket},
     thread,
@@ -25,6 +29,7 @@ use wg_agent::{
 
 mod capture;
 mod family;
+pub(crate) mod real;
 
 pub(crate) use capture::Capture;
 pub(crate) use family::{Family, V4, V6};
@@ -168,6 +173,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             .into(),
             anchored: BTreeSet::new(),
         }],
+        narrow: BTreeMap::new(),
     }
 }
 
@@ -439,7 +445,7 @@ fn converge(ns: &NetNs, inputs: &Inputs) -> Vec<String> {
             .unwrap()
             .block_on(async {
                 Keeper::new(Nft::default()).converge(&compiled.firewall).await.unwrap();
-                let mut routing = Netlink::open("kilo0".parse().unwrap()).unwrap();
+                let mut routing = Netlink::open(inputs.node.device.clone()).unwrap();
                 let pass = route::converge(&mut routing, &compiled.routes).await.unwrap();
                 let missing = route::sysctl::ensure(&compiled.sysctls).await;
                 pass.failed

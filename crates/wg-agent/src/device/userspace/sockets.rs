@@ -9,6 +9,7 @@ use std::{
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
+    net::sockopt::{Ipv4PathMtuDiscovery, set_ip_mtu_discover},
 };
 use socket2::{Domain, Protocol, Socket, Type};
 
@@ -89,6 +90,11 @@ fn bind(domain: Domain, address: SocketAddr, fwmark: u32) -> io::Result<UdpSocke
     let socket = Socket::new(domain, Type::DGRAM, Some(Protocol::UDP))?;
     if domain == Domain::IPV6 {
         socket.set_only_v6(true)?;
+    }
+    if domain == Domain::IPV4 {
+        // As the kernel's own WireGuard: whoever has a narrower link on the way may fragment. With DF a router that says
+        // nothing would be a black hole.
+        set_ip_mtu_discover(&socket, Ipv4PathMtuDiscovery::DONT)?;
     }
     if fwmark != 0 {
         socket.set_mark(fwmark)?;

@@ -1,0 +1,387 @@
+//! Nodes with real userspace devices around one router, a pod behind each; every address exists in both families, and
+//! each pair of nodes says over which family its outer packets go. What is sent through them is the test's business.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io::ErrorKind,
+    net::{IpAddr, SocketAddr, UdpSocket},
+    ops::RangeInclusive,
+    thread,
+    time::Duration,
+};
+
+use clustermesh_agent_core::{
+    compile::{Inputs, Node, Peer, compile},
+    device::diff,
+    mtu::{self, Sizes},
+    numbers::MARK_UNDERLAY,
+    policy::{Policy, Rule},
+    prefixes::Family,
+};
+use clustermesh_core::key::PublicKey;
+use ipnet::IpNet;
+use nix::errno::Errno;
+use rustix::net::sockopt::{Ipv4PathMtuDiscovery, Ipv6PathMtuDiscovery, set_ip_mtu_discover, set_ipv6_mtu_discover};
+use wg_agent::{
+    device::{Configuration, Device, userspace::Userspace},
+    route::paths,
+};
+use x25519_dalek::StaticSecret;
+
+use super::apply;
+use crate::netns::{NetNs, unique_name, veth, wait_until};
+
+const PORT: u16 = 51820;
+const ECHO: u16 = 7;
+
+/// One node.
+pub(crate) struct Site {
+    pub(crate) number: u8,
+    pub(crate) ns: NetNs,
+    pub(crate) pod: NetNs,
+    pub(crate) inputs: Inputs,
+    device: Userspace,
+    configuration: Configuration,
+}
+
+/// A router and the nodes around it.
+pub(crate) struct Star {
+    pub(crate) router: NetNs,
+    pub(crate) sites: Vec<Site>,
+}
+
+/// The address of a node on its underlay.
+pub(crate) fn underlay(number: u8, family: Family) -> IpAddr {
+    address(family, format!("172.30.{number}.2"), format!("fd00:30:{number}::2"))
+}
+
+/// That of its router there.
+pub(crate) fn gateway(number: u8, family: Family) -> IpAddr {
+    address(family, format!("172.30.{number}.1"), format!("fd00:30:{number}::1"))
+}
+
+/// On its device.
+pub(crate) fn wireguard(number: u8, family: Family) -> IpAddr {
+    address(family, format!("100.70.{number}.1"), format!("fd00:70:{number}::1"))
+}
+
+/// Of its pod.
+pub(crate) fn pod(number: u8, family: Family) -> IpAddr {
+    address(family, format!("10.21{number}.0.2"), format!("fd00:21{number}::2"))
+}
+
+fn address(family: Family, v4: String, v6: String) -> IpAddr {
+    if family == Family::V4 { v4 } else { v6 }.parse().unwrap()
+}
+
+fn net(address: IpAddr, v4: u8, v6: u8) -> IpNet {
+    IpNet::new(address, if address.is_ipv4() { v4 } else { v6 })
+        .unwrap()
+        .trunc()
+}
+
+fn pods(number: u8) -> BTreeSet<IpNet> {
+    Family::BOTH.map(|f| net(pod(number, f), 24, 64)).into()
+}
+
+fn member(number: u8) -> BTreeSet<IpNet> {
+    let wireguard = Family::BOTH.map(|f| net(wireguard(number, f), 24, 64));
+    pods(number).into_iter().chain(wireguard).collect()
+}
+
+fn secret(number: u8) -> StaticSecret {
+    StaticSecret::from([number; 32])
+}
+
+/// A node's public key.
+pub(crate) fn key(number: u8) -> PublicKey {
+    PublicKey::new(x25519_dalek::PublicKey::from(&secret(number)).to_bytes())
+}
+
+impl Star {
+    /// Nodes 1, 2, .. whose links to the router have these MTUs; `outer` says how a pair of them speaks. Nothing is
+    /// configured yet.
+    pub(crate) fn new(mtus: &[u16], outer: impl Fn(u8, u8) -> Family) -> Self {
+        let router = forwarding("router");
+        let numbers: Vec<u8> = (1..).take(mtus.len()).collect();
+        let site = |(number, mtu): (&u8, &u16)| site(&router, *number, *mtu, &numbers, &outer);
+        let sites = numbers.iter().zip(mtus).map(site).collect();
+        println!("{}", router.enter_hint());
+        Self { router, sites }
+    }
+
+    /// The same with everything applied, and every pair has met.
+    pub(crate) fn up(mtus: &[u16], outer: impl Fn(u8, u8) -> Family) -> Self {
+        let mut star = Self::new(mtus, outer);
+        star.settle();
+        star.meet();
+        star
+    }
+
+    /// What the agents' passes do, on every node.
+    pub(crate) fn settle(&mut self) {
+        self.sites.iter_mut().for_each(Site::settle);
+    }
+
+    /// Waits until every pair of pods has spoken in both families. Every pod and device echoes from now on.
+    pub(crate) fn meet(&self) {
+        for site in &self.sites {
+            for family in Family::BOTH {
+                echo(&site.pod, pod(site.number, family));
+                echo(&site.ns, wireguard(site.number, family));
+            }
+        }
+        for a in &self.sites {
+            for b in self.sites.iter().filter(|b| b.number != a.number) {
+                for family in Family::BOTH {
+                    let to = pod(b.number, family).to_string();
+                    wait_until(
+                        &format!("node {} to reach {to}", a.number),
+                        Duration::from_secs(15),
+                        || a.pod.pings(&to),
+                    );
+                }
+            }
+        }
+    }
+}
+
+fn forwarding(name: &str) -> NetNs {
+    let ns = NetNs::new(name);
+    for which in ["all", "default"] {
+        ns.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
+    }
+    ns.set_sysctl("net/ipv4/ip_forward", "1");
+    ns.set_sysctl("net/ipv6/conf/all/forwarding", "1");
+    ns
+}
+
+fn site(router: &NetNs, number: u8, mtu: u16, all: &[u8], outer: &impl Fn(u8, u8) -> Family) -> Site {
+    let ns = forwarding(&format!("node-{number}"));
+    let inside = NetNs::new(&format!("pod-{number}"));
+    inside.set_sysctl("net/ipv6/conf/default/accept_dad", "0");
+    let long = |a: IpAddr| format!("{a}/{}", if a.is_ipv4() { 24 } else { 64 });
+    let far = format!("r{number}");
+    let [near4, near6] = Family::BOTH.map(|f| long(underlay(number, f)));
+    let [far4, far6] = Family::BOTH.map(|f| long(gateway(number, f)));
+    veth(&ns, "eth0", &[&near4, &near6], router, &far, &[&far4, &far6]);
+    ns.ip(&format!("link set eth0 mtu {mtu}"));
+    router.ip(&format!("link set {far} mtu {mtu}"));
+    let [pod4, pod6] = Family::BOTH.map(|f| pod(number, f));
+    let cni = [format!("10.21{number}.0.1"), format!("fd00:21{number}::1")];
+    let bridge = [format!("{}/24", cni[0]), format!("{}/64", cni[1])];
+    let (long4, long6) = (long(pod4), long(pod6));
+    veth(
+        &ns,
+        "cni0",
+        &[&bridge[0], &bridge[1]],
+        &inside,
+        "eth0",
+        &[&long4, &long6],
+    );
+    for (n, family) in [(4, Family::V4), (6, Family::V6)] {
+        ns.ip(&format!("-{n} route add default via {}", gateway(number, family)));
+    }
+    for (n, via) in [(4, &cni[0]), (6, &cni[1])] {
+        inside.ip(&format!("-{n} route add default via {via}"));
+    }
+    let interface = unique_name("pm");
+    let configuration = Configuration {
+        private_key: secret(number),
+        listen_port: PORT,
+        fwmark: MARK_UNDERLAY,
+        mtu: mtu::MINIMUM,
+    };
+    let device = ns
+        .enter(|| Userspace::open(&interface, &configuration))
+        .expect("open a device");
+    for ns in [&ns, &inside] {
+        println!("{}", ns.enter_hint());
+    }
+    Site {
+        number,
+        inputs: inputs(number, &interface, all, outer),
+        ns,
+        pod: inside,
+        device,
+        configuration,
+    }
+}
+
+fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Family) -> Inputs {
+    let others = || all.iter().copied().filter(|other| *other != number);
+    Inputs {
+        node: Node {
+            name: format!("node-{number}"),
+            public_key: key(number),
+            wireguard_ips: Family::BOTH.map(|f| wireguard(number, f)).into(),
+            device: interface.parse().unwrap(),
+            listen_port: PORT,
+            mtu: mtu::MINIMUM,
+            underlay: "eth0".parse().unwrap(),
+            underlay_addresses: Family::BOTH.map(|f| underlay(number, f)).into(),
+            addresses: Family::BOTH.map(|f| underlay(number, f)).into(),
+            pod_cidrs: pods(number),
+        },
+        throw: BTreeSet::new(),
+        api_servers: BTreeSet::new(),
+        nodes: BTreeSet::new(),
+        pods_elsewhere: BTreeSet::new(),
+        peers: others()
+            .map(|other| Peer {
+                name: format!("node-{other}"),
+                revision: 1,
+                public_key: key(other),
+                preshared_key: None,
+                endpoint: Some(SocketAddr::new(underlay(other, outer(number, other)), PORT)),
+                candidates: vec![],
+                keepalive: None,
+                allowed_ips: pods(other)
+                    .into_iter()
+                    .chain(Family::BOTH.map(|f| wireguard(other, f).into()))
+                    .collect(),
+                requires_policy: None,
+            })
+            .collect(),
+        policies: others()
+            .map(|other| Policy {
+                name: format!("node-{other}"),
+                sources: member(other),
+                networks: member(other),
+                allow: vec![Rule {
+                    to: member(number),
+                    ports: BTreeSet::new(),
+                }],
+                ..Policy::default()
+            })
+            .collect(),
+        narrow: BTreeMap::new(),
+    }
+}
+
+impl Site {
+    /// What an agent's pass does.
+    pub(crate) fn settle(&mut self) {
+        let sizes = self.sizes();
+        self.inputs.node.mtu = sizes.device;
+        self.inputs.narrow = sizes.narrow;
+        self.configuration.mtu = sizes.device;
+        let Self {
+            ns,
+            device,
+            configuration,
+            ..
+        } = self;
+        ns.enter(|| device.configure(configuration))
+            .expect("configure the device");
+        apply(&self.ns, &self.inputs);
+        let changes = diff(&self.device.observe().unwrap().peers, &compile(&self.inputs).peers);
+        self.device
+            .apply(&changes.unwrap_or_default())
+            .expect("configure the peers");
+    }
+
+    /// How large packets may be as this node sees it now.
+    pub(crate) fn sizes(&self) -> Sizes {
+        let ends: BTreeMap<PublicKey, IpAddr> = self
+            .inputs
+            .peers
+            .iter()
+            .map(|p| (p.public_key, p.endpoint.unwrap().ip()))
+            .collect();
+        let carried = self
+            .ns
+            .enter(|| paths::mtus(&ends.values().copied().collect(), MARK_UNDERLAY))
+            .expect("ask for routes");
+        let path = |(key, end): (&PublicKey, &IpAddr)| {
+            let path = mtu::Path {
+                mtu: carried[end],
+                outer: Family::of(&(*end).into()),
+            };
+            (*key, path)
+        };
+        mtu::auto(1500, &ends.iter().map(path).collect())
+    }
+
+    /// Fragments this node's kernel has made, inner and outer, both families.
+    pub(crate) fn fragments(&self) -> u64 {
+        let text = self.ns.sh("nstat -asz IpFragCreates Ip6FragCreates");
+        let count = |line: &str| line.split_whitespace().nth(1)?.parse::<u64>().ok();
+        text.lines()
+            .filter(|line| line.contains("FragCreates"))
+            .filter_map(count)
+            .sum()
+    }
+}
+
+/// Answers every datagram with itself, in fragments if need be, for as long as the test runs.
+fn echo(ns: &NetNs, at: IpAddr) {
+    let socket = ns.enter(|| UdpSocket::bind((at, ECHO))).unwrap();
+    if at.is_ipv4() {
+        set_ip_mtu_discover(&socket, Ipv4PathMtuDiscovery::DONT).unwrap();
+    }
+    thread::spawn(move || {
+        let mut buffer = vec![0; 1 << 16];
+        while let Ok((length, from)) = socket.recv_from(&mut buffer) {
+            let _ = socket.send_to(&buffer[..length], from);
+        }
+    });
+}
+
+/// Sends a packet of each of these sizes (bytes, with its IP header) that nobody may fragment to an [`echo`]. Returns the
+/// sizes that were echoed, as a range that must have no hole; of every other this end was told that it is too large.
+/// Panics with the size that got neither.
+pub(crate) fn sweep(from: &NetNs, to: IpAddr, sizes: impl Iterator<Item = u16>) -> Option<RangeInclusive<u16>> {
+    let any: IpAddr = if to.is_ipv4() { "0.0.0.0" } else { "::" }.parse().unwrap();
+    let socket = from.enter(|| {
+        let socket = UdpSocket::bind((any, 0)).unwrap();
+        socket.connect((to, ECHO)).unwrap();
+        socket
+    });
+    let headers = if to.is_ipv4() {
+        set_ip_mtu_discover(&socket, Ipv4PathMtuDiscovery::DO).unwrap();
+        28
+    } else {
+        set_ipv6_mtu_discover(&socket, Ipv6PathMtuDiscovery::DO).unwrap();
+        48
+    };
+    socket.set_read_timeout(Some(Duration::from_millis(400))).unwrap();
+    let mut echoed: Option<RangeInclusive<u16>> = None;
+    let mut refused = Vec::new();
+    for size in sizes {
+        let passed = (0..5).find_map(|_| once(&socket, usize::from(size - headers)));
+        match passed.unwrap_or_else(|| panic!("{} -> {to}: {size} bytes vanish", from.name)) {
+            true => echoed = Some(echoed.map_or(size..=size, |r| *r.start()..=size)),
+            false => refused.push(size),
+        }
+    }
+    if let Some(echoed) = &echoed {
+        let hole = refused.iter().find(|size| echoed.contains(size));
+        assert_eq!(
+            hole, None,
+            "{} -> {to}: told too large, and a larger one passes: {echoed:?}",
+            from.name
+        );
+    }
+    echoed
+}
+
+/// One try: `true` = echoed, `false` = told, `None` = neither.
+fn once(socket: &UdpSocket, length: usize) -> Option<bool> {
+    let told = |error: std::io::Error| match error.raw_os_error().map(Errno::from_raw) {
+        Some(Errno::EMSGSIZE) => Some(false),
+        _ if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => None,
+        other => panic!("a datagram of {length}: {error} ({other:?})"),
+    };
+    if let Err(error) = socket.send(&vec![7; length]) {
+        return told(error);
+    }
+    let mut buffer = vec![0; 1 << 16];
+    loop {
+        match socket.recv(&mut buffer) {
+            Ok(got) if got == length => return Some(true),
+            Ok(_) => {} // an echo that came late
+            Err(error) => return told(error),
+        }
+    }
+}
