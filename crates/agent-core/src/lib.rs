@@ -10,6 +10,7 @@ pub mod interface;
 pub mod key;
 pub mod mtu;
 pub mod numbers;
+pub mod offload;
 pub mod policy;
 pub mod prefixes;
 pub mod routes;

@@ -69,6 +69,10 @@ pub(crate) struct Flags {
     /// MTU of the device: auto = what the way to each peer carries, less 60 over IPv4 and 80 over IPv6.
     #[arg(long, default_value = "auto", global = true)]
     mtu: Mtu,
+    /// Exchange packets with the kernel one by one, although it offers to take and give many at once. For trying whether an
+    /// offload of this node's is what breaks something; the userspace backend alone has it.
+    #[arg(long, global = true)]
+    no_offload: bool,
     /// A network that stays on the underlay although it lies inside a mesh network. May be repeated.
     #[arg(long, global = true)]
     bypass_cidr: Vec<IpNet>,
@@ -169,6 +173,8 @@ pub struct Config {
     pub cache_file: PathBuf,
     /// MTU of the device.
     pub mtu: Mtu,
+    /// The userspace device uses what the kernel offers.
+    pub offload: bool,
     /// Networks that stay on the underlay.
     pub bypass: Vec<IpNet>,
     /// Address of the admin endpoint.
@@ -211,6 +217,7 @@ impl Flags {
             key_file,
             cache_file: cache,
             mtu,
+            no_offload,
             bypass_cidr,
             listen,
             log_format: _, // taken before anything else, so that errors are written in it
@@ -233,6 +240,7 @@ impl Flags {
             cache_file: cache_file(cache, &key_file),
             key_file,
             mtu,
+            offload: !no_offload,
             bypass: bypass_cidr.iter().map(IpNet::trunc).collect(),
             listen,
         })

@@ -11,7 +11,7 @@ use clustermesh_agent_core::interface::InterfaceName;
 
 use crate::{
     args::CleanupConfig,
-    cache,
+    cache, device,
     firewall::{Keeper, Nft},
     lock, publish,
     route::{self, Netlink},
@@ -33,13 +33,18 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     let _lock = lock::take()?;
     let mut failures: Vec<String> = Vec::new();
 
-    // Addresses are only ours on a device of ours, and a userspace device ends with its process: an interface that stands
-    // now is somebody else's. Under a name that nothing has, no address is found.
-    let foreign = Path::new("/sys/class/net").join(interface.as_str()).exists();
-    let device = if foreign { unused() } else { interface.clone() };
-    if foreign {
-        tracing::warn!(%interface, "interface is not this agent's, which is not running: left alone, with its addresses");
-    }
+    // Addresses are only ours on a device of ours. Under a name that nothing has, no address is found.
+    let device = match device::userspace::remove_interface(interface.as_str()) {
+        Ok(true) => interface.clone(),
+        Ok(false) => {
+            tracing::warn!(%interface, "interface is not this agent's: left alone, with its addresses");
+            unused()
+        }
+        Err(error) => {
+            failures.push(format!("device: {error}"));
+            interface.clone()
+        }
+    };
     match Netlink::open(device) {
         Ok(mut routing) => failures.extend(
             route::cleanup(&mut routing)

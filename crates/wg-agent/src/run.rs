@@ -141,10 +141,16 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let interface = config.interface.clone();
     let heard = Heard::open(&interface);
     let opened = interface.clone();
+    let options = device::userspace::Options {
+        offload: config.offload,
+        ..Default::default()
+    };
     let reconciler = Reconciler::new(Parts {
         routing: route::Netlink::open(interface)?,
         firewall: firewall::Keeper::new(firewall::Nft::default()),
-        open: Box::new(move |configuration| device::open(device::Backend::Userspace, opened.as_str(), configuration)),
+        open: Box::new(move |configuration| {
+            device::open(device::Backend::Userspace, opened.as_str(), configuration, options)
+        }),
         key,
         server: connection.server,
         store: store.clone(),
@@ -163,8 +169,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Passes until the token is cancelled. The device is dropped at the end and with it a userspace interface; routes and
-/// firewall stay, so that nothing for the mesh leaves in clear while nobody is here.
+/// Passes until the token is cancelled. The device is dropped at the end; its interface, routes and firewall stay, so that
+/// nothing for the mesh leaves in clear while nobody is here.
 async fn turn<R: route::Routing, F: firewall::Backend>(
     mut reconciler: Reconciler<R, F>,
     store: &Store,

@@ -11,12 +11,15 @@ use x25519_dalek::StaticSecret;
 
 pub use memory::Memory;
 
+/// The alias (`IFLA_IFALIAS`) of an interface that is ours; `ip link show` prints it. The name alone proves nothing.
+pub const ALIAS: &str = "clustermesh wg-agent";
+
 /// A WireGuard device that stands: interface up, port bound.
 ///
 /// The calls return at once and may be made from async code. They belong to the network namespace of the thread that
 /// opened the device: make them from there. Dropping a device ends our part and leaves standing what outlives a process
-/// (a kernel device; of a userspace device nothing: its interface, and with it the routes that name it, goes with the process).
-/// [`Device::close`] leaves nothing.
+/// (a kernel device; of a userspace device its interface with addresses and routes, which drops what is sent into it until the next
+/// [`open`] takes it over). [`Device::close`] leaves nothing.
 pub trait Device: Send {
     /// Which implementation this is: `userspace`, `memory`. For logs, metrics and the node's annotation.
     fn backend(&self) -> &'static str;
@@ -114,14 +117,23 @@ impl FromStr for Backend {
     }
 }
 
-/// Opens the device with no peers.
+/// Opens the device with no peers; the options are those of the userspace backend.
 ///
 /// # Errors
 /// See [`DeviceError`]; nothing is left behind.
-pub fn open(backend: Backend, interface: &str, configuration: &Configuration) -> Result<Box<dyn Device>, DeviceError> {
+pub fn open(
+    backend: Backend,
+    interface: &str,
+    configuration: &Configuration,
+    options: userspace::Options,
+) -> Result<Box<dyn Device>, DeviceError> {
     match backend {
         Backend::Kernel => Err(DeviceError::NotServed),
-        Backend::Auto | Backend::Userspace => Ok(Box::new(userspace::Userspace::open(interface, configuration)?)),
+        Backend::Auto | Backend::Userspace => Ok(Box::new(userspace::Userspace::open_with(
+            interface,
+            configuration,
+            options,
+        )?)),
     }
 }
 

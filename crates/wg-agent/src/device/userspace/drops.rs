@@ -46,7 +46,11 @@ pub(super) struct Drops([AtomicU64; WORDS.len()]);
 
 impl Drops {
     pub(super) fn count(&self, reason: Drop) {
-        self.0[reason as usize].fetch_add(1, Ordering::Relaxed);
+        self.count_many(reason, 1);
+    }
+
+    pub(super) fn count_many(&self, reason: Drop, packets: usize) {
+        self.0[reason as usize].fetch_add(packets as u64, Ordering::Relaxed);
     }
 
     /// By word, zeros included.

@@ -1,24 +1,33 @@
 //! WireGuard in this process: the protocol core of boringtun between a TUN device and two UDP sockets. What peers there should be
 //! is decided elsewhere.
 //!
-//! Three plain threads carry packets (`datapath`): interface to network, network to interface, and the clock; a fourth answers
-//! `wg show` (`control`). They share one immutable table of peers that is swapped whole, and a lock for each peer that is held for one packet.
-//! No async runtime is involved, so a busy agent delays no packet and a busy tunnel no API call.
+//! Plain threads carry packets: for each worker one from interface to network (`outbound`) and one back (`inbound`); the clock
+//! (`datapath`), one that answers handshakes (`handshakes`), and one that answers `wg show` (`control`). They share one immutable table
+//! of peers that is swapped whole; a peer's lock is held for a burst of packets and never waits for another peer. No async runtime is
+//! involved, so a busy agent delays no packet and a busy tunnel no API call.
 //!
-//! The interface lives as long as the process: after a crash the kernel takes it away with its routes, and the next start makes it
-//! again and greets every peer.
+//! With the kernel they exchange large packets (TUN with a virtio-net header) and runs of datagrams (UDP segmentation and receive
+//! offload); what it does not offer is done packet by packet.
+//!
+//! The interface outlives the process (`tun`): while nobody holds it the kernel drops what is sent into it, and the next start takes it over
+//! and greets every peer.
 
 mod clock;
 mod control;
 mod datapath;
 mod drops;
+mod handshakes;
+mod inbound;
+mod link;
+mod outbound;
 mod peers;
 mod ranges;
 mod sockets;
+mod tun;
 mod tunnel;
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeSet, HashSet},
     io,
     path::Path,
     sync::{
@@ -31,26 +40,48 @@ use std::{
 
 use clustermesh_agent_core::device::{self, ObservedPeer, PeerChange, PeerSpec, PeerStats, PeerUpdate, Peers};
 use clustermesh_core::key::PublicKey;
-use nix::{errno::Errno, net::if_::if_nametoindex};
 use rustix::event::{EventfdFlags, eventfd};
-use tun_rs::{DeviceBuilder, SyncDevice};
 
 use self::{
     control::ControlSocket,
     datapath::{Shared, current, replace},
     peers::{Identity, Peer, Table},
     sockets::Sockets,
+    tun::Tun,
 };
 use super::{Configuration, Device, DeviceError, Observed};
 
 /// Where `wg` looks for userspace devices.
 const CONTROL_DIRECTORY: &str = "/var/run/wireguard";
+/// Beyond this the peers' own locks and the kernel's queues are what limits.
+const MOST_WORKERS: usize = 8;
 /// How long a name or port that is still taken is asked for again.
 const PATIENCE: Duration = Duration::from_millis(300);
+
+/// How the device works, beside what it holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Options {
+    /// Large packets and runs of datagrams are exchanged with the kernel where it offers that.
+    pub offload: bool,
+    /// Threads for each direction, 1 to 64. The kernel spreads flows and peers over them.
+    pub workers: usize,
+}
+
+impl Default for Options {
+    /// With offload; as many threads as there are cores, half of them for each direction.
+    fn default() -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
+        Self {
+            offload: true,
+            workers: (cores / 2).clamp(1, MOST_WORKERS),
+        }
+    }
+}
 
 /// A device of this kind that stands.
 pub struct Userspace {
     interface: String,
+    options: Options,
     configuration: Configuration,
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -58,14 +89,26 @@ pub struct Userspace {
 }
 
 impl Userspace {
-    /// Makes the interface, brings it up and binds the port.
+    /// Makes the interface, or takes over the one that an earlier process of ours left, brings it up and binds the port.
     ///
     /// # Errors
-    /// The interface exists, the port is taken, or the kernel refuses; nothing is left behind.
+    /// The interface is someone else's, the port is taken, or the kernel refuses; nothing new is left behind.
     pub fn open(interface: &str, configuration: &Configuration) -> Result<Self, DeviceError> {
-        let tun = patiently(|| open_tun(interface))?;
+        Self::open_with(interface, configuration, Options::default())
+    }
+
+    /// [`Self::open`] with other than the default options.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_with(interface: &str, configuration: &Configuration, options: Options) -> Result<Self, DeviceError> {
+        let options = Options {
+            workers: options.workers.clamp(1, 64),
+            ..options
+        };
+        let tun = patiently(|| Tun::open(interface, options.workers, options.offload))?;
         set_up(&tun, interface, configuration.mtu)?;
-        let sockets = patiently(|| listen(configuration))?;
+        let sockets = patiently(|| listen(configuration, options))?;
         let event = || {
             eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
                 .map_err(|source| kernel("make an event file", source.into()))
@@ -77,24 +120,43 @@ impl Userspace {
             sockets: RwLock::new(Arc::new(sockets)),
             identity: RwLock::new(Arc::new(Identity::new(configuration.private_key.clone()))),
             clock: clock::Clock::default(),
+            handshakes: handshakes::Handshakes::default(),
             drops: drops::Drops::default(),
             configured: RwLock::default(),
             fwmark: AtomicU32::new(configuration.fwmark),
             gone: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
             stop: event()?,
-            rebound: event()?,
+            rebound: (0..options.workers).map(|_| event()).collect::<Result<_, _>>()?,
         });
         let mut device = Self {
             interface: interface.to_owned(),
+            options,
             configuration: configuration.clone(),
             shared,
             threads: Vec::new(),
             control: None,
         };
-        device.start("wg-out", datapath::outbound)?;
-        device.start("wg-in", datapath::inbound)?;
+        for lane in 0..options.workers {
+            device.start(&format!("wg-out-{lane}"), move |shared| {
+                outbound::outbound(shared, lane)
+            })?;
+            device.start(&format!("wg-in-{lane}"), move |shared| inbound::inbound(shared, lane))?;
+        }
         device.start("wg-clock", datapath::clockwork)?;
+        device.start("wg-handshake", handshakes::answer)?;
+        device
+            .shared
+            .tun
+            .persist(true)
+            .map_err(|source| kernel(&format!("make {interface} outlive this process"), source))?;
+        tracing::info!(
+            interface,
+            workers = options.workers,
+            tun = ?device.shared.tun.offload,
+            udp = ?current(&device.shared.sockets).offload(),
+            "userspace device opened"
+        );
         match ControlSocket::open(Path::new(CONTROL_DIRECTORY), interface) {
             Ok((socket, listener)) => {
                 device.control = Some(socket);
@@ -127,13 +189,13 @@ impl Userspace {
         let now = Instant::now();
         let identity = current(&self.shared.identity);
         let old = current(&self.shared.table);
-        let mut taken = Vec::new();
+        let mut taken = HashSet::new();
         let mut fresh = Vec::new();
         let mut peers = Vec::with_capacity(configured.len());
         for (key, spec) in configured {
             let peer = keep(key, &old).unwrap_or_else(|| {
                 let index = old.free_index(&taken);
-                taken.push(index);
+                taken.insert(index);
                 let peer = Arc::new(Peer::new(index, identity.tunnel(key, spec, index, now), spec.endpoint));
                 fresh.push(Arc::clone(&peer));
                 peer
@@ -181,6 +243,7 @@ impl Userspace {
     fn stop(&mut self) {
         self.shared.stopping.store(true, Ordering::Release);
         self.shared.clock.stop();
+        self.shared.handshakes.stop();
         // An event file that is full is readable, which is all we want.
         let _ = rustix::io::write(&self.shared.stop, &1_u64.to_ne_bytes());
         for thread in self.threads.drain(..) {
@@ -200,9 +263,11 @@ impl Device for Userspace {
 
     fn configure(&mut self, configuration: &Configuration) -> Result<(), DeviceError> {
         if configuration.listen_port != self.configuration.listen_port {
-            let sockets = listen(configuration)?;
+            let sockets = listen(configuration, self.options)?;
             replace(&self.shared.sockets, sockets);
-            let _ = rustix::io::write(&self.shared.rebound, &1_u64.to_ne_bytes());
+            for rebound in &self.shared.rebound {
+                let _ = rustix::io::write(rebound, &1_u64.to_ne_bytes());
+            }
         } else if configuration.fwmark != self.configuration.fwmark {
             current(&self.shared.sockets)
                 .mark(configuration.fwmark)
@@ -264,10 +329,16 @@ impl Device for Userspace {
         self.stop();
         let socket = self.control.take().map_or(Ok(()), ControlSocket::close);
         let interface = self.interface.clone();
+        let left = self
+            .shared
+            .tun
+            .persist(false)
+            .map_err(|source| kernel(&format!("remove {interface}"), source));
         drop(self);
-        patiently(|| match if_nametoindex(interface.as_str()) {
-            Ok(_) => Err(kernel(&format!("remove {interface}"), io::ErrorKind::TimedOut.into())),
-            Err(_) => Ok(()),
+        left?;
+        patiently(|| match link::find(&interface) {
+            Ok(None) => Ok(()),
+            _ => Err(kernel(&format!("remove {interface}"), io::ErrorKind::TimedOut.into())),
         })?;
         socket
     }
@@ -324,7 +395,7 @@ fn patiently<T>(mut attempt: impl FnMut() -> Result<T, DeviceError>) -> Result<T
     }
 }
 
-/// Removes what a killed process left: its control socket. The interface went with it.
+/// Removes what a killed process left: its control socket.
 ///
 /// # Errors
 /// The file cannot be removed.
@@ -332,48 +403,22 @@ pub fn remove_leftovers(interface: &str) -> Result<(), DeviceError> {
     control::remove_stale(&control::path(Path::new(CONTROL_DIRECTORY), interface))
 }
 
-fn open_tun(interface: &str) -> Result<SyncDevice, DeviceError> {
-    let fits = (1..16).contains(&interface.len());
-    if !fits || [".", ".."].contains(&interface) || interface.contains(|c: char| c.is_whitespace() || "/:%".contains(c))
-    {
-        return Err(DeviceError::Name(interface.to_owned()));
-    }
-    // Without this, a persistent TUN device that someone keeps would become ours.
-    match if_nametoindex(interface) {
-        Ok(_) => return Err(DeviceError::Exists(interface.to_owned())),
-        Err(Errno::ENODEV) => {}
-        Err(errno) => return Err(kernel(&format!("look for interface {interface}"), errno.into())),
-    }
-    let busy = [Errno::EBUSY, Errno::EINVAL].map(|errno| errno as i32);
-    let tun = DeviceBuilder::new()
-        .name(interface)
-        .enable(false)
-        .build_sync()
-        .map_err(|source| match source.raw_os_error() {
-            // Made since we looked.
-            Some(errno) if busy.contains(&errno) => DeviceError::Exists(interface.to_owned()),
-            _ => DeviceError::Tun {
-                interface: interface.to_owned(),
-                source,
-            },
-        })?;
-    tun.set_nonblocking(true).map_err(|source| DeviceError::Tun {
-        interface: interface.to_owned(),
-        source,
-    })?;
-    Ok(tun)
+/// Removes the interface of that name if an agent made it and ended; `false` = it is somebody else's, and was left alone.
+///
+/// # Errors
+/// A process still holds the interface, or the kernel refuses.
+pub fn remove_interface(interface: &str) -> Result<bool, DeviceError> {
+    tun::remove_ours(interface)
 }
 
-fn set_up(tun: &SyncDevice, interface: &str, mtu: u16) -> Result<(), DeviceError> {
-    tun.set_mtu(mtu)
-        .map_err(|source| kernel(&format!("set the MTU of {interface} to {mtu}"), source))?;
-    tun.enabled(true)
-        .map_err(|source| kernel(&format!("bring {interface} up"), source))
+fn set_up(tun: &Tun, interface: &str, mtu: u16) -> Result<(), DeviceError> {
+    link::set_up(tun.index, mtu).map_err(|source| kernel(&format!("bring {interface} up with an MTU of {mtu}"), source))
 }
 
-fn listen(configuration: &Configuration) -> Result<Sockets, DeviceError> {
+fn listen(configuration: &Configuration, options: Options) -> Result<Sockets, DeviceError> {
     let port = configuration.listen_port;
-    Sockets::open(port, configuration.fwmark).map_err(|source| DeviceError::Listen { port, source })
+    Sockets::open(port, configuration.fwmark, options.workers, options.offload)
+        .map_err(|source| DeviceError::Listen { port, source })
 }
 
 fn kernel(action: &str, source: io::Error) -> DeviceError {

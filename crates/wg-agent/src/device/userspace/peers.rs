@@ -1,7 +1,7 @@
 //! The peers of a running device and how each packet finds its own: by receiver index, by public key, by inner address.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     hash::{BuildHasher, RandomState},
     net::SocketAddr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -59,10 +59,11 @@ pub(super) fn keepalive(spec: &PeerSpec) -> Option<Duration> {
         .map(|seconds| Duration::from_secs(u64::from(seconds.get())))
 }
 
-/// One peer. Its lock is held for one packet at a time and never together with another's.
+/// One peer. Its locks are never held together with another peer's: `order` for one run of datagrams, `state` for one burst of packets.
 pub(super) struct Peer {
     /// 24 bits, unique in the device: the upper part of every receiver index of this peer.
     pub(super) index: u32,
+    order: Mutex<()>,
     state: Mutex<PeerState>,
 }
 
@@ -78,6 +79,7 @@ impl Peer {
     pub(super) const fn new(index: u32, tunnel: Tunnel, endpoint: Option<SocketAddr>) -> Self {
         Self {
             index,
+            order: Mutex::new(()),
             state: Mutex::new(PeerState {
                 tunnel,
                 endpoint,
@@ -85,6 +87,11 @@ impl Peer {
                 tx_bytes: 0,
             }),
         }
+    }
+
+    /// Held from encrypting to sending, by whom sends data: so it leaves in the order of its counters.
+    pub(super) fn order(&self) -> MutexGuard<'_, ()> {
+        self.order.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, PeerState> {
@@ -117,7 +124,7 @@ impl Table {
 
     /// An index that no peer has. Guessing one gains nobody anything; it is random so that a restarted device
     /// does not take up the indices of the one before.
-    pub(super) fn free_index(&self, taken: &[u32]) -> u32 {
+    pub(super) fn free_index(&self, taken: &HashSet<u32>) -> u32 {
         let random = RandomState::new();
         (0_u64..)
             .map(|attempt| (random.hash_one(attempt) >> 40) as u32)

@@ -52,8 +52,9 @@ const CORE_TICK: Duration = Duration::from_millis(250);
 /// While a handshake is under way, and while only a session is to be watched.
 const BUSY_TICK: Duration = Duration::from_millis(250);
 const CALM_TICK: Duration = Duration::from_secs(1);
-/// Packets kept while there is no session; the oldest give way.
+/// Packets kept while there is no session, and their bytes; the oldest give way.
 const QUEUE: usize = 128;
+const QUEUE_BYTES: usize = 128 << 10;
 
 const INITIATION: u8 = 1;
 const RESPONSE: u8 = 2;
@@ -73,6 +74,9 @@ pub(super) struct Tunnel {
     core: Tunn,
     keepalive: Option<Duration>,
     queue: VecDeque<Vec<u8>>,
+    queued_bytes: usize,
+    /// Whether the core has a session to send by; asking it costs a look at the clock.
+    keyed: bool,
     core_ticked: Instant,
     /// Our last initiation or response.
     handshake_sent: Option<Instant>,
@@ -116,6 +120,8 @@ impl Tunnel {
             core: Tunn::new(private, peer, preshared_key, None, index, Some(limiter)),
             keepalive,
             queue: VecDeque::new(),
+            queued_bytes: 0,
+            keyed: false,
             core_ticked: now,
             handshake_sent: None,
             initiation: None,
@@ -153,45 +159,73 @@ impl Tunnel {
 
     /// The peer is now looked for elsewhere: without a session it is asked there at once, since that place was not asked yet.
     pub(super) fn moved(&mut self, now: Instant) {
-        if !self.has_session() {
+        if !self.keyed {
             self.handshake_sent = None;
             self.greet(now);
         }
     }
 
+    /// Encrypts an inner packet to the beginning of `datagram`, which has 32 bytes more; its length there. `None` = there is no
+    /// session: see [`Self::send`]. [`Self::refresh`] comes first.
+    pub(super) fn seal(&mut self, packet: &[u8], now: Instant, datagram: &mut [u8]) -> Option<usize> {
+        if !self.keyed {
+            return None;
+        }
+        let TunnResult::WriteToNetwork(datagram) = self.core.encapsulate(packet, datagram) else {
+            return None;
+        };
+        self.sent(packet, now);
+        Some(datagram.len())
+    }
+
     /// Sends an inner packet, or keeps it until there is a session.
     pub(super) fn send(&mut self, packet: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) {
         self.refresh(now, scratch, out);
-        if self.has_session() {
+        if self.keyed {
             self.encrypt(packet, now, scratch, out);
         } else {
-            if self.queue.len() == QUEUE {
-                self.queue.pop_front();
+            while self.queue.len() == QUEUE || self.queued_bytes + packet.len() > QUEUE_BYTES {
+                match self.queue.pop_front() {
+                    Some(oldest) => self.queued_bytes -= oldest.len(),
+                    None => break,
+                }
             }
+            self.queued_bytes += packet.len();
             self.queue.push_back(packet.to_vec());
             self.want(now, scratch, out);
         }
     }
 
+    /// Whether [`Self::refresh`] would do anything.
+    pub(super) fn wants_refresh(&self, now: Instant) -> bool {
+        now.duration_since(self.core_ticked) >= CORE_TICK
+    }
+
     /// Brings the core's clock up to date; to be called before [`Self::receive`], whose output goes to the source of a datagram,
     /// while this may have something to say to the peer's known endpoint.
     pub(super) fn refresh(&mut self, now: Instant, scratch: &mut [u8], out: &mut impl Output) {
-        if now.duration_since(self.core_ticked) >= CORE_TICK {
+        if self.wants_refresh(now) {
             self.tick_core(now, scratch, out);
         }
     }
 
-    /// Takes a datagram. `Ok(true)` = it was authenticated, so its source is where the peer is now.
+    /// Takes a datagram; an inner packet in it is decrypted to the beginning of `packet`, which is as long as the datagram and has at least
+    /// 148 bytes. `Ok(true)` = it was authenticated, so its source is where the peer is now.
     pub(super) fn receive(
         &mut self,
         source: IpAddr,
         datagram: &[u8],
         now: Instant,
+        packet: &mut [u8],
         scratch: &mut [u8],
         out: &mut impl Output,
     ) -> Result<bool, WireGuardError> {
         let kind = datagram.first().copied().unwrap_or_default();
-        match self.core.decapsulate(Some(source), datagram, scratch) {
+        let result = self.core.decapsulate(Some(source), datagram, packet);
+        if kind != DATA || !self.keyed {
+            self.keyed = self.core.time_since_last_handshake().is_some();
+        }
+        match result {
             TunnResult::Err(error) => return Err(error),
             TunnResult::WriteToNetwork(answer) if kind == INITIATION => {
                 self.answered = true;
@@ -227,7 +261,7 @@ impl Tunnel {
         }
         self.unanswered_by_peer = None;
         self.traffic = now;
-        if kind == DATA && self.has_session() {
+        if kind == DATA && self.keyed {
             if std::mem::take(&mut self.answered) {
                 self.established(now, scratch, out);
             } else {
@@ -256,6 +290,7 @@ impl Tunnel {
         {
             self.wanted = None;
             self.queue.clear();
+            self.queued_bytes = 0;
         }
         if self
             .unanswered_by_peer
@@ -276,7 +311,7 @@ impl Tunnel {
         if passive || persistent {
             self.unanswered_by_us = None;
             self.traffic = now;
-            if self.has_session() {
+            if self.keyed {
                 self.encrypt(&[], now, scratch, out);
             } else if persistent {
                 self.want(now, scratch, out);
@@ -297,7 +332,7 @@ impl Tunnel {
         let times = [
             self.held.as_ref().map(|(due, _)| *due),
             handshaking.then(|| now + BUSY_TICK),
-            (keyed || self.has_session()).then(|| now + CALM_TICK),
+            (keyed || self.keyed).then(|| now + CALM_TICK),
             self.keepalive.map(|every| (self.traffic + every).max(now)),
         ];
         let next = times.into_iter().flatten().min()?;
@@ -313,13 +348,11 @@ impl Tunnel {
         self.next_tick == Some(at)
     }
 
-    fn has_session(&self) -> bool {
-        self.core.time_since_last_handshake().is_some()
-    }
-
     fn tick_core(&mut self, now: Instant, scratch: &mut [u8], out: &mut impl Output) {
         self.core_ticked = now;
-        match self.core.update_timers(scratch) {
+        let result = self.core.update_timers(scratch);
+        self.keyed = self.core.time_since_last_handshake().is_some();
+        match result {
             TunnResult::WriteToNetwork(datagram) => {
                 if datagram.first() == Some(&INITIATION) {
                     self.handshake_sent = Some(now);
@@ -355,6 +388,7 @@ impl Tunnel {
         self.completed = Some(now);
         self.wanted = None;
         self.urgent = true;
+        self.queued_bytes = 0;
         while let Some(packet) = self.queue.pop_front() {
             self.encrypt(&packet, now, scratch, out);
         }
@@ -362,12 +396,16 @@ impl Tunnel {
 
     fn encrypt(&mut self, packet: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) {
         if let TunnResult::WriteToNetwork(datagram) = self.core.encapsulate(packet, scratch) {
-            self.unanswered_by_us = None;
-            self.traffic = now;
-            if !packet.is_empty() {
-                self.unanswered_by_peer.get_or_insert(now);
-            }
             out.network(datagram);
+            self.sent(packet, now);
+        }
+    }
+
+    fn sent(&mut self, packet: &[u8], now: Instant) {
+        self.unanswered_by_us = None;
+        self.traffic = now;
+        if !packet.is_empty() {
+            self.unanswered_by_peer.get_or_insert(now);
         }
     }
 }

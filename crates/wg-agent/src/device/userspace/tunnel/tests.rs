@@ -56,7 +56,7 @@ impl End {
         self.call(|tunnel, scratch, sent| {
             tunnel.refresh(now, scratch, sent);
             // A replayed or superseded datagram is refused: that is what lossy tests provoke.
-            let _ = tunnel.receive(LOCAL, datagram, now, scratch, sent);
+            let _ = tunnel.receive(LOCAL, datagram, now, &mut [0; 4096], scratch, sent);
         })
     }
 }

@@ -1,0 +1,111 @@
+//! The few fields of IP, TCP and UDP headers that cutting and joining need. What a whole packet is, is decided elsewhere.
+
+use super::checksum::Sum;
+
+pub(super) const TCP: u8 = 6;
+pub(super) const UDP: u8 = 17;
+
+pub(super) const FIN: u8 = 0x01;
+pub(super) const PSH: u8 = 0x08;
+pub(super) const ACK: u8 = 0x10;
+pub(super) const CWR: u8 = 0x80;
+/// Of the flags, in a TCP header.
+pub(super) const FLAGS: usize = 13;
+
+/// Of the checksum, in a TCP and in a UDP header.
+pub(super) const fn checksum_at(protocol: u8) -> usize {
+    if protocol == TCP { 16 } else { 6 }
+}
+
+pub(super) fn number(bytes: &[u8], at: usize) -> u16 {
+    u16::from_be_bytes([bytes[at], bytes[at + 1]])
+}
+
+pub(super) fn long(bytes: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+pub(super) fn put(bytes: &mut [u8], at: usize, value: u16) {
+    bytes[at..at + 2].copy_from_slice(&value.to_be_bytes());
+}
+
+/// Sets an IPv4 header's own checksum.
+pub(super) fn sum_ipv4(header: &mut [u8]) {
+    put(header, 10, 0);
+    let sum = Sum::default().bytes(header).finish();
+    header[10..12].copy_from_slice(&sum);
+}
+
+/// The pseudo header of a packet whose IP header has 20 or 40 bytes (RFC 9293 §3.1, RFC 8200 §8.1).
+pub(super) fn pseudo(packet: &[u8], v6: bool, protocol: u8, length: u16) -> Sum {
+    let addresses = if v6 { &packet[8..40] } else { &packet[12..20] };
+    Sum::default()
+        .bytes(addresses)
+        .number(u16::from(protocol))
+        .number(length)
+}
+
+/// Where a packet's parts lie.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Parsed {
+    pub(super) v6: bool,
+    pub(super) protocol: u8,
+    /// Of the IP header.
+    pub(super) transport: usize,
+    /// Of all headers.
+    pub(super) header: usize,
+    /// The packet may be joined with others of its flow.
+    pub(super) plain: bool,
+}
+
+impl Parsed {
+    /// `None` = neither TCP nor UDP, or a fragment, or with IP options, or not whole.
+    pub(super) fn read(packet: &[u8]) -> Option<Self> {
+        let (v6, protocol, transport) = match packet.first()? {
+            0x45 if packet.len() >= 20 => {
+                // Neither a fragment, nor the reserved bit.
+                let whole = number(packet, 6) & 0xbfff == 0 && usize::from(number(packet, 2)) == packet.len();
+                (false, packet[9], whole.then_some(20)?)
+            }
+            first if first >> 4 == 6 && packet.len() >= 40 => {
+                let whole = usize::from(number(packet, 4)) + 40 == packet.len();
+                (true, packet[6], whole.then_some(40)?)
+            }
+            _ => return None,
+        };
+        let rest = &packet[transport..];
+        let (length, plain) = match protocol {
+            TCP if rest.len() >= 20 => {
+                let length = usize::from(rest[12] >> 4) * 4;
+                (length, rest[12] & 0x0f == 0 && rest[FLAGS] & !PSH == ACK)
+            }
+            UDP if rest.len() >= 8 => (8, usize::from(number(rest, 4)) == rest.len() && number(rest, 6) != 0),
+            _ => return None,
+        };
+        let least = if protocol == TCP { 20 } else { 8 };
+        (length >= least && rest.len() >= length).then_some(Self {
+            v6,
+            protocol,
+            transport,
+            header: transport + length,
+            plain: plain && rest.len() > length && (v6 || Sum::default().bytes(&packet[..20]).is_whole()),
+        })
+    }
+
+    /// Addresses and ports: what makes a flow.
+    pub(super) fn same_flow(&self, packet: &[u8], other: &Self, of_other: &[u8]) -> bool {
+        let addresses = if self.v6 { 8..40 } else { 12..20 };
+        let ports = self.transport..self.transport + 4;
+        self.v6 == other.v6
+            && self.protocol == other.protocol
+            && packet[ports.clone()] == of_other[ports]
+            && packet[addresses.clone()] == of_other[addresses]
+    }
+
+    pub(super) fn is_whole(&self, packet: &[u8]) -> bool {
+        let rest = &packet[self.transport..];
+        // `read` saw to it that the length fits.
+        let length = u16::try_from(rest.len()).unwrap_or_default();
+        pseudo(packet, self.v6, self.protocol, length).bytes(rest).is_whole()
+    }
+}

@@ -1,0 +1,147 @@
+//! Cuts a large TCP or UDP packet into those that go over the wire, as a network card would. Joining is elsewhere.
+
+use super::{
+    Header, Kind, NEEDS_CHECKSUM,
+    checksum::Sum,
+    headers::{self, CWR, FIN, FLAGS, PSH, TCP, UDP, number, put},
+};
+
+/// A header that does not fit its packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("a virtio-net header that does not fit its packet")]
+pub struct Malformed;
+
+/// Completes the checksum of a packet that is not large.
+///
+/// # Errors
+/// [`Malformed`]; the packet is as it was.
+pub fn complete(header: &Header, packet: &mut [u8]) -> Result<(), Malformed> {
+    if header.flags & NEEDS_CHECKSUM == 0 {
+        return Ok(());
+    }
+    let start = usize::from(header.checksum_start);
+    let rest = packet.get_mut(start..).ok_or(Malformed)?;
+    let at = usize::from(header.checksum_offset);
+    if at + 2 > rest.len() {
+        return Err(Malformed);
+    }
+    // The field itself holds the pseudo header's sum.
+    let sum = Sum::default().bytes(rest).finish();
+    // A UDP checksum of zero would mean "none" (RFC 768); for TCP both zeros are the same.
+    let sum = if sum == [0, 0] { [0xff, 0xff] } else { sum };
+    rest[at..at + 2].copy_from_slice(&sum);
+    Ok(())
+}
+
+/// The packets of a large one, one after the other.
+#[derive(Debug)]
+pub struct Segments<'a> {
+    packet: &'a [u8],
+    v6: bool,
+    protocol: u8,
+    transport: usize,
+    header: usize,
+    size: usize,
+    done: usize,
+    /// Of the pseudo header without its length.
+    pseudo: Sum,
+    index: u16,
+}
+
+impl<'a> Segments<'a> {
+    /// Looks at a large packet: see [`Header::is_large`].
+    ///
+    /// # Errors
+    /// [`Malformed`]
+    pub fn new(header: &Header, packet: &'a [u8]) -> Result<Self, Malformed> {
+        let kind = header.kind().ok_or(Malformed)?;
+        let v6 = packet.first().ok_or(Malformed)? >> 4 == 6;
+        let transport = usize::from(header.checksum_start);
+        let protocol = if kind == Kind::Udp { UDP } else { TCP };
+        let least = if protocol == TCP { 20 } else { 8 };
+        let fits = transport >= if v6 { 40 } else { 20 }
+            && transport + least <= packet.len()
+            && packet.len() <= 65_535 + 40
+            && usize::from(header.checksum_offset) == headers::checksum_at(protocol)
+            && header.flags & NEEDS_CHECKSUM != 0
+            && header.gso_size > 0
+            && (kind != Kind::Tcp4 || !v6)
+            && (kind != Kind::Tcp6 || v6)
+            && (v6 || (packet[0] >> 4 == 4 && usize::from(packet[0] & 0xf) * 4 == transport));
+        if !fits {
+            return Err(Malformed);
+        }
+        let length = match kind {
+            Kind::Udp => 8,
+            _ => usize::from(packet[transport + 12] >> 4) * 4,
+        };
+        let header_length = transport + length;
+        if length < least || header_length >= packet.len() {
+            return Err(Malformed);
+        }
+        let at = transport + headers::checksum_at(protocol);
+        // The field holds the sum over the pseudo header of the whole; only its length differs from that of a part.
+        let whole = (packet.len() - transport) as u16;
+        Ok(Self {
+            packet,
+            v6,
+            protocol,
+            transport,
+            header: header_length,
+            size: usize::from(header.gso_size),
+            done: header_length,
+            pseudo: Sum::default().bytes(&packet[at..at + 2]).without(whole),
+            index: 0,
+        })
+    }
+
+    /// The largest packet this will write.
+    #[must_use]
+    pub fn largest(&self) -> usize {
+        self.header + self.size.min(self.packet.len() - self.header)
+    }
+
+    /// Writes the next packet to the beginning of `out` and returns its length; `None` = that was all.
+    ///
+    /// # Panics
+    /// `out` is shorter than [`Self::largest`].
+    pub fn next(&mut self, out: &mut [u8]) -> Option<usize> {
+        let payload = self.packet.get(self.done..).filter(|rest| !rest.is_empty())?;
+        let payload = &payload[..payload.len().min(self.size)];
+        let offset = (self.done - self.header) as u32;
+        self.done += payload.len();
+        let (header, transport) = (self.header, self.transport);
+        let out = &mut out[..header + payload.len()];
+        out[..header].copy_from_slice(&self.packet[..header]);
+        out[header..].copy_from_slice(payload);
+        let length = out.len();
+        if self.v6 {
+            put(out, 4, (length - 40) as u16);
+        } else {
+            put(out, 2, length as u16);
+            let identification = number(out, 4).wrapping_add(self.index);
+            put(out, 4, identification);
+            headers::sum_ipv4(&mut out[..transport]);
+        }
+        let rest = &mut out[transport..];
+        if self.protocol == TCP {
+            let sequence = headers::long(rest, 4).wrapping_add(offset);
+            rest[4..8].copy_from_slice(&sequence.to_be_bytes());
+            if self.done < self.packet.len() {
+                rest[FLAGS] &= !(FIN | PSH);
+            }
+            if self.index > 0 {
+                rest[FLAGS] &= !CWR;
+            }
+        } else {
+            put(rest, 4, (length - transport) as u16);
+        }
+        let at = headers::checksum_at(self.protocol);
+        put(rest, at, 0);
+        let sum = self.pseudo.number((length - transport) as u16).bytes(rest).finish();
+        let sum = if sum == [0, 0] { [0xff, 0xff] } else { sum };
+        rest[at..at + 2].copy_from_slice(&sum);
+        self.index = self.index.wrapping_add(1);
+        Some(length)
+    }
+}

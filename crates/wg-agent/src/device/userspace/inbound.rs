@@ -1,0 +1,263 @@
+//! Network to interface: datagrams are received in runs, decrypted side by side, joined where that is offered and written.
+//! Handshakes that cost much are handed on. Nothing waits for more to come.
+
+use std::{
+    fs::File,
+    net::{IpAddr, SocketAddr, UdpSocket},
+    os::fd::AsFd,
+    sync::Arc,
+    time::Instant,
+};
+
+use boringtun::noise::{Packet, TunnResult, errors::WireGuardError};
+use clustermesh_agent_core::offload::Coalescer;
+
+use super::{
+    datapath::{BATCH, BUFFER, BURST, Shared, View, current, wait},
+    drops::Drop,
+    peers::{Identity, Peer, PeerState},
+    sockets::{self, control_buffer},
+    tun,
+};
+
+/// Decrypted packets that may wait for the end of their batch, in bytes. Small enough to stay in the cache.
+const ARENA: usize = 128 << 10;
+
+/// Carries packets until the device stops.
+pub(super) fn inbound(shared: &Shared, lane: usize) {
+    let (Some(queue), Some(rebound)) = (shared.tun.queues.get(lane), shared.rebound.get(lane)) else {
+        return;
+    };
+    let mut datagrams = vec![0; BUFFER];
+    let mut control = control_buffer();
+    let mut space = Space {
+        arena: vec![0; ARENA + BUFFER],
+        scratch: vec![0; BUFFER],
+        coalescer: Coalescer::new(shared.tun.offload.tcp, shared.tun.offload.udp),
+    };
+    loop {
+        let sockets = current(&shared.sockets);
+        let Some(own) = sockets.lanes.get(lane) else {
+            return;
+        };
+        let (v4, v6) = (own.v4.as_fd(), own.v6.as_ref().map(AsFd::as_fd));
+        let mut sources: Vec<&dyn AsFd> = vec![rebound, &v4];
+        sources.extend(v6.as_ref().map(|v6| v6 as &dyn AsFd));
+        if !wait(shared, &sources) {
+            return;
+        }
+        // Readable only after a rebind: the next round takes the new sockets.
+        let _ = rustix::io::read(rebound, &mut [0; 8]);
+        let view = View::new(shared, lane);
+        let identity = current(&shared.identity);
+        let mut batch = Inbound {
+            view: &view,
+            identity: &identity,
+            queue,
+            now: Instant::now(),
+            used: 0,
+            space: &mut space,
+        };
+        for socket in [Some(&own.v4), own.v6.as_ref()].into_iter().flatten() {
+            batch.receive(socket, &mut datagrams, &mut control);
+        }
+        batch.flush();
+    }
+}
+
+/// Buffers that live as long as their thread.
+struct Space {
+    /// Decrypted packets, one after the other.
+    arena: Vec<u8>,
+    scratch: Vec<u8>,
+    coalescer: Coalescer,
+}
+
+/// One batch.
+struct Inbound<'a> {
+    view: &'a View<'a>,
+    identity: &'a Identity,
+    queue: &'a File,
+    now: Instant,
+    /// Of the arena.
+    used: usize,
+    space: &'a mut Space,
+}
+
+impl Inbound<'_> {
+    fn receive(&mut self, socket: &UdpSocket, datagrams: &mut [u8], control: &mut [u8]) {
+        for _ in 0..BATCH {
+            match sockets::receive(socket, datagrams, control) {
+                Ok(run) => self.run(&datagrams[..run.length], run.segment, run.source),
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
+                // An ICMP error that an earlier datagram provoked: reading it clears it.
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// Datagrams of one source.
+    fn run(&mut self, datagrams: &[u8], segment: usize, source: SocketAddr) {
+        let view = self.view;
+        let mut rest = datagrams.chunks(segment).peekable();
+        while let Some(first) = rest.peek() {
+            let Some(peer) = data_index(first).map(|index| view.table.by_index.get(&index)) else {
+                if let Some(datagram) = rest.next()
+                    && let Err(reason) = self.control(datagram, source)
+                {
+                    view.shared.drops.count(reason);
+                }
+                continue;
+            };
+            let Some(peer) = peer else {
+                rest.next();
+                view.shared.drops.count(Drop::UnknownPeer);
+                continue;
+            };
+            let mut burst = 0;
+            let mut state = peer.state();
+            let mut known = None;
+            // One more always has room behind the arena.
+            while self.used <= ARENA
+                && let Some(datagram) =
+                    rest.next_if(|next| burst < BURST && data_index(next).is_some_and(|index| index == peer.index))
+            {
+                burst += 1;
+                if let Err(reason) = self.datagram(peer, &mut state, datagram, source, &mut known) {
+                    view.shared.drops.count(reason);
+                }
+            }
+            view.schedule(peer, &mut state, self.now);
+            drop(state);
+            if self.used > ARENA {
+                self.flush();
+            }
+        }
+    }
+
+    /// Everything but data: rare, and looked at before any peer is.
+    fn control(&mut self, datagram: &[u8], source: SocketAddr) -> Result<(), Drop> {
+        let (view, identity) = (self.view, self.identity);
+        let scratch = &mut self.space.scratch;
+        let packet = match identity.limiter.verify_packet(Some(source.ip()), datagram, scratch) {
+            Ok(packet) => packet,
+            Err(TunnResult::WriteToNetwork(cookie)) => {
+                let _ = view.sockets.send(view.lane, cookie, source);
+                return Err(Drop::UnderLoad);
+            }
+            Err(_) => return Err(Drop::Invalid),
+        };
+        let index = match packet {
+            Packet::HandshakeInit(_) => {
+                view.shared
+                    .handshakes
+                    .add(datagram, source, view.lane, &view.shared.drops);
+                return Ok(());
+            }
+            Packet::HandshakeResponse(response) => response.receiver_idx,
+            Packet::PacketCookieReply(cookie) => cookie.receiver_idx,
+            Packet::PacketData(data) => data.receiver_idx,
+        };
+        let peer = view.table.by_index.get(&(index >> 8)).ok_or(Drop::UnknownPeer)?;
+        let mut state = peer.state();
+        let result = self.datagram(peer, &mut state, datagram, source, &mut None);
+        view.schedule(peer, &mut state, self.now);
+        result
+    }
+
+    /// A datagram for a peer that is locked. `known` is an inner source that was found to be its own.
+    fn datagram(
+        &mut self,
+        peer: &Arc<Peer>,
+        state: &mut PeerState,
+        datagram: &[u8],
+        source: SocketAddr,
+        known: &mut Option<IpAddr>,
+    ) -> Result<(), Drop> {
+        let Space {
+            arena,
+            scratch,
+            coalescer,
+        } = &mut *self.space;
+        let begin = self.used;
+        let Some((length, inner)) = accept(
+            self.view,
+            state,
+            datagram,
+            source,
+            self.now,
+            &mut arena[begin..],
+            scratch,
+        )?
+        else {
+            return Ok(());
+        };
+        if *known != Some(inner) {
+            let owner = self.view.table.ranges.get(inner);
+            if owner.is_none_or(|owner| !Arc::ptr_eq(owner, peer)) {
+                return Err(Drop::ForeignSource);
+            }
+            *known = Some(inner);
+        }
+        self.used += length;
+        coalescer.push(arena, begin..begin + length);
+        Ok(())
+    }
+
+    /// Writes what was collected.
+    fn flush(&mut self) {
+        let drops = &self.view.shared.drops;
+        let queue = self.queue;
+        let Space { arena, coalescer, .. } = &mut *self.space;
+        coalescer.finish(arena, |parts, packets| {
+            if tun::write(queue, parts).is_err() {
+                drops.count_many(Drop::Interface, usize::from(packets));
+            }
+        });
+        self.used = 0;
+    }
+}
+
+/// Gives a datagram to its peer's tunnel: the length of the inner packet at the beginning of `packet` and its source, if it had one.
+pub(super) fn accept(
+    view: &View<'_>,
+    state: &mut PeerState,
+    datagram: &[u8],
+    source: SocketAddr,
+    now: Instant,
+    packet: &mut [u8],
+    scratch: &mut [u8],
+) -> Result<Option<(usize, IpAddr)>, Drop> {
+    let mut wire = view.wire(state.endpoint);
+    state.tunnel.refresh(now, scratch, &mut wire);
+    wire.endpoint = Some(source);
+    let outcome = state
+        .tunnel
+        .receive(source.ip(), datagram, now, packet, scratch, &mut wire);
+    let inner = wire.inner;
+    state.tx_bytes += wire.sent;
+    match outcome {
+        Ok(authenticated) => {
+            if authenticated {
+                state.endpoint = Some(source);
+            }
+            state.rx_bytes += datagram.len() as u64;
+            Ok(inner)
+        }
+        Err(
+            WireGuardError::DuplicateCounter | WireGuardError::InvalidCounter | WireGuardError::WrongTai64nTimestamp,
+        ) => Err(Drop::Replayed),
+        Err(WireGuardError::NoCurrentSession | WireGuardError::WrongIndex | WireGuardError::UnexpectedPacket) => {
+            Err(Drop::UnknownPeer)
+        }
+        Err(_) => Err(Drop::Invalid),
+    }
+}
+
+/// The peer's part of a data message's receiver index (whitepaper §5.4.6).
+fn data_index(datagram: &[u8]) -> Option<u32> {
+    match datagram {
+        [4, 0, 0, 0, i0, i1, i2, i3, ..] if datagram.len() >= 32 => Some(u32::from_le_bytes([*i0, *i1, *i2, *i3]) >> 8),
+        _ => None,
+    }
+}

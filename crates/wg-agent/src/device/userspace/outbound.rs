@@ -1,0 +1,254 @@
+//! Interface to network: packets are read, cut where the kernel left that to us, encrypted and sent in runs. Nothing waits for a
+//! run to fill: what is there is sent.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::{Arc, MutexGuard, atomic::Ordering},
+    time::Instant,
+};
+
+use boringtun::noise::Tunn;
+use clustermesh_agent_core::offload::{HEADER, Header, Segments, complete};
+use rustix::io::Errno;
+
+use super::{
+    datapath::{BATCH, BUFFER, BURST, Shared, View, wait},
+    drops::Drop,
+    peers::{Peer, PeerState},
+    sockets::{RUN, RUN_BYTES},
+    tun,
+};
+
+/// What a data message adds to its packet (whitepaper §5.4.6).
+const OVERHEAD: usize = 32;
+
+/// Carries packets until the device stops.
+pub(super) fn outbound(shared: &Shared, lane: usize) {
+    let mut buffer = vec![0; HEADER + BUFFER];
+    let mut space = Space {
+        part: vec![0; BUFFER],
+        scratch: vec![0; BUFFER],
+        run: vec![0; RUN_BYTES + BUFFER],
+    };
+    let Some(queue) = shared.tun.queues.get(lane) else {
+        return;
+    };
+    while wait(shared, &[queue]) {
+        let view = View::new(shared, lane);
+        let mut out = Outbound::new(&view, &mut space);
+        for _ in 0..BATCH {
+            match tun::read(queue, &mut buffer) {
+                Ok(length) => out.packet(&mut buffer, length),
+                // Someone deleted the interface: the file can only be closed, and says "readable" for ever.
+                Err(error) if error.raw_os_error() == Some(Errno::BADFD.raw_os_error()) => {
+                    shared.gone.store(true, Ordering::Release);
+                    return;
+                }
+                // Nothing more for now.
+                Err(_) => break,
+            }
+        }
+        out.flush();
+    }
+}
+
+/// Buffers that live as long as their thread.
+struct Space {
+    /// One packet of a large one.
+    part: Vec<u8>,
+    scratch: Vec<u8>,
+    run: Vec<u8>,
+}
+
+/// One batch, with the run of datagrams that is being made.
+struct Outbound<'a> {
+    view: &'a View<'a>,
+    now: Instant,
+    mtu: usize,
+    part: &'a mut [u8],
+    scratch: &'a mut [u8],
+    run: Run<'a>,
+}
+
+/// Datagrams of one size to one peer at one place, encrypted and not yet sent.
+struct Run<'a> {
+    view: &'a View<'a>,
+    bytes: &'a mut [u8],
+    used: usize,
+    count: usize,
+    segment: usize,
+    /// A shorter one is the last.
+    full: bool,
+    to: Option<Target<'a>>,
+}
+
+/// Whom a run is for. While it is made nobody else sends to that peer, so that counters arrive in order.
+struct Target<'a> {
+    peer: &'a Arc<Peer>,
+    endpoint: SocketAddr,
+    _order: MutexGuard<'a, ()>,
+}
+
+impl<'a> Outbound<'a> {
+    fn new(view: &'a View<'a>, space: &'a mut Space) -> Self {
+        let Space { part, scratch, run } = space;
+        Self {
+            view,
+            now: Instant::now(),
+            mtu: view.shared.mtu.load(Ordering::Relaxed),
+            part,
+            scratch,
+            run: Run {
+                view,
+                bytes: run,
+                used: 0,
+                count: 0,
+                segment: 0,
+                full: false,
+                to: None,
+            },
+        }
+    }
+
+    /// Takes what was read: `length` bytes, beginning with the virtio-net header.
+    fn packet(&mut self, buffer: &mut [u8], length: usize) {
+        let drops = &self.view.shared.drops;
+        let Some((header, packet)) = buffer.split_first_chunk_mut::<HEADER>() else {
+            return;
+        };
+        let header = Header::decode(header);
+        let length = length.saturating_sub(HEADER);
+        let view = self.view;
+        let Some(peer) = destination(&packet[..length]).and_then(|to| view.table.ranges.get(to)) else {
+            drops.count(Drop::NoPeer);
+            return;
+        };
+        if !header.is_large() {
+            if complete(&header, &mut packet[..length]).is_err() {
+                drops.count(Drop::Interface);
+                return;
+            }
+            let mut state = self.ready(peer);
+            self.seal(peer, &mut state, packet, length);
+            view.schedule(peer, &mut state, self.now);
+            return;
+        }
+        let Ok(mut segments) = Segments::new(&header, &packet[..length]) else {
+            drops.count(Drop::Interface);
+            return;
+        };
+        // A part longer than the MTU cannot be; the buffer is as long as the whole.
+        let part = std::mem::take(&mut self.part);
+        let mut more = true;
+        while more {
+            let mut state = self.ready(peer);
+            for _ in 0..BURST {
+                let Some(length) = segments.next(part) else {
+                    more = false;
+                    break;
+                };
+                self.seal(peer, &mut state, part, length);
+            }
+            view.schedule(peer, &mut state, self.now);
+        }
+        self.part = part;
+    }
+
+    /// Locks the peer, with room for a burst.
+    fn ready(&mut self, peer: &'a Arc<Peer>) -> MutexGuard<'a, PeerState> {
+        self.run.make_room(peer);
+        peer.state()
+    }
+
+    /// Encrypts the packet of `length` bytes at the beginning of `packet`, which has room for padding.
+    fn seal(&mut self, peer: &'a Arc<Peer>, state: &mut PeerState, packet: &mut [u8], length: usize) {
+        let Some(endpoint) = state.endpoint else {
+            self.view.shared.drops.count(Drop::NoEndpoint);
+            return;
+        };
+        let padded = pad(packet, length, self.mtu);
+        if state.tunnel.wants_refresh(self.now) {
+            self.run.flush();
+            let mut wire = self.view.wire(Some(endpoint));
+            state.tunnel.refresh(self.now, self.scratch, &mut wire);
+            state.tx_bytes += wire.sent;
+        }
+        let datagram = self.run.room(peer, endpoint, padded + OVERHEAD);
+        if let Some(sealed) = state.tunnel.seal(&packet[..padded], self.now, datagram) {
+            state.tx_bytes += sealed as u64;
+            self.run.push(sealed);
+        } else {
+            let mut wire = self.view.wire(Some(endpoint));
+            state.tunnel.send(&packet[..padded], self.now, self.scratch, &mut wire);
+            state.tx_bytes += wire.sent;
+        }
+    }
+
+    fn flush(&mut self) {
+        self.run.flush();
+    }
+}
+
+impl<'a> Run<'a> {
+    /// Sends what cannot be followed by a burst for this peer.
+    fn make_room(&mut self, peer: &Arc<Peer>) {
+        let other = self.to.as_ref().is_some_and(|to| !Arc::ptr_eq(to.peer, peer));
+        if other || self.count + BURST > RUN || self.used + BURST * self.segment > RUN_BYTES {
+            self.flush();
+        }
+    }
+
+    /// Where a datagram of `length` bytes for this peer goes.
+    fn room(&mut self, peer: &'a Arc<Peer>, endpoint: SocketAddr, length: usize) -> &mut [u8] {
+        let follows = self.to.as_ref().is_some_and(|to| {
+            Arc::ptr_eq(to.peer, peer)
+                && to.endpoint == endpoint
+                && (self.count == 0 || (!self.full && length <= self.segment))
+        });
+        if !follows || self.count == RUN || self.used + length > RUN_BYTES {
+            self.flush();
+            self.to = Some(Target {
+                peer,
+                endpoint,
+                _order: peer.order(),
+            });
+        }
+        &mut self.bytes[self.used..]
+    }
+
+    /// The datagram that was written to the room.
+    fn push(&mut self, length: usize) {
+        if self.count == 0 {
+            self.segment = length;
+        }
+        self.full = length < self.segment;
+        self.used += length;
+        self.count += 1;
+    }
+
+    fn flush(&mut self) {
+        let Some(Target { endpoint, .. }) = &self.to else {
+            return;
+        };
+        if self.count > 0 {
+            let lost = self
+                .view
+                .sockets
+                .send_run(self.view.lane, &self.bytes[..self.used], self.segment, *endpoint);
+            self.view.shared.drops.count_many(Drop::Network, lost);
+        }
+        (self.used, self.count, self.segment, self.full) = (0, 0, 0, false);
+        self.to = None;
+    }
+}
+
+fn destination(packet: &[u8]) -> Option<IpAddr> {
+    Tunn::dst_address(packet)
+}
+
+/// Pads with zeros to a multiple of 16, within the MTU, as the protocol asks: lengths tell less then (whitepaper §5.4.6).
+fn pad(buffer: &mut [u8], length: usize, mtu: usize) -> usize {
+    let padded = length.next_multiple_of(16).min(mtu).max(length);
+    buffer[length..padded].fill(0);
+    padded
+}

@@ -1,0 +1,219 @@
+//! The TUN device: made or taken over, read and written with a virtio-net header before each packet. What is in the packets is
+//! not looked at here.
+//!
+//! The device persists (`TUNSETPERSIST`): when its process ends, interface, addresses and routes stay, the kernel takes the
+//! carrier away and drops what is sent into it, and the next process takes it over. It is known for ours by its alias.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{self, IoSlice},
+    os::{fd::AsRawFd, unix::fs::OpenOptionsExt},
+};
+
+use clustermesh_agent_core::offload::HEADER;
+use nix::{errno::Errno, libc};
+use rustix::fs::OFlags;
+
+use super::link::{self, Kind};
+use crate::device::DeviceError;
+
+/// Packets are cut and joined by us for the kernel where it offers that.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Offload {
+    pub(super) tcp: bool,
+    pub(super) udp: bool,
+}
+
+/// A device that is ours, with one file for each queue.
+#[derive(Debug)]
+pub(super) struct Tun {
+    pub(super) queues: Vec<File>,
+    pub(super) index: u32,
+    pub(super) offload: Offload,
+}
+
+mod control {
+    //! `ioctl` requests of `/dev/net/tun` (Linux `Documentation/networking/tuntap.rst`).
+    #![allow(unsafe_code)]
+
+    use std::os::fd::RawFd;
+
+    use nix::libc;
+
+    nix::ioctl_write_ptr_bad!(set_interface, libc::TUNSETIFF, libc::ifreq);
+    nix::ioctl_write_ptr_bad!(set_header_size, libc::TUNSETVNETHDRSZ, libc::c_int);
+    nix::ioctl_write_int_bad!(set_persist, libc::TUNSETPERSIST);
+    nix::ioctl_write_int_bad!(set_offload, libc::TUNSETOFFLOAD);
+
+    /// Attaches an open `/dev/net/tun` to the interface.
+    pub(super) fn attach(file: RawFd, name: &[u8; libc::IFNAMSIZ], flags: libc::c_int) -> nix::Result<()> {
+        let mut request = libc::ifreq {
+            ifr_name: name.map(|byte| byte as libc::c_char),
+            ifr_ifru: libc::__c_anonymous_ifr_ifru {
+                ifru_flags: flags as libc::c_short,
+            },
+        };
+        // SAFETY: the kernel reads and writes one ifreq, which lives through the call.
+        unsafe { set_interface(file, &raw mut request) }.map(drop)
+    }
+
+    pub(super) fn header_size(file: RawFd, bytes: usize) -> nix::Result<()> {
+        let bytes = bytes as libc::c_int;
+        // SAFETY: the kernel reads one int, which lives through the call.
+        unsafe { set_header_size(file, &raw const bytes) }.map(drop)
+    }
+
+    pub(super) fn persist(file: RawFd, yes: bool) -> nix::Result<()> {
+        // SAFETY: the argument is a number.
+        unsafe { set_persist(file, libc::c_int::from(yes)) }.map(drop)
+    }
+
+    pub(super) fn offload(file: RawFd, flags: libc::c_uint) -> nix::Result<()> {
+        // SAFETY: the argument is a number.
+        unsafe { set_offload(file, flags as libc::c_int) }.map(drop)
+    }
+}
+
+impl Tun {
+    /// Takes the interface over where it is ours and nobody holds it, else makes it. It is not up and does not persist yet.
+    pub(super) fn open(interface: &str, queues: usize, offload: bool) -> Result<Self, DeviceError> {
+        let name = name(interface)?;
+        let standing = find(interface)?;
+        let taken_over = match standing {
+            None => false,
+            Some(link) => match link.kind {
+                Kind::Tun { attached: false } if link.ours => true,
+                Kind::Wireguard if link.ours => {
+                    remove(interface, link.index)?;
+                    false
+                }
+                _ => return Err(DeviceError::Exists(interface.to_owned())),
+            },
+        };
+        let files = match attach(interface, &name, queues) {
+            // Made by a version that asked for other flags.
+            Err(Errno::EINVAL) if taken_over => {
+                remove(interface, standing.map_or(0, |link| link.index))?;
+                attach(interface, &name, queues)
+            }
+            files => files,
+        };
+        let files = files.map_err(|errno| match errno {
+            // Made since we looked.
+            Errno::EBUSY | Errno::EINVAL => DeviceError::Exists(interface.to_owned()),
+            errno => DeviceError::Tun {
+                interface: interface.to_owned(),
+                source: errno.into(),
+            },
+        })?;
+        let gone = || DeviceError::Gone(interface.to_owned());
+        let index = find(interface)?.ok_or_else(gone)?.index;
+        let tun = |source: Errno| DeviceError::Tun {
+            interface: interface.to_owned(),
+            source: source.into(),
+        };
+        let first = files.first().ok_or_else(gone)?.as_raw_fd();
+        control::header_size(first, HEADER).map_err(tun)?;
+        let offload = ask(first, offload);
+        Ok(Self {
+            queues: files,
+            index,
+            offload,
+        })
+    }
+
+    /// From now on the interface outlives this process, or no longer.
+    pub(super) fn persist(&self, yes: bool) -> io::Result<()> {
+        let Some(queue) = self.queues.first() else {
+            return Ok(());
+        };
+        match control::persist(queue.as_raw_fd(), yes) {
+            // The interface was deleted: nothing is there to stay.
+            Err(Errno::EBADFD) => Ok(()),
+            result => result.map_err(Into::into),
+        }
+    }
+}
+
+/// Reads one packet with its header; its length with the header.
+pub(super) fn read(queue: &File, buffer: &mut [u8]) -> io::Result<usize> {
+    rustix::io::read(queue, buffer).map_err(Into::into)
+}
+
+/// Writes one packet: its header first, then its parts.
+pub(super) fn write(queue: &File, parts: &[IoSlice<'_>]) -> io::Result<()> {
+    rustix::io::writev(queue, parts).map(drop).map_err(Into::into)
+}
+
+/// Removes the interface of that name if it is ours, whatever backend made it; `false` = it is not ours.
+pub(super) fn remove_ours(interface: &str) -> Result<bool, DeviceError> {
+    match find(interface)? {
+        None => Ok(true),
+        Some(link) if !link.ours => Ok(false),
+        Some(link) => match link.kind {
+            Kind::Tun { attached: true } => Err(DeviceError::Exists(interface.to_owned())),
+            _ => remove(interface, link.index).map(|()| true),
+        },
+    }
+}
+
+fn name(interface: &str) -> Result<[u8; libc::IFNAMSIZ], DeviceError> {
+    let mut name = [0; libc::IFNAMSIZ];
+    let fits = (1..name.len()).contains(&interface.len());
+    if !fits || [".", ".."].contains(&interface) || interface.contains(|c: char| c.is_whitespace() || "/:%".contains(c))
+    {
+        return Err(DeviceError::Name(interface.to_owned()));
+    }
+    name[..interface.len()].copy_from_slice(interface.as_bytes());
+    Ok(name)
+}
+
+fn find(interface: &str) -> Result<Option<link::Link>, DeviceError> {
+    link::find(interface).map_err(|source| super::kernel(&format!("look for interface {interface}"), source))
+}
+
+fn remove(interface: &str, index: u32) -> Result<(), DeviceError> {
+    link::remove(index).map_err(|source| super::kernel(&format!("remove interface {interface}"), source))
+}
+
+fn attach(interface: &str, name: &[u8; libc::IFNAMSIZ], queues: usize) -> Result<Vec<File>, Errno> {
+    let flags = libc::IFF_TUN | libc::IFF_NO_PI | libc::IFF_VNET_HDR | libc::IFF_MULTI_QUEUE;
+    let open = |_| {
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags((OFlags::NONBLOCK | OFlags::CLOEXEC).bits() as i32)
+            .open("/dev/net/tun")
+            .map_err(|error| Errno::from_raw(error.raw_os_error().unwrap_or(libc::EIO)))?;
+        control::attach(file.as_raw_fd(), name, flags)?;
+        Ok(file)
+    };
+    let files = (0..queues.max(1)).map(open).collect::<Result<Vec<_>, _>>();
+    if let Err(errno) = &files {
+        tracing::debug!(interface, %errno, "cannot attach to the interface");
+    }
+    files
+}
+
+/// Asks the kernel for as much as it offers.
+fn ask(file: i32, offload: bool) -> Offload {
+    let tcp = libc::TUN_F_CSUM | libc::TUN_F_TSO4 | libc::TUN_F_TSO6 | libc::TUN_F_TSO_ECN;
+    let offers = [
+        // Since Linux 6.2.
+        (
+            tcp | libc::TUN_F_USO4 | libc::TUN_F_USO6,
+            Offload { tcp: true, udp: true },
+        ),
+        (tcp, Offload { tcp: true, udp: false }),
+    ];
+    offers
+        .into_iter()
+        .filter(|_| offload)
+        .find(|(flags, _)| control::offload(file, *flags).is_ok())
+        .map(|(_, offload)| offload)
+        .unwrap_or_else(|| {
+            // What an earlier process had asked for is taken back.
+            let _ = control::offload(file, 0);
+            Offload::default()
+        })
+}
