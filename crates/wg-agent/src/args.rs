@@ -30,6 +30,9 @@ pub(crate) enum Command {
     /// Take everything of this agent off the node - device, routes, rules, firewall table, control socket, its
     /// annotations - and report what could not be taken. The key stays: it is the node's identity.
     Cleanup,
+    /// Make a new key for this node. The running agent publishes it, and takes it when the first peer has learnt of it;
+    /// until then the old one serves.
+    RotateKey,
     /// Write the node's kernel settings that need a privileged container, and end: for an init container.
     Prepare,
 }
@@ -190,6 +193,8 @@ pub struct CleanupConfig {
     pub kubeconfig: Option<PathBuf>,
     /// Name of the device.
     pub interface: InterfaceName,
+    /// The private key's file.
+    pub key_file: PathBuf,
     /// The file of what was last applied.
     pub cache_file: PathBuf,
 }
@@ -246,6 +251,11 @@ impl Flags {
         })
     }
 
+    /// What a change of the key needs.
+    pub(crate) fn into_key_file(self) -> PathBuf {
+        self.key_file
+    }
+
     /// What a cleanup needs; flags that only a run reads are not looked at.
     pub(crate) fn into_cleanup(self) -> CleanupConfig {
         let Self {
@@ -261,6 +271,7 @@ impl Flags {
             kubeconfig,
             interface,
             cache_file: cache_file(cache, &key_file),
+            key_file,
         }
     }
 }

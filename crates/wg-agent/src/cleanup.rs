@@ -13,6 +13,7 @@ use crate::{
     args::CleanupConfig,
     cache, device,
     firewall::{Keeper, Nft},
+    identity::{caller, key},
     lock, publish,
     route::{self, Netlink},
     run::lines,
@@ -28,6 +29,7 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
         node_name,
         kubeconfig,
         interface,
+        key_file,
         cache_file,
     } = config;
     let _lock = lock::take()?;
@@ -59,6 +61,14 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     }
     if let Err(error) = remove_socket(&Path::new(CONTROL_DIRECTORY).join(format!("{interface}.sock"))) {
         failures.push(format!("control socket: {error}"));
+    }
+    if let Err(error) = caller::remove().await {
+        failures.push(format!("rule of a change of key: {error}"));
+    }
+    let next = key::next(&key_file);
+    match std::fs::remove_file(&next) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => failures.push(format!("{}: {error}", next.display())),
+        _ => {}
     }
     failures.extend(cache::remove(&cache_file).iter().map(ToString::to_string));
     match node_name.filter(|name| !name.is_empty()) {

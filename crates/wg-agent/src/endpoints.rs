@@ -24,6 +24,8 @@ struct Track {
     since: Instant,
     stats: PeerStats,
     unanswered: Option<Instant>,
+    /// When something last came in.
+    heard: Option<Instant>,
 }
 
 /// All peers.
@@ -60,6 +62,7 @@ impl Tracks {
                 since: now,
                 stats: PeerStats::default(),
                 unanswered: None,
+                heard: None,
             });
             track.keepalive = keepalive;
             if track.candidates != candidates {
@@ -108,6 +111,14 @@ impl Tracks {
             .map_or(State::Unknown, |track| state(&track.signs(now)))
     }
 
+    /// For how long none of the peers that have a session has answered, of those that were sent something.
+    pub(crate) fn silent(&self, now: Instant) -> Option<Duration> {
+        let alive = || self.peers.values().filter(|track| track.alive());
+        let longest = alive().filter_map(|track| track.unanswered).min()?;
+        let heard = alive().any(|track| track.heard.is_some_and(|at| at >= longest));
+        (!heard).then(|| now.saturating_duration_since(longest))
+    }
+
     /// Everything was put on a new device: nobody was heard yet.
     pub(crate) fn restart(&mut self) {
         self.peers.clear();
@@ -148,6 +159,7 @@ impl Track {
     fn count(&mut self, stats: &PeerStats, now: Instant) {
         if stats.rx_bytes > self.stats.rx_bytes {
             self.unanswered = None;
+            self.heard = Some(now);
         } else if stats.tx_bytes > self.stats.tx_bytes && self.unanswered.is_none() {
             self.unanswered = Some(now);
         }
@@ -280,6 +292,32 @@ mod tests {
         tracks.restart();
         sync(&mut tracks, &[], after(31));
         assert_eq!(tracks.current(&KEY), Some(at("192.0.2.7:9")));
+    }
+
+    #[test]
+    fn all_are_silent_when_nobody_answered_since_the_first_went_unanswered() {
+        let start = Instant::now();
+        let after = |seconds| start + Duration::from_secs(seconds);
+        let two = |a: (u64, u64), b: (u64, u64)| -> ObservedPeers {
+            let mut all = heard(Some(1), Some("192.0.2.1:1"), a.0, a.1);
+            let other = heard(Some(1), Some("192.0.2.2:1"), b.0, b.1);
+            all.extend(other.into_values().map(|peer| (PublicKey::new([8; 32]), peer)));
+            all
+        };
+        let mut tracks = Tracks::default();
+        let none: &[SocketAddr] = &[];
+        tracks.sync(
+            [(KEY, none, false), (PublicKey::new([8; 32]), none, false)].into_iter(),
+            start,
+        );
+        tracks.look(&two((1, 1), (1, 1)), after(1));
+        assert_eq!(tracks.silent(after(2)), None, "nothing was sent");
+        tracks.look(&two((1, 2), (1, 1)), after(5));
+        assert_eq!(tracks.silent(after(9)), Some(Duration::from_secs(4)));
+        tracks.look(&two((1, 3), (2, 1)), after(10));
+        assert_eq!(tracks.silent(after(11)), None, "the other one speaks");
+        tracks.look(&two((2, 3), (2, 1)), after(15));
+        assert_eq!(tracks.silent(after(16)), None);
     }
 
     #[test]

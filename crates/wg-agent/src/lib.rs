@@ -43,6 +43,7 @@ pub fn main() -> ExitCode {
                 match command {
                     Some(args::Command::Cleanup) => cleanup::run(flags.into_cleanup()).await,
                     Some(args::Command::Prepare) => prepare::run().await,
+                    Some(args::Command::RotateKey) => rotate_key(&flags.into_key_file()),
                     None => run::run(flags.into_config()?).await,
                 }
             })
@@ -54,4 +55,15 @@ pub fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Makes the key that the running agent, or the next one, will take.
+fn rotate_key(path: &std::path::Path) -> anyhow::Result<()> {
+    let next = identity::key::create_next(path)?;
+    tracing::info!(
+        public = %next.public(),
+        "a new key waits in {}: wg-agent publishes it within 5 s and takes it when the first peer has learnt of it",
+        identity::key::next(path).display()
+    );
+    Ok(())
 }

@@ -298,3 +298,110 @@ async fn nothing_that_an_agent_says_holds_its_private_key() {
         }
     }
 }
+
+#[tokio::test]
+async fn a_new_key_costs_nothing_until_a_peer_learns_of_it_and_then_one_handshake() {
+    let world = World::start().await;
+    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
+    let agent = world.agent(mgmt, "agent-mgmt");
+    let _second = world.agent(tenant, "agent-tenant");
+    world.mesh().await;
+    world.reaches(tenant, mgmt).await;
+    world.ready(mgmt).await;
+    let old = world.annotations(mgmt).await[KILO_KEY].clone();
+    let before = left(&world, mgmt).await;
+    let private = fs::read_to_string(world.key_file(mgmt)).expect("the key");
+
+    let rotate = || world.command(mgmt, &["rotate-key"]);
+    let said = world.host(mgmt).exec(rotate()).await.expect("rotate-key").stderr;
+    let next = wait_until("another key on the Node", SOON, async || {
+        let now = world.annotations(mgmt).await[KILO_KEY].clone();
+        if now == old { Err(now) } else { Ok(now) }
+    })
+    .await
+    .expect("it is published");
+    assert!(said.contains(&next), "{said}");
+    let again = world.host(mgmt).try_exec(rotate()).await.expect("run");
+    assert!(
+        !again.status.success() && again.stderr.contains("already waiting"),
+        "{}",
+        again.stderr
+    );
+
+    // The controller is away, say: the old key serves, and the node says what it waits for.
+    page_says(
+        &world,
+        mgmt,
+        "/readyz",
+        &format!("ok\nbut: key: the new key {next} is published"),
+    )
+    .await;
+    for _ in 0..5 {
+        world.pings(mgmt, tenant).await.expect("the old key serves");
+        world.pings(tenant, mgmt).await.expect("the old key serves");
+    }
+
+    // The peer learns of it while packets flow both ways.
+    let flow = |from: &Site, to: &Site| {
+        let words = ["ping", "-n", "-D", "-i", "0.05", "-w", "5", "-I", from.pod, to.pod];
+        world
+            .host(from)
+            .spawn(&format!("flow-{}", from.node), words)
+            .expect("ping")
+    };
+    let mut flows = [flow(mgmt, tenant), flow(tenant, mgmt)];
+    for flow in &mut flows {
+        flow.says("icmp_seq=10 ", SOON).await.expect("it flows");
+    }
+    let peers = world.peers(tenant).await;
+    let mut learnt = peers.get("mesh--mgmt--mgmt-1").await.expect("the Peer");
+    learnt.spec.public_key.clone_from(&next);
+    peers
+        .replace("mesh--mgmt--mgmt-1", &PostParams::default(), &learnt)
+        .await
+        .expect("replace it");
+    for flow in &mut flows {
+        flow.ends(SOON).await.expect("it ends");
+        let log = flow.log();
+        let numbers = log
+            .lines()
+            .filter_map(|line| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse().ok());
+        let numbers: Vec<u32> = numbers.collect();
+        let gap = numbers.windows(2).map(|pair| pair[1] - pair[0] - 1).max().unwrap_or(0);
+        println!("packets lost in a row, of 20 a second: {gap}");
+        // Who waits for WireGuard's own retry waits for 5 s.
+        assert!(
+            gap < 40 && numbers.last().is_some_and(|last| *last > 60),
+            "{gap}: {log}\n{}",
+            agent.log()
+        );
+    }
+    let handshakes = shown(&world, tenant, "latest-handshakes").await;
+    assert!(
+        handshakes.keys().eq([&next]) && handshakes[&next] != "0",
+        "{handshakes:?}"
+    );
+    let now = fs::read_to_string(world.key_file(mgmt)).expect("the key");
+    let mode = fs::metadata(world.key_file(mgmt))
+        .expect("the key")
+        .permissions()
+        .mode()
+        & 0o7777;
+    assert!(now != private && mode == 0o600, "{mode:o}");
+    assert!(!state(&world, mgmt, "key.next").exists());
+    assert_eq!(world.page(mgmt, "/readyz").await, (200, "ok\n".to_owned()));
+    assert_eq!(left(&world, mgmt).await, before, "the rule that hears calls is gone");
+    for secret in spellings(&private).into_iter().chain(spellings(&now)) {
+        assert!(!agent.log().contains(&secret) && !said.contains(&secret));
+    }
+}
+
+/// The nftables tables of a node.
+async fn left(world: &World, site: &Site) -> String {
+    world
+        .host(site)
+        .exec(["nft", "list", "tables"])
+        .await
+        .expect("nft")
+        .stdout
+}

@@ -82,6 +82,14 @@ pub enum KeyFileError {
     /// No directory to put it into.
     #[error("--key-file {0}: name a file in a directory of its own, as /var/lib/kilo/key")]
     NoDirectory(PathBuf),
+    /// A new key waits already.
+    #[error(
+        "{0} exists: a new key is already waiting to be taken; see wg-agent's log and /readyz. To take it back, remove the file"
+    )]
+    Waiting(PathBuf),
+    /// Nothing to change.
+    #[error("{0} does not exist: this node has no key yet, and wg-agent makes one when it first starts")]
+    NoKey(PathBuf),
     /// The system said no.
     #[error("{what} {path}: {error}")]
     Io {
@@ -113,6 +121,43 @@ pub fn load_or_create(path: &Path) -> Result<NodeKey, KeyFileError> {
         Some(key) => Ok(key),
         None => create(path, directory),
     }
+}
+
+/// Where a key lies that will replace the one in `path`.
+#[must_use]
+pub fn next(path: &Path) -> PathBuf {
+    let mut name = std::ffi::OsString::from(path);
+    name.push(".next");
+    name.into()
+}
+
+/// Makes the key that will replace the one in `path`. Fails where there is one already, or none to replace.
+pub fn create_next(path: &Path) -> Result<NodeKey, KeyFileError> {
+    let directory = path
+        .parent()
+        .ok_or_else(|| KeyFileError::NoDirectory(path.to_owned()))?;
+    let old = read(path)?.ok_or_else(|| KeyFileError::NoKey(path.to_owned()))?;
+    let next = next(path);
+    if load_next(path)?.is_some() {
+        return Err(KeyFileError::Waiting(next));
+    }
+    let new = create(&next, directory)?;
+    debug_assert_ne!(new.public(), old.public());
+    Ok(new)
+}
+
+/// The key that will replace the one in `path`.
+pub fn load_next(path: &Path) -> Result<Option<NodeKey>, KeyFileError> {
+    read(&next(path))
+}
+
+/// Puts the next key into the place of the one in `path`: after a crash there is the old one or the new one.
+pub fn promote(path: &Path) -> Result<(), KeyFileError> {
+    fs::rename(next(path), path).map_err(io("replace", path))?;
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    File::open(directory)
+        .and_then(|d| d.sync_all())
+        .map_err(io("sync", directory))
 }
 
 /// A directory of ours that nobody else enters. One that others can merely list is closed by us - container runtimes
@@ -363,6 +408,31 @@ mod tests {
             format!("{:?}", load_or_create(&path).unwrap()),
             format!("NodeKey(public {PUBLIC})")
         );
+    }
+
+    #[test]
+    fn a_next_key_waits_beside_the_first_and_takes_its_place() {
+        let (_root, path) = place();
+        assert!(matches!(create_next(&path), Err(KeyFileError::NoKey(_))));
+        put(&path, TEXT, 0o600);
+        assert_eq!(load_next(&path).unwrap().map(|key| key.public()), None);
+        let new = create_next(&path).unwrap().public();
+        assert_eq!(load_next(&path).unwrap().map(|key| key.public()), Some(new));
+        assert_eq!(load_or_create(&path).unwrap().public().to_string(), PUBLIC);
+        assert!(matches!(create_next(&path), Err(KeyFileError::Waiting(_))));
+        promote(&path).unwrap();
+        assert_eq!(load_or_create(&path).unwrap().public(), new);
+        assert_eq!((mode(&path), next(&path).exists()), (0o600, false));
+    }
+
+    #[test]
+    fn a_key_that_a_crash_left_half_written_is_never_read() {
+        let (_root, path) = place();
+        // What `create` leaves when it is killed between writing and linking.
+        put(&path.with_file_name(".key.0011223344556677"), &TEXT[..20], 0o600);
+        let key = load_or_create(&path).unwrap();
+        assert_ne!(key.public().to_string(), PUBLIC);
+        assert_eq!(load_or_create(&path).unwrap().public(), key.public());
     }
 
     #[test]

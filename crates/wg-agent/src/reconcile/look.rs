@@ -11,6 +11,7 @@ use serde_json::json;
 use super::{Current, Reconciler};
 use crate::{
     firewall::Backend,
+    identity::key,
     metrics::Traffic,
     publish::identity::{Facts, wanted},
     route::Routing,
@@ -21,7 +22,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     pub(crate) fn look(&mut self) {
         let now = Instant::now();
         let Some(current) = self.current.take() else { return };
-        let observed = match self.device.as_ref().map(|(device, _)| device.observe()) {
+        let observed = match self.device.as_ref().map(|(device, ..)| device.observe()) {
             Some(Ok(observed)) => observed,
             Some(Err(error)) => {
                 tracing::debug!(%error, "cannot look at the device");
@@ -45,6 +46,10 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             }
             changed
         });
+        if self.rotation.is_some() || key::next(&self.parts.config.key_file).exists() {
+            // Whether a key is to be changed is for a pass to see.
+            self.parts.store.ring();
+        }
         let cluster = |key: &PublicKey| current.clusters.get(key).cloned().unwrap_or_default();
         let traffic: Vec<Traffic> = observed
             .peers
@@ -64,7 +69,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             backend: self
                 .device
                 .as_ref()
-                .map(|(device, _)| device.backend())
+                .map(|(device, ..)| device.backend())
                 .unwrap_or_default()
                 .to_owned(),
             mode: "full".to_owned(),
@@ -80,7 +85,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             return;
         }
         let told = wanted(Facts {
-            public_key: self.parts.key.public(),
+            public_key: self.public_key(),
             wireguard_ip: self.parts.config.range.with_prefix(current.wireguard_ip),
             port: self.parts.config.port,
             node: &current.node,

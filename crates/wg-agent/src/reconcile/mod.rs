@@ -20,6 +20,7 @@ use clustermesh_agent_core::{
     mtu::Sizes,
     numbers::MARK_UNDERLAY,
 };
+use clustermesh_api::names::KILO_KEY;
 use clustermesh_core::key::PublicKey;
 use serde_json::json;
 use tokio::sync::watch;
@@ -33,6 +34,7 @@ use crate::{
     identity::{
         address::{Claim, Me, choose},
         key::NodeKey,
+        rotation::{self, Rotation, Signs},
     },
     metrics::Metrics,
     publish::Wanted,
@@ -82,7 +84,8 @@ pub(crate) struct Parts<R, F> {
 /// Keeps one node as it should be.
 pub(crate) struct Reconciler<R, F> {
     parts: Parts<R, F>,
-    device: Option<(Box<dyn Device>, u16)>,
+    device: Option<(Box<dyn Device>, u16, PublicKey)>,
+    rotation: Option<Rotation>,
     tracks: Tracks,
     current: Option<Current>,
     said: Said,
@@ -108,6 +111,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         Self {
             parts,
             device: None,
+            rotation: None,
             tracks: Tracks::new(live),
             current: None,
             said: Said::default(),
@@ -150,6 +154,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         let config = self.parts.config.clone();
         let own = own_node(&world, &config.node_name)?;
         beside_kg(&own, SystemTime::now())?;
+        troubles.extend(self.rotate(&own).await);
         let wireguard_ip = self.address(&world, &own)?;
         let internal = own.internal_ips.iter().copied().collect();
         let underlay = underlay::read(&internal, &config.interface)
@@ -266,6 +271,28 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         Ok(address)
     }
 
+    /// Goes on with a change of this node's key, if there is one.
+    async fn rotate(&mut self, own: &NodeSeen) -> Option<Trouble> {
+        let (tracks, config) = (&self.tracks, self.parts.config.clone());
+        let published = own
+            .own
+            .as_ref()
+            .and_then(|own| own.published.get(KILO_KEY).cloned().flatten());
+        let signs = |rotation: &Rotation| Signs {
+            called: rotation.called(),
+            published: published == Some(rotation.public().to_string()),
+            silent: tracks.silent(Instant::now()),
+        };
+        let Parts { key, store, .. } = &mut self.parts;
+        rotation::step(&mut self.rotation, key, &config.key_file, config.port, store, signs).await
+    }
+
+    /// The key to tell the others.
+    fn public_key(&self) -> PublicKey {
+        let next = self.rotation.as_ref().map(Rotation::public);
+        next.unwrap_or_else(|| self.parts.key.public())
+    }
+
     /// Opens the device, or changes what differs. True = it was opened just now and holds nobody.
     fn ensure_device(&mut self, mtu: u16) -> Result<bool, Trouble> {
         let trouble = |error: DeviceError| Trouble::new("device", error);
@@ -275,19 +302,25 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             fwmark: MARK_UNDERLAY,
             mtu,
         };
+        let public = self.parts.key.public();
         match &mut self.device {
-            Some((_, at)) if *at == mtu => Ok(false),
-            Some((device, at)) => {
+            Some((_, at, key)) if *at == mtu && *key == public => Ok(false),
+            Some((device, at, key)) => {
                 device.configure(&configuration).map_err(trouble)?;
-                tracing::info!(mtu, was = *at, "device reconfigured");
+                tracing::info!(mtu, was = *at, key = %public, "device reconfigured");
                 *at = mtu;
+                if *key != public {
+                    *key = public;
+                    // Every session is gone, and is made anew where each peer was heard from last.
+                    self.tracks.restart();
+                }
                 Ok(false)
             }
             None => {
                 let device = (self.parts.open)(&configuration).map_err(trouble)?;
                 let (backend, why) = (device.backend(), self.parts.config.backend_reason);
                 tracing::info!(interface = device.interface(), backend, why, mtu, "device opened");
-                self.device = Some((device, mtu));
+                self.device = Some((device, mtu, public));
                 self.tracks.restart();
                 Ok(true)
             }
@@ -355,7 +388,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
 
     fn apply_peers(&mut self, compiled: &Compiled) -> Result<(), Trouble> {
         let trouble = |error: DeviceError| Trouble::new("device", error);
-        let Some((device, _)) = &mut self.device else {
+        let Some((device, ..)) = &mut self.device else {
             return Ok(());
         };
         let mut desired = compiled.peers.clone();
@@ -404,7 +437,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
 
     /// Ends our part; what stands in the kernel stays.
     pub(crate) fn into_device(self) -> Option<Box<dyn Device>> {
-        self.device.map(|(device, _)| device)
+        self.device.map(|(device, ..)| device)
     }
 }
 

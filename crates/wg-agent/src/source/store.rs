@@ -161,6 +161,11 @@ impl Store {
         self.bell.notified().await;
     }
 
+    /// Wakes the waiter, whatever the reason.
+    pub(crate) fn ring(&self) {
+        self.bell.notify_one();
+    }
+
     /// New answers of the lookup.
     pub fn set_addresses(&self, addresses: Addresses) {
         self.lock().addresses = addresses;

@@ -1,0 +1,275 @@
+//! Hears when somebody on the network calls this node by a public key that its device does not have yet: the first packet
+//! of a WireGuard handshake names the key it is for. What follows from that is `rotation`'s.
+//!
+//! The device cannot tell: the kernel's drops such a packet without a word. So a rule of nftables hands a copy of every
+//! handshake initiation to the agent (`log group`, nfnetlink_log), which needs NET_ADMIN and touches no packet. The table
+//! stands as long as a key is being changed.
+
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use blake2::{
+    Blake2s256, Blake2sMac, Digest,
+    digest::{FixedOutput, KeyInit, Update, consts::U16},
+};
+use clustermesh_core::key::PublicKey;
+use rtnetlink::sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocols::NETLINK_NETFILTER};
+use tokio::task::AbortHandle;
+
+use crate::{
+    firewall::{Backend, Error, Nft},
+    source::store::Store,
+};
+
+/// The table, apart from the firewall's, which is written whole from what objects say.
+const TABLE: &str = "clustermesh-rotate";
+/// nfnetlink_log's group: any number that nobody else listens to.
+const GROUP: u16 = 5182;
+/// Bytes of a handshake initiation (WireGuard paper §5.4.2), and where its first MAC stands.
+const INITIATION: usize = 148;
+const MAC1: std::ops::Range<usize> = 116..132;
+
+/// Listens as long as the value lives.
+#[derive(Debug)]
+pub(crate) struct Caller {
+    called: Arc<AtomicBool>,
+    task: AbortHandle,
+}
+
+/// Why nobody can be heard.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CallerError {
+    /// The rule.
+    #[error("nftables does not hand handshakes over (is the kernel module nfnetlink_log there?): {0}")]
+    Rule(#[from] Error),
+    /// The socket.
+    #[error("cannot listen to nfnetlink_log's group {GROUP}: {0}")]
+    Socket(#[from] io::Error),
+}
+
+impl Caller {
+    /// Listens on the device's UDP `port` for calls to `key`; rings the store's bell at the first.
+    pub(crate) async fn open(port: u16, key: PublicKey, store: Store) -> Result<Self, CallerError> {
+        let mut socket = TokioSocket::new(NETLINK_NETFILTER)?;
+        socket.socket_mut().bind_auto()?;
+        for message in subscribe() {
+            socket.send_to(&message, &SocketAddr::new(0, 0)).await?;
+            refused(&socket.recv_from_full().await?.0)?;
+        }
+        Nft::default().run(&rule(port)).await?;
+        let called = Arc::new(AtomicBool::new(false));
+        let heard = Arc::clone(&called);
+        let task = tokio::spawn(async move {
+            let key = mac1_key(&key);
+            loop {
+                match socket.recv_from_full().await {
+                    Ok((datagram, _)) if payloads(&datagram).any(|packet| calls(packet, &key)) => {
+                        heard.store(true, Ordering::Release);
+                        store.ring();
+                        return;
+                    }
+                    // Lost copies (ENOBUFS) were of a flood; whoever calls does so again.
+                    Ok(_) => {}
+                    Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => {}
+                    Err(error) => {
+                        tracing::warn!(%error, "cannot hear any more who calls this node by its new key");
+                        return;
+                    }
+                }
+            }
+        });
+        Ok(Self {
+            called,
+            task: task.abort_handle(),
+        })
+    }
+
+    /// Whether somebody called.
+    pub(crate) fn called(&self) -> bool {
+        self.called.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Caller {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// Takes the table away, where there is one.
+pub(crate) async fn remove() -> Result<(), Error> {
+    Nft::default()
+        .run(&format!("table inet {TABLE}\ndelete table inet {TABLE}\n"))
+        .await
+}
+
+/// Before everything else that looks at packets, also before a firewall that drops them.
+fn rule(port: u16) -> String {
+    let length = INITIATION + 8;
+    format!(
+        "table inet {TABLE}\ndelete table inet {TABLE}\ntable inet {TABLE} {{\n  chain called {{\n    type filter hook \
+         prerouting priority -450; policy accept;\n    udp dport {port} udp length {length} @th,64,8 1 log group {GROUP} \
+         snaplen 256\n  }}\n}}\n"
+    )
+}
+
+/// linux/netfilter/nfnetlink_log.h: bind the group, copy whole packets, wait for no second one.
+fn subscribe() -> [Vec<u8>; 3] {
+    const BIND: &[u8] = &[1];
+    const COPY_PACKET: &[u8] = &[0, 0, 0xff, 0xff, 2, 0];
+    const AT_ONCE: &[u8] = &[0, 0, 0, 1];
+    [(1, BIND), (2, COPY_PACKET), (5, AT_ONCE)].map(|(attribute, value)| config(attribute, value))
+}
+
+/// NFULNL_MSG_CONFIG with one attribute, to be acknowledged (netlink(7)).
+fn config(attribute: u16, value: &[u8]) -> Vec<u8> {
+    const REQUEST_ACK: u16 = 1 | 4;
+    let mut body = vec![0, 0];
+    body.extend(GROUP.to_be_bytes());
+    body.extend(u16::try_from(4 + value.len()).unwrap_or(4).to_ne_bytes());
+    body.extend(attribute.to_ne_bytes());
+    body.extend(value);
+    body.resize(body.len().next_multiple_of(4), 0);
+    let mut message = u32::try_from(16 + body.len()).unwrap_or(16).to_ne_bytes().to_vec();
+    message.extend((LOG << 8 | 1).to_ne_bytes());
+    message.extend(REQUEST_ACK.to_ne_bytes());
+    message.extend([0; 8]);
+    message.extend(body);
+    message
+}
+
+/// NFNL_SUBSYS_ULOG.
+const LOG: u16 = 4;
+
+/// The errno of an acknowledgement.
+fn refused(datagram: &[u8]) -> io::Result<()> {
+    const ERROR: u16 = 2;
+    let code = datagram
+        .get(16..20)
+        .and_then(|bytes| bytes.try_into().ok())
+        .map(i32::from_ne_bytes);
+    match (half(datagram, 4), code) {
+        (Some(ERROR), Some(0)) => Ok(()),
+        (Some(ERROR), Some(code)) => Err(io::Error::from_raw_os_error(-code)),
+        _ => Err(io::ErrorKind::InvalidData.into()),
+    }
+}
+
+fn half(bytes: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_ne_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
+}
+
+/// The packets (NFULA_PAYLOAD, from the IP header on) in what the kernel sent.
+fn payloads(datagram: &[u8]) -> impl Iterator<Item = &[u8]> {
+    const PAYLOAD: u16 = 9;
+    let messages = pieces(datagram, |rest| {
+        Some(u32::from_ne_bytes(rest.get(..4)?.try_into().ok()?) as usize)
+    });
+    let packets = messages.filter(|message| half(message, 4) == Some(LOG << 8));
+    let attributes = packets.flat_map(|message| {
+        pieces(message.get(20..).unwrap_or_default(), |rest| {
+            half(rest, 0).map(usize::from)
+        })
+    });
+    attributes.filter_map(|attribute| (half(attribute, 2)? & 0x3fff == PAYLOAD).then(|| attribute.get(4..))?)
+}
+
+/// Splits what netlink puts one after the other, each with its length in front and on a boundary of 4.
+fn pieces(mut rest: &[u8], length: impl Fn(&[u8]) -> Option<usize>) -> impl Iterator<Item = &[u8]> {
+    std::iter::from_fn(move || {
+        let length = length(rest).filter(|length| *length >= 4)?;
+        let piece = rest.get(..length)?;
+        rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
+        Some(piece)
+    })
+}
+
+/// What the first MAC of a handshake message is made with (WireGuard paper §5.4.4).
+fn mac1_key(key: &PublicKey) -> [u8; 32] {
+    Digest::chain_update(Blake2s256::new_with_prefix(b"mac1----"), key.as_bytes())
+        .finalize()
+        .into()
+}
+
+/// Whether an IP packet that ends with a handshake initiation is for the key.
+fn calls(packet: &[u8], key: &[u8; 32]) -> bool {
+    let Some(message) = packet.len().checked_sub(INITIATION).map(|at| &packet[at..]) else {
+        return false;
+    };
+    let Ok(mut mac) = Blake2sMac::<U16>::new_from_slice(key) else {
+        return false;
+    };
+    Update::update(&mut mac, &message[..MAC1.start]);
+    message[..4] == [1, 0, 0, 0] && mac.finalize_fixed()[..] == message[MAC1]
+}
+
+#[cfg(test)]
+mod tests {
+    use boringtun::noise::{Tunn, TunnResult};
+    use x25519_dalek::StaticSecret;
+
+    use super::*;
+
+    fn key(n: u8) -> (StaticSecret, PublicKey) {
+        let secret = StaticSecret::from([n; 32]);
+        let public = x25519_dalek::PublicKey::from(&secret).to_bytes();
+        (secret, PublicKey::new(public))
+    }
+
+    /// An IPv4 packet with an initiation for a key, by boringtun.
+    fn initiation(to: &PublicKey) -> Vec<u8> {
+        let mut tunnel = Tunn::new(key(1).0, (*to.as_bytes()).into(), None, None, 0, None);
+        let mut scratch = [0; 256];
+        match tunnel.format_handshake_initiation(&mut scratch, false) {
+            TunnResult::WriteToNetwork(message) => [&[0x45; 28], &*message].concat(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_call_names_the_key_it_is_for() {
+        let (ours, other) = (key(2).1, key(3).1);
+        let packet = initiation(&ours);
+        assert!(calls(&packet, &mac1_key(&ours)));
+        assert!(!calls(&packet, &mac1_key(&other)));
+        assert!(!calls(&packet[1..147], &mac1_key(&ours)));
+        assert!(!calls(&[], &mac1_key(&ours)));
+        let mut changed = packet.clone();
+        changed[28 + 60] ^= 1;
+        assert!(!calls(&changed, &mac1_key(&ours)));
+    }
+
+    #[test]
+    fn what_the_kernel_sends_is_taken_apart_and_nothing_it_sends_is_trusted() {
+        // A packet message with an attribute of 5 bytes, a payload, and a second message of another kind.
+        let attribute = |kind: u16, value: &[u8]| {
+            let mut out = (4 + value.len() as u16).to_ne_bytes().to_vec();
+            out.extend(kind.to_ne_bytes());
+            out.extend(value);
+            out.resize(out.len().next_multiple_of(4), 0);
+            out
+        };
+        let message = |kind: u16, body: &[u8]| {
+            let mut out = (16 + body.len() as u32).to_ne_bytes().to_vec();
+            out.extend(kind.to_ne_bytes());
+            out.extend([0; 10]);
+            out.extend(body);
+            out
+        };
+        let body = [vec![2, 0, 0x14, 0x3e], attribute(3, b"hello"), attribute(9, b"packet")].concat();
+        let all = [message(LOG << 8, &body), message(2, &body)].concat();
+        assert_eq!(payloads(&all).collect::<Vec<_>>(), [b"packet"]);
+        for cut in 0..all.len() {
+            assert!(payloads(&all[..cut]).all(|packet| packet == b"packet"));
+        }
+        let error = |code: i32| message(2, &code.to_ne_bytes());
+        assert_eq!(refused(&error(-1)).unwrap_err().raw_os_error(), Some(1));
+        refused(&error(0)).unwrap();
+        refused(&[]).unwrap_err();
+    }
+}
