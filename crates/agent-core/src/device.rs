@@ -145,27 +145,49 @@ fn update(have: &PeerSpec, want: &PeerSpec, wanted: &BTreeSet<&IpNet>) -> PeerUp
 /// What `changes` make of the configured side of `peers`: the meaning every backend must agree with.
 /// A range that is added moves from its owner; an update or removal of an unknown peer does nothing.
 pub fn apply(peers: &mut Peers, changes: &[PeerChange]) {
-    let mut owners: BTreeMap<IpNet, PublicKey> = peers
-        .iter()
-        .flat_map(|(key, spec)| spec.allowed_ips.iter().map(|range| (*range, *key)))
-        .collect();
-    for change in changes {
+    let mut ledger = Ledger::new(peers);
+    changes.iter().for_each(|change| ledger.apply(change));
+}
+
+/// Peers, and whose each range is: for a backend that looks at them between two changes of many.
+#[derive(Debug)]
+pub struct Ledger<'a> {
+    peers: &'a mut Peers,
+    owners: BTreeMap<IpNet, PublicKey>,
+}
+
+impl<'a> Ledger<'a> {
+    /// Costs as much as there are ranges.
+    pub fn new(peers: &'a mut Peers) -> Self {
+        let owners = peers
+            .iter()
+            .flat_map(|(key, spec)| spec.allowed_ips.iter().map(|range| (*range, *key)))
+            .collect();
+        Self { peers, owners }
+    }
+
+    /// The peers as they are now.
+    #[must_use]
+    pub const fn peers(&self) -> &Peers {
+        self.peers
+    }
+
+    /// As [`apply`], at the cost of the one change.
+    pub fn apply(&mut self, change: &PeerChange) {
         match change {
             PeerChange::Add(key, spec) => {
-                release(peers, &mut owners, key);
-                peers.insert(
+                self.release(key);
+                self.peers.insert(
                     *key,
                     PeerSpec {
                         allowed_ips: BTreeSet::new(),
                         ..spec.clone()
                     },
                 );
-                spec.allowed_ips
-                    .iter()
-                    .for_each(|range| grant(peers, &mut owners, key, *range));
+                spec.allowed_ips.iter().for_each(|range| self.grant(key, *range));
             }
             PeerChange::Update(key, update) => {
-                let Some(spec) = peers.get_mut(key) else { continue };
+                let Some(spec) = self.peers.get_mut(key) else { return };
                 if update.endpoint.is_some() {
                     spec.endpoint = update.endpoint;
                 }
@@ -177,31 +199,28 @@ pub fn apply(peers: &mut Peers, changes: &[PeerChange]) {
                 }
                 for range in &update.remove_allowed_ips {
                     if spec.allowed_ips.remove(range) {
-                        owners.remove(range);
+                        self.owners.remove(range);
                     }
                 }
-                update
-                    .add_allowed_ips
-                    .iter()
-                    .for_each(|range| grant(peers, &mut owners, key, *range));
+                update.add_allowed_ips.iter().for_each(|range| self.grant(key, *range));
             }
-            PeerChange::Remove(key) => release(peers, &mut owners, key),
+            PeerChange::Remove(key) => self.release(key),
         }
     }
-}
 
-fn grant(peers: &mut Peers, owners: &mut BTreeMap<IpNet, PublicKey>, key: &PublicKey, range: IpNet) {
-    if let Some(spec) = owners.insert(range, *key).and_then(|old| peers.get_mut(&old)) {
-        spec.allowed_ips.remove(&range);
+    fn grant(&mut self, key: &PublicKey, range: IpNet) {
+        if let Some(spec) = self.owners.insert(range, *key).and_then(|old| self.peers.get_mut(&old)) {
+            spec.allowed_ips.remove(&range);
+        }
+        if let Some(spec) = self.peers.get_mut(key) {
+            spec.allowed_ips.insert(range);
+        }
     }
-    if let Some(spec) = peers.get_mut(key) {
-        spec.allowed_ips.insert(range);
-    }
-}
 
-fn release(peers: &mut Peers, owners: &mut BTreeMap<IpNet, PublicKey>, key: &PublicKey) {
-    for range in peers.remove(key).map(|spec| spec.allowed_ips).unwrap_or_default() {
-        owners.remove(&range);
+    fn release(&mut self, key: &PublicKey) {
+        for range in self.peers.remove(key).map(|spec| spec.allowed_ips).unwrap_or_default() {
+            self.owners.remove(&range);
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use clustermesh_agent_core::{interface::InterfaceName, mtu};
 use clustermesh_daemon::LogFormat;
 use ipnet::IpNet;
 
-use crate::identity::address::Range;
+use crate::{device::Backend, identity::address::Range};
 
 /// Owns one node's WireGuard device, routes and firewall table: turns Peers and PeerPolicies into kernel state and
 /// publishes the node's identity.
@@ -147,9 +147,6 @@ pub enum ArgsError {
     /// The range has no room.
     #[error("--wireguard-cidr: {0}")]
     Range(#[from] crate::identity::address::RangeError),
-    /// `--backend kernel`.
-    #[error("--backend=kernel is not served by this version: use --backend=userspace, or auto")]
-    KernelBackend,
     /// `--mode policy`.
     #[error("--mode=policy is not served by this version: use --mode=full, on nodes where no kg runs")]
     PolicyMode,
@@ -162,8 +159,8 @@ pub struct Config {
     pub node_name: String,
     /// Kubeconfig file; `None` = the Pod's service account.
     pub kubeconfig: Option<PathBuf>,
-    /// Why the userspace backend was taken; for the log.
-    pub backend_reason: &'static str,
+    /// What carries the tunnel.
+    pub backend: Backend,
     /// Name of the device.
     pub interface: InterfaceName,
     /// UDP port of the tunnel.
@@ -230,15 +227,15 @@ impl Flags {
         if mode == ModeFlag::Policy {
             return Err(ArgsError::PolicyMode);
         }
-        let backend_reason = match backend {
-            BackendFlag::Kernel => return Err(ArgsError::KernelBackend),
-            BackendFlag::Userspace => "--backend=userspace asks for it",
-            BackendFlag::Auto => "--backend=auto: this version has no other",
+        let backend = match backend {
+            BackendFlag::Kernel => Backend::Kernel,
+            BackendFlag::Userspace => Backend::Userspace,
+            BackendFlag::Auto => Backend::Auto,
         };
         Ok(Config {
             node_name: node_name.filter(|name| !name.is_empty()).ok_or(ArgsError::NoNodeName)?,
             kubeconfig,
-            backend_reason,
+            backend,
             interface,
             port,
             range: Range::new(wireguard_cidr.ok_or(ArgsError::NoRange)?)?,
@@ -295,10 +292,6 @@ mod tests {
         let cases = [
             ("--wireguard-cidr 100.66.0.0/16 --node-name=", ArgsError::NoNodeName),
             ("--node-name a", ArgsError::NoRange),
-            (
-                "--node-name a --wireguard-cidr 100.66.0.0/16 --backend kernel",
-                ArgsError::KernelBackend,
-            ),
             (
                 "--node-name a --wireguard-cidr 100.66.0.0/16 --mode policy",
                 ArgsError::PolicyMode,

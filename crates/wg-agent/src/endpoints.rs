@@ -119,6 +119,15 @@ impl Tracks {
         (!heard).then(|| now.saturating_duration_since(longest))
     }
 
+    /// The device was taken over from an earlier process: whom it talks to is left where it is.
+    pub(crate) fn adopt(&mut self, observed: &ObservedPeers) {
+        let alive = observed
+            .iter()
+            .filter(|(_, peer)| peer.stats.handshake_age.is_some_and(|age| age <= SESSION));
+        self.live
+            .extend(alive.filter_map(|(key, peer)| Some((*key, peer.stats.endpoint?))));
+    }
+
     /// Everything was put on a new device: nobody was heard yet.
     pub(crate) fn restart(&mut self) {
         self.peers.clear();

@@ -7,6 +7,8 @@ use std::{
     process::{Command, Stdio},
 };
 
+use crate::device::Backend;
+
 /// Something that is missing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Missing {
@@ -30,14 +32,15 @@ pub enum Missing {
 /// CAP_NET_ADMIN (capability.h).
 const NET_ADMIN: u32 = 12;
 
-/// Everything that is missing.
+/// Everything that is missing. Whether the kernel has WireGuard shows when the device is opened.
 #[must_use]
-pub fn check() -> Vec<Missing> {
+pub fn check(backend: Backend) -> Vec<Missing> {
     let tun = OpenOptions::new()
         .read(true)
         .write(true)
         .open(Path::new("/dev/net/tun"));
-    let tun = tun.err().map(|error| Missing::Tun(error.to_string()));
+    let tun = tun.err().filter(|_| backend == Backend::Userspace);
+    let tun = tun.map(|error| Missing::Tun(error.to_string()));
     let admin = fs::read_to_string("/proc/self/status").is_ok_and(|status| effective(&status, NET_ADMIN));
     let admin = (!admin).then_some(Missing::NetAdmin);
     let nft = Command::new("nft").arg("--version").stdin(Stdio::null()).output();

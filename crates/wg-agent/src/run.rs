@@ -45,7 +45,7 @@ const DRAIN: Duration = Duration::from_secs(5);
 /// Runs until a signal.
 pub async fn run(config: Config) -> anyhow::Result<()> {
     let _lock = lock::take()?;
-    let missing = preflight::check();
+    let missing = preflight::check(config.backend);
     anyhow::ensure!(
         missing.is_empty(),
         "this node is not ready for wg-agent:\n{}",
@@ -58,6 +58,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         interface = %config.interface,
         port = config.port,
         wireguard_cidr = %config.range.net(),
+        backend = ?config.backend,
         mtu = ?config.mtu,
         bypass = ?config.bypass,
         key_file = %config.key_file.display(),
@@ -140,7 +141,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
 
     let interface = config.interface.clone();
     let heard = Heard::open(&interface);
-    let opened = interface.clone();
+    let (backend, opened) = (config.backend, interface.clone());
     let options = device::userspace::Options {
         offload: config.offload,
         ..Default::default()
@@ -148,9 +149,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let reconciler = Reconciler::new(Parts {
         routing: route::Netlink::open(interface)?,
         firewall: firewall::Keeper::new(firewall::Nft::default()),
-        open: Box::new(move |configuration| {
-            device::open(device::Backend::Userspace, opened.as_str(), configuration, options)
-        }),
+        open: Box::new(move |configuration| device::open(backend, opened.as_str(), configuration, options)),
         key,
         server: connection.server,
         store: store.clone(),
@@ -169,8 +168,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Passes until the token is cancelled. The device is dropped at the end; its interface, routes and firewall stay, so that
-/// nothing for the mesh leaves in clear while nobody is here.
+/// Passes until the token is cancelled. The device is dropped at the end: a kernel device carries on; of a userspace one the
+/// interface stays. So do routes and firewall, and nothing for the mesh leaves in clear while nobody is here.
 async fn turn<R: route::Routing, F: firewall::Backend>(
     mut reconciler: Reconciler<R, F>,
     store: &Store,

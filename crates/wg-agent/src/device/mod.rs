@@ -1,12 +1,16 @@
 //! The node's WireGuard device behind one trait. What it should hold is `clustermesh_agent_core::device`'s business;
 //! addresses, routes and firewall are other modules'.
 
+pub mod kernel;
 mod memory;
 pub mod userspace;
 
 use std::{fmt, io, path::PathBuf, str::FromStr};
 
-use clustermesh_agent_core::device::{ObservedPeers, PeerChange};
+use clustermesh_agent_core::{
+    device::{ObservedPeers, PeerChange},
+    interface::InterfaceName,
+};
 use x25519_dalek::StaticSecret;
 
 pub use memory::Memory;
@@ -18,10 +22,10 @@ pub const ALIAS: &str = "clustermesh wg-agent";
 ///
 /// The calls return at once and may be made from async code. They belong to the network namespace of the thread that
 /// opened the device: make them from there. Dropping a device ends our part and leaves standing what outlives a process
-/// (a kernel device; of a userspace device its interface with addresses and routes, which drops what is sent into it until the next
+/// (a kernel device, which carries on and is taken over by the next process; of a userspace device its interface with addresses and routes, which drops what is sent into it until the next
 /// [`open`] takes it over). [`Device::close`] leaves nothing.
 pub trait Device: Send {
-    /// Which implementation this is: `userspace`, `memory`. For logs, metrics and the node's annotation.
+    /// Which implementation this is: `kernel`, `userspace`, `memory`. For logs, metrics and the node's annotation.
     fn backend(&self) -> &'static str;
 
     /// The interface's name.
@@ -117,32 +121,57 @@ impl FromStr for Backend {
     }
 }
 
-/// Opens the device with no peers; the options are those of the userspace backend.
+/// A device, and why it is of this kind: for the log.
+pub type Opened = (Box<dyn Device>, &'static str);
+
+/// Opens the device. The kernel's holds the peers that an earlier process of ours left; userspace starts with none. What the other
+/// backend left under that name is removed first. The options are those of the userspace backend.
 ///
 /// # Errors
-/// See [`DeviceError`]; nothing is left behind.
+/// See [`DeviceError`]; nothing new is left behind.
 pub fn open(
     backend: Backend,
     interface: &str,
     configuration: &Configuration,
     options: userspace::Options,
-) -> Result<Box<dyn Device>, DeviceError> {
-    match backend {
-        Backend::Kernel => Err(DeviceError::NotServed),
-        Backend::Auto | Backend::Userspace => Ok(Box::new(userspace::Userspace::open_with(
-            interface,
-            configuration,
-            options,
-        )?)),
+) -> Result<Opened, DeviceError> {
+    if interface.parse::<InterfaceName>().is_err() {
+        return Err(DeviceError::Name(interface.to_owned()));
     }
+    let why = match backend {
+        Backend::Kernel => "--backend=kernel asks for it",
+        Backend::Userspace => "--backend=userspace asks for it",
+        Backend::Auto => "--backend=auto: this node's kernel has WireGuard",
+    };
+    let why = match backend {
+        Backend::Userspace => why,
+        Backend::Kernel | Backend::Auto => match kernel::Kernel::open(interface, configuration) {
+            Ok(device) => {
+                // A socket would make `wg show` look for the userspace device that is gone.
+                if let Err(error) = userspace::remove_leftovers(interface) {
+                    tracing::warn!(%error, "left over from the userspace backend");
+                }
+                return Ok((Box::new(device), why));
+            }
+            Err(DeviceError::NoKernelWireguard) if backend == Backend::Auto => {
+                "--backend=auto: this node's kernel has no WireGuard (EOPNOTSUPP)"
+            }
+            Err(error) => return Err(error),
+        },
+    };
+    let device = userspace::Userspace::open_with(interface, configuration, options)?;
+    Ok((Box::new(device), why))
 }
 
 /// Why a device could not be opened, changed or asked, with the likely cause.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// `--backend kernel`.
-    #[error("the kernel backend is not part of this version: use --backend auto or userspace")]
-    NotServed,
+    /// The kernel answers `EOPNOTSUPP`.
+    #[error(
+        "this node's kernel has no WireGuard: load its module on the host (`modprobe wireguard`; Linux 5.6 and newer have it), or \
+         use --backend=auto or userspace"
+    )]
+    NoKernelWireguard,
     /// The kernel would cut the name.
     #[error("{0:?} cannot be an interface name: 1 to 15 characters, no space, slash or colon")]
     Name(String),
@@ -207,7 +236,7 @@ impl DeviceError {
     #[must_use]
     pub const fn reason(&self) -> &'static str {
         match self {
-            Self::NotServed => "BackendNotServed",
+            Self::NoKernelWireguard => "NoKernelWireguard",
             Self::Name(_) => "InterfaceName",
             Self::Exists(_) => "InterfaceExists",
             Self::Gone(_) => "InterfaceGone",

@@ -28,7 +28,7 @@ use tokio::sync::watch;
 use crate::{
     args::Config,
     cache::{Kept, Live, Saved},
-    device::{Configuration, Device, DeviceError},
+    device::{Configuration, Device, DeviceError, Opened},
     endpoints::Tracks,
     firewall::{Backend, Keeper},
     identity::{
@@ -60,7 +60,7 @@ use sizes::Ends;
 const RESOLV_CONF: &str = "/etc/resolv.conf";
 
 /// Opens the device.
-pub(crate) type Opener = Box<dyn Fn(&Configuration) -> Result<Box<dyn Device>, DeviceError> + Send>;
+pub(crate) type Opener = Box<dyn Fn(&Configuration) -> Result<Opened, DeviceError> + Send>;
 
 /// What a reconciler is made of.
 pub(crate) struct Parts<R, F> {
@@ -293,7 +293,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         next.unwrap_or_else(|| self.parts.key.public())
     }
 
-    /// Opens the device, or changes what differs. True = it was opened just now and holds nobody.
+    /// Opens the device, or changes what differs. True = it was opened just now; it holds nobody, or whom an earlier process left in it.
     fn ensure_device(&mut self, mtu: u16) -> Result<bool, Trouble> {
         let trouble = |error: DeviceError| Trouble::new("device", error);
         let configuration = Configuration {
@@ -317,11 +317,13 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 Ok(false)
             }
             None => {
-                let device = (self.parts.open)(&configuration).map_err(trouble)?;
-                let (backend, why) = (device.backend(), self.parts.config.backend_reason);
+                let (device, why) = (self.parts.open)(&configuration).map_err(trouble)?;
+                let backend = device.backend();
                 tracing::info!(interface = device.interface(), backend, why, mtu, "device opened");
-                self.device = Some((device, mtu, public));
                 self.tracks.restart();
+                let standing = device.observe().map_err(trouble)?;
+                self.tracks.adopt(&standing.peers);
+                self.device = Some((device, mtu, public));
                 Ok(true)
             }
         }

@@ -1,0 +1,189 @@
+//! What a dump of the kernel's device says, put together from its parts. Asking is not done here.
+
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    num::NonZeroU16,
+    time::{Duration, SystemTime},
+};
+
+use clustermesh_agent_core::{
+    device::{PeerSpec, PeerStats},
+    key::PresharedKey,
+};
+use clustermesh_core::key::PublicKey;
+use ipnet::IpNet;
+use netlink_packet_wireguard::{
+    WireguardAllowedIp, WireguardAllowedIpAttr, WireguardAttribute, WireguardMessage, WireguardPeer,
+    WireguardPeerAttribute as Attribute,
+};
+use zeroize::Zeroize;
+
+/// The whole device.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Seen {
+    pub(super) name: String,
+    /// `None` = it has no private key.
+    pub(super) public_key: Option<[u8; 32]>,
+    pub(super) listen_port: u16,
+    pub(super) fwmark: u32,
+    /// The endpoint in a `PeerSpec` is where the peer is now.
+    pub(super) peers: BTreeMap<PublicKey, (PeerSpec, PeerStats)>,
+}
+
+/// Puts the messages of one dump together. A peer with many ranges is spread over several.
+pub(super) fn seen(messages: Vec<WireguardMessage>, now: SystemTime) -> Seen {
+    let mut seen = Seen::default();
+    for attribute in messages.into_iter().flat_map(|message| message.attributes) {
+        match attribute {
+            WireguardAttribute::IfName(name) => seen.name = name,
+            WireguardAttribute::PublicKey(key) => seen.public_key = Some(key),
+            WireguardAttribute::PrivateKey(mut key) => key.zeroize(),
+            WireguardAttribute::ListenPort(port) => seen.listen_port = port,
+            WireguardAttribute::Fwmark(mark) => seen.fwmark = mark,
+            WireguardAttribute::Peers(peers) => peers.into_iter().for_each(|one| peer(&mut seen, one, now)),
+            _ => {}
+        }
+    }
+    seen
+}
+
+fn peer(seen: &mut Seen, peer: WireguardPeer, now: SystemTime) {
+    let key = peer.0.iter().find_map(|attribute| match attribute {
+        Attribute::PublicKey(key) => Some(PublicKey::new(*key)),
+        _ => None,
+    });
+    let Some(key) = key else { return };
+    let (spec, stats) = seen.peers.entry(key).or_default();
+    for attribute in peer.0 {
+        match attribute {
+            Attribute::PresharedKey(mut key) => {
+                spec.preshared_key = PresharedKey::new(key);
+                key.zeroize();
+            }
+            Attribute::Endpoint(at) => {
+                let at = SocketAddr::new(at.ip().to_canonical(), at.port());
+                (spec.endpoint, stats.endpoint) = (Some(at), Some(at));
+            }
+            Attribute::PersistentKeepalive(seconds) => spec.keepalive = NonZeroU16::new(seconds),
+            Attribute::LastHandshake(at) => stats.handshake_age = age(at.seconds, at.nano_seconds, now),
+            Attribute::RxBytes(bytes) => stats.rx_bytes = bytes,
+            Attribute::TxBytes(bytes) => stats.tx_bytes = bytes,
+            Attribute::AllowedIps(ranges) => spec.allowed_ips.extend(ranges.iter().filter_map(range)),
+            _ => {}
+        }
+    }
+}
+
+/// Zero = never. The kernel gives the time of day, so a clock that was set back makes a handshake of the future: just now.
+fn age(seconds: i64, nanoseconds: i64, now: SystemTime) -> Option<Duration> {
+    let at = Duration::new(u64::try_from(seconds).ok()?, u32::try_from(nanoseconds).ok()?);
+    (!at.is_zero()).then(|| now.duration_since(SystemTime::UNIX_EPOCH + at).unwrap_or_default())
+}
+
+fn range(range: &WireguardAllowedIp) -> Option<IpNet> {
+    let (mut address, mut length) = (None, None);
+    for attribute in &range.0 {
+        match attribute {
+            WireguardAllowedIpAttr::IpAddr(ip) => address = Some(*ip),
+            WireguardAllowedIpAttr::Cidr(bits) => length = Some(*bits),
+            _ => {}
+        }
+    }
+    IpNet::new(address?, length?).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use netlink_packet_wireguard::{WireguardAddressFamily, WireguardCmd, WireguardTimeSpec};
+
+    use super::*;
+
+    fn message(attributes: Vec<WireguardAttribute>) -> WireguardMessage {
+        WireguardMessage {
+            cmd: WireguardCmd::GetDevice,
+            attributes,
+        }
+    }
+
+    fn allowed(address: &str, bits: u8) -> WireguardAllowedIp {
+        WireguardAllowedIp(vec![
+            WireguardAllowedIpAttr::Family(WireguardAddressFamily::Ipv4),
+            WireguardAllowedIpAttr::IpAddr(address.parse().unwrap()),
+            WireguardAllowedIpAttr::Cidr(bits),
+        ])
+    }
+
+    #[test]
+    fn a_peer_that_goes_on_in_the_next_message_is_one_peer() {
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000);
+        let first = WireguardPeer(vec![
+            Attribute::PublicKey([7; 32]),
+            Attribute::PresharedKey([0; 32]),
+            Attribute::Endpoint("[::ffff:192.0.2.1]:51820".parse().unwrap()),
+            Attribute::PersistentKeepalive(25),
+            Attribute::LastHandshake(WireguardTimeSpec {
+                seconds: 990,
+                nano_seconds: 500_000_000,
+            }),
+            Attribute::RxBytes(3),
+            Attribute::TxBytes(4),
+            Attribute::AllowedIps(vec![allowed("10.1.0.0", 16)]),
+        ]);
+        let rest = WireguardPeer(vec![
+            Attribute::PublicKey([7; 32]),
+            Attribute::AllowedIps(vec![allowed("10.2.0.0", 16)]),
+        ]);
+        let silent = WireguardPeer(vec![
+            Attribute::PublicKey([8; 32]),
+            Attribute::LastHandshake(WireguardTimeSpec::default()),
+        ]);
+        let messages = vec![
+            message(vec![
+                WireguardAttribute::IfName("kilo0".into()),
+                WireguardAttribute::ListenPort(51820),
+                WireguardAttribute::Fwmark(5),
+                WireguardAttribute::PublicKey([9; 32]),
+                WireguardAttribute::Peers(vec![first]),
+            ]),
+            message(vec![WireguardAttribute::Peers(vec![rest, silent])]),
+        ];
+        let endpoint = Some("192.0.2.1:51820".parse().unwrap());
+        let want = Seen {
+            name: "kilo0".into(),
+            public_key: Some([9; 32]),
+            listen_port: 51820,
+            fwmark: 5,
+            peers: [
+                (
+                    PublicKey::new([7; 32]),
+                    (
+                        PeerSpec {
+                            endpoint,
+                            keepalive: NonZeroU16::new(25),
+                            preshared_key: None,
+                            allowed_ips: ["10.1.0.0/16", "10.2.0.0/16"]
+                                .map(|range| range.parse().unwrap())
+                                .into(),
+                        },
+                        PeerStats {
+                            endpoint,
+                            handshake_age: Some(Duration::from_millis(9_500)),
+                            rx_bytes: 3,
+                            tx_bytes: 4,
+                        },
+                    ),
+                ),
+                (PublicKey::new([8; 32]), Default::default()),
+            ]
+            .into(),
+        };
+        assert_eq!(seen(messages, now), want);
+    }
+
+    #[test]
+    fn a_handshake_of_the_future_is_one_of_just_now() {
+        assert_eq!(age(2_000, 0, SystemTime::UNIX_EPOCH), Some(Duration::ZERO));
+        assert_eq!(age(0, 0, SystemTime::UNIX_EPOCH), None);
+    }
+}

@@ -1,0 +1,120 @@
+//! The contract of a device, by the kernel's WireGuard, and what only the kernel's does. Runs in a virtual machine, so that the kernel at
+//! hand does not matter: the one test that is not ignored boots it and runs all others there. Needs root.
+
+mod contract;
+mod netns;
+
+use std::{
+    io::Read,
+    process::{Command, Stdio},
+    time::Duration,
+};
+
+use clustermesh_lab::{Ended, Machine};
+use contract::{Node, SOON, links, two};
+use netns::wait_until;
+use wg_agent::device::{Backend, DeviceError, userspace};
+
+macro_rules! case {
+    ($($name:ident)*) => { $(
+        #[test]
+        #[ignore = "runs in the virtual machine that the_contract_holds_on_a_real_kernel boots"]
+        fn $name() {
+            contract::$name(Backend::Kernel);
+        }
+    )* };
+}
+contract::each!(case);
+
+#[test]
+fn the_contract_holds_on_a_real_kernel() {
+    let own = std::env::current_exe().expect("the name of this program");
+    let words = ["--ignored", "--test-threads=1", "--nocapture"].map(ToOwned::to_owned);
+    let command: Vec<String> = [own.display().to_string()].into_iter().chain(words).collect();
+    let machine = Machine {
+        limit: Duration::from_secs(900),
+        ..Machine::default()
+    };
+    assert_eq!(machine.run(&command).expect("a virtual machine"), Ended::Code(0));
+}
+
+#[test]
+#[ignore = "runs in the virtual machine"]
+fn a_restart_of_the_process_loses_no_packet_and_no_session() {
+    let [mut a, b] = two([Backend::Kernel, Backend::Kernel]);
+    wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
+    let (handshake, before) = (a.handshake(), a.peer(2));
+    let words = ["-n", "-q", "-c", "200", "-i", "0.05", "-W", "2", "10.9.0.2"];
+    let mut ping =
+        a.ns.spawn_command(Command::new("ping").args(words).stdout(Stdio::piped()));
+    for _ in 0..20 {
+        drop(a.device.take());
+        a.open(Backend::Auto);
+        let peer = a.peer(2);
+        assert_eq!(
+            (&peer.configured, peer.stats.endpoint),
+            (&before.configured, before.stats.endpoint)
+        );
+        assert!(peer.stats.tx_bytes >= before.stats.tx_bytes, "counters go on");
+    }
+    ping.wait(Duration::from_secs(60));
+    let mut said = String::new();
+    let mut output = ping.child().stdout.take().expect("its output");
+    output.read_to_string(&mut said).expect("read");
+    assert!(said.contains("200 packets transmitted, 200 received"), "{said}");
+    assert_eq!(a.handshake(), handshake, "the session of before");
+}
+
+#[test]
+#[ignore = "runs in the virtual machine"]
+fn a_node_moves_from_one_backend_to_the_other_and_back_with_nothing_left_over() {
+    let [mut a, b] = two([Backend::Kernel, Backend::Userspace]);
+    wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
+    let socket = format!("/var/run/wireguard/{}.sock", a.interface);
+    for (backend, kind, has_socket) in [
+        (Backend::Userspace, "tun", true),
+        (Backend::Auto, "wireguard", false),
+        (Backend::Userspace, "tun", true),
+        (Backend::Kernel, "wireguard", false),
+    ] {
+        // As a restart does: the device of before is dropped, not closed.
+        drop(a.device.take());
+        a.open(backend);
+        a.address();
+        a.add(2, Some("192.0.2.2:51820"));
+        wait_until("a ping after the switch", SOON, || a.reaches(2) && b.reaches(1));
+        let link = a.ns.ip_json(&format!("-d link show {}", a.interface));
+        assert_eq!(link[0]["linkinfo"]["info_kind"], kind);
+        assert_eq!(std::path::Path::new(&socket).exists(), has_socket, "{backend:?}");
+        let mut want = ["eth0".to_owned(), "lo".to_owned(), a.interface.clone()];
+        want.sort();
+        assert_eq!(links(&a.ns), want);
+    }
+}
+
+#[test]
+#[ignore = "runs in the virtual machine"]
+fn wireguard_of_someone_else_under_our_name_is_left_alone_and_ours_is_known_by_its_alias() {
+    let node = Node::new(1, Backend::Kernel);
+    let (ns, ours) = (&node.ns, node.interface.clone());
+    assert_eq!(
+        ns.ip_json(&format!("link show {ours}"))[0]["ifalias"],
+        "clustermesh wg-agent"
+    );
+    ns.ip("link add kilo0 type wireguard");
+    let configuration = wg_agent::device::Configuration {
+        private_key: [3; 32].into(),
+        listen_port: 51821,
+        fwmark: 0,
+        mtu: 1420,
+    };
+    for backend in [Backend::Kernel, Backend::Auto, Backend::Userspace] {
+        let error = ns
+            .enter(|| wg_agent::device::open(backend, "kilo0", &configuration, Default::default()))
+            .map(drop);
+        assert!(matches!(error, Err(DeviceError::Exists(_))), "{backend:?}");
+    }
+    let removed = |name: &str| ns.enter(|| userspace::remove_interface(name)).expect("an answer");
+    assert_eq!(["kilo0", &ours, "nobody"].map(removed), [false, true, true]);
+    assert_eq!(links(ns), ["kilo0", "lo"]);
+}
