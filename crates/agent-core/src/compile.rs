@@ -14,7 +14,7 @@ use ipnet::IpNet;
 
 use crate::{
     device::{PeerSpec, Peers},
-    firewall::{self, Firewall, Frame},
+    firewall::{self, Firewall, Frame, Scope},
     interface::InterfaceName,
     key::PresharedKey,
     mtu,
@@ -24,8 +24,10 @@ use crate::{
     sysctl::{self, Sysctl},
 };
 
+mod beside;
 mod refuse;
 
+pub use beside::{Beside, beside};
 pub use refuse::{Object, Reason, Refused};
 
 /// What is known about this node.
@@ -163,6 +165,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         underlay,
     });
     let frame = Frame {
+        scope: Scope::Tunnel,
         device: node.device.clone(),
         listen_port: node.listen_port,
         mtu: node.mtu,

@@ -36,9 +36,22 @@ pub struct Firewall {
     pub infrastructure: BTreeSet<Port>,
 }
 
+/// How much of the node's traffic the table is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Scope {
+    /// This agent owns the device: everything that comes out of it and goes into it, and what must not pass beside it.
+    #[default]
+    Tunnel,
+    /// Another program owns the device and its routes, and carries more than meshes by it: only what comes out of it with a
+    /// mesh source, and the sources of what goes into it for the mesh.
+    Mesh,
+}
+
 /// The numbers and names inside the chains. A change of one writes the whole table anew.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
+    /// What the chains are about.
+    pub scope: Scope,
     /// The WireGuard device.
     pub device: InterfaceName,
     /// The device's UDP port.

@@ -15,10 +15,14 @@ pub const RULE_TUNNEL: u32 = 1000;
 /// Priority of the rule that sends everything without [`MARK_UNDERLAY`] to [`TABLE`].
 pub const RULE_MESH: u32 = 1001;
 
-/// The two bits of a packet's or a connection's mark that are ours; every other bit is kept as it is.
-/// kube-proxy uses 0x4000 and 0x8000. Calico's default IptablesMarkMask (0xffff0000) holds these two bits and has to be
-/// narrowed; Cilium writes an identity over the upper half inside its own datapath. Neither was tried.
-pub const MARK_MASK: u32 = 0x0030_0000;
+/// The bits of a packet's mark that are looked at: our two, and four that have to be zero beside them. Cilium writes a
+/// security identity over the upper half of the marks of pods' packets, which hits our two bits every other time, and then
+/// never leaves these four zero (`MARK_MAGIC_*` of bpf/lib/common.h, 0x0200 to 0x0F00). kube-proxy uses 0x4000 and 0x8000;
+/// Calico, of its default IptablesMarkMask 0xffff0000, 0x000f0000, and with kube-proxy in IPVS mode all of it: the mask then
+/// has to be narrowed (0x000f0000 is enough without IPVS).
+pub const MARK_MASK: u32 = 0x0030_0F00;
+/// The two bits of a connection's mark that are ours.
+pub const CONNECTION_MASK: u32 = 0x0030_0000;
 /// Use the underlay: the rule at [`RULE_MESH`] does not apply. Set on the tunnel's outer packets by the device's
 /// socket, and on answers to what came by the underlay.
 pub const MARK_UNDERLAY: u32 = 0x0010_0000;

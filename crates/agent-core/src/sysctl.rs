@@ -77,6 +77,10 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
             why: "a source that is routed elsewhere, as a thrown one is, may come by the tunnel",
         },
         on(
+            Name::Interface(device.clone(), "ignore_routes_with_linkdown"),
+            "while no agent carries a tunnel of userspace, whoever sends into it is told so and not left waiting",
+        ),
+        on(
             Name::Interface(underlay.clone(), "src_valid_mark"),
             "a strict reverse path filter has to look a mesh source up as an answer to it would be routed",
         ),
@@ -86,6 +90,11 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
         out.push(on(
             Name::Global("ipv6/fwmark_reflect"),
             "resets and ICMP errors leave by the path their packet came by",
+        ));
+        // Of one interface it can be set in /proc alone, by nobody who has only NET_ADMIN: the device inherits it.
+        out.push(on(
+            Name::Global("ipv6/conf/default/ignore_routes_with_linkdown"),
+            "while no agent carries a tunnel of userspace, whoever sends into it is told so and not left waiting",
         ));
     }
     out
@@ -112,6 +121,7 @@ mod tests {
                 "net.ipv4.tcp_fwmark_accept",
                 "net.ipv4.fwmark_reflect",
                 "net.ipv4.conf.kilo0.rp_filter",
+                "net.ipv4.conf.kilo0.ignore_routes_with_linkdown",
                 "net/ipv4/conf/eth0.7/src_valid_mark",
             ]
         );

@@ -97,8 +97,9 @@ pub(crate) enum BackendFlag {
     Userspace,
 }
 
+/// Who owns the tunnel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ModeFlag {
+pub enum ModeFlag {
     /// This agent owns the tunnel.
     Full,
     /// kg owns the tunnel.
@@ -147,9 +148,6 @@ pub enum ArgsError {
     /// The range has no room.
     #[error("--wireguard-cidr: {0}")]
     Range(#[from] crate::identity::address::RangeError),
-    /// `--mode policy`.
-    #[error("--mode=policy is not served by this version: use --mode=full, on nodes where no kg runs")]
-    PolicyMode,
 }
 
 /// The flags of a run, checked.
@@ -181,6 +179,19 @@ pub struct Config {
     pub listen: SocketAddr,
 }
 
+/// The flags of a run in policy mode, checked.
+#[derive(Debug, Clone)]
+pub struct PolicyConfig {
+    /// Name of this node's Node object.
+    pub node_name: String,
+    /// Kubeconfig file; `None` = the Pod's service account.
+    pub kubeconfig: Option<PathBuf>,
+    /// Name of kg's device.
+    pub interface: InterfaceName,
+    /// Address of the admin endpoint.
+    pub listen: SocketAddr,
+}
+
 /// What `cleanup` needs to know.
 #[derive(Debug, Clone)]
 pub struct CleanupConfig {
@@ -188,6 +199,8 @@ pub struct CleanupConfig {
     pub node_name: Option<String>,
     /// Kubeconfig file; `None` = the Pod's service account.
     pub kubeconfig: Option<PathBuf>,
+    /// Whose tunnel it was: in policy mode the agent had a firewall table and one annotation.
+    pub mode: ModeFlag,
     /// Name of the device.
     pub interface: InterfaceName,
     /// The private key's file.
@@ -212,7 +225,7 @@ impl Flags {
             node_name,
             kubeconfig,
             backend,
-            mode,
+            mode: _, // decided which of the two is asked for
             interface,
             port,
             wireguard_cidr,
@@ -224,9 +237,6 @@ impl Flags {
             listen,
             log_format: _, // taken before anything else, so that errors are written in it
         } = self;
-        if mode == ModeFlag::Policy {
-            return Err(ArgsError::PolicyMode);
-        }
         let backend = match backend {
             BackendFlag::Kernel => Backend::Kernel,
             BackendFlag::Userspace => Backend::Userspace,
@@ -253,11 +263,34 @@ impl Flags {
         self.key_file
     }
 
+    pub(crate) const fn mode(&self) -> ModeFlag {
+        self.mode
+    }
+
+    /// What a run in policy mode needs. What is kg's there - key, address, port, MTU, routes - is not looked at, so that one
+    /// DaemonSet's arguments fit both modes.
+    pub(crate) fn into_policy_config(self) -> Result<PolicyConfig, ArgsError> {
+        let Self {
+            node_name,
+            kubeconfig,
+            interface,
+            listen,
+            ..
+        } = self;
+        Ok(PolicyConfig {
+            node_name: node_name.filter(|name| !name.is_empty()).ok_or(ArgsError::NoNodeName)?,
+            kubeconfig,
+            interface,
+            listen,
+        })
+    }
+
     /// What a cleanup needs; flags that only a run reads are not looked at.
     pub(crate) fn into_cleanup(self) -> CleanupConfig {
         let Self {
             node_name,
             kubeconfig,
+            mode,
             interface,
             key_file,
             cache_file: cache,
@@ -266,6 +299,7 @@ impl Flags {
         CleanupConfig {
             node_name,
             kubeconfig,
+            mode,
             interface,
             cache_file: cache_file(cache, &key_file),
             key_file,
@@ -292,14 +326,23 @@ mod tests {
         let cases = [
             ("--wireguard-cidr 100.66.0.0/16 --node-name=", ArgsError::NoNodeName),
             ("--node-name a", ArgsError::NoRange),
-            (
-                "--node-name a --wireguard-cidr 100.66.0.0/16 --mode policy",
-                ArgsError::PolicyMode,
-            ),
         ];
         for (line, want) in cases {
             assert_eq!(config(line).map(|_| ()), Err(want), "{line}");
         }
+    }
+
+    #[test]
+    fn policy_mode_needs_a_node_name_and_takes_the_flags_of_full_mode() {
+        let policy = |line: &str| {
+            let words = ["wg-agent"].into_iter().chain(line.split_whitespace());
+            let flags = Cli::try_parse_from(words).expect("flags that clap takes").flags;
+            assert_eq!(flags.mode(), ModeFlag::Policy);
+            flags.into_policy_config().map(|config| config.node_name)
+        };
+        assert_eq!(policy("--mode policy --node-name="), Err(ArgsError::NoNodeName));
+        assert_eq!(policy("--mode policy --node-name a"), Ok("a".to_owned()));
+        assert_eq!(policy(&format!("{WHOLE} --mode policy --mtu 1400")), Ok("a".to_owned()));
     }
 
     #[test]

@@ -8,9 +8,10 @@ use std::{
 };
 
 use clustermesh_agent_core::interface::InterfaceName;
+use clustermesh_api::names::NODE_AGENT;
 
 use crate::{
-    args::CleanupConfig,
+    args::{CleanupConfig, ModeFlag},
     cache, device,
     firewall::{Keeper, Nft},
     identity::{caller, key},
@@ -28,13 +29,42 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     let CleanupConfig {
         node_name,
         kubeconfig,
+        mode,
         interface,
         key_file,
         cache_file,
     } = config;
     let _lock = lock::take()?;
     let mut failures: Vec<String> = Vec::new();
+    match mode {
+        ModeFlag::Full => tunnel(&interface, &key_file, &mut failures).await,
+        ModeFlag::Policy => {
+            tracing::info!(%interface, "policy mode: the interface, its routes and Kilo's annotations are kg's")
+        }
+    }
+    if let Err(error) = Keeper::new(Nft::default()).destroy().await {
+        failures.push(format!("firewall: {error}"));
+    }
+    failures.extend(cache::remove(&cache_file).iter().map(ToString::to_string));
+    match node_name.filter(|name| !name.is_empty()) {
+        None => tracing::info!("--node-name is not given: the Node's annotations stay"),
+        Some(node) => {
+            if let Err(error) = annotations(kubeconfig, &node, mode).await {
+                failures.push(format!("annotations of Node {node}: {error}"));
+            }
+        }
+    }
+    anyhow::ensure!(
+        failures.is_empty(),
+        "not everything could be removed:\n{}",
+        lines(&failures)
+    );
+    tracing::info!("nothing of wg-agent is left on this node but its key");
+    Ok(())
+}
 
+/// Takes away what carries the tunnel; what cannot be is added to `failures`.
+async fn tunnel(interface: &InterfaceName, key_file: &Path, failures: &mut Vec<String>) {
     // Addresses are only ours on a device of ours. Under a name that nothing has, no address is found.
     let device = match device::userspace::remove_interface(interface.as_str()) {
         Ok(true) => interface.clone(),
@@ -56,36 +86,17 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
         ),
         Err(error) => failures.push(format!("routes: {error}")),
     }
-    if let Err(error) = Keeper::new(Nft::default()).destroy().await {
-        failures.push(format!("firewall: {error}"));
-    }
     if let Err(error) = remove_socket(&Path::new(CONTROL_DIRECTORY).join(format!("{interface}.sock"))) {
         failures.push(format!("control socket: {error}"));
     }
     if let Err(error) = caller::remove().await {
         failures.push(format!("rule of a change of key: {error}"));
     }
-    let next = key::next(&key_file);
+    let next = key::next(key_file);
     match std::fs::remove_file(&next) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => failures.push(format!("{}: {error}", next.display())),
         _ => {}
     }
-    failures.extend(cache::remove(&cache_file).iter().map(ToString::to_string));
-    match node_name.filter(|name| !name.is_empty()) {
-        None => tracing::info!("--node-name is not given: the Node's annotations stay"),
-        Some(node) => {
-            if let Err(error) = annotations(kubeconfig, &node).await {
-                failures.push(format!("annotations of Node {node}: {error}"));
-            }
-        }
-    }
-    anyhow::ensure!(
-        failures.is_empty(),
-        "not everything could be removed:\n{}",
-        lines(&failures)
-    );
-    tracing::info!("nothing of wg-agent is left on this node but its key");
-    Ok(())
 }
 
 /// A name that no interface has: 15 characters which nobody would type.
@@ -108,11 +119,15 @@ fn remove_socket(path: &Path) -> io::Result<()> {
     }
 }
 
-async fn annotations(kubeconfig: Option<PathBuf>, node: &str) -> Result<(), String> {
+async fn annotations(kubeconfig: Option<PathBuf>, node: &str, mode: ModeFlag) -> Result<(), String> {
     let connection = client::connect(kubeconfig.as_deref())
         .await
         .map_err(|e| e.to_string())?;
-    publish::write(&connection.client, node, &publish::identity::removal()).await
+    let mut gone = publish::identity::removal();
+    if mode == ModeFlag::Policy {
+        gone.retain(|key, _| *key == NODE_AGENT);
+    }
+    publish::write(&connection.client, node, &gone).await
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@
 #![deny(unsafe_code)]
 
 pub mod args;
+mod beside;
 pub mod cache;
 pub mod cleanup;
 pub mod device;
@@ -44,7 +45,10 @@ pub fn main() -> ExitCode {
                     Some(args::Command::Cleanup) => cleanup::run(flags.into_cleanup()).await,
                     Some(args::Command::Prepare) => prepare::run().await,
                     Some(args::Command::RotateKey) => rotate_key(&flags.into_key_file()),
-                    None => run::run(flags.into_config()?).await,
+                    None => match flags.mode() {
+                        args::ModeFlag::Full => run::run(flags.into_config()?).await,
+                        args::ModeFlag::Policy => beside::run(flags.into_policy_config()?).await,
+                    },
                 }
             })
         });

@@ -61,7 +61,11 @@ mod tests {
             "net.ipv4.fwmark_reflect",
         ];
         assert_eq!(names(false), v4);
-        assert_eq!(names(true), [&v4[..], &["net.ipv6.fwmark_reflect"]].concat());
+        let v6 = [
+            "net.ipv6.fwmark_reflect",
+            "net.ipv6.conf.default.ignore_routes_with_linkdown",
+        ];
+        assert_eq!(names(true), [&v4[..], &v6].concat());
         assert!(settings(true).iter().all(|s| s.write && s.value == 1));
     }
 }

@@ -10,7 +10,7 @@ use std::{
 };
 
 use clustermesh_agent_core::{
-    firewall::{Firewall, Frame, Plan, Update, desired, update},
+    firewall::{Firewall, Frame, Plan, Scope, Update, desired, update},
     policy::{Policy, Port, Protocol, Rule},
 };
 use ipnet::IpNet;
@@ -53,6 +53,7 @@ fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<Po
     }];
     desired(&Plan {
         frame: Frame {
+            scope: Scope::Tunnel,
             device: "kilo0".parse().unwrap(),
             listen_port: 51820,
             mtu: 1420,

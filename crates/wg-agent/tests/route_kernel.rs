@@ -133,8 +133,8 @@ fn the_kernel_holds_what_was_wanted_in_both_families() {
         assert_eq!(
             rules(&ns, family),
             [
-                r#"{"fwmark":"0x200000","fwmask":"0x300000","priority":1000,"protocol":"117","src":"all","table":"5183"}"#,
-                r#"{"fwmark":"0x100000","fwmask":"0x300000","not":null,"priority":1001,"protocol":"117","src":"all","table":"5182"}"#,
+                r#"{"fwmark":"0x200000","fwmask":"0x300f00","priority":1000,"protocol":"117","src":"all","table":"5183"}"#,
+                r#"{"fwmark":"0x100000","fwmask":"0x300f00","not":null,"priority":1001,"protocol":"117","src":"all","table":"5182"}"#,
             ]
         );
     }
@@ -336,9 +336,11 @@ fn settings_are_written_and_what_cannot_be_is_named_with_its_remedy() {
         "net/ipv4/tcp_fwmark_accept",
         "net/ipv4/fwmark_reflect",
         "net/ipv6/fwmark_reflect",
+        "net/ipv4/conf/kilo0/ignore_routes_with_linkdown",
+        "net/ipv6/conf/default/ignore_routes_with_linkdown",
     ]
     .map(|key| ns.sysctl(key));
-    assert_eq!(now, ["2", "1", "1", "1", "1"]);
+    assert_eq!(now, ["2", "1", "1", "1", "1", "1", "1"]);
 }
 
 #[test]
@@ -383,8 +385,13 @@ fn where_proc_is_read_only_an_interfaces_settings_go_over_netlink() {
             "net.ipv4.fwmark_reflect is 0: resets and ICMP errors leave by the path their packet came by; writing it failed: Read-only file system (os error 30); set it on the host or in the DaemonSet's init container: sysctl -w net.ipv4.fwmark_reflect=1",
         ]
     );
-    let now = ["net/ipv4/conf/kilo0/rp_filter", "net/ipv4/conf/eth0/src_valid_mark"].map(|key| ns.sysctl(key));
-    assert_eq!(now, ["2", "1"]);
+    let now = [
+        "net/ipv4/conf/kilo0/rp_filter",
+        "net/ipv4/conf/kilo0/ignore_routes_with_linkdown",
+        "net/ipv4/conf/eth0/src_valid_mark",
+    ]
+    .map(|key| ns.sysctl(key));
+    assert_eq!(now, ["2", "1", "1"]);
 }
 
 #[test]

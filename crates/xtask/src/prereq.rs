@@ -27,8 +27,15 @@ const fn program(name: &'static str, package: &'static str, why: &'static str) -
     Program { name, package, why }
 }
 
-const PROGRAMS: [Program; 24] = [
+const PROGRAMS: [Program; 27] = [
     program("nft", "nftables", "firewall tables of agents and CNI"),
+    program(
+        "iptables-nft-restore",
+        "iptables",
+        "rules as kube-proxy and CNIs write them",
+    ),
+    program("iptables-legacy-restore", "iptables", "the same, as older ones do"),
+    program("ipset", "ipset", "the sets that Calico's rules name"),
     program("ip", "iproute2", "links, addresses, routes"),
     program("bridge", "iproute2", "cutting a node's cable"),
     program("ping", "iputils-ping", "test traffic"),

@@ -6,10 +6,10 @@ use std::{collections::BTreeSet, fmt::Write, net::IpAddr};
 
 use ipnet::IpNet;
 
-use super::{Firewall, Frame, Sets};
+use super::{Firewall, Frame, Scope, Sets};
 use crate::{
     mtu::segment,
-    numbers::{MARK_MASK, MARK_TUNNEL, MARK_UNDERLAY, NFT_TABLE},
+    numbers::{CONNECTION_MASK, MARK_MASK, MARK_TUNNEL, MARK_UNDERLAY, NFT_TABLE},
     policy::Port,
     prefixes::Family,
 };
@@ -151,14 +151,19 @@ pub(super) fn join(elements: &BTreeSet<String>) -> String {
     elements.iter().map(String::as_str).collect::<Vec<_>>().join(", ")
 }
 
-/// A statement that sets one of our two bits and keeps every other bit.
+/// A statement that sets one of our two bits, of a packet (`meta`) or a connection (`ct`), and keeps every bit that is not
+/// ours.
 fn set_mark(bits: u32, which: &str) -> String {
-    format!("{which} mark set {which} mark & {:#010x} | {bits:#010x}", !MARK_MASK)
+    format!("{which} mark set {which} mark & {:#010x} | {bits:#010x}", !mask(which))
 }
 
 /// A condition on our two bits.
 fn is_mark(bits: u32, which: &str) -> String {
-    format!("{which} mark & {MARK_MASK:#010x} == {bits:#010x}")
+    format!("{which} mark & {:#010x} == {bits:#010x}", mask(which))
+}
+
+fn mask(which: &str) -> u32 {
+    if which == "ct" { CONNECTION_MASK } else { MARK_MASK }
 }
 
 /// The same rule for both families: `ip` and `4` become `ip6` and `6`.
@@ -168,7 +173,52 @@ fn both(out: &mut String, rule: &str) {
 }
 
 fn chains(frame: &Frame) -> String {
-    [path(frame), policy(frame), addresses_and_sizes(frame), leave(frame)].concat()
+    match frame.scope {
+        Scope::Tunnel => [path(frame), policy(frame), addresses_and_sizes(frame), leave(frame)].concat(),
+        Scope::Mesh => [policy_beside(frame), kept(frame)].concat(),
+    }
+}
+
+/// What a tunnel of another program's may bring in from the mesh. WireGuard binds the source to the peer, so a packet with
+/// a mesh source is that member's, and one without is the owner's own.
+fn policy_beside(frame: &Frame) -> String {
+    let device = &frame.device;
+    let mut out = String::from(
+        "
+  chain policy_input {
+    type filter hook input priority filter - 10; policy accept;
+",
+    );
+    let from_mesh = format!("iifname \"{device}\" {{ip}} saddr @mesh{{n}} goto from_mesh");
+    both(&mut out, &from_mesh);
+    out.push_str(
+        "  }
+
+  # From a member to another one never; on to a node of this cluster, as a leader of Kilo's does, as the policy says.
+  chain policy_forward {
+    type filter hook forward priority filter - 10; policy accept;
+",
+    );
+    let through = format!("iifname \"{device}\" oifname \"{device}\" {{ip}} saddr @mesh{{n}} {{ip}} daddr @mesh{{n}}");
+    both(&mut out, &format!("{through} counter drop"));
+    both(&mut out, &from_mesh);
+    out.push_str("  }\n");
+    out + &from_mesh_chains()
+}
+
+/// Published sources are kept from whoever masquerades what leaves the cluster's pod network.
+fn kept(frame: &Frame) -> String {
+    let device = &frame.device;
+    let mut out = String::from(
+        "
+  # Before the CNI's own (100). `accept` would not keep a later nat chain from masquerading; an identity mapping does.
+  chain nat {
+    type nat hook postrouting priority srcnat - 10; policy accept;
+",
+    );
+    let published = format!("oifname \"{device}\" {{ip}} daddr @mesh{{n}} {{ip}} saddr @published{{n}}");
+    both(&mut out, &format!("{published} counter snat {{ip}} to {{ip}} saddr"));
+    out + "  }\n"
 }
 
 /// Which way a packet goes: spoofed sources, and answers on the path their connection came by.
@@ -250,7 +300,7 @@ fn path(frame: &Frame) -> String {
 /// What the tunnel may bring in: after kube-proxy's DNAT (-100), before everyone's filters (0).
 fn policy(frame: &Frame) -> String {
     let device = &frame.device;
-    let mut out = format!(
+    format!(
         "
   chain policy_input {{
     type filter hook input priority filter - 10; policy accept;
@@ -262,10 +312,16 @@ fn policy(frame: &Frame) -> String {
     iifname \"{device}\" oifname \"{device}\" counter drop
     iifname \"{device}\" goto from_mesh
   }}
+"
+    ) + &from_mesh_chains()
+}
 
+fn from_mesh_chains() -> String {
+    let mut out = String::from(
+        "
   # Original-direction packets are matched on every packet, so that taking an element away closes what it allowed.
-  chain from_mesh {{
-    ct state {{ invalid, untracked }} counter drop
+  chain from_mesh {
+    ct state { invalid, untracked } counter drop
     ct state related goto icmp_in
     ct direction reply ct state established accept
     ct direction reply counter drop

@@ -1,6 +1,6 @@
 use super::*;
 use crate::compile::{
-    compile,
+    beside, compile,
     tests::{hub_node, nets, worker},
 };
 
@@ -12,6 +12,11 @@ fn the_table_of_a_hub_node() {
 #[test]
 fn the_table_of_a_worker_inside_the_hubs_network() {
     insta::assert_snapshot!(render(&compile(&worker()).firewall));
+}
+
+#[test]
+fn the_table_beside_a_tunnel_that_kg_owns() {
+    insta::assert_snapshot!(render(&beside(&hub_node()).firewall));
 }
 
 #[test]

@@ -28,8 +28,8 @@ fn the_closed_door_stands_before_anything_opens_it() {
             "route add 10.101.0.0/24 dev <device> table 5182 metric 20",
             "route add 100.66.1.1/32 dev <device> table 5182 metric 20",
             "route add 0.0.0.0/0 dev <device> table 5183 metric 20",
-            "rule add pref 1000 fwmark 0x200000/0x300000 lookup 5183",
-            "rule add pref 1001 not fwmark 0x100000/0x300000 lookup 5182",
+            "rule add pref 1000 fwmark 0x200000/0x300f00 lookup 5183",
+            "rule add pref 1001 not fwmark 0x100000/0x300f00 lookup 5182",
         ]
     );
 }
@@ -51,8 +51,8 @@ fn an_empty_mesh_leaves_rules_first_and_the_closed_door_last() {
     assert_eq!(
         text(diff(&desired(&member()), &Routes::default())),
         [
-            "rule delete pref 1000 fwmark 0x200000/0x300000 lookup 5183",
-            "rule delete pref 1001 not fwmark 0x100000/0x300000 lookup 5182",
+            "rule delete pref 1000 fwmark 0x200000/0x300f00 lookup 5183",
+            "rule delete pref 1001 not fwmark 0x100000/0x300f00 lookup 5182",
             "route delete 10.101.0.0/24 dev <device> table 5182 metric 20",
             "route delete 100.66.1.1/32 dev <device> table 5182 metric 20",
             "route delete 0.0.0.0/0 dev <device> table 5183 metric 20",

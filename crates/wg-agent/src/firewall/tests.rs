@@ -1,5 +1,5 @@
 use clustermesh_agent_core::{
-    firewall::{Frame, Plan, desired, render},
+    firewall::{Frame, Plan, Scope, desired, render},
     policy::{Policy, Rule},
 };
 
@@ -19,6 +19,7 @@ fn table(mesh: &str) -> Firewall {
     }];
     desired(&Plan {
         frame: Frame {
+            scope: Scope::Tunnel,
             device: "kilo0".parse().unwrap(),
             listen_port: 51820,
             mtu: 1420,

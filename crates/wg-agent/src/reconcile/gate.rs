@@ -14,7 +14,7 @@ use crate::{
 const KG_ALIVE_SECONDS: i64 = 60;
 
 /// Nothing is touched before everything was read once.
-pub(super) fn waiting(world: &World) -> Result<(), Trouble> {
+pub(crate) fn waiting(world: &World) -> Result<(), Trouble> {
     let pending: Vec<String> = world
         .pending()
         .iter()
@@ -34,7 +34,7 @@ pub(super) fn waiting(world: &World) -> Result<(), Trouble> {
 }
 
 /// This node's object.
-pub(super) fn own_node(world: &World, name: &str) -> Result<NodeSeen, Trouble> {
+pub(crate) fn own_node(world: &World, name: &str) -> Result<NodeSeen, Trouble> {
     world.nodes.known().find(|(node, _)| *node == name).map(|(_, seen)| seen.clone()).ok_or_else(|| {
         Trouble::new(
             "source",
@@ -43,21 +43,28 @@ pub(super) fn own_node(world: &World, name: &str) -> Result<NodeSeen, Trouble> {
     })
 }
 
-/// Two programs cannot own one node's tunnel. This agent never writes `last-seen`, so a fresh one is kg's.
-pub(super) fn beside_kg(own: &NodeSeen, now: SystemTime) -> Result<(), Trouble> {
+/// How many seconds ago kg checked in for this node, if it lives. This agent never writes `last-seen`, so a fresh one is
+/// kg's.
+pub(crate) fn kg_lives(own: &NodeSeen, now: SystemTime) -> Option<i64> {
     let now = now
         .duration_since(UNIX_EPOCH)
         .map_or(0, |d| i64::try_from(d.as_secs()).unwrap_or(i64::MAX));
-    match own.own.as_ref().and_then(|own| own.kg_seen) {
-        Some(seen) if now.saturating_sub(seen) < KG_ALIVE_SECONDS => Err(Trouble::new(
+    let seen = own.own.as_ref().and_then(|own| own.kg_seen)?;
+    Some(now.saturating_sub(seen)).filter(|ago| *ago < KG_ALIVE_SECONDS)
+}
+
+/// Two programs cannot own one node's tunnel.
+pub(super) fn beside_kg(own: &NodeSeen, now: SystemTime) -> Result<(), Trouble> {
+    match kg_lives(own, now) {
+        Some(ago) => Err(Trouble::new(
             "kg",
             format!(
-                "kg (Kilo) serves this node: it wrote kilo.squat.ai/last-seen {} s ago. Two programs cannot own kilo0: keep \
-                 wg-agent off this node (nodeSelector), or take kg off it; this agent starts by itself a minute later",
-                now.saturating_sub(seen)
+                "kg (Kilo) serves this node: it wrote kilo.squat.ai/last-seen {ago} s ago. Two programs cannot own kilo0: keep \
+                 wg-agent off this node (nodeSelector), run it there with --mode=policy, or take kg off it; this agent starts \
+                 by itself a minute later"
             ),
         )),
-        _ => Ok(()),
+        None => Ok(()),
     }
 }
 

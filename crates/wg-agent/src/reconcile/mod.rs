@@ -48,7 +48,7 @@ use crate::{
     status::{Dump, Said, Trouble, Troubles},
 };
 
-mod gate;
+pub(crate) mod gate;
 mod inputs;
 mod look;
 mod sizes;

@@ -114,6 +114,7 @@ async fn set_devconf(interface: &InterfaceName, key: &str, value: u8) -> io::Res
     let number: u16 = match key {
         "rp_filter" => 8,
         "src_valid_mark" => 24,
+        "ignore_routes_with_linkdown" => 29,
         _ => return Err(io::Error::from(io::ErrorKind::Unsupported)),
     };
     let (connection, handle, _) = rtnetlink::new_connection()?;

@@ -1,0 +1,84 @@
+//! What a node's kernel should hold of ours where another program owns the tunnel (kg): the firewall table alone.
+//!
+//! That program programs every Peer by itself. What is left to do here is what it does not: to let a member's addresses
+//! reach what the PeerPolicies allow and nothing else, and to keep the sources that the other members know.
+
+use std::collections::BTreeSet;
+
+use super::{Inputs, Object, Reason, Refused, refuse};
+use crate::{
+    firewall::{self, Firewall, Frame, Scope},
+    policy::Policy,
+    prefixes::aggregate,
+};
+
+/// What [`beside`] comes to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Beside {
+    /// The nftables table.
+    pub firewall: Firewall,
+    /// What was left out, and why: sorted, without repetition.
+    pub refused: Vec<Refused>,
+}
+
+/// Compiles. Of the inputs neither keys, endpoints, MTU nor WireGuard addresses are looked at; of Peers, which are to be those
+/// of meshes alone, only the ranges: what comes from them without a PeerPolicy is dropped. A Peer that must not be programmed
+/// before its policy is enforced is programmed by the other program all the same, and is named.
+#[must_use]
+pub fn beside(inputs: &Inputs) -> Beside {
+    let node = &inputs.node;
+    let mut refused = Vec::new();
+    let policies: Vec<Policy> = inputs
+        .policies
+        .iter()
+        .map(|policy| refuse::clean_policy(node, policy, &mut refused))
+        .collect();
+    let mut mesh: BTreeSet<_> = policies
+        .iter()
+        .flat_map(|p| &p.networks)
+        .chain(policies.iter().flat_map(|p| &p.sources))
+        .copied()
+        .collect();
+    for peer in &inputs.peers {
+        let ranges = peer.allowed_ips.iter().map(ipnet::IpNet::trunc);
+        mesh.extend(ranges.filter(|net| net.prefix_len() > 0 && !super::touches_pods(node, net)));
+        let Some(policy) = &peer.requires_policy else { continue };
+        let policy: String = policy.chars().take(100).collect();
+        refused.push(Refused {
+            object: Object::Peer(peer.name.clone()),
+            reason: Reason::PolicyNotServed,
+            message: format!(
+                "annotation kilo-clustermesh.io/requires-policy asks for {policy:?} to be enforced first; kg owns this node's \
+                 tunnel and programs the Peer whatever is enforced. What comes from it is dropped where no PeerPolicy allows \
+                 it; delete the Peer, or give its cluster the isolationProfile cluster-meshed"
+            ),
+        });
+    }
+    let mesh = aggregate(&mesh);
+    let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
+    let pods_elsewhere = inputs.pods_elsewhere.iter().copied();
+    let pods_elsewhere = pods_elsewhere
+        .filter(|net| !crate::prefixes::covered(net, &anchored))
+        .collect();
+    let published = super::published(node, &policies);
+    let firewall = firewall::desired(&firewall::Plan {
+        frame: Frame {
+            scope: Scope::Mesh,
+            device: node.device.clone(),
+            listen_port: 0,
+            mtu: 0,
+            wireguard_v4: None,
+            wireguard_v6: None,
+        },
+        mesh: &mesh,
+        throw: &BTreeSet::new(),
+        published: &published,
+        policies: &policies,
+        api_servers: &inputs.api_servers,
+        nodes: &inputs.nodes,
+        pods_elsewhere: &pods_elsewhere,
+    });
+    refused.sort();
+    refused.dedup();
+    Beside { firewall, refused }
+}

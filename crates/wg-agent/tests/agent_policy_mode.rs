@@ -1,0 +1,395 @@
+//! `--mode=policy` beside a tunnel that somebody else owns: wireguard-go with Kilo's annotations stands in for kg on one
+//! node, the other runs a whole agent. What the policy says is enforced, and nothing of kg's is touched.
+
+#[allow(unreachable_pub, reason = "shared between test binaries")]
+mod netns;
+mod node;
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use clustermesh_api::names::{
+    KILO_ENDPOINT, KILO_GRANULARITY, KILO_INTERNAL_IP, KILO_KEY, KILO_LAST_SEEN, KILO_WIREGUARD_IP, NODE_AGENT,
+    PEER_REQUIRES_POLICY,
+};
+use clustermesh_lab::{ArtefactSet, Running, Tools, wait_until};
+use kube::api::{Patch, PatchParams};
+use nix::sched::{CloneFlags, setns};
+use node::{MGMT, SOON, Site, TENANT, World, peer};
+
+/// kg's WireGuard address of the node.
+const KG: &str = "100.66.1.7";
+/// A second address of the node, which its policy denies.
+const DENIED: &str = "10.10.1.77";
+/// A laptop that a person made a Peer for, by hand: no member of any mesh.
+const LAPTOP: &str = "10.99.0.2";
+
+/// wireguard-go with an identity, as kg makes them. Its socket goes with it.
+struct Kg {
+    socket: PathBuf,
+    _process: Running,
+}
+
+impl Drop for Kg {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.socket);
+    }
+}
+
+impl Kg {
+    async fn start(world: &World, site: &Site) -> Self {
+        let tools =
+            Tools::ensure(&[ArtefactSet::WireguardGo], &|line| eprintln!("{line}")).expect("build wireguard-go");
+        let program = tools.path("wireguard-go").expect("wireguard-go").display().to_string();
+        let (host, interface) = (world.host(site), &site.interface);
+        let process = host
+            .spawn("kg", [&program, "-f", interface])
+            .expect("start wireguard-go");
+        let socket = PathBuf::from(format!("/var/run/wireguard/{interface}.sock"));
+        let answers = async || std::os::unix::net::UnixStream::connect(&socket).map_err(|error| error.to_string());
+        wait_until("wireguard-go", SOON, answers).await.expect("it listens");
+        let key = world.key_file(site).with_file_name("kg");
+        std::fs::create_dir_all(key.parent().expect("a directory")).expect("a directory");
+        let script = format!(
+            "umask 077; wg genkey > {key}
+            wg set {interface} listen-port 51820 private-key {key}
+            ip addr add {KG}/24 dev {interface}
+            ip addr add {DENIED}/32 dev lo
+            ip link set {interface} mtu 1420 up
+            wg show {interface} public-key",
+            key = key.display()
+        );
+        let said = host.exec(["sh", "-ec", &script]).await.expect("configure it").stdout;
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        let annotations = BTreeMap::from([
+            (KILO_KEY, said.trim().to_owned()),
+            (KILO_WIREGUARD_IP, format!("{KG}/24")),
+            (KILO_ENDPOINT, format!("{}:51820", site.address)),
+            (KILO_INTERNAL_IP, format!("{}/16", site.address)),
+            (KILO_GRANULARITY, "full".to_owned()),
+            (KILO_LAST_SEEN, now.expect("a clock").as_secs().to_string()),
+        ]);
+        let patch = serde_json::json!({"metadata": {"annotations": annotations}});
+        let nodes = world.nodes(site).await;
+        nodes
+            .patch(site.node, &PatchParams::default(), &Patch::Merge(&patch))
+            .await
+            .expect("annotate the Node");
+        Self {
+            socket,
+            _process: process,
+        }
+    }
+
+    /// What kg makes of a Peer: allowed addresses, and routes in the main table.
+    async fn program(&self, world: &World, site: &Site, of: &Site) {
+        let said = world.published(of).await;
+        let spec = peer(of, &said).spec;
+        let more = format!("{LAPTOP}/32");
+        let allowed = spec.allowed_ips.iter().chain([&more]).cloned().collect::<Vec<_>>();
+        let interface = &site.interface;
+        let routes: String = allowed
+            .iter()
+            .map(|net| format!("ip route add {net} dev {interface}\n"))
+            .collect();
+        let script = format!(
+            "wg set {interface} peer {key} endpoint {endpoint} persistent-keepalive 5 allowed-ips {allowed}\n{routes}",
+            key = spec.public_key,
+            endpoint = said[KILO_ENDPOINT],
+            allowed = allowed.join(",")
+        );
+        world
+            .host(site)
+            .exec(["sh", "-ec", &script])
+            .await
+            .expect("program the Peer");
+    }
+}
+
+/// Everything of a node that could be touched, but for our table and our annotation.
+async fn state(world: &World, site: &Site) -> BTreeMap<String, String> {
+    let mut out = BTreeMap::new();
+    for words in [
+        &["ip", "-d", "rule"][..],
+        &["ip", "-6", "-d", "rule"],
+        &["ip", "route", "show", "table", "all"],
+        &["ip", "-6", "route", "show", "table", "all"],
+        &["ip", "addr"],
+        &["wg", "showconf", &site.interface],
+        &[
+            "sh",
+            "-c",
+            "cd /proc/sys/net; grep -rs '' ipv4/conf ipv4/tcp_fwmark_accept ipv4/fwmark_reflect ipv6/fwmark_reflect",
+        ],
+        &["sh", "-c", "nft list tables | grep -v 'inet clustermesh' || true"],
+    ] {
+        let text = world.host(site).exec(words).await.expect("ask the node").stdout;
+        // Lifetimes count down.
+        out.insert(
+            words.join(" "),
+            text.lines()
+                .filter(|line| !line.contains("valid_lft"))
+                .collect::<Vec<_>>()
+                .join("\n"),
+        );
+    }
+    let mut annotations = world.annotations(site).await;
+    annotations.remove(NODE_AGENT);
+    out.insert("annotations".into(), format!("{annotations:#?}"));
+    out
+}
+
+/// Runs on a thread inside the network namespace of a site's node.
+fn inside<T: Send + 'static>(netns: &Path, what: impl FnOnce() -> T + Send + 'static) -> T {
+    let file = std::fs::File::open(netns).expect("open a network namespace");
+    let run = move || {
+        setns(&file, CloneFlags::CLONE_NEWNET).expect("enter a network namespace");
+        what()
+    };
+    std::thread::spawn(run).join().expect("what runs in a namespace")
+}
+
+/// Listens there for as long as the test runs, and tells whoever connects the address it sees.
+fn serve(world: &World, site: &Site, address: &str, port: u16) {
+    let at = SocketAddr::new(address.parse::<IpAddr>().unwrap(), port);
+    let listener = inside(&world.host(site).netns(), move || {
+        TcpListener::bind(at).expect("listen")
+    });
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            use std::io::Write;
+            let mut stream = stream;
+            let from = stream.peer_addr().expect("a peer").ip().to_string();
+            let _ = stream.write_all(from.as_bytes());
+        }
+    });
+}
+
+/// The address that a server there sees, or how the connection failed.
+fn seen(world: &World, from: &Site, source: &str, to: &str, port: u16) -> Result<String, std::io::ErrorKind> {
+    let at = SocketAddr::new(to.parse::<IpAddr>().unwrap(), port);
+    let source = SocketAddr::new(source.parse::<IpAddr>().unwrap(), 0);
+    inside(&world.host(from).netns(), move || {
+        use std::io::Read;
+        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).expect("a socket");
+        socket.bind(&source.into()).expect("bind");
+        socket
+            .connect_timeout(&at.into(), Duration::from_secs(2))
+            .map_err(|error| error.kind())?;
+        let mut stream = TcpStream::from(socket);
+        stream.set_read_timeout(Some(SOON)).expect("a timeout");
+        let mut text = String::new();
+        stream.read_to_string(&mut text).map_err(|error| error.kind())?;
+        Ok(text)
+    })
+}
+
+fn command(world: &World, site: &Site, more: &[&str]) -> Vec<String> {
+    let mut words = world.command(site, more);
+    words.push("--mode=policy".into());
+    words
+}
+
+#[tokio::test]
+async fn beside_kg_policies_are_enforced_and_nothing_of_kgs_is_touched() {
+    let world = World::start().await;
+    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
+    let kg = Kg::start(&world, mgmt).await;
+    let _whole = world.agent(tenant, "agent-tenant");
+    // kg in add-on mode leaves pods' sources to the CNI, which masquerades what leaves the cluster.
+    let masquerade = "nft 'table ip cni { chain post { type nat hook postrouting priority 100; ip saddr 10.10.0.0/16 ip daddr != 10.10.0.0/16 masquerade; }; }'";
+    world
+        .host(mgmt)
+        .exec(["sh", "-ec", masquerade])
+        .await
+        .expect("a CNI's rule");
+    world.mesh().await;
+    kg.program(&world, mgmt, tenant).await;
+    // A laptop behind the same key: what kg lets in besides meshes.
+    let laptop = format!("ip addr add {LAPTOP}/32 dev lo");
+    world
+        .host(tenant)
+        .exec(["sh", "-ec", &laptop])
+        .await
+        .expect("an address");
+    world.reaches(tenant, mgmt).await;
+    for (address, port) in [(mgmt.pod, 8080), (mgmt.pod, 10250), (KG, 8080), (DENIED, 8080)] {
+        serve(&world, mgmt, address, port);
+    }
+    serve(&world, tenant, tenant.pod, 8080);
+    let closed = Err(std::io::ErrorKind::TimedOut);
+    let patch = serde_json::json!({"spec": {
+        "infrastructurePorts": [{"port": 10250, "protocol": "TCP"}],
+        "deny": [{"to": [format!("{DENIED}/32")], "ports": [{"port": 8080, "protocol": "TCP"}]}],
+    }});
+    let policies = world.policies(mgmt).await;
+    policies
+        .patch("mesh--tenant-a", &PatchParams::default(), &Patch::Merge(&patch))
+        .await
+        .expect("close a port and an address");
+
+    // kg alone accepts whatever its Peers admit, and the CNI hides the pod.
+    assert_eq!(
+        seen(&world, tenant, tenant.pod, mgmt.pod, 10250),
+        Ok(tenant.pod.to_owned())
+    );
+    assert_eq!(
+        seen(&world, tenant, tenant.pod, DENIED, 8080),
+        Ok(tenant.pod.to_owned())
+    );
+    assert_eq!(seen(&world, mgmt, mgmt.pod, tenant.pod, 8080), Ok(KG.to_owned()));
+
+    let before = state(&world, mgmt).await;
+    let words = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-ec",
+        "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"",
+        "sh",
+    ];
+    let words: Vec<String> = words
+        .map(String::from)
+        .into_iter()
+        .chain(command(&world, mgmt, &[]))
+        .collect();
+    let mut agent = world.host(mgmt).spawn("agent-mgmt", words).expect("start the agent");
+    world.ready(mgmt).await;
+    wait_until("the annotation", SOON, async || {
+        let said = world
+            .annotations(mgmt)
+            .await
+            .get(NODE_AGENT)
+            .cloned()
+            .unwrap_or_default();
+        if said.contains(r#""mode":"policy""#) {
+            Ok(())
+        } else {
+            Err(said)
+        }
+    })
+    .await
+    .expect("it says that it is here");
+
+    // New connections; what is translated was settled by each one's first packet.
+    assert_eq!(
+        seen(&world, tenant, tenant.pod, mgmt.pod, 8080),
+        Ok(tenant.pod.to_owned())
+    );
+    assert_eq!(seen(&world, tenant, tenant.pod, KG, 8080), Ok(tenant.pod.to_owned()));
+    assert_eq!(seen(&world, mgmt, mgmt.pod, tenant.pod, 8080), Ok(mgmt.pod.to_owned()));
+    assert_eq!(
+        seen(&world, tenant, tenant.pod, mgmt.pod, 10250),
+        closed,
+        "an infrastructure port"
+    );
+    assert_eq!(seen(&world, tenant, tenant.pod, DENIED, 8080), closed, "denied");
+    assert_eq!(state(&world, mgmt).await, before);
+
+    // What no mesh brought is none of its business.
+    let rules = world
+        .host(mgmt)
+        .exec(["nft", "list", "set", "inet", "clustermesh", "mesh4"])
+        .await
+        .expect("nft")
+        .stdout;
+    assert!(rules.contains("10.20.0.0/16") && !rules.contains("10.99"), "{rules}");
+
+    // Torn away, it comes back.
+    world.host(mgmt).exec(["nft", "flush", "ruleset"]).await.expect("flush");
+    wait_until("the table to be back", SOON, async || {
+        let list = world
+            .host(mgmt)
+            .try_exec(["nft", "list", "table", "inet", "clustermesh"])
+            .await;
+        match list.map_err(|error| error.to_string())? {
+            output if output.status.success() => Ok(()),
+            output => Err(output.stderr),
+        }
+    })
+    .await
+    .expect("the table");
+    assert_eq!(
+        seen(&world, tenant, tenant.pod, mgmt.pod, 10250),
+        closed,
+        "after a flush"
+    );
+
+    a_peer_that_asks_for_more_is_named(&world, mgmt, &agent).await;
+
+    // Without its policy a member reaches nothing, although kg still carries it.
+    policies
+        .delete("mesh--tenant-a", &Default::default())
+        .await
+        .expect("delete the PeerPolicy");
+    wait_until("the member to be closed out", SOON, async || {
+        match seen(&world, tenant, tenant.pod, mgmt.pod, 8080) {
+            Err(std::io::ErrorKind::TimedOut) => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .expect("closed");
+
+    // Stopped: still closed. Cleaned up: as it was.
+    let status = agent.terminate(SOON).await.expect("it ends");
+    assert!(status.success(), "{}", agent.log());
+    assert_eq!(
+        seen(&world, tenant, tenant.pod, mgmt.pod, 8080),
+        closed,
+        "the agent is stopped"
+    );
+    let done = world
+        .host(mgmt)
+        .exec(command(&world, mgmt, &["cleanup"]))
+        .await
+        .expect("cleanup");
+    let mut after = state(&world, mgmt).await;
+    // The flush was ours.
+    let tables = "sh -c nft list tables | grep -v 'inet clustermesh' || true";
+    after.insert(tables.into(), before[tables].clone());
+    assert_eq!(after, before, "{}", done.stderr);
+    let left = world
+        .host(mgmt)
+        .exec(["nft", "list", "tables"])
+        .await
+        .expect("nft")
+        .stdout;
+    assert!(!left.contains("clustermesh"), "{left}");
+    assert!(!world.annotations(mgmt).await.contains_key(NODE_AGENT));
+    assert_eq!(
+        seen(&world, tenant, tenant.pod, mgmt.pod, 10250),
+        Ok(tenant.pod.to_owned())
+    );
+    drop(kg);
+}
+
+async fn a_peer_that_asks_for_more_is_named(world: &World, mgmt: &Site, agent: &Running) {
+    let peers = world.peers(mgmt).await;
+    let patch = |value: Option<&str>| serde_json::json!({"metadata": {"annotations": {PEER_REQUIRES_POLICY: value}}});
+    let name = "mesh--tenant-a--tenant-a-1";
+    let set = async |value| {
+        peers
+            .patch(name, &PatchParams::default(), &Patch::Merge(&patch(value)))
+            .await
+            .expect("annotate the Peer");
+    };
+    set(Some("revision-1")).await;
+    let line = format!("left out: Peer {name}: PolicyNotServed: ");
+    wait_until("the Peer to be named", SOON, async || {
+        let log = agent.log();
+        if log.contains(&line) { Ok(()) } else { Err(log) }
+    })
+    .await
+    .expect("the log");
+    let (_, metrics) = world.page(mgmt, "/metrics").await;
+    assert!(
+        metrics.contains("wg_agent_peers_refused{reason=\"PolicyNotServed\"} 1"),
+        "{metrics}"
+    );
+    set(None).await;
+}
