@@ -2,16 +2,23 @@
 //! no clock, and nothing is sent or configured here.
 //!
 //! ```text
-//! age of the last handshake ->  0 s              180 s          275 s
-//! keepalive or traffic          |------ up --------|---- up -----|---- down ---->   (a new one was due at 180 s)
-//! idle, no keepalive            |------ up --------|------- unknown ------------>   (nobody asked for a new one)
+//! age of the last handshake ->         0 s               180 s          275 s
+//! keepalive                            |------- up --------|---- up -----|---- down ---->   (a new one was due at 180 s)
+//! none, and idle                       |------- up --------|------ unknown ------------->   (nobody asked for a new one)
 //!
-//! never a handshake, since the peer was added:  0 s             15 s
-//! we know where it is, so we greeted it         |--- unknown ----|---- down ---->
-//! it has to find us                             |--------------- unknown ------->
+//! no keepalive, and we send without an answer, for ->  0 s           15 s          45 s
+//! the session lives                                    |-------------- up -----------|---- down ---->
+//! it is dead                                           |-- unknown ---|----------- down ------------>
+//!
+//! never a handshake, since it was added ->             0 s           15 s
+//! we know where it is: we greeted it                   |-- unknown ---|----------- down ------------>
+//! it has to find us                                    |----------------- unknown ------------------>
 //! ```
 //! A session lives 180 s (WireGuard paper §6.1, Reject-After-Time), a retry takes 5 s and is given up after 90 s
-//! (Rekey-Timeout, Rekey-Attempt-Time): 275 s without a handshake is more than one that failed by bad luck.
+//! (Rekey-Timeout, Rekey-Attempt-Time): 275 s without a handshake is more than one that failed by bad luck. Whoever
+//! receives data answers within 10 s, with a keepalive if nothing else (Keepalive-Timeout), so a peer that is sent data and
+//! keeps silent is gone long before its session is. A keepalive itself asks for no answer: where we send them at an interval,
+//! silence says nothing.
 
 use std::time::Duration;
 
@@ -21,6 +28,11 @@ pub const SESSION: Duration = Duration::from_secs(180);
 pub const DOWN_AFTER: Duration = Duration::from_secs(180 + 5 + 90);
 /// A peer we greeted has three tries to answer.
 pub const GREETED: Duration = Duration::from_secs(15);
+
+/// WireGuard takes 15 s to notice that its data is not answered, and has then tried six handshakes.
+pub const SILENT: Duration = Duration::from_secs(15 + 6 * 5);
+/// Bytes of a keepalive on the wire: data of nothing (header, counter, tag).
+pub const KEEPALIVE: u64 = 32;
 
 /// How a peer is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -56,21 +68,28 @@ pub struct Signs {
     pub reachable: bool,
     /// It has a keepalive interval.
     pub keepalive: bool,
-    /// For how long we have been sending without hearing anything back; `None` = the last word was not ours.
+    /// For how long we have been sending what asks for an answer, that is more than one [`KEEPALIVE`], without hearing
+    /// anything back; `None` = the last word was not ours.
     pub unanswered: Option<Duration>,
 }
 
 /// How a peer with these signs is.
 #[must_use]
 pub fn state(signs: &Signs) -> State {
-    let tried = signs.reachable && (signs.keepalive || signs.unanswered.is_some_and(|for_| for_ > GREETED));
-    match signs.handshake {
-        Some(age) if age <= SESSION => State::Up,
-        Some(age) if tried && age <= DOWN_AFTER => State::Up,
-        Some(_) if tried => State::Down,
-        Some(_) => State::Unknown,
-        None if signs.reachable && signs.configured > GREETED => State::Down,
-        None => State::Unknown,
+    let Some(age) = signs.handshake else {
+        let down = signs.reachable && signs.configured > GREETED;
+        return if down { State::Down } else { State::Unknown };
+    };
+    let alive = age <= SESSION;
+    let patience = if alive { SILENT } else { GREETED };
+    let silent = !signs.keepalive && signs.unanswered.is_some_and(|for_| for_ > patience);
+    let overdue = signs.keepalive && age > DOWN_AFTER;
+    if signs.reachable && (silent || overdue) {
+        State::Down
+    } else if alive || (signs.reachable && signs.keepalive) {
+        State::Up
+    } else {
+        State::Unknown
     }
 }
 
@@ -90,6 +109,8 @@ pub fn try_next(signs: &Signs, since: Duration) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use proptest::{option, prelude::*};
+
     use super::*;
 
     const fn s(seconds: u64) -> Duration {
@@ -134,7 +155,19 @@ mod tests {
                 ..QUIET
             })
         };
-        assert_eq!([180, 275, 276].map(sending), [State::Up, State::Up, State::Down]);
+        assert_eq!([180, 181, 276].map(sending), [State::Up, State::Down, State::Down]);
+        let silent = |keepalive| {
+            move |seconds| {
+                state(&Signs {
+                    handshake: Some(s(100)),
+                    unanswered: Some(s(seconds)),
+                    keepalive,
+                    ..QUIET
+                })
+            }
+        };
+        assert_eq!([45, 46].map(silent(false)), [State::Up, State::Down]);
+        assert_eq!([45, 46].map(silent(true)), [State::Up; 2]);
         let new = |age| {
             state(&Signs {
                 configured: s(age),
@@ -150,6 +183,71 @@ mod tests {
             })
         };
         assert_eq!([0, 16, 9999].map(passive), [State::Unknown; 3]);
+    }
+
+    fn seconds() -> impl Strategy<Value = Duration> {
+        (0u64..400).prop_map(s)
+    }
+
+    fn signs() -> impl Strategy<Value = Signs> {
+        let (configured, handshake) = (seconds(), option::of(seconds()));
+        (
+            configured,
+            handshake,
+            any::<bool>(),
+            any::<bool>(),
+            option::of(seconds()),
+        )
+            .prop_map(|(configured, handshake, reachable, keepalive, unanswered)| Signs {
+                configured,
+                handshake,
+                reachable,
+                keepalive,
+                unanswered,
+            })
+    }
+
+    proptest! {
+        #[test]
+        fn an_idle_peer_without_keepalive_is_never_down_once_it_was_heard(some in signs(), age in seconds()) {
+            let idle = Signs { handshake: Some(age), keepalive: false, unanswered: None, ..some };
+            prop_assert_ne!(state(&idle), State::Down);
+        }
+
+        #[test]
+        fn who_shook_hands_within_a_session_and_is_not_silent_is_up(some in signs(), age in 0u64..=180, quiet in 0u64..=45) {
+            let alive = Signs { handshake: Some(s(age)), unanswered: Some(s(quiet)), ..some };
+            prop_assert_eq!(state(&alive), State::Up);
+        }
+
+        #[test]
+        fn nobody_is_down_whom_we_cannot_send_to(some in signs()) {
+            prop_assert_ne!(state(&Signs { reachable: false, ..some }), State::Down);
+        }
+
+        /// Time alone makes nobody better, and nobody who is down anything but down.
+        #[test]
+        fn without_a_sign_of_life_a_peer_only_gets_worse(some in signs(), later in seconds()) {
+            let rank = |state| match state {
+                State::Up => 0,
+                State::Unknown => 1,
+                State::Down => 2,
+            };
+            let then = Signs {
+                configured: some.configured + later,
+                handshake: some.handshake.map(|age| age + later),
+                unanswered: some.unanswered.map(|quiet| quiet + later),
+                ..some
+            };
+            prop_assert!(rank(state(&then)) >= rank(state(&some)), "{:?} and then {:?}", state(&some), state(&then));
+        }
+
+        /// A peer that lives is left where it is.
+        #[test]
+        fn no_other_endpoint_is_tried_for_who_shook_hands_within_a_session(some in signs(), age in 0u64..=180, since in seconds()) {
+            let alive = Signs { handshake: Some(s(age)), ..some };
+            prop_assert!(!try_next(&alive, since));
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_core::{key::PublicKey, observe::Endpoint};
+use clustermesh_core::{key::PublicKey, links::Tunnels, observe::Endpoint};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
@@ -85,15 +85,77 @@ pub struct Agent {
     /// Peers without one.
     #[serde(default)]
     pub peers_down: u32,
+    /// Members to which some tunnel of this node is down, by [`member`]; see [`Agent::set_links`].
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "lenient")]
+    pub links: BTreeMap<String, Link>,
+}
+
+/// The longest text of [`NODE_AGENT`] that is read, bytes.
+const MAX_AGENT: usize = 4096;
+/// What of it links may take, bytes: the rest is a few hundred.
+const MAX_LINKS: usize = 3584;
+
+/// The word for a member in [`Agent::links`]: two meshes may give one name to two members.
+#[must_use]
+pub fn member(mesh_namespace: &str, mesh: &str, cluster: &str) -> String {
+    format!("{mesh_namespace}/{mesh}/{cluster}")
+}
+
+/// How many of a node's tunnels to one member are in which state; the rest of `total` is idle or new.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Link {
+    /// With a live session.
+    #[serde(default)]
+    pub up: u32,
+    /// That should have one and have none.
+    #[serde(default)]
+    pub down: u32,
+    /// All.
+    #[serde(default)]
+    pub total: u32,
+}
+
+impl From<Link> for Tunnels {
+    fn from(link: Link) -> Self {
+        let Link { up, down, total } = link;
+        Self { up, down, total }
+    }
+}
+
+/// A link that cannot be read costs itself: who wrote it may be newer than who reads it, or hostile.
+fn lenient<'de, D: serde::Deserializer<'de>>(text: D) -> Result<BTreeMap<String, Link>, D::Error> {
+    let value = serde_json::Value::deserialize(text)?;
+    let links = value.as_object().into_iter().flatten();
+    Ok(links
+        .filter_map(|(member, link)| Some((member.clone(), Link::deserialize(link).ok()?)))
+        .collect())
 }
 
 impl Agent {
+    /// Takes over the members to which a tunnel is down; the others are no news. Where that is more than an annotation
+    /// should hold, those with the fewest tunnels down are left out.
+    pub fn set_links(&mut self, links: impl IntoIterator<Item = (String, Link)>) {
+        let mut broken: Vec<_> = links.into_iter().filter(|(_, link)| link.down > 0).collect();
+        broken.sort_by(|(a, x), (b, y)| y.down.cmp(&x.down).then_with(|| a.cmp(b)));
+        let mut room = MAX_LINKS;
+        self.links = broken
+            .into_iter()
+            .take_while(|link| {
+                // Its own text, with the comma in place of a brace.
+                let length = serde_json::to_string(&BTreeMap::from([link.clone()])).map_or(usize::MAX, |t| t.len());
+                let fits = length <= room;
+                room = room.saturating_sub(length);
+                fits
+            })
+            .collect();
+    }
+
     /// Reads the annotation.
     ///
     /// # Errors
     /// It is no JSON object of this shape; in words.
     pub fn parse(text: &str) -> Result<Self, String> {
-        if text.len() > 4096 {
+        if text.len() > MAX_AGENT {
             return Err(format!("{} bytes, expected a few hundred", text.len()));
         }
         serde_json::from_str(text).map_err(|error| format!("not what wg-agent writes: {error}"))
@@ -315,5 +377,70 @@ mod tests {
             ])
         );
         assert_eq!(Agent::parse(&identity.agent.to_string()), Ok(identity.agent));
+    }
+
+    const fn tunnels(up: u32, down: u32) -> Link {
+        Link {
+            up,
+            down,
+            total: up + down,
+        }
+    }
+
+    #[test]
+    fn only_links_with_a_tunnel_down_are_told() {
+        let mut agent = Agent::default();
+        agent.set_links([
+            (member("ns", "m", "a"), tunnels(2, 1)),
+            (member("ns", "m", "b"), tunnels(3, 0)),
+        ]);
+        let text = agent.to_string();
+        assert!(
+            text.ends_with(r#","peersDown":0,"links":{"ns/m/a":{"up":2,"down":1,"total":3}}}"#),
+            "{text}"
+        );
+        assert_eq!(Agent::parse(&text), Ok(agent));
+    }
+
+    #[test]
+    fn an_annotation_stays_small_whatever_is_down_and_the_worst_is_told_first() {
+        let long = "x".repeat(63);
+        let mut agent = Agent {
+            version: "10.20.30-rc.1".into(),
+            backend: "userspace".into(),
+            mode: "policy".into(),
+            mtu: u32::MAX,
+            policy_revision: "f".repeat(64),
+            peers_up: u32::MAX,
+            peers_down: u32::MAX,
+            links: BTreeMap::new(),
+        };
+        agent.set_links((0..100).map(|n| {
+            (
+                member(&long, &long, &format!("{n:0>63}")),
+                tunnels(4_000_000, 1 + n % 7),
+            )
+        }));
+        let text = agent.to_string();
+        assert!(text.len() <= MAX_AGENT, "{} bytes", text.len());
+        assert!(agent.links.len() > 10, "{} links", agent.links.len());
+        let down: std::collections::BTreeSet<u32> = agent.links.values().map(|link| link.down).collect();
+        assert_eq!(down, [6, 7].into());
+        assert_eq!(Agent::parse(&text), Ok(agent));
+    }
+
+    #[test]
+    fn a_link_that_cannot_be_read_costs_that_link() {
+        let text = r#"{"mode":"full","links":{"ns/m/a":{"up":1,"down":1,"total":2,"more":true},"ns/m/b":{"up":-1},
+            "ns/m/c":7,"ns/m/d":{"down":99999999999}}}"#;
+        let links = |text| Agent::parse(text).map(|agent| (agent.mode, agent.links));
+        assert_eq!(
+            links(text),
+            Ok(("full".into(), [("ns/m/a".to_owned(), tunnels(1, 1))].into()))
+        );
+        assert_eq!(
+            links(r#"{"mode":"full","links":[3]}"#),
+            Ok(("full".into(), BTreeMap::new()))
+        );
     }
 }

@@ -321,7 +321,7 @@ pub struct ClusterMeshStatus {
     #[schemars(length(max = schema::MAX_CLUSTERS))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub clusters: Vec<ClusterStatus>,
-    /// Pairs of members between which some node pairs have no working tunnel.
+    /// Pairs of members between which some node pairs have no working tunnel, as their nodes say.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256))]
     pub broken_links: Vec<BrokenLink>,
@@ -418,9 +418,9 @@ pub struct BrokenLink {
     /// The member at the other end.
     #[schemars(length(max = 63))]
     pub to: String,
-    /// Tunnels that are up.
+    /// Tunnels that are up, on the nodes of `from` that have one down.
     pub up: i64,
-    /// Tunnels that should be.
+    /// All tunnels to `to` on those nodes.
     pub total: i64,
 }
 

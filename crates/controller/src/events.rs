@@ -144,7 +144,17 @@ fn standing(mesh: &ClusterMesh) -> BTreeMap<String, String> {
             .iter()
             .map(move |skip| (node_topic(&cluster.name, &skip.node), skip.reason.clone()))
     });
-    conditions.chain(nodes).collect()
+    let links = status.broken_links.iter();
+    let links = links.map(|link| (link_topic(&link.from, &link.to), TUNNELS_DOWN.to_owned()));
+    conditions.chain(nodes).chain(links).collect()
+}
+
+/// The word for a link with tunnels down.
+pub(crate) const TUNNELS_DOWN: &str = "TunnelsDown";
+
+/// The topic of a link.
+pub(crate) fn link_topic(from: &str, to: &str) -> String {
+    format!("link {from}/{to}")
 }
 
 /// The topic of a Node.

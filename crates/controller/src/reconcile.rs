@@ -29,10 +29,12 @@ use crate::{
 };
 
 mod endings;
+mod links;
 mod meshes;
 mod tell;
 mod write_back;
 
+use links::Links;
 use meshes::{Known, Served, know};
 
 /// Without news, everything is looked at again after this.
@@ -88,6 +90,8 @@ pub(crate) struct Reconciler {
     unreported: BTreeMap<MeshId, Instant>,
     /// What each mesh meant when it was last served.
     served: Served,
+    /// Broken links as they were last told.
+    links: Links,
     /// The hub left a write of this pass without an answer: what comes after it would wait as long.
     hub_silent: bool,
     shown: Shown,
@@ -125,6 +129,7 @@ impl Reconciler {
             synced: BTreeMap::new(),
             unreported: BTreeMap::new(),
             served: Served::new(),
+            links: Links::default(),
             hub_silent: false,
             shown,
         }
@@ -178,7 +183,8 @@ impl Reconciler {
         self.leave(&pass);
         self.show(&pass);
 
-        let next = [hold, waits.map(|until| until.saturating_duration_since(Instant::now()))];
+        let in_time = |until: Instant| until.saturating_duration_since(Instant::now());
+        let next = [hold, waits.map(in_time), self.links.due().map(in_time)];
         let next = next.into_iter().flatten().min().unwrap_or(RESYNC).min(RESYNC);
         if settled {
             next.max(Duration::from_millis(50))

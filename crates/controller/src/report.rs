@@ -5,16 +5,19 @@ use std::collections::BTreeMap;
 
 use clustermesh_api::{
     convert::Finding,
-    mesh::{AgentCounts, ClusterMesh, ClusterMeshStatus, ClusterStatus, EgressStatus, ServiceRef, SkippedNode},
+    mesh::{
+        AgentCounts, BrokenLink, ClusterMesh, ClusterMeshStatus, ClusterStatus, EgressStatus, ServiceRef, SkippedNode,
+    },
 };
 use clustermesh_core::{
+    links::Broken,
     mesh::Mesh,
     plan::MeshPlan,
     status::{self, Condition},
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1 as meta;
 
-use crate::events::{Saying, cut, node_topic};
+use crate::events::{Saying, TUNNELS_DOWN, cut, link_topic, node_topic};
 
 /// Skipped nodes that the status lists.
 const LISTED: usize = 20;
@@ -52,6 +55,8 @@ pub(crate) struct Subject<'a> {
     pub(crate) unwritten: &'a BTreeMap<String, String>,
     /// By entry.
     pub(crate) facts: &'a BTreeMap<String, Facts>,
+    /// Between which entries tunnels are down.
+    pub(crate) broken: &'a [Broken],
 }
 
 /// The status to be written, and everything that is to be said.
@@ -66,7 +71,7 @@ pub(crate) fn report(subject: &Subject<'_>, now: &meta::Time) -> (ClusterMeshSta
                 message: message.clone(),
             }]
         }
-        None => status::conditions(subject.plan, subject.unwritten),
+        None => status::conditions(subject.plan, subject.unwritten, subject.broken),
     };
     let sayings = sayings(subject, &conditions);
     let before = subject.object.status.clone().unwrap_or_default();
@@ -94,7 +99,7 @@ pub(crate) fn report(subject: &Subject<'_>, now: &meta::Time) -> (ClusterMeshSta
         members: Some(format!("{fresh}/{}", entries.len())),
         registered_peers: Some(count(registered)),
         clusters: entries.iter().map(|entry| row(subject, &entry.name)).collect(),
-        broken_links: before.broken_links,
+        broken_links: subject.broken.iter().map(broken_link).collect(),
         egress: egress(subject),
     };
     (status, sayings)
@@ -126,6 +131,22 @@ fn row(subject: &Subject<'_>, entry: &str) -> ClusterStatus {
         last_sync: facts.last_sync,
         kubernetes_version: facts.version.map(|version| cut(&version, 64)),
         agents: facts.agents,
+    }
+}
+
+fn broken_link(link: &Broken) -> BrokenLink {
+    let Broken {
+        from,
+        to,
+        up,
+        down: _,
+        total,
+    } = link;
+    BrokenLink {
+        from: from.clone(),
+        to: to.clone(),
+        up: count(*up),
+        total: count(*total),
     }
 }
 
@@ -183,10 +204,14 @@ fn stamp(
 fn sayings(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Saying> {
     let mut sayings = Vec::new();
     for condition in conditions {
-        // Good news is said of Ready alone; that nodes are skipped is said of each.
+        // Good news is said of Ready alone; that nodes are skipped, or links down, is said of each.
         let warning = match condition.kind {
             "Ready" => !condition.status,
-            "NetworksOverlap" | "Degraded" if condition.status && condition.reason != "NodesSkipped" => true,
+            "NetworksOverlap" | "Degraded"
+                if condition.status && !["NodesSkipped", "TunnelsDown"].contains(&condition.reason) =>
+            {
+                true
+            }
             "EgressResolved" if !condition.status => true,
             _ => continue,
         };
@@ -223,6 +248,16 @@ fn sayings(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Saying> {
                 node: Some((entry.clone(), skipped.node.clone())),
             });
         }
+    }
+    for link in subject.broken {
+        sayings.push(Saying {
+            topic: link_topic(&link.from, &link.to),
+            reason: TUNNELS_DOWN.to_owned(),
+            message: status::down(link),
+            warning: true,
+            action: "LookAtLinks",
+            node: None,
+        });
     }
     sayings
 }
@@ -264,6 +299,7 @@ mod tests {
             warnings: &[],
             unwritten: &unwritten,
             facts: &facts,
+            broken: &[],
         };
         let first = stamp(
             &subject,

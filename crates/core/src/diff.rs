@@ -7,7 +7,7 @@ use ipnet::IpNet;
 use crate::{
     key::PublicKey,
     mesh::{ClusterIdentity, MeshId, ObjectName},
-    observe::{Member, ObservedPeer, Owner, PeerSpec, PolicySpec, ServicePort},
+    observe::{Member, Mirror, ObservedPeer, Owner, PeerSpec, PolicySpec},
     ownership::{self, Ownership},
     plan::{MeshPlan, Plan, PlannedSlice, TargetPlan},
 };
@@ -43,7 +43,7 @@ pub enum Item {
     /// A PeerPolicy, by name.
     Policy(String, Option<PolicySpec>),
     /// A mirrored Service.
-    Service(ObjectName, Option<Vec<ServicePort>>),
+    Service(ObjectName, Option<Mirror>),
     /// An EndpointSlice of a mirrored Service, whose name comes with it.
     Slice(ObjectName, Option<(String, PlannedSlice)>),
 }
@@ -116,21 +116,33 @@ pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Ste
                 .map(|step| (if step.action == Action::Delete { 8 } else { 0 }, step)),
         );
     }
+    let mirrors: BTreeMap<&ObjectName, Mirror> = member
+        .services
+        .iter()
+        .map(|(name, service)| {
+            let mirror = Mirror {
+                ports: service.ports.clone(),
+                dual: service.dual,
+            };
+            (name, mirror)
+        })
+        .collect();
     let standing = member.services.iter().filter_map(|(name, service)| {
-        service
-            .managed
-            .as_ref()
-            .map(|owner| (name.clone(), (owner, Some(&service.ports))))
+        let owner = service.managed.as_ref()?;
+        Some((name.clone(), (owner, mirrors.get(name))))
     });
     let desired = differ.desired(|target| {
         target
             .services
             .iter()
-            .map(|(name, s)| (name.clone(), (s.source.clone(), s.ports.clone())))
+            .map(|(name, s)| (name.clone(), (s.source.clone(), s.mirror())))
             .collect()
     });
     let services = differ.compare(standing.collect(), desired, Item::Service, |old, new| {
-        if old == new { vec![] } else { vec!["spec.ports"] }
+        let mut fields = vec![];
+        fields.extend((old.ports != new.ports).then_some("spec.ports"));
+        fields.extend((new.dual && !old.dual).then_some("spec.ipFamilyPolicy"));
+        fields
     });
     steps.extend(
         services

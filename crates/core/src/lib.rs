@@ -6,6 +6,7 @@
 
 pub mod diff;
 pub mod key;
+pub mod links;
 pub mod mesh;
 pub mod observe;
 pub mod ownership;

@@ -284,6 +284,17 @@ pub struct Service {
     pub selectorless: bool,
     /// Its ports.
     pub ports: Vec<ServicePort>,
+    /// It asks for both families, where its cluster has them.
+    pub dual: bool,
+}
+
+/// A mirrored Service apart from its endpoints.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Mirror {
+    /// Ports as in the source, those that were granted.
+    pub ports: Vec<ServicePort>,
+    /// Ask for both families. What stands with both keeps them.
+    pub dual: bool,
 }
 
 /// One port of a Service.

@@ -2,7 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use crate::plan::{Fact, MeshPlan};
+use crate::{
+    links::Broken,
+    plan::{Fact, MeshPlan},
+};
 
 /// One condition, without the times that its reporter keeps.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,10 +20,11 @@ pub struct Condition {
     pub message: String,
 }
 
-/// The conditions of a mesh. `unwritten` = members, by entry name, into which the plan could not be written, and why.
+/// The conditions of a mesh. `unwritten` = members, by entry name, into which the plan could not be written, and why;
+/// `broken` = between which members tunnels are down.
 #[must_use]
-pub fn conditions(plan: &MeshPlan, unwritten: &BTreeMap<String, String>) -> Vec<Condition> {
-    let mut conditions = vec![ready(plan, unwritten), overlap(plan), degraded(plan)];
+pub fn conditions(plan: &MeshPlan, unwritten: &BTreeMap<String, String>, broken: &[Broken]) -> Vec<Condition> {
+    let mut conditions = vec![ready(plan, unwritten), overlap(plan), degraded(plan, broken)];
     if !plan.egress.is_empty() {
         conditions.push(egress(plan));
     }
@@ -124,7 +128,23 @@ fn overlap(plan: &MeshPlan) -> Condition {
     }
 }
 
-fn degraded(plan: &MeshPlan) -> Condition {
+/// What is said of a link: whose tunnels, how many, and where to look.
+#[must_use]
+pub fn down(link: &Broken) -> String {
+    let Broken {
+        from,
+        to,
+        up: _,
+        down,
+        total,
+    } = link;
+    format!(
+        "{down} of {total} tunnels from nodes of cluster {from:?} to cluster {to:?} are down; `wg-agent status` there names \
+         them. Most likely UDP is blocked on the way, an endpoint is wrong, or a node does not run"
+    )
+}
+
+fn degraded(plan: &MeshPlan, broken: &[Broken]) -> Condition {
     let mut troubles: Vec<(&'static str, String)> = Vec::new();
     for (name, report) in plan.clusters.iter().filter(|(_, report)| !report.skipped.is_empty()) {
         let first = &report.skipped[0];
@@ -165,12 +185,13 @@ fn degraded(plan: &MeshPlan) -> Condition {
         };
         troubles.push((reason, message));
     }
+    troubles.extend(broken.iter().map(|link| ("TunnelsDown", down(link))));
     match troubles.first() {
         None => Condition {
             kind: "Degraded",
             status: false,
             reason: "AllServed",
-            message: "every node has its Peer".to_owned(),
+            message: "every node has its Peer, and no tunnel is known to be down".to_owned(),
         },
         Some((reason, _)) => Condition {
             kind: "Degraded",

@@ -11,7 +11,7 @@ use clustermesh_agent_core::{interface::InterfaceName, mtu};
 use clustermesh_daemon::LogFormat;
 use ipnet::IpNet;
 
-use crate::{device::Backend, identity::address::Range};
+use crate::{device::Backend, identity::address::Range, status::command::StatusArgs};
 
 /// Owns one node's WireGuard device, routes and firewall table: turns Peers and PeerPolicies into kernel state and
 /// publishes the node's identity.
@@ -25,7 +25,7 @@ pub struct Cli {
 }
 
 /// What to do instead of running.
-#[derive(Debug, Clone, Copy, Subcommand)]
+#[derive(Debug, Clone, Subcommand)]
 pub(crate) enum Command {
     /// Take everything of this agent off the node - device, routes, rules, firewall table, control socket, its
     /// annotations - and report what could not be taken. The key stays: it is the node's identity.
@@ -33,6 +33,9 @@ pub(crate) enum Command {
     /// Make a new key for this node. The running agent publishes it, and takes it when the first peer has learnt of it;
     /// until then the old one serves.
     RotateKey,
+    /// Show how this node is, from the agent that runs on it: who answers, and what is to be mended. Exit code 0: nothing;
+    /// 1: something; 2: no agent answers.
+    Status(StatusArgs),
     /// Write the node's kernel settings that need a privileged container, and end: for an init container.
     Prepare,
 }
@@ -82,6 +85,9 @@ pub(crate) struct Flags {
     /// Address of /metrics, /healthz, /readyz and /debug/state.
     #[arg(long, default_value = "0.0.0.0:9587", global = true)]
     listen: SocketAddr,
+    /// Metrics of each peer too, not just of each cluster: four series for each, for the first 1000 peers by name.
+    #[arg(long, global = true)]
+    metrics_per_peer: bool,
     /// How log lines are written.
     #[arg(long, value_enum, default_value_t = LogFormat::Text, global = true)]
     log_format: LogFormat,
@@ -177,6 +183,8 @@ pub struct Config {
     pub bypass: Vec<IpNet>,
     /// Address of the admin endpoint.
     pub listen: SocketAddr,
+    /// Whether metrics of each peer are shown.
+    pub metrics_per_peer: bool,
 }
 
 /// The flags of a run in policy mode, checked.
@@ -235,6 +243,7 @@ impl Flags {
             no_offload,
             bypass_cidr,
             listen,
+            metrics_per_peer,
             log_format: _, // taken before anything else, so that errors are written in it
         } = self;
         let backend = match backend {
@@ -255,6 +264,7 @@ impl Flags {
             offload: !no_offload,
             bypass: bypass_cidr.iter().map(IpNet::trunc).collect(),
             listen,
+            metrics_per_peer,
         })
     }
 

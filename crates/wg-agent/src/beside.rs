@@ -20,6 +20,7 @@ use tokio::{sync::watch, task::JoinSet};
 
 use crate::{
     args::PolicyConfig,
+    device,
     firewall::{self, Backend, Keeper},
     lock,
     metrics::Metrics,
@@ -32,7 +33,7 @@ use crate::{
         objects::{NodeSeen, PeerSeen, revision},
         store::{Store, World},
     },
-    status::{Dump, Said, Trouble, Troubles},
+    status::{self, Dump, Said, Trouble, Troubles, view::NodeView},
 };
 
 /// A whole look at the table as a safety net, whatever was heard.
@@ -50,12 +51,9 @@ const DRAIN: Duration = Duration::from_secs(5);
 
 /// Runs until a signal. The table stays behind: what it closes is closed also while nobody is here.
 pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
-    let _lock = lock::take()?;
-    let missing = preflight::check();
-    let missing: Vec<_> = missing
-        .iter()
-        .filter(|what| !matches!(what, preflight::Missing::Tun(_)))
-        .collect();
+    let lock = lock::take()?;
+    // As for a tunnel that is the kernel's: no TUN device is needed.
+    let missing = preflight::check(device::Backend::Kernel);
     anyhow::ensure!(
         missing.is_empty(),
         "this node is not ready for wg-agent:\n{}",
@@ -71,7 +69,7 @@ pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
     let stop = drain::on_signal().context("cannot install the signal handlers")?;
     let connection = source::client::connect(config.kubeconfig.as_deref()).await?;
     let mut registry = clustermesh_daemon::metrics::registry("wg_agent", env!("CARGO_PKG_VERSION"));
-    let metrics = Metrics::register(&mut registry);
+    let metrics = Metrics::register(&mut registry, false);
     let (readiness, liveness, dump) = (Readiness::new(), Liveness::new(), Dump::default());
     let admin = Admin::bind(config.listen).await?;
     let shown = dump.clone();
@@ -89,6 +87,8 @@ pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
             tracing::error!(%error, "the admin endpoint ended");
         }
     });
+    let listener = lock.listener().context("cannot answer `wg-agent status`")?;
+    tasks.spawn(status::ask::answer(listener, dump.clone(), stop.clone()));
     source::follow(
         &mut tasks,
         &connection.client,
@@ -176,8 +176,10 @@ impl<F: Backend> Beside<F> {
             troubles.push(trouble);
         }
         let well = troubles.iter().all(|trouble| trouble.harmless);
-        let said: BTreeMap<_, _> = troubles.iter().map(|t| (t.part, &t.message)).collect();
-        self.dump.set("troubles", json!(said));
+        self.dump.set(
+            "troubles",
+            json!(troubles.iter().map(Trouble::view).collect::<Vec<_>>()),
+        );
         self.troubles.set(troubles);
         well
     }
@@ -239,6 +241,11 @@ impl<F: Backend> Beside<F> {
             ..Agent::default()
         };
         self.dump.set("agent", json!(agent));
+        let node = NodeView {
+            name: self.config.node_name.clone(),
+            ..NodeView::default()
+        };
+        self.dump.set("node", json!(node));
         let told = Wanted {
             identity: BTreeMap::new(),
             status: [(NODE_AGENT, Some(agent.to_string()))].into(),

@@ -9,7 +9,7 @@ use std::{
 
 use clustermesh_agent_core::{
     device::{ObservedPeers, PeerStats},
-    health::{SESSION, Signs, State, state, try_next},
+    health::{KEEPALIVE, SESSION, Signs, State, state, try_next},
 };
 use clustermesh_core::key::PublicKey;
 
@@ -23,6 +23,8 @@ struct Track {
     current: Option<SocketAddr>,
     since: Instant,
     stats: PeerStats,
+    /// What we had sent when it was last heard.
+    answered: u64,
     unanswered: Option<Instant>,
     /// When something last came in.
     heard: Option<Instant>,
@@ -61,6 +63,7 @@ impl Tracks {
                 current: self.live.get(&key).or(candidates.first()).copied(),
                 since: now,
                 stats: PeerStats::default(),
+                answered: 0,
                 unanswered: None,
                 heard: None,
             });
@@ -166,10 +169,13 @@ impl Track {
     }
 
     fn count(&mut self, stats: &PeerStats, now: Instant) {
-        if stats.rx_bytes > self.stats.rx_bytes {
+        // Counters that begin anew are a device's that does.
+        let anew = stats.rx_bytes < self.stats.rx_bytes || stats.tx_bytes < self.answered;
+        if anew || stats.rx_bytes > self.stats.rx_bytes {
+            self.answered = stats.tx_bytes;
             self.unanswered = None;
-            self.heard = Some(now);
-        } else if stats.tx_bytes > self.stats.tx_bytes && self.unanswered.is_none() {
+            self.heard = if anew { self.heard } else { Some(now) };
+        } else if stats.tx_bytes - self.answered > KEEPALIVE && self.unanswered.is_none() {
             self.unanswered = Some(now);
         }
         self.stats = stats.clone();
@@ -321,11 +327,11 @@ mod tests {
         );
         tracks.look(&two((1, 1), (1, 1)), after(1));
         assert_eq!(tracks.silent(after(2)), None, "nothing was sent");
-        tracks.look(&two((1, 2), (1, 1)), after(5));
+        tracks.look(&two((1, 101), (1, 1)), after(5));
         assert_eq!(tracks.silent(after(9)), Some(Duration::from_secs(4)));
-        tracks.look(&two((1, 3), (2, 1)), after(10));
+        tracks.look(&two((1, 201), (2, 1)), after(10));
         assert_eq!(tracks.silent(after(11)), None, "the other one speaks");
-        tracks.look(&two((2, 3), (2, 1)), after(15));
+        tracks.look(&two((2, 201), (2, 1)), after(15));
         assert_eq!(tracks.silent(after(16)), None);
     }
 
@@ -338,9 +344,26 @@ mod tests {
         tracks.look(&heard(Some(0), None, 10, 10), after(1));
         tracks.look(&heard(Some(200), None, 10, 10), after(201));
         assert_eq!(tracks.state(&KEY, after(201)), State::Unknown, "idle");
-        tracks.look(&heard(Some(280), None, 10, 20), after(281));
+        tracks.look(&heard(Some(280), None, 10, 158), after(281));
         assert_eq!(tracks.state(&KEY, after(300)), State::Down);
-        tracks.look(&heard(Some(281), None, 11, 21), after(301));
+        tracks.look(&heard(Some(281), None, 11, 158), after(301));
         assert_eq!(tracks.state(&KEY, after(330)), State::Unknown);
+    }
+
+    #[test]
+    fn the_keepalive_that_ends_a_conversation_asks_for_no_answer() {
+        let start = Instant::now();
+        let after = |seconds| start + Duration::from_secs(seconds);
+        let mut tracks = Tracks::default();
+        sync(&mut tracks, &["192.0.2.1:1"], start);
+        tracks.look(&heard(Some(0), None, 500, 500), after(1));
+        // Whoever heard data last says so 10 s later, and nobody says anything to that.
+        tracks.look(&heard(Some(10), None, 500, 532), after(11));
+        tracks.look(&heard(Some(300), None, 500, 532), after(301));
+        assert_eq!(tracks.state(&KEY, after(301)), State::Unknown);
+        // A packet of data does.
+        tracks.look(&heard(Some(310), None, 500, 532 + 128), after(311));
+        tracks.look(&heard(Some(330), None, 500, 532 + 128 + 148), after(331));
+        assert_eq!(tracks.state(&KEY, after(331)), State::Down);
     }
 }

@@ -31,6 +31,9 @@ use clap::Parser;
 #[must_use]
 pub fn main() -> ExitCode {
     let args::Cli { flags, command } = args::Cli::parse();
+    if let Some(args::Command::Status(what)) = command {
+        return status::command::run(what);
+    }
     if let Err(error) = clustermesh_daemon::telemetry::init(flags.log_format()) {
         eprintln!("wg-agent: {error:#}");
         return ExitCode::from(2);
@@ -45,6 +48,8 @@ pub fn main() -> ExitCode {
                     Some(args::Command::Cleanup) => cleanup::run(flags.into_cleanup()).await,
                     Some(args::Command::Prepare) => prepare::run().await,
                     Some(args::Command::RotateKey) => rotate_key(&flags.into_key_file()),
+                    // Answered above: it needs neither a log nor a runtime.
+                    Some(args::Command::Status(_)) => Ok(()),
                     None => match flags.mode() {
                         args::ModeFlag::Full => run::run(flags.into_config()?).await,
                         args::ModeFlag::Policy => beside::run(flags.into_policy_config()?).await,

@@ -1,6 +1,6 @@
 //! One agent a network namespace: a second one is refused before it touches anything. What it protects - the table
 //! numbers, the firewall table, the device - is the namespace's, so the lock is too: a listening socket with an abstract
-//! name (unix(7)), which ends with the process however that ends.
+//! name (unix(7)), which ends with the process however that ends. Who answers there is `status::ask`.
 
 use std::{
     io,
@@ -11,12 +11,21 @@ use std::{
     },
 };
 
-const NAME: &[u8] = b"clustermesh-wg-agent";
+/// Name of the socket.
+pub(crate) const NAME: &[u8] = b"clustermesh-wg-agent";
 
 /// Held as long as the value lives.
 #[derive(Debug)]
 pub struct Lock {
-    _socket: UnixListener,
+    socket: UnixListener,
+}
+
+impl Lock {
+    /// The socket, to answer at. The lock has to be held on all the same.
+    pub(crate) fn listener(&self) -> io::Result<tokio::net::UnixListener> {
+        self.socket.set_nonblocking(true)?;
+        tokio::net::UnixListener::from_std(self.socket.try_clone()?)
+    }
 }
 
 /// Why the node could not be had.
@@ -44,7 +53,7 @@ pub fn take() -> Result<Lock, LockError> {
 fn named(name: &[u8]) -> Result<Lock, LockError> {
     let address = SocketAddr::from_abstract_name(name)?;
     match UnixListener::bind_addr(&address) {
-        Ok(socket) => Ok(Lock { _socket: socket }),
+        Ok(socket) => Ok(Lock { socket }),
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => Err(LockError::Held {
             holder: holder(&address),
         }),

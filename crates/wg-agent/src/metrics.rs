@@ -1,7 +1,7 @@
-//! The agent's metrics (prefix `wg_agent_`): by source cluster, never by peer, so that their number stays small. What they
-//! mean is decided where they are set.
+//! The agent's metrics (prefix `wg_agent_`): by source cluster, so that their number stays small; by peer only where
+//! `--metrics-per-peer` asks for it (`peers`). What they mean is decided where they are set.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use clustermesh_agent_core::health::State;
 use prometheus_client::{
@@ -9,6 +9,10 @@ use prometheus_client::{
     metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::Registry,
 };
+
+use crate::status::view::DeviceView;
+
+mod peers;
 
 /// One word that tells the series of a family apart.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -40,9 +44,22 @@ pub struct Cluster {
     pub cluster: String,
 }
 
+/// What carries the tunnels.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DeviceInfo {
+    /// As `kilo0`.
+    interface: String,
+    /// `kernel`, `userspace`.
+    backend: String,
+}
+
 /// All of them. Cheap to clone.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
+    device: Family<DeviceInfo, Gauge>,
+    mtu: Gauge,
+    oldest: Family<Cluster, Gauge>,
+    each: Option<peers::Peers>,
     peers: Family<ClusterState, Gauge>,
     received: Family<Cluster, Counter>,
     sent: Family<Cluster, Counter>,
@@ -58,7 +75,7 @@ pub struct Metrics {
 #[derive(Debug, Default)]
 struct Counted {
     peers: BTreeMap<String, (u64, u64)>,
-    drops: BTreeMap<&'static str, u64>,
+    drops: BTreeMap<String, u64>,
 }
 
 /// What the device says of one peer.
@@ -66,10 +83,14 @@ struct Counted {
 pub struct Traffic {
     /// Which peer.
     pub key: String,
+    /// Name of its Peer.
+    pub name: String,
     /// Its source cluster.
     pub cluster: String,
     /// How it is.
     pub state: State,
+    /// Since its last handshake; `None` = never.
+    pub handshake_age: Option<Duration>,
     /// Bytes received since it is on the device.
     pub rx: u64,
     /// Bytes sent since it is on the device.
@@ -78,9 +99,16 @@ pub struct Traffic {
 
 impl Metrics {
     /// Registers all of them.
-    pub fn register(registry: &mut Registry) -> Self {
-        let metrics = Self::default();
+    pub fn register(registry: &mut Registry, per_peer: bool) -> Self {
+        let metrics = Self {
+            each: per_peer.then(peers::Peers::default),
+            ..Self::default()
+        };
         let Self {
+            device,
+            mtu,
+            oldest,
+            each,
             peers,
             received,
             sent,
@@ -91,6 +119,17 @@ impl Metrics {
             remembered,
             counted: _,
         } = metrics.clone();
+        registry.register("device", "What carries the tunnels, by its labels", device);
+        registry.register("device_mtu_bytes", "MTU of the device, bytes of inner packet", mtu);
+        registry.register(
+            "oldest_handshake_seconds",
+            "Age of the oldest last handshake among a cluster's peers that are up; a session is renewed after 120 s when it is \
+             used, and dead after 180",
+            oldest,
+        );
+        if let Some(each) = each {
+            registry.register_collector(Box::new(each));
+        }
         registry.register("peers", "Peers on the device, by source cluster and state", peers);
         registry.register(
             "received_bytes",
@@ -144,11 +183,16 @@ impl Metrics {
     }
 
     /// What the device counts now.
-    pub fn traffic(&self, peers: &[Traffic], drops: &BTreeMap<&'static str, u64>) {
+    pub fn traffic(&self, peers: Vec<Traffic>, drops: &BTreeMap<String, u64>) {
         let mut counted = self.counted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut states: BTreeMap<(&str, &'static str), i64> = BTreeMap::new();
         let mut now = BTreeMap::new();
-        for peer in peers {
+        let mut oldest: BTreeMap<&str, Duration> = BTreeMap::new();
+        for peer in &peers {
+            if let Some(age) = peer.handshake_age.filter(|_| peer.state == State::Up) {
+                let oldest = oldest.entry(&peer.cluster).or_default();
+                *oldest = age.max(*oldest);
+            }
             for state in [State::Up, State::Down, State::Unknown] {
                 let count = states.entry((&peer.cluster, state.as_str())).or_default();
                 *count += i64::from(state == peer.state);
@@ -170,15 +214,34 @@ impl Metrics {
                 })
                 .set(count);
         }
+        self.oldest.clear();
+        for (cluster, age) in oldest {
+            let cluster = cluster.to_owned();
+            self.oldest
+                .get_or_create(&Cluster { cluster })
+                .set(i64::try_from(age.as_secs()).unwrap_or(i64::MAX));
+        }
         for (reason, count) in drops {
-            let before = counted.drops.insert(reason, *count).unwrap_or_default();
+            let before = counted.drops.insert(reason.clone(), *count).unwrap_or_default();
             self.dropped
-                .get_or_create(&Reason {
-                    reason: (*reason).to_owned(),
-                })
+                .get_or_create(&Reason { reason: reason.clone() })
                 .inc_by(grown(before, *count));
         }
         counted.peers = now;
+        if let Some(each) = &self.each {
+            each.set(peers);
+        }
+    }
+
+    /// What carries the tunnels now.
+    pub(crate) fn device(&self, device: &DeviceView) {
+        self.device.clear();
+        let info = DeviceInfo {
+            interface: device.interface.clone(),
+            backend: device.backend.clone(),
+        };
+        self.device.get_or_create(&info).set(1);
+        self.mtu.set(device.mtu.into());
     }
 }
 
@@ -194,34 +257,93 @@ mod tests {
     fn peer(key: &str, cluster: &str, state: State, rx: u64, tx: u64) -> Traffic {
         Traffic {
             key: key.into(),
+            name: format!("prod--{cluster}--{key}"),
             cluster: cluster.into(),
             state,
+            handshake_age: Some(Duration::from_millis(rx * 1000 + 999)),
             rx,
             tx,
         }
     }
 
+    fn lines(registry: &Registry) -> Vec<String> {
+        let text = clustermesh_daemon::metrics::encode(registry).unwrap();
+        text.lines()
+            .filter(|line| !line.starts_with('#'))
+            .map(Into::into)
+            .collect()
+    }
+
     #[test]
     fn counters_never_fall_when_peers_go_or_begin_anew() {
         let mut registry = Registry::default();
-        let metrics = Metrics::register(&mut registry);
+        let metrics = Metrics::register(&mut registry, false);
         metrics.traffic(
-            &[
+            vec![
                 peer("a", "mgmt", State::Up, 100, 10),
                 peer("b", "mgmt", State::Down, 5, 5),
             ],
-            &[("source", 3)].into(),
+            &[("source".to_owned(), 3)].into(),
         );
-        metrics.traffic(&[peer("a", "mgmt", State::Unknown, 30, 11)], &[("source", 4)].into());
+        metrics.traffic(
+            vec![
+                peer("a", "mgmt", State::Unknown, 30, 11),
+                peer("c", "mgmt", State::Up, 7, 0),
+                peer("d", "mgmt", State::Up, 6, 0),
+            ],
+            &[("source".to_owned(), 4)].into(),
+        );
         metrics.refused(&[("OwnPodCIDR".to_owned(), 2)].into());
-        let text = clustermesh_daemon::metrics::encode(&registry).unwrap();
-        let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
-        let has = |line: &str| assert!(lines.contains(&line), "{line} is not in {lines:#?}");
-        has("received_bytes_total{cluster=\"mgmt\"} 135");
+        metrics.device(&DeviceView {
+            interface: "kilo0".into(),
+            backend: "userspace".into(),
+            mtu: 1420,
+            ..DeviceView::default()
+        });
+        let lines = lines(&registry);
+        let has = |line: &str| assert!(lines.iter().any(|l| l == line), "{line} is not in {lines:#?}");
+        has("received_bytes_total{cluster=\"mgmt\"} 148");
         has("sent_bytes_total{cluster=\"mgmt\"} 16");
-        has("peers{cluster=\"mgmt\",state=\"up\"} 0");
+        has("peers{cluster=\"mgmt\",state=\"up\"} 2");
+        has("peers{cluster=\"mgmt\",state=\"down\"} 0");
         has("peers{cluster=\"mgmt\",state=\"unknown\"} 1");
+        has("oldest_handshake_seconds{cluster=\"mgmt\"} 7");
         has("peers_refused{reason=\"OwnPodCIDR\"} 2");
         has("device_drops_total{reason=\"source\"} 4");
+        has("device{interface=\"kilo0\",backend=\"userspace\"} 1");
+        has("device_mtu_bytes 1420");
+        assert!(!lines.iter().any(|line| line.contains("prod--")), "{lines:#?}");
+    }
+
+    #[test]
+    fn each_peer_is_shown_where_that_is_asked_for_and_no_more_than_a_thousand() {
+        let mut registry = Registry::with_prefix("wg_agent");
+        let metrics = Metrics::register(&mut registry, true);
+        let never = Traffic {
+            handshake_age: None,
+            ..peer("b", "mgmt", State::Down, 0, 148)
+        };
+        metrics.traffic(vec![peer("a", "mgmt", State::Up, 3, 4), never], &BTreeMap::new());
+        let found = lines(&registry);
+        let of_peers: Vec<&str> = found.iter().filter(|l| l.contains("prod--")).map(|l| &**l).collect();
+        assert_eq!(
+            of_peers,
+            [
+                "wg_agent_peer_state{cluster=\"mgmt\",peer=\"prod--mgmt--a\",state=\"up\"} 1",
+                "wg_agent_peer_state{cluster=\"mgmt\",peer=\"prod--mgmt--b\",state=\"down\"} 1",
+                "wg_agent_peer_handshake_seconds{cluster=\"mgmt\",peer=\"prod--mgmt--a\"} 3",
+                "wg_agent_peer_received_bytes_total{cluster=\"mgmt\",peer=\"prod--mgmt--a\"} 3",
+                "wg_agent_peer_received_bytes_total{cluster=\"mgmt\",peer=\"prod--mgmt--b\"} 0",
+                "wg_agent_peer_sent_bytes_total{cluster=\"mgmt\",peer=\"prod--mgmt--a\"} 4",
+                "wg_agent_peer_sent_bytes_total{cluster=\"mgmt\",peer=\"prod--mgmt--b\"} 148",
+            ]
+        );
+        let many = (0..1007).map(|n| peer(&format!("{n:04}"), "mgmt", State::Up, 0, 0));
+        metrics.traffic(many.rev().collect(), &BTreeMap::new());
+        let found = lines(&registry);
+        let states = found.iter().filter(|l| l.starts_with("wg_agent_peer_state"));
+        assert_eq!(states.clone().count(), 1000);
+        assert!(states.clone().next_back().unwrap().contains("prod--mgmt--0999"));
+        assert!(found.contains(&"wg_agent_peers_not_shown 7".to_owned()), "{found:#?}");
     }
 }

@@ -17,7 +17,7 @@ use crate::{
     reconcile::{Parts, Reconciler},
     route, source,
     source::store::Store,
-    status::{Dump, Troubles},
+    status::{self, Dump, Troubles},
 };
 
 /// A whole look at the node as a safety net, whatever was heard.
@@ -44,7 +44,7 @@ const DRAIN: Duration = Duration::from_secs(5);
 
 /// Runs until a signal.
 pub async fn run(config: Config) -> anyhow::Result<()> {
-    let _lock = lock::take()?;
+    let lock = lock::take()?;
     let missing = preflight::check(config.backend);
     anyhow::ensure!(
         missing.is_empty(),
@@ -65,13 +65,14 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         cache_file = %config.cache_file.display(),
         public_key = %key.public(),
         listen = %config.listen,
+        metrics_per_peer = config.metrics_per_peer,
         "wg-agent starts"
     );
     let stop = drain::on_signal().context("cannot install the signal handlers")?;
     let connection = source::client::connect(config.kubeconfig.as_deref()).await?;
 
     let mut registry = clustermesh_daemon::metrics::registry("wg_agent", env!("CARGO_PKG_VERSION"));
-    let metrics = Metrics::register(&mut registry);
+    let metrics = Metrics::register(&mut registry, config.metrics_per_peer);
     let (readiness, liveness, dump) = (Readiness::new(), Liveness::new(), Dump::default());
     let admin = Admin::bind(config.listen).await?;
     let shown = dump.clone();
@@ -116,6 +117,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
             tracing::error!(%error, "the admin endpoint ended");
         }
     });
+    let listener = lock.listener().context("cannot answer `wg-agent status`")?;
+    tasks.spawn(status::ask::answer(listener, dump.clone(), stop.clone()));
     source::follow(
         &mut tasks,
         &connection.client,

@@ -1,4 +1,5 @@
-//! What the agent says about itself: troubles in the log and in `/readyz`, once each, and the dump for `/debug/state`.
+//! What the agent says about itself: troubles in the log and in `/readyz`, once each; the dump for `/debug/state`; and
+//! `wg-agent status`, which asks a running agent for it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -9,6 +10,11 @@ use clustermesh_daemon::{Pending, Readiness};
 use serde_json::Value;
 
 use crate::metrics::Metrics;
+
+pub(crate) mod ask;
+pub(crate) mod command;
+pub(crate) mod table;
+pub(crate) mod view;
 
 /// Something that is not as it should be, and is tried again.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -27,6 +33,14 @@ impl Trouble {
             part,
             message: message.to_string(),
             harmless: false,
+        }
+    }
+
+    pub(crate) fn view(&self) -> view::TroubleView {
+        view::TroubleView {
+            part: self.part.to_owned(),
+            message: self.message.clone(),
+            harmless: self.harmless,
         }
     }
 
@@ -105,20 +119,36 @@ impl Said {
     }
 }
 
-/// The last dump. Cheap to clone; all clones are one.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Dump(Arc<Mutex<BTreeMap<&'static str, Value>>>);
+/// One part of the dump, made when it is asked for.
+type Part = Arc<dyn Fn() -> Value + Send + Sync>;
+
+/// What can be shown. Cheap to clone; all clones are one.
+#[derive(Clone, Default)]
+pub(crate) struct Dump(Arc<Mutex<BTreeMap<&'static str, Part>>>);
+
+impl std::fmt::Debug for Dump {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        f.debug_set().entries(parts.keys()).finish()
+    }
+}
 
 impl Dump {
+    /// A part that is small.
     pub(crate) fn set(&self, part: &'static str, value: Value) {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(part, value);
+        self.show(part, move || value.clone());
+    }
+
+    /// A part that takes work: five thousand peers every five seconds, for nobody.
+    pub(crate) fn show(&self, part: &'static str, make: impl Fn() -> Value + Send + Sync + 'static) {
+        let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        parts.insert(part, Arc::new(make));
     }
 
     pub(crate) fn get(&self) -> Value {
-        serde_json::json!(*self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        // Made without the lock: whoever sets a part does not wait for whoever asks.
+        let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        parts.into_iter().map(|(name, make)| (name, make())).collect()
     }
 }
 

@@ -7,8 +7,8 @@ use std::{
 
 use clustermesh_core::{
     mesh::Protocol,
-    observe::{self, Owner, ServicePort, Slice, SliceEndpoint},
-    plan::{PlannedService, PlannedSlice},
+    observe::{self, Mirror, Owner, ServicePort, Slice, SliceEndpoint},
+    plan::PlannedSlice,
 };
 use k8s_openapi::{
     api::{
@@ -38,6 +38,9 @@ pub fn to_core(service: &Service) -> observe::Service {
             .flat_map(|s| s.ports.iter().flatten())
             .filter_map(|port| service_port(port.name.as_deref(), Some(port.port), port.protocol.as_deref()))
             .collect(),
+        dual: spec
+            .and_then(|s| s.ip_family_policy.as_deref())
+            .is_some_and(|policy| policy != "SingleStack"),
     }
 }
 
@@ -154,13 +157,17 @@ fn service_port(name: Option<&str>, port: Option<i32>, protocol: Option<&str>) -
 
 /// Makes a Service (a default one, or one of ours that stands) the mirror that is planned. Selector-less, so that the
 /// cluster's own controllers leave its EndpointSlices to us.
-pub fn update(service: &mut Service, planned: &PlannedService, owner: &Owner) {
+pub fn update(service: &mut Service, planned: &Mirror, owner: &Owner) {
     set_labels(service.labels_mut(), owner);
     service
         .labels_mut()
         .insert(LABEL_MANAGED_BY.to_owned(), MANAGED_BY.to_owned());
     let spec = service.spec.get_or_insert_with(ServiceSpec::default);
     spec.selector = None;
+    // In a cluster of one family it means that one. Nobody's second address is taken away.
+    if planned.dual && spec.ip_family_policy.as_deref() != Some("RequireDualStack") {
+        spec.ip_family_policy = Some("PreferDualStack".to_owned());
+    }
     spec.ports = Some(
         planned
             .ports

@@ -105,7 +105,7 @@ impl From<&Outcome> for Report {
 
 impl MeshReport {
     fn of(outcome: &Outcome, id: &MeshId, mesh: &MeshPlan) -> Self {
-        let conditions = status::conditions(mesh, &Default::default());
+        let conditions = status::conditions(mesh, &Default::default(), &[]);
         Self {
             namespace: id.namespace.clone(),
             name: id.name.clone(),
@@ -224,7 +224,7 @@ impl Writer<'_> {
                 },
                 bare,
             );
-            convert::service::update(&mut written, service, &owner);
+            convert::service::update(&mut written, &service.mirror(), &owner);
             mirrors.push(Mirror::Service(Box::new(written)));
             for (slice, planned) in &service.slices {
                 let slice = ObjectName {

@@ -10,7 +10,7 @@ use clustermesh_api::convert;
 use clustermesh_core::{
     diff::{Action, Item, Step},
     mesh::MeshId,
-    observe::{Endpoint, Member, Owner, PeerSpec, PolicySpec},
+    observe::{Endpoint, Member, Mirror, Owner, PeerSpec, PolicySpec},
     plan::{MeshPlan, PlannedSlice, TargetPlan},
     status::{self, Condition},
 };
@@ -44,7 +44,7 @@ struct Page {
 impl Page {
     fn mesh(&mut self, outcome: &Outcome, id: &MeshId, mesh: &MeshPlan) {
         self.line(0, 0, &format!("ClusterMesh {id}"));
-        for condition in status::conditions(mesh, &BTreeMap::new()) {
+        for condition in status::conditions(mesh, &BTreeMap::new(), &[]) {
             if condition.kind == "Ready" || troubling(&condition) {
                 let state = match (condition.kind, condition.status) {
                     ("Ready", true) => "Ready".to_owned(),
@@ -194,11 +194,23 @@ fn details(step: &Step, member: &Member) -> Vec<String> {
         }
         Item::Service(name, planned) => {
             let standing = member.services.get(name);
-            let old = standing.map(|service| Ok(&service.ports));
+            let before = standing.map(|service| Mirror {
+                ports: service.ports.clone(),
+                dual: service.dual,
+            });
+            let old = before.as_ref().map(Ok);
             let owner = standing.and_then(|service| service.managed.as_ref());
-            let ports = |ports: &Vec<_>| vec![format!("ports {}", list(ports.iter().map(port)))];
-            compare(step, planned.as_ref(), old, owner, ports, |old, new| {
-                changed("ports", &list(old.iter().map(port)), &list(new.iter().map(port)))
+            let whole = |mirror: &Mirror| {
+                let families = if mirror.dual { ", of both families" } else { "" };
+                vec![format!("ports {}{families}", list(mirror.ports.iter().map(port)))]
+            };
+            compare(step, planned.as_ref(), old, owner, whole, |old, new| {
+                let ports = |mirror: &Mirror| list(mirror.ports.iter().map(port));
+                let mut lines = changed("ports", &ports(old), &ports(new));
+                if new.dual && !old.dual {
+                    lines.extend(changed("families", "one", "both"));
+                }
+                lines
             })
         }
         Item::Slice(name, planned) => {

@@ -13,7 +13,6 @@ use clustermesh_core::{
     mesh::ObjectName,
     observe::{ObservedPeer, ObservedPolicy, Owner, Service as SeenService, Slice},
     ownership::{self, Claimant, Ownership},
-    plan::PlannedService,
 };
 use k8s_openapi::api::{core::v1::Service, discovery::v1::EndpointSlice};
 use kube::{
@@ -122,15 +121,10 @@ pub(super) async fn one(step: &Step, client: &Client, tables: &Tables, claims: &
                 .write(|| PeerPolicy::new(name, PeerPolicySpec::default()), claims)
                 .await
         }
-        Item::Service(name, ports) => {
-            let say = ports.as_ref().map(|ports| -> Say<'_, Service> {
-                let planned = PlannedService {
-                    source: source.to_owned(),
-                    ports: ports.clone(),
-                    slices: Default::default(),
-                };
-                Box::new(move |o| convert::service::update(o, &planned, owner))
-            });
+        Item::Service(name, mirror) => {
+            let say = mirror
+                .as_ref()
+                .map(|mirror| -> Say<'_, Service> { Box::new(move |o| convert::service::update(o, mirror, owner)) });
             let api = api::<Service>(client, &name.namespace);
             Place {
                 step,

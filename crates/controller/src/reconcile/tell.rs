@@ -8,7 +8,12 @@ use std::{
 };
 
 use clustermesh_api::{mesh::ClusterMesh, names::FORCE_CLEANUP};
-use clustermesh_core::{mesh::MeshId, observe::Observation, plan::MeshPlan};
+use clustermesh_core::{
+    links::{self, Broken},
+    mesh::MeshId,
+    observe::Observation,
+    plan::MeshPlan,
+};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::{Pass, Reconciler, write_back};
@@ -40,6 +45,7 @@ impl Reconciler {
                 continue;
             };
             let facts = self.facts(pass, id, plan, object, &now);
+            let broken = self.broken(id, plan);
             self.count(pass, id, plan);
             if pass.unclaimed.contains(id) || self.waits(pass, id, plan) {
                 settled = false;
@@ -57,6 +63,7 @@ impl Reconciler {
                 warnings: &known.warnings,
                 unwritten: &unwritten,
                 facts: &facts,
+                broken: &broken,
             };
             let (status, sayings) = report(&subject, &now);
             if object.status.as_ref() != Some(&status) {
@@ -82,7 +89,20 @@ impl Reconciler {
         self.speaker.keep(&there);
         self.unreported.retain(|id, _| there.contains(id));
         self.synced.retain(|(id, _), _| there.contains(id));
+        self.links.keep(&there);
         settled
+    }
+
+    /// Between which members tunnels are down, as it is to be told.
+    fn broken(&mut self, id: &MeshId, plan: &MeshPlan) -> Vec<Broken> {
+        let members = plan.identities.iter();
+        let said: BTreeMap<_, _> = members
+            .filter_map(|(entry, identity)| {
+                let tables = self.members.get(identity)?.session.tables();
+                Some((entry.clone(), tables.links(id)))
+            })
+            .collect();
+        self.links.steady(id, links::broken(plan, &said), Instant::now())
     }
 
     /// Whether the report of a mesh should wait: a session has only just begun, or its writes are on their way.

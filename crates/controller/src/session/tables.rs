@@ -7,9 +7,15 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use clustermesh_api::{convert, mesh::AgentCounts, names, peer, policy};
+use clustermesh_api::{
+    annotations::{self, Link},
+    convert,
+    mesh::AgentCounts,
+    names, peer, policy,
+};
 use clustermesh_core::{
-    mesh::ObjectName,
+    links::Tunnels,
+    mesh::{MeshId, ObjectName},
     observe::{Claim, Member, Node, ObservedPeer, ObservedPolicy, Pod, Server, Service, Slice},
 };
 use k8s_openapi::api::{core::v1 as core_v1, discovery::v1::EndpointSlice};
@@ -28,13 +34,17 @@ struct SeenNode {
     node: Node,
     /// Version of the agent there.
     agent: Option<String>,
+    /// Members to which it has a tunnel down.
+    links: BTreeMap<String, Link>,
 }
 
 impl SeenNode {
     fn new(node: &core_v1::Node) -> Self {
+        let agent = convert::node::agent(node);
         Self {
             node: convert::node::to_core(node),
-            agent: convert::node::agent(node).map(|agent| agent.version),
+            links: agent.as_ref().map(|agent| agent.links.clone()).unwrap_or_default(),
+            agent: agent.map(|agent| agent.version),
         }
     }
 }
@@ -283,7 +293,7 @@ impl Tables {
     pub(crate) fn agents(&self, version: &str) -> AgentCounts {
         let mut counts = AgentCounts::default();
         self.nodes.read(|rows| {
-            for SeenNode { node, agent } in rows.values().map(|row| &row.value) {
+            for SeenNode { node, agent, links: _ } in rows.values().map(|row| &row.value) {
                 counts.total += 1;
                 match node.server {
                     Server::Agent => counts.full += 1,
@@ -295,6 +305,24 @@ impl Tables {
             }
         });
         counts
+    }
+
+    /// What each of its nodes says of its tunnels to the entries of a mesh, where one is down. A node that is not ready says
+    /// nothing: its agent may be gone, and what it wrote last stands for ever.
+    pub(crate) fn links(&self, mesh: &MeshId) -> Vec<BTreeMap<String, Tunnels>> {
+        let prefix = annotations::member(&mesh.namespace, &mesh.name, "");
+        self.nodes.read(|rows| {
+            let nodes = rows.values().map(|row| &row.value);
+            let ready = nodes.filter(|seen| seen.node.ready && !seen.node.deleting && !seen.links.is_empty());
+            ready
+                .map(|seen| {
+                    let links = seen.links.iter();
+                    links
+                        .filter_map(|(member, link)| Some((member.strip_prefix(&prefix)?.to_owned(), (*link).into())))
+                        .collect()
+                })
+                .collect()
+        })
     }
 
     /// How many rows each table has and how far it is trusted.

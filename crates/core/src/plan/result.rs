@@ -9,7 +9,7 @@ use ipnet::IpNet;
 
 use crate::{
     mesh::{ClusterIdentity, MeshId, ObjectName},
-    observe::{PeerSpec, PolicySpec, ServicePort, SliceEndpoint},
+    observe::{Mirror, PeerSpec, PolicySpec, ServicePort, SliceEndpoint},
     ownership::Claimant,
 };
 
@@ -166,6 +166,18 @@ pub struct PlannedService {
     pub ports: Vec<ServicePort>,
     /// Its EndpointSlices by name, at most 100 endpoints each.
     pub slices: BTreeMap<String, PlannedSlice>,
+}
+
+impl PlannedService {
+    /// What it is apart from its endpoints: of both families where it has backends of both.
+    #[must_use]
+    pub fn mirror(&self) -> Mirror {
+        let has = |v6| self.slices.values().any(|slice| slice.v6 == v6);
+        Mirror {
+            ports: self.ports.clone(),
+            dual: has(true) && has(false),
+        }
+    }
 }
 
 /// One EndpointSlice of a mirrored Service.

@@ -189,13 +189,14 @@ fn apply(member: &mut Member, steps: &[Step]) {
             Item::Policy(name, None) => {
                 member.policies.as_mut().unwrap().remove(&name);
             }
-            Item::Service(name, Some(ports)) => {
+            Item::Service(name, Some(mirror)) => {
                 member.services.insert(
                     name,
                     Service {
                         managed: Some(owner),
                         selectorless: true,
-                        ports,
+                        ports: mirror.ports,
+                        dual: mirror.dual,
                         ..Service::default()
                     },
                 );

@@ -235,6 +235,7 @@ fn services() -> impl Strategy<Value = (BTreeMap<ObjectName, Service>, BTreeMap<
             external_name,
             selectorless: false,
             ports,
+            dual: false,
         },
     );
     let endpoint = (ip(), any::<bool>()).prop_map(|(address, ready)| SliceEndpoint {
@@ -457,11 +458,12 @@ fn write(member: &mut Member, step: &Step) {
                 None => drop(policies.remove(&name)),
             }
         }
-        Item::Service(name, Some(ports)) => {
+        Item::Service(name, Some(mirror)) => {
             let service = Service {
                 managed: Some(owner),
                 selectorless: true,
-                ports,
+                ports: mirror.ports,
+                dual: mirror.dual,
                 ..Service::default()
             };
             member.services.insert(name, service);

@@ -148,6 +148,7 @@ fn hash(text: &str) -> String {
 #[serde(deny_unknown_fields)]
 struct PeerForm {
     cluster: String,
+    mesh: (String, String),
     revision: u64,
     public_key: String,
     allowed_ips: BTreeSet<IpNet>,
@@ -186,6 +187,7 @@ impl PeerForm {
     fn of(peer: &PeerSeen) -> Option<Self> {
         let PeerSeen {
             cluster,
+            mesh,
             revision,
             requires_policy: None,
             spec: Ok(spec),
@@ -202,6 +204,7 @@ impl PeerForm {
         } = spec;
         Some(Self {
             cluster: cluster.clone(),
+            mesh: mesh.clone(),
             revision: *revision,
             public_key: public_key.to_string(),
             allowed_ips: allowed_ips.clone(),
@@ -214,6 +217,7 @@ impl PeerForm {
     fn value(self) -> Result<PeerSeen, String> {
         let Self {
             cluster,
+            mesh,
             revision,
             public_key,
             allowed_ips,
@@ -223,6 +227,7 @@ impl PeerForm {
         } = self;
         Ok(PeerSeen {
             cluster,
+            mesh,
             revision,
             requires_policy: None,
             spec: Ok(PeerSpec {

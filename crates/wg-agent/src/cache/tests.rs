@@ -13,6 +13,7 @@ use crate::source::{objects::OwnNode, watch::Seen};
 fn peer(requires_policy: Option<&str>, endpoint: Endpoint) -> PeerSeen {
     PeerSeen {
         cluster: "mgmt".into(),
+        mesh: ("ns".into(), "prod".into()),
         revision: 41,
         requires_policy: requires_policy.map(str::to_owned),
         spec: Ok(PeerSpec {

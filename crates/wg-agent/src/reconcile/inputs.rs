@@ -32,6 +32,15 @@ pub(super) struct Local<'a> {
     pub(super) servers: &'a BTreeSet<SocketAddr>,
 }
 
+/// The member whose node a Peer is: an entry of a ClusterMesh. Empty where nobody says.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct Member {
+    /// Namespace and name of the ClusterMesh.
+    pub(super) mesh: (String, String),
+    /// The entry.
+    pub(super) cluster: String,
+}
+
 /// What [`inputs`] makes of what was seen.
 #[derive(Debug, Clone)]
 pub(super) struct Gathered {
@@ -39,8 +48,8 @@ pub(super) struct Gathered {
     pub(super) inputs: Inputs,
     /// Names whose addresses are needed.
     pub(super) names: BTreeSet<String>,
-    /// The source cluster of each key.
-    pub(super) clusters: BTreeMap<PublicKey, String>,
+    /// The member of each key.
+    pub(super) members: BTreeMap<PublicKey, Member>,
     /// Objects that cannot even be read: what, and why.
     pub(super) unreadable: BTreeMap<String, String>,
 }
@@ -48,7 +57,7 @@ pub(super) struct Gathered {
 /// Gathers, but for sizes. `own` is this node's object.
 pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gathered {
     let mut names = BTreeSet::new();
-    let mut clusters = BTreeMap::new();
+    let mut members = BTreeMap::new();
     let mut unreadable = BTreeMap::new();
     let mut peers = Vec::new();
     for (name, seen) in world.peers.known() {
@@ -67,7 +76,11 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
                 world.addresses.get(name).map(|ip| SocketAddr::new(*ip, *port))
             }
         };
-        clusters.insert(spec.public_key, seen.cluster.clone());
+        let member = Member {
+            mesh: seen.mesh.clone(),
+            cluster: seen.cluster.clone(),
+        };
+        members.insert(spec.public_key, member);
         peers.push(Peer {
             name: name.to_owned(),
             revision: seen.revision,
@@ -133,7 +146,7 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
             narrow: BTreeMap::new(),
         },
         names,
-        clusters,
+        members,
         unreadable,
     }
 }

@@ -15,7 +15,7 @@ use std::{
 };
 
 use clustermesh_agent_core::{
-    compile::{Compiled, compile},
+    compile::{Compiled, Inputs, compile},
     device::diff,
     mtu::Sizes,
     numbers::MARK_UNDERLAY,
@@ -48,13 +48,14 @@ use crate::{
     status::{Dump, Said, Trouble, Troubles},
 };
 
+mod dump;
 pub(crate) mod gate;
 mod inputs;
 mod look;
 mod sizes;
 
 use gate::{beside_kg, from_cache, own_node, waiting};
-use inputs::{Gathered, Local, gather};
+use inputs::{Gathered, Local, Member, gather};
 use sizes::Ends;
 
 const RESOLV_CONF: &str = "/etc/resolv.conf";
@@ -85,16 +86,19 @@ pub(crate) struct Parts<R, F> {
 pub(crate) struct Reconciler<R, F> {
     parts: Parts<R, F>,
     device: Option<(Box<dyn Device>, u16, PublicKey)>,
+    /// Why the device is of its backend.
+    why: String,
     rotation: Option<Rotation>,
     tracks: Tracks,
-    current: Option<Current>,
+    current: Option<Arc<Current>>,
     said: Said,
 }
 
 /// What the last pass left in force, for the looks in between.
 struct Current {
+    inputs: Inputs,
     compiled: Compiled,
-    clusters: BTreeMap<PublicKey, String>,
+    members: BTreeMap<PublicKey, Member>,
     node: NodeSeen,
     underlay: Underlay,
     wireguard_ip: IpAddr,
@@ -111,6 +115,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         Self {
             parts,
             device: None,
+            why: String::new(),
             rotation: None,
             tracks: Tracks::new(live),
             current: None,
@@ -127,12 +132,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         let well = troubles.iter().all(|trouble| trouble.harmless);
         self.parts.dump.set(
             "troubles",
-            json!(
-                troubles
-                    .iter()
-                    .map(|t| (t.part, &t.message))
-                    .collect::<BTreeMap<_, _>>()
-            ),
+            json!(troubles.iter().map(Trouble::view).collect::<Vec<_>>()),
         );
         self.parts.troubles.set(troubles);
         well
@@ -222,9 +222,10 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             self.apply_peers(&compiled)?;
             self.apply_routes(&compiled).await
         };
-        self.current = Some(Current {
+        self.current = Some(Arc::new(Current {
+            inputs: gathered.inputs,
             compiled,
-            clusters: gathered.clusters,
+            members: gathered.members,
             node: own,
             underlay,
             wireguard_ip,
@@ -232,7 +233,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             sizes,
             policy_revision: revision(world.policies.known().map(|(_, policy)| policy)),
             seen: !remembered.contains(&"Node"),
-        });
+        }));
         troubles.extend(routed?);
         if remembered.is_empty() {
             self.keep(Saved::of(&world));
@@ -320,6 +321,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 let (device, why) = (self.parts.open)(&configuration).map_err(trouble)?;
                 let backend = device.backend();
                 tracing::info!(interface = device.interface(), backend, why, mtu, "device opened");
+                self.why = why.to_string();
                 self.tracks.restart();
                 let standing = device.observe().map_err(trouble)?;
                 self.tracks.adopt(&standing.peers);

@@ -70,6 +70,7 @@ fn peer(endpoint: Option<Endpoint>) -> PeerSeen {
     };
     PeerSeen {
         cluster: "mgmt".into(),
+        mesh: ("ns".into(), "prod".into()),
         revision: 5,
         requires_policy: None,
         spec: Ok(spec),
@@ -179,5 +180,9 @@ fn a_peer_that_cannot_be_read_costs_that_peer_and_a_name_waits_for_its_address()
         gathered(&world).inputs.peers[0].endpoint,
         Some("192.0.2.9:7".parse().unwrap())
     );
-    assert_eq!(before.clusters, [(PublicKey::new([7; 32]), "mgmt".to_owned())].into());
+    let member = Member {
+        mesh: ("ns".into(), "prod".into()),
+        cluster: "mgmt".into(),
+    };
+    assert_eq!(before.members, [(PublicKey::new([7; 32]), member)].into());
 }

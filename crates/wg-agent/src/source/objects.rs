@@ -12,7 +12,7 @@ use clustermesh_agent_core::{
 };
 use clustermesh_api::{
     convert,
-    names::{KILO_LAST_SEEN, LABEL_SOURCE_CLUSTER, PEER_REQUIRES_POLICY},
+    names::{KILO_LAST_SEEN, LABEL_MESH, LABEL_MESH_NAMESPACE, LABEL_SOURCE_CLUSTER, PEER_REQUIRES_POLICY},
     peer::Peer,
     policy::PeerPolicy,
 };
@@ -30,8 +30,10 @@ use crate::publish::Annotations;
 /// A Peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerSeen {
-    /// The member it was written for; empty where nobody says.
+    /// The member whose node it is; empty where nobody says.
     pub cluster: String,
+    /// Namespace and name of the ClusterMesh that the member is an entry of; empty where nobody says.
+    pub mesh: (String, String),
     /// Its resourceVersion: which of two Peers was written last.
     pub revision: u64,
     /// `kilo-clustermesh.io/requires-policy`.
@@ -62,6 +64,9 @@ impl PeerSeen {
         };
         Self {
             cluster: label(LABEL_SOURCE_CLUSTER).unwrap_or_default(),
+            mesh: [LABEL_MESH_NAMESPACE, LABEL_MESH]
+                .map(|key| label(key).unwrap_or_default())
+                .into(),
             revision: object
                 .metadata
                 .resource_version

@@ -32,6 +32,7 @@ fn a_service_is_read_with_its_ports_and_what_tells_whose_addresses_it_has() {
             external_name: false,
             selectorless: false,
             ports: vec![port("pg", 5432, Protocol::Tcp), port("", 53, Protocol::Udp)],
+            dual: false,
         }
     );
     assert_eq!(
@@ -177,10 +178,9 @@ fn a_mirrored_service_is_written_without_selector_and_read_back_as_ours() {
         }),
         ..Service::default()
     };
-    let mirror = PlannedService {
-        source: "mgmt".into(),
+    let mirror = Mirror {
         ports: planned.ports.clone(),
-        slices: BTreeMap::new(),
+        dual: true,
     };
     update(&mut service, &mirror, &ours());
     assert_eq!(
@@ -189,7 +189,8 @@ fn a_mirrored_service_is_written_without_selector_and_read_back_as_ours() {
             managed: Some(ours()),
             external_name: false,
             selectorless: true,
-            ports: planned.ports
+            ports: planned.ports,
+            dual: true,
         }
     );
     assert_eq!(

@@ -1,0 +1,98 @@
+//! Metrics of each peer (`--metrics-per-peer`), written from the last look when they are asked for, so that what is gone is
+//! gone from them at once. A peer's counters begin anew with its device, as counters may.
+
+use std::{
+    fmt,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
+    metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge},
+};
+
+use super::Traffic;
+
+/// So many peers are shown, by name: each is four series.
+const SHOWN: usize = 1000;
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Peer {
+    cluster: String,
+    peer: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PeerState {
+    cluster: String,
+    peer: String,
+    state: &'static str,
+}
+
+/// Peers of the last look. Cheap to clone; all clones are one.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Peers(Arc<Mutex<(Vec<Traffic>, usize)>>);
+
+impl Peers {
+    pub(super) fn set(&self, mut peers: Vec<Traffic>) {
+        peers.sort_by(|a, b| (&a.name, &a.key).cmp(&(&b.name, &b.key)));
+        let more = peers.len().saturating_sub(SHOWN);
+        peers.truncate(SHOWN);
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (peers, more);
+    }
+}
+
+/// Writes one family.
+fn family<'p, L: EncodeLabelSet, M: EncodeMetric>(
+    encoder: &mut DescriptorEncoder<'_>,
+    (name, help, kind): (&str, &str, MetricType),
+    series: impl Iterator<Item = (L, M)> + 'p,
+) -> fmt::Result {
+    let mut descriptor = encoder.encode_descriptor(name, help, None, kind)?;
+    for (labels, value) in series {
+        value.encode(descriptor.encode_family(&labels)?)?;
+    }
+    Ok(())
+}
+
+impl Collector for Peers {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let (peers, more) = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let labels = |peer: &Traffic| Peer {
+            cluster: peer.cluster.clone(),
+            peer: peer.name.clone(),
+        };
+        let states = peers.iter().map(|peer| {
+            let Peer { cluster, peer: name } = labels(peer);
+            let labels = PeerState {
+                cluster,
+                peer: name,
+                state: peer.state.as_str(),
+            };
+            (labels, ConstGauge::new(1i64))
+        });
+        let about = ("peer_state", "1 = the peer is in this state", MetricType::Gauge);
+        family(&mut encoder, about, states)?;
+        let ages = peers.iter().filter_map(|peer| {
+            let seconds = i64::try_from(peer.handshake_age?.as_secs()).unwrap_or(i64::MAX);
+            Some((labels(peer), ConstGauge::new(seconds)))
+        });
+        let about = ("peer_handshake_seconds", "Age of the last handshake", MetricType::Gauge);
+        family(&mut encoder, about, ages)?;
+        let received = peers.iter().map(|peer| (labels(peer), ConstCounter::new(peer.rx)));
+        let about = (
+            "peer_received_bytes",
+            "Bytes received from the peer",
+            MetricType::Counter,
+        );
+        family(&mut encoder, about, received)?;
+        let sent = peers.iter().map(|peer| (labels(peer), ConstCounter::new(peer.tx)));
+        let about = ("peer_sent_bytes", "Bytes sent to the peer", MetricType::Counter);
+        family(&mut encoder, about, sent)?;
+        let more = ConstGauge::new(i64::try_from(more).unwrap_or(i64::MAX));
+        let help = "Peers beyond the 1000 that are shown each";
+        let descriptor = encoder.encode_descriptor("peers_not_shown", help, None, MetricType::Gauge)?;
+        more.encode(descriptor)
+    }
+}

@@ -1,0 +1,284 @@
+//! `wg-agent status` for a person. Values in, text out.
+
+use std::{collections::BTreeMap, fmt::Write as _};
+
+use super::view::{DeviceView, NodeView, PeerView, View};
+
+/// The whole page.
+pub(crate) fn page(view: &View) -> String {
+    let mut page = String::new();
+    let facts = facts(view);
+    let width = facts.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    for (name, value) in facts {
+        let _ = writeln!(page, "{name:width$}  {value}");
+    }
+    if !view.peers.is_empty() {
+        page.push('\n');
+        page.push_str(&peers(&view.peers));
+    }
+    let down = view.peers.values().filter(|peer| peer.state == "down").count();
+    if down > 0 {
+        let _ = writeln!(
+            page,
+            "\n{down} down: most likely UDP to the endpoint is blocked on the way or back, the endpoint is wrong, or the node does \
+             not run"
+        );
+    }
+    let troubles = view.troubles.iter().map(|t| {
+        let weight = if t.harmless { " (harmless)" } else { "" };
+        format!("{}{weight}: {}", t.part, t.message)
+    });
+    list(&mut page, "Troubles", troubles);
+    list(&mut page, "Left out", view.refused.iter().cloned());
+    page
+}
+
+fn list(page: &mut String, title: &str, lines: impl Iterator<Item = String>) {
+    for (index, line) in lines.enumerate() {
+        if index == 0 {
+            let _ = writeln!(page, "\n{title}");
+        }
+        let _ = writeln!(page, "- {line}");
+    }
+}
+
+fn facts(view: &View) -> Vec<(&'static str, String)> {
+    let mut facts = Vec::new();
+    let Some(NodeView {
+        name,
+        public_key,
+        wireguard_ip,
+        underlay,
+    }) = &view.node
+    else {
+        return vec![(
+            "Node",
+            "the agent has not finished its first pass over the node".to_owned(),
+        )];
+    };
+    // In policy mode the tunnel and all that belongs to it is kg's.
+    let address = wireguard_ip.map(|ip| format!(", WireGuard address {ip}"));
+    facts.push(("Node", format!("{name}{}", address.unwrap_or_default())));
+    if !public_key.is_empty() {
+        facts.push(("Key", public_key.clone()));
+    }
+    if let Some(agent) = &view.agent {
+        facts.push(("Agent", format!("{}, mode {}", agent.version, agent.mode)));
+    }
+    if let Some(DeviceView {
+        interface,
+        backend,
+        why,
+        mtu,
+        listen_port,
+        drops,
+    }) = &view.device
+    {
+        facts.push((
+            "Device",
+            format!("{interface}, {backend} ({why}), MTU {mtu}, UDP port {listen_port}"),
+        ));
+        let drops: Vec<String> = drops
+            .iter()
+            .filter(|(_, count)| **count > 0)
+            .map(|(reason, count)| format!("{reason} {count}"))
+            .collect();
+        if !drops.is_empty() {
+            facts.push(("Dropped", drops.join(", ")));
+        }
+    }
+    if underlay.interface.is_empty() {
+        return facts;
+    }
+    let addresses: Vec<String> = underlay.addresses.iter().map(ToString::to_string).collect();
+    facts.push((
+        "Underlay",
+        format!("{}, MTU {}, {}", underlay.interface, underlay.mtu, addresses.join(" ")),
+    ));
+    let count = |state| view.peers.values().filter(|peer| peer.state == state).count();
+    facts.push((
+        "Peers",
+        format!(
+            "{} up, {} down, {} unknown",
+            count("up"),
+            count("down"),
+            count("unknown")
+        ),
+    ));
+    facts
+}
+
+/// By mesh and cluster, those that are down first.
+fn peers(peers: &BTreeMap<String, PeerView>) -> String {
+    let mut rows: Vec<(&String, &PeerView)> = peers.iter().collect();
+    rows.sort_by_key(|(name, peer)| (&peer.mesh, &peer.cluster, peer.state != "down", *name));
+    let mut table = vec![["CLUSTER", "PEER", "STATE", "ENDPOINT", "HANDSHAKE", "RECEIVED", "SENT"].map(String::from)];
+    table.extend(rows.into_iter().map(|(name, peer)| {
+        let cluster = if peer.cluster.is_empty() { "-" } else { &peer.cluster };
+        let endpoint = peer.live_endpoint.or(peer.configured_endpoint);
+        [
+            cluster.to_owned(),
+            name.clone(),
+            peer.state.clone(),
+            endpoint.map_or_else(|| "-".to_owned(), |at| at.to_string()),
+            peer.handshake_age_seconds.map_or_else(|| "never".to_owned(), ago),
+            bytes(peer.rx_bytes),
+            bytes(peer.tx_bytes),
+        ]
+    }));
+    columns(&table)
+}
+
+fn columns<const N: usize>(table: &[[String; N]]) -> String {
+    let mut widths = [0; N];
+    for row in table {
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = cell.chars().count().max(*width);
+        }
+    }
+    let mut text = String::new();
+    for row in table {
+        let cells = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}"));
+        let _ = writeln!(text, "{}", cells.collect::<Vec<_>>().join("  ").trim_end());
+    }
+    text
+}
+
+fn ago(seconds: u64) -> String {
+    match seconds {
+        0..=119 => format!("{seconds} s ago"),
+        120..=7199 => format!("{} min ago", seconds / 60),
+        _ => format!("{} h ago", seconds / 3600),
+    }
+}
+
+fn bytes(count: u64) -> String {
+    let mut unit = 0;
+    let mut whole = count;
+    let mut rest = 0;
+    while whole >= 1024 && unit < 5 {
+        rest = whole % 1024;
+        whole /= 1024;
+        unit += 1;
+    }
+    let word = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"][unit];
+    if unit == 0 {
+        format!("{whole} {word}")
+    } else {
+        format!("{whole}.{} {word}", rest * 10 / 1024)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::status::view::{TroubleView, UnderlayView};
+
+    fn view() -> View {
+        let peer = |cluster: &str, state: &str| PeerView {
+            mesh: "ns/prod".into(),
+            cluster: cluster.into(),
+            state: state.into(),
+            configured_endpoint: Some("192.0.2.9:51820".parse().unwrap()),
+            ..PeerView::default()
+        };
+        let up = PeerView {
+            live_endpoint: Some("[2001:db8::9]:51820".parse().unwrap()),
+            handshake_age_seconds: Some(125),
+            rx_bytes: 1_600_000,
+            tx_bytes: 1023,
+            ..peer("mgmt", "up")
+        };
+        View {
+            agent: Some(clustermesh_api::annotations::Agent {
+                version: "1.2.3".into(),
+                mode: "full".into(),
+                ..Default::default()
+            }),
+            node: Some(NodeView {
+                name: "tenant-a-1".into(),
+                public_key: "F5rh=".into(),
+                wireguard_ip: Some("100.66.2.1".parse().unwrap()),
+                underlay: UnderlayView {
+                    interface: "eth0".into(),
+                    mtu: 1500,
+                    addresses: vec!["192.0.2.7".parse().unwrap()],
+                    next_hops: vec![],
+                },
+            }),
+            device: Some(DeviceView {
+                interface: "kilo0".into(),
+                backend: "userspace".into(),
+                why: "asked for".into(),
+                mtu: 1420,
+                listen_port: 51820,
+                drops: [("source".to_owned(), 3), ("queue".to_owned(), 0)].into(),
+            }),
+            peers: [
+                ("prod--mgmt--a".to_owned(), up),
+                ("prod--mgmt--b".to_owned(), peer("mgmt", "down")),
+                (
+                    "mine".to_owned(),
+                    PeerView {
+                        mesh: String::new(),
+                        ..peer("", "unknown")
+                    },
+                ),
+            ]
+            .into(),
+            refused: vec!["Peer x: OwnPodCIDR: no".into()],
+            troubles: vec![TroubleView {
+                part: "firewall".into(),
+                message: "nft is missing: install it".into(),
+                harmless: false,
+            }],
+        }
+    }
+
+    #[test]
+    fn a_person_sees_who_the_node_is_who_answers_and_what_to_mend() {
+        let want = "\
+Node      tenant-a-1, WireGuard address 100.66.2.1
+Key       F5rh=
+Agent     1.2.3, mode full
+Device    kilo0, userspace (asked for), MTU 1420, UDP port 51820
+Dropped   source 3
+Underlay  eth0, MTU 1500, 192.0.2.7
+Peers     1 up, 1 down, 1 unknown
+
+CLUSTER  PEER           STATE    ENDPOINT             HANDSHAKE  RECEIVED  SENT
+-        mine           unknown  192.0.2.9:51820      never      0 B       0 B
+mgmt     prod--mgmt--b  down     192.0.2.9:51820      never      0 B       0 B
+mgmt     prod--mgmt--a  up       [2001:db8::9]:51820  2 min ago  1.5 MiB   1023 B
+
+1 down: most likely UDP to the endpoint is blocked on the way or back, the endpoint is wrong, or the node does not run
+
+Troubles
+- firewall: nft is missing: install it
+
+Left out
+- Peer x: OwnPodCIDR: no
+";
+        assert_eq!(page(&view()), want);
+        assert_eq!(
+            page(&View::default()),
+            "Node  the agent has not finished its first pass over the node\n"
+        );
+    }
+
+    #[test]
+    fn a_node_is_well_when_nothing_is_down_left_out_or_in_trouble() {
+        let mut view = view();
+        view.refused.clear();
+        view.troubles[0].harmless = true;
+        assert!(!view.well());
+        let mut one = view.clone();
+        one.only(Some("mgmt"), Some("prod--mgmt--b"));
+        assert_eq!((one.peers.len(), one.well()), (1, false));
+        view.only(Some("mgmt"), Some("prod--mgmt--a"));
+        assert!(view.well());
+        view.troubles[0].harmless = false;
+        assert!(!view.well());
+        assert!(!View::default().well(), "nothing is known yet");
+    }
+}

@@ -1,0 +1,168 @@
+//! What a person, a monitor and the controller see of a real agent: who answers, who does not, and that it is gone when it
+//! is mended.
+
+mod node;
+
+use std::{collections::BTreeMap, time::Duration};
+
+use clustermesh_api::{
+    annotations::{Agent, Link},
+    names::{LABEL_MESH, LABEL_MESH_NAMESPACE, LABEL_SOURCE_CLUSTER, NODE_AGENT},
+    peer::{DnsOrIp, Peer, PeerEndpoint, PeerSpec},
+};
+use clustermesh_lab::wait_until;
+use kube::api::PostParams;
+use node::{AGENT, MGMT, SOON, TENANT, World};
+
+/// A peer that was greeted is given 15 s, and news of it 10.
+const NOTICED: Duration = Duration::from_secs(60);
+
+/// A node that does not exist.
+fn phantom() -> Peer {
+    let mut peer = Peer::new(
+        "prod--gone--gone-1",
+        PeerSpec {
+            allowed_ips: vec!["10.77.1.0/24".into()],
+            endpoint: Some(PeerEndpoint {
+                dns_or_ip: DnsOrIp {
+                    ip: Some("172.30.1.77".into()),
+                    dns: None,
+                },
+                port: 51820,
+            }),
+            persistent_keepalive: None,
+            preshared_key: None,
+            public_key: "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=".into(),
+        },
+    );
+    let labels = [
+        (LABEL_MESH_NAMESPACE, "ns"),
+        (LABEL_MESH, "prod"),
+        (LABEL_SOURCE_CLUSTER, "gone"),
+    ];
+    peer.metadata.labels = Some(labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into());
+    peer
+}
+
+/// Exit code, output and errors of `wg-agent status` on a node, as root or as nobody.
+async fn status(world: &World, site: usize, words: &[&str]) -> (i32, String, String) {
+    let site = world.site(site);
+    let output = world.host(site).try_exec(words).await.expect("run it");
+    (output.status.code().unwrap_or(-1), output.stdout, output.stderr)
+}
+
+async fn links(world: &World, want: BTreeMap<String, Link>) {
+    wait_until(format!("links {want:?} on the Node"), NOTICED, async || {
+        let all = world.annotations(world.site(TENANT)).await;
+        let agent = Agent::parse(all.get(NODE_AGENT).ok_or("no annotation")?)?;
+        if agent.links == want {
+            Ok(())
+        } else {
+            Err(format!("{agent:?}"))
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[tokio::test]
+async fn who_does_not_answer_is_named_to_a_person_a_monitor_and_the_controller_until_it_is_mended() {
+    let world = World::start().await;
+    let tenant = world.site(TENANT);
+    let (code, _, said) = status(&world, TENANT, &[AGENT, "status"]).await;
+    assert!(
+        code == 2 && said.contains("no wg-agent runs in this network namespace"),
+        "{code}: {said}"
+    );
+
+    let _mgmt = world.agent(world.site(MGMT), "agent-mgmt");
+    let words = world.command(tenant, &["--metrics-per-peer", "--listen=127.0.0.1:9587"]);
+    let mut agent = world
+        .host(tenant)
+        .spawn("agent-tenant", words)
+        .expect("start the agent");
+    world.published(tenant).await;
+    let peers = world.peers(tenant).await;
+    peers
+        .create(&PostParams::default(), &phantom())
+        .await
+        .expect("create the Peer");
+    world.mesh().await;
+    world.reaches(tenant, world.site(MGMT)).await;
+
+    // The other is up at once, the phantom down in time; both are told to whoever asks.
+    let gone = [(
+        "ns/prod/gone".to_owned(),
+        Link {
+            up: 0,
+            down: 1,
+            total: 1,
+        },
+    )]
+    .into();
+    links(&world, gone).await;
+    let (code, page, said) = status(&world, TENANT, &[AGENT, "status"]).await;
+    assert_eq!((code, said.as_str()), (1, ""), "{page}");
+    let row = |name: &str| {
+        let line = page
+            .lines()
+            .find(|line| line.contains(name))
+            .unwrap_or_else(|| panic!("no {name} in {page}"));
+        line.split_whitespace().take(4).map(String::from).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        row("gone-1"),
+        ["gone", "prod--gone--gone-1", "down", "172.30.1.77:51820"]
+    );
+    assert_eq!(row("mgmt-1"), ["mgmt", "mesh--mgmt--mgmt-1", "up", "172.30.1.11:51820"]);
+    assert!(
+        page.contains("Peers     1 up, 1 down, 0 unknown") && page.contains("\n1 down: most likely UDP"),
+        "{page}"
+    );
+    let (code, page, _) = status(&world, TENANT, &[AGENT, "status", "--cluster=mgmt"]).await;
+    assert!(code == 0 && !page.contains("gone"), "{code}: {page}");
+    let (code, json, _) = status(&world, TENANT, &[AGENT, "status", "-o", "json"]).await;
+    let state: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+    assert_eq!(
+        (code, &state["peers"]["prod--gone--gone-1"]["state"]),
+        (1, &"down".into()),
+        "{json}"
+    );
+    assert_eq!(
+        state["inputs"]["peers"]["prod--gone--gone-1"]["endpoint"],
+        "172.30.1.77:51820"
+    );
+    assert_eq!(state["device"]["backend"], state["agent"]["backend"]);
+    assert_eq!(
+        (&state["troubles"], &state["refused"]),
+        (&serde_json::json!([]), &serde_json::json!([]))
+    );
+    let key = std::fs::read_to_string(world.key_file(tenant)).expect("the key");
+    assert!(!json.contains(key.trim()), "the private key is not shown");
+    let nobody = ["setpriv", "--reuid=65534", "--clear-groups", AGENT, "status"];
+    let (code, page, said) = status(&world, TENANT, &nobody).await;
+    assert!(
+        code == 2 && page.is_empty() && said.contains("it answers root alone"),
+        "{code}: {page}{said}"
+    );
+    let (_, metrics) = world.page(tenant, "/metrics").await;
+    for line in [
+        "wg_agent_peers{cluster=\"gone\",state=\"down\"} 1",
+        "wg_agent_peer_state{cluster=\"gone\",peer=\"prod--gone--gone-1\",state=\"down\"} 1",
+        "wg_agent_peer_state{cluster=\"mgmt\",peer=\"mesh--mgmt--mgmt-1\",state=\"up\"} 1",
+    ] {
+        assert!(metrics.lines().any(|found| found == line), "{line} is not in {metrics}");
+    }
+
+    world.delete_peer(tenant, "prod--gone--gone-1").await;
+    links(&world, BTreeMap::new()).await;
+    let (code, page, _) = status(&world, TENANT, &[AGENT, "status"]).await;
+    assert!(code == 0 && !page.contains("gone"), "{code}: {page}");
+    assert!(
+        agent.terminate(SOON).await.expect("it ends").success(),
+        "{}",
+        agent.log()
+    );
+    let (code, _, _) = status(&world, TENANT, &[AGENT, "status"]).await;
+    assert_eq!(code, 2);
+}
