@@ -23,7 +23,10 @@ use clap::Parser;
 use clustermesh_agent_core::device::{PeerChange, PeerSpec, PeerUpdate};
 use clustermesh_core::key::PublicKey;
 use ipnet::{IpNet, Ipv4Net};
-use wg_agent::device::{Configuration, Device, userspace::Userspace};
+use wg_agent::device::{
+    Configuration, Device,
+    userspace::{Options, Userspace},
+};
 use x25519_dalek::StaticSecret;
 
 #[derive(Debug, Parser)]
@@ -37,6 +40,9 @@ struct Args {
     listen_port: u16,
     #[arg(long, default_value_t = 1420)]
     mtu: u16,
+    /// Exchange single packets with the kernel, as where it offers no more.
+    #[arg(long)]
+    no_offload: bool,
     /// KEY,ENDPOINT,RANGE[,RANGE...]
     #[arg(long)]
     peer: Vec<Peer>,
@@ -68,6 +74,7 @@ fn main() -> anyhow::Result<()> {
         private_key_file,
         listen_port,
         mtu,
+        no_offload,
         peer,
     } = Args::parse();
     let configuration = Configuration {
@@ -76,7 +83,11 @@ fn main() -> anyhow::Result<()> {
         fwmark: 0,
         mtu,
     };
-    let mut device = Userspace::open(&interface, &configuration)?;
+    let options = Options {
+        offload: !no_offload,
+        ..Options::default()
+    };
+    let mut device = Userspace::open_with(&interface, &configuration, options)?;
     let peers: Vec<_> = peer
         .into_iter()
         .map(|Peer(key, spec)| PeerChange::Add(key, spec))

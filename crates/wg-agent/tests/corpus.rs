@@ -3,6 +3,8 @@
 
 #[path = "../../../fuzz/bodies/objects.rs"]
 mod objects;
+#[path = "../../../fuzz/bodies/packets.rs"]
+mod packets;
 
 use std::{
     fs,
@@ -10,7 +12,9 @@ use std::{
     path::Path,
 };
 
-const ROUNDS: u32 = 4_000;
+const ROUNDS: u64 = 4_000;
+/// Of what begins with a handshake.
+const SESSIONS: u64 = 1_000;
 /// What parsers trip over.
 const TOKENS: [&[u8]; 16] = [
     b"0.0.0.0/0",
@@ -70,7 +74,7 @@ fn number(variable: &str, otherwise: u64) -> u64 {
     std::env::var(variable).map_or(otherwise, |text| text.parse().expect(variable))
 }
 
-fn tried(target: &str, body: fn(&[u8])) {
+fn tried(target: &str, rounds: u64, body: fn(&[u8])) {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../fuzz/corpus")
         .join(target);
@@ -93,22 +97,37 @@ fn tried(target: &str, body: fn(&[u8])) {
     }
     let seed = number("FUZZ_SEED", 0x9e37_79b9_7f4a_7c15);
     let mut random = Random(seed.max(1));
-    for round in 0..number("FUZZ_ROUNDS", ROUNDS.into()) {
+    for round in 0..number("FUZZ_ROUNDS", rounds) {
         attempt(&random.near(&corpus), &|| format!("seed {seed}, round {round}"));
     }
 }
 
 #[test]
 fn no_object_stops_a_reader_and_what_is_accepted_is_what_was_said() {
-    tried("object", objects::object);
+    tried("object", ROUNDS, objects::object);
 }
 
 #[test]
 fn no_annotation_stops_a_reader_or_reaches_a_resolver_as_garbage() {
-    tried("annotation", objects::annotation);
+    tried("annotation", ROUNDS, objects::annotation);
 }
 
 #[test]
 fn no_peer_or_policy_opens_a_node_or_stops_the_compiler() {
-    tried("compiled", objects::compiled);
+    tried("compiled", ROUNDS, objects::compiled);
+}
+
+#[test]
+fn no_header_of_an_interface_cuts_a_packet_beyond_its_ends() {
+    tried("superpacket", ROUNDS, packets::superpacket);
+}
+
+#[test]
+fn what_is_joined_of_any_packets_is_cut_into_the_same() {
+    tried("inner", ROUNDS, packets::inner);
+}
+
+#[test]
+fn no_network_makes_a_session_give_a_packet_twice_or_one_that_was_not_sent() {
+    tried("datagram", SESSIONS, packets::datagram);
 }

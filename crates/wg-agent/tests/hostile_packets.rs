@@ -225,9 +225,11 @@ fn a_peer_that_turned_speaks_in_nobody_elses_name() {
     for length in [1, 4, 19] {
         say(&mut mouth, &good[..length]);
     }
-    let mut longer = good.clone();
-    longer[2..4].copy_from_slice(&2_000_u16.to_be_bytes());
-    say(&mut mouth, &longer);
+    for length in [0_u16, 1, 19, 2_000] {
+        let mut lying = good.clone();
+        lying[2..4].copy_from_slice(&length.to_be_bytes());
+        say(&mut mouth, &lying);
+    }
     wait_until("every packet to be counted", SOON, || {
         let now = stage.dropped(&counted) - before;
         assert!(now <= sent, "{now} drops of {sent} packets");
@@ -252,18 +254,30 @@ fn senders_that_flood_a_silent_peer_cost_bounded_memory_and_stall_no_other() {
         .expect("add a peer");
     let conversation = Conversation::start(&stage);
     let before = resident();
-    stage.victim.enter(|| {
-        std::thread::scope(|scope| {
-            for _ in 0..4 {
-                scope.spawn(|| {
-                    let socket = UdpSocket::bind("10.9.0.1:0").expect("bind");
-                    for _ in 0..100_000 {
-                        // A full queue is what this is about.
-                        let _ = socket.send_to(&[0; 1_392], (Ipv4Addr::new(10, 9, 0, silent), 9));
-                    }
-                });
+    let (stop, sent) = (AtomicBool::new(false), AtomicU64::new(0));
+    let victim = &stage.victim;
+    let flood = || {
+        let socket = UdpSocket::bind("10.9.0.1:0").expect("bind");
+        while !stop.load(Ordering::Acquire) {
+            for _ in 0..300 {
+                // A full queue is what this is about.
+                let _ = socket.send_to(&[0; 1_392], (Ipv4Addr::new(10, 9, 0, silent), 9));
+                sent.fetch_add(1, Ordering::Relaxed);
             }
+            // Room for others in the interface's queue, which is shared by all and drops what comes last.
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| victim.enter(flood));
+        scope.spawn(|| victim.enter(flood));
+        let _stop = Stop(&stop);
+        conversation.goes_on();
+        // Twice what the bound on memory would hold.
+        wait_until("the flood", Duration::from_secs(60), || {
+            sent.load(Ordering::Relaxed) * 1_392 > 2 * MEMORY
         });
+        conversation.goes_on();
     });
     let grown = resident().saturating_sub(before);
     conversation.went_on();

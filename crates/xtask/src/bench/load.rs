@@ -20,7 +20,8 @@ use super::{
 const SMALL: usize = 64 - 20 - 8;
 /// A question or an answer that does not come for so long is lost.
 const LOST: Duration = Duration::from_secs(1);
-const ECHO_PORT: u16 = 7;
+/// Where questions are answered.
+pub(crate) const ECHO_PORT: u16 = 7;
 const SINK_PORT: u16 = 9;
 
 /// What TCP streams moved and what that took.
@@ -124,20 +125,23 @@ pub(crate) fn latency(wire: &Wire, target: &str, during: Duration) -> anyhow::Re
     client.set_read_timeout(Some(LOST))?;
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
-        scope.spawn(|| {
-            let mut buffer = [0; SMALL];
-            while !done.load(Ordering::Acquire) {
-                if let Ok((length, from)) = server.recv_from(&mut buffer) {
-                    let _ = server.send_to(&buffer[..length], from);
-                }
-            }
-        });
+        scope.spawn(|| echo(&server, &done));
         let asked = ask(&client, during);
         done.store(true, Ordering::Release);
         // So that the far end looks at the flag now.
         let _ = client.send(&[0; SMALL]);
         asked
     })
+}
+
+/// Answers questions until told to stop, which it looks at when asked or when nothing came for its socket's timeout.
+pub(crate) fn echo(server: &UdpSocket, stop: &AtomicBool) {
+    let mut buffer = [0; SMALL];
+    while !stop.load(Ordering::Acquire) {
+        if let Ok((length, from)) = server.recv_from(&mut buffer) {
+            let _ = server.send_to(&buffer[..length], from);
+        }
+    }
 }
 
 fn ask(client: &UdpSocket, during: Duration) -> anyhow::Result<Latency> {
@@ -214,13 +218,15 @@ pub(crate) fn small_packets(wire: &Wire, target: &str, during: Duration) -> anyh
     })
 }
 
-fn bind(end: &End, address: &str, port: u16) -> anyhow::Result<UdpSocket> {
+/// A UDP socket at an end.
+pub(crate) fn bind(end: &End, address: &str, port: u16) -> anyhow::Result<UdpSocket> {
     let address = SocketAddr::new(address.parse().context("an address")?, port);
     end.enter(|| UdpSocket::bind(address))
         .with_context(|| format!("bind UDP {address}"))
 }
 
-fn connect(end: &End, target: &str, port: u16) -> anyhow::Result<UdpSocket> {
+/// A UDP socket at an end, for an address of the other.
+pub(crate) fn connect(end: &End, target: &str, port: u16) -> anyhow::Result<UdpSocket> {
     let any = SocketAddr::from(([0, 0, 0, 0], 0));
     let connected = end.enter(|| {
         let socket = UdpSocket::bind(any)?;

@@ -1,6 +1,6 @@
 //! The figures as people read them (a markdown table, bench/README.md holds one) and as programs do.
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 
 use super::{
     dataplane::{Measured, STREAMS, Sample},
@@ -41,6 +41,18 @@ impl Machine {
             kernel: version(&read("/proc/sys/kernel/osrelease")).into(),
             revision: peers::revision(),
         }
+    }
+}
+
+impl fmt::Display for Machine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            cpu,
+            cpus,
+            kernel,
+            revision,
+        } = self;
+        write!(f, "{revision}, {cpus} x {cpu}, Linux {kernel}")
     }
 }
 
@@ -89,14 +101,8 @@ fn markdown(measured: &Measured) -> String {
         samples,
         crowds,
     } = measured;
-    let Machine {
-        cpu,
-        cpus,
-        kernel,
-        revision,
-    } = machine;
     let mut text = format!(
-        "{revision}, {cpus} x {cpu}, Linux {kernel}; medians [least-most], {seconds} s a run. Both ends of the tunnel, iperf3's two \
+        "{machine}; medians [least-most], {seconds} s a run. Both ends of the tunnel, iperf3's two \
          ends and the kernel share these CPUs.\n"
     );
     for udp_offload in [true, false] {

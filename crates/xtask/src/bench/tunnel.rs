@@ -28,6 +28,8 @@ pub(crate) enum Variant {
     Veth,
     /// The userspace device of this checkout.
     WgAgent,
+    /// The same with `--no-offload`.
+    WgAgentNoOffload,
     /// Current wireguard-go, pinned in tools/wireguard.
     WireguardGo,
     /// boringtun-cli of crates.io.
@@ -42,6 +44,7 @@ impl Variant {
         match self {
             Self::Veth => "plain veth",
             Self::WgAgent => "**wg-agent**",
+            Self::WgAgentNoOffload => "wg-agent `--no-offload`",
             Self::WireguardGo => "wireguard-go (2026-05)",
             Self::Boringtun => "boringtun-cli 0.7.1",
             Self::Gotatun => "gotatun-cli 0.10.2",
@@ -52,7 +55,7 @@ impl Variant {
     pub(crate) fn build(self) -> anyhow::Result<Option<PathBuf>> {
         Ok(match self {
             Self::Veth => None,
-            Self::WgAgent => Some(peers::ours()?),
+            Self::WgAgent | Self::WgAgentNoOffload => Some(peers::ours()?),
             Self::WireguardGo => Some(peers::wireguard_go()?),
             Self::Boringtun => Some(peers::from_crates_io("boringtun-cli", "0.7.1", "boringtun-cli")?),
             Self::Gotatun => Some(peers::from_crates_io("gotatun-cli", "0.10.2", "gotatun")?),
@@ -60,7 +63,7 @@ impl Variant {
     }
 
     const fn is_ours(self) -> bool {
-        matches!(self, Self::WgAgent)
+        matches!(self, Self::WgAgent | Self::WgAgentNoOffload)
     }
 }
 
@@ -112,7 +115,7 @@ impl Daemon {
         command.stdout(Stdio::null()).stderr(Stdio::null());
         match variant {
             Variant::Veth => bail!("plain veth has no program"),
-            Variant::WgAgent => {
+            Variant::WgAgent | Variant::WgAgentNoOffload => {
                 let file = keys.private_file(end);
                 command
                     .args([
@@ -128,6 +131,9 @@ impl Daemon {
                     .stdin(Stdio::piped())
                     .stdout(Stdio::piped())
                     .stderr(Stdio::inherit());
+                if variant == Variant::WgAgentNoOffload {
+                    command.arg("--no-offload");
+                }
                 if let Some(peer) = peer {
                     command.args(["--peer", peer]);
                 }
@@ -215,40 +221,72 @@ impl Tunnel {
             });
         };
         let mut daemons = Vec::new();
-        for (end, other) in [(0, 1), (1, 0)].map(|(a, b)| (&wire.ends[a], &wire.ends[b])) {
-            let endpoint = format!("{}:{PORT}", other.outer());
-            let range = format!("{}/32", other.inner());
-            let key = keys.public(other);
-            let daemon = Daemon::start(variant, program, end, keys, Some(&format!("{key},{endpoint},{range}")))?;
-            let interface = &daemon.interface;
-            if !variant.is_ours() {
-                end.run(
-                    "wg",
-                    &[
-                        "set",
-                        interface,
-                        "peer",
-                        key,
-                        "endpoint",
-                        &endpoint,
-                        "allowed-ips",
-                        &range,
-                    ],
-                )?;
-            }
-            end.ip(&format!("addr add {}/24 dev {interface}", end.inner()))?;
-            end.ip(&format!("link set {interface} mtu {MTU} up"))?;
-            daemons.push(daemon);
+        for end in 0..2 {
+            let other = wire.ends[1 - end].outer();
+            daemons.push(join(variant, program, wire, keys, end, &other)?);
         }
         let target = wire.ends[1].inner();
         wire.ends[0].until_answered(&target)?;
         Ok(Self { daemons, target })
     }
 
+    /// Kills one of our processes and starts it again at once; the other end is at `other` now.
+    pub(crate) fn restart(
+        &mut self,
+        end: usize,
+        program: &Path,
+        wire: &Wire,
+        keys: &Keys,
+        other: &str,
+    ) -> anyhow::Result<()> {
+        // The port must be free before it is asked for.
+        drop(self.daemons.remove(end));
+        let daemon = join(Variant::WgAgent, program, wire, keys, end, other)?;
+        self.daemons.insert(end, daemon);
+        Ok(())
+    }
+
+    /// When the device at an end says it last agreed on keys, Unix seconds.
+    pub(crate) fn latest_handshake(&self, wire: &Wire, end: usize) -> anyhow::Result<Option<u64>> {
+        let interface = &self.daemons[end].interface;
+        let text = wire.ends[end].run("wg", &["show", interface, "latest-handshakes"])?;
+        let seconds = text.split_whitespace().nth(1).and_then(|word| word.parse().ok());
+        Ok(seconds.filter(|seconds| *seconds > 0))
+    }
+
     /// The processes that do the work.
     pub(crate) fn pids(&self) -> Vec<u32> {
         self.daemons.iter().map(|daemon| daemon.running.pid()).collect()
     }
+}
+
+/// Makes one end of a tunnel to the other, which is at `other`.
+fn join(variant: Variant, program: &Path, wire: &Wire, keys: &Keys, end: usize, other: &str) -> anyhow::Result<Daemon> {
+    let (end, far) = (&wire.ends[end], &wire.ends[1 - end]);
+    let endpoint = format!("{other}:{PORT}");
+    let range = format!("{}/32", far.inner());
+    let key = keys.public(far);
+    let daemon = Daemon::start(variant, program, end, keys, Some(&format!("{key},{endpoint},{range}")))?;
+    let interface = &daemon.interface;
+    if !variant.is_ours() {
+        end.run(
+            "wg",
+            &[
+                "set",
+                interface,
+                "peer",
+                key,
+                "endpoint",
+                &endpoint,
+                "allowed-ips",
+                &range,
+            ],
+        )?;
+    }
+    // An interface that outlived its process has its address.
+    end.ip(&format!("addr replace {}/24 dev {interface}", end.inner()))?;
+    end.ip(&format!("link set {interface} mtu {MTU} up"))?;
+    Ok(daemon)
 }
 
 /// What many peers cost that nobody speaks to.

@@ -79,12 +79,22 @@ impl End {
             .context("open the new namespace")?;
         let end = Self { namespace, number };
         end.ip("link set lo up")?;
+        // Else an address that goes takes along those added after it.
+        end.run(
+            "sh",
+            &["-ec", "echo 1 > /proc/sys/net/ipv4/conf/all/promote_secondaries"],
+        )?;
         Ok(end)
     }
 
     /// Its address on the veth.
     pub(crate) fn outer(&self) -> String {
         format!("192.0.2.{}", self.number)
+    }
+
+    /// Its address on the veth when it has moved.
+    pub(crate) fn away(&self) -> String {
+        format!("192.0.2.10{}", self.number)
     }
 
     /// Its address inside a tunnel.

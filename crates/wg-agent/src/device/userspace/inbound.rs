@@ -99,6 +99,9 @@ impl Inbound<'_> {
     /// Datagrams of one source.
     fn run(&mut self, datagrams: &[u8], segment: usize, source: SocketAddr) {
         let view = self.view;
+        if datagrams.is_empty() {
+            view.shared.drops.count(Drop::Invalid);
+        }
         let mut rest = datagrams.chunks(segment).peekable();
         while let Some(first) = rest.peek() {
             let Some(peer) = data_index(first).map(|index| view.table.by_index.get(&index)) else {

@@ -16,6 +16,8 @@ mod clock;
 mod control;
 mod datapath;
 mod drops;
+#[doc(hidden)]
+pub mod fuzzing;
 mod handshakes;
 mod inbound;
 mod link;

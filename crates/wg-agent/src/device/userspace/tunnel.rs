@@ -60,6 +60,8 @@ const INITIATION: u8 = 1;
 const RESPONSE: u8 = 2;
 const DATA: u8 = 4;
 const RESPONSE_LEN: usize = 92;
+/// The shortest (RFC 791 §3.1).
+const IPV4_HEADER: usize = 20;
 
 /// Where a tunnel's output goes, as soon as it is made.
 pub(super) trait Output {
@@ -245,6 +247,10 @@ impl Tunnel {
                 self.initiation = None;
                 self.answered = false;
                 self.established(now, scratch, out);
+            }
+            // The core takes a total length of less than the header itself at its word.
+            TunnResult::WriteToTunnelV4(packet, _) if packet.len() < IPV4_HEADER => {
+                return Err(WireGuardError::InvalidPacket);
             }
             TunnResult::WriteToTunnelV4(packet, from) => {
                 self.unanswered_by_us.get_or_insert(now);
