@@ -11,6 +11,7 @@ pub mod cleanup;
 pub mod device;
 mod endpoints;
 pub mod firewall;
+mod heard;
 pub mod identity;
 pub mod lock;
 pub mod metrics;

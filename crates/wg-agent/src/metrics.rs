@@ -67,6 +67,7 @@ pub struct Metrics {
     dropped: Family<Reason, Counter>,
     applied: Family<Part, Counter>,
     errors: Family<Part, Counter>,
+    repairs: Family<Part, Counter>,
     remembered: Gauge,
     counted: Arc<std::sync::Mutex<Counted>>,
 }
@@ -116,6 +117,7 @@ impl Metrics {
             dropped,
             applied,
             errors,
+            repairs,
             remembered,
             counted: _,
         } = metrics.clone();
@@ -148,6 +150,11 @@ impl Metrics {
         );
         registry.register("device_drops", "Packets the device dropped, by reason", dropped);
         registry.register("applied_changes", "Changes made to the node, by part", applied);
+        registry.register(
+            "repairs",
+            "What others had taken away or changed and was put back, by part",
+            repairs,
+        );
         registry.register("errors", "What failed and is tried again, by part", errors);
         registry.register(
             "remembered_kinds",
@@ -160,6 +167,11 @@ impl Metrics {
     /// Something on the node was changed.
     pub fn applied(&self, part: &'static str, changes: usize) {
         self.applied.get_or_create(&Part { part }).inc_by(changes as u64);
+    }
+
+    /// Something that others had taken away or changed was put back.
+    pub fn repaired(&self, part: &'static str, changes: usize) {
+        self.repairs.get_or_create(&Part { part }).inc_by(changes as u64);
     }
 
     /// Something failed.

@@ -11,10 +11,12 @@ use tokio::{sync::watch, task::JoinSet};
 
 use crate::{
     args::Config,
-    cache, device, firewall, identity, lock,
+    cache, device, firewall,
+    heard::{Event, Heard},
+    identity, lock,
     metrics::Metrics,
     preflight, publish,
-    reconcile::{Parts, Reconciler},
+    reconcile::{Parts, RESOLV_CONF, Reconciler},
     route, source,
     source::store::Store,
     status::{self, Dump, Troubles},
@@ -26,8 +28,6 @@ const RESYNC: Duration = Duration::from_secs(30);
 const LOOK: Duration = Duration::from_secs(5);
 /// What comes within this time is taken together.
 const SETTLE: Duration = Duration::from_millis(30);
-/// Others' programs write to the kernel often, and our own writes are heard as well.
-const SETTLE_KERNEL: Duration = Duration::from_millis(300);
 /// Retries of a pass that failed.
 const RETRY: [Duration; 4] = [
     Duration::from_millis(500),
@@ -143,7 +143,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     ));
 
     let interface = config.interface.clone();
-    let heard = Heard::open(&interface);
+    let heard = Heard::open(&interface, RESOLV_CONF.into());
     let (backend, opened) = (config.backend, interface.clone());
     let options = device::userspace::Options {
         offload: config.offload,
@@ -184,6 +184,9 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
     let mut look = tokio::time::interval(LOOK);
     look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while !stop.is_cancelled() {
+        if !heard.of_routing() {
+            reconciler.hear(Event::Anything);
+        }
         let well = reconciler.pass().await;
         failures = if well { 0 } else { failures + 1 };
         let wait = match failures {
@@ -196,7 +199,10 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
             tokio::select! {
                 () = stop.cancelled() => break Duration::ZERO,
                 () = store.changed() => break SETTLE,
-                () = heard.changed() => break SETTLE_KERNEL,
+                event = heard.changed() => {
+                    reconciler.hear(event);
+                    break event.settle();
+                }
                 () = tokio::time::sleep_until(again.into()) => break Duration::ZERO,
                 _ = look.tick() => {
                     reconciler.look();
@@ -214,48 +220,6 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
     // What the next start should know of where the peers are.
     reconciler.look();
     drop(reconciler.into_device());
-}
-
-/// What the kernel says about changes by others.
-struct Heard {
-    interface: clustermesh_agent_core::interface::InterfaceName,
-    routes: Option<route::Watch>,
-    tables: Option<firewall::Watch>,
-}
-
-impl Heard {
-    fn open(interface: &clustermesh_agent_core::interface::InterfaceName) -> Self {
-        let log = |error: &dyn std::fmt::Display| {
-            tracing::warn!(%error, "cannot hear of changes to this node; looking every {} s", RESYNC.as_secs());
-        };
-        Self {
-            interface: interface.clone(),
-            routes: route::Watch::open(interface.clone()).inspect_err(|e| log(e)).ok(),
-            tables: firewall::Watch::open().inspect_err(|e| log(e)).ok(),
-        }
-    }
-
-    async fn changed(&mut self) {
-        let routes = async {
-            match &mut self.routes {
-                Some(watch) => watch.changed().await,
-                None => std::future::pending().await,
-            }
-        };
-        let tables = async {
-            match &mut self.tables {
-                Some(watch) => watch.changed().await.is_ok(),
-                None => std::future::pending().await,
-            }
-        };
-        let alive = tokio::select! {
-            alive = routes => alive,
-            alive = tables => alive,
-        };
-        if !alive {
-            *self = Self::open(&self.interface.clone());
-        }
-    }
 }
 
 /// One a line.

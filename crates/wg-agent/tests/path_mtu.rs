@@ -199,9 +199,9 @@ fn a_node_is_reached_by_the_tunnel_at_the_address_its_tunnel_ends_at(outer: Fami
     let (here, next) = (underlay(1, V4).to_string(), gateway(1, V4).to_string());
     assert_eq!(clear.finish(node, &here, &next), Vec::<String>::new());
     let seen = tunnelled.finish(node, &here, &next);
-    // 20 there, 20 back, and what sessions need: a loop would be thousands.
+    // 20 there, 20 back, some of them two at a time, and what sessions need: a loop would be thousands.
     assert!(
-        (40..60).contains(&seen.len()),
+        (20..60).contains(&seen.len()),
         "{} outer packets: {seen:#?}",
         seen.len()
     );

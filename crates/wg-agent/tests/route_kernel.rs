@@ -9,9 +9,9 @@ use clustermesh_agent_core::{
     routes::{Change, Plan, Routes, desired},
     sysctl::{self, Sysctl},
 };
-use netns::{NetNs, wait_until};
+use netns::{NetNs, wait_for, wait_until};
 use serde_json::Value;
-use wg_agent::route::{Netlink, Pass, Routing, Watch, cleanup, converge};
+use wg_agent::route::{Netlink, News, Pass, Routing, Watch, cleanup, converge};
 
 /// Runs a future in a namespace, on a runtime of its own.
 fn inside<T: Send>(ns: &NetNs, future: impl Future<Output = T> + Send) -> T {
@@ -26,6 +26,8 @@ fn inside<T: Send>(ns: &NetNs, future: impl Future<Output = T> + Send) -> T {
 
 fn node(name: &str) -> NetNs {
     let ns = NetNs::new(name);
+    // Detection would alter the link-local addresses half a second into the test.
+    ns.set_sysctl("net/ipv6/conf/default/accept_dad", "0");
     ns.ip("tuntap add dev kilo0 mode tun");
     ns.ip("link set kilo0 up");
     ns.ip("link add eth0 type veth peer name eth1");
@@ -289,11 +291,9 @@ fn drift_is_heard_of_and_anothers_business_is_not() {
             "ip link del kilo0",
         ] {
             script(line).await.unwrap();
-            assert!(
-                tokio::time::timeout(within, watch.changed())
-                    .await
-                    .unwrap_or_else(|_| panic!("{line} unheard"))
-            );
+            let news = tokio::time::timeout(within, watch.changed()).await;
+            let news = news.unwrap_or_else(|_| panic!("{line} unheard"));
+            assert_eq!(news.unwrap(), News::Ours, "{line}");
             // What one command makes may come as several events.
             while tokio::time::timeout(Duration::from_millis(200), watch.changed())
                 .await
@@ -417,4 +417,158 @@ fn a_kernel_without_ipv6_on_the_device_keeps_the_rest() {
             .await
             .unwrap()
     });
+}
+
+/// Feeds `ip -batch` from a file.
+fn batch(ns: &NetNs, lines: impl Iterator<Item = String>) {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    for line in lines {
+        std::io::Write::write_all(&mut file, format!("{line}\n").as_bytes()).unwrap();
+    }
+    ns.run("ip", &["-batch", file.path().to_str().unwrap()]);
+}
+
+#[test]
+fn a_routing_daemon_with_many_routes_wakes_nobody_and_hides_nothing() {
+    let ns = node("bgp");
+    settle(&ns, &desired(&plan()));
+    ns.enter(|| {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        let mut watch = runtime.block_on(async { Watch::open("kilo0".parse().unwrap()).unwrap() });
+        let mut heard = |patience| {
+            runtime.block_on(async {
+                let next = tokio::time::timeout(Duration::from_millis(patience), watch.changed());
+                next.await.ok().map(Result::unwrap)
+            })
+        };
+        while heard(300).is_some() {} // of the device that was just made
+        let route = |n: u32| std::net::Ipv4Addr::from(0x0b00_0000 + (n << 8));
+        // More than the socket's buffer would hold.
+        batch(
+            &ns,
+            (0..30_000).map(|n| format!("route add {}/24 dev eth0 proto bgp", route(n))),
+        );
+        batch(
+            &ns,
+            (0..1000).map(|n| format!("route add {}/24 dev eth0 table 99 proto bgp", route(n))),
+        );
+        assert_eq!(heard(300), None);
+        ns.ip("route add default via 10.101.0.9 dev eth0 proto bgp");
+        assert_eq!(heard(5000), Some(News::Underlay));
+        ns.ip("route flush table 5182");
+        assert_eq!(heard(5000), Some(News::Ours));
+    });
+}
+
+/// What `ip monitor route` says while something is done.
+fn monitored(ns: &NetNs, act: impl FnOnce()) -> Vec<String> {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let mut command = std::process::Command::new("ip");
+    command.args(["-4", "monitor", "route"]).stdout(file.reopen().unwrap());
+    let _monitor = ns.spawn_command(&mut command);
+    let said = || std::fs::read_to_string(file.path()).unwrap();
+    // It listens when it tells of this one.
+    wait_for("ip monitor to listen", Duration::from_secs(5), || {
+        ns.ip("route replace 192.0.2.1 dev eth0");
+        ns.ip("route del 192.0.2.1 dev eth0");
+        said().contains("192.0.2.1").then_some(())
+    });
+    act();
+    ns.ip("route add 192.0.2.2 dev eth0");
+    ns.ip("route del 192.0.2.2 dev eth0");
+    wait_for("the last event", Duration::from_secs(5), || {
+        said().contains("Deleted 192.0.2.2").then_some(())
+    });
+    said()
+        .lines()
+        .filter(|line| !line.contains("192.0.2."))
+        .map(|line| {
+            line.trim_end_matches([' ', '\n'])
+                .trim_end_matches("linkdown")
+                .trim_end()
+                .to_owned()
+        })
+        .collect()
+}
+
+#[test]
+fn of_ten_thousand_routes_one_that_changes_is_one_message() {
+    let ns = node("many");
+    let net = |n: u32| ipnet::Ipv4Net::new((0x0a80_0000 + (n << 8)).into(), 24).unwrap();
+    let peers = |count: u32| (0..count).map(|n| net(n).into()).collect();
+    let all = Plan {
+        peers: peers(10_000),
+        mesh: ["10.128.0.0/9".parse().unwrap()].into(),
+        ..Plan::default()
+    };
+    let first = pass(&ns, &desired(&all));
+    assert_eq!((first.done.len(), first.failed.len()), (10_000 + 1 + 1 + 2, 0));
+    let shown = ns.sh("ip -4 route show table 5182 | grep -c kilo0");
+    assert_eq!(shown.trim(), "10000");
+    let one_less = Plan {
+        peers: peers(9_999),
+        ..all.clone()
+    };
+    let narrower = Plan {
+        sizes: [(net(7).into(), 1328)].into(),
+        ..one_less.clone()
+    };
+    let gone = net(9_999);
+    assert_eq!(
+        monitored(&ns, || assert_eq!(pass(&ns, &desired(&one_less)).done.len(), 1)),
+        [format!(
+            "Deleted {gone} dev kilo0 table 5182 proto 117 scope link metric 20"
+        )]
+    );
+    assert_eq!(
+        monitored(&ns, || assert_eq!(pass(&ns, &desired(&one_less)).done.len(), 0)),
+        [""; 0]
+    );
+    let replaced = monitored(&ns, || assert_eq!(pass(&ns, &desired(&narrower)).done.len(), 2));
+    assert_eq!(replaced.len(), 2, "{replaced:?}");
+    ns.ip(&format!("route del {} table 5182 metric 20", net(1234)));
+    assert_eq!(
+        monitored(&ns, || assert_eq!(pass(&ns, &desired(&narrower)).done.len(), 1)),
+        [format!(
+            "{} dev kilo0 table 5182 proto 117 scope link metric 20",
+            net(1234)
+        )]
+    );
+}
+
+#[test]
+fn a_peers_own_packet_size_is_on_its_routes_and_a_forwarder_of_ipv6_heeds_it() {
+    let ns = node("sizes");
+    let sizes = ["10.101.0.0/24", "fd00:101::/64"].map(|net| (net.parse().unwrap(), 1328));
+    let narrow = Plan {
+        sizes: sizes.into(),
+        ..plan()
+    };
+    settle(&ns, &desired(&narrow));
+    let shown = |family, net| ns.sh(&format!("ip {family} route show table 5182 | grep '^{net} dev kilo0'"));
+    assert!(
+        shown("-4", "10.101.0.0/24").contains(" mtu 1328"),
+        "{}",
+        shown("-4", "10.101.0.0/24")
+    );
+    assert!(
+        shown("-6", "fd00:101::/64").contains(" mtu lock 1328"),
+        "{}",
+        shown("-6", "fd00:101::/64")
+    );
+    // Without its lock, or with another number, it is put right.
+    ns.ip("-6 route replace fd00:101::/64 dev kilo0 table 5182 metric 20 proto 117 src fd00:101::200 mtu 1328");
+    ns.ip("route replace 10.101.0.0/24 dev kilo0 table 5182 metric 20 proto 117 src 10.101.0.200 mtu 1300");
+    assert_eq!(
+        settle(&ns, &desired(&narrow)),
+        [
+            "route replace 10.101.0.0/24 dev <device> src 10.101.0.200 mtu 1328 table 5182 metric 20",
+            "route replace fd00:101::/64 dev <device> src fd00:101::200 mtu 1328 table 5182 metric 20",
+        ]
+    );
+    settle(&ns, &desired(&plan()));
+    assert!(!shown("-4", "10.101.0.0/24").contains("mtu"));
 }

@@ -48,17 +48,20 @@ use crate::{
     status::{Dump, Said, Trouble, Troubles},
 };
 
+mod drift;
 mod dump;
 pub(crate) mod gate;
 mod inputs;
 mod look;
 mod sizes;
 
+use drift::Drift;
 use gate::{beside_kg, from_cache, own_node, waiting};
 use inputs::{Gathered, Local, Member, gather};
 use sizes::Ends;
 
-const RESOLV_CONF: &str = "/etc/resolv.conf";
+/// Names the resolvers.
+pub(crate) const RESOLV_CONF: &str = "/etc/resolv.conf";
 
 /// Opens the device.
 pub(crate) type Opener = Box<dyn Fn(&Configuration) -> Result<Opened, DeviceError> + Send>;
@@ -91,6 +94,7 @@ pub(crate) struct Reconciler<R, F> {
     rotation: Option<Rotation>,
     tracks: Tracks,
     current: Option<Arc<Current>>,
+    drift: Drift,
     said: Said,
 }
 
@@ -119,6 +123,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             rotation: None,
             tracks: Tracks::new(live),
             current: None,
+            drift: Drift::default(),
             said: Said::default(),
         }
     }
@@ -157,9 +162,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         troubles.extend(self.rotate(&own).await);
         let wireguard_ip = self.address(&world, &own)?;
         let internal = own.internal_ips.iter().copied().collect();
-        let underlay = underlay::read(&internal, &config.interface)
-            .await
-            .map_err(|e| Trouble::new("underlay", e))?;
+        let underlay = self.underlay(internal).await?;
         let resolvers = underlay::resolvers(Path::new(RESOLV_CONF))
             .map_err(|e| Trouble::new("underlay", format!("cannot read {RESOLV_CONF}: {e}")))?;
         let mut gathered = gather(
@@ -203,6 +206,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             .await
             .map_err(|e| Trouble::new("firewall", e))
             .map(|done| {
+                if self.drift.filtered(&compiled.firewall, done.is_some()) {
+                    self.parts.metrics.repaired("firewall", 1);
+                }
                 if done.is_some() {
                     self.parts.metrics.applied("firewall", 1);
                     tracing::info!("firewall table written");
@@ -240,6 +246,19 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         }
         self.look();
         Ok(())
+    }
+
+    /// The node's own network; read only where it may have changed.
+    async fn underlay(&mut self, internal: BTreeSet<IpAddr>) -> Result<Underlay, Trouble> {
+        let now = Instant::now();
+        if let Some(known) = self.drift.underlay(&internal, now) {
+            return Ok(known.clone());
+        }
+        let read = underlay::read(&internal, &self.parts.config.interface)
+            .await
+            .map_err(|e| Trouble::new("underlay", e))?;
+        self.drift.saw(internal, read.clone(), now);
+        Ok(read)
     }
 
     /// The node's WireGuard address, from its own and the others' claims.
@@ -303,6 +322,14 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             fwmark: MARK_UNDERLAY,
             mtu,
         };
+        if self.drift.doubts_device()
+            && let Some((device, ..)) = &self.device
+            && let Err(error) = device.observe()
+        {
+            tracing::warn!(%error, "the device is made again");
+            self.parts.metrics.repaired("device", 1);
+            self.device = None;
+        }
         let public = self.parts.key.public();
         match &mut self.device {
             Some((_, at, key)) if *at == mtu && *key == public => Ok(false),
@@ -428,6 +455,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             tracing::info!("{change}");
         }
         self.parts.metrics.applied("routes", pass.done.len());
+        let put_back = self.drift.routed(&compiled.routes, &pass.done, pass.failed.is_empty());
+        self.parts.metrics.repaired("routes", put_back);
         if pass
             .failed
             .iter()

@@ -20,7 +20,7 @@ mod watch;
 
 pub use memory::Memory;
 pub use rtnetlink::Netlink;
-pub use watch::Watch;
+pub use watch::{News, Watch};
 
 /// A kernel's routing, as far as it is ours.
 pub trait Routing: Send {

@@ -17,6 +17,7 @@ use store::{Shelf, Store};
 pub mod client;
 pub mod lookup;
 pub mod objects;
+pub mod resolv;
 pub mod store;
 pub mod underlay;
 pub mod watch;

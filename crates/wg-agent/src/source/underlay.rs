@@ -67,7 +67,8 @@ struct Hop {
 /// Reads the node's network. `internal` are the Node's InternalIPs: the interface that has one carries the tunnel's outer
 /// packets, else the one of the best default route. `device` is ours.
 pub async fn read(internal: &BTreeSet<IpAddr>, device: &InterfaceName) -> Result<Underlay, UnderlayError> {
-    let (connection, handle, _) = rtnetlink::new_connection()?;
+    // Strict: the kernel leaves out other tables than the one we ask for.
+    let (connection, handle, _) = rtnetlink::new_connection_with_strict_check()?;
     let connection = tokio::spawn(connection);
     let read = dump(&handle).await;
     connection.abort();
@@ -107,6 +108,7 @@ async fn dump(handle: &rtnetlink::Handle) -> Result<(BTreeMap<u32, Link>, Vec<Ho
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
         let mut request = RouteMessage::default();
         request.header.address_family = family;
+        request.header.table = RouteHeader::RT_TABLE_MAIN;
         let mut messages = handle.route().get(request).execute();
         loop {
             match messages.try_next().await {

@@ -197,6 +197,16 @@ impl World {
         self.agent_with(site, log, &[])
     }
 
+    /// The same, with a file of the test's own as its list of name servers, bound in as a kubelet does.
+    pub fn agent_with_resolvers(&self, site: &Site, log: &str, file: &std::path::Path) -> Running {
+        let script = format!("mount --bind '{}' /etc/resolv.conf; {CONFINED}", file.display());
+        let mut words: Vec<String> = ["unshare", "--mount", "sh", "-ec", &script, "sh"]
+            .map(String::from)
+            .into();
+        words.extend(self.command(site, &[]));
+        self.host(site).spawn(log, words).expect("start the agent")
+    }
+
     /// The same, with these variables in its environment.
     pub fn agent_with(&self, site: &Site, log: &str, variables: &[&str]) -> Running {
         let mut words: Vec<String> = ["unshare", "--mount", "sh", "-ec", CONFINED, "sh", "env"]

@@ -1,0 +1,160 @@
+//! A real agent whose node is tampered with: what others take away is put back and counted, and what the underlay needs is
+//! followed. Every wait here ends long before the agent would look by itself, so what it did it had heard of.
+
+mod node;
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use clustermesh_lab::wait_until;
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use kube::{Api, api::PostParams};
+use node::{MGMT, SOON, Site, TENANT, World};
+
+/// The agent looks every 30 s whatever it hears.
+const HEARD: Duration = Duration::from_secs(10);
+
+/// Everything of ours in the node's routing, as `ip` shows it.
+async fn routing(world: &World, site: &Site) -> String {
+    let script = format!(
+        "ip rule show; ip -6 rule show; ip route show table 5182; ip route show table 5183; ip -br -4 addr show dev {}",
+        site.interface
+    );
+    let shown = world.host(site).try_exec(["sh", "-c", &script]).await.expect("ip");
+    shown.stdout
+}
+
+/// `wg_agent_repairs_total` by part.
+async fn repairs(world: &World, site: &Site) -> BTreeMap<String, u64> {
+    let (_, text) = world.page(site, "/metrics").await;
+    let lines = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("wg_agent_repairs_total{part=\""));
+    lines
+        .filter_map(|line| {
+            let (part, count) = line.split_once("\"} ")?;
+            Some((part.to_owned(), count.parse().ok()?))
+        })
+        .collect()
+}
+
+async fn route_appears(world: &World, site: &Site, route: &str) {
+    wait_until(route, HEARD, async || {
+        let shown = routing(world, site).await;
+        if shown.lines().any(|line| line.trim() == route) {
+            Ok(())
+        } else {
+            Err(shown)
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[tokio::test]
+async fn what_others_take_away_is_put_back_and_counted_and_what_the_underlay_needs_is_followed() {
+    let world = World::start().await;
+    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
+    let resolv = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(resolv.path(), "nameserver 192.0.2.53\n").expect("write");
+    let agent = world.agent_with_resolvers(mgmt, "agent-mgmt", resolv.path());
+    let _other = world.agent(tenant, "agent-tenant");
+    world.mesh().await;
+    world.reaches(mgmt, tenant).await;
+    world.ready(mgmt).await;
+
+    route_appears(&world, mgmt, "unreachable 10.20.0.0/16 proto 117 metric 4096").await;
+    let whole = routing(&world, mgmt).await;
+    assert_eq!(repairs(&world, mgmt).await.get("routes"), Some(&0), "{}", agent.log());
+    let device = &mgmt.interface;
+    let (address, _) = world.annotations(mgmt).await["kilo.squat.ai/wireguard-ip"]
+        .split_once('/')
+        .map(|(a, b)| (a.to_owned(), b.to_owned()))
+        .expect("an address");
+    let mut counted = 0;
+    for (damage, routes) in [
+        (format!("ip route del {} table 5182", tenant.pods), 1),
+        ("ip rule del pref 1001".to_owned(), 1),
+        // With a device's last IPv4 address the kernel takes its IPv4 routes.
+        (format!("ip addr del {address}/32 dev {device}"), 1 + 3),
+        ("ip route flush table 5182".to_owned(), 4),
+        (
+            "ip rule flush; ip rule add pref 32766 lookup main; ip rule add pref 32767 lookup default".to_owned(),
+            2,
+        ),
+        (
+            format!(
+                "ip route replace {} dev eth0 proto 117 metric 20 table 5182",
+                tenant.pods
+            ),
+            1,
+        ),
+    ] {
+        world.host(mgmt).exec(["sh", "-ec", &damage]).await.expect("damage");
+        let start = Instant::now();
+        wait_until(format!("{damage} to be mended"), HEARD, async || {
+            let now = routing(&world, mgmt).await;
+            if now == whole {
+                Ok(())
+            } else {
+                Err(format!("{now}\ninstead of\n{whole}"))
+            }
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}\n{}", agent.log()));
+        println!("{damage}: mended after {} ms", start.elapsed().as_millis());
+        counted += routes;
+        wait_until("the count", SOON, async || {
+            let now = repairs(&world, mgmt).await;
+            if now.get("routes") == Some(&counted) {
+                Ok(())
+            } else {
+                Err(format!("{now:?} instead of {counted}"))
+            }
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{damage}: {error}\n{}", agent.log()));
+    }
+    // The device itself: with it go its routes and sessions.
+    world
+        .host(mgmt)
+        .exec(["ip", "link", "del", device])
+        .await
+        .expect("delete the device");
+    let start = Instant::now();
+    wait_until("the device to be mended", HEARD, async || {
+        let now = routing(&world, mgmt).await;
+        if now == whole { Ok(()) } else { Err(now) }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}\n{}", agent.log()));
+    println!("ip link del: mended after {} ms", start.elapsed().as_millis());
+    world.reaches(mgmt, tenant).await;
+    assert_eq!(repairs(&world, mgmt).await.get("device"), Some(&1), "{}", agent.log());
+
+    // What the underlay needs, in the tenant's network: a resolver, a next hop, an API server.
+    std::fs::write(resolv.path(), "nameserver 10.20.250.53\n").expect("write");
+    route_appears(&world, mgmt, "throw 10.20.250.53 proto 117 metric 10").await;
+    let hop = "ip route add default via 10.20.250.1 dev eth0 onlink metric 5000";
+    world
+        .host(mgmt)
+        .exec(["sh", "-ec", hop])
+        .await
+        .expect("a default route");
+    route_appears(&world, mgmt, "throw 10.20.250.1 proto 117 metric 10").await;
+    let slice: EndpointSlice = serde_json::from_value(serde_json::json!({
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": {"name": "second-server", "labels": {"kubernetes.io/service-name": "kubernetes"}},
+        "endpoints": [{"addresses": ["10.20.250.64"]}],
+        "ports": [{"name": "https", "port": 6443, "protocol": "TCP"}],
+    }))
+    .expect("an EndpointSlice");
+    let slices: Api<EndpointSlice> = Api::namespaced(world.client(mgmt).await, "default");
+    slices
+        .create(&PostParams::default(), &slice)
+        .await
+        .expect("create an EndpointSlice");
+    route_appears(&world, mgmt, "throw 10.20.250.64 proto 117 metric 10").await;
+}
