@@ -88,6 +88,7 @@ impl Inbound<'_> {
     fn receive(&mut self, socket: &UdpSocket, datagrams: &mut [u8], control: &mut [u8]) {
         for _ in 0..BATCH {
             match sockets::receive(socket, datagrams, control) {
+                Ok(run) if run.length == 0 => self.view.shared.drops.count(Drop::Invalid),
                 Ok(run) => self.run(&datagrams[..run.length], run.segment, run.source),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
                 // An ICMP error that an earlier datagram provoked: reading it clears it.
@@ -152,6 +153,9 @@ impl Inbound<'_> {
         };
         let index = match packet {
             Packet::HandshakeInit(_) => {
+                if !identity.sources.allow(source.ip(), self.now) {
+                    return Err(Drop::UnderLoad);
+                }
                 view.shared
                     .handshakes
                     .add(datagram, source, view.lane, &view.shared.drops);

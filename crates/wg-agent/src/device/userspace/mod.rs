@@ -25,6 +25,7 @@ mod outbound;
 mod peers;
 mod ranges;
 mod sockets;
+mod sources;
 mod tun;
 mod tunnel;
 
@@ -292,15 +293,24 @@ impl Device for Userspace {
     fn apply(&mut self, changes: &[PeerChange]) -> Result<(), DeviceError> {
         let mut configured = Peers::clone(&current(&self.shared.configured));
         device::apply(&mut configured, changes);
-        // A peer that is added again is a new one.
-        let added: BTreeSet<_> = changes
-            .iter()
-            .filter(|change| matches!(change, PeerChange::Add(..)))
-            .map(PeerChange::key)
-            .collect();
-        self.rebuild(&configured, |key, old| {
-            old.by_key.get(key).filter(|_| !added.contains(key)).cloned()
+        // The table need not be made anew for what only one peer notices.
+        let reshaped = changes.iter().any(|change| match change {
+            PeerChange::Update(_, update) => {
+                !update.add_allowed_ips.is_empty() || !update.remove_allowed_ips.is_empty()
+            }
+            PeerChange::Add(..) | PeerChange::Remove(_) => true,
         });
+        if reshaped {
+            // A peer that is added again is a new one.
+            let added: BTreeSet<_> = changes
+                .iter()
+                .filter(|change| matches!(change, PeerChange::Add(..)))
+                .map(PeerChange::key)
+                .collect();
+            self.rebuild(&configured, |key, old| {
+                old.by_key.get(key).filter(|_| !added.contains(key)).cloned()
+            });
+        }
         let table = current(&self.shared.table);
         for change in changes {
             if let PeerChange::Update(key, update) = change

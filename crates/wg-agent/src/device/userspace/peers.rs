@@ -15,17 +15,19 @@ use x25519_dalek::StaticSecret;
 
 use super::{
     ranges::Ranges,
+    sources::Sources,
     tunnel::{self, Tunnel},
 };
 
 /// Handshakes a second beyond which senders must first show, by a cookie, that their address is theirs.
-const HANDSHAKES_PER_SECOND: u64 = 1000;
+pub(super) const HANDSHAKES_PER_SECOND: u64 = 1000;
 
 /// Who we are, and the judge of handshakes sent to that identity.
 pub(super) struct Identity {
     pub(super) private: StaticSecret,
     pub(super) public: x25519_dalek::PublicKey,
     pub(super) limiter: RateLimiter,
+    pub(super) sources: Sources,
     unlimited: Arc<RateLimiter>,
 }
 
@@ -34,6 +36,7 @@ impl Identity {
         let public = x25519_dalek::PublicKey::from(&private);
         let limiter = RateLimiter::new(&public, HANDSHAKES_PER_SECOND);
         Self {
+            sources: Sources::default(),
             unlimited: tunnel::no_limit(&public),
             private,
             public,

@@ -33,6 +33,7 @@ use std::{
 
 use boringtun::noise::{Tunn, TunnResult, errors::WireGuardError, rate_limiter::RateLimiter};
 use x25519_dalek::{PublicKey, StaticSecret};
+use zeroize::Zeroizing;
 
 #[cfg(test)]
 mod tests;
@@ -71,9 +72,42 @@ pub(super) trait Output {
     fn inner(&mut self, packet: &[u8], source: IpAddr);
 }
 
+/// The protocol core, made when the first word is said: it costs two multiplications on the curve and some 10 KiB, which thousands of
+/// peers that nobody speaks to need not pay.
+struct Core {
+    private: StaticSecret,
+    peer: PublicKey,
+    preshared_key: Option<Zeroizing<[u8; 32]>>,
+    index: u32,
+    limiter: Arc<RateLimiter>,
+    made: Option<Box<Tunn>>,
+}
+
+impl Core {
+    fn get(&mut self) -> &mut Tunn {
+        self.made.get_or_insert_with(|| {
+            Box::new(Tunn::new(
+                self.private.clone(),
+                self.peer,
+                self.preshared_key.as_deref().copied(),
+                // The core's own persistent keepalive cannot be changed later, so it is not used.
+                None,
+                self.index,
+                Some(Arc::clone(&self.limiter)),
+            ))
+        })
+    }
+
+    fn has_session(&self) -> bool {
+        self.made
+            .as_ref()
+            .is_some_and(|core| core.time_since_last_handshake().is_some())
+    }
+}
+
 /// See the module.
 pub(super) struct Tunnel {
-    core: Tunn,
+    core: Core,
     keepalive: Option<Duration>,
     queue: VecDeque<Vec<u8>>,
     queued_bytes: usize,
@@ -118,8 +152,14 @@ impl Tunnel {
         now: Instant,
     ) -> Self {
         Self {
-            // The core's own persistent keepalive cannot be changed later, so it is not used.
-            core: Tunn::new(private, peer, preshared_key, None, index, Some(limiter)),
+            core: Core {
+                private,
+                peer,
+                preshared_key: preshared_key.map(Zeroizing::new),
+                index,
+                limiter,
+                made: None,
+            },
             keepalive,
             queue: VecDeque::new(),
             queued_bytes: 0,
@@ -173,7 +213,7 @@ impl Tunnel {
         if !self.keyed {
             return None;
         }
-        let TunnResult::WriteToNetwork(datagram) = self.core.encapsulate(packet, datagram) else {
+        let TunnResult::WriteToNetwork(datagram) = self.core.get().encapsulate(packet, datagram) else {
             return None;
         };
         self.sent(packet, now);
@@ -223,9 +263,9 @@ impl Tunnel {
         out: &mut impl Output,
     ) -> Result<bool, WireGuardError> {
         let kind = datagram.first().copied().unwrap_or_default();
-        let result = self.core.decapsulate(Some(source), datagram, packet);
+        let result = self.core.get().decapsulate(Some(source), datagram, packet);
         if kind != DATA || !self.keyed {
-            self.keyed = self.core.time_since_last_handshake().is_some();
+            self.keyed = self.core.has_session();
         }
         match result {
             TunnResult::Err(error) => return Err(error),
@@ -356,8 +396,9 @@ impl Tunnel {
 
     fn tick_core(&mut self, now: Instant, scratch: &mut [u8], out: &mut impl Output) {
         self.core_ticked = now;
-        let result = self.core.update_timers(scratch);
-        self.keyed = self.core.time_since_last_handshake().is_some();
+        let Some(core) = &mut self.core.made else { return };
+        let result = core.update_timers(scratch);
+        self.keyed = self.core.has_session();
         match result {
             TunnResult::WriteToNetwork(datagram) => {
                 if datagram.first() == Some(&INITIATION) {
@@ -382,7 +423,7 @@ impl Tunnel {
         {
             return;
         }
-        if let TunnResult::WriteToNetwork(initiation) = self.core.format_handshake_initiation(scratch, true) {
+        if let TunnResult::WriteToNetwork(initiation) = self.core.get().format_handshake_initiation(scratch, true) {
             self.handshake_sent = Some(now);
             self.initiation = Some(now);
             self.urgent = true;
@@ -401,7 +442,7 @@ impl Tunnel {
     }
 
     fn encrypt(&mut self, packet: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) {
-        if let TunnResult::WriteToNetwork(datagram) = self.core.encapsulate(packet, scratch) {
+        if let TunnResult::WriteToNetwork(datagram) = self.core.get().encapsulate(packet, scratch) {
             out.network(datagram);
             self.sent(packet, now);
         }

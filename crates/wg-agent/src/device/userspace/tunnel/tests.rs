@@ -246,16 +246,19 @@ fn the_core_alone_forgets_the_keepalive_after_data_both_ways_in_one_tick() {
     let [mut a, mut b] = pair(&mut seeded(10), now);
     connect(&mut a, &mut b, now);
     let mut scratch = vec![0; 2048];
-    b.tunnel.core.encapsulate(&packet(1), &mut scratch);
+    b.tunnel.core.get().encapsulate(&packet(1), &mut scratch);
     let there = a.send(&packet(2), now);
     assert!(matches!(
-        b.tunnel.core.decapsulate(Some(LOCAL), &there.network[0], &mut scratch),
+        b.tunnel
+            .core
+            .get()
+            .decapsulate(Some(LOCAL), &there.network[0], &mut scratch),
         TunnResult::WriteToTunnelV4(..)
     ));
     let until = now + KEEPALIVE_TIMEOUT + Duration::from_millis(500);
     while Instant::now() < until {
         assert!(
-            matches!(b.tunnel.core.update_timers(&mut scratch), TunnResult::Done),
+            matches!(b.tunnel.core.get().update_timers(&mut scratch), TunnResult::Done),
             "the core has been mended"
         );
         std::thread::sleep(CORE_TICK);
