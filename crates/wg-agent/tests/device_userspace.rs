@@ -5,8 +5,8 @@ mod userspace;
 
 use wg_agent::device::userspace::Options;
 
-/// Two threads each way, also where there are no cores for them.
+/// Four threads each way, also where there are no cores for them.
 const OPTIONS: Options = Options {
     offload: true,
-    workers: 2,
+    workers: 4,
 };

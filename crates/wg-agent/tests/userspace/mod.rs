@@ -661,3 +661,31 @@ fn an_interface_that_an_older_version_made_with_other_flags_is_made_anew() {
     a.add(2, Some("192.0.2.2:51820"));
     wait_until("a ping", SOON, || b.reaches(1));
 }
+
+#[test]
+fn many_flows_to_one_peer_share_it_without_waiting_for_each_other_for_ever() {
+    let [mut a, b] = two();
+    wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
+    let ns = &a.ns;
+    std::thread::scope(|scope| {
+        for number in 0..16_u16 {
+            scope.spawn(move || {
+                let socket = ns.enter(|| std::net::UdpSocket::bind("10.9.0.1:0")).expect("bind");
+                for _ in 0..4_000 {
+                    // A full queue is no failure of this test; nobody has to listen.
+                    let _ = socket.send_to(&[7; 600], ("10.9.0.2", 7100 + number));
+                }
+            });
+        }
+    });
+    let (done, finished) = std::sync::mpsc::channel();
+    let device = a.device.take().expect("an open device");
+    std::thread::spawn(move || {
+        let peers = device.observe().expect("observe").peers.len();
+        let _ = done.send((device, peers));
+    });
+    let (device, peers) = finished.recv_timeout(SOON).expect("the device answers");
+    a.device = Some(device);
+    assert_eq!(peers, 1);
+    wait_until("a ping each way", SOON, || a.reaches(2) && b.reaches(1));
+}

@@ -228,7 +228,10 @@ impl Userspace {
         }
         if update.preshared_key.is_some() {
             state.tunnel = current(&self.shared.identity).tunnel(key, spec, peer.index, now);
-            state.tunnel.greet(now);
+            // Without a place to ask it at, a tick would be waited for that nobody counts.
+            if state.endpoint.is_some() {
+                state.tunnel.greet(now);
+            }
         }
         if update.endpoint.is_some() && update.endpoint != state.endpoint {
             state.endpoint = update.endpoint;

@@ -79,13 +79,14 @@ struct Run<'a> {
     segment: usize,
     /// A shorter one is the last.
     full: bool,
+    endpoint: Option<SocketAddr>,
     to: Option<Target<'a>>,
 }
 
-/// Whom a run is for. While it is made nobody else sends to that peer, so that counters arrive in order.
+/// Whom a run is for. While it is made nobody else sends to that peer, so that counters arrive in order. Of a peer's two locks this one is
+/// taken first, always: another worker that holds it waits for the other.
 struct Target<'a> {
     peer: &'a Arc<Peer>,
-    endpoint: SocketAddr,
     _order: MutexGuard<'a, ()>,
 }
 
@@ -105,6 +106,7 @@ impl<'a> Outbound<'a> {
                 count: 0,
                 segment: 0,
                 full: false,
+                endpoint: None,
                 to: None,
             },
         }
@@ -129,7 +131,7 @@ impl<'a> Outbound<'a> {
                 return;
             }
             let mut state = self.ready(peer);
-            self.seal(peer, &mut state, packet, length);
+            self.seal(&mut state, packet, length);
             view.schedule(peer, &mut state, self.now);
             return;
         }
@@ -147,7 +149,7 @@ impl<'a> Outbound<'a> {
                     more = false;
                     break;
                 };
-                self.seal(peer, &mut state, part, length);
+                self.seal(&mut state, part, length);
             }
             view.schedule(peer, &mut state, self.now);
         }
@@ -156,24 +158,24 @@ impl<'a> Outbound<'a> {
 
     /// Locks the peer, with room for a burst.
     fn ready(&mut self, peer: &'a Arc<Peer>) -> MutexGuard<'a, PeerState> {
-        self.run.make_room(peer);
+        self.run.turn_to(peer);
         peer.state()
     }
 
     /// Encrypts the packet of `length` bytes at the beginning of `packet`, which has room for padding.
-    fn seal(&mut self, peer: &'a Arc<Peer>, state: &mut PeerState, packet: &mut [u8], length: usize) {
+    fn seal(&mut self, state: &mut PeerState, packet: &mut [u8], length: usize) {
         let Some(endpoint) = state.endpoint else {
             self.view.shared.drops.count(Drop::NoEndpoint);
             return;
         };
         let padded = pad(packet, length, self.mtu);
         if state.tunnel.wants_refresh(self.now) {
-            self.run.flush();
+            self.run.send();
             let mut wire = self.view.wire(Some(endpoint));
             state.tunnel.refresh(self.now, self.scratch, &mut wire);
             state.tx_bytes += wire.sent;
         }
-        let datagram = self.run.room(peer, endpoint, padded + OVERHEAD);
+        let datagram = self.run.room(endpoint, padded + OVERHEAD);
         if let Some(sealed) = state.tunnel.seal(&packet[..padded], self.now, datagram) {
             state.tx_bytes += sealed as u64;
             self.run.push(sealed);
@@ -190,29 +192,27 @@ impl<'a> Outbound<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// Sends what cannot be followed by a burst for this peer.
-    fn make_room(&mut self, peer: &Arc<Peer>) {
-        let other = self.to.as_ref().is_some_and(|to| !Arc::ptr_eq(to.peer, peer));
-        if other || self.count + BURST > RUN || self.used + BURST * self.segment > RUN_BYTES {
-            self.flush();
-        }
-    }
-
-    /// Where a datagram of `length` bytes for this peer goes.
-    fn room(&mut self, peer: &'a Arc<Peer>, endpoint: SocketAddr, length: usize) -> &mut [u8] {
-        let follows = self.to.as_ref().is_some_and(|to| {
-            Arc::ptr_eq(to.peer, peer)
-                && to.endpoint == endpoint
-                && (self.count == 0 || (!self.full && length <= self.segment))
-        });
-        if !follows || self.count == RUN || self.used + length > RUN_BYTES {
+    /// Makes this the run of that peer, with room for a burst. Nothing of the peer may be locked.
+    fn turn_to(&mut self, peer: &'a Arc<Peer>) {
+        let same = self.to.as_ref().is_some_and(|to| Arc::ptr_eq(to.peer, peer));
+        if !same {
             self.flush();
             self.to = Some(Target {
                 peer,
-                endpoint,
                 _order: peer.order(),
             });
+        } else if self.count + BURST > RUN || self.used + BURST * self.segment > RUN_BYTES {
+            self.send();
         }
+    }
+
+    /// Where a datagram of `length` bytes to this place goes.
+    fn room(&mut self, endpoint: SocketAddr, length: usize) -> &mut [u8] {
+        let follows = self.endpoint == Some(endpoint) && !self.full && length <= self.segment;
+        if self.count > 0 && (!follows || self.count == RUN || self.used + length > RUN_BYTES) {
+            self.send();
+        }
+        self.endpoint = Some(endpoint);
         &mut self.bytes[self.used..]
     }
 
@@ -226,18 +226,22 @@ impl<'a> Run<'a> {
         self.count += 1;
     }
 
-    fn flush(&mut self) {
-        let Some(Target { endpoint, .. }) = &self.to else {
-            return;
-        };
-        if self.count > 0 {
+    /// Sends what there is; the peer stays this run's.
+    fn send(&mut self) {
+        if let Some(endpoint) = self.endpoint.filter(|_| self.count > 0) {
             let lost = self
                 .view
                 .sockets
-                .send_run(self.view.lane, &self.bytes[..self.used], self.segment, *endpoint);
+                .send_run(self.view.lane, &self.bytes[..self.used], self.segment, endpoint);
             self.view.shared.drops.count_many(Drop::Network, lost);
         }
         (self.used, self.count, self.segment, self.full) = (0, 0, 0, false);
+        self.endpoint = None;
+    }
+
+    /// Sends what there is and lets others send to the peer.
+    fn flush(&mut self) {
+        self.send();
         self.to = None;
     }
 }
