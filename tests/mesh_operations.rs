@@ -22,6 +22,7 @@ async fn a_mesh_survives_its_operator_and_leaves_nothing_when_it_goes() {
 
     our_processes_have_the_rights_of_deploy_and_no_more(&mesh).await;
     a_long_flow_outlives_nodes_that_join_and_leave_and_agents_that_restart_elsewhere(&mesh).await;
+    a_flow_outlives_an_upgrade_of_the_agents_and_a_new_key(&mesh).await;
     a_deleted_controller_rewrites_nothing_and_its_successor_works(&mut mesh).await;
     a_new_token_is_taken_up_without_a_restart_or_a_write(&mut mesh).await;
     a_frozen_api_server_of_a_member_costs_a_condition_and_nothing_else(&mesh).await;
@@ -70,6 +71,44 @@ fn rights(node: &Node<'_>, name: &str) -> BTreeMap<String, String> {
         .collect()
 }
 
+/// Where the only process of that name may write to a file system and where it may not, of what matters, as its mount table
+/// says (proc_pid_mountinfo(5)). The runtime's own mounts in /dev and /proc, and what cgroup v1 hangs its hierarchies on,
+/// are not the Pod's to choose.
+fn mounts(node: &Node<'_>, name: &str) -> (Vec<String>, Vec<String>) {
+    let pids = node.pids_of(name).unwrap();
+    let [pid] = pids[..] else {
+        panic!("{} runs {name} as {pids:?}", node.name());
+    };
+    let table = std::fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap();
+    let mounts = table.lines().filter_map(|line| {
+        let mut words = line.split(' ').skip(4);
+        Some((
+            words.next()?.to_owned(),
+            words.next()?.split(',').any(|option| option == "rw"),
+        ))
+    });
+    let mounts: BTreeMap<String, bool> = mounts.collect();
+    let runtimes = |at: &str| {
+        let own = [
+            "/dev",
+            "/dev/pts",
+            "/dev/shm",
+            "/dev/mqueue",
+            "/dev/termination-log",
+            "/sys/fs/cgroup",
+        ];
+        at.starts_with("/proc") || own.contains(&at)
+    };
+    let open = mounts.iter().filter(|(at, open)| **open && !runtimes(at));
+    let closed = ["/", "/proc/sys", "/sys"]
+        .into_iter()
+        .filter(|at| mounts.get(*at) == Some(&false));
+    (
+        open.map(|(at, _)| at.clone()).collect(),
+        closed.map(str::to_owned).collect(),
+    )
+}
+
 async fn our_processes_have_the_rights_of_deploy_and_no_more(mesh: &Mesh<'_>) {
     let expected = |uid: &str, capabilities: u64| -> BTreeMap<String, String> {
         let set = format!("{capabilities:016x}");
@@ -90,6 +129,14 @@ async fn our_processes_have_the_rights_of_deploy_and_no_more(mesh: &Mesh<'_>) {
         for node in cluster.nodes() {
             // CAP_NET_ADMIN is number 12 of linux/capability.h.
             assert_eq!(rights(&node, "wg-agent"), expected("0", 1 << 12), "{}", node.name());
+            let open = ["/dev/net/tun", "/etc/hosts", "/var/lib/kilo", "/var/run/wireguard"].map(String::from);
+            let closed = ["/", "/proc/sys", "/sys"].map(String::from);
+            assert_eq!(
+                mounts(&node, "wg-agent"),
+                (open.into(), closed.into()),
+                "{}",
+                node.name()
+            );
         }
     }
     let controller = "clustermesh-controller";
@@ -195,6 +242,103 @@ async fn a_long_flow_outlives_nodes_that_join_and_leave_and_agents_that_restart_
     .unwrap();
     assert!(line(&stream.log()).contains(" after "), "{}", line(&stream.log()));
     println!("the stream's last line: {}", line(&stream.log()));
+}
+
+/// The longest time without a reply in what `ping -D` has printed so far, and when the last one came.
+fn longest_silence(log: &str) -> (f64, f64) {
+    let replies = log.lines().filter(|line| line.contains("bytes from"));
+    let times = replies.filter_map(|line| line.strip_prefix('[')?.split_once(']')?.0.parse::<f64>().ok());
+    let times: Vec<f64> = times.collect();
+    let longest = times.windows(2).map(|pair| pair[1] - pair[0]).fold(0.0, f64::max);
+    (longest, times.last().copied().unwrap_or_default())
+}
+
+/// What the agent of a node published as its key.
+async fn published_key(cluster: &Cluster<'_>, node: &str) -> String {
+    let node = json(cluster, &["get", "node", node]).await;
+    node["metadata"]["annotations"]["kilo.squat.ai/key"]
+        .as_str()
+        .unwrap_or_default()
+        .to_owned()
+}
+
+async fn a_flow_outlives_an_upgrade_of_the_agents_and_a_new_key(mesh: &Mesh<'_>) {
+    let (from, to) = (&mesh.member_webs[0], &mesh.hub_webs[0]);
+    let (node, remote) = (mesh.lab.node(&from.node), mesh.lab.node(&to.node));
+    let ping = ["ping", "-n", "-D", "-i", "0.05", &to.ip.to_string()];
+    let flow = |name| node.pod_spawn(name, from.ip, ping);
+    let goes_on = async |flow: &clustermesh_lab::Running, what: &str| {
+        let before = longest_silence(&flow.log()).1;
+        wait_until("the flow to go on", PATIENCE, async || {
+            match longest_silence(&flow.log()) {
+                (_, last) if last > before => Ok(()),
+                (_, last) => Err(format!("last reply at {last}")),
+            }
+        })
+        .await
+        .unwrap();
+        println!(
+            "{what}: at most {:.2} s without a reply, of 20 a second",
+            longest_silence(&flow.log()).0
+        );
+    };
+
+    // A new pod on every node, one after the other, as a new image brings it.
+    let mut pings = flow("ping-upgrade").unwrap();
+    pings.says("icmp_seq=20 ", PATIENCE).await.unwrap();
+    let before = (
+        NodeState::of(&node).await,
+        published_key(&mesh.member, &from.node).await,
+    );
+    let old = node.pids_of("wg-agent").unwrap();
+    let restart = ["-n", AGENT_NAMESPACE, "rollout", "restart", "daemonset/wg-agent"];
+    mesh.member.kubectl(restart).await.unwrap();
+    mesh.member
+        .rollout(AGENT_NAMESPACE, "daemonset/wg-agent")
+        .await
+        .unwrap();
+    goes_on(&pings, "an upgrade of the member's agents").await;
+    let now = node.pids_of("wg-agent").unwrap();
+    assert!(now.len() == 1 && now != old, "{old:?} {now:?}");
+    let after = (
+        NodeState::of(&node).await,
+        published_key(&mesh.member, &from.node).await,
+    );
+    assert_eq!(
+        after, before,
+        "nothing is added and nothing is missing, and it is the same node"
+    );
+    drop(pings);
+
+    // As README.md says.
+    let mut pings = flow("ping-key").unwrap();
+    pings.says("icmp_seq=20 ", PATIENCE).await.unwrap();
+    let agent = mesh.product.agent_pod(mesh::MEMBER, &from.node).await.unwrap();
+    let rotate = ["-n", AGENT_NAMESPACE, "exec", &agent, "--", "/wg-agent", "rotate-key"];
+    mesh.member.kubectl(rotate).await.unwrap();
+    let new = wait_until("the new key on the other side", PATIENCE, async || {
+        let new = published_key(&mesh.member, &from.node).await;
+        let words = ["wg", "show", "kilo0", "latest-handshakes"];
+        let said = remote.exec(words).await.map_err(|error| error.to_string())?.stdout;
+        let line = said.lines().find(|line| line.starts_with(&new));
+        let waits = node
+            .try_exec(["test", "-e", "/var/lib/kilo/key.next"])
+            .await
+            .map_err(|error| error.to_string())?;
+        match line {
+            Some(line) if new != before.1 && !line.ends_with("\t0") && !waits.status.success() => Ok(new.clone()),
+            _ => Err(format!("{new}: {said}")),
+        }
+    })
+    .await
+    .unwrap();
+    goes_on(&pings, "a new key").await;
+    drop(pings);
+    mesh.product.ready().await.unwrap();
+    assert_eq!(published_key(&mesh.member, &from.node).await, new);
+    assert_eq!(NodeState::of(&node).await, before.0);
+    let answer = mesh.answered(&pod(to), &url(from.ip, 8080)).await;
+    assert_eq!(answer, mesh.seen(from, to.ip));
 }
 
 /// Peers and policies of both clusters with their resourceVersions.

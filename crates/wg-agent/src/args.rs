@@ -30,6 +30,8 @@ pub(crate) enum Command {
     /// Take everything of this agent off the node - device, routes, rules, firewall table, control socket, its
     /// annotations - and report what could not be taken. The key stays: it is the node's identity.
     Cleanup,
+    /// Say what this node lacks, and how to set it on Debian, Talos and Flatcar. Writes nothing.
+    Preflight,
     /// Make a new key for this node. The running agent publishes it, and takes it when the first peer has learnt of it;
     /// until then the old one serves.
     RotateKey,
@@ -373,6 +375,65 @@ mod tests {
         assert_eq!(at(""), Path::new("/var/lib/kilo/wg-agent.cache"));
         assert_eq!(at("--key-file /etc/wg/key"), Path::new("/etc/wg/wg-agent.cache"));
         assert_eq!(at("--key-file /etc/wg/key --cache-file /run/c"), Path::new("/run/c"));
+    }
+
+    /// The values of a key of the unit, in order.
+    fn unit(key: &str) -> Vec<&'static str> {
+        let unit = include_str!("../../../deploy/systemd/wg-agent.service");
+        let lines = unit.lines().filter_map(|line| line.split_once('='));
+        lines.filter(|(k, _)| *k == key).map(|(_, value)| value).collect()
+    }
+
+    #[test]
+    fn the_systemd_unit_starts_what_there_is_with_the_rights_of_the_daemonset() {
+        let example = include_str!("../../../deploy/systemd/wg-agent.env");
+        let lines = || example.lines().filter_map(|line| line.split_once('='));
+        let variables: Vec<_> = lines().filter(|(key, _)| !key.starts_with('#')).collect();
+        assert_eq!(
+            variables.iter().map(|(key, _)| *key).collect::<Vec<_>>(),
+            ["NODE_NAME", "KUBECONFIG", "WIREGUARD_CIDR", "OPTIONS"]
+        );
+        let (_, further) = example.split_once("for example: OPTIONS=").unwrap();
+        let further = further.lines().next().unwrap();
+        let [start] = unit("ExecStart")[..] else {
+            panic!("one ExecStart")
+        };
+        let start = start.replace("$OPTIONS", further);
+        let start = variables
+            .iter()
+            .fold(start, |line, (key, value)| line.replace(&format!("${{{key}}}"), value));
+        let cli = Cli::try_parse_from(start.split_whitespace()).expect("flags that there are");
+        assert!(cli.command.is_none());
+        let config = cli.flags.into_config().expect("a whole configuration");
+        assert_eq!((config.node_name.as_str(), config.mtu), ("node-1", Mtu::Fixed(1380)));
+        assert_eq!(
+            config.kubeconfig.as_deref(),
+            Some(Path::new("/etc/clustermesh/kubeconfig"))
+        );
+        let state = format!("/var/lib/{}", unit("StateDirectory")[0]);
+        assert_eq!(
+            [config.key_file.parent(), config.cache_file.parent()],
+            [Some(Path::new(&state)); 2]
+        );
+        let [before] = unit("ExecStartPre")[..] else {
+            panic!("one ExecStartPre")
+        };
+        let before = before.strip_prefix('+').expect("with full rights");
+        let cli = Cli::try_parse_from(before.split_whitespace()).expect("a command that there is");
+        assert!(matches!(cli.command, Some(Command::Prepare)));
+
+        assert_eq!(unit("ExecStopPost"), [""; 0], "the node stays closed");
+        for (key, value) in [
+            ("CapabilityBoundingSet", "CAP_NET_ADMIN"),
+            ("AmbientCapabilities", ""),
+            ("NoNewPrivileges", "yes"),
+            ("ProtectSystem", "strict"),
+            ("DevicePolicy", "closed"),
+            ("DeviceAllow", "/dev/net/tun rw"),
+            ("SystemCallFilter", "@system-service"),
+        ] {
+            assert_eq!(unit(key), [value], "{key}");
+        }
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! What the node must offer before the agent starts, each with its remedy. Kernel settings are not looked at here: those
-//! depend on what is to be programmed (`route::sysctl`).
+//! What the node must offer before the agent starts, each with its remedy; and `wg-agent preflight`, which also looks at the
+//! kernel settings that `prepare` writes. Those that depend on what is to be programmed are `route::sysctl`'s.
 
 use std::{
     fs::{self, OpenOptions},
@@ -7,7 +7,11 @@ use std::{
     process::{Command, Stdio},
 };
 
-use crate::device::Backend;
+mod host;
+
+pub use host::Host;
+
+use crate::{device::Backend, prepare, route::sysctl, run::lines};
 
 /// Something that is missing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -50,6 +54,43 @@ pub fn check(backend: Backend) -> Vec<Missing> {
         Err(error) => Some(Missing::Nft(error.to_string())),
     };
     [tun, admin, nft].into_iter().flatten().collect()
+}
+
+/// What a host has to load or set for what is missing.
+#[must_use]
+pub fn host(missing: &[Missing], settings: &[sysctl::Missing]) -> Host {
+    let tun = missing.iter().any(|missing| matches!(missing, Missing::Tun(_)));
+    Host {
+        modules: if tun { vec!["tun"] } else { Vec::new() },
+        sysctls: (settings.iter())
+            .map(|missing| (missing.sysctl.name.to_string(), missing.sysctl.value))
+            .collect(),
+    }
+}
+
+/// `wg-agent preflight`: prints what this node lacks and how to set it; writes nothing. Fails where the agent would not start,
+/// or would start and not work.
+pub async fn run() -> anyhow::Result<()> {
+    let mut wanted = prepare::settings(Path::new("/proc/sys/net/ipv6").exists());
+    wanted.iter_mut().for_each(|sysctl| sysctl.write = false);
+    let settings = sysctl::ensure(&wanted).await;
+    let kernel = Path::new("/sys/module/wireguard").exists();
+    let missing = check(if kernel { Backend::Kernel } else { Backend::Userspace });
+    if !kernel {
+        println!(
+            "The kernel's WireGuard is not loaded. --backend=auto asks for it and takes userspace where there is none; a node \
+             that shall have it needs the module wireguard.\n"
+        );
+    }
+    if missing.is_empty() && settings.is_empty() {
+        println!("Nothing is missing on this node.");
+        return Ok(());
+    }
+    println!("{}", host(&missing, &settings).everywhere());
+    let all: Vec<String> = (missing.iter().map(ToString::to_string))
+        .chain(settings.iter().map(ToString::to_string))
+        .collect();
+    anyhow::bail!("this node is not ready for wg-agent:\n{}", lines(&all))
 }
 
 /// Whether a capability is in effect (proc_pid_status(5), `CapEff`).

@@ -11,7 +11,7 @@ use clustermesh_agent_core::{
     sysctl::{Name, Sysctl, desired},
 };
 
-use crate::{route::sysctl::ensure, run::lines};
+use crate::{preflight, route::sysctl::ensure, run::lines};
 
 /// Writes them, or says which could not be written and how else to set them.
 pub async fn run() -> anyhow::Result<()> {
@@ -23,15 +23,16 @@ pub async fn run() -> anyhow::Result<()> {
     anyhow::ensure!(
         missing.is_empty(),
         "this container may not prepare the node (securityContext.privileged is needed); where no such container is \
-         allowed, set these on the host (Talos: machine.sysctls):\n{}",
-        lines(&missing)
+         allowed, set these on the host:\n{}\n\n{}",
+        lines(&missing),
+        preflight::host(&[], &missing).everywhere()
     );
     Ok(())
 }
 
 /// The settings of the whole node. IPv4 forwarding is switched on where it is off: a node whose pods have IPv4 has it on
 /// anyway. IPv6 forwarding is not: a host that learns its own routes from router advertisements would lose them.
-fn settings(ipv6: bool) -> Vec<Sysctl> {
+pub(crate) fn settings(ipv6: bool) -> Vec<Sysctl> {
     let Ok(anywhere) = "lo".parse::<InterfaceName>() else {
         return Vec::new();
     };

@@ -48,8 +48,9 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let missing = preflight::check(config.backend);
     anyhow::ensure!(
         missing.is_empty(),
-        "this node is not ready for wg-agent:\n{}",
-        lines(&missing)
+        "this node is not ready for wg-agent:\n{}\n\n{}",
+        lines(&missing),
+        preflight::host(&missing, &[]).everywhere()
     );
     let key = identity::key::load_or_create(&config.key_file)?;
     tracing::info!(

@@ -272,6 +272,10 @@ fn agent() -> Vec<Value> {
                         "dnsPolicy": "Default",
                         "priorityClassName": "system-node-critical",
                         "tolerations": [{"operator": "Exists"}],
+                        // Machines where systemd runs the agent (deploy/systemd) are labelled so.
+                        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{
+                            "matchExpressions": [{"key": "kilo-clustermesh.io/wg-agent", "operator": "NotIn", "values": ["host"]}],
+                        }]}}},
                         "terminationGracePeriodSeconds": 10,
                         // Kernel settings of the node; the only privileged step, and it ends before the agent starts.
                         "initContainers": [{
