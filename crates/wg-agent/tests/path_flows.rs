@@ -11,7 +11,7 @@ use std::{
 };
 
 use netns::{NetNs, wait_for};
-use path::{Capture, Family, Mesh, V4, V6, Worker, apply, ask, serve, source_of};
+use path::{Capture, Family, Mesh, V4, V4_OVER_V6, V6, V6_OVER_V4, Worker, apply, ask, serve, source_of};
 
 /// The same test for both families.
 macro_rules! both {
@@ -33,6 +33,27 @@ both! {
     a_worker_inside_the_hub_is_answered_on_the_path_it_was_asked_by
     a_worker_inside_the_hub_reaches_its_api_server_whatever_the_tunnel_does
     a_worker_that_hands_a_connection_on_into_the_mesh_uses_the_tunnel
+}
+
+/// The flows once more through real devices, with the outer packets in the other family. Left out are the tests that take the
+/// tunnel apart, and those of a worker, whose tunnel is a veth pair.
+macro_rules! across {
+    ($($name:ident)*) => {
+        mod ipv4_over_ipv6 { $(#[test] fn $name() { super::$name(&super::V4_OVER_V6) })* }
+        mod ipv6_over_ipv4 { $(#[test] fn $name() { super::$name(&super::V6_OVER_V4) })* }
+    };
+}
+
+across! {
+    pods_see_each_others_own_addresses_although_the_cni_masquerades
+    what_is_not_published_enters_the_tunnel_with_the_nodes_wireguard_address
+    a_remote_service_is_reached_through_its_anchor_and_answers_by_it
+    a_service_translated_here_reaches_the_remote_pod_with_the_pods_address
+    errors_about_a_flow_come_back_through_the_tunnel
+    what_the_policy_does_not_allow_is_closed
+    a_policy_taken_away_closes_an_open_connection
+    a_spoofed_mesh_source_is_not_forwarded
+    segments_fit_the_smaller_device
 }
 
 fn pods_see_each_others_own_addresses_although_the_cni_masquerades(f: &'static Family) {

@@ -42,6 +42,9 @@ pub(crate) struct Family {
     pub(crate) worker_pod: &'static str,
     pub(crate) worker_gateway: &'static str,
     pub(crate) worker_pods: &'static str,
+    /// Where the hub's and the member's tunnel end in the other family, joined by real devices; `None` = a veth pair stands
+    /// in for the tunnel.
+    pub(crate) outer: Option<[&'static str; 2]>,
 }
 
 pub(crate) static V4: Family = Family {
@@ -80,6 +83,7 @@ pub(crate) static V4: Family = Family {
     worker_pod: "10.77.0.2",
     worker_gateway: "10.77.0.1",
     worker_pods: "10.77.0.0/24",
+    outer: None,
 };
 
 pub(crate) static V6: Family = Family {
@@ -118,6 +122,19 @@ pub(crate) static V6: Family = Family {
     worker_pod: "fd00:77::2",
     worker_gateway: "fd00:77::1",
     worker_pods: "fd00:77::/64",
+    outer: None,
+};
+
+/// IPv4 inside, IPv6 outside.
+pub(crate) static V4_OVER_V6: Family = Family {
+    outer: Some(["fd00:39::111", "fd00:39::121"]),
+    ..V4
+};
+
+/// IPv6 inside, IPv4 outside.
+pub(crate) static V6_OVER_V4: Family = Family {
+    outer: Some(["172.39.0.111", "172.39.0.121"]),
+    ..V6
 };
 
 impl Family {

@@ -16,6 +16,7 @@ use std::{
 
 use clustermesh_agent_core::{
     compile::{Inputs, Node, Peer, compile},
+    device::diff,
     numbers::MARK_UNDERLAY,
     policy::{Policy, Port, Protocol, Rule},
 };
@@ -23,6 +24,7 @@ use clustermesh_core::key::PublicKey;
 use ipnet::IpNet;
 use nix::sys::socket::{setsockopt, sockopt};
 use wg_agent::{
+    device::{Configuration, Device, userspace::Userspace},
     firewall::{Keeper, Nft},
     route::{self, Netlink},
 };
@@ -32,7 +34,7 @@ mod family;
 pub(crate) mod real;
 
 pub(crate) use capture::Capture;
-pub(crate) use family::{Family, V4, V6};
+pub(crate) use family::{Family, V4, V4_OVER_V6, V6, V6_OVER_V4};
 
 use crate::netns::{NetNs, veth, wait_for};
 
@@ -48,6 +50,7 @@ pub(crate) struct Mesh {
     pub(crate) member_pod: NetNs,
     pub(crate) hub_inputs: Inputs,
     pub(crate) member_inputs: Inputs,
+    _devices: Vec<Userspace>,
 }
 
 fn all<T: std::str::FromStr<Err: std::fmt::Debug> + Ord>(texts: &[&str]) -> BTreeSet<T> {
@@ -78,6 +81,26 @@ fn node(f: &Family, switch: &NetNs, name: &str, addresses: [&str; 5]) -> (NetNs,
     }
     masquerade(f, &ns, pods, net);
     (ns, inner)
+}
+
+/// A real device whose outer packets use an address of the other family.
+fn device(ns: &NetNs, end: &str, key: u8, mtu: u16) -> Userspace {
+    let length = if end.contains(':') { "64" } else { "24" };
+    let nodad = if end.contains(':') { " nodad" } else { "" };
+    ns.ip(&format!("addr add {end}/{length} dev eth0{nodad}"));
+    let configuration = Configuration {
+        private_key: [key; 32].into(),
+        listen_port: 51820,
+        fwmark: MARK_UNDERLAY,
+        mtu,
+    };
+    ns.enter(|| Userspace::open("kilo0", &configuration))
+        .expect("open a device")
+}
+
+/// The public key that belongs to a private one of so many equal bytes.
+fn public(key: u8) -> PublicKey {
+    PublicKey::new(x25519_dalek::PublicKey::from(&x25519_dalek::StaticSecret::from([key; 32])).to_bytes())
 }
 
 /// Without this an interface cannot speak IPv6 in its first second or two.
@@ -121,7 +144,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
     Inputs {
         node: Node {
             name: name.to_owned(),
-            public_key: PublicKey::new([key; 32]),
+            public_key: public(key),
             wireguard_ips: all(&[wireguard]),
             device: "kilo0".parse().unwrap(),
             listen_port: 51820,
@@ -146,10 +169,15 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
         peers: vec![Peer {
             name: "other".to_owned(),
             revision: 1,
-            public_key: PublicKey::new([key + 1; 32]),
+            public_key: public(3 - key),
             preshared_key: None,
             endpoint: Some(SocketAddr::new(
-                (if hub { f.member } else { f.hub }).parse().unwrap(),
+                match f.outer {
+                    None => [f.hub, f.member],
+                    Some(ends) => ends,
+                }[usize::from(hub)]
+                .parse()
+                .unwrap(),
                 51820,
             )),
             candidates: vec![],
@@ -210,13 +238,30 @@ impl Mesh {
         );
         hub.ip(&format!("route add {} via {}", f.hub2_pods, f.hub2));
         hub2.ip(&format!("route add {} via {}", f.hub_pods, f.hub));
-        tunnel(&hub, 1420, &member, 1380);
         let (hub_inputs, member_inputs) = (inputs(f, "hub", 1), inputs(f, "member", 2));
+        let mut devices = Vec::new();
+        match f.outer {
+            None => tunnel(&hub, 1420, &member, 1380),
+            Some([hub_end, member_end]) => {
+                devices.push(device(&hub, hub_end, 1, hub_inputs.node.mtu));
+                devices.push(device(&member, member_end, 2, member_inputs.node.mtu));
+            }
+        }
         for ns in [&hub, &hub2, &member, &hub_pod, &hub2_pod, &member_pod] {
             println!("{}", ns.enter_hint());
         }
         apply(&hub, &hub_inputs);
         apply(&member, &member_inputs);
+        for (device, inputs) in devices.iter_mut().zip([&hub_inputs, &member_inputs]) {
+            let peers = diff(&device.observe().unwrap().peers, &compile(inputs).peers);
+            device.apply(&peers.unwrap_or_default()).unwrap();
+        }
+        if f.outer.is_some() {
+            // Only what a policy is not asked about: an answer to a ping is enough for a handshake.
+            wait_for("the tunnel", Duration::from_secs(15), || {
+                member_pod.pings(f.hub_pod).then_some(())
+            });
+        }
         Self {
             f,
             _switch: switch,
@@ -228,6 +273,7 @@ impl Mesh {
             member_pod,
             hub_inputs,
             member_inputs,
+            _devices: devices,
         }
     }
 
