@@ -209,6 +209,18 @@ pub enum Change {
     DeleteAddress(IpAddr),
 }
 
+impl Change {
+    /// It puts something on the device, which has to be ours for that.
+    #[must_use]
+    pub const fn puts_on_device(&self) -> bool {
+        match self {
+            Self::AddAddress(_) => true,
+            Self::AddRoute(route) | Self::ReplaceRoute(route) => matches!(route.kind, Kind::Device { .. }),
+            Self::AddRule(_) | Self::DeleteRule(_) | Self::DeleteRoute(_) | Self::DeleteAddress(_) => false,
+        }
+    }
+}
+
 /// The changes that lead from `observed` to `desired`, in an order in which nothing for the mesh leaves in clear half way:
 /// fallbacks before what they back up, rules last on the way in and first on the way out. `None` = nothing to do.
 #[must_use]

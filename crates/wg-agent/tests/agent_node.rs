@@ -176,6 +176,52 @@ async fn an_agent_waits_for_kg_to_be_gone() {
 }
 
 #[tokio::test]
+async fn a_node_without_a_device_sends_nothing_for_the_mesh_in_clear() {
+    let world = World::start().await;
+    let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
+    let host = world.host(tenant);
+    let _first = world.agent(mgmt, "agent-mgmt");
+    // Somebody's interface has the device's name.
+    host.exec(["ip", "link", "add", &tenant.interface, "type", "bridge"])
+        .await
+        .expect("make a bridge");
+    let _second = world.agent(tenant, "agent-tenant");
+    world.introduce(tenant, mgmt).await;
+    wait_until("the agent to say what is in its way", SOON, async || {
+        match world.page(tenant, "/readyz").await {
+            (503, text) if text.contains("exists already") => Ok(()),
+            (code, text) => Err(format!("{code}: {text}")),
+        }
+    })
+    .await
+    .expect("readyz");
+    wait_until("the firewall and the routes behind the mesh", SOON, async || {
+        let route = host
+            .try_exec(["ip", "route", "show", "table", "5182"])
+            .await
+            .expect("ip");
+        let table = ["nft", "list", "table", "inet", "clustermesh"];
+        let table = host.try_exec(table).await.expect("nft");
+        let closed = route.stdout.contains(&format!("unreachable {}", node::wide(mgmt)));
+        // Nothing of ours goes into it either.
+        assert!(!route.stdout.contains("dev"), "{}", route.stdout);
+        if closed && table.status.success() {
+            Ok(())
+        } else {
+            Err(format!("{}{}", route.stdout, table.stderr))
+        }
+    })
+    .await
+    .expect("closed");
+    host.exec(["ip", "link", "del", &tenant.interface])
+        .await
+        .expect("take the bridge away");
+    world.ready(tenant).await;
+    world.introduce(mgmt, tenant).await;
+    world.reaches(mgmt, tenant).await;
+}
+
+#[tokio::test]
 async fn crds_that_come_late_are_noticed() {
     let world = World::without_crds().await;
     let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));

@@ -17,7 +17,7 @@ use std::{
 use clustermesh_agent_core::{
     compile::{Compiled, Inputs, compile},
     device::diff,
-    mtu::Sizes,
+    mtu::{self, Sizes},
     numbers::MARK_UNDERLAY,
 };
 use clustermesh_api::names::KILO_KEY;
@@ -182,15 +182,17 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         );
         self.look_up(&gathered);
         let ends = sizes::ends(&gathered.inputs.peers);
-        let sizes = sizes::sizes(config.mtu, underlay.mtu, &ends, &self.tracks).map_err(|e| {
-            Trouble::new(
-                "underlay",
-                format!("cannot ask for the routes to the peers' endpoints: {e}"),
-            )
-        })?;
+        let sizes = sizes::sizes(config.mtu, underlay.mtu, &ends, &self.tracks).unwrap_or_else(|error| {
+            let message =
+                format!("cannot ask for the routes to the peers' endpoints: {error}; sizes stay as they were");
+            troubles.push(Trouble::harmless("underlay", message));
+            let before = self.current.as_ref().map(|current| current.sizes.clone());
+            before.unwrap_or_else(|| mtu::auto(underlay.mtu, &BTreeMap::new()))
+        });
         gathered.inputs.node.mtu = sizes.device;
         gathered.inputs.narrow = sizes.narrow.clone();
-        let first = self.ensure_device(sizes.device)?;
+        // Without a device, firewall and routes keep what is meant for the mesh from leaving in clear all the same.
+        let opened = self.ensure_device(sizes.device);
 
         let compiled = compile(&gathered.inputs);
         self.report(&gathered, &compiled);
@@ -220,13 +222,12 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 .iter()
                 .map(|e| Trouble::new("sysctl", e)),
         );
-        let routed = if first {
-            let routed = self.apply_routes(&compiled).await;
-            self.apply_peers(&compiled)?;
-            routed
+        let (peers, routed) = if matches!(opened, Ok(false)) {
+            let peers = self.apply_peers(&compiled);
+            (peers, self.apply_routes(&compiled).await)
         } else {
-            self.apply_peers(&compiled)?;
-            self.apply_routes(&compiled).await
+            let routed = self.apply_routes(&compiled).await;
+            (self.apply_peers(&compiled), routed)
         };
         self.current = Some(Arc::new(Current {
             inputs: gathered.inputs,
@@ -240,11 +241,12 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             policy_revision: revision(world.policies.known().map(|(_, policy)| policy)),
             seen: !remembered.contains(&"Node"),
         }));
-        troubles.extend(routed?);
         if remembered.is_empty() {
             self.keep(Saved::of(&world));
         }
         self.look();
+        troubles.extend(opened.err().into_iter().chain(peers.err()));
+        troubles.extend(routed?);
         Ok(())
     }
 
@@ -448,9 +450,12 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
 
     /// Returns the changes that could not be made as troubles; the others are made.
     async fn apply_routes(&mut self, compiled: &Compiled) -> Result<Vec<Trouble>, Trouble> {
-        let pass = route::converge(&mut self.parts.routing, &compiled.routes)
-            .await
-            .map_err(|e| Trouble::new("routes", e))?;
+        let routing = &mut self.parts.routing;
+        let pass = match self.device {
+            Some(_) => route::converge(routing, &compiled.routes).await,
+            None => route::converge_without_device(routing, &compiled.routes).await,
+        };
+        let pass = pass.map_err(|e| Trouble::new("routes", e))?;
         for change in &pass.done {
             tracing::info!("{change}");
         }

@@ -92,9 +92,20 @@ pub struct Pass {
 /// Brings the kernel from what is there to `desired`: one message for each thing that differs, none if nothing does.
 /// An error that is returned means that nothing was changed.
 pub async fn converge<R: Routing>(routing: &mut R, desired: &Routes) -> Result<Pass, Error> {
+    make(routing, desired, |_| true).await
+}
+
+/// The same where the device could not be opened. What stands on it stays, since its tunnels may well live; nothing new is
+/// put there, since an interface of its name may be somebody's.
+pub async fn converge_without_device<R: Routing>(routing: &mut R, desired: &Routes) -> Result<Pass, Error> {
+    make(routing, desired, |change| !change.puts_on_device()).await
+}
+
+async fn make<R: Routing>(routing: &mut R, desired: &Routes, wanted: fn(&Change) -> bool) -> Result<Pass, Error> {
     let observed = routing.observe().await?;
     let mut pass = Pass::default();
-    for change in diff(&observed, desired).unwrap_or_default() {
+    let changes = diff(&observed, desired).unwrap_or_default();
+    for change in changes.into_iter().filter(wanted) {
         match routing.apply(&change).await {
             Ok(()) => pass.done.push(change),
             Err(error) => pass.failed.push(error),
