@@ -3,6 +3,8 @@
 
 mod contract;
 mod netns;
+#[allow(unreachable_pub, reason = "shared between test binaries")]
+mod path;
 
 use std::{
     io::Read,
@@ -10,9 +12,11 @@ use std::{
     time::Duration,
 };
 
+use clustermesh_agent_core::prefixes::Family;
 use clustermesh_lab::{Ended, Machine};
 use contract::{Node, SOON, links, two};
-use netns::wait_until;
+use netns::{transfer, wait_until};
+use path::real::{Star, pod, sweep};
 use wg_agent::device::{Backend, DeviceError, userspace};
 
 macro_rules! case {
@@ -117,4 +121,65 @@ fn wireguard_of_someone_else_under_our_name_is_left_alone_and_ours_is_known_by_i
     let removed = |name: &str| ns.enter(|| userspace::remove_interface(name)).expect("an answer");
     assert_eq!(["kilo0", &ours, "nobody"].map(removed), [false, true, true]);
     assert_eq!(links(ns), ["kilo0", "lo"]);
+}
+
+/// Two nodes with devices, routes and firewall, one of each kind; every pair of families inside and outside.
+fn mixed(outer: Family, largest: u16) {
+    let backend = |number| {
+        if number == 1 {
+            Backend::Kernel
+        } else {
+            Backend::Userspace
+        }
+    };
+    let mut star = Star::of(&[1500, 1500], backend, |_, _| outer);
+    star.settle();
+    star.meet();
+    let [kernel, userspace] = &star.sites[..] else {
+        panic!("two nodes")
+    };
+    assert_eq!(
+        [kernel, userspace].map(|site| site.device.backend()),
+        ["kernel", "userspace"]
+    );
+    for family in Family::BOTH {
+        let (here, there) = (pod(1, family), pod(2, family));
+        for (from, to, at, other) in [(kernel, userspace, there, here), (userspace, kernel, here, there)] {
+            transfer(
+                &from.pod,
+                &to.pod,
+                &std::net::SocketAddr::new(at, 9002).to_string(),
+                1 << 20,
+            );
+            let sizes = (64..largest - 3).step_by(97).chain(largest - 3..=largest + 1);
+            assert_eq!(sweep(&from.pod, at, sizes), Some(64..=largest), "to {at}");
+            // The answers came from where they were asked: nothing translated the pods' own addresses.
+            assert!(from.pod.pings(&at.to_string()) && to.pod.pings(&other.to_string()));
+        }
+    }
+    for site in [kernel, userspace] {
+        let device = site.inputs.node.device.as_str();
+        let stats = site.ns.run("wg", &["show", device, "transfer"]);
+        let moved: Vec<u64> = stats
+            .split_whitespace()
+            .skip(1)
+            .filter_map(|n| n.parse().ok())
+            .collect();
+        assert!(
+            moved.len() == 2 && moved.iter().all(|bytes| *bytes > 2 << 20),
+            "{stats}"
+        );
+    }
+}
+
+#[test]
+#[ignore = "runs in the virtual machine"]
+fn kernel_on_one_node_and_userspace_on_the_other_carry_pods_of_both_families_over_ipv4() {
+    mixed(Family::V4, 1440);
+}
+
+#[test]
+#[ignore = "runs in the virtual machine"]
+fn kernel_on_one_node_and_userspace_on_the_other_carry_pods_of_both_families_over_ipv6() {
+    mixed(Family::V6, 1420);
 }

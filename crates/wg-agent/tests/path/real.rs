@@ -1,4 +1,4 @@
-//! Nodes with real userspace devices around one router, a pod behind each; every address exists in both families, and
+//! Nodes with real devices around one router, a pod behind each; every address exists in both families, and
 //! each pair of nodes says over which family its outer packets go. What is sent through them is the test's business.
 
 use std::{
@@ -23,7 +23,7 @@ use ipnet::IpNet;
 use nix::errno::Errno;
 use rustix::net::sockopt::{Ipv4PathMtuDiscovery, Ipv6PathMtuDiscovery, set_ip_mtu_discover, set_ipv6_mtu_discover};
 use wg_agent::{
-    device::{Configuration, Device, userspace::Userspace},
+    device::{self, Backend, Configuration, Device},
     route::paths,
 };
 use x25519_dalek::StaticSecret;
@@ -40,7 +40,7 @@ pub(crate) struct Site {
     pub(crate) ns: NetNs,
     pub(crate) pod: NetNs,
     pub(crate) inputs: Inputs,
-    device: Userspace,
+    pub(crate) device: Box<dyn Device>,
     configuration: Configuration,
 }
 
@@ -102,9 +102,14 @@ impl Star {
     /// Nodes 1, 2, .. whose links to the router have these MTUs; `outer` says how a pair of them speaks. Nothing is
     /// configured yet.
     pub(crate) fn new(mtus: &[u16], outer: impl Fn(u8, u8) -> Family) -> Self {
+        Self::of(mtus, |_| Backend::Userspace, outer)
+    }
+
+    /// The same where `backend` says what carries the tunnel of each.
+    pub(crate) fn of(mtus: &[u16], backend: impl Fn(u8) -> Backend, outer: impl Fn(u8, u8) -> Family) -> Self {
         let router = forwarding("router");
         let numbers: Vec<u8> = (1..).take(mtus.len()).collect();
-        let site = |(number, mtu): (&u8, &u16)| site(&router, *number, *mtu, &numbers, &outer);
+        let site = |(number, mtu): (&u8, &u16)| site(&router, *number, *mtu, &numbers, backend(*number), &outer);
         let sites = numbers.iter().zip(mtus).map(site).collect();
         println!("{}", router.enter_hint());
         Self { router, sites }
@@ -156,7 +161,7 @@ fn forwarding(name: &str) -> NetNs {
     ns
 }
 
-fn site(router: &NetNs, number: u8, mtu: u16, all: &[u8], outer: &impl Fn(u8, u8) -> Family) -> Site {
+fn site(router: &NetNs, number: u8, mtu: u16, all: &[u8], backend: Backend, outer: &impl Fn(u8, u8) -> Family) -> Site {
     let ns = forwarding(&format!("node-{number}"));
     let inside = NetNs::new(&format!("pod-{number}"));
     inside.set_sysctl("net/ipv6/conf/default/accept_dad", "0");
@@ -192,8 +197,8 @@ fn site(router: &NetNs, number: u8, mtu: u16, all: &[u8], outer: &impl Fn(u8, u8
         fwmark: MARK_UNDERLAY,
         mtu: mtu::MINIMUM,
     };
-    let device = ns
-        .enter(|| Userspace::open(&interface, &configuration))
+    let (device, _) = ns
+        .enter(|| device::open(backend, &interface, &configuration, Default::default()))
         .expect("open a device");
     for ns in [&ns, &inside] {
         println!("{}", ns.enter_hint());
