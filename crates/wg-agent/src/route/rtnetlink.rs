@@ -359,8 +359,8 @@ fn route(message: &RouteMessage, table: u32, index: Option<u32>) -> Option<Route
     })
 }
 
-/// A route's MTU. For what is forwarded IPv6 takes the route's instead of the device's only where it is locked
-/// (ip6_dst_mtu_maybe_forward); for IPv4 a lock would mean that path MTU discovery is off.
+/// A route's MTU. Not every kernel heeds a route's own MTU for IPv6 that it forwards unless it is locked (6.18 does); for
+/// IPv4 a lock would mean that path MTU discovery is off.
 fn metrics(family: Family, mtu: u16) -> Vec<RouteMetric> {
     const RTAX_MTU: u32 = 2;
     let lock = (family == Family::V6).then_some(RouteMetric::Lock(1 << RTAX_MTU));
