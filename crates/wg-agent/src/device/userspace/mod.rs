@@ -19,6 +19,7 @@ mod drops;
 #[doc(hidden)]
 pub mod fuzzing;
 mod handshakes;
+mod held;
 mod inbound;
 mod link;
 mod outbound;

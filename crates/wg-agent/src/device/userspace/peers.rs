@@ -14,6 +14,7 @@ use clustermesh_core::key::PublicKey;
 use x25519_dalek::StaticSecret;
 
 use super::{
+    held::Budget,
     ranges::Ranges,
     sources::Sources,
     tunnel::{self, Tunnel},
@@ -29,6 +30,7 @@ pub(super) struct Identity {
     pub(super) limiter: RateLimiter,
     pub(super) sources: Sources,
     unlimited: Arc<RateLimiter>,
+    held: Budget,
 }
 
 impl Identity {
@@ -37,6 +39,7 @@ impl Identity {
         let limiter = RateLimiter::new(&public, HANDSHAKES_PER_SECOND);
         Self {
             sources: Sources::default(),
+            held: Budget::default(),
             unlimited: tunnel::no_limit(&public),
             private,
             public,
@@ -54,6 +57,7 @@ impl Identity {
             keepalive(spec),
             now,
         )
+        .within(Arc::clone(&self.held))
     }
 }
 

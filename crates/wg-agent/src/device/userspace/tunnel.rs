@@ -25,7 +25,6 @@
 //! ```
 
 use std::{
-    collections::VecDeque,
     net::IpAddr,
     sync::Arc,
     time::{Duration, Instant},
@@ -34,6 +33,8 @@ use std::{
 use boringtun::noise::{Tunn, TunnResult, errors::WireGuardError, rate_limiter::RateLimiter};
 use x25519_dalek::{PublicKey, StaticSecret};
 use zeroize::Zeroizing;
+
+use super::held::{Budget, Held};
 
 #[cfg(test)]
 mod tests;
@@ -53,9 +54,6 @@ const CORE_TICK: Duration = Duration::from_millis(250);
 /// While a handshake is under way, and while only a session is to be watched.
 const BUSY_TICK: Duration = Duration::from_millis(250);
 const CALM_TICK: Duration = Duration::from_secs(1);
-/// Packets kept while there is no session, and their bytes; the oldest give way.
-const QUEUE: usize = 128;
-const QUEUE_BYTES: usize = 128 << 10;
 
 const INITIATION: u8 = 1;
 const RESPONSE: u8 = 2;
@@ -109,8 +107,8 @@ impl Core {
 pub(super) struct Tunnel {
     core: Core,
     keepalive: Option<Duration>,
-    queue: VecDeque<Vec<u8>>,
-    queued_bytes: usize,
+    /// What waits for a session.
+    held_packets: Held,
     /// Whether the core has a session to send by; asking it costs a look at the clock.
     keyed: bool,
     core_ticked: Instant,
@@ -161,8 +159,7 @@ impl Tunnel {
                 made: None,
             },
             keepalive,
-            queue: VecDeque::new(),
-            queued_bytes: 0,
+            held_packets: Held::default(),
             keyed: false,
             core_ticked: now,
             handshake_sent: None,
@@ -177,6 +174,12 @@ impl Tunnel {
             next_tick: None,
             urgent: true,
         }
+    }
+
+    /// Counts what waits here among what waits in the whole device.
+    pub(super) fn within(mut self, budget: Budget) -> Self {
+        self.held_packets = Held::new(budget);
+        self
     }
 
     /// The last completed handshake.
@@ -226,14 +229,7 @@ impl Tunnel {
         if self.keyed {
             self.encrypt(packet, now, scratch, out);
         } else {
-            while self.queue.len() == QUEUE || self.queued_bytes + packet.len() > QUEUE_BYTES {
-                match self.queue.pop_front() {
-                    Some(oldest) => self.queued_bytes -= oldest.len(),
-                    None => break,
-                }
-            }
-            self.queued_bytes += packet.len();
-            self.queue.push_back(packet.to_vec());
+            self.held_packets.push(packet);
             self.want(now, scratch, out);
         }
     }
@@ -335,8 +331,7 @@ impl Tunnel {
             .is_some_and(|since| now.duration_since(since) >= ATTEMPT_TIME)
         {
             self.wanted = None;
-            self.queue.clear();
-            self.queued_bytes = 0;
+            self.held_packets.clear();
         }
         if self
             .unanswered_by_peer
@@ -435,8 +430,7 @@ impl Tunnel {
         self.completed = Some(now);
         self.wanted = None;
         self.urgent = true;
-        self.queued_bytes = 0;
-        while let Some(packet) = self.queue.pop_front() {
+        while let Some(packet) = self.held_packets.pop() {
             self.encrypt(&packet, now, scratch, out);
         }
     }

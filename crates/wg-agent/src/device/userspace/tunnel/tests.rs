@@ -224,7 +224,7 @@ fn without_a_session_the_newest_packets_are_kept_and_the_oldest_give_way() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(9), now);
     let initiation = a.send(&packet(0), now);
-    for number in 1..=u8::try_from(QUEUE).expect("a small queue") {
+    for number in 1..=u8::try_from(crate::device::userspace::held::PACKETS).expect("a small queue") {
         a.send(&packet(number), now);
     }
     let response = b.receive(&initiation.network[0], now);
