@@ -56,6 +56,21 @@ pub(crate) struct Measured {
     pub(crate) samples: Vec<Sample>,
     /// One for each round.
     pub(crate) crowds: Vec<(Variant, Crowd)>,
+    /// What could not be built or measured, and why: the rest stands.
+    pub(crate) failed: Vec<String>,
+}
+
+impl Measured {
+    /// Takes down a failure, so that half an hour of figures is not lost for one.
+    fn note<T>(&mut self, variant: Variant, result: anyhow::Result<T>) -> Option<T> {
+        result
+            .map_err(|error| {
+                let failure = format!("{}: {error:#}", variant.name());
+                eprintln!("bench: {failure}");
+                self.failed.push(failure);
+            })
+            .ok()
+    }
 }
 
 /// Builds, measures, prints.
@@ -72,16 +87,19 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let (seconds, rounds) = if *quick { (2, 1) } else { (*seconds, *rounds) };
     let underlays: &[bool] = if *quick { &[true] } else { &[true, false] };
     let all = <Variant as clap::ValueEnum>::value_variants();
-    let mut programs = BTreeMap::new();
-    for variant in all.iter().filter(|variant| only.is_empty() || only.contains(variant)) {
-        programs.insert(*variant, variant.build()?);
-    }
-    let measured = Measured {
+    let mut measured = Measured {
         machine: report::Machine::here(),
         seconds,
         samples: Vec::new(),
         crowds: Vec::new(),
+        failed: Vec::new(),
     };
+    let mut programs = BTreeMap::new();
+    for variant in all.iter().filter(|variant| only.is_empty() || only.contains(variant)) {
+        if let Some(program) = measured.note(*variant, variant.build()) {
+            programs.insert(*variant, program);
+        }
+    }
     let measured = measure(measured, &programs, rounds, underlays)?;
     report::print(&measured, *output)
 }
@@ -99,9 +117,11 @@ fn measure(
         for &udp_offload in underlays {
             wire.set_udp_offload(udp_offload)?;
             for (&variant, program) in programs {
-                let sample = sample(variant, program.as_ref(), udp_offload, &wire, &keys, measured.seconds)?;
-                eprintln!("bench: round {round} of {rounds}: {}", report::line(&sample));
-                measured.samples.push(sample);
+                let sample = sample(variant, program.as_ref(), udp_offload, &wire, &keys, measured.seconds);
+                if let Some(sample) = measured.note(variant, sample) {
+                    eprintln!("bench: round {round} of {rounds}: {}", report::line(&sample));
+                    measured.samples.push(sample);
+                }
             }
         }
         for (&variant, program) in programs {

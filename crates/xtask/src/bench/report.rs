@@ -100,6 +100,7 @@ fn markdown(measured: &Measured) -> String {
         seconds,
         samples,
         crowds,
+        failed,
     } = measured;
     let mut text = format!(
         "{machine}; medians [least-most], {seconds} s a run. Both ends of the tunnel, iperf3's two \
@@ -113,6 +114,10 @@ fn markdown(measured: &Measured) -> String {
     }
     if !crowds.is_empty() {
         crowd_table(&mut text, crowds);
+    }
+    for failure in failed {
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "\nNot measured: {}", failure.trim());
     }
     text
 }
