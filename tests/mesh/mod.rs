@@ -134,11 +134,15 @@ impl<'a> Mesh<'a> {
 
     /// The node of a cluster that the other one's Peers show as the anchor of its Services.
     pub(crate) async fn anchor(&self, of: &Cluster<'_>, seen_by: &Cluster<'_>) -> String {
-        let services = of.plan().service_cidr.to_string();
+        self.anchor_of(&of.plan().service_cidr.to_string(), seen_by).await
+    }
+
+    /// The same of any one network.
+    pub(crate) async fn anchor_of(&self, services: &str, seen_by: &Cluster<'_>) -> String {
         let peers = json(seen_by, &["get", "peers"]).await;
         let carries = |peer: &&Value| {
             let ranges = peer["spec"]["allowedIPs"].as_array().unwrap();
-            ranges.iter().any(|range| range == services.as_str())
+            ranges.iter().any(|range| range == services)
         };
         let anchors: Vec<&Value> = peers["items"].as_array().unwrap().iter().filter(carries).collect();
         assert_eq!(anchors.len(), 1, "{services} has one owner: {peers:#}");
@@ -167,6 +171,25 @@ impl<'a> Mesh<'a> {
             between = between(self.hub.plan(), self.member.plan()),
             hub = self.hub.plan().wireguard_cidr,
             member = self.member.plan().wireguard_cidr,
+        );
+        first(captured.packets(&filter).await.unwrap())
+    }
+
+    /// Packets of a capture that passed between two dual-stack clusters in IPv6: all of it belongs into the tunnel, whose outer
+    /// packets are IPv4.
+    pub(crate) async fn in_clear_v6(&self, captured: &Captured) -> Vec<String> {
+        let nets = |direction: &str, plan: &ClusterPlan| {
+            let v6 = plan.v6.as_ref().expect("a dual-stack cluster");
+            let nets = [v6.pod_cidr, v6.service_cidr, v6.underlay];
+            format!("({})", nets.map(|net| format!("{direction} net {net}")).join(" or "))
+        };
+        let (hub, member) = (self.hub.plan(), self.member.plan());
+        let filter = format!(
+            "(({} and {}) or ({} and {}))",
+            nets("src", hub),
+            nets("dst", member),
+            nets("src", member),
+            nets("dst", hub)
         );
         first(captured.packets(&filter).await.unwrap())
     }

@@ -84,6 +84,10 @@ fn server_of_nodes(cluster: &ClusterPlan) -> String {
     format!("https://{}:6443", cluster.advertised_api())
 }
 
+fn services(cluster: &ClusterPlan) -> String {
+    ClusterPlan::both(cluster.service_cidr, cluster.v6.as_ref().map(|v6| v6.service_cidr))
+}
+
 /// The command lines, each for its own process in the underlay namespace.
 pub(crate) struct Commands<'a> {
     pub(crate) tools: &'a Tools,
@@ -134,7 +138,7 @@ impl Commands<'_> {
             "--authorization-mode=Node,RBAC".into(),
             "--enable-admission-plugins=NodeRestriction".into(),
             "--allow-privileged".into(),
-            format!("--service-cluster-ip-range={}", cluster.service_cidr),
+            format!("--service-cluster-ip-range={}", services(cluster)),
             "--kubelet-preferred-address-types=InternalIP".into(),
             "--endpoint-reconciler-type=lease".into(),
         ];
@@ -148,7 +152,7 @@ impl Commands<'_> {
     pub(crate) fn controller_manager(&self, cluster: &ClusterPlan) -> Result<Vec<String>> {
         let directory = self.run.join(&cluster.name);
         let file = |name: &str| directory.join(name).display().to_string();
-        let flags = vec![
+        let mut flags = vec![
             format!("--kubeconfig={}", file("controller-manager.kubeconfig")),
             "--leader-elect=false".into(),
             "--secure-port=0".into(),
@@ -159,13 +163,19 @@ impl Commands<'_> {
             format!("--service-account-private-key-file={}", file("pki/service-account.key")),
             format!("--root-ca-file={}", file("pki/ca.crt")),
             "--allocate-node-cidrs".into(),
-            format!("--cluster-cidr={}", cluster.pod_cidr),
-            format!("--service-cluster-ip-range={}", cluster.service_cidr),
-            "--node-cidr-mask-size=24".into(),
+            format!(
+                "--cluster-cidr={}",
+                ClusterPlan::both(cluster.pod_cidr, cluster.v6.as_ref().map(|v6| v6.pod_cidr))
+            ),
+            format!("--service-cluster-ip-range={}", services(cluster)),
+            "--node-cidr-mask-size-ipv4=24".into(),
             "--configure-cloud-routes=false".into(),
             // The default is a directory under /usr of the host.
             format!("--flex-volume-plugin-dir={}", file("flex")),
         ];
+        if cluster.v6.is_some() {
+            flags.push("--node-cidr-mask-size-ipv6=64".into());
+        }
         self.argv("kube-controller-manager", flags)
     }
 

@@ -5,11 +5,11 @@ mod config;
 mod root;
 mod services;
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use ipnet::Ipv4Net;
+use ipnet::{Ipv4Net, Ipv6Net};
 use serde::{Deserialize, Serialize};
 
 use crate::{ArtefactSet, ClusterPlan, NodePlan, Tools};
@@ -24,6 +24,9 @@ pub(crate) struct Settings {
     address: Ipv4Addr,
     pod_cidr: Ipv4Net,
     dns: Ipv4Addr,
+    /// Of a dual-stack cluster: the node's second address, and the cluster's pods in that family.
+    #[serde(default)]
+    v6: Option<(Ipv6Addr, Ipv6Net)>,
     /// Directories with programs: visible inside under the same paths.
     programs: Vec<PathBuf>,
 }
@@ -42,6 +45,7 @@ impl Settings {
             address: node.address,
             pod_cidr: cluster.pod_cidr,
             dns: cluster.dns_ip(),
+            v6: node.address_v6.zip(cluster.v6.as_ref().map(|v6| v6.pod_cidr)),
             programs,
         })
     }

@@ -1,14 +1,16 @@
 //! The address plan: which clusters and nodes a lab has and where their addresses lie. Values only.
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 
-use ipnet::Ipv4Net;
+use ipnet::{Ipv4Net, Ipv6Net};
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
 /// The whole underlay: one flat segment, a /24 of it per cluster. It joins nodes, and forwards nothing.
 pub(crate) const UNDERLAY_PREFIX: u8 = 16;
+/// The same in IPv6: a /48, a /64 of it per cluster.
+pub(crate) const UNDERLAY_PREFIX_V6: u8 = 48;
 
 /// What a lab shall contain. Empty `clusters` is allowed: an underlay with plain hosts only.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,6 +39,20 @@ pub struct ClusterPlan {
     /// What its nodes are plugged into.
     #[serde(default)]
     pub workers: Workers,
+    /// The second family of a dual-stack cluster; its first is IPv4.
+    #[serde(default)]
+    pub v6: Option<PlanV6>,
+}
+
+/// A dual-stack cluster's ranges of its second family. API server and DNS are known by their IPv4 addresses.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlanV6 {
+    /// Pods; each node gets a /64 of it, chosen by the controller-manager.
+    pub pod_cidr: Ipv6Net,
+    /// Services.
+    pub service_cidr: Ipv6Net,
+    /// Nodes' addresses: a /64 inside the lab's /48. `::1` = gateway, `::a` + n = node n.
+    pub underlay: Ipv6Net,
 }
 
 /// What a cluster's nodes are plugged into.
@@ -93,6 +109,9 @@ pub struct NodePlan {
     /// What it is plugged into.
     #[serde(default)]
     pub uplink: Uplink,
+    /// Its second InternalIP, in a dual-stack cluster.
+    #[serde(default)]
+    pub address_v6: Option<Ipv6Addr>,
 }
 
 impl LabPlan {
@@ -113,6 +132,26 @@ impl LabPlan {
         Self {
             clusters: clusters.iter().enumerate().map(plan).collect(),
         }
+    }
+
+    /// Gives every cluster a second family: pods fd00:10:N0::/48, Services fd00:10:N1::/112, underlay fd00:172:30:N::/64,
+    /// where N is as in [`ClusterPlan::numbered`].
+    ///
+    /// # Panics
+    /// When a cluster's range is not one of the default ones.
+    #[must_use]
+    pub fn dual_stack(mut self) -> Self {
+        for cluster in &mut self.clusters {
+            let n = u16::from(cluster.underlay.network().octets()[2]);
+            // Decimal digits, read as hexadecimal ones: 10.20.0.0/16 and fd00:10:20::/48 belong together.
+            let net = |text: String| text.parse().expect("a network of the default plan");
+            cluster.v6 = Some(PlanV6 {
+                pod_cidr: net(format!("fd00:10:{}::/48", 10 * n)),
+                service_cidr: net(format!("fd00:10:{}::/112", 10 * n + 1)),
+                underlay: net(format!("fd00:172:30:{n}::/64")),
+            });
+        }
+        self
     }
 
     /// Plugs the nodes of a cluster into the pod network of another one's node (see [`Workers::Pods`]). Its API server is
@@ -208,6 +247,7 @@ impl ClusterPlan {
             wireguard_cidr: net(100, 66, n, 24),
             underlay: net(172, 30, n, 24),
             workers: Workers::Underlay,
+            v6: None,
         }
     }
 
@@ -241,7 +281,18 @@ impl ClusterPlan {
             cluster: self.name.clone(),
             address: nth(self.underlay, 10 + u32::from(n)),
             uplink: Uplink::Underlay,
+            address_v6: self.v6.as_ref().map(|v6| nth_v6(v6.underlay, 10 + u128::from(n))),
         }
+    }
+
+    /// The gateway of a dual-stack cluster's nodes in its second family.
+    pub(crate) fn gateway_v6(&self) -> Option<Ipv6Addr> {
+        self.v6.as_ref().map(|v6| nth_v6(v6.underlay, 1))
+    }
+
+    /// A range and, in a dual-stack cluster, that of the second family behind a comma, as Kubernetes' flags take them.
+    pub(crate) fn both(v4: Ipv4Net, v6: Option<Ipv6Net>) -> String {
+        v6.map_or_else(|| v4.to_string(), |v6| format!("{v4},{v6}"))
     }
 
     /// Node number `n`, from 1, among the pods of a node of another cluster. Its address is near the end of their range:
@@ -254,6 +305,7 @@ impl ClusterPlan {
         NodePlan {
             address: nth(range, 249 + u32::from(n)),
             uplink: Uplink::Pods { of, range },
+            address_v6: None,
             ..self.node(n)
         }
     }
@@ -261,6 +313,10 @@ impl ClusterPlan {
 
 fn nth(net: Ipv4Net, n: u32) -> Ipv4Addr {
     Ipv4Addr::from(u32::from(net.network()) + n)
+}
+
+fn nth_v6(net: Ipv6Net, n: u128) -> Ipv6Addr {
+    Ipv6Addr::from(u128::from(net.network()) + n)
 }
 
 #[cfg(test)]
@@ -282,6 +338,7 @@ mod tests {
                 wireguard_cidr: "100.66.2.0/24".parse().unwrap(),
                 underlay: "172.30.2.0/24".parse().unwrap(),
                 workers: Workers::Underlay,
+                v6: None,
             }
         );
         assert_eq!(tenant.api_address(), Ipv4Addr::new(172, 30, 2, 1));
@@ -294,8 +351,26 @@ mod tests {
                 cluster: "tenant-a".into(),
                 address: Ipv4Addr::new(172, 30, 2, 11),
                 uplink: Uplink::Underlay,
+                address_v6: None,
             }
         );
+        plan.validate().unwrap();
+    }
+
+    #[test]
+    fn a_dual_stack_plan_has_a_second_range_beside_each_first() {
+        let plan = LabPlan::clusters(&[("mgmt", 2), ("tenant-a", 1)]).dual_stack();
+        let tenant = &plan.clusters[1];
+        assert_eq!(
+            tenant.v6,
+            Some(PlanV6 {
+                pod_cidr: "fd00:10:20::/48".parse().unwrap(),
+                service_cidr: "fd00:10:21::/112".parse().unwrap(),
+                underlay: "fd00:172:30:2::/64".parse().unwrap(),
+            })
+        );
+        assert_eq!(tenant.node(1).address_v6, Some("fd00:172:30:2::b".parse().unwrap()));
+        assert_eq!(tenant.gateway_v6(), Some("fd00:172:30:2::1".parse().unwrap()));
         plan.validate().unwrap();
     }
 
@@ -321,6 +396,7 @@ mod tests {
             cluster: "kv".into(),
             address: Ipv4Addr::new(10, 10, 1, 250),
             uplink: Uplink::Pods { of, range },
+            address_v6: None,
         };
         assert_eq!(kv.node_in_pods(1, &mgmt.node(1), range), want);
         plan.validate().unwrap();

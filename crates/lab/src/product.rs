@@ -286,5 +286,11 @@ fn networks(plan: &ClusterPlan, hub: bool) -> Vec<String> {
     if hub {
         networks.extend((1..=plan.nodes).map(|n| format!("{}/32", plan.node(n).address)));
     }
+    if let Some(v6) = &plan.v6 {
+        networks.extend([v6.pod_cidr.to_string(), v6.service_cidr.to_string()]);
+        // WireGuard addresses are of one family: in the other, hosts speak with their own.
+        let nodes = (1..=plan.nodes).filter_map(|n| plan.node(n).address_v6);
+        networks.extend(nodes.map(|address| format!("{address}/128")));
+    }
     networks
 }

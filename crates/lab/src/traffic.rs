@@ -22,6 +22,8 @@ pub struct Web {
     pub name: String,
     /// Its address.
     pub ip: IpAddr,
+    /// Its address of the other family, in a dual-stack cluster.
+    pub second: Option<IpAddr>,
 }
 
 /// Who asks.
@@ -98,6 +100,18 @@ impl Cluster<'_> {
     /// # Errors
     /// When it does not come within half a minute.
     pub async fn cluster_ip(&self, namespace: &str, name: &str) -> Result<IpAddr> {
+        self.cluster_ip_of(namespace, name, 0).await
+    }
+
+    /// The ClusterIP of a dual-stack Service in its second family, once it has one.
+    ///
+    /// # Errors
+    /// When it does not come within half a minute.
+    pub async fn second_cluster_ip(&self, namespace: &str, name: &str) -> Result<IpAddr> {
+        self.cluster_ip_of(namespace, name, 1).await
+    }
+
+    async fn cluster_ip_of(&self, namespace: &str, name: &str, index: usize) -> Result<IpAddr> {
         let resource = ApiResource::erase::<k8s_openapi::api::core::v1::Service>(&());
         let services: Api<DynamicObject> = Api::namespaced_with(self.client().await?, namespace, &resource);
         wait_until(
@@ -105,11 +119,9 @@ impl Cluster<'_> {
             Duration::from_secs(30),
             async || {
                 let service = services.get(name).await.map_err(|error| error.to_string())?;
-                let address = service.data["spec"]["clusterIP"]
-                    .as_str()
-                    .unwrap_or_default()
-                    .to_owned();
-                address.parse().map_err(|_| format!("its clusterIP is {address:?}"))
+                let addresses = &service.data["spec"]["clusterIPs"];
+                let address = addresses[index].as_str().unwrap_or_default();
+                address.parse().map_err(|_| format!("its clusterIPs are {addresses}"))
             },
         )
         .await
@@ -119,10 +131,17 @@ impl Cluster<'_> {
 fn web(pod: Pod) -> Option<Web> {
     let status = pod.status?;
     (status.phase.as_deref() == Some("Running") && pod.metadata.deletion_timestamp.is_none()).then_some(())?;
+    let ip: IpAddr = status.pod_ip?.parse().ok()?;
+    let mut all = status
+        .pod_ips
+        .iter()
+        .flatten()
+        .filter_map(|one| one.ip.parse::<IpAddr>().ok());
     Some(Web {
         node: pod.spec?.node_name?,
         name: pod.metadata.name?,
-        ip: status.pod_ip?.parse().ok()?,
+        ip,
+        second: all.find(|other| other.is_ipv4() != ip.is_ipv4()),
     })
 }
 

@@ -108,6 +108,11 @@ impl<'a> Node<'a> {
         self.plan.address
     }
 
+    /// Its second InternalIP, in a dual-stack cluster.
+    pub fn address_v6(&self) -> Option<std::net::Ipv6Addr> {
+        self.plan.address_v6
+    }
+
     /// A path that leads to its network namespace.
     pub fn netns(&self) -> PathBuf {
         self.lab.namespace(&self.plan.name)

@@ -1,11 +1,11 @@
 //! The segment that joins the nodes: a bridge in a namespace that forwards nothing, and one cable per node. (Workers in
 //! pods have theirs elsewhere: `pods.rs`.)
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 
 use super::{Lab, Node, UNDERLAY};
 use crate::command::{self, argv};
-use crate::plan::UNDERLAY_PREFIX;
+use crate::plan::{UNDERLAY_PREFIX, UNDERLAY_PREFIX_V6};
 use crate::supervisor::Request;
 use crate::{NodePlan, Output, Result, Uplink};
 
@@ -18,10 +18,14 @@ impl Lab {
             String::from("link set lo up\nlink add br0 address 02:00:00:00:00:01 type bridge\nlink set br0 up\n");
         for cluster in &self.plan().clusters {
             batch += &format!("addr add {}/{UNDERLAY_PREFIX} dev br0\n", cluster.api_address());
+            if let Some(gateway) = cluster.gateway_v6() {
+                batch += &format!("addr add {gateway}/{UNDERLAY_PREFIX_V6} dev br0 nodad\n");
+            }
         }
         self.ip_batch(UNDERLAY, &batch).await?;
         // If it forwarded, clusters would reach each other without any mesh and every test would be green.
-        let off = "for f in ip_forward conf/all/send_redirects conf/br0/send_redirects; do echo 0 > /proc/sys/net/ipv4/$f; done";
+        let off = "for f in ipv4/ip_forward ipv4/conf/all/send_redirects ipv4/conf/br0/send_redirects ipv6/conf/all/forwarding; \
+                   do [ ! -e /proc/sys/net/$f ] || echo 0 > /proc/sys/net/$f; done";
         self.underlay_exec(["sh", "-c", off]).await?;
         Ok(())
     }
@@ -43,9 +47,16 @@ impl Lab {
         self.ip_batch(UNDERLAY, &cable).await?;
         // A default route, though nothing is behind it: without one a ClusterIP has no route before its DNAT.
         let gateway = self.gateway(address);
-        let inside = format!(
+        let mut inside = format!(
             "link set lo up\naddr add {address}/{UNDERLAY_PREFIX} dev eth0\nlink set eth0 up\nroute add default via {gateway}\n"
         );
+        if let Some(address) = node.address_v6 {
+            let [a, b, c, d, ..] = address.segments();
+            let gateway = Ipv6Addr::new(a, b, c, d, 0, 0, 0, 1);
+            inside += &format!(
+                "addr add {address}/{UNDERLAY_PREFIX_V6} dev eth0 nodad\nroute add ::/0 via {gateway} dev eth0\n"
+            );
+        }
         self.ip_batch(name, &inside).await
     }
 
@@ -74,6 +85,7 @@ impl Lab {
             cluster: String::new(),
             address,
             uplink: Uplink::Underlay,
+            address_v6: None,
         };
         self.connect(&plan).await?;
         self.state().nodes.push(plan);

@@ -3,12 +3,12 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 use futures::TryStreamExt;
-use ipnet::Ipv4Net;
+use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Node;
 use kube::api::Api;
 use kube::config::{KubeConfigOptions, Kubeconfig};
@@ -16,8 +16,8 @@ use kube::runtime::{WatchStreamExt, watcher};
 
 use super::Settings;
 
-/// Name -> (pod range, address).
-type Nodes = BTreeMap<String, (Ipv4Net, Ipv4Addr)>;
+/// Name -> for each family its pod range and its address.
+type Nodes = BTreeMap<String, Vec<(IpNet, IpAddr)>>;
 
 pub(super) async fn run(settings: &Settings) -> Result<()> {
     // kube-proxy's user: the only one on a node that may read every Node.
@@ -52,17 +52,23 @@ pub(super) async fn run(settings: &Settings) -> Result<()> {
 
 fn note(nodes: &mut Nodes, node: &Node) {
     let Some(name) = node.metadata.name.clone() else { return };
-    let range = node.spec.as_ref().and_then(|spec| spec.pod_cidr.as_ref()?.parse().ok());
-    let addresses = node
+    let addresses: Vec<IpAddr> = node
         .status
-        .as_ref()
-        .and_then(|status| status.addresses.as_ref())
-        .into_iter()
-        .flatten();
-    let internal = addresses
+        .iter()
+        .flat_map(|status| status.addresses.iter().flatten())
         .filter(|address| address.type_ == "InternalIP")
-        .find_map(|a| a.address.parse().ok());
-    match range.zip(internal) {
+        .filter_map(|address| address.address.parse().ok())
+        .collect();
+    let ranges = node.spec.iter().flat_map(|spec| spec.pod_cidrs.iter().flatten());
+    let found: Option<Vec<(IpNet, IpAddr)>> = ranges
+        .map(|range| {
+            let range: IpNet = range.parse().ok()?;
+            let same = |address: &&IpAddr| address.is_ipv4() == range.addr().is_ipv4();
+            Some((range, *addresses.iter().find(same)?))
+        })
+        .collect();
+    // All families or none: who waits for routes waits for all of them.
+    match found.filter(|found| !found.is_empty()) {
         Some(found) => drop(nodes.insert(name, found)),
         None => drop(nodes.remove(&name)),
     }
@@ -70,34 +76,45 @@ fn note(nodes: &mut Nodes, node: &Node) {
 
 fn apply(settings: &Settings, before: &Nodes, now: &Nodes) -> Result<()> {
     let mut batch = String::new();
-    for (name, (range, _)) in before.iter().filter(|(name, _)| !now.contains_key(*name)) {
-        if *name != settings.name {
+    for (name, ranges) in before.iter().filter(|(name, _)| !now.contains_key(*name)) {
+        for (range, _) in ranges.iter().filter(|_| *name != settings.name) {
             writeln!(batch, "route del {range}")?;
         }
     }
-    for (name, (range, address)) in now {
-        if *name != settings.name && before.get(name) != Some(&(*range, *address)) {
-            writeln!(batch, "route replace {range} via {address}")?;
+    for (name, ranges) in now {
+        if *name != settings.name && before.get(name) != Some(ranges) {
+            for (range, address) in ranges {
+                writeln!(batch, "route replace {range} via {address}")?;
+            }
         }
     }
     // A route may be gone already; the others must be done all the same.
     feed(&["ip", "-force", "-batch", "-"], &batch)?;
-    if let Some((range, _)) = now.get(&settings.name)
+    if let Some(ranges) = now.get(&settings.name)
         && before.get(&settings.name) != now.get(&settings.name)
     {
-        let all = settings.pod_cidr;
-        feed(
-            &["nft", "-f", "-"],
-            &format!(
-                "table ip cni\ndelete table ip cni\ntable ip cni {{\n chain postrouting {{\n  \
-                 type nat hook postrouting priority 100; policy accept;\n  \
-                 ip saddr {range} ip daddr != {all} counter masquerade\n }}\n}}\n"
-            ),
-        )?;
+        for (range, _) in ranges {
+            masquerade(settings, *range)?;
+        }
     }
     let names: String = now.keys().map(|name| format!("{name}\n")).collect();
     let file = settings.directory().join("routes");
     std::fs::write(&file, names).with_context(|| format!("write {}", file.display()))
+}
+
+/// Pods of this node have its address outside the cluster's pods.
+fn masquerade(settings: &Settings, range: IpNet) -> Result<()> {
+    let (family, all) = match (range, settings.v6) {
+        (IpNet::V4(_), _) => ("ip", IpNet::V4(settings.pod_cidr)),
+        (IpNet::V6(_), Some((_, all))) => ("ip6", IpNet::V6(all)),
+        (IpNet::V6(_), None) => return Ok(()),
+    };
+    let table = format!(
+        "table {family} cni\ndelete table {family} cni\ntable {family} cni {{\n chain postrouting {{\n  \
+         type nat hook postrouting priority 100; policy accept;\n  \
+         {family} saddr {range} {family} daddr != {all} counter masquerade\n }}\n}}\n"
+    );
+    feed(&["nft", "-f", "-"], &table)
 }
 
 fn feed(argv: &[&str], text: &str) -> Result<()> {

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::Settings;
+use crate::ClusterPlan;
 
 pub(super) const CONTAINERD: &str = "/etc/containerd/config.toml";
 pub(super) const CNI_TEMPLATE: &str = "/etc/containerd/cni.template";
@@ -11,7 +12,9 @@ pub(super) const CNI_TEMPLATE: &str = "/etc/containerd/cni.template";
 pub(super) fn cni_template() -> &'static str {
     r#"{"cniVersion": "1.0.0", "name": "lab", "plugins": [
   {"type": "bridge", "bridge": "cni0", "isGateway": true, "hairpinMode": true, "ipMasq": false,
-   "ipam": {"type": "host-local", "ranges": [[{"subnet": "{{.PodCIDR}}"}]], "routes": [{"dst": "0.0.0.0/0"}]}},
+   "ipam": {"type": "host-local",
+    "ranges": [{{range $i, $net := .PodCIDRRanges}}{{if $i}}, {{end}}[{"subnet": "{{$net}}"}]{{end}}],
+    "routes": [{{range $i, $net := .Routes}}{{if $i}}, {{end}}{"dst": "{{$net}}"}{{end}}]}},
   {"type": "portmap", "backend": "nftables", "capabilities": {"portMappings": true}}]}
 "#
 }
@@ -79,7 +82,7 @@ pub(super) fn proxy(settings: &Settings) -> String {
         "apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
 mode: nftables
-clusterCIDR: {}
+clusterCIDR: \"{}\"
 hostnameOverride: {}
 clientConnection: {{kubeconfig: {}}}
 # these sysctls are the host's
@@ -88,7 +91,7 @@ oomScoreAdj: 0
 healthzBindAddress: \"\"
 metricsBindAddress: \"\"
 ",
-        settings.pod_cidr,
+        ClusterPlan::both(settings.pod_cidr, settings.v6.map(|(_, pods)| pods)),
         settings.name,
         settings.cluster_directory().join("proxy.kubeconfig").display()
     )

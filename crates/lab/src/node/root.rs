@@ -57,7 +57,7 @@ pub(super) fn enter(settings: &Settings) -> Result<()> {
         enable_controllers(top)?;
     }
     fs::write("/proc/sys/kernel/hostname", &settings.name).context("set the host name")?;
-    sysctls()
+    sysctls(settings.v6.is_some())
 }
 
 fn mount_cgroups(cgroups: &Cgroups, target: &Path) -> Result<()> {
@@ -89,7 +89,7 @@ const GLOBAL: [(&str, &str); 6] = [
     ("kernel/keys/root_maxbytes", "25000000"),
 ];
 
-fn sysctls() -> Result<()> {
+fn sysctls(dual: bool) -> Result<()> {
     for (name, value) in GLOBAL {
         let file = Path::new("/run/sysctl").join(name);
         fs::create_dir_all(file.parent().unwrap_or(&file))?;
@@ -102,6 +102,9 @@ fn sysctls() -> Result<()> {
         ("conf/default/rp_filter", "0"),
     ] {
         fs::write(Path::new("/proc/sys/net/ipv4").join(name), value).with_context(|| format!("set {name}"))?;
+    }
+    if dual {
+        fs::write("/proc/sys/net/ipv6/conf/all/forwarding", "1").context("let IPv6 be forwarded")?;
     }
     Ok(())
 }

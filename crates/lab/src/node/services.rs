@@ -106,7 +106,10 @@ impl Manager<'_> {
             "--config=/run/kubelet.yaml".into(),
             format!("--kubeconfig={}", kubeconfig.display()),
             format!("--hostname-override={}", self.settings.name),
-            format!("--node-ip={}", self.settings.address),
+            match self.settings.v6 {
+                Some((v6, _)) => format!("--node-ip={},{v6}", self.settings.address),
+                None => format!("--node-ip={}", self.settings.address),
+            },
             "--v=2".into(),
         ];
         let proxy = vec![self.program("kube-proxy")?, "--config=/run/proxy.yaml".into()];

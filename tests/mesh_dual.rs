@@ -1,0 +1,188 @@
+//! Two whole clusters of both families in one mesh: what `mesh_flows` shows of IPv4, of IPv6. The tunnel's outer packets are
+//! IPv4 here; IPv6 outside is shown node by node (`path_*`, `agent_*`).
+
+mod mesh;
+
+use std::net::{IpAddr, Ipv6Addr};
+use std::time::Instant;
+
+use clustermesh_lab::{Answer, Lab, LabPlan, Web, wait_until};
+use mesh::{HUB, MEMBER, Mesh, PATIENCE, host, pod};
+
+#[tokio::test]
+async fn every_flow_of_dual_stack_members_works_in_ipv6_too_and_nothing_of_it_passes_in_clear() {
+    let start = Instant::now();
+    let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)]).dual_stack();
+    let lab = Lab::start(plan).await.unwrap();
+    println!("two clusters of both families: {:.1} s", start.elapsed().as_secs_f64());
+    let mesh = Mesh::up(&lab, &[]).await;
+
+    let capture = lab.capture("flows6", "ip or ip6").await.unwrap();
+    pods_reach_pods_with_their_own_address_in_both_families(&mesh).await;
+    a_mirrored_service_has_both_families_and_keeps_the_source(&mesh).await;
+    a_remote_cluster_ip_is_reached_through_the_anchor(&mesh).await;
+    hosts_speak_with_a_published_address_of_their_own(&mesh).await;
+    whole_packets_fit_and_larger_ones_are_told_the_size(&mesh).await;
+    infrastructure_is_closed_to_the_other_cluster(&mesh).await;
+    let captured = capture.stop().await.unwrap();
+    assert!(mesh.tunnelled(&captured).await > 0, "the capture hears the wire");
+    assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
+    assert_eq!(mesh.in_clear_v6(&captured).await, Vec::<String>::new());
+}
+
+fn url(address: IpAddr, port: u16) -> String {
+    format!("http://{}", std::net::SocketAddr::new(address, port))
+}
+
+fn second(web: &Web) -> IpAddr {
+    web.second.unwrap_or_else(|| panic!("{web:?} has one family only"))
+}
+
+fn node_v6(mesh: &Mesh<'_>, node: &str) -> IpAddr {
+    mesh.lab.node(node).address_v6().unwrap().into()
+}
+
+async fn pods_reach_pods_with_their_own_address_in_both_families(mesh: &Mesh<'_>) {
+    for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for from in ours {
+            for to in theirs {
+                for (to_ip, from_ip) in [(second(to), second(from)), (to.ip, from.ip)] {
+                    let answer = mesh.answered(&pod(from), &url(to_ip, 8080)).await;
+                    assert_eq!(answer, mesh.seen(to, from_ip));
+                    let answered = mesh.lab.ping(&pod(from), to_ip).await.unwrap();
+                    assert!(answered, "ping {from:?} -> {to_ip}");
+                }
+            }
+        }
+    }
+}
+
+async fn a_mirrored_service_has_both_families_and_keeps_the_source(mesh: &Mesh<'_>) {
+    let service = mesh.member.second_cluster_ip("default", "hub-web").await.unwrap();
+    for from in &mesh.member_webs {
+        let want: Vec<Answer> = mesh.hub_webs.iter().map(|to| mesh.seen(to, second(from))).collect();
+        mesh.answers(&pod(from), &url(service, 80), &want).await;
+    }
+}
+
+async fn a_remote_cluster_ip_is_reached_through_the_anchor(mesh: &Mesh<'_>) {
+    for (importer, exporter, ours, theirs) in [
+        (&mesh.member, &mesh.hub, &mesh.member_webs, &mesh.hub_webs),
+        (&mesh.hub, &mesh.member, &mesh.hub_webs, &mesh.member_webs),
+    ] {
+        let services = exporter.plan().v6.as_ref().unwrap().service_cidr;
+        let anchor = mesh.anchor_of(&services.to_string(), importer).await;
+        // As in IPv4: a pod of the anchor's sees its bridge, one of another node the anchor's own address.
+        let saw = |to: &Web| {
+            if to.node == anchor {
+                bridge(to)
+            } else {
+                node_v6(mesh, &anchor)
+            }
+        };
+        let want: Vec<Answer> = theirs.iter().map(|to| mesh.seen(to, saw(to))).collect();
+        let service = exporter.second_cluster_ip("default", "web").await.unwrap();
+        for from in ours {
+            mesh.answers(&pod(from), &url(service, 80), &want).await;
+            mesh.answers(&host(&from.node), &url(service, 80), &want).await;
+        }
+    }
+}
+
+/// The address of a pod's node in the pods' network.
+fn bridge(web: &Web) -> IpAddr {
+    match second(web) {
+        IpAddr::V6(address) => {
+            let [a, b, c, d, ..] = address.segments();
+            Ipv6Addr::new(a, b, c, d, 0, 0, 0, 1).into()
+        }
+        IpAddr::V4(address) => panic!("{address} is no second family"),
+    }
+}
+
+/// WireGuard addresses are IPv4 here; the nodes' own IPv6 addresses and their pods' are in allowedNetworks. Which of them a host
+/// takes is the kernel's choice: the one most like the destination (RFC 6724, rule 8).
+async fn hosts_speak_with_a_published_address_of_their_own(mesh: &Mesh<'_>) {
+    for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for server in theirs {
+            let name = format!("NODE={}", server.node);
+            let words = ["env", &name, &mesh.probe(), "serve", ":9090"];
+            let mut serving = mesh.lab.node(&server.node).spawn("host-service", words).unwrap();
+            serving.says("serving on", PATIENCE).await.unwrap();
+            let at = node_v6(mesh, &server.node);
+            for from in ours {
+                let answer = mesh.answered(&host(&from.node), &url(second(server), 8080)).await;
+                assert_eq!(answer, mesh.seen(server, bridge(from)));
+                for (asker, saw) in [(pod(from), second(from)), (host(&from.node), node_v6(mesh, &from.node))] {
+                    let answer = mesh.answered(&asker, &url(at, 9090)).await;
+                    let want = Answer {
+                        pod: server.node.clone(),
+                        node: server.node.clone(),
+                        saw,
+                    };
+                    assert_eq!(answer, want, "{asker} -> {at}");
+                }
+            }
+        }
+    }
+}
+
+async fn whole_packets_fit_and_larger_ones_are_told_the_size(mesh: &Mesh<'_>) {
+    for (from, to) in [
+        (&mesh.member_webs[0], &mesh.hub_webs[0]),
+        (&mesh.hub_webs[0], &mesh.member_webs[1]),
+    ] {
+        let to_ip = second(to).to_string();
+        // 1440 bytes, since WireGuard travels over IPv4: the header of IPv6 and that of ICMPv6 go off.
+        for (size, fits) in [("1392", true), ("1393", false)] {
+            let words = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", size, &to_ip];
+            let output = mesh.lab.run_at(&pod(from), &words).await.unwrap();
+            let said = format!("{}{}", output.stdout, output.stderr);
+            assert_eq!(
+                output.status.success(),
+                fits,
+                "{size} bytes {from:?} -> {to_ip}: {said}"
+            );
+            assert!(fits || said.contains("1440"), "the size is told: {said}");
+        }
+        // Forget what the pings taught: the clamp alone has to do.
+        for web in [from, to] {
+            let forget = ["ip", "-6", "route", "flush", "cache"];
+            mesh.lab.run_at(&pod(web), &forget).await.unwrap();
+        }
+        let node = mesh.lab.node(&to.node);
+        let make = "mkdir -p /run/mib && head -c 1048576 /dev/urandom > /run/mib/f && md5sum < /run/mib/f";
+        let sum = node.exec(["sh", "-c", make]).await.unwrap().stdout;
+        let words = ["busybox", "httpd", "-f", "-p", "5202", "-h", "/run/mib"];
+        let _serving = node.pod_spawn("mib6", to.ip, words).unwrap();
+        let fetch = format!("curl -sS -m 20 {}/f | md5sum", url(second(to), 5202));
+        wait_until("1 MB to arrive whole", PATIENCE, async || {
+            let got = mesh.lab.run_at(&pod(from), &["sh", "-c", &fetch]).await.unwrap();
+            if got.stdout == sum {
+                Ok(())
+            } else {
+                Err(format!("{}{}", got.stdout, got.stderr))
+            }
+        })
+        .await
+        .unwrap();
+    }
+}
+
+async fn infrastructure_is_closed_to_the_other_cluster(mesh: &Mesh<'_>) {
+    let node = mesh.hub_webs[0].node.clone();
+    let at = node_v6(mesh, &node);
+    // The lab's kubelet listens on the node's IPv4 address alone: something else has to stand behind this door.
+    let behind = std::net::SocketAddr::new(at, 10250).to_string();
+    let serve = [&mesh.probe(), "serve", &behind];
+    let mut serving = mesh.lab.node(&node).spawn("kubelet-port", serve).unwrap();
+    serving.says("serving on", PATIENCE).await.unwrap();
+    let door = url(at, 10250);
+    let home = pod(&mesh.hub_webs[1]);
+    assert_eq!(mesh.status(&home, &door).await, "200", "{home} -> {door}");
+    for web in &mesh.member_webs {
+        for tenant in [pod(web), host(&web.node)] {
+            mesh.closed(&tenant, &door).await;
+        }
+    }
+}
