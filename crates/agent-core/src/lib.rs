@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 pub mod compile;
+pub mod datapath;
 pub mod device;
 pub mod firewall;
 pub mod health;

@@ -39,7 +39,7 @@ pub use error::{Error, Result};
 pub use image::ImageSpec;
 pub use lab::{Cluster, Lab, Node};
 pub use machine::{Ended, Machine};
-pub use plan::{ClusterPlan, LabPlan, NodeName, NodePlan, PlanV6, Uplink, Workers};
+pub use plan::{ClusterPlan, LabPlan, NodeName, NodePlan, PlanV6, ProxyMode, Uplink, Workers};
 pub use product::{AGENT_NAMESPACE, MESH, NAMESPACE, Product};
 pub use run::{down_all, standing};
 pub use supervisor::stages;

@@ -12,7 +12,7 @@ use anyhow::Context;
 use ipnet::{Ipv4Net, Ipv6Net};
 use serde::{Deserialize, Serialize};
 
-use crate::{ArtefactSet, ClusterPlan, NodePlan, Tools};
+use crate::{ArtefactSet, ClusterPlan, NodePlan, ProxyMode, Tools};
 
 /// All that a machine is told.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -27,6 +27,7 @@ pub(crate) struct Settings {
     /// Of a dual-stack cluster: the node's second address, and the cluster's pods in that family.
     #[serde(default)]
     v6: Option<(Ipv6Addr, Ipv6Net)>,
+    proxy: ProxyMode,
     /// Directories with programs: visible inside under the same paths.
     programs: Vec<PathBuf>,
 }
@@ -46,6 +47,7 @@ impl Settings {
             pod_cidr: cluster.pod_cidr,
             dns: cluster.dns_ip(),
             v6: node.address_v6.zip(cluster.v6.as_ref().map(|v6| v6.pod_cidr)),
+            proxy: cluster.proxy,
             programs,
         })
     }

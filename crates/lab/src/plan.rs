@@ -42,6 +42,9 @@ pub struct ClusterPlan {
     /// The second family of a dual-stack cluster; its first is IPv4.
     #[serde(default)]
     pub v6: Option<PlanV6>,
+    /// How kube-proxy works on its nodes.
+    #[serde(default)]
+    pub proxy: ProxyMode,
 }
 
 /// A dual-stack cluster's ranges of its second family. API server and DNS are known by their IPv4 addresses.
@@ -53,6 +56,26 @@ pub struct PlanV6 {
     pub service_cidr: Ipv6Net,
     /// Nodes' addresses: a /64 inside the lab's /48. `::1` = gateway, `::a` + n = node n.
     pub underlay: Ipv6Net,
+}
+
+/// How kube-proxy makes Services.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ProxyMode {
+    /// By an nftables table of its own.
+    #[default]
+    Nftables,
+    /// By iptables, of whichever kind this machine has.
+    Iptables,
+}
+
+impl ProxyMode {
+    /// As kube-proxy's configuration spells it.
+    pub(crate) const fn as_str(self) -> &'static str {
+        match self {
+            Self::Nftables => "nftables",
+            Self::Iptables => "iptables",
+        }
+    }
 }
 
 /// What a cluster's nodes are plugged into.
@@ -154,6 +177,15 @@ impl LabPlan {
         self
     }
 
+    /// Lets kube-proxy work so in every cluster.
+    #[must_use]
+    pub fn with_proxy(mut self, proxy: ProxyMode) -> Self {
+        for cluster in &mut self.clusters {
+            cluster.proxy = proxy;
+        }
+        self
+    }
+
     /// Plugs the nodes of a cluster into the pod network of another one's node (see [`Workers::Pods`]). Its API server is
     /// known there by address number 100 and up of the Service range.
     ///
@@ -248,6 +280,7 @@ impl ClusterPlan {
             underlay: net(172, 30, n, 24),
             workers: Workers::Underlay,
             v6: None,
+            proxy: ProxyMode::Nftables,
         }
     }
 
@@ -339,6 +372,7 @@ mod tests {
                 underlay: "172.30.2.0/24".parse().unwrap(),
                 workers: Workers::Underlay,
                 v6: None,
+                proxy: ProxyMode::Nftables,
             }
         );
         assert_eq!(tenant.api_address(), Ipv4Addr::new(172, 30, 2, 1));

@@ -5,16 +5,19 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
-    path::Path,
     sync::Arc,
     time::{Duration, Instant, SystemTime},
 };
 
 use anyhow::Context;
-use clustermesh_agent_core::compile::{Inputs, Node, Peer, beside};
+use clustermesh_agent_core::{
+    compile::{Inputs, Node, Peer, beside},
+    prefixes::overlap,
+};
 use clustermesh_api::{annotations::Agent, names::NODE_AGENT};
 use clustermesh_core::key::PublicKey;
 use clustermesh_daemon::{Admin, CancellationToken, Heartbeat, Liveness, Readiness, State, drain};
+use ipnet::IpNet;
 use serde_json::json;
 use tokio::{sync::watch, task::JoinSet};
 
@@ -110,6 +113,7 @@ pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
         firewall: Keeper::new(firewall::Nft::default()),
         troubles: Troubles::new(readiness, metrics.clone()),
         said: Said::default(),
+        meshed: BTreeSet::new(),
         config,
         publish,
         metrics,
@@ -166,6 +170,8 @@ struct Beside<F> {
     troubles: Troubles,
     said: Said,
     dump: Dump,
+    /// Ranges that were ever a mesh's while this process ran.
+    meshed: BTreeSet<IpNet>,
 }
 
 impl<F: Backend> Beside<F> {
@@ -188,7 +194,11 @@ impl<F: Backend> Beside<F> {
         waiting(world)?;
         let own = own_node(world, &self.config.node_name)?;
         let inputs = inputs(world, &own, &self.config, self.server);
-        let compiled = beside(&inputs);
+        let own_business = own_business(world);
+        self.meshed
+            .retain(|net| !own_business.iter().any(|other| overlap(net, other)));
+        let compiled = beside(&inputs, &self.meshed);
+        self.meshed.extend(&compiled.meshed);
 
         let mut reasons: BTreeMap<String, i64> = BTreeMap::new();
         let mut left_out = BTreeSet::new();
@@ -221,16 +231,19 @@ impl<F: Backend> Beside<F> {
     /// Whether somebody owns the tunnel at all. The rules name the interface and wait for it.
     fn owner(&self, own: &NodeSeen) -> Option<Trouble> {
         let interface = &self.config.interface;
-        let there = Path::new("/sys/class/net").join(interface.as_str()).exists();
-        let lives = kg_lives(own, SystemTime::now()).is_some();
-        if there || lives {
+        let there = nix::net::if_::if_nametoindex(interface.as_str()).is_ok();
+        if there {
             return None;
         }
+        let kg = match kg_lives(own, SystemTime::now()) {
+            Some(ago) => format!("kg checked in {ago} s ago, so its tunnel has another name"),
+            None => "and no kg has checked in for this node".to_owned(),
+        };
         let message = format!(
-            "there is no interface {interface}, and no kg has checked in for this node: in policy mode kg owns the tunnel. Start \
-             kg, name its interface with --interface, or run wg-agent with --mode=full"
+            "there is no interface {interface}, {kg}: nothing is enforced, since every rule names it. Name kg's interface with \
+             --interface, start kg, or run wg-agent with --mode=full"
         );
-        Some(Trouble::harmless("kg", message))
+        Some(Trouble::new("kg", message))
     }
 
     fn publish(&self, world: &World, own: &NodeSeen) {
@@ -259,6 +272,21 @@ impl<F: Backend> Beside<F> {
     }
 }
 
+/// Ranges of Peers that no mesh wrote: what a person gives to somebody else is no mesh's any more.
+fn own_business(world: &World) -> BTreeSet<IpNet> {
+    let others = world.peers.known().filter(|(_, seen)| !meshed(seen));
+    others
+        .filter_map(|(_, seen)| seen.spec.as_ref().ok())
+        .flat_map(|spec| &spec.allowed_ips)
+        .copied()
+        .collect()
+}
+
+/// Peers that no mesh wrote, as kgctl's of a person's laptop, are kg's own business.
+fn meshed(seen: &PeerSeen) -> bool {
+    !seen.cluster.is_empty() || seen.requires_policy.is_some()
+}
+
 /// What the compiler works from; what belongs to kg's part of it stays empty.
 fn inputs(world: &World, own: &NodeSeen, config: &PolicyConfig, server: Option<SocketAddr>) -> Inputs {
     let others = || world.nodes.known().filter(|(name, _)| *name != config.node_name);
@@ -266,8 +294,6 @@ fn inputs(world: &World, own: &NodeSeen, config: &PolicyConfig, server: Option<S
         .nodes
         .known()
         .flat_map(|(_, node)| node.internal_ips.iter().chain(&node.wireguard_ip));
-    // Peers that no mesh wrote, as kgctl's of a person's laptop, are kg's own business.
-    let meshed = |seen: &PeerSeen| !seen.cluster.is_empty() || seen.requires_policy.is_some();
     let peers = world.peers.known().filter(|(_, seen)| meshed(seen));
     Inputs {
         node: Node {

@@ -69,6 +69,7 @@ pub struct Metrics {
     errors: Family<Part, Counter>,
     repairs: Family<Part, Counter>,
     remembered: Gauge,
+    bypassed: Gauge,
     counted: Arc<std::sync::Mutex<Counted>>,
 }
 
@@ -119,6 +120,7 @@ impl Metrics {
             errors,
             repairs,
             remembered,
+            bypassed,
             counted: _,
         } = metrics.clone();
         registry.register("device", "What carries the tunnels, by its labels", device);
@@ -132,6 +134,11 @@ impl Metrics {
         if let Some(each) = each {
             registry.register_collector(Box::new(each));
         }
+        registry.register(
+            "datapath_bypassed",
+            "1 where a CNI (Cilium with host routing in BPF) leads packets past netfilter",
+            bypassed,
+        );
         registry.register("peers", "Peers on the device, by source cluster and state", peers);
         registry.register(
             "received_bytes",
@@ -177,6 +184,11 @@ impl Metrics {
     /// Something failed.
     pub fn failed(&self, part: &'static str) {
         self.errors.get_or_create(&Part { part }).inc();
+    }
+
+    /// Whether a CNI leads packets past netfilter.
+    pub fn bypassed(&self, yes: bool) {
+        self.bypassed.set(i64::from(yes));
     }
 
     /// Of how many kinds only what an earlier process kept is known.

@@ -150,7 +150,15 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         offload: config.offload,
         ..Default::default()
     };
+    let (bypass, bypassed) = watch::channel(None);
+    tasks.spawn(source::cilium::run(
+        connection.client.clone(),
+        bypass,
+        metrics.clone(),
+        stop.clone(),
+    ));
     let reconciler = Reconciler::new(Parts {
+        bypassed,
         routing: route::Netlink::open(interface)?,
         firewall: firewall::Keeper::new(firewall::Nft::default()),
         open: Box::new(move |configuration| device::open(backend, opened.as_str(), configuration, options)),

@@ -416,9 +416,17 @@ async fn nothing_of_the_mesh_is_on_the_wire_in_clear_whatever_happens_to_the_age
     senders.answered("started again").await;
 
     step("upgraded");
-    // The new one is another file, and is started as soon as the old one has let go.
+    // Another file, started as soon as the old one has let go.
+    let files = tempfile::tempdir().expect("a directory");
+    let newer = files.path().join("wg-agent");
+    std::fs::copy(node::AGENT, &newer).expect("copy the program");
     ours.terminate(SOON).await.expect("it ends");
-    ours = clear.agent(TENANT, "tenant-3");
+    let mut words = world.command(tenant, &[]);
+    words[0] = newer.display().to_string();
+    ours = world
+        .host(tenant)
+        .spawn("tenant-3", words)
+        .expect("start the newer one");
     senders.answered("upgraded").await;
 
     step("killed, again and again");

@@ -240,3 +240,43 @@ async fn crds_that_come_late_are_noticed() {
     world.reaches(tenant, mgmt).await;
     assert!(first.log().contains("mended"), "{}", first.log());
 }
+
+#[tokio::test]
+async fn cilium_with_host_routing_in_bpf_is_named_and_does_no_harm() {
+    let world = World::start().await;
+    let site = world.site(TENANT);
+    // What Cilium leaves on a node and in its cluster.
+    let link = [
+        "ip",
+        "link",
+        "add",
+        "cilium_host",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "cilium_net",
+    ];
+    world.host(site).exec(link).await.expect("add the interface");
+    let config: k8s_openapi::api::core::v1::ConfigMap = serde_json::from_value(serde_json::json!({
+        "metadata": {"name": "cilium-config"},
+        "data": {"kube-proxy-replacement": "true", "enable-bpf-masquerade": "true"},
+    }))
+    .expect("a ConfigMap");
+    let maps = kube::Api::namespaced(world.client(site).await, "kube-system");
+    maps.create(&Default::default(), &config).await.expect("create it");
+    let agent = world.agent(site, "agent");
+    world.ready(site).await;
+    wait_until("the metric and the log", SOON, async || {
+        let (_, metrics) = world.page(site, "/metrics").await;
+        let log = agent.log();
+        if metrics.contains("wg_agent_datapath_bypassed 1") && log.contains("DatapathBypassed: Cilium leads packets") {
+            Ok(())
+        } else {
+            Err(log)
+        }
+    })
+    .await
+    .expect("it is said");
+    assert_eq!(world.page(site, "/readyz").await.0, 200);
+}

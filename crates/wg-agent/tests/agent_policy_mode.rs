@@ -335,6 +335,16 @@ async fn beside_kg_policies_are_enforced_and_nothing_of_kgs_is_touched() {
     .await
     .expect("closed");
 
+    // Nor without its Peer: kg here is slower than we are, and lets it go never.
+    world.delete_peer(mgmt, "mesh--tenant-a--tenant-a-1").await;
+    for _ in 0..2 {
+        assert_eq!(
+            seen(&world, tenant, tenant.pod, mgmt.pod, 8080),
+            closed,
+            "the Peer is deleted"
+        );
+    }
+
     // Stopped: still closed. Cleaned up: as it was.
     let status = agent.terminate(SOON).await.expect("it ends");
     assert!(status.success(), "{}", agent.log());

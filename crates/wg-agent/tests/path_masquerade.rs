@@ -5,7 +5,9 @@
 mod netns;
 mod path;
 
-use netns::NetNs;
+use std::{net::IpAddr, time::Duration};
+
+use netns::{NetNs, wait_for};
 use path::{Capture, Family, Mesh, V4, V6, ask, serve, source_of};
 
 /// The same test for both families.
@@ -185,6 +187,14 @@ fn beside_kube_proxy_and_cilium_with_legacy_host_routing(f: &'static Family) {
     let mesh = mesh(f, |ns, rules| {
         rules.load(ns, Loader::Iptables("nft"), include_str!("rules/kube-proxy.iptables"));
         rules.load(ns, Loader::Iptables("nft"), include_str!("rules/cilium.iptables"));
+    });
+    // What the host sends is marked as the host's, the tunnel's outer packets among it, whose endpoint lies in the mesh.
+    let [ours, theirs] =
+        [(&mesh.member, f.member), (&mesh.hub, f.hub)].map(|(ns, at)| path::outer_socket(ns, at, 51820));
+    wait_for("an outer packet", Duration::from_secs(5), || {
+        ours.send_to(b"outer", (f.hub.parse::<IpAddr>().unwrap(), 51820))
+            .expect("it may leave");
+        theirs.recv_from(&mut [0; 10]).ok()
     });
     serve(&mesh.hub2, f.hub2, 9090);
     serve(&mesh.hub_pod, f.hub_pod, 8080);

@@ -256,6 +256,20 @@ fn agent() -> Vec<Value> {
             ("Role", name),
             (name, AGENT_NAMESPACE),
         ),
+        // Whether Cilium, where it is the CNI, leads packets past netfilter.
+        role(
+            "Role",
+            name,
+            Some("kube-system"),
+            &json!([{"apiGroups": [""], "resources": ["configmaps"], "resourceNames": ["cilium-config"], "verbs": ["get"]}]),
+        ),
+        binding(
+            "RoleBinding",
+            name,
+            Some("kube-system"),
+            ("Role", name),
+            (name, AGENT_NAMESPACE),
+        ),
         json!({
             "apiVersion": "apps/v1",
             "kind": "DaemonSet",

@@ -5,6 +5,8 @@
 
 use std::collections::BTreeSet;
 
+use ipnet::IpNet;
+
 use super::{Inputs, Object, Reason, Refused, refuse};
 use crate::{
     firewall::{self, Firewall, Frame, Scope},
@@ -17,6 +19,8 @@ use crate::{
 pub struct Beside {
     /// The nftables table.
     pub firewall: Firewall,
+    /// Every range that is a mesh's now.
+    pub meshed: BTreeSet<IpNet>,
     /// What was left out, and why: sorted, without repetition.
     pub refused: Vec<Refused>,
 }
@@ -24,8 +28,11 @@ pub struct Beside {
 /// Compiles. Of the inputs neither keys, endpoints, MTU nor WireGuard addresses are looked at; of Peers, which are to be those
 /// of meshes alone, only the ranges: what comes from them without a PeerPolicy is dropped. A Peer that must not be programmed
 /// before its policy is enforced is programmed by the other program all the same, and is named.
+///
+/// `before`: ranges that were a mesh's. The other program may let go of a Peer later than we hear that it is gone, or never,
+/// and a source of no mesh is that program's own business: these stay closed.
 #[must_use]
-pub fn beside(inputs: &Inputs) -> Beside {
+pub fn beside(inputs: &Inputs, before: &BTreeSet<IpNet>) -> Beside {
     let node = &inputs.node;
     let mut refused = Vec::new();
     let policies: Vec<Policy> = inputs
@@ -40,7 +47,7 @@ pub fn beside(inputs: &Inputs) -> Beside {
         .copied()
         .collect();
     for peer in &inputs.peers {
-        let ranges = peer.allowed_ips.iter().map(ipnet::IpNet::trunc);
+        let ranges = peer.allowed_ips.iter().map(IpNet::trunc);
         mesh.extend(ranges.filter(|net| net.prefix_len() > 0 && !super::touches_pods(node, net)));
         let Some(policy) = &peer.requires_policy else { continue };
         let policy: String = policy.chars().take(100).collect();
@@ -54,6 +61,8 @@ pub fn beside(inputs: &Inputs) -> Beside {
             ),
         });
     }
+    let now = mesh.clone();
+    mesh.extend(before);
     let mesh = aggregate(&mesh);
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
     let pods_elsewhere = inputs.pods_elsewhere.iter().copied();
@@ -80,5 +89,9 @@ pub fn beside(inputs: &Inputs) -> Beside {
     });
     refused.sort();
     refused.dedup();
-    Beside { firewall, refused }
+    Beside {
+        firewall,
+        meshed: now,
+        refused,
+    }
 }

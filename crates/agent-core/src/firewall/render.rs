@@ -439,7 +439,7 @@ fn leave(frame: &Frame) -> String {
     let Frame {
         device, listen_port, ..
     } = frame;
-    let (underlay, came_by_underlay) = (is_mark(MARK_UNDERLAY, "meta"), is_mark(MARK_UNDERLAY, "ct"));
+    let came_by_underlay = is_mark(MARK_UNDERLAY, "ct");
     let came_by_tunnel = is_mark(MARK_TUNNEL, "ct");
     let mut out = format!(
         "
@@ -447,7 +447,8 @@ fn leave(frame: &Frame) -> String {
     type filter hook postrouting priority srcnat + 10; policy accept;
     oifname \"{device}\" goto into_tunnel
     oifname \"lo\" accept
-    {underlay} udp sport {listen_port} accept
+    # The tunnel's outer packets, told by our two bits alone: Cilium adds its own to what the host sends, in filter output.
+    meta mark & {CONNECTION_MASK:#010x} == {MARK_UNDERLAY:#010x} udp sport {listen_port} fib saddr type local accept
     ct direction reply {came_by_underlay} accept
     # A neighbour on the underlay's own link whose address lies in the mesh, as hub pods are to a worker in the hub. ARP's
     # part in IPv6: never forwarded, and answered without a look at routes.

@@ -16,7 +16,7 @@ fn the_table_of_a_worker_inside_the_hubs_network() {
 
 #[test]
 fn the_table_beside_a_tunnel_that_kg_owns() {
-    insta::assert_snapshot!(render(&beside(&hub_node()).firewall));
+    insta::assert_snapshot!(render(&beside(&hub_node(), &BTreeSet::new()).firewall));
 }
 
 #[test]

@@ -81,7 +81,7 @@ pub(super) fn proxy(settings: &Settings) -> String {
     format!(
         "apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
-mode: nftables
+mode: {}
 clusterCIDR: \"{}\"
 hostnameOverride: {}
 clientConnection: {{kubeconfig: {}}}
@@ -91,6 +91,7 @@ oomScoreAdj: 0
 healthzBindAddress: \"\"
 metricsBindAddress: \"\"
 ",
+        settings.proxy.as_str(),
         ClusterPlan::both(settings.pod_cidr, settings.v6.map(|(_, pods)| pods)),
         settings.name,
         settings.cluster_directory().join("proxy.kubeconfig").display()

@@ -77,6 +77,8 @@ pub(crate) struct Parts<R, F> {
     pub(crate) open: Opener,
     pub(crate) names: watch::Sender<BTreeSet<String>>,
     pub(crate) publish: watch::Sender<Wanted>,
+    /// What is wrong with a datapath that leads packets past us.
+    pub(crate) bypassed: watch::Receiver<Option<String>>,
     pub(crate) kept: watch::Sender<Kept>,
     /// Where an earlier process heard from its peers.
     pub(crate) live: Live,
@@ -153,6 +155,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             );
             Trouble::harmless("source", message)
         }));
+        let bypassed = self.parts.bypassed.borrow().clone();
+        troubles.extend(bypassed.map(|message| Trouble::harmless("datapath", message)));
         let remembered = world.remembered();
         self.parts.metrics.remembered(remembered.len());
         troubles.extend(from_cache(&remembered, &self.parts.config.cache_file));

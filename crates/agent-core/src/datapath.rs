@@ -1,0 +1,55 @@
+//! Whether the packets of a node's pods pass netfilter at all, told from the settings of a CNI that can lead them past it.
+//! Reading the settings is the program's.
+
+use std::collections::BTreeMap;
+
+/// Why Cilium with these settings (its ConfigMap `cilium-config`) leads packets past the host's network stack, with it past
+/// nftables and ip rules; `None` = it does not. What Cilium itself looks at: `Documentation/operations/performance/tuning.rst`
+/// (eBPF host routing) and `initKubeProxyReplacementOptions`.
+#[must_use]
+pub fn cilium_bypass(settings: &BTreeMap<String, String>) -> Option<&'static str> {
+    let is = |key: &str, values: &[&str]| settings.get(key).is_some_and(|value| values.contains(&value.as_str()));
+    if is("datapath-mode", &["netkit", "netkit-l2"]) {
+        return Some("datapath-mode is netkit");
+    }
+    // Host routing in BPF needs both, falls back where one is missing, and can be switched off.
+    let masquerades = is("enable-bpf-masquerade", &["true"])
+        || (is("enable-ipv4-masquerade", &["false"]) && !is("enable-ipv6-masquerade", &["true"]));
+    let replaces = is("kube-proxy-replacement", &["true", "strict"]);
+    let legacy = is("enable-host-legacy-routing", &["true"]);
+    (masquerades && replaces && !legacy)
+        .then_some("kube-proxy-replacement and masquerading in BPF imply host routing in BPF")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_routing_in_bpf_is_told_by_what_turns_it_on_and_off() {
+        let bypass = |text: &str| {
+            let pairs = text.split_whitespace().filter_map(|pair| pair.split_once('='));
+            cilium_bypass(&pairs.map(|(key, value)| (key.to_owned(), value.to_owned())).collect())
+        };
+        let implied = Some("kube-proxy-replacement and masquerading in BPF imply host routing in BPF");
+        assert_eq!(bypass(""), None);
+        assert_eq!(
+            bypass("kube-proxy-replacement=true enable-bpf-masquerade=true"),
+            implied
+        );
+        assert_eq!(
+            bypass("kube-proxy-replacement=strict enable-ipv4-masquerade=false"),
+            implied
+        );
+        assert_eq!(bypass("kube-proxy-replacement=false enable-bpf-masquerade=true"), None);
+        assert_eq!(bypass("kube-proxy-replacement=true enable-bpf-masquerade=false"), None);
+        assert_eq!(
+            bypass("kube-proxy-replacement=true enable-bpf-masquerade=true enable-host-legacy-routing=true"),
+            None
+        );
+        assert_eq!(
+            bypass("datapath-mode=netkit enable-host-legacy-routing=true"),
+            Some("datapath-mode is netkit")
+        );
+    }
+}
