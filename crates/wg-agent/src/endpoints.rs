@@ -13,6 +13,9 @@ use clustermesh_agent_core::{
 };
 use clustermesh_core::key::PublicKey;
 
+/// A session is renewed at 120 s by whoever began it and sends (WireGuard paper §6.2), with tries every 5 s.
+const RENEWED: Duration = Duration::from_secs(135);
+
 #[derive(Debug, Clone)]
 struct Track {
     configured: Instant,
@@ -28,6 +31,8 @@ struct Track {
     unanswered: Option<Instant>,
     /// When something last came in.
     heard: Option<Instant>,
+    /// Since when we send although the handshake is overdue.
+    unrenewed: Option<Instant>,
 }
 
 /// All peers.
@@ -66,6 +71,7 @@ impl Tracks {
                 answered: 0,
                 unanswered: None,
                 heard: None,
+                unrenewed: None,
             });
             track.keepalive = keepalive;
             if track.candidates != candidates {
@@ -114,12 +120,26 @@ impl Tracks {
             .map_or(State::Unknown, |track| state(&track.signs(now)))
     }
 
-    /// For how long none of the peers that have a session has answered, of those that were sent something.
+    /// For how long nobody has answered although sessions were to be renewed; `None` = somebody has, or nobody was asked.
+    ///
+    /// What is sent without an answer proves nothing: keepalives are never answered. A handshake that is overdue, of a peer
+    /// that we go on sending to, was asked for and refused.
     pub(crate) fn silent(&self, now: Instant) -> Option<Duration> {
-        let alive = || self.peers.values().filter(|track| track.alive());
-        let longest = alive().filter_map(|track| track.unanswered).min()?;
-        let heard = alive().any(|track| track.heard.is_some_and(|at| at >= longest));
-        (!heard).then(|| now.saturating_duration_since(longest))
+        let age = |track: &Track| track.stats.handshake_age;
+        let fresh = self
+            .peers
+            .values()
+            .any(|track| age(track).is_some_and(|age| age <= RENEWED));
+        let overdue = self
+            .peers
+            .values()
+            .filter(|track| age(track).is_some_and(|age| age > RENEWED));
+        let longest = overdue.filter_map(|track| track.unrenewed).min()?;
+        let heard = self
+            .peers
+            .values()
+            .any(|track| track.heard.is_some_and(|at| at >= longest));
+        (!fresh && !heard).then(|| now.saturating_duration_since(longest))
     }
 
     /// The device was taken over from an earlier process: whom it talks to is left where it is.
@@ -177,6 +197,12 @@ impl Track {
             self.heard = if anew { self.heard } else { Some(now) };
         } else if stats.tx_bytes - self.answered > KEEPALIVE && self.unanswered.is_none() {
             self.unanswered = Some(now);
+        }
+        let overdue = stats.handshake_age.is_some_and(|age| age > RENEWED);
+        if !overdue {
+            self.unrenewed = None;
+        } else if stats.tx_bytes > self.stats.tx_bytes && self.unrenewed.is_none() {
+            self.unrenewed = Some(now);
         }
         self.stats = stats.clone();
     }
@@ -310,29 +336,30 @@ mod tests {
     }
 
     #[test]
-    fn all_are_silent_when_nobody_answered_since_the_first_went_unanswered() {
+    fn all_are_silent_when_a_renewal_fails_and_nobody_else_speaks_and_keepalives_prove_nothing() {
         let start = Instant::now();
         let after = |seconds| start + Duration::from_secs(seconds);
-        let two = |a: (u64, u64), b: (u64, u64)| -> ObservedPeers {
-            let mut all = heard(Some(1), Some("192.0.2.1:1"), a.0, a.1);
-            let other = heard(Some(1), Some("192.0.2.2:1"), b.0, b.1);
-            all.extend(other.into_values().map(|peer| (PublicKey::new([8; 32]), peer)));
+        let other = PublicKey::new([8; 32]);
+        let two = |a: (u64, u64, u64), b: (u64, u64, u64)| -> ObservedPeers {
+            let mut all = heard(Some(a.0), Some("192.0.2.1:1"), a.1, a.2);
+            let more = heard(Some(b.0), Some("192.0.2.2:1"), b.1, b.2);
+            all.extend(more.into_values().map(|peer| (other, peer)));
             all
         };
         let mut tracks = Tracks::default();
         let none: &[SocketAddr] = &[];
-        tracks.sync(
-            [(KEY, none, false), (PublicKey::new([8; 32]), none, false)].into_iter(),
-            start,
-        );
-        tracks.look(&two((1, 1), (1, 1)), after(1));
-        assert_eq!(tracks.silent(after(2)), None, "nothing was sent");
-        tracks.look(&two((1, 101), (1, 1)), after(5));
-        assert_eq!(tracks.silent(after(9)), Some(Duration::from_secs(4)));
-        tracks.look(&two((1, 201), (2, 1)), after(10));
-        assert_eq!(tracks.silent(after(11)), None, "the other one speaks");
-        tracks.look(&two((2, 201), (2, 1)), after(15));
-        assert_eq!(tracks.silent(after(16)), None);
+        tracks.sync([(KEY, none, true), (other, none, false)].into_iter(), start);
+        tracks.look(&two((1, 100, 100), (1, 100, 100)), after(1));
+        tracks.look(&two((100, 100, 228), (100, 100, 100)), after(100));
+        assert_eq!(tracks.silent(after(120)), None, "keepalives alone");
+        tracks.look(&two((140, 100, 400), (100, 100, 100)), after(140));
+        assert_eq!(tracks.silent(after(150)), None, "the other one has a session");
+        tracks.look(&two((150, 100, 600), (150, 100, 100)), after(150));
+        assert_eq!(tracks.silent(after(153)), Some(Duration::from_secs(13)));
+        tracks.look(&two((155, 100, 700), (155, 132, 100)), after(155));
+        assert_eq!(tracks.silent(after(156)), None, "the other one speaks");
+        tracks.look(&two((1, 300, 800), (160, 132, 100)), after(160));
+        assert_eq!(tracks.silent(after(161)), None);
     }
 
     #[test]

@@ -121,7 +121,7 @@ async fn an_agent_that_starts_while_its_api_server_is_away_works_from_what_was_a
     assert_eq!(
         on_device.keys().cloned().collect::<Vec<_>>(),
         sorted(expected),
-        "not the sandbox"
+        "what was cached is on the device again"
     );
     let before = shown(&world, tenant, "latest-handshakes").await;
 

@@ -109,8 +109,8 @@ fn due(kept: &Kept, written: &Kept, since: Option<Duration>) -> Option<Duration>
 }
 
 /// Writes whatever `kept` comes to hold, when it differs from what was written last; ends with the last sender, after a last
-/// write. A file that cannot be written costs nothing but the next start without an API server: it is said and tried again
-/// with the next change.
+/// write. Where the new file cannot be written the old one goes: it may hold a Peer or an allowance that was taken back since,
+/// and no cache is better than that one. It is said, and tried again.
 pub async fn run(place: Place, mut kept: watch::Receiver<Kept>, metrics: Metrics) {
     let mut written = Kept::default();
     let mut at: Option<Instant> = None;
@@ -132,21 +132,39 @@ pub async fn run(place: Place, mut kept: watch::Receiver<Kept>, metrics: Metrics
                 _ = kept.changed() => continue,
             }
         }
+        let mut wait_longer = false;
         let (to, what) = (place.clone(), now.clone());
         let done = tokio::task::spawn_blocking(move || file::write(&to, &what)).await;
         let done = done.map_err(|error| error.to_string());
         match done.and_then(|done| done.map_err(|error| error.to_string())) {
-            Ok(()) => said.clear(),
+            Ok(()) => {
+                said.clear();
+                written = now;
+            }
             Err(error) => {
                 metrics.failed("cache");
+                // Nothing stands there any more, so that whatever comes next has to be written.
+                written = Kept::default();
+                for error in remove(&place.path) {
+                    tracing::warn!("{error}: what it says is no longer in force");
+                }
+                wait_longer = true;
                 if said != error {
                     tracing::warn!("{error}; an agent that starts while its API server is away has to wait for it");
                     said = error;
                 }
             }
         }
-        written = now;
+        if ended {
+            return;
+        }
         at = Some(Instant::now());
+        if wait_longer {
+            tokio::select! {
+                () = tokio::time::sleep(EVERY_LIVE) => {}
+                _ = kept.changed() => kept.mark_changed(),
+            }
+        }
     }
 }
 

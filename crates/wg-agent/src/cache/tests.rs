@@ -254,6 +254,37 @@ fn a_write_that_failed_leaves_the_old_file() {
     assert_eq!(fs::read(&place.path).unwrap(), before);
 }
 
+#[tokio::test]
+async fn a_file_that_cannot_be_replaced_goes_and_is_written_when_that_is_possible_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = place(directory.path());
+    file::write(&place, &kept()).unwrap();
+    let obstacle = directory.path().join("cache.new");
+    fs::create_dir(&obstacle).unwrap();
+    let revoked = Kept {
+        saved: Some(Arc::default()),
+        ..kept()
+    };
+    let (sender, receiver) = watch::channel(revoked);
+    let writer = tokio::spawn(run(place.clone(), receiver, Metrics::default()));
+    let until = async |there: bool| {
+        let wait = async {
+            while place.path.exists() != there {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(30), wait).await.unwrap();
+    };
+    until(false).await;
+    fs::remove_dir(&obstacle).unwrap();
+    // Without any further change of an object.
+    sender.send_modify(|_| {});
+    until(true).await;
+    assert_eq!(load(&place).saved, Some(Saved::default()));
+    drop(sender);
+    writer.await.unwrap();
+}
+
 #[test]
 fn cleanup_removes_every_file() {
     let directory = tempfile::tempdir().unwrap();

@@ -12,7 +12,7 @@
 //!     device: old key, all sessions stand     | new key: a handshake with each, as soon as it knows
 //! ```
 //! A node that nobody can call, since it is behind NAT, hears nothing: it takes the new key when those it talks to have
-//! been silent for longer than WireGuard's own keepalive lets them be.
+//! not renewed a session that was due, which takes two to three minutes.
 
 use std::{fmt, path::Path, time::Duration};
 
@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{source::store::Store, status::Trouble};
 
-/// A peer that received something answers within 10 s (WireGuard paper §6.5, Keepalive-Timeout).
+/// On top of the time that a renewal has.
 const SILENT: Duration = Duration::from_secs(12);
 
 /// What is known when it is to be decided.
@@ -34,8 +34,7 @@ pub(crate) struct Signs {
     pub(crate) called: Option<bool>,
     /// The new key stands on the Node, as far as was seen.
     pub(crate) published: bool,
-    /// For how long nobody of those that have a session answered, although some were sent something; `None` = somebody
-    /// did, or nothing was sent.
+    /// For how long nobody has answered although a session was to be renewed; `None` = somebody has, or nobody was asked.
     pub(crate) silent: Option<Duration>,
 }
 

@@ -69,7 +69,8 @@ pub(super) fn beside_kg(own: &NodeSeen, now: SystemTime) -> Result<(), Trouble> 
 }
 
 /// Says that the node works from what an earlier process kept.
-pub(super) fn from_cache(remembered: &[&'static str], file: &Path) -> Option<Trouble> {
+pub(super) fn from_cache(world: &World, file: &Path) -> Option<Trouble> {
+    let remembered = world.remembered();
     (!remembered.is_empty()).then(|| {
         let message = format!(
             "the API server has not told yet, since this agent's start: {}; these are taken as an earlier process applied \
@@ -77,6 +78,10 @@ pub(super) fn from_cache(remembered: &[&'static str], file: &Path) -> Option<Tro
             remembered.join(", "),
             file.display()
         );
-        Trouble::harmless("cache", message)
+        // A server that is away comes back; one that refuses wants somebody to look.
+        match remembered.iter().any(|kind| world.refused.contains(kind)) {
+            true => Trouble::new("cache", format!("{message} (it refuses to show them: see the agent's ClusterRole)")),
+            false => Trouble::harmless("cache", message),
+        }
     })
 }

@@ -159,7 +159,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         troubles.extend(bypassed.map(|message| Trouble::harmless("datapath", message)));
         let remembered = world.remembered();
         self.parts.metrics.remembered(remembered.len());
-        troubles.extend(from_cache(&remembered, &self.parts.config.cache_file));
+        troubles.extend(from_cache(&world, &self.parts.config.cache_file));
         let config = self.parts.config.clone();
         let own = own_node(&world, &config.node_name)?;
         beside_kg(&own, SystemTime::now())?;

@@ -93,6 +93,19 @@ fn nothing_is_done_before_everything_was_read_once() {
 }
 
 #[test]
+fn a_cache_is_harmless_while_the_api_server_is_away_and_not_where_it_refuses() {
+    let mut some = world();
+    assert_eq!(from_cache(&some, Path::new("/c")), None);
+    some.policies = Seen::Remembered(BTreeMap::new());
+    let trouble = |world: &World| from_cache(world, Path::new("/c")).map(|t| t.harmless);
+    assert_eq!(trouble(&some), Some(true));
+    some.refused.insert("Peer");
+    assert_eq!(trouble(&some), Some(true), "Peers were listed before");
+    some.refused.insert("PeerPolicy");
+    assert_eq!(trouble(&some), Some(false));
+}
+
+#[test]
 fn a_missing_node_is_named() {
     assert!(own_node(&world(), "a").is_ok());
     assert!(

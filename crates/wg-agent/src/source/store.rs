@@ -31,6 +31,8 @@ pub struct World {
     pub addresses: Addresses,
     /// Why a kind cannot be followed at present.
     pub errors: BTreeMap<&'static str, String>,
+    /// The kinds that the API server refuses to show (401, 403).
+    pub refused: BTreeSet<&'static str>,
 }
 
 impl World {
@@ -44,6 +46,7 @@ impl World {
             api_servers,
             addresses: _,
             errors: _,
+            refused: _,
         } = self;
         [
             ("Peer", *peers == Seen::Pending),
@@ -66,6 +69,7 @@ impl World {
             api_servers,
             addresses: _,
             errors: _,
+            refused: _,
         } = self;
         [
             ("Peer", matches!(peers, Seen::Remembered(_))),
@@ -189,6 +193,7 @@ impl<V> Sink<V> for Shelf<V> {
         let mut world = self.store.lock();
         let changed = change((self.part)(&mut world));
         let mended = world.errors.remove(self.kind).is_some();
+        world.refused.remove(self.kind);
         drop(world);
         if changed {
             self.store.bell.notify_one();
@@ -209,8 +214,30 @@ impl<V> Sink<V> for Shelf<V> {
                 "cannot follow this cluster's objects; what is in force stays"
             );
         }
-        self.store.remember();
+        // One that answers and refuses is not away: what an earlier process was allowed to read may have been taken back.
+        let refused = refused(error);
+        {
+            let mut world = self.store.lock();
+            if refused {
+                world.refused.insert(self.kind);
+            } else {
+                world.refused.remove(self.kind);
+            }
+        }
+        if !refused {
+            self.store.remember();
+        }
         self.store.bell.notify_one();
+    }
+}
+
+/// Whether the API server answered, and said no.
+fn refused(error: &watcher::Error) -> bool {
+    match error {
+        watcher::Error::InitialListFailed(kube::Error::Api(status))
+        | watcher::Error::WatchStartFailed(kube::Error::Api(status)) => matches!(status.code, 401 | 403),
+        watcher::Error::WatchError(status) => matches!(status.code, 401 | 403),
+        _ => false,
     }
 }
 
