@@ -12,9 +12,9 @@ use std::{
     time::Duration,
 };
 
-use clustermesh_agent_core::prefixes::Family;
+use clustermesh_agent_core::{device::PeerChange, prefixes::Family};
 use clustermesh_lab::{Ended, Machine};
-use contract::{Node, SOON, links, two};
+use contract::{Node, SOON, links, public, spec, two};
 use netns::{transfer, wait_until};
 use path::real::{Star, pod, sweep};
 use wg_agent::device::{Backend, DeviceError, userspace};
@@ -121,6 +121,21 @@ fn wireguard_of_someone_else_under_our_name_is_left_alone_and_ours_is_known_by_i
     let removed = |name: &str| ns.enter(|| userspace::remove_interface(name)).expect("an answer");
     assert_eq!(["kilo0", &ours, "nobody"].map(removed), [false, true, true]);
     assert_eq!(links(ns), ["kilo0", "lo"]);
+}
+
+#[test]
+#[ignore = "runs in the virtual machine"]
+fn a_device_taken_over_under_a_new_key_greets_everybody_without_any_traffic() {
+    let [mut a, mut b] = two([Backend::Kernel, Backend::Kernel]);
+    wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
+    drop(a.device.take());
+    a.configuration.private_key = [11; 32].into();
+    b.apply(&[
+        PeerChange::Remove(public(1)),
+        PeerChange::Add(public(11), spec(1, None)),
+    ]);
+    a.open(Backend::Auto);
+    wait_until("a handshake", SOON, || b.peer(11).stats.handshake_age.is_some());
 }
 
 /// Two nodes with devices, routes and firewall, one of each kind; every pair of families inside and outside.

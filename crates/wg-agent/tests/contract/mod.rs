@@ -52,7 +52,7 @@ pub(crate) struct Node {
     number: u8,
     pub(crate) ns: NetNs,
     pub(crate) device: Option<Box<dyn Device>>,
-    configuration: Configuration,
+    pub(crate) configuration: Configuration,
     pub(crate) interface: String,
 }
 

@@ -143,6 +143,8 @@ impl Kernel {
             peers = peers.len(),
             "the device of an earlier process is taken over as it stands"
         );
+        // Before anything is changed: a new private key greets them.
+        *self.held() = peers.into_iter().map(|(key, (spec, _))| (key, spec)).collect();
         // A key of another node, which says that the private key in force is to be replaced.
         let mut standing = wanted.clone();
         standing.listen_port = listen_port;
@@ -156,7 +158,6 @@ impl Kernel {
                 .set(self.index, Vec::new(), true)
                 .map_err(|source| self.listen(wanted.listen_port, source))?;
         }
-        *self.held() = peers.into_iter().map(|(key, (spec, _))| (key, spec)).collect();
         Ok(self)
     }
 
