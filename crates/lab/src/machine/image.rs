@@ -86,7 +86,7 @@ mod tests {
                       00000000 00000005 00000000";
         let header = header.replace(' ', "");
         assert_eq!(std::str::from_utf8(&bytes[..110]).unwrap(), header);
-        assert_eq!(&bytes[110..128], [&b"init\0\0hello\0\0\0"[..], b"070701"].concat());
+        assert_eq!(&bytes[110..130], [&b"init\0\0hello\0\0\0"[..], b"070701"].concat());
         assert_eq!(bytes.len() % 4, 0);
     }
 }
