@@ -131,7 +131,11 @@ proptest! {
         match how {
             0 => bad.public_key = Claim::Invalid("x".into()),
             1 => bad.wireguard_ip = Claim::Is("203.0.113.1/32".parse().unwrap()),
-            2 => bad.force_endpoint = Claim::Invalid("x".into()),
+            2 => {
+                // The other annotation would win, and a Node is bad by the one that wins alone.
+                bad.clustermesh_endpoint = Claim::Absent;
+                bad.force_endpoint = Claim::Invalid("x".into());
+            }
             _ => bad.public_key = Claim::Absent,
         }
         bad.created = 1_000_000;
