@@ -126,9 +126,10 @@ fn measure(
         }
         for (&variant, program) in programs {
             if let Some(program) = program {
-                measured
-                    .crowds
-                    .push((variant, tunnel::crowd(variant, program, &wire, &keys)?));
+                let crowd = tunnel::crowd(variant, program, &wire, &keys);
+                if let Some(crowd) = measured.note(variant, crowd) {
+                    measured.crowds.push((variant, crowd));
+                }
             }
         }
     }

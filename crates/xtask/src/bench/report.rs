@@ -182,6 +182,7 @@ fn variants(of: impl Iterator<Item = Variant>) -> std::collections::BTreeSet<Var
 
 /// The median (of two in the middle the lower), with the least and the most where there is more than one.
 fn spread(mut values: Vec<f64>, digits: usize) -> String {
+    values.retain(|value| !value.is_nan());
     values.sort_by(f64::total_cmp);
     match values[..] {
         [] => "-".into(),
@@ -200,6 +201,7 @@ mod tests {
     #[test]
     fn a_spread_is_the_median_between_the_least_and_the_most() {
         assert_eq!(spread(vec![], 1), "-");
+        assert_eq!(spread(vec![f64::NAN], 1), "-");
         assert_eq!(spread(vec![2.25], 1), "2.2");
         assert_eq!(spread(vec![3.0, 1.0, 2.0], 2), "2.00 [1.00-3.00]");
         assert_eq!(spread(vec![4.0, 1.0, 3.0, 2.0], 0), "2 [1-4]");
