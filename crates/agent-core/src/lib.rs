@@ -16,5 +16,6 @@ pub mod policy;
 pub mod prefixes;
 pub mod routes;
 pub mod sysctl;
+pub mod unreachable;
 
 pub use compile::{Compiled, Inputs, compile};

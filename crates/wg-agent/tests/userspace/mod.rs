@@ -276,6 +276,23 @@ fn a_removed_peer_is_deaf_and_its_range_has_no_owner() {
 }
 
 #[test]
+fn a_sender_to_nobody_is_told_so() {
+    let mut node = Node::new(1);
+    // A peer that nobody knows the place of, and an address that no peer has.
+    node.add(2, None);
+    for [v4, v6] in [["10.9.0.2", "fd09::2"], ["10.9.0.3", "fd09::3"]] {
+        let told = |address: &str, words: &str| {
+            let output = node.ns.output("ping", &["-n", "-c1", "-W5", address]);
+            let output = String::from_utf8_lossy(&output.stdout);
+            assert!(output.contains(words), "{address}: {output}");
+        };
+        told(v4, "Destination Host Unreachable");
+        told(v6, "Address unreachable");
+    }
+    assert_eq!(node.observe().drops["no_endpoint"], 2);
+}
+
+#[test]
 fn a_range_that_moves_to_another_peer_takes_its_traffic_along() {
     let [mut a, b] = two();
     wait_until("the first ping", SOON, || a.reaches(2));

@@ -2,13 +2,18 @@
 //! run to fill: what is there is sent.
 
 use std::{
+    fs::File,
+    io::IoSlice,
     net::{IpAddr, SocketAddr},
     sync::{Arc, MutexGuard, atomic::Ordering},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use boringtun::noise::Tunn;
-use clustermesh_agent_core::offload::{HEADER, Header, Segments, complete};
+use clustermesh_agent_core::{
+    offload::{HEADER, Header, Segments, complete},
+    unreachable::unreachable,
+};
 use rustix::io::Errno;
 
 use super::{
@@ -22,6 +27,9 @@ use super::{
 /// What a data message adds to its packet (whitepaper §5.4.6).
 const OVERHEAD: usize = 32;
 
+/// Errors that one worker sends a second: a sender that does not stop is told often enough.
+const ERRORS: u32 = 100;
+
 /// Carries packets until the device stops.
 pub(super) fn outbound(shared: &Shared, lane: usize) {
     let mut buffer = vec![0; HEADER + BUFFER];
@@ -33,9 +41,14 @@ pub(super) fn outbound(shared: &Shared, lane: usize) {
     let Some(queue) = shared.tun.queues.get(lane) else {
         return;
     };
+    let mut errors = Errors {
+        queue,
+        left: ERRORS,
+        since: Instant::now(),
+    };
     while wait(shared, &[queue]) {
         let view = View::new(shared, lane);
-        let mut out = Outbound::new(&view, &mut space);
+        let mut out = Outbound::new(&view, &mut space, &mut errors);
         for _ in 0..BATCH {
             match tun::read(queue, &mut buffer) {
                 Ok(length) => out.packet(&mut buffer, length),
@@ -60,9 +73,35 @@ struct Space {
     run: Vec<u8>,
 }
 
+/// Tells senders that nobody is there to send to, as kernel WireGuard does; within measure.
+struct Errors<'a> {
+    queue: &'a File,
+    left: u32,
+    since: Instant,
+}
+
+impl Errors<'_> {
+    fn tell(&mut self, packet: &[u8], now: Instant) {
+        if now.duration_since(self.since) >= Duration::from_secs(1) {
+            (self.left, self.since) = (ERRORS, now);
+        }
+        if self.left > 0
+            && let Some(error) = unreachable(packet)
+        {
+            self.left -= 1;
+            // An interface that takes nothing now has more to do than this.
+            let _ = tun::write(
+                self.queue,
+                &[IoSlice::new(&Header::default().encode()), IoSlice::new(&error)],
+            );
+        }
+    }
+}
+
 /// One batch, with the run of datagrams that is being made.
-struct Outbound<'a> {
+struct Outbound<'a, 'e> {
     view: &'a View<'a>,
+    errors: &'a mut Errors<'e>,
     now: Instant,
     mtu: usize,
     part: &'a mut [u8],
@@ -90,11 +129,12 @@ struct Target<'a> {
     _order: MutexGuard<'a, ()>,
 }
 
-impl<'a> Outbound<'a> {
-    fn new(view: &'a View<'a>, space: &'a mut Space) -> Self {
+impl<'a, 'e> Outbound<'a, 'e> {
+    fn new(view: &'a View<'a>, space: &'a mut Space, errors: &'a mut Errors<'e>) -> Self {
         let Space { part, scratch, run } = space;
         Self {
             view,
+            errors,
             now: Instant::now(),
             mtu: view.shared.mtu.load(Ordering::Relaxed),
             part,
@@ -123,6 +163,7 @@ impl<'a> Outbound<'a> {
         let view = self.view;
         let Some(peer) = destination(&packet[..length]).and_then(|to| view.table.ranges.get(to)) else {
             drops.count(Drop::NoPeer);
+            self.errors.tell(&packet[..length], self.now);
             return;
         };
         if !header.is_large() {
@@ -166,6 +207,7 @@ impl<'a> Outbound<'a> {
     fn seal(&mut self, state: &mut PeerState, packet: &mut [u8], length: usize) {
         let Some(endpoint) = state.endpoint else {
             self.view.shared.drops.count(Drop::NoEndpoint);
+            self.errors.tell(&packet[..length], self.now);
             return;
         };
         let padded = pad(packet, length, self.mtu);
