@@ -304,20 +304,20 @@ impl<'a> World<'a> {
         self.worker.signal("kubelet", Signal::SIGSTOP).unwrap();
         let capture = self.worker.capture("tunnel-down", "ip").await.unwrap();
         self.worker.signal("wg-agent", Signal::SIGKILL).unwrap();
-        wait_until("the device to go", PATIENCE, async || {
+        wait_until("the device to lose its process", PATIENCE, async || {
             let shown = self.worker.try_exec(["ip", "link", "show", "kilo0"]).await.unwrap();
-            if shown.status.success() {
-                Err(shown.stdout)
-            } else {
+            if shown.stdout.contains("NO-CARRIER") {
                 Ok(())
+            } else {
+                Err(shown.stdout)
             }
         })
         .await
         .unwrap();
         self.the_mesh_is_closed(hub).await;
         self.the_api_server_answers("agent dead").await;
-        // Connections alone: with no device left the mesh's routes are all unreachable, and the kernel asks them before any
-        // hook when a datagram's socket has no mark.
+        // Connections alone: with nobody behind the device the mesh's routes are all unreachable, and the kernel asks them
+        // before any hook when a datagram's socket has no mark.
         self.connections_are_answered_on_eth0("agent dead").await;
         // And somebody takes the way into our routes away: what is left is the firewall.
         for preference in ["1000", "1001"] {

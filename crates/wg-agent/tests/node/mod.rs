@@ -184,6 +184,8 @@ impl World {
             ("--node-name", site.node.to_owned()),
             ("--kubeconfig", self.kubeconfig(site).display().to_string()),
             ("--interface", site.interface.clone()),
+            // Whatever this machine has.
+            ("--backend", "userspace".to_owned()),
             ("--wireguard-cidr", site.wireguard.to_owned()),
             ("--key-file", self.key_file(site).display().to_string()),
         ] {
