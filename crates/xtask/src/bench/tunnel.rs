@@ -109,7 +109,7 @@ pub(crate) struct Daemon {
 impl Daemon {
     /// Starts the program and waits until it can be configured; it has no peer yet.
     fn start(variant: Variant, program: &Path, end: &End, keys: &Keys, peer: Option<&str>) -> anyhow::Result<Self> {
-        let interface = format!("bn{}x{}", std::process::id(), end.number);
+        let interface = interface(end);
         let program = program.to_str().context("a program whose path is not UTF-8")?;
         let mut command = end.command(program);
         command.stdout(Stdio::null()).stderr(Stdio::null());
@@ -222,6 +222,7 @@ impl Tunnel {
         };
         let mut daemons = Vec::new();
         for end in 0..2 {
+            clear(&wire.ends[end])?;
             let other = wire.ends[1 - end].outer();
             daemons.push(join(variant, program, wire, keys, end, &other)?);
         }
@@ -258,6 +259,20 @@ impl Tunnel {
     pub(crate) fn pids(&self) -> Vec<u32> {
         self.daemons.iter().map(|daemon| daemon.running.pid()).collect()
     }
+}
+
+/// Of a tunnel at this end; the programs make it.
+fn interface(end: &End) -> String {
+    format!("bn{}x{}", std::process::id(), end.number)
+}
+
+/// Takes away the interface that a program of ours left, as it should, when it was killed.
+fn clear(end: &End) -> anyhow::Result<()> {
+    let interface = interface(end);
+    if end.output("ip", &["link", "show", "dev", &interface])?.status.success() {
+        end.ip(&format!("link del {interface}"))?;
+    }
+    Ok(())
 }
 
 /// Makes one end of a tunnel to the other, which is at `other`.
@@ -306,6 +321,7 @@ pub(crate) const CROWD: u32 = 5_000;
 /// Gives one device many peers and looks at what that costs.
 pub(crate) fn crowd(variant: Variant, program: &Path, wire: &Wire, keys: &Keys) -> anyhow::Result<Crowd> {
     let end = &wire.ends[0];
+    clear(end)?;
     let mut daemon = Daemon::start(variant, program, end, keys, None)?;
     let before = cpu::resident(daemon.running.pid())?;
     let (programmed, changed, after);
