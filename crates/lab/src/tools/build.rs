@@ -43,7 +43,7 @@ fn go_build(
         flags += " -linkmode external -extldflags -static";
         command.env("CGO_ENABLED", "1");
         if let Some(root) = unpacked_libseccomp(home, progress)? {
-            let pkgconfig = root.library.join("pkgconfig");
+            let pkgconfig = root.libraries.join("pkgconfig");
             command
                 .env("PKG_CONFIG_PATH", pkgconfig)
                 .env("PKG_CONFIG_SYSROOT_DIR", root.root);
@@ -97,7 +97,7 @@ fn go_build(
 struct Unpacked {
     root: PathBuf,
     /// The directory with libseccomp.a.
-    library: PathBuf,
+    libraries: PathBuf,
 }
 
 /// runc is linked with libseccomp.a. `None` = the system's own has it; else Debian's packages unpacked in the cache.
@@ -144,11 +144,11 @@ fn find_unpacked(root: &Path) -> Option<Unpacked> {
     let directories = std::fs::read_dir(root.join("usr/lib"))
         .ok()?
         .filter_map(|entry| Some(entry.ok()?.path()));
-    let library = directories
+    let libraries = directories
         .into_iter()
         .find(|directory| directory.join("libseccomp.a").exists())?;
     Some(Unpacked {
         root: root.into(),
-        library,
+        libraries,
     })
 }
