@@ -13,7 +13,7 @@ use clustermesh_api::names::NODE_AGENT;
 use crate::{
     args::{CleanupConfig, ModeFlag},
     cache, device,
-    firewall::{Keeper, Nft},
+    firewall::{Keeper, Nft, Stamp},
     identity::{caller, key},
     lock, publish,
     route::{self, Netlink},
@@ -46,6 +46,9 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
         failures.push(format!("firewall: {error}"));
     }
     failures.extend(cache::remove(&cache_file).iter().map(ToString::to_string));
+    if let Err(error) = Stamp::beside(&cache_file).remove() {
+        failures.push(format!("what is remembered of the firewall: {error}"));
+    }
     match node_name.filter(|name| !name.is_empty()) {
         None => tracing::info!("--node-name is not given: the Node's annotations stay"),
         Some(node) => {

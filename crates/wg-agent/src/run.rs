@@ -160,7 +160,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let reconciler = Reconciler::new(Parts {
         bypassed,
         routing: route::Netlink::open(interface)?,
-        firewall: firewall::Keeper::new(firewall::Nft::default()),
+        firewall: firewall::Keeper::new(firewall::Nft::default())
+            .remembering(firewall::Stamp::beside(&config.cache_file)),
         open: Box::new(move |configuration| device::open(backend, opened.as_str(), configuration, options)),
         key,
         server: connection.server,

@@ -2,9 +2,13 @@
 //! hand does not matter: the one test that is not ignored boots it and runs all others there. Needs root.
 
 mod contract;
+#[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;
+mod pair;
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod path;
+#[path = "machine/restart.rs"]
+mod restart;
 
 use std::{
     io::Read,

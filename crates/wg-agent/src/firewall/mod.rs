@@ -7,10 +7,12 @@ use clustermesh_agent_core::firewall::{Firewall, Update, update};
 
 mod memory;
 mod nft;
+mod stamp;
 mod watch;
 
 pub use memory::Memory;
 pub use nft::Nft;
+pub use stamp::Stamp;
 pub use watch::Watch;
 
 /// Where a table is kept.
@@ -81,12 +83,27 @@ fn hint(stderr: &str) -> &'static str {
 pub struct Keeper<B> {
     backend: B,
     written: Option<(Firewall, Listing)>,
+    stamp: Option<Stamp>,
 }
 
 impl<B: Backend> Keeper<B> {
     /// A keeper that has written nothing yet: its first pass writes the table whole, in one step over what is there.
     pub const fn new(backend: B) -> Self {
-        Self { backend, written: None }
+        Self {
+            backend,
+            written: None,
+            stamp: None,
+        }
+    }
+
+    /// The same, which knows by `stamp` the table that an earlier process wrote: where that is the one wanted, nothing is
+    /// written.
+    #[must_use]
+    pub fn remembering(self, stamp: Stamp) -> Self {
+        Self {
+            stamp: Some(stamp),
+            ..self
+        }
     }
 
     /// Whether the table in the kernel is as this keeper wrote it last.
@@ -95,7 +112,11 @@ impl<B: Backend> Keeper<B> {
     /// When it cannot be read.
     pub async fn intact(&mut self) -> Result<bool, Error> {
         let there = self.backend.observe().await?;
-        Ok(there.as_ref() == self.written.as_ref().map(|(_, listing)| listing))
+        Ok(self.is_written(there.as_ref()))
+    }
+
+    fn is_written(&self, there: Option<&Listing>) -> bool {
+        there == self.written.as_ref().map(|(_, listing)| listing)
     }
 
     /// Makes the table `desired`: nothing if it is, elements of sets if only they differ, the whole table otherwise or
@@ -104,8 +125,10 @@ impl<B: Backend> Keeper<B> {
     /// # Errors
     /// When it cannot be read or written; the kernel then has the table as it was.
     pub async fn converge(&mut self, desired: &Firewall) -> Result<Option<Update>, Error> {
-        if !self.intact().await? {
-            self.written = None;
+        let there = self.backend.observe().await?;
+        if !self.is_written(there.as_ref()) {
+            let known = |there: &Listing| self.stamp.as_ref().is_some_and(|stamp| stamp.knows(desired, there));
+            self.written = there.filter(known).map(|there| (desired.clone(), there));
         }
         let Some(mut step) = update(self.written.as_ref().map(|(firewall, _)| firewall), desired) else {
             return Ok(None);
@@ -120,6 +143,9 @@ impl<B: Backend> Keeper<B> {
         }
         let listing = self.backend.observe().await?;
         self.written = listing.map(|listing| (desired.clone(), listing));
+        if let Some(stamp) = &self.stamp {
+            stamp.set(self.written.as_ref());
+        }
         Ok(Some(step))
     }
 

@@ -111,3 +111,39 @@ async fn a_refused_table_is_an_error_and_is_tried_again() {
         Ok(Some(Update::Whole { .. }))
     ));
 }
+
+#[tokio::test]
+async fn the_next_process_writes_nothing_where_the_table_stands_as_it_was_written() {
+    let directory = tempfile::tempdir().unwrap();
+    let stamp = || Stamp::beside(&directory.path().join("cache"));
+    let wanted = table("10.2.0.0/16");
+    let mut first = Keeper::new(Memory::default()).remembering(stamp());
+    first.converge(&wanted).await.unwrap();
+    let there = first.backend().clone();
+    let start = async |there: &Memory, wanted: &Firewall| {
+        let mut keeper = Keeper::new(there.clone()).remembering(stamp());
+        let first = keeper.converge(wanted).await.unwrap();
+        (first.is_some(), keeper.converge(wanted).await.unwrap().is_some())
+    };
+    assert_eq!(start(&there, &wanted).await, (false, false));
+    let mut changed = there.clone();
+    changed
+        .scripts
+        .push("flush chain inet clustermesh from_mesh".to_owned());
+    assert_eq!(start(&changed, &wanted).await, (true, false), "another hand was at it");
+    assert_eq!(
+        start(&Memory::default(), &wanted).await,
+        (true, false),
+        "after a reboot"
+    );
+    assert_eq!(start(&there, &wanted).await, (false, false), "and written as before");
+    assert_eq!(
+        start(&there, &table("10.3.0.0/16")).await,
+        (true, false),
+        "other policies"
+    );
+    assert_eq!(start(&there, &wanted).await, (true, false), "written by the one before");
+    stamp().remove().unwrap();
+    stamp().remove().unwrap();
+    assert_eq!(start(&there, &wanted).await, (true, false), "nothing is remembered");
+}

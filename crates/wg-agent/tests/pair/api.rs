@@ -1,0 +1,234 @@
+//! An API server of values, served from inside a network namespace: lists, watches and merge patches of a few kinds, and no
+//! rules at all. For agents where no real one can run, as on an emulated processor; what an API server does with objects is
+//! not to be tested against it.
+
+use std::{
+    collections::BTreeMap,
+    io::{BufRead, BufReader, Read, Write},
+    net::{TcpListener, TcpStream},
+    sync::{Arc, Condvar, Mutex, MutexGuard},
+    thread,
+    time::Duration,
+};
+
+use serde_json::{Value, json};
+
+use crate::netns::NetNs;
+
+pub(crate) const NODES: &str = "/api/v1/nodes";
+pub(crate) const PEERS: &str = "/apis/kilo.squat.ai/v1alpha1/peers";
+pub(crate) const POLICIES: &str = "/apis/kilo.squat.ai/v1alpha1/peerpolicies";
+pub(crate) const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices";
+/// A watch ends after so long, as the agent asks for; another follows.
+const WATCH: Duration = Duration::from_secs(60);
+
+/// The server; its threads end with the test's process.
+#[derive(Clone)]
+pub(crate) struct Api {
+    shared: Arc<Shared>,
+    port: u16,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    revision: u64,
+    /// By path of the collection, then by name.
+    objects: BTreeMap<String, BTreeMap<String, Value>>,
+    /// Collection and watch event; an event's revision is its place, from 1.
+    events: Vec<(String, Value)>,
+}
+
+impl Api {
+    /// Serves on the namespace's loopback.
+    pub(crate) fn start(ns: &NetNs) -> Self {
+        let listener = ns.enter(|| TcpListener::bind("127.0.0.1:0")).expect("listen");
+        let port = listener.local_addr().expect("an address").port();
+        let state = State {
+            revision: 0,
+            objects: [NODES, PEERS, POLICIES, SLICES]
+                .map(|kind| (kind.to_owned(), BTreeMap::new()))
+                .into(),
+            events: Vec::new(),
+        };
+        let shared = Arc::new(Shared {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        });
+        let served = shared.clone();
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let served = served.clone();
+                // A client that goes away is none of our business.
+                thread::spawn(move || answer(&served, &stream));
+            }
+        });
+        Self { shared, port }
+    }
+
+    /// What a client needs to find it.
+    pub(crate) fn kubeconfig(&self) -> String {
+        let config = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "c",
+            "clusters": [{"name": "c", "cluster": {"server": format!("http://127.0.0.1:{}", self.port)}}],
+            "users": [{"name": "u", "user": {}}],
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        });
+        config.to_string()
+    }
+
+    /// Writes an object, whole, under its `metadata.name`.
+    pub(crate) fn put(&self, kind: &str, object: Value) {
+        self.shared.put(kind, object);
+    }
+
+    pub(crate) fn delete(&self, kind: &str, name: &str) {
+        let mut state = self.shared.state();
+        let gone = state.objects.get_mut(kind).and_then(|all| all.remove(name));
+        state.event(kind, "DELETED", gone.expect("an object of this name"));
+        self.shared.changed.notify_all();
+    }
+
+    pub(crate) fn get(&self, kind: &str, name: &str) -> Value {
+        self.shared.state().objects[kind][name].clone()
+    }
+}
+
+impl State {
+    fn event(&mut self, kind: &str, what: &str, mut object: Value) {
+        self.revision += 1;
+        object["metadata"]["resourceVersion"] = self.revision.to_string().into();
+        if what != "DELETED" {
+            let name = object["metadata"]["name"].as_str().expect("a name").to_owned();
+            let all = self.objects.get_mut(kind).expect("a kind that is served");
+            all.insert(name, object.clone());
+        }
+        self.events
+            .push((kind.to_owned(), json!({"type": what, "object": object})));
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("the state")
+    }
+
+    fn put(&self, kind: &str, object: Value) {
+        let mut state = self.state();
+        let name = object["metadata"]["name"].as_str().expect("a name");
+        let known = state.objects[kind].contains_key(name);
+        state.event(kind, if known { "MODIFIED" } else { "ADDED" }, object);
+        self.changed.notify_all();
+    }
+}
+
+/// One request; the connection ends with its answer.
+fn answer(shared: &Shared, stream: &TcpStream) -> Option<()> {
+    let mut reader = BufReader::new(stream);
+    let mut line = String::new();
+    reader.read_line(&mut line).ok()?;
+    let mut words = line.split_whitespace();
+    let (method, target) = (words.next()?.to_owned(), words.next()?.to_owned());
+    let mut length = 0;
+    loop {
+        let mut header = String::new();
+        reader.read_line(&mut header).ok()?;
+        if header.trim().is_empty() {
+            break;
+        }
+        let (name, value) = header.split_once(':')?;
+        if name.eq_ignore_ascii_case("content-length") {
+            length = value.trim().parse().ok()?;
+        }
+    }
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body).ok()?;
+    let (path, query) = target.split_once('?').unwrap_or((&target, ""));
+    let of = |key: &str| {
+        query
+            .split('&')
+            .find_map(|pair| pair.strip_prefix(key)?.strip_prefix('='))
+    };
+    if of("watch").is_some() {
+        let from = of("resourceVersion").and_then(|at| at.parse().ok()).unwrap_or(0);
+        return watch(shared, stream, path, from);
+    }
+    let (code, said) = match method.as_str() {
+        "GET" => shared.read(path),
+        "PATCH" => shared.merge(path, &serde_json::from_slice(&body).ok()?),
+        _ => None,
+    }
+    .map_or_else(
+        || {
+            let status = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound",
+                                "message": format!("{method} {path} is not served"), "code": 404});
+            ("404 Not Found", status)
+        },
+        |found| ("200 OK", found),
+    );
+    let text = said.to_string();
+    write!(
+        &mut &*stream,
+        "HTTP/1.1 {code}\r\nContent-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{text}",
+        text.len()
+    )
+    .ok()
+}
+
+impl Shared {
+    fn read(&self, path: &str) -> Option<Value> {
+        let state = self.state();
+        if let Some(all) = state.objects.get(path) {
+            let items: Vec<&Value> = all.values().collect();
+            return Some(json!({"apiVersion": "v1", "kind": "List", "items": items,
+                               "metadata": {"resourceVersion": state.revision.to_string()}}));
+        }
+        let (kind, name) = path.rsplit_once('/')?;
+        state.objects.get(kind)?.get(name).cloned()
+    }
+
+    /// RFC 7386, as far as annotations need it.
+    fn merge(&self, path: &str, patch: &Value) -> Option<Value> {
+        let (kind, name) = path.rsplit_once('/')?;
+        let mut object = self.read(path)?;
+        for (key, value) in patch["metadata"]["annotations"].as_object()? {
+            if !object["metadata"]["annotations"].is_object() {
+                object["metadata"]["annotations"] = json!({});
+            }
+            let annotations = object["metadata"]["annotations"].as_object_mut()?;
+            if value.is_null() {
+                annotations.remove(key);
+            } else {
+                annotations.insert(key.clone(), value.clone());
+            }
+        }
+        self.put(kind, object);
+        self.read(&format!("{kind}/{name}"))
+    }
+}
+
+/// Tells what is newer than `from`, line by line in chunks.
+fn watch(shared: &Shared, mut stream: &TcpStream, kind: &str, mut from: usize) -> Option<()> {
+    let head =
+        "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n";
+    stream.write_all(head.as_bytes()).ok()?;
+    let until = std::time::Instant::now() + WATCH;
+    while let Some(left) = until.checked_duration_since(std::time::Instant::now()) {
+        let state = shared.state();
+        let (state, _) = shared
+            .changed
+            .wait_timeout_while(state, left, |state| state.events.len() <= from)
+            .expect("the state");
+        let news = state.events[from..].iter().filter(|(of, _)| of == kind);
+        let text: String = news.map(|(_, event)| format!("{event}\n")).collect();
+        from = state.events.len();
+        drop(state);
+        if !text.is_empty() {
+            write!(stream, "{:x}\r\n{text}\r\n", text.len()).ok()?;
+        }
+    }
+    stream.write_all(b"0\r\n\r\n").ok()
+}

@@ -1,0 +1,394 @@
+//! Two nodes of two clusters on one wire, a pod behind each, both families inside, real agents on them, and an API server of
+//! values for each: what runs where no real API server can. What is done with them is the test's business.
+#![allow(dead_code, reason = "each test binary uses its own part of this module")]
+
+pub(crate) mod api;
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    os::unix::process::ExitStatusExt,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::Duration,
+};
+
+use clustermesh_api::names::{KILO_ENDPOINT, KILO_KEY, KILO_WIREGUARD_IP, LABEL_SOURCE_CLUSTER};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::{Value, json};
+
+use self::api::{Api, NODES, PEERS, POLICIES};
+use crate::netns::{NetNs, Running, unique_name, veth, wait_for, wait_until};
+
+pub(crate) const AGENT: &str = env!("CARGO_BIN_EXE_wg-agent");
+/// What the DaemonSet gives and no more: NET_ADMIN, and a `/proc/sys` that is read-only.
+const CONFINED: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
+                        exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";
+/// Anything that takes longer is broken; an emulated machine is slow.
+pub(crate) const SOON: Duration = Duration::from_secs(60);
+/// Every inner address, in tcpdump's language, and what is not in clear.
+pub(crate) const CLEAR: &str = "(net 10.10.0.0/16 or net 10.20.0.0/16 or net 100.66.0.0/16 or net fd00:10::/32 or \
+                                net fd00:20::/32) and not udp port 51820";
+
+/// A node, its cluster's API server, and its agent's files.
+pub(crate) struct Site {
+    /// 1 or 2.
+    number: u8,
+    pub(crate) ns: NetNs,
+    pub(crate) pod: NetNs,
+    pub(crate) api: Api,
+    pub(crate) interface: String,
+    files: tempfile::TempDir,
+}
+
+/// An agent that runs; killed when dropped, and its log printed where a test fails.
+pub(crate) struct Agent {
+    running: Running,
+    log: PathBuf,
+}
+
+/// Both nodes.
+pub(crate) fn two() -> [Site; 2] {
+    let sites = [Site::new(1), Site::new(2)];
+    let [a, b] = &sites;
+    let at = |n: u8| [format!("172.30.{n}.11/16"), format!("fd00:30::{n}:11/64")];
+    let (left, right) = (at(1), at(2));
+    let both = |of: &[String; 2]| of.each_ref().map(String::as_str).map(str::to_owned);
+    let (left, right) = (both(&left), both(&right));
+    veth(
+        &a.ns,
+        "eth0",
+        &[&left[0], &left[1]],
+        &b.ns,
+        "eth0",
+        &[&right[0], &right[1]],
+    );
+    for (site, other) in [(a, 2), (b, 1)] {
+        // So that whatever escapes the mesh has somewhere to go.
+        site.ns.ip(&format!("route add default via 172.30.{other}.11"));
+        site.ns.ip(&format!("-6 route add default via fd00:30::{other}:11"));
+        site.behind();
+        site.ns.run(AGENT, &["prepare"]);
+    }
+    sites
+}
+
+/// Has each know of the other, as a controller does.
+pub(crate) fn introduce(sites: &[Site; 2]) {
+    let [a, b] = sites;
+    a.learns_of(b);
+    b.learns_of(a);
+}
+
+impl Site {
+    fn new(number: u8) -> Self {
+        let ns = NetNs::new(&format!("node {number}"));
+        for which in ["all", "default"] {
+            ns.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
+        }
+        ns.set_sysctl("net/ipv4/ip_forward", "1");
+        ns.set_sysctl("net/ipv6/conf/all/forwarding", "1");
+        let pod = NetNs::new(&format!("pod {number}"));
+        pod.set_sysctl("net/ipv6/conf/default/accept_dad", "0");
+        let api = Api::start(&ns);
+        let files = tempfile::tempdir().expect("a directory");
+        fs::write(files.path().join("kubeconfig"), api.kubeconfig()).expect("write a kubeconfig");
+        let site = Self {
+            number,
+            ns,
+            pod,
+            api,
+            interface: unique_name("kp"),
+            files,
+        };
+        site.api.put(
+            NODES,
+            json!({
+                "apiVersion": "v1", "kind": "Node", "metadata": {"name": site.node()},
+                "spec": {"podCIDR": site.pods()[0], "podCIDRs": site.pods()},
+                "status": {"addresses": [{"type": "InternalIP", "address": format!("172.30.{number}.11")}]},
+            }),
+        );
+        println!("{}", site.ns.enter_hint());
+        site
+    }
+
+    fn behind(&self) {
+        let n = self.number;
+        let near = [format!("10.{n}0.1.1/24"), format!("fd00:{n}0:0:1::1/64")];
+        let far = [format!("10.{n}0.1.9/24"), format!("fd00:{n}0:0:1::9/64")];
+        veth(
+            &self.ns,
+            "cni0",
+            &[&near[0], &near[1]],
+            &self.pod,
+            "eth0",
+            &[&far[0], &far[1]],
+        );
+        self.pod.ip(&format!("route add default via 10.{n}0.1.1"));
+        self.pod.ip(&format!("-6 route add default via fd00:{n}0:0:1::1"));
+    }
+
+    pub(crate) fn node(&self) -> String {
+        format!("node-{}", self.number)
+    }
+
+    fn pods(&self) -> [String; 2] {
+        let n = self.number;
+        [format!("10.{n}0.1.0/24"), format!("fd00:{n}0:0:1::/64")]
+    }
+
+    /// Its pod's addresses.
+    pub(crate) fn pod_ips(&self) -> [String; 2] {
+        let n = self.number;
+        [format!("10.{n}0.1.9"), format!("fd00:{n}0:0:1::9")]
+    }
+
+    fn wireguard(&self) -> String {
+        format!("100.66.{}.0/24", self.number)
+    }
+
+    /// A file of its agent's.
+    pub(crate) fn file(&self, name: &str) -> PathBuf {
+        self.files.path().join(name)
+    }
+
+    /// The agent's command line.
+    pub(crate) fn command(&self, program: &Path, backend: &str, more: &[&str]) -> Vec<String> {
+        let path = |name| self.file(name).display().to_string();
+        let mut words = vec![program.display().to_string()];
+        words.extend(more.iter().map(ToString::to_string));
+        for (flag, value) in [
+            ("--node-name", self.node()),
+            ("--kubeconfig", path("kubeconfig")),
+            ("--interface", self.interface.clone()),
+            ("--backend", backend.to_owned()),
+            ("--wireguard-cidr", self.wireguard()),
+            ("--key-file", path("state/key")),
+        ] {
+            words.extend([flag.to_owned(), value]);
+        }
+        words
+    }
+
+    /// Starts the agent.
+    pub(crate) fn agent(&self, backend: &str) -> Agent {
+        self.agent_of(Path::new(AGENT), backend)
+    }
+
+    /// Starts an agent from this file.
+    pub(crate) fn agent_of(&self, program: &Path, backend: &str) -> Agent {
+        let log = self.file(&format!("{}.log", unique_name("log")));
+        let file = fs::File::create(&log).expect("a log");
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-ec", CONFINED, "sh"]);
+        command
+            .args(self.command(program, backend, &[]))
+            .stdin(Stdio::null())
+            .stdout(file.try_clone().expect("a log"))
+            .stderr(file);
+        let running = self.ns.spawn_command(&mut command);
+        Agent { running, log }
+    }
+
+    /// What its agent has published.
+    pub(crate) fn published(&self) -> BTreeMap<String, String> {
+        wait_for(&format!("what {} publishes", self.node()), SOON, || {
+            let said = self.annotations();
+            [KILO_KEY, KILO_WIREGUARD_IP, KILO_ENDPOINT]
+                .iter()
+                .all(|key| said.contains_key(*key))
+                .then_some(said)
+        })
+    }
+
+    pub(crate) fn annotations(&self) -> BTreeMap<String, String> {
+        let node = self.api.get(NODES, &self.node());
+        serde_json::from_value(node["metadata"]["annotations"].clone()).unwrap_or_default()
+    }
+
+    /// The Peer that a controller writes of this node elsewhere.
+    pub(crate) fn as_peer(&self) -> Value {
+        let said = self.published();
+        let (ip, port) = said[KILO_ENDPOINT].rsplit_once(':').expect("host:port");
+        let address = said[KILO_WIREGUARD_IP].split('/').next().expect("an address");
+        let mut ranges = self.pods().to_vec();
+        ranges.push(format!("{address}/32"));
+        json!({
+            "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer",
+            "metadata": {"name": self.node(), "labels": {LABEL_SOURCE_CLUSTER: self.node()}},
+            "spec": {
+                "allowedIPs": ranges, "publicKey": said[KILO_KEY],
+                "endpoint": {"dnsOrIP": {"ip": ip}, "port": port.parse::<u16>().expect("a port")},
+            },
+        })
+    }
+
+    fn learns_of(&self, other: &Self) {
+        self.api.put(PEERS, other.as_peer());
+        let all = |site: &Self| {
+            let n = site.number;
+            vec![format!("10.{n}0.0.0/16"), format!("fd00:{n}0::/32"), site.wireguard()]
+        };
+        self.api.put(
+            POLICIES,
+            json!({
+                "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "PeerPolicy", "metadata": {"name": other.node()},
+                "spec": {
+                    "source": other.node(), "sources": all(other), "networks": all(other),
+                    "allow": [{"to": all(self)}],
+                },
+            }),
+        );
+    }
+
+    /// Waits until its pod reaches the other's in both families.
+    pub(crate) fn reaches(&self, other: &Self) {
+        for to in other.pod_ips() {
+            wait_until(&format!("a ping from {} to {to}", self.pod.name), SOON, || {
+                self.pod.pings(&to)
+            });
+        }
+    }
+
+    /// A column of `wg show INTERFACE WHAT`, by public key.
+    pub(crate) fn shown(&self, what: &str) -> BTreeMap<String, String> {
+        let text = self.ns.run("wg", &["show", &self.interface, what]);
+        let lines = text.lines().filter_map(|line| line.split_once('\t'));
+        lines.map(|(key, rest)| (key.to_owned(), rest.to_owned())).collect()
+    }
+
+    /// One page of the agent's admin endpoint; empty where nobody answers.
+    pub(crate) fn page(&self, path: &str) -> String {
+        let url = format!("http://127.0.0.1:9587{path}");
+        let output = self.ns.output("curl", &["-sS", "-m", "5", &url]);
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    /// Waits until its agent says that all is well.
+    pub(crate) fn ready(&self) {
+        wait_until(&format!("{} to be ready", self.node()), SOON, || {
+            self.page("/readyz") == "ok\n"
+        });
+    }
+
+    /// `wg_agent_repairs_total` by part, those that are not 0.
+    pub(crate) fn repairs(&self) -> BTreeMap<String, u64> {
+        let page = self.page("/metrics");
+        let lines = page
+            .lines()
+            .filter_map(|line| line.strip_prefix("wg_agent_repairs_total{part=\""));
+        let parts = lines.filter_map(|line| {
+            let (part, count) = line.split_once("\"} ")?;
+            Some((part.to_owned(), count.parse().ok()?))
+        });
+        parts.filter(|(_, count)| *count > 0).collect()
+    }
+
+    /// Everything that an agent could leave on a node, as other programs see it: `ip`, `nft`, `wg`.
+    pub(crate) fn standing(&self) -> Vec<Value> {
+        let nft = self.ns.run("nft", &["-j", "list", "ruleset"]);
+        vec![
+            self.ns.ip_json("link show"),
+            self.ns.ip_json("address show"),
+            self.ns.ip_json("rule show"),
+            self.ns.ip_json("-6 rule show"),
+            self.ns.ip_json("route show table all"),
+            self.ns.ip_json("-6 route show table all"),
+            serde_json::from_str(&nft).expect("nft -j prints JSON"),
+            self.ns.run("wg", &["show"]).into(),
+        ]
+    }
+
+    /// What `wg-agent COMMAND` says, which must succeed.
+    pub(crate) fn says(&self, command: &str) -> String {
+        let words = self.command(Path::new(AGENT), "auto", &[command]);
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let output = self.ns.output(words[0], &words[1..]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{words:?}: {said}");
+        said + &String::from_utf8_lossy(&output.stdout)
+    }
+}
+
+impl Agent {
+    /// Ends it by this signal and waits until it has ended: by it where it cannot be caught, else well.
+    pub(crate) fn end(mut self, signal: Signal) {
+        let pid = Pid::from_raw(i32::try_from(self.running.pid()).expect("a process id"));
+        kill(pid, signal).expect("signal the agent");
+        let status = self.running.wait(SOON);
+        let well = if signal == Signal::SIGKILL {
+            status.signal() == Some(signal as i32)
+        } else {
+            status.success()
+        };
+        assert!(well, "the agent ended with {status}\n{}", self.log());
+    }
+
+    pub(crate) fn log(&self) -> String {
+        fs::read_to_string(&self.log).expect("its log")
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            println!("{}:\n{}", self.log.display(), self.log());
+        }
+    }
+}
+
+/// Pings twenty times a second until [`Flow::end`].
+pub(crate) struct Flow {
+    running: Running,
+    said: tempfile::NamedTempFile,
+}
+
+impl Flow {
+    pub(crate) fn start(from: &NetNs, to: &str) -> Self {
+        let said = tempfile::NamedTempFile::new().expect("a file");
+        let mut command = Command::new("ping");
+        command
+            .args(["-n", "-i", "0.05", to])
+            .stdin(Stdio::null())
+            .stdout(said.reopen().expect("a file"))
+            .stderr(Stdio::null());
+        let running = from.spawn_command(&mut command);
+        Self { running, said }
+    }
+
+    /// The numbers of the packets that were answered until now, in order.
+    pub(crate) fn answered(&self) -> Vec<u32> {
+        let text = fs::read_to_string(self.said.path()).expect("what ping says");
+        let number = |line: &str| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse().ok();
+        text.lines()
+            .filter(|line| line.contains("time="))
+            .filter_map(number)
+            .collect()
+    }
+
+    /// Waits until so many more were answered.
+    pub(crate) fn goes_on(&self, more: usize) {
+        let before = self.answered().len();
+        wait_until("the flow to go on", SOON, || self.answered().len() >= before + more);
+    }
+
+    /// Ends it; the most packets that were lost in a row, and how many were answered.
+    pub(crate) fn end(self) -> (u32, usize) {
+        drop(self.running);
+        let text = fs::read_to_string(self.said.path()).expect("what ping says");
+        let number = |line: &str| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse().ok();
+        let numbers: Vec<u32> = text
+            .lines()
+            .filter(|line| line.contains("time="))
+            .filter_map(number)
+            .collect();
+        let first = numbers.first().copied().unwrap_or(0);
+        let gaps = numbers.windows(2).map(|pair| pair[1].saturating_sub(pair[0] + 1));
+        // What was asked before the first answer was lost as well.
+        (gaps.max().unwrap_or(0).max(first.saturating_sub(1)), numbers.len())
+    }
+}
