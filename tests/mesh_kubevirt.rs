@@ -6,7 +6,8 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use clustermesh_lab::{
-    AGENT_NAMESPACE, Answer, Asker, Captured, Cluster, Lab, LabPlan, Node, Product, Running, Web, Workers, wait_until,
+    AGENT_NAMESPACE, Answer, Asker, Captured, Cluster, Lab, LabPlan, Node, Product, Running, Tunnel, Web, Workers,
+    wait_until,
 };
 use nix::sys::signal::Signal;
 use serde_json::Value;
@@ -30,7 +31,9 @@ async fn a_worker_inside_the_hubs_pod_network_uses_eth0_for_its_underlay_and_the
     let lab = Lab::start(plan).await.unwrap();
     println!("two clusters: {:.1} s", start.elapsed().as_secs_f64());
     let hub = lab.cluster(HUB);
-    let product = Product::install(&lab, &[HUB, MEMBER], &|_| {}).await.unwrap();
+    let product = Product::install(&lab, &[HUB, MEMBER], Tunnel::Userspace, &|_| {})
+        .await
+        .unwrap();
     let mut world = World::new(&lab).await;
     // The agent is up before there is any mesh: what it needs does not come by the tunnel.
     world

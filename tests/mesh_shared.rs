@@ -8,7 +8,7 @@ use std::{
     net::IpAddr,
 };
 
-use clustermesh_lab::{Asker, Lab, Product, wait_until};
+use clustermesh_lab::{Asker, Lab, Product, Tunnel, wait_until};
 use mesh::{HUB, MEMBER, PATIENCE, json, pod, two_clusters, url};
 
 const SHARED: &str = "local: true
@@ -20,7 +20,9 @@ const SHARED: &str = "local: true
 async fn exported_pods_are_reached_on_their_node_and_the_others_through_the_anchor() {
     let lab = two_clusters().await;
     let (hub, member) = (lab.cluster(HUB), lab.cluster(MEMBER));
-    let product = Product::install(&lab, &[HUB, MEMBER], &|_| {}).await.unwrap();
+    let product = Product::install(&lab, &[HUB, MEMBER], Tunnel::Userspace, &|_| {})
+        .await
+        .unwrap();
     let (hub_webs, member_webs) = (hub.run_web().await.unwrap(), member.run_web().await.unwrap());
     let manifest = product.mesh(&[]).replacen("local: true\n", SHARED, 1);
     product.mesh_up(&manifest).await.unwrap();

@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use clustermesh_lab::{Answer, Asker, Captured, Cluster, ClusterPlan, Lab, LabPlan, Product, Web, wait_until};
+use clustermesh_lab::{Answer, Asker, Captured, Cluster, ClusterPlan, Lab, LabPlan, Product, Tunnel, Web, wait_until};
 use serde_json::Value;
 
 /// The hub's name.
@@ -47,7 +47,9 @@ impl<'a> Mesh<'a> {
     pub(crate) async fn up(lab: &'a Lab, also: &[String]) -> Self {
         let start = Instant::now();
         let (hub, member) = (lab.cluster(HUB), lab.cluster(MEMBER));
-        let product = Product::install(lab, &[HUB, MEMBER], &|_| {}).await.unwrap();
+        let product = Product::install(lab, &[HUB, MEMBER], Tunnel::Userspace, &|_| {})
+            .await
+            .unwrap();
         let (hub_webs, member_webs) = (hub.run_web().await.unwrap(), member.run_web().await.unwrap());
         println!("installed: {:.1} s", start.elapsed().as_secs_f64());
         let start = Instant::now();

@@ -40,7 +40,7 @@ pub use image::ImageSpec;
 pub use lab::{Cluster, Lab, Node};
 pub use machine::{Ended, Machine};
 pub use plan::{ClusterPlan, LabPlan, NodeName, NodePlan, PlanV6, ProxyMode, Uplink, Workers};
-pub use product::{AGENT_NAMESPACE, MESH, NAMESPACE, Product};
+pub use product::{AGENT_NAMESPACE, MESH, NAMESPACE, Product, Tunnel};
 pub use run::{down_all, standing};
 pub use supervisor::stages;
 pub use tools::{ArtefactSet, Tools, lab_home};

@@ -1,5 +1,5 @@
 //! The product on a lab: images packed from our binaries, `crds/` and `deploy/` installed with kubectl as README.md tells
-//! a user to. What differs from a user's clusters is said here, and is only where the images come from.
+//! a user to. What differs from a user's clusters is said here: where the images come from, and in tests the backend.
 
 use std::{
     path::{Path, PathBuf},
@@ -24,10 +24,20 @@ pub const MESH: &str = "demo";
 /// How long a mesh may take to come up on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(180);
 
+/// What carries the tunnels of the agents that are installed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tunnel {
+    /// What the machine has, as deploy/ says.
+    Shipped,
+    /// Userspace, whatever the machine has, so that a test that looks at the device sees the same everywhere.
+    Userspace,
+}
+
 /// The product, installed on clusters of one lab. The first is the hub.
 #[derive(Debug)]
 pub struct Product<'a> {
     lab: &'a Lab,
+    tunnel: Tunnel,
     clusters: Vec<String>,
 }
 
@@ -56,9 +66,10 @@ impl<'a> Product<'a> {
     ///
     /// # Errors
     /// When a binary is missing, or a cluster refuses a manifest.
-    pub async fn install(lab: &'a Lab, clusters: &[&str], progress: &dyn Fn(&str)) -> Result<Self> {
+    pub async fn install(lab: &'a Lab, clusters: &[&str], tunnel: Tunnel, progress: &dyn Fn(&str)) -> Result<Self> {
         let product = Self {
             lab,
+            tunnel,
             clusters: clusters.iter().map(|name| (*name).to_owned()).collect(),
         };
         progress("packing the images");
@@ -128,12 +139,27 @@ impl<'a> Product<'a> {
         for crd in ["crds/peers.kilo.squat.ai.yaml", "crds/peerpolicies.kilo.squat.ai.yaml"] {
             cluster.apply(&manifest(crd)?).await?;
         }
-        cluster.apply(&manifest("deploy/agent.yaml")?).await?;
+        cluster.apply(&self.agent_manifest()?).await?;
         let range = format!("--from-literal=wireguard-cidr={}", cluster.plan().wireguard_cidr);
         cluster
             .kubectl(["-n", AGENT_NAMESPACE, "create", "configmap", "wg-agent", &range])
             .await
             .map(drop)
+    }
+
+    /// `deploy/agent.yaml`, with the tunnel that was asked for.
+    fn agent_manifest(&self) -> Result<String> {
+        let shipped = manifest("deploy/agent.yaml")?;
+        match self.tunnel {
+            Tunnel::Shipped => Ok(shipped),
+            Tunnel::Userspace => {
+                let first = "- --wireguard-cidr=$(WIREGUARD_CIDR)\n";
+                let (before, after) = shipped
+                    .split_once(first)
+                    .ok_or_else(|| Error::Plan(format!("deploy/agent.yaml without {first:?}")))?;
+                Ok(format!("{before}{first}        - --backend=userspace\n{after}"))
+            }
+        }
     }
 
     /// Makes the kubeconfig of a member's account with the script that is shipped, and gives it to the hub.

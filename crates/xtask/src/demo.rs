@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::bail;
-use clustermesh_lab::{Asker, Cluster, Lab, LabPlan, Product, Web, down_all, wait_until};
+use clustermesh_lab::{Asker, Cluster, Lab, LabPlan, Product, Tunnel, Web, down_all, wait_until};
 use kube::{
     Api, ResourceExt,
     api::{ApiResource, DynamicObject, GroupVersionKind, ListParams},
@@ -105,7 +105,7 @@ impl<'a> Demo<'a> {
     async fn run(&mut self) -> anyhow::Result<()> {
         let (hub, member) = (self.lab.cluster(HUB), self.lab.cluster(MEMBER));
         self.title("install: crds/ and deploy/, with kubectl as README.md tells");
-        let product = Product::install(self.lab, &[HUB, MEMBER], &|line| println!("  {line}")).await?;
+        let product = Product::install(self.lab, &[HUB, MEMBER], Tunnel::Shipped, &|line| println!("  {line}")).await?;
         let (hub_webs, member_webs) = (hub.run_web().await?, member.run_web().await?);
 
         self.title("one ClusterMesh");
