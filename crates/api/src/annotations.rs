@@ -85,6 +85,9 @@ pub struct Agent {
     /// Peers without one.
     #[serde(default)]
     pub peers_down: u32,
+    /// Why packets of its pods pass by netfilter, so that PeerPolicies do not see them; empty = they are not known to.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub datapath_bypassed: String,
     /// Members to which some tunnel of this node is down, by [`member`]; see [`Agent::set_links`].
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "lenient")]
     pub links: BTreeMap<String, Link>,
@@ -413,6 +416,7 @@ mod tests {
             policy_revision: "f".repeat(64),
             peers_up: u32::MAX,
             peers_down: u32::MAX,
+            datapath_bypassed: "x".repeat(100),
             links: BTreeMap::new(),
         };
         agent.set_links((0..100).map(|n| {

@@ -10,6 +10,7 @@ use clustermesh_api::{
     },
 };
 use clustermesh_core::{
+    enforcement,
     links::Broken,
     mesh::Mesh,
     plan::MeshPlan,
@@ -35,6 +36,8 @@ pub(crate) struct Facts {
     pub(crate) version: Option<String>,
     /// `None` = its Nodes were never read.
     pub(crate) agents: Option<AgentCounts>,
+    /// On which of its nodes PeerPolicies are not enforced.
+    pub(crate) unenforced: enforcement::Unenforced,
     /// When it last came to hold all it should.
     pub(crate) last_sync: Option<meta::Time>,
 }
@@ -71,7 +74,13 @@ pub(crate) fn report(subject: &Subject<'_>, now: &meta::Time) -> (ClusterMeshSta
                 message: message.clone(),
             }]
         }
-        None => status::conditions(subject.plan, subject.unwritten, subject.broken),
+        None => {
+            let mut conditions = status::conditions(subject.plan, subject.unwritten, subject.broken);
+            let members = subject.facts.iter();
+            let members = members.map(|(entry, facts)| (entry.clone(), facts.unenforced.clone()));
+            conditions.push(enforcement::condition(&members.collect()));
+            conditions
+        }
     };
     let sayings = sayings(subject, &conditions);
     let before = subject.object.status.clone().unwrap_or_default();
@@ -212,7 +221,7 @@ fn sayings(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Saying> {
             {
                 true
             }
-            "EgressResolved" if !condition.status => true,
+            "EgressResolved" | "PolicyEnforced" if !condition.status => true,
             _ => continue,
         };
         sayings.push(Saying {

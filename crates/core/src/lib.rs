@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod diff;
+pub mod enforcement;
 pub mod key;
 pub mod links;
 pub mod mesh;

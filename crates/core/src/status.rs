@@ -10,7 +10,7 @@ use crate::{
 /// One condition, without the times that its reporter keeps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Condition {
-    /// `Ready`, `NetworksOverlap`, `Degraded`, `EgressResolved` or `Paused`.
+    /// `Ready`, `NetworksOverlap`, `Degraded`, `PolicyEnforced`, `EgressResolved` or `Paused`.
     pub kind: &'static str,
     /// `True` or `False`.
     pub status: bool,

@@ -275,6 +275,11 @@ impl Flags {
         self.key_file
     }
 
+    /// What a look at the node needs: the kubeconfig.
+    pub(crate) fn into_preflight(self) -> Option<PathBuf> {
+        self.kubeconfig
+    }
+
     pub(crate) const fn mode(&self) -> ModeFlag {
         self.mode
     }

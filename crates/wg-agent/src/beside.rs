@@ -5,21 +5,19 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
-    sync::Arc,
     time::{Duration, Instant, SystemTime},
 };
 
-use anyhow::Context;
 use clustermesh_agent_core::{
     compile::{Inputs, Node, Peer, beside},
     prefixes::overlap,
 };
 use clustermesh_api::{annotations::Agent, names::NODE_AGENT};
 use clustermesh_core::key::PublicKey;
-use clustermesh_daemon::{Admin, CancellationToken, Heartbeat, Liveness, Readiness, State, drain};
+use clustermesh_daemon::{CancellationToken, Heartbeat};
 use ipnet::IpNet;
 use serde_json::json;
-use tokio::{sync::watch, task::JoinSet};
+use tokio::sync::watch;
 
 use crate::{
     args::PolicyConfig,
@@ -28,15 +26,16 @@ use crate::{
     lock,
     metrics::Metrics,
     preflight,
-    publish::{self, Wanted},
+    publish::Wanted,
     reconcile::gate::{kg_lives, own_node, waiting},
     run::lines,
     source::{
-        self,
+        cilium::Found,
         objects::{NodeSeen, PeerSeen, revision},
         store::{Store, World},
     },
-    status::{self, Dump, Said, Trouble, Troubles, view::NodeView},
+    status::{Dump, Said, Trouble, Troubles, view::NodeView},
+    wiring::{Base, Ends},
 };
 
 /// A whole look at the table as a safety net, whatever was heard.
@@ -49,8 +48,6 @@ const SETTLE_KERNEL: Duration = Duration::from_millis(300);
 const RETRY: Duration = Duration::from_secs(2);
 /// A loop that is silent for so long is stuck.
 const STUCK: Duration = Duration::from_secs(120);
-/// How long ending may take.
-const DRAIN: Duration = Duration::from_secs(5);
 
 /// Runs until a signal. The table stays behind: what it closes is closed also while nobody is here.
 pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
@@ -69,58 +66,24 @@ pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
         listen = %config.listen,
         "wg-agent starts in policy mode: kg owns the tunnel, this agent the firewall table"
     );
-    let stop = drain::on_signal().context("cannot install the signal handlers")?;
-    let connection = source::client::connect(config.kubeconfig.as_deref()).await?;
-    let mut registry = clustermesh_daemon::metrics::registry("wg_agent", env!("CARGO_PKG_VERSION"));
-    let metrics = Metrics::register(&mut registry, false);
-    let (readiness, liveness, dump) = (Readiness::new(), Liveness::new(), Dump::default());
-    let admin = Admin::bind(config.listen).await?;
-    let shown = dump.clone();
-    let state = State {
-        registry: Arc::new(registry),
-        readiness: readiness.clone(),
-        liveness: liveness.clone(),
-        dump: Arc::new(move || shown.get()),
-    };
-    let mut tasks = JoinSet::new();
+    let base = Base::open(config.kubeconfig.as_deref(), config.listen, false).await?;
+    let metrics = base.running.metrics.clone();
     let store = Store::new(metrics.clone(), None);
-    let served = admin.serve(state, stop.clone());
-    tasks.spawn(async move {
-        if let Err(error) = served.await {
-            tracing::error!(%error, "the admin endpoint ended");
-        }
-    });
-    let listener = lock.listener().context("cannot answer `wg-agent status`")?;
-    tasks.spawn(status::ask::answer(listener, dump.clone(), stop.clone()));
-    source::follow(
-        &mut tasks,
-        &connection.client,
-        &config.node_name,
-        &[NODE_AGENT],
-        &store,
-        &stop,
-    );
-    let (publish, wanted) = watch::channel(Wanted::default());
-    tasks.spawn(publish::run(
-        connection.client.clone(),
-        config.node_name.clone(),
-        wanted,
-        metrics.clone(),
-        stop.clone(),
-    ));
+    let (running, Ends { publish, bypassed }) = base.start(&lock, &config.node_name, &[NODE_AGENT], &store)?;
     let beside = Beside {
-        server: connection.server.address(),
+        server: running.connection.server.address(),
         firewall: Keeper::new(firewall::Nft::default()),
-        troubles: Troubles::new(readiness, metrics.clone()),
+        troubles: Troubles::new(running.readiness.clone(), metrics.clone()),
         said: Said::default(),
         meshed: BTreeSet::new(),
         config,
         publish,
+        bypassed,
         metrics,
-        dump,
+        dump: running.dump.clone(),
     };
-    turn(beside, &store, &liveness.watch("node", STUCK), &stop).await;
-    drain::within(DRAIN, async { while tasks.join_next().await.is_some() {} }).await;
+    turn(beside, &store, &running.liveness.watch("node", STUCK), &running.stop).await;
+    running.end().await;
     tracing::info!("wg-agent ends; its firewall table stays, `wg-agent cleanup --mode=policy` takes it away");
     Ok(())
 }
@@ -166,6 +129,8 @@ struct Beside<F> {
     server: Option<SocketAddr>,
     firewall: Keeper<F>,
     publish: watch::Sender<Wanted>,
+    /// Whether the CNI leads packets past the table.
+    bypassed: watch::Receiver<Option<Found>>,
     metrics: Metrics,
     troubles: Troubles,
     said: Said,
@@ -192,6 +157,8 @@ impl<F: Backend> Beside<F> {
 
     async fn steps(&mut self, world: &World, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
         waiting(world)?;
+        let bypassed = self.bypassed.borrow().clone();
+        troubles.extend(bypassed.map(|message| Trouble::harmless("datapath", message)));
         let own = own_node(world, &self.config.node_name)?;
         let inputs = inputs(world, &own, &self.config, self.server);
         let own_business = own_business(world);
@@ -250,6 +217,7 @@ impl<F: Backend> Beside<F> {
         let agent = Agent {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             mode: "policy".to_owned(),
+            datapath_bypassed: Found::annotation(self.bypassed.borrow().as_ref()),
             policy_revision: revision(world.policies.known().map(|(_, policy)| policy)),
             ..Agent::default()
         };

@@ -23,6 +23,7 @@ pub mod route;
 pub mod run;
 pub mod source;
 mod status;
+mod wiring;
 
 use std::process::ExitCode;
 
@@ -48,7 +49,7 @@ pub fn main() -> ExitCode {
                 match command {
                     Some(args::Command::Cleanup) => cleanup::run(flags.into_cleanup()).await,
                     Some(args::Command::Prepare) => prepare::run().await,
-                    Some(args::Command::Preflight) => preflight::run().await,
+                    Some(args::Command::Preflight) => preflight::run(flags.into_preflight().as_deref()).await,
                     Some(args::Command::RotateKey) => rotate_key(&flags.into_key_file()),
                     // Answered above: it needs neither a log nor a runtime.
                     Some(args::Command::Status(_)) => Ok(()),

@@ -11,7 +11,13 @@ mod host;
 
 pub use host::Host;
 
-use crate::{device::Backend, prepare, route::sysctl, run::lines};
+use crate::{
+    device::Backend,
+    prepare,
+    route::sysctl,
+    run::lines,
+    source::{cilium, client},
+};
 
 /// Something that is missing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -70,7 +76,7 @@ pub fn host(missing: &[Missing], settings: &[sysctl::Missing]) -> Host {
 
 /// `wg-agent preflight`: prints what this node lacks and how to set it; writes nothing. Fails where the agent would not start,
 /// or would start and not work.
-pub async fn run() -> anyhow::Result<()> {
+pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
     let mut wanted = prepare::settings(Path::new("/proc/sys/net/ipv6").exists());
     wanted.iter_mut().for_each(|sysctl| sysctl.write = false);
     let settings = sysctl::ensure(&wanted).await;
@@ -82,15 +88,30 @@ pub async fn run() -> anyhow::Result<()> {
              that shall have it needs the module wireguard.\n"
         );
     }
-    if missing.is_empty() && settings.is_empty() {
+    let datapath = datapath(kubeconfig).await;
+    if missing.is_empty() && settings.is_empty() && datapath.is_none() {
         println!("Nothing is missing on this node.");
         return Ok(());
     }
     println!("{}", host(&missing, &settings).everywhere());
     let all: Vec<String> = (missing.iter().map(ToString::to_string))
         .chain(settings.iter().map(ToString::to_string))
+        .chain(datapath)
         .collect();
     anyhow::bail!("this node is not ready for wg-agent:\n{}", lines(&all))
+}
+
+/// What is wrong where the CNI leads packets past netfilter, or where that cannot be told.
+async fn datapath(kubeconfig: Option<&Path>) -> Option<String> {
+    if !cilium::serves() {
+        return None;
+    }
+    match client::connect(kubeconfig).await {
+        Ok(connection) => cilium::look(&connection.client).await.map(|found| found.to_string()),
+        Err(error) => Some(format!(
+            "Cilium serves this node; whether it leads packets past netfilter is not known: {error}"
+        )),
+    }
 }
 
 /// Whether a capability is in effect (proc_pid_status(5), `CapEff`).

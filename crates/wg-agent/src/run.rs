@@ -1,25 +1,20 @@
 //! The wiring of the agent's process: what is started, what wakes a pass, how it ends. What a pass does is in `reconcile`.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
-use anyhow::Context;
-use clustermesh_daemon::{Admin, CancellationToken, Heartbeat, Liveness, Readiness, State, drain};
-use tokio::{sync::watch, task::JoinSet};
+use clustermesh_daemon::{CancellationToken, Heartbeat};
+use tokio::sync::watch;
 
 use crate::{
     args::Config,
     cache, device, firewall,
     heard::{Event, Heard},
-    identity, lock,
-    metrics::Metrics,
-    preflight, publish,
+    identity, lock, preflight, publish,
     reconcile::{Parts, RESOLV_CONF, Reconciler},
     route, source,
     source::store::Store,
-    status::{self, Dump, Troubles},
+    status::Troubles,
+    wiring::{Base, Ends},
 };
 
 /// A whole look at the node as a safety net, whatever was heard.
@@ -39,8 +34,6 @@ const RETRY: [Duration; 4] = [
 const STUCK: Duration = Duration::from_secs(120);
 /// An API server that has not told everything by then counts as away, as one that cannot be reached does at once.
 const FIRST_WORD: Duration = Duration::from_secs(3);
-/// How long ending may take.
-const DRAIN: Duration = Duration::from_secs(5);
 
 /// Runs until a signal.
 pub async fn run(config: Config) -> anyhow::Result<()> {
@@ -69,20 +62,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         metrics_per_peer = config.metrics_per_peer,
         "wg-agent starts"
     );
-    let stop = drain::on_signal().context("cannot install the signal handlers")?;
-    let connection = source::client::connect(config.kubeconfig.as_deref()).await?;
-
-    let mut registry = clustermesh_daemon::metrics::registry("wg_agent", env!("CARGO_PKG_VERSION"));
-    let metrics = Metrics::register(&mut registry, config.metrics_per_peer);
-    let (readiness, liveness, dump) = (Readiness::new(), Liveness::new(), Dump::default());
-    let admin = Admin::bind(config.listen).await?;
-    let shown = dump.clone();
-    let state = State {
-        registry: Arc::new(registry),
-        readiness: readiness.clone(),
-        liveness: liveness.clone(),
-        dump: Arc::new(move || shown.get()),
-    };
+    let mut base = Base::open(config.kubeconfig.as_deref(), config.listen, config.metrics_per_peer).await?;
+    let metrics = base.running.metrics.clone();
 
     let place = cache::Place {
         path: config.cache_file.clone(),
@@ -92,54 +73,32 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let _set_aside = trouble.map(|trouble| {
         tracing::warn!("{trouble}");
         metrics.failed("cache");
-        readiness.remark(format!("cache: {trouble}"))
+        base.running.readiness.remark(format!("cache: {trouble}"))
     });
     let known = saved.as_ref().map(|saved| saved.addresses.clone()).unwrap_or_default();
 
-    let mut tasks = JoinSet::new();
     let store = Store::new(metrics.clone(), saved);
     let (kept, keep) = watch::channel(cache::Kept {
         saved: None,
         live: live.clone(),
     });
-    tasks.spawn(cache::run(place, keep, metrics.clone()));
+    base.running.tasks.spawn(cache::run(place, keep, metrics.clone()));
+    let (mut running, Ends { publish, bypassed }) =
+        base.start(&lock, &config.node_name, &publish::identity::KEYS, &store)?;
+    let stop = running.stop.clone();
     let (silent, patience) = (store.clone(), stop.clone());
-    tasks.spawn(async move {
+    running.tasks.spawn(async move {
         tokio::select! {
             () = patience.cancelled() => {}
             () = tokio::time::sleep(FIRST_WORD) => silent.remember(),
         }
     });
     let (names, wanted_names) = watch::channel(Default::default());
-    let (publish, wanted) = watch::channel(Default::default());
-    let served = admin.serve(state, stop.clone());
-    tasks.spawn(async move {
-        if let Err(error) = served.await {
-            tracing::error!(%error, "the admin endpoint ended");
-        }
-    });
-    let listener = lock.listener().context("cannot answer `wg-agent status`")?;
-    tasks.spawn(status::ask::answer(listener, dump.clone(), stop.clone()));
-    source::follow(
-        &mut tasks,
-        &connection.client,
-        &config.node_name,
-        &publish::identity::KEYS,
-        &store,
-        &stop,
-    );
     let found = store.clone();
-    tasks.spawn(source::lookup::run(
+    running.tasks.spawn(source::lookup::run(
         wanted_names,
         known,
         move |addresses| found.set_addresses(addresses),
-        stop.clone(),
-    ));
-    tasks.spawn(publish::run(
-        connection.client.clone(),
-        config.node_name.clone(),
-        wanted,
-        metrics.clone(),
         stop.clone(),
     ));
 
@@ -150,13 +109,6 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         offload: config.offload,
         ..Default::default()
     };
-    let (bypass, bypassed) = watch::channel(None);
-    tasks.spawn(source::cilium::run(
-        connection.client.clone(),
-        bypass,
-        metrics.clone(),
-        stop.clone(),
-    ));
     let reconciler = Reconciler::new(Parts {
         bypassed,
         routing: route::Netlink::open(interface)?,
@@ -164,19 +116,20 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
             .remembering(firewall::Stamp::beside(&config.cache_file)),
         open: Box::new(move |configuration| device::open(backend, opened.as_str(), configuration, options)),
         key,
-        server: connection.server,
+        server: running.connection.server.clone(),
         store: store.clone(),
         names,
         publish,
         kept,
         live,
-        troubles: Troubles::new(readiness, metrics.clone()),
+        troubles: Troubles::new(running.readiness.clone(), metrics.clone()),
         metrics,
-        dump,
+        dump: running.dump.clone(),
         config,
     });
-    turn(reconciler, &store, heard, &liveness.watch("node", STUCK), &stop).await;
-    drain::within(DRAIN, async { while tasks.join_next().await.is_some() {} }).await;
+    let heartbeat = running.liveness.watch("node", STUCK);
+    turn(reconciler, &store, heard, &heartbeat, &stop).await;
+    running.end().await;
     tracing::info!("wg-agent ends; what leaves in clear is still refused by routes and firewall until it is back");
     Ok(())
 }

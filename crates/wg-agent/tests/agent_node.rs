@@ -279,4 +279,36 @@ async fn cilium_with_host_routing_in_bpf_is_named_and_does_no_harm() {
     .await
     .expect("it is said");
     assert_eq!(world.page(site, "/readyz").await.0, 200);
+    let why = "kube-proxy-replacement and masquerading in BPF imply host routing in BPF";
+    wait_until("the Node to say so", SOON, async || {
+        let nodes: kube::Api<Node> = kube::Api::all(world.client(site).await);
+        let list = nodes
+            .list(&Default::default())
+            .await
+            .map_err(|error| error.to_string())?;
+        let said = list
+            .items
+            .iter()
+            .filter_map(|node| node.metadata.annotations.as_ref()?.get("kilo-clustermesh.io/agent"));
+        let said: Vec<&String> = said.collect();
+        let want = format!(r#""datapathBypassed":"{why}""#);
+        if said.iter().any(|text| text.contains(&want)) {
+            Ok(())
+        } else {
+            Err(format!("{said:?}"))
+        }
+    })
+    .await
+    .expect("it is published");
+    let program = env!("CARGO_BIN_EXE_wg-agent");
+    let status = world.host(site).try_exec([program, "status"]).await.expect("run it");
+    assert_eq!(status.status.code(), Some(1), "{status:?}");
+    assert!(
+        status.stdout.contains(&format!("Datapath  bypassed ({why})")),
+        "{status:?}"
+    );
+    let kubeconfig = world.kubeconfig(site).display().to_string();
+    let preflight = [program, "preflight", "--kubeconfig", &kubeconfig];
+    let preflight = world.host(site).try_exec(preflight).await.expect("run it");
+    assert!(preflight.stderr.contains("DatapathBypassed: Cilium"), "{preflight:?}");
 }

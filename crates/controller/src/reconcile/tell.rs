@@ -170,6 +170,7 @@ impl Reconciler {
                     uid: seen.and_then(|seen| seen.uid.clone()),
                     version: member.session.version(),
                     agents: seen.map(|_| member.session.tables().agents(env!("CARGO_PKG_VERSION"))),
+                    unenforced: member.session.tables().unenforced(),
                     last_sync: self.synced.get(&key).cloned(),
                 },
             );

@@ -14,6 +14,7 @@ use clustermesh_api::{
     names, peer, policy,
 };
 use clustermesh_core::{
+    enforcement::Unenforced,
     links::Tunnels,
     mesh::{MeshId, ObjectName},
     observe::{Claim, Member, Node, ObservedPeer, ObservedPolicy, Pod, Server, Service, Slice},
@@ -25,6 +26,7 @@ use kube::{
 };
 
 use super::{Interest, first_trouble};
+use crate::events::cut;
 use crate::feed::{Changed, Feed, Source, Trust, follow};
 
 /// A Node as far as it is read: what the planner needs, and what is reported. Kilo's `last-seen` is in neither, so its
@@ -34,6 +36,8 @@ struct SeenNode {
     node: Node,
     /// Version of the agent there.
     agent: Option<String>,
+    /// Why packets of its pods pass by netfilter; empty = they are not known to.
+    bypassed: String,
     /// Members to which it has a tunnel down.
     links: BTreeMap<String, Link>,
 }
@@ -43,6 +47,9 @@ impl SeenNode {
         let agent = convert::node::agent(node);
         Self {
             node: convert::node::to_core(node),
+            bypassed: (agent.as_ref())
+                .map(|agent| cut(&agent.datapath_bypassed, 128))
+                .unwrap_or_default(),
             links: agent.as_ref().map(|agent| agent.links.clone()).unwrap_or_default(),
             agent: agent.map(|agent| agent.version),
         }
@@ -293,7 +300,7 @@ impl Tables {
     pub(crate) fn agents(&self, version: &str) -> AgentCounts {
         let mut counts = AgentCounts::default();
         self.nodes.read(|rows| {
-            for SeenNode { node, agent, links: _ } in rows.values().map(|row| &row.value) {
+            for SeenNode { node, agent, .. } in rows.values().map(|row| &row.value) {
                 counts.total += 1;
                 match node.server {
                     Server::Agent => counts.full += 1,
@@ -323,6 +330,28 @@ impl Tables {
                 })
                 .collect()
         })
+    }
+
+    /// On which of its meshed nodes PeerPolicies are not enforced. As above, a node that is not ready says nothing.
+    pub(crate) fn unenforced(&self) -> Unenforced {
+        let mut unenforced = Unenforced::default();
+        self.nodes.read(|rows| {
+            let ready = rows.iter().filter(|(_, row)| {
+                let node = &row.value.node;
+                node.ready && !node.deleting && node.public_key != Claim::Absent
+            });
+            for (name, row) in ready {
+                let name = cut(&name.name, 253);
+                match row.value.node.server {
+                    Server::Kilo => drop(unenforced.without_agent.insert(name)),
+                    Server::Agent | Server::AgentPolicy if !row.value.bypassed.is_empty() => {
+                        unenforced.bypassed.insert(name, row.value.bypassed.clone());
+                    }
+                    Server::Agent | Server::AgentPolicy => {}
+                }
+            }
+        });
+        unenforced
     }
 
     /// How many rows each table has and how far it is trusted.

@@ -15,6 +15,7 @@ use crate::{
     metrics::Traffic,
     publish::identity::{Facts, wanted},
     route::Routing,
+    source::cilium::Found,
     status::view::DeviceView,
 };
 
@@ -123,7 +124,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         };
         Looked {
             at,
-            agent: agent(current, &device, &peers),
+            agent: agent(current, &device, &peers, self.parts.bypassed.borrow().as_ref()),
             device,
             peers,
         }
@@ -154,7 +155,12 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
 }
 
 /// What the Node says of this agent.
-fn agent(current: &Current, device: &DeviceView, peers: &BTreeMap<PublicKey, PeerLook>) -> Agent {
+fn agent(
+    current: &Current,
+    device: &DeviceView,
+    peers: &BTreeMap<PublicKey, PeerLook>,
+    bypassed: Option<&Found>,
+) -> Agent {
     let mut links: BTreeMap<String, Link> = BTreeMap::new();
     let mut all = Link::default();
     for (key, look) in peers {
@@ -174,6 +180,7 @@ fn agent(current: &Current, device: &DeviceView, peers: &BTreeMap<PublicKey, Pee
         policy_revision: current.policy_revision.clone(),
         peers_up: all.up,
         peers_down: all.down,
+        datapath_bypassed: Found::annotation(bypassed),
         links: BTreeMap::new(),
     };
     agent.set_links(links);

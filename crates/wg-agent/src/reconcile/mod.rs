@@ -40,6 +40,7 @@ use crate::{
     publish::Wanted,
     route::{self, Routing},
     source::{
+        cilium::Found,
         client::Server,
         objects::{NodeSeen, revision},
         store::{Store, World},
@@ -78,7 +79,7 @@ pub(crate) struct Parts<R, F> {
     pub(crate) names: watch::Sender<BTreeSet<String>>,
     pub(crate) publish: watch::Sender<Wanted>,
     /// What is wrong with a datapath that leads packets past us.
-    pub(crate) bypassed: watch::Receiver<Option<String>>,
+    pub(crate) bypassed: watch::Receiver<Option<Found>>,
     pub(crate) kept: watch::Sender<Kept>,
     /// Where an earlier process heard from its peers.
     pub(crate) live: Live,

@@ -19,14 +19,10 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const INTERFACE: &str = "cilium_host";
 
 /// Says what is wrong whenever that changes, until the token is cancelled.
-pub async fn run(client: Client, said: watch::Sender<Option<String>>, metrics: Metrics, stop: CancellationToken) {
+pub(crate) async fn run(client: Client, said: watch::Sender<Option<Found>>, metrics: Metrics, stop: CancellationToken) {
     loop {
-        let found = match nix::net::if_::if_nametoindex(INTERFACE).is_ok() {
-            false => None,
-            true => look(&client).await,
-        };
+        let found = if serves() { look(&client).await } else { None };
         metrics.bypassed(matches!(found, Some(Found::Bypassed(_))));
-        let found = found.map(|found| found.to_string());
         said.send_if_modified(|before| {
             let changed = *before != found;
             *before = found;
@@ -39,15 +35,22 @@ pub async fn run(client: Client, said: watch::Sender<Option<String>>, metrics: M
     }
 }
 
+/// Whether Cilium serves this node.
+pub(crate) fn serves() -> bool {
+    nix::net::if_::if_nametoindex(INTERFACE).is_ok()
+}
+
 /// What a look came to where Cilium serves the node.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-enum Found {
+pub(crate) enum Found {
+    /// Packets pass by netfilter; why.
     #[error(
         "DatapathBypassed: Cilium leads packets of pods past netfilter here ({0}): PeerPolicies are not enforced on what it \
-         takes past the host's network stack, and pods may not reach the mesh. Set enable-host-legacy-routing to \"true\" in \
-         kube-system/cilium-config (Helm: bpf.hostLegacyRouting=true) and restart Cilium"
+         takes past the host's network stack, and pods may not reach the mesh. Set enable-host-legacy-routing to \"true\" and \
+         datapath-mode to \"veth\" in kube-system/cilium-config (Helm: bpf.hostLegacyRouting=true) and restart Cilium"
     )]
     Bypassed(&'static str),
+    /// Its settings cannot be read.
     #[error(
         "Cilium serves this node, and kube-system/cilium-config cannot be read ({0}), so it is not known whether packets pass \
          netfilter: let this account `get` that ConfigMap (deploy/agent.yaml does)"
@@ -55,7 +58,18 @@ enum Found {
     Unknown(String),
 }
 
-async fn look(client: &Client) -> Option<Found> {
+impl Found {
+    /// For the Node's annotation: why packets pass by netfilter; empty = they are not known to.
+    pub(crate) fn annotation(found: Option<&Self>) -> String {
+        match found {
+            Some(Self::Bypassed(why)) => (*why).to_owned(),
+            Some(Self::Unknown(_)) | None => String::new(),
+        }
+    }
+}
+
+/// Looks once; `None` = packets pass netfilter. Only where Cilium [`serves`].
+pub(crate) async fn look(client: &Client) -> Option<Found> {
     let api: Api<ConfigMap> = Api::namespaced(client.clone(), "kube-system");
     match tokio::time::timeout(PATIENCE, api.get_opt("cilium-config")).await {
         Ok(Ok(Some(map))) => cilium_bypass(&map.data.unwrap_or_default()).map(Found::Bypassed),

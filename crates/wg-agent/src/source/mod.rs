@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use objects::{NodeSeen, PeerSeen, PolicySeen, sockets};
 use store::{Shelf, Store};
 
-pub mod cilium;
+pub(crate) mod cilium;
 pub mod client;
 pub mod lookup;
 pub mod objects;

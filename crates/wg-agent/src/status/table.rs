@@ -64,6 +64,13 @@ fn facts(view: &View) -> Vec<(&'static str, String)> {
     }
     if let Some(agent) = &view.agent {
         facts.push(("Agent", format!("{}, mode {}", agent.version, agent.mode)));
+        if !agent.datapath_bypassed.is_empty() {
+            let why = &agent.datapath_bypassed;
+            facts.push((
+                "Datapath",
+                format!("bypassed ({why}): PeerPolicies are not enforced here"),
+            ));
+        }
     }
     if let Some(DeviceView {
         interface,
@@ -277,6 +284,15 @@ Left out
         assert_eq!((one.peers.len(), one.well()), (1, false));
         view.only(Some("mgmt"), Some("prod--mgmt--a"));
         assert!(view.well());
+        let mut bypassed = view.clone();
+        bypassed.agent.as_mut().unwrap().datapath_bypassed = "datapath-mode is netkit".into();
+        assert!(!bypassed.well());
+        assert!(
+            page(&bypassed)
+                .contains("Datapath  bypassed (datapath-mode is netkit): PeerPolicies are not enforced here\n"),
+            "{}",
+            page(&bypassed)
+        );
         view.troubles[0].harmless = false;
         assert!(!view.well());
         assert!(!View::default().well(), "nothing is known yet");

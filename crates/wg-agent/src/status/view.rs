@@ -105,6 +105,7 @@ impl View {
         self.node.is_some()
             && self.refused.is_empty()
             && self.troubles.iter().all(|trouble| trouble.harmless)
+            && (self.agent.as_ref()).is_none_or(|agent| agent.datapath_bypassed.is_empty())
             && self.peers.values().all(|peer| peer.state != "down")
     }
 

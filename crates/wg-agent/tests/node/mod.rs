@@ -151,7 +151,7 @@ impl World {
         self.lab.node(site.node)
     }
 
-    fn kubeconfig(&self, site: &Site) -> PathBuf {
+    pub(crate) fn kubeconfig(&self, site: &Site) -> PathBuf {
         self.files.path().join(format!("{}.kubeconfig", site.cluster))
     }
 

@@ -1,0 +1,136 @@
+//! On which nodes of a mesh PeerPolicies are not enforced, as those nodes say of themselves: the condition `PolicyEnforced`.
+//! A node's claims are hostile; they are quoted, and can only make its own cluster look worse or better.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::status::Condition;
+
+/// The word for nodes whose packets pass by netfilter.
+pub const DATAPATH_BYPASSED: &str = "DatapathBypassed";
+
+/// Nodes of one member on which something is not enforced, by name.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Unenforced {
+    /// Where packets pass by netfilter, and why, in the agent's words.
+    pub bypassed: BTreeMap<String, String>,
+    /// That Kilo's `kg` serves alone.
+    pub without_agent: BTreeSet<String>,
+}
+
+/// How many nodes of a member are named.
+const NAMED: usize = 10;
+
+/// Whether PeerPolicies are enforced on every node that is meshed; by entry.
+#[must_use]
+pub fn condition(members: &BTreeMap<String, Unenforced>) -> Condition {
+    let bypassed = members.iter().filter(|(_, member)| !member.bypassed.is_empty());
+    let bypassed = bypassed.map(|(cluster, member)| {
+        let reasons: BTreeSet<&str> = member.bypassed.values().map(String::as_str).collect();
+        let reasons: Vec<&str> = reasons.into_iter().take(3).collect();
+        format!(
+            "on {} of cluster {cluster:?} the CNI leads packets of pods past netfilter ({:?}): PeerPolicies do not see them, and \
+             pods there may not reach the mesh. Set enable-host-legacy-routing to \"true\" and datapath-mode to \"veth\" in \
+             kube-system/cilium-config there (Helm: bpf.hostLegacyRouting=true) and restart Cilium",
+            named(member.bypassed.keys()),
+            reasons.join("; "),
+        )
+    });
+    let alone = members.iter().filter(|(_, member)| !member.without_agent.is_empty());
+    let alone = alone.map(|(cluster, member)| {
+        format!(
+            "on {} of cluster {cluster:?} kg runs without wg-agent and accepts whatever its Peers admit: run wg-agent there with \
+             --mode=policy",
+            named(member.without_agent.iter())
+        )
+    });
+    let (bypassed, alone): (Vec<String>, Vec<String>) = (bypassed.collect(), alone.collect());
+    let reason = match (bypassed.is_empty(), alone.is_empty()) {
+        (false, _) => DATAPATH_BYPASSED,
+        (true, false) => "NoAgent",
+        (true, true) => {
+            return Condition {
+                kind: "PolicyEnforced",
+                status: true,
+                reason: "Enforced",
+                message: "no node that is meshed is known not to enforce PeerPolicies".to_owned(),
+            };
+        }
+    };
+    Condition {
+        kind: "PolicyEnforced",
+        status: false,
+        reason,
+        message: [bypassed, alone].concat().join("; "),
+    }
+}
+
+/// `Node a`, `Nodes a, b and 3 more`.
+fn named<'a>(nodes: impl ExactSizeIterator<Item = &'a String>) -> String {
+    let count = nodes.len();
+    let names: Vec<&str> = nodes.take(NAMED).map(String::as_str).collect();
+    let word = if count == 1 { "Node" } else { "Nodes" };
+    let more = match count.saturating_sub(NAMED) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!("{word} {}{more}", names.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bypassed(nodes: &[String]) -> Unenforced {
+        Unenforced {
+            bypassed: nodes
+                .iter()
+                .map(|node| (node.clone(), "datapath-mode is netkit".to_owned()))
+                .collect(),
+            ..Unenforced::default()
+        }
+    }
+
+    #[test]
+    fn a_mesh_is_enforced_where_nobody_says_otherwise() {
+        let members = [("a".to_owned(), Unenforced::default())].into();
+        let condition = condition(&members);
+        assert_eq!(
+            (condition.kind, condition.status, condition.reason),
+            ("PolicyEnforced", true, "Enforced")
+        );
+    }
+
+    #[test]
+    fn nodes_that_do_not_enforce_are_named_with_the_reason_and_the_remedy() {
+        let alone = Unenforced {
+            without_agent: ["k1".to_owned()].into(),
+            ..Unenforced::default()
+        };
+        let members = [
+            ("a".to_owned(), bypassed(&["n2".to_owned(), "n1".to_owned()])),
+            ("b".to_owned(), alone.clone()),
+        ];
+        let both = condition(&members.into());
+        assert_eq!((both.status, both.reason), (false, "DatapathBypassed"));
+        assert_eq!(
+            both.message,
+            "on Nodes n1, n2 of cluster \"a\" the CNI leads packets of pods past netfilter (\"datapath-mode is netkit\"): \
+             PeerPolicies do not see them, and pods there may not reach the mesh. Set enable-host-legacy-routing to \"true\" and \
+             datapath-mode to \"veth\" in kube-system/cilium-config there (Helm: bpf.hostLegacyRouting=true) and restart Cilium; \
+             on Node k1 of cluster \"b\" kg runs without wg-agent and accepts whatever its Peers admit: run wg-agent there with \
+             --mode=policy"
+        );
+        let one = condition(&[("b".to_owned(), alone)].into());
+        assert_eq!((one.status, one.reason), (false, "NoAgent"));
+    }
+
+    #[test]
+    fn of_many_nodes_as_many_are_named_as_a_person_reads() {
+        let nodes: Vec<String> = (0..12).map(|n| format!("n{n:02}")).collect();
+        let message = condition(&[("a".to_owned(), bypassed(&nodes))].into()).message;
+        assert!(
+            message.starts_with("on Nodes n00, n01, n02, n03, n04, n05, n06, n07, n08, n09 and 2 more of cluster"),
+            "{message}"
+        );
+    }
+}

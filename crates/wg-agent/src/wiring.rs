@@ -1,0 +1,129 @@
+//! What both modes start alike: signals, the API server, metrics, the admin endpoint, `wg-agent status`, the watches,
+//! publication, the look at the CNI. What a mode makes of it is in `run` and `beside`.
+
+use std::{net::SocketAddr, path::Path, sync::Arc, time::Duration};
+
+use anyhow::Context;
+use clustermesh_daemon::{Admin, CancellationToken, Liveness, Readiness, State, drain};
+use tokio::{sync::watch, task::JoinSet};
+
+use crate::{
+    lock::Lock,
+    metrics::Metrics,
+    publish::{self, Wanted},
+    source::{self, cilium, client::Connection, store::Store},
+    status::{self, Dump},
+};
+
+/// How long ending may take.
+const DRAIN: Duration = Duration::from_secs(5);
+
+/// What both modes run on.
+pub(crate) struct Running {
+    /// Cancelled by a signal.
+    pub(crate) stop: CancellationToken,
+    pub(crate) connection: Connection,
+    pub(crate) metrics: Metrics,
+    pub(crate) readiness: Readiness,
+    pub(crate) liveness: Liveness,
+    pub(crate) dump: Dump,
+    /// What ends with `stop`.
+    pub(crate) tasks: JoinSet<()>,
+}
+
+/// What is open before anything is served.
+pub(crate) struct Base {
+    pub(crate) running: Running,
+    admin: Admin,
+    state: State,
+}
+
+/// The ends of what was started.
+pub(crate) struct Ends {
+    /// What the Node should say.
+    pub(crate) publish: watch::Sender<Wanted>,
+    /// Whether the CNI leads packets past us.
+    pub(crate) bypassed: watch::Receiver<Option<cilium::Found>>,
+}
+
+impl Base {
+    /// Opens it; `listen` is the admin endpoint's.
+    pub(crate) async fn open(
+        kubeconfig: Option<&Path>,
+        listen: SocketAddr,
+        metrics_per_peer: bool,
+    ) -> anyhow::Result<Self> {
+        let stop = drain::on_signal().context("cannot install the signal handlers")?;
+        let connection = source::client::connect(kubeconfig).await?;
+        let mut registry = clustermesh_daemon::metrics::registry("wg_agent", env!("CARGO_PKG_VERSION"));
+        let running = Running {
+            stop,
+            connection,
+            metrics: Metrics::register(&mut registry, metrics_per_peer),
+            readiness: Readiness::new(),
+            liveness: Liveness::new(),
+            dump: Dump::default(),
+            tasks: JoinSet::new(),
+        };
+        let admin = Admin::bind(listen).await?;
+        let shown = running.dump.clone();
+        let state = State {
+            registry: Arc::new(registry),
+            readiness: running.readiness.clone(),
+            liveness: running.liveness.clone(),
+            dump: Arc::new(move || shown.get()),
+        };
+        Ok(Self { running, admin, state })
+    }
+
+    /// Starts it for this Node, of whose annotations `keys` are this agent's.
+    pub(crate) fn start(
+        self,
+        lock: &Lock,
+        node: &str,
+        keys: &'static [&'static str],
+        store: &Store,
+    ) -> anyhow::Result<(Running, Ends)> {
+        let Self {
+            mut running,
+            admin,
+            state,
+        } = self;
+        let Running {
+            stop,
+            connection,
+            metrics,
+            dump,
+            tasks,
+            ..
+        } = &mut running;
+        let client = || connection.client.clone();
+        let served = admin.serve(state, stop.clone());
+        tasks.spawn(async move {
+            if let Err(error) = served.await {
+                tracing::error!(%error, "the admin endpoint ended");
+            }
+        });
+        let listener = lock.listener().context("cannot answer `wg-agent status`")?;
+        tasks.spawn(status::ask::answer(listener, dump.clone(), stop.clone()));
+        source::follow(tasks, &connection.client, node, keys, store, stop);
+        let (publish, wanted) = watch::channel(Wanted::default());
+        tasks.spawn(publish::run(
+            client(),
+            node.to_owned(),
+            wanted,
+            metrics.clone(),
+            stop.clone(),
+        ));
+        let (bypass, bypassed) = watch::channel(None);
+        tasks.spawn(cilium::run(client(), bypass, metrics.clone(), stop.clone()));
+        Ok((running, Ends { publish, bypassed }))
+    }
+}
+
+impl Running {
+    /// Waits, for a while, until everything has ended.
+    pub(crate) async fn end(mut self) {
+        drain::within(DRAIN, async { while self.tasks.join_next().await.is_some() {} }).await;
+    }
+}
