@@ -14,10 +14,8 @@ pub enum LogFormat {
     Json,
 }
 
-/// What is logged where `RUST_LOG` says nothing: our own at info, the libraries' warnings. boringtun's are lines without a name for
-/// each try at each dead peer; the agent says the same once, by name.
-const DEFAULT_FILTER: &str =
-    "info,kube=warn,kube_client=warn,kube_runtime=error,hyper=warn,tower=warn,rustls=warn,boringtun=off";
+/// What is logged where `RUST_LOG` says nothing: our own at info, the libraries' warnings.
+const DEFAULT_FILTER: &str = "info,kube=warn,kube_client=warn,kube_runtime=error,hyper=warn,tower=warn,rustls=warn";
 
 /// Sets up the log of this process; `RUST_LOG` chooses what is in it (tracing-subscriber's `EnvFilter` syntax).
 ///

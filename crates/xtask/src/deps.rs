@@ -14,6 +14,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("clustermesh-api", &["clustermesh-core"]),
     ("clustermesh-agent-core", &["clustermesh-core"]),
     ("clustermesh-daemon", &[]),
+    ("clustermesh-wireguard", &[]),
     (
         "clustermesh-controller",
         &["clustermesh-core", "clustermesh-api", "clustermesh-daemon"],
@@ -25,6 +26,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "clustermesh-api",
             "clustermesh-agent-core",
             "clustermesh-daemon",
+            "clustermesh-wireguard",
         ],
     ),
     (
@@ -47,6 +49,20 @@ const ALLOWED: &[(&str, &[&str])] = &[
 const PURE: &[(&str, &[&str])] = &[
     ("clustermesh-core", &["base64", "ipnet", "thiserror"]),
     ("clustermesh-agent-core", &["base64", "ipnet", "thiserror", "zeroize"]),
+    (
+        "clustermesh-wireguard",
+        &[
+            "blake2",
+            "chacha20poly1305",
+            "getrandom",
+            "ring",
+            "snow",
+            "subtle",
+            "thiserror",
+            "x25519-dalek",
+            "zeroize",
+        ],
+    ),
 ];
 
 #[derive(Deserialize)]

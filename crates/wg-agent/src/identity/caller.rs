@@ -13,11 +13,11 @@ use std::{
     },
 };
 
-use blake2::{
-    Blake2s256, Blake2sMac, Digest,
-    digest::{FixedOutput, KeyInit, Update, consts::U16},
-};
 use clustermesh_core::key::PublicKey;
+use clustermesh_wireguard::{
+    Gate,
+    message::{INITIATION, Message},
+};
 use rtnetlink::sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocols::NETLINK_NETFILTER};
 use tokio::task::AbortHandle;
 
@@ -30,9 +30,6 @@ use crate::{
 const TABLE: &str = "clustermesh-rotate";
 /// nfnetlink_log's group: any number that nobody else listens to.
 const GROUP: u16 = 5182;
-/// Bytes of a handshake initiation (WireGuard paper §5.4.2), and where its first MAC stands.
-const INITIATION: usize = 148;
-const MAC1: std::ops::Range<usize> = 116..132;
 
 /// Listens as long as the value lives.
 #[derive(Debug)]
@@ -65,10 +62,10 @@ impl Caller {
         let called = Arc::new(AtomicBool::new(false));
         let heard = Arc::clone(&called);
         let task = tokio::spawn(async move {
-            let key = mac1_key(&key);
+            let gate = gate(&key);
             loop {
                 match socket.recv_from_full().await {
-                    Ok((datagram, _)) if payloads(&datagram).any(|packet| calls(packet, &key)) => {
+                    Ok((datagram, _)) if payloads(&datagram).any(|packet| calls(packet, &gate)) => {
                         heard.store(true, Ordering::Release);
                         store.ring();
                         return;
@@ -189,23 +186,15 @@ fn pieces(mut rest: &[u8], length: impl Fn(&[u8]) -> Option<usize>) -> impl Iter
     })
 }
 
-/// What the first MAC of a handshake message is made with (WireGuard paper §5.4.4).
-fn mac1_key(key: &PublicKey) -> [u8; 32] {
-    Digest::chain_update(Blake2s256::new_with_prefix(b"mac1----"), key.as_bytes())
-        .finalize()
-        .into()
+/// Knows what is for the key; it never counts.
+fn gate(key: &PublicKey) -> Gate {
+    Gate::new(&(*key.as_bytes()).into(), u64::MAX)
 }
 
 /// Whether an IP packet that ends with a handshake initiation is for the key.
-fn calls(packet: &[u8], key: &[u8; 32]) -> bool {
-    let Some(message) = packet.len().checked_sub(INITIATION).map(|at| &packet[at..]) else {
-        return false;
-    };
-    let Ok(mut mac) = Blake2sMac::<U16>::new_from_slice(key) else {
-        return false;
-    };
-    Update::update(&mut mac, &message[..MAC1.start]);
-    message[..4] == [1, 0, 0, 0] && mac.finalize_fixed()[..] == message[MAC1]
+fn calls(packet: &[u8], gate: &Gate) -> bool {
+    let message = packet.last_chunk::<INITIATION>();
+    message.is_some_and(|message| matches!(gate.addressed(message), Some(Message::Initiation(_))))
 }
 
 #[cfg(test)]
@@ -235,13 +224,13 @@ mod tests {
     fn a_call_names_the_key_it_is_for() {
         let (ours, other) = (key(2).1, key(3).1);
         let packet = initiation(&ours);
-        assert!(calls(&packet, &mac1_key(&ours)));
-        assert!(!calls(&packet, &mac1_key(&other)));
-        assert!(!calls(&packet[1..147], &mac1_key(&ours)));
-        assert!(!calls(&[], &mac1_key(&ours)));
+        assert!(calls(&packet, &gate(&ours)));
+        assert!(!calls(&packet, &gate(&other)));
+        assert!(!calls(&packet[1..147], &gate(&ours)));
+        assert!(!calls(&[], &gate(&ours)));
         let mut changed = packet.clone();
         changed[28 + 60] ^= 1;
-        assert!(!calls(&changed, &mac1_key(&ours)));
+        assert!(!calls(&changed, &gate(&ours)));
     }
 
     #[test]

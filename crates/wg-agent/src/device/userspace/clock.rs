@@ -4,13 +4,10 @@ use std::{
     cmp::Reverse,
     collections::BinaryHeap,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use super::peers::Peer;
-
-/// The longest wait, for the housekeeping that goes along.
-const HOUSEKEEPING: Duration = Duration::from_secs(1);
 
 #[derive(Default)]
 pub(super) struct Clock {
@@ -27,16 +24,6 @@ struct State {
 struct Entry {
     at: Instant,
     peer: Weak<Peer>,
-}
-
-/// What the clock says.
-pub(super) enum Tick {
-    /// This peer's time has come.
-    Peer(Arc<Peer>, Instant),
-    /// Nothing for a while.
-    Idle,
-    /// The device is closing.
-    Stop,
 }
 
 impl Clock {
@@ -57,30 +44,28 @@ impl Clock {
         self.changed.notify_one();
     }
 
-    /// Waits for the next tick. An entry that a later one has replaced is returned too; the tunnel knows.
-    pub(super) fn next(&self) -> Tick {
-        let until = Instant::now() + HOUSEKEEPING;
+    /// Waits for the next peer's time; `None` = the device is closing. An entry that a later one has replaced is returned too; the tunnel
+    /// knows.
+    pub(super) fn next(&self) -> Option<(Arc<Peer>, Instant)> {
         let mut state = self.state();
         loop {
             if state.stopped {
-                return Tick::Stop;
+                return None;
             }
             let now = Instant::now();
-            let due = match state.queue.peek() {
-                Some(Reverse(first)) if first.at <= now => {
-                    if let Some(Reverse(entry)) = state.queue.pop()
-                        && let Some(peer) = entry.peer.upgrade()
-                    {
-                        return Tick::Peer(peer, entry.at);
-                    }
-                    continue;
+            let Some(Reverse(first)) = state.queue.peek() else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let wait = first.at.saturating_duration_since(now);
+            if wait.is_zero() {
+                if let Some(Reverse(entry)) = state.queue.pop()
+                    && let Some(peer) = entry.peer.upgrade()
+                {
+                    return Some((peer, entry.at));
                 }
-                Some(Reverse(first)) => first.at.min(until),
-                None => until,
-            };
-            let Some(wait) = due.checked_duration_since(now).filter(|wait| !wait.is_zero()) else {
-                return Tick::Idle;
-            };
+                continue;
+            }
             state = self
                 .changed
                 .wait_timeout(state, wait)

@@ -2,7 +2,7 @@
 //! up, one immutable table for each batch.
 
 use std::{
-    net::{IpAddr, SocketAddr},
+    net::SocketAddr,
     os::fd::{AsFd, OwnedFd},
     sync::{
         Arc, PoisonError, RwLock,
@@ -15,7 +15,7 @@ use clustermesh_agent_core::device::Peers;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::{
-    clock::{Clock, Tick},
+    clock::Clock,
     drops::{Drop, Drops},
     handshakes::Handshakes,
     peers::{Identity, Peer, PeerState, Table},
@@ -68,8 +68,6 @@ pub(super) struct Wire<'a> {
     view: &'a View<'a>,
     pub(super) endpoint: Option<SocketAddr>,
     pub(super) sent: u64,
-    /// The length of the inner packet that was decrypted, and its source.
-    pub(super) inner: Option<(usize, IpAddr)>,
 }
 
 impl Output for Wire<'_> {
@@ -82,10 +80,6 @@ impl Output for Wire<'_> {
             }
             Some(_) => shared.drops.count(Drop::Network),
         }
-    }
-
-    fn inner(&mut self, packet: &[u8], source: IpAddr) {
-        self.inner = Some((packet.len(), source));
     }
 }
 
@@ -113,7 +107,6 @@ impl<'a> View<'a> {
             view: self,
             endpoint,
             sent: 0,
-            inner: None,
         }
     }
 
@@ -129,31 +122,19 @@ impl<'a> View<'a> {
 /// Retries, keepalives and held responses, until the device stops.
 pub(super) fn clockwork(shared: &Shared) {
     let mut scratch = vec![0; BUFFER];
-    let mut housekept = Instant::now();
-    loop {
-        let tick = shared.clock.next();
-        let now = Instant::now();
-        match tick {
-            Tick::Stop => return,
-            Tick::Idle => {}
-            Tick::Peer(peer, at) => {
-                let view = View::new(shared, 0);
-                let mut state = peer.state();
-                if state.tunnel.expects_tick(at) {
-                    if state.endpoint.is_some() {
-                        let mut wire = view.wire(state.endpoint);
-                        state.tunnel.tick(now, &mut scratch, &mut wire);
-                        state.tx_bytes += wire.sent;
-                        view.schedule(&peer, &mut state, now);
-                    } else {
-                        state.tunnel.skip_tick();
-                    }
-                }
-            }
+    while let Some((peer, at)) = shared.clock.next() {
+        let (view, now) = (View::new(shared, 0), Instant::now());
+        let mut state = peer.state();
+        if !state.tunnel.expects_tick(at) {
+            continue;
         }
-        if now.duration_since(housekept).as_secs() >= 1 {
-            housekept = now;
-            current(&shared.identity).limiter.reset_count();
+        if state.endpoint.is_some() {
+            let mut wire = view.wire(state.endpoint);
+            state.tunnel.tick(now, &mut scratch, &mut wire);
+            state.tx_bytes += wire.sent;
+            view.schedule(&peer, &mut state, now);
+        } else {
+            state.tunnel.skip_tick();
         }
     }
 }

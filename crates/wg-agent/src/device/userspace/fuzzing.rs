@@ -1,30 +1,21 @@
 //! A session in memory that a script of bytes may do anything to: for the fuzz targets (fuzz/) and their corpus, no part of the agent.
 
 use std::{
-    net::{IpAddr, Ipv4Addr},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use x25519_dalek::{PublicKey, StaticSecret};
+use clustermesh_wireguard::Local;
+use x25519_dalek::StaticSecret;
 
-use super::tunnel::{Output, Tunnel, no_limit};
+use super::tunnel::{Output, Tunnel};
 
-const PEER_AT: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 2));
 /// The largest packet of a script, and room for what a message adds.
 const BUFFER: usize = 4096;
 
-#[derive(Default)]
-struct Said {
-    network: Vec<Vec<u8>>,
-    inner: Vec<Vec<u8>>,
-}
-
-impl Output for Said {
+impl Output for Vec<Vec<u8>> {
     fn network(&mut self, datagram: &[u8]) {
-        self.network.push(datagram.to_vec());
-    }
-    fn inner(&mut self, packet: &[u8], _: IpAddr) {
-        self.inner.push(packet.to_vec());
+        self.push(datagram.to_vec());
     }
 }
 
@@ -33,10 +24,9 @@ impl Output for Said {
 #[must_use]
 pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
     let mut now = Instant::now();
-    let (ours, theirs) = (StaticSecret::from([1; 32]), StaticSecret::from([2; 32]));
-    let (our_public, their_public) = (PublicKey::from(&ours), PublicKey::from(&theirs));
-    let mut us = Tunnel::new(ours, their_public, None, 1, no_limit(&our_public), None, now);
-    let mut peer = Tunnel::new(theirs, our_public, None, 2, no_limit(&their_public), None, now);
+    let [ours, theirs] = [1, 2].map(|number| Arc::new(Local::new(StaticSecret::from([number; 32]))));
+    let mut us = Tunnel::new(Arc::clone(&ours), theirs.public, None, 1, None, now);
+    let mut peer = Tunnel::new(theirs, ours.public, None, 2, None, now);
     let mut scratch = vec![0; BUFFER];
     let mut packet = vec![0; BUFFER];
     let (mut sent, mut given) = (Vec::new(), Vec::new());
@@ -46,8 +36,14 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
     while let [step, length, after @ ..] = rest {
         let (bytes, following) = after.split_at(after.len().min(usize::from(*length) * 4));
         rest = following;
-        let mut said = Said::default();
-        let mut answers = Said::default();
+        let (mut said, mut answers) = (Vec::new(), Vec::new());
+        let mut hear = |us: &mut Tunnel, message: &[u8], said: &mut Vec<Vec<u8>>| {
+            if let Ok(received) = us.receive(message, now, &mut packet, &mut scratch, said)
+                && let Some((length, _)) = received.inner
+            {
+                given.push(packet[..length].to_vec());
+            }
+        };
         match step {
             // The peer sends a packet.
             b's' => {
@@ -59,7 +55,7 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
             // The oldest message arrives, whole.
             b'a' if !wire.is_empty() => {
                 let message = wire.remove(0);
-                let _ = us.receive(PEER_AT, &message, now, &mut packet, &mut scratch, &mut said);
+                hear(&mut us, &message, &mut said);
             }
             // The newest one arrives changed, or cut, or once more.
             b'c' => {
@@ -69,11 +65,11 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
                         message[at] ^= change;
                     }
                     message.truncate(message.len() - bytes.len() % message.len().max(1));
-                    let _ = us.receive(PEER_AT, &message, now, &mut packet, &mut scratch, &mut said);
+                    hear(&mut us, &message, &mut said);
                 }
             }
             // Anything arrives.
-            b'r' => drop(us.receive(PEER_AT, bytes, now, &mut packet, &mut scratch, &mut said)),
+            b'r' => hear(&mut us, bytes, &mut said),
             // Time passes.
             b't' => {
                 now += Duration::from_millis(50 * u64::from(bytes.first().copied().unwrap_or(1)));
@@ -82,12 +78,11 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
             }
             _ => {}
         }
-        given.append(&mut said.inner);
         // Toward the peer the network is kind.
-        for message in said.network {
-            let _ = peer.receive(PEER_AT, &message, now, &mut packet, &mut scratch, &mut answers);
+        for message in said {
+            let _ = peer.receive(&message, now, &mut packet, &mut scratch, &mut answers);
         }
-        wire.append(&mut answers.network);
+        wire.append(&mut answers);
     }
     (sent, given)
 }

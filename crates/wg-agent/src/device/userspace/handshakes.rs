@@ -8,19 +8,17 @@ use std::{
     time::Instant,
 };
 
-use boringtun::noise::{Packet, Tunn, handshake::parse_handshake_anon};
 use clustermesh_core::key::PublicKey;
+use clustermesh_wireguard::{message::INITIATION, read_initiation};
 
 use super::{
-    datapath::{BUFFER, Shared, View, current},
+    datapath::{Shared, View, current},
     drops::{Drop, Drops},
-    inbound::accept,
+    inbound::refused,
 };
 
 /// Initiations that may wait; the oldest give way. At some 5,000 a second and core none waits longer than their sender does.
 const QUEUE: usize = 1024;
-/// Of an initiation (whitepaper §5.4.2).
-const LENGTH: usize = 148;
 
 #[derive(Default)]
 pub(super) struct Handshakes {
@@ -35,17 +33,14 @@ struct State {
 }
 
 struct Waiting {
-    datagram: [u8; LENGTH],
+    datagram: [u8; INITIATION],
     source: SocketAddr,
     lane: usize,
 }
 
 impl Handshakes {
     /// Takes an initiation that names our key.
-    pub(super) fn add(&self, datagram: &[u8], source: SocketAddr, lane: usize, drops: &Drops) {
-        let Ok(datagram) = datagram.try_into() else {
-            return;
-        };
+    pub(super) fn add(&self, datagram: [u8; INITIATION], source: SocketAddr, lane: usize, drops: &Drops) {
         let mut state = self.state();
         if state.queue.len() >= QUEUE {
             state.queue.pop_front();
@@ -81,28 +76,29 @@ impl Handshakes {
 
 /// Answers initiations until the device stops.
 pub(super) fn answer(shared: &Shared) {
-    let mut packet = vec![0; LENGTH];
-    let mut scratch = vec![0; BUFFER];
     while let Some(waiting) = shared.handshakes.next() {
-        if let Err(reason) = one(shared, &waiting, &mut packet, &mut scratch) {
+        if let Err(reason) = one(shared, &waiting) {
             shared.drops.count(reason);
         }
     }
 }
 
-fn one(shared: &Shared, waiting: &Waiting, packet: &mut [u8], scratch: &mut [u8]) -> Result<(), Drop> {
+fn one(shared: &Shared, waiting: &Waiting) -> Result<(), Drop> {
     let Waiting { datagram, source, lane } = waiting;
     let view = View::new(shared, *lane);
-    let identity = current(&shared.identity);
     let now = Instant::now();
-    let Ok(Packet::HandshakeInit(initiation)) = Tunn::parse_incoming_packet(datagram) else {
-        return Err(Drop::Invalid);
-    };
-    let half = parse_handshake_anon(&identity.private, &identity.public, &initiation).map_err(|_| Drop::Invalid)?;
-    let peer = view.table.by_key.get(&PublicKey::new(half.peer_static_public));
+    // The costly part, while nobody is locked.
+    let initiation = read_initiation(&current(&shared.identity).local, datagram).map_err(refused)?;
+    let peer = view.table.by_key.get(&PublicKey::new(initiation.peer().to_bytes()));
     let peer = peer.ok_or(Drop::UnknownPeer)?;
     let mut state = peer.state();
-    let result = accept(&view, &mut state, datagram, *source, now, packet, scratch);
+    let mut wire = view.wire(Some(*source));
+    let result = state.tunnel.initiated(initiation, now, &mut wire);
+    state.tx_bytes += wire.sent;
+    if result.is_ok() {
+        state.endpoint = Some(*source);
+        state.rx_bytes += datagram.len() as u64;
+    }
     view.schedule(peer, &mut state, now);
-    result.map(drop)
+    result.map(drop).map_err(refused)
 }

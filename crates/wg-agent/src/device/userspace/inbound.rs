@@ -9,8 +9,8 @@ use std::{
     time::Instant,
 };
 
-use boringtun::noise::{Packet, TunnResult, errors::WireGuardError};
 use clustermesh_agent_core::offload::Coalescer;
+use clustermesh_wireguard::{Refused, Verdict, message::Message};
 
 use super::{
     datapath::{BATCH, BUFFER, BURST, Shared, View, current, wait},
@@ -142,29 +142,24 @@ impl Inbound<'_> {
     /// Everything but data: rare, and looked at before any peer is.
     fn control(&mut self, datagram: &[u8], source: SocketAddr) -> Result<(), Drop> {
         let (view, identity) = (self.view, self.identity);
-        let scratch = &mut self.space.scratch;
-        let packet = match identity.limiter.verify_packet(Some(source.ip()), datagram, scratch) {
-            Ok(packet) => packet,
-            Err(TunnResult::WriteToNetwork(cookie)) => {
-                let _ = view.sockets.send(view.lane, cookie, source);
+        let message = match identity.gate.judge(datagram, source, self.now) {
+            Verdict::Pass(message) => message,
+            Verdict::Reply(cookie) => {
+                let _ = view.sockets.send(view.lane, &cookie, source);
                 return Err(Drop::UnderLoad);
             }
-            Err(_) => return Err(Drop::Invalid),
+            Verdict::Invalid => return Err(Drop::Invalid),
         };
-        let index = match packet {
-            Packet::HandshakeInit(_) => {
-                if !identity.sources.allow(source.ip(), self.now) {
-                    return Err(Drop::UnderLoad);
-                }
-                view.shared
-                    .handshakes
-                    .add(datagram, source, view.lane, &view.shared.drops);
-                return Ok(());
+        if let Message::Initiation(initiation) = message {
+            if !identity.sources.allow(source.ip(), self.now) {
+                return Err(Drop::UnderLoad);
             }
-            Packet::HandshakeResponse(response) => response.receiver_idx,
-            Packet::PacketCookieReply(cookie) => cookie.receiver_idx,
-            Packet::PacketData(data) => data.receiver_idx,
-        };
+            view.shared
+                .handshakes
+                .add(*initiation, source, view.lane, &view.shared.drops);
+            return Ok(());
+        }
+        let index = message.receiver().ok_or(Drop::Invalid)?;
         let peer = view.table.by_index.get(&(index >> 8)).ok_or(Drop::UnknownPeer)?;
         let mut state = peer.state();
         let result = self.datagram(peer, &mut state, datagram, source, &mut None);
@@ -226,7 +221,7 @@ impl Inbound<'_> {
 }
 
 /// Gives a datagram to its peer's tunnel: the length of the inner packet at the beginning of `packet` and its source, if it had one.
-pub(super) fn accept(
+fn accept(
     view: &View<'_>,
     state: &mut PeerState,
     datagram: &[u8],
@@ -235,29 +230,22 @@ pub(super) fn accept(
     packet: &mut [u8],
     scratch: &mut [u8],
 ) -> Result<Option<(usize, IpAddr)>, Drop> {
-    let mut wire = view.wire(state.endpoint);
-    state.tunnel.refresh(now, scratch, &mut wire);
-    wire.endpoint = Some(source);
-    let outcome = state
-        .tunnel
-        .receive(source.ip(), datagram, now, packet, scratch, &mut wire);
-    let inner = wire.inner;
+    let mut wire = view.wire(Some(source));
+    let outcome = state.tunnel.receive(datagram, now, packet, scratch, &mut wire);
     state.tx_bytes += wire.sent;
-    match outcome {
-        Ok(authenticated) => {
-            if authenticated {
-                state.endpoint = Some(source);
-            }
-            state.rx_bytes += datagram.len() as u64;
-            Ok(inner)
-        }
-        Err(
-            WireGuardError::DuplicateCounter | WireGuardError::InvalidCounter | WireGuardError::WrongTai64nTimestamp,
-        ) => Err(Drop::Replayed),
-        Err(WireGuardError::NoCurrentSession | WireGuardError::WrongIndex | WireGuardError::UnexpectedPacket) => {
-            Err(Drop::UnknownPeer)
-        }
-        Err(_) => Err(Drop::Invalid),
+    let received = outcome.map_err(refused)?;
+    if received.authentic {
+        state.endpoint = Some(source);
+    }
+    state.rx_bytes += datagram.len() as u64;
+    Ok(received.inner)
+}
+
+pub(super) const fn refused(reason: Refused) -> Drop {
+    match reason {
+        Refused::Invalid => Drop::Invalid,
+        Refused::Replayed => Drop::Replayed,
+        Refused::UnknownSession => Drop::UnknownPeer,
     }
 }
 

@@ -1,4 +1,4 @@
-//! WireGuard in this process: the protocol core of boringtun between a TUN device and two UDP sockets. What peers there should be
+//! WireGuard in this process: the protocol (`clustermesh_wireguard`) between a TUN device and two UDP sockets. What peers there should be
 //! is decided elsewhere.
 //!
 //! Plain threads carry packets: for each worker one from interface to network (`outbound`) and one back (`inbound`); the clock
@@ -21,6 +21,7 @@ pub mod fuzzing;
 mod handshakes;
 mod held;
 mod inbound;
+mod inner;
 mod link;
 mod outbound;
 mod peers;

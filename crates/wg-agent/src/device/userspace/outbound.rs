@@ -4,28 +4,26 @@
 use std::{
     fs::File,
     io::IoSlice,
-    net::{IpAddr, SocketAddr},
+    net::SocketAddr,
     sync::{Arc, MutexGuard, atomic::Ordering},
     time::{Duration, Instant},
 };
 
-use boringtun::noise::Tunn;
 use clustermesh_agent_core::{
     offload::{HEADER, Header, Segments, complete},
     unreachable::unreachable,
 };
+use clustermesh_wireguard::message::OVERHEAD;
 use rustix::io::Errno;
 
 use super::{
     datapath::{BATCH, BUFFER, BURST, Shared, View, wait},
     drops::Drop,
+    inner::destination,
     peers::{Peer, PeerState},
     sockets::{RUN, RUN_BYTES},
     tun,
 };
-
-/// What a data message adds to its packet (whitepaper §5.4.6).
-const OVERHEAD: usize = 32;
 
 /// Errors that one worker sends a second: a sender that does not stop is told often enough.
 const ERRORS: u32 = 100;
@@ -211,12 +209,6 @@ impl<'a, 'e> Outbound<'a, 'e> {
             return;
         };
         let padded = pad(packet, length, self.mtu);
-        if state.tunnel.wants_refresh(self.now) {
-            self.run.send();
-            let mut wire = self.view.wire(Some(endpoint));
-            state.tunnel.refresh(self.now, self.scratch, &mut wire);
-            state.tx_bytes += wire.sent;
-        }
         let datagram = self.run.room(endpoint, padded + OVERHEAD);
         if let Some(sealed) = state.tunnel.seal(&packet[..padded], self.now, datagram) {
             state.tx_bytes += sealed as u64;
@@ -286,10 +278,6 @@ impl<'a> Run<'a> {
         self.send();
         self.to = None;
     }
-}
-
-fn destination(packet: &[u8]) -> Option<IpAddr> {
-    Tunn::dst_address(packet)
 }
 
 /// Pads with zeros to a multiple of 16, within the MTU, as the protocol asks: lengths tell less then (whitepaper §5.4.6).

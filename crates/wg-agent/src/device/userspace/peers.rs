@@ -8,52 +8,41 @@ use std::{
     time::{Duration, Instant},
 };
 
-use boringtun::noise::rate_limiter::RateLimiter;
 use clustermesh_agent_core::device::PeerSpec;
 use clustermesh_core::key::PublicKey;
+use clustermesh_wireguard::{Gate, Local};
 use x25519_dalek::StaticSecret;
 
-use super::{
-    held::Budget,
-    ranges::Ranges,
-    sources::Sources,
-    tunnel::{self, Tunnel},
-};
+use super::{held::Budget, ranges::Ranges, sources::Sources, tunnel::Tunnel};
 
 /// Handshakes a second beyond which senders must first show, by a cookie, that their address is theirs.
 pub(super) const HANDSHAKES_PER_SECOND: u64 = 1000;
 
 /// Who we are, and the judge of handshakes sent to that identity.
 pub(super) struct Identity {
-    pub(super) private: StaticSecret,
-    pub(super) public: x25519_dalek::PublicKey,
-    pub(super) limiter: RateLimiter,
+    pub(super) local: Arc<Local>,
+    pub(super) gate: Gate,
     pub(super) sources: Sources,
-    unlimited: Arc<RateLimiter>,
     held: Budget,
 }
 
 impl Identity {
     pub(super) fn new(private: StaticSecret) -> Self {
-        let public = x25519_dalek::PublicKey::from(&private);
-        let limiter = RateLimiter::new(&public, HANDSHAKES_PER_SECOND);
+        let local = Local::new(private);
         Self {
+            gate: Gate::new(&local.public, HANDSHAKES_PER_SECOND),
             sources: Sources::default(),
             held: Budget::default(),
-            unlimited: tunnel::no_limit(&public),
-            private,
-            public,
-            limiter,
+            local: Arc::new(local),
         }
     }
 
     pub(super) fn tunnel(&self, key: &PublicKey, spec: &PeerSpec, index: u32, now: Instant) -> Tunnel {
         Tunnel::new(
-            self.private.clone(),
+            Arc::clone(&self.local),
             x25519_dalek::PublicKey::from(*key.as_bytes()),
             spec.preshared_key.as_ref().map(|key| *key.expose()),
             index,
-            Arc::clone(&self.unlimited),
             keepalive(spec),
             now,
         )

@@ -1,12 +1,8 @@
-//! One peer's WireGuard session: boringtun's protocol core, and our own rules for when to speak.
-//! Sockets, interfaces, locks and the table of peers live elsewhere; time is handed in.
+//! One peer's WireGuard sessions and the rules for when to speak (whitepaper §6, the kernel's `timers.c`). Sockets, interfaces, locks and
+//! the table of peers live elsewhere; time is handed in.
 //!
-//! The core encrypts, decrypts and answers; we decide when a handshake starts, because left alone it
-//! - starts one for every packet that has no session, also in the round trip after it has answered the peer's initiation.
-//!   Kernel WireGuard sends no handshake within 5 s of its last initiation *or response*; so do we.
-//! - forgets a passive keepalive when data went both ways within one of its clock ticks. The peer then thinks us dead after
-//!   15 s and starts again, every time (cloudflare/boringtun#495). We keep these two timers ourselves.
-//! - gives up for good 90 s after a silent peer, persistent keepalive or not. We ask again when there is a reason to.
+//! Nothing is sent within 5 s of the last initiation *or response*, as the kernel: also not for a packet that has no session in the round
+//! trip after we have answered the peer's initiation.
 //!
 //! **Crossed handshakes.** wireguard-go handles an initiation and a response of one peer at the same time in two workers and
 //! does not look again at the state of the handshake before it stores the result (`ConsumeMessageResponse`): when our
@@ -27,101 +23,79 @@
 use std::{
     net::IpAddr,
     sync::Arc,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
-use boringtun::noise::{Tunn, TunnResult, errors::WireGuardError, rate_limiter::RateLimiter};
-use x25519_dalek::{PublicKey, StaticSecret};
+use clustermesh_wireguard::{
+    Initiation, Initiator, Keys, Local, Macs, Refused, Timestamp, initiate,
+    message::{Message, RESPONSE},
+    read_initiation,
+};
+use x25519_dalek::PublicKey;
 use zeroize::Zeroizing;
 
-use super::held::{Budget, Held};
+use super::{
+    held::{Budget, Held},
+    inner,
+};
 
 #[cfg(test)]
 mod tests;
 
 /// WireGuard's own retry: no handshake message within this time of the last one (whitepaper §6.1, `REKEY_TIMEOUT`).
 const REKEY_TIMEOUT: Duration = Duration::from_secs(5);
+/// Up to so much is added to it, so that two that began together do not go on together (§6.4).
+const MOST_JITTER: u16 = 333;
 /// How long a wanted session is tried for before its packets are dropped (`REKEY_ATTEMPT_TIME`).
 const ATTEMPT_TIME: Duration = Duration::from_secs(90);
 /// Data came and nothing went back for so long: say that we are here (`KEEPALIVE_TIMEOUT`).
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
-/// No key is used or kept longer than this (`REJECT_AFTER_TIME`).
-const REJECT_AFTER_TIME: Duration = Duration::from_secs(180);
+/// Data went and nothing came back for so long: the peer has lost our session.
+const SILENCE: Duration = KEEPALIVE_TIMEOUT.saturating_add(REKEY_TIMEOUT);
 /// A response to an initiation that crossed ours waits until ours is so old.
 const HOLD: Duration = Duration::from_millis(50);
-/// The core's clock: it stamps events with the time of its last tick.
-const CORE_TICK: Duration = Duration::from_millis(250);
-/// While a handshake is under way, and while only a session is to be watched.
-const BUSY_TICK: Duration = Duration::from_millis(250);
-const CALM_TICK: Duration = Duration::from_secs(1);
-
-const INITIATION: u8 = 1;
-const RESPONSE: u8 = 2;
-const DATA: u8 = 4;
-const RESPONSE_LEN: usize = 92;
-/// The shortest (RFC 791 §3.1).
-const IPV4_HEADER: usize = 20;
 
 /// Where a tunnel's output goes, as soon as it is made.
 pub(super) trait Output {
     /// A UDP payload for the peer.
     fn network(&mut self, datagram: &[u8]);
-    /// An inner packet that the peer sent, authenticated but not yet checked against its allowed ranges.
-    fn inner(&mut self, packet: &[u8], source: IpAddr);
 }
 
-/// The protocol core, made when the first word is said: it costs two multiplications on the curve and some 10 KiB, which thousands of
-/// peers that nobody speaks to need not pay.
-struct Core {
-    private: StaticSecret,
-    peer: PublicKey,
-    preshared_key: Option<Zeroizing<[u8; 32]>>,
-    index: u32,
-    limiter: Arc<RateLimiter>,
-    made: Option<Box<Tunn>>,
-}
-
-impl Core {
-    fn get(&mut self) -> &mut Tunn {
-        self.made.get_or_insert_with(|| {
-            Box::new(Tunn::new(
-                self.private.clone(),
-                self.peer,
-                self.preshared_key.as_deref().copied(),
-                // The core's own persistent keepalive cannot be changed later, so it is not used.
-                None,
-                self.index,
-                Some(Arc::clone(&self.limiter)),
-            ))
-        })
-    }
-
-    fn has_session(&self) -> bool {
-        self.made
-            .as_ref()
-            .is_some_and(|core| core.time_since_last_handshake().is_some())
-    }
+/// What a datagram turned out to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Received {
+    /// It came from the peer: its source is where the peer is now.
+    pub(super) authentic: bool,
+    /// The length of the inner packet, and its source, which is not yet checked against the peer's ranges.
+    pub(super) inner: Option<(usize, IpAddr)>,
 }
 
 /// See the module.
 pub(super) struct Tunnel {
-    core: Core,
+    local: Arc<Local>,
+    peer: PublicKey,
+    preshared_key: Zeroizing<[u8; 32]>,
+    index: u32,
+    /// The lowest bits of the next index.
+    generation: u8,
+    macs: Macs,
+    keys: Keys,
     keepalive: Option<Duration>,
     /// What waits for a session.
     held_packets: Held,
-    /// Whether the core has a session to send by; asking it costs a look at the clock.
-    keyed: bool,
-    core_ticked: Instant,
-    /// Our last initiation or response.
-    handshake_sent: Option<Instant>,
-    /// Our last initiation, until it is answered.
-    initiation: Option<Instant>,
-    /// We answered an initiation and have not heard on that session yet.
-    answered: bool,
+    /// The newest initiation of the peer, by its clock; and ours.
+    heard: Timestamp,
+    said: Timestamp,
+    /// No handshake message before this.
+    quiet_until: Option<Instant>,
+    /// Our last initiation, until it is answered, and when it was sent.
+    initiation: Option<(Initiator, Instant)>,
     /// A response to an initiation that crossed ours, and when to send it.
-    held: Option<(Instant, [u8; RESPONSE_LEN])>,
+    held: Option<(Instant, [u8; RESPONSE])>,
     /// Since when someone waits for a session.
     wanted: Option<Instant>,
+    /// A new session was asked for because the present one nears its end.
+    renewing: bool,
     /// The first inner packet received since we last sent anything.
     unanswered_by_us: Option<Instant>,
     /// The first inner packet sent since we last received anything.
@@ -133,40 +107,33 @@ pub(super) struct Tunnel {
     urgent: bool,
 }
 
-/// A limiter that never limits: the device's own has judged a handshake message before a tunnel sees it.
-pub(super) fn no_limit(own_public: &PublicKey) -> Arc<RateLimiter> {
-    Arc::new(RateLimiter::new(own_public, u64::MAX))
-}
-
 impl Tunnel {
     /// `index` has 24 bits and is this peer's alone: it leads every receiver index the peer will use toward us.
     pub(super) fn new(
-        private: StaticSecret,
+        local: Arc<Local>,
         peer: PublicKey,
         preshared_key: Option<[u8; 32]>,
         index: u32,
-        limiter: Arc<RateLimiter>,
         keepalive: Option<Duration>,
         now: Instant,
     ) -> Self {
         Self {
-            core: Core {
-                private,
-                peer,
-                preshared_key: preshared_key.map(Zeroizing::new),
-                index,
-                limiter,
-                made: None,
-            },
+            local,
+            peer,
+            preshared_key: Zeroizing::new(preshared_key.unwrap_or_default()),
+            index,
+            generation: 0,
+            macs: Macs::new(&peer),
+            keys: Keys::default(),
             keepalive,
             held_packets: Held::default(),
-            keyed: false,
-            core_ticked: now,
-            handshake_sent: None,
+            heard: Timestamp::default(),
+            said: Timestamp::default(),
+            quiet_until: None,
             initiation: None,
-            answered: false,
             held: None,
             wanted: None,
+            renewing: false,
             unanswered_by_us: None,
             unanswered_by_peer: None,
             traffic: now,
@@ -204,113 +171,129 @@ impl Tunnel {
 
     /// The peer is now looked for elsewhere: without a session it is asked there at once, since that place was not asked yet.
     pub(super) fn moved(&mut self, now: Instant) {
-        if !self.keyed {
-            self.handshake_sent = None;
+        if !self.keys.ready(now) {
+            self.quiet_until = None;
             self.greet(now);
         }
     }
 
     /// Encrypts an inner packet to the beginning of `datagram`, which has 32 bytes more; its length there. `None` = there is no
-    /// session: see [`Self::send`]. [`Self::refresh`] comes first.
+    /// session: see [`Self::send`].
     pub(super) fn seal(&mut self, packet: &[u8], now: Instant, datagram: &mut [u8]) -> Option<usize> {
-        if !self.keyed {
-            return None;
+        let length = self.keys.seal(packet, datagram, now)?;
+        self.unanswered_by_us = None;
+        self.traffic = now;
+        if !packet.is_empty() && self.unanswered_by_peer.is_none() {
+            self.unanswered_by_peer = Some(now);
+            self.urgent = true;
         }
-        let TunnResult::WriteToNetwork(datagram) = self.core.get().encapsulate(packet, datagram) else {
-            return None;
-        };
-        self.sent(packet, now);
-        Some(datagram.len())
+        if !self.renewing && self.keys.renew_after_sending(now) {
+            self.renew(now);
+        }
+        Some(length)
     }
 
     /// Sends an inner packet, or keeps it until there is a session.
     pub(super) fn send(&mut self, packet: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) {
-        self.refresh(now, scratch, out);
-        if self.keyed {
-            self.encrypt(packet, now, scratch, out);
+        if let Some(length) = self.seal(packet, now, scratch) {
+            out.network(&scratch[..length]);
         } else {
             self.held_packets.push(packet);
-            self.want(now, scratch, out);
+            self.want(now, out);
         }
     }
 
-    /// Whether [`Self::refresh`] would do anything.
-    pub(super) fn wants_refresh(&self, now: Instant) -> bool {
-        now.duration_since(self.core_ticked) >= CORE_TICK
-    }
-
-    /// Brings the core's clock up to date; to be called before [`Self::receive`], whose output goes to the source of a datagram,
-    /// while this may have something to say to the peer's known endpoint.
-    pub(super) fn refresh(&mut self, now: Instant, scratch: &mut [u8], out: &mut impl Output) {
-        if self.wants_refresh(now) {
-            self.tick_core(now, scratch, out);
-        }
-    }
-
-    /// Takes a datagram; an inner packet in it is decrypted to the beginning of `packet`, which is as long as the datagram and has at least
-    /// 148 bytes. `Ok(true)` = it was authenticated, so its source is where the peer is now.
+    /// Takes a datagram; an inner packet in it is decrypted to the beginning of `packet`, which is as long as the datagram.
+    ///
+    /// # Errors
+    /// It is not the peer's, or not for a session that still counts; what came before stays as it is.
     pub(super) fn receive(
         &mut self,
-        source: IpAddr,
         datagram: &[u8],
         now: Instant,
         packet: &mut [u8],
         scratch: &mut [u8],
         out: &mut impl Output,
-    ) -> Result<bool, WireGuardError> {
-        let kind = datagram.first().copied().unwrap_or_default();
-        let result = self.core.get().decapsulate(Some(source), datagram, packet);
-        if kind != DATA || !self.keyed {
-            self.keyed = self.core.has_session();
-        }
-        match result {
-            TunnResult::Err(error) => return Err(error),
-            TunnResult::WriteToNetwork(answer) if kind == INITIATION => {
-                self.answered = true;
-                self.urgent = true;
-                let crossed = self.initiation.map(|sent| sent + HOLD).filter(|due| *due > now);
-                match (crossed, <[u8; RESPONSE_LEN]>::try_from(&*answer)) {
-                    (Some(due), Ok(response)) => self.held = Some((due, response)),
-                    _ => {
-                        self.handshake_sent = Some(now);
-                        out.network(answer);
+    ) -> Result<Received, Refused> {
+        let mut inner = None;
+        match Message::parse(datagram).ok_or(Refused::Invalid)? {
+            Message::Data(datagram) => {
+                let opened = self.keys.open(datagram, packet, now)?;
+                if opened.confirmed {
+                    self.established(now, false, scratch, out);
+                }
+                if opened.length > 0 {
+                    // Padding ends here. A packet whose own length is not true to what came is nobody's.
+                    inner = Some(inner::length_and_source(&packet[..opened.length]).ok_or(Refused::Invalid)?);
+                    if self.unanswered_by_us.is_none() {
+                        self.unanswered_by_us = Some(now);
+                        self.urgent = true;
                     }
                 }
+                if !self.renewing && self.keys.renew_after_receiving(now) {
+                    self.renew(now);
+                }
             }
-            TunnResult::WriteToNetwork(keepalive) => {
-                out.network(keepalive);
-                self.held = None;
+            Message::Response(response) => {
+                let (initiation, _) = self.initiation.as_mut().ok_or(Refused::UnknownSession)?;
+                let session = initiation.finish(response, now)?;
                 self.initiation = None;
-                self.answered = false;
-                self.established(now, scratch, out);
+                // The peer forgot its own when it answered ours.
+                if self.held.take().is_some() {
+                    self.keys.unanswered();
+                }
+                self.keys.initiated(session);
+                self.established(now, true, scratch, out);
             }
-            // The core takes a total length of less than the header itself at its word.
-            TunnResult::WriteToTunnelV4(packet, _) if packet.len() < IPV4_HEADER => {
-                return Err(WireGuardError::InvalidPacket);
+            Message::Initiation(initiation) => {
+                let initiation = read_initiation(&self.local, initiation)?;
+                return self.initiated(initiation, now, out);
             }
-            TunnResult::WriteToTunnelV4(packet, from) => {
-                self.unanswered_by_us.get_or_insert(now);
-                out.inner(packet, IpAddr::V4(from));
-            }
-            TunnResult::WriteToTunnelV6(packet, from) => {
-                self.unanswered_by_us.get_or_insert(now);
-                out.inner(packet, IpAddr::V6(from));
-            }
-            TunnResult::Done => {}
-        }
-        if !matches!(kind, INITIATION | RESPONSE | DATA) {
-            return Ok(false);
-        }
-        self.unanswered_by_peer = None;
-        self.traffic = now;
-        if kind == DATA && self.keyed {
-            if std::mem::take(&mut self.answered) {
-                self.established(now, scratch, out);
-            } else {
-                self.wanted = None;
+            Message::CookieReply(reply) => {
+                self.macs.take(reply, now)?;
+                return Ok(Received {
+                    authentic: false,
+                    inner: None,
+                });
             }
         }
-        Ok(true)
+        self.heard_from(now);
+        Ok(Received { authentic: true, inner })
+    }
+
+    /// Takes an initiation that was opened already.
+    ///
+    /// # Errors
+    /// It is another's, or was seen before.
+    pub(super) fn initiated(
+        &mut self,
+        initiation: Initiation,
+        now: Instant,
+        out: &mut impl Output,
+    ) -> Result<Received, Refused> {
+        if *initiation.peer() != self.peer {
+            return Err(Refused::Invalid);
+        }
+        let timestamp = initiation.timestamp();
+        if timestamp <= self.heard {
+            return Err(Refused::Replayed);
+        }
+        let index = self.next_index();
+        let (mut response, session) = initiation.answer(&self.preshared_key, index, now)?;
+        self.heard = timestamp;
+        self.macs.seal(&mut response, now);
+        self.keys.answered(session);
+        self.urgent = true;
+        let crossed = self.initiation.as_ref().map(|(_, sent)| *sent + HOLD);
+        match crossed.filter(|due| *due > now) {
+            Some(due) => self.held = Some((due, response)),
+            None => self.respond(&response, now, out),
+        }
+        self.heard_from(now);
+        Ok(Received {
+            authentic: true,
+            inner: None,
+        })
     }
 
     /// Forgets the tick that was asked for: the peer has no endpoint, so there is nothing to do until it has.
@@ -321,41 +304,32 @@ impl Tunnel {
     /// Does what is due.
     pub(super) fn tick(&mut self, now: Instant, scratch: &mut [u8], out: &mut impl Output) {
         self.next_tick = None;
+        self.keys.expire(now);
         if let Some((_, response)) = self.held.take_if(|(due, _)| *due <= now) {
-            self.handshake_sent = Some(now);
-            out.network(&response);
+            self.respond(&response, now, out);
         }
-        self.tick_core(now, scratch, out);
-        if self
-            .wanted
-            .is_some_and(|since| now.duration_since(since) >= ATTEMPT_TIME)
-        {
+        if self.wanted.is_some_and(|since| passed(since, ATTEMPT_TIME, now)) {
             self.wanted = None;
+            self.renewing = false;
+            self.initiation = None;
             self.held_packets.clear();
         }
-        if self
-            .unanswered_by_peer
-            .is_some_and(|since| now.duration_since(since) >= KEEPALIVE_TIMEOUT + REKEY_TIMEOUT)
-        {
+        if self.unanswered_by_peer.is_some_and(|since| passed(since, SILENCE, now)) {
             self.unanswered_by_peer = None;
-            self.wanted = Some(now);
+            self.wanted.get_or_insert(now);
         }
         if self.wanted.is_some() {
-            self.want(now, scratch, out);
+            self.want(now, out);
         }
         let passive = self
             .unanswered_by_us
-            .is_some_and(|since| now.duration_since(since) >= KEEPALIVE_TIMEOUT);
-        let persistent = self
-            .keepalive
-            .is_some_and(|every| now.duration_since(self.traffic) >= every);
+            .is_some_and(|since| passed(since, KEEPALIVE_TIMEOUT, now));
+        let persistent = self.keepalive.is_some_and(|every| passed(self.traffic, every, now));
         if passive || persistent {
             self.unanswered_by_us = None;
             self.traffic = now;
-            if self.keyed {
-                self.encrypt(&[], now, scratch, out);
-            } else if persistent {
-                self.want(now, scratch, out);
+            if !self.speak(&[], now, scratch, out) && persistent {
+                self.want(now, out);
             }
         }
     }
@@ -366,17 +340,20 @@ impl Tunnel {
             return None;
         }
         self.urgent = false;
-        let handshaking = self.wanted.is_some() || self.initiation.is_some();
-        let keyed = self
-            .handshake_sent
-            .is_some_and(|sent| now.duration_since(sent) < REJECT_AFTER_TIME + CALM_TICK);
         let times = [
             self.held.as_ref().map(|(due, _)| *due),
-            handshaking.then(|| now + BUSY_TICK),
-            (keyed || self.keyed).then(|| now + CALM_TICK),
-            self.keepalive.map(|every| (self.traffic + every).max(now)),
+            self.wanted.map(|since| {
+                let retry = self.quiet_until.unwrap_or(now);
+                // While a response is held nothing else is sent.
+                let retry = self.held.as_ref().map_or(retry, |(due, _)| retry.max(*due));
+                retry.min(since + ATTEMPT_TIME)
+            }),
+            self.unanswered_by_us.map(|since| since + KEEPALIVE_TIMEOUT),
+            self.unanswered_by_peer.map(|since| since + SILENCE),
+            self.keepalive.map(|every| self.traffic + every),
+            self.keys.until_expiry(now).map(|left| now + left),
         ];
-        let next = times.into_iter().flatten().min()?;
+        let next = times.into_iter().flatten().min()?.max(now);
         if self.next_tick.is_some_and(|open| open <= next) {
             return None;
         }
@@ -389,64 +366,91 @@ impl Tunnel {
         self.next_tick == Some(at)
     }
 
-    fn tick_core(&mut self, now: Instant, scratch: &mut [u8], out: &mut impl Output) {
-        self.core_ticked = now;
-        let Some(core) = &mut self.core.made else { return };
-        let result = core.update_timers(scratch);
-        self.keyed = self.core.has_session();
-        match result {
-            TunnResult::WriteToNetwork(datagram) => {
-                if datagram.first() == Some(&INITIATION) {
-                    self.handshake_sent = Some(now);
-                    self.initiation = Some(now);
-                    self.urgent = true;
-                }
-                out.network(datagram);
-            }
-            // It has given up on its own retries; ours, if any, start afresh.
-            TunnResult::Err(_) => self.initiation = None,
-            _ => {}
+    fn want(&mut self, now: Instant, out: &mut impl Output) {
+        if self.wanted.is_none() {
+            self.wanted = Some(now);
+            self.urgent = true;
         }
-    }
-
-    fn want(&mut self, now: Instant, scratch: &mut [u8], out: &mut impl Output) {
-        self.wanted.get_or_insert(now);
-        if self
-            .handshake_sent
-            .is_some_and(|sent| now.duration_since(sent) < REKEY_TIMEOUT)
-            || self.held.is_some()
-        {
+        if self.quiet_until.is_some_and(|until| now < until) || self.held.is_some() {
             return;
         }
-        if let TunnResult::WriteToNetwork(initiation) = self.core.get().format_handshake_initiation(scratch, true) {
-            self.handshake_sent = Some(now);
-            self.initiation = Some(now);
-            self.urgent = true;
-            out.network(initiation);
+        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.said = Timestamp::after(self.said, since_epoch);
+        let index = self.next_index();
+        // The next try may have the randomness that this one lacked.
+        if let Ok((initiator, mut message)) = initiate(&self.local, &self.peer, &self.preshared_key, index, self.said) {
+            self.macs.seal(&mut message, now);
+            self.initiation = Some((initiator, now));
+            self.silence(&message, now);
+            out.network(&message);
         }
     }
 
-    fn established(&mut self, now: Instant, scratch: &mut [u8], out: &mut impl Output) {
+    fn respond(&mut self, response: &[u8; RESPONSE], now: Instant, out: &mut impl Output) {
+        self.silence(response, now);
+        out.network(response);
+    }
+
+    /// No more handshake messages for a while; how long exactly, the message's random part says.
+    fn silence(&mut self, message: &[u8], now: Instant) {
+        let random = message
+            .last_chunk::<32>()
+            .map_or(0, |macs| u16::from_le_bytes([macs[0], macs[1]]));
+        let jitter = Duration::from_millis(u64::from(random % (MOST_JITTER + 1)));
+        self.quiet_until = Some(now + REKEY_TIMEOUT + jitter);
+        self.urgent = true;
+    }
+
+    fn renew(&mut self, now: Instant) {
+        self.renewing = true;
+        self.wanted.get_or_insert(now);
+        self.urgent = true;
+    }
+
+    fn next_index(&mut self) -> u32 {
+        // A session that still counts keeps its own; there are never as many as indices.
+        loop {
+            self.generation = self.generation.wrapping_add(1);
+            let index = self.index << 8 | u32::from(self.generation);
+            if !self.keys.has(index) {
+                return index;
+            }
+        }
+    }
+
+    /// A session has come to be: what waited goes. One who began it says at least that it is there, since the other may not speak before.
+    fn established(&mut self, now: Instant, began: bool, scratch: &mut [u8], out: &mut impl Output) {
         self.completed = Some(now);
         self.wanted = None;
+        self.renewing = false;
         self.urgent = true;
+        if !began {
+            self.initiation = None;
+        }
+        let mut spoke = false;
         while let Some(packet) = self.held_packets.pop() {
-            self.encrypt(&packet, now, scratch, out);
+            spoke |= self.speak(&packet, now, scratch, out);
+        }
+        if began && !spoke {
+            self.speak(&[], now, scratch, out);
         }
     }
 
-    fn encrypt(&mut self, packet: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) {
-        if let TunnResult::WriteToNetwork(datagram) = self.core.get().encapsulate(packet, scratch) {
-            out.network(datagram);
-            self.sent(packet, now);
-        }
+    /// Says this by the present session, if there is one.
+    fn speak(&mut self, packet: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) -> bool {
+        let Some(length) = self.seal(packet, now, scratch) else {
+            return false;
+        };
+        out.network(&scratch[..length]);
+        true
     }
 
-    fn sent(&mut self, packet: &[u8], now: Instant) {
-        self.unanswered_by_us = None;
+    fn heard_from(&mut self, now: Instant) {
+        self.unanswered_by_peer = None;
         self.traffic = now;
-        if !packet.is_empty() {
-            self.unanswered_by_peer.get_or_insert(now);
-        }
     }
+}
+
+fn passed(since: Instant, long: Duration, now: Instant) -> bool {
+    now.saturating_duration_since(since) >= long
 }
