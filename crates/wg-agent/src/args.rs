@@ -4,6 +4,7 @@ use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
     str::FromStr,
+    time::Duration,
 };
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -74,6 +75,10 @@ pub(crate) struct Flags {
     /// key.
     #[arg(long, global = true)]
     cache_file: Option<PathBuf>,
+    /// A cache that the API server confirmed longer ago than this is set aside and not used: 24h, 90m. An agent that runs
+    /// keeps what is in force however long its API server is away. 0s = never start from a cache.
+    #[arg(long, default_value = "24h", value_parser = age, global = true)]
+    cache_max_age: Duration,
     /// MTU of the device: auto = what the way to each peer carries, less 60 over IPv4 and 80 over IPv6.
     #[arg(long, default_value = "auto", global = true)]
     mtu: Mtu,
@@ -140,6 +145,13 @@ impl FromStr for Mtu {
     }
 }
 
+/// `24h`, `1h30m`, `90s`.
+fn age(text: &str) -> Result<Duration, String> {
+    let wrong = |why: String| format!("{why}; write hours, minutes or seconds, as 24h, 90m or 30s");
+    let span: jiff::SignedDuration = text.parse().map_err(|error: jiff::Error| wrong(error.to_string()))?;
+    Duration::try_from(span).map_err(|_| wrong("an age is not negative".to_owned()))
+}
+
 /// A combination of flags that is not served. Each message says what to set instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ArgsError {
@@ -177,6 +189,8 @@ pub struct Config {
     pub key_file: PathBuf,
     /// The file of what was last applied.
     pub cache_file: PathBuf,
+    /// How long ago the API server may have confirmed it.
+    pub cache_max_age: Duration,
     /// MTU of the device.
     pub mtu: Mtu,
     /// The userspace device uses what the kernel offers.
@@ -241,6 +255,7 @@ impl Flags {
             wireguard_cidr,
             key_file,
             cache_file: cache,
+            cache_max_age,
             mtu,
             no_offload,
             bypass_cidr,
@@ -261,6 +276,7 @@ impl Flags {
             port,
             range: Range::new(wireguard_cidr.ok_or(ArgsError::NoRange)?)?,
             cache_file: cache_file(cache, &key_file),
+            cache_max_age,
             key_file,
             mtu,
             offload: !no_offload,
@@ -438,6 +454,18 @@ mod tests {
             ("SystemCallFilter", "@system-service"),
         ] {
             assert_eq!(unit(key), [value], "{key}");
+        }
+    }
+
+    #[test]
+    fn the_age_of_a_cache_is_a_day_unless_told_otherwise() {
+        let age = |line: &str| config(&format!("{WHOLE} {line}")).unwrap().cache_max_age;
+        assert_eq!(age(""), Duration::from_secs(24 * 3600));
+        assert_eq!(age("--cache-max-age=1h30m"), Duration::from_secs(5400));
+        assert_eq!(age("--cache-max-age=0s"), Duration::ZERO);
+        for text in ["-1h", "24", "soon", ""] {
+            let error = super::age(text).unwrap_err();
+            assert!(error.contains("as 24h, 90m or 30s"), "{text}: {error}");
         }
     }
 

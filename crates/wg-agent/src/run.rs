@@ -1,6 +1,6 @@
 //! The wiring of the agent's process: what is started, what wakes a pass, how it ends. What a pass does is in `reconcile`.
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use clustermesh_daemon::{CancellationToken, Heartbeat};
 use tokio::sync::watch;
@@ -10,7 +10,7 @@ use crate::{
     cache, device, firewall,
     heard::{Event, Heard},
     identity, lock, preflight, publish,
-    reconcile::{Parts, RESOLV_CONF, Reconciler},
+    reconcile::{Cache, Parts, RESOLV_CONF, Reconciler},
     route, source,
     source::store::Store,
     status::Troubles,
@@ -57,6 +57,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         bypass = ?config.bypass,
         key_file = %config.key_file.display(),
         cache_file = %config.cache_file.display(),
+        cache_max_age = ?config.cache_max_age,
         public_key = %key.public(),
         listen = %config.listen,
         metrics_per_peer = config.metrics_per_peer,
@@ -68,8 +69,15 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let place = cache::Place {
         path: config.cache_file.clone(),
         node: config.node_name.clone(),
+        max_age: config.cache_max_age,
     };
-    let cache::Found { saved, live, trouble } = cache::load(&place);
+    let step = place.step();
+    let cache::Found {
+        saved,
+        confirmed,
+        live,
+        trouble,
+    } = cache::load(&place, cache::Stamp::of(SystemTime::now()));
     let _set_aside = trouble.map(|trouble| {
         tracing::warn!("{trouble}");
         metrics.failed("cache");
@@ -80,6 +88,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let store = Store::new(metrics.clone(), saved);
     let (kept, keep) = watch::channel(cache::Kept {
         saved: None,
+        confirmed,
         live: live.clone(),
     });
     base.running.tasks.spawn(cache::run(place, keep, metrics.clone()));
@@ -121,6 +130,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         names,
         publish,
         kept,
+        cache: Cache { confirmed, step },
         live,
         troubles: Troubles::new(running.readiness.clone(), metrics.clone()),
         metrics,

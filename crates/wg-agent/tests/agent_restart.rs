@@ -11,7 +11,10 @@ use std::{
 
 use clustermesh_api::names::{KILO_KEY, PEER_REQUIRES_POLICY};
 use clustermesh_lab::{Running, wait_until};
-use kube::api::PostParams;
+use kube::{
+    api::PostParams,
+    config::{AuthInfo, Kubeconfig},
+};
 use nix::sys::signal::Signal;
 use node::{MGMT, SOON, Site, TENANT, World, peer};
 
@@ -152,7 +155,58 @@ async fn an_agent_that_starts_while_its_api_server_is_away_works_from_what_was_a
     let after = shown(&world, tenant, "latest-handshakes").await;
     assert_eq!(after[&real.spec.public_key], before[&real.spec.public_key]);
 
-    // A cache that is damaged is set aside and said, and the agent waits as if there were none.
+    // One that answers and refuses is not away: the tunnels are kept, and the node is not ready.
+    kill(&mut second).await;
+    let kubeconfig = world.kubeconfig(tenant);
+    let good = fs::read_to_string(&kubeconfig).expect("the kubeconfig");
+    let mut spoilt = Kubeconfig::from_yaml(&good).expect("a kubeconfig");
+    for user in &mut spoilt.auth_infos {
+        user.auth_info = Some(AuthInfo {
+            token: Some("nobody's".to_owned().into()),
+            ..AuthInfo::default()
+        });
+    }
+    fs::write(&kubeconfig, serde_json::to_string(&spoilt).expect("it is written")).expect("write it");
+    let mut second = world.agent(tenant, "agent-tenant-refused");
+    world.reaches(tenant, mgmt).await;
+    page_says(
+        &world,
+        tenant,
+        "/readyz",
+        "cache: the API server answers and refuses to show: Peer (",
+    )
+    .await;
+    let (code, page) = world.page(tenant, "/readyz").await;
+    assert!(code == 503 && page.contains("Unauthorized"), "{code}: {page}");
+    fs::write(&kubeconfig, good).expect("write it");
+
+    // A cache that is older than it may be is set aside and said, and the agent waits as if there were none.
+    kill(&mut second).await;
+    world
+        .lab
+        .cluster(tenant.cluster)
+        .kill_api()
+        .expect("kill the API server");
+    let young = fs::read(&cache).expect("the cache");
+    let mut second = world.agent_as(tenant, "agent-tenant-old", &[], &["--cache-max-age=0s"]);
+    page_says(
+        &world,
+        tenant,
+        "/readyz",
+        "which is longer ago than --cache-max-age (0s)",
+    )
+    .await;
+    page_says(&world, tenant, "/readyz", "waiting for the first list of").await;
+    fs::write(&cache, young).expect("put it back");
+    fs::set_permissions(&cache, fs::Permissions::from_mode(0o600)).expect("root's alone");
+    world
+        .lab
+        .cluster(tenant.cluster)
+        .start_api()
+        .await
+        .expect("start the API server");
+
+    // So is one that is damaged.
     kill(&mut second).await;
     let text = fs::read_to_string(&cache).expect("the cache");
     fs::write(&cache, &text[..text.len() - 9]).expect("damage it");

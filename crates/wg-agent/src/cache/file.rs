@@ -9,8 +9,8 @@ use std::{
 };
 
 use super::{
-    Kept, Live, Place, Saved,
-    form::{self, Unusable},
+    Kept, Live, Place, Saved, Stamp,
+    form::{self, Unusable, Values},
 };
 
 /// A file that is larger is none of ours: 5,000 peers make 2 MB.
@@ -21,6 +21,8 @@ const LARGEST: u64 = 64 << 20;
 pub struct Found {
     /// What was last applied.
     pub saved: Option<Saved>,
+    /// When the API server last confirmed that.
+    pub confirmed: Stamp,
     /// Where peers were heard from last.
     pub live: Live,
     /// What is wrong with the file, and what was done with it.
@@ -47,14 +49,19 @@ fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CacheErr
 /// Reads the file. Never fails: one that cannot be used is set aside as `<file>.damaged`, of which the last is kept, and
 /// the agent goes on as if there were none.
 #[must_use]
-pub fn load(place: &Place) -> Found {
-    let Place { path, node } = place;
+pub fn load(place: &Place, now: Stamp) -> Found {
+    let Place { path, node, max_age } = place;
     let unusable = match text(path) {
         Ok(None) => return Found::default(),
         Ok(Some(text)) => match form::read(node, &text) {
-            Ok((saved, live)) => {
+            Ok(Values { confirmed, .. }) if max_age.is_zero() || now.since(confirmed) > *max_age => Unusable::Old(
+                confirmed,
+                jiff::SignedDuration::try_from(*max_age).unwrap_or(jiff::SignedDuration::MAX),
+            ),
+            Ok(Values { saved, live, confirmed }) => {
                 return Found {
                     saved: Some(saved),
+                    confirmed,
                     live,
                     trouble: None,
                 };
@@ -117,7 +124,7 @@ fn text(path: &Path) -> Result<Option<String>, Bad> {
 
 /// Puts a whole new file into the old one's place, or leaves the old one.
 pub(super) fn write(place: &Place, kept: &Kept) -> Result<(), CacheError> {
-    let Place { path, node } = place;
+    let Place { path, node, .. } = place;
     let text = form::write(node, kept).map_err(|error| failed("spell", path)(error.into()))?;
     let new = beside(path, ".new");
     let written = replace(&new, path, text.as_bytes());

@@ -12,13 +12,13 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::{Kept, Live, Saved};
+use super::{Kept, Live, Saved, Stamp};
 use crate::source::objects::{NodeSeen, OwnNode, PeerSeen, PolicySeen};
 
 /// What the first line calls the file.
 const FORMAT: &str = "clustermesh wg-agent cache";
 /// Another number is another form, and is not read.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Why a file is not used. None of these can be mended by trying again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -32,6 +32,12 @@ pub(super) enum Unusable {
     /// Another node's.
     #[error("it is that of node {0:?}")]
     OtherNode(String),
+    /// Nobody has confirmed it for too long.
+    #[error(
+        "the API server confirmed it last at {0}, which is longer ago than --cache-max-age ({1:#}): Peers that were deleted since \
+         would come back"
+    )]
+    Old(Stamp, jiff::SignedDuration),
     /// Others could have written it.
     #[error("others could read or change it ({0})")]
     Exposed(String),
@@ -56,6 +62,14 @@ struct Body {
     api_servers: BTreeMap<String, BTreeSet<SocketAddr>>,
     addresses: BTreeMap<String, IpAddr>,
     live: BTreeMap<String, SocketAddr>,
+    confirmed: Stamp,
+}
+
+/// The values of a file.
+pub(super) struct Values {
+    pub(super) saved: Saved,
+    pub(super) live: Live,
+    pub(super) confirmed: Stamp,
 }
 
 /// The file's text.
@@ -82,6 +96,7 @@ pub(super) fn write(node: &str, kept: &Kept) -> Result<String, serde_json::Error
         api_servers: api_servers.clone(),
         addresses: addresses.clone(),
         live: kept.live.iter().map(|(key, at)| (key.to_string(), *at)).collect(),
+        confirmed: kept.confirmed,
     })?;
     let head = serde_json::to_string(&Head {
         format: FORMAT.to_owned(),
@@ -93,7 +108,7 @@ pub(super) fn write(node: &str, kept: &Kept) -> Result<String, serde_json::Error
 }
 
 /// The values of a file of this node, or why it is not used.
-pub(super) fn read(node: &str, text: &str) -> Result<(Saved, Live), Unusable> {
+pub(super) fn read(node: &str, text: &str) -> Result<Values, Unusable> {
     let damaged = |why: &dyn std::fmt::Display| Unusable::Damaged(why.to_string());
     let (head, body) = text.split_once('\n').ok_or_else(|| damaged(&"it is cut off"))?;
     let head: Head = serde_json::from_str(head).map_err(|e| damaged(&e))?;
@@ -118,8 +133,9 @@ pub(super) fn read(node: &str, text: &str) -> Result<(Saved, Live), Unusable> {
         api_servers,
         addresses,
         live,
+        confirmed,
     } = body;
-    let values = || -> Result<(Saved, Live), String> {
+    let values = || -> Result<Values, String> {
         let saved = Saved {
             peers: all(peers, PeerForm::value)?,
             policies: all(policies, PolicyForm::value)?,
@@ -129,7 +145,11 @@ pub(super) fn read(node: &str, text: &str) -> Result<(Saved, Live), Unusable> {
         };
         let live = live.into_iter().map(|(key, at)| Ok((key.parse()?, at)));
         let live: Result<Live, clustermesh_core::key::KeyError> = live.collect();
-        Ok((saved, live.map_err(|e| e.to_string())?))
+        Ok(Values {
+            saved,
+            live: live.map_err(|e| e.to_string())?,
+            confirmed,
+        })
     };
     values().map_err(|e| damaged(&e))
 }

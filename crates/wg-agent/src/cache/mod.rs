@@ -6,13 +6,15 @@
 
 use std::{
     collections::BTreeMap,
+    fmt::{self, Display, Formatter},
     net::{IpAddr, SocketAddr},
     path::PathBuf,
     sync::Arc,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use clustermesh_core::key::PublicKey;
+use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 use crate::{
@@ -86,8 +88,52 @@ pub type Live = BTreeMap<PublicKey, SocketAddr>;
 pub struct Kept {
     /// `None` = nothing was applied yet by this process: the file stays as it is.
     pub saved: Option<Arc<Saved>>,
+    /// When the API server last said that this is so. It moves on in steps ([`Place::step`]), not with every pass.
+    pub confirmed: Stamp,
     /// Endpoints.
     pub live: Live,
+}
+
+impl Kept {
+    /// The API server says now that `saved` is so. Whether that has to be written.
+    pub fn confirm(&mut self, saved: Saved, now: Stamp, step: Duration) -> bool {
+        let changed = self.saved.as_deref() != Some(&saved);
+        let moved = now.since(self.confirmed) >= step || now < self.confirmed;
+        if changed {
+            self.saved = Some(Arc::new(saved));
+        }
+        if changed || moved {
+            self.confirmed = now;
+        }
+        changed || moved
+    }
+}
+
+/// A moment, in whole seconds since 1970 (UTC): the file outlives the process and its monotonic clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
+pub struct Stamp(u64);
+
+impl Stamp {
+    /// The moment of a clock.
+    #[must_use]
+    pub fn of(time: SystemTime) -> Self {
+        Self(time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()))
+    }
+
+    /// How much later than another one; a clock that was set back makes that nothing.
+    #[must_use]
+    pub const fn since(self, earlier: Self) -> Duration {
+        Duration::from_secs(self.0.saturating_sub(earlier.0))
+    }
+}
+
+impl Display for Stamp {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match i64::try_from(self.0).map(jiff::Timestamp::from_second) {
+            Ok(Ok(time)) => time.fmt(f),
+            _ => write!(f, "{} s after 1970", self.0),
+        }
+    }
 }
 
 /// Where the file is and whose.
@@ -97,6 +143,16 @@ pub struct Place {
     pub path: PathBuf,
     /// Name of this node's Node object: a copy of another node's disk is not ours.
     pub node: String,
+    /// `--cache-max-age`: a file that the API server confirmed longer ago is not used.
+    pub max_age: Duration,
+}
+
+impl Place {
+    /// How far the file may lag behind what the API server confirms: little beside the age it may have.
+    #[must_use]
+    pub fn step(&self) -> Duration {
+        (self.max_age / 24).clamp(Duration::from_secs(60), Duration::from_secs(3600))
+    }
 }
 
 /// How long until `kept` has to be written, where `written` was `since` ago; `None` = it need not be.

@@ -10,6 +10,8 @@ use clustermesh_core::observe::{Endpoint, PeerSpec};
 use super::*;
 use crate::source::{objects::OwnNode, watch::Seen};
 
+const NOW: Stamp = Stamp(1_700_000_000);
+
 fn peer(requires_policy: Option<&str>, endpoint: Endpoint) -> PeerSeen {
     PeerSeen {
         cluster: "mgmt".into(),
@@ -90,6 +92,7 @@ fn world() -> World {
 fn kept() -> Kept {
     Kept {
         saved: Some(Arc::new(Saved::of(&world()))),
+        confirmed: NOW,
         live: [(PublicKey::new([7; 32]), "203.0.113.5:4000".parse().unwrap())].into(),
     }
 }
@@ -98,6 +101,7 @@ fn place(directory: &Path) -> Place {
     Place {
         path: directory.join("cache"),
         node: "n".into(),
+        max_age: Duration::from_secs(100),
     }
 }
 
@@ -113,12 +117,13 @@ fn what_is_kept_comes_back_but_for_peers_that_require_a_policy_and_what_is_only_
     let directory = tempfile::tempdir().unwrap();
     let place = place(directory.path());
     file::write(&place, &kept()).unwrap();
-    let found = load(&place);
+    let found = load(&place, NOW);
     let saved = Saved::of(&world());
     assert_eq!(
         found,
         Found {
             saved: Some(saved.clone()),
+            confirmed: NOW,
             live: kept().live,
             trouble: None
         }
@@ -140,13 +145,14 @@ fn what_is_kept_comes_back_but_for_peers_that_require_a_policy_and_what_is_only_
 #[test]
 fn no_file_is_no_trouble_and_one_that_cannot_be_opened_is_left_where_it_is() {
     let directory = tempfile::tempdir().unwrap();
-    assert_eq!(load(&place(directory.path())), Found::default());
+    assert_eq!(load(&place(directory.path()), NOW), Found::default());
     let place = Place {
         path: directory.path().join("x").join("cache"),
         node: "n".into(),
+        max_age: Duration::from_secs(100),
     };
     fs::write(directory.path().join("x"), "a file where a directory should be").unwrap();
-    let trouble = load(&place).trouble.unwrap();
+    let trouble = load(&place, NOW).trouble.unwrap();
     assert!(trouble.starts_with("cannot read the cache"), "{trouble}");
 }
 
@@ -176,8 +182,8 @@ fn a_file_that_cannot_be_used_is_set_aside_and_the_last_of_these_is_kept() {
         ),
         (
             "another version's",
-            &whole.replacen("\"version\":1", "\"version\":2", 1),
-            "it has form 2, and this version reads form 1",
+            &whole.replacen("\"version\":2", "\"version\":1", 1),
+            "it has form 1, and this version reads form 2",
         ),
         ("another node's", &other, "it is that of node \"m\""),
         (
@@ -189,7 +195,7 @@ fn a_file_that_cannot_be_used_is_set_aside_and_the_last_of_these_is_kept() {
     for (what, text, why) in cases {
         fs::write(&place.path, text).unwrap();
         fs::set_permissions(&place.path, fs::Permissions::from_mode(0o600)).unwrap();
-        let found = load(&place);
+        let found = load(&place, NOW);
         let trouble = found.trouble.clone().unwrap_or_default();
         assert!(
             trouble.contains(why) && trouble.contains("set aside as"),
@@ -225,7 +231,7 @@ fn a_file_that_others_could_have_written_is_not_believed() {
     let place = place(directory.path());
     file::write(&place, &kept()).unwrap();
     fs::set_permissions(&place.path, fs::Permissions::from_mode(0o640)).unwrap();
-    let trouble = load(&place).trouble.unwrap();
+    let trouble = load(&place, NOW).trouble.unwrap();
     assert!(
         trouble.contains("others could read or change it (mode 0640"),
         "{trouble}"
@@ -237,7 +243,7 @@ fn a_file_that_others_could_have_written_is_not_believed() {
     )
     .unwrap();
     symlink(directory.path().join("elsewhere"), &place.path).unwrap();
-    let trouble = load(&place).trouble.unwrap();
+    let trouble = load(&place, NOW).trouble.unwrap();
     assert!(trouble.contains("it is a link"), "{trouble}");
 }
 
@@ -280,7 +286,7 @@ async fn a_file_that_cannot_be_replaced_goes_and_is_written_when_that_is_possibl
     // Without any further change of an object.
     sender.send_modify(|_| {});
     until(true).await;
-    assert_eq!(load(&place).saved, Some(Saved::default()));
+    assert_eq!(load(&place, NOW).saved, Some(Saved::default()));
     drop(sender);
     writer.await.unwrap();
 }
@@ -330,6 +336,60 @@ async fn what_is_due_at_the_end_is_written_then() {
     sender.send_modify(|kept| kept.live = Live::new());
     drop(sender);
     run(place.clone(), receiver, Metrics::default()).await;
-    let found = load(&place);
+    let found = load(&place, NOW);
     assert_eq!((found.saved, found.live), (Some(Saved::of(&world())), Live::new()));
+}
+
+#[test]
+fn a_file_that_nobody_has_confirmed_for_too_long_is_set_aside() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = place(directory.path());
+    file::write(&place, &kept()).unwrap();
+    // A clock that was set back makes nothing old.
+    for now in [NOW.0 + 100, NOW.0, 0] {
+        assert_eq!(load(&place, Stamp(now)).trouble, None, "{now}");
+    }
+    let found = load(&place, Stamp(NOW.0 + 101));
+    let aside = directory.path().join("cache.damaged");
+    let want = format!(
+        "the cache {} is not used: the API server confirmed it last at 2023-11-14T22:13:20Z, which is longer ago than \
+         --cache-max-age (1m 40s): Peers that were deleted since would come back; set aside as {}",
+        place.path.display(),
+        aside.display()
+    );
+    assert_eq!(
+        found,
+        Found {
+            trouble: Some(want),
+            ..Found::default()
+        }
+    );
+    assert_eq!(names(directory.path()), ["cache.damaged"]);
+}
+
+#[test]
+fn what_the_api_server_goes_on_confirming_stays_young_without_a_write_for_each_time() {
+    let step = Duration::from_secs(60);
+    let at = |seconds| Stamp(NOW.0 + seconds);
+    let saved = || Saved::of(&world());
+    let mut kept = kept();
+    let mut told = |saved: Saved, now| (kept.confirm(saved, now, step), kept.confirmed);
+    assert_eq!(told(saved(), at(59)), (false, at(0)));
+    assert_eq!(told(saved(), at(60)), (true, at(60)));
+    assert_eq!(told(Saved::default(), at(61)), (true, at(61)));
+    assert_eq!(
+        told(Saved::default(), at(5)),
+        (true, at(5)),
+        "a clock that was set back"
+    );
+    let step = |hours: u64| {
+        let max_age = Duration::from_secs(hours * 3600);
+        Place {
+            max_age,
+            ..place(Path::new("/"))
+        }
+        .step()
+        .as_secs()
+    };
+    assert_eq!([0, 1, 24, 1000].map(step), [60, 150, 3600, 3600]);
 }

@@ -6,6 +6,7 @@ use std::{
 };
 
 use crate::{
+    cache::Stamp,
     source::{objects::NodeSeen, store::World},
     status::Trouble,
 };
@@ -68,20 +69,35 @@ pub(super) fn beside_kg(own: &NodeSeen, now: SystemTime) -> Result<(), Trouble> 
     }
 }
 
-/// Says that the node works from what an earlier process kept.
-pub(super) fn from_cache(world: &World, file: &Path) -> Option<Trouble> {
+/// Says that the node works from what an earlier process kept. Tunnels are kept also where the API server refuses, as a
+/// running agent keeps them: rights that are lost say nothing of the mesh. But such a node is not ready, since it is for
+/// somebody to mend.
+pub(super) fn from_cache(world: &World, file: &Path, confirmed: Stamp) -> Option<Trouble> {
     let remembered = world.remembered();
-    (!remembered.is_empty()).then(|| {
+    if remembered.is_empty() {
+        return None;
+    }
+    let taken = format!(
+        "these are taken as the API server confirmed them last, at {confirmed} ({}), without Peers that require a policy",
+        file.display()
+    );
+    let refused: Vec<String> = (remembered.iter())
+        .filter(|kind| world.refused.contains(**kind))
+        .map(|kind| format!("{kind} ({})", world.errors.get(kind).map_or("", String::as_str)))
+        .collect();
+    // A server that is away comes back; one that refuses wants somebody to look.
+    Some(if refused.is_empty() {
         let message = format!(
-            "the API server has not told yet, since this agent's start: {}; these are taken as an earlier process applied \
-             them ({}), without Peers that require a policy; see to the API server, or to --kubeconfig",
-            remembered.join(", "),
-            file.display()
+            "the API server has not told yet, since this agent's start: {}; {taken}; see to the API server, or to --kubeconfig",
+            remembered.join(", ")
         );
-        // A server that is away comes back; one that refuses wants somebody to look.
-        match remembered.iter().any(|kind| world.refused.contains(kind)) {
-            true => Trouble::new("cache", format!("{message} (it refuses to show them: see the agent's ClusterRole)")),
-            false => Trouble::harmless("cache", message),
-        }
+        Trouble::harmless("cache", message)
+    } else {
+        let message = format!(
+            "the API server answers and refuses to show: {}; {taken}, and nothing new is learnt; see to this agent's account \
+             (ClusterRole and binding in deploy/agent.yaml) or to --kubeconfig",
+            refused.join(", ")
+        );
+        Trouble::new("cache", message)
     })
 }

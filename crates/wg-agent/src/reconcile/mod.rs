@@ -11,7 +11,7 @@ use std::{
     net::{IpAddr, SocketAddr},
     path::Path,
     sync::Arc,
-    time::{Instant, SystemTime},
+    time::{Duration, Instant, SystemTime},
 };
 
 use clustermesh_agent_core::{
@@ -27,7 +27,7 @@ use tokio::sync::watch;
 
 use crate::{
     args::Config,
-    cache::{Kept, Live, Saved},
+    cache::{Kept, Live, Saved, Stamp},
     device::{Configuration, Device, DeviceError, Opened},
     endpoints::Tracks,
     firewall::{Backend, Keeper},
@@ -67,6 +67,15 @@ pub(crate) const RESOLV_CONF: &str = "/etc/resolv.conf";
 /// Opens the device.
 pub(crate) type Opener = Box<dyn Fn(&Configuration) -> Result<Opened, DeviceError> + Send>;
 
+/// What has to be known of the file.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Cache {
+    /// When the API server confirmed what an earlier process kept.
+    pub(crate) confirmed: Stamp,
+    /// How far the file may lag behind.
+    pub(crate) step: Duration,
+}
+
 /// What a reconciler is made of.
 pub(crate) struct Parts<R, F> {
     pub(crate) config: Config,
@@ -81,6 +90,7 @@ pub(crate) struct Parts<R, F> {
     /// What is wrong with a datapath that leads packets past us.
     pub(crate) bypassed: watch::Receiver<Option<Found>>,
     pub(crate) kept: watch::Sender<Kept>,
+    pub(crate) cache: Cache,
     /// Where an earlier process heard from its peers.
     pub(crate) live: Live,
     pub(crate) metrics: Metrics,
@@ -160,7 +170,11 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         troubles.extend(bypassed.map(|message| Trouble::harmless("datapath", message)));
         let remembered = world.remembered();
         self.parts.metrics.remembered(remembered.len());
-        troubles.extend(from_cache(&world, &self.parts.config.cache_file));
+        troubles.extend(from_cache(
+            &world,
+            &self.parts.config.cache_file,
+            self.parts.cache.confirmed,
+        ));
         let config = self.parts.config.clone();
         let own = own_node(&world, &config.node_name)?;
         beside_kg(&own, SystemTime::now())?;
@@ -247,7 +261,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             seen: !remembered.contains(&"Node"),
         }));
         if remembered.is_empty() {
-            self.keep(Saved::of(&world));
+            self.keep(Saved::of(&world), world.current());
         }
         self.look();
         troubles.extend(opened.err().into_iter().chain(peers.err()));
@@ -365,14 +379,13 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         }
     }
 
-    /// What was read whole and applied is what the next start may work from.
-    fn keep(&self, saved: Saved) {
+    /// What was read whole and applied is what the next start may work from; `current` = the API server still says so.
+    fn keep(&self, saved: Saved, current: bool) {
+        let step = self.parts.cache.step;
         self.parts.kept.send_if_modified(|kept| {
-            let changed = kept.saved.as_deref() != Some(&saved);
-            if changed {
-                kept.saved = Some(Arc::new(saved));
-            }
-            changed
+            // What is only in force, and not confirmed any more, ages.
+            let unchanged = kept.saved.as_deref() == Some(&saved);
+            (current || !unchanged) && kept.confirm(saved, Stamp::of(SystemTime::now()), step)
         });
     }
 

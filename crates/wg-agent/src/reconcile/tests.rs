@@ -95,14 +95,29 @@ fn nothing_is_done_before_everything_was_read_once() {
 #[test]
 fn a_cache_is_harmless_while_the_api_server_is_away_and_not_where_it_refuses() {
     let mut some = world();
-    assert_eq!(from_cache(&some, Path::new("/c")), None);
+    let told = |world: &World| from_cache(world, Path::new("/c"), Stamp::default());
+    assert_eq!(told(&some), None);
+    assert!(some.current());
     some.policies = Seen::Remembered(BTreeMap::new());
-    let trouble = |world: &World| from_cache(world, Path::new("/c")).map(|t| t.harmless);
-    assert_eq!(trouble(&some), Some(true));
+    let away = Trouble::harmless(
+        "cache",
+        "the API server has not told yet, since this agent's start: PeerPolicy; these are taken as the API server confirmed \
+         them last, at 1970-01-01T00:00:00Z (/c), without Peers that require a policy; see to the API server, or to \
+         --kubeconfig",
+    );
+    assert_eq!(told(&some), Some(away.clone()));
     some.refused.insert("Peer");
-    assert_eq!(trouble(&some), Some(true), "Peers were listed before");
+    assert_eq!(told(&some), Some(away), "Peers were listed before");
     some.refused.insert("PeerPolicy");
-    assert_eq!(trouble(&some), Some(false));
+    some.errors.insert("PeerPolicy", "Unauthorized".into());
+    let refused = Trouble::new(
+        "cache",
+        "the API server answers and refuses to show: PeerPolicy (Unauthorized); these are taken as the API server confirmed \
+         them last, at 1970-01-01T00:00:00Z (/c), without Peers that require a policy, and nothing new is learnt; see to this \
+         agent's account (ClusterRole and binding in deploy/agent.yaml) or to --kubeconfig",
+    );
+    assert_eq!(told(&some), Some(refused));
+    assert!(!some.current());
 }
 
 #[test]

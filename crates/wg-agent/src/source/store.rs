@@ -110,6 +110,16 @@ impl World {
         taken.contains(&true)
     }
 
+    /// Whether the API server still says that all this is so, as far as can be told. Of Nodes something is heard every few
+    /// minutes; a watch of other kinds that stands again after a failure says nothing until something changes.
+    #[must_use]
+    pub fn current(&self) -> bool {
+        self.pending().is_empty()
+            && self.remembered().is_empty()
+            && self.refused.is_empty()
+            && !self.errors.contains_key("Node")
+    }
+
     /// The kinds whose CRD is missing.
     #[must_use]
     pub fn absent(&self) -> Vec<&'static str> {

@@ -211,11 +211,16 @@ impl World {
 
     /// The same, with these variables in its environment.
     pub fn agent_with(&self, site: &Site, log: &str, variables: &[&str]) -> Running {
+        self.agent_as(site, log, variables, &[])
+    }
+
+    /// The same, with these variables in its environment and these words behind its name.
+    pub fn agent_as(&self, site: &Site, log: &str, variables: &[&str], more: &[&str]) -> Running {
         let mut words: Vec<String> = ["unshare", "--mount", "sh", "-ec", CONFINED, "sh", "env"]
             .map(String::from)
             .into();
         words.extend(variables.iter().map(ToString::to_string));
-        words.extend(self.command(site, &[]));
+        words.extend(self.command(site, more));
         self.host(site).spawn(log, words).expect("start the agent")
     }
 
