@@ -2,6 +2,8 @@
 //! hand does not matter: the one test that is not ignored boots it and runs all others there. Needs root.
 
 mod contract;
+#[path = "machine/drift.rs"]
+mod drift;
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;
 mod pair;

@@ -1,10 +1,13 @@
 //! A device that only remembers: for unit tests of the code that drives one, and for a dry run.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use clustermesh_agent_core::device::{self, ObservedPeer, PeerChange, PeerStats, Peers};
 
-use super::{Configuration, Device, DeviceError, Observed};
+use super::{Altered, Configuration, Device, DeviceError, Observed};
 
 /// Keeps what it is told. Clones share one state, so a test can look on.
 #[derive(Clone, Default)]
@@ -15,6 +18,7 @@ struct State {
     configuration: Option<Configuration>,
     peers: Peers,
     applied: Vec<PeerChange>,
+    altered: BTreeSet<Altered>,
     closed: bool,
 }
 
@@ -41,6 +45,11 @@ impl Memory {
     #[must_use]
     pub fn configuration(&self) -> Option<Configuration> {
         self.state().configuration.clone()
+    }
+
+    /// As if another hand had changed this; until it is mended.
+    pub fn alter(&self, part: Altered) {
+        self.state().altered.insert(part);
     }
 
     /// True after [`Device::close`].
@@ -96,8 +105,14 @@ impl Device for Memory {
                 .configuration
                 .as_ref()
                 .map_or(0, |configuration| configuration.listen_port),
+            altered: state.altered.clone(),
             ..Observed::default()
         })
+    }
+
+    fn mend(&mut self, altered: &BTreeSet<Altered>) -> Result<(), DeviceError> {
+        self.state().altered.retain(|part| !altered.contains(part));
+        Ok(())
     }
 
     fn close(self: Box<Self>) -> Result<(), DeviceError> {

@@ -5,7 +5,12 @@ pub mod kernel;
 mod memory;
 pub mod userspace;
 
-use std::{fmt, io, path::PathBuf, str::FromStr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt, io,
+    path::PathBuf,
+    str::FromStr,
+};
 
 use clustermesh_agent_core::{
     device::{ObservedPeers, PeerChange},
@@ -51,6 +56,12 @@ pub trait Device: Send {
     /// The kernel cannot be asked; [`DeviceError::Gone`] or [`DeviceError::Died`]: drop this device and open it again.
     fn observe(&self) -> Result<Observed, DeviceError>;
 
+    /// Puts back what [`Device::observe`] found altered.
+    ///
+    /// # Errors
+    /// The port was taken meanwhile, or the kernel refuses; what comes before it in order is put back.
+    fn mend(&mut self, altered: &BTreeSet<Altered>) -> Result<(), DeviceError>;
+
     /// Removes the interface and everything else that is ours.
     ///
     /// # Errors
@@ -94,7 +105,39 @@ pub struct Observed {
     /// The port in use.
     pub listen_port: u16,
     /// Packets dropped since the device was opened, by reason: a word fit for a metric label.
-    pub drops: std::collections::BTreeMap<&'static str, u64>,
+    pub drops: BTreeMap<&'static str, u64>,
+    /// What others changed of the configuration in force.
+    pub altered: BTreeSet<Altered>,
+}
+
+/// A part of a device's configuration that another hand can change under us, in the order in which they are put back: who is
+/// greeted under the right key needs everything else.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Altered {
+    /// `ip link set mtu`.
+    Mtu,
+    /// `wg set listen-port`.
+    ListenPort,
+    /// `wg set fwmark`.
+    Fwmark,
+    /// `ip link set down`.
+    Down,
+    /// `wg set private-key`. Every session is gone.
+    PrivateKey,
+}
+
+impl Altered {
+    /// A word fit for a metric label.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Mtu => "mtu",
+            Self::ListenPort => "listen_port",
+            Self::Fwmark => "fwmark",
+            Self::Down => "link_down",
+            Self::PrivateKey => "private_key",
+        }
+    }
 }
 
 /// Which implementation to use (`--backend`).

@@ -8,9 +8,11 @@ use std::{
 };
 
 use clustermesh_agent_core::{
+    device::{self, ObservedPeer, PeerChange, PeerSpec, PeerStats, Peers},
     firewall::Firewall,
     routes::{Change, Routes, diff},
 };
+use clustermesh_core::key::PublicKey;
 
 use super::Reconciler;
 use crate::{
@@ -34,6 +36,8 @@ pub(super) struct Drift {
     /// What the kernel was brought to, as far as all of it could be.
     routes: Option<Routes>,
     firewall: Option<Firewall>,
+    /// Whom the device was told to hold; `None` = it was opened since.
+    peers: Option<Peers>,
 }
 
 impl Drift {
@@ -93,6 +97,31 @@ impl Drift {
         }
         same && written
     }
+
+    /// A pass brought the device's peers to `desired` by these changes. Returns how many of them no change of what is wanted
+    /// explains.
+    pub(super) fn peopled(&mut self, desired: &Peers, done: &[PeerChange]) -> usize {
+        if self.peers.as_ref() == Some(desired) {
+            return done.len();
+        }
+        let before = self.peers.replace(desired.clone());
+        before.map_or(0, |before| {
+            let held = |(key, configured): (&PublicKey, &PeerSpec)| {
+                let peer = ObservedPeer {
+                    configured: configured.clone(),
+                    stats: PeerStats::default(),
+                };
+                (*key, peer)
+            };
+            let wanted = device::diff(&before.iter().map(held).collect(), desired).unwrap_or_default();
+            done.iter().filter(|change| !wanted.contains(change)).count()
+        })
+    }
+
+    /// The device was opened: whatever it holds is no work of another hand.
+    pub(super) fn emptied(&mut self) {
+        self.peers = None;
+    }
 }
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
@@ -137,6 +166,29 @@ mod tests {
             0,
             "what could not be made before is not put back"
         );
+    }
+
+    #[test]
+    fn peers_that_nobody_asked_to_change_count_as_put_back() {
+        let key = |n| PublicKey::new([n; 32]);
+        let both: Peers = [1, 2].map(|n| (key(n), PeerSpec::default())).into();
+        let one: Peers = [(key(1), PeerSpec::default())].into();
+        let add = |n| PeerChange::Add(key(n), PeerSpec::default());
+        let mut drift = Drift::default();
+        assert_eq!(
+            drift.peopled(&one, &[PeerChange::Remove(key(9))]),
+            0,
+            "a start takes over what it finds"
+        );
+        assert_eq!(drift.peopled(&both, &[add(2)]), 0, "a new peer");
+        assert_eq!(drift.peopled(&both, &[add(2)]), 1, "it was taken away");
+        assert_eq!(
+            drift.peopled(&one, &[PeerChange::Remove(key(2)), PeerChange::Remove(key(7))]),
+            1,
+            "a peer goes, and somebody had added another"
+        );
+        drift.emptied();
+        assert_eq!(drift.peopled(&one, &[add(1)]), 0, "a device that was opened anew");
     }
 
     #[test]

@@ -3,7 +3,10 @@
 
 use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, time::Instant};
 
-use clustermesh_agent_core::{device::PeerStats, health::State};
+use clustermesh_agent_core::{
+    device::{PeerStats, diff},
+    health::State,
+};
 use clustermesh_api::annotations::{self, Agent, Link};
 use clustermesh_core::key::PublicKey;
 
@@ -48,10 +51,13 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             }
             None => return,
         };
-        if self.tracks.look(&observed.peers, now)
-            && let Err(trouble) = self.apply_peers(&current.compiled)
-        {
-            tracing::debug!(error = trouble.message, "cannot try another endpoint");
+        if self.tracks.look(&observed.peers, now) {
+            if let Err(trouble) = self.apply_peers(&current.compiled) {
+                tracing::debug!(error = trouble.message, "cannot try another endpoint");
+            }
+        } else if !observed.altered.is_empty() || diff(&observed.peers, &self.wanted(&current.compiled)).is_some() {
+            // WireGuard makes no event of what others do to it.
+            self.parts.store.ring();
         }
         self.parts.kept.send_if_modified(|kept| {
             let changed = kept.live != *self.tracks.live();
@@ -94,6 +100,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             peers,
             listen_port,
             drops,
+            altered: _,
         } = observed;
         let peers: BTreeMap<PublicKey, PeerLook> = peers
             .into_iter()

@@ -16,7 +16,7 @@ use std::{
 
 use clustermesh_agent_core::{
     compile::{Compiled, Inputs, compile},
-    device::diff,
+    device::{Peers, diff},
     mtu::{self, Sizes},
     numbers::MARK_UNDERLAY,
 };
@@ -28,7 +28,7 @@ use tokio::sync::watch;
 use crate::{
     args::Config,
     cache::{Kept, Live, Saved, Stamp},
-    device::{Configuration, Device, DeviceError, Opened},
+    device::{Altered, Configuration, Device, DeviceError, Opened},
     endpoints::Tracks,
     firewall::{Backend, Keeper},
     identity::{
@@ -371,6 +371,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 tracing::info!(interface = device.interface(), backend, why, mtu, "device opened");
                 self.why = why.to_string();
                 self.tracks.restart();
+                self.drift.emptied();
                 let standing = device.observe().map_err(trouble)?;
                 self.tracks.adopt(&standing.peers);
                 self.device = Some((device, mtu, public));
@@ -437,15 +438,21 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         self.said.set(lines);
     }
 
-    fn apply_peers(&mut self, compiled: &Compiled) -> Result<(), Trouble> {
-        let trouble = |error: DeviceError| Trouble::new("device", error);
-        let Some((device, ..)) = &mut self.device else {
-            return Ok(());
-        };
+    /// Whom the device should hold, each at the endpoint that is tried now.
+    fn wanted(&self, compiled: &Compiled) -> Peers {
         let mut desired = compiled.peers.clone();
         for (key, spec) in &mut desired {
             spec.endpoint = self.tracks.current(key);
         }
+        desired
+    }
+
+    fn apply_peers(&mut self, compiled: &Compiled) -> Result<(), Trouble> {
+        let trouble = |error: DeviceError| Trouble::new("device", error);
+        let desired = self.wanted(compiled);
+        let Some((device, ..)) = &mut self.device else {
+            return Ok(());
+        };
         let observed = match device.observe() {
             Ok(observed) => observed,
             Err(error) => {
@@ -454,10 +461,22 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 return Err(trouble(error));
             }
         };
-        let Some(changes) = diff(&observed.peers, &desired) else {
-            return Ok(());
-        };
-        device.apply(&changes).map_err(trouble)?;
+        if !observed.altered.is_empty() {
+            device.mend(&observed.altered).map_err(trouble)?;
+            for part in &observed.altered {
+                tracing::warn!(part = part.as_str(), "the device was changed by another hand; put back");
+                self.parts.metrics.repaired(part.as_str(), 1);
+            }
+            if observed.altered.contains(&Altered::PrivateKey) {
+                self.tracks.restart();
+            }
+        }
+        let changes = diff(&observed.peers, &desired).unwrap_or_default();
+        if !changes.is_empty() {
+            device.apply(&changes).map_err(trouble)?;
+        }
+        let put_back = self.drift.peopled(&desired, &changes);
+        self.parts.metrics.repaired("peers", put_back);
         self.parts.metrics.applied("device", changes.len());
         for change in &changes {
             let name = compiled.names.get(change.key()).map_or("", String::as_str);

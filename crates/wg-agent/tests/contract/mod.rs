@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses its own part of this module")]
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::UdpSocket,
     num::NonZeroU16,
     time::{Duration, Instant},
@@ -15,7 +15,7 @@ use clustermesh_agent_core::{
 };
 use clustermesh_core::key::PublicKey;
 use ipnet::IpNet;
-use wg_agent::device::{self, Backend, Configuration, Device, DeviceError, Observed};
+use wg_agent::device::{self, Altered, Backend, Configuration, Device, DeviceError, Observed};
 use x25519_dalek::StaticSecret;
 
 use crate::netns::{NetNs, unique_name, veth, wait_until};
@@ -35,6 +35,8 @@ macro_rules! each {
             a_new_port_is_used_and_a_taken_one_changes_nothing
             every_outer_packet_carries_the_firewall_mark_also_after_it_changes
             a_device_deleted_by_someone_else_is_said_and_can_be_opened_again
+            what_another_hand_changed_of_a_device_is_said_and_put_back
+            a_sender_whose_packet_has_no_peer_or_nowhere_to_go_is_told_so
             an_interface_that_is_not_ours_is_left_alone
             of_five_thousand_peers_the_one_that_changes_is_the_only_one_touched
             a_closed_device_leaves_nothing
@@ -485,6 +487,50 @@ pub(crate) fn a_device_deleted_by_someone_else_is_said_and_can_be_opened_again(b
     a.address();
     a.add(2, Some("192.0.2.2:51820"));
     wait_until("a ping", SOON, || b.reaches(1));
+}
+
+pub(crate) fn what_another_hand_changed_of_a_device_is_said_and_put_back(backend: Backend) {
+    let [mut a, b] = joined(backend);
+    let look = |a: &mut Node| {
+        let device = a.device.as_deref_mut().expect("an open device");
+        a.ns.enter(move || device.observe()).expect("observe").altered
+    };
+    let link = |a: &Node| {
+        let link = &a.ns.ip_json(&format!("link show {}", a.interface))[0];
+        (link["mtu"].clone(), link["flags"].clone())
+    };
+    let (whole, shown) = (link(&a), a.device_shown());
+    assert_eq!(look(&mut a), [].into());
+    let mut altered = BTreeSet::from([Altered::Mtu, Altered::Down]);
+    if backend == Backend::Kernel {
+        // The userspace device is told by its agent alone.
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let (key, interface) = (file.path().display(), &a.interface);
+        a.ns.sh(&format!(
+            "wg genkey > {key}; wg set {interface} listen-port 5555 fwmark 7 private-key {key}"
+        ));
+        altered.extend([Altered::ListenPort, Altered::Fwmark, Altered::PrivateKey]);
+    }
+    a.ns.ip(&format!("link set {} mtu 1300 down", a.interface));
+    assert_eq!(look(&mut a), altered);
+    let device = a.device.as_deref_mut().expect("an open device");
+    a.ns.enter(|| device.mend(&altered)).expect("mend");
+    assert_eq!(look(&mut a), [].into());
+    assert_eq!((link(&a), a.device_shown()), (whole, shown));
+    wait_until("a ping", SOON, || a.reaches(2) && b.reaches(1));
+}
+
+pub(crate) fn a_sender_whose_packet_has_no_peer_or_nowhere_to_go_is_told_so(backend: Backend) {
+    let mut node = Node::new(1, backend);
+    // A peer that nobody knows the place of, and an address that no peer has.
+    node.add(2, None);
+    for [v4, v6] in [["10.9.0.2", "fd09::2"], ["10.9.0.3", "fd09::3"]] {
+        for (address, words) in [(v4, "Destination Host Unreachable"), (v6, "Address unreachable")] {
+            let output = node.ns.output("ping", &["-n", "-c1", "-W5", address]);
+            let said = String::from_utf8_lossy(&output.stdout);
+            assert!(said.contains(words), "{address}: {output:?}");
+        }
+    }
 }
 
 pub(crate) fn an_interface_that_is_not_ours_is_left_alone(backend: Backend) {

@@ -245,8 +245,14 @@ impl Site {
         );
     }
 
-    /// Waits until its pod reaches the other's in both families.
+    /// Waits until its pod reaches the other's in both families, by the tunnel: before there is a mesh, the underlay would do.
     pub(crate) fn reaches(&self, other: &Self) {
+        wait_until("a route into the tunnel", SOON, || {
+            // Of a table that nobody has made yet ip says that it does not exist.
+            let words = ["route", "show", &other.pods()[0], "table", "5182"];
+            let routes = self.ns.output("ip", &words).stdout;
+            String::from_utf8_lossy(&routes).contains(&format!("dev {}", self.interface))
+        });
         for to in other.pod_ips() {
             wait_until(&format!("a ping from {} to {to}", self.pod.name), SOON, || {
                 self.pod.pings(&to)
@@ -377,18 +383,15 @@ impl Flow {
     }
 
     /// Ends it; the most packets that were lost in a row, and how many were answered.
-    pub(crate) fn end(self) -> (u32, usize) {
-        drop(self.running);
-        let text = fs::read_to_string(self.said.path()).expect("what ping says");
-        let number = |line: &str| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse().ok();
-        let numbers: Vec<u32> = text
-            .lines()
-            .filter(|line| line.contains("time="))
-            .filter_map(number)
-            .collect();
+    pub(crate) fn end(mut self) -> (u32, usize) {
+        // Whatever it has said is in the file then.
+        let _ = self.running.child().kill();
+        let _ = self.running.child().wait();
+        let numbers = self.answered();
         let first = numbers.first().copied().unwrap_or(0);
         let gaps = numbers.windows(2).map(|pair| pair[1].saturating_sub(pair[0] + 1));
         // What was asked before the first answer was lost as well.
-        (gaps.max().unwrap_or(0).max(first.saturating_sub(1)), numbers.len())
+        let most = gaps.max().unwrap_or(0).max(first.saturating_sub(1));
+        (most, numbers.len())
     }
 }

@@ -11,6 +11,7 @@ mod netlink;
 mod observed;
 
 use std::{
+    collections::BTreeSet,
     io,
     sync::{Mutex, MutexGuard, PoisonError},
     time::SystemTime,
@@ -24,7 +25,7 @@ use netlink_packet_generic::{
 use netlink_packet_route::link::LinkAttribute;
 use netlink_packet_wireguard::{WireguardAttribute, WireguardCmd, WireguardMessage, WireguardPeer};
 use nix::errno::Errno;
-use x25519_dalek::PublicKey;
+use x25519_dalek::{PublicKey, StaticSecret};
 use zeroize::Zeroize;
 
 use self::{
@@ -32,7 +33,7 @@ use self::{
     netlink::Netlink,
     observed::{Seen, seen},
 };
-use super::{Configuration, Device, DeviceError, Observed, userspace};
+use super::{Altered, Configuration, Device, DeviceError, Observed, userspace};
 
 /// A device of this kind that stands.
 pub struct Kernel {
@@ -164,31 +165,46 @@ impl Kernel {
     fn change(&mut self, wanted: &Configuration, new_key: bool) -> Result<(), DeviceError> {
         // Each by itself, so that what was in force stays when the port is taken.
         if wanted.listen_port != self.configuration.listen_port {
-            self.set(vec![WireguardAttribute::ListenPort(wanted.listen_port)])
-                .map_err(|source| self.listen(wanted.listen_port, source))?;
+            self.set_port(wanted.listen_port)?;
             self.configuration.listen_port = wanted.listen_port;
         }
         if wanted.fwmark != self.configuration.fwmark {
-            self.set(vec![WireguardAttribute::Fwmark(wanted.fwmark)])
-                .map_err(|source| self.error("set the firewall mark of", source))?;
+            self.set_mark(wanted.fwmark)?;
             self.configuration.fwmark = wanted.fwmark;
         }
         if wanted.mtu != self.configuration.mtu {
-            let mtu = vec![LinkAttribute::Mtu(u32::from(wanted.mtu))];
-            self.links
-                .set(self.index, mtu, false)
-                .map_err(|source| self.error("set the MTU of", source))?;
+            self.set_mtu(wanted.mtu)?;
             self.configuration.mtu = wanted.mtu;
         }
         if new_key {
-            self.set(vec![WireguardAttribute::PrivateKey(wanted.private_key.to_bytes())])
-                .map_err(|source| self.error("set the private key of", source))?;
+            self.set_key(&wanted.private_key)?;
             self.configuration.private_key = wanted.private_key.clone();
-            // Every session ended with the old key.
-            let greetings = messages::greet(&self.held());
-            self.send(greetings)?;
         }
         Ok(())
+    }
+
+    fn set_port(&self, port: u16) -> Result<(), DeviceError> {
+        self.set(vec![WireguardAttribute::ListenPort(port)])
+            .map_err(|source| self.listen(port, source))
+    }
+
+    fn set_mark(&self, mark: u32) -> Result<(), DeviceError> {
+        self.set(vec![WireguardAttribute::Fwmark(mark)])
+            .map_err(|source| self.error("set the firewall mark of", source))
+    }
+
+    fn set_mtu(&self, mtu: u16) -> Result<(), DeviceError> {
+        self.links
+            .set(self.index, vec![LinkAttribute::Mtu(u32::from(mtu))], false)
+            .map_err(|source| self.error("set the MTU of", source))
+    }
+
+    /// And greets everybody: every session ends with the key before.
+    fn set_key(&self, key: &StaticSecret) -> Result<(), DeviceError> {
+        self.set(vec![WireguardAttribute::PrivateKey(key.to_bytes())])
+            .map_err(|source| self.error("set the private key of", source))?;
+        let greetings = messages::greet(&self.held());
+        self.send(greetings)
     }
 
     fn send(&self, messages: Vec<Vec<WireguardPeer>>) -> Result<(), DeviceError> {
@@ -278,15 +294,29 @@ impl Device for Kernel {
     fn observe(&self) -> Result<Observed, DeviceError> {
         let Seen {
             name: _,
-            public_key: _,
+            public_key,
             listen_port,
-            fwmark: _,
+            fwmark,
             peers,
         } = self.read()?;
         let link = self
             .links
             .by_index(self.index)
             .map_err(|source| self.error("read the counters of", source))?;
+        let wanted = &self.configuration;
+        let altered = [
+            (
+                link.as_ref().is_some_and(|link| link.mtu != u32::from(wanted.mtu)),
+                Altered::Mtu,
+            ),
+            (![0, listen_port].contains(&wanted.listen_port), Altered::ListenPort),
+            (fwmark != wanted.fwmark, Altered::Fwmark),
+            (link.as_ref().is_some_and(|link| !link.up), Altered::Down),
+            (
+                public_key != Some(PublicKey::from(&wanted.private_key).to_bytes()),
+                Altered::PrivateKey,
+            ),
+        ];
         let mut held = self.held();
         let peers = peers.into_iter().map(|(key, (live, stats))| {
             let endpoint = held.get(&key).map_or(live.endpoint, |spec| spec.endpoint);
@@ -314,7 +344,33 @@ impl Device for Kernel {
             peers,
             listen_port,
             drops: drops.into(),
+            altered: altered
+                .into_iter()
+                .filter_map(|(is, part)| is.then_some(part))
+                .collect(),
         })
+    }
+
+    fn mend(&mut self, altered: &BTreeSet<Altered>) -> Result<(), DeviceError> {
+        let Configuration {
+            private_key,
+            listen_port,
+            fwmark,
+            mtu,
+        } = self.configuration.clone();
+        for part in altered {
+            match part {
+                Altered::Mtu => self.set_mtu(mtu)?,
+                Altered::ListenPort => self.set_port(listen_port)?,
+                Altered::Fwmark => self.set_mark(fwmark)?,
+                Altered::Down => self
+                    .links
+                    .set(self.index, Vec::new(), true)
+                    .map_err(|source| self.listen(listen_port, source))?,
+                Altered::PrivateKey => self.set_key(&private_key)?,
+            }
+        }
+        Ok(())
     }
 
     fn close(self: Box<Self>) -> Result<(), DeviceError> {

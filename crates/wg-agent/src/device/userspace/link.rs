@@ -1,5 +1,5 @@
-//! A network interface's own properties over rtnetlink, one blocking request at a time: for the moment a device is opened, set up
-//! or removed. Addresses and routes are `crate::route`'s.
+//! A network interface's own properties over rtnetlink, one blocking request at a time: for the moment a device is opened, set up,
+//! looked at or removed. Addresses and routes are `crate::route`'s.
 
 use std::io;
 
@@ -25,6 +25,8 @@ pub(super) struct Link {
     pub(super) kind: Kind,
     /// It carries our alias.
     pub(super) ours: bool,
+    pub(super) mtu: u32,
+    pub(super) up: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,12 +58,15 @@ fn read(message: &LinkMessage) -> Link {
         index: message.header.index,
         kind: Kind::Other,
         ours: false,
+        mtu: 0,
+        up: message.header.flags.contains(LinkFlags::Up),
     };
     // A TUN device has a carrier while someone holds it.
     let mut attached = message.header.flags.contains(LinkFlags::LowerUp);
     for attribute in &message.attributes {
         match attribute {
             LinkAttribute::IfAlias(alias) => link.ours = alias == ALIAS,
+            LinkAttribute::Mtu(mtu) => link.mtu = *mtu,
             LinkAttribute::LinkInfo(infos) => {
                 for info in infos {
                     match info {

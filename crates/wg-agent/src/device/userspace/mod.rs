@@ -54,7 +54,7 @@ use self::{
     sockets::Sockets,
     tun::Tun,
 };
-use super::{Configuration, Device, DeviceError, Observed};
+use super::{Altered, Configuration, Device, DeviceError, Observed};
 
 /// Where `wg` looks for userspace devices.
 const CONTROL_DIRECTORY: &str = "/var/run/wireguard";
@@ -339,7 +339,30 @@ impl Device for Userspace {
                 thread,
             });
         }
-        Ok(observed(&self.shared))
+        let link = link::find(&self.interface)
+            .map_err(|source| kernel(&format!("look for interface {}", self.interface), source))?;
+        let altered = link.map_or_else(BTreeSet::new, |link| {
+            let altered = [
+                (link.mtu != u32::from(self.configuration.mtu), Altered::Mtu),
+                (!link.up, Altered::Down),
+            ];
+            altered
+                .into_iter()
+                .filter_map(|(is, part)| is.then_some(part))
+                .collect()
+        });
+        Ok(Observed {
+            altered,
+            ..observed(&self.shared)
+        })
+    }
+
+    /// Nobody else can change more than the interface.
+    fn mend(&mut self, altered: &BTreeSet<Altered>) -> Result<(), DeviceError> {
+        if altered.is_empty() {
+            return Ok(());
+        }
+        set_up(&self.shared.tun, &self.interface, self.configuration.mtu)
     }
 
     fn close(mut self: Box<Self>) -> Result<(), DeviceError> {
@@ -393,6 +416,7 @@ fn observed(shared: &Shared) -> Observed {
         peers: peers.collect(),
         listen_port: current(&shared.sockets).port,
         drops: shared.drops.read(),
+        altered: BTreeSet::new(),
     }
 }
 

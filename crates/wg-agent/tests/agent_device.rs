@@ -1,0 +1,39 @@
+//! A real agent with the userspace backend whose interface another hand changes. What is done to the kernel's is in
+//! `machine/drift.rs`. Needs root.
+
+mod netns;
+mod pair;
+
+use netns::wait_until;
+use pair::{SOON, introduce, two};
+
+#[test]
+fn an_interface_that_another_hand_changed_is_put_back_and_counted_by_kind() {
+    let sites = two();
+    let [a, b] = &sites;
+    let _agents = sites.each_ref().map(|site| site.agent("userspace"));
+    introduce(&sites);
+    a.reaches(b);
+    a.ready();
+    let link = || {
+        let link = &a.ns.ip_json(&format!("link show {}", a.interface))[0];
+        (link["mtu"].clone(), link["flags"].clone())
+    };
+    let whole = link();
+    assert_eq!(a.repairs(), [].into());
+    let handshakes = a.shown("latest-handshakes");
+    a.ns.ip(&format!("link set {} mtu 1300", a.interface));
+    wait_until("the MTU to be put back", SOON, || link() == whole);
+    wait_until("it to be counted", SOON, || {
+        a.repairs() == [("mtu".to_owned(), 1)].into()
+    });
+    assert_eq!(a.shown("latest-handshakes"), handshakes, "no session was touched");
+
+    // With the link go the routes of IPv4 and the addresses of IPv6; no session.
+    a.ns.ip(&format!("link set {} down", a.interface));
+    wait_until("the link to be up", SOON, || link() == whole);
+    a.reaches(b);
+    b.reaches(a);
+    assert_eq!(a.repairs().get("link_down"), Some(&1));
+    assert_eq!(a.shown("latest-handshakes"), handshakes);
+}

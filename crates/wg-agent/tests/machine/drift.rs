@@ -1,0 +1,105 @@
+//! Real agents whose device another hand changes, by `wg set` and `ip link set`: each part is put back and counted.
+
+use std::collections::BTreeMap;
+
+use nix::sys::signal::Signal;
+
+use crate::{
+    netns::wait_until,
+    pair::{Agent, SOON, Site, introduce, two},
+};
+
+/// What a device holds as `wg` and `ip` read it, its lists in order.
+fn held(site: &Site) -> Vec<String> {
+    let text = site.ns.run("wg", &["showconf", &site.interface]);
+    let mut words: Vec<String> = text.split([' ', ',', '\n']).map(str::to_owned).collect();
+    words.sort();
+    let link = &site.ns.ip_json(&format!("link show {}", site.interface))[0];
+    words.push(format!("{} {}", link["mtu"], link["flags"]));
+    words
+}
+
+/// What was put back, by kind, since `before`.
+fn since(site: &Site, before: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
+    let now = site.repairs();
+    let more = now.into_iter().map(|(part, count)| {
+        let known = before.get(&part).copied().unwrap_or(0);
+        (part, count - known)
+    });
+    more.filter(|(_, count)| *count > 0).collect()
+}
+
+/// Does the damage and waits until device and routes are as before; what was counted must be `want`.
+fn mended(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&str, u64)]) {
+    let [a, _] = sites;
+    let routes = || {
+        (
+            a.ns.ip_json("route show table 5182"),
+            a.ns.ip_json("-6 route show table 5182"),
+        )
+    };
+    let (whole, routed, before) = (held(a), routes(), a.repairs());
+    let start = std::time::Instant::now();
+    a.ns.sh(&damage.replace("DEV", &a.interface));
+    wait_until(&format!("{damage} to be mended"), SOON, || {
+        held(a) == whole && routes() == routed
+    });
+    println!("{:.1} s: {damage}", start.elapsed().as_secs_f64());
+    // The count is written at the end of the same step.
+    let want: BTreeMap<String, u64> = want.iter().map(|(part, count)| ((*part).to_owned(), *count)).collect();
+    wait_until(
+        &format!("{want:?} to be counted for {damage}, {}", agent.log()),
+        SOON,
+        || since(a, &before) == want,
+    );
+}
+
+#[test]
+#[ignore = "runs in the virtual machine"]
+fn a_kernel_device_that_another_hand_changed_is_put_back_and_counted_by_kind() {
+    let sites = two();
+    let [a, b] = &sites;
+    let agent = a.agent("kernel");
+    let _other = b.agent("kernel");
+    introduce(&sites);
+    a.reaches(b);
+    a.ready();
+    assert_eq!(a.repairs(), [].into());
+    let peer = a.shown("latest-handshakes").into_keys().next().expect("a peer");
+    let other = a.file("other-key");
+    let other = other.display();
+    a.ns.sh(&format!("wg genkey > {other}"));
+
+    mended(&sites, &agent, "ip link set DEV mtu 1300", &[("mtu", 1)]);
+    mended(
+        &sites,
+        &agent,
+        &format!("wg set DEV listen-port 5555 fwmark 7 private-key {other}"),
+        &[("listen_port", 1), ("fwmark", 1), ("private_key", 1)],
+    );
+    b.reaches(a);
+    mended(
+        &sites,
+        &agent,
+        &format!("wg set DEV peer {peer} remove peer $(wg pubkey < {other}) allowed-ips 10.99.0.0/16"),
+        &[("peers", 2)],
+    );
+    mended(
+        &sites,
+        &agent,
+        &format!("wg set DEV peer {peer} persistent-keepalive 7 allowed-ips 10.99.0.0/16"),
+        &[("peers", 1)],
+    );
+    b.reaches(a);
+    a.reaches(b);
+
+    let before = a.repairs();
+    let (whole, start) = (held(a), std::time::Instant::now());
+    a.ns.ip(&format!("link set {} down", a.interface));
+    wait_until("the link to be up", SOON, || held(a) == whole);
+    println!("{:.1} s: link down", start.elapsed().as_secs_f64());
+    a.reaches(b);
+    b.reaches(a);
+    assert_eq!(since(a, &before).get("link_down"), Some(&1));
+    agent.end(Signal::SIGTERM);
+}
