@@ -38,7 +38,7 @@ fn cut(header: &Header, packet: &[u8]) -> Vec<Vec<u8>> {
     let Ok(mut segments) = Segments::new(header, packet) else {
         return Vec::new();
     };
-    let mut out = vec![0; segments.largest()];
+    let mut out = vec![0; segments.upcoming().unwrap_or_default()];
     let mut parts = Vec::new();
     while let Some(length) = segments.next(&mut out) {
         assert!(length <= out.len() && parts.len() <= packet.len());

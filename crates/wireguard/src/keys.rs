@@ -1,7 +1,10 @@
 //! The sessions that one peer may have at a time: the one we send by, the one before it, and the one we answered to and have not
 //! heard on yet (as the kernel's `noise_keypairs`).
 
-use std::time::{Duration, Instant};
+use std::{
+    ops::Range,
+    time::{Duration, Instant},
+};
 
 use crate::{
     Refused, Session,
@@ -25,10 +28,10 @@ pub struct Keys {
 }
 
 /// An authentic data message.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Opened {
-    /// Of the inner packet, padding included; 0 = a keepalive.
-    pub length: usize,
+    /// Where the inner packet stands in it, padding included; empty = a keepalive.
+    pub packet: Range<usize>,
     /// It is the first on a session that we answered to: the peer has it, and we send by it from now on.
     pub confirmed: bool,
 }
@@ -65,20 +68,20 @@ impl Keys {
         self.next.is_some()
     }
 
-    /// Seals a packet to the beginning of `datagram`, which has [`crate::message::OVERHEAD`] bytes more; its length there. `None` = there
-    /// is no session to send by.
-    pub fn seal(&mut self, packet: &[u8], datagram: &mut [u8], now: Instant) -> Option<usize> {
+    /// Seals the packet of `length` bytes that stands in `datagram` behind [`crate::message::HEADER`] bytes: the length of the whole,
+    /// which is [`crate::message::OVERHEAD`] more. `None` = there is no session to send by; the packet is as it was.
+    pub fn seal(&mut self, datagram: &mut [u8], length: usize, now: Instant) -> Option<usize> {
         self.current
             .as_mut()
             .filter(|session| session.age(now) < REJECT_AFTER_TIME)?
-            .seal(packet, datagram)
+            .seal(datagram, length)
     }
 
-    /// Opens a data message to the beginning of `packet`, which is as long as the datagram.
+    /// Opens a data message where it stands.
     ///
     /// # Errors
-    /// It is not of a session that still counts, or not authentic, or a replay.
-    pub fn open(&mut self, datagram: &[u8], packet: &mut [u8], now: Instant) -> Result<Opened, Refused> {
+    /// It is not of a session that still counts, or not authentic (it is garbage then), or a replay.
+    pub fn open(&mut self, datagram: &mut [u8], now: Instant) -> Result<Opened, Refused> {
         let Some(Message::Data(_)) = Message::parse(datagram) else {
             return Err(Refused::Invalid);
         };
@@ -88,10 +91,10 @@ impl Keys {
             .flatten()
             .find(|session| session.own() == index && session.age(now) < REJECT_AFTER_TIME)
             .ok_or(Refused::UnknownSession)?;
-        let length = session.open(datagram, packet)?;
+        let packet = session.open(datagram)?;
         let confirmed = self.next.take_if(|next| next.own() == index);
         let opened = Opened {
-            length,
+            packet,
             confirmed: confirmed.is_some(),
         };
         if confirmed.is_some() {

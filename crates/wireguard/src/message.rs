@@ -8,8 +8,8 @@ pub const RESPONSE: usize = 92;
 pub const COOKIE_REPLY: usize = 64;
 /// What a data message adds to its packet: header and tag.
 pub const OVERHEAD: usize = HEADER + TAG;
-/// Type, receiver, counter.
-pub(crate) const HEADER: usize = 16;
+/// Of a data message, before the packet: type, receiver, counter.
+pub const HEADER: usize = 16;
 /// Of Poly1305.
 pub(crate) const TAG: usize = 16;
 /// Both macs at the end of an initiation or a response.

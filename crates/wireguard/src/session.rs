@@ -1,6 +1,9 @@
 //! One session's keys and counters: sealing and opening data messages (whitepaper §5.4.6).
 
-use std::time::{Duration, Instant};
+use std::{
+    ops::Range,
+    time::{Duration, Instant},
+};
 
 use ring::aead::{Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 
@@ -64,29 +67,27 @@ impl Session {
         self.next >= REJECT_AFTER_MESSAGES
     }
 
-    /// Seals a packet to the beginning of `datagram`: the length there. `None` = the session is spent, or there is not room for
-    /// [`OVERHEAD`] more bytes than the packet has.
-    pub(crate) fn seal(&mut self, packet: &[u8], datagram: &mut [u8]) -> Option<usize> {
-        let length = packet.len() + OVERHEAD;
-        let (header, sealed) = datagram.get_mut(..length)?.split_at_mut(HEADER);
-        let (payload, tag) = sealed.split_at_mut(packet.len());
+    /// Seals the packet of `length` bytes that stands in `datagram` behind the room for a header: the length of the whole. `None` =
+    /// the session is spent, or there is no room for the tag; the packet is as it was.
+    pub(crate) fn seal(&mut self, datagram: &mut [u8], length: usize) -> Option<usize> {
+        let (header, sealed) = datagram.get_mut(..length + OVERHEAD)?.split_at_mut(HEADER);
+        let (packet, tag) = sealed.split_at_mut(length);
         let key = self.sealing.as_ref().filter(|_| !self.spent())?;
-        payload.copy_from_slice(packet);
         let counter = self.next;
         let made = key
-            .seal_in_place_separate_tag(nonce(counter), Aad::empty(), payload)
+            .seal_in_place_separate_tag(nonce(counter), Aad::empty(), packet)
             .ok()?;
         self.next += 1;
         tag.copy_from_slice(made.as_ref());
         header[..4].copy_from_slice(&DATA_TYPE);
         header[4..8].copy_from_slice(&self.peer.to_le_bytes());
         header[8..].copy_from_slice(&counter.to_le_bytes());
-        Some(length)
+        Some(length + OVERHEAD)
     }
 
-    /// Opens a data message to the beginning of `packet`, which has room for all but its header: the length of the inner packet there.
-    pub(crate) fn open(&mut self, datagram: &[u8], packet: &mut [u8]) -> Result<usize, Refused> {
-        let (header, sealed) = datagram.split_at_checked(HEADER).ok_or(Refused::Invalid)?;
+    /// Opens a data message where it stands: the place of the inner packet in it.
+    pub(crate) fn open(&mut self, datagram: &mut [u8]) -> Result<Range<usize>, Refused> {
+        let (header, sealed) = datagram.split_at_mut_checked(HEADER).ok_or(Refused::Invalid)?;
         let counter = header.last_chunk().map_or(u64::MAX, |bytes| u64::from_le_bytes(*bytes));
         if counter >= REJECT_AFTER_MESSAGES {
             return Err(Refused::Invalid);
@@ -94,13 +95,11 @@ impl Session {
         if !self.replay.may_be_new(counter) {
             return Err(Refused::Replayed);
         }
-        let packet = packet.get_mut(..sealed.len()).ok_or(Refused::Invalid)?;
-        packet.copy_from_slice(sealed);
         let key = self.opening.as_ref().ok_or(Refused::Invalid)?;
-        key.open_in_place(nonce(counter), Aad::empty(), packet)
+        key.open_in_place(nonce(counter), Aad::empty(), sealed)
             .map_err(|_| Refused::Invalid)?;
         self.replay.mark(counter);
-        Ok(sealed.len() - TAG)
+        Ok(HEADER..datagram.len() - TAG)
     }
 }
 
@@ -124,43 +123,54 @@ mod tests {
         )
     }
 
+    /// The whole message for this text, in a buffer with room to spare.
+    fn seal(session: &mut Session, text: &[u8]) -> Option<Vec<u8>> {
+        let mut datagram = [0; 64];
+        datagram[HEADER..HEADER + text.len()].copy_from_slice(text);
+        let length = session.seal(&mut datagram, text.len())?;
+        Some(datagram[..length].to_vec())
+    }
+
+    fn open(session: &mut Session, message: &[u8]) -> Result<Vec<u8>, Refused> {
+        let mut message = message.to_vec();
+        session.open(&mut message).map(|place| message[place].to_vec())
+    }
+
     #[test]
     fn a_counter_is_never_used_twice_and_none_past_the_last() {
         let (mut a, mut b) = pair();
-        let (mut sealed, mut opened) = ([0; 64], [0; 64]);
         a.next = REJECT_AFTER_MESSAGES - 1;
         assert!(a.worn() && !a.spent());
-        let length = a.seal(b"last", &mut sealed).expect("the last one");
-        assert_eq!(b.open(&sealed[..length], &mut opened), Ok(4));
-        assert_eq!((a.seal(b"more", &mut sealed), a.spent()), (None, true));
+        let last = seal(&mut a, b"last").expect("the last one");
+        assert_eq!(open(&mut b, &last), Ok(b"last".to_vec()));
+        assert_eq!((seal(&mut a, b"more"), a.spent()), (None, true));
     }
 
     #[test]
     fn a_counter_that_may_not_be_is_refused_before_it_is_looked_at() {
         let (mut a, mut b) = pair();
-        let (mut sealed, mut opened) = ([0; 64], [0; 64]);
-        let length = a.seal(b"one", &mut sealed).expect("room");
-        sealed[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
-        assert_eq!(b.open(&sealed[..length], &mut opened), Err(Refused::Invalid));
-        sealed[8..16].copy_from_slice(&0_u64.to_le_bytes());
-        assert_eq!(b.open(&sealed[..length], &mut opened), Ok(3));
+        let one = seal(&mut a, b"one").expect("room");
+        let mut changed = one.clone();
+        changed[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
+        assert_eq!(open(&mut b, &changed), Err(Refused::Invalid));
+        assert_eq!(open(&mut b, &one), Ok(b"one".to_vec()));
+        assert_eq!(open(&mut b, &one), Err(Refused::Replayed));
     }
 
     #[test]
     fn a_message_that_does_not_authenticate_moves_no_window() {
         let (mut a, mut b) = pair();
-        let (mut sealed, mut opened) = ([0; 64], [0; 64]);
-        let length = a.seal(b"one", &mut sealed).expect("room");
-        let mut forged = sealed;
+        let one = seal(&mut a, b"one").expect("room");
+        let mut forged = one.clone();
         forged[8..16].copy_from_slice(&1_000_000_u64.to_le_bytes());
-        assert_eq!(b.open(&forged[..length], &mut opened), Err(Refused::Invalid));
-        assert_eq!(b.open(&sealed[..length], &mut opened), Ok(3));
+        assert_eq!(open(&mut b, &forged), Err(Refused::Invalid));
+        assert_eq!(open(&mut b, &one), Ok(b"one".to_vec()));
     }
 
     #[test]
     fn where_there_is_no_room_nothing_is_sealed() {
         let (mut a, _) = pair();
-        assert_eq!(a.seal(&[0; 10], &mut [0; 41]), None);
-        assert_eq!(a.seal(&[0; 10], &mut [0; 42]), Some(42));
+        assert_eq!(a.seal(&mut [0; 41], 10), None);
+        assert_eq!(a.seal(&mut [0; 42], 10), Some(42));
     }
 }

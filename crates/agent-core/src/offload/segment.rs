@@ -95,26 +95,26 @@ impl<'a> Segments<'a> {
         })
     }
 
-    /// The largest packet this will write.
+    /// Bytes of the packet that [`Self::next`] will write; `None` = that was all.
     #[must_use]
-    pub fn largest(&self) -> usize {
-        self.header + self.size.min(self.packet.len() - self.header)
+    pub fn upcoming(&self) -> Option<usize> {
+        let left = self.packet.len().checked_sub(self.done).filter(|left| *left > 0)?;
+        Some(self.header + left.min(self.size))
     }
 
     /// Writes the next packet to the beginning of `out` and returns its length; `None` = that was all.
     ///
     /// # Panics
-    /// `out` is shorter than [`Self::largest`].
+    /// `out` is shorter than [`Self::upcoming`].
     pub fn next(&mut self, out: &mut [u8]) -> Option<usize> {
-        let payload = self.packet.get(self.done..).filter(|rest| !rest.is_empty())?;
-        let payload = &payload[..payload.len().min(self.size)];
+        let length = self.upcoming()?;
+        let payload = &self.packet[self.done..self.done + length - self.header];
         let offset = (self.done - self.header) as u32;
         self.done += payload.len();
         let (header, transport) = (self.header, self.transport);
-        let out = &mut out[..header + payload.len()];
+        let out = &mut out[..length];
         out[..header].copy_from_slice(&self.packet[..header]);
         out[header..].copy_from_slice(payload);
-        let length = out.len();
         if self.v6 {
             put(out, 4, (length - 40) as u16);
         } else {

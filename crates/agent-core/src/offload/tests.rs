@@ -110,7 +110,7 @@ fn cut(header: &Header, packet: &[u8]) -> Vec<Vec<u8>> {
         return vec![packet];
     }
     let mut segments = Segments::new(header, packet).expect("a good header");
-    let mut out = vec![0xee; segments.largest()];
+    let mut out = vec![0xee; segments.upcoming().unwrap_or_default()];
     std::iter::from_fn(|| segments.next(&mut out).map(|length| out[..length].to_vec())).collect()
 }
 
@@ -359,7 +359,7 @@ proptest! {
         let header = Header { gso_type: kind, flags: 1, ..Header::decode(&header) };
         for small in [header, Header { checksum_start: 20, checksum_offset: 16, gso_size: header.gso_size % 50, ..header }] {
             if let Ok(mut segments) = Segments::new(&small, &packets[0]) {
-                let mut out = vec![0; segments.largest()];
+                let mut out = vec![0; segments.upcoming().unwrap_or_default()];
                 while segments.next(&mut out).is_some() {}
             }
             let _ = complete(&Header { gso_type: 0, ..small }, &mut packets[0].clone());

@@ -28,7 +28,6 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
     let mut us = Tunnel::new(Arc::clone(&ours), theirs.public, None, 1, None, now);
     let mut peer = Tunnel::new(theirs, ours.public, None, 2, None, now);
     let mut scratch = vec![0; BUFFER];
-    let mut packet = vec![0; BUFFER];
     let (mut sent, mut given) = (Vec::new(), Vec::new());
     // What is under way to us; anything may become of it.
     let mut wire: Vec<Vec<u8>> = Vec::new();
@@ -37,11 +36,11 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
         let (bytes, following) = after.split_at(after.len().min(usize::from(*length) * 4));
         rest = following;
         let (mut said, mut answers) = (Vec::new(), Vec::new());
-        let mut hear = |us: &mut Tunnel, message: &[u8], said: &mut Vec<Vec<u8>>| {
-            if let Ok(received) = us.receive(message, now, &mut packet, &mut scratch, said)
-                && let Some((length, _)) = received.inner
+        let mut hear = |us: &mut Tunnel, mut message: Vec<u8>, said: &mut Vec<Vec<u8>>| {
+            if let Ok(received) = us.receive(&mut message, now, &mut scratch, said)
+                && let Some((place, _)) = received.inner
             {
-                given.push(packet[..length].to_vec());
+                given.push(message[place].to_vec());
             }
         };
         match step {
@@ -55,7 +54,7 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
             // The oldest message arrives, whole.
             b'a' if !wire.is_empty() => {
                 let message = wire.remove(0);
-                hear(&mut us, &message, &mut said);
+                hear(&mut us, message, &mut said);
             }
             // The newest one arrives changed, or cut, or once more.
             b'c' => {
@@ -65,11 +64,11 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
                         message[at] ^= change;
                     }
                     message.truncate(message.len() - bytes.len() % message.len().max(1));
-                    hear(&mut us, &message, &mut said);
+                    hear(&mut us, message, &mut said);
                 }
             }
             // Anything arrives.
-            b'r' => hear(&mut us, bytes, &mut said),
+            b'r' => hear(&mut us, bytes.to_vec(), &mut said),
             // Time passes.
             b't' => {
                 now += Duration::from_millis(50 * u64::from(bytes.first().copied().unwrap_or(1)));
@@ -79,8 +78,8 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
             _ => {}
         }
         // Toward the peer the network is kind.
-        for message in said {
-            let _ = peer.receive(&message, now, &mut packet, &mut scratch, &mut answers);
+        for mut message in said {
+            let _ = peer.receive(&mut message, now, &mut scratch, &mut answers);
         }
         wire.append(&mut answers);
     }

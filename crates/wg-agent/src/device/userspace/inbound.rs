@@ -4,6 +4,7 @@
 use std::{
     fs::File,
     net::{IpAddr, SocketAddr, UdpSocket},
+    ops::Range,
     os::fd::AsFd,
     sync::Arc,
     time::Instant,
@@ -20,7 +21,7 @@ use super::{
     tun,
 };
 
-/// Decrypted packets that may wait for the end of their batch, in bytes. Small enough to stay in the cache.
+/// Datagrams whose packets may wait for the end of their batch, in bytes. Small enough to stay in the cache.
 const ARENA: usize = 128 << 10;
 
 /// Carries packets until the device stops.
@@ -28,7 +29,6 @@ pub(super) fn inbound(shared: &Shared, lane: usize) {
     let (Some(queue), Some(rebound)) = (shared.tun.queues.get(lane), shared.rebound.get(lane)) else {
         return;
     };
-    let mut datagrams = vec![0; BUFFER];
     let mut control = control_buffer();
     let mut space = Space {
         arena: vec![0; ARENA + BUFFER],
@@ -59,7 +59,7 @@ pub(super) fn inbound(shared: &Shared, lane: usize) {
             space: &mut space,
         };
         for socket in [Some(&own.v4), own.v6.as_ref()].into_iter().flatten() {
-            batch.receive(socket, &mut datagrams, &mut control);
+            batch.receive(socket, &mut control);
         }
         batch.flush();
     }
@@ -67,7 +67,7 @@ pub(super) fn inbound(shared: &Shared, lane: usize) {
 
 /// Buffers that live as long as their thread.
 struct Space {
-    /// Decrypted packets, one after the other.
+    /// Datagrams as they came, one after the other; packets are decrypted where they stand.
     arena: Vec<u8>,
     scratch: Vec<u8>,
     coalescer: Coalescer,
@@ -85,35 +85,36 @@ struct Inbound<'a> {
 }
 
 impl Inbound<'_> {
-    fn receive(&mut self, socket: &UdpSocket, datagrams: &mut [u8], control: &mut [u8]) {
+    fn receive(&mut self, socket: &UdpSocket, control: &mut [u8]) {
         for _ in 0..BATCH {
-            match sockets::receive(socket, datagrams, control) {
+            // One more always has room behind what there is.
+            match sockets::receive(socket, &mut self.space.arena[self.used..], control) {
                 Ok(run) if run.length == 0 => self.view.shared.drops.count(Drop::Invalid),
-                Ok(run) => self.run(&datagrams[..run.length], run.segment, run.source),
+                Ok(run) => self.run(self.used..self.used + run.length, run.segment, run.source),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
                 // An ICMP error that an earlier datagram provoked: reading it clears it.
                 Err(_) => {}
+            }
+            if self.used > ARENA {
+                self.flush();
             }
         }
     }
 
     /// Datagrams of one source.
-    fn run(&mut self, datagrams: &[u8], segment: usize, source: SocketAddr) {
+    fn run(&mut self, place: Range<usize>, segment: usize, source: SocketAddr) {
         let view = self.view;
-        if datagrams.is_empty() {
-            view.shared.drops.count(Drop::Invalid);
-        }
-        let mut rest = datagrams.chunks(segment).peekable();
-        while let Some(first) = rest.peek() {
-            let Some(peer) = data_index(first).map(|index| view.table.by_index.get(&index)) else {
-                if let Some(datagram) = rest.next()
-                    && let Err(reason) = self.control(datagram, source)
-                {
+        let ends = place.end;
+        let mut rest = place.step_by(segment).map(|at| at..ends.min(at + segment)).peekable();
+        while let Some(first) = rest.peek().cloned() {
+            let Some(index) = data_index(&self.space.arena[first.clone()]) else {
+                rest.next();
+                if let Err(reason) = self.control(first, source) {
                     view.shared.drops.count(reason);
                 }
                 continue;
             };
-            let Some(peer) = peer else {
+            let Some(peer) = view.table.by_index.get(&index) else {
                 rest.next();
                 view.shared.drops.count(Drop::UnknownPeer);
                 continue;
@@ -121,27 +122,24 @@ impl Inbound<'_> {
             let mut burst = 0;
             let mut state = peer.state();
             let mut known = None;
-            // One more always has room behind the arena.
-            while self.used <= ARENA
-                && let Some(datagram) =
-                    rest.next_if(|next| burst < BURST && data_index(next).is_some_and(|index| index == peer.index))
+            while burst < BURST
+                && let Some(place) =
+                    rest.next_if(|next| data_index(&self.space.arena[next.clone()]) == Some(peer.index))
             {
                 burst += 1;
-                if let Err(reason) = self.datagram(peer, &mut state, datagram, source, &mut known) {
+                if let Err(reason) = self.datagram(peer, &mut state, place, source, &mut known) {
                     view.shared.drops.count(reason);
                 }
             }
             view.schedule(peer, &mut state, self.now);
-            drop(state);
-            if self.used > ARENA {
-                self.flush();
-            }
         }
+        self.used = ends;
     }
 
     /// Everything but data: rare, and looked at before any peer is.
-    fn control(&mut self, datagram: &[u8], source: SocketAddr) -> Result<(), Drop> {
+    fn control(&mut self, place: Range<usize>, source: SocketAddr) -> Result<(), Drop> {
         let (view, identity) = (self.view, self.identity);
+        let datagram = &mut self.space.arena[place];
         let message = match identity.gate.judge(datagram, source, self.now) {
             Verdict::Pass(message) => message,
             Verdict::Reply(cookie) => {
@@ -162,17 +160,17 @@ impl Inbound<'_> {
         let index = message.receiver().ok_or(Drop::Invalid)?;
         let peer = view.table.by_index.get(&(index >> 8)).ok_or(Drop::UnknownPeer)?;
         let mut state = peer.state();
-        let result = self.datagram(peer, &mut state, datagram, source, &mut None);
+        let result = accept(view, &mut state, datagram, source, self.now, &mut self.space.scratch);
         view.schedule(peer, &mut state, self.now);
-        result
+        result.map(drop)
     }
 
-    /// A datagram for a peer that is locked. `known` is an inner source that was found to be its own.
+    /// A data message for a peer that is locked. `known` is an inner source that was found to be its own.
     fn datagram(
         &mut self,
         peer: &Arc<Peer>,
         state: &mut PeerState,
-        datagram: &[u8],
+        place: Range<usize>,
         source: SocketAddr,
         known: &mut Option<IpAddr>,
     ) -> Result<(), Drop> {
@@ -181,17 +179,8 @@ impl Inbound<'_> {
             scratch,
             coalescer,
         } = &mut *self.space;
-        let begin = self.used;
-        let Some((length, inner)) = accept(
-            self.view,
-            state,
-            datagram,
-            source,
-            self.now,
-            &mut arena[begin..],
-            scratch,
-        )?
-        else {
+        let begin = place.start;
+        let Some((packet, inner)) = accept(self.view, state, &mut arena[place], source, self.now, scratch)? else {
             return Ok(());
         };
         if *known != Some(inner) {
@@ -201,8 +190,7 @@ impl Inbound<'_> {
             }
             *known = Some(inner);
         }
-        self.used += length;
-        coalescer.push(arena, begin..begin + length);
+        coalescer.push(arena, begin + packet.start..begin + packet.end);
         Ok(())
     }
 
@@ -220,18 +208,17 @@ impl Inbound<'_> {
     }
 }
 
-/// Gives a datagram to its peer's tunnel: the length of the inner packet at the beginning of `packet` and its source, if it had one.
+/// Gives a datagram to its peer's tunnel: the place of the inner packet in it and its source, if it had one.
 fn accept(
     view: &View<'_>,
     state: &mut PeerState,
-    datagram: &[u8],
+    datagram: &mut [u8],
     source: SocketAddr,
     now: Instant,
-    packet: &mut [u8],
     scratch: &mut [u8],
-) -> Result<Option<(usize, IpAddr)>, Drop> {
+) -> Result<Option<(Range<usize>, IpAddr)>, Drop> {
     let mut wire = view.wire(Some(source));
-    let outcome = state.tunnel.receive(datagram, now, packet, scratch, &mut wire);
+    let outcome = state.tunnel.receive(datagram, now, scratch, &mut wire);
     state.tx_bytes += wire.sent;
     let received = outcome.map_err(refused)?;
     if received.authentic {

@@ -13,7 +13,7 @@ use clustermesh_agent_core::{
     offload::{HEADER, Header, Segments, complete},
     unreachable::unreachable,
 };
-use clustermesh_wireguard::message::OVERHEAD;
+use clustermesh_wireguard::message::{HEADER as DATA_HEADER, OVERHEAD};
 use rustix::io::Errno;
 
 use super::{
@@ -32,7 +32,6 @@ const ERRORS: u32 = 100;
 pub(super) fn outbound(shared: &Shared, lane: usize) {
     let mut buffer = vec![0; HEADER + BUFFER];
     let mut space = Space {
-        part: vec![0; BUFFER],
         scratch: vec![0; BUFFER],
         run: vec![0; RUN_BYTES + BUFFER],
     };
@@ -65,8 +64,6 @@ pub(super) fn outbound(shared: &Shared, lane: usize) {
 
 /// Buffers that live as long as their thread.
 struct Space {
-    /// One packet of a large one.
-    part: Vec<u8>,
     scratch: Vec<u8>,
     run: Vec<u8>,
 }
@@ -102,7 +99,6 @@ struct Outbound<'a, 'e> {
     errors: &'a mut Errors<'e>,
     now: Instant,
     mtu: usize,
-    part: &'a mut [u8],
     scratch: &'a mut [u8],
     run: Run<'a>,
 }
@@ -129,13 +125,12 @@ struct Target<'a> {
 
 impl<'a, 'e> Outbound<'a, 'e> {
     fn new(view: &'a View<'a>, space: &'a mut Space, errors: &'a mut Errors<'e>) -> Self {
-        let Space { part, scratch, run } = space;
+        let Space { scratch, run } = space;
         Self {
             view,
             errors,
             now: Instant::now(),
             mtu: view.shared.mtu.load(Ordering::Relaxed),
-            part,
             scratch,
             run: Run {
                 view,
@@ -170,7 +165,7 @@ impl<'a, 'e> Outbound<'a, 'e> {
                 return;
             }
             let mut state = self.ready(peer);
-            self.seal(&mut state, packet, length);
+            self.seal(&mut state, length, |place| place.copy_from_slice(&packet[..length]));
             view.schedule(peer, &mut state, self.now);
             return;
         }
@@ -178,21 +173,16 @@ impl<'a, 'e> Outbound<'a, 'e> {
             drops.count(Drop::Interface);
             return;
         };
-        // A part longer than the MTU cannot be; the buffer is as long as the whole.
-        let part = std::mem::take(&mut self.part);
-        let mut more = true;
-        while more {
+        while segments.upcoming().is_some() {
             let mut state = self.ready(peer);
             for _ in 0..BURST {
-                let Some(length) = segments.next(part) else {
-                    more = false;
-                    break;
-                };
-                self.seal(&mut state, part, length);
+                let Some(length) = segments.upcoming() else { break };
+                self.seal(&mut state, length, |place| {
+                    segments.next(place);
+                });
             }
             view.schedule(peer, &mut state, self.now);
         }
-        self.part = part;
     }
 
     /// Locks the peer, with room for a burst.
@@ -201,21 +191,27 @@ impl<'a, 'e> Outbound<'a, 'e> {
         peer.state()
     }
 
-    /// Encrypts the packet of `length` bytes at the beginning of `packet`, which has room for padding.
-    fn seal(&mut self, state: &mut PeerState, packet: &mut [u8], length: usize) {
+    /// Encrypts a packet of `length` bytes, which `write` puts where it is to be.
+    fn seal(&mut self, state: &mut PeerState, length: usize, write: impl FnOnce(&mut [u8])) {
         let Some(endpoint) = state.endpoint else {
             self.view.shared.drops.count(Drop::NoEndpoint);
-            self.errors.tell(&packet[..length], self.now);
+            let packet = &mut self.scratch[..length];
+            write(packet);
+            self.errors.tell(packet, self.now);
             return;
         };
-        let padded = pad(packet, length, self.mtu);
+        let padded = padded(length, self.mtu);
         let datagram = self.run.room(endpoint, padded + OVERHEAD);
-        if let Some(sealed) = state.tunnel.seal(&packet[..padded], self.now, datagram) {
+        let packet = &mut datagram[DATA_HEADER..DATA_HEADER + padded];
+        write(&mut packet[..length]);
+        packet[length..].fill(0);
+        if let Some(sealed) = state.tunnel.seal(datagram, padded, self.now) {
             state.tx_bytes += sealed as u64;
             self.run.push(sealed);
         } else {
+            let packet = &datagram[DATA_HEADER..DATA_HEADER + padded];
             let mut wire = self.view.wire(Some(endpoint));
-            state.tunnel.send(&packet[..padded], self.now, self.scratch, &mut wire);
+            state.tunnel.send(packet, self.now, self.scratch, &mut wire);
             state.tx_bytes += wire.sent;
         }
     }
@@ -280,9 +276,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Pads with zeros to a multiple of 16, within the MTU, as the protocol asks: lengths tell less then (whitepaper §5.4.6).
-fn pad(buffer: &mut [u8], length: usize, mtu: usize) -> usize {
-    let padded = length.next_multiple_of(16).min(mtu).max(length);
-    buffer[length..padded].fill(0);
-    padded
+/// To a multiple of 16, within the MTU, as the protocol asks: lengths tell less then (whitepaper §5.4.6).
+fn padded(length: usize, mtu: usize) -> usize {
+    length.next_multiple_of(16).min(mtu).max(length)
 }

@@ -22,13 +22,14 @@
 
 use std::{
     net::IpAddr,
+    ops::Range,
     sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use clustermesh_wireguard::{
     Initiation, Initiator, Keys, Local, Macs, Refused, Timestamp, initiate,
-    message::{Message, RESPONSE},
+    message::{HEADER, Message, RESPONSE},
     read_initiation,
 };
 use x25519_dalek::PublicKey;
@@ -62,12 +63,12 @@ pub(super) trait Output {
 }
 
 /// What a datagram turned out to be.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Received {
     /// It came from the peer: its source is where the peer is now.
     pub(super) authentic: bool,
-    /// The length of the inner packet, and its source, which is not yet checked against the peer's ranges.
-    pub(super) inner: Option<(usize, IpAddr)>,
+    /// Where in it the inner packet stands, decrypted, and its source, which is not yet checked against the peer's ranges.
+    pub(super) inner: Option<(Range<usize>, IpAddr)>,
 }
 
 /// See the module.
@@ -177,54 +178,54 @@ impl Tunnel {
         }
     }
 
-    /// Encrypts an inner packet to the beginning of `datagram`, which has 32 bytes more; its length there. `None` = there is no
-    /// session: see [`Self::send`].
-    pub(super) fn seal(&mut self, packet: &[u8], now: Instant, datagram: &mut [u8]) -> Option<usize> {
-        let length = self.keys.seal(packet, datagram, now)?;
+    /// Encrypts the inner packet of `length` bytes that stands in `datagram` behind the room for a header: the length of the whole, 32
+    /// bytes more. `None` = there is no session: see [`Self::send`].
+    pub(super) fn seal(&mut self, datagram: &mut [u8], length: usize, now: Instant) -> Option<usize> {
+        let sealed = self.keys.seal(datagram, length, now)?;
         self.unanswered_by_us = None;
         self.traffic = now;
-        if !packet.is_empty() && self.unanswered_by_peer.is_none() {
+        if length > 0 && self.unanswered_by_peer.is_none() {
             self.unanswered_by_peer = Some(now);
             self.urgent = true;
         }
         if !self.renewing && self.keys.renew_after_sending(now) {
             self.renew(now);
         }
-        Some(length)
+        Some(sealed)
     }
 
     /// Sends an inner packet, or keeps it until there is a session.
     pub(super) fn send(&mut self, packet: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) {
-        if let Some(length) = self.seal(packet, now, scratch) {
-            out.network(&scratch[..length]);
-        } else {
+        if !self.speak(packet, now, scratch, out) {
             self.held_packets.push(packet);
             self.want(now, out);
         }
     }
 
-    /// Takes a datagram; an inner packet in it is decrypted to the beginning of `packet`, which is as long as the datagram.
+    /// Takes a datagram; an inner packet in it is decrypted where it stands.
     ///
     /// # Errors
     /// It is not the peer's, or not for a session that still counts; what came before stays as it is.
     pub(super) fn receive(
         &mut self,
-        datagram: &[u8],
+        datagram: &mut [u8],
         now: Instant,
-        packet: &mut [u8],
         scratch: &mut [u8],
         out: &mut impl Output,
     ) -> Result<Received, Refused> {
         let mut inner = None;
         match Message::parse(datagram).ok_or(Refused::Invalid)? {
-            Message::Data(datagram) => {
-                let opened = self.keys.open(datagram, packet, now)?;
+            Message::Data(_) => {
+                let opened = self.keys.open(datagram, now)?;
                 if opened.confirmed {
                     self.established(now, false, scratch, out);
                 }
-                if opened.length > 0 {
+                if !opened.packet.is_empty() {
+                    let begin = opened.packet.start;
                     // Padding ends here. A packet whose own length is not true to what came is nobody's.
-                    inner = Some(inner::length_and_source(&packet[..opened.length]).ok_or(Refused::Invalid)?);
+                    let (length, source) =
+                        inner::length_and_source(&datagram[opened.packet]).ok_or(Refused::Invalid)?;
+                    inner = Some((begin..begin + length, source));
                     if self.unanswered_by_us.is_none() {
                         self.unanswered_by_us = Some(now);
                         self.urgent = true;
@@ -438,7 +439,11 @@ impl Tunnel {
 
     /// Says this by the present session, if there is one.
     fn speak(&mut self, packet: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) -> bool {
-        let Some(length) = self.seal(packet, now, scratch) else {
+        let Some(place) = scratch.get_mut(HEADER..HEADER + packet.len()) else {
+            return false;
+        };
+        place.copy_from_slice(packet);
+        let Some(length) = self.seal(scratch, packet.len(), now) else {
             return false;
         };
         out.network(&scratch[..length]);
