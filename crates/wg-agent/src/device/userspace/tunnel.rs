@@ -378,12 +378,15 @@ impl Tunnel {
         let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         self.said = Timestamp::after(self.said, since_epoch);
         let index = self.next_index();
-        // The next try may have the randomness that this one lacked.
-        if let Ok((initiator, mut message)) = initiate(&self.local, &self.peer, &self.preshared_key, index, self.said) {
-            self.macs.seal(&mut message, now);
-            self.initiation = Some((initiator, now));
-            self.silence(&message, now);
-            out.network(&message);
+        match initiate(&self.local, &self.peer, &self.preshared_key, index, self.said) {
+            Ok((initiator, mut message)) => {
+                self.macs.seal(&mut message, now);
+                self.initiation = Some((initiator, now));
+                self.silence(&message, now);
+                out.network(&message);
+            }
+            // There was no randomness, or the key is one that no secret can be shared with: not at once again either.
+            Err(_) => self.silence(&[], now),
         }
     }
 

@@ -230,6 +230,24 @@ fn a_greeting_that_nobody_answers_stops_after_ninety_seconds_and_asks_for_no_mor
 }
 
 #[test]
+fn a_key_that_no_secret_can_be_shared_with_is_tried_no_more_often_than_another() {
+    let now = Instant::now();
+    let [mut a, _] = pair(&mut seeded(16), now);
+    a.tunnel.peer = PublicKey::from([0; 32]);
+    a.tunnel.greet(now);
+    let (mut ticks, mut at) = (0, now);
+    loop {
+        assert_eq!(a.tick(at).kinds(), Vec::<u8>::new());
+        ticks += 1;
+        assert!(ticks < 25, "a tick is asked for again and again");
+        match a.tunnel.reschedule(at) {
+            Some(next) => at = next,
+            None => return,
+        }
+    }
+}
+
+#[test]
 fn without_a_session_the_newest_packets_are_kept_and_the_oldest_give_way() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(9), now);
