@@ -2,30 +2,29 @@
 //! no clock, and nothing is sent or configured here.
 //!
 //! ```text
-//! age of the last handshake ->         0 s               180 s          275 s
-//! keepalive                            |------- up --------|---- up -----|---- down ---->   (a new one was due at 180 s)
-//! none, and idle                       |------- up --------|------ unknown ------------->   (nobody asked for a new one)
+//! we send what asks for an answer, and hear nothing, for ->  0 s           15 s          45 s
+//! the session lives                                          |------------- up -----------|---- down ---->
+//! it is dead                                                 |-- as below --|-------- down ------------->
 //!
-//! no keepalive, and we send without an answer, for ->  0 s           15 s          45 s
-//! the session lives                                    |-------------- up -----------|---- down ---->
-//! it is dead                                           |-- unknown ---|----------- down ------------>
+//! age of the last handshake, else ->                         0 s               180 s        180 s + interval + 15 s
+//! keepalive at an interval                                   |------- up --------|--- up ---|---- down ---->
+//! none, and idle                                             |------- up --------|------ unknown ---------->
 //!
-//! never a handshake, since it was added ->             0 s           15 s
-//! we know where it is: we greeted it                   |-- unknown ---|----------- down ------------>
-//! it has to find us                                    |----------------- unknown ------------------>
+//! never a handshake, since it was added ->                   0 s           15 s
+//! we know where it is: we greeted it                         |-- unknown ---|----------- down ------------>
+//! it has to find us                                          |----------------- unknown ------------------>
 //! ```
-//! A session lives 180 s (WireGuard paper §6.1, Reject-After-Time), a retry takes 5 s and is given up after 90 s
-//! (Rekey-Timeout, Rekey-Attempt-Time): 275 s without a handshake is more than one that failed by bad luck. Whoever
-//! receives data answers within 10 s, with a keepalive if nothing else (Keepalive-Timeout), so a peer that is sent data and
-//! keeps silent is gone long before its session is. A keepalive itself asks for no answer: where we send them at an interval,
-//! silence says nothing.
+//! A session lives 180 s (WireGuard paper §6.1, Reject-After-Time). Whoever began it renews it at 120 s when it sends
+//! (Rekey-After-Time), anybody when it sends into a dead one; a keepalive is sending. So with keepalives every 25 s the next
+//! handshake begins at 205 s at the latest, and three tries, 5 s apart (Rekey-Timeout), are over at 220 s. Whoever receives
+//! data answers within 10 s, with a keepalive if nothing else (Keepalive-Timeout), and who begins a handshake is answered at
+//! once, so a peer that is sent either and keeps silent is gone long before its session is. A keepalive itself asks for no
+//! answer: who sends nothing else learns nothing from silence, until the handshake that it asks for is not answered.
 
 use std::time::Duration;
 
 /// A session without a newer handshake is dead at this age.
 pub const SESSION: Duration = Duration::from_secs(180);
-/// A peer we want to talk to and that made no handshake for so long is down.
-pub const DOWN_AFTER: Duration = Duration::from_secs(180 + 5 + 90);
 /// A peer we greeted has three tries to answer.
 pub const GREETED: Duration = Duration::from_secs(15);
 
@@ -66,10 +65,10 @@ pub struct Signs {
     pub handshake: Option<Duration>,
     /// We were given an endpoint, or it was heard from: there is somewhere to send to.
     pub reachable: bool,
-    /// It has a keepalive interval.
-    pub keepalive: bool,
-    /// For how long we have been sending what asks for an answer, that is more than one [`KEEPALIVE`], without hearing
-    /// anything back; `None` = the last word was not ours.
+    /// Between two keepalives; `None` = none are sent.
+    pub keepalive: Option<Duration>,
+    /// For how long we have been sending what asks for an answer, that is more than [`keepalives`], without hearing anything
+    /// back; `None` = the last word was not ours.
     pub unanswered: Option<Duration>,
 }
 
@@ -82,15 +81,28 @@ pub fn state(signs: &Signs) -> State {
     };
     let alive = age <= SESSION;
     let patience = if alive { SILENT } else { GREETED };
-    let silent = !signs.keepalive && signs.unanswered.is_some_and(|for_| for_ > patience);
-    let overdue = signs.keepalive && age > DOWN_AFTER;
-    if signs.reachable && (silent || overdue) {
+    let silent = signs.unanswered.is_some_and(|for_| for_ > patience);
+    if signs.reachable && (silent || overdue(signs.keepalive, age)) {
         State::Down
-    } else if alive || (signs.reachable && signs.keepalive) {
+    } else if alive || (signs.reachable && signs.keepalive.is_some()) {
         State::Up
     } else {
         State::Unknown
     }
+}
+
+/// Whether keepalives would have brought a new handshake by now.
+fn overdue(keepalive: Option<Duration>, age: Duration) -> bool {
+    keepalive.is_some_and(|interval| age > SESSION + interval + GREETED)
+}
+
+/// What keepalives alone may come to within `time`, bytes on the wire: one for each interval, one for its edges, and one that
+/// ends a conversation. At no interval only that one, however long it takes.
+#[must_use]
+pub fn keepalives(interval: Option<Duration>, time: Duration) -> u64 {
+    let periodic = interval.filter(|interval| !interval.is_zero());
+    let periodic = periodic.map_or(0, |interval| 1 + time.as_secs() / interval.as_secs().max(1));
+    KEEPALIVE * (1 + periodic)
 }
 
 /// Whether it is time to try the next endpoint: nothing was heard for a greeting's time at the present one.
@@ -102,7 +114,9 @@ pub fn try_next(signs: &Signs, since: Duration) -> bool {
         None => true,
         // A dead session that we keep sending into: the peer may have moved. Not before it is dead, since its node may
         // just be restarting, and the present endpoint is the best guess then.
-        Some(age) => age > SESSION && (signs.keepalive || signs.unanswered.is_some_and(|for_| for_ > GREETED)),
+        Some(age) => {
+            age > SESSION && (overdue(signs.keepalive, age) || signs.unanswered.is_some_and(|for_| for_ > GREETED))
+        }
     };
     silent && since > GREETED
 }
@@ -121,7 +135,7 @@ mod tests {
         configured: s(1000),
         handshake: None,
         reachable: true,
-        keepalive: false,
+        keepalive: None,
         unanswered: None,
     };
 
@@ -140,14 +154,22 @@ mod tests {
         let kept = |age| {
             state(&Signs {
                 handshake: Some(s(age)),
-                keepalive: true,
+                keepalive: Some(s(25)),
                 ..QUIET
             })
         };
         assert_eq!(
-            [0, 180, 181, 275, 276].map(kept),
+            [0, 180, 181, 220, 221].map(kept),
             [State::Up, State::Up, State::Up, State::Up, State::Down]
         );
+        let seldom = |age| {
+            state(&Signs {
+                handshake: Some(s(age)),
+                keepalive: Some(s(600)),
+                ..QUIET
+            })
+        };
+        assert_eq!([600, 795, 796].map(seldom), [State::Up, State::Up, State::Down]);
         let sending = |age| {
             state(&Signs {
                 handshake: Some(s(age)),
@@ -166,8 +188,9 @@ mod tests {
                 })
             }
         };
-        assert_eq!([45, 46].map(silent(false)), [State::Up, State::Down]);
-        assert_eq!([45, 46].map(silent(true)), [State::Up; 2]);
+        for keepalive in [None, Some(s(25))] {
+            assert_eq!([45, 46].map(silent(keepalive)), [State::Up, State::Down]);
+        }
         let new = |age| {
             state(&Signs {
                 configured: s(age),
@@ -185,6 +208,16 @@ mod tests {
         assert_eq!([0, 16, 9999].map(passive), [State::Unknown; 3]);
     }
 
+    #[test]
+    fn keepalives_alone_ask_for_nothing() {
+        assert_eq!([0, 5, 1000].map(|time| keepalives(None, s(time))), [32; 3]);
+        assert_eq!(
+            [0, 5, 25, 100].map(|time| keepalives(Some(s(25)), s(time))),
+            [64, 64, 96, 192]
+        );
+        assert_eq!(keepalives(Some(Duration::ZERO), s(5)), 32);
+    }
+
     fn seconds() -> impl Strategy<Value = Duration> {
         (0u64..400).prop_map(s)
     }
@@ -195,7 +228,7 @@ mod tests {
             configured,
             handshake,
             any::<bool>(),
-            any::<bool>(),
+            option::of(seconds()),
             option::of(seconds()),
         )
             .prop_map(|(configured, handshake, reachable, keepalive, unanswered)| Signs {
@@ -210,7 +243,7 @@ mod tests {
     proptest! {
         #[test]
         fn an_idle_peer_without_keepalive_is_never_down_once_it_was_heard(some in signs(), age in seconds()) {
-            let idle = Signs { handshake: Some(age), keepalive: false, unanswered: None, ..some };
+            let idle = Signs { handshake: Some(age), keepalive: None, unanswered: None, ..some };
             prop_assert_ne!(state(&idle), State::Down);
         }
 
@@ -255,7 +288,7 @@ mod tests {
         assert_eq!([15, 16].map(|since| try_next(&QUIET, s(since))), [false, true]);
         let lives = Signs {
             handshake: Some(s(100)),
-            keepalive: true,
+            keepalive: Some(s(25)),
             ..QUIET
         };
         assert!(!try_next(&lives, s(9999)));
@@ -264,11 +297,18 @@ mod tests {
             ..QUIET
         };
         assert!(!try_next(&idle, s(9999)));
-        let moved = Signs {
-            handshake: Some(s(181)),
-            keepalive: true,
+        let kept = |age, unanswered: Option<u64>| Signs {
+            handshake: Some(s(age)),
+            keepalive: Some(s(25)),
+            unanswered: unanswered.map(s),
             ..QUIET
         };
-        assert!(try_next(&moved, s(16)));
+        assert!(
+            !try_next(&kept(205, None), s(999)),
+            "its keepalive has not asked for a handshake yet"
+        );
+        assert!(!try_next(&kept(205, Some(15)), s(999)));
+        assert!(try_next(&kept(205, Some(16)), s(16)));
+        assert!(try_next(&kept(221, None), s(16)));
     }
 }

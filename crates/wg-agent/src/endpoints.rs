@@ -9,7 +9,7 @@ use std::{
 
 use clustermesh_agent_core::{
     device::{ObservedPeers, PeerStats},
-    health::{KEEPALIVE, SESSION, Signs, State, state, try_next},
+    health::{SESSION, Signs, State, keepalives, state, try_next},
 };
 use clustermesh_core::key::PublicKey;
 
@@ -19,14 +19,16 @@ const RENEWED: Duration = Duration::from_secs(135);
 #[derive(Debug, Clone)]
 struct Track {
     configured: Instant,
-    keepalive: bool,
+    keepalive: Option<Duration>,
     /// Candidates in order; empty = it has to find us.
     candidates: Vec<SocketAddr>,
     /// The one that is configured now, and since when.
     current: Option<SocketAddr>,
     since: Instant,
     stats: PeerStats,
-    /// What we had sent when it was last heard.
+    /// When the device said that.
+    looked: Instant,
+    /// What we had sent when it was last heard, and keepalives since.
     answered: u64,
     unanswered: Option<Instant>,
     /// When something last came in.
@@ -58,7 +60,11 @@ impl Tracks {
     }
 
     /// Takes over who there is and where each may be. What lives keeps the endpoint it lives on.
-    pub(crate) fn sync<'a>(&mut self, wanted: impl Iterator<Item = (PublicKey, &'a [SocketAddr], bool)>, now: Instant) {
+    pub(crate) fn sync<'a>(
+        &mut self,
+        wanted: impl Iterator<Item = (PublicKey, &'a [SocketAddr], Option<Duration>)>,
+        now: Instant,
+    ) {
         let mut old = std::mem::take(&mut self.peers);
         for (key, candidates, keepalive) in wanted {
             let mut track = old.remove(&key).unwrap_or_else(|| Track {
@@ -68,6 +74,7 @@ impl Tracks {
                 current: self.live.get(&key).or(candidates.first()).copied(),
                 since: now,
                 stats: PeerStats::default(),
+                looked: now,
                 answered: 0,
                 unanswered: None,
                 heard: None,
@@ -195,9 +202,16 @@ impl Track {
             self.answered = stats.tx_bytes;
             self.unanswered = None;
             self.heard = if anew { self.heard } else { Some(now) };
-        } else if stats.tx_bytes - self.answered > KEEPALIVE && self.unanswered.is_none() {
-            self.unanswered = Some(now);
+        } else {
+            // With keepalives at an interval each look is taken by itself: over many they would come to anything.
+            let time = now.saturating_duration_since(self.looked);
+            if stats.tx_bytes - self.answered > keepalives(self.keepalive, time) {
+                self.unanswered.get_or_insert(now);
+            } else if self.keepalive.is_some() {
+                self.answered = stats.tx_bytes;
+            }
         }
+        self.looked = now;
         let overdue = stats.handshake_age.is_some_and(|age| age > RENEWED);
         if !overdue {
             self.unrenewed = None;
@@ -252,7 +266,7 @@ mod tests {
 
     fn sync(tracks: &mut Tracks, candidates: &[&str], now: Instant) {
         let candidates: Vec<_> = candidates.iter().map(|text| at(text)).collect();
-        tracks.sync([(KEY, candidates.as_slice(), false)].into_iter(), now);
+        tracks.sync([(KEY, candidates.as_slice(), None)].into_iter(), now);
     }
 
     #[test]
@@ -348,7 +362,10 @@ mod tests {
         };
         let mut tracks = Tracks::default();
         let none: &[SocketAddr] = &[];
-        tracks.sync([(KEY, none, true), (other, none, false)].into_iter(), start);
+        tracks.sync(
+            [(KEY, none, Some(Duration::from_secs(25))), (other, none, None)].into_iter(),
+            start,
+        );
         tracks.look(&two((1, 100, 100), (1, 100, 100)), after(1));
         tracks.look(&two((100, 100, 228), (100, 100, 100)), after(100));
         assert_eq!(tracks.silent(after(120)), None, "keepalives alone");
@@ -375,6 +392,31 @@ mod tests {
         assert_eq!(tracks.state(&KEY, after(300)), State::Down);
         tracks.look(&heard(Some(281), None, 11, 158), after(301));
         assert_eq!(tracks.state(&KEY, after(330)), State::Unknown);
+    }
+
+    #[test]
+    fn of_a_peer_with_keepalives_silence_says_something_once_more_than_keepalives_is_sent() {
+        let start = Instant::now();
+        let after = |seconds| start + Duration::from_secs(seconds);
+        let mut tracks = Tracks::default();
+        let at = [at("192.0.2.1:1")];
+        tracks.sync([(KEY, &at[..], Some(Duration::from_secs(25)))].into_iter(), start);
+        let mut tx = 500;
+        tracks.look(&heard(Some(0), None, 500, tx), after(0));
+        for look in 1..=24 {
+            tx += if look % 5 == 0 { 32 } else { 0 };
+            tracks.look(&heard(Some(look * 5), None, 500, tx), after(look * 5));
+            assert_eq!(tracks.state(&KEY, after(look * 5)), State::Up);
+        }
+        // Its keepalive renews the session, and nobody answers the handshake.
+        for look in 25..=34 {
+            tx += 148;
+            tracks.look(&heard(Some(look * 5), None, 500, tx), after(look * 5));
+            assert_eq!(tracks.state(&KEY, after(look * 5)), State::Up, "{}", look * 5);
+        }
+        assert_eq!(tracks.state(&KEY, after(171)), State::Down);
+        tracks.look(&heard(Some(1), None, 600, tx + 148), after(175));
+        assert_eq!(tracks.state(&KEY, after(175)), State::Up);
     }
 
     #[test]

@@ -117,6 +117,23 @@ async fn what_others_take_away_is_put_back_and_counted_and_what_the_underlay_nee
         .await
         .unwrap_or_else(|error| panic!("{damage}: {error}\n{}", agent.log()));
     }
+    // A setting, of which the kernel tells.
+    assert_eq!(repairs(&world, mgmt).await.get("sysctls"), Some(&0), "{}", agent.log());
+    let setting = format!("/proc/sys/net/ipv4/conf/{device}/rp_filter");
+    let damage = format!("echo 1 > {setting}");
+    world.host(mgmt).exec(["sh", "-ec", &damage]).await.expect("damage");
+    let start = Instant::now();
+    wait_until("the setting to be mended and counted", HEARD, async || {
+        let now = world.host(mgmt).exec(["cat", &setting]).await.expect("read").stdout;
+        match repairs(&world, mgmt).await.get("sysctls") {
+            Some(1) if now == "2\n" => Ok(()),
+            counted => Err(format!("{now}{counted:?}")),
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}\n{}", agent.log()));
+    println!("{damage}: mended after {} ms", start.elapsed().as_millis());
+    world.reaches(mgmt, tenant).await;
     // The device itself: with it go its routes and sessions.
     world
         .host(mgmt)

@@ -282,25 +282,34 @@ fn drift_is_heard_of_and_anothers_business_is_not() {
                 );
             })
         };
-        for line in [
-            "ip route del 10.101.0.0/24 table 5182 metric 20",
-            "ip rule del pref 1001",
-            "ip -6 rule del pref 1000",
-            "ip addr del 100.66.9.1/32 dev kilo0",
-            "ip link set kilo0 down",
-            "ip link del kilo0",
+        for (line, want) in [
+            ("ip route del 10.101.0.0/24 table 5182 metric 20", News::Ours),
+            ("ip rule del pref 1001", News::Ours),
+            ("ip -6 rule del pref 1000", News::Ours),
+            ("ip addr del 100.66.9.1/32 dev kilo0", News::Ours),
+            ("echo 1 > /proc/sys/net/ipv4/conf/kilo0/rp_filter", News::Settings),
+            (
+                "cd /proc/sys/net/ipv4; echo 0 > ip_forward; echo 1 > ip_forward",
+                News::Settings,
+            ),
+            (
+                "cd /proc/sys/net/ipv6/conf/all; echo 0 > forwarding; echo 1 > forwarding",
+                News::Settings,
+            ),
+            ("ip link set kilo0 down", News::Ours),
+            ("ip link del kilo0", News::Ours),
         ] {
             script(line).await.unwrap();
             let news = tokio::time::timeout(within, watch.changed()).await;
             let news = news.unwrap_or_else(|_| panic!("{line} unheard"));
-            assert_eq!(news.unwrap(), News::Ours, "{line}");
+            assert_eq!(news.unwrap(), want, "{line}");
             // What one command makes may come as several events.
             while tokio::time::timeout(Duration::from_millis(200), watch.changed())
                 .await
                 .is_ok()
             {}
         }
-        script("ip route add 10.77.0.0/24 dev eth0; ip rule add pref 77 lookup 99")
+        script("ip route add 10.77.0.0/24 dev eth0; ip rule add pref 77 lookup 99; echo 1 > /proc/sys/net/ipv4/conf/eth0/rp_filter")
             .await
             .unwrap();
         assert!(

@@ -11,6 +11,7 @@ use clustermesh_agent_core::{
     device::{self, ObservedPeer, PeerChange, PeerSpec, PeerStats, Peers},
     firewall::Firewall,
     routes::{Change, Routes, diff},
+    sysctl::{Name, Sysctl},
 };
 use clustermesh_core::key::PublicKey;
 
@@ -18,7 +19,7 @@ use super::Reconciler;
 use crate::{
     firewall::Backend,
     heard::Event,
-    route::{News, Routing},
+    route::{News, Routing, sysctl},
     source::underlay::Underlay,
 };
 
@@ -38,6 +39,8 @@ pub(super) struct Drift {
     firewall: Option<Firewall>,
     /// Whom the device was told to hold; `None` = it was opened since.
     peers: Option<Peers>,
+    /// The settings that were right after the last pass.
+    settings: BTreeSet<Name>,
 }
 
 impl Drift {
@@ -50,7 +53,7 @@ impl Drift {
                 self.underlay = None;
                 self.device_in_doubt = true;
             }
-            Event::Tables | Event::Resolvers => {}
+            Event::Tables | Event::Resolvers | Event::Routing(News::Settings) => {}
         }
     }
 
@@ -88,6 +91,15 @@ impl Drift {
         put_back
     }
 
+    /// Settings were looked at. Returns how many were right before and had to be written.
+    pub(super) fn set(&mut self, wanted: &[Sysctl], pass: &sysctl::Pass) -> usize {
+        let put_back = pass.written.intersection(&self.settings).count();
+        let missing = |name: &Name| pass.missing.iter().any(|missing| missing.sysctl.name == *name);
+        let right = wanted.iter().map(|sysctl| &sysctl.name).filter(|name| !missing(name));
+        self.settings = right.cloned().collect();
+        put_back
+    }
+
     /// A pass brought the table to `desired`; `written` = something had to be. Returns whether nothing that is wanted
     /// explains it.
     pub(super) fn filtered(&mut self, desired: &Firewall, written: bool) -> bool {
@@ -118,9 +130,10 @@ impl Drift {
         })
     }
 
-    /// The device was opened: whatever it holds is no work of another hand.
+    /// The device was opened: whatever it holds is no work of another hand, and a new interface has no setting of the old one's.
     pub(super) fn emptied(&mut self) {
         self.peers = None;
+        self.settings.retain(|name| matches!(name, Name::Global(_)));
     }
 }
 
@@ -192,6 +205,41 @@ mod tests {
     }
 
     #[test]
+    fn a_setting_that_was_right_and_is_written_again_counts_as_put_back() {
+        let global = Name::Global("ipv4/fwmark_reflect");
+        let own = Name::Interface("kilo0".parse().unwrap(), "rp_filter");
+        let wanted = [global.clone(), own.clone()].map(|name| Sysctl {
+            name,
+            value: 1,
+            accept: [1].into(),
+            write: true,
+            why: "",
+        });
+        let pass = |written: &[&Name], missing: &[usize]| sysctl::Pass {
+            written: written.iter().copied().cloned().collect(),
+            missing: missing
+                .iter()
+                .map(|at| sysctl::Missing {
+                    sysctl: wanted[*at].clone(),
+                    found: String::new(),
+                    error: None,
+                })
+                .collect(),
+        };
+        let mut drift = Drift::default();
+        assert_eq!(drift.set(&wanted, &pass(&[&own], &[0])), 0, "a start");
+        assert_eq!(
+            drift.set(&wanted, &pass(&[&global], &[])),
+            0,
+            "it could not be written before"
+        );
+        assert_eq!(drift.set(&wanted, &pass(&[], &[])), 0);
+        assert_eq!(drift.set(&wanted, &pass(&[&global, &own], &[])), 2);
+        drift.emptied();
+        assert_eq!(drift.set(&wanted, &pass(&[&own], &[])), 0, "another interface");
+    }
+
+    #[test]
     fn the_nodes_network_is_read_again_when_something_was_heard_or_it_is_old() {
         let underlay = Underlay {
             interface: "eth0".parse().unwrap(),
@@ -211,6 +259,7 @@ mod tests {
         for (event, still) in [
             (Event::Tables, true),
             (Event::Resolvers, true),
+            (Event::Routing(News::Settings), true),
             (Event::Routing(News::Underlay), false),
             (Event::Routing(News::Ours), false),
             (Event::Anything, false),

@@ -217,7 +217,10 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         self.report(&gathered, &compiled);
         let tried = compiled.peers.iter().map(|(key, spec)| {
             let endpoints = compiled.endpoints.get(key).map_or(&[][..], Vec::as_slice);
-            (*key, endpoints, spec.keepalive.is_some())
+            let keepalive = spec
+                .keepalive
+                .map(|seconds| Duration::from_secs(u64::from(seconds.get())));
+            (*key, endpoints, keepalive)
         });
         self.tracks.sync(tried, Instant::now());
 
@@ -235,12 +238,13 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                     tracing::info!("firewall table written");
                 }
             })?;
-        troubles.extend(
-            route::sysctl::ensure(&compiled.sysctls)
-                .await
-                .iter()
-                .map(|e| Trouble::new("sysctl", e)),
-        );
+        let settings = route::sysctl::converge(&compiled.sysctls).await;
+        let put_back = self.drift.set(&compiled.sysctls, &settings);
+        self.parts.metrics.repaired("sysctls", put_back);
+        for name in &settings.written {
+            tracing::info!(%name, "kernel setting written");
+        }
+        troubles.extend(settings.missing.iter().map(|e| Trouble::new("sysctl", e)));
         let (peers, routed) = if matches!(opened, Ok(false)) {
             let peers = self.apply_peers(&compiled);
             (peers, self.apply_routes(&compiled).await)

@@ -3,7 +3,7 @@
 //! In a container without privileges `/proc/sys` is read-only. Settings of one interface can then still be written over
 //! rtnetlink with NET_ADMIN alone (IFLA_INET_CONF, Linux 2.6.37); the others are for an init container or the host.
 
-use std::{fs, io};
+use std::{collections::BTreeSet, fs, io};
 
 use clustermesh_agent_core::{
     interface::InterfaceName,
@@ -36,10 +36,27 @@ fn remedy(sysctl: &Sysctl, error: Option<&io::Error>) -> String {
     format!("{tried}set it on the host or in the DaemonSet's init container: sysctl -w {name}={value}")
 }
 
-/// Checks every setting in the caller's network namespace and writes those that are wrong and ours to write. Returns what
-/// is still not as it must be; the rest of the agent can run, with what `why` names not working.
+/// What came of a look at the settings.
+#[derive(Debug, Default)]
+pub struct Pass {
+    /// Those that were wrong and were written.
+    pub written: BTreeSet<Name>,
+    /// Those that are still not as they must be.
+    pub missing: Vec<Missing>,
+}
+
+/// As [`converge`], for who asks only what is still not as it must be.
 pub async fn ensure(wanted: &[Sysctl]) -> Vec<Missing> {
-    let mut missing = Vec::new();
+    converge(wanted).await.missing
+}
+
+/// Checks every setting in the caller's network namespace and writes those that are wrong and ours to write. The rest of the
+/// agent can run with what is still missing then, with what `why` names not working.
+pub async fn converge(wanted: &[Sysctl]) -> Pass {
+    let Pass {
+        mut written,
+        mut missing,
+    } = Pass::default();
     for sysctl in wanted {
         if let Err(found) = check(sysctl) {
             let error = if sysctl.write { write(sysctl).await.err() } else { None };
@@ -49,10 +66,12 @@ pub async fn ensure(wanted: &[Sysctl]) -> Vec<Missing> {
                     found,
                     error,
                 });
+            } else {
+                written.insert(sysctl.name.clone());
             }
         }
     }
-    missing
+    Pass { written, missing }
 }
 
 fn path(name: &Name, interface: Option<&str>) -> String {

@@ -33,6 +33,9 @@ const BUFFER: usize = 4 << 20;
 /// What an event is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum News {
+    /// Kernel settings of the device or of all interfaces, as far as the kernel tells: forwarding, rp_filter,
+    /// ignore_routes_with_linkdown.
+    Settings,
     /// The node's own network: its default routes, its addresses.
     Underlay,
     /// What we have written, or the device. Also when events were lost, so that nobody knows.
@@ -51,7 +54,9 @@ impl Watch {
     /// # Errors
     /// [`Error::Open`].
     pub fn open(device: InterfaceName) -> Result<Self, Error> {
-        use MulticastGroup::{Ipv4Ifaddr, Ipv4Route, Ipv4Rule, Ipv6Ifaddr, Ipv6Route, Ipv6Rule, Link};
+        use MulticastGroup::{
+            Ipv4Ifaddr, Ipv4Netconf, Ipv4Route, Ipv4Rule, Ipv6Ifaddr, Ipv6Netconf, Ipv6Route, Ipv6Rule, Link,
+        };
         let open = || -> io::Result<_> {
             let mut socket = TokioSocket::new(NETLINK_ROUTE)?;
             // More is better, less is no error.
@@ -59,7 +64,17 @@ impl Watch {
             // Before the groups are joined: nothing comes in unfiltered.
             SockRef::from(socket.socket_ref()).attach_filter(&filter())?;
             socket.socket_mut().bind_auto()?;
-            for group in [Link, Ipv4Ifaddr, Ipv4Route, Ipv4Rule, Ipv6Ifaddr, Ipv6Route, Ipv6Rule] {
+            for group in [
+                Link,
+                Ipv4Ifaddr,
+                Ipv4Route,
+                Ipv4Rule,
+                Ipv4Netconf,
+                Ipv6Ifaddr,
+                Ipv6Route,
+                Ipv6Rule,
+                Ipv6Netconf,
+            ] {
                 socket.socket_mut().add_membership(group as u32)?;
             }
             Ok(socket)
@@ -134,6 +149,10 @@ fn filter() -> [SockFilter; 11] {
 fn heard(device: &InterfaceName, mut rest: &[u8]) -> Option<News> {
     let mut news = None;
     while !rest.is_empty() {
+        if let Some(settings) = of_settings(device, rest) {
+            // One event is one datagram (inet_netconf_notify_devconf of the kernel).
+            return news.max(settings);
+        }
         let Ok(message) = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest) else {
             return Some(News::Ours); // something new from a newer kernel: look
         };
@@ -158,6 +177,35 @@ fn about(device: &InterfaceName, payload: &NetlinkPayload<RouteNetlinkMessage>) 
         NetlinkPayload::Error(_) | NetlinkPayload::Overrun(_) => Some(News::Ours),
         _ => None,
     }
+}
+
+/// What a message about settings concerns, which the packet library does not read (linux/netconf.h); `None` = it is no such
+/// message. Every pod's interface makes one.
+#[allow(clippy::option_option, reason = "not of this kind, of no concern, of concern")]
+fn of_settings(device: &InterfaceName, message: &[u8]) -> Option<Option<News>> {
+    const NEW_NETCONF: u16 = 80;
+    const DELETE_NETCONF: u16 = 81;
+    const IF_INDEX: u16 = 1;
+    const ALL: i32 = -1;
+    // Header of netlink, then the family in a word of its own.
+    const ATTRIBUTES: usize = 16 + 4;
+    let half = |at: usize| Some(u16::from_ne_bytes(message.get(at..at + 2)?.try_into().ok()?));
+    let kind = half(4)?;
+    if kind != NEW_NETCONF {
+        return (kind == DELETE_NETCONF).then_some(None);
+    }
+    let mut at = ATTRIBUTES;
+    while let (Some(length), Some(attribute)) = (half(at), half(at + 2)) {
+        let value = message.get(at + 4..at + 8);
+        if let (IF_INDEX, Some(Ok(value))) = (attribute, value.map(<[u8; 4]>::try_from)) {
+            let index = i32::from_ne_bytes(value);
+            let ours =
+                || nix::net::if_::if_nametoindex(device.as_str()).is_ok_and(|own| u32::try_from(index) == Ok(own));
+            return Some((index == ALL || ours()).then_some(News::Settings));
+        }
+        at += usize::from(length).next_multiple_of(4).max(4);
+    }
+    Some(None)
 }
 
 fn is_device(device: &InterfaceName, link: &LinkMessage) -> bool {
