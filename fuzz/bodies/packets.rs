@@ -3,7 +3,10 @@
 
 use std::collections::BTreeMap;
 
-use clustermesh_agent_core::offload::{Coalescer, HEADER, Header, Segments, complete};
+use clustermesh_agent_core::{
+    offload::{Coalescer, HEADER, Header, Segments, complete},
+    unreachable,
+};
 use wg_agent::device::userspace::fuzzing;
 
 /// A packet as a TUN device gives it, its virtio-net header first.
@@ -91,6 +94,48 @@ fn told_apart(packet: &[u8]) -> Vec<u8> {
         packet[10..12].fill(0);
     }
     packet
+}
+
+/// A packet that nobody can be sent: what its sender is told is whole, small, about it, and answered by nobody.
+pub(crate) fn unreachable(bytes: &[u8]) {
+    let Some(error) = unreachable::unreachable(bytes) else {
+        return;
+    };
+    let v4 = bytes[0] >> 4 == 4;
+    let (header, addresses, largest) = if v4 { (20, 12..20, 576) } else { (40, 8..40, 1280) };
+    assert!(error.len() <= largest, "{} bytes", error.len());
+    assert_eq!(meant(&error), Some(&error[..]), "its length is what it says");
+    let half = addresses.len() / 2;
+    let swapped = [
+        &bytes[addresses.start + half..addresses.end],
+        &bytes[addresses.start..addresses.start + half],
+    ]
+    .concat();
+    assert_eq!(error[addresses.clone()], swapped);
+    let quoted = &error[header + 8..];
+    assert_eq!(quoted, &bytes[..quoted.len()]);
+    assert!(
+        quoted.len() == bytes.len() || error.len() == largest,
+        "cut without need"
+    );
+    let mut summed = if v4 { Vec::new() } else { error[addresses].to_vec() };
+    if v4 {
+        assert_eq!(sum(&error[..header]), 0xffff);
+    } else {
+        summed.extend([error[4], error[5], 0, error[6]]);
+    }
+    summed.extend(&error[header..]);
+    assert_eq!(sum(&summed), 0xffff);
+    assert_eq!(unreachable::unreachable(&error), None);
+}
+
+/// The Internet checksum (RFC 1071), written without looking at ours.
+fn sum(bytes: &[u8]) -> u64 {
+    let words = bytes
+        .chunks(2)
+        .map(|word| u64::from(word[0]) << 8 | u64::from(*word.get(1).unwrap_or(&0)));
+    let sum: u64 = words.sum();
+    (0..4).fold(sum, |sum, _| (sum & 0xffff) + (sum >> 16))
 }
 
 /// A network that does anything to the messages of a session: nothing is given to the interface twice, or that was not sent.

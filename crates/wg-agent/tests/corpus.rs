@@ -128,6 +128,11 @@ fn what_is_joined_of_any_packets_is_cut_into_the_same() {
 }
 
 #[test]
+fn an_error_about_any_packet_is_whole_small_and_answered_by_nobody() {
+    tried("unreachable", ROUNDS, packets::unreachable);
+}
+
+#[test]
 fn no_network_makes_a_session_give_a_packet_twice_or_one_that_was_not_sent() {
     tried("datagram", SESSIONS, packets::datagram);
 }

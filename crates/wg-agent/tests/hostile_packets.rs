@@ -11,14 +11,32 @@ use std::{
 };
 
 use hostile::{
-    Conversation, FRIEND, MEMORY, Mouth, SOON, STRANGER, Stage, VICTIM, VICTIM_AT, open, peer, public, resident,
-    secret, udp,
+    Conversation, FRIEND, MEMORY, Mouth, Outer, PORT, SOON, STRANGER, Stage, V4, V6, VICTIM, open, peer, public,
+    resident, secret, udp,
 };
-use netns::{NetNs, veth, wait_until};
+use netns::{NetNs, wait_until};
 use wg_agent::device::Device;
 use x25519_dalek::StaticSecret;
 
 const SOURCES: u32 = 10_000;
+/// What one peer's packets may wait in (`userspace/held.rs`).
+const HELD: u64 = 128;
+
+macro_rules! both {
+    ($($name:ident)*) => {
+        mod over_ipv4_with_one_worker { $(#[test] fn $name() { super::$name(&super::V4) })* }
+        mod over_ipv6_with_two_workers { $(#[test] fn $name() { super::$name(&super::V6) })* }
+    };
+}
+
+both! {
+    a_flood_of_handshakes_from_ten_thousand_sources_stalls_no_peer_and_keeps_no_new_one_out
+    what_is_replayed_cut_or_changed_reaches_nobody_and_moves_no_endpoint
+    a_peer_that_turned_speaks_in_nobody_elses_name
+    senders_that_flood_a_silent_peer_cost_bounded_memory_and_stall_no_other
+    an_interface_that_takes_nothing_costs_counted_drops_and_serves_again
+    a_wire_that_stalls_costs_counted_drops_and_bounded_memory_until_it_moves
+}
 
 /// Of every kind of message what costs the victim most: an initiation with a true MAC for its key, and broken ones of each type.
 fn messages(stage: &Stage) -> Vec<Vec<u8>> {
@@ -54,37 +72,33 @@ impl Drop for Stop<'_> {
     }
 }
 
-#[test]
-fn a_flood_of_handshakes_from_ten_thousand_sources_stalls_no_peer_and_keeps_no_new_one_out() {
-    let mut stage = Stage::new();
+fn a_flood_of_handshakes_from_ten_thousand_sources_stalls_no_peer_and_keeps_no_new_one_out(outer: &'static Outer) {
+    let mut stage = Stage::new(outer);
     // Every address of the range is the stranger's own, and the victim answers there.
-    stage.stranger.ip("route add local 198.18.0.0/15 dev lo");
-    stage.victim.ip("route add 198.18.0.0/15 via 198.51.100.3");
+    stage.stranger.ip(&format!("route add local {} dev lo", outer.range));
+    stage.stranger.set_sysctl("net/ipv6/ip_nonlocal_bind", "1");
+    // In IPv6 nobody asks for a neighbour in the name of such an address: it is known before.
+    assert!(stage.stranger.pings(&outer.victim.to_string()));
+    stage
+        .victim
+        .ip(&format!("route add {} via {}", outer.range, outer.stranger));
     let newcomer = 4;
     stage.device.apply(&[peer(newcomer, None)]).expect("add a peer");
     let arrived = NetNs::new("newcomer");
-    veth(
-        &stage.victim,
-        "eth2",
-        &["203.0.113.1/24"],
-        &arrived,
-        "eth0",
-        &["203.0.113.4/24"],
-    );
+    outer.wire(2, &stage.victim, &arrived);
+    let victim_at = stage.victim_at();
     let messages = messages(&stage);
     let before = resident();
     let conversation = Conversation::start(&stage);
     let (stop, sources) = (AtomicBool::new(false), AtomicU64::new(0));
     let stranger = &stage.stranger;
     let flood = || {
-        let base = u32::from(Ipv4Addr::new(198, 18, 0, 0));
         let mut next = messages.iter().cycle();
         for number in (0..SOURCES).cycle() {
-            let address = Ipv4Addr::from(base + number);
-            let socket = UdpSocket::bind((address, 0)).expect("bind one of the sources");
+            let socket = UdpSocket::bind(((outer.nth)(number), 0)).expect("bind one of the sources");
             for message in next.by_ref().take(5) {
                 // A full queue is no failure of this test.
-                let _ = socket.send_to(message, VICTIM_AT);
+                let _ = socket.send_to(message, victim_at);
             }
             if sources.fetch_add(1, Ordering::Relaxed) >= SOURCES.into() {
                 if stop.load(Ordering::Acquire) {
@@ -104,7 +118,12 @@ fn a_flood_of_handshakes_from_ten_thousand_sources_stalls_no_peer_and_keeps_no_n
         });
         println!("the fast part: {:?}", stage.device.observe().expect("observe").drops);
         // Someone whom the victim knows comes for the first time: it needs a cookie to be heard.
-        let (_, _device) = open(&arrived, newcomer, &[peer(VICTIM, Some("203.0.113.1:51820"))]);
+        let (_, _device) = open(
+            outer,
+            &arrived,
+            newcomer,
+            &[peer(VICTIM, Some((outer.wires[2][0], PORT).into()))],
+        );
         wait_until("the newcomer, through the flood", Duration::from_secs(60), || {
             arrived.pings("10.9.0.1")
         });
@@ -121,9 +140,8 @@ fn a_flood_of_handshakes_from_ten_thousand_sources_stalls_no_peer_and_keeps_no_n
     assert!(grown < MEMORY, "{grown} bytes more");
 }
 
-#[test]
-fn what_is_replayed_cut_or_changed_reaches_nobody_and_moves_no_endpoint() {
-    let stage = Stage::new();
+fn what_is_replayed_cut_or_changed_reaches_nobody_and_moves_no_endpoint(outer: &'static Outer) {
+    let stage = Stage::new(outer);
     let inner = stage.inner_socket(9);
     let mut mouth = Mouth::new(&stage, secret(STRANGER));
     mouth.shake_hands();
@@ -180,9 +198,8 @@ fn what_is_replayed_cut_or_changed_reaches_nobody_and_moves_no_endpoint() {
     conversation.went_on();
 }
 
-#[test]
-fn a_peer_that_turned_speaks_in_nobody_elses_name() {
-    let stage = Stage::new();
+fn a_peer_that_turned_speaks_in_nobody_elses_name(outer: &'static Outer) {
+    let stage = Stage::new(outer);
     let inner = stage.inner_socket(9);
     let mut mouth = Mouth::new(&stage, secret(STRANGER));
     mouth.shake_hands();
@@ -243,14 +260,13 @@ fn a_peer_that_turned_speaks_in_nobody_elses_name() {
     conversation.went_on();
 }
 
-#[test]
-fn senders_that_flood_a_silent_peer_cost_bounded_memory_and_stall_no_other() {
-    let mut stage = Stage::new();
+fn senders_that_flood_a_silent_peer_cost_bounded_memory_and_stall_no_other(outer: &'static Outer) {
+    let mut stage = Stage::new(outer);
     // Nobody answers there: all that is sent waits for a session that never comes.
     let silent = 5;
     stage
         .device
-        .apply(&[peer(silent, Some("198.51.100.3:9"))])
+        .apply(&[peer(silent, Some((outer.stranger, 9).into()))])
         .expect("add a peer");
     let conversation = Conversation::start(&stage);
     let before = resident();
@@ -260,9 +276,12 @@ fn senders_that_flood_a_silent_peer_cost_bounded_memory_and_stall_no_other() {
         let socket = UdpSocket::bind("10.9.0.1:0").expect("bind");
         while !stop.load(Ordering::Acquire) {
             for _ in 0..300 {
-                // A full queue is what this is about.
-                let _ = socket.send_to(&[0; 1_392], (Ipv4Addr::new(10, 9, 0, silent), 9));
-                sent.fetch_add(1, Ordering::Relaxed);
+                if socket
+                    .send_to(&[0; 1_392], (Ipv4Addr::new(10, 9, 0, silent), 9))
+                    .is_ok()
+                {
+                    sent.fetch_add(1, Ordering::Relaxed);
+                }
             }
             // Room for others in the interface's queue, which is shared by all and drops what comes last.
             std::thread::sleep(Duration::from_millis(1));
@@ -281,14 +300,98 @@ fn senders_that_flood_a_silent_peer_cost_bounded_memory_and_stall_no_other() {
     });
     let grown = resident().saturating_sub(before);
     conversation.went_on();
-    let link = stage.victim.ip_json(&format!("-s link show {}", stage.interface));
-    let sent = &link[0]["stats64"]["tx"];
-    println!("{grown} bytes; the interface: {sent}");
+    let sent = sent.into_inner();
+    println!(
+        "{grown} bytes; {sent} sent, {:?}",
+        stage.device.observe().expect("observe").drops
+    );
     assert!(grown < MEMORY, "{grown} bytes more");
+    wait_until("every packet that does not wait to be counted", SOON, || {
+        stage.dropped(&["no_session", "interface_queue"]) + HELD >= sent
+    });
+    assert!(stage.dropped(&["no_session"]) > HELD);
     assert_eq!(
         stage.device.observe().expect("observe").peers[&public(silent)]
             .stats
             .handshake_age,
         None
     );
+}
+
+fn an_interface_that_takes_nothing_costs_counted_drops_and_serves_again(outer: &'static Outer) {
+    let stage = Stage::new(outer);
+    let mut mouth = Mouth::new(&stage, secret(STRANGER));
+    mouth.shake_hands();
+    let conversation = Conversation::start(&stage);
+    let before = resident();
+    // Nobody reads what comes to this socket: the kernel keeps what it has room for.
+    let inner = stage.inner_socket(9);
+    let packet = udp([10, 9, 0, STRANGER], 9, &[7; 1_200]);
+    let mut flood = |packets: u64| {
+        for _ in 0..packets {
+            let message = mouth.seal(&packet);
+            mouth.socket.send(&message).expect("send");
+        }
+    };
+    flood(10_000);
+    conversation.goes_on();
+    let counted = ["interface", "socket_queue"];
+    let (link, took) = (&stage.interface, stage.dropped(&counted));
+    stage.victim.ip(&format!("link set {link} down"));
+    flood(10_000);
+    wait_until("what the interface does not take to be counted", SOON, || {
+        stage.dropped(&counted) >= took + 10_000
+    });
+    stage.victim.ip(&format!("link set {link} up"));
+    conversation.goes_on();
+    let grown = resident().saturating_sub(before);
+    println!("{grown} bytes, {:?}", stage.device.observe().expect("observe").drops);
+    conversation.went_on();
+    assert!(grown < MEMORY, "{grown} bytes more");
+    assert!(stage.dropped(&["interface"]) > 0);
+    drop(inner);
+}
+
+fn a_wire_that_stalls_costs_counted_drops_and_bounded_memory_until_it_moves(outer: &'static Outer) {
+    let stage = Stage::new(outer);
+    let mut mouth = Mouth::new(&stage, secret(STRANGER));
+    mouth.shake_hands();
+    // Ten packets a second leave by this wire, and more may wait for it than a socket may have under way.
+    let tc = |line: &str| stage.victim.run("tc", &line.split(' ').collect::<Vec<_>>());
+    tc("qdisc replace dev eth1 root tbf rate 100kbit burst 3000 limit 64mb");
+    let before = resident();
+    let (stop, sent) = (AtomicBool::new(false), AtomicU64::new(0));
+    let victim = &stage.victim;
+    let flood = || {
+        let socket = UdpSocket::bind("10.9.0.1:0").expect("bind");
+        while !stop.load(Ordering::Acquire) {
+            for _ in 0..300 {
+                let taken = socket.send_to(&[0; 1_392], (Ipv4Addr::new(10, 9, 0, STRANGER), 9));
+                sent.fetch_add(u64::from(taken.is_ok()), Ordering::Relaxed);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    let counted = ["network", "interface_queue"];
+    std::thread::scope(|scope| {
+        scope.spawn(|| victim.enter(flood));
+        let _stop = Stop(&stop);
+        wait_until("packets beyond what may be under way", Duration::from_secs(60), || {
+            sent.load(Ordering::Relaxed) * 1_392 > 2 * MEMORY && stage.dropped(&["network"]) > 0
+        });
+    });
+    let grown = resident().saturating_sub(before);
+    let sent = sent.into_inner();
+    println!(
+        "{grown} bytes; {sent} sent, {:?}",
+        stage.device.observe().expect("observe").drops
+    );
+    assert!(grown < MEMORY, "{grown} bytes more");
+    // What the queues hold is not lost yet: of the socket 8 MiB, of the interface 500 packets (more where it has more queues).
+    wait_until("every packet that does not wait to be counted", SOON, || {
+        stage.dropped(&counted) * 1_392 + (16 << 20) >= sent * 1_392
+    });
+    tc("qdisc del dev eth1 root");
+    wait_until("the friend", SOON, || stage.friend.pings("10.9.0.1"));
+    Conversation::start(&stage).went_on();
 }

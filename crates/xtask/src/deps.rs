@@ -42,6 +42,15 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "wg-agent",
         ],
     ),
+    (
+        "clustermesh-fuzz",
+        &[
+            "clustermesh-core",
+            "clustermesh-api",
+            "clustermesh-agent-core",
+            "wg-agent",
+        ],
+    ),
     ("xtask", &["clustermesh-core", "clustermesh-api", "clustermesh-lab"]),
 ];
 

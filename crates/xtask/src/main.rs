@@ -5,6 +5,7 @@ mod bench;
 mod crds;
 mod demo;
 mod deps;
+mod fuzz;
 mod manifests;
 mod prereq;
 mod programs;
@@ -27,6 +28,8 @@ enum Command {
     Demo(demo::Args),
     /// Every test of the project, with all that they need built first.
     Test(test::Args),
+    /// Fuzz what reads what others wrote: `cargo xtask fuzz datagram --seconds 600`. Needs no other compiler.
+    Fuzz(fuzz::Args),
     /// Measure: what bench/README.md holds comes from here.
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -55,6 +58,7 @@ fn main() -> anyhow::Result<()> {
     match Cli::parse().command {
         Command::Demo(args) => demo::run(&args),
         Command::Test(args) => test::run(&args),
+        Command::Fuzz(args) => fuzz::run(&args),
         Command::Bench(bench) => bench::run(&bench),
         Command::Prereq(args) => prereq::run(&args),
         Command::Tools => tools::run(),

@@ -27,7 +27,7 @@ const fn program(name: &'static str, package: &'static str, why: &'static str) -
     Program { name, package, why }
 }
 
-const PROGRAMS: [Program; 27] = [
+const PROGRAMS: [Program; 28] = [
     program("nft", "nftables", "firewall tables of agents and CNI"),
     program(
         "iptables-nft-restore",
@@ -51,6 +51,7 @@ const PROGRAMS: [Program; 27] = [
     program("setpriv", "util-linux", "ending programs with their parent"),
     program("setsid", "util-linux", "a session for each node"),
     program("gcc", "gcc", "building runc"),
+    program("g++", "g++", "building libFuzzer"),
     program("ldd", "libc-bin", "packing images"),
     program("pkg-config", "pkg-config", "building runc"),
     program("git", "git", "versions in builds"),

@@ -1,4 +1,4 @@
-//! Builds our own programs, so that tests and demo run what this checkout says.
+//! Programs that are built: our own, so that tests and demo run what this checkout says, and those of crates.io, into a cache.
 
 use std::{
     path::{Path, PathBuf},
@@ -6,6 +6,7 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use clustermesh_lab::lab_home;
 
 /// The repository.
 pub(crate) fn root() -> PathBuf {
@@ -37,4 +38,44 @@ pub(crate) fn build() -> anyhow::Result<PathBuf> {
     // This very program lies where cargo puts them.
     let program = std::env::current_exe().context("where this program is")?;
     Ok(program.parent().context("a program without a directory")?.to_owned())
+}
+
+/// The target directory that this very program was built in.
+pub(crate) fn target() -> anyhow::Result<PathBuf> {
+    let program = std::env::current_exe().context("where this program is")?;
+    let target = program.ancestors().nth(2);
+    Ok(target.context("a program without a target directory")?.to_owned())
+}
+
+/// A program from crates.io with the dependencies its authors locked, kept beside the lab's tools.
+pub(crate) fn from_crates_io(package: &str, version: &str, program: &str) -> anyhow::Result<PathBuf> {
+    let home = lab_home()?;
+    let directory = home.join(format!("{package}-{version}"));
+    let path = directory.join("bin").join(program);
+    if path.exists() {
+        return Ok(path);
+    }
+    eprintln!("xtask: building {package} {version}, once");
+    // Built aside and renamed, so that what was interrupted is not taken for done.
+    let unfinished = home.join(format!("{package}.unfinished"));
+    if unfinished.exists() {
+        std::fs::remove_dir_all(&unfinished).with_context(|| format!("remove {}", unfinished.display()))?;
+    }
+    let text = |path: &Path| {
+        path.to_str()
+            .map(str::to_owned)
+            .context("a cache whose path is not UTF-8")
+    };
+    let mut install = cargo();
+    install
+        .args(["install", package, "--version", &format!("={version}"), "--locked"])
+        .args(["--root", &text(&unfinished)?])
+        .env("CARGO_TARGET_DIR", unfinished.join("target"));
+    show(&mut install)?;
+    std::fs::remove_dir_all(unfinished.join("target")).context("remove what it was built from")?;
+    std::fs::rename(&unfinished, &directory).with_context(|| format!("rename to {}", directory.display()))?;
+    if !path.exists() {
+        bail!("{package} {version} has no program {program}");
+    }
+    Ok(path)
 }

@@ -1,7 +1,9 @@
 //! The stage of hostile_packets: a victim, a friend it talks with all the while, and a stranger on a wire of its own.
 
+mod mouth;
+
 use std::{
-    net::{Ipv4Addr, SocketAddr, UdpSocket},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -10,12 +12,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use boringtun::noise::{Tunn, TunnResult};
 use clustermesh_agent_core::device::{PeerChange, PeerSpec};
 use clustermesh_core::key::PublicKey;
-use wg_agent::device::{Configuration, Device, userspace::Userspace};
+use wg_agent::device::{
+    Configuration, Device,
+    userspace::{Options, Userspace},
+};
 use x25519_dalek::StaticSecret;
 
+pub(crate) use self::mouth::{Mouth, udp};
 use crate::netns::{NetNs, unique_name, veth, wait_until};
 
 /// Inner addresses are 10.9.0.n.
@@ -23,9 +28,7 @@ pub(crate) const VICTIM: u8 = 1;
 pub(crate) const FRIEND: u8 = 2;
 /// A peer of the victim, but not its friend.
 pub(crate) const STRANGER: u8 = 3;
-/// Where the victim listens, as the stranger sees it.
-pub(crate) const VICTIM_AT: &str = "198.51.100.1:51820";
-pub(crate) const STRANGER_AT: &str = "198.51.100.3";
+pub(crate) const PORT: u16 = 51820;
 pub(crate) const SOON: Duration = Duration::from_secs(20);
 /// No answer for so long is a stall, on a machine however busy.
 pub(crate) const STALL: Duration = Duration::from_secs(5);
@@ -41,16 +44,66 @@ pub(crate) fn public(number: u8) -> PublicKey {
     PublicKey::new(x25519_dalek::PublicKey::from(&secret(number)).to_bytes())
 }
 
-pub(crate) fn peer(number: u8, endpoint: Option<&str>) -> PeerChange {
+pub(crate) fn peer(number: u8, endpoint: Option<SocketAddr>) -> PeerChange {
     let spec = PeerSpec {
-        endpoint: endpoint.map(|endpoint| endpoint.parse().expect("an endpoint")),
+        endpoint,
         allowed_ips: [format!("10.9.0.{number}/32").parse().expect("a range")].into(),
         ..PeerSpec::default()
     };
     PeerChange::Add(public(number), spec)
 }
 
+/// The outer addresses of one family, and what else differs between two runs of the same suite.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Outer {
+    /// Of the victim's three wires: its own address and the other's.
+    pub(crate) wires: [[IpAddr; 2]; 3],
+    /// What the victim's wire to the stranger ends in.
+    pub(crate) victim: IpAddr,
+    pub(crate) stranger: IpAddr,
+    prefix: u8,
+    /// Addresses that the stranger sends from as it likes: the network, and the n-th of them.
+    pub(crate) range: &'static str,
+    pub(crate) nth: fn(u32) -> IpAddr,
+    /// Of every device.
+    workers: usize,
+}
+
+const fn v4(c: [u8; 3], d: u8) -> IpAddr {
+    IpAddr::V4(Ipv4Addr::new(c[0], c[1], c[2], d))
+}
+
+const fn v6(net: u16, node: u16) -> IpAddr {
+    IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, net, 0, 0, 0, node))
+}
+
+pub(crate) static V4: Outer = Outer {
+    wires: [
+        [v4([192, 0, 2], 1), v4([192, 0, 2], 2)],
+        [v4([198, 51, 100], 1), v4([198, 51, 100], 3)],
+        [v4([203, 0, 113], 1), v4([203, 0, 113], 4)],
+    ],
+    victim: v4([198, 51, 100], 1),
+    stranger: v4([198, 51, 100], 3),
+    prefix: 24,
+    range: "198.18.0.0/15",
+    nth: |number| Ipv4Addr::from_bits(Ipv4Addr::new(198, 18, 0, 0).to_bits() + number).into(),
+    workers: 1,
+};
+
+pub(crate) static V6: Outer = Outer {
+    wires: [[v6(1, 1), v6(1, 2)], [v6(2, 1), v6(2, 3)], [v6(3, 1), v6(3, 4)]],
+    victim: v6(2, 1),
+    stranger: v6(2, 3),
+    prefix: 64,
+    range: "fd99::/32",
+    // A network of 64 bits each: less is taken for one source.
+    nth: |number| Ipv6Addr::from_bits((0xfd99 << 112) + (u128::from(number) << 64) + 1).into(),
+    workers: 2,
+};
+
 pub(crate) struct Stage {
+    pub(crate) outer: &'static Outer,
     pub(crate) victim: NetNs,
     pub(crate) friend: NetNs,
     pub(crate) stranger: NetNs,
@@ -60,25 +113,21 @@ pub(crate) struct Stage {
 }
 
 impl Stage {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(outer: &'static Outer) -> Self {
         let (victim, friend, stranger) = (NetNs::new("victim"), NetNs::new("friend"), NetNs::new("stranger"));
-        veth(&victim, "eth0", &["192.0.2.1/24"], &friend, "eth0", &["192.0.2.2/24"]);
-        veth(
-            &victim,
-            "eth1",
-            &["198.51.100.1/24"],
-            &stranger,
-            "eth0",
-            &["198.51.100.3/24"],
-        );
+        outer.wire(0, &victim, &friend);
+        outer.wire(1, &victim, &stranger);
+        let [at, friend_at] = outer.wires[0].map(|address| SocketAddr::new(address, PORT));
         let (interface, device) = open(
+            outer,
             &victim,
             VICTIM,
-            &[peer(FRIEND, Some("192.0.2.2:51820")), peer(STRANGER, None)],
+            &[peer(FRIEND, Some(friend_at)), peer(STRANGER, None)],
         );
-        let (_, friends) = open(&friend, FRIEND, &[peer(VICTIM, Some("192.0.2.1:51820"))]);
+        let (_, friends) = open(outer, &friend, FRIEND, &[peer(VICTIM, Some(at))]);
         wait_until("the friend", SOON, || friend.pings("10.9.0.1"));
         Self {
+            outer,
             victim,
             friend,
             stranger,
@@ -86,6 +135,11 @@ impl Stage {
             interface,
             _friends: friends,
         }
+    }
+
+    /// Where the victim listens, as the stranger sees it.
+    pub(crate) fn victim_at(&self) -> SocketAddr {
+        SocketAddr::new(self.outer.victim, PORT)
     }
 
     /// What the victim dropped so far, for one of these reasons.
@@ -115,17 +169,29 @@ impl Stage {
     }
 }
 
+impl Outer {
+    /// One of the victim's wires: `eth0` and so on there, `eth0` at the other end.
+    pub(crate) fn wire(&self, number: usize, victim: &NetNs, other: &NetNs) {
+        let [ours, theirs] = self.wires[number].map(|address| format!("{address}/{}", self.prefix));
+        veth(victim, &format!("eth{number}"), &[&ours], other, "eth0", &[&theirs]);
+    }
+}
+
 /// A device of a node, with its inner address.
-pub(crate) fn open(ns: &NetNs, number: u8, peers: &[PeerChange]) -> (String, Userspace) {
+pub(crate) fn open(outer: &Outer, ns: &NetNs, number: u8, peers: &[PeerChange]) -> (String, Userspace) {
     let configuration = Configuration {
         private_key: secret(number),
-        listen_port: 51820,
+        listen_port: PORT,
         fwmark: 0,
         mtu: 1420,
     };
     let interface = unique_name("wh");
+    let options = Options {
+        workers: outer.workers,
+        ..Options::default()
+    };
     let mut device = ns
-        .enter(|| Userspace::open(&interface, &configuration))
+        .enter(|| Userspace::open_with(&interface, &configuration, options))
         .expect("open a device");
     ns.ip(&format!("addr add 10.9.0.{number}/24 dev {interface}"));
     device.apply(peers).expect("add peers");
@@ -206,76 +272,4 @@ pub(crate) fn resident() -> u64 {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
     let kilobytes = line.and_then(|line| line.trim().strip_suffix(" kB")).expect("VmRSS");
     kilobytes.parse::<u64>().expect("a number") * 1024
-}
-
-/// WireGuard spoken by hand over a socket of the stranger's, to say what no device would.
-pub(crate) struct Mouth {
-    core: Tunn,
-    pub(crate) socket: UdpSocket,
-}
-
-impl Mouth {
-    /// Who `own` is to the victim; from a port of its own.
-    pub(crate) fn new(stage: &Stage, own: StaticSecret) -> Self {
-        let socket = stage.stranger.enter(|| {
-            let socket = UdpSocket::bind((STRANGER_AT, 0)).expect("bind");
-            socket.connect(VICTIM_AT).expect("connect");
-            socket
-        });
-        socket.set_read_timeout(Some(SOON)).expect("a timeout");
-        let victim = x25519_dalek::PublicKey::from(&secret(VICTIM));
-        Self {
-            core: Tunn::new(own, victim, None, None, 1, None),
-            socket,
-        }
-    }
-
-    pub(crate) fn initiation(&mut self) -> Vec<u8> {
-        let mut buffer = vec![0; 2048];
-        match self.core.format_handshake_initiation(&mut buffer, true) {
-            TunnResult::WriteToNetwork(message) => message.to_vec(),
-            other => panic!("{other:?} for an initiation"),
-        }
-    }
-
-    /// A session with the victim.
-    pub(crate) fn shake_hands(&mut self) {
-        let initiation = self.initiation();
-        self.socket.send(&initiation).expect("send");
-        let (mut response, mut buffer) = ([0; 2048], vec![0; 2048]);
-        let length = self.socket.recv(&mut response).expect("a response");
-        match self.core.decapsulate(None, &response[..length], &mut buffer) {
-            TunnResult::WriteToNetwork(keepalive) => drop(self.socket.send(keepalive).expect("send")),
-            other => panic!("{other:?} for a response"),
-        }
-    }
-
-    /// An inner packet as a data message.
-    pub(crate) fn seal(&mut self, packet: &[u8]) -> Vec<u8> {
-        let mut buffer = vec![0; packet.len() + 64];
-        match self.core.encapsulate(packet, &mut buffer) {
-            TunnResult::WriteToNetwork(message) => message.to_vec(),
-            other => panic!("{other:?} for a packet"),
-        }
-    }
-}
-
-/// An inner IPv4 UDP packet; without a UDP checksum, which IPv4 allows.
-pub(crate) fn udp(from: [u8; 4], port: u16, text: &[u8]) -> Vec<u8> {
-    let length = 28 + text.len() as u16;
-    let mut packet = vec![0x45, 0, 0, 0, 0, 0, 0x40, 0, 64, 17, 0, 0];
-    packet[2..4].copy_from_slice(&length.to_be_bytes());
-    packet.extend(from);
-    packet.extend([10, 9, 0, VICTIM]);
-    let sum = packet
-        .chunks(2)
-        .fold(0_u32, |sum, pair| sum + u32::from(pair[0]) * 256 + u32::from(pair[1]));
-    let sum = !((sum & 0xffff) + (sum >> 16)) as u16;
-    packet[10..12].copy_from_slice(&sum.to_be_bytes());
-    packet.extend([0x30, 0x39]);
-    packet.extend(port.to_be_bytes());
-    packet.extend((length - 20).to_be_bytes());
-    packet.extend([0, 0]);
-    packet.extend(text);
-    packet
 }

@@ -15,6 +15,7 @@ use super::{
     cpu, peers,
     wire::{End, Running, Wire, wait_for},
 };
+use crate::programs::from_crates_io;
 
 /// Of every tunnel: what is left of 1500 for a WireGuard over IPv6.
 const MTU: &str = "1420";
@@ -57,8 +58,8 @@ impl Variant {
             Self::Veth => None,
             Self::WgAgent | Self::WgAgentNoOffload => Some(peers::ours()?),
             Self::WireguardGo => Some(peers::wireguard_go()?),
-            Self::Boringtun => Some(peers::from_crates_io("boringtun-cli", "0.7.1", "boringtun-cli")?),
-            Self::Gotatun => Some(peers::from_crates_io("gotatun-cli", "0.10.2", "gotatun")?),
+            Self::Boringtun => Some(from_crates_io("boringtun-cli", "0.7.1", "boringtun-cli")?),
+            Self::Gotatun => Some(from_crates_io("gotatun-cli", "0.10.2", "gotatun")?),
         })
     }
 

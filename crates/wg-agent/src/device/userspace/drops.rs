@@ -2,8 +2,13 @@
 
 use std::{
     collections::BTreeMap,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
+
+use super::held::Budget;
 
 /// Why a packet was dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,9 +31,15 @@ pub(super) enum Drop {
     Interface,
     /// The network did not take a datagram.
     Network,
+    /// An inner packet that waited for a session in vain, or that others took the place of: see `held`.
+    NoSession,
+    /// The interface's queue was full: packets came faster than we read them.
+    InterfaceQueue,
+    /// A socket's queue was full: datagrams came faster than we read them.
+    SocketQueue,
 }
 
-const WORDS: [&str; 9] = [
+const WORDS: [&str; 12] = [
     "no_peer",
     "no_endpoint",
     "foreign_source",
@@ -38,11 +49,18 @@ const WORDS: [&str; 9] = [
     "under_load",
     "interface",
     "network",
+    "no_session",
+    "interface_queue",
+    "socket_queue",
 ];
 
 /// One counter for each [`Drop`].
 #[derive(Debug, Default)]
-pub(super) struct Drops([AtomicU64; WORDS.len()]);
+pub(super) struct Drops {
+    counters: [AtomicU64; WORDS.len()],
+    /// What waits for sessions counts for itself.
+    held: Budget,
+}
 
 impl Drops {
     pub(super) fn count(&self, reason: Drop) {
@@ -50,14 +68,26 @@ impl Drops {
     }
 
     pub(super) fn count_many(&self, reason: Drop, packets: usize) {
-        self.0[reason as usize].fetch_add(packets as u64, Ordering::Relaxed);
+        self.counters[reason as usize].fetch_add(packets as u64, Ordering::Relaxed);
+    }
+
+    /// For the peers, whose waiting packets are counted here.
+    pub(super) fn held(&self) -> Budget {
+        Arc::clone(&self.held)
     }
 
     /// By word, zeros included.
     pub(super) fn read(&self) -> BTreeMap<&'static str, u64> {
-        WORDS
-            .into_iter()
-            .zip(self.0.iter().map(|counter| counter.load(Ordering::Relaxed)))
-            .collect()
+        let counted = self.counters.iter().map(|counter| counter.load(Ordering::Relaxed));
+        let mut all: BTreeMap<_, _> = WORDS.into_iter().zip(counted).collect();
+        all.insert(WORDS[Drop::NoSession as usize], self.held.given_up());
+        all
+    }
+}
+
+impl Drop {
+    /// What it is called in metrics.
+    pub(super) const fn word(self) -> &'static str {
+        WORDS[self as usize]
     }
 }

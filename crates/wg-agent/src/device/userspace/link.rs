@@ -27,6 +27,8 @@ pub(super) struct Link {
     pub(super) ours: bool,
     pub(super) mtu: u32,
     pub(super) up: bool,
+    /// Packets sent into it that nobody took: of a TUN device those that found its queue full, or no reader.
+    pub(super) untaken: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,9 +43,14 @@ pub(super) enum Kind {
 
 /// The interface of this name, if there is one.
 pub(super) fn find(name: &str) -> io::Result<Option<Link>> {
+    find_by(&socket()?, name)
+}
+
+/// [`find`] in the network namespace that the socket was made in.
+pub(super) fn find_by(socket: &Socket, name: &str) -> io::Result<Option<Link>> {
     let mut message = LinkMessage::default();
     message.attributes.push(LinkAttribute::IfName(name.to_owned()));
-    let reply = match request(RouteNetlinkMessage::GetLink(message), 0) {
+    let reply = match request(socket, RouteNetlinkMessage::GetLink(message), 0) {
         Err(error) if is(&error, Errno::NODEV) => return Ok(None),
         reply => reply?,
     };
@@ -60,11 +67,13 @@ fn read(message: &LinkMessage) -> Link {
         ours: false,
         mtu: 0,
         up: message.header.flags.contains(LinkFlags::Up),
+        untaken: 0,
     };
     // A TUN device has a carrier while someone holds it.
     let mut attached = message.header.flags.contains(LinkFlags::LowerUp);
     for attribute in &message.attributes {
         match attribute {
+            LinkAttribute::Stats64(stats) => link.untaken = stats.tx_dropped,
             LinkAttribute::IfAlias(alias) => link.ours = alias == ALIAS,
             LinkAttribute::Mtu(mtu) => link.mtu = *mtu,
             LinkAttribute::LinkInfo(infos) => {
@@ -105,14 +114,14 @@ pub(super) fn set_up(index: u32, mtu: u16) -> io::Result<()> {
         LinkAttribute::Mtu(u32::from(mtu)),
         LinkAttribute::IfAlias(ALIAS.to_owned()),
     ];
-    request(RouteNetlinkMessage::SetLink(message), NLM_F_ACK).map(drop)
+    request(&socket()?, RouteNetlinkMessage::SetLink(message), NLM_F_ACK).map(drop)
 }
 
 /// Removes an interface; one that is gone is fine too.
 pub(super) fn remove(index: u32) -> io::Result<()> {
     let mut message = LinkMessage::default();
     message.header.index = index;
-    match request(RouteNetlinkMessage::DelLink(message), NLM_F_ACK) {
+    match request(&socket()?, RouteNetlinkMessage::DelLink(message), NLM_F_ACK) {
         Err(error) if is(&error, Errno::NODEV) => Ok(()),
         result => result.map(drop),
     }
@@ -122,10 +131,15 @@ fn is(error: &io::Error, errno: Errno) -> bool {
     error.raw_os_error() == Some(errno.raw_os_error())
 }
 
-/// One request, one answer: `None` for a plain acknowledgement.
-fn request(message: RouteNetlinkMessage, flags: u16) -> io::Result<Option<RouteNetlinkMessage>> {
+/// For requests in this thread's network namespace.
+pub(super) fn socket() -> io::Result<Socket> {
     let mut socket = Socket::new(NETLINK_ROUTE)?;
     socket.bind_auto()?;
+    Ok(socket)
+}
+
+/// One request, one answer: `None` for a plain acknowledgement.
+fn request(socket: &Socket, message: RouteNetlinkMessage, flags: u16) -> io::Result<Option<RouteNetlinkMessage>> {
     let mut header = NetlinkHeader::default();
     header.flags = NLM_F_REQUEST | flags;
     let mut message = NetlinkMessage::new(header, NetlinkPayload::from(message));

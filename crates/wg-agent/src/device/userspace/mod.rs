@@ -45,11 +45,13 @@ use std::{
 
 use clustermesh_agent_core::device::{self, ObservedPeer, PeerChange, PeerSpec, PeerStats, PeerUpdate, Peers};
 use clustermesh_core::key::PublicKey;
+use rtnetlink::sys::Socket;
 use rustix::event::{EventfdFlags, eventfd};
 
 use self::{
     control::ControlSocket,
     datapath::{Shared, current, replace},
+    drops::{Drop as Dropped, Drops},
     peers::{Identity, Peer, Table},
     sockets::Sockets,
     tun::Tun,
@@ -89,6 +91,8 @@ pub struct Userspace {
     options: Options,
     configuration: Configuration,
     shared: Arc<Shared>,
+    /// Asks about the interface in the network namespace it is in, and what it had not taken before it was ours.
+    links: (Socket, u64),
     threads: Vec<JoinHandle<()>>,
     control: Option<ControlSocket>,
 }
@@ -118,15 +122,19 @@ impl Userspace {
             eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
                 .map_err(|source| kernel("make an event file", source.into()))
         };
+        let links = link::socket().map_err(|source| kernel("open a netlink socket", source))?;
+        let before = self::interface(&links, interface)?.untaken;
+        let drops = Drops::default();
+        let identity = Identity::new(configuration.private_key.clone(), drops.held());
         let shared = Arc::new(Shared {
             tun,
             mtu: AtomicUsize::new(usize::from(configuration.mtu)),
             table: RwLock::new(Arc::new(Table::new(Vec::new()))),
             sockets: RwLock::new(Arc::new(sockets)),
-            identity: RwLock::new(Arc::new(Identity::new(configuration.private_key.clone()))),
+            identity: RwLock::new(Arc::new(identity)),
             clock: clock::Clock::default(),
             handshakes: handshakes::Handshakes::default(),
-            drops: drops::Drops::default(),
+            drops,
             configured: RwLock::default(),
             fwmark: AtomicU32::new(configuration.fwmark),
             gone: AtomicBool::new(false),
@@ -139,6 +147,7 @@ impl Userspace {
             options,
             configuration: configuration.clone(),
             shared,
+            links: (links, before),
             threads: Vec::new(),
             control: None,
         };
@@ -272,7 +281,10 @@ impl Device for Userspace {
     fn configure(&mut self, configuration: &Configuration) -> Result<(), DeviceError> {
         if configuration.listen_port != self.configuration.listen_port {
             let sockets = listen(configuration, self.options)?;
-            replace(&self.shared.sockets, sockets);
+            let before = replace(&self.shared.sockets, sockets);
+            self.shared
+                .drops
+                .count_many(Dropped::SocketQueue, before.overflowed() as usize);
             for rebound in &self.shared.rebound {
                 let _ = rustix::io::write(rebound, &1_u64.to_ne_bytes());
             }
@@ -289,7 +301,8 @@ impl Device for Userspace {
         let rekeyed = configuration.private_key.as_bytes() != self.configuration.private_key.as_bytes();
         self.configuration = configuration.clone();
         if rekeyed {
-            replace(&self.shared.identity, Identity::new(configuration.private_key.clone()));
+            let identity = Identity::new(configuration.private_key.clone(), self.shared.drops.held());
+            replace(&self.shared.identity, identity);
             self.rebuild(&current(&self.shared.configured), |_, _| None);
         }
         Ok(())
@@ -339,21 +352,19 @@ impl Device for Userspace {
                 thread,
             });
         }
-        let link = link::find(&self.interface)
-            .map_err(|source| kernel(&format!("look for interface {}", self.interface), source))?;
-        let altered = link.map_or_else(BTreeSet::new, |link| {
-            let altered = [
-                (link.mtu != u32::from(self.configuration.mtu), Altered::Mtu),
-                (!link.up, Altered::Down),
-            ];
-            altered
-                .into_iter()
-                .filter_map(|(is, part)| is.then_some(part))
-                .collect()
-        });
+        let (links, before) = &self.links;
+        let link = interface(links, &self.interface)?;
+        let altered = [
+            (link.mtu != u32::from(self.configuration.mtu), Altered::Mtu),
+            (!link.up, Altered::Down),
+        ];
+        let altered = altered.into_iter().filter_map(|(is, part)| is.then_some(part));
+        let mut observed = observed(&self.shared);
+        let untaken = link.untaken.saturating_sub(*before);
+        observed.drops.insert(Dropped::InterfaceQueue.word(), untaken);
         Ok(Observed {
-            altered,
-            ..observed(&self.shared)
+            altered: altered.collect(),
+            ..observed
         })
     }
 
@@ -390,6 +401,13 @@ impl Drop for Userspace {
     }
 }
 
+/// What the interface is now.
+fn interface(links: &Socket, name: &str) -> Result<link::Link, DeviceError> {
+    link::find_by(links, name)
+        .map_err(|source| kernel(&format!("look for interface {name}"), source))?
+        .ok_or_else(|| DeviceError::Gone(name.to_owned()))
+}
+
 fn observed(shared: &Shared) -> Observed {
     let configured = current(&shared.configured);
     let now = Instant::now();
@@ -412,10 +430,13 @@ fn observed(shared: &Shared) -> Observed {
             },
         )
     });
+    let sockets = current(&shared.sockets);
+    let mut drops = shared.drops.read();
+    *drops.entry(Dropped::SocketQueue.word()).or_default() += sockets.overflowed();
     Observed {
         peers: peers.collect(),
-        listen_port: current(&shared.sockets).port,
-        drops: shared.drops.read(),
+        listen_port: sockets.port,
+        drops,
         altered: BTreeSet::new(),
     }
 }

@@ -27,12 +27,12 @@ pub(super) struct Identity {
 }
 
 impl Identity {
-    pub(super) fn new(private: StaticSecret) -> Self {
+    pub(super) fn new(private: StaticSecret, held: Budget) -> Self {
         let local = Local::new(private);
         Self {
             gate: Gate::new(&local.public, HANDSHAKES_PER_SECOND),
             sources: Sources::default(),
-            held: Budget::default(),
+            held,
             local: Arc::new(local),
         }
     }

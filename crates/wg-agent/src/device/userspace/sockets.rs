@@ -32,6 +32,36 @@ pub(super) const RUN: usize = 64;
 /// The most bytes in a run: an IPv4 packet of 65,535 with all its headers.
 pub(super) const RUN_BYTES: usize = 65_000;
 
+mod memory {
+    //! What the kernel says of a socket's queues (`SO_MEMINFO`, Linux 4.12).
+    #![allow(unsafe_code)]
+
+    use std::net::UdpSocket;
+
+    use nix::{libc, sys::socket::getsockopt};
+
+    /// `SK_MEMINFO_DROPS` of `SK_MEMINFO_VARS` numbers (Linux `include/uapi/linux/sock_diag.h`).
+    const DROPS: usize = 8;
+    type Numbers = [u32; DROPS + 1];
+
+    #[derive(Debug, Clone, Copy)]
+    struct MemInfo;
+
+    // The kernel fills in so many numbers, and as many as there is room for.
+    nix::getsockopt_impl!(
+        MemInfo,
+        libc::SOL_SOCKET,
+        libc::SO_MEMINFO,
+        Numbers,
+        nix::sys::socket::sockopt::GetStruct<Numbers>
+    );
+
+    /// Datagrams that found the receive queue full.
+    pub(super) fn dropped(socket: &UdpSocket) -> u64 {
+        getsockopt(socket, MemInfo).map_or(0, |numbers| u64::from(numbers[DROPS]))
+    }
+}
+
 /// Bound to one port in both families; non-blocking.
 #[derive(Debug)]
 pub(super) struct Sockets {
@@ -98,6 +128,12 @@ impl Sockets {
     /// Whether runs are sent in one call.
     pub(super) fn offload(&self) -> bool {
         self.segmentation.load(Ordering::Relaxed)
+    }
+
+    /// Datagrams that the kernel dropped since their socket's queue was full.
+    pub(super) fn overflowed(&self) -> u64 {
+        let all = self.lanes.iter().flat_map(|lane| [Some(&lane.v4), lane.v6.as_ref()]);
+        all.flatten().map(memory::dropped).sum()
     }
 
     /// Marks every datagram from now on.

@@ -1,0 +1,80 @@
+//! WireGuard spoken by hand, and packets made by hand. What an attack is made of is the tests' business.
+
+use std::net::UdpSocket;
+
+use boringtun::noise::{Tunn, TunnResult};
+use x25519_dalek::StaticSecret;
+
+use super::{SOON, Stage, VICTIM, secret};
+
+/// WireGuard spoken by hand over a socket of the stranger's, to say what no device would.
+pub(crate) struct Mouth {
+    core: Tunn,
+    pub(crate) socket: UdpSocket,
+}
+
+impl Mouth {
+    /// Who `own` is to the victim; from a port of its own.
+    pub(crate) fn new(stage: &Stage, own: StaticSecret) -> Self {
+        let socket = stage.stranger.enter(|| {
+            let socket = UdpSocket::bind((stage.outer.stranger, 0)).expect("bind");
+            socket.connect(stage.victim_at()).expect("connect");
+            socket
+        });
+        socket.set_read_timeout(Some(SOON)).expect("a timeout");
+        let victim = x25519_dalek::PublicKey::from(&secret(VICTIM));
+        Self {
+            core: Tunn::new(own, victim, None, None, 1, None),
+            socket,
+        }
+    }
+
+    pub(crate) fn initiation(&mut self) -> Vec<u8> {
+        let mut buffer = vec![0; 2048];
+        match self.core.format_handshake_initiation(&mut buffer, true) {
+            TunnResult::WriteToNetwork(message) => message.to_vec(),
+            other => panic!("{other:?} for an initiation"),
+        }
+    }
+
+    /// A session with the victim.
+    pub(crate) fn shake_hands(&mut self) {
+        let initiation = self.initiation();
+        self.socket.send(&initiation).expect("send");
+        let (mut response, mut buffer) = ([0; 2048], vec![0; 2048]);
+        let length = self.socket.recv(&mut response).expect("a response");
+        match self.core.decapsulate(None, &response[..length], &mut buffer) {
+            TunnResult::WriteToNetwork(keepalive) => drop(self.socket.send(keepalive).expect("send")),
+            other => panic!("{other:?} for a response"),
+        }
+    }
+
+    /// An inner packet as a data message.
+    pub(crate) fn seal(&mut self, packet: &[u8]) -> Vec<u8> {
+        let mut buffer = vec![0; packet.len() + 64];
+        match self.core.encapsulate(packet, &mut buffer) {
+            TunnResult::WriteToNetwork(message) => message.to_vec(),
+            other => panic!("{other:?} for a packet"),
+        }
+    }
+}
+
+/// An inner IPv4 UDP packet; without a UDP checksum, which IPv4 allows.
+pub(crate) fn udp(from: [u8; 4], port: u16, text: &[u8]) -> Vec<u8> {
+    let length = 28 + text.len() as u16;
+    let mut packet = vec![0x45, 0, 0, 0, 0, 0, 0x40, 0, 64, 17, 0, 0];
+    packet[2..4].copy_from_slice(&length.to_be_bytes());
+    packet.extend(from);
+    packet.extend([10, 9, 0, VICTIM]);
+    let sum = packet
+        .chunks(2)
+        .fold(0_u32, |sum, pair| sum + u32::from(pair[0]) * 256 + u32::from(pair[1]));
+    let sum = !((sum & 0xffff) + (sum >> 16)) as u16;
+    packet[10..12].copy_from_slice(&sum.to_be_bytes());
+    packet.extend([0x30, 0x39]);
+    packet.extend(port.to_be_bytes());
+    packet.extend((length - 20).to_be_bytes());
+    packet.extend([0, 0]);
+    packet.extend(text);
+    packet
+}
