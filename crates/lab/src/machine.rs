@@ -70,6 +70,14 @@ impl Machine {
     /// # Errors
     /// The machine cannot be made, or ended before the command did; the message quotes the end of its console.
     pub fn run(&self, command: &[String]) -> Result<Ended> {
+        self.run_and_hear(command).map(|(ended, _)| ended)
+    }
+
+    /// The same, and what the command said on standard output.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub fn run_and_hear(&self, command: &[String]) -> Result<(Ended, String)> {
         let kernel = kernel::ensure(&|line| eprintln!("vm: {line}"))?;
         let run = Run::new(&kernel, command)?;
         let mut child = self
@@ -88,13 +96,12 @@ impl Machine {
         let out = child.stdout.take().map(|pipe| pass_on(pipe, std::io::stdout()));
         let err = child.stderr.take().map(|pipe| pass_on(pipe, std::io::stderr()));
         let in_time = wait(&mut child, self.limit)?;
-        for thread in [out, err].into_iter().flatten() {
-            let _ = thread.join();
-        }
+        let [said, _] = [out, err].map(|copy| copy.and_then(|thread| thread.join().ok()).unwrap_or_default());
+        let said = String::from_utf8_lossy(&said).into_owned();
         if !in_time {
-            return Ok(Ended::TimeLimit);
+            return Ok((Ended::TimeLimit, said));
         }
-        run.code().map(Ended::Code)
+        Ok((Ended::Code(run.code()?), said))
     }
 
     fn qemu(&self, kernel: &kernel::Kernel, run: &Path) -> Command {
@@ -137,14 +144,19 @@ impl Machine {
     }
 }
 
-/// Copies bytes as they come, on a thread, until the other end closes.
-fn pass_on(mut from: impl Read + Send + 'static, mut to: impl Write + Send + 'static) -> std::thread::JoinHandle<()> {
+/// Copies bytes as they come, on a thread, until the other end closes; the thread ends with all of them.
+fn pass_on(
+    mut from: impl Read + Send + 'static,
+    mut to: impl Write + Send + 'static,
+) -> std::thread::JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
-        let mut buffer = [0; 1 << 16];
+        let (mut buffer, mut all) = ([0; 1 << 16], Vec::new());
         while let Ok(length @ 1..) = from.read(&mut buffer) {
             // A reader who went away loses the output, not the run.
             let _ = to.write_all(&buffer[..length]).and_then(|()| to.flush());
+            all.extend_from_slice(&buffer[..length]);
         }
+        all
     })
 }
 

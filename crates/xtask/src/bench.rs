@@ -2,6 +2,7 @@
 
 mod cpu;
 mod dataplane;
+mod kernel;
 mod load;
 mod peers;
 mod report;
@@ -14,6 +15,9 @@ mod wire;
 pub(crate) enum Bench {
     /// Throughput, latency, packet rate, CPU and memory of our userspace device beside others, in one run on the same namespaces.
     Dataplane(dataplane::Args),
+    /// The kernel's WireGuard with everything of ours around it beside the same set up by hand, on this machine's own kernel:
+    /// what `dataplane --vm` runs in the virtual machine.
+    Kernel(kernel::Args),
     /// Minutes of traffic over our device while keys are renewed, processes killed and addresses changed.
     Soak(soak::Args),
 }
@@ -22,6 +26,7 @@ pub(crate) enum Bench {
 pub(crate) fn run(bench: &Bench) -> anyhow::Result<()> {
     match bench {
         Bench::Dataplane(args) => dataplane::run(args),
+        Bench::Kernel(args) => kernel::run(args),
         Bench::Soak(args) => soak::run(args),
     }
 }

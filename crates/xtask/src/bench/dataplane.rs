@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use super::{
+    kernel,
     load::{self, Latency, Throughput},
     report,
     tunnel::{self, Crowd, Keys, Tunnel, Variant},
@@ -19,6 +20,9 @@ pub(crate) struct Args {
     /// One round of two seconds, the underlay's offload left on: to see that it works, not how fast.
     #[arg(long)]
     quick: bool,
+    /// The kernel backend beside `wg` by hand, in the virtual machine; nothing else.
+    #[arg(long, conflicts_with = "only")]
+    vm: bool,
     /// These alone.
     #[arg(long, value_delimiter = ',', value_enum)]
     only: Vec<Variant>,
@@ -77,6 +81,7 @@ impl Measured {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let Args {
         quick,
+        vm,
         only,
         seconds,
         rounds,
@@ -85,6 +90,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     } = args;
     prereq::ensure(prereq)?;
     let (seconds, rounds) = if *quick { (2, 1) } else { (*seconds, *rounds) };
+    if *vm {
+        return kernel::in_machine(seconds, rounds, *output);
+    }
     let underlays: &[bool] = if *quick { &[true] } else { &[true, false] };
     let all = <Variant as clap::ValueEnum>::value_variants();
     let mut measured = Measured {

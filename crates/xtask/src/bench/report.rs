@@ -181,7 +181,7 @@ fn variants(of: impl Iterator<Item = Variant>) -> std::collections::BTreeSet<Var
 }
 
 /// The median (of two in the middle the lower), with the least and the most where there is more than one.
-fn spread(mut values: Vec<f64>, digits: usize) -> String {
+pub(crate) fn spread(mut values: Vec<f64>, digits: usize) -> String {
     values.retain(|value| !value.is_nan());
     values.sort_by(f64::total_cmp);
     match values[..] {

@@ -18,8 +18,8 @@ use super::{
 use crate::programs::from_crates_io;
 
 /// Of every tunnel: what is left of 1500 for a WireGuard over IPv6.
-const MTU: &str = "1420";
-const PORT: &str = "51820";
+pub(crate) const MTU: &str = "1420";
+pub(crate) const PORT: &str = "51820";
 
 /// What carries the packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum, serde::Serialize)]
@@ -90,11 +90,11 @@ impl Keys {
         Ok(Self { directory, public })
     }
 
-    fn private_file(&self, end: &End) -> String {
+    pub(crate) fn private_file(&self, end: &End) -> String {
         self.directory.path().join(end.number.to_string()).display().to_string()
     }
 
-    fn public(&self, end: &End) -> &str {
+    pub(crate) fn public(&self, end: &End) -> &str {
         &self.public[usize::from(end.number) - 1]
     }
 }

@@ -1,0 +1,160 @@
+//! One node as a pass of the agent leaves it, without an agent: the kernel's WireGuard with one peer, firewall table, routes, rules
+//! and settings. What `cargo xtask bench dataplane --vm` measures beside WireGuard set up by hand. Root, in a network namespace
+//! of the caller's.
+//!
+//! Standard input is its life line: it says `ready`, and when that closes everything is taken away again.
+//!
+//! ```text
+//! node --interface wg1 --private-key-file key1 --listen-port 51820 --underlay eth0,192.0.2.1 --address 10.9.0.1 \
+//!     --peer KEY,192.0.2.2:51820,10.9.0.2
+//! ```
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+};
+
+use anyhow::{Context, ensure};
+use base64::{Engine, engine::general_purpose::STANDARD};
+use clap::Parser;
+use clustermesh_agent_core::{
+    compile::{Inputs, Node, Peer, compile},
+    device::diff,
+    interface::InterfaceName,
+    numbers::MARK_UNDERLAY,
+    policy::{Policy, Rule},
+};
+use clustermesh_core::key::PublicKey;
+use ipnet::IpNet;
+use wg_agent::{
+    device::{Configuration, Device, kernel::Kernel},
+    firewall::{Keeper, Nft},
+    route::{self, Netlink},
+};
+use x25519_dalek::StaticSecret;
+
+#[derive(Debug, Parser)]
+struct Args {
+    #[arg(long)]
+    interface: InterfaceName,
+    /// As `wg genkey` prints it.
+    #[arg(long)]
+    private_key_file: PathBuf,
+    #[arg(long, default_value_t = 51820)]
+    listen_port: u16,
+    #[arg(long, default_value_t = 1420)]
+    mtu: u16,
+    /// INTERFACE,ADDRESS of outer packets.
+    #[arg(long)]
+    underlay: String,
+    /// Of this node in the tunnel.
+    #[arg(long)]
+    address: IpAddr,
+    /// KEY,ENDPOINT,ADDRESS of the other node.
+    #[arg(long)]
+    peer: String,
+}
+
+fn main() -> anyhow::Result<()> {
+    let Args {
+        interface,
+        private_key_file,
+        listen_port,
+        mtu,
+        underlay,
+        address,
+        peer,
+    } = Args::parse();
+    let private_key = private_key(&private_key_file)?;
+    let (outer, at) = underlay.split_once(',').context("--underlay INTERFACE,ADDRESS")?;
+    let at: IpAddr = at.parse()?;
+    let mut words = peer.split(',');
+    let mut word = || words.next().context("--peer KEY,ENDPOINT,ADDRESS");
+    let (key, endpoint, other) = (word()?.parse()?, word()?.parse()?, word()?.parse()?);
+    let node = Node {
+        name: "here".into(),
+        public_key: PublicKey::new(x25519_dalek::PublicKey::from(&private_key).to_bytes()),
+        wireguard_ips: [address].into(),
+        device: interface.clone(),
+        listen_port,
+        mtu,
+        underlay: outer.parse()?,
+        underlay_addresses: [at].into(),
+        addresses: [at].into(),
+        pod_cidrs: BTreeSet::new(),
+    };
+    let compiled = compile(&inputs(node, key, endpoint, other));
+    ensure!(compiled.refused.is_empty(), "refused: {:?}", compiled.refused);
+    let configuration = Configuration {
+        private_key,
+        listen_port,
+        fwmark: MARK_UNDERLAY,
+        mtu,
+    };
+    let mut device = Kernel::open(interface.as_str(), &configuration)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let mut keeper = Keeper::new(Nft::default());
+        keeper.converge(&compiled.firewall).await?;
+        let changes = diff(&device.observe()?.peers, &compiled.peers).unwrap_or_default();
+        device.apply(&changes)?;
+        let mut routing = Netlink::open(interface.clone())?;
+        let failed = route::converge(&mut routing, &compiled.routes).await?.failed;
+        ensure!(failed.is_empty(), "routes: {failed:?}");
+        let mut settings = compiled.sysctls.clone();
+        // Those too that a privileged init container writes.
+        settings.iter_mut().for_each(|setting| setting.write = true);
+        let missing = route::sysctl::ensure(&settings).await;
+        ensure!(missing.is_empty(), "settings: {missing:?}");
+        println!("ready");
+        std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink())?;
+        let left = route::cleanup(&mut routing).await;
+        ensure!(left.is_empty(), "routes that stay: {left:?}");
+        keeper.destroy().await?;
+        anyhow::Ok(())
+    })?;
+    Ok(Box::new(device).close()?)
+}
+
+/// Two members of a node each, which may reach each other's node.
+fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> Inputs {
+    let of = |address: IpAddr| BTreeSet::from([IpNet::from(address)]);
+    let to = node.wireguard_ips.iter().map(|address| IpNet::from(*address)).collect();
+    Inputs {
+        peers: vec![Peer {
+            name: "there".into(),
+            revision: 1,
+            public_key: key,
+            preshared_key: None,
+            endpoint: Some(endpoint),
+            candidates: Vec::new(),
+            keepalive: None,
+            allowed_ips: of(other).into_iter().collect(),
+            requires_policy: None,
+        }],
+        policies: vec![Policy {
+            name: "there".into(),
+            sources: of(other),
+            networks: of(other),
+            allow: vec![Rule {
+                to,
+                ports: BTreeSet::new(),
+            }],
+            ..Policy::default()
+        }],
+        node,
+        throw: BTreeSet::new(),
+        api_servers: BTreeSet::new(),
+        nodes: BTreeSet::new(),
+        pods_elsewhere: BTreeSet::new(),
+        narrow: BTreeMap::new(),
+    }
+}
+
+fn private_key(path: &PathBuf) -> anyhow::Result<StaticSecret> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?;
+    let bytes = STANDARD.decode(text.trim()).context("a private key is base64")?;
+    let bytes: [u8; 32] = bytes.try_into().ok().context("a private key has 32 bytes")?;
+    Ok(bytes.into())
+}

@@ -1,0 +1,46 @@
+//! Packets of many sizes through two nodes with the kernel's WireGuard, firewall and routes: each arrives, or its sender is told.
+//! Every size, and every width of underlay, is `path_mtu`'s, with the userspace device; on an emulated processor it is every 97th
+//! size and the five around the largest, over an underlay of 1400 and one of 1280. 1500 is measured beside the userspace device.
+
+use std::net::SocketAddr;
+
+use clustermesh_agent_core::prefixes::Family;
+use wg_agent::device::Backend;
+
+use crate::{
+    netns::transfer,
+    path::real::{Site, Star, pod, sweep},
+};
+
+/// The largest packets of IPv4 and IPv6 that pass are exactly these, and TCP carries a megabyte each way.
+fn carries(mtu: u16, outer: Family, largest: [u16; 2]) {
+    let mut star = Star::of(&[mtu, mtu], |_| Backend::Kernel, |_, _| outer);
+    star.settle();
+    star.meet();
+    let [one, two] = &star.sites[..] else {
+        panic!("two nodes")
+    };
+    for (family, largest) in Family::BOTH.into_iter().zip(largest) {
+        for (from, to, at) in [(one, two, pod(2, family)), (two, one, pod(1, family))] {
+            let sizes = (64..largest - 3).step_by(97).chain(largest - 3..=largest + 1);
+            assert_eq!(sweep(&from.pod, at, sizes), Some(64..=largest), "to {at}");
+            transfer(&from.pod, &to.pod, &SocketAddr::new(at, 9002).to_string(), 1 << 20);
+        }
+    }
+    if mtu > 1280 {
+        let made: u64 = star.sites.iter().map(Site::fragments).sum();
+        assert_eq!(made, 0, "something was fragmented");
+    }
+}
+
+#[test]
+#[ignore = "runs in the virtual machine"]
+fn every_size_passes_or_is_answered_over_ipv4_where_the_underlay_has_1400() {
+    carries(1400, Family::V4, [1340, 1340]);
+}
+
+#[test]
+#[ignore = "runs in the virtual machine"]
+fn every_size_passes_or_is_answered_over_ipv6_where_the_underlay_has_1280() {
+    carries(1280, Family::V6, [1200, 1280]);
+}

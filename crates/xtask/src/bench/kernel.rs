@@ -1,0 +1,296 @@
+//! The kernel's WireGuard with everything of the agent around it - firewall table, routes, rules - beside the same set up by
+//! hand with `wg` and `ip`, on the same namespaces, in turns; on a machine whose kernel has WireGuard, else in the lab's virtual one.
+
+use std::{
+    collections::BTreeMap,
+    io::{BufRead, BufReader},
+    path::{Path, PathBuf},
+    process::{ChildStdin, Stdio},
+    time::Duration,
+};
+
+use anyhow::{Context, bail};
+use clustermesh_lab::{Ended, Machine};
+
+use super::{
+    load::{self, Latency},
+    report::{self, Format, spread},
+    tunnel::{Keys, MTU, PORT},
+    wire::{Running, Wire},
+};
+use crate::programs::{cargo, show};
+
+/// Streams of the throughput runs.
+const STREAMS: [u32; 2] = [1, 4];
+const INTERFACE: &str = "bench0";
+/// Booting, and what an emulated processor needs around each run.
+const BESIDE: Duration = Duration::from_secs(300);
+
+/// What runs where there is WireGuard in the kernel.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// The example `node` of wg-agent, built.
+    #[arg(long)]
+    program: PathBuf,
+    /// Of each throughput run; latency takes half of it.
+    #[arg(long, default_value_t = 6)]
+    seconds: u32,
+    /// How often each is measured.
+    #[arg(long, default_value_t = 3)]
+    rounds: u32,
+    /// What is printed at the end; progress goes to standard error.
+    #[arg(short, long, value_enum, default_value = "markdown")]
+    output: Format,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Variant {
+    ByHand,
+    Ours,
+}
+
+impl Variant {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::ByHand => "`wg` by hand",
+            Self::Ours => "**wg-agent**, kernel backend",
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
+struct Sample {
+    variant: Variant,
+    /// Gbit/s by number of streams.
+    throughput: BTreeMap<u32, f64>,
+    latency: Latency,
+}
+
+/// Builds what is measured and has it measured in the virtual machine.
+pub(crate) fn in_machine(seconds: u32, rounds: u32, output: Format) -> anyhow::Result<()> {
+    let mut build = cargo();
+    // All the work is the kernel's: how the program is built does not matter.
+    build.args(["build", "--package", "wg-agent", "--example", "node"]);
+    show(&mut build)?;
+    let own = std::env::current_exe().context("where this program is")?;
+    let program = own.with_file_name("examples").join("node");
+    let word = |path: &Path| path.to_str().map(str::to_owned).context("a path that is not UTF-8");
+    let output = clap::ValueEnum::to_possible_value(&output).map_or_else(String::new, |v| v.get_name().to_owned());
+    let mut command = vec![word(&own)?, "bench".into(), "kernel".into()];
+    for (flag, value) in [
+        ("--program", word(&program)?),
+        ("--seconds", seconds.to_string()),
+        ("--rounds", rounds.to_string()),
+        ("--output", output),
+    ] {
+        command.extend([flag.to_owned(), value]);
+    }
+    let machine = Machine {
+        limit: BESIDE + Duration::from_secs(u64::from(seconds * rounds)) * 10,
+        ..Machine::default()
+    };
+    match machine.run(&command)? {
+        Ended::Code(0) => Ok(()),
+        Ended::Code(code) => bail!("the measurement in the virtual machine ended with exit code {code}; see above"),
+        Ended::TimeLimit => bail!("the virtual machine was ended after {} s", machine.limit.as_secs()),
+    }
+}
+
+/// Measures here.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let Args {
+        program,
+        seconds,
+        rounds,
+        output,
+    } = args;
+    let wire = Wire::new()?;
+    let keys = Keys::new(&wire)?;
+    let _server = load::server(&wire.ends[1])?;
+    let mut samples = Vec::new();
+    for round in 1..=*rounds {
+        // The one that is first in a round is second in the next.
+        let mut order = [Variant::ByHand, Variant::Ours];
+        order.rotate_left(usize::from(round % 2 == 0));
+        for variant in order {
+            let sample = sample(variant, program, &wire, &keys, *seconds)?;
+            eprintln!("bench: round {round} of {rounds}: {sample:?}");
+            samples.push(sample);
+        }
+    }
+    match output {
+        Format::Markdown => print!("{}", markdown(&samples, *seconds)),
+        Format::Json => println!("{}", serde_json::to_string_pretty(&samples)?),
+    }
+    Ok(())
+}
+
+fn sample(variant: Variant, program: &Path, wire: &Wire, keys: &Keys, seconds: u32) -> anyhow::Result<Sample> {
+    let nodes = match variant {
+        Variant::ByHand => {
+            by_hand(wire, keys)?;
+            None
+        }
+        Variant::Ours => Some([ours(program, wire, keys, 0)?, ours(program, wire, keys, 1)?]),
+    };
+    let target = wire.ends[1].inner();
+    wire.ends[0].until_answered(&target)?;
+    let latency = load::latency(wire, &target, Duration::from_secs(seconds.into()) / 2)?;
+    let mut throughput = BTreeMap::new();
+    for streams in STREAMS {
+        let run = load::throughput(wire, &target, streams, seconds, &[])?;
+        throughput.insert(streams, run.gigabits_per_second);
+    }
+    match nodes {
+        Some(nodes) => nodes.into_iter().try_for_each(Node::end)?,
+        None => wire
+            .ends
+            .iter()
+            .try_for_each(|end| end.ip(&format!("link del {INTERFACE}")))?,
+    }
+    Ok(Sample {
+        variant,
+        throughput,
+        latency,
+    })
+}
+
+/// As a person would: no firewall, one route.
+fn by_hand(wire: &Wire, keys: &Keys) -> anyhow::Result<()> {
+    for (end, far) in [(0, 1), (1, 0)].map(|(a, b)| (&wire.ends[a], &wire.ends[b])) {
+        end.ip(&format!("link add {INTERFACE} mtu {MTU} type wireguard"))?;
+        let (file, endpoint, range) = (
+            keys.private_file(end),
+            format!("{}:{PORT}", far.outer()),
+            format!("{}/32", far.inner()),
+        );
+        end.run("wg", &["set", INTERFACE, "private-key", &file, "listen-port", PORT])?;
+        let peer = ["peer", keys.public(far), "endpoint", &endpoint, "allowed-ips", &range];
+        end.run("wg", &[&["set", INTERFACE][..], &peer].concat())?;
+        end.ip(&format!("addr add {}/32 dev {INTERFACE}", end.inner()))?;
+        end.ip(&format!("link set {INTERFACE} up"))?;
+        end.ip(&format!("route add {range} dev {INTERFACE}"))?;
+    }
+    Ok(())
+}
+
+/// A node of ours for as long as its standard input is open.
+struct Node {
+    running: Running,
+    life: ChildStdin,
+}
+
+fn ours(program: &Path, wire: &Wire, keys: &Keys, end: usize) -> anyhow::Result<Node> {
+    let (end, far) = (&wire.ends[end], &wire.ends[1 - end]);
+    let program = program.to_str().context("a program whose path is not UTF-8")?;
+    let mut command = end.command(program);
+    command
+        .args(["--interface", INTERFACE, "--mtu", MTU, "--listen-port", PORT])
+        .args(["--private-key-file", &keys.private_file(end), "--address", &end.inner()])
+        .args(["--underlay", &format!("eth0,{}", end.outer()), "--peer"])
+        .arg(format!("{},{}:{PORT},{}", keys.public(far), far.outer(), far.inner()))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
+    let mut running = Running::start(&mut command)?;
+    let life = running.child.stdin.take().context("its standard input")?;
+    let said = running.child.stdout.take().context("its standard output")?;
+    let mut line = String::new();
+    BufReader::new(said)
+        .read_line(&mut line)
+        .context("read what our node says")?;
+    if line.trim() != "ready" {
+        bail!("our node did not come up; see its message above");
+    }
+    Ok(Node { running, life })
+}
+
+impl Node {
+    fn end(self) -> anyhow::Result<()> {
+        let Self { mut running, life } = self;
+        drop(life);
+        let status = running.child.wait().context("wait for our node")?;
+        if !status.success() {
+            bail!("our node did not take everything away: {status}");
+        }
+        Ok(())
+    }
+}
+
+/// Its name, digits behind the point, and the figure.
+type Column = (&'static str, usize, fn(&Sample) -> f64);
+
+fn markdown(samples: &[Sample], seconds: u32) -> String {
+    let of = |variant, value: fn(&Sample) -> f64| -> Vec<f64> {
+        samples.iter().filter(|s| s.variant == variant).map(value).collect()
+    };
+    let columns: [Column; 4] = [
+        ("1 stream, Gbit/s", 3, |s| s.throughput[&1]),
+        ("4 streams", 3, |s| s.throughput[&4]),
+        ("round trip p50, us", 0, |s| s.latency.p50 * 1e6),
+        ("p99", 0, |s| s.latency.p99 * 1e6),
+    ];
+    let mut rows = vec![vec![String::new()], vec!["---".to_owned()]];
+    for variant in [Variant::ByHand, Variant::Ours] {
+        rows.push(vec![variant.name().to_owned()]);
+    }
+    rows.push(vec!["ours to by hand".to_owned()]);
+    for (name, digits, value) in columns {
+        let [hand, ours] = [Variant::ByHand, Variant::Ours].map(|variant| of(variant, value));
+        let ratio = median(&ours) / median(&hand);
+        let cells = [
+            name.to_owned(),
+            "---".to_owned(),
+            spread(hand, digits),
+            spread(ours, digits),
+            format!("{ratio:.2}x"),
+        ];
+        rows.iter_mut().zip(cells).for_each(|(row, cell)| row.push(cell));
+    }
+    let lines = rows.iter().map(|row| format!("| {} |\n", row.join(" | ")));
+    format!(
+        "{}; medians [least-most], {seconds} s a run.\n\n{}",
+        report::Machine::here(),
+        lines.collect::<String>()
+    )
+}
+
+/// As [`spread`] has it.
+fn median(values: &[f64]) -> f64 {
+    let mut values = values.to_vec();
+    values.sort_by(f64::total_cmp);
+    values
+        .get(values.len().saturating_sub(1) / 2)
+        .copied()
+        .unwrap_or(f64::NAN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ratio_is_that_of_the_medians() {
+        let sample = |variant, gigabits, seconds| Sample {
+            variant,
+            throughput: STREAMS.map(|streams| (streams, gigabits)).into(),
+            latency: Latency {
+                p50: seconds,
+                p99: seconds,
+                lost: 0,
+            },
+        };
+        let hand = [2.0, 1.0, 9.0].map(|gigabits| sample(Variant::ByHand, gigabits, 100e-6));
+        let ours = [1.5, 1.0, 1.9].map(|gigabits| sample(Variant::Ours, gigabits, 125e-6));
+        let text = markdown(&[hand, ours].concat(), 6);
+        let lines: Vec<&str> = text.lines().skip(4).collect();
+        assert_eq!(
+            lines,
+            [
+                "| `wg` by hand | 2.000 [1.000-9.000] | 2.000 [1.000-9.000] | 100 [100-100] | 100 [100-100] |",
+                "| **wg-agent**, kernel backend | 1.500 [1.000-1.900] | 1.500 [1.000-1.900] | 125 [125-125] | 125 [125-125] |",
+                "| ours to by hand | 0.75x | 0.75x | 1.25x | 1.25x |",
+            ]
+        );
+    }
+}
