@@ -1,12 +1,12 @@
 //! Two whole clusters of both families in one mesh: what `mesh_flows` shows of IPv4, of IPv6. The tunnel's outer packets are
-//! IPv4 here; IPv6 outside is shown node by node (`path_*`, `agent_*`).
+//! IPv4 until the end, then IPv6.
 
 mod mesh;
 
 use std::net::{IpAddr, Ipv6Addr};
 use std::time::Instant;
 
-use clustermesh_lab::{Answer, Lab, LabPlan, Web, wait_until};
+use clustermesh_lab::{Answer, Lab, LabPlan, MESH, NAMESPACE, Web, wait_until};
 use mesh::{HUB, MEMBER, Mesh, PATIENCE, host, pod};
 
 #[tokio::test]
@@ -28,6 +28,50 @@ async fn every_flow_of_dual_stack_members_works_in_ipv6_too_and_nothing_of_it_pa
     assert!(mesh.tunnelled(&captured).await > 0, "the capture hears the wire");
     assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
     assert_eq!(mesh.in_clear_v6(&captured).await, Vec::<String>::new());
+
+    nodes_talk_wireguard_over_ipv6_where_they_are_told_to(&mesh).await;
+}
+
+/// As README.md says of nodes whose address is not where the others reach them. On a mesh that is made anew: a tunnel that
+/// lives is left where it is.
+async fn nodes_talk_wireguard_over_ipv6_where_they_are_told_to(mesh: &Mesh<'_>) {
+    let delete = ["-n", NAMESPACE, "delete", "clustermesh", MESH, "--timeout=60s"];
+    mesh.hub.kubectl(delete).await.unwrap();
+    for cluster in [&mesh.hub, &mesh.member] {
+        for node in cluster.nodes() {
+            let at = std::net::SocketAddr::new(node_v6(mesh, node.name()), 51820);
+            let endpoint = format!("kilo.squat.ai/clustermesh-endpoint={at}");
+            cluster
+                .kubectl(["annotate", "node", node.name(), &endpoint])
+                .await
+                .unwrap();
+        }
+    }
+    mesh.product.mesh_up(&mesh.product.mesh(&[])).await.unwrap();
+    for cluster in [&mesh.hub, &mesh.member] {
+        for node in cluster.nodes() {
+            wait_until(format!("{} to talk over IPv6", node.name()), PATIENCE, async || {
+                let words = ["wg", "show", "kilo0", "endpoints"];
+                let shown = node.exec(words).await.map_err(|error| error.to_string())?.stdout;
+                match shown.lines().all(|line| line.contains("\t[")) && shown.lines().count() == 2 {
+                    true => Ok(()),
+                    false => Err(shown),
+                }
+            })
+            .await
+            .unwrap();
+        }
+    }
+    let capture = mesh.lab.capture("outside6", "ip or ip6").await.unwrap();
+    pods_reach_pods_with_their_own_address_in_both_families(mesh).await;
+    let captured = capture.stop().await.unwrap();
+    assert!(!captured.packets("ip6 and udp port 51820").await.unwrap().is_empty());
+    assert_eq!(
+        captured.packets("ip and udp port 51820").await.unwrap(),
+        Vec::<String>::new()
+    );
+    assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
+    assert_eq!(mesh.in_clear_v6_beside_wireguard(&captured).await, Vec::<String>::new());
 }
 
 fn url(address: IpAddr, port: u16) -> String {

@@ -4,7 +4,7 @@
 
 mod mesh;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use clustermesh_lab::{AGENT_NAMESPACE, Cluster, Lab, MESH, NAMESPACE, Node, wait_until};
@@ -21,6 +21,7 @@ async fn a_mesh_survives_its_operator_and_leaves_nothing_when_it_goes() {
     let mut mesh = Mesh::up(&lab, &[]).await;
 
     our_processes_have_the_rights_of_deploy_and_no_more(&mesh).await;
+    status_of_a_healthy_node_says_what_is_there(&mesh).await;
     a_long_flow_outlives_nodes_that_join_and_leave_and_agents_that_restart_elsewhere(&mesh).await;
     a_flow_outlives_an_upgrade_of_the_agents_and_a_new_key(&mesh).await;
     a_deleted_controller_rewrites_nothing_and_its_successor_works(&mut mesh).await;
@@ -190,6 +191,21 @@ async fn a_long_flow_outlives_nodes_that_join_and_leave_and_agents_that_restart_
     mesh.product.ready().await.unwrap();
 
     mesh.lab.node(&name).power_cut().await.unwrap();
+    // Somebody goes on talking to it.
+    let address = wireguard_address(&mesh.member, &name).await;
+    let to_dead = ["ping", "-n", "-i", "1", &address];
+    let asker = &mesh.hub_webs[0];
+    let _talks = mesh
+        .lab
+        .node(&asker.node)
+        .pod_spawn("to-dead", asker.ip, to_dead)
+        .unwrap();
+    let cut = Instant::now();
+
+    // Meanwhile an agent elsewhere restarts: its own node's tunnel is down for a moment, no other.
+    an_agent_restarts(mesh).await;
+
+    a_link_that_is_down_is_told(mesh, &asker.node, &name, cut).await;
     mesh.member.kubectl(["delete", "node", &name]).await.unwrap();
     let deleted = Instant::now();
     wait_until(format!("the Peers of {name} to go"), PATIENCE, async || {
@@ -204,8 +220,143 @@ async fn a_long_flow_outlives_nodes_that_join_and_leave_and_agents_that_restart_
     .await
     .unwrap();
     println!("its Peers gone {:.2} s after its Node", deleted.elapsed().as_secs_f64());
+    wait_until("the broken link to be gone", PATIENCE, async || {
+        let links = broken_links(mesh).await;
+        match condition(&mesh.hub, "Degraded").await {
+            (status, reason, _) if links.is_empty() && status == "False" && reason == "AllServed" => Ok(()),
+            other => Err(format!("{links:?} {other:?}")),
+        }
+    })
+    .await
+    .unwrap();
+    println!(
+        "mended in the status {:.1} s after its Node went",
+        deleted.elapsed().as_secs_f64()
+    );
 
-    // An agent elsewhere restarts: its own node's tunnel is down for a moment, no other.
+    // No line took two seconds all the while: else the stream has ended.
+    let line = |log: &str| log.lines().last().unwrap_or_default().to_owned();
+    let last = line(&stream.log());
+    wait_until("the stream to go on", PATIENCE, async || match stream.log() {
+        log if log.contains(" after ") && line(&log) != last => Ok(()),
+        log => Err(line(&log)),
+    })
+    .await
+    .unwrap();
+    assert!(line(&stream.log()).contains(" after "), "{}", line(&stream.log()));
+    println!("the stream's last line: {}", line(&stream.log()));
+}
+
+/// `wg-agent status` in an agent's pod, with these words: exit code and output.
+async fn status(mesh: &Mesh<'_>, cluster: &Cluster<'_>, node: &str, words: &[&str]) -> (Option<i32>, String) {
+    let agent = mesh.product.agent_pod(&cluster.plan().name, node).await.unwrap();
+    let exec = ["-n", AGENT_NAMESPACE, "exec", &agent, "--", "/wg-agent", "status"];
+    let output = cluster.try_kubectl([&exec[..], words].concat()).await.unwrap();
+    (output.status.code(), output.stdout)
+}
+
+async fn status_of_a_healthy_node_says_what_is_there(mesh: &Mesh<'_>) {
+    for (cluster, webs) in [(&mesh.hub, &mesh.hub_webs), (&mesh.member, &mesh.member_webs)] {
+        let name = &webs[0].node;
+        let node = mesh.lab.node(name);
+        let show = async |what: &str| node.exec(["wg", "show", "kilo0", what]).await.unwrap().stdout;
+        let peers: Vec<String> = versions(cluster, "peers").await.into_keys().collect();
+        let peers: Vec<&str> = peers.iter().map(|peer| peer.trim_start_matches('/')).collect();
+        let page = wait_until("every peer to be up", PATIENCE, async || {
+            match status(mesh, cluster, name, &[]).await {
+                (Some(0), page) if page.contains("Peers     2 up, 0 down, 0 unknown") => Ok(page),
+                other => Err(format!("{other:?}")),
+            }
+        })
+        .await
+        .unwrap();
+        let address = mesh.wireguard[name];
+        for says in [
+            format!("Node      {name}, WireGuard address {address}\n"),
+            format!("Key       {}\n", published_key(cluster, name).await),
+            "Device    kilo0, userspace (--backend=userspace asks for it), MTU 1440, UDP port 51820\n".to_owned(),
+        ] {
+            assert!(page.contains(&says), "{says}{page}");
+        }
+        assert!(!page.contains("Troubles") && !page.contains("Left out"), "{page}");
+        for peer in &peers {
+            assert!(page.contains(peer), "{peer}: {page}");
+        }
+        let (code, state) = status(mesh, cluster, name, &["-o", "json"]).await;
+        let state: serde_json::Value = serde_json::from_str(&state).unwrap();
+        let told: BTreeMap<String, (String, String)> = (state["peers"].as_object().unwrap().iter())
+            .map(|(name, peer)| {
+                let text = |key: &str| peer[key].as_str().unwrap_or_default().to_owned();
+                (name.clone(), (text("key"), text("liveEndpoint")))
+            })
+            .collect();
+        assert_eq!(
+            (code, told.keys().map(String::as_str).collect::<Vec<_>>()),
+            (Some(0), peers)
+        );
+        let mut told: Vec<String> = told.into_values().map(|(key, at)| format!("{key}\t{at}")).collect();
+        told.sort();
+        let shown = show("endpoints").await;
+        let mut shown: Vec<&str> = shown.lines().collect();
+        shown.sort_unstable();
+        assert_eq!(told, shown, "wg-agent status and wg show");
+    }
+}
+
+/// `status.brokenLinks` as `from->to of total`.
+async fn broken_links(mesh: &Mesh<'_>) -> Vec<String> {
+    let object = json(&mesh.hub, &["-n", NAMESPACE, "get", "clustermesh", MESH]).await;
+    let links = object["status"]["brokenLinks"].as_array().cloned().unwrap_or_default();
+    let text = |link: &serde_json::Value| {
+        let word = |key: &str| link[key].as_str().unwrap_or_default().to_owned();
+        format!("{}->{} of {}", word("from"), word("to"), link["total"])
+    };
+    links.iter().map(text).collect()
+}
+
+/// Of the node that talks to a dead one: its agent, and the mesh, say so.
+async fn a_link_that_is_down_is_told(mesh: &Mesh<'_>, talker: &str, dead: &str, since: Instant) {
+    let link = format!("{}->{} of 3", mesh::HUB, mesh::MEMBER);
+    wait_until("the broken link in the status", PATIENCE, async || {
+        let links = broken_links(mesh).await;
+        match condition(&mesh.hub, "Degraded").await {
+            (status, reason, message)
+                if links == [link.clone()]
+                    && status == "True"
+                    && reason == "TunnelsDown"
+                    && message.contains("1 of 3 tunnels") =>
+            {
+                Ok(())
+            }
+            other => Err(format!("{links:?} {other:?}")),
+        }
+    })
+    .await
+    .unwrap();
+    println!(
+        "a dead node told {:.0} s after its power went",
+        since.elapsed().as_secs_f64()
+    );
+    let described = mesh
+        .hub
+        .kubectl(["-n", NAMESPACE, "describe", "clustermesh", MESH])
+        .await;
+    let described = described.unwrap().stdout;
+    let (_, events) = described.split_once("Events:").expect("Events");
+    assert!(
+        events
+            .lines()
+            .any(|line| line.contains("Warning") && line.contains("TunnelsDown")),
+        "{described}"
+    );
+    let (code, page) = status(mesh, &mesh.hub, talker, &[]).await;
+    let peer = format!("{MESH}--{}--{dead}", mesh::MEMBER);
+    let row = page.lines().find(|line| line.contains(&peer)).unwrap_or_default();
+    assert!(code == Some(1) && row.contains(" down "), "{code:?}: {page}");
+    assert_eq!(condition(&mesh.hub, "Ready").await.1, "Meshed");
+}
+
+async fn an_agent_restarts(mesh: &Mesh<'_>) {
     let (restarted, peer) = (&mesh.member_webs[0], &mesh.hub_webs[0]);
     let agent = mesh.product.agent_pod(mesh::MEMBER, &restarted.node).await.unwrap();
     let node = mesh.lab.node(&restarted.node);
@@ -230,18 +381,6 @@ async fn a_long_flow_outlives_nodes_that_join_and_leave_and_agents_that_restart_
     );
     let answer = mesh.answered(&pod(peer), &url(restarted.ip, 8080)).await;
     assert_eq!(answer, mesh.seen(restarted, peer.ip));
-
-    // No line took two seconds all the while: else the stream has ended.
-    let line = |log: &str| log.lines().last().unwrap_or_default().to_owned();
-    let last = line(&stream.log());
-    wait_until("the stream to go on", PATIENCE, async || match stream.log() {
-        log if log.contains(" after ") && line(&log) != last => Ok(()),
-        log => Err(line(&log)),
-    })
-    .await
-    .unwrap();
-    assert!(line(&stream.log()).contains(" after "), "{}", line(&stream.log()));
-    println!("the stream's last line: {}", line(&stream.log()));
 }
 
 /// The longest time without a reply in what `ping -D` has printed so far, and when the last one came.
@@ -251,6 +390,24 @@ fn longest_silence(log: &str) -> (f64, f64) {
     let times: Vec<f64> = times.collect();
     let longest = times.windows(2).map(|pair| pair[1] - pair[0]).fold(0.0, f64::max);
     (longest, times.last().copied().unwrap_or_default())
+}
+
+/// How many of the packets that `ping` sent so far, but for the last second's, were not answered, and how many those are.
+fn unanswered(log: &str) -> (usize, usize) {
+    let replies = log.lines().filter(|line| line.contains("bytes from"));
+    let numbers = replies.filter_map(|line| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse().ok());
+    let numbers: BTreeSet<usize> = numbers.collect();
+    let sent = numbers.last().copied().unwrap_or_default();
+    (sent - numbers.len(), sent)
+}
+
+/// The WireGuard address that a node has published.
+async fn wireguard_address(cluster: &Cluster<'_>, node: &str) -> String {
+    let node = json(cluster, &["get", "node", node]).await;
+    let address = node["metadata"]["annotations"]["kilo.squat.ai/wireguard-ip"]
+        .as_str()
+        .unwrap();
+    address.split_once('/').unwrap().0.to_owned()
 }
 
 /// What the agent of a node published as its key.
@@ -283,7 +440,9 @@ async fn a_flow_outlives_an_upgrade_of_the_agents_and_a_new_key(mesh: &Mesh<'_>)
         );
     };
 
-    // A new pod on every node, one after the other, as a new image brings it.
+    // A new pod on every node, one after the other, as a new image brings it. Nothing for the mesh passes beside the tunnel
+    // while there is none.
+    let capture = mesh.lab.capture("upgrade", "ip").await.unwrap();
     let mut pings = flow("ping-upgrade").unwrap();
     pings.says("icmp_seq=20 ", PATIENCE).await.unwrap();
     let before = (
@@ -298,6 +457,11 @@ async fn a_flow_outlives_an_upgrade_of_the_agents_and_a_new_key(mesh: &Mesh<'_>)
         .await
         .unwrap();
     goes_on(&pings, "an upgrade of the member's agents").await;
+    let (lost, sent) = unanswered(&pings.log());
+    println!("an upgrade of the member's agents: {lost} of {sent} packets without a reply");
+    let captured = capture.stop().await.unwrap();
+    assert!(mesh.tunnelled(&captured).await > 0, "the capture hears the wire");
+    assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
     let now = node.pids_of("wg-agent").unwrap();
     assert!(now.len() == 1 && now != old, "{old:?} {now:?}");
     let after = (
@@ -632,7 +796,7 @@ async fn cleanup_leaves_the_nodes_as_they_were(mesh: &Mesh<'_>, before: &BTreeMa
                     .await
                     .map_err(|error| error.to_string())?
                     .stdout;
-                let pods: std::collections::BTreeSet<&str> = said
+                let pods: BTreeSet<&str> = said
                     .lines()
                     .filter(|line| line.contains(done))
                     .filter_map(|line| line.split(' ').next())

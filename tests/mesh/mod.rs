@@ -180,20 +180,29 @@ impl<'a> Mesh<'a> {
     /// Packets of a capture that passed between two dual-stack clusters in IPv6: all of it belongs into the tunnel, whose outer
     /// packets are IPv4.
     pub(crate) async fn in_clear_v6(&self, captured: &Captured) -> Vec<String> {
+        first(captured.packets(&self.between_v6()).await.unwrap())
+    }
+
+    /// The same where the tunnel's outer packets are IPv6.
+    pub(crate) async fn in_clear_v6_beside_wireguard(&self, captured: &Captured) -> Vec<String> {
+        let filter = format!("not udp port 51820 and {}", self.between_v6());
+        first(captured.packets(&filter).await.unwrap())
+    }
+
+    fn between_v6(&self) -> String {
         let nets = |direction: &str, plan: &ClusterPlan| {
             let v6 = plan.v6.as_ref().expect("a dual-stack cluster");
             let nets = [v6.pod_cidr, v6.service_cidr, v6.underlay];
             format!("({})", nets.map(|net| format!("{direction} net {net}")).join(" or "))
         };
         let (hub, member) = (self.hub.plan(), self.member.plan());
-        let filter = format!(
+        format!(
             "(({} and {}) or ({} and {}))",
             nets("src", hub),
             nets("dst", member),
             nets("src", member),
             nets("dst", hub)
-        );
-        first(captured.packets(&filter).await.unwrap())
+        )
     }
 
     /// Packets of a capture that a pod's or a WireGuard address sent to the other cluster other than inside WireGuard's UDP.

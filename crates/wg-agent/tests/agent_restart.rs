@@ -355,7 +355,18 @@ async fn nothing_that_an_agent_says_holds_its_private_key() {
 
 #[tokio::test]
 async fn a_new_key_costs_nothing_until_a_peer_learns_of_it_and_then_one_handshake() {
+    a_new_key(&World::start().await, "172.30.").await;
+}
+
+#[tokio::test]
+async fn a_new_key_costs_no_more_where_nodes_talk_over_ipv6() {
     let world = World::start().await;
+    world.over_ipv6().await;
+    a_new_key(&world, "[fd77::").await;
+}
+
+/// `outer` = how the endpoints of both begin.
+async fn a_new_key(world: &World, outer: &str) {
     let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
     let agent = world.agent(mgmt, "agent-mgmt");
     let _second = world.agent(tenant, "agent-tenant");
@@ -363,7 +374,7 @@ async fn a_new_key_costs_nothing_until_a_peer_learns_of_it_and_then_one_handshak
     world.reaches(tenant, mgmt).await;
     world.ready(mgmt).await;
     let old = world.annotations(mgmt).await[KILO_KEY].clone();
-    let before = left(&world, mgmt).await;
+    let before = left(world, mgmt).await;
     let private = fs::read_to_string(world.key_file(mgmt)).expect("the key");
 
     let rotate = || world.command(mgmt, &["rotate-key"]);
@@ -384,7 +395,7 @@ async fn a_new_key_costs_nothing_until_a_peer_learns_of_it_and_then_one_handshak
 
     // The controller is away, say: the old key serves, and the node says what it waits for.
     page_says(
-        &world,
+        world,
         mgmt,
         "/readyz",
         &format!("ok\nbut: key: the new key {next} is published"),
@@ -430,7 +441,11 @@ async fn a_new_key_costs_nothing_until_a_peer_learns_of_it_and_then_one_handshak
             agent.log()
         );
     }
-    let handshakes = shown(&world, tenant, "latest-handshakes").await;
+    for site in [mgmt, tenant] {
+        let endpoints = shown(world, site, "endpoints").await;
+        assert!(endpoints.values().all(|at| at.starts_with(outer)), "{endpoints:?}");
+    }
+    let handshakes = shown(world, tenant, "latest-handshakes").await;
     assert!(
         handshakes.keys().eq([&next]) && handshakes[&next] != "0",
         "{handshakes:?}"
@@ -442,9 +457,9 @@ async fn a_new_key_costs_nothing_until_a_peer_learns_of_it_and_then_one_handshak
         .mode()
         & 0o7777;
     assert!(now != private && mode == 0o600, "{mode:o}");
-    assert!(!state(&world, mgmt, "key.next").exists());
+    assert!(!state(world, mgmt, "key.next").exists());
     assert_eq!(world.page(mgmt, "/readyz").await, (200, "ok\n".to_owned()));
-    assert_eq!(left(&world, mgmt).await, before, "the rule that hears calls is gone");
+    assert_eq!(left(world, mgmt).await, before, "the rule that hears calls is gone");
     for secret in spellings(&private).into_iter().chain(spellings(&now)) {
         assert!(!agent.log().contains(&secret) && !said.contains(&secret));
     }

@@ -155,6 +155,19 @@ impl World {
         self.files.path().join(format!("{}.kubeconfig", site.cluster))
     }
 
+    /// Gives the hosts a network of IPv6 beside theirs, and says on their Nodes that they are reached there.
+    pub async fn over_ipv6(&self) {
+        for (site, host) in self.sites.iter().zip(1..) {
+            let address = format!("fd77::{host}/64");
+            let words = ["ip", "addr", "add", &address, "dev", "eth0", "nodad"];
+            self.host(site).exec(words).await.expect("an address");
+            let endpoint = format!("kilo.squat.ai/force-endpoint=[fd77::{host}]:51820");
+            let words = ["annotate", "node", site.node, &endpoint];
+            let cluster = self.lab.cluster(site.cluster);
+            cluster.kubectl(words).await.expect("annotate the Node");
+        }
+    }
+
     pub async fn client(&self, site: &Site) -> Client {
         self.lab.cluster(site.cluster).client().await.expect("a client")
     }
@@ -355,7 +368,7 @@ pub fn peer(source: &Site, said: &BTreeMap<String, String>) -> Peer {
             allowed_ips: vec![source.pods.into(), format!("{wireguard}/32")],
             endpoint: Some(PeerEndpoint {
                 dns_or_ip: DnsOrIp {
-                    ip: Some(ip.into()),
+                    ip: Some(ip.trim_matches(['[', ']']).into()),
                     dns: None,
                 },
                 port: port.parse().expect("a port"),
