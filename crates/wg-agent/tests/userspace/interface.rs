@@ -1,0 +1,122 @@
+//! The interface: whose it is, and that it outlives its process.
+
+use std::time::Duration;
+
+use wg_agent::device::{
+    Configuration, DeviceError,
+    userspace::{Userspace, remove_interface},
+};
+
+use super::{Node, PORT, SOON, counters, secret, two};
+use crate::{
+    OPTIONS,
+    netns::{NetNs, unique_name, wait_until},
+};
+
+#[test]
+fn what_is_not_ours_is_left_alone_and_the_error_says_what_to_do() {
+    let ns = NetNs::new("errors");
+    let open = |interface: &str, port| {
+        let configuration = Configuration {
+            private_key: secret(1),
+            listen_port: port,
+            fwmark: 0,
+            mtu: 1420,
+        };
+        ns.enter(|| Userspace::open_with(interface, &configuration, OPTIONS))
+            .map(drop)
+    };
+    let first = unique_name("wd");
+    let configuration = Configuration {
+        private_key: secret(1),
+        listen_port: PORT,
+        fwmark: 0,
+        mtu: 1420,
+    };
+    let _device = ns
+        .enter(|| Userspace::open_with(&first, &configuration, OPTIONS))
+        .expect("open a device");
+    let busy = open(&first, 1).expect_err("our own, still open");
+    assert!(matches!(&busy, DeviceError::Exists(name) if *name == first), "{busy}");
+    ns.ip("link add foreign type veth peer name other");
+    ns.ip("tuntap add dev kept mode tun");
+    for interface in ["foreign", "kept"] {
+        let error = open(interface, 1).expect_err("someone else's");
+        assert!(
+            error
+                .to_string()
+                .starts_with(&format!("interface {interface} exists already")),
+            "{error}"
+        );
+        ns.ip(&format!("link show {interface}"));
+    }
+    let other = unique_name("wd");
+    let taken = open(&other, PORT).expect_err("the port is taken");
+    assert!(matches!(taken, DeviceError::Listen { port: PORT, .. }), "{taken}");
+    assert_eq!(
+        ns.output("ip", &["link", "show", &other]).status.code(),
+        Some(1),
+        "nothing is left behind"
+    );
+    for name in ["", "much-too-long-name", "a/b", "with space"] {
+        assert!(matches!(open(name, 1), Err(DeviceError::Name(_))), "{name:?}");
+    }
+}
+
+#[test]
+fn the_interface_outlives_its_process_drops_what_comes_meanwhile_and_is_taken_over() {
+    let [mut a, b] = two();
+    wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
+    a.ns.ip(&format!("route add 10.50.0.0/16 dev {}", a.interface));
+    let shown = |a: &Node| {
+        let link = a.ns.ip_json(&format!("link show {}", a.interface));
+        let routes = a.ns.ip_json(&format!("route show dev {}", a.interface));
+        let destinations: Vec<_> = routes
+            .as_array()
+            .expect("routes")
+            .iter()
+            .map(|route| route["dst"].clone())
+            .collect();
+        (link[0]["ifindex"].clone(), link[0]["ifalias"].clone(), destinations)
+    };
+    let before = shown(&a);
+    assert_eq!(before.1, "clustermesh wg-agent");
+    // As if the process had ended.
+    drop(a.device.take());
+    assert_eq!(shown(&a), before);
+    assert!(!a.reaches(2) && !a.ns.pings("10.50.0.1"), "nobody is there to carry it");
+    a.ns.sh("nft 'add table inet t { chain out { type filter hook output priority 0; ip daddr 10.9.0.0/24 oifname eth0 counter; }; }'");
+    assert!(!a.reaches(2));
+    assert_eq!(counters(&a.ns), [0], "nothing leaves elsewhere");
+    let device =
+        a.ns.enter(|| Userspace::open_with(&a.interface, &a.configuration, OPTIONS));
+    a.device = Some(Box::new(device.expect("taken over")));
+    a.add(2, Some("192.0.2.2:51820"));
+    wait_until("a ping after the restart", Duration::from_secs(5), || b.reaches(1));
+    assert_eq!(shown(&a), before);
+    // What is held cannot be removed as left over; what is not, is.
+    let held = a.ns.enter(|| remove_interface(&a.interface)).expect_err("it is held");
+    assert!(matches!(held, DeviceError::Exists(_)), "{held}");
+    drop(a.device.take());
+    assert!(a.ns.enter(|| remove_interface(&a.interface)).expect("removed"));
+    assert_eq!(
+        a.ns.output("ip", &["link", "show", &a.interface]).status.code(),
+        Some(1)
+    );
+    a.ns.ip(&format!("tuntap add dev {} mode tun", a.interface));
+    assert!(!a.ns.enter(|| remove_interface(&a.interface)).expect("left alone"));
+}
+
+#[test]
+fn an_interface_that_an_older_version_made_with_other_flags_is_made_anew() {
+    let [mut a, b] = two();
+    drop(a.device.take());
+    assert!(a.ns.enter(|| remove_interface(&a.interface)).expect("removed"));
+    a.ns.sh(&format!(
+        "ip tuntap add dev {0} mode tun; ip link set {0} alias 'clustermesh wg-agent'",
+        a.interface
+    ));
+    a.open();
+    a.add(2, Some("192.0.2.2:51820"));
+    wait_until("a ping", SOON, || b.reaches(1));
+}

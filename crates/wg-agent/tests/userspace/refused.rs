@@ -1,0 +1,94 @@
+//! What is dropped: counted, told to its sender where that is ours, and of no effect.
+
+use clustermesh_agent_core::device::PeerChange;
+
+use super::{Node, SOON, counters, public, two};
+use crate::netns::wait_until;
+
+#[test]
+fn a_removed_peer_is_deaf_and_its_range_has_no_owner() {
+    let [mut a, b] = two();
+    wait_until("the first ping", SOON, || b.reaches(1));
+    a.apply(&[PeerChange::Remove(public(2))]);
+    assert!(!b.reaches(1) && !a.reaches(2));
+    let observed = a.observe();
+    assert!(observed.peers.is_empty());
+    assert!(
+        observed.drops["unknown_peer"] > 0 && observed.drops["no_peer"] > 0,
+        "{:?}",
+        observed.drops
+    );
+}
+
+#[test]
+fn a_sender_to_nobody_is_told_so() {
+    let mut node = Node::new(1);
+    // A peer that nobody knows the place of, and an address that no peer has.
+    node.add(2, None);
+    for [v4, v6] in [["10.9.0.2", "fd09::2"], ["10.9.0.3", "fd09::3"]] {
+        let told = |address: &str, words: &str| {
+            let output = node.ns.output("ping", &["-n", "-c1", "-W5", address]);
+            let output = String::from_utf8_lossy(&output.stdout);
+            assert!(output.contains(words), "{address}: {output}");
+        };
+        told(v4, "Destination Host Unreachable");
+        told(v6, "Address unreachable");
+    }
+    assert_eq!(node.observe().drops["no_endpoint"], 2);
+}
+
+#[test]
+fn an_inner_source_outside_a_peers_ranges_is_dropped_and_counted() {
+    let [a, b] = two();
+    wait_until("the first ping", SOON, || b.reaches(1));
+    assert_eq!(a.observe().drops["foreign_source"], 0);
+    b.ns.ip("addr add 10.66.0.1/32 dev lo");
+    a.ns.sh(
+        "nft 'add table inet t { chain in { type filter hook prerouting priority -300; ip saddr 10.66.0.1 counter; \
+         ip saddr 10.9.0.2 counter; }; }'",
+    );
+    let output =
+        b.ns.output("ping", &["-n", "-c3", "-i0.2", "-W1", "-I", "10.66.0.1", "10.9.0.1"]);
+    assert!(!output.status.success());
+    assert_eq!(a.observe().drops["foreign_source"], 3);
+    assert!(b.reaches(1));
+    assert_eq!(
+        counters(&a.ns),
+        [0, 1],
+        "the kernel saw only the packet from its own address"
+    );
+}
+
+#[test]
+fn garbage_from_anyone_changes_nothing() {
+    let [a, b] = two();
+    wait_until("the first ping", SOON, || b.reaches(1));
+    let before = a.stats(2);
+    let mut noise = 0x9e37_79b9_u32;
+    let mut next = move || {
+        noise ^= noise << 13;
+        noise ^= noise >> 17;
+        noise ^= noise << 5;
+        noise
+    };
+    b.ns.enter(|| {
+        let socket = std::net::UdpSocket::bind("192.0.2.2:0").expect("bind");
+        for round in 0..20_000_u32 {
+            // Of each message type its right length, its neighbours, and anything.
+            let length = [0, 1, 3, 4, 31, 32, 33, 64, 92, 148, 149, next() as usize % 1500][round as usize % 12];
+            let mut datagram: Vec<u8> = (0..length).map(|_| next() as u8).collect();
+            for (byte, value) in datagram.iter_mut().zip([(round % 6) as u8, 0, 0, 0]) {
+                *byte = value;
+            }
+            // A full queue is no failure of this test.
+            let _ = socket.send_to(&datagram, "192.0.2.1:51820");
+        }
+    });
+    wait_until("the flood to be read", SOON, || {
+        let drops = a.observe().drops;
+        drops["invalid"] + drops["unknown_peer"] + drops["under_load"] > 5_000
+    });
+    let after = a.stats(2);
+    assert_eq!((after.endpoint, after.rx_bytes), (before.endpoint, before.rx_bytes));
+    assert!(a.reaches(2) && b.reaches(1));
+}
