@@ -42,7 +42,7 @@ pub enum Verdict<'a> {
 }
 
 impl Gate {
-    /// For the owner of that key; beyond so many handshake messages a second their senders must show a cookie.
+    /// For the owner of that key; beyond so many initiations a second their senders must show a cookie.
     #[must_use]
     pub fn new(own: &PublicKey, per_second: u64) -> Self {
         Self {
@@ -76,7 +76,9 @@ impl Gate {
         let Some(message) = self.addressed(datagram) else {
             return Verdict::Invalid;
         };
-        if matches!(message, Message::Data(_) | Message::CookieReply(_)) {
+        // Responses are not counted: whoever starts with thousands of peers gets as many at once, and one that is not to a handshake of
+        // ours is told by its index.
+        if !matches!(message, Message::Initiation(_)) {
             return Verdict::Pass(message);
         }
         let Some(sealed) = Sealed::new(datagram) else {
@@ -96,7 +98,7 @@ impl Gate {
         }
     }
 
-    /// Counts a handshake message; the cookie of its source if there were too many.
+    /// Counts an initiation; the cookie of its source if there were too many.
     fn cookie_if_loaded(&self, source: SocketAddr, now: Instant) -> Option<Cookie> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let state = &mut *state;

@@ -145,3 +145,83 @@ impl Keys {
             .any(|session| session.own() == index)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::message::{HEADER, OVERHEAD};
+
+    /// Both ends of a session by their index; the first began it.
+    fn session(index: u32, now: Instant) -> [Session; 2] {
+        let keys = [[index as u8; 32], [!index as u8; 32]];
+        [
+            Session::new(index, index, &keys[0], &keys[1], true, now),
+            Session::new(index, index, &keys[1], &keys[0], false, now),
+        ]
+    }
+
+    fn speak(from: &mut Session, to: &mut Keys, now: Instant) -> Result<bool, Refused> {
+        let mut datagram = [0; HEADER + OVERHEAD];
+        let length = from.seal(&mut datagram, 0).expect("room");
+        to.open(&mut datagram[..length], now).map(|opened| opened.confirmed)
+    }
+
+    fn slots(keys: &Keys) -> [Option<u32>; 3] {
+        [&keys.current, &keys.previous, &keys.next].map(|slot| slot.as_ref().map(|session| session.own()))
+    }
+
+    #[test]
+    fn what_we_answered_is_ours_to_send_by_when_the_peer_has_spoken_and_the_old_one_still_reads() {
+        let now = Instant::now();
+        let mut keys = Keys::default();
+        let [one, mut other_one] = session(1, now);
+        keys.initiated(one);
+        let [mut other_two, two] = session(2, now);
+        keys.answered(two);
+        assert_eq!(slots(&keys), [Some(1), None, Some(2)]);
+        assert_eq!(speak(&mut other_one, &mut keys, now), Ok(false));
+        assert_eq!(speak(&mut other_two, &mut keys, now), Ok(true));
+        assert_eq!(slots(&keys), [Some(2), Some(1), None]);
+        assert_eq!(speak(&mut other_two, &mut keys, now), Ok(false), "once");
+        assert_eq!(speak(&mut other_one, &mut keys, now), Ok(false), "what was under way");
+    }
+
+    #[test]
+    fn a_handshake_of_ours_that_ends_keeps_the_one_we_answered_meanwhile() {
+        let now = Instant::now();
+        let mut keys = Keys::default();
+        for (index, expected) in [(1, [Some(1), None, None]), (2, [Some(2), Some(1), None])] {
+            let [ours, _] = session(index, now);
+            keys.initiated(ours);
+            assert_eq!(slots(&keys), expected);
+        }
+        let [mut other_three, three] = session(3, now);
+        keys.answered(three);
+        assert_eq!(slots(&keys), [Some(2), None, Some(3)], "the one before is forgotten");
+        let [four, _] = session(4, now);
+        keys.initiated(four);
+        assert_eq!(slots(&keys), [Some(4), Some(3), None]);
+        assert_eq!(speak(&mut other_three, &mut keys, now), Ok(false));
+        let [_, five] = session(5, now);
+        keys.answered(five);
+        keys.unanswered();
+        assert_eq!(slots(&keys), [Some(4), None, None]);
+    }
+
+    #[test]
+    fn each_key_goes_by_its_own_age() {
+        let now = Instant::now();
+        let mut keys = Keys::default();
+        let [one, mut other_one] = session(1, now);
+        keys.initiated(one);
+        let later = now + Duration::from_secs(100);
+        let [two, _] = session(2, later);
+        keys.initiated(two);
+        assert_eq!(keys.until_expiry(later), Some(Duration::from_secs(80)));
+        let ended = now + REJECT_AFTER_TIME;
+        assert_eq!(speak(&mut other_one, &mut keys, ended), Err(Refused::UnknownSession));
+        keys.expire(ended);
+        assert_eq!(slots(&keys), [Some(2), None, None]);
+        assert!(keys.ready(ended) && !keys.ready(later + REJECT_AFTER_TIME));
+    }
+}

@@ -42,6 +42,9 @@ pub enum Refused {
     /// It was seen before, or is older than what was seen.
     #[error("seen before, or too old")]
     Replayed,
+    /// An initiation so soon after the last one of its sender that no honest peer sends it.
+    #[error("too soon after the last")]
+    TooSoon,
     /// It is for a session or a handshake that we do not have, or no longer.
     #[error("for a session that is not ours")]
     UnknownSession,

@@ -8,7 +8,7 @@ use std::{
 use clustermesh_wireguard::Local;
 use x25519_dalek::StaticSecret;
 
-use super::tunnel::{Output, Tunnel};
+use super::tunnel::{Inner, Output, Tunnel};
 
 /// The largest packet of a script, and room for what a message adds.
 const BUFFER: usize = 4096;
@@ -38,7 +38,7 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
         let (mut said, mut answers) = (Vec::new(), Vec::new());
         let mut hear = |us: &mut Tunnel, mut message: Vec<u8>, said: &mut Vec<Vec<u8>>| {
             if let Ok(received) = us.receive(&mut message, now, &mut scratch, said)
-                && let Some((place, _)) = received.inner
+                && let Inner::Packet(place, _) = received.inner
             {
                 given.push(message[place].to_vec());
             }

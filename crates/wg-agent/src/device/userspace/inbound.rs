@@ -19,6 +19,7 @@ use super::{
     peers::{Identity, Peer, PeerState},
     sockets::{self, control_buffer},
     tun,
+    tunnel::Inner,
 };
 
 /// Datagrams whose packets may wait for the end of their batch, in bytes. Small enough to stay in the cache.
@@ -160,6 +161,12 @@ impl Inbound<'_> {
         let index = message.receiver().ok_or(Drop::Invalid)?;
         let peer = view.table.by_index.get(&(index >> 8)).ok_or(Drop::UnknownPeer)?;
         let mut state = peer.state();
+        // A response costs as much as an initiation where its receiver index was overheard; where it was not, it ends here.
+        if let Message::Response(_) = message
+            && !(state.tunnel.awaits(index) && identity.sources.allow(source.ip(), self.now))
+        {
+            return Err(Drop::UnknownPeer);
+        }
         let result = accept(view, &mut state, datagram, source, self.now, &mut self.space.scratch);
         view.schedule(peer, &mut state, self.now);
         result.map(drop)
@@ -225,13 +232,18 @@ fn accept(
         state.endpoint = Some(source);
     }
     state.rx_bytes += datagram.len() as u64;
-    Ok(received.inner)
+    match received.inner {
+        Inner::Nothing => Ok(None),
+        Inner::Packet(place, from) => Ok(Some((place, from))),
+        Inner::Malformed => Err(Drop::Invalid),
+    }
 }
 
 pub(super) const fn refused(reason: Refused) -> Drop {
     match reason {
         Refused::Invalid => Drop::Invalid,
         Refused::Replayed => Drop::Replayed,
+        Refused::TooSoon => Drop::UnderLoad,
         Refused::UnknownSession => Drop::UnknownPeer,
     }
 }

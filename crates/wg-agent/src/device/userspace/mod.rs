@@ -231,14 +231,14 @@ impl Userspace {
     }
 
     /// Changes a peer that stays.
-    fn update(&self, peer: &Arc<Peer>, key: &PublicKey, spec: &PeerSpec, update: &PeerUpdate) {
+    fn update(&self, peer: &Arc<Peer>, spec: &PeerSpec, update: &PeerUpdate) {
         let now = Instant::now();
         let mut state = peer.state();
         if update.keepalive.is_some() {
             state.tunnel.set_keepalive(peers::keepalive(spec), now);
         }
         if update.preshared_key.is_some() {
-            state.tunnel = current(&self.shared.identity).tunnel(key, spec, peer.index, now);
+            state.tunnel.set_preshared_key(peers::preshared_key(spec));
             // Without a place to ask it at, a tick would be waited for that nobody counts.
             if state.endpoint.is_some() {
                 state.tunnel.greet(now);
@@ -334,7 +334,7 @@ impl Device for Userspace {
             if let PeerChange::Update(key, update) = change
                 && let (Some(peer), Some(spec)) = (table.by_key.get(key), configured.get(key))
             {
-                self.update(peer, key, spec, update);
+                self.update(peer, spec, update);
             }
         }
         replace(&self.shared.configured, configured);

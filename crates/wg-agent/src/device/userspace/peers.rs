@@ -41,13 +41,17 @@ impl Identity {
         Tunnel::new(
             Arc::clone(&self.local),
             x25519_dalek::PublicKey::from(*key.as_bytes()),
-            spec.preshared_key.as_ref().map(|key| *key.expose()),
+            preshared_key(spec),
             index,
             keepalive(spec),
             now,
         )
         .within(Arc::clone(&self.held))
     }
+}
+
+pub(super) fn preshared_key(spec: &PeerSpec) -> Option<[u8; 32]> {
+    spec.preshared_key.as_ref().map(|key| *key.expose())
 }
 
 pub(super) fn keepalive(spec: &PeerSpec) -> Option<Duration> {
@@ -85,7 +89,8 @@ impl Peer {
         }
     }
 
-    /// Held from encrypting to sending, by whom sends data: so it leaves in the order of its counters.
+    /// Held from encrypting to sending, by who sends runs of data: they leave in the order of their counters. What is sent by the way
+    /// (keepalives, what waited for a session) may overtake them, which the window of the other side allows.
     pub(super) fn order(&self) -> MutexGuard<'_, ()> {
         self.order.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,7 +1,7 @@
 //! One peer's WireGuard sessions and the rules for when to speak (whitepaper §6, the kernel's `timers.c`). Sockets, interfaces, locks and
 //! the table of peers live elsewhere; time is handed in.
 //!
-//! Nothing is sent within 5 s of the last initiation *or response*, as the kernel: also not for a packet that has no session in the round
+//! No initiation is sent within 5 s of the last one *or of a response*, as the kernel: also not for a packet that has no session in the round
 //! trip after we have answered the peer's initiation.
 //!
 //! **Crossed handshakes.** wireguard-go handles an initiation and a response of one peer at the same time in two workers and
@@ -53,6 +53,8 @@ const ATTEMPT_TIME: Duration = Duration::from_secs(90);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Data went and nothing came back for so long: the peer has lost our session.
 const SILENCE: Duration = KEEPALIVE_TIMEOUT.saturating_add(REKEY_TIMEOUT);
+/// An initiation of the peer is not answered so soon after another (the kernel's `INITIATIONS_PER_SECOND`).
+const INITIATION_INTERVAL: Duration = Duration::from_millis(20);
 /// A response to an initiation that crossed ours waits until ours is so old.
 const HOLD: Duration = Duration::from_millis(50);
 
@@ -67,8 +69,18 @@ pub(super) trait Output {
 pub(super) struct Received {
     /// It came from the peer: its source is where the peer is now.
     pub(super) authentic: bool,
-    /// Where in it the inner packet stands, decrypted, and its source, which is not yet checked against the peer's ranges.
-    pub(super) inner: Option<(Range<usize>, IpAddr)>,
+    pub(super) inner: Inner,
+}
+
+/// What an authentic datagram held for the interface.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Inner {
+    /// It was no data, or a keepalive.
+    Nothing,
+    /// Where in it the packet stands, decrypted, and its source, which is not yet checked against the peer's ranges.
+    Packet(Range<usize>, IpAddr),
+    /// No IP packet, or one whose own length is not true to what came.
+    Malformed,
 }
 
 /// See the module.
@@ -84,10 +96,11 @@ pub(super) struct Tunnel {
     keepalive: Option<Duration>,
     /// What waits for a session.
     held_packets: Held,
-    /// The newest initiation of the peer, by its clock; and ours.
+    /// The newest initiation of the peer, by its clock, and when it came; and ours.
     heard: Timestamp,
+    heard_at: Option<Instant>,
     said: Timestamp,
-    /// No handshake message before this.
+    /// No initiation before this.
     quiet_until: Option<Instant>,
     /// Our last initiation, until it is answered, and when it was sent.
     initiation: Option<(Initiator, Instant)>,
@@ -129,6 +142,7 @@ impl Tunnel {
             keepalive,
             held_packets: Held::default(),
             heard: Timestamp::default(),
+            heard_at: None,
             said: Timestamp::default(),
             quiet_until: None,
             initiation: None,
@@ -162,6 +176,20 @@ impl Tunnel {
         }
         self.keepalive = keepalive;
         self.urgent = true;
+    }
+
+    /// Changes the preshared key; it counts at once. What was heard and said stays known: recorded initiations are still old, since the
+    /// key is in none of them.
+    pub(super) fn set_preshared_key(&mut self, preshared_key: Option<[u8; 32]>) {
+        self.preshared_key = Zeroizing::new(preshared_key.unwrap_or_default());
+        self.keys = Keys::default();
+        self.initiation = None;
+        self.held = None;
+        self.quiet_until = None;
+        self.renewing = false;
+        self.unanswered_by_us = None;
+        self.unanswered_by_peer = None;
+        self.completed = None;
     }
 
     /// Asks for a session although there is nothing to send: the peer may hold a dead one. The next tick starts it, which is due now.
@@ -198,6 +226,9 @@ impl Tunnel {
     pub(super) fn send(&mut self, packet: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) {
         if !self.speak(packet, now, scratch, out) {
             self.held_packets.push(packet);
+            // As long as someone sends, it is tried.
+            self.wanted = Some(now);
+            self.urgent = true;
             self.want(now, out);
         }
     }
@@ -213,19 +244,21 @@ impl Tunnel {
         scratch: &mut [u8],
         out: &mut impl Output,
     ) -> Result<Received, Refused> {
-        let mut inner = None;
+        let mut inner = Inner::Nothing;
         match Message::parse(datagram).ok_or(Refused::Invalid)? {
             Message::Data(_) => {
                 let opened = self.keys.open(datagram, now)?;
+                self.heard_from(now);
                 if opened.confirmed {
                     self.established(now, false, scratch, out);
                 }
                 if !opened.packet.is_empty() {
                     let begin = opened.packet.start;
-                    // Padding ends here. A packet whose own length is not true to what came is nobody's.
-                    let (length, source) =
-                        inner::length_and_source(&datagram[opened.packet]).ok_or(Refused::Invalid)?;
-                    inner = Some((begin..begin + length, source));
+                    // Padding ends here.
+                    inner = match inner::length_and_source(&datagram[opened.packet]) {
+                        Some((length, source)) => Inner::Packet(begin..begin + length, source),
+                        None => Inner::Malformed,
+                    };
                     if self.unanswered_by_us.is_none() {
                         self.unanswered_by_us = Some(now);
                         self.urgent = true;
@@ -239,7 +272,8 @@ impl Tunnel {
                 let (initiation, _) = self.initiation.as_mut().ok_or(Refused::UnknownSession)?;
                 let session = initiation.finish(response, now)?;
                 self.initiation = None;
-                // The peer forgot its own when it answered ours.
+                self.heard_from(now);
+                // Whoever does not hold back forgot its own when it answered ours; whoever does has both.
                 if self.held.take().is_some() {
                     self.keys.unanswered();
                 }
@@ -254,11 +288,10 @@ impl Tunnel {
                 self.macs.take(reply, now)?;
                 return Ok(Received {
                     authentic: false,
-                    inner: None,
+                    inner: Inner::Nothing,
                 });
             }
         }
-        self.heard_from(now);
         Ok(Received { authentic: true, inner })
     }
 
@@ -279,22 +312,37 @@ impl Tunnel {
         if timestamp <= self.heard {
             return Err(Refused::Replayed);
         }
+        if self.heard_at.is_some_and(|at| !passed(at, INITIATION_INTERVAL, now)) {
+            return Err(Refused::TooSoon);
+        }
         let index = self.next_index();
         let (mut response, session) = initiation.answer(&self.preshared_key, index, now)?;
         self.heard = timestamp;
+        self.heard_at = Some(now);
         self.macs.seal(&mut response, now);
         self.keys.answered(session);
         self.urgent = true;
         let crossed = self.initiation.as_ref().map(|(_, sent)| *sent + HOLD);
         match crossed.filter(|due| *due > now) {
             Some(due) => self.held = Some((due, response)),
-            None => self.respond(&response, now, out),
+            None => {
+                // One to an older initiation that was still held is no good any more.
+                self.held = None;
+                self.respond(&response, now, out);
+            }
         }
         self.heard_from(now);
         Ok(Received {
             authentic: true,
-            inner: None,
+            inner: Inner::Nothing,
         })
+    }
+
+    /// Whether this index is that of a handshake of ours that nobody has answered yet.
+    pub(super) fn awaits(&self, index: u32) -> bool {
+        self.initiation
+            .as_ref()
+            .is_some_and(|(pending, _)| pending.index() == index)
     }
 
     /// Forgets the tick that was asked for: the peer has no endpoint, so there is nothing to do until it has.
@@ -312,7 +360,6 @@ impl Tunnel {
         if self.wanted.is_some_and(|since| passed(since, ATTEMPT_TIME, now)) {
             self.wanted = None;
             self.renewing = false;
-            self.initiation = None;
             self.held_packets.clear();
         }
         if self.unanswered_by_peer.is_some_and(|since| passed(since, SILENCE, now)) {
@@ -416,7 +463,7 @@ impl Tunnel {
         loop {
             self.generation = self.generation.wrapping_add(1);
             let index = self.index << 8 | u32::from(self.generation);
-            if !self.keys.has(index) {
+            if !self.awaits(index) && !self.keys.has(index) {
                 return index;
             }
         }

@@ -68,7 +68,7 @@ impl End {
             let mut datagram = datagram.to_vec();
             // A replayed or superseded datagram is refused: that is what lossy tests provoke.
             if let Ok(received) = tunnel.receive(&mut datagram, now, scratch, sent)
-                && let Some((place, _)) = received.inner
+                && let Inner::Packet(place, _) = received.inner
             {
                 sent.inner.push(datagram[place].to_vec());
             }
@@ -342,6 +342,94 @@ fn an_initiation_seen_before_is_refused_and_so_is_one_of_another_peer() {
 }
 
 #[test]
+fn a_recorded_initiation_stays_old_when_the_preshared_key_changes() {
+    let now = Instant::now();
+    let [mut a, mut b] = pair(&mut seeded(17), now);
+    let recorded = a.greet(now).network.remove(0);
+    assert_eq!(b.receive(&recorded, now).kinds(), vec![RESPONSE]);
+    b.tunnel.set_preshared_key(Some([1; 32]));
+    let (mut scratch, mut sent) = ([0; 256], Sent::default());
+    let later = now + Duration::from_secs(1);
+    let again = b.tunnel.receive(&mut recorded.clone(), later, &mut scratch, &mut sent);
+    assert_eq!(again, Err(Refused::Replayed));
+    a.tunnel.set_preshared_key(Some([1; 32]));
+    a.tunnel.greet(later);
+    let initiation = a.tick(later);
+    let response = b.receive(&initiation.network[0], later);
+    assert_eq!(a.receive(&response.network[0], later).kinds(), vec![DATA]);
+}
+
+#[test]
+fn what_a_peer_says_that_is_no_packet_still_shows_that_it_lives() {
+    let now = Instant::now();
+    let [mut a, mut b] = pair(&mut seeded(18), now);
+    connect(&mut a, &mut b, now);
+    a.send(&packet(1), now);
+    let garbage = b.send(&[0xff; 32], now);
+    let (mut scratch, mut sent) = ([0; 256], Sent::default());
+    let received = a
+        .tunnel
+        .receive(&mut garbage.network[0].clone(), now, &mut scratch, &mut sent);
+    let expected = Received {
+        authentic: true,
+        inner: Inner::Malformed,
+    };
+    assert_eq!(received, Ok(expected));
+    assert_eq!(a.tick(now + SILENCE).kinds(), vec![DATA], "a keepalive, no handshake");
+}
+
+#[test]
+fn a_first_burst_that_is_lost_is_noticed() {
+    let now = Instant::now();
+    let [mut a, mut b] = pair(&mut seeded(19), now);
+    let initiation = a.send(&packet(1), now);
+    let response = b.receive(&initiation.network[0], now);
+    assert_eq!(
+        a.receive(&response.network[0], now).kinds(),
+        vec![DATA],
+        "and it is lost"
+    );
+    assert_eq!(a.tick(now + SILENCE).kinds(), vec![INITIATION]);
+}
+
+#[test]
+fn of_two_initiations_only_the_newer_one_is_answered() {
+    let now = Instant::now();
+    let [mut a, mut b] = pair(&mut seeded(20), now);
+    let ours = b.greet(now).network.remove(0);
+    let first = a.greet(now).network.remove(0);
+    assert_eq!(b.receive(&first, now).kinds(), Vec::<u8>::new(), "held");
+    // The clock is late: the next one comes before the held response has gone.
+    let late = now + HOLD;
+    a.tunnel.moved(late);
+    let second = a.tick(late).network.remove(0);
+    let response = b.receive(&second, late);
+    assert_eq!(response.kinds(), vec![RESPONSE]);
+    assert_eq!(b.tick(late).kinds(), Vec::<u8>::new());
+    // Also an answer to ours leaves the session that was answered.
+    let to_ours = a.receive(&ours, late);
+    assert_eq!(to_ours.kinds(), Vec::<u8>::new(), "held by the other");
+    let confirmation = a.receive(&response.network[0], late);
+    assert_eq!(b.receive(&confirmation.network[0], late).kinds(), Vec::<u8>::new());
+    assert!(b.tunnel.keys.ready(late));
+}
+
+#[test]
+fn packets_to_a_silent_peer_are_kept_as_long_as_someone_sends() {
+    let now = Instant::now();
+    let [mut a, mut b] = pair(&mut seeded(21), now);
+    let mut initiation = a.send(&packet(1), now).network;
+    for seconds in 1..=100 {
+        let at = now + Duration::from_secs(seconds);
+        initiation.extend(a.tick(at).network);
+        a.send(&packet(1), at);
+    }
+    let at = now + Duration::from_secs(101);
+    let response = b.receive(initiation.last().expect("one"), at);
+    assert_eq!(a.receive(&response.network[0], at).network.len(), 101);
+}
+
+#[test]
 fn a_peer_that_moved_is_asked_again_at_once_and_the_newer_initiation_counts() {
     let now = Instant::now();
     let [mut a, mut b] = pair(&mut seeded(15), now);
@@ -349,7 +437,12 @@ fn a_peer_that_moved_is_asked_again_at_once_and_the_newer_initiation_counts() {
     a.tunnel.moved(now);
     let second = a.tick(now).network.remove(0);
     assert_eq!(b.receive(&first, now).kinds(), vec![RESPONSE]);
-    let response = b.receive(&second, now);
+    assert_eq!(
+        b.receive(&second, now + INITIATION_INTERVAL / 2).kinds(),
+        Vec::<u8>::new(),
+        "too soon"
+    );
+    let response = b.receive(&second, now + INITIATION_INTERVAL);
     assert_eq!(a.receive(&response.network[0], now).kinds(), vec![DATA]);
 }
 
