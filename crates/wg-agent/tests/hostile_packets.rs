@@ -16,7 +16,6 @@ use hostile::{
 };
 use netns::{NetNs, wait_until};
 use wg_agent::device::Device;
-use x25519_dalek::StaticSecret;
 
 const SOURCES: u32 = 10_000;
 /// What one peer's packets may wait in (`userspace/held.rs`).
@@ -41,9 +40,10 @@ both! {
 /// Of every kind of message what costs the victim most: an initiation with a true MAC for its key, and broken ones of each type.
 fn messages(stage: &Stage) -> Vec<Vec<u8>> {
     let mut all = Vec::new();
-    for number in 0..200_u8 {
-        // Keys that are nobody's: the victim finds that out after two of its costly steps.
-        all.push(Mouth::new(stage, StaticSecret::from([100 ^ number; 32])).initiation());
+    for number in 50..250_u8 {
+        // Keys that are nobody's: the victim finds that out after two of its costly steps. (Not the newcomer's: whoever has that may
+        // keep it out, with a time that lies in the future.)
+        all.push(Mouth::new(stage, secret(number)).initiation());
     }
     for (kind, length) in [
         (1, 148),

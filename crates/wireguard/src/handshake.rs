@@ -52,7 +52,7 @@ pub fn initiate(
     let mut message = [0; INITIATION];
     message[..4].copy_from_slice(&INITIATION_TYPE);
     message[4..8].copy_from_slice(&index.to_le_bytes());
-    let mut noise = noise::initiator(&local.private, peer, psk).map_err(|_| Refused::Invalid)?;
+    let mut noise = noise::initiator(local, peer, psk).map_err(|_| Refused::Invalid)?;
     noise
         .write_message(timestamp.as_bytes(), &mut message[8..INITIATION - MACS])
         .map_err(|_| Refused::Invalid)?;
@@ -99,7 +99,7 @@ pub struct Initiation {
 /// # Errors
 /// It is not for our key, or not authentic.
 pub fn read_initiation(local: &Local, message: &[u8; INITIATION]) -> Result<Initiation, Refused> {
-    let mut noise = noise::responder(&local.private).map_err(|_| Refused::Invalid)?;
+    let mut noise = noise::responder(local).map_err(|_| Refused::Invalid)?;
     let mut timestamp = [0; Timestamp::LENGTH + 16];
     noise
         .read_message(&message[8..INITIATION - MACS], &mut timestamp)

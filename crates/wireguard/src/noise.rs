@@ -11,6 +11,8 @@ use snow::{
 use x25519_dalek::{PublicKey, StaticSecret};
 use zeroize::Zeroizing;
 
+use crate::Local;
+
 const NAME: &str = "Noise_IKpsk2_25519_ChaChaPoly_BLAKE2s";
 /// Whitepaper §5.4.2, `IDENTIFIER`.
 const PROLOGUE: &[u8] = b"WireGuard v1 zx2c4 Jason@zx2c4.com";
@@ -19,26 +21,31 @@ pub(crate) const PSK_AT: usize = 2;
 
 static PARAMETERS: LazyLock<Option<NoiseParams>> = LazyLock::new(|| NAME.parse().ok());
 
-pub(crate) fn initiator(own: &StaticSecret, peer: &PublicKey, psk: &[u8; 32]) -> Result<HandshakeState, Error> {
-    builder()?
-        .local_private_key(own.as_bytes())?
+pub(crate) fn initiator(local: &Local, peer: &PublicKey, psk: &[u8; 32]) -> Result<HandshakeState, Error> {
+    builder(local)?
+        .local_private_key(local.private.as_bytes())?
         .remote_public_key(peer.as_bytes())?
         .psk(PSK_AT as u8, psk)?
         .build_initiator()
 }
 
 /// Whose preshared key it is shows after the first message: see [`HandshakeState::set_psk`].
-pub(crate) fn responder(own: &StaticSecret) -> Result<HandshakeState, Error> {
-    builder()?.local_private_key(own.as_bytes())?.build_responder()
+pub(crate) fn responder(local: &Local) -> Result<HandshakeState, Error> {
+    builder(local)?
+        .local_private_key(local.private.as_bytes())?
+        .build_responder()
 }
 
-fn builder<'a>() -> Result<Builder<'a>, Error> {
+fn builder<'a>(local: &Local) -> Result<Builder<'a>, Error> {
     let parameters = PARAMETERS.clone().ok_or(Error::Input)?;
-    Builder::with_resolver(parameters, Box::new(Resolver)).prologue(PROLOGUE)
+    let resolver = Resolver { own: local.public };
+    Builder::with_resolver(parameters, Box::new(resolver)).prologue(PROLOGUE)
 }
 
-/// The library's own primitives, but for the one that holds private keys.
-struct Resolver;
+/// The library's own primitives, but for the one that holds our private keys.
+struct Resolver {
+    own: PublicKey,
+}
 
 impl CryptoResolver for Resolver {
     fn resolve_rng(&self) -> Option<Box<dyn Random>> {
@@ -46,7 +53,10 @@ impl CryptoResolver for Resolver {
     }
     fn resolve_dh(&self, choice: &DHChoice) -> Option<Box<dyn Dh>> {
         match choice {
-            DHChoice::Curve25519 => Some(Box::new(X25519::from(StaticSecret::from([0; 32])))),
+            DHChoice::Curve25519 => Some(Box::new(X25519 {
+                own: self.own,
+                pair: None,
+            })),
             DHChoice::Curve448 => None,
         }
     }
@@ -58,17 +68,11 @@ impl CryptoResolver for Resolver {
     }
 }
 
-/// The secret is wiped when this goes, which the library's own leaves in memory.
+/// A pair of keys, of which the secret is wiped when this goes; the library's own leaves it in memory.
 struct X25519 {
-    private: StaticSecret,
-    public: PublicKey,
-}
-
-impl From<StaticSecret> for X25519 {
-    fn from(private: StaticSecret) -> Self {
-        let public = PublicKey::from(&private);
-        Self { private, public }
-    }
+    /// What belongs to our static key: computing it anew for each handshake costs as much as half of the handshake.
+    own: PublicKey,
+    pair: Option<(StaticSecret, PublicKey)>,
 }
 
 impl Dh for X25519 {
@@ -81,28 +85,32 @@ impl Dh for X25519 {
     fn priv_len(&self) -> usize {
         32
     }
+    /// The library sets our static key and generates ephemeral ones.
     fn set(&mut self, private: &[u8]) {
         if let Ok(private) = <[u8; 32]>::try_from(private) {
-            *self = StaticSecret::from(*Zeroizing::new(private)).into();
+            self.pair = Some((StaticSecret::from(*Zeroizing::new(private)), self.own));
         }
     }
     fn generate(&mut self, random: &mut dyn Random) -> Result<(), Error> {
         let mut bytes = Zeroizing::new([0; 32]);
         random.try_fill_bytes(&mut *bytes)?;
-        *self = StaticSecret::from(*bytes).into();
+        let private = StaticSecret::from(*bytes);
+        let public = PublicKey::from(&private);
+        self.pair = Some((private, public));
         Ok(())
     }
     fn pubkey(&self) -> &[u8] {
-        self.public.as_bytes()
+        self.pair.as_ref().map_or(&[0; 32], |(_, public)| public.as_bytes())
     }
     fn privkey(&self) -> &[u8] {
-        self.private.as_bytes()
+        self.pair.as_ref().map_or(&[0; 32], |(private, _)| private.as_bytes())
     }
     /// A point of low order gives a result that everybody knows: it is refused, as the kernel does.
     fn dh(&self, public: &[u8], out: &mut [u8]) -> Result<(), Error> {
+        let (private, _) = self.pair.as_ref().ok_or(Error::Dh)?;
         // The library hands in a buffer that has room for the keys of other curves.
         let public = public.first_chunk::<32>().ok_or(Error::Dh)?;
-        let shared = self.private.diffie_hellman(&PublicKey::from(*public));
+        let shared = private.diffie_hellman(&PublicKey::from(*public));
         if !shared.was_contributory() {
             return Err(Error::Dh);
         }
