@@ -30,6 +30,7 @@ macro_rules! each {
             a_preshared_key_counts_at_once_and_must_be_the_same_on_both_sides
             a_removed_peer_is_deaf_and_its_ranges_have_no_owner
             a_peer_that_roamed_stays_where_it_is_whatever_else_changes
+            answers_come_from_the_address_that_was_called
             a_new_private_key_makes_new_sessions_with_those_who_know_it
             ranges_move_and_go_without_a_gap_for_the_others
             a_new_port_is_used_and_a_taken_one_changes_nothing
@@ -325,6 +326,21 @@ pub(crate) fn a_peer_that_roamed_stays_where_it_is_whatever_else_changes(backend
     );
     assert_eq!(a.shown()[&public(2).to_string()][1], "192.0.2.77:51820");
     assert!(a.reaches(2));
+}
+
+pub(crate) fn answers_come_from_the_address_that_was_called(backend: Backend) {
+    let [mut a, mut b] = joined(backend);
+    // Neither is the one that the kernel would choose.
+    a.ns.sh("ip addr add 192.0.2.77/24 dev eth0; ip addr add 2001:db8::77/64 dev eth0 nodad preferred_lft 0");
+    for called in ["192.0.2.77:51820", "[2001:db8::77]:51820"] {
+        a.apply(&[PeerChange::Remove(public(2))]);
+        b.apply(&[PeerChange::Remove(public(1))]);
+        a.add(2, None);
+        b.add(1, Some(called));
+        wait_until("a ping", SOON, || b.reaches(1) && a.reaches(2));
+        let endpoint = b.peer(1).stats.endpoint;
+        assert_eq!(endpoint, Some(called.parse().expect("an endpoint")));
+    }
 }
 
 pub(crate) fn a_new_private_key_makes_new_sessions_with_those_who_know_it(backend: Backend) {

@@ -2,7 +2,6 @@
 //! up, one immutable table for each batch.
 
 use std::{
-    net::SocketAddr,
     os::fd::{AsFd, OwnedFd},
     sync::{
         Arc, PoisonError, RwLock,
@@ -19,7 +18,7 @@ use super::{
     drops::{Drop, Drops},
     handshakes::Handshakes,
     peers::{Identity, Peer, PeerState, Table},
-    sockets::Sockets,
+    sockets::{Place, Sockets},
     tun::Tun,
     tunnel::Output,
 };
@@ -66,7 +65,7 @@ pub(super) fn replace<T>(slot: &RwLock<Arc<T>>, new: T) -> Arc<T> {
 /// Carries one tunnel's output while its peer is locked.
 pub(super) struct Wire<'a> {
     view: &'a View<'a>,
-    pub(super) endpoint: Option<SocketAddr>,
+    pub(super) endpoint: Option<Place>,
     pub(super) sent: u64,
 }
 
@@ -102,7 +101,7 @@ impl<'a> View<'a> {
         }
     }
 
-    pub(super) fn wire(&self, endpoint: Option<SocketAddr>) -> Wire<'_> {
+    pub(super) fn wire(&self, endpoint: Option<Place>) -> Wire<'_> {
         Wire {
             view: self,
             endpoint,
@@ -129,6 +128,12 @@ pub(super) fn clockwork(shared: &Shared) {
             continue;
         }
         if state.endpoint.is_some() {
+            if state.tunnel.unanswered(now)
+                && let Some(endpoint) = &mut state.endpoint
+            {
+                // Perhaps because of the address that it came from: the kernel chooses one that has a way there now.
+                endpoint.own = None;
+            }
             let mut wire = view.wire(state.endpoint);
             state.tunnel.tick(now, &mut scratch, &mut wire);
             state.tx_bytes += wire.sent;

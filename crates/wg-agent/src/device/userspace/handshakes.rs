@@ -3,7 +3,6 @@
 
 use std::{
     collections::VecDeque,
-    net::SocketAddr,
     sync::{Condvar, Mutex, MutexGuard, PoisonError},
     time::Instant,
 };
@@ -15,6 +14,7 @@ use super::{
     datapath::{Shared, View, current},
     drops::{Drop, Drops},
     inbound::refused,
+    sockets::Place,
 };
 
 /// Initiations that may wait; the oldest give way. At some 5,000 a second and core none waits longer than their sender does.
@@ -34,13 +34,13 @@ struct State {
 
 struct Waiting {
     datagram: [u8; INITIATION],
-    source: SocketAddr,
+    source: Place,
     lane: usize,
 }
 
 impl Handshakes {
     /// Takes an initiation that names our key.
-    pub(super) fn add(&self, datagram: [u8; INITIATION], source: SocketAddr, lane: usize, drops: &Drops) {
+    pub(super) fn add(&self, datagram: [u8; INITIATION], source: Place, lane: usize, drops: &Drops) {
         let mut state = self.state();
         if state.queue.len() >= QUEUE {
             state.queue.pop_front();

@@ -3,7 +3,7 @@
 
 use std::{
     fs::File,
-    net::{IpAddr, SocketAddr, UdpSocket},
+    net::{IpAddr, UdpSocket},
     ops::Range,
     os::fd::AsFd,
     sync::Arc,
@@ -17,7 +17,7 @@ use super::{
     datapath::{BATCH, BUFFER, BURST, Shared, View, current, wait},
     drops::Drop,
     peers::{Identity, Peer, PeerState},
-    sockets::{self, control_buffer},
+    sockets::{self, Place, control_buffer},
     tun,
     tunnel::Inner,
 };
@@ -103,7 +103,7 @@ impl Inbound<'_> {
     }
 
     /// Datagrams of one source.
-    fn run(&mut self, place: Range<usize>, segment: usize, source: SocketAddr) {
+    fn run(&mut self, place: Range<usize>, segment: usize, source: Place) {
         let view = self.view;
         let ends = place.end;
         let mut rest = place.step_by(segment).map(|at| at..ends.min(at + segment)).peekable();
@@ -138,10 +138,10 @@ impl Inbound<'_> {
     }
 
     /// Everything but data: rare, and looked at before any peer is.
-    fn control(&mut self, place: Range<usize>, source: SocketAddr) -> Result<(), Drop> {
+    fn control(&mut self, place: Range<usize>, source: Place) -> Result<(), Drop> {
         let (view, identity) = (self.view, self.identity);
         let datagram = &mut self.space.arena[place];
-        let message = match identity.gate.judge(datagram, source, self.now) {
+        let message = match identity.gate.judge(datagram, source.peer, self.now) {
             Verdict::Pass(message) => message,
             Verdict::Reply(cookie) => {
                 let _ = view.sockets.send(view.lane, &cookie, source);
@@ -150,7 +150,7 @@ impl Inbound<'_> {
             Verdict::Invalid => return Err(Drop::Invalid),
         };
         if let Message::Initiation(initiation) = message {
-            if !identity.sources.allow(source.ip(), self.now) {
+            if !identity.sources.allow(source.peer.ip(), self.now) {
                 return Err(Drop::UnderLoad);
             }
             view.shared
@@ -163,7 +163,7 @@ impl Inbound<'_> {
         let mut state = peer.state();
         // A response costs as much as an initiation where its receiver index was overheard; where it was not, it ends here.
         if let Message::Response(_) = message
-            && !(state.tunnel.awaits(index) && identity.sources.allow(source.ip(), self.now))
+            && !(state.tunnel.awaits(index) && identity.sources.allow(source.peer.ip(), self.now))
         {
             return Err(Drop::UnknownPeer);
         }
@@ -178,7 +178,7 @@ impl Inbound<'_> {
         peer: &Arc<Peer>,
         state: &mut PeerState,
         place: Range<usize>,
-        source: SocketAddr,
+        source: Place,
         known: &mut Option<IpAddr>,
     ) -> Result<(), Drop> {
         let Space {
@@ -220,7 +220,7 @@ fn accept(
     view: &View<'_>,
     state: &mut PeerState,
     datagram: &mut [u8],
-    source: SocketAddr,
+    source: Place,
     now: Instant,
     scratch: &mut [u8],
 ) -> Result<Option<(Range<usize>, IpAddr)>, Drop> {

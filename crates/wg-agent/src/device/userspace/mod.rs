@@ -244,8 +244,9 @@ impl Userspace {
                 state.tunnel.greet(now);
             }
         }
-        if update.endpoint.is_some() && update.endpoint != state.endpoint {
-            state.endpoint = update.endpoint;
+        let known = state.endpoint.map(|endpoint| endpoint.peer);
+        if update.endpoint.is_some() && update.endpoint != known {
+            state.endpoint = update.endpoint.map(Into::into);
             state.tunnel.moved(now);
         }
         if state.endpoint.is_some() {
@@ -416,7 +417,7 @@ fn observed(shared: &Shared) -> Observed {
         let stats = table.by_key.get(key).map_or_else(PeerStats::default, |peer| {
             let state = peer.state();
             PeerStats {
-                endpoint: state.endpoint,
+                endpoint: state.endpoint.map(|endpoint| endpoint.peer),
                 handshake_age: state.tunnel.completed().map(|at| now.saturating_duration_since(at)),
                 rx_bytes: state.rx_bytes,
                 tx_bytes: state.tx_bytes,

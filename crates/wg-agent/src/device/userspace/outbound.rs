@@ -4,7 +4,6 @@
 use std::{
     fs::File,
     io::IoSlice,
-    net::SocketAddr,
     sync::{Arc, MutexGuard, atomic::Ordering},
     time::{Duration, Instant},
 };
@@ -21,7 +20,7 @@ use super::{
     drops::Drop,
     inner::destination,
     peers::{Peer, PeerState},
-    sockets::{RUN, RUN_BYTES},
+    sockets::{Place, RUN, RUN_BYTES},
     tun,
 };
 
@@ -112,7 +111,7 @@ struct Run<'a> {
     segment: usize,
     /// A shorter one is the last.
     full: bool,
-    endpoint: Option<SocketAddr>,
+    endpoint: Option<Place>,
     to: Option<Target<'a>>,
 }
 
@@ -237,7 +236,7 @@ impl<'a> Run<'a> {
     }
 
     /// Where a datagram of `length` bytes to this place goes.
-    fn room(&mut self, endpoint: SocketAddr, length: usize) -> &mut [u8] {
+    fn room(&mut self, endpoint: Place, length: usize) -> &mut [u8] {
         let follows = self.endpoint == Some(endpoint) && !self.full && length <= self.segment;
         if self.count > 0 && (!follows || self.count == RUN || self.used + length > RUN_BYTES) {
             self.send();

@@ -13,7 +13,7 @@ use clustermesh_core::key::PublicKey;
 use clustermesh_wireguard::{Gate, Local};
 use x25519_dalek::StaticSecret;
 
-use super::{held::Budget, ranges::Ranges, sources::Sources, tunnel::Tunnel};
+use super::{held::Budget, ranges::Ranges, sockets::Place, sources::Sources, tunnel::Tunnel};
 
 /// Handshakes a second beyond which senders must first show, by a cookie, that their address is theirs.
 pub(super) const HANDSHAKES_PER_SECOND: u64 = 1000;
@@ -70,19 +70,19 @@ pub(super) struct Peer {
 /// What changes with traffic.
 pub(super) struct PeerState {
     pub(super) tunnel: Tunnel,
-    pub(super) endpoint: Option<SocketAddr>,
+    pub(super) endpoint: Option<Place>,
     pub(super) rx_bytes: u64,
     pub(super) tx_bytes: u64,
 }
 
 impl Peer {
-    pub(super) const fn new(index: u32, tunnel: Tunnel, endpoint: Option<SocketAddr>) -> Self {
+    pub(super) fn new(index: u32, tunnel: Tunnel, endpoint: Option<SocketAddr>) -> Self {
         Self {
             index,
             order: Mutex::new(()),
             state: Mutex::new(PeerState {
                 tunnel,
-                endpoint,
+                endpoint: endpoint.map(Place::from),
                 rx_bytes: 0,
                 tx_bytes: 0,
             }),

@@ -5,7 +5,7 @@
 
 use std::{
     io::{self, ErrorKind, IoSlice, IoSliceMut},
-    net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
     os::fd::{AsFd, AsRawFd},
     sync::atomic::{AtomicBool, Ordering},
 };
@@ -87,7 +87,22 @@ pub(super) struct Run {
     pub(super) length: usize,
     /// Bytes of each datagram but the last.
     pub(super) segment: usize,
-    pub(super) source: SocketAddr,
+    pub(super) source: Place,
+}
+
+/// Where a peer is, and the address of ours that it knows: what is sent from another one a firewall or a NAT on its side may not
+/// take for an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) peer: SocketAddr,
+    /// `None` = the kernel chooses.
+    pub(super) own: Option<IpAddr>,
+}
+
+impl From<SocketAddr> for Place {
+    fn from(peer: SocketAddr) -> Self {
+        Self { peer, own: None }
+    }
 }
 
 impl Sockets {
@@ -149,15 +164,14 @@ impl Sockets {
     }
 
     /// Sends, waiting a moment where the queue is full.
-    pub(super) fn send(&self, lane: usize, datagram: &[u8], to: SocketAddr) -> io::Result<()> {
-        let socket = self.socket(lane, to)?;
-        patiently(socket, || socket.send_to(datagram, to).map(drop))
+    pub(super) fn send(&self, lane: usize, datagram: &[u8], to: Place) -> io::Result<()> {
+        self.send_with(lane, datagram, None, to)
     }
 
     /// Sends datagrams of `segment` bytes, of which the last may be shorter; returns how many the kernel did not take.
-    pub(super) fn send_run(&self, lane: usize, run: &[u8], segment: usize, to: SocketAddr) -> usize {
+    pub(super) fn send_run(&self, lane: usize, run: &[u8], segment: usize, to: Place) -> usize {
         if run.len() > segment && self.segmentation.load(Ordering::Relaxed) {
-            match self.send_at_once(lane, run, segment, to) {
+            match self.send_with(lane, run, Some(segment as u16), to) {
                 Ok(()) => return 0,
                 // The card cannot checksum: it will not be asked again.
                 Err(error) if error.raw_os_error() == Some(Errno::IO.raw_os_error()) => {
@@ -166,10 +180,7 @@ impl Sockets {
                     }
                 }
                 // Larger than the path's MTU, so that each has to be fragmented, or more than this kernel takes.
-                Err(error)
-                    if [Errno::INVAL, Errno::MSGSIZE, Errno::OPNOTSUPP]
-                        .iter()
-                        .any(|errno| error.raw_os_error() == Some(errno.raw_os_error())) => {}
+                Err(error) if is_one_of(&error, &[Errno::INVAL, Errno::MSGSIZE, Errno::OPNOTSUPP]) => {}
                 Err(_) => return run.len().div_ceil(segment),
             }
         }
@@ -178,20 +189,31 @@ impl Sockets {
             .count()
     }
 
-    fn send_at_once(&self, lane: usize, run: &[u8], segment: usize, to: SocketAddr) -> io::Result<()> {
-        let socket = self.socket(lane, to)?;
-        let segment = segment as u16;
-        let (control, to) = ([ControlMessage::UdpGsoSegments(&segment)], SockaddrStorage::from(to));
-        patiently(socket, || {
-            sendmsg(
-                socket.as_raw_fd(),
-                &[IoSlice::new(run)],
-                &control,
-                MsgFlags::empty(),
-                Some(&to),
-            )
-            .map(drop)
-            .map_err(Into::into)
+    fn send_with(&self, lane: usize, bytes: &[u8], segment: Option<u16>, to: Place) -> io::Result<()> {
+        let socket = self.socket(lane, to.peer)?;
+        let address = SockaddrStorage::from(to.peer);
+        let send = |own: Option<IpAddr>| {
+            let own = own.map(|own| Own::new(own, to.peer));
+            let with = |control: &[ControlMessage<'_>]| {
+                let slices = [IoSlice::new(bytes)];
+                let sent = sendmsg(socket.as_raw_fd(), &slices, control, MsgFlags::empty(), Some(&address));
+                sent.map(drop).map_err(io::Error::from)
+            };
+            match (&segment, &own) {
+                (Some(segment), Some(own)) => with(&[ControlMessage::UdpGsoSegments(segment), own.message()]),
+                (Some(segment), None) => with(&[ControlMessage::UdpGsoSegments(segment)]),
+                (None, Some(own)) => with(&[own.message()]),
+                (None, None) => with(&[]),
+            }
+        };
+        patiently(socket, || match send(to.own) {
+            // The address is ours no longer; which of these it is depends on the kernel and the family.
+            Err(error)
+                if to.own.is_some() && is_one_of(&error, &[Errno::INVAL, Errno::NETUNREACH, Errno::ADDRNOTAVAIL]) =>
+            {
+                send(None)
+            }
+            result => result,
         })
     }
 
@@ -202,6 +224,41 @@ impl Sockets {
             SocketAddr::V6(_) => lane.v6.as_ref(),
         });
         socket.ok_or_else(|| ErrorKind::AddrNotAvailable.into())
+    }
+}
+
+/// The address to send from, as the kernel takes it (ip(7), ipv6(7)).
+enum Own {
+    V4(libc::in_pktinfo),
+    V6(libc::in6_pktinfo),
+}
+
+impl Own {
+    fn new(own: IpAddr, to: SocketAddr) -> Self {
+        match own {
+            IpAddr::V4(own) => Self::V4(libc::in_pktinfo {
+                ipi_ifindex: 0,
+                ipi_spec_dst: libc::in_addr {
+                    s_addr: u32::from_ne_bytes(own.octets()),
+                },
+                ipi_addr: libc::in_addr { s_addr: 0 },
+            }),
+            IpAddr::V6(own) => Self::V6(libc::in6_pktinfo {
+                ipi6_addr: libc::in6_addr { s6_addr: own.octets() },
+                // A link-local address means nothing without its link.
+                ipi6_ifindex: match to {
+                    SocketAddr::V6(to) => to.scope_id(),
+                    SocketAddr::V4(_) => 0,
+                },
+            }),
+        }
+    }
+
+    const fn message(&self) -> ControlMessage<'_> {
+        match self {
+            Self::V4(info) => ControlMessage::Ipv4PacketInfo(info),
+            Self::V6(info) => ControlMessage::Ipv6PacketInfo(info),
+        }
     }
 }
 
@@ -223,13 +280,7 @@ impl Lane {
             offload,
         ) {
             Ok(socket) => Some(socket),
-            Err(error)
-                if [Errno::AFNOSUPPORT, Errno::ADDRNOTAVAIL]
-                    .iter()
-                    .any(|absent| error.raw_os_error() == Some(absent.raw_os_error())) =>
-            {
-                None
-            }
+            Err(error) if is_one_of(&error, &[Errno::AFNOSUPPORT, Errno::ADDRNOTAVAIL]) => None,
             Err(error) => return Err(error),
         };
         Ok(Self { v4, v6 })
@@ -238,7 +289,7 @@ impl Lane {
 
 /// Room for what [`receive`] is told beside the data.
 pub(super) fn control_buffer() -> Vec<u8> {
-    nix::cmsg_space!(i32)
+    nix::cmsg_space!(i32, libc::in6_pktinfo)
 }
 
 /// Takes what is there: one datagram, or a run from one source.
@@ -246,10 +297,17 @@ pub(super) fn receive(socket: &UdpSocket, buffer: &mut [u8], control: &mut [u8])
     let mut slices = [IoSliceMut::new(buffer)];
     let message = recvmsg::<SockaddrStorage>(socket.as_raw_fd(), &mut slices, Some(control), MsgFlags::empty())?;
     let length = message.bytes;
-    let segment = message.cmsgs()?.find_map(|control| match control {
-        ControlMessageOwned::UdpGroSegments(size) => usize::try_from(size).ok().filter(|size| *size > 0),
-        _ => None,
-    });
+    let (mut segment, mut own) = (None, None);
+    for control in message.cmsgs()? {
+        match control {
+            ControlMessageOwned::UdpGroSegments(size) => segment = usize::try_from(size).ok().filter(|size| *size > 0),
+            ControlMessageOwned::Ipv4PacketInfo(info) => {
+                own = Some(IpAddr::from(info.ipi_spec_dst.s_addr.to_ne_bytes()));
+            }
+            ControlMessageOwned::Ipv6PacketInfo(info) => own = Some(IpAddr::from(info.ipi6_addr.s6_addr)),
+            _ => {}
+        }
+    }
     let address = message.address.as_ref();
     let v4 = || address?.as_sockaddr_in().map(|source| SocketAddr::V4((*source).into()));
     let v6 = || {
@@ -257,12 +315,17 @@ pub(super) fn receive(socket: &UdpSocket, buffer: &mut [u8], control: &mut [u8])
             .as_sockaddr_in6()
             .map(|source| SocketAddr::V6((*source).into()))
     };
-    let source = v4().or_else(v6).ok_or(ErrorKind::InvalidData)?;
+    let peer = v4().or_else(v6).ok_or(ErrorKind::InvalidData)?;
     Ok(Run {
         length,
         segment: segment.unwrap_or(length.max(1)),
-        source,
+        source: Place { peer, own },
     })
+}
+
+fn is_one_of(error: &io::Error, of: &[Errno]) -> bool {
+    of.iter()
+        .any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
 }
 
 fn patiently(socket: &UdpSocket, mut attempt: impl FnMut() -> io::Result<()>) -> io::Result<()> {
@@ -302,6 +365,11 @@ fn bind(domain: Domain, address: SocketAddr, fwmark: u32, shared: bool, offload:
         // Without it datagrams come one by one.
         let _ = setsockopt(&socket, sockopt::UdpGroSegment, &true);
     }
+    // Without it the kernel chooses the address of each answer.
+    let _ = match domain {
+        Domain::IPV6 => setsockopt(&socket, sockopt::Ipv6RecvPacketInfo, &true),
+        _ => setsockopt(&socket, sockopt::Ipv4PacketInfo, &true),
+    };
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
     Ok(socket.into())

@@ -345,6 +345,11 @@ impl Tunnel {
             .is_some_and(|(pending, _)| pending.index() == index)
     }
 
+    /// Whether an initiation got no answer in the time that it had.
+    pub(super) fn unanswered(&self, now: Instant) -> bool {
+        self.initiation.is_some() && self.wanted.is_some() && self.quiet_until.is_some_and(|until| until <= now)
+    }
+
     /// Forgets the tick that was asked for: the peer has no endpoint, so there is nothing to do until it has.
     pub(super) const fn skip_tick(&mut self) {
         self.next_tick = None;
