@@ -14,8 +14,8 @@ pub(crate) struct Args {
     /// Its memory, MiB.
     #[arg(long, default_value_t = 2048)]
     memory: u32,
-    /// Its processors.
-    #[arg(long, default_value_t = 2)]
+    /// Its processors; with more than one the emulated kernel dies now and then.
+    #[arg(long, default_value_t = 1)]
     cpus: u32,
     /// What to run, with its arguments: as root, in this directory, on this machine's files. What it writes is gone afterwards.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
