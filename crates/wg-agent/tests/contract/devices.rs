@@ -1,0 +1,168 @@
+//! What is promised of the device itself: its port, its mark, what others do to it, its end.
+
+use super::*;
+
+/// The packet counters of the rules of table `inet t`, in order.
+fn counters(ns: &NetNs) -> Vec<u64> {
+    let listing = ns.run("nft", &["-j", "list", "table", "inet", "t"]);
+    let listing: serde_json::Value = serde_json::from_str(&listing).expect("JSON");
+    let items = listing["nftables"].as_array().expect("a list").iter();
+    items
+        .filter_map(|item| item["rule"]["expr"].as_array())
+        .filter_map(|rule| {
+            rule.iter()
+                .find_map(|expression| expression["counter"]["packets"].as_u64())
+        })
+        .collect()
+}
+
+pub(crate) fn a_new_port_is_used_and_a_taken_one_changes_nothing(backend: Backend) {
+    let [mut a, b] = joined(backend);
+    let _taken = a.ns.enter(|| UdpSocket::bind("0.0.0.0:51998")).expect("bind");
+    let on = |port| Configuration {
+        listen_port: port,
+        ..a.configuration.clone()
+    };
+    let (taken, free) = (on(51998), on(51999));
+    let error = a.configure(&taken).expect_err("the port is taken");
+    assert!(matches!(error, DeviceError::Listen { port: 51998, .. }), "{error}");
+    assert!(a.reaches(2) && b.reaches(1));
+    assert_eq!(
+        (a.observe().listen_port, a.device_shown()),
+        (PORT, ["51820", "off"].map(ToOwned::to_owned))
+    );
+    a.configure(&free).expect("a free port");
+    wait_until("a ping from the new port", SOON, || a.reaches(2) && b.reaches(1));
+    assert_eq!(
+        b.peer(1).stats.endpoint,
+        Some("192.0.2.1:51999".parse().expect("an endpoint"))
+    );
+    assert_eq!(
+        (a.observe().listen_port, a.device_shown()[0].as_str()),
+        (51999, "51999")
+    );
+}
+
+pub(crate) fn every_outer_packet_carries_the_firewall_mark_also_after_it_changes(backend: Backend) {
+    let [mut a, b] = joined(backend);
+    a.ns.sh(
+        "nft 'add table inet t { chain out { type filter hook output priority 0; udp dport 51820 meta mark 0x00100000 counter; \
+         udp dport 51820 meta mark 0 counter; udp dport 51820 meta mark 7 counter; }; }'",
+    );
+    for (at, fwmark) in [(0, 0x0010_0000), (2, 7)] {
+        let configuration = Configuration {
+            fwmark,
+            ..a.configuration.clone()
+        };
+        a.configure(&configuration).expect("configure");
+        let before = counters(&a.ns);
+        assert!(a.reaches(2) && b.reaches(1));
+        let after = counters(&a.ns);
+        assert!(after[at] > before[at], "{before:?} {after:?}");
+        assert!(
+            before
+                .iter()
+                .zip(&after)
+                .enumerate()
+                .all(|(n, (b, a))| n == at || a == b),
+            "{before:?} {after:?}"
+        );
+    }
+}
+
+pub(crate) fn a_device_deleted_by_someone_else_is_said_and_can_be_opened_again(backend: Backend) {
+    let [mut a, b] = joined(backend);
+    a.ns.ip(&format!("link del {}", a.interface));
+    let gone = a.device.take().expect("an open device");
+    wait_until("the device to notice", SOON, || {
+        matches!(gone.observe(), Err(DeviceError::Gone(_)))
+    });
+    drop(gone);
+    a.open(backend);
+    a.address();
+    a.add(2, Some("192.0.2.2:51820"));
+    wait_until("a ping", SOON, || b.reaches(1));
+}
+
+pub(crate) fn what_another_hand_changed_of_a_device_is_said_and_put_back(backend: Backend) {
+    let [mut a, b] = joined(backend);
+    let look = |a: &mut Node| {
+        let device = a.device.as_deref_mut().expect("an open device");
+        a.ns.enter(move || device.observe()).expect("observe").altered
+    };
+    let link = |a: &Node| {
+        let link = &a.ns.ip_json(&format!("link show {}", a.interface))[0];
+        (link["mtu"].clone(), link["flags"].clone())
+    };
+    let (whole, shown) = (link(&a), a.device_shown());
+    assert_eq!(look(&mut a), [].into());
+    let mut altered = BTreeSet::from([Altered::Mtu, Altered::Down]);
+    if backend == Backend::Kernel {
+        // The userspace device is told by its agent alone.
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let (key, interface) = (file.path().display(), &a.interface);
+        a.ns.sh(&format!(
+            "wg genkey > {key}; wg set {interface} listen-port 5555 fwmark 7 private-key {key}"
+        ));
+        altered.extend([Altered::ListenPort, Altered::Fwmark, Altered::PrivateKey]);
+    }
+    a.ns.ip(&format!("link set {} mtu 1300 down", a.interface));
+    assert_eq!(look(&mut a), altered);
+    let device = a.device.as_deref_mut().expect("an open device");
+    a.ns.enter(|| device.mend(&altered)).expect("mend");
+    assert_eq!(look(&mut a), [].into());
+    assert_eq!((link(&a), a.device_shown()), (whole, shown));
+    wait_until("a ping", SOON, || a.reaches(2) && b.reaches(1));
+}
+
+pub(crate) fn a_sender_whose_packet_has_no_peer_or_nowhere_to_go_is_told_so(backend: Backend) {
+    let mut node = Node::new(1, backend);
+    // A peer that nobody knows the place of, and an address that no peer has.
+    node.add(2, None);
+    for [v4, v6] in [["10.9.0.2", "fd09::2"], ["10.9.0.3", "fd09::3"]] {
+        for (address, words) in [(v4, "Destination Host Unreachable"), (v6, "Address unreachable")] {
+            let output = node.ns.output("ping", &["-n", "-c1", "-W5", address]);
+            let said = String::from_utf8_lossy(&output.stdout);
+            assert!(said.contains(words), "{address}: {output:?}");
+        }
+    }
+}
+
+pub(crate) fn an_interface_that_is_not_ours_is_left_alone(backend: Backend) {
+    let ns = NetNs::new("not ours");
+    ns.ip("link add foreign type veth peer name other");
+    ns.ip("tuntap add dev kept mode tun");
+    let configuration = Configuration {
+        private_key: secret(1),
+        listen_port: PORT,
+        fwmark: 0,
+        mtu: 1420,
+    };
+    let open = |name: &str| {
+        ns.enter(|| device::open(backend, name, &configuration, Default::default()))
+            .map(drop)
+    };
+    for name in ["foreign", "kept"] {
+        let before = ns.ip_json(&format!("-d link show {name}"));
+        let error = open(name).expect_err("someone else's");
+        assert!(
+            matches!(&error, DeviceError::Exists(exists) if exists == name),
+            "{error}"
+        );
+        assert_eq!(ns.ip_json(&format!("-d link show {name}")), before);
+    }
+    for name in ["", "much-too-long-name", "a/b", "with space"] {
+        assert!(matches!(open(name), Err(DeviceError::Name(_))), "{name:?}");
+    }
+    assert_eq!(links(&ns), ["foreign", "kept", "lo", "other"]);
+}
+
+pub(crate) fn a_closed_device_leaves_nothing(backend: Backend) {
+    let [mut a, _b] = joined(backend);
+    let device = a.device.take().expect("an open device");
+    a.ns.enter(|| device.close()).expect("close");
+    assert_eq!(links(&a.ns), ["eth0", "lo"]);
+    assert!(!std::path::Path::new(&format!("/var/run/wireguard/{}.sock", a.interface)).exists());
+    a.open(backend);
+    assert_eq!(a.observe().peers.len(), 0);
+}

@@ -1,0 +1,128 @@
+//! A member's API server that is reached by another token, or stands still.
+
+use super::*;
+
+pub(super) async fn a_new_token_is_taken_up_without_a_restart_or_a_write(mesh: &mut Mesh<'_>) {
+    let written = everything_written(mesh).await;
+    let runs = controller_pod(&mesh.hub).await;
+    let secret = json(
+        &mesh.member,
+        &["-n", NAMESPACE, "get", "secret", "clustermesh-controller"],
+    )
+    .await;
+    let old = decoded(&mesh.member, secret["data"]["token"].as_str().unwrap()).await;
+    let create = [
+        "-n",
+        NAMESPACE,
+        "create",
+        "token",
+        "clustermesh-controller",
+        "--duration=1h",
+    ];
+    let new = mesh.member.kubectl(create).await.unwrap().stdout.trim().to_owned();
+    let file = mesh.lab.directory().join("tenant-a.member.kubeconfig");
+    let kubeconfig = std::fs::read_to_string(&file).unwrap();
+    assert!(kubeconfig.contains(&old), "the Secret was made of the old token");
+    std::fs::write(&file, kubeconfig.replace(&old, &new)).unwrap();
+    let from = format!("--from-file=value={}", file.display());
+    let make = [
+        "create",
+        "secret",
+        "generic",
+        "tenant-a-kubeconfig",
+        &from,
+        "--dry-run=client",
+        "-o",
+        "yaml",
+    ];
+    let made = mesh
+        .hub
+        .kubectl([&["-n", NAMESPACE][..], &make].concat())
+        .await
+        .unwrap()
+        .stdout;
+    mesh.hub.apply(&made).await.unwrap();
+    // The old one ends; from then on only the new one opens anything.
+    mesh.member
+        .kubectl(["-n", NAMESPACE, "delete", "secret", "clustermesh-controller"])
+        .await
+        .unwrap();
+    let server = format!("https://{}:6443/api/v1/nodes", mesh.member.plan().api_address());
+    let bearer = format!("Authorization: Bearer {old}");
+    wait_until("the old token to be refused", PATIENCE, async || {
+        let words = [
+            "curl",
+            "-sk",
+            "-m",
+            "5",
+            "-o",
+            "/dev/null",
+            "-w",
+            "%{http_code}",
+            "-H",
+            &bearer,
+            &server,
+        ];
+        let output = mesh
+            .lab
+            .run_at(&host("tenant-a-1"), &words)
+            .await
+            .map_err(|error| error.to_string())?;
+        if output.stdout == "401" {
+            Ok(())
+        } else {
+            Err(output.stdout)
+        }
+    })
+    .await
+    .unwrap();
+    backends_follow(mesh, 1).await;
+    backends_follow(mesh, 2).await;
+    mesh.product.ready().await.unwrap();
+    assert_eq!(everything_written(mesh).await, written);
+    let still = controller_pod(&mesh.hub).await;
+    let restarts = |pod: &serde_json::Value| pod["status"]["containerStatuses"][0]["restartCount"].clone();
+    assert_eq!(
+        (&still["metadata"]["name"], restarts(&still)),
+        (&runs["metadata"]["name"], restarts(&runs))
+    );
+}
+
+/// base64, by a program that everyone has.
+async fn decoded(cluster: &Cluster<'_>, text: &str) -> String {
+    let node = &cluster.nodes()[0];
+    node.feed(["base64", "-d"], text).await.unwrap().stdout
+}
+
+pub(super) async fn a_frozen_api_server_of_a_member_costs_a_condition_and_nothing_else(mesh: &Mesh<'_>) {
+    let written = everything_written(mesh).await;
+    mesh.member.freeze_api().unwrap();
+    let frozen = Instant::now();
+    let reason = wait_until("Ready to say that the member does not answer", PATIENCE, async || {
+        let (status, reason, message) = condition(&mesh.hub, "Ready").await;
+        match (status.as_str(), reason.as_str()) {
+            ("False", "MemberStale" | "MemberUnreachable") => Ok((reason, message)),
+            _ => Err(format!("{status} {reason}: {message}")),
+        }
+    })
+    .await
+    .unwrap();
+    println!("{:.1} s after the freeze: {reason:?}", frozen.elapsed().as_secs_f64());
+    for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for from in ours {
+            for to in theirs {
+                let asked = mesh.lab.ask(&pod(from), &url(to.ip, 8080)).await.unwrap();
+                assert_eq!(
+                    asked,
+                    Ok(mesh.seen(to, from.ip)),
+                    "{from:?} while the API server stands still"
+                );
+            }
+        }
+    }
+    mesh.member.thaw_api().unwrap();
+    let thawed = Instant::now();
+    mesh.product.ready().await.unwrap();
+    println!("Ready {:.1} s after the thaw", thawed.elapsed().as_secs_f64());
+    assert_eq!(everything_written(mesh).await, written);
+}

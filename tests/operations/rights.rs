@@ -1,0 +1,111 @@
+//! What our processes may do on a node, read back from /proc, against what deploy/ grants.
+
+use super::*;
+
+/// What /proc says of the only process of that name: real user, capabilities, whether it may gain more, seccomp's mode.
+fn rights(node: &Node<'_>, name: &str) -> BTreeMap<String, String> {
+    let pids = node.pids_of(name).unwrap();
+    let [pid] = pids[..] else {
+        panic!("{} runs {name} as {pids:?}", node.name());
+    };
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let wanted = [
+        "Uid",
+        "CapInh",
+        "CapPrm",
+        "CapEff",
+        "CapBnd",
+        "CapAmb",
+        "NoNewPrivs",
+        "Seccomp",
+    ];
+    let lines = status.lines().filter_map(|line| line.split_once(":\t"));
+    let wanted = lines.filter(|(key, _)| wanted.contains(key));
+    wanted
+        .map(|(key, value)| {
+            (
+                key.to_owned(),
+                value.split_whitespace().next().unwrap_or_default().to_owned(),
+            )
+        })
+        .collect()
+}
+
+/// Where the only process of that name may write to a file system and where it may not, of what matters, as its mount table
+/// says (proc_pid_mountinfo(5)). The runtime's own mounts in /dev and /proc, and what cgroup v1 hangs its hierarchies on,
+/// are not the Pod's to choose.
+fn mounts(node: &Node<'_>, name: &str) -> (Vec<String>, Vec<String>) {
+    let pids = node.pids_of(name).unwrap();
+    let [pid] = pids[..] else {
+        panic!("{} runs {name} as {pids:?}", node.name());
+    };
+    let table = std::fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap();
+    let mounts = table.lines().filter_map(|line| {
+        let mut words = line.split(' ').skip(4);
+        Some((
+            words.next()?.to_owned(),
+            words.next()?.split(',').any(|option| option == "rw"),
+        ))
+    });
+    let mounts: BTreeMap<String, bool> = mounts.collect();
+    let runtimes = |at: &str| {
+        let own = [
+            "/dev",
+            "/dev/pts",
+            "/dev/shm",
+            "/dev/mqueue",
+            "/dev/termination-log",
+            "/sys/fs/cgroup",
+        ];
+        at.starts_with("/proc") || own.contains(&at)
+    };
+    let open = mounts.iter().filter(|(at, open)| **open && !runtimes(at));
+    let closed = ["/", "/proc/sys", "/sys"]
+        .into_iter()
+        .filter(|at| mounts.get(*at) == Some(&false));
+    (
+        open.map(|(at, _)| at.clone()).collect(),
+        closed.map(str::to_owned).collect(),
+    )
+}
+
+pub(super) async fn our_processes_have_the_rights_of_deploy_and_no_more(mesh: &Mesh<'_>) {
+    let expected = |uid: &str, capabilities: u64| -> BTreeMap<String, String> {
+        let set = format!("{capabilities:016x}");
+        let of = |key: &str, value: &str| (key.to_owned(), value.to_owned());
+        [
+            of("Uid", uid),
+            of("CapInh", &format!("{:016x}", 0)),
+            of("CapPrm", &set),
+            of("CapEff", &set),
+            of("CapBnd", &set),
+            of("CapAmb", &format!("{:016x}", 0)),
+            of("NoNewPrivs", "1"),
+            of("Seccomp", "2"),
+        ]
+        .into()
+    };
+    for cluster in [&mesh.hub, &mesh.member] {
+        for node in cluster.nodes() {
+            // CAP_NET_ADMIN is number 12 of linux/capability.h.
+            assert_eq!(rights(&node, "wg-agent"), expected("0", 1 << 12), "{}", node.name());
+            let open = ["/dev/net/tun", "/etc/hosts", "/var/lib/kilo", "/var/run/wireguard"].map(String::from);
+            let closed = ["/", "/proc/sys", "/sys"].map(String::from);
+            assert_eq!(
+                mounts(&node, "wg-agent"),
+                (open.into(), closed.into()),
+                "{}",
+                node.name()
+            );
+        }
+    }
+    let controller = "clustermesh-controller";
+    let runs = |node: &Node<'_>| !node.pids_of(controller).unwrap().is_empty();
+    let node = mesh
+        .hub
+        .nodes()
+        .into_iter()
+        .find(runs)
+        .expect("a node that runs the controller");
+    assert_eq!(rights(&node, controller), expected("65532", 0));
+}

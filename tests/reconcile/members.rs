@@ -1,0 +1,189 @@
+//! Members that are away, and how the controller gets to them: kubeconfigs and the Secrets that hold them.
+
+use super::*;
+
+#[tokio::test]
+async fn a_member_that_is_down_costs_nothing_and_catches_up() {
+    let world = World::start(&["mgmt", "tenant-a", "tenant-b"]).await;
+    for (m, cluster) in [(1, "mgmt"), (2, "tenant-a"), (3, "tenant-b")] {
+        world.node(cluster, m, 1).await;
+    }
+    let _controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let before = world.peers("mgmt").await;
+
+    // Frozen: connections stay open and nothing answers.
+    let frozen = world.lab.cluster("tenant-b");
+    frozen.freeze_api().unwrap();
+    world.node("tenant-a", 2, 2).await;
+    let all = [
+        "prod--tenant-a--tenant-a-1",
+        "prod--tenant-a--tenant-a-2",
+        "prod--tenant-b--tenant-b-1",
+    ];
+    world.until_peers("mgmt", &all, SOON).await;
+    let message = world.until_condition("Ready", "False/MemberStale", LATER).await;
+    assert!(
+        message.contains("tenant-b") && message.contains("does not answer"),
+        "{message}"
+    );
+    world.node("tenant-a", 2, 3).await;
+    let all = [&all[..2], &["prod--tenant-a--tenant-a-3", all[2]]].concat();
+    let during = world.until_peers("mgmt", &all, SOON).await;
+    assert_eq!(
+        during["prod--tenant-b--tenant-b-1"],
+        before["prod--tenant-b--tenant-b-1"]
+    );
+
+    // Back: it gets what it missed, and what changed there meanwhile is seen.
+    frozen.thaw_api().unwrap();
+    let names = [
+        "prod--mgmt--mgmt-1",
+        "prod--tenant-a--tenant-a-1",
+        "prod--tenant-a--tenant-a-2",
+        "prod--tenant-a--tenant-a-3",
+    ];
+    world.until_peers("tenant-b", &names, LATER).await;
+    world.until_condition("Ready", "True/Meshed", LATER).await;
+
+    // Killed: connections are refused.
+    frozen.kill_api().unwrap();
+    world.until_condition("Ready", "False/MemberStale", LATER).await;
+    world.remove_node("tenant-a", "tenant-a-3").await;
+    world
+        .until_peers(
+            "mgmt",
+            &[
+                "prod--tenant-a--tenant-a-1",
+                "prod--tenant-a--tenant-a-2",
+                "prod--tenant-b--tenant-b-1",
+            ],
+            SOON,
+        )
+        .await;
+    frozen.start_api().await.unwrap();
+    world.until_peers("tenant-b", &names[..3], LATER).await;
+    world.until_condition("Ready", "True/Meshed", LATER).await;
+    let after = world.peers("mgmt").await;
+    assert_eq!(
+        after["prod--tenant-b--tenant-b-1"],
+        before["prod--tenant-b--tenant-b-1"]
+    );
+}
+
+#[tokio::test]
+async fn a_kubeconfig_is_swapped_in_place_and_a_bad_one_is_refused_by_field() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    world.node("mgmt", 1, 1).await;
+    world.node("tenant-a", 2, 1).await;
+    let controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let before = world.versions().await;
+    let pid = controller.pid();
+
+    // The same account with another token.
+    world.give_secret("tenant-a", &world.kubeconfig("tenant-a").await).await;
+    world.node("tenant-a", 2, 2).await;
+    world
+        .until_peers(
+            "mgmt",
+            &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
+            SOON,
+        )
+        .await;
+    let mut after = world.versions().await;
+    after.remove("mgmt Peer/prod--tenant-a--tenant-a-2");
+    let untouched = |versions: &BTreeMap<String, String>| {
+        versions
+            .iter()
+            .filter(|(object, _)| *object != "mesh")
+            .map(|(o, v)| (o.clone(), v.clone()))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(untouched(&after), untouched(&before));
+
+    // Hostile: refused with the field, and what stands stays.
+    let good = world.kubeconfig("tenant-a").await;
+    let hostile = good.replace("    token: ", "    exec: {apiVersion: v1, command: sh}\n    token: ");
+    world.give_secret("tenant-a", &hostile).await;
+    let message = world.until_condition("Ready", "False/MemberMissing", SOON).await;
+    assert!(
+        message.contains("users[].user.exec") && message.contains("clustermesh/tenant-a-kubeconfig"),
+        "{message}"
+    );
+    world
+        .hub()
+        .kubectl(["delete", "secret", "-n", NAMESPACE, "tenant-a-kubeconfig"])
+        .await
+        .unwrap();
+    wait_until("the missing Secret to be named", SOON, async || {
+        match world.condition("Ready").await {
+            Some((_, message)) if message.contains("is not there") => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap();
+    world
+        .until_peers(
+            "mgmt",
+            &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
+            SOON,
+        )
+        .await;
+    world.give_secret("tenant-a", &good).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    assert_eq!(controller.pid(), pid);
+}
+
+#[tokio::test]
+async fn a_member_that_is_named_by_another_secret_keeps_what_it_holds() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    world.node("mgmt", 1, 1).await;
+    world.node("tenant-a", 2, 1).await;
+    let controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let before = world.versions().await;
+
+    // The old Secret stays, and so for a while does the session that reads it.
+    world
+        .give_secret_as("renamed", &world.kubeconfig("tenant-a").await)
+        .await;
+    let mut mesh = world.mesh();
+    mesh["spec"]["clusters"][1]["kubeconfigSecretRef"]["name"] = json!("renamed");
+    world.apply_mesh(&mesh).await;
+    wait_until("both sessions to have read the cluster", SOON, async || {
+        let state = world.ask("/debug/state").await;
+        let known = state.matches("\"silent\": null,\n").count();
+        let named = state.matches("renamed key").count();
+        let pending = state.matches("\"uid\": null").count();
+        if (known, pending) == (3, 0) && named > 1 {
+            Ok(())
+        } else {
+            Err(state)
+        }
+    })
+    .await
+    .unwrap();
+    // Whatever the passes until now decided has been written when these changes have come through, both ways.
+    world.node("tenant-a", 2, 2).await;
+    world.node("mgmt", 1, 2).await;
+    world
+        .until_peers(
+            "mgmt",
+            &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
+            SOON,
+        )
+        .await;
+    world
+        .until_peers("tenant-a", &["prod--mgmt--mgmt-1", "prod--mgmt--mgmt-2"], SOON)
+        .await;
+    let mut after = world.versions().await;
+    after.retain(|object, _| before.contains_key(object) && object != "mesh");
+    let mut before = before;
+    before.remove("mesh");
+    assert_eq!(after, before, "{}", controller.log());
+}

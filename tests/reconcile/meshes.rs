@@ -1,0 +1,212 @@
+//! A mesh that goes, is paused, is refused, or was the predecessor's.
+
+use super::*;
+
+#[tokio::test]
+async fn a_mesh_takes_everything_with_it_and_waits_for_members_that_are_away() {
+    let world = World::start(&["mgmt", "tenant-a", "tenant-b"]).await;
+    for (m, cluster) in [(1, "mgmt"), (2, "tenant-a"), (3, "tenant-b")] {
+        world.node(cluster, m, 1).await;
+    }
+    // A person's own Peer.
+    let peers: Api<Peer> = Api::all(world.client("mgmt").await);
+    let own: Peer = serde_json::from_value(json!({
+        "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": "laptop"},
+        "spec": {"publicKey": key(9, 9), "allowedIPs": ["192.0.2.7/32"]},
+    }))
+    .unwrap();
+    let own = peers.create(&PostParams::default(), &own).await.unwrap();
+    let _controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+
+    // An entry that leaves takes its objects along, there and elsewhere.
+    let mut smaller = world.mesh();
+    smaller["spec"]["clusters"].as_array_mut().unwrap().remove(2);
+    world.apply_mesh(&smaller).await;
+    world.until_peers("tenant-b", &[], SOON).await;
+    world
+        .until_peers("mgmt", &["laptop", "prod--tenant-a--tenant-a-1"], SOON)
+        .await;
+    world.apply_mesh(&world.mesh()).await;
+    world
+        .until_peers("tenant-b", &["prod--mgmt--mgmt-1", "prod--tenant-a--tenant-a-1"], SOON)
+        .await;
+
+    let away = world.lab.cluster("tenant-b");
+    away.kill_api().unwrap();
+    world
+        .hub()
+        .kubectl(["delete", "cmesh", "-n", NAMESPACE, "prod", "--wait=false"])
+        .await
+        .unwrap();
+    world.until_peers("mgmt", &["laptop"], SOON).await;
+    world.until_peers("tenant-a", &[], SOON).await;
+    wait_until("the condition to name who is waited for", LATER, async || {
+        match world.condition("Ready").await {
+            Some((state, message)) if state == "False/Deleting" && message.contains("tenant-b") => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap();
+    away.start_api().await.unwrap();
+    wait_until("the mesh to be let go", LATER, async || match world.get_mesh().await {
+        None => Ok(()),
+        Some(mesh) => Err(format!("{:?}", mesh.status)),
+    })
+    .await
+    .unwrap();
+    world.until_peers("tenant-b", &[], SOON).await;
+    let policies = away
+        .kubectl(["get", "peerpolicies", "-o", "name"])
+        .await
+        .unwrap()
+        .stdout;
+    assert_eq!(policies, "");
+    assert_eq!(peers.get("laptop").await.unwrap(), own);
+    peers.delete("laptop", &DeleteParams::default()).await.unwrap();
+}
+
+#[tokio::test]
+async fn the_predecessors_peers_are_taken_over_and_a_missing_crd_is_waited_for() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    world.node("mgmt", 1, 1).await;
+    world.node("tenant-a", 2, 1).await;
+    let tenant = world.lab.cluster("tenant-a");
+    tenant
+        .kubectl(["delete", "crd", "peers.kilo.squat.ai", "peerpolicies.kilo.squat.ai"])
+        .await
+        .unwrap();
+    // As the Go operator wrote it: two labels, and more allowedIPs than we would.
+    let peers: Api<Peer> = Api::all(world.client("mgmt").await);
+    let old: Peer = serde_json::from_value(json!({
+        "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer",
+        "metadata": {"name": "prod--tenant-a--tenant-a-1", "labels": {
+            names::LABEL_MESH: "prod", names::LABEL_SOURCE_CLUSTER: "tenant-a",
+        }},
+        "spec": {
+            "publicKey": key(2, 1), "persistentKeepalive": 5,
+            "allowedIPs": ["10.2.1.0/24", "100.64.2.1/32", "198.51.2.1/32", "192.0.2.0/24"],
+        },
+    }))
+    .unwrap();
+    let old = peers.create(&PostParams::default(), &old).await.unwrap();
+    let _controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+
+    let adopted = wait_until("the Peer to carry our labels", SOON, async || {
+        let peer = peers.get("prod--tenant-a--tenant-a-1").await.unwrap();
+        let labels = peer.metadata.labels.clone().unwrap();
+        if labels.contains_key(names::LABEL_HUB) {
+            Ok(peer)
+        } else {
+            Err(format!("{labels:?}"))
+        }
+    })
+    .await
+    .unwrap();
+    assert_eq!(adopted.metadata.uid, old.metadata.uid);
+    assert_eq!(
+        adopted.spec.allowed_ips,
+        ["10.2.1.0/24", "100.64.2.1/32", "198.51.2.1/32"]
+    );
+
+    let message = world.until_condition("Ready", "False/PeerCRDMissing", SOON).await;
+    assert!(message.contains("tenant-a"), "{message}");
+    world.install_peer_crds("tenant-a").await;
+    world.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+}
+
+#[tokio::test]
+async fn a_mesh_that_may_not_use_the_hub_or_means_nothing_is_refused_and_writes_nothing() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    world.node("mgmt", 1, 1).await;
+    world.node("tenant-a", 2, 1).await;
+    world.hub().kubectl(["create", "namespace", "elsewhere"]).await.unwrap();
+    let _controller = world.controller().await;
+    let mut mesh = world.mesh();
+    mesh["metadata"]["namespace"] = json!("elsewhere");
+    world.apply_mesh(&mesh).await;
+    let ready = |namespace| {
+        let path = "jsonpath={.status.conditions[?(@.type==\"Ready\")].reason} {.metadata.finalizers}";
+        ["get", "cmesh", "-n", namespace, "prod", "-o", path]
+    };
+    wait_until("the refusal", SOON, async || {
+        let seen = world.hub().kubectl(ready("elsewhere")).await.unwrap().stdout;
+        if seen == "LocalNotAllowed " { Ok(()) } else { Err(seen) }
+    })
+    .await
+    .unwrap();
+    world.until_peers("tenant-a", &[], SOON).await;
+    // It is no obstacle either.
+    world
+        .hub()
+        .kubectl(["delete", "cmesh", "-n", "elsewhere", "prod", "--timeout=30s"])
+        .await
+        .unwrap();
+}
+
+#[tokio::test]
+async fn a_paused_mesh_is_left_as_it_stands_and_a_forced_one_lets_go_of_who_is_away() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    world.node("mgmt", 1, 1).await;
+    world.node("tenant-a", 2, 1).await;
+    let _controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+
+    let hub = world.hub();
+    let annotate = async |text: &str| {
+        hub.kubectl(["annotate", "cmesh", "-n", NAMESPACE, "prod", text, "--overwrite"])
+            .await
+            .unwrap();
+    };
+    annotate("cluster.x-k8s.io/paused=true").await;
+    world.until_condition("Paused", "True/Paused", SOON).await;
+    // The status counts what is seen, and nothing is written.
+    let counted = async |nodes: i64| {
+        wait_until(format!("{nodes} nodes to be counted"), SOON, async || {
+            let mesh = world.get_mesh().await.unwrap();
+            let agents = mesh.status.unwrap().clusters[1].agents;
+            if agents.is_some_and(|agents| agents.total == nodes) {
+                Ok(())
+            } else {
+                Err(format!("{agents:?}"))
+            }
+        })
+        .await
+        .unwrap();
+        let peers: Vec<String> = world.peers("mgmt").await.into_keys().collect();
+        assert_eq!(peers, ["prod--tenant-a--tenant-a-1"]);
+    };
+    world.node("tenant-a", 2, 2).await;
+    counted(2).await;
+    world.remove_node("tenant-a", "tenant-a-1").await;
+    counted(1).await;
+    annotate("cluster.x-k8s.io/paused=false").await;
+    world.until_peers("mgmt", &["prod--tenant-a--tenant-a-2"], SOON).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+
+    world.lab.cluster("tenant-a").kill_api().unwrap();
+    hub.kubectl(["delete", "cmesh", "-n", NAMESPACE, "prod", "--wait=false"])
+        .await
+        .unwrap();
+    world.until_peers("mgmt", &[], SOON).await;
+    wait_until("the condition to name the way out", LATER, async || {
+        match world.condition("Ready").await {
+            Some((_, message)) if message.contains(names::FORCE_CLEANUP) => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap();
+    annotate(&format!("{}=true", names::FORCE_CLEANUP)).await;
+    wait_until("the mesh to be let go", SOON, async || match world.get_mesh().await {
+        None => Ok(()),
+        Some(mesh) => Err(format!("{:?}", mesh.status)),
+    })
+    .await
+    .unwrap();
+}

@@ -1,0 +1,133 @@
+//! What nodes say of themselves, on the ClusterMesh: tunnels that are down, policies that are not enforced.
+
+use super::*;
+
+#[tokio::test]
+async fn tunnels_that_nodes_say_are_down_stand_in_the_status_until_they_are_mended() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    for n in [1, 2] {
+        world.node("mgmt", 1, n).await;
+        world.node("tenant-a", 2, n).await;
+    }
+    let _controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+    world.until_condition("Degraded", "False/AllServed", SOON).await;
+
+    // What the agents publish; the last of the links is of no member, as somebody hostile would write it.
+    let says = async |n: u8, links: serde_json::Value| {
+        let agent = json!({"version": env!("CARGO_PKG_VERSION"), "mode": "full", "mtu": 1420, "links": links});
+        let node = format!("mgmt-{n}");
+        world
+            .annotate("mgmt", &node, names::NODE_AGENT, Some(&agent.to_string()))
+            .await;
+    };
+    let links = async || -> Vec<(String, String, i64, i64)> {
+        let status = world.get_mesh().await.unwrap().status.unwrap();
+        let links = status.broken_links.into_iter();
+        links.map(|link| (link.from, link.to, link.up, link.total)).collect()
+    };
+    let until = async |want: &[(&str, &str, i64, i64)]| {
+        let want: Vec<_> = want
+            .iter()
+            .map(|(from, to, up, total)| ((*from).to_owned(), (*to).to_owned(), *up, *total))
+            .collect();
+        wait_until(format!("broken links {want:?}"), LATER, async || {
+            let links = links().await;
+            if links == want {
+                Ok(())
+            } else {
+                Err(format!("{links:?}"))
+            }
+        })
+        .await
+        .unwrap();
+    };
+    let tenant = format!("{NAMESPACE}/prod/tenant-a");
+    says(
+        1,
+        json!({&tenant: {"up": 1, "down": 1, "total": 2}, "other/prod/tenant-a": {"down": 1, "total": 1}}),
+    )
+    .await;
+    until(&[("mgmt", "tenant-a", 1, 2)]).await;
+    let message = world.until_condition("Degraded", "True/TunnelsDown", SOON).await;
+    assert!(
+        message.starts_with("1 of 2 tunnels from nodes of cluster \"mgmt\" to cluster \"tenant-a\" are down"),
+        "{message}"
+    );
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let lies = json!({&tenant: {"up": 4_000_000_000_u64, "down": 7, "total": 1}, format!("{NAMESPACE}/prod/nobody"): {"down": 9}});
+    says(2, lies).await;
+    until(&[("mgmt", "tenant-a", 1, 4)]).await;
+
+    for n in [1, 2] {
+        says(n, json!({})).await;
+    }
+    until(&[]).await;
+    world.until_condition("Degraded", "False/AllServed", SOON).await;
+    let events = world.hub().kubectl(EVENTS).await.unwrap().stdout;
+    let said: Vec<&str> = events.lines().filter(|line| line.starts_with("TunnelsDown")).collect();
+    assert_eq!(said.len(), 1, "{events}");
+}
+
+#[tokio::test]
+async fn nodes_on_which_policies_are_not_enforced_are_named_until_they_are() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    for n in [1, 2] {
+        world.node("mgmt", 1, n).await;
+        world.node("tenant-a", 2, n).await;
+    }
+    let _controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+    world.until_condition("PolicyEnforced", "True/Enforced", SOON).await;
+
+    let agent = |bypassed: &str| {
+        let version = env!("CARGO_PKG_VERSION");
+        json!({"version": version, "mode": "full", "mtu": 1420, "datapathBypassed": bypassed}).to_string()
+    };
+    // What somebody hostile writes is quoted and cut.
+    let text = format!("datapath-mode is netkit\n{}", "x".repeat(1000));
+    for n in [1, 2] {
+        let node = format!("tenant-a-{n}");
+        world
+            .annotate("tenant-a", &node, names::NODE_AGENT, Some(&agent(&text)))
+            .await;
+    }
+    // Kilo alone serves this one.
+    world.annotate("mgmt", "mgmt-2", names::NODE_AGENT, None).await;
+    let want = format!(
+        "on Nodes tenant-a-1, tenant-a-2 of cluster \"tenant-a\" the CNI leads packets of pods past netfilter \
+         (\"datapath-mode is netkit\\n{}…\"): PeerPolicies do not see them, and pods there may not reach the mesh. Set \
+         enable-host-legacy-routing to \"true\" and datapath-mode to \"veth\" in kube-system/cilium-config there (Helm: \
+         bpf.hostLegacyRouting=true) and restart Cilium; on Node mgmt-2 of cluster \"mgmt\" kg runs without wg-agent and \
+         accepts whatever its Peers admit: run wg-agent there with --mode=policy",
+        "x".repeat(101)
+    );
+    wait_until("both to be said", SOON, async || {
+        match world.condition("PolicyEnforced").await {
+            Some((state, message)) if state == "False/DatapathBypassed" && message == want => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap();
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+
+    for n in [1, 2] {
+        let node = format!("tenant-a-{n}");
+        world
+            .annotate("tenant-a", &node, names::NODE_AGENT, Some(&agent("")))
+            .await;
+    }
+    world.until_condition("PolicyEnforced", "False/NoAgent", SOON).await;
+    world
+        .annotate("mgmt", "mgmt-2", names::NODE_AGENT, Some(&agent("")))
+        .await;
+    world.until_condition("PolicyEnforced", "True/Enforced", SOON).await;
+    let events = world.hub().kubectl(EVENTS).await.unwrap().stdout;
+    for reason in ["DatapathBypassed", "NoAgent"] {
+        assert!(
+            events.lines().any(|line| line.starts_with(reason)),
+            "{reason}: {events}"
+        );
+    }
+}
