@@ -38,7 +38,7 @@ pub use command::{Output, Running};
 pub use error::{Error, Result};
 pub use image::ImageSpec;
 pub use lab::{Cluster, Lab, Node};
-pub use machine::{Ended, Machine};
+pub use machine::{Clock, Ended, Machine};
 pub use plan::{ClusterPlan, LabPlan, NodeName, NodePlan, PlanV6, ProxyMode, Uplink, Workers};
 pub use product::{AGENT_NAMESPACE, MESH, NAMESPACE, Product, Tunnel};
 pub use run::{down_all, standing};

@@ -36,6 +36,19 @@ pub struct Machine {
     pub cpus: u32,
     /// The machine is ended after this time.
     pub limit: Duration,
+    /// What time is, inside.
+    pub clock: Clock,
+}
+
+/// A machine's time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Clock {
+    /// That of the world. How much is done in a second is the emulator's matter, and that of everything else on this machine.
+    #[default]
+    Real,
+    /// A nanosecond is an instruction: what is measured inside is how many instructions it takes, the same in every run. Some five
+    /// times slower, and for one processor.
+    Instructions,
 }
 
 impl Default for Machine {
@@ -44,6 +57,7 @@ impl Default for Machine {
             memory: 2048,
             cpus: 1,
             limit: Duration::from_secs(600),
+            clock: Clock::Real,
         }
     }
 }
@@ -107,7 +121,12 @@ impl Machine {
     }
 
     fn qemu(&self, kernel: &kernel::Kernel, run: &Path) -> Command {
-        let Self { memory, cpus, limit: _ } = self;
+        let Self {
+            memory,
+            cpus,
+            limit: _,
+            clock,
+        } = self;
         // `quiet` and no timer check: the emulated timer is too irregular for the kernel's taste. `panic=-1`: a panic is an end.
         let line = "console=ttyS0 quiet panic=-1 nokaslr no_timer_check mitigations=off";
         let share = |path: &Path, tag: &str, more: &str| {
@@ -120,7 +139,19 @@ impl Machine {
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL", QEMU]);
         command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
-        command.args(["-machine", "q35", "-cpu", "qemu64", "-accel", "tcg,thread=multi"]);
+        command.args(["-machine", "q35"]);
+        command.args(match clock {
+            Clock::Real => ["-cpu", "qemu64", "-accel", "tcg,thread=multi"].as_slice(),
+            // With every instruction that the emulator has, as the kernel's ciphers choose by them.
+            Clock::Instructions => &[
+                "-cpu",
+                "max",
+                "-accel",
+                "tcg,thread=single",
+                "-icount",
+                "shift=0,align=off,sleep=on",
+            ],
+        });
         command.args(["-smp", &cpus.to_string(), "-m", &memory.to_string()]);
         command
             .arg("-kernel")

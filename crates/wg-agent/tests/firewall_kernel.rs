@@ -129,7 +129,6 @@ fn the_kernel_takes_the_table_and_another_reader_finds_its_chains_where_they_bel
     assert_eq!(
         chains,
         [
-            "spoof filter prerouting -300",
             "path_in filter prerouting -150",
             "path_dnat filter prerouting -99",
             "path_out route output -150",

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use clustermesh_lab::{Ended, Machine};
+use clustermesh_lab::{Clock, Ended, Machine};
 
 /// What `cargo xtask vm` takes.
 #[derive(Debug, clap::Args)]
@@ -17,6 +17,9 @@ pub(crate) struct Args {
     /// Its processors; with more than one the emulated kernel dies now and then.
     #[arg(long, default_value_t = 1)]
     cpus: u32,
+    /// A nanosecond is an instruction inside: figures without noise, for one processor.
+    #[arg(long, conflicts_with = "cpus")]
+    count_instructions: bool,
     /// What to run, with its arguments: as root, in this directory, on this machine's files. What it writes is gone afterwards.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     command: Vec<String>,
@@ -28,12 +31,18 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         limit,
         memory,
         cpus,
+        count_instructions,
         command,
     } = args;
     let machine = Machine {
         memory,
         cpus,
         limit: Duration::from_secs(limit),
+        clock: if count_instructions {
+            Clock::Instructions
+        } else {
+            Clock::Real
+        },
     };
     match machine.run(&command)? {
         Ended::Code(0) => Ok(()),

@@ -229,42 +229,39 @@ fn path(frame: &Frame) -> String {
     let (ct_tunnel, ct_underlay) = (set_mark(MARK_TUNNEL, "ct"), set_mark(MARK_UNDERLAY, "ct"));
     let (meta_tunnel, meta_underlay) = (set_mark(MARK_TUNNEL, "meta"), set_mark(MARK_UNDERLAY, "meta"));
     let (came_by_tunnel, came_by_underlay) = (is_mark(MARK_TUNNEL, "ct"), is_mark(MARK_UNDERLAY, "ct"));
-    let mut out = String::from(
-        "
-  # A mesh source that did not come by the tunnel may reach this node itself (a worker whose own address lies in a mesh
-  # network), never be forwarded.
-  chain spoof {
-    type filter hook prerouting priority raw; policy accept;
-",
-    );
-    both(
-        &mut out,
-        &format!("iifname != \"{device}\" {{ip}} saddr @mesh{{n}} fib daddr type unicast counter drop"),
-    );
-    out.push_str(
-        "  }
-
-  # A connection is answered on the path it came by.
-  chain path_in {
-    type filter hook prerouting priority mangle; policy accept;
-",
-    );
-    let _ = writeln!(out, "    iifname \"{device}\" ct state new {ct_tunnel}");
-    both(
-        &mut out,
-        &format!("iifname != \"{device}\" ct state new {{ip}} saddr @mesh{{n}} counter {ct_underlay}"),
-    );
+    let mut out = String::new();
     let _ = writeln!(
         out,
-        "    # The tunnel's own outer packets, and what came by the underlay: for a strict rp_filter, which looks the source
+        "
+  # A connection is answered on the path it came by.
+  chain path_in {{
+    type filter hook prerouting priority mangle; policy accept;
+    iifname \"{device}\" goto path_from_tunnel
+    # The tunnel's own outer packets, and below what came by the underlay: for a strict rp_filter, which looks the source
     # up with this mark (src_valid_mark).
-    iifname != \"{device}\" udp dport {listen_port} fib daddr type local {meta_underlay}
-    iifname != \"{device}\" ct direction original {came_by_underlay} {meta_underlay}
+    udp dport {listen_port} fib daddr type local {meta_underlay} accept
+    # A mesh source that did not come by the tunnel may reach this node itself (a worker whose own address lies in a mesh
+    # network), never be forwarded."
+    );
+    both(&mut out, "{ip} saddr @mesh{n} fib daddr type unicast counter drop");
+    let by_underlay = format!("ct state new {{ip}} saddr @mesh{{n}} counter {ct_underlay}");
+    both(&mut out, &by_underlay);
+    let _ = writeln!(
+        out,
+        "    ct direction original {came_by_underlay} {meta_underlay}
     # What pods, and peers behind a translation, answer.
     ct direction reply {came_by_underlay} {meta_underlay}"
     );
-    let thrown = format!("iifname != \"{device}\" ct direction reply {came_by_tunnel} {{ip}} daddr @throw{{n}}");
-    both(&mut out, &format!("{thrown} counter {meta_tunnel}"));
+    let thrown = format!("ct direction reply {came_by_tunnel} {{ip}} daddr @throw{{n}} counter {meta_tunnel}");
+    both(&mut out, &thrown);
+    let _ = writeln!(
+        out,
+        "  }}
+
+  chain path_from_tunnel {{
+    ct state new {ct_tunnel}
+    ct direction reply {came_by_underlay} {meta_underlay}"
+    );
     let underlay = is_mark(MARK_UNDERLAY, "meta");
     let keep = format!("meta mark set meta mark & {:#010x}", !MARK_MASK);
     out.push_str(
@@ -274,11 +271,12 @@ fn path(frame: &Frame) -> String {
   # the tunnel; with the mark kept it would leave in clear.
   chain path_dnat {
     type filter hook prerouting priority dstnat + 1; policy accept;
+    ct status & dnat == 0 accept
 ",
     );
     both(
         &mut out,
-        &format!("ct direction original ct status dnat {underlay} {{ip}} daddr @mesh{{n}} counter {keep}"),
+        &format!("ct direction original {underlay} {{ip}} daddr @mesh{{n}} counter {keep}"),
     );
     let _ = writeln!(
         out,
@@ -286,13 +284,12 @@ fn path(frame: &Frame) -> String {
 
   chain path_out {{
     type route hook output priority mangle; policy accept;
-    ct direction reply {came_by_underlay} counter {meta_underlay}
-"
+    ct direction original accept
+    ct direction reply {came_by_underlay} counter {meta_underlay}"
     );
     // Not for every answer: this node's own errors about what it sends into the tunnel (too big, unreachable) are answers in
     // conntrack's eyes, and they are for its own pods.
-    let thrown = format!("ct direction reply {came_by_tunnel} {{ip}} daddr @throw{{n}}");
-    both(&mut out, &format!("{thrown} counter {meta_tunnel}"));
+    both(&mut out, &thrown);
     out.push_str("  }\n");
     out
 }
@@ -321,23 +318,11 @@ fn from_mesh_chains() -> String {
         "
   # Original-direction packets are matched on every packet, so that taking an element away closes what it allowed.
   chain from_mesh {
-    ct state { invalid, untracked } counter drop
-    ct state related goto icmp_in
     ct direction reply ct state established accept
+    ct state invalid,related,untracked goto unusual
     ct direction reply counter drop
-    # Every node's, not this one's alone: masqueraded here, a packet for another is that node's neighbour's to it. A node's
-    # addresses among its pods (the CNI's gateway) are named nowhere; a pod that listens on such a port is reached by its
-    # own node's tunnel, or by a Service.
-    meta l4proto . th dport @infrastructure fib daddr type local counter drop
-"
-    );
-    both(
-        &mut out,
-        "meta l4proto . th dport @infrastructure {ip} daddr @nodes{n} counter drop",
-    );
-    both(
-        &mut out,
-        "meta l4proto . th dport @infrastructure ct status & dnat == 0 {ip} daddr @pods_elsewhere{n} counter drop",
+    meta l4proto . th dport @infrastructure jump infrastructure
+",
     );
     both(&mut out, "meta l4proto tcp {ip} daddr . th dport @api{n} counter drop");
     both(&mut out, "{ip} saddr . {ip} daddr @deny{n} counter drop");
@@ -355,6 +340,26 @@ fn from_mesh_chains() -> String {
     out.push_str(
         "    counter drop
   }
+
+  chain unusual {
+    ct state related goto icmp_in
+    counter drop
+  }
+
+  # Every node's, not this one's alone: masqueraded here, a packet for another is that node's neighbour's to it. A node's
+  # addresses among its pods (the CNI's gateway) are named nowhere; a pod that listens on such a port is reached by its
+  # own node's tunnel, or by a Service.
+  chain infrastructure {
+    fib daddr type local counter drop
+",
+    );
+    both(&mut out, "{ip} daddr @nodes{n} counter drop");
+    both(
+        &mut out,
+        "ct status & dnat == 0 {ip} daddr @pods_elsewhere{n} counter drop",
+    );
+    out.push_str(
+        "  }
 
   # Errors only, and only about a flow of the same member. Other related packets (conntrack helpers) are nobody's.
   chain icmp_in {

@@ -2,7 +2,7 @@
 //! up, one immutable table for each batch.
 
 use std::{
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{
         Arc, PoisonError, RwLock,
         atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
@@ -144,14 +144,37 @@ pub(super) fn clockwork(shared: &Shared) {
     }
 }
 
-/// Waits until one of the files is readable; false when the device stops.
-pub(super) fn wait(shared: &Shared, sources: &[&dyn AsFd]) -> bool {
-    let mut files: Vec<PollFd<'_>> = sources
-        .iter()
-        .map(|source| PollFd::from_borrowed_fd(source.as_fd(), PollFlags::IN))
+/// Waits until some of the files are readable and says which; `None` when the device stops.
+pub(super) fn wait<const N: usize>(shared: &Shared, sources: [Option<BorrowedFd<'_>>; N]) -> Option<[bool; N]> {
+    let (stop, mut ready) = (shared.stop.as_fd(), [false; N]);
+    let all = sources.into_iter().chain([Some(stop)]);
+    let mut files: Vec<PollFd<'_>> = all
+        .map(|source| PollFd::from_borrowed_fd(source.unwrap_or(stop), PollFlags::IN))
         .collect();
-    files.push(PollFd::new(&shared.stop, PollFlags::IN));
     // Interrupted, or no memory for the moment: the caller finds nothing to read and comes back.
     let _ = poll(&mut files, None);
-    !shared.stopping.load(Ordering::Acquire)
+    // An error of a socket too: reading it clears it.
+    for (ready, file) in ready.iter_mut().zip(&files) {
+        *ready = !file.revents().is_empty();
+    }
+    (!shared.stopping.load(Ordering::Acquire)).then_some(ready)
+}
+
+/// Whether packets come one at a time, as questions and answers do. Then each goes on before a look for the next one is taken;
+/// where several come at once, they go on together.
+#[derive(Debug, Default)]
+pub(super) struct Pace {
+    single: bool,
+}
+
+impl Pace {
+    /// Whether the first of a batch should go on at once.
+    pub(super) const fn hurry(&self) -> bool {
+        self.single
+    }
+
+    /// What the last batch held.
+    pub(super) const fn saw(&mut self, packets: usize) {
+        self.single = packets <= 1;
+    }
 }

@@ -14,7 +14,7 @@ use clustermesh_agent_core::offload::Coalescer;
 use clustermesh_wireguard::{Refused, Verdict, message::Message};
 
 use super::{
-    datapath::{BATCH, BUFFER, BURST, Shared, View, current, wait},
+    datapath::{BATCH, BUFFER, BURST, Pace, Shared, View, current, wait},
     drops::Drop,
     peers::{Identity, Peer, PeerState},
     sockets::{self, Place, control_buffer},
@@ -36,19 +36,24 @@ pub(super) fn inbound(shared: &Shared, lane: usize) {
         scratch: vec![0; BUFFER],
         coalescer: Coalescer::new(shared.tun.offload.tcp, shared.tun.offload.udp),
     };
+    let mut pace = Pace::default();
     loop {
         let sockets = current(&shared.sockets);
         let Some(own) = sockets.lanes.get(lane) else {
             return;
         };
-        let (v4, v6) = (own.v4.as_fd(), own.v6.as_ref().map(AsFd::as_fd));
-        let mut sources: Vec<&dyn AsFd> = vec![rebound, &v4];
-        sources.extend(v6.as_ref().map(|v6| v6 as &dyn AsFd));
-        if !wait(shared, &sources) {
+        let files = [
+            Some(rebound.as_fd()),
+            Some(own.v4.as_fd()),
+            own.v6.as_ref().map(AsFd::as_fd),
+        ];
+        let Some([renewed, v4, v6]) = wait(shared, files) else {
             return;
+        };
+        if renewed {
+            // The next round takes the new sockets.
+            let _ = rustix::io::read(rebound, &mut [0; 8]);
         }
-        // Readable only after a rebind: the next round takes the new sockets.
-        let _ = rustix::io::read(rebound, &mut [0; 8]);
         let view = View::new(shared, lane);
         let identity = current(&shared.identity);
         let mut batch = Inbound {
@@ -57,12 +62,17 @@ pub(super) fn inbound(shared: &Shared, lane: usize) {
             queue,
             now: Instant::now(),
             used: 0,
+            datagrams: 0,
             space: &mut space,
         };
-        for socket in [Some(&own.v4), own.v6.as_ref()].into_iter().flatten() {
-            batch.receive(socket, &mut control);
+        for socket in [Some(&own.v4).filter(|_| v4), own.v6.as_ref().filter(|_| v6)]
+            .into_iter()
+            .flatten()
+        {
+            batch.receive(socket, &mut control, &pace);
         }
         batch.flush();
+        pace.saw(batch.datagrams);
     }
 }
 
@@ -82,11 +92,13 @@ struct Inbound<'a> {
     now: Instant,
     /// Of the arena.
     used: usize,
+    /// That came so far.
+    datagrams: usize,
     space: &'a mut Space,
 }
 
 impl Inbound<'_> {
-    fn receive(&mut self, socket: &UdpSocket, control: &mut [u8]) {
+    fn receive(&mut self, socket: &UdpSocket, control: &mut [u8], pace: &Pace) {
         for _ in 0..BATCH {
             // One more always has room behind what there is.
             match sockets::receive(socket, &mut self.space.arena[self.used..], control) {
@@ -96,7 +108,7 @@ impl Inbound<'_> {
                 // An ICMP error that an earlier datagram provoked: reading it clears it.
                 Err(_) => {}
             }
-            if self.used > ARENA {
+            if self.used > ARENA || pace.hurry() && self.datagrams == 1 {
                 self.flush();
             }
         }
@@ -107,6 +119,7 @@ impl Inbound<'_> {
         let view = self.view;
         let ends = place.end;
         let mut rest = place.step_by(segment).map(|at| at..ends.min(at + segment)).peekable();
+        self.datagrams += rest.len();
         while let Some(first) = rest.peek().cloned() {
             let Some(index) = data_index(&self.space.arena[first.clone()]) else {
                 rest.next();

@@ -4,6 +4,7 @@
 use std::{
     fs::File,
     io::IoSlice,
+    os::fd::AsFd,
     sync::{Arc, MutexGuard, atomic::Ordering},
     time::{Duration, Instant},
 };
@@ -16,7 +17,7 @@ use clustermesh_wireguard::message::{HEADER as DATA_HEADER, OVERHEAD};
 use rustix::io::Errno;
 
 use super::{
-    datapath::{BATCH, BUFFER, BURST, Shared, View, wait},
+    datapath::{BATCH, BUFFER, BURST, Pace, Shared, View, wait},
     drops::Drop,
     inner::destination,
     peers::{Peer, PeerState},
@@ -42,12 +43,20 @@ pub(super) fn outbound(shared: &Shared, lane: usize) {
         left: ERRORS,
         since: Instant::now(),
     };
-    while wait(shared, &[queue]) {
+    let mut pace = Pace::default();
+    while wait(shared, [Some(queue.as_fd())]).is_some() {
         let view = View::new(shared, lane);
         let mut out = Outbound::new(&view, &mut space, &mut errors);
+        let mut packets = 0;
         for _ in 0..BATCH {
             match tun::read(queue, &mut buffer) {
-                Ok(length) => out.packet(&mut buffer, length),
+                Ok(length) => {
+                    out.packet(&mut buffer, length);
+                    packets += 1;
+                    if pace.hurry() && packets == 1 {
+                        out.flush();
+                    }
+                }
                 // Someone deleted the interface: the file can only be closed, and says "readable" for ever.
                 Err(error) if error.raw_os_error() == Some(Errno::BADFD.raw_os_error()) => {
                     shared.gone.store(true, Ordering::Release);
@@ -58,6 +67,7 @@ pub(super) fn outbound(shared: &Shared, lane: usize) {
             }
         }
         out.flush();
+        pace.saw(packets);
     }
 }
 
