@@ -3,9 +3,12 @@
 
 use clustermesh_core::{
     mesh::{MeshId, ObjectName},
+    observe::PolicySpec,
     plan::Naming,
 };
 use sha2::{Digest, Sha256};
+
+use crate::convert;
 
 /// Held on a ClusterMesh until everything it wrote is gone (the predecessor's).
 pub const FINALIZER: &str = "kilo-clustermesh.io/cleanup";
@@ -89,6 +92,10 @@ impl Naming for Names {
 
     fn policy(&self, mesh: &MeshId, cluster: &str, taken: bool) -> String {
         policy_name(&self.hub, mesh, cluster, taken)
+    }
+
+    fn policy_revision(&self, cluster: &str, spec: &PolicySpec) -> String {
+        convert::policy::written(cluster, spec).revision()
     }
 
     fn slice(&self, mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String {

@@ -9,9 +9,10 @@
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 use crate::{
-    mesh::{Protocol, ServicePort},
+    mesh::{IsolationProfile, Protocol, ServicePort},
     schema,
 };
 
@@ -50,6 +51,10 @@ pub struct PeerPolicySpec {
     #[serde(default)]
     #[schemars(length(max = 63))]
     pub source: String,
+    /// How much the source member may reach: of a `sandbox` the Services in `allow` and nothing else, and nothing here opens a
+    /// connection to it.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub isolation_profile: IsolationProfile,
     /// Source addresses that packets of this member may have.
     #[schemars(schema_with = "schema::policy_networks")]
     pub sources: Vec<String>,
@@ -131,4 +136,20 @@ pub struct InfrastructurePort {
     /// Transport protocol.
     #[serde(default)]
     pub protocol: Protocol,
+}
+
+fn is_default(profile: &IsolationProfile) -> bool {
+    *profile == IsolationProfile::default()
+}
+
+impl PeerPolicySpec {
+    /// 16 hex digits of the SHA-256 of everything it says, as JSON: what a Peer that requires this policy names. An agent
+    /// that does not know all of a policy's fields comes to another, and leaves such a Peer out.
+    #[must_use]
+    pub fn revision(&self) -> String {
+        // Plain values in the order of their fields: this cannot fail.
+        let said = serde_json::to_vec(self).unwrap_or_default();
+        let digest = Sha256::digest(said);
+        digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+    }
 }

@@ -347,7 +347,10 @@ fn peer_fields(old: &PeerSpec, new: &PeerSpec) -> Vec<&'static str> {
             "spec.persistentKeepalive",
             old.persistent_keepalive != new.persistent_keepalive,
         ),
-        ("metadata.annotations", old.candidates != new.candidates),
+        (
+            "metadata.annotations",
+            old.candidates != new.candidates || old.requires_policy != new.requires_policy,
+        ),
     ];
     differs
         .into_iter()
@@ -360,13 +363,14 @@ fn policy_fields(old: &PolicySpec, new: &PolicySpec) -> Vec<&'static str> {
     let differs = [
         ("spec.sources", old.sources != new.sources),
         ("spec.networks", old.networks != new.networks),
-        ("spec.allow", old.allow != new.allow),
+        ("spec.allow", old.allow != new.allow || old.grants != new.grants),
         ("spec.deny", old.deny != new.deny),
         (
             "spec.infrastructurePorts",
             old.infrastructure_ports != new.infrastructure_ports,
         ),
         ("spec.anchored", old.anchored != new.anchored),
+        ("spec.isolationProfile", old.sandbox != new.sandbox),
     ];
     differs
         .into_iter()

@@ -96,6 +96,7 @@ mod tests {
                     endpoint: None,
                     candidates: Vec::new(),
                     persistent_keepalive: 0,
+                    requires_policy: None,
                 },
             };
             TargetPlan {

@@ -245,6 +245,9 @@ pub struct PeerSpec {
     pub candidates: Vec<SocketAddr>,
     /// Seconds; 0 = none.
     pub persistent_keepalive: u16,
+    /// `name@revision` of the PeerPolicy that a node must enforce before it has this peer
+    /// (`kilo-clustermesh.io/requires-policy`, DESIGN §4 rule 7).
+    pub requires_policy: Option<String>,
 }
 
 /// A PeerPolicy that stands in a member.
@@ -271,6 +274,19 @@ pub struct PolicySpec {
     pub infrastructure_ports: BTreeSet<(Protocol, u16)>,
     /// Networks of this cluster that its own nodes carry as anchors (so an anchor knows what to translate).
     pub anchored: BTreeSet<IpNet>,
+    /// The source is a sandbox: it reaches `grants` and nothing else, and nothing here opens a connection to it.
+    pub sandbox: bool,
+    /// Services of this cluster that the source may reach.
+    pub grants: BTreeSet<ServiceGrant>,
+}
+
+/// A Service of a target that a source may reach; the target's nodes look up its endpoints themselves.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ServiceGrant {
+    /// The Service.
+    pub service: ObjectName,
+    /// Protocols and names of its ports, as its EndpointSlices have them (`""` = the only one); empty = every one.
+    pub ports: BTreeSet<(Protocol, String)>,
 }
 
 /// A Service.

@@ -9,7 +9,7 @@ use std::{
 
 use crate::{
     mesh::{ClusterIdentity, Mesh, MeshId, ObjectName, Protocol},
-    observe::Observations,
+    observe::{Observations, PolicySpec},
     ownership::Claimant,
 };
 
@@ -46,6 +46,8 @@ pub trait Naming {
     fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String;
     /// Name of the PeerPolicy for what `cluster` may reach.
     fn policy(&self, mesh: &MeshId, cluster: &str, taken: bool) -> String;
+    /// Changes with whatever a PeerPolicy for `cluster` says, and with nothing else: what a Peer that requires it names.
+    fn policy_revision(&self, cluster: &str, spec: &PolicySpec) -> String;
     /// Name of the `index`-th EndpointSlice of one family of a mirrored Service.
     fn slice(&self, mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String;
 }

@@ -6,8 +6,8 @@ use std::{
 };
 
 use clustermesh_core::{
-    mesh::{PortRef, Protocol},
-    observe::{self, ObservedPolicy, Owner},
+    mesh::{ObjectName, PortRef, Protocol},
+    observe::{self, ObservedPolicy, Owner, ServiceGrant},
 };
 use ipnet::IpNet;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
@@ -18,8 +18,8 @@ use super::{
     network, owner, set_labels,
 };
 use crate::{
-    mesh::ServicePort,
-    policy::{Allow, Deny, InfrastructurePort, PeerPolicy, PeerPolicySpec},
+    mesh::{IsolationProfile, ServicePort},
+    policy::{Allow, Deny, InfrastructurePort, LocalService, PeerPolicy, PeerPolicySpec},
 };
 
 /// The schema's bound on the networks of one rule.
@@ -35,12 +35,30 @@ pub fn to_core(policy: &PeerPolicy) -> ObservedPolicy {
 }
 
 fn spec(written: &PeerPolicySpec) -> Result<observe::PolicySpec, String> {
-    let mut allow = BTreeSet::new();
+    let (mut allow, mut grants) = (BTreeSet::new(), BTreeSet::new());
     for (index, entry) in written.allow.iter().enumerate() {
-        if entry.service.is_some() {
-            return Err(format!(
-                "spec.allow[{index}].service: grants by Service are not served by this version"
-            ));
+        if let Some(LocalService { namespace, name }) = &entry.service {
+            if !entry.to.is_empty() {
+                return Err(format!(
+                    "spec.allow[{index}].service: stands beside `to`: write one of them"
+                ));
+            }
+            let ports = entry
+                .ports
+                .iter()
+                .map(|port| match &port.port {
+                    IntOrString::String(name) => Ok((protocol(port.protocol), name.clone())),
+                    IntOrString::Int(number) => Err(format!(
+                        "spec.allow[{index}].ports: {number} is a number: write the port's name, as the Service's EndpointSlices have it"
+                    )),
+                })
+                .collect::<Result<_, _>>()?;
+            let service = ObjectName {
+                namespace: namespace.clone(),
+                name: name.clone(),
+            };
+            grants.insert(ServiceGrant { service, ports });
+            continue;
         }
         if !entry.ports.is_empty() {
             return Err(format!(
@@ -83,6 +101,9 @@ fn spec(written: &PeerPolicySpec) -> Result<observe::PolicySpec, String> {
             .map(|p| (protocol(p.protocol), p.port))
             .collect(),
         anchored: networks("spec.anchored", &written.anchored)?,
+        // A member that is connected to nothing has no policy; whoever writes one closes what a sandbox's closes.
+        sandbox: written.isolation_profile != IsolationProfile::ClusterMeshed,
+        grants,
     })
 }
 
@@ -109,6 +130,11 @@ pub fn from_core(name: &str, source: &str, spec: &observe::PolicySpec, owner: &O
 /// Makes a policy that stands say `spec` and belong to `owner`; what others wrote into its metadata stays.
 pub fn update(policy: &mut PeerPolicy, source: &str, spec: &observe::PolicySpec, owner: &Owner) {
     set_labels(policy.labels_mut(), owner);
+    policy.spec = written(source, spec);
+}
+
+/// What an object says that says `spec` of `source`.
+pub(crate) fn written(source: &str, spec: &observe::PolicySpec) -> PeerPolicySpec {
     let texts = |networks: &BTreeSet<IpNet>| networks.iter().map(IpNet::to_string).collect::<Vec<_>>();
     let mut denied: BTreeMap<IpAddr, Vec<ServicePort>> = BTreeMap::new();
     for address in &spec.deny {
@@ -118,8 +144,28 @@ pub fn update(policy: &mut PeerPolicy, source: &str, spec: &observe::PolicySpec,
             protocol: crate::mesh::Protocol::Tcp,
         });
     }
-    policy.spec = PeerPolicySpec {
+    let granted = |grant: &ServiceGrant| Allow {
+        to: Vec::new(),
+        service: Some(LocalService {
+            namespace: grant.service.namespace.clone(),
+            name: grant.service.name.clone(),
+        }),
+        ports: grant
+            .ports
+            .iter()
+            .map(|(protocol, name)| ServicePort {
+                port: IntOrString::String(name.clone()),
+                protocol: protocol_from_core(*protocol),
+            })
+            .collect(),
+    };
+    PeerPolicySpec {
         source: source.to_owned(),
+        isolation_profile: if spec.sandbox {
+            IsolationProfile::Sandbox
+        } else {
+            IsolationProfile::ClusterMeshed
+        },
         sources: texts(&spec.sources),
         networks: texts(&spec.networks),
         allow: texts(&spec.allow)
@@ -129,6 +175,7 @@ pub fn update(policy: &mut PeerPolicy, source: &str, spec: &observe::PolicySpec,
                 service: None,
                 ports: Vec::new(),
             })
+            .chain(spec.grants.iter().map(granted))
             .collect(),
         deny: denied
             .into_iter()
@@ -146,7 +193,7 @@ pub fn update(policy: &mut PeerPolicy, source: &str, spec: &observe::PolicySpec,
             })
             .collect(),
         anchored: texts(&spec.anchored),
-    };
+    }
 }
 
 #[cfg(test)]

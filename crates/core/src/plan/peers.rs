@@ -196,6 +196,7 @@ impl<'a, 'p> Writer<'a, 'p> {
             } else {
                 keepalive
             },
+            requires_policy: None,
         };
         Some(self.put(source, node.node, spec, own_names))
     }

@@ -220,6 +220,8 @@ impl<'a> Assembly<'a> {
                 anchored: anchor::anchored(&target.cluster, self.registered(name))
                     .into_iter()
                     .collect(),
+                sandbox: false,
+                grants: BTreeSet::new(),
             };
             let readable = self.naming.policy(self.mesh, source, false);
             let foreign = standing.get(&readable).is_some_and(|policy| !self.ours(&policy.owner))

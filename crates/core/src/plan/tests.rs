@@ -42,6 +42,11 @@ impl Naming for Plain {
         format!("{}--{cluster}{tail}", mesh.name)
     }
 
+    fn policy_revision(&self, cluster: &str, spec: &PolicySpec) -> String {
+        // Of everything it says, as the real one is.
+        format!("{cluster} {spec:?}")
+    }
+
     fn slice(&self, _mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String {
         format!("{}-{}-{index}", service.name, if v6 { 6 } else { 4 })
     }

@@ -42,6 +42,11 @@ impl Naming for Plain {
         format!("{}--{cluster}{tail}", mesh.name)
     }
 
+    fn policy_revision(&self, cluster: &str, spec: &clustermesh_core::observe::PolicySpec) -> String {
+        // Of everything it says, as the real one is.
+        format!("{cluster} {spec:?}")
+    }
+
     fn slice(&self, mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String {
         format!(
             "{}-{}-{}-{}-{index}",
@@ -199,6 +204,7 @@ fn peer_spec() -> impl Strategy<Value = PeerSpec> {
             endpoint,
             candidates: vec![],
             persistent_keepalive,
+            requires_policy: None,
         })
 }
 

@@ -221,7 +221,11 @@ impl PeerForm {
             endpoint,
             candidates,
             persistent_keepalive,
-        } = spec;
+            requires_policy: None,
+        } = spec
+        else {
+            return None;
+        };
         Some(Self {
             cluster: cluster.clone(),
             mesh: mesh.clone(),
@@ -258,6 +262,7 @@ impl PeerForm {
                 endpoint: endpoint.map(EndpointForm::value),
                 candidates,
                 persistent_keepalive,
+                requires_policy: None,
             }),
         })
     }

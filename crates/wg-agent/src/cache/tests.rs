@@ -24,6 +24,7 @@ fn peer(requires_policy: Option<&str>, endpoint: Endpoint) -> PeerSeen {
             endpoint: Some(endpoint),
             candidates: vec!["192.0.2.1:51820".parse().unwrap(), "[2001:db8::1]:1".parse().unwrap()],
             persistent_keepalive: 25,
+            requires_policy: requires_policy.map(str::to_owned),
         }),
     }
 }

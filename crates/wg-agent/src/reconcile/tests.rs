@@ -67,6 +67,7 @@ fn peer(endpoint: Option<Endpoint>) -> PeerSeen {
         endpoint,
         candidates: Vec::new(),
         persistent_keepalive: 0,
+        requires_policy: None,
     };
     PeerSeen {
         cluster: "mgmt".into(),

@@ -120,6 +120,10 @@ impl PolicySeen {
         };
         let (policy, problem) = match object.try_parse::<PeerPolicy>() {
             Ok(written) => match convert::policy::to_core(&written).spec {
+                Ok(spec) if spec.sandbox || !spec.grants.is_empty() => (
+                    closed(&written.spec.networks),
+                    Some("spec.allow[0].service: grants by Service are not served by this version".to_owned()),
+                ),
                 Ok(spec) => (policy(&name, &spec), None),
                 Err(problem) => (closed(&written.spec.networks), Some(problem)),
             },
@@ -144,6 +148,9 @@ fn policy(name: &str, spec: &PolicySpec) -> Policy {
         deny,
         infrastructure_ports,
         anchored,
+        // Nothing is allowed for these yet: such a member stays closed.
+        sandbox: _,
+        grants: _,
     } = spec;
     let protocol = |protocol| match protocol {
         mesh::Protocol::Tcp => Protocol::Tcp,

@@ -26,6 +26,7 @@ fn spec() -> observe::PeerSpec {
             "192.0.2.1:51821".parse().unwrap(),
         ],
         persistent_keepalive: 25,
+        requires_policy: Some("prod--tenant-a@0123456789abcdef".into()),
     }
 }
 
@@ -45,7 +46,10 @@ fn a_planned_peer_is_written_with_its_labels_and_read_back_as_it_was() {
                     "kilo-clustermesh.io/hub": "hub-1",
                     "kilo-clustermesh.io/source-cluster": "tenant-a",
                 },
-                "annotations": {"kilo-clustermesh.io/endpoints": "[2001:db8::1]:51820,192.0.2.1:51821"},
+                "annotations": {
+                    "kilo-clustermesh.io/endpoints": "[2001:db8::1]:51820,192.0.2.1:51821",
+                    "kilo-clustermesh.io/requires-policy": "prod--tenant-a@0123456789abcdef",
+                },
             },
             "spec": {
                 "allowedIPs": ["10.20.1.0/24", "100.66.0.3/32", "fd00:1::/64"],
@@ -75,6 +79,7 @@ fn a_changed_peer_keeps_what_others_wrote_into_its_metadata_and_nothing_in_its_s
         endpoint: None,
         candidates: Vec::new(),
         persistent_keepalive: 0,
+        requires_policy: None,
         ..spec()
     };
     let adopted = Owner {
@@ -179,6 +184,7 @@ fn of_a_persons_peer_the_key_and_the_readable_networks_count() {
         endpoint: None,
         candidates: Vec::new(),
         persistent_keepalive: 0,
+        requires_policy: None,
     };
     assert_eq!(
         to_core(&peer),

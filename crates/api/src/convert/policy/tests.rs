@@ -1,5 +1,4 @@
 use super::*;
-use crate::policy::LocalService;
 
 fn ours() -> Owner {
     Owner {
@@ -21,6 +20,8 @@ fn planned() -> observe::PolicySpec {
             .into(),
         infrastructure_ports: [(Protocol::Tcp, 10250), (Protocol::Udp, 53)].into(),
         anchored: nets(&["10.96.0.0/12"]),
+        sandbox: false,
+        grants: BTreeSet::new(),
     }
 }
 
@@ -49,6 +50,57 @@ fn a_planned_policy_is_written_and_read_back_as_it_was() {
             spec: Ok(planned())
         }
     );
+}
+
+#[test]
+fn a_sandboxs_policy_names_services_and_every_word_of_it_changes_its_revision() {
+    let grant = |name: &str, ports: &[(Protocol, &str)]| ServiceGrant {
+        service: ObjectName {
+            namespace: "team-x".into(),
+            name: name.into(),
+        },
+        ports: ports
+            .iter()
+            .map(|(protocol, name)| (*protocol, (*name).to_owned()))
+            .collect(),
+    };
+    let sandbox = observe::PolicySpec {
+        allow: BTreeSet::new(),
+        sandbox: true,
+        grants: [grant("postgres-rw", &[(Protocol::Tcp, "")]), grant("redis", &[])].into(),
+        ..planned()
+    };
+    let policy = from_core("prod--notebooks", "notebooks", &sandbox, &ours());
+    let written = serde_json::to_value(&policy.spec).unwrap();
+    assert_eq!(written["isolationProfile"], "sandbox");
+    assert_eq!(
+        written["allow"],
+        serde_json::json!([
+            {"service": {"namespace": "team-x", "name": "postgres-rw"}, "ports": [{"port": "", "protocol": "TCP"}]},
+            {"service": {"namespace": "team-x", "name": "redis"}},
+        ])
+    );
+    assert_eq!(to_core(&policy).spec, Ok(sandbox.clone()));
+    let revisions: BTreeSet<String> = [
+        sandbox.clone(),
+        observe::PolicySpec {
+            sandbox: false,
+            ..sandbox.clone()
+        },
+        observe::PolicySpec {
+            grants: BTreeSet::new(),
+            ..sandbox.clone()
+        },
+        observe::PolicySpec {
+            anchored: BTreeSet::new(),
+            ..sandbox.clone()
+        },
+    ]
+    .iter()
+    .map(|spec| from_core("p", "notebooks", spec, &ours()).spec.revision())
+    .collect();
+    assert_eq!((revisions.len(), revisions.first().unwrap().len()), (4, 16));
+    assert!(revisions.contains(&policy.spec.revision()), "read back it is another");
 }
 
 #[test]
