@@ -28,6 +28,7 @@ mod pki;
 mod plan;
 mod product;
 mod run;
+mod scan;
 mod supervisor;
 mod tools;
 mod traffic;

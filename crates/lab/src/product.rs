@@ -198,6 +198,12 @@ impl<'a> Product<'a> {
     /// each member, by its name.
     #[must_use]
     pub fn mesh(&self, egress: &[(&str, &str)]) -> String {
+        self.mesh_with(&[], egress)
+    }
+
+    /// The same with some members as sandboxes, of which nothing is in the mesh but their nodes' WireGuard addresses.
+    #[must_use]
+    pub fn mesh_with(&self, sandboxes: &[&str], egress: &[(&str, &str)]) -> String {
         let mut text = format!(
             "apiVersion: kilo.squat.ai/v1alpha1\nkind: ClusterMesh\nmetadata: {{name: {MESH}, namespace: {NAMESPACE}}}\nspec:\n  clusters:\n"
         );
@@ -209,7 +215,12 @@ impl<'a> Product<'a> {
             } else {
                 text.push_str(&format!("    kubeconfigSecretRef: {{name: {name}-kubeconfig}}\n"));
             }
-            let networks = networks(cluster.plan(), position == 0);
+            let networks = if sandboxes.contains(&name.as_str()) {
+                text.push_str("    isolationProfile: sandbox\n");
+                vec![cluster.plan().wireguard_cidr.to_string()]
+            } else {
+                networks(cluster.plan(), position == 0)
+            };
             text.push_str(&format!("    allowedNetworks: [{}]\n", networks.join(", ")));
             if let Workers::Pods { of, .. } = &cluster.plan().workers {
                 let of = self.lab.cluster(of).plan().pod_cidr;

@@ -3,6 +3,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 const USAGE: &str = "usage:
@@ -12,6 +13,7 @@ const USAGE: &str = "usage:
   lab-probe udp-send ADDRESS TEXT [N]  N datagrams (default 1), each awaits its echo for 1 s; exit status 1 if any is lost
   lab-probe stream-serve ADDRESS       TCP: echoes numbered lines
   lab-probe stream-get ADDRESS SECONDS one connection, a line each 100 ms, prints what comes back; status 1 on a gap over 2 s
+  lab-probe scan FILE                  TCP connections to every ADDRESS in FILE, a second each; prints those that open
   lab-probe pause                      waits for ever
 ADDRESS is host:port; a server takes :port as any address.";
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -32,6 +34,7 @@ fn main() {
             .and_then(|n| udp_send(address, text, n)),
         ["stream-serve", address] => stream_serve(address),
         ["stream-get", address, seconds] => seconds.parse().map_err(Into::into).and_then(|s| stream_get(address, s)),
+        ["scan", file] => scan(file),
         ["pause"] => loop {
             std::thread::park();
         },
@@ -131,6 +134,27 @@ fn get(url: &str) -> Result<String, Box<dyn std::error::Error>> {
     } else {
         Err(format!("status {status}: {body}").into())
     }
+}
+
+/// Many at a time: most of them never answer.
+const SCANNERS: usize = 128;
+
+fn scan(file: &str) -> Outcome {
+    let text = std::fs::read_to_string(file)?;
+    let all: Vec<SocketAddr> = text.lines().map(str::parse).collect::<Result<_, _>>()?;
+    let next = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..SCANNERS.min(all.len()) {
+            scope.spawn(|| {
+                while let Some(address) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    if TcpStream::connect_timeout(address, Duration::from_secs(1)).is_ok() {
+                        println!("{address}");
+                    }
+                }
+            });
+        }
+    });
+    Ok(())
 }
 
 fn dial(address: &str) -> Result<TcpStream, Box<dyn std::error::Error>> {

@@ -1,0 +1,162 @@
+//! Everything that a cluster answers at, and which of it a pod or a node of another one finds.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+};
+
+use ipnet::IpNet;
+use serde_json::Value;
+
+use crate::{Asker, Cluster, Error, Lab, Result, run};
+
+/// Ports of the control plane, the kubelet, kube-proxy, the agent and SSH, whether anything listens there or not.
+const INFRASTRUCTURE: [u16; 11] = [22, 2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259];
+
+impl Cluster<'_> {
+    /// Every address of it with every port that is open anywhere in it, and what each address is: nodes (their own
+    /// addresses, their pods' gateway, their WireGuard address), pods, Services, load balancers, the API server.
+    ///
+    /// # Errors
+    /// When the API server does not answer.
+    pub async fn sockets(&self) -> Result<BTreeMap<SocketAddr, String>> {
+        let kinds = ["nodes", "pods", "services", "endpointslices"];
+        let list = self
+            .kubectl(["get", &kinds.join(","), "-A", "-o", "json"])
+            .await?
+            .stdout;
+        let list: Value =
+            serde_json::from_str(&list).map_err(|error| Error::Plan(format!("what kubectl get printed: {error}")))?;
+        let mut found = Found::default();
+        found.address(&self.plan().api_address().to_string(), || "the API server".to_owned());
+        found.ports.extend(INFRASTRUCTURE);
+        for object in list["items"].as_array().into_iter().flatten() {
+            found.take(object);
+        }
+        let Found { addresses, ports } = found;
+        let with_ports = |(ip, what): (IpAddr, String)| {
+            ports
+                .iter()
+                .map(move |port| (SocketAddr::new(ip, *port), what.clone()))
+                .collect::<Vec<_>>()
+        };
+        Ok(addresses.into_iter().flat_map(with_ports).collect())
+    }
+}
+
+#[derive(Debug, Default)]
+struct Found {
+    addresses: BTreeMap<IpAddr, String>,
+    ports: BTreeSet<u16>,
+}
+
+impl Found {
+    fn address(&mut self, text: &str, what: impl FnOnce() -> String) {
+        if let Ok(ip) = text.parse() {
+            self.addresses.entry(ip).or_insert_with(what);
+        }
+    }
+
+    fn port(&mut self, value: &Value) {
+        self.ports.extend(
+            value
+                .as_u64()
+                .and_then(|port| u16::try_from(port).ok())
+                .filter(|port| *port > 0),
+        );
+    }
+
+    fn take(&mut self, object: &Value) {
+        let name = object["metadata"]["name"].as_str().unwrap_or_default();
+        let all = |value: &Value| value.as_array().cloned().unwrap_or_default();
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        match object["kind"].as_str() {
+            Some("Node") => {
+                for address in all(&object["status"]["addresses"]) {
+                    self.address(&text(&address["address"]), || format!("node {name}"));
+                }
+                let annotations = &object["metadata"]["annotations"];
+                let wireguard = text(&annotations["kilo.squat.ai/wireguard-ip"]);
+                let wireguard = wireguard.split('/').next().unwrap_or_default();
+                self.address(wireguard, || format!("WireGuard of node {name}"));
+                for pods in all(&object["spec"]["podCIDRs"]) {
+                    if let Some(gateway) = pods
+                        .as_str()
+                        .and_then(|net| net.parse::<IpNet>().ok())
+                        .and_then(|net| net.hosts().next())
+                    {
+                        self.address(&gateway.to_string(), || format!("pods' gateway on node {name}"));
+                    }
+                }
+            }
+            Some("Pod") => {
+                for ip in all(&object["status"]["podIPs"]) {
+                    self.address(&text(&ip["ip"]), || format!("pod {name}"));
+                }
+                for container in all(&object["spec"]["containers"]) {
+                    for port in all(&container["ports"]) {
+                        self.port(&port["containerPort"]);
+                    }
+                }
+            }
+            Some("Service") => {
+                let addresses = all(&object["spec"]["clusterIPs"]).into_iter();
+                let balancers = all(&object["status"]["loadBalancer"]["ingress"])
+                    .into_iter()
+                    .map(|at| at["ip"].clone());
+                for ip in addresses.chain(balancers).chain(all(&object["spec"]["externalIPs"])) {
+                    self.address(&text(&ip), || format!("Service {name}"));
+                }
+                for port in all(&object["spec"]["ports"]) {
+                    self.port(&port["port"]);
+                    self.port(&port["nodePort"]);
+                }
+            }
+            Some("EndpointSlice") => {
+                for endpoint in all(&object["endpoints"]) {
+                    for ip in all(&endpoint["addresses"]) {
+                        self.address(&text(&ip), || format!("an endpoint of EndpointSlice {name}"));
+                    }
+                }
+                for port in all(&object["ports"]) {
+                    self.port(&port["port"]);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+impl Lab {
+    /// Those of the sockets that take a TCP connection from there.
+    ///
+    /// # Errors
+    /// When the scanner cannot be run.
+    pub async fn scan(
+        &self,
+        from: &Asker,
+        sockets: impl IntoIterator<Item = SocketAddr>,
+    ) -> Result<BTreeSet<SocketAddr>> {
+        let list = tempfile::NamedTempFile::new_in(self.directory()).map_err(Error::io("make a list to scan"))?;
+        let text: String = sockets.into_iter().map(|socket| format!("{socket}\n")).collect();
+        std::fs::write(list.path(), text).map_err(Error::io("write a list to scan"))?;
+        // Where every node finds it.
+        let program = self.directory().join("scanner");
+        if !program.exists() {
+            std::fs::copy(run::our_program("lab-probe")?, &program).map_err(Error::io("copy the scanner"))?;
+        }
+        let program = program.display().to_string();
+        let output = self
+            .run_at(from, &[&program, "scan", &list.path().display().to_string()])
+            .await?;
+        if !output.status.success() {
+            return Err(Error::Plan(format!("the scan from {from}: {}", output.stderr)));
+        }
+        let parsed = output
+            .stdout
+            .lines()
+            .map(str::parse)
+            .collect::<std::result::Result<_, _>>();
+        parsed.map_err(|error| Error::Plan(format!("the scan from {from} printed {}: {error}", output.stdout)))
+    }
+}
