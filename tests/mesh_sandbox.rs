@@ -44,6 +44,12 @@ impl<'a> World<'a> {
         let product = Product::install(lab, &[HUB, MEMBER, SANDBOX], Tunnel::Userspace, &|_| {})
             .await
             .unwrap();
+        // With what an API server of a trusting cluster can refuse by itself, in which agents and controller still do their work.
+        let admission =
+            std::fs::read_to_string(format!("{}/../../deploy/admission.yaml", env!("CARGO_MANIFEST_DIR"))).unwrap();
+        for cluster in [&hub, &member] {
+            cluster.apply(&admission).await.unwrap();
+        }
         let hub_webs = hub.run_web().await.unwrap();
         // One node each: their second server has no place.
         let mut webs = Vec::new();
@@ -174,7 +180,7 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(wo
     // The sandbox's administrator takes the controller's rights away and gives its own Peers every address there is.
     world
         .sandbox
-        .kubectl(["delete", "clusterrolebinding", "clustermesh-controller"])
+        .kubectl(["delete", "clusterrolebinding", "clustermesh-member"])
         .await
         .unwrap();
     let peers = json(&world.sandbox, &["get", "peers"]).await;

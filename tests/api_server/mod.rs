@@ -36,18 +36,82 @@ impl ApiServer {
 
     /// The object as it would be stored, or the server's refusal: status code and message.
     #[allow(dead_code, reason = "each test binary uses its part")]
-    pub(crate) async fn dry_run(&self, path: &str, object: &Value) -> Result<Value, (u16, String)> {
+    pub(crate) async fn dry_run(&self, path: &str, object: &Value) -> Answer {
         self.post(&format!("{path}?dryRun=All&fieldValidation=Strict"), object)
             .await
     }
 
     /// The answer to a POST.
-    pub(crate) async fn post(&self, path: &str, object: &Value) -> Result<Value, (u16, String)> {
-        let body = serde_json::to_vec(object).unwrap();
-        let request = http::Request::post(path)
-            .header("content-type", "application/json")
-            .body(body)
-            .unwrap();
+    pub(crate) async fn post(&self, path: &str, object: &Value) -> Answer {
+        self.acting("", &[]).post(path, object).await
+    }
+
+    /// The answer to a merge patch.
+    #[allow(dead_code, reason = "each test binary uses its part")]
+    pub(crate) async fn patch(&self, path: &str, change: &Value) -> Answer {
+        self.acting("", &[]).patch(path, change).await
+    }
+
+    /// The answer to a DELETE.
+    #[allow(dead_code, reason = "each test binary uses its part")]
+    pub(crate) async fn delete(&self, path: &str) -> Answer {
+        self.acting("", &[]).delete(path).await
+    }
+
+    /// The administrator in someone else's place (`""` = its own), with what a token of theirs would say besides the name.
+    pub(crate) fn acting(&self, user: &str, extra: &[(&str, &str)]) -> Acting {
+        let mut headers = Vec::new();
+        if !user.is_empty() {
+            headers.push(("Impersonate-User".to_owned(), user.to_owned()));
+        }
+        // A header's name holds no slash.
+        headers.extend(extra.iter().map(|(key, value)| {
+            (
+                format!("Impersonate-Extra-{}", key.replace('/', "%2F")),
+                (*value).to_owned(),
+            )
+        }));
+        Acting {
+            client: self.client.clone(),
+            headers,
+        }
+    }
+}
+
+/// The object, or the server's refusal: status code and message.
+pub(crate) type Answer = Result<Value, (u16, String)>;
+
+/// Someone who asks.
+pub(crate) struct Acting {
+    client: kube::Client,
+    headers: Vec<(String, String)>,
+}
+
+impl Acting {
+    pub(crate) async fn post(&self, path: &str, object: &Value) -> Answer {
+        self.ask("POST", path, "application/json", object).await
+    }
+
+    #[allow(dead_code, reason = "each test binary uses its part")]
+    pub(crate) async fn patch(&self, path: &str, change: &Value) -> Answer {
+        self.ask("PATCH", path, "application/merge-patch+json", change).await
+    }
+
+    #[allow(dead_code, reason = "each test binary uses its part")]
+    pub(crate) async fn delete(&self, path: &str) -> Answer {
+        self.ask("DELETE", path, "application/json", &serde_json::json!({}))
+            .await
+    }
+
+    async fn ask(&self, method: &str, path: &str, kind: &str, body: &Value) -> Answer {
+        let mut request = http::Request::builder()
+            .method(method)
+            .uri(path)
+            .header("content-type", kind);
+        for (name, value) in &self.headers {
+            request = request.header(name, value);
+        }
+        let request = request.body(serde_json::to_vec(body).unwrap()).unwrap();
         match self.client.request::<Value>(request).await {
             Ok(stored) => Ok(stored),
             Err(kube::Error::Api(status)) => Err((status.code, status.message)),

@@ -15,6 +15,8 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{prereq, programs};
 
+mod sandbox;
+
 const HUB: &str = "mgmt";
 const MEMBER: &str = "tenant-a";
 /// Tenant-a's pods find the hub's web servers under this name.
@@ -24,6 +26,9 @@ const EGRESS: &str =
 /// What `cargo xtask demo` takes.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
+    /// What is shown.
+    #[arg(long, value_enum, default_value = "mesh")]
+    scenario: Scenario,
     /// Leave everything standing at the end and print how to step inside.
     #[arg(long)]
     keep: bool,
@@ -32,6 +37,15 @@ pub(crate) struct Args {
     down: bool,
     #[command(flatten)]
     prereq: prereq::Prereq,
+}
+
+/// What a demo shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Scenario {
+    /// Two clusters become one mesh.
+    Mesh,
+    /// A third one runs untrusted code, and reaches the Service that is named for it.
+    Sandbox,
 }
 
 /// Runs the demo. Ctrl-C, a failure, SIGTERM and even SIGKILL of this program take everything down.
@@ -46,7 +60,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     tokio::runtime::Runtime::new()?.block_on(async {
         let mut terminate = signal(SignalKind::terminate())?;
         tokio::select! {
-            done = show(args.keep) => done,
+            done = show(args.scenario, args.keep) => done,
             _ = tokio::signal::ctrl_c() => bail!("interrupted; everything is taken down"),
             _ = terminate.recv() => bail!("terminated; everything is taken down"),
         }
@@ -59,17 +73,25 @@ struct Demo<'a> {
     failed: Vec<String>,
 }
 
-async fn show(keep: bool) -> anyhow::Result<()> {
+async fn show(scenario: Scenario, keep: bool) -> anyhow::Result<()> {
     let start = Instant::now();
     let say = |line: &str| println!("[{:6.1} s] {line}", start.elapsed().as_secs_f64());
-    let mut lab = Lab::start_with(LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)]), &say).await?;
+    let plan = match scenario {
+        Scenario::Mesh => LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)]),
+        Scenario::Sandbox => sandbox::plan(),
+    };
+    let mut lab = Lab::start_with(plan, &say).await?;
     let result = {
         let mut demo = Demo {
             start,
             lab: &lab,
             failed: Vec::new(),
         };
-        demo.run().await.and_then(|()| match demo.failed.as_slice() {
+        let shown = match scenario {
+            Scenario::Mesh => demo.run().await,
+            Scenario::Sandbox => demo.sandbox().await,
+        };
+        shown.and_then(|()| match demo.failed.as_slice() {
             [] => Ok(()),
             failed => bail!("{} check(s) failed:\n  {}", failed.len(), failed.join("\n  ")),
         })

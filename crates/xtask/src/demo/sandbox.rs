@@ -1,0 +1,109 @@
+//! `cargo xtask demo --scenario sandbox`: a cluster of untrusted code reaches the Service that is named for it and nothing else.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
+
+use clustermesh_lab::{Asker, LabPlan, Product, Tunnel, WEB, wait_until};
+
+use super::{Demo, HUB, MEMBER, described};
+
+const SANDBOX: &str = "notebooks";
+const GRANT: &str =
+    "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
+
+/// The hub, a trusted member and the sandbox.
+pub(super) fn plan() -> LabPlan {
+    LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (SANDBOX, 1)])
+}
+
+impl Demo<'_> {
+    /// Shows it.
+    pub(super) async fn sandbox(&mut self) -> anyhow::Result<()> {
+        let [hub, member, sandbox] = [HUB, MEMBER, SANDBOX].map(|name| self.lab.cluster(name));
+        self.title("install: crds/ and deploy/, with kubectl as README.md tells");
+        let clusters = [HUB, MEMBER, SANDBOX];
+        let product = Product::install(self.lab, &clusters, Tunnel::Shipped, &|line| println!("  {line}")).await?;
+        let hub_webs = hub.run_web().await?;
+        for cluster in [&member, &sandbox] {
+            cluster.apply(&WEB.replace("replicas: 2", "replicas: 1")).await?;
+            cluster.rollout("default", "deployment/web").await?;
+        }
+
+        self.title("one ClusterMesh: notebooks is a sandbox with one grant");
+        let mesh = product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
+        println!("{mesh}");
+        let applied = Instant::now();
+        product.mesh_up(&mesh).await?;
+        println!("  Ready {:.1} s after kubectl apply", applied.elapsed().as_secs_f64());
+
+        self.title("the Service answers under its name");
+        let webs = sandbox.webs().await?;
+        let service = sandbox.cluster_ip("default", "hub-web").await?;
+        let askers = webs
+            .iter()
+            .flat_map(|web| [Asker::Pod(web.clone()), Asker::Host(web.node.clone())]);
+        let askers: Vec<Asker> = askers.collect();
+        for from in &askers {
+            let answer = self.lab.ask_until_answered(from, &format!("http://{service}")).await;
+            self.check(&format!("{from} -> hub-web ({service})"), described(answer));
+        }
+        println!("$ kubectl --context {HUB} get peerpolicies -o yaml   # what the sandbox may reach there");
+        println!("{}", hub.kubectl(["get", "peerpolicies", "-o", "yaml"]).await?.stdout);
+
+        self.title("a scan of every address and port of mgmt and tenant-a");
+        let mut all: BTreeMap<SocketAddr, String> = hub.sockets().await?;
+        all.extend(member.sockets().await?);
+        let own: BTreeSet<_> = sandbox.sockets().await?.into_keys().map(|socket| socket.ip()).collect();
+        all.retain(|socket, _| !own.contains(&socket.ip()));
+        let underlay = [&hub, &member].map(|cluster| cluster.plan().underlay);
+        let on_underlay = |socket: &SocketAddr| matches!(socket.ip(), std::net::IpAddr::V4(ip) if underlay.iter().any(|net| net.contains(&ip)));
+        let granted: BTreeSet<SocketAddr> = hub_webs.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect();
+        for from in &askers {
+            let open = self.lab.scan(from, all.keys().copied()).await?;
+            let (beside, by_mesh): (BTreeSet<SocketAddr>, BTreeSet<SocketAddr>) =
+                open.into_iter().partition(&on_underlay);
+            let outcome = if by_mesh == granted {
+                Ok(format!("{} of {} sockets: {by_mesh:?}", by_mesh.len(), all.len()))
+            } else {
+                Err(format!("{by_mesh:?}, granted {granted:?}"))
+            };
+            self.check(&format!("{from}, by the mesh"), outcome);
+            println!(
+                "  note  {from}, on the underlay, without any mesh: {beside:?}; that is for NetworkPolicies (THREATS.md)"
+            );
+        }
+
+        self.title("the grant is taken back");
+        let Some(from) = askers.first() else { return Ok(()) };
+        hub.apply(&product.mesh_with(&[SANDBOX], &[])).await?;
+        let applied = Instant::now();
+        let closed = wait_until("the last answer", Duration::from_secs(60), async || {
+            let open = self
+                .lab
+                .scan(from, granted.clone())
+                .await
+                .map_err(|error| error.to_string())?;
+            if open.is_empty() {
+                Ok(())
+            } else {
+                Err(format!("{open:?} still answers"))
+            }
+        })
+        .await;
+        let closed = closed.map(|()| format!("no answer {:.1} s after kubectl apply", applied.elapsed().as_secs_f64()));
+        self.check("hub-web", closed.map_err(|error| error.to_string()));
+
+        self.title("as a user sees it");
+        for (cluster, kinds) in [
+            (&hub, "clustermesh,peers,peerpolicies"),
+            (&sandbox, "peers,peerpolicies,services"),
+        ] {
+            println!("$ kubectl --context {} get {kinds} -A", cluster.plan().name);
+            println!("{}", cluster.kubectl(["get", kinds, "-A"]).await?.stdout);
+        }
+        Ok(())
+    }
+}
