@@ -65,7 +65,7 @@ pub fn condition(members: &BTreeMap<String, Unenforced>) -> Condition {
 }
 
 /// `Node a`, `Nodes a, b and 3 more`.
-fn named<'a>(nodes: impl ExactSizeIterator<Item = &'a String>) -> String {
+pub(crate) fn named<'a>(nodes: impl ExactSizeIterator<Item = &'a String>) -> String {
     let count = nodes.len();
     let names: Vec<&str> = nodes.take(NAMED).map(String::as_str).collect();
     let word = if count == 1 { "Node" } else { "Nodes" };
