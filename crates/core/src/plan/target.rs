@@ -46,10 +46,12 @@ impl<'a> Party<'a> {
         self.observed.and_then(Observation::last)
     }
 
-    /// The member's own addresses in the mesh: all it was granted or, masqueraded, its WireGuard range alone.
+    /// The member's own addresses in the mesh: all it was granted or, masqueraded, its WireGuard range alone. Of a sandbox
+    /// all of its entry, whatever its Nodes say: they must not be able to write ten thousand networks into a policy, nor a
+    /// new revision with each Node that comes and goes.
     fn networks(&self) -> BTreeSet<IpNet> {
         let cluster = &self.cluster;
-        if cluster.effective_addressing() == Addressing::Routed {
+        if cluster.effective_addressing() == Addressing::Routed || cluster.profile == Profile::Sandbox {
             return cluster.allowed.iter().copied().collect();
         }
         let nodes = self.member().into_iter().flat_map(|member| member.nodes.values());
@@ -257,21 +259,16 @@ impl<'a> Assembly<'a> {
                 continue;
             }
             let mut networks = party.networks();
-            if party.member().is_none() || self.rolls.get(source).is_some_and(|roll| !roll.held.is_empty()) {
+            let held = || self.rolls.get(source).is_some_and(|roll| !roll.held.is_empty());
+            if !sandbox && (party.member().is_none() || held()) {
                 // What is not seen now is not gone: a policy that shrinks would close its member, and unblock its networks.
                 let ours = standing.values().filter(|policy| {
                     policy.owner.source_cluster.as_deref() == Some(source) && self.ours(&policy.owner)
                 });
                 let known = ours
                     .filter_map(|policy| policy.spec.as_ref().ok())
-                    // What it was before it became a sandbox is no measure.
-                    .filter(|spec| spec.sandbox || !sandbox)
                     .flat_map(|spec| &spec.networks);
                 networks.extend(known.copied().filter(|net| party.cluster.allows(*net)));
-            }
-            if sandbox && networks.is_empty() {
-                // Nothing is known of it: whatever it may still send is closed.
-                networks.extend(&party.cluster.allowed);
             }
             if networks.is_empty() {
                 continue;

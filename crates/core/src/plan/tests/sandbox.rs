@@ -556,10 +556,7 @@ fn a_key_that_two_claim_is_a_meshed_members_before_a_sandboxs() {
 
 #[test]
 fn a_member_in_quarantine_is_closed_and_keeps_its_objects() {
-    for (profile, networks) in [
-        (Profile::ClusterMeshed, &["10.3.0.0/16", "100.66.3.0/24"][..]),
-        (Profile::Sandbox, &["100.66.3.0/24"]),
-    ] {
+    for profile in [Profile::ClusterMeshed, Profile::Sandbox] {
         let (mut mesh, mut seen) = three();
         mesh.clusters[2].allowed.extend(nets(&["10.3.0.0/16"]));
         mesh.clusters[2].profile = profile;
@@ -570,7 +567,7 @@ fn a_member_in_quarantine_is_closed_and_keeps_its_objects() {
         mesh.clusters[2].quarantine = true;
         let (_, plan) = run(&mesh, &seen);
         let policy = &plan.targets["mgmt"].policies["m--nb"].spec;
-        let networks = net_set(networks);
+        let networks = net_set(&["10.3.0.0/16", "100.66.3.0/24"]);
         let shut = PolicySpec {
             sources: networks.clone(),
             networks,
