@@ -5,6 +5,8 @@ mod members;
 #[path = "reconcile/meshes.rs"]
 mod meshes;
 mod reconcile;
+#[path = "reconcile/sandbox.rs"]
+mod sandbox;
 #[path = "reconcile/status.rs"]
 mod status;
 

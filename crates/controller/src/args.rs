@@ -20,8 +20,8 @@ pub struct Args {
     pub context: Option<String>,
 
     /// Namespace whose ClusterMeshes may use this controller's own rights in the hub (`local: true`), with the widest
-    /// profile of the other entries there: cluster-meshed (default), sandbox or standard. May be given several times;
-    /// `*` = every namespace. Default: the controller's own namespace (POD_NAMESPACE, else that of the kubeconfig's
+    /// profile of the other entries there: cluster-meshed (default), sandbox or standard. With `sandbox`, only Services of
+    /// that namespace itself may be granted there. May be given several times; `*` = every namespace. Default: the controller's own namespace (POD_NAMESPACE, else that of the kubeconfig's
     /// context, else `default`).
     #[arg(long = "hub-namespace", value_name = "NAMESPACE[=PROFILE]")]
     pub hub_namespaces: Vec<HubNamespace>,

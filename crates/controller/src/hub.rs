@@ -102,23 +102,37 @@ impl HubNamespaces {
         let wide = mesh
             .clusters
             .iter()
-            .find(|c| c.identity != ClusterIdentity::Local && c.profile < max)?;
+            .find(|c| c.identity != ClusterIdentity::Local && c.profile < max);
+        if let Some(wide) = wide {
+            let message = format!(
+                "entry {:?} is wider than --hub-namespace allows in namespace {namespace}: set its isolationProfile to {} or tighter",
+                wide.name,
+                match max {
+                    Profile::ClusterMeshed => "cluster-meshed",
+                    Profile::Sandbox => "sandbox",
+                    Profile::Standard => "standard",
+                },
+            );
+            return Some(("ProfileNotAllowed", message));
+        }
+        let foreign = mesh.clusters.iter().find_map(|cluster| {
+            let mut grants = cluster.egress.iter();
+            let grant = grants.find(|grant| grant.cluster == local.name && grant.service.namespace != *namespace);
+            Some((cluster, grant?))
+        });
+        let (cluster, grant) = foreign.filter(|_| max > Profile::ClusterMeshed)?;
         let message = format!(
-            "entry {:?} is wider than --hub-namespace allows in namespace {namespace}: set its isolationProfile to {} or tighter",
-            wide.name,
-            match max {
-                Profile::ClusterMeshed => "cluster-meshed",
-                Profile::Sandbox => "sandbox",
-                Profile::Standard => "standard",
-            },
+            "entry {:?} is granted Service {} of {:?}, but --hub-namespace lets a mesh in namespace {namespace} give away \
+                 Services of its own namespace alone: take the grant out, or write the mesh where all of {:?} may be given",
+            cluster.name, grant.service, local.name, local.name,
         );
-        Some(("ProfileNotAllowed", message))
+        Some(("GrantNotAllowed", message))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use clustermesh_core::mesh::{Addressing, Cluster, MeshId, PodNetwork};
+    use clustermesh_core::mesh::{Addressing, Cluster, Grant, MeshId, ObjectName, PodNetwork};
 
     use super::*;
 
@@ -191,6 +205,30 @@ mod tests {
             word(&["*", "t=standard"], "t", Profile::Sandbox),
             Some("ProfileNotAllowed")
         );
+    }
+
+    #[test]
+    fn a_namespace_with_a_bound_gives_away_services_of_its_own_alone() {
+        let mut mesh = mesh("t", Profile::Sandbox);
+        let mut refused = |flag: &str, namespace: &str| {
+            let name = |namespace: &str| ObjectName {
+                namespace: namespace.to_owned(),
+                name: "db".to_owned(),
+            };
+            mesh.clusters[1].egress = vec![Grant {
+                cluster: "hub".to_owned(),
+                service: name(namespace),
+                ports: vec![],
+                local: name("default"),
+            }];
+            let flag = flag.parse().expect("parses");
+            HubNamespaces::new(&[flag], "own").refuses(&mesh)
+        };
+        assert_eq!(refused("t=sandbox", "t"), None);
+        assert_eq!(refused("t", "kube-system"), None);
+        let (word, message) = refused("t=sandbox", "kube-system").expect("is refused");
+        assert_eq!(word, "GrantNotAllowed");
+        assert!(message.contains("kube-system/db"), "{message}");
     }
 
     #[test]

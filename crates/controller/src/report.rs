@@ -78,7 +78,7 @@ pub(crate) fn report(subject: &Subject<'_>, now: &meta::Time) -> (ClusterMeshSta
             let mut conditions = status::conditions(subject.plan, subject.unwritten, subject.broken);
             let members = subject.facts.iter();
             let members = members.map(|(entry, facts)| (entry.clone(), facts.unenforced.clone()));
-            conditions.push(enforcement::condition(&members.collect()));
+            conditions.push(enforcement::condition(&members.collect(), &subject.plan.facts));
             conditions
         }
     };

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::status::Condition;
+use crate::{plan::Fact, status::Condition};
 
 /// The word for nodes whose packets pass by netfilter.
 pub const DATAPATH_BYPASSED: &str = "DatapathBypassed";
@@ -20,9 +20,14 @@ pub struct Unenforced {
 /// How many nodes of a member are named.
 const NAMED: usize = 10;
 
-/// Whether PeerPolicies are enforced on every node that is meshed; by entry.
+/// Whether PeerPolicies are enforced on every node that is meshed; by entry. `facts` = the plan's: which members take no
+/// sandbox because of that.
 #[must_use]
-pub fn condition(members: &BTreeMap<String, Unenforced>) -> Condition {
+pub fn condition(members: &BTreeMap<String, Unenforced>, facts: &BTreeSet<Fact>) -> Condition {
+    let refusing = facts.iter().filter_map(|fact| match fact {
+        Fact::TargetCannotEnforce { message, .. } => Some(message.clone()),
+        _ => None,
+    });
     let bypassed = members.iter().filter(|(_, member)| !member.bypassed.is_empty());
     let bypassed = bypassed.map(|(cluster, member)| {
         let reasons: BTreeSet<&str> = member.bypassed.values().map(String::as_str).collect();
@@ -44,10 +49,12 @@ pub fn condition(members: &BTreeMap<String, Unenforced>) -> Condition {
         )
     });
     let (bypassed, alone): (Vec<String>, Vec<String>) = (bypassed.collect(), alone.collect());
-    let reason = match (bypassed.is_empty(), alone.is_empty()) {
-        (false, _) => DATAPATH_BYPASSED,
-        (true, false) => "NoAgent",
-        (true, true) => {
+    let refusing: Vec<String> = refusing.collect();
+    let reason = match (refusing.is_empty(), bypassed.is_empty(), alone.is_empty()) {
+        (false, _, _) => "TargetCannotEnforce",
+        (true, false, _) => DATAPATH_BYPASSED,
+        (true, true, false) => "NoAgent",
+        (true, true, true) => {
             return Condition {
                 kind: "PolicyEnforced",
                 status: true,
@@ -60,12 +67,12 @@ pub fn condition(members: &BTreeMap<String, Unenforced>) -> Condition {
         kind: "PolicyEnforced",
         status: false,
         reason,
-        message: [bypassed, alone].concat().join("; "),
+        message: [refusing, bypassed, alone].concat().join("; "),
     }
 }
 
 /// `Node a`, `Nodes a, b and 3 more`.
-fn named<'a>(nodes: impl ExactSizeIterator<Item = &'a String>) -> String {
+pub(crate) fn named<'a>(nodes: impl ExactSizeIterator<Item = &'a String>) -> String {
     let count = nodes.len();
     let names: Vec<&str> = nodes.take(NAMED).map(String::as_str).collect();
     let word = if count == 1 { "Node" } else { "Nodes" };
@@ -93,7 +100,7 @@ mod tests {
     #[test]
     fn a_mesh_is_enforced_where_nobody_says_otherwise() {
         let members = [("a".to_owned(), Unenforced::default())].into();
-        let condition = condition(&members);
+        let condition = condition(&members, &BTreeSet::new());
         assert_eq!(
             (condition.kind, condition.status, condition.reason),
             ("PolicyEnforced", true, "Enforced")
@@ -110,7 +117,8 @@ mod tests {
             ("a".to_owned(), bypassed(&["n2".to_owned(), "n1".to_owned()])),
             ("b".to_owned(), alone.clone()),
         ];
-        let both = condition(&members.into());
+        let members = members.into();
+        let both = condition(&members, &BTreeSet::new());
         assert_eq!((both.status, both.reason), (false, "DatapathBypassed"));
         assert_eq!(
             both.message,
@@ -120,14 +128,23 @@ mod tests {
              on Node k1 of cluster \"b\" kg runs without wg-agent and accepts whatever its Peers admit: run wg-agent there with \
              --mode=policy"
         );
-        let one = condition(&[("b".to_owned(), alone)].into());
+        let one = condition(&[("b".to_owned(), alone)].into(), &BTreeSet::new());
         assert_eq!((one.status, one.reason), (false, "NoAgent"));
+        let refusing = Fact::TargetCannotEnforce {
+            cluster: "a".to_owned(),
+            message: "takes none".to_owned(),
+        };
+        let refused = condition(&members, &[refusing].into());
+        assert_eq!(
+            (refused.reason, refused.message),
+            ("TargetCannotEnforce", format!("takes none; {}", both.message))
+        );
     }
 
     #[test]
     fn of_many_nodes_as_many_are_named_as_a_person_reads() {
         let nodes: Vec<String> = (0..12).map(|n| format!("n{n:02}")).collect();
-        let message = condition(&[("a".to_owned(), bypassed(&nodes))].into()).message;
+        let message = condition(&[("a".to_owned(), bypassed(&nodes))].into(), &BTreeSet::new()).message;
         assert!(
             message.starts_with("on Nodes n00, n01, n02, n03, n04, n05, n06, n07, n08, n09 and 2 more of cluster"),
             "{message}"

@@ -205,6 +205,8 @@ pub struct Node {
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// Which program serves WireGuard here.
     pub server: Server,
+    /// Packets of its pods pass by netfilter, as its agent says: no PeerPolicy sees them.
+    pub bypassed: bool,
     /// For how long an earlier plan has been holding this node's last Peer (see [`crate::plan::ClusterReport::held`]);
     /// `None` = not held.
     pub held_for: Option<Duration>,
@@ -344,6 +346,8 @@ pub struct Slice {
 pub struct SliceEndpoint {
     /// Its address.
     pub address: IpAddr,
+    /// The Node that runs it, where the slice says so. A mirrored slice never does: it is nobody's business there.
+    pub node: Option<String>,
     /// Takes new connections.
     pub ready: bool,
     /// Still answers the ones it has.

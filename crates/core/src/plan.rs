@@ -16,6 +16,7 @@ use crate::{
 mod anchor;
 mod claims;
 mod endpoint;
+mod link;
 mod location;
 mod mesh;
 mod nodes;

@@ -51,7 +51,7 @@ fn ready(plan: &MeshPlan, unwritten: &BTreeMap<String, String>) -> Condition {
             Fact::NetworksOverlap {
                 message, lost: true, ..
             } => troubles.push(("NetworksOverlap", message.clone())),
-            Fact::NotServed { message, .. } => troubles.push(("NotServed", message.clone())),
+            Fact::TargetCannotEnforce { message, .. } => troubles.push(("TargetCannotEnforce", message.clone())),
             Fact::ProfileConflict { message, .. } => troubles.push(("ProfileConflict", message.clone())),
             Fact::MemberNotFresh {
                 cluster,
@@ -77,7 +77,11 @@ fn ready(plan: &MeshPlan, unwritten: &BTreeMap<String, String>) -> Condition {
             .iter()
             .map(|(cluster, why)| ("WriteFailed", format!("cluster {cluster:?}: {why}"))),
     );
-    for (name, report) in plan.clusters.iter().filter(|(_, report)| report.registered == 0) {
+    for (name, report) in plan
+        .clusters
+        .iter()
+        .filter(|(_, report)| report.registered == 0 && report.linked)
+    {
         if troubles.is_empty() && !report.accepted.is_empty() {
             troubles.push(("NoNodes", format!("no Node of cluster {name:?} has a Peer yet")));
         }
@@ -171,6 +175,7 @@ fn degraded(plan: &MeshPlan, broken: &[Broken]) -> Condition {
                     nodes.join(", ")
                 ),
             ),
+            Fact::Quarantined { message, .. } => ("Quarantined", message.clone()),
             Fact::MeshTooLarge { cluster, peers } => (
                 "MeshTooLarge",
                 format!(

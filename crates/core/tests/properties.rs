@@ -1,5 +1,7 @@
 //! The rules of the planner over hostile input.
 
+#[path = "properties/sandbox.rs"]
+mod sandbox;
 mod world;
 
 use std::{collections::BTreeSet, time::Duration};
@@ -229,7 +231,9 @@ proptest! {
                     let held_as_it_was = planned.clusters[&peer.source].held.contains_key(&peer.node) && standing.is_some();
                     let Some(Endpoint::Ip(endpoint)) = &peer.spec.endpoint else {
                         prop_assert!(held_as_it_was || peer.spec.endpoint.is_none());
-                        prop_assert!(held_as_it_was || peer.spec.persistent_keepalive > 0);
+                        // A sandbox dials.
+                        let dials = peer.spec.requires_policy.is_some();
+                        prop_assert!(held_as_it_was || dials || peer.spec.persistent_keepalive > 0);
                         continue;
                     };
                     if held_as_it_was {

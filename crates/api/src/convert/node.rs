@@ -28,6 +28,8 @@ pub fn to_core(node: &Node) -> observe::Node {
             .and_then(|a| a.get(key))
             .map_or("", String::as_str)
     };
+    // One that cannot be read counts as none: less is trusted to a node that kg may be serving.
+    let agent = Agent::parse(annotation(NODE_AGENT)).ok();
     observe::Node {
         created: created(&node.metadata),
         ready: ready(node),
@@ -60,7 +62,8 @@ pub fn to_core(node: &Node) -> observe::Node {
             .map(|(net, _)| net)
             .collect(),
         discovered: discovered(annotation(KILO_DISCOVERED_ENDPOINTS)),
-        server: server(annotation(NODE_AGENT)),
+        server: server(agent.as_ref()),
+        bypassed: agent.is_some_and(|agent| !agent.datapath_bypassed.is_empty()),
         held_for: None,
     }
 }
@@ -130,11 +133,10 @@ fn location(node: &Node, annotation: &str) -> String {
     }
 }
 
-/// An annotation that cannot be read counts as none: less is trusted to a node that kg may be serving.
-fn server(text: &str) -> Server {
-    match Agent::parse(text).map(|agent| agent.mode).as_deref() {
-        Ok("full") => Server::Agent,
-        Ok("policy") => Server::AgentPolicy,
+fn server(agent: Option<&Agent>) -> Server {
+    match agent.map(|agent| &*agent.mode) {
+        Some("full") => Server::Agent,
+        Some("policy") => Server::AgentPolicy,
         _ => Server::Kilo,
     }
 }

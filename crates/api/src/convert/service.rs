@@ -86,6 +86,7 @@ fn backend(endpoint: &Endpoint, v6: bool) -> Option<SliceEndpoint> {
     let conditions = endpoint.conditions.clone().unwrap_or_default();
     Some(SliceEndpoint {
         address,
+        node: endpoint.node_name.clone().filter(|node| !node.is_empty()),
         ready: conditions.ready.unwrap_or(true),
         serving: conditions.serving.or(conditions.ready).unwrap_or(true),
         terminating: conditions.terminating.unwrap_or(false),

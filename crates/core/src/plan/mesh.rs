@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::{ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, claims, nodes, target};
+use super::{
+    ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, claims, link, nodes, target,
+};
 use crate::{
     key::PublicKey,
     mesh::{Cluster, ClusterIdentity, Mesh, Profile},
@@ -51,6 +53,9 @@ impl<'a> MeshPlanner<'a> {
                 accepted: party.cluster.allowed.clone(),
                 registered: 0,
                 skipped: roll.map(|roll| roll.skipped.clone()).unwrap_or_default(),
+                linked: parties
+                    .values()
+                    .any(|other| link::between(other, party).is_some_and(|link| link != link::Link::Grantor)),
                 held: roll
                     .map(|r| r.held.iter().map(|(n, why)| ((*n).to_owned(), *why)).collect())
                     .unwrap_or_default(),
@@ -60,10 +65,19 @@ impl<'a> MeshPlanner<'a> {
                 .facts
                 .extend(roll.into_iter().flat_map(|roll| roll.facts.iter().cloned()));
         }
+        let (granted, lax) = (Self::granted(&parties, &rolls), Self::lax(&parties, &rolls));
+        planned
+            .facts
+            .extend(lax.iter().map(|(cluster, message)| Fact::TargetCannotEnforce {
+                cluster: cluster.clone(),
+                message: message.clone(),
+            }));
         let assembly = target::Assembly {
             mesh: &mesh.id,
             parties: &parties,
             rolls: &rolls,
+            granted: &granted,
+            lax: &lax,
             seen: self.seen,
             settings: self.settings,
             naming: self.naming,
@@ -91,13 +105,7 @@ impl<'a> MeshPlanner<'a> {
             let key = (self.mesh.id.clone(), entry.name.clone());
             cluster.allowed = self.accepted.networks.get(&key).cloned().unwrap_or_default();
             cluster.profile = self.profile(entry, planned);
-            if let Some(message) = not_served(&cluster) {
-                planned.facts.insert(Fact::NotServed {
-                    cluster: entry.name.clone(),
-                    message,
-                });
-                cluster.profile = Profile::Standard;
-            }
+            cluster.quarantine = self.quarantined(entry, planned);
             let observed = self.seen.members.get(&entry.identity);
             let (state, trouble) = observed.map_or(("Missing", Some("it has not been looked at yet")), |o| {
                 (o.word(), o.trouble())
@@ -110,7 +118,7 @@ impl<'a> MeshPlanner<'a> {
                     message,
                 });
             }
-            let connected = cluster.profile == Profile::ClusterMeshed && !cluster.allowed.is_empty();
+            let connected = cluster.profile != Profile::Standard && !cluster.allowed.is_empty();
             let discovered = target::discovered(observed.and_then(Observation::last));
             parties.insert(
                 entry.name.clone(),
@@ -152,6 +160,57 @@ impl<'a> MeshPlanner<'a> {
         tightest
     }
 
+    /// Quarantined in one mesh of a hub is quarantined in all.
+    fn quarantined(&self, entry: &Cluster, planned: &mut MeshPlan) -> bool {
+        let meshes = self.all.iter().filter(|mesh| !mesh.deleting);
+        let mut asking = meshes.filter(|mesh| {
+            let mut entries = mesh.clusters.iter();
+            entries.any(|other| other.quarantine && other.identity.same_cluster(&entry.identity))
+        });
+        let Some(mesh) = asking.next() else { return false };
+        planned.facts.insert(Fact::Quarantined {
+            cluster: entry.name.clone(),
+            message: format!(
+                "cluster {:?} is quarantined by ClusterMesh {}: nothing from it is let through, and its objects stand",
+                entry.name, mesh.id
+            ),
+        });
+        true
+    }
+
+    /// Members that can hold nobody to a policy, and why, of those where somebody has to be.
+    fn lax(
+        parties: &BTreeMap<String, target::Party<'a>>,
+        rolls: &BTreeMap<String, nodes::Roll<'a>>,
+    ) -> BTreeMap<String, String> {
+        let asked = parties.iter().filter(|(_, party)| {
+            let mut sources = parties.values().filter(|source| link::closed(source));
+            sources.any(|source| {
+                let link = link::between(party, source);
+                link.is_some_and(|link| link != link::Link::Grantor)
+            })
+        });
+        asked
+            .filter_map(|(name, party)| Some((name.clone(), link::cannot_enforce(party, rolls.get(name))?)))
+            .collect()
+    }
+
+    fn granted(
+        parties: &BTreeMap<String, target::Party<'a>>,
+        rolls: &BTreeMap<String, nodes::Roll<'a>>,
+    ) -> BTreeMap<(String, String), link::Granted> {
+        let mut granted = BTreeMap::new();
+        for (name, exporter) in parties {
+            for (sandbox, party) in parties {
+                if link::between(exporter, party) == Some(link::Link::Sandbox) {
+                    let key = (sandbox.clone(), name.clone());
+                    granted.insert(key, link::granted(party, exporter, rolls.get(name)));
+                }
+            }
+        }
+        granted
+    }
+
     fn rolls(&self, parties: &BTreeMap<String, target::Party<'a>>) -> BTreeMap<String, nodes::Roll<'a>> {
         let mut rolls = BTreeMap::new();
         for (name, party) in parties {
@@ -178,6 +237,7 @@ impl<'a> MeshPlanner<'a> {
         let names = [false, true].map(|taken| self.naming.peer(&self.mesh.id, cluster, node, taken));
         parties
             .values()
+            .filter(|party| trusted(party))
             .filter_map(target::Party::member)
             .filter_map(|member| member.peers.as_ref())
             .any(|peers| {
@@ -189,16 +249,17 @@ impl<'a> MeshPlanner<'a> {
     }
 
     /// One key, one node, over all members. An attacker chooses its own timestamps, so the order is: local first, then
-    /// whoever has the Peer already, then the order of the entries (rule 3).
+    /// whoever has the Peer already, then a cluster-meshed member before a sandbox, then the order of the entries (rule 3).
     fn settle_keys(
         &self,
         parties: &BTreeMap<String, target::Party<'_>>,
         rolls: &mut BTreeMap<String, nodes::Roll<'_>>,
     ) {
-        // (not local, has no Peer yet, position of the entry, entry, node): the smallest wins.
-        type KeyClaim = (bool, bool, usize, String, String);
+        // (not local, has no Peer yet, profile, position of the entry, entry, node): the smallest wins.
+        type KeyClaim = (bool, bool, Profile, usize, String, String);
         let peers = parties
             .values()
+            .filter(|party| trusted(party))
             .filter_map(target::Party::member)
             .filter_map(|member| member.peers.as_ref());
         let mut standing: BTreeMap<&str, BTreeMap<PublicKey, &str>> = BTreeMap::new();
@@ -215,7 +276,14 @@ impl<'a> MeshPlanner<'a> {
             let standing = standing.get(&*entry.name);
             let local = target::is_local(entry);
             let mut claim = |key: PublicKey, stands: bool, node: &str| {
-                let claim = (!local, !stands, position, entry.name.clone(), node.to_owned());
+                let claim = (
+                    !local,
+                    !stands,
+                    party.cluster.profile,
+                    position,
+                    entry.name.clone(),
+                    node.to_owned(),
+                );
                 claims.entry(key).or_default().push(claim);
             };
             match rolls.get(&entry.name) {
@@ -258,20 +326,7 @@ impl<'a> MeshPlanner<'a> {
     }
 }
 
-/// What this version does not serve. Such an entry is connected to nothing: a boundary that is not enforced must not look
-/// as if it were.
-fn not_served(cluster: &Cluster) -> Option<String> {
-    if cluster.quarantine {
-        return Some(format!(
-            "quarantine of cluster {:?} is not served yet: its Peers are removed as for isolationProfile: standard",
-            cluster.name
-        ));
-    }
-    (cluster.profile == Profile::Sandbox).then(|| {
-        format!(
-            "isolationProfile sandbox of cluster {:?} is not served yet: it is connected to nothing. Use cluster-meshed for a \
-             trusted cluster, or standard",
-            cluster.name
-        )
-    })
+/// Whether Peers that stand in a member count as news of others: whoever owns a sandbox's API server may write any there.
+fn trusted(party: &target::Party<'_>) -> bool {
+    party.cluster.profile == Profile::ClusterMeshed
 }

@@ -25,6 +25,8 @@ pub(super) struct Registered<'a> {
     pub(super) key: PublicKey,
     /// What its Peers carry, anchored networks not among it. Inside allowedNetworks, always.
     pub(super) prefixes: BTreeSet<IpNet>,
+    /// Its WireGuard address.
+    pub(super) wireguard: IpNet,
     /// Those of them that are the node's own: no exported pods, no location IPs.
     pub(super) own: BTreeSet<IpNet>,
 }
@@ -389,6 +391,7 @@ impl<'a> Taken<'a> {
             view: found.view,
             key: found.key,
             prefixes,
+            wireguard,
             own,
         })
     }

@@ -9,18 +9,55 @@ use ipnet::IpNet;
 
 use super::{
     Fact, PlannedPeer, Reason, Skipped, anchor, endpoint,
-    nodes::{Registered, Roll},
+    link::Hosts,
+    nodes::{self, Registered, Roll},
     target::{Assembled, Assembly, Party},
 };
 use crate::{
     key::PublicKey,
     mesh::Addressing,
-    observe::{Claim, Endpoint, Member, ObservedPeer, PeerSpec, Server},
+    observe::{Claim, Endpoint, Member, Observation, ObservedPeer, PeerSpec, Server},
     ownership::{self, Ownership},
 };
 
 /// Seconds between keepalives where a NAT stands between two nodes: below the 30 s after which many forget a UDP flow.
 const NAT_KEEPALIVE: NonZeroU16 = NonZeroU16::new(25).unwrap();
+
+/// On what terms a source is written into a target.
+pub(super) enum Terms<'t> {
+    /// With all its prefixes.
+    Meshed,
+    /// A sandbox: its nodes' WireGuard addresses, nothing to dial, and never before a node enforces its policy.
+    Sandbox {
+        /// Name and revision of the policy.
+        requires: &'t str,
+        /// The networks it speaks of.
+        networks: &'t BTreeSet<IpNet>,
+    },
+    /// Into a sandbox: the endpoints it is granted and the nodes that run them.
+    Grantor {
+        /// The endpoints by node.
+        hosts: &'t Hosts,
+    },
+}
+
+impl Terms<'_> {
+    /// What a node's Peer may carry, of what it could; `None` = the node gets none.
+    fn prefixes(&self, node: &Registered<'_>) -> Option<BTreeSet<IpNet>> {
+        match self {
+            Self::Meshed => Some(node.prefixes.clone()),
+            Self::Sandbox { networks, .. } => {
+                let mut own = BTreeSet::from([node.wireguard]);
+                own.retain(|host| networks.iter().any(|net| net.contains(host)));
+                Some(own)
+            }
+            Self::Grantor { hosts } => {
+                let endpoints = hosts.get(node.node)?.iter().map(|address| nodes::host(*address));
+                Some(endpoints.chain([node.wireguard]).collect())
+            }
+        }
+    }
+}
 
 /// Collects the Peers of one target, so that a key and a prefix have one owner.
 pub(super) struct Writer<'a, 'p> {
@@ -57,7 +94,7 @@ impl<'a, 'p> Writer<'a, 'p> {
             // is not seen now, or whoever copies its key could take its place meanwhile.
             let kept = match ownership::of(&observed.owner, &assembly.seen.hub, assembly.claimants) {
                 Ownership::Foreign => true,
-                Ownership::Mesh(mesh) => mesh == assembly.mesh && assembly.unseen(observed),
+                Ownership::Mesh(mesh) => mesh == assembly.mesh && assembly.unseen(name, target, observed),
                 Ownership::Orphan => false,
             };
             if kept {
@@ -99,10 +136,18 @@ impl<'a, 'p> Writer<'a, 'p> {
         });
     }
 
-    pub(super) fn add_source(&mut self, source: &str, party: &Party<'a>) {
-        let Some(roll) = self.assembly.rolls.get(source) else {
-            return;
-        };
+    pub(super) fn add_source(&mut self, source: &str, party: &Party<'a>, terms: &Terms<'_>) {
+        if let Some(roll) = self.assembly.rolls.get(source) {
+            self.add_roll(source, party, roll, terms);
+        }
+        if let Terms::Sandbox { requires, networks } = terms
+            && party.observed.and_then(Observation::fresh).is_none()
+        {
+            self.restate(source, requires, networks);
+        }
+    }
+
+    fn add_roll(&mut self, source: &str, party: &Party<'a>, roll: &Roll<'a>, terms: &Terms<'_>) {
         let own_names: BTreeSet<String> = roll
             .registered
             .iter()
@@ -111,43 +156,50 @@ impl<'a, 'p> Writer<'a, 'p> {
         let keepalive = self.keepalive(party);
         let mut added: BTreeMap<&str, String> = BTreeMap::new();
         for node in &roll.registered {
-            if let Some(peer) = self.add_node(source, party, node, keepalive, &own_names) {
+            let Some(prefixes) = terms.prefixes(node) else { continue };
+            let candidates = match terms {
+                // It dials; where it says it is has no part in what this side sends.
+                Terms::Sandbox { .. } => Ok(endpoint::Candidates::default()),
+                Terms::Meshed | Terms::Grantor { .. } => self.candidates(source, party, node),
+            };
+            if let Some(peer) = self.add_node(source, node, prefixes, candidates, &own_names) {
+                let spec = self.peers.get_mut(&peer).map(|peer| &mut peer.spec);
+                match (terms, spec) {
+                    (Terms::Sandbox { requires, .. }, Some(spec)) => {
+                        spec.requires_policy = Some((*requires).to_owned())
+                    }
+                    (_, Some(spec)) if spec.endpoint.is_none() => {
+                        spec.persistent_keepalive = keepalive.max(NAT_KEEPALIVE.get());
+                    }
+                    (_, Some(spec)) => spec.persistent_keepalive = keepalive,
+                    (_, None) => {}
+                }
                 added.insert(node.node, peer);
             }
         }
         for node in roll.held.keys() {
-            self.hold(source, party, node);
+            self.hold(source, party, node, terms);
         }
-        self.add_anchors(source, party, roll, &added);
+        if matches!(terms, Terms::Meshed) {
+            self.add_anchors(source, party, roll, &added);
+        }
     }
 
-    fn add_node(
+    /// Where this target's nodes find a node, best first.
+    fn candidates(
         &mut self,
         source: &str,
         party: &Party<'a>,
         node: &Registered<'a>,
-        keepalive: u16,
-        own_names: &BTreeSet<String>,
-    ) -> Option<String> {
-        if let Some(owner) = self.keys.get(&node.key) {
-            let message = format!("key {} is that of {owner} there", node.key);
-            self.skip(source, node.node, Reason::PublicKeyDuplicate, &message);
-            return None;
-        }
+    ) -> Result<endpoint::Candidates, (Reason, String)> {
         let toward = endpoint::Toward {
             source: &party.cluster,
             target_networks: &self.target.cluster.allowed,
             discovered: &self.target.discovered,
             resolved: &self.assembly.seen.resolved,
         };
-        let candidates = match endpoint::choose(node.view, &toward) {
-            Ok(candidates) => candidates,
-            Err((reason, message)) => {
-                self.skip(source, node.node, reason, &message);
-                return None;
-            }
-        };
-        let mut addresses = candidates.addresses;
+        let mut candidates = endpoint::choose(node.view, &toward)?;
+        let addresses = &mut candidates.addresses;
         if !candidates.unresolved.is_empty()
             && let Some(standing) = self.standing_of(source, &node.key)
             && let Some(Endpoint::Ip(endpoint)) = standing.endpoint
@@ -157,15 +209,39 @@ impl<'a, 'p> Writer<'a, 'p> {
             addresses.retain(|address| *address != endpoint);
             addresses.insert(0, endpoint);
         }
+        let unresolved = std::mem::take(&mut candidates.unresolved);
         self.facts
-            .extend(candidates.unresolved.into_iter().map(|host| Fact::EndpointUnresolved {
+            .extend(unresolved.into_iter().map(|host| Fact::EndpointUnresolved {
                 cluster: source.to_owned(),
                 node: node.node.to_owned(),
                 host,
             }));
+        Ok(candidates)
+    }
+
+    fn add_node(
+        &mut self,
+        source: &str,
+        node: &Registered<'a>,
+        prefixes: BTreeSet<IpNet>,
+        candidates: Result<endpoint::Candidates, (Reason, String)>,
+        own_names: &BTreeSet<String>,
+    ) -> Option<String> {
+        if let Some(owner) = self.keys.get(&node.key) {
+            let message = format!("key {} is that of {owner} there", node.key);
+            self.skip(source, node.node, Reason::PublicKeyDuplicate, &message);
+            return None;
+        }
+        let addresses = match candidates {
+            Ok(candidates) => candidates.addresses,
+            Err((reason, message)) => {
+                self.skip(source, node.node, reason, &message);
+                return None;
+            }
+        };
         let first = addresses.first().copied();
         let mut allowed_ips = BTreeSet::new();
-        for prefix in &node.prefixes {
+        for prefix in &prefixes {
             // kg sends a Peer's own outer packets into the tunnel when its endpoint is among its allowed IPs.
             if self.runs_kg && first.is_some_and(|endpoint| IpNet::from(endpoint.ip()) == *prefix) {
                 continue;
@@ -191,11 +267,7 @@ impl<'a, 'p> Writer<'a, 'p> {
             allowed_ips,
             endpoint: first.map(Endpoint::Ip),
             candidates: if addresses.len() > 1 { addresses } else { Vec::new() },
-            persistent_keepalive: if first.is_none() {
-                keepalive.max(NAT_KEEPALIVE.get())
-            } else {
-                keepalive
-            },
+            persistent_keepalive: 0,
             requires_policy: None,
         };
         Some(self.put(source, node.node, spec, own_names))
@@ -247,7 +319,7 @@ impl<'a, 'p> Writer<'a, 'p> {
     }
 
     /// A held node keeps the Peer it has, as far as nobody else owns its key and prefixes now.
-    fn hold(&mut self, source: &str, party: &Party<'a>, node: &str) {
+    fn hold(&mut self, source: &str, party: &Party<'a>, node: &str, terms: &Terms<'_>) {
         let names = [false, true].map(|taken| self.assembly.naming.peer(self.assembly.mesh, source, node, taken));
         let standing = names.iter().find_map(|name| {
             let peer = self.standing.get(&**name).filter(|peer| self.ours_of(source, peer))?;
@@ -259,6 +331,32 @@ impl<'a, 'p> Writer<'a, 'p> {
         }
         spec.allowed_ips
             .retain(|net| party.cluster.allows(*net) && !self.prefixes.contains_key(net));
+        match terms {
+            Terms::Meshed => spec.requires_policy = None,
+            Terms::Sandbox { requires, networks } => {
+                // What it was before it became a sandbox is not held.
+                if spec.requires_policy.is_none() {
+                    return;
+                }
+                confine(&mut spec, requires, networks);
+            }
+            Terms::Grantor { hosts } => {
+                let view = self
+                    .assembly
+                    .rolls
+                    .get(source)
+                    .and_then(|_| party.member()?.nodes.get(node));
+                let Some(endpoints) = hosts.get(node) else { return };
+                let wireguard = view
+                    .and_then(|view| view.wireguard_ip.value())
+                    .map(|claim| claim.addr());
+                spec.allowed_ips.retain(|net| {
+                    let host = net.prefix_len() == net.max_prefix_len();
+                    host && (endpoints.contains(&net.addr()) || wireguard == Some(net.addr()))
+                });
+                spec.requires_policy = None;
+            }
+        }
         self.keys.insert(spec.public_key, format!("Peer {name}"));
         self.prefixes
             .extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {name}"))));
@@ -270,6 +368,36 @@ impl<'a, 'p> Writer<'a, 'p> {
                 spec,
             },
         );
+    }
+
+    /// Peers of a sandbox that is not seen now: what its policy says may change meanwhile, and they name its revision.
+    fn restate(&mut self, source: &str, requires: &str, networks: &BTreeSet<IpNet>) {
+        let standing: Vec<(&str, PeerSpec)> = self
+            .standing
+            .iter()
+            .filter(|(name, peer)| !self.peers.contains_key(**name) && self.ours_of(source, peer))
+            .filter_map(|(name, peer)| Some((*name, peer.spec.as_ref().ok()?.clone())))
+            .collect();
+        for (name, mut spec) in standing {
+            let own = format!("Peer {name}");
+            if self.keys.get(&spec.public_key).is_some_and(|owner| *owner != own) {
+                continue;
+            }
+            confine(&mut spec, requires, networks);
+            spec.allowed_ips
+                .retain(|net| self.prefixes.get(net).is_none_or(|owner| *owner == own));
+            self.keys.insert(spec.public_key, own.clone());
+            self.prefixes
+                .extend(spec.allowed_ips.iter().map(|net| (*net, own.clone())));
+            self.peers.insert(
+                name.to_owned(),
+                PlannedPeer {
+                    source: source.to_owned(),
+                    node: name.to_owned(),
+                    spec,
+                },
+            );
+        }
     }
 
     fn add_anchors(&mut self, source: &str, party: &Party<'a>, roll: &Roll<'a>, added: &BTreeMap<&str, String>) {
@@ -365,6 +493,17 @@ impl<'a, 'p> Writer<'a, 'p> {
             });
         }
     }
+}
+
+/// Makes a standing Peer one of a sandbox.
+fn confine(spec: &mut PeerSpec, requires: &str, networks: &BTreeSet<IpNet>) {
+    spec.allowed_ips.retain(|host| {
+        host.prefix_len() == host.max_prefix_len() && networks.iter().any(|network| network.contains(host))
+    });
+    spec.endpoint = None;
+    spec.candidates = Vec::new();
+    spec.persistent_keepalive = 0;
+    spec.requires_policy = Some(requires.to_owned());
 }
 
 /// Whether kg turns this member's Peers into routes. A Node that has just joined and published nothing is neither's, so it

@@ -68,11 +68,18 @@ pub enum Fact {
         /// Names both meshes.
         message: String,
     },
-    /// A value of the API that this version does not serve yet; the entry is treated as `standard`.
-    NotServed {
+    /// A member that can hold nobody to a policy: no Peer of a sandbox, or of a quarantined member, stands there.
+    TargetCannotEnforce {
         /// Entry of this mesh.
         cluster: String,
-        /// The field and what to write instead.
+        /// Names the nodes and the remedy.
+        message: String,
+    },
+    /// Everything from a member is closed, and its objects are kept.
+    Quarantined {
+        /// Entry of this mesh.
+        cluster: String,
+        /// Who asked for it.
         message: String,
     },
     /// Nothing is seen of a member, or not lately; nothing is deleted because of it.
@@ -142,7 +149,7 @@ pub enum Fact {
 pub struct PlannedPeer {
     /// The member that has the node, by its entry's name.
     pub source: String,
-    /// The node.
+    /// The node; of a sandbox that is not seen, the Peer's own name, which is all there is to go by.
     pub node: String,
     /// What it says.
     pub spec: PeerSpec,
@@ -213,6 +220,8 @@ pub struct ClusterReport {
     pub registered: usize,
     /// The nodes that have none, by name.
     pub skipped: Vec<Skipped>,
+    /// Its nodes should have Peers elsewhere; not those of a sandbox without a grant, for one.
+    pub linked: bool,
     /// Nodes whose last Peer is being held, and the reason they would be skipped for. The caller notes when it first saw
     /// each and hands the age back as [`crate::observe::Node::held_for`].
     pub held: BTreeMap<String, Reason>,

@@ -1,10 +1,13 @@
 //! Mirrored Services: a Service of one member that appears in another under a name (DESIGN §5).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
 
 use ipnet::IpNet;
 
-use super::{EgressReport, Naming, PlannedService, PlannedSlice};
+use super::{EgressReport, Naming, PlannedService, PlannedSlice, link::Hosts};
 use crate::{
     mesh::{Addressing, Cluster, Grant, MeshId, ObjectName, PortRef},
     observe::{Member, Observation, ServicePort, Slice, SliceEndpoint},
@@ -27,9 +30,11 @@ pub(super) struct Ends<'a> {
     pub(super) mesh: &'a MeshId,
     pub(super) importer: &'a Cluster,
     pub(super) importing: Option<&'a Member>,
-    /// The entry that has the Service, with `allowed` cut to what was accepted, if it is connected to the importer.
-    pub(super) exporter: Option<&'a Cluster>,
+    /// The entry that has the Service, with `allowed` cut to what was accepted; else why it has nothing to give.
+    pub(super) exporter: Result<&'a Cluster, String>,
     pub(super) exporting: Option<&'a Observation<Member>>,
+    /// The importer is a sandbox: the nodes there that it may have a Peer for.
+    pub(super) hosting: Option<&'a BTreeSet<&'a str>>,
     /// Whether the Service that stands under the local name is this mesh's own.
     pub(super) ours: &'a dyn Fn(&ObjectName) -> bool,
     /// An earlier grant, or an older mesh, has the local name.
@@ -66,12 +71,9 @@ impl Ends<'_> {
             };
             Mirror { report, service, keep }
         };
-        let Some(exporter) = self.exporter else {
-            return done(
-                None,
-                false,
-                format!("cluster {:?} is not connected to this one", grant.cluster),
-            );
+        let exporter = match &self.exporter {
+            Ok(exporter) => *exporter,
+            Err(why) => return done(None, false, why.clone()),
         };
         if self.taken {
             let message = format!(
@@ -97,10 +99,15 @@ impl Ends<'_> {
             );
             return done(None, false, message);
         }
-        match resolve(grant, exporter, member) {
+        match resolve(grant, exporter, member, self.hosting) {
             Err(message) => done(None, false, message),
-            Ok((ports, slices, message)) => {
-                let slices = pack(self.mesh, &grant.local, slices, naming);
+            Ok(Resolved {
+                ports,
+                groups,
+                hosts: _,
+                message,
+            }) => {
+                let slices = pack(self.mesh, &grant.local, groups, naming);
                 done(
                     Some(PlannedService {
                         source: grant.cluster.clone(),
@@ -118,7 +125,28 @@ impl Ends<'_> {
 /// Backends of one family that answer on one set of ports.
 type Groups = BTreeMap<(bool, Vec<ServicePort>), BTreeSet<SliceEndpoint>>;
 
-fn resolve(grant: &Grant, exporter: &Cluster, member: &Member) -> Result<(Vec<ServicePort>, Groups, String), String> {
+/// What a grant comes to.
+pub(super) struct Resolved {
+    /// The granted ports of the Service.
+    pub(super) ports: Vec<ServicePort>,
+    groups: Groups,
+    /// Where the backends run, as far as it is said.
+    pub(super) hosts: Hosts,
+    /// What is left out; empty = nothing.
+    message: String,
+}
+
+/// Resolves a grant against what was seen of the member that has the Service. `hosting` = the importer is a sandbox, which
+/// reaches endpoints on these nodes alone.
+///
+/// # Errors
+/// It gives nothing: why, and the remedy.
+pub(super) fn resolve(
+    grant: &Grant,
+    exporter: &Cluster,
+    member: &Member,
+    hosting: Option<&BTreeSet<&str>>,
+) -> Result<Resolved, String> {
     let words = || format!("Service {} of cluster {:?}", grant.service, grant.cluster);
     let service = member
         .services
@@ -132,6 +160,12 @@ fn resolve(grant: &Grant, exporter: &Cluster, member: &Member) -> Result<(Vec<Se
     }
     if service.managed.is_some() {
         return Err(format!("{} is itself a mirror; name the Service it mirrors", words()));
+    }
+    if hosting.is_some() && service.selectorless {
+        return Err(format!(
+            "{} has no selector: whoever writes its EndpointSlices chooses the addresses, so it is not given to a sandbox",
+            words()
+        ));
     }
     if exporter.effective_addressing() == Addressing::Masqueraded {
         return Err(format!(
@@ -166,7 +200,8 @@ fn resolve(grant: &Grant, exporter: &Cluster, member: &Member) -> Result<(Vec<Se
         return Err(format!("{} has no ports", words()));
     }
     let mut groups = Groups::new();
-    let mut outside: BTreeSet<String> = BTreeSet::new();
+    let mut hosts = Hosts::new();
+    let (mut outside, mut homeless) = (BTreeSet::new(), BTreeSet::new());
     for (_, slice) in member
         .slices
         .iter()
@@ -179,30 +214,48 @@ fn resolve(grant: &Grant, exporter: &Cluster, member: &Member) -> Result<(Vec<Se
             .cloned()
             .collect();
         for endpoint in &slice.endpoints {
-            if exporter.allows(IpNet::from(endpoint.address)) {
-                groups
-                    .entry((slice.v6, backend.clone()))
-                    .or_default()
-                    .insert(endpoint.clone());
-            } else {
-                outside.insert(endpoint.address.to_string());
+            if !exporter.allows(IpNet::from(endpoint.address)) {
+                outside.insert(endpoint.address);
+                continue;
             }
+            let node = endpoint.node.as_deref();
+            if hosting.is_some_and(|hosting| node.is_none_or(|node| !hosting.contains(node))) {
+                homeless.insert(endpoint.address);
+                continue;
+            }
+            if let Some(node) = node.filter(|_| !backend.is_empty()) {
+                hosts.entry(node.to_owned()).or_default().insert(endpoint.address);
+            }
+            let bare = SliceEndpoint {
+                node: None,
+                ..endpoint.clone()
+            };
+            groups.entry((slice.v6, backend.clone())).or_default().insert(bare);
         }
     }
     groups.retain(|(_, ports), _| !ports.is_empty());
-    let message = if outside.is_empty() {
-        String::new()
-    } else {
-        let few: Vec<_> = outside.iter().take(3).cloned().collect();
-        format!(
-            "{} endpoint(s) of {} lie outside allowedNetworks of that cluster and are left out ({}{})",
-            outside.len(),
-            words(),
-            few.join(", "),
-            if outside.len() > few.len() { ", ..." } else { "" }
-        )
+    let left_out = |addresses: &BTreeSet<IpAddr>, why: &str| {
+        (!addresses.is_empty()).then(|| {
+            let few: Vec<String> = addresses.iter().take(3).map(ToString::to_string).collect();
+            format!(
+                "{} endpoint(s) of {} {why} and are left out ({}{})",
+                addresses.len(),
+                words(),
+                few.join(", "),
+                if addresses.len() > few.len() { ", ..." } else { "" }
+            )
+        })
     };
-    Ok((ports, groups, message))
+    let messages = [
+        left_out(&outside, "lie outside allowedNetworks of that cluster"),
+        left_out(&homeless, "run on no node that has a Peer"),
+    ];
+    Ok(Resolved {
+        ports,
+        groups,
+        hosts,
+        message: messages.into_iter().flatten().collect::<Vec<_>>().join("; "),
+    })
 }
 
 fn belongs(name: &ObjectName, slice: &Slice, service: &ObjectName) -> bool {

@@ -12,10 +12,11 @@ use crate::{
     ownership::{self, Ownership},
 };
 
-/// One key in two meshes of one target is one Peer: of the mesh that has it already, else of the older one (rule 2).
+/// One key in two meshes of one target is one Peer: of the mesh that has it already, else of one in which it is no
+/// sandbox's, else of the older one (rule 2).
 pub(super) fn one_peer_per_key(plan: &mut Plan, seen: &Observations) {
-    // (has no Peer yet, age of the mesh, mesh, target, name of the Peer): the smallest wins.
-    type Place = (bool, usize, MeshId, String, String);
+    // (has no Peer yet, is a sandbox's, age of the mesh, mesh, target, name of the Peer): the smallest wins.
+    type Place = (bool, bool, usize, MeshId, String, String);
     let mut places: BTreeMap<(ClusterIdentity, PublicKey), Vec<Place>> = BTreeMap::new();
     for (age, claimant) in plan.claimants.iter().enumerate() {
         let Some(planned) = plan.meshes.get(&claimant.mesh) else {
@@ -39,7 +40,15 @@ pub(super) fn one_peer_per_key(plan: &mut Plan, seen: &Observations) {
                         && ownership::of(&peer_there.owner, &plan.hub, &plan.claimants)
                             == Ownership::Mesh(&claimant.mesh)
                 });
-                let place = (!stands, age, claimant.mesh.clone(), target.clone(), name.clone());
+                let sandbox = peer.spec.requires_policy.is_some();
+                let place = (
+                    !stands,
+                    sandbox,
+                    age,
+                    claimant.mesh.clone(),
+                    target.clone(),
+                    name.clone(),
+                );
                 places
                     .entry((target::one_cluster(identity), peer.spec.public_key))
                     .or_default()
@@ -49,7 +58,7 @@ pub(super) fn one_peer_per_key(plan: &mut Plan, seen: &Observations) {
     }
     for mut claims in places.into_values().filter(|claims| claims.len() > 1) {
         claims.sort();
-        for (_, _, mesh, target, name) in claims.into_iter().skip(1) {
+        for (_, _, _, mesh, target, name) in claims.into_iter().skip(1) {
             if let Some(held) = plan
                 .meshes
                 .get_mut(&mesh)

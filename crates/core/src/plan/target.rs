@@ -9,13 +9,14 @@ use ipnet::IpNet;
 
 use super::{
     EgressReport, Fact, Naming, PlannedPolicy, Settings, Skipped, TargetPlan, anchor,
+    link::{self, Granted, Link},
     nodes::{Registered, Roll},
     peers, services,
 };
 use crate::{
     key::PublicKey,
-    mesh::{Addressing, Cluster, ClusterIdentity, MeshId, ObjectName},
-    observe::{Member, Observation, Observations, ObservedPeer, PolicySpec},
+    mesh::{Addressing, Cluster, ClusterIdentity, MeshId, ObjectName, Profile},
+    observe::{Member, Observation, Observations, ObservedPeer, ObservedPolicy, PolicySpec},
     ownership::{self, Claimant, Ownership},
 };
 
@@ -23,7 +24,7 @@ use crate::{
 pub(super) struct Party<'a> {
     pub(super) cluster: Cluster,
     pub(super) observed: Option<&'a Observation<Member>>,
-    /// It takes part: cluster-meshed, and it holds networks.
+    /// It takes part: cluster-meshed or a sandbox, and it holds networks.
     pub(super) connected: bool,
     /// Where its nodes saw other keys, in the order of the nodes' names.
     pub(super) discovered: BTreeMap<PublicKey, Vec<SocketAddr>>,
@@ -45,10 +46,12 @@ impl<'a> Party<'a> {
         self.observed.and_then(Observation::last)
     }
 
-    /// The member's own addresses in the mesh: all it was granted or, masqueraded, its WireGuard range alone.
+    /// The member's own addresses in the mesh: all it was granted or, masqueraded, its WireGuard range alone. Of a sandbox
+    /// all of its entry, whatever its Nodes say: they must not be able to write ten thousand networks into a policy, nor a
+    /// new revision with each Node that comes and goes.
     fn networks(&self) -> BTreeSet<IpNet> {
         let cluster = &self.cluster;
-        if cluster.effective_addressing() == Addressing::Routed {
+        if cluster.effective_addressing() == Addressing::Routed || cluster.profile == Profile::Sandbox {
             return cluster.allowed.iter().copied().collect();
         }
         let nodes = self.member().into_iter().flat_map(|member| member.nodes.values());
@@ -71,6 +74,10 @@ pub(super) struct Assembly<'a> {
     pub(super) mesh: &'a MeshId,
     pub(super) parties: &'a BTreeMap<String, Party<'a>>,
     pub(super) rolls: &'a BTreeMap<String, Roll<'a>>,
+    /// What each sandbox is granted, by sandbox and by the member that has the Services.
+    pub(super) granted: &'a BTreeMap<(String, String), Granted>,
+    /// Members that can hold nobody to a policy, and why.
+    pub(super) lax: &'a BTreeMap<String, String>,
     pub(super) seen: &'a Observations,
     pub(super) settings: &'a Settings,
     pub(super) naming: &'a dyn Naming,
@@ -132,22 +139,54 @@ impl<'a> Assembly<'a> {
             return assembled;
         };
         for (source, party) in self.sources(name, target) {
-            // What the operator took out of the mesh goes, seen or not.
-            let meshed = target.connected && party.connected;
-            if meshed && party.observed.and_then(Observation::fresh).is_none() {
+            // What the operator took out of the mesh goes, seen or not; so does a sandbox where nothing would hold it.
+            let link = self.link(name, target, source, party);
+            if link.is_some() && party.observed.and_then(Observation::fresh).is_none() {
                 assembled.plan.retained.insert(source.to_owned());
             }
         }
         if target.connected {
+            let required = self.policies(name, target, &mut assembled.plan);
             let mut writer = peers::Writer::new(self, name, target);
-            for (source, party) in self.sources(name, target).filter(|(_, party)| party.connected) {
-                writer.add_source(source, party);
+            // What is held of a sandbox never comes before what another member says now.
+            let mut sources: Vec<_> = self.sources(name, target).collect();
+            sources.sort_by_key(|(source, party)| (party.cluster.profile, *source));
+            for (source, party) in sources {
+                let nothing = Granted::default();
+                let terms = match self.link(name, target, source, party) {
+                    None => continue,
+                    Some(Link::Meshed) => peers::Terms::Meshed,
+                    Some(Link::Sandbox) => match required.get(source) {
+                        Some((requires, networks)) => peers::Terms::Sandbox { requires, networks },
+                        // Never without the policy it requires.
+                        None => continue,
+                    },
+                    Some(Link::Grantor) => {
+                        let key = (name.to_owned(), source.to_owned());
+                        peers::Terms::Grantor {
+                            hosts: &self.granted.get(&key).unwrap_or(&nothing).hosts,
+                        }
+                    }
+                };
+                writer.add_source(source, party, &terms);
             }
             writer.finish(&mut assembled);
-            self.policies(name, target, &mut assembled.plan);
+            self.grantors(name, target, &mut assembled.plan);
         }
         self.services(name, target, &mut assembled);
         assembled
+    }
+
+    /// How `source` is written into the entry `name`: not at all where it would be closed, or held to its grants, and the
+    /// nodes there cannot do it.
+    fn link(&self, name: &str, target: &Party<'_>, source: &str, party: &Party<'_>) -> Option<Link> {
+        let link = link::between(target, party)?;
+        let lax = match link {
+            Link::Meshed if !party.cluster.quarantine => false,
+            Link::Meshed | Link::Sandbox => self.lax.contains_key(name),
+            Link::Grantor => self.lax.contains_key(source),
+        };
+        (!lax).then_some(link)
     }
 
     fn sources(
@@ -180,25 +219,48 @@ impl<'a> Assembly<'a> {
     }
 
     /// Whether a standing Peer's member is connected and nothing was seen of it since this controller started.
-    pub(super) fn unseen(&self, peer: &ObservedPeer) -> bool {
-        let source = peer
-            .owner
-            .source_cluster
-            .as_deref()
-            .and_then(|source| self.parties.get(source));
-        source.is_some_and(|party| party.connected && party.member().is_none())
+    pub(super) fn unseen(&self, name: &str, target: &Party<'_>, peer: &ObservedPeer) -> bool {
+        let source = peer.owner.source_cluster.as_deref();
+        source
+            .and_then(|source| Some((source, self.parties.get(source)?)))
+            .is_some_and(|(source, party)| party.member().is_none() && self.link(name, target, source, party).is_some())
     }
 
     pub(super) fn ours(&self, owner: &crate::observe::Owner) -> bool {
         ownership::of(owner, &self.seen.hub, self.claimants) == Ownership::Mesh(self.mesh)
     }
 
-    fn policies(&self, name: &'a str, target: &'a Party<'a>, plan: &mut TargetPlan) {
-        let Some(member) = target.member() else { return };
-        let Some(standing) = &member.policies else { return };
+    /// The policies of the sources that send into this target; of each sandbox what its Peers require, and its networks.
+    fn policies(
+        &self,
+        name: &'a str,
+        target: &'a Party<'a>,
+        plan: &mut TargetPlan,
+    ) -> BTreeMap<&'a str, (String, BTreeSet<IpNet>)> {
+        let mut required = BTreeMap::new();
+        let Some(member) = target.member() else {
+            return required;
+        };
+        let Some(standing) = &member.policies else {
+            return required;
+        };
+        if target.cluster.profile != Profile::ClusterMeshed {
+            return required;
+        }
         for (source, party) in self.sources(name, target).filter(|(_, party)| party.connected) {
+            let sandbox = party.cluster.profile == Profile::Sandbox;
+            // While Peers of a sandbox stand, a policy that closes stands before them, whatever becomes of its grants.
+            let peers = member.peers.iter().flat_map(BTreeMap::values);
+            let stands = || {
+                let mut ours = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some(source));
+                ours.any(|peer| self.ours(&peer.owner))
+            };
+            if link::between(target, party).is_none() && !(sandbox && stands()) {
+                continue;
+            }
             let mut networks = party.networks();
-            if party.member().is_none() || self.rolls.get(source).is_some_and(|roll| !roll.held.is_empty()) {
+            let held = || self.rolls.get(source).is_some_and(|roll| !roll.held.is_empty());
+            if !sandbox && (party.member().is_none() || held()) {
                 // What is not seen now is not gone: a policy that shrinks would close its member, and unblock its networks.
                 let ours = standing.values().filter(|policy| {
                     policy.owner.source_cluster.as_deref() == Some(source) && self.ours(&policy.owner)
@@ -211,33 +273,81 @@ impl<'a> Assembly<'a> {
             if networks.is_empty() {
                 continue;
             }
+            let closed = link::closed(party);
+            let key = (source.to_owned(), name.to_owned());
+            let grants = self.granted.get(&key).filter(|_| sandbox && !party.cluster.quarantine);
+            let spec = PolicySpec {
+                sources: networks.clone(),
+                networks: networks.clone(),
+                allow: if closed { BTreeSet::new() } else { target.networks() },
+                deny: member.api_endpoints.clone(),
+                infrastructure_ports: self.settings.infrastructure_ports.clone(),
+                anchored: if closed {
+                    BTreeSet::new()
+                } else {
+                    anchor::anchored(&target.cluster, self.registered(name))
+                        .into_iter()
+                        .collect()
+                },
+                sandbox: closed,
+                grants: grants.map(|granted| granted.grants.clone()).unwrap_or_default(),
+            };
+            let policy = self.policy_name(target, standing, source);
+            if sandbox {
+                let revision = self.naming.policy_revision(source, &spec);
+                required.insert(source, (format!("{policy}@{revision}"), networks));
+            }
+            let planned = PlannedPolicy {
+                source: source.to_owned(),
+                spec,
+            };
+            plan.policies.insert(policy, planned);
+        }
+        required
+    }
+
+    /// In a sandbox: the members whose Services it reaches send nothing into it but replies.
+    fn grantors(&self, name: &'a str, target: &'a Party<'a>, plan: &mut TargetPlan) {
+        let member = target.member().filter(|_| target.cluster.profile == Profile::Sandbox);
+        let Some((member, standing)) = member.and_then(|member| Some((member, member.policies.as_ref()?))) else {
+            return;
+        };
+        for (source, party) in self.sources(name, target) {
+            if self.link(name, target, source, party) != Some(Link::Grantor) {
+                continue;
+            }
+            let peers = plan.peers.values().filter(|peer| peer.source == source);
+            let networks: BTreeSet<IpNet> = peers.flat_map(|peer| &peer.spec.allowed_ips).copied().collect();
+            if networks.is_empty() {
+                continue;
+            }
             let spec = PolicySpec {
                 sources: networks.clone(),
                 networks,
-                allow: target.networks(),
+                allow: BTreeSet::new(),
                 deny: member.api_endpoints.clone(),
                 infrastructure_ports: self.settings.infrastructure_ports.clone(),
-                anchored: anchor::anchored(&target.cluster, self.registered(name))
-                    .into_iter()
-                    .collect(),
+                anchored: BTreeSet::new(),
                 sandbox: false,
                 grants: BTreeSet::new(),
             };
-            let readable = self.naming.policy(self.mesh, source, false);
-            let foreign = standing.get(&readable).is_some_and(|policy| !self.ours(&policy.owner))
-                || self.used(target).policies.contains(&readable);
-            let policy_name = if foreign {
-                self.naming.policy(self.mesh, source, true)
-            } else {
-                readable
+            let planned = PlannedPolicy {
+                source: source.to_owned(),
+                spec,
             };
-            plan.policies.insert(
-                policy_name,
-                PlannedPolicy {
-                    source: source.to_owned(),
-                    spec,
-                },
-            );
+            plan.policies
+                .insert(self.policy_name(target, standing, source), planned);
+        }
+    }
+
+    fn policy_name(&self, target: &Party<'_>, standing: &BTreeMap<String, ObservedPolicy>, source: &str) -> String {
+        let readable = self.naming.policy(self.mesh, source, false);
+        let foreign = standing.get(&readable).is_some_and(|policy| !self.ours(&policy.owner))
+            || self.used(target).policies.contains(&readable);
+        if foreign {
+            self.naming.policy(self.mesh, source, true)
+        } else {
+            readable
         }
     }
 
@@ -251,16 +361,21 @@ impl<'a> Assembly<'a> {
         };
         let mut names: BTreeSet<ObjectName> = BTreeSet::new();
         for grant in &target.cluster.egress {
-            let exporter = self
-                .parties
-                .get(&grant.cluster)
-                .filter(|party| party.connected && target.connected && grant.cluster != name);
+            let party = self.parties.get(&grant.cluster);
+            let link = party.and_then(|party| link::between(party, target));
+            let exporter = match (party, self.lax.get(&grant.cluster)) {
+                (Some(_), Some(why)) if link == Some(Link::Sandbox) => Err(why.clone()),
+                (Some(party), _) if matches!(link, Some(Link::Meshed | Link::Sandbox)) => Ok(&party.cluster),
+                (party, _) => Err(link::refusal(target, party, &grant.cluster)),
+            };
+            let hosting = link::hosting(self.rolls.get(&grant.cluster));
             let ends = services::Ends {
                 mesh: self.mesh,
                 importer: &target.cluster,
                 importing,
-                exporter: exporter.map(|party| &party.cluster),
-                exporting: exporter.and_then(|party| party.observed),
+                exporting: party.filter(|_| exporter.is_ok()).and_then(|party| party.observed),
+                exporter,
+                hosting: (link == Some(Link::Sandbox)).then_some(&hosting),
                 ours: &ours,
                 taken: self.used(target).services.contains(&grant.local) || !names.insert(grant.local.clone()),
             };

@@ -12,13 +12,14 @@ use crate::{
     mesh::{Addressing, Cluster, Export, Grant, GrantPort, PodNetwork, PortRef, Profile},
     observe::{
         Claim, Endpoint, Granularity, Member, Node, Observation, ObservedPeer, ObservedPolicy, Owner, PeerSpec, Pod,
-        Server, Service, ServicePort, Slice, SliceEndpoint,
+        Server, Service, ServiceGrant, ServicePort, Slice, SliceEndpoint,
     },
 };
 
 mod networks;
 mod nodes;
 mod ownership;
+mod sandbox;
 mod standing;
 
 struct Plain;

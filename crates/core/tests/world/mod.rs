@@ -21,7 +21,7 @@ use clustermesh_core::{
 use ipnet::IpNet;
 use proptest::{collection, option, prelude::*, sample::select};
 
-struct Plain;
+pub(crate) struct Plain;
 
 impl Naming for Plain {
     fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String {
@@ -172,6 +172,7 @@ pub(crate) fn node() -> impl Strategy<Value = Node> {
         persistent_keepalive: kilo.5,
         allowed_location_ips: kilo.6,
         discovered: BTreeMap::new(),
+        bypassed: false,
     })
 }
 
@@ -235,25 +236,36 @@ fn services() -> impl Strategy<Value = (BTreeMap<ObjectName, Service>, BTreeMap<
             protocol: Protocol::Tcp,
         })
     };
-    let service = (option::of(owner()), any::<bool>(), collection::vec(port(), 0..2)).prop_map(
-        |(managed, external_name, ports)| Service {
+    let shape = select(
+        &[
+            (false, false),
+            (false, false),
+            (false, false),
+            (true, true),
+            (false, true),
+        ][..],
+    );
+    let service = (option::weighted(0.3, owner()), shape, collection::vec(port(), 0..3)).prop_map(
+        |(managed, (external_name, selectorless), ports)| Service {
             managed,
             external_name,
-            selectorless: false,
+            selectorless,
             ports,
             dual: false,
         },
     );
-    let endpoint = (ip(), any::<bool>()).prop_map(|(address, ready)| SliceEndpoint {
+    let host = option::of(select(&["a", "b", "c"][..]).prop_map(str::to_owned));
+    let endpoint = (ip(), host, any::<bool>()).prop_map(|(address, node, ready)| SliceEndpoint {
         address,
+        node,
         ready,
         serving: ready,
         terminating: false,
     });
     let slice = (
-        option::of(owner()),
+        option::weighted(0.3, owner()),
         select(&["s", "t"][..]),
-        collection::vec(port(), 0..2),
+        collection::vec(port(), 0..3),
         collection::vec(endpoint, 0..4),
     )
         .prop_map(|(managed, service, ports, endpoints)| Slice {
@@ -269,7 +281,7 @@ fn services() -> impl Strategy<Value = (BTreeMap<ObjectName, Service>, BTreeMap<
     )
 }
 
-fn member() -> impl Strategy<Value = Member> {
+pub(crate) fn member() -> impl Strategy<Value = Member> {
     let nodes = collection::btree_map(select(&["a", "b", "c", "d"][..]).prop_map(str::to_owned), node(), 0..5);
     let policies = collection::btree_map(
         select(&["m--c0", "m--c1", "n--c2"][..]).prop_map(str::to_owned),

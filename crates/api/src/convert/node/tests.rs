@@ -79,7 +79,7 @@ fn kilos_heartbeat_changes_nothing() {
 
 #[test]
 fn both_families_and_everything_a_person_can_annotate_is_read() {
-    let agent = r#"{"version":"0.1.0","mode":"policy"}"#;
+    let agent = r#"{"version":"0.1.0","mode":"policy","datapathBypassed":"netkit"}"#;
     let read = to_core(&node(json!({
         "metadata": {
             "name": "n",
@@ -131,6 +131,7 @@ fn both_families_and_everything_a_person_can_annotate_is_read() {
             granularity: Some(Granularity::Cross),
             allowed_location_ips: vec!["192.168.7.0/24".parse().unwrap(), "fd00:7::/64".parse().unwrap()],
             server: Server::AgentPolicy,
+            bypassed: true,
             ..observe::Node::default()
         }
     );

@@ -51,6 +51,7 @@ fn a_slice_is_read_by_kubernetes_rules_for_what_is_not_said() {
     let labels = json!({"kubernetes.io/service-name": "db"});
     let backend = |address: &str, ready, serving, terminating| SliceEndpoint {
         address: address.parse().unwrap(),
+        node: (address == "10.0.0.3").then(|| "worker".to_owned()),
         ready,
         serving,
         terminating,
@@ -59,8 +60,8 @@ fn a_slice_is_read_by_kubernetes_rules_for_what_is_not_said() {
         read(json!({"metadata": {"labels": labels}, "addressType": "IPv4",
         "ports": [{"name": "pg", "port": 5432}, {"name": "all"}],
         "endpoints": [
-            {"addresses": ["10.0.0.1", "10.0.0.2"]},
-            {"addresses": ["10.0.0.3"], "conditions": {"ready": false}},
+            {"addresses": ["10.0.0.1", "10.0.0.2"], "nodeName": ""},
+            {"addresses": ["10.0.0.3"], "nodeName": "worker", "conditions": {"ready": false}},
             {"addresses": ["10.0.0.4"], "conditions": {"ready": false, "serving": true, "terminating": true}},
             {"addresses": ["fd00::1"]}, {"addresses": []}, {"addresses": ["x"]},
         ]})),
@@ -137,6 +138,7 @@ fn a_mirrored_service_is_written_without_selector_and_read_back_as_ours() {
         ports: vec![port("", 5432, Protocol::Tcp)],
         endpoints: vec![SliceEndpoint {
             address: "fd00::1".parse().unwrap(),
+            node: None,
             ready: true,
             serving: true,
             terminating: false,

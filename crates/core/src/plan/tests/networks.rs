@@ -176,6 +176,7 @@ fn a_granted_service_is_mirrored_with_the_endpoints_that_lie_in_the_mesh() {
         );
         let endpoint = |address: String| SliceEndpoint {
             address: address.parse().unwrap(),
+            node: None,
             ready: true,
             serving: true,
             terminating: false,
@@ -231,34 +232,4 @@ fn a_granted_service_is_mirrored_with_the_endpoints_that_lie_in_the_mesh() {
         "{}",
         of_mesh.egress[0].message
     );
-}
-
-#[test]
-fn profiles_that_are_not_served_are_connected_to_nothing_and_said() {
-    for (profile, quarantine) in [(Profile::Sandbox, false), (Profile::ClusterMeshed, true)] {
-        let mut mesh = two_clusters();
-        let mut seen = seen();
-        settle(&mesh, &mut seen);
-        mesh.clusters[1].profile = profile;
-        mesh.clusters[1].quarantine = quarantine;
-        let (plan, of_mesh) = run(&mesh, &seen);
-        assert!(
-            of_mesh
-                .facts
-                .iter()
-                .any(|fact| matches!(fact, Fact::NotServed { cluster, .. } if cluster == "tenant"))
-        );
-        let steps = diff(
-            &plan,
-            &ClusterIdentity::Local,
-            seen.members[&ClusterIdentity::Local].fresh().unwrap(),
-        );
-        assert_eq!(
-            names(&steps),
-            vec![
-                (Action::Delete, "m--tenant--x".to_owned()),
-                (Action::Delete, "m--tenant".to_owned())
-            ]
-        );
-    }
 }

@@ -1,0 +1,174 @@
+//! Which members are connected and how, what a sandbox's grants come to, and where no sandbox may be written (rule 7). What
+//! is written then stands in [`super::target`] and [`super::peers`].
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+use super::{nodes::Roll, services, target::Party};
+use crate::{
+    enforcement::named,
+    mesh::{ObjectName, Profile, Protocol},
+    observe::{Claim, Member, Server, ServiceGrant},
+};
+
+/// How a source is written into a target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Link {
+    /// Both are cluster-meshed.
+    Meshed,
+    /// The source is a sandbox with a grant toward the target.
+    Sandbox,
+    /// The target is a sandbox to which Services of the source are granted.
+    Grantor,
+}
+
+/// How `source` is written into `target`; `None` = not at all. Two sandboxes never meet.
+pub(super) fn between(target: &Party<'_>, source: &Party<'_>) -> Option<Link> {
+    let apart = !target.cluster.identity.same_cluster(&source.cluster.identity);
+    let grants = |sandbox: &Party<'_>, other: &Party<'_>| {
+        let mut egress = sandbox.cluster.egress.iter();
+        egress.any(|grant| grant.cluster == other.cluster.name)
+    };
+    if !(apart && target.connected && source.connected) {
+        return None;
+    }
+    match (target.cluster.profile, source.cluster.profile) {
+        (Profile::ClusterMeshed, Profile::ClusterMeshed) => Some(Link::Meshed),
+        (Profile::ClusterMeshed, Profile::Sandbox) => grants(source, target).then_some(Link::Sandbox),
+        (Profile::Sandbox, Profile::ClusterMeshed) => grants(target, source).then_some(Link::Grantor),
+        _ => None,
+    }
+}
+
+/// Addresses of granted endpoints by the node that runs them.
+pub(super) type Hosts = BTreeMap<String, BTreeSet<IpAddr>>;
+
+/// What the grants of one sandbox toward one member come to. Nothing seen of the sandbox has a part in it.
+#[derive(Debug, Default)]
+pub(super) struct Granted {
+    /// What the member's own nodes look up: each Service once.
+    pub(super) grants: BTreeSet<ServiceGrant>,
+    /// The endpoints that are there now.
+    pub(super) hosts: Hosts,
+}
+
+/// Resolves what `sandbox` is granted of `exporter`, as far as it was seen; what does not resolve is left out, and
+/// [`super::EgressReport`] says why.
+pub(super) fn granted(sandbox: &Party<'_>, exporter: &Party<'_>, roll: Option<&Roll<'_>>) -> Granted {
+    let mut granted = Granted::default();
+    let Some(member) = exporter.member() else {
+        return granted;
+    };
+    let hosting = hosting(roll);
+    let mut services: BTreeMap<ObjectName, BTreeSet<(Protocol, String)>> = BTreeMap::new();
+    let grants = sandbox.cluster.egress.iter();
+    for grant in grants.filter(|grant| grant.cluster == exporter.cluster.name) {
+        let Ok(found) = services::resolve(grant, &exporter.cluster, member, Some(&hosting)) else {
+            continue;
+        };
+        let ports = if grant.ports.is_empty() {
+            BTreeSet::new()
+        } else {
+            let ports = found.ports.iter();
+            ports.map(|port| (port.protocol, port.name.clone())).collect()
+        };
+        services
+            .entry(grant.service.clone())
+            // Every port of one grant is every port.
+            .and_modify(|known| {
+                if known.is_empty() || ports.is_empty() {
+                    known.clear();
+                } else {
+                    known.extend(ports.iter().cloned());
+                }
+            })
+            .or_insert_with(|| ports.clone());
+        for (node, addresses) in found.hosts {
+            granted.hosts.entry(node).or_default().extend(addresses);
+        }
+    }
+    granted.grants = services
+        .into_iter()
+        .map(|(service, ports)| ServiceGrant { service, ports })
+        .collect();
+    granted
+}
+
+/// Nodes of a member that others have a Peer for.
+pub(super) fn hosting<'r>(roll: Option<&'r Roll<'_>>) -> BTreeSet<&'r str> {
+    let registered = roll.into_iter().flat_map(|roll| &roll.registered);
+    let held = roll.into_iter().flat_map(|roll| roll.held.keys());
+    registered.map(|node| node.node).chain(held.copied()).collect()
+}
+
+/// Why a member takes no sandbox, naming the nodes; `None` = it does. A sandbox's Peer in a cluster is read by every node
+/// there, so one that enforces nothing is one too many. A Node that has just joined and published nothing has no tunnel.
+pub(super) fn cannot_enforce(party: &Party<'_>, roll: Option<&Roll<'_>>) -> Option<String> {
+    let member: &Member = party.member()?;
+    let cluster = &party.cluster.name;
+    if member.policies.is_none() {
+        return Some(format!(
+            "cluster {cluster:?} has no CRD peerpolicies.kilo.squat.ai, so nothing there is held to a policy: install the \
+             agent's manifests there"
+        ));
+    }
+    let hosting = hosting(roll);
+    let serving = member.nodes.iter();
+    let serving = serving.filter(|(name, node)| node.public_key != Claim::Absent || hosting.contains(&***name));
+    let (mut without, mut bypassed) = (BTreeSet::new(), BTreeSet::new());
+    let mut agents = false;
+    for (name, node) in serving {
+        agents |= node.server == Server::Agent;
+        if node.server != Server::Agent {
+            without.insert(name.clone());
+        } else if node.bypassed {
+            bypassed.insert(name.clone());
+        }
+    }
+    let mut whys = Vec::new();
+    if !agents && without.is_empty() {
+        whys.push(format!(
+            "no node of cluster {cluster:?} runs wg-agent yet, which would hold a sandbox to its grants"
+        ));
+    }
+    if !without.is_empty() {
+        whys.push(format!(
+            "{} of cluster {cluster:?} without wg-agent in mode full cannot hold a sandbox to its grants: run wg-agent on every \
+             node there",
+            named(without.iter())
+        ));
+    }
+    if !bypassed.is_empty() {
+        whys.push(format!(
+            "on {} of cluster {cluster:?} the CNI leads packets past netfilter, so a sandbox would not be held to its grants: set \
+             bpf.hostLegacyRouting=true for Cilium there",
+            named(bypassed.iter())
+        ));
+    }
+    (!whys.is_empty()).then(|| whys.join("; "))
+}
+
+/// Why the entry a grant names has nothing to give to `importer`.
+pub(super) fn refusal(importer: &Party<'_>, exporter: Option<&Party<'_>>, name: &str) -> String {
+    let words = |party: &Party<'_>| match party.cluster.profile {
+        Profile::Sandbox if party.cluster.name == name => Some(format!(
+            "cluster {name:?} has isolationProfile sandbox: its pods have no address in the mesh, so it has no Service to give"
+        )),
+        Profile::Standard => Some(format!(
+            "cluster {:?} has isolationProfile standard: it is connected to nothing",
+            party.cluster.name
+        )),
+        _ => None,
+    };
+    exporter
+        .and_then(words)
+        .or_else(|| words(importer))
+        .unwrap_or_else(|| format!("cluster {name:?} is not connected to this one"))
+}
+
+/// Whether packets of this entry are held to its grants, or to nothing: a sandbox, or one that is quarantined.
+pub(super) const fn closed(party: &Party<'_>) -> bool {
+    matches!(party.cluster.profile, Profile::Sandbox) || party.cluster.quarantine
+}

@@ -1,0 +1,588 @@
+//! A sandbox gets the Services named for it and nothing else: what stands in the target, and what in the sandbox.
+
+use super::*;
+
+fn object(namespace: &str, name: &str) -> ObjectName {
+    ObjectName {
+        namespace: namespace.into(),
+        name: name.into(),
+    }
+}
+
+fn postgres() -> ObjectName {
+    object("team-x", "postgres")
+}
+
+fn port(name: &str, port: u16) -> ServicePort {
+    ServicePort {
+        name: name.into(),
+        port,
+        protocol: Protocol::Tcp,
+    }
+}
+
+fn grant(service: ObjectName, ports: &[u16], local: &str) -> Grant {
+    let ports = ports.iter().map(|port| GrantPort {
+        port: PortRef::Number(*port),
+        protocol: Protocol::Tcp,
+    });
+    Grant {
+        cluster: "mgmt".into(),
+        service,
+        ports: ports.collect(),
+        local: object("default", local),
+    }
+}
+
+fn granted(ports: &[&str]) -> BTreeSet<ServiceGrant> {
+    [ServiceGrant {
+        service: postgres(),
+        ports: ports.iter().map(|name| (Protocol::Tcp, (*name).to_owned())).collect(),
+    }]
+    .into()
+}
+
+fn backend(address: &str, node: &str) -> SliceEndpoint {
+    SliceEndpoint {
+        address: address.parse().unwrap(),
+        node: Some(node.to_owned()).filter(|node| !node.is_empty()),
+        ready: true,
+        serving: true,
+        terminating: false,
+    }
+}
+
+fn slice(service: &str, endpoints: Vec<SliceEndpoint>) -> Slice {
+    Slice {
+        managed: None,
+        service: service.into(),
+        v6: false,
+        ports: vec![port("pg", 15432)],
+        endpoints,
+    }
+}
+
+/// `mgmt` and `tenant` are cluster-meshed; the sandbox `nb` may reach port 5432 of `team-x/postgres`, which runs on `b`.
+fn three() -> (Mesh, Observations) {
+    let mut mesh = two_clusters();
+    let mut sandbox = entry("nb", secret("nb"), &["100.66.3.0/24"]);
+    sandbox.profile = Profile::Sandbox;
+    sandbox.egress = vec![grant(postgres(), &[5432], "postgres")];
+    mesh.clusters.push(sandbox);
+    let mut seen = seen();
+    seen.members
+        .insert(secret("nb"), Observation::Fresh(member(&[("s", node(3, 1))])));
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        let service = Service {
+            ports: vec![port("pg", 5432), port("metrics", 9187)],
+            ..Service::default()
+        };
+        m.services.insert(postgres(), service);
+        m.slices.insert(
+            object("team-x", "postgres-1"),
+            slice("postgres", vec![backend("10.1.2.9", "b")]),
+        );
+        m.api_endpoints = ["172.30.1.9:6443".parse().unwrap()].into();
+    });
+    edit(&mut seen, &secret("nb"), |m| {
+        m.api_endpoints = ["172.30.3.9:6443".parse().unwrap()].into();
+    });
+    (mesh, seen)
+}
+
+fn closed(grants: BTreeSet<ServiceGrant>) -> PolicySpec {
+    PolicySpec {
+        sources: net_set(&["100.66.3.0/24"]),
+        networks: net_set(&["100.66.3.0/24"]),
+        deny: ["172.30.1.9:6443".parse().unwrap()].into(),
+        infrastructure_ports: Settings::default().infrastructure_ports,
+        sandbox: true,
+        grants,
+        ..PolicySpec::default()
+    }
+}
+
+fn requires(policy: &PolicySpec) -> Option<String> {
+    Some(format!("m--nb@{}", Plain.policy_revision("nb", policy)))
+}
+
+fn sources<'a>(plan: &'a MeshPlan, target: &str) -> Vec<&'a str> {
+    let peers = plan.targets[target].peers.values();
+    peers.map(|peer| &*peer.source).collect()
+}
+
+fn message(plan: &MeshPlan) -> &str {
+    &plan.egress[0].message
+}
+
+#[test]
+fn a_target_holds_a_sandboxs_wireguard_addresses_and_its_grants_and_dials_nobody() {
+    let (mesh, seen) = three();
+    let (_, plan) = run(&mesh, &seen);
+    let target = &plan.targets["mgmt"];
+    let policy = closed(granted(&["pg"]));
+    assert_eq!(target.policies["m--nb"].spec, policy);
+    assert_eq!(
+        target.peers["m--nb--s"].spec,
+        PeerSpec {
+            public_key: key(49),
+            allowed_ips: net_set(&["100.66.3.1/32"]),
+            endpoint: None,
+            candidates: vec![],
+            persistent_keepalive: 0,
+            requires_policy: requires(&policy),
+        }
+    );
+    // A member toward which nothing was granted hears nothing of it.
+    assert_eq!(sources(&plan, "tenant"), ["mgmt", "mgmt"]);
+    assert_eq!(plan.targets["tenant"].policies.keys().collect::<Vec<_>>(), ["m--mgmt"]);
+    assert_eq!(plan.facts, BTreeSet::new());
+}
+
+#[test]
+fn a_sandbox_holds_the_granted_endpoints_and_the_nodes_that_run_them() {
+    let (mesh, seen) = three();
+    let (_, plan) = run(&mesh, &seen);
+    let target = &plan.targets["nb"];
+    let networks = net_set(&["10.1.2.9/32", "100.66.1.2/32"]);
+    assert_eq!(
+        target
+            .peers
+            .iter()
+            .map(|(name, peer)| (&**name, &peer.spec))
+            .collect::<Vec<_>>(),
+        [(
+            "m--mgmt--b",
+            &PeerSpec {
+                public_key: key(18),
+                allowed_ips: networks.clone(),
+                endpoint: Some(Endpoint::Ip("172.30.1.2:51820".parse().unwrap())),
+                candidates: vec![],
+                persistent_keepalive: 0,
+                requires_policy: None,
+            }
+        )]
+    );
+    assert_eq!(
+        target.policies["m--mgmt"].spec,
+        PolicySpec {
+            sources: networks.clone(),
+            networks,
+            deny: ["172.30.3.9:6443".parse().unwrap()].into(),
+            infrastructure_ports: Settings::default().infrastructure_ports,
+            ..PolicySpec::default()
+        }
+    );
+    let mirrored = &target.services[&object("default", "postgres")];
+    let slices: Vec<_> = mirrored.slices.values().flat_map(|slice| &slice.endpoints).collect();
+    assert_eq!(slices, [&backend("10.1.2.9", "")]);
+}
+
+#[test]
+fn a_backend_in_the_host_network_is_its_nodes_own_address() {
+    let (mut mesh, mut seen) = three();
+    mesh.clusters[0].allowed.extend(nets(&["172.30.1.0/24"]));
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        let slice = slice("postgres", vec![backend("172.30.1.1", "a")]);
+        m.slices.insert(object("team-x", "postgres-1"), slice);
+    });
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(sources(&plan, "nb"), ["mgmt"]);
+    assert_eq!(
+        allowed(&plan, "nb", "m--mgmt--a"),
+        &net_set(&["100.66.1.1/32", "172.30.1.1/32"])
+    );
+}
+
+#[test]
+fn two_sandboxes_and_what_is_standard_never_meet() {
+    let (mut mesh, mut seen) = three();
+    let mut other = mesh.clusters[2].clone();
+    other.name = "nb2".into();
+    other.identity = secret("nb2");
+    other.allowed = nets(&["100.66.4.0/24"]);
+    // Each names a Service of the other one.
+    other.egress[0].cluster = "nb".into();
+    mesh.clusters[2].egress[0].cluster = "nb2".into();
+    mesh.clusters.push(other);
+    seen.members
+        .insert(secret("nb2"), Observation::Fresh(member(&[("t", node(4, 1))])));
+    let (_, plan) = run(&mesh, &seen);
+    for target in ["nb", "nb2"] {
+        assert_eq!(plan.targets[target], TargetPlan::default());
+    }
+    assert!(
+        message(&plan).contains("isolationProfile sandbox"),
+        "{}",
+        message(&plan)
+    );
+
+    mesh.clusters[3].profile = Profile::Standard;
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(plan.targets["nb"], TargetPlan::default());
+    assert!(
+        message(&plan).contains("isolationProfile standard"),
+        "{}",
+        message(&plan)
+    );
+}
+
+#[test]
+fn a_member_gets_no_service_of_a_sandbox_that_it_gives_one_to() {
+    let (mut mesh, mut seen) = three();
+    let mut wanted = grant(object("default", "web"), &[], "web");
+    wanted.cluster = "nb".into();
+    mesh.clusters[0].egress = vec![wanted];
+    edit(&mut seen, &secret("nb"), |m| {
+        let service = Service {
+            ports: vec![port("", 80)],
+            ..Service::default()
+        };
+        m.services.insert(object("default", "web"), service);
+    });
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(plan.targets["mgmt"].services, BTreeMap::new());
+    assert_eq!(
+        message(&plan),
+        "cluster \"nb\" has isolationProfile sandbox: its pods have no address in the mesh, so it has no Service to give"
+    );
+}
+
+#[test]
+fn a_grant_that_does_not_resolve_costs_itself_alone_and_says_why() {
+    type Change = fn(&mut Member);
+    let cases: [(&str, Change); 5] = [
+        ("is not there", |m| drop(m.services.remove(&postgres()))),
+        ("ExternalName", |m| {
+            m.services.get_mut(&postgres()).unwrap().external_name = true;
+        }),
+        ("itself a mirror", |m| {
+            m.services.get_mut(&postgres()).unwrap().managed = Some(Owner::default());
+        }),
+        ("has no selector", |m| {
+            m.services.get_mut(&postgres()).unwrap().selectorless = true;
+        }),
+        ("no port 5432/TCP", |m| {
+            m.services.get_mut(&postgres()).unwrap().ports = vec![port("metrics", 9187)];
+        }),
+    ];
+    for (why, change) in cases {
+        let (mut mesh, mut seen) = three();
+        mesh.clusters[2]
+            .egress
+            .push(grant(object("team-x", "redis"), &[], "redis"));
+        edit(&mut seen, &ClusterIdentity::Local, |m| {
+            let service = Service {
+                ports: vec![port("", 6379)],
+                ..Service::default()
+            };
+            m.services.insert(object("team-x", "redis"), service);
+            change(m);
+        });
+        let (_, plan) = run(&mesh, &seen);
+        assert!(message(&plan).contains(why), "{}", message(&plan));
+        let redis = ServiceGrant {
+            service: object("team-x", "redis"),
+            ports: BTreeSet::new(),
+        };
+        let policy = closed([redis].into());
+        assert_eq!(plan.targets["mgmt"].policies["m--nb"].spec, policy, "{why}");
+        assert_eq!(
+            plan.targets["mgmt"].peers["m--nb--s"].spec.requires_policy,
+            requires(&policy)
+        );
+        assert_eq!(plan.targets["nb"].peers, BTreeMap::new(), "{why}");
+    }
+}
+
+#[test]
+fn an_endpoint_outside_the_members_networks_or_on_no_node_with_a_peer_is_left_out() {
+    let (mesh, mut seen) = three();
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        let endpoints = [
+            ("10.1.2.9", "b"),
+            ("192.0.2.9", "b"),
+            ("10.1.1.8", "gone"),
+            ("10.1.1.7", ""),
+        ];
+        let endpoints = endpoints.map(|(address, node)| backend(address, node)).to_vec();
+        m.slices
+            .insert(object("team-x", "postgres-1"), slice("postgres", endpoints));
+    });
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(sources(&plan, "nb"), ["mgmt"]);
+    assert_eq!(
+        allowed(&plan, "nb", "m--mgmt--b"),
+        &net_set(&["10.1.2.9/32", "100.66.1.2/32"])
+    );
+    assert_eq!(plan.egress[0].endpoints, 1);
+    let told = message(&plan);
+    assert!(
+        told.contains("(192.0.2.9)")
+            && told.contains("run on no node that has a Peer and are left out (10.1.1.7, 10.1.1.8)"),
+        "{told}"
+    );
+}
+
+#[test]
+fn two_grants_of_one_service_are_one_and_every_port_of_either_is_every_port() {
+    let (mut mesh, seen) = three();
+    mesh.clusters[2].egress.push(grant(postgres(), &[9187], "metrics"));
+    let (_, plan) = run(&mesh, &seen);
+    let grants = |plan: &MeshPlan| plan.targets["mgmt"].policies["m--nb"].spec.grants.clone();
+    assert_eq!(grants(&plan), granted(&["metrics", "pg"]));
+    mesh.clusters[2].egress.push(grant(postgres(), &[], "all"));
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(grants(&plan), granted(&[]));
+}
+
+#[test]
+fn a_target_with_a_node_that_enforces_nothing_takes_no_sandbox_and_says_which() {
+    type Change = fn(&mut Node);
+    let cases: [(&str, Change); 3] = [
+        ("Node a of cluster \"mgmt\" without wg-agent", |n| {
+            n.server = Server::Kilo
+        }),
+        ("Node a of cluster \"mgmt\" without wg-agent", |n| {
+            n.server = Server::AgentPolicy
+        }),
+        (
+            "on Node a of cluster \"mgmt\" the CNI leads packets past netfilter",
+            |n| n.bypassed = true,
+        ),
+    ];
+    for (why, change) in cases {
+        let (mesh, mut seen) = three();
+        settle(&mesh, &mut seen);
+        edit(&mut seen, &ClusterIdentity::Local, |m| {
+            change(m.nodes.get_mut("a").unwrap())
+        });
+        let (plan, of_mesh) = run(&mesh, &seen);
+        assert_eq!(sources(&of_mesh, "mgmt"), ["tenant"]);
+        assert_eq!(of_mesh.targets["nb"], TargetPlan::default());
+        let fact = of_mesh.facts.iter().find_map(|fact| match fact {
+            Fact::TargetCannotEnforce { cluster, message } if cluster == "mgmt" => Some(message.clone()),
+            _ => None,
+        });
+        assert!(fact.as_ref().is_some_and(|fact| fact.contains(why)), "{fact:?}");
+        assert!(message(&of_mesh).contains(why), "{}", message(&of_mesh));
+        let member = seen.members[&ClusterIdentity::Local].fresh().unwrap();
+        let steps = names(&diff(&plan, &ClusterIdentity::Local, member));
+        assert!(steps.contains(&(Action::Delete, "m--nb--s".to_owned())), "{steps:?}");
+    }
+    // One that has just joined and published nothing has no tunnel yet.
+    let (mesh, mut seen) = three();
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        drop(m.nodes.insert("new".into(), Node::default()))
+    });
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(plan.facts, BTreeSet::new());
+    // Without the CRD there is nothing to hold anybody to.
+    edit(&mut seen, &ClusterIdentity::Local, |m| m.policies = None);
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(sources(&plan, "mgmt"), ["tenant"]);
+    assert!(
+        message(&plan).contains("peerpolicies.kilo.squat.ai"),
+        "{}",
+        message(&plan)
+    );
+}
+
+#[test]
+fn a_sandbox_that_is_not_seen_keeps_its_peers_and_they_follow_its_policy() {
+    let (mut mesh, mut seen) = three();
+    settle(&mesh, &mut seen);
+    seen.members
+        .insert(secret("nb"), Observation::Unreachable("refused".into()));
+    mesh.clusters[2].egress[0].ports[0].port = PortRef::Number(9187);
+    let (_, plan) = run(&mesh, &seen);
+    let policy = closed(granted(&["metrics"]));
+    assert_eq!(plan.targets["mgmt"].policies["m--nb"].spec, policy);
+    let peer = &plan.targets["mgmt"].peers["m--nb--s"].spec;
+    assert_eq!(
+        (&peer.allowed_ips, &peer.requires_policy),
+        (&net_set(&["100.66.3.1/32"]), &requires(&policy))
+    );
+}
+
+/// What a target holds of `nb` after each write: whether its policy lets more through than grants, whether its Peers are
+/// wide, and whether they wait for a policy that is not the one there.
+fn prefixes_of(mesh: &Mesh, seen: &Observations) -> Vec<(bool, bool, bool)> {
+    let (plan, _) = run(mesh, seen);
+    let mut member = seen.members[&ClusterIdentity::Local].last().unwrap().clone();
+    let steps = diff(&plan, &ClusterIdentity::Local, &member);
+    let look = |member: &Member| {
+        let policy = member
+            .policies
+            .as_ref()
+            .unwrap()
+            .get("m--nb")
+            .map(|p| p.spec.clone().unwrap());
+        let peers = member.peers.as_ref().unwrap().values();
+        let peers = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some("nb"));
+        let peers: Vec<PeerSpec> = peers.map(|peer| peer.spec.clone().unwrap()).collect();
+        let open = policy.as_ref().is_some_and(|policy| !policy.sandbox);
+        let wide = peers
+            .iter()
+            .any(|p| p.allowed_ips.iter().any(|net| net.prefix_len() < 32));
+        let waiting = peers.iter().any(|peer| {
+            let named = peer.requires_policy.is_some();
+            named && peer.requires_policy != policy.as_ref().and_then(requires)
+        });
+        (open, wide, waiting)
+    };
+    let mut states = vec![look(&member)];
+    for step in &steps {
+        apply(&mut member, std::slice::from_ref(step));
+        states.push(look(&member));
+    }
+    states.dedup();
+    states
+}
+
+#[test]
+fn tightening_closes_before_anything_else_and_loosening_opens_after() {
+    let (mut mesh, mut seen) = three();
+    mesh.clusters[2].allowed.extend(nets(&["10.3.0.0/16"]));
+    let sandbox = mesh.clone();
+    mesh.clusters[2].profile = Profile::ClusterMeshed;
+    settle(&mesh, &mut seen);
+    // The policy closes first; only then the Peers shrink, and name it.
+    assert_eq!(
+        prefixes_of(&sandbox, &seen),
+        [(true, true, false), (false, true, false), (false, false, false)]
+    );
+    settle(&sandbox, &mut seen);
+    // The policy opens while the Peers wait for another one; then they grow.
+    assert_eq!(
+        prefixes_of(&mesh, &seen),
+        [(false, false, false), (true, false, true), (true, true, false)]
+    );
+}
+
+#[test]
+fn what_was_wide_is_closed_also_while_its_member_is_not_seen() {
+    let (mut mesh, mut seen) = three();
+    mesh.clusters[2].allowed.extend(nets(&["10.3.0.0/16"]));
+    let sandbox = mesh.clone();
+    mesh.clusters[2].profile = Profile::ClusterMeshed;
+    settle(&mesh, &mut seen);
+    seen.members
+        .insert(secret("nb"), Observation::Unreachable("refused".into()));
+    assert_eq!(
+        prefixes_of(&sandbox, &seen),
+        [(true, true, false), (false, true, false), (false, false, false)]
+    );
+    let (_, plan) = run(&sandbox, &seen);
+    assert_eq!(
+        plan.targets["mgmt"].policies["m--nb"].spec.sources,
+        net_set(&["10.3.0.0/16", "100.66.3.0/24"])
+    );
+}
+
+#[test]
+fn the_last_grant_is_closed_before_its_peers_go_and_then_nothing_is_left() {
+    let (mut mesh, mut seen) = three();
+    settle(&mesh, &mut seen);
+    mesh.clusters[2].egress.clear();
+    let (plan, _) = run(&mesh, &seen);
+    let steps = |plan: &Plan, seen: &Observations, identity: &ClusterIdentity| {
+        names(&diff(plan, identity, seen.members[identity].fresh().unwrap()))
+    };
+    assert_eq!(
+        steps(&plan, &seen, &ClusterIdentity::Local),
+        [
+            (Action::Update, "m--nb".to_owned()),
+            (Action::Delete, "m--nb--s".to_owned())
+        ]
+    );
+    assert_eq!(
+        plan.meshes[&id()].targets["mgmt"].policies["m--nb"].spec,
+        closed(BTreeSet::new())
+    );
+    settle(&mesh, &mut seen);
+    let (plan, _) = run(&mesh, &seen);
+    assert_eq!(
+        steps(&plan, &seen, &ClusterIdentity::Local),
+        [(Action::Delete, "m--nb".to_owned())]
+    );
+    settle(&mesh, &mut seen);
+    let empty = |identity: &ClusterIdentity| {
+        let member = seen.members[identity].fresh().unwrap();
+        let ours = |owner: &Owner| owner.source_cluster.as_deref() == Some("nb");
+        let peers = member
+            .peers
+            .as_ref()
+            .unwrap()
+            .values()
+            .filter(|peer| ours(&peer.owner))
+            .count();
+        peers
+            + member
+                .policies
+                .as_ref()
+                .unwrap()
+                .values()
+                .filter(|p| ours(&p.owner))
+                .count()
+    };
+    assert_eq!(empty(&ClusterIdentity::Local), 0);
+    let sandbox = seen.members[&secret("nb")].fresh().unwrap();
+    assert_eq!(
+        (
+            sandbox.peers.as_ref(),
+            sandbox.policies.as_ref(),
+            sandbox.services.len(),
+            sandbox.slices.len()
+        ),
+        (Some(&BTreeMap::new()), Some(&BTreeMap::new()), 0, 0)
+    );
+}
+
+#[test]
+fn a_key_that_two_claim_is_a_meshed_members_before_a_sandboxs() {
+    let (mut mesh, mut seen) = three();
+    // The sandbox stands first in the mesh, and its Node is the older one.
+    mesh.clusters.swap(1, 2);
+    edit(&mut seen, &secret("nb"), |m| {
+        let node = m.nodes.get_mut("s").unwrap();
+        node.public_key = Claim::Is(key(33));
+        node.created = -1;
+    });
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(sources(&plan, "mgmt"), ["tenant"]);
+    assert_eq!(plan.clusters["nb"].skipped[0].reason, Reason::PublicKeyDuplicate);
+}
+
+#[test]
+fn a_member_in_quarantine_is_closed_and_keeps_its_objects() {
+    for profile in [Profile::ClusterMeshed, Profile::Sandbox] {
+        let (mut mesh, mut seen) = three();
+        mesh.clusters[2].allowed.extend(nets(&["10.3.0.0/16"]));
+        mesh.clusters[2].profile = profile;
+        settle(&mesh, &mut seen);
+        let before: Vec<_> = ["mgmt", "tenant", "nb"]
+            .map(|t| sources(&run(&mesh, &seen).1, t).len())
+            .into();
+        mesh.clusters[2].quarantine = true;
+        let (_, plan) = run(&mesh, &seen);
+        let policy = &plan.targets["mgmt"].policies["m--nb"].spec;
+        let networks = net_set(&["10.3.0.0/16", "100.66.3.0/24"]);
+        let shut = PolicySpec {
+            sources: networks.clone(),
+            networks,
+            ..closed(BTreeSet::new())
+        };
+        assert_eq!(*policy, shut);
+        let peer = &plan.targets["mgmt"].peers["m--nb--s"].spec;
+        let named = (profile == Profile::Sandbox).then(|| requires(policy)).flatten();
+        assert_eq!(peer.requires_policy, named);
+        let after: Vec<_> = ["mgmt", "tenant", "nb"].map(|t| sources(&plan, t).len()).into();
+        assert_eq!(after, before);
+        assert!(
+            plan.facts
+                .iter()
+                .any(|fact| matches!(fact, Fact::Quarantined { cluster, .. } if cluster == "nb"))
+        );
+    }
+}

@@ -1,0 +1,173 @@
+//! A sandbox on real API servers: what it is given to see of the cluster that grants it a Service, and what is left of that.
+
+use clustermesh_api::policy::PeerPolicy;
+use kube::{ResourceExt, api::ListParams};
+use serde_json::Value;
+
+use super::*;
+
+/// A Service with a selector and one endpoint, as the cluster's own controllers would write it.
+async fn service(world: &World, namespace: &str, name: &str, port: u16, endpoint: (&str, &str)) {
+    let metadata = json!({"name": name, "namespace": namespace});
+    let labels = json!({"kubernetes.io/service-name": name});
+    let objects = [
+        json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}),
+        json!({"apiVersion": "v1", "kind": "Service", "metadata": metadata,
+            "spec": {"selector": {"app": name}, "ports": [{"name": "main", "port": port}, {"name": "metrics", "port": 9187}]}}),
+        json!({"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+            "metadata": {"name": format!("{name}-1"), "namespace": namespace, "labels": labels},
+            "ports": [{"name": "main", "port": port}, {"name": "metrics", "port": 9187}],
+            "endpoints": [{"addresses": [endpoint.0], "nodeName": endpoint.1, "conditions": {"ready": true}}]}),
+    ];
+    for object in objects {
+        world.lab.cluster("mgmt").apply(&object.to_string()).await.unwrap();
+    }
+}
+
+/// Every object of every kind that the API server lists, as one text.
+async fn everything(world: &World, cluster: &str) -> String {
+    let cluster = world.lab.cluster(cluster);
+    let kinds = cluster
+        .kubectl(["api-resources", "--verbs=list", "-o", "name"])
+        .await
+        .unwrap()
+        .stdout;
+    let kinds: Vec<&str> = kinds.lines().collect();
+    assert!(
+        kinds.contains(&"secrets") && kinds.contains(&"peers.kilo.squat.ai"),
+        "{kinds:?}"
+    );
+    let listed = cluster
+        .kubectl(["get", &kinds.join(","), "-A", "-o", "json", "--show-managed-fields"])
+        .await
+        .unwrap();
+    listed.stdout
+}
+
+async fn policies(world: &World, cluster: &str) -> BTreeMap<String, PeerPolicy> {
+    let policies: Api<PeerPolicy> = Api::all(world.client(cluster).await);
+    let policies = policies.list(&ListParams::default()).await.unwrap();
+    policies
+        .items
+        .into_iter()
+        .map(|policy| (policy.name_any(), policy))
+        .collect()
+}
+
+fn spec(peer: &Peer) -> Value {
+    serde_json::to_value(&peer.spec).unwrap()
+}
+
+#[tokio::test]
+async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_it_is_taken_back() {
+    let world = World::start(&["mgmt", "notebooks"]).await;
+    world.node("mgmt", 1, 1).await;
+    world.node("mgmt", 1, 2).await;
+    world.node("notebooks", 2, 1).await;
+    service(&world, "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
+    service(&world, "team-y", "payroll", 8443, ("10.1.1.8", "mgmt-1")).await;
+    let _controller = world.controller().await;
+    let mut mesh = world.mesh();
+    let entry = &mut mesh["spec"]["clusters"][1];
+    entry["isolationProfile"] = json!("sandbox");
+    entry["allowedNetworks"] = json!(["100.64.2.0/24"]);
+    entry["egress"] = json!([{
+        "service": {"cluster": "mgmt", "namespace": "team-x", "name": "postgres"},
+        "ports": [{"port": 5432}], "as": {"namespace": "default", "name": "db"},
+    }]);
+    world.apply_mesh(&mesh).await;
+
+    // In the target: one address, nothing to dial, and the revision of the policy that stands.
+    let peers = world.until_peers("mgmt", &["prod--notebooks--notebooks-1"], SOON).await;
+    let peer = &peers["prod--notebooks--notebooks-1"];
+    assert_eq!(
+        spec(peer),
+        json!({"publicKey": key(2, 1), "allowedIPs": ["100.64.2.1/32"]})
+    );
+    let standing = policies(&world, "mgmt").await;
+    let policy = &standing["prod--notebooks"].spec;
+    assert_eq!(
+        (
+            &policy.sources,
+            &policy.networks,
+            serde_json::to_value(&policy.allow).unwrap()
+        ),
+        (
+            &vec!["100.64.2.0/24".to_owned()],
+            &vec!["100.64.2.0/24".to_owned()],
+            json!([{"service": {"namespace": "team-x", "name": "postgres"}, "ports": [{"port": "main", "protocol": "TCP"}]}])
+        )
+    );
+    assert_eq!(
+        peer.annotations().get(names::PEER_REQUIRES_POLICY),
+        Some(&format!("prod--notebooks@{}", policy.revision()))
+    );
+
+    // In the sandbox: the endpoint, and the node that runs it.
+    let peers = world.until_peers("notebooks", &["prod--mgmt--mgmt-2"], SOON).await;
+    assert_eq!(
+        spec(&peers["prod--mgmt--mgmt-2"]),
+        json!({
+            "publicKey": key(1, 2),
+            "allowedIPs": ["10.1.2.9/32", "100.64.1.2/32"],
+            "endpoint": {"dnsOrIP": {"ip": "198.51.1.2"}, "port": 51820},
+        })
+    );
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    world.until_condition("EgressResolved", "True/Resolved", SOON).await;
+    let seen = everything(&world, "notebooks").await;
+    assert!(seen.contains("10.1.2.9") && seen.contains("\"db\""));
+    let api = world.lab.cluster("mgmt").plan().api_address().to_string();
+    let inside = world.lab.cluster("mgmt").inside_kubeconfig().unwrap();
+    let credentials = inside.lines().filter_map(|line| {
+        let (field, value) = line.trim().trim_start_matches("- ").split_once(": ")?;
+        let secret = field.starts_with("client-") || field.starts_with("token");
+        (secret && value.len() > 16).then(|| value.to_owned())
+    });
+    let elsewhere = [
+        "mgmt-1",
+        "team-x",
+        "team-y",
+        "payroll",
+        "metrics",
+        "9187",
+        "10.1.1.",
+        "10.1.0.0",
+        "198.51.1.1",
+        "100.64.1.1",
+    ];
+    let mut hidden: Vec<String> = elsewhere.map(str::to_owned).into();
+    hidden.extend([key(1, 1), format!("\"{api}"), format!("{api}:")]);
+    hidden.extend(credentials);
+    for word in &hidden {
+        assert!(!seen.contains(&**word), "{word} stands in the sandbox");
+    }
+
+    // The grant is taken back: nothing is left, on either side.
+    mesh["spec"]["clusters"][1]["egress"] = json!([]);
+    world.apply_mesh(&mesh).await;
+    world.until_peers("mgmt", &[], SOON).await;
+    world.until_peers("notebooks", &[], SOON).await;
+    wait_until("the policies to be gone", SOON, async || {
+        let left = [policies(&world, "mgmt").await, policies(&world, "notebooks").await];
+        if left.iter().all(BTreeMap::is_empty) {
+            Ok(())
+        } else {
+            Err(format!("{left:?}"))
+        }
+    })
+    .await
+    .unwrap();
+    hidden.extend(["mgmt-2", "10.1.2.9", "198.51.1.2", "100.64.1.2", "\"db\"", "mgmt\""].map(str::to_owned));
+    hidden.push(key(1, 2));
+    wait_until("the sandbox to hold nothing of it", SOON, async || {
+        let seen = everything(&world, "notebooks").await;
+        match hidden.iter().find(|word| seen.contains(&***word)) {
+            None => Ok(()),
+            Some(word) => Err(format!("{word} stands in the sandbox")),
+        }
+    })
+    .await
+    .unwrap();
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+}
