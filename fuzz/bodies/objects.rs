@@ -191,6 +191,7 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
         peers,
         policies,
         narrow: Default::default(),
+        grant_timeout: std::time::Duration::from_secs(900),
     }
 }
 

@@ -7,6 +7,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
     num::NonZeroU16,
+    time::Duration,
 };
 
 use clustermesh_core::key::PublicKey;
@@ -99,6 +100,8 @@ pub struct Inputs {
     pub policies: Vec<Policy>,
     /// Peers that take smaller packets than the device, as [`crate::mtu::auto`] says.
     pub narrow: BTreeMap<PublicKey, u16>,
+    /// For how long a sandbox's grants stand without being written again (`--grant-timeout`).
+    pub grant_timeout: Duration,
 }
 
 /// What this node's kernel should hold.
@@ -110,6 +113,9 @@ pub struct Compiled {
     pub endpoints: BTreeMap<PublicKey, Vec<SocketAddr>>,
     /// For each peer the name of its Peer object.
     pub names: BTreeMap<PublicKey, String>,
+    /// Of the peers those that may be in the device only while this very firewall table stands in the kernel, each with the
+    /// policy and its revision that it requires.
+    pub gated: BTreeMap<PublicKey, String>,
     /// Addresses, routes, rules.
     pub routes: Routes,
     /// The nftables table.
@@ -131,7 +137,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         .map(|p| refuse::clean_policy(node, p, &mut refused))
         .collect();
     let networks = aggregate(policies.iter().flat_map(|p| &p.networks));
-    let peers = owners(inputs, &networks, &mut refused);
+    let peers = owners(inputs, &policies, &networks, &mut refused);
 
     let mesh = aggregate(networks.iter().chain(peers.iter().flat_map(|p| &p.ranges)));
     let api = inputs.api_servers.iter().map(|a| host(a.ip().to_canonical()));
@@ -177,6 +183,10 @@ pub fn compile(inputs: &Inputs) -> Compiled {
             .wireguard_ips
             .iter()
             .find_map(|a| if let IpAddr::V6(a) = a { Some(*a) } else { None }),
+        sandboxes: policies
+            .iter()
+            .any(|policy| policy.sandbox)
+            .then_some(inputs.grant_timeout),
     };
     // Where the pod network is shared, a Node's podCIDR says nothing about where an address is.
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
@@ -198,6 +208,10 @@ pub fn compile(inputs: &Inputs) -> Compiled {
     Compiled {
         endpoints: peers.iter().map(|p| (p.peer.public_key, p.endpoints.clone())).collect(),
         names: peers.iter().map(|p| (p.peer.public_key, p.peer.name.clone())).collect(),
+        gated: peers
+            .iter()
+            .filter_map(|p| Some((p.peer.public_key, p.peer.requires_policy.clone()?)))
+            .collect(),
         peers: peers.into_iter().map(|p| (p.peer.public_key, p.spec())).collect(),
         routes,
         firewall,
@@ -249,14 +263,19 @@ impl Accepted<'_> {
 
 /// The Peers that may be programmed; one owner for each key and each range. When an anchor moves, the new owner is written
 /// before the old one lets go: the newer of two claims wins, and the older Peer keeps what is left to it.
-fn owners<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mut Vec<Refused>) -> Vec<Accepted<'a>> {
+fn owners<'a>(
+    inputs: &'a Inputs,
+    policies: &[Policy],
+    networks: &BTreeSet<IpNet>,
+    refused: &mut Vec<Refused>,
+) -> Vec<Accepted<'a>> {
     let mut order: Vec<&Peer> = inputs.peers.iter().collect();
     order.sort_by(|a, b| (b.revision, &b.name).cmp(&(a.revision, &a.name)));
     let mut keys: BTreeMap<PublicKey, &str> = BTreeMap::new();
     let mut taken: BTreeSet<IpNet> = BTreeSet::new();
     let mut out = Vec::new();
     for peer in order {
-        if let Some((reason, message)) = refuse::peer(inputs, networks, peer) {
+        if let Some((reason, message)) = refuse::peer(inputs, policies, networks, peer) {
             refused.push(Refused {
                 object: Object::Peer(peer.name.clone()),
                 reason,

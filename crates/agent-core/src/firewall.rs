@@ -7,6 +7,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    time::Duration,
 };
 
 use ipnet::IpNet;
@@ -14,14 +15,17 @@ use ipnet::IpNet;
 use crate::{
     interface::InterfaceName,
     policy::{Policy, Port, Rule},
-    prefixes::{Family, aggregate, disjoint},
+    prefixes::{Family, aggregate, disjoint, host},
 };
 
+mod expected;
 mod render;
+mod sandbox;
 mod update;
 
+pub use expected::{Expected, expected};
 pub use render::render;
-pub use update::{Update, update};
+pub use update::{Update, refresh, update};
 
 /// The whole table.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,6 +66,9 @@ pub struct Frame {
     pub wireguard_v4: Option<Ipv4Addr>,
     /// The same for IPv6.
     pub wireguard_v6: Option<Ipv6Addr>,
+    /// For how long a sandbox's grants stand without being written again, in whole seconds; `None` = no member is a sandbox,
+    /// and no packet pays for looking.
+    pub sandboxes: Option<Duration>,
 }
 
 /// The elements of one family. No two elements of a set overlap, as the kernel demands.
@@ -92,6 +99,14 @@ pub struct Sets {
     pub nodes: BTreeSet<IpAddr>,
     /// Pod CIDRs of the other nodes: their infrastructure ports are closed, but for what a Service of ours led there.
     pub pods_elsewhere: BTreeSet<IpNet>,
+    /// Sources that are sandboxes'.
+    pub sandbox: BTreeSet<IpNet>,
+    /// (sandbox, endpoint, port) granted. Fades, as the next two do.
+    pub grants: BTreeSet<(IpNet, IpNet, Port)>,
+    /// (sandbox, endpoint, port) whose open connections may stay.
+    pub draining: BTreeSet<(IpNet, IpNet, Port)>,
+    /// (sandbox, endpoint) of the two before: who may send an ICMP error to whom.
+    pub reach: BTreeSet<(IpNet, IpNet)>,
 }
 
 /// What [`desired`] starts from: values that [`crate::compile`] has already cleaned.
@@ -135,8 +150,22 @@ pub fn desired(plan: &Plan<'_>) -> Firewall {
 
 fn sets(plan: &Plan<'_>, family: Family) -> Sets {
     let of = |nets: &BTreeSet<IpNet>| aggregate(nets.iter().filter(|n| Family::of(n) == family));
-    let (allow, allow_ports) = rules(plan.policies, family, |p| &p.allow);
+    let (allow, allow_ports) = rules(plan.policies, family, Policy::allowed);
     let (deny, deny_ports) = rules(plan.policies, family, |p| &p.deny);
+    let sandboxes: &[Policy] = if plan.frame.sandboxes.is_some() {
+        plan.policies
+    } else {
+        &[]
+    };
+    let sandboxes: Vec<&Policy> = sandboxes.iter().filter(|policy| policy.sandbox).collect();
+    let grants = endpoints(&sandboxes, family, |policy| &policy.granted);
+    let draining = endpoints(&sandboxes, family, |policy| &policy.draining);
+    let draining: BTreeSet<_> = draining.difference(&grants).copied().collect();
+    let reach = grants
+        .iter()
+        .chain(&draining)
+        .map(|(from, to, _)| (*from, *to))
+        .collect();
     let mut pairs: BTreeMap<IpNet, BTreeSet<IpNet>> = BTreeMap::new();
     for policy in plan.policies {
         let networks = of(&policy.networks);
@@ -167,7 +196,39 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
             .filter(|ip| Family::of(&IpNet::from(*ip)) == family)
             .collect(),
         pods_elsewhere: of(plan.pods_elsewhere),
+        sandbox: of(&sandboxes.iter().flat_map(|policy| &policy.sources).copied().collect()),
+        grants,
+        draining,
+        reach,
     }
+}
+
+/// The elements that the grants of every sandbox come to. What two of them say of one address holds for it together: the
+/// pieces are the same for every port, so that what is derived from them does not overlap either.
+fn endpoints(
+    sandboxes: &[&Policy],
+    family: Family,
+    which: impl Fn(&Policy) -> &BTreeSet<(IpAddr, Port)>,
+) -> BTreeSet<(IpNet, IpNet, Port)> {
+    let of = |net: &IpNet| Family::of(net) == family;
+    // Cut by the sources alone: whom nothing is granted cuts, too.
+    let whole: BTreeSet<IpNet> = [family.everything()].into();
+    let sources = sandboxes
+        .iter()
+        .flat_map(|policy| &policy.sources)
+        .filter(|net| of(net));
+    let pieces = disjoint(&sources.map(|net| (net.trunc(), whole.clone())).collect());
+    let pieces: BTreeSet<IpNet> = pieces.into_iter().map(|(piece, _)| piece).collect();
+    let mut out = BTreeSet::new();
+    for policy in sandboxes {
+        let reached = which(policy).iter().map(|(at, port)| (host(at.to_canonical()), *port));
+        let reached: Vec<_> = reached.filter(|(at, _)| of(at)).collect();
+        let own = |piece: &&IpNet| policy.sources.iter().any(|source| source.contains(*piece));
+        for piece in pieces.iter().filter(own) {
+            out.extend(reached.iter().map(|(at, port)| (*piece, *at, *port)));
+        }
+    }
+    out
 }
 
 type Pairs = BTreeSet<(IpNet, IpNet)>;
@@ -176,7 +237,7 @@ type Pairs = BTreeSet<(IpNet, IpNet)>;
 fn rules(
     policies: &[Policy],
     family: Family,
-    which: impl Fn(&Policy) -> &Vec<Rule>,
+    which: impl Fn(&Policy) -> &[Rule],
 ) -> (Pairs, BTreeSet<(IpNet, IpNet, Port)>) {
     let mut by_port: BTreeMap<Option<Port>, BTreeMap<IpNet, BTreeSet<IpNet>>> = BTreeMap::new();
     for policy in policies {

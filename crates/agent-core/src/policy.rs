@@ -1,7 +1,7 @@
-//! PeerPolicy as plain values: what one source member may reach in this cluster. Kubernetes types and grants by Service
-//! are not known here; a policy that needs more than this is refused before it gets here.
+//! PeerPolicy as plain values: what one source member may reach in this cluster. Kubernetes types are not known here; what a
+//! grant by Service comes to on this node is worked out in [`crate::grants`].
 
-use std::{collections::BTreeSet, fmt};
+use std::{collections::BTreeSet, fmt, net::IpAddr};
 
 use ipnet::IpNet;
 
@@ -22,6 +22,15 @@ pub struct Policy {
     pub infrastructure_ports: BTreeSet<Port>,
     /// Networks of this cluster that no node owns: they arrive at an anchor, and nothing in them is published.
     pub anchored: BTreeSet<IpNet>,
+    /// The member is a sandbox: it reaches `granted` and nothing else, whatever `allow` says, and nothing here opens a
+    /// connection to it.
+    pub sandbox: bool,
+    /// Endpoints on this node that a sandbox may reach.
+    pub granted: BTreeSet<(IpAddr, Port)>,
+    /// Endpoints on this node that end: what is open to them stays, nothing new is opened.
+    pub draining: BTreeSet<(IpAddr, Port)>,
+    /// What the object says, in one word: a Peer that requires this policy names it.
+    pub revision: String,
 }
 
 /// Destinations and ports.
@@ -66,6 +75,12 @@ impl fmt::Display for Protocol {
 impl Policy {
     /// Every destination that some `allow` rule names.
     pub fn served(&self) -> impl Iterator<Item = &IpNet> {
-        self.allow.iter().flat_map(|rule| &rule.to)
+        self.allowed().iter().flat_map(|rule| &rule.to)
+    }
+
+    /// The `allow` rules that count: of a sandbox none.
+    #[must_use]
+    pub const fn allowed(&self) -> &[Rule] {
+        if self.sandbox { &[] } else { self.allow.as_slice() }
     }
 }

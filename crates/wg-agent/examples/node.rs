@@ -149,6 +149,7 @@ fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> In
         nodes: BTreeSet::new(),
         pods_elsewhere: BTreeSet::new(),
         narrow: BTreeMap::new(),
+        grant_timeout: std::time::Duration::from_secs(900),
     }
 }
 

@@ -79,6 +79,10 @@ pub(crate) struct Flags {
     /// keeps what is in force however long its API server is away. 0s = never start from a cache.
     #[arg(long, default_value = "24h", value_parser = age, global = true)]
     cache_max_age: Duration,
+    /// For how long what a sandbox may reach here stays open when this agent is gone: 15m, 90s; 10s at least. A running agent
+    /// renews it well before.
+    #[arg(long, default_value = "15m", value_parser = grant_timeout, global = true)]
+    grant_timeout: Duration,
     /// MTU of the device: auto = what the way to each peer carries, less 60 over IPv4 and 80 over IPv6.
     #[arg(long, default_value = "auto", global = true)]
     mtu: Mtu,
@@ -152,6 +156,15 @@ fn age(text: &str) -> Result<Duration, String> {
     Duration::try_from(span).map_err(|_| wrong("an age is not negative".to_owned()))
 }
 
+/// Whole seconds, as the kernel's sets are written.
+fn grant_timeout(text: &str) -> Result<Duration, String> {
+    const LEAST: u64 = 10;
+    match age(text)? {
+        time if time.as_secs() < LEAST => Err(format!("a time of less than {LEAST}s leaves none to renew it")),
+        time => Ok(Duration::from_secs(time.as_secs())),
+    }
+}
+
 /// A combination of flags that is not served. Each message says what to set instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ArgsError {
@@ -191,6 +204,8 @@ pub struct Config {
     pub cache_file: PathBuf,
     /// How long ago the API server may have confirmed it.
     pub cache_max_age: Duration,
+    /// How long a sandbox's grants stand without being renewed.
+    pub grant_timeout: Duration,
     /// MTU of the device.
     pub mtu: Mtu,
     /// The userspace device uses what the kernel offers.
@@ -256,6 +271,7 @@ impl Flags {
             key_file,
             cache_file: cache,
             cache_max_age,
+            grant_timeout,
             mtu,
             no_offload,
             bypass_cidr,
@@ -277,6 +293,7 @@ impl Flags {
             range: Range::new(wireguard_cidr.ok_or(ArgsError::NoRange)?)?,
             cache_file: cache_file(cache, &key_file),
             cache_max_age,
+            grant_timeout,
             key_file,
             mtu,
             offload: !no_offload,

@@ -278,6 +278,7 @@ fn inputs(world: &World, own: &NodeSeen, config: &PolicyConfig, server: Option<S
         },
         throw: BTreeSet::new(),
         narrow: Default::default(),
+        grant_timeout: Duration::ZERO,
         api_servers: world
             .api_servers
             .known()

@@ -158,6 +158,15 @@ impl Tracks {
             .extend(alive.filter_map(|(key, peer)| Some((*key, peer.stats.endpoint?))));
     }
 
+    /// These left the device and will come back: each is greeted where it was heard from last.
+    pub(crate) fn rejoin(&mut self, peers: &[PublicKey]) {
+        for key in peers {
+            if let (Some(track), Some(at)) = (self.peers.get_mut(key), self.live.get(key)) {
+                track.current = Some(*at);
+            }
+        }
+    }
+
     /// Everything was put on a new device: nobody was heard yet.
     pub(crate) fn restart(&mut self) {
         self.peers.clear();

@@ -49,7 +49,7 @@ fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<Po
         allow: vec![rule(&BTreeSet::new()), rule(ports)],
         deny: vec![rule(ports)],
         infrastructure_ports: ports.clone(),
-        anchored: BTreeSet::new(),
+        ..Policy::default()
     }];
     desired(&Plan {
         frame: Frame {
@@ -59,6 +59,7 @@ fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<Po
             mtu: 1420,
             wireguard_v4: Some("100.66.1.1".parse().unwrap()),
             wireguard_v6: Some("fd00:66:1::1".parse().unwrap()),
+            sandboxes: None,
         },
         mesh: sources,
         throw: to,

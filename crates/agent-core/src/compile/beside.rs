@@ -78,6 +78,7 @@ pub fn beside(inputs: &Inputs, before: &BTreeSet<IpNet>) -> Beside {
             mtu: 0,
             wireguard_v4: None,
             wireguard_v6: None,
+            sandboxes: None,
         },
         mesh: &mesh,
         throw: &BTreeSet::new(),

@@ -43,16 +43,25 @@ fn policy() -> impl Strategy<Value = Policy> {
         vec(rule(), 0..3),
         vec(rule(), 0..2),
         vec(port(), 0..3),
+        any::<bool>(),
+        vec((address(), port()), 0..3),
+        vec((address(), port()), 0..2),
     )
-        .prop_map(|(sources, networks, allow, deny, ports)| Policy {
-            name: "p\"; flush ruleset".to_owned(),
-            sources: sources.into_iter().collect(),
-            networks: networks.into_iter().collect(),
-            allow,
-            deny,
-            infrastructure_ports: ports.into_iter().collect(),
-            anchored: BTreeSet::new(),
-        })
+        .prop_map(
+            |(sources, networks, allow, deny, ports, sandbox, granted, draining)| Policy {
+                name: "p\"; flush ruleset".to_owned(),
+                sources: sources.into_iter().collect(),
+                networks: networks.into_iter().collect(),
+                allow,
+                deny,
+                infrastructure_ports: ports.into_iter().collect(),
+                sandbox,
+                granted: granted.into_iter().collect(),
+                draining: draining.into_iter().collect(),
+                revision: "1".to_owned(),
+                ..Policy::default()
+            },
+        )
 }
 
 fn peer() -> impl Strategy<Value = Peer> {
@@ -110,8 +119,33 @@ proptest! {
         prop_assert_eq!(&there, &b.routes);
         prop_assert_eq!(diff(&there, &b.routes), None);
         prop_assert_eq!(update(Some(&b.firewall), &b.firewall), None);
-        prop_assert!(!matches!(update(Some(&a.firewall), &b.firewall), Some(Update::Whole { .. })), "only elements differ");
+        // But for the first sandbox and the last, only elements differ.
+        let whole = matches!(update(Some(&a.firewall), &b.firewall), Some(Update::Whole { .. }));
+        prop_assert_eq!(whole, a.firewall.frame != b.firewall.frame);
         prop_assert_eq!(device::diff(&device::ObservedPeers::new(), &b.peers).is_none(), b.peers.is_empty());
+    }
+
+    /// DESIGN §4 rule 7, whatever the objects say.
+    #[test]
+    fn a_sandbox_has_single_addresses_of_its_own_no_endpoint_and_reaches_its_grants_alone(inputs in inputs()) {
+        let got = compile(&inputs);
+        let clean = |policy| refuse::clean_policy(&inputs.node, policy, &mut Vec::new());
+        let sandboxes: Vec<Policy> = inputs.policies.iter().filter(|policy| policy.sandbox).map(clean).collect();
+        let theirs = |net: &IpNet| sandboxes.iter().any(|policy| policy.sources.iter().any(|source| overlap(source, net)));
+        for (key, spec) in &got.peers {
+            if got.gated.contains_key(key) {
+                prop_assert_eq!(spec.endpoint, None);
+                prop_assert!(spec.allowed_ips.iter().all(|net| net.prefix_len() == net.max_prefix_len() && theirs(net)));
+            } else {
+                prop_assert!(!spec.allowed_ips.iter().any(theirs), "{:?}", spec);
+            }
+        }
+        for (source, to, port) in [&got.firewall.v4, &got.firewall.v6].into_iter().flat_map(|sets| &sets.grants) {
+            let granted = |policy: &Policy| {
+                policy.sources.iter().any(|net| net.contains(source)) && policy.granted.contains(&(to.addr(), *port))
+            };
+            prop_assert!(sandboxes.iter().any(granted), "{source} {to} {port:?}");
+        }
     }
 
     /// A device moves a range from peer to peer: with two that want it, a diff would never come to rest.

@@ -8,7 +8,7 @@ use super::{Inputs, Node, Peer, touches_pods};
 use crate::{
     numbers::MAX_ALLOWED_IPS,
     policy::Policy,
-    prefixes::{covered, host},
+    prefixes::{covered, host, overlap},
 };
 
 /// The object that is wrong.
@@ -48,8 +48,14 @@ pub enum Reason {
     OwnPublicKey,
     /// A newer Peer has the key.
     PublicKeyDuplicate,
-    /// The Peer must not be programmed before a policy that this version does not enforce.
+    /// The Peer must not be programmed before its policy, and who programs it does not wait for that.
     PolicyNotServed,
+    /// The policy that the Peer requires does not stand as the Peer names it.
+    PolicyMissing,
+    /// The policy that the Peer requires is not one for such a Peer.
+    PolicyMismatch,
+    /// The Peer has a sandbox's addresses and requires no policy.
+    PolicyRequired,
 }
 
 impl Reason {
@@ -66,6 +72,9 @@ impl Reason {
             Self::OwnPublicKey => "OwnPublicKey",
             Self::PublicKeyDuplicate => "PublicKeyDuplicate",
             Self::PolicyNotServed => "PolicyNotServed",
+            Self::PolicyMissing => "PolicyMissing",
+            Self::PolicyMismatch => "PolicyMismatch",
+            Self::PolicyRequired => "PolicyRequired",
         }
     }
 }
@@ -111,17 +120,17 @@ pub(super) fn endpoint(node: &Node, endpoint: SocketAddr) -> Option<&'static str
     }
 }
 
-/// Why this Peer is not programmed, if so. `networks`: what the PeerPolicies declare, an aggregate.
-pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> Option<(Reason, String)> {
+/// Why this Peer is not programmed, if so. `policies`: clean ones; `networks`: what they declare, an
+/// aggregate.
+pub(super) fn peer(
+    inputs: &Inputs,
+    policies: &[Policy],
+    networks: &BTreeSet<IpNet>,
+    peer: &Peer,
+) -> Option<(Reason, String)> {
     let node = &inputs.node;
-    if let Some(policy) = &peer.requires_policy {
-        let policy: String = policy.chars().take(100).collect();
-        return Some((
-            Reason::PolicyNotServed,
-            format!(
-                "annotation kilo-clustermesh.io/requires-policy asks for {policy:?} to be enforced first; this version of wg-agent enforces no isolation profile but cluster-meshed, so the Peer stays out: use isolationProfile cluster-meshed for its cluster, or a version that serves sandbox"
-            ),
-        ));
+    if let Some(wrong) = sandboxed(policies, peer) {
+        return Some(wrong);
     }
     if peer.public_key == node.public_key {
         let key = peer.public_key;
@@ -148,6 +157,65 @@ pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> 
     peer.allowed_ips
         .iter()
         .find_map(|net| range(inputs, networks, &net.trunc()))
+}
+
+/// Why a Peer of a sandbox's node is not programmed, if so: rule 7 of DESIGN §4. Only single addresses of that sandbox, no
+/// endpoint (its nodes must not choose where this one sends UDP), and only the policy that it names, word for word.
+fn sandboxed(policies: &[Policy], peer: &Peer) -> Option<(Reason, String)> {
+    let Some(required) = &peer.requires_policy else {
+        let ranges = || peer.allowed_ips.iter().map(IpNet::trunc);
+        let touches = |policy: &&Policy| ranges().any(|net| policy.sources.iter().any(|source| overlap(source, &net)));
+        let policy = policies.iter().filter(|policy| policy.sandbox).find(touches)?;
+        return Some((
+            Reason::PolicyRequired,
+            format!(
+                "spec.allowedIPs holds addresses of the sandbox that PeerPolicy {} is for, and annotation \
+                 kilo-clustermesh.io/requires-policy is missing; the controller writes it, so wait for it or delete the Peer",
+                policy.name
+            ),
+        ));
+    };
+    let said: String = required.chars().take(300).collect();
+    let (name, revision) = required.rsplit_once('@').unwrap_or((required, ""));
+    let Some(policy) = policies.iter().find(|policy| policy.name == name) else {
+        return Some((
+            Reason::PolicyMissing,
+            format!(
+                "annotation kilo-clustermesh.io/requires-policy asks for {said:?}, and there is no such PeerPolicy that can be \
+                 read; the controller writes it before the Peer, so look at its log, or delete the Peer"
+            ),
+        ));
+    };
+    if policy.revision.is_empty() || policy.revision != revision {
+        return Some((
+            Reason::PolicyMissing,
+            format!(
+                "annotation kilo-clustermesh.io/requires-policy asks for {said:?}, and the PeerPolicy is of revision {:?}: it \
+                 was changed after the Peer was written, by hand or by a controller that is about to write the Peer",
+                policy.revision
+            ),
+        ));
+    }
+    let mismatch = |what: String| Some((Reason::PolicyMismatch, what));
+    if !policy.sandbox {
+        return mismatch(format!(
+            "annotation kilo-clustermesh.io/requires-policy asks for {said:?}, which is no sandbox's; give the source cluster \
+             isolationProfile: sandbox, or delete the annotation"
+        ));
+    }
+    if peer.endpoint.is_some() || !peer.candidates.is_empty() {
+        return mismatch(
+            "spec.endpoint, or annotation kilo-clustermesh.io/endpoints, is set: a sandbox's node dials, and never says where \
+             this one sends; remove it"
+                .to_owned(),
+        );
+    }
+    let alone = |net: &IpNet| net.prefix_len() == net.max_prefix_len() && covered(net, &policy.sources);
+    let other = peer.allowed_ips.iter().find(|net| !alone(&net.trunc()))?;
+    mismatch(format!(
+        "spec.allowedIPs holds {other}, which is no single address inside spec.sources of PeerPolicy {name}; a sandbox's node \
+         has its WireGuard address alone"
+    ))
 }
 
 /// Why a range cannot be a Peer's. A range that holds an address of this node, or the API server's, is right only where

@@ -2,11 +2,11 @@
 //!
 //! Names of sets end in the family, since a set has one type. nft 1.0.6 wants a newline or `;` before every `}`.
 
-use std::{collections::BTreeSet, fmt::Write, net::IpAddr};
+use std::{borrow::Cow, collections::BTreeSet, fmt::Write, net::IpAddr};
 
 use ipnet::IpNet;
 
-use super::{Firewall, Frame, Scope, Sets};
+use super::{Firewall, Frame, Scope, Sets, sandbox};
 use crate::{
     mtu::segment,
     numbers::{CONNECTION_MASK, MARK_MASK, MARK_TUNNEL, MARK_UNDERLAY, NFT_TABLE},
@@ -17,8 +17,10 @@ use crate::{
 /// One set: its name, its type, and its elements as nft takes them.
 pub(super) struct Set {
     pub(super) name: &'static str,
-    kind: &'static str,
+    pub(super) kind: Cow<'static, str>,
     pub(super) elements: BTreeSet<String>,
+    /// Its elements go by themselves.
+    pub(super) fades: bool,
 }
 
 /// Every set of the table, in the order in which they are declared.
@@ -26,6 +28,9 @@ pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
     let mut out = Vec::new();
     for (family, sets) in [(Family::V4, &firewall.v4), (Family::V6, &firewall.v6)] {
         out.extend(family_sets(family, sets));
+        if let Some(timeout) = firewall.frame.sandboxes {
+            out.extend(sandbox::sets(family, sets, timeout));
+        }
     }
     let elements = firewall
         .infrastructure
@@ -34,8 +39,9 @@ pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
         .collect();
     out.push(Set {
         name: "infrastructure",
-        kind: "type inet_proto . inet_service;",
+        kind: "type inet_proto . inet_service;".into(),
         elements,
+        fades: false,
     });
     out
 }
@@ -106,20 +112,21 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 12] {
     let mut names = NAMES[index].into_iter();
     values.map(|(kind, elements)| Set {
         name: names.next().unwrap_or_default(),
-        kind,
+        kind: kind.into(),
         elements,
+        fades: false,
     })
 }
 
-fn nets(nets: &BTreeSet<IpNet>) -> BTreeSet<String> {
+pub(super) fn nets(nets: &BTreeSet<IpNet>) -> BTreeSet<String> {
     nets.iter().map(ToString::to_string).collect()
 }
 
-fn pairs(pairs: &BTreeSet<(IpNet, IpNet)>) -> BTreeSet<String> {
+pub(super) fn pairs(pairs: &BTreeSet<(IpNet, IpNet)>) -> BTreeSet<String> {
     pairs.iter().map(|(a, b)| format!("{a} . {b}")).collect()
 }
 
-fn ports(ports: &BTreeSet<(IpNet, IpNet, Port)>) -> BTreeSet<String> {
+pub(super) fn ports(ports: &BTreeSet<(IpNet, IpNet, Port)>) -> BTreeSet<String> {
     ports
         .iter()
         .map(|(a, b, p)| format!("{a} . {b} . {} . {}", p.protocol, p.port))
@@ -135,7 +142,10 @@ fn sockets(sockets: &BTreeSet<(IpAddr, u16)>) -> BTreeSet<String> {
 #[must_use]
 pub fn render(firewall: &Firewall) -> String {
     let mut out = format!("table inet {NFT_TABLE}\ndelete table inet {NFT_TABLE}\ntable inet {NFT_TABLE} {{\n");
-    for Set { name, kind, elements } in sets(firewall) {
+    for Set {
+        name, kind, elements, ..
+    } in sets(firewall)
+    {
         let elements = match elements.is_empty() {
             true => String::new(), // an empty list of elements is a syntax error
             false => format!(" elements = {{ {} }};", join(&elements)),
@@ -167,7 +177,7 @@ fn mask(which: &str) -> u32 {
 }
 
 /// The same rule for both families: `ip` and `4` become `ip6` and `6`.
-fn both(out: &mut String, rule: &str) {
+pub(super) fn both(out: &mut String, rule: &str) {
     let _ = writeln!(out, "    {}", rule.replace("{ip}", "ip").replace("{n}", "4"));
     let _ = writeln!(out, "    {}", rule.replace("{ip}", "ip6").replace("{n}", "6"));
 }
@@ -297,21 +307,46 @@ fn path(frame: &Frame) -> String {
 /// What the tunnel may bring in: after kube-proxy's DNAT (-100), before everyone's filters (0).
 fn policy(frame: &Frame) -> String {
     let device = &frame.device;
+    let mut sandboxes = String::new();
+    if frame.sandboxes.is_some() {
+        both(&mut sandboxes, &sandbox::enter(device));
+    }
     format!(
         "
   chain policy_input {{
     type filter hook input priority filter - 10; policy accept;
-    iifname \"{device}\" goto from_mesh
+{sandboxes}    iifname \"{device}\" goto from_mesh
   }}
 
   chain policy_forward {{
     type filter hook forward priority filter - 10; policy accept;
     iifname \"{device}\" oifname \"{device}\" counter drop
-    iifname \"{device}\" goto from_mesh
+{sandboxes}    iifname \"{device}\" goto from_mesh
   }}
 "
     ) + &from_mesh_chains()
+        + &frame.sandboxes.map(|_| sandbox::chains()).unwrap_or_default()
 }
+
+/// What is closed to every member, whatever is allowed to it.
+pub(super) fn closed(out: &mut String) {
+    out.push_str("    meta l4proto . th dport @infrastructure jump infrastructure\n");
+    both(out, "meta l4proto tcp {ip} daddr . th dport @api{n} counter drop");
+    both(out, "{ip} saddr . {ip} daddr @deny{n} counter drop");
+    // conntrack's word for the protocol, which every packet that comes so far has: for `meta l4proto` between ranges nft 1.0
+    // writes a byteorder expression of one byte, which Linux 6.12.117 refuses, and with it the whole table.
+    both(
+        out,
+        "{ip} saddr . {ip} daddr . ct protocol . th dport @deny_ports{n} counter drop",
+    );
+}
+
+/// Of what conntrack calls related, the errors of IP itself.
+pub(super) const ERRORS_ONLY: &str = "    meta nfproto ipv4 meta l4proto != icmp counter drop
+    meta nfproto ipv6 meta l4proto != icmpv6 counter drop
+    icmp type != { destination-unreachable, time-exceeded } counter drop
+    icmpv6 type != { destination-unreachable, packet-too-big, time-exceeded } counter drop
+";
 
 fn from_mesh_chains() -> String {
     let mut out = String::from(
@@ -321,17 +356,9 @@ fn from_mesh_chains() -> String {
     ct direction reply ct state established accept
     ct state invalid,related,untracked goto unusual
     ct direction reply counter drop
-    meta l4proto . th dport @infrastructure jump infrastructure
 ",
     );
-    both(&mut out, "meta l4proto tcp {ip} daddr . th dport @api{n} counter drop");
-    both(&mut out, "{ip} saddr . {ip} daddr @deny{n} counter drop");
-    // conntrack's word for the protocol, which every packet that comes so far has: for `meta l4proto` between ranges nft 1.0
-    // writes a byteorder expression of one byte, which Linux 6.12.117 refuses, and with it the whole table.
-    both(
-        &mut out,
-        "{ip} saddr . {ip} daddr . ct protocol . th dport @deny_ports{n} counter drop",
-    );
+    closed(&mut out);
     both(&mut out, "{ip} saddr . {ip} daddr @allow{n} accept");
     both(
         &mut out,
@@ -363,12 +390,9 @@ fn from_mesh_chains() -> String {
 
   # Errors only, and only about a flow of the same member. Other related packets (conntrack helpers) are nobody's.
   chain icmp_in {
-    meta nfproto ipv4 meta l4proto != icmp counter drop
-    meta nfproto ipv6 meta l4proto != icmpv6 counter drop
-    icmp type != { destination-unreachable, time-exceeded } counter drop
-    icmpv6 type != { destination-unreachable, packet-too-big, time-exceeded } counter drop
 ",
     );
+    out.push_str(ERRORS_ONLY);
     both(&mut out, "{ip} saddr . ct original {ip} saddr @pairs{n} counter accept");
     both(&mut out, "{ip} saddr . ct reply {ip} saddr @pairs{n} counter accept");
     out.push_str("    counter drop\n  }\n");
@@ -484,7 +508,13 @@ fn leave(frame: &Frame) -> String {
 
   chain into_tunnel {
     ct state untracked counter drop
-    # An anchor answers with the address that was asked, which is its ClusterIP again already.
+",
+    );
+    if frame.sandboxes.is_some() {
+        both(&mut out, sandbox::LEAVE);
+    }
+    out.push_str(
+        "    # An anchor answers with the address that was asked, which is its ClusterIP again already.
 ",
     );
     both(

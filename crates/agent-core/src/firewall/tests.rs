@@ -1,7 +1,7 @@
 use super::*;
 use crate::compile::{
     beside, compile,
-    tests::{hub_node, nets, worker},
+    tests::{hub_node, hub_node_of_a_sandbox, nets, worker},
 };
 
 #[test]
@@ -52,4 +52,54 @@ fn churn_is_a_transaction_of_elements_and_room_is_made_first() {
             added: 2,
         })
     );
+}
+
+#[test]
+fn the_table_of_a_node_that_a_sandbox_reaches() {
+    insta::assert_snapshot!(render(&compile(&hub_node_of_a_sandbox()).firewall));
+}
+
+#[test]
+fn a_grant_that_comes_or_goes_is_a_transaction_of_elements() {
+    let old = compile(&hub_node_of_a_sandbox()).firewall;
+    let mut inputs = hub_node_of_a_sandbox();
+    let granted = &mut inputs.policies[1].granted;
+    granted.remove(&(
+        "172.29.0.111".parse().unwrap(),
+        Port {
+            protocol: crate::policy::Protocol::Udp,
+            port: 53,
+        },
+    ));
+    assert_eq!(
+        update(Some(&old), &compile(&inputs).firewall),
+        Some(Update::Elements {
+            script: "delete element inet clustermesh grants4 { 100.80.16.0/20 . 172.29.0.111/32 . udp . 53 }\n\
+                     delete element inet clustermesh reach4 { 100.80.16.0/20 . 172.29.0.111/32 }\n"
+                .to_owned(),
+            removed: 2,
+            added: 0,
+        })
+    );
+}
+
+#[test]
+fn what_fades_is_written_again_as_a_whole_and_nothing_else() {
+    assert_eq!(refresh(&compile(&hub_node()).firewall), None);
+    let mut firewall = compile(&hub_node_of_a_sandbox()).firewall;
+    firewall.v6 = Sets::default();
+    firewall.v4.draining.clear();
+    firewall.v4.reach.clear();
+    let elements = "element inet clustermesh grants4 { 100.80.16.0/20 . 10.101.0.5/32 . tcp . 5432, \
+                    100.80.16.0/20 . 172.29.0.111/32 . udp . 53 }\n";
+    assert_eq!(refresh(&firewall), Some(format!("delete {elements}add {elements}")));
+}
+
+#[test]
+fn beside_another_programs_tunnel_a_sandbox_is_a_member_to_whom_nothing_is_allowed() {
+    let firewall = beside(&hub_node_of_a_sandbox(), &BTreeSet::new()).firewall;
+    assert_eq!(firewall.frame.sandboxes, None);
+    let hub = beside(&hub_node(), &BTreeSet::new()).firewall;
+    assert_eq!((firewall.v4.allow, firewall.v4.grants), (hub.v4.allow, BTreeSet::new()));
+    assert!(firewall.v4.mesh.contains(&"100.80.16.0/20".parse().unwrap()));
 }

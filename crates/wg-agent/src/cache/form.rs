@@ -278,6 +278,8 @@ struct PolicyForm {
     deny: Vec<RuleForm>,
     infrastructure_ports: BTreeSet<(ProtocolForm, u16)>,
     anchored: BTreeSet<IpNet>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    sandbox: bool,
     problem: Option<String>,
     digest: [u8; 8],
 }
@@ -335,8 +337,10 @@ impl RuleForm {
 
 impl PolicyForm {
     fn of(seen: &PolicySeen) -> Self {
+        // What a sandbox may reach, and which Peers may come with that, is for a reachable API server to say.
         let PolicySeen {
             policy,
+            grants: _,
             problem,
             digest,
         } = seen;
@@ -348,6 +352,10 @@ impl PolicyForm {
             deny,
             infrastructure_ports,
             anchored,
+            sandbox,
+            granted: _,
+            draining: _,
+            revision: _,
         } = policy;
         Self {
             name: name.clone(),
@@ -357,6 +365,7 @@ impl PolicyForm {
             deny: deny.iter().map(RuleForm::of).collect(),
             infrastructure_ports: infrastructure_ports.iter().map(port).collect(),
             anchored: anchored.clone(),
+            sandbox: *sandbox,
             problem: problem.clone(),
             digest: *digest,
         }
@@ -371,6 +380,7 @@ impl PolicyForm {
             deny,
             infrastructure_ports,
             anchored,
+            sandbox,
             problem,
             digest,
         } = self;
@@ -383,7 +393,10 @@ impl PolicyForm {
                 deny: deny.into_iter().map(RuleForm::value).collect(),
                 infrastructure_ports: infrastructure_ports.into_iter().map(port_value).collect(),
                 anchored,
+                sandbox,
+                ..Policy::default()
             },
+            grants: BTreeSet::new(),
             problem,
             digest,
         })

@@ -68,12 +68,24 @@ impl Saved {
                 .filter(|(_, peer)| restorable(peer))
                 .map(|(name, peer)| (name.to_owned(), peer.clone()))
                 .collect(),
-            policies: owned(world.policies.known()),
+            policies: (world.policies.known())
+                .map(|(name, policy)| (name.to_owned(), closed(policy)))
+                .collect(),
             nodes: world.nodes.known().map(keep).collect(),
             api_servers: owned(world.api_servers.known()),
             addresses: world.addresses.clone(),
         }
     }
+}
+
+/// What of a policy is kept: of a sandbox's that it is one, and none of its grants.
+fn closed(seen: &PolicySeen) -> PolicySeen {
+    let mut seen = seen.clone();
+    seen.grants.clear();
+    seen.policy.granted.clear();
+    seen.policy.draining.clear();
+    seen.policy.revision.clear();
+    seen
 }
 
 fn owned<'a, V: Clone + 'a>(all: impl Iterator<Item = (&'a str, &'a V)>) -> BTreeMap<String, V> {

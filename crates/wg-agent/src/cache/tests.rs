@@ -51,7 +51,9 @@ fn world() -> World {
             }]
             .into(),
             anchored: ["10.7.0.0/16".parse().unwrap()].into(),
+            ..Policy::default()
         },
+        grants: [].into(),
         problem: Some("of some kind".into()),
         digest: [1, 2, 3, 4, 5, 6, 7, 8],
     };

@@ -3,11 +3,11 @@
 
 use std::{ffi::OsString, path::PathBuf, process::Stdio, time::Duration};
 
-use clustermesh_agent_core::numbers::NFT_TABLE;
+use clustermesh_agent_core::{firewall::Firewall, numbers::NFT_TABLE};
 use serde_json::Value;
 use tokio::{io::AsyncWriteExt, process::Command};
 
-use super::{Backend, Error, Listing};
+use super::{Backend, Error, Listing, readback};
 
 /// Far more than any transaction took: 1,000 prefixes are 12 ms.
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -101,6 +101,10 @@ impl Backend for Nft {
         }
     }
 
+    fn confirms(&self, listing: &Listing, firewall: &Firewall) -> Result<(), String> {
+        readback::confirms(listing.json(), firewall)
+    }
+
     async fn destroy(&mut self) -> Result<(), Error> {
         // `delete` alone fails where there is none, and `destroy` is not known to nft 1.0.6.
         self.run(&format!("table inet {NFT_TABLE}\ndelete table inet {NFT_TABLE}\n"))
@@ -118,18 +122,20 @@ fn parse(text: &[u8]) -> Result<Listing, Error> {
     Ok(Listing(Value::Array(objects)))
 }
 
-/// Takes away what means nothing or changes by itself: numbers of handles, counts of packets, the order of elements.
+/// Takes away what means nothing or changes by itself: numbers of handles, counts of packets, what is left of an element's
+/// time, the order of elements.
 fn strip(value: &mut Value) {
     match value {
         Value::Object(map) => {
             map.remove("handle");
+            map.remove("expires");
+            map.values_mut().for_each(strip);
             if let Some(counter) = map.get_mut("counter") {
                 *counter = Value::Null;
             }
             if let Some(Value::Array(elements)) = map.get_mut("elem") {
                 elements.sort_by_cached_key(Value::to_string);
             }
-            map.values_mut().for_each(strip);
         }
         Value::Array(all) => all.iter_mut().for_each(strip),
         _ => {}

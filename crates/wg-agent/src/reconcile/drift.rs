@@ -130,6 +130,11 @@ impl Drift {
         })
     }
 
+    /// Some peers were taken out of the device by us, and will come back.
+    pub(super) fn peers_left(&mut self) {
+        self.peers = None;
+    }
+
     /// The device was opened: whatever it holds is no work of another hand, and a new interface has no setting of the old one's.
     pub(super) fn emptied(&mut self) {
         self.peers = None;

@@ -3,6 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
     sync::Arc,
 };
 
@@ -92,6 +93,7 @@ fn inputs(inputs: &Inputs) -> Value {
         peers,
         policies,
         narrow,
+        grant_timeout,
     } = inputs;
     let rules = |rules: &[policy::Rule]| -> Vec<Value> {
         let rule = |rule: &policy::Rule| json!({"to": rule.to, "ports": ports(&rule.ports)});
@@ -130,8 +132,18 @@ fn inputs(inputs: &Inputs) -> Value {
             "deny": rules(&policy.deny),
             "infrastructurePorts": ports(&policy.infrastructure_ports),
             "anchored": policy.anchored,
+            "sandbox": policy.sandbox,
+            "granted": endpoints(&policy.granted),
+            "draining": endpoints(&policy.draining),
+            "revision": policy.revision,
         }))).collect::<BTreeMap<_, _>>(),
+        "grantTimeoutSeconds": grant_timeout.as_secs(),
     })
+}
+
+fn endpoints(endpoints: &BTreeSet<(IpAddr, policy::Port)>) -> Vec<String> {
+    let text = |(ip, port): &(IpAddr, policy::Port)| format!("{}/{}", SocketAddr::new(*ip, port.port), port.protocol);
+    endpoints.iter().map(text).collect()
 }
 
 fn ports(ports: &BTreeSet<policy::Port>) -> Vec<String> {
@@ -148,6 +160,7 @@ fn compiled(current: &Current) -> Value {
         "addresses": routes.addresses,
         "routes": routes.routes.iter().map(ToString::to_string).collect::<Vec<_>>(),
         "rules": routes.rules.iter().map(ToString::to_string).collect::<Vec<_>>(),
+        "requirePolicy": compiled.gated.iter().map(|(key, policy)| (key.to_string(), policy)).collect::<BTreeMap<_, _>>(),
         "firewall": render(&compiled.firewall).lines().collect::<Vec<_>>(),
         "sysctls": compiled.sysctls.iter().map(|s| format!("{} = {}", s.name, s.value)).collect::<Vec<_>>(),
         "policyRevision": current.policy_revision,

@@ -4,18 +4,27 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
     num::NonZeroU16,
+    time::Duration,
 };
 
 use clustermesh_agent_core::{
     compile::{Inputs, Node, Peer},
+    grants::{Resolved, resolve},
     interface::InterfaceName,
     mtu,
+    policy::Policy,
     prefixes::host,
 };
-use clustermesh_core::{key::PublicKey, observe::Endpoint};
+use clustermesh_core::{key::PublicKey, mesh::ObjectName, observe::Endpoint};
 use ipnet::IpNet;
 
-use crate::source::{objects::NodeSeen, store::World, underlay::Underlay};
+use crate::source::{
+    grants::KIND,
+    objects::{NodeSeen, PolicySeen, protocol},
+    store::World,
+    underlay::Underlay,
+    watch::Seen,
+};
 
 /// What is known of this node besides the cluster's objects.
 #[derive(Debug, Clone)]
@@ -30,6 +39,7 @@ pub(super) struct Local<'a> {
     pub(super) bypass: &'a [IpNet],
     /// The API server as this process is told to reach it.
     pub(super) servers: &'a BTreeSet<SocketAddr>,
+    pub(super) grant_timeout: Duration,
 }
 
 /// The member whose node a Peer is: an entry of a ClusterMesh. Empty where nobody says.
@@ -52,6 +62,10 @@ pub(super) struct Gathered {
     pub(super) members: BTreeMap<PublicKey, Member>,
     /// Objects that cannot even be read: what, and why.
     pub(super) unreadable: BTreeMap<String, String>,
+    /// Services whose EndpointSlices are needed.
+    pub(super) granted: BTreeSet<ObjectName>,
+    /// What of a sandbox's grants is closed here although the policy names it: which, and why.
+    pub(super) closed: BTreeSet<String>,
 }
 
 /// Gathers, but for sizes. `own` is this node's object.
@@ -93,9 +107,24 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
             requires_policy: seen.requires_policy.clone(),
         });
     }
+    let node = Node {
+        name: local.name.to_owned(),
+        public_key: local.public_key,
+        wireguard_ips: [local.wireguard_ip].into(),
+        device: local.device.clone(),
+        listen_port: local.port,
+        // Until the ways to the peers are known, which the peers themselves decide.
+        mtu: mtu::MINIMUM,
+        underlay: local.underlay.interface.clone(),
+        underlay_addresses: local.underlay.addresses.keys().copied().collect(),
+        addresses: own.internal_ips.iter().copied().collect(),
+        pod_cidrs: own.pod_cidrs.clone(),
+    };
     let mut policies = Vec::new();
+    let (mut granted, mut closed) = (BTreeSet::new(), BTreeSet::new());
     for (name, seen) in world.policies.known() {
-        policies.push(seen.policy.clone());
+        policies.push(reached(world, &node, seen, &mut closed));
+        granted.extend(seen.grants.iter().map(|grant| grant.service.clone()));
         if let Some(problem) = &seen.problem {
             unreadable.insert(format!("PeerPolicy {name}"), problem.clone());
         }
@@ -121,19 +150,6 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
         .flat_map(|(_, node)| node.internal_ips.iter().chain(&node.wireguard_ip));
     let nodes = nodes.chain([&local.wireguard_ip]).map(IpAddr::to_canonical).collect();
     let pods_elsewhere = others().flat_map(|(_, node)| &node.pod_cidrs).copied().collect();
-    let node = Node {
-        name: local.name.to_owned(),
-        public_key: local.public_key,
-        wireguard_ips: [local.wireguard_ip].into(),
-        device: local.device.clone(),
-        listen_port: local.port,
-        // Until the ways to the peers are known, which the peers themselves decide.
-        mtu: mtu::MINIMUM,
-        underlay: local.underlay.interface.clone(),
-        underlay_addresses: local.underlay.addresses.keys().copied().collect(),
-        addresses: own.internal_ips.iter().copied().collect(),
-        pod_cidrs: own.pod_cidrs.clone(),
-    };
     Gathered {
         inputs: Inputs {
             node,
@@ -144,9 +160,45 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
             peers,
             policies,
             narrow: BTreeMap::new(),
+            grant_timeout: local.grant_timeout,
         },
         names,
         members,
         unreadable,
+        granted,
+        closed,
     }
+}
+
+/// A policy with what its grants come to on this node. What was not listed yet is closed.
+fn reached(world: &World, node: &Node, seen: &PolicySeen, closed: &mut BTreeSet<String>) -> Policy {
+    let mut policy = seen.policy.clone();
+    let mut resolved = Resolved::default();
+    for grant in &seen.grants {
+        let service = &grant.service;
+        let ports = grant.ports.iter().map(|(kind, name)| (protocol(*kind), name.clone()));
+        if let Some(Seen::Listed(slices)) = world.granted.get(service) {
+            resolve(node, &ports.collect(), slices.values(), &mut resolved);
+        } else {
+            let why = world.errors.get(KIND).map_or("not listed yet", String::as_str);
+            closed.insert(format!(
+                "PeerPolicy {}: GrantClosed: the EndpointSlices of Service {service} cannot be read: {why}",
+                policy.name
+            ));
+        }
+    }
+    let Resolved {
+        granted,
+        draining,
+        refused,
+    } = resolved;
+    policy.granted = granted;
+    policy.draining = draining;
+    closed.extend(refused.iter().map(|(address, why)| {
+        format!(
+            "PeerPolicy {}: GrantClosed: endpoint {address} on this node {why}",
+            policy.name
+        )
+    }));
+    policy
 }

@@ -4,7 +4,8 @@
 //! The order is what keeps packets off the underlay. On a node where nothing of ours stands: the device, the firewall
 //! (which drops mesh prefixes that leave by another device), the routes (`unreachable` behind everything), then the peers.
 //! Later: the firewall, then the peers, then the routes, so that a new route always has somebody behind it and nobody's
-//! session is touched. Without the firewall nothing else is done.
+//! session is touched. Without the firewall nothing else is done. Peers that require a policy come in after the table was read
+//! back, and leave before it is changed for them (`guard`).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,7 +22,7 @@ use clustermesh_agent_core::{
     numbers::MARK_UNDERLAY,
 };
 use clustermesh_api::names::KILO_KEY;
-use clustermesh_core::key::PublicKey;
+use clustermesh_core::{key::PublicKey, mesh::ObjectName};
 use serde_json::json;
 use tokio::sync::watch;
 
@@ -52,12 +53,14 @@ use crate::{
 mod drift;
 mod dump;
 pub(crate) mod gate;
+mod guard;
 mod inputs;
 mod look;
 mod sizes;
 
 use drift::Drift;
 use gate::{beside_kg, from_cache, own_node, waiting};
+use guard::Guard;
 use inputs::{Gathered, Local, Member, gather};
 use sizes::Ends;
 
@@ -86,6 +89,8 @@ pub(crate) struct Parts<R, F> {
     pub(crate) firewall: Keeper<F>,
     pub(crate) open: Opener,
     pub(crate) names: watch::Sender<BTreeSet<String>>,
+    /// Services whose EndpointSlices are needed.
+    pub(crate) granted: watch::Sender<BTreeSet<ObjectName>>,
     pub(crate) publish: watch::Sender<Wanted>,
     /// What is wrong with a datapath that leads packets past us.
     pub(crate) bypassed: watch::Receiver<Option<Found>>,
@@ -108,6 +113,7 @@ pub(crate) struct Reconciler<R, F> {
     tracks: Tracks,
     current: Option<Arc<Current>>,
     drift: Drift,
+    guard: Guard,
     said: Said,
 }
 
@@ -137,6 +143,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             tracks: Tracks::new(live),
             current: None,
             drift: Drift::default(),
+            guard: Guard::default(),
             said: Said::default(),
         }
     }
@@ -156,7 +163,25 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         well
     }
 
+    /// Takes sandboxes' peers out of the device where the table does not hold them.
+    pub(crate) async fn guard(&mut self) -> Result<(), Trouble> {
+        let device = self.device.as_mut().map(|(device, ..)| device);
+        let left = self.guard.look(&mut self.parts.firewall, device).await?;
+        self.left(&left);
+        Ok(())
+    }
+
+    /// Whoever comes back is tried where it was heard from last.
+    fn left(&mut self, peers: &[PublicKey]) {
+        if peers.is_empty() {
+            return;
+        }
+        self.drift.peers_left();
+        self.tracks.rejoin(peers);
+    }
+
     async fn steps(&mut self, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
+        self.guard().await?;
         let world = self.parts.store.world();
         waiting(&world)?;
         troubles.extend(world.absent().into_iter().map(|kind| {
@@ -197,6 +222,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 resolvers: &resolvers,
                 bypass: &config.bypass,
                 servers: &self.servers(&world),
+                grant_timeout: config.grant_timeout,
             },
         );
         self.look_up(&gathered);
@@ -224,20 +250,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         });
         self.tracks.sync(tried, Instant::now());
 
-        self.parts
-            .firewall
-            .converge(&compiled.firewall)
-            .await
-            .map_err(|e| Trouble::new("firewall", e))
-            .map(|done| {
-                if self.drift.filtered(&compiled.firewall, done.is_some()) {
-                    self.parts.metrics.repaired("firewall", 1);
-                }
-                if done.is_some() {
-                    self.parts.metrics.applied("firewall", 1);
-                    tracing::info!("firewall table written");
-                }
-            })?;
+        self.enforce(&compiled, troubles).await?;
         let settings = route::sysctl::converge(&compiled.sysctls).await;
         let put_back = self.drift.set(&compiled.sysctls, &settings);
         self.parts.metrics.repaired("sysctls", put_back);
@@ -270,6 +283,30 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         self.look();
         troubles.extend(opened.err().into_iter().chain(peers.err()));
         troubles.extend(routed?);
+        Ok(())
+    }
+
+    /// Brings the firewall table to what is wanted.
+    async fn enforce(&mut self, compiled: &Compiled, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
+        let device = self.device.as_mut().map(|(device, ..)| device);
+        let (enforced, left) = self
+            .guard
+            .enforce(&mut self.parts.firewall, device, compiled, Instant::now())
+            .await?;
+        self.left(&left);
+        if self.drift.filtered(&compiled.firewall, enforced.written) {
+            self.parts.metrics.repaired("firewall", 1);
+        }
+        if enforced.written {
+            self.parts.metrics.applied("firewall", 1);
+            tracing::info!("firewall table written");
+        }
+        troubles.extend(enforced.why.map(|why| {
+            Trouble::new(
+                "firewall",
+                format!("peers that require a policy stay out of the device: {why}"),
+            )
+        }));
         Ok(())
     }
 
@@ -376,6 +413,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 self.why = why.to_string();
                 self.tracks.restart();
                 self.drift.emptied();
+                self.guard.opened();
                 let standing = device.observe().map_err(trouble)?;
                 self.tracks.adopt(&standing.peers);
                 self.device = Some((device, mtu, public));
@@ -418,6 +456,11 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     fn look_up(&self, gathered: &Gathered) {
         let mut names = gathered.names.clone();
         names.extend(self.parts.server.host.as_ref().err().cloned());
+        self.parts.granted.send_if_modified(|wanted| {
+            let changed = *wanted != gathered.granted;
+            wanted.clone_from(&gathered.granted);
+            changed
+        });
         self.parts.names.send_if_modified(|wanted| {
             let changed = *wanted != names;
             *wanted = names;
@@ -433,6 +476,10 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             *reasons.entry("Unreadable".to_owned()).or_default() += 1;
             lines.insert(format!("{object}: Unreadable: {problem}"));
         }
+        for line in &gathered.closed {
+            *reasons.entry("GrantClosed".to_owned()).or_default() += 1;
+            lines.insert(line.clone());
+        }
         for refused in &compiled.refused {
             *reasons.entry(refused.reason.as_str().to_owned()).or_default() += 1;
             lines.insert(refused.to_string());
@@ -445,6 +492,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     /// Whom the device should hold, each at the endpoint that is tried now.
     fn wanted(&self, compiled: &Compiled) -> Peers {
         let mut desired = compiled.peers.clone();
+        desired.retain(|key, _| self.guard.admits() || !compiled.gated.contains_key(key));
         for (key, spec) in &mut desired {
             spec.endpoint = self.tracks.current(key);
         }
@@ -476,6 +524,8 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             }
         }
         let changes = diff(&observed.peers, &desired).unwrap_or_default();
+        // Before: where only some of the changes are made, whoever may be there is watched over all the same.
+        self.guard.entered(&compiled.gated);
         if !changes.is_empty() {
             device.apply(&changes).map_err(trouble)?;
         }

@@ -16,6 +16,7 @@ use store::{Shelf, Store};
 
 pub(crate) mod cilium;
 pub mod client;
+pub(crate) mod grants;
 pub mod lookup;
 pub mod objects;
 pub mod resolv;

@@ -18,7 +18,7 @@ use clustermesh_api::{
 };
 use clustermesh_core::{
     mesh,
-    observe::{Endpoint, PeerSpec, PolicySpec},
+    observe::{Endpoint, PeerSpec, PolicySpec, ServiceGrant},
 };
 use ipnet::IpNet;
 use k8s_openapi::api::{core::v1::Node, discovery::v1::EndpointSlice};
@@ -85,8 +85,11 @@ impl PeerSeen {
 /// A PeerPolicy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PolicySeen {
-    /// What to enforce. Of a policy that cannot be read, only the networks that must not leave in clear: it allows nothing.
+    /// What to enforce. Of a policy that cannot be read, only the networks that must not leave in clear: it allows nothing. What
+    /// a sandbox's grants come to here is not known yet.
     pub policy: Policy,
+    /// The Services that a sandbox may reach.
+    pub grants: BTreeSet<ServiceGrant>,
     /// What is wrong with it.
     pub problem: Option<String>,
     /// Changes with whatever it says.
@@ -118,13 +121,32 @@ impl PolicySeen {
                 .collect(),
             ..Policy::default()
         };
+        let mut grants = BTreeSet::new();
         let (policy, problem) = match object.try_parse::<PeerPolicy>() {
             Ok(written) => match convert::policy::to_core(&written).spec {
-                Ok(spec) if spec.sandbox || !spec.grants.is_empty() => (
+                Ok(spec) if spec.sandbox && !spec.allow.is_empty() => (
                     closed(&written.spec.networks),
-                    Some("spec.allow[0].service: grants by Service are not served by this version".to_owned()),
+                    Some("spec.allow: holds networks, and a sandbox reaches Services alone: name them by `service`".to_owned()),
                 ),
-                Ok(spec) => (policy(&name, &spec), None),
+                Ok(spec) if !spec.sandbox && !spec.grants.is_empty() => (
+                    closed(&written.spec.networks),
+                    Some(
+                        "spec.allow: names a Service, which is for isolationProfile: sandbox; other members reach networks"
+                            .to_owned(),
+                    ),
+                ),
+                Ok(spec) if !spec.grants.iter().all(|grant| plain(&grant.service)) => (
+                    closed(&written.spec.networks),
+                    Some("spec.allow: a service's namespace or name is none that Kubernetes takes".to_owned()),
+                ),
+                Ok(spec) => {
+                    grants.clone_from(&spec.grants);
+                    let policy = Policy {
+                        revision: written.spec.revision(),
+                        ..policy(&name, &spec)
+                    };
+                    (policy, None)
+                }
                 Err(problem) => (closed(&written.spec.networks), Some(problem)),
             },
             Err(error) => (
@@ -134,9 +156,26 @@ impl PolicySeen {
         };
         Self {
             policy,
+            grants,
             problem,
             digest,
         }
+    }
+}
+
+/// Whether both parts are DNS labels: they go into a request's path and its label selector.
+fn plain(service: &mesh::ObjectName) -> bool {
+    let letter = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    let label = |text: &str| (1..=63).contains(&text.len()) && text.bytes().all(letter);
+    label(&service.namespace) && label(&service.name)
+}
+
+/// The agent's word for a protocol.
+pub(crate) const fn protocol(protocol: mesh::Protocol) -> Protocol {
+    match protocol {
+        mesh::Protocol::Tcp => Protocol::Tcp,
+        mesh::Protocol::Udp => Protocol::Udp,
+        mesh::Protocol::Sctp => Protocol::Sctp,
     }
 }
 
@@ -148,15 +187,9 @@ fn policy(name: &str, spec: &PolicySpec) -> Policy {
         deny,
         infrastructure_ports,
         anchored,
-        // Nothing is allowed for these yet: such a member stays closed.
-        sandbox: _,
-        grants: _,
+        sandbox,
+        grants: _, // for the slices to say
     } = spec;
-    let protocol = |protocol| match protocol {
-        mesh::Protocol::Tcp => Protocol::Tcp,
-        mesh::Protocol::Udp => Protocol::Udp,
-        mesh::Protocol::Sctp => Protocol::Sctp,
-    };
     let closed = |at: &SocketAddr| Rule {
         to: [host(at.ip().to_canonical())].into(),
         ports: [Port {
@@ -186,6 +219,8 @@ fn policy(name: &str, spec: &PolicySpec) -> Policy {
                 port: *port,
             })
             .collect(),
+        sandbox: *sandbox,
+        ..Policy::default()
     }
 }
 
@@ -319,7 +354,10 @@ mod tests {
             }],
             infrastructure_ports: [tcp(10250)].into(),
             anchored: nets(&["10.96.0.0/12"]),
+            revision: seen.policy.revision.clone(),
+            ..Policy::default()
         };
+        assert_eq!(seen.policy.revision.len(), 16);
         assert_eq!((seen.policy, seen.problem), (want, None));
     }
 
@@ -336,7 +374,37 @@ mod tests {
                 ..Policy::default()
             }
         );
-        assert!(seen.problem.unwrap().starts_with("spec.allow[0].service"));
+        assert!(seen.problem.unwrap().starts_with("spec.allow: names a Service"));
+    }
+
+    #[test]
+    fn a_sandboxs_policy_says_which_services_and_never_which_networks() {
+        let of = |allow| {
+            let mut object = policy_object(allow);
+            object.data["spec"]["isolationProfile"] = "sandbox".into();
+            PolicySeen::new(object)
+        };
+        let service = serde_json::json!({
+            "service": {"namespace": "a", "name": "b"}, "ports": [{"port": "sql", "protocol": "TCP"}],
+        });
+        let seen = of(serde_json::json!([service]));
+        let grant = ServiceGrant {
+            service: mesh::ObjectName {
+                namespace: "a".into(),
+                name: "b".into(),
+            },
+            ports: [(mesh::Protocol::Tcp, "sql".to_owned())].into(),
+        };
+        assert_eq!(seen.problem, None);
+        assert_eq!(seen.grants, [grant].into());
+        assert!(seen.policy.sandbox && seen.policy.allow.is_empty() && seen.policy.granted.is_empty());
+        for name in ["a,b", "..", "", "a/b"] {
+            let odd = of(serde_json::json!([{"service": {"namespace": name, "name": "b"}}]));
+            assert!(odd.grants.is_empty() && odd.problem.is_some(), "{name}");
+        }
+        let wide = of(serde_json::json!([service, {"to": ["10.4.0.0/16"]}]));
+        assert!(wide.problem.unwrap().starts_with("spec.allow: holds networks"));
+        assert_eq!((wide.grants, wide.policy.revision.as_str()), (BTreeSet::new(), ""));
     }
 
     #[test]

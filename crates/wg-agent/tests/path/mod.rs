@@ -199,9 +199,10 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
                 port: 10250,
             }]
             .into(),
-            anchored: BTreeSet::new(),
+            ..Policy::default()
         }],
         narrow: BTreeMap::new(),
+        grant_timeout: Duration::from_secs(900),
     }
 }
 

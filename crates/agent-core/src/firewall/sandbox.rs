@@ -1,0 +1,126 @@
+//! What a sandbox adds to the table: its sets and its chains, in both directions. What every member has is in
+//! [`super::render`].
+//!
+//! A sandbox opens connections to endpoints that are granted to it and nothing else, and nobody opens one to it. Both
+//! directions are matched against the sets on every packet: a connection ends with its grant, also one of UDP, which its
+//! other end would keep alive.
+
+use std::time::Duration;
+
+use super::{
+    Sets,
+    render::{ERRORS_ONLY, Set, both, closed, nets, pairs, ports},
+};
+use crate::{interface::InterfaceName, prefixes::Family};
+
+/// What a sandbox may reach is written so that it goes by itself, unless somebody alive says it again.
+pub(super) fn sets(family: Family, sets: &Sets, timeout: Duration) -> [Set; 4] {
+    const NAMES: [[&str; 4]; 2] = [
+        ["sandbox4", "grants4", "draining4", "reach4"],
+        ["sandbox6", "grants6", "draining6", "reach6"],
+    ];
+    let (index, address) = match family {
+        Family::V4 => (0, "ipv4_addr"),
+        Family::V6 => (1, "ipv6_addr"),
+    };
+    let [name, grants_name, draining_name, reach_name] = NAMES[index];
+    // A timeout of nothing would be none at all.
+    let fades = format!("flags interval, timeout; timeout {}s;", timeout.as_secs().max(1));
+    let port = format!("type {address} . {address} . inet_proto . inet_service; {fades}");
+    let fading = |name, kind: String, elements| Set {
+        name,
+        kind: kind.into(),
+        elements,
+        fades: true,
+    };
+    [
+        Set {
+            name,
+            kind: format!("type {address}; flags interval;").into(),
+            elements: nets(&sets.sandbox),
+            fades: false,
+        },
+        fading(grants_name, port.clone(), ports(&sets.grants)),
+        fading(draining_name, port, ports(&sets.draining)),
+        fading(
+            reach_name,
+            format!("type {address} . {address}; {fades}"),
+            pairs(&sets.reach),
+        ),
+    ]
+}
+
+/// Before the rules of every member. For [`both`].
+pub(super) fn enter(device: &InterfaceName) -> String {
+    format!("iifname \"{device}\" {{ip}} saddr @sandbox{{n}} goto from_sandbox")
+}
+
+/// First of what enters the tunnel. For [`both`].
+pub(super) const LEAVE: &str = "{ip} daddr @sandbox{n} goto to_sandbox";
+
+/// The chains that these two lead to.
+pub(super) fn chains() -> String {
+    let mut out = String::from(
+        "
+  # A grant is an endpoint: what was translated here came for a ClusterIP or a NodePort, which are nobody's grant. Answers
+  # would belong to a connection that nobody here may have opened.
+  chain from_sandbox {
+    ct state invalid,untracked counter drop
+    ct state related goto errors_from_sandbox
+    ct direction reply counter drop
+    ct status & dnat != 0 counter drop
+",
+    );
+    closed(&mut out);
+    both(
+        &mut out,
+        "{ip} saddr . {ip} daddr . ct protocol . th dport @grants{n} accept",
+    );
+    both(
+        &mut out,
+        "ct state established {ip} saddr . {ip} daddr . ct protocol . th dport @draining{n} accept",
+    );
+    out.push_str(
+        "    counter drop
+  }
+
+  # About a flow of its own, to the endpoint of that flow, while that is still its to reach.
+  chain errors_from_sandbox {
+",
+    );
+    out.push_str(ERRORS_ONLY);
+    let own = "{ip} saddr . ct original {ip} saddr @pairs{n}";
+    both(
+        &mut out,
+        &format!("{own} ct original {{ip}} saddr . {{ip}} daddr @reach{{n}} counter accept"),
+    );
+    out.push_str(
+        "    counter drop
+  }
+
+  # Whoever speaks, a pod or this node itself. What is granted here is answered with its own address, which no other member
+  # need know.
+  chain to_sandbox {
+    ct state invalid counter drop
+    ct state related goto errors_to_sandbox
+    ct direction original counter drop
+",
+    );
+    for set in ["grants", "draining"] {
+        both(
+            &mut out,
+            &format!("{{ip}} daddr . {{ip}} saddr . ct protocol . th sport @{set}{{n}} accept"),
+        );
+    }
+    out.push_str(
+        "    counter drop
+  }
+
+  chain errors_to_sandbox {
+",
+    );
+    out.push_str(ERRORS_ONLY);
+    both(&mut out, "{ip} daddr . ct original {ip} daddr @reach{n} counter accept");
+    out.push_str("    counter drop\n  }\n");
+    out
+}

@@ -1,0 +1,166 @@
+//! Peers that may be in the device only while the firewall table that holds them stands in this node's kernel (DESIGN §4 rule
+//! 7, `requires-policy`), and the order that keeps them to it. What they may reach is the compiler's to say.
+//!
+//! A pass, as far as they are concerned:
+//! 1. The table is read. Where it is not as it was written, they leave the device, before anything else is tried.
+//! 2. Those that require another policy than the one in force, or are not wanted any more, leave; at the first pass of a
+//!    process, everybody that an earlier one left in the device and whose table does not stand already.
+//! 3. The table is written, and what fades in it renewed. Where that fails, they leave.
+//! 4. It is read back. Only if it is what was wanted they come in, with everybody else's changes.
+
+use std::{collections::BTreeMap, time::Instant};
+
+use clustermesh_agent_core::{compile::Compiled, device::PeerChange};
+use clustermesh_core::key::PublicKey;
+
+use crate::{
+    device::Device,
+    firewall::{Backend, Keeper},
+    status::Trouble,
+};
+
+/// Who is in the device on that condition.
+#[derive(Debug, Default)]
+pub(super) struct Guard {
+    /// Each with the policy it requires.
+    held: BTreeMap<PublicKey, String>,
+    /// What an earlier process left was dealt with.
+    known: bool,
+    /// The table was read back as it should be, and nothing else was heard since.
+    admits: bool,
+}
+
+/// What became of the table.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Enforced {
+    /// Something was written.
+    pub(super) written: bool,
+    /// Why those that require a policy may not come in.
+    pub(super) why: Option<String>,
+}
+
+impl Guard {
+    /// Whether there is anybody to watch over.
+    pub(super) fn watches(&self) -> bool {
+        !self.held.is_empty()
+    }
+
+    /// Whether those that require a policy may come in.
+    pub(super) fn admits(&self) -> bool {
+        self.admits
+    }
+
+    /// A new device holds whom an earlier process left in it, or nobody.
+    pub(super) fn opened(&mut self) {
+        self.held.clear();
+        self.known = false;
+    }
+
+    /// Step 1. Returns who left.
+    ///
+    /// # Errors
+    /// When somebody could not be taken out of the device.
+    pub(super) async fn look<F: Backend>(
+        &mut self,
+        table: &mut Keeper<F>,
+        device: Option<&mut Box<dyn Device>>,
+    ) -> Result<Vec<PublicKey>, Trouble> {
+        if self.held.is_empty() || table.intact().await.unwrap_or(false) {
+            return Ok(Vec::new());
+        }
+        tracing::warn!("the firewall table is not as it was written: peers of sandboxes leave the device");
+        self.admits = false;
+        self.leave(device, |_, _| true)
+    }
+
+    /// Steps 2 and 3, and the reading back. The caller brings in the peers; [`Self::entered`] takes that down.
+    ///
+    /// # Errors
+    /// When the table cannot be written, or somebody not be taken out of the device: then nothing was written.
+    pub(super) async fn enforce<F: Backend>(
+        &mut self,
+        table: &mut Keeper<F>,
+        mut device: Option<&mut Box<dyn Device>>,
+        compiled: &Compiled,
+        now: Instant,
+    ) -> Result<(Enforced, Vec<PublicKey>), Trouble> {
+        let mut left = Vec::new();
+        self.admits = false;
+        if !self.known
+            && let Some(device) = device.as_deref_mut()
+            && table.stands(&compiled.firewall).await.is_err()
+        {
+            // Which of them required a policy, and which, that process took with it.
+            let there = device.observe().map_err(|error| Trouble::new("device", error))?.peers;
+            let stays = |key: &PublicKey| compiled.peers.contains_key(key) && !compiled.gated.contains_key(key);
+            let strangers = there.keys().filter(|key| !stays(key));
+            self.held.extend(strangers.map(|key| (*key, String::new())));
+        }
+        self.known |= device.is_some();
+        left.extend(self.leave(device.as_deref_mut(), |key, required| {
+            compiled.gated.get(key) != Some(required)
+        })?);
+
+        let written = match table.converge(&compiled.firewall).await {
+            Ok(done) => table.renew(now).await.map(|renewed| done.is_some() || renewed),
+            Err(error) => Err(error),
+        };
+        let written = match written {
+            Ok(written) => written,
+            Err(error) => {
+                self.leave(device, |_, _| true)?;
+                return Err(Trouble::new("firewall", error));
+            }
+        };
+        let mut enforced = Enforced {
+            written,
+            ..Enforced::default()
+        };
+        if !compiled.gated.is_empty() {
+            enforced.why = table
+                .stands(&compiled.firewall)
+                .await
+                .err()
+                .map(|error| error.to_string());
+            self.admits = enforced.why.is_none();
+            if !self.admits {
+                left.extend(self.leave(device, |_, _| true)?);
+            }
+        }
+        Ok((enforced, left))
+    }
+
+    /// The device holds these now.
+    pub(super) fn entered(&mut self, gated: &BTreeMap<PublicKey, String>) {
+        if self.admits {
+            self.held.clone_from(gated);
+        }
+    }
+
+    fn leave(
+        &mut self,
+        device: Option<&mut Box<dyn Device>>,
+        who: impl Fn(&PublicKey, &String) -> bool,
+    ) -> Result<Vec<PublicKey>, Trouble> {
+        let Some(device) = device else {
+            return Ok(Vec::new());
+        };
+        let keys: Vec<PublicKey> = (self.held.iter())
+            .filter(|(key, why)| who(key, why))
+            .map(|(key, _)| *key)
+            .collect();
+        if keys.is_empty() {
+            return Ok(keys);
+        }
+        let changes: Vec<PeerChange> = keys.iter().copied().map(PeerChange::Remove).collect();
+        device.apply(&changes).map_err(|error| Trouble::new("device", error))?;
+        for key in &keys {
+            tracing::info!(%key, "a sandbox's peer leaves the device until its policy stands");
+            self.held.remove(key);
+        }
+        Ok(keys)
+    }
+}
+
+#[cfg(test)]
+mod tests;

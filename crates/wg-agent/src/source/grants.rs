@@ -1,0 +1,191 @@
+//! Following the EndpointSlices of the Services that sandboxes may reach: a watch for each Service, begun and ended as policies
+//! come and go, so that an agent reads of no other. What they come to is `clustermesh_agent_core::grants`'s.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use clustermesh_agent_core::grants::{Endpoint, Slice};
+use clustermesh_api::names::{LABEL_MANAGED_BY, LABEL_SERVICE_NAME, LABEL_SLICE_MANAGED_BY, MANAGED_BY};
+use clustermesh_core::mesh::{self, ObjectName};
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use kube::{Api, Client, runtime::watcher};
+use tokio::{sync::watch, task::JoinHandle};
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    objects::protocol,
+    store::Store,
+    watch::{Seen, Sink, follow},
+};
+
+/// For logs, and the key of the trouble.
+pub(crate) const KIND: &str = "EndpointSlice of a grant";
+
+/// Follows the slices of the Services in `wanted`, as that changes, until the token is cancelled.
+pub(crate) async fn run(
+    client: Client,
+    store: Store,
+    mut wanted: watch::Receiver<BTreeSet<ObjectName>>,
+    stop: CancellationToken,
+) {
+    let mut running: BTreeMap<ObjectName, (CancellationToken, JoinHandle<()>)> = BTreeMap::new();
+    loop {
+        let now = wanted.borrow_and_update().clone();
+        let ended: Vec<ObjectName> = running
+            .keys()
+            .filter(|service| !now.contains(*service))
+            .cloned()
+            .collect();
+        for service in ended {
+            if let Some((token, task)) = running.remove(&service) {
+                token.cancel();
+                // It has to be gone before it may be begun anew, or the old one would write into the new one's shelf.
+                let _ = task.await;
+            }
+            store.granted(|all| all.remove(&service).is_some());
+            tracing::info!(%service, "no sandbox is granted this Service any more");
+        }
+        for service in now {
+            if running.contains_key(&service) {
+                continue;
+            }
+            tracing::info!(%service, "following the endpoints of a Service that is granted to a sandbox");
+            store.granted(|all| all.insert(service.clone(), Seen::Pending).is_some());
+            let token = stop.child_token();
+            let shelf = Shelf {
+                store: store.clone(),
+                service: service.clone(),
+            };
+            let task = tokio::spawn(follow(
+                Api::<EndpointSlice>::namespaced(client.clone(), &service.namespace),
+                watcher::Config::default().labels(&format!("{LABEL_SERVICE_NAME}={}", service.name)),
+                |object| slice(&object),
+                shelf,
+                token.clone(),
+            ));
+            running.insert(service, (token, task));
+        }
+        tokio::select! {
+            () = stop.cancelled() => break,
+            changed = wanted.changed() => if changed.is_err() { break },
+        }
+    }
+    for (_, (token, task)) in running {
+        token.cancel();
+        let _ = task.await;
+    }
+}
+
+/// Where one Service's slices are put.
+struct Shelf {
+    store: Store,
+    service: ObjectName,
+}
+
+impl Sink<Slice> for Shelf {
+    fn change(&self, change: impl FnOnce(&mut Seen<Slice>) -> bool + Send) {
+        self.store.grants_failed(None);
+        self.store.granted(|all| all.get_mut(&self.service).is_some_and(change));
+    }
+
+    fn failed(&self, error: &watcher::Error) {
+        self.store.grants_failed(Some(error));
+    }
+}
+
+/// What counts of an EndpointSlice. Of one that we wrote, nothing: those mirror another member's Service here, and what a
+/// sandbox is granted of this cluster is never somebody else's. The first address of an endpoint counts, as for kube-proxy.
+pub(crate) fn slice(object: &EndpointSlice) -> Slice {
+    let ours = |label: &&str| {
+        let labels = object.metadata.labels.as_ref();
+        labels
+            .and_then(|all| all.get(*label))
+            .is_some_and(|value| value == MANAGED_BY)
+    };
+    if [LABEL_MANAGED_BY, LABEL_SLICE_MANAGED_BY].iter().any(ours) {
+        return Slice::default();
+    }
+    let ports = object.ports.iter().flatten().filter_map(|port| {
+        let kind = match port.protocol.as_deref() {
+            None | Some("TCP") => mesh::Protocol::Tcp,
+            Some("UDP") => mesh::Protocol::Udp,
+            Some("SCTP") => mesh::Protocol::Sctp,
+            Some(_) => return None,
+        };
+        let number = u16::try_from(port.port?).ok().filter(|number| *number > 0)?;
+        Some((protocol(kind), port.name.clone().unwrap_or_default(), number))
+    });
+    let endpoints = object.endpoints.iter().flatten().map(|endpoint| {
+        let conditions = endpoint.conditions.clone().unwrap_or_default();
+        Endpoint {
+            addresses: endpoint
+                .addresses
+                .first()
+                .and_then(|text| text.parse().ok())
+                .into_iter()
+                .collect(),
+            node: endpoint.node_name.clone(),
+            serving: conditions.serving.or(conditions.ready).unwrap_or(true),
+            terminating: conditions.terminating.unwrap_or(false),
+        }
+    });
+    Slice {
+        ports: ports.collect(),
+        endpoints: endpoints.collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clustermesh_agent_core::policy::Protocol;
+
+    use super::*;
+
+    fn object(labels: serde_json::Value) -> EndpointSlice {
+        serde_json::from_value(serde_json::json!({
+            "addressType": "IPv4", "metadata": {"name": "db-1", "labels": labels},
+            "ports": [
+                {"name": "sql", "port": 5432, "protocol": "TCP"}, {"port": 53, "protocol": "UDP"}, {"name": "any"},
+                {"name": "odd", "port": 1, "protocol": "QUIC"}, {"name": "far", "port": 70000},
+            ],
+            "endpoints": [
+                {"addresses": ["10.1.0.5", "10.1.0.6"], "nodeName": "n"},
+                {"addresses": ["10.1.0.7"], "nodeName": "n", "conditions": {"ready": false, "serving": true, "terminating": true}},
+                {"addresses": ["10.1.0.8"], "conditions": {"ready": false}},
+                {"addresses": ["db.example.org"], "nodeName": "n"},
+            ],
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn a_slice_is_read_as_kube_proxy_reads_it() {
+        let at = |address: &str, node: Option<&str>, serving, terminating| Endpoint {
+            addresses: address.parse().into_iter().collect(),
+            node: node.map(str::to_owned),
+            serving,
+            terminating,
+        };
+        let want = Slice {
+            ports: [
+                (Protocol::Tcp, "sql".to_owned(), 5432),
+                (Protocol::Udp, String::new(), 53),
+            ]
+            .into(),
+            endpoints: vec![
+                at("10.1.0.5", Some("n"), true, false),
+                at("10.1.0.7", Some("n"), true, true),
+                at("10.1.0.8", None, false, false),
+                at("a name", Some("n"), true, false),
+            ],
+        };
+        assert_eq!(slice(&object(serde_json::json!({LABEL_SERVICE_NAME: "db"}))), want);
+    }
+
+    #[test]
+    fn a_slice_that_we_wrote_counts_for_nothing() {
+        for label in [LABEL_MANAGED_BY, LABEL_SLICE_MANAGED_BY] {
+            let ours = serde_json::json!({LABEL_SERVICE_NAME: "db", label: MANAGED_BY});
+            assert_eq!(slice(&object(ours)), Slice::default(), "{label}");
+        }
+    }
+}
