@@ -400,6 +400,26 @@ fn a_key_that_two_claim_is_a_meshed_members_before_a_sandboxs() {
         node.public_key = Claim::Is(key(33));
         node.created = -1;
     });
+    let forged = ObservedPeer {
+        owner: Owner {
+            mesh: Some("m".into()),
+            mesh_namespace: Some("meshes".into()),
+            hub: Some("hub".into()),
+            source_cluster: Some("nb".into()),
+        },
+        spec: Ok(PeerSpec {
+            public_key: key(33),
+            allowed_ips: net_set(&["100.66.3.1/32"]),
+            endpoint: None,
+            candidates: vec![],
+            persistent_keepalive: 0,
+            requires_policy: None,
+        }),
+    };
+    // Whoever owns its API server makes a Peer stand there.
+    edit(&mut seen, &secret("nb"), |m| {
+        m.peers.as_mut().unwrap().insert("m--nb--s".into(), forged);
+    });
     let (_, plan) = run(&mesh, &seen);
     assert_eq!(sources(&plan, "mgmt"), ["tenant"]);
     assert_eq!(plan.clusters["nb"].skipped[0].reason, Reason::PublicKeyDuplicate);
