@@ -13,10 +13,10 @@ async fn service(world: &World, namespace: &str, name: &str, port: u16, endpoint
     let objects = [
         json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}),
         json!({"apiVersion": "v1", "kind": "Service", "metadata": metadata,
-            "spec": {"selector": {"app": name}, "ports": [{"name": "main", "port": port}, {"name": "metrics", "port": 9187}]}}),
+            "spec": {"selector": {"app": name}, "ports": [{"name": "main", "port": port}, {"name": "unasked", "port": 9187}]}}),
         json!({"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
             "metadata": {"name": format!("{name}-1"), "namespace": namespace, "labels": labels},
-            "ports": [{"name": "main", "port": port}, {"name": "metrics", "port": 9187}],
+            "ports": [{"name": "main", "port": port}, {"name": "unasked", "port": 9187}],
             "endpoints": [{"addresses": [endpoint.0], "nodeName": endpoint.1, "conditions": {"ready": true}}]}),
     ];
     for object in objects {
@@ -129,7 +129,7 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
         "team-x",
         "team-y",
         "payroll",
-        "metrics",
+        "unasked",
         "9187",
         "10.1.1.",
         "10.1.0.0",

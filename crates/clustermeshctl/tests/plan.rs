@@ -445,3 +445,34 @@ fn the_hubs_id_is_the_flag_or_kube_systems_uid_or_the_one_most_peers_carry() {
         0
     );
 }
+
+#[test]
+fn a_sandbox_is_read_with_its_grants_and_a_grant_that_goes_is_told() {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let mesh = fs::read_to_string(fixtures.join("agents/mesh.yaml")).unwrap();
+    let sandbox = mesh.replace(
+        "    allowedNetworks: [10.20.0.0/16, 100.67.0.0/16]\n",
+        "    isolationProfile: sandbox\n    allowedNetworks: [100.67.0.0/16]\n",
+    );
+    let clusters = "-f - --cluster mgmt=agents/mgmt.yaml --cluster tenant-a=agents/tenant-a";
+    let run = plan_of(clusters, &sandbox);
+    let granted = "        from 100.67.0.0/16
+        allows Service team-x/postgres-rw sql/TCP
+        a sandbox: nothing here opens a connection to it
+";
+    assert!(run.out.contains(granted), "{}{}", run.out, run.err);
+    assert!(run.out.contains("allows nothing but replies"), "{}", run.out);
+
+    let standing = Applied::new(&plan_of(&format!("{clusters} -o json"), &sandbox).json());
+    let other = sandbox.replace("      ports: [{port: 5432}]\n", "");
+    let run = plan_of(&format!("{clusters}{}", standing.flags(&["mgmt", "tenant-a"])), &other);
+    let told = "        allow - Service team-x/postgres-rw sql/TCP
+        allow + Service team-x/postgres-rw
+";
+    assert!(
+        run.out.contains(told) && run.out.contains("requires policy"),
+        "{}{}",
+        run.out,
+        run.err
+    );
+}

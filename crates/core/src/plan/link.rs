@@ -6,7 +6,13 @@ use std::{
     net::IpAddr,
 };
 
-use super::{nodes::Roll, services, target::Party};
+use ipnet::IpNet;
+
+use super::{
+    nodes::{Registered, Roll, host},
+    services,
+    target::Party,
+};
 use crate::{
     enforcement::named,
     mesh::{ObjectName, Profile, Protocol},
@@ -52,6 +58,42 @@ pub(super) struct Granted {
     pub(super) grants: BTreeSet<ServiceGrant>,
     /// The endpoints that are there now.
     pub(super) hosts: Hosts,
+}
+
+/// On what terms a source is written into a target.
+pub(super) enum Terms<'t> {
+    /// With all its prefixes.
+    Meshed,
+    /// A sandbox: its nodes' WireGuard addresses, nothing to dial, and never before a node enforces its policy.
+    Sandbox {
+        /// Name and revision of the policy.
+        requires: &'t str,
+        /// The networks it speaks of.
+        networks: &'t BTreeSet<IpNet>,
+    },
+    /// Into a sandbox: the endpoints it is granted and the nodes that run them.
+    Grantor {
+        /// The endpoints by node.
+        hosts: &'t Hosts,
+    },
+}
+
+impl Terms<'_> {
+    /// What a node's Peer may carry, of what it could; `None` = the node gets none.
+    pub(super) fn prefixes(&self, node: &Registered<'_>) -> Option<BTreeSet<IpNet>> {
+        match self {
+            Self::Meshed => Some(node.prefixes.clone()),
+            Self::Sandbox { networks, .. } => {
+                let mut own = BTreeSet::from([node.wireguard]);
+                own.retain(|host| networks.iter().any(|net| net.contains(host)));
+                Some(own)
+            }
+            Self::Grantor { hosts } => {
+                let endpoints = hosts.get(node.node)?.iter().map(|address| host(*address));
+                Some(endpoints.chain([node.wireguard]).collect())
+            }
+        }
+    }
 }
 
 /// Resolves what `sandbox` is granted of `exporter`, as far as it was seen; what does not resolve is left out, and

@@ -9,8 +9,8 @@ use ipnet::IpNet;
 
 use super::{
     Fact, PlannedPeer, Reason, Skipped, anchor, endpoint,
-    link::Hosts,
-    nodes::{self, Registered, Roll},
+    link::Terms,
+    nodes::{Registered, Roll},
     target::{Assembled, Assembly, Party},
 };
 use crate::{
@@ -22,42 +22,6 @@ use crate::{
 
 /// Seconds between keepalives where a NAT stands between two nodes: below the 30 s after which many forget a UDP flow.
 const NAT_KEEPALIVE: NonZeroU16 = NonZeroU16::new(25).unwrap();
-
-/// On what terms a source is written into a target.
-pub(super) enum Terms<'t> {
-    /// With all its prefixes.
-    Meshed,
-    /// A sandbox: its nodes' WireGuard addresses, nothing to dial, and never before a node enforces its policy.
-    Sandbox {
-        /// Name and revision of the policy.
-        requires: &'t str,
-        /// The networks it speaks of.
-        networks: &'t BTreeSet<IpNet>,
-    },
-    /// Into a sandbox: the endpoints it is granted and the nodes that run them.
-    Grantor {
-        /// The endpoints by node.
-        hosts: &'t Hosts,
-    },
-}
-
-impl Terms<'_> {
-    /// What a node's Peer may carry, of what it could; `None` = the node gets none.
-    fn prefixes(&self, node: &Registered<'_>) -> Option<BTreeSet<IpNet>> {
-        match self {
-            Self::Meshed => Some(node.prefixes.clone()),
-            Self::Sandbox { networks, .. } => {
-                let mut own = BTreeSet::from([node.wireguard]);
-                own.retain(|host| networks.iter().any(|net| net.contains(host)));
-                Some(own)
-            }
-            Self::Grantor { hosts } => {
-                let endpoints = hosts.get(node.node)?.iter().map(|address| nodes::host(*address));
-                Some(endpoints.chain([node.wireguard]).collect())
-            }
-        }
-    }
-}
 
 /// Collects the Peers of one target, so that a key and a prefix have one owner.
 pub(super) struct Writer<'a, 'p> {

@@ -9,7 +9,7 @@ use ipnet::IpNet;
 
 use super::{
     EgressReport, Fact, Naming, PlannedPolicy, Settings, Skipped, TargetPlan, anchor,
-    link::{self, Granted, Link},
+    link::{self, Granted, Link, Terms},
     nodes::{Registered, Roll},
     peers, services,
 };
@@ -155,15 +155,15 @@ impl<'a> Assembly<'a> {
                 let nothing = Granted::default();
                 let terms = match self.link(name, target, source, party) {
                     None => continue,
-                    Some(Link::Meshed) => peers::Terms::Meshed,
+                    Some(Link::Meshed) => Terms::Meshed,
                     Some(Link::Sandbox) => match required.get(source) {
-                        Some((requires, networks)) => peers::Terms::Sandbox { requires, networks },
+                        Some((requires, networks)) => Terms::Sandbox { requires, networks },
                         // Never without the policy it requires.
                         None => continue,
                     },
                     Some(Link::Grantor) => {
                         let key = (name.to_owned(), source.to_owned());
-                        peers::Terms::Grantor {
+                        Terms::Grantor {
                             hosts: &self.granted.get(&key).unwrap_or(&nothing).hosts,
                         }
                     }
