@@ -151,7 +151,7 @@ async fn the_next_process_writes_nothing_where_the_table_stands_as_it_was_writte
 
 #[tokio::test]
 async fn what_fades_is_renewed_in_time_and_one_that_cannot_be_is_written_whole() {
-    let minutes = |n: u64| std::time::Duration::from_secs(60 * n);
+    let minutes = |n: u64| Duration::from_secs(60 * n);
     let mut sandbox = table("10.2.0.0/16");
     sandbox.frame.sandboxes = Some(minutes(16));
     let port = clustermesh_agent_core::policy::Port {
@@ -161,7 +161,7 @@ async fn what_fades_is_renewed_in_time_and_one_that_cannot_be_is_written_whole()
     let net = |text: &str| text.parse().unwrap();
     sandbox.v4.grants = [(net("10.2.0.0/16"), net("10.1.0.5/32"), port)].into();
     let mut keeper = Keeper::new(Memory::default());
-    let now = std::time::Instant::now();
+    let now = Instant::now();
     assert!(!keeper.renew(now).await.unwrap(), "nothing stands yet");
     keeper.converge(&sandbox).await.unwrap();
     assert!(!keeper.renew(now + minutes(3)).await.unwrap());

@@ -40,11 +40,6 @@ pub(super) struct Enforced {
 }
 
 impl Guard {
-    /// Whether there is anybody to watch over.
-    pub(super) fn watches(&self) -> bool {
-        !self.held.is_empty()
-    }
-
     /// Whether those that require a policy may come in.
     pub(super) fn admits(&self) -> bool {
         self.admits

@@ -192,6 +192,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             Trouble::harmless("source", message)
         }));
         let bypassed = self.parts.bypassed.borrow().clone();
+        let past_netfilter = bypassed.is_some();
         troubles.extend(bypassed.map(|message| Trouble::harmless("datapath", message)));
         let remembered = world.remembered();
         self.parts.metrics.remembered(remembered.len());
@@ -226,6 +227,15 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             },
         );
         self.look_up(&gathered);
+        let peers = gathered.inputs.peers.len();
+        if past_netfilter {
+            gathered.inputs.peers.retain(|peer| peer.requires_policy.is_none());
+        }
+        if gathered.inputs.peers.len() < peers {
+            let message = "peers of sandboxes stay out of the device: the CNI leads packets past netfilter, where no policy holds \
+                           them; use a datapath that does not (Cilium: bpf.hostLegacyRouting=true)";
+            troubles.push(Trouble::new("datapath", message));
+        }
         let ends = sizes::ends(&gathered.inputs.peers);
         let sizes = sizes::sizes(config.mtu, underlay.mtu, &ends, &self.tracks).unwrap_or_else(|error| {
             let message =
