@@ -15,7 +15,7 @@ use x25519_dalek::StaticSecret;
 
 use crate::{
     OPTIONS,
-    netns::{NetNs, unique_name, veth},
+    netns::{NetNs, unique_name, veth, wait_until},
 };
 
 const PORT: u16 = 51820;
@@ -70,6 +70,11 @@ impl Node {
             "addr add fd09::{}/64 dev {} nodad",
             self.number, self.interface
         ));
+        // The kernel sends from such an address at once, and takes what comes for it when a worker of its own has got to it.
+        wait_until("the route to the address", SOON, || {
+            let address = format!("local fd09::{} ", self.number);
+            self.ns.sh("ip -6 route show table local").contains(&address)
+        });
     }
 
     fn device(&mut self) -> &mut Userspace {
