@@ -57,10 +57,12 @@ impl Demo<'_> {
         let mut all: BTreeMap<SocketAddr, String> = hub.sockets().await?;
         all.extend(member.sockets().await?);
         let own: BTreeSet<_> = sandbox.sockets().await?.into_keys().map(|socket| socket.ip()).collect();
-        all.retain(|socket, _| !own.contains(&socket.ip()));
+        let granted: BTreeSet<SocketAddr> = hub_webs.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect();
+        // Mirrored endpoints stand in the sandbox, too.
+        let mirrored: BTreeSet<_> = granted.iter().map(SocketAddr::ip).collect();
+        all.retain(|socket, _| !own.contains(&socket.ip()) || mirrored.contains(&socket.ip()));
         let underlay = [&hub, &member].map(|cluster| cluster.plan().underlay);
         let on_underlay = |socket: &SocketAddr| matches!(socket.ip(), std::net::IpAddr::V4(ip) if underlay.iter().any(|net| net.contains(&ip)));
-        let granted: BTreeSet<SocketAddr> = hub_webs.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect();
         for from in &askers {
             let open = self.lab.scan(from, all.keys().copied()).await?;
             let (beside, by_mesh): (BTreeSet<SocketAddr>, BTreeSet<SocketAddr>) =
