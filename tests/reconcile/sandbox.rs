@@ -32,7 +32,9 @@ async fn everything(world: &World, cluster: &str) -> String {
         .await
         .unwrap()
         .stdout;
-    let kinds: Vec<&str> = kinds.lines().collect();
+    // The API server's own book of ClusterIPs, with the names of Services: an entry goes when it gets to it.
+    let kinds = kinds.lines().filter(|kind| !kind.starts_with("ipaddresses."));
+    let kinds: Vec<&str> = kinds.collect();
     assert!(
         kinds.contains(&"secrets") && kinds.contains(&"peers.kilo.squat.ai"),
         "{kinds:?}"
@@ -130,7 +132,7 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
         "team-y",
         "payroll",
         "unasked",
-        "9187",
+        "port\": 9187",
         "10.1.1.",
         "10.1.0.0",
         "198.51.1.1",
