@@ -30,7 +30,7 @@ use wg_agent::device::{Backend, DeviceError, userspace};
 macro_rules! case {
     ($($name:ident)*) => { $(
         #[test]
-        #[ignore = "runs in the virtual machine that the_contract_holds_on_a_real_kernel boots"]
+        #[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
         fn $name() {
             contract::$name(Backend::Kernel);
         }
@@ -64,7 +64,7 @@ fn the_contract_holds_on_a_real_kernel() {
 }
 
 #[test]
-#[ignore = "runs in the virtual machine"]
+#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn a_restart_of_the_process_loses_no_packet_and_no_session() {
     let [mut a, b] = two([Backend::Kernel, Backend::Kernel]);
     wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
@@ -91,7 +91,7 @@ fn a_restart_of_the_process_loses_no_packet_and_no_session() {
 }
 
 #[test]
-#[ignore = "runs in the virtual machine"]
+#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn a_node_moves_from_one_backend_to_the_other_and_back_with_nothing_left_over() {
     let [mut a, b] = two([Backend::Kernel, Backend::Userspace]);
     wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
@@ -121,7 +121,7 @@ fn a_node_moves_from_one_backend_to_the_other_and_back_with_nothing_left_over() 
 }
 
 #[test]
-#[ignore = "runs in the virtual machine"]
+#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn wireguard_of_someone_else_under_our_name_is_left_alone_and_ours_is_known_by_its_alias() {
     let node = Node::new(1, Backend::Kernel);
     let (ns, ours) = (&node.ns, node.interface.clone());
@@ -148,7 +148,7 @@ fn wireguard_of_someone_else_under_our_name_is_left_alone_and_ours_is_known_by_i
 }
 
 #[test]
-#[ignore = "runs in the virtual machine"]
+#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn a_device_taken_over_under_a_new_key_greets_everybody_without_any_traffic() {
     let [mut a, mut b] = two([Backend::Kernel, Backend::Kernel]);
     wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
@@ -217,13 +217,13 @@ fn mixed(outer: Family, largest: u16) {
 }
 
 #[test]
-#[ignore = "runs in the virtual machine"]
+#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn kernel_on_one_node_and_userspace_on_the_other_carry_pods_of_both_families_over_ipv4() {
     mixed(Family::V4, 1440);
 }
 
 #[test]
-#[ignore = "runs in the virtual machine"]
+#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn kernel_on_one_node_and_userspace_on_the_other_carry_pods_of_both_families_over_ipv6() {
     mixed(Family::V6, 1420);
 }

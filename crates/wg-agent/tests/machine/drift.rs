@@ -55,7 +55,7 @@ fn mended(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&str, u64)]) 
 }
 
 #[test]
-#[ignore = "runs in the virtual machine"]
+#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn a_kernel_device_that_another_hand_changed_is_put_back_and_counted_by_kind() {
     let sites = two();
     let [a, b] = &sites;

@@ -35,7 +35,7 @@ fn link(site: &Site, kind: &str) -> u64 {
 }
 
 #[test]
-#[ignore = "runs in the virtual machine"]
+#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn agents_restart_and_are_upgraded_without_a_packet_lost_change_their_key_for_one_handshake_and_leave_nothing() {
     let sites = two();
     let [a, b] = &sites;
@@ -109,7 +109,7 @@ fn agents_restart_and_are_upgraded_without_a_packet_lost_change_their_key_for_on
 }
 
 #[test]
-#[ignore = "runs in the virtual machine"]
+#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn a_restart_with_another_backend_moves_the_node_and_leaves_nothing_of_the_one_before() {
     let sites = two();
     let [a, b] = &sites;

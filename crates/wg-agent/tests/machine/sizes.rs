@@ -34,13 +34,13 @@ fn carries(mtu: u16, outer: Family, largest: [u16; 2]) {
 }
 
 #[test]
-#[ignore = "runs in the virtual machine"]
+#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn every_size_passes_or_is_answered_over_ipv4_where_the_underlay_has_1400() {
     carries(1400, Family::V4, [1340, 1340]);
 }
 
 #[test]
-#[ignore = "runs in the virtual machine"]
+#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn every_size_passes_or_is_answered_over_ipv6_where_the_underlay_has_1280() {
     carries(1280, Family::V6, [1200, 1280]);
 }
