@@ -22,6 +22,7 @@ mod expected;
 mod render;
 mod sandbox;
 mod update;
+mod ways;
 
 pub use expected::{Expected, expected};
 pub use render::render;

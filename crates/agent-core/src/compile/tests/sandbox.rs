@@ -1,0 +1,121 @@
+//! Peers of a sandbox's nodes.
+
+use super::*;
+
+/// The hub's node once more, of which a sandbox may reach a pod and the node itself; one endpoint drains.
+pub(crate) fn hub_node_of_a_sandbox() -> Inputs {
+    let mut inputs = hub_node();
+    let at = |text: &str, protocol, port| (text.parse().unwrap(), Port { protocol, port });
+    inputs.policies.push(Policy {
+        name: "notebooks".to_owned(),
+        sources: nets(&["100.80.16.0/20", "fd00:80::/64"]),
+        networks: nets(&["100.80.16.0/20", "fd00:80::/64"]),
+        sandbox: true,
+        granted: [
+            at("10.101.0.5", Protocol::Tcp, 5432),
+            at("172.29.0.111", Protocol::Udp, 53),
+            at("fd00:101::5", Protocol::Tcp, 5432),
+        ]
+        .into(),
+        draining: [
+            at("10.101.0.5", Protocol::Tcp, 5432),
+            at("10.101.0.6", Protocol::Tcp, 5432),
+        ]
+        .into(),
+        revision: "00112233aabbccdd".to_owned(),
+        infrastructure_ports: hub_node().policies[0].infrastructure_ports.clone(),
+        ..Policy::default()
+    });
+    inputs.peers.push(sandbox_peer());
+    inputs
+}
+
+fn sandbox_peer() -> Peer {
+    Peer {
+        endpoint: None,
+        requires_policy: Some("notebooks@00112233aabbccdd".to_owned()),
+        ..peer(
+            31,
+            "mesh--notebooks--n1",
+            "192.0.2.9:51820",
+            &["100.80.16.1/32", "fd00:80::1/128"],
+        )
+    }
+}
+
+#[test]
+fn a_sandboxs_node_is_a_peer_that_its_policy_has_to_stand_for() {
+    let got = compile(&hub_node_of_a_sandbox());
+    assert_eq!(got.refused, []);
+    assert_eq!(got.gated, [(key(31), "notebooks@00112233aabbccdd".to_owned())].into());
+    let spec = PeerSpec {
+        allowed_ips: nets(&["100.80.16.1/32", "fd00:80::1/128"]),
+        ..PeerSpec::default()
+    };
+    assert_eq!(got.peers[&key(31)], spec);
+}
+
+#[test]
+fn a_sandboxs_peer_that_says_more_than_it_may_is_left_out() {
+    let refused = |peer: Peer| {
+        let mut inputs = hub_node_of_a_sandbox();
+        *inputs.peers.last_mut().unwrap() = peer;
+        let got = compile(&inputs);
+        assert_eq!(got.gated, BTreeMap::new());
+        assert!(!got.peers.contains_key(&key(31)));
+        got.refused.iter().map(|refused| refused.reason).collect::<Vec<_>>()
+    };
+    let good = sandbox_peer;
+    let requires = |text: &str| Peer {
+        requires_policy: Some(text.to_owned()),
+        ..good()
+    };
+    for (peer, reason) in [
+        (requires("notebooks@00112233aabbccde"), Reason::PolicyMissing),
+        (requires("notebooks"), Reason::PolicyMissing),
+        (requires("notebooks@"), Reason::PolicyMissing),
+        (requires("other@00112233aabbccdd"), Reason::PolicyMissing),
+        (requires("c2@"), Reason::PolicyMissing),
+        (
+            Peer {
+                requires_policy: None,
+                ..good()
+            },
+            Reason::PolicyRequired,
+        ),
+        (
+            Peer {
+                endpoint: Some("192.0.2.9:51820".parse().unwrap()),
+                ..good()
+            },
+            Reason::PolicyMismatch,
+        ),
+        (
+            Peer {
+                candidates: vec!["192.0.2.9:51820".parse().unwrap()],
+                ..good()
+            },
+            Reason::PolicyMismatch,
+        ),
+        (
+            Peer {
+                allowed_ips: vec!["100.80.16.0/31".parse().unwrap()],
+                ..good()
+            },
+            Reason::PolicyMismatch,
+        ),
+        (
+            Peer {
+                allowed_ips: vec!["100.80.16.1/32".parse().unwrap(), "10.243.9.9/32".parse().unwrap()],
+                ..good()
+            },
+            Reason::PolicyMismatch,
+        ),
+    ] {
+        assert_eq!(refused(peer.clone()), [reason], "{peer:?}");
+    }
+    let mut inputs = hub_node_of_a_sandbox();
+    inputs.policies.last_mut().unwrap().sandbox = false;
+    let reasons: Vec<Reason> = compile(&inputs).refused.iter().map(|refused| refused.reason).collect();
+    assert_eq!(reasons, [Reason::PolicyMismatch]);
+}
