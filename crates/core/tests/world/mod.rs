@@ -21,6 +21,10 @@ use clustermesh_core::{
 use ipnet::IpNet;
 use proptest::{collection, option, prelude::*, sample::select};
 
+mod applied;
+
+pub(crate) use applied::applied;
+
 pub(crate) struct Plain;
 
 impl Naming for Plain {
@@ -451,74 +455,6 @@ pub(crate) fn steps(plan: &Plan, world: &World) -> BTreeMap<ClusterIdentity, Vec
     fresh
         .map(|(identity, member)| (identity.clone(), diff(plan, identity, member)))
         .collect()
-}
-
-fn write(member: &mut Member, step: &Step) {
-    let owner = step.owner.clone();
-    match step.item.clone() {
-        Item::Peer(name, spec) => {
-            let peers = member
-                .peers
-                .as_mut()
-                .expect("no Peer is written where the CRD is missing");
-            match spec {
-                Some(spec) => drop(peers.insert(name, ObservedPeer { owner, spec: Ok(spec) })),
-                None => drop(peers.remove(&name)),
-            }
-        }
-        Item::Policy(name, spec) => {
-            let policies = member
-                .policies
-                .as_mut()
-                .expect("no PeerPolicy is written where the CRD is missing");
-            match spec {
-                Some(spec) => drop(policies.insert(name, ObservedPolicy { owner, spec: Ok(spec) })),
-                None => drop(policies.remove(&name)),
-            }
-        }
-        Item::Service(name, Some(mirror)) => {
-            let service = Service {
-                managed: Some(owner),
-                selectorless: true,
-                ports: mirror.ports,
-                dual: mirror.dual,
-                ..Service::default()
-            };
-            member.services.insert(name, service);
-        }
-        Item::Service(name, None) => drop(member.services.remove(&name)),
-        Item::Slice(name, Some((service, slice))) => {
-            let slice = Slice {
-                managed: Some(owner),
-                service,
-                v6: slice.v6,
-                ports: slice.ports,
-                endpoints: slice.endpoints,
-            };
-            member.slices.insert(name, slice);
-        }
-        Item::Slice(name, None) => drop(member.slices.remove(&name)),
-    }
-}
-
-/// Writes the steps, and the accepted networks into the status of each mesh, as the controller does.
-pub(crate) fn applied(world: &World) -> World {
-    let plan = planned(world);
-    let steps = steps(&plan, world);
-    let mut after = world.clone();
-    for (identity, steps) in steps {
-        if let Some(Observation::Fresh(member)) = after.seen.members.get_mut(&identity) {
-            steps.iter().for_each(|step| write(member, step));
-        }
-    }
-    for mesh in after.meshes.iter_mut().filter(|mesh| !mesh.deleting) {
-        let report = &plan.meshes[&mesh.id].clusters;
-        mesh.accepted = report
-            .iter()
-            .map(|(name, report)| (name.clone(), report.accepted.clone()))
-            .collect();
-    }
-    after
 }
 
 pub(crate) fn ours<'a>(plan: &'a Plan, owner: &Owner) -> Ownership<'a> {
