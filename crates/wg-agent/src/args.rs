@@ -3,16 +3,21 @@
 use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
-    str::FromStr,
     time::Duration,
 };
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
-use clustermesh_agent_core::{interface::InterfaceName, mtu};
+use clap::{Args, Parser, Subcommand};
+use clustermesh_agent_core::interface::InterfaceName;
 use clustermesh_daemon::LogFormat;
 use ipnet::IpNet;
 
 use crate::{device::Backend, identity::address::Range, status::command::StatusArgs};
+
+mod values;
+
+pub(crate) use values::BackendFlag;
+pub use values::{ModeFlag, Mtu};
+use values::{age, grant_timeout};
 
 /// Owns one node's WireGuard device, routes and firewall table: turns Peers and PeerPolicies into kernel state and
 /// publishes the node's identity.
@@ -102,67 +107,6 @@ pub(crate) struct Flags {
     /// How log lines are written.
     #[arg(long, value_enum, default_value_t = LogFormat::Text, global = true)]
     log_format: LogFormat,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum BackendFlag {
-    /// The kernel's WireGuard where there is one, else userspace.
-    Auto,
-    /// The kernel's WireGuard.
-    Kernel,
-    /// WireGuard in this process, over a TUN device.
-    Userspace,
-}
-
-/// Who owns the tunnel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum ModeFlag {
-    /// This agent owns the tunnel.
-    Full,
-    /// kg owns the tunnel.
-    Policy,
-}
-
-/// MTU of the device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mtu {
-    /// From the interface that outer packets leave by.
-    Auto,
-    /// Bytes.
-    Fixed(u16),
-}
-
-impl FromStr for Mtu {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        if text == "auto" {
-            return Ok(Self::Auto);
-        }
-        match text.parse::<u16>() {
-            Ok(bytes) if bytes >= mtu::MINIMUM => Ok(Self::Fixed(bytes)),
-            _ => Err(format!(
-                "expected `auto` or a number of bytes from {} to 65535",
-                mtu::MINIMUM
-            )),
-        }
-    }
-}
-
-/// `24h`, `1h30m`, `90s`.
-fn age(text: &str) -> Result<Duration, String> {
-    let wrong = |why: String| format!("{why}; write hours, minutes or seconds, as 24h, 90m or 30s");
-    let span: jiff::SignedDuration = text.parse().map_err(|error: jiff::Error| wrong(error.to_string()))?;
-    Duration::try_from(span).map_err(|_| wrong("an age is not negative".to_owned()))
-}
-
-/// Whole seconds, as the kernel's sets are written.
-fn grant_timeout(text: &str) -> Result<Duration, String> {
-    const LEAST: u64 = 10;
-    match age(text)? {
-        time if time.as_secs() < LEAST => Err(format!("a time of less than {LEAST}s leaves none to renew it")),
-        time => Ok(Duration::from_secs(time.as_secs())),
-    }
 }
 
 /// A combination of flags that is not served. Each message says what to set instead.

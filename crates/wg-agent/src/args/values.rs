@@ -1,0 +1,67 @@
+//! What flags take, and the words for what they do not.
+
+use std::{str::FromStr, time::Duration};
+
+use clap::ValueEnum;
+use clustermesh_agent_core::mtu;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BackendFlag {
+    /// The kernel's WireGuard where there is one, else userspace.
+    Auto,
+    /// The kernel's WireGuard.
+    Kernel,
+    /// WireGuard in this process, over a TUN device.
+    Userspace,
+}
+
+/// Who owns the tunnel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ModeFlag {
+    /// This agent owns the tunnel.
+    Full,
+    /// kg owns the tunnel.
+    Policy,
+}
+
+/// MTU of the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mtu {
+    /// From the interface that outer packets leave by.
+    Auto,
+    /// Bytes.
+    Fixed(u16),
+}
+
+impl FromStr for Mtu {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "auto" {
+            return Ok(Self::Auto);
+        }
+        match text.parse::<u16>() {
+            Ok(bytes) if bytes >= mtu::MINIMUM => Ok(Self::Fixed(bytes)),
+            _ => Err(format!(
+                "expected `auto` or a number of bytes from {} to 65535",
+                mtu::MINIMUM
+            )),
+        }
+    }
+}
+
+/// `24h`, `1h30m`, `90s`.
+pub(super) fn age(text: &str) -> Result<Duration, String> {
+    let wrong = |why: String| format!("{why}; write hours, minutes or seconds, as 24h, 90m or 30s");
+    let span: jiff::SignedDuration = text.parse().map_err(|error: jiff::Error| wrong(error.to_string()))?;
+    Duration::try_from(span).map_err(|_| wrong("an age is not negative".to_owned()))
+}
+
+/// Whole seconds, as the kernel's sets are written.
+pub(super) fn grant_timeout(text: &str) -> Result<Duration, String> {
+    const LEAST: u64 = 10;
+    match age(text)? {
+        time if time.as_secs() < LEAST => Err(format!("a time of less than {LEAST}s leaves none to renew it")),
+        time => Ok(Duration::from_secs(time.as_secs())),
+    }
+}

@@ -1,0 +1,4 @@
+//! Kernel settings, and routing tables of a size.
+
+mod settings;
+mod size;

@@ -1,0 +1,123 @@
+//! Tables with many routes, ours and others'.
+
+use super::super::*;
+
+/// Feeds `ip -batch` from a file.
+fn batch(ns: &NetNs, lines: impl Iterator<Item = String>) {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    for line in lines {
+        std::io::Write::write_all(&mut file, format!("{line}\n").as_bytes()).unwrap();
+    }
+    ns.run("ip", &["-batch", file.path().to_str().unwrap()]);
+}
+
+#[test]
+fn a_routing_daemon_with_many_routes_wakes_nobody_and_hides_nothing() {
+    let ns = node("bgp");
+    settle(&ns, &desired(&plan()));
+    ns.enter(|| {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        let mut watch = runtime.block_on(async { Watch::open("kilo0".parse().unwrap()).unwrap() });
+        let mut heard = |patience| {
+            runtime.block_on(async {
+                let next = tokio::time::timeout(Duration::from_millis(patience), watch.changed());
+                next.await.ok().map(Result::unwrap)
+            })
+        };
+        while heard(300).is_some() {} // of the device that was just made
+        let route = |n: u32| std::net::Ipv4Addr::from(0x0b00_0000 + (n << 8));
+        // More than the socket's buffer would hold.
+        batch(
+            &ns,
+            (0..30_000).map(|n| format!("route add {}/24 dev eth0 proto bgp", route(n))),
+        );
+        batch(
+            &ns,
+            (0..1000).map(|n| format!("route add {}/24 dev eth0 table 99 proto bgp", route(n))),
+        );
+        assert_eq!(heard(300), None);
+        ns.ip("route add default via 10.101.0.9 dev eth0 proto bgp");
+        assert_eq!(heard(5000), Some(News::Underlay));
+        ns.ip("route flush table 5182");
+        assert_eq!(heard(5000), Some(News::Ours));
+    });
+}
+
+/// What `ip monitor route` says while something is done.
+fn monitored(ns: &NetNs, act: impl FnOnce()) -> Vec<String> {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let mut command = std::process::Command::new("ip");
+    command.args(["-4", "monitor", "route"]).stdout(file.reopen().unwrap());
+    let _monitor = ns.spawn_command(&mut command);
+    let said = || std::fs::read_to_string(file.path()).unwrap();
+    // It listens when it tells of this one.
+    wait_for("ip monitor to listen", Duration::from_secs(5), || {
+        ns.ip("route replace 192.0.2.1 dev eth0");
+        ns.ip("route del 192.0.2.1 dev eth0");
+        said().contains("192.0.2.1").then_some(())
+    });
+    act();
+    ns.ip("route add 192.0.2.2 dev eth0");
+    ns.ip("route del 192.0.2.2 dev eth0");
+    wait_for("the last event", Duration::from_secs(5), || {
+        said().contains("Deleted 192.0.2.2").then_some(())
+    });
+    said()
+        .lines()
+        .filter(|line| !line.contains("192.0.2."))
+        .map(|line| {
+            line.trim_end_matches([' ', '\n'])
+                .trim_end_matches("linkdown")
+                .trim_end()
+                .to_owned()
+        })
+        .collect()
+}
+
+#[test]
+fn of_ten_thousand_routes_one_that_changes_is_one_message() {
+    let ns = node("many");
+    let net = |n: u32| ipnet::Ipv4Net::new((0x0a80_0000 + (n << 8)).into(), 24).unwrap();
+    let peers = |count: u32| (0..count).map(|n| net(n).into()).collect();
+    let all = Plan {
+        peers: peers(10_000),
+        mesh: ["10.128.0.0/9".parse().unwrap()].into(),
+        ..Plan::default()
+    };
+    let first = pass(&ns, &desired(&all));
+    assert_eq!((first.done.len(), first.failed.len()), (10_000 + 1 + 1 + 2, 0));
+    let shown = ns.sh("ip -4 route show table 5182 | grep -c kilo0");
+    assert_eq!(shown.trim(), "10000");
+    let one_less = Plan {
+        peers: peers(9_999),
+        ..all.clone()
+    };
+    let narrower = Plan {
+        sizes: [(net(7).into(), 1328)].into(),
+        ..one_less.clone()
+    };
+    let gone = net(9_999);
+    assert_eq!(
+        monitored(&ns, || assert_eq!(pass(&ns, &desired(&one_less)).done.len(), 1)),
+        [format!(
+            "Deleted {gone} dev kilo0 table 5182 proto 117 scope link metric 20"
+        )]
+    );
+    assert_eq!(
+        monitored(&ns, || assert_eq!(pass(&ns, &desired(&one_less)).done.len(), 0)),
+        [""; 0]
+    );
+    let replaced = monitored(&ns, || assert_eq!(pass(&ns, &desired(&narrower)).done.len(), 2));
+    assert_eq!(replaced.len(), 2, "{replaced:?}");
+    ns.ip(&format!("route del {} table 5182 metric 20", net(1234)));
+    assert_eq!(
+        monitored(&ns, || assert_eq!(pass(&ns, &desired(&narrower)).done.len(), 1)),
+        [format!(
+            "{} dev kilo0 table 5182 proto 117 scope link metric 20",
+            net(1234)
+        )]
+    );
+}
