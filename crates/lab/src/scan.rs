@@ -3,12 +3,13 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
+    time::Duration,
 };
 
 use ipnet::IpNet;
 use serde_json::Value;
 
-use crate::{Asker, Cluster, Error, Lab, Result, run};
+use crate::{Asker, Cluster, Error, Lab, Result, run, wait_until};
 
 /// Ports of the control plane, the kubelet, kube-proxy, the agent and SSH, whether anything listens there or not.
 const INFRASTRUCTURE: [u16; 11] = [22, 2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259];
@@ -137,6 +138,42 @@ impl Lab {
         from: &Asker,
         sockets: impl IntoIterator<Item = SocketAddr>,
     ) -> Result<BTreeSet<SocketAddr>> {
+        self.scan_with("scan", from, sockets).await
+    }
+
+    /// Those of the sockets that answer a datagram from there.
+    ///
+    /// # Errors
+    /// When the scanner cannot be run.
+    pub async fn scan_udp(
+        &self,
+        from: &Asker,
+        sockets: impl IntoIterator<Item = SocketAddr>,
+    ) -> Result<BTreeSet<SocketAddr>> {
+        self.scan_with("scan-udp", from, sockets).await
+    }
+
+    /// Scans these until none takes a TCP connection any more.
+    ///
+    /// # Errors
+    /// When one still does after a minute and a half, naming it.
+    pub async fn until_closed(&self, from: &Asker, sockets: &BTreeSet<SocketAddr>) -> Result<()> {
+        wait_until("the last answer", Duration::from_secs(90), async || {
+            let open = self.scan(from, sockets.iter().copied()).await;
+            match open.map_err(|error| error.to_string())? {
+                open if open.is_empty() => Ok(()),
+                open => Err(format!("{open:?} still answers {from}")),
+            }
+        })
+        .await
+    }
+
+    async fn scan_with(
+        &self,
+        how: &str,
+        from: &Asker,
+        sockets: impl IntoIterator<Item = SocketAddr>,
+    ) -> Result<BTreeSet<SocketAddr>> {
         let list = tempfile::NamedTempFile::new_in(self.directory()).map_err(Error::io("make a list to scan"))?;
         let text: String = sockets.into_iter().map(|socket| format!("{socket}\n")).collect();
         std::fs::write(list.path(), text).map_err(Error::io("write a list to scan"))?;
@@ -147,7 +184,7 @@ impl Lab {
         }
         let program = program.display().to_string();
         let output = self
-            .run_at(from, &[&program, "scan", &list.path().display().to_string()])
+            .run_at(from, &[&program, how, &list.path().display().to_string()])
             .await?;
         if !output.status.success() {
             return Err(Error::Plan(format!("the scan from {from}: {}", output.stderr)));
