@@ -23,7 +23,10 @@ const STORE: &str = include_str!("mesh/store.yaml");
 fn grants(hosted: bool) -> String {
     let service = |name: &str| format!("service: {{cluster: mgmt, namespace: default, name: {name}}}");
     let mut all = vec![
-        format!("{{{}, ports: [{{port: 80}}, {{port: echo, protocol: UDP}}]}}", service("store")),
+        format!(
+            "{{{}, ports: [{{port: 80}}, {{port: echo, protocol: UDP}}]}}",
+            service("store")
+        ),
         format!("{{{}}}", service("store-headless")),
         format!("{{{}, ports: [{{port: http}}]}}", service("store-ports")),
         format!("{{{}}}", service("store-balanced")),
@@ -43,7 +46,8 @@ async fn a_grant_of_every_kind_of_service_opens_its_endpoints_and_nothing_beside
         every_service_answers_under_its_name(&world, side).await;
     }
     a_pod_that_takes_anothers_place_is_opened_and_the_old_one_is_gone(&world).await;
-    for (side, other) in [(0, 1), (1, 0)] {
+    let [old, new] = &world.sides;
+    for (side, other) in [(old, new), (new, old)] {
         a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(&world, side, other).await;
     }
     a_grant_that_is_taken_back_closes_and_the_others_stay(&world).await;
@@ -99,7 +103,15 @@ impl<'a> World<'a> {
         // A load balancer of the lab's own: its addresses are what kube-proxy serves on every node.
         let ingress = ["172.30.1.240", "fd00:172:30:1::f0"].map(|ip| serde_json::json!({"ip": ip}));
         let status = serde_json::json!({"status": {"loadBalancer": {"ingress": ingress}}}).to_string();
-        let patch = ["patch", "service", "store-balanced", "--subresource=status", "--type=merge", "-p", &status];
+        let patch = [
+            "patch",
+            "service",
+            "store-balanced",
+            "--subresource=status",
+            "--type=merge",
+            "-p",
+            &status,
+        ];
         hub.kubectl(patch).await.unwrap();
         let grants = grants(true);
         let mesh = product.mesh_with(&[OLD, NEW], &[(OLD, &grants), (NEW, &grants)]);
@@ -111,9 +123,15 @@ impl<'a> World<'a> {
             cluster.rollout("default", "deployment/web").await.unwrap();
             let web = cluster.webs().await.unwrap().remove(0);
             let wireguard = wireguard(&cluster, &web.node).await;
-            sides.push(Side { cluster, web, wireguard });
+            sides.push(Side {
+                cluster,
+                web,
+                wireguard,
+            });
         }
-        let Ok(sides) = sides.try_into() else { panic!("two sandboxes") };
+        let Ok(sides) = sides.try_into() else {
+            panic!("two sandboxes")
+        };
         Self {
             lab,
             product,
@@ -127,6 +145,17 @@ impl<'a> World<'a> {
         self.hub.labelled(app).await.unwrap()
     }
 
+    /// The server in the host network.
+    async fn hosted(&self) -> Web {
+        self.pods("hosted").await.remove(0)
+    }
+
+    /// Which of these answer, by TCP and by UDP.
+    async fn open(&self, from: &Asker, sockets: &BTreeSet<SocketAddr>) -> [BTreeSet<SocketAddr>; 2] {
+        let tcp = self.lab.scan(from, sockets.iter().copied()).await.unwrap();
+        [tcp, self.lab.scan_udp(from, sockets.iter().copied()).await.unwrap()]
+    }
+
     /// What a sandbox may reach: by TCP, and by UDP; on one node or on all.
     async fn granted(&self, side: &Side<'_>, hosted: bool, node: Option<&str>) -> [BTreeSet<SocketAddr>; 2] {
         let mut all = [BTreeSet::new(), BTreeSet::new()];
@@ -134,7 +163,12 @@ impl<'a> World<'a> {
             if app == "hosted" && !hosted {
                 continue;
             }
-            for web in self.pods(app).await.iter().filter(|web| node.is_none_or(|node| web.node == node)) {
+            for web in self
+                .pods(app)
+                .await
+                .iter()
+                .filter(|web| node.is_none_or(|node| web.node == node))
+            {
                 for (sockets, port) in all.iter_mut().zip(ports) {
                     sockets.insert(SocketAddr::new(side.of(web), port));
                 }
@@ -146,7 +180,15 @@ impl<'a> World<'a> {
 
 async fn every_service_answers_under_its_name(world: &World<'_>, side: &Side<'_>) {
     for (app, names) in [
-        ("store", vec![("store", 80), ("store-headless", 8080), ("store-ports", 80), ("store-balanced", 80)]),
+        (
+            "store",
+            vec![
+                ("store", 80),
+                ("store-headless", 8080),
+                ("store-ports", 80),
+                ("store-balanced", 80),
+            ],
+        ),
         ("hosted", vec![("hosted", 80)]),
     ] {
         let pods = world.pods(app).await;
@@ -154,7 +196,10 @@ async fn every_service_answers_under_its_name(world: &World<'_>, side: &Side<'_>
             .iter()
             .map(|web| match app {
                 // Its name is its node's.
-                "hosted" => Answer { pod: web.node.clone(), ..seen(web, side.wireguard) },
+                "hosted" => Answer {
+                    pod: web.node.clone(),
+                    ..seen(web, side.wireguard)
+                },
                 _ => seen(web, side.wireguard),
             })
             .collect();
@@ -168,7 +213,11 @@ async fn every_service_answers_under_its_name(world: &World<'_>, side: &Side<'_>
     for name in ["store", "hosted"] {
         let at = side.service(name, 9000).await;
         for from in side.askers() {
-            assert_eq!(world.lab.scan_udp(&from, [at]).await.unwrap(), [at].into(), "{name}, from {from}");
+            assert_eq!(
+                world.lab.scan_udp(&from, [at]).await.unwrap(),
+                [at].into(),
+                "{name}, from {from}"
+            );
         }
     }
     // A port of the same Service that is not granted has no place in it.
@@ -195,68 +244,71 @@ async fn a_pod_that_takes_anothers_place_is_opened_and_the_old_one_is_gone(world
     for side in &world.sides {
         let at = side.service("store", 80).await;
         let [from, _] = side.askers();
-        wait_until(format!("{} to answer {from}", new.name), PATIENCE, async || {
-            match world.lab.ask(&from, &format!("http://{at}")).await.map_err(|error| error.to_string())? {
-                Ok(answer) if answer.pod == new.name => Ok(()),
-                other => Err(format!("{other:?}")),
-            }
+        wait_until(format!("{} to answer {from}", new.name), PATIENCE, async || match world
+            .lab
+            .ask(&from, &format!("http://{at}"))
+            .await
+            .map_err(|error| error.to_string())?
+        {
+            Ok(answer) if answer.pod == new.name => Ok(()),
+            other => Err(format!("{other:?}")),
         })
         .await
         .unwrap();
         let old = side.of(&gone).to_string();
         wait_until(format!("{old} to go from the sandbox"), PATIENCE, async || {
             let peers = json(&side.cluster, &["get", "peers"]).await.to_string();
-            if peers.contains(&format!("\"{old}/")) { Err(peers) } else { Ok(()) }
+            if peers.contains(&format!("\"{old}/")) {
+                Err(peers)
+            } else {
+                Ok(())
+            }
         })
         .await
         .unwrap();
     }
 }
 
+/// Leaves everything led through the node that has the server in its host network.
 async fn a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(
     world: &World<'_>,
-    side: usize,
-    other: usize,
+    side: &Side<'_>,
+    other: &Side<'_>,
 ) {
-    let (side, other) = (&world.sides[side], &world.sides[other]);
     let [tcp, udp] = world.granted(side, true, None).await;
     let all = attack::sockets_beyond(&side.cluster, &[&world.hub, &other.cluster], &tcp).await;
-    let mut sockets: BTreeSet<SocketAddr> = all.into_keys().collect();
-    // Their own addresses are what those ports are looked for at, too.
-    let addresses: BTreeSet<IpAddr> = sockets.iter().map(SocketAddr::ip).collect();
-    sockets.extend(addresses.iter().flat_map(|ip| [8081, 9000, 18080, 19000].map(|port| SocketAddr::new(*ip, port))));
-    assert!(sockets.is_superset(&tcp) && sockets.is_superset(&udp));
-    let attacker = Attacker::new(world.lab, world.lab.cluster(&side.cluster.plan().name), &side.web.node).await;
+    let addresses: BTreeSet<IpAddr> = all.keys().map(SocketAddr::ip).collect();
+    let ports: BTreeSet<u16> = all.keys().map(SocketAddr::port).collect();
+    let at = |ip: &IpAddr| ports.iter().map(|port| SocketAddr::new(*ip, *port)).collect::<Vec<_>>();
+    let sockets: BTreeSet<SocketAddr> = addresses.iter().flat_map(at).collect();
+    assert!(sockets.is_superset(&tcp) && sockets.is_superset(&udp), "{ports:?}");
+    let mut attacker = Attacker::new(world.lab, &side.cluster, &side.web.node).await;
+    let hosted = world.hosted().await.node;
+    let node = |peer: &str| peer.rsplit_once("--").unwrap().1.to_owned();
+    attacker.peers.sort_by_key(|peer| node(peer) == hosted);
+    assert_eq!(attacker.peers.len(), 2);
     for chosen in &attacker.peers {
         attacker.leads_through(chosen, &addresses).await;
-        let node = chosen.rsplit_once("--").unwrap().1;
-        let [tcp, udp] = world.granted(side, true, Some(node)).await;
+        let granted = world.granted(side, true, Some(&node(chosen))).await;
         for from in side.askers() {
-            let open = world.lab.scan(&from, sockets.iter().copied()).await.unwrap();
-            println!("{from}, {} sockets through {chosen}: TCP {open:?}", sockets.len());
-            assert_eq!(open, tcp);
-            let open = world.lab.scan_udp(&from, sockets.iter().copied()).await.unwrap();
-            println!("{from}, {} sockets through {chosen}: UDP {open:?}", sockets.len());
-            assert_eq!(open, udp);
+            let open = world.open(&from, &sockets).await;
+            println!("{from}, {} sockets through {chosen}: {open:?}", sockets.len());
+            assert_eq!(open, granted);
         }
     }
-    // As it was, for whoever attacks next.
-    let _ = other;
 }
 
 async fn a_grant_that_is_taken_back_closes_and_the_others_stay(world: &World<'_>) {
     let less = grants(false);
     let mesh = world.product.mesh_with(&[OLD, NEW], &[(OLD, &less), (NEW, &less)]);
     world.hub.apply(&mesh).await.unwrap();
+    let hosted = world.hosted().await;
     for side in &world.sides {
         let [from, _] = side.askers();
-        let [all, _] = world.granted(side, true, None).await;
-        let [stays, udp] = world.granted(side, false, None).await;
-        let goes: BTreeSet<SocketAddr> = all.difference(&stays).copied().collect();
-        assert_eq!(goes.len(), 1);
-        world.lab.until_closed(&from, &goes).await.unwrap();
-        let [_, everything] = world.granted(side, true, None).await;
-        let open = world.lab.scan_udp(&from, everything).await.unwrap();
-        assert!(open.is_subset(&udp), "{open:?}");
+        let goes = SocketAddr::new(side.of(&hosted), 18080);
+        world.lab.until_closed(&from, &[goes].into()).await.unwrap();
+        let before = world.granted(side, true, Some(&hosted.node)).await;
+        let open = world.open(&from, &before.into_iter().flatten().collect()).await;
+        assert_eq!(open, world.granted(side, false, Some(&hosted.node)).await);
     }
 }

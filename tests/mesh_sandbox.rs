@@ -162,7 +162,7 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(wo
         println!("from {from}, as its routes are: {open:?}");
         assert!(open.is_superset(&world.granted()));
     }
-    let attacker = Attacker::new(world.lab, world.lab.cluster(SANDBOX), &world.sandbox_webs[0].node).await;
+    let attacker = Attacker::new(world.lab, &world.sandbox, &world.sandbox_webs[0].node).await;
     assert_eq!(attacker.peers.len(), world.hub_webs.len());
     let addresses = all.keys().map(SocketAddr::ip).collect();
     for chosen in &attacker.peers {

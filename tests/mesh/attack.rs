@@ -34,7 +34,11 @@ pub(crate) async fn carried(lab: &Lab, node: &str) -> Result<BTreeSet<String>, S
     let mut all = BTreeSet::new();
     for family in ["-4", "-6"] {
         let words = ["ip", family, "-j", "route", "show", "table", "5182", "dev", "kilo0"];
-        let output = lab.node(node).try_exec(words).await.map_err(|error| error.to_string())?;
+        let output = lab
+            .node(node)
+            .try_exec(words)
+            .await
+            .map_err(|error| error.to_string())?;
         let routes: Value = serde_json::from_str(&output.stdout).unwrap_or_default();
         let routes = routes.as_array().into_iter().flatten();
         all.extend(routes.filter_map(|route| route["dst"].as_str().map(str::to_owned)));
@@ -45,7 +49,7 @@ pub(crate) async fn carried(lab: &Lab, node: &str) -> Result<BTreeSet<String>, S
 /// A sandbox whose administrator has turned.
 pub(crate) struct Attacker<'a> {
     lab: &'a Lab,
-    sandbox: Cluster<'a>,
+    sandbox: &'a Cluster<'a>,
     node: String,
     /// The Peers that the controller wrote there.
     pub(crate) peers: Vec<String>,
@@ -53,10 +57,10 @@ pub(crate) struct Attacker<'a> {
 
 impl<'a> Attacker<'a> {
     /// From here on the controller writes nothing there. `node` = the sandbox's only one.
-    pub(crate) async fn new(lab: &'a Lab, sandbox: Cluster<'a>, node: &str) -> Self {
+    pub(crate) async fn new(lab: &'a Lab, sandbox: &'a Cluster<'a>, node: &str) -> Self {
         let revoke = ["delete", "clusterrolebinding", "clustermesh-member"];
         sandbox.kubectl(revoke).await.unwrap();
-        let peers = get(&sandbox, &["get", "peers"]).await;
+        let peers = get(sandbox, &["get", "peers"]).await;
         let names = peers["items"].as_array().unwrap().iter();
         let peers = names.map(|peer| peer["metadata"]["name"].as_str().unwrap().to_owned());
         Self {
@@ -71,9 +75,7 @@ impl<'a> Attacker<'a> {
     pub(crate) async fn leads_through(&self, chosen: &str, addresses: &BTreeSet<IpAddr>) {
         for name in &self.peers {
             let ranges = addresses.iter().filter(|_| name == chosen);
-            let ranges: Vec<String> = ranges
-                .map(|ip| ipnet::IpNet::from(*ip).to_string())
-                .collect();
+            let ranges: Vec<String> = ranges.map(|ip| ipnet::IpNet::from(*ip).to_string()).collect();
             let patch = json!({"spec": {"allowedIPs": ranges}}).to_string();
             let words = ["patch", "peer", name, "--type=merge", "-p", &patch];
             self.sandbox.kubectl(words).await.unwrap();

@@ -208,7 +208,12 @@ impl<'a> Mesh<'a> {
 /// From anything of one cluster to anything of the other, in tcpdump's language.
 fn between(one: &ClusterPlan, other: &ClusterPlan) -> String {
     let nets = |direction: &str, plan: &ClusterPlan| {
-        let nets = [plan.pod_cidr, plan.service_cidr, plan.wireguard_cidr, plan.underlay];
+        let nets = [
+            plan.pod_cidr.into(),
+            plan.service_cidr.into(),
+            plan.wireguard_cidr,
+            plan.underlay.into(),
+        ];
         format!("({})", nets.map(|net| format!("{direction} net {net}")).join(" or "))
     };
     format!(
@@ -268,7 +273,10 @@ pub(crate) fn seen(by: &Web, saw: IpAddr) -> Answer {
 pub(crate) async fn answers(lab: &Lab, from: &Asker, url: &str, want: &[Answer]) {
     let mut missing: BTreeSet<String> = want.iter().map(|answer| format!("{answer:?}")).collect();
     wait_until(format!("{url} to give {from} every answer"), PATIENCE, async || {
-        let answer = lab.ask_until_answered(from, url).await.map_err(|error| error.to_string())?;
+        let answer = lab
+            .ask_until_answered(from, url)
+            .await
+            .map_err(|error| error.to_string())?;
         assert!(
             want.contains(&answer),
             "{from} -> {url}: {answer:?} is none of {want:#?}"

@@ -141,7 +141,7 @@ fn get(url: &str) -> Result<String, Box<dyn std::error::Error>> {
 }
 
 /// Many at a time: most of them never answer.
-const SCANNERS: usize = 128;
+const SCANNERS: usize = 512;
 /// How long each may take.
 const SCAN: Duration = Duration::from_secs(1);
 
@@ -201,8 +201,12 @@ fn udp_echo_at(port: &str, addresses: &str) -> Outcome {
     let port: u16 = port.parse()?;
     let addresses: Vec<IpAddr> = addresses.split(',').map(str::parse).collect::<Result<_, _>>()?;
     std::thread::scope(|scope| {
-        let serve = |address| move || udp_echo(&SocketAddr::new(address, port).to_string()).map_err(|error| error.to_string());
-        let servers: Vec<_> = addresses.into_iter().map(|address| scope.spawn(serve(address))).collect();
+        let serve =
+            |address| move || udp_echo(&SocketAddr::new(address, port).to_string()).map_err(|error| error.to_string());
+        let servers: Vec<_> = addresses
+            .into_iter()
+            .map(|address| scope.spawn(serve(address)))
+            .collect();
         for server in servers {
             server.join().map_err(|_| "a server ended")??;
         }

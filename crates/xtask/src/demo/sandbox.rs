@@ -52,7 +52,10 @@ impl Demo<'_> {
         }
         let policy = format!("demo--{SANDBOX}");
         println!("$ kubectl --context {HUB} get peerpolicy {policy} -o yaml   # what the sandbox may reach there");
-        println!("{}", hub.kubectl(["get", "peerpolicy", &policy, "-o", "yaml"]).await?.stdout);
+        println!(
+            "{}",
+            hub.kubectl(["get", "peerpolicy", &policy, "-o", "yaml"]).await?.stdout
+        );
 
         self.title("a scan of every address of mgmt and tenant-a, at every TCP port that is open anywhere there");
         let mut all: BTreeMap<SocketAddr, String> = hub.sockets().await?;
