@@ -2,6 +2,8 @@
 //! administrator gives the Peers there every address.
 
 mod mesh;
+#[path = "sandbox/upheavals.rs"]
+mod upheavals;
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -39,7 +41,8 @@ async fn a_sandbox_reaches_the_service_named_for_it_and_nothing_else_also_with_p
     nothing_of_the_hub_but_what_is_granted_stands_in_the_sandbox(&world).await;
     nothing_there_opens_a_connection_to_the_sandbox(&world).await;
     routing_there_knows_the_granted_endpoints_and_their_nodes_alone(&world).await;
-    a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(&world).await;
+    let attacker = a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(&world).await;
+    upheavals::nothing_more_opens_while_agents_tables_objects_and_nodes_go_and_come(&world, &attacker).await;
     a_grant_that_is_taken_back_closes(&world).await;
 }
 
@@ -153,7 +156,9 @@ async fn routing_there_knows_the_granted_endpoints_and_their_nodes_alone(world: 
     assert_eq!(carried, Ok(expected));
 }
 
-async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(world: &World<'_>) {
+async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a>(
+    world: &'a World<'a>,
+) -> Attacker<'a> {
     let all = attack::sockets_beyond(&world.sandbox, &[&world.hub, &world.member], &world.granted()).await;
     println!("{} sockets to scan", all.len());
     // What the underlay lets through without any mesh is for NetworkPolicies.
@@ -176,9 +181,13 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(wo
             assert_eq!(open, granted);
         }
     }
+    attacker
 }
 
+/// After everything was led through one node.
 async fn a_grant_that_is_taken_back_closes(world: &World<'_>) {
+    let granted = world.hub.webs().await.unwrap();
+    let granted = granted.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect();
     world
         .hub
         .apply(&world.product.mesh_with(&[SANDBOX], &[]))
@@ -186,6 +195,6 @@ async fn a_grant_that_is_taken_back_closes(world: &World<'_>) {
         .unwrap();
     let applied = Instant::now();
     let [from, _] = world.askers();
-    world.lab.until_closed(&from, &world.granted()).await.unwrap();
+    world.lab.until_closed(&from, &granted).await.unwrap();
     println!("closed {:.2} s after kubectl apply", applied.elapsed().as_secs_f64());
 }

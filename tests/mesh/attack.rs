@@ -71,24 +71,47 @@ impl<'a> Attacker<'a> {
         }
     }
 
+    /// Takes a node of the other side for who it is now: its key, as its Node says.
+    pub(crate) async fn follows(&self, peer: &str, key: &str) {
+        let patch = json!({"spec": {"publicKey": key}}).to_string();
+        let words = ["patch", "peer", peer, "--type=merge", "-p", &patch];
+        self.sandbox.kubectl(words).await.unwrap();
+    }
+
     /// Leads all of these through one Peer's node, and waits until routing does so.
     pub(crate) async fn leads_through(&self, chosen: &str, addresses: &BTreeSet<IpAddr>) {
+        // First through none, so that what is seen afterwards is not what was there before.
         for name in &self.peers {
-            let ranges = addresses.iter().filter(|_| name == chosen);
-            let ranges: Vec<String> = ranges.map(|ip| ipnet::IpNet::from(*ip).to_string()).collect();
-            let patch = json!({"spec": {"allowedIPs": ranges}}).to_string();
-            let words = ["patch", "peer", name, "--type=merge", "-p", &patch];
-            self.sandbox.kubectl(words).await.unwrap();
+            self.gives(name, &BTreeSet::new()).await;
         }
-        wait_until("kilo0 to carry every address", PATIENCE, async || {
+        let led = async || {
             let carried = carried(self.lab, &self.node).await?;
-            let missing = addresses.iter().filter(|ip| !carried.contains(&ip.to_string()));
-            match missing.collect::<Vec<_>>() {
-                missing if missing.is_empty() => Ok(()),
-                missing => Err(format!("without {missing:?}")),
-            }
+            let led = addresses.iter().filter(|ip| carried.contains(&ip.to_string()));
+            Ok::<_, String>(led.count())
+        };
+        wait_until(
+            "kilo0 to carry none of these addresses",
+            PATIENCE,
+            async || match led().await? {
+                0 => Ok(()),
+                led => Err(format!("{led} addresses")),
+            },
+        )
+        .await
+        .unwrap();
+        self.gives(chosen, addresses).await;
+        wait_until("kilo0 to carry every address", PATIENCE, async || match led().await? {
+            led if led == addresses.len() => Ok(()),
+            led => Err(format!("{led} of {} addresses", addresses.len())),
         })
         .await
         .unwrap();
+    }
+
+    async fn gives(&self, peer: &str, addresses: &BTreeSet<IpAddr>) {
+        let ranges = addresses.iter().map(|ip| ipnet::IpNet::from(*ip).to_string());
+        let patch = json!({"spec": {"allowedIPs": ranges.collect::<Vec<_>>()}}).to_string();
+        let words = ["patch", "peer", peer, "--type=merge", "-p", &patch];
+        self.sandbox.kubectl(words).await.unwrap();
     }
 }

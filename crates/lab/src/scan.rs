@@ -8,8 +8,9 @@ use std::{
 
 use ipnet::IpNet;
 use serde_json::Value;
+use tempfile::NamedTempFile;
 
-use crate::{Asker, Cluster, Error, Lab, Result, run, wait_until};
+use crate::{Asker, Cluster, Error, Lab, Result, Running, run, wait_until};
 
 /// Ports of the control plane, the kubelet, kube-proxy, the agent and SSH, whether anything listens there or not.
 const INFRASTRUCTURE: [u16; 11] = [22, 2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259];
@@ -174,15 +175,7 @@ impl Lab {
         from: &Asker,
         sockets: impl IntoIterator<Item = SocketAddr>,
     ) -> Result<BTreeSet<SocketAddr>> {
-        let list = tempfile::NamedTempFile::new_in(self.directory()).map_err(Error::io("make a list to scan"))?;
-        let text: String = sockets.into_iter().map(|socket| format!("{socket}\n")).collect();
-        std::fs::write(list.path(), text).map_err(Error::io("write a list to scan"))?;
-        // Where every node finds it.
-        let program = self.directory().join("scanner");
-        if !program.exists() {
-            std::fs::copy(run::our_program("lab-probe")?, &program).map_err(Error::io("copy the scanner"))?;
-        }
-        let program = program.display().to_string();
+        let (program, list) = self.scanner(sockets)?;
         let output = self
             .run_at(from, &[&program, how, &list.path().display().to_string()])
             .await?;
@@ -195,5 +188,74 @@ impl Lab {
             .map(str::parse)
             .collect::<std::result::Result<_, _>>();
         parsed.map_err(|error| Error::Plan(format!("the scan from {from} printed {}: {error}", output.stdout)))
+    }
+
+    /// Scans these from there, TCP, again and again, until what is returned is dropped.
+    ///
+    /// # Errors
+    /// When the scanner cannot be started.
+    pub fn scan_on(&self, from: &Asker, sockets: impl IntoIterator<Item = SocketAddr>) -> Result<Watch> {
+        let (program, list) = self.scanner(sockets)?;
+        let file = list.path().display().to_string();
+        let words = [&program, "scan-on", &file];
+        let running = match from {
+            Asker::Pod(web) => self.node(&web.node).pod_spawn("scan-pod", web.ip, words)?,
+            Asker::Host(node) => self.node(node).spawn("scan-host", words)?,
+        };
+        Ok(Watch { running, _list: list })
+    }
+
+    /// The scanner, and a list for it, where every node finds them.
+    fn scanner(&self, sockets: impl IntoIterator<Item = SocketAddr>) -> Result<(String, NamedTempFile)> {
+        let list = NamedTempFile::new_in(self.directory()).map_err(Error::io("make a list to scan"))?;
+        let text: String = sockets.into_iter().map(|socket| format!("{socket}\n")).collect();
+        std::fs::write(list.path(), text).map_err(Error::io("write a list to scan"))?;
+        let program = self.directory().join("scanner");
+        if !program.exists() {
+            std::fs::copy(run::our_program("lab-probe")?, &program).map_err(Error::io("copy the scanner"))?;
+        }
+        Ok((program.display().to_string(), list))
+    }
+}
+
+/// A scan that goes on.
+#[derive(Debug)]
+pub struct Watch {
+    running: Running,
+    _list: NamedTempFile,
+}
+
+impl Watch {
+    /// Whatever took a connection since it began.
+    #[must_use]
+    pub fn opened(&self) -> BTreeSet<SocketAddr> {
+        let log = self.running.log();
+        let opened = log.lines().filter_map(|line| line.strip_prefix("open "));
+        opened.filter_map(|socket| socket.parse().ok()).collect()
+    }
+
+    /// Waits until every socket was asked once more from now on.
+    ///
+    /// # Errors
+    /// When that takes more than a minute and a half.
+    pub async fn another_round(&self) -> Result<()> {
+        let rounds = || {
+            self.running
+                .log()
+                .lines()
+                .filter(|line| line.starts_with("round "))
+                .count()
+        };
+        let before = rounds();
+        // The one that is under way has asked some of them before.
+        wait_until(
+            "another round of the scan",
+            Duration::from_secs(90),
+            async || match rounds() {
+                now if now >= before + 2 => Ok(()),
+                now => Err(format!("round {now}, from {before}")),
+            },
+        )
+        .await
     }
 }

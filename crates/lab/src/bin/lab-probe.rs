@@ -1,8 +1,10 @@
 //! The program in the lab's test image: small servers and clients whose answers tell who spoke to whom. It shares no
 //! code with the product and needs nothing but the standard library.
 
+use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -16,6 +18,7 @@ const USAGE: &str = "usage:
   lab-probe stream-get ADDRESS SECONDS one connection, a line each 100 ms, prints what comes back; status 1 on a gap over 2 s
   lab-probe scan FILE                  TCP connections to every ADDRESS in FILE, a second each; prints those that open
   lab-probe scan-udp FILE              a datagram to every ADDRESS in FILE, a second each; prints those that answer
+  lab-probe scan-on FILE               the same as scan, again and again: prints each ADDRESS when it first opens, and each round
   lab-probe pause                      waits for ever
 ADDRESS is host:port; a server takes :port as any address.";
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -38,6 +41,7 @@ fn main() {
         ["stream-serve", address] => stream_serve(address),
         ["stream-get", address, seconds] => seconds.parse().map_err(Into::into).and_then(|s| stream_get(address, s)),
         ["scan", file] => scan(file, |address| TcpStream::connect_timeout(address, SCAN).is_ok()),
+        ["scan-on", file] => scan_on(file),
         ["scan-udp", file] => scan(file, |address| echoes(address).is_ok()),
         ["pause"] => loop {
             std::thread::park();
@@ -146,21 +150,46 @@ const SCANNERS: usize = 512;
 const SCAN: Duration = Duration::from_secs(1);
 
 fn scan(file: &str, open: impl Fn(&SocketAddr) -> bool + Sync) -> Outcome {
+    pass(&sockets(file)?, |address| {
+        if open(address) {
+            println!("{address}");
+        }
+    });
+    Ok(())
+}
+
+fn scan_on(file: &str) -> Outcome {
+    let all = sockets(file)?;
+    let opened = Mutex::new(BTreeSet::new());
+    for round in 1_u64.. {
+        pass(&all, |address| {
+            if TcpStream::connect_timeout(address, SCAN).is_ok()
+                && opened.lock().is_ok_and(|mut all| all.insert(*address))
+            {
+                println!("open {address}");
+            }
+        });
+        println!("round {round}");
+    }
+    Ok(())
+}
+
+fn sockets(file: &str) -> Result<Vec<SocketAddr>, Box<dyn std::error::Error>> {
     let text = std::fs::read_to_string(file)?;
-    let all: Vec<SocketAddr> = text.lines().map(str::parse).collect::<Result<_, _>>()?;
+    Ok(text.lines().map(str::parse).collect::<Result<_, _>>()?)
+}
+
+fn pass(all: &[SocketAddr], look: impl Fn(&SocketAddr) + Sync) {
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..SCANNERS.min(all.len()) {
             scope.spawn(|| {
                 while let Some(address) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    if open(address) {
-                        println!("{address}");
-                    }
+                    look(address);
                 }
             });
         }
     });
-    Ok(())
 }
 
 fn echoes(address: &SocketAddr) -> std::io::Result<()> {
