@@ -8,7 +8,8 @@ mod path;
 
 use std::{
     io::{ErrorKind, Read, Write},
-    net::{IpAddr, SocketAddr, TcpListener, UdpSocket},
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket},
+    sync::atomic::{AtomicBool, Ordering},
     thread,
     time::Duration,
 };
@@ -34,6 +35,7 @@ both! {
     errors_about_a_granted_flow_come_back_and_no_others
     grants_go_by_themselves_when_nobody_renews_them
     a_table_that_another_hand_changed_does_not_stand
+    a_table_that_is_gone_opens_nothing_in_either_direction_and_serves_again_when_it_is_back
 }
 
 type Granted<'a> = (&'a str, Protocol, u16);
@@ -153,6 +155,11 @@ fn nobody_here_opens_a_connection_to_a_sandbox_and_what_it_answers_is_dropped(f:
             assert!(connect(from, f.member_wireguard, 8080).is_err(), "{}: {why}", from.name);
         }
     };
+    fails("there is no way to it");
+    assert_eq!(dropped(&mesh.hub, "to_sandbox"), 0);
+    // And if there were one, as the table's own mark is: it never leaves.
+    mesh.hub
+        .ip(&format!("route add {} dev kilo0 table 5182", f.member_wireguard));
     fails("it never leaves");
     assert!(dropped(&mesh.hub, "to_sandbox") >= 2);
     let before = dropped(&mesh.hub, "from_sandbox");
@@ -306,4 +313,113 @@ fn a_table_that_another_hand_changed_does_not_stand(f: &'static Family) {
             assert!(keeper.stands(&other).await.is_err());
         });
     });
+}
+
+/// What came in at sockets that nothing was granted for, by address and port.
+fn received(udp: &[UdpSocket], tcp: &[TcpListener]) -> Vec<SocketAddr> {
+    let datagrams = udp.iter().filter(|socket| socket.recv_from(&mut [0; 10]).is_ok());
+    let connections = tcp.iter().filter(|listener| listener.accept().is_ok());
+    let at = datagrams.map(UdpSocket::local_addr);
+    at.chain(connections.map(TcpListener::local_addr))
+        .map(Result::unwrap)
+        .collect()
+}
+
+/// Sends to all of these from the sandbox's node without a pause.
+fn flood(mesh: &Mesh, udp: &[UdpSocket], tcp: &[TcpListener], stop: &AtomicBool) {
+    let mouth = mesh
+        .member
+        .enter(|| UdpSocket::bind((mesh.f.member_wireguard, 0)))
+        .unwrap();
+    let to: Vec<SocketAddr> = udp.iter().map(|socket| socket.local_addr().unwrap()).collect();
+    while !stop.load(Ordering::Relaxed) {
+        for to in &to {
+            let _ = mouth.send_to(b"let me in", to);
+        }
+        for to in tcp.iter().map(|listener| listener.local_addr().unwrap()) {
+            let _ = mesh
+                .member
+                .enter(|| TcpStream::connect_timeout(&to, Duration::from_millis(1)));
+        }
+    }
+}
+
+/// A sandbox that sends without a pause to what is granted to it and to what is not, to a pod and to the node's own
+/// addresses, while the table is taken away and written again.
+fn a_table_that_is_gone_opens_nothing_in_either_direction_and_serves_again_when_it_is_back(f: &'static Family) {
+    use Protocol::{Tcp, Udp};
+    let granted = [
+        (f.hub_pod, Tcp, 8080),
+        (f.hub_pod, Udp, 5000),
+        (f.hub, Tcp, 8080),
+        (f.hub, Udp, 5000),
+    ];
+    let mesh = sandbox(f, &granted);
+    serve(&mesh.hub_pod, f.hub_pod, 8080);
+    serve(&mesh.hub, f.hub, 8080);
+    serve(&mesh.member, f.member_wireguard, 8080);
+    let client = udp(&mesh.member, f.member_wireguard, 5001);
+    let (pod, node) = (udp(&mesh.hub_pod, f.hub_pod, 5000), udp(&mesh.hub, f.hub, 5000));
+    let own = [f.hub, f.hub_wireguard, f.hub_gateway].map(|at| (&mesh.hub, at));
+    let closed: Vec<_> = own.into_iter().chain([(&mesh.hub_pod, f.hub_pod)]).collect();
+    // Over IPv6 nothing stops a datagram to an address of this very node while there is no table.
+    let deaf = closed.iter().filter(|(ns, _)| f.n == 4 || ns.name != mesh.hub.name);
+    let deaf: Vec<UdpSocket> = deaf.map(|(ns, at)| udp(ns, at, 5001)).collect();
+    let mute = closed
+        .iter()
+        .map(|(ns, at)| ns.enter(|| TcpListener::bind((*at, 8081)).unwrap()));
+    let mute: Vec<TcpListener> = mute.collect();
+    deaf.iter().for_each(|socket| socket.set_nonblocking(true).unwrap());
+    mute.iter().for_each(|listener| listener.set_nonblocking(true).unwrap());
+    let serves = || {
+        for server in [&pod, &node] {
+            exchange(&client, server);
+        }
+        for at in [f.hub_pod, f.hub] {
+            assert_eq!(source_of(&mesh.member, at, 8080), f.member_wireguard);
+        }
+    };
+    mesh.member
+        .ip(&format!("route add {} dev kilo0 table 5182", f.hub_gateway));
+    serves();
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let _end = Stop(&stop);
+        scope.spawn(|| flood(&mesh, &deaf, &mute, &stop));
+        for gone in ["flush ruleset", "delete table inet clustermesh", "flush ruleset"] {
+            mesh.hub.sh(&format!("nft {gone}"));
+            thread::scope(|scope| {
+                for to in [f.hub_pod, f.hub] {
+                    let member = &mesh.member;
+                    scope.spawn(move || assert!(connect(member, to, 8080).is_err(), "{to} answers after {gone}"));
+                }
+                for from in [&mesh.hub_pod, &mesh.hub] {
+                    scope.spawn(move || {
+                        let there = connect(from, f.member_wireguard, 8080);
+                        assert!(there.is_err(), "{} calls the sandbox after {gone}", from.name);
+                    });
+                }
+            });
+            assert!(silent(&pod));
+            client.send_to(b"granted", pod.local_addr().unwrap()).unwrap();
+            assert!(silent(&pod), "what is granted comes in after {gone}");
+            for from in [&mesh.hub_pod, &mesh.hub] {
+                let any = from.enter(|| UdpSocket::bind((if f.n == 4 { "0.0.0.0" } else { "::" }, 0)).unwrap());
+                let _ = any.send_to(b"to the sandbox", client.local_addr().unwrap());
+            }
+            let _ = pod.send_to(b"to the sandbox", client.local_addr().unwrap());
+            assert!(silent(&client), "something came to the sandbox after {gone}");
+            apply(&mesh.hub, &target(&mesh, f, &granted, &[]));
+            serves();
+            assert_eq!(received(&deaf, &mute), [], "beyond the grants, after {gone}");
+        }
+    });
+}
+
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
