@@ -19,7 +19,7 @@ use crate::{
     interface::InterfaceName,
     key::PresharedKey,
     mtu,
-    policy::{Policy, Protocol},
+    policy::Policy,
     prefixes::{Family, aggregate, covered, host, overlap},
     routes::{self, Answer, Routes},
     sysctl::{self, Sysctl},
@@ -246,7 +246,7 @@ fn sandboxes(policies: &[Policy]) -> impl Iterator<Item = &Policy> {
     policies.iter().filter(|policy| policy.sandbox)
 }
 
-/// What sockets of this node itself, of pods in its host network, answer to sandboxes, where it is not TCP.
+/// What sockets of this node itself, of pods in its host network, answer to sandboxes.
 fn answers(node: &Node, policies: &[Policy]) -> BTreeSet<Answer> {
     let own = [&node.addresses, &node.underlay_addresses, &node.wireguard_ips];
     let mut out = BTreeSet::new();
@@ -254,7 +254,7 @@ fn answers(node: &Node, policies: &[Policy]) -> BTreeSet<Answer> {
         let sources = aggregate(&policy.sources);
         for (at, port) in policy.granted.iter().chain(&policy.draining) {
             let from = at.to_canonical();
-            if port.protocol == Protocol::Tcp || !own.iter().any(|addresses| addresses.contains(&from)) {
+            if !own.iter().any(|addresses| addresses.contains(&from)) {
                 continue;
             }
             let sources = sources.iter().filter(|net| Family::of(net) == Family::of(&host(from)));

@@ -12,8 +12,12 @@ pub const TABLE_TUNNEL: u32 = 5183;
 /// `rtm_protocol` of every route and `FRA_PROTOCOL` of every rule we write. Free in iproute2's `rt_protos`.
 pub const PROTOCOL: u8 = 117;
 /// Priority of the rules that drop what comes from a sandbox without [`MARK_CHECKED`] and would be forwarded.
-pub const RULE_UNCHECKED: u32 = 998;
-/// Priority of the rules by which [`MARK_CHECKED`], and answers to it that carry no mark, find a sandbox.
+pub const RULE_UNCHECKED: u32 = 996;
+/// Priority of the rules by which this node's own answers to a sandbox find it.
+pub const RULE_ANSWER: u32 = 997;
+/// Priority of the rules that drop what connections of this node's own still have to say after their grant.
+pub const RULE_REVOKED: u32 = 998;
+/// Priority of the rules by which [`MARK_CHECKED`] finds a sandbox.
 pub const RULE_CHECKED: u32 = 999;
 /// Priority of the rule that sends [`MARK_TUNNEL`] to [`TABLE_TUNNEL`].
 pub const RULE_TUNNEL: u32 = 1000;

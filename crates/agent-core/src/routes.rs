@@ -75,7 +75,7 @@ pub struct Plan {
     pub underlay: BTreeSet<IpAddr>,
     /// Networks of sandboxes, an aggregate: reached by what the firewall table marked alone ([`Rule`]).
     pub sandboxes: BTreeSet<IpNet>,
-    /// What sockets of this node answer to sandboxes, where the protocol's answers carry no mark.
+    /// What sockets of this node answer to sandboxes.
     pub answers: BTreeSet<Answer>,
     /// The largest packet of those of `peers` that take less than the device's MTU ([`crate::mtu`]).
     pub sizes: BTreeMap<IpNet, u16>,

@@ -17,10 +17,14 @@ use std::{
 use clustermesh_agent_core::{
     compile::{Inputs, compile},
     policy::{Policy, Port, Protocol},
+    routes::{Change, diff},
 };
 use netns::{NetNs, wait_for};
-use path::{Family, Mesh, V4, V6, apply, connect, serve, source_of};
-use wg_agent::firewall::{Keeper, Nft};
+use path::{Family, Mesh, V4, V6, apply, ask, connect, serve, source_of};
+use wg_agent::{
+    firewall::{Keeper, Nft},
+    route::{Netlink, Routing, converge},
+};
 
 /// The same test for both families.
 macro_rules! both {
@@ -36,6 +40,8 @@ both! {
     grants_go_by_themselves_when_nobody_renews_them
     a_table_that_another_hand_changed_does_not_stand
     a_table_that_is_gone_opens_nothing_in_either_direction_and_serves_again_when_it_is_back
+    what_is_granted_goes_on_at_every_step_from_routes_without_the_lock
+    a_connection_to_the_node_itself_stays_closed_after_its_grant_without_a_table_too
 }
 
 type Granted<'a> = (&'a str, Protocol, u16);
@@ -400,9 +406,11 @@ fn a_table_that_is_gone_opens_nothing_in_either_direction_and_serves_again_when_
                     });
                 }
             });
-            assert!(silent(&pod));
-            client.send_to(b"granted", pod.local_addr().unwrap()).unwrap();
-            assert!(silent(&pod), "what is granted comes in after {gone}");
+            for server in if f.n == 4 { vec![&pod, &node] } else { vec![&pod] } {
+                assert!(silent(server));
+                client.send_to(b"granted", server.local_addr().unwrap()).unwrap();
+                assert!(silent(server), "what is granted comes in after {gone}");
+            }
             for from in [&mesh.hub_pod, &mesh.hub] {
                 let any = from.enter(|| UdpSocket::bind((if f.n == 4 { "0.0.0.0" } else { "::" }, 0)).unwrap());
                 let _ = any.send_to(b"to the sandbox", client.local_addr().unwrap());
@@ -414,6 +422,80 @@ fn a_table_that_is_gone_opens_nothing_in_either_direction_and_serves_again_when_
             assert_eq!(received(&deaf, &mute), [], "beyond the grants, after {gone}");
         }
     });
+}
+
+/// As after a version whose sandboxes' routes lay among the mesh's.
+fn what_is_granted_goes_on_at_every_step_from_routes_without_the_lock(f: &'static Family) {
+    use Protocol::{Tcp, Udp};
+    let granted = [
+        (f.hub_pod, Tcp, 8080),
+        (f.hub_pod, Udp, 5000),
+        (f.hub, Tcp, 8080),
+        (f.hub, Udp, 5000),
+    ];
+    let mesh = sandbox(f, &granted);
+    serve(&mesh.hub_pod, f.hub_pod, 8080);
+    serve(&mesh.hub, f.hub, 8080);
+    let client = udp(&mesh.member, f.member_wireguard, 5001);
+    let servers = [udp(&mesh.hub_pod, f.hub_pod, 5000), udp(&mesh.hub, f.hub, 5000)];
+    let wanted = target(&mesh, f, &granted, &[]);
+    let mut before = wanted.clone();
+    before.policies[0].sandbox = false;
+    before.peers[0].requires_policy = None;
+    let [before, wanted] = [before, wanted].map(|inputs| compile(&inputs).routes);
+    let step = |change: Option<&Change>| {
+        mesh.hub.enter(|| {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.unwrap().block_on(async {
+                let mut routing = Netlink::open("kilo0".parse().unwrap()).unwrap();
+                match change {
+                    Some(change) => routing.apply(change).await.unwrap(),
+                    None => assert!(converge(&mut routing, &before).await.unwrap().failed.is_empty()),
+                }
+            });
+        });
+        for server in &servers {
+            exchange(&client, server);
+        }
+        for at in [f.hub_pod, f.hub] {
+            assert_eq!(
+                ask(&mesh.member, at, 8080).unwrap(),
+                f.member_wireguard,
+                "after {change:?}"
+            );
+        }
+    };
+    step(None);
+    let changes = diff(&before, &wanted).unwrap();
+    assert!(changes.len() >= 7, "{changes:?}");
+    changes.iter().for_each(|change| step(Some(change)));
+}
+
+/// The kernel keeps a connection's mark and its routes with the socket.
+fn a_connection_to_the_node_itself_stays_closed_after_its_grant_without_a_table_too(f: &'static Family) {
+    let endpoint = [(f.hub, Protocol::Tcp, 8080)];
+    let mesh = sandbox(f, &endpoint);
+    let listener = mesh.hub.enter(|| TcpListener::bind((f.hub, 8080)).unwrap());
+    let mut client = wait_for("a connection", Duration::from_secs(10), || {
+        connect(&mesh.member, f.hub, 8080).ok()
+    });
+    let (mut server, _) = listener.accept().unwrap();
+    for end in [&server, &client] {
+        end.set_read_timeout(Some(Duration::from_millis(700))).unwrap();
+    }
+    let mut byte = [0];
+    client.write_all(b"a").unwrap();
+    server.read_exact(&mut byte).unwrap();
+    apply(&mesh.hub, &target(&mesh, f, &[], &[]));
+    client.write_all(b"b").unwrap();
+    assert!(server.read_exact(&mut byte).is_err());
+    mesh.hub.sh("nft flush ruleset");
+    // It is sent again all the time. Over IPv6 what is for the node itself is heard.
+    if f.n == 4 {
+        assert!(server.read_exact(&mut byte).is_err(), "it is heard");
+    }
+    let _ = server.write_all(b"c");
+    assert!(client.read_exact(&mut byte).is_err(), "it is answered");
 }
 
 struct Stop<'a>(&'a AtomicBool);

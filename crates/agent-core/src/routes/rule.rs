@@ -6,7 +6,8 @@
 //! sandbox and on the answers to them. Without the table nothing here reaches a sandbox, and nothing of a sandbox's is taken:
 //! IPv4's reverse path filter looks the way back up with the packet's own mark (`src_valid_mark`), finds the closed door and
 //! drops it before it is delivered or forwarded. IPv6 has no such filter: what is to be forwarded meets a rule of its own,
-//! what is for this node's own addresses does not (the table `local` is asked before any rule that one can add).
+//! what is for this node's own addresses does not (the table `local` is asked before any rule that one can add), and finds no
+//! way to be answered.
 
 use std::{fmt, net::IpAddr};
 
@@ -15,10 +16,10 @@ use ipnet::IpNet;
 use crate::{
     interface::InterfaceName,
     numbers::{
-        CONNECTION_MASK, MARK_CHECKED, MARK_MASK, MARK_TUNNEL, MARK_UNDERLAY, RULE_CHECKED, RULE_MESH, RULE_TUNNEL,
-        RULE_UNCHECKED, TABLE, TABLE_TUNNEL,
+        CONNECTION_MASK, MARK_CHECKED, MARK_MASK, MARK_TUNNEL, MARK_UNDERLAY, RULE_ANSWER, RULE_CHECKED, RULE_MESH,
+        RULE_REVOKED, RULE_TUNNEL, RULE_UNCHECKED, TABLE, TABLE_TUNNEL,
     },
-    policy::Port,
+    policy::{Port, Protocol},
     prefixes::{Family, host},
 };
 
@@ -41,8 +42,10 @@ pub struct Rule {
     pub from: Option<IpNet>,
     /// Destination addresses.
     pub to: Option<IpNet>,
-    /// Transport protocol and source port. A reverse path check looks up with source and destination changed over.
-    pub port: Option<Port>,
+    /// Transport protocol.
+    pub protocol: Option<Protocol>,
+    /// Source port.
+    pub source_port: Option<u16>,
     /// What follows.
     pub action: Action,
 }
@@ -67,7 +70,7 @@ pub enum Action {
     Blackhole,
 }
 
-/// What a socket of this node answers to a sandbox by a protocol whose answers do not inherit the question's mark.
+/// What a socket of this node answers to a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Answer {
     /// This node's address.
@@ -96,10 +99,17 @@ pub fn rules(family: Family) -> [Rule; 2] {
     ]
 }
 
-/// The rules of one network of sandboxes: what comes from it unchecked goes no further, and checked packets have a way to it.
+/// The rules of one network of sandboxes: what comes from it unchecked goes no further; what is checked has a way to it, but
+/// for connections of this node's own, whose sockets keep the mark for as long as they are open ([`answer`]).
 #[must_use]
-pub(super) fn sandbox(net: IpNet) -> [Rule; 2] {
+pub(super) fn sandbox(net: IpNet) -> [Rule; 3] {
     let family = Family::of(&net);
+    let checked = |rule| Rule {
+        mark: MARK_CHECKED,
+        mask: MARK_MASK,
+        to: Some(net),
+        ..rule
+    };
     [
         Rule {
             mask: CONNECTION_MASK,
@@ -108,25 +118,36 @@ pub(super) fn sandbox(net: IpNet) -> [Rule; 2] {
             ..rule(family, RULE_UNCHECKED, Action::Blackhole)
         },
         Rule {
-            mark: MARK_CHECKED,
-            mask: MARK_MASK,
-            to: Some(net),
-            ..rule(family, RULE_CHECKED, Action::Lookup(TABLE_TUNNEL))
+            incoming: Some(Incoming::Here),
+            protocol: Some(Protocol::Tcp),
+            ..checked(rule(family, RULE_REVOKED, Action::Blackhole))
         },
+        checked(rule(family, RULE_CHECKED, Action::Lookup(TABLE_TUNNEL))),
     ]
 }
 
-/// The rule of one answer. TCP's carry the mark of the connection's first packet (`tcp_fwmark_accept`); the route of others
-/// is looked up before netfilter sees them. Without the firewall table this takes questions to that very port, too.
+/// The rule of one answer. TCP's carries the mark of the connection's first packet (`tcp_fwmark_accept`); the route of others
+/// is looked up before netfilter sees them.
+///
+/// It goes with its grant, and with any rule the routes that sockets keep, so that an open connection is not heard either.
+/// A reverse path check does not know ports, and so does not find this rule, unless somebody else's rule by ports makes it
+/// look (`fib_rule_requires_fldissect` of the kernel); then it has them changed over, and finds it for this very port.
 #[must_use]
 pub(super) fn answer(answer: &Answer) -> Rule {
     let Answer { from, to, port } = answer;
+    let (mark, mask) = match port.protocol {
+        Protocol::Tcp => (MARK_CHECKED, MARK_MASK),
+        Protocol::Udp | Protocol::Sctp => (0, 0),
+    };
     Rule {
+        mark,
+        mask,
         incoming: Some(Incoming::Here),
         from: Some(host(*from)),
         to: Some(*to),
-        port: Some(*port),
-        ..rule(Family::of(to), RULE_CHECKED, Action::Lookup(TABLE_TUNNEL))
+        protocol: Some(port.protocol),
+        source_port: Some(port.port),
+        ..rule(Family::of(to), RULE_ANSWER, Action::Lookup(TABLE_TUNNEL))
     }
 }
 
@@ -140,7 +161,8 @@ const fn rule(family: Family, priority: u32, action: Action) -> Rule {
         incoming: None,
         from: None,
         to: None,
-        port: None,
+        protocol: None,
+        source_port: None,
         action,
     }
 }
@@ -149,7 +171,10 @@ impl Rule {
     /// It is part of the lock.
     #[must_use]
     pub const fn of_sandbox(&self) -> bool {
-        matches!(self.priority, RULE_UNCHECKED | RULE_CHECKED)
+        matches!(
+            self.priority,
+            RULE_UNCHECKED | RULE_ANSWER | RULE_REVOKED | RULE_CHECKED
+        )
     }
 }
 
@@ -165,7 +190,8 @@ impl fmt::Display for Rule {
             incoming,
             from,
             to,
-            port,
+            protocol,
+            source_port,
             action,
         } = self;
         let family = if *family == Family::V6 { "-6 " } else { "" };
@@ -188,8 +214,11 @@ impl fmt::Display for Rule {
             Some(Incoming::Device) => f.write_str(" iif <device>")?,
             Some(Incoming::Other(name)) => write!(f, " iif {name}")?,
         }
-        if let Some(Port { protocol, port }) = port {
-            write!(f, " ipproto {protocol} sport {port}")?;
+        if let Some(protocol) = protocol {
+            write!(f, " ipproto {protocol}")?;
+        }
+        if let Some(port) = source_port {
+            write!(f, " sport {port}")?;
         }
         match action {
             Action::Lookup(table) => write!(f, " lookup {table}"),

@@ -174,8 +174,9 @@ fn a_sandbox_is_reached_by_what_the_firewall_table_marked_and_by_nothing_else() 
             "route add 10.101.0.0/16 dev <device> table 5182 metric 20",
             "route add 0.0.0.0/0 dev <device> table 5183 metric 20",
             "route add 100.66.1.1/32 dev <device> table 5183 metric 20",
-            "rule add pref 998 from 100.66.1.0/24 fwmark 0x0/0x300000 iif <device> blackhole",
-            "rule add pref 999 from 172.29.0.111/32 to 100.66.1.0/24 iif lo ipproto udp sport 53 lookup 5183",
+            "rule add pref 996 from 100.66.1.0/24 fwmark 0x0/0x300000 iif <device> blackhole",
+            "rule add pref 997 from 172.29.0.111/32 to 100.66.1.0/24 iif lo ipproto udp sport 53 lookup 5183",
+            "rule add pref 998 to 100.66.1.0/24 fwmark 0x300000/0x300f00 iif lo ipproto tcp blackhole",
             "rule add pref 999 to 100.66.1.0/24 fwmark 0x300000/0x300f00 lookup 5183",
             "rule add pref 1000 fwmark 0x200000/0x300f00 lookup 5183",
             "rule add pref 1001 not fwmark 0x100000/0x300f00 lookup 5182",
@@ -228,8 +229,9 @@ fn what_locks_a_sandbox_goes_before_its_peer_and_opens_nothing() {
             "route add unreachable 100.66.1.0/24 table 5182 metric 4096",
             "route add 0.0.0.0/0 dev <device> table 5183 metric 20",
             "route add 100.66.1.1/32 dev <device> table 5183 metric 20",
-            "rule add pref 998 from 100.66.1.0/24 fwmark 0x0/0x300000 iif <device> blackhole",
-            "rule add pref 999 from 172.29.0.111/32 to 100.66.1.0/24 iif lo ipproto udp sport 53 lookup 5183",
+            "rule add pref 996 from 100.66.1.0/24 fwmark 0x0/0x300000 iif <device> blackhole",
+            "rule add pref 997 from 172.29.0.111/32 to 100.66.1.0/24 iif lo ipproto udp sport 53 lookup 5183",
+            "rule add pref 998 to 100.66.1.0/24 fwmark 0x300000/0x300f00 iif lo ipproto tcp blackhole",
             "rule add pref 999 to 100.66.1.0/24 fwmark 0x300000/0x300f00 lookup 5183",
             "route delete 100.66.1.1/32 dev <device> table 5182 metric 20",
         ]
@@ -246,8 +248,9 @@ fn what_locks_a_sandbox_goes_before_its_peer_and_opens_nothing() {
     assert_eq!(
         rules,
         [
-            "rule delete pref 998 from 100.66.1.0/24 fwmark 0x0/0x300000 iif <device> blackhole",
-            "rule delete pref 999 from 172.29.0.111/32 to 100.66.1.0/24 iif lo ipproto udp sport 53 lookup 5183",
+            "rule delete pref 996 from 100.66.1.0/24 fwmark 0x0/0x300000 iif <device> blackhole",
+            "rule delete pref 997 from 172.29.0.111/32 to 100.66.1.0/24 iif lo ipproto udp sport 53 lookup 5183",
+            "rule delete pref 998 to 100.66.1.0/24 fwmark 0x300000/0x300f00 iif lo ipproto tcp blackhole",
             "rule delete pref 999 to 100.66.1.0/24 fwmark 0x300000/0x300f00 lookup 5183",
         ]
     );

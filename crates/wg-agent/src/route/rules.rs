@@ -3,7 +3,7 @@
 use clustermesh_agent_core::{
     interface::InterfaceName,
     numbers::PROTOCOL,
-    policy::{Port, Protocol},
+    policy::Protocol,
     prefixes::Family,
     routes::{Action, Incoming, Rule},
 };
@@ -28,7 +28,8 @@ pub(super) fn rule_message(rule: &Rule, device: &InterfaceName) -> RuleMessage {
         incoming,
         from,
         to,
-        port,
+        protocol,
+        source_port,
         action,
     } = rule;
     let mut message = RuleMessage::default();
@@ -59,16 +60,8 @@ pub(super) fn rule_message(rule: &Rule, device: &InterfaceName) -> RuleMessage {
         message.header.dst_len = to.prefix_len();
         attributes.push(RuleAttribute::Destination(to.addr()));
     }
-    if let Some(Port { protocol, port }) = port {
-        let range = RulePortRange {
-            start: *port,
-            end: *port,
-        };
-        attributes.extend([
-            RuleAttribute::IpProtocol(number(*protocol)),
-            RuleAttribute::SourcePortRange(range),
-        ]);
-    }
+    attributes.extend(protocol.map(|protocol| RuleAttribute::IpProtocol(number(protocol))));
+    attributes.extend(source_port.map(|port| RuleAttribute::SourcePortRange(RulePortRange { start: port, end: port })));
     message.header.action = match action {
         Action::Lookup(table) => {
             attributes.push(RuleAttribute::Table(*table));
@@ -100,11 +93,11 @@ pub(super) fn rule(message: &RuleMessage, family: Family, device: &InterfaceName
         incoming: None,
         from: None,
         to: None,
-        port: None,
+        protocol: None,
+        source_port: None,
         action: Action::Blackhole,
     };
     let (mut ours, mut table) = (false, u32::from(message.header.table));
-    let (mut protocol, mut source_port) = (None, None);
     for attribute in &message.attributes {
         match attribute {
             RuleAttribute::Priority(p) => rule.priority = *p,
@@ -119,10 +112,10 @@ pub(super) fn rule(message: &RuleMessage, family: Family, device: &InterfaceName
             }
             RuleAttribute::Source(a) => rule.from = Some(IpNet::new(*a, message.header.src_len).ok()?),
             RuleAttribute::Destination(a) => rule.to = Some(IpNet::new(*a, message.header.dst_len).ok()?),
-            RuleAttribute::IpProtocol(IpProtocol::Tcp) => protocol = Some(Protocol::Tcp),
-            RuleAttribute::IpProtocol(IpProtocol::Udp) => protocol = Some(Protocol::Udp),
-            RuleAttribute::IpProtocol(IpProtocol::Sctp) => protocol = Some(Protocol::Sctp),
-            RuleAttribute::SourcePortRange(range) if range.start == range.end => source_port = Some(range.start),
+            RuleAttribute::IpProtocol(IpProtocol::Tcp) => rule.protocol = Some(Protocol::Tcp),
+            RuleAttribute::IpProtocol(IpProtocol::Udp) => rule.protocol = Some(Protocol::Udp),
+            RuleAttribute::IpProtocol(IpProtocol::Sctp) => rule.protocol = Some(Protocol::Sctp),
+            RuleAttribute::SourcePortRange(range) if range.start == range.end => rule.source_port = Some(range.start),
             RuleAttribute::Table(t) => table = *t,
             RuleAttribute::Protocol(p) => ours = *p == RouteProtocol::from(PROTOCOL),
             RuleAttribute::SuppressPrefixLen(u32::MAX) | RuleAttribute::SuppressIfGroup(u32::MAX) => {}
@@ -130,11 +123,6 @@ pub(super) fn rule(message: &RuleMessage, family: Family, device: &InterfaceName
             _ => return None,
         }
     }
-    rule.port = match (protocol, source_port) {
-        (None, None) => None,
-        (Some(protocol), Some(port)) => Some(Port { protocol, port }),
-        _ => return None,
-    };
     rule.action = match message.header.action {
         RuleAction::ToTable => Action::Lookup(table),
         RuleAction::Blackhole => Action::Blackhole,

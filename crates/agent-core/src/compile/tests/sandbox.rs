@@ -136,12 +136,15 @@ fn a_backend_in_host_network_answers_a_sandbox_from_its_port_alone() {
     assert_eq!(
         sandbox.collect::<Vec<_>>(),
         [
-            "pref 998 from 100.80.16.0/20 fwmark 0x0/0x300000 iif <device> blackhole",
-            "pref 999 from 172.29.0.111/32 to 100.80.16.0/20 iif lo ipproto udp sport 53 lookup 5183",
-            "pref 999 from 172.29.0.111/32 to 100.80.16.0/20 iif lo ipproto udp sport 54 lookup 5183",
+            "pref 996 from 100.80.16.0/20 fwmark 0x0/0x300000 iif <device> blackhole",
+            "pref 997 from 172.29.0.111/32 to 100.80.16.0/20 iif lo ipproto udp sport 53 lookup 5183",
+            "pref 997 from 172.29.0.111/32 to 100.80.16.0/20 iif lo ipproto udp sport 54 lookup 5183",
+            "pref 997 from 172.29.0.111/32 to 100.80.16.0/20 fwmark 0x300000/0x300f00 iif lo ipproto tcp sport 8 lookup 5183",
+            "pref 998 to 100.80.16.0/20 fwmark 0x300000/0x300f00 iif lo ipproto tcp blackhole",
             "pref 999 to 100.80.16.0/20 fwmark 0x300000/0x300f00 lookup 5183",
-            "-6 pref 998 from fd00:80::/64 fwmark 0x0/0x300000 iif <device> blackhole",
-            "-6 pref 999 from fd00:66:1::1/128 to fd00:80::/64 iif lo ipproto sctp sport 9 lookup 5183",
+            "-6 pref 996 from fd00:80::/64 fwmark 0x0/0x300000 iif <device> blackhole",
+            "-6 pref 997 from fd00:66:1::1/128 to fd00:80::/64 iif lo ipproto sctp sport 9 lookup 5183",
+            "-6 pref 998 to fd00:80::/64 fwmark 0x300000/0x300f00 iif lo ipproto tcp blackhole",
             "-6 pref 999 to fd00:80::/64 fwmark 0x300000/0x300f00 lookup 5183",
         ]
     );
