@@ -197,6 +197,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         throw: &throw,
         published: &published(node, &policies),
         policies: &policies,
+        sandbox_nodes: &sandbox_nodes(&peers),
         api_servers: &inputs.api_servers,
         nodes: &inputs.nodes,
         pods_elsewhere: &pods_elsewhere,
@@ -244,6 +245,12 @@ pub fn published(node: &Node, policies: &[Policy]) -> BTreeSet<IpNet> {
 
 fn sandboxes(policies: &[Policy]) -> impl Iterator<Item = &Policy> {
     policies.iter().filter(|policy| policy.sandbox)
+}
+
+/// The addresses of sandboxes' nodes, of which a Peer carries nothing else.
+fn sandbox_nodes(peers: &[Accepted<'_>]) -> BTreeSet<IpAddr> {
+    let gated = peers.iter().filter(|accepted| accepted.peer.requires_policy.is_some());
+    gated.flat_map(|accepted| &accepted.ranges).map(IpNet::addr).collect()
 }
 
 /// What sockets of this node itself, of pods in its host network, answer to sandboxes.

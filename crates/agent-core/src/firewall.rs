@@ -102,12 +102,13 @@ pub struct Sets {
     pub pods_elsewhere: BTreeSet<IpNet>,
     /// Sources that are sandboxes'.
     pub sandbox: BTreeSet<IpNet>,
-    /// (sandbox, endpoint, port) granted. Fades, as the next two do.
-    pub grants: BTreeSet<(IpNet, IpNet, Port)>,
-    /// (sandbox, endpoint, port) whose open connections may stay.
-    pub draining: BTreeSet<(IpNet, IpNet, Port)>,
-    /// (sandbox, endpoint) of the two before: who may send an ICMP error to whom.
-    pub reach: BTreeSet<(IpNet, IpNet)>,
+    /// (a sandbox's node, endpoint, port) granted. Fades, as the next two do. Addresses and no ranges: a set of ranges in several
+    /// parts is walked element by element, and these are the sets that grow.
+    pub grants: BTreeSet<(IpAddr, IpAddr, Port)>,
+    /// (a sandbox's node, endpoint, port) whose open connections may stay.
+    pub draining: BTreeSet<(IpAddr, IpAddr, Port)>,
+    /// (a sandbox's node, endpoint) of the two before: who may send an ICMP error to whom.
+    pub reach: BTreeSet<(IpAddr, IpAddr)>,
 }
 
 /// What [`desired`] starts from: values that [`crate::compile`] has already cleaned.
@@ -123,6 +124,8 @@ pub struct Plan<'a> {
     pub published: &'a BTreeSet<IpNet>,
     /// Policies, without what was refused of them.
     pub policies: &'a [Policy],
+    /// Addresses of sandboxes' nodes that have a Peer here.
+    pub sandbox_nodes: &'a BTreeSet<IpAddr>,
     /// The API server's endpoints.
     pub api_servers: &'a BTreeSet<SocketAddr>,
     /// Addresses of this cluster's nodes.
@@ -159,9 +162,12 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
         &[]
     };
     let sandboxes: Vec<&Policy> = sandboxes.iter().filter(|policy| policy.sandbox).collect();
-    let grants = endpoints(&sandboxes, family, |policy| &policy.granted);
-    let draining = endpoints(&sandboxes, family, |policy| &policy.draining);
-    let draining: BTreeSet<_> = draining.difference(&grants).copied().collect();
+    let endpoints = |which| endpoints(&sandboxes, plan.sandbox_nodes, family, which);
+    let grants = endpoints(|policy| &policy.granted);
+    let draining: BTreeSet<_> = endpoints(|policy| &policy.draining)
+        .difference(&grants)
+        .copied()
+        .collect();
     let reach = grants
         .iter()
         .chain(&draining)
@@ -204,29 +210,21 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
     }
 }
 
-/// The elements that the grants of every sandbox come to. What two of them say of one address holds for it together: the
-/// pieces are the same for every port, so that what is derived from them does not overlap either.
+/// The elements that the grants of every sandbox come to. What two of them say of one address holds for it together.
 fn endpoints(
     sandboxes: &[&Policy],
+    nodes: &BTreeSet<IpAddr>,
     family: Family,
-    which: impl Fn(&Policy) -> &BTreeSet<(IpAddr, Port)>,
-) -> BTreeSet<(IpNet, IpNet, Port)> {
-    let of = |net: &IpNet| Family::of(net) == family;
-    // Cut by the sources alone: whom nothing is granted cuts, too.
-    let whole: BTreeSet<IpNet> = [family.everything()].into();
-    let sources = sandboxes
-        .iter()
-        .flat_map(|policy| &policy.sources)
-        .filter(|net| of(net));
-    let pieces = disjoint(&sources.map(|net| (net.trunc(), whole.clone())).collect());
-    let pieces: BTreeSet<IpNet> = pieces.into_iter().map(|(piece, _)| piece).collect();
+    which: fn(&Policy) -> &BTreeSet<(IpAddr, Port)>,
+) -> BTreeSet<(IpAddr, IpAddr, Port)> {
+    let of = |address: &IpAddr| Family::of(&host(*address)) == family;
     let mut out = BTreeSet::new();
     for policy in sandboxes {
-        let reached = which(policy).iter().map(|(at, port)| (host(at.to_canonical()), *port));
+        let reached = which(policy).iter().map(|(at, port)| (at.to_canonical(), *port));
         let reached: Vec<_> = reached.filter(|(at, _)| of(at)).collect();
-        let own = |piece: &&IpNet| policy.sources.iter().any(|source| source.contains(*piece));
-        for piece in pieces.iter().filter(own) {
-            out.extend(reached.iter().map(|(at, port)| (*piece, *at, *port)));
+        let own = |node: &&IpAddr| of(node) && policy.sources.iter().any(|source| source.contains(*node));
+        for node in nodes.iter().filter(own) {
+            out.extend(reached.iter().map(|(at, port)| (*node, *at, *port)));
         }
     }
     out

@@ -143,9 +143,12 @@ proptest! {
         }
         for (source, to, port) in [&got.firewall.v4, &got.firewall.v6].into_iter().flat_map(|sets| &sets.grants) {
             let granted = |policy: &Policy| {
-                policy.sources.iter().any(|net| net.contains(source)) && policy.granted.contains(&(to.addr(), *port))
+                policy.sources.iter().any(|net| net.contains(source)) && policy.granted.contains(&(*to, *port))
             };
             prop_assert!(sandboxes.iter().any(granted), "{source} {to} {port:?}");
+            let host = IpNet::from(*source);
+            let peer = |key: &PublicKey| got.peers.get(key).is_some_and(|spec| spec.allowed_ips.contains(&host));
+            prop_assert!(got.gated.keys().any(peer), "{source} has no Peer");
         }
     }
 

@@ -2,7 +2,12 @@
 //!
 //! Names of sets end in the family, since a set has one type. nft 1.0.6 wants a newline or `;` before every `}`.
 
-use std::{borrow::Cow, collections::BTreeSet, fmt::Write, net::IpAddr};
+use std::{
+    borrow::Cow,
+    collections::BTreeSet,
+    fmt::{Display, Write},
+    net::IpAddr,
+};
 
 use ipnet::IpNet;
 
@@ -125,11 +130,11 @@ pub(super) fn nets(nets: &BTreeSet<IpNet>) -> BTreeSet<String> {
     nets.iter().map(ToString::to_string).collect()
 }
 
-pub(super) fn pairs(pairs: &BTreeSet<(IpNet, IpNet)>) -> BTreeSet<String> {
+pub(super) fn pairs<T: Display>(pairs: &BTreeSet<(T, T)>) -> BTreeSet<String> {
     pairs.iter().map(|(a, b)| format!("{a} . {b}")).collect()
 }
 
-pub(super) fn ports(ports: &BTreeSet<(IpNet, IpNet, Port)>) -> BTreeSet<String> {
+pub(super) fn ports<T: Display>(ports: &BTreeSet<(T, T, Port)>) -> BTreeSet<String> {
     ports
         .iter()
         .map(|(a, b, p)| format!("{a} . {b} . {} . {}", p.protocol, p.port))

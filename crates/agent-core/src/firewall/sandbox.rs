@@ -29,7 +29,7 @@ pub(super) fn sets(family: Family, sets: &Sets, timeout: Duration) -> [Set; 4] {
     };
     let [name, grants_name, draining_name, reach_name] = NAMES[index];
     // A timeout of nothing would be none at all.
-    let fades = format!("flags interval, timeout; timeout {}s;", timeout.as_secs().max(1));
+    let fades = format!("flags timeout; timeout {}s;", timeout.as_secs().max(1));
     let port = format!("type {address} . {address} . inet_proto . inet_service; {fades}");
     let fading = |name, kind: String, elements| Set {
         name,

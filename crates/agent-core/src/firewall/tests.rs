@@ -74,8 +74,8 @@ fn a_grant_that_comes_or_goes_is_a_transaction_of_elements() {
     assert_eq!(
         update(Some(&old), &compile(&inputs).firewall),
         Some(Update::Elements {
-            script: "delete element inet clustermesh grants4 { 100.80.16.0/20 . 172.29.0.111/32 . udp . 53 }\n\
-                     delete element inet clustermesh reach4 { 100.80.16.0/20 . 172.29.0.111/32 }\n"
+            script: "delete element inet clustermesh grants4 { 100.80.16.1 . 172.29.0.111 . udp . 53 }\n\
+                     delete element inet clustermesh reach4 { 100.80.16.1 . 172.29.0.111 }\n"
                 .to_owned(),
             removed: 2,
             added: 0,
@@ -90,8 +90,8 @@ fn what_fades_is_written_again_as_a_whole_and_nothing_else() {
     firewall.v6 = Sets::default();
     firewall.v4.draining.clear();
     firewall.v4.reach.clear();
-    let elements = "element inet clustermesh grants4 { 100.80.16.0/20 . 10.101.0.5/32 . tcp . 5432, \
-                    100.80.16.0/20 . 172.29.0.111/32 . udp . 53 }\n";
+    let elements = "element inet clustermesh grants4 { 100.80.16.1 . 10.101.0.5 . tcp . 5432, \
+                    100.80.16.1 . 172.29.0.111 . udp . 53 }\n";
     assert_eq!(refresh(&firewall), Some(format!("delete {elements}add {elements}")));
 }
 

@@ -31,6 +31,7 @@ fn table(mesh: &str) -> Firewall {
         throw: &[].into(),
         published: &[].into(),
         policies: &policies,
+        sandbox_nodes: &[].into(),
         api_servers: &[].into(),
         nodes: &[].into(),
         pods_elsewhere: &[].into(),
@@ -158,8 +159,8 @@ async fn what_fades_is_renewed_in_time_and_one_that_cannot_be_is_written_whole()
         protocol: clustermesh_agent_core::policy::Protocol::Tcp,
         port: 5432,
     };
-    let net = |text: &str| text.parse().unwrap();
-    sandbox.v4.grants = [(net("10.2.0.0/16"), net("10.1.0.5/32"), port)].into();
+    let [node, endpoint] = ["10.2.0.1", "10.1.0.5"].map(|text| text.parse().unwrap());
+    sandbox.v4.grants = [(node, endpoint, port)].into();
     let mut keeper = Keeper::new(Memory::default());
     let now = Instant::now();
     assert!(!keeper.renew(now).await.unwrap(), "nothing stands yet");
