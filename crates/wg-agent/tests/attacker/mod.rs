@@ -8,7 +8,7 @@ pub(crate) mod witness;
 use std::{
     collections::BTreeMap,
     io::{Read, Write},
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6, TcpListener, TcpStream, UdpSocket},
+    net::{IpAddr, SocketAddr, SocketAddrV4, SocketAddrV6, TcpListener, TcpStream, UdpSocket},
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -227,6 +227,32 @@ pub(crate) fn echo(ns: &NetNs, at: IpAddr, udp: u16, tcp: u16) {
     });
 }
 
+/// Sends whole packets into an interface, by no route.
+pub(crate) struct Raw {
+    v4: Socket,
+    v6: Socket,
+}
+
+impl Raw {
+    pub(crate) fn open(ns: &NetNs, interface: &str) -> Self {
+        let open = |domain| {
+            let socket = Socket::new(domain, Type::RAW, Some(Protocol::from(255))).expect("a raw socket");
+            socket.bind_device(Some(interface.as_bytes())).expect("bind it");
+            socket
+        };
+        let (v4, v6) = ns.enter(|| (open(Domain::IPV4), open(Domain::IPV6)));
+        Self { v4, v6 }
+    }
+
+    /// Of IPv4 the kernel writes the length and the checksum of the header itself.
+    pub(crate) fn send(&self, to: IpAddr, packet: &[u8]) -> std::io::Result<usize> {
+        match to {
+            IpAddr::V4(to) => self.v4.send_to(packet, &SocketAddrV4::new(to, 0).into()),
+            IpAddr::V6(to) => self.v6.send_to(packet, &SocketAddrV6::new(to, 0, 0, 0).into()),
+        }
+    }
+}
+
 /// What a flood sends in each round.
 pub(crate) enum Shot {
     /// The same packet, or the same few, to this address.
@@ -247,12 +273,7 @@ pub(crate) struct Flood {
 impl Flood {
     /// Sends into this interface, by no route, all of `shots` in each round.
     pub(crate) fn start(ns: &NetNs, interface: &str, shots: Vec<Shot>) -> Self {
-        let raw = |domain| {
-            let socket = Socket::new(domain, Type::RAW, Some(Protocol::from(255))).expect("a raw socket");
-            socket.bind_device(Some(interface.as_bytes())).expect("bind it");
-            socket
-        };
-        let (v4, v6) = ns.enter(|| (raw(Domain::IPV4), raw(Domain::IPV6)));
+        let raw = Raw::open(ns, interface);
         let (rounds, unsent) = (
             Arc::<AtomicU64>::default(),
             Arc::<Mutex<BTreeMap<String, u64>>>::default(),
@@ -261,11 +282,7 @@ impl Flood {
         let number = shots.len();
         let work = Work::start(ns, move |stop| {
             let send = |to: IpAddr, packet: &[u8]| {
-                let sent = match to {
-                    IpAddr::V4(v4_to) => v4.send_to(packet, &SocketAddrV4::new(v4_to, 0).into()),
-                    IpAddr::V6(v6_to) => v6.send_to(packet, &SocketAddrV6::new(v6_to, 0, 0, 0).into()),
-                };
-                if let Err(error) = sent {
+                if let Err(error) = raw.send(to, packet) {
                     let mut all = failed.lock().expect("what was not sent");
                     *all.entry(format!("{to}: {error}")).or_default() += 1;
                 }
@@ -314,13 +331,5 @@ impl Flood {
 
     pub(crate) fn unsent(&self) -> BTreeMap<String, u64> {
         self.unsent.lock().expect("what was not sent").clone()
-    }
-}
-
-/// The unspecified address of a family, for a port of any address.
-pub(crate) fn any(of: IpAddr) -> IpAddr {
-    match of {
-        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     }
 }
