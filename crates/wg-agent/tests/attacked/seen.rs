@@ -89,7 +89,8 @@ impl Seen {
         let (arrived, passed, beyond) = (sum(&self.arrived), sum(&self.passed), self.beyond(granted).len());
         let (rounds, kinds) = (flood.rounds(), flood.shots());
         println!(
-            "{what}: {arrived} packets in pods, {passed} past the node, {beyond} beyond the grants; {rounds} rounds of {kinds}"
+            "{:6.1} s {what}: {arrived} packets in pods, {passed} past the node, {beyond} beyond the grants; {rounds} rounds of {kinds}",
+            flood.began().elapsed().as_secs_f64()
         );
     }
 }

@@ -267,6 +267,7 @@ pub(crate) struct Flood {
     /// What the node's own kernel would not send, by its error: such an attack would test nothing.
     unsent: Arc<Mutex<BTreeMap<String, u64>>>,
     shots: usize,
+    began: Instant,
     _work: Work,
 }
 
@@ -305,6 +306,7 @@ impl Flood {
             rounds,
             unsent,
             shots: number,
+            began: Instant::now(),
             _work: work,
         }
     }
@@ -322,6 +324,10 @@ impl Flood {
         })
         .await
         .unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    pub(crate) fn began(&self) -> Instant {
+        self.began
     }
 
     /// Different packets in a round.
