@@ -86,7 +86,7 @@ async fn the_node_starts_while_its_api_server_is_away(stage: &mut Stage) {
     stage.node.ip(&format!("link del {interface}"));
     stage.flushed();
     stage.node.sh("for f in -4 -6; do
-            ip $f rule del pref 1000; ip $f rule del pref 1001
+            ip $f rule flush protocol 117
             ip $f route flush table 5182; ip $f route flush table 5183
         done");
     let cluster = stage.mgmt().cluster;

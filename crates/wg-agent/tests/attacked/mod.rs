@@ -80,7 +80,7 @@ pub(crate) struct Stage {
     members: Witness,
     starts: u32,
     _pods: [NetNs; 2],
-    _member: Arc<Tunnel>,
+    _member: (Arc<Tunnel>, Flood),
 }
 
 /// Tables of the target's node that are not the agent's: the witness, and a kube-proxy's.
@@ -175,6 +175,7 @@ impl Stage {
         let wireguard = said[KILO_WIREGUARD_IP].split('/').next().expect("a host part");
         let shots = shots::all(ip(wireguard));
         let flood = Flood::start(&attackers, &attacker.interface, shots);
+        let members_flood = Flood::start(&members, &member.interface, shots::members());
         let pair = |from: [&str; 2], port, to: [&str; 2]| {
             [0, 1].map(|family| {
                 (
@@ -215,7 +216,7 @@ impl Stage {
             askers,
             starts: 0,
             _pods: pods,
-            _member: member,
+            _member: (member, members_flood),
             world,
         };
         stage.introduce().await;

@@ -159,22 +159,33 @@ fn errors(family: usize, wireguard: IpAddr) -> Vec<Shot> {
         ));
     }
     for (to, flow) in &quoted {
-        // No such host; too big; too late; by another way.
-        for (kind4, kind6, rest) in [
-            ([3, 1], [1, 0], [0; 4]),
-            ([3, 4], [2, 0], [0, 0, 5, 0]),
-            ([11, 0], [3, 0], [0; 4]),
-            ([5, 1], [137, 0], [100, 66, 2, 77]),
-        ] {
-            all.push(Shot::Same(*to, vec![icmp(from, *to, kind4, kind6, rest, flow)]));
-        }
+        all.extend(about(from, *to, flow));
     }
+    // Where its own flow goes is not its to say.
     let own = udp(db, from, (UDP_PORT, FLOOD[0]));
-    all.push(Shot::Same(
-        db,
-        vec![icmp(from, db, [5, 1], [137, 0], [100, 66, 2, 77], &own)],
-    ));
+    all.extend(about(from, db, &own).pop());
     all
+}
+
+/// No such host; too big; too late; and by another way.
+fn about(from: IpAddr, to: IpAddr, flow: &[u8]) -> Vec<Shot> {
+    let kinds = [
+        ([3, 1], [1, 0], [0; 4]),
+        ([3, 4], [2, 0], [0, 0, 5, 0]),
+        ([11, 0], [3, 0], [0; 4]),
+        ([5, 1], [137, 0], [100, 66, 2, 77]),
+    ];
+    let shot = |(v4, v6, rest)| Shot::Same(to, vec![icmp(from, to, v4, v6, rest, flow)]);
+    kinds.map(shot).into()
+}
+
+/// What the trusted member sends, who turned: errors about what the granted pod says to the sandbox.
+pub(crate) fn members() -> Vec<Shot> {
+    let about_the_sandbox = |family: usize| {
+        let [from, to, db] = [MEMBER, ATTACKER, DB].map(|pair| ip(pair[family]));
+        about(from, db, &udp(db, to, (UDP_PORT, FLOOD[0])))
+    };
+    [0, 1].into_iter().flat_map(about_the_sandbox).collect()
 }
 
 /// IPv4: the way written into the packet, and pieces that say one thing first and another after it.
