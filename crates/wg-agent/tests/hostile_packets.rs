@@ -144,7 +144,7 @@ fn what_is_replayed_cut_or_changed_reaches_nobody_and_moves_no_endpoint(outer: &
     let stage = Stage::new(outer);
     let inner = stage.inner_socket(9);
     let mut mouth = Mouth::new(&stage, secret(STRANGER));
-    mouth.shake_hands();
+    let initiation = mouth.shake_hands();
     let conversation = Conversation::start(&stage);
     let mut buffer = [0; 2048];
     let mut heard = |what: &str| {
@@ -169,6 +169,23 @@ fn what_is_replayed_cut_or_changed_reaches_nobody_and_moves_no_endpoint(outer: &
     wait_until("every replay to be counted", SOON, || {
         stage.dropped(&["replayed"]) == replayed + 1_000
     });
+
+    // The first word of a session, from there and from elsewhere: nobody is answered, and the session stays.
+    let replayed = stage.dropped(&["replayed"]);
+    for _ in 0..10 {
+        mouth.socket.send(&initiation).expect("send");
+        elsewhere.send(&initiation).expect("send");
+    }
+    wait_until("every replayed handshake to be counted", SOON, || {
+        stage.dropped(&["replayed"]) == replayed + 20
+    });
+    for socket in [&mouth.socket, &elsewhere] {
+        socket.set_nonblocking(true).expect("a socket that does not wait");
+        let silence = socket
+            .recv(&mut [0; 2048])
+            .expect_err("an answer to a replayed handshake");
+        assert_eq!(silence.kind(), std::io::ErrorKind::WouldBlock);
+    }
 
     // All that comes of a message that is cut or changed; the true one after it shows that its number was not used up.
     let fresh = mouth.seal(&udp([10, 9, 0, STRANGER], 9, b"whole"));

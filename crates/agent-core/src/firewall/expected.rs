@@ -3,6 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use ipnet::IpNet;
+
 use super::{Firewall, render::render, render::sets};
 
 /// A table as it should read.
@@ -18,7 +20,11 @@ pub struct Expected {
 #[must_use]
 pub fn expected(firewall: &Firewall) -> Expected {
     let plain = |element: &String| {
-        let part = |part: &str| part.trim_end_matches("/32").trim_end_matches("/128").to_owned();
+        // By its family: /32 is an address of IPv4 and a network of IPv6.
+        let part = |part: &str| match part.parse::<IpNet>() {
+            Ok(net) if net.prefix_len() == net.max_prefix_len() => net.addr().to_string(),
+            _ => part.to_owned(),
+        };
         element.split(" . ").map(part).collect::<Vec<_>>().join(" . ")
     };
     let sets = sets(firewall)

@@ -200,6 +200,11 @@ fn chains(frame: &Frame) -> String {
     }
 }
 
+/// Why what has options is not sent on.
+const OPTIONS: &str = "    # Options of IPv4 may name another way (source routes), which a kernel that is told to takes behind these rules: the
+    # destination that they see is not yet the last.
+";
+
 /// What a tunnel of another program's may bring in from the mesh. WireGuard binds the source to the peer, so a packet with
 /// a mesh source is that member's, and one without is the owner's own.
 fn policy_beside(frame: &Frame) -> String {
@@ -222,6 +227,11 @@ fn policy_beside(frame: &Frame) -> String {
     );
     let through = format!("iifname \"{device}\" oifname \"{device}\" {{ip}} saddr @mesh{{n}} {{ip}} daddr @mesh{{n}}");
     both(&mut out, &format!("{through} counter drop"));
+    out.push_str(OPTIONS);
+    let _ = writeln!(
+        out,
+        "    iifname \"{device}\" ip saddr @mesh4 ip hdrlength != 5 counter drop"
+    );
     both(&mut out, &from_mesh);
     out.push_str("  }\n");
     out + &from_mesh_chains()
@@ -259,6 +269,7 @@ fn policy(frame: &Frame) -> String {
   chain policy_forward {{
     type filter hook forward priority filter - 10; policy accept;
     iifname \"{device}\" oifname \"{device}\" counter drop
+{OPTIONS}    iifname \"{device}\" ip hdrlength != 5 counter drop
 {sandboxes}    iifname \"{device}\" goto from_mesh
   }}
 "

@@ -103,3 +103,16 @@ fn beside_another_programs_tunnel_a_sandbox_is_a_member_to_whom_nothing_is_allow
     assert_eq!((firewall.v4.allow, firewall.v4.grants), (hub.v4.allow, BTreeSet::new()));
     assert!(firewall.v4.mesh.contains(&"100.80.16.0/20".parse().unwrap()));
 }
+
+#[test]
+fn a_single_address_reads_back_without_its_length_and_a_network_of_the_same_length_with_it() {
+    let mut firewall = compile(&hub_node()).firewall;
+    firewall.v4.mesh = nets(&["10.0.0.0/8", "100.66.2.1/32"]);
+    firewall.v6.mesh = nets(&["2001:db8::/32", "fd00::1/128"]);
+    firewall.v6.allow = [("fd00::1/128".parse().unwrap(), "2001:db8::/32".parse().unwrap())].into();
+    let sets = expected(&firewall).sets;
+    let read = |name: &str| sets[name].iter().map(String::as_str).collect::<Vec<_>>();
+    assert_eq!(read("mesh4"), ["10.0.0.0/8", "100.66.2.1"]);
+    assert_eq!(read("mesh6"), ["2001:db8::/32", "fd00::1"]);
+    assert_eq!(read("allow6"), ["fd00::1 . 2001:db8::/32"]);
+}

@@ -37,8 +37,8 @@ impl Mouth {
         }
     }
 
-    /// A session with the victim.
-    pub(crate) fn shake_hands(&mut self) {
+    /// A session with the victim. Returns what was said first.
+    pub(crate) fn shake_hands(&mut self) -> Vec<u8> {
         let initiation = self.initiation();
         self.socket.send(&initiation).expect("send");
         let (mut response, mut buffer) = ([0; 2048], vec![0; 2048]);
@@ -47,6 +47,7 @@ impl Mouth {
             TunnResult::WriteToNetwork(keepalive) => drop(self.socket.send(keepalive).expect("send")),
             other => panic!("{other:?} for a response"),
         }
+        initiation
     }
 
     /// An inner packet as a data message.

@@ -55,6 +55,14 @@ impl NetNs {
         ns
     }
 
+    /// One that somebody else made, by a path that leads to it.
+    pub(crate) fn at(name: &str, path: &std::path::Path) -> Self {
+        Self {
+            name: name.to_owned(),
+            file: File::open(path).expect("open a network namespace"),
+        }
+    }
+
     /// A path that `ip link set .. netns` and `nsenter --net=` take as long as this process lives.
     pub(crate) fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
@@ -110,6 +118,13 @@ impl NetNs {
     pub(crate) fn ip_json(&self, line: &str) -> serde_json::Value {
         let text = self.ip(&format!("-j {line}"));
         serde_json::from_str(if text.trim().is_empty() { "[]" } else { &text }).expect("ip -j prints JSON")
+    }
+
+    /// Has `nft -f` read a script, in one transaction.
+    pub(crate) fn nft(&self, script: &str) {
+        let mut file = tempfile::NamedTempFile::new().expect("a file");
+        file.write_all(script.as_bytes()).expect("write a script");
+        self.run("nft", &["-f", file.path().to_str().expect("a path")]);
     }
 
     /// Starts a program that runs until its guard is dropped; its output goes to the test's own.

@@ -1,0 +1,443 @@
+//! The stage of agent_sandbox: a target's node with a real agent, pods behind it, a sandbox's node that is the attacker, a
+//! trusted member's node, and witnesses of all that passes. What happens to the target is the test's business.
+
+pub(crate) mod objects;
+mod seen;
+mod shots;
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+use base64::Engine;
+use clustermesh_api::{
+    names::{KILO_KEY, KILO_WIREGUARD_IP},
+    policy::PeerPolicy,
+};
+use clustermesh_lab::{Running, wait_until};
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+use kube::{
+    Api,
+    api::{Patch, PatchParams, PostParams},
+};
+use x25519_dalek::StaticSecret;
+
+use self::{
+    objects::{POLICY, attackers_key, peer, policy, sandboxs_peer, slice, trusting, two_families},
+    seen::Seen,
+};
+use crate::{
+    attacker::{
+        Asker, Flood, PATIENCE, Tunnel, echo,
+        witness::{At, Counts, Witness, rules},
+    },
+    netns::{NetNs, unique_name},
+    node::{MGMT, SOON, Site, TENANT, World},
+};
+
+/// The granted Service's endpoint, a pod beside it, and one that the endpoint moves to; a pair is of both families.
+pub(crate) const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
+pub(crate) const OTHER: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
+pub(crate) const SPARE: [&str; 2] = ["10.10.1.11", "fd00:10:0:1::b"];
+/// Where the target's pods find their node.
+pub(crate) const GATEWAY: [&str; 2] = ["10.10.1.1", "fd00:10:0:1::1"];
+/// A Service of the target's, whose endpoint is the granted one.
+pub(crate) const VIP: [&str; 2] = ["10.96.0.10", "fd00:96::10"];
+pub(crate) const ATTACKER: [&str; 2] = ["100.66.2.77", "fd00:66:2::77"];
+/// The trusted member's node: inside, and on the underlay.
+pub(crate) const MEMBER: [&str; 2] = ["100.66.3.3", "fd00:66:3::3"];
+pub(crate) const MEMBER_AT: &str = "172.30.3.11";
+/// What is granted of every endpoint.
+pub(crate) const UDP_PORT: u16 = 5000;
+pub(crate) const TCP_PORT: u16 = 8080;
+/// Source ports: of the flood against the granted endpoint, of what asks there, and of the member.
+pub(crate) const FLOOD: [u16; 3] = [9001, 9002, 9004];
+pub(crate) const ASKING: u16 = 9003;
+pub(crate) const MEMBER_ASKING: u16 = 9010;
+/// Of the flood against the endpoint's next place.
+pub(crate) const SPARE_FLOOD: [u16; 2] = [9011, 9012];
+
+pub(crate) fn ip(text: &str) -> IpAddr {
+    text.parse().expect("an address")
+}
+
+/// The whole.
+pub(crate) struct Stage {
+    pub(crate) world: World,
+    pub(crate) node: NetNs,
+    pub(crate) agent: Running,
+    pub(crate) attacker: Arc<Tunnel>,
+    pub(crate) attackers: NetNs,
+    pub(crate) flood: Flood,
+    /// Of the sandbox, then the member's.
+    askers: Vec<Asker>,
+    pods: Vec<Witness>,
+    passed: Witness,
+    came: Witness,
+    members: Witness,
+    starts: u32,
+    _pods: [NetNs; 2],
+    _member: (Arc<Tunnel>, Flood),
+}
+
+/// Tables of the target's node that are not the agent's: the witness, and a kube-proxy's.
+fn tables(interface: &str) -> String {
+    let [db, db6] = DB;
+    let [vip, vip6] = VIP;
+    format!(
+        "{}
+        table inet services {{
+            chain pre {{
+                type nat hook prerouting priority dstnat; policy accept;
+                ip daddr {vip} tcp dport 80 dnat ip to {db}:{TCP_PORT}
+                ip6 daddr {vip6} tcp dport 80 dnat ip6 to [{db6}]:{TCP_PORT}
+                ip daddr 172.30.1.11 tcp dport 30080 dnat ip to {db}:{TCP_PORT}
+            }}
+        }}
+        ",
+        rules(At::Passed, interface)
+    )
+}
+
+/// The target's node: dual-stack pods, each on a link of its own, and a default route for whatever escapes.
+fn furnish(node: &NetNs, pods: &[NetNs; 2]) {
+    node.sh("
+        for f in all default; do echo 0 > /proc/sys/net/ipv6/conf/$f/accept_dad; done
+        echo 1 > /proc/sys/net/ipv4/ip_forward
+        echo 1 > /proc/sys/net/ipv6/conf/all/forwarding
+        ip addr add fd00:30::1:11/64 dev eth0 nodad
+        ip -6 route add default via fd00:30::1 dev eth0
+        ip -6 neigh add fd00:30::1 lladdr 02:00:00:00:00:01 dev eth0 nud permanent");
+    let [gateway, gateway6] = GATEWAY;
+    for (number, (pod, addresses)) in pods.iter().zip([&[DB][..], &[OTHER, SPARE]]).enumerate() {
+        let link = format!("cni{number}");
+        for which in ["all", "default"] {
+            pod.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
+        }
+        node.ip(&format!(
+            "link add {link} type veth peer name eth0 netns {}",
+            pod.path()
+        ));
+        node.ip(&format!("addr add {gateway}/32 dev {link}"));
+        node.ip(&format!("addr add {gateway6}/128 dev {link} nodad"));
+        node.ip(&format!("link set {link} up"));
+        pod.ip("link set eth0 up");
+        for [v4, v6] in addresses {
+            pod.ip(&format!("addr add {v4}/32 dev eth0"));
+            pod.ip(&format!("addr add {v6}/128 dev eth0 nodad"));
+            node.ip(&format!("route add {v4} dev {link}"));
+            node.ip(&format!("-6 route add {v6} dev {link}"));
+        }
+        pod.ip(&format!("route add {gateway} dev eth0"));
+        pod.ip(&format!("route add default via {gateway} src {}", addresses[0][0]));
+        pod.ip(&format!("-6 route add {gateway6} dev eth0"));
+        pod.ip(&format!("-6 route add default via {gateway6}"));
+        for address in addresses.iter().flatten() {
+            echo(pod, ip(address), UDP_PORT, TCP_PORT);
+        }
+    }
+}
+
+impl Stage {
+    pub(crate) async fn start() -> Self {
+        let world = World::start().await;
+        let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
+        let node = NetNs::at("the target's node", &world.host(mgmt).netns());
+        let attackers = NetNs::at("the attacker's node", &world.host(tenant).netns());
+        let host = world
+            .lab
+            .add_host("tenant-b-1", MEMBER_AT.parse().expect("an address"))
+            .await;
+        let members = NetNs::at("the member's node", &host.expect("add a host").netns());
+        let pods = ["the granted pod", "another pod"].map(NetNs::new);
+        furnish(&node, &pods);
+        node.nft(&tables(&mgmt.interface));
+        two_families(&world, mgmt).await;
+
+        // The kernel sends nothing over IPv6, by whatever socket, without a route.
+        let routes = ["10.10.0.0/16", "::/0"];
+        let open = |ns: &NetNs, interface: &str, key, addresses: [&str; 2]| {
+            Arc::new(Tunnel::open(ns, interface, key, &addresses.map(ip), &routes))
+        };
+        let attacker = open(&attackers, &tenant.interface, attackers_key(), ATTACKER);
+        let members_key = StaticSecret::from([78; 32]);
+        let member = open(&members, &unique_name("km"), members_key.clone(), MEMBER);
+
+        let agent = world.agent(mgmt, "agent");
+        let said = world.published(mgmt).await;
+        let key = said[KILO_KEY].parse().expect("a key");
+        for tunnel in [&attacker, &member] {
+            tunnel.dial(key, SocketAddr::new(ip(mgmt.address), 51820));
+        }
+        let wireguard = said[KILO_WIREGUARD_IP].split('/').next().expect("a host part");
+        let shots = shots::all(ip(wireguard));
+        let flood = Flood::start(&attackers, &attacker.interface, shots);
+        let members_flood = Flood::start(&members, &member.interface, shots::members());
+        let pair = |from: [&str; 2], port, to: [&str; 2]| {
+            [0, 1].map(|family| {
+                (
+                    SocketAddr::new(ip(from[family]), port),
+                    SocketAddr::new(ip(to[family]), UDP_PORT),
+                )
+            })
+        };
+        let mut askers = Vec::new();
+        for (from, to) in pair(ATTACKER, ASKING, DB) {
+            askers.push(Asker::udp(&attackers, &attacker, from, to));
+            askers.push(Asker::tcp(&attackers, SocketAddr::new(to.ip(), TCP_PORT)));
+        }
+        let [(from, to), _] = pair(MEMBER, MEMBER_ASKING, OTHER);
+        askers.push(Asker::udp(&members, &member, from, to));
+        let [first, second] = &pods;
+        let watched = |name, ns: &NetNs, interface: &str| {
+            Witness::new(name, NetNs::at(name, ns.path().as_ref()), At::Arrival, interface)
+        };
+        let stage = Self {
+            pods: vec![
+                watched("the granted pod", first, "eth0"),
+                watched("another pod", second, "eth0"),
+            ],
+            came: watched("the attacker", &attackers, &attacker.interface),
+            members: watched("the member", &members, &member.interface),
+            passed: Witness::new(
+                "the target's node",
+                NetNs::at("the target's node", node.path().as_ref()),
+                At::Passed,
+                &mgmt.interface,
+            ),
+            node,
+            agent,
+            attacker,
+            attackers,
+            flood,
+            askers,
+            starts: 0,
+            _pods: pods,
+            _member: (member, members_flood),
+            world,
+        };
+        stage.introduce().await;
+        stage
+    }
+
+    async fn introduce(&self) {
+        let mgmt = self.mgmt();
+        let create = PostParams::default();
+        for family in [0, 1] {
+            let slices = self.slices().await;
+            for (service, at) in [("db", DB), ("other", OTHER)] {
+                let slice = slice(service, family, at[family], false);
+                slices.create(&create, &slice).await.expect("create an EndpointSlice");
+            }
+        }
+        let policies = self.world.policies(mgmt).await;
+        for (name, spec) in [(POLICY, policy("db")), ("mesh--tenant-b", trusting())] {
+            let policy = PeerPolicy::new(name, spec);
+            policies.create(&create, &policy).await.expect("create a PeerPolicy");
+        }
+        let peers = self.world.peers(mgmt).await;
+        let member = StaticSecret::from([78; 32]);
+        for peer in [
+            sandboxs_peer(&policy("db")),
+            peer("mesh--tenant-b--tenant-b-1", &member, MEMBER, Some(MEMBER_AT)),
+        ] {
+            peers.create(&create, &peer).await.expect("create a Peer");
+        }
+    }
+
+    pub(crate) fn mgmt(&self) -> &Site {
+        self.world.site(MGMT)
+    }
+
+    pub(crate) async fn slices(&self) -> Api<EndpointSlice> {
+        Api::namespaced(self.world.client(self.mgmt()).await, "default")
+    }
+
+    /// Where the granted Service's endpoint of this family is now.
+    pub(crate) async fn endpoint(&self, family: usize, address: &str, terminating: bool) {
+        let slice = slice("db", family, address, terminating);
+        let name = slice.metadata.name.clone().expect("a name");
+        let patch = serde_json::json!({"endpoints": slice.endpoints});
+        let slices = self.slices().await;
+        slices
+            .patch(&name, &PatchParams::default(), &Patch::Merge(&patch))
+            .await
+            .expect("patch an EndpointSlice");
+    }
+
+    /// Starts an agent, with more words behind its name.
+    pub(crate) fn started(&mut self, more: &[&str]) {
+        self.starts += 1;
+        self.agent = self
+            .world
+            .agent_as(self.mgmt(), &format!("agent-{}", self.starts), &[], more);
+    }
+
+    pub(crate) async fn killed(&mut self) {
+        self.agent.signal(nix::sys::signal::Signal::SIGKILL).expect("kill");
+        self.agent.ends(SOON).await.expect("dead");
+    }
+
+    pub(crate) async fn stopped(&mut self) {
+        self.agent.terminate(SOON).await.expect("it ends");
+    }
+
+    /// The node's private key.
+    pub(crate) fn key(&self) -> StaticSecret {
+        let text = fs::read_to_string(self.world.key_file(self.mgmt())).expect("the key");
+        let bytes = base64::engine::general_purpose::STANDARD
+            .decode(text.trim())
+            .expect("base64");
+        StaticSecret::from(<[u8; 32]>::try_from(bytes).expect("32 bytes"))
+    }
+
+    /// Another hand takes every table away; those that are not the agent's are back in the same moment.
+    pub(crate) fn flushed(&self) {
+        self.node
+            .nft(&format!("flush ruleset\n{}", tables(&self.mgmt().interface)));
+    }
+
+    /// Waits until everybody who may ask is answered, from now on.
+    pub(crate) async fn answered(&self, why: &str) {
+        self.all_answered(&self.askers, why).await;
+    }
+
+    /// The same of those who ask from the sandbox.
+    pub(crate) async fn sandbox_answered(&self, why: &str) {
+        self.all_answered(&self.askers[..4], why).await;
+    }
+
+    async fn all_answered(&self, askers: &[Asker], why: &str) {
+        let before: Vec<u64> = askers.iter().map(Asker::answers).collect();
+        wait_until(format!("answers: {why}"), PATIENCE, async || {
+            let late = askers.iter().zip(&before);
+            let late: Vec<_> = late
+                .filter(|(asker, before)| asker.answers() <= **before + 1)
+                .map(|(asker, _)| &asker.name)
+                .collect();
+            if late.is_empty() {
+                Ok(())
+            } else {
+                Err(format!("none of {late:?}\n{}", self.agent.log()))
+            }
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    /// Everything that was seen since the last look: in the pods, of what the node took or sent on, and where it came back.
+    fn look(&mut self) -> Seen {
+        let sources = |counts: &Counts| {
+            let source = |key: &String| key.split(" -> ").next().unwrap_or_default().to_owned();
+            counts.keys().map(source).collect()
+        };
+        let mut arrived = Counts::new();
+        for pod in &mut self.pods {
+            arrived.extend(pod.news());
+        }
+        // Its own node tells a pod that there is no way for its answers.
+        arrived.retain(|key, _| {
+            !GATEWAY
+                .iter()
+                .any(|own| key.starts_with(&format!("{own} destination-unreachable")))
+        });
+        Seen {
+            passed: self.passed.news(),
+            came: sources(&self.came.news()),
+            members: sources(&self.members.news()),
+            arrived,
+        }
+    }
+
+    /// Waits until everything that is granted has been seen since the last call, and nothing else was.
+    pub(crate) async fn exactly(&mut self, what: &str) {
+        self.sees(what, &Seen::granted(false), &Seen::granted(false)).await;
+    }
+
+    /// The same where the endpoint was at its next place before.
+    pub(crate) async fn exactly_after_a_move(&mut self, what: &str) {
+        self.sees(what, &Seen::granted(false), &Seen::granted(true)).await;
+    }
+
+    /// The same where the member's tunnel is down.
+    pub(crate) async fn exactly_but_for_the_member(&mut self, what: &str) {
+        let mut want = Seen::granted(false);
+        let member = |key: &String| key.starts_with(MEMBER[0]);
+        want.arrived.retain(|key, _| !member(key));
+        want.passed.retain(|key, _| !member(key));
+        want.members.clear();
+        self.sees(what, &want, &Seen::granted(false)).await;
+    }
+
+    async fn sees(&mut self, what: &str, want: &Seen, granted: &Seen) {
+        let mut seen = self.look();
+        for _ in 0..200 {
+            if want.beyond(&seen).is_empty() {
+                break;
+            }
+            self.flood.more(25).await;
+            seen.add(self.look());
+        }
+        seen.print(what, granted, &self.flood);
+        let (beyond, missing, nothing) = (seen.beyond(granted), want.beyond(&seen), BTreeSet::new());
+        assert_eq!(
+            (beyond, missing),
+            (nothing.clone(), nothing),
+            "{what}\n{}",
+            self.agent.log()
+        );
+    }
+
+    /// Waits until nothing of the sandbox passes any more, although it sends; what did before was granted.
+    pub(crate) async fn closed(&mut self, what: &str) {
+        let sandboxs = |key: &&String| ATTACKER.iter().any(|from| key.starts_with(from));
+        let quiet = |more: &Seen| more.arrived.keys().chain(more.passed.keys()).find(sandboxs).is_none();
+        self.until(&format!("{what}: closed"), &Seen::granted(false), quiet)
+            .await;
+    }
+
+    /// Waits until the endpoint's next place alone is reached; what came before was granted.
+    pub(crate) async fn only_moved(&mut self, what: &str) {
+        let count = |more: &Seen, places: [&str; 2]| {
+            let at = |key: &&String| places.iter().any(|to| key.contains(&format!("-> {to}:")));
+            more.arrived.keys().filter(at).count()
+        };
+        let there = |more: &Seen| count(more, SPARE) == 4 && count(more, DB) == 0;
+        self.until(what, &Seen::granted(true), there).await;
+    }
+
+    async fn until(&mut self, what: &str, granted: &Seen, holds: impl Fn(&Seen) -> bool) {
+        let mut seen = self.look();
+        for round in 0.. {
+            self.flood.more(25).await;
+            let more = self.look();
+            let held = holds(&more);
+            seen.add(more);
+            if held {
+                break;
+            }
+            assert!(round < 300, "{what}: never: {seen:?}\n{}", self.agent.log());
+        }
+        seen.print(what, granted, &self.flood);
+        assert_eq!(seen.beyond(granted), BTreeSet::new(), "{what}\n{}", self.agent.log());
+    }
+
+    /// What came beyond the grants since the last look, where nothing is promised yet.
+    pub(crate) fn unpromised(&mut self, what: &str) {
+        let seen = self.look();
+        let beyond = seen.beyond(&Seen::granted(false));
+        let packets = seen
+            .passed
+            .iter()
+            .filter(|(key, _)| beyond.contains(*key))
+            .map(|(_, count)| count);
+        let packets = packets.sum::<u64>();
+        println!(
+            "{what}: {packets} packets of {} kinds beyond the grants, where nothing is promised",
+            beyond.len()
+        );
+    }
+}

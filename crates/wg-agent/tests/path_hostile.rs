@@ -1,0 +1,105 @@
+//! Packets that no honest kernel sends, through the data path of a target's node, where what a node's administrator may have
+//! allowed makes them worse. A veth pair named kilo0 stands in for the tunnel. Needs root, nft and tcpdump.
+
+mod attacker;
+#[allow(unreachable_pub, reason = "shared between test binaries")]
+mod netns;
+mod path;
+
+use std::{
+    net::{IpAddr, UdpSocket},
+    time::Duration,
+};
+
+use attacker::{
+    Raw,
+    packets::{UDP, source_route, udp_body, v4},
+};
+use clustermesh_agent_core::{
+    compile::Inputs,
+    policy::{Policy, Port, Protocol},
+};
+use netns::wait_until;
+use path::{Mesh, V4, apply};
+
+const PORT: u16 = 5000;
+
+/// The hub's node, of which one UDP socket of its own is granted to the member.
+fn target(mesh: &Mesh) -> Inputs {
+    let mut inputs = mesh.hub_inputs.clone();
+    let range = [V4.member_wireguards.parse().unwrap()];
+    let port = Port {
+        protocol: Protocol::Udp,
+        port: PORT,
+    };
+    inputs.policies[0] = Policy {
+        sources: range.into(),
+        networks: range.into(),
+        allow: Vec::new(),
+        sandbox: true,
+        granted: [(V4.hub.parse().unwrap(), port)].into(),
+        revision: "1".to_owned(),
+        ..inputs.policies[0].clone()
+    };
+    let peer = &mut inputs.peers[0];
+    peer.endpoint = None;
+    peer.allowed_ips = vec![V4.member_wireguard.parse::<IpAddr>().unwrap().into()];
+    peer.requires_policy = Some("other@1".to_owned());
+    inputs
+}
+
+/// A node that follows source routes sends such a packet on behind its filters, to whom they never saw: what is granted on the
+/// node itself would open the same port of everybody. (`conf.all` is off by default; `conf.default` is on.)
+#[test]
+fn a_way_written_into_a_packet_leads_to_nobody_where_a_node_follows_such_ways() {
+    let mesh = Mesh::new(&V4);
+    apply(&mesh.hub, &target(&mesh));
+    // Namespaces of pods are made with the node's settings.
+    for ns in [&mesh.hub, &mesh.hub2, &mesh.hub_pod, &mesh.hub2_pod] {
+        ns.set_sysctl("net/ipv4/conf/all/accept_source_route", "1");
+    }
+    let [from, node, pod, other_pod, gateway] = [V4.member_wireguard, V4.hub, V4.hub_pod, V4.hub2_pod, V4.hub_gateway]
+        .map(|text| text.parse::<IpAddr>().unwrap());
+    let listen = |ns: &netns::NetNs, at: IpAddr| {
+        let socket = ns.enter(|| UdpSocket::bind((at, PORT))).unwrap();
+        socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+        socket
+    };
+    let (granted, others) = (
+        listen(&mesh.hub, node),
+        [
+            listen(&mesh.hub_pod, pod),
+            listen(&mesh.hub2_pod, other_pod),
+            listen(&mesh.hub, gateway),
+        ],
+    );
+    let raw = Raw::open(&mesh.member, "kilo0");
+    let send = |options: &[u8], text: &[u8]| {
+        let mut body = udp_body(from, node, (9, PORT), text);
+        // None: it would be one for the last address on the way.
+        body[6..8].fill(0);
+        raw.send(node, &v4(from, node, UDP, options, 0, 0, &body))
+            .expect("send");
+    };
+    let heard = |socket: &UdpSocket| {
+        let mut buffer = [0; 100];
+        let (length, from) = socket.recv_from(&mut buffer).ok()?;
+        Some((from.ip(), String::from_utf8_lossy(&buffer[..length]).into_owned()))
+    };
+    wait_until("what is granted to arrive", Duration::from_secs(10), || {
+        send(&[], b"honest");
+        heard(&granted).is_some()
+    });
+    for kind in [131, 137] {
+        for hop in [pod, other_pod, gateway] {
+            send(&source_route(kind, hop), b"by the way");
+        }
+    }
+    // What is sent after it has arrived: so would that have.
+    while heard(&granted).is_some() {}
+    send(&[], b"after it");
+    wait_until("the last packet", Duration::from_secs(10), || {
+        heard(&granted).is_some_and(|(_, text)| text == "after it")
+    });
+    assert_eq!(others.map(|socket| heard(&socket)), [None, None, None]);
+}
