@@ -123,17 +123,18 @@ impl Ends<'_> {
 }
 
 /// Backends of one family that answer on one set of ports.
-type Groups = BTreeMap<(bool, Vec<ServicePort>), BTreeSet<SliceEndpoint>>;
+pub(super) type Groups = BTreeMap<(bool, Vec<ServicePort>), BTreeSet<SliceEndpoint>>;
 
 /// What a grant comes to.
 pub(super) struct Resolved {
     /// The granted ports of the Service.
     pub(super) ports: Vec<ServicePort>,
-    groups: Groups,
+    /// Its backends.
+    pub(super) groups: Groups,
     /// Where the backends run, as far as it is said.
     pub(super) hosts: Hosts,
     /// What is left out; empty = nothing.
-    message: String,
+    pub(super) message: String,
 }
 
 /// Resolves a grant against what was seen of the member that has the Service. `hosting` = the importer is a sandbox, which

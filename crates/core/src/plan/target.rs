@@ -181,11 +181,7 @@ impl<'a> Assembly<'a> {
     /// nodes there cannot do it.
     fn link(&self, name: &str, target: &Party<'_>, source: &str, party: &Party<'_>) -> Option<Link> {
         let link = link::between(target, party)?;
-        let lax = match link {
-            Link::Meshed if !party.cluster.quarantine => false,
-            Link::Meshed | Link::Sandbox => self.lax.contains_key(name),
-            Link::Grantor => self.lax.contains_key(source),
-        };
+        let lax = link::enforced_by(link, name, source, party).is_some_and(|by| self.lax.contains_key(by));
         (!lax).then_some(link)
     }
 
@@ -275,7 +271,8 @@ impl<'a> Assembly<'a> {
             }
             let closed = link::closed(party);
             let key = (source.to_owned(), name.to_owned());
-            let grants = self.granted.get(&key).filter(|_| sandbox && !party.cluster.quarantine);
+            let quarantine = party.cluster.quarantine || target.cluster.quarantine;
+            let grants = self.granted.get(&key).filter(|_| sandbox && !quarantine);
             let spec = PolicySpec {
                 sources: networks.clone(),
                 networks: networks.clone(),

@@ -108,7 +108,7 @@ fn net() -> impl Strategy<Value = IpNet> + Clone {
     select(NETS).prop_map(|text| text.parse().unwrap())
 }
 
-fn ip() -> impl Strategy<Value = IpAddr> + Clone {
+pub(crate) fn ip() -> impl Strategy<Value = IpAddr> + Clone {
     select(IPS).prop_map(|text| text.parse().unwrap())
 }
 

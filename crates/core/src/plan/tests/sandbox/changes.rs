@@ -185,3 +185,12 @@ fn a_member_in_quarantine_is_closed_and_keeps_its_objects() {
         );
     }
 }
+
+#[test]
+fn a_member_in_quarantine_gives_nothing_to_a_sandbox_either() {
+    let (mut mesh, mut seen) = three();
+    settle(&mesh, &mut seen);
+    mesh.clusters[0].quarantine = true;
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(plan.targets["mgmt"].policies["m--nb"].spec, closed(BTreeSet::new()));
+}
