@@ -81,6 +81,18 @@ pub enum Rule {
     PolicyMissing,
 }
 
+impl Verdict {
+    /// In lower case, as a sentence has it.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Allowed => "allowed",
+            Self::Unknown => "cannot tell",
+            Self::Denied => "denied",
+        }
+    }
+}
+
 impl Rule {
     /// What it comes to.
     #[must_use]

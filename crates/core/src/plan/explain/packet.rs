@@ -81,7 +81,8 @@ impl Packet<'_> {
             .get(asked.target)
             .map_or(&[][..], |roll| &roll.registered);
         let own = registered.iter().find(|node| node.node == peer.node);
-        let anchored = own.is_some_and(|node| !node.prefixes.contains(&prefix));
+        let meshed = asked.source().cluster.profile == Profile::ClusterMeshed;
+        let anchored = meshed && own.is_some_and(|node| !node.prefixes.iter().any(|own| own.contains(&prefix)));
         let mut way = Way {
             out,
             anchored,
@@ -329,7 +330,7 @@ impl Packet<'_> {
                 .collect();
             let ports: Vec<String> = ports.into_iter().map(port_text).collect();
             notes.push(format!(
-                "closed all the same, as infrastructure: port {}",
+                "closed all the same, as infrastructure: ports {}",
                 ports.join(", ")
             ));
         }

@@ -246,6 +246,11 @@ impl Asked<'_> {
         if self.source().cluster.profile == Profile::Sandbox {
             return self.not_granted();
         }
+        if let Some(node) = &self.to.node
+            && let Some(skipped) = self.skipped(self.target, node, self.source)
+        {
+            return skipped;
+        }
         if !target.allows(address.into()) {
             return Explanation::of(
                 Rule::OutsideAllowedNetworks,
@@ -255,11 +260,6 @@ impl Asked<'_> {
                     bounds(target)
                 ),
             );
-        }
-        if let Some(node) = &self.to.node
-            && let Some(skipped) = self.skipped(self.target, node, self.source)
-        {
-            return skipped;
         }
         let anchor = self.facts().find_map(|fact| match fact {
             Fact::NoAnchor { cluster, message } if cluster == self.target => Some(message.clone()),
