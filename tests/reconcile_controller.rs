@@ -1,5 +1,7 @@
 //! The real controller on real API servers: what it writes into members, when, and what it leaves alone.
 
+#[path = "reconcile/closing.rs"]
+mod closing;
 #[path = "reconcile/members.rs"]
 mod members;
 #[path = "reconcile/meshes.rs"]

@@ -304,6 +304,9 @@ pub struct Service {
     pub ports: Vec<ServicePort>,
     /// It asks for both families, where its cluster has them.
     pub dual: bool,
+    /// Namespaces whose meshes may give it away although they are confined to their own
+    /// (`kilo-clustermesh.io/allowed-from`).
+    pub allowed_from: BTreeSet<String>,
 }
 
 /// A mirrored Service apart from its endpoints.

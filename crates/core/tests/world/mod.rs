@@ -256,6 +256,7 @@ fn services() -> impl Strategy<Value = (BTreeMap<ObjectName, Service>, BTreeMap<
             selectorless,
             ports,
             dual: false,
+            allowed_from: BTreeSet::new(),
         },
     );
     let host = option::of(select(&["a", "b", "c"][..]).prop_map(str::to_owned));
@@ -375,6 +376,7 @@ fn cluster(n: usize) -> impl Strategy<Value = Cluster> {
             endpoint_networks: shape.6,
             egress,
             quarantine: false,
+            confined_to: None,
             max_nodes,
         })
 }
