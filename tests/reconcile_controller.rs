@@ -6,6 +6,8 @@ mod closing;
 mod members;
 #[path = "reconcile/meshes.rs"]
 mod meshes;
+#[path = "reconcile/profiles.rs"]
+mod profiles;
 mod reconcile;
 #[path = "reconcile/sandbox.rs"]
 mod sandbox;

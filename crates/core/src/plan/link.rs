@@ -255,7 +255,8 @@ pub(super) fn refusal(importer: &Party<'_>, exporter: Option<&Party<'_>>, name: 
         .unwrap_or_else(|| format!("cluster {name:?} is not connected to this one"))
 }
 
-/// Whether packets of this entry are held to its grants, or to nothing: a sandbox, or one that is quarantined.
+/// Whether packets of this entry are held to its grants, or to nothing: a sandbox, one that is quarantined, or one that is
+/// listed alone and on its way out.
 pub(super) const fn closed(party: &Party<'_>) -> bool {
-    matches!(party.cluster.profile, Profile::Sandbox) || party.cluster.quarantine
+    !matches!(party.cluster.profile, Profile::ClusterMeshed) || party.cluster.quarantine
 }

@@ -243,15 +243,17 @@ impl<'a> Assembly<'a> {
         if target.cluster.profile != Profile::ClusterMeshed {
             return required;
         }
-        for (source, party) in self.sources(name, target).filter(|(_, party)| party.connected) {
+        for (source, party) in self.sources(name, target) {
             let sandbox = party.cluster.profile == Profile::Sandbox;
-            // While Peers of a sandbox stand, a policy that closes stands before them, whatever becomes of its grants.
+            let tight = party.cluster.profile != Profile::ClusterMeshed;
+            // While Peers of a member that was tightened stand, a policy that closes stands before them: one after the other
+            // they go, and until the last has gone the others would let in what they did.
             let peers = member.peers.iter().flat_map(BTreeMap::values);
             let stands = || {
                 let mut ours = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some(source));
                 ours.any(|peer| self.ours(&peer.owner))
             };
-            if link::between(target, party).is_none() && !(sandbox && stands()) {
+            if link::between(target, party).is_none() && !(tight && stands()) {
                 continue;
             }
             let mut networks = party.networks();
