@@ -1,5 +1,7 @@
 //! The rules of the planner over hostile input.
 
+#[path = "properties/attacker.rs"]
+mod attacker;
 #[path = "properties/explain.rs"]
 mod explain;
 #[path = "properties/sandbox.rs"]

@@ -135,7 +135,7 @@ fn reach(world: &World, mesh: &Mesh, to: &str, from: &str, node: &str) -> BTreeS
 }
 
 /// What a plan says of everybody but the nodes of `sandbox`.
-fn settled(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
+pub(crate) fn settled(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
     let mut said = Vec::new();
     for (target, held) in mesh.targets.iter().filter(|(target, _)| *target != sandbox) {
         let peers = held.peers.iter().filter(|(_, peer)| peer.source != sandbox);
