@@ -1,9 +1,13 @@
 //! The real controller on real API servers: what it writes into members, when, and what it leaves alone.
 
+#[path = "reconcile/closing.rs"]
+mod closing;
 #[path = "reconcile/members.rs"]
 mod members;
 #[path = "reconcile/meshes.rs"]
 mod meshes;
+#[path = "reconcile/profiles.rs"]
+mod profiles;
 mod reconcile;
 #[path = "reconcile/sandbox.rs"]
 mod sandbox;

@@ -165,6 +165,11 @@ impl World {
 
     /// Starts the controller, as the hub's account; returns when it is ready.
     pub(crate) async fn controller(&self) -> Running {
+        self.controller_for(NAMESPACE).await
+    }
+
+    /// The same with a flag `--hub-namespace` of its own.
+    pub(crate) async fn controller_for(&self, hub_namespace: &str) -> Running {
         let file = self.lab.directory().join("controller.kubeconfig");
         std::fs::write(&file, self.kubeconfig(self.hub_name()).await).unwrap();
         let file = file.display().to_string();
@@ -176,7 +181,7 @@ impl World {
             "--kubeconfig",
             &file,
             "--hub-namespace",
-            NAMESPACE,
+            hub_namespace,
             "--listen",
             "0.0.0.0:8081",
         ];

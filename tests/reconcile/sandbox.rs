@@ -7,7 +7,14 @@ use serde_json::Value;
 use super::*;
 
 /// A Service with a selector and one endpoint, as the cluster's own controllers would write it.
-async fn service(world: &World, namespace: &str, name: &str, port: u16, endpoint: (&str, &str)) {
+pub(crate) async fn service(
+    world: &World,
+    cluster: &str,
+    namespace: &str,
+    name: &str,
+    port: u16,
+    endpoint: (&str, &str),
+) {
     let metadata = json!({"name": name, "namespace": namespace});
     let labels = json!({"kubernetes.io/service-name": name});
     let objects = [
@@ -20,7 +27,7 @@ async fn service(world: &World, namespace: &str, name: &str, port: u16, endpoint
             "endpoints": [{"addresses": [endpoint.0], "nodeName": endpoint.1, "conditions": {"ready": true}}]}),
     ];
     for object in objects {
-        world.lab.cluster("mgmt").apply(&object.to_string()).await.unwrap();
+        world.lab.cluster(cluster).apply(&object.to_string()).await.unwrap();
     }
 }
 
@@ -46,7 +53,7 @@ async fn everything(world: &World, cluster: &str) -> String {
     listed.stdout
 }
 
-async fn policies(world: &World, cluster: &str) -> BTreeMap<String, PeerPolicy> {
+pub(crate) async fn policies(world: &World, cluster: &str) -> BTreeMap<String, PeerPolicy> {
     let policies: Api<PeerPolicy> = Api::all(world.client(cluster).await);
     let policies = policies.list(&ListParams::default()).await.unwrap();
     policies
@@ -66,8 +73,8 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
     world.node("mgmt", 1, 1).await;
     world.node("mgmt", 1, 2).await;
     world.node("notebooks", 2, 1).await;
-    service(&world, "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
-    service(&world, "team-y", "payroll", 8443, ("10.1.1.8", "mgmt-1")).await;
+    service(&world, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
+    service(&world, "mgmt", "team-y", "payroll", 8443, ("10.1.1.8", "mgmt-1")).await;
     let _controller = world.controller().await;
     let mut mesh = world.mesh();
     let entry = &mut mesh["spec"]["clusters"][1];
@@ -174,4 +181,45 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
     .await
     .unwrap();
     world.until_condition("Ready", "True/Meshed", SOON).await;
+}
+
+#[tokio::test]
+async fn a_confined_namespace_is_given_a_service_of_another_where_that_one_allows_it() {
+    let world = World::start(&["mgmt", "notebooks"]).await;
+    world.node("mgmt", 1, 1).await;
+    world.node("notebooks", 2, 1).await;
+    service(&world, "mgmt", "team-x", "postgres", 5432, ("10.1.1.9", "mgmt-1")).await;
+    let _controller = world.controller_for(&format!("{NAMESPACE}=sandbox")).await;
+    let mut mesh = world.mesh();
+    let entry = &mut mesh["spec"]["clusters"][1];
+    entry["isolationProfile"] = json!("sandbox");
+    entry["allowedNetworks"] = json!(["100.64.2.0/24"]);
+    entry["egress"] = json!([{
+        "service": {"cluster": "mgmt", "namespace": "team-x", "name": "postgres"}, "as": {"namespace": "default", "name": "db"},
+    }]);
+    world.apply_mesh(&mesh).await;
+    let message = world.until_condition("EgressResolved", "False/Unresolved", SOON).await;
+    let remedy = format!("the annotation kilo-clustermesh.io/allowed-from: {NAMESPACE} on it");
+    assert!(message.contains(&remedy), "{message}");
+    assert!(world.peers("notebooks").await.is_empty());
+    let grants = async || {
+        let policies = policies(&world, "mgmt").await;
+        policies.get("prod--notebooks").map(|policy| policy.spec.allow.len())
+    };
+    assert_eq!(grants().await, Some(0));
+
+    let annotate = async |change: &str| {
+        let words = ["annotate", "--overwrite", "service", "postgres", "-n", "team-x", change];
+        world.hub().kubectl(words).await.unwrap();
+    };
+    annotate(&format!("kilo-clustermesh.io/allowed-from=other, {NAMESPACE}")).await;
+    world.until_condition("EgressResolved", "True/Resolved", SOON).await;
+    world.until_peers("notebooks", &["prod--mgmt--mgmt-1"], SOON).await;
+    assert_eq!(grants().await, Some(1));
+
+    // Taken back by its owner, without a word to the mesh.
+    annotate("kilo-clustermesh.io/allowed-from-").await;
+    world.until_condition("EgressResolved", "False/Unresolved", SOON).await;
+    world.until_peers("notebooks", &[], SOON).await;
+    assert_eq!(grants().await, Some(0));
 }

@@ -36,6 +36,8 @@ pub const LABEL_REGION: &str = "topology.kubernetes.io/region";
 pub const PAUSED: &str = "cluster.x-k8s.io/paused";
 /// ClusterMesh annotation: Peers with this hub label are taken over.
 pub const ADOPT_HUB: &str = "kilo-clustermesh.io/adopt-hub";
+/// ClusterMesh annotation: entries that are quarantined, comma-separated, beside those whose `quarantine` is true.
+pub const QUARANTINE: &str = "kilo-clustermesh.io/quarantine";
 /// ClusterMesh annotation: let go of members that do not answer.
 pub const FORCE_CLEANUP: &str = "kilo-clustermesh.io/force-cleanup";
 /// Service annotation: namespaces of the hub that may grant it, comma-separated.

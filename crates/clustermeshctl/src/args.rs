@@ -26,10 +26,51 @@ pub(crate) enum Command {
     ///
     /// Exit code: 0 done, 1 error; with --exit-code 2 when something would change.
     Plan(PlanArgs),
+    /// Say whether one connection is let through, by which rule, and on which way
+    ///
+    /// SRC opens it, DST answers. Write either as:
+    ///
+    ///   CLUSTER/NAMESPACE/POD        mgmt/team-x/web-0
+    ///   CLUSTER/NODE                 tenant-a/w1 (the node itself, or a pod in its network)
+    ///   ADDRESS                      10.244.1.20, fd00:1::20
+    ///   CLUSTER/NAMESPACE/svc/NAME   mgmt/team-x/svc/postgres-rw (DST alone; a mirrored
+    ///                                Service too, by the name it has where it is used)
+    ///
+    /// CLUSTER is the name of an entry of spec.clusters. A port goes behind DST:
+    /// mgmt/team-x/svc/postgres-rw:5432, 10.244.1.20:53/udp, [fd00:1::20]:443. TCP unless
+    /// said; of a Service its own port, by number or name. Without one, any is asked for.
+    ///
+    /// Reads the files that `plan` reads and reaches no cluster. The answer is what the planner
+    /// decides for them, and whether the objects stand already is told beside it. It knows
+    /// nothing of NetworkPolicies, nor of what the underlay lets through beside the mesh.
+    ///
+    /// Exit code: 0 allowed (of a Service or a node: some address of it is), 1 denied,
+    /// 2 cannot tell, errors included.
+    #[command(verbatim_doc_comment)]
+    Explain(ExplainArgs),
 }
 
 #[derive(Debug, clap::Args)]
-pub(crate) struct PlanArgs {
+pub(crate) struct ExplainArgs {
+    /// Who opens the connection
+    #[arg(value_name = "SRC")]
+    pub(crate) from: String,
+
+    /// Whom to, with the port
+    #[arg(value_name = "DST[:PORT[/PROTOCOL]]")]
+    pub(crate) to: String,
+
+    #[command(flatten)]
+    pub(crate) given: GivenArgs,
+
+    /// Form of the output
+    #[arg(short, long, value_enum, default_value_t)]
+    pub(crate) output: Output,
+}
+
+/// What every command reads.
+#[derive(Debug, clap::Args)]
+pub(crate) struct GivenArgs {
     /// ClusterMesh objects: a file, a folder (*.yaml, *.yml, *.json in it and below) or - for standard input; repeatable
     #[arg(short, long = "filename", value_name = "FILE|DIR|-", required = true)]
     pub(crate) filename: Vec<PathBuf>,
@@ -38,6 +79,19 @@ pub(crate) struct PlanArgs {
     #[arg(long = "cluster", value_name = "NAME=FILE|DIR|-", value_parser = source)]
     pub(crate) clusters: Vec<(String, PathBuf)>,
 
+    /// Id of the hub, as the controller's flag of that name: what the label kilo-clustermesh.io/hub of our objects says
+    ///
+    /// Default: the UID of the Namespace kube-system in the files of the local member; without that the id that most Peers
+    /// of these meshes carry; without any, "unknown". Peers of these meshes with another id are someone else's.
+    #[arg(long, value_name = "ID", value_parser = hub_id)]
+    pub(crate) hub_id: Option<String>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct PlanArgs {
+    #[command(flatten)]
+    pub(crate) given: GivenArgs,
+
     /// Form of the output
     #[arg(short, long, value_enum, default_value_t)]
     pub(crate) output: Output,
@@ -45,13 +99,6 @@ pub(crate) struct PlanArgs {
     /// Exit with 2 when something would change
     #[arg(long)]
     pub(crate) exit_code: bool,
-
-    /// Id of the hub, as the controller's flag of that name: what the label kilo-clustermesh.io/hub of our objects says
-    ///
-    /// Default: the UID of the Namespace kube-system in the files of the local member; without that the id that most Peers
-    /// of these meshes carry; without any, "unknown". Peers of these meshes with another id are someone else's.
-    #[arg(long, value_name = "ID", value_parser = hub_id)]
-    pub(crate) hub_id: Option<String>,
 }
 
 /// Form of the output.

@@ -15,7 +15,7 @@ use clustermesh_core::{
 };
 
 use crate::{
-    args::{Output, PlanArgs},
+    args::{GivenArgs, Output, PlanArgs},
     document::{Document, Library},
     objects::{self, Ignored, Objects},
     problem::{Place, Problem},
@@ -36,20 +36,11 @@ pub(crate) fn run(
     stderr: &mut dyn Write,
 ) -> Result<u8, Vec<Problem>> {
     let PlanArgs {
-        filename,
-        clusters,
+        given,
         output,
         exit_code,
-        hub_id,
     } = args;
-    let input = Input::read(filename, clusters, stdin)?;
-    for line in &input.notes {
-        let _ = writeln!(stderr, "{line}");
-    }
-    let outcome = Outcome::of(&input.meshes, input.given, hub_id.as_deref())?;
-    for line in outcome.notes() {
-        let _ = writeln!(stderr, "{line}");
-    }
+    let outcome = Outcome::read(given, stdin, stderr)?;
     let text = match output {
         Output::Table => table::render(&outcome),
         Output::Json => serde_json::to_string_pretty(&report::Report::from(&outcome))
@@ -58,14 +49,19 @@ pub(crate) fn run(
         Output::Yaml => serde_saphyr::to_string(&report::Report::from(&outcome))
             .map_err(|error| vec![Problem::usage(format!("the plan cannot be written as YAML: {error}"))])?,
     };
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-        Ok(()) => {}
-        // `| head` has read enough.
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
-        Err(error) => return Err(vec![Problem::usage(format!("standard output: {error}"))]),
-    }
+    print(stdout, &text)?;
     let changes = outcome.steps.values().any(|steps| !steps.is_empty());
     Ok(if *exit_code && changes { 2 } else { 0 })
+}
+
+/// Writes to standard output.
+pub(crate) fn print(stdout: &mut dyn Write, text: &str) -> Result<(), Vec<Problem>> {
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Ok(()) => Ok(()),
+        // `| head` has read enough.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        Err(error) => Err(vec![Problem::usage(format!("standard output: {error}"))]),
+    }
 }
 
 /// What was given, read.
@@ -162,18 +158,40 @@ fn meshes(documents: &[Document], ignored: &mut Ignored, notes: &mut Vec<String>
 }
 
 /// The plan of everything given, and the writes that would carry it out.
-struct Outcome {
-    plan: Plan,
-    world: World,
+pub(crate) struct Outcome {
+    pub(crate) meshes: Vec<Mesh>,
+    pub(crate) plan: Plan,
+    pub(crate) world: World,
     /// By the name on the command line of the member they go into, in the order of writing.
     steps: BTreeMap<String, Vec<Step>>,
 }
 
 impl Outcome {
-    fn of(meshes: &[Mesh], given: BTreeMap<String, Objects>, hub: Option<&str>) -> Result<Self, Vec<Problem>> {
-        let world = World::new(meshes, given, hub)?;
+    /// Reads what was given and plans it. Notes and warnings go to `stderr`.
+    ///
+    /// # Errors
+    /// Everything that has to be mended before there can be a plan.
+    pub(crate) fn read(given: &GivenArgs, stdin: &mut dyn Read, stderr: &mut dyn Write) -> Result<Self, Vec<Problem>> {
+        let GivenArgs {
+            filename,
+            clusters,
+            hub_id,
+        } = given;
+        let input = Input::read(filename, clusters, stdin)?;
+        for line in &input.notes {
+            let _ = writeln!(stderr, "{line}");
+        }
+        let outcome = Self::of(input.meshes, input.given, hub_id.as_deref())?;
+        for line in outcome.notes() {
+            let _ = writeln!(stderr, "{line}");
+        }
+        Ok(outcome)
+    }
+
+    fn of(meshes: Vec<Mesh>, given: BTreeMap<String, Objects>, hub: Option<&str>) -> Result<Self, Vec<Problem>> {
+        let world = World::new(&meshes, given, hub)?;
         let naming = world::naming(&world.observations.hub);
-        let plan = plan::plan(meshes, &world.observations, &Settings::default(), &naming);
+        let plan = plan::plan(&meshes, &world.observations, &Settings::default(), &naming);
         let mut steps = BTreeMap::new();
         for (identity, name) in &world.sources {
             if let (false, Some(seen)) = (steps.contains_key(name), world.given.get(name)) {
@@ -182,7 +200,12 @@ impl Outcome {
                 steps.insert(name.clone(), of_member);
             }
         }
-        Ok(Self { plan, world, steps })
+        Ok(Self {
+            meshes,
+            plan,
+            world,
+            steps,
+        })
     }
 
     /// What would be written into one entry's cluster for one mesh; `None` = the cluster was not given.

@@ -21,8 +21,9 @@ pub struct Args {
 
     /// Namespace whose ClusterMeshes may use this controller's own rights in the hub (`local: true`), with the widest
     /// profile of the other entries there: cluster-meshed (default), sandbox or standard. With `sandbox`, only Services of
-    /// that namespace itself may be granted there. May be given several times; `*` = every namespace. Default: the controller's own namespace (POD_NAMESPACE, else that of the kubeconfig's
-    /// context, else `default`).
+    /// that namespace itself may be granted there, and those that carry `kilo-clustermesh.io/allowed-from: NAMESPACE`. May be
+    /// given several times; `*` = every namespace. Default: the controller's own namespace (POD_NAMESPACE, else that of the
+    /// kubeconfig's context, else `default`).
     #[arg(long = "hub-namespace", value_name = "NAMESPACE[=PROFILE]")]
     pub hub_namespaces: Vec<HubNamespace>,
 

@@ -115,24 +115,19 @@ impl HubNamespaces {
             );
             return Some(("ProfileNotAllowed", message));
         }
-        let foreign = mesh.clusters.iter().find_map(|cluster| {
-            let mut grants = cluster.egress.iter();
-            let grant = grants.find(|grant| grant.cluster == local.name && grant.service.namespace != *namespace);
-            Some((cluster, grant?))
-        });
-        let (cluster, grant) = foreign.filter(|_| max > Profile::ClusterMeshed)?;
-        let message = format!(
-            "entry {:?} is granted Service {} of {:?}, but --hub-namespace lets a mesh in namespace {namespace} give away \
-                 Services of its own namespace alone: take the grant out, or write the mesh where all of {:?} may be given",
-            cluster.name, grant.service, local.name, local.name,
-        );
-        Some(("GrantNotAllowed", message))
+        None
+    }
+
+    /// Whether a mesh in this namespace gives away the hub's Services of that namespace alone, and others that allow it.
+    pub(crate) fn confines(&self, namespace: &str) -> bool {
+        let max = self.0.get(namespace).or_else(|| self.0.get("*"));
+        max.is_some_and(|max| *max > Profile::ClusterMeshed)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use clustermesh_core::mesh::{Addressing, Cluster, Grant, MeshId, ObjectName, PodNetwork};
+    use clustermesh_core::mesh::{Addressing, Cluster, MeshId, PodNetwork};
 
     use super::*;
 
@@ -152,6 +147,7 @@ mod tests {
             endpoint_networks: vec![],
             egress: vec![],
             quarantine: false,
+            confined_to: None,
             max_nodes: 5000,
         };
         let secret = ClusterIdentity::Secret {
@@ -208,27 +204,13 @@ mod tests {
     }
 
     #[test]
-    fn a_namespace_with_a_bound_gives_away_services_of_its_own_alone() {
-        let mut mesh = mesh("t", Profile::Sandbox);
-        let mut refused = |flag: &str, namespace: &str| {
-            let name = |namespace: &str| ObjectName {
-                namespace: namespace.to_owned(),
-                name: "db".to_owned(),
-            };
-            mesh.clusters[1].egress = vec![Grant {
-                cluster: "hub".to_owned(),
-                service: name(namespace),
-                ports: vec![],
-                local: name("default"),
-            }];
-            let flag = flag.parse().expect("parses");
-            HubNamespaces::new(&[flag], "own").refuses(&mesh)
+    fn a_namespace_with_a_bound_is_confined_to_services_of_its_own() {
+        let confined = |flags: &[&str], namespace: &str| {
+            let flags: Vec<_> = flags.iter().map(|text| text.parse().expect("parses")).collect();
+            HubNamespaces::new(&flags, "own").confines(namespace)
         };
-        assert_eq!(refused("t=sandbox", "t"), None);
-        assert_eq!(refused("t", "kube-system"), None);
-        let (word, message) = refused("t=sandbox", "kube-system").expect("is refused");
-        assert_eq!(word, "GrantNotAllowed");
-        assert!(message.contains("kube-system/db"), "{message}");
+        assert!(confined(&["t=sandbox"], "t") && confined(&["t=standard"], "t") && confined(&["*=sandbox"], "any"));
+        assert!(!confined(&["t"], "t") && !confined(&[], "own") && !confined(&["*=sandbox", "t"], "t"));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! What is said of a mesh: its status and its Events, from its plan and from what was seen and written. Pure; the conditions
 //! themselves are derived in `clustermesh_core::status`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use clustermesh_api::{
     convert::Finding,
@@ -13,6 +13,7 @@ use clustermesh_core::{
     enforcement,
     links::Broken,
     mesh::Mesh,
+    pending::Pending,
     plan::MeshPlan,
     status::{self, Condition},
 };
@@ -60,6 +61,8 @@ pub(crate) struct Subject<'a> {
     pub(crate) facts: &'a BTreeMap<String, Facts>,
     /// Between which entries tunnels are down.
     pub(crate) broken: &'a [Broken],
+    /// What was closed and is not yet where it should be.
+    pub(crate) pending: &'a BTreeSet<Pending>,
 }
 
 /// The status to be written, and everything that is to be said.
@@ -78,7 +81,11 @@ pub(crate) fn report(subject: &Subject<'_>, now: &meta::Time) -> (ClusterMeshSta
             let mut conditions = status::conditions(subject.plan, subject.unwritten, subject.broken);
             let members = subject.facts.iter();
             let members = members.map(|(entry, facts)| (entry.clone(), facts.unenforced.clone()));
-            conditions.push(enforcement::condition(&members.collect(), &subject.plan.facts));
+            conditions.push(enforcement::condition(
+                &members.collect(),
+                &subject.plan.facts,
+                subject.pending,
+            ));
             conditions
         }
     };
@@ -309,6 +316,7 @@ mod tests {
             unwritten: &unwritten,
             facts: &facts,
             broken: &[],
+            pending: &BTreeSet::new(),
         };
         let first = stamp(
             &subject,

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::{plan::Fact, status::Condition};
+use crate::{pending::Pending, plan::Fact, status::Condition};
 
 /// The word for nodes whose packets pass by netfilter.
 pub const DATAPATH_BYPASSED: &str = "DatapathBypassed";
@@ -21,9 +21,13 @@ pub struct Unenforced {
 const NAMED: usize = 10;
 
 /// Whether PeerPolicies are enforced on every node that is meshed; by entry. `facts` = the plan's: which members take no
-/// sandbox because of that.
+/// sandbox because of that. `pending` = what was closed and could not be written yet.
 #[must_use]
-pub fn condition(members: &BTreeMap<String, Unenforced>, facts: &BTreeSet<Fact>) -> Condition {
+pub fn condition(
+    members: &BTreeMap<String, Unenforced>,
+    facts: &BTreeSet<Fact>,
+    pending: &BTreeSet<Pending>,
+) -> Condition {
     let refusing = facts.iter().filter_map(|fact| match fact {
         Fact::TargetCannotEnforce { message, .. } => Some(message.clone()),
         _ => None,
@@ -50,25 +54,42 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, facts: &BTreeSet<Fact>)
     });
     let (bypassed, alone): (Vec<String>, Vec<String>) = (bypassed.collect(), alone.collect());
     let refusing: Vec<String> = refusing.collect();
-    let reason = match (refusing.is_empty(), bypassed.is_empty(), alone.is_empty()) {
-        (false, _, _) => "TargetCannotEnforce",
-        (true, false, _) => DATAPATH_BYPASSED,
-        (true, true, false) => "NoAgent",
-        (true, true, true) => {
-            return Condition {
-                kind: "PolicyEnforced",
-                status: true,
-                reason: "Enforced",
-                message: "no node that is meshed is known not to enforce PeerPolicies".to_owned(),
-            };
-        }
+    // A quarantine is the more urgent of the two.
+    let mut pending: Vec<&Pending> = pending.iter().collect();
+    pending.sort_by_key(|pending| !pending.quarantine);
+    let open = told(&pending);
+    let words = [
+        (&refusing, "TargetCannotEnforce"),
+        (&bypassed, DATAPATH_BYPASSED),
+        (&alone, "NoAgent"),
+    ];
+    let word = words
+        .into_iter()
+        .find(|(said, _)| !said.is_empty())
+        .map(|(_, word)| word);
+    let Some(reason) = pending.first().map(|pending| pending.reason()).or(word) else {
+        return Condition {
+            kind: "PolicyEnforced",
+            status: true,
+            reason: "Enforced",
+            message: "no node that is meshed is known not to enforce PeerPolicies".to_owned(),
+        };
     };
     Condition {
         kind: "PolicyEnforced",
         status: false,
         reason,
-        message: [refusing, bypassed, alone].concat().join("; "),
+        message: [open, refusing, bypassed, alone].concat().join("; "),
     }
+}
+
+/// As many as a person reads.
+fn told(pending: &[&Pending]) -> Vec<String> {
+    let mut told: Vec<String> = pending.iter().take(NAMED).map(|pending| pending.message()).collect();
+    if let more @ 1.. = pending.len().saturating_sub(NAMED) {
+        told.push(format!("and {more} more"));
+    }
+    told
 }
 
 /// `Node a`, `Nodes a, b and 3 more`.
@@ -100,7 +121,7 @@ mod tests {
     #[test]
     fn a_mesh_is_enforced_where_nobody_says_otherwise() {
         let members = [("a".to_owned(), Unenforced::default())].into();
-        let condition = condition(&members, &BTreeSet::new());
+        let condition = condition(&members, &BTreeSet::new(), &BTreeSet::new());
         assert_eq!(
             (condition.kind, condition.status, condition.reason),
             ("PolicyEnforced", true, "Enforced")
@@ -118,7 +139,7 @@ mod tests {
             ("b".to_owned(), alone.clone()),
         ];
         let members = members.into();
-        let both = condition(&members, &BTreeSet::new());
+        let both = condition(&members, &BTreeSet::new(), &BTreeSet::new());
         assert_eq!((both.status, both.reason), (false, "DatapathBypassed"));
         assert_eq!(
             both.message,
@@ -128,13 +149,13 @@ mod tests {
              on Node k1 of cluster \"b\" kg runs without wg-agent and accepts whatever its Peers admit: run wg-agent there with \
              --mode=policy"
         );
-        let one = condition(&[("b".to_owned(), alone)].into(), &BTreeSet::new());
+        let one = condition(&[("b".to_owned(), alone)].into(), &BTreeSet::new(), &BTreeSet::new());
         assert_eq!((one.status, one.reason), (false, "NoAgent"));
         let refusing = Fact::TargetCannotEnforce {
             cluster: "a".to_owned(),
             message: "takes none".to_owned(),
         };
-        let refused = condition(&members, &[refusing].into());
+        let refused = condition(&members, &[refusing].into(), &BTreeSet::new());
         assert_eq!(
             (refused.reason, refused.message),
             ("TargetCannotEnforce", format!("takes none; {}", both.message))
@@ -144,7 +165,12 @@ mod tests {
     #[test]
     fn of_many_nodes_as_many_are_named_as_a_person_reads() {
         let nodes: Vec<String> = (0..12).map(|n| format!("n{n:02}")).collect();
-        let message = condition(&[("a".to_owned(), bypassed(&nodes))].into(), &BTreeSet::new()).message;
+        let message = condition(
+            &[("a".to_owned(), bypassed(&nodes))].into(),
+            &BTreeSet::new(),
+            &BTreeSet::new(),
+        )
+        .message;
         assert!(
             message.starts_with("on Nodes n00, n01, n02, n03, n04, n05, n06, n07, n08, n09 and 2 more of cluster"),
             "{message}"

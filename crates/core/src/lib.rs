@@ -11,5 +11,6 @@ pub mod links;
 pub mod mesh;
 pub mod observe;
 pub mod ownership;
+pub mod pending;
 pub mod plan;
 pub mod status;

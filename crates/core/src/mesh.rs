@@ -177,6 +177,9 @@ pub struct Cluster {
     pub egress: Vec<Grant>,
     /// Everything from this member closed at once.
     pub quarantine: bool,
+    /// This mesh gives away its Services only out of this namespace, and others that name it
+    /// ([`crate::observe::Service::allowed_from`]); `None` = every one.
+    pub confined_to: Option<String>,
     /// More Nodes than this and the excess is skipped.
     pub max_nodes: usize,
 }

@@ -304,6 +304,9 @@ pub struct Service {
     pub ports: Vec<ServicePort>,
     /// What it has addresses of, as far as its cluster has these families.
     pub families: Families,
+    /// Namespaces whose meshes may give it away although they are confined to their own
+    /// (`kilo-clustermesh.io/allowed-from`).
+    pub allowed_from: BTreeSet<String>,
 }
 
 /// Address families.

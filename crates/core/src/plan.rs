@@ -16,6 +16,7 @@ use crate::{
 mod anchor;
 mod claims;
 mod endpoint;
+pub mod explain;
 mod link;
 mod location;
 mod mesh;
@@ -74,13 +75,11 @@ impl Default for Settings {
 /// Plans all meshes. Neither the order of `meshes` nor of anything observed has a part in the result.
 #[must_use]
 pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &dyn Naming) -> Plan {
-    let mut by_age: Vec<&Mesh> = meshes.iter().collect();
-    by_age.sort_by(|a, b| (a.created, &a.id).cmp(&(b.created, &b.id)));
-    let claimants: Vec<Claimant> = by_age.iter().map(|mesh| Claimant::from(*mesh)).collect();
+    let by_age = by_age(meshes);
     let accepted = claims::accept(&by_age);
     let mut plan = Plan {
         meshes: BTreeMap::new(),
-        claimants,
+        claimants: by_age.iter().map(|mesh| Claimant::from(*mesh)).collect(),
         hub: seen.hub.clone(),
     };
     let mut used: BTreeMap<ClusterIdentity, target::Used> = BTreeMap::new();
@@ -109,4 +108,11 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
         settle::count(planned);
     }
     plan
+}
+
+/// Oldest first.
+fn by_age(meshes: &[Mesh]) -> Vec<&Mesh> {
+    let mut by_age: Vec<&Mesh> = meshes.iter().collect();
+    by_age.sort_by(|a, b| (a.created, &a.id).cmp(&(b.created, &b.id)));
+    by_age
 }

@@ -1,5 +1,9 @@
 //! The rules of the planner over hostile input.
 
+#[path = "properties/attacker.rs"]
+mod attacker;
+#[path = "properties/explain.rs"]
+mod explain;
 #[path = "properties/sandbox.rs"]
 mod sandbox;
 mod world;

@@ -65,6 +65,7 @@ fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<Po
         throw: to,
         published: to,
         policies: &policies,
+        sandbox_nodes: &[].into(),
         api_servers: &api,
         nodes: &["172.29.0.112".parse().unwrap(), "fd00::112".parse().unwrap()].into(),
         pods_elsewhere: to,

@@ -12,7 +12,7 @@ use crate::{
     mesh::{
         Addressing, ClusterEntry, ClusterMesh, Egress, Export, IsolationProfile, PodNetwork, Protocol, ServicePort,
     },
-    names::{ADOPT_HUB, PAUSED, is_label, is_subdomain},
+    names::{ADOPT_HUB, PAUSED, QUARANTINE, is_label, is_subdomain},
 };
 
 /// How many Nodes of one member are read at most (DESIGN §5).
@@ -42,7 +42,7 @@ pub fn to_core(object: &ClusterMesh) -> Result<(core::Mesh, Vec<Finding>), Vec<F
             "must be a name of at most 63 characters: it becomes the value of a label",
         );
     }
-    let clusters: Vec<core::Cluster> = object
+    let mut clusters: Vec<core::Cluster> = object
         .spec
         .clusters
         .iter()
@@ -51,8 +51,12 @@ pub fn to_core(object: &ClusterMesh) -> Result<(core::Mesh, Vec<Finding>), Vec<F
         .collect();
     reader.whole(&object.spec.clusters);
     let accepted = reader.accepted(object);
+    let quarantined = reader.quarantined(object);
     if !reader.problems.is_empty() {
         return Err(reader.problems);
+    }
+    for cluster in &mut clusters {
+        cluster.quarantine |= quarantined.contains(&cluster.name);
     }
     let annotation = |key| object.metadata.annotations.as_ref().and_then(|a| a.get(key));
     let mesh = core::Mesh {
@@ -89,6 +93,30 @@ impl Reader {
             field: field.into(),
             message: message.into(),
         });
+    }
+
+    /// The entries that the annotation quarantines. A name that is none is told and stops nothing: somebody is in a hurry.
+    fn quarantined(&mut self, object: &ClusterMesh) -> BTreeSet<String> {
+        let annotations = object.metadata.annotations.as_ref();
+        let text = annotations.and_then(|annotations| annotations.get(QUARANTINE));
+        let names = text.into_iter().flat_map(|text| text.split(','));
+        let named: BTreeSet<String> = names.map(|name| name.trim().to_owned()).collect();
+        let entries: BTreeSet<&str> = object.spec.clusters.iter().map(|entry| &*entry.name).collect();
+        for name in named
+            .iter()
+            .filter(|name| !name.is_empty() && !entries.contains(&***name))
+        {
+            let known: Vec<&str> = entries.iter().copied().collect();
+            self.warning(
+                format!("metadata.annotations[{QUARANTINE}]"),
+                format!(
+                    "{:?} is no entry of this mesh, there are {}: nothing is closed for it",
+                    shown(name),
+                    known.join(", ")
+                ),
+            );
+        }
+        named
     }
 
     /// Rules over all entries.
@@ -195,6 +223,7 @@ impl Reader {
             endpoint_networks: self.networks(&format!("{at}.endpointNetworks"), &entry.endpoint_networks),
             egress: self.egress(&format!("{at}.egress"), &entry.egress),
             quarantine: entry.quarantine,
+            confined_to: None,
             max_nodes: MAX_NODES,
         }
     }

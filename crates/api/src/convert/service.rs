@@ -20,7 +20,7 @@ use k8s_openapi::{
 use kube::ResourceExt;
 
 use super::{owner, set_labels};
-use crate::names::{LABEL_MANAGED_BY, LABEL_SERVICE_NAME, LABEL_SLICE_MANAGED_BY, MANAGED_BY};
+use crate::names::{ALLOWED_FROM, LABEL_MANAGED_BY, LABEL_SERVICE_NAME, LABEL_SLICE_MANAGED_BY, MANAGED_BY, is_label};
 
 /// What the planner reads of a Service. Ports of protocols it does not know are left out.
 #[must_use]
@@ -39,6 +39,7 @@ pub fn to_core(service: &Service) -> observe::Service {
             .filter_map(|port| service_port(port.name.as_deref(), Some(port.port), port.protocol.as_deref()))
             .collect(),
         families: families(spec),
+        allowed_from: allowed_from(service),
     }
 }
 
@@ -55,6 +56,16 @@ fn families(spec: Option<&ServiceSpec>) -> Families {
         v4: has("IPv4").unwrap_or(true),
         v6: has("IPv6").unwrap_or(false),
     }
+}
+
+/// Namespaces that an annotation may name. One that names more says nothing by the rest.
+const NAMESPACES: usize = 256;
+
+fn allowed_from(service: &Service) -> BTreeSet<String> {
+    let text = service.annotations().get(ALLOWED_FROM);
+    let names = text.into_iter().flat_map(|text| text.split(','));
+    let names = names.map(str::trim).filter(|name| is_label(name)).take(NAMESPACES);
+    names.map(str::to_owned).collect()
 }
 
 /// What the planner reads of an EndpointSlice; `None` = it belongs to no Service, or holds names instead of addresses.

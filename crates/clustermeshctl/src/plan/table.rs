@@ -16,9 +16,8 @@ use clustermesh_core::{
 };
 
 use super::Outcome;
+use crate::page;
 
-/// Columns that a terminal of any width shows without a break.
-const WIDTH: usize = 100;
 /// The most items of a list that are told.
 const SHOWN: usize = 24;
 
@@ -135,23 +134,8 @@ impl Page {
         self.text.push('\n');
     }
 
-    /// One entry, broken between words; what follows the first line is indented by `hang`.
     fn line(&mut self, indent: usize, hang: usize, text: &str) {
-        let mut column = indent;
-        let _ = write!(self.text, "{:indent$}", "");
-        for (index, word) in text.split(' ').enumerate() {
-            let length = word.chars().count();
-            if index > 0 && column + 1 + length > WIDTH {
-                let _ = write!(self.text, "\n{:hang$}", "");
-                column = hang;
-            } else if index > 0 {
-                self.text.push(' ');
-                column += 1;
-            }
-            self.text.push_str(word);
-            column += length;
-        }
-        self.text.push('\n');
+        page::line(&mut self.text, indent, hang, text);
     }
 }
 

@@ -70,9 +70,10 @@ fn one(object: Arc<ClusterMesh>, hub: &Hub, served: &mut Served) -> Known {
     let deleting = object.metadata.deletion_timestamp.is_some();
     let (refused, warnings) = match to_core(&object) {
         Err(why) => (("SpecInvalid", why), vec![]),
-        Ok((mesh, warnings)) => match hub.namespaces.refuses(&mesh).filter(|_| !deleting) {
+        Ok((mut mesh, warnings)) => match hub.namespaces.refuses(&mesh).filter(|_| !deleting) {
             Some(refused) => (refused, warnings),
             None => {
+                confine(&mut mesh, hub);
                 served.insert(mesh.id.clone(), (object.metadata.uid.clone(), mesh.clone()));
                 return Known {
                     object: Some(object),
@@ -93,6 +94,21 @@ fn one(object: Arc<ClusterMesh>, hub: &Hub, served: &mut Served) -> Known {
         warnings,
         refused: Some(refused),
         lost,
+    }
+}
+
+/// Says to the planner what the hub may be asked for from this namespace.
+fn confine(mesh: &mut Mesh, hub: &Hub) {
+    let namespace = &mesh.id.namespace;
+    if !hub.namespaces.confines(namespace) {
+        return;
+    }
+    for entry in mesh
+        .clusters
+        .iter_mut()
+        .filter(|entry| entry.identity == ClusterIdentity::Local)
+    {
+        entry.confined_to = Some(namespace.clone());
     }
 }
 
@@ -141,6 +157,7 @@ fn kept(object: &ClusterMesh, served: &Served) -> Mesh {
                 endpoint_networks: vec![],
                 egress: vec![],
                 quarantine: false,
+                confined_to: None,
                 max_nodes: convert::mesh::MAX_NODES,
             })
         })

@@ -12,6 +12,7 @@ use clustermesh_core::{
     links::{self, Broken},
     mesh::MeshId,
     observe::Observation,
+    pending::pending,
     plan::MeshPlan,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -55,6 +56,7 @@ impl Reconciler {
             if plan.deleting {
                 unwritten.extend(known.lost.iter().map(|entry| (entry.clone(), unfindable())));
             }
+            let pending = pending(&known.mesh, &pass.plan, &pass.seen, &unwritten);
             let subject = Subject {
                 object,
                 mesh: &known.mesh,
@@ -64,6 +66,7 @@ impl Reconciler {
                 unwritten: &unwritten,
                 facts: &facts,
                 broken: &broken,
+                pending: &pending,
             };
             let (status, sayings) = report(&subject, &now);
             if object.status.as_ref() != Some(&status) {
@@ -114,10 +117,11 @@ impl Reconciler {
         };
         let settling = members().any(|member| member.session.settling());
         let on_their_way = pass.steps.iter().any(|(identity, steps)| {
+            // Nothing is on its way to one that does not answer, and that it holds what was closed must be said at once.
             let failed = self
                 .members
                 .get(identity)
-                .is_some_and(|member| member.writer.trouble(id).is_some());
+                .is_some_and(|member| member.writer.trouble(id).is_some() || member.session.silent());
             !failed && steps.iter().any(|step| step.mesh == *id)
         });
         if !settling && !on_their_way {

@@ -30,21 +30,66 @@ pub(super) enum Link {
     Grantor,
 }
 
-/// How `source` is written into `target`; `None` = not at all. Two sandboxes never meet.
-pub(super) fn between(target: &Party<'_>, source: &Party<'_>) -> Option<Link> {
-    let apart = !target.cluster.identity.same_cluster(&source.cluster.identity);
-    let grants = |sandbox: &Party<'_>, other: &Party<'_>| {
-        let mut egress = sandbox.cluster.egress.iter();
-        egress.any(|grant| grant.cluster == other.cluster.name)
-    };
-    if !(apart && target.connected && source.connected) {
-        return None;
+/// Why one member is not written into another.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Apart {
+    /// Two entries of one cluster.
+    SameCluster,
+    /// This entry is connected to nothing.
+    Standard(String),
+    /// This entry holds no network that was accepted.
+    NoNetworks(String),
+    /// Both are sandboxes.
+    Sandboxes,
+    /// This sandbox has no grant toward the other.
+    NoGrant(String),
+}
+
+/// How `source` is written into `target`. Two sandboxes never meet.
+///
+/// # Errors
+/// It is not, and why.
+pub(super) fn tie(target: &Party<'_>, source: &Party<'_>) -> Result<Link, Apart> {
+    if target.cluster.identity.same_cluster(&source.cluster.identity) {
+        return Err(Apart::SameCluster);
     }
-    match (target.cluster.profile, source.cluster.profile) {
-        (Profile::ClusterMeshed, Profile::ClusterMeshed) => Some(Link::Meshed),
-        (Profile::ClusterMeshed, Profile::Sandbox) => grants(source, target).then_some(Link::Sandbox),
-        (Profile::Sandbox, Profile::ClusterMeshed) => grants(target, source).then_some(Link::Grantor),
-        _ => None,
+    let both = [source, target];
+    let of = |profile| both.iter().filter(move |party| party.cluster.profile == profile);
+    if let Some(party) = of(Profile::Standard).next() {
+        return Err(Apart::Standard(party.cluster.name.clone()));
+    }
+    if of(Profile::Sandbox).count() == 2 {
+        return Err(Apart::Sandboxes);
+    }
+    if let Some(party) = both.iter().find(|party| !party.connected) {
+        return Err(Apart::NoNetworks(party.cluster.name.clone()));
+    }
+    let (link, sandbox, other) = if source.cluster.profile == Profile::Sandbox {
+        (Link::Sandbox, source, target)
+    } else if target.cluster.profile == Profile::Sandbox {
+        (Link::Grantor, target, source)
+    } else {
+        return Ok(Link::Meshed);
+    };
+    let mut egress = sandbox.cluster.egress.iter();
+    if egress.any(|grant| grant.cluster == other.cluster.name) {
+        Ok(link)
+    } else {
+        Err(Apart::NoGrant(sandbox.cluster.name.clone()))
+    }
+}
+
+/// How `source` is written into `target`; `None` = not at all.
+pub(super) fn between(target: &Party<'_>, source: &Party<'_>) -> Option<Link> {
+    tie(target, source).ok()
+}
+
+/// Which of the two has to hold the other to a policy; `None` = nobody is held to one that is tighter than the Peers.
+pub(super) fn enforced_by<'n>(link: Link, target: &'n str, source: &'n str, party: &Party<'_>) -> Option<&'n str> {
+    match link {
+        Link::Meshed if !party.cluster.quarantine => None,
+        Link::Meshed | Link::Sandbox => Some(target),
+        Link::Grantor => Some(source),
     }
 }
 
@@ -210,7 +255,8 @@ pub(super) fn refusal(importer: &Party<'_>, exporter: Option<&Party<'_>>, name: 
         .unwrap_or_else(|| format!("cluster {name:?} is not connected to this one"))
 }
 
-/// Whether packets of this entry are held to its grants, or to nothing: a sandbox, or one that is quarantined.
+/// Whether packets of this entry are held to its grants, or to nothing: a sandbox, one that is quarantined, or one that is
+/// listed alone and on its way out.
 pub(super) const fn closed(party: &Party<'_>) -> bool {
-    matches!(party.cluster.profile, Profile::Sandbox) || party.cluster.quarantine
+    !matches!(party.cluster.profile, Profile::ClusterMeshed) || party.cluster.quarantine
 }

@@ -23,6 +23,18 @@ pub(super) struct MeshPlanner<'a> {
     pub(super) used: &'a BTreeMap<ClusterIdentity, target::Used>,
 }
 
+/// What a mesh comes to before anything of it is written into a target.
+pub(super) struct Stage<'a> {
+    /// The entries.
+    pub(super) parties: BTreeMap<String, target::Party<'a>>,
+    /// Their Nodes.
+    pub(super) rolls: BTreeMap<String, nodes::Roll<'a>>,
+    /// What each sandbox is granted, by sandbox and by the member that has the Services.
+    pub(super) granted: BTreeMap<(String, String), link::Granted>,
+    /// Members that can hold nobody to a policy, and why.
+    pub(super) lax: BTreeMap<String, String>,
+}
+
 impl<'a> MeshPlanner<'a> {
     pub(super) fn plan(&self) -> MeshPlan {
         let mesh = self.mesh;
@@ -45,9 +57,14 @@ impl<'a> MeshPlanner<'a> {
                 .collect();
             return planned;
         }
-        let parties = self.parties(&mut planned);
-        let rolls = self.rolls(&parties);
-        for (name, party) in &parties {
+        let stage = self.stage(&mut planned);
+        let Stage {
+            parties,
+            rolls,
+            granted,
+            lax,
+        } = &stage;
+        for (name, party) in parties {
             let roll = rolls.get(name);
             let report = ClusterReport {
                 accepted: party.cluster.allowed.clone(),
@@ -65,7 +82,6 @@ impl<'a> MeshPlanner<'a> {
                 .facts
                 .extend(roll.into_iter().flat_map(|roll| roll.facts.iter().cloned()));
         }
-        let (granted, lax) = (Self::granted(&parties, &rolls), Self::lax(&parties, &rolls));
         planned
             .facts
             .extend(lax.iter().map(|(cluster, message)| Fact::TargetCannotEnforce {
@@ -74,10 +90,10 @@ impl<'a> MeshPlanner<'a> {
             }));
         let assembly = target::Assembly {
             mesh: &mesh.id,
-            parties: &parties,
-            rolls: &rolls,
-            granted: &granted,
-            lax: &lax,
+            parties,
+            rolls,
+            granted,
+            lax,
             seen: self.seen,
             settings: self.settings,
             naming: self.naming,
@@ -96,6 +112,19 @@ impl<'a> MeshPlanner<'a> {
             }
         }
         planned
+    }
+
+    /// What the targets are assembled from; what is to be said of it goes into `planned`.
+    pub(super) fn stage(&self, planned: &mut MeshPlan) -> Stage<'a> {
+        let parties = self.parties(planned);
+        let rolls = self.rolls(&parties);
+        let (granted, lax) = (Self::granted(&parties, &rolls), Self::lax(&parties, &rolls));
+        Stage {
+            parties,
+            rolls,
+            granted,
+            lax,
+        }
     }
 
     fn parties(&self, planned: &mut MeshPlan) -> BTreeMap<String, target::Party<'a>> {

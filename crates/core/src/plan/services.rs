@@ -123,17 +123,18 @@ impl Ends<'_> {
 }
 
 /// Backends of one family that answer on one set of ports.
-type Groups = BTreeMap<(bool, Vec<ServicePort>), BTreeSet<SliceEndpoint>>;
+pub(super) type Groups = BTreeMap<(bool, Vec<ServicePort>), BTreeSet<SliceEndpoint>>;
 
 /// What a grant comes to.
 pub(super) struct Resolved {
     /// The granted ports of the Service.
     pub(super) ports: Vec<ServicePort>,
-    groups: Groups,
+    /// Its backends.
+    pub(super) groups: Groups,
     /// Where the backends run, as far as it is said.
     pub(super) hosts: Hosts,
     /// What is left out; empty = nothing.
-    message: String,
+    pub(super) message: String,
 }
 
 /// Resolves a grant against what was seen of the member that has the Service. `hosting` = the importer is a sandbox, which
@@ -152,10 +153,18 @@ pub(super) fn resolve(
     hosting: Option<&BTreeSet<&str>>,
 ) -> Result<Resolved, String> {
     let words = || format!("Service {} of cluster {:?}", grant.service, grant.cluster);
-    let service = member
-        .services
-        .get(&grant.service)
-        .ok_or_else(|| format!("{} is not there", words()))?;
+    let service = member.services.get(&grant.service);
+    if let Some(namespace) = exporter.confined_to.as_ref().filter(|own| **own != grant.service.namespace)
+        // Whether there is such a Service is none of that namespace's business.
+        && !service.is_some_and(|service| service.allowed_from.contains(namespace))
+    {
+        return Err(format!(
+            "{} is not given away by a mesh in namespace {namespace}: whoever owns the Service there lets it with the annotation \
+             kilo-clustermesh.io/allowed-from: {namespace} on it",
+            words()
+        ));
+    }
+    let service = service.ok_or_else(|| format!("{} is not there", words()))?;
     if service.external_name {
         return Err(format!(
             "{} is of type ExternalName: it has no endpoints in that cluster",

@@ -181,11 +181,7 @@ impl<'a> Assembly<'a> {
     /// nodes there cannot do it.
     fn link(&self, name: &str, target: &Party<'_>, source: &str, party: &Party<'_>) -> Option<Link> {
         let link = link::between(target, party)?;
-        let lax = match link {
-            Link::Meshed if !party.cluster.quarantine => false,
-            Link::Meshed | Link::Sandbox => self.lax.contains_key(name),
-            Link::Grantor => self.lax.contains_key(source),
-        };
+        let lax = link::enforced_by(link, name, source, party).is_some_and(|by| self.lax.contains_key(by));
         (!lax).then_some(link)
     }
 
@@ -247,15 +243,17 @@ impl<'a> Assembly<'a> {
         if target.cluster.profile != Profile::ClusterMeshed {
             return required;
         }
-        for (source, party) in self.sources(name, target).filter(|(_, party)| party.connected) {
+        for (source, party) in self.sources(name, target) {
             let sandbox = party.cluster.profile == Profile::Sandbox;
-            // While Peers of a sandbox stand, a policy that closes stands before them, whatever becomes of its grants.
+            let tight = party.cluster.profile != Profile::ClusterMeshed;
+            // While Peers of a member that was tightened stand, a policy that closes stands before them: one after the other
+            // they go, and until the last has gone the others would let in what they did.
             let peers = member.peers.iter().flat_map(BTreeMap::values);
             let stands = || {
                 let mut ours = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some(source));
                 ours.any(|peer| self.ours(&peer.owner))
             };
-            if link::between(target, party).is_none() && !(sandbox && stands()) {
+            if link::between(target, party).is_none() && !(tight && stands()) {
                 continue;
             }
             let mut networks = party.networks();
@@ -275,7 +273,8 @@ impl<'a> Assembly<'a> {
             }
             let closed = link::closed(party);
             let key = (source.to_owned(), name.to_owned());
-            let grants = self.granted.get(&key).filter(|_| sandbox && !party.cluster.quarantine);
+            let quarantine = party.cluster.quarantine || target.cluster.quarantine;
+            let grants = self.granted.get(&key).filter(|_| sandbox && !quarantine);
             let spec = PolicySpec {
                 sources: networks.clone(),
                 networks: networks.clone(),

@@ -86,6 +86,7 @@ fn entry(name: &str, identity: ClusterIdentity, allowed: &[&str]) -> Cluster {
         endpoint_networks: vec![],
         egress: vec![],
         quarantine: false,
+        confined_to: None,
         max_nodes: 5000,
     }
 }

@@ -37,7 +37,7 @@ fn nets(list: &[&str]) -> Vec<IpNet> {
 
 /// Where a sandbox is more than a rare accident: `c2` is one in every mesh, its entry and its grant toward `c0` are in order,
 /// and so are a node of each and the Service that is granted. Whatever else there is stays as wild as it was.
-fn sandboxed() -> impl Strategy<Value = World> {
+pub(crate) fn sandboxed() -> impl Strategy<Value = World> {
     (world(), member(), member()).prop_map(|(mut world, hub, sandbox)| {
         for mesh in &mut world.meshes {
             mesh.accepted.clear();
@@ -135,7 +135,7 @@ fn reach(world: &World, mesh: &Mesh, to: &str, from: &str, node: &str) -> BTreeS
 }
 
 /// What a plan says of everybody but the nodes of `sandbox`.
-fn settled(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
+pub(crate) fn settled(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
     let mut said = Vec::new();
     for (target, held) in mesh.targets.iter().filter(|(target, _)| *target != sandbox) {
         let peers = held.peers.iter().filter(|(_, peer)| peer.source != sandbox);

@@ -108,7 +108,7 @@ fn net() -> impl Strategy<Value = IpNet> + Clone {
     select(NETS).prop_map(|text| text.parse().unwrap())
 }
 
-fn ip() -> impl Strategy<Value = IpAddr> + Clone {
+pub(crate) fn ip() -> impl Strategy<Value = IpAddr> + Clone {
     select(IPS).prop_map(|text| text.parse().unwrap())
 }
 
@@ -256,6 +256,7 @@ fn services() -> impl Strategy<Value = (BTreeMap<ObjectName, Service>, BTreeMap<
             selectorless,
             ports,
             families: Families::default(),
+            allowed_from: BTreeSet::new(),
         },
     );
     let host = option::of(select(&["a", "b", "c"][..]).prop_map(str::to_owned));
@@ -375,6 +376,7 @@ fn cluster(n: usize) -> impl Strategy<Value = Cluster> {
             endpoint_networks: shape.6,
             egress,
             quarantine: false,
+            confined_to: None,
             max_nodes,
         })
 }

@@ -40,6 +40,7 @@ fn plain(name: &str, identity: core::ClusterIdentity, allowed: &[&str]) -> core:
         endpoint_networks: Vec::new(),
         egress: Vec::new(),
         quarantine: false,
+        confined_to: None,
         max_nodes: 5_000,
     }
 }
@@ -167,6 +168,7 @@ fn every_field_arrives() {
                 profile: core::Profile::Sandbox,
                 addressing: core::Addressing::Masqueraded,
                 quarantine: true,
+                confined_to: None,
                 ..plain("notebooks", secret("nb", "value", None), &["100.80.16.0/20"])
             },
             core::Cluster {
@@ -346,5 +348,36 @@ fn one_entry_is_no_mesh() {
     assert_eq!(
         problems[0].to_string(),
         "ClusterMesh team/prod: spec.clusters: a mesh has at least two entries"
+    );
+}
+
+#[test]
+fn the_annotation_quarantines_entries_beside_the_field_and_a_name_that_is_none_is_told() {
+    let quarantined = |annotation: Option<&str>, field: bool| {
+        let mut spec = two();
+        spec["clusters"][1]["quarantine"] = json!(field);
+        let mut mesh = object(spec);
+        mesh.metadata.annotations = annotation.map(|text| [(QUARANTINE.to_owned(), text.to_owned())].into());
+        let (mesh, warnings) = to_core(&mesh).unwrap();
+        let entries = mesh.clusters.iter().filter(|cluster| cluster.quarantine);
+        let entries: Vec<String> = entries.map(|cluster| cluster.name.clone()).collect();
+        (entries, warnings.iter().map(ToString::to_string).collect::<Vec<_>>())
+    };
+    let named = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+    assert_eq!(quarantined(None, true), (named(&["tenant-a"]), vec![]));
+    assert_eq!(quarantined(Some(""), false), (vec![], vec![]));
+    assert_eq!(quarantined(Some("tenant-a"), false), (named(&["tenant-a"]), vec![]));
+    assert_eq!(
+        quarantined(Some(" tenant-a , mgmt,"), false),
+        (named(&["mgmt", "tenant-a"]), vec![])
+    );
+    let (entries, warnings) = quarantined(Some("tennant-a,tenant-a"), false);
+    assert_eq!(entries, ["tenant-a"]);
+    assert_eq!(
+        warnings,
+        [
+            "ClusterMesh team/prod: metadata.annotations[kilo-clustermesh.io/quarantine]: \"tennant-a\" is no entry of this mesh, \
+          there are mgmt, tenant-a: nothing is closed for it"
+        ]
     );
 }

@@ -1,5 +1,6 @@
 use std::collections::BTreeMap;
 
+use kube::ResourceExt;
 use serde_json::json;
 
 use super::*;
@@ -163,4 +164,40 @@ fn what_does_not_parse_arrives_with_its_reason() {
             ..observe::Node::default()
         }
     );
+}
+
+#[test]
+fn annotations_of_200_kilobytes_are_read_and_what_is_said_of_them_is_short() {
+    let long = |unit: &str| unit.repeat(200_000 / unit.len());
+    for unit in ["a", "10.0.0.1/32,", "\u{202e}é", "{\"", "9", "[::1]:1,", "AAAA=,"] {
+        let mut node = Node::default();
+        for annotation in [
+            KILO_KEY,
+            KILO_WIREGUARD_IP,
+            KILO_ENDPOINT,
+            KILO_FORCE_ENDPOINT,
+            KILO_CLUSTERMESH_ENDPOINT,
+            KILO_INTERNAL_IP,
+            KILO_GRANULARITY,
+            KILO_LOCATION,
+            KILO_PERSISTENT_KEEPALIVE,
+            KILO_ALLOWED_LOCATION_IPS,
+            KILO_DISCOVERED_ENDPOINTS,
+            NODE_AGENT,
+        ] {
+            node.annotations_mut().insert(annotation.to_owned(), long(unit));
+        }
+        let read = to_core(&node);
+        let mut whys = Vec::new();
+        let mut why = |claim: &dyn std::fmt::Debug| whys.push(format!("{claim:?}"));
+        why(&read.public_key);
+        why(&read.wireguard_ip);
+        why(&read.clustermesh_endpoint);
+        why(&read.force_endpoint);
+        why(&read.kilo_endpoint);
+        for why in whys {
+            assert!(why.len() < 1024, "{} bytes of {unit:?}: {}", why.len(), &why[..100]);
+        }
+        assert_eq!((read.server, read.discovered.len()), (Server::Kilo, 0), "{unit:?}");
+    }
 }

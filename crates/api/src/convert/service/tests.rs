@@ -35,6 +35,7 @@ fn a_service_is_read_with_its_ports_and_what_tells_whose_addresses_it_has() {
             selectorless: false,
             ports: vec![port("pg", 5432, Protocol::Tcp), port("", 53, Protocol::Udp)],
             families: V4,
+            allowed_from: BTreeSet::new(),
         }
     );
     assert_eq!(
@@ -196,6 +197,7 @@ fn a_mirrored_service_is_written_without_selector_and_read_back_as_ours() {
             selectorless: true,
             ports: planned.ports,
             families: Families::BOTH,
+            allowed_from: BTreeSet::new(),
         }
     );
     assert_eq!(
@@ -232,4 +234,19 @@ fn a_mirror_asks_for_a_second_family_only_where_it_lacks_one_that_its_backends_h
         after(of("IPv4", "RequireDualStack"), V6),
         (Some("RequireDualStack".to_owned()), true)
     );
+}
+
+#[test]
+fn the_namespaces_that_a_service_is_allowed_from_are_names_and_nothing_else() {
+    let read = |text: &str| {
+        let mut service = Service::default();
+        service
+            .annotations_mut()
+            .insert(ALLOWED_FROM.to_owned(), text.to_owned());
+        to_core(&service).allowed_from.into_iter().collect::<Vec<_>>()
+    };
+    assert_eq!(read("lab"), ["lab"]);
+    assert_eq!(read(" team-b ,lab,"), ["lab", "team-b"]);
+    assert_eq!(read("*, Lab, a/b,"), [""; 0]);
+    assert_eq!(to_core(&Service::default()).allowed_from, BTreeSet::new());
 }

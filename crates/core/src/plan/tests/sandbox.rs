@@ -3,6 +3,7 @@
 use super::*;
 
 mod changes;
+mod pending;
 
 fn object(namespace: &str, name: &str) -> ObjectName {
     ObjectName {
@@ -115,6 +116,34 @@ fn sources<'a>(plan: &'a MeshPlan, target: &str) -> Vec<&'a str> {
 
 fn message(plan: &MeshPlan) -> &str {
     &plan.egress[0].message
+}
+
+#[test]
+fn a_confined_mesh_gives_away_services_of_its_own_namespace_and_those_that_name_it() {
+    let (mut mesh, mut seen) = three();
+    let grants =
+        |mesh: &Mesh, seen: &Observations| run(mesh, seen).1.targets["mgmt"].policies["m--nb"].spec.grants.clone();
+    mesh.clusters[0].confined_to = Some("team-x".into());
+    assert_eq!(grants(&mesh, &seen), granted(&["pg"]));
+    mesh.clusters[0].confined_to = Some("lab".into());
+    assert_eq!(grants(&mesh, &seen), BTreeSet::new());
+    let (_, plan) = run(&mesh, &seen);
+    let refused = "Service team-x/postgres of cluster \"mgmt\" is not given away by a mesh in namespace lab: whoever owns the \
+                   Service there lets it with the annotation kilo-clustermesh.io/allowed-from: lab on it";
+    assert_eq!(message(&plan), refused);
+    assert!(plan.targets["nb"].services.is_empty() && plan.targets["nb"].peers.is_empty());
+    // Whether it is there at all is not told.
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        drop(m.services.remove(&postgres()))
+    });
+    assert_eq!(message(&run(&mesh, &seen).1), refused);
+    let (_, mut seen) = three();
+    for (names, open) in [("lab", true), ("other", false)] {
+        edit(&mut seen, &ClusterIdentity::Local, |m| {
+            m.services.get_mut(&postgres()).unwrap().allowed_from = [names.to_owned(), "more".to_owned()].into();
+        });
+        assert_eq!(!grants(&mesh, &seen).is_empty(), open, "{names}");
+    }
 }
 
 #[test]

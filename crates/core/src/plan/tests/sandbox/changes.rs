@@ -185,3 +185,38 @@ fn a_member_in_quarantine_is_closed_and_keeps_its_objects() {
         );
     }
 }
+
+#[test]
+fn what_becomes_standard_is_closed_before_its_peers_go_one_by_one() {
+    let (mut mesh, mut seen) = three();
+    settle(&mesh, &mut seen);
+    mesh.clusters[1].profile = Profile::Standard;
+    let (plan, planned) = run(&mesh, &seen);
+    let spec = &planned.targets["mgmt"].policies["m--tenant"].spec;
+    assert!(
+        spec.sandbox && spec.allow.is_empty() && spec.grants.is_empty(),
+        "{spec:?}"
+    );
+    let Some(Observation::Fresh(member)) = seen.members.get(&ClusterIdentity::Local) else {
+        unreachable!()
+    };
+    let steps = names(&diff(&plan, &ClusterIdentity::Local, member));
+    let step = |action, name: &str| (action, name.to_owned());
+    assert_eq!(
+        steps,
+        [step(Action::Update, "m--tenant"), step(Action::Delete, "m--tenant--x")]
+    );
+    settle(&mesh, &mut seen);
+    settle(&mesh, &mut seen);
+    let left = seen.members[&ClusterIdentity::Local].last().unwrap();
+    assert_eq!(left.policies.as_ref().unwrap().keys().collect::<Vec<_>>(), ["m--nb"]);
+}
+
+#[test]
+fn a_member_in_quarantine_gives_nothing_to_a_sandbox_either() {
+    let (mut mesh, mut seen) = three();
+    settle(&mesh, &mut seen);
+    mesh.clusters[0].quarantine = true;
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(plan.targets["mgmt"].policies["m--nb"].spec, closed(BTreeSet::new()));
+}

@@ -1,0 +1,251 @@
+//! The answer as a person reads it, and as JSON or YAML. Its shape is an interface: fields are added, never renamed.
+
+use clustermesh_core::{
+    mesh::Protocol,
+    plan::explain::{Hop, Way},
+};
+use serde::Serialize;
+
+use super::{Answer, Row, is_table};
+use crate::{args::Output, page, problem::Problem};
+
+/// The answer in the form that is asked for.
+pub(super) fn render(answer: &Answer, output: Output) -> Result<String, Vec<Problem>> {
+    if is_table(output) {
+        return Ok(table(answer));
+    }
+    let report = Report::from(answer);
+    let failed = |error: &dyn std::fmt::Display| vec![Problem::usage(format!("the answer cannot be written: {error}"))];
+    match output {
+        Output::Yaml => serde_saphyr::to_string(&report).map_err(|error| failed(&error)),
+        Output::Json | Output::Table => serde_json::to_string_pretty(&report)
+            .map(|json| json + "\n")
+            .map_err(|error| failed(&error)),
+    }
+}
+
+fn port_text((protocol, port): (Protocol, u16)) -> String {
+    format!("{port}/{}", protocol.as_str())
+}
+
+fn table(answer: &Answer) -> String {
+    let mut text = String::new();
+    let verdict = answer.verdict();
+    page::line(
+        &mut text,
+        0,
+        2,
+        &format!("{}: {} -> {}", capital(verdict.as_str()), answer.from, answer.to),
+    );
+    for note in &answer.notes {
+        page::line(&mut text, 2, 4, note);
+    }
+    for row in &answer.rows {
+        let Row {
+            target,
+            from: _,
+            answer: explanation,
+        } = row;
+        let to = &target.to;
+        let mut what = format!("{} {}", target.words, to.address);
+        if to.address.is_unspecified() {
+            "its addresses".clone_into(&mut what);
+        }
+        if let Some(port) = to.port {
+            what.push_str(&format!(" port {}", port_text(port)));
+        }
+        if let Some(node) = &to.node {
+            what.push_str(&format!(" on Node {node}"));
+        }
+        if !target.ready {
+            what.push_str(" (not ready)");
+        }
+        text.push('\n');
+        let verdict = explanation.verdict().as_str();
+        page::line(&mut text, 2, 4, &format!("{what}: {verdict}, {}", explanation.rule));
+        page::line(&mut text, 4, 4, &explanation.message);
+        explanation.way.iter().for_each(|way| path(&mut text, row, way));
+        for note in &explanation.notes {
+            page::line(&mut text, 4, 6, &format!("note: {note}"));
+        }
+        if let Some(mesh) = &explanation.mesh {
+            page::line(&mut text, 4, 6, &format!("by ClusterMesh {mesh}"));
+        }
+    }
+    text
+}
+
+fn capital(words: &str) -> String {
+    let mut letters = words.chars();
+    letters
+        .next()
+        .map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
+}
+
+fn written(written: bool) -> &'static str {
+    if written { "stands" } else { "not written yet" }
+}
+
+fn path(text: &mut String, row: &Row, way: &Way) {
+    let Way {
+        out,
+        anchored,
+        back,
+        seen_as,
+        masqueraded,
+        policy,
+    } = way;
+    let hop = |hop: &Hop| {
+        format!(
+            "Peer {} (Node {}, {}; {})",
+            hop.peer,
+            hop.node,
+            hop.prefix,
+            written(hop.written)
+        )
+    };
+    let anchor = if *anchored { ", as an anchor" } else { "" };
+    page::line(text, 4, 6, &format!("goes out by {}{anchor}", hop(out)));
+    let sent = match (masqueraded, row.from.address) {
+        (true, Some(address)) => format!("arrives as {seen_as}, not as {address} (masqueraded)"),
+        (_, None) => format!("arrives as {seen_as}, the node's own address in the mesh"),
+        (false, Some(_)) => format!("arrives as {seen_as} (not masqueraded)"),
+    };
+    page::line(text, 4, 6, &format!("{sent}, let in by {}", hop(back)));
+    if let Some((policy, stands)) = policy {
+        page::line(
+            text,
+            4,
+            6,
+            &format!("held to PeerPolicy {policy} ({})", written(*stands)),
+        );
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct Report<'a> {
+    from: &'a str,
+    to: &'a str,
+    verdict: String,
+    notes: &'a [String],
+    answers: Vec<RowReport<'a>>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct RowReport<'a> {
+    kind: &'static str,
+    address: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    port: Option<u16>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    protocol: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    node: Option<&'a str>,
+    ready: bool,
+    verdict: String,
+    rule: String,
+    message: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mesh: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    path: Option<PathReport<'a>>,
+    notes: &'a [String],
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct PathReport<'a> {
+    out: HopReport<'a>,
+    anchored: bool,
+    back: HopReport<'a>,
+    seen_as: String,
+    masqueraded: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    policy: Option<PolicyReport<'a>>,
+}
+
+#[derive(Debug, Serialize)]
+struct HopReport<'a> {
+    peer: &'a str,
+    node: &'a str,
+    prefix: String,
+    written: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct PolicyReport<'a> {
+    name: &'a str,
+    written: bool,
+}
+
+/// One word, for programs.
+fn word(verdict: clustermesh_core::plan::explain::Verdict) -> String {
+    format!("{verdict:?}")
+}
+
+impl<'a> From<&'a Answer> for Report<'a> {
+    fn from(answer: &'a Answer) -> Self {
+        Self {
+            from: &answer.from,
+            to: &answer.to,
+            verdict: word(answer.verdict()),
+            notes: &answer.notes,
+            answers: answer.rows.iter().map(RowReport::from).collect(),
+        }
+    }
+}
+
+impl<'a> From<&'a Row> for RowReport<'a> {
+    fn from(row: &'a Row) -> Self {
+        let Row {
+            target,
+            from: _,
+            answer,
+        } = row;
+        Self {
+            kind: target.words,
+            address: target.to.address.to_string(),
+            port: target.to.port.map(|(_, port)| port),
+            protocol: target.to.port.map(|(protocol, _)| protocol.as_str()),
+            node: target.to.node.as_deref(),
+            ready: target.ready,
+            verdict: word(answer.verdict()),
+            rule: answer.rule.to_string(),
+            message: &answer.message,
+            mesh: answer.mesh.as_ref().map(ToString::to_string),
+            path: answer.way.as_ref().map(PathReport::from),
+            notes: &answer.notes,
+        }
+    }
+}
+
+impl<'a> From<&'a Way> for PathReport<'a> {
+    fn from(way: &'a Way) -> Self {
+        let Way {
+            out,
+            anchored,
+            back,
+            seen_as,
+            masqueraded,
+            policy,
+        } = way;
+        let hop = |hop: &'a Hop| HopReport {
+            peer: &hop.peer,
+            node: &hop.node,
+            prefix: hop.prefix.to_string(),
+            written: hop.written,
+        };
+        Self {
+            out: hop(out),
+            anchored: *anchored,
+            back: hop(back),
+            seen_as: seen_as.to_string(),
+            masqueraded: *masqueraded,
+            policy: policy.as_ref().map(|(name, written)| PolicyReport {
+                name,
+                written: *written,
+            }),
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! `clustermeshctl explain` as a black box: the built binary over files.
+
+use std::{
+    fs,
+    io::Write,
+    path::Path,
+    process::{Command, Stdio},
+};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// What one run said.
+struct Run {
+    code: Option<i32>,
+    out: String,
+    err: String,
+}
+
+const WORLD: &str = "-f - --cluster mgmt=agents/mgmt.yaml --cluster mgmt=explain/mgmt.yaml --cluster tenant-a=agents/tenant-a \
+                     --cluster tenant-a=explain/tenant-a.yaml --cluster notebooks=explain/notebooks.yaml";
+
+fn fixtures() -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
+}
+
+fn mesh() -> String {
+    fs::read_to_string(fixtures().join("explain/mesh.yaml")).unwrap()
+}
+
+/// Runs a command in the folder of the fixtures, with a mesh on standard input.
+fn run(args: &str, mesh: &str) -> Run {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_clustermeshctl"))
+        .args(args.split_whitespace())
+        .current_dir(fixtures())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let _ = child.stdin.take().unwrap().write_all(mesh.as_bytes());
+    let output = child.wait_with_output().unwrap();
+    Run {
+        code: output.status.code(),
+        out: String::from_utf8(output.stdout).unwrap(),
+        err: String::from_utf8(output.stderr).unwrap(),
+    }
+}
+
+fn explain(from: &str, to: &str) -> Run {
+    run(&format!("explain {from} {to} {WORLD}"), &mesh())
+}
+
+/// Exit code and the rules of all addresses.
+fn rules(from: &str, to: &str, mesh: &str) -> (Option<i32>, Vec<String>) {
+    let run = run(&format!("explain {from} {to} {WORLD} -o json"), mesh);
+    let answer: Value = serde_json::from_str(&run.out).unwrap_or_else(|_| panic!("{}{}", run.out, run.err));
+    let answers = answer["answers"].as_array().unwrap();
+    let rules = answers.iter().map(|answer| answer["rule"].as_str().unwrap().to_owned());
+    (run.code, rules.collect())
+}
+
+#[test]
+fn a_person_reads_who_is_let_in_by_which_rule_and_on_which_way() {
+    let questions = [
+        // Between two members that trust each other: a pod, a Service by endpoint and ClusterIP, a node.
+        ("tenant-a/default/app-0", "mgmt/team-x/web-0:8080"),
+        ("tenant-a/default/app-0", "mgmt/team-x/svc/postgres-rw:5432"),
+        ("tenant-a/default/agent", "mgmt/h2"),
+        // What is closed to everybody.
+        ("tenant-a/w1", "mgmt/h1:10250"),
+        ("10.20.0.5", "mgmt/default/svc/kubernetes:443"),
+        // A sandbox: what it is granted, under its own name for it too, and nothing else.
+        ("notebooks/lab/nb-0", "mgmt/team-x/svc/postgres-rw"),
+        ("notebooks/lab/nb-0", "notebooks/default/svc/postgres:5432"),
+        ("notebooks/lab/nb-0", "mgmt/team-x/web-0:8080"),
+        ("notebooks/lab/nb-0", "tenant-a/default/app-0:80"),
+        ("mgmt/team-x/web-0", "notebooks/lab/nb-0:22"),
+        // Nodes without a Peer, members that are listed alone or were not given, addresses of nobody.
+        ("tenant-a/default/app-1", "mgmt/team-x/web-0"),
+        ("mgmt/team-x/web-0", "tenant-a/default/app-1:80"),
+        ("tenant-a/default/app-0", "10.30.0.1:80"),
+        ("tenant-a/default/app-0", "192.0.2.1:80"),
+        ("tenant-a/default/app-0", "mgmt/team-x/svc/postgres-rw:80"),
+    ];
+    let mut read = String::new();
+    for (from, to) in questions {
+        let run = explain(from, to);
+        read.push_str(&format!(
+            "$ clustermeshctl explain {from} {to}\n{}exit {}\n\n",
+            run.out,
+            run.code.unwrap()
+        ));
+    }
+    insta::assert_snapshot!(read);
+}
+
+#[test]
+fn a_program_reads_the_same() {
+    let args = format!("explain notebooks/lab/nb-0 mgmt/team-x/svc/postgres-rw:sql {WORLD} --output");
+    let json = run(&format!("{args} json"), &mesh());
+    assert_eq!(
+        (json.code, &*json.err),
+        (Some(0), "note: of no use to a plan and ignored: 1 ConfigMap\n")
+    );
+    let answer: Value = serde_json::from_str(&json.out).unwrap();
+    insta::assert_json_snapshot!(answer);
+    let yaml = run(&format!("{args} yaml"), &mesh());
+    assert_eq!(serde_saphyr::from_str::<Value>(&yaml.out).unwrap(), answer);
+}
+
+#[test]
+fn the_mesh_decides_and_another_answer_follows_when_it_changes() {
+    let (app, web, notebook, postgres) = (
+        "tenant-a/default/app-0",
+        "mgmt/team-x/web-0:8080",
+        "notebooks/lab/nb-0",
+        "mgmt/team-x/svc/postgres-rw:5432",
+    );
+    let one = |rule: &str| vec![rule.to_owned()];
+    assert_eq!(rules(app, web, &mesh()), (Some(0), one("Meshed")));
+    let sandboxed = |cluster: &str, line: &str| {
+        let name = format!("- name: {cluster}\n");
+        mesh().replace(&name, &format!("{name}    {line}\n"))
+    };
+    for (change, code, rule) in [
+        (sandboxed("tenant-a", "quarantine: true"), 1, "Quarantined"),
+        (sandboxed("mgmt", "quarantine: true"), 1, "Quarantined"),
+        (sandboxed("tenant-a", "isolationProfile: sandbox"), 1, "NoGrant"),
+        (sandboxed("tenant-a", "isolationProfile: standard"), 1, "Standard"),
+        (mesh().replace("10.20.0.0/16, ", ""), 1, "NodeSkipped"),
+        (
+            mesh().replace("[10.20.0.0/16, 100.67.0.0/16]", "[10.244.0.0/15]"),
+            1,
+            "NetworksOverlap",
+        ),
+    ] {
+        assert_eq!(rules(app, web, &change), (Some(code), one(rule)), "{change}");
+    }
+    assert_eq!(rules(notebook, postgres, &mesh()), (Some(0), one("Granted")));
+    let closed = sandboxed("notebooks", "quarantine: true");
+    assert_eq!(
+        rules(notebook, postgres, &closed),
+        (Some(1), vec!["Quarantined".to_owned(); 2])
+    );
+    let other = mesh().replace("port: 5432", "port: 9187");
+    assert_eq!(rules(notebook, postgres, &other).1[0], "NotGranted");
+}
+
+#[test]
+fn what_stands_already_is_told_from_what_is_only_planned() {
+    let plan = run(&format!("plan {WORLD} -o json"), &mesh());
+    let plan: Value = serde_json::from_str(&plan.out).unwrap();
+    let folder = TempDir::new().unwrap();
+    let mut flags = String::new();
+    for target in plan["meshes"][0]["targets"].as_array().unwrap() {
+        let name = target["cluster"].as_str().unwrap();
+        if name == "parked" {
+            continue;
+        }
+        let items = ["peers", "policies"]
+            .map(|key| target[key].as_array().unwrap().clone())
+            .concat();
+        let path = folder.path().join(format!("{name}.json"));
+        fs::write(
+            &path,
+            json!({"apiVersion": "v1", "kind": "List", "items": items}).to_string(),
+        )
+        .unwrap();
+        flags.push_str(&format!(" --cluster {name}={}", path.display()));
+    }
+    let told = |flags: &str| {
+        let args = format!("explain tenant-a/default/app-0 mgmt/team-x/web-0:80 {WORLD}{flags} -o json");
+        let run = run(&args, &mesh());
+        let answer: Value = serde_json::from_str(&run.out).unwrap();
+        let path = &answer["answers"][0]["path"];
+        [
+            &path["out"]["written"],
+            &path["back"]["written"],
+            &path["policy"]["written"],
+        ]
+        .map(|value| value.as_bool().unwrap())
+    };
+    assert_eq!(told(""), [false; 3]);
+    assert_eq!(told(&flags), [true; 3]);
+}
+
+#[test]
+fn what_means_nothing_is_no_denial() {
+    for (from, to, said) in [
+        (
+            "app-0",
+            "mgmt/team-x/web-0",
+            "error: SRC \"app-0\": write CLUSTER/NAMESPACE/POD",
+        ),
+        ("tenant-a/w1:80", "mgmt/h1", "has no port to name"),
+        ("tenant-a/w1", "mgmt/h1:http", "port \"http\" is no number"),
+        (
+            "tenant-b/w1",
+            "mgmt/h1",
+            "no mesh has an entry \"tenant-b\"; there are mgmt, notebooks, parked, tenant-a",
+        ),
+        (
+            "mgmt/team-x/svc/postgres-rw",
+            "tenant-a/w1",
+            "a Service opens no connection",
+        ),
+    ] {
+        let run = explain(from, to);
+        assert_eq!((run.code, &*run.out), (Some(2), ""), "{from} {to}");
+        assert!(run.err.contains(said), "{}", run.err);
+    }
+    let usage = run("explain tenant-a/w1", "");
+    assert_eq!(usage.code, Some(2), "{}", usage.err);
+    let run = explain("tenant-a/default/web-9", "mgmt/team-x/postgres-rw");
+    assert_eq!(run.code, Some(2));
+    assert!(
+        run.out.contains("cluster \"tenant-a\" has no Pod default/web-9"),
+        "{}",
+        run.out
+    );
+    let run = explain("tenant-a/w1", "mgmt/team-x/postgres-rw");
+    assert!(
+        run.out
+            .contains("there is a Service of that name:\n    mgmt/team-x/svc/postgres-rw\n"),
+        "{}",
+        run.out
+    );
+}

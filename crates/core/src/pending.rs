@@ -1,0 +1,172 @@
+//! What was closed and still stands open in a member, since it could not be written there: a quarantine, a grant that was
+//! taken back, a profile that was tightened. What should stand is the plan's, what stands the observation's.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ipnet::IpNet;
+
+use crate::{
+    mesh::{Mesh, Profile},
+    observe::{Member, Observation, Observations, PolicySpec, ServiceGrant},
+    ownership::{self, Ownership},
+    plan::{Fact, MeshPlan, Plan},
+};
+
+/// A member that still lets in what it should not.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Pending {
+    /// Its whole member is quarantined; else a part of what it may reach was taken back.
+    pub quarantine: bool,
+    /// Who still gets in, by its entry's name.
+    pub source: String,
+    /// Where, by its entry's name.
+    pub target: String,
+    /// Why it is so, and whether that is known.
+    pub why: Why,
+}
+
+/// Why something is not closed yet.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Why {
+    /// It was never seen, so what stands there is not known; in words.
+    Unknown(String),
+    /// What was seen of it last is open; what is in the way, in words.
+    Open(String),
+}
+
+impl Pending {
+    /// `QuarantinePending` or `RevokePending`.
+    #[must_use]
+    pub const fn reason(&self) -> &'static str {
+        if self.quarantine {
+            "QuarantinePending"
+        } else {
+            "RevokePending"
+        }
+    }
+
+    /// For a person.
+    #[must_use]
+    pub fn message(&self) -> String {
+        let Self {
+            quarantine,
+            source,
+            target,
+            why,
+        } = self;
+        let what = if *quarantine {
+            format!("cluster {source:?} is quarantined")
+        } else {
+            format!("something was taken back from cluster {source:?}")
+        };
+        match why {
+            Why::Unknown(why) => format!("{what}, and whether cluster {target:?} closed it is not known: {why}"),
+            Why::Open(why) => format!("{what}, and stands open in cluster {target:?}: {why}"),
+        }
+    }
+}
+
+/// What is closed in the plan of one mesh and open where it should stand. `unwritten` = members, by entry name, into which
+/// something could not be written, and why.
+#[must_use]
+pub fn pending(
+    mesh: &Mesh,
+    plan: &Plan,
+    seen: &Observations,
+    unwritten: &BTreeMap<String, String>,
+) -> BTreeSet<Pending> {
+    let mut found = BTreeSet::new();
+    let Some(planned) = plan.meshes.get(&mesh.id).filter(|planned| !planned.deleting) else {
+        return found;
+    };
+    let quarantined: BTreeSet<&str> = planned
+        .facts
+        .iter()
+        .filter_map(|fact| match fact {
+            Fact::Quarantined { cluster, .. } => Some(&**cluster),
+            _ => None,
+        })
+        .collect();
+    // What stands in a sandbox of the others is no boundary, and what is standard holds nothing.
+    for target in mesh.clusters.iter().filter(|c| c.profile == Profile::ClusterMeshed) {
+        let observation = seen.members.get(&target.identity);
+        let trouble = observation.map_or(Some("it has not been looked at yet"), Observation::trouble);
+        let name = &target.name;
+        let Some(member) = observation.and_then(Observation::last) else {
+            let linked = |source: &&&str| {
+                let report = planned.clusters.get(**source);
+                **source != *name && report.is_some_and(|report| report.linked)
+            };
+            found.extend(quarantined.iter().filter(linked).map(|source| Pending {
+                quarantine: true,
+                source: (*source).to_owned(),
+                target: name.clone(),
+                why: Why::Unknown(trouble.unwrap_or_default().to_owned()),
+            }));
+            continue;
+        };
+        let why = match (trouble, unwritten.get(name)) {
+            (Some(why), _) => why.to_owned(),
+            (None, Some(why)) => why.clone(),
+            (None, None) if planned.paused => "the ClusterMesh is paused, and nothing is written".to_owned(),
+            (None, None) => "it is being written".to_owned(),
+        };
+        let open = open(mesh, plan, planned, name, member, &quarantined);
+        found.extend(open.into_iter().map(|source| Pending {
+            quarantine: quarantined.contains(&*source),
+            source,
+            target: name.clone(),
+            why: Why::Open(why.clone()),
+        }));
+    }
+    found
+}
+
+/// Sources that what stands in `target` lets in further than what is planned there.
+fn open(
+    mesh: &Mesh,
+    plan: &Plan,
+    planned: &MeshPlan,
+    target: &str,
+    member: &Member,
+    quarantined: &BTreeSet<&str>,
+) -> BTreeSet<String> {
+    let nothing = PolicySpec::default();
+    let held = planned.targets.get(target);
+    let ours = |owner| ownership::of(owner, &plan.hub, &plan.claimants) == Ownership::Mesh(&mesh.id);
+    let mut open = BTreeSet::new();
+    for standing in member.policies.iter().flat_map(BTreeMap::values) {
+        let (Some(source), Ok(spec)) = (&standing.owner.source_cluster, &standing.spec) else {
+            continue;
+        };
+        let wanted = held.and_then(|held| held.policies.values().find(|policy| policy.source == *source));
+        if ours(&standing.owner) && wider(spec, wanted.map_or(&nothing, |policy| &policy.spec)) {
+            open.insert(source.clone());
+        }
+    }
+    if member.policies.is_none() {
+        // Nobody there is held to a policy: the Peers are what lets in.
+        for standing in member.peers.iter().flat_map(BTreeMap::values) {
+            let Some(source) = standing.owner.source_cluster.as_ref().filter(|_| ours(&standing.owner)) else {
+                continue;
+            };
+            let kept = held.is_some_and(|held| held.peers.values().any(|peer| peer.source == *source));
+            if quarantined.contains(&**source) && !kept {
+                open.insert(source.clone());
+            }
+        }
+    }
+    open
+}
+
+/// Whether `standing` lets in what `wanted` does not.
+fn wider(standing: &PolicySpec, wanted: &PolicySpec) -> bool {
+    let allowed = |net: &IpNet| wanted.allow.iter().any(|wanted| wanted.contains(net));
+    let granted = |grant: &ServiceGrant| {
+        wanted.grants.iter().any(|wanted| {
+            let ports = wanted.ports.is_empty() || (!grant.ports.is_empty() && grant.ports.is_subset(&wanted.ports));
+            wanted.service == grant.service && ports
+        })
+    };
+    !standing.allow.iter().all(allowed) || !standing.grants.iter().all(granted)
+}

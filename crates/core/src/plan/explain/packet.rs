@@ -1,0 +1,367 @@
+//! The way of one connection through the Peers and policies that are planned: what a node of each side is told is all that
+//! is looked at. Why something is not told is in [`super::why`].
+
+use std::{collections::BTreeSet, net::IpAddr};
+
+use ipnet::IpNet;
+
+use super::{Explanation, Hop, Rule, Verdict, Way, bounds, member, port_text, why::Asked};
+use crate::{
+    mesh::{ClusterIdentity, Profile, Protocol},
+    observe::{Claim, Member, PolicySpec},
+    plan::{MeshPlan, Plan, PlannedPeer, PlannedPolicy, TargetPlan, location},
+};
+
+pub(super) struct Packet<'q> {
+    pub(super) asked: &'q Asked<'q>,
+}
+
+/// What every mesh plans for one cluster, with the mesh that says who is meant by a source's name.
+fn targets<'p>(plan: &'p Plan, cluster: &'p ClusterIdentity) -> impl Iterator<Item = (&'p MeshPlan, &'p TargetPlan)> {
+    plan.meshes.values().flat_map(move |mesh| {
+        let entries = mesh.identities.iter();
+        let same = entries.filter(move |(_, identity)| identity.same_cluster(cluster));
+        same.filter_map(move |(name, _)| Some((mesh, mesh.targets.get(name)?)))
+    })
+}
+
+fn is(mesh: &MeshPlan, entry: &str, cluster: &ClusterIdentity) -> bool {
+    mesh.identities
+        .get(entry)
+        .is_some_and(|identity| identity.same_cluster(cluster))
+}
+
+/// Peers that `holder` should have of `source`.
+fn peers<'p>(
+    plan: &'p Plan,
+    holder: &'p ClusterIdentity,
+    source: &'p ClusterIdentity,
+) -> impl Iterator<Item = (&'p String, &'p PlannedPeer)> {
+    targets(plan, holder).flat_map(move |(mesh, target)| {
+        let peers = target.peers.iter();
+        peers.filter(move |(_, peer)| is(mesh, &peer.source, source))
+    })
+}
+
+/// Policies that `holder` should have for `source`.
+fn policies<'p>(
+    plan: &'p Plan,
+    holder: &'p ClusterIdentity,
+    source: &'p ClusterIdentity,
+) -> impl Iterator<Item = (&'p String, &'p PlannedPolicy)> {
+    targets(plan, holder).flat_map(move |(mesh, target)| {
+        let policies = target.policies.iter();
+        policies.filter(move |(_, policy)| is(mesh, &policy.source, source))
+    })
+}
+
+fn holds(peer: &PlannedPeer, address: IpAddr) -> Option<IpNet> {
+    let nets = peer.spec.allowed_ips.iter().filter(|net| net.contains(&address));
+    nets.max_by_key(|net| net.prefix_len()).copied()
+}
+
+impl Packet<'_> {
+    pub(super) fn follow(&self) -> Explanation {
+        let asked = self.asked;
+        let (plan, from, to) = (asked.world.plan, asked.from, asked.to);
+        let carrying = peers(plan, &from.cluster, &to.cluster)
+            .filter_map(|(name, peer)| Some((holds(peer, to.address)?, name, peer)))
+            .max_by_key(|(net, name, _)| (net.prefix_len(), *name));
+        let Some((prefix, name, peer)) = carrying else {
+            return asked.unreached();
+        };
+        let out = self.hop(&from.cluster, name, peer, prefix);
+        let (seen_as, back) = match self.back() {
+            Ok(back) => back,
+            Err(explanation) => return *explanation,
+        };
+        let registered = asked
+            .stage
+            .rolls
+            .get(asked.target)
+            .map_or(&[][..], |roll| &roll.registered);
+        let own = registered.iter().find(|node| node.node == peer.node);
+        let meshed = asked.source().cluster.profile == Profile::ClusterMeshed;
+        let anchored = meshed && own.is_some_and(|node| !node.prefixes.iter().any(|own| own.contains(&prefix)));
+        let mut way = Way {
+            out,
+            anchored,
+            back,
+            seen_as,
+            masqueraded: from.address.is_some_and(|address| address != seen_as),
+            policy: None,
+        };
+        let mut answer = self.judge(&mut way);
+        if anchored && answer.verdict() == Verdict::Allowed {
+            answer.notes.push(format!(
+                "{prefix} rides on Node {} as an anchor, which leads the connection on: what answers sees that node's address, \
+                 or of a Service one of its cluster's",
+                peer.node
+            ));
+        }
+        answer.way = Some(way);
+        answer
+    }
+
+    fn hop(&self, holder: &ClusterIdentity, name: &str, peer: &PlannedPeer, prefix: IpNet) -> Hop {
+        let standing = member(self.asked.world.seen, holder).and_then(|member| member.peers.as_ref()?.get(name));
+        Hop {
+            peer: name.to_owned(),
+            node: peer.node.clone(),
+            prefix,
+            written: standing.is_some_and(|standing| standing.spec.as_ref() == Ok(&peer.spec)),
+        }
+    }
+
+    /// The Peer that lets the source in, and the address that it lets in: the source's own where it is published for its
+    /// node, else the node's WireGuard address.
+    fn back(&self) -> Result<(IpAddr, Hop), Box<Explanation>> {
+        let asked = self.asked;
+        let (plan, from, to) = (asked.world.plan, asked.from, asked.to);
+        let family = |net: &IpNet| net.addr().is_ipv4() == to.address.is_ipv4();
+        let all = || peers(plan, &to.cluster, &from.cluster);
+        let own = |peer: &PlannedPeer| from.node.as_deref().is_none_or(|node| peer.node == node);
+        let found = from.address.and_then(|address| {
+            let held = all().filter(|(_, peer)| own(peer));
+            let held = held.filter_map(|(name, peer)| Some((holds(peer, address)?, name, peer)));
+            let (net, name, peer) = held.max_by_key(|(net, name, _)| (net.prefix_len(), *name))?;
+            Some((address, self.hop(&to.cluster, name, peer, net)))
+        });
+        // A node behind another of its location is let in by that one's Peer, where kg serves both.
+        let led = || {
+            let address = from.address?;
+            let node = from.node.as_deref()?;
+            let source = member(asked.world.seen, &from.cluster)?;
+            let leads = location::segments(source);
+            let followed = |leader: &str| leads.followers.get(leader).is_some_and(|all| all.contains(&node));
+            let held = all().filter(|(_, peer)| followed(&peer.node));
+            let (net, name, peer) = held
+                .filter_map(|(name, peer)| Some((holds(peer, address)?, name, peer)))
+                .max_by_key(|(net, name, _)| (net.prefix_len(), *name))?;
+            Some((address, self.hop(&to.cluster, name, peer, net)))
+        };
+        let masqueraded = || {
+            let node = from.node.as_deref()?;
+            let source = member(asked.world.seen, &from.cluster)?;
+            let wireguard = source.nodes.get(node)?.wireguard_ip.value()?.addr();
+            let mut held = all().filter(|(_, peer)| peer.node == node);
+            let (net, name, peer) = held.find_map(|(name, peer)| Some((holds(peer, wireguard)?, name, peer)))?;
+            family(&net).then(|| (wireguard, self.hop(&to.cluster, name, peer, net)))
+        };
+        found.or_else(led).or_else(masqueraded).ok_or_else(|| {
+            let skipped = from.node.as_deref();
+            let skipped = skipped.and_then(|node| asked.skipped(asked.source, node, asked.target));
+            Box::new(skipped.unwrap_or_else(|| {
+                let who = match (&from.address, &from.node) {
+                    (Some(address), Some(node)) => format!("{address} on Node {node}"),
+                    (Some(address), None) => address.to_string(),
+                    (None, Some(node)) => format!("Node {node}"),
+                    (None, None) => "it".to_owned(),
+                };
+                Explanation::of(
+                    Rule::NoPeer,
+                    format!(
+                        "no Peer in cluster {:?} lets {who} of cluster {:?} in: the address is published by no Node there, and \
+                         no WireGuard address of its family stands for it",
+                        asked.target, asked.source
+                    ),
+                )
+            }))
+        })
+    }
+
+    /// What the policies on both sides say.
+    fn judge(&self, way: &mut Way) -> Explanation {
+        let asked = self.asked;
+        let (plan, from, to) = (asked.world.plan, asked.from, asked.to);
+        // Whoever is closed here is not called from here either.
+        if let Some((name, _)) = policies(plan, &from.cluster, &to.cluster)
+            .find(|(_, policy)| policy.spec.sandbox && contains(&policy.spec.networks, to.address))
+        {
+            return Explanation::of(
+                Rule::TowardSandbox,
+                format!(
+                    "PeerPolicy {name} in cluster {:?} opens no connection to {}",
+                    asked.source, to.address
+                ),
+            );
+        }
+        let Some(target) = member(asked.world.seen, &to.cluster) else {
+            return Explanation::of(Rule::MemberUnseen, format!("cluster {:?} was not seen", asked.target));
+        };
+        let Some(standing) = &target.policies else {
+            return Explanation::of(
+                Rule::NoPolicyHere,
+                format!(
+                    "cluster {:?} has no CRD peerpolicies.kilo.squat.ai, so its nodes admit whatever its Peers let in: run wg-agent \
+                     there, beside kg with --mode=policy",
+                    asked.target
+                ),
+            );
+        };
+        let speaking: Vec<(&String, &PlannedPolicy)> = policies(plan, &to.cluster, &from.cluster)
+            .filter(|(_, policy)| contains(&policy.spec.sources, way.seen_as))
+            .collect();
+        let Some((name, first)) = speaking.first() else {
+            return Explanation::of(
+                Rule::PolicyMissing,
+                format!(
+                    "no PeerPolicy in cluster {:?} speaks of {}, and what none speaks of is dropped",
+                    asked.target, way.seen_as
+                ),
+            );
+        };
+        let written = standing
+            .get(*name)
+            .is_some_and(|standing| standing.spec.as_ref() == Ok(&first.spec));
+        way.policy = Some(((*name).clone(), written));
+        let specs: Vec<&PolicySpec> = speaking.iter().map(|(_, policy)| &policy.spec).collect();
+        if let Some(closed) = to.port.and_then(|port| self.closed(&specs, target, port)) {
+            return closed;
+        }
+        if specs.iter().any(|spec| spec.sandbox) || asked.source().cluster.profile == Profile::Sandbox {
+            return self.granted(&way.out.node, |port| self.closed(&specs, target, port).is_some());
+        }
+        if !specs.iter().any(|spec| contains(&spec.allow, to.address)) {
+            return Explanation::of(
+                Rule::OutsideAllowedNetworks,
+                format!(
+                    "{} lies outside what cluster {:?} opens to its members ({})",
+                    to.address,
+                    asked.target,
+                    bounds(&asked.target().cluster)
+                ),
+            );
+        }
+        let mut answer = Explanation::of(
+            Rule::Meshed,
+            format!(
+                "clusters {:?} and {:?} are cluster-meshed, and {} lies in allowedNetworks of {:?}",
+                asked.source, asked.target, to.address, asked.target
+            ),
+        );
+        if to.port.is_none() {
+            answer.notes.extend(self.exceptions(&specs, target));
+        }
+        answer
+    }
+
+    /// What is closed to every member, whatever is allowed to it.
+    fn closed(&self, specs: &[&PolicySpec], target: &Member, port: (Protocol, u16)) -> Option<Explanation> {
+        let asked = self.asked;
+        let to = asked.to;
+        if port.0 == Protocol::Tcp
+            && specs
+                .iter()
+                .any(|spec| spec.deny.contains(&(to.address, port.1).into()))
+        {
+            return Some(Explanation::of(
+                Rule::ApiServer,
+                format!(
+                    "{} port {} is an endpoint of the API server of cluster {:?}, which is closed to every member",
+                    to.address,
+                    port_text(port),
+                    asked.target
+                ),
+            ));
+        }
+        let infrastructure = specs.iter().any(|spec| spec.infrastructure_ports.contains(&port));
+        (infrastructure && node_addresses(target).contains(&to.address)).then(|| {
+            Explanation::of(
+                Rule::InfrastructurePort,
+                format!(
+                    "port {} is an infrastructure port (API server, kubelet, etcd and their like), closed to every member on the \
+                     addresses of the nodes of cluster {:?}",
+                    port_text(port),
+                    asked.target
+                ),
+            )
+        })
+    }
+
+    fn granted(&self, node: &str, closed: impl Fn((Protocol, u16)) -> bool) -> Explanation {
+        let asked = self.asked;
+        let to = asked.to;
+        let mut open = asked.open(node);
+        open.retain(|(_, protocol, port), _| !closed((*protocol, *port)));
+        let of_address = open.iter().filter(|((address, ..), _)| *address == to.address);
+        let wanted =
+            of_address.filter(|((_, protocol, port), _)| to.port.is_none_or(|want| want == (*protocol, *port)));
+        let (fresh, draining): (Vec<_>, Vec<_>) = wanted.partition(|(_, fresh)| **fresh);
+        let ports = |list: &[(&(IpAddr, Protocol, u16), &bool)]| {
+            let ports: Vec<String> = list
+                .iter()
+                .map(|((_, protocol, port), _)| port_text((*protocol, *port)))
+                .collect();
+            ports.join(", ")
+        };
+        if !fresh.is_empty() {
+            return Explanation::of(
+                Rule::Granted,
+                format!(
+                    "cluster {:?} is granted {} on port {}, and nothing else of that address. {}",
+                    asked.source,
+                    to.address,
+                    ports(&fresh),
+                    asked.grants()
+                ),
+            );
+        }
+        let mut answer = asked.not_granted();
+        if !draining.is_empty() {
+            answer.notes.push(format!(
+                "{} port {} is an endpoint that is on its way out: open connections stay, new ones are not taken",
+                to.address,
+                ports(&draining)
+            ));
+        }
+        answer
+    }
+
+    /// Without a port: which are closed all the same.
+    fn exceptions(&self, specs: &[&PolicySpec], target: &Member) -> Vec<String> {
+        let to = self.asked.to;
+        let mut notes = Vec::new();
+        if node_addresses(target).contains(&to.address) {
+            let ports: BTreeSet<_> = specs
+                .iter()
+                .flat_map(|spec| &spec.infrastructure_ports)
+                .copied()
+                .collect();
+            let ports: Vec<String> = ports.into_iter().map(port_text).collect();
+            notes.push(format!(
+                "closed all the same, as infrastructure: ports {}",
+                ports.join(", ")
+            ));
+        }
+        let api: BTreeSet<u16> = specs
+            .iter()
+            .flat_map(|spec| &spec.deny)
+            .filter(|denied| denied.ip() == to.address)
+            .map(std::net::SocketAddr::port)
+            .collect();
+        notes.extend(
+            api.into_iter()
+                .map(|port| format!("closed all the same, as the API server's: port {port}/TCP")),
+        );
+        notes
+    }
+}
+
+fn contains(nets: &BTreeSet<IpNet>, address: IpAddr) -> bool {
+    nets.iter().any(|net| net.contains(&address))
+}
+
+/// Addresses of a cluster's nodes, as its Node objects have them.
+fn node_addresses(member: &Member) -> BTreeSet<IpAddr> {
+    let wireguard = member.nodes.values().filter_map(|node| match &node.wireguard_ip {
+        Claim::Is(net) => Some(net.addr()),
+        _ => None,
+    });
+    let internal = member.nodes.values().flat_map(|node| &node.internal_ips);
+    internal
+        .map(IpAddr::to_canonical)
+        .chain(wireguard)
+        .chain(member.nodes.values().flat_map(|node| node.external_ips.iter().copied()))
+        .collect()
+}

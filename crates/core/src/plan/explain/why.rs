@@ -1,0 +1,322 @@
+//! Whether two members are connected, as the planner itself decides it, and why an address has no Peer. The packet's own
+//! way through Peers and policies is in [`super::packet`].
+
+use std::{collections::BTreeMap, net::IpAddr};
+
+use super::{Destination, Explanation, Rule, Source, World, bounds, member, packet::Packet, port_text};
+use crate::{
+    mesh::{Mesh, PortRef, Profile, Protocol},
+    observe::Observation,
+    plan::{
+        Fact,
+        link::{self, Apart, Link},
+        mesh::Stage,
+        services,
+        target::Party,
+    },
+};
+
+/// One question, put to one mesh.
+pub(super) struct Asked<'q> {
+    pub(super) world: &'q World<'q>,
+    pub(super) mesh: &'q Mesh,
+    pub(super) stage: &'q Stage<'q>,
+    /// Name of the source's entry.
+    pub(super) source: &'q str,
+    /// Name of the destination's entry.
+    pub(super) target: &'q str,
+    pub(super) from: &'q Source,
+    pub(super) to: &'q Destination,
+}
+
+/// An endpoint that a sandbox may reach: address, protocol and port, and whether it takes new connections.
+pub(super) type Open = BTreeMap<(IpAddr, Protocol, u16), bool>;
+
+impl Asked<'_> {
+    pub(super) fn answer(&self) -> Explanation {
+        self.apart()
+            .or_else(|| self.unseen())
+            .unwrap_or_else(|| Packet { asked: self }.follow())
+    }
+
+    fn party(&self, name: &str) -> &Party<'_> {
+        &self.stage.parties[name]
+    }
+
+    pub(super) fn source(&self) -> &Party<'_> {
+        self.party(self.source)
+    }
+
+    pub(super) fn target(&self) -> &Party<'_> {
+        self.party(self.target)
+    }
+
+    /// Facts of the plan about one entry of this mesh.
+    pub(super) fn facts(&self) -> impl Iterator<Item = &Fact> {
+        let plan = self.world.plan.meshes.get(&self.mesh.id);
+        plan.into_iter().flat_map(|plan| &plan.facts)
+    }
+
+    /// What keeps the two members apart whatever their nodes and addresses are.
+    fn apart(&self) -> Option<Explanation> {
+        let deny = |rule, message: String| Some(Explanation::of(rule, message));
+        if self.mesh.deleting {
+            return deny(
+                Rule::Deleting,
+                format!(
+                    "ClusterMesh {} is being deleted: everything it wrote goes",
+                    self.mesh.id
+                ),
+            );
+        }
+        let (source, target) = (self.source(), self.target());
+        let link = match link::tie(target, source) {
+            Err(apart) => return Some(self.explained(&apart)),
+            Ok(Link::Grantor) => {
+                return deny(
+                    Rule::TowardSandbox,
+                    format!(
+                        "cluster {:?} is a sandbox: it opens connections to what it is granted, and nobody opens one to it",
+                        self.target
+                    ),
+                );
+            }
+            Ok(link) => link,
+        };
+        for name in [self.source, self.target] {
+            if self.party(name).cluster.quarantine {
+                let said = self.facts().find_map(|fact| match fact {
+                    Fact::Quarantined { cluster, message } if cluster == name => Some(message.clone()),
+                    _ => None,
+                });
+                let message = said.unwrap_or_else(|| format!("cluster {name:?} is quarantined"));
+                return deny(
+                    Rule::Quarantined,
+                    format!("{message}. Take its quarantine away to open it"),
+                );
+            }
+        }
+        if let Some(by) = link::enforced_by(link, self.target, self.source, source)
+            && let Some(why) = self.stage.lax.get(by)
+        {
+            return deny(Rule::TargetCannotEnforce, why.clone());
+        }
+        None
+    }
+
+    fn explained(&self, apart: &Apart) -> Explanation {
+        match apart {
+            Apart::SameCluster => Explanation::of(Rule::SameCluster, "both entries are one cluster"),
+            Apart::Standard(name) => {
+                let conflict = self.facts().find_map(|fact| match fact {
+                    Fact::ProfileConflict { cluster, message } if cluster == name => Some(format!(" ({message})")),
+                    _ => None,
+                });
+                Explanation::of(
+                    Rule::Standard,
+                    format!(
+                        "cluster {name:?} has isolationProfile standard{}: it is connected to nothing",
+                        conflict.unwrap_or_default()
+                    ),
+                )
+            }
+            Apart::NoNetworks(name) => {
+                let overlap = self.facts().find_map(|fact| match fact {
+                    Fact::NetworksOverlap { cluster, message, .. } if cluster == name => Some(message.clone()),
+                    _ => None,
+                });
+                let message = overlap.unwrap_or_else(|| format!("cluster {name:?} has no network in allowedNetworks"));
+                Explanation::of(Rule::NetworksOverlap, message)
+            }
+            Apart::Sandboxes => Explanation::of(
+                Rule::TwoSandboxes,
+                format!(
+                    "clusters {:?} and {:?} are both sandboxes: two sandboxes never meet",
+                    self.source, self.target
+                ),
+            ),
+            Apart::NoGrant(sandbox) if sandbox == self.target => Explanation::of(
+                Rule::TowardSandbox,
+                format!("cluster {sandbox:?} is a sandbox: nobody opens a connection to it"),
+            ),
+            Apart::NoGrant(sandbox) => Explanation::of(
+                Rule::NoGrant,
+                format!(
+                    "cluster {sandbox:?} is a sandbox and has no grant toward {:?}: add the Service to its egress. {}",
+                    self.target,
+                    self.grants()
+                ),
+            ),
+        }
+    }
+
+    /// Nothing can be said of a member that was not seen.
+    fn unseen(&self) -> Option<Explanation> {
+        for name in [self.source, self.target] {
+            let party = self.party(name);
+            if party.member().is_none() {
+                let why = party.observed.and_then(Observation::trouble).unwrap_or("not seen");
+                return Some(Explanation::of(
+                    Rule::MemberUnseen,
+                    format!("cluster {name:?} was not seen ({why}), so its Nodes and what stands there are not known"),
+                ));
+            }
+        }
+        let missing = [self.source, self.target]
+            .into_iter()
+            .find(|name| self.party(name).member().is_some_and(|member| member.peers.is_none()));
+        missing.map(|name| {
+            Explanation::of(
+                Rule::PeerCRDMissing,
+                format!("cluster {name:?} has no CRD peers.kilo.squat.ai; install the agent's manifests there"),
+            )
+        })
+    }
+
+    /// The endpoints on one node of the target that the sandbox which asks may reach.
+    pub(super) fn open(&self, node: &str) -> Open {
+        let (source, target) = (self.source(), self.target());
+        let mut open = Open::new();
+        let Some(member) = target.member() else { return open };
+        let hosting = link::hosting(self.stage.rolls.get(self.target));
+        let grants = source
+            .cluster
+            .egress
+            .iter()
+            .filter(|grant| grant.cluster == self.target);
+        for grant in grants {
+            let Ok(found) = services::resolve(grant, &source.cluster, &target.cluster, member, Some(&hosting)) else {
+                continue;
+            };
+            let Some(here) = found.hosts.get(node) else { continue };
+            for ((_, ports), endpoints) in &found.groups {
+                let serving = endpoints.iter().filter(|endpoint| endpoint.serving);
+                for endpoint in serving.filter(|endpoint| here.contains(&endpoint.address)) {
+                    for port in ports {
+                        let fresh = open.entry((endpoint.address, port.protocol, port.port)).or_default();
+                        *fresh |= !endpoint.terminating;
+                    }
+                }
+            }
+        }
+        open
+    }
+
+    /// What the source's entry grants it, in words.
+    pub(super) fn grants(&self) -> String {
+        let source = self.source();
+        if source.cluster.egress.is_empty() {
+            return format!("Cluster {:?} has no grants", self.source);
+        }
+        let plan = self.world.plan.meshes.get(&self.mesh.id);
+        let reports = || plan.into_iter().flat_map(|plan| &plan.egress);
+        let grants = source.cluster.egress.iter().map(|grant| {
+            let ports: Vec<String> = grant
+                .ports
+                .iter()
+                .map(|port| match &port.port {
+                    PortRef::Number(number) => port_text((port.protocol, *number)),
+                    PortRef::Name(name) => format!("{name}/{}", port.protocol.as_str()),
+                })
+                .collect();
+            let ports = if ports.is_empty() {
+                "every port".to_owned()
+            } else {
+                format!("port {}", ports.join(", "))
+            };
+            let report = reports().find(|report| report.cluster == self.source && report.service == grant.local);
+            let trouble = report
+                .map(|report| &*report.message)
+                .filter(|message| !message.is_empty());
+            format!(
+                "{} of {:?} on {ports}{}",
+                grant.service,
+                grant.cluster,
+                trouble.map(|why| format!(" ({why})")).unwrap_or_default()
+            )
+        });
+        let grants: Vec<String> = grants.collect();
+        format!("Its grants are: {}", grants.join("; "))
+    }
+
+    /// Why nothing carries the destination into the source's cluster.
+    pub(super) fn unreached(&self) -> Explanation {
+        let target = &self.target().cluster;
+        let address = self.to.address;
+        if self.source().cluster.profile == Profile::Sandbox {
+            return self.not_granted();
+        }
+        if let Some(node) = &self.to.node
+            && let Some(skipped) = self.skipped(self.target, node, self.source)
+        {
+            return skipped;
+        }
+        if !target.allows(address.into()) {
+            return Explanation::of(
+                Rule::OutsideAllowedNetworks,
+                format!(
+                    "{address} lies outside allowedNetworks of cluster {:?} ({})",
+                    self.target,
+                    bounds(target)
+                ),
+            );
+        }
+        let anchor = self.facts().find_map(|fact| match fact {
+            Fact::NoAnchor { cluster, message } if cluster == self.target => Some(message.clone()),
+            _ => None,
+        });
+        let known = member(self.world.seen, &self.to.cluster).is_some_and(|member| !member.nodes.is_empty());
+        match anchor {
+            Some(message) => Explanation::of(
+                Rule::NoAnchor,
+                format!("{address} of cluster {:?} rides on an anchor: {message}", self.target),
+            ),
+            None => Explanation::of(
+                Rule::NoPeer,
+                format!(
+                    "no Peer in cluster {:?} carries {address}: no Node of cluster {:?} owns it{}, and no anchor carries it",
+                    self.source,
+                    self.target,
+                    if known { "" } else { " (none is known)" },
+                ),
+            ),
+        }
+    }
+
+    /// That a Node has no Peer, with its reason. `toward` = the member that should hold it.
+    pub(super) fn skipped(&self, cluster: &str, node: &str, toward: &str) -> Option<Explanation> {
+        let report = self.world.plan.meshes.get(&self.mesh.id)?.clusters.get(cluster)?;
+        let elsewhere = |message: &str| {
+            message.starts_with("toward cluster ") && !message.starts_with(&format!("toward cluster {toward:?}"))
+        };
+        let skipped = report
+            .skipped
+            .iter()
+            .find(|skipped| skipped.node == node && !elsewhere(&skipped.message))?;
+        Some(Explanation::of(
+            Rule::NodeSkipped,
+            format!(
+                "Node {node} of cluster {cluster:?} has no Peer: {} ({})",
+                skipped.reason, skipped.message
+            ),
+        ))
+    }
+
+    /// A sandbox asks for what it is not granted.
+    pub(super) fn not_granted(&self) -> Explanation {
+        let what = match self.to.port {
+            Some(port) => format!("{} port {}", self.to.address, port_text(port)),
+            None => self.to.address.to_string(),
+        };
+        Explanation::of(
+            Rule::NotGranted,
+            format!(
+                "cluster {:?} is a sandbox, and {what} of cluster {:?} is no endpoint of a Service that is granted to it. A grant \
+                 is an endpoint, never a ClusterIP or NodePort there. {}",
+                self.source,
+                self.target,
+                self.grants()
+            ),
+        )
+    }
+}

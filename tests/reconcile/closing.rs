@@ -1,0 +1,116 @@
+//! What is closed at once where the API answers, and told where it does not: a quarantine, a grant that is taken back.
+
+use super::*;
+
+#[tokio::test]
+async fn a_quarantine_closes_where_the_api_answers_and_is_pending_where_it_does_not() {
+    let world = World::start(&["mgmt", "tenant-a", "tenant-b"]).await;
+    for (m, name) in [(1, "mgmt"), (2, "tenant-a"), (3, "tenant-b")] {
+        world.node(name, m, 1).await;
+    }
+    let _controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let wide = ["mgmt", "tenant-a"].map(|cluster| (cluster, true));
+    let open = async |cluster: &str| {
+        let policies = sandbox::policies(&world, cluster).await;
+        !policies["prod--tenant-b"].spec.allow.is_empty()
+    };
+    for (cluster, want) in wide {
+        assert_eq!(open(cluster).await, want, "{cluster}");
+    }
+
+    // One API is away while the quarantine is asked for, by the annotation: by hand, in a hurry, with a name that is none.
+    let away = world.lab.cluster("tenant-a");
+    away.freeze_api().unwrap();
+    world.until_condition("Ready", "False/MemberStale", LATER).await;
+    let annotate = async |change: &str| {
+        let words = ["annotate", "--overwrite", "cmesh", "prod", "-n", NAMESPACE, change];
+        world.hub().kubectl(words).await.unwrap();
+    };
+    annotate("kilo-clustermesh.io/quarantine=tenant-b,tenant-bb").await;
+    let closed = async |cluster: &str, want: bool| {
+        wait_until(format!("{cluster} to be closed: {want}"), SOON, async || {
+            match open(cluster).await {
+                open if open != want => Ok(()),
+                open => Err(format!("open: {open}")),
+            }
+        })
+        .await
+        .unwrap();
+    };
+    closed("mgmt", true).await;
+    let message = world
+        .until_condition("PolicyEnforced", "False/QuarantinePending", SOON)
+        .await;
+    assert!(
+        message.starts_with("cluster \"tenant-b\" is quarantined, and stands open in cluster \"tenant-a\": "),
+        "{message}"
+    );
+    assert!(!message.contains("\"mgmt\""), "{message}");
+    let events = world.hub().kubectl(EVENTS).await.unwrap().stdout;
+    assert!(events.contains("\"tenant-bb\" is no entry of this mesh"), "{events}");
+
+    // It answers: closed there too, with every object where it was, and nothing is pending.
+    away.thaw_api().unwrap();
+    world.until_condition("PolicyEnforced", "True/Enforced", LATER).await;
+    assert!(!open("tenant-a").await);
+    let peers = world.peers("tenant-a").await;
+    let names: Vec<&String> = peers.keys().collect();
+    assert_eq!(names, ["prod--mgmt--mgmt-1", "prod--tenant-b--tenant-b-1"]);
+    let message = world.until_condition("Degraded", "True/Quarantined", SOON).await;
+    assert!(message.contains("\"tenant-b\""), "{message}");
+
+    annotate("kilo-clustermesh.io/quarantine-").await;
+    for cluster in ["mgmt", "tenant-a"] {
+        closed(cluster, false).await;
+    }
+    world.until_condition("Degraded", "False/AllServed", SOON).await;
+}
+
+#[tokio::test]
+async fn a_grant_taken_back_while_its_target_is_away_is_pending_until_it_is_closed() {
+    let world = World::start(&["mgmt", "tenant-a", "notebooks"]).await;
+    for (m, name) in [(1, "mgmt"), (2, "tenant-a"), (3, "notebooks")] {
+        world.node(name, m, 1).await;
+    }
+    sandbox::service(
+        &world,
+        "tenant-a",
+        "team-x",
+        "postgres",
+        5432,
+        ("10.2.1.9", "tenant-a-1"),
+    )
+    .await;
+    let _controller = world.controller().await;
+    let mut mesh = world.mesh();
+    let entry = &mut mesh["spec"]["clusters"][2];
+    entry["isolationProfile"] = json!("sandbox");
+    entry["allowedNetworks"] = json!(["100.64.3.0/24"]);
+    entry["egress"] = json!([{
+        "service": {"cluster": "tenant-a", "namespace": "team-x", "name": "postgres"}, "as": {"namespace": "default", "name": "db"},
+    }]);
+    world.apply_mesh(&mesh).await;
+    world
+        .until_peers("notebooks", &["prod--tenant-a--tenant-a-1"], SOON)
+        .await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let away = world.lab.cluster("tenant-a");
+    away.freeze_api().unwrap();
+    world.until_condition("Ready", "False/MemberStale", LATER).await;
+    mesh["spec"]["clusters"][2]["egress"] = json!([]);
+    world.apply_mesh(&mesh).await;
+    let message = world
+        .until_condition("PolicyEnforced", "False/RevokePending", SOON)
+        .await;
+    assert!(
+        message.starts_with(
+            "something was taken back from cluster \"notebooks\", and stands open in cluster \"tenant-a\": "
+        ),
+        "{message}"
+    );
+    away.thaw_api().unwrap();
+    world.until_condition("PolicyEnforced", "True/Enforced", LATER).await;
+    world.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
+}

@@ -1,0 +1,357 @@
+//! Profiles changed while everything runs: every write is recorded, and at no revision does more stand open than before or
+//! after.
+
+use std::sync::{Arc, Mutex};
+
+use clustermesh_api::{mesh::IsolationProfile, policy::PeerPolicy};
+use futures::StreamExt;
+use kube::{
+    ResourceExt,
+    api::{ListParams, WatchEvent, WatchParams},
+};
+use serde_json::Value;
+use tokio::task::JoinHandle;
+
+use super::*;
+
+/// One write, as the API server numbered it.
+#[derive(Debug, Clone)]
+struct Write {
+    revision: u64,
+    name: String,
+    /// `None` = it was deleted.
+    object: Option<Standing>,
+}
+
+/// What counts of an object.
+#[derive(Debug, Clone, PartialEq)]
+enum Standing {
+    /// It carries more than single addresses.
+    Peer { wide: bool },
+    /// It lets in more than granted endpoints.
+    Policy { wide: bool },
+}
+
+/// Records every write of Peers and PeerPolicies in one cluster.
+struct Recorder {
+    writes: Arc<Mutex<Vec<Write>>>,
+    tasks: Vec<JoinHandle<()>>,
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        self.tasks.iter().for_each(JoinHandle::abort);
+    }
+}
+
+fn peer(peer: &Peer) -> Standing {
+    let host = |net: &str| net.ends_with("/32") || net.ends_with("/128");
+    Standing::Peer {
+        wide: !peer.spec.allowed_ips.iter().all(|net| host(net)),
+    }
+}
+
+fn policy(policy: &PeerPolicy) -> Standing {
+    let sandbox = policy.spec.isolation_profile == IsolationProfile::Sandbox;
+    Standing::Policy {
+        wide: !sandbox || policy.spec.allow.iter().any(|allow| allow.service.is_none()),
+    }
+}
+
+fn revision(object: &impl ResourceExt) -> u64 {
+    object.resource_version().unwrap().parse().unwrap()
+}
+
+/// Follows one kind from its first revision on; returns when the watch cannot be taken up again.
+async fn follow<K>(api: Api<K>, writes: Arc<Mutex<Vec<Write>>>, standing: fn(&K) -> Standing)
+where
+    K: kube::Resource + Clone + std::fmt::Debug + serde::de::DeserializeOwned,
+{
+    let mut from = api
+        .list(&ListParams::default())
+        .await
+        .unwrap()
+        .metadata
+        .resource_version
+        .unwrap();
+    loop {
+        let mut events = api.watch(&WatchParams::default(), &from).await.unwrap().boxed();
+        while let Some(Ok(event)) = events.next().await {
+            let (object, gone) = match &event {
+                WatchEvent::Added(object) | WatchEvent::Modified(object) => (object, false),
+                WatchEvent::Deleted(object) => (object, true),
+                WatchEvent::Bookmark(_) => continue,
+                WatchEvent::Error(error) => panic!("{error:?}"),
+            };
+            from = object.resource_version().unwrap();
+            writes.lock().unwrap().push(Write {
+                revision: revision(object),
+                name: object.name_any(),
+                object: (!gone).then(|| standing(object)),
+            });
+        }
+    }
+}
+
+impl Recorder {
+    /// Begins in a cluster in which none of these stands yet.
+    async fn start(world: &World, cluster: &str) -> Self {
+        let writes = Arc::<Mutex<Vec<Write>>>::default();
+        let client = world.client(cluster).await;
+        let peers = follow(Api::<Peer>::all(client.clone()), Arc::clone(&writes), peer);
+        let policies = follow(Api::<PeerPolicy>::all(client), Arc::clone(&writes), policy);
+        Self {
+            writes,
+            tasks: vec![tokio::spawn(peers), tokio::spawn(policies)],
+        }
+    }
+
+    /// In the order of their revisions, which both kinds share.
+    fn writes(&self) -> Vec<Write> {
+        let mut writes = self.writes.lock().unwrap().clone();
+        writes.sort_by_key(|write| write.revision);
+        writes
+    }
+
+    /// What stands after the first `count` writes.
+    fn after(&self, count: usize) -> BTreeMap<String, Standing> {
+        let mut standing = BTreeMap::new();
+        for write in &self.writes()[..count] {
+            let key = match &write.object {
+                Some(Standing::Peer { .. }) | None => format!("peer {}", write.name),
+                Some(Standing::Policy { .. }) => format!("policy {}", write.name),
+            };
+            match &write.object {
+                Some(object) => drop(standing.insert(key, object.clone())),
+                // A Peer is `mesh--cluster--node`, a policy `mesh--cluster`: no name is both.
+                None => {
+                    standing.remove(&key);
+                    standing.remove(&format!("policy {}", write.name));
+                }
+            }
+        }
+        standing
+    }
+
+    /// Waits until everything that stands in the cluster was recorded; how many writes that makes.
+    async fn caught_up(&self, world: &World, cluster: &str) -> usize {
+        wait_until(format!("every write in {cluster} to be recorded"), SOON, async || {
+            let peers = world.peers(cluster).await;
+            let policies = sandbox::policies(world, cluster).await;
+            let mut listed: BTreeMap<String, Standing> = BTreeMap::new();
+            listed.extend(
+                peers
+                    .iter()
+                    .map(|(name, object)| (format!("peer {name}"), peer(object))),
+            );
+            listed.extend(
+                policies
+                    .iter()
+                    .map(|(name, object)| (format!("policy {name}"), policy(object))),
+            );
+            let latest = peers
+                .values()
+                .map(revision)
+                .chain(policies.values().map(revision))
+                .max();
+            let writes = self.writes();
+            let recorded = writes.iter().map(|write| write.revision).max();
+            if self.after(writes.len()) == listed && recorded >= latest {
+                Ok(writes.len())
+            } else {
+                Err(format!("{listed:?} is not yet {:?}", self.after(writes.len())))
+            }
+        })
+        .await
+        .unwrap()
+    }
+
+    /// Whether a wide Peer of `source` stands beside a policy that is wide or missing.
+    fn open(standing: &BTreeMap<String, Standing>, source: &str) -> bool {
+        let peer = |(name, object): (&String, &Standing)| {
+            name.starts_with(&format!("peer {source}--")) && *object == Standing::Peer { wide: true }
+        };
+        let policy = standing.get(&format!("policy {source}"));
+        standing.iter().any(peer) && policy != Some(&Standing::Policy { wide: false })
+    }
+
+    /// That nothing of `source` stands open from the first write on, after `first`, that touches it: that one closes.
+    fn assert_closed_from(&self, first: usize, last: usize, source: &str, what: &str) {
+        let writes = self.writes();
+        let of_source = |write: &Write| write.name == source || write.name.starts_with(&format!("{source}--"));
+        let begun = (first..last).find(|count| of_source(&writes[*count]));
+        let Some(begun) = begun else {
+            // Nothing of it was there.
+            assert!(!Self::open(&self.after(last), source), "{what}: nothing was written");
+            return;
+        };
+        for count in begun + 1..=last {
+            let standing = self.after(count);
+            assert!(
+                !Self::open(&standing, source),
+                "{what}: after write {count} ({:?}) of {:#?}",
+                writes[count - 1],
+                &writes[first..last]
+            );
+        }
+    }
+
+    /// That no Peer ever stood without the policy of its member beside it.
+    fn assert_never_a_peer_without_its_policy(&self, cluster: &str) {
+        let writes = self.writes();
+        for count in 1..=writes.len() {
+            let standing = self.after(count);
+            for peer in standing.keys().filter_map(|name| name.strip_prefix("peer ")) {
+                let source: Vec<&str> = peer.splitn(3, "--").take(2).collect();
+                let policy = format!("policy {}", source.join("--"));
+                assert!(
+                    standing.contains_key(&policy),
+                    "in {cluster}: {peer} without {policy} after {:?}",
+                    writes[count - 1]
+                );
+            }
+        }
+    }
+}
+
+/// A mesh in which `notebooks` has a profile and one grant toward the hub.
+fn with_profile(mut mesh: Value, profile: &str) -> Value {
+    let entry = &mut mesh["spec"]["clusters"][2];
+    entry["isolationProfile"] = json!(profile);
+    entry["egress"] = json!([{
+        "service": {"cluster": "mgmt", "namespace": "team-x", "name": "postgres"}, "as": {"namespace": "default", "name": "db"},
+    }]);
+    mesh
+}
+
+async fn three_clusters() -> World {
+    let world = World::start(&["mgmt", "tenant-a", "notebooks"]).await;
+    for (m, name) in [(1, "mgmt"), (2, "tenant-a"), (3, "notebooks")] {
+        world.node(name, m, 1).await;
+        world.node(name, m, 2).await;
+    }
+    sandbox::service(&world, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
+    world
+}
+
+/// Waits until a cluster holds these, of a member: how many Peers and whether they are wide, and whether its policy is.
+async fn until(world: &World, cluster: &str, source: &str, peers: (usize, bool), wide: Option<bool>) {
+    let what = format!("{cluster} to hold {peers:?} of {source}, policy {wide:?}");
+    wait_until(what, SOON, async || {
+        let all = world.peers(cluster).await;
+        let own = all.iter().filter(|(name, _)| name.starts_with(&format!("{source}--")));
+        let own: Vec<bool> = own
+            .map(|(_, object)| peer(object) == Standing::Peer { wide: true })
+            .collect();
+        let policies = sandbox::policies(world, cluster).await;
+        let of = policies
+            .get(source)
+            .map(|object| policy(object) == Standing::Policy { wide: true });
+        if own == vec![peers.1; peers.0] && of == wide {
+            Ok(())
+        } else {
+            Err(format!("{own:?}, policy {of:?}"))
+        }
+    })
+    .await
+    .unwrap();
+}
+
+#[tokio::test]
+async fn a_profile_changed_live_in_every_direction_never_leaves_wide_peers_without_a_policy() {
+    const SOURCE: &str = "prod--notebooks";
+    let world = three_clusters().await;
+    let clusters = ["mgmt", "tenant-a", "notebooks"];
+    let mut recorders = Vec::new();
+    for cluster in clusters {
+        recorders.push(Recorder::start(&world, cluster).await);
+    }
+    let _controller = world.controller().await;
+    let tightness = |profile| {
+        ["cluster-meshed", "sandbox", "standard"]
+            .iter()
+            .position(|one| *one == profile)
+    };
+    let mut before = None;
+    for profile in [
+        "cluster-meshed",
+        "sandbox",
+        "standard",
+        "cluster-meshed",
+        "standard",
+        "sandbox",
+        "cluster-meshed",
+    ] {
+        let mut first = Vec::new();
+        for (recorder, cluster) in recorders.iter().zip(clusters) {
+            first.push(recorder.caught_up(&world, cluster).await);
+        }
+        world.apply_mesh(&with_profile(world.mesh(), profile)).await;
+        // (in the hub, in the tenant, in the member of the hub's)
+        let (hub, tenant, own) = match profile {
+            "cluster-meshed" => (
+                ((2, true), Some(true)),
+                ((2, true), Some(true)),
+                ((2, true), Some(true)),
+            ),
+            // The node that runs the granted endpoint, and replies alone.
+            "sandbox" => (((2, false), Some(false)), ((0, false), None), ((1, false), Some(true))),
+            _ => (((0, false), None), ((0, false), None), ((0, false), None)),
+        };
+        until(&world, "mgmt", SOURCE, hub.0, hub.1).await;
+        until(&world, "tenant-a", SOURCE, tenant.0, tenant.1).await;
+        until(&world, "notebooks", "prod--mgmt", own.0, own.1).await;
+        until(&world, "tenant-a", "prod--mgmt", (2, true), Some(true)).await;
+        let tightened = before.is_some_and(|before| tightness(profile) > tightness(before));
+        for ((recorder, cluster), first) in recorders.iter().zip(clusters).zip(first) {
+            let last = recorder.caught_up(&world, cluster).await;
+            assert!(
+                last > first || profile != "cluster-meshed",
+                "nothing was recorded in {cluster}"
+            );
+            if tightened && cluster != "notebooks" {
+                let what = format!("{} to {profile} in {cluster}", before.unwrap_or_default());
+                recorder.assert_closed_from(first, last, SOURCE, &what);
+            }
+        }
+        before = Some(profile);
+    }
+    for (recorder, cluster) in recorders.iter().zip(clusters) {
+        recorder.assert_never_a_peer_without_its_policy(cluster);
+    }
+}
+
+#[tokio::test]
+async fn of_two_profiles_that_two_meshes_give_one_member_the_tighter_holds_and_is_told() {
+    let world = three_clusters().await;
+    let recorder = Recorder::start(&world, "mgmt").await;
+    let _controller = world.controller().await;
+    world.apply_mesh(&with_profile(world.mesh(), "cluster-meshed")).await;
+    until(&world, "mgmt", "prod--notebooks", (2, true), Some(true)).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+
+    // The other mesh calls it a sandbox: in both it is one, and has what either grants it.
+    let first = recorder.caught_up(&world, "mgmt").await;
+    let mut other = with_profile(world.mesh(), "sandbox");
+    other["metadata"]["name"] = json!("other");
+    other["spec"]["clusters"].as_array_mut().unwrap().remove(1);
+    let entry = &mut other["spec"]["clusters"][1];
+    entry["egress"][0]["as"]["name"] = json!("db-too");
+    world.apply_mesh(&other).await;
+    until(&world, "mgmt", "prod--notebooks", (2, false), Some(false)).await;
+    until(&world, "tenant-a", "prod--notebooks", (0, false), None).await;
+    let message = world.until_condition("Ready", "False/ProfileConflict", SOON).await;
+    assert!(
+        message.contains("is cluster-meshed here and sandbox in ClusterMesh clustermesh/other; the tighter one holds"),
+        "{message}"
+    );
+    let last = recorder.caught_up(&world, "mgmt").await;
+    recorder.assert_closed_from(first, last, "prod--notebooks", "a second mesh that calls it a sandbox");
+
+    // It goes, and what the first one says holds again.
+    let words = ["delete", "cmesh", "other", "-n", NAMESPACE, "--wait=false"];
+    world.hub().kubectl(words).await.unwrap();
+    until(&world, "mgmt", "prod--notebooks", (2, true), Some(true)).await;
+    until(&world, "tenant-a", "prod--notebooks", (2, true), Some(true)).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+}
