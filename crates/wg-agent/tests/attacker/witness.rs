@@ -71,41 +71,45 @@ pub(crate) struct Witness {
     pub(crate) name: &'static str,
     ns: NetNs,
     before: Counts,
+    /// The table's number: one that is made anew counts from nothing.
+    table: u64,
 }
 
 impl Witness {
     /// Watches `interface`.
     pub(crate) fn new(name: &'static str, ns: NetNs, at: At, interface: &str) -> Self {
         ns.nft(&rules(at, interface));
-        let before = Counts::new();
-        Self { name, ns, before }
+        Self {
+            name,
+            ns,
+            before: Counts::new(),
+            table: 0,
+        }
     }
 
     /// What came since this was asked last.
     pub(crate) fn news(&mut self) -> Counts {
-        let now = self.all();
-        let more = now.iter().filter_map(|(key, count)| {
-            // A table that was made anew counts from nothing.
-            let before = self
-                .before
-                .get(key)
-                .copied()
-                .filter(|before| before <= count)
-                .unwrap_or(0);
-            (*count > before).then(|| (key.clone(), count - before))
-        });
-        let more = more.collect();
-        self.before = now;
+        let (table, now) = self.all();
+        if table != self.table {
+            self.before.clear();
+            self.table = table;
+        }
+        let before = |key: &String| self.before.get(key).copied().unwrap_or(0);
+        let more = now.iter().filter(|(key, count)| **count > before(key));
+        let more = more.map(|(key, count)| (key.clone(), count - before(key))).collect();
+        // A listing may miss what is there while a set grows: it is not forgotten.
+        self.before.extend(now);
         more
     }
 
-    /// What came since it was made.
-    fn all(&self) -> Counts {
+    /// What came since it was made, and its number.
+    fn all(&self) -> (u64, Counts) {
         let mut out = Counts::new();
         let text = self.ns.run("nft", &["-j", "list", "table", "inet", "witness"]);
         let json: Value = serde_json::from_str(&text).expect("nft -j prints JSON");
-        let objects = json["nftables"].as_array().expect("a list").iter();
-        for set in objects.filter_map(|object| object.get("set")) {
+        let objects = || json["nftables"].as_array().expect("a list").iter();
+        let table = objects().find_map(|object| object["table"]["handle"].as_u64());
+        for set in objects().filter_map(|object| object.get("set")) {
             let errors = set["name"].as_str().is_some_and(|name| name.starts_with("errors"));
             for element in set["elem"].as_array().into_iter().flatten() {
                 let parts = element["elem"]["val"]["concat"].as_array().expect("a key");
@@ -114,7 +118,7 @@ impl Witness {
                 *out.entry(key).or_default() += count;
             }
         }
-        out
+        (table.expect("a table"), out)
     }
 }
 
