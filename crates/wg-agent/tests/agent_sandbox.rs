@@ -309,7 +309,7 @@ async fn the_grants_of_a_dead_agent_go(stage: &mut Stage) {
     stage.exactly("grants that went by themselves").await;
 }
 
-/// Between the other hand and the agent's own lies a moment in which no table stands.
+/// Between the other hand and the agent's own lies a moment in which no table stands; with a dead agent it lasts. Routing is shut then.
 async fn another_hand_takes_the_tables_away(stage: &mut Stage) {
     for how in ["flush ruleset", "delete table inet clustermesh"] {
         take_away(stage, how);
@@ -324,8 +324,7 @@ async fn another_hand_takes_the_tables_away(stage: &mut Stage) {
         .await
         .expect("the agent hears of it");
         stage.answered("the table is back").await;
-        // To be tightened with a lock in routing: then nothing passes without the table, and `exactly` follows at once.
-        stage.unpromised(how);
+        stage.locked(how);
         stage.exactly(&format!("after {how}")).await;
     }
     stage.killed().await;
@@ -336,13 +335,11 @@ async fn another_hand_takes_the_tables_away(stage: &mut Stage) {
         .await;
     take_away(stage, "flush ruleset");
     stage.flood.more(50).await;
-    // As above: with the lock `closed` stands here, for IPv4 at least.
-    stage.unpromised("flush ruleset beside a dead agent");
+    stage.locked("flush ruleset beside a dead agent");
     drop(tunnel);
     stage.started(&[]);
     stage.answered("an agent again").await;
-    // What passed between the look before and the agent's start.
-    stage.unpromised("until an agent is there");
+    stage.locked("until an agent is there");
     stage.exactly("after flush ruleset beside a dead agent").await;
 }
 
