@@ -1,14 +1,20 @@
 //! A cluster of untrusted code on whole clusters: it reaches the Service that is named for it and nothing else, also where its
-//! administrator does what an attacker would.
+//! administrator gives the Peers there every address.
 
 mod mesh;
+#[path = "sandbox/upheavals.rs"]
+mod upheavals;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
 
-use clustermesh_lab::{Asker, Cluster, Lab, LabPlan, Product, Tunnel, Web, wait_until};
-use mesh::{HUB, MEMBER, PATIENCE, host, json, pod, url};
+use clustermesh_lab::{Answer, Asker, Cluster, Lab, LabPlan, Product, Tunnel, Web};
+use mesh::{
+    HUB, MEMBER, answers,
+    attack::{self, Attacker},
+    host, pod, seen, url, wireguard,
+};
 
 const SANDBOX: &str = "notebooks";
 const GRANT: &str =
@@ -26,7 +32,7 @@ struct World<'a> {
 }
 
 #[tokio::test]
-async fn a_sandbox_reaches_the_service_named_for_it_and_nothing_else_whatever_its_administrator_does() {
+async fn a_sandbox_reaches_the_service_named_for_it_and_nothing_else_also_with_peers_of_its_own_making() {
     let lab = Lab::start(LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (SANDBOX, 1)]))
         .await
         .unwrap();
@@ -34,7 +40,9 @@ async fn a_sandbox_reaches_the_service_named_for_it_and_nothing_else_whatever_it
     the_granted_service_answers_under_its_name_and_sees_a_wireguard_address(&world).await;
     nothing_of_the_hub_but_what_is_granted_stands_in_the_sandbox(&world).await;
     nothing_there_opens_a_connection_to_the_sandbox(&world).await;
-    a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(&world).await;
+    routing_there_knows_the_granted_endpoints_and_their_nodes_alone(&world).await;
+    let attacker = a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(&world).await;
+    upheavals::nothing_more_opens_while_agents_tables_objects_and_nodes_go_and_come(&world, &attacker).await;
     a_grant_that_is_taken_back_closes(&world).await;
 }
 
@@ -86,11 +94,7 @@ impl<'a> World<'a> {
 
     /// The WireGuard address of the sandbox's node.
     async fn wireguard(&self) -> IpAddr {
-        let node = json(&self.sandbox, &["get", "node", &self.sandbox_webs[0].node]).await;
-        let address = node["metadata"]["annotations"]["kilo.squat.ai/wireguard-ip"]
-            .as_str()
-            .unwrap();
-        address.split_once('/').unwrap().0.parse().unwrap()
+        wireguard(&self.sandbox, &self.sandbox_webs[0].node).await
     }
 
     fn askers(&self) -> [Asker; 2] {
@@ -101,24 +105,9 @@ impl<'a> World<'a> {
 async fn the_granted_service_answers_under_its_name_and_sees_a_wireguard_address(world: &World<'_>) {
     let service = world.sandbox.cluster_ip("default", "hub-web").await.unwrap();
     let saw = world.wireguard().await;
+    let want: Vec<Answer> = world.hub_webs.iter().map(|web| seen(web, saw)).collect();
     for from in world.askers() {
-        let mut missing: BTreeSet<&str> = world.hub_webs.iter().map(|web| web.name.as_str()).collect();
-        wait_until(format!("both servers to answer {from}"), PATIENCE, async || {
-            let answer = world
-                .lab
-                .ask_until_answered(&from, &url(service, 80))
-                .await
-                .map_err(|error| error.to_string())?;
-            assert_eq!(answer.saw, saw);
-            missing.remove(answer.pod.as_str());
-            if missing.is_empty() {
-                Ok(())
-            } else {
-                Err(format!("without {missing:?}"))
-            }
-        })
-        .await
-        .unwrap();
+        answers(world.lab, &from, &url(service, 80), &want).await;
     }
 }
 
@@ -158,20 +147,19 @@ async fn nothing_there_opens_a_connection_to_the_sandbox(world: &World<'_>) {
     }
 }
 
-async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(world: &World<'_>) {
-    let mut all: BTreeMap<SocketAddr, String> = world.hub.sockets().await.unwrap();
-    all.extend(world.member.sockets().await.unwrap());
-    let own: BTreeSet<IpAddr> = world
-        .sandbox
-        .sockets()
-        .await
-        .unwrap()
-        .into_keys()
-        .map(|socket| socket.ip())
-        .collect();
-    // Mirrored endpoints stand in the sandbox, too.
-    let granted: BTreeSet<IpAddr> = world.granted().iter().map(SocketAddr::ip).collect();
-    all.retain(|socket, _| !own.contains(&socket.ip()) || granted.contains(&socket.ip()));
+async fn routing_there_knows_the_granted_endpoints_and_their_nodes_alone(world: &World<'_>) {
+    let mut expected: BTreeSet<String> = world.granted().iter().map(|socket| socket.ip().to_string()).collect();
+    for web in &world.hub_webs {
+        expected.insert(wireguard(&world.hub, &web.node).await.to_string());
+    }
+    let carried = attack::carried(world.lab, &world.sandbox_webs[0].node).await;
+    assert_eq!(carried, Ok(expected));
+}
+
+async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a>(
+    world: &'a World<'a>,
+) -> Attacker<'a> {
+    let all = attack::sockets_beyond(&world.sandbox, &[&world.hub, &world.member], &world.granted()).await;
     println!("{} sockets to scan", all.len());
     // What the underlay lets through without any mesh is for NetworkPolicies.
     for from in world.askers() {
@@ -179,72 +167,27 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(wo
         println!("from {from}, as its routes are: {open:?}");
         assert!(open.is_superset(&world.granted()));
     }
-    // The sandbox's administrator takes the controller's rights away and gives its own Peers every address there is.
-    world
-        .sandbox
-        .kubectl(["delete", "clusterrolebinding", "clustermesh-member"])
-        .await
-        .unwrap();
-    let peers = json(&world.sandbox, &["get", "peers"]).await;
-    let names: Vec<String> = peers["items"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|peer| peer["metadata"]["name"].as_str().unwrap().to_owned())
-        .collect();
-    assert_eq!(names.len(), world.hub_webs.len());
-    let ranges: BTreeSet<String> = all.keys().map(|socket| format!("{}/32", socket.ip())).collect();
-    for chosen in &names {
-        for name in &names {
-            let mine = if name == chosen {
-                ranges.clone()
-            } else {
-                BTreeSet::new()
-            };
-            let patch = serde_json::json!({"spec": {"allowedIPs": mine}}).to_string();
-            world
-                .sandbox
-                .kubectl(["patch", "peer", name, "--type=merge", "-p", &patch])
-                .await
-                .unwrap();
-        }
-        let device = "device kilo0 to carry every address";
-        wait_until(device, PATIENCE, async || {
-            let words = ["ip", "-4", "route", "show", "table", "all", "dev", "kilo0"];
-            let routes = world
-                .lab
-                .run_at(&host(&world.sandbox_webs[0].node), &words)
-                .await
-                .map_err(|error| error.to_string())?
-                .stdout;
-            let missing: Vec<&String> = ranges
-                .iter()
-                .filter(|range| !routes.contains(range.trim_end_matches("/32")))
-                .collect();
-            if missing.is_empty() {
-                Ok(())
-            } else {
-                Err(format!("without {missing:?}"))
-            }
-        })
-        .await
-        .unwrap();
+    let attacker = Attacker::new(world.lab, &world.sandbox, &world.sandbox_webs[0].node).await;
+    assert_eq!(attacker.peers.len(), world.hub_webs.len());
+    let addresses = all.keys().map(SocketAddr::ip).collect();
+    for chosen in &attacker.peers {
+        attacker.leads_through(chosen, &addresses).await;
         for from in world.askers() {
             let open = world.lab.scan(&from, all.keys().copied()).await.unwrap();
             println!("from {from}, all of it through {chosen}: {open:?}");
             let node = chosen.rsplit_once("--").unwrap().1;
-            let granted: BTreeSet<SocketAddr> = world
-                .hub_webs
-                .iter()
-                .filter(|web| web.node == node)
-                .map(|web| SocketAddr::new(web.ip, 8080))
-                .collect();
+            let there = world.hub_webs.iter().filter(|web| web.node == node);
+            let granted: BTreeSet<SocketAddr> = there.map(|web| SocketAddr::new(web.ip, 8080)).collect();
             assert_eq!(open, granted);
         }
     }
+    attacker
 }
 
+/// After everything was led through one node.
 async fn a_grant_that_is_taken_back_closes(world: &World<'_>) {
+    let granted = world.hub.webs().await.unwrap();
+    let granted = granted.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect();
     world
         .hub
         .apply(&world.product.mesh_with(&[SANDBOX], &[]))
@@ -252,19 +195,6 @@ async fn a_grant_that_is_taken_back_closes(world: &World<'_>) {
         .unwrap();
     let applied = Instant::now();
     let [from, _] = world.askers();
-    wait_until("the last answer", PATIENCE, async || {
-        let open = world
-            .lab
-            .scan(&from, world.granted())
-            .await
-            .map_err(|error| error.to_string())?;
-        if open.is_empty() {
-            Ok(())
-        } else {
-            Err(format!("{open:?} still answers"))
-        }
-    })
-    .await
-    .unwrap();
+    world.lab.until_closed(&from, &granted).await.unwrap();
     println!("closed {:.2} s after kubectl apply", applied.elapsed().as_secs_f64());
 }

@@ -2,6 +2,7 @@
 //! `deploy/` as a user would; what differs is said in the lab's `product.rs`.
 #![allow(dead_code, reason = "each test program uses a part")]
 
+pub(crate) mod attack;
 pub(crate) mod state;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -60,11 +61,8 @@ impl<'a> Mesh<'a> {
         println!("Ready: {:.1} s after kubectl apply", start.elapsed().as_secs_f64());
         let mut wireguard = BTreeMap::new();
         for cluster in [&hub, &member] {
-            for node in json(cluster, &["get", "nodes"]).await["items"].as_array().unwrap() {
-                let annotations = &node["metadata"]["annotations"];
-                let address = annotations["kilo.squat.ai/wireguard-ip"].as_str().unwrap();
-                let address = address.split_once('/').unwrap().0.parse().unwrap();
-                wireguard.insert(node["metadata"]["name"].as_str().unwrap().to_owned(), address);
+            for node in cluster.nodes() {
+                wireguard.insert(node.name().to_owned(), self::wireguard(cluster, node.name()).await);
             }
         }
         let mesh = Self {
@@ -88,24 +86,9 @@ impl<'a> Mesh<'a> {
         self.lab.ask_until_answered(from, url).await.unwrap()
     }
 
-    /// Asks until each of these was the answer; any other one is a failure.
+    /// See [`answers`].
     pub(crate) async fn answers(&self, from: &Asker, url: &str, want: &[Answer]) {
-        let mut missing: BTreeSet<String> = want.iter().map(|answer| format!("{answer:?}")).collect();
-        wait_until(format!("{url} to give {from} every answer"), PATIENCE, async || {
-            let answer = self.answered(from, url).await;
-            assert!(
-                want.contains(&answer),
-                "{from} -> {url}: {answer:?} is none of {want:#?}"
-            );
-            missing.remove(&format!("{answer:?}"));
-            if missing.is_empty() {
-                Ok(())
-            } else {
-                Err(format!("without {missing:?}"))
-            }
-        })
-        .await
-        .unwrap();
+        answers(self.lab, from, url, want).await;
     }
 
     /// Asks once: there is no answer, not even a refusal by HTTP. Returns what curl says.
@@ -125,13 +108,9 @@ impl<'a> Mesh<'a> {
         self.lab.run_at(from, &words).await.unwrap().stdout
     }
 
-    /// A pod that is asked and sees exactly the asker's own address, or this one.
+    /// See [`seen`].
     pub(crate) fn seen(&self, by: &Web, saw: IpAddr) -> Answer {
-        Answer {
-            pod: by.name.clone(),
-            node: by.node.clone(),
-            saw,
-        }
+        seen(by, saw)
     }
 
     /// The node of a cluster that the other one's Peers show as the anchor of its Services.
@@ -229,7 +208,12 @@ impl<'a> Mesh<'a> {
 /// From anything of one cluster to anything of the other, in tcpdump's language.
 fn between(one: &ClusterPlan, other: &ClusterPlan) -> String {
     let nets = |direction: &str, plan: &ClusterPlan| {
-        let nets = [plan.pod_cidr, plan.service_cidr, plan.wireguard_cidr, plan.underlay];
+        let nets = [
+            plan.pod_cidr.into(),
+            plan.service_cidr.into(),
+            plan.wireguard_cidr,
+            plan.underlay.into(),
+        ];
         format!("({})", nets.map(|net| format!("{direction} net {net}")).join(" or "))
     };
     format!(
@@ -266,4 +250,44 @@ pub(crate) fn url(address: impl std::fmt::Display, port: u16) -> String {
 pub(crate) async fn json(cluster: &Cluster<'_>, words: &[&str]) -> Value {
     let words = [words, &["-o", "json"]].concat();
     serde_json::from_str(&cluster.kubectl(words).await.unwrap().stdout).unwrap()
+}
+
+/// The WireGuard address of a node.
+pub(crate) async fn wireguard(cluster: &Cluster<'_>, node: &str) -> IpAddr {
+    let node = json(cluster, &["get", "node", node]).await;
+    let address = &node["metadata"]["annotations"]["kilo.squat.ai/wireguard-ip"];
+    let (address, _) = address.as_str().unwrap().split_once('/').unwrap();
+    address.parse().unwrap()
+}
+
+/// A pod that is asked and sees exactly this address.
+pub(crate) fn seen(by: &Web, saw: IpAddr) -> Answer {
+    Answer {
+        pod: by.name.clone(),
+        node: by.node.clone(),
+        saw,
+    }
+}
+
+/// Asks until each of these was the answer; any other one is a failure.
+pub(crate) async fn answers(lab: &Lab, from: &Asker, url: &str, want: &[Answer]) {
+    let mut missing: BTreeSet<String> = want.iter().map(|answer| format!("{answer:?}")).collect();
+    wait_until(format!("{url} to give {from} every answer"), PATIENCE, async || {
+        let answer = lab
+            .ask_until_answered(from, url)
+            .await
+            .map_err(|error| error.to_string())?;
+        assert!(
+            want.contains(&answer),
+            "{from} -> {url}: {answer:?} is none of {want:#?}"
+        );
+        missing.remove(&format!("{answer:?}"));
+        if missing.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("without {missing:?}"))
+        }
+    })
+    .await
+    .unwrap();
 }

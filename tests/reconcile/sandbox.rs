@@ -86,6 +86,10 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
     }]);
     world.apply_mesh(&mesh).await;
 
+    // Peers may stand before the granted Service was seen, held to nothing so far.
+    world.until_condition("EgressResolved", "True/Resolved", SOON).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+
     // In the target: one address, nothing to dial, and the revision of the policy that stands.
     let peers = world.until_peers("mgmt", &["prod--notebooks--notebooks-1"], SOON).await;
     let peer = &peers["prod--notebooks--notebooks-1"];
@@ -122,8 +126,6 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
             "endpoint": {"dnsOrIP": {"ip": "198.51.1.2"}, "port": 51820},
         })
     );
-    world.until_condition("Ready", "True/Meshed", SOON).await;
-    world.until_condition("EgressResolved", "True/Resolved", SOON).await;
     let seen = everything(&world, "notebooks").await;
     assert!(seen.contains("10.1.2.9") && seen.contains("\"db\""));
     let api = world.lab.cluster("mgmt").plan().api_address().to_string();

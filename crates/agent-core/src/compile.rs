@@ -21,7 +21,7 @@ use crate::{
     mtu,
     policy::Policy,
     prefixes::{Family, aggregate, covered, host, overlap},
-    routes::{self, Routes},
+    routes::{self, Answer, Routes},
     sysctl::{self, Sysctl},
 };
 
@@ -169,6 +169,8 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         mesh: mesh.clone(),
         throw: throw.clone(),
         underlay,
+        sandboxes: aggregate(sandboxes(&policies).flat_map(|policy| policy.networks.iter().chain(&policy.sources))),
+        answers: answers(node, &policies),
     });
     let frame = Frame {
         scope: Scope::Tunnel,
@@ -183,10 +185,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
             .wireguard_ips
             .iter()
             .find_map(|a| if let IpAddr::V6(a) = a { Some(*a) } else { None }),
-        sandboxes: policies
-            .iter()
-            .any(|policy| policy.sandbox)
-            .then_some(inputs.grant_timeout),
+        sandboxes: sandboxes(&policies).next().map(|_| inputs.grant_timeout),
     };
     // Where the pod network is shared, a Node's podCIDR says nothing about where an address is.
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
@@ -240,6 +239,32 @@ pub fn published(node: &Node, policies: &[Policy]) -> BTreeSet<IpNet> {
         .filter(|net| covered(net, &served) && !covered(net, &anchored))
         .collect();
     out.extend(node.wireguard_ips.iter().copied().map(host));
+    out
+}
+
+fn sandboxes(policies: &[Policy]) -> impl Iterator<Item = &Policy> {
+    policies.iter().filter(|policy| policy.sandbox)
+}
+
+/// What sockets of this node itself, of pods in its host network, answer to sandboxes.
+fn answers(node: &Node, policies: &[Policy]) -> BTreeSet<Answer> {
+    let own = [&node.addresses, &node.underlay_addresses, &node.wireguard_ips];
+    let mut out = BTreeSet::new();
+    for policy in sandboxes(policies) {
+        let sources = aggregate(&policy.sources);
+        for (at, port) in policy.granted.iter().chain(&policy.draining) {
+            let from = at.to_canonical();
+            if !own.iter().any(|addresses| addresses.contains(&from)) {
+                continue;
+            }
+            let sources = sources.iter().filter(|net| Family::of(net) == Family::of(&host(from)));
+            out.extend(sources.map(|to| Answer {
+                from,
+                to: *to,
+                port: *port,
+            }));
+        }
+    }
     out
 }
 

@@ -10,12 +10,13 @@ use std::{
 use ipnet::IpNet;
 
 use crate::{
-    numbers::{
-        MARK_MASK, MARK_TUNNEL, MARK_UNDERLAY, METRIC_FALLBACK, METRIC_PEER, METRIC_THROW, METRIC_UNREACHABLE,
-        RULE_MESH, RULE_TUNNEL, TABLE, TABLE_TUNNEL,
-    },
+    numbers::{METRIC_FALLBACK, METRIC_PEER, METRIC_THROW, METRIC_UNREACHABLE, RULE_UNCHECKED, TABLE, TABLE_TUNNEL},
     prefixes::{Family, covered, host, overlap},
 };
+
+mod rule;
+
+pub use rule::{Action, Answer, Incoming, Rule, rules};
 
 /// Everything of ours in the kernel's routing. Observed and desired are the same values: a kernel adds nothing to them.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -59,23 +60,6 @@ pub enum Kind {
     Other,
 }
 
-/// One rule: packets whose mark under [`MARK_MASK`] is `mark` (or, inverted, is not) look into `table`.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Rule {
-    /// Address family.
-    pub family: Family,
-    /// Priority: less is asked first.
-    pub priority: u32,
-    /// Whether the mark must differ.
-    pub invert: bool,
-    /// Mark.
-    pub mark: u32,
-    /// Bits of the mark that count.
-    pub mask: u32,
-    /// Table to look into.
-    pub table: u32,
-}
-
 /// What [`desired`] starts from: values that [`crate::compile`] has already cleaned.
 #[derive(Debug, Clone, Default)]
 pub struct Plan {
@@ -89,6 +73,10 @@ pub struct Plan {
     pub throw: BTreeSet<IpNet>,
     /// This node's underlay addresses that lie in `mesh`.
     pub underlay: BTreeSet<IpAddr>,
+    /// Networks of sandboxes, an aggregate: reached by what the firewall table marked alone ([`Rule`]).
+    pub sandboxes: BTreeSet<IpNet>,
+    /// What sockets of this node answer to sandboxes.
+    pub answers: BTreeSet<Answer>,
     /// The largest packet of those of `peers` that take less than the device's MTU ([`crate::mtu`]).
     pub sizes: BTreeMap<IpNet, u16>,
 }
@@ -115,18 +103,26 @@ pub fn desired(plan: &Plan) -> Routes {
             source: source(plan, Family::of(net)),
             mtu: plan.sizes.get(net).copied(),
         };
+        // A sandbox's own narrower prefix closes what a wider one of somebody else's opens.
+        let table = if covered(net, &plan.sandboxes) {
+            TABLE_TUNNEL
+        } else {
+            TABLE
+        };
         out.routes.insert(Route {
-            table: TABLE,
+            table,
             prefix: *net,
             metric: METRIC_PEER,
             kind,
         });
     }
-    for net in &plan.mesh {
+    let closed = plan.sandboxes.iter().filter(|net| covered(net, &plan.mesh));
+    for net in plan.mesh.iter().chain(closed) {
         // An unbound UDP server on an underlay address that lies in the mesh must answer from that address, and its route
         // is looked up before netfilter sees the answer: `unreachable` there would be final: the
         // send fails. The device itself has no peer for these addresses, so nothing leaves by this fallback.
-        if let Some(source) = source(plan, Family::of(net)) {
+        let sandbox = covered(net, &plan.sandboxes);
+        if let Some(source) = source(plan, Family::of(net)).filter(|_| !sandbox) {
             let kind = Kind::Device {
                 source: Some(source),
                 mtu: None,
@@ -164,30 +160,37 @@ pub fn desired(plan: &Plan) -> Routes {
         });
         out.rules.extend(rules(family));
     }
+    out.rules.extend(plan.sandboxes.iter().copied().flat_map(rule::sandbox));
+    out.rules.extend(plan.answers.iter().map(rule::answer));
     out
-}
-
-/// The two rules of a family: answers that must use the tunnel, then everything that is not the tunnel's outer packets.
-#[must_use]
-pub fn rules(family: Family) -> [Rule; 2] {
-    let rule = |priority, invert, mark, table| Rule {
-        family,
-        priority,
-        invert,
-        mark,
-        mask: MARK_MASK,
-        table,
-    };
-    [
-        rule(RULE_TUNNEL, false, MARK_TUNNEL, TABLE_TUNNEL),
-        rule(RULE_MESH, true, MARK_UNDERLAY, TABLE),
-    ]
 }
 
 fn source(plan: &Plan, family: Family) -> Option<IpAddr> {
     let mut mine = plan.underlay.iter().filter(|a| Family::of(&host(**a)) == family);
     mine.find(|a| plan.mesh.iter().any(|net| overlap(net, &host(**a))))
         .copied()
+}
+
+impl Routes {
+    /// Whether this change is part of what keeps sandboxes closed where the firewall table is gone: what has to stand before
+    /// one of their Peers is in the device. `self` is what is wanted.
+    #[must_use]
+    pub fn locks(&self, change: &Change) -> bool {
+        let closed = |route: &Route| {
+            let sandboxes = self.rules.iter().filter(|rule| rule.priority == RULE_UNCHECKED);
+            route.table == TABLE_TUNNEL
+                || sandboxes
+                    .filter_map(|rule| rule.from)
+                    .any(|net| net.contains(&route.prefix))
+        };
+        match change {
+            Change::AddRoute(route) | Change::ReplaceRoute(route) | Change::DeleteRoute(route) => closed(route),
+            // Without the mesh's own rule nobody asks for the closed door.
+            Change::AddRule(_) => true,
+            Change::DeleteRule(rule) => rule.of_sandbox(),
+            Change::AddAddress(_) | Change::DeleteAddress(_) => false,
+        }
+    }
 }
 
 /// One step from what is there to what should be.
@@ -291,25 +294,6 @@ impl fmt::Display for Route {
             Kind::Other => write!(f, "(altered) {}", self.prefix)?,
         }
         write!(f, " table {} metric {}", self.table, self.metric)
-    }
-}
-
-impl fmt::Display for Rule {
-    /// As ip-rule(8) takes it.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let family = if self.family == Family::V6 { "-6 " } else { "" };
-        let not = if self.invert { "not " } else { "" };
-        let Self {
-            priority,
-            mark,
-            mask,
-            table,
-            ..
-        } = self;
-        write!(
-            f,
-            "{family}pref {priority} {not}fwmark {mark:#x}/{mask:#x} lookup {table}"
-        )
     }
 }
 

@@ -122,7 +122,7 @@ pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Ste
         .map(|(name, service)| {
             let mirror = Mirror {
                 ports: service.ports.clone(),
-                dual: service.dual,
+                families: service.families,
             };
             (name, mirror)
         })
@@ -141,7 +141,7 @@ pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Ste
     let services = differ.compare(standing.collect(), desired, Item::Service, |old, new| {
         let mut fields = vec![];
         fields.extend((old.ports != new.ports).then_some("spec.ports"));
-        fields.extend((new.dual && !old.dual).then_some("spec.ipFamilyPolicy"));
+        fields.extend((!old.families.cover(new.families)).then_some("spec.ipFamilyPolicy"));
         fields
     });
     steps.extend(

@@ -302,11 +302,31 @@ pub struct Service {
     pub selectorless: bool,
     /// Its ports.
     pub ports: Vec<ServicePort>,
-    /// It asks for both families, where its cluster has them.
-    pub dual: bool,
+    /// What it has addresses of, as far as its cluster has these families.
+    pub families: Families,
     /// Namespaces whose meshes may give it away although they are confined to their own
     /// (`kilo-clustermesh.io/allowed-from`).
     pub allowed_from: BTreeSet<String>,
+}
+
+/// Address families.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Families {
+    /// IPv4.
+    pub v4: bool,
+    /// IPv6.
+    pub v6: bool,
+}
+
+impl Families {
+    /// Both.
+    pub const BOTH: Self = Self { v4: true, v6: true };
+
+    /// Whether it has all that `other` has.
+    #[must_use]
+    pub const fn cover(self, other: Self) -> bool {
+        (self.v4 || !other.v4) && (self.v6 || !other.v6)
+    }
 }
 
 /// A mirrored Service apart from its endpoints.
@@ -314,8 +334,8 @@ pub struct Service {
 pub struct Mirror {
     /// Ports as in the source, those that were granted.
     pub ports: Vec<ServicePort>,
-    /// Ask for both families. What stands with both keeps them.
-    pub dual: bool,
+    /// What it has backends of. A Service that stands with more keeps it.
+    pub families: Families,
 }
 
 /// One port of a Service.

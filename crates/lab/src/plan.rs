@@ -2,7 +2,7 @@
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
-use ipnet::{Ipv4Net, Ipv6Net};
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
@@ -32,8 +32,8 @@ pub struct ClusterPlan {
     pub pod_cidr: Ipv4Net,
     /// Services. The API server's is the first address, the cluster DNS the tenth.
     pub service_cidr: Ipv4Net,
-    /// A /24 free for WireGuard addresses; the lab itself does not use it.
-    pub wireguard_cidr: Ipv4Net,
+    /// Free for WireGuard addresses, a /24 or a /112; the lab itself does not use it.
+    pub wireguard_cidr: IpNet,
     /// Nodes' and API server's addresses: a /24 inside the lab's /16. `.1` = API server, `.10 + n` = node n.
     pub underlay: Ipv4Net,
     /// What its nodes are plugged into.
@@ -177,6 +177,19 @@ impl LabPlan {
         self
     }
 
+    /// Gives a cluster WireGuard addresses of IPv6: fd00:66:N::/112.
+    ///
+    /// # Panics
+    /// When it is not in the plan.
+    #[must_use]
+    pub fn with_wireguard_v6(mut self, cluster: &str) -> Self {
+        let position = self.clusters.iter().position(|one| one.name == cluster);
+        let position = position.unwrap_or_else(|| panic!("the plan has no cluster {cluster:?}"));
+        let range = format!("fd00:66:{}::/112", position + 1);
+        self.clusters[position].wireguard_cidr = range.parse().expect("a network");
+        self
+    }
+
     /// Lets kube-proxy work so in every cluster.
     #[must_use]
     pub fn with_proxy(mut self, proxy: ProxyMode) -> Self {
@@ -276,7 +289,7 @@ impl ClusterPlan {
             controllers: true,
             pod_cidr: net(10, 10 * n, 0, 16),
             service_cidr: net(10, 10 * n + 1, 0, 16),
-            wireguard_cidr: net(100, 66, n, 24),
+            wireguard_cidr: net(100, 66, n, 24).into(),
             underlay: net(172, 30, n, 24),
             workers: Workers::Underlay,
             v6: None,

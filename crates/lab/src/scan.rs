@@ -3,12 +3,14 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
+    time::Duration,
 };
 
 use ipnet::IpNet;
 use serde_json::Value;
+use tempfile::NamedTempFile;
 
-use crate::{Asker, Cluster, Error, Lab, Result, run};
+use crate::{Asker, Cluster, Error, Lab, Result, Running, run, wait_until};
 
 /// Ports of the control plane, the kubelet, kube-proxy, the agent and SSH, whether anything listens there or not.
 const INFRASTRUCTURE: [u16; 11] = [22, 2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259];
@@ -137,17 +139,45 @@ impl Lab {
         from: &Asker,
         sockets: impl IntoIterator<Item = SocketAddr>,
     ) -> Result<BTreeSet<SocketAddr>> {
-        let list = tempfile::NamedTempFile::new_in(self.directory()).map_err(Error::io("make a list to scan"))?;
-        let text: String = sockets.into_iter().map(|socket| format!("{socket}\n")).collect();
-        std::fs::write(list.path(), text).map_err(Error::io("write a list to scan"))?;
-        // Where every node finds it.
-        let program = self.directory().join("scanner");
-        if !program.exists() {
-            std::fs::copy(run::our_program("lab-probe")?, &program).map_err(Error::io("copy the scanner"))?;
-        }
-        let program = program.display().to_string();
+        self.scan_with("scan", from, sockets).await
+    }
+
+    /// Those of the sockets that answer a datagram from there.
+    ///
+    /// # Errors
+    /// When the scanner cannot be run.
+    pub async fn scan_udp(
+        &self,
+        from: &Asker,
+        sockets: impl IntoIterator<Item = SocketAddr>,
+    ) -> Result<BTreeSet<SocketAddr>> {
+        self.scan_with("scan-udp", from, sockets).await
+    }
+
+    /// Scans these until none takes a TCP connection any more.
+    ///
+    /// # Errors
+    /// When one still does after a minute and a half, naming it.
+    pub async fn until_closed(&self, from: &Asker, sockets: &BTreeSet<SocketAddr>) -> Result<()> {
+        wait_until("the last answer", Duration::from_secs(90), async || {
+            let open = self.scan(from, sockets.iter().copied()).await;
+            match open.map_err(|error| error.to_string())? {
+                open if open.is_empty() => Ok(()),
+                open => Err(format!("{open:?} still answers {from}")),
+            }
+        })
+        .await
+    }
+
+    async fn scan_with(
+        &self,
+        how: &str,
+        from: &Asker,
+        sockets: impl IntoIterator<Item = SocketAddr>,
+    ) -> Result<BTreeSet<SocketAddr>> {
+        let (program, list) = self.scanner(sockets)?;
         let output = self
-            .run_at(from, &[&program, "scan", &list.path().display().to_string()])
+            .run_at(from, &[&program, how, &list.path().display().to_string()])
             .await?;
         if !output.status.success() {
             return Err(Error::Plan(format!("the scan from {from}: {}", output.stderr)));
@@ -158,5 +188,74 @@ impl Lab {
             .map(str::parse)
             .collect::<std::result::Result<_, _>>();
         parsed.map_err(|error| Error::Plan(format!("the scan from {from} printed {}: {error}", output.stdout)))
+    }
+
+    /// Scans these from there, TCP, again and again, until what is returned is dropped.
+    ///
+    /// # Errors
+    /// When the scanner cannot be started.
+    pub fn scan_on(&self, from: &Asker, sockets: impl IntoIterator<Item = SocketAddr>) -> Result<Watch> {
+        let (program, list) = self.scanner(sockets)?;
+        let file = list.path().display().to_string();
+        let words = [&program, "scan-on", &file];
+        let running = match from {
+            Asker::Pod(web) => self.node(&web.node).pod_spawn("scan-pod", web.ip, words)?,
+            Asker::Host(node) => self.node(node).spawn("scan-host", words)?,
+        };
+        Ok(Watch { running, _list: list })
+    }
+
+    /// The scanner, and a list for it, where every node finds them.
+    fn scanner(&self, sockets: impl IntoIterator<Item = SocketAddr>) -> Result<(String, NamedTempFile)> {
+        let list = NamedTempFile::new_in(self.directory()).map_err(Error::io("make a list to scan"))?;
+        let text: String = sockets.into_iter().map(|socket| format!("{socket}\n")).collect();
+        std::fs::write(list.path(), text).map_err(Error::io("write a list to scan"))?;
+        let program = self.directory().join("scanner");
+        if !program.exists() {
+            std::fs::copy(run::our_program("lab-probe")?, &program).map_err(Error::io("copy the scanner"))?;
+        }
+        Ok((program.display().to_string(), list))
+    }
+}
+
+/// A scan that goes on.
+#[derive(Debug)]
+pub struct Watch {
+    running: Running,
+    _list: NamedTempFile,
+}
+
+impl Watch {
+    /// Whatever took a connection since it began.
+    #[must_use]
+    pub fn opened(&self) -> BTreeSet<SocketAddr> {
+        let log = self.running.log();
+        let opened = log.lines().filter_map(|line| line.strip_prefix("open "));
+        opened.filter_map(|socket| socket.parse().ok()).collect()
+    }
+
+    /// Waits until every socket was asked once more from now on.
+    ///
+    /// # Errors
+    /// When that takes more than a minute and a half.
+    pub async fn another_round(&self) -> Result<()> {
+        let rounds = || {
+            self.running
+                .log()
+                .lines()
+                .filter(|line| line.starts_with("round "))
+                .count()
+        };
+        let before = rounds();
+        // The one that is under way has asked some of them before.
+        wait_until(
+            "another round of the scan",
+            Duration::from_secs(90),
+            async || match rounds() {
+                now if now >= before + 2 => Ok(()),
+                now => Err(format!("round {now}, from {before}")),
+            },
+        )
+        .await
     }
 }

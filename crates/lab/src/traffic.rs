@@ -85,11 +85,19 @@ impl Cluster<'_> {
     /// # Errors
     /// When the API server does not answer.
     pub async fn webs(&self) -> Result<Vec<Web>> {
+        self.labelled("web").await
+    }
+
+    /// Running pods of namespace `default` with this label `app`, by node.
+    ///
+    /// # Errors
+    /// When the API server does not answer.
+    pub async fn labelled(&self, app: &str) -> Result<Vec<Web>> {
         let pods: Api<Pod> = Api::namespaced(self.client().await?, "default");
         let list = pods
-            .list(&ListParams::default().labels("app=web"))
+            .list(&ListParams::default().labels(&format!("app={app}")))
             .await
-            .map_err(Error::kube("list the web pods"))?;
+            .map_err(Error::kube("list pods"))?;
         let mut webs: Vec<Web> = list.items.into_iter().filter_map(web).collect();
         webs.sort();
         Ok(webs)

@@ -2,6 +2,7 @@
 //! the sandbox's node sends. A veth pair named kilo0 stands in for the tunnel, so that WireGuard stops nothing here. Needs
 //! root, nft and tcpdump.
 
+mod gone;
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;
 mod path;
@@ -16,6 +17,11 @@ use std::{
 use clustermesh_agent_core::{
     compile::{Inputs, compile},
     policy::{Policy, Port, Protocol},
+};
+use gone::{
+    a_connection_to_the_node_itself_stays_closed_after_its_grant_without_a_table_too,
+    a_table_that_is_gone_opens_nothing_in_either_direction_and_serves_again_when_it_is_back,
+    what_is_granted_goes_on_at_every_step_from_routes_without_the_lock,
 };
 use netns::{NetNs, wait_for};
 use path::{Family, Mesh, V4, V6, apply, connect, serve, source_of};
@@ -34,6 +40,9 @@ both! {
     errors_about_a_granted_flow_come_back_and_no_others
     grants_go_by_themselves_when_nobody_renews_them
     a_table_that_another_hand_changed_does_not_stand
+    a_table_that_is_gone_opens_nothing_in_either_direction_and_serves_again_when_it_is_back
+    what_is_granted_goes_on_at_every_step_from_routes_without_the_lock
+    a_connection_to_the_node_itself_stays_closed_after_its_grant_without_a_table_too
 }
 
 type Granted<'a> = (&'a str, Protocol, u16);
@@ -153,6 +162,11 @@ fn nobody_here_opens_a_connection_to_a_sandbox_and_what_it_answers_is_dropped(f:
             assert!(connect(from, f.member_wireguard, 8080).is_err(), "{}: {why}", from.name);
         }
     };
+    fails("there is no way to it");
+    assert_eq!(dropped(&mesh.hub, "to_sandbox"), 0);
+    // And if there were one, as the table's own mark is: it never leaves.
+    mesh.hub
+        .ip(&format!("route add {} dev kilo0 table 5182", f.member_wireguard));
     fails("it never leaves");
     assert!(dropped(&mesh.hub, "to_sandbox") >= 2);
     let before = dropped(&mesh.hub, "from_sandbox");

@@ -5,6 +5,7 @@ mod dataplane;
 mod kernel;
 mod load;
 mod peers;
+mod policy;
 mod report;
 mod soak;
 mod tunnel;
@@ -18,6 +19,9 @@ pub(crate) enum Bench {
     /// The kernel's WireGuard with everything of ours around it beside the same set up by hand, on this machine's own kernel:
     /// what `dataplane --vm` runs in the virtual machine.
     Kernel(kernel::Args),
+    /// What a sandbox's grants cost each packet, by their number, on the kernel backend: counted in instructions, in the virtual
+    /// machine.
+    Policy(policy::Args),
     /// Minutes of traffic over our device while keys are renewed, processes killed and addresses changed.
     Soak(soak::Args),
 }
@@ -27,6 +31,7 @@ pub(crate) fn run(bench: &Bench) -> anyhow::Result<()> {
     match bench {
         Bench::Dataplane(args) => dataplane::run(args),
         Bench::Kernel(args) => kernel::run(args),
+        Bench::Policy(args) => policy::run(args),
         Bench::Soak(args) => soak::run(args),
     }
 }

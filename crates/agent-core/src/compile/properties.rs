@@ -6,6 +6,7 @@ use super::{tests::hub_node, *};
 use crate::{
     device,
     firewall::{Update, render, update},
+    numbers::TABLE,
     policy::{Port, Protocol, Rule},
     routes::{Kind, diff},
 };
@@ -148,6 +149,24 @@ proptest! {
         }
     }
 
+    /// Without the firewall table's mark routing leads nobody to a sandbox, whatever else lies around its networks.
+    #[test]
+    fn no_route_of_the_mesh_leads_to_a_sandbox(inputs in inputs()) {
+        let got = compile(&inputs);
+        let clean = |policy| refuse::clean_policy(&inputs.node, policy, &mut Vec::new());
+        let sandboxes = inputs.policies.iter().filter(|policy| policy.sandbox).map(clean);
+        let nets: Vec<IpNet> = sandboxes.flat_map(|policy| policy.networks.into_iter().chain(policy.sources)).collect();
+        let table: Vec<_> = got.routes.routes.iter().filter(|route| route.table == TABLE).collect();
+        // A way changes only where a prefix begins or ends.
+        for net in nets.iter().copied().chain(table.iter().map(|route| route.prefix)) {
+            for address in [net.network(), net.broadcast()].into_iter().filter(|a| nets.iter().any(|net| net.contains(a))) {
+                let holds = table.iter().filter(|route| route.prefix.contains(&address));
+                let best = holds.max_by_key(|route| (route.prefix.prefix_len(), std::cmp::Reverse(route.metric)));
+                prop_assert!(!best.is_some_and(|route| matches!(route.kind, Kind::Device { .. })), "{address}: {best:?}");
+            }
+        }
+    }
+
     /// A device moves a range from peer to peer: with two that want it, a diff would never come to rest.
     #[test]
     fn no_two_peers_are_given_one_range_and_the_newest_that_wants_it_has_it(
@@ -187,10 +206,10 @@ proptest! {
         let closed: BTreeSet<IpNet> =
             got.routes.routes.iter().filter(|r| r.kind == Kind::Unreachable).map(|r| r.prefix).collect();
         for route in &got.routes.routes {
-            if route.metric == crate::numbers::METRIC_PEER && route.table == crate::numbers::TABLE {
+            if route.metric == crate::numbers::METRIC_PEER && route.table == TABLE {
                 prop_assert!(ranges.contains(&route.prefix), "{route} is no Peer's");
             }
-            if route.table == crate::numbers::TABLE {
+            if route.table == TABLE {
                 prop_assert!(covered(&route.prefix, &closed), "{route} has no closed door behind it");
                 prop_assert!(route.prefix.prefix_len() > 0);
                 prop_assert!(!touches_pods(&inputs.node, &route.prefix) || route.kind == Kind::Throw, "{route}");

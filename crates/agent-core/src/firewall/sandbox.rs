@@ -9,9 +9,13 @@ use std::time::Duration;
 
 use super::{
     Sets,
-    render::{ERRORS_ONLY, Set, both, closed, nets, pairs, ports},
+    render::{ERRORS_ONLY, Set, both, closed, is_mark, nets, pairs, ports, set_mark},
 };
-use crate::{interface::InterfaceName, prefixes::Family};
+use crate::{
+    interface::InterfaceName,
+    numbers::{MARK_CHECKED, MARK_TUNNEL},
+    prefixes::Family,
+};
 
 /// What a sandbox may reach is written so that it goes by itself, unless somebody alive says it again.
 pub(super) fn sets(family: Family, sets: &Sets, timeout: Duration) -> [Set; 4] {
@@ -48,6 +52,19 @@ pub(super) fn sets(family: Family, sets: &Sets, timeout: Duration) -> [Set; 4] {
             pairs(&sets.reach),
         ),
     ]
+}
+
+/// Without this mark, which only this table gives, routing has no way from a sandbox nor to it ([`crate::routes::Rule`]): a
+/// table that is gone opens nothing. For [`both`].
+pub(super) fn question() -> String {
+    format!("{{ip}} saddr @sandbox{{n}} {}", set_mark(MARK_CHECKED, "meta"))
+}
+
+/// What pods answer. This node's own answers are found by the mark of what they answer. For [`both`].
+pub(super) fn answer() -> String {
+    let came_by_tunnel = is_mark(MARK_TUNNEL, "ct");
+    let mark = set_mark(MARK_CHECKED, "meta");
+    format!("ct direction reply {came_by_tunnel} {{ip}} daddr @sandbox{{n}} {mark}")
 }
 
 /// Before the rules of every member. For [`both`].

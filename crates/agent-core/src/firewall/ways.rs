@@ -42,6 +42,9 @@ pub(super) fn path(frame: &Frame) -> String {
     );
     let thrown = format!("ct direction reply {came_by_tunnel} {{ip}} daddr @throw{{n}} counter {meta_tunnel}");
     both(&mut out, &thrown);
+    if frame.sandboxes.is_some() {
+        both(&mut out, &sandbox::answer());
+    }
     let _ = writeln!(
         out,
         "  }}
@@ -50,6 +53,9 @@ pub(super) fn path(frame: &Frame) -> String {
     ct state new {ct_tunnel}
     ct direction reply {came_by_underlay} {meta_underlay}"
     );
+    if frame.sandboxes.is_some() {
+        both(&mut out, &sandbox::question());
+    }
     let underlay = is_mark(MARK_UNDERLAY, "meta");
     let keep = format!("meta mark set meta mark & {:#010x}", !MARK_MASK);
     out.push_str(

@@ -7,7 +7,7 @@ use std::{
 
 use clustermesh_core::{
     mesh::Protocol,
-    observe::{self, Mirror, Owner, ServicePort, Slice, SliceEndpoint},
+    observe::{self, Families, Mirror, Owner, ServicePort, Slice, SliceEndpoint},
     plan::PlannedSlice,
 };
 use k8s_openapi::{
@@ -38,10 +38,23 @@ pub fn to_core(service: &Service) -> observe::Service {
             .flat_map(|s| s.ports.iter().flatten())
             .filter_map(|port| service_port(port.name.as_deref(), Some(port.port), port.protocol.as_deref()))
             .collect(),
-        dual: spec
-            .and_then(|s| s.ip_family_policy.as_deref())
-            .is_some_and(|policy| policy != "SingleStack"),
+        families: families(spec),
         allowed_from: allowed_from(service),
+    }
+}
+
+/// One that asks for both has what there is of both: asking again would change nothing. One that is not written yet will get
+/// its cluster's first family, which as a rule is IPv4; where it is not, the next pass sees it.
+fn families(spec: Option<&ServiceSpec>) -> Families {
+    let policy = spec.and_then(|s| s.ip_family_policy.as_deref());
+    if policy.is_some_and(|policy| policy != "SingleStack") {
+        return Families::BOTH;
+    }
+    let named = spec.and_then(|s| s.ip_families.as_deref());
+    let has = |family: &str| named.map(|named| named.iter().any(|one| one == family));
+    Families {
+        v4: has("IPv4").unwrap_or(true),
+        v6: has("IPv6").unwrap_or(false),
     }
 }
 
@@ -177,7 +190,7 @@ pub fn update(service: &mut Service, planned: &Mirror, owner: &Owner) {
     let spec = service.spec.get_or_insert_with(ServiceSpec::default);
     spec.selector = None;
     // In a cluster of one family it means that one. Nobody's second address is taken away.
-    if planned.dual && spec.ip_family_policy.as_deref() != Some("RequireDualStack") {
+    if !families(Some(spec)).cover(planned.families) {
         spec.ip_family_policy = Some("PreferDualStack".to_owned());
     }
     spec.ports = Some(

@@ -10,7 +10,7 @@ use clustermesh_api::convert;
 use clustermesh_core::{
     diff::{Action, Item, Step},
     mesh::MeshId,
-    observe::{Endpoint, Member, Mirror, Owner, PeerSpec, PolicySpec, ServiceGrant},
+    observe::{Endpoint, Families, Member, Mirror, Owner, PeerSpec, PolicySpec, ServiceGrant},
     plan::{MeshPlan, PlannedSlice, TargetPlan},
     status::{self, Condition},
 };
@@ -180,18 +180,22 @@ fn details(step: &Step, member: &Member) -> Vec<String> {
             let standing = member.services.get(name);
             let before = standing.map(|service| Mirror {
                 ports: service.ports.clone(),
-                dual: service.dual,
+                families: service.families,
             });
             let old = before.as_ref().map(Ok);
             let owner = standing.and_then(|service| service.managed.as_ref());
             let whole = |mirror: &Mirror| {
-                let families = if mirror.dual { ", of both families" } else { "" };
+                let families = match mirror.families {
+                    Families::BOTH => ", of both families",
+                    Families { v6: true, .. } => ", of IPv6",
+                    Families { .. } => "",
+                };
                 vec![format!("ports {}{families}", list(mirror.ports.iter().map(port)))]
             };
             compare(step, planned.as_ref(), old, owner, whole, |old, new| {
                 let ports = |mirror: &Mirror| list(mirror.ports.iter().map(port));
                 let mut lines = changed("ports", &ports(old), &ports(new));
-                if new.dual && !old.dual {
+                if !old.families.cover(new.families) {
                     lines.extend(changed("families", "one", "both"));
                 }
                 lines

@@ -152,7 +152,7 @@ pub(super) fn granted(sandbox: &Party<'_>, exporter: &Party<'_>, roll: Option<&R
     let mut services: BTreeMap<ObjectName, BTreeSet<(Protocol, String)>> = BTreeMap::new();
     let grants = sandbox.cluster.egress.iter();
     for grant in grants.filter(|grant| grant.cluster == exporter.cluster.name) {
-        let Ok(found) = services::resolve(grant, &exporter.cluster, member, Some(&hosting)) else {
+        let Ok(found) = services::resolve(grant, &sandbox.cluster, &exporter.cluster, member, Some(&hosting)) else {
             continue;
         };
         let ports = if grant.ports.is_empty() {

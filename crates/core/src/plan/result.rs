@@ -9,7 +9,7 @@ use ipnet::IpNet;
 
 use crate::{
     mesh::{ClusterIdentity, MeshId, ObjectName},
-    observe::{Mirror, PeerSpec, PolicySpec, ServicePort, SliceEndpoint},
+    observe::{Families, Mirror, PeerSpec, PolicySpec, ServicePort, SliceEndpoint},
     ownership::Claimant,
 };
 
@@ -176,13 +176,16 @@ pub struct PlannedService {
 }
 
 impl PlannedService {
-    /// What it is apart from its endpoints: of both families where it has backends of both.
+    /// What it is apart from its endpoints.
     #[must_use]
     pub fn mirror(&self) -> Mirror {
         let has = |v6| self.slices.values().any(|slice| slice.v6 == v6);
         Mirror {
             ports: self.ports.clone(),
-            dual: has(true) && has(false),
+            families: Families {
+                v4: has(false),
+                v6: has(true),
+            },
         }
     }
 }

@@ -99,7 +99,7 @@ impl Ends<'_> {
             );
             return done(None, false, message);
         }
-        match resolve(grant, exporter, member, self.hosting) {
+        match resolve(grant, self.importer, exporter, member, self.hosting) {
             Err(message) => done(None, false, message),
             Ok(Resolved {
                 ports,
@@ -140,10 +140,14 @@ pub(super) struct Resolved {
 /// Resolves a grant against what was seen of the member that has the Service. `hosting` = the importer is a sandbox, which
 /// reaches endpoints on these nodes alone.
 ///
+/// Endpoints of a family in which the importer has no network are left out without a word: nothing it sends there could have
+/// a source, and those of the other family are as a rule the same pods.
+///
 /// # Errors
 /// It gives nothing: why, and the remedy.
 pub(super) fn resolve(
     grant: &Grant,
+    importer: &Cluster,
     exporter: &Cluster,
     member: &Member,
     hosting: Option<&BTreeSet<&str>>,
@@ -210,6 +214,7 @@ pub(super) fn resolve(
     }
     let mut groups = Groups::new();
     let mut hosts = Hosts::new();
+    let mut foreign = false;
     let (mut outside, mut homeless) = (BTreeSet::new(), BTreeSet::new());
     for (_, slice) in member
         .slices
@@ -223,6 +228,14 @@ pub(super) fn resolve(
             .cloned()
             .collect();
         for endpoint in &slice.endpoints {
+            if !importer
+                .allowed
+                .iter()
+                .any(|net| net.addr().is_ipv4() == endpoint.address.is_ipv4())
+            {
+                foreign = true;
+                continue;
+            }
             if !exporter.allows(IpNet::from(endpoint.address)) {
                 outside.insert(endpoint.address);
                 continue;
@@ -243,6 +256,13 @@ pub(super) fn resolve(
         }
     }
     groups.retain(|(_, ports), _| !ports.is_empty());
+    let no_family = (foreign && groups.is_empty()).then(|| {
+        format!(
+            "{} has no endpoint of an address family that cluster {:?} has in its allowedNetworks",
+            words(),
+            importer.name
+        )
+    });
     let left_out = |addresses: &BTreeSet<IpAddr>, why: &str| {
         (!addresses.is_empty()).then(|| {
             let few: Vec<String> = addresses.iter().take(3).map(ToString::to_string).collect();
@@ -256,6 +276,7 @@ pub(super) fn resolve(
         })
     };
     let messages = [
+        no_family,
         left_out(&outside, "lie outside allowedNetworks of that cluster"),
         left_out(&homeless, "run on no node that has a Peer"),
     ];

@@ -203,7 +203,7 @@ fn apply(member: &mut Member, steps: &[Step]) {
                         managed: Some(owner),
                         selectorless: true,
                         ports: mirror.ports,
-                        dual: mirror.dual,
+                        families: mirror.families,
                         ..Service::default()
                     },
                 );

@@ -30,7 +30,7 @@ fn write(member: &mut Member, step: &Step) {
                 managed: Some(owner),
                 selectorless: true,
                 ports: mirror.ports,
-                dual: mirror.dual,
+                families: mirror.families,
                 ..Service::default()
             };
             member.services.insert(name, service);

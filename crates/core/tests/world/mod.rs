@@ -12,8 +12,8 @@ use clustermesh_core::{
     key::PublicKey,
     mesh::{Addressing, Cluster, ClusterIdentity, Grant, Mesh, MeshId, ObjectName, PodNetwork, Profile, Protocol},
     observe::{
-        Claim, Endpoint, Granularity, Member, Node, Observation, Observations, ObservedPeer, ObservedPolicy, Owner,
-        PeerSpec, Server, Service, ServicePort, Slice, SliceEndpoint,
+        Claim, Endpoint, Families, Granularity, Member, Node, Observation, Observations, ObservedPeer, ObservedPolicy,
+        Owner, PeerSpec, Server, Service, ServicePort, Slice, SliceEndpoint,
     },
     ownership::{self, Ownership},
     plan::{Naming, Plan, Settings, plan},
@@ -255,7 +255,7 @@ fn services() -> impl Strategy<Value = (BTreeMap<ObjectName, Service>, BTreeMap<
             external_name,
             selectorless,
             ports,
-            dual: false,
+            families: Families::default(),
             allowed_from: BTreeSet::new(),
         },
     );

@@ -1,8 +1,10 @@
 //! The program in the lab's test image: small servers and clients whose answers tell who spoke to whom. It shares no
 //! code with the product and needs nothing but the standard library.
 
+use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -10,10 +12,13 @@ const USAGE: &str = "usage:
   lab-probe serve ADDRESS              HTTP: says hello, who it is, and from whom the request came
   lab-probe get URL..                  one GET each, 3 s at most; exit status 1 if any fails
   lab-probe udp-echo ADDRESS           sends every datagram back, with the sender's address before it
+  lab-probe udp-echo-at PORT IP,IP..   the same at each of these addresses, so that each answers with its own
   lab-probe udp-send ADDRESS TEXT [N]  N datagrams (default 1), each awaits its echo for 1 s; exit status 1 if any is lost
   lab-probe stream-serve ADDRESS       TCP: echoes numbered lines
   lab-probe stream-get ADDRESS SECONDS one connection, a line each 100 ms, prints what comes back; status 1 on a gap over 2 s
   lab-probe scan FILE                  TCP connections to every ADDRESS in FILE, a second each; prints those that open
+  lab-probe scan-udp FILE              a datagram to every ADDRESS in FILE, a second each; prints those that answer
+  lab-probe scan-on FILE               the same as scan, again and again: prints each ADDRESS when it first opens, and each round
   lab-probe pause                      waits for ever
 ADDRESS is host:port; a server takes :port as any address.";
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -27,6 +32,7 @@ fn main() {
         ["serve", address] => serve(address),
         ["get", ref urls @ ..] if !urls.is_empty() => get_all(urls),
         ["udp-echo", address] => udp_echo(address),
+        ["udp-echo-at", port, addresses] => udp_echo_at(port, addresses),
         ["udp-send", address, text] => udp_send(address, text, 1),
         ["udp-send", address, text, count] => count
             .parse()
@@ -34,7 +40,9 @@ fn main() {
             .and_then(|n| udp_send(address, text, n)),
         ["stream-serve", address] => stream_serve(address),
         ["stream-get", address, seconds] => seconds.parse().map_err(Into::into).and_then(|s| stream_get(address, s)),
-        ["scan", file] => scan(file),
+        ["scan", file] => scan(file, |address| TcpStream::connect_timeout(address, SCAN).is_ok()),
+        ["scan-on", file] => scan_on(file),
+        ["scan-udp", file] => scan(file, |address| echoes(address).is_ok()),
         ["pause"] => loop {
             std::thread::park();
         },
@@ -137,24 +145,59 @@ fn get(url: &str) -> Result<String, Box<dyn std::error::Error>> {
 }
 
 /// Many at a time: most of them never answer.
-const SCANNERS: usize = 128;
+const SCANNERS: usize = 512;
+/// How long each may take.
+const SCAN: Duration = Duration::from_secs(1);
 
-fn scan(file: &str) -> Outcome {
+fn scan(file: &str, open: impl Fn(&SocketAddr) -> bool + Sync) -> Outcome {
+    pass(&sockets(file)?, |address| {
+        if open(address) {
+            println!("{address}");
+        }
+    });
+    Ok(())
+}
+
+fn scan_on(file: &str) -> Outcome {
+    let all = sockets(file)?;
+    let opened = Mutex::new(BTreeSet::new());
+    for round in 1_u64.. {
+        pass(&all, |address| {
+            if TcpStream::connect_timeout(address, SCAN).is_ok()
+                && opened.lock().is_ok_and(|mut all| all.insert(*address))
+            {
+                println!("open {address}");
+            }
+        });
+        println!("round {round}");
+    }
+    Ok(())
+}
+
+fn sockets(file: &str) -> Result<Vec<SocketAddr>, Box<dyn std::error::Error>> {
     let text = std::fs::read_to_string(file)?;
-    let all: Vec<SocketAddr> = text.lines().map(str::parse).collect::<Result<_, _>>()?;
+    Ok(text.lines().map(str::parse).collect::<Result<_, _>>()?)
+}
+
+fn pass(all: &[SocketAddr], look: impl Fn(&SocketAddr) + Sync) {
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..SCANNERS.min(all.len()) {
             scope.spawn(|| {
                 while let Some(address) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    if TcpStream::connect_timeout(address, Duration::from_secs(1)).is_ok() {
-                        println!("{address}");
-                    }
+                    look(address);
                 }
             });
         }
     });
-    Ok(())
+}
+
+fn echoes(address: &SocketAddr) -> std::io::Result<()> {
+    let socket = UdpSocket::bind(any(if address.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
+    socket.connect(address)?;
+    socket.set_read_timeout(Some(SCAN))?;
+    socket.send(b"scan")?;
+    socket.recv(&mut [0; 512]).map(drop)
 }
 
 fn dial(address: &str) -> Result<TcpStream, Box<dyn std::error::Error>> {
@@ -181,6 +224,23 @@ fn udp_echo(address: &str) -> Outcome {
         // A peer that went away must not end the server.
         let _ = socket.send_to(&reply, from);
     }
+}
+
+fn udp_echo_at(port: &str, addresses: &str) -> Outcome {
+    let port: u16 = port.parse()?;
+    let addresses: Vec<IpAddr> = addresses.split(',').map(str::parse).collect::<Result<_, _>>()?;
+    std::thread::scope(|scope| {
+        let serve =
+            |address| move || udp_echo(&SocketAddr::new(address, port).to_string()).map_err(|error| error.to_string());
+        let servers: Vec<_> = addresses
+            .into_iter()
+            .map(|address| scope.spawn(serve(address)))
+            .collect();
+        for server in servers {
+            server.join().map_err(|_| "a server ended")??;
+        }
+        Ok(())
+    })
 }
 
 fn udp_send(address: &str, text: &str, count: u32) -> Outcome {

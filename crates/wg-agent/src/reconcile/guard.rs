@@ -6,7 +6,8 @@
 //! 2. Those that require another policy than the one in force, or are not wanted any more, leave; at the first pass of a
 //!    process, everybody that an earlier one left in the device and whose table does not stand already.
 //! 3. The table is written, and what fades in it renewed. Where that fails, they leave.
-//! 4. It is read back. Only if it is what was wanted they come in, with everybody else's changes.
+//! 4. It is read back, and routing made to keep them closed where it is gone. Only if both are as wanted they come in, with
+//!    everybody else's changes.
 
 use std::{collections::BTreeMap, time::Instant};
 
@@ -43,6 +44,11 @@ impl Guard {
     /// Whether those that require a policy may come in.
     pub(super) fn admits(&self) -> bool {
         self.admits
+    }
+
+    /// They may not, whatever the table says.
+    pub(super) fn refuse(&mut self) {
+        self.admits = false;
     }
 
     /// A new device holds whom an earlier process left in it, or nobody.

@@ -5,7 +5,8 @@
 //! (which drops mesh prefixes that leave by another device), the routes (`unreachable` behind everything), then the peers.
 //! Later: the firewall, then the peers, then the routes, so that a new route always has somebody behind it and nobody's
 //! session is touched. Without the firewall nothing else is done. Peers that require a policy come in after the table was read
-//! back, and leave before it is changed for them (`guard`).
+//! back and routing keeps their networks closed without it (`agent_core::routes::Rule`), and leave before the table is
+//! changed for them (`guard`).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,6 +19,7 @@ use std::{
 use clustermesh_agent_core::{
     compile::{Compiled, Inputs, compile},
     mtu::{self, Sizes},
+    routes::Change,
 };
 use clustermesh_api::names::KILO_KEY;
 use clustermesh_core::{key::PublicKey, mesh::ObjectName};
@@ -250,11 +252,13 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             tracing::info!(%name, "kernel setting written");
         }
         troubles.extend(settings.missing.iter().map(|e| Trouble::new("sysctl", e)));
+        let (locked, open) = self.lock(&compiled).await;
+        troubles.extend(open);
         let (peers, routed) = if matches!(opened, Ok(false)) {
             let peers = self.apply_peers(&compiled);
-            (peers, self.apply_routes(&compiled).await)
+            (peers, self.apply_routes(&compiled, locked).await)
         } else {
-            let routed = self.apply_routes(&compiled).await;
+            let routed = self.apply_routes(&compiled, locked).await;
             (self.apply_peers(&compiled), routed)
         };
         self.current = Some(Arc::new(Current {
@@ -434,14 +438,32 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         self.said.set(lines);
     }
 
-    /// Returns the changes that could not be made as troubles; the others are made.
-    async fn apply_routes(&mut self, compiled: &Compiled) -> Result<Vec<Trouble>, Trouble> {
+    /// What routing has to hold before a sandbox's peer is in the device; without it none is. Returns what was changed.
+    async fn lock(&mut self, compiled: &Compiled) -> (Vec<Change>, Option<Trouble>) {
+        if self.device.is_none() {
+            return (Vec::new(), None); // nobody is in it
+        }
+        let (done, failed) = match route::converge_lock(&mut self.parts.routing, &compiled.routes).await {
+            Ok(pass) => (pass.done, pass.failed.into_iter().next()),
+            Err(error) => (Vec::new(), Some(error)),
+        };
+        let open = failed.map(|error| {
+            self.guard.refuse();
+            let message = format!("peers that require a policy stay out of the device: {error}");
+            Trouble::new("routes", message)
+        });
+        (done, open)
+    }
+
+    /// Returns the changes that could not be made as troubles; the others are made. `locked` were made before.
+    async fn apply_routes(&mut self, compiled: &Compiled, locked: Vec<Change>) -> Result<Vec<Trouble>, Trouble> {
         let routing = &mut self.parts.routing;
         let pass = match self.device {
             Some(_) => route::converge(routing, &compiled.routes).await,
             None => route::converge_without_device(routing, &compiled.routes).await,
         };
-        let pass = pass.map_err(|e| Trouble::new("routes", e))?;
+        let mut pass = pass.map_err(|e| Trouble::new("routes", e))?;
+        pass.done.splice(0..0, locked);
         for change in &pass.done {
             tracing::info!("{change}");
         }

@@ -16,12 +16,14 @@ use rtnetlink::{
         AddressFamily,
         address::{AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage, AddressScope},
         route::{RouteAddress, RouteAttribute, RouteMessage, RouteMetric, RouteProtocol, RouteScope, RouteType},
-        rule::{RuleAction, RuleAttribute, RuleFlags, RuleMessage},
     },
 };
 use rustix::io::Errno;
 
-use super::{Error, Routing};
+use super::{
+    Error, Routing,
+    rules::{rule, rule_message},
+};
 
 /// The routing of the network namespace whose thread called [`Netlink::open`].
 #[derive(Debug)]
@@ -132,7 +134,7 @@ impl Netlink {
         let mut out = Vec::new();
         for (family, version) in [(Family::V4, IpVersion::V4), (Family::V6, IpVersion::V6)] {
             let all = dump("rules", self.handle.rule().get(version).execute()).await?;
-            out.extend(all.iter().filter_map(|message| rule(message, family)));
+            out.extend(all.iter().filter_map(|message| rule(message, family, &self.device)));
         }
         Ok(out)
     }
@@ -172,10 +174,10 @@ impl Netlink {
             Change::DeleteRoute(route) => self.handle.route().del(key_message(route)).execute().await,
             Change::AddRule(rule) => {
                 let mut request = self.handle.rule().add();
-                *request.message_mut() = rule_message(rule);
+                *request.message_mut() = rule_message(rule, &self.device);
                 request.execute().await
             }
-            Change::DeleteRule(rule) => self.handle.rule().del(rule_message(rule)).execute().await,
+            Change::DeleteRule(rule) => self.handle.rule().del(rule_message(rule, &self.device)).execute().await,
         })
     }
 
@@ -373,52 +375,4 @@ fn route_address(address: &RouteAddress) -> Option<IpAddr> {
         RouteAddress::Inet6(a) => Some(IpAddr::V6(*a)),
         _ => None,
     }
-}
-
-fn rule_message(rule: &Rule) -> RuleMessage {
-    let mut message = RuleMessage::default();
-    message.header.family = match rule.family {
-        Family::V4 => AddressFamily::Inet,
-        Family::V6 => AddressFamily::Inet6,
-    };
-    message.header.action = RuleAction::ToTable;
-    if rule.invert {
-        message.header.flags = RuleFlags::Invert;
-    }
-    message.attributes = vec![
-        RuleAttribute::Priority(rule.priority),
-        RuleAttribute::FwMark(rule.mark),
-        RuleAttribute::FwMask(rule.mask),
-        RuleAttribute::Table(rule.table),
-        RuleAttribute::Protocol(RouteProtocol::from(PROTOCOL)),
-    ];
-    message
-}
-
-/// A rule of ours. One that carries our protocol number and selects by something that we never use is someone's
-/// experiment: neither ours to delete nor a stand-in for ours.
-fn rule(message: &RuleMessage, family: Family) -> Option<Rule> {
-    let invert = message.header.flags.contains(RuleFlags::Invert);
-    let mut rule = Rule {
-        family,
-        priority: 0,
-        invert,
-        mark: 0,
-        mask: 0,
-        table: u32::from(message.header.table),
-    };
-    let mut ours = false;
-    for attribute in &message.attributes {
-        match attribute {
-            RuleAttribute::Priority(p) => rule.priority = *p,
-            RuleAttribute::FwMark(m) => rule.mark = *m,
-            RuleAttribute::FwMask(m) => rule.mask = *m,
-            RuleAttribute::Table(t) => rule.table = *t,
-            RuleAttribute::Protocol(p) => ours = *p == RouteProtocol::from(PROTOCOL),
-            RuleAttribute::SuppressPrefixLen(u32::MAX) | RuleAttribute::SuppressIfGroup(u32::MAX) => {}
-            RuleAttribute::Other(_) => {}
-            _ => return None,
-        }
-    }
-    (ours && message.header.action == RuleAction::ToTable).then_some(rule)
 }

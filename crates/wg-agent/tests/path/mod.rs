@@ -42,7 +42,7 @@ use crate::netns::{NetNs, veth, wait_for};
 
 /// Everything, with both agents' state applied.
 pub(crate) struct Mesh {
-    f: &'static Family,
+    pub(crate) f: &'static Family,
     _switch: NetNs,
     pub(crate) hub: NetNs,
     pub(crate) hub2: NetNs,

@@ -1,4 +1,5 @@
-//! Kernel settings, and routing tables of a size.
+//! Kernel settings, the lock of sandboxes, and routing tables of a size.
 
+mod lock;
 mod settings;
 mod size;

@@ -3,10 +3,10 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
-use clustermesh_lab::{Asker, LabPlan, Product, Tunnel, WEB, wait_until};
+use clustermesh_lab::{Asker, LabPlan, Product, Tunnel, WEB};
 
 use super::{Demo, HUB, MEMBER, described};
 
@@ -50,10 +50,14 @@ impl Demo<'_> {
             let answer = self.lab.ask_until_answered(from, &format!("http://{service}")).await;
             self.check(&format!("{from} -> hub-web ({service})"), described(answer));
         }
-        println!("$ kubectl --context {HUB} get peerpolicies -o yaml   # what the sandbox may reach there");
-        println!("{}", hub.kubectl(["get", "peerpolicies", "-o", "yaml"]).await?.stdout);
+        let policy = format!("demo--{SANDBOX}");
+        println!("$ kubectl --context {HUB} get peerpolicy {policy} -o yaml   # what the sandbox may reach there");
+        println!(
+            "{}",
+            hub.kubectl(["get", "peerpolicy", &policy, "-o", "yaml"]).await?.stdout
+        );
 
-        self.title("a scan of every address and port of mgmt and tenant-a");
+        self.title("a scan of every address of mgmt and tenant-a, at every TCP port that is open anywhere there");
         let mut all: BTreeMap<SocketAddr, String> = hub.sockets().await?;
         all.extend(member.sockets().await?);
         let own: BTreeSet<_> = sandbox.sockets().await?.into_keys().map(|socket| socket.ip()).collect();
@@ -82,19 +86,7 @@ impl Demo<'_> {
         let Some(from) = askers.first() else { return Ok(()) };
         hub.apply(&product.mesh_with(&[SANDBOX], &[])).await?;
         let applied = Instant::now();
-        let closed = wait_until("the last answer", Duration::from_secs(60), async || {
-            let open = self
-                .lab
-                .scan(from, granted.clone())
-                .await
-                .map_err(|error| error.to_string())?;
-            if open.is_empty() {
-                Ok(())
-            } else {
-                Err(format!("{open:?} still answers"))
-            }
-        })
-        .await;
+        let closed = self.lab.until_closed(from, &granted).await;
         let closed = closed.map(|()| format!("no answer {:.1} s after kubectl apply", applied.elapsed().as_secs_f64()));
         self.check("hub-web", closed.map_err(|error| error.to_string()));
 

@@ -119,3 +119,36 @@ fn a_sandboxs_peer_that_says_more_than_it_may_is_left_out() {
     let reasons: Vec<Reason> = compile(&inputs).refused.iter().map(|refused| refused.reason).collect();
     assert_eq!(reasons, [Reason::PolicyMismatch]);
 }
+
+#[test]
+fn a_backend_in_host_network_answers_a_sandbox_from_its_port_alone() {
+    let mut inputs = hub_node_of_a_sandbox();
+    let at = |text: &str, protocol, port| (text.parse().unwrap(), Port { protocol, port });
+    let policy = inputs.policies.last_mut().unwrap();
+    policy.granted.extend([
+        at("10.101.0.5", Protocol::Udp, 7),
+        at("172.29.0.111", Protocol::Tcp, 8),
+        at("fd00:66:1::1", Protocol::Sctp, 9),
+    ]);
+    policy.draining = [at("172.29.0.111", Protocol::Udp, 54)].into();
+    let rules = compile(&inputs).routes.rules;
+    let sandbox = rules.iter().filter(|rule| rule.of_sandbox()).map(ToString::to_string);
+    assert_eq!(
+        sandbox.collect::<Vec<_>>(),
+        [
+            "pref 996 from 100.80.16.0/20 fwmark 0x0/0x300000 iif <device> blackhole",
+            "pref 997 from 172.29.0.111/32 to 100.80.16.0/20 iif lo ipproto udp sport 53 lookup 5183",
+            "pref 997 from 172.29.0.111/32 to 100.80.16.0/20 iif lo ipproto udp sport 54 lookup 5183",
+            "pref 997 from 172.29.0.111/32 to 100.80.16.0/20 fwmark 0x300000/0x300f00 iif lo ipproto tcp sport 8 lookup 5183",
+            "pref 998 to 100.80.16.0/20 fwmark 0x300000/0x300f00 iif lo ipproto tcp blackhole",
+            "pref 999 to 100.80.16.0/20 fwmark 0x300000/0x300f00 lookup 5183",
+            "-6 pref 996 from fd00:80::/64 fwmark 0x0/0x300000 iif <device> blackhole",
+            "-6 pref 997 from fd00:66:1::1/128 to fd00:80::/64 iif lo ipproto sctp sport 9 lookup 5183",
+            "-6 pref 998 to fd00:80::/64 fwmark 0x300000/0x300f00 iif lo ipproto tcp blackhole",
+            "-6 pref 999 to fd00:80::/64 fwmark 0x300000/0x300f00 lookup 5183",
+        ]
+    );
+    // Nobody pays who serves none.
+    let without = compile(&hub_node()).routes.rules;
+    assert_eq!(without, Family::BOTH.into_iter().flat_map(routes::rules).collect());
+}

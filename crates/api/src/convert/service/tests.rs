@@ -21,6 +21,8 @@ fn port(name: &str, port: u16, protocol: Protocol) -> ServicePort {
     }
 }
 
+const V4: Families = Families { v4: true, v6: false };
+
 #[test]
 fn a_service_is_read_with_its_ports_and_what_tells_whose_addresses_it_has() {
     let read = |value: Value| to_core(&serde_json::from_value(value).unwrap());
@@ -32,7 +34,7 @@ fn a_service_is_read_with_its_ports_and_what_tells_whose_addresses_it_has() {
             external_name: false,
             selectorless: false,
             ports: vec![port("pg", 5432, Protocol::Tcp), port("", 53, Protocol::Udp)],
-            dual: false,
+            families: V4,
             allowed_from: BTreeSet::new(),
         }
     );
@@ -41,6 +43,7 @@ fn a_service_is_read_with_its_ports_and_what_tells_whose_addresses_it_has() {
         observe::Service {
             external_name: true,
             selectorless: true,
+            families: V4,
             ..observe::Service::default()
         }
     );
@@ -183,7 +186,7 @@ fn a_mirrored_service_is_written_without_selector_and_read_back_as_ours() {
     };
     let mirror = Mirror {
         ports: planned.ports.clone(),
-        dual: true,
+        families: Families::BOTH,
     };
     update(&mut service, &mirror, &ours());
     assert_eq!(
@@ -193,7 +196,7 @@ fn a_mirrored_service_is_written_without_selector_and_read_back_as_ours() {
             external_name: false,
             selectorless: true,
             ports: planned.ports,
-            dual: true,
+            families: Families::BOTH,
             allowed_from: BTreeSet::new(),
         }
     );
@@ -217,4 +220,33 @@ fn the_namespaces_that_a_service_is_allowed_from_are_names_and_nothing_else() {
     assert_eq!(read(" team-b ,lab,"), ["lab", "team-b"]);
     assert_eq!(read("*, Lab, a/b,"), [""; 0]);
     assert_eq!(to_core(&Service::default()).allowed_from, BTreeSet::new());
+}
+
+#[test]
+fn a_mirror_asks_for_a_second_family_only_where_it_lacks_one_that_its_backends_have() {
+    const V6: Families = Families { v4: false, v6: true };
+    let after = |standing: Value, families: Families| {
+        let mut service: Service = serde_json::from_value(standing).unwrap();
+        let ports = vec![port("pg", 5432, Protocol::Tcp)];
+        update(&mut service, &Mirror { ports, families }, &ours());
+        let policy = service.spec.as_ref().unwrap().ip_family_policy.clone();
+        (policy, to_core(&service).families.cover(families))
+    };
+    let both = (Some("PreferDualStack".to_owned()), true);
+    assert_eq!(after(json!({}), Families::default()), (None, true));
+    assert_eq!(after(json!({}), V4), (None, true));
+    assert_eq!(after(json!({}), V6), both);
+    assert_eq!(after(json!({}), Families::BOTH), both);
+    let of = |family: &str, policy: &str| json!({"spec": {"ipFamilies": [family], "ipFamilyPolicy": policy}});
+    assert_eq!(after(of("IPv6", "SingleStack"), V4), both);
+    assert_eq!(
+        after(of("IPv6", "SingleStack"), V6),
+        (Some("SingleStack".to_owned()), true)
+    );
+    // A cluster of one family: it asked, and there is no more.
+    assert_eq!(after(of("IPv4", "PreferDualStack"), V6), both);
+    assert_eq!(
+        after(of("IPv4", "RequireDualStack"), V6),
+        (Some("RequireDualStack".to_owned()), true)
+    );
 }

@@ -185,7 +185,7 @@ impl Asked<'_> {
             .iter()
             .filter(|grant| grant.cluster == self.target);
         for grant in grants {
-            let Ok(found) = services::resolve(grant, &target.cluster, member, Some(&hosting)) else {
+            let Ok(found) = services::resolve(grant, &source.cluster, &target.cluster, member, Some(&hosting)) else {
                 continue;
             };
             let Some(here) = found.hosts.get(node) else { continue };

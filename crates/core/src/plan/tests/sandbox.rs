@@ -356,6 +356,53 @@ fn an_endpoint_outside_the_members_networks_or_on_no_node_with_a_peer_is_left_ou
 }
 
 #[test]
+fn an_endpoint_of_a_family_in_which_the_sandbox_has_no_address_is_left_out_of_everything() {
+    let (mut mesh, mut seen) = three();
+    mesh.clusters[0].allowed.push("fd00:1::/48".parse().unwrap());
+    let second = |seen: &mut Observations, alone: bool| {
+        edit(seen, &ClusterIdentity::Local, |m| {
+            let endpoints = vec![backend("fd00:1:0:2::9", "b")];
+            let v6 = Slice {
+                v6: true,
+                ..slice("postgres", endpoints)
+            };
+            m.slices.insert(object("team-x", "postgres-2"), v6);
+            if alone {
+                m.slices.remove(&object("team-x", "postgres-1"));
+            }
+        });
+    };
+    second(&mut seen, false);
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(
+        allowed(&plan, "nb", "m--mgmt--b"),
+        &net_set(&["10.1.2.9/32", "100.66.1.2/32"])
+    );
+    assert_eq!((plan.egress[0].endpoints, message(&plan)), (1, ""));
+    second(&mut seen, true);
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(plan.targets["nb"].peers, BTreeMap::new());
+    assert_eq!(
+        message(&plan),
+        "Service team-x/postgres of cluster \"mgmt\" has no endpoint of an address family that cluster \"nb\" has in its \
+         allowedNetworks"
+    );
+    // Where the sandbox's addresses are of that family, those are the ones.
+    mesh.clusters[2].allowed = vec!["fd00:66::/64".parse().unwrap()];
+    edit(&mut seen, &secret("nb"), |m| {
+        m.nodes
+            .values_mut()
+            .for_each(|node| node.wireguard_ip = Claim::Is("fd00:66::7/64".parse().unwrap()));
+    });
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(
+        allowed(&plan, "nb", "m--mgmt--b"),
+        &net_set(&["fd00:1:0:2::9/128", "100.66.1.2/32"])
+    );
+    assert_eq!(allowed(&plan, "mgmt", "m--nb--s"), &net_set(&["fd00:66::7/128"]));
+}
+
+#[test]
 fn two_grants_of_one_service_are_one_and_every_port_of_either_is_every_port() {
     let (mut mesh, seen) = three();
     mesh.clusters[2].egress.push(grant(postgres(), &[9187], "metrics"));

@@ -98,6 +98,8 @@ struct World {
     table: Keeper<Table>,
     device: Box<dyn Device>,
     calls: Calls,
+    /// Routing could be made to keep sandboxes closed.
+    locked: bool,
 }
 
 impl World {
@@ -115,6 +117,7 @@ impl World {
                 calls: calls.clone(),
             }),
             calls,
+            locked: true,
         }
     }
 
@@ -132,6 +135,9 @@ impl World {
         self.guard
             .enforce(&mut self.table, Some(&mut self.device), compiled, now)
             .await?;
+        if !self.locked {
+            self.guard.refuse();
+        }
         let mut wanted = compiled.peers.clone();
         wanted.retain(|key, _| self.guard.admits() || !compiled.gated.contains_key(key));
         let changes = diff(&self.device.observe().unwrap().peers, &wanted).unwrap_or_default();
@@ -265,6 +271,20 @@ async fn a_table_that_cannot_be_written_or_reads_otherwise_keeps_a_sandboxs_peer
     world.table.backend().memory.lies = false;
     let (calls, _) = world.pass(&inputs("a", 5433)).await;
     assert_eq!(calls, ["read back", "in 1"]);
+}
+
+#[tokio::test]
+async fn routing_that_does_not_close_a_sandbox_keeps_its_peer_out() {
+    let mut world = World::new();
+    world.locked = false;
+    let (calls, _) = world.pass(&inputs("a", 5432)).await;
+    assert_eq!(calls, ["table", "read back", "in 200"]);
+    world.locked = true;
+    let (calls, _) = world.pass(&inputs("a", 5432)).await;
+    assert_eq!(calls, ["read back", "in 1"]);
+    world.locked = false;
+    let (calls, _) = world.pass(&inputs("a", 5432)).await;
+    assert_eq!(calls, ["read back", "out 1"]);
 }
 
 #[tokio::test]
