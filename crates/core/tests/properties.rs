@@ -14,7 +14,7 @@ use clustermesh_core::{
     diff::{Action, Item},
     key::PublicKey,
     mesh::{ClusterIdentity, Profile},
-    observe::{Claim, Endpoint, Granularity, Observation},
+    observe::{Claim, Endpoint, Granularity, Observation, Server},
     ownership::Ownership,
 };
 use ipnet::IpNet;
@@ -156,6 +156,10 @@ proptest! {
         }
         let mut worse = world.clone();
         let Some(Observation::Fresh(member)) = worse.seen.members.get_mut(&identity(n)) else { return Ok(()) };
+        // Whether sandboxes may be in its cluster hangs on who serves there, and on no claim: that stays as it was.
+        let mut serving = member.nodes.values().filter(|node| node.public_key != Claim::Absent).peekable();
+        let agents = serving.peek().is_some() && serving.all(|node| node.server == Server::Agent);
+        bad.server = if agents { Server::Agent } else { Server::Kilo };
         member.nodes.insert("zz-bad".into(), bad);
         let (before, after) = (planned(&world), planned(&worse));
         for (id, mesh) in &before.meshes {
