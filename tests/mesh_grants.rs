@@ -12,7 +12,9 @@ use clustermesh_lab::{Answer, Asker, Cluster, Lab, LabPlan, Product, Tunnel, WEB
 use mesh::{
     HUB, PATIENCE, answers,
     attack::{self, Attacker},
-    host, json, pod, seen, wireguard,
+    host, json, pod, seen,
+    state::versions,
+    wireguard,
 };
 
 const OLD: &str = "notebooks";
@@ -227,6 +229,11 @@ async fn every_service_answers_under_its_name(world: &World<'_>, side: &Side<'_>
 }
 
 async fn a_pod_that_takes_anothers_place_is_opened_and_the_old_one_is_gone(world: &World<'_>) {
+    let written = async || {
+        let peers = versions(&world.hub, "peers").await;
+        (peers, versions(&world.hub, "peerpolicies").await)
+    };
+    let before = written().await;
     let gone = world.pods("store").await.remove(0);
     world.hub.kubectl(["delete", "pod", &gone.name]).await.unwrap();
     world.hub.rollout("default", "deployment/store").await.unwrap();
@@ -267,6 +274,11 @@ async fn a_pod_that_takes_anothers_place_is_opened_and_the_old_one_is_gone(world
         .await
         .unwrap();
     }
+    assert_eq!(
+        written().await,
+        before,
+        "an endpoint that moves writes nothing where it is"
+    );
 }
 
 /// Leaves everything led through the node that has the server in its host network.
@@ -299,10 +311,21 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(
 }
 
 async fn a_grant_that_is_taken_back_closes_and_the_others_stay(world: &World<'_>) {
-    let less = grants(false);
-    let mesh = world.product.mesh_with(&[OLD, NEW], &[(OLD, &less), (NEW, &less)]);
-    world.hub.apply(&mesh).await.unwrap();
     let hosted = world.hosted().await;
+    let [old, _] = &world.sides;
+    let [from, _] = old.askers();
+    let udp = SocketAddr::new(old.of(&hosted), 19000);
+    let watch = world.lab.watch_udp(&from, udp).unwrap();
+    watch.answered_after(now()).await.unwrap();
+    let apply = async |hosted| {
+        let grants = grants(hosted);
+        let mesh = world.product.mesh_with(&[OLD, NEW], &[(OLD, &grants), (NEW, &grants)]);
+        let before = now();
+        world.hub.apply(&mesh).await.unwrap();
+        before
+    };
+
+    let taken = apply(false).await;
     for side in &world.sides {
         let [from, _] = side.askers();
         let goes = SocketAddr::new(side.of(&hosted), 18080);
@@ -311,4 +334,19 @@ async fn a_grant_that_is_taken_back_closes_and_the_others_stay(world: &World<'_>
         let open = world.open(&from, &before.into_iter().flatten().collect()).await;
         assert_eq!(open, world.granted(side, false, Some(&hosted.node)).await);
     }
+    let last = watch.answers().last().copied().unwrap_or_default();
+    println!(
+        "last answer {} ms after kubectl apply was called",
+        last.saturating_sub(taken)
+    );
+
+    let given = apply(true).await;
+    let first = watch.answered_after(given).await.unwrap();
+    println!("first answer {} ms after kubectl apply was called", first - given);
+}
+
+/// Milliseconds since 1970.
+fn now() -> u128 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.unwrap().as_millis()
 }

@@ -197,12 +197,26 @@ impl Lab {
     pub fn scan_on(&self, from: &Asker, sockets: impl IntoIterator<Item = SocketAddr>) -> Result<Watch> {
         let (program, list) = self.scanner(sockets)?;
         let file = list.path().display().to_string();
-        let words = [&program, "scan-on", &file];
-        let running = match from {
-            Asker::Pod(web) => self.node(&web.node).pod_spawn("scan-pod", web.ip, words)?,
-            Asker::Host(node) => self.node(node).spawn("scan-host", words)?,
-        };
+        let running = self.spawn_at(from, "scan", [&program, "scan-on", &file])?;
         Ok(Watch { running, _list: list })
+    }
+
+    /// Asks a UDP echo from there every 10 ms, until what is returned is dropped.
+    ///
+    /// # Errors
+    /// When the program cannot be started.
+    pub fn watch_udp(&self, from: &Asker, socket: SocketAddr) -> Result<Echo> {
+        let (program, _) = self.scanner([])?;
+        let socket = socket.to_string();
+        let words = [&*program, "udp-watch", &socket];
+        self.spawn_at(from, "udp-watch", words).map(Echo)
+    }
+
+    fn spawn_at(&self, from: &Asker, log: &str, words: [&str; 3]) -> Result<Running> {
+        match from {
+            Asker::Pod(web) => self.node(&web.node).pod_spawn(&format!("{log}-pod"), web.ip, words),
+            Asker::Host(node) => self.node(node).spawn(&format!("{log}-host"), words),
+        }
     }
 
     /// The scanner, and a list for it, where every node finds them.
@@ -256,6 +270,30 @@ impl Watch {
                 now => Err(format!("round {now}, from {before}")),
             },
         )
+        .await
+    }
+}
+
+/// An echo that is asked without a pause.
+#[derive(Debug)]
+pub struct Echo(Running);
+
+impl Echo {
+    /// When it answered, in milliseconds since 1970.
+    #[must_use]
+    pub fn answers(&self) -> Vec<u128> {
+        self.0.log().lines().filter_map(|line| line.parse().ok()).collect()
+    }
+
+    /// Waits for the first answer after that time, and returns when it came.
+    ///
+    /// # Errors
+    /// When there is none within a minute and a half.
+    pub async fn answered_after(&self, time: u128) -> Result<u128> {
+        wait_until("an answer", Duration::from_secs(90), async || {
+            let later = self.answers().into_iter().find(|at| *at > time);
+            later.ok_or_else(|| "silence".to_owned())
+        })
         .await
     }
 }

@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 const USAGE: &str = "usage:
   lab-probe serve ADDRESS              HTTP: says hello, who it is, and from whom the request came
@@ -14,6 +14,7 @@ const USAGE: &str = "usage:
   lab-probe udp-echo ADDRESS           sends every datagram back, with the sender's address before it
   lab-probe udp-echo-at PORT IP,IP..   the same at each of these addresses, so that each answers with its own
   lab-probe udp-send ADDRESS TEXT [N]  N datagrams (default 1), each awaits its echo for 1 s; exit status 1 if any is lost
+  lab-probe udp-watch ADDRESS          a datagram each 10 ms; prints for each echo when it came, in milliseconds since 1970
   lab-probe stream-serve ADDRESS       TCP: echoes numbered lines
   lab-probe stream-get ADDRESS SECONDS one connection, a line each 100 ms, prints what comes back; status 1 on a gap over 2 s
   lab-probe scan FILE                  TCP connections to every ADDRESS in FILE, a second each; prints those that open
@@ -38,6 +39,7 @@ fn main() {
             .parse()
             .map_err(Into::into)
             .and_then(|n| udp_send(address, text, n)),
+        ["udp-watch", address] => udp_watch(address),
         ["stream-serve", address] => stream_serve(address),
         ["stream-get", address, seconds] => seconds.parse().map_err(Into::into).and_then(|s| stream_get(address, s)),
         ["scan", file] => scan(file, |address| TcpStream::connect_timeout(address, SCAN).is_ok()),
@@ -261,6 +263,25 @@ fn udp_send(address: &str, text: &str, count: u32) -> Outcome {
         Err(format!("{lost} of {count} lost").into())
     } else {
         Ok(())
+    }
+}
+
+fn udp_watch(address: &str) -> Outcome {
+    let target = address.to_socket_addrs()?.next().ok_or("no such address")?;
+    let socket = UdpSocket::bind(any(if target.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
+    socket.connect(target)?;
+    let sender = socket.try_clone()?;
+    std::thread::spawn(move || {
+        loop {
+            // What is refused now may be let through by and by.
+            let _ = sender.send(b"watch");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    });
+    loop {
+        if socket.recv(&mut [0; 512]).is_ok() {
+            println!("{}", SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis());
+        }
     }
 }
 
