@@ -215,19 +215,8 @@ impl<'a> Scene<'a> {
     /// What is granted answers again, and nothing else has answered all the while.
     async fn settled(&self, when: &str) {
         for from in self.world.askers() {
-            wait_until(
-                format!("what is granted to answer {from} {when}"),
-                PATIENCE,
-                async || {
-                    let open = self.world.lab.scan(&from, self.granted.iter().copied()).await;
-                    match open.map_err(|error| error.to_string())? {
-                        open if open == self.granted => Ok(()),
-                        open => Err(format!("{open:?} of {:?}", self.granted)),
-                    }
-                },
-            )
-            .await
-            .unwrap();
+            let open = self.world.lab.until_open(&from, &self.granted).await;
+            open.unwrap_or_else(|error| panic!("{when}: {error}"));
         }
         self.round().await;
         println!("{when}: {:?} and nothing else answered", self.watches[0].opened());

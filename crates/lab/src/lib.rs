@@ -43,7 +43,7 @@ pub use machine::{Clock, Ended, Machine};
 pub use plan::{ClusterPlan, LabPlan, NodeName, NodePlan, PlanV6, ProxyMode, Uplink, Workers};
 pub use product::{AGENT_NAMESPACE, MESH, NAMESPACE, Product, Tunnel};
 pub use run::{down_all, standing};
-pub use scan::{Echo, Watch};
+pub use scan::{Echo, INFRASTRUCTURE, Watch};
 pub use supervisor::stages;
 pub use tools::{ArtefactSet, Tools, lab_home};
 pub use traffic::{Answer, Asker, WEB, Web};

@@ -13,7 +13,7 @@ use tempfile::NamedTempFile;
 use crate::{Asker, Cluster, Error, Lab, Result, Running, run, wait_until};
 
 /// Ports of the control plane, the kubelet, kube-proxy, the agent and SSH, whether anything listens there or not.
-const INFRASTRUCTURE: [u16; 11] = [22, 2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259];
+pub const INFRASTRUCTURE: [u16; 11] = [22, 2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259];
 
 impl Cluster<'_> {
     /// Every address of it with every port that is open anywhere in it, and what each address is: nodes (their own
@@ -159,11 +159,24 @@ impl Lab {
     /// # Errors
     /// When one still does after a minute and a half, naming it.
     pub async fn until_closed(&self, from: &Asker, sockets: &BTreeSet<SocketAddr>) -> Result<()> {
-        wait_until("the last answer", Duration::from_secs(90), async || {
+        self.until(from, sockets, &BTreeSet::new()).await
+    }
+
+    /// Scans these until each of them takes a TCP connection.
+    ///
+    /// # Errors
+    /// When one does not after a minute and a half, naming those that do.
+    pub async fn until_open(&self, from: &Asker, sockets: &BTreeSet<SocketAddr>) -> Result<()> {
+        self.until(from, sockets, sockets).await
+    }
+
+    async fn until(&self, from: &Asker, sockets: &BTreeSet<SocketAddr>, want: &BTreeSet<SocketAddr>) -> Result<()> {
+        let what = format!("{} of {sockets:?} to answer {from}", want.len());
+        wait_until(what, Duration::from_secs(90), async || {
             let open = self.scan(from, sockets.iter().copied()).await;
             match open.map_err(|error| error.to_string())? {
-                open if open.is_empty() => Ok(()),
-                open => Err(format!("{open:?} still answers {from}")),
+                open if open == *want => Ok(()),
+                open => Err(format!("{open:?} answers")),
             }
         })
         .await

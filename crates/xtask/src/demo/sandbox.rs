@@ -6,7 +6,8 @@ use std::{
     time::Instant,
 };
 
-use clustermesh_lab::{Asker, LabPlan, Product, Tunnel, WEB};
+use anyhow::Context;
+use clustermesh_lab::{Asker, INFRASTRUCTURE, LabPlan, Product, Tunnel, WEB};
 
 use super::{Demo, HUB, MEMBER, described};
 
@@ -50,6 +51,14 @@ impl Demo<'_> {
             let answer = self.lab.ask_until_answered(from, &format!("http://{service}")).await;
             self.check(&format!("{from} -> hub-web ({service})"), described(answer));
         }
+        let granted: BTreeSet<SocketAddr> = hub_webs.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect();
+        for from in &askers {
+            self.lab.until_open(from, &granted).await?;
+        }
+        println!(
+            "  every endpoint answers {:.1} s after kubectl apply",
+            applied.elapsed().as_secs_f64()
+        );
         let policy = format!("demo--{SANDBOX}");
         println!("$ kubectl --context {HUB} get peerpolicy {policy} -o yaml   # what the sandbox may reach there");
         println!(
@@ -61,7 +70,6 @@ impl Demo<'_> {
         let mut all: BTreeMap<SocketAddr, String> = hub.sockets().await?;
         all.extend(member.sockets().await?);
         let own: BTreeSet<_> = sandbox.sockets().await?.into_keys().map(|socket| socket.ip()).collect();
-        let granted: BTreeSet<SocketAddr> = hub_webs.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect();
         // Mirrored endpoints stand in the sandbox, too.
         let mirrored: BTreeSet<_> = granted.iter().map(SocketAddr::ip).collect();
         all.retain(|socket, _| !own.contains(&socket.ip()) || mirrored.contains(&socket.ip()));
@@ -81,6 +89,38 @@ impl Demo<'_> {
                 "  note  {from}, on the underlay, without any mesh: {beside:?}; that is for NetworkPolicies (THREATS.md)"
             );
         }
+
+        self.title("tenant-a is trusted: it reaches mgmt, and not what keeps mgmt running");
+        let trusted = member
+            .webs()
+            .await?
+            .into_iter()
+            .next()
+            .context("tenant-a runs no web server")?;
+        let from = Asker::Pod(trusted);
+        let url = format!("http://{}:8080", hub_webs[0].ip);
+        let answer = self.lab.ask_until_answered(&from, &url).await;
+        self.check(&format!("{from} -> pod {}", hub_webs[0].name), described(answer));
+        let sockets: BTreeSet<SocketAddr> = hub.sockets().await?.into_keys().collect();
+        let open = self.lab.scan(&from, sockets.iter().copied()).await?;
+        // Where a kubeconfig leads to is the underlay's business: no mesh carries it.
+        let api = hub.plan().api_address();
+        let wrong: Vec<_> = open
+            .iter()
+            .filter(|socket| INFRASTRUCTURE.contains(&socket.port()) && socket.ip() != api)
+            .collect();
+        let outcome = match wrong[..] {
+            [] => Ok(format!(
+                "{} of {} sockets, none of them: {open:?}",
+                open.len(),
+                sockets.len()
+            )),
+            _ => Err(format!("{wrong:?}")),
+        };
+        self.check(
+            "API server, kubelet, etcd, agent and their like, at every address",
+            outcome,
+        );
 
         self.title("the grant is taken back");
         let Some(from) = askers.first() else { return Ok(()) };
