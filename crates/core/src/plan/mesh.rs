@@ -277,15 +277,17 @@ impl<'a> MeshPlanner<'a> {
             })
     }
 
-    /// One key, one node, over all members. An attacker chooses its own timestamps, so the order is: local first, then
-    /// whoever has the Peer already, then a cluster-meshed member before a sandbox, then the order of the entries (rule 3).
+    /// One key, one node, over all members. An attacker chooses its own timestamps, so the order is: local first, then a
+    /// cluster-meshed member before a sandbox, then whoever has the Peer already, then the order of the entries (rule 3). A
+    /// sandbox's Peer speaks against other sandboxes alone: else it had the key of every Node for which a moment came without
+    /// one.
     fn settle_keys(
         &self,
         parties: &BTreeMap<String, target::Party<'_>>,
         rolls: &mut BTreeMap<String, nodes::Roll<'_>>,
     ) {
-        // (not local, has no Peer yet, profile, position of the entry, entry, node): the smallest wins.
-        type KeyClaim = (bool, bool, Profile, usize, String, String);
+        // (not local, profile, has no Peer yet, position of the entry, entry, node): the smallest wins.
+        type KeyClaim = (bool, Profile, bool, usize, String, String);
         let peers = parties
             .values()
             .filter(|party| trusted(party))
@@ -307,8 +309,8 @@ impl<'a> MeshPlanner<'a> {
             let mut claim = |key: PublicKey, stands: bool, node: &str| {
                 let claim = (
                     !local,
-                    !stands,
                     party.cluster.profile,
+                    !stands,
                     position,
                     entry.name.clone(),
                     node.to_owned(),

@@ -12,10 +12,10 @@ use crate::{
     ownership::{self, Ownership},
 };
 
-/// One key in two meshes of one target is one Peer: of the mesh that has it already, else of one in which it is no
-/// sandbox's, else of the older one (rule 2).
+/// One key in two meshes of one target is one Peer: of one in which it is no sandbox's, else of the mesh that has it already,
+/// else of the older one (rule 2).
 pub(super) fn one_peer_per_key(plan: &mut Plan, seen: &Observations) {
-    // (has no Peer yet, is a sandbox's, age of the mesh, mesh, target, name of the Peer): the smallest wins.
+    // (is a sandbox's, has no Peer yet, age of the mesh, mesh, target, name of the Peer): the smallest wins.
     type Place = (bool, bool, usize, MeshId, String, String);
     let mut places: BTreeMap<(ClusterIdentity, PublicKey), Vec<Place>> = BTreeMap::new();
     for (age, claimant) in plan.claimants.iter().enumerate() {
@@ -42,8 +42,8 @@ pub(super) fn one_peer_per_key(plan: &mut Plan, seen: &Observations) {
                 });
                 let sandbox = peer.spec.requires_policy.is_some();
                 let place = (
-                    !stands,
                     sandbox,
+                    !stands,
                     age,
                     claimant.mesh.clone(),
                     target.clone(),

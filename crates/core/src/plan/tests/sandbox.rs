@@ -499,4 +499,27 @@ fn a_key_that_two_claim_is_a_meshed_members_before_a_sandboxs() {
     let (_, plan) = run(&mesh, &seen);
     assert_eq!(sources(&plan, "mgmt"), ["tenant"]);
     assert_eq!(plan.clusters["nb"].skipped[0].reason, Reason::PublicKeyDuplicate);
+
+    // Nor is it the sandbox's for good where its owner's Node said nothing for a moment.
+    let mut silent = seen.clone();
+    edit(&mut silent, &secret("tenant"), |m| {
+        m.nodes.values_mut().for_each(|node| node.public_key = Claim::Absent);
+    });
+    let (_, taken) = run(&mesh, &silent);
+    assert_eq!(sources(&taken, "mgmt"), ["nb"]);
+    let theirs = &taken.targets["mgmt"].peers["m--nb--s"];
+    let standing = ObservedPeer {
+        owner: Owner {
+            mesh: Some("m".into()),
+            mesh_namespace: Some("meshes".into()),
+            hub: Some("hub".into()),
+            source_cluster: Some("nb".into()),
+        },
+        spec: Ok(theirs.spec.clone()),
+    };
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.peers.as_mut().unwrap().insert("m--nb--s".into(), standing);
+    });
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(sources(&plan, "mgmt"), ["tenant"]);
 }
