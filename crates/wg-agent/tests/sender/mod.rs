@@ -22,6 +22,8 @@ use nix::{
 
 /// Where everybody who is asked listens.
 const PORT: u16 = 7007;
+/// Where the agents listen.
+const WIREGUARD: u16 = 51820;
 /// Between two packets of one that sends all the time.
 const PACE: Duration = Duration::from_millis(10);
 /// Between two of one that asks now and then. A node counts the errors about `unreachable` routes against a packet's IPv4
@@ -73,7 +75,11 @@ fn inside<T: Send + 'static>(path: &Path, what: impl FnOnce() -> T + Send + 'sta
 
 fn socket(netns: &Path, source: IpAddr, to: IpAddr) -> UdpSocket {
     inside(netns, move || {
-        let socket = UdpSocket::bind((source, 0)).expect("a socket");
+        // An ephemeral port may be the one that an agent wants when it starts.
+        let bind = || UdpSocket::bind((source, 0)).expect("a socket");
+        let port = |socket: &UdpSocket| socket.local_addr().expect("its address").port();
+        let socket = std::iter::repeat_with(bind).find(|socket| port(socket) != WIREGUARD);
+        let socket = socket.expect("it never ends");
         // Else UDP keeps to itself what a router says of a host that cannot be reached (ip(7), IP_RECVERR).
         match to {
             IpAddr::V4(_) => setsockopt(&socket, sockopt::Ipv4RecvErr, &true),
