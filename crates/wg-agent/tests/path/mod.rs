@@ -8,9 +8,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    io::{self, Read, Write},
-    net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket},
-    thread,
+    net::{IpAddr, SocketAddr},
     time::Duration,
 };
 
@@ -22,7 +20,6 @@ use clustermesh_agent_core::{
 };
 use clustermesh_core::key::PublicKey;
 use ipnet::IpNet;
-use nix::sys::socket::{setsockopt, sockopt};
 use wg_agent::{
     device::{Configuration, Device, userspace::Userspace},
     firewall::{Keeper, Nft},
