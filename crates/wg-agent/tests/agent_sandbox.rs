@@ -89,13 +89,7 @@ async fn the_node_starts_while_its_api_server_is_away(stage: &mut Stage) {
             ip $f rule flush protocol 117
             ip $f route flush table 5182; ip $f route flush table 5183
         done");
-    let cluster = stage.mgmt().cluster;
-    stage
-        .world
-        .lab
-        .cluster(cluster)
-        .kill_api()
-        .expect("kill the API server");
+    stage.api_goes();
     stage.started(&[]);
     wait_until("the agent to work from its cache", SOON, async || {
         match stage.world.page(stage.mgmt(), "/readyz").await {
@@ -108,33 +102,15 @@ async fn the_node_starts_while_its_api_server_is_away(stage: &mut Stage) {
     stage.closed("a boot without the API server").await;
     let peers = stage.node.run("wg", &["show", &interface, "peers"]);
     assert!(!peers.contains(&public(&attackers_key()).to_string()), "{peers}");
-    stage
-        .world
-        .lab
-        .cluster(cluster)
-        .start_api()
-        .await
-        .expect("start the API server");
+    stage.api_comes().await;
     stage.answered("the API server is back").await;
     stage.exactly("a boot").await;
 }
 
 async fn an_api_server_that_goes_away_changes_nothing(stage: &mut Stage) {
-    let cluster = stage.mgmt().cluster;
-    stage
-        .world
-        .lab
-        .cluster(cluster)
-        .kill_api()
-        .expect("kill the API server");
+    stage.api_goes();
     stage.answered("without an API server").await;
-    stage
-        .world
-        .lab
-        .cluster(cluster)
-        .start_api()
-        .await
-        .expect("start the API server");
+    stage.api_comes().await;
     stage.answered("the API server is back").await;
     stage.exactly("an API server that went away").await;
 }

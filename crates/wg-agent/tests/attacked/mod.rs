@@ -144,6 +144,18 @@ fn furnish(node: &NetNs, pods: &[NetNs; 2]) {
 }
 
 impl Stage {
+    /// The API server of the node under attack is killed.
+    pub(crate) fn api_goes(&self) {
+        let cluster = self.world.lab.cluster(self.mgmt().cluster);
+        cluster.kill_api().expect("kill the API server");
+    }
+
+    /// It answers again.
+    pub(crate) async fn api_comes(&self) {
+        let cluster = self.world.lab.cluster(self.mgmt().cluster);
+        cluster.start_api().await.expect("start the API server");
+    }
+
     pub(crate) async fn start() -> Self {
         let world = World::start().await;
         let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));

@@ -16,7 +16,7 @@ use clustermesh_agent_core::{
 use wg_agent::route::{Netlink, Routing, converge};
 
 use super::{
-    exchange,
+    Granted, exchange,
     netns::wait_for,
     path::{Family, Mesh, apply, ask, connect, serve, source_of},
     sandbox, silent, target, udp,
@@ -51,18 +51,23 @@ fn flood(mesh: &Mesh, udp: &[UdpSocket], tcp: &[TcpListener], stop: &AtomicBool)
     }
 }
 
+/// A TCP and a UDP server in a pod, and the same on the node itself.
+fn granted(f: &Family) -> [Granted<'static>; 4] {
+    use Protocol::{Tcp, Udp};
+    [
+        (f.hub_pod, Tcp, 8080),
+        (f.hub_pod, Udp, 5000),
+        (f.hub, Tcp, 8080),
+        (f.hub, Udp, 5000),
+    ]
+}
+
 /// A sandbox that sends without a pause to what is granted to it and to what is not, to a pod and to the node's own
 /// addresses, while the table is taken away and written again.
 pub(crate) fn a_table_that_is_gone_opens_nothing_in_either_direction_and_serves_again_when_it_is_back(
     f: &'static Family,
 ) {
-    use Protocol::{Tcp, Udp};
-    let granted = [
-        (f.hub_pod, Tcp, 8080),
-        (f.hub_pod, Udp, 5000),
-        (f.hub, Tcp, 8080),
-        (f.hub, Udp, 5000),
-    ];
+    let granted = granted(f);
     let mesh = sandbox(f, &granted);
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     serve(&mesh.hub, f.hub, 8080);
@@ -129,13 +134,7 @@ pub(crate) fn a_table_that_is_gone_opens_nothing_in_either_direction_and_serves_
 
 /// As after a version whose sandboxes' routes lay among the mesh's.
 pub(crate) fn what_is_granted_goes_on_at_every_step_from_routes_without_the_lock(f: &'static Family) {
-    use Protocol::{Tcp, Udp};
-    let granted = [
-        (f.hub_pod, Tcp, 8080),
-        (f.hub_pod, Udp, 5000),
-        (f.hub, Tcp, 8080),
-        (f.hub, Udp, 5000),
-    ];
+    let granted = granted(f);
     let mesh = sandbox(f, &granted);
     serve(&mesh.hub_pod, f.hub_pod, 8080);
     serve(&mesh.hub, f.hub, 8080);
