@@ -188,6 +188,7 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
         api_servers: ["172.29.0.11:6443".parse().expect("a socket")].into(),
         nodes: BTreeSet::new(),
         pods_elsewhere: BTreeSet::new(),
+        earlier: Default::default(),
         peers,
         policies,
         narrow: Default::default(),

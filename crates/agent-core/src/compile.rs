@@ -26,9 +26,11 @@ use crate::{
 };
 
 mod beside;
+mod earlier;
 mod refuse;
 
 pub use beside::{Beside, beside};
+pub use earlier::{Earlier, remember};
 pub use refuse::{Object, Reason, Refused};
 
 /// What is known about this node.
@@ -98,6 +100,8 @@ pub struct Inputs {
     pub peers: Vec<Peer>,
     /// PeerPolicies of this cluster.
     pub policies: Vec<Policy>,
+    /// What they said before, where Peers still name that ([`remember`]).
+    pub earlier: Earlier,
     /// Peers that take smaller packets than the device, as [`crate::mtu::auto`] says.
     pub narrow: BTreeMap<PublicKey, u16>,
     /// For how long a sandbox's grants stand without being written again (`--grant-timeout`).
@@ -114,7 +118,7 @@ pub struct Compiled {
     /// For each peer the name of its Peer object.
     pub names: BTreeMap<PublicKey, String>,
     /// Of the peers those that may be in the device only while this very firewall table stands in the kernel, each with the
-    /// policy and its revision that it requires.
+    /// name of the policy that it requires.
     pub gated: BTreeMap<PublicKey, String>,
     /// Addresses, routes, rules.
     pub routes: Routes,
@@ -134,7 +138,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
     let policies: Vec<Policy> = inputs
         .policies
         .iter()
-        .map(|p| refuse::clean_policy(node, p, &mut refused))
+        .map(|p| earlier::narrowed(refuse::clean_policy(node, p, &mut refused), inputs))
         .collect();
     let networks = aggregate(policies.iter().flat_map(|p| &p.networks));
     let peers = owners(inputs, &policies, &networks, &mut refused);
@@ -210,7 +214,10 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         names: peers.iter().map(|p| (p.peer.public_key, p.peer.name.clone())).collect(),
         gated: peers
             .iter()
-            .filter_map(|p| Some((p.peer.public_key, p.peer.requires_policy.clone()?)))
+            .filter_map(|p| {
+                let (policy, _) = earlier::named(p.peer.requires_policy.as_ref()?);
+                Some((p.peer.public_key, policy.to_owned()))
+            })
             .collect(),
         peers: peers.into_iter().map(|p| (p.peer.public_key, p.spec())).collect(),
         routes,
@@ -247,10 +254,12 @@ fn sandboxes(policies: &[Policy]) -> impl Iterator<Item = &Policy> {
     policies.iter().filter(|policy| policy.sandbox)
 }
 
-/// The addresses of sandboxes' nodes, of which a Peer carries nothing else.
+/// The addresses of sandboxes' nodes to which the grants of their policy are open; such a Peer carries nothing else.
 fn sandbox_nodes(peers: &[Accepted<'_>]) -> BTreeSet<IpAddr> {
-    let gated = peers.iter().filter(|accepted| accepted.peer.requires_policy.is_some());
-    gated.flat_map(|accepted| &accepted.ranges).map(IpNet::addr).collect()
+    let open = peers
+        .iter()
+        .filter(|accepted| accepted.peer.requires_policy.is_some() && !accepted.closed);
+    open.flat_map(|accepted| &accepted.ranges).map(IpNet::addr).collect()
 }
 
 /// What sockets of this node itself, of pods in its host network, answer to sandboxes.
@@ -280,6 +289,8 @@ struct Accepted<'a> {
     peer: &'a Peer,
     ranges: BTreeSet<IpNet>,
     endpoints: Vec<SocketAddr>,
+    /// It requires a revision of its policy that nobody here knows.
+    closed: bool,
 }
 
 impl Accepted<'_> {
@@ -332,11 +343,14 @@ fn owners<'a>(
                 endpoints.push(candidate);
             }
         }
+        let changed = refuse::changed(inputs, policies, peer);
         out.push(Accepted {
             peer,
             ranges,
             endpoints,
+            closed: changed.as_ref().is_some_and(|(_, closed)| *closed),
         });
+        refused.extend(changed.map(|(changed, _)| changed));
     }
     out
 }

@@ -156,6 +156,7 @@ fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> In
         api_servers: BTreeSet::new(),
         nodes: BTreeSet::new(),
         pods_elsewhere: BTreeSet::new(),
+        earlier: BTreeMap::new(),
         narrow: BTreeMap::new(),
         grant_timeout: std::time::Duration::from_secs(900),
     }

@@ -261,6 +261,10 @@ impl Flags {
         self.mode
     }
 
+    pub(crate) const fn port(&self) -> u16 {
+        self.port
+    }
+
     /// What a run in policy mode needs. What is kg's there - key, address, port, MTU, routes - is not looked at, so that one
     /// DaemonSet's arguments fit both modes.
     pub(crate) fn into_policy_config(self) -> Result<PolicyConfig, ArgsError> {

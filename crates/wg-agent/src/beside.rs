@@ -277,6 +277,7 @@ fn inputs(world: &World, own: &NodeSeen, config: &PolicyConfig, server: Option<S
             pod_cidrs: own.pod_cidrs.clone(),
         },
         throw: BTreeSet::new(),
+        earlier: Default::default(),
         narrow: Default::default(),
         grant_timeout: Duration::ZERO,
         api_servers: world

@@ -2,7 +2,9 @@
 //! DaemonSet's privileged init container. Which they are is `clustermesh_agent_core::sysctl`'s; those of single
 //! interfaces the agent writes itself.
 
-use std::path::Path;
+use std::{fs, path::Path};
+
+use anyhow::Context;
 
 use clustermesh_agent_core::{
     interface::InterfaceName,
@@ -13,8 +15,11 @@ use clustermesh_agent_core::{
 
 use crate::{preflight, route::sysctl::ensure, run::lines};
 
-/// Writes them, or says which could not be written and how else to set them.
-pub async fn run() -> anyhow::Result<()> {
+/// Ports that the kernel gives to nobody who does not ask for them by number, as `5000,6000-6999`.
+const RESERVED: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
+
+/// Writes them, or says which could not be written and how else to set them. `port`: the tunnel's.
+pub async fn run(port: u16) -> anyhow::Result<()> {
     let wanted = settings(Path::new("/proc/sys/net/ipv6").exists());
     let missing = ensure(&wanted).await;
     for sysctl in &wanted {
@@ -27,7 +32,33 @@ pub async fn run() -> anyhow::Result<()> {
         lines(&missing),
         preflight::host(&[], &missing).everywhere()
     );
+    reserve(port).with_context(|| format!("cannot add the tunnel's port {port} to {RESERVED}"))
+}
+
+/// While no agent is here to hold it, the tunnel's port could be given to any program that asks for some port.
+fn reserve(port: u16) -> std::io::Result<()> {
+    let reserved = fs::read_to_string(RESERVED)?;
+    if let Some(reserved) = with(&reserved, port) {
+        fs::write(RESERVED, &reserved)?;
+        tracing::info!("net.ipv4.ip_local_reserved_ports = {reserved}");
+    }
     Ok(())
+}
+
+/// The list with this port, where it is not in it.
+fn with(reserved: &str, port: u16) -> Option<String> {
+    let reserved = reserved.trim();
+    let holds = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let bound = |text: &str| text.trim().parse::<u16>().ok();
+        bound(first) <= Some(port) && Some(port) <= bound(last)
+    };
+    let own = port.to_string();
+    match reserved {
+        "" => Some(own),
+        _ if reserved.split(',').any(holds) => None,
+        _ => Some(format!("{reserved},{own}")),
+    }
 }
 
 /// The settings of the whole node. IPv4 forwarding is switched on where it is off: a node whose pods have IPv4 has it on
@@ -52,6 +83,19 @@ pub(crate) fn settings(ipv6: bool) -> Vec<Sysctl> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_port_is_reserved_beside_what_others_reserved() {
+        for (before, after) in [
+            ("\n", Some("51820")),
+            ("51820\n", None),
+            ("8080,51000-52000\n", None),
+            ("8080,51821-52000\n", Some("8080,51821-52000,51820")),
+            ("80,51000-51819", Some("80,51000-51819,51820")),
+        ] {
+            assert_eq!(with(before, 51820).as_deref(), after, "{before:?}");
+        }
+    }
 
     #[test]
     fn only_what_belongs_to_the_whole_node_is_written() {

@@ -20,4 +20,12 @@ fn a_node_is_prepared_and_its_ipv6_forwarding_is_left_alone() {
     }
     ns.run(env!("CARGO_BIN_EXE_wg-agent"), &["prepare"]);
     assert_eq!(values(), ["1", "1", "1", "1", "0"]);
+    // Beside what somebody else has reserved, once.
+    let reserved = "net/ipv4/ip_local_reserved_ports";
+    assert_eq!(ns.sysctl(reserved), "51820");
+    ns.set_sysctl(reserved, "8080");
+    for _ in 0..2 {
+        ns.run(env!("CARGO_BIN_EXE_wg-agent"), &["prepare", "--port=51821"]);
+        assert_eq!(ns.sysctl(reserved), "8080,51821");
+    }
 }

@@ -125,10 +125,12 @@ async fn the_policy_is_another_or_none(stage: &mut Stage) {
             .await
             .expect("patch the PeerPolicy");
     };
+    let left = stage.left();
     say("other").await;
     stage.closed("a PeerPolicy that names another Service, by hand").await;
     say("db").await;
     stage.answered("the PeerPolicy is as it was").await;
+    assert_eq!(stage.left(), left, "its session is no business of its policy's");
     stage.exactly("a PeerPolicy changed by hand").await;
 
     policies
@@ -155,12 +157,15 @@ async fn the_peer_asks_for_another_policy_or_none(stage: &mut Stage) {
             .expect("patch the Peer");
     };
     let real = format!("{POLICY}@{}", policy("db").revision());
+    let left = stage.left();
+    ask(format!("{POLICY}@0123456789abcdef").into()).await;
+    stage.closed("a Peer that asks for another revision").await;
+    ask(real.clone().into()).await;
+    stage.answered("the Peer asks for its policy again").await;
+    stage.exactly("a Peer that asks for another revision").await;
+    assert_eq!(stage.left(), left);
     for (wrong, what) in [
         (serde_json::Value::Null, "a Peer that asks for no policy"),
-        (
-            format!("{POLICY}@0123456789abcdef").into(),
-            "a Peer that asks for another revision",
-        ),
         ("mesh--tenant-b@".into(), "a Peer that asks for a wider policy"),
     ] {
         ask(wrong).await;

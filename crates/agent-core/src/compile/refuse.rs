@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, fmt, net::SocketAddr};
 
 use ipnet::IpNet;
 
-use super::{Inputs, Node, Peer, touches_pods};
+use super::{Inputs, Node, Peer, earlier::named, touches_pods};
 use crate::{
     numbers::MAX_ALLOWED_IPS,
     policy::Policy,
@@ -50,8 +50,10 @@ pub enum Reason {
     PublicKeyDuplicate,
     /// The Peer must not be programmed before its policy, and who programs it does not wait for that.
     PolicyNotServed,
-    /// The policy that the Peer requires does not stand as the Peer names it.
+    /// There is no such policy as the Peer requires.
     PolicyMissing,
+    /// The policy that the Peer requires is of another revision: the Peer stays, and reaches less.
+    PolicyChanged,
     /// The policy that the Peer requires is not one for such a Peer.
     PolicyMismatch,
     /// The Peer has a sandbox's addresses and requires no policy.
@@ -73,6 +75,7 @@ impl Reason {
             Self::PublicKeyDuplicate => "PublicKeyDuplicate",
             Self::PolicyNotServed => "PolicyNotServed",
             Self::PolicyMissing => "PolicyMissing",
+            Self::PolicyChanged => "PolicyChanged",
             Self::PolicyMismatch => "PolicyMismatch",
             Self::PolicyRequired => "PolicyRequired",
         }
@@ -160,7 +163,7 @@ pub(super) fn peer(
 }
 
 /// Why a Peer of a sandbox's node is not programmed, if so: rule 7 of DESIGN §4. Only single addresses of that sandbox, no
-/// endpoint (its nodes must not choose where this one sends UDP), and only the policy that it names, word for word.
+/// endpoint (its nodes must not choose where this one sends UDP), and only where the policy that it names stands.
 fn sandboxed(policies: &[Policy], peer: &Peer) -> Option<(Reason, String)> {
     let Some(required) = &peer.requires_policy else {
         let ranges = || peer.allowed_ips.iter().map(IpNet::trunc);
@@ -175,8 +178,8 @@ fn sandboxed(policies: &[Policy], peer: &Peer) -> Option<(Reason, String)> {
             ),
         ));
     };
-    let said: String = required.chars().take(300).collect();
-    let (name, revision) = required.rsplit_once('@').unwrap_or((required, ""));
+    let said = quoted(required);
+    let (name, _) = named(required);
     let Some(policy) = policies.iter().find(|policy| policy.name == name) else {
         return Some((
             Reason::PolicyMissing,
@@ -186,16 +189,6 @@ fn sandboxed(policies: &[Policy], peer: &Peer) -> Option<(Reason, String)> {
             ),
         ));
     };
-    if policy.revision.is_empty() || policy.revision != revision {
-        return Some((
-            Reason::PolicyMissing,
-            format!(
-                "annotation kilo-clustermesh.io/requires-policy asks for {said:?}, and the PeerPolicy is of revision {:?}: it \
-                 was changed after the Peer was written, by hand or by a controller that is about to write the Peer",
-                policy.revision
-            ),
-        ));
-    }
     let mismatch = |what: String| Some((Reason::PolicyMismatch, what));
     if !policy.sandbox {
         return mismatch(format!(
@@ -216,6 +209,40 @@ fn sandboxed(policies: &[Policy], peer: &Peer) -> Option<(Reason, String)> {
         "spec.allowedIPs holds {other}, which is no single address inside spec.sources of PeerPolicy {name}; a sandbox's node \
          has its WireGuard address alone"
     ))
+}
+
+/// Why a Peer of a sandbox's node reaches less for now than its policy says, if so, and whether it reaches nothing: the policy
+/// is not the one that the Peer names, word for word. The Peer stays where it is, and its session with it.
+pub(super) fn changed(inputs: &Inputs, policies: &[Policy], peer: &Peer) -> Option<(Refused, bool)> {
+    let required = peer.requires_policy.as_ref()?;
+    let (name, revision) = named(required);
+    let policy = policies.iter().find(|policy| policy.name == name)?;
+    if !revision.is_empty() && policy.revision == revision {
+        return None;
+    }
+    let closed = !inputs.earlier.contains_key(required);
+    let open = if closed {
+        "nothing"
+    } else {
+        "what both grant and nothing else"
+    };
+    let refused = Refused {
+        object: Object::Peer(peer.name.clone()),
+        reason: Reason::PolicyChanged,
+        message: format!(
+            "annotation kilo-clustermesh.io/requires-policy asks for {:?}, and the PeerPolicy is of revision {:?}: it was \
+             changed by hand, or by a controller that is about to write the Peer. The node reaches {open} until the two \
+             agree; if they stay so, look at the controller's log",
+            quoted(required),
+            policy.revision
+        ),
+    };
+    Some((refused, closed))
+}
+
+/// As much as a line of a log takes.
+fn quoted(required: &str) -> String {
+    required.chars().take(300).collect()
 }
 
 /// Why a range cannot be a Peer's. A range that holds an address of this node, or the API server's, is right only where

@@ -105,6 +105,7 @@ pub(crate) fn hub_node() -> Inputs {
             infrastructure_ports: [port(Protocol::Tcp, 6443), port(Protocol::Tcp, 10250)].into(),
             ..Policy::default()
         }],
+        earlier: BTreeMap::new(),
         narrow: BTreeMap::new(),
         grant_timeout: Duration::from_secs(900),
     }
@@ -143,6 +144,7 @@ pub(crate) fn worker() -> Inputs {
             }],
             ..Policy::default()
         }],
+        earlier: BTreeMap::new(),
         narrow: BTreeMap::new(),
         grant_timeout: Duration::from_secs(900),
     }

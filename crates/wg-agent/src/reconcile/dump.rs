@@ -92,6 +92,7 @@ fn inputs(inputs: &Inputs) -> Value {
         pods_elsewhere,
         peers,
         policies,
+        earlier,
         narrow,
         grant_timeout,
     } = inputs;
@@ -137,6 +138,7 @@ fn inputs(inputs: &Inputs) -> Value {
             "draining": endpoints(&policy.draining),
             "revision": policy.revision,
         }))).collect::<BTreeMap<_, _>>(),
+        "earlierPolicies": earlier.keys().collect::<Vec<_>>(),
         "grantTimeoutSeconds": grant_timeout.as_secs(),
     })
 }

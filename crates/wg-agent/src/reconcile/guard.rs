@@ -3,8 +3,9 @@
 //!
 //! A pass, as far as they are concerned:
 //! 1. The table is read. Where it is not as it was written, they leave the device, before anything else is tried.
-//! 2. Those that require another policy than the one in force, or are not wanted any more, leave; at the first pass of a
-//!    process, everybody that an earlier one left in the device and whose table does not stand already.
+//! 2. Those that no policy is there for any more, or another one, or that are not wanted, leave; at the first pass of a
+//!    process, everybody that an earlier one left in the device and whose table does not stand already. Where a policy
+//!    only says something else they stay, and their sessions: the table is changed at once, with what it says of them.
 //! 3. The table is written, and what fades in it renewed. Where that fails, they leave.
 //! 4. It is read back, and routing made to keep them closed where it is gone. Only if both are as wanted they come in, with
 //!    everybody else's changes.

@@ -8,7 +8,7 @@ use std::{
 };
 
 use clustermesh_agent_core::{
-    compile::{Inputs, Node, Peer},
+    compile::{Earlier, Inputs, Node, Peer},
     grants::{Resolved, resolve},
     interface::InterfaceName,
     mtu,
@@ -159,6 +159,7 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
             pods_elsewhere,
             peers,
             policies,
+            earlier: Earlier::new(),
             narrow: BTreeMap::new(),
             grant_timeout: local.grant_timeout,
         },

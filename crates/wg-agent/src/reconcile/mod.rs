@@ -17,7 +17,7 @@ use std::{
 };
 
 use clustermesh_agent_core::{
-    compile::{Compiled, Inputs, compile},
+    compile::{Compiled, Earlier, Inputs, compile, remember},
     mtu::{self, Sizes},
     routes::Change,
 };
@@ -115,6 +115,7 @@ pub(crate) struct Reconciler<R, F> {
     current: Option<Arc<Current>>,
     drift: Drift,
     guard: Guard,
+    earlier: Earlier,
     said: Said,
 }
 
@@ -145,6 +146,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             current: None,
             drift: Drift::default(),
             guard: Guard::default(),
+            earlier: Earlier::new(),
             said: Said::default(),
         }
     }
@@ -233,7 +235,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         // Without a device, firewall and routes keep what is meant for the mesh from leaving in clear all the same.
         let opened = self.ensure_device(sizes.device);
 
+        gathered.inputs.earlier = std::mem::take(&mut self.earlier);
         let compiled = compile(&gathered.inputs);
+        self.earlier = remember(&gathered.inputs);
         self.report(&gathered, &compiled);
         let tried = compiled.peers.iter().map(|(key, spec)| {
             let endpoints = compiled.endpoints.get(key).map_or(&[][..], Vec::as_slice);

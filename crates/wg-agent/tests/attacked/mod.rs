@@ -342,6 +342,11 @@ impl Stage {
         .unwrap_or_else(|error| panic!("{error}"));
     }
 
+    /// How often this agent has put a sandbox out of the device.
+    pub(crate) fn left(&self) -> usize {
+        self.agent.log().matches("a sandbox's peer leaves the device").count()
+    }
+
     /// Everything that was seen since the last look: in the pods, of what the node took or sent on, and where it came back.
     fn look(&mut self) -> Seen {
         let sources = |counts: &Counts| {

@@ -202,6 +202,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             .into(),
             ..Policy::default()
         }],
+        earlier: BTreeMap::new(),
         narrow: BTreeMap::new(),
         grant_timeout: Duration::from_secs(900),
     }
