@@ -281,6 +281,11 @@ async fn nodes_go_and_come(lab: &Lab) {
 
 #[tokio::test]
 async fn a_killed_owner_leaves_nothing_behind() {
+    if let Some(file) = std::env::var_os(OWNER_FILE) {
+        let lab = Lab::start(LabPlan::clusters(&[("solo", 1)])).await.unwrap();
+        std::fs::write(file, lab.directory().as_os_str().as_encoded_bytes()).unwrap();
+        return std::future::pending().await;
+    }
     let (mut owner, directory) = owner_with_a_lab().await;
     kill(Pid::from_raw(i32::try_from(owner.id()).unwrap()), Signal::SIGKILL).unwrap();
     owner.wait().unwrap();
@@ -355,12 +360,12 @@ async fn a_kept_lab_outlives_its_handle_and_can_be_joined_and_taken_down() {
     assert!(!standing().contains(&directory));
 }
 
-/// Another process of this program that owns a lab with one node.
+/// Another process of this program that owns a lab with one node: the first of the tests that kill one.
 async fn owner_with_a_lab() -> (std::process::Child, PathBuf) {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("lab");
     let owner = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "owns_a_lab_until_it_is_killed", "--ignored"])
+        .args(["--exact", "a_killed_owner_leaves_nothing_behind"])
         .env(OWNER_FILE, &file)
         .stdout(Stdio::null())
         .spawn()
@@ -376,17 +381,6 @@ async fn owner_with_a_lab() -> (std::process::Child, PathBuf) {
     .await
     .unwrap();
     (owner, lab)
-}
-
-#[tokio::test]
-#[ignore = "a part of the tests that kill an owner; they start it"]
-async fn owns_a_lab_until_it_is_killed() {
-    let Some(file) = std::env::var_os(OWNER_FILE) else {
-        return;
-    };
-    let lab = Lab::start(LabPlan::clusters(&[("solo", 1)])).await.unwrap();
-    std::fs::write(file, lab.directory().as_os_str().as_encoded_bytes()).unwrap();
-    std::future::pending().await
 }
 
 /// Everything of a lab that is still there: paths, and processes as "pid name".

@@ -227,7 +227,10 @@ async fn the_endpoint_moves_goes_and_drains(stage: &mut Stage) {
             .attackers
             .enter(|| TcpStream::connect_timeout(&db, Duration::from_secs(1)))
     };
-    let mut open = connect().expect("a connection");
+    let open = wait_until("a connection", SOON, async || {
+        connect().map_err(|error| error.to_string())
+    });
+    let mut open = open.await.expect("a connection");
     open.set_read_timeout(Some(SOON)).expect("a timeout");
     stage.endpoint(0, DB[0], true).await;
     wait_until("new connections to fail", SOON, async || match connect() {

@@ -1,9 +1,10 @@
 //! The contract of a device, by the kernel's WireGuard, and what only the kernel's does. Runs in a virtual machine, so that the kernel at
-//! hand does not matter: the one test that is not ignored boots it and runs all others there. Needs root.
+//! hand does not matter. Needs root.
 
 mod contract;
 #[path = "machine/drift.rs"]
 mod drift;
+mod machine;
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;
 mod pair;
@@ -21,8 +22,8 @@ use std::{
 };
 
 use clustermesh_agent_core::{device::PeerChange, prefixes::Family};
-use clustermesh_lab::{Ended, Machine};
 use contract::{Node, SOON, links, public, spec, two};
+use machine::in_the_machine;
 use netns::{transfer, wait_until};
 use path::real::{Star, pod, sweep};
 use wg_agent::device::{Backend, DeviceError, userspace};
@@ -30,42 +31,17 @@ use wg_agent::device::{Backend, DeviceError, userspace};
 macro_rules! case {
     ($($name:ident)*) => { $(
         #[test]
-        #[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
         fn $name() {
+            in_the_machine!();
             contract::$name(Backend::Kernel);
         }
     )* };
 }
 contract::each!(case);
 
-/// Several times what it takes, also on a busy machine.
-const LIMIT: Duration = Duration::from_secs(1800);
-
 #[test]
-fn the_contract_holds_on_a_real_kernel() {
-    let own = std::env::current_exe().expect("the name of this program");
-    let listed = Command::new(&own).args(["--ignored", "--list"]).output().expect("list");
-    let listed = String::from_utf8(listed.stdout).expect("names");
-    let all = listed.lines().filter(|line| line.ends_with(": test")).count();
-    let words = ["--ignored", "--test-threads=1", "--nocapture"].map(ToOwned::to_owned);
-    let command: Vec<String> = [own.display().to_string()].into_iter().chain(words).collect();
-    let machine = Machine {
-        limit: LIMIT,
-        ..Machine::default()
-    };
-    let (ended, said) = machine.run_and_hear(&command).expect("a virtual machine");
-    assert_eq!(ended, Ended::Code(0));
-    // A program that ends well without having run them would be a green lie.
-    let passed = format!("test result: ok. {all} passed; 0 failed; 0 ignored;");
-    assert!(
-        all > 20 && said.contains(&passed),
-        "{all} tests are there; the summary does not say that they passed"
-    );
-}
-
-#[test]
-#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn a_restart_of_the_process_loses_no_packet_and_no_session() {
+    in_the_machine!();
     let [mut a, b] = two([Backend::Kernel, Backend::Kernel]);
     wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
     let (handshake, before) = (a.handshake(), a.peer(2));
@@ -91,8 +67,8 @@ fn a_restart_of_the_process_loses_no_packet_and_no_session() {
 }
 
 #[test]
-#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn a_node_moves_from_one_backend_to_the_other_and_back_with_nothing_left_over() {
+    in_the_machine!();
     let [mut a, b] = two([Backend::Kernel, Backend::Userspace]);
     wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
     let socket = format!("/var/run/wireguard/{}.sock", a.interface);
@@ -121,8 +97,8 @@ fn a_node_moves_from_one_backend_to_the_other_and_back_with_nothing_left_over() 
 }
 
 #[test]
-#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn wireguard_of_someone_else_under_our_name_is_left_alone_and_ours_is_known_by_its_alias() {
+    in_the_machine!();
     let node = Node::new(1, Backend::Kernel);
     let (ns, ours) = (&node.ns, node.interface.clone());
     assert_eq!(
@@ -148,8 +124,8 @@ fn wireguard_of_someone_else_under_our_name_is_left_alone_and_ours_is_known_by_i
 }
 
 #[test]
-#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn a_device_taken_over_under_a_new_key_greets_everybody_without_any_traffic() {
+    in_the_machine!();
     let [mut a, mut b] = two([Backend::Kernel, Backend::Kernel]);
     wait_until("the first ping", SOON, || a.reaches(2) && b.reaches(1));
     // Until then the pings themselves could call for a handshake: both sides have said by now that they got them.
@@ -217,13 +193,13 @@ fn mixed(outer: Family, largest: u16) {
 }
 
 #[test]
-#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn kernel_on_one_node_and_userspace_on_the_other_carry_pods_of_both_families_over_ipv4() {
+    in_the_machine!();
     mixed(Family::V4, 1440);
 }
 
 #[test]
-#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn kernel_on_one_node_and_userspace_on_the_other_carry_pods_of_both_families_over_ipv6() {
+    in_the_machine!();
     mixed(Family::V6, 1420);
 }

@@ -218,8 +218,9 @@ fn options_and_fragments(wireguard: IpAddr, port: &mut impl FnMut() -> u16) -> V
         83,
         &[(MORE, &body[..8]), (MORE | 1, &body[8..16]), (2, &body[16..])],
     );
-    // The granted port first, and over it another; then the other way round.
-    let source = port();
+    // The granted port first, and over it another; then the other way round. Where the wire loses the right piece, the others make a
+    // datagram to the granted port, which is granted from this port.
+    let source = FLOOD[2];
     let [good, bad] = [UDP_PORT, UDP_PORT + 1].map(|number| udp_body(from, db, (source, number), text));
     for (id, first, second) in [(84, &good, &bad), (85, &bad, &good)] {
         pieces(

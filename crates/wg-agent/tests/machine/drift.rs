@@ -1,5 +1,6 @@
 //! Real agents whose device another hand changes, by `wg set` and `ip link set`: each part is put back and counted.
 
+use super::machine::in_the_machine;
 use std::collections::BTreeMap;
 
 use nix::sys::signal::Signal;
@@ -55,8 +56,8 @@ fn mended(sites: &[Site; 2], agent: &Agent, damage: &str, want: &[(&str, u64)]) 
 }
 
 #[test]
-#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn a_kernel_device_that_another_hand_changed_is_put_back_and_counted_by_kind() {
+    in_the_machine!();
     let sites = two();
     let [a, b] = &sites;
     let agent = a.agent("kernel");

@@ -1,6 +1,7 @@
 //! Real agents with the kernel's WireGuard that end, start, are replaced, change their key and go. One tunnel, from the first
 //! agent to the cleanup, with a capture of the wire beside it.
 
+use super::machine::in_the_machine;
 use std::{fs, path::Path};
 
 use clustermesh_api::names::KILO_KEY;
@@ -35,8 +36,8 @@ fn link(site: &Site, kind: &str) -> u64 {
 }
 
 #[test]
-#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn agents_restart_and_are_upgraded_without_a_packet_lost_change_their_key_for_one_handshake_and_leave_nothing() {
+    in_the_machine!();
     let sites = two();
     let [a, b] = &sites;
     let before = a.standing();
@@ -109,8 +110,8 @@ fn agents_restart_and_are_upgraded_without_a_packet_lost_change_their_key_for_on
 }
 
 #[test]
-#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn a_restart_with_another_backend_moves_the_node_and_leaves_nothing_of_the_one_before() {
+    in_the_machine!();
     let sites = two();
     let [a, b] = &sites;
     let before = a.standing();

@@ -2,6 +2,7 @@
 //! Every size, and every width of underlay, is `path_mtu`'s, with the userspace device; on an emulated processor it is every 97th
 //! size and the five around the largest, over an underlay of 1400 and one of 1280. 1500 is measured beside the userspace device.
 
+use super::machine::in_the_machine;
 use std::net::SocketAddr;
 
 use clustermesh_agent_core::prefixes::Family;
@@ -34,13 +35,13 @@ fn carries(mtu: u16, outer: Family, largest: [u16; 2]) {
 }
 
 #[test]
-#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn every_size_passes_or_is_answered_over_ipv4_where_the_underlay_has_1400() {
+    in_the_machine!();
     carries(1400, Family::V4, [1340, 1340]);
 }
 
 #[test]
-#[ignore = "run by the_contract_holds_on_a_real_kernel, in the virtual machine"]
 fn every_size_passes_or_is_answered_over_ipv6_where_the_underlay_has_1280() {
+    in_the_machine!();
     carries(1280, Family::V6, [1200, 1280]);
 }
