@@ -158,6 +158,7 @@ fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> In
         pods_elsewhere: BTreeSet::new(),
         narrow: BTreeMap::new(),
         grant_timeout: std::time::Duration::from_secs(900),
+        new_flows: 1000,
     }
 }
 

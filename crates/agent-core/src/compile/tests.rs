@@ -107,6 +107,7 @@ pub(crate) fn hub_node() -> Inputs {
         }],
         narrow: BTreeMap::new(),
         grant_timeout: Duration::from_secs(900),
+        new_flows: 1000,
     }
 }
 
@@ -145,6 +146,7 @@ pub(crate) fn worker() -> Inputs {
         }],
         narrow: BTreeMap::new(),
         grant_timeout: Duration::from_secs(900),
+        new_flows: 1000,
     }
 }
 

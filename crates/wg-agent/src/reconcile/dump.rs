@@ -94,6 +94,7 @@ fn inputs(inputs: &Inputs) -> Value {
         policies,
         narrow,
         grant_timeout,
+        new_flows,
     } = inputs;
     let rules = |rules: &[policy::Rule]| -> Vec<Value> {
         let rule = |rule: &policy::Rule| json!({"to": rule.to, "ports": ports(&rule.ports)});
@@ -138,6 +139,7 @@ fn inputs(inputs: &Inputs) -> Value {
             "revision": policy.revision,
         }))).collect::<BTreeMap<_, _>>(),
         "grantTimeoutSeconds": grant_timeout.as_secs(),
+        "newFlowsPerSecond": new_flows,
     })
 }
 

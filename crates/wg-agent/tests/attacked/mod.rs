@@ -492,7 +492,7 @@ impl Stage {
             let at = |own: &&str| to == *own || to.starts_with(&format!("{own}:"));
             let here = [gateway, NODE6].iter().any(at);
             let members = |name: &&str| key.starts_with(*name) || to == *name;
-            MEMBER.iter().any(|name| members(&name)) || key.starts_with(ATTACKER[1]) && here
+            MEMBER.iter().any(members) || key.starts_with(ATTACKER[1]) && here
         };
         // For the trusted member nothing but the table stands between.
         seen.members.clear();

@@ -206,6 +206,7 @@ fn inputs(revision: &str, port: u16) -> Inputs {
         policies: vec![sandbox],
         narrow: [].into(),
         grant_timeout: std::time::Duration::from_secs(900),
+        new_flows: 1000,
     }
 }
 
