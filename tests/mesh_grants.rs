@@ -1,5 +1,6 @@
 //! Grants in every form that a Service takes, of both address families, on whole clusters: each answers under its name, and an
-//! attacker finds nothing beside them. One sandbox has WireGuard addresses of IPv4, the other of IPv6.
+//! attacker finds nothing beside them. One sandbox has WireGuard addresses of IPv4, the other of IPv6; the ranges of their pods and
+//! Services are the same.
 
 mod mesh;
 
@@ -42,7 +43,9 @@ fn grants(hosted: bool) -> String {
 #[tokio::test]
 async fn a_grant_of_every_kind_of_service_opens_its_endpoints_and_nothing_beside_them() {
     let plan = LabPlan::clusters(&[(HUB, 2), (OLD, 1), (NEW, 1)]);
-    let lab = Lab::start(plan.dual_stack().with_wireguard_v6(NEW)).await.unwrap();
+    let lab = Lab::start(plan.dual_stack().with_wireguard_v6(NEW).with_ranges_of(NEW, OLD))
+        .await
+        .unwrap();
     let world = World::up(&lab).await;
     for side in &world.sides {
         every_service_answers_under_its_name(&world, side).await;

@@ -193,6 +193,7 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
         policies,
         narrow: Default::default(),
         grant_timeout: std::time::Duration::from_secs(900),
+        new_flows: 1000,
     }
 }
 

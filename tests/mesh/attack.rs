@@ -7,12 +7,13 @@ use std::{
 };
 
 use clustermesh_lab::{Cluster, Lab, wait_until};
+use ipnet::IpNet;
 use serde_json::{Value, json};
 
 use super::{PATIENCE, json as get};
 
-/// Every socket of these clusters but those that the sandbox has itself; what stands there for another cluster's counts as
-/// that one's.
+/// Every socket of these clusters but those that the sandbox has itself, and those that lie in its own pods' range, which no node
+/// of its leads elsewhere; what stands there for another cluster's counts as that one's.
 pub(crate) async fn sockets_beyond(
     sandbox: &Cluster<'_>,
     clusters: &[&Cluster<'_>],
@@ -25,7 +26,11 @@ pub(crate) async fn sockets_beyond(
     for cluster in clusters {
         all.extend(cluster.sockets().await.unwrap());
     }
-    all.retain(|socket, _| !own.contains(&socket.ip()) || granted.contains(&socket.ip()));
+    let plan = sandbox.plan();
+    let mut pods = vec![IpNet::from(plan.pod_cidr)];
+    pods.extend(plan.v6.iter().map(|v6| IpNet::from(v6.pod_cidr)));
+    let outside = |ip: &IpAddr| !own.contains(ip) && !pods.iter().any(|net| net.contains(ip));
+    all.retain(|socket, _| outside(&socket.ip()) || granted.contains(&socket.ip()));
     all
 }
 
@@ -109,7 +114,7 @@ impl<'a> Attacker<'a> {
     }
 
     async fn gives(&self, peer: &str, addresses: &BTreeSet<IpAddr>) {
-        let ranges = addresses.iter().map(|ip| ipnet::IpNet::from(*ip).to_string());
+        let ranges = addresses.iter().map(|ip| IpNet::from(*ip).to_string());
         let patch = json!({"spec": {"allowedIPs": ranges.collect::<Vec<_>>()}}).to_string();
         let words = ["patch", "peer", peer, "--type=merge", "-p", &patch];
         self.sandbox.kubectl(words).await.unwrap();

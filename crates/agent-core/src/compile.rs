@@ -15,7 +15,7 @@ use ipnet::IpNet;
 
 use crate::{
     device::{PeerSpec, Peers},
-    firewall::{self, Firewall, Frame, Scope},
+    firewall::{self, Bounds, Firewall, Frame, Scope},
     interface::InterfaceName,
     key::PresharedKey,
     mtu,
@@ -106,6 +106,8 @@ pub struct Inputs {
     pub narrow: BTreeMap<PublicKey, u16>,
     /// For how long a sandbox's grants stand without being written again (`--grant-timeout`).
     pub grant_timeout: Duration,
+    /// New connections a second that each node of a sandbox may open here (`--sandbox-new-flows`); 0 = no limit.
+    pub new_flows: u32,
 }
 
 /// What this node's kernel should hold.
@@ -189,7 +191,10 @@ pub fn compile(inputs: &Inputs) -> Compiled {
             .wireguard_ips
             .iter()
             .find_map(|a| if let IpAddr::V6(a) = a { Some(*a) } else { None }),
-        sandboxes: sandboxes(&policies).next().map(|_| inputs.grant_timeout),
+        sandboxes: sandboxes(&policies).next().map(|_| Bounds {
+            timeout: inputs.grant_timeout,
+            new_flows: inputs.new_flows,
+        }),
     };
     // Where the pod network is shared, a Node's podCIDR says nothing about where an address is.
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));

@@ -67,9 +67,17 @@ pub struct Frame {
     pub wireguard_v4: Option<Ipv4Addr>,
     /// The same for IPv6.
     pub wireguard_v6: Option<Ipv6Addr>,
-    /// For how long a sandbox's grants stand without being written again, in whole seconds; `None` = no member is a sandbox,
-    /// and no packet pays for looking.
-    pub sandboxes: Option<Duration>,
+    /// `None` = no member is a sandbox, and no packet pays for looking.
+    pub sandboxes: Option<Bounds>,
+}
+
+/// What bounds every sandbox alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bounds {
+    /// For how long a sandbox's grants stand without being written again, in whole seconds.
+    pub timeout: Duration,
+    /// New connections a second that each node of a sandbox may open here, twice as many at once; 0 = no limit.
+    pub new_flows: u32,
 }
 
 /// The elements of one family. No two elements of a set overlap, as the kernel demands.

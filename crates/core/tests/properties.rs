@@ -16,6 +16,7 @@ use clustermesh_core::{
     mesh::{ClusterIdentity, Profile},
     observe::{Claim, Endpoint, Granularity, Observation, Server},
     ownership::Ownership,
+    plan::Settings,
 };
 use ipnet::IpNet;
 use proptest::prelude::*;
@@ -83,6 +84,36 @@ proptest! {
                     for net in &peer.spec.allowed_ips {
                         prop_assert!(prefixes.insert(*net), "second owner of {net}: {peer:?}");
                         prop_assert_eq!(net.trunc(), *net);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_meshed_member_is_allowed_the_targets_own_networks_and_nobody_elses(world in world()) {
+        let plan = planned(&world);
+        for mesh in plan.meshes.values() {
+            for (name, target) in &mesh.targets {
+                let (Some(report), Some(identity)) = (mesh.clusters.get(name), mesh.identities.get(name)) else {
+                    prop_assert!(target.policies.is_empty(), "{name} takes no part: {target:?}");
+                    continue;
+                };
+                let own = &report.accepted;
+                // Of every mesh, whoever else is in it.
+                let members = plan.meshes.values().flat_map(|mesh| mesh.clusters.iter().map(move |(name, report)| (mesh, name, report)));
+                let others: Vec<IpNet> = members
+                    .filter(|(mesh, name, _)| mesh.identities.get(*name) != Some(identity))
+                    .flat_map(|(_, _, report)| report.accepted.iter().copied())
+                    .collect();
+                for policy in target.policies.values() {
+                    for net in &policy.spec.allow {
+                        prop_assert!(own.iter().any(|own| own.contains(net)), "{net} in {name}: {policy:?}");
+                        prop_assert!(!others.iter().any(|other| other.contains(net) || net.contains(other)), "{net} in {name}: {policy:?}");
+                    }
+                    prop_assert_eq!(&policy.spec.infrastructure_ports, &Settings::default().infrastructure_ports);
+                    if let Some(member) = world.seen.members[identity].last() {
+                        prop_assert_eq!(&policy.spec.deny, &member.api_endpoints);
                     }
                 }
             }

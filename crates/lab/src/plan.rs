@@ -190,6 +190,25 @@ impl LabPlan {
         self
     }
 
+    /// Gives a cluster the pods' and Services' ranges of another one, of both families.
+    ///
+    /// # Panics
+    /// When one of the two is not in the plan.
+    #[must_use]
+    pub fn with_ranges_of(mut self, cluster: &str, other: &str) -> Self {
+        let position = |name: &str| self.clusters.iter().position(|one| one.name == name);
+        let (Some(to), Some(from)) = (position(cluster), position(other)) else {
+            panic!("the plan has no cluster {cluster:?} or no {other:?}");
+        };
+        let from = self.clusters[from].clone();
+        let to = &mut self.clusters[to];
+        (to.pod_cidr, to.service_cidr) = (from.pod_cidr, from.service_cidr);
+        if let (Some(to), Some(from)) = (&mut to.v6, from.v6) {
+            (to.pod_cidr, to.service_cidr) = (from.pod_cidr, from.service_cidr);
+        }
+        self
+    }
+
     /// Lets kube-proxy work so in every cluster.
     #[must_use]
     pub fn with_proxy(mut self, proxy: ProxyMode) -> Self {
@@ -419,6 +438,24 @@ mod tests {
         assert_eq!(tenant.node(1).address_v6, Some("fd00:172:30:2::b".parse().unwrap()));
         assert_eq!(tenant.gateway_v6(), Some("fd00:172:30:2::1".parse().unwrap()));
         plan.validate().unwrap();
+    }
+
+    #[test]
+    fn two_clusters_may_have_equal_ranges_of_pods_and_services_and_stay_apart_else() {
+        let plan = LabPlan::clusters(&[("mgmt", 1), ("a", 1), ("b", 1)]).dual_stack();
+        let equal = plan.clone().with_ranges_of("b", "a");
+        let [a, b, before] = [&equal.clusters[1], &equal.clusters[2], &plan.clusters[2]];
+        let of = |one: &ClusterPlan| {
+            let v6 = one.v6.clone().unwrap();
+            (one.pod_cidr, one.service_cidr, v6.pod_cidr, v6.service_cidr)
+        };
+        assert_eq!(of(b), of(a));
+        assert_eq!(
+            (b.wireguard_cidr, b.node(1)),
+            (before.wireguard_cidr, before.node(1)),
+            "nodes are told apart"
+        );
+        equal.validate().unwrap();
     }
 
     #[test]

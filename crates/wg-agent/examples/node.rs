@@ -159,6 +159,7 @@ fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> In
         earlier: BTreeMap::new(),
         narrow: BTreeMap::new(),
         grant_timeout: std::time::Duration::from_secs(900),
+        new_flows: 1000,
     }
 }
 

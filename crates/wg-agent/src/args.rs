@@ -88,6 +88,10 @@ pub(crate) struct Flags {
     /// renews it well before.
     #[arg(long, default_value = "15m", value_parser = grant_timeout, global = true)]
     grant_timeout: Duration,
+    /// New connections a second that each node of a sandbox may open to this node's endpoints, twice as many at once; 0 = no
+    /// limit. So one of them cannot fill the connection table (conntrack) of all.
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(..=1_000_000), global = true)]
+    sandbox_new_flows: u32,
     /// MTU of the device: auto = what the way to each peer carries, less 60 over IPv4 and 80 over IPv6.
     #[arg(long, default_value = "auto", global = true)]
     mtu: Mtu,
@@ -150,6 +154,8 @@ pub struct Config {
     pub cache_max_age: Duration,
     /// How long a sandbox's grants stand without being renewed.
     pub grant_timeout: Duration,
+    /// New connections a second of each node of a sandbox; 0 = no limit.
+    pub sandbox_new_flows: u32,
     /// MTU of the device.
     pub mtu: Mtu,
     /// The userspace device uses what the kernel offers.
@@ -216,6 +222,7 @@ impl Flags {
             cache_file: cache,
             cache_max_age,
             grant_timeout,
+            sandbox_new_flows,
             mtu,
             no_offload,
             bypass_cidr,
@@ -238,6 +245,7 @@ impl Flags {
             cache_file: cache_file(cache, &key_file),
             cache_max_age,
             grant_timeout,
+            sandbox_new_flows,
             key_file,
             mtu,
             offload: !no_offload,

@@ -159,6 +159,7 @@ impl<F: Backend> Beside<F> {
         waiting(world)?;
         let bypassed = self.bypassed.borrow().clone();
         troubles.extend(bypassed.map(|message| Trouble::harmless("datapath", message)));
+        troubles.extend(crate::conntrack::trouble().map(|message| Trouble::harmless("conntrack", message)));
         let own = own_node(world, &self.config.node_name)?;
         let inputs = inputs(world, &own, &self.config, self.server);
         let own_business = own_business(world);
@@ -280,6 +281,7 @@ fn inputs(world: &World, own: &NodeSeen, config: &PolicyConfig, server: Option<S
         earlier: Default::default(),
         narrow: Default::default(),
         grant_timeout: Duration::ZERO,
+        new_flows: 0,
         api_servers: world
             .api_servers
             .known()

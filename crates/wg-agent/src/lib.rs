@@ -8,6 +8,7 @@ pub mod args;
 mod beside;
 pub mod cache;
 pub mod cleanup;
+pub mod conntrack;
 pub mod device;
 mod endpoints;
 pub mod firewall;

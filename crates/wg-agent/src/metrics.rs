@@ -10,7 +10,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::status::view::DeviceView;
+use crate::{conntrack, status::view::DeviceView};
 
 mod peers;
 
@@ -131,6 +131,7 @@ impl Metrics {
              used, and dead after 180",
             oldest,
         );
+        registry.register_collector(Box::new(conntrack::Shown));
         if let Some(each) = each {
             registry.register_collector(Box::new(each));
         }

@@ -12,6 +12,7 @@ mod host;
 pub use host::Host;
 
 use crate::{
+    conntrack,
     device::Backend,
     prepare,
     route::sysctl,
@@ -87,6 +88,9 @@ pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
             "The kernel's WireGuard is not loaded. --backend=auto asks for it and takes userspace where there is none; a node \
              that shall have it needs the module wireguard.\n"
         );
+    }
+    if let Some(full) = conntrack::trouble() {
+        println!("Beside what is missing: {full}.\n");
     }
     let datapath = datapath(kubeconfig).await;
     if missing.is_empty() && settings.is_empty() && datapath.is_none() {

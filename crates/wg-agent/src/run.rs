@@ -59,6 +59,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         cache_file = %config.cache_file.display(),
         cache_max_age = ?config.cache_max_age,
         grant_timeout = ?config.grant_timeout,
+        sandbox_new_flows = config.sandbox_new_flows,
         public_key = %key.public(),
         listen = %config.listen,
         metrics_per_peer = config.metrics_per_peer,

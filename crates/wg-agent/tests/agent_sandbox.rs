@@ -47,7 +47,7 @@ async fn a_sandbox_gets_what_is_granted_and_never_a_packet_more_whatever_happens
     the_grants_of_a_dead_agent_go(&mut stage).await;
     another_hand_takes_the_tables_away(&mut stage).await;
 
-    assert_eq!(stage.flood.unsent(), BTreeMap::new());
+    assert_eq!(stage.unsent(), BTreeMap::new());
 }
 
 async fn agents_come_and_go(stage: &mut Stage) {

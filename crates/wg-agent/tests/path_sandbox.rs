@@ -2,6 +2,7 @@
 //! the sandbox's node sends. A veth pair named kilo0 stands in for the tunnel, so that WireGuard stops nothing here. Needs
 //! root, nft and tcpdump.
 
+mod exhausted;
 mod gone;
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;
@@ -17,6 +18,10 @@ use std::{
 use clustermesh_agent_core::{
     compile::{Inputs, compile},
     policy::{Policy, Port, Protocol},
+};
+use exhausted::{
+    a_flood_of_new_connections_from_one_of_a_sandboxs_nodes_is_bounded_and_keeps_nobody_out,
+    source_ports_used_up_toward_one_backend_cost_that_node_alone_and_are_counted,
 };
 use gone::{
     a_connection_to_the_node_itself_stays_closed_after_its_grant_without_a_table_too,
@@ -43,6 +48,8 @@ both! {
     a_table_that_is_gone_opens_nothing_in_either_direction_and_serves_again_when_it_is_back
     what_is_granted_goes_on_at_every_step_from_routes_without_the_lock
     a_connection_to_the_node_itself_stays_closed_after_its_grant_without_a_table_too
+    a_flood_of_new_connections_from_one_of_a_sandboxs_nodes_is_bounded_and_keeps_nobody_out
+    source_ports_used_up_toward_one_backend_cost_that_node_alone_and_are_counted
 }
 
 type Granted<'a> = (&'a str, Protocol, u16);

@@ -7,8 +7,8 @@ use ipnet::IpNet;
 use super::{Inputs, Node, Peer, earlier::named, touches_pods};
 use crate::{
     numbers::MAX_ALLOWED_IPS,
-    policy::Policy,
-    prefixes::{covered, host, overlap},
+    policy::{Policy, Rule},
+    prefixes::{NOT_UNICAST, covered, host, overlap},
 };
 
 /// The object that is wrong.
@@ -299,7 +299,8 @@ pub(super) fn same_key(peer: &Peer, winner: &str) -> Refused {
 }
 
 /// The policy without networks and sources that this node cannot serve, in canonical form. Closing a network that holds
-/// this node's own pods would cut them off; a source among them would be one of our own pods' addresses.
+/// this node's own pods would cut them off; a source among them would be one of our own pods' addresses. What is allowed is
+/// never more than other clusters' business.
 pub(super) fn clean_policy(node: &Node, policy: &Policy, refused: &mut Vec<Refused>) -> Policy {
     let mut clean = policy.clone();
     for (field, nets) in [("networks", &mut clean.networks), ("sources", &mut clean.sources)] {
@@ -320,6 +321,14 @@ pub(super) fn clean_policy(node: &Node, policy: &Policy, refused: &mut Vec<Refus
             refused.push(Refused { object: Object::PeerPolicy(policy.name.clone()), reason, message });
             false
         }));
+    }
+    let allowed = |net: &&IpNet| clean.allow.iter().flat_map(|rule| &rule.to).any(|to| overlap(to, net));
+    let never: BTreeSet<IpNet> = NOT_UNICAST.iter().filter(allowed).copied().collect();
+    if !never.is_empty() {
+        clean.deny.push(Rule {
+            to: never,
+            ports: BTreeSet::new(),
+        });
     }
     clean
 }

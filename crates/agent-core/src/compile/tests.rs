@@ -108,6 +108,7 @@ pub(crate) fn hub_node() -> Inputs {
         earlier: BTreeMap::new(),
         narrow: BTreeMap::new(),
         grant_timeout: Duration::from_secs(900),
+        new_flows: 1000,
     }
 }
 
@@ -147,6 +148,7 @@ pub(crate) fn worker() -> Inputs {
         earlier: BTreeMap::new(),
         narrow: BTreeMap::new(),
         grant_timeout: Duration::from_secs(900),
+        new_flows: 1000,
     }
 }
 
@@ -383,6 +385,41 @@ fn a_policy_that_covers_the_nodes_own_pods_loses_that_network() {
         let without = compile(&worker());
         (without.routes, without.firewall)
     });
+}
+
+#[test]
+fn a_policy_that_allows_everything_opens_neither_the_loopback_nor_a_link_nor_what_is_everybodys() {
+    let mut inputs = hub_node();
+    let everything = Family::BOTH.map(Family::everything);
+    inputs.policies[0].allow = vec![Rule {
+        to: everything.into(),
+        ports: BTreeSet::new(),
+    }];
+    let before = compile(&hub_node()).firewall;
+    let after = compile(&inputs).firewall;
+    let closed = |before: &BTreeSet<(IpNet, IpNet)>, after: &BTreeSet<(IpNet, IpNet)>, never: &[&str]| {
+        let of = |pairs: &BTreeSet<(IpNet, IpNet)>, source| {
+            pairs.iter().filter(|(s, _)| *s == source).map(|(_, to)| *to).collect()
+        };
+        let sources: BTreeSet<IpNet> = after.iter().map(|(source, _)| *source).collect();
+        for source in sources {
+            let own: BTreeSet<IpNet> = of(before, source);
+            assert_eq!(of(after, source), &own | &nets(never), "from {source}");
+        }
+    };
+    let v4 = [
+        "0.0.0.0/8",
+        "127.0.0.0/8",
+        "169.254.0.0/16",
+        "224.0.0.0/4",
+        "255.255.255.255/32",
+    ];
+    closed(&before.v4.deny, &after.v4.deny, &v4);
+    closed(&before.v6.deny, &after.v6.deny, &["::/127", "fe80::/10", "ff00::/8"]);
+    assert_eq!(
+        (after.v4.deny.len(), after.v6.deny.len()),
+        (before.v4.deny.len() + 10, 3)
+    );
 }
 
 #[test]

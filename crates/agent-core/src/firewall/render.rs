@@ -36,8 +36,8 @@ pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
     let mut out = Vec::new();
     for (family, sets) in [(Family::V4, &firewall.v4), (Family::V6, &firewall.v6)] {
         out.extend(family_sets(family, sets));
-        if let Some(timeout) = firewall.frame.sandboxes {
-            out.extend(sandbox::sets(family, sets, timeout));
+        if let Some(bounds) = firewall.frame.sandboxes {
+            out.extend(sandbox::sets(family, sets, bounds.timeout));
         }
     }
     let elements = firewall
@@ -274,7 +274,7 @@ fn policy(frame: &Frame) -> String {
   }}
 "
     ) + &from_mesh_chains()
-        + &frame.sandboxes.map(|_| sandbox::chains()).unwrap_or_default()
+        + &frame.sandboxes.map(sandbox::chains).unwrap_or_default()
 }
 
 /// What is closed to every member, whatever is allowed to it.

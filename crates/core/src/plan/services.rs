@@ -9,7 +9,7 @@ use ipnet::IpNet;
 
 use super::{EgressReport, Naming, PlannedService, PlannedSlice, link::Hosts};
 use crate::{
-    mesh::{Addressing, Cluster, Grant, MeshId, ObjectName, PortRef},
+    mesh::{Addressing, Cluster, Grant, MeshId, ObjectName, PodNetwork, PortRef},
     observe::{Member, Observation, ServicePort, Slice, SliceEndpoint},
 };
 
@@ -215,7 +215,7 @@ pub(super) fn resolve(
     let mut groups = Groups::new();
     let mut hosts = Hosts::new();
     let mut foreign = false;
-    let (mut outside, mut homeless) = (BTreeSet::new(), BTreeSet::new());
+    let (mut outside, mut homeless, mut anywhere) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
     for (_, slice) in member
         .slices
         .iter()
@@ -243,6 +243,13 @@ pub(super) fn resolve(
             let node = endpoint.node.as_deref();
             if hosting.is_some_and(|hosting| node.is_none_or(|node| !hosting.contains(node))) {
                 homeless.insert(endpoint.address);
+                continue;
+            }
+            if hosting.is_some()
+                && exporter.pod_network == PodNetwork::Shared
+                && !is_nodes(member, node, endpoint.address)
+            {
+                anywhere.insert(endpoint.address);
                 continue;
             }
             if let Some(node) = node.filter(|_| !backend.is_empty()) {
@@ -279,6 +286,12 @@ pub(super) fn resolve(
         no_family,
         left_out(&outside, "lie outside allowedNetworks of that cluster"),
         left_out(&homeless, "run on no node that has a Peer"),
+        left_out(
+            &anywhere,
+            "lie in a pod network that its nodes share (podNetwork: Shared), where no node can tell a pod of its own from another: a \
+             sandbox is given endpoints in the host network alone there, so set hostNetwork for these pods or grant a Service of \
+             pods that have it (a proxy, a load balancer's)",
+        ),
     ];
     Ok(Resolved {
         ports,
@@ -286,6 +299,12 @@ pub(super) fn resolve(
         hosts,
         message: messages.into_iter().flatten().collect::<Vec<_>>().join("; "),
     })
+}
+
+/// Whether it is the node's own address, as an endpoint in the host network has it.
+fn is_nodes(member: &Member, node: Option<&str>, address: IpAddr) -> bool {
+    let node = node.and_then(|name| member.nodes.get(name));
+    node.is_some_and(|node| node.internal_ips.contains(&address))
 }
 
 fn belongs(name: &ObjectName, slice: &Slice, service: &ObjectName) -> bool {

@@ -173,7 +173,7 @@ impl<B: Backend> Keeper<B> {
         let Some((firewall, _)) = &self.written else {
             return Ok(false);
         };
-        let pause = renewed_every(firewall.frame.sandboxes);
+        let pause = renewed_every(firewall.frame.sandboxes.map(|bounds| bounds.timeout));
         let due = |at: Instant| pause.is_some_and(|pause| now.saturating_duration_since(at) >= pause);
         if pause.is_none() || !self.fresh.is_none_or(due) {
             return Ok(false);

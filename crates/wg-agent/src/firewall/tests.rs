@@ -1,5 +1,5 @@
 use clustermesh_agent_core::{
-    firewall::{Frame, Plan, Scope, desired, render},
+    firewall::{Bounds, Frame, Plan, Scope, desired, render},
     policy::{Policy, Rule},
 };
 
@@ -154,7 +154,10 @@ async fn the_next_process_writes_nothing_where_the_table_stands_as_it_was_writte
 async fn what_fades_is_renewed_in_time_and_one_that_cannot_be_is_written_whole() {
     let minutes = |n: u64| Duration::from_secs(60 * n);
     let mut sandbox = table("10.2.0.0/16");
-    sandbox.frame.sandboxes = Some(minutes(16));
+    sandbox.frame.sandboxes = Some(Bounds {
+        timeout: minutes(16),
+        new_flows: 1000,
+    });
     let port = clustermesh_agent_core::policy::Port {
         protocol: clustermesh_agent_core::policy::Protocol::Tcp,
         port: 5432,

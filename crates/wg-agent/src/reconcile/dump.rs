@@ -95,6 +95,7 @@ fn inputs(inputs: &Inputs) -> Value {
         earlier,
         narrow,
         grant_timeout,
+        new_flows,
     } = inputs;
     let rules = |rules: &[policy::Rule]| -> Vec<Value> {
         let rule = |rule: &policy::Rule| json!({"to": rule.to, "ports": ports(&rule.ports)});
@@ -140,6 +141,7 @@ fn inputs(inputs: &Inputs) -> Value {
         }))).collect::<BTreeMap<_, _>>(),
         "earlierPolicies": earlier.keys().collect::<Vec<_>>(),
         "grantTimeoutSeconds": grant_timeout.as_secs(),
+        "newFlowsPerSecond": new_flows,
     })
 }
 

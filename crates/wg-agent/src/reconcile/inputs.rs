@@ -40,6 +40,7 @@ pub(super) struct Local<'a> {
     /// The API server as this process is told to reach it.
     pub(super) servers: &'a BTreeSet<SocketAddr>,
     pub(super) grant_timeout: Duration,
+    pub(super) new_flows: u32,
 }
 
 /// The member whose node a Peer is: an entry of a ClusterMesh. Empty where nobody says.
@@ -162,6 +163,7 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
             earlier: Earlier::new(),
             narrow: BTreeMap::new(),
             grant_timeout: local.grant_timeout,
+            new_flows: local.new_flows,
         },
         names,
         members,

@@ -29,6 +29,7 @@ use tokio::sync::watch;
 use crate::{
     args::Config,
     cache::{Kept, Live, Saved, Stamp},
+    conntrack,
     device::{Configuration, Device, DeviceError, Opened},
     endpoints::Tracks,
     firewall::{Backend, Keeper},
@@ -180,6 +181,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         let bypassed = self.parts.bypassed.borrow().clone();
         let past_netfilter = bypassed.is_some();
         troubles.extend(bypassed.map(|message| Trouble::harmless("datapath", message)));
+        troubles.extend(conntrack::trouble().map(|message| Trouble::harmless("conntrack", message)));
         let remembered = world.remembered();
         self.parts.metrics.remembered(remembered.len());
         troubles.extend(from_cache(
@@ -210,6 +212,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 bypass: &config.bypass,
                 servers: &self.servers(&world),
                 grant_timeout: config.grant_timeout,
+                new_flows: config.sandbox_new_flows,
             },
         );
         self.look_up(&gathered);

@@ -57,6 +57,7 @@ fn gathered(world: &World) -> Gathered {
             bypass: &["10.0.0.0/24".parse().unwrap()],
             servers: &["10.95.0.1:443".parse().unwrap()].into(),
             grant_timeout: Duration::from_secs(900),
+            new_flows: 1000,
         },
     )
 }

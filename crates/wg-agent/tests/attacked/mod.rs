@@ -1,12 +1,15 @@
 //! The stage of agent_sandbox: a target's node with a real agent, pods behind it, a sandbox's node that is the attacker, a
-//! trusted member's node, and witnesses of all that passes. What happens to the target is the test's business.
+//! trusted member's node whose root is an attacker, too, and witnesses of all that passes. What happens to the target is the
+//! test's business.
 
+mod around;
 pub(crate) mod objects;
 mod seen;
 mod shots;
+mod trusted;
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs,
     net::{IpAddr, SocketAddr},
     sync::Arc,
@@ -52,6 +55,8 @@ pub(crate) const ATTACKER: [&str; 2] = ["100.66.2.77", "fd00:66:2::77"];
 /// The trusted member's node: inside, and on the underlay.
 pub(crate) const MEMBER: [&str; 2] = ["100.66.3.3", "fd00:66:3::3"];
 pub(crate) const MEMBER_AT: &str = "172.30.3.11";
+/// A third member's node, whose tunnel the target has, too.
+pub(crate) const THIRD: [&str; 2] = ["100.66.4.4", "fd00:66:4::4"];
 /// What is granted of every endpoint.
 pub(crate) const UDP_PORT: u16 = 5000;
 pub(crate) const TCP_PORT: u16 = 8080;
@@ -59,6 +64,8 @@ pub(crate) const TCP_PORT: u16 = 8080;
 pub(crate) const FLOOD: [u16; 3] = [9001, 9002, 9004];
 pub(crate) const ASKING: u16 = 9003;
 pub(crate) const MEMBER_ASKING: u16 = 9010;
+/// Of the member's flood against what is open to it: datagrams and connections.
+pub(crate) const MEMBERS_FLOOD: [u16; 2] = [9021, 9022];
 /// Of the flood against the endpoint's next place.
 pub(crate) const SPARE_FLOOD: [u16; 2] = [9011, 9012];
 
@@ -81,8 +88,10 @@ pub(crate) struct Stage {
     came: Witness,
     members: Witness,
     starts: u32,
+    members_flood: Flood,
     _pods: [NetNs; 2],
-    _member: (Arc<Tunnel>, Flood),
+    _around: around::Around,
+    _member: Arc<Tunnel>,
 }
 
 /// Tables of the target's node that are not the agent's: the witness, and a kube-proxy's.
@@ -97,10 +106,12 @@ fn tables(interface: &str) -> String {
                 ip daddr {vip} tcp dport 80 dnat ip to {db}:{TCP_PORT}
                 ip6 daddr {vip6} tcp dport 80 dnat ip6 to [{db6}]:{TCP_PORT}
                 ip daddr 172.30.1.11 tcp dport 30080 dnat ip to {db}:{TCP_PORT}
+                {}
             }}
         }}
         ",
-        rules(At::Passed, interface)
+        rules(At::Passed, interface),
+        around::services(),
     )
 }
 
@@ -168,6 +179,10 @@ impl Stage {
         let members = NetNs::at("the member's node", &host.expect("add a host").netns());
         let pods = ["the granted pod", "another pod"].map(NetNs::new);
         furnish(&node, &pods);
+        let around = around::Around::new(&node);
+        for address in GATEWAY {
+            echo(&node, ip(address), UDP_PORT, TCP_PORT);
+        }
         node.nft(&tables(&mgmt.interface));
         two_families(&world, mgmt).await;
 
@@ -187,9 +202,9 @@ impl Stage {
             tunnel.dial(key, SocketAddr::new(ip(mgmt.address), 51820));
         }
         let wireguard = said[KILO_WIREGUARD_IP].split('/').next().expect("a host part");
-        let shots = shots::all(ip(wireguard));
-        let flood = Flood::start(&attackers, &attacker.interface, shots);
-        let members_flood = Flood::start(&members, &member.interface, shots::members());
+        let wireguard = ip(wireguard);
+        let flood = Flood::start(&attackers, &attacker.interface, shots::all(wireguard));
+        let members_flood = Flood::start(&members, &member.interface, trusted::all(wireguard));
         let pair = |from: [&str; 2], port, to: [&str; 2]| {
             [0, 1].map(|family| {
                 (
@@ -213,6 +228,8 @@ impl Stage {
             pods: vec![
                 watched("the granted pod", first, "eth0"),
                 watched("another pod", second, "eth0"),
+                watched("the node's neighbour", &around.neighbour, "eth0"),
+                watched("a container of the node's", &around.container, "eth0"),
             ],
             came: watched("the attacker", &attackers, &attacker.interface),
             members: watched("the member", &members, &member.interface),
@@ -229,8 +246,10 @@ impl Stage {
             flood,
             askers,
             starts: 0,
+            members_flood,
             _pods: pods,
-            _member: (member, members_flood),
+            _around: around,
+            _member: member,
             world,
         };
         stage.introduce().await;
@@ -248,7 +267,11 @@ impl Stage {
             }
         }
         let policies = self.world.policies(mgmt).await;
-        for (name, spec) in [(POLICY, policy("db")), ("mesh--tenant-b", trusting())] {
+        for (name, spec) in [
+            (POLICY, policy("db")),
+            ("mesh--tenant-b", trusting("tenant-b", MEMBER)),
+            ("mesh--tenant-c", trusting("tenant-c", THIRD)),
+        ] {
             let policy = PeerPolicy::new(name, spec);
             policies.create(&create, &policy).await.expect("create a PeerPolicy");
         }
@@ -257,6 +280,7 @@ impl Stage {
         for peer in [
             sandboxs_peer(&policy("db")),
             peer("mesh--tenant-b--tenant-b-1", &member, MEMBER, Some(MEMBER_AT)),
+            peer("mesh--tenant-c--tenant-c-1", &StaticSecret::from([76; 32]), THIRD, None),
         ] {
             peers.create(&create, &peer).await.expect("create a Peer");
         }
@@ -280,6 +304,13 @@ impl Stage {
             .patch(&name, &PatchParams::default(), &Patch::Merge(&patch))
             .await
             .expect("patch an EndpointSlice");
+    }
+
+    /// What the attackers' own kernels would not send.
+    pub(crate) fn unsent(&self) -> BTreeMap<String, u64> {
+        let mut all = self.flood.unsent();
+        all.extend(self.members_flood.unsent());
+        all
     }
 
     /// Starts an agent, with more words behind its name.
@@ -363,10 +394,13 @@ impl Stage {
                 .iter()
                 .any(|own| key.starts_with(&format!("{own} destination-unreachable")))
         });
+        let mut members: BTreeSet<String> = sources(&self.members.news());
+        // The node's routes say at once that there is no way from a member to a sandbox.
+        members.retain(|key| !(key.starts_with("100.66.1.") && key.ends_with(" destination-unreachable")));
         Seen {
             passed: self.passed.news(),
             came: sources(&self.came.news()),
-            members: sources(&self.members.news()),
+            members,
             arrived,
         }
     }
@@ -384,7 +418,7 @@ impl Stage {
     /// The same where the member's tunnel is down.
     pub(crate) async fn exactly_but_for_the_member(&mut self, what: &str) {
         let mut want = Seen::granted(false);
-        let member = |key: &String| key.starts_with(MEMBER[0]);
+        let member = |key: &String| MEMBER.iter().any(|from| key.starts_with(from));
         want.arrived.retain(|key, _| !member(key));
         want.passed.retain(|key, _| !member(key));
         want.members.clear();
@@ -392,6 +426,12 @@ impl Stage {
     }
 
     async fn sees(&mut self, what: &str, want: &Seen, granted: &Seen) {
+        // The kernel says so as often as it likes.
+        let mut want = want.clone();
+        let asked = |key: &String| !key.contains("destination-unreachable");
+        want.arrived.retain(|key, _| asked(key));
+        want.passed.retain(|key, _| asked(key));
+        want.members.retain(|key| !key.contains("parameter-problem"));
         let mut seen = self.look();
         for _ in 0..200 {
             if want.beyond(&seen).is_empty() {
@@ -453,16 +493,21 @@ impl Stage {
         let mut seen = self.look();
         let [_, gateway] = GATEWAY;
         let open = |key: &str| {
-            let here = [gateway, NODE6].iter().any(|own| {
-                let to = key.split(" -> ").nth(1).unwrap_or_default();
-                to == *own || to.starts_with(&format!("{own}:"))
-            });
-            MEMBER.iter().any(|from| key.starts_with(from)) || key.starts_with(ATTACKER[1]) && here
+            let to = key.split(" -> ").nth(1).unwrap_or_default();
+            let at = |own: &&str| to == *own || to.starts_with(&format!("{own}:"));
+            let here = [gateway, NODE6].iter().any(at);
+            let members = |name: &&str| key.starts_with(*name) || to == *name;
+            MEMBER.iter().any(members) || key.starts_with(ATTACKER[1]) && here
         };
+        // For the trusted member nothing but the table stands between.
+        seen.members.clear();
         seen.arrived.retain(|key, _| !open(key));
         let all = seen.passed.len();
         seen.passed.retain(|key, _| !open(key));
-        println!("{what}: {} kinds to the node itself over IPv6", all - seen.passed.len());
+        println!(
+            "{what}: {} kinds of the member's, or to the node itself over IPv6",
+            all - seen.passed.len()
+        );
         assert_eq!(
             seen.beyond(&Seen::granted(false)),
             BTreeSet::new(),

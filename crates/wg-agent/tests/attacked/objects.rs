@@ -6,6 +6,7 @@ use clustermesh_api::{
     peer::{DnsOrIp, Peer, PeerEndpoint, PeerSpec},
     policy::{Allow, InfrastructurePort, LocalService, PeerPolicySpec},
 };
+use clustermesh_core::plan::Settings;
 use k8s_openapi::api::{core::v1::Node, discovery::v1::EndpointSlice};
 use kube::api::PostParams;
 use x25519_dalek::StaticSecret;
@@ -48,19 +49,34 @@ pub(crate) fn policy(service: &str) -> PeerPolicySpec {
     }
 }
 
-/// What the trusted member may.
-pub(super) fn trusting() -> PeerPolicySpec {
-    let networks = vec!["100.66.3.0/24".to_owned(), "fd00:66:3::/64".to_owned()];
+/// What a trusted member may, with the ports that a controller closes unless it is told otherwise.
+pub(super) fn trusting(source: &str, nodes: [&str; 2]) -> PeerPolicySpec {
+    let [v4, v6] = nodes.map(|node| node.rsplit_once(['.', ':']).expect("a last part").0.to_owned());
+    let networks = vec![format!("{v4}.0/24"), format!("{v6}:/64")];
     let to = ["10.10.0.0/16", "100.66.1.0/24", "fd00:10::/32"]
         .map(str::to_owned)
         .into();
     PeerPolicySpec {
-        source: "tenant-b".into(),
+        source: source.into(),
         sources: networks.clone(),
         networks,
         allow: vec![Allow { to, ..Allow::default() }],
+        infrastructure_ports: infrastructure()
+            .map(|port| InfrastructurePort {
+                port,
+                protocol: Protocol::default(),
+            })
+            .collect(),
         ..PeerPolicySpec::default()
     }
+}
+
+/// TCP ports that are closed to every member on every address of every node.
+pub(super) fn infrastructure() -> impl Iterator<Item = u16> {
+    Settings::default()
+        .infrastructure_ports
+        .into_iter()
+        .map(|(_, port)| port)
 }
 
 /// A Peer with a pair of addresses.

@@ -168,7 +168,7 @@ fn errors(family: usize, wireguard: IpAddr) -> Vec<Shot> {
 }
 
 /// No such host; too big; too late; and by another way.
-fn about(from: IpAddr, to: IpAddr, flow: &[u8]) -> Vec<Shot> {
+pub(super) fn about(from: IpAddr, to: IpAddr, flow: &[u8]) -> Vec<Shot> {
     let kinds = [
         ([3, 1], [1, 0], [0; 4]),
         ([3, 4], [2, 0], [0, 0, 5, 0]),
@@ -177,15 +177,6 @@ fn about(from: IpAddr, to: IpAddr, flow: &[u8]) -> Vec<Shot> {
     ];
     let shot = |(v4, v6, rest)| Shot::Same(to, vec![icmp(from, to, v4, v6, rest, flow)]);
     kinds.map(shot).into()
-}
-
-/// What the trusted member sends, who turned: errors about what the granted pod says to the sandbox.
-pub(crate) fn members() -> Vec<Shot> {
-    let about_the_sandbox = |family: usize| {
-        let [from, to, db] = [MEMBER, ATTACKER, DB].map(|pair| ip(pair[family]));
-        about(from, db, &udp(db, to, (UDP_PORT, FLOOD[0])))
-    };
-    [0, 1].into_iter().flat_map(about_the_sandbox).collect()
 }
 
 /// IPv4: the way written into the packet, and pieces that say one thing first and another after it.

@@ -205,6 +205,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
         earlier: BTreeMap::new(),
         narrow: BTreeMap::new(),
         grant_timeout: Duration::from_secs(900),
+        new_flows: 1000,
     }
 }
 

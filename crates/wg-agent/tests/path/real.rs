@@ -263,6 +263,7 @@ fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Fa
         earlier: BTreeMap::new(),
         narrow: BTreeMap::new(),
         grant_timeout: Duration::from_secs(900),
+        new_flows: 1000,
     }
 }
 

@@ -207,6 +207,7 @@ fn inputs(revision: &str, port: u16) -> Inputs {
         earlier: [].into(),
         narrow: [].into(),
         grant_timeout: std::time::Duration::from_secs(900),
+        new_flows: 1000,
     }
 }
 

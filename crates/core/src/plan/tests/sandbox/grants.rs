@@ -128,6 +128,42 @@ fn an_endpoint_outside_the_members_networks_or_on_no_node_with_a_peer_is_left_ou
 }
 
 #[test]
+fn where_pods_are_of_no_node_a_sandbox_is_given_endpoints_in_the_host_network_alone_and_is_told_so() {
+    let (mut mesh, mut seen) = three();
+    mesh.clusters[0].pod_network = PodNetwork::Shared;
+    mesh.clusters[0].allowed.extend(nets(&["172.30.1.0/24"]));
+    let endpoints = |seen: &mut Observations, endpoints: &[(&str, &str)]| {
+        let endpoints = endpoints.iter().map(|(address, node)| backend(address, node)).collect();
+        edit(seen, &ClusterIdentity::Local, |m| {
+            m.slices
+                .insert(object("team-x", "postgres-1"), slice("postgres", endpoints));
+        });
+    };
+    // In the podCIDR of its node, too, which means nothing there; and another node's address.
+    endpoints(&mut seen, &[("10.1.2.9", "b"), ("172.30.1.1", "b")]);
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!((sources(&plan, "nb"), plan.egress[0].endpoints), (vec![], 0));
+    let told = message(&plan);
+    assert!(
+        told.contains(
+            "2 endpoint(s) of Service team-x/postgres of cluster \"mgmt\" lie in a pod network that its nodes share"
+        ) && told.contains("hostNetwork")
+            && told.contains("(10.1.2.9, 172.30.1.1)"),
+        "{told}"
+    );
+    endpoints(&mut seen, &[("10.1.2.9", "b"), ("172.30.1.1", "a")]);
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(plan.egress[0].endpoints, 1);
+    assert_eq!(
+        allowed(&plan, "nb", "m--mgmt--a"),
+        &net_set(&["100.66.1.1/32", "172.30.1.1/32"])
+    );
+    // Cluster-meshed members are given them as before.
+    mesh.clusters[2].profile = Profile::ClusterMeshed;
+    assert_eq!(run(&mesh, &seen).1.egress[0].endpoints, 2);
+}
+
+#[test]
 fn an_endpoint_of_a_family_in_which_the_sandbox_has_no_address_is_left_out_of_everything() {
     let (mut mesh, mut seen) = three();
     mesh.clusters[0].allowed.push("fd00:1::/48".parse().unwrap());

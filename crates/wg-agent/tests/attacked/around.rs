@@ -1,0 +1,79 @@
+//! What stands around the target's node and is no mesh's: its neighbours on a local network, a cloud's metadata address, the
+//! bridge of another container runtime. Who tries to reach it is decided elsewhere.
+
+use super::{TCP_PORT, UDP_PORT, ip};
+use crate::{attacker::echo, netns::NetNs};
+
+/// A neighbour on the node's local network, and the node there.
+pub(super) const NEIGHBOUR: [&str; 2] = ["192.168.77.5", "fd00:77::5"];
+pub(super) const NODE_THERE: [&str; 2] = ["192.168.77.1", "fd00:77::1"];
+/// Where clouds answer with a node's credentials. IPv4's is link-local, IPv6's (one cloud's) is not.
+pub(super) const METADATA: [&str; 2] = ["169.254.169.254", "fd00:ec2::254"];
+/// A container on a bridge of the node's own, and the node there.
+pub(super) const CONTAINER: [&str; 2] = ["172.17.0.2", "fd00:17::2"];
+pub(super) const BRIDGE: [&str; 2] = ["172.17.0.1", "fd00:17::1"];
+/// A Service of the target's whose endpoint somebody wrote by hand: the neighbour.
+pub(super) const LEADS_OUT: [&str; 2] = ["10.10.96.11", "fd00:10:96::b"];
+
+/// It all.
+pub(crate) struct Around {
+    /// Also the metadata address.
+    pub(crate) neighbour: NetNs,
+    pub(crate) container: NetNs,
+}
+
+impl Around {
+    /// Every one of them answers whoever asks, and finds the way back to anybody by the node.
+    pub(super) fn new(node: &NetNs) -> Self {
+        let [neighbour, container] = ["the node's neighbour", "a container"].map(NetNs::new);
+        node.ip("link add docker0 type bridge mcast_snooping 0");
+        for (link, inner, at, gateways) in [
+            ("lan0", &neighbour, &[NEIGHBOUR, METADATA][..], NODE_THERE),
+            ("docker1", &container, &[CONTAINER], BRIDGE),
+        ] {
+            for which in ["all", "default"] {
+                inner.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
+            }
+            node.ip(&format!(
+                "link add {link} type veth peer name eth0 netns {}",
+                inner.path()
+            ));
+            let on = if link == "docker1" { "docker0" } else { link };
+            if on != link {
+                node.ip(&format!("link set {link} master {on}"));
+            }
+            let [v4, v6] = gateways;
+            node.ip(&format!("link set {on} up"));
+            node.ip(&format!("link set {link} up"));
+            node.ip(&format!("addr add {v4}/24 dev {on}"));
+            node.ip(&format!("addr add {v6}/64 dev {on} nodad"));
+            inner.ip("link set eth0 up");
+            for [v4, v6] in at {
+                inner.ip(&format!("addr add {v4}/24 dev eth0"));
+                inner.ip(&format!("addr add {v6}/64 dev eth0 nodad"));
+            }
+            inner.ip(&format!("route add default via {v4}"));
+            inner.ip(&format!("-6 route add default via {v6}"));
+            for address in at.iter().flatten() {
+                echo(inner, ip(address), UDP_PORT, TCP_PORT);
+            }
+        }
+        let [v4, v6] = METADATA;
+        node.ip(&format!("route add {v4} dev lan0"));
+        node.ip(&format!("-6 route add {v6} dev lan0"));
+        // As kube-proxy has it in its iptables mode: it is not the kernel's habit that closes the loopback.
+        node.set_sysctl("net/ipv4/conf/all/route_localnet", "1");
+        // What is asked while no table stands is answered then, and not for a minute more.
+        node.set_sysctl("net/ipv4/tcp_synack_retries", "0");
+        Self { neighbour, container }
+    }
+}
+
+/// What a kube-proxy writes for the Service that leads out.
+pub(super) fn services() -> String {
+    let ([vip, vip6], [to, to6]) = (LEADS_OUT, NEIGHBOUR);
+    format!(
+        "ip daddr {vip} tcp dport 80 dnat ip to {to}:{TCP_PORT}
+         ip6 daddr {vip6} tcp dport 80 dnat ip6 to [{to6}]:{TCP_PORT}"
+    )
+}
