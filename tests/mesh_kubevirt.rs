@@ -1,6 +1,10 @@
 //! A member whose worker is a pod of the hub, as KubeVirt's are: eth0 has a hub pod address and the API server is a hub
 //! ClusterIP, both inside the mesh's networks. Underlay needs go by eth0, who reaches eth0 is answered there, everything
-//! else for the hub goes by the tunnel or nowhere.
+//! else for the hub goes by the tunnel or nowhere. As a sandbox it finds the hub beside the tunnel, too, until NetworkPolicies
+//! close that.
+
+#[path = "kubevirt/boundary.rs"]
+mod boundary;
 
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -27,7 +31,9 @@ const ECHO: u16 = 9091;
 #[tokio::test]
 async fn a_worker_inside_the_hubs_pod_network_uses_eth0_for_its_underlay_and_the_tunnel_for_everything_else() {
     let start = Instant::now();
-    let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 1)]).with_workers_in_pods(MEMBER, HUB, 1);
+    let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 1)])
+        .with_workers_in_pods(MEMBER, HUB, 1)
+        .with_policies(HUB);
     let lab = Lab::start(plan).await.unwrap();
     println!("two clusters: {:.1} s", start.elapsed().as_secs_f64());
     let hub = lab.cluster(HUB);
@@ -70,6 +76,7 @@ async fn a_worker_inside_the_hubs_pod_network_uses_eth0_for_its_underlay_and_the
         .a_dead_agent_leaves_the_underlay_open_and_the_mesh_closed(&hub)
         .await;
     world.a_worker_that_loses_power_comes_back_by_eth0_alone(&product).await;
+    boundary::a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_policies_are_applied(&world, &product).await;
 }
 
 /// What the test asks of.

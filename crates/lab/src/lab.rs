@@ -19,6 +19,7 @@ use crate::{ArtefactSet, ClusterPlan, Error, LabPlan, NodePlan, Result, Tools, W
 
 pub use cluster::Cluster;
 pub use node::Node;
+pub(crate) use pods::worker_namespace;
 
 /// Longest wait for an API server or a node on a loaded machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(180);

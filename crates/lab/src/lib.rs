@@ -15,6 +15,7 @@
 //! `kill -9` of the supervisor leaves only cgroup directories and plain files, which the next lab sweeps.
 #![forbid(unsafe_code)]
 
+mod boundary;
 mod capture;
 mod cgroup;
 mod command;
@@ -34,6 +35,7 @@ mod tools;
 mod traffic;
 mod wait;
 
+pub use boundary::Boundary;
 pub use capture::{Capture, Captured};
 pub use command::{Output, Running};
 pub use error::{Error, Result};

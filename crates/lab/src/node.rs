@@ -2,6 +2,7 @@
 
 mod cni;
 mod config;
+mod policies;
 mod root;
 mod services;
 
@@ -28,17 +29,49 @@ pub(crate) struct Settings {
     #[serde(default)]
     v6: Option<(Ipv6Addr, Ipv6Net)>,
     proxy: ProxyMode,
+    /// What enforces NetworkPolicies.
+    #[serde(default)]
+    policies: Option<Engine>,
     /// Directories with programs: visible inside under the same paths.
     programs: Vec<PathBuf>,
+}
+
+/// What enforces NetworkPolicies on a node.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+enum Engine {
+    /// The lab's own, a part of its CNI.
+    Own,
+    /// A kube-router that somebody built beside the project, named by `KUBE_ROUTER_BIN`.
+    KubeRouter {
+        program: PathBuf,
+        /// ClusterIPs, which it tells from other addresses.
+        services: Ipv4Net,
+    },
+}
+
+impl Engine {
+    fn of(cluster: &ClusterPlan) -> Self {
+        match std::env::var_os("KUBE_ROUTER_BIN") {
+            None => Self::Own,
+            Some(program) => Self::KubeRouter {
+                program: program.into(),
+                services: cluster.service_cidr,
+            },
+        }
+    }
 }
 
 impl Settings {
     pub(crate) fn new(run: &Path, cluster: &ClusterPlan, node: &NodePlan, tools: &Tools) -> crate::Result<Self> {
         let sets = [ArtefactSet::Nodes, ArtefactSet::Runtime];
-        let programs = sets
+        let mut programs: Vec<PathBuf> = sets
             .iter()
             .filter_map(|set| tools.directory(*set).map(Path::to_owned))
             .collect();
+        let policies = cluster.policies.then(|| Engine::of(cluster));
+        if let Some(Engine::KubeRouter { program, services: _ }) = &policies {
+            programs.extend(program.parent().map(Path::to_owned));
+        }
         Ok(Self {
             run: run.into(),
             name: node.name.clone(),
@@ -48,6 +81,7 @@ impl Settings {
             dns: cluster.dns_ip(),
             v6: node.address_v6.zip(cluster.v6.as_ref().map(|v6| v6.pod_cidr)),
             proxy: cluster.proxy,
+            policies,
             programs,
         })
     }
@@ -90,4 +124,10 @@ pub(crate) fn init(settings: &Path) -> anyhow::Result<()> {
 pub(crate) fn cni(settings: &Path) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(cni::run(&Settings::read(settings)?))
+}
+
+/// What enforces NetworkPolicies on a node.
+pub(crate) fn policies(settings: &Path) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(policies::run(&Settings::read(settings)?))
 }

@@ -45,6 +45,9 @@ pub struct ClusterPlan {
     /// How kube-proxy works on its nodes.
     #[serde(default)]
     pub proxy: ProxyMode,
+    /// Whether NetworkPolicies are enforced on its nodes. They are not by default, as on many a CNI.
+    #[serde(default)]
+    pub policies: bool,
 }
 
 /// A dual-stack cluster's ranges of its second family. API server and DNS are known by their IPv4 addresses.
@@ -218,6 +221,19 @@ impl LabPlan {
         self
     }
 
+    /// Lets the nodes of a cluster enforce NetworkPolicies.
+    ///
+    /// # Panics
+    /// When it is not in the plan.
+    #[must_use]
+    pub fn with_policies(mut self, cluster: &str) -> Self {
+        let found = self.clusters.iter_mut().find(|one| one.name == cluster);
+        found
+            .unwrap_or_else(|| panic!("the plan has no cluster {cluster:?}"))
+            .policies = true;
+        self
+    }
+
     /// Plugs the nodes of a cluster into the pod network of another one's node (see [`Workers::Pods`]). Its API server is
     /// known there by address number 100 and up of the Service range.
     ///
@@ -313,6 +329,7 @@ impl ClusterPlan {
             workers: Workers::Underlay,
             v6: None,
             proxy: ProxyMode::Nftables,
+            policies: false,
         }
     }
 
@@ -405,6 +422,7 @@ mod tests {
                 workers: Workers::Underlay,
                 v6: None,
                 proxy: ProxyMode::Nftables,
+                policies: false,
             }
         );
         assert_eq!(tenant.api_address(), Ipv4Addr::new(172, 30, 2, 1));

@@ -46,7 +46,8 @@ fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-fn manifest(path: &str) -> Result<String> {
+/// A file of the repository.
+pub(crate) fn manifest(path: &str) -> Result<String> {
     let path = repository().join(path);
     std::fs::read_to_string(&path).map_err(Error::io(format!("read {}", path.display())))
 }

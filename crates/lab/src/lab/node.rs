@@ -48,6 +48,7 @@ impl Lab {
         }
         let _ = std::fs::remove_file(directory.join("off"));
         self.connect(plan).await?;
+        self.publish_worker(plan).await?;
         let program = run::lab_program()?.display().to_string();
         let run = self.directory().display().to_string();
         let argv = argv([

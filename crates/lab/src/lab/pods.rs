@@ -10,7 +10,7 @@ use kube::api::Api;
 
 use super::{Lab, PATIENCE, UNDERLAY};
 use crate::plan::NodeName;
-use crate::{ClusterPlan, NodePlan, Result, Workers, command, wait_until};
+use crate::{ClusterPlan, NodePlan, Result, Uplink, Workers, command, wait_until};
 
 impl Lab {
     /// Where node number `n` of a cluster is plugged in. The pod ranges of the nodes that carry others are known only once
@@ -67,14 +67,83 @@ endpoints: [{{addresses: [{at}]}}]
         .await
     }
 
+    /// The pod that the worker is to the cluster that carries it, as KubeVirt's virt-launcher: what NetworkPolicies select.
+    /// Nobody runs it, so its status is written here.
+    pub(super) async fn publish_worker(&self, worker: &NodePlan) -> Result<()> {
+        let Uplink::Pods { of, .. } = &worker.uplink else {
+            return Ok(());
+        };
+        let cluster = self.cluster(&worker.cluster);
+        let Workers::Pods { of: carrier, .. } = &cluster.plan().workers else {
+            return Ok(());
+        };
+        let (namespace, pod) = (
+            worker_namespace(cluster.plan()),
+            format!("virt-launcher-{}", worker.name),
+        );
+        let manifest = format!(
+            "apiVersion: v1
+kind: Namespace
+metadata: {{name: {namespace}}}
+---
+apiVersion: v1
+kind: ServiceAccount
+metadata: {{name: default, namespace: {namespace}}}
+---
+apiVersion: v1
+kind: Pod
+metadata:
+  name: {pod}
+  namespace: {namespace}
+  labels: {{kubevirt.io: virt-launcher, cluster.x-k8s.io/cluster-name: kubernetes-{}}}
+spec:
+  schedulerName: nobody
+  automountServiceAccountToken: false
+  containers: [{{name: compute, image: 'lab.local/box:1'}}]
+",
+            worker.cluster
+        );
+        let status = serde_json::json!({"status": {
+            "phase": "Running",
+            "hostIP": of.address, "hostIPs": [{"ip": of.address}],
+            "podIP": worker.address, "podIPs": [{"ip": worker.address}],
+        }})
+        .to_string();
+        let carrier = self.cluster(carrier);
+        wait_until(
+            format!("the pod {namespace}/{pod} of {}", worker.name),
+            Duration::from_secs(60),
+            async || {
+                carrier.apply(&manifest).await.map_err(|error| error.to_string())?;
+                let words = [
+                    "-n",
+                    &namespace,
+                    "patch",
+                    "pod",
+                    &pod,
+                    "--subresource=status",
+                    "--type=merge",
+                    "-p",
+                    &status,
+                ];
+                carrier
+                    .kubectl(words)
+                    .await
+                    .map(drop)
+                    .map_err(|error| error.to_string())
+            },
+        )
+        .await
+    }
+
     /// The worker's cable, from its namespace to the pods' bridge of the node that carries it. That node is its gateway, and
     /// leads what comes from the underlay, from the API server that is, to it.
     pub(super) async fn connect_in_pods(
         &self,
         name: &str,
         address: Ipv4Addr,
-        of: &NodeName,
-        range: Ipv4Net,
+        api: Ipv4Addr,
+        (of, range): (&NodeName, Ipv4Net),
     ) -> Result<()> {
         let gateway = Ipv4Addr::from(u32::from(range.network()) + 1);
         let length = range.prefix_len();
@@ -92,9 +161,15 @@ endpoints: [{{addresses: [{at}]}}]
             "link set lo up\naddr add {address}/{length} dev eth0\nlink set eth0 up\nroute add default via {gateway}\n"
         );
         self.ip_batch(name, &inside).await?;
-        let back = format!("route replace {address} via {}\n", of.address);
+        // By the API server's own address: the bridge has those of all clusters'.
+        let back = format!("route replace {address} via {} src {api}\n", of.address);
         self.ip_batch(UNDERLAY, &back).await
     }
+}
+
+/// The namespace of its workers' pods in the cluster that carries them, as Cozystack calls it.
+pub(crate) fn worker_namespace(cluster: &ClusterPlan) -> String {
+    format!("tenant-{}", cluster.name)
 }
 
 /// The bridge port there that a worker's cable ends in.

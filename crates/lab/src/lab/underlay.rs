@@ -35,7 +35,8 @@ impl Lab {
         let (name, address) = (&node.name, node.address);
         self.run.ask(&Request::AddNamespace { name: name.clone() })?;
         if let Uplink::Pods { of, range } = &node.uplink {
-            return self.connect_in_pods(name, address, of, *range).await;
+            let api = self.cluster(&node.cluster).plan().api_address();
+            return self.connect_in_pods(name, address, api, (of, *range)).await;
         }
         // The port's name is the address's last two numbers: link names have no room for a node's name.
         let port = port(address);

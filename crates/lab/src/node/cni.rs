@@ -117,7 +117,8 @@ fn masquerade(settings: &Settings, range: IpNet) -> Result<()> {
     feed(&["nft", "-f", "-"], &table)
 }
 
-fn feed(argv: &[&str], text: &str) -> Result<()> {
+/// Runs a program with this text on its standard input.
+pub(super) fn feed(argv: &[&str], text: &str) -> Result<()> {
     if text.is_empty() {
         return Ok(());
     }

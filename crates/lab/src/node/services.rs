@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use nix::sys::wait::{WaitStatus, wait};
 
-use super::{Settings, config};
+use super::{Engine, Settings, config};
 
 /// A service's command line; the log is named after it.
 struct Service {
@@ -119,7 +119,7 @@ impl Manager<'_> {
             "cni".into(),
             settings_path.display().to_string(),
         ];
-        Ok(vec![
+        let mut services = vec![
             Service {
                 name: "kubelet",
                 argv: kubelet,
@@ -129,7 +129,33 @@ impl Manager<'_> {
                 argv: proxy,
             },
             Service { name: "cni", argv: cni },
-        ])
+        ];
+        let policies = match &self.settings.policies {
+            None => return Ok(services),
+            Some(Engine::Own) => vec![
+                "/proc/self/exe".into(),
+                "policies".into(),
+                settings_path.display().to_string(),
+            ],
+            Some(Engine::KubeRouter { program, services }) => vec![
+                program.display().to_string(),
+                "--run-firewall=true".into(),
+                "--run-router=false".into(),
+                "--run-service-proxy=false".into(),
+                "--health-port=0".into(),
+                format!("--hostname-override={}", self.settings.name),
+                format!("--service-cluster-ip-range={services}"),
+                format!(
+                    "--kubeconfig={}",
+                    self.settings.cluster_directory().join("inside.kubeconfig").display()
+                ),
+            ],
+        };
+        services.push(Service {
+            name: "policies",
+            argv: policies,
+        });
+        Ok(services)
     }
 
     fn start(&self, service: &Service) -> Result<i32> {

@@ -48,6 +48,12 @@ enum Stage {
         /// The file with the node's settings, as JSON.
         settings: PathBuf,
     },
+    /// What enforces NetworkPolicies on a node of a cluster that wants them enforced.
+    #[command(hide = true)]
+    Policies {
+        /// The file with the node's settings, as JSON.
+        settings: PathBuf,
+    },
 }
 
 /// The program. Errors are for a log or a person.
@@ -78,5 +84,6 @@ pub fn main() -> anyhow::Result<()> {
         }
         Stage::Node { settings } => crate::node::init(&settings),
         Stage::Cni { settings } => crate::node::cni(&settings),
+        Stage::Policies { settings } => crate::node::policies(&settings),
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     time::Instant,
 };
 
@@ -15,9 +15,11 @@ const SANDBOX: &str = "notebooks";
 const GRANT: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
 
-/// The hub, a trusted member and the sandbox.
+/// The hub, a trusted member, and the sandbox, whose worker is a pod of the hub.
 pub(super) fn plan() -> LabPlan {
     LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (SANDBOX, 1)])
+        .with_workers_in_pods(SANDBOX, HUB, 1)
+        .with_policies(HUB)
 }
 
 impl Demo<'_> {
@@ -67,27 +69,47 @@ impl Demo<'_> {
         );
 
         self.title("a scan of every address of mgmt and tenant-a, at every TCP port that is open anywhere there");
-        let mut all: BTreeMap<SocketAddr, String> = hub.sockets().await?;
-        all.extend(member.sockets().await?);
-        let own: BTreeSet<_> = sandbox.sockets().await?.into_keys().map(|socket| socket.ip()).collect();
-        // Mirrored endpoints stand in the sandbox, too.
-        let mirrored: BTreeSet<_> = granted.iter().map(SocketAddr::ip).collect();
-        all.retain(|socket, _| !own.contains(&socket.ip()) || mirrored.contains(&socket.ip()));
-        let underlay = [&hub, &member].map(|cluster| cluster.plan().underlay);
-        let on_underlay = |socket: &SocketAddr| matches!(socket.ip(), std::net::IpAddr::V4(ip) if underlay.iter().any(|net| net.contains(&ip)));
+        let boundary = self.lab.boundary(SANDBOX)?;
+        let admitted = boundary.admitted().await?;
+        let all = boundary.sockets(&[&member], &granted).await?;
+        println!(
+            "  Its worker is a pod of mgmt, as a KubeVirt machine is: eth0 reaches what the underlay lets through, beside the mesh."
+        );
+        let mut open = BTreeSet::new();
         for from in &askers {
-            let open = self.lab.scan(from, all.keys().copied()).await?;
-            let (beside, by_mesh): (BTreeSet<SocketAddr>, BTreeSet<SocketAddr>) =
-                open.into_iter().partition(&on_underlay);
-            let outcome = if by_mesh == granted {
-                Ok(format!("{} of {} sockets: {by_mesh:?}", by_mesh.len(), all.len()))
+            let found = self.lab.scan(from, all.keys().copied()).await?;
+            let outcome = if found.is_superset(&granted) {
+                Ok(format!("{} of {} sockets", found.len(), all.len()))
             } else {
-                Err(format!("{by_mesh:?}, granted {granted:?}"))
+                Err(format!("{found:?}, granted {granted:?}"))
             };
-            self.check(&format!("{from}, by the mesh"), outcome);
-            println!(
-                "  note  {from}, on the underlay, without any mesh: {beside:?}; that is for NetworkPolicies (THREATS.md)"
-            );
+            self.check(&format!("{from}, without any NetworkPolicy"), outcome);
+            open.extend(found);
+        }
+        println!("  Granted by the mesh: {granted:?}. Open on the underlay alone:");
+        print_by_address(open.difference(&granted), &all);
+
+        self.title("kubectl apply -f deploy/cozystack/sandbox-networkpolicy.yaml, with its values set");
+        println!("{}", without_comments(&boundary.policy()?));
+        let applied = Instant::now();
+        for from in &askers {
+            boundary.close(from, &open, &granted).await?;
+        }
+        println!(
+            "  in force {:.1} s after kubectl apply: own API server and resolver stay, and WireGuard",
+            applied.elapsed().as_secs_f64()
+        );
+        let want: BTreeSet<SocketAddr> = granted.union(&admitted).copied().collect();
+        for from in &askers {
+            let found = boundary.found(from, &all, &want).await?;
+            let outcome = if found == want {
+                Ok(format!("{} of {} sockets: {found:?}", found.len(), all.len()))
+            } else {
+                Err(format!("{found:?}, granted and admitted {want:?}"))
+            };
+            self.check(&format!("{from}, with it"), outcome);
+            let answer = self.lab.ask_until_answered(from, &format!("http://{service}")).await;
+            self.check(&format!("{from} -> hub-web ({service})"), described(answer));
         }
 
         self.title("tenant-a is trusted: it reaches mgmt, and not what keeps mgmt running");
@@ -104,10 +126,10 @@ impl Demo<'_> {
         let sockets: BTreeSet<SocketAddr> = hub.sockets().await?.into_keys().collect();
         let open = self.lab.scan(&from, sockets.iter().copied()).await?;
         // Where a kubeconfig leads to is the underlay's business: no mesh carries it.
-        let api = hub.plan().api_address();
+        let apis = [&hub, &sandbox].map(|cluster| IpAddr::V4(cluster.plan().api_address()));
         let wrong: Vec<_> = open
             .iter()
-            .filter(|socket| INFRASTRUCTURE.contains(&socket.port()) && socket.ip() != api)
+            .filter(|socket| INFRASTRUCTURE.contains(&socket.port()) && !apis.contains(&socket.ip()))
             .collect();
         let outcome = match wrong[..] {
             [] => Ok(format!(
@@ -140,4 +162,22 @@ impl Demo<'_> {
         }
         Ok(())
     }
+}
+
+/// A line for each address, with what it is and its open ports.
+fn print_by_address<'a>(open: impl Iterator<Item = &'a SocketAddr>, all: &BTreeMap<SocketAddr, String>) {
+    let mut lines: BTreeMap<IpAddr, (&str, Vec<String>)> = BTreeMap::new();
+    for socket in open {
+        let what = all.get(socket).map_or("", String::as_str);
+        let (_, ports) = lines.entry(socket.ip()).or_insert((what, Vec::new()));
+        ports.push(socket.port().to_string());
+    }
+    for (ip, (what, ports)) in lines {
+        println!("    {ip:<15} {what}: {}", ports.join(" "));
+    }
+}
+
+fn without_comments(yaml: &str) -> String {
+    let lines = yaml.lines().filter(|line| !line.trim_start().starts_with('#'));
+    lines.map(|line| format!("{line}\n")).collect()
 }

@@ -1,0 +1,154 @@
+//! The underlay of a sandbox whose workers are pods of the hub: the NetworkPolicies that are shipped for it, with the lab's
+//! values set, and what they admit.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, SocketAddr};
+
+use serde_json::Value;
+
+use crate::lab::worker_namespace;
+use crate::product::manifest;
+use crate::{Asker, Cluster, Error, Lab, Result, Workers};
+
+const SHIPPED: &str = "deploy/cozystack/sandbox-networkpolicy.yaml";
+
+/// What lies around a sandbox, and which of it is let through.
+#[derive(Debug)]
+pub struct Boundary<'a> {
+    lab: &'a Lab,
+    sandbox: Cluster<'a>,
+    hub: Cluster<'a>,
+}
+
+impl Lab {
+    /// Of a cluster whose workers are pods of another one.
+    ///
+    /// # Errors
+    /// When they are not.
+    pub fn boundary(&self, sandbox: &str) -> Result<Boundary<'_>> {
+        let sandbox = self.cluster(sandbox);
+        match &sandbox.plan().workers {
+            Workers::Pods { of, .. } => Ok(Boundary {
+                lab: self,
+                hub: self.cluster(of),
+                sandbox,
+            }),
+            Workers::Underlay => Err(Error::Plan(format!(
+                "the workers of {} are no pods: no NetworkPolicy selects them",
+                sandbox.plan().name
+            ))),
+        }
+    }
+}
+
+impl Boundary<'_> {
+    /// The file that is shipped, with what is marked to be set: names, the targets' nodes, the sandbox's API server.
+    ///
+    /// # Errors
+    /// When the file is not there, or has no such value any more.
+    pub fn policy(&self) -> Result<String> {
+        let shipped = manifest(SHIPPED)?;
+        let (plan, hub) = (self.sandbox.plan(), self.hub.plan());
+        let values = [
+            (
+                "namespace: tenant-notebooks",
+                format!("namespace: {}", worker_namespace(plan)),
+            ),
+            ("kubernetes-notebooks", format!("kubernetes-{}", plan.name)),
+            ("192.0.2.0/24", hub.underlay.to_string()),
+            ("198.51.100.1/32", format!("{}/32", plan.api_address())),
+        ];
+        values.into_iter().try_fold(shipped, |text, (marked, value)| {
+            if text.contains(marked) {
+                Ok(text.replace(marked, &value))
+            } else {
+                Err(Error::Plan(format!("{SHIPPED} has no {marked:?} to set")))
+            }
+        })
+    }
+
+    /// What it lets the sandbox's workers reach over TCP: their API server by both of its addresses, and the hub's resolver.
+    ///
+    /// # Errors
+    /// When the hub's API server does not answer.
+    pub async fn admitted(&self) -> Result<BTreeSet<SocketAddr>> {
+        let plan = self.sandbox.plan();
+        let mut out: BTreeSet<SocketAddr> = [plan.advertised_api(), plan.api_address()]
+            .map(|address| SocketAddr::new(address.into(), 6443))
+            .into();
+        let words = [
+            "-n",
+            "kube-system",
+            "get",
+            "pods",
+            "-l",
+            "k8s-app=kube-dns",
+            "-o",
+            "json",
+        ];
+        let pods = self.hub.kubectl(words).await?.stdout;
+        let pods: Value = serde_json::from_str(&pods).map_err(|error| Error::Plan(format!("{error}: {pods}")))?;
+        let pods = pods["items"].as_array().into_iter().flatten();
+        let pods = pods.filter_map(|pod| pod["status"]["podIP"].as_str()?.parse::<IpAddr>().ok());
+        out.extend(
+            pods.chain([self.hub.plan().dns_ip().into()])
+                .map(|ip| SocketAddr::new(ip, 53)),
+        );
+        Ok(out)
+    }
+
+    /// Every socket of the hub and the other clusters that is not the sandbox's own, and what is admitted. A granted endpoint
+    /// stands in the sandbox too, and is the hub's all the same.
+    ///
+    /// # Errors
+    /// When an API server does not answer.
+    pub async fn sockets(
+        &self,
+        others: &[&Cluster<'_>],
+        granted: &BTreeSet<SocketAddr>,
+    ) -> Result<BTreeMap<SocketAddr, String>> {
+        let own: BTreeSet<IpAddr> = self.sandbox.sockets().await?.into_keys().map(|one| one.ip()).collect();
+        let granted: BTreeSet<IpAddr> = granted.iter().map(SocketAddr::ip).collect();
+        let mut all = self.hub.sockets().await?;
+        for other in others {
+            all.extend(other.sockets().await?);
+        }
+        all.retain(|socket, _| !own.contains(&socket.ip()) || granted.contains(&socket.ip()));
+        for socket in self.admitted().await? {
+            all.entry(socket).or_insert_with(|| "its own API server".to_owned());
+        }
+        Ok(all)
+    }
+
+    /// Applies the policy and waits until it is in force for that asker: what was open, and is neither admitted nor granted,
+    /// is closed.
+    ///
+    /// # Errors
+    /// When something of it still answers after a minute and a half.
+    pub async fn close(&self, from: &Asker, open: &BTreeSet<SocketAddr>, granted: &BTreeSet<SocketAddr>) -> Result<()> {
+        self.hub.apply(&self.policy()?).await?;
+        let admitted = self.admitted().await?;
+        let wrong = open
+            .iter()
+            .filter(|socket| !admitted.contains(socket) && !granted.contains(socket));
+        self.lab.until_closed(from, &wrong.copied().collect()).await
+    }
+
+    /// Which of these sockets answer. What is wanted is asked until it does, the rest once: on a loaded machine one attempt
+    /// may be too short.
+    ///
+    /// # Errors
+    /// When something that is wanted does not answer within a minute and a half.
+    pub async fn found(
+        &self,
+        from: &Asker,
+        all: &BTreeMap<SocketAddr, String>,
+        wanted: &BTreeSet<SocketAddr>,
+    ) -> Result<BTreeSet<SocketAddr>> {
+        self.lab.until_open(from, wanted).await?;
+        let rest = all.keys().filter(|socket| !wanted.contains(socket));
+        let mut found = self.lab.scan(from, rest.copied()).await?;
+        found.extend(wanted);
+        Ok(found)
+    }
+}

@@ -1,0 +1,264 @@
+//! What NetworkPolicies say of one node's pods, as text for `nft -f`: objects in, text out.
+//!
+//! As `kubectl explain networkpolicy` has it: a pod that a policy selects is closed in that policy's directions but for what
+//! the policies that select it allow, and answers pass. A ClusterIP is judged by the pod it leads to, since translation
+//! comes first. What a pod sends to its own node is judged as well; the node itself always reaches its pods.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::net::{IpAddr, Ipv4Addr};
+
+use ipnet::IpNet;
+use k8s_openapi::api::core::v1::{Namespace, Pod};
+use k8s_openapi::api::networking::v1::{NetworkPolicy, NetworkPolicyPeer, NetworkPolicyPort, NetworkPolicySpec};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use kube::core::{Selector, SelectorExt};
+
+use super::Objects;
+
+/// Everything of the cluster that a policy may speak of.
+pub(super) struct Seen<'a> {
+    pub(super) policies: &'a Objects<NetworkPolicy>,
+    pub(super) pods: &'a Objects<Pod>,
+    pub(super) namespaces: &'a Objects<Namespace>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    Egress,
+    Ingress,
+}
+
+impl Direction {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Egress => "egress",
+            Self::Ingress => "ingress",
+        }
+    }
+
+    /// Of a packet's two addresses: that of the pod which is judged, and the other one.
+    const fn ends(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Egress => ("saddr", "daddr"),
+            Self::Ingress => ("daddr", "saddr"),
+        }
+    }
+}
+
+/// A pod with an address of its own.
+struct At<'a> {
+    pod: &'a Pod,
+    addresses: Vec<IpAddr>,
+}
+
+/// The table of the node with this address, in place of the one that stands.
+pub(super) fn render(node: Ipv4Addr, seen: &Seen<'_>) -> String {
+    let mut chains = String::new();
+    let mut jumps = [String::new(), String::new()];
+    for (number, local) in seen.pods.values().filter_map(at).enumerate() {
+        let host = local.pod.status.as_ref().and_then(|status| status.host_ip.as_deref());
+        if host != Some(node.to_string().as_str()) {
+            continue;
+        }
+        for (jumps, direction) in jumps.iter_mut().zip([Direction::Egress, Direction::Ingress]) {
+            let selecting: Vec<_> = seen.selecting(local.pod, direction).collect();
+            if selecting.is_empty() {
+                continue;
+            }
+            for address in &local.addresses {
+                let chain = format!("{}_{number}_{}", direction.name(), family(*address));
+                let (own, _) = direction.ends();
+                let _ = writeln!(jumps, "  {} {own} {address} jump {chain}", family(*address));
+                let _ = writeln!(chains, " chain {chain} {{");
+                for policy in &selecting {
+                    for rule in seen.rules(&local, *address, *policy, direction) {
+                        let _ = writeln!(chains, "  {rule}return");
+                    }
+                }
+                let _ = writeln!(chains, "  counter drop\n }}");
+            }
+        }
+    }
+    let [egress, ingress] = jumps;
+    let hook = |hook: &str, then: &str| {
+        format!(
+            " chain {hook} {{\n  type filter hook {hook} priority filter; policy accept;\n  \
+             ct state established,related accept\n{then} }}\n"
+        )
+    };
+    format!(
+        "table inet policies\ndelete table inet policies\ntable inet policies {{\n{chains} chain egress {{\n{egress} }}\n \
+         chain ingress {{\n{ingress} }}\n{}{}}}\n",
+        hook("forward", "  jump egress\n  jump ingress\n"),
+        hook("input", "  jump egress\n"),
+    )
+}
+
+impl<'a> Seen<'a> {
+    /// Policies that close the pod in this direction, each with its namespace.
+    fn selecting(&self, pod: &'a Pod, direction: Direction) -> impl Iterator<Item = (&'a str, &'a NetworkPolicySpec)> {
+        let policies = self.policies;
+        policies.iter().filter_map(move |((namespace, _), policy)| {
+            let spec = policy.spec.as_ref()?;
+            let types = spec.policy_types.as_deref().unwrap_or_default();
+            let named = types.iter().any(|one| one.eq_ignore_ascii_case(direction.name()));
+            let meant = match direction {
+                Direction::Ingress => types.is_empty(),
+                Direction::Egress => types.is_empty() && spec.egress.is_some(),
+            };
+            let selects = pod.metadata.namespace.as_ref() == Some(namespace)
+                && selected(spec.pod_selector.as_ref(), pod.metadata.labels.as_ref());
+            (selects && (named || meant)).then_some((namespace.as_str(), spec))
+        })
+    }
+
+    /// Conditions, each of which lets a packet pass.
+    fn rules(
+        &self,
+        local: &At<'_>,
+        address: IpAddr,
+        (namespace, spec): (&str, &NetworkPolicySpec),
+        direction: Direction,
+    ) -> Vec<String> {
+        let mut out = Vec::new();
+        for (peers, ports) in allowed(spec, direction) {
+            for (condition, peer) in self.peers(peers, address, namespace, direction) {
+                if ports.is_empty() {
+                    out.push(condition);
+                    continue;
+                }
+                let listening = match direction {
+                    Direction::Egress => peer,
+                    Direction::Ingress => Some(local.pod),
+                };
+                let ports = ports.iter().filter_map(|port| port_condition(port, listening));
+                out.extend(ports.map(|port| format!("{condition}{port}")));
+            }
+        }
+        out
+    }
+
+    /// The other ends that these peers mean, as conditions, with the pod where it is one.
+    fn peers(
+        &self,
+        peers: &[NetworkPolicyPeer],
+        address: IpAddr,
+        namespace: &str,
+        direction: Direction,
+    ) -> Vec<(String, Option<&'a Pod>)> {
+        if peers.is_empty() {
+            return vec![(String::new(), None)];
+        }
+        let (_, other) = direction.ends();
+        let family = family(address);
+        let mut out = Vec::new();
+        for peer in peers {
+            if let Some(block) = &peer.ip_block {
+                let same = |net: &str| {
+                    net.parse()
+                        .is_ok_and(|net: IpNet| net.addr().is_ipv4() == address.is_ipv4())
+                };
+                if same(&block.cidr) {
+                    let except = block.except.iter().flatten().filter(|net| same(net));
+                    let except: String = except.map(|net| format!("{family} {other} != {net} ")).collect();
+                    out.push((format!("{family} {other} {} {except}", block.cidr), None));
+                }
+                continue;
+            }
+            for pod in self.pods.values().filter_map(at) {
+                let home = pod.pod.metadata.namespace.as_deref().unwrap_or_default();
+                let near = match &peer.namespace_selector {
+                    None => home == namespace,
+                    Some(selector) => self
+                        .namespaces
+                        .get(&(String::new(), home.to_owned()))
+                        .is_some_and(|home| selected(Some(selector), home.metadata.labels.as_ref())),
+                };
+                if near && selected(peer.pod_selector.as_ref(), pod.pod.metadata.labels.as_ref()) {
+                    let same = pod.addresses.iter().filter(|ip| ip.is_ipv4() == address.is_ipv4());
+                    out.extend(same.map(|ip| (format!("{family} {other} {ip} "), Some(pod.pod))));
+                }
+            }
+        }
+        out
+    }
+}
+
+type Allowed<'a> = (&'a [NetworkPolicyPeer], &'a [NetworkPolicyPort]);
+
+fn allowed(spec: &NetworkPolicySpec, direction: Direction) -> Vec<Allowed<'_>> {
+    match direction {
+        Direction::Egress => {
+            let rules = spec.egress.as_deref().unwrap_or_default().iter();
+            rules
+                .map(|rule| {
+                    (
+                        rule.to.as_deref().unwrap_or_default(),
+                        rule.ports.as_deref().unwrap_or_default(),
+                    )
+                })
+                .collect()
+        }
+        Direction::Ingress => {
+            let rules = spec.ingress.as_deref().unwrap_or_default().iter();
+            rules
+                .map(|rule| {
+                    (
+                        rule.from.as_deref().unwrap_or_default(),
+                        rule.ports.as_deref().unwrap_or_default(),
+                    )
+                })
+                .collect()
+        }
+    }
+}
+
+/// None = a name that the listening end has no port of.
+fn port_condition(port: &NetworkPolicyPort, listening: Option<&Pod>) -> Option<String> {
+    let protocol = port.protocol.as_deref().unwrap_or("TCP");
+    let low = protocol.to_ascii_lowercase();
+    match &port.port {
+        None => Some(format!("meta l4proto {low} ")),
+        Some(IntOrString::Int(first)) => Some(match port.end_port {
+            Some(last) => format!("{low} dport {first}-{last} "),
+            None => format!("{low} dport {first} "),
+        }),
+        Some(IntOrString::String(name)) => {
+            let containers = listening?.spec.as_ref()?.containers.iter();
+            let mut ports = containers.flat_map(|container| container.ports.iter().flatten());
+            let is_it = |protocol_of: Option<&str>| protocol_of.unwrap_or("TCP") == protocol;
+            let found = ports.find(|port| port.name.as_ref() == Some(name) && is_it(port.protocol.as_deref()))?;
+            Some(format!("{low} dport {} ", found.container_port))
+        }
+    }
+}
+
+/// A selector that is not there, or is empty, selects everything; one that nobody understands nothing.
+fn selected(selector: Option<&LabelSelector>, labels: Option<&BTreeMap<String, String>>) -> bool {
+    let none = BTreeMap::new();
+    let selector = selector.cloned().unwrap_or_default();
+    Selector::try_from(selector).is_ok_and(|selector| selector.matches(labels.unwrap_or(&none)))
+}
+
+/// None = it has no address, the node's own, or one that may be another's by now.
+fn at(pod: &Pod) -> Option<At<'_>> {
+    let status = pod.status.as_ref()?;
+    let over = matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"));
+    let on_host = pod.spec.as_ref().is_some_and(|spec| spec.host_network == Some(true));
+    let addresses = status.pod_ips.iter().flatten();
+    let addresses: Vec<IpAddr> = addresses.filter_map(|one| one.ip.parse().ok()).collect();
+    (!over && !on_host && !addresses.is_empty()).then_some(At { pod, addresses })
+}
+
+/// As nft calls it.
+const fn family(address: IpAddr) -> &'static str {
+    match address {
+        IpAddr::V4(_) => "ip",
+        IpAddr::V6(_) => "ip6",
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,192 @@
+use std::net::Ipv4Addr;
+
+use serde_json::json;
+
+use super::*;
+
+const NODE: Ipv4Addr = Ipv4Addr::new(172, 30, 1, 11);
+
+struct World {
+    policies: Objects<NetworkPolicy>,
+    pods: Objects<Pod>,
+    namespaces: Objects<Namespace>,
+}
+
+impl World {
+    fn new(pods: &[serde_json::Value], policies: &[serde_json::Value]) -> Self {
+        let namespaces = ["tenant", "kube-system"].map(|name| {
+            let labels = json!({"kubernetes.io/metadata.name": name});
+            json!({"metadata": {"name": name, "labels": labels}})
+        });
+        Self {
+            policies: objects(policies),
+            pods: objects(pods),
+            namespaces: objects(&namespaces),
+        }
+    }
+
+    fn rendered(&self) -> String {
+        let Self {
+            policies,
+            pods,
+            namespaces,
+        } = self;
+        render(
+            NODE,
+            &Seen {
+                policies,
+                pods,
+                namespaces,
+            },
+        )
+    }
+}
+
+fn objects<K: kube::Resource + serde::de::DeserializeOwned>(values: &[serde_json::Value]) -> Objects<K> {
+    let objects = values
+        .iter()
+        .map(|value| serde_json::from_value::<K>(value.clone()).unwrap());
+    objects
+        .map(|object| {
+            let meta = object.meta();
+            let key = (meta.namespace.clone().unwrap_or_default(), meta.name.clone().unwrap());
+            (key, object)
+        })
+        .collect()
+}
+
+fn pod(namespace: &str, name: &str, labels: serde_json::Value, ip: &str, host: &str) -> serde_json::Value {
+    json!({
+        "metadata": {"namespace": namespace, "name": name, "labels": labels},
+        "spec": {"containers": [{"name": "one", "ports": [{"name": "web", "containerPort": 8080}]}]},
+        "status": {"phase": "Running", "hostIP": host, "podIP": ip, "podIPs": [{"ip": ip}]},
+    })
+}
+
+fn policy(spec: serde_json::Value) -> serde_json::Value {
+    json!({"metadata": {"namespace": "tenant", "name": "closed"}, "spec": spec})
+}
+
+fn pods() -> Vec<serde_json::Value> {
+    vec![
+        pod(
+            "tenant",
+            "vm",
+            json!({"kubevirt.io": "virt-launcher"}),
+            "10.10.1.250",
+            "172.30.1.11",
+        ),
+        pod(
+            "tenant",
+            "vm-elsewhere",
+            json!({"kubevirt.io": "virt-launcher"}),
+            "10.10.2.250",
+            "172.30.1.12",
+        ),
+        pod(
+            "kube-system",
+            "dns",
+            json!({"k8s-app": "kube-dns"}),
+            "10.10.1.2",
+            "172.30.1.11",
+        ),
+        pod(
+            "kube-system",
+            "other",
+            json!({"k8s-app": "other"}),
+            "10.10.1.3",
+            "172.30.1.11",
+        ),
+    ]
+}
+
+#[test]
+fn a_pod_that_a_policy_selects_is_closed_on_its_own_node_but_for_what_is_allowed() {
+    let spec = json!({
+        "podSelector": {"matchLabels": {"kubevirt.io": "virt-launcher"}},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [{"from": [{"podSelector": {}}], "ports": [{"port": "web"}, {"port": "no-such"}]}],
+        "egress": [
+            {"to": [{"ipBlock": {"cidr": "172.30.1.0/24", "except": ["172.30.1.1/32"]}}, {"ipBlock": {"cidr": "fd00::/8"}}],
+             "ports": [{"protocol": "UDP", "port": 51820, "endPort": 51821}]},
+            {"to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}},
+                     "podSelector": {"matchExpressions": [{"key": "k8s-app", "operator": "In", "values": ["kube-dns"]}]}}],
+             "ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP"}]},
+        ],
+    });
+    let want = "table inet policies
+delete table inet policies
+table inet policies {
+ chain egress_2_ip {
+  ip daddr 172.30.1.0/24 ip daddr != 172.30.1.1/32 udp dport 51820-51821 return
+  ip daddr 10.10.1.2 udp dport 53 return
+  ip daddr 10.10.1.2 meta l4proto tcp return
+  counter drop
+ }
+ chain ingress_2_ip {
+  ip saddr 10.10.1.250 tcp dport 8080 return
+  ip saddr 10.10.2.250 tcp dport 8080 return
+  counter drop
+ }
+ chain egress {
+  ip saddr 10.10.1.250 jump egress_2_ip
+ }
+ chain ingress {
+  ip daddr 10.10.1.250 jump ingress_2_ip
+ }
+ chain forward {
+  type filter hook forward priority filter; policy accept;
+  ct state established,related accept
+  jump egress
+  jump ingress
+ }
+ chain input {
+  type filter hook input priority filter; policy accept;
+  ct state established,related accept
+  jump egress
+ }
+}
+";
+    assert_eq!(World::new(&pods(), &[policy(spec)]).rendered(), want);
+}
+
+#[test]
+fn policies_of_one_pod_add_up_and_a_direction_that_none_names_stays_open() {
+    let egress = |cidr: &str| json!({"podSelector": {}, "policyTypes": ["Egress"], "egress": [{"to": [{"ipBlock": {"cidr": cidr}}]}]});
+    let mut second = policy(egress("10.0.0.2/32"));
+    second["metadata"]["name"] = "second".into();
+    let rendered = World::new(&pods(), &[policy(egress("10.0.0.1/32")), second]).rendered();
+    let chains = " chain egress_2_ip {\n  ip daddr 10.0.0.1/32 return\n  ip daddr 10.0.0.2/32 return\n  counter drop\n }\n \
+                  chain egress {\n  ip saddr 10.10.1.250 jump egress_2_ip\n }\n chain ingress {\n }\n";
+    assert!(rendered.contains(chains), "{rendered}");
+}
+
+#[test]
+fn a_policy_without_types_closes_what_comes_in_and_what_goes_out_only_where_it_says_something_of_that() {
+    let types = |spec: serde_json::Value| {
+        let rendered = World::new(&pods(), &[policy(spec)]).rendered();
+        ["egress_2_ip", "ingress_2_ip"].map(|chain| rendered.contains(&format!("chain {chain}")))
+    };
+    assert_eq!(types(json!({"podSelector": {}})), [false, true]);
+    assert_eq!(types(json!({"podSelector": {}, "egress": [{}]})), [true, true]);
+    assert_eq!(
+        types(json!({"podSelector": {}, "policyTypes": ["Egress"]})),
+        [true, false]
+    );
+}
+
+#[test]
+fn pods_of_other_nodes_other_namespaces_and_the_nodes_own_network_are_left_alone() {
+    let mut all = pods();
+    let mut on_host = pod("tenant", "host", json!({}), "172.30.1.11", "172.30.1.11");
+    on_host["spec"]["hostNetwork"] = true.into();
+    let mut over = pod("tenant", "over", json!({}), "10.10.1.9", "172.30.1.11");
+    over["status"]["phase"] = "Succeeded".into();
+    all.extend([on_host, over]);
+    let rendered = World::new(&all, &[policy(json!({"podSelector": {}}))]).rendered();
+    let chains: Vec<&str> = rendered
+        .lines()
+        .filter(|line| line.contains(" jump ingress_"))
+        .collect();
+    assert_eq!(chains, ["  ip daddr 10.10.1.250 jump ingress_2_ip"]);
+}
