@@ -4,6 +4,8 @@
 mod mesh;
 #[path = "sandbox/upheavals.rs"]
 mod upheavals;
+#[path = "sandbox/verified.rs"]
+mod verified;
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -41,6 +43,7 @@ async fn a_sandbox_reaches_the_service_named_for_it_and_nothing_else_also_with_p
     nothing_of_the_hub_but_what_is_granted_stands_in_the_sandbox(&world).await;
     nothing_there_opens_a_connection_to_the_sandbox(&world).await;
     routing_there_knows_the_granted_endpoints_and_their_nodes_alone(&world).await;
+    verified::verify_tells_what_is_granted_and_names_what_else_is_open(&world).await;
     let attacker = a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(&world).await;
     upheavals::nothing_more_opens_while_agents_tables_objects_and_nodes_go_and_come(&world, &attacker).await;
     a_grant_that_is_taken_back_closes(&world).await;

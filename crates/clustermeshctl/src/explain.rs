@@ -57,7 +57,7 @@ impl Answer {
 ///
 /// # Errors
 /// Everything that has to be mended before there can be an answer.
-pub(crate) fn run(
+pub(crate) async fn run(
     args: &ExplainArgs,
     stdin: &mut dyn Read,
     stdout: &mut dyn Write,
@@ -75,7 +75,7 @@ pub(crate) fn run(
         return Err(vec![Problem::usage(why)]);
     }
     let (target, port) = place::read(to).map_err(|why| vec![Problem::usage(format!("DST {to:?}: {why}"))])?;
-    let outcome = Outcome::read(given, stdin, stderr)?;
+    let outcome = Outcome::read(given, stdin, stderr).await?;
     let answer = answer(&outcome, (from, &source), (to, &target, port.as_ref()))?;
     print(stdout, &show::render(&answer, *output)?)?;
     Ok(match answer.verdict() {

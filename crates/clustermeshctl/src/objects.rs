@@ -173,6 +173,15 @@ pub(crate) struct Objects {
     pub(crate) pods: BTreeMap<ObjectName, Pod>,
     /// UID of the Namespace kube-system, where the Namespaces were given too.
     pub(crate) uid: Option<String>,
+    /// Which of our kinds its API server knows; `None` = a dump, which does not say, nor whether a kind was listed at all.
+    pub(crate) served: Option<Served>,
+}
+
+/// Kinds that a cluster may not have.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Served {
+    pub(crate) peers: bool,
+    pub(crate) policies: bool,
 }
 
 impl Objects {

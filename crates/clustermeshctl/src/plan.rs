@@ -10,16 +10,19 @@ use std::{
 use clustermesh_api::convert;
 use clustermesh_core::{
     diff::{self, Action, Item, Step},
-    mesh::{Mesh, MeshId},
+    mesh::{ClusterIdentity, Mesh, MeshId},
     plan::{self, Fact, MeshPlan, Plan, Settings},
 };
+
+use kube::Client;
 
 use crate::{
     args::{GivenArgs, Output, PlanArgs},
     document::{Document, Library},
+    live::Live,
     objects::{self, Ignored, Objects},
     problem::{Place, Problem},
-    world::{self, Seen, World},
+    world::{self, Seen, Sources, World},
 };
 
 mod report;
@@ -29,7 +32,7 @@ mod table;
 ///
 /// # Errors
 /// Everything that has to be mended before there can be a plan.
-pub(crate) fn run(
+pub(crate) async fn run(
     args: &PlanArgs,
     stdin: &mut dyn Read,
     stdout: &mut dyn Write,
@@ -40,7 +43,7 @@ pub(crate) fn run(
         output,
         exit_code,
     } = args;
-    let outcome = Outcome::read(given, stdin, stderr)?;
+    let outcome = Outcome::read(given, stdin, stderr).await?;
     let text = match output {
         Output::Table => table::render(&outcome),
         Output::Json => serde_json::to_string_pretty(&report::Report::from(&outcome))
@@ -64,16 +67,19 @@ pub(crate) fn print(stdout: &mut dyn Write, text: &str) -> Result<(), Vec<Proble
     }
 }
 
-/// What was given, read.
+/// What was given or read.
 struct Input {
     meshes: Vec<Mesh>,
-    given: BTreeMap<String, Objects>,
+    sources: Sources,
+    clients: BTreeMap<ClusterIdentity, Client>,
     /// For stderr.
     notes: Vec<String>,
 }
 
 impl Input {
-    fn read(filename: &[PathBuf], clusters: &[(String, PathBuf)], stdin: &mut dyn Read) -> Result<Self, Vec<Problem>> {
+    /// From files where a ClusterMesh was given in one, else from the hub and its members.
+    async fn read(from: &GivenArgs, stdin: &mut dyn Read) -> Result<Self, Vec<Problem>> {
+        let (filename, clusters) = (&from.filename, &from.clusters);
         let mut library = Library::new(stdin);
         let mut problems = Vec::new();
         let mut ignored = Ignored::new();
@@ -83,7 +89,7 @@ impl Input {
             problems.extend(found);
             Vec::new()
         });
-        if meshes.is_empty() && problems.is_empty() {
+        if meshes.is_empty() && problems.is_empty() && !filename.is_empty() {
             problems.push(Problem::usage("no ClusterMesh in what --filename names"));
         }
         let mut paths: BTreeMap<&str, Vec<&Path>> = BTreeMap::new();
@@ -107,7 +113,29 @@ impl Input {
             let kinds: Vec<String> = ignored.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
             notes.push(format!("note: of no use to a plan and ignored: {}", kinds.join(", ")));
         }
-        Ok(Self { meshes, given, notes })
+        if filename.is_empty() {
+            let live = Live::read(from, given).await?;
+            let Live {
+                meshes,
+                sources,
+                clients,
+                notes: of_clusters,
+            } = live;
+            notes.extend(of_clusters);
+            return Ok(Self {
+                meshes,
+                sources,
+                clients,
+                notes,
+            });
+        }
+        let sources = Sources::files(&meshes, given)?;
+        Ok(Self {
+            meshes,
+            sources,
+            clients: BTreeMap::new(),
+            notes,
+        })
     }
 }
 
@@ -162,6 +190,8 @@ pub(crate) struct Outcome {
     pub(crate) meshes: Vec<Mesh>,
     pub(crate) plan: Plan,
     pub(crate) world: World,
+    /// Of the members that were read and not given in files.
+    pub(crate) clients: BTreeMap<ClusterIdentity, Client>,
     /// By the name on the command line of the member they go into, in the order of writing.
     steps: BTreeMap<String, Vec<Step>>,
 }
@@ -171,25 +201,30 @@ impl Outcome {
     ///
     /// # Errors
     /// Everything that has to be mended before there can be a plan.
-    pub(crate) fn read(given: &GivenArgs, stdin: &mut dyn Read, stderr: &mut dyn Write) -> Result<Self, Vec<Problem>> {
-        let GivenArgs {
-            filename,
-            clusters,
-            hub_id,
-        } = given;
-        let input = Input::read(filename, clusters, stdin)?;
+    pub(crate) async fn read(
+        given: &GivenArgs,
+        stdin: &mut dyn Read,
+        stderr: &mut dyn Write,
+    ) -> Result<Self, Vec<Problem>> {
+        let input = Input::read(given, stdin).await?;
         for line in &input.notes {
             let _ = writeln!(stderr, "{line}");
         }
-        let outcome = Self::of(input.meshes, input.given, hub_id.as_deref())?;
+        let outcome = Self::of(input, given.hub_id.as_deref());
         for line in outcome.notes() {
             let _ = writeln!(stderr, "{line}");
         }
         Ok(outcome)
     }
 
-    fn of(meshes: Vec<Mesh>, given: BTreeMap<String, Objects>, hub: Option<&str>) -> Result<Self, Vec<Problem>> {
-        let world = World::new(&meshes, given, hub)?;
+    fn of(input: Input, hub: Option<&str>) -> Self {
+        let Input {
+            meshes,
+            sources,
+            clients,
+            notes: _,
+        } = input;
+        let world = World::new(&meshes, sources, hub);
         let naming = world::naming(&world.observations.hub);
         let plan = plan::plan(&meshes, &world.observations, &Settings::default(), &naming);
         let mut steps = BTreeMap::new();
@@ -200,12 +235,13 @@ impl Outcome {
                 steps.insert(name.clone(), of_member);
             }
         }
-        Ok(Self {
+        Self {
             meshes,
             plan,
             world,
+            clients,
             steps,
-        })
+        }
     }
 
     /// What would be written into one entry's cluster for one mesh; `None` = the cluster was not given.

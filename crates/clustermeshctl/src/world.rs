@@ -37,16 +37,49 @@ pub(crate) struct World {
     pub(crate) sources: BTreeMap<ClusterIdentity, String>,
 }
 
+/// What is known of one cluster.
+#[derive(Debug)]
+pub(crate) enum Source {
+    Seen(Box<Objects>),
+    /// Nothing; why.
+    Unseen(String),
+}
+
+/// What was given or read, and which entries it is of.
+#[derive(Debug, Default)]
+pub(crate) struct Sources {
+    /// What each entry's cluster is called. One that is not here was not given.
+    pub(crate) names: BTreeMap<ClusterIdentity, String>,
+    /// By that name.
+    pub(crate) given: BTreeMap<String, Source>,
+}
+
+impl Sources {
+    /// Ties files to members, by the names that were given to them.
+    pub(crate) fn files(meshes: &[Mesh], given: BTreeMap<String, Objects>) -> Result<Self, Vec<Problem>> {
+        let names = names(meshes, given.keys().map(String::as_str).collect())?;
+        let seen = |(name, objects)| (name, Source::Seen(Box::new(objects)));
+        Ok(Self {
+            names,
+            given: given.into_iter().map(seen).collect(),
+        })
+    }
+}
+
 impl World {
-    /// Ties files to members. `hub` = the operator's own word for the hub's id.
-    pub(crate) fn new(
-        meshes: &[Mesh],
-        given: BTreeMap<String, Objects>,
-        hub: Option<&str>,
-    ) -> Result<Self, Vec<Problem>> {
-        let sources = sources(meshes, given.keys().map(String::as_str).collect())?;
-        let hub = hub.map_or_else(|| hub_id(meshes, &given, &sources), str::to_owned);
-        let given: BTreeMap<String, Seen> = given
+    /// `hub` = the operator's own word for the hub's id.
+    pub(crate) fn new(meshes: &[Mesh], sources: Sources, hub: Option<&str>) -> Self {
+        let Sources { names: sources, given } = sources;
+        let mut unseen = BTreeMap::new();
+        let mut objects = BTreeMap::new();
+        for (name, source) in given {
+            match source {
+                Source::Seen(of) => drop(objects.insert(name, *of)),
+                Source::Unseen(why) => drop(unseen.insert(name, why)),
+            }
+        }
+        let hub = hub.map_or_else(|| hub_id(meshes, &objects, &sources), str::to_owned);
+        let given: BTreeMap<String, Seen> = objects
             .into_iter()
             .map(|(name, objects)| (name, Seen::new(objects, meshes, &hub)))
             .collect();
@@ -55,20 +88,22 @@ impl World {
             ..Observations::default()
         };
         for entry in meshes.iter().flat_map(|mesh| &mesh.clusters) {
-            let observation = match sources.get(&entry.identity).and_then(|name| given.get(name)) {
-                Some(seen) => Observation::Fresh(seen.member.clone()),
-                None => Observation::Missing(format!("not given; add --cluster {}=FILE_OR_DIR", entry.name)),
+            let name = sources.get(&entry.identity);
+            let observation = match name.map(|name| (given.get(name), unseen.get(name))) {
+                Some((Some(seen), _)) => Observation::Fresh(seen.member.clone()),
+                Some((None, Some(why))) => Observation::Unreachable(why.clone()),
+                _ => Observation::Missing(format!("not given; add --cluster {}=FILE_OR_DIR", entry.name)),
             };
             observations
                 .members
                 .entry(entry.identity.clone())
                 .or_insert(observation);
         }
-        Ok(Self {
+        Self {
             observations,
             given,
             sources,
-        })
+        }
     }
 
     /// What stands in the cluster of an entry, if it was given.
@@ -79,7 +114,7 @@ impl World {
 
 /// Which name on the command line each cluster has. One cluster may be an entry of several meshes under several names; one
 /// of them is enough.
-fn sources(meshes: &[Mesh], given: BTreeSet<&str>) -> Result<BTreeMap<ClusterIdentity, String>, Vec<Problem>> {
+fn names(meshes: &[Mesh], given: BTreeSet<&str>) -> Result<BTreeMap<ClusterIdentity, String>, Vec<Problem>> {
     let entries = || meshes.iter().flat_map(|mesh| &mesh.clusters);
     let mut problems: Vec<Problem> = given
         .iter()
@@ -182,6 +217,7 @@ impl Seen {
         };
         // The controller writes the policy before the Peers; every cluster has the Service default/kubernetes.
         let meshed = peers.into_iter().any(|peer| ours(&peer.owner));
+        let dump = objects.served.is_none();
         let not_listed = [
             (
                 "PeerPolicy",
@@ -196,7 +232,7 @@ impl Seen {
             left_alone,
             not_listed: not_listed
                 .into_iter()
-                .filter_map(|(kind, not)| not.then_some(kind))
+                .filter_map(|(kind, not)| (dump && not).then_some(kind))
                 .collect(),
         }
     }
@@ -211,16 +247,18 @@ fn member(objects: &Objects) -> Member {
     // A dump does not say which CRDs are there. Where kg publishes keys and no agent of ours does, nobody reads policies.
     let runs_kg = nodes.values().any(|node| node.public_key != Claim::Absent);
     let runs_agent = nodes.values().any(|node| node.server != Server::Kilo);
-    let policies = runs_agent || !runs_kg || !objects.policies.is_empty();
+    let policies = match objects.served {
+        Some(served) => served.policies,
+        None => runs_agent || !runs_kg || !objects.policies.is_empty(),
+    };
+    let peers = objects.served.is_none_or(|served| served.peers);
     Member {
         uid: objects.uid.clone(),
-        peers: Some(
-            objects
-                .peers
-                .iter()
-                .map(|(name, peer)| (name.clone(), convert::peer::to_core(peer)))
-                .collect(),
-        ),
+        peers: peers.then(|| {
+            let ours = objects.peers.iter();
+            ours.map(|(name, peer)| (name.clone(), convert::peer::to_core(peer)))
+                .collect()
+        }),
         policies: policies.then(|| {
             let ours = objects.policies.iter();
             ours.map(|(name, policy)| (name.clone(), convert::policy::to_core(policy)))

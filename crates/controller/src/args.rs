@@ -3,9 +3,8 @@
 use std::{net::SocketAddr, path::PathBuf};
 
 use clap::Parser;
+use clustermesh_core::hub::HubNamespace;
 use clustermesh_daemon::LogFormat;
-
-use crate::hub::HubNamespace;
 
 /// Keeps every member of every ClusterMesh true.
 #[derive(Debug, Clone, Parser)]

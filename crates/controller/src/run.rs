@@ -7,21 +7,18 @@ use std::{
 
 use anyhow::Context;
 use backon::{ExponentialBuilder, Retryable};
+use clustermesh_access::hub_hosts;
 use clustermesh_api::mesh::ClusterMesh;
+use clustermesh_core::hub::HubNamespaces;
 use clustermesh_daemon::{Admin, CancellationToken, Liveness, Readiness, State, drain, metrics as registry};
 use k8s_openapi::api::core::v1::Namespace;
-use kube::{
-    Api, Client, Config,
-    api::ApiResource,
-    config::{KubeConfigOptions, Kubeconfig},
-};
+use kube::{Api, Client, Config, api::ApiResource};
 
 use crate::{
     args::Args,
     events::Speaker,
     feed::{self, Changed, Feed, Source, Trust},
-    hub::{Hub, HubNamespaces},
-    kubeconfig::HubHosts,
+    hub::Hub,
     metrics::Metrics,
     reconcile::{Reconciler, Shown, mesh_feed},
 };
@@ -48,16 +45,9 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     } = args;
     let config = match kubeconfig {
         None => Config::incluster().context("not in a pod; give the hub's kubeconfig with --kubeconfig")?,
-        Some(path) => {
-            let text = Kubeconfig::read_from(&path).with_context(|| format!("--kubeconfig {}", path.display()))?;
-            let options = KubeConfigOptions {
-                context,
-                ..KubeConfigOptions::default()
-            };
-            Config::from_custom_kubeconfig(text, &options)
-                .await
-                .context("--kubeconfig")?
-        }
+        Some(path) => clustermesh_access::own(Some(&path), context.as_deref())
+            .await
+            .with_context(|| format!("--kubeconfig {}", path.display()))?,
     };
     let own = std::env::var("POD_NAMESPACE").ok().filter(|name| !name.is_empty());
     let own = own.unwrap_or_else(|| config.default_namespace.clone());
@@ -164,19 +154,4 @@ async fn hub_identity(client: &Client, given: Option<String>) -> String {
             return id;
         }
     }
-}
-
-/// Where the hub's API is, by every name a pod knows.
-fn hub_hosts(config: &Config) -> HubHosts {
-    let url = config.cluster_url.host().map(|host| {
-        let host = host.trim_start_matches('[').trim_end_matches(']').to_ascii_lowercase();
-        (host, config.cluster_url.port_u16().unwrap_or(443))
-    });
-    let pod = std::env::var("KUBERNETES_SERVICE_HOST").ok().map(|host| {
-        let port = std::env::var("KUBERNETES_SERVICE_PORT")
-            .ok()
-            .and_then(|port| port.parse().ok());
-        (host, port.unwrap_or(443))
-    });
-    url.into_iter().chain(pod).collect()
 }

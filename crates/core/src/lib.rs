@@ -6,6 +6,7 @@
 
 pub mod diff;
 pub mod enforcement;
+pub mod hub;
 pub mod key;
 pub mod links;
 pub mod mesh;

@@ -11,7 +11,7 @@ use clustermesh_agent_core::interface::InterfaceName;
 use clustermesh_daemon::LogFormat;
 use ipnet::IpNet;
 
-use crate::{device::Backend, identity::address::Range, status::command::StatusArgs};
+use crate::{device::Backend, identity::address::Range, probe::ProbeArgs, status::command::StatusArgs};
 
 mod values;
 
@@ -44,6 +44,9 @@ pub(crate) enum Command {
     /// Show how this node is, from the agent that runs on it: who answers, and what is to be mended. Exit code 0: nothing;
     /// 1: something; 2: no agent answers.
     Status(StatusArgs),
+    /// Try which of these sockets take a TCP connection from here, and print one JSON line for each: for `clustermeshctl verify`.
+    /// Needs no right and no agent.
+    Probe(ProbeArgs),
     /// Write the node's kernel settings that need a privileged container, and end: for an init container.
     Prepare,
 }

@@ -18,6 +18,7 @@ pub mod lock;
 pub mod metrics;
 pub mod preflight;
 pub mod prepare;
+mod probe;
 pub mod publish;
 mod reconcile;
 pub mod route;
@@ -34,8 +35,10 @@ use clap::Parser;
 #[must_use]
 pub fn main() -> ExitCode {
     let args::Cli { flags, command } = args::Cli::parse();
-    if let Some(args::Command::Status(what)) = command {
-        return status::command::run(what);
+    match command {
+        Some(args::Command::Status(what)) => return status::command::run(what),
+        Some(args::Command::Probe(what)) => return probe::run(&what),
+        _ => {}
     }
     if let Err(error) = clustermesh_daemon::telemetry::init(flags.log_format()) {
         eprintln!("wg-agent: {error:#}");
@@ -52,8 +55,8 @@ pub fn main() -> ExitCode {
                     Some(args::Command::Prepare) => prepare::run(flags.port()).await,
                     Some(args::Command::Preflight) => preflight::run(flags.into_preflight().as_deref()).await,
                     Some(args::Command::RotateKey) => rotate_key(&flags.into_key_file()),
-                    // Answered above: it needs neither a log nor a runtime.
-                    Some(args::Command::Status(_)) => Ok(()),
+                    // Answered above: what they print is all that may stand on their standard output.
+                    Some(args::Command::Status(_) | args::Command::Probe(_)) => Ok(()),
                     None => match flags.mode() {
                         args::ModeFlag::Full => run::run(flags.into_config()?).await,
                         args::ModeFlag::Policy => beside::run(flags.into_policy_config()?).await,

@@ -13,11 +13,17 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("clustermesh-core", &[]),
     ("clustermesh-api", &["clustermesh-core"]),
     ("clustermesh-agent-core", &["clustermesh-core"]),
+    ("clustermesh-access", &[]),
     ("clustermesh-daemon", &[]),
     ("clustermesh-wireguard", &[]),
     (
         "clustermesh-controller",
-        &["clustermesh-core", "clustermesh-api", "clustermesh-daemon"],
+        &[
+            "clustermesh-access",
+            "clustermesh-core",
+            "clustermesh-api",
+            "clustermesh-daemon",
+        ],
     ),
     (
         "wg-agent",
@@ -31,7 +37,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
     (
         "clustermeshctl",
-        &["clustermesh-core", "clustermesh-api", "clustermesh-agent-core"],
+        &["clustermesh-access", "clustermesh-core", "clustermesh-api"],
     ),
     (
         "clustermesh-lab",

@@ -73,7 +73,7 @@ fn one(object: Arc<ClusterMesh>, hub: &Hub, served: &mut Served) -> Known {
         Ok((mut mesh, warnings)) => match hub.namespaces.refuses(&mesh).filter(|_| !deleting) {
             Some(refused) => (refused, warnings),
             None => {
-                confine(&mut mesh, hub);
+                hub.namespaces.confine(&mut mesh);
                 served.insert(mesh.id.clone(), (object.metadata.uid.clone(), mesh.clone()));
                 return Known {
                     object: Some(object),
@@ -94,21 +94,6 @@ fn one(object: Arc<ClusterMesh>, hub: &Hub, served: &mut Served) -> Known {
         warnings,
         refused: Some(refused),
         lost,
-    }
-}
-
-/// Says to the planner what the hub may be asked for from this namespace.
-fn confine(mesh: &mut Mesh, hub: &Hub) {
-    let namespace = &mesh.id.namespace;
-    if !hub.namespaces.confines(namespace) {
-        return;
-    }
-    for entry in mesh
-        .clusters
-        .iter_mut()
-        .filter(|entry| entry.identity == ClusterIdentity::Local)
-    {
-        entry.confined_to = Some(namespace.clone());
     }
 }
 

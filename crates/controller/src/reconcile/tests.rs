@@ -148,7 +148,7 @@ async fn a_hub_that_does_not_answer_costs_a_pass_one_request_however_many_meshes
         client: client.clone(),
         id: "hub".into(),
         hosts: Default::default(),
-        namespaces: crate::hub::HubNamespaces::new(&[], "ns"),
+        namespaces: clustermesh_core::hub::HubNamespaces::new(&[], "ns"),
     });
     let speaker = Speaker::new(client, None);
     let mut reconciler = Reconciler::new(hub, meshes, speaker, Metrics::default(), changed, Shown::default());

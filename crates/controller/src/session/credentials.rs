@@ -15,7 +15,6 @@ use tokio::{sync::watch, task::JoinSet};
 use crate::{
     feed::{self, Changed, Feed, Source, Trust},
     hub::Hub,
-    kubeconfig,
 };
 
 /// What a session can connect with.
@@ -129,29 +128,12 @@ pub(super) fn follow(
 }
 
 async fn connect(bytes: &[u8], context: Option<&str>, hub: &Hub) -> Result<Credentials, String> {
-    let config = kubeconfig::read(bytes, context, &hub.hosts)
-        .await
-        .map_err(|refused| refused.to_string())?;
-    // A name may stand for an address that is refused when written; whoever serves the name can change it later, so the
-    // hub's network policy is the last word.
-    if let Some(host) = config
-        .cluster_url
-        .host()
-        .filter(|host| host.parse::<std::net::IpAddr>().is_err())
-    {
-        let port = config.cluster_url.port_u16().unwrap_or(443);
-        let lookup =
-            tokio::time::timeout(std::time::Duration::from_secs(5), tokio::net::lookup_host((host, port))).await;
-        for address in lookup.ok().and_then(Result::ok).into_iter().flatten() {
-            kubeconfig::check_address(address.ip()).map_err(|refused| refused.to_string())?;
-        }
-    }
-    let client = Client::try_from(config).map_err(|error| {
+    let client = clustermesh_access::member(bytes, context, &hub.hosts).await;
+    client.map(Credentials::Ready).map_err(|unusable| {
         tracing::debug!(
-            error = &error as &dyn std::error::Error,
+            error = &unusable as &dyn std::error::Error,
             "no client from the kubeconfig"
         );
-        "its certificates cannot be used; each must be base64 of PEM".to_owned()
-    })?;
-    Ok(Credentials::Ready(client))
+        unusable.to_string()
+    })
 }

@@ -192,20 +192,19 @@ pub struct World<'a> {
 /// Whether the connection is let through, and by which rule. `plan` must be the plan of the same meshes and observations.
 #[must_use]
 pub fn explain(world: &World<'_>, from: &Source, to: &Destination) -> Explanation {
-    if from.cluster.same_cluster(&to.cluster) {
-        return Explanation::of(
-            Rule::SameCluster,
-            "both are in one cluster: no packet between them is the mesh's",
-        );
-    }
+    let mut answers = explain_each(world, from, std::slice::from_ref(to));
+    answers.pop().expect("one question has one answer")
+}
+
+/// The same for many destinations, in their order, at the price of looking at each mesh once.
+#[must_use]
+pub fn explain_each(world: &World<'_>, from: &Source, to: &[Destination]) -> Vec<Explanation> {
     let by_age = by_age(world.meshes);
     let accepted = claims::accept(&by_age);
-    let mut answers: Vec<Explanation> = Vec::new();
+    let mut answers: Vec<Vec<Explanation>> = to.iter().map(|_| Vec::new()).collect();
     for mesh in &by_age {
         let named = |identity: &ClusterIdentity| mesh.clusters.iter().find(|c| c.identity.same_cluster(identity));
-        let (Some(source), Some(target)) = (named(&from.cluster), named(&to.cluster)) else {
-            continue;
-        };
+        let Some(source) = named(&from.cluster) else { continue };
         let planner = mesh::MeshPlanner {
             mesh,
             all: &by_age,
@@ -218,24 +217,43 @@ pub fn explain(world: &World<'_>, from: &Source, to: &Destination) -> Explanatio
         };
         let mut said = MeshPlan::default();
         let stage = planner.stage(&mut said);
-        let asked = why::Asked {
-            world,
-            mesh,
-            stage: &stage,
-            source: &source.name,
-            target: &target.name,
-            from,
-            to,
-        };
-        let mut answer = asked.answer();
-        answer.mesh = Some(mesh.id.clone());
-        if mesh.paused {
-            answer.notes.push(format!(
-                "ClusterMesh {} is paused: nothing of what is planned is written, and what stands may say otherwise",
-                mesh.id
-            ));
+        for (to, answers) in to.iter().zip(&mut answers) {
+            let Some(target) = named(&to.cluster).filter(|_| !from.cluster.same_cluster(&to.cluster)) else {
+                continue;
+            };
+            let asked = why::Asked {
+                world,
+                mesh,
+                stage: &stage,
+                source: &source.name,
+                target: &target.name,
+                from,
+                to,
+            };
+            let mut answer = asked.answer();
+            answer.mesh = Some(mesh.id.clone());
+            if mesh.paused {
+                answer.notes.push(format!(
+                    "ClusterMesh {} is paused: nothing of what is planned is written, and what stands may say otherwise",
+                    mesh.id
+                ));
+            }
+            answers.push(answer);
         }
-        answers.push(answer);
+    }
+    to.iter()
+        .zip(answers)
+        .map(|(to, answers)| decided(from, to, answers))
+        .collect()
+}
+
+/// Of what each mesh says of one destination, what holds.
+fn decided(from: &Source, to: &Destination, mut answers: Vec<Explanation>) -> Explanation {
+    if from.cluster.same_cluster(&to.cluster) {
+        return Explanation::of(
+            Rule::SameCluster,
+            "both are in one cluster: no packet between them is the mesh's",
+        );
     }
     // What one mesh opens is open, whatever another has not; what is not known is not denied.
     answers.sort_by_key(Explanation::verdict);

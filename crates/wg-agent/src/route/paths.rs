@@ -40,39 +40,36 @@ pub fn mtus(to: &BTreeSet<IpAddr>, mark: u32) -> io::Result<BTreeMap<IpAddr, u16
         return Ok(BTreeMap::new());
     }
     let socket = Asking::open()?;
-    let mut ways = BTreeMap::new();
-    let targets: Vec<IpAddr> = to.iter().copied().collect();
-    for batch in targets.chunks(BATCH) {
-        let questions = batch
+    let ways = socket.ways(to, mark)?;
+    let widths = socket.links(&ways, |attributes| {
+        let mtu = attributes
             .iter()
-            .map(|to| RouteNetlinkMessage::GetRoute(question(*to, mark)));
-        for (to, answer) in batch.iter().zip(socket.ask(questions.collect())?) {
-            if let Some(RouteNetlinkMessage::NewRoute(route)) = answer
-                && let Some(way) = way(&route)
-            {
-                ways.insert(*to, way);
-            }
-        }
-    }
-    let interfaces: BTreeSet<u32> = ways.values().map(|(interface, _)| *interface).collect();
-    let mut widths = BTreeMap::new();
-    for interface in interfaces {
-        let mut link = LinkMessage::default();
-        link.header.index = interface;
-        let answer = socket.ask(vec![RouteNetlinkMessage::GetLink(link)])?;
-        if let Some(Some(RouteNetlinkMessage::NewLink(link))) = answer.into_iter().next() {
-            let mtu = link
-                .attributes
-                .iter()
-                .find_map(|a| if let LinkAttribute::Mtu(m) = a { Some(*m) } else { None });
-            widths.insert(interface, mtu.unwrap_or(u32::MAX));
-        }
-    }
+            .find_map(|a| if let LinkAttribute::Mtu(m) = a { Some(*m) } else { None });
+        Some(mtu.unwrap_or(u32::MAX))
+    })?;
     let mtu = |(to, (interface, own)): (IpAddr, (u32, Option<u32>))| {
         let width = *widths.get(&interface)?; // gone since
         Some((to, u16::try_from(own.unwrap_or(width)).unwrap_or(u16::MAX)))
     };
     Ok(ways.into_iter().filter_map(mtu).collect())
+}
+
+/// The interface by which packets of this host's own to each of `to` leave, in the caller's network namespace. Left out is what
+/// has no way, or one that ends on this node.
+///
+/// # Errors
+/// No netlink socket, or one that does not answer.
+pub fn interfaces(to: &BTreeSet<IpAddr>) -> io::Result<BTreeMap<IpAddr, String>> {
+    let socket = Asking::open()?;
+    let ways = socket.ways(to, 0)?;
+    let names = socket.links(&ways, |attributes| {
+        attributes.iter().find_map(|a| match a {
+            LinkAttribute::IfName(name) => Some(name.clone()),
+            _ => None,
+        })
+    })?;
+    let name = |(to, (interface, _)): (IpAddr, (u32, Option<u32>))| Some((to, names.get(&interface)?.clone()));
+    Ok(ways.into_iter().filter_map(name).collect())
 }
 
 fn question(to: IpAddr, mark: u32) -> RouteMessage {
@@ -127,6 +124,44 @@ impl Asking {
         bind(fd.as_raw_fd(), &NetlinkAddr::new(0, 0))?;
         setsockopt(&fd, ReceiveTimeout, &nix::sys::time::TimeVal::new(PATIENCE, 0))?;
         Ok(Self(fd))
+    }
+
+    /// Interface and own MTU of the route to each address.
+    fn ways(&self, to: &BTreeSet<IpAddr>, mark: u32) -> io::Result<BTreeMap<IpAddr, (u32, Option<u32>)>> {
+        let mut ways = BTreeMap::new();
+        let targets: Vec<IpAddr> = to.iter().copied().collect();
+        for batch in targets.chunks(BATCH) {
+            let questions = batch
+                .iter()
+                .map(|to| RouteNetlinkMessage::GetRoute(question(*to, mark)));
+            for (to, answer) in batch.iter().zip(self.ask(questions.collect())?) {
+                if let Some(RouteNetlinkMessage::NewRoute(route)) = answer
+                    && let Some(way) = way(&route)
+                {
+                    ways.insert(*to, way);
+                }
+            }
+        }
+        Ok(ways)
+    }
+
+    /// What is wanted of each interface that some way leads by.
+    fn links<T>(
+        &self,
+        ways: &BTreeMap<IpAddr, (u32, Option<u32>)>,
+        wanted: impl Fn(&[LinkAttribute]) -> Option<T>,
+    ) -> io::Result<BTreeMap<u32, T>> {
+        let interfaces: BTreeSet<u32> = ways.values().map(|(interface, _)| *interface).collect();
+        let mut found = BTreeMap::new();
+        for interface in interfaces {
+            let mut link = LinkMessage::default();
+            link.header.index = interface;
+            let answer = self.ask(vec![RouteNetlinkMessage::GetLink(link)])?;
+            if let Some(Some(RouteNetlinkMessage::NewLink(link))) = answer.into_iter().next() {
+                found.extend(wanted(&link.attributes).map(|value| (interface, value)));
+            }
+        }
+        Ok(found)
     }
 
     /// The answers, in order; `None` where the kernel said no.

@@ -2,7 +2,8 @@ use kube::Client;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::{hub::HubNamespaces, kubeconfig::HubHosts};
+use clustermesh_access::kubeconfig::HubHosts;
+use clustermesh_core::hub::HubNamespaces;
 
 /// `prod` with two entries, the second of which has these networks; its status grants 10.1/16 and 10.2/16.
 fn object(networks: &Value, deleting: bool) -> Arc<ClusterMesh> {

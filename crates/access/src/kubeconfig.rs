@@ -12,7 +12,7 @@ const MAX_BYTES: usize = 512 * 1024;
 
 /// Why a kubeconfig is refused. Each names the field and what to write instead; none repeats a value that may be secret.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Refused {
+pub enum Refused {
     /// Not YAML of a kubeconfig.
     #[error(
         "the kubeconfig does not parse: it must be the YAML that `kubectl config view --raw --minify --flatten` prints"
@@ -51,7 +51,7 @@ pub(crate) enum Refused {
 }
 
 /// `(host, port)` pairs that are the hub's own API: its credentials or its network position must not be lent to a mesh.
-pub(crate) type HubHosts = BTreeSet<(String, u16)>;
+pub type HubHosts = BTreeSet<(String, u16)>;
 
 const FLATTEN: &str = "put the value itself into the Secret (`kubectl config view --raw --minify --flatten`)";
 const STATIC: &str = "give the account a token or a client certificate inside the kubeconfig";
@@ -60,7 +60,7 @@ const STATIC: &str = "give the account a token or a client certificate inside th
 ///
 /// # Errors
 /// Anything that would make the controller run, read, trust or reach something it should not.
-pub(crate) async fn read(text: &[u8], context: Option<&str>, hub: &HubHosts) -> Result<Config, Refused> {
+pub async fn read(text: &[u8], context: Option<&str>, hub: &HubHosts) -> Result<Config, Refused> {
     let clean = sanitise(text, context, hub)?;
     let invalid = Refused::Invalid {
         field: "certificate-authority-data, client-certificate-data or client-key-data",
@@ -281,7 +281,7 @@ fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
 ///
 /// # Errors
 /// [`Refused::Server`], which says what kind of address it is.
-pub(crate) fn check_address(address: IpAddr) -> Result<(), Refused> {
+pub fn check_address(address: IpAddr) -> Result<(), Refused> {
     let address = address.to_canonical();
     if address.is_loopback() {
         return Err(Refused::Server("it is a loopback address"));

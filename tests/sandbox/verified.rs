@@ -1,0 +1,182 @@
+//! What `clustermeshctl verify` tells an operator of these clusters: all as planned where the underlay is closed; then a grant
+//! that still stands although nobody asks for it any more, and the underlay, open as it is without NetworkPolicies.
+
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+    process::ExitCode,
+    time::Instant,
+};
+
+use clustermesh_lab::Cluster;
+use kube::config::Kubeconfig;
+use serde_json::Value;
+
+use super::{GRANT, SANDBOX, World, mesh::HUB};
+
+/// nft's name for what stands for NetworkPolicies here.
+const POLICIES: &str = "inet networkpolicies";
+
+pub(super) async fn verify_tells_what_is_granted_and_names_what_else_is_open(world: &World<'_>) {
+    let started = Instant::now();
+    let kubeconfig = kubeconfig(world);
+    close_the_underlay(world).await;
+    let report = verify(&kubeconfig, &[]).await;
+    println!("verify, all of it: {:.1} s", started.elapsed().as_secs_f64());
+    assert_eq!(report["exitCode"], 0, "{report:#}");
+    let granted: BTreeSet<String> = world.granted().iter().map(ToString::to_string).collect();
+    let mirror = world.sandbox.cluster_ip("default", "hub-web").await.unwrap();
+    let named: BTreeSet<String> = granted.iter().cloned().chain([format!("{mirror}:80")]).collect();
+    for kind in ["node", "pod"] {
+        assert_eq!(sockets(&report, kind, HUB, "open", "tunnel"), named, "from a {kind}");
+        assert_eq!(sockets(&report, kind, super::MEMBER, "open", "tunnel"), BTreeSet::new());
+    }
+
+    a_member_that_is_not_reached_is_named_and_the_rest_is_explained(world, &kubeconfig).await;
+
+    // Nothing is written any more, so that what was granted stays open when it is granted no more.
+    let taken_back = world.product.mesh_with(&[SANDBOX], &[]);
+    let paused = taken_back.replacen("spec:\n", "spec:\n  paused: true\n", 1);
+    world.hub.apply(&paused).await.unwrap();
+    node(world)
+        .exec(["nft", "delete", "table", "inet", "networkpolicies"])
+        .await
+        .unwrap();
+    let report = verify(&kubeconfig, &[SANDBOX]).await;
+    assert_eq!(report["exitCode"], 1, "{report:#}");
+    let api = SocketAddr::new(IpAddr::V4(world.hub.plan().api_address()), 6443).to_string();
+    for kind in ["node", "pod"] {
+        assert_eq!(
+            sockets(&report, kind, HUB, "violations", "tunnel"),
+            granted,
+            "from a {kind}"
+        );
+        let beside = sockets(&report, kind, HUB, "violations", "underlay");
+        assert!(beside.contains(&api), "from a {kind}: {api} is not in {beside:?}");
+    }
+
+    for cluster in [&world.hub, &world.member, &world.sandbox] {
+        let left = [
+            "get",
+            "jobs,pods",
+            "-A",
+            "-l",
+            "app.kubernetes.io/name=clustermesh-verify",
+            "-o",
+            "name",
+        ];
+        assert_eq!(
+            cluster.kubectl(left).await.unwrap().stdout,
+            "",
+            "what verify made is left"
+        );
+    }
+    let as_before = world.product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
+    let unpaused = as_before.replacen("spec:\n", "spec:\n  paused: false\n", 1);
+    world.product.mesh_up(&unpaused).await.unwrap();
+    // Should something have been written after all: a change of grants costs a handshake.
+    for from in world.askers() {
+        world.lab.until_open(&from, &world.granted()).await.unwrap();
+    }
+    println!("verify, twice: {:.1} s", started.elapsed().as_secs_f64());
+}
+
+/// Lets the sandbox's node and pods open no TCP connection to the other clusters beside the tunnel, as NetworkPolicies of the
+/// cluster around them do. (Answers pass: its own API server asks its kubelet from an address that is another one's too.)
+async fn close_the_underlay(world: &World<'_>) {
+    let mut others = BTreeSet::new();
+    for cluster in [&world.hub, &world.member] {
+        let sockets = cluster.sockets().await.unwrap();
+        others.extend(sockets.keys().map(|socket| socket.ip().to_string()));
+    }
+    let others: Vec<String> = others.into_iter().collect();
+    // At postrouting: before, a packet that was translated still has the device of its first route.
+    let table = format!(
+        "table {POLICIES} {{\n chain out {{\n type filter hook postrouting priority 10\n \
+         oifname \"eth0\" tcp flags & (syn | ack) == syn ip daddr {{ {} }} drop\n }}\n}}\n",
+        others.join(", ")
+    );
+    node(world).feed(["nft", "-f", "-"], &table).await.unwrap();
+}
+
+fn node<'a>(world: &World<'a>) -> clustermesh_lab::Node<'a> {
+    world.lab.node(&world.sandbox_webs[0].node)
+}
+
+/// One file with a context for each cluster, called as it is in the mesh.
+fn kubeconfig(world: &World<'_>) -> std::path::PathBuf {
+    let mut all = Kubeconfig::default();
+    let own = |cluster: &Cluster<'_>| {
+        let name = cluster.plan().name.clone();
+        let mut own = Kubeconfig::from_yaml(&cluster.kubeconfig().unwrap()).unwrap();
+        own.clusters[0].name.clone_from(&name);
+        own.auth_infos[0].name.clone_from(&name);
+        own.contexts[0].name.clone_from(&name);
+        let context = own.contexts[0].context.as_mut().unwrap();
+        context.cluster.clone_from(&name);
+        context.user = Some(name);
+        own
+    };
+    for cluster in [&world.hub, &world.member, &world.sandbox] {
+        all = all.merge(own(cluster)).unwrap();
+    }
+    let file = world.lab.directory().join("operator.kubeconfig");
+    std::fs::write(&file, serde_json::to_string(&all).unwrap()).unwrap();
+    file
+}
+
+async fn a_member_that_is_not_reached_is_named_and_the_rest_is_explained(
+    world: &World<'_>,
+    kubeconfig: &std::path::Path,
+) {
+    let from = format!("{SANDBOX}/{}", world.sandbox_webs[0].node);
+    let mut words = vec!["clustermeshctl".to_owned(), "explain".to_owned(), from];
+    words.push(format!("{HUB}/default/svc/web:80"));
+    words.push(format!("--kubeconfig={}", kubeconfig.display()));
+    let flags = [
+        "--context=mgmt",
+        "--member-context=notebooks=notebooks",
+        "--member-context=tenant-a=nowhere",
+    ];
+    words.extend(flags.map(str::to_owned));
+    let (code, out, err) = clustermeshctl(words).await;
+    assert_eq!(format!("{code:?}"), format!("{:?}", ExitCode::SUCCESS), "{out}{err}");
+    let named = "warning: cluster \"tenant-a\" (Secret clustermesh/tenant-a-kubeconfig key value) is not seen: context \"nowhere\"";
+    assert!(err.contains(named), "{err}");
+}
+
+/// Exit code, standard output and standard error.
+async fn clustermeshctl(words: Vec<String>) -> (ExitCode, String, String) {
+    let run = move || {
+        let (mut out, mut err) = (Vec::new(), Vec::new());
+        let code = clustermeshctl::run(words, &mut std::io::empty(), &mut out, &mut err);
+        (code, String::from_utf8(out).unwrap(), String::from_utf8(err).unwrap())
+    };
+    tokio::task::spawn_blocking(run).await.unwrap()
+}
+
+/// The report, from these clusters or from all.
+async fn verify(kubeconfig: &std::path::Path, from: &[&str]) -> Value {
+    let mut words = ["clustermeshctl", "verify", "--output=json", "--context=mgmt"]
+        .map(str::to_owned)
+        .to_vec();
+    words.push(format!("--kubeconfig={}", kubeconfig.display()));
+    words.extend([SANDBOX, super::MEMBER].map(|name| format!("--member-context={name}={name}")));
+    words.extend(from.iter().map(|name| format!("--from={name}")));
+    let (code, out, err) = clustermeshctl(words).await;
+    println!("{err}");
+    let report: Value = serde_json::from_str(&out).unwrap_or_else(|_| panic!("{out}{err}"));
+    let said = u8::try_from(report["exitCode"].as_u64().unwrap()).unwrap();
+    assert_eq!(format!("{code:?}"), format!("{:?}", ExitCode::from(said)));
+    report
+}
+
+/// Of one list of the report, what a node or a pod of the sandbox found on one path.
+fn sockets(report: &Value, kind: &str, to: &str, list: &str, path: &str) -> BTreeSet<String> {
+    let probes = report["probes"].as_array().unwrap().iter();
+    let from =
+        |probe: &&Value| probe["from"]["cluster"] == SANDBOX && probe["from"]["kind"] == kind && probe["to"] == to;
+    let items = probes.filter(from).flat_map(|probe| probe[list].as_array().unwrap());
+    let items = items.filter(|item| item["path"] == path);
+    items.map(|item| item["socket"].as_str().unwrap().to_owned()).collect()
+}
