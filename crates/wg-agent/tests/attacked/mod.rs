@@ -130,6 +130,8 @@ fn furnish(node: &NetNs, pods: &[NetNs; 2]) {
         for which in ["all", "default"] {
             pod.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
         }
+        // Whoever floods while nothing answers it would fill a pod's queue of half-open connections for a minute.
+        pod.set_sysctl("net/ipv4/tcp_synack_retries", "1");
         node.ip(&format!(
             "link add {link} type veth peer name eth0 netns {}",
             pod.path()
