@@ -70,7 +70,8 @@ pub(crate) fn print(stdout: &mut dyn Write, text: &str) -> Result<(), Vec<Proble
 /// What was given or read.
 struct Input {
     meshes: Vec<Mesh>,
-    sources: Sources,
+    /// An error is told behind the notes.
+    sources: Result<Sources, Vec<Problem>>,
     clients: BTreeMap<ClusterIdentity, Client>,
     /// For stderr.
     notes: Vec<String>,
@@ -124,12 +125,12 @@ impl Input {
             notes.extend(of_clusters);
             return Ok(Self {
                 meshes,
-                sources,
+                sources: Ok(sources),
                 clients,
                 notes,
             });
         }
-        let sources = Sources::files(&meshes, given)?;
+        let sources = Sources::files(&meshes, given);
         Ok(Self {
             meshes,
             sources,
@@ -210,21 +211,21 @@ impl Outcome {
         for line in &input.notes {
             let _ = writeln!(stderr, "{line}");
         }
-        let outcome = Self::of(input, given.hub_id.as_deref());
+        let outcome = Self::of(input, given.hub_id.as_deref())?;
         for line in outcome.notes() {
             let _ = writeln!(stderr, "{line}");
         }
         Ok(outcome)
     }
 
-    fn of(input: Input, hub: Option<&str>) -> Self {
+    fn of(input: Input, hub: Option<&str>) -> Result<Self, Vec<Problem>> {
         let Input {
             meshes,
             sources,
             clients,
             notes: _,
         } = input;
-        let world = World::new(&meshes, sources, hub);
+        let world = World::new(&meshes, sources?, hub);
         let naming = world::naming(&world.observations.hub);
         let plan = plan::plan(&meshes, &world.observations, &Settings::default(), &naming);
         let mut steps = BTreeMap::new();
@@ -235,13 +236,13 @@ impl Outcome {
                 steps.insert(name.clone(), of_member);
             }
         }
-        Self {
+        Ok(Self {
             meshes,
             plan,
             world,
             clients,
             steps,
-        }
+        })
     }
 
     /// What would be written into one entry's cluster for one mesh; `None` = the cluster was not given.
