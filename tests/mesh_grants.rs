@@ -2,6 +2,8 @@
 //! attacker finds nothing beside them. One sandbox has WireGuard addresses of IPv4, the other of IPv6; the ranges of their pods and
 //! Services are the same.
 
+#[path = "grants/live.rs"]
+mod live;
 mod mesh;
 
 use std::{
@@ -52,6 +54,7 @@ async fn a_grant_of_every_kind_of_service_opens_its_endpoints_and_nothing_beside
     }
     a_pod_that_takes_anothers_place_is_opened_and_the_old_one_is_gone(&world).await;
     let [old, new] = &world.sides;
+    live::nothing_flows_beyond_what_a_quarantine_or_a_tighter_profile_leaves(&world, old).await;
     for (side, other) in [(old, new), (new, old)] {
         a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(&world, side, other).await;
     }

@@ -219,10 +219,23 @@ impl Lab {
     /// # Errors
     /// When the program cannot be started.
     pub fn watch_udp(&self, from: &Asker, socket: SocketAddr) -> Result<Echo> {
-        let (program, _) = self.scanner([])?;
-        let socket = socket.to_string();
-        let words = [&*program, "udp-watch", &socket];
-        self.spawn_at(from, "udp-watch", words).map(Echo)
+        self.watch("udp-watch", from, socket)
+    }
+
+    /// Asks a TCP echo from there over one connection, which is waited for as long as the kernel does, until what is returned is
+    /// dropped.
+    ///
+    /// # Errors
+    /// When the program cannot be started.
+    pub fn watch_stream(&self, from: &Asker, socket: SocketAddr) -> Result<Echo> {
+        self.watch("stream-watch", from, socket)
+    }
+
+    fn watch(&self, how: &str, from: &Asker, socket: SocketAddr) -> Result<Echo> {
+        let program = self.prober()?;
+        let log = format!("{how}-{}", socket.port());
+        let words = [&*program, how, &socket.to_string()];
+        self.spawn_at(from, &log, words).map(Echo)
     }
 
     fn spawn_at(&self, from: &Asker, log: &str, words: [&str; 3]) -> Result<Running> {
@@ -237,11 +250,19 @@ impl Lab {
         let list = NamedTempFile::new_in(self.directory()).map_err(Error::io("make a list to scan"))?;
         let text: String = sockets.into_iter().map(|socket| format!("{socket}\n")).collect();
         std::fs::write(list.path(), text).map_err(Error::io("write a list to scan"))?;
+        Ok((self.prober()?, list))
+    }
+
+    /// The lab's own servers and clients as one program, where every node finds it.
+    ///
+    /// # Errors
+    /// When it cannot be put there.
+    pub fn prober(&self) -> Result<String> {
         let program = self.directory().join("scanner");
         if !program.exists() {
             std::fs::copy(run::our_program("lab-probe")?, &program).map_err(Error::io("copy the scanner"))?;
         }
-        Ok((program.display().to_string(), list))
+        Ok(program.display().to_string())
     }
 }
 

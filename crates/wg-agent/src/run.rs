@@ -186,6 +186,10 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
                 () = stop.cancelled() => break Duration::ZERO,
                 () = store.changed() => break SETTLE,
                 event = heard.changed() => {
+                    // Our own writing is heard as well, and that of programs that write their own tables often.
+                    if event == Event::Tables && reconciler.table_stands().await {
+                        continue;
+                    }
                     // What a sandbox is held by may be gone: that does not wait for the rest.
                     if matches!(event, Event::Tables | Event::Anything)
                         && let Err(trouble) = reconciler.guard().await

@@ -8,6 +8,7 @@ mod peers;
 mod policy;
 mod report;
 mod soak;
+mod times;
 mod tunnel;
 mod wire;
 
@@ -20,7 +21,7 @@ pub(crate) enum Bench {
     /// what `dataplane --vm` runs in the virtual machine.
     Kernel(kernel::Args),
     /// What a sandbox's grants cost each packet, by their number, on the kernel backend: counted in instructions, in the virtual
-    /// machine.
+    /// machine. Then how long a grant takes to open and to close: a real controller, API servers and twenty agents.
     Policy(policy::Args),
     /// Minutes of traffic over our device while keys are renewed, processes killed and addresses changed.
     Soak(soak::Args),

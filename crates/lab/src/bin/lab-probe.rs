@@ -17,6 +17,7 @@ const USAGE: &str = "usage:
   lab-probe udp-watch ADDRESS          a datagram each 10 ms; prints for each echo when it came, in milliseconds since 1970
   lab-probe stream-serve ADDRESS       TCP: echoes numbered lines
   lab-probe stream-get ADDRESS SECONDS one connection, a line each 100 ms, prints what comes back; status 1 on a gap over 2 s
+  lab-probe stream-watch ADDRESS       one connection, a line each 20 ms; prints for each echo when it came, in milliseconds since 1970
   lab-probe scan FILE                  TCP connections to every ADDRESS in FILE, a second each; prints those that open
   lab-probe scan-udp FILE              a datagram to every ADDRESS in FILE, a second each; prints those that answer
   lab-probe scan-on FILE               the same as scan, again and again: prints each ADDRESS when it first opens, and each round
@@ -42,6 +43,7 @@ fn main() {
         ["udp-watch", address] => udp_watch(address),
         ["stream-serve", address] => stream_serve(address),
         ["stream-get", address, seconds] => seconds.parse().map_err(Into::into).and_then(|s| stream_get(address, s)),
+        ["stream-watch", address] => stream_watch(address),
         ["scan", file] => scan(file, |address| TcpStream::connect_timeout(address, SCAN).is_ok()),
         ["scan-on", file] => scan_on(file),
         ["scan-udp", file] => scan(file, |address| echoes(address).is_ok()),
@@ -280,9 +282,32 @@ fn udp_watch(address: &str) -> Outcome {
     });
     loop {
         if socket.recv(&mut [0; 512]).is_ok() {
-            println!("{}", SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis());
+            println!("{}", now()?);
         }
     }
+}
+
+/// Waits for as long as the connection does.
+fn stream_watch(address: &str) -> Outcome {
+    let mut stream = dial(address)?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(None)?;
+    let mut reader = BufReader::new(stream.try_clone()?);
+    let mut line = String::new();
+    loop {
+        writeln!(stream, "watch")?;
+        line.clear();
+        if reader.read_line(&mut line)? == 0 {
+            return Err("the connection was closed".into());
+        }
+        println!("{}", now()?);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Milliseconds since 1970.
+fn now() -> Result<u128, std::time::SystemTimeError> {
+    Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis())
 }
 
 fn stream_serve(address: &str) -> Outcome {

@@ -25,6 +25,11 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         Ok(())
     }
 
+    /// Whether the firewall table is as it was written last. What cannot be read may be anything.
+    pub(crate) async fn table_stands(&mut self) -> bool {
+        self.parts.firewall.intact().await.unwrap_or(false)
+    }
+
     /// Whoever comes back is tried where it was heard from last.
     pub(super) fn left(&mut self, peers: &[PublicKey]) {
         if peers.is_empty() {

@@ -119,11 +119,7 @@ impl Guard {
             ..Enforced::default()
         };
         if !compiled.gated.is_empty() {
-            enforced.why = table
-                .stands(&compiled.firewall)
-                .await
-                .err()
-                .map(|error| error.to_string());
+            enforced.why = table.confirmed(&compiled.firewall).err().map(|error| error.to_string());
             self.admits = enforced.why.is_none();
             if !self.admits {
                 left.extend(self.leave(device, |_, _| true)?);

@@ -1,5 +1,5 @@
 //! What a sandbox's packets cost the node that serves it, by the number of endpoints that are granted: the same tunnel and
-//! questions with tables of one, a hundred and ten thousand.
+//! questions with tables of one, a hundred and ten thousand. How long a grant takes to open and to close is in `times`.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -8,6 +8,7 @@ use super::{
     kernel,
     load::{self, Latency},
     report::{self, Format, spread},
+    times,
     tunnel::Keys,
     wire::Wire,
 };
@@ -22,6 +23,18 @@ pub(crate) struct Args {
     /// virtual machine started.
     #[arg(long)]
     program: Option<PathBuf>,
+    /// Only this. Default: both, the packets first.
+    #[arg(long, value_enum)]
+    only: Option<Part>,
+    /// Agents that run while grants open and close.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u8).range(1..=60))]
+    agents: u8,
+    /// Nodes at their API server, their own among them.
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u8).range(1..=150))]
+    nodes: u8,
+    /// How often each grant is taken back and given again.
+    #[arg(long, default_value_t = 20)]
+    changes: u32,
     /// Of each throughput run; latency takes half of it.
     #[arg(long, default_value_t = 2)]
     seconds: u32,
@@ -31,6 +44,14 @@ pub(crate) struct Args {
     /// What is printed at the end; progress goes to standard error.
     #[arg(short, long, value_enum, default_value = "markdown")]
     output: Format,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Part {
+    /// What a packet costs.
+    Packets,
+    /// How long a grant takes to open and to close.
+    Times,
 }
 
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
@@ -46,12 +67,27 @@ struct Sample {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let Args {
         program,
+        only,
+        agents,
+        nodes,
+        changes,
         seconds,
         rounds,
         output,
     } = args;
     let Some(program) = program else {
-        return kernel::in_machine("policy", *seconds, *rounds, *output);
+        if *only != Some(Part::Times) {
+            kernel::in_machine("policy", *seconds, *rounds, *output)?;
+        }
+        let size = times::Size {
+            agents: *agents,
+            nodes: (*nodes).max(*agents),
+            changes: *changes,
+        };
+        return match only {
+            Some(Part::Packets) => Ok(()),
+            None | Some(Part::Times) => times::run(size, *output),
+        };
     };
     let wire = Wire::new()?;
     let keys = Keys::new(&wire)?;

@@ -1,0 +1,297 @@
+//! How long what is granted to a sandbox takes to open and to close, felt by its packets: on the real controller and real
+//! agents, which are asked without a pause while the mesh is changed.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, SystemTime},
+};
+
+use clustermesh_lab::{Lab, wait_until};
+use kube::{
+    Api,
+    api::DynamicObject,
+    runtime::watcher::{self, Event, watcher},
+};
+use tokio::task::JoinHandle;
+
+use super::report::{Format, Machine};
+use world::{Asked, Wanted, World, address};
+
+mod world;
+
+/// So long nobody answers before it is taken for closed.
+const SILENCE: u64 = 700;
+const PATIENCE: Duration = Duration::from_secs(60);
+const ALL: Wanted = Wanted {
+    granted: true,
+    standing: true,
+    quarantine: false,
+};
+
+/// How much of it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Size {
+    /// Real agents in the cluster that grants.
+    pub(super) agents: u8,
+    /// Nodes at its API server, those of the agents among them.
+    pub(super) nodes: u8,
+    /// How often each change is made.
+    pub(super) changes: u32,
+}
+
+/// What was measured: milliseconds from before the call to the API server, of each node in each round.
+#[derive(Debug, Default, serde::Serialize)]
+struct Measured {
+    times: BTreeMap<What, Vec<u64>>,
+    /// Writes that the cluster's API server took while endpoints moved in it, but for the moves themselves.
+    writes: BTreeMap<String, u64>,
+    moves: u32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+enum What {
+    TakenBack,
+    Given,
+    LastTakenBack,
+    FirstGiven,
+    Quarantined,
+    Released,
+    MovedAway,
+    MovedTo,
+    Announced,
+}
+
+impl What {
+    const fn says(self) -> &'static str {
+        match self {
+            Self::TakenBack => "a grant beside others taken back: last answer",
+            Self::Given => "given again: first answer",
+            Self::LastTakenBack => "the only grant taken back: last answer",
+            Self::FirstGiven => "given again: first answer, a handshake in it",
+            Self::Quarantined => "quarantine: last answer",
+            Self::Released => "released: first answer",
+            Self::MovedAway => "endpoint moved: last answer of the old one",
+            Self::MovedTo => "endpoint moved: first answer of the new one",
+            Self::Announced => "endpoint moved: the mirrored Service names the new one",
+        }
+    }
+}
+
+/// Measures and prints.
+pub(super) fn run(size: Size, format: Format) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let measured = runtime.block_on(measure(size))?;
+    match format {
+        Format::Markdown => print!("{}", markdown(&measured, size)),
+        Format::Json => println!("{}", serde_json::to_string_pretty(&measured)?),
+    }
+    Ok(())
+}
+
+async fn measure(size: Size) -> anyhow::Result<Measured> {
+    let lab = Lab::start(world::plan()).await?;
+    let world = World::start(&lab, size.agents, size.nodes).await?;
+    eprintln!("bench: {} agents run", size.agents);
+    let [first, second] = &world.asked;
+    opened(first, 0).await?;
+    let mut measured = Measured::default();
+    let quarantined = Wanted {
+        quarantine: true,
+        ..ALL
+    };
+    let one = Wanted { granted: false, ..ALL };
+    let none = Wanted { standing: false, ..one };
+    let only = Wanted { granted: true, ..none };
+    for (start, closed, [closes, opens]) in [
+        (ALL, one, [What::TakenBack, What::Given]),
+        (ALL, quarantined, [What::Quarantined, What::Released]),
+        (only, none, [What::LastTakenBack, What::FirstGiven]),
+    ] {
+        world.want(start).await?;
+        opened(first, now()).await?;
+        for round in 1..=size.changes {
+            let called = now();
+            world.want(closed).await?;
+            let last = silent(first).await?;
+            measured.took(closes, called, &last);
+            let called = now();
+            world.want(start).await?;
+            measured.took(opens, called, &opened(first, called).await?);
+            measured.says(round, &[closes, opens], size.agents);
+        }
+    }
+    world.want(ALL).await?;
+    opened(first, now()).await?;
+
+    let mirror = Mirror::watch(world.mirrored.clone());
+    let before = world.writes().await?;
+    for round in 0..size.changes {
+        let to = usize::from(round % 2 == 0);
+        let [old, new] = if to == 1 { [first, second] } else { [second, first] };
+        let called = now();
+        world.moves(to).await?;
+        measured.took(What::MovedTo, called, &opened(new, called).await?);
+        let named = (1..=size.agents).map(|n| address(n, to)).collect();
+        measured.took(What::Announced, called, &[mirror.names(&named, called).await?]);
+        measured.took(What::MovedAway, called, &silent(old).await?);
+        measured.says(
+            round + 1,
+            &[What::MovedAway, What::MovedTo, What::Announced],
+            size.agents,
+        );
+    }
+    measured.moves = size.changes;
+    measured.writes = world.writes().await?;
+    for (kind, count) in before {
+        measured.writes.entry(kind).and_modify(|all| *all -= count);
+    }
+    measured.writes.retain(|_, count| *count > 0);
+    Ok(measured)
+}
+
+impl Measured {
+    fn took(&mut self, what: What, called: u64, at: &[u64]) {
+        let took = at.iter().map(|at| at.saturating_sub(called));
+        self.times.entry(what).or_default().extend(took);
+    }
+
+    fn says(&self, round: u32, of: &[What], agents: u8) {
+        let last = of.iter().filter_map(|what| {
+            let all = self.times.get(what)?;
+            let here = &all[all.len().saturating_sub(agents.into())..];
+            Some(format!("{what:?} {:?} ms at most", here.iter().max()?))
+        });
+        eprintln!("bench: round {round}: {}", last.collect::<Vec<_>>().join(", "));
+    }
+}
+
+/// Waits until each answers after that time; when each did so first.
+async fn opened(all: &[Asked], after: u64) -> anyhow::Result<Vec<u64>> {
+    let opened = wait_until("every endpoint to answer", PATIENCE, async || {
+        let first = |asked: &Asked| asked.answers().into_iter().find(|at| *at > after);
+        let first: Vec<Option<u64>> = all.iter().map(first).collect();
+        let silent = first.iter().filter(|at| at.is_none()).count();
+        first
+            .into_iter()
+            .collect::<Option<Vec<u64>>>()
+            .ok_or(format!("{silent} are silent"))
+    })
+    .await?;
+    Ok(opened)
+}
+
+/// Waits until none answers any more; when each did so last.
+async fn silent(all: &[Asked]) -> anyhow::Result<Vec<u64>> {
+    let last = wait_until("every endpoint to be silent", PATIENCE, async || {
+        let last: Vec<u64> = all.iter().filter_map(|asked| asked.answers().pop()).collect();
+        let loud = last.iter().filter(|at| now() < **at + SILENCE).count();
+        if loud == 0 {
+            Ok(last)
+        } else {
+            Err(format!("{loud} answer"))
+        }
+    })
+    .await?;
+    Ok(last)
+}
+
+/// When something was heard of, and which endpoints it named.
+type Named = (u64, BTreeSet<String>);
+
+/// What the mirrored Services named.
+struct Mirror {
+    heard: Arc<Mutex<Vec<Named>>>,
+    task: JoinHandle<()>,
+}
+
+impl Mirror {
+    fn watch(slices: Api<DynamicObject>) -> Self {
+        let heard = Arc::new(Mutex::new(Vec::new()));
+        let kept = Arc::clone(&heard);
+        let task = tokio::spawn(async move {
+            let events = watcher(slices, watcher::Config::default());
+            let mut events = std::pin::pin!(events);
+            while let Some(event) = futures::StreamExt::next(&mut events).await {
+                if let Ok(Event::Apply(slice) | Event::InitApply(slice)) = event {
+                    let endpoints = slice.data["endpoints"].as_array().cloned().unwrap_or_default();
+                    let addresses = endpoints.iter().filter_map(|one| one["addresses"][0].as_str());
+                    let named = (now(), addresses.map(str::to_owned).collect());
+                    kept.lock().unwrap_or_else(PoisonError::into_inner).push(named);
+                }
+            }
+        });
+        Self { heard, task }
+    }
+
+    /// When one of its slices first had exactly these endpoints after that time.
+    async fn names(&self, endpoints: &BTreeSet<String>, after: u64) -> anyhow::Result<u64> {
+        let named = wait_until("the mirrored Service to name the endpoints", PATIENCE, async || {
+            let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+            let first = heard.iter().find(|(at, named)| *at > after && named == endpoints);
+            first.map(|(at, _)| *at).ok_or_else(|| format!("{:?}", heard.last()))
+        })
+        .await?;
+        Ok(named)
+    }
+}
+
+impl Drop for Mirror {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// Milliseconds since 1970.
+fn now() -> u64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    now.map_or(0, |now| u64::try_from(now.as_millis()).unwrap_or(u64::MAX))
+}
+
+/// The value below which that share of all lies.
+fn quantile(sorted: &[u64], share: f64) -> u64 {
+    #[allow(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss,
+        reason = "a few hundred values"
+    )]
+    let rank = (sorted.len() as f64 * share).ceil() as usize;
+    sorted.get(rank.saturating_sub(1)).copied().unwrap_or_default()
+}
+
+fn markdown(measured: &Measured, size: Size) -> String {
+    let Measured { times, writes, moves } = measured;
+    let Size { agents, nodes, changes } = size;
+    let mut out = format!(
+        "{}; {agents} agents (unoptimised), {nodes} Nodes at the API server, {changes} rounds; ms.\n\n| | p50 | p99 | most | of |\n|---|---|---|---|---|\n",
+        Machine::here()
+    );
+    for (what, times) in times {
+        let mut times = times.clone();
+        times.sort_unstable();
+        let [p50, p99, most] = [0.5, 0.99, 1.0].map(|share| quantile(&times, share));
+        out.push_str(&format!(
+            "| {} | {p50} | {p99} | {most} | {} |\n",
+            what.says(),
+            times.len()
+        ));
+    }
+    out.push_str(&format!(
+        "\nWrites in the cluster while endpoints moved {moves} times: {writes:?}\n"
+    ));
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_quantile_is_a_value_that_was_measured() {
+        let all: Vec<u64> = (1..=400).collect();
+        assert_eq!([0.5, 0.99, 1.0].map(|share| quantile(&all, share)), [200, 396, 400]);
+        assert_eq!(quantile(&[7], 0.99), 7);
+        assert_eq!(quantile(&[], 0.99), 0);
+    }
+}
