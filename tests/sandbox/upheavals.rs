@@ -184,14 +184,6 @@ impl<'a> Scene<'a> {
         }
     }
 
-    /// The same where everything that is granted is reached, and not one node's part of it.
-    pub(super) fn with_all(self, granted: &BTreeSet<SocketAddr>) -> Self {
-        Self {
-            granted: granted.clone(),
-            ..self
-        }
-    }
-
     async fn another_agent(&self, old: &[i32]) {
         wait_until("another agent", PATIENCE, async || {
             match self.node.pids_of("wg-agent").map_err(|error| error.to_string())? {
@@ -223,7 +215,7 @@ impl<'a> Scene<'a> {
     }
 
     /// What is granted answers again, and nothing else has answered all the while.
-    pub(super) async fn settled(&self, when: &str) {
+    async fn settled(&self, when: &str) {
         for from in self.world.askers() {
             let open = self.world.lab.until_open(&from, &self.granted).await;
             open.unwrap_or_else(|error| panic!("{when}: {error}"));

@@ -10,7 +10,7 @@ use std::{
 };
 
 use clustermesh_agent_core::{
-    firewall::{Firewall, Frame, Plan, Scope, Update, desired, update},
+    firewall::{Bounds, Firewall, Frame, Plan, Scope, Update, desired, update},
     policy::{Policy, Port, Protocol, Rule},
 };
 use ipnet::IpNet;
@@ -202,6 +202,24 @@ fn counters_that_count_are_no_change_and_other_hands_are() {
             assert!(matches!(step, Some(Update::Whole { .. })), "{line}: {step:?}");
             assert_eq!(keeper.converge(&example()).await.unwrap(), None, "{line}");
         }
+    });
+}
+
+#[test]
+fn what_packets_write_into_a_set_is_no_work_of_another_hand() {
+    let ns = NetNs::new("flows");
+    let mut wanted = example();
+    wanted.frame.sandboxes = Some(Bounds {
+        timeout: Duration::from_secs(900),
+        new_flows: 1000,
+    });
+    inside(&ns, async {
+        let mut keeper = Keeper::new(Nft::default());
+        keeper.converge(&wanted).await.unwrap();
+        ns.sh("nft add element inet clustermesh flows4 { 100.66.2.77 }");
+        assert!(ns.sh("nft list set inet clustermesh flows4").contains("100.66.2.77"));
+        assert!(keeper.intact().await.unwrap());
+        assert_eq!(keeper.converge(&wanted).await.unwrap(), None);
     });
 }
 

@@ -85,14 +85,17 @@ fn limit(bounds: Bounds) -> Option<String> {
     ))
 }
 
-/// How much each node of a sandbox has asked for of late. The kernel's own to write.
+/// Sets whose elements packets write: how much each node of a sandbox has asked for of late.
+pub const WRITTEN_BY_PACKETS: [&str; 2] = ["flows4", "flows6"];
+
 fn new_flows(bounds: Bounds) -> String {
     if limit(bounds).is_none() {
         return String::new();
     }
     let set =
-        |n, address| format!("  set flows{n} {{ type {address}; size 65535; flags dynamic,timeout; timeout 60s; }}\n");
-    format!("\n{}{}", set('4', "ipv4_addr"), set('6', "ipv6_addr"))
+        |name, address| format!("  set {name} {{ type {address}; size 65535; flags dynamic,timeout; timeout 60s; }}\n");
+    let [v4, v6] = WRITTEN_BY_PACKETS;
+    format!("\n{}{}", set(v4, "ipv4_addr"), set(v6, "ipv6_addr"))
 }
 
 /// The chains that these two lead to.
