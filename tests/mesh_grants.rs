@@ -309,6 +309,8 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(
         attacker.leads_through(chosen, &addresses).await;
         let granted = world.granted(side, true, Some(&node(chosen))).await;
         for from in side.askers() {
+            // Of a scan's first packets a session that is still to be made holds some and loses the others.
+            world.lab.until_open(&from, &granted[0]).await.unwrap();
             let open = world.open(&from, &sockets).await;
             println!("{from}, {} sockets through {chosen}: {open:?}", sockets.len());
             assert_eq!(open, granted);
