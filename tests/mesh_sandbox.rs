@@ -11,12 +11,13 @@ use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
 
-use clustermesh_lab::{Answer, Asker, Cluster, Lab, LabPlan, Product, Tunnel, Web};
+use clustermesh_lab::{Answer, Asker, Cluster, Lab, LabPlan, MESH, NAMESPACE, Product, Tunnel, Web};
 use mesh::{
     HUB, MEMBER, answers,
     attack::{self, Attacker},
     host, pod, seen, url, wireguard,
 };
+use upheavals::Scene;
 
 const SANDBOX: &str = "notebooks";
 const GRANT: &str =
@@ -45,8 +46,9 @@ async fn a_sandbox_reaches_the_service_named_for_it_and_nothing_else_also_with_p
     routing_there_knows_the_granted_endpoints_and_their_nodes_alone(&world).await;
     verified::verify_tells_what_is_granted_and_names_what_else_is_open(&world).await;
     let attacker = a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(&world).await;
-    upheavals::nothing_more_opens_while_agents_tables_objects_and_nodes_go_and_come(&world, &attacker).await;
-    a_grant_that_is_taken_back_closes(&world).await;
+    let scene =
+        upheavals::nothing_more_opens_while_agents_tables_objects_and_nodes_go_and_come(&world, &attacker).await;
+    a_grant_that_is_taken_back_and_a_mesh_that_is_deleted_close(&world, &scene).await;
 }
 
 impl<'a> World<'a> {
@@ -175,29 +177,41 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a
     let addresses = all.keys().map(SocketAddr::ip).collect();
     for chosen in &attacker.peers {
         attacker.leads_through(chosen, &addresses).await;
+        let node = chosen.rsplit_once("--").unwrap().1;
+        let there = world.hub_webs.iter().filter(|web| web.node == node);
+        let granted: BTreeSet<SocketAddr> = there.map(|web| SocketAddr::new(web.ip, 8080)).collect();
         for from in world.askers() {
+            // Of a scan's first packets a session that is still to be made holds some and loses the others.
+            world.lab.until_open(&from, &granted).await.unwrap();
             let open = world.lab.scan(&from, all.keys().copied()).await.unwrap();
             println!("from {from}, all of it through {chosen}: {open:?}");
-            let node = chosen.rsplit_once("--").unwrap().1;
-            let there = world.hub_webs.iter().filter(|web| web.node == node);
-            let granted: BTreeSet<SocketAddr> = there.map(|web| SocketAddr::new(web.ip, 8080)).collect();
             assert_eq!(open, granted);
         }
     }
     attacker
 }
 
-/// After everything was led through one node.
-async fn a_grant_that_is_taken_back_closes(world: &World<'_>) {
+/// After everything was led through one node, and while everything is still scanned.
+async fn a_grant_that_is_taken_back_and_a_mesh_that_is_deleted_close(world: &World<'_>, scene: &Scene<'_>) {
     let granted = world.hub.webs().await.unwrap();
     let granted = granted.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect();
+    let [from, _] = world.askers();
     world
         .hub
         .apply(&world.product.mesh_with(&[SANDBOX], &[]))
         .await
         .unwrap();
     let applied = Instant::now();
-    let [from, _] = world.askers();
     world.lab.until_closed(&from, &granted).await.unwrap();
     println!("closed {:.2} s after kubectl apply", applied.elapsed().as_secs_f64());
+    scene.round().await;
+
+    let mesh = world.product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
+    world.hub.apply(&mesh).await.unwrap();
+    scene.settled("granted once more").await;
+    // The controller may not write in the sandbox any more, so that there the mesh does not end.
+    let delete = ["-n", NAMESPACE, "delete", "cmesh", MESH, "--wait=false"];
+    world.hub.kubectl(delete).await.unwrap();
+    world.lab.until_closed(&from, &granted).await.unwrap();
+    scene.round().await;
 }

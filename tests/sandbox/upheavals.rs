@@ -19,7 +19,7 @@ use super::{
 const TIMES: usize = 15;
 
 /// The node that is struck, and who looks on.
-struct Scene<'a> {
+pub(super) struct Scene<'a> {
     world: &'a World<'a>,
     node: Node<'a>,
     /// What is granted of it.
@@ -27,10 +27,11 @@ struct Scene<'a> {
     watches: Vec<Watch>,
 }
 
-pub(super) async fn nothing_more_opens_while_agents_tables_objects_and_nodes_go_and_come(
-    world: &World<'_>,
+/// Returns the scene as it stands then.
+pub(super) async fn nothing_more_opens_while_agents_tables_objects_and_nodes_go_and_come<'a>(
+    world: &'a World<'a>,
     attacker: &Attacker<'_>,
-) {
+) -> Scene<'a> {
     let peer = attacker.peers.last().unwrap();
     let name = peer.rsplit_once("--").unwrap().1;
     let scene = Scene::new(world, name).await;
@@ -158,6 +159,7 @@ pub(super) async fn nothing_more_opens_while_agents_tables_objects_and_nodes_go_
         .await;
     let scene = Scene::new(world, name).await;
     scene.settled("after the node was started anew").await;
+    scene
 }
 
 async fn granted(world: &World<'_>) -> BTreeSet<SocketAddr> {
@@ -194,7 +196,7 @@ impl<'a> Scene<'a> {
     }
 
     /// Everything is asked once more.
-    async fn round(&self) {
+    pub(super) async fn round(&self) {
         for watch in &self.watches {
             watch.another_round().await.unwrap();
         }
@@ -213,7 +215,7 @@ impl<'a> Scene<'a> {
     }
 
     /// What is granted answers again, and nothing else has answered all the while.
-    async fn settled(&self, when: &str) {
+    pub(super) async fn settled(&self, when: &str) {
         for from in self.world.askers() {
             let open = self.world.lab.until_open(&from, &self.granted).await;
             open.unwrap_or_else(|error| panic!("{when}: {error}"));
