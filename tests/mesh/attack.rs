@@ -56,6 +56,8 @@ pub(crate) struct Attacker<'a> {
     lab: &'a Lab,
     sandbox: &'a Cluster<'a>,
     node: String,
+    /// The controller's rights there.
+    rights: String,
     /// The Peers that the controller wrote there.
     pub(crate) peers: Vec<String>,
 }
@@ -63,17 +65,25 @@ pub(crate) struct Attacker<'a> {
 impl<'a> Attacker<'a> {
     /// From here on the controller writes nothing there. `node` = the sandbox's only one.
     pub(crate) async fn new(lab: &'a Lab, sandbox: &'a Cluster<'a>, node: &str) -> Self {
-        let revoke = ["delete", "clusterrolebinding", "clustermesh-member"];
-        sandbox.kubectl(revoke).await.unwrap();
+        let [binding, name] = ["clusterrolebinding", "clustermesh-member"];
+        let mut rights = get(sandbox, &["get", binding, name]).await;
+        rights["metadata"] = json!({"name": name});
+        sandbox.kubectl(["delete", binding, name]).await.unwrap();
         let peers = get(sandbox, &["get", "peers"]).await;
         let names = peers["items"].as_array().unwrap().iter();
         let peers = names.map(|peer| peer["metadata"]["name"].as_str().unwrap().to_owned());
         Self {
             lab,
             peers: peers.collect(),
+            rights: rights.to_string(),
             sandbox,
             node: node.to_owned(),
         }
+    }
+
+    /// Lets the controller write there again.
+    pub(crate) async fn relents(&self) {
+        self.sandbox.apply(&self.rights).await.unwrap();
     }
 
     /// Takes a node of the other side for who it is now: its key, as its Node says.
