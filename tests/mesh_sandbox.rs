@@ -48,7 +48,7 @@ async fn a_sandbox_reaches_the_service_named_for_it_and_nothing_else_also_with_p
     let attacker = a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(&world).await;
     let scene =
         upheavals::nothing_more_opens_while_agents_tables_objects_and_nodes_go_and_come(&world, &attacker).await;
-    a_grant_that_is_taken_back_and_a_mesh_that_is_deleted_close(&world, &attacker, &scene).await;
+    a_grant_that_is_taken_back_and_a_mesh_that_is_deleted_close(&world, &attacker, scene).await;
 }
 
 impl<'a> World<'a> {
@@ -195,10 +195,10 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a
 async fn a_grant_that_is_taken_back_and_a_mesh_that_is_deleted_close(
     world: &World<'_>,
     attacker: &Attacker<'_>,
-    scene: &Scene<'_>,
+    scene: Scene<'_>,
 ) {
     let granted = world.hub.webs().await.unwrap();
-    let granted = granted.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect();
+    let granted: BTreeSet<SocketAddr> = granted.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect();
     let [from, _] = world.askers();
     world
         .hub
@@ -212,6 +212,7 @@ async fn a_grant_that_is_taken_back_and_a_mesh_that_is_deleted_close(
 
     // Whoever is not seen is granted nothing anew.
     attacker.relents().await;
+    let scene = scene.with_all(&granted);
     let mesh = world.product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
     world.hub.apply(&mesh).await.unwrap();
     scene.settled("granted once more").await;

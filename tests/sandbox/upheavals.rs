@@ -184,6 +184,14 @@ impl<'a> Scene<'a> {
         }
     }
 
+    /// The same where everything that is granted is reached, and not one node's part of it.
+    pub(super) fn with_all(self, granted: &BTreeSet<SocketAddr>) -> Self {
+        Self {
+            granted: granted.clone(),
+            ..self
+        }
+    }
+
     async fn another_agent(&self, old: &[i32]) {
         wait_until("another agent", PATIENCE, async || {
             match self.node.pids_of("wg-agent").map_err(|error| error.to_string())? {
