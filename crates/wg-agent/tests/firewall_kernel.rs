@@ -224,6 +224,49 @@ fn what_packets_write_into_a_set_is_no_work_of_another_hand() {
 }
 
 #[test]
+fn our_table_is_listed_once_for_each_time_that_somebody_wrote() {
+    let (ns, other) = (NetNs::new("listed"), NetNs::new("unlisted"));
+    let directory = tempfile::tempdir().unwrap();
+    let (program, log) = (directory.path().join("nft"), directory.path().join("log"));
+    let script = format!("#!/bin/sh\necho \"$*\" >> {}\nexec nft \"$@\"\n", log.display());
+    std::fs::write(&program, script).unwrap();
+    std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let listed = || {
+        let said = std::fs::read_to_string(&log).unwrap_or_default();
+        said.lines().filter(|line| line.contains("list")).count()
+    };
+    let mut keeper = Keeper::new(Nft::new(&program));
+    inside(&ns, async {
+        assert_eq!(keeper.backend().observe().await.unwrap(), None);
+        assert_eq!(keeper.backend().observe().await.unwrap(), None);
+        assert_eq!(listed(), 1);
+        keeper.converge(&example()).await.unwrap();
+        for _ in 0..3 {
+            assert!(keeper.intact().await.unwrap());
+            assert_eq!(keeper.converge(&example()).await.unwrap(), None);
+        }
+        assert_eq!(listed(), 2, "once after it was written");
+        // Somebody writes a table of their own, and then ours.
+        ns.sh("nft add table inet other");
+        assert!(keeper.intact().await.unwrap() && keeper.intact().await.unwrap());
+        assert_eq!(listed(), 3);
+        ns.sh("nft flush ruleset");
+        assert!(!keeper.intact().await.unwrap());
+        keeper.converge(&example()).await.unwrap();
+        assert!(keeper.intact().await.unwrap());
+    });
+    // Another namespace may be at the same number.
+    inside(&other, async {
+        for number in 0..20 {
+            let mut same = keeper.backend().clone();
+            assert_eq!(same.observe().await.unwrap(), None, "{number}");
+            let verb = if number % 2 == 0 { "add" } else { "delete" };
+            other.sh(&format!("nft {verb} table inet clustermesh2"));
+        }
+    });
+}
+
+#[test]
 fn other_tables_stay_and_nothing_of_ours_is_left() {
     let ns = NetNs::new("others");
     ns.sh("nft add table ip cni; nft 'add chain ip cni post { type nat hook postrouting priority 100; }'; nft add table inet clustermesh2");

@@ -10,6 +10,7 @@ use std::{
 
 use clustermesh_agent_core::firewall::{Firewall, Update, refresh, update};
 
+mod generation;
 mod memory;
 mod nft;
 mod readback;

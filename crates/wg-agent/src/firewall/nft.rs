@@ -10,7 +10,11 @@ use clustermesh_agent_core::{
 use serde_json::Value;
 use tokio::{io::AsyncWriteExt, process::Command};
 
-use super::{Backend, Error, Listing, readback};
+use super::{
+    Backend, Error, Listing,
+    generation::{self, Generation},
+    readback,
+};
 
 /// Far more than any transaction took: 1,000 prefixes are 12 ms.
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -19,6 +23,8 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 #[derive(Debug, Clone)]
 pub struct Nft {
     program: PathBuf,
+    /// What our table was, and when.
+    listed: Option<(Generation, Option<Listing>)>,
 }
 
 impl Default for Nft {
@@ -33,6 +39,7 @@ impl Nft {
     pub fn new(program: impl Into<OsString>) -> Self {
         Self {
             program: PathBuf::from(program.into()),
+            listed: None,
         }
     }
 
@@ -78,10 +85,8 @@ impl Nft {
             .collect::<Vec<_>>()
             .join("\n")))
     }
-}
 
-impl Backend for Nft {
-    async fn observe(&mut self) -> Result<Option<Listing>, Error> {
+    async fn list(&self) -> Result<Option<Listing>, Error> {
         match self.call(&["-j", "list", "table", "inet", NFT_TABLE], None).await? {
             Ok(text) => parse(&text).map(Some),
             // nft names an absent table by ENOENT's text and nothing else; a missing kernel module reads the same, and
@@ -92,6 +97,22 @@ impl Backend for Nft {
                 stderr,
             }),
         }
+    }
+}
+
+impl Backend for Nft {
+    async fn observe(&mut self) -> Result<Option<Listing>, Error> {
+        // A kernel that does not tell is asked for a listing each time.
+        let before = generation::now().ok();
+        match &self.listed {
+            Some((at, listing)) if before == Some(*at) => return Ok(listing.clone()),
+            _ => {}
+        }
+        let listing = self.list().await?;
+        // Of a transaction in between nobody says whether it was seen.
+        let still = before.filter(|before| generation::now().ok() == Some(*before));
+        self.listed = still.map(|at| (at, listing.clone()));
+        Ok(listing)
     }
 
     async fn run(&mut self, script: &str) -> Result<(), Error> {

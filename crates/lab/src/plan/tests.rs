@@ -1,0 +1,117 @@
+//! The ranges and names that a plan gives.
+
+use super::*;
+
+#[test]
+fn the_default_plan_gives_every_cluster_its_own_ranges() {
+    let plan = LabPlan::clusters(&[("mgmt", 2), ("tenant-a", 1)]);
+    let tenant = &plan.clusters[1];
+    assert_eq!(
+        *tenant,
+        ClusterPlan {
+            name: "tenant-a".into(),
+            nodes: 1,
+            controllers: true,
+            pod_cidr: "10.20.0.0/16".parse().unwrap(),
+            service_cidr: "10.21.0.0/16".parse().unwrap(),
+            wireguard_cidr: "100.66.2.0/24".parse().unwrap(),
+            underlay: "172.30.2.0/24".parse().unwrap(),
+            workers: Workers::Underlay,
+            v6: None,
+            proxy: ProxyMode::Nftables,
+            policies: false,
+        }
+    );
+    assert_eq!(tenant.api_address(), Ipv4Addr::new(172, 30, 2, 1));
+    assert_eq!(tenant.api_service_ip(), Ipv4Addr::new(10, 21, 0, 1));
+    assert_eq!(tenant.dns_ip(), Ipv4Addr::new(10, 21, 0, 10));
+    assert_eq!(
+        tenant.node(1),
+        NodePlan {
+            name: "tenant-a-1".into(),
+            cluster: "tenant-a".into(),
+            address: Ipv4Addr::new(172, 30, 2, 11),
+            uplink: Uplink::Underlay,
+            address_v6: None,
+        }
+    );
+    plan.validate().unwrap();
+}
+
+#[test]
+fn a_dual_stack_plan_has_a_second_range_beside_each_first() {
+    let plan = LabPlan::clusters(&[("mgmt", 2), ("tenant-a", 1)]).dual_stack();
+    let tenant = &plan.clusters[1];
+    assert_eq!(
+        tenant.v6,
+        Some(PlanV6 {
+            pod_cidr: "fd00:10:20::/48".parse().unwrap(),
+            service_cidr: "fd00:10:21::/112".parse().unwrap(),
+            underlay: "fd00:172:30:2::/64".parse().unwrap(),
+        })
+    );
+    assert_eq!(tenant.node(1).address_v6, Some("fd00:172:30:2::b".parse().unwrap()));
+    assert_eq!(tenant.gateway_v6(), Some("fd00:172:30:2::1".parse().unwrap()));
+    plan.validate().unwrap();
+}
+
+#[test]
+fn two_clusters_may_have_equal_ranges_of_pods_and_services_and_stay_apart_else() {
+    let plan = LabPlan::clusters(&[("mgmt", 1), ("a", 1), ("b", 1)]).dual_stack();
+    let equal = plan.clone().with_ranges_of("b", "a");
+    let [a, b, before] = [&equal.clusters[1], &equal.clusters[2], &plan.clusters[2]];
+    let of = |one: &ClusterPlan| {
+        let v6 = one.v6.clone().unwrap();
+        (one.pod_cidr, one.service_cidr, v6.pod_cidr, v6.service_cidr)
+    };
+    assert_eq!(of(b), of(a));
+    assert_eq!(
+        (b.wireguard_cidr, b.node(1)),
+        (before.wireguard_cidr, before.node(1)),
+        "nodes are told apart"
+    );
+    equal.validate().unwrap();
+}
+
+#[test]
+fn workers_in_pods_have_a_pod_address_and_know_their_api_server_by_a_cluster_ip() {
+    let plan = LabPlan::clusters(&[("mgmt", 2), ("kv", 1)]).with_workers_in_pods("kv", "mgmt", 1);
+    let (mgmt, kv) = (&plan.clusters[0], &plan.clusters[1]);
+    let of = "mgmt".into();
+    let api = Ipv4Addr::new(10, 11, 0, 101);
+    assert_eq!(kv.workers, Workers::Pods { of, node: 1, api });
+    assert_eq!(
+        (kv.advertised_api(), kv.api_address()),
+        (api, Ipv4Addr::new(172, 30, 2, 1))
+    );
+    assert_eq!(mgmt.advertised_api(), mgmt.api_address());
+    let range = "10.10.1.0/24".parse().unwrap();
+    let of = NodeName {
+        name: "mgmt-1".into(),
+        address: Ipv4Addr::new(172, 30, 1, 11),
+    };
+    let want = NodePlan {
+        name: "kv-1".into(),
+        cluster: "kv".into(),
+        address: Ipv4Addr::new(10, 10, 1, 250),
+        uplink: Uplink::Pods { of, range },
+        address_v6: None,
+    };
+    assert_eq!(kv.node_in_pods(1, &mgmt.node(1), range), want);
+    plan.validate().unwrap();
+}
+
+#[test]
+fn workers_in_the_pods_of_a_node_that_is_not_there_are_refused() {
+    let plan = LabPlan::clusters(&[("mgmt", 1), ("kv", 1)]).with_workers_in_pods("kv", "mgmt", 2);
+    assert_eq!(
+        plan.validate().unwrap_err().to_string(),
+        "kv: its workers want to be pods of mgmt-2: no whole cluster has such a node on the underlay"
+    );
+}
+
+#[test]
+fn two_clusters_of_one_name_are_refused() {
+    let error = LabPlan::control_planes(&["a", "a"]).validate().unwrap_err();
+    assert_eq!(error.to_string(), "cluster name \"a\" is taken");
+}

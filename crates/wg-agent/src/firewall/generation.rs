@@ -1,0 +1,90 @@
+//! Whether anybody wrote to nftables since: the kernel counts every transaction, of whatever table, and tells the count for
+//! one message, where a listing costs a process. What was written is for a listing to say. Elements that fade are no
+//! transaction.
+
+use std::{fs, io, os::unix::fs::MetadataExt};
+
+use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_NETFILTER};
+
+/// A count of transactions, of one network namespace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Generation {
+    namespace: u64,
+    number: u32,
+}
+
+/// Lengths of `struct nlmsghdr` (linux/netlink.h) and `struct nfgenmsg` (linux/netfilter/nfnetlink.h).
+const HEADER: usize = 16;
+const FAMILY: usize = 4;
+/// NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETGEN, and the answer's NFT_MSG_NEWGEN (linux/netfilter/nf_tables.h).
+const ASK: u16 = 10 << 8 | 16;
+const ANSWER: u16 = 10 << 8 | 15;
+/// NFTA_GEN_ID, 32 bits in network order.
+const NUMBER: u16 = 1;
+
+/// Of the namespace of the calling thread.
+///
+/// # Errors
+/// When the kernel does not tell.
+pub(super) fn now() -> io::Result<Generation> {
+    let namespace = fs::metadata("/proc/thread-self/ns/net")?.ino();
+    let mut socket = Socket::new(NETLINK_NETFILTER)?;
+    socket.bind_auto()?;
+    socket.connect(&SocketAddr::new(0, 0))?;
+    socket.send(&question(), 0)?;
+    // The kernel answers before it returns from sending.
+    let (answer, _) = socket.recv_from_full()?;
+    let number = number(&answer).ok_or_else(|| io::Error::other("nftables does not tell its generation"))?;
+    Ok(Generation { namespace, number })
+}
+
+fn question() -> Vec<u8> {
+    let length = HEADER + FAMILY;
+    let mut out = Vec::with_capacity(length);
+    out.extend(u32::try_from(length).unwrap_or_default().to_ne_bytes());
+    out.extend(ASK.to_ne_bytes());
+    out.extend(netlink_packet_core::NLM_F_REQUEST.to_ne_bytes());
+    // Sequence number and port: nobody else is asked on this socket. Then any family, version 0.
+    out.resize(length, 0);
+    out
+}
+
+fn number(answer: &[u8]) -> Option<u32> {
+    let half = |at: usize| Some(u16::from_ne_bytes(answer.get(at..at + 2)?.try_into().ok()?));
+    if half(4)? != ANSWER {
+        return None;
+    }
+    let mut at = HEADER + FAMILY;
+    loop {
+        let length = usize::from(half(at)?);
+        if half(at + 2)? == NUMBER {
+            return Some(u32::from_be_bytes(answer.get(at + 4..at + 8)?.try_into().ok()?));
+        }
+        // Each begins at a multiple of four.
+        at += length.max(4).next_multiple_of(4);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_is_found_behind_whatever_else_is_told() {
+        let mut answer = [0; HEADER + FAMILY].to_vec();
+        answer[4..6].copy_from_slice(&ANSWER.to_ne_bytes());
+        assert_eq!(number(&answer), None);
+        for (kind, value) in [(3_u16, &b"nft\0\0"[..]), (NUMBER, &[0, 0, 1, 2])] {
+            let length = u16::try_from(4 + value.len()).unwrap();
+            answer.extend(length.to_ne_bytes());
+            answer.extend(kind.to_ne_bytes());
+            answer.extend(value);
+            answer.resize(answer.len().next_multiple_of(4), 0);
+        }
+        assert_eq!(number(&answer), Some(0x102));
+        assert_eq!(number(&answer[..answer.len() - 1]), None);
+        // An error (NLMSG_ERROR) tells none.
+        answer[4..6].copy_from_slice(&2_u16.to_ne_bytes());
+        assert_eq!(number(&answer), None);
+    }
+}
