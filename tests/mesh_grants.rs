@@ -11,18 +11,11 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_lab::{Answer, Asker, Cluster, Lab, LabPlan, Product, Tunnel, WEB, Web, wait_until};
-use mesh::{
-    HUB, PATIENCE, answers,
-    attack::{self, Attacker},
-    host, json, pod, seen,
-    state::versions,
-    wireguard,
-};
+use clustermesh_lab::{Answer, Asker, Attacker, Cluster, Lab, LabPlan, Product, Tunnel, WEB, Web, wait_until};
+use mesh::{HUB, PATIENCE, answers, host, json, pod, seen, state::versions, wireguard};
 
 const OLD: &str = "notebooks";
 const NEW: &str = "workflows";
-const STORE: &str = include_str!("mesh/store.yaml");
 
 /// Ports by number and by name; without ports: every one.
 fn grants(hosted: bool) -> String {
@@ -104,23 +97,7 @@ impl<'a> World<'a> {
             .await
             .unwrap();
         let hub = lab.cluster(HUB);
-        hub.apply(STORE).await.unwrap();
-        for name in ["store", "hosted"] {
-            hub.rollout("default", &format!("deployment/{name}")).await.unwrap();
-        }
-        // A load balancer of the lab's own: its addresses are what kube-proxy serves on every node.
-        let ingress = ["172.30.1.240", "fd00:172:30:1::f0"].map(|ip| serde_json::json!({"ip": ip}));
-        let status = serde_json::json!({"status": {"loadBalancer": {"ingress": ingress}}}).to_string();
-        let patch = [
-            "patch",
-            "service",
-            "store-balanced",
-            "--subresource=status",
-            "--type=merge",
-            "-p",
-            &status,
-        ];
-        hub.kubectl(patch).await.unwrap();
+        hub.run_store().await.unwrap();
         let grants = grants(true);
         let mesh = product.mesh_with(&[OLD, NEW], &[(OLD, &grants), (NEW, &grants)]);
         product.mesh_up(&mesh).await.unwrap();
@@ -294,20 +271,26 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(
     other: &Side<'_>,
 ) {
     let [tcp, udp] = world.granted(side, true, None).await;
-    let all = attack::sockets_beyond(&side.cluster, &[&world.hub, &other.cluster], &tcp).await;
+    let all = side
+        .cluster
+        .sockets_beyond(&[&world.hub, &other.cluster], &tcp)
+        .await
+        .unwrap();
     let addresses: BTreeSet<IpAddr> = all.keys().map(SocketAddr::ip).collect();
     let ports: BTreeSet<u16> = all.keys().map(SocketAddr::port).collect();
     let at = |ip: &IpAddr| ports.iter().map(|port| SocketAddr::new(*ip, *port)).collect::<Vec<_>>();
     let sockets: BTreeSet<SocketAddr> = addresses.iter().flat_map(at).collect();
     assert!(sockets.is_superset(&tcp) && sockets.is_superset(&udp), "{ports:?}");
-    let mut attacker = Attacker::new(world.lab, &side.cluster, &side.web.node).await;
+    let mut attacker = Attacker::new(world.lab, &side.cluster.plan().name, &side.web.node)
+        .await
+        .unwrap();
     let hosted = world.hosted().await.node;
-    let node = |peer: &str| peer.rsplit_once("--").unwrap().1.to_owned();
-    attacker.peers.sort_by_key(|peer| node(peer) == hosted);
+    attacker.peers.sort_by_key(|peer| Attacker::node_of(peer) == hosted);
     assert_eq!(attacker.peers.len(), 2);
     for chosen in &attacker.peers {
-        attacker.leads_through(chosen, &addresses).await;
-        let granted = world.granted(side, true, Some(&node(chosen))).await;
+        let left = attacker.leads_through(chosen, &addresses).await.unwrap();
+        assert_eq!(left, BTreeSet::new());
+        let granted = world.granted(side, true, Some(Attacker::node_of(chosen))).await;
         for from in side.askers() {
             // Of a scan's first packets a session that is still to be made holds some and loses the others.
             world.lab.until_open(&from, &granted[0]).await.unwrap();

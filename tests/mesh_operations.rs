@@ -4,6 +4,8 @@
 
 #[path = "operations/credentials.rs"]
 mod credentials;
+#[path = "operations/enforced.rs"]
+mod enforced;
 #[path = "operations/links.rs"]
 mod links;
 mod mesh;

@@ -2,6 +2,8 @@
 //! administrator gives the Peers there every address.
 
 mod mesh;
+#[path = "sandbox/race.rs"]
+mod race;
 #[path = "sandbox/upheavals.rs"]
 mod upheavals;
 #[path = "sandbox/verified.rs"]
@@ -11,12 +13,11 @@ use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
 
-use clustermesh_lab::{Answer, Asker, Cluster, Lab, LabPlan, MESH, NAMESPACE, Product, Tunnel, Web, wait_until};
-use mesh::{
-    HUB, MEMBER, PATIENCE, answers,
-    attack::{self, Attacker},
-    host, pod, seen, url, wireguard,
+use base64::{Engine, engine::general_purpose::STANDARD};
+use clustermesh_lab::{
+    Answer, Asker, Attacker, Cluster, Lab, LabPlan, MESH, NAMESPACE, Product, Tunnel, Web, wait_until,
 };
+use mesh::{HUB, MEMBER, PATIENCE, answers, host, json, pod, seen, url, wireguard};
 use upheavals::Scene;
 
 const SANDBOX: &str = "notebooks";
@@ -48,7 +49,8 @@ async fn a_sandbox_reaches_the_service_named_for_it_and_nothing_else_also_with_p
     let attacker = a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(&world).await;
     let scene =
         upheavals::nothing_more_opens_while_agents_tables_objects_and_nodes_go_and_come(&world, &attacker).await;
-    a_grant_that_is_taken_back_closes_and_a_mesh_that_is_deleted_opens_nothing(&world, &scene).await;
+    race::nothing_more_opens_while_grants_change_faster_than_they_are_carried_out(&world, &scene).await;
+    a_grant_that_is_taken_back_closes_and_so_does_a_mesh_that_is_deleted(&world, &scene).await;
 }
 
 impl<'a> World<'a> {
@@ -105,6 +107,13 @@ impl<'a> World<'a> {
     fn askers(&self) -> [Asker; 2] {
         [pod(&self.sandbox_webs[0]), host(&self.sandbox_webs[0].node)]
     }
+
+    /// What answers the one and the other.
+    async fn found(&self, sockets: impl IntoIterator<Item = SocketAddr> + Clone) -> [BTreeSet<SocketAddr>; 2] {
+        let [pod, host] = self.askers();
+        let (pod, host) = tokio::join!(self.lab.scan(&pod, sockets.clone()), self.lab.scan(&host, sockets));
+        [pod.unwrap(), host.unwrap()]
+    }
 }
 
 async fn the_granted_service_answers_under_its_name_and_sees_a_wireguard_address(world: &World<'_>) {
@@ -117,13 +126,7 @@ async fn the_granted_service_answers_under_its_name_and_sees_a_wireguard_address
 }
 
 async fn nothing_of_the_hub_but_what_is_granted_stands_in_the_sandbox(world: &World<'_>) {
-    let kinds = "peers,peerpolicies,services,endpointslices,configmaps,secrets,events";
-    let text = world
-        .sandbox
-        .kubectl(["get", kinds, "-A", "-o", "json"])
-        .await
-        .unwrap()
-        .stdout;
+    let text = world.sandbox.everything().await.unwrap();
     let granted: BTreeSet<String> = world.granted().iter().map(|socket| socket.ip().to_string()).collect();
     for (cluster, pods) in [(&world.hub, true), (&world.member, false)] {
         for (socket, what) in cluster.sockets().await.unwrap() {
@@ -139,6 +142,45 @@ async fn nothing_of_the_hub_but_what_is_granted_stands_in_the_sandbox(world: &Wo
         }
     }
     assert!(!text.contains(MEMBER), "the other member's name is known there");
+    for cluster in [&world.hub, &world.member] {
+        let theirs = names_and_credentials(cluster).await;
+        assert!(theirs.len() > 50, "{theirs:?}");
+        let known: Vec<&String> = theirs.iter().filter(|word| text.contains(&***word)).collect();
+        assert_eq!(known, Vec::<&String>::new(), "of {}", cluster.plan().name);
+    }
+}
+
+/// What is a cluster's alone: its pods' names, its objects' UIDs, its authority's certificate, and what is in its Secrets, but for
+/// the one that leads to the sandbox.
+async fn names_and_credentials(cluster: &Cluster<'_>) -> BTreeSet<String> {
+    let kinds = "nodes,pods,services,endpointslices,configmaps,secrets,serviceaccounts";
+    let objects = json(cluster, &["get", kinds, "-A"]).await;
+    let mut all = BTreeSet::new();
+    let words = |text: &str| {
+        let long = text
+            .split_whitespace()
+            .filter(|word| word.len() > 24 && !word.ends_with(':'));
+        long.map(str::to_owned).collect::<Vec<_>>()
+    };
+    for object in objects["items"].as_array().unwrap() {
+        let text = |at: &str| object.pointer(at).unwrap().as_str().unwrap();
+        let (kind, name) = (text("/kind"), text("/metadata/name"));
+        all.insert(text("/metadata/uid").to_owned());
+        let data = object["data"].as_object().into_iter().flatten();
+        let data = data.map(|(_, value)| value.as_str().unwrap());
+        match kind {
+            "Pod" => all.extend([name.to_owned()]),
+            "ConfigMap" if name == "kube-root-ca.crt" => all.extend(data.flat_map(words)),
+            "Secret" if name != format!("{SANDBOX}-kubeconfig") => {
+                for value in data {
+                    all.extend(words(value));
+                    all.extend(words(&String::from_utf8_lossy(&STANDARD.decode(value).unwrap())));
+                }
+            }
+            _ => {}
+        }
+    }
+    all
 }
 
 async fn nothing_there_opens_a_connection_to_the_sandbox(world: &World<'_>) {
@@ -157,14 +199,18 @@ async fn routing_there_knows_the_granted_endpoints_and_their_nodes_alone(world: 
     for web in &world.hub_webs {
         expected.insert(wireguard(&world.hub, &web.node).await.to_string());
     }
-    let carried = attack::carried(world.lab, &world.sandbox_webs[0].node).await;
-    assert_eq!(carried, Ok(expected));
+    let carried = world.lab.carried(&world.sandbox_webs[0].node).await.unwrap();
+    assert_eq!(carried, expected);
 }
 
 async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a>(
     world: &'a World<'a>,
 ) -> Attacker<'a> {
-    let all = attack::sockets_beyond(&world.sandbox, &[&world.hub, &world.member], &world.granted()).await;
+    let all = world
+        .sandbox
+        .sockets_beyond(&[&world.hub, &world.member], &world.granted())
+        .await
+        .unwrap();
     println!("{} sockets to scan", all.len());
     // What the underlay lets through without any mesh is for NetworkPolicies.
     for from in world.askers() {
@@ -172,12 +218,15 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a
         println!("from {from}, as its routes are: {open:?}");
         assert!(open.is_superset(&world.granted()));
     }
-    let attacker = Attacker::new(world.lab, &world.sandbox, &world.sandbox_webs[0].node).await;
+    let attacker = Attacker::new(world.lab, SANDBOX, &world.sandbox_webs[0].node)
+        .await
+        .unwrap();
     assert_eq!(attacker.peers.len(), world.hub_webs.len());
     let addresses = all.keys().map(SocketAddr::ip).collect();
     for chosen in &attacker.peers {
-        attacker.leads_through(chosen, &addresses).await;
-        let node = chosen.rsplit_once("--").unwrap().1;
+        let left = attacker.leads_through(chosen, &addresses).await.unwrap();
+        assert_eq!(left, BTreeSet::new());
+        let node = Attacker::node_of(chosen);
         let there = world.hub_webs.iter().filter(|web| web.node == node);
         let granted: BTreeSet<SocketAddr> = there.map(|web| SocketAddr::new(web.ip, 8080)).collect();
         for from in world.askers() {
@@ -192,25 +241,31 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a
 }
 
 /// After everything was led through one node, and while everything is still scanned.
-async fn a_grant_that_is_taken_back_closes_and_a_mesh_that_is_deleted_opens_nothing(
-    world: &World<'_>,
-    scene: &Scene<'_>,
-) {
+async fn a_grant_that_is_taken_back_closes_and_so_does_a_mesh_that_is_deleted(world: &World<'_>, scene: &Scene<'_>) {
     let granted = world.hub.webs().await.unwrap();
     let granted: BTreeSet<SocketAddr> = granted.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect();
-    let [from, _] = world.askers();
-    world
-        .hub
-        .apply(&world.product.mesh_with(&[SANDBOX], &[]))
-        .await
-        .unwrap();
-    let applied = Instant::now();
-    world.lab.until_closed(&from, &granted).await.unwrap();
-    println!("closed {:.2} s after kubectl apply", applied.elapsed().as_secs_f64());
-    scene.round().await;
+    let closed = async |how: &str, called: Instant| {
+        for from in world.askers() {
+            world.lab.until_closed(&from, &granted).await.unwrap();
+        }
+        println!(
+            "{how}: closed {:.2} s after kubectl was called",
+            called.elapsed().as_secs_f64()
+        );
+        scene.nothing_answers(how).await;
+        scene.round().await;
+    };
+    let granting = |grants: &[(&str, &str)]| world.product.mesh_with(&[SANDBOX], grants);
+    let called = Instant::now();
+    world.hub.apply(&granting(&[])).await.unwrap();
+    closed("the grant taken back", called).await;
 
+    world.hub.apply(&granting(&[(SANDBOX, GRANT)])).await.unwrap();
+    scene.settled("after the grant was given again").await;
     let delete = ["-n", NAMESPACE, "delete", "cmesh", MESH, "--wait=false"];
+    let called = Instant::now();
     world.hub.kubectl(delete).await.unwrap();
+    closed("the mesh deleted", called).await;
     wait_until("the sandbox's objects to go", PATIENCE, async || {
         let there = world.hub.try_kubectl(["get", "peers,peerpolicies", "-o", "name"]).await;
         let there = there.map_err(|error| error.to_string())?.stdout;
@@ -218,5 +273,7 @@ async fn a_grant_that_is_taken_back_closes_and_a_mesh_that_is_deleted_opens_noth
     })
     .await
     .unwrap();
+    // Without its Peers and policies, too.
+    scene.nothing_answers("the mesh gone").await;
     scene.round().await;
 }

@@ -2,6 +2,8 @@
 
 #[path = "reconcile/closing.rs"]
 mod closing;
+#[path = "reconcile/hostile.rs"]
+mod hostile;
 #[path = "reconcile/members.rs"]
 mod members;
 #[path = "reconcile/meshes.rs"]
@@ -16,7 +18,7 @@ mod status;
 
 use std::collections::BTreeMap;
 
-use clustermesh_api::{names, peer::Peer};
+use clustermesh_api::{annotations, names, peer::Peer};
 use clustermesh_lab::{NAMESPACE, wait_until};
 use kube::{
     Api,

@@ -14,7 +14,7 @@ fn policy() -> Value {
             "source": "tenant-a", "sources": ["10.20.0.0/16"], "networks": ["10.20.0.0/16"],
             "allow": [
                 {"to": ["10.244.0.0/16"]},
-                {"service": {"namespace": "team-x", "name": "postgres-rw"}, "ports": [{"port": "pg"}]},
+                {"to": ["10.244.0.0/16"], "service": {"namespace": "team-x", "name": "postgres-rw"}, "ports": [{"port": "pg"}]},
             ],
             "deny": [{"to": ["192.0.2.1/32"], "ports": [{"port": 6443}]}],
             "infrastructurePorts": [{"port": 10250}],
@@ -34,7 +34,8 @@ async fn each_rule_of_a_peerpolicy_admits_one_and_refuses_another_with_advice() 
     assert_eq!(stored["spec"].take(), expected);
 
     let cidr = "is not a network: write an address and a prefix length, such as 10.244.0.0/16 or fd00:10:244::/48";
-    let both = "exactly one of `to` and `service` must be set";
+    let to =
+        "`to` must be set: the networks that may be reached or, beside `service`, those in which its endpoints may lie";
     let service = json!({"namespace": "a", "name": "b"});
     let cases = [
         ("/sources/0", json!("x"), format!("spec.sources[0]: Invalid value: \"x\": {cidr}")),
@@ -42,8 +43,8 @@ async fn each_rule_of_a_peerpolicy_admits_one_and_refuses_another_with_advice() 
         ("/anchored/0", json!("x"), format!("spec.anchored[0]: Invalid value: \"x\": {cidr}")),
         ("/deny/0/to/0", json!("x"), format!("spec.deny[0].to[0]: Invalid value: \"x\": {cidr}")),
         ("/allow/0/to/0", json!("x"), format!("spec.allow[0].to[0]: Invalid value: \"x\": {cidr}")),
-        ("/allow/0", json!({}), format!("spec.allow[0]: Invalid value: {both}")),
-        ("/allow/0", json!({"to": ["10.0.0.0/8"], "service": service}), format!("spec.allow[0]: Invalid value: {both}")),
+        ("/allow/0", json!({}), format!("spec.allow[0]: Invalid value: {to}")),
+        ("/allow/0", json!({"service": service}), format!("spec.allow[0]: Invalid value: {to}")),
         (
             "/infrastructurePorts/0/port",
             json!(65536),

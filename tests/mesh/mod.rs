@@ -2,7 +2,6 @@
 //! `deploy/` as a user would; what differs is said in the lab's `product.rs`.
 #![allow(dead_code, reason = "each test program uses a part")]
 
-pub(crate) mod attack;
 pub(crate) mod state;
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,10 +1,15 @@
 //! A member's API server that is reached by another token, or stands still.
 
-use super::*;
+use super::{
+    enforced::{an_agent_stands_still_while_a_policy_comes, it_is_named_until_it_goes_on},
+    *,
+};
 
 pub(super) async fn a_new_token_is_taken_up_without_a_restart_or_a_write(mesh: &mut Mesh<'_>) {
     let written = everything_written(mesh).await;
     let runs = controller_pod(&mesh.hub).await;
+    // Beside it, since both take their time.
+    let still = an_agent_stands_still_while_a_policy_comes(mesh).await;
     let secret = json(
         &mesh.member,
         &["-n", NAMESPACE, "get", "secret", "clustermesh-controller"],
@@ -76,6 +81,7 @@ pub(super) async fn a_new_token_is_taken_up_without_a_restart_or_a_write(mesh: &
     })
     .await
     .unwrap();
+    it_is_named_until_it_goes_on(mesh, &still).await;
     backends_follow(mesh, 1).await;
     backends_follow(mesh, 2).await;
     mesh.product.ready().await.unwrap();

@@ -89,13 +89,16 @@ async fn a_grant_taken_back_while_its_target_is_away_is_pending_until_it_is_clos
     entry["isolationProfile"] = json!("sandbox");
     entry["allowedNetworks"] = json!(["100.64.3.0/24"]);
     entry["egress"] = json!([{
-        "service": {"cluster": "tenant-a", "namespace": "team-x", "name": "postgres"}, "as": {"namespace": "default", "name": "db"},
+        "service": {"cluster": "tenant-a", "namespace": "team-x", "name": "postgres"},
+        "ports": [{"port": 5432}], "as": {"namespace": "default", "name": "db"},
     }]);
     world.apply_mesh(&mesh).await;
     world
         .until_peers("notebooks", &["prod--tenant-a--tenant-a-1"], SOON)
         .await;
     world.until_condition("Ready", "True/Meshed", SOON).await;
+    hostile::a_sandbox_moves_nothing_elsewhere_whatever_its_services_and_nodes_say(&world).await;
+
     let away = world.lab.cluster("tenant-a");
     away.freeze_api().unwrap();
     world.until_condition("Ready", "False/MemberStale", LATER).await;

@@ -165,11 +165,11 @@ impl World {
 
     /// Starts the controller, as the hub's account; returns when it is ready.
     pub(crate) async fn controller(&self) -> Running {
-        self.controller_for(NAMESPACE).await
+        self.controller_for(NAMESPACE, &[]).await
     }
 
-    /// The same with a flag `--hub-namespace` of its own.
-    pub(crate) async fn controller_for(&self, hub_namespace: &str) -> Running {
+    /// The same with a flag `--hub-namespace` of its own, and more flags.
+    pub(crate) async fn controller_for(&self, hub_namespace: &str, more: &[&str]) -> Running {
         let file = self.lab.directory().join("controller.kubeconfig");
         std::fs::write(&file, self.kubeconfig(self.hub_name()).await).unwrap();
         let file = file.display().to_string();
@@ -185,7 +185,7 @@ impl World {
             "--listen",
             "0.0.0.0:8081",
         ];
-        let running = self.host().spawn("controller", words).unwrap();
+        let running = self.host().spawn("controller", [&words[..], more].concat()).unwrap();
         wait_until("the controller to be ready", LATER, async || {
             match self.ask("/readyz").await {
                 answer if answer == "ok\n" => Ok(()),

@@ -1,6 +1,6 @@
 //! A sandbox on real API servers: what it is given to see of the cluster that grants it a Service, and what is left of that.
 
-use clustermesh_api::policy::PeerPolicy;
+use clustermesh_api::{mesh::Protocol, policy::PeerPolicy};
 use kube::{ResourceExt, api::ListParams};
 use serde_json::Value;
 
@@ -33,24 +33,11 @@ pub(crate) async fn service(
 
 /// Every object of every kind that the API server lists, as one text.
 async fn everything(world: &World, cluster: &str) -> String {
-    let cluster = world.lab.cluster(cluster);
-    let kinds = cluster
-        .kubectl(["api-resources", "--verbs=list", "-o", "name"])
-        .await
-        .unwrap()
-        .stdout;
-    // The API server's own book of ClusterIPs, with the names of Services: an entry goes when it gets to it.
-    let kinds = kinds.lines().filter(|kind| !kind.starts_with("ipaddresses."));
-    let kinds: Vec<&str> = kinds.collect();
-    assert!(
-        kinds.contains(&"secrets") && kinds.contains(&"peers.kilo.squat.ai"),
-        "{kinds:?}"
-    );
-    let listed = cluster
-        .kubectl(["get", &kinds.join(","), "-A", "-o", "json", "--show-managed-fields"])
-        .await
-        .unwrap();
-    listed.stdout
+    let all = world.lab.cluster(cluster).everything().await.unwrap();
+    for kind in ["Namespace", "ClusterRoleBinding"] {
+        assert!(all.contains(&format!("\"kind\": \"{kind}\"")), "no {kind} is listed");
+    }
+    all
 }
 
 pub(crate) async fn policies(world: &World, cluster: &str) -> BTreeMap<String, PeerPolicy> {
@@ -61,6 +48,13 @@ pub(crate) async fn policies(world: &World, cluster: &str) -> BTreeMap<String, P
         .into_iter()
         .map(|policy| (policy.name_any(), policy))
         .collect()
+}
+
+/// Of an object in the sandbox, or of the only one that is listed: it grows with each write into that API server.
+async fn version(world: &World, objects: &[&str]) -> u64 {
+    let words = [&["get"], objects, &["-o", "jsonpath={..metadata.resourceVersion}"]].concat();
+    let said = world.lab.cluster("notebooks").kubectl(words).await.unwrap().stdout;
+    said.trim().parse().unwrap_or_else(|_| panic!("{objects:?}: {said}"))
 }
 
 fn spec(peer: &Peer) -> Value {
@@ -75,7 +69,8 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
     world.node("notebooks", 2, 1).await;
     service(&world, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
     service(&world, "mgmt", "team-y", "payroll", 8443, ("10.1.1.8", "mgmt-1")).await;
-    let _controller = world.controller().await;
+    let closed = ["--infrastructure-port", "8132/TCP", "--infrastructure-port", "53/udp"];
+    let _controller = world.controller_for(NAMESPACE, &closed).await;
     let mut mesh = world.mesh();
     let entry = &mut mesh["spec"]["clusters"][1];
     entry["isolationProfile"] = json!("sandbox");
@@ -108,9 +103,21 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
         (
             &vec!["100.64.2.0/24".to_owned()],
             &vec!["100.64.2.0/24".to_owned()],
-            json!([{"service": {"namespace": "team-x", "name": "postgres"}, "ports": [{"port": "main", "protocol": "TCP"}]}])
+            json!([{
+                "to": ["10.1.0.0/16", "100.64.1.0/24", "198.51.1.0/24"],
+                "service": {"namespace": "team-x", "name": "postgres"},
+                "ports": [{"port": "main", "protocol": "TCP"}],
+            }])
         )
     );
+    // What the operator names is closed beside what is closed anyway.
+    let closed: Vec<_> = (policy.infrastructure_ports.iter())
+        .map(|closed| (closed.port, closed.protocol))
+        .collect();
+    assert_eq!(closed.len(), 12, "{closed:?}");
+    for port in [(8132, Protocol::Tcp), (53, Protocol::Udp), (10250, Protocol::Tcp)] {
+        assert!(closed.contains(&port), "{port:?} in {closed:?}");
+    }
     assert_eq!(
         peer.annotations().get(names::PEER_REQUIRES_POLICY),
         Some(&format!("prod--notebooks@{}", policy.revision()))
@@ -126,6 +133,16 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
             "endpoint": {"dnsOrIP": {"ip": "198.51.1.2"}, "port": 51820},
         })
     );
+    // The name at once, then the node, then the endpoint: the nodes that have it are given time to let it in.
+    let mut written = Vec::new();
+    for objects in [
+        &["service/db"][..],
+        &["peer/prod--mgmt--mgmt-2"],
+        &["endpointslices", "-l", "kubernetes.io/service-name=db"],
+    ] {
+        written.push(version(&world, objects).await);
+    }
+    assert!(written.is_sorted(), "Service, Peer, EndpointSlice: {written:?}");
     let seen = everything(&world, "notebooks").await;
     assert!(seen.contains("10.1.2.9") && seen.contains("\"db\""));
     let api = world.lab.cluster("mgmt").plan().api_address().to_string();
@@ -189,7 +206,7 @@ async fn a_confined_namespace_is_given_a_service_of_another_where_that_one_allow
     world.node("mgmt", 1, 1).await;
     world.node("notebooks", 2, 1).await;
     service(&world, "mgmt", "team-x", "postgres", 5432, ("10.1.1.9", "mgmt-1")).await;
-    let _controller = world.controller_for(&format!("{NAMESPACE}=sandbox")).await;
+    let _controller = world.controller_for(&format!("{NAMESPACE}=sandbox"), &[]).await;
     let mut mesh = world.mesh();
     let entry = &mut mesh["spec"]["clusters"][1];
     entry["isolationProfile"] = json!("sandbox");

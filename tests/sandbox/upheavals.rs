@@ -3,16 +3,12 @@
 
 use std::{collections::BTreeSet, net::SocketAddr};
 
-use clustermesh_lab::{AGENT_NAMESPACE, NAMESPACE, Node, Watch, wait_until};
+use clustermesh_lab::{AGENT_NAMESPACE, Attacker, NAMESPACE, Node, Watch, wait_until};
 use nix::sys::signal::Signal;
 
 use super::{
     SANDBOX, World,
-    mesh::{
-        PATIENCE,
-        attack::{self, Attacker},
-        json,
-    },
+    mesh::{PATIENCE, json},
 };
 
 /// How often a table is deleted.
@@ -21,9 +17,10 @@ const TIMES: usize = 15;
 /// The node that is struck, and who looks on.
 pub(super) struct Scene<'a> {
     world: &'a World<'a>,
-    node: Node<'a>,
+    pub(super) node: Node<'a>,
     /// What is granted of it.
-    granted: BTreeSet<SocketAddr>,
+    pub(super) granted: BTreeSet<SocketAddr>,
+    all: BTreeSet<SocketAddr>,
     watches: Vec<Watch>,
 }
 
@@ -33,7 +30,7 @@ pub(super) async fn nothing_more_opens_while_agents_tables_objects_and_nodes_go_
     attacker: &Attacker<'_>,
 ) -> Scene<'a> {
     let peer = attacker.peers.last().unwrap();
-    let name = peer.rsplit_once("--").unwrap().1;
+    let name = Attacker::node_of(peer);
     let scene = Scene::new(world, name).await;
     scene.settled("at the start").await;
 
@@ -112,6 +109,8 @@ pub(super) async fn nothing_more_opens_while_agents_tables_objects_and_nodes_go_
     scene.round().await;
     world.hub.kubectl(["delete", "peerpolicy", &policy]).await.unwrap();
     scene.round().await;
+    // The next controller asks at once. What follows takes all grants away, and gives them again.
+    attacker.lets_read().await.unwrap();
     world.hub.kubectl(scale("--replicas=1")).await.unwrap();
     world
         .hub
@@ -152,11 +151,15 @@ pub(super) async fn nothing_more_opens_while_agents_tables_objects_and_nodes_go_
     .unwrap();
     // Its pods have other addresses, and it has another key.
     scene.nothing_but_what_was_granted();
-    attacker.follows(peer, &key).await;
-    let all = attack::sockets_beyond(&world.sandbox, &[&world.hub, &world.member], &granted(world).await).await;
-    attacker
-        .leads_through(peer, &all.keys().map(SocketAddr::ip).collect())
-        .await;
+    attacker.follows(peer, &key).await.unwrap();
+    let all = world
+        .sandbox
+        .sockets_beyond(&[&world.hub, &world.member], &granted(world).await)
+        .await
+        .unwrap();
+    let addresses = all.keys().map(SocketAddr::ip).collect();
+    let left = attacker.leads_through(peer, &addresses).await.unwrap();
+    assert_eq!(left, BTreeSet::new());
     let scene = Scene::new(world, name).await;
     scene.settled("after the node was started anew").await;
     scene
@@ -171,7 +174,11 @@ impl<'a> Scene<'a> {
     /// Looks on from the sandbox's pod and from its node.
     async fn new(world: &'a World<'a>, node: &str) -> Self {
         let granted = granted(world).await;
-        let all = attack::sockets_beyond(&world.sandbox, &[&world.hub, &world.member], &granted).await;
+        let all = world
+            .sandbox
+            .sockets_beyond(&[&world.hub, &world.member], &granted)
+            .await
+            .unwrap();
         println!("{} sockets, without a pause", all.len());
         let watch = |from| world.lab.scan_on(&from, all.keys().copied()).unwrap();
         let webs = world.hub.webs().await.unwrap();
@@ -180,6 +187,7 @@ impl<'a> Scene<'a> {
             world,
             node: world.lab.node(node),
             granted: here.map(|web| SocketAddr::new(web.ip, 8080)).collect(),
+            all: all.keys().copied().collect(),
             watches: world.askers().map(watch).into(),
         }
     }
@@ -214,8 +222,16 @@ impl<'a> Scene<'a> {
         }
     }
 
+    /// Nobody finds anything at all, what was granted before included: by scans of their own, since those that go on may have
+    /// seen it while it was granted.
+    pub(super) async fn nothing_answers(&self, when: &str) {
+        let found = self.world.found(self.all.iter().copied()).await;
+        assert_eq!(found, [BTreeSet::new(), BTreeSet::new()], "{when}");
+        println!("{when}: none of {} sockets answers", self.all.len());
+    }
+
     /// What is granted answers again, and nothing else has answered all the while.
-    async fn settled(&self, when: &str) {
+    pub(super) async fn settled(&self, when: &str) {
         for from in self.world.askers() {
             let open = self.world.lab.until_open(&from, &self.granted).await;
             open.unwrap_or_else(|error| panic!("{when}: {error}"));

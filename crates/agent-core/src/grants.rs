@@ -5,15 +5,11 @@
 //! selector a person writes it by hand. So an address counts only where it is this node's own or one of its pods', whatever
 //! the slice says of it, and only for endpoints that are said to be here.
 
-use std::{
-    collections::BTreeSet,
-    fmt,
-    net::{IpAddr, Ipv4Addr},
-};
+use std::{collections::BTreeSet, fmt, net::IpAddr};
 
 use ipnet::IpNet;
 
-use crate::{compile::Node, policy::Port, policy::Protocol};
+use crate::{compile::Node, policy::Port, policy::Protocol, prefixes::NOT_UNICAST};
 
 /// An EndpointSlice.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -55,6 +51,8 @@ pub enum Refusal {
     NotUnicast,
     /// Neither this node's nor one of its pods'.
     NotHere,
+    /// Outside what the cluster has in the mesh.
+    Outside,
 }
 
 impl fmt::Display for Refusal {
@@ -65,15 +63,17 @@ impl fmt::Display for Refusal {
                 "is neither in this node's spec.podCIDRs nor one of its addresses: what was written into an EndpointSlice by \
                  hand, or lies in a pod network that nodes share, is not granted to a sandbox"
             }
+            Self::Outside => "lies outside allowedNetworks of this cluster, so it is not granted to a sandbox",
         })
     }
 }
 
 /// Adds to `resolved` what a grant comes to on this node. `ports`: protocol and name of those that are granted; empty =
-/// every one.
+/// every one. `within`: where endpoints may lie.
 pub fn resolve<'a>(
     node: &Node,
     ports: &BTreeSet<(Protocol, String)>,
+    within: &BTreeSet<IpNet>,
     slices: impl IntoIterator<Item = &'a Slice>,
     resolved: &mut Resolved,
 ) {
@@ -92,7 +92,7 @@ pub fn resolve<'a>(
                 continue;
             }
             for address in endpoint.addresses.iter().map(IpAddr::to_canonical) {
-                if let Some(why) = refusal(node, address) {
+                if let Some(why) = refusal(node, within, address) {
                     resolved.refused.insert((address, why));
                     continue;
                 }
@@ -107,17 +107,17 @@ pub fn resolve<'a>(
     }
 }
 
-fn refusal(node: &Node, address: IpAddr) -> Option<Refusal> {
-    let link_local = match address {
-        IpAddr::V4(v4) => v4.is_link_local() || v4 == Ipv4Addr::BROADCAST,
-        IpAddr::V6(v6) => v6.is_unicast_link_local(),
-    };
-    if address.is_loopback() || address.is_unspecified() || address.is_multicast() || link_local {
+fn refusal(node: &Node, within: &BTreeSet<IpNet>, address: IpAddr) -> Option<Refusal> {
+    if NOT_UNICAST.iter().any(|net| net.contains(&address)) {
         return Some(Refusal::NotUnicast);
     }
     let pods = node.pod_cidrs.iter().any(|net: &IpNet| net.contains(&address));
     let own = node.addresses.contains(&address) || node.wireguard_ips.contains(&address);
-    (!pods && !own).then_some(Refusal::NotHere)
+    if !pods && !own {
+        return Some(Refusal::NotHere);
+    }
+    let inside = within.iter().any(|net| net.contains(&address));
+    (!inside).then_some(Refusal::Outside)
 }
 
 #[cfg(test)]
@@ -154,7 +154,8 @@ mod tests {
     fn granted(ports: &[(Protocol, &str)], slice: &Slice) -> Resolved {
         let ports = ports.iter().map(|(protocol, name)| (*protocol, (*name).to_owned()));
         let mut out = Resolved::default();
-        resolve(&hub_node().node, &ports.collect(), [slice], &mut out);
+        let within = ["10.101.0.0/16", "172.29.0.0/24", "::/0"].map(|net| net.parse().unwrap());
+        resolve(&hub_node().node, &ports.collect(), &within.into(), [slice], &mut out);
         out
     }
 
@@ -192,6 +193,27 @@ mod tests {
             ..Resolved::default()
         };
         assert_eq!(granted(&[(Protocol::Udp, "sql")], &slice), want);
+    }
+
+    #[test]
+    fn an_endpoint_outside_what_the_cluster_has_in_the_mesh_stays_closed() {
+        let at = ["10.101.0.5", "172.29.0.111"];
+        let slice = slice(at.map(|at| endpoint(at, "c1n1", true, false)).into());
+        let [pod, host] = at.map(|at| at.parse::<IpAddr>().unwrap());
+        let sql = BTreeSet::from([(Protocol::Tcp, "sql".to_owned())]);
+        let of = |within: &[&str]| {
+            let within = within.iter().map(|net| net.parse().unwrap()).collect();
+            let mut out = Resolved::default();
+            resolve(&hub_node().node, &sql, &within, [&slice], &mut out);
+            out
+        };
+        let want = Resolved {
+            granted: [(pod, port(Protocol::Tcp, 5432))].into(),
+            refused: [(host, Refusal::Outside)].into(),
+            ..Resolved::default()
+        };
+        assert_eq!(of(&["10.101.0.0/16"]), want);
+        assert_eq!(of(&[]).granted, BTreeSet::new(), "a policy that says nowhere");
     }
 
     #[test]

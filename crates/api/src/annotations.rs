@@ -6,7 +6,7 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_core::{key::PublicKey, links::Tunnels, observe::Endpoint};
+use clustermesh_core::{enforcement::Bypass, key::PublicKey, links::Tunnels, observe::Endpoint};
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
@@ -85,13 +85,16 @@ pub struct Agent {
     /// Peers without one.
     #[serde(default)]
     pub peers_down: u32,
-    /// Why packets of its pods pass by netfilter, so that PeerPolicies do not see them; empty = they are not known to.
+    /// Why packets pass by the PeerPolicies there, [`IPVS`] or netfilter passed by; empty = they are not known to.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub datapath_bypassed: String,
     /// Members to which some tunnel of this node is down, by [`member`]; see [`Agent::set_links`].
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "lenient")]
     pub links: BTreeMap<String, Link>,
 }
+
+/// What [`Agent::datapath_bypassed`] says where kube-proxy translates behind the policies. Any other text is one about netfilter.
+pub const IPVS: &str = "kube-proxy in mode ipvs translates after the policies looked";
 
 /// The longest text of [`NODE_AGENT`] that is read, bytes.
 const MAX_AGENT: usize = 4096;
@@ -135,6 +138,16 @@ fn lenient<'de, D: serde::Deserializer<'de>>(text: D) -> Result<BTreeMap<String,
 }
 
 impl Agent {
+    /// What leads packets past the PeerPolicies there.
+    #[must_use]
+    pub fn bypassed(&self) -> Option<Bypass> {
+        match &*self.datapath_bypassed {
+            "" => None,
+            IPVS => Some(Bypass::Ipvs),
+            _ => Some(Bypass::Netfilter),
+        }
+    }
+
     /// Takes over the members to which a tunnel is down; the others are no news. Where that is more than an annotation
     /// should hold, those with the fewest tunnels down are left out.
     pub fn set_links(&mut self, links: impl IntoIterator<Item = (String, Link)>) {

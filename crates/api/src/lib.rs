@@ -11,4 +11,5 @@ pub mod mesh;
 pub mod names;
 pub mod peer;
 pub mod policy;
+pub mod revision;
 mod schema;

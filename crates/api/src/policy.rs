@@ -83,16 +83,16 @@ pub struct PeerPolicySpec {
 /// One thing that may be reached: networks, or the endpoints of a Service of this cluster.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
 #[x_kube(
-    validation = Rule::new("has(self.to) != has(self.service)")
-        .message("exactly one of `to` and `service` must be set")
+    validation = Rule::new("has(self.to)")
+        .message("`to` must be set: the networks that may be reached or, beside `service`, those in which its endpoints may lie")
 )]
 #[serde(rename_all = "camelCase")]
 pub struct Allow {
-    /// Networks.
+    /// Networks; beside `service` those in which its endpoints may lie.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::rule_networks")]
     pub to: Vec<String>,
-    /// A Service of this cluster, whose endpoints the agents look up themselves.
+    /// A Service of this cluster, whose endpoints the agents look up themselves. Nothing else in `to` may be reached.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub service: Option<LocalService>,
     /// Which ports. Default: every one.

@@ -3,7 +3,7 @@
 use std::{num::NonZeroUsize, path::PathBuf};
 
 use clap::{Parser, Subcommand, ValueEnum};
-use clustermesh_core::hub::HubNamespace;
+use clustermesh_core::{hub::HubNamespace, plan::InfrastructurePort};
 
 use crate::verify::Allowed;
 
@@ -163,6 +163,10 @@ pub(crate) struct GivenArgs {
         conflicts_with = "filename"
     )]
     pub(crate) hub_namespaces: Vec<HubNamespace>,
+
+    /// As the controller's flag of that name, with the same values: ports closed beside the built-in ones; repeatable
+    #[arg(long = "infrastructure-port", value_name = "PORT[/PROTOCOL]")]
+    pub(crate) infrastructure_ports: Vec<InfrastructurePort>,
 
     /// What stands in the member that the meshes call NAME: a file, a folder or -; repeatable, also for one NAME
     ///

@@ -6,10 +6,7 @@ use std::{
     net::IpAddr,
 };
 
-use clustermesh_core::plan::{
-    Settings,
-    explain::{self, Explanation, Rule, Source, Verdict},
-};
+use clustermesh_core::plan::explain::{self, Explanation, Rule, Source, Verdict};
 
 use crate::{
     args::{ExplainArgs, Output},
@@ -114,7 +111,7 @@ fn answer(
     let world = explain::World {
         meshes: &outcome.meshes,
         seen: &outcome.world.observations,
-        settings: &Settings::default(),
+        settings: &outcome.settings,
         naming: &naming,
         plan: &outcome.plan,
     };

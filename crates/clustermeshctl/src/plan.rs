@@ -195,6 +195,8 @@ pub(crate) struct Outcome {
     pub(crate) clients: BTreeMap<ClusterIdentity, Client>,
     /// By the name on the command line of the member they go into, in the order of writing.
     steps: BTreeMap<String, Vec<Step>>,
+    /// As the controller was given them.
+    pub(crate) settings: Settings,
 }
 
 impl Outcome {
@@ -207,18 +209,20 @@ impl Outcome {
         stdin: &mut dyn Read,
         stderr: &mut dyn Write,
     ) -> Result<Self, Vec<Problem>> {
+        let settings = Settings::closing(&given.infrastructure_ports);
+        let settings = settings.map_err(|why| vec![Problem::usage(why.to_string())])?;
         let input = Input::read(given, stdin).await?;
         for line in &input.notes {
             let _ = writeln!(stderr, "{line}");
         }
-        let outcome = Self::of(input, given.hub_id.as_deref())?;
+        let outcome = Self::of(input, given.hub_id.as_deref(), settings)?;
         for line in outcome.notes() {
             let _ = writeln!(stderr, "{line}");
         }
         Ok(outcome)
     }
 
-    fn of(input: Input, hub: Option<&str>) -> Result<Self, Vec<Problem>> {
+    fn of(input: Input, hub: Option<&str>, settings: Settings) -> Result<Self, Vec<Problem>> {
         let Input {
             meshes,
             sources,
@@ -227,7 +231,7 @@ impl Outcome {
         } = input;
         let world = World::new(&meshes, sources?, hub);
         let naming = world::naming(&world.observations.hub);
-        let plan = plan::plan(&meshes, &world.observations, &Settings::default(), &naming);
+        let plan = plan::plan(&meshes, &world.observations, &settings, &naming);
         let mut steps = BTreeMap::new();
         for (identity, name) in &world.sources {
             if let (false, Some(seen)) = (steps.contains_key(name), world.given.get(name)) {
@@ -242,6 +246,7 @@ impl Outcome {
             world,
             clients,
             steps,
+            settings,
         })
     }
 

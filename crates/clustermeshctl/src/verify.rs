@@ -167,7 +167,7 @@ impl<'a> Verify<'a> {
         let sockets: BTreeMap<&str, Sockets> = clusters
             .values()
             .filter(|cluster| asked(&self.args.to, cluster.name))
-            .map(|cluster| (cluster.name, sockets::of(cluster.seen)))
+            .map(|cluster| (cluster.name, sockets::of(cluster.seen, &self.outcome.settings)))
             .collect();
         let mut jobs = Vec::new();
         for from in clusters.values().filter(|cluster| asked(&self.args.from, cluster.name)) {

@@ -148,6 +148,34 @@ fn the_mesh_decides_and_another_answer_follows_when_it_changes() {
 }
 
 #[test]
+fn a_port_that_the_operator_names_is_infrastructure_too_and_is_planned_so() {
+    let own = |flags: &str| {
+        let answer = run(
+            &format!("explain tenant-a/w1 mgmt/h1:8132 {WORLD} -o json {flags}"),
+            &mesh(),
+        );
+        let answer: Value = serde_json::from_str(&answer.out).unwrap_or_else(|_| panic!("{}", answer.err));
+        answer["answers"][1]["rule"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(own(""), "Meshed");
+    assert_eq!(own("--infrastructure-port 8132/TCP"), "InfrastructurePort");
+    assert_eq!(own("--infrastructure-port 8132/UDP"), "Meshed");
+
+    let plan = run(&format!("plan {WORLD} -o json --infrastructure-port 8132"), &mesh());
+    let plan: Value = serde_json::from_str(&plan.out).unwrap();
+    let policy = &plan["meshes"][0]["targets"][0]["policies"][0]["spec"];
+    let ports = policy["infrastructurePorts"].as_array().unwrap();
+    assert!(ports.contains(&json!({"port": 8132, "protocol": "TCP"})), "{ports:?}");
+
+    let refused = run(&format!("plan {WORLD} --infrastructure-port konnectivity"), &mesh());
+    assert!(
+        refused.code != Some(0) && refused.err.contains("--infrastructure-port") && refused.err.contains("8132/TCP"),
+        "{}",
+        refused.err
+    );
+}
+
+#[test]
 fn what_stands_already_is_told_from_what_is_only_planned() {
     let plan = run(&format!("plan {WORLD} -o json"), &mesh());
     let plan: Value = serde_json::from_str(&plan.out).unwrap();

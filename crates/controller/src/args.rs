@@ -3,7 +3,7 @@
 use std::{net::SocketAddr, path::PathBuf};
 
 use clap::Parser;
-use clustermesh_core::hub::HubNamespace;
+use clustermesh_core::{hub::HubNamespace, plan::InfrastructurePort};
 use clustermesh_daemon::LogFormat;
 
 /// Keeps every member of every ClusterMesh true.
@@ -25,6 +25,11 @@ pub struct Args {
     /// kubeconfig's context, else `default`).
     #[arg(long = "hub-namespace", value_name = "NAMESPACE[=PROFILE]")]
     pub hub_namespaces: Vec<HubNamespace>,
+
+    /// A port of your infrastructure that is closed to every member on each address of every node, beside the built-in ones
+    /// (API server, kubelet, etcd, scheduler, controller-manager, kube-proxy, wg-agent). May be given several times.
+    #[arg(long = "infrastructure-port", value_name = "PORT[/PROTOCOL]")]
+    pub infrastructure_ports: Vec<InfrastructurePort>,
 
     /// What tells this hub's objects from another's in a shared member. Default: the UID of the hub's kube-system
     /// namespace.
@@ -64,6 +69,21 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Args::command().debug_assert();
+    }
+
+    #[test]
+    fn a_port_of_the_infrastructure_that_is_none_is_refused_by_name() {
+        let parse = |values: &[&str]| {
+            let words = values.iter().flat_map(|value| ["--infrastructure-port", value]);
+            Args::try_parse_from(["clustermesh-controller"].into_iter().chain(words))
+        };
+        let ports = parse(&["8132", "53/UDP"]).unwrap().infrastructure_ports;
+        assert_eq!(ports, ["8132/TCP", "53/UDP"].map(|text| text.parse().unwrap()));
+        let why = parse(&["konnectivity"]).unwrap_err().to_string();
+        assert!(
+            why.contains("--infrastructure-port") && why.contains("8132/TCP"),
+            "{why}"
+        );
     }
 
     #[test]

@@ -1,7 +1,7 @@
-//! What is particular to the hub: its id, its own API's names, and what its namespaces may. No watch and no write here.
+//! What is particular to the hub: its id, its own API's names, what its namespaces may, and the operator's settings. No watch and no write here.
 
 use clustermesh_access::kubeconfig::HubHosts;
-use clustermesh_core::hub::HubNamespaces;
+use clustermesh_core::{hub::HubNamespaces, plan::Settings};
 use kube::Client;
 
 /// The hub, as every session and the reconcile loop know it.
@@ -15,4 +15,6 @@ pub(crate) struct Hub {
     pub(crate) hosts: HubHosts,
     /// Where `local: true` is allowed.
     pub(crate) namespaces: HubNamespaces,
+    /// What the operator set for all meshes.
+    pub(crate) settings: Settings,
 }

@@ -9,10 +9,11 @@ use std::{
 
 use clustermesh_api::{convert, mesh::ClusterMesh, names::Names};
 use clustermesh_core::{
+    announce,
     diff::{Action, Step, diff},
     mesh::{ClusterIdentity, Mesh, MeshId, ObjectName},
     observe::{Observation, Observations},
-    plan::{Plan, Settings, plan},
+    plan::{Plan, plan},
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use tokio_util::task::TaskTracker;
@@ -23,7 +24,9 @@ use crate::{
     feed::{Changed, Feed, Trust},
     held::Held,
     hub::Hub,
+    lagging::Lagging,
     metrics::Metrics,
+    news::Coming,
     resolve::{self, Resolver},
     session::{Interest, Session},
 };
@@ -78,6 +81,7 @@ pub(crate) struct Reconciler {
     meshes: Feed<Arc<ClusterMesh>>,
     members: BTreeMap<ClusterIdentity, Member>,
     held: Held,
+    coming: Coming,
     resolver: Resolver,
     speaker: Speaker,
     metrics: Metrics,
@@ -92,6 +96,8 @@ pub(crate) struct Reconciler {
     served: Served,
     /// Broken links as they were last told.
     links: Links,
+    /// Nodes whose agents enforce other PeerPolicies than stand.
+    lagging: Lagging,
     /// The hub left a write of this pass without an answer: what comes after it would wait as long.
     hub_silent: bool,
     shown: Shown,
@@ -122,6 +128,7 @@ impl Reconciler {
             meshes,
             members: BTreeMap::new(),
             held: Held::default(),
+            coming: Coming::default(),
             speaker,
             metrics,
             changed,
@@ -130,6 +137,7 @@ impl Reconciler {
             unreported: BTreeMap::new(),
             served: Served::new(),
             links: Links::default(),
+            lagging: Lagging::default(),
             hub_silent: false,
             shown,
         }
@@ -154,8 +162,9 @@ impl Reconciler {
         let names = Names {
             hub: self.hub.id.clone(),
         };
+        let settings = self.hub.settings.clone();
         let planned = tokio::task::spawn_blocking(move || {
-            let plan = plan(&meshes, &seen, &Settings::default(), &names);
+            let plan = plan(&meshes, &seen, &settings, &names);
             let steps = changes(&plan, &seen);
             (seen, plan, steps)
         });
@@ -184,7 +193,8 @@ impl Reconciler {
         self.show(&pass);
 
         let in_time = |until: Instant| until.saturating_duration_since(Instant::now());
-        let next = [hold, waits.map(in_time), self.links.due().map(in_time)];
+        let lagging = self.lagging.due(started).map(in_time);
+        let next = [hold, waits.map(in_time), self.links.due().map(in_time), lagging];
         let next = next.into_iter().flatten().min().unwrap_or(RESYNC).min(RESYNC);
         if settled {
             next.max(Duration::from_millis(50))
@@ -269,8 +279,10 @@ impl Reconciler {
         }
     }
 
-    /// Hands the steps to the writers; until when the first of them has been told to wait.
+    /// Hands the steps to the writers; until when the first of them has to wait.
     fn write(&mut self, pass: &mut Pass) -> Option<Instant> {
+        let now = Instant::now();
+        self.coming.keep(|identity| pass.steps.contains_key(identity));
         let claims = Arc::new(Claims {
             hub: pass.plan.hub.clone(),
             claimants: pass.plan.claimants.clone(),
@@ -286,9 +298,16 @@ impl Reconciler {
             let Some(client) = member.session.client() else {
                 continue;
             };
+            let mut steps = steps.clone();
+            let seen = pass.seen.members.get(identity).and_then(Observation::last);
+            if let Some(seen) = seen.filter(|_| announce::is_sandbox(&pass.plan, identity)) {
+                let (due, until) = self.coming.due(identity, seen, steps, now);
+                steps = due;
+                waits = [waits, until].into_iter().flatten().min();
+            }
             let until = member
                 .writer
-                .offer(steps.clone(), client, &member.session.tables(), &claims, &self.tasks);
+                .offer(steps, client, &member.session.tables(), &claims, &self.tasks);
             waits = [waits, until].into_iter().flatten().min();
         }
         waits

@@ -9,7 +9,7 @@ use anyhow::Context;
 use backon::{ExponentialBuilder, Retryable};
 use clustermesh_access::hub_hosts;
 use clustermesh_api::mesh::ClusterMesh;
-use clustermesh_core::hub::HubNamespaces;
+use clustermesh_core::{hub::HubNamespaces, plan::Settings};
 use clustermesh_daemon::{Admin, CancellationToken, Liveness, Readiness, State, drain, metrics as registry};
 use k8s_openapi::api::core::v1::Namespace;
 use kube::{Api, Client, Config, api::ApiResource};
@@ -33,16 +33,18 @@ const DRAIN: Duration = Duration::from_secs(15);
 /// Runs the controller until `stop` is cancelled.
 ///
 /// # Errors
-/// The kubeconfig does not parse, or `--listen` cannot be bound. Clusters that do not answer are waited for.
+/// The kubeconfig does not parse, there are too many infrastructure ports, or `--listen` cannot be bound. Clusters that do not answer are waited for.
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let Args {
         kubeconfig,
         context,
         hub_namespaces,
+        infrastructure_ports,
         hub_id,
         listen,
         log_format: _,
     } = args;
+    let settings = Settings::closing(&infrastructure_ports)?;
     let config = match kubeconfig {
         None => Config::incluster().context("not in a pod; give the hub's kubeconfig with --kubeconfig")?,
         Some(path) => clustermesh_access::own(Some(&path), context.as_deref())
@@ -53,7 +55,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let own = own.unwrap_or_else(|| config.default_namespace.clone());
     let namespaces = HubNamespaces::new(&hub_namespaces, &own);
     let hosts = hub_hosts(&config);
-    tracing::info!(version = env!("CARGO_PKG_VERSION"), hub = %config.cluster_url, %listen, ?namespaces, "starting");
+    tracing::info!(version = env!("CARGO_PKG_VERSION"), hub = %config.cluster_url, %listen, ?namespaces, ?settings, "starting");
     let client = Client::try_from(config).context("no client for the hub")?;
 
     let metrics = Metrics::default();
@@ -97,6 +99,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         id,
         hosts,
         namespaces,
+        settings,
     });
     let speaker = Speaker::new(client, std::env::var("POD_NAME").ok());
     let mut reconciler = Reconciler::new(hub, meshes.clone(), speaker, metrics, Arc::clone(&changed), shown);

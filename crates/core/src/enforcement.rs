@@ -1,20 +1,51 @@
 //! On which nodes of a mesh PeerPolicies are not enforced, as those nodes say of themselves: the condition `PolicyEnforced`.
 //! A node's claims are hostile; they are quoted, and can only make its own cluster look worse or better.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use crate::{pending::Pending, plan::Fact, status::Condition};
 
-/// The word for nodes whose packets pass by netfilter.
+/// The word for nodes whose packets pass by the PeerPolicies.
 pub const DATAPATH_BYPASSED: &str = "DatapathBypassed";
+
+/// How packets pass by the PeerPolicies of a node: each has a remedy of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Bypass {
+    /// The CNI leads packets of pods past netfilter.
+    Netfilter,
+    /// kube-proxy in mode ipvs: the kernel's IPVS translates in netfilter's hook for what the node itself is called by, after
+    /// the policies looked (`ip_vs_core.c`, `ip_vs_ops`), and what was a Service's address goes to any of its backends.
+    Ipvs,
+}
+
+/// What to do about [`Bypass::Ipvs`]; also where the agent says it.
+pub const WITHOUT_IPVS: &str = "set mode: nftables (or iptables) in kube-proxy's configuration and restart it, then remove the \
+                                interface kube-ipvs0, which it leaves behind (`ip link delete kube-ipvs0`, or a reboot)";
 
 /// Nodes of one member on which something is not enforced, by name.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Unenforced {
     /// Where packets pass by netfilter, and why, in the agent's words.
     pub bypassed: BTreeMap<String, String>,
+    /// Where kube-proxy's IPVS translates behind the policies.
+    pub ipvs: BTreeSet<String>,
     /// That Kilo's `kg` serves alone.
     pub without_agent: BTreeSet<String>,
+    /// Whose agent has said for [`GRACE`] that it enforces other PeerPolicies than stand.
+    pub outdated: BTreeSet<String>,
+}
+
+/// For so long an agent may say other PeerPolicies than stand: it enforces a change in a moment, and tells so within 10 s.
+pub const GRACE: Duration = Duration::from_secs(15);
+
+/// Whether an agent that says the revision `said` enforces others than those of the revision `standing`. One that says
+/// nothing is of a version that does not tell.
+#[must_use]
+pub fn outdated(said: &str, standing: &str) -> bool {
+    !said.is_empty() && said != standing
 }
 
 /// How many nodes of a member are named.
@@ -44,6 +75,25 @@ pub fn condition(
             reasons.join("; "),
         )
     });
+    let ipvs = members.iter().filter(|(_, member)| !member.ipvs.is_empty());
+    let ipvs = ipvs.map(|(cluster, member)| {
+        format!(
+            "on {} of cluster {cluster:?} kube-proxy in mode ipvs translates packets for Services after PeerPolicies looked at \
+             them, which do not see where they go: {WITHOUT_IPVS}",
+            named(member.ipvs.iter())
+        )
+    });
+    let bypassed = bypassed.chain(ipvs);
+    let outdated = members.iter().filter(|(_, member)| !member.outdated.is_empty());
+    let outdated = outdated.map(|(cluster, member)| {
+        format!(
+            "on {} of cluster {cluster:?} wg-agent does not say that it enforces the PeerPolicies that stand there, but others, \
+             for {} s or longer: it is dead, or cannot read them or write its table, and what was closed since may be open \
+             there. See the log of its pod there, and `wg-agent status` on the node",
+            named(member.outdated.iter()),
+            GRACE.as_secs(),
+        )
+    });
     let alone = members.iter().filter(|(_, member)| !member.without_agent.is_empty());
     let alone = alone.map(|(cluster, member)| {
         format!(
@@ -53,12 +103,13 @@ pub fn condition(
         )
     });
     let (bypassed, alone): (Vec<String>, Vec<String>) = (bypassed.collect(), alone.collect());
-    let refusing: Vec<String> = refusing.collect();
+    let (outdated, refusing): (Vec<String>, Vec<String>) = (outdated.collect(), refusing.collect());
     // A quarantine is the more urgent of the two.
     let mut pending: Vec<&Pending> = pending.iter().collect();
     pending.sort_by_key(|pending| !pending.quarantine);
     let open = told(&pending);
     let words = [
+        (&outdated, "PolicyOutdated"),
         (&refusing, "TargetCannotEnforce"),
         (&bypassed, DATAPATH_BYPASSED),
         (&alone, "NoAgent"),
@@ -79,7 +130,7 @@ pub fn condition(
         kind: "PolicyEnforced",
         status: false,
         reason,
-        message: [open, refusing, bypassed, alone].concat().join("; "),
+        message: [open, outdated, refusing, bypassed, alone].concat().join("; "),
     }
 }
 
@@ -149,6 +200,20 @@ mod tests {
              on Node k1 of cluster \"b\" kg runs without wg-agent and accepts whatever its Peers admit: run wg-agent there with \
              --mode=policy"
         );
+        let ipvs = Unenforced {
+            ipvs: ["n4".to_owned()].into(),
+            ..Unenforced::default()
+        };
+        let ipvs = condition(&[("c".to_owned(), ipvs)].into(), &BTreeSet::new(), &BTreeSet::new());
+        assert_eq!(
+            (ipvs.reason, ipvs.message.as_str()),
+            (
+                "DatapathBypassed",
+                "on Node n4 of cluster \"c\" kube-proxy in mode ipvs translates packets for Services after PeerPolicies looked at \
+                 them, which do not see where they go: set mode: nftables (or iptables) in kube-proxy's configuration and restart \
+                 it, then remove the interface kube-ipvs0, which it leaves behind (`ip link delete kube-ipvs0`, or a reboot)"
+            )
+        );
         let one = condition(&[("b".to_owned(), alone)].into(), &BTreeSet::new(), &BTreeSet::new());
         assert_eq!((one.status, one.reason), (false, "NoAgent"));
         let refusing = Fact::TargetCannotEnforce {
@@ -159,6 +224,33 @@ mod tests {
         assert_eq!(
             (refused.reason, refused.message),
             ("TargetCannotEnforce", format!("takes none; {}", both.message))
+        );
+    }
+
+    #[test]
+    fn a_node_whose_agent_enforces_others_than_stand_is_named_with_what_to_look_at() {
+        let behind = Unenforced {
+            outdated: ["w2".to_owned()].into(),
+            ..bypassed(&["w1".to_owned()])
+        };
+        let told = condition(&[("a".to_owned(), behind)].into(), &BTreeSet::new(), &BTreeSet::new());
+        assert_eq!((told.status, told.reason), (false, "PolicyOutdated"));
+        let (outdated, bypassed) = told.message.split_once("; ").unwrap();
+        assert_eq!(
+            outdated,
+            "on Node w2 of cluster \"a\" wg-agent does not say that it enforces the PeerPolicies that stand there, but others, \
+             for 15 s or longer: it is dead, or cannot read them or write its table, and what was closed since may be open \
+             there. See the log of its pod there, and `wg-agent status` on the node"
+        );
+        assert!(bypassed.starts_with("on Node w1 of cluster"), "{bypassed}");
+    }
+
+    #[test]
+    fn an_agent_that_does_not_tell_is_not_called_outdated() {
+        let said = [("1", "1"), ("1", "2"), ("", "1")];
+        assert_eq!(
+            said.map(|(said, standing)| outdated(said, standing)),
+            [false, true, false]
         );
     }
 

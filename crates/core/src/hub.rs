@@ -127,28 +127,17 @@ impl HubNamespaces {
 
 #[cfg(test)]
 mod tests {
-    use crate::mesh::{Addressing, Cluster, MeshId, PodNetwork};
+    use crate::{
+        mesh::{Cluster, MeshId},
+        plan::tests::entry,
+    };
 
     use super::*;
 
     fn mesh(namespace: &str, profile: Profile) -> Mesh {
-        let entry = |name: &str, identity, profile| Cluster {
-            name: name.to_owned(),
-            identity,
+        let entry = |name, identity, profile| Cluster {
             profile,
-            addressing: Addressing::Routed,
-            allowed: vec![],
-            anchored: None,
-            anchors: 1,
-            pod_network: PodNetwork::PerNode,
-            exports: vec![],
-            wireguard_port: 51820,
-            persistent_keepalive: 0,
-            endpoint_networks: vec![],
-            egress: vec![],
-            quarantine: false,
-            confined_to: None,
-            max_nodes: 5000,
+            ..entry(name, identity, &[])
         };
         let secret = ClusterIdentity::Secret {
             namespace: namespace.to_owned(),

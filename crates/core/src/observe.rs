@@ -11,6 +11,7 @@ use std::{
 use ipnet::IpNet;
 
 use crate::{
+    enforcement::Bypass,
     key::PublicKey,
     mesh::{ClusterIdentity, ObjectName, Protocol},
 };
@@ -205,8 +206,8 @@ pub struct Node {
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// Which program serves WireGuard here.
     pub server: Server,
-    /// Packets of its pods pass by netfilter, as its agent says: no PeerPolicy sees them.
-    pub bypassed: bool,
+    /// What leads packets past its PeerPolicies, as its agent says; `None` = nothing that is known.
+    pub bypassed: Option<Bypass>,
     /// For how long an earlier plan has been holding this node's last Peer (see [`crate::plan::ClusterReport::held`]);
     /// `None` = not held.
     pub held_for: Option<Duration>,
@@ -289,6 +290,8 @@ pub struct ServiceGrant {
     pub service: ObjectName,
     /// Protocols and names of its ports, as its EndpointSlices have them (`""` = the only one); empty = every one.
     pub ports: BTreeSet<(Protocol, String)>,
+    /// Where its endpoints may lie: what this cluster has in the mesh. One elsewhere stays closed.
+    pub within: BTreeSet<IpNet>,
 }
 
 /// A Service.

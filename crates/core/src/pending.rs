@@ -165,7 +165,8 @@ fn wider(standing: &PolicySpec, wanted: &PolicySpec) -> bool {
     let granted = |grant: &ServiceGrant| {
         wanted.grants.iter().any(|wanted| {
             let ports = wanted.ports.is_empty() || (!grant.ports.is_empty() && grant.ports.is_subset(&wanted.ports));
-            wanted.service == grant.service && ports
+            let inside = |net: &IpNet| wanted.within.iter().any(|wanted| wanted.contains(net));
+            wanted.service == grant.service && ports && grant.within.iter().all(inside)
         })
     };
     !standing.allow.iter().all(allowed) || !standing.grants.iter().all(granted)

@@ -2,13 +2,10 @@
 //!
 //! The rules are numbered as in the design (§4); each module below names those it carries.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    time::Duration,
-};
+use std::{collections::BTreeMap, time::Duration};
 
 use crate::{
-    mesh::{ClusterIdentity, Mesh, MeshId, ObjectName, Protocol},
+    mesh::{ClusterIdentity, Mesh, MeshId, ObjectName},
     observe::{Observations, PolicySpec},
     ownership::Claimant,
 };
@@ -24,16 +21,18 @@ mod nodes;
 mod peers;
 mod result;
 mod services;
+mod settings;
 mod settle;
 mod target;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use result::{
     ClusterReport, EgressReport, Fact, MeshPlan, Plan, PlannedPeer, PlannedPolicy, PlannedService, PlannedSlice,
     Reason, Skipped, TargetPlan,
 };
+pub use settings::{InfrastructurePort, Settings, SettingsError};
 
 /// For how long a node whose annotations vanished, or whose address clashes while kg renumbers, keeps its last Peer
 /// (DESIGN §4 rule 9).
@@ -52,24 +51,6 @@ pub trait Naming {
     fn policy_revision(&self, cluster: &str, spec: &PolicySpec) -> String;
     /// Name of the `index`-th EndpointSlice of one family of a mirrored Service.
     fn slice(&self, mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String;
-}
-
-/// What the operator of the controller set for all meshes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Settings {
-    /// Ports closed to every member on each address of a node itself: API server, kubelet, etcd and their like.
-    pub infrastructure_ports: BTreeSet<(Protocol, u16)>,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        // kube-apiserver, etcd client and peer, kubelet, its read-only port, scheduler, controller-manager, kube-proxy,
-        // wg-agent's own metrics.
-        let ports = [6443, 2379, 2380, 10250, 10255, 10259, 10257, 10249, 10256, 9587];
-        Self {
-            infrastructure_ports: ports.map(|port| (Protocol::Tcp, port)).into(),
-        }
-    }
 }
 
 /// Plans all meshes. Neither the order of `meshes` nor of anything observed has a part in the result.

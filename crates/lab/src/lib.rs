@@ -15,6 +15,7 @@
 //! `kill -9` of the supervisor leaves only cgroup directories and plain files, which the next lab sweeps.
 #![forbid(unsafe_code)]
 
+mod attack;
 mod boundary;
 mod capture;
 mod cgroup;
@@ -35,6 +36,7 @@ mod tools;
 mod traffic;
 mod wait;
 
+pub use attack::Attacker;
 pub use boundary::Boundary;
 pub use capture::{Capture, Captured};
 pub use command::{Output, Running};
@@ -48,5 +50,5 @@ pub use run::{down_all, standing};
 pub use scan::{Echo, INFRASTRUCTURE, Watch};
 pub use supervisor::stages;
 pub use tools::{ArtefactSet, Tools, lab_home};
-pub use traffic::{Answer, Asker, WEB, Web};
+pub use traffic::{Answer, Asker, STORE, WEB, Web};
 pub use wait::wait_until;

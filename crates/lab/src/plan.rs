@@ -1,6 +1,6 @@
 //! The address plan: which clusters and nodes a lab has and where their addresses lie. Values only.
 
-use std::net::{Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use serde::{Deserialize, Serialize};
@@ -354,6 +354,12 @@ impl ClusterPlan {
     /// The ClusterIP of the cluster's DNS.
     pub fn dns_ip(&self) -> Ipv4Addr {
         nth(self.service_cidr, 10)
+    }
+
+    /// The addresses of a load balancer on the underlay, one of each family.
+    pub(crate) fn balanced(&self) -> Vec<IpAddr> {
+        let v6 = self.v6.as_ref().map(|v6| nth_v6(v6.underlay, 240).into());
+        [nth(self.underlay, 240).into()].into_iter().chain(v6).collect()
     }
 
     /// Node number `n`, from 1, on the underlay.

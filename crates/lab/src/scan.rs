@@ -3,7 +3,8 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
-    time::Duration,
+    sync::atomic::{AtomicUsize, Ordering},
+    time::{Duration, Instant},
 };
 
 use ipnet::IpNet;
@@ -14,6 +15,9 @@ use crate::{Asker, Cluster, Error, Lab, Result, Running, run, wait_until};
 
 /// Ports of the control plane, the kubelet, kube-proxy, the agent and SSH, whether anything listens there or not.
 pub const INFRASTRUCTURE: [u16; 11] = [22, 2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259];
+
+/// How many programs of this module were left running so far.
+static SPAWNED: AtomicUsize = AtomicUsize::new(0);
 
 impl Cluster<'_> {
     /// Every address of it with every port that is open anywhere in it, and what each address is: nodes (their own
@@ -239,6 +243,8 @@ impl Lab {
     }
 
     fn spawn_at(&self, from: &Asker, log: &str, words: [&str; 3]) -> Result<Running> {
+        // Two of a kind at once have a log each.
+        let log = format!("{log}-{}", SPAWNED.fetch_add(1, Ordering::Relaxed));
         match from {
             Asker::Pod(web) => self.node(&web.node).pod_spawn(&format!("{log}-pod"), web.ip, words),
             Asker::Host(node) => self.node(node).spawn(&format!("{log}-host"), words),
@@ -327,6 +333,27 @@ impl Echo {
         wait_until("an answer", Duration::from_secs(90), async || {
             let later = self.answers().into_iter().find(|at| *at > time);
             later.ok_or_else(|| "silence".to_owned())
+        })
+        .await
+    }
+
+    /// Waits until nothing has come for so long, and returns when the last answer came, if there was any, in milliseconds since
+    /// 1970.
+    ///
+    /// # Errors
+    /// When it goes on answering for a minute and a half.
+    pub async fn silent_for(&self, silence: Duration) -> Result<Option<u128>> {
+        let (mut last, mut since) = (None, Instant::now());
+        wait_until("silence", Duration::from_secs(90), async || {
+            let now = self.answers().pop();
+            if now != last {
+                (last, since) = (now, Instant::now());
+            }
+            if since.elapsed() >= silence {
+                Ok(last)
+            } else {
+                Err(format!("an answer at {last:?}"))
+            }
         })
         .await
     }

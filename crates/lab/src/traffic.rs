@@ -8,10 +8,16 @@ use kube::{
     api::{ApiResource, DynamicObject, ListParams},
 };
 
+use serde_json::json;
+
 use crate::{Cluster, Error, Lab, Result, wait_until};
 
 /// Two web servers, one on each node, behind the Service `web`: applied by [`Cluster::run_web`].
 pub const WEB: &str = include_str!("traffic/web.yaml");
+
+/// Services of every type, before pods with three ports (`store`: 8080 and 8081 of TCP, an echo at 9000 of UDP) and a server in the
+/// host network of one node (`hosted`: 18080 of TCP, an echo at 19000 of UDP): applied by [`Cluster::run_store`].
+pub const STORE: &str = include_str!("traffic/store.yaml");
 
 /// A running pod of the web Deployment.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -78,6 +84,30 @@ impl Cluster<'_> {
         self.apply(WEB).await?;
         self.rollout("default", "deployment/web").await?;
         self.webs().await
+    }
+
+    /// Runs the Services of every type and waits for their servers. Number 240 of the underlay's range, and in a dual-stack
+    /// cluster of the second family's too, is what a load balancer serves at `store-balanced`: there is none, but kube-proxy takes
+    /// its addresses for the Service's on every node.
+    ///
+    /// # Errors
+    /// When they do not come up.
+    pub async fn run_store(&self) -> Result<()> {
+        self.apply(STORE).await?;
+        for name in ["store", "hosted"] {
+            self.rollout("default", &format!("deployment/{name}")).await?;
+        }
+        let ingress: Vec<_> = self.plan().balanced().iter().map(|ip| json!({"ip": ip})).collect();
+        let status = json!({"status": {"loadBalancer": {"ingress": ingress}}}).to_string();
+        let words = [
+            "patch",
+            "service",
+            "store-balanced",
+            "--subresource=status",
+            "--type=merge",
+        ];
+        let words = words.into_iter().chain(["-p", &status]);
+        self.kubectl(words).await.map(drop)
     }
 
     /// The web servers that run now, by node.

@@ -48,7 +48,17 @@ pub(crate) enum Command {
     /// Needs no right and no agent.
     Probe(ProbeArgs),
     /// Write the node's kernel settings that need a privileged container, and end: for an init container.
-    Prepare,
+    Prepare(PrepareArgs),
+}
+
+/// What a node is given beside the settings without which nothing works.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct PrepareArgs {
+    /// The node's connection table (conntrack) holds so many at least; one that holds more is left as it is, 0 = any is. The
+    /// default holds what two nodes of sandboxes keep in it that open and close connections at --sandbox-new-flows (TCP's are
+    /// kept for 120 s after their end), and little more; a full one takes 80 MB. kube-proxy sets its own number when it starts: raise --conntrack-min there as well.
+    #[arg(long, default_value_t = 262_144, value_parser = clap::value_parser!(u64).range(..=1 << 30))]
+    pub(crate) conntrack_min: u64,
 }
 
 /// The flags, as typed.
@@ -417,7 +427,10 @@ mod tests {
         };
         let before = before.strip_prefix('+').expect("with full rights");
         let cli = Cli::try_parse_from(before.split_whitespace()).expect("a command that there is");
-        assert!(matches!(cli.command, Some(Command::Prepare)));
+        assert!(matches!(
+            cli.command,
+            Some(Command::Prepare(PrepareArgs { conntrack_min: 262_144 }))
+        ));
 
         assert_eq!(unit("ExecStopPost"), [""; 0], "the node stays closed");
         for (key, value) in [

@@ -30,7 +30,7 @@ use crate::{
     reconcile::gate::{kg_lives, own_node, waiting},
     run::lines,
     source::{
-        cilium::Found,
+        datapath::Found,
         objects::{NodeSeen, PeerSeen, revision},
         store::{Store, World},
     },

@@ -1,5 +1,5 @@
-//! How full this node's table of connections (conntrack) is and what it could not take, as the kernel says; nothing is set here.
-//! Every pod's connections are in it, and every member's, so that whoever fills it keeps all others out.
+//! How full this node's table of connections (conntrack) is and what it could not take, as the kernel says; and how it is made
+//! larger. Every pod's connections are in it, and every member's, so that whoever fills it keeps all others out.
 
 use std::{collections::BTreeMap, fmt, fs, io};
 
@@ -24,15 +24,42 @@ pub struct Table {
     pub failures: BTreeMap<&'static str, u64>,
 }
 
+fn setting(name: &str) -> String {
+    format!("/proc/sys/net/netfilter/nf_conntrack_{name}")
+}
+
+fn number(name: &str) -> io::Result<u64> {
+    let text = fs::read_to_string(setting(name))?;
+    text.trim().parse().map_err(io::Error::other)
+}
+
+/// Makes the table hold that many where it holds fewer; how many it held then. Its hash table grows with it, or the kernel
+/// walks long chains. `None`: it holds as many, or there is none.
+///
+/// # Errors
+/// It cannot be written: the caller is no process of the node's own network namespace, or not privileged.
+pub(crate) fn raise(least: u64) -> io::Result<Option<u64>> {
+    let limit = match number("max") {
+        // Whoever loads it gives it a size.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        limit => limit?,
+    };
+    if limit == 0 || limit >= least {
+        return Ok(None);
+    }
+    let buckets = least / 4;
+    if number("buckets")? < buckets {
+        fs::write(setting("buckets"), buckets.to_string())?;
+    }
+    fs::write(setting("max"), least.to_string())?;
+    Ok(Some(limit))
+}
+
 /// Reads it.
 ///
 /// # Errors
 /// The kernel shows none: conntrack is not loaded.
 pub fn read() -> io::Result<Table> {
-    let number = |name: &str| -> io::Result<u64> {
-        let text = fs::read_to_string(format!("/proc/sys/net/netfilter/nf_conntrack_{name}"))?;
-        text.trim().parse().map_err(io::Error::other)
-    };
     // Of the caller's own thread, which in tests is in another namespace than its process.
     let counters = fs::read_to_string("/proc/thread-self/net/stat/nf_conntrack").unwrap_or_default();
     Ok(Table {

@@ -43,14 +43,17 @@ pub(crate) struct Tracks {
     peers: BTreeMap<PublicKey, Track>,
     /// Where each was heard from last, also by an earlier process: one that is new on the device is tried there first.
     live: BTreeMap<PublicKey, SocketAddr>,
+    /// Of those that nobody else tells where they are, as sandboxes: since when they are not wanted. Between two writes that
+    /// belong together a Peer may be refused for a moment, and its node has a session for as long as this remembers.
+    gone: BTreeMap<PublicKey, Instant>,
 }
 
 impl Tracks {
     /// No peers yet; `live` is where an earlier process heard from them.
     pub(crate) fn new(live: BTreeMap<PublicKey, SocketAddr>) -> Self {
         Self {
-            peers: BTreeMap::new(),
             live,
+            ..Self::default()
         }
     }
 
@@ -87,7 +90,12 @@ impl Tracks {
             }
             self.peers.insert(key, track);
         }
-        self.live.retain(|key, _| self.peers.contains_key(key));
+        let Self { peers, live, gone } = self;
+        let untold = old.into_iter().filter(|(_, track)| track.candidates.is_empty());
+        gone.extend(untold.map(|(key, _)| (key, now)));
+        let remembered = |since: &Instant| now.saturating_duration_since(*since) < SESSION;
+        gone.retain(|key, since| live.contains_key(key) && !peers.contains_key(key) && remembered(since));
+        live.retain(|key, _| peers.contains_key(key) || gone.contains_key(key));
     }
 
     /// The endpoint to configure for a peer.
@@ -297,6 +305,18 @@ mod tests {
     }
 
     #[test]
+    fn who_left_the_device_comes_back_where_it_was_heard_from_last() {
+        let now = Instant::now();
+        let mut tracks = Tracks::default();
+        sync(&mut tracks, &[], now);
+        tracks.look(&heard(Some(5), Some("203.0.113.5:777"), 1, 1), now);
+        assert_eq!(tracks.current(&KEY), None, "nobody tells where a sandbox is");
+        tracks.rejoin(&[KEY, PublicKey::new([8; 32])]);
+        sync(&mut tracks, &[], now);
+        assert_eq!(tracks.current(&KEY), Some(at("203.0.113.5:777")));
+    }
+
+    #[test]
     fn what_lives_keeps_its_endpoint_unless_that_is_withdrawn() {
         let now = Instant::now();
         let mut tracks = Tracks::default();
@@ -324,6 +344,33 @@ mod tests {
             Some(at("192.0.2.11:1")),
             "and no longer once it is silent"
         );
+    }
+
+    #[test]
+    fn one_that_is_refused_for_a_moment_comes_back_where_it_was_heard_from_and_is_forgotten_with_its_session() {
+        let start = Instant::now();
+        let mut tracks = Tracks::default();
+        sync(&mut tracks, &[], start);
+        tracks.look(&heard(Some(1), Some("203.0.113.5:777"), 1, 1), start);
+        let nobody = |tracks: &mut Tracks, at| tracks.sync([].into_iter(), at);
+        let last = start + SESSION - Duration::from_secs(1);
+        for now in [start, last] {
+            nobody(&mut tracks, now);
+        }
+        sync(&mut tracks, &[], last);
+        assert_eq!(tracks.current(&KEY), Some(at("203.0.113.5:777")));
+        nobody(&mut tracks, last);
+        nobody(&mut tracks, last + SESSION);
+        sync(&mut tracks, &[], last + SESSION);
+        assert_eq!((tracks.current(&KEY), tracks.live().len()), (None, 0));
+
+        // Of one that is made anew with an endpoint that endpoint counts.
+        let mut tracks = Tracks::default();
+        sync(&mut tracks, &["192.0.2.1:1"], start);
+        tracks.look(&heard(Some(1), Some("192.0.2.1:1"), 1, 1), start);
+        nobody(&mut tracks, start);
+        sync(&mut tracks, &["[2001:db8::1]:1"], start);
+        assert_eq!(tracks.current(&KEY), Some(at("[2001:db8::1]:1")));
     }
 
     #[test]

@@ -52,7 +52,7 @@ pub fn main() -> ExitCode {
             runtime.block_on(async {
                 match command {
                     Some(args::Command::Cleanup) => cleanup::run(flags.into_cleanup()).await,
-                    Some(args::Command::Prepare) => prepare::run(flags.port()).await,
+                    Some(args::Command::Prepare(what)) => prepare::run(flags.port(), what.conntrack_min).await,
                     Some(args::Command::Preflight) => preflight::run(flags.into_preflight().as_deref()).await,
                     Some(args::Command::RotateKey) => rotate_key(&flags.into_key_file()),
                     // Answered above: what they print is all that may stand on their standard output.

@@ -137,7 +137,7 @@ impl Metrics {
         }
         registry.register(
             "datapath_bypassed",
-            "1 where a CNI (Cilium with host routing in BPF) leads packets past netfilter",
+            "1 where a CNI (Cilium with host routing in BPF) leads packets past netfilter, or kube-proxy translates by IPVS",
             bypassed,
         );
         registry.register("peers", "Peers on the device, by source cluster and state", peers);

@@ -17,7 +17,7 @@ use crate::{
     prepare,
     route::sysctl,
     run::lines,
-    source::{cilium, client},
+    source::{client, datapath},
 };
 
 /// Something that is missing.
@@ -92,7 +92,13 @@ pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
     if let Some(full) = conntrack::trouble() {
         println!("Beside what is missing: {full}.\n");
     }
-    let datapath = datapath(kubeconfig).await;
+    let client = async || {
+        let connected = client::connect(kubeconfig).await;
+        connected
+            .map(|connection| connection.client)
+            .map_err(|error| error.to_string())
+    };
+    let datapath = datapath::look(client).await.map(|found| found.to_string());
     if missing.is_empty() && settings.is_empty() && datapath.is_none() {
         println!("Nothing is missing on this node.");
         return Ok(());
@@ -103,19 +109,6 @@ pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
         .chain(datapath)
         .collect();
     anyhow::bail!("this node is not ready for wg-agent:\n{}", lines(&all))
-}
-
-/// What is wrong where the CNI leads packets past netfilter, or where that cannot be told.
-async fn datapath(kubeconfig: Option<&Path>) -> Option<String> {
-    if !cilium::serves() {
-        return None;
-    }
-    match client::connect(kubeconfig).await {
-        Ok(connection) => cilium::look(&connection.client).await.map(|found| found.to_string()),
-        Err(error) => Some(format!(
-            "Cilium serves this node; whether it leads packets past netfilter is not known: {error}"
-        )),
-    }
 }
 
 /// Whether a capability is in effect (proc_pid_status(5), `CapEff`).

@@ -13,13 +13,14 @@ use clustermesh_agent_core::{
     sysctl::{Name, Sysctl, desired},
 };
 
-use crate::{preflight, route::sysctl::ensure, run::lines};
+use crate::{conntrack, preflight, route::sysctl::ensure, run::lines};
 
 /// Ports that the kernel gives to nobody who does not ask for them by number, as `5000,6000-6999`.
 const RESERVED: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
 
-/// Writes them, or says which could not be written and how else to set them. `port`: the tunnel's.
-pub async fn run(port: u16) -> anyhow::Result<()> {
+/// Writes them, or says which could not be written and how else to set them. `port`: the tunnel's; `connections`: the node's
+/// table of connections holds these at least.
+pub(crate) async fn run(port: u16, connections: u64) -> anyhow::Result<()> {
     let wanted = settings(Path::new("/proc/sys/net/ipv6").exists());
     let missing = ensure(&wanted).await;
     for sysctl in &wanted {
@@ -32,7 +33,17 @@ pub async fn run(port: u16) -> anyhow::Result<()> {
         lines(&missing),
         preflight::host(&[], &missing).everywhere()
     );
-    reserve(port).with_context(|| format!("cannot add the tunnel's port {port} to {RESERVED}"))
+    reserve(port).with_context(|| format!("cannot add the tunnel's port {port} to {RESERVED}"))?;
+    match conntrack::raise(connections) {
+        Ok(None) => {}
+        Ok(Some(before)) => tracing::info!("net.netfilter.nf_conntrack_max = {connections}, was {before}"),
+        // A node inside another one's container: the table is the outer one's.
+        Err(error) => tracing::warn!(
+            "the table of connections holds fewer than {connections} and cannot be raised from here ({error}); set it on the host: \
+             sysctl -w net.netfilter.nf_conntrack_max={connections}"
+        ),
+    }
+    Ok(())
 }
 
 /// While no agent is here to hold it, the tunnel's port could be given to any program that asks for some port.

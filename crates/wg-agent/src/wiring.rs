@@ -11,7 +11,7 @@ use crate::{
     lock::Lock,
     metrics::Metrics,
     publish::{self, Wanted},
-    source::{self, cilium, client::Connection, store::Store},
+    source::{self, client::Connection, datapath, store::Store},
     status::{self, Dump},
 };
 
@@ -43,7 +43,7 @@ pub(crate) struct Ends {
     /// What the Node should say.
     pub(crate) publish: watch::Sender<Wanted>,
     /// Whether the CNI leads packets past us.
-    pub(crate) bypassed: watch::Receiver<Option<cilium::Found>>,
+    pub(crate) bypassed: watch::Receiver<Option<datapath::Found>>,
 }
 
 impl Base {
@@ -115,8 +115,9 @@ impl Base {
             metrics.clone(),
             stop.clone(),
         ));
-        let (bypass, bypassed) = watch::channel(None);
-        tasks.spawn(cilium::run(client(), bypass, metrics.clone(), stop.clone()));
+        let (bypass, bypassed) = watch::channel(datapath::at_first());
+        let found = datapath::run(client(), bypass, store.clone(), metrics.clone(), stop.clone());
+        tasks.spawn(found);
         Ok((running, Ends { publish, bypassed }))
     }
 }

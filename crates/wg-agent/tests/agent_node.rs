@@ -241,10 +241,34 @@ async fn crds_that_come_late_are_noticed() {
     assert!(first.log().contains("mended"), "{}", first.log());
 }
 
+/// Waits until the agent's annotation says this of what leads past its table.
+async fn published(world: &World, site: &node::Site, why: &str) {
+    let nodes: kube::Api<Node> = kube::Api::all(world.client(site).await);
+    wait_until("the Node to say so", SOON, async || {
+        let list = nodes
+            .list(&Default::default())
+            .await
+            .map_err(|error| error.to_string())?;
+        let said = list.items.iter().find_map(|node| {
+            let text = node.metadata.annotations.as_ref()?.get("kilo-clustermesh.io/agent")?;
+            serde_json::from_str::<serde_json::Value>(text).ok()
+        });
+        let told = said.as_ref().and_then(|agent| agent["datapathBypassed"].as_str());
+        if told == Some(why) {
+            Ok(())
+        } else {
+            Err(format!("{said:?}"))
+        }
+    })
+    .await
+    .expect("it is published");
+}
+
 #[tokio::test]
-async fn cilium_with_host_routing_in_bpf_is_named_and_does_no_harm() {
+async fn what_leads_past_the_table_is_named_with_its_remedy_and_does_no_harm() {
     let world = World::start().await;
     let site = world.site(TENANT);
+    let host = world.host(site);
     // What Cilium leaves on a node and in its cluster.
     let link = [
         "ip",
@@ -257,7 +281,7 @@ async fn cilium_with_host_routing_in_bpf_is_named_and_does_no_harm() {
         "name",
         "cilium_net",
     ];
-    world.host(site).exec(link).await.expect("add the interface");
+    host.exec(link).await.expect("add the interface");
     let config: k8s_openapi::api::core::v1::ConfigMap = serde_json::from_value(serde_json::json!({
         "metadata": {"name": "cilium-config"},
         "data": {"kube-proxy-replacement": "true", "enable-bpf-masquerade": "true"},
@@ -280,35 +304,51 @@ async fn cilium_with_host_routing_in_bpf_is_named_and_does_no_harm() {
     .expect("it is said");
     assert_eq!(world.page(site, "/readyz").await.0, 200);
     let why = "kube-proxy-replacement and masquerading in BPF imply host routing in BPF";
-    wait_until("the Node to say so", SOON, async || {
-        let nodes: kube::Api<Node> = kube::Api::all(world.client(site).await);
-        let list = nodes
-            .list(&Default::default())
-            .await
-            .map_err(|error| error.to_string())?;
-        let said = list
-            .items
-            .iter()
-            .filter_map(|node| node.metadata.annotations.as_ref()?.get("kilo-clustermesh.io/agent"));
-        let said: Vec<&String> = said.collect();
-        let want = format!(r#""datapathBypassed":"{why}""#);
-        if said.iter().any(|text| text.contains(&want)) {
-            Ok(())
-        } else {
-            Err(format!("{said:?}"))
-        }
-    })
-    .await
-    .expect("it is published");
+    published(&world, site, why).await;
     let program = env!("CARGO_BIN_EXE_wg-agent");
-    let status = world.host(site).try_exec([program, "status"]).await.expect("run it");
-    assert_eq!(status.status.code(), Some(1), "{status:?}");
-    assert!(
-        status.stdout.contains(&format!("Datapath  bypassed ({why})")),
-        "{status:?}"
-    );
     let kubeconfig = world.kubeconfig(site).display().to_string();
     let preflight = [program, "preflight", "--kubeconfig", &kubeconfig];
-    let preflight = world.host(site).try_exec(preflight).await.expect("run it");
-    assert!(preflight.stderr.contains("DatapathBypassed: Cilium"), "{preflight:?}");
+    let said = async |why: &str, remedy: &str| {
+        let status = host.try_exec([program, "status"]).await.expect("run it");
+        assert_eq!(status.status.code(), Some(1), "{status:?}");
+        assert!(
+            status.stdout.contains(&format!("Datapath  bypassed ({why})")) && status.stdout.contains(remedy),
+            "{status:?}"
+        );
+        let preflight = host.try_exec(preflight).await.expect("run it");
+        assert!(preflight.stderr.contains(remedy), "{preflight:?}");
+    };
+    said(why, "bpf.hostLegacyRouting=true").await;
+
+    // kube-proxy changes over to IPVS, and back, while the agent runs.
+    let link = [
+        "ip",
+        "link",
+        "add",
+        "kube-ipvs0",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "beside",
+    ];
+    host.exec(link).await.expect("add the interface");
+    let gone = async |link: &str| {
+        host.exec(["ip", "link", "delete", link])
+            .await
+            .expect("remove the interface");
+    };
+    gone("cilium_host").await;
+    let why = "kube-proxy in mode ipvs translates after the policies looked";
+    published(&world, site, why).await;
+    said(why, "`ip link delete kube-ipvs0`").await;
+    assert_eq!(world.page(site, "/readyz").await.0, 200);
+    gone("kube-ipvs0").await;
+    wait_until("it to be over", SOON, async || {
+        let (_, metrics) = world.page(site, "/metrics").await;
+        let over = metrics.contains("wg_agent_datapath_bypassed 0");
+        over.then_some(()).ok_or(metrics)
+    })
+    .await
+    .expect("nothing leads past the table");
 }

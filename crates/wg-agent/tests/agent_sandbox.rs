@@ -44,6 +44,7 @@ async fn a_sandbox_gets_what_is_granted_and_never_a_packet_more_whatever_happens
     the_peer_asks_for_another_policy_or_none(&mut stage).await;
     the_endpoint_moves_goes_and_drains(&mut stage).await;
     the_attacker_calls_itself_otherwise(&mut stage).await;
+    an_agent_dies_at_any_moment(&mut stage).await;
     the_grants_of_a_dead_agent_go(&mut stage).await;
     another_hand_takes_the_tables_away(&mut stage).await;
 
@@ -276,6 +277,91 @@ fn goes_on(stage: &Stage) -> Userspace {
     let peers = [PeerChange::Add(public(&attackers_key()), spec)];
     device.apply(&peers).expect("add a peer");
     device
+}
+
+/// What somebody changes while an agent is about to die.
+#[derive(Clone, Copy)]
+enum Change {
+    /// The granted endpoints are at their next place.
+    Endpoint,
+    /// The PeerPolicy names another Service, and the Peer still the revision that grants this one.
+    Policy,
+    /// The Peer asks for a revision that nobody has seen.
+    Peer,
+}
+
+impl Change {
+    /// Written, or taken back.
+    async fn make(self, stage: &Stage, back: bool) {
+        let params = PatchParams::default();
+        match self {
+            Self::Endpoint => {
+                let places = if back { DB } else { SPARE };
+                for (family, at) in places.iter().enumerate() {
+                    stage.endpoint(family, at, false).await;
+                }
+            }
+            Self::Policy => {
+                let service = if back { "db" } else { "other" };
+                let patch = serde_json::json!({"spec": {"allow": policy(service).allow}});
+                let policies = stage.world.policies(stage.mgmt()).await;
+                let patched = policies.patch(POLICY, &params, &Patch::Merge(&patch)).await;
+                patched.expect("patch the PeerPolicy");
+            }
+            Self::Peer => {
+                let known = policy("db").revision();
+                let revision = if back { &*known } else { "0123456789abcdef" };
+                let required = format!("{POLICY}@{revision}");
+                let patch = serde_json::json!({"metadata": {"annotations": {PEER_REQUIRES_POLICY: required}}});
+                let peers = stage.world.peers(stage.mgmt()).await;
+                let patched = peers.patch(PEER, &params, &Patch::Merge(&patch)).await;
+                patched.expect("patch the Peer");
+            }
+        }
+    }
+}
+
+/// SIGKILL after each kind of change, some milliseconds later, and once more as many before the next one has been up for 300:
+/// before, in the midst of and after whatever an agent does about a change, or at its start. The tunnel of the first lives on, as
+/// one in the kernel would; none of the changes takes its peer out.
+async fn an_agent_dies_at_any_moment(stage: &mut Stage) {
+    let rounds = [
+        (0, Change::Endpoint),
+        (30, Change::Policy),
+        (50, Change::Endpoint),
+        (75, Change::Peer),
+        (120, Change::Policy),
+        (180, Change::Endpoint),
+        (300, Change::Peer),
+    ];
+    for (moment, change) in rounds {
+        change.make(stage, false).await;
+        // Nothing is waited for: any moment will do.
+        tokio::time::sleep(Duration::from_millis(moment)).await;
+        stage.killed().await;
+        let tunnel = goes_on(stage);
+        let session = async || {
+            let observed = tunnel.observe().map_err(|error| error.to_string())?;
+            let peer = observed.peers.get(&public(&attackers_key()));
+            let age = peer.and_then(|peer| peer.stats.handshake_age);
+            age.map(drop).ok_or_else(|| format!("{peer:?}"))
+        };
+        wait_until("a session of the tunnel that goes on", SOON, session)
+            .await
+            .expect("a session");
+        stage.flood.more(10).await;
+        drop(tunnel);
+        stage.started(&[]);
+        change.make(stage, true).await;
+        tokio::time::sleep(Duration::from_millis(300 - moment)).await;
+        stage.killed().await;
+        stage.started(&[]);
+        stage
+            .sandbox_answered(&format!("killed {moment} ms after a change"))
+            .await;
+    }
+    stage.answered("killed at any moment").await;
+    stage.exactly_after_a_move("SIGKILL at any moment").await;
 }
 
 async fn the_grants_of_a_dead_agent_go(stage: &mut Stage) {

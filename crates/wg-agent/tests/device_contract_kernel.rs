@@ -1,6 +1,8 @@
 //! The contract of a device, by the kernel's WireGuard, and what only the kernel's does. Runs in a virtual machine, so that the kernel at
 //! hand does not matter. Needs root.
 
+#[allow(unreachable_pub, reason = "shared between test binaries")]
+mod attacker;
 mod contract;
 #[path = "machine/drift.rs"]
 mod drift;
@@ -12,6 +14,8 @@ mod pair;
 mod path;
 #[path = "machine/restart.rs"]
 mod restart;
+#[path = "machine/sandbox.rs"]
+mod sandbox;
 #[path = "machine/sizes.rs"]
 mod sizes;
 

@@ -10,6 +10,8 @@ mod manifests;
 mod prereq;
 mod programs;
 mod test;
+#[cfg(test)]
+mod threats;
 mod tools;
 mod vm;
 

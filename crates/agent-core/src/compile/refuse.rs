@@ -299,8 +299,8 @@ pub(super) fn same_key(peer: &Peer, winner: &str) -> Refused {
 }
 
 /// The policy without networks and sources that this node cannot serve, in canonical form. Closing a network that holds
-/// this node's own pods would cut them off; a source among them would be one of our own pods' addresses. What is allowed is
-/// never more than other clusters' business.
+/// this node's own pods would cut them off; a source among them would be one of our own pods' addresses. What no other
+/// cluster has to do with ([`NOT_UNICAST`]) is denied where something allowed holds it.
 pub(super) fn clean_policy(node: &Node, policy: &Policy, refused: &mut Vec<Refused>) -> Policy {
     let mut clean = policy.clone();
     for (field, nets) in [("networks", &mut clean.networks), ("sources", &mut clean.sources)] {

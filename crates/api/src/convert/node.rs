@@ -63,7 +63,7 @@ pub fn to_core(node: &Node) -> observe::Node {
             .collect(),
         discovered: discovered(annotation(KILO_DISCOVERED_ENDPOINTS)),
         server: server(agent.as_ref()),
-        bypassed: agent.is_some_and(|agent| !agent.datapath_bypassed.is_empty()),
+        bypassed: agent.and_then(|agent| agent.bypassed()),
         held_for: None,
     }
 }

@@ -38,11 +38,6 @@ fn spec(written: &PeerPolicySpec) -> Result<observe::PolicySpec, String> {
     let (mut allow, mut grants) = (BTreeSet::new(), BTreeSet::new());
     for (index, entry) in written.allow.iter().enumerate() {
         if let Some(LocalService { namespace, name }) = &entry.service {
-            if !entry.to.is_empty() {
-                return Err(format!(
-                    "spec.allow[{index}].service: stands beside `to`: write one of them"
-                ));
-            }
             let ports = entry
                 .ports
                 .iter()
@@ -57,7 +52,8 @@ fn spec(written: &PeerPolicySpec) -> Result<observe::PolicySpec, String> {
                 namespace: namespace.clone(),
                 name: name.clone(),
             };
-            grants.insert(ServiceGrant { service, ports });
+            let within = networks(&format!("spec.allow[{index}].to"), &entry.to)?;
+            grants.insert(ServiceGrant { service, ports, within });
             continue;
         }
         if !entry.ports.is_empty() {
@@ -145,7 +141,7 @@ pub(crate) fn written(source: &str, spec: &observe::PolicySpec) -> PeerPolicySpe
         });
     }
     let granted = |grant: &ServiceGrant| Allow {
-        to: Vec::new(),
+        to: texts(&grant.within),
         service: Some(LocalService {
             namespace: grant.service.namespace.clone(),
             name: grant.service.name.clone(),

@@ -8,10 +8,7 @@ use std::{
 
 use clustermesh_core::{
     mesh::{ClusterIdentity, Protocol},
-    plan::{
-        Settings,
-        explain::{self, Destination, Explanation, Source, Verdict},
-    },
+    plan::explain::{self, Destination, Explanation, Source, Verdict},
 };
 
 use super::{
@@ -155,11 +152,10 @@ impl Judge<'_> {
     /// What the planner says of each, in their order.
     fn planned(&self, target: &ClusterIdentity, sockets: &BTreeMap<SocketAddr, &Socket>) -> Vec<Explanation> {
         let naming = world::naming(&self.outcome.world.observations.hub);
-        let settings = Settings::default();
         let world = explain::World {
             meshes: &self.outcome.meshes,
             seen: &self.outcome.world.observations,
-            settings: &settings,
+            settings: &self.outcome.settings,
             naming: &naming,
             plan: &self.outcome.plan,
         };

@@ -135,7 +135,7 @@ struct Written<'a> {
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct WrittenRow<'a> {
-    from: From<'a>,
+    from: Origin<'a>,
     to: &'a str,
     tried: usize,
     violations: Vec<WrittenItem<'a>>,
@@ -147,7 +147,7 @@ struct WrittenRow<'a> {
 }
 
 #[derive(Debug, Serialize)]
-struct From<'a> {
+struct Origin<'a> {
     cluster: &'a str,
     node: &'a str,
     /// `node` or `pod`.
@@ -166,7 +166,7 @@ struct WrittenItem<'a> {
     message: &'a str,
 }
 
-impl<'a> std::convert::From<&'a Report> for Written<'a> {
+impl<'a> From<&'a Report> for Written<'a> {
     fn from(report: &'a Report) -> Self {
         let Report { rows, missing, notes } = report;
         Self {
@@ -182,7 +182,7 @@ impl<'a> std::convert::From<&'a Report> for Written<'a> {
     }
 }
 
-impl<'a> std::convert::From<&'a Row> for WrittenRow<'a> {
+impl<'a> From<&'a Row> for WrittenRow<'a> {
     fn from(row: &'a Row) -> Self {
         let Row {
             from,
@@ -197,7 +197,7 @@ impl<'a> std::convert::From<&'a Row> for WrittenRow<'a> {
         } = row;
         let all = |items: &'a [Item]| items.iter().map(WrittenItem::from).collect();
         Self {
-            from: From {
+            from: Origin {
                 cluster: &from.cluster,
                 node: &from.node,
                 kind: if from.host { "node" } else { "pod" },
@@ -214,7 +214,7 @@ impl<'a> std::convert::From<&'a Row> for WrittenRow<'a> {
     }
 }
 
-impl<'a> std::convert::From<&'a Item> for WrittenItem<'a> {
+impl<'a> From<&'a Item> for WrittenItem<'a> {
     fn from(item: &'a Item) -> Self {
         let Item {
             socket,

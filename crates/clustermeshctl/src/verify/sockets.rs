@@ -63,7 +63,7 @@ impl Found {
 }
 
 /// All of one cluster.
-pub(super) fn of(seen: &Seen) -> Sockets {
+pub(super) fn of(seen: &Seen, settings: &Settings) -> Sockets {
     let mut found = Found::default();
     for (name, pod) in &seen.objects.pods {
         of_pod(&mut found, name, pod);
@@ -103,8 +103,10 @@ pub(super) fn of(seen: &Seen) -> Sockets {
     for (name, service) in &seen.objects.services {
         of_service(&mut found, seen, name, service, &nodes);
     }
-    let infrastructure = Settings::default().infrastructure_ports.into_iter();
-    let ports: BTreeSet<u16> = infrastructure.map(|(_, port)| port).chain([SSH]).collect();
+    let infrastructure = settings.infrastructure_ports.iter();
+    // TCP alone is tried.
+    let infrastructure = infrastructure.filter(|(protocol, _)| *protocol == Protocol::Tcp);
+    let ports: BTreeSet<u16> = infrastructure.map(|(_, port)| *port).chain([SSH]).collect();
     for (node, address) in &nodes {
         for port in &ports {
             let socket = Socket {

@@ -1,5 +1,7 @@
 use std::path::{Path as File, PathBuf};
 
+use clustermesh_core::plan::Settings;
+
 use super::{
     jobs::Answer,
     judge::{Item, Judge, Path},
@@ -39,7 +41,7 @@ fn row(
         let (identity, _) = outcome.world.sources.iter().find(|(_, other)| *other == name).unwrap();
         identity
     };
-    let all = sockets::of(outcome.world.seen(identity("mgmt")).unwrap());
+    let all = sockets::of(outcome.world.seen(identity("mgmt")).unwrap(), &outcome.settings);
     let place = Place {
         cluster: cluster.to_owned(),
         node: node.to_owned(),
@@ -103,6 +105,28 @@ async fn from_a_sandbox_whatever_answers_but_the_grant_is_a_violation_by_the_tun
     }
     assert_eq!(row.tried, 2 + beside.len());
     assert!(row.beside.is_empty() && row.unanswered.is_empty() && row.refused.is_empty());
+}
+
+#[tokio::test]
+async fn a_port_that_the_operator_names_is_tried_on_every_node() {
+    let outcome = world().await;
+    let seen = outcome.world.given.get("mgmt").unwrap();
+    let ports = ["8132/TCP", "8133/UDP"].map(|text| text.parse().unwrap());
+    let more = sockets::of(seen, &Settings::closing(&ports).unwrap());
+    let before = sockets::of(seen, &outcome.settings);
+    let more: Vec<String> = (more.keys())
+        .filter(|socket| !before.contains_key(socket))
+        .map(ToString::to_string)
+        .collect();
+    assert_eq!(
+        more,
+        [
+            "100.66.0.1:8132",
+            "100.66.0.2:8132",
+            "192.168.1.11:8132",
+            "192.168.1.12:8132"
+        ]
+    );
 }
 
 #[tokio::test]

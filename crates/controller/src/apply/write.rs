@@ -11,7 +11,7 @@ use clustermesh_api::{
 use clustermesh_core::{
     diff::{Action, Item, Step},
     mesh::ObjectName,
-    observe::{ObservedPeer, ObservedPolicy, Owner, Service as SeenService, Slice},
+    observe::{ObservedPeer, Owner, Service as SeenService, Slice},
     ownership::{self, Claimant, Ownership},
 };
 use k8s_openapi::api::{core::v1::Service, discovery::v1::EndpointSlice};
@@ -22,7 +22,11 @@ use kube::{
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::{Outcome, refusal};
-use crate::{feed::Feed, session::tables::Tables, trouble};
+use crate::{
+    feed::Feed,
+    session::tables::{SeenPolicy, Tables},
+    trouble,
+};
 
 /// For one request of a write.
 const REQUEST: Duration = Duration::from_secs(15);
@@ -53,9 +57,9 @@ impl Owned for ObservedPeer {
     }
 }
 
-impl Owned for ObservedPolicy {
+impl Owned for SeenPolicy {
     fn owner(&self) -> Option<&Owner> {
-        Some(&self.owner)
+        Some(&self.policy.owner)
     }
 }
 

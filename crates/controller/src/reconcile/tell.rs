@@ -9,6 +9,7 @@ use std::{
 
 use clustermesh_api::{mesh::ClusterMesh, names::FORCE_CLEANUP};
 use clustermesh_core::{
+    enforcement::Unenforced,
     links::{self, Broken},
     mesh::MeshId,
     observe::Observation,
@@ -93,6 +94,8 @@ impl Reconciler {
         self.unreported.retain(|id, _| there.contains(id));
         self.synced.retain(|(id, _), _| there.contains(id));
         self.links.keep(&there);
+        let members = &self.members;
+        self.lagging.keep(|identity| members.contains_key(identity));
         settled
     }
 
@@ -167,14 +170,20 @@ impl Reconciler {
                 self.synced.insert(key.clone(), now.clone());
             }
             let seen = observation.and_then(Observation::last);
+            let tables = member.session.tables();
+            let (standing, said) = (tables.policy_revision(), tables.enforced());
+            let outdated = (self.lagging).told(identity, standing.as_deref(), said, Instant::now());
             facts.insert(
                 entry.clone(),
                 Facts {
                     fresh,
                     uid: seen.and_then(|seen| seen.uid.clone()),
                     version: member.session.version(),
-                    agents: seen.map(|_| member.session.tables().agents(env!("CARGO_PKG_VERSION"))),
-                    unenforced: member.session.tables().unenforced(),
+                    agents: seen.map(|_| tables.agents(env!("CARGO_PKG_VERSION"))),
+                    unenforced: Unenforced {
+                        outdated,
+                        ..tables.unenforced()
+                    },
                     last_sync: self.synced.get(&key).cloned(),
                 },
             );

@@ -149,6 +149,7 @@ async fn a_hub_that_does_not_answer_costs_a_pass_one_request_however_many_meshes
         id: "hub".into(),
         hosts: Default::default(),
         namespaces: clustermesh_core::hub::HubNamespaces::new(&[], "ns"),
+        settings: Default::default(),
     });
     let speaker = Speaker::new(client, None);
     let mut reconciler = Reconciler::new(hub, meshes, speaker, Metrics::default(), changed, Shown::default());

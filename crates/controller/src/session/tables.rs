@@ -11,10 +11,10 @@ use clustermesh_api::{
     annotations::{self, Link},
     convert,
     mesh::AgentCounts,
-    names, peer, policy,
+    names, peer, policy, revision,
 };
 use clustermesh_core::{
-    enforcement::Unenforced,
+    enforcement::{Bypass, Unenforced},
     links::Tunnels,
     mesh::{MeshId, ObjectName},
     observe::{Claim, Member, Node, ObservedPeer, ObservedPolicy, Pod, Server, Service, Slice},
@@ -36,10 +36,29 @@ struct SeenNode {
     node: Node,
     /// Version of the agent there.
     agent: Option<String>,
-    /// Why packets of its pods pass by netfilter; empty = they are not known to.
+    /// Why packets pass by the policies there; empty = they are not known to.
     bypassed: String,
     /// Members to which it has a tunnel down.
     links: BTreeMap<String, Link>,
+    /// Revision of the PeerPolicies in force there; empty = its agent does not tell.
+    enforces: String,
+}
+
+/// A PeerPolicy, and what it says as agents digest it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SeenPolicy {
+    /// As the planner reads it.
+    pub(crate) policy: ObservedPolicy,
+    digest: revision::PolicyDigest,
+}
+
+impl SeenPolicy {
+    fn new(object: DynamicObject) -> Result<Self, String> {
+        let name = object.metadata.name.clone().unwrap_or_default();
+        let digest = revision::digest(&name, object.data.get("spec"));
+        let policy = convert::policy::to_core(&parse::<policy::PeerPolicy>(object)?);
+        Ok(Self { policy, digest })
+    }
 }
 
 impl SeenNode {
@@ -51,6 +70,9 @@ impl SeenNode {
                 .map(|agent| cut(&agent.datapath_bypassed, 128))
                 .unwrap_or_default(),
             links: agent.as_ref().map(|agent| agent.links.clone()).unwrap_or_default(),
+            enforces: (agent.as_ref())
+                .map(|agent| cut(&agent.policy_revision, 64))
+                .unwrap_or_default(),
             agent: agent.map(|agent| agent.version),
         }
     }
@@ -61,7 +83,7 @@ impl SeenNode {
 pub(crate) struct Tables {
     nodes: Feed<SeenNode>,
     pub(crate) peers: Feed<ObservedPeer>,
-    pub(crate) policies: Feed<ObservedPolicy>,
+    pub(crate) policies: Feed<SeenPolicy>,
     /// Mirrored Services and their slices: those that carry our managed-by label, in all namespaces.
     pub(crate) services: Feed<Service>,
     pub(crate) slices: Feed<Slice>,
@@ -110,9 +132,7 @@ impl Tables {
             peers: Feed::new(changed.clone(), |o| {
                 parse::<peer::Peer>(o).map(|p| Some(convert::peer::to_core(&p)))
             }),
-            policies: Feed::new(changed.clone(), |o| {
-                parse::<policy::PeerPolicy>(o).map(|p| Some(convert::policy::to_core(&p)))
-            }),
+            policies: Feed::new(changed.clone(), |o| SeenPolicy::new(o).map(Some)),
             services: service_feed(changed),
             slices: slice_feed(changed),
             api: slice_feed(changed),
@@ -288,7 +308,10 @@ impl Tables {
                     .collect()
             }),
             peers: present(&self.peers),
-            policies: present(&self.policies),
+            policies: present(&self.policies).map(|policies| {
+                let policies = policies.into_iter();
+                policies.map(|(name, seen)| (name, seen.policy)).collect()
+            }),
             services,
             slices,
             pods,
@@ -344,14 +367,38 @@ impl Tables {
                 let name = cut(&name.name, 253);
                 match row.value.node.server {
                     Server::Kilo => drop(unenforced.without_agent.insert(name)),
-                    Server::Agent | Server::AgentPolicy if !row.value.bypassed.is_empty() => {
-                        unenforced.bypassed.insert(name, row.value.bypassed.clone());
-                    }
-                    Server::Agent | Server::AgentPolicy => {}
+                    Server::Agent | Server::AgentPolicy => match row.value.node.bypassed {
+                        Some(Bypass::Netfilter) => drop(unenforced.bypassed.insert(name, row.value.bypassed.clone())),
+                        Some(Bypass::Ipvs) => drop(unenforced.ipvs.insert(name)),
+                        None => {}
+                    },
                 }
             }
         });
         unenforced
+    }
+
+    /// The revision of all PeerPolicies that stand in it, as its agents make it, theirs of other hubs too; `None` = that
+    /// cannot be told now, or not what its Nodes say.
+    pub(crate) fn policy_revision(&self) -> Option<String> {
+        let live = self.nodes.trust() == Trust::Live && self.policies.trust() == Trust::Live;
+        // Of one that cannot be read, an older one is kept.
+        let whole = live && self.policies.malformed().is_empty();
+        whole.then(|| (self.policies).read(|rows| revision::of_all(rows.values().map(|row| &row.value.digest))))
+    }
+
+    /// Which revision of the PeerPolicies each of its meshed nodes says to enforce. As above, a node that is not ready says
+    /// nothing.
+    pub(crate) fn enforced(&self) -> BTreeMap<String, String> {
+        self.nodes.read(|rows| {
+            let meshed = rows.iter().filter(|(_, row)| {
+                let node = &row.value.node;
+                node.ready && !node.deleting && node.public_key != Claim::Absent && node.server != Server::Kilo
+            });
+            meshed
+                .map(|(name, row)| (cut(&name.name, 253), row.value.enforces.clone()))
+                .collect()
+        })
     }
 
     /// How many rows each table has and how far it is trusted.

@@ -14,7 +14,7 @@ use super::{
     target::Party,
 };
 use crate::{
-    enforcement::named,
+    enforcement::{Bypass, WITHOUT_IPVS, named},
     mesh::{ObjectName, Profile, Protocol},
     observe::{Claim, Member, Server, ServiceGrant},
 };
@@ -178,7 +178,11 @@ pub(super) fn granted(sandbox: &Party<'_>, exporter: &Party<'_>, roll: Option<&R
     }
     granted.grants = services
         .into_iter()
-        .map(|(service, ports)| ServiceGrant { service, ports })
+        .map(|(service, ports)| ServiceGrant {
+            service,
+            ports,
+            within: exporter.cluster.allowed.iter().copied().collect(),
+        })
         .collect();
     granted
 }
@@ -204,15 +208,17 @@ pub(super) fn cannot_enforce(party: &Party<'_>, roll: Option<&Roll<'_>>) -> Opti
     let hosting = hosting(roll);
     let serving = member.nodes.iter();
     let serving = serving.filter(|(name, node)| node.public_key != Claim::Absent || hosting.contains(&***name));
-    let (mut without, mut bypassed) = (BTreeSet::new(), BTreeSet::new());
+    let (mut without, mut bypassed, mut ipvs) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
     let mut agents = false;
     for (name, node) in serving {
         agents |= node.server == Server::Agent;
-        if node.server != Server::Agent {
-            without.insert(name.clone());
-        } else if node.bypassed {
-            bypassed.insert(name.clone());
-        }
+        let fails = match (node.server, node.bypassed) {
+            (Server::Agent, None) => continue,
+            (Server::Agent, Some(Bypass::Netfilter)) => &mut bypassed,
+            (Server::Agent, Some(Bypass::Ipvs)) => &mut ipvs,
+            (Server::Kilo | Server::AgentPolicy, _) => &mut without,
+        };
+        fails.insert(name.clone());
     }
     let mut whys = Vec::new();
     if !agents && without.is_empty() {
@@ -232,6 +238,13 @@ pub(super) fn cannot_enforce(party: &Party<'_>, roll: Option<&Roll<'_>>) -> Opti
             "on {} of cluster {cluster:?} the CNI leads packets past netfilter, so a sandbox would not be held to its grants: set \
              bpf.hostLegacyRouting=true for Cilium there",
             named(bypassed.iter())
+        ));
+    }
+    if !ipvs.is_empty() {
+        whys.push(format!(
+            "on {} of cluster {cluster:?} kube-proxy in mode ipvs translates packets after the policies looked at them, so a \
+             sandbox would not be held to its grants: {WITHOUT_IPVS}",
+            named(ipvs.iter())
         ));
     }
     (!whys.is_empty()).then(|| whys.join("; "))

@@ -69,6 +69,7 @@ impl<'a> MeshPlanner<'a> {
             let report = ClusterReport {
                 accepted: party.cluster.allowed.clone(),
                 registered: 0,
+                sandbox: party.cluster.profile == Profile::Sandbox,
                 skipped: roll.map(|roll| roll.skipped.clone()).unwrap_or_default(),
                 linked: parties
                     .values()

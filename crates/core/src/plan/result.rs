@@ -223,6 +223,8 @@ pub struct ClusterReport {
     pub registered: usize,
     /// The nodes that have none, by name.
     pub skipped: Vec<Skipped>,
+    /// It is held to be a sandbox: by this mesh, or by another that is tighter.
+    pub sandbox: bool,
     /// Its nodes should have Peers elsewhere; not those of a sandbox without a grant, for one.
     pub linked: bool,
     /// Nodes whose last Peer is being held, and the reason they would be skipped for. The caller notes when it first saw

@@ -9,7 +9,7 @@ use super::*;
 use crate::{
     diff::{Action, Item, Step, diff},
     key::PublicKey,
-    mesh::{Addressing, Cluster, Export, Grant, GrantPort, PodNetwork, PortRef, Profile},
+    mesh::{Addressing, Cluster, Export, Grant, GrantPort, PodNetwork, PortRef, Profile, Protocol},
     observe::{
         Claim, Endpoint, Granularity, Member, Node, Observation, ObservedPeer, ObservedPolicy, Owner, PeerSpec, Pod,
         Server, Service, ServiceGrant, ServicePort, Slice, SliceEndpoint,
@@ -70,7 +70,7 @@ fn secret(name: &str) -> ClusterIdentity {
     }
 }
 
-fn entry(name: &str, identity: ClusterIdentity, allowed: &[&str]) -> Cluster {
+pub(crate) fn entry(name: &str, identity: ClusterIdentity, allowed: &[&str]) -> Cluster {
     Cluster {
         name: name.into(),
         identity,

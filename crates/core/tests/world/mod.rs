@@ -176,7 +176,7 @@ pub(crate) fn node() -> impl Strategy<Value = Node> {
         persistent_keepalive: kilo.5,
         allowed_location_ips: kilo.6,
         discovered: BTreeMap::new(),
-        bypassed: false,
+        bypassed: None,
     })
 }
 

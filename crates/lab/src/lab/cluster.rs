@@ -88,6 +88,20 @@ impl<'a> Cluster<'a> {
         command::run(&self.kubectl_argv(argv(["apply", "-f", "-"]))?, Some(yaml.as_bytes())).await
     }
 
+    /// Every object of every kind that the API server lists, with managed fields, as one text.
+    ///
+    /// # Errors
+    /// When the API server refuses a kind.
+    pub async fn everything(&self) -> Result<String> {
+        let kinds = ["api-resources", "--verbs=list", "-o", "name"];
+        let kinds = self.kubectl(kinds).await?.stdout;
+        // The API server's own book of ClusterIPs, with the names of Services: an entry goes when it gets to it.
+        let kinds = kinds.lines().filter(|kind| !kind.starts_with("ipaddresses."));
+        let kinds = kinds.collect::<Vec<_>>().join(",");
+        let words = ["get", &kinds, "-A", "-o", "json", "--show-managed-fields"];
+        Ok(self.kubectl(words).await?.stdout)
+    }
+
     pub(crate) fn kubectl_argv(&self, words: Vec<String>) -> Result<Vec<String>> {
         let kubectl = self.lab.tools.path("kubectl")?.display().to_string();
         let directory = self.directory();

@@ -1,13 +1,6 @@
 //! The device and the peers in it: opened, changed, mended, and emptied of whom no table holds. Which peers it should have is the
 //! compiler's to say.
 
-use clustermesh_agent_core::{
-    compile::Compiled,
-    device::{Peers, diff},
-    numbers::MARK_UNDERLAY,
-};
-use clustermesh_core::key::PublicKey;
-
 use super::Reconciler;
 use crate::{
     device::{Altered, Configuration, Device, DeviceError},
@@ -15,14 +8,19 @@ use crate::{
     route::Routing,
     status::Trouble,
 };
+use clustermesh_agent_core::{
+    compile::Compiled,
+    device::{PeerChange, Peers, diff},
+    numbers::MARK_UNDERLAY,
+};
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
     /// Takes sandboxes' peers out of the device where the table does not hold them.
     pub(crate) async fn guard(&mut self) -> Result<(), Trouble> {
         let device = self.device.as_mut().map(|(device, ..)| device);
-        let left = self.guard.look(&mut self.parts.firewall, device).await?;
-        self.left(&left);
-        Ok(())
+        let looked = self.guard.look(&mut self.parts.firewall, device).await;
+        self.left();
+        looked
     }
 
     /// Whether the firewall table is as it was written last. What cannot be read may be anything.
@@ -30,13 +28,14 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         self.parts.firewall.intact().await.unwrap_or(false)
     }
 
-    /// Whoever comes back is tried where it was heard from last.
-    pub(super) fn left(&mut self, peers: &[PublicKey]) {
-        if peers.is_empty() {
+    /// Whoever the guard put out and comes back is tried where it was heard from last: nobody tells where a sandbox is.
+    pub(super) fn left(&mut self) {
+        let left = self.guard.left();
+        if left.is_empty() {
             return;
         }
         self.drift.peers_left();
-        self.tracks.rejoin(peers);
+        self.tracks.rejoin(&left);
     }
 
     /// Opens the device, or changes what differs. True = it was opened just now; it holds nobody, or whom an earlier process left in it.
@@ -126,6 +125,12 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         if !changes.is_empty() {
             device.apply(&changes).map_err(trouble)?;
         }
+        // Whom routing does not keep closed the guard has not put out: these leave here.
+        let out = |change: &PeerChange| match change {
+            PeerChange::Remove(key) => compiled.gated.contains_key(key).then_some(*key),
+            PeerChange::Add(..) | PeerChange::Update(..) => None,
+        };
+        self.tracks.rejoin(&changes.iter().filter_map(out).collect::<Vec<_>>());
         let put_back = self.drift.peopled(&desired, &changes);
         self.parts.metrics.repaired("peers", put_back);
         self.parts.metrics.applied("device", changes.len());

@@ -30,6 +30,8 @@ pub(super) struct Guard {
     known: bool,
     /// The table was read back as it should be, and nothing else was heard since.
     admits: bool,
+    /// Who left the device, until the caller asks: a pass that fails afterwards has put them out all the same.
+    left: Vec<PublicKey>,
 }
 
 /// What became of the table.
@@ -58,7 +60,12 @@ impl Guard {
         self.known = false;
     }
 
-    /// Step 1. Returns who left.
+    /// Who left the device since this was asked last.
+    pub(super) fn left(&mut self) -> Vec<PublicKey> {
+        std::mem::take(&mut self.left)
+    }
+
+    /// Step 1.
     ///
     /// # Errors
     /// When somebody could not be taken out of the device.
@@ -66,9 +73,9 @@ impl Guard {
         &mut self,
         table: &mut Keeper<F>,
         device: Option<&mut Box<dyn Device>>,
-    ) -> Result<Vec<PublicKey>, Trouble> {
+    ) -> Result<(), Trouble> {
         if self.held.is_empty() || table.intact().await.unwrap_or(false) {
-            return Ok(Vec::new());
+            return Ok(());
         }
         tracing::warn!("the firewall table is not as it was written: peers of sandboxes leave the device");
         self.admits = false;
@@ -85,8 +92,7 @@ impl Guard {
         mut device: Option<&mut Box<dyn Device>>,
         compiled: &Compiled,
         now: Instant,
-    ) -> Result<(Enforced, Vec<PublicKey>), Trouble> {
-        let mut left = Vec::new();
+    ) -> Result<Enforced, Trouble> {
         self.admits = false;
         if !self.known
             && let Some(device) = device.as_deref_mut()
@@ -99,9 +105,9 @@ impl Guard {
             self.held.extend(strangers.map(|key| (*key, String::new())));
         }
         self.known |= device.is_some();
-        left.extend(self.leave(device.as_deref_mut(), |key, required| {
+        self.leave(device.as_deref_mut(), |key, required| {
             compiled.gated.get(key) != Some(required)
-        })?);
+        })?;
 
         let written = match table.converge(&compiled.firewall).await {
             Ok(done) => table.renew(now).await.map(|renewed| done.is_some() || renewed),
@@ -122,10 +128,10 @@ impl Guard {
             enforced.why = table.confirmed(&compiled.firewall).err().map(|error| error.to_string());
             self.admits = enforced.why.is_none();
             if !self.admits {
-                left.extend(self.leave(device, |_, _| true)?);
+                self.leave(device, |_, _| true)?;
             }
         }
-        Ok((enforced, left))
+        Ok(enforced)
     }
 
     /// The device holds these now.
@@ -139,16 +145,16 @@ impl Guard {
         &mut self,
         device: Option<&mut Box<dyn Device>>,
         who: impl Fn(&PublicKey, &String) -> bool,
-    ) -> Result<Vec<PublicKey>, Trouble> {
+    ) -> Result<(), Trouble> {
         let Some(device) = device else {
-            return Ok(Vec::new());
+            return Ok(());
         };
         let keys: Vec<PublicKey> = (self.held.iter())
             .filter(|(key, why)| who(key, why))
             .map(|(key, _)| *key)
             .collect();
         if keys.is_empty() {
-            return Ok(keys);
+            return Ok(());
         }
         let changes: Vec<PeerChange> = keys.iter().copied().map(PeerChange::Remove).collect();
         device.apply(&changes).map_err(|error| Trouble::new("device", error))?;
@@ -156,7 +162,8 @@ impl Guard {
             tracing::info!(%key, "a sandbox's peer leaves the device until its policy stands");
             self.held.remove(key);
         }
-        Ok(keys)
+        self.left.extend(keys);
+        Ok(())
     }
 }
 

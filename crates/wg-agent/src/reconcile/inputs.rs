@@ -181,7 +181,7 @@ fn reached(world: &World, node: &Node, seen: &PolicySeen, closed: &mut BTreeSet<
         let service = &grant.service;
         let ports = grant.ports.iter().map(|(kind, name)| (protocol(*kind), name.clone()));
         if let Some(Seen::Listed(slices)) = world.granted.get(service) {
-            resolve(node, &ports.collect(), slices.values(), &mut resolved);
+            resolve(node, &ports.collect(), &grant.within, slices.values(), &mut resolved);
         } else {
             let why = world.errors.get(KIND).map_or("not listed yet", String::as_str);
             closed.insert(format!(

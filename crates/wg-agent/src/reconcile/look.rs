@@ -18,7 +18,7 @@ use crate::{
     metrics::Traffic,
     publish::identity::{Facts, wanted},
     route::Routing,
-    source::cilium::Found,
+    source::datapath::Found,
     status::view::DeviceView,
 };
 

@@ -5,8 +5,8 @@
 //! (which drops mesh prefixes that leave by another device), the routes (`unreachable` behind everything), then the peers.
 //! Later: the firewall, then the peers, then the routes, so that a new route always has somebody behind it and nobody's
 //! session is touched. Without the firewall nothing else is done. Peers that require a policy come in after the table was read
-//! back and routing keeps their networks closed without it (`agent_core::routes::Rule`), and leave before the table is
-//! changed for them (`guard`).
+//! back and routing keeps their networks closed without it (`agent_core::routes::Rule`), and leave before the table forgets
+//! that policy (`guard`).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -42,8 +42,8 @@ use crate::{
     publish::Wanted,
     route::{self, Routing},
     source::{
-        cilium::Found,
         client::Server,
+        datapath::Found,
         objects::{NodeSeen, revision},
         store::{Store, World},
         underlay::{self, Underlay},
@@ -179,7 +179,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             Trouble::harmless("source", message)
         }));
         let bypassed = self.parts.bypassed.borrow().clone();
-        let past_netfilter = bypassed.is_some();
+        let past_the_table = bypassed.is_some();
         troubles.extend(bypassed.map(|message| Trouble::harmless("datapath", message)));
         troubles.extend(conntrack::trouble().map(|message| Trouble::harmless("conntrack", message)));
         let remembered = world.remembered();
@@ -217,12 +217,12 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         );
         self.look_up(&gathered);
         let peers = gathered.inputs.peers.len();
-        if past_netfilter {
+        if past_the_table {
             gathered.inputs.peers.retain(|peer| peer.requires_policy.is_none());
         }
         if gathered.inputs.peers.len() < peers {
-            let message = "peers of sandboxes stay out of the device: the CNI leads packets past netfilter, where no policy holds \
-                           them; use a datapath that does not (Cilium: bpf.hostLegacyRouting=true)";
+            let message = "peers of sandboxes stay out of the device, since packets may pass by the policies that would hold them; \
+                           what else is said of the datapath names the cause and the remedy";
             troubles.push(Trouble::new("datapath", message));
         }
         let ends = sizes::ends(&gathered.inputs.peers);
@@ -292,11 +292,12 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     /// Brings the firewall table to what is wanted.
     async fn enforce(&mut self, compiled: &Compiled, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
         let device = self.device.as_mut().map(|(device, ..)| device);
-        let (enforced, left) = self
+        let enforced = self
             .guard
             .enforce(&mut self.parts.firewall, device, compiled, Instant::now())
-            .await?;
-        self.left(&left);
+            .await;
+        self.left();
+        let enforced = enforced?;
         if self.drift.filtered(&compiled.firewall, enforced.written) {
             self.parts.metrics.repaired("firewall", 1);
         }

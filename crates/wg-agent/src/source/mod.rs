@@ -14,8 +14,8 @@ use tokio_util::sync::CancellationToken;
 use objects::{NodeSeen, PeerSeen, PolicySeen, sockets};
 use store::{Shelf, Store};
 
-pub(crate) mod cilium;
 pub mod client;
+pub(crate) mod datapath;
 pub(crate) mod grants;
 pub mod lookup;
 pub mod objects;

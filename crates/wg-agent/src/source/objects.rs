@@ -15,6 +15,7 @@ use clustermesh_api::{
     names::{KILO_LAST_SEEN, LABEL_MESH, LABEL_MESH_NAMESPACE, LABEL_SOURCE_CLUSTER, PEER_REQUIRES_POLICY},
     peer::Peer,
     policy::PeerPolicy,
+    revision::{self, PolicyDigest},
 };
 use clustermesh_core::{
     mesh,
@@ -23,7 +24,6 @@ use clustermesh_core::{
 use ipnet::IpNet;
 use k8s_openapi::api::{core::v1::Node, discovery::v1::EndpointSlice};
 use kube::api::DynamicObject;
-use sha2::{Digest, Sha256};
 
 use crate::publish::Annotations;
 
@@ -93,7 +93,7 @@ pub struct PolicySeen {
     /// What is wrong with it.
     pub problem: Option<String>,
     /// Changes with whatever it says.
-    pub digest: [u8; 8],
+    pub digest: PolicyDigest,
 }
 
 impl PolicySeen {
@@ -101,17 +101,7 @@ impl PolicySeen {
     #[must_use]
     pub fn new(object: DynamicObject) -> Self {
         let name = object.metadata.name.clone().unwrap_or_default();
-        let said = object.data.get("spec").map(ToString::to_string).unwrap_or_default();
-        let mut digest = [0; 8];
-        for (to, from) in digest.iter_mut().zip(
-            Sha256::new()
-                .chain_update(&name)
-                .chain_update([0])
-                .chain_update(said)
-                .finalize(),
-        ) {
-            *to = from;
-        }
+        let digest = revision::digest(&name, object.data.get("spec"));
         let closed = |networks: &[String]| Policy {
             name: name.clone(),
             networks: networks
@@ -303,10 +293,7 @@ pub fn sockets(slice: &EndpointSlice) -> BTreeSet<SocketAddr> {
 /// A hash over the policies, which changes with whatever they say.
 #[must_use]
 pub fn revision<'a>(policies: impl Iterator<Item = &'a PolicySeen>) -> String {
-    let digest = policies
-        .fold(Sha256::new(), |sum, policy| sum.chain_update(policy.digest))
-        .finalize();
-    digest.iter().take(4).map(|byte| format!("{byte:02x}")).collect()
+    revision::of_all(policies.map(|policy| &policy.digest))
 }
 
 #[cfg(test)]
@@ -385,7 +372,7 @@ mod tests {
             PolicySeen::new(object)
         };
         let service = serde_json::json!({
-            "service": {"namespace": "a", "name": "b"}, "ports": [{"port": "sql", "protocol": "TCP"}],
+            "to": ["10.1.0.0/16"], "service": {"namespace": "a", "name": "b"}, "ports": [{"port": "sql", "protocol": "TCP"}],
         });
         let seen = of(serde_json::json!([service]));
         let grant = ServiceGrant {
@@ -394,6 +381,7 @@ mod tests {
                 name: "b".into(),
             },
             ports: [(mesh::Protocol::Tcp, "sql".to_owned())].into(),
+            within: ["10.1.0.0/16".parse().unwrap()].into(),
         };
         assert_eq!(seen.problem, None);
         assert_eq!(seen.grants, [grant].into());

@@ -207,6 +207,10 @@ impl Stage {
                 let slice = slice(service, family, at[family], false);
                 slices.create(&create, &slice).await.expect("create an EndpointSlice");
             }
+            // A backend in the host network, whose addresses the cluster has not in the mesh.
+            let mut hosted = slice("db", family, ["172.30.1.11", NODE6][family], false);
+            hosted.metadata.name = hosted.metadata.name.map(|name| format!("{name}-hosted"));
+            slices.create(&create, &hosted).await.expect("create an EndpointSlice");
         }
         let policies = self.world.policies(mgmt).await;
         for (name, spec) in [

@@ -33,6 +33,7 @@ pub(crate) fn policy(service: &str) -> PeerPolicySpec {
         sources: networks.clone(),
         networks,
         allow: vec![Allow {
+            to: ["10.10.0.0/16", "fd00:10::/32"].map(str::to_owned).into(),
             service: Some(LocalService {
                 namespace: "default".into(),
                 name: service.into(),

@@ -1,4 +1,5 @@
-//! Real agents whose device another hand changes, by `wg set` and `ip link set`: each part is put back and counted.
+//! What a node has whose kernel is its own. Real agents whose device another hand changes, by `wg set` and `ip link set`: each
+//! part is put back and counted. And its table of connections, which is as large as `prepare` is told.
 
 use super::machine::in_the_machine;
 use std::collections::BTreeMap;
@@ -103,4 +104,30 @@ fn a_kernel_device_that_another_hand_changed_is_put_back_and_counted_by_kind() {
     b.reaches(a);
     assert_eq!(since(a, &before).get("link_down"), Some(&1));
     agent.end(Signal::SIGTERM);
+}
+
+#[test]
+fn a_table_of_connections_is_raised_with_its_buckets_and_never_lowered() {
+    in_the_machine!();
+    let file = |name: &str| format!("/proc/sys/net/netfilter/nf_conntrack_{name}");
+    let held = || ["max", "buckets"].map(|name| std::fs::read_to_string(file(name)).unwrap().trim().to_owned());
+    let set = |name: &str, value: &str| std::fs::write(file(name), value).unwrap();
+    let prepare = |words: &[&str]| {
+        let done = std::process::Command::new(env!("CARGO_BIN_EXE_wg-agent"))
+            .arg("prepare")
+            .args(words)
+            .output()
+            .unwrap();
+        assert!(done.status.success(), "{done:?}");
+    };
+    set("buckets", "4096");
+    set("max", "5000");
+    prepare(&["--conntrack-min=0"]);
+    assert_eq!(held(), ["5000", "4096"]);
+    prepare(&["--conntrack-min=32768"]);
+    assert_eq!(held(), ["32768", "8192"]);
+    prepare(&[]);
+    assert_eq!(held(), ["262144", "65536"]);
+    prepare(&["--conntrack-min=100000"]);
+    assert_eq!(held(), ["262144", "65536"]);
 }

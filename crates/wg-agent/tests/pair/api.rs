@@ -19,6 +19,8 @@ pub(crate) const NODES: &str = "/api/v1/nodes";
 pub(crate) const PEERS: &str = "/apis/kilo.squat.ai/v1alpha1/peers";
 pub(crate) const POLICIES: &str = "/apis/kilo.squat.ai/v1alpha1/peerpolicies";
 pub(crate) const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices";
+/// Of Services that are granted; selectors are not looked at, so that they may not lie beside the API server's own.
+pub(crate) const GRANTED: &str = "/apis/discovery.k8s.io/v1/namespaces/team/endpointslices";
 /// A watch ends after so long, as the agent asks for; another follows.
 const WATCH: Duration = Duration::from_secs(60);
 
@@ -49,7 +51,7 @@ impl Api {
         let port = listener.local_addr().expect("an address").port();
         let state = State {
             revision: 0,
-            objects: [NODES, PEERS, POLICIES, SLICES]
+            objects: [NODES, PEERS, POLICIES, SLICES, GRANTED]
                 .map(|kind| (kind.to_owned(), BTreeMap::new()))
                 .into(),
             events: Vec::new(),

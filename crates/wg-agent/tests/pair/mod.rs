@@ -147,7 +147,8 @@ impl Site {
         [format!("10.{n}0.1.9"), format!("fd00:{n}0:0:1::9")]
     }
 
-    fn wireguard(&self) -> String {
+    /// Where its nodes' WireGuard addresses lie.
+    pub(crate) fn wireguard(&self) -> String {
         format!("100.66.{}.0/24", self.number)
     }
 
@@ -227,7 +228,8 @@ impl Site {
         })
     }
 
-    fn learns_of(&self, other: &Self) {
+    /// Has it know of the other, as a controller does.
+    pub(crate) fn learns_of(&self, other: &Self) {
         self.api.put(PEERS, other.as_peer());
         let all = |site: &Self| {
             let n = site.number;

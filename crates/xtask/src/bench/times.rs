@@ -4,7 +4,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex, PoisonError},
-    time::{Duration, SystemTime},
+    time::{Duration, Instant, SystemTime},
 };
 
 use clustermesh_lab::{Lab, wait_until};
@@ -16,13 +16,15 @@ use kube::{
 use tokio::task::JoinHandle;
 
 use super::report::{Format, Machine};
-use world::{Asked, Wanted, World, address};
+use world::{Asked, Wanted, Which, World, address};
 
 mod world;
 
 /// So long nobody answers before it is taken for closed.
 const SILENCE: u64 = 700;
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Between two changes: what the first makes twenty agents on few cores do is done by then.
+const PAUSE: Duration = Duration::from_secs(3);
 const ALL: Wanted = Wanted {
     granted: true,
     standing: true,
@@ -44,9 +46,11 @@ pub(super) struct Size {
 #[derive(Debug, Default, serde::Serialize)]
 struct Measured {
     times: BTreeMap<What, Vec<u64>>,
-    /// Writes that the cluster's API server took while endpoints moved in it, but for the moves themselves.
+    /// Writes that the cluster's API server took while endpoints moved in it, the moves among them.
     writes: BTreeMap<String, u64>,
     moves: u32,
+    /// And in as long a time in which nothing moved.
+    idle: BTreeMap<String, u64>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
@@ -60,6 +64,8 @@ enum What {
     MovedAway,
     MovedTo,
     Announced,
+    Joined,
+    JoinAnnounced,
 }
 
 impl What {
@@ -74,6 +80,8 @@ impl What {
             Self::MovedAway => "endpoint moved: last answer of the old one",
             Self::MovedTo => "endpoint moved: first answer of the new one",
             Self::Announced => "endpoint moved: the mirrored Service names the new one",
+            Self::Joined => "endpoint beside the old one: first answer",
+            Self::JoinAnnounced => "endpoint beside the old one: the mirrored Service names both",
         }
     }
 }
@@ -111,11 +119,11 @@ async fn measure(size: Size) -> anyhow::Result<Measured> {
         world.want(start).await?;
         opened(first, now()).await?;
         for round in 1..=size.changes {
-            let called = now();
+            let called = begin().await;
             world.want(closed).await?;
             let last = silent(first).await?;
             measured.took(closes, called, &last);
-            let called = now();
+            let called = begin().await;
             world.want(start).await?;
             measured.took(opens, called, &opened(first, called).await?);
             measured.says(round, &[closes, opens], size.agents);
@@ -126,13 +134,19 @@ async fn measure(size: Size) -> anyhow::Result<Measured> {
 
     let mirror = Mirror::watch(world.mirrored.clone());
     let before = world.writes().await?;
+    let began = Instant::now();
     for round in 0..size.changes {
-        let to = usize::from(round % 2 == 0);
-        let [old, new] = if to == 1 { [first, second] } else { [second, first] };
-        let called = now();
+        let (to, [old, new]) = if round % 2 == 0 {
+            (Which::Second, [first, second])
+        } else {
+            (Which::First, [second, first])
+        };
+        let called = begin().await;
         world.moves(to).await?;
         measured.took(What::MovedTo, called, &opened(new, called).await?);
-        let named = (1..=size.agents).map(|n| address(n, to)).collect();
+        let named = (1..=size.agents)
+            .map(|n| address(n, usize::from(to == Which::Second)))
+            .collect();
         measured.took(What::Announced, called, &[mirror.names(&named, called).await?]);
         measured.took(What::MovedAway, called, &silent(old).await?);
         measured.says(
@@ -142,12 +156,33 @@ async fn measure(size: Size) -> anyhow::Result<Measured> {
         );
     }
     measured.moves = size.changes;
-    measured.writes = world.writes().await?;
-    for (kind, count) in before {
-        measured.writes.entry(kind).and_modify(|all| *all -= count);
+    let moved = world.writes().await?;
+    tokio::time::sleep(began.elapsed()).await;
+    measured.idle = since(&moved, world.writes().await?);
+    measured.writes = since(&before, moved);
+
+    world.moves(Which::First).await?;
+    silent(second).await?;
+    for round in 1..=size.changes {
+        let called = begin().await;
+        world.moves(Which::Both).await?;
+        measured.took(What::Joined, called, &opened(second, called).await?);
+        let named = (1..=size.agents).flat_map(|n| [address(n, 0), address(n, 1)]).collect();
+        measured.took(What::JoinAnnounced, called, &[mirror.names(&named, called).await?]);
+        measured.says(round, &[What::Joined, What::JoinAnnounced], size.agents);
+        world.moves(Which::First).await?;
+        silent(second).await?;
     }
-    measured.writes.retain(|_, count| *count > 0);
     Ok(measured)
+}
+
+/// What was counted since then.
+fn since(before: &BTreeMap<String, u64>, mut now: BTreeMap<String, u64>) -> BTreeMap<String, u64> {
+    for (kind, count) in before {
+        now.entry(kind.clone()).and_modify(|all| *all -= count);
+    }
+    now.retain(|_, count| *count > 0);
+    now
 }
 
 impl Measured {
@@ -242,6 +277,12 @@ impl Drop for Mirror {
     }
 }
 
+/// When a change may be made, as [`now`] says it.
+async fn begin() -> u64 {
+    tokio::time::sleep(PAUSE).await;
+    now()
+}
+
 /// Milliseconds since 1970.
 fn now() -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
@@ -261,7 +302,12 @@ fn quantile(sorted: &[u64], share: f64) -> u64 {
 }
 
 fn markdown(measured: &Measured, size: Size) -> String {
-    let Measured { times, writes, moves } = measured;
+    let Measured {
+        times,
+        writes,
+        moves,
+        idle,
+    } = measured;
     let Size { agents, nodes, changes } = size;
     let mut out = format!(
         "{}; {agents} agents (unoptimised), {nodes} Nodes at the API server, {changes} rounds; ms.\n\n| | p50 | p99 | most | of |\n|---|---|---|---|---|\n",
@@ -278,7 +324,7 @@ fn markdown(measured: &Measured, size: Size) -> String {
         ));
     }
     out.push_str(&format!(
-        "\nWrites in the cluster while endpoints moved {moves} times: {writes:?}\n"
+        "\nWrites in the cluster while endpoints moved {moves} times: {writes:?}; in as long a time without: {idle:?}\n"
     ));
     out
 }

@@ -7,13 +7,16 @@ use std::{
 };
 
 use anyhow::Context;
-use clustermesh_lab::{Asker, INFRASTRUCTURE, LabPlan, Product, Tunnel, WEB};
+use clustermesh_lab::{Asker, Boundary, Cluster, INFRASTRUCTURE, Lab, LabPlan, Product, Tunnel, WEB, Web};
 
 use super::{Demo, HUB, MEMBER, described};
 
+mod attack;
+
 const SANDBOX: &str = "notebooks";
-const GRANT: &str =
-    "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
+/// Two of the three ports of one Service.
+const GRANT: &str = "[{service: {cluster: mgmt, namespace: default, name: store}, \
+                     ports: [{port: http}, {port: echo, protocol: UDP}], as: {namespace: default, name: hub-store}}]";
 
 /// The hub, a trusted member, and the sandbox, whose worker is a pod of the hub.
 pub(super) fn plan() -> LabPlan {
@@ -22,20 +25,124 @@ pub(super) fn plan() -> LabPlan {
         .with_policies(HUB)
 }
 
-impl Demo<'_> {
+/// What of some sockets answers, or shall answer.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+struct Open {
+    tcp: BTreeSet<SocketAddr>,
+    udp: BTreeSet<SocketAddr>,
+}
+
+impl Open {
+    /// What the grant names of these pods.
+    fn granted<'a>(stores: impl IntoIterator<Item = &'a Web>) -> Self {
+        let mut all = Self::default();
+        for store in stores {
+            all.tcp.insert(SocketAddr::new(store.ip, 8080));
+            all.udp.insert(SocketAddr::new(store.ip, 9000));
+        }
+        all
+    }
+
+    async fn found(lab: &Lab, from: &Asker, sockets: impl Iterator<Item = SocketAddr> + Clone) -> anyhow::Result<Self> {
+        Ok(Self {
+            tcp: lab.scan(from, sockets.clone()).await?,
+            udp: lab.scan_udp(from, sockets).await?,
+        })
+    }
+
+    /// Without what these are.
+    fn beside(&self, other: &Self) -> Self {
+        Self {
+            tcp: self.tcp.difference(&other.tcp).copied().collect(),
+            udp: self.udp.difference(&other.udp).copied().collect(),
+        }
+    }
+
+    fn extend(&mut self, other: Self) {
+        self.tcp.extend(other.tcp);
+        self.udp.extend(other.udp);
+    }
+
+    fn count(&self) -> String {
+        format!("{} answer TCP, {} UDP", self.tcp.len(), self.udp.len())
+    }
+
+    /// A line for each address, with what it is and its open ports.
+    fn print_by_address(&self, all: &BTreeMap<SocketAddr, String>) {
+        let mut lines: BTreeMap<IpAddr, (&str, Vec<String>)> = BTreeMap::new();
+        for (sockets, protocol) in [(&self.tcp, ""), (&self.udp, "/UDP")] {
+            for socket in sockets {
+                let what = all.get(socket).map_or("", String::as_str);
+                let (_, ports) = lines.entry(socket.ip()).or_insert((what, Vec::new()));
+                ports.push(format!("{}{protocol}", socket.port()));
+            }
+        }
+        for (ip, (what, ports)) in lines {
+            println!("    {ip:<15} {what}: {}", ports.join(" "));
+        }
+    }
+}
+
+impl std::fmt::Display for Open {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let tcp = self.tcp.iter().map(ToString::to_string);
+        let udp = self.udp.iter().map(|socket| format!("{socket}/UDP"));
+        let all: Vec<String> = tcp.chain(udp).collect();
+        f.write_str(if all.is_empty() { "nothing" } else { "" })?;
+        f.write_str(&all.join(" "))
+    }
+}
+
+/// What all steps speak of.
+struct World<'a> {
+    lab: &'a Lab,
+    product: Product<'a>,
+    hub: Cluster<'a>,
+    member: Cluster<'a>,
+    sandbox: Cluster<'a>,
+    /// The sandbox's pod and, as root, its node.
+    askers: Vec<Asker>,
+    /// Pods of the granted Service.
+    stores: Vec<Web>,
+    granted: Open,
+}
+
+impl<'a> Demo<'a> {
     /// Shows it.
     pub(super) async fn sandbox(&mut self) -> anyhow::Result<()> {
-        let [hub, member, sandbox] = [HUB, MEMBER, SANDBOX].map(|name| self.lab.cluster(name));
+        let world = self.up().await?;
+        self.beside_the_mesh(&world).await?;
+        self.through_the_tunnel(&world).await?;
+        self.trusted(&world).await?;
+        self.title("as a user sees it: notebooks takes nothing from the controller any more, and the mesh says so");
+        for (cluster, kinds) in [
+            (&world.hub, "clustermesh,peers,peerpolicies"),
+            (&world.sandbox, "peers,peerpolicies,services"),
+        ] {
+            println!("$ kubectl --context {} get {kinds} -A", cluster.plan().name);
+            println!("{}", cluster.kubectl(["get", kinds, "-A"]).await?.stdout);
+        }
+        Ok(())
+    }
+
+    /// Installs, meshes, and shows that the granted Service answers under its name.
+    async fn up(&mut self) -> anyhow::Result<World<'a>> {
+        let lab = self.lab;
+        let [hub, member, sandbox] = [HUB, MEMBER, SANDBOX].map(|name| lab.cluster(name));
         self.title("install: crds/ and deploy/, with kubectl as README.md tells");
         let clusters = [HUB, MEMBER, SANDBOX];
-        let product = Product::install(self.lab, &clusters, Tunnel::Shipped, &|line| println!("  {line}")).await?;
-        let hub_webs = hub.run_web().await?;
+        let product = Product::install(lab, &clusters, Tunnel::Shipped, &|line| println!("  {line}")).await?;
+        println!(
+            "  mgmt: Services of every type: ClusterIP, headless, NodePort, LoadBalancer, and one on the host's network"
+        );
+        hub.run_web().await?;
+        hub.run_store().await?;
         for cluster in [&member, &sandbox] {
             cluster.apply(&WEB.replace("replicas: 2", "replicas: 1")).await?;
             cluster.rollout("default", "deployment/web").await?;
         }
 
-        self.title("one ClusterMesh: notebooks is a sandbox with one grant");
+        self.title("one ClusterMesh: notebooks is a sandbox with one grant, of two of the Service's three ports");
         let mesh = product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
         println!("{mesh}");
         let applied = Instant::now();
@@ -44,18 +151,23 @@ impl Demo<'_> {
 
         self.title("the Service answers under its name");
         let webs = sandbox.webs().await?;
-        let service = sandbox.cluster_ip("default", "hub-web").await?;
         let askers = webs
             .iter()
             .flat_map(|web| [Asker::Pod(web.clone()), Asker::Host(web.node.clone())]);
-        let askers: Vec<Asker> = askers.collect();
-        for from in &askers {
-            let answer = self.lab.ask_until_answered(from, &format!("http://{service}")).await;
-            self.check(&format!("{from} -> hub-web ({service})"), described(answer));
-        }
-        let granted: BTreeSet<SocketAddr> = hub_webs.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect();
-        for from in &askers {
-            self.lab.until_open(from, &granted).await?;
+        let stores = hub.labelled("store").await?;
+        let world = World {
+            granted: Open::granted(&stores),
+            askers: askers.collect(),
+            lab,
+            product,
+            hub,
+            member,
+            sandbox,
+            stores,
+        };
+        self.answers(&world).await?;
+        for from in &world.askers {
+            lab.until_open(from, &world.granted.tcp).await?;
         }
         println!(
             "  every endpoint answers {:.1} s after kubectl apply",
@@ -63,79 +175,113 @@ impl Demo<'_> {
         );
         let policy = format!("demo--{SANDBOX}");
         println!("$ kubectl --context {HUB} get peerpolicy {policy} -o yaml   # what the sandbox may reach there");
-        println!(
-            "{}",
-            hub.kubectl(["get", "peerpolicy", &policy, "-o", "yaml"]).await?.stdout
-        );
+        let words = ["get", "peerpolicy", &policy, "-o", "yaml"];
+        println!("{}", world.hub.kubectl(words).await?.stdout);
+        Ok(world)
+    }
 
-        self.title("a scan of every address of mgmt and tenant-a, at every TCP port that is open anywhere there");
-        let boundary = self.lab.boundary(SANDBOX)?;
-        let admitted = boundary.admitted().await?;
-        let all = boundary.sockets(&[&member], &granted).await?;
+    async fn answers(&mut self, world: &World<'_>) -> anyhow::Result<()> {
+        let service = world.sandbox.cluster_ip("default", "hub-store").await?;
+        for from in &world.askers {
+            let answer = world.lab.ask_until_answered(from, &format!("http://{service}")).await;
+            self.check(&format!("{from} -> hub-store ({service})"), described(answer));
+        }
+        Ok(())
+    }
+
+    /// The underlay, as the sandbox's own routes lead: without NetworkPolicies and with those that are shipped.
+    async fn beside_the_mesh(&mut self, world: &World<'_>) -> anyhow::Result<()> {
+        self.title(
+            "a scan of every address of mgmt and tenant-a, at every port that is open anywhere there, as routes are",
+        );
+        let World { lab, granted, .. } = world;
+        let boundary = lab.boundary(SANDBOX)?;
+        let all = boundary.sockets(&[&world.member], &granted.tcp).await?;
         println!(
             "  Its worker is a pod of mgmt, as a KubeVirt machine is: eth0 reaches what the underlay lets through, beside the mesh."
         );
-        let mut open = BTreeSet::new();
-        for from in &askers {
-            let found = self.lab.scan(from, all.keys().copied()).await?;
-            let outcome = if found.is_superset(&granted) {
-                Ok(format!("{} of {} sockets", found.len(), all.len()))
-            } else {
-                Err(format!("{found:?}, granted {granted:?}"))
+        let mut open = Open::default();
+        for from in &world.askers {
+            let found = Open::found(lab, from, all.keys().copied()).await?;
+            let outcome = match granted.beside(&found) {
+                missing if missing == Open::default() => Ok(format!("of {} sockets {}", all.len(), found.count())),
+                missing => Err(format!("granted and silent: {missing}")),
             };
             self.check(&format!("{from}, without any NetworkPolicy"), outcome);
             open.extend(found);
         }
-        println!("  Granted by the mesh: {granted:?}. Open on the underlay alone:");
-        print_by_address(open.difference(&granted), &all);
+        println!("  Granted by the mesh: {granted}. Open on the underlay alone:");
+        open.beside(granted).print_by_address(&all);
+        self.with_policies(world, &boundary, &all, &open).await
+    }
 
+    async fn with_policies(
+        &mut self,
+        world: &World<'_>,
+        boundary: &Boundary<'_>,
+        all: &BTreeMap<SocketAddr, String>,
+        open: &Open,
+    ) -> anyhow::Result<()> {
         self.title("kubectl apply -f deploy/cozystack/sandbox-networkpolicy.yaml, with its values set");
         println!("{}", without_comments(&boundary.policy()?));
+        let World { lab, granted, .. } = world;
+        let admitted = boundary.admitted().await?;
         let applied = Instant::now();
-        for from in &askers {
-            boundary.close(from, &open, &granted).await?;
+        for from in &world.askers {
+            boundary.close(from, &open.tcp, &granted.tcp).await?;
         }
         println!(
             "  in force {:.1} s after kubectl apply: own API server and resolver stay, and WireGuard",
             applied.elapsed().as_secs_f64()
         );
-        let want: BTreeSet<SocketAddr> = granted.union(&admitted).copied().collect();
-        for from in &askers {
-            let found = boundary.found(from, &all, &want).await?;
-            let outcome = if found == want {
-                Ok(format!("{} of {} sockets: {found:?}", found.len(), all.len()))
+        let tcp: BTreeSet<SocketAddr> = granted.tcp.union(&admitted).copied().collect();
+        for from in &world.askers {
+            let found = Open {
+                tcp: boundary.found(from, all, &tcp).await?,
+                udp: lab.scan_udp(from, all.keys().copied()).await?,
+            };
+            // A resolver need not answer what is no question.
+            let udp = found
+                .udp
+                .iter()
+                .all(|one| granted.udp.contains(one) || admitted.contains(one));
+            let outcome = if found.tcp == tcp && udp && found.udp.is_superset(&granted.udp) {
+                Ok(format!("of {} sockets {}: {found}", all.len(), found.count()))
             } else {
-                Err(format!("{found:?}, granted and admitted {want:?}"))
+                Err(format!("{found}; granted {granted}, admitted {admitted:?}"))
             };
             self.check(&format!("{from}, with it"), outcome);
-            let answer = self.lab.ask_until_answered(from, &format!("http://{service}")).await;
-            self.check(&format!("{from} -> hub-web ({service})"), described(answer));
         }
+        self.answers(world).await
+    }
 
+    async fn trusted(&mut self, world: &World<'_>) -> anyhow::Result<()> {
         self.title("tenant-a is trusted: it reaches mgmt, and not what keeps mgmt running");
-        let trusted = member
-            .webs()
-            .await?
-            .into_iter()
-            .next()
-            .context("tenant-a runs no web server")?;
-        let from = Asker::Pod(trusted);
-        let url = format!("http://{}:8080", hub_webs[0].ip);
-        let answer = self.lab.ask_until_answered(&from, &url).await;
-        self.check(&format!("{from} -> pod {}", hub_webs[0].name), described(answer));
-        let sockets: BTreeSet<SocketAddr> = hub.sockets().await?.into_keys().collect();
-        let open = self.lab.scan(&from, sockets.iter().copied()).await?;
+        let web = world.member.webs().await?.into_iter().next();
+        let from = Asker::Pod(web.context("tenant-a runs no web server")?);
+        let store = world.stores.first().context("mgmt runs no pod of the Service store")?;
+        let url = format!("http://{}:8080", store.ip);
+        let answer = world.lab.ask_until_answered(&from, &url).await;
+        self.check(&format!("{from} -> pod {}", store.name), described(answer));
+        let all = world.hub.sockets().await?;
+        let open = Open::found(world.lab, &from, all.keys().copied()).await?;
         // Where a kubeconfig leads to is the underlay's business: no mesh carries it.
-        let apis = [&hub, &sandbox].map(|cluster| IpAddr::V4(cluster.plan().api_address()));
+        let apis = [&world.hub, &world.sandbox].map(|cluster| IpAddr::V4(cluster.plan().api_address()));
+        println!(
+            "  What answers it, {} and {} by the underlay, where kubeconfigs lead:",
+            apis[0], apis[1]
+        );
+        open.print_by_address(&all);
         let wrong: Vec<_> = open
+            .tcp
             .iter()
             .filter(|socket| INFRASTRUCTURE.contains(&socket.port()) && !apis.contains(&socket.ip()))
             .collect();
         let outcome = match wrong[..] {
             [] => Ok(format!(
-                "{} of {} sockets, none of them: {open:?}",
-                open.len(),
-                sockets.len()
+                "of {} sockets {}, none of these by the mesh",
+                all.len(),
+                open.count()
             )),
             _ => Err(format!("{wrong:?}")),
         };
@@ -143,37 +289,7 @@ impl Demo<'_> {
             "API server, kubelet, etcd, agent and their like, at every address",
             outcome,
         );
-
-        self.title("the grant is taken back");
-        let Some(from) = askers.first() else { return Ok(()) };
-        hub.apply(&product.mesh_with(&[SANDBOX], &[])).await?;
-        let applied = Instant::now();
-        let closed = self.lab.until_closed(from, &granted).await;
-        let closed = closed.map(|()| format!("no answer {:.1} s after kubectl apply", applied.elapsed().as_secs_f64()));
-        self.check("hub-web", closed.map_err(|error| error.to_string()));
-
-        self.title("as a user sees it");
-        for (cluster, kinds) in [
-            (&hub, "clustermesh,peers,peerpolicies"),
-            (&sandbox, "peers,peerpolicies,services"),
-        ] {
-            println!("$ kubectl --context {} get {kinds} -A", cluster.plan().name);
-            println!("{}", cluster.kubectl(["get", kinds, "-A"]).await?.stdout);
-        }
         Ok(())
-    }
-}
-
-/// A line for each address, with what it is and its open ports.
-fn print_by_address<'a>(open: impl Iterator<Item = &'a SocketAddr>, all: &BTreeMap<SocketAddr, String>) {
-    let mut lines: BTreeMap<IpAddr, (&str, Vec<String>)> = BTreeMap::new();
-    for socket in open {
-        let what = all.get(socket).map_or("", String::as_str);
-        let (_, ports) = lines.entry(socket.ip()).or_insert((what, Vec::new()));
-        ports.push(socket.port().to_string());
-    }
-    for (ip, (what, ports)) in lines {
-        println!("    {ip:<15} {what}: {}", ports.join(" "));
     }
 }
 

@@ -1,9 +1,11 @@
 use std::collections::BTreeMap;
 
+use clustermesh_core::enforcement::Bypass;
 use kube::ResourceExt;
 use serde_json::json;
 
 use super::*;
+use crate::annotations::IPVS;
 
 const KEY: &str = "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=";
 
@@ -132,9 +134,29 @@ fn both_families_and_everything_a_person_can_annotate_is_read() {
             granularity: Some(Granularity::Cross),
             allowed_location_ips: vec!["192.168.7.0/24".parse().unwrap(), "fd00:7::/64".parse().unwrap()],
             server: Server::AgentPolicy,
-            bypassed: true,
+            bypassed: Some(Bypass::Netfilter),
             ..observe::Node::default()
         }
+    );
+}
+
+#[test]
+fn what_leads_past_the_policies_of_a_node_is_told_by_the_agents_words() {
+    let read = |why: &str| {
+        let agent = json!({"version": "0.1.0", "mode": "full", "datapathBypassed": why}).to_string();
+        to_core(&node(
+            json!({"metadata": {"name": "n", "annotations": {"kilo-clustermesh.io/agent": agent}}}),
+        ))
+        .bypassed
+    };
+    assert_eq!(
+        ["", IPVS, "datapath-mode is netkit", "whatever a later agent says"].map(read),
+        [
+            None,
+            Some(Bypass::Ipvs),
+            Some(Bypass::Netfilter),
+            Some(Bypass::Netfilter)
+        ]
     );
 }
 

@@ -63,6 +63,7 @@ fn a_sandboxs_policy_names_services_and_every_word_of_it_changes_its_revision() 
             .iter()
             .map(|(protocol, name)| (*protocol, (*name).to_owned()))
             .collect(),
+        within: ["10.20.0.0/16".parse().unwrap()].into(),
     };
     let sandbox = observe::PolicySpec {
         allow: BTreeSet::new(),
@@ -76,8 +77,8 @@ fn a_sandboxs_policy_names_services_and_every_word_of_it_changes_its_revision() 
     assert_eq!(
         written["allow"],
         serde_json::json!([
-            {"service": {"namespace": "team-x", "name": "postgres-rw"}, "ports": [{"port": "", "protocol": "TCP"}]},
-            {"service": {"namespace": "team-x", "name": "redis"}},
+            {"to": ["10.20.0.0/16"], "service": {"namespace": "team-x", "name": "postgres-rw"}, "ports": [{"port": "", "protocol": "TCP"}]},
+            {"to": ["10.20.0.0/16"], "service": {"namespace": "team-x", "name": "redis"}},
         ])
     );
     assert_eq!(to_core(&policy).spec, Ok(sandbox.clone()));
@@ -117,9 +118,13 @@ fn a_policy_that_the_planner_would_not_write_is_an_error_that_names_the_field() 
                 s.allow[0].service = Some(LocalService {
                     namespace: "a".into(),
                     name: "b".into(),
-                })
+                });
+                s.allow[0].ports = vec![ServicePort {
+                    port: IntOrString::Int(80),
+                    protocol: crate::mesh::Protocol::Tcp,
+                }];
             },
-            "spec.allow[0].service",
+            "spec.allow[0].ports: 80 is a number",
         ),
         (|s| s.deny[0].ports.clear(), "spec.deny[0].ports"),
         (|s| s.deny[0].to[0] = "10.0.0.0/8".into(), "spec.deny[0].to"),

@@ -3,7 +3,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use clustermesh_access::kubeconfig::HubHosts;
-use clustermesh_core::hub::HubNamespaces;
+use clustermesh_core::{hub::HubNamespaces, plan::Settings};
 
 /// `prod` with two entries, the second of which has these networks; its status grants 10.1/16 and 10.2/16.
 fn object(networks: &Value, deleting: bool) -> Arc<ClusterMesh> {
@@ -34,6 +34,7 @@ fn hub() -> Hub {
         id: "hub".into(),
         hosts: HubHosts::default(),
         namespaces: HubNamespaces::new(&[], "ns"),
+        settings: Settings::default(),
     }
 }
 

@@ -1,7 +1,9 @@
 //! A sandbox gets the Services named for it and nothing else: what stands in the target, and what in the sandbox.
 
 use super::*;
+use crate::enforcement::Bypass;
 
+mod announced;
 mod changes;
 mod grants;
 mod pending;
@@ -42,8 +44,14 @@ fn granted(ports: &[&str]) -> BTreeSet<ServiceGrant> {
     [ServiceGrant {
         service: postgres(),
         ports: ports.iter().map(|name| (Protocol::Tcp, (*name).to_owned())).collect(),
+        within: of_mgmt(),
     }]
     .into()
+}
+
+/// What `mgmt` has in the mesh.
+fn of_mgmt() -> BTreeSet<IpNet> {
+    net_set(&["10.1.0.0/16", "100.66.1.0/24", "10.96.0.0/16"])
 }
 
 fn backend(address: &str, node: &str) -> SliceEndpoint {
@@ -234,7 +242,7 @@ fn two_sandboxes_and_what_is_standard_never_meet() {
 #[test]
 fn a_target_with_a_node_that_enforces_nothing_takes_no_sandbox_and_says_which() {
     type Change = fn(&mut Node);
-    let cases: [(&str, Change); 3] = [
+    let cases: [(&str, Change); 4] = [
         ("Node a of cluster \"mgmt\" without wg-agent", |n| {
             n.server = Server::Kilo
         }),
@@ -243,7 +251,12 @@ fn a_target_with_a_node_that_enforces_nothing_takes_no_sandbox_and_says_which() 
         }),
         (
             "on Node a of cluster \"mgmt\" the CNI leads packets past netfilter",
-            |n| n.bypassed = true,
+            |n| n.bypassed = Some(Bypass::Netfilter),
+        ),
+        (
+            "on Node a of cluster \"mgmt\" kube-proxy in mode ipvs translates packets after the policies looked at them, so a \
+             sandbox would not be held to its grants: set mode: nftables",
+            |n| n.bypassed = Some(Bypass::Ipvs),
         ),
     ];
     for (why, change) in cases {

@@ -251,8 +251,8 @@ async fn a_table_that_is_lost_costs_a_sandbox_its_peer_before_anything_else() {
     let mut world = World::new();
     world.pass(&inputs("a", 5432)).await;
     world.table.backend().memory.scripts.clear();
-    let left = world.guard.look(&mut world.table, Some(&mut world.device)).await;
-    assert_eq!(left, Ok(vec![key(1)]));
+    let looked = world.guard.look(&mut world.table, Some(&mut world.device)).await;
+    assert_eq!((looked, world.guard.left()), (Ok(()), vec![key(1)]));
     assert_eq!(world.there().into_keys().collect::<Vec<_>>(), [key(200)]);
     let (calls, _) = world.pass(&inputs("a", 5432)).await;
     assert_eq!(calls, ["out 1", "table", "read back", "in 1"]);
@@ -270,6 +270,8 @@ async fn a_table_that_cannot_be_written_or_reads_otherwise_keeps_a_sandboxs_peer
     let (calls, well) = world.pass(&inputs("a", 5433)).await;
     assert_eq!(calls, ["elements", "table", "out 1"]);
     assert!(!well);
+    let left = [world.guard.left(), world.guard.left()];
+    assert_eq!(left, [vec![key(1)], vec![]], "told once, although the pass failed");
     world.table.backend().memory.refuse.clear();
     world.table.backend().memory.lies = true;
     let (calls, _) = world.pass(&inputs("a", 5433)).await;

@@ -33,6 +33,14 @@ pub(super) struct Wanted {
     pub(super) quarantine: bool,
 }
 
+/// Which addresses of each pod are endpoints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Which {
+    First,
+    Second,
+    Both,
+}
+
 /// API servers alone.
 pub(super) fn plan() -> LabPlan {
     LabPlan::control_planes(&[HUB, SANDBOX])
@@ -116,9 +124,8 @@ impl<'a> World<'a> {
             _running: running,
             _files: files,
         };
-        world.moves(0).await?;
-        let both = vec![2; agents.into()];
-        world.endpoints("standing", STANDING_PORT, &both).await?;
+        world.moves(Which::First).await?;
+        world.endpoints("standing", STANDING_PORT, Which::Both).await?;
         let mesh: DynamicObject = serde_json::from_value(json!({
             "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "ClusterMesh",
             "metadata": {"name": MESH, "namespace": NAMESPACE},
@@ -150,25 +157,22 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    /// Moves the granted Service's endpoint of every node to the pod's first or second address, in one write.
-    pub(super) async fn moves(&self, second: usize) -> anyhow::Result<()> {
-        self.endpoints("granted", PORT, &vec![second; self.agents.into()]).await
+    /// Makes these of every node's pod the granted Service's endpoints, in one write.
+    pub(super) async fn moves(&self, which: Which) -> anyhow::Result<()> {
+        self.endpoints("granted", PORT, which).await
     }
 
-    /// Of each node the first address, the second, or both (2).
-    async fn endpoints(&self, service: &str, port: u16, which: &[usize]) -> anyhow::Result<()> {
-        let endpoint = |(n, which): (u8, &usize)| {
-            let all = [
-                vec![address(n, 0)],
-                vec![address(n, 1)],
-                vec![address(n, 0), address(n, 1)],
-            ];
-            all[*which]
-                .iter()
-                .map(|address| json!({"addresses": [address], "nodeName": name(HUB, n), "conditions": {"ready": true}}))
-                .collect::<Vec<_>>()
+    async fn endpoints(&self, service: &str, port: u16, which: Which) -> anyhow::Result<()> {
+        let addresses: &[usize] = match which {
+            Which::First => &[0],
+            Which::Second => &[1],
+            Which::Both => &[0, 1],
         };
-        let endpoints: Vec<Value> = (1..).zip(which).flat_map(endpoint).collect();
+        let of_node = |n: u8| {
+            let endpoint = move |second: &usize| json!({"addresses": [address(n, *second)], "nodeName": name(HUB, n), "conditions": {"ready": true}});
+            addresses.iter().map(endpoint)
+        };
+        let endpoints: Vec<Value> = (1..=self.agents).flat_map(of_node).collect();
         let patch = Patch::Apply(json!({
             "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
             "metadata": {"name": format!("{service}-1"), "labels": {names::LABEL_SERVICE_NAME: service}},

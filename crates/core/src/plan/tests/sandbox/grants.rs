@@ -87,6 +87,7 @@ fn a_grant_that_does_not_resolve_costs_itself_alone_and_says_why() {
         let redis = ServiceGrant {
             service: object("team-x", "redis"),
             ports: BTreeSet::new(),
+            within: of_mgmt(),
         };
         let policy = closed([redis].into());
         assert_eq!(plan.targets["mgmt"].policies["m--nb"].spec, policy, "{why}");
@@ -119,6 +120,8 @@ fn an_endpoint_outside_the_members_networks_or_on_no_node_with_a_peer_is_left_ou
         &net_set(&["10.1.2.9/32", "100.66.1.2/32"])
     );
     assert_eq!(plan.egress[0].endpoints, 1);
+    // The nodes over there are told where they may lie.
+    assert_eq!(plan.targets["mgmt"].policies["m--nb"].spec, closed(granted(&["pg"])));
     let told = message(&plan);
     assert!(
         told.contains("(192.0.2.9)")

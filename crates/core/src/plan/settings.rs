@@ -1,0 +1,155 @@
+//! What the operator sets for all meshes, with its flags. What it comes to in a member is the planner's business.
+
+use std::{collections::BTreeSet, str::FromStr};
+
+use crate::mesh::Protocol;
+
+/// What the operator of the controller set for all meshes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Settings {
+    /// Ports closed to every member on each address of a node itself: API server, kubelet, etcd and their like.
+    pub infrastructure_ports: BTreeSet<(Protocol, u16)>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        // kube-apiserver, etcd client and peer, kubelet, its read-only port, scheduler, controller-manager, kube-proxy,
+        // wg-agent's own metrics.
+        let ports = [6443, 2379, 2380, 10250, 10255, 10259, 10257, 10249, 10256, 9587];
+        Self {
+            infrastructure_ports: ports.map(|port| (Protocol::Tcp, port)).into(),
+        }
+    }
+}
+
+impl Settings {
+    /// How many infrastructure ports a PeerPolicy can hold (its CRD).
+    const MAX_PORTS: usize = 64;
+
+    /// The built-in settings, with these ports closed too: nothing opens one of the built-in ones.
+    ///
+    /// # Errors
+    /// There are more of them than a PeerPolicy can hold.
+    pub fn closing(ports: &[InfrastructurePort]) -> Result<Self, SettingsError> {
+        let Self {
+            mut infrastructure_ports,
+        } = Self::default();
+        infrastructure_ports.extend(ports.iter().map(|port| (port.protocol, port.port)));
+        match infrastructure_ports.len() {
+            ..=Self::MAX_PORTS => Ok(Self { infrastructure_ports }),
+            all => Err(SettingsError::TooManyPorts {
+                all,
+                most: Self::MAX_PORTS,
+            }),
+        }
+    }
+}
+
+/// One `--infrastructure-port PORT[/PROTOCOL]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct InfrastructurePort {
+    /// Of which protocol.
+    pub protocol: Protocol,
+    /// 1 to 65535.
+    pub port: u16,
+}
+
+/// Why settings are refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SettingsError {
+    /// A text that names no port.
+    #[error(
+        "{0:?}: write PORT or PORT/PROTOCOL, such as 8132/TCP: a number from 1 to 65535, and TCP (default), UDP or SCTP"
+    )]
+    NoPort(String),
+    /// More ports than fit.
+    #[error("--infrastructure-port: {all} ports with the built-in ones, and a PeerPolicy holds {most}: name fewer")]
+    TooManyPorts {
+        /// How many there are.
+        all: usize,
+        /// How many fit.
+        most: usize,
+    },
+}
+
+impl FromStr for InfrastructurePort {
+    type Err = SettingsError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let refused = || SettingsError::NoPort(text.to_owned());
+        let (number, protocol) = text.split_once('/').unwrap_or((text, "TCP"));
+        let protocols = [Protocol::Tcp, Protocol::Udp, Protocol::Sctp];
+        let protocol = protocols
+            .into_iter()
+            .find(|known| known.as_str().eq_ignore_ascii_case(protocol))
+            .ok_or_else(refused)?;
+        let port = number.parse().ok().filter(|port| *port > 0);
+        // What `parse` takes beside digits.
+        let port = port.filter(|_| !number.starts_with('+')).ok_or_else(refused)?;
+        Ok(Self { protocol, port })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn port(protocol: Protocol, port: u16) -> InfrastructurePort {
+        InfrastructurePort { protocol, port }
+    }
+
+    #[test]
+    fn a_port_is_a_number_and_a_protocol_and_anything_else_is_refused_with_an_example() {
+        let taken = ["8132", "8132/TCP", "53/udp", "65535/SCTP"].map(str::parse::<InfrastructurePort>);
+        let want = [
+            port(Protocol::Tcp, 8132),
+            port(Protocol::Tcp, 8132),
+            port(Protocol::Udp, 53),
+            port(Protocol::Sctp, 65535),
+        ];
+        assert_eq!(taken, want.map(Ok));
+        for text in [
+            "",
+            "0",
+            "65536",
+            "-1",
+            "+1",
+            "https",
+            "8132/",
+            "8132/ICMP",
+            "8132/TCP/UDP",
+            "TCP/8132",
+            " 1",
+        ] {
+            let why = text.parse::<InfrastructurePort>().expect_err(text).to_string();
+            assert!(
+                why.starts_with(&format!("{text:?}: ")) && why.contains("8132/TCP"),
+                "{why}"
+            );
+        }
+    }
+
+    #[test]
+    fn ports_are_closed_beside_the_built_in_ones_and_no_more_than_fit() {
+        let built_in = Settings::default().infrastructure_ports;
+        assert_eq!(Settings::closing(&[]), Ok(Settings::default()));
+        let closed = Settings::closing(&[
+            port(Protocol::Tcp, 8132),
+            port(Protocol::Tcp, 10250),
+            port(Protocol::Udp, 53),
+        ]);
+        let mut want = built_in.clone();
+        want.extend([(Protocol::Tcp, 8132), (Protocol::Udp, 53)]);
+        assert_eq!(
+            closed,
+            Ok(Settings {
+                infrastructure_ports: want
+            })
+        );
+
+        let room = u16::try_from(Settings::MAX_PORTS - built_in.len()).unwrap();
+        let more = |count: u16| Settings::closing(&(1..=count).map(|n| port(Protocol::Tcp, n)).collect::<Vec<_>>());
+        assert!(more(room).is_ok());
+        assert_eq!(more(room + 1), Err(SettingsError::TooManyPorts { all: 65, most: 64 }));
+    }
+}

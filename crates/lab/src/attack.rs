@@ -1,0 +1,180 @@
+//! What the administrator of a sandbox does who wants more than was given: takes the controller's rights away, and gives the
+//! Peers there every address. What is found that way is for the caller to judge.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
+
+use ipnet::IpNet;
+use serde_json::{Value, json};
+
+use crate::{Cluster, Lab, Result, wait_until};
+
+/// The table of the mesh's routes.
+const TABLE: &str = "5182";
+/// What of it leads into the tunnel.
+const CARRIED: [&str; 2] = ["dev", "kilo0"];
+/// How long routing may take to follow on a loaded machine.
+const PATIENCE: Duration = Duration::from_secs(90);
+
+impl Cluster<'_> {
+    /// Every socket of these clusters (see [`Cluster::sockets`]) but those that this one has itself, and those that lie in its own
+    /// pods' range, which no node of its leads elsewhere. What is `granted` stands in it too, and is another one's all the same.
+    ///
+    /// # Errors
+    /// When an API server does not answer.
+    pub async fn sockets_beyond(
+        &self,
+        clusters: &[&Cluster<'_>],
+        granted: &BTreeSet<SocketAddr>,
+    ) -> Result<BTreeMap<SocketAddr, String>> {
+        let own: BTreeSet<IpAddr> = self.sockets().await?.into_keys().map(|socket| socket.ip()).collect();
+        let granted: BTreeSet<IpAddr> = granted.iter().map(SocketAddr::ip).collect();
+        let mut all = BTreeMap::new();
+        for cluster in clusters {
+            all.extend(cluster.sockets().await?);
+        }
+        let plan = self.plan();
+        let mut pods = vec![IpNet::from(plan.pod_cidr)];
+        pods.extend(plan.v6.iter().map(|v6| IpNet::from(v6.pod_cidr)));
+        let outside = |ip: &IpAddr| !own.contains(ip) && !pods.iter().any(|net| net.contains(ip));
+        all.retain(|socket, _| outside(&socket.ip()) || granted.contains(&socket.ip()));
+        Ok(all)
+    }
+}
+
+impl Lab {
+    /// Destinations that a node leads into the tunnel, as `ip` shows them in the mesh's table.
+    ///
+    /// # Errors
+    /// When the node is down.
+    pub async fn carried(&self, node: &str) -> Result<BTreeSet<String>> {
+        self.destinations(node, &CARRIED).await
+    }
+
+    async fn destinations(&self, node: &str, of: &[&str]) -> Result<BTreeSet<String>> {
+        let mut all = BTreeSet::new();
+        for family in ["-4", "-6"] {
+            let words = [&["ip", family, "-j", "route", "show", "table", TABLE], of].concat();
+            let output = self.node(node).try_exec(words).await?;
+            // Nothing at all, or an error, where there is no such table yet.
+            let routes: Value = serde_json::from_str(&output.stdout).unwrap_or_default();
+            let routes = routes.as_array().into_iter().flatten();
+            all.extend(routes.filter_map(|route| route["dst"].as_str().map(str::to_owned)));
+        }
+        Ok(all)
+    }
+}
+
+/// To look on and to change nothing: the controller knows the sandbox's nodes, and what it writes there is refused.
+const READER: &str = "
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata: {name: clustermesh-reader}
+rules: [{apiGroups: ['*'], resources: ['*'], verbs: [get, list, watch]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: clustermesh-reader}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: clustermesh-reader}
+subjects: [{kind: ServiceAccount, name: clustermesh-controller, namespace: clustermesh}]
+";
+
+/// A sandbox whose administrator has turned.
+#[derive(Debug)]
+pub struct Attacker<'a> {
+    lab: &'a Lab,
+    sandbox: Cluster<'a>,
+    node: String,
+    /// Names of the Peers that the controller wrote there.
+    pub peers: Vec<String>,
+}
+
+impl<'a> Attacker<'a> {
+    /// From here on the controller writes nothing there. `node` = the sandbox's only one.
+    ///
+    /// # Errors
+    /// When the sandbox's API server does not answer.
+    pub async fn new(lab: &'a Lab, sandbox: &str, node: &str) -> Result<Self> {
+        let sandbox = lab.cluster(sandbox);
+        let revoke = ["delete", "clusterrolebinding", "clustermesh-member"];
+        sandbox.kubectl(revoke).await?;
+        let peers = sandbox.kubectl(["get", "peers", "-o", "name"]).await?.stdout;
+        let peers = peers.lines().filter_map(|line| line.split_once('/'));
+        Ok(Self {
+            lab,
+            peers: peers.map(|(_, name)| name.to_owned()).collect(),
+            sandbox,
+            node: node.to_owned(),
+        })
+    }
+
+    /// The controller may read there again, and write nothing still. Of a sandbox that it cannot read it knows no node, and a Peer
+    /// that went with the last grant would not come back with the next. A controller that runs asks again within half a minute.
+    ///
+    /// # Errors
+    /// When the sandbox's API server does not answer.
+    pub async fn lets_read(&self) -> Result<()> {
+        self.sandbox.apply(READER).await.map(drop)
+    }
+
+    /// The node of the other side that a Peer stands for.
+    #[must_use]
+    pub fn node_of(peer: &str) -> &str {
+        peer.rsplit_once("--").map_or(peer, |(_, node)| node)
+    }
+
+    /// Takes a node of the other side for who it is now: its key, as its Node says.
+    ///
+    /// # Errors
+    /// When there is no such Peer.
+    pub async fn follows(&self, peer: &str, key: &str) -> Result<()> {
+        self.patch(peer, &json!({"spec": {"publicKey": key}})).await
+    }
+
+    /// Leads all of these through one Peer's node, waits until routing does so, and returns those that the sandbox's own node
+    /// leaves to the underlay whatever a Peer says: its next hop, for one.
+    ///
+    /// # Errors
+    /// When routing does not follow within a minute and a half.
+    pub async fn leads_through(&self, chosen: &str, addresses: &BTreeSet<IpAddr>) -> Result<BTreeSet<IpAddr>> {
+        // First through none, so that what is seen afterwards is not what was there before.
+        for name in &self.peers {
+            self.gives(name, &BTreeSet::new()).await?;
+        }
+        let of = async |routes: &[&str]| {
+            let found = self.lab.destinations(&self.node, routes).await;
+            let found = found.map_err(|error| error.to_string())?;
+            let found = addresses.iter().filter(|ip| found.contains(&ip.to_string()));
+            Ok::<BTreeSet<IpAddr>, String>(found.copied().collect())
+        };
+        let none = async || match of(&CARRIED).await?.len() {
+            0 => Ok(()),
+            led => Err(format!("{led} addresses")),
+        };
+        wait_until("kilo0 to carry none of these addresses", PATIENCE, none).await?;
+        self.gives(chosen, addresses).await?;
+        let all = async || {
+            let (led, left) = (of(&CARRIED).await?, of(&["type", "throw"]).await?);
+            if led.union(&left).count() == addresses.len() {
+                Ok(left)
+            } else {
+                Err(format!("{} of {} addresses", led.len(), addresses.len()))
+            }
+        };
+        wait_until("kilo0 to carry every address", PATIENCE, all).await
+    }
+
+    async fn gives(&self, peer: &str, addresses: &BTreeSet<IpAddr>) -> Result<()> {
+        let ranges = addresses.iter().map(|ip| IpNet::from(*ip).to_string());
+        self.patch(peer, &json!({"spec": {"allowedIPs": ranges.collect::<Vec<_>>()}}))
+            .await
+    }
+
+    async fn patch(&self, peer: &str, change: &Value) -> Result<()> {
+        let words = ["patch", "peer", peer, "--type=merge", "-p", &change.to_string()];
+        self.sandbox.kubectl(words).await.map(drop)
+    }
+}

@@ -1,0 +1,154 @@
+//! The sandbox's administrator turns: everything is led into the tunnel and scanned, while the grant stands and after it was
+//! taken back.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use anyhow::Context;
+use clustermesh_lab::{Attacker, Echo};
+use futures::future::try_join_all;
+
+use super::{Demo, HUB, Open, SANDBOX, World};
+
+/// So long nothing comes before it is taken for the end.
+const SILENCE: Duration = Duration::from_secs(1);
+/// What an address is, by how its description begins.
+const KINDS: [(&str, &str); 7] = [
+    ("node ", "of nodes"),
+    ("WireGuard ", "of nodes' tunnels"),
+    ("pods' gateway ", "of pods' gateways"),
+    ("pod ", "of pods"),
+    ("Service ", "of Services and load balancers"),
+    ("the API server", "of API servers"),
+    ("an endpoint ", "of other endpoints"),
+];
+
+impl Demo<'_> {
+    /// Scans through each Peer in turn, and takes the grant back while the last one carries everything.
+    pub(super) async fn through_the_tunnel(&mut self, world: &World<'_>) -> anyhow::Result<()> {
+        self.title("root of notebooks turns: it locks the controller out, and leads everything into the tunnel");
+        let worker = world
+            .sandbox
+            .nodes()
+            .first()
+            .context("notebooks has no node")?
+            .name()
+            .to_owned();
+        let attacker = Attacker::new(world.lab, SANDBOX, &worker).await?;
+        println!("$ kubectl --context {SANDBOX} delete clusterrolebinding clustermesh-member");
+        let every = world
+            .sandbox
+            .sockets_beyond(&[&world.hub, &world.member], &world.granted.tcp)
+            .await?;
+        let addresses: BTreeSet<IpAddr> = every.keys().map(SocketAddr::ip).collect();
+        print_what_is_scanned(&every, &addresses);
+        let mut all = BTreeMap::new();
+        for chosen in &attacker.peers {
+            println!(
+                "$ kubectl --context {SANDBOX} patch peer {chosen} --type=merge -p '{{\"spec\": {{\"allowedIPs\": [{} addresses]}}}}'",
+                addresses.len()
+            );
+            let left = attacker.leads_through(chosen, &addresses).await?;
+            for ip in &left {
+                println!("  Its own agent leaves {ip} to eth0 whatever a Peer says: its next hop, scanned above.");
+            }
+            all = every.clone();
+            all.retain(|socket, _| !left.contains(&socket.ip()));
+            let node = Attacker::node_of(chosen);
+            let granted = Open::granted(world.stores.iter().filter(|store| store.node == node));
+            for from in &world.askers {
+                // Of a scan's first packets a session that is still to be made holds some and loses the others.
+                world.lab.until_open(from, &granted.tcp).await?;
+            }
+            let found = self.scans(world, &all).await?;
+            for (from, found) in world.askers.iter().zip(found) {
+                let outcome = if found == granted {
+                    Ok(format!("{found}: what is granted there, and nothing else"))
+                } else {
+                    Err(format!("{found}; granted there: {granted}"))
+                };
+                self.check(&format!("{from}, all of it through {node}"), outcome);
+            }
+        }
+        let last = attacker.peers.last().context("notebooks has no Peer")?;
+        self.taken_back(world, &all, Attacker::node_of(last)).await
+    }
+
+    async fn scans(&self, world: &World<'_>, all: &BTreeMap<SocketAddr, String>) -> anyhow::Result<Vec<Open>> {
+        let scans = world
+            .askers
+            .iter()
+            .map(|from| Open::found(world.lab, from, all.keys().copied()));
+        try_join_all(scans).await
+    }
+
+    /// `node` = through which everything is led.
+    async fn taken_back(
+        &mut self,
+        world: &World<'_>,
+        all: &BTreeMap<SocketAddr, String>,
+        node: &str,
+    ) -> anyhow::Result<()> {
+        self.title("the grant is taken back, which the controller can say to mgmt alone by now");
+        let granted = Open::granted(world.stores.iter().filter(|store| store.node == node));
+        let socket = *granted.udp.first().context("nothing is granted there")?;
+        let watch = |from| world.lab.watch_udp(from, socket);
+        let watches: Vec<Echo> = world.askers.iter().map(watch).collect::<Result<_, _>>()?;
+        for watch in &watches {
+            watch.answered_after(now()?).await?;
+        }
+        let mesh = world.product.mesh_with(&[SANDBOX], &[]);
+        println!("$ kubectl --context {HUB} apply -f -   # the same without egress; {socket}/UDP is asked every 10 ms");
+        let called = now()?;
+        world.hub.apply(&mesh).await?;
+        let mut lasts = Vec::new();
+        for (from, watch) in world.askers.iter().zip(&watches) {
+            let last = watch.silent_for(SILENCE).await?;
+            let after = last.unwrap_or_default().saturating_sub(called);
+            self.check(
+                &format!("{from}: the last packet came"),
+                Ok(format!("{after} ms after kubectl was called")),
+            );
+            lasts.push(last);
+        }
+        let found = self.scans(world, all).await?;
+        for ((from, found), (watch, last)) in world.askers.iter().zip(found).zip(watches.iter().zip(lasts)) {
+            let outcome = match watch.answers().pop() {
+                again if again != last => Err(format!("it answers again, {again:?} after {last:?}")),
+                _ if found != Open::default() => Err(found.to_string()),
+                _ => Ok(format!("of {} sockets nothing answers", all.len())),
+            };
+            self.check(&format!("{from}, all of it through {node}"), outcome);
+        }
+        Ok(())
+    }
+}
+
+fn print_what_is_scanned(all: &BTreeMap<SocketAddr, String>, addresses: &BTreeSet<IpAddr>) {
+    let of: BTreeMap<IpAddr, &String> = all.iter().map(|(socket, what)| (socket.ip(), what)).collect();
+    let count = |begins: &str| of.values().filter(|what| what.starts_with(begins)).count();
+    let kinds = KINDS.map(|(begins, words)| (count(begins), words));
+    let kinds = kinds.into_iter().filter(|(count, _)| *count > 0);
+    let kinds: Vec<String> = kinds.map(|(count, words)| format!("{count} {words}")).collect();
+    let ports: BTreeSet<u16> = all.keys().map(SocketAddr::port).collect();
+    let ports: Vec<String> = ports.iter().map(ToString::to_string).collect();
+    println!(
+        "  {} addresses of mgmt and tenant-a: {}",
+        addresses.len(),
+        kinds.join(", ")
+    );
+    println!(
+        "  each at {} ports, TCP and UDP, which are all that are open anywhere there, NodePorts too:",
+        ports.len()
+    );
+    println!("    {}", ports.join(" "));
+    println!("  (The lab's etcd listens at the loopback of its own machine: 2379 and 2380 are asked all the same.)");
+}
+
+/// Milliseconds since 1970, as an echo's answers are told.
+fn now() -> anyhow::Result<u128> {
+    Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis())
+}

@@ -1,0 +1,46 @@
+//! A node whose agent stands still while its PeerPolicies change: the mesh names it until it goes on.
+
+use nix::sys::signal::Signal;
+
+use super::*;
+
+/// Of another hub that this cluster serves too: agents hold what it says as well.
+const FOREIGN: &str = r#"{"apiVersion": "kilo.squat.ai/v1alpha1", "kind": "PeerPolicy",
+    "metadata": {"name": "of-another-hub", "labels": {"kilo-clustermesh.io/hub": "another"}},
+    "spec": {"source": "elsewhere", "sources": ["203.0.113.0/24"], "networks": ["203.0.113.0/24"]}}"#;
+
+/// Stops the agent of a node of the hub, and writes a policy that it does not hear of.
+pub(super) async fn an_agent_stands_still_while_a_policy_comes(mesh: &Mesh<'_>) -> String {
+    assert_eq!(condition(&mesh.hub, "PolicyEnforced").await.1, "Enforced");
+    let node = mesh.hub_webs[1].node.clone();
+    mesh.lab.node(&node).signal("wg-agent", Signal::SIGSTOP).unwrap();
+    mesh.hub.apply(FOREIGN).await.unwrap();
+    node
+}
+
+/// The same agent is named, and nobody else; and not any more when it goes on. The policy goes.
+pub(super) async fn it_is_named_until_it_goes_on(mesh: &Mesh<'_>, node: &str) {
+    let until = async |want: (&str, &str)| {
+        let what = format!("PolicyEnforced to be {want:?}");
+        wait_until(what, PATIENCE, async || {
+            match condition(&mesh.hub, "PolicyEnforced").await {
+                (status, reason, message) if (&*status, &*reason) == want => Ok(message),
+                other => Err(format!("{other:?}")),
+            }
+        })
+        .await
+        .unwrap()
+    };
+    let message = until(("False", "PolicyOutdated")).await;
+    let named = format!(
+        "on Node {node} of cluster {:?} wg-agent does not say that it enforces",
+        mesh::HUB
+    );
+    assert!(message.starts_with(&named) && !message.contains("; "), "{message}");
+    mesh.lab.node(node).signal("wg-agent", Signal::SIGCONT).unwrap();
+    until(("True", "Enforced")).await;
+    mesh.hub
+        .kubectl(["delete", "peerpolicy", "of-another-hub"])
+        .await
+        .unwrap();
+}

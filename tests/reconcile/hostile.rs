@@ -1,0 +1,209 @@
+//! A sandbox whose administrator is hostile, on real API servers: what he writes into his own cluster, and that nothing of it
+//! arrives in another.
+
+use k8s_openapi::api::core::v1::Node;
+use kube::api::{Patch, PatchParams};
+use serde_json::Value;
+
+use super::*;
+
+/// What the sandbox may make of the other clusters: its own Peers in the one that grants it a Service.
+const OWN: &str = "tenant-a Peer/prod--notebooks--";
+
+/// What somebody who uses the mirrored Service gets: its ports, its selector, and each slice's sockets.
+async fn mirrored(world: &World) -> Value {
+    let cluster = world.lab.cluster("notebooks");
+    let get = async |words: &[&str]| -> Value {
+        let words = [&["get", "-n", "default", "-o", "json"], words].concat();
+        serde_json::from_str(&cluster.kubectl(words).await.unwrap().stdout).unwrap()
+    };
+    let service = get(&["service", "db"]).await;
+    let slices = get(&["endpointslices", "-l", "kubernetes.io/service-name=db"]).await;
+    let slices = slices["items"].as_array().unwrap().iter();
+    let sockets: Vec<Value> = slices
+        .map(|slice| json!({"endpoints": slice["endpoints"][0]["addresses"], "ports": slice["ports"][0]["port"]}))
+        .collect();
+    let port = &service["spec"]["ports"][0];
+    json!({"ports": [port["name"], port["port"], port["targetPort"]], "selector": service["spec"]["selector"], "slices": sockets})
+}
+
+/// Waits until the Service is as the grant has it.
+async fn until_mirrored(world: &World) {
+    let want = json!({
+        "ports": ["main", 5432, 5432], "selector": null,
+        "slices": [{"endpoints": ["10.2.1.9"], "ports": 5432}],
+    });
+    wait_until("the mirrored Service", SOON, async || match mirrored(world).await {
+        found if found == want => Ok(()),
+        found => Err(found.to_string()),
+    })
+    .await
+    .unwrap();
+}
+
+/// Versions of all that is ours outside the sandbox, but for its own Peers.
+async fn elsewhere(world: &World) -> BTreeMap<String, String> {
+    let mut versions = world.versions().await;
+    versions.retain(|object, _| !object.starts_with("notebooks ") && !object.starts_with(OWN) && object != "mesh");
+    assert!(versions.len() > 5, "{versions:?}");
+    versions
+}
+
+/// How many writes into members were made so far.
+async fn writes(world: &World) -> u64 {
+    let metrics = world.ask("/metrics").await;
+    let lines = metrics.lines().filter(|line| line.contains("_writes_total{"));
+    lines
+        .filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok())
+        .sum()
+}
+
+/// Waits until so many were made since there were `before`, and sees that they are no storm: a plan that was made while a
+/// write was on its way offers it again, which finds it done and is counted.
+async fn until_written(world: &World, before: u64, want: u64) {
+    let found = wait_until(format!("{want} writes"), SOON, async || {
+        match writes(world).await - before {
+            found if found >= want => Ok(found),
+            found => Err(found.to_string()),
+        }
+    })
+    .await
+    .unwrap();
+    assert!(found <= 2 * want, "{found} writes, where {want} do");
+}
+
+/// In a mesh `prod` of `mgmt`, `tenant-a`, and `notebooks`, which is a sandbox that may reach port 5432 of one endpoint on
+/// `tenant-a-1` as `default/db`; each has one node.
+pub(crate) async fn a_sandbox_moves_nothing_elsewhere_whatever_its_services_and_nodes_say(world: &World) {
+    until_mirrored(world).await;
+    let before = elsewhere(world).await;
+    what_it_makes_of_the_mirrored_service_is_put_back_without_a_storm(world).await;
+    assert_eq!(elsewhere(world).await, before);
+    its_nodes_claim_what_is_others(world).await;
+    assert_eq!(elsewhere(world).await, before);
+}
+
+async fn what_it_makes_of_the_mirrored_service_is_put_back_without_a_storm(world: &World) {
+    let sandbox = world.lab.cluster("notebooks");
+    let slices = [
+        "get",
+        "endpointslices",
+        "-l",
+        "kubernetes.io/service-name=db",
+        "-o",
+        "name",
+    ];
+    let slice = sandbox.kubectl(slices).await.unwrap().stdout.trim().to_owned();
+    let written = writes(world).await;
+    assert!(written > 0, "the metric is read");
+    let other_port =
+        r#"{"spec": {"selector": {"app": "evil"}, "ports": [{"name": "main", "port": 6443, "targetPort": 10250}]}}"#;
+    let other_endpoint = r#"{"endpoints": [{"addresses": ["10.1.1.8"], "conditions": {"ready": true}}], "ports": [{"name": "main", "port": 6443}]}"#;
+    for (object, edit) in [("service/db", other_port), (&*slice, other_endpoint)] {
+        sandbox
+            .kubectl(["patch", object, "--type=merge", "-p", edit])
+            .await
+            .unwrap();
+        until_mirrored(world).await;
+    }
+    until_written(world, written, 2).await;
+}
+
+async fn its_nodes_claim_what_is_others(world: &World) {
+    let written = writes(world).await;
+    let nodes: Api<Node> = Api::all(world.client("notebooks").await);
+    let api = world.lab.cluster("tenant-a").plan().api_address();
+    let long = "x".repeat(200_000);
+    // Each has a key and an address of its own, but for what it lies about.
+    let lies: [(u8, &str, Value); 9] = [
+        (10, "key", json!({names::KILO_KEY: key(1, 1)})),
+        (11, "key", json!({names::KILO_KEY: key(2, 1)})),
+        (12, "address", json!({names::KILO_WIREGUARD_IP: "100.64.1.1/24"})),
+        (13, "address", json!({names::KILO_WIREGUARD_IP: "100.64.2.1/24"})),
+        (14, "range", json!({})),
+        (15, "internal", json!({names::KILO_INTERNAL_IP: format!("{api}/32")})),
+        (
+            16,
+            "endpoint",
+            json!({names::KILO_ENDPOINT: format!("{api}:6443"), names::KILO_FORCE_ENDPOINT: "10.2.1.8:22"}),
+        ),
+        (17, "long", json!({names::KILO_CLUSTERMESH_ENDPOINT: long})),
+        (18, "long", json!({names::KILO_KEY: long})),
+    ];
+    for (n, what, lie) in &lies {
+        let mut node = json!({
+            "metadata": {"name": format!("{what}-{n}"), "annotations": {
+                names::KILO_KEY: key(3, *n),
+                names::KILO_WIREGUARD_IP: format!("100.64.3.{n}/24"),
+                names::KILO_ENDPOINT: format!("198.51.3.{n}:51820"),
+                names::KILO_GRANULARITY: "full",
+                names::NODE_AGENT: json!({"version": env!("CARGO_PKG_VERSION"), "mode": "full"}).to_string(),
+            }},
+            "spec": {"podCIDR": if *what == "range" { "0.0.0.0/0".to_owned() } else { format!("10.3.{n}.0/24") }},
+        });
+        for (annotation, value) in lie.as_object().unwrap() {
+            node["metadata"]["annotations"][annotation] = value.clone();
+        }
+        let node = serde_json::from_value(node).unwrap();
+        nodes.create(&PostParams::default(), &node).await.unwrap();
+        let status = json!({"status": {
+            "addresses": [{"type": "InternalIP", "address": api}, {"type": "ExternalIP", "address": api}],
+            "conditions": [{"type": "Ready", "status": "True", "lastHeartbeatTime": null, "lastTransitionTime": null}],
+        }});
+        nodes
+            .patch_status(&format!("{what}-{n}"), &PatchParams::default(), &Patch::Merge(&status))
+            .await
+            .unwrap();
+    }
+
+    // Those whose lies are about what is not read of a sandbox are nodes like any other: one address, and nothing to dial.
+    let like_others = [(14, "range"), (15, "internal"), (16, "endpoint")];
+    let mut names: Vec<String> = like_others
+        .map(|(n, what)| format!("prod--notebooks--{what}-{n}"))
+        .into();
+    names.extend(["prod--notebooks--notebooks-1", "prod--mgmt--mgmt-1"].map(str::to_owned));
+    names.sort();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let peers = world.until_peers("tenant-a", &names, SOON).await;
+    for (n, what) in like_others {
+        assert_eq!(
+            serde_json::to_value(&peers[&format!("prod--notebooks--{what}-{n}")].spec).unwrap(),
+            json!({"publicKey": key(3, n), "allowedIPs": [format!("100.64.3.{n}/32")]})
+        );
+    }
+    let want = [
+        ("address-12", "WGIPOutOfRange"),
+        ("address-13", "WGIPOutOfRange"),
+        ("key-10", "PublicKeyDuplicate"),
+        ("key-11", "PublicKeyDuplicate"),
+        ("long-17", "NodeEndpointInvalid"),
+        ("long-18", "PublicKeyInvalid"),
+        // The node that runs what is granted, whose key one of them claims: left out in the sandbox, which loses its own
+        // Peer of it by that, and its policy.
+        ("tenant-a-1", "PublicKeyDuplicate"),
+    ];
+    let want: BTreeMap<String, String> = want.map(|(node, why)| (node.to_owned(), why.to_owned())).into();
+    wait_until("what is left out, with the reasons", SOON, async || {
+        let status = world.get_mesh().await.unwrap().status.unwrap();
+        let skipped = status.clusters.into_iter().flat_map(|row| row.skipped);
+        let skipped: BTreeMap<String, String> = skipped.map(|row| (row.node, row.reason)).collect();
+        if skipped == want {
+            Ok(())
+        } else {
+            Err(format!("{skipped:?}"))
+        }
+    })
+    .await
+    .unwrap();
+    assert_eq!(world.peers("notebooks").await, BTreeMap::new());
+    until_written(world, written, 3 + 2).await;
+
+    let words = ["delete", "nodes"].map(str::to_owned).into_iter();
+    let words = words.chain(lies.iter().map(|(n, what, _)| format!("{what}-{n}")));
+    world.lab.cluster("notebooks").kubectl(words).await.unwrap();
+    let before = ["prod--mgmt--mgmt-1", "prod--notebooks--notebooks-1"];
+    world.until_peers("tenant-a", &before, SOON).await;
+    world
+        .until_peers("notebooks", &["prod--tenant-a--tenant-a-1"], SOON)
+        .await;
+}
