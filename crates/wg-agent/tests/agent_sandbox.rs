@@ -11,7 +11,9 @@ mod node;
 use std::{
     collections::BTreeMap,
     io::{Read, Write},
-    net::{SocketAddr, TcpStream},
+    net::{SocketAddr, TcpStream, UdpSocket},
+    sync::atomic::Ordering,
+    thread,
     time::Duration,
 };
 
@@ -19,7 +21,10 @@ use attacked::{
     ATTACKER, DB, SPARE, Stage, TCP_PORT, ip,
     objects::{PEER, POLICY, attackers_key, policy, slice},
 };
-use attacker::public;
+use attacker::{
+    Work, public,
+    witness::{At, Witness},
+};
 use clustermesh_agent_core::{
     device::{PeerChange, PeerSpec},
     numbers::MARK_UNDERLAY,
@@ -27,6 +32,7 @@ use clustermesh_agent_core::{
 use clustermesh_api::{names::PEER_REQUIRES_POLICY, policy::PeerPolicy};
 use clustermesh_lab::wait_until;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
+use netns::NetNs;
 use node::SOON;
 use wg_agent::device::{Configuration, Device, userspace::Userspace};
 use x25519_dalek::StaticSecret;
@@ -417,5 +423,35 @@ fn take_away(stage: &Stage, how: &str) {
     match how {
         "flush ruleset" => stage.flushed(),
         _ => stage.node.nft(how),
+    }
+}
+
+/// Of what stands around the test above: a packet that is counted twice would be one beyond the grants.
+#[test]
+fn a_witness_counts_a_packet_once_while_the_kernel_counts_more() {
+    let ns = NetNs::new("loopback");
+    let mut witness = Witness::new("loopback", NetNs::at("loopback", ns.path().as_ref()), At::Arrival, "lo");
+    let _sender = Work::start(&ns, |stop| {
+        let socket = UdpSocket::bind("127.0.0.1:0").expect("bind");
+        for port in 1..u16::MAX {
+            if stop.load(Ordering::Acquire) {
+                return;
+            }
+            // Who hears nothing may say so.
+            let _ = socket.send_to(b"?", ("127.0.0.1", port));
+            if port % 4 == 0 {
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
+    });
+    let mut seen = 0;
+    while seen < 5000 {
+        let news = witness.news();
+        let twice: Vec<_> = news
+            .iter()
+            .filter(|(key, count)| key.contains(" udp ") && **count > 1)
+            .collect();
+        assert!(twice.is_empty(), "sent once: {twice:?}");
+        seen += news.len();
     }
 }

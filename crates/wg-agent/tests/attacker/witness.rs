@@ -103,20 +103,33 @@ impl Witness {
     }
 
     /// What came since it was made, and its number.
+    ///
+    /// The kernel lists a set in pieces, each from the place in its hash table where the last one ended: where packets write a
+    /// new element before that place meanwhile, the last element comes once more.
     fn all(&self) -> (u64, Counts) {
-        let mut out = Counts::new();
+        let mut elements = BTreeMap::<(String, String), u64>::new();
         let text = self.ns.run("nft", &["-j", "list", "table", "inet", "witness"]);
         let json: Value = serde_json::from_str(&text).expect("nft -j prints JSON");
         let objects = || json["nftables"].as_array().expect("a list").iter();
         let table = objects().find_map(|object| object["table"]["handle"].as_u64());
         for set in objects().filter_map(|object| object.get("set")) {
-            let errors = set["name"].as_str().is_some_and(|name| name.starts_with("errors"));
+            let name = set["name"].as_str().expect("a name");
             for element in set["elem"].as_array().into_iter().flatten() {
-                let parts = element["elem"]["val"]["concat"].as_array().expect("a key");
+                let parts = &element["elem"]["val"]["concat"];
                 let count = element["elem"]["counter"]["packets"].as_u64().expect("a counter");
-                let key = if errors { error(parts) } else { key(parts) };
-                *out.entry(key).or_default() += count;
+                let counted = elements.entry((name.to_owned(), parts.to_string())).or_default();
+                *counted = count.max(*counted);
             }
+        }
+        let mut out = Counts::new();
+        for ((set, parts), count) in elements {
+            let parts: Vec<Value> = serde_json::from_str(&parts).expect("a key");
+            let key = if set.starts_with("errors") {
+                error(&parts)
+            } else {
+                key(&parts)
+            };
+            *out.entry(key).or_default() += count;
         }
         (table.expect("a table"), out)
     }
