@@ -1,14 +1,17 @@
 //! Following the EndpointSlices of the Services that sandboxes may reach: a watch for each Service, begun and ended as policies
 //! come and go, so that an agent reads of no other. What they come to is `clustermesh_agent_core::grants`'s.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use clustermesh_agent_core::grants::{Endpoint, Slice};
 use clustermesh_api::names::{LABEL_MANAGED_BY, LABEL_SERVICE_NAME, LABEL_SLICE_MANAGED_BY, MANAGED_BY};
 use clustermesh_core::mesh::{self, ObjectName};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::{Api, Client, runtime::watcher};
-use tokio::{sync::watch, task::JoinHandle};
+use tokio::{sync::watch, task::JoinHandle, time::Instant};
 use tokio_util::sync::CancellationToken;
 
 use super::{
@@ -20,6 +23,26 @@ use super::{
 /// For logs, and the key of the trouble.
 pub(crate) const KIND: &str = "EndpointSlice of a grant";
 
+/// A Service is followed for so long after its last grant: one that comes back by then (a quarantine that ends, a policy that
+/// is made anew) opens without a new list.
+const LINGER: Duration = Duration::from_secs(600);
+
+/// One Service that is followed.
+struct Watch {
+    stop: CancellationToken,
+    task: JoinHandle<()>,
+    /// Nobody is granted it; until when it is followed nevertheless.
+    until: Option<Instant>,
+}
+
+impl Watch {
+    async fn end(self) {
+        self.stop.cancel();
+        // It has to be gone before it may be begun anew, or the old one would write into the new one's shelf.
+        let _ = self.task.await;
+    }
+}
+
 /// Follows the slices of the Services in `wanted`, as that changes, until the token is cancelled.
 pub(crate) async fn run(
     client: Client,
@@ -27,51 +50,53 @@ pub(crate) async fn run(
     mut wanted: watch::Receiver<BTreeSet<ObjectName>>,
     stop: CancellationToken,
 ) {
-    let mut running: BTreeMap<ObjectName, (CancellationToken, JoinHandle<()>)> = BTreeMap::new();
+    let mut running: BTreeMap<ObjectName, Watch> = BTreeMap::new();
     loop {
-        let now = wanted.borrow_and_update().clone();
-        let ended: Vec<ObjectName> = running
-            .keys()
-            .filter(|service| !now.contains(*service))
-            .cloned()
-            .collect();
-        for service in ended {
-            if let Some((token, task)) = running.remove(&service) {
-                token.cancel();
-                // It has to be gone before it may be begun anew, or the old one would write into the new one's shelf.
-                let _ = task.await;
-            }
+        let (granted, now) = (wanted.borrow_and_update().clone(), Instant::now());
+        for (service, watch) in &mut running {
+            watch.until = (!granted.contains(service)).then(|| watch.until.unwrap_or(now + LINGER));
+        }
+        let ended = running.extract_if(.., |_, watch| watch.until.is_some_and(|until| until <= now));
+        for (service, watch) in ended.collect::<Vec<_>>() {
+            watch.end().await;
             store.granted(|all| all.remove(&service).is_some());
-            tracing::info!(%service, "no sandbox is granted this Service any more");
+            tracing::info!(%service, "no sandbox has been granted this Service for a while: not followed any more");
         }
-        for service in now {
-            if running.contains_key(&service) {
-                continue;
-            }
-            tracing::info!(%service, "following the endpoints of a Service that is granted to a sandbox");
-            store.granted(|all| all.insert(service.clone(), Seen::Pending).is_some());
-            let token = stop.child_token();
-            let shelf = Shelf {
-                store: store.clone(),
-                service: service.clone(),
-            };
-            let task = tokio::spawn(follow(
-                Api::<EndpointSlice>::namespaced(client.clone(), &service.namespace),
-                watcher::Config::default().labels(&format!("{LABEL_SERVICE_NAME}={}", service.name)),
-                |object| slice(&object),
-                shelf,
-                token.clone(),
-            ));
-            running.insert(service, (token, task));
+        for service in granted {
+            running.entry(service).or_insert_with_key(|service| {
+                tracing::info!(%service, "following the endpoints of a Service that is granted to a sandbox");
+                begin(&client, &store, service, stop.child_token())
+            });
         }
+        let next = running.values().filter_map(|watch| watch.until).min();
         tokio::select! {
             () = stop.cancelled() => break,
             changed = wanted.changed() => if changed.is_err() { break },
+            () = tokio::time::sleep_until(next.unwrap_or(now)), if next.is_some() => {}
         }
     }
-    for (_, (token, task)) in running {
-        token.cancel();
-        let _ = task.await;
+    for watch in running.into_values() {
+        watch.end().await;
+    }
+}
+
+fn begin(client: &Client, store: &Store, service: &ObjectName, stop: CancellationToken) -> Watch {
+    store.granted(|all| all.insert(service.clone(), Seen::Pending).is_some());
+    let shelf = Shelf {
+        store: store.clone(),
+        service: service.clone(),
+    };
+    let task = tokio::spawn(follow(
+        Api::<EndpointSlice>::namespaced(client.clone(), &service.namespace),
+        watcher::Config::default().labels(&format!("{LABEL_SERVICE_NAME}={}", service.name)),
+        |object| slice(&object),
+        shelf,
+        stop.clone(),
+    ));
+    Watch {
+        stop,
+        task,
+        until: None,
     }
 }
 
@@ -136,9 +161,68 @@ pub(crate) fn slice(object: &EndpointSlice) -> Slice {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    };
+
     use clustermesh_agent_core::policy::Protocol;
+    use http::{Request, Response};
+    use kube::client::Body;
 
     use super::*;
+
+    /// An API server that has no EndpointSlice, and how often it was asked for a list.
+    fn server() -> (Client, Arc<AtomicUsize>) {
+        let lists = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&lists);
+        let service = tower::service_fn(move |request: Request<Body>| {
+            let watch = request.uri().query().is_some_and(|query| query.contains("watch=true"));
+            let counted = Arc::clone(&counted);
+            async move {
+                if watch {
+                    return std::future::pending().await;
+                }
+                counted.fetch_add(1, Ordering::Relaxed);
+                let none = r#"{"kind": "EndpointSliceList", "metadata": {"resourceVersion": "1"}, "items": []}"#;
+                Ok::<_, std::convert::Infallible>(Response::new(Body::from(none.as_bytes().to_vec())))
+            }
+        });
+        (Client::new(service, "default"), lists)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_service_is_followed_for_a_while_after_its_last_grant_and_then_no_longer() {
+        let service = ObjectName {
+            namespace: "db".into(),
+            name: "sql".into(),
+        };
+        let (granted, none) = (BTreeSet::from([service]), BTreeSet::new());
+        let ((client, lists), store, stop) = (server(), Store::default(), CancellationToken::new());
+        let (want, wanted) = watch::channel(granted.clone());
+        let task = tokio::spawn(run(client, store.clone(), wanted, stop.clone()));
+        let after = async |pause| {
+            tokio::time::sleep(pause).await;
+            (store.world().granted.len(), lists.load(Ordering::Relaxed))
+        };
+        let (moment, long) = (Duration::from_secs(1), LINGER - Duration::from_secs(1));
+        assert_eq!(after(moment).await, (1, 1));
+        for _ in 0..3 {
+            want.send_replace(none.clone());
+            assert_eq!(after(long).await, (1, 1), "still followed");
+            want.send_replace(granted.clone());
+            assert_eq!(after(moment).await, (1, 1), "granted again, and listed already");
+        }
+        assert_eq!(after(10 * LINGER).await, (1, 1), "granted");
+        want.send_replace(none.clone());
+        assert_eq!(after(long).await, (1, 1));
+        want.send_replace(none);
+        assert_eq!(after(2 * moment).await, (0, 1), "another change is no new grant");
+        want.send_replace(granted);
+        assert_eq!(after(moment).await, (1, 2));
+        stop.cancel();
+        task.await.expect("it ends");
+    }
 
     fn object(labels: serde_json::Value) -> EndpointSlice {
         serde_json::from_value(serde_json::json!({

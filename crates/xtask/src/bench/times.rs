@@ -25,6 +25,9 @@ const SILENCE: u64 = 700;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Between two changes: what the first makes twenty agents on few cores do is done by then.
 const PAUSE: Duration = Duration::from_secs(3);
+/// Before the first change of a kind: by then the agents have published what the one before did (every 10 s, where they have
+/// something to tell).
+const TOLD: Duration = Duration::from_secs(15);
 const ALL: Wanted = Wanted {
     granted: true,
     standing: true,
@@ -118,6 +121,7 @@ async fn measure(size: Size) -> anyhow::Result<Measured> {
     ] {
         world.want(start).await?;
         opened(first, now()).await?;
+        tokio::time::sleep(TOLD).await;
         for round in 1..=size.changes {
             let called = begin().await;
             world.want(closed).await?;
@@ -133,6 +137,7 @@ async fn measure(size: Size) -> anyhow::Result<Measured> {
     opened(first, now()).await?;
 
     let mirror = Mirror::watch(world.mirrored.clone());
+    tokio::time::sleep(TOLD).await;
     let before = world.writes().await?;
     let began = Instant::now();
     for round in 0..size.changes {
