@@ -130,7 +130,7 @@ async fn measure(size: Size) -> anyhow::Result<Measured> {
             let called = begin().await;
             world.want(start).await?;
             measured.took(opens, called, &opened(first, called).await?);
-            measured.says(round, &[closes, opens], size.agents);
+            measured.says(round, &[closes, opens]);
         }
     }
     world.want(ALL).await?;
@@ -154,11 +154,7 @@ async fn measure(size: Size) -> anyhow::Result<Measured> {
             .collect();
         measured.took(What::Announced, called, &[mirror.names(&named, called).await?]);
         measured.took(What::MovedAway, called, &silent(old).await?);
-        measured.says(
-            round + 1,
-            &[What::MovedAway, What::MovedTo, What::Announced],
-            size.agents,
-        );
+        measured.says(round + 1, &[What::MovedAway, What::MovedTo, What::Announced]);
     }
     measured.moves = size.changes;
     let moved = world.writes().await?;
@@ -174,7 +170,7 @@ async fn measure(size: Size) -> anyhow::Result<Measured> {
         measured.took(What::Joined, called, &opened(second, called).await?);
         let named = (1..=size.agents).flat_map(|n| [address(n, 0), address(n, 1)]).collect();
         measured.took(What::JoinAnnounced, called, &[mirror.names(&named, called).await?]);
-        measured.says(round, &[What::Joined, What::JoinAnnounced], size.agents);
+        measured.says(round, &[What::Joined, What::JoinAnnounced]);
         world.moves(Which::First).await?;
         silent(second).await?;
     }
@@ -196,13 +192,14 @@ impl Measured {
         self.times.entry(what).or_default().extend(took);
     }
 
-    fn says(&self, round: u32, of: &[What], agents: u8) {
+    /// Prints what the last of so many rounds took.
+    fn says(&self, rounds: u32, of: &[What]) {
         let last = of.iter().filter_map(|what| {
             let all = self.times.get(what)?;
-            let here = &all[all.len().saturating_sub(agents.into())..];
+            let here = all.rchunks(all.len() / usize::try_from(rounds).ok()?).next()?;
             Some(format!("{what:?} {:?} ms at most", here.iter().max()?))
         });
-        eprintln!("bench: round {round}: {}", last.collect::<Vec<_>>().join(", "));
+        eprintln!("bench: round {rounds}: {}", last.collect::<Vec<_>>().join(", "));
     }
 }
 
