@@ -16,7 +16,7 @@ const BEYOND: u16 = 9100;
 /// In a granted one.
 const STREAM: u16 = 8200;
 /// So many milliseconds nothing comes before it is taken for closed.
-const SILENCE: u128 = 1000;
+const SILENCE: u128 = 2000;
 
 /// Flows that began while the member was a sandbox: from its pod and from its node.
 struct Flows<'a> {

@@ -57,6 +57,17 @@ async fn version(world: &World, objects: &[&str]) -> u64 {
     said.trim().parse().unwrap_or_else(|_| panic!("{objects:?}: {said}"))
 }
 
+const REMARK: &str = "
+apiVersion: v1
+kind: Event
+metadata: {name: db.remark, namespace: default}
+involvedObject: {apiVersion: v1, kind: Service, namespace: default, name: db}
+reportingComponent: ipallocator-repair-controller
+reportingInstance: ipallocator-repair-controller-1
+reason: ClusterIPNotAllocated
+type: Warning
+";
+
 fn spec(peer: &Peer) -> Value {
     serde_json::to_value(&peer.spec).unwrap()
 }
@@ -170,6 +181,9 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
     for word in &hidden {
         assert!(!seen.contains(&**word), "{word} stands in the sandbox");
     }
+
+    // What an API server may remark on any Service that was made a moment ago is its own business.
+    world.lab.cluster("notebooks").apply(REMARK).await.unwrap();
 
     // The grant is taken back: nothing is left, on either side.
     mesh["spec"]["clusters"][1]["egress"] = json!([]);

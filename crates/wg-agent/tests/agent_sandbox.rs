@@ -372,8 +372,8 @@ async fn an_agent_dies_at_any_moment(stage: &mut Stage) {
 
 async fn the_grants_of_a_dead_agent_go(stage: &mut Stage) {
     stage.stopped().await;
-    stage.started(&["--grant-timeout=10s"]);
-    stage.answered("grants of ten seconds").await;
+    stage.started(&["--grant-timeout=20s"]);
+    stage.answered("grants of twenty seconds").await;
     stage.killed().await;
     let tunnel = goes_on(stage);
     stage.sandbox_answered("the agent is dead, and the tunnel is not").await;

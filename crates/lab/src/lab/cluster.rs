@@ -90,16 +90,23 @@ impl<'a> Cluster<'a> {
 
     /// Every object of every kind that the API server lists, with managed fields, as one text.
     ///
+    /// But for its own book of `ClusterIPs`, with the names of Services: an entry goes when it gets to it, and what it remarks on
+    /// a Service that came too fast for it stays for an hour.
+    ///
     /// # Errors
     /// When the API server refuses a kind.
     pub async fn everything(&self) -> Result<String> {
         let kinds = ["api-resources", "--verbs=list", "-o", "name"];
         let kinds = self.kubectl(kinds).await?.stdout;
-        // The API server's own book of ClusterIPs, with the names of Services: an entry goes when it gets to it.
-        let kinds = kinds.lines().filter(|kind| !kind.starts_with("ipaddresses."));
-        let kinds = kinds.collect::<Vec<_>>().join(",");
-        let words = ["get", &kinds, "-A", "-o", "json", "--show-managed-fields"];
-        Ok(self.kubectl(words).await?.stdout)
+        let apart = |kind: &&str| kind.starts_with("ipaddresses.") || *kind == "events" || kind.starts_with("events.");
+        let kinds = kinds.lines().filter(|kind| !apart(kind)).collect::<Vec<_>>().join(",");
+        let remarks = "--field-selector=reportingComponent!=ipallocator-repair-controller";
+        let mut all = String::new();
+        for what in [&[&*kinds][..], &["events", remarks]] {
+            let words = [&["get"], what, &["-A", "-o", "json", "--show-managed-fields"]].concat();
+            all.push_str(&self.kubectl(words).await?.stdout);
+        }
+        Ok(all)
     }
 
     pub(crate) fn kubectl_argv(&self, words: Vec<String>) -> Result<Vec<String>> {
