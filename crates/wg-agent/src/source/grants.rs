@@ -62,6 +62,10 @@ pub(crate) async fn run(
             store.granted(|all| all.remove(&service).is_some());
             tracing::info!(%service, "no sandbox has been granted this Service for a while: not followed any more");
         }
+        if running.is_empty() {
+            // Nobody is left who would take it back.
+            store.grants_failed(None);
+        }
         for service in granted {
             running.entry(service).or_insert_with_key(|service| {
                 tracing::info!(%service, "following the endpoints of a Service that is granted to a sandbox");
@@ -172,8 +176,8 @@ mod tests {
 
     use super::*;
 
-    /// An API server that has no EndpointSlice, and how often it was asked for a list.
-    fn server() -> (Client, Arc<AtomicUsize>) {
+    /// An API server that has no EndpointSlice, or refuses to say so, and how often it was asked for a list.
+    fn server(status: u16) -> (Client, Arc<AtomicUsize>) {
         let lists = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&lists);
         let service = tower::service_fn(move |request: Request<Body>| {
@@ -185,20 +189,34 @@ mod tests {
                 }
                 counted.fetch_add(1, Ordering::Relaxed);
                 let none = r#"{"kind": "EndpointSliceList", "metadata": {"resourceVersion": "1"}, "items": []}"#;
-                Ok::<_, std::convert::Infallible>(Response::new(Body::from(none.as_bytes().to_vec())))
+                let response = Response::builder().status(status);
+                response.body(Body::from(none.as_bytes().to_vec()))
             }
         });
         (Client::new(service, "default"), lists)
     }
 
+    fn granted() -> BTreeSet<ObjectName> {
+        let (namespace, name) = ("db".into(), "sql".into());
+        BTreeSet::from([ObjectName { namespace, name }])
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_could_not_be_followed_is_no_trouble_when_it_is_not_followed_any_more() {
+        let ((client, _), store, stop) = (server(403), Store::default(), CancellationToken::new());
+        let (want, wanted) = watch::channel(granted());
+        let _task = tokio::spawn(run(client, store.clone(), wanted, stop));
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert!(store.world().errors.contains_key(KIND));
+        want.send_replace(BTreeSet::new());
+        tokio::time::sleep(LINGER + Duration::from_secs(1)).await;
+        assert_eq!(store.world().errors, BTreeMap::new());
+    }
+
     #[tokio::test(start_paused = true)]
     async fn a_service_is_followed_for_a_while_after_its_last_grant_and_then_no_longer() {
-        let service = ObjectName {
-            namespace: "db".into(),
-            name: "sql".into(),
-        };
-        let (granted, none) = (BTreeSet::from([service]), BTreeSet::new());
-        let ((client, lists), store, stop) = (server(), Store::default(), CancellationToken::new());
+        let (granted, none) = (granted(), BTreeSet::new());
+        let ((client, lists), store, stop) = (server(200), Store::default(), CancellationToken::new());
         let (want, wanted) = watch::channel(granted.clone());
         let task = tokio::spawn(run(client, store.clone(), wanted, stop.clone()));
         let after = async |pause| {
