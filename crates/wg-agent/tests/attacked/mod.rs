@@ -388,6 +388,11 @@ impl Stage {
         }
         seen.print(what, granted, &self.flood);
         let (beyond, missing, nothing) = (seen.beyond(granted), want.beyond(&seen), BTreeSet::new());
+        for (key, count) in seen.arrived.iter().chain(&seen.passed) {
+            if beyond.contains(key) {
+                println!("beyond the grants: {count} of {key}");
+            }
+        }
         assert_eq!(
             (beyond, missing),
             (nothing.clone(), nothing),
