@@ -5,7 +5,8 @@ mod netns;
 
 use std::{
     collections::BTreeSet,
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, SocketAddr, UdpSocket},
+    sync::mpsc,
     time::Duration,
 };
 
@@ -70,6 +71,14 @@ fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<Po
         nodes: &["172.29.0.112".parse().unwrap(), "fd00::112".parse().unwrap()].into(),
         pods_elsewhere: to,
     })
+}
+
+/// The same where `never` is closed on every port.
+fn firewall_that_denies(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, never: &BTreeSet<IpNet>) -> Firewall {
+    let mut firewall = firewall(sources, to, &BTreeSet::new());
+    let pairs = sources.iter().flat_map(|from| never.iter().map(move |to| (*from, *to)));
+    firewall.v4.deny = pairs.collect();
+    firewall
 }
 
 fn example() -> Firewall {
@@ -344,6 +353,74 @@ fn another_hand_at_nftables_is_heard_once() {
     });
 }
 
+async fn take(nft: &mut Nft, step: &Update) -> Result<(), String> {
+    for script in step.scripts() {
+        nft.run(script).await.map_err(|error| format!("{error}\n{script}"))?;
+    }
+    Ok(())
+}
+
+/// A transaction names all that changes, and packets see it set by set.
+#[test]
+fn nothing_that_is_denied_passes_while_tables_are_written() {
+    const OPEN: &str = "10.101.0.1:9";
+    const DENIED: &str = "10.101.0.9:9";
+    let (member, node) = (NetNs::new("a member"), NetNs::new("a node"));
+    netns::veth(&member, "eth0", &["10.243.0.1/16"], &node, "kilo0", &["10.243.0.2/16"]);
+    for address in ["10.101.0.1/32", "10.101.0.9/32"] {
+        node.ip(&format!("addr add {address} dev lo"));
+    }
+    member.ip("route add 10.101.0.0/16 via 10.243.0.2");
+    node.nft(
+        "table inet witness { chain input { type filter hook input priority filter + 10;
+            ip daddr 10.101.0.1 udp dport 9 counter
+            ip daddr 10.101.0.9 udp dport 9 counter
+        }
+        }",
+    );
+    let counted = || -> Vec<u64> {
+        let text = node.run("nft", &["-j", "list", "chain", "inet", "witness", "input"]);
+        let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let rules = json["nftables"].as_array().unwrap().iter();
+        let statements = rules.filter_map(|object| object["rule"]["expr"].as_array()).flatten();
+        statements
+            .filter_map(|statement| statement["counter"]["packets"].as_u64())
+            .collect()
+    };
+    let table = |sources: &[&str]| {
+        let (sources, to) = (nets(sources), nets(&["10.101.0.0/16"]));
+        firewall_that_denies(&sources, &to, &nets(&["10.101.0.9/32"]))
+    };
+    let (with, without) = (table(&["10.243.0.0/16", "10.244.0.0/16"]), table(&["10.244.0.0/16"]));
+    inside(&node, async {
+        take(&mut Nft::default(), &update(None, &with).unwrap()).await.unwrap()
+    });
+
+    std::thread::scope(|scope| {
+        let (_lasts, ended) = mpsc::channel::<()>();
+        let socket = member.enter(|| UdpSocket::bind("10.243.0.1:9")).unwrap();
+        scope.spawn(move || {
+            while ended.try_recv() == Err(mpsc::TryRecvError::Empty) {
+                for to in std::iter::once(OPEN).chain([DENIED; 50]) {
+                    // A link that is full may say so.
+                    let _ = socket.send_to(b"?", to.parse::<SocketAddr>().unwrap());
+                }
+            }
+        });
+        inside(&node, async {
+            let mut nft = Nft::default();
+            for _ in 0..150 {
+                for (old, new) in [(None, &with), (Some(&with), &without), (Some(&without), &with)] {
+                    take(&mut nft, &update(old, new).unwrap()).await.unwrap();
+                }
+            }
+        });
+    });
+    let counted = counted();
+    println!("{counted:?}");
+    assert!(matches!(counted[..], [(1..), 0]), "open, denied: {counted:?}");
+}
+
 fn net() -> impl Strategy<Value = IpNet> {
     prop_oneof![
         (0u8..4, 0u8..8, 20u8..=32).prop_map(|(a, b, l)| IpNet::new(IpAddr::from([10, a, 0, b]), l).unwrap().trunc()),
@@ -384,16 +461,11 @@ fn any_step_between_any_two_tables_is_taken_by_the_kernel() {
     let run = runner.run(&(table(), table()), |(a, b)| {
         inside(&ns, async {
             let mut nft = Nft::default();
-            nft.run(update(None, &a).unwrap().script())
-                .await
-                .map_err(|e| TestCaseError::fail(e.to_string()))?;
-            if let Some(step) = update(Some(&a), &b) {
-                nft.run(step.script())
-                    .await
-                    .map_err(|e| TestCaseError::fail(format!("{e}\n{}", step.script())))?;
+            for step in [update(None, &a), update(Some(&a), &b)].iter().flatten() {
+                take(&mut nft, step).await.map_err(TestCaseError::fail)?;
             }
             let stepped = nft.observe().await.unwrap();
-            nft.run(update(None, &b).unwrap().script()).await.unwrap();
+            take(&mut nft, &update(None, &b).unwrap()).await.unwrap();
             prop_assert_eq!(stepped, nft.observe().await.unwrap());
             Ok(())
         })

@@ -29,9 +29,13 @@ pub(super) struct Set {
     pub(super) elements: BTreeSet<String>,
     /// Its elements go by themselves.
     pub(super) fades: bool,
+    /// What it holds is closed, whatever another one opens.
+    pub(super) closes: bool,
 }
 
-/// Every set of the table, in the order in which they are declared.
+/// Every set of the table, in the order in which they are declared: what closes first. A set of ranges in several parts
+/// (nft_set_pipapo) has its new elements only at the end of a transaction, when its rules are there already, and these sets get
+/// theirs one after the other: what is open would be so for a moment without what closes.
 pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
     let mut out = Vec::new();
     for (family, sets) in [(Family::V4, &firewall.v4), (Family::V6, &firewall.v6)] {
@@ -50,7 +54,9 @@ pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
         kind: "type inet_proto . inet_service;".into(),
         elements,
         fades: false,
+        closes: true,
     });
+    out.sort_by_key(|set| !set.closes);
     out
 }
 
@@ -118,11 +124,18 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 12] {
         (net, nets(&sets.pods_elsewhere)),
     ];
     let mut names = NAMES[index].into_iter();
-    values.map(|(kind, elements)| Set {
-        name: names.next().unwrap_or_default(),
-        kind: kind.into(),
-        elements,
-        fades: false,
+    values.map(|(kind, elements)| {
+        let name = names.next().unwrap_or_default();
+        Set {
+            name,
+            kind: kind.into(),
+            elements,
+            fades: false,
+            closes: matches!(
+                name.trim_end_matches(['4', '6']),
+                "deny" | "deny_ports" | "api" | "nodes" | "pods_elsewhere"
+            ),
+        }
     })
 }
 
@@ -151,10 +164,7 @@ fn sockets(sockets: &BTreeSet<(IpAddr, u16)>) -> BTreeSet<String> {
 pub fn render(firewall: &Firewall) -> String {
     let mut out = format!("table inet {NFT_TABLE}\ndelete table inet {NFT_TABLE}\ntable inet {NFT_TABLE} {{\n");
     for Set {
-        name,
-        kind,
-        elements,
-        fades: _,
+        name, kind, elements, ..
     } in sets(firewall)
     {
         let elements = match elements.is_empty() {

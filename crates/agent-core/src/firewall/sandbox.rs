@@ -36,6 +36,7 @@ pub(super) fn sets(family: Family, sets: &Sets, timeout: Duration) -> [Set; 4] {
         kind: kind.into(),
         elements,
         fades: true,
+        closes: false,
     };
     [
         Set {
@@ -43,6 +44,7 @@ pub(super) fn sets(family: Family, sets: &Sets, timeout: Duration) -> [Set; 4] {
             kind: format!("type {address}; flags interval;").into(),
             elements: nets(&sets.sandbox),
             fades: false,
+            closes: false,
         },
         fading(grants_name, port.clone(), ports(&sets.grants)),
         fading(draining_name, port, ports(&sets.draining)),

@@ -44,14 +44,42 @@ fn churn_is_a_transaction_of_elements_and_room_is_made_first() {
     assert_eq!(
         update(Some(&old), &new),
         Some(Update::Elements {
-            script: "delete element inet clustermesh mesh4 { 10.243.0.0/16 }\n\
-                     add element inet clustermesh mesh4 { 10.242.0.0/15 }\n\
-                     add element inet clustermesh throw6 { fd00::1/128 }\n"
-                .to_owned(),
+            scripts: vec![
+                "delete element inet clustermesh mesh4 { 10.243.0.0/16 }\n\
+                 add element inet clustermesh mesh4 { 10.242.0.0/15 }\n\
+                 add element inet clustermesh throw6 { fd00::1/128 }\n"
+                    .to_owned()
+            ],
             removed: 1,
             added: 2,
         })
     );
+}
+
+#[test]
+fn what_closes_comes_before_and_goes_after_what_opens() {
+    let without = compile(&hub_node()).firewall;
+    let pair = |from: &str, to: &str| (from.parse().unwrap(), to.parse().unwrap());
+    let mut with = without.clone();
+    with.v4.allow.insert(pair("10.9.0.0/16", "10.0.0.0/8"));
+    with.v4.deny.insert(pair("10.9.0.0/16", "10.1.0.0/16"));
+    let [deny, allow] = [
+        "deny4 { 10.9.0.0/16 . 10.1.0.0/16 }",
+        "allow4 { 10.9.0.0/16 . 10.0.0.0/8 }",
+    ];
+    let scripts = |from, to| update(Some(from), to).unwrap().scripts().to_vec();
+    let step = |verb, what| format!("{verb} element inet clustermesh {what}\n");
+    assert_eq!(
+        scripts(&without, &with),
+        [step("add", deny) + &step("add", allow)],
+        "the kernel follows the order inside one transaction"
+    );
+    assert_eq!(scripts(&with, &without), [step("delete", allow), step("delete", deny)]);
+    let mut other = with.clone();
+    other.v4.deny = [pair("10.9.0.0/16", "10.2.0.0/16")].into();
+    assert_eq!(scripts(&with, &other), [render(&other)]);
+    let whole = render(&with);
+    assert!(whole.find("set deny4") < whole.find("set allow4"));
 }
 
 #[test]
@@ -74,9 +102,11 @@ fn a_grant_that_comes_or_goes_is_a_transaction_of_elements() {
     assert_eq!(
         update(Some(&old), &compile(&inputs).firewall),
         Some(Update::Elements {
-            script: "delete element inet clustermesh grants4 { 100.80.16.1 . 172.29.0.111 . udp . 53 }\n\
-                     delete element inet clustermesh reach4 { 100.80.16.1 . 172.29.0.111 }\n"
-                .to_owned(),
+            scripts: vec![
+                "delete element inet clustermesh grants4 { 100.80.16.1 . 172.29.0.111 . udp . 53 }\n\
+                 delete element inet clustermesh reach4 { 100.80.16.1 . 172.29.0.111 }\n"
+                    .to_owned()
+            ],
             removed: 2,
             added: 0,
         })

@@ -4,17 +4,17 @@ use std::{collections::BTreeSet, fmt::Write};
 
 use super::{
     Firewall,
-    render::{join, render, sets},
+    render::{Set, join, render, sets},
 };
 use crate::numbers::NFT_TABLE;
 
-/// A transaction for `nft -f`.
+/// What leads from one table to the next.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Update {
     /// Elements of sets only: rules, counters and every other set stay as they are.
     Elements {
-        /// The text for `nft -f`.
-        script: String,
+        /// Transactions for `nft -f`, one after the other.
+        scripts: Vec<String>,
         /// How many elements go.
         removed: usize,
         /// How many come.
@@ -22,17 +22,18 @@ pub enum Update {
     },
     /// The table as a whole, in one step.
     Whole {
-        /// The text for `nft -f`.
+        /// The transaction for `nft -f`.
         script: String,
     },
 }
 
 impl Update {
-    /// The text for `nft -f`.
+    /// The transactions for `nft -f`, in their order.
     #[must_use]
-    pub fn script(&self) -> &str {
+    pub fn scripts(&self) -> &[String] {
         match self {
-            Self::Elements { script, .. } | Self::Whole { script } => script,
+            Self::Elements { scripts, .. } => scripts,
+            Self::Whole { script } => std::slice::from_ref(script),
         }
     }
 }
@@ -60,35 +61,54 @@ pub fn refresh(firewall: &Firewall) -> Option<String> {
 }
 
 /// What leads from `old`, as last written, to `new`; `None` = nothing to do. Without `old`, the whole table.
+///
+/// Sets do not change at one moment, though a transaction names them together ([`sets`]). So what closes comes before, and goes
+/// after, whatever is open. Where both would be needed at once, the whole table is written.
 #[must_use]
 pub fn update(old: Option<&Firewall>, new: &Firewall) -> Option<Update> {
+    let whole = || Some(Update::Whole { script: render(new) });
     let Some(old) = old.filter(|old| old.frame == new.frame) else {
-        return Some(Update::Whole { script: render(new) });
+        return whole();
     };
-    let (mut gone, mut come) = (String::new(), String::new());
-    let (mut removed, mut added) = (0, 0);
+    let [mut closing, mut others] = [Changes::default(), Changes::default()];
     for (old, new) in sets(old).iter().zip(sets(new)) {
-        let minus: BTreeSet<String> = old.elements.difference(&new.elements).cloned().collect();
-        let plus: BTreeSet<String> = new.elements.difference(&old.elements).cloned().collect();
-        for (script, verb, elements, count) in [
-            (&mut gone, "delete", minus, &mut removed),
-            (&mut come, "add", plus, &mut added),
-        ] {
-            if !elements.is_empty() {
-                let _ = writeln!(
-                    script,
-                    "{verb} element inet {NFT_TABLE} {} {{ {} }}",
-                    new.name,
-                    join(&elements)
-                );
-                *count += elements.len();
-            }
-        }
+        let changes = if new.closes { &mut closing } else { &mut others };
+        changes.add(&old.elements, &new);
     }
-    // What goes first makes room: a wider prefix may take the place of two narrower ones in one transaction.
-    (removed + added > 0).then(|| Update::Elements {
-        script: gone + &come,
+    let (removed, added) = (closing.removed + others.removed, closing.added + others.added);
+    let scripts = match (closing.removed > 0, closing.added > 0) {
+        (true, true) => return whole(),
+        (true, false) => vec![others.script, closing.script],
+        (false, _) => vec![closing.script + &others.script],
+    };
+    let scripts: Vec<String> = scripts.into_iter().filter(|script| !script.is_empty()).collect();
+    (!scripts.is_empty()).then_some(Update::Elements {
+        scripts,
         removed,
         added,
     })
+}
+
+/// What some sets lose and get.
+#[derive(Default)]
+struct Changes {
+    script: String,
+    removed: usize,
+    added: usize,
+}
+
+impl Changes {
+    /// What goes makes room first: a wider prefix may take the place of two narrower ones in one transaction.
+    fn add(&mut self, old: &BTreeSet<String>, new: &Set) {
+        let minus: BTreeSet<String> = old.difference(&new.elements).cloned().collect();
+        let plus: BTreeSet<String> = new.elements.difference(old).cloned().collect();
+        self.removed += minus.len();
+        self.added += plus.len();
+        for (verb, elements) in [("delete", minus), ("add", plus)] {
+            if !elements.is_empty() {
+                let list = join(&elements);
+                let _ = writeln!(self.script, "{verb} element inet {NFT_TABLE} {} {{ {list} }}", new.name);
+            }
+        }
+    }
 }

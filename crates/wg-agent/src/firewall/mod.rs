@@ -202,20 +202,21 @@ impl<B: Backend> Keeper<B> {
     /// where another hand was at it. Returns what was run.
     ///
     /// # Errors
-    /// When it cannot be read or written; the kernel then has the table as it was.
+    /// When it cannot be read or written; the kernel then has the table as it was, or a part of the step, and the next pass goes
+    /// on from there.
     pub async fn converge(&mut self, desired: &Firewall) -> Result<Option<Update>, Error> {
         let there = self.backend.observe().await?;
         self.recognise(desired, there.as_ref());
         let Some(mut step) = update(self.written.as_ref().map(|(firewall, _)| firewall), desired) else {
             return Ok(None);
         };
-        if let Err(error) = self.backend.run(step.script()).await {
+        if let Err(error) = self.take(&step).await {
             // Someone may have changed an element since we looked: the whole table always fits.
             let Some(whole) = update(None, desired).filter(|_| matches!(step, Update::Elements { .. })) else {
                 return Err(error);
             };
             step = whole;
-            self.backend.run(step.script()).await?;
+            self.take(&step).await?;
         }
         if matches!(step, Update::Whole { .. }) {
             self.fresh = Some(Instant::now());
@@ -226,6 +227,13 @@ impl<B: Backend> Keeper<B> {
             stamp.set(self.written.as_ref());
         }
         Ok(Some(step))
+    }
+
+    async fn take(&mut self, step: &Update) -> Result<(), Error> {
+        for script in step.scripts() {
+            self.backend.run(script).await?;
+        }
+        Ok(())
     }
 
     /// Takes the table away.
