@@ -145,8 +145,9 @@ impl Stage {
         }
         let wireguard = said[KILO_WIREGUARD_IP].split('/').next().expect("a host part");
         let wireguard = ip(wireguard);
-        let flood = Flood::start(&attackers, &attacker.interface, shots::all(wireguard));
-        let members_flood = Flood::start(&members, &member.interface, trusted::all(wireguard));
+        let into = (&node, 51820);
+        let flood = Flood::start(&attackers, &attacker.interface, shots::all(wireguard), into);
+        let members_flood = Flood::start(&members, &member.interface, trusted::all(wireguard), into);
         let pair = |from: [&str; 2], port, to: [&str; 2]| {
             [0, 1].map(|family| {
                 (

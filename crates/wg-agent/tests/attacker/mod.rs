@@ -7,7 +7,8 @@ pub(crate) mod witness;
 
 use std::{
     collections::BTreeMap,
-    io::{Read, Write},
+    fs::File,
+    io::{Read, Seek, SeekFrom, Write},
     net::{IpAddr, SocketAddr, SocketAddrV4, SocketAddrV6, TcpListener, TcpStream, UdpSocket},
     sync::{
         Arc, Mutex,
@@ -28,6 +29,10 @@ use crate::netns::NetNs;
 
 /// Between two rounds of a flood: others have work to do, too.
 const PACE: Duration = Duration::from_millis(8);
+/// Bytes that wait in the target's socket: a few rounds.
+const FULL: u64 = 1 << 18;
+/// For how many paces a flood waits for less.
+const PATIENT: u32 = 20;
 /// Between two questions of one that asks in earnest, and the time that it waits for each answer.
 const ASKING: Duration = Duration::from_millis(50);
 /// Without an answer for so long it begins a new session: a target that has started again knows nothing of the old one.
@@ -261,7 +266,45 @@ pub(crate) enum Shot {
     New(IpAddr, SocketAddr),
 }
 
-/// One that sends without a pause.
+/// What waits to be read by a port of UDP, as the kernel tells it.
+struct Waiting {
+    tables: [File; 2],
+    port: String,
+}
+
+impl Waiting {
+    fn at(ns: &NetNs, port: u16) -> Self {
+        let open = |name| File::open(format!("/proc/thread-self/net/{name}")).expect("a table of sockets");
+        Self {
+            tables: ns.enter(|| ["udp", "udp6"].map(open)),
+            port: format!(":{port:04X}"),
+        }
+    }
+
+    /// In bytes, of every socket of this port.
+    fn bytes(&mut self) -> u64 {
+        let mut sum = 0;
+        for table in &mut self.tables {
+            let mut text = String::new();
+            table.seek(SeekFrom::Start(0)).expect("seek");
+            table.read_to_string(&mut text).expect("read a table of sockets");
+            for line in text.lines().skip(1) {
+                let words: Vec<&str> = line.split_whitespace().collect();
+                let [_, local, _, _, queues, ..] = words[..] else {
+                    panic!("a socket: {line}");
+                };
+                let (_, received) = queues.split_once(':').expect("two queues");
+                if local.ends_with(&self.port) {
+                    sum += u64::from_str_radix(received, 16).expect("a number");
+                }
+            }
+        }
+        sum
+    }
+}
+
+/// One that sends without a pause, as fast as its target reads: what stood in the target's socket would keep everybody's packets
+/// for seconds.
 pub(crate) struct Flood {
     rounds: Arc<AtomicU64>,
     /// What the node's own kernel would not send, by its error: such an attack would test nothing.
@@ -272,8 +315,9 @@ pub(crate) struct Flood {
 }
 
 impl Flood {
-    /// Sends into this interface, by no route, all of `shots` in each round.
-    pub(crate) fn start(ns: &NetNs, interface: &str, shots: Vec<Shot>) -> Self {
+    /// Sends into this interface, by no route, all of `shots` in each round, by a tunnel that ends in this namespace at this port.
+    pub(crate) fn start(ns: &NetNs, interface: &str, shots: Vec<Shot>, (target, port): (&NetNs, u16)) -> Self {
+        let mut waiting = Waiting::at(target, port);
         let raw = Raw::open(ns, interface);
         let (rounds, unsent) = (
             Arc::<AtomicU64>::default(),
@@ -300,6 +344,13 @@ impl Flood {
                 }
                 counted.fetch_add(1, Ordering::Release);
                 thread::park_timeout(PACE);
+                // A reader that stands still is no reason to stop.
+                for _ in 0..PATIENT {
+                    if waiting.bytes() < FULL || stop.load(Ordering::Acquire) {
+                        break;
+                    }
+                    thread::park_timeout(PACE);
+                }
             }
         });
         Self {
