@@ -37,8 +37,8 @@ pub const CONNECTION_MASK: u32 = 0x0030_0000;
 pub const MARK_UNDERLAY: u32 = 0x0010_0000;
 /// Use the tunnel, whatever is thrown: answers to what came by the tunnel.
 pub const MARK_TUNNEL: u32 = 0x0020_0000;
-/// The firewall table has this packet of a sandbox's, or the answer to one, in hand: both bits. Only packets that carry it
-/// have a way to a sandbox, or from it ([`crate::routes::Rule`]).
+/// The firewall table lets this packet of a sandbox's pass, or the answer to one: both bits. Only packets that carry it have a
+/// way to a sandbox, or from it ([`crate::routes::Rule`]).
 pub const MARK_CHECKED: u32 = MARK_UNDERLAY | MARK_TUNNEL;
 
 /// Metric of `throw` routes: what the underlay needs wins over every route of the same prefix.

@@ -169,7 +169,10 @@ fn a_second_pass_does_nothing_and_a_change_touches_elements_alone() {
             Some(Update::Whole { .. })
         ));
         assert_eq!(keeper.converge(&example()).await.unwrap(), None);
-        let wider = firewall(&nets(&["10.242.0.0/15"]), &nets(&["10.101.0.0/16"]), &BTreeSet::new());
+        let mut wider = example();
+        let net: IpNet = "10.242.0.0/15".parse().unwrap();
+        (wider.v4.mesh, wider.v6.mesh) = ([net].into(), BTreeSet::new());
+        wider.v4.pairs = [(net, net)].into();
         let step = keeper.converge(&wider).await.unwrap();
         assert!(matches!(step, Some(Update::Elements { .. })), "{step:?}");
         assert!(keeper.intact().await.unwrap());

@@ -56,11 +56,8 @@ pub(super) fn sets(family: Family, sets: &Sets, timeout: Duration) -> [Set; 4] {
     ]
 }
 
-/// Without this mark, which only this table gives, routing has no way from a sandbox nor to it ([`crate::routes::Rule`]): a
-/// table that is gone opens nothing. For [`both`].
-pub(super) fn question() -> String {
-    format!("{{ip}} saddr @sandbox{{n}} {}", set_mark(MARK_CHECKED, "meta"))
-}
+/// What comes from a sandbox is decided here, before it is routed. For [`both`].
+pub(super) const ARRIVE: &str = "{ip} saddr @sandbox{n} goto from_sandbox";
 
 /// What pods answer. This node's own answers are found by the mark of what they answer. For [`both`].
 pub(super) fn answer() -> String {
@@ -71,7 +68,7 @@ pub(super) fn answer() -> String {
 
 /// Before the rules of every member. For [`both`].
 pub(super) fn enter(device: &InterfaceName) -> String {
-    format!("iifname \"{device}\" {{ip}} saddr @sandbox{{n}} goto from_sandbox")
+    format!("iifname \"{device}\" {{ip}} saddr @sandbox{{n}} goto checked")
 }
 
 /// First of what enters the tunnel. For [`both`].
@@ -103,11 +100,28 @@ fn new_flows(bounds: Bounds) -> String {
 /// The chains that these two lead to.
 pub(super) fn chains(bounds: Bounds) -> String {
     let mut out = new_flows(bounds);
+    let mark = set_mark(MARK_CHECKED, "meta");
     out.push_str(
         "
-  # A grant is an endpoint: what was translated here came for a ClusterIP or a NodePort, which are nobody's grant. Answers
-  # would belong to a connection that nobody here may have opened.
+  # What has the mark is granted already, and without it routing has no way: where the table goes while a packet is between
+  # two of its chains, that opens nothing.
   chain from_sandbox {
+",
+    );
+    for granted in [
+        "{ip} saddr . {ip} daddr . ct protocol . th dport @grants{n}",
+        "{ip} saddr . {ip} daddr . ct protocol . th dport @draining{n}",
+        "ct state related {ip} saddr . {ip} daddr @reach{n}",
+    ] {
+        both(&mut out, &format!("{granted} {mark} accept"));
+    }
+    out.push_str(
+        "    counter drop
+  }
+
+  # Where it goes by now. A grant is an endpoint: what was translated here came for a ClusterIP or a NodePort, which are nobody's
+  # grant. Answers would belong to a connection that nobody here may have opened.
+  chain checked {
     ct state invalid,untracked counter drop
     ct state related goto errors_from_sandbox
     ct direction reply counter drop

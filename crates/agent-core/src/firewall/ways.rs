@@ -54,7 +54,7 @@ pub(super) fn path(frame: &Frame) -> String {
     ct direction reply {came_by_underlay} {meta_underlay}"
     );
     if frame.sandboxes.is_some() {
-        both(&mut out, &sandbox::question());
+        both(&mut out, sandbox::ARRIVE);
     }
     let underlay = is_mark(MARK_UNDERLAY, "meta");
     let keep = format!("meta mark set meta mark & {:#010x}", !MARK_MASK);

@@ -10,6 +10,7 @@ use std::{
 
 use clustermesh_agent_core::{
     compile::compile,
+    firewall::render,
     policy::Protocol,
     routes::{Change, diff},
 };
@@ -130,6 +131,41 @@ pub(crate) fn a_table_that_is_gone_opens_nothing_in_either_direction_and_serves_
             assert_eq!(received(&deaf, &mute), [], "beyond the grants, after {gone}");
         }
     });
+}
+
+/// Each time that the table goes, some packet of the flood has passed the first of its chains and not yet the next: rules between
+/// them that say nothing make that moment long.
+pub(crate) fn a_table_that_goes_while_packets_are_between_its_chains_lets_none_of_them_on(f: &'static Family) {
+    let granted = granted(f);
+    let mesh = sandbox(f, &granted);
+    let table = render(&compile(&target(&mesh, f, &granted, &[])).firewall);
+    let rules = "meta length 0 counter\n".repeat(5000);
+    mesh.hub.nft(&format!(
+        "table inet long {{ chain pre {{ type filter hook prerouting priority filter; policy accept;\n{rules}}}\n}}\n"
+    ));
+    let (client, open) = (
+        udp(&mesh.member, f.member_wireguard, 5001),
+        udp(&mesh.hub_pod, f.hub_pod, 5000),
+    );
+    let closed = udp(&mesh.hub_pod, f.hub_pod, 5001);
+    closed.set_nonblocking(true).unwrap();
+    exchange(&client, &open);
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let _end = Stop(&stop);
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                // A link that is full may say so.
+                let _ = client.send_to(b"let me in", closed.local_addr().unwrap());
+            }
+        });
+        for _ in 0..100 {
+            mesh.hub.nft("delete table inet clustermesh");
+            mesh.hub.nft(&table);
+        }
+    });
+    assert_eq!(received(&[closed], &[]), []);
+    exchange(&client, &open);
 }
 
 /// As after a version whose sandboxes' routes lay among the mesh's.
