@@ -15,7 +15,7 @@ use ipnet::IpNet;
 use crate::{
     interface::InterfaceName,
     policy::{Policy, Port, Rule},
-    prefixes::{Family, aggregate, disjoint, host},
+    prefixes::{Family, aggregate, disjoint, host, maximal},
 };
 
 mod expected;
@@ -211,7 +211,8 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
             .copied()
             .filter(|ip| Family::of(&IpNet::from(*ip)) == family)
             .collect(),
-        pods_elsewhere: of(plan.pods_elsewhere),
+        // Not aggregated: that a neighbour comes or goes is no change of the others, which takes the whole table to be written.
+        pods_elsewhere: maximal(plan.pods_elsewhere.iter().filter(|net| Family::of(net) == family)),
         sandbox: of(&sandboxes.iter().flat_map(|policy| &policy.sources).copied().collect()),
         grants,
         draining,
@@ -230,7 +231,15 @@ fn endpoints(
     let mut out = BTreeSet::new();
     for policy in sandboxes {
         let reached = which(policy).iter().map(|(at, port)| (at.to_canonical(), *port));
-        let reached: Vec<_> = reached.filter(|(at, _)| of(at)).collect();
+        // A set of ranges, as what is denied needs, changes later than this one.
+        let denied = |at: &IpAddr, port: &Port| {
+            let holds = |rule: &Rule| rule.to.iter().any(|net| net.contains(at));
+            let rules = policy.deny.iter().filter(|rule| holds(rule));
+            rules
+                .into_iter()
+                .any(|rule| rule.ports.is_empty() || rule.ports.contains(port))
+        };
+        let reached: Vec<_> = reached.filter(|(at, port)| of(at) && !denied(at, port)).collect();
         let own = |node: &&IpAddr| of(node) && policy.sources.iter().any(|source| source.contains(*node));
         for node in nodes.iter().filter(own) {
             out.extend(reached.iter().map(|(at, port)| (*node, *at, *port)));

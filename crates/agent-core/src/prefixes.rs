@@ -117,11 +117,16 @@ pub fn disjoint(pairs: &BTreeMap<IpNet, BTreeSet<IpNet>>) -> BTreeSet<(IpNet, Ip
 }
 
 /// Those that lie in no other. Not [`aggregate`]: that may join two neighbours into a prefix that nobody named.
-fn maximal(nets: &[IpNet]) -> BTreeSet<IpNet> {
-    nets.iter()
-        .filter(|n| !nets.iter().any(|o| o != *n && o.contains(*n)))
-        .copied()
-        .collect()
+pub(crate) fn maximal<'a>(nets: impl IntoIterator<Item = &'a IpNet>) -> BTreeSet<IpNet> {
+    // In this order a prefix stands right before all that lie in it.
+    let sorted: BTreeSet<IpNet> = nets.into_iter().map(IpNet::trunc).collect();
+    let mut out: BTreeSet<IpNet> = BTreeSet::new();
+    for net in sorted {
+        if !out.last().is_some_and(|outer| outer.contains(&net)) {
+            out.insert(net);
+        }
+    }
+    out
 }
 
 #[cfg(test)]

@@ -137,7 +137,7 @@ fn what_is_granted_answers_and_everything_else_is_dropped_and_counted(f: &'stati
     mesh.member
         .ip(&format!("route add {} dev kilo0 table 5182", f.hub_gateway));
     let refused = || -> u64 {
-        let chains = ["from_sandbox", "checked", "infrastructure"];
+        let chains = ["from_sandbox", "infrastructure"];
         chains.iter().map(|chain| dropped(&mesh.hub, chain)).sum()
     };
     let before = refused();

@@ -267,7 +267,7 @@ fn policy(frame: &Frame) -> String {
     let device = &frame.device;
     let mut sandboxes = String::new();
     if frame.sandboxes.is_some() {
-        both(&mut sandboxes, &sandbox::enter(device));
+        both(&mut sandboxes, &format!("iifname \"{device}\" {}", sandbox::ENTER));
     }
     format!(
         "
@@ -317,14 +317,22 @@ fn from_mesh_chains() -> String {
     ct direction reply counter drop
 ",
     );
-    closed(&mut out);
-    both(&mut out, "{ip} saddr . {ip} daddr @allow{n} accept");
+    both(&mut out, "{ip} saddr . {ip} daddr @allow{n} goto allowed");
     both(
         &mut out,
-        "{ip} saddr . {ip} daddr . ct protocol . th dport @allow_ports{n} accept",
+        "{ip} saddr . {ip} daddr . ct protocol . th dport @allow_ports{n} goto allowed",
     );
     out.push_str(
         "    counter drop
+  }
+
+  # Asked last, as it is written first: whoever has found a new element above finds those of the same transaction here.
+  chain allowed {
+",
+    );
+    closed(&mut out);
+    out.push_str(
+        "    accept
   }
 
   chain unusual {

@@ -12,8 +12,7 @@ use super::{
     render::{ERRORS_ONLY, Set, both, closed, is_mark, nets, pairs, ports, set_mark},
 };
 use crate::{
-    interface::InterfaceName,
-    numbers::{MARK_CHECKED, MARK_TUNNEL},
+    numbers::{CONNECTION_MASK, MARK_CHECKED, MARK_TUNNEL},
     prefixes::Family,
 };
 
@@ -56,19 +55,13 @@ pub(super) fn sets(family: Family, sets: &Sets, timeout: Duration) -> [Set; 4] {
     ]
 }
 
-/// What comes from a sandbox is decided here, before it is routed. For [`both`].
-pub(super) const ARRIVE: &str = "{ip} saddr @sandbox{n} goto from_sandbox";
+/// What comes from a sandbox: decided before it is routed, and once more where it goes by then. For [`both`].
+pub(super) const ENTER: &str = "{ip} saddr @sandbox{n} goto from_sandbox";
 
-/// What pods answer. This node's own answers are found by the mark of what they answer. For [`both`].
+/// What pods answer, likewise. This node's own answers are found by the mark of what they answer. For [`both`].
 pub(super) fn answer() -> String {
     let came_by_tunnel = is_mark(MARK_TUNNEL, "ct");
-    let mark = set_mark(MARK_CHECKED, "meta");
-    format!("ct direction reply {came_by_tunnel} {{ip}} daddr @sandbox{{n}} {mark}")
-}
-
-/// Before the rules of every member. For [`both`].
-pub(super) fn enter(device: &InterfaceName) -> String {
-    format!("iifname \"{device}\" {{ip}} saddr @sandbox{{n}} goto checked")
+    format!("ct direction reply {came_by_tunnel} {{ip}} daddr @sandbox{{n}} goto to_sandbox")
 }
 
 /// First of what enters the tunnel. For [`both`].
@@ -103,26 +96,13 @@ pub(super) fn chains(bounds: Bounds) -> String {
     let mark = set_mark(MARK_CHECKED, "meta");
     out.push_str(
         "
-  # What has the mark is granted already, and without it routing has no way: where the table goes while a packet is between
-  # two of its chains, that opens nothing.
+  # Before routing and behind it. What is granted gets the mark, and without that there is no way: where the table goes while
+  # a packet is between two of its chains, that opens nothing. Behind routing it may go elsewhere than it did. A grant is an
+  # endpoint: what was translated here came for a ClusterIP or a NodePort, which are nobody's grant. Options of IPv4 may name
+  # another way. Answers would belong to a connection that nobody here may have opened.
   chain from_sandbox {
-",
-    );
-    for granted in [
-        "{ip} saddr . {ip} daddr . ct protocol . th dport @grants{n}",
-        "{ip} saddr . {ip} daddr . ct protocol . th dport @draining{n}",
-        "ct state related {ip} saddr . {ip} daddr @reach{n}",
-    ] {
-        both(&mut out, &format!("{granted} {mark} accept"));
-    }
-    out.push_str(
-        "    counter drop
-  }
-
-  # Where it goes by now. A grant is an endpoint: what was translated here came for a ClusterIP or a NodePort, which are nobody's
-  # grant. Answers would belong to a connection that nobody here may have opened.
-  chain checked {
     ct state invalid,untracked counter drop
+    ip hdrlength != 5 counter drop
     ct state related goto errors_from_sandbox
     ct direction reply counter drop
     ct status & dnat != 0 counter drop
@@ -130,20 +110,18 @@ pub(super) fn chains(bounds: Bounds) -> String {
     );
     closed(&mut out);
     if let Some(limit) = limit(bounds) {
-        let new = "ct status & confirmed == 0 {ip} saddr . {ip} daddr . ct protocol . th dport @grants{n}";
+        // Once for each: behind routing it has the mark.
+        let first = format!("ct status & confirmed == 0 meta mark & {CONNECTION_MASK:#010x} == 0");
+        let new = format!("{first} {{ip}} saddr . {{ip}} daddr . ct protocol . th dport @grants{{n}}");
         both(
             &mut out,
             &format!("{new} update @flows{{n}} {{ {{ip}} saddr {limit} }} counter drop"),
         );
     }
-    both(
-        &mut out,
-        "{ip} saddr . {ip} daddr . ct protocol . th dport @grants{n} accept",
-    );
-    both(
-        &mut out,
-        "ct state established {ip} saddr . {ip} daddr . ct protocol . th dport @draining{n} accept",
-    );
+    for (state, set) in [("", "grants"), ("ct state established ", "draining")] {
+        let granted = format!("{state}{{ip}} saddr . {{ip}} daddr . ct protocol . th dport @{set}{{n}}");
+        both(&mut out, &format!("{granted} {mark} accept"));
+    }
     out.push_str(
         "    counter drop
   }
@@ -156,13 +134,13 @@ pub(super) fn chains(bounds: Bounds) -> String {
     let own = "{ip} saddr . ct original {ip} saddr @pairs{n}";
     both(
         &mut out,
-        &format!("{own} ct original {{ip}} saddr . {{ip}} daddr @reach{{n}} counter accept"),
+        &format!("{own} ct original {{ip}} saddr . {{ip}} daddr @reach{{n}} counter {mark} accept"),
     );
     out.push_str(
         "    counter drop
   }
 
-  # Whoever speaks, a pod or this node itself. What is granted here is answered with its own address, which no other member
+  # Whoever speaks, a pod (before routing, too: the mark is its way) or this node itself. What is granted here is answered with its own address, which no other member
   # need know.
   chain to_sandbox {
     ct state invalid counter drop
@@ -173,7 +151,7 @@ pub(super) fn chains(bounds: Bounds) -> String {
     for set in ["grants", "draining"] {
         both(
             &mut out,
-            &format!("{{ip}} daddr . {{ip}} saddr . ct protocol . th sport @{set}{{n}} accept"),
+            &format!("{{ip}} daddr . {{ip}} saddr . ct protocol . th sport @{set}{{n}} {mark} accept"),
         );
     }
     out.push_str(
@@ -184,7 +162,10 @@ pub(super) fn chains(bounds: Bounds) -> String {
 ",
     );
     out.push_str(ERRORS_ONLY);
-    both(&mut out, "{ip} daddr . ct original {ip} daddr @reach{n} counter accept");
+    both(
+        &mut out,
+        &format!("{{ip}} daddr . ct original {{ip}} daddr @reach{{n}} counter {mark} accept"),
+    );
     out.push_str("    counter drop\n  }\n");
     out
 }

@@ -1,6 +1,6 @@
 use super::*;
 use crate::compile::{
-    beside, compile,
+    Inputs, beside, compile,
     tests::{hub_node, hub_node_of_a_sandbox, nets, worker},
 };
 
@@ -80,6 +80,35 @@ fn what_closes_comes_before_and_goes_after_what_opens() {
     assert_eq!(scripts(&with, &other), [render(&other)]);
     let whole = render(&with);
     assert!(whole.find("set deny4") < whole.find("set allow4"));
+}
+
+#[test]
+fn a_node_that_joins_beside_another_is_one_element_more() {
+    let table = |pods: &[&str]| {
+        let mut inputs = hub_node();
+        inputs.pods_elsewhere = nets(pods);
+        compile(&inputs).firewall
+    };
+    let (old, new) = (table(&["10.101.2.0/24"]), table(&["10.101.2.0/24", "10.101.3.0/24"]));
+    let step = update(Some(&old), &new).unwrap();
+    assert_eq!(
+        step.scripts(),
+        ["add element inet clustermesh pods_elsewhere4 { 10.101.3.0/24 }\n"]
+    );
+}
+
+#[test]
+fn what_a_policy_denies_is_no_grant() {
+    let mut inputs = hub_node_of_a_sandbox();
+    let table = |inputs: &Inputs| compile(inputs).firewall;
+    let (at, port) = *inputs.policies[1].granted.first().unwrap();
+    let among = |table: &Firewall| table.v4.grants.iter().any(|(_, to, on)| (*to, *on) == (at, port));
+    assert!(among(&table(&inputs)));
+    inputs.policies[1].deny.push(Rule {
+        to: [at.into()].into(),
+        ports: [port].into(),
+    });
+    assert!(!among(&table(&inputs)));
 }
 
 #[test]

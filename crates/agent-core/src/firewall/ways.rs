@@ -54,7 +54,7 @@ pub(super) fn path(frame: &Frame) -> String {
     ct direction reply {came_by_underlay} {meta_underlay}"
     );
     if frame.sandboxes.is_some() {
-        both(&mut out, sandbox::ARRIVE);
+        both(&mut out, sandbox::ENTER);
     }
     let underlay = is_mark(MARK_UNDERLAY, "meta");
     let keep = format!("meta mark set meta mark & {:#010x}", !MARK_MASK);
@@ -68,6 +68,13 @@ pub(super) fn path(frame: &Frame) -> String {
     ct status & dnat == 0 accept
 ",
     );
+    if frame.sandboxes.is_some() {
+        // It had the mark for where it was going.
+        both(
+            &mut out,
+            &format!("iifname \"{device}\" {{ip}} saddr @sandbox{{n}} counter drop"),
+        );
+    }
     both(
         &mut out,
         &format!("ct direction original {underlay} {{ip}} daddr @mesh{{n}} counter {keep}"),

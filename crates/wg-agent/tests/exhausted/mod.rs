@@ -107,9 +107,12 @@ pub(crate) fn a_flood_of_new_connections_from_one_of_a_sandboxs_nodes_is_bounded
         "conntrack -D -f ipv{} -p udp --orig-port-dst {BACKEND} 2>&1",
         f.n
     ));
-    let before = dropped(&mesh.hub, "checked");
+    let before = dropped(&mesh.hub, "from_sandbox");
     flood(&mesh.member, f.member_wireguard, 1000..6000, (f.hub_pod, BACKEND));
-    let (kept, more) = (entries(&mesh.hub, f, BACKEND), dropped(&mesh.hub, "checked") - before);
+    let (kept, more) = (
+        entries(&mesh.hub, f, BACKEND),
+        dropped(&mesh.hub, "from_sandbox") - before,
+    );
     assert!(
         (100..2500).contains(&kept) && more > 2500,
         "{kept} kept, {more} dropped"
