@@ -211,7 +211,8 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
             .copied()
             .filter(|ip| Family::of(&IpNet::from(*ip)) == family)
             .collect(),
-        // Not aggregated: that a neighbour comes or goes is no change of the others, which takes the whole table to be written.
+        // Not aggregated: a node that joins beside another is one element more, and not one that goes and one that comes, for
+        // which the whole table is written.
         pods_elsewhere: maximal(plan.pods_elsewhere.iter().filter(|net| Family::of(net) == family)),
         sandbox: of(&sandboxes.iter().flat_map(|policy| &policy.sources).copied().collect()),
         grants,
@@ -233,11 +234,9 @@ fn endpoints(
         let reached = which(policy).iter().map(|(at, port)| (at.to_canonical(), *port));
         // A set of ranges, as what is denied needs, changes later than this one.
         let denied = |at: &IpAddr, port: &Port| {
-            let holds = |rule: &Rule| rule.to.iter().any(|net| net.contains(at));
-            let rules = policy.deny.iter().filter(|rule| holds(rule));
-            rules
-                .into_iter()
-                .any(|rule| rule.ports.is_empty() || rule.ports.contains(port))
+            let names = |rule: &Rule| rule.ports.is_empty() || rule.ports.contains(port);
+            let mut rules = policy.deny.iter().filter(|rule| names(rule));
+            rules.any(|rule| rule.to.iter().any(|net| net.contains(at)))
         };
         let reached: Vec<_> = reached.filter(|(at, port)| of(at) && !denied(at, port)).collect();
         let own = |node: &&IpAddr| of(node) && policy.sources.iter().any(|source| source.contains(*node));

@@ -140,8 +140,8 @@ pub(super) fn chains(bounds: Bounds) -> String {
         "    counter drop
   }
 
-  # Whoever speaks, a pod (before routing, too: the mark is its way) or this node itself. What is granted here is answered with its own address, which no other member
-  # need know.
+  # Whoever speaks, this node itself or a pod, whose answers get their way here before they are routed. What is granted here is
+  # answered with its own address, which no other member need know.
   chain to_sandbox {
     ct state invalid counter drop
     ct state related goto errors_to_sandbox
