@@ -335,10 +335,11 @@ impl Stage {
         for pod in &mut self.pods {
             arrived.extend(pod.news());
         }
-        // Its own node tells a pod that there is no way for its answers.
+        // Its own node tells a pod, or a neighbour that the member reached without a table, that there is no way for its answers.
         arrived.retain(|key, _| {
-            !GATEWAY
+            ![GATEWAY, around::NODE_THERE, around::BRIDGE]
                 .iter()
+                .flatten()
                 .any(|own| key.starts_with(&format!("{own} destination-unreachable")))
         });
         let mut members: BTreeSet<String> = sources(&self.members.news());
