@@ -20,6 +20,8 @@ pub struct Sysctl {
     /// Whether we may write it. Forwarding is the host's to decide: turning it on changes how the host treats redirects
     /// and router advertisements.
     pub write: bool,
+    /// Whether it keeps sandboxes out where the firewall table is gone: without it none of their peers may be in the device.
+    pub locks: bool,
     /// What does not work without it.
     pub why: &'static str,
 }
@@ -54,6 +56,7 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
         value: 1,
         accept: [1].into(),
         write: true,
+        locks: false,
         why,
     };
     let forwards = |path| Sysctl {
@@ -79,6 +82,7 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
             value: 2,
             accept: if sandboxes { [2].into() } else { [0, 2].into() },
             write: true,
+            locks: sandboxes,
             why: "a source that is routed elsewhere, as a thrown one is, may come by the tunnel; one that has no route, as a \
                   sandbox without the firewall table, may not",
         },

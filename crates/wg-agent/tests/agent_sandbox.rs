@@ -45,6 +45,7 @@ async fn a_sandbox_gets_what_is_granted_and_never_a_packet_more_whatever_happens
 
     agents_come_and_go(&mut stage).await;
     the_node_starts_while_its_api_server_is_away(&mut stage).await;
+    a_setting_of_the_lock_is_not_to_be_had(&mut stage).await;
     an_api_server_that_goes_away_changes_nothing(&mut stage).await;
     the_policy_is_another_or_none(&mut stage).await;
     the_peer_asks_for_another_policy_or_none(&mut stage).await;
@@ -112,6 +113,39 @@ async fn the_node_starts_while_its_api_server_is_away(stage: &mut Stage) {
     stage.api_comes().await;
     stage.answered("the API server is back").await;
     stage.exactly("a boot").await;
+}
+
+/// A kernel that is said not to look at where packets come from, whatever is written: without a table it would take a sandbox's.
+async fn a_setting_of_the_lock_is_not_to_be_had(stage: &mut Stage) {
+    stage.killed().await;
+    let mut zero = tempfile::NamedTempFile::new().expect("a file");
+    zero.write_all(b"0").expect("write");
+    let setting = format!("/proc/sys/net/ipv4/conf/{}/rp_filter", stage.mgmt().interface);
+    let script = format!(
+        "mount --bind {} {setting}; mount -o remount,ro,bind {setting}; exec \"$@\"",
+        zero.path().display()
+    );
+    let mut words = ["unshare", "--mount", "sh", "-ec", &script, "sh"]
+        .map(String::from)
+        .to_vec();
+    words.extend(stage.world.command(stage.mgmt(), &[]));
+    stage.agent = stage
+        .world
+        .host(stage.mgmt())
+        .spawn("unlocked", words)
+        .expect("start the agent");
+    let told = "peers that require a policy stay out of the device: net.ipv4.conf.";
+    wait_until("the agent to say so", SOON, async || {
+        let log = stage.agent.log();
+        if log.contains(told) { Ok(()) } else { Err(log) }
+    })
+    .await
+    .expect("told");
+    stage.closed("a setting that cannot be written").await;
+    stage.killed().await;
+    stage.started(&[]);
+    stage.answered("the setting is to be had").await;
+    stage.exactly("a setting that could not be written").await;
 }
 
 async fn an_api_server_that_goes_away_changes_nothing(stage: &mut Stage) {

@@ -31,6 +31,7 @@ use gone::{
 };
 use netns::{NetNs, wait_for};
 use path::{Family, Mesh, V4, V6, apply, connect, serve, source_of};
+use rustix::net::sockopt::{Ipv4PathMtuDiscovery, Ipv6PathMtuDiscovery, set_ip_mtu_discover, set_ipv6_mtu_discover};
 use wg_agent::firewall::{Keeper, Nft};
 
 /// The same test for both families.
@@ -44,6 +45,7 @@ both! {
     a_stream_of_datagrams_ends_with_its_grant_in_both_directions
     an_endpoint_that_drains_keeps_what_is_open_and_takes_nothing_new
     errors_about_a_granted_flow_come_back_and_no_others
+    the_first_datagram_of_a_flow_is_told_that_it_is_too_big
     grants_go_by_themselves_when_nobody_renews_them
     a_table_that_another_hand_changed_does_not_stand
     a_table_that_is_gone_opens_nothing_in_either_direction_and_serves_again_when_it_is_back
@@ -280,6 +282,25 @@ fn errors_about_a_granted_flow_come_back_and_no_others(f: &'static Family) {
         .is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused)
     {}
     assert_eq!(refused(), None, "another port of that endpoint");
+}
+
+/// None of such a flow's packets gets far enough for conntrack to keep it.
+fn the_first_datagram_of_a_flow_is_told_that_it_is_too_big(f: &'static Family) {
+    let mesh = sandbox(f, &[(f.hub_pod, Protocol::Udp, 5000)]);
+    mesh.hub.ip("link set cni0 mtu 1300");
+    let socket = udp(&mesh.member, f.member_wireguard, 5001);
+    if f.n == 4 {
+        set_ip_mtu_discover(&socket, Ipv4PathMtuDiscovery::DO).unwrap();
+    } else {
+        set_ipv6_mtu_discover(&socket, Ipv6PathMtuDiscovery::DO).unwrap();
+    }
+    let to = SocketAddr::new(f.hub_pod.parse().unwrap(), 5000);
+    mesh.member.enter(|| socket.connect(to)).unwrap();
+    wait_for("too big", Duration::from_secs(10), || {
+        let sent = socket.send(&[0; 1320]).map(drop);
+        let told = sent.and_then(|()| socket.recv(&mut [0; 10]).map(drop)).err()?;
+        (told.raw_os_error() == Some(libc::EMSGSIZE)).then_some(())
+    });
 }
 
 fn grants_go_by_themselves_when_nobody_renews_them(f: &'static Family) {

@@ -259,7 +259,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             tracing::info!(%name, "kernel setting written");
         }
         troubles.extend(settings.missing.iter().map(|e| Trouble::new("sysctl", e)));
-        let (locked, open) = self.lock(&compiled).await;
+        let (locked, open) = self.lock(&compiled, &settings).await;
         troubles.extend(open);
         let (peers, routed) = if matches!(opened, Ok(false)) {
             let peers = self.apply_peers(&compiled);
@@ -446,8 +446,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         self.said.set(lines);
     }
 
-    /// What routing has to hold before a sandbox's peer is in the device; without it none is. Returns what was changed.
-    async fn lock(&mut self, compiled: &Compiled) -> (Vec<Change>, Option<Trouble>) {
+    /// What routing and the kernel's settings have to hold before a sandbox's peer is in the device; without it none is. Returns
+    /// what was changed.
+    async fn lock(&mut self, compiled: &Compiled, settings: &route::sysctl::Pass) -> (Vec<Change>, Option<Trouble>) {
         if self.device.is_none() {
             return (Vec::new(), None); // nobody is in it
         }
@@ -455,10 +456,15 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             Ok(pass) => (pass.done, pass.failed.into_iter().next()),
             Err(error) => (Vec::new(), Some(error)),
         };
-        let open = failed.map(|error| {
+        let setting = settings.missing.iter().find(|missing| missing.sysctl.locks);
+        let failed = failed.map(|error| Trouble::new("routes", error));
+        let failed = failed.or(setting.map(|missing| Trouble::new("sysctl", missing)));
+        let open = failed.map(|Trouble { part, message, .. }| {
             self.guard.refuse();
-            let message = format!("peers that require a policy stay out of the device: {error}");
-            Trouble::new("routes", message)
+            Trouble::new(
+                part,
+                format!("peers that require a policy stay out of the device: {message}"),
+            )
         });
         (done, open)
     }
