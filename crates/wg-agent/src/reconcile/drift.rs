@@ -218,6 +218,7 @@ mod tests {
             value: 1,
             accept: [1].into(),
             write: true,
+            locks: false,
             why: "",
         });
         let pass = |written: &[&Name], missing: &[usize]| sysctl::Pass {
