@@ -1,12 +1,26 @@
 //! `cargo xtask test`: every test of the project, with all that they need built first.
 
-use std::time::Instant;
+use std::{
+    fs::File,
+    io::{self, Write},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::Mutex,
+    thread,
+    time::Instant,
+};
+
+use anyhow::{Context, bail};
+use serde::Deserialize;
 
 use crate::{
     prereq,
     programs::{self, cargo, show},
     tools,
 };
+
+/// The package whose tests start whole clusters.
+const CLUSTERS: &str = "crates/lab";
 
 /// What `cargo xtask test` takes.
 #[derive(Debug, clap::Args)]
@@ -25,15 +39,151 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     tools::run()?;
     let programs = programs::build()?;
     println!("xtask: everything built after {:.0} s", start.elapsed().as_secs_f64());
-    let mut test = cargo();
-    test.args(["test", "--no-fail-fast"])
-        .env("CLUSTERMESH_BIN_DIR", programs);
     if args.words.is_empty() {
-        test.arg("--workspace");
+        all(&programs)?;
+    } else {
+        let mut test = cargo();
+        test.args(["test", "--no-fail-fast"])
+            .args(&args.words)
+            .args(ONE_BY_ONE)
+            .env("CLUSTERMESH_BIN_DIR", programs);
+        show(&mut test)?;
     }
-    // Whole clusters want the machine for themselves: inside a test program one test at a time.
-    test.args(&args.words).args(["--", "--test-threads=1"]);
-    show(&mut test)?;
     println!("xtask: every test passed after {:.0} s", start.elapsed().as_secs_f64());
     Ok(())
+}
+
+/// Inside a test program: the next test may want what this one has.
+const ONE_BY_ONE: [&str; 2] = ["--", "--test-threads=1"];
+
+/// A test program.
+#[derive(Debug)]
+struct Program {
+    /// Where cargo runs it: its package's directory.
+    directory: PathBuf,
+    path: PathBuf,
+}
+
+/// Every test program, and the documents' tests. Those that start clusters wait more than they work, and the others run beside
+/// them.
+fn all(programs: &Path) -> anyhow::Result<()> {
+    let mut tests = built()?;
+    tests.sort_by(|a, b| (&a.directory, &a.path).cmp(&(&b.directory, &b.path)));
+    let (clusters, others): (Vec<_>, Vec<_>) = tests
+        .into_iter()
+        .partition(|program| program.directory.ends_with(CLUSTERS));
+    let failed = Mutex::new(Vec::new());
+    let lane = |tests: &[Program]| -> anyhow::Result<()> {
+        for test in tests {
+            if !test.run(programs)? {
+                failed
+                    .lock()
+                    .unwrap_or_else(|poisoned| poisoned.into_inner())
+                    .push(test.name());
+            }
+        }
+        Ok(())
+    };
+    thread::scope(|scope| {
+        let beside = scope.spawn(|| lane(&others));
+        lane(&clusters)?;
+        beside
+            .join()
+            .map_err(|_| anyhow::anyhow!("a thread of the tests panicked"))?
+    })?;
+    show(cargo().args(["test", "--workspace", "--doc"]))?;
+    let failed = failed.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+    if !failed.is_empty() {
+        bail!("tests failed, see above: {}", failed.join(", "));
+    }
+    Ok(())
+}
+
+/// Builds the test programs, and says which they are.
+fn built() -> anyhow::Result<Vec<Program>> {
+    /// A line of cargo's (`cargo help build`, `--message-format=json`).
+    #[derive(Deserialize)]
+    struct Message {
+        reason: String,
+        #[serde(default)]
+        manifest_path: PathBuf,
+        profile: Option<Profile>,
+        executable: Option<PathBuf>,
+    }
+    #[derive(Deserialize)]
+    struct Profile {
+        test: bool,
+    }
+    let mut build = cargo();
+    build
+        .args([
+            "test",
+            "--workspace",
+            "--no-run",
+            "--message-format=json-render-diagnostics",
+        ])
+        .stderr(Stdio::inherit());
+    let output = build.output().with_context(|| format!("{build:?} cannot be started"))?;
+    if !output.status.success() {
+        bail!("{build:?} failed: {}", output.status);
+    }
+    let mut out = Vec::new();
+    for line in output
+        .stdout
+        .split(|byte| *byte == b'\n')
+        .filter(|line| !line.is_empty())
+    {
+        let message: Message = serde_json::from_slice(line).context("what cargo says of what it built")?;
+        if message.reason == "compiler-artifact"
+            && message.profile.is_some_and(|profile| profile.test)
+            && let Some(path) = message.executable
+        {
+            let directory = message
+                .manifest_path
+                .parent()
+                .context("a manifest without a directory")?;
+            out.push(Program {
+                directory: directory.to_owned(),
+                path,
+            });
+        }
+    }
+    Ok(out)
+}
+
+impl Program {
+    fn name(&self) -> String {
+        let name = self.path.file_name().unwrap_or_default().to_string_lossy();
+        name.rsplit_once('-').map_or(&*name, |(name, _)| name).to_owned()
+    }
+
+    /// Runs it as cargo does, and shows what it said when it has ended: two at once would be told apart by nobody. False = it
+    /// failed.
+    fn run(&self, programs: &Path) -> anyhow::Result<bool> {
+        let start = Instant::now();
+        println!("xtask: {} starts", self.name());
+        let said = tempfile::tempfile().context("a file")?;
+        let again = || said.try_clone().context("a file");
+        let status = Command::new(&self.path)
+            .args(&ONE_BY_ONE[1..])
+            .current_dir(&self.directory)
+            .env("CARGO", env!("CARGO"))
+            .env("CARGO_MANIFEST_DIR", &self.directory)
+            .env("CLUSTERMESH_BIN_DIR", programs)
+            .stdout(again()?)
+            .stderr(again()?)
+            .status()
+            .with_context(|| format!("{} cannot be started", self.path.display()))?;
+        self.show(said, start)?;
+        Ok(status.success())
+    }
+
+    fn show(&self, mut said: File, start: Instant) -> anyhow::Result<()> {
+        io::Seek::rewind(&mut said).context("read what a test said")?;
+        let mut out = io::stdout().lock();
+        writeln!(out, "\nxtask: {}, {:.0} s", self.name(), start.elapsed().as_secs_f64())
+            .and_then(|()| io::copy(&mut said, &mut out))
+            .context("write")?;
+        Ok(())
+    }
 }
