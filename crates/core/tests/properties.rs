@@ -59,7 +59,7 @@ proptest! {
             let mut keys = BTreeSet::new();
             let mut prefixes = BTreeSet::new();
             let standing = world.seen.members[&identity(n)].last().and_then(|m| m.peers.clone()).unwrap_or_default();
-            for peer in standing.values() {
+            for (name, peer) in &standing {
                 // Others' Peers keep what they have, and so do those of a member that is not seen.
                 let kept = match ours(&plan, &peer.owner) {
                     Ownership::Foreign => true,
@@ -68,8 +68,12 @@ proptest! {
                         let source = peer.owner.source_cluster.clone().unwrap_or_default();
                         let target = mesh.targets.get(&format!("c{n}"));
                         let unseen = mesh.identities.get(&source).is_some_and(|i| world.seen.members[i].last().is_none());
-                        // Two meshes of one target may hold one key already: that is settled by what is planned.
-                        plan.meshes.len() == 1 && unseen && target.is_some_and(|target| target.retained.contains(&source))
+                        // Two meshes of one target may hold one key already: that is settled by what is planned. And what is
+                        // planned of a sandbox that is not seen is its standing Peer itself.
+                        plan.meshes.len() == 1 && unseen && target.is_some_and(|target| {
+                            let restated = target.peers.get(name).is_some_and(|planned| planned.source == source);
+                            target.retained.contains(&source) && !restated
+                        })
                     }
                     Ownership::Orphan => false,
                 };

@@ -5,7 +5,6 @@ use std::{
     io::{self, Write},
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    sync::Mutex,
     thread,
     time::Instant,
 };
@@ -57,7 +56,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 const ONE_BY_ONE: [&str; 2] = ["--", "--test-threads=1"];
 
 /// A test program.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Program {
     /// Where cargo runs it: its package's directory.
     directory: PathBuf,
@@ -68,35 +67,36 @@ struct Program {
 /// them.
 fn all(programs: &Path) -> anyhow::Result<()> {
     let mut tests = built()?;
-    tests.sort_by(|a, b| (&a.directory, &a.path).cmp(&(&b.directory, &b.path)));
-    let (clusters, others): (Vec<_>, Vec<_>) = tests
+    tests.sort();
+    let rows: (Vec<_>, Vec<_>) = tests
         .into_iter()
         .partition(|program| program.directory.ends_with(CLUSTERS));
-    let failed = Mutex::new(Vec::new());
-    let lane = |tests: &[Program]| -> anyhow::Result<()> {
-        for test in tests {
-            if !test.run(programs)? {
-                failed
-                    .lock()
-                    .unwrap_or_else(|poisoned| poisoned.into_inner())
-                    .push(test.name());
-            }
-        }
-        Ok(())
-    };
-    thread::scope(|scope| {
-        let beside = scope.spawn(|| lane(&others));
-        lane(&clusters)?;
-        beside
-            .join()
-            .map_err(|_| anyhow::anyhow!("a thread of the tests panicked"))?
-    })?;
-    show(cargo().args(["test", "--workspace", "--doc"]))?;
-    let failed = failed.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let failed = beside([&rows.0, &rows.1], programs)?;
+    let documents = show(cargo().args(["test", "--workspace", "--doc"]));
     if !failed.is_empty() {
         bail!("tests failed, see above: {}", failed.join(", "));
     }
-    Ok(())
+    documents
+}
+
+/// Runs both rows at once, each program by itself, and returns which failed.
+fn beside(rows: [&[Program]; 2], programs: &Path) -> anyhow::Result<Vec<String>> {
+    let row = |tests: &[Program]| -> anyhow::Result<Vec<String>> {
+        let mut failed = Vec::new();
+        for test in tests {
+            if !test.run(programs)? {
+                failed.push(test.name());
+            }
+        }
+        Ok(failed)
+    };
+    let [one, other] = thread::scope(|scope| {
+        rows.map(|tests| scope.spawn(move || row(tests))).map(|row| {
+            row.join()
+                .map_err(|_| anyhow::anyhow!("a thread of the tests panicked"))
+        })
+    });
+    Ok([one??, other??].concat())
 }
 
 /// Builds the test programs, and says which they are.
@@ -185,5 +185,29 @@ impl Program {
             .and_then(|()| io::copy(&mut said, &mut out))
             .context("write")?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_that_fails_is_named_and_those_behind_it_run() {
+        let program = |path: &str| Program {
+            directory: "/".into(),
+            path: path.into(),
+        };
+        let directory = tempfile::tempdir().expect("a directory");
+        let fails = directory.path().join("mesh_flows-0123abcd");
+        std::os::unix::fs::symlink("/bin/false", &fails).expect("a link");
+        let fails = fails.to_str().expect("UTF-8");
+        let run = |one: &[Program], other: &[Program]| beside([one, other], Path::new("/")).expect("they start");
+        let well = [program("/bin/true")];
+        assert_eq!(run(&well, &well), Vec::<String>::new());
+        let some = [program(fails), program("/bin/true"), program(fails)];
+        assert_eq!(run(&well, &some), ["mesh_flows", "mesh_flows"]);
+        assert_eq!(run(&some, &well), ["mesh_flows", "mesh_flows"]);
+        assert!(beside([&[program("/nowhere")], &well], Path::new("/")).is_err());
     }
 }

@@ -82,7 +82,7 @@ impl Sandbox {
         let work = Work::start(ns, move |stop| {
             while !stop.load(Ordering::Acquire) {
                 for to in &to {
-                    // Without a route nothing is sent; before the agents know of each other there is none.
+                    // What is not sent is none of this test's business.
                     let _ = socket.send_to(b"?", to);
                 }
                 while let Ok((_, from)) = socket.recv_from(&mut [0; 100]) {
@@ -181,7 +181,7 @@ fn a_sandboxs_tunnel_in_the_kernel_outlives_its_agent_and_never_carries_more_tha
     let pod = &a.pod_ips()[0];
     let to = [(&**pod, PORT), (pod, OTHER), ("10.10.1.1", PORT), (wireguard, PORT)];
     let at = |(ip, port): (&str, u16)| SocketAddr::new(ip.parse().expect("an address"), port);
-    b.ready();
+    b.is_routed_to(a);
     let sandbox = Sandbox::start(&b.ns, to.map(at).into());
     let begun = Instant::now();
     let says = |what: &str| println!("{:6.1} s {what}", begun.elapsed().as_secs_f64());

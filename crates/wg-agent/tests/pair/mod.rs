@@ -247,14 +247,19 @@ impl Site {
         );
     }
 
-    /// Waits until its pod reaches the other's in both families, by the tunnel: before there is a mesh, the underlay would do.
-    pub(crate) fn reaches(&self, other: &Self) {
+    /// Waits until whatever it sends to the other's pod goes by the tunnel or not at all: before there is a mesh, the underlay does.
+    pub(crate) fn is_routed_to(&self, other: &Self) {
         wait_until("a route into the tunnel", SOON, || {
             // Of a table that nobody has made yet ip says that it does not exist.
             let words = ["route", "show", &other.pods()[0], "table", "5182"];
             let routes = self.ns.output("ip", &words).stdout;
             String::from_utf8_lossy(&routes).contains(&format!("dev {}", self.interface))
         });
+    }
+
+    /// Waits until its pod reaches the other's in both families, by the tunnel.
+    pub(crate) fn reaches(&self, other: &Self) {
+        self.is_routed_to(other);
         for to in other.pod_ips() {
             wait_until(&format!("a ping from {} to {to}", self.pod.name), SOON, || {
                 self.pod.pings(&to)
