@@ -1,7 +1,11 @@
 //! From the text of a kubeconfig to a client's configuration, and every reason to refuse one. A kubeconfig is hostile
 //! input (DESIGN §5): only what is checked here is copied into what the client gets.
 
-use std::{collections::BTreeSet, net::IpAddr};
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+    sync::{Arc, PoisonError, RwLock},
+};
 
 use kube::config::{
     AuthInfo, Cluster, Config, Context, KubeConfigOptions, Kubeconfig, NamedAuthInfo, NamedCluster, NamedContext,
@@ -50,8 +54,64 @@ pub enum Refused {
     },
 }
 
-/// `(host, port)` pairs that are the hub's own API: its credentials or its network position must not be lent to a mesh.
-pub type HubHosts = BTreeSet<(String, u16)>;
+mod addresses;
+
+use addresses::stands_for;
+
+/// Where the hub's own API is: its credentials or its network position must not be lent to a mesh. Cheap to clone; all clones
+/// are the same.
+#[derive(Debug, Clone, Default)]
+pub struct HubHosts {
+    names: Arc<BTreeSet<(String, u16)>>,
+    /// What its API servers listen on, as far as it was learned.
+    addresses: Arc<RwLock<BTreeSet<SocketAddr>>>,
+}
+
+const HUB: Refused = Refused::Server("it is the hub's own API server; the hub's entry is the one with `local: true`");
+
+impl HubHosts {
+    /// By these hosts and ports.
+    #[must_use]
+    pub fn new(hosts: impl IntoIterator<Item = (String, u16)>) -> Self {
+        Self {
+            names: Arc::new(hosts.into_iter().collect()),
+            addresses: Arc::default(),
+        }
+    }
+
+    /// Sets the addresses that its API servers listen on.
+    pub fn learn(&self, addresses: BTreeSet<SocketAddr>) {
+        *self.addresses.write().unwrap_or_else(PoisonError::into_inner) = addresses;
+    }
+
+    /// Refuses an address at which no member's API server may be: what [`check_address`] refuses, and the hub's own API.
+    ///
+    /// # Errors
+    /// [`Refused::Server`], which says what kind of address it is.
+    pub fn check(&self, address: IpAddr, port: u16) -> Result<(), Refused> {
+        check_address(address)?;
+        let learned = self.addresses.read().unwrap_or_else(PoisonError::into_inner);
+        for address in stands_for(address) {
+            if learned.contains(&SocketAddr::new(address, port)) || self.names.contains(&(address.to_string(), port)) {
+                return Err(HUB);
+            }
+        }
+        Ok(())
+    }
+
+    fn named(&self, host: &str, port: u16) -> bool {
+        // The first label is enough for a resolver with the search list of a pod.
+        self.names.contains(&(host.to_owned(), port)) || host == "kubernetes" || host.starts_with("kubernetes.default")
+    }
+}
+
+/// The host of a URL as names are compared: without brackets and final dot, in lower case.
+pub(crate) fn host_of(host: &str) -> String {
+    host.trim_start_matches('[')
+        .trim_end_matches(']')
+        .trim_end_matches('.')
+        .to_ascii_lowercase()
+}
 
 const FLATTEN: &str = "put the value itself into the Secret (`kubectl config view --raw --minify --flatten`)";
 const STATIC: &str = "give the account a token or a client certificate inside the kubeconfig";
@@ -254,43 +314,45 @@ fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
     if uri.query().is_some() {
         return Err(invalid());
     }
-    let host = authority
-        .host()
-        .trim_start_matches('[')
-        .trim_end_matches(']')
-        .trim_end_matches('.')
-        .to_ascii_lowercase();
+    let host = host_of(authority.host());
     let port = authority.port_u16().unwrap_or(443);
-    if hub.contains(&(host.clone(), port)) || host == "kubernetes" || host.starts_with("kubernetes.default") {
-        return Err(Refused::Server(
-            "it is the hub's own API server; the hub's entry is the one with `local: true`",
-        ));
+    if hub.named(&host, port) {
+        return Err(HUB);
     }
     if host == "localhost" || host.ends_with(".localhost") {
         return Err(Refused::Server("it is the controller's own host"));
     }
     match host.parse() {
-        Ok(address) => check_address(address),
+        Ok(address) => hub.check(address, port),
         // The resolver also takes 127.1, 0x7f000001 and 2130706433 for addresses.
         Err(_) if host.bytes().next_back().is_some_and(|b| b.is_ascii_digit()) || host.is_empty() => Err(invalid()),
         Err(_) => Ok(()),
     }
 }
 
-/// Refuses addresses at which no member's API server can be, but something of the controller's own surroundings may.
+/// Refuses addresses at which no member's API server can be, but something of the controller's own surroundings may; also
+/// where such an IPv4 address stands inside an IPv6 one that a translator or a tunnel turns back into it.
 ///
 /// # Errors
 /// [`Refused::Server`], which says what kind of address it is.
 pub fn check_address(address: IpAddr) -> Result<(), Refused> {
-    let address = address.to_canonical();
+    stands_for(address).into_iter().try_for_each(check_one)
+}
+
+fn check_one(address: IpAddr) -> Result<(), Refused> {
     if address.is_loopback() {
         return Err(Refused::Server("it is a loopback address"));
     }
-    if address.is_unspecified() || address.is_multicast() {
+    // 0.0.0.0/8 is this host on Linux; 240.0.0.0/4 is nobody's.
+    let nobody = match address {
+        IpAddr::V4(v4) => matches!(v4.octets()[0], 0 | 240..),
+        IpAddr::V6(v6) => v6.is_unspecified(),
+    };
+    if nobody || address.is_multicast() {
         return Err(Refused::Server("it is no address of a host"));
     }
     let link_local = match address {
-        IpAddr::V4(v4) => v4.is_link_local() || v4.is_broadcast(),
+        IpAddr::V4(v4) => v4.is_link_local(),
         IpAddr::V6(v6) => v6.is_unicast_link_local(),
     };
     if link_local {

@@ -2,16 +2,29 @@
 //! watched here, and nothing decided about meshes.
 #![forbid(unsafe_code)]
 
-use std::{path::Path, time::Duration};
+use std::{error::Error, path::Path};
 
+use hyper_timeout::TimeoutConnector;
+use hyper_util::{client::legacy, rt::TokioExecutor};
 use kube::{
     Client, Config,
+    client::ConfigExt,
     config::{KubeConfigOptions, Kubeconfig, KubeconfigError},
 };
+use tower::{BoxError, Layer, ServiceExt};
 
+pub mod bounds;
+mod connect;
 pub mod kubeconfig;
+pub mod memory;
 
+use bounds::BoundLayer;
+use connect::Connector;
 use kubeconfig::{HubHosts, Refused};
+use memory::Account;
+
+/// What hyper may buffer of one connection.
+const CONNECTION: usize = 64 * 1024;
 
 /// Why there is no client for a member.
 #[derive(Debug, thiserror::Error)]
@@ -24,26 +37,52 @@ pub enum Unusable {
     Certificates(#[source] Box<kube::Error>),
 }
 
-/// A client with the kubeconfig of a member, which is hostile input. `hub` = where no member may be.
+/// A client with the kubeconfig of a member, which is hostile input, as its API server is. `hub` = where no member may be;
+/// what is being read is charged to `account`.
 ///
 /// # Errors
-/// Anything in it that would make this process run, read, trust or reach something it should not.
-pub async fn member(text: &[u8], context: Option<&str>, hub: &HubHosts) -> Result<Client, Unusable> {
+/// Anything in the kubeconfig that would make this process run, read, trust or reach something it should not. A name is looked
+/// up and checked each time it is dialled: then the requests fail, with [`Refused`] among the causes.
+pub async fn member(text: &[u8], context: Option<&str>, hub: &HubHosts, account: &Account) -> Result<Client, Unusable> {
     let config = kubeconfig::read(text, context, hub).await?;
-    // A name may stand for an address that is refused when written; whoever serves the name can change it later, so the
-    // hub's network policy is the last word.
-    if let Some(host) = config
-        .cluster_url
-        .host()
-        .filter(|host| host.parse::<std::net::IpAddr>().is_err())
-    {
-        let port = config.cluster_url.port_u16().unwrap_or(443);
-        let lookup = tokio::time::timeout(Duration::from_secs(5), tokio::net::lookup_host((host, port))).await;
-        for address in lookup.ok().and_then(Result::ok).into_iter().flatten() {
-            kubeconfig::check_address(address.ip())?;
+    client(&config, hub, account).map_err(|error| Unusable::Certificates(Box::new(error)))
+}
+
+/// kube's own stack without what is not needed (proxies, retries, tracing of requests), over our connector and bounds.
+fn client(config: &Config, hub: &HubHosts, account: &Account) -> Result<Client, kube::Error> {
+    let port = config.cluster_url.port_u16().unwrap_or(443);
+    let tls = config.rustls_https_connector_with_connector(Connector::new(hub.clone(), port))?;
+    let mut connector = TimeoutConnector::new(tls);
+    connector.set_connect_timeout(config.connect_timeout);
+    let http: legacy::Client<_, kube::client::Body> = legacy::Builder::new(TokioExecutor::new())
+        .http1_max_buf_size(CONNECTION)
+        .build(connector);
+    let bounded = BoundLayer::new(account.clone()).layer(http.map_err(BoxError::from));
+    let stack = tower::ServiceBuilder::new()
+        .layer(config.base_uri_layer())
+        .option_layer(config.auth_layer()?)
+        .map_err(BoxError::from)
+        .service(bounded);
+    Ok(Client::new(stack, config.default_namespace.clone()))
+}
+
+/// The cause of type `E` of an error, however deep.
+#[must_use]
+pub fn cause<E: Error + Clone + 'static>(error: &(dyn Error + 'static)) -> Option<E> {
+    let mut next = Some(error);
+    // A chain that goes round must not hold anybody up.
+    for _ in 0..16 {
+        let error = next?;
+        if let Some(found) = error.downcast_ref::<E>() {
+            return Some(found.clone());
         }
+        // What is inside an `io::Error` is not among its sources, but its own sources are.
+        let inside = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+        next = inside
+            .map(|inside| inside as &(dyn Error + 'static))
+            .or_else(|| error.source());
     }
-    Client::try_from(config).map_err(|error| Unusable::Certificates(Box::new(error)))
+    None
 }
 
 /// The configuration of a kubeconfig of the person's own, who may write into it what he likes. `file` = `None`: as kubectl
@@ -63,15 +102,15 @@ pub async fn own(file: Option<&Path>, context: Option<&str>) -> Result<Config, K
 /// Where the API of the hub is, by every name that this process knows.
 #[must_use]
 pub fn hub_hosts(config: &Config) -> HubHosts {
-    let url = config.cluster_url.host().map(|host| {
-        let host = host.trim_start_matches('[').trim_end_matches(']').to_ascii_lowercase();
-        (host, config.cluster_url.port_u16().unwrap_or(443))
-    });
+    let url = config
+        .cluster_url
+        .host()
+        .map(|host| (kubeconfig::host_of(host), config.cluster_url.port_u16().unwrap_or(443)));
     let pod = std::env::var("KUBERNETES_SERVICE_HOST").ok().map(|host| {
         let port = std::env::var("KUBERNETES_SERVICE_PORT")
             .ok()
             .and_then(|port| port.parse().ok());
         (host, port.unwrap_or(443))
     });
-    url.into_iter().chain(pod).collect()
+    HubHosts::new(url.into_iter().chain(pod))
 }

@@ -1,22 +1,46 @@
 //! The admin endpoint of a program (`--listen`): `/metrics`, `/healthz`, `/readyz`, `/debug/state`. Read-only; it never
 //! shows a secret, since the state it dumps is made by the program without them. The state names who talks to whom, and the
-//! endpoint may be bound to every address of a node that strangers reach: it is shown to the loopback alone.
+//! endpoint may be bound to every address of a node that strangers reach: it is shown to the loopback alone, and so are the
+//! metrics of a program whose port the firewall does not close ([`Audience`]).
 
-use std::{fmt, net::SocketAddr, sync::Arc};
+use std::{collections::VecDeque, fmt, net::SocketAddr, sync::Arc, time::Duration};
 
 use anyhow::Context;
-use axum::{Router, extract, http::StatusCode, response::IntoResponse, routing::get};
+use axum::{Extension, Router, extract, http::StatusCode, response::IntoResponse, routing::get};
+use hyper::server::conn::http1;
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    server::graceful::GracefulShutdown,
+    service::TowerToHyperService,
+};
 use prometheus_client::registry::Registry;
-use tokio::net::TcpListener;
+use tokio::{net::TcpListener, task::AbortHandle};
 use tokio_util::sync::CancellationToken;
 
 use crate::{liveness::Liveness, metrics, readiness::Readiness};
+
+/// Connections at a time: many more than probes, scrapers and a person need, few beside the descriptors that a process may have
+/// (often 1,024), of which a program needs some for its own work.
+const CONNECTIONS: usize = 64;
+/// For the head of a request, the next one of the same connection included.
+const HEADERS: Duration = Duration::from_secs(10);
+
+/// Which clients get a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Audience {
+    /// Every client that reaches the port.
+    Everyone,
+    /// Clients of this network namespace; others get 403.
+    Loopback,
+}
 
 /// What the endpoint shows.
 #[derive(Clone)]
 pub struct State {
     /// `/metrics`.
     pub registry: Arc<Registry>,
+    /// Which clients get `/metrics`, whose labels name meshes and clusters.
+    pub metrics_for: Audience,
     /// `/readyz`: 200 with remarks, or 503 with what is pending, one a line.
     pub readiness: Readiness,
     /// `/healthz`: 200, or 503 with the loops that are silent, one a line.
@@ -62,8 +86,11 @@ impl Admin {
 
     /// Serves until the token is cancelled.
     ///
+    /// The newest connections are served: a client that opens one after the other and says nothing ends its own, and not the
+    /// kubelet's probe.
+    ///
     /// # Errors
-    /// The listener failed.
+    /// None at present.
     pub async fn serve(self, state: State, stop: CancellationToken) -> anyhow::Result<()> {
         let routes = Router::new()
             .route("/metrics", get(show_metrics))
@@ -71,15 +98,47 @@ impl Admin {
             .route("/readyz", get(show_readiness))
             .route("/debug/state", get(show_state))
             .with_state(state);
-        let routes = routes.into_make_service_with_connect_info::<SocketAddr>();
-        axum::serve(self.listener, routes)
-            .with_graceful_shutdown(stop.cancelled_owned())
-            .await?;
+        let mut http = http1::Builder::new();
+        http.timer(TokioTimer::new()).header_read_timeout(HEADERS);
+        let shutdown = GracefulShutdown::new();
+        let mut open: VecDeque<AbortHandle> = VecDeque::new();
+        loop {
+            let accepted = tokio::select! {
+                () = stop.cancelled() => break,
+                accepted = self.listener.accept() => accepted,
+            };
+            let (stream, from) = match accepted {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    // Of that one connection, or no descriptor is left, which passes.
+                    tracing::debug!(%error, "cannot accept a connection");
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    continue;
+                }
+            };
+            let routes = routes.clone().layer(Extension(extract::ConnectInfo(from)));
+            let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes));
+            open.retain(|connection| !connection.is_finished());
+            if open.len() >= CONNECTIONS
+                && let Some(oldest) = open.pop_front()
+            {
+                oldest.abort();
+            }
+            open.push_back(tokio::spawn(shutdown.watch(connection)).abort_handle());
+        }
+        drop(self.listener);
+        shutdown.shutdown().await;
         Ok(())
     }
 }
 
-async fn show_metrics(extract::State(state): extract::State<State>) -> impl IntoResponse {
+async fn show_metrics(
+    extract::State(state): extract::State<State>,
+    extract::ConnectInfo(from): extract::ConnectInfo<SocketAddr>,
+) -> impl IntoResponse {
+    if state.metrics_for == Audience::Loopback && !is_loopback(from) {
+        return loopback_alone();
+    }
     match metrics::encode(&state.registry) {
         Ok(text) => (StatusCode::OK, [("content-type", metrics::CONTENT_TYPE)], text),
         Err(error) => (
@@ -120,11 +179,8 @@ async fn show_state(
     extract::State(state): extract::State<State>,
     extract::ConnectInfo(from): extract::ConnectInfo<SocketAddr>,
 ) -> impl IntoResponse {
-    // A socket for both families sees IPv4 in an IPv6 coat.
-    if !from.ip().to_canonical().is_loopback() {
-        let text = "shown to 127.0.0.1 and ::1 alone: use kubectl port-forward to the pod, kubectl exec where it has a \
-                    shell, or curl on the node itself\n";
-        return (StatusCode::FORBIDDEN, [("content-type", "text/plain")], text.to_owned());
+    if !is_loopback(from) {
+        return loopback_alone();
     }
     (
         StatusCode::OK,
@@ -133,8 +189,21 @@ async fn show_state(
     )
 }
 
+/// A socket for both families reports IPv4 clients as IPv4-mapped IPv6 addresses.
+fn is_loopback(from: SocketAddr) -> bool {
+    from.ip().to_canonical().is_loopback()
+}
+
+fn loopback_alone() -> (StatusCode, [(&'static str, &'static str); 1], String) {
+    let text = "shown to 127.0.0.1 and ::1 alone: use kubectl port-forward to the pod, kubectl exec where it has a shell, or \
+                curl on the node itself\n";
+    (StatusCode::FORBIDDEN, [("content-type", "text/plain")], text.to_owned())
+}
+
 #[cfg(test)]
 mod tests {
+    use std::io::ErrorKind;
+
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     use super::*;
@@ -161,6 +230,7 @@ mod tests {
         let address = admin.local_addr().expect("has an address");
         let state = State {
             registry: Arc::new(metrics::registry("test", "1")),
+            metrics_for: Audience::Loopback,
             readiness: readiness.clone(),
             liveness: liveness.clone(),
             dump: Arc::new(|| serde_json::json!({"peers": 3})),
@@ -170,7 +240,7 @@ mod tests {
 
         let (pending, wedged) = (
             readiness.pending("first list of Peers"),
-            liveness.watch("loop", std::time::Duration::ZERO),
+            liveness.watch("loop", Duration::ZERO),
         );
         assert_eq!(ask(address, "/readyz").await, (503, "first list of Peers\n".to_owned()));
         assert_eq!(
@@ -197,16 +267,69 @@ mod tests {
         served.await.expect("no panic").expect("ends well");
     }
 
-    #[tokio::test]
-    async fn the_state_is_shown_to_the_loopback_alone_and_others_are_told_how() {
+    async fn serving() -> (
+        SocketAddr,
+        CancellationToken,
+        tokio::task::JoinHandle<anyhow::Result<()>>,
+    ) {
+        let admin = Admin::bind(SocketAddr::from(([127, 0, 0, 1], 0))).await.expect("binds");
+        let address = admin.local_addr().expect("has an address");
         let state = State {
             registry: Arc::new(metrics::registry("test", "1")),
+            metrics_for: Audience::Everyone,
+            readiness: Readiness::new(),
+            liveness: Liveness::new(),
+            dump: Arc::new(|| serde_json::json!({})),
+        };
+        let stop = CancellationToken::new();
+        let served = tokio::spawn(admin.serve(state, stop.clone()));
+        (address, stop, served)
+    }
+
+    #[tokio::test]
+    async fn idle_connections_beyond_the_limit_are_closed_and_new_ones_served() {
+        let (address, stop, served) = serving().await;
+        let mut idle = Vec::new();
+        for _ in 0..3 * CONNECTIONS {
+            idle.push(tokio::net::TcpStream::connect(address).await.expect("connects"));
+        }
+        assert_eq!(ask(address, "/healthz").await, (200, "ok\n".to_owned()));
+        let ends = |stream: &mut tokio::net::TcpStream| {
+            let ended = stream.try_read(&mut [0; 1]);
+            !matches!(ended, Err(error) if error.kind() == ErrorKind::WouldBlock)
+        };
+        for stream in &mut idle[..2 * CONNECTIONS] {
+            stream.readable().await.expect("is closed");
+            assert!(ends(stream));
+        }
+        stop.cancel();
+        served.await.expect("no panic").expect("ends well");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn request_whose_head_does_not_end_is_given_up() {
+        let (address, _stop, _served) = serving().await;
+        let mut stream = tokio::net::TcpStream::connect(address).await.expect("connects");
+        stream
+            .write_all(b"GET /healthz HTTP/1.1\r\nhost: x\r\n")
+            .await
+            .expect("writes");
+        let began = tokio::time::Instant::now();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.expect("is closed");
+        assert!(!answer.contains(" 200 ") && began.elapsed() >= HEADERS, "{answer}");
+    }
+
+    #[tokio::test]
+    async fn state_and_closed_metrics_are_shown_to_the_loopback_alone() {
+        let state = |metrics_for| State {
+            registry: Arc::new(metrics::registry("test", "1")),
+            metrics_for,
             readiness: Readiness::new(),
             liveness: Liveness::new(),
             dump: Arc::new(|| serde_json::json!({"peers": 3})),
         };
-        let shown = (200, "{\n  \"peers\": 3\n}\n".to_owned());
-        for (from, sees) in [
+        for (from, local) in [
             ("127.0.0.1:7", true),
             ("[::1]:7", true),
             ("[::ffff:127.0.0.1]:7", true),
@@ -215,17 +338,24 @@ mod tests {
             ("[2001:db8::7]:7", false),
         ] {
             let from = extract::ConnectInfo(from.parse::<SocketAddr>().expect("an address"));
-            let answer = show_state(extract::State(state.clone()), from).await.into_response();
-            let status = answer.status().as_u16();
-            let body = axum::body::to_bytes(answer.into_body(), 1000).await.expect("a body");
-            let got = (status, String::from_utf8_lossy(&body).into_owned());
-            if sees {
-                assert_eq!(got, shown, "{from:?}");
-            } else {
-                assert!(
-                    got.0 == 403 && got.1.contains("kubectl port-forward"),
-                    "{from:?}: {got:?}"
-                );
+            let dump = show_state(extract::State(state(Audience::Everyone)), from).await;
+            let closed = show_metrics(extract::State(state(Audience::Loopback)), from).await;
+            let open = show_metrics(extract::State(state(Audience::Everyone)), from).await;
+            for (page, shown, content) in [
+                (dump.into_response(), local, "\"peers\": 3"),
+                (closed.into_response(), local, "test_build_info"),
+                (open.into_response(), true, "test_build_info"),
+            ] {
+                let status = page.status().as_u16();
+                let body = axum::body::to_bytes(page.into_body(), 1000).await.expect("a body");
+                let body = String::from_utf8_lossy(&body);
+                let want = if shown {
+                    (200, content)
+                } else {
+                    (403, "kubectl port-forward")
+                };
+                assert!(status == want.0 && body.contains(want.1), "{from:?}: {status} {body}");
+                assert_eq!(body.contains(content), shown, "{from:?}: {body}");
             }
         }
     }

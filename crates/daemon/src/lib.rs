@@ -12,7 +12,7 @@ pub mod metrics;
 pub mod readiness;
 pub mod telemetry;
 
-pub use admin::{Admin, State};
+pub use admin::{Admin, Audience, State};
 pub use liveness::{Heartbeat, Liveness};
 pub use readiness::{Pending, Readiness};
 pub use telemetry::LogFormat;

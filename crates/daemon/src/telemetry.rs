@@ -15,18 +15,31 @@ pub enum LogFormat {
 }
 
 /// What is logged where `RUST_LOG` says nothing: our own at info, the libraries' warnings.
-const DEFAULT_FILTER: &str = "info,kube=warn,kube_client=warn,kube_runtime=error,hyper=warn,tower=warn,rustls=warn";
+const DEFAULT_FILTER: &str = "info,kube=warn,kube_runtime=error,hyper=warn,tower=warn,rustls=warn";
+
+/// kube-client logs whole answers, newlines included, and an API server may belong to somebody hostile. Whoever calls it logs
+/// the failure.
+const NEVER: &str = "kube_client=off";
+
+/// What is logged; `given` = what `RUST_LOG` says.
+///
+/// # Errors
+/// It does not parse.
+pub fn filter(given: Option<&str>) -> anyhow::Result<EnvFilter> {
+    let filter = match given {
+        Some(text) if !text.is_empty() => EnvFilter::try_new(text)
+            .map_err(|error| anyhow::anyhow!("RUST_LOG={text:?} does not parse ({error}); try RUST_LOG=debug"))?,
+        _ => EnvFilter::new(DEFAULT_FILTER),
+    };
+    Ok(filter.add_directive(NEVER.parse()?))
+}
 
 /// Sets up the log of this process; `RUST_LOG` chooses what is in it (tracing-subscriber's `EnvFilter` syntax).
 ///
 /// # Errors
 /// `RUST_LOG` does not parse, or a subscriber is already set.
 pub fn init(format: LogFormat) -> anyhow::Result<()> {
-    let filter = match std::env::var("RUST_LOG") {
-        Ok(text) if !text.is_empty() => EnvFilter::try_new(&text)
-            .map_err(|error| anyhow::anyhow!("RUST_LOG={text:?} does not parse ({error}); try RUST_LOG=debug"))?,
-        _ => EnvFilter::new(DEFAULT_FILTER),
-    };
+    let filter = filter(std::env::var("RUST_LOG").ok().as_deref())?;
     let registry = tracing_subscriber::registry().with(filter);
     match format {
         LogFormat::Text => registry
@@ -43,4 +56,45 @@ pub fn init(format: LogFormat) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io,
+        sync::{Arc, Mutex},
+    };
+
+    use super::*;
+
+    #[derive(Clone, Default)]
+    struct Written(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Written {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().extend(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn kube_clients_own_lines_are_never_written() {
+        for given in [None, Some("debug"), Some("warn,kube_client=trace")] {
+            let written = Written::default();
+            let sink = written.clone();
+            let subscriber = tracing_subscriber::registry()
+                .with(filter(given).unwrap())
+                .with(fmt::layer().with_writer(move || sink.clone()));
+            tracing::subscriber::with_default(subscriber, || {
+                tracing::warn!(target: "kube_client::client", "an answer\nof a member");
+                tracing::warn!(target: "clustermesh_controller", "ours");
+            });
+            let text = String::from_utf8(written.0.lock().unwrap().clone()).unwrap();
+            assert!(text.contains("ours") && !text.contains("answer"), "{given:?}: {text}");
+        }
+    }
 }

@@ -11,7 +11,7 @@ fn text(cluster: &str, user: &str) -> String {
 }
 
 fn verdict(cluster: &str, user: &str) -> String {
-    let hub = HubHosts::from([("10.96.0.1".to_owned(), 443)]);
+    let hub = HubHosts::new([("10.96.0.1".to_owned(), 443)]);
     match sanitise(text(cluster, user).as_bytes(), None, &hub) {
         Ok(_) => "accepted".to_owned(),
         Err(refused) => refused.to_string(),
@@ -101,6 +101,8 @@ fn servers_that_are_the_controllers_own_surroundings_are_refused() {
         ("https://169.254.169.254", "link-local"),
         ("https://[fe80::1]", "link-local"),
         ("https://0.0.0.0:6443", "no address of a host"),
+        ("https://[64:ff9b::a9fe:a9fe]", "link-local"),
+        ("https://[64:ff9b::a60:1]", "the hub's own API server"),
         ("https://10.96.0.1", "the hub's own API server"),
         ("https://kubernetes.default.svc", "the hub's own API server"),
         ("https://127.1", "is not valid"),
@@ -118,7 +120,7 @@ fn servers_that_are_the_controllers_own_surroundings_are_refused() {
 
 #[test]
 fn what_is_no_kubeconfig_is_refused_without_repeating_it() {
-    let read = |bytes: &[u8], context| sanitise(bytes, context, &HubHosts::new()).expect_err("refused");
+    let read = |bytes: &[u8], context| sanitise(bytes, context, &HubHosts::default()).expect_err("refused");
     assert_eq!(read(b"\xff", None), Refused::Malformed);
     assert_eq!(read(b"[secret", None), Refused::Malformed);
     assert_eq!(read(&vec![b'a'; MAX_BYTES + 1], None), Refused::TooLarge);
@@ -145,10 +147,53 @@ fn nothing_that_was_not_checked_reaches_the_client() {
         &format!("{CLUSTER}\n    disable-compression: true\n    zzz: 1"),
         &format!("{USER}\n    zzz: 1"),
     );
-    let clean = sanitise(given.as_bytes(), Some("c"), &HubHosts::new()).expect("accepted");
+    let clean = sanitise(given.as_bytes(), Some("c"), &HubHosts::default()).expect("accepted");
     let (cluster, user) = (
         clean.clusters[0].cluster.as_ref().expect("a cluster"),
         clean.auth_infos[0].auth_info.as_ref().expect("a user"),
     );
     assert!(cluster.other.is_empty() && user.other.is_empty() && cluster.disable_compression.is_none());
+}
+
+#[test]
+fn refused_ipv4_address_inside_an_ipv6_one_is_refused() {
+    let word = |text: &str| match check_address(text.parse().expect("an address")) {
+        Ok(()) => "accepted".to_owned(),
+        Err(refused) => refused
+            .to_string()
+            .rsplit("it is ")
+            .next()
+            .unwrap_or_default()
+            .to_owned(),
+    };
+    let (loopback, link_local) = ("a loopback address", "a link-local address");
+    for (text, verdict) in [
+        ("64:ff9b::7f00:1", loopback),
+        ("64:ff9b::169.254.169.254", link_local),
+        ("64:ff9b::192.0.2.1", "accepted"),
+        // NAT64 prefixes of a network's own, of each length.
+        ("64:ff9b:1:7f00:0:100::", loopback),
+        ("64:ff9b:1:7f:0:1::", loopback),
+        ("64:ff9b:1:0:7f:1::", loopback),
+        ("64:ff9b:1::127.0.0.1", loopback),
+        ("64:ff9b:1:fffe::169.254.169.254", link_local),
+        ("64:ff9b:1::192.0.2.1", "accepted"),
+        ("64:ff9b:1:fffe::192.0.2.1", "accepted"),
+        ("2001:db8:64::169.254.169.254", link_local),
+        ("2001:db8:64::192.0.2.1", "accepted"),
+        ("2001:db8::1", "accepted"),
+        ("::ffff:127.0.0.1", loopback),
+        ("::ffff:0:127.0.0.1", loopback),
+        ("::127.0.0.1", loopback),
+        ("2002:7f00:1::1", loopback),
+        ("2002:c000:201::1", "accepted"),
+        // Client 127.0.0.1, all bits inverted; server 127.0.0.1.
+        ("2001:0:c000:201:0:0:80ff:fffe", loopback),
+        ("2001:0:7f00:1:0:0:3fff:fdfe", loopback),
+        ("2001:db8::200:5efe:169.254.169.254", link_local),
+        ("0.1.2.3", "no address of a host"),
+        ("255.255.255.255", "no address of a host"),
+    ] {
+        assert_eq!(word(text), verdict, "{text}");
+    }
 }

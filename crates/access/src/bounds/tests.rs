@@ -1,0 +1,140 @@
+use std::{
+    convert::Infallible,
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use futures::{StreamExt, TryStreamExt};
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api, Client,
+    api::{ListParams, WatchParams},
+};
+
+use super::*;
+use crate::memory::Memory;
+
+const MIB: usize = 1024 * 1024;
+
+/// A body without end.
+#[derive(Clone)]
+struct Endless {
+    chunk: Bytes,
+    read: Arc<AtomicUsize>,
+}
+
+impl Body for Endless {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let read = self.read.fetch_add(self.chunk.len(), Ordering::Relaxed);
+        assert!(read < 64 * MIB, "it is read without end");
+        Poll::Ready(Some(Ok(Frame::data(self.chunk.clone()))))
+    }
+}
+
+/// A client of a server that answers `status` and repeats `text` without end, and how many bytes of it were read.
+fn endless(status: u16, text: &str, account: &Account) -> (Client, Arc<AtomicUsize>) {
+    let read = Arc::new(AtomicUsize::new(0));
+    let body = Endless {
+        chunk: Bytes::from(text.repeat(1 + 16 * 1024 / text.len())),
+        read: Arc::clone(&read),
+    };
+    let server = tower::service_fn(move |_: Request<RequestBody>| {
+        let answer = Response::builder().status(status).body(body.clone());
+        std::future::ready(answer.map_err(BoxError::from))
+    });
+    (
+        Client::new(BoundLayer::new(account.clone()).layer(server), "default"),
+        read,
+    )
+}
+
+/// The budget that the answer to each kind of request exceeds, and how many MiB of it were read.
+async fn verdicts(status: u16, text: &str) -> Vec<(Option<OverBudget>, usize)> {
+    let account = Account::alone(64 * MIB);
+    let mut verdicts = Vec::new();
+    for kind in ["list", "watch", "version"] {
+        let (client, read) = endless(status, text, &account);
+        let nodes: Api<Node> = Api::all(client.clone());
+        let error = match kind {
+            "list" => nodes.list(&ListParams::default()).await.map(drop).unwrap_err(),
+            "watch" => match nodes.watch(&WatchParams::default(), "1").await {
+                Err(error) => error,
+                Ok(events) => pin!(events).try_next().await.map(drop).unwrap_err(),
+            },
+            _ => client.apiserver_version().await.map(drop).unwrap_err(),
+        };
+        verdicts.push((over_budget(&error), read.load(Ordering::Relaxed) / MIB));
+    }
+    assert_eq!(account.used(), 0, "what was read is let go");
+    verdicts
+}
+
+#[tokio::test]
+async fn endless_answer_of_every_kind_is_cut_at_its_limit() {
+    let long = "x".repeat(1000);
+    let (answer, event) = (OverBudget::Answer(MAX_ANSWER), OverBudget::Event(MAX_ANSWER));
+    let of = |second| [(Some(answer), 4), (Some(second), 4), (Some(answer), 4)];
+    assert_eq!(verdicts(200, &long).await, of(event));
+    // Also the body of an error, to a watch too.
+    assert_eq!(verdicts(500, &long).await, of(answer));
+}
+
+#[tokio::test]
+async fn short_text_of_many_values_is_cut_before_it_is_parsed() {
+    let values = OverBudget::Values(MAX_PARSED);
+    for text in [r#"{"":0},"#, "[0],", "0,"] {
+        for (found, read) in verdicts(200, text).await {
+            assert_eq!(found, Some(values), "{text}");
+            assert!(read < 1, "{read} MiB of {text}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn watch_of_many_short_lines_goes_on() {
+    let account = Account::alone(64 * MIB);
+    let line = r#"{"type":"BOOKMARK","object":{"apiVersion":"v1","kind":"Node","metadata":{"resourceVersion":"7"}}}"#;
+    let (client, read) = endless(200, &format!("{line}\n"), &account);
+    let nodes: Api<Node> = Api::all(client);
+    let events = nodes.watch(&WatchParams::default(), "1").await.unwrap();
+    let taken = events
+        .take(200_000)
+        .try_fold(0, |count, _| std::future::ready(Ok(count + 1)));
+    assert_eq!(taken.await.unwrap(), 200_000);
+    assert!(read.load(Ordering::Relaxed) > 4 * MAX_ANSWER);
+}
+
+#[tokio::test]
+async fn answer_in_flight_counts_against_the_members_memory() {
+    let memory = Memory::new(8 * MIB, |_, _| {});
+    let (hostile, honest) = (memory.account("hostile"), memory.account("honest"));
+    let (client, read) = endless(200, "x", &hostile);
+    let version = client.apiserver_version().await.unwrap_err();
+    assert_eq!(over_budget(&version), Some(OverBudget::Member(4 * MIB)));
+    assert!(read.load(Ordering::Relaxed) < 2 * MIB);
+    assert_eq!((hostile.used(), honest.charge().set(4 * MIB)), (0, Ok(())));
+}
+
+/// What the estimate rests on.
+#[test]
+fn weight_is_not_below_what_a_parsed_value_takes() {
+    for (text, values, least) in [
+        (r#"[{"a":0},{"b":0}]"#, 2, 632),
+        ("[[0],[0],[0]]", 3, 4 * size_of::<serde_json::Value>()),
+        ("[0,0,0,0]", 3, size_of::<serde_json::Value>()),
+        (r#"["aaaa","bbbb"]"#, 2, 4 + 24),
+    ] {
+        let mut weight = Weight::default();
+        text.bytes().for_each(|byte| weight.add(byte));
+        assert!(weight.bytes >= values * least, "{text}: {}", weight.bytes);
+    }
+    let mut escaped = Weight::default();
+    r#""\"{{{{[[[[,,,,""#.bytes().for_each(|byte| escaped.add(byte));
+    assert_eq!((escaped.bytes, escaped.in_string), (Weight::STRING + 15, false));
+}

@@ -1,0 +1,172 @@
+//! Connects to a member's API server: the address that is dialled is the address that was checked.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+
+use http::Uri;
+use hyper_util::{
+    client::legacy::connect::{HttpConnector, dns::Name},
+    rt::TokioIo,
+};
+use tokio::net::TcpStream;
+use tower::{BoxError, Service};
+
+use crate::kubeconfig::{HubHosts, host_of};
+
+type Pending<T> = Pin<Box<dyn Future<Output = Result<T, BoxError>> + Send>>;
+
+/// What a name stands for.
+type Lookup = dyn Fn(String) -> Pending<Vec<SocketAddr>> + Send + Sync;
+
+/// Looks a name up and refuses it when any of its addresses is one at which no member's API server may be. The connector dials
+/// what this answers and asks no second time, so a name that changes between two look-ups gains nothing.
+#[derive(Clone)]
+pub(crate) struct Resolver {
+    hub: HubHosts,
+    port: u16,
+    lookup: Arc<Lookup>,
+}
+
+impl Service<Name> for Resolver {
+    type Response = std::vec::IntoIter<SocketAddr>;
+    type Error = BoxError;
+    type Future = Pending<Self::Response>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, name: Name) -> Self::Future {
+        let (hub, port) = (self.hub.clone(), self.port);
+        let found = (self.lookup)(name.as_str().to_owned());
+        Box::pin(async move {
+            let found = found.await?;
+            for address in &found {
+                hub.check(address.ip(), port)?;
+            }
+            Ok(found.into_iter())
+        })
+    }
+}
+
+/// Dials the host of the URI, by name or by address.
+#[derive(Clone)]
+pub(crate) struct Connector {
+    http: HttpConnector<Resolver>,
+    hub: HubHosts,
+}
+
+impl Connector {
+    /// For a server on this port.
+    pub(crate) fn new(hub: HubHosts, port: u16) -> Self {
+        let lookup = |name: String| -> Pending<Vec<SocketAddr>> {
+            Box::pin(async move { Ok(tokio::net::lookup_host((name, 0)).await?.collect()) })
+        };
+        Self::with(hub, port, Arc::new(lookup))
+    }
+
+    fn with(hub: HubHosts, port: u16, lookup: Arc<Lookup>) -> Self {
+        let resolver = Resolver {
+            hub: hub.clone(),
+            port,
+            lookup,
+        };
+        let mut http = HttpConnector::new_with_resolver(resolver);
+        // TLS comes on top of it.
+        http.enforce_http(false);
+        http.set_nodelay(true);
+        Self { http, hub }
+    }
+}
+
+impl Service<Uri> for Connector {
+    type Response = TokioIo<TcpStream>;
+    type Error = BoxError;
+    type Future = Pending<Self::Response>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Service::poll_ready(&mut self.http, cx).map_err(Into::into)
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        // An address is not looked up, and the hub's own may have been learned since the kubeconfig was read.
+        let (host, port) = (host_of(uri.host().unwrap_or_default()), uri.port_u16().unwrap_or(443));
+        if let Ok(address) = host.parse::<IpAddr>()
+            && let Err(refused) = self.hub.check(address, port)
+        {
+            return Box::pin(std::future::ready(Err(refused.into())));
+        }
+        let dialled = Service::call(&mut self.http, uri);
+        Box::pin(async move { Ok(dialled.await?) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+    use crate::{cause, kubeconfig::Refused};
+
+    /// Dials `uri` where names stand for what `answers` has, one look-up after the other.
+    async fn dial(hub: &HubHosts, uri: &str, answers: &[&[&str]]) -> (Result<(), String>, usize) {
+        let answers: Vec<Vec<IpAddr>> = (answers.iter())
+            .map(|addresses| addresses.iter().map(|text| text.parse().unwrap()).collect())
+            .collect();
+        let asked = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&asked);
+        let lookup = move |_| -> Pending<Vec<SocketAddr>> {
+            let answer = answers.get(counted.fetch_add(1, Ordering::Relaxed)).cloned();
+            Box::pin(async move {
+                let found = answer.ok_or("no such name")?;
+                Ok(found.into_iter().map(|ip| SocketAddr::new(ip, 0)).collect())
+            })
+        };
+        let uri: Uri = uri.parse().unwrap();
+        let mut connector = Connector::with(hub.clone(), uri.port_u16().unwrap_or(443), Arc::new(lookup));
+        let dialled = Service::call(&mut connector, uri).await;
+        let refused = dialled.map(drop).map_err(|error| {
+            let refused = cause::<Refused>(&*error);
+            refused.map_or_else(|| format!("not refused: {error:?}"), |refused| refused.to_string())
+        });
+        (refused, asked.load(Ordering::Relaxed))
+    }
+
+    #[tokio::test]
+    async fn name_that_stands_for_a_refused_address_is_not_dialled() {
+        // Something listens there, so a dial would succeed.
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let uri = format!("https://api.tenant.example:{port}");
+        let refused = "the kubeconfig's clusters[].cluster.server is refused: it is a loopback address";
+        for answer in [&["127.0.0.1"][..], &["192.0.2.7", "127.0.0.1"], &["::ffff:127.0.0.1"]] {
+            let dialled = dial(&HubHosts::default(), &uri, &[answer, &["192.0.2.7"]]).await;
+            assert_eq!(dialled, (Err(refused.to_owned()), 1), "{answer:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn name_that_cannot_be_looked_up_is_not_dialled() {
+        let (dialled, asked) = dial(&HubHosts::default(), "https://api.tenant.example:6443", &[]).await;
+        assert_eq!(asked, 1);
+        assert!(dialled.unwrap_err().contains("no such name"));
+    }
+
+    #[tokio::test]
+    async fn hub_address_learned_later_is_not_dialled() {
+        let hub = HubHosts::default();
+        hub.learn(["198.51.100.4:6443".parse().unwrap()].into());
+        let refused = "the kubeconfig's clusters[].cluster.server is refused: it is the hub's own API server; the hub's entry is the one with `local: true`";
+        for (uri, answers) in [
+            ("https://198.51.100.4:6443", &[][..]),
+            ("https://node.example:6443", &[&["198.51.100.4"][..]][..]),
+            ("https://node.example:6443", &[&["64:ff9b::c633:6404"][..]][..]),
+        ] {
+            assert_eq!(dial(&hub, uri, answers).await.0, Err(refused.to_owned()), "{uri}");
+        }
+    }
+}

@@ -1,0 +1,50 @@
+//! Which IPv4 addresses an IPv6 address may lead to.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+/// The address itself, IPv4-mapped ones as IPv4, and every IPv4 address that a translator or a tunnel would make of it:
+/// NAT64 (RFC 6052: `64:ff9b::/96`; RFC 8215: `64:ff9b:1::/48`, at each length that RFC 6052 allows in it), IPv4-compatible
+/// and IPv4-translated addresses, 6to4, Teredo, ISATAP.
+///
+/// A network may have a NAT64 prefix of its own, which cannot be known here. With the length that is used in practice (/96,
+/// whose bits 64 to 71 are zero) the IPv4 address stands at the end: there a loopback or link-local one counts, which no
+/// host's address ends in but by design.
+pub(super) fn stands_for(address: IpAddr) -> Vec<IpAddr> {
+    let v6 = match address.to_canonical() {
+        v4 @ IpAddr::V4(_) => return vec![v4],
+        IpAddr::V6(v6) => v6,
+    };
+    let mut found = vec![IpAddr::V6(v6)];
+    if !v6.is_loopback() && !v6.is_unspecified() {
+        found.extend(embedded(v6).into_iter().map(IpAddr::V4));
+    }
+    found
+}
+
+fn embedded(v6: Ipv6Addr) -> Vec<Ipv4Addr> {
+    let (segments, bytes) = (v6.segments(), v6.octets());
+    let v4 = |at: [usize; 4]| Ipv4Addr::from(at.map(|index| bytes[index]));
+    let last = v4([12, 13, 14, 15]);
+    match segments {
+        [0x64, 0xff9b, 0, 0, 0, 0, ..] | [0, 0, 0, 0, 0, 0, ..] | [0, 0, 0, 0, 0xffff, 0, ..] => vec![last],
+        // Byte 8 is skipped, and what follows the address is zero (RFC 6052, 2.2).
+        [0x64, 0xff9b, 1, ..] => [
+            ([6, 7, 9, 10], 11),
+            ([7, 9, 10, 11], 12),
+            ([9, 10, 11, 12], 13),
+            ([12, 13, 14, 15], 16),
+        ]
+        .into_iter()
+        .filter(|(_, end)| bytes[*end..].iter().all(|byte| *byte == 0))
+        .map(|(at, _)| v4(at))
+        // Which of the lengths is meant is not known; this is none of a host.
+        .filter(|v4| !matches!(v4.octets()[0], 0 | 224..))
+        .collect(),
+        [0x2002, ..] => vec![v4([2, 3, 4, 5])],
+        // The server, and the client with all bits inverted (RFC 4380, 4).
+        [0x2001, 0, ..] => vec![v4([4, 5, 6, 7]), Ipv4Addr::from(!u32::from(last))],
+        [_, _, _, _, 0 | 0x200, 0x5efe, ..] => vec![last],
+        [.., low, _, _, _] if low >> 8 == 0 && (last.is_loopback() || last.is_link_local()) => vec![last],
+        _ => vec![],
+    }
+}

@@ -1,0 +1,246 @@
+//! How much of this process's memory members' API servers may take: one [`Memory`] for all of them, one [`Account`] for
+//! each, and a [`Charge`] for each thing that is held. Nothing is read here.
+
+use std::{
+    fmt,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+const MIB: usize = 1024 * 1024;
+
+/// What a member's API server sends is more than is taken. The words are for the status of a mesh.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum OverBudget {
+    /// One answer is too long.
+    #[error("over its budget: its API server answers with more than {} MiB at once", .0 / MIB)]
+    Answer(usize),
+    /// One line of a watch is too long.
+    #[error("over its budget: its API server sends a watch event of more than {} MiB", .0 / MIB)]
+    Event(usize),
+    /// An answer or an event is short, but of so many JSON values that parsing it would take too much.
+    #[error("over its budget: its API server sends JSON that takes more than {} MiB to parse", .0 / MIB)]
+    Values(usize),
+    /// All that is held of the member is too much.
+    #[error("over its budget: its objects take more than {} MiB of the controller's memory", .0 / MIB)]
+    Member(usize),
+    /// The members together take too much, and this one more than its share.
+    #[error("over its budget: its objects take more than its share of {} MiB of the controller's memory", .0 / MIB)]
+    Share(usize),
+}
+
+impl OverBudget {
+    /// One word for a metric.
+    #[must_use]
+    pub const fn word(&self) -> &'static str {
+        match self {
+            Self::Answer(_) => "answer",
+            Self::Event(_) => "event",
+            Self::Values(_) => "values",
+            Self::Member(_) => "member",
+            Self::Share(_) => "share",
+        }
+    }
+}
+
+/// Called with the member and the limit each time something is refused.
+type Report = dyn Fn(&str, OverBudget) + Send + Sync;
+
+/// The memory that all members share. Cheap to clone; all clones are the same.
+///
+/// A member may take half of the limit. When all of them together have taken the limit, a member may grow only up to an equal
+/// share of it, so members that take much cannot keep the others from being read. The sum stays below twice the limit.
+#[derive(Clone)]
+pub struct Memory {
+    ledger: Arc<Mutex<Ledger>>,
+    limit: usize,
+    report: Arc<Report>,
+}
+
+#[derive(Debug, Default)]
+struct Ledger {
+    used: usize,
+    accounts: usize,
+}
+
+impl fmt::Debug for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Memory").field("ledger", &*self.lock()).finish()
+    }
+}
+
+impl Memory {
+    /// `limit` in bytes; `report` is called for each refusal.
+    pub fn new(limit: usize, report: impl Fn(&str, OverBudget) + Send + Sync + 'static) -> Self {
+        Self {
+            ledger: Arc::default(),
+            limit,
+            report: Arc::new(report),
+        }
+    }
+
+    /// The account of one member, which is called `name` in reports.
+    #[must_use]
+    pub fn account(&self, name: &str) -> Account {
+        self.lock().accounts += 1;
+        Account(Arc::new(Holder {
+            name: name.to_owned(),
+            memory: self.clone(),
+            used: AtomicUsize::new(0),
+        }))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Ledger> {
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The account of one member. Cheap to clone; all clones are the same.
+#[derive(Debug, Clone)]
+pub struct Account(Arc<Holder>);
+
+#[derive(Debug)]
+struct Holder {
+    name: String,
+    memory: Memory,
+    /// Changed under the lock of the ledger alone.
+    used: AtomicUsize,
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        self.memory.lock().accounts -= 1;
+    }
+}
+
+impl Account {
+    /// An account that no other shares and that holds `limit` bytes, for a process that reads few clusters once.
+    #[must_use]
+    pub fn alone(limit: usize) -> Self {
+        Memory::new(2 * limit, |_, _| {}).account("")
+    }
+
+    /// A charge of nothing yet.
+    #[must_use]
+    pub fn charge(&self) -> Charge {
+        Charge {
+            account: self.clone(),
+            bytes: 0,
+        }
+    }
+
+    /// How many bytes are charged to it.
+    #[must_use]
+    pub fn used(&self) -> usize {
+        self.0.used.load(Ordering::Relaxed)
+    }
+
+    /// Reports a refusal and hands it back.
+    pub(crate) fn refuse(&self, over: OverBudget) -> OverBudget {
+        (self.0.memory.report)(&self.0.name, over);
+        over
+    }
+}
+
+/// Bytes that are held for a member; freed when it is dropped.
+#[derive(Debug)]
+pub struct Charge {
+    account: Account,
+    bytes: usize,
+}
+
+impl Charge {
+    /// Makes it this many bytes. Less always succeeds.
+    ///
+    /// # Errors
+    /// The member, or all of them, would hold too much; the charge stays as it was.
+    pub fn set(&mut self, bytes: usize) -> Result<(), OverBudget> {
+        let holder = &*self.account.0;
+        let memory = &holder.memory;
+        let mut ledger = memory.lock();
+        let own = holder.used.load(Ordering::Relaxed) - self.bytes + bytes;
+        let all = ledger.used - self.bytes + bytes;
+        let over = if bytes <= self.bytes {
+            None
+        } else if own > memory.limit / 2 {
+            Some(OverBudget::Member(memory.limit / 2))
+        } else {
+            (all > memory.limit && own > memory.limit / ledger.accounts.max(1))
+                .then_some(OverBudget::Share(memory.limit))
+        };
+        if let Some(over) = over {
+            drop(ledger);
+            return Err(self.account.refuse(over));
+        }
+        ledger.used = all;
+        holder.used.store(own, Ordering::Relaxed);
+        drop(ledger);
+        self.bytes = bytes;
+        Ok(())
+    }
+
+    /// A charge of nothing yet, to the same account.
+    #[must_use]
+    pub fn another(&self) -> Self {
+        self.account.charge()
+    }
+
+    /// How many bytes it is.
+    #[must_use]
+    pub const fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(crate) const fn account(&self) -> &Account {
+        &self.account
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        // Less always succeeds.
+        let _ = self.set(0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_member_takes_half_and_a_full_memory_leaves_the_others_their_share() {
+        let memory = Memory::new(100, |_, _| {});
+        let accounts: Vec<Account> = (0..5).map(|n| memory.account(&n.to_string())).collect();
+        let mut charges: Vec<Charge> = accounts.iter().map(Account::charge).collect();
+        assert_eq!(charges[0].set(51), Err(OverBudget::Member(50)));
+        assert_eq!((charges[0].set(50), charges[1].set(50)), (Ok(()), Ok(())));
+        // Full: an equal share for each of five, and no more.
+        assert_eq!(charges[2].set(21), Err(OverBudget::Share(100)));
+        for charge in &mut charges[2..] {
+            assert_eq!(charge.set(20), Ok(()));
+        }
+        assert_eq!((memory.lock().used, charges[2].bytes()), (160, 20));
+        // What is freed can be taken again.
+        assert_eq!(charges[0].set(10), Ok(()));
+        charges.remove(1);
+        assert_eq!(charges[1].set(25), Ok(()));
+        drop(charges);
+        drop(accounts);
+        let ledger = memory.lock();
+        assert_eq!((ledger.used, ledger.accounts), (0, 0));
+    }
+
+    #[test]
+    fn a_refusal_is_reported_with_the_members_name() {
+        let reports = Arc::new(Mutex::new(Vec::new()));
+        let kept = Arc::clone(&reports);
+        let memory = Memory::new(8, move |name, over| {
+            kept.lock().unwrap().push((name.to_owned(), over.word()));
+        });
+        let mut charge = memory.account("tenant-a").charge();
+        assert!(charge.set(5).is_err());
+        assert_eq!(*reports.lock().unwrap(), [("tenant-a".to_owned(), "member")]);
+    }
+}
