@@ -62,8 +62,8 @@ use crate::schema;
     )
 )]
 #[x_kube(
-    validation = Rule::new("self.clusters.exists_one(c, has(c.local) && c.local)")
-        .message("exactly one entry must have `local: true`: the cluster this object lives in")
+    validation = Rule::new("self.clusters.filter(c, has(c.local) && c.local).size() <= 1")
+        .message("more than one entry has `local: true`: only the cluster this object lives in may")
         .field_path(".clusters"),
     validation = Rule::new(
         "[self.clusters.map(c, c.name)].all(names, self.clusters.all(c, !has(c.egress) || c.egress.all(e, e.service.cluster in names)))"
@@ -76,7 +76,7 @@ pub struct ClusterMeshSpec {
     /// Write nothing and delete nothing for this mesh while true. The annotation `cluster.x-k8s.io/paused` does the same.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub paused: bool,
-    /// The member clusters, the one this object lives in included. The order decides between claims that are equal
+    /// The member clusters; the one this object lives in may be among them. The order decides between claims that are equal
     /// otherwise: the earlier entry wins.
     #[schemars(length(min = 2, max = schema::MAX_CLUSTERS))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
@@ -105,7 +105,8 @@ pub struct ClusterEntry {
     #[x_kube(validation = Rule::new("self.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')")
         .message("must be a DNS-1123 label: lower-case letters, digits and '-', beginning and ending with a letter or a digit"))]
     pub name: String,
-    /// This entry is the cluster the object lives in. Exactly one entry says so.
+    /// This entry is the cluster the object lives in. At most one entry says so; without one, the mesh connects the others and
+    /// writes nothing here.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub local: bool,
     /// The Secret, in the namespace of this object, that holds the cluster's kubeconfig. Not used where `local` is true.
@@ -356,6 +357,10 @@ pub struct ClusterStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 20))]
     pub skipped: Vec<SkippedNode>,
+    /// The first 20 podCIDRs of registered nodes that are not meshed, since they lie outside allowedNetworks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 20))]
+    pub uncovered: Vec<UncoveredNetwork>,
     /// Its API server answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reachable: Option<bool>,
@@ -385,6 +390,18 @@ pub struct SkippedNode {
     #[serde(default)]
     #[schemars(length(max = 1024))]
     pub message: String,
+}
+
+/// A network of a registered node that is not meshed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct UncoveredNetwork {
+    /// The node.
+    #[schemars(length(max = 253))]
+    pub node: String,
+    /// As in its spec.podCIDRs.
+    #[schemars(length(max = 64))]
+    pub network: String,
 }
 
 /// Nodes of a member by what serves WireGuard on them.

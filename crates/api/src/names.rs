@@ -68,6 +68,8 @@ pub const KILO_LAST_SEEN: &str = "kilo.squat.ai/last-seen";
 pub const KILO_GRANULARITY: &str = "kilo.squat.ai/granularity";
 /// Node annotation a person writes for Kilo: where the node is.
 pub const KILO_LOCATION: &str = "kilo.squat.ai/location";
+/// Node annotation a person writes for Kilo, whatever it holds: kg prefers the node as leader of its location.
+pub const KILO_LEADER: &str = "kilo.squat.ai/leader";
 /// Node annotation a person writes for Kilo: seconds; the node is behind NAT.
 pub const KILO_PERSISTENT_KEEPALIVE: &str = "kilo.squat.ai/persistent-keepalive";
 /// Node annotation a person writes for Kilo: further networks of the location, comma-separated.

@@ -91,11 +91,34 @@ pub struct Step {
 /// again. A prefix that moves is gained before it is lost; deletes precede what is merely new.
 #[must_use]
 pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Step> {
-    let differ = Differ { plan, identity };
+    steps(
+        Differ {
+            plan,
+            identity,
+            resumed: false,
+        },
+        member,
+    )
+}
+
+/// The same as though no mesh were paused: how far what stands is from the plan. Not for writing.
+#[must_use]
+pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Step> {
+    steps(
+        Differ {
+            plan,
+            identity,
+            resumed: true,
+        },
+        member,
+    )
+}
+
+fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
     let mut steps: Vec<(u8, Step)> = Vec::new();
     if let Some(standing) = &member.peers {
         let peers = differ.peers(standing);
-        let order = PeerOrder::of(&peers, standing);
+        let order = PeerOrder::of(peers.iter(), standing);
         steps.extend(peers.into_iter().map(|step| (order.phase(&step, standing), step)));
     }
     if let Some(standing) = &member.policies {
@@ -144,15 +167,28 @@ pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Ste
         fields.extend((!old.families.cover(new.families)).then_some("spec.ipFamilyPolicy"));
         fields
     });
+    let kept = |step: &Step| {
+        let service = match &step.item {
+            Item::Service(name, None) => Some(name.clone()),
+            Item::Slice(name, None) => member.slices.get(name).map(|slice| ObjectName {
+                namespace: name.namespace.clone(),
+                name: slice.service.clone(),
+            }),
+            _ => None,
+        };
+        service.is_some_and(|service| differ.keeps(&step.mesh, &service))
+    };
     steps.extend(
         services
             .into_iter()
+            .filter(|step| !kept(step))
             .map(|step| (if step.action == Action::Delete { 4 } else { 6 }, step)),
     );
     steps.extend(
         differ
             .slices(member)
             .into_iter()
+            .filter(|step| !kept(step))
             .map(|step| (if step.action == Action::Delete { 3 } else { 7 }, step)),
     );
     steps.sort_by_key(|(phase, _)| *phase);
@@ -162,6 +198,8 @@ pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Ste
 struct Differ<'a> {
     plan: &'a Plan,
     identity: &'a ClusterIdentity,
+    /// Paused meshes count as though they were not.
+    resumed: bool,
 }
 
 impl<'a> Differ<'a> {
@@ -179,10 +217,20 @@ impl<'a> Differ<'a> {
         })
     }
 
+    fn paused(&self, mesh: &MeshPlan) -> bool {
+        mesh.paused && !self.resumed
+    }
+
+    /// Whether what stands under this name is kept for a mesh, because nothing is known of the Service.
+    fn keeps(&self, mesh: &MeshId, service: &ObjectName) -> bool {
+        self.targets()
+            .any(|(id, plan, target)| id == mesh && !plan.deleting && target.kept.contains(service))
+    }
+
     fn desired<K: Ord, V>(&self, of: impl Fn(&TargetPlan) -> Vec<(K, (String, V))>) -> BTreeMap<K, (Owner, MeshId, V)> {
         let mut desired = BTreeMap::new();
         for (id, mesh, target) in self.targets() {
-            if mesh.paused || mesh.deleting {
+            if self.paused(mesh) || mesh.deleting {
                 continue;
             }
             for (name, (source, value)) in of(target) {
@@ -206,7 +254,7 @@ impl<'a> Differ<'a> {
     /// The mesh on whose behalf an object that is not wanted may be deleted now; `None` = it stays.
     fn deletable(&self, owner: &Owner) -> Option<MeshId> {
         match ownership::of(owner, &self.plan.hub, &self.plan.claimants) {
-            Ownership::Foreign => None,
+            Ownership::Foreign | Ownership::Unlabelled => None,
             Ownership::Orphan => Some(MeshId {
                 namespace: owner.mesh_namespace.clone().unwrap_or_default(),
                 name: owner.mesh.clone().unwrap_or_default(),
@@ -217,7 +265,7 @@ impl<'a> Differ<'a> {
                 let retained = self
                     .targets()
                     .any(|(of, _, target)| of == id && target.retained.contains(source));
-                (!mesh.paused && (mesh.deleting || !retained)).then(|| id.clone())
+                (!self.paused(mesh) && (mesh.deleting || !retained)).then(|| id.clone())
             }
         }
     }
@@ -380,25 +428,25 @@ fn policy_fields(old: &PolicySpec, new: &PolicySpec) -> Vec<&'static str> {
 }
 
 /// What decides when a Peer is written.
-struct PeerOrder {
+pub(crate) struct PeerOrder {
     /// Prefixes that leave one Peer and come to another.
-    moving: BTreeSet<IpNet>,
+    pub(crate) moving: BTreeSet<IpNet>,
     /// Keys that come under a new name.
-    coming: BTreeSet<PublicKey>,
+    pub(crate) coming: BTreeSet<PublicKey>,
 }
 
-fn before<'a>(step: &Step, standing: &'a BTreeMap<String, ObservedPeer>) -> Option<&'a PeerSpec> {
+pub(crate) fn before<'a>(step: &Step, standing: &'a BTreeMap<String, ObservedPeer>) -> Option<&'a PeerSpec> {
     standing.get(&step.item.name()).and_then(|peer| peer.spec.as_ref().ok())
 }
 
-fn after(step: &Step) -> Option<&PeerSpec> {
+pub(crate) fn after(step: &Step) -> Option<&PeerSpec> {
     match &step.item {
         Item::Peer(_, spec) => spec.as_ref(),
         _ => None,
     }
 }
 
-fn gained(step: &Step, standing: &BTreeMap<String, ObservedPeer>) -> BTreeSet<IpNet> {
+pub(crate) fn gained(step: &Step, standing: &BTreeMap<String, ObservedPeer>) -> BTreeSet<IpNet> {
     let old = before(step, standing)
         .map(|spec| spec.allowed_ips.clone())
         .unwrap_or_default();
@@ -409,26 +457,38 @@ fn gained(step: &Step, standing: &BTreeMap<String, ObservedPeer>) -> BTreeSet<Ip
         .collect()
 }
 
+/// Networks that the Peer of a step has and will not have.
+pub(crate) fn lost<'a>(
+    step: &'a Step,
+    standing: &'a BTreeMap<String, ObservedPeer>,
+) -> impl Iterator<Item = IpNet> + 'a {
+    let kept = after(step).map(|spec| &spec.allowed_ips);
+    let old = before(step, standing).into_iter().flat_map(|spec| &spec.allowed_ips);
+    old.filter(move |net| kept.is_none_or(|kept| !kept.contains(net)))
+        .copied()
+}
+
 impl PeerOrder {
-    fn of(steps: &[Step], standing: &BTreeMap<String, ObservedPeer>) -> Self {
+    /// Of steps other than of Peers nothing is read.
+    pub(crate) fn of<'a>(steps: impl Iterator<Item = &'a Step>, standing: &BTreeMap<String, ObservedPeer>) -> Self {
+        let steps: Vec<&Step> = steps.filter(|step| matches!(step.item, Item::Peer(..))).collect();
         let gained: BTreeSet<IpNet> = steps.iter().flat_map(|step| gained(step, standing)).collect();
-        let lost = steps.iter().flat_map(|step| {
-            let kept = after(step).map(|spec| &spec.allowed_ips);
-            let old = before(step, standing).into_iter().flat_map(|spec| &spec.allowed_ips);
-            old.filter(move |net| kept.is_none_or(|kept| !kept.contains(net)))
-                .copied()
-        });
-        let created = steps.iter().filter(|step| step.action == Action::Create);
+        let lost = steps.iter().flat_map(|step| lost(step, standing));
+        let created = steps.iter().copied().filter(|step| step.action == Action::Create);
         Self {
             moving: lost.filter(|net| gained.contains(net)).collect(),
             coming: created.filter_map(after).map(|spec| spec.public_key).collect(),
         }
     }
 
+    /// Whether the step's Peer has a key that comes under a new name.
+    pub(crate) fn renames(&self, step: &Step, standing: &BTreeMap<String, ObservedPeer>) -> bool {
+        before(step, standing).is_some_and(|spec| self.coming.contains(&spec.public_key))
+    }
+
     fn phase(&self, step: &Step, standing: &BTreeMap<String, ObservedPeer>) -> u8 {
-        let renamed = before(step, standing).is_some_and(|spec| self.coming.contains(&spec.public_key));
         match step.action {
-            Action::Delete if renamed => 1,
+            Action::Delete if self.renames(step, standing) => 1,
             _ if gained(step, standing).iter().any(|net| self.moving.contains(net)) => 2,
             Action::Delete => 3,
             Action::Update => 4,

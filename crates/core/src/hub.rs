@@ -1,216 +1,266 @@
-//! Which namespaces of the hub may use the controller's own rights (`local: true`), and how far: `--hub-namespace`. What a mesh
-//! that may stand comes to is [`crate::plan`]'s.
+//! Which namespaces of the hub may hold a `ClusterMesh`, and what a mesh there may ask for: the hub itself (`local: true`), profiles,
+//! networks. Checked before a mesh claims anything in [`crate::plan`].
 
-use std::{collections::BTreeMap, str::FromStr};
+use std::collections::BTreeMap;
 
-use crate::mesh::{ClusterIdentity, Mesh, Profile};
+use ipnet::IpNet;
 
-/// One `--hub-namespace NS[=max-profile]`.
+use crate::mesh::{Cluster, ClusterIdentity, Mesh, Profile};
+
+mod flags;
+
+#[cfg(test)]
+mod tests;
+
+pub use flags::{FlagError, HubNamespace, HubNetwork, MemberNamespace};
+
+/// What meshes of one namespace may ask for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HubNamespace {
-    /// The namespace, or `*` for every one.
-    pub namespace: String,
-    /// The widest profile that a non-local entry of a mesh there may have.
-    pub max_profile: Profile,
+struct Rights {
+    /// An entry may have `local: true`.
+    local: bool,
+    /// The widest profile of a non-local entry.
+    max_profile: Profile,
+    /// The networks that a non-local entry may list; `None` = any, and the local entry any too.
+    networks: Option<Vec<IpNet>>,
 }
 
-/// Why a `--hub-namespace` is refused.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum HubNamespaceError {
-    /// No namespace before the `=`.
-    #[error("{0:?}: write NAMESPACE or NAMESPACE=PROFILE (`*` = every namespace)")]
-    NoNamespace(String),
-    /// No such profile.
-    #[error("{0:?}: the profile must be cluster-meshed, sandbox or standard")]
-    Profile(String),
-}
-
-impl FromStr for HubNamespace {
-    type Err = HubNamespaceError;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let (namespace, profile) = text
-            .split_once('=')
-            .map_or((text, None), |(name, profile)| (name, Some(profile)));
-        if namespace.is_empty() || namespace.contains(|c: char| c.is_whitespace() || c == '/') {
-            return Err(HubNamespaceError::NoNamespace(text.to_owned()));
-        }
-        let max_profile = match profile {
-            None | Some("cluster-meshed") => Profile::ClusterMeshed,
-            Some("sandbox") => Profile::Sandbox,
-            Some("standard") => Profile::Standard,
-            Some(_) => return Err(HubNamespaceError::Profile(text.to_owned())),
-        };
-        Ok(Self {
-            namespace: namespace.to_owned(),
-            max_profile,
-        })
-    }
-}
-
-/// The namespaces in which `local: true` is allowed, with the widest profile for each.
+/// The rights of each namespace of the hub.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct HubNamespaces(BTreeMap<String, Profile>);
+pub struct HubNamespaces {
+    namespaces: BTreeMap<String, Rights>,
+    /// What the local entry of a mesh may list where the namespace is bound to a list of networks.
+    hub_networks: Vec<IpNet>,
+}
 
 impl HubNamespaces {
-    /// As the flags say; without any, `own` alone: the namespace that the controller runs in.
+    /// As the flags say; without `--hub-namespace`, `own` alone may use the hub: the namespace that the controller runs in.
+    /// A namespace that is named twice has the networks of both and the tighter profile.
     #[must_use]
-    pub fn new(flags: &[HubNamespace], own: &str) -> Self {
-        if flags.is_empty() {
-            return Self([(own.to_owned(), Profile::ClusterMeshed)].into());
-        }
-        Self(
-            flags
-                .iter()
-                .map(|flag| (flag.namespace.clone(), flag.max_profile))
-                .collect(),
-        )
-    }
-
-    /// Why this mesh may not stand where it stands; the word and the message of its Ready condition.
-    #[must_use]
-    pub fn refuses(&self, mesh: &Mesh) -> Option<(&'static str, String)> {
-        let local = mesh
-            .clusters
-            .iter()
-            .find(|cluster| cluster.identity == ClusterIdentity::Local)?;
-        let namespace = &mesh.id.namespace;
-        let Some(&max) = self.0.get(namespace).or_else(|| self.0.get("*")) else {
-            let message = format!(
-                "entry {:?} has `local: true`, which is not allowed in namespace {namespace}: write the mesh in {}, or \
-                 start the controller with --hub-namespace {namespace}",
-                local.name,
-                self.0.keys().cloned().collect::<Vec<_>>().join(" or "),
-            );
-            return Some(("LocalNotAllowed", message));
+    pub fn new(
+        hub_namespaces: &[HubNamespace],
+        member_namespaces: &[MemberNamespace],
+        hub_networks: &[HubNetwork],
+        own: &str,
+    ) -> Self {
+        let mut namespaces: BTreeMap<String, Rights> = BTreeMap::new();
+        let mut add = |namespace: &str, rights: Rights| {
+            let Some(known) = namespaces.get_mut(namespace) else {
+                namespaces.insert(namespace.to_owned(), rights);
+                return;
+            };
+            known.local |= rights.local;
+            known.max_profile = known.max_profile.max(rights.max_profile);
+            match (&mut known.networks, rights.networks) {
+                (Some(known), Some(more)) => known.extend(more),
+                (known @ None, Some(list)) => *known = Some(list),
+                (_, None) => {}
+            }
         };
-        let wide = mesh
-            .clusters
-            .iter()
-            .find(|c| c.identity != ClusterIdentity::Local && c.profile < max);
-        if let Some(wide) = wide {
-            let message = format!(
-                "entry {:?} is wider than --hub-namespace allows in namespace {namespace}: set its isolationProfile to {} or tighter",
-                wide.name,
-                match max {
-                    Profile::ClusterMeshed => "cluster-meshed",
-                    Profile::Sandbox => "sandbox",
-                    Profile::Standard => "standard",
+        if hub_namespaces.is_empty() {
+            add(
+                own,
+                Rights {
+                    local: true,
+                    max_profile: Profile::ClusterMeshed,
+                    networks: None,
                 },
             );
-            return Some(("ProfileNotAllowed", message));
+        }
+        for flag in hub_namespaces {
+            // Whoever is trusted with less than the hub's own reach is trusted with no network but those that are listed.
+            let bound = flag.max_profile > Profile::ClusterMeshed || !flag.networks.is_empty();
+            add(
+                &flag.namespace,
+                Rights {
+                    local: true,
+                    max_profile: flag.max_profile,
+                    networks: bound.then(|| flag.networks.clone()),
+                },
+            );
+        }
+        for flag in member_namespaces {
+            add(
+                &flag.namespace,
+                Rights {
+                    local: false,
+                    max_profile: Profile::ClusterMeshed,
+                    networks: Some(flag.networks.clone()),
+                },
+            );
+        }
+        Self {
+            namespaces,
+            hub_networks: hub_networks.iter().map(|network| network.0).collect(),
+        }
+    }
+
+    fn rights(&self, namespace: &str) -> Option<&Rights> {
+        self.namespaces.get(namespace).or_else(|| self.namespaces.get("*"))
+    }
+
+    /// Why this mesh is not served; the reason and the message of its Ready condition.
+    #[must_use]
+    pub fn refuses(&self, mesh: &Mesh) -> Option<(&'static str, String)> {
+        let namespace = &mesh.id.namespace;
+        let local = mesh.clusters.iter().find(|cluster| is_local(cluster));
+        let Some(rights) = self.rights(namespace) else {
+            let allowed: Vec<&str> = self.namespaces.keys().map(String::as_str).collect();
+            let allowed = allowed.join(" or ");
+            return Some(match local {
+                Some(local) => (
+                    "LocalNotAllowed",
+                    format!(
+                        "entry {:?} has `local: true`, which is not allowed in namespace {namespace}: write the mesh in \
+                         {allowed}, or start the controller with --hub-namespace={namespace}",
+                        local.name
+                    ),
+                ),
+                None => (
+                    "NamespaceNotAllowed",
+                    format!(
+                        "no ClusterMesh is served in namespace {namespace}: write it in {allowed}, or start the controller \
+                         with --member-namespace={namespace},CIDR,... and the networks of its members"
+                    ),
+                ),
+            });
+        };
+        if let Some(local) = local.filter(|_| !rights.local) {
+            let message = format!(
+                "entry {:?} has `local: true`, which is not allowed in namespace {namespace}: take the entry out, or start \
+                 the controller with --hub-namespace={namespace}",
+                local.name
+            );
+            return Some(("LocalNotAllowed", message));
+        }
+        rights
+            .too_wide(namespace, &mesh.clusters)
+            .map(|message| ("ProfileNotAllowed", message))
+            .or_else(|| {
+                self.unlisted(rights, namespace, &mesh.clusters)
+                    .map(|message| ("NetworksNotAllowed", message))
+            })
+    }
+
+    /// The first network of an entry that the operator did not list for this namespace, with the remedy.
+    fn unlisted(&self, rights: &Rights, namespace: &str, clusters: &[Cluster]) -> Option<String> {
+        rights.networks.as_ref()?;
+        for entry in clusters {
+            let Some(network) = entry
+                .allowed
+                .iter()
+                .find(|network| !self.admits(rights, entry, **network))
+            else {
+                continue;
+            };
+            let (list, flag) = if is_local(entry) {
+                (&self.hub_networks[..], "--hub-network=CIDR,...".to_owned())
+            } else {
+                let flag = if rights.local {
+                    format!("--hub-namespace={namespace}={},CIDR,...", rights.max_profile.as_str())
+                } else {
+                    format!("--member-namespace={namespace},CIDR,...")
+                };
+                (rights.networks.as_deref().unwrap_or_default(), flag)
+            };
+            let of_the_hub = self.hub_networks.iter().find(|hub| overlap(**hub, *network));
+            let why = match of_the_hub.filter(|_| !is_local(entry)) {
+                Some(hub) => format!("which overlaps {hub}, a network of the hub (--hub-network)"),
+                None if list.is_empty() => "and no network is listed for it".to_owned(),
+                None => {
+                    let list: Vec<String> = list.iter().map(ToString::to_string).collect();
+                    format!("which lies outside those that are listed for it: {}", list.join(", "))
+                }
+            };
+            return Some(format!(
+                "allowedNetworks of entry {:?} has {network}, {why}. Meshes of namespace {namespace} use listed networks \
+                 only: change the entry, or have the operator of the hub start the controller with {flag}",
+                entry.name
+            ));
         }
         None
     }
 
-    /// Says to the planner what the hub may be asked for from the namespace of this mesh.
-    pub fn confine(&self, mesh: &mut Mesh) {
-        let namespace = &mesh.id.namespace;
-        if !self.confines(namespace) {
-            return;
+    fn admits(&self, rights: &Rights, entry: &Cluster, network: IpNet) -> bool {
+        let Some(networks) = &rights.networks else {
+            return true;
+        };
+        if is_local(entry) {
+            return self.hub_networks.iter().any(|listed| listed.contains(&network));
         }
-        for entry in mesh
-            .clusters
-            .iter_mut()
-            .filter(|entry| entry.identity == ClusterIdentity::Local)
-        {
-            entry.confined_to = Some(namespace.clone());
-        }
+        networks.iter().any(|listed| listed.contains(&network))
+            && !self.hub_networks.iter().any(|hub| overlap(*hub, network))
     }
 
-    /// Whether a mesh in this namespace gives away the hub's Services of that namespace alone, and others that allow it.
-    fn confines(&self, namespace: &str) -> bool {
-        let max = self.0.get(namespace).or_else(|| self.0.get("*"));
-        max.is_some_and(|max| *max > Profile::ClusterMeshed)
+    /// Bounds what counts of a mesh even while it is refused: the networks that its status says were accepted, and what it says
+    /// of the hub itself.
+    pub fn confine(&self, mesh: &mut Mesh) {
+        let namespace = &mesh.id.namespace;
+        let rights = self.rights(namespace);
+        let bound = rights.is_none_or(|rights| rights.networks.is_some());
+        let confined = rights.is_some_and(|rights| rights.max_profile > Profile::ClusterMeshed);
+        for local in mesh.clusters.iter_mut().filter(|entry| is_local(entry)) {
+            local.confined_to = confined.then(|| namespace.clone());
+            if bound {
+                local.profile = Profile::ClusterMeshed;
+                local.quarantine = false;
+            }
+        }
+        let Some(rights) = rights else {
+            mesh.accepted.clear();
+            mesh.clusters.iter_mut().for_each(|entry| entry.allowed.clear());
+            return;
+        };
+        if !bound {
+            return;
+        }
+        for entry in &mut mesh.clusters {
+            let mut allowed = std::mem::take(&mut entry.allowed);
+            allowed.retain(|network| self.admits(rights, entry, *network));
+            entry.allowed = allowed;
+        }
+        let clusters = &mesh.clusters;
+        mesh.accepted.retain(|name, networks| {
+            let entry = clusters.iter().find(|entry| entry.name == *name);
+            networks.retain(|network| entry.is_some_and(|entry| self.admits(rights, entry, *network)));
+            !networks.is_empty()
+        });
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use crate::{
-        mesh::{Cluster, MeshId},
-        plan::tests::entry,
-    };
-
-    use super::*;
-
-    fn mesh(namespace: &str, profile: Profile) -> Mesh {
-        let entry = |name, identity, profile| Cluster {
-            profile,
-            ..entry(name, identity, &[])
-        };
-        let secret = ClusterIdentity::Secret {
-            namespace: namespace.to_owned(),
-            name: "s".to_owned(),
-            key: "value".to_owned(),
-            context: None,
-        };
-        Mesh {
-            id: MeshId {
-                namespace: namespace.to_owned(),
-                name: "m".to_owned(),
-            },
-            created: 0,
-            paused: false,
-            deleting: false,
-            adopt_hub: None,
-            clusters: vec![
-                entry("hub", ClusterIdentity::Local, Profile::ClusterMeshed),
-                entry("member", secret, profile),
-            ],
-            accepted: BTreeMap::new(),
+impl Rights {
+    /// The first entry that asks for more, or for less in the name of the hub, than meshes of this namespace may. What one mesh
+    /// says of the hub's own profile and quarantine holds in all meshes.
+    fn too_wide(&self, namespace: &str, clusters: &[Cluster]) -> Option<String> {
+        let members = || clusters.iter().filter(|entry| !is_local(entry));
+        if let Some(wide) = members().find(|entry| entry.profile < self.max_profile) {
+            return Some(format!(
+                "entry {:?} is wider than --hub-namespace allows in namespace {namespace}: set its isolationProfile to {} or tighter",
+                wide.name,
+                self.max_profile.as_str(),
+            ));
         }
-    }
-
-    fn word(flags: &[&str], namespace: &str, profile: Profile) -> Option<&'static str> {
-        let flags: Vec<_> = flags.iter().map(|text| text.parse().expect("parses")).collect();
-        HubNamespaces::new(&flags, "own")
-            .refuses(&mesh(namespace, profile))
-            .map(|(word, _)| word)
-    }
-
-    #[test]
-    fn local_is_allowed_in_the_controllers_own_namespace_unless_the_flags_name_others() {
-        assert_eq!(word(&[], "own", Profile::ClusterMeshed), None);
-        assert_eq!(word(&[], "other", Profile::ClusterMeshed), Some("LocalNotAllowed"));
-        assert_eq!(word(&["other"], "own", Profile::ClusterMeshed), Some("LocalNotAllowed"));
-        assert_eq!(word(&["other", "own"], "own", Profile::ClusterMeshed), None);
-        assert_eq!(word(&["*"], "any", Profile::ClusterMeshed), None);
-    }
-
-    #[test]
-    fn a_namespace_with_a_bound_takes_no_wider_member() {
-        assert_eq!(
-            word(&["t=sandbox"], "t", Profile::ClusterMeshed),
-            Some("ProfileNotAllowed")
-        );
-        assert_eq!(word(&["t=sandbox"], "t", Profile::Sandbox), None);
-        assert_eq!(word(&["t=sandbox"], "t", Profile::Standard), None);
-        assert_eq!(
-            word(&["*", "t=standard"], "t", Profile::Sandbox),
-            Some("ProfileNotAllowed")
-        );
-    }
-
-    #[test]
-    fn a_namespace_with_a_bound_is_confined_to_services_of_its_own() {
-        let confined = |flags: &[&str], namespace: &str| {
-            let flags: Vec<_> = flags.iter().map(|text| text.parse().expect("parses")).collect();
-            HubNamespaces::new(&flags, "own").confines(namespace)
+        self.networks.as_ref()?;
+        let local = clusters.iter().find(|entry| is_local(entry))?;
+        let field = if local.quarantine {
+            "quarantine"
+        } else if local.profile > Profile::ClusterMeshed {
+            "isolationProfile"
+        } else {
+            return None;
         };
-        assert!(confined(&["t=sandbox"], "t") && confined(&["t=standard"], "t") && confined(&["*=sandbox"], "any"));
-        assert!(!confined(&["t"], "t") && !confined(&[], "own") && !confined(&["*=sandbox", "t"], "t"));
+        Some(format!(
+            "{field} of entry {:?} would close the hub to the meshes of every namespace, which is not for namespace {namespace} to \
+             say: take it out, or write it in a mesh of a namespace without a list of networks",
+            local.name
+        ))
     }
+}
 
-    #[test]
-    fn a_flag_that_says_nothing_is_refused() {
-        assert_eq!(
-            "=sandbox".parse::<HubNamespace>(),
-            Err(HubNamespaceError::NoNamespace("=sandbox".into()))
-        );
-        assert_eq!(
-            "a=wide".parse::<HubNamespace>(),
-            Err(HubNamespaceError::Profile("a=wide".into()))
-        );
-    }
+fn is_local(entry: &Cluster) -> bool {
+    entry.identity == ClusterIdentity::Local
+}
+
+fn overlap(a: IpNet, b: IpNet) -> bool {
+    a.contains(&b) || b.contains(&a)
 }

@@ -6,10 +6,12 @@
 #![forbid(unsafe_code)]
 
 pub mod announce;
+pub mod checkin;
 pub mod diff;
 pub mod enforcement;
 pub mod hub;
 pub mod key;
+pub mod lanes;
 pub mod links;
 pub mod mesh;
 pub mod observe;

@@ -97,8 +97,20 @@ pub struct Member {
     pub slices: BTreeMap<ObjectName, Slice>,
     /// Pods that some export may select.
     pub pods: BTreeMap<ObjectName, Pod>,
+    /// Namespaces of granted Services and exported Pods that were never listed.
+    pub unlisted: Unlisted,
     /// Addresses and ports of its API server (endpoints of `default/kubernetes`).
     pub api_endpoints: BTreeSet<SocketAddr>,
+}
+
+/// Namespaces of which nothing is known, and why: what [`Member`] has of them is not an empty list. What was made of them
+/// before stands until they are listed.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Unlisted {
+    /// Services and their EndpointSlices, as far as grants name them.
+    pub services: BTreeMap<String, String>,
+    /// Pods, as far as exports may select them.
+    pub pods: BTreeMap<String, String>,
 }
 
 /// Something a Node says about itself.
@@ -200,6 +212,11 @@ pub struct Node {
     pub location: String,
     /// `kilo.squat.ai/granularity`; `None` = not published now (kg removes it at each restart).
     pub granularity: Option<Granularity>,
+    /// `kilo.squat.ai/leader` is there, whatever it holds: kg prefers it as the leader of its location.
+    pub leader: bool,
+    /// kg has stopped checking in for this node ([`crate::checkin`]). The observer says so, and by that time alone its
+    /// check-ins have a part in a plan.
+    pub silent: bool,
     /// `kilo.squat.ai/allowed-location-ips`.
     pub allowed_location_ips: Vec<IpNet>,
     /// `kilo.squat.ai/discovered-endpoints`: where this node saw other keys.
@@ -211,6 +228,14 @@ pub struct Node {
     /// For how long an earlier plan has been holding this node's last Peer (see [`crate::plan::ClusterReport::held`]);
     /// `None` = not held.
     pub held_for: Option<Duration>,
+}
+
+impl Node {
+    /// kg serves it, by all that is known, and has stopped checking in. Beside a full agent nobody serves by kg.
+    #[must_use]
+    pub fn is_silent(&self) -> bool {
+        self.silent && self.server != Server::Agent
+    }
 }
 
 /// A Peer that stands in a member.

@@ -30,6 +30,9 @@ pub enum Ownership<'a> {
     Mesh(&'a MeshId),
     /// This hub wrote it, for a mesh that is no more.
     Orphan,
+    /// This hub wrote it, and its mesh label is gone. It is nobody's to delete; the mesh that plans this very object, by name
+    /// and content, takes it back ([`may_return`]).
+    Unlabelled,
     /// It is someone else's.
     Foreign,
 }
@@ -39,7 +42,10 @@ pub enum Ownership<'a> {
 #[must_use]
 pub fn of<'a>(owner: &Owner, hub: &str, claimants: &'a [Claimant]) -> Ownership<'a> {
     let Some(name) = &owner.mesh else {
-        return Ownership::Foreign;
+        return match owner.hub.as_deref() {
+            Some(id) if id == hub => Ownership::Unlabelled,
+            _ => Ownership::Foreign,
+        };
     };
     let found = claimants.iter().find(|claimant| {
         let hub_is_ours = owner
@@ -57,4 +63,11 @@ pub fn of<'a>(owner: &Owner, hub: &str, claimants: &'a [Claimant]) -> Ownership<
         None if owner.hub.as_deref() == Some(hub) => Ownership::Orphan,
         None => Ownership::Foreign,
     }
+}
+
+/// Whether the labels that are left on an [`Ownership::Unlabelled`] object let it be of this mesh and this source.
+#[must_use]
+pub fn may_return(owner: &Owner, mesh: &MeshId, source: &str) -> bool {
+    let fits = |label: &Option<String>, ours: &str| label.as_deref().is_none_or(|label| label == ours);
+    fits(&owner.mesh_namespace, &mesh.namespace) && fits(&owner.source_cluster, source)
 }

@@ -12,6 +12,7 @@ use crate::{
 
 mod anchor;
 mod claims;
+mod collisions;
 mod endpoint;
 pub mod explain;
 mod link;
@@ -30,13 +31,16 @@ pub(crate) mod tests;
 
 pub use result::{
     ClusterReport, EgressReport, Fact, MeshPlan, Plan, PlannedPeer, PlannedPolicy, PlannedService, PlannedSlice,
-    Reason, Skipped, TargetPlan,
+    Reason, Skipped, TargetPlan, Uncovered,
 };
 pub use settings::{InfrastructurePort, Settings, SettingsError};
 
 /// For how long a node whose annotations vanished, or whose address clashes while kg renumbers, keeps its last Peer
 /// (DESIGN §4 rule 9).
 pub const HOLD: Duration = Duration::from_secs(300);
+
+/// A node that is held for less is not spoken of: kg is back from a restart in seconds.
+pub const HOLD_UNSAID: Duration = Duration::from_secs(30);
 
 /// Peers a node of one target is tested with; more and the mesh is too large.
 pub const MAX_PEERS_PER_TARGET: usize = 5_000;
@@ -77,14 +81,15 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
             used: &used,
         };
         let planned = planner.plan();
-        for (name, target) in &planned.targets {
+        // What is not written takes no name.
+        for (name, target) in planned.targets.iter().filter(|_| !planned.paused) {
             if let Some(identity) = planned.identities.get(name) {
                 used.entry(target::one_cluster(identity)).or_default().add(target);
             }
         }
         plan.meshes.insert(mesh.id.clone(), planned);
     }
-    settle::one_peer_per_key(&mut plan, seen);
+    settle::one_owner(&mut plan, seen);
     for planned in plan.meshes.values_mut() {
         settle::count(planned);
     }

@@ -1,10 +1,11 @@
 //! What is said of a mesh: conditions derived from its plan and from what could not be written.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{
+    enforcement::named,
     links::Broken,
-    plan::{Fact, MeshPlan},
+    plan::{Fact, HOLD, MeshPlan},
 };
 
 /// One condition, without the times that its reporter keeps.
@@ -21,10 +22,20 @@ pub struct Condition {
 }
 
 /// The conditions of a mesh. `unwritten` = members, by entry name, into which the plan could not be written, and why;
-/// `broken` = between which members tunnels are down.
+/// `broken` = between which members tunnels are down; `outstanding` = how many objects are not as planned, by the entry where
+/// they are and the entry they describe.
 #[must_use]
-pub fn conditions(plan: &MeshPlan, unwritten: &BTreeMap<String, String>, broken: &[Broken]) -> Vec<Condition> {
-    let mut conditions = vec![ready(plan, unwritten), overlap(plan), degraded(plan, broken)];
+pub fn conditions(
+    plan: &MeshPlan,
+    unwritten: &BTreeMap<String, String>,
+    broken: &[Broken],
+    outstanding: &BTreeMap<(String, String), usize>,
+) -> Vec<Condition> {
+    let mut conditions = vec![
+        ready(plan, unwritten, outstanding),
+        overlap(plan),
+        degraded(plan, broken),
+    ];
     if !plan.egress.is_empty() {
         conditions.push(egress(plan));
     }
@@ -41,7 +52,11 @@ pub fn conditions(plan: &MeshPlan, unwritten: &BTreeMap<String, String>, broken:
     conditions
 }
 
-fn ready(plan: &MeshPlan, unwritten: &BTreeMap<String, String>) -> Condition {
+fn ready(
+    plan: &MeshPlan,
+    unwritten: &BTreeMap<String, String>,
+    outstanding: &BTreeMap<(String, String), usize>,
+) -> Condition {
     let mut troubles: Vec<(&'static str, String)> = Vec::new();
     if plan.deleting {
         troubles.push(("Deleting", "the ClusterMesh is being deleted".to_owned()));
@@ -77,6 +92,10 @@ fn ready(plan: &MeshPlan, unwritten: &BTreeMap<String, String>) -> Condition {
             .iter()
             .map(|(cluster, why)| ("WriteFailed", format!("cluster {cluster:?}: {why}"))),
     );
+    let pending = outstanding
+        .iter()
+        .filter(|((target, _), _)| !unwritten.contains_key(target));
+    troubles.extend(converging(plan, pending).filter(|_| !plan.deleting));
     for (name, report) in plan
         .clusters
         .iter()
@@ -104,6 +123,28 @@ fn ready(plan: &MeshPlan, unwritten: &BTreeMap<String, String>) -> Condition {
             message: list(troubles.iter().map(|(_, m)| m)),
         },
     }
+}
+
+/// How far what exists in the members is from the plan, if it is.
+fn converging<'a>(
+    plan: &MeshPlan,
+    outstanding: impl Iterator<Item = (&'a (String, String), &'a usize)> + Clone,
+) -> Option<(&'static str, String)> {
+    let total: usize = outstanding.clone().map(|(_, count)| count).sum();
+    // Of equal ones the first.
+    let ((target, source), most) = outstanding
+        .filter(|(_, count)| **count > 0)
+        .min_by_key(|(_, count)| usize::MAX - **count)?;
+    let state = if plan.paused {
+        ("Paused", "are not as planned, and the mesh is paused")
+    } else {
+        ("Converging", "are still to be written or deleted")
+    };
+    let (reason, state) = state;
+    Some((
+        reason,
+        format!("{total} objects {state}; {most} of them in cluster {target:?} for cluster {source:?}"),
+    ))
 }
 
 fn overlap(plan: &MeshPlan) -> Condition {
@@ -166,13 +207,51 @@ fn degraded(plan: &MeshPlan, broken: &[Broken]) -> Condition {
     for fact in &plan.facts {
         let (reason, message) = match fact {
             Fact::NoAnchor { cluster, message } => ("NoAnchor", format!("cluster {cluster:?}: {message}")),
+            Fact::NetworkInUse { cluster, message } => ("NetworkInUse", format!("cluster {cluster:?}: {message}")),
             Fact::AddressShared { cluster, message } => ("AddressShared", format!("cluster {cluster:?}: {message}")),
+            Fact::PodCIDRNotCovered { cluster, message } => {
+                ("PodCIDRNotCovered", format!("cluster {cluster:?}: {message}"))
+            }
             Fact::InternalIPNotCovered { cluster, nodes } => (
                 "InternalIPNotCovered",
                 format!(
-                    "InternalIPs of {} in cluster {cluster:?} lie outside allowedNetworks: what their host network sends is not \
-                     accepted elsewhere",
+                    "InternalIPs of {} in cluster {cluster:?} lie outside allowedNetworks: what kg sends from these addresses is \
+                     not accepted elsewhere. That is the host network and, where the CNI masquerades, what pods send through \
+                     another node of their location. List each InternalIP as a /32",
                     nodes.join(", ")
+                ),
+            ),
+            Fact::NodesHeld { cluster, nodes } => {
+                let reasons: BTreeSet<String> = nodes.values().map(ToString::to_string).collect();
+                let reasons: Vec<String> = reasons.into_iter().collect();
+                (
+                    "NodesHeld",
+                    format!(
+                        "{} of cluster {cluster:?}: {}. The last Peers stand for {} minutes, then they are removed. Look at wg-agent \
+                         or kg on these nodes",
+                        named(nodes.keys().collect::<Vec<_>>().into_iter()),
+                        reasons.join(", "),
+                        HOLD.as_secs() / 60
+                    ),
+                )
+            }
+            Fact::HostNetworkNotServed { cluster, target, nodes } => (
+                "HostNetworkNotServed",
+                format!(
+                    "the InternalIP of {} of cluster {cluster:?} is the endpoint too, so the Peers in cluster {target:?}, which kg \
+                     serves, leave it out (kg would send the tunnel's own packets into the tunnel): these nodes are not reached \
+                     at their InternalIPs from there, and what kg sends from their host network is dropped there. Give the \
+                     nodes another address as endpoint (annotation kilo.squat.ai/force-endpoint)",
+                    named(nodes.iter())
+                ),
+            ),
+            Fact::KgSilent { cluster, nodes } => (
+                "KgSilent",
+                format!(
+                    "kg has not checked in for a minute for {} of cluster {cluster:?} (annotation kilo.squat.ai/last-seen): what \
+                     is published there may be out of date, and changed Peers are not taken up. Look at kg on these nodes; \
+                     where it does not run any more, remove its annotations",
+                    named(nodes.iter())
                 ),
             ),
             Fact::Quarantined { message, .. } => ("Quarantined", message.clone()),
@@ -240,4 +319,62 @@ fn list<'a>(messages: impl Iterator<Item = &'a String>) -> String {
         text.push_str(&format!("; and {} more", all.len() - shown));
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counts(counts: &[(&str, &str, usize)]) -> BTreeMap<(String, String), usize> {
+        let counts = counts.iter();
+        counts
+            .map(|(target, source, count)| (((*target).to_owned(), (*source).to_owned()), *count))
+            .collect()
+    }
+
+    fn ready_of(
+        plan: &MeshPlan,
+        unwritten: &[&str],
+        outstanding: &[(&str, &str, usize)],
+    ) -> (bool, &'static str, String) {
+        let unwritten = unwritten
+            .iter()
+            .map(|entry| ((*entry).to_owned(), "403".to_owned()))
+            .collect();
+        let ready = conditions(plan, &unwritten, &[], &counts(outstanding)).remove(0);
+        assert_eq!(ready.kind, "Ready");
+        (ready.status, ready.reason, ready.message)
+    }
+
+    #[test]
+    fn mesh_is_ready_when_nothing_is_outstanding() {
+        let plan = MeshPlan::default();
+        let meshed = "0 nodes of 0 clusters are meshed".to_owned();
+        assert_eq!(ready_of(&plan, &[], &[]), (true, "Meshed", meshed));
+        let converging =
+            "7 objects are still to be written or deleted; 4 of them in cluster \"b\" for cluster \"a\"".to_owned();
+        let outstanding = [("a", "b", 3), ("b", "a", 4)];
+        assert_eq!(ready_of(&plan, &[], &outstanding), (false, "Converging", converging));
+        // What is refused has its own words.
+        let refused = "cluster \"b\": 403; 3 objects are still to be written or deleted; 3 of them in cluster \"a\" for cluster \"b\"";
+        assert_eq!(
+            ready_of(&plan, &["b"], &outstanding),
+            (false, "WriteFailed", refused.to_owned())
+        );
+    }
+
+    #[test]
+    fn mesh_paused_before_its_first_write_is_not_ready() {
+        let plan = MeshPlan {
+            paused: true,
+            ..MeshPlan::default()
+        };
+        let paused =
+            "2 objects are not as planned, and the mesh is paused; 2 of them in cluster \"a\" for cluster \"b\"";
+        assert_eq!(
+            ready_of(&plan, &[], &[("a", "b", 2)]),
+            (false, "Paused", paused.to_owned())
+        );
+        assert!(ready_of(&plan, &[], &[]).0);
+    }
 }

@@ -60,17 +60,22 @@ proptest! {
             let mut prefixes = BTreeSet::new();
             let standing = world.seen.members[&identity(n)].last().and_then(|m| m.peers.clone()).unwrap_or_default();
             for (name, peer) in &standing {
-                // Others' Peers keep what they have, and so do those of a member that is not seen.
+                // Others' Peers keep what they have, and so do those of a paused mesh and those of a member that is not seen.
                 let kept = match ours(&plan, &peer.owner) {
                     Ownership::Foreign => true,
+                    // Unless it is the very one that is planned.
+                    Ownership::Unlabelled => {
+                        let mut targets = plan.meshes.values().filter_map(|mesh| mesh.targets.get(&format!("c{n}")));
+                        !targets.any(|target| target.peers.contains_key(name))
+                    }
+                    Ownership::Mesh(id) if plan.meshes[id].paused => true,
                     Ownership::Mesh(id) => {
                         let mesh = &plan.meshes[id];
                         let source = peer.owner.source_cluster.clone().unwrap_or_default();
                         let target = mesh.targets.get(&format!("c{n}"));
                         let unseen = mesh.identities.get(&source).is_some_and(|i| world.seen.members[i].last().is_none());
-                        // Two meshes of one target may hold one key already: that is settled by what is planned. And what is
-                        // planned of a sandbox that is not seen is its standing Peer itself.
-                        plan.meshes.len() == 1 && unseen && target.is_some_and(|target| {
+                        // What is planned of a sandbox that is not seen is its standing Peer itself.
+                        unseen && target.is_some_and(|target| {
                             let restated = target.peers.get(name).is_some_and(|planned| planned.source == source);
                             target.retained.contains(&source) && !restated
                         })
@@ -82,7 +87,7 @@ proptest! {
                     prefixes.extend(spec.allowed_ips.iter().copied());
                 }
             }
-            for mesh in plan.meshes.values() {
+            for mesh in plan.meshes.values().filter(|mesh| !mesh.paused) {
                 for peer in mesh.targets[&format!("c{n}")].peers.values() {
                     prop_assert!(keys.insert(peer.spec.public_key), "second owner of a key: {peer:?}");
                     for net in &peer.spec.allowed_ips {

@@ -124,16 +124,11 @@ impl Reader {
         if entries.len() < 2 {
             self.problem("spec.clusters", "a mesh has at least two entries");
         }
-        match entries.iter().filter(|entry| entry.local).count() {
-            1 => {}
-            0 => self.problem(
+        if entries.iter().filter(|entry| entry.local).count() > 1 {
+            self.problem(
                 "spec.clusters",
-                "no entry has `local: true`: exactly one must, the cluster this object lives in",
-            ),
-            _ => self.problem(
-                "spec.clusters",
-                "more than one entry has `local: true`: exactly one may",
-            ),
+                "more than one entry has `local: true`: only the cluster this object lives in may",
+            );
         }
         let mut names = BTreeSet::new();
         for (index, entry) in entries.iter().enumerate() {

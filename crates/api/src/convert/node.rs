@@ -11,14 +11,16 @@ use crate::{
     annotations::{Agent, discovered, endpoint, host_and_prefix},
     names::{
         KILO_ALLOWED_LOCATION_IPS, KILO_CLUSTERMESH_ENDPOINT, KILO_DISCOVERED_ENDPOINTS, KILO_ENDPOINT,
-        KILO_FORCE_ENDPOINT, KILO_GRANULARITY, KILO_INTERNAL_IP, KILO_KEY, KILO_LOCATION, KILO_PERSISTENT_KEEPALIVE,
-        KILO_WIREGUARD_IP, LABEL_REGION, NODE_AGENT,
+        KILO_FORCE_ENDPOINT, KILO_GRANULARITY, KILO_INTERNAL_IP, KILO_KEY, KILO_LAST_SEEN, KILO_LEADER, KILO_LOCATION,
+        KILO_PERSISTENT_KEEPALIVE, KILO_WIREGUARD_IP, LABEL_REGION, NODE_AGENT,
     },
 };
 
-/// What the planner reads of a Node. A claim that does not parse arrives with its reason; `held_for` is the caller's.
+/// What the planner reads of a Node. A claim that does not parse arrives with its reason; `held_for` and `silent` are the
+/// caller's.
 ///
-/// `kilo.squat.ai/last-seen`, which kg writes every 30 s, is not read: two Nodes that differ in it alone are equal.
+/// `kilo.squat.ai/last-seen`, which kg writes every 30 s, has no part in it: two Nodes that differ in it alone are equal.
+/// [`last_seen`] reads it.
 #[must_use]
 pub fn to_core(node: &Node) -> observe::Node {
     let annotation = |key: &str| {
@@ -56,6 +58,12 @@ pub fn to_core(node: &Node) -> observe::Node {
             "cross" => Some(Granularity::Cross),
             _ => None,
         },
+        leader: node
+            .metadata
+            .annotations
+            .as_ref()
+            .is_some_and(|a| a.contains_key(KILO_LEADER)),
+        silent: false,
         allowed_location_ips: annotation(KILO_ALLOWED_LOCATION_IPS)
             .split(',')
             .filter_map(|text| network(text.trim()).ok())
@@ -66,6 +74,12 @@ pub fn to_core(node: &Node) -> observe::Node {
         bypassed: agent.and_then(|agent| agent.bypassed()),
         held_for: None,
     }
+}
+
+/// When kg last checked in for this Node, Unix seconds; `None` = it does not say.
+#[must_use]
+pub fn last_seen(node: &Node) -> Option<i64> {
+    node.metadata.annotations.as_ref()?.get(KILO_LAST_SEEN)?.parse().ok()
 }
 
 /// What wg-agent on this Node says of itself; `None` = there is none, or it says nothing readable.

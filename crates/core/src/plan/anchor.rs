@@ -8,12 +8,13 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::nodes::Registered;
+use super::nodes::Roll;
 use crate::mesh::Cluster;
 
-/// The networks of a member that ride on an anchor: as the entry says, else those of its allowedNetworks in which no prefix
-/// of a registered node's own lies. A Node that is skipped has no say: what it claims must not move a service range.
-pub(super) fn anchored(cluster: &Cluster, nodes: &[Registered<'_>]) -> Vec<IpNet> {
+/// The networks of a member that ride on an anchor: as the entry says, else those of its allowedNetworks in which nothing
+/// lies that belongs to a Node. Whether that Node has a Peer now plays no part: what kg removes at a restart is back in a
+/// second. `None` = nothing was seen of its Nodes.
+pub(super) fn anchored(cluster: &Cluster, roll: Option<&Roll<'_>>) -> Vec<IpNet> {
     if let Some(anchored) = &cluster.anchored {
         return anchored
             .iter()
@@ -21,29 +22,27 @@ pub(super) fn anchored(cluster: &Cluster, nodes: &[Registered<'_>]) -> Vec<IpNet
             .filter(|net| cluster.allows(*net))
             .collect();
     }
-    let owned = |net: &IpNet| {
-        nodes
-            .iter()
-            .flat_map(|node| &node.own)
-            .any(|prefix| net.contains(prefix))
-    };
-    cluster.allowed.iter().copied().filter(|net| !owned(net)).collect()
+    let owned = roll.into_iter().flat_map(|roll| &roll.owned);
+    let allowed = cluster.allowed.iter().copied();
+    allowed
+        .filter(|net| !owned.clone().any(|prefix| net.contains(prefix)))
+        .collect()
 }
 
 /// More parts than this help nobody.
 const MAX_ANCHORS: u16 = 64;
 
-/// Splits each network over as many parts as there are anchors asked for, rounded up to a power of two.
-fn parts(networks: &[IpNet], anchors: u16) -> Vec<IpNet> {
-    let bits = u16::BITS - (anchors.clamp(1, MAX_ANCHORS) - 1).leading_zeros();
-    networks
-        .iter()
+/// Splits each anchored network over as many parts as there are anchors asked for, rounded up to a power of two.
+pub(super) fn parts(cluster: &Cluster, roll: &Roll<'_>) -> Vec<IpNet> {
+    let bits = u16::BITS - (cluster.anchors.clamp(1, MAX_ANCHORS) - 1).leading_zeros();
+    anchored(cluster, Some(roll))
+        .into_iter()
         .flat_map(|net| {
             let length = net
                 .prefix_len()
                 .saturating_add(u8::try_from(bits).unwrap_or(u8::MAX))
                 .min(net.max_prefix_len());
-            net.subnets(length).map_or_else(|_| vec![*net], Iterator::collect)
+            net.subnets(length).map_or_else(|_| vec![net], Iterator::collect)
         })
         .collect()
 }
@@ -51,12 +50,11 @@ fn parts(networks: &[IpNet], anchors: u16) -> Vec<IpNet> {
 /// Gives each part to a node: the one that has it now, while it is eligible, else one of `anchors` nodes that are chosen by
 /// rendezvous hash. `now` = who carries a prefix in this target at present.
 pub(super) fn assign(
-    cluster: &Cluster,
-    nodes: &[Registered<'_>],
+    parts: &[IpNet],
+    anchors: u16,
     eligible: &BTreeSet<&str>,
     now: &BTreeMap<IpNet, String>,
 ) -> BTreeMap<IpNet, String> {
-    let parts = parts(&anchored(cluster, nodes), cluster.anchors);
     let stays = |part: &IpNet| now.get(part).filter(|node| eligible.contains(node.as_str()));
     let mut assigned: BTreeMap<IpNet, String> = parts
         .iter()
@@ -72,14 +70,14 @@ pub(super) fn assign(
             *node,
         )
     });
-    pool.truncate(usize::from(cluster.anchors.clamp(1, MAX_ANCHORS)));
+    pool.truncate(usize::from(anchors.clamp(1, MAX_ANCHORS)));
     for part in parts {
-        if assigned.contains_key(&part) {
+        if assigned.contains_key(part) {
             continue;
         }
         let load = |node: &str| assigned.values().filter(|carrier| *carrier == node).count();
         if let Some(node) = pool.iter().copied().min_by_key(|node| load(node)) {
-            assigned.insert(part, node.to_owned());
+            assigned.insert(*part, node.to_owned());
         }
     }
     assigned

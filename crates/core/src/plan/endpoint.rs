@@ -11,7 +11,7 @@ use super::Reason;
 use crate::{
     key::PublicKey,
     mesh::Cluster,
-    observe::{Claim, Endpoint, Node},
+    observe::{Claim, Endpoint, Families, Member, Node, PeerSpec},
 };
 
 /// A member's nodes must not make an agent try for ever.
@@ -45,6 +45,69 @@ fn is_private(address: IpAddr) -> bool {
         IpAddr::V4(v4) => v4.is_private() || (v4.octets()[0] == 100 && v4.octets()[1] & 0xc0 == 64),
         IpAddr::V6(v6) => v6.is_unique_local(),
     }
+}
+
+/// Which address families a member's nodes have, as their addresses and endpoints show. A node without any shows nothing.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct NodeFamilies {
+    /// What every node has.
+    every: Families,
+    /// What at least one has.
+    some: Families,
+}
+
+impl NodeFamilies {
+    pub(super) fn of(member: Option<&Member>) -> Self {
+        let nodes = member.into_iter().flat_map(|member| member.nodes.values());
+        let (mut every, mut some) = (Families::BOTH, Families::default());
+        for families in nodes.filter_map(families) {
+            every = Families {
+                v4: every.v4 && families.v4,
+                v6: every.v6 && families.v6,
+            };
+            some = Families {
+                v4: some.v4 || families.v4,
+                v6: some.v6 || families.v6,
+            };
+        }
+        Self { every, some }
+    }
+
+    /// Smaller = more of the nodes can send there.
+    fn rank(self, address: IpAddr) -> u8 {
+        let has = |families: Families| if address.is_ipv4() { families.v4 } else { families.v6 };
+        match (has(self.every), has(self.some)) {
+            (true, _) => 0,
+            (false, true) => 1,
+            (false, false) => 2,
+        }
+    }
+}
+
+/// The families of a node's own addresses.
+fn families(node: &Node) -> Option<Families> {
+    let endpoints = explicit(node).map(|(_, claim)| claim);
+    let endpoints = endpoints.into_iter().chain([&node.kilo_endpoint]);
+    let endpoints = endpoints.filter_map(|claim| match claim.value()? {
+        Endpoint::Ip(address) => Some(address.ip()),
+        Endpoint::Dns(..) => None,
+    });
+    let addresses = node.internal_ips.iter().chain(&node.external_ips).copied();
+    let mut known = None;
+    for address in addresses.chain(endpoints) {
+        let families: &mut Families = known.get_or_insert_default();
+        match address.to_canonical() {
+            IpAddr::V4(_) => families.v4 = true,
+            IpAddr::V6(_) => families.v6 = true,
+        }
+    }
+    known
+}
+
+/// Whether anything is known of where a node is. A cloud provider gives a new Node its addresses only after some time.
+pub(super) fn is_located(node: &Node) -> bool {
+    let named = explicit(node).into_iter().any(|(_, claim)| *claim != Claim::Absent);
+    named || node.kilo_endpoint != Claim::Absent || !node.internal_ips.is_empty() || !node.external_ips.is_empty()
 }
 
 /// The annotations by which a person says where a node is, in the order of their weight.
@@ -81,6 +144,29 @@ pub(super) fn check(node: &Node) -> Result<(), (Reason, String)> {
     Ok(())
 }
 
+/// Every address that a Node says to be its own, or to be found at.
+pub(super) fn addresses(node: &Node) -> impl Iterator<Item = IpAddr> {
+    let claims = [&node.clustermesh_endpoint, &node.force_endpoint, &node.kilo_endpoint];
+    let published = claims.into_iter().filter_map(|claim| match claim {
+        Claim::Is(Endpoint::Ip(address)) => Some(address.ip()),
+        _ => None,
+    });
+    let status = node.internal_ips.iter().chain(&node.external_ips).copied();
+    status.chain(published).map(|address| address.to_canonical())
+}
+
+/// Every address at which a Peer is looked for.
+pub(super) fn of_peer(spec: &PeerSpec) -> impl Iterator<Item = IpAddr> {
+    let first = match &spec.endpoint {
+        Some(Endpoint::Ip(address)) => Some(*address),
+        _ => None,
+    };
+    first
+        .into_iter()
+        .chain(spec.candidates.iter().copied())
+        .map(|address| address.ip())
+}
+
 /// The candidates of one node toward one target, best first.
 #[derive(Debug, Default)]
 pub(super) struct Candidates {
@@ -94,6 +180,7 @@ pub(super) struct Toward<'a> {
     pub(super) source: &'a Cluster,
     /// The target's networks: an endpoint in there would let a member choose where inside the target its nodes send.
     pub(super) target_networks: &'a [IpNet],
+    pub(super) target_families: NodeFamilies,
     /// Where the target's nodes saw other keys.
     pub(super) discovered: &'a BTreeMap<PublicKey, Vec<SocketAddr>>,
     pub(super) resolved: &'a BTreeMap<String, IpAddr>,
@@ -125,7 +212,9 @@ impl Toward<'_> {
     }
 }
 
-/// Ordered candidates. An explicit annotation that points where this target must not send refuses the Node there.
+/// Ordered candidates. An explicit annotation that points where this target must not send refuses the Node there; it stays first
+/// whatever its family, since Nodes do not list every address that they have. Of the others those come first that the target's
+/// nodes can reach: kg reads the first alone.
 pub(super) fn choose(node: &Node, toward: &Toward<'_>) -> Result<Candidates, (Reason, String)> {
     let mut unresolved = Vec::new();
     let mut addresses = Vec::new();
@@ -148,6 +237,7 @@ pub(super) fn choose(node: &Node, toward: &Toward<'_>) -> Result<Candidates, (Re
         }
         addresses.push(address);
     }
+    let explicit = addresses.len();
     let published = node
         .kilo_endpoint
         .value()
@@ -162,6 +252,7 @@ pub(super) fn choose(node: &Node, toward: &Toward<'_>) -> Result<Candidates, (Re
     let seen_at = node.public_key.value().and_then(|key| toward.discovered.get(key));
     addresses.extend(seen_at.into_iter().flatten().copied());
     addresses.extend(node.internal_ips.iter().map(|ip| SocketAddr::new(*ip, port)));
+    addresses[explicit..].sort_by_key(|address| toward.target_families.rank(address.ip().to_canonical()));
 
     let mut kept: Vec<SocketAddr> = Vec::new();
     for address in addresses {

@@ -77,6 +77,7 @@ pub enum Rule {
     NoPeer,
     OutsideAllowedNetworks,
     InfrastructurePort,
+    WireguardAddress,
     ApiServer,
     PolicyMissing,
 }
@@ -135,8 +136,9 @@ pub struct Way {
     pub back: Hop,
     /// The source address that arrives.
     pub seen_as: IpAddr,
-    /// That is not the address it was sent with, but its node's WireGuard address.
-    pub masqueraded: bool,
+    /// That is not the address it was sent with, but its node's WireGuard address. `None` = that is up to the CNI of a node
+    /// that kg serves without an agent.
+    pub masqueraded: Option<bool>,
     /// The PeerPolicy that speaks of the source, in the destination's cluster, and whether it stands there as planned.
     pub policy: Option<(String, bool)>,
 }

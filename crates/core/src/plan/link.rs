@@ -103,6 +103,8 @@ pub(super) struct Granted {
     pub(super) grants: BTreeSet<ServiceGrant>,
     /// The endpoints that are there now.
     pub(super) hosts: Hosts,
+    /// Services in namespaces that were never listed: neither of these says anything of them.
+    pub(super) unlisted: BTreeSet<ObjectName>,
 }
 
 /// On what terms a source is written into a target.
@@ -120,6 +122,8 @@ pub(super) enum Terms<'t> {
     Grantor {
         /// The endpoints by node.
         hosts: &'t Hosts,
+        /// They are all that there are.
+        whole: bool,
     },
 }
 
@@ -133,7 +137,7 @@ impl Terms<'_> {
                 own.retain(|host| networks.iter().any(|net| net.contains(host)));
                 Some(own)
             }
-            Self::Grantor { hosts } => {
+            Self::Grantor { hosts, .. } => {
                 let endpoints = hosts.get(node.node)?.iter().map(|address| host(*address));
                 Some(endpoints.chain([node.wireguard]).collect())
             }
@@ -152,6 +156,10 @@ pub(super) fn granted(sandbox: &Party<'_>, exporter: &Party<'_>, roll: Option<&R
     let mut services: BTreeMap<ObjectName, BTreeSet<(Protocol, String)>> = BTreeMap::new();
     let grants = sandbox.cluster.egress.iter();
     for grant in grants.filter(|grant| grant.cluster == exporter.cluster.name) {
+        if member.unlisted.services.contains_key(&grant.service.namespace) {
+            granted.unlisted.insert(grant.service.clone());
+            continue;
+        }
         let Ok(found) = services::resolve(grant, &sandbox.cluster, &exporter.cluster, member, Some(&hosting)) else {
             continue;
         };

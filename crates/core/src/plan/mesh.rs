@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 
 use super::{
-    ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, claims, link, nodes, target,
+    ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, claims, collisions, endpoint, link,
+    nodes, target,
 };
 use crate::{
     key::PublicKey,
-    mesh::{Cluster, ClusterIdentity, Mesh, Profile},
+    mesh::{Cluster, ClusterIdentity, Mesh, MeshId, Profile},
     observe::{Observation, Observations, ObservedPeer},
     ownership::{self, Claimant, Ownership},
 };
@@ -58,6 +59,7 @@ impl<'a> MeshPlanner<'a> {
             return planned;
         }
         let stage = self.stage(&mut planned);
+        planned.facts.extend(collisions::facts(&stage.parties));
         let Stage {
             parties,
             rolls,
@@ -71,6 +73,7 @@ impl<'a> MeshPlanner<'a> {
                 registered: 0,
                 sandbox: party.cluster.profile == Profile::Sandbox,
                 skipped: roll.map(|roll| roll.skipped.clone()).unwrap_or_default(),
+                uncovered: roll.map(|roll| roll.uncovered.clone()).unwrap_or_default(),
                 linked: parties
                     .values()
                     .any(|other| link::between(other, party).is_some_and(|link| link != link::Link::Grantor)),
@@ -98,6 +101,7 @@ impl<'a> MeshPlanner<'a> {
             seen: self.seen,
             settings: self.settings,
             naming: self.naming,
+            all: self.all,
             claimants: self.claimants,
             used: self.used,
         };
@@ -120,6 +124,7 @@ impl<'a> MeshPlanner<'a> {
         let parties = self.parties(planned);
         let rolls = self.rolls(&parties);
         let (granted, lax) = (Self::granted(&parties, &rolls), Self::lax(&parties, &rolls));
+        self.note_quarantines(&parties, &lax, planned);
         Stage {
             parties,
             rolls,
@@ -135,7 +140,7 @@ impl<'a> MeshPlanner<'a> {
             let key = (self.mesh.id.clone(), entry.name.clone());
             cluster.allowed = self.accepted.networks.get(&key).cloned().unwrap_or_default();
             cluster.profile = self.profile(entry, planned);
-            cluster.quarantine = self.quarantined(entry, planned);
+            cluster.quarantine = self.quarantined_by(entry).is_some();
             let observed = self.seen.members.get(&entry.identity);
             let (state, trouble) = observed.map_or(("Missing", Some("it has not been looked at yet")), |o| {
                 (o.word(), o.trouble())
@@ -149,7 +154,8 @@ impl<'a> MeshPlanner<'a> {
                 });
             }
             let connected = cluster.profile != Profile::Standard && !cluster.allowed.is_empty();
-            let discovered = target::discovered(observed.and_then(Observation::last));
+            let member = observed.and_then(Observation::last);
+            let discovered = target::discovered(member);
             parties.insert(
                 entry.name.clone(),
                 target::Party {
@@ -157,6 +163,7 @@ impl<'a> MeshPlanner<'a> {
                     observed,
                     connected,
                     discovered,
+                    families: endpoint::NodeFamilies::of(member),
                 },
             );
         }
@@ -190,22 +197,47 @@ impl<'a> MeshPlanner<'a> {
         tightest
     }
 
-    /// Quarantined in one mesh of a hub is quarantined in all.
-    fn quarantined(&self, entry: &Cluster, planned: &mut MeshPlan) -> bool {
+    /// The mesh that quarantines this entry's cluster. Quarantined in one mesh of a hub is quarantined in all.
+    fn quarantined_by(&self, entry: &Cluster) -> Option<&'a MeshId> {
         let meshes = self.all.iter().filter(|mesh| !mesh.deleting);
         let mut asking = meshes.filter(|mesh| {
             let mut entries = mesh.clusters.iter();
             entries.any(|other| other.quarantine && other.identity.same_cluster(&entry.identity))
         });
-        let Some(mesh) = asking.next() else { return false };
-        planned.facts.insert(Fact::Quarantined {
-            cluster: entry.name.clone(),
-            message: format!(
-                "cluster {:?} is quarantined by ClusterMesh {}: nothing from it is let through, and its objects stand",
-                entry.name, mesh.id
-            ),
-        });
-        true
+        asking.next().map(|mesh| &mesh.id)
+    }
+
+    /// What a quarantine comes to: objects stand where policies close them, Peers go where nothing enforces a policy.
+    fn note_quarantines(
+        &self,
+        parties: &BTreeMap<String, target::Party<'a>>,
+        lax: &BTreeMap<String, String>,
+        planned: &mut MeshPlan,
+    ) {
+        for (name, party) in parties {
+            let Some(by) = self.quarantined_by(&party.cluster) else {
+                continue;
+            };
+            let removed = lax.keys().filter(|target| {
+                let link = link::between(&parties[*target], party);
+                link.is_some_and(|link| link::enforced_by(link, target, name, party) == Some(&***target))
+            });
+            let removed: Vec<String> = removed.map(|target| format!("{target:?}")).collect();
+            let objects = if removed.is_empty() {
+                "its objects stand".to_owned()
+            } else {
+                format!(
+                    "its objects stand, but for its Peers in {}, whose nodes enforce no policy: those are removed",
+                    removed.join(", ")
+                )
+            };
+            planned.facts.insert(Fact::Quarantined {
+                cluster: name.clone(),
+                message: format!(
+                    "cluster {name:?} is quarantined by ClusterMesh {by}: nothing from it is let through, and {objects}"
+                ),
+            });
+        }
     }
 
     /// Members that can hold nobody to a policy, and why, of those where somebody has to be.
@@ -245,11 +277,11 @@ impl<'a> MeshPlanner<'a> {
         let mut rolls = BTreeMap::new();
         for (name, party) in parties {
             if let (true, Some(member)) = (party.connected, party.member()) {
-                let has_peer = |node: &str| self.has_peer(parties, name, node);
+                let standing = |node: &str| self.standing(parties, name, node);
                 let source = nodes::Source {
                     cluster: &party.cluster,
                     member,
-                    has_peer: &has_peer,
+                    standing: &standing,
                 };
                 rolls.insert(name.clone(), source.roll());
             }
@@ -262,20 +294,21 @@ impl<'a> MeshPlanner<'a> {
         ownership::of(&peer.owner, &self.seen.hub, self.claimants) == Ownership::Mesh(&self.mesh.id)
     }
 
-    /// Whether any member holds a Peer of this mesh for that node.
-    fn has_peer(&self, parties: &BTreeMap<String, target::Party<'_>>, cluster: &str, node: &str) -> bool {
+    /// The Peers of this mesh for that node that stand in the members.
+    fn standing(
+        &self,
+        parties: &BTreeMap<String, target::Party<'a>>,
+        cluster: &str,
+        node: &str,
+    ) -> Vec<&'a ObservedPeer> {
         let names = [false, true].map(|taken| self.naming.peer(&self.mesh.id, cluster, node, taken));
-        parties
+        let members = parties
             .values()
             .filter(|party| trusted(party))
-            .filter_map(target::Party::member)
-            .filter_map(|member| member.peers.as_ref())
-            .any(|peers| {
-                names
-                    .iter()
-                    .filter_map(|name| peers.get(name))
-                    .any(|peer| self.ours(peer))
-            })
+            .filter_map(target::Party::member);
+        let peers = members.filter_map(|member| member.peers.as_ref());
+        let named = peers.flat_map(|peers| names.iter().filter_map(|name| peers.get(name)));
+        named.filter(|peer| self.ours(peer)).collect()
     }
 
     /// One key, one node, over all members. An attacker chooses its own timestamps, so the order is: local first, then a

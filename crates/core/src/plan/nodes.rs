@@ -8,13 +8,13 @@ use std::{
 use ipnet::IpNet;
 
 use super::{
-    Fact, HOLD, Reason, Skipped, endpoint,
+    Fact, HOLD, HOLD_UNSAID, Reason, Skipped, Uncovered, endpoint,
     location::{self, Segments},
 };
 use crate::{
     key::PublicKey,
     mesh::{Addressing, Cluster, PodNetwork},
-    observe::{Claim, Member, Node, Server},
+    observe::{Claim, Member, Node, ObservedPeer, Server},
 };
 
 /// A Node that gets a Peer in every connected member.
@@ -39,6 +39,13 @@ pub(super) struct Roll<'a> {
     pub(super) skipped: Vec<Skipped>,
     /// Nodes whose last Peers stand a while longer.
     pub(super) held: BTreeMap<&'a str, Reason>,
+    /// podCIDRs of registered nodes that lie outside allowedNetworks, in order of the nodes' age.
+    pub(super) uncovered: Vec<Uncovered>,
+    /// Which nodes of a location stand for which others.
+    pub(super) segments: Segments<'a>,
+    /// Prefixes that belong to some Node, whether it has a Peer or not. A network that holds one of them is not anchored,
+    /// unless the entry says so.
+    pub(super) owned: BTreeSet<IpNet>,
     pub(super) facts: BTreeSet<Fact>,
 }
 
@@ -46,8 +53,14 @@ pub(super) struct Roll<'a> {
 pub(super) struct Source<'a, 'f> {
     pub(super) cluster: &'f Cluster,
     pub(super) member: &'a Member,
-    /// Whether some member holds a Peer of ours for this node.
-    pub(super) has_peer: &'f dyn Fn(&str) -> bool,
+    /// The Peers of ours for this node that stand in the members.
+    pub(super) standing: &'f dyn Fn(&str) -> Vec<&'a ObservedPeer>,
+}
+
+/// Inside what the member may claim, and no part of what only an anchor carries.
+pub(super) fn is_routable(cluster: &Cluster, net: IpNet) -> bool {
+    let anchored = cluster.anchored.as_deref().unwrap_or_default();
+    cluster.allows(net) && !anchored.iter().any(|a| a.contains(&net) || net.contains(a))
 }
 
 type Refusal = (Reason, String);
@@ -61,18 +74,21 @@ impl<'a> Source<'a, '_> {
     /// Goes through the Nodes in order of (creationTimestamp, name), so that the first claim of an address wins whatever
     /// order they were listed in.
     pub(super) fn roll(&self) -> Roll<'a> {
-        let mut roll = Roll::default();
-        let segments = location::segments(self.member);
+        let is_held = |name: &str, node: &Node| self.may_hold(name, node);
+        let mut roll = Roll {
+            segments: location::segments(self.member, &is_held),
+            ..Roll::default()
+        };
         let mut nodes: Vec<(&'a str, &'a Node)> =
             self.member.nodes.iter().map(|(name, node)| (&**name, node)).collect();
         nodes.sort_by_key(|(name, node)| (node.created, *name));
 
-        let mut taken = Taken::default();
+        let mut outcomes: Vec<(&'a str, &'a Node, Result<Found<'a>, Refusal>)> = Vec::new();
         for (position, (name, node)) in nodes.into_iter().enumerate() {
-            if segments.led.contains(name) {
+            if roll.segments.led.contains(name) {
                 continue;
             }
-            let outcome = if position >= self.cluster.max_nodes {
+            let found = if position >= self.cluster.max_nodes {
                 Err((
                     Reason::TooManyNodes,
                     format!(
@@ -81,11 +97,25 @@ impl<'a> Source<'a, '_> {
                     ),
                 ))
             } else {
-                self.read(name, node, &segments, &mut roll)
-                    .and_then(|found| taken.take(found))
+                self.read(name, node, &mut roll)
             };
+            outcomes.push((name, node, found));
+        }
+        let mut taken = Taken::default();
+        for (.., found) in &outcomes {
+            if let Ok(found) = found
+                && !found.view.is_silent()
+            {
+                taken.living.entry(found.wireguard_ip).or_insert(found.node);
+            }
+        }
+        for (name, node, found) in outcomes {
+            let outcome = found.and_then(|found| taken.take(found));
             match outcome {
-                Ok(found) => roll.registered.push(found),
+                Ok((registered, uncovered)) => {
+                    roll.registered.push(registered);
+                    roll.uncovered.extend(uncovered);
+                }
                 Err((reason, _)) if self.holds(name, node, reason) => {
                     roll.held.insert(name, reason);
                 }
@@ -102,27 +132,102 @@ impl<'a> Source<'a, '_> {
                 message,
             }));
         roll.skipped.sort();
+        let missing = roll.uncovered.iter().find(|pods| self.meshes_family_of(pods.network));
+        roll.facts.extend(missing.map(|first| Fact::PodCIDRNotCovered {
+            cluster: self.cluster.name.clone(),
+            message: format!(
+                "podCIDR {} of Node {} lies outside {}, and its pods in there are not reached; there may be more of them: \
+                 add the network that holds them all",
+                first.network,
+                first.node,
+                self.bounds()
+            ),
+        }));
+        self.note_held(&mut roll);
+        self.note_silent(&mut roll);
+        let nodes = self.hosts_not_covered(&roll);
+        if !nodes.is_empty() {
+            roll.facts.insert(Fact::InternalIPNotCovered {
+                cluster: self.cluster.name.clone(),
+                nodes,
+            });
+        }
+        roll.owned = self.owned(&roll);
         roll
+    }
+
+    /// Nodes that have been held for longer than a restart takes.
+    fn note_held(&self, roll: &mut Roll<'a>) {
+        let lasting = |name: &str| self.member.nodes[name].held_for.is_some_and(|age| age >= HOLD_UNSAID);
+        let held = roll.held.iter().filter(|(name, _)| lasting(name));
+        let nodes: BTreeMap<String, Reason> = held.map(|(name, reason)| ((*name).to_owned(), *reason)).collect();
+        if !nodes.is_empty() {
+            roll.facts.insert(Fact::NodesHeld {
+                cluster: self.cluster.name.clone(),
+                nodes,
+            });
+        }
+    }
+
+    /// Nodes for which kg does not check in.
+    fn note_silent(&self, roll: &mut Roll<'a>) {
+        let nodes = self.member.nodes.iter();
+        let silent = nodes.filter(|(_, node)| node.is_silent() && node.public_key != Claim::Absent);
+        let nodes: BTreeSet<String> = silent.map(|(name, _)| name.clone()).collect();
+        if !nodes.is_empty() {
+            roll.facts.insert(Fact::KgSilent {
+                cluster: self.cluster.name.clone(),
+                nodes,
+            });
+        }
+    }
+
+    /// Everything that belongs to some Node: what those with a Peer carry of their own, what those whose Peer is held and
+    /// those that a leader stands for would carry, and the addresses of every Node. An address that rode on another node
+    /// would lead the outer packets for its own node into the tunnel where kg serves.
+    fn owned(&self, roll: &Roll<'a>) -> BTreeSet<IpNet> {
+        let mut owned: BTreeSet<IpNet> = roll.registered.iter().flat_map(|node| &node.own).copied().collect();
+        for (name, node) in &self.member.nodes {
+            owned.extend(endpoint::addresses(node).map(host));
+            let held = roll.held.contains_key(&**name);
+            if held || roll.segments.led.contains(&**name) {
+                owned.extend(self.pod_cidrs(name, node, &mut Vec::new()).unwrap_or_default());
+                owned.extend(self.wireguard_ip(node).ok().map(host));
+            }
+            if !held {
+                continue;
+            }
+            // Its annotations may be gone; its Peers still say what they were.
+            for spec in (self.standing)(name).iter().filter_map(|peer| peer.spec.as_ref().ok()) {
+                let hosts = spec
+                    .allowed_ips
+                    .iter()
+                    .filter(|net| net.prefix_len() == net.max_prefix_len());
+                // An address that the entry lists by itself may be there as an anchored network.
+                owned.extend(hosts.filter(|net| !self.cluster.allowed.contains(net)));
+                owned.extend(endpoint::of_peer(spec).map(host));
+            }
+        }
+        owned
     }
 
     /// kg removes its annotations at each restart and publishes a renumbering late: what was true before stands a while.
     fn holds(&self, name: &str, node: &Node, reason: Reason) -> bool {
         let passing = match reason {
             Reason::NodeNoPublicKey | Reason::NodeNoWireguardIP => true,
-            Reason::WGIPDuplicate => node.server == Server::Kilo,
+            Reason::WGIPDuplicate => node.server != Server::Agent,
             _ => false,
         };
-        passing && node.held_for.is_none_or(|age| age < HOLD) && (self.has_peer)(name)
+        passing && self.may_hold(name, node)
+    }
+
+    /// Whether it has a Peer and that may stand without its annotations.
+    fn may_hold(&self, name: &str, node: &Node) -> bool {
+        node.held_for.is_none_or(|age| age < HOLD) && !(self.standing)(name).is_empty()
     }
 
     /// Reads one Node's own claims, and those of the nodes it leads.
-    fn read(
-        &self,
-        name: &'a str,
-        view: &'a Node,
-        segments: &Segments<'a>,
-        roll: &mut Roll<'a>,
-    ) -> Result<Found<'a>, Refusal> {
+    fn read(&self, name: &'a str, view: &'a Node, roll: &mut Roll<'a>) -> Result<Found<'a>, Refusal> {
         endpoint::check(view)?;
         let key = match &view.public_key {
             Claim::Is(key) => *key,
@@ -137,16 +242,17 @@ impl<'a> Source<'a, '_> {
             }
         };
         let wireguard_ip = self.wireguard_ip(view)?;
-        let mut pods = self.pod_cidrs(view)?;
-        let mut internal = self.internal_ips(name, view, roll);
-        for &follower in segments.followers.get(name).into_iter().flatten() {
+        let mut uncovered = Vec::new();
+        let mut pods = self.pod_cidrs(name, view, &mut uncovered)?;
+        let mut internal = self.internal_ips(view);
+        for follower in roll.segments.followers.get(name).cloned().unwrap_or_default() {
             let Some(led) = self.member.nodes.get(follower) else {
                 continue;
             };
-            match self.pod_cidrs(led) {
+            match self.pod_cidrs(follower, led, &mut uncovered) {
                 Ok(cidrs) => {
                     pods.extend(cidrs);
-                    internal.extend(self.internal_ips(follower, led, roll));
+                    internal.extend(self.internal_ips(led));
                 }
                 Err((reason, message)) => roll.skipped.push(Skipped {
                     node: follower.to_owned(),
@@ -173,13 +279,12 @@ impl<'a> Source<'a, '_> {
             pods,
             internal,
             extra,
+            uncovered,
         })
     }
 
-    /// Inside what the member may claim, and no part of what only an anchor carries.
     fn routable(&self, net: IpNet) -> bool {
-        let anchored = self.cluster.anchored.as_deref().unwrap_or_default();
-        self.cluster.allows(net) && !anchored.iter().any(|a| a.contains(&net) || net.contains(a))
+        is_routable(self.cluster, net)
     }
 
     fn bounds(&self) -> String {
@@ -213,33 +318,40 @@ impl<'a> Source<'a, '_> {
         }
     }
 
-    fn pod_cidrs(&self, view: &Node) -> Result<BTreeSet<IpNet>, Refusal> {
+    /// Those that the member may claim. What lies outside costs itself alone, unless nothing is left.
+    fn pod_cidrs(&self, name: &str, view: &Node, uncovered: &mut Vec<Uncovered>) -> Result<BTreeSet<IpNet>, Refusal> {
         if self.cluster.effective_addressing() == Addressing::Masqueraded
             || self.cluster.pod_network == PodNetwork::Shared
         {
             return Ok(BTreeSet::new());
         }
-        let mut found = BTreeSet::new();
+        let (mut found, mut outside) = (BTreeSet::new(), Vec::new());
         for claim in &view.pod_cidrs {
             match claim {
                 Claim::Absent => {}
                 Claim::Invalid(why) => return Err((Reason::NodeNoPodCIDR, format!("spec.podCIDRs: {why}"))),
-                // A dual-stack cluster may mesh one family only: then nothing of the other is claimed, or missing.
-                Claim::Is(net) if !self.meshes_family_of(*net) => {}
                 Claim::Is(net) if self.routable(net.trunc()) => {
                     found.insert(net.trunc());
                 }
-                Claim::Is(net) => {
-                    return Err((
-                        Reason::NodePodCIDROutOfRange,
-                        format!(
-                            "podCIDR {net} lies outside {}, or inside anchoredNetworks",
-                            self.bounds()
-                        ),
-                    ));
-                }
+                Claim::Is(net) => outside.push(*net),
             }
         }
+        if let (true, Some(net)) = (
+            found.is_empty(),
+            outside.iter().find(|net| self.meshes_family_of(**net)),
+        ) {
+            return Err((
+                Reason::NodePodCIDROutOfRange,
+                format!(
+                    "podCIDR {net} lies outside {}, or inside anchoredNetworks",
+                    self.bounds()
+                ),
+            ));
+        }
+        uncovered.extend(outside.into_iter().map(|network| Uncovered {
+            node: name.to_owned(),
+            network,
+        }));
         if found.is_empty() {
             let message = "spec.podCIDRs holds no network of a family in allowedNetworks; does the cluster allocate node CIDRs? \
                            If its pod network is shared, set podNetwork: Shared";
@@ -255,20 +367,30 @@ impl<'a> Source<'a, '_> {
             .any(|allowed| allowed.addr().is_ipv4() == net.addr().is_ipv4())
     }
 
-    fn internal_ips(&self, name: &str, view: &Node, roll: &mut Roll<'a>) -> BTreeSet<IpNet> {
+    fn internal_ips(&self, view: &Node) -> BTreeSet<IpNet> {
         if self.cluster.effective_addressing() == Addressing::Masqueraded {
             return BTreeSet::new();
         }
-        let (covered, bare): (BTreeSet<IpNet>, BTreeSet<IpNet>) = view
-            .internal_ips
-            .iter()
-            .map(|address| host(address.to_canonical()))
-            .partition(|net| self.routable(*net));
-        // An agent gives its host traffic the WireGuard address; kg sends it with the private one.
-        if view.server != Server::Agent && bare.iter().any(|net| self.meshes_family_of(*net)) {
-            roll.note_uncovered(&self.cluster.name, name);
+        let hosts = view.internal_ips.iter().map(|address| host(address.to_canonical()));
+        hosts.filter(|net| self.routable(*net)).collect()
+    }
+
+    /// The nodes of kg whose InternalIPs no Peer may carry: kg sends its host network's packets with them, an agent with
+    /// the WireGuard address. The first few, since a fleet must not fill a condition.
+    fn hosts_not_covered(&self, roll: &Roll<'a>) -> Vec<String> {
+        if self.cluster.effective_addressing() == Addressing::Masqueraded {
+            return Vec::new();
         }
-        covered
+        let registered: BTreeSet<&str> = roll.registered.iter().map(|node| node.node).collect();
+        let served =
+            |name: &str| registered.contains(name) || roll.held.contains_key(name) || roll.segments.led.contains(name);
+        let bare = |node: &Node| {
+            let mut hosts = node.internal_ips.iter().map(|address| host(address.to_canonical()));
+            hosts.any(|net| self.meshes_family_of(net) && !self.routable(net))
+        };
+        let nodes = self.member.nodes.iter().filter(|(name, _)| served(name));
+        let nodes = nodes.filter(|(_, node)| node.server != Server::Agent && bare(node));
+        nodes.map(|(name, _)| name.clone()).take(5).collect()
     }
 
     fn exported(&self, node: &str) -> impl Iterator<Item = IpNet> + '_ {
@@ -291,32 +413,6 @@ impl<'a> Source<'a, '_> {
     }
 }
 
-impl Roll<'_> {
-    /// One fact for the member, with the first few nodes: a fleet must not fill a condition.
-    fn note_uncovered(&mut self, cluster: &str, node: &str) {
-        let known = self
-            .facts
-            .iter()
-            .find(|fact| matches!(fact, Fact::InternalIPNotCovered { .. }))
-            .cloned();
-        let mut nodes = match known {
-            Some(Fact::InternalIPNotCovered { ref nodes, .. }) => nodes.clone(),
-            _ => Vec::new(),
-        };
-        if let Some(known) = known {
-            self.facts.remove(&known);
-        }
-        if nodes.len() < 5 {
-            nodes.push(node.to_owned());
-            nodes.sort();
-        }
-        self.facts.insert(Fact::InternalIPNotCovered {
-            cluster: cluster.to_owned(),
-            nodes,
-        });
-    }
-}
-
 /// A Node whose own claims hold, before they are held against the others'.
 struct Found<'a> {
     node: &'a str,
@@ -327,18 +423,40 @@ struct Found<'a> {
     internal: BTreeSet<IpNet>,
     /// Location IPs and exported pods: no part of the node's identity.
     extra: BTreeSet<IpNet>,
+    uncovered: Vec<Uncovered>,
 }
 
-/// First come, first served, inside one member.
+/// Who claimed what first, inside one member. A network inside another's podCIDR would take its part of that Node's traffic, so
+/// it counts as the same claim. A wider network that is routed to a location is none: the longer prefixes in it go first.
 #[derive(Default)]
 struct Taken<'a> {
+    /// WireGuard addresses by the first node that claims them and is not silent: kg gives the address of a node that it
+    /// has not heard of for a minute to another one.
+    living: BTreeMap<IpAddr, &'a str>,
     keys: BTreeMap<PublicKey, &'a str>,
     prefixes: BTreeMap<IpNet, &'a str>,
+    /// podCIDRs and WireGuard addresses among them.
+    own: BTreeMap<IpNet, &'a str>,
     shared: BTreeSet<String>,
 }
 
 impl<'a> Taken<'a> {
-    fn take(&mut self, found: Found<'a>) -> Result<Registered<'a>, Refusal> {
+    /// The claim that this network is, or is a part of.
+    fn around(&self, net: IpNet) -> Option<(IpNet, &'a str)> {
+        let exact = self.prefixes.get_key_value(&net);
+        let mut wider = std::iter::successors(net.supernet(), IpNet::supernet);
+        let found = exact.or_else(|| wider.find_map(|net| self.own.get_key_value(&net)));
+        found.map(|(net, owner)| (*net, *owner))
+    }
+
+    /// The claim that this network overlaps.
+    fn overlapping(&self, net: IpNet) -> Option<(IpNet, &'a str)> {
+        // In their order a network is followed by what lies in it.
+        let within = || self.own.range(net..).next().filter(|(other, _)| net.contains(*other));
+        self.around(net).or_else(|| within().map(|(net, owner)| (*net, *owner)))
+    }
+
+    fn take(&mut self, found: Found<'a>) -> Result<(Registered<'a>, Vec<Uncovered>), Refusal> {
         let name = found.node;
         if let Some(owner) = self.keys.get(&found.key) {
             return Err((
@@ -347,25 +465,39 @@ impl<'a> Taken<'a> {
             ));
         }
         let wireguard = host(found.wireguard_ip);
-        if let Some(owner) = self.prefixes.get(&wireguard) {
+        if let Some(owner) = self.living.get(&found.wireguard_ip).filter(|_| found.view.is_silent()) {
             return Err((
                 Reason::WGIPDuplicate,
-                format!("WireGuard address {} is that of Node {owner}", found.wireguard_ip),
+                format!(
+                    "WireGuard address {} is that of Node {owner} now; kg has stopped checking in for this one",
+                    found.wireguard_ip
+                ),
             ));
         }
-        if let Some((net, owner)) = found
-            .pods
-            .iter()
-            .find_map(|net| self.prefixes.get(net).map(|owner| (net, owner)))
-        {
-            return Err((
-                Reason::PodCIDRDuplicate,
-                format!("podCIDR {net} is that of Node {owner}"),
-            ));
+        if let Some((theirs, owner)) = self.overlapping(wireguard) {
+            let message = if theirs == wireguard {
+                format!("WireGuard address {} is that of Node {owner}", found.wireguard_ip)
+            } else {
+                format!(
+                    "WireGuard address {} lies in {theirs}, which is Node {owner}'s",
+                    found.wireguard_ip
+                )
+            };
+            return Err((Reason::WGIPDuplicate, message));
+        }
+        let taken = |net: &IpNet| self.overlapping(*net).map(|theirs| (*net, theirs));
+        if let Some((net, (theirs, owner))) = found.pods.iter().find_map(taken) {
+            let message = if theirs == net {
+                format!("podCIDR {net} is that of Node {owner}")
+            } else {
+                format!("podCIDR {net} overlaps {theirs}, which is Node {owner}'s")
+            };
+            return Err((Reason::PodCIDRDuplicate, message));
         }
         let mut own = found.pods;
         own.insert(wireguard);
-        own.extend(found.internal.iter().filter(|net| !self.prefixes.contains_key(*net)));
+        let identity = own.clone();
+        own.extend(found.internal.iter().filter(|net| self.around(**net).is_none()));
         let mut prefixes = own.clone();
         for net in found
             .internal
@@ -373,11 +505,13 @@ impl<'a> Taken<'a> {
             .chain(found.extra)
             .filter(|net| !own.contains(net))
         {
-            match self.prefixes.get(&net) {
-                Some(owner) => {
-                    self.shared.insert(format!(
-                        "{net} of Node {name} is also that of Node {owner}, which keeps it"
-                    ));
+            match self.around(net) {
+                Some((theirs, owner)) => {
+                    self.shared.insert(if theirs == net {
+                        format!("{net} of Node {name} is also that of Node {owner}, which keeps it")
+                    } else {
+                        format!("{net} of Node {name} lies in {theirs} of Node {owner}, which keeps it")
+                    });
                 }
                 None => {
                     prefixes.insert(net);
@@ -386,13 +520,15 @@ impl<'a> Taken<'a> {
         }
         self.keys.insert(found.key, name);
         self.prefixes.extend(prefixes.iter().map(|net| (*net, name)));
-        Ok(Registered {
+        self.own.extend(identity.into_iter().map(|net| (net, name)));
+        let registered = Registered {
             node: name,
             view: found.view,
             key: found.key,
             prefixes,
             wireguard,
             own,
-        })
+        };
+        Ok((registered, found.uncovered))
     }
 }

@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
     num::NonZeroU16,
 };
 
@@ -10,12 +11,12 @@ use ipnet::IpNet;
 use super::{
     Fact, PlannedPeer, Reason, Skipped, anchor, endpoint,
     link::Terms,
-    nodes::{Registered, Roll},
+    nodes::{self, Registered, Roll},
     target::{Assembled, Assembly, Party},
 };
 use crate::{
     key::PublicKey,
-    mesh::Addressing,
+    mesh::{Addressing, ClusterIdentity},
     observe::{Claim, Endpoint, Member, Observation, ObservedPeer, PeerSpec, Server},
     ownership::{self, Ownership},
 };
@@ -32,10 +33,16 @@ pub(super) struct Writer<'a, 'p> {
     /// Names of the standing Peers that carry a key.
     by_key: BTreeMap<PublicKey, Vec<&'p str>>,
     keys: BTreeMap<PublicKey, String>,
+    /// Keys that Peers of other meshes keep, with the cluster that they are Peers of.
+    shared: BTreeMap<PublicKey, &'a ClusterIdentity>,
+    /// Peers that lost their mesh label and are this mesh's again, by key.
+    returned: BTreeMap<PublicKey, String>,
     prefixes: BTreeMap<IpNet, String>,
     peers: BTreeMap<String, PlannedPeer>,
     skipped: BTreeMap<String, Vec<Skipped>>,
     facts: BTreeSet<Fact>,
+    /// Nodes whose InternalIP is left out since it is their endpoint, by source.
+    unserved: BTreeMap<String, BTreeSet<String>>,
     runs_kg: bool,
 }
 
@@ -49,16 +56,22 @@ impl<'a, 'p> Writer<'a, 'p> {
             .map(|(name, peer)| (&**name, peer))
             .collect();
         let mut keys = BTreeMap::new();
+        let mut shared = BTreeMap::new();
         let mut prefixes = BTreeMap::new();
         let mut by_key: BTreeMap<PublicKey, Vec<&str>> = BTreeMap::new();
         for (peer, observed) in &standing {
             let Ok(spec) = &observed.spec else { continue };
             by_key.entry(spec.public_key).or_default().push(peer);
-            // A Peer of someone else's (a person's laptop) keeps its key and its addresses; so does one of ours whose member
-            // is not seen now, or whoever copies its key could take its place meanwhile.
+            // What stays in the target whatever is planned keeps its key and its addresses: a Peer of someone else's (a
+            // person's laptop), and one of ours whose member is not seen now or whose mesh is paused. Else a copy of its key
+            // could take its place meanwhile.
             let kept = match ownership::of(&observed.owner, &assembly.seen.hub, assembly.claimants) {
-                Ownership::Foreign => true,
-                Ownership::Mesh(mesh) => mesh == assembly.mesh && assembly.unseen(name, target, observed),
+                Ownership::Foreign | Ownership::Unlabelled => true,
+                Ownership::Mesh(mesh) if mesh == assembly.mesh => assembly.unseen(name, target, observed),
+                Ownership::Mesh(mesh) => assembly.stays(mesh, observed).is_some_and(|source| {
+                    shared.extend(source.map(|source| (spec.public_key, source)));
+                    true
+                }),
                 Ownership::Orphan => false,
             };
             if kept {
@@ -66,8 +79,10 @@ impl<'a, 'p> Writer<'a, 'p> {
                 prefixes.extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {peer}"))));
             }
         }
-        // kg loses a node of its own cluster for good when a Peer carries that node's key (KILO.md §8).
-        for (node, view) in member.into_iter().flat_map(|m| &m.nodes) {
+        // kg loses a node of its own cluster for good when a Peer carries that node's key (KILO.md §8). wg-agent refuses such a
+        // Peer on that node alone, so there a Node that copies a key cuts off nobody but itself.
+        let runs_kg = member.is_some_and(runs_kg);
+        for (node, view) in member.filter(|_| runs_kg).into_iter().flat_map(|m| &m.nodes) {
             if let Some(key) = view.public_key.value() {
                 keys.insert(*key, format!("Node {node}"));
             }
@@ -79,11 +94,36 @@ impl<'a, 'p> Writer<'a, 'p> {
             standing,
             by_key,
             keys,
+            shared,
+            returned: BTreeMap::new(),
             prefixes,
             peers: BTreeMap::new(),
             skipped: BTreeMap::new(),
             facts: BTreeSet::new(),
-            runs_kg: member.is_some_and(runs_kg),
+            unserved: BTreeMap::new(),
+            runs_kg,
+        }
+    }
+
+    /// Frees the key and the addresses of a Peer that lost its mesh label, where it is the Peer of this very node: by name, by
+    /// key, and by the labels that are left.
+    fn take_back(&mut self, source: &str, node: &Registered<'a>) {
+        let mesh = self.assembly.mesh;
+        let names = [false, true].map(|taken| self.assembly.naming.peer(mesh, source, node.node, taken));
+        let unlabelled = names.into_iter().find(|name| {
+            self.standing.get(&**name).is_some_and(|peer| {
+                let of = ownership::of(&peer.owner, &self.assembly.seen.hub, self.assembly.claimants);
+                of == Ownership::Unlabelled
+                    && ownership::may_return(&peer.owner, mesh, source)
+                    && peer.spec.as_ref().is_ok_and(|spec| spec.public_key == node.key)
+            })
+        });
+        let Some(name) = unlabelled else { return };
+        let owner = format!("Peer {name}");
+        if self.keys.get(&node.key).is_some_and(|of| *of == owner) {
+            self.keys.remove(&node.key);
+            self.prefixes.retain(|_, of| *of != owner);
+            self.returned.insert(node.key, name);
         }
     }
 
@@ -118,9 +158,19 @@ impl<'a, 'p> Writer<'a, 'p> {
             .map(|r| self.assembly.naming.peer(self.assembly.mesh, source, r.node, false))
             .collect();
         let keepalive = self.keepalive(party);
+        let whole = match terms {
+            Terms::Meshed => !party.member().is_some_and(|member| exports_unlisted(party, member)),
+            Terms::Grantor { whole, .. } => *whole,
+            Terms::Sandbox { .. } => true,
+        };
         let mut added: BTreeMap<&str, String> = BTreeMap::new();
         for node in &roll.registered {
-            let Some(prefixes) = terms.prefixes(node) else { continue };
+            let Some(mut prefixes) = terms.prefixes(node) else {
+                continue;
+            };
+            if !whole {
+                prefixes.extend(self.standing_hosts(source, party, roll, node));
+            }
             let candidates = match terms {
                 // It dials; where it says it is has no part in what this side sends.
                 Terms::Sandbox { .. } => Ok(endpoint::Candidates::default()),
@@ -141,12 +191,30 @@ impl<'a, 'p> Writer<'a, 'p> {
                 added.insert(node.node, peer);
             }
         }
+        let anchors = matches!(terms, Terms::Meshed) && party.cluster.effective_addressing() == Addressing::Routed;
+        let mut parts = if anchors {
+            anchor::parts(&party.cluster, roll)
+        } else {
+            Vec::new()
+        };
         for node in roll.held.keys() {
-            self.hold(source, party, node, terms);
+            let Some(peer) = self.hold(source, party, node, terms) else {
+                continue;
+            };
+            let view = party.member().and_then(|member| member.nodes.get(*node));
+            if view.is_some_and(|view| view.ready && !view.deleting) {
+                // It is back in a moment: what rides on it stays.
+                parts.retain(|part| !peer.spec.allowed_ips.contains(part));
+            } else {
+                let lost: Vec<IpNet> = parts
+                    .iter()
+                    .copied()
+                    .filter(|part| peer.spec.allowed_ips.remove(part))
+                    .collect();
+                lost.iter().for_each(|part| drop(self.prefixes.remove(part)));
+            }
         }
-        if matches!(terms, Terms::Meshed) {
-            self.add_anchors(source, party, roll, &added);
-        }
+        self.add_anchors(source, party, roll, &parts, &added);
     }
 
     /// Where this target's nodes find a node, best first.
@@ -159,6 +227,7 @@ impl<'a, 'p> Writer<'a, 'p> {
         let toward = endpoint::Toward {
             source: &party.cluster,
             target_networks: &self.target.cluster.allowed,
+            target_families: self.target.families,
             discovered: &self.target.discovered,
             resolved: &self.assembly.seen.resolved,
         };
@@ -191,7 +260,14 @@ impl<'a, 'p> Writer<'a, 'p> {
         candidates: Result<endpoint::Candidates, (Reason, String)>,
         own_names: &BTreeSet<String>,
     ) -> Option<String> {
+        self.take_back(source, node);
         if let Some(owner) = self.keys.get(&node.key) {
+            let party = self.assembly.parties.get(source);
+            let shared = self.shared.get(&node.key);
+            if shared.is_some_and(|of| party.is_some_and(|party| of.same_cluster(&party.cluster.identity))) {
+                // The Peer of this very node, which another mesh keeps.
+                return None;
+            }
             let message = format!("key {} is that of {owner} there", node.key);
             self.skip(source, node.node, Reason::PublicKeyDuplicate, &message);
             return None;
@@ -208,6 +284,10 @@ impl<'a, 'p> Writer<'a, 'p> {
         for prefix in &prefixes {
             // kg sends a Peer's own outer packets into the tunnel when its endpoint is among its allowed IPs.
             if self.runs_kg && first.is_some_and(|endpoint| IpNet::from(endpoint.ip()) == *prefix) {
+                self.unserved
+                    .entry(source.to_owned())
+                    .or_default()
+                    .insert(node.node.to_owned());
                 continue;
             }
             match self.prefixes.get(prefix) {
@@ -237,6 +317,22 @@ impl<'a, 'p> Writer<'a, 'p> {
         Some(self.put(source, node.node, spec, own_names))
     }
 
+    /// Addresses that a node's Peer carries now and no node claims: some of its pods or endpoints are not known.
+    fn standing_hosts(
+        &self,
+        source: &str,
+        party: &Party<'a>,
+        roll: &Roll<'a>,
+        node: &Registered<'a>,
+    ) -> BTreeSet<IpNet> {
+        let standing = self.standing_of(source, &node.key).map(|spec| &spec.allowed_ips);
+        let hosts = standing.into_iter().flatten().copied();
+        hosts
+            .filter(|net| net.prefix_len() == net.max_prefix_len() && party.cluster.allows(*net))
+            .filter(|net| !roll.registered.iter().any(|other| other.prefixes.contains(net)))
+            .collect()
+    }
+
     /// What a standing Peer of ours says of this key.
     fn standing_of(&self, source: &str, key: &PublicKey) -> Option<&'p PeerSpec> {
         let names = self.by_key.get(key).into_iter().flatten();
@@ -255,7 +351,9 @@ impl<'a, 'p> Writer<'a, 'p> {
             let free = ***name == *readable || !own_names.contains(**name);
             free && self.standing.get(*name).is_some_and(|peer| self.ours_of(source, peer))
         });
-        let kept = kept.map(|name| (*name).to_owned());
+        let kept = kept
+            .map(|name| (*name).to_owned())
+            .or_else(|| self.returned.remove(&spec.public_key));
         let name = kept.unwrap_or_else(|| {
             let foreign = self
                 .standing
@@ -283,34 +381,46 @@ impl<'a, 'p> Writer<'a, 'p> {
     }
 
     /// A held node keeps the Peer it has, as far as nobody else owns its key and prefixes now.
-    fn hold(&mut self, source: &str, party: &Party<'a>, node: &str, terms: &Terms<'_>) {
+    fn hold(&mut self, source: &str, party: &Party<'a>, node: &str, terms: &Terms<'_>) -> Option<&mut PlannedPeer> {
         let names = [false, true].map(|taken| self.assembly.naming.peer(self.assembly.mesh, source, node, taken));
         let standing = names.iter().find_map(|name| {
             let peer = self.standing.get(&**name).filter(|peer| self.ours_of(source, peer))?;
             Some((name.clone(), peer.spec.as_ref().ok()?.clone()))
         });
-        let Some((name, mut spec)) = standing else { return };
+        let (name, mut spec) = standing?;
         if self.keys.contains_key(&spec.public_key) || self.peers.contains_key(&name) {
-            return;
+            return None;
         }
         spec.allowed_ips
             .retain(|net| party.cluster.allows(*net) && !self.prefixes.contains_key(net));
         match terms {
-            Terms::Meshed => spec.requires_policy = None,
+            Terms::Meshed => {
+                spec.requires_policy = None;
+                let left_out = |address: &IpAddr| {
+                    let endpoint = spec.endpoint.as_ref();
+                    let same = endpoint.is_some_and(|at| matches!(at, Endpoint::Ip(at) if at.ip() == *address));
+                    same && nodes::is_routable(&party.cluster, IpNet::from(*address))
+                };
+                let view = party.member().and_then(|member| member.nodes.get(node));
+                if self.runs_kg && view.is_some_and(|view| view.internal_ips.iter().any(left_out)) {
+                    self.unserved
+                        .entry(source.to_owned())
+                        .or_default()
+                        .insert(node.to_owned());
+                }
+            }
             Terms::Sandbox { requires, networks } => {
                 // What it was before it became a sandbox is not held.
-                if spec.requires_policy.is_none() {
-                    return;
-                }
+                spec.requires_policy.as_ref()?;
                 confine(&mut spec, requires, networks);
             }
-            Terms::Grantor { hosts } => {
+            Terms::Grantor { hosts, .. } => {
                 let view = self
                     .assembly
                     .rolls
                     .get(source)
                     .and_then(|_| party.member()?.nodes.get(node));
-                let Some(endpoints) = hosts.get(node) else { return };
+                let endpoints = hosts.get(node)?;
                 let wireguard = view
                     .and_then(|view| view.wireguard_ip.value())
                     .map(|claim| claim.addr());
@@ -324,14 +434,12 @@ impl<'a, 'p> Writer<'a, 'p> {
         self.keys.insert(spec.public_key, format!("Peer {name}"));
         self.prefixes
             .extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {name}"))));
-        self.peers.insert(
-            name,
-            PlannedPeer {
-                source: source.to_owned(),
-                node: node.to_owned(),
-                spec,
-            },
-        );
+        let peer = PlannedPeer {
+            source: source.to_owned(),
+            node: node.to_owned(),
+            spec,
+        };
+        Some(self.peers.entry(name).or_insert(peer))
     }
 
     /// Peers of a sandbox that is not seen now: what its policy says may change meanwhile, and they name its revision.
@@ -364,11 +472,24 @@ impl<'a, 'p> Writer<'a, 'p> {
         }
     }
 
-    fn add_anchors(&mut self, source: &str, party: &Party<'a>, roll: &Roll<'a>, added: &BTreeMap<&str, String>) {
-        if party.cluster.effective_addressing() == Addressing::Masqueraded {
+    /// Gives the anchored networks of a member to nodes of it; those that a held Peer keeps are not among `parts`.
+    fn add_anchors(
+        &mut self,
+        source: &str,
+        party: &Party<'a>,
+        roll: &Roll<'a>,
+        parts: &[IpNet],
+        added: &BTreeMap<&str, String>,
+    ) {
+        let parts: Vec<IpNet> = parts
+            .iter()
+            .copied()
+            .filter(|part| !self.loops(source, *part))
+            .collect();
+        if parts.is_empty() {
             return;
         }
-        let eligible: BTreeSet<&str> = roll
+        let fit: Vec<&Registered<'_>> = roll
             .registered
             .iter()
             .filter(|node| node.view.ready && !node.view.deleting)
@@ -376,17 +497,13 @@ impl<'a, 'p> Writer<'a, 'p> {
                 let peer = added.get(node.node).and_then(|name| self.peers.get(name));
                 peer.is_some_and(|peer| peer.spec.endpoint.is_some())
             })
-            .map(|node| node.node)
             .collect();
-        let mut now: BTreeMap<IpNet, String> = BTreeMap::new();
-        for (node, peer) in added {
-            if let Some(ObservedPeer { spec: Ok(spec), .. }) = self.standing.get(&**peer) {
-                now.extend(spec.allowed_ips.iter().map(|net| (*net, (*node).to_owned())));
-            }
-        }
-        let networks = anchor::anchored(&party.cluster, &roll.registered);
+        // A tunnel outlives its kg: where none checks in, the network stays where it is.
+        let any_lives = fit.iter().any(|node| !node.view.is_silent());
+        let eligible = fit.iter().filter(|node| !any_lives || !node.view.is_silent());
+        let eligible: BTreeSet<&str> = eligible.map(|node| node.node).collect();
         if eligible.is_empty() {
-            if !networks.is_empty() && !roll.registered.is_empty() {
+            if !roll.registered.is_empty() {
                 let message =
                     "no node is Ready, has an endpoint and is not being deleted; the anchored networks are unreachable";
                 self.facts.insert(Fact::NoAnchor {
@@ -396,7 +513,13 @@ impl<'a, 'p> Writer<'a, 'p> {
             }
             return;
         }
-        for (part, node) in anchor::assign(&party.cluster, &roll.registered, &eligible, &now) {
+        let mut now: BTreeMap<IpNet, String> = BTreeMap::new();
+        for (node, peer) in added {
+            if let Some(ObservedPeer { spec: Ok(spec), .. }) = self.standing.get(&**peer) {
+                now.extend(spec.allowed_ips.iter().map(|net| (*net, (*node).to_owned())));
+            }
+        }
+        for (part, node) in anchor::assign(&parts, party.cluster.anchors, &eligible, &now) {
             let Some(peer) = added.get(node.as_str()).and_then(|name| self.peers.get_mut(name)) else {
                 continue;
             };
@@ -416,8 +539,28 @@ impl<'a, 'p> Writer<'a, 'p> {
         }
     }
 
+    /// Whether `part` holds the endpoint of one of the member's Peers, and kg serves here: it would send that Peer's outer
+    /// packets into the tunnel. wg-agent's outer packets are marked and never routed there.
+    fn loops(&mut self, source: &str, part: IpNet) -> bool {
+        let peers = self.peers.values().filter(|peer| self.runs_kg && peer.source == source);
+        let endpoints = peers.flat_map(|peer| endpoint::of_peer(&peer.spec));
+        let Some(endpoint) = endpoints.filter(|endpoint| part.contains(endpoint)).min() else {
+            return false;
+        };
+        self.facts.insert(Fact::NoAnchor {
+            cluster: source.to_owned(),
+            message: format!(
+                "anchored network {part} is left out in cluster {:?}, which kg serves: it holds {endpoint}, the endpoint of a \
+                 Node, and kg would send that Node's outer packets into the tunnel. Take node addresses out of anchoredNetworks",
+                self.name
+            ),
+        });
+        true
+    }
+
     /// The mesh's floor (the predecessor's meaning: the highest of all entries), raised where this target's nodes sit
-    /// behind NAT: they must keep their binding open.
+    /// behind NAT: they must keep their binding open. A node is known to be behind NAT when it has addresses and none of them
+    /// can be dialled.
     fn keepalive(&self, source: &Party<'a>) -> u16 {
         let floor = self
             .assembly
@@ -429,13 +572,15 @@ impl<'a, 'p> Writer<'a, 'p> {
         let toward = endpoint::Toward {
             source: &self.target.cluster,
             target_networks: &source.cluster.allowed,
+            target_families: source.families,
             discovered: &source.discovered,
             resolved: &self.assembly.seen.resolved,
         };
         let behind_nat = self.target.member().is_some_and(|member| {
             member.nodes.values().any(|node| {
                 node.persistent_keepalive > 0
-                    || endpoint::choose(node, &toward).is_ok_and(|candidates| candidates.addresses.is_empty())
+                    || endpoint::is_located(node)
+                        && endpoint::choose(node, &toward).is_ok_and(|candidates| candidates.addresses.is_empty())
             })
         });
         if behind_nat {
@@ -449,6 +594,14 @@ impl<'a, 'p> Writer<'a, 'p> {
         assembled.plan.peers = self.peers;
         assembled.skipped = self.skipped;
         assembled.facts.extend(self.facts);
+        let unserved = self.unserved.into_iter();
+        assembled
+            .facts
+            .extend(unserved.map(|(cluster, nodes)| Fact::HostNetworkNotServed {
+                cluster,
+                target: self.name.to_owned(),
+                nodes,
+            }));
         if let Some(member) = self.target.member()
             && member.peers.is_none()
         {
@@ -457,6 +610,12 @@ impl<'a, 'p> Writer<'a, 'p> {
             });
         }
     }
+}
+
+/// Whether some export of a member selects pods in a namespace that was never listed.
+fn exports_unlisted(party: &Party<'_>, member: &Member) -> bool {
+    let mut exports = party.cluster.exports.iter();
+    exports.any(|export| member.unlisted.pods.contains_key(&export.namespace))
 }
 
 /// Makes a standing Peer one of a sandbox.

@@ -96,18 +96,55 @@ pub enum Fact {
         /// Entry of this mesh.
         cluster: String,
     },
-    /// InternalIPs of these nodes lie outside allowedNetworks: host-network sources of kg nodes are not accepted.
+    /// InternalIPs of these nodes of kg lie outside allowedNetworks, so nothing sent from them is accepted.
     InternalIPNotCovered {
         /// Entry of this mesh.
         cluster: String,
         /// Nodes, first few.
         nodes: Vec<String>,
     },
+    /// podCIDRs of meshed nodes lie outside allowedNetworks, of a family that is listed there: most likely an oversight.
+    PodCIDRNotCovered {
+        /// Entry of this mesh.
+        cluster: String,
+        /// Names the first of them, its Node and the remedy.
+        message: String,
+    },
+    /// Nodes that have published nothing usable for a while; their last Peers stand.
+    NodesHeld {
+        /// Entry of this mesh.
+        cluster: String,
+        /// Each with the reason it will be left out for.
+        nodes: BTreeMap<String, Reason>,
+    },
+    /// The InternalIPs of these nodes are their endpoints too, so kg in the target cannot have them in a Peer.
+    HostNetworkNotServed {
+        /// Entry of this mesh that has the nodes.
+        cluster: String,
+        /// Entry of this mesh that kg serves.
+        target: String,
+        /// All of them.
+        nodes: BTreeSet<String>,
+    },
+    /// kg has stopped checking in for these nodes.
+    KgSilent {
+        /// Entry of this mesh.
+        cluster: String,
+        /// All of them.
+        nodes: BTreeSet<String>,
+    },
     /// A prefix that two nodes claim stays with its first owner; the node itself has its Peer.
     AddressShared {
         /// Entry of this mesh.
         cluster: String,
         /// Names prefix, owner and loser.
+        message: String,
+    },
+    /// Nodes of another member have addresses in a network of this one.
+    NetworkInUse {
+        /// Entry of this mesh whose network it is.
+        cluster: String,
+        /// Names the other member, the network, and the first Node with its address.
         message: String,
     },
     /// No node can carry the anchored networks.
@@ -142,6 +179,15 @@ pub enum Fact {
         /// The name.
         host: String,
     },
+}
+
+/// A podCIDR that is not meshed, of a node that is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Uncovered {
+    /// The node.
+    pub node: String,
+    /// As its Node has it.
+    pub network: IpNet,
 }
 
 /// A Peer that should stand in a target.
@@ -212,6 +258,8 @@ pub struct TargetPlan {
     pub services: BTreeMap<ObjectName, PlannedService>,
     /// Sources that were not freshly observed: their objects here are changed where the plan says so, never deleted.
     pub retained: BTreeSet<String>,
+    /// Mirrored Services of which nothing is known now: what stands under these names is neither changed nor deleted.
+    pub kept: BTreeSet<ObjectName>,
 }
 
 /// What is reported of one entry.
@@ -223,6 +271,9 @@ pub struct ClusterReport {
     pub registered: usize,
     /// The nodes that have none, by name.
     pub skipped: Vec<Skipped>,
+    /// podCIDRs of nodes that have a Peer which carries none of these, since they lie outside allowedNetworks. In order of the
+    /// nodes' age.
+    pub uncovered: Vec<Uncovered>,
     /// It is held to be a sandbox: by this mesh, or by another that is tighter.
     pub sandbox: bool,
     /// Its nodes should have Peers elsewhere; not those of a sandbox without a grant, for one.

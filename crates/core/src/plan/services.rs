@@ -21,7 +21,7 @@ pub(super) struct Mirror {
     pub(super) report: EgressReport,
     /// `None` = nothing may stand under that name.
     pub(super) service: Option<PlannedService>,
-    /// The source was not seen: what stands is kept.
+    /// What it is made of was not seen: what stands is kept.
     pub(super) keep: bool,
 }
 
@@ -89,6 +89,16 @@ impl Ends<'_> {
                 format!("cluster {:?} has not been seen yet; what stands is kept", grant.cluster),
             );
         };
+        let unlisted = |member: &Member, namespace: &String, cluster: &str| {
+            let why = member.unlisted.services.get(namespace)?;
+            Some(format!(
+                "the Services in namespace {namespace} of cluster {cluster:?} are not known, what stands is kept: {why}"
+            ))
+        };
+        let here = (self.importing).and_then(|m| unlisted(m, &grant.local.namespace, &self.importer.name));
+        if let Some(message) = unlisted(member, &grant.service.namespace, &grant.cluster).or(here) {
+            return done(None, true, message);
+        }
         if let Some(standing) = self.importing
             && standing.services.contains_key(&grant.local)
             && !(self.ours)(&grant.local)

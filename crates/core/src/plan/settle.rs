@@ -1,90 +1,165 @@
-//! What only all meshes together decide: one owner for each key and prefix of a target, and the counts.
+//! What only all meshes together decide: one owner for each key and prefix that several plan for one target, and the counts.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use ipnet::IpNet;
 
-use super::{Fact, MAX_PEERS_PER_TARGET, MeshPlan, Plan, target};
+use super::{Fact, MAX_PEERS_PER_TARGET, MeshPlan, Plan, Reason, Skipped, TargetPlan, target};
 use crate::{
     key::PublicKey,
     mesh::{ClusterIdentity, MeshId},
-    observe::{Observation, Observations},
+    observe::{Observation, Observations, ObservedPeer, PeerSpec},
     ownership::{self, Ownership},
 };
 
+/// Settles what is planned by several meshes for one target: each key and each prefix has one owner (rule 2). Meshes that are
+/// paused take no part: what they plan is not written, and what stands of them keeps its keys and prefixes in every other
+/// mesh's plan already ([`super::peers`]).
+pub(super) fn one_owner(plan: &mut Plan, seen: &Observations) {
+    one_peer_per_key(plan, seen);
+    one_owner_per_prefix(plan, seen);
+}
+
+/// The meshes that are written, oldest first, with their targets, what stands there, and the cluster of each.
+fn written<'p>(
+    plan: &'p Plan,
+    seen: &'p Observations,
+) -> impl Iterator<
+    Item = (
+        usize,
+        &'p MeshId,
+        &'p str,
+        &'p TargetPlan,
+        ClusterIdentity,
+        Standing<'p>,
+    ),
+> {
+    let meshes = plan.claimants.iter().enumerate();
+    let meshes = meshes.filter_map(|(age, claimant)| Some((age, &claimant.mesh, plan.meshes.get(&claimant.mesh)?)));
+    let meshes = meshes.filter(|(_, _, planned)| !planned.paused);
+    meshes.flat_map(move |(age, mesh, planned)| {
+        planned.targets.iter().filter_map(move |(name, target)| {
+            let identity = planned.identities.get(name)?;
+            let member = seen.members.get(identity).and_then(Observation::last);
+            let standing = Standing {
+                plan,
+                mesh,
+                peers: member.and_then(|member| member.peers.as_ref()),
+            };
+            Some((age, mesh, &**name, target, target::one_cluster(identity), standing))
+        })
+    })
+}
+
+/// The Peers that stand in a target for one mesh.
+struct Standing<'p> {
+    plan: &'p Plan,
+    mesh: &'p MeshId,
+    peers: Option<&'p BTreeMap<String, ObservedPeer>>,
+}
+
+impl<'p> Standing<'p> {
+    fn spec(&self, peer: &'p ObservedPeer) -> Option<&'p PeerSpec> {
+        let ours = ownership::of(&peer.owner, &self.plan.hub, &self.plan.claimants) == Ownership::Mesh(self.mesh);
+        peer.spec.as_ref().ok().filter(|_| ours)
+    }
+
+    fn has_key(&self, name: &str, key: &PublicKey) -> bool {
+        let peer = self.peers.and_then(|peers| peers.get(name));
+        peer.and_then(|peer| self.spec(peer))
+            .is_some_and(|spec| spec.public_key == *key)
+    }
+
+    fn prefixes(&self) -> BTreeSet<IpNet> {
+        let peers = self.peers.into_iter().flat_map(BTreeMap::values);
+        peers
+            .filter_map(|peer| self.spec(peer))
+            .flat_map(|spec| spec.allowed_ips.iter().copied())
+            .collect()
+    }
+}
+
 /// One key in two meshes of one target is one Peer: of one in which it is no sandbox's, else of the mesh that has it already,
-/// else of the older one (rule 2).
-pub(super) fn one_peer_per_key(plan: &mut Plan, seen: &Observations) {
+/// else of the older one. A Node of another cluster that loses its Peer by that is told why.
+fn one_peer_per_key(plan: &mut Plan, seen: &Observations) {
     // (is a sandbox's, has no Peer yet, age of the mesh, mesh, target, name of the Peer): the smallest wins.
     type Place = (bool, bool, usize, MeshId, String, String);
     let mut places: BTreeMap<(ClusterIdentity, PublicKey), Vec<Place>> = BTreeMap::new();
-    for (age, claimant) in plan.claimants.iter().enumerate() {
-        let Some(planned) = plan.meshes.get(&claimant.mesh) else {
+    for (age, mesh, target, held, identity, standing) in written(plan, seen) {
+        for (name, peer) in &held.peers {
+            let key = peer.spec.public_key;
+            let (sandbox, stands) = (peer.spec.requires_policy.is_some(), standing.has_key(name, &key));
+            let place = (sandbox, !stands, age, mesh.clone(), target.to_owned(), name.clone());
+            places.entry((identity.clone(), key)).or_default().push(place);
+        }
+    }
+    let source_of = |plan: &Plan, mesh: &MeshId, target: &str, name: &str| {
+        let planned = plan.meshes.get(mesh)?;
+        let peer = planned.targets.get(target)?.peers.get(name)?;
+        planned.identities.get(&peer.source).cloned()
+    };
+    for ((_, key), mut claims) in places.into_iter().filter(|(_, claims)| claims.len() > 1) {
+        claims.sort();
+        let mut claims = claims.into_iter();
+        let Some((_, _, _, winner, at, winning)) = claims.next() else {
             continue;
         };
-        for (target, held) in &planned.targets {
-            let Some(identity) = planned.identities.get(target) else {
+        let owner = source_of(plan, &winner, &at, &winning);
+        for (_, _, _, mesh, target, name) in claims {
+            let source = source_of(plan, &mesh, &target, &name);
+            let same_node = source
+                .zip(owner.as_ref())
+                .is_some_and(|(source, owner)| source.same_cluster(owner));
+            let Some(planned) = plan.meshes.get_mut(&mesh) else {
                 continue;
             };
-            let standing = seen
-                .members
-                .get(identity)
-                .and_then(Observation::last)
-                .and_then(|member| member.peers.as_ref());
-            for (name, peer) in &held.peers {
-                let stands = standing.and_then(|peers| peers.get(name)).is_some_and(|peer_there| {
-                    peer_there
-                        .spec
-                        .as_ref()
-                        .is_ok_and(|spec| spec.public_key == peer.spec.public_key)
-                        && ownership::of(&peer_there.owner, &plan.hub, &plan.claimants)
-                            == Ownership::Mesh(&claimant.mesh)
-                });
-                let sandbox = peer.spec.requires_policy.is_some();
-                let place = (
-                    sandbox,
-                    !stands,
-                    age,
-                    claimant.mesh.clone(),
-                    target.clone(),
-                    name.clone(),
-                );
-                places
-                    .entry((target::one_cluster(identity), peer.spec.public_key))
-                    .or_default()
-                    .push(place);
-            }
+            let held = planned
+                .targets
+                .get_mut(&target)
+                .and_then(|held| held.peers.remove(&name));
+            let Some(lost) = held.filter(|_| !same_node) else {
+                continue;
+            };
+            let message =
+                format!("toward cluster {target:?}: key {key} is that of Peer {winning} of ClusterMesh {winner} there");
+            let skipped = &mut planned.clusters.entry(lost.source).or_default().skipped;
+            skipped.push(Skipped {
+                node: lost.node,
+                reason: Reason::PublicKeyDuplicate,
+                message,
+            });
+            skipped.sort();
         }
     }
-    for mut claims in places.into_values().filter(|claims| claims.len() > 1) {
-        claims.sort();
-        for (_, _, _, mesh, target, name) in claims.into_iter().skip(1) {
-            if let Some(held) = plan
-                .meshes
-                .get_mut(&mesh)
-                .and_then(|planned| planned.targets.get_mut(&target))
-            {
-                held.peers.remove(&name);
-            }
-        }
-    }
-    one_owner_per_prefix(plan);
 }
 
-/// Two meshes of one target may share a source, and then each has chosen its anchors for itself: the older one's stand.
-fn one_owner_per_prefix(plan: &mut Plan) {
-    let mut owned: BTreeMap<ClusterIdentity, BTreeSet<IpNet>> = BTreeMap::new();
-    for claimant in &plan.claimants {
-        let Some(planned) = plan.meshes.get_mut(&claimant.mesh) else {
-            continue;
-        };
+/// Two meshes of one target may share a source, and then each has chosen its anchors for itself: the one that has a prefix
+/// there already keeps it, else the older one.
+fn one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
+    // (has it not yet, age of the mesh, target): the smallest wins.
+    let mut owners: BTreeMap<(ClusterIdentity, IpNet), (bool, usize, String)> = BTreeMap::new();
+    for (age, _, target, held, identity, standing) in written(plan, seen) {
+        let standing = standing.prefixes();
+        for net in held.peers.values().flat_map(|peer| &peer.spec.allowed_ips) {
+            let place = (!standing.contains(net), age, target.to_owned());
+            let owner = owners.entry((identity.clone(), *net)).or_insert_with(|| place.clone());
+            if place < *owner {
+                *owner = place;
+            }
+        }
+    }
+    for (age, claimant) in plan.claimants.iter().enumerate() {
+        let planned = plan.meshes.get_mut(&claimant.mesh).filter(|planned| !planned.paused);
+        let Some(planned) = planned else { continue };
         for (target, held) in &mut planned.targets {
-            let Some(identity) = planned.identities.get(target) else {
+            let Some(identity) = planned.identities.get(target).map(target::one_cluster) else {
                 continue;
             };
-            let owned = owned.entry(target::one_cluster(identity)).or_default();
             for peer in held.peers.values_mut() {
-                peer.spec.allowed_ips.retain(|net| owned.insert(*net));
+                peer.spec.allowed_ips.retain(|net| {
+                    let owner = owners.get(&(identity.clone(), *net));
+                    owner.is_some_and(|(_, of, at)| *of == age && at == target)
+                });
             }
         }
     }

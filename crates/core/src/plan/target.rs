@@ -9,13 +9,14 @@ use ipnet::IpNet;
 
 use super::{
     EgressReport, Fact, Naming, PlannedPolicy, Settings, Skipped, TargetPlan, anchor,
+    endpoint::NodeFamilies,
     link::{self, Granted, Link, Terms},
-    nodes::{Registered, Roll},
+    nodes::Roll,
     peers, services,
 };
 use crate::{
     key::PublicKey,
-    mesh::{Addressing, Cluster, ClusterIdentity, MeshId, ObjectName, Profile},
+    mesh::{Addressing, Cluster, ClusterIdentity, Mesh, MeshId, ObjectName, Profile},
     observe::{Member, Observation, Observations, ObservedPeer, ObservedPolicy, PolicySpec},
     ownership::{self, Claimant, Ownership},
 };
@@ -28,6 +29,7 @@ pub(super) struct Party<'a> {
     pub(super) connected: bool,
     /// Where its nodes saw other keys, in the order of the nodes' names.
     pub(super) discovered: BTreeMap<PublicKey, Vec<SocketAddr>>,
+    pub(super) families: NodeFamilies,
 }
 
 /// Turns what each node saw into where each key was seen.
@@ -82,6 +84,8 @@ pub(super) struct Assembly<'a> {
     pub(super) settings: &'a Settings,
     pub(super) naming: &'a dyn Naming,
     /// All meshes of this hub, oldest first.
+    pub(super) all: &'a [&'a Mesh],
+    /// The same, as owners.
     pub(super) claimants: &'a [Claimant],
     /// What older meshes write, by cluster.
     pub(super) used: &'a BTreeMap<ClusterIdentity, Used>,
@@ -163,8 +167,10 @@ impl<'a> Assembly<'a> {
                     },
                     Some(Link::Grantor) => {
                         let key = (name.to_owned(), source.to_owned());
+                        let granted = self.granted.get(&key).unwrap_or(&nothing);
                         Terms::Grantor {
-                            hosts: &self.granted.get(&key).unwrap_or(&nothing).hosts,
+                            hosts: &granted.hosts,
+                            whole: granted.unlisted.is_empty(),
                         }
                     }
                 };
@@ -198,10 +204,6 @@ impl<'a> Assembly<'a> {
             .map(|(source, party)| (&**source, party))
     }
 
-    fn registered(&self, name: &str) -> &[Registered<'a>] {
-        self.rolls.get(name).map_or(&[], |roll| &roll.registered)
-    }
-
     /// Names that an older mesh writes into this target with the same plan.
     pub(super) fn used(&self, target: &Party<'_>) -> &'a Used {
         static NOTHING: Used = Used {
@@ -220,6 +222,20 @@ impl<'a> Assembly<'a> {
         source
             .and_then(|source| Some((source, self.parties.get(source)?)))
             .is_some_and(|(source, party)| party.member().is_none() && self.link(name, target, source, party).is_some())
+    }
+
+    /// Whether a standing Peer of another mesh stays whatever is planned now: that mesh is paused, or nothing was seen of the Peer's
+    /// member since this controller started. Also that member, where the mesh still names it.
+    pub(super) fn stays(&self, mesh: &MeshId, peer: &ObservedPeer) -> Option<Option<&'a ClusterIdentity>> {
+        let mesh = self.all.iter().find(|other| other.id == *mesh && !other.deleting)?;
+        let source = peer.owner.source_cluster.as_deref()?;
+        let source = mesh
+            .clusters
+            .iter()
+            .find(|entry| entry.name == source)
+            .map(|entry| &entry.identity);
+        let unseen = |identity| self.seen.members.get(identity).and_then(Observation::last).is_none();
+        (mesh.paused || source.is_some_and(unseen)).then_some(source)
     }
 
     pub(super) fn ours(&self, owner: &crate::observe::Owner) -> bool {
@@ -274,7 +290,17 @@ impl<'a> Assembly<'a> {
             let closed = link::closed(party);
             let key = (source.to_owned(), name.to_owned());
             let quarantine = party.cluster.quarantine || target.cluster.quarantine;
-            let grants = self.granted.get(&key).filter(|_| sandbox && !quarantine);
+            let granted = self.granted.get(&key).filter(|_| sandbox && !quarantine);
+            let policy = self.policy_name(target, standing, source);
+            let mut grants = granted.map(|granted| granted.grants.clone()).unwrap_or_default();
+            if let (Some(granted), Some(Ok(stands))) = (granted, standing.get(&policy).map(|policy| &policy.spec)) {
+                // What was granted of a Service that is not known now stands, and no more.
+                let unknown = stands
+                    .grants
+                    .iter()
+                    .filter(|grant| granted.unlisted.contains(&grant.service));
+                grants.extend(unknown.cloned());
+            }
             let spec = PolicySpec {
                 sources: networks.clone(),
                 networks: networks.clone(),
@@ -284,14 +310,13 @@ impl<'a> Assembly<'a> {
                 anchored: if closed {
                     BTreeSet::new()
                 } else {
-                    anchor::anchored(&target.cluster, self.registered(name))
+                    anchor::anchored(&target.cluster, self.rolls.get(name))
                         .into_iter()
                         .collect()
                 },
                 sandbox: closed,
-                grants: grants.map(|granted| granted.grants.clone()).unwrap_or_default(),
+                grants,
             };
-            let policy = self.policy_name(target, standing, source);
             if sandbox {
                 let revision = self.naming.policy_revision(source, &spec);
                 required.insert(source, (format!("{policy}@{revision}"), networks));
@@ -341,7 +366,12 @@ impl<'a> Assembly<'a> {
 
     fn policy_name(&self, target: &Party<'_>, standing: &BTreeMap<String, ObservedPolicy>, source: &str) -> String {
         let readable = self.naming.policy(self.mesh, source, false);
-        let foreign = standing.get(&readable).is_some_and(|policy| !self.ours(&policy.owner))
+        let ours = |owner| {
+            let of = ownership::of(owner, &self.seen.hub, self.claimants);
+            of == Ownership::Mesh(self.mesh)
+                || of == Ownership::Unlabelled && ownership::may_return(owner, self.mesh, source)
+        };
+        let foreign = standing.get(&readable).is_some_and(|policy| !ours(&policy.owner))
             || self.used(target).policies.contains(&readable);
         if foreign {
             self.naming.policy(self.mesh, source, true)
@@ -380,7 +410,11 @@ impl<'a> Assembly<'a> {
             };
             let mirror = ends.mirror(grant, self.naming);
             if mirror.keep {
-                assembled.plan.retained.insert(grant.cluster.clone());
+                assembled.plan.kept.insert(grant.local.clone());
+                if link == Some(Link::Sandbox) {
+                    // Which nodes run it is not known either, so none of their Peers goes.
+                    assembled.plan.retained.insert(grant.cluster.clone());
+                }
             }
             if let Some(service) = mirror.service {
                 assembled.plan.services.insert(grant.local.clone(), service);

@@ -16,6 +16,10 @@ use crate::{
     },
 };
 
+mod addresses;
+mod collisions;
+mod keys;
+mod kilo;
 mod networks;
 mod nodes;
 mod ownership;

@@ -155,6 +155,7 @@ pub(crate) fn node() -> impl Strategy<Value = Node> {
         option::of((0u64..600).prop_map(Duration::from_secs)),
         select(&[0u16, 25][..]),
         collection::vec(net(), 0..2),
+        0u8..4,
     );
     (identity, whereabouts, kilo).prop_map(|(identity, whereabouts, kilo)| Node {
         pod_cidrs: identity.0,
@@ -169,6 +170,8 @@ pub(crate) fn node() -> impl Strategy<Value = Node> {
         external_ips: whereabouts.3,
         internal_ips: whereabouts.4,
         granularity: kilo.0,
+        leader: kilo.7 & 1 == 1,
+        silent: kilo.7 & 2 == 2,
         kilo_internal_ip: kilo.1,
         location: kilo.2.into(),
         server: kilo.3,

@@ -179,6 +179,32 @@ fn every_field_arrives() {
     );
 }
 
+/// As a chart of the field writes it: the tenants of one namespace, and no hub.
+#[test]
+fn mesh_without_local_entry_is_taken() {
+    let mut spec = two();
+    spec["clusters"][0] = json!({
+        "name": "kubernetes-a", "kubeconfigSecretRef": {"name": "kubernetes-a-admin-kubeconfig", "key": "super-admin.conf"},
+        "allowedNetworks": ["10.243.0.0/17", "10.95.0.0/17", "100.65.1.0/24"], "wireguardPort": 51820, "persistentKeepalive": 25,
+    });
+    let (read, warnings) = to_core(&object(spec)).unwrap();
+    assert_eq!(warnings, Vec::new());
+    let first = core::Cluster {
+        persistent_keepalive: 25,
+        ..plain(
+            "kubernetes-a",
+            secret("kubernetes-a-admin-kubeconfig", "super-admin.conf", None),
+            &["10.243.0.0/17", "10.95.0.0/17", "100.65.1.0/24"],
+        )
+    };
+    assert_eq!(read.clusters[0], first);
+    assert!(
+        read.clusters
+            .iter()
+            .all(|entry| entry.identity != core::ClusterIdentity::Local)
+    );
+}
+
 #[test]
 fn the_paused_annotation_pauses_unless_it_says_false() {
     for (value, paused) in [("", true), ("true", true), ("false", false)] {
@@ -223,14 +249,9 @@ fn each_field_that_means_nothing_is_named_with_what_to_write() {
             "spec.clusters[1].name: \"mgmt\" is the name of an earlier entry",
         ),
         (
-            "/clusters/0/local",
-            json!(false),
-            "spec.clusters: no entry has `local: true`",
-        ),
-        (
             "/clusters/1/local",
             json!(true),
-            "spec.clusters: more than one entry has `local: true`",
+            "spec.clusters: more than one entry has `local: true`: only the cluster this object lives in may",
         ),
         (
             "/clusters/1/kubeconfigSecretRef",

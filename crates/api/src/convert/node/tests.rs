@@ -81,6 +81,18 @@ fn kilos_heartbeat_changes_nothing() {
 }
 
 #[test]
+fn a_check_in_is_read_by_itself_and_a_leader_by_its_annotation_alone() {
+    let with = |annotations: serde_json::Value| node(json!({"metadata": {"name": "n", "annotations": annotations}}));
+    let seen = |text: &str| last_seen(&with(json!({"kilo.squat.ai/last-seen": text})));
+    assert_eq!(seen("1795411942"), Some(1_795_411_942));
+    assert_eq!(["", "soon", "1e9", "99999999999999999999"].map(seen), [None; 4]);
+    let leads = |annotations| to_core(&with(annotations)).leader;
+    // kg takes it for one whatever it holds.
+    assert!(leads(json!({"kilo.squat.ai/leader": "true"})) && leads(json!({"kilo.squat.ai/leader": "false"})));
+    assert!(!leads(json!({})));
+}
+
+#[test]
 fn both_families_and_everything_a_person_can_annotate_is_read() {
     let agent = r#"{"version":"0.1.0","mode":"policy","datapathBypassed":"netkit"}"#;
     let read = to_core(&node(json!({

@@ -8,8 +8,8 @@ use ipnet::IpNet;
 use super::{Explanation, Hop, Rule, Verdict, Way, bounds, member, port_text, why::Asked};
 use crate::{
     mesh::{ClusterIdentity, Profile, Protocol},
-    observe::{Claim, Member, PolicySpec},
-    plan::{MeshPlan, Plan, PlannedPeer, PlannedPolicy, TargetPlan, location},
+    observe::{Claim, Member, PolicySpec, Server},
+    plan::{MeshPlan, Plan, PlannedPeer, PlannedPolicy, TargetPlan},
 };
 
 pub(super) struct Packet<'q> {
@@ -88,7 +88,7 @@ impl Packet<'_> {
             anchored,
             back,
             seen_as,
-            masqueraded: from.address.is_some_and(|address| address != seen_as),
+            masqueraded: self.is_masqueraded(seen_as),
             policy: None,
         };
         let mut answer = self.judge(&mut way);
@@ -99,8 +99,26 @@ impl Packet<'_> {
                 peer.node
             ));
         }
+        if way.masqueraded.is_none() && answer.verdict() == Verdict::Allowed {
+            answer.notes.push(
+                "kg does not keep the source address: where the CNI masquerades what leaves the cluster, the connection arrives \
+                 as the WireGuard address or the InternalIP of the source's node. wg-agent with --mode=policy on that node keeps \
+                 the address"
+                    .to_owned(),
+            );
+        }
         answer.way = Some(way);
         answer
+    }
+
+    /// Whether the source address is replaced. An agent, in either mode, keeps the CNI from it; kg does not.
+    fn is_masqueraded(&self, seen_as: IpAddr) -> Option<bool> {
+        let from = self.asked.from;
+        let replaced = from.address.is_some_and(|address| address != seen_as);
+        let source = member(self.asked.world.seen, &from.cluster);
+        let node = from.node.as_deref().and_then(|node| source?.nodes.get(node));
+        let kg_alone = node.is_some_and(|node| node.server == Server::Kilo);
+        (replaced || from.address.is_none() || !kg_alone).then_some(replaced)
     }
 
     fn hop(&self, holder: &ClusterIdentity, name: &str, peer: &PlannedPeer, prefix: IpNet) -> Hop {
@@ -131,8 +149,7 @@ impl Packet<'_> {
         let led = || {
             let address = from.address?;
             let node = from.node.as_deref()?;
-            let source = member(asked.world.seen, &from.cluster)?;
-            let leads = location::segments(source);
+            let leads = &asked.stage.rolls.get(asked.source)?.segments;
             let followed = |leader: &str| leads.followers.get(leader).is_some_and(|all| all.contains(&node));
             let held = all().filter(|(_, peer)| followed(&peer.node));
             let (net, name, peer) = held
@@ -233,6 +250,17 @@ impl Packet<'_> {
                 ),
             );
         }
+        let tunnel_address = wireguard_addresses(target).contains(&to.address) && !is_node_address(target, to.address);
+        if tunnel_address && to.port.is_some() {
+            return Explanation::of(
+                Rule::WireguardAddress,
+                format!(
+                    "{} is the WireGuard address of a node, which answers ping alone: what listens on the node is reached at its \
+                     InternalIP, where allowedNetworks of {:?} hold that",
+                    to.address, asked.target
+                ),
+            );
+        }
         let mut answer = Explanation::of(
             Rule::Meshed,
             format!(
@@ -240,7 +268,11 @@ impl Packet<'_> {
                 asked.source, asked.target, to.address, asked.target
             ),
         );
-        if to.port.is_none() {
+        if to.port.is_none() && tunnel_address {
+            answer
+                .notes
+                .push("closed all the same, as a node's WireGuard address: everything but ping".to_owned());
+        } else if to.port.is_none() {
             answer.notes.extend(self.exceptions(&specs, target));
         }
         answer
@@ -352,16 +384,25 @@ fn contains(nets: &BTreeSet<IpNet>, address: IpAddr) -> bool {
     nets.iter().any(|net| net.contains(&address))
 }
 
-/// Addresses of a cluster's nodes, as its Node objects have them.
-fn node_addresses(member: &Member) -> BTreeSet<IpAddr> {
-    let wireguard = member.nodes.values().filter_map(|node| match &node.wireguard_ip {
+fn wireguard_addresses(member: &Member) -> BTreeSet<IpAddr> {
+    let claims = member.nodes.values().filter_map(|node| match &node.wireguard_ip {
         Claim::Is(net) => Some(net.addr()),
         _ => None,
     });
+    claims.collect()
+}
+
+fn is_node_address(member: &Member, address: IpAddr) -> bool {
+    let mut internal = member.nodes.values().flat_map(|node| &node.internal_ips);
+    internal.any(|ip| ip.to_canonical() == address)
+}
+
+/// Addresses of a cluster's nodes, as its Node objects have them.
+fn node_addresses(member: &Member) -> BTreeSet<IpAddr> {
     let internal = member.nodes.values().flat_map(|node| &node.internal_ips);
     internal
         .map(IpAddr::to_canonical)
-        .chain(wireguard)
+        .chain(wireguard_addresses(member))
         .chain(member.nodes.values().flat_map(|node| node.external_ips.iter().copied()))
         .collect()
 }

@@ -15,7 +15,7 @@ fn object(namespace: &str, name: &str) -> ObjectName {
     }
 }
 
-fn postgres() -> ObjectName {
+pub(super) fn postgres() -> ObjectName {
     object("team-x", "postgres")
 }
 
@@ -27,7 +27,7 @@ fn port(name: &str, port: u16) -> ServicePort {
     }
 }
 
-fn grant(service: ObjectName, ports: &[u16], local: &str) -> Grant {
+pub(super) fn grant(service: ObjectName, ports: &[u16], local: &str) -> Grant {
     let ports = ports.iter().map(|port| GrantPort {
         port: PortRef::Number(*port),
         protocol: Protocol::Tcp,
@@ -75,7 +75,7 @@ fn slice(service: &str, endpoints: Vec<SliceEndpoint>) -> Slice {
 }
 
 /// `mgmt` and `tenant` are cluster-meshed; the sandbox `nb` may reach port 5432 of `team-x/postgres`, which runs on `b`.
-fn three() -> (Mesh, Observations) {
+pub(super) fn three() -> (Mesh, Observations) {
     let mut mesh = two_clusters();
     let mut sandbox = entry("nb", secret("nb"), &["100.66.3.0/24"]);
     sandbox.profile = Profile::Sandbox;

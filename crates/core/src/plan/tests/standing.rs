@@ -160,3 +160,137 @@ fn a_deleted_mesh_and_a_removed_entry_leave_nothing_behind() {
         "the mesh was deleted by force: what carries our hub label goes"
     );
 }
+
+/// A member whose pods are exported, a sandbox and a member that are granted a Service of it: everything that is read by
+/// namespace.
+fn by_namespace() -> (Mesh, Observations) {
+    let (mut mesh, mut seen) = sandbox::three();
+    mesh.clusters[1].egress = vec![sandbox::grant(sandbox::postgres(), &[], "db")];
+    mesh.clusters[1].pod_network = PodNetwork::Shared;
+    mesh.clusters[1].exports = vec![Export {
+        namespace: "ceph".into(),
+        selector: vec![],
+    }];
+    edit(&mut seen, &secret("tenant"), |m| {
+        let pod = Pod {
+            node: "x".into(),
+            addresses: vec!["10.2.9.9".parse().unwrap()],
+            ..Pod::default()
+        };
+        let name = ObjectName {
+            namespace: "ceph".into(),
+            name: "osd".into(),
+        };
+        m.pods.insert(name, pod);
+    });
+    (mesh, seen)
+}
+
+/// What an observation has before anything of these namespaces was listed.
+fn forget_namespaces(seen: &mut Observations) {
+    let why = || "it is being read for the first time".to_owned();
+    edit(seen, &ClusterIdentity::Local, |m| {
+        m.services.retain(|_, service| service.managed.is_some());
+        m.slices.retain(|_, slice| slice.managed.is_some());
+        m.unlisted.services.insert("team-x".into(), why());
+    });
+    for name in ["tenant", "nb"] {
+        edit(seen, &secret(name), |m| {
+            m.pods.clear();
+            m.unlisted.services.insert("default".into(), why());
+            m.unlisted.pods.insert("ceph".into(), why());
+        });
+    }
+}
+
+fn all_steps(mesh: &Mesh, seen: &Observations) -> Vec<(Action, String)> {
+    let (plan, _) = run(mesh, seen);
+    let members = seen.members.iter();
+    let steps = members.flat_map(|(identity, seen)| names(&diff(&plan, identity, seen.fresh().unwrap())));
+    steps.collect()
+}
+
+#[test]
+fn namespaces_that_were_not_listed_cost_no_write() {
+    let (mesh, mut seen) = by_namespace();
+    settle(&mesh, &mut seen);
+    settle(&mesh, &mut seen);
+    assert_eq!(all_steps(&mesh, &seen), vec![]);
+    let stands = |seen: &Observations, identity: &ClusterIdentity| {
+        let member = seen.members[identity].fresh().unwrap();
+        let managed = member.services.values().filter(|service| service.managed.is_some());
+        (managed.count(), member.peers.as_ref().unwrap().len())
+    };
+    assert_eq!(
+        (stands(&seen, &secret("nb")), stands(&seen, &secret("tenant"))),
+        ((1, 1), (1, 2))
+    );
+    let of = |seen: &Observations| {
+        let peers = seen.members[&ClusterIdentity::Local]
+            .fresh()
+            .unwrap()
+            .peers
+            .clone()
+            .unwrap();
+        peers["m--tenant--x"].spec.clone().unwrap().allowed_ips
+    };
+    assert_eq!(of(&seen), net_set(&["10.2.9.9/32", "100.66.2.1/32", "10.2.0.0/16"]));
+
+    let listed = seen.clone();
+    forget_namespaces(&mut seen);
+    assert_eq!(all_steps(&mesh, &seen), vec![]);
+    let (_, plan) = run(&mesh, &seen);
+    let message = "the Services in namespace team-x of cluster \"mgmt\" are not known, what stands is kept: it is being read for \
+                   the first time";
+    let messages: Vec<&str> = plan.egress.iter().map(|grant| &*grant.message).collect();
+    assert_eq!(messages, [message, message]);
+
+    // An empty list is another thing: what came of the objects goes.
+    let mut empty = listed;
+    forget_namespaces(&mut empty);
+    for observation in empty.members.values_mut() {
+        if let Observation::Fresh(member) = observation {
+            member.unlisted = Default::default();
+        }
+    }
+    let steps = all_steps(&mesh, &empty);
+    let goes = |name: &str| steps.contains(&(Action::Delete, name.to_owned()));
+    assert!(
+        goes("default/db") && goes("default/postgres") && goes("m--mgmt--b"),
+        "{steps:?}"
+    );
+    assert!(
+        steps.contains(&(Action::Update, "m--tenant--x".to_owned())),
+        "{steps:?}"
+    );
+}
+
+#[test]
+fn a_namespace_that_is_refused_costs_its_grant_alone() {
+    let (mut mesh, mut seen) = by_namespace();
+    let mut other = sandbox::grant(sandbox::postgres(), &[], "other");
+    other.service.namespace = "closed".into();
+    mesh.clusters[1].egress.push(other);
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.unlisted.services.insert(
+            "closed".into(),
+            "the account may not list and watch services (403)".into(),
+        );
+    });
+    settle(&mesh, &mut seen);
+    let (_, plan) = run(&mesh, &seen);
+    let grants: Vec<(String, bool)> = (plan.egress.iter())
+        .map(|grant| (grant.service.to_string(), grant.message.contains("(403)")))
+        .collect();
+    assert_eq!(
+        grants,
+        [
+            ("default/db".to_owned(), false),
+            ("default/other".to_owned(), true),
+            ("default/postgres".to_owned(), false)
+        ]
+    );
+    // A node that goes is no grant: its Peers go.
+    edit(&mut seen, &ClusterIdentity::Local, |m| drop(m.nodes.remove("a")));
+    assert!(all_steps(&mesh, &seen).contains(&(Action::Delete, "m--mgmt--a".to_owned())));
+}

@@ -1,0 +1,111 @@
+//! The command-line values that say what namespaces of the hub may do: `--hub-namespace`, `--member-namespace`,
+//! `--hub-network`.
+
+use std::str::FromStr;
+
+use ipnet::IpNet;
+
+use crate::mesh::Profile;
+
+/// One `--hub-namespace NAMESPACE[=PROFILE[,CIDR...]]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HubNamespace {
+    /// The namespace, or `*` for every one.
+    pub namespace: String,
+    /// The widest profile that a non-local entry of a mesh there may have.
+    pub max_profile: Profile,
+    /// Networks that non-local entries of a mesh there may list, canonical.
+    pub networks: Vec<IpNet>,
+}
+
+/// One `--member-namespace NAMESPACE,CIDR[,CIDR...]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemberNamespace {
+    /// The namespace, or `*` for every one.
+    pub namespace: String,
+    /// Networks that the entries of a mesh there may list, canonical; at least one.
+    pub networks: Vec<IpNet>,
+}
+
+/// One network of `--hub-network`, canonical.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HubNetwork(pub IpNet);
+
+/// Why a value is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum FlagError {
+    /// No namespace before the `=`.
+    #[error(
+        "{0:?}: write NAMESPACE, NAMESPACE=PROFILE or NAMESPACE=PROFILE,CIDR such as team-x=sandbox,100.80.16.0/20 (`*` = every namespace)"
+    )]
+    NoNamespace(String),
+    /// No such profile.
+    #[error("{0:?}: the profile must be cluster-meshed, sandbox or standard")]
+    Profile(String),
+    /// No namespace, or no network behind it.
+    #[error("{0:?}: write NAMESPACE,CIDR such as team-x,10.20.0.0/16 (`*` = every namespace)")]
+    NoNetworks(String),
+    /// A text that is no network.
+    #[error("{0:?} is not a network: write an address and a prefix length, such as 100.80.16.0/20")]
+    Network(String),
+}
+
+fn is_namespace(text: &str) -> bool {
+    !text.is_empty() && !text.contains(|c: char| c.is_whitespace() || matches!(c, '/' | '=' | ','))
+}
+
+fn network(text: &str) -> Result<IpNet, FlagError> {
+    let parsed = text.parse::<IpNet>();
+    parsed
+        .map(|network| network.trunc())
+        .map_err(|_| FlagError::Network(text.to_owned()))
+}
+
+impl FromStr for HubNamespace {
+    type Err = FlagError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (namespace, rights) = text
+            .split_once('=')
+            .map_or((text, "cluster-meshed"), |(namespace, rights)| (namespace, rights));
+        if !is_namespace(namespace) {
+            return Err(FlagError::NoNamespace(text.to_owned()));
+        }
+        let mut words = rights.split(',');
+        let max_profile = match words.next() {
+            Some("cluster-meshed") => Profile::ClusterMeshed,
+            Some("sandbox") => Profile::Sandbox,
+            Some("standard") => Profile::Standard,
+            _ => return Err(FlagError::Profile(text.to_owned())),
+        };
+        Ok(Self {
+            namespace: namespace.to_owned(),
+            max_profile,
+            networks: words.map(network).collect::<Result<_, _>>()?,
+        })
+    }
+}
+
+impl FromStr for MemberNamespace {
+    type Err = FlagError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let no_networks = || FlagError::NoNetworks(text.to_owned());
+        let (namespace, networks) = text.split_once(',').ok_or_else(no_networks)?;
+        if !is_namespace(namespace) {
+            return Err(no_networks());
+        }
+        Ok(Self {
+            namespace: namespace.to_owned(),
+            networks: networks.split(',').map(network).collect::<Result<_, _>>()?,
+        })
+    }
+}
+
+impl FromStr for HubNetwork {
+    type Err = FlagError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        network(text).map(Self)
+    }
+}

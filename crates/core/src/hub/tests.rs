@@ -1,0 +1,271 @@
+use crate::{
+    mesh::{Cluster, MeshId},
+    plan::tests::entry,
+};
+
+use super::*;
+
+fn secret(namespace: &str) -> ClusterIdentity {
+    ClusterIdentity::Secret {
+        namespace: namespace.to_owned(),
+        name: "s".to_owned(),
+        key: "value".to_owned(),
+        context: None,
+    }
+}
+
+/// A hub with 10.1.0.0/16 and a member with 100.80.1.0/24.
+fn mesh(namespace: &str, profile: Profile) -> Mesh {
+    Mesh {
+        id: MeshId {
+            namespace: namespace.to_owned(),
+            name: "m".to_owned(),
+        },
+        created: 0,
+        paused: false,
+        deleting: false,
+        adopt_hub: None,
+        clusters: vec![
+            entry("hub", ClusterIdentity::Local, &["10.1.0.0/16"]),
+            Cluster {
+                profile,
+                ..entry("member", secret(namespace), &["100.80.1.0/24"])
+            },
+        ],
+        accepted: BTreeMap::new(),
+    }
+}
+
+fn without_local(namespace: &str, profile: Profile) -> Mesh {
+    let mut mesh = mesh(namespace, profile);
+    mesh.clusters.remove(0);
+    mesh
+}
+
+fn allowed(mut mesh: Mesh, entry: usize, networks: &[&str]) -> Mesh {
+    mesh.clusters[entry].allowed = networks.iter().map(|net| net.parse().unwrap()).collect();
+    mesh
+}
+
+/// `--hub-namespace` each, with `--hub-network=10.1.0.0/16`.
+fn hub(flags: &[&str]) -> HubNamespaces {
+    rights(flags, &[], &["10.1.0.0/16"])
+}
+
+fn rights(hub_namespaces: &[&str], member_namespaces: &[&str], hub_networks: &[&str]) -> HubNamespaces {
+    let hub_namespaces: Vec<_> = hub_namespaces.iter().map(|text| text.parse().unwrap()).collect();
+    let member_namespaces: Vec<_> = member_namespaces.iter().map(|text| text.parse().unwrap()).collect();
+    let hub_networks: Vec<_> = hub_networks.iter().map(|text| text.parse().unwrap()).collect();
+    HubNamespaces::new(&hub_namespaces, &member_namespaces, &hub_networks, "own")
+}
+
+fn reason(hub: &HubNamespaces, mesh: &Mesh) -> Option<&'static str> {
+    hub.refuses(mesh).map(|(reason, _)| reason)
+}
+
+fn message(hub: &HubNamespaces, mesh: &Mesh) -> String {
+    hub.refuses(mesh).expect("refused").1
+}
+
+#[test]
+fn local_is_allowed_in_the_controllers_own_namespace_unless_the_flags_name_others() {
+    let word = |flags: &[&str], namespace| reason(&hub(flags), &mesh(namespace, Profile::ClusterMeshed));
+    assert_eq!(word(&[], "own"), None);
+    assert_eq!(word(&[], "other"), Some("LocalNotAllowed"));
+    assert_eq!(word(&["other"], "own"), Some("LocalNotAllowed"));
+    assert_eq!(word(&["other", "own"], "own"), None);
+    assert_eq!(word(&["*"], "any"), None);
+}
+
+#[test]
+fn a_namespace_with_a_bound_takes_no_wider_member() {
+    let word = |flags: &[&str], profile| reason(&hub(flags), &mesh("t", profile));
+    let t = "t=sandbox,100.80.0.0/16";
+    assert_eq!(word(&[t], Profile::ClusterMeshed), Some("ProfileNotAllowed"));
+    assert_eq!(word(&[t], Profile::Sandbox), None);
+    assert_eq!(word(&[t], Profile::Standard), None);
+    let standard = "t=standard,100.80.0.0/16";
+    assert_eq!(word(&["*", standard], Profile::Sandbox), Some("ProfileNotAllowed"));
+    // Named twice: the tighter profile, and the networks of both.
+    assert_eq!(word(&[standard, t], Profile::Sandbox), Some("ProfileNotAllowed"));
+    let both = hub(&["t=sandbox,100.81.0.0/16", t]);
+    assert_eq!(reason(&both, &mesh("t", Profile::Sandbox)), None);
+}
+
+#[test]
+fn confined_mesh_outside_the_listed_networks_is_refused() {
+    let wide = |networks: &[&str]| allowed(mesh("t", Profile::Sandbox), 1, networks);
+    let hub_side = |networks: &[&str]| allowed(mesh("t", Profile::Sandbox), 0, networks);
+    let listed = hub(&["t=sandbox,100.80.0.0/16,fd00:80::/32"]);
+    let word = |mesh: &Mesh| reason(&listed, mesh);
+    assert_eq!(word(&wide(&["100.80.16.0/20", "fd00:80:1::/48"])), None);
+    assert_eq!(
+        word(&wide(&["100.80.16.0/20", "128.0.0.0/1"])),
+        Some("NetworksNotAllowed")
+    );
+    assert_eq!(word(&wide(&["100.80.0.0/15"])), Some("NetworksNotAllowed"));
+    // Half of it is listed.
+    assert_eq!(word(&wide(&["fd00::/16"])), Some("NetworksNotAllowed"));
+    assert_eq!(word(&hub_side(&["10.1.2.0/24"])), None);
+    assert_eq!(
+        word(&hub_side(&["10.1.0.0/16", "10.2.0.0/16"])),
+        Some("NetworksNotAllowed")
+    );
+    assert_eq!(word(&hub_side(&["100.80.0.0/16"])), Some("NetworksNotAllowed"));
+
+    assert_eq!(
+        message(&listed, &wide(&["128.0.0.0/1"])),
+        "allowedNetworks of entry \"member\" has 128.0.0.0/1, which lies outside those that are listed for it: 100.80.0.0/16, \
+         fd00:80::/32. Meshes of namespace t use listed networks only: change the entry, or have the operator of the hub start \
+         the controller with --hub-namespace=t=sandbox,CIDR,..."
+    );
+    assert_eq!(
+        message(&hub(&["t=sandbox"]), &mesh("t", Profile::Sandbox)),
+        "allowedNetworks of entry \"member\" has 100.80.1.0/24, and no network is listed for it. Meshes of namespace t use listed \
+         networks only: change the entry, or have the operator of the hub start the controller with \
+         --hub-namespace=t=sandbox,CIDR,..."
+    );
+    assert_eq!(
+        message(
+            &rights(&["t=sandbox,100.80.0.0/16"], &[], &[]),
+            &mesh("t", Profile::Sandbox)
+        ),
+        "allowedNetworks of entry \"hub\" has 10.1.0.0/16, and no network is listed for it. Meshes of namespace t use listed \
+         networks only: change the entry, or have the operator of the hub start the controller with --hub-network=CIDR,..."
+    );
+    // A list that is too wide by mistake gives no member the hub's own networks.
+    let careless = hub(&["t=sandbox,0.0.0.0/0"]);
+    assert_eq!(reason(&careless, &wide(&["100.80.16.0/20"])), None);
+    let taking = message(&careless, &wide(&["10.1.3.0/24"]));
+    assert!(
+        taking.contains("which overlaps 10.1.0.0/16, a network of the hub (--hub-network)"),
+        "{taking}"
+    );
+    assert_eq!(reason(&careless, &wide(&["10.0.0.0/8"])), Some("NetworksNotAllowed"));
+    // With a list, a namespace of any profile is bound to it; without one, cluster-meshed is not.
+    let meshed = |flag: &str| {
+        reason(
+            &hub(&[flag]),
+            &allowed(mesh("t", Profile::ClusterMeshed), 1, &["10.9.0.0/16"]),
+        )
+    };
+    assert_eq!(meshed("t"), None);
+    assert_eq!(meshed("t=cluster-meshed,10.9.0.0/16"), None);
+    assert_eq!(meshed("t=cluster-meshed,10.8.0.0/16"), Some("NetworksNotAllowed"));
+}
+
+#[test]
+fn confined_mesh_cannot_close_the_hub_to_other_meshes() {
+    let listed = hub(&["t=sandbox,100.80.0.0/16"]);
+    for change in [
+        |local: &mut Cluster| local.profile = Profile::Standard,
+        |local: &mut Cluster| local.profile = Profile::Sandbox,
+        |local: &mut Cluster| local.quarantine = true,
+    ] {
+        let mut closing = mesh("t", Profile::Sandbox);
+        change(&mut closing.clusters[0]);
+        assert_eq!(reason(&listed, &closing), Some("ProfileNotAllowed"));
+        // Who may use the whole hub may close it too.
+        closing.id.namespace = "own".into();
+        assert_eq!(reason(&hub(&[]), &closing), None);
+        // Nor does it while it is refused.
+        for hub in [&listed, &hub(&[])] {
+            closing.id.namespace = "t".into();
+            hub.confine(&mut closing);
+            let local = &closing.clusters[0];
+            assert_eq!((local.profile, local.quarantine), (Profile::ClusterMeshed, false));
+        }
+    }
+    // Its own members it may close.
+    let mut own = mesh("t", Profile::Sandbox);
+    own.clusters[1].quarantine = true;
+    assert_eq!(reason(&listed, &own), None);
+}
+
+#[test]
+fn mesh_without_local_is_bound_to_the_rights_of_its_namespace() {
+    let of = |hub: &HubNamespaces, namespace, profile| reason(hub, &without_local(namespace, profile));
+    let default = hub(&[]);
+    assert_eq!(of(&default, "own", Profile::ClusterMeshed), None);
+    assert_eq!(
+        of(&default, "other", Profile::ClusterMeshed),
+        Some("NamespaceNotAllowed")
+    );
+    let confined = hub(&["t=sandbox,100.80.0.0/16"]);
+    assert_eq!(of(&confined, "t", Profile::Sandbox), None);
+    assert_eq!(of(&confined, "t", Profile::ClusterMeshed), Some("ProfileNotAllowed"));
+    let wide = allowed(without_local("t", Profile::Sandbox), 0, &["10.9.0.0/16"]);
+    assert_eq!(reason(&confined, &wide), Some("NetworksNotAllowed"));
+
+    let members = rights(&[], &["t,100.80.0.0/16"], &["10.1.0.0/16"]);
+    assert_eq!(of(&members, "t", Profile::ClusterMeshed), None);
+    assert_eq!(
+        reason(&members, &mesh("t", Profile::ClusterMeshed)),
+        Some("LocalNotAllowed")
+    );
+    let wide = allowed(without_local("t", Profile::ClusterMeshed), 0, &["10.9.0.0/16"]);
+    let why = message(&members, &wide);
+    assert!(why.ends_with("--member-namespace=t,CIDR,..."), "{why}");
+    // It takes nothing from the namespace that the hub's rights are for.
+    assert_eq!(of(&members, "own", Profile::ClusterMeshed), None);
+    assert_eq!(reason(&members, &mesh("own", Profile::ClusterMeshed)), None);
+}
+
+#[test]
+fn status_of_a_confined_mesh_claims_nothing_outside_the_list() {
+    let nets = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<Vec<IpNet>>();
+    let mut mesh = mesh("t", Profile::Sandbox);
+    mesh.accepted = BTreeMap::from([
+        ("hub".to_owned(), nets(&["10.1.0.0/16", "10.9.0.0/16"])),
+        ("member".to_owned(), nets(&["100.80.1.0/24", "128.0.0.0/1"])),
+        ("gone".to_owned(), nets(&["100.80.2.0/24"])),
+    ]);
+    let bounded = |flags: &[&str]| {
+        let mut mesh = mesh.clone();
+        hub(flags).confine(&mut mesh);
+        let confined_to = mesh.clusters[0].confined_to.clone();
+        (confined_to, mesh.accepted)
+    };
+    let inside = BTreeMap::from([
+        ("hub".to_owned(), nets(&["10.1.0.0/16"])),
+        ("member".to_owned(), nets(&["100.80.1.0/24"])),
+    ]);
+    assert_eq!(
+        bounded(&["t=sandbox,100.80.0.0/16"]),
+        (Some("t".into()), inside.clone())
+    );
+    assert_eq!(bounded(&["t=cluster-meshed,100.80.0.0/16"]), (None, inside));
+    assert_eq!(bounded(&["t"]), (None, mesh.accepted.clone()));
+    assert_eq!(bounded(&["other"]), (None, BTreeMap::new()));
+}
+
+#[test]
+fn a_namespace_with_a_bound_is_confined_to_services_of_its_own() {
+    let confined = |flags: &[&str], namespace: &str| {
+        let mut mesh = mesh(namespace, Profile::Sandbox);
+        hub(flags).confine(&mut mesh);
+        let of: Vec<Option<String>> = mesh.clusters.into_iter().map(|entry| entry.confined_to).collect();
+        assert_eq!(of[1], None);
+        of[0].is_some()
+    };
+    assert!(confined(&["t=sandbox"], "t") && confined(&["t=standard"], "t") && confined(&["*=sandbox"], "any"));
+    assert!(!confined(&["t"], "t") && !confined(&[], "own") && !confined(&["*=sandbox", "t"], "t"));
+}
+
+#[test]
+fn a_flag_that_says_nothing_is_refused() {
+    let hub = |text: &str| text.parse::<HubNamespace>().unwrap_err();
+    assert_eq!(hub("=sandbox"), FlagError::NoNamespace("=sandbox".into()));
+    assert_eq!(hub("a,10.0.0.0/8"), FlagError::NoNamespace("a,10.0.0.0/8".into()));
+    assert_eq!(hub("a=wide"), FlagError::Profile("a=wide".into()));
+    assert_eq!(hub("a=,10.0.0.0/8"), FlagError::Profile("a=,10.0.0.0/8".into()));
+    assert_eq!(hub("a=sandbox,"), FlagError::Network(String::new()));
+    assert_eq!(hub("a=sandbox,10.0.0.0"), FlagError::Network("10.0.0.0".into()));
+    let members = |text: &str| text.parse::<MemberNamespace>().unwrap_err();
+    assert_eq!(members("a"), FlagError::NoNetworks("a".into()));
+    assert_eq!(members(",10.0.0.0/8"), FlagError::NoNetworks(",10.0.0.0/8".into()));
+    assert_eq!(members("a,x"), FlagError::Network("x".into()));
+    // Host bits go, as everywhere.
+    let network = "10.1.2.3/16".parse::<HubNetwork>().unwrap();
+    assert_eq!(network, HubNetwork("10.1.0.0/16".parse().unwrap()));
+}

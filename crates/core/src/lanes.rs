@@ -1,0 +1,267 @@
+//! Splits the steps for one member by the source they serve, so that a writer can pace each source by itself, and separates
+//! the steps that close something, which no other step may delay.
+//!
+//! Between the steps of one group the order of [`crate::diff::diff`] holds: first `closing`, then `rest`. Sources between
+//! which a network or a key moves share a group, because there the order matters across sources.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ipnet::IpNet;
+
+use crate::{
+    diff::{Action, Item, PeerOrder, Step, after, before, gained, lost},
+    key::PublicKey,
+    mesh::MeshId,
+    observe::{Member, ObservedPeer},
+};
+
+/// Whose objects a step writes: the mesh, and the entry in it.
+pub type Source = (MeshId, String);
+
+/// The steps of one group of sources, each list in the order of the diff.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Lanes {
+    /// PeerPolicies, deletes, and Peers that only lose networks.
+    pub closing: Vec<Step>,
+    /// Everything else.
+    pub rest: Vec<Step>,
+}
+
+/// The source of a step.
+#[must_use]
+pub fn source(step: &Step) -> Source {
+    (step.mesh.clone(), step.owner.source_cluster.clone().unwrap_or_default())
+}
+
+/// Splits `steps`, which the diff made for `member`. A group is named after the first of its sources.
+#[must_use]
+pub fn by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, Lanes> {
+    let none = BTreeMap::new();
+    let standing = member.peers.as_ref().unwrap_or(&none);
+    let order = PeerOrder::of(steps.iter(), standing);
+    let mut groups = Groups::default();
+    let mut first: BTreeMap<Moved, Source> = BTreeMap::new();
+    for step in &steps {
+        for moved in moved(step, &order, standing) {
+            match first.get(&moved) {
+                Some(other) => groups.join(&source(step), other),
+                None => drop(first.insert(moved, source(step))),
+            }
+        }
+    }
+    let mut lanes: BTreeMap<Source, Lanes> = BTreeMap::new();
+    for step in steps {
+        let lanes = lanes.entry(groups.find(&source(&step))).or_default();
+        if closes(&step, &order, standing) {
+            lanes.closing.push(step);
+        } else {
+            lanes.rest.push(step);
+        }
+    }
+    lanes
+}
+
+/// Whether the step takes something away. A policy always counts: no Peer may be written before it. The delete of a policy
+/// does not: it follows the last Peer that the policy limits.
+fn closes(step: &Step, order: &PeerOrder, standing: &BTreeMap<String, ObservedPeer>) -> bool {
+    // Gain before loss: what another Peer has yet to gain is not lost first.
+    let moves = || lost(step, standing).any(|net| order.moving.contains(&net)) && !order.renames(step, standing);
+    match (&step.item, step.action) {
+        (Item::Policy(_, spec), _) => spec.is_some(),
+        (Item::Service(..) | Item::Slice(..), action) => action == Action::Delete,
+        (Item::Peer(..), Action::Delete) => !moves(),
+        (Item::Peer(..), Action::Update) => {
+            let key = |spec: Option<&crate::observe::PeerSpec>| spec.map(|spec| spec.public_key);
+            key(before(step, standing)) == key(after(step))
+                && gained(step, standing).is_empty()
+                && lost(step, standing).next().is_some()
+                && !moves()
+        }
+        (Item::Peer(..), Action::Create) => false,
+    }
+}
+
+/// What leaves one Peer and comes to another.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Moved {
+    Network(IpNet),
+    Key(PublicKey),
+}
+
+fn moved(step: &Step, order: &PeerOrder, standing: &BTreeMap<String, ObservedPeer>) -> BTreeSet<Moved> {
+    if !matches!(step.item, Item::Peer(..)) {
+        return BTreeSet::new();
+    }
+    let networks = gained(step, standing).into_iter().chain(lost(step, standing));
+    let networks = networks.filter(|net| order.moving.contains(net)).map(Moved::Network);
+    let keys = [before(step, standing), after(step)].into_iter().flatten();
+    let keys = keys
+        .map(|spec| spec.public_key)
+        .filter(|key| order.coming.contains(key));
+    networks.chain(keys.map(Moved::Key)).collect()
+}
+
+/// Sources joined into groups; each points to a smaller one of its group, or to nothing.
+#[derive(Default)]
+struct Groups(BTreeMap<Source, Source>);
+
+impl Groups {
+    fn find(&self, source: &Source) -> Source {
+        let mut found = source;
+        while let Some(smaller) = self.0.get(found) {
+            found = smaller;
+        }
+        found.clone()
+    }
+
+    fn join(&mut self, a: &Source, b: &Source) {
+        let (a, b) = (self.find(a), self.find(b));
+        if a != b {
+            self.0.insert(a.clone().max(b.clone()), a.min(b));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::observe::{Owner, PeerSpec, PolicySpec};
+
+    fn owner(source: &str) -> Owner {
+        Owner {
+            mesh: Some("m".into()),
+            mesh_namespace: Some("ns".into()),
+            hub: Some("hub".into()),
+            source_cluster: Some(source.into()),
+        }
+    }
+
+    fn spec(key: u8, networks: &[&str]) -> PeerSpec {
+        PeerSpec {
+            public_key: PublicKey::new([key; 32]),
+            allowed_ips: networks.iter().map(|net| net.parse().expect("a network")).collect(),
+            endpoint: None,
+            candidates: vec![],
+            persistent_keepalive: 0,
+            requires_policy: None,
+        }
+    }
+
+    fn step(source: &str, action: Action, item: Item) -> Step {
+        Step {
+            mesh: MeshId {
+                namespace: "ns".into(),
+                name: "m".into(),
+            },
+            action,
+            item,
+            owner: owner(source),
+            fields: vec![],
+        }
+    }
+
+    fn member(peers: &[(&str, &str, PeerSpec)]) -> Member {
+        let peers = peers.iter().map(|(name, source, spec)| {
+            let peer = ObservedPeer {
+                owner: owner(source),
+                spec: Ok(spec.clone()),
+            };
+            ((*name).to_owned(), peer)
+        });
+        Member {
+            peers: Some(peers.collect()),
+            ..Member::default()
+        }
+    }
+
+    /// By group: the names in `closing`, the names in `rest`.
+    fn split(steps: Vec<Step>, member: &Member) -> Vec<(String, Vec<String>, Vec<String>)> {
+        let names = |steps: Vec<Step>| steps.iter().map(|step| step.item.name()).collect();
+        let groups = by_source(steps, member).into_iter();
+        groups
+            .map(|((_, source), lanes)| (source, names(lanes.closing), names(lanes.rest)))
+            .collect()
+    }
+
+    fn group(source: &str, closing: &[&str], rest: &[&str]) -> (String, Vec<String>, Vec<String>) {
+        let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        (source.to_owned(), names(closing), names(rest))
+    }
+
+    #[test]
+    fn policies_deletes_and_narrower_peers_close() {
+        let member = member(&[
+            ("gone", "a", spec(1, &["10.1.0.0/24"])),
+            ("narrower", "a", spec(2, &["10.2.0.0/24", "10.2.1.0/24"])),
+            ("wider", "a", spec(3, &["10.3.0.0/24"])),
+            ("rekeyed", "a", spec(4, &["10.4.0.0/24", "10.4.1.0/24"])),
+        ]);
+        let steps = vec![
+            step(
+                "a",
+                Action::Update,
+                Item::Policy("policy".into(), Some(PolicySpec::default())),
+            ),
+            step("a", Action::Delete, Item::Peer("gone".into(), None)),
+            step(
+                "a",
+                Action::Update,
+                Item::Peer("narrower".into(), Some(spec(2, &["10.2.0.0/24"]))),
+            ),
+            step(
+                "a",
+                Action::Update,
+                Item::Peer("wider".into(), Some(spec(3, &["10.3.0.0/23"]))),
+            ),
+            step(
+                "a",
+                Action::Update,
+                Item::Peer("rekeyed".into(), Some(spec(5, &["10.4.0.0/24"]))),
+            ),
+            step(
+                "b",
+                Action::Create,
+                Item::Peer("new".into(), Some(spec(6, &["10.6.0.0/24"]))),
+            ),
+            step("b", Action::Delete, Item::Policy("last".into(), None)),
+        ];
+        let want = [
+            group("a", &["policy", "gone", "narrower"], &["wider", "rekeyed"]),
+            group("b", &[], &["new", "last"]),
+        ];
+        assert_eq!(split(steps, &member), want);
+    }
+
+    #[test]
+    fn network_that_moves_is_not_lost_first() {
+        let member = member(&[("loses", "a", spec(1, &["10.1.0.0/24"])), ("gains", "a", spec(2, &[]))]);
+        let steps = vec![
+            step(
+                "a",
+                Action::Update,
+                Item::Peer("gains".into(), Some(spec(2, &["10.1.0.0/24"]))),
+            ),
+            step("a", Action::Delete, Item::Peer("loses".into(), None)),
+        ];
+        assert_eq!(split(steps, &member), [group("a", &[], &["gains", "loses"])]);
+    }
+
+    #[test]
+    fn sources_that_hand_over_keys_or_networks_share_a_group() {
+        let member = member(&[
+            ("old", "a", spec(1, &["10.1.0.0/24"])),
+            ("other", "c", spec(3, &["10.3.0.0/24"])),
+        ]);
+        let steps = vec![
+            step("a", Action::Delete, Item::Peer("old".into(), None)),
+            step(
+                "b",
+                Action::Create,
+                Item::Peer("new".into(), Some(spec(1, &["10.1.0.0/24"]))),
+            ),
+            step("c", Action::Delete, Item::Peer("other".into(), None)),
+        ];
+        let want = [group("a", &["old"], &["new"]), group("c", &["other"], &[])];
+        assert_eq!(split(steps, &member), want);
+    }
+}

@@ -1,0 +1,244 @@
+//! Which of a Node's addresses are used, and what becomes of those that are not covered or claimed twice.
+
+use super::*;
+
+fn ips(list: &[&str]) -> Vec<std::net::IpAddr> {
+    list.iter().map(|ip| ip.parse().unwrap()).collect()
+}
+
+fn sockets(list: &[&str]) -> Vec<std::net::SocketAddr> {
+    list.iter().map(|address| address.parse().unwrap()).collect()
+}
+
+/// The endpoint and the candidates of the Peer for `x`, a cloud VM with addresses of both families, in `mgmt`, whose two nodes
+/// have these addresses.
+fn toward(targets: [&[&str]; 2], explicit: Option<&str>) -> Vec<std::net::SocketAddr> {
+    let mut seen = seen();
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        for (name, addresses) in ["a", "b"].into_iter().zip(targets) {
+            let node = m.nodes.get_mut(name).unwrap();
+            node.internal_ips = ips(addresses);
+            node.kilo_endpoint = Claim::Absent;
+        }
+    });
+    edit(&mut seen, &secret("tenant"), |m| {
+        let x = m.nodes.get_mut("x").unwrap();
+        x.external_ips = ips(&["2001:db8::7", "198.51.100.7"]);
+        x.kilo_endpoint = Claim::Absent;
+        if let Some(explicit) = explicit {
+            x.force_endpoint = Claim::Is(Endpoint::Ip(explicit.parse().unwrap()));
+        }
+    });
+    let spec = run(&two_clusters(), &seen).1.targets["mgmt"].peers["m--tenant--x"]
+        .spec
+        .clone();
+    let first = spec.candidates.first().copied().map(Endpoint::Ip);
+    assert_eq!(spec.endpoint, first, "kg reads the endpoint alone");
+    spec.candidates
+}
+
+#[test]
+fn first_endpoint_is_of_a_family_the_target_has() {
+    let v6_first = sockets(&["[2001:db8::7]:51820", "198.51.100.7:51820", "172.30.2.1:51820"]);
+    let v4_first = sockets(&["198.51.100.7:51820", "172.30.2.1:51820", "[2001:db8::7]:51820"]);
+    assert_eq!(toward([&["10.9.0.1"], &["10.9.0.2"]], None), v4_first);
+    assert_eq!(toward([&["2001:db8::1"], &["2001:db8::2"]], None), v6_first);
+    let dual: &[&str] = &["10.9.0.1", "2001:db8::1"];
+    assert_eq!(toward([dual, dual], None), v6_first, "the Node's own order stays");
+    assert_eq!(
+        toward([dual, &["10.9.0.2"]], None),
+        v4_first,
+        "one node there has IPv4 alone"
+    );
+    assert_eq!(
+        toward([&[], &[]], None),
+        v6_first,
+        "nodes without addresses decide nothing"
+    );
+    assert_eq!(toward([dual, &[]], None), v6_first);
+}
+
+#[test]
+fn explicit_endpoint_stays_first_whatever_its_family() {
+    assert_eq!(
+        toward([&["10.9.0.1"], &["10.9.0.2"]], Some("[2001:db8::99]:4500")),
+        sockets(&[
+            "[2001:db8::99]:4500",
+            "198.51.100.7:51820",
+            "172.30.2.1:51820",
+            "[2001:db8::7]:51820"
+        ])
+    );
+}
+
+#[test]
+fn node_without_addresses_changes_no_other_peer() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    let before = run(&mesh, &seen).1.targets;
+    let mut new = Node {
+        created: 99,
+        ..Node::default()
+    };
+    let mut join = |new: &Node| {
+        edit(&mut seen, &ClusterIdentity::Local, |m| {
+            m.nodes.insert("new".into(), new.clone());
+        });
+        run(&mesh, &seen).1.targets
+    };
+    assert_eq!(join(&new), before, "the cloud provider has not given it addresses");
+
+    // Its agent may start before that.
+    new.public_key = Claim::Is(key(99));
+    new.wireguard_ip = Claim::Is("100.66.1.99/24".parse().unwrap());
+    new.pod_cidrs = vec![Claim::Is("10.1.99.0/24".parse().unwrap())];
+    let mut joined = join(&new);
+    let own = joined.get_mut("tenant").unwrap().peers.remove("m--mgmt--new").unwrap();
+    assert_eq!((own.spec.endpoint, own.spec.persistent_keepalive), (None, 25));
+    assert_eq!(joined, before);
+}
+
+#[test]
+fn uncovered_pod_cidr_is_named_and_the_rest_is_meshed() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    let before = run(&mesh, &seen).1.targets;
+    edit(&mut seen, &secret("tenant"), |m| {
+        let x = m.nodes.get_mut("x").unwrap();
+        x.pod_cidrs.push(Claim::Is("10.9.1.0/24".parse().unwrap()));
+        let mut y = node(2, 2);
+        y.pod_cidrs.push(Claim::Is("10.9.2.0/24".parse().unwrap()));
+        m.nodes.insert("y".into(), y);
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!(
+        of_mesh.targets["mgmt"].peers["m--tenant--x"],
+        before["mgmt"].peers["m--tenant--x"]
+    );
+    let report = &of_mesh.clusters["tenant"];
+    assert_eq!((report.registered, &report.skipped), (2, &vec![]));
+    let uncovered = |node: &str, net: &str| Uncovered {
+        node: node.into(),
+        network: net.parse().unwrap(),
+    };
+    assert_eq!(
+        report.uncovered,
+        [uncovered("x", "10.9.1.0/24"), uncovered("y", "10.9.2.0/24")]
+    );
+    let named: Vec<_> = of_mesh
+        .facts
+        .iter()
+        .filter_map(|fact| match fact {
+            Fact::PodCIDRNotCovered { cluster, message } => Some((cluster.as_str(), message.as_str())),
+            _ => None,
+        })
+        .collect();
+    let [("tenant", message)] = named[..] else {
+        panic!("once for the member: {named:?}")
+    };
+    assert!(
+        message.starts_with("podCIDR 10.9.1.0/24 of Node x lies outside allowedNetworks"),
+        "{message}"
+    );
+}
+
+#[test]
+fn family_that_is_not_meshed_is_listed_and_no_trouble() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    edit(&mut seen, &secret("tenant"), |m| {
+        let x = m.nodes.get_mut("x").unwrap();
+        x.pod_cidrs.push(Claim::Is("fd00:2::/64".parse().unwrap()));
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!(of_mesh.facts, BTreeSet::new());
+    let uncovered = &of_mesh.clusters["tenant"].uncovered;
+    assert_eq!(
+        (uncovered.len(), uncovered[0].network),
+        (1, "fd00:2::/64".parse().unwrap())
+    );
+}
+
+#[test]
+fn nested_claims_of_one_member_stay_with_the_older_node() {
+    let mesh = two_clusters();
+    type Change = fn(&mut Node);
+    let cases: [(&str, Change, Reason); 4] = [
+        (
+            "around another's podCIDR",
+            |node| node.pod_cidrs = vec![Claim::Is("10.2.0.0/20".parse().unwrap())],
+            Reason::PodCIDRDuplicate,
+        ),
+        (
+            "inside another's podCIDR",
+            |node| node.pod_cidrs = vec![Claim::Is("10.2.1.128/25".parse().unwrap())],
+            Reason::PodCIDRDuplicate,
+        ),
+        (
+            "a WireGuard address inside another's podCIDR",
+            |node| node.wireguard_ip = Claim::Is("10.2.1.7/16".parse().unwrap()),
+            Reason::WGIPDuplicate,
+        ),
+        (
+            "a podCIDR around another's WireGuard address",
+            |node| node.pod_cidrs = vec![Claim::Is("100.66.2.0/25".parse().unwrap())],
+            Reason::PodCIDRDuplicate,
+        ),
+    ];
+    let before = run(&mesh, &seen()).1.targets;
+    for (name, claim, reason) in cases {
+        let mut seen = seen();
+        edit(&mut seen, &secret("tenant"), |m| {
+            let mut greedy = node(2, 9);
+            claim(&mut greedy);
+            m.nodes.insert("greedy".into(), greedy);
+        });
+        let (_, of_mesh) = run(&mesh, &seen);
+        let skipped = &of_mesh.clusters["tenant"].skipped;
+        assert_eq!(
+            skipped.iter().map(|s| (s.node.as_str(), s.reason)).collect::<Vec<_>>(),
+            [("greedy", reason)],
+            "{name}"
+        );
+        assert_eq!(of_mesh.targets, before, "{name}");
+    }
+}
+
+#[test]
+fn internal_ip_inside_another_nodes_pod_cidr_is_left_out() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    edit(&mut seen, &secret("tenant"), |m| {
+        let mut y = node(2, 2);
+        y.internal_ips = ips(&["10.2.1.7"]);
+        m.nodes.insert("y".into(), y);
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!(
+        *allowed(&of_mesh, "mgmt", "m--tenant--y"),
+        net_set(&["10.2.2.0/24", "100.66.2.2/32"])
+    );
+    let shared = Fact::AddressShared {
+        cluster: "tenant".into(),
+        message: "10.2.1.7/32 of Node y lies in 10.2.1.0/24 of Node x, which keeps it".into(),
+    };
+    assert_eq!(of_mesh.facts, BTreeSet::from([shared]));
+}
+
+#[test]
+fn location_network_around_other_nodes_addresses_is_carried() {
+    let mut mesh = two_clusters();
+    mesh.clusters[1].allowed.extend(nets(&["172.30.0.0/16"]));
+    let mut seen = seen();
+    edit(&mut seen, &secret("tenant"), |m| {
+        let mut y = node(2, 2);
+        y.allowed_location_ips = nets(&["172.30.0.0/16", "10.2.1.128/25"]);
+        m.nodes.insert("y".into(), y);
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!(
+        *allowed(&of_mesh, "mgmt", "m--tenant--y"),
+        net_set(&["10.2.2.0/24", "100.66.2.2/32", "172.30.2.2/32", "172.30.0.0/16"]),
+        "and no part of another Node's podCIDR"
+    );
+}

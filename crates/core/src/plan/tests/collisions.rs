@@ -1,0 +1,77 @@
+//! Addresses that Nodes carry already in a network that is listed for another member.
+
+use super::*;
+
+fn in_use(mesh: &Mesh, seen: &Observations) -> Vec<(String, String)> {
+    let (_, of_mesh) = run(mesh, seen);
+    let facts = of_mesh.facts.into_iter();
+    facts
+        .filter_map(|fact| match fact {
+            Fact::NetworkInUse { cluster, message } => Some((cluster, message)),
+            _ => None,
+        })
+        .collect()
+}
+
+#[test]
+fn addresses_of_nodes_in_another_members_network_are_named_once() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    assert_eq!(in_use(&mesh, &seen), []);
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        for (name, address) in [("a", "100.66.2.7"), ("b", "100.66.2.8")] {
+            let addresses = &mut m.nodes.get_mut(name).unwrap().internal_ips;
+            addresses.push(address.parse().unwrap());
+        }
+    });
+    let message = "2 Node(s) of cluster \"mgmt\" have addresses in 100.66.2.0/24, first a: 100.66.2.7; what is sent to them there \
+                   is lost or enters the mesh. Give this cluster another network";
+    assert_eq!(in_use(&mesh, &seen), [("tenant".to_owned(), message.to_owned())]);
+    let (_, of_mesh) = run(&mesh, &seen);
+    let conditions = crate::status::conditions(&of_mesh, &BTreeMap::new(), &[], &BTreeMap::new());
+    let degraded = conditions
+        .iter()
+        .find(|condition| condition.kind == "Degraded")
+        .unwrap();
+    assert_eq!(
+        (degraded.status, degraded.reason, &*degraded.message),
+        (true, "NetworkInUse", &*format!("cluster \"tenant\": {message}"))
+    );
+
+    // Workers of a cluster that another one hosts are meant to have its addresses.
+    let mut hosted = mesh.clone();
+    hosted.clusters[0].endpoint_networks = nets(&["100.66.2.0/24"]);
+    assert_eq!(in_use(&hosted, &seen), []);
+}
+
+#[test]
+fn transit_network_of_kg_around_another_members_network_is_named() {
+    let mesh = two_clusters();
+    let transit = |server: Server| {
+        let mut seen = seen();
+        edit(&mut seen, &ClusterIdentity::Local, |m| {
+            let node = m.nodes.get_mut("a").unwrap();
+            node.wireguard_ip = Claim::Is("100.66.1.1/16".parse().unwrap());
+            node.server = server;
+        });
+        in_use(&mesh, &seen)
+    };
+    // kg routes the whole of it into its own interface, wg-agent its own address alone.
+    let message = "1 Node(s) of cluster \"mgmt\" have addresses in 100.66.2.0/24, first a: 100.66.0.0/16; what is sent to them \
+                   there is lost or enters the mesh. Give this cluster another network";
+    assert_eq!(transit(Server::Kilo), [("tenant".to_owned(), message.to_owned())]);
+    assert_eq!(transit(Server::Agent), []);
+}
+
+#[test]
+fn nodes_of_a_sandbox_say_nothing_about_networks_of_others() {
+    let mut mesh = two_clusters();
+    mesh.clusters[1].profile = Profile::Sandbox;
+    let mut seen = seen();
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.nodes.get_mut("x").unwrap().internal_ips = vec!["10.1.1.7".parse().unwrap()];
+    });
+    assert_eq!(in_use(&mesh, &seen), []);
+    mesh.clusters[1].profile = Profile::ClusterMeshed;
+    assert_eq!(in_use(&mesh, &seen).len(), 1);
+}

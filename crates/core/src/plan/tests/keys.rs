@@ -1,0 +1,339 @@
+//! Who owns a key and a prefix in a target when several meshes, or a Node of the target itself, claim it.
+
+use super::*;
+
+/// A younger mesh of the hub and `third`, with the node `t` there.
+fn younger() -> Mesh {
+    let mut mesh = two_clusters();
+    mesh.id.name = "n".into();
+    mesh.created = 2;
+    mesh.clusters[1] = entry("third", secret("third"), &["10.3.0.0/16", "100.66.3.0/24"]);
+    mesh
+}
+
+fn with_third(public_key: PublicKey) -> Observations {
+    let mut seen = seen();
+    let node = Node {
+        public_key: Claim::Is(public_key),
+        ..node(3, 1)
+    };
+    seen.members
+        .insert(secret("third"), Observation::Fresh(member(&[("t", node)])));
+    seen
+}
+
+fn plan_of(meshes: &[&Mesh], seen: &Observations) -> Plan {
+    let meshes: Vec<Mesh> = meshes.iter().map(|mesh| (*mesh).clone()).collect();
+    plan(&meshes, seen, &Settings::default(), &Plain)
+}
+
+/// Writes the plan of all meshes, as often as it takes.
+fn settle_all(meshes: &[&Mesh], seen: &mut Observations) {
+    for _ in 0..2 {
+        let plan = plan_of(meshes, seen);
+        for (identity, observation) in &mut seen.members {
+            if let Observation::Fresh(member) = observation {
+                let steps = diff(&plan, identity, member);
+                apply(member, &steps);
+            }
+        }
+    }
+}
+
+/// The Peers that stand in the hub: name, key, first octets of what they carry.
+fn standing(seen: &Observations) -> Vec<(String, PublicKey)> {
+    let peers = seen.members[&ClusterIdentity::Local]
+        .last()
+        .unwrap()
+        .peers
+        .as_ref()
+        .unwrap();
+    let peers = peers.iter();
+    peers
+        .map(|(name, peer)| (name.clone(), peer.spec.as_ref().unwrap().public_key))
+        .collect()
+}
+
+fn skipped(plan: &Plan, mesh: &Mesh, cluster: &str) -> Vec<(String, Reason, String)> {
+    let report = &plan.meshes[&mesh.id].clusters[cluster];
+    let rows = report.skipped.iter();
+    rows.map(|row| (row.node.clone(), row.reason, row.message.clone()))
+        .collect()
+}
+
+#[test]
+fn key_of_an_unseen_member_of_another_mesh_is_not_written_twice() {
+    let (older, newer) = (two_clusters(), younger());
+    let mut seen = with_third(key(49));
+    settle_all(&[&older, &newer], &mut seen);
+    let before = standing(&seen);
+    assert_eq!(
+        before,
+        [("m--tenant--x".into(), key(33)), ("n--third--t".into(), key(49))]
+    );
+
+    // The owner is not seen, and the other member copies its key.
+    seen.members
+        .insert(secret("tenant"), Observation::Unreachable("starting".into()));
+    edit(&mut seen, &secret("third"), |m| {
+        m.nodes.get_mut("t").unwrap().public_key = Claim::Is(key(33));
+    });
+    let plan = plan_of(&[&older, &newer], &seen);
+    let message = format!(
+        "toward cluster \"mgmt\": key {} is that of Peer m--tenant--x there",
+        key(33)
+    );
+    assert_eq!(
+        skipped(&plan, &newer, "third"),
+        [("t".to_owned(), Reason::PublicKeyDuplicate, message)]
+    );
+    settle_all(&[&older, &newer], &mut seen);
+    assert_eq!(standing(&seen), [("m--tenant--x".into(), key(33))]);
+}
+
+#[test]
+fn key_that_another_mesh_writes_is_refused_with_the_reason() {
+    let (older, newer) = (two_clusters(), younger());
+    let mut seen = with_third(key(33));
+    let plan = plan_of(&[&older, &newer], &seen);
+    let message = format!(
+        "toward cluster \"mgmt\": key {} is that of Peer m--tenant--x of ClusterMesh meshes/m there",
+        key(33)
+    );
+    assert_eq!(
+        skipped(&plan, &newer, "third"),
+        [("t".to_owned(), Reason::PublicKeyDuplicate, message)]
+    );
+    assert_eq!(plan.meshes[&newer.id].targets["mgmt"].peers, BTreeMap::new());
+    // Whoever stands there keeps it, younger or not.
+    settle_all(&[&newer], &mut seen);
+    let plan = plan_of(&[&older, &newer], &seen);
+    assert_eq!(plan.meshes[&older.id].targets["mgmt"].peers, BTreeMap::new());
+    assert_eq!(plan.meshes[&newer.id].targets["mgmt"].peers.len(), 1);
+}
+
+#[test]
+fn paused_mesh_takes_no_key_and_no_prefix_that_it_does_not_write() {
+    let mut older = two_clusters();
+    let mut newer = two_clusters();
+    (newer.id.name, newer.created) = ("n".into(), 2);
+    older.paused = true;
+    let mut seen = seen();
+    let plan = plan_of(&[&older, &newer], &seen);
+    let alone = plan_of(&[&newer], &seen);
+    // As if it were alone: every node, with the anchored network on one of them.
+    assert_eq!(plan.meshes[&newer.id].targets, alone.meshes[&newer.id].targets);
+    settle_all(&[&older, &newer], &mut seen);
+    assert_eq!(standing(&seen), [("n--tenant--x".into(), key(33))]);
+}
+
+#[test]
+fn peer_of_a_paused_mesh_keeps_its_key_and_its_prefixes() {
+    let mut older = two_clusters();
+    let mut newer = two_clusters();
+    (newer.id.name, newer.created) = ("n".into(), 2);
+    let mut seen = seen();
+    settle_all(&[&older, &newer], &mut seen);
+    older.paused = true;
+    let before = seen.clone();
+    settle_all(&[&older, &newer], &mut seen);
+    assert_eq!(seen, before, "nothing is written beside it");
+    let plan = plan_of(&[&older, &newer], &seen);
+    assert_eq!(skipped(&plan, &newer, "tenant"), [], "it is the same node");
+
+    // A copy of its key elsewhere is refused.
+    let third = younger();
+    seen.members.extend(
+        with_third(key(33))
+            .members
+            .remove(&secret("third"))
+            .map(|m| (secret("third"), m)),
+    );
+    let plan = plan_of(&[&older, &third], &seen);
+    let message = format!(
+        "toward cluster \"mgmt\": key {} is that of Peer m--tenant--x there",
+        key(33)
+    );
+    assert_eq!(
+        skipped(&plan, &third, "third"),
+        [("t".to_owned(), Reason::PublicKeyDuplicate, message)]
+    );
+}
+
+#[test]
+fn paused_mesh_takes_no_name_of_a_service() {
+    let grant = |name: &str| Grant {
+        cluster: "tenant".into(),
+        service: ObjectName {
+            namespace: "a".into(),
+            name: name.into(),
+        },
+        ports: vec![],
+        local: ObjectName {
+            namespace: "a".into(),
+            name: "db".into(),
+        },
+    };
+    let mut older = two_clusters();
+    let mut newer = two_clusters();
+    (newer.id.name, newer.created) = ("n".into(), 2);
+    older.clusters[0].egress = vec![grant("old")];
+    newer.clusters[0].egress = vec![grant("new")];
+    let mut seen = seen();
+    edit(&mut seen, &secret("tenant"), |m| {
+        for name in ["old", "new"] {
+            let service = Service {
+                ports: vec![ServicePort {
+                    name: String::new(),
+                    port: 80,
+                    protocol: Protocol::Tcp,
+                }],
+                ..Service::default()
+            };
+            m.services.insert(grant(name).service, service);
+        }
+    });
+    let mirrored = |older: &Mesh| {
+        let plan = plan_of(&[older, &newer], &seen);
+        let targets = &plan.meshes[&newer.id].targets;
+        targets["mgmt"].services.keys().cloned().collect::<Vec<_>>()
+    };
+    assert_eq!(mirrored(&older), []);
+    older.paused = true;
+    assert_eq!(mirrored(&older), [grant("new").local]);
+}
+
+#[test]
+fn node_that_copies_a_key_cuts_nobody_off_where_wg_agent_serves() {
+    let mesh = two_clusters();
+    let peers = |server: Server| {
+        let mut seen = seen();
+        edit(&mut seen, &secret("tenant"), |m| {
+            let copy = Node {
+                public_key: Claim::Is(key(17)),
+                server,
+                ..node(2, 2)
+            };
+            m.nodes.insert("copy".into(), copy);
+        });
+        let (plan, of_mesh) = run(&mesh, &seen);
+        let peers: Vec<String> = of_mesh.targets["tenant"].peers.keys().cloned().collect();
+        (
+            peers,
+            skipped(&plan, &mesh, "tenant")
+                .into_iter()
+                .map(|row| row.0)
+                .collect::<Vec<_>>(),
+        )
+    };
+    let (a, b, copy) = (
+        "m--mgmt--a".to_owned(),
+        "m--mgmt--b".to_owned(),
+        vec!["copy".to_owned()],
+    );
+    assert_eq!(peers(Server::Agent), (vec![a, b.clone()], copy.clone()));
+    // kg would lose the node of its own cluster for good.
+    assert_eq!(peers(Server::Kilo), (vec![b.clone()], copy.clone()));
+    assert_eq!(peers(Server::AgentPolicy), (vec![b], copy));
+}
+
+#[test]
+fn peer_without_its_mesh_label_is_ours_again_and_gets_it_back() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    settle(&mesh, &mut seen);
+    let before = seen.clone();
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.peers.as_mut().unwrap().get_mut("m--tenant--x").unwrap().owner.mesh = None;
+        m.policies.as_mut().unwrap().get_mut("m--tenant").unwrap().owner.mesh = None;
+    });
+    let (plan, of_mesh) = run(&mesh, &seen);
+    let steps = diff(
+        &plan,
+        &ClusterIdentity::Local,
+        seen.members[&ClusterIdentity::Local].fresh().unwrap(),
+    );
+    let steps: Vec<_> = steps
+        .into_iter()
+        .map(|step| (step.action, step.item.name(), step.fields))
+        .collect();
+    assert_eq!(
+        steps,
+        [
+            (Action::Update, "m--tenant".to_owned(), vec!["metadata.labels"]),
+            (Action::Update, "m--tenant--x".to_owned(), vec!["metadata.labels"]),
+        ]
+    );
+    assert_eq!(of_mesh.clusters["tenant"].skipped, []);
+    settle(&mesh, &mut seen);
+    assert_eq!(seen, before);
+}
+
+#[test]
+fn peer_without_our_labels_is_not_taken_for_its_name_and_key() {
+    let mesh = two_clusters();
+    let mut settled = seen();
+    settle(&mesh, &mut settled);
+    let changed = |change: &dyn Fn(&mut ObservedPeer)| {
+        let mut seen = settled.clone();
+        edit(&mut seen, &ClusterIdentity::Local, |m| {
+            let peer = m.peers.as_mut().unwrap().get_mut("m--tenant--x").unwrap();
+            peer.owner.mesh = None;
+            change(peer);
+        });
+        let (plan, _) = run(&mesh, &seen);
+        let steps = diff(
+            &plan,
+            &ClusterIdentity::Local,
+            seen.members[&ClusterIdentity::Local].fresh().unwrap(),
+        );
+        let peers = steps.iter().filter(|step| step.item.kind() == "Peer");
+        (
+            peers.map(|step| (step.action, step.item.name())).collect::<Vec<_>>(),
+            skipped(&plan, &mesh, "tenant"),
+        )
+    };
+    let message = format!(
+        "toward cluster \"mgmt\": key {} is that of Peer m--tenant--x there",
+        key(33)
+    );
+    let taken = (vec![], vec![("x".to_owned(), Reason::PublicKeyDuplicate, message)]);
+    // A person's, another hub's, and what another mesh or member of this hub left.
+    assert_eq!(changed(&|peer| peer.owner = Owner::default()), taken);
+    assert_eq!(changed(&|peer| peer.owner.hub = Some("other".into())), taken);
+    assert_eq!(changed(&|peer| peer.owner.mesh_namespace = Some("other".into())), taken);
+    assert_eq!(changed(&|peer| peer.owner.source_cluster = Some("other".into())), taken);
+    // Of another key it is none of this node's: it stays, and the node gets a Peer beside it.
+    let (steps, _) = changed(&|peer| peer.spec.as_mut().unwrap().public_key = key(99));
+    assert_eq!(steps, [(Action::Create, "m--tenant--x-meshes".to_owned())]);
+}
+
+#[test]
+fn peer_without_its_mesh_label_stays_while_nobody_plans_it() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    settle(&mesh, &mut seen);
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.peers.as_mut().unwrap().get_mut("m--tenant--x").unwrap().owner.mesh = None;
+    });
+    let peers = |mesh: &Mesh, seen: &Observations| {
+        let (plan, _) = run(mesh, seen);
+        let steps = diff(
+            &plan,
+            &ClusterIdentity::Local,
+            seen.members[&ClusterIdentity::Local].fresh().unwrap(),
+        );
+        steps
+            .into_iter()
+            .filter(|step| step.item.kind() == "Peer")
+            .collect::<Vec<_>>()
+    };
+    let paused = Mesh {
+        paused: true,
+        ..mesh.clone()
+    };
+    assert_eq!(peers(&paused, &seen), []);
+    seen.members
+        .insert(secret("tenant"), Observation::Unreachable("starting".into()));
+    assert_eq!(peers(&mesh, &seen), []);
+}

@@ -1,0 +1,533 @@
+//! Members that kg serves: restarts, leaders of a location, nodes whose kg is gone (KILO.md §8, §9).
+
+use std::net::IpAddr;
+
+use proptest::{collection, prelude::*, sample::select};
+
+use super::*;
+
+/// A node that kg serves, as it publishes itself.
+fn kg(n: u8, granularity: Granularity) -> Node {
+    let node = node(2, n);
+    Node {
+        server: Server::Kilo,
+        granularity: Some(granularity),
+        kilo_internal_ip: node.internal_ips.first().copied(),
+        ..node
+    }
+}
+
+/// A node of a location that another one leads: kg writes an empty `wireguard-ip`.
+fn follower(n: u8) -> Node {
+    Node {
+        wireguard_ip: Claim::Absent,
+        ..kg(n, Granularity::Location)
+    }
+}
+
+/// What kg leaves of a Node's annotations on SIGTERM.
+fn stop_kg(node: &mut Node) {
+    node.public_key = Claim::Absent;
+    node.wireguard_ip = Claim::Absent;
+    node.kilo_endpoint = Claim::Absent;
+    node.kilo_internal_ip = None;
+    node.granularity = None;
+    node.discovered.clear();
+}
+
+/// Two clusters; nodes `k1`, `k2`, ... serve the tenant, whose InternalIPs are listed one by one.
+fn kilo_tenant(nodes: &[Node]) -> (Mesh, Observations) {
+    let (mut mesh, mut seen) = (two_clusters(), seen());
+    mesh.clusters[1]
+        .allowed
+        .extend(nets(&["172.30.2.1/32", "172.30.2.2/32"]));
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.nodes = (1..)
+            .zip(nodes)
+            .map(|(n, node)| (format!("k{n}"), node.clone()))
+            .collect();
+    });
+    (mesh, seen)
+}
+
+/// Everything that would be written, by member.
+fn writes(mesh: &Mesh, seen: &Observations) -> Vec<(String, Vec<Step>)> {
+    let (plan, _) = run(mesh, seen);
+    let members = seen.members.iter();
+    let written =
+        members.map(|(identity, member)| (identity.to_string(), diff(&plan, identity, member.fresh().unwrap())));
+    written.filter(|(_, steps)| !steps.is_empty()).collect()
+}
+
+#[test]
+fn a_restart_of_kg_writes_nothing_and_warns_of_nothing() {
+    for (granularity, nodes) in [
+        ("full", [kg(1, Granularity::Full), kg(2, Granularity::Full)]),
+        ("location", [kg(1, Granularity::Location), follower(2)]),
+    ] {
+        let (mesh, mut seen) = kilo_tenant(&nodes);
+        settle(&mesh, &mut seen);
+        let before = run(&mesh, &seen).1;
+        for restarting in [&["k1"][..], &["k2"], &["k1", "k2"]] {
+            let mut restarted = seen.clone();
+            edit(&mut restarted, &secret("tenant"), |m| {
+                restarting
+                    .iter()
+                    .for_each(|name| stop_kg(m.nodes.get_mut(*name).unwrap()));
+            });
+            assert_eq!(writes(&mesh, &restarted), vec![], "{granularity}: {restarting:?}");
+            let after = run(&mesh, &restarted).1;
+            assert_eq!(after.facts, before.facts, "{granularity}: {restarting:?}");
+            assert_eq!(
+                after.clusters["tenant"].skipped,
+                vec![],
+                "{granularity}: {restarting:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn an_internal_ip_never_rides_on_another_node() {
+    let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
+    // It has never published anything.
+    edit(&mut seen, &secret("tenant"), |m| {
+        stop_kg(m.nodes.get_mut("k2").unwrap())
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    let own = net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"]);
+    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--k1"), own);
+    let anchored = |of_mesh: &MeshPlan| of_mesh.targets["tenant"].policies["m--mgmt"].spec.anchored.clone();
+    assert_eq!(anchored(&of_mesh), net_set(&[]));
+}
+
+#[test]
+fn a_location_is_led_also_where_an_agent_in_policy_mode_runs() {
+    let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Location), follower(2)]);
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.nodes.values_mut().for_each(|node| node.server = Server::AgentPolicy);
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!(of_mesh.clusters["tenant"].skipped, vec![]);
+    let carried = [
+        "10.2.1.0/24",
+        "10.2.2.0/24",
+        "100.66.2.1/32",
+        "172.30.2.1/32",
+        "172.30.2.2/32",
+    ];
+    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--k1"), net_set(&carried));
+}
+
+/// What the tenant's nodes become: those that have a Peer in the hub, those held, those skipped.
+fn outcome(of_mesh: &MeshPlan) -> (Vec<&str>, Vec<&str>, Vec<(&str, Reason)>) {
+    let report = &of_mesh.clusters["tenant"];
+    let held = report.held.keys().map(String::as_str).collect();
+    let peers = of_mesh.targets["mgmt"].peers.values().map(|peer| peer.node.as_str());
+    let skipped = report
+        .skipped
+        .iter()
+        .map(|skipped| (skipped.node.as_str(), skipped.reason));
+    (peers.collect(), held, skipped.collect())
+}
+
+#[test]
+fn a_leader_whose_kg_is_silent_gives_way() {
+    // k1 died; kg chose k2, which now has the address that k1's Node still carries.
+    let mut elected = kg(2, Granularity::Location);
+    elected.wireguard_ip = kg(1, Granularity::Location).wireguard_ip;
+    let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Location), elected, follower(3)]);
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.nodes.get_mut("k1").unwrap().silent = true
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!(outcome(&of_mesh), (vec!["k2"], vec![], vec![]));
+    let carried = [
+        "10.2.1.0/24",
+        "10.2.2.0/24",
+        "10.2.3.0/24",
+        "100.66.2.1/32",
+        "172.30.2.1/32",
+        "172.30.2.2/32",
+    ];
+    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--k2"), net_set(&carried));
+    // The new leader restarts, and the dead one's annotations are still there.
+    settle(&mesh, &mut seen);
+    edit(&mut seen, &secret("tenant"), |m| {
+        stop_kg(m.nodes.get_mut("k2").unwrap())
+    });
+    assert_eq!(writes(&mesh, &seen), vec![]);
+}
+
+#[test]
+fn of_two_leaders_that_live_kgs_own_choice_counts() {
+    let leads = |change: fn(&mut BTreeMap<String, Node>)| {
+        let (mesh, mut seen) = kilo_tenant(&[1, 2, 3].map(|n| kg(n, Granularity::Location)));
+        edit(&mut seen, &secret("tenant"), |m| change(&mut m.nodes));
+        let (_, of_mesh) = run(&mesh, &seen);
+        outcome(&of_mesh).0.join(" ")
+    };
+    assert_eq!(leads(|_| ()), "k1", "the first by name");
+    assert_eq!(
+        leads(|nodes| nodes.get_mut("k1").unwrap().created = 9),
+        "k1",
+        "age has no part"
+    );
+    assert_eq!(leads(|nodes| nodes.get_mut("k2").unwrap().leader = true), "k2");
+    // kg takes shared address space for public.
+    assert_eq!(
+        leads(|nodes| nodes.get_mut("k3").unwrap().kilo_endpoint =
+            Claim::Is(Endpoint::Ip("100.64.0.3:51820".parse().unwrap()))),
+        "k3"
+    );
+    assert_eq!(
+        leads(|nodes| {
+            nodes.get_mut("k3").unwrap().kilo_endpoint = Claim::Is(Endpoint::Ip("203.0.113.3:51820".parse().unwrap()));
+            nodes.get_mut("k2").unwrap().leader = true;
+        }),
+        "k2",
+        "an annotated one comes before a public one"
+    );
+    assert_eq!(
+        leads(|nodes| {
+            nodes.values_mut().for_each(|node| node.leader = true);
+            nodes.get_mut("k3").unwrap().kilo_endpoint = Claim::Is(Endpoint::Ip("203.0.113.3:51820".parse().unwrap()));
+        }),
+        "k3"
+    );
+}
+
+#[test]
+fn an_address_of_a_silent_node_goes_to_the_living_one() {
+    let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
+    settle(&mesh, &mut seen);
+    // kg took k1 out of its topology and gave its address to k2.
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.nodes.get_mut("k2").unwrap().wireguard_ip = m.nodes["k1"].wireguard_ip.clone();
+    });
+    assert_eq!(
+        outcome(&run(&mesh, &seen).1),
+        (vec!["k1", "k2"], vec!["k2"], vec![]),
+        "both check in: it may be on its way"
+    );
+    let silent = |held_for| {
+        let mut seen = seen.clone();
+        edit(&mut seen, &secret("tenant"), |m| {
+            let dead = m.nodes.get_mut("k1").unwrap();
+            (dead.silent, dead.held_for) = (true, held_for);
+        });
+        run(&mesh, &seen).1
+    };
+    let (of_mesh, later) = (silent(None), silent(Some(HOLD)));
+    assert_eq!(outcome(&of_mesh), (vec!["k1", "k2"], vec!["k1"], vec![]));
+    let living = net_set(&["10.2.2.0/24", "100.66.2.1/32", "172.30.2.2/32"]);
+    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--k2"), living);
+    assert_eq!(
+        outcome(&later),
+        (vec!["k2"], vec![], vec![("k1", Reason::WGIPDuplicate)])
+    );
+    assert_eq!(*allowed(&later, "mgmt", "m--tenant--k2"), living);
+}
+
+#[test]
+fn an_anchor_moves_to_a_node_that_checks_in_and_stays_where_none_does() {
+    let (mut mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
+    let service: IpNet = "10.97.0.0/16".parse().unwrap();
+    mesh.clusters[1].allowed.push(service);
+    settle(&mesh, &mut seen);
+    let carrier = |seen: &Observations| {
+        let (_, of_mesh) = run(&mesh, seen);
+        let mut peers = of_mesh.targets["mgmt"].peers.values();
+        peers
+            .find(|peer| peer.spec.allowed_ips.contains(&service))
+            .map(|peer| peer.node.clone())
+    };
+    let first = carrier(&seen).unwrap();
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.nodes.get_mut(&first).unwrap().silent = true
+    });
+    let second = carrier(&seen).unwrap();
+    assert_ne!(second, first);
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.nodes.get_mut(&second).unwrap().silent = true
+    });
+    assert_eq!(carrier(&seen), Some(first), "none checks in: it stays where it stands");
+}
+
+/// The reason of the condition Degraded, and its message.
+fn degraded(of_mesh: &MeshPlan) -> (&'static str, String) {
+    let conditions = crate::status::conditions(of_mesh, &BTreeMap::new(), &[], &BTreeMap::new());
+    let degraded = conditions
+        .into_iter()
+        .find(|condition| condition.kind == "Degraded")
+        .unwrap();
+    (degraded.reason, degraded.message)
+}
+
+#[test]
+fn nodes_that_publish_nothing_are_told_after_half_a_minute() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    settle(&mesh, &mut seen);
+    let at = |held_for: u64| {
+        let mut seen = seen.clone();
+        edit(&mut seen, &ClusterIdentity::Local, |m| {
+            for node in m.nodes.values_mut() {
+                stop_kg(node);
+                node.server = Server::Kilo;
+                node.kilo_internal_ip = None;
+                node.held_for = Some(Duration::from_secs(held_for));
+            }
+        });
+        let (_, of_mesh) = run(&mesh, &seen);
+        of_mesh.facts.into_iter().find_map(|fact| match fact {
+            Fact::NodesHeld { cluster, nodes } => Some((cluster, nodes)),
+            _ => None,
+        })
+    };
+    let gone = BTreeMap::from(["a", "b"].map(|node| (node.to_owned(), Reason::NodeNoPublicKey)));
+    assert_eq!([at(1), at(29), at(30)], [None, None, Some(("mgmt".to_owned(), gone))]);
+
+    edit(&mut seen, &secret("tenant"), |m| {
+        let node = m.nodes.get_mut("x").unwrap();
+        stop_kg(node);
+        node.held_for = Some(Duration::from_secs(73));
+    });
+    let message = "Node x of cluster \"tenant\": NodeNoPublicKey. The last Peers stand for 5 minutes, then they are removed. \
+                   Look at wg-agent or kg on these nodes";
+    assert_eq!(degraded(&run(&mesh, &seen).1), ("NodesHeld", message.to_owned()));
+}
+
+#[test]
+fn a_node_that_kg_stopped_checking_in_for_is_told() {
+    let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
+    assert_eq!(degraded(&run(&mesh, &seen).1).0, "AllServed");
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.nodes.get_mut("k2").unwrap().silent = true
+    });
+    let message = "kg has not checked in for a minute for Node k2 of cluster \"tenant\" (annotation kilo.squat.ai/last-seen): what \
+                   is published there may be out of date, and changed Peers are not taken up. Look at kg on these nodes; where \
+                   it does not run any more, remove its annotations";
+    assert_eq!(degraded(&run(&mesh, &seen).1), ("KgSilent", message.to_owned()));
+    // What kg left behind says nothing of a node that a full agent serves.
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.nodes.get_mut("k2").unwrap().server = Server::Agent
+    });
+    assert_eq!(degraded(&run(&mesh, &seen).1).0, "AllServed");
+}
+
+#[test]
+fn an_internal_ip_that_kg_cannot_have_is_told() {
+    let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
+    let unserved = |seen: &Observations| {
+        let (_, of_mesh) = run(&mesh, seen);
+        of_mesh.facts.into_iter().find_map(|fact| match fact {
+            Fact::HostNetworkNotServed { cluster, target, nodes } => Some((cluster, target, nodes)),
+            _ => None,
+        })
+    };
+    assert_eq!(unserved(&seen), None, "wg-agent serves the target");
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.nodes.values_mut().for_each(|node| node.server = Server::Kilo);
+    });
+    let both = BTreeSet::from(["k1", "k2"].map(str::to_owned));
+    assert_eq!(unserved(&seen), Some(("tenant".to_owned(), "mgmt".to_owned(), both)));
+    // k1 is found elsewhere.
+    edit(&mut seen, &secret("tenant"), |m| {
+        let node = m.nodes.get_mut("k1").unwrap();
+        node.force_endpoint = Claim::Is(Endpoint::Ip("203.0.113.1:51820".parse().unwrap()));
+    });
+    let one = BTreeSet::from(["k2".to_owned()]);
+    assert_eq!(unserved(&seen), Some(("tenant".to_owned(), "mgmt".to_owned(), one)));
+}
+
+#[test]
+fn a_quarantine_says_where_peers_are_removed() {
+    let (mut mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full)]);
+    let message = |mesh: &Mesh, seen: &Observations| {
+        let (_, of_mesh) = run(mesh, seen);
+        let said = of_mesh.facts.iter().find_map(|fact| match fact {
+            Fact::Quarantined { message, .. } => Some(message.clone()),
+            _ => None,
+        });
+        (said.unwrap(), of_mesh.targets["tenant"].peers.len())
+    };
+    mesh.clusters[0].quarantine = true;
+    let whole = "cluster \"mgmt\" is quarantined by ClusterMesh meshes/m: nothing from it is let through, and its objects stand";
+    let but = format!("{whole}, but for its Peers in \"tenant\", whose nodes enforce no policy: those are removed");
+    assert_eq!(message(&mesh, &seen), (but, 0));
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.nodes.get_mut("k1").unwrap().server = Server::Agent
+    });
+    assert_eq!(message(&mesh, &seen), (whole.to_owned(), 2));
+}
+
+#[test]
+fn whether_a_pod_of_a_node_of_kg_keeps_its_address_is_up_to_its_cni() {
+    use crate::plan::explain::{Destination, Source, World, explain};
+    let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full)]);
+    let masqueraded = |seen: &Observations| {
+        let (plan, _) = run(&mesh, seen);
+        let world = World {
+            meshes: std::slice::from_ref(&mesh),
+            seen,
+            settings: &Settings::default(),
+            naming: &Plain,
+            plan: &plan,
+        };
+        let from = Source {
+            cluster: secret("tenant"),
+            node: Some("k1".into()),
+            address: Some("10.2.1.5".parse().unwrap()),
+        };
+        let to = Destination {
+            cluster: ClusterIdentity::Local,
+            node: Some("a".into()),
+            address: "10.1.1.5".parse().unwrap(),
+            port: None,
+        };
+        let answer = explain(&world, &from, &to);
+        let told = answer
+            .notes
+            .iter()
+            .any(|note| note.starts_with("kg does not keep the source address"));
+        (answer.way.unwrap().masqueraded, told)
+    };
+    assert_eq!(masqueraded(&seen), (None, true));
+    for server in [Server::AgentPolicy, Server::Agent] {
+        edit(&mut seen, &secret("tenant"), |m| {
+            m.nodes.get_mut("k1").unwrap().server = server
+        });
+        assert_eq!(masqueraded(&seen), (Some(false), false));
+    }
+}
+
+/// A member that kg serves, and which of its nodes publish nothing.
+#[derive(Debug, Clone)]
+struct Tenant {
+    nodes: Vec<Node>,
+    allowed: Vec<&'static str>,
+    anchored: Option<Vec<&'static str>>,
+    anchors: u16,
+    blank: Vec<bool>,
+    /// kg serves the other member too.
+    kg_there: bool,
+}
+
+fn tenant() -> impl Strategy<Value = Tenant> {
+    let listed = collection::vec(
+        select(vec!["172.30.2.1/32", "172.30.2.2/32", "172.30.2.3/32", "172.30.2.0/24"]),
+        0..4,
+    );
+    let anchored = select(vec![
+        None,
+        Some(vec![]),
+        Some(vec!["10.97.0.0/16"]),
+        Some(vec!["172.30.2.0/24"]),
+    ]);
+    let kind = (
+        any::<bool>(),
+        any::<bool>(),
+        select(vec![Server::Kilo, Server::AgentPolicy]),
+        any::<bool>(),
+    );
+    let blank = collection::vec(any::<bool>(), 5);
+    (kind, 1..5u8, listed, anchored, 1u16..4, blank).prop_map(
+        |((location, two_locations, server, kg_there), count, mut allowed, anchored, anchors, blank)| {
+            let nodes = (1..=count).map(|n| {
+                let west = two_locations && n > 2;
+                let node = match (location, n == 1 || (west && n == 3)) {
+                    (false, _) => kg(n, Granularity::Full),
+                    (true, true) => kg(n, Granularity::Location),
+                    (true, false) => follower(n),
+                };
+                Node {
+                    server,
+                    location: if west { "west".into() } else { String::new() },
+                    ..node
+                }
+            });
+            allowed.push("10.97.0.0/16");
+            allowed.extend(anchored.iter().flatten());
+            allowed.sort_unstable();
+            allowed.dedup();
+            Tenant {
+                nodes: nodes.collect(),
+                allowed,
+                anchored,
+                anchors,
+                blank,
+                kg_there,
+            }
+        },
+    )
+}
+
+impl Tenant {
+    fn whole(&self) -> (Mesh, Observations) {
+        let (mut mesh, mut seen) = (two_clusters(), seen());
+        let entry = &mut mesh.clusters[1];
+        entry.allowed.extend(nets(&self.allowed));
+        entry.anchored = self.anchored.as_deref().map(nets);
+        entry.anchors = self.anchors;
+        edit(&mut seen, &secret("tenant"), |m| {
+            let named = (1..).zip(&self.nodes);
+            m.nodes = named.map(|(n, node)| (format!("k{n}"), node.clone())).collect();
+        });
+        if self.kg_there {
+            edit(&mut seen, &ClusterIdentity::Local, |m| {
+                m.nodes.values_mut().for_each(|node| node.server = Server::Kilo);
+            });
+        }
+        (mesh, seen)
+    }
+
+    fn stop(&self, seen: &mut Observations) {
+        edit(seen, &secret("tenant"), |m| {
+            let blank = m.nodes.values_mut().zip(&self.blank).filter(|(_, blank)| **blank);
+            blank.for_each(|(node, _)| stop_kg(node));
+        });
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_restart_of_any_kg_writes_anything(tenant in tenant()) {
+        let (mesh, mut seen) = tenant.whole();
+        settle(&mesh, &mut seen);
+        prop_assert_eq!(writes(&mesh, &seen), vec![]);
+        let before = run(&mesh, &seen).1;
+        tenant.stop(&mut seen);
+        prop_assert_eq!(writes(&mesh, &seen), vec![]);
+        let after = run(&mesh, &seen).1;
+        prop_assert_eq!(&after.clusters["tenant"].skipped, &vec![]);
+        prop_assert_eq!(&after.facts, &before.facts);
+    }
+
+    #[test]
+    fn what_no_node_owns_holds_no_address_of_a_node(tenant in tenant()) {
+        let (mesh, mut seen) = tenant.whole();
+        tenant.stop(&mut seen);
+        let (_, of_mesh) = run(&mesh, &seen);
+        let nodes = &seen.members[&secret("tenant")].fresh().unwrap().nodes;
+        let peers = of_mesh.targets["mgmt"].peers.values();
+        let owned: BTreeSet<IpNet> = nodes.values().flat_map(|node| {
+            let pods = node.pod_cidrs.iter().filter_map(Claim::value).copied();
+            pods.chain(node.wireguard_ip.value().map(|net| IpNet::from(net.addr())))
+        }).collect();
+        for peer in peers {
+            let of = &nodes[&peer.node];
+            let near = nodes.values().filter(|node| node.location == of.location && node.granularity != Some(Granularity::Full));
+            let own: BTreeSet<IpAddr> = near.chain([of]).flat_map(|node| node.internal_ips.iter().copied()).collect();
+            for net in peer.spec.allowed_ips.iter().filter(|net| !owned.contains(net)) {
+                let mut addresses = nodes.values().flat_map(|node| &node.internal_ips);
+                let held = addresses.find(|address| net.contains(*address));
+                // A person may anchor the network of the nodes: wg-agent keeps its own packets off it.
+                let meant = tenant.anchored.is_some() && !tenant.kg_there;
+                prop_assert!(held.is_none_or(|at| meant || (*net == IpNet::from(*at) && own.contains(at))), "{net}: {peer:?}");
+            }
+        }
+    }
+}
