@@ -1,93 +1,89 @@
-//! Writes steps into one member: in order, a few at a time, each object's failures remembered apart so that one that is
-//! refused delays no other. What to write was decided elsewhere.
+//! Writes steps into one member. The order, the pace and the backoffs are [`queue`]'s, the requests [`write`]'s; what to write
+//! was decided elsewhere.
 
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
 };
 
-use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use clustermesh_core::{
-    diff::{Action, Step},
+    diff::Step,
+    lanes::{Lanes, Source},
     mesh::MeshId,
 };
-use futures::{StreamExt, stream};
+use futures::{StreamExt, stream::FuturesUnordered};
 use kube::Client;
+use tokio::{sync::Notify, time::Instant};
 use tokio_util::task::TaskTracker;
 
 use crate::{feed::Changed, metrics::Metrics, session::tables::Tables, trouble};
 
+mod queue;
 mod write;
 
+use queue::{Queue, Sent, key};
 pub(crate) use write::Claims;
 
-/// Requests to one member at the same time.
-const CONCURRENT: usize = 8;
-
 /// The writer of one member. Cheap to clone; all clones are one writer.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(crate) struct Writer {
     state: Arc<Mutex<State>>,
+    offered: Arc<Notify>,
     changed: Changed,
     metrics: Metrics,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct State {
-    busy: bool,
-    /// The member as a whole asked to wait, or did not answer.
-    cluster: Option<Failure>,
-    /// Objects that were refused, by kind and name.
-    objects: BTreeMap<(&'static str, String), Failure>,
+    queue: Queue,
+    target: Option<Target>,
+    /// Whether a task sends what is in the queue.
+    running: bool,
 }
 
-#[derive(Debug)]
-struct Failure {
-    mesh: Option<MeshId>,
-    why: String,
-    not_before: Instant,
-    pauses: ExponentialBackoff,
-}
-
-impl Failure {
-    fn again(before: Option<Self>, mesh: Option<MeshId>, why: String) -> Self {
-        let mut pauses = before.map_or_else(pauses, |failure| failure.pauses);
-        let wait = pauses.next().unwrap_or(Duration::from_secs(60));
-        Self {
-            mesh,
-            why,
-            not_before: Instant::now() + wait,
-            pauses,
-        }
-    }
-}
-
-fn pauses() -> ExponentialBackoff {
-    ExponentialBuilder::new()
-        .with_min_delay(Duration::from_millis(500))
-        .with_max_delay(Duration::from_secs(60))
-        .with_jitter()
-        .without_max_times()
-        .build()
+/// How to write into the member.
+#[derive(Clone)]
+pub(crate) struct Target {
+    pub(crate) client: Client,
+    pub(crate) tables: Tables,
+    pub(crate) claims: Arc<Claims>,
 }
 
 /// What became of one step.
+#[derive(Debug)]
 enum Outcome {
-    /// Written, or there was nothing left to write.
-    Done,
-    /// Somebody else changed it meanwhile: the next plan sees what.
-    Conflict,
+    /// There was nothing left to write.
+    Unchanged,
+    /// Written; the other field manager that changed the object last.
+    Written { over: Option<String> },
+    /// Changed meanwhile, and by which field manager.
+    Conflict { by: Option<String> },
     /// This object is refused.
     Refused(String),
-    /// The member is in trouble.
-    Trouble(String),
+    /// The member asks to slow down.
+    Throttled(String),
+    /// The member does not answer, or refuses the credentials.
+    Unavailable(String),
+}
+
+impl Outcome {
+    /// As the metric has it.
+    const fn result(&self) -> &'static str {
+        match self {
+            Self::Unchanged | Self::Written { .. } => "ok",
+            Self::Conflict { .. } => "conflict",
+            Self::Refused(_) => "refused",
+            Self::Throttled(_) => "throttled",
+            Self::Unavailable(_) => "trouble",
+        }
+    }
 }
 
 impl Writer {
     pub(crate) fn new(changed: Changed, metrics: Metrics) -> Self {
         Self {
             state: Arc::default(),
+            offered: Arc::default(),
             changed,
             metrics,
         }
@@ -97,178 +93,139 @@ impl Writer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a batch is being written.
+    /// Whether anything is in flight or still to be sent.
     pub(crate) fn busy(&self) -> bool {
-        self.lock().busy
+        !self.lock().queue.is_empty()
+    }
+
+    /// Whether a write for this mesh is in flight.
+    pub(crate) fn is_writing(&self, mesh: &MeshId) -> bool {
+        self.lock().queue.is_writing(mesh)
     }
 
     /// Why something of this mesh could not be written, if so.
     pub(crate) fn trouble(&self, mesh: &MeshId) -> Option<String> {
-        let state = self.lock();
-        let objects = || {
-            state
-                .objects
-                .iter()
-                .filter(|(_, failure)| failure.mesh.as_ref() == Some(mesh))
-                .map(|((kind, name), failure)| format!("{kind} {name}: {}", failure.why))
-        };
-        let more = objects().count().saturating_sub(1);
-        match (&state.cluster, objects().next()) {
-            (Some(failure), _) => Some(failure.why.clone()),
-            (None, Some(first)) if more > 0 => Some(format!("{first}; and {more} more")),
-            (None, first) => first,
-        }
+        self.lock().queue.trouble(mesh)
     }
 
-    /// Takes what is to be written now; when it is busy or told to wait, the next plan will offer it again. Returns when
-    /// the loop has to look again because of a wait.
+    /// Replaces what is to be written; `observed` = when the pass that decided it began to observe. A task sends it.
     pub(crate) fn offer(
         &self,
-        steps: Vec<Step>,
-        client: Client,
-        tables: &Tables,
-        claims: &Arc<Claims>,
+        groups: BTreeMap<Source, Lanes>,
+        observed: Instant,
+        target: Target,
         tasks: &TaskTracker,
-    ) -> Option<Instant> {
-        let now = Instant::now();
+    ) {
         let mut state = self.lock();
-        // What is no longer to be written has no failure any more.
-        state
-            .objects
-            .retain(|(kind, name), _| steps.iter().any(|s| s.item.kind() == *kind && s.item.name() == *name));
-        if state.busy || steps.is_empty() {
-            if steps.is_empty() {
-                state.cluster = None;
-            }
-            return None;
+        state.queue.replace(groups, observed, Instant::now());
+        state.target = Some(target);
+        if !state.running && !state.queue.is_empty() {
+            state.running = true;
+            tasks.spawn(self.clone().run());
         }
-        if let Some(failure) = &state.cluster
-            && failure.not_before > now
-        {
-            return Some(failure.not_before);
-        }
-        let waits = |step: &Step| {
-            state
-                .objects
-                .get(&key(step))
-                .map(|f| f.not_before)
-                .filter(|until| *until > now)
-        };
-        let earliest = steps.iter().filter_map(waits).min();
-        let batch: Vec<Step> = steps.iter().filter(|step| waits(step).is_none()).cloned().collect();
-        if batch.is_empty() {
-            return earliest;
-        }
-        state.busy = true;
         drop(state);
-        let (writer, tables, claims) = (self.clone(), tables.clone(), Arc::clone(claims));
-        tasks.spawn(async move {
-            // Also when the batch is dropped half way, the writer is free again.
-            let _free = Free(writer.clone());
-            writer.write(batch, client, tables, claims).await;
-        });
-        earliest
+        self.offered.notify_one();
     }
 
-    async fn write(&self, steps: Vec<Step>, client: Client, tables: Tables, claims: Arc<Claims>) {
-        for run in runs(&steps) {
-            let at_once = if concurrent(run) { CONCURRENT } else { 1 };
-            // Owned, since the compiler cannot see that futures over borrowed steps may be sent (rust-lang/rust#110338).
-            let mut outcomes = stream::iter(run.to_vec())
-                .map(|step| {
-                    let (client, tables, claims) = (client.clone(), tables.clone(), Arc::clone(&claims));
-                    async move {
-                        let outcome = write::one(&step, &client, &tables, &claims).await;
-                        (step, outcome)
-                    }
-                })
-                .buffered(at_once);
-            while let Some((step, outcome)) = outcomes.next().await {
-                if !self.note(&step, outcome) {
-                    return;
+    /// Sends nothing more until the next offer. What is in flight ends.
+    pub(crate) fn clear(&self) {
+        let now = Instant::now();
+        self.lock().queue.replace(BTreeMap::new(), now, now);
+        self.offered.notify_one();
+    }
+
+    async fn run(self) {
+        let mut ended = Ended(Some(self.clone()));
+        let mut sending = FuturesUnordered::new();
+        let mut written = false;
+        loop {
+            let wait = loop {
+                let mut state = self.lock();
+                let Some(target) = state.target.clone() else { break None };
+                match state.queue.next(Instant::now()) {
+                    Ok(sent) => sending.push(send(sent, target)),
+                    Err(wait) => break wait,
+                }
+            };
+            {
+                let mut state = self.lock();
+                if state.queue.is_empty() {
+                    state.running = false;
+                    ended.0 = None;
+                    break;
                 }
             }
+            tokio::select! {
+                Some((sent, outcome)) = sending.next() => {
+                    written |= matches!(outcome, Outcome::Written { .. });
+                    self.note(sent, outcome);
+                }
+                () = self.offered.notified() => {}
+                () = crate::backoff::sleep_until(wait) => {}
+            }
         }
-        self.lock().cluster = None;
+        // All is written: the time of it is reported. Where nothing had to be written, a pass would only find the same again.
+        if written {
+            self.changed.notify_one();
+        }
     }
 
-    /// Remembers what became of a step; `false` = the rest of the batch has no chance.
-    fn note(&self, step: &Step, outcome: Outcome) -> bool {
+    /// Logs and counts what became of a step. The loop is woken only when its report changes; what was written wakes it by the
+    /// table.
+    fn note(&self, sent: Sent, outcome: Outcome) {
+        let step = &sent.step;
         let (kind, name) = key(step);
         let action = step.action.as_str();
-        let mut state = self.lock();
-        match outcome {
-            Outcome::Done => {
-                state.objects.remove(&(kind, name.clone()));
-                drop(state);
-                self.metrics.wrote(kind, action, "ok");
+        self.metrics.wrote(kind, action, outcome.result());
+        match &outcome {
+            Outcome::Unchanged | Outcome::Written { .. } => {
                 tracing::info!(mesh = %step.mesh, action, kind, name, fields = step.fields.join(","), "written");
-                true
             }
-            Outcome::Conflict => {
-                drop(state);
-                self.metrics.wrote(kind, action, "conflict");
-                tracing::info!(mesh = %step.mesh, action, kind, name, "changed by somebody else meanwhile; planning again");
-                true
+            Outcome::Conflict { by } => {
+                tracing::info!(mesh = %step.mesh, action, kind, name, by, "changed by another writer meanwhile");
             }
-            Outcome::Refused(why) => {
-                tracing::warn!(mesh = %step.mesh, action, kind, name, %why, "refused");
-                let before = state.objects.remove(&(kind, name.clone()));
-                state
-                    .objects
-                    .insert((kind, name), Failure::again(before, Some(step.mesh.clone()), why));
-                drop(state);
-                self.metrics.wrote(kind, action, "refused");
-                true
+            Outcome::Refused(why) => tracing::warn!(mesh = %step.mesh, action, kind, name, why, "refused"),
+            Outcome::Throttled(why) | Outcome::Unavailable(why) => {
+                tracing::warn!(mesh = %step.mesh, action, kind, name, why, "not written; to be tried again");
             }
-            Outcome::Trouble(why) => {
-                tracing::warn!(mesh = %step.mesh, action, kind, name, %why, "not written; the member is given time");
-                let before = state.cluster.take();
-                state.cluster = Some(Failure::again(before, None, why));
-                drop(state);
-                self.metrics.wrote(kind, action, "trouble");
-                false
-            }
+        }
+        let changed = self.lock().queue.note(sent, outcome, Instant::now());
+        if changed {
+            self.changed.notify_one();
         }
     }
 }
 
-/// Frees the writer and wakes the loop, however the batch ended.
-struct Free(Writer);
+async fn send(sent: Sent, target: Target) -> (Sent, Outcome) {
+    let outcome = write::one(&sent.step, &target).await;
+    (sent, outcome)
+}
 
-impl Drop for Free {
+/// Lets another task begin when this one ended before its time.
+struct Ended(Option<Writer>);
+
+impl Drop for Ended {
     fn drop(&mut self) {
-        self.0.lock().busy = false;
-        self.0.changed.notify_one();
+        if let Some(writer) = self.0.take() {
+            let mut state = writer.lock();
+            state.running = false;
+            state.queue.abandon();
+        }
     }
-}
-
-fn key(step: &Step) -> (&'static str, String) {
-    (step.item.kind(), step.item.name())
-}
-
-/// Cuts the steps into runs of one kind and action: between runs the order matters.
-fn runs(steps: &[Step]) -> impl Iterator<Item = &[Step]> {
-    steps.chunk_by(|a, b| a.item.kind() == b.item.kind() && a.action == b.action)
-}
-
-/// Whether the order inside a run does not matter. It does where prefixes or keys move between Peers: gain comes before loss.
-fn concurrent(run: &[Step]) -> bool {
-    let moves = |step: &Step| {
-        step.fields
-            .iter()
-            .any(|field| matches!(*field, "spec.allowedIPs" | "spec.publicKey" | "spec"))
-    };
-    run.first().is_some_and(|step| step.action != Action::Update) || !run.iter().any(moves)
 }
 
 /// The words for a refused write.
 fn refusal(error: &kube::Error, step: &Step) -> Outcome {
+    if let kube::Error::Api(status) = error
+        && status.code == 429
+    {
+        return Outcome::Throttled(trouble::words(error));
+    }
     if trouble::is_of_the_cluster(error) {
-        return Outcome::Trouble(trouble::words(error));
+        return Outcome::Unavailable(trouble::words(error));
     }
     let kube::Error::Api(status) = error else {
-        return Outcome::Refused("what stands there, or the answer, cannot be read".to_owned());
+        return Outcome::Refused("the object there, or the answer, cannot be read".to_owned());
     };
     Outcome::Refused(match status.code {
         403 => format!(

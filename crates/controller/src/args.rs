@@ -3,7 +3,10 @@
 use std::{net::SocketAddr, path::PathBuf};
 
 use clap::Parser;
-use clustermesh_core::{hub::HubNamespace, plan::InfrastructurePort};
+use clustermesh_core::{
+    hub::{HubNamespace, HubNetwork, MemberNamespace},
+    plan::InfrastructurePort,
+};
 use clustermesh_daemon::LogFormat;
 
 /// Keeps every member of every ClusterMesh true.
@@ -20,11 +23,23 @@ pub struct Args {
 
     /// Namespace whose ClusterMeshes may use this controller's own rights in the hub (`local: true`), with the widest
     /// profile of the other entries there: cluster-meshed (default), sandbox or standard. With `sandbox`, only Services of
-    /// that namespace itself may be granted there, and those that carry `kilo-clustermesh.io/allowed-from: NAMESPACE`. May be
-    /// given several times; `*` = every namespace. Default: the controller's own namespace (POD_NAMESPACE, else that of the
-    /// kubeconfig's context, else `default`).
-    #[arg(long = "hub-namespace", value_name = "NAMESPACE[=PROFILE]")]
+    /// that namespace itself may be granted there, and those that carry `kilo-clustermesh.io/allowed-from: NAMESPACE`; and
+    /// entries list no allowedNetworks but those inside the CIDRs that follow: without any, no mesh is served there. With
+    /// `cluster-meshed,CIDR,...` the list holds as well. May be given several times; `*` = every namespace. Default: the
+    /// controller's own namespace (POD_NAMESPACE, else that of the kubeconfig's context, else `default`).
+    #[arg(long = "hub-namespace", value_name = "NAMESPACE[=PROFILE[,CIDR...]]")]
     pub hub_namespaces: Vec<HubNamespace>,
+
+    /// Namespace whose ClusterMeshes may connect members with each other, but not with the hub: no entry with `local: true`.
+    /// Entries list no allowedNetworks but those inside the CIDRs. May be given several times; `*` = every namespace.
+    #[arg(long = "member-namespace", value_name = "NAMESPACE,CIDR[,CIDR...]")]
+    pub member_namespaces: Vec<MemberNamespace>,
+
+    /// Pod and WireGuard networks of the hub: all that the entry with `local: true` may list in a namespace that is bound to a
+    /// list of CIDRs, and nothing that another entry may list there. Leave out the addresses of the hub's nodes: what is listed
+    /// here a Service of such a namespace may open to a sandbox. May be given several times.
+    #[arg(long = "hub-network", value_name = "CIDR[,CIDR...]", value_delimiter = ',')]
+    pub hub_networks: Vec<HubNetwork>,
 
     /// A port of your infrastructure that is closed to every member on each address of every node, beside the built-in ones
     /// (API server, kubelet, etcd, scheduler, controller-manager, kube-proxy, wg-agent). May be given several times.
@@ -36,9 +51,19 @@ pub struct Args {
     #[arg(long, value_name = "ID", value_parser = label_value)]
     pub hub_id: Option<String>,
 
+    /// Memory of this process in bytes; three eighths of it are for what is read of all members, half of that for any one. A
+    /// member over its budget is Stale, with the reason. Of the pod's limit in the manifests.
+    #[arg(long, value_name = "BYTES", env = "MEMORY_LIMIT", default_value_t = 1 << 30, value_parser = clap::value_parser!(u64).range(64 << 20..))]
+    pub memory_limit: u64,
+
     /// Address of /metrics, /healthz, /readyz and /debug/state.
     #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:8081")]
     pub listen: SocketAddr,
+
+    /// Answer /metrics to every client. Default: to the loopback alone, because its labels name every mesh and cluster, and
+    /// pods of every cluster-meshed member reach this port. Use it where a NetworkPolicy admits only your monitoring.
+    #[arg(long)]
+    pub open_metrics: bool,
 
     /// How log lines are written; RUST_LOG chooses which.
     #[arg(long, value_enum, default_value_t)]
@@ -63,6 +88,7 @@ fn label_value(text: &str) -> Result<String, String> {
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
+    use clustermesh_core::mesh::Profile;
 
     use super::*;
 
@@ -84,6 +110,42 @@ mod tests {
             why.contains("--infrastructure-port") && why.contains("8132/TCP"),
             "{why}"
         );
+    }
+
+    fn texts<N: ToString>(networks: impl Iterator<Item = N>) -> Vec<String> {
+        networks.map(|network| network.to_string()).collect()
+    }
+
+    #[test]
+    fn networks_of_namespaces_are_read_from_the_arguments_of_a_deployment() {
+        let args = Args::try_parse_from([
+            "clustermesh-controller",
+            "--hub-namespace=clustermesh",
+            "--hub-namespace=team-x=sandbox,100.80.16.0/20,fd00:80::/48",
+            "--member-namespace=team-y,10.20.0.0/16",
+            "--hub-network=10.244.0.0/16,100.80.0.0/24",
+        ])
+        .unwrap();
+
+        let hub_namespaces = args.hub_namespaces.iter();
+        let hub_namespaces: Vec<_> = hub_namespaces
+            .map(|flag| (&*flag.namespace, flag.max_profile, texts(flag.networks.iter())))
+            .collect();
+        let listed = ["100.80.16.0/20", "fd00:80::/48"].map(str::to_owned);
+        assert_eq!(
+            hub_namespaces,
+            [
+                ("clustermesh", Profile::ClusterMeshed, vec![]),
+                ("team-x", Profile::Sandbox, listed.to_vec()),
+            ]
+        );
+        let member_namespaces = args.member_namespaces.iter();
+        let member_namespaces: Vec<_> = member_namespaces
+            .map(|flag| (&*flag.namespace, texts(flag.networks.iter())))
+            .collect();
+        assert_eq!(member_namespaces, [("team-y", vec!["10.20.0.0/16".to_owned()])]);
+        let hub_networks = args.hub_networks.iter().map(|network| &network.0);
+        assert_eq!(texts(hub_networks), ["10.244.0.0/16", "100.80.0.0/24"]);
     }
 
     #[test]

@@ -1,8 +1,9 @@
-//! Events on ClusterMeshes: one for each change of what is said of something, not one for each pass. What is said is
-//! decided in [`crate::report`].
+//! Events on ClusterMeshes: one for each change of a notice, not one for each pass. The notices are made in
+//! [`crate::report`].
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    sync::Arc,
     time::Duration,
 };
 
@@ -10,24 +11,26 @@ use clustermesh_api::mesh::ClusterMesh;
 use clustermesh_core::mesh::MeshId;
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::{
-    Client, Resource,
+    Client, Error, Resource,
     runtime::events::{Event, EventType, Recorder, Reporter},
 };
 
+use crate::trouble;
+
 /// The longest note the API takes.
 const NOTE: usize = 1024;
-/// Events of one pass for one mesh, at most: a thousand nodes that are skipped at once are one piece of news.
+/// Events of one report of one mesh, at most.
 const AT_ONCE: usize = 20;
 
-/// For one Event: nothing waits for it.
+/// For one Event.
 const REQUEST: Duration = Duration::from_secs(5);
 
-/// Something that is said of a mesh.
+/// One fact about a mesh that an Event tells.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Saying {
-    /// What it is about; one saying a topic stands at a time. `Ready`, `node tenant-a/worker-1`.
+pub(crate) struct Notice {
+    /// What it is about; each topic has one notice at a time. `Ready`, `node tenant-a/worker-1`.
     pub(crate) topic: String,
-    /// One word; news is a topic with another word.
+    /// One word; a topic with another word is a new Event.
     pub(crate) reason: String,
     /// For a person.
     pub(crate) message: String,
@@ -39,41 +42,57 @@ pub(crate) struct Saying {
     pub(crate) node: Option<(String, String)>,
 }
 
-/// What has been said already, by mesh.
-#[derive(Debug, Default)]
-pub(crate) struct Said(BTreeMap<MeshId, BTreeMap<String, String>>);
+/// The notices of one mesh that had their Event: the reason by topic.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Reported(BTreeMap<String, String>);
 
-impl Said {
-    /// What of `sayings` is news; remembers them. Topics that are no longer spoken of are forgotten, so that they are
-    /// news when they return. `before` = what an earlier controller left in the status, asked for once a mesh.
-    fn news(
-        &mut self,
-        mesh: &MeshId,
-        sayings: Vec<Saying>,
-        before: impl FnOnce() -> BTreeMap<String, String>,
-    ) -> Vec<Saying> {
-        let said = self.0.entry(mesh.clone()).or_insert_with(before);
-        let topics: BTreeSet<&String> = sayings.iter().map(|saying| &saying.topic).collect();
-        said.retain(|topic, _| topics.contains(topic));
-        sayings
-            .into_iter()
-            .filter(|saying| said.insert(saying.topic.clone(), saying.reason.clone()).as_ref() != Some(&saying.reason))
-            .collect()
+impl Reported {
+    /// What an earlier controller reported, as far as the status shows it: a restart is no reason for an Event. Whatever the
+    /// spec alone decides was reported with its generation.
+    pub(crate) fn before(mesh: &ClusterMesh, notices: &[Notice]) -> Self {
+        let Some(status) = &mesh.status else {
+            return Self::default();
+        };
+        let conditions = status.conditions.iter().map(|c| (c.type_.clone(), c.reason.clone()));
+        let nodes = status.clusters.iter().flat_map(|cluster| {
+            cluster
+                .skipped
+                .iter()
+                .map(move |skip| (node_topic(&cluster.name, &skip.node), skip.reason.clone()))
+        });
+        let links = status.broken_links.iter();
+        let links = links.map(|link| (link_topic(&link.from, &link.to), TUNNELS_DOWN.to_owned()));
+        let same_spec = status.observed_generation.is_some() && status.observed_generation == mesh.metadata.generation;
+        let fields = notices
+            .iter()
+            .filter(|notice| same_spec && notice.reason == SPEC_ADJUSTED)
+            .map(|notice| (notice.topic.clone(), notice.reason.clone()));
+        Self(conditions.chain(nodes).chain(links).chain(fields).collect())
     }
 
-    /// Forgets meshes that are gone.
-    pub(crate) fn keep(&mut self, meshes: &BTreeSet<MeshId>) {
-        self.0.retain(|mesh, _| meshes.contains(mesh));
+    /// The notices that have had no Event. Topics that have no notice any more are forgotten, so that they have one when they
+    /// return.
+    pub(crate) fn news(&mut self, notices: &[Notice]) -> Vec<Notice> {
+        let topics: BTreeSet<&String> = notices.iter().map(|notice| &notice.topic).collect();
+        self.0.retain(|topic, _| topics.contains(topic));
+        let news = notices
+            .iter()
+            .filter(|notice| self.0.get(&notice.topic) != Some(&notice.reason));
+        news.cloned().collect()
+    }
+
+    /// This one had its Event.
+    pub(crate) fn add(&mut self, notice: &Notice) {
+        self.0.insert(notice.topic.clone(), notice.reason.clone());
     }
 }
 
-/// Publishes what is news.
-pub(crate) struct Speaker {
+/// Publishes notices as Events.
+pub(crate) struct EventPublisher {
     recorder: Recorder,
-    said: Said,
 }
 
-impl Speaker {
+impl EventPublisher {
     pub(crate) fn new(client: Client, instance: Option<String>) -> Self {
         let reporter = Reporter {
             controller: "clustermesh-controller".into(),
@@ -81,73 +100,57 @@ impl Speaker {
         };
         Self {
             recorder: Recorder::new(client, reporter),
-            said: Said::default(),
         }
     }
 
-    /// Says what is news; `false` = the hub's API did not answer. A saying that cannot be published is lost: the status
-    /// holds it too.
-    pub(crate) async fn speak(&mut self, id: &MeshId, mesh: &ClusterMesh, sayings: Vec<Saying>) -> bool {
-        let news = self.said.news(id, sayings, || standing(mesh));
+    /// Publishes what is new, until the hub does not answer; which are done with, and why the rest is not. What it refuses, and
+    /// those beyond the limit of one report, are in the status alone.
+    pub(crate) async fn publish(
+        &self,
+        id: &MeshId,
+        mesh: &Arc<ClusterMesh>,
+        news: Vec<Notice>,
+    ) -> (Vec<Notice>, Option<Error>) {
         let reference = mesh.object_ref(&());
-        let more = news.len().saturating_sub(AT_ONCE);
-        for saying in news.into_iter().take(AT_ONCE) {
+        for (index, notice) in news.iter().take(AT_ONCE).enumerate() {
             let event = Event {
-                type_: if saying.warning {
+                type_: if notice.warning {
                     EventType::Warning
                 } else {
                     EventType::Normal
                 },
-                reason: saying.reason,
-                note: Some(cut(&saying.message, NOTE)),
-                action: saying.action.to_owned(),
-                secondary: saying.node.map(|(cluster, name)| ObjectReference {
+                reason: notice.reason.clone(),
+                note: Some(cut(&notice.message, NOTE)),
+                action: notice.action.to_owned(),
+                secondary: notice.node.as_ref().map(|(cluster, name)| ObjectReference {
                     api_version: Some("v1".to_owned()),
                     kind: Some("Node".to_owned()),
-                    name: Some(name),
+                    name: Some(name.clone()),
                     field_path: Some(format!("spec.clusters[name={cluster}]")),
                     ..ObjectReference::default()
                 }),
             };
-            match tokio::time::timeout(REQUEST, self.recorder.publish(&event, &reference)).await {
-                Ok(Ok(())) => {}
-                Ok(Err(error)) => {
-                    tracing::warn!(mesh = %id, reason = event.reason, error = &error as &dyn std::error::Error, "no Event");
-                }
-                Err(_) => {
-                    tracing::warn!(mesh = %id, reason = event.reason, "no Event, nor those after it: the hub does not answer");
-                    return false;
+            let answer = match tokio::time::timeout(REQUEST, self.recorder.publish(&event, &reference)).await {
+                Ok(answer) => answer,
+                Err(elapsed) => Err(Error::Service(Box::new(elapsed))),
+            };
+            if let Err(error) = answer {
+                tracing::warn!(mesh = %id, reason = event.reason, error = &error as &dyn std::error::Error, "Event not written");
+                if trouble::is_of_the_cluster(&error) {
+                    return (news[..index].to_vec(), Some(error));
                 }
             }
         }
+        let more = news.len().saturating_sub(AT_ONCE);
         if more > 0 {
-            tracing::info!(mesh = %id, more, "more news than Events; see the status");
+            tracing::info!(mesh = %id, more, "more changes than Events; see the status");
         }
-        true
-    }
-
-    /// Forgets meshes that are gone.
-    pub(crate) fn keep(&mut self, meshes: &BTreeSet<MeshId>) {
-        self.said.keep(meshes);
+        (news, None)
     }
 }
 
-/// What the status says that an earlier controller wrote: a restart is no news.
-fn standing(mesh: &ClusterMesh) -> BTreeMap<String, String> {
-    let Some(status) = &mesh.status else {
-        return BTreeMap::new();
-    };
-    let conditions = status.conditions.iter().map(|c| (c.type_.clone(), c.reason.clone()));
-    let nodes = status.clusters.iter().flat_map(|cluster| {
-        cluster
-            .skipped
-            .iter()
-            .map(move |skip| (node_topic(&cluster.name, &skip.node), skip.reason.clone()))
-    });
-    let links = status.broken_links.iter();
-    let links = links.map(|link| (link_topic(&link.from, &link.to), TUNNELS_DOWN.to_owned()));
-    conditions.chain(nodes).chain(links).collect()
-}
+/// The reason for a value of the spec that was taken, but not as it was written.
+pub(crate) const SPEC_ADJUSTED: &str = "SpecAdjusted";
 
 /// The word for a link with tunnels down.
 pub(crate) const TUNNELS_DOWN: &str = "TunnelsDown";
@@ -178,8 +181,8 @@ pub(crate) fn cut(text: &str, max: usize) -> String {
 mod tests {
     use super::*;
 
-    fn saying(topic: &str, reason: &str) -> Saying {
-        Saying {
+    fn notice(topic: &str, reason: &str) -> Notice {
+        Notice {
             topic: topic.into(),
             reason: reason.into(),
             message: String::new(),
@@ -189,62 +192,62 @@ mod tests {
         }
     }
 
-    fn topics(news: Vec<Saying>) -> Vec<String> {
-        news.into_iter().map(|saying| saying.topic).collect()
+    /// The topics that are news; all of them are published.
+    fn published(reported: &mut Reported, notices: &[Notice]) -> Vec<String> {
+        let news = reported.news(notices);
+        news.iter().for_each(|notice| reported.add(notice));
+        news.into_iter().map(|notice| notice.topic).collect()
     }
 
     #[test]
-    fn a_thing_is_said_once_and_again_when_its_word_changes_or_it_returns() {
-        let mesh = MeshId {
-            namespace: "ns".into(),
-            name: "m".into(),
-        };
-        let mut said = Said::default();
-        let mut news = |sayings| topics(said.news(&mesh, sayings, BTreeMap::new));
-        assert_eq!(news(vec![saying("a", "X"), saying("b", "X")]), ["a", "b"]);
-        assert_eq!(news(vec![saying("a", "X"), saying("b", "Y")]), ["b"]);
-        assert_eq!(news(vec![saying("b", "Y")]), Vec::<String>::new());
-        assert_eq!(news(vec![saying("a", "X"), saying("b", "Y")]), ["a"]);
+    fn notice_is_news_once_until_its_reason_changes_or_it_returns() {
+        let mut reported = Reported::default();
+        let mut news = |notices: &[Notice]| published(&mut reported, notices);
+        assert_eq!(news(&[notice("a", "X"), notice("b", "X")]), ["a", "b"]);
+        assert_eq!(news(&[notice("a", "X"), notice("b", "Y")]), ["b"]);
+        assert_eq!(news(&[notice("b", "Y")]), Vec::<String>::new());
+        assert_eq!(news(&[notice("a", "X"), notice("b", "Y")]), ["a"]);
     }
 
     #[test]
-    fn what_an_earlier_controller_left_in_the_status_is_no_news() {
-        let mesh = MeshId {
-            namespace: "ns".into(),
-            name: "m".into(),
-        };
-        let mut said = Said::default();
-        let before = || [("a".to_owned(), "X".to_owned())].into();
-        assert_eq!(
-            topics(said.news(&mesh, vec![saying("a", "X"), saying("b", "X")], before)),
-            ["b"]
-        );
+    fn unpublished_notice_stays_news() {
+        let mut reported = Reported::default();
+        assert_eq!(reported.news(&[notice("a", "X")]), [notice("a", "X")]);
+        assert_eq!(reported.news(&[notice("a", "X")]), [notice("a", "X")]);
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn a_hub_that_does_not_answer_delays_the_loop_by_one_event() {
-        let silent = tower::service_fn(|_: http::Request<kube::client::Body>| {
-            std::future::pending::<Result<http::Response<kube::client::Body>, std::convert::Infallible>>()
-        });
-        let mut speaker = Speaker::new(Client::new(silent, "default"), None);
-        let spec = clustermesh_api::mesh::ClusterMeshSpec {
-            paused: false,
-            clusters: vec![],
-        };
-        let mut object = ClusterMesh::new("m", spec);
-        object.metadata.namespace = Some("ns".into());
-        let id = MeshId {
-            namespace: "ns".into(),
-            name: "m".into(),
-        };
-        let news = (0..AT_ONCE).map(|n| saying(&n.to_string(), "X")).collect();
-        let began = tokio::time::Instant::now();
-        let spoken = tokio::time::timeout(Duration::from_secs(3600), speaker.speak(&id, &object, news)).await;
-        assert_eq!((spoken, began.elapsed()), (Ok(false), REQUEST));
+    fn mesh(status: serde_json::Value) -> ClusterMesh {
+        serde_json::from_value(serde_json::json!({
+            "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "ClusterMesh",
+            "metadata": {"name": "m", "namespace": "ns", "generation": 7}, "spec": {"clusters": []}, "status": status,
+        }))
+        .expect("a ClusterMesh")
     }
 
     #[test]
-    fn a_text_is_cut_at_a_character() {
+    fn restart_with_nothing_changed_has_no_news() {
+        let notices = [
+            notice("Ready", "Meshed"),
+            notice("node a/n", "NodeNoPodCIDR"),
+            notice("link a/b", TUNNELS_DOWN),
+            notice("field spec.clusters[0].allowedNetworks[0]", SPEC_ADJUSTED),
+        ];
+        let status = |generation: i64| {
+            serde_json::json!({
+                "observedGeneration": generation,
+                "conditions": [{"type": "Ready", "status": "True", "reason": "Meshed", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"}],
+                "clusters": [{"name": "a", "skipped": [{"node": "n", "reason": "NodeNoPodCIDR", "message": ""}]}],
+                "brokenLinks": [{"from": "a", "to": "b", "up": 0, "total": 1}],
+            })
+        };
+        let news = |status| Reported::before(&mesh(status), &notices).news(&notices);
+        assert_eq!(news(status(7)), []);
+        assert_eq!(news(status(6)), [notices[3].clone()], "the spec changed meanwhile");
+        assert_eq!(news(serde_json::Value::Null), notices);
+    }
+
+    #[test]
+    fn text_is_cut_at_a_character() {
         assert_eq!(cut("abc", 3), "abc");
         assert_eq!(cut("aéééé", 6), "aé…");
     }

@@ -8,13 +8,17 @@ use std::{
     time::{Duration, Instant},
 };
 
+use clustermesh_access::memory::{Account, Charge, OverBudget};
 use clustermesh_core::mesh::ObjectName;
 use kube::{api::DynamicObject, core::ObjectMeta};
 use tokio::sync::Notify;
 
-mod follow;
+use crate::trouble::quoted;
 
-pub(crate) use follow::{Source, follow};
+mod follow;
+mod weight;
+
+pub(crate) use follow::{Resume, Source, follow};
 
 /// Wakes the reconcile loop; one permit, so many changes are one wake.
 pub(crate) type Changed = Arc<Notify>;
@@ -43,6 +47,8 @@ pub(crate) struct Row<V> {
     pub(crate) uid: String,
     /// `metadata.resourceVersion`.
     pub(crate) version: String,
+    /// What it is charged for, in bytes.
+    weight: usize,
     /// When it came as the answer to our own write; `None` = it was listed or watched since.
     written: Option<Instant>,
 }
@@ -61,6 +67,9 @@ const BELIEVED: Duration = Duration::from_secs(10);
 /// For so long lists and events may be of before our own write.
 const AHEAD: Duration = Duration::from_secs(60);
 
+/// Of so many malformed objects it is known why they are.
+const MAX_MALFORMED: usize = 1_000;
+
 #[derive(Debug)]
 struct Table<V> {
     rows: BTreeMap<ObjectName, Row<V>>,
@@ -72,7 +81,9 @@ struct Table<V> {
     /// It was listed whole at least once.
     read: bool,
     /// Since when the account may not read it.
-    denied: Option<Instant>,
+    denied: Option<tokio::time::Instant>,
+    /// For the rows, where they are of a member; `None` = of the hub, which is trusted.
+    charge: Option<Charge>,
 }
 
 /// What turns an object into a row's value: `Ok(None)` = of no interest, `Err` = malformed.
@@ -82,7 +93,41 @@ type Convert<V> = dyn Fn(DynamicObject) -> Result<Option<V>, String> + Send + Sy
 pub(crate) struct Feed<V> {
     table: Arc<Mutex<Table<V>>>,
     convert: Arc<Convert<V>>,
+    /// Fields that are left out before an object is converted.
+    without: &'static [&'static str],
     changed: Changed,
+}
+
+/// An object as it was read: its name, its row but for `written`, or why it is malformed.
+pub(crate) struct Draft<V> {
+    name: ObjectName,
+    uid: String,
+    version: String,
+    weight: usize,
+    value: Result<Option<V>, String>,
+}
+
+/// A whole list.
+struct List<V> {
+    drafts: Vec<Draft<V>>,
+    /// The version it is of.
+    version: String,
+    /// For its objects.
+    charge: Option<Charge>,
+}
+
+impl<V> List<V> {
+    /// Adds an object.
+    ///
+    /// # Errors
+    /// Then its member would take too much memory.
+    fn add(&mut self, draft: Draft<V>) -> Result<(), OverBudget> {
+        if let Some(charge) = &mut self.charge {
+            charge.set(charge.bytes() + draft.weight)?;
+        }
+        self.drafts.push(draft);
+        Ok(())
+    }
 }
 
 impl<V> Clone for Feed<V> {
@@ -90,6 +135,7 @@ impl<V> Clone for Feed<V> {
         Self {
             table: Arc::clone(&self.table),
             convert: Arc::clone(&self.convert),
+            without: self.without,
             changed: Arc::clone(&self.changed),
         }
     }
@@ -123,12 +169,46 @@ impl<V: Clone + PartialEq> Feed<V> {
             listed: false,
             read: false,
             denied: None,
+            charge: None,
         };
         Self {
             table: Arc::new(Mutex::new(table)),
             convert: Arc::new(convert),
+            without: &[],
             changed,
         }
+    }
+
+    /// Charges its rows to a member.
+    pub(crate) fn charged_to(self, account: &Account) -> Self {
+        self.lock().charge = Some(account.charge());
+        self
+    }
+
+    /// Leaves these fields out before an object is converted, each as a JSON pointer: what nobody reads of an object costs no
+    /// memory beyond the answer that brought it.
+    pub(crate) fn without(mut self, fields: &'static [&'static str]) -> Self {
+        self.without = fields;
+        self
+    }
+
+    /// A charge for what is being listed, beside the rows that stand until the list is whole.
+    fn charge(&self) -> Option<Charge> {
+        self.lock().charge.as_ref().map(Charge::another)
+    }
+
+    /// Converts an object; `None` = its name is none of an object.
+    fn draft(&self, mut object: DynamicObject) -> Option<Draft<V>> {
+        let (name, uid, version) = identity(&object.metadata)?;
+        weight::prune(&mut object, self.without);
+        let weight = weight::of(&object) + size_of::<Row<V>>();
+        Some(Draft {
+            name,
+            uid,
+            version,
+            weight,
+            value: (self.convert)(object).map_err(|why| quoted(&why)),
+        })
     }
 
     /// How far it can be trusted now.
@@ -136,9 +216,14 @@ impl<V: Clone + PartialEq> Feed<V> {
         self.lock().trust.clone()
     }
 
-    /// It was listed whole at least once.
+    /// It was listed whole at least once, or is known not to be there.
     pub(crate) fn listed(&self) -> bool {
         self.lock().listed
+    }
+
+    /// For how long the account has not been allowed to read it; `None` = it is, as far as is known.
+    pub(crate) fn denied(&self) -> Option<Duration> {
+        self.lock().denied.map(|since| since.elapsed())
     }
 
     /// Whether the account was never let in and will not be: to it the kind is as good as not there. What was read once and
@@ -169,10 +254,12 @@ impl<V: Clone + PartialEq> Feed<V> {
             }
             return false;
         }
-        table.denied = matches!(trust, Trust::Denied(_)).then(Instant::now);
+        table.denied = matches!(trust, Trust::Denied(_)).then(tokio::time::Instant::now);
         if trust == Trust::Absent {
             table.rows.clear();
             table.malformed.clear();
+            // Less always succeeds.
+            let _ = table.charge.as_mut().map(|charge| charge.set(0));
         }
         table.listed |= trust == Trust::Absent;
         table.trust = trust;
@@ -187,58 +274,75 @@ impl<V: Clone + PartialEq> Feed<V> {
     }
 
     /// An object as the watch shows it.
-    pub(crate) fn put(&self, object: DynamicObject) {
-        self.take(object, None);
+    ///
+    /// # Errors
+    /// The member's objects take too much memory by now. This one is in the table; those after it must not be.
+    pub(crate) fn put(&self, object: DynamicObject) -> Result<(), OverBudget> {
+        self.take(object, None)
     }
 
     /// An object as the API server answered our own write.
     pub(crate) fn wrote(&self, object: DynamicObject) {
-        self.take(object, Some(Instant::now()));
+        // Over the budget: the watch, which brings the same object, says so.
+        let _ = self.take(object, Some(Instant::now()));
     }
 
-    fn take(&self, object: DynamicObject, written: Option<Instant>) {
-        let (name, uid, version) = identity(&object.metadata);
-        let converted = (self.convert)(object);
+    fn take(&self, object: DynamicObject, written: Option<Instant>) -> Result<(), OverBudget> {
+        let Some(draft) = self.draft(object) else { return Ok(()) };
         let mut table = self.lock();
-        let before = table.rows.get(&name);
-        if before.is_some_and(|row| row.uid == uid && row.may_be_ahead() && older(&version, &row.version)) {
-            return;
+        let before = table.rows.get(&draft.name);
+        if before.is_some_and(|row| row.uid == draft.uid && row.may_be_ahead() && older(&draft.version, &row.version)) {
+            return Ok(());
         }
-        let news = table.set(&name, uid, version, converted);
+        let name = draft.name.clone();
+        let freed = before.map_or(0, |row| row.weight);
+        let news = table.set(draft);
+        let mut taken = 0;
         if let Some(row) = table.rows.get_mut(&name) {
             row.written = written;
+            taken = row.weight;
         }
+        let charged = table.grow(taken, freed);
+        drop(table);
         if news {
-            drop(table);
             self.changed.notify_one();
         }
+        charged
     }
 
     /// The object is gone.
     pub(crate) fn remove(&self, name: &ObjectName) {
         let mut table = self.lock();
         table.malformed.remove(name);
-        if table.rows.remove(name).is_some() {
+        if let Some(row) = table.rows.remove(name) {
+            // Less always succeeds.
+            let _ = table.grow(0, row.weight);
             drop(table);
             self.changed.notify_one();
         }
     }
 
     /// A whole list, as of `list_version`, takes the place of the table; rows that are newer than the list (our own
-    /// writes while it was made) stay.
-    fn replace(&self, objects: Vec<DynamicObject>, list_version: &str) {
-        let converted: Vec<_> = objects
-            .into_iter()
-            .map(|object| (identity(&object.metadata), (self.convert)(object)))
-            .collect();
+    /// writes while it was made) stay. `current` = nothing speaks against what it says being true from now on; otherwise the
+    /// table is trusted as far as before.
+    fn replace(
+        &self,
+        List {
+            drafts,
+            version: list_version,
+            charge,
+        }: List<V>,
+        current: bool,
+    ) {
+        let list_version = &*list_version;
         let mut table = self.lock();
         let before = std::mem::take(&mut table.rows);
         table.malformed.clear();
-        for ((name, uid, version), value) in converted {
-            if let (Err(_), Some(row)) = (&value, before.get(&name)) {
-                table.rows.insert(name.clone(), row.clone());
+        for draft in drafts {
+            if let (Err(_), Some(row)) = (&draft.value, before.get(&draft.name)) {
+                table.rows.insert(draft.name.clone(), row.clone());
             }
-            table.set(&name, uid, version, value);
+            table.set(draft);
         }
         for (name, row) in &before {
             let keep = row.may_be_ahead()
@@ -251,8 +355,13 @@ impl<V: Clone + PartialEq> Feed<V> {
                 table.rows.insert(name.clone(), row.clone());
             }
         }
+        // The rows are those of the list, but for a few: what was charged for the list stands for them.
+        if table.charge.is_some() {
+            table.charge = charge;
+        }
+        let trust = if current { Trust::Live } else { table.trust.clone() };
         let same = table.listed
-            && table.trust == Trust::Live
+            && table.trust == trust
             && before.len() == table.rows.len()
             && before
                 .iter()
@@ -261,7 +370,7 @@ impl<V: Clone + PartialEq> Feed<V> {
         table.listed = true;
         table.read = true;
         table.denied = None;
-        table.trust = Trust::Live;
+        table.trust = trust;
         drop(table);
         if !same {
             self.changed.notify_one();
@@ -272,45 +381,69 @@ impl<V: Clone + PartialEq> Feed<V> {
 impl<V: PartialEq> Table<V> {
     /// Writes one row; whether a reader can tell. A malformed object keeps its last value: nothing is deleted because of
     /// what could not be read.
-    fn set(&mut self, name: &ObjectName, uid: String, version: String, value: Result<Option<V>, String>) -> bool {
+    fn set(&mut self, draft: Draft<V>) -> bool {
+        let Draft {
+            name,
+            uid,
+            version,
+            weight,
+            value,
+        } = draft;
         match value {
             Ok(Some(value)) => {
-                let news = self.rows.get(name).is_none_or(|row| row.value != value);
+                let news = self.rows.get(&name).is_none_or(|row| row.value != value);
+                let news = self.malformed.remove(&name).is_some() || news;
                 self.rows.insert(
-                    name.clone(),
+                    name,
                     Row {
                         value,
                         uid,
                         version,
+                        weight,
                         written: None,
                     },
                 );
-                self.malformed.remove(name).is_some() || news
+                news
             }
             Ok(None) => {
-                self.malformed.remove(name);
-                self.rows.remove(name).is_some()
+                self.malformed.remove(&name);
+                self.rows.remove(&name).is_some()
             }
             Err(why) => {
-                if self.malformed.get(name) != Some(&why) {
+                if self.malformed.len() >= MAX_MALFORMED && !self.malformed.contains_key(&name) {
+                    return false;
+                }
+                if self.malformed.get(&name) != Some(&why) {
                     tracing::warn!(object = %name, %why, "malformed object; it costs itself and nothing else");
                 }
-                self.malformed.insert(name.clone(), why.clone()) != Some(why)
+                self.malformed.insert(name, why.clone()) != Some(why)
             }
         }
     }
+
+    /// One row came to weigh `taken` and no longer `freed`.
+    fn grow(&mut self, taken: usize, freed: usize) -> Result<(), OverBudget> {
+        let Some(charge) = &mut self.charge else { return Ok(()) };
+        charge.set((charge.bytes() + taken).saturating_sub(freed))
+    }
 }
 
-fn identity(metadata: &ObjectMeta) -> (ObjectName, String, String) {
+/// Name, UID and resourceVersion; `None` = they are none that an API server gives, and could be of any length.
+fn identity(metadata: &ObjectMeta) -> Option<(ObjectName, String, String)> {
+    fn text(field: Option<&String>, max: usize) -> Option<String> {
+        let text = field.map_or("", String::as_str);
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._:".contains(&byte);
+        (text.len() <= max && text.bytes().all(plain)).then(|| text.to_owned())
+    }
     let name = ObjectName {
-        namespace: metadata.namespace.clone().unwrap_or_default(),
-        name: metadata.name.clone().unwrap_or_default(),
+        namespace: text(metadata.namespace.as_ref(), 63)?,
+        name: text(metadata.name.as_ref(), 253)?,
     };
-    (
-        name,
-        metadata.uid.clone().unwrap_or_default(),
-        metadata.resource_version.clone().unwrap_or_default(),
-    )
+    let (uid, version) = (
+        text(metadata.uid.as_ref(), 64)?,
+        text(metadata.resource_version.as_ref(), 64)?,
+    );
+    Some((name, uid, version))
 }
 
 /// Whether resourceVersion `a` is older than `b`. They compare as numbers within one kind (Kubernetes 1.35, KEP-5504, and
@@ -347,6 +480,23 @@ mod tests {
         }
     }
 
+    fn replace(feed: &Feed<i64>, objects: Vec<DynamicObject>, version: &str) {
+        let drafts = objects.into_iter().filter_map(|object| feed.draft(object)).collect();
+        let version = version.to_owned();
+        feed.replace(
+            List {
+                drafts,
+                version,
+                charge: None,
+            },
+            true,
+        );
+    }
+
+    fn put(feed: &Feed<i64>, object: DynamicObject) {
+        feed.put(object).expect("no budget");
+    }
+
     fn rows(feed: &Feed<i64>) -> Vec<(String, i64)> {
         feed.read(|rows| rows.iter().map(|(name, row)| (name.name.clone(), row.value)).collect())
     }
@@ -358,15 +508,17 @@ mod tests {
     #[test]
     fn a_malformed_object_keeps_its_last_value_and_costs_no_other() {
         let feed = feed();
-        feed.replace(
+        replace(
+            &feed,
             vec![object("a", "1", json!({"n": 1})), object("b", "2", json!({"n": "x"}))],
             "3",
         );
         assert_eq!((rows(&feed), feed.trust()), (vec![("a".into(), 1)], Trust::Live));
-        feed.put(object("a", "4", json!({"n": "y"})));
+        put(&feed, object("a", "4", json!({"n": "y"})));
         assert_eq!(rows(&feed), [("a".into(), 1)]);
         assert_eq!(feed.malformed().len(), 2);
-        feed.replace(
+        replace(
+            &feed,
             vec![object("a", "4", json!({"n": "y"})), object("c", "5", json!({"n": 3}))],
             "6",
         );
@@ -376,41 +528,42 @@ mod tests {
     #[test]
     fn a_change_that_no_reader_can_tell_wakes_nobody() {
         let feed = feed();
-        feed.replace(vec![object("a", "1", json!({"n": 1}))], "1");
+        replace(&feed, vec![object("a", "1", json!({"n": 1}))], "1");
         assert!(woken(&feed));
-        feed.put(object("a", "2", json!({"n": 1, "heartbeat": 7})));
-        feed.put(object("other", "3", json!({})));
-        feed.replace(vec![object("a", "2", json!({"n": 1}))], "3");
+        put(&feed, object("a", "2", json!({"n": 1, "heartbeat": 7})));
+        put(&feed, object("other", "3", json!({})));
+        replace(&feed, vec![object("a", "2", json!({"n": 1}))], "3");
         assert!(!woken(&feed));
-        feed.put(object("a", "4", json!({"n": 2})));
+        put(&feed, object("a", "4", json!({"n": 2})));
         assert!(woken(&feed));
     }
 
     #[test]
     fn an_earlier_event_or_list_does_not_undo_our_own_write() {
         let feed = feed();
-        feed.replace(vec![object("a", "1", json!({"n": 1}))], "1");
+        replace(&feed, vec![object("a", "1", json!({"n": 1}))], "1");
         feed.wrote(object("a", "5", json!({"n": 5})));
         feed.wrote(object("new", "6", json!({"n": 6})));
-        feed.put(object("a", "3", json!({"n": 3})));
-        feed.replace(vec![object("a", "3", json!({"n": 3}))], "4");
+        put(&feed, object("a", "3", json!({"n": 3})));
+        replace(&feed, vec![object("a", "3", json!({"n": 3}))], "4");
         assert_eq!(rows(&feed), [("a".into(), 5), ("new".into(), 6)]);
-        feed.replace(vec![object("a", "5", json!({"n": 5}))], "7");
+        replace(&feed, vec![object("a", "5", json!({"n": 5}))], "7");
         assert_eq!(rows(&feed), [("a".into(), 5)]);
     }
 
     #[test]
     fn a_cluster_whose_versions_went_back_is_believed() {
         let feed = feed();
-        feed.replace(
+        replace(
+            &feed,
             vec![object("a", "90", json!({"n": 1})), object("b", "91", json!({"n": 1}))],
             "95",
         );
-        feed.replace(vec![object("a", "7", json!({"n": 2}))], "10");
+        replace(&feed, vec![object("a", "7", json!({"n": 2}))], "10");
         assert_eq!(rows(&feed), [("a".into(), 2)]);
         feed.wrote(object("mine", "99", json!({"n": 9})));
         feed.forget_writes();
-        feed.replace(vec![object("a", "8", json!({"n": 3}))], "11");
+        replace(&feed, vec![object("a", "8", json!({"n": 3}))], "11");
         assert_eq!(rows(&feed), [("a".into(), 3)]);
     }
 
@@ -420,14 +573,14 @@ mod tests {
         let lasting = |feed: &Feed<i64>| {
             feed.set_trust(denied());
             let at_once = feed.closed();
-            feed.lock().denied = Instant::now().checked_sub(BELIEVED);
+            feed.lock().denied = tokio::time::Instant::now().checked_sub(BELIEVED);
             (at_once, feed.closed())
         };
         let never_read = feed();
         assert_eq!(lasting(&never_read), (false, true));
         assert!(!never_read.listed());
         let read = feed();
-        read.replace(vec![object("a", "1", json!({"n": 1}))], "1");
+        replace(&read, vec![object("a", "1", json!({"n": 1}))], "1");
         assert_eq!(lasting(&read), (false, false));
         assert_eq!((rows(&read), read.listed()), (vec![("a".into(), 1)], true));
     }
@@ -435,7 +588,7 @@ mod tests {
     #[test]
     fn a_kind_that_is_not_there_is_listed_and_empty() {
         let feed = feed();
-        feed.put(object("a", "1", json!({"n": 1})));
+        put(&feed, object("a", "1", json!({"n": 1})));
         feed.set_trust(Trust::Absent);
         assert_eq!((rows(&feed), feed.listed()), (vec![], true));
     }

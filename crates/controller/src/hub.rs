@@ -1,6 +1,6 @@
 //! What is particular to the hub: its id, its own API's names, what its namespaces may, and the operator's settings. No watch and no write here.
 
-use clustermesh_access::kubeconfig::HubHosts;
+use clustermesh_access::{kubeconfig::HubHosts, memory::Memory};
 use clustermesh_core::{hub::HubNamespaces, plan::Settings};
 use kube::Client;
 
@@ -13,7 +13,9 @@ pub(crate) struct Hub {
     pub(crate) id: String,
     /// Where its API is.
     pub(crate) hosts: HubHosts,
-    /// Where `local: true` is allowed.
+    /// What all members may take of this process's memory.
+    pub(crate) memory: Memory,
+    /// What meshes of each namespace may ask for.
     pub(crate) namespaces: HubNamespaces,
     /// What the operator set for all meshes.
     pub(crate) settings: Settings,

@@ -4,10 +4,12 @@
 
 mod apply;
 pub mod args;
+mod backoff;
 mod events;
 mod feed;
 mod held;
 mod hub;
+mod hub_writer;
 mod lagging;
 mod metrics;
 mod news;

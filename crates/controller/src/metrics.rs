@@ -1,9 +1,15 @@
 //! The controller's metrics, by name and label. Labels are words of ours and names of clusters, never of nodes.
 
-use std::time::Duration;
+use std::{
+    collections::BTreeMap,
+    fmt,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 
 use prometheus_client::{
-    encoding::EncodeLabelSet,
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
     registry::Registry,
 };
@@ -38,15 +44,90 @@ struct MemberState {
     state: &'static str,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Over {
+    member: String,
+    limit: &'static str,
+}
+
 /// All of them; clones are the same.
 #[derive(Debug, Clone)]
 pub(crate) struct Metrics {
     plans: Counter,
     plan_seconds: Histogram,
     writes: Family<Write, Counter>,
-    peers: Family<Entry, Gauge>,
-    skipped: Family<Skip, Gauge>,
-    members: Family<MemberState, Gauge>,
+    entries: Entries,
+    over: Family<Over, Counter>,
+}
+
+/// The gauges of one entry.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct EntryGauges {
+    /// Which.
+    pub(crate) entry: Entry,
+    /// Its nodes that are registered in the others.
+    pub(crate) registered: usize,
+    /// The state its member is in.
+    pub(crate) state: &'static str,
+    /// Its nodes that are left out, by reason.
+    pub(crate) skipped: BTreeMap<String, usize>,
+}
+
+/// The gauges of all entries, as the last pass replaced them: a scrape sees those of one pass, whole.
+#[derive(Debug, Clone, Default)]
+struct Entries(Arc<Mutex<Arc<Vec<EntryGauges>>>>);
+
+impl Collector for Entries {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let entries = Arc::clone(&self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        let (peers, skipped, members) = (
+            Family::<Entry, Gauge>::default(),
+            Family::<Skip, Gauge>::default(),
+            Family::<MemberState, Gauge>::default(),
+        );
+        let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        for gauges in entries.iter() {
+            let Entry { mesh, cluster } = &gauges.entry;
+            peers.get_or_create(&gauges.entry).set(number(gauges.registered));
+            let state = MemberState {
+                mesh: mesh.clone(),
+                cluster: cluster.clone(),
+                state: gauges.state,
+            };
+            members.get_or_create(&state).set(1);
+            for (reason, count) in &gauges.skipped {
+                let skip = Skip {
+                    mesh: mesh.clone(),
+                    cluster: cluster.clone(),
+                    reason: reason.clone(),
+                };
+                skipped.get_or_create(&skip).set(number(*count));
+            }
+        }
+        let mut encode = |name, help, family: &dyn Encode| family.encode(name, help, &mut encoder);
+        encode(
+            "registered_nodes",
+            "Nodes of a member that are registered in the others",
+            &peers,
+        )?;
+        encode(
+            "skipped_nodes",
+            "Nodes of a member that are left out, by reason",
+            &skipped,
+        )?;
+        encode("member_state", "1 for the state that a member is in", &members)
+    }
+}
+
+/// A family that encodes itself under a name.
+trait Encode {
+    fn encode(&self, name: &str, help: &str, encoder: &mut DescriptorEncoder<'_>) -> Result<(), fmt::Error>;
+}
+
+impl<F: EncodeMetric> Encode for F {
+    fn encode(&self, name: &str, help: &str, encoder: &mut DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        EncodeMetric::encode(self, encoder.encode_descriptor(name, help, None, self.metric_type())?)
+    }
 }
 
 impl Default for Metrics {
@@ -56,9 +137,8 @@ impl Default for Metrics {
             plans: Counter::default(),
             plan_seconds: Histogram::new(buckets),
             writes: Family::default(),
-            peers: Family::default(),
-            skipped: Family::default(),
-            members: Family::default(),
+            entries: Entries::default(),
+            over: Family::default(),
         }
     }
 }
@@ -77,21 +157,18 @@ impl Metrics {
             "Writes into members by kind, action and result",
             self.writes.clone(),
         );
+        registry.register_collector(Box::new(self.entries.clone()));
         registry.register(
-            "registered_nodes",
-            "Nodes of a member that are registered in the others",
-            self.peers.clone(),
+            "over_budget",
+            "Answers and objects of a member that were not taken, by the limit they exceed",
+            self.over.clone(),
         );
-        registry.register(
-            "skipped_nodes",
-            "Nodes of a member that are left out, by reason",
-            self.skipped.clone(),
-        );
-        registry.register(
-            "member_state",
-            "1 for the state that a member is in",
-            self.members.clone(),
-        );
+    }
+
+    /// Something of a member was not taken.
+    pub(crate) fn over_budget(&self, member: &str, limit: &'static str) {
+        let member = member.to_owned();
+        self.over.get_or_create(&Over { member, limit }).inc();
     }
 
     /// One pass took this long.
@@ -105,40 +182,46 @@ impl Metrics {
         self.writes.get_or_create(&Write { kind, action, result }).inc();
     }
 
-    /// Forgets the entries of the last pass.
-    pub(crate) fn begin(&self) {
-        self.peers.clear();
-        self.skipped.clear();
-        self.members.clear();
+    /// Replaces the gauges of all entries.
+    pub(crate) fn replace(&self, entries: Vec<EntryGauges>) {
+        *self.entries.0.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(entries);
     }
+}
 
-    /// How one entry stands.
-    pub(crate) fn entry(
-        &self,
-        entry: &Entry,
-        registered: usize,
-        state: &'static str,
-        skipped: impl IntoIterator<Item = String>,
-    ) {
-        self.peers
-            .get_or_create(entry)
-            .set(i64::try_from(registered).unwrap_or(i64::MAX));
-        let Entry { mesh, cluster } = entry.clone();
-        self.members
-            .get_or_create(&MemberState {
-                mesh: mesh.clone(),
-                cluster: cluster.clone(),
-                state,
-            })
-            .set(1);
-        for reason in skipped {
-            self.skipped
-                .get_or_create(&Skip {
-                    mesh: mesh.clone(),
-                    cluster: cluster.clone(),
-                    reason,
-                })
-                .inc();
-        }
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gauges_are_replaced_whole() {
+        let metrics = Metrics::default();
+        let mut registry = Registry::default();
+        metrics.register(&mut registry);
+        let gauges = |cluster: &str, state| EntryGauges {
+            entry: Entry {
+                mesh: "ns/m".into(),
+                cluster: cluster.into(),
+            },
+            registered: 2,
+            state,
+            skipped: [("NodeNoPodCIDR".to_owned(), 3)].into(),
+        };
+        let scrape = || {
+            let mut text = String::new();
+            prometheus_client::encoding::text::encode(&mut text, &registry).expect("text");
+            let gauges = text.lines().filter(|line| line.contains("ns/m"));
+            gauges.map(str::to_owned).collect::<Vec<_>>()
+        };
+        metrics.replace(vec![gauges("a", "Fresh")]);
+        let of = |cluster: &str, state: &str| {
+            [
+                format!("registered_nodes{{mesh=\"ns/m\",cluster=\"{cluster}\"}} 2"),
+                format!("skipped_nodes{{mesh=\"ns/m\",cluster=\"{cluster}\",reason=\"NodeNoPodCIDR\"}} 3"),
+                format!("member_state{{mesh=\"ns/m\",cluster=\"{cluster}\",state=\"{state}\"}} 1"),
+            ]
+        };
+        assert_eq!(scrape(), of("a", "Fresh"));
+        metrics.replace(vec![gauges("b", "Stale")]);
+        assert_eq!(scrape(), of("b", "Stale"));
     }
 }

@@ -10,20 +10,21 @@ use std::{
 use clustermesh_api::{convert, mesh::ClusterMesh, names::Names};
 use clustermesh_core::{
     announce,
-    diff::{Action, Step, diff},
+    diff::{Action, Step, diff, diff_if_resumed},
+    lanes::{self, Source},
     mesh::{ClusterIdentity, Mesh, MeshId, ObjectName},
-    observe::{Observation, Observations},
+    observe::{Member as SeenMember, Observation, Observations},
     plan::{Plan, plan},
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use tokio_util::task::TaskTracker;
 
 use crate::{
-    apply::{Claims, Writer},
-    events::Speaker,
+    apply::{Claims, Target, Writer},
     feed::{Changed, Feed, Trust},
     held::Held,
     hub::Hub,
+    hub_writer::HubWriter,
     lagging::Lagging,
     metrics::Metrics,
     news::Coming,
@@ -31,11 +32,10 @@ use crate::{
     session::{Interest, Session},
 };
 
-mod endings;
+mod finalize;
 mod links;
 mod meshes;
-mod tell;
-mod write_back;
+mod status;
 
 use links::Links;
 use meshes::{Known, Served, know};
@@ -83,7 +83,7 @@ pub(crate) struct Reconciler {
     held: Held,
     coming: Coming,
     resolver: Resolver,
-    speaker: Speaker,
+    hub_writer: HubWriter,
     metrics: Metrics,
     changed: Changed,
     /// Writes that are on their way; waited for at the end.
@@ -98,8 +98,6 @@ pub(crate) struct Reconciler {
     links: Links,
     /// Nodes whose agents enforce other PeerPolicies than stand.
     lagging: Lagging,
-    /// The hub left a write of this pass without an answer: what comes after it would wait as long.
-    hub_silent: bool,
     shown: Shown,
 }
 
@@ -109,15 +107,17 @@ struct Pass {
     seen: Observations,
     plan: Plan,
     steps: BTreeMap<ClusterIdentity, Vec<Step>>,
-    /// Meshes that could not be given the finalizer, so that nothing was written for them.
-    unclaimed: BTreeSet<MeshId>,
+    /// How many objects of each source are not as planned, those of paused meshes among them.
+    outstanding: BTreeMap<ClusterIdentity, BTreeMap<Source, usize>>,
+    /// When the pass began to observe.
+    observed: tokio::time::Instant,
 }
 
 impl Reconciler {
     pub(crate) fn new(
         hub: Arc<Hub>,
         meshes: Feed<Arc<ClusterMesh>>,
-        speaker: Speaker,
+        hub_writer: HubWriter,
         metrics: Metrics,
         changed: Changed,
         shown: Shown,
@@ -129,7 +129,7 @@ impl Reconciler {
             members: BTreeMap::new(),
             held: Held::default(),
             coming: Coming::default(),
-            speaker,
+            hub_writer,
             metrics,
             changed,
             tasks: TaskTracker::new(),
@@ -138,22 +138,24 @@ impl Reconciler {
             served: Served::new(),
             links: Links::default(),
             lagging: Lagging::default(),
-            hub_silent: false,
             shown,
         }
     }
 
     /// One pass; after how long the next is due without news.
     pub(crate) async fn pass(&mut self) -> Duration {
-        // What is not known to be current must not be written by: a mesh that is missing from a broken list would lose
-        // its Peers.
-        if self.meshes.trust() != Trust::Live {
+        // A mesh that is missing from a list which is not whole would lose its Peers. What was listed once stays known while
+        // the hub does not answer: members are served by it, but nothing is deleted.
+        let trust = self.meshes.trust();
+        let hub_is_fresh = trust == Trust::Live;
+        let was_listed = self.meshes.listed() && matches!(trust, Trust::Broken(_) | Trust::Denied(_));
+        if !hub_is_fresh && !was_listed {
+            self.stop_writing();
             return SOON;
         }
-        let started = Instant::now();
-        self.hub_silent = false;
+        let (started, observed) = (Instant::now(), tokio::time::Instant::now());
         let known = know(&self.meshes, &self.hub, &mut self.served);
-        self.attend(&known);
+        self.sync_sessions(&known);
 
         let mut seen = self.observe();
         self.held.hand_back(&mut seen, started);
@@ -165,10 +167,15 @@ impl Reconciler {
         let settings = self.hub.settings.clone();
         let planned = tokio::task::spawn_blocking(move || {
             let plan = plan(&meshes, &seen, &settings, &names);
-            let steps = changes(&plan, &seen);
-            (seen, plan, steps)
+            let mut steps = changes(&plan, &seen, diff);
+            if !hub_is_fresh {
+                let all = steps.values_mut();
+                all.for_each(|steps| steps.retain(|step| step.action != Action::Delete));
+            }
+            let outstanding = outstanding(&plan, &seen, &steps);
+            (seen, plan, steps, outstanding)
         });
-        let (seen, plan, steps) = match planned.await {
+        let (seen, plan, steps, outstanding) = match planned.await {
             Ok(planned) => planned,
             Err(error) => {
                 tracing::error!(%error, "the planner failed; nothing is written");
@@ -183,18 +190,27 @@ impl Reconciler {
             seen,
             plan,
             steps,
-            unclaimed: BTreeSet::new(),
+            outstanding,
+            observed,
         };
-        self.claim(&mut pass).await;
+        finalize::hold_unfinalized(&mut pass);
         let waits = self.write(&mut pass);
-        let settled = self.tell(&pass).await;
-        self.let_go(&pass).await;
-        self.leave(&pass);
+        let settled = self.report_status(&pass);
+        self.disconnect(&pass);
         self.show(&pass);
 
         let in_time = |until: Instant| until.saturating_duration_since(Instant::now());
         let lagging = self.lagging.due(started).map(in_time);
-        let next = [hold, waits.map(in_time), self.links.due().map(in_time), lagging];
+        // What is past belongs to a member that is not observed now.
+        let silences = self.members.values().filter_map(|member| member.session.silence_due());
+        let silence = silences.filter(|due| *due > started).min();
+        let next = [
+            hold,
+            waits.map(in_time),
+            self.links.due().map(in_time),
+            lagging,
+            silence.map(in_time),
+        ];
         let next = next.into_iter().flatten().min().unwrap_or(RESYNC).min(RESYNC);
         if settled {
             next.max(Duration::from_millis(50))
@@ -204,7 +220,7 @@ impl Reconciler {
     }
 
     /// Begins the sessions that are needed and tells each what to read.
-    fn attend(&mut self, known: &BTreeMap<MeshId, Known>) {
+    fn sync_sessions(&mut self, known: &BTreeMap<MeshId, Known>) {
         let wanted = interests(known.values().map(|known| &known.mesh));
         for (identity, interest) in &wanted {
             let member = self.members.entry(identity.clone()).or_insert_with(|| {
@@ -242,44 +258,7 @@ impl Reconciler {
         }
     }
 
-    /// Sees to it that no mesh is served without its finalizer: what was written must not be left behind.
-    async fn claim(&mut self, pass: &mut Pass) {
-        for known in pass.known.values_mut() {
-            let Some(object) = &known.object else { continue };
-            let planned = pass
-                .plan
-                .meshes
-                .get(&known.mesh.id)
-                .is_some_and(|plan| !plan.paused && !plan.deleting);
-            if planned && known.refused.is_none() && !known.finalized() {
-                if self.hub_silent {
-                    pass.unclaimed.insert(known.mesh.id.clone());
-                    continue;
-                }
-                match write_back::add_finalizer(&self.hub.client, object).await {
-                    Ok(object) => {
-                        known.object = Some(Arc::new(object.clone()));
-                        write_back::put(&self.meshes, &object);
-                    }
-                    Err(error) => {
-                        tracing::warn!(mesh = %known.mesh.id, error = &error as &dyn std::error::Error, "no finalizer yet");
-                        self.hub_silent = write_back::unanswered(&error);
-                        pass.unclaimed.insert(known.mesh.id.clone());
-                    }
-                }
-            }
-        }
-        for steps in pass.steps.values_mut() {
-            // An orphan's mesh is not there to hold anything.
-            steps.retain(|step| {
-                pass.known
-                    .get(&step.mesh)
-                    .map_or(step.action == Action::Delete, Known::finalized)
-            });
-        }
-    }
-
-    /// Hands the steps to the writers; until when the first of them has to wait.
+    /// Hands the steps to the writers; when the next of the delayed endpoints are due.
     fn write(&mut self, pass: &mut Pass) -> Option<Instant> {
         let now = Instant::now();
         self.coming.keep(|identity| pass.steps.contains_key(identity));
@@ -288,35 +267,49 @@ impl Reconciler {
             claimants: pass.plan.claimants.clone(),
         });
         let mut waits = None;
-        for (identity, steps) in &pass.steps {
-            let Some(member) = self.members.get(identity) else {
-                continue;
-            };
-            if member.session.silent() {
-                continue;
-            }
-            let Some(client) = member.session.client() else {
+        let unseen = SeenMember::default();
+        for (identity, member) in &self.members {
+            let client = member.session.client().filter(|_| !member.session.silent());
+            let (Some(client), Some(steps)) = (client, pass.steps.get(identity)) else {
+                member.writer.clear();
                 continue;
             };
             let mut steps = steps.clone();
-            let seen = pass.seen.members.get(identity).and_then(Observation::last);
-            if let Some(seen) = seen.filter(|_| announce::is_sandbox(&pass.plan, identity)) {
+            let seen = pass
+                .seen
+                .members
+                .get(identity)
+                .and_then(Observation::last)
+                .unwrap_or(&unseen);
+            if announce::is_sandbox(&pass.plan, identity) {
                 let (due, until) = self.coming.due(identity, seen, steps, now);
                 steps = due;
                 waits = [waits, until].into_iter().flatten().min();
             }
-            let until = member
-                .writer
-                .offer(steps, client, &member.session.tables(), &claims, &self.tasks);
-            waits = [waits, until].into_iter().flatten().min();
+            let target = Target {
+                client,
+                tables: member.session.tables(),
+                claims: Arc::clone(&claims),
+            };
+            let groups = lanes::by_source(steps, seen);
+            member.writer.offer(groups, pass.observed, target, &self.tasks);
         }
         waits
+    }
+
+    /// Writes into members end with those that are in flight.
+    pub(crate) fn stop_writing(&self) {
+        self.members.values().for_each(|member| member.writer.clear());
     }
 }
 
 /// What to write into each member; nothing is deleted where the member was not freshly seen, nor for a mesh that may have
 /// the same cluster under another name.
-fn changes(plan: &Plan, seen: &Observations) -> BTreeMap<ClusterIdentity, Vec<Step>> {
+fn changes(
+    plan: &Plan,
+    seen: &Observations,
+    diff: fn(&Plan, &ClusterIdentity, &SeenMember) -> Vec<Step>,
+) -> BTreeMap<ClusterIdentity, Vec<Step>> {
     let mut changes: BTreeMap<ClusterIdentity, Vec<Step>> = BTreeMap::new();
     // Of two keys of one Secret, the one that can be seen and that a mesh names writes.
     let mut members: Vec<_> = seen.members.iter().collect();
@@ -336,6 +329,32 @@ fn changes(plan: &Plan, seen: &Observations) -> BTreeMap<ClusterIdentity, Vec<St
         changes.insert(identity.clone(), steps);
     }
     changes
+}
+
+/// How many objects of each source are not as planned: the steps, and for paused meshes what they would be.
+fn outstanding(
+    plan: &Plan,
+    seen: &Observations,
+    steps: &BTreeMap<ClusterIdentity, Vec<Step>>,
+) -> BTreeMap<ClusterIdentity, BTreeMap<Source, usize>> {
+    let paused = |step: &Step| plan.meshes.get(&step.mesh).is_some_and(|mesh| mesh.paused);
+    let resumed = if plan.meshes.values().any(|mesh| mesh.paused) {
+        changes(plan, seen, diff_if_resumed)
+    } else {
+        BTreeMap::new()
+    };
+    let resumed = resumed
+        .iter()
+        .map(|(identity, steps)| (identity, steps.iter().filter(|step| paused(step)).collect::<Vec<_>>()));
+    let steps = steps.iter().map(|(identity, steps)| (identity, steps.iter().collect()));
+    let mut outstanding: BTreeMap<ClusterIdentity, BTreeMap<Source, usize>> = BTreeMap::new();
+    for (identity, steps) in steps.chain(resumed) {
+        let counts = outstanding.entry(identity.clone()).or_default();
+        for step in steps {
+            *counts.entry(lanes::source(step)).or_default() += 1;
+        }
+    }
+    outstanding
 }
 
 /// Whether some mesh names this very identity.

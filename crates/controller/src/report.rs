@@ -1,5 +1,5 @@
-//! What is said of a mesh: its status and its Events, from its plan and from what was seen and written. Pure; the conditions
-//! themselves are derived in `clustermesh_core::status`.
+//! The report on a mesh, its status and the notices for its Events, from its plan and from what was seen and written. Pure;
+//! the conditions themselves are derived in `clustermesh_core::status`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,6 +7,7 @@ use clustermesh_api::{
     convert::Finding,
     mesh::{
         AgentCounts, BrokenLink, ClusterMesh, ClusterMeshStatus, ClusterStatus, EgressStatus, ServiceRef, SkippedNode,
+        UncoveredNetwork,
     },
 };
 use clustermesh_core::{
@@ -19,9 +20,9 @@ use clustermesh_core::{
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1 as meta;
 
-use crate::events::{Saying, TUNNELS_DOWN, cut, link_topic, node_topic};
+use crate::events::{Notice, SPEC_ADJUSTED, TUNNELS_DOWN, cut, link_topic, node_topic};
 
-/// Skipped nodes that the status lists.
+/// Skipped nodes of a member that the status lists, and that have Events.
 const LISTED: usize = 20;
 /// The longest message of a row (CRD).
 const MESSAGE: usize = 1024;
@@ -57,6 +58,8 @@ pub(crate) struct Subject<'a> {
     pub(crate) warnings: &'a [Finding],
     /// By entry: what could not be written, and why.
     pub(crate) unwritten: &'a BTreeMap<String, String>,
+    /// By entry and source: how many objects there are not as planned.
+    pub(crate) outstanding: &'a BTreeMap<(String, String), usize>,
     /// By entry.
     pub(crate) facts: &'a BTreeMap<String, Facts>,
     /// Between which entries tunnels are down.
@@ -65,8 +68,51 @@ pub(crate) struct Subject<'a> {
     pub(crate) pending: &'a BTreeSet<Pending>,
 }
 
-/// The status to be written, and everything that is to be said.
-pub(crate) fn report(subject: &Subject<'_>, now: &meta::Time) -> (ClusterMeshStatus, Vec<Saying>) {
+/// The report on one mesh.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Report {
+    /// Without conditions.
+    status: ClusterMeshStatus,
+    conditions: Vec<Condition>,
+    /// What has an Event when it changes.
+    pub(crate) notices: Vec<Notice>,
+}
+
+impl Report {
+    /// One of conditions and notices alone.
+    #[cfg(test)]
+    pub(crate) fn of(conditions: Vec<Condition>, notices: Vec<Notice>) -> Self {
+        Self {
+            status: ClusterMeshStatus::default(),
+            conditions,
+            notices,
+        }
+    }
+
+    /// The status to write over `before`: the time of a condition is that of the last change of its `status`.
+    pub(crate) fn status(&self, before: Option<&ClusterMeshStatus>, now: &meta::Time) -> ClusterMeshStatus {
+        let conditions = self.conditions.iter().map(|condition| {
+            let status = if condition.status { "True" } else { "False" };
+            let mut all = before.iter().flat_map(|before| &before.conditions);
+            let unchanged = all.find(|b| b.type_ == condition.kind && b.status == status);
+            meta::Condition {
+                type_: condition.kind.to_owned(),
+                status: status.to_owned(),
+                reason: condition.reason.to_owned(),
+                message: cut(&condition.message, CONDITION),
+                observed_generation: self.status.observed_generation,
+                last_transition_time: unchanged.map_or_else(|| now.clone(), |b| b.last_transition_time.clone()),
+            }
+        });
+        ClusterMeshStatus {
+            conditions: conditions.collect(),
+            ..self.status.clone()
+        }
+    }
+}
+
+/// Makes the report.
+pub(crate) fn report(subject: &Subject<'_>) -> Report {
     // What is being deleted is waited for, whatever its spec says.
     let conditions = match subject.refused.filter(|_| !subject.plan.deleting) {
         Some((reason, message)) => {
@@ -78,7 +124,8 @@ pub(crate) fn report(subject: &Subject<'_>, now: &meta::Time) -> (ClusterMeshSta
             }]
         }
         None => {
-            let mut conditions = status::conditions(subject.plan, subject.unwritten, subject.broken);
+            let mut conditions =
+                status::conditions(subject.plan, subject.unwritten, subject.broken, subject.outstanding);
             let members = subject.facts.iter();
             let members = members.map(|(entry, facts)| (entry.clone(), facts.unenforced.clone()));
             conditions.push(enforcement::condition(
@@ -89,47 +136,48 @@ pub(crate) fn report(subject: &Subject<'_>, now: &meta::Time) -> (ClusterMeshSta
             conditions
         }
     };
-    let sayings = sayings(subject, &conditions);
-    let before = subject.object.status.clone().unwrap_or_default();
-    if subject.refused.is_some() {
-        // Nothing is known anew: what stands stays, and so do the networks that were accepted.
-        let conditions = stamp(subject, conditions, &before.conditions, now);
-        return (
-            ClusterMeshStatus {
-                observed_generation: subject.object.metadata.generation,
-                conditions,
-                ..before
-            },
-            sayings,
-        );
-    }
-    let entries = &subject.mesh.clusters;
-    let fresh = entries
-        .iter()
-        .filter(|entry| subject.facts.get(&entry.name).is_some_and(|facts| facts.fresh))
-        .count();
-    let registered: usize = subject.plan.clusters.values().map(|report| report.registered).sum();
-    let status = ClusterMeshStatus {
-        observed_generation: subject.object.metadata.generation,
-        conditions: stamp(subject, conditions, &before.conditions, now),
-        members: Some(format!("{fresh}/{}", entries.len())),
-        registered_peers: Some(count(registered)),
-        clusters: entries.iter().map(|entry| row(subject, &entry.name)).collect(),
-        broken_links: subject.broken.iter().map(broken_link).collect(),
-        egress: egress(subject),
+    let notices = notices(subject, &conditions);
+    let observed_generation = subject.object.metadata.generation;
+    let status = if subject.refused.is_some() {
+        // Nothing is known anew: what the status said stays, and so do the networks that were accepted.
+        ClusterMeshStatus {
+            observed_generation,
+            conditions: vec![],
+            ..subject.object.status.clone().unwrap_or_default()
+        }
+    } else {
+        let entries = &subject.mesh.clusters;
+        let fresh = entries
+            .iter()
+            .filter(|entry| subject.facts.get(&entry.name).is_some_and(|facts| facts.fresh))
+            .count();
+        let registered: usize = subject.plan.clusters.values().map(|report| report.registered).sum();
+        ClusterMeshStatus {
+            observed_generation,
+            conditions: vec![],
+            members: Some(format!("{fresh}/{}", entries.len())),
+            registered_peers: Some(count(registered)),
+            clusters: entries.iter().map(|entry| row(subject, &entry.name)).collect(),
+            broken_links: subject.broken.iter().map(broken_link).collect(),
+            egress: egress(subject),
+        }
     };
-    (status, sayings)
+    Report {
+        status,
+        conditions,
+        notices,
+    }
 }
 
 fn row(subject: &Subject<'_>, entry: &str) -> ClusterStatus {
     let report = subject.plan.clusters.get(entry).cloned().unwrap_or_default();
     let facts = subject.facts.get(entry).cloned().unwrap_or_default();
-    let before = subject.object.status.iter().flat_map(|status| &status.clusters);
-    // Asked for again on every connection; until it answers, what it said last.
-    let uid_before = before.filter(|row| row.name == entry).find_map(|row| row.uid.clone());
+    let mut before = subject.object.status.iter().flat_map(|status| &status.clusters);
+    // What is not known yet, after a restart or on a new connection, stays as it was reported last.
+    let before = before.find(|row| row.name == entry).cloned().unwrap_or_default();
     ClusterStatus {
         name: entry.to_owned(),
-        uid: facts.uid.map(|uid| cut(&uid, 64)).or(uid_before),
+        uid: facts.uid.map(|uid| cut(&uid, 64)).or(before.uid),
         accepted_networks: report.accepted.iter().map(ToString::to_string).collect(),
         registered_peers: count(report.registered),
         skipped_nodes: count(report.skipped.len()),
@@ -143,10 +191,22 @@ fn row(subject: &Subject<'_>, entry: &str) -> ClusterStatus {
                 message: cut(&skipped.message, MESSAGE),
             })
             .collect(),
+        uncovered: report
+            .uncovered
+            .iter()
+            .take(LISTED)
+            .map(|uncovered| UncoveredNetwork {
+                node: cut(&uncovered.node, 253),
+                network: uncovered.network.to_string(),
+            })
+            .collect(),
         reachable: Some(facts.fresh),
-        last_sync: facts.last_sync,
-        kubernetes_version: facts.version.map(|version| cut(&version, 64)),
-        agents: facts.agents,
+        last_sync: facts.last_sync.or(before.last_sync),
+        kubernetes_version: facts
+            .version
+            .map(|version| cut(&version, 64))
+            .or(before.kubernetes_version),
+        agents: facts.agents.or(before.agents),
     }
 }
 
@@ -193,34 +253,10 @@ fn egress(subject: &Subject<'_>) -> Vec<EgressStatus> {
         .collect()
 }
 
-/// Gives conditions their times: the time of the last change of `status` is kept.
-fn stamp(
-    subject: &Subject<'_>,
-    conditions: Vec<Condition>,
-    before: &[meta::Condition],
-    now: &meta::Time,
-) -> Vec<meta::Condition> {
-    conditions
-        .into_iter()
-        .map(|condition| {
-            let status = if condition.status { "True" } else { "False" };
-            let stands = before.iter().find(|b| b.type_ == condition.kind && b.status == status);
-            meta::Condition {
-                type_: condition.kind.to_owned(),
-                status: status.to_owned(),
-                reason: condition.reason.to_owned(),
-                message: cut(&condition.message, CONDITION),
-                observed_generation: subject.object.metadata.generation,
-                last_transition_time: stands.map_or_else(|| now.clone(), |b| b.last_transition_time.clone()),
-            }
-        })
-        .collect()
-}
-
-fn sayings(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Saying> {
-    let mut sayings = Vec::new();
+fn notices(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Notice> {
+    let mut notices = Vec::new();
     for condition in conditions {
-        // Good news is said of Ready alone; that nodes are skipped, or links down, is said of each.
+        // Good news has an Event for Ready alone; skipped nodes and broken links have one each.
         let warning = match condition.kind {
             "Ready" => !condition.status,
             "NetworksOverlap" | "Degraded"
@@ -231,7 +267,7 @@ fn sayings(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Saying> {
             "EgressResolved" | "PolicyEnforced" if !condition.status => true,
             _ => continue,
         };
-        sayings.push(Saying {
+        notices.push(Notice {
             topic: condition.kind.to_owned(),
             reason: condition.reason.to_owned(),
             message: condition.message.clone(),
@@ -241,9 +277,9 @@ fn sayings(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Saying> {
         });
     }
     for finding in subject.warnings {
-        sayings.push(Saying {
+        notices.push(Notice {
             topic: format!("field {}", finding.field),
-            reason: "SpecAdjusted".to_owned(),
+            reason: SPEC_ADJUSTED.to_owned(),
             message: format!("{}: {}", finding.field, finding.message),
             warning: true,
             action: "ReadSpec",
@@ -251,8 +287,8 @@ fn sayings(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Saying> {
         });
     }
     for (entry, report) in &subject.plan.clusters {
-        for skipped in &report.skipped {
-            sayings.push(Saying {
+        for skipped in report.skipped.iter().take(LISTED) {
+            notices.push(Notice {
                 topic: node_topic(entry, &skipped.node),
                 reason: skipped.reason.to_string(),
                 message: format!(
@@ -266,7 +302,7 @@ fn sayings(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Saying> {
         }
     }
     for link in subject.broken {
-        sayings.push(Saying {
+        notices.push(Notice {
             topic: link_topic(&link.from, &link.to),
             reason: TUNNELS_DOWN.to_owned(),
             message: status::down(link),
@@ -275,7 +311,7 @@ fn sayings(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Saying> {
             node: None,
         });
     }
-    sayings
+    notices
 }
 
 fn count(number: usize) -> i64 {
@@ -296,49 +332,33 @@ mod tests {
     }
 
     #[test]
-    fn the_time_of_a_condition_is_that_of_its_last_change() {
+    fn time_of_a_condition_is_that_of_its_last_change() {
         let time = |second| meta::Time(k8s_openapi::jiff::Timestamp::from_second(second).expect("a time"));
-        let object = ClusterMesh::new(
-            "m",
-            clustermesh_api::mesh::ClusterMeshSpec {
-                paused: false,
-                clusters: vec![],
-            },
-        );
-        let (mesh, plan) = (hollow(), MeshPlan::default());
-        let (unwritten, facts) = (BTreeMap::new(), BTreeMap::new());
-        let subject = Subject {
-            object: &object,
-            mesh: &mesh,
-            plan: &plan,
-            refused: None,
-            warnings: &[],
-            unwritten: &unwritten,
-            facts: &facts,
-            broken: &[],
-            pending: &BTreeSet::new(),
-        };
-        let first = stamp(
-            &subject,
-            vec![condition("Ready", false), condition("Degraded", true)],
-            &[],
-            &time(1),
-        );
-        let second = stamp(
-            &subject,
-            vec![condition("Ready", true), condition("Degraded", true)],
-            &first,
-            &time(2),
-        );
+        let report = |conditions| Report::of(conditions, vec![]);
+        let first = report(vec![condition("Ready", false), condition("Degraded", true)]).status(None, &time(1));
+        let second = report(vec![condition("Ready", true), condition("Degraded", true)]).status(Some(&first), &time(2));
         let times: Vec<_> = second
+            .conditions
             .iter()
             .map(|c| (&*c.type_, &*c.status, c.last_transition_time.clone()))
             .collect();
         assert_eq!(times, [("Ready", "True", time(2)), ("Degraded", "True", time(1))]);
     }
 
-    fn hollow() -> Mesh {
-        Mesh {
+    /// As after a restart: of a member that does not answer nothing is known but what its row says.
+    #[test]
+    fn row_of_an_unseen_member_keeps_what_was_reported() {
+        let row = serde_json::json!({
+            "name": "a", "uid": "u", "lastSync": "2026-01-01T00:00:00Z", "kubernetesVersion": "v1.36.3", "reachable": false,
+            "agents": {"total": 2, "full": 2},
+        });
+        let object: ClusterMesh = serde_json::from_value(serde_json::json!({
+            "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "ClusterMesh", "metadata": {"name": "m", "namespace": "ns"},
+            "spec": {"clusters": []}, "status": {"clusters": [row]},
+        }))
+        .expect("a ClusterMesh");
+        let (plan, none, facts) = (MeshPlan::default(), BTreeMap::new(), BTreeMap::new());
+        let mesh = Mesh {
             id: clustermesh_core::mesh::MeshId {
                 namespace: "ns".into(),
                 name: "m".into(),
@@ -349,6 +369,20 @@ mod tests {
             adopt_hub: None,
             clusters: vec![],
             accepted: BTreeMap::new(),
-        }
+        };
+        let subject = Subject {
+            object: &object,
+            mesh: &mesh,
+            plan: &plan,
+            refused: None,
+            warnings: &[],
+            unwritten: &none,
+            outstanding: &BTreeMap::new(),
+            facts: &facts,
+            broken: &[],
+            pending: &BTreeSet::new(),
+        };
+        let before = object.status.clone().expect("a status").clusters.remove(0);
+        assert_eq!(super::row(&subject, "a"), before);
     }
 }

@@ -7,26 +7,32 @@ use std::{
 
 use anyhow::Context;
 use backon::{ExponentialBuilder, Retryable};
-use clustermesh_access::hub_hosts;
-use clustermesh_api::mesh::ClusterMesh;
+use clustermesh_access::{hub_hosts, kubeconfig::HubHosts, memory::Memory};
+use clustermesh_api::{convert, mesh::ClusterMesh, names};
 use clustermesh_core::{hub::HubNamespaces, plan::Settings};
-use clustermesh_daemon::{Admin, CancellationToken, Liveness, Readiness, State, drain, metrics as registry};
-use k8s_openapi::api::core::v1::Namespace;
-use kube::{Api, Client, Config, api::ApiResource};
+use clustermesh_daemon::{Admin, Audience, CancellationToken, Liveness, Readiness, State, drain, metrics as registry};
+use k8s_openapi::api::{core::v1::Namespace, discovery::v1::EndpointSlice};
+use kube::{
+    Api, Client, Config,
+    api::{ApiResource, ListParams},
+};
 
 use crate::{
     args::Args,
-    events::Speaker,
+    events::EventPublisher,
     feed::{self, Changed, Feed, Source, Trust},
     hub::Hub,
+    hub_writer::HubWriter,
     metrics::Metrics,
     reconcile::{Reconciler, Shown, mesh_feed},
 };
 
 /// Passes are at least this far apart.
 const DEBOUNCE: Duration = Duration::from_millis(50);
-/// A loop that has not turned for this long is wedged: no pass waits for a member.
+/// A loop that has not turned for this long is wedged: no pass waits for a member or the hub.
 const WEDGED: Duration = Duration::from_secs(180);
+/// How often it is asked where the hub's API servers listen.
+const LEARN: Duration = Duration::from_secs(60);
 /// For writes that are on their way at the end.
 const DRAIN: Duration = Duration::from_secs(15);
 
@@ -39,9 +45,13 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         kubeconfig,
         context,
         hub_namespaces,
+        member_namespaces,
+        hub_networks,
         infrastructure_ports,
         hub_id,
+        memory_limit,
         listen,
+        open_metrics,
         log_format: _,
     } = args;
     let settings = Settings::closing(&infrastructure_ports)?;
@@ -53,7 +63,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     };
     let own = std::env::var("POD_NAMESPACE").ok().filter(|name| !name.is_empty());
     let own = own.unwrap_or_else(|| config.default_namespace.clone());
-    let namespaces = HubNamespaces::new(&hub_namespaces, &own);
+    let namespaces = HubNamespaces::new(&hub_namespaces, &member_namespaces, &hub_networks, &own);
     let hosts = hub_hosts(&config);
     tracing::info!(version = env!("CARGO_PKG_VERSION"), hub = %config.cluster_url, %listen, ?namespaces, ?settings, "starting");
     let client = Client::try_from(config).context("no client for the hub")?;
@@ -68,6 +78,11 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let dump = Arc::clone(&shown);
     let state = State {
         registry: Arc::new(metrics_registry),
+        metrics_for: if open_metrics {
+            Audience::Everyone
+        } else {
+            Audience::Loopback
+        },
         readiness,
         liveness: liveness.clone(),
         dump: Arc::new(move || dump.lock().unwrap_or_else(PoisonError::into_inner).dump()),
@@ -92,17 +107,39 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         labels: String::new(),
         fields: String::new(),
     };
-    let following = tokio::spawn(async move { feed::follow(&source, &followed).await });
+    let following = tokio::spawn(async move {
+        // A connection that died is noticed by the watch itself.
+        let (_resume, resumed) = tokio::sync::watch::channel(0);
+        feed::follow(&source, &followed, resumed).await;
+    });
+    // Before the first session begins, where the hub answers.
+    learn_addresses(&client, &hosts).await;
+    let (learning, learned) = (client.clone(), hosts.clone());
+    let learning = tokio::spawn(async move {
+        loop {
+            tokio::time::sleep(LEARN).await;
+            learn_addresses(&learning, &learned).await;
+        }
+    });
 
+    let counted = metrics.clone();
+    let memory = usize::try_from(memory_limit / 8 * 3).unwrap_or(usize::MAX);
+    let memory = Memory::new(memory, move |member, over| {
+        // That the member is not followed any more is logged once, with the reason; this may be many times a minute.
+        tracing::debug!(member, limit = over.word(), %over, "not taken");
+        counted.over_budget(member, over.word());
+    });
     let hub = Arc::new(Hub {
         client: client.clone(),
         id,
         hosts,
+        memory,
         namespaces,
         settings,
     });
-    let speaker = Speaker::new(client, std::env::var("POD_NAME").ok());
-    let mut reconciler = Reconciler::new(hub, meshes.clone(), speaker, metrics, Arc::clone(&changed), shown);
+    let events = EventPublisher::new(client.clone(), std::env::var("POD_NAME").ok());
+    let hub_writer = HubWriter::start(client, meshes.clone(), events);
+    let mut reconciler = Reconciler::new(hub, meshes.clone(), hub_writer, metrics, Arc::clone(&changed), shown);
     let heartbeat = liveness.watch("reconcile", WEDGED);
     let (mut first_list, mut first_plan) = (Some(first_list), Some(first_plan));
     let mut wait = Duration::ZERO;
@@ -127,11 +164,25 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         tokio::time::sleep(DEBOUNCE.saturating_sub(started.elapsed())).await;
     }
     following.abort();
+    learning.abort();
+    reconciler.stop_writing();
     reconciler.tasks.close();
     drain::within(DRAIN, reconciler.tasks.wait()).await;
     drain::within(Duration::from_secs(2), served).await;
     tracing::info!("ended; members keep what they have");
     Ok(())
+}
+
+/// Learns where the hub's API servers listen, beside the names of the API: no member may be there. Where the hub does not say,
+/// what was learned last holds.
+async fn learn_addresses(client: &Client, hosts: &HubHosts) {
+    let slices: Api<EndpointSlice> = Api::namespaced(client.clone(), "default");
+    let of_api = ListParams::default().labels(&format!("{}=kubernetes", names::LABEL_SERVICE_NAME));
+    match tokio::time::timeout(Duration::from_secs(5), slices.list(&of_api)).await {
+        Ok(Ok(slices)) => hosts.learn(convert::service::api_endpoints(&slices.items)),
+        Ok(Err(error)) => tracing::warn!(%error, "cannot read the addresses of the hub's own API"),
+        Err(_) => tracing::warn!("the hub's API server does not answer"),
+    }
 }
 
 /// The hub's id: as given, else the UID of kube-system, asked for until it answers.

@@ -3,10 +3,12 @@
 
 use std::{
     collections::BTreeSet,
+    hash::{DefaultHasher, Hash, Hasher},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
+use clustermesh_access::memory::Account;
 use clustermesh_core::{
     mesh::{ClusterIdentity, ObjectName},
     observe::{Member, Observation},
@@ -22,6 +24,7 @@ use crate::{
     trouble,
 };
 
+mod checkins;
 mod credentials;
 mod serve;
 pub(crate) mod tables;
@@ -31,6 +34,9 @@ pub(crate) use credentials::Credentials;
 /// For so long a trouble may last before it is reported: a session that has just begun has asked and not been answered, and
 /// an API server that rolls is back in a moment.
 const GRACE: Duration = Duration::from_secs(6);
+
+/// Members that connect again together do it within so many milliseconds.
+const SPREAD: u64 = 5_000;
 
 /// What of a member beyond Nodes and Peers has to be read.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -73,6 +79,8 @@ pub(crate) struct Session {
 
 struct Shared {
     identity: ClusterIdentity,
+    /// What is held of it in memory.
+    account: Account,
     tables: Tables,
     link: Mutex<Link>,
     changed: Changed,
@@ -95,8 +103,12 @@ impl Session {
     pub(crate) fn begin(identity: ClusterIdentity, hub: Arc<Hub>, changed: Changed) -> Self {
         let end = CancellationToken::new();
         let (interest, wanted) = watch::channel(Interest::default());
+        let account = hub.memory.account(&identity.to_string());
+        // The hub is trusted.
+        let charged = (identity != ClusterIdentity::Local).then_some(&account);
         let shared = Arc::new(Shared {
-            tables: Tables::new(identity.to_string(), &changed),
+            tables: Tables::new(identity.to_string(), charged, &changed),
+            account,
             identity,
             link: Mutex::new(Link {
                 client: None,
@@ -121,7 +133,7 @@ impl Session {
         self.interest.send_if_modified(|current| {
             let news = current != interest;
             if news {
-                self.shared.tables.want(interest, &self.shared.changed);
+                self.shared.tables.want(interest);
                 current.clone_from(interest);
             }
             news
@@ -143,11 +155,17 @@ impl Session {
                 trouble.unwrap_or_else(|| "it is being read for the first time".to_owned()),
             );
         }
-        let member = self.shared.tables.member(uid, &self.interest.borrow());
+        let mut member = self.shared.tables.member(uid, &self.interest.borrow());
+        self.shared.tables.mark_silent(&mut member, trouble.is_none());
         match trouble {
             None => Observation::Fresh(member),
             Some(why) => Observation::Stale(member, why),
         }
+    }
+
+    /// When kg is next found to have stopped checking in for a node, if nothing arrives.
+    pub(crate) fn silence_due(&self) -> Option<Instant> {
+        self.shared.tables.silence_due()
     }
 
     /// Whether it is in trouble for so short a time that this says nothing yet.
@@ -192,10 +210,12 @@ impl Session {
 /// Runs until the session is dropped: whatever ends inside, credentials that changed included, begins again.
 async fn supervise(shared: Arc<Shared>, hub: Arc<Hub>, wanted: watch::Receiver<Interest>, end: CancellationToken) {
     let mut watches = JoinSet::new();
-    let mut credentials = credentials::follow(&shared.identity, &hub, &mut watches);
+    let mut credentials = credentials::follow(&shared.identity, &hub, &shared.account, &mut watches);
     let work = async {
+        let mut was_missing = false;
         loop {
             let current = credentials.borrow_and_update().clone();
+            let late = std::mem::replace(&mut was_missing, matches!(current, Credentials::Missing(_)));
             let served = async {
                 match &current {
                     Credentials::Pending => std::future::pending().await,
@@ -206,7 +226,12 @@ async fn supervise(shared: Arc<Shared>, hub: Arc<Hub>, wanted: watch::Receiver<I
                         });
                         std::future::pending().await
                     }
-                    Credentials::Ready(client) => serve::serve(&shared, client, wanted.clone()).await,
+                    Credentials::Ready(client) => {
+                        if late {
+                            tokio::time::sleep(spread(&shared.identity)).await;
+                        }
+                        serve::serve(&shared, client, wanted.clone()).await;
+                    }
                 }
             };
             tokio::select! {
@@ -215,7 +240,7 @@ async fn supervise(shared: Arc<Shared>, hub: Arc<Hub>, wanted: watch::Receiver<I
                     // The task that follows the Secret died; without it a rotation would go unnoticed.
                     tracing::error!(member = %shared.identity, "the watch of the kubeconfig Secret ended; beginning it again");
                     watches = JoinSet::new();
-                    credentials = credentials::follow(&shared.identity, &hub, &mut watches);
+                    credentials = credentials::follow(&shared.identity, &hub, &shared.account, &mut watches);
                 },
             }
         }
@@ -224,6 +249,14 @@ async fn supervise(shared: Arc<Shared>, hub: Arc<Hub>, wanted: watch::Receiver<I
         () = work => {}
         () = end.cancelled() => {}
     }
+}
+
+/// When a member that lost its credentials connects again: members that lost them together must not list together. Always the
+/// same for one member.
+fn spread(identity: &ClusterIdentity) -> Duration {
+    let mut hasher = DefaultHasher::new();
+    identity.to_string().hash(&mut hasher);
+    Duration::from_millis(hasher.finish() % SPREAD)
 }
 
 /// What the feeds say of a member whose required tables are these; the first trouble, in words.
@@ -236,12 +269,29 @@ fn first_trouble(trusts: impl IntoIterator<Item = Trust>) -> Option<String> {
 }
 
 /// For the probe and the kube-system UID.
-async fn bounded<T>(request: impl Future<Output = Result<T, kube::Error>>) -> Result<T, String> {
+async fn bounded<T>(request: impl Future<Output = Result<T, kube::Error>>) -> Result<T, Failure> {
     match tokio::time::timeout(Duration::from_secs(5), request).await {
         Ok(answer) => answer.map_err(|error| {
-            tracing::debug!(error = &error as &dyn std::error::Error, "request failed");
-            trouble::words(&error)
+            tracing::debug!(error = %trouble::quoted(&error.to_string()), "request failed");
+            Failure {
+                answered: trouble::answered(&error),
+                why: trouble::words(&error),
+            }
         }),
-        Err(_) => Err(trouble::SILENT.to_owned()),
+        Err(_) => Err(Failure {
+            answered: false,
+            why: trouble::SILENT.to_owned(),
+        }),
     }
 }
+
+/// A request that failed.
+#[derive(Debug)]
+struct Failure {
+    /// There is an API server that answered it.
+    answered: bool,
+    why: String,
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,13 +1,40 @@
 //! What a failed request is called where members' users can read it. The words never tell a refused port from a silent
 //! one, or one certificate error from another: a kubeconfig is hostile input, and the hub must not be its port scanner.
 
+use clustermesh_access::{bounds::over_budget, cause, kubeconfig::Refused};
 use kube::Error;
 
 /// Whatever happens below HTTP.
 pub(crate) const SILENT: &str = "its API server does not answer";
 
+/// What a member says, as it may be logged or shown: on one line, in printable characters, and not much of it.
+pub(crate) fn quoted(text: &str) -> String {
+    const MAX: usize = 200;
+    let mut quoted = String::new();
+    for character in text.chars() {
+        // `escape_debug` also takes care of what reorders text on a terminal.
+        let escaped = if character == '"' || character == '\'' {
+            character.to_string()
+        } else {
+            character.escape_debug().to_string()
+        };
+        if quoted.len() + escaped.len() > MAX - '…'.len_utf8() {
+            quoted.push('…');
+            break;
+        }
+        quoted.push_str(&escaped);
+    }
+    quoted
+}
+
 /// The failure in words that are safe to show.
 pub(crate) fn words(error: &Error) -> String {
+    if let Some(over) = over_budget(error) {
+        return over.to_string();
+    }
+    if let Some(refused) = cause::<Refused>(error) {
+        return refused.to_string();
+    }
     match error {
         Error::Api(status) => match status.code {
             401 => "its API server refuses the credentials (401): renew the kubeconfig in the Secret".to_owned(),
@@ -20,6 +47,15 @@ pub(crate) fn words(error: &Error) -> String {
             "its API server answers something that is not Kubernetes".to_owned()
         }
         _ => SILENT.to_owned(),
+    }
+}
+
+/// Whether an API server answered, whatever it said. What a proxy says when nothing is behind it (502 to 504) is no answer.
+pub(crate) fn answered(error: &Error) -> bool {
+    match error {
+        Error::Api(status) => !matches!(status.code, 502..=504),
+        Error::SerdeError(_) | Error::FromUtf8(_) => true,
+        _ => over_budget(error).is_some(),
     }
 }
 
@@ -54,6 +90,19 @@ mod tests {
         assert_eq!((words(&refused), words(&reset)), (SILENT.to_owned(), SILENT.to_owned()));
         for code in [401, 403, 418, 429, 500, 503] {
             assert!(!words(&answer(code)).contains("secret"), "{code}");
+        }
+    }
+
+    #[test]
+    fn quoted_text_is_short_and_on_one_line() {
+        assert_eq!(
+            quoted("line\nline\r\u{1b}[31m\u{202e} \"ä\""),
+            "line\\nline\\r\\u{1b}[31m\\u{202e} \"ä\""
+        );
+        assert_eq!(quoted(&"x".repeat(197)), "x".repeat(197));
+        for long in ["x", "ä", "\n", "\u{202e}"] {
+            let quoted = quoted(&long.repeat(1_000_000));
+            assert!((190..=200).contains(&quoted.len()) && quoted.ends_with('…'), "{quoted}");
         }
     }
 

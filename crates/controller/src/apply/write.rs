@@ -21,13 +21,11 @@ use kube::{
 };
 use serde::{Serialize, de::DeserializeOwned};
 
-use super::{Outcome, refusal};
-use crate::{
-    feed::Feed,
-    session::tables::{SeenPolicy, Tables},
-    trouble,
-};
+use super::{Outcome, Target, refusal};
+use crate::{events::cut, feed::Feed, session::tables::SeenPolicy, trouble};
 
+/// The controller's name in `managedFields`.
+const MANAGER: &str = "clustermesh-controller";
 /// For one request of a write.
 const REQUEST: Duration = Duration::from_secs(15);
 
@@ -89,7 +87,8 @@ struct Place<'a, K, V> {
 }
 
 /// Writes one step.
-pub(super) async fn one(step: &Step, client: &Client, tables: &Tables, claims: &Claims) -> Outcome {
+pub(super) async fn one(step: &Step, target: &Target) -> Outcome {
+    let Target { client, tables, claims } = target;
     let owner = &step.owner;
     let source = owner.source_cluster.as_deref().unwrap_or_default();
     let whole = |name: &String| ObjectName {
@@ -190,10 +189,10 @@ where
         match tokio::time::timeout(REQUEST * 2, self.write_unbounded(new, claims)).await {
             Ok(Ok(outcome)) => outcome,
             Ok(Err(error)) => {
-                tracing::debug!(error = &error as &dyn std::error::Error, name = %self.name, "write failed");
+                tracing::debug!(error = %trouble::quoted(&error.to_string()), name = %self.name, "write failed");
                 refusal(&error, self.step)
             }
-            Err(_) => Outcome::Trouble(trouble::SILENT.to_owned()),
+            Err(_) => Outcome::Unavailable(trouble::SILENT.to_owned()),
         }
     }
 
@@ -207,14 +206,14 @@ where
         {
             match self.create(new(), say).await? {
                 // A name that the watch has not shown yet, or somebody else's.
-                Outcome::Conflict => {}
+                Outcome::Conflict { .. } => {}
                 outcome => return Ok(outcome),
             }
         }
         match (self.api.get_opt(&self.name.name).await?, new) {
             (Some(standing), _) => self.change(standing, say, claims).await,
             (None, Some(new)) => self.create(new(), say).await,
-            (None, None) => Ok(Outcome::Conflict),
+            (None, None) => Ok(Outcome::Conflict { by: None }),
         }
     }
 
@@ -224,7 +223,11 @@ where
             object.meta_mut().namespace = Some(self.name.namespace.clone());
         }
         say(&mut object);
-        self.answer(self.api.create(&PostParams::default(), &dynamic(&object)?).await)
+        match self.api.create(&params(), &dynamic(&object)?).await {
+            Ok(object) => Ok(self.written(object, None)),
+            Err(kube::Error::Api(status)) if status.code == 409 => Ok(Outcome::Conflict { by: None }),
+            Err(error) => Err(error),
+        }
     }
 
     async fn change(&self, standing: DynamicObject, say: &Say<'_, K>, claims: &Claims) -> Result<Outcome, kube::Error> {
@@ -240,31 +243,38 @@ where
         let before = dynamic(&object)?;
         say(&mut object);
         let after = dynamic(&object)?;
+        let over = other_manager(&standing);
         if before == after {
             self.feed.wrote(standing);
-            return Ok(Outcome::Done);
+            return Ok(Outcome::Unchanged);
         }
-        self.answer(self.api.replace(&self.name.name, &PostParams::default(), &after).await)
+        match self.api.replace(&self.name.name, &params(), &after).await {
+            Ok(object) => Ok(self.written(object, over)),
+            Err(kube::Error::Api(status)) if status.code == 409 => Ok(self.conflict().await),
+            Err(error) => Err(error),
+        }
     }
 
-    fn answer(&self, answer: Result<DynamicObject, kube::Error>) -> Result<Outcome, kube::Error> {
-        match answer {
-            Ok(mut object) => {
-                object.metadata.managed_fields = None;
-                self.feed.wrote(object);
-                Ok(Outcome::Done)
-            }
-            Err(kube::Error::Api(status)) if status.code == 409 => Ok(Outcome::Conflict),
-            Err(error) => Err(error),
+    fn written(&self, mut object: DynamicObject, over: Option<String>) -> Outcome {
+        object.metadata.managed_fields = None;
+        self.feed.wrote(object);
+        Outcome::Written { over }
+    }
+
+    /// Another writer was faster; the object says which.
+    async fn conflict(&self) -> Outcome {
+        let object = self.api.get_opt(&self.name.name).await.ok().flatten();
+        Outcome::Conflict {
+            by: object.as_ref().and_then(other_manager),
         }
     }
 
     async fn delete(&self, claims: &Claims) -> Result<Outcome, kube::Error> {
         let Some(row) = self.feed.read(|rows| rows.get(&self.name).cloned()) else {
-            return Ok(Outcome::Done);
+            return Ok(Outcome::Unchanged);
         };
         if !row.value.owner().is_some_and(|owner| claims.ours(owner)) {
-            return Ok(Outcome::Conflict);
+            return Ok(Outcome::Conflict { by: None });
         }
         let (uid, version) = (row.uid, row.version);
         // As it was seen when it was found to be ours: were its labels changed meanwhile, this is a conflict.
@@ -279,16 +289,31 @@ where
         {
             Ok(_) => {
                 self.feed.remove(&self.name);
-                Ok(Outcome::Done)
+                Ok(Outcome::Written { over: None })
             }
             Err(kube::Error::Api(status)) if status.code == 404 => {
                 self.feed.remove(&self.name);
-                Ok(Outcome::Done)
+                Ok(Outcome::Unchanged)
             }
-            Err(kube::Error::Api(status)) if status.code == 409 => Ok(Outcome::Conflict),
+            Err(kube::Error::Api(status)) if status.code == 409 => Ok(self.conflict().await),
             Err(error) => Err(error),
         }
     }
+}
+
+fn params() -> PostParams {
+    PostParams {
+        field_manager: Some(MANAGER.to_owned()),
+        ..PostParams::default()
+    }
+}
+
+/// The field manager that changed an object last, other than the controller.
+fn other_manager(object: &DynamicObject) -> Option<String> {
+    let fields = object.metadata.managed_fields.iter().flatten();
+    let others = fields.filter(|fields| fields.manager.as_deref().is_some_and(|manager| manager != MANAGER));
+    let last = others.max_by(|a, b| a.time.cmp(&b.time))?;
+    last.manager.as_deref().map(|manager| cut(manager, 128))
 }
 
 fn dynamic<K: Resource<DynamicType = ()> + Serialize>(object: &K) -> Result<DynamicObject, kube::Error> {

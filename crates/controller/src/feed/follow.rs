@@ -3,22 +3,26 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
+use clustermesh_access::{bounds::over_budget, memory::OverBudget};
 use futures::{StreamExt, TryStreamExt};
 use kube::{
     Api, Error,
     api::{DynamicObject, ListParams, WatchEvent, WatchParams},
 };
-use tokio::time::Instant;
+use tokio::{sync::watch, time::Instant};
 
-use super::{Feed, Trust, identity};
+use super::{Feed, List, Trust, identity};
 use crate::trouble;
 
-/// Objects a page: a list of 5,000 Nodes is 10 answers of a few MB, not one of 50.
-const PAGE: u32 = 500;
+/// Objects a page at first: of Nodes about 1 MB. A page that is over the budget is asked for again with half as many, down to
+/// one, so what a server may send at once bounds no object that it holds.
+const PAGE: u32 = 50;
 /// More objects of one kind are not taken: a hostile API server could go on for ever, and memory is shared by all members.
 const MAX_OBJECTS: usize = 50_000;
 /// Nor more pages, however little is in each.
 const MAX_PAGES: usize = 4 * MAX_OBJECTS / PAGE as usize;
+/// A token that asks for the next page is not longer: it comes back in the URL.
+const MAX_TOKEN: usize = 16 * 1024;
 /// For a page of a list, and for the start of a watch.
 const REQUEST: Duration = Duration::from_secs(30);
 /// After this the API server ends a watch itself (seconds), and it is resumed.
@@ -45,16 +49,66 @@ pub(crate) struct Source {
     pub(crate) fields: String,
 }
 
+/// Tells feeds that their connections may be dead: each resumes at once from the version it has, without a new list.
+pub(crate) type Resume = watch::Receiver<u64>;
+
 /// Keeps `feed` true. Never returns.
-pub(crate) async fn follow<V: Clone + PartialEq>(source: &Source, feed: &Feed<V>) {
-    let mut pause = pauses();
+pub(crate) async fn follow<V: Clone + PartialEq>(source: &Source, feed: &Feed<V>, resume: Resume) {
+    let mut course = Course {
+        pause: pauses(),
+        expired: 0,
+        doubted: false,
+        resume,
+    };
     loop {
-        let failed = match list(source, feed).await {
-            Ok(version) => watch(source, feed, version, &mut pause).await,
+        let listed = tokio::select! {
+            listed = list(source, feed) => listed,
+            () = resumed(&mut course.resume) => continue,
+        };
+        let failed = match listed {
+            Ok(list) => {
+                let version = list.version.clone();
+                feed.replace(list, !course.doubted);
+                watch(source, feed, version, &mut course).await
+            }
             Err(failed) => failed,
         };
-        let wait = report(source, feed, &failed).unwrap_or_else(|| pause.next().unwrap_or(Duration::from_secs(30)));
-        tokio::time::sleep(wait).await;
+        let wait = report(source, feed, &failed, &mut course);
+        course.wait(wait).await;
+    }
+}
+
+/// How following has gone so far.
+struct Course {
+    pause: ExponentialBackoff,
+    /// How often the server has called a version too old since a watch last stood.
+    expired: u32,
+    /// The server serves lists, and fails each watch: what it lists is not taken for current until a watch stands.
+    doubted: bool,
+    resume: Resume,
+}
+
+impl Course {
+    /// A watch stood for a while.
+    fn stood(&mut self) {
+        self.pause = pauses();
+        self.expired = 0;
+    }
+
+    /// Waits so long, or for the next pause, or until it is told to resume.
+    async fn wait(&mut self, pause: Option<Duration>) {
+        let pause = pause.unwrap_or_else(|| self.pause.next().unwrap_or(Duration::from_secs(30)));
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = resumed(&mut self.resume) => {}
+        }
+    }
+}
+
+/// Waits until it is told to resume; for ever where nobody is left to tell.
+async fn resumed(resume: &mut Resume) {
+    if resume.changed().await.is_err() {
+        std::future::pending::<()>().await;
     }
 }
 
@@ -74,6 +128,8 @@ enum Failed {
     Expired,
     /// There is more than is taken.
     TooMany,
+    /// It takes more memory than it may.
+    Over(OverBudget),
     Api(Error),
     TimedOut,
 }
@@ -82,22 +138,42 @@ impl From<Error> for Failed {
     fn from(error: Error) -> Self {
         match error {
             Error::Api(status) if status.code == 410 => Self::Expired,
-            error => Self::Api(error),
+            error => over_budget(&error).map_or(Self::Api(error), Self::Over),
         }
     }
 }
 
+impl From<OverBudget> for Failed {
+    fn from(over: OverBudget) -> Self {
+        Self::Over(over)
+    }
+}
+
 /// Notes the failure in the feed; a fixed pause where there is one.
-fn report<V: Clone + PartialEq>(source: &Source, feed: &Feed<V>, failed: &Failed) -> Option<Duration> {
+fn report<V: Clone + PartialEq>(
+    source: &Source,
+    feed: &Feed<V>,
+    failed: &Failed,
+    course: &mut Course,
+) -> Option<Duration> {
     let what = &source.what;
     let (trust, pause) = match failed {
-        Failed::Expired => return None,
+        // Once is how a server forgets; a server that goes on has neither a list nor a watch to give.
+        Failed::Expired if course.expired == 0 => {
+            course.expired += 1;
+            return None;
+        }
+        Failed::Expired => (
+            Trust::Broken(format!("its API server calls every version of {what} too old (410)")),
+            None,
+        ),
         Failed::TooMany => (
             Trust::Broken(format!(
                 "its API server lists more than {MAX_OBJECTS} {what}, or more than {MAX_PAGES} pages of them"
             )),
             None,
         ),
+        Failed::Over(over) => (Trust::Broken(format!("{over} ({what})")), None),
         Failed::TimedOut => (Trust::Broken(trouble::SILENT.to_owned()), None),
         Failed::Api(Error::Api(status)) if status.code == 404 => (Trust::Absent, Some(ABSENT)),
         Failed::Api(Error::Api(status)) if status.code == 403 => (
@@ -105,43 +181,56 @@ fn report<V: Clone + PartialEq>(source: &Source, feed: &Feed<V>, failed: &Failed
             None,
         ),
         Failed::Api(error) => {
-            tracing::debug!(what, error = error as &dyn std::error::Error, "list or watch failed");
+            tracing::debug!(what, error = %trouble::quoted(&error.to_string()), "list or watch failed");
             (Trust::Broken(trouble::words(error)), None)
         }
     };
+    course.doubted |= matches!(failed, Failed::Expired | Failed::TooMany | Failed::Over(_));
     if feed.set_trust(trust.clone()) {
         tracing::info!(what, whose = source.whose, state = ?trust, "no longer followed; asking again");
     }
     pause
 }
 
-/// Lists everything, page by page; the version to watch from.
-async fn list<V: Clone + PartialEq>(source: &Source, feed: &Feed<V>) -> Result<String, Failed> {
-    let mut objects = Vec::new();
-    let mut params = ListParams::default().limit(PAGE);
+/// Lists everything, page by page.
+async fn list<V: Clone + PartialEq>(source: &Source, feed: &Feed<V>) -> Result<List<V>, Failed> {
+    let mut list = List {
+        drafts: Vec::new(),
+        version: String::new(),
+        charge: feed.charge(),
+    };
+    let mut params = ListParams::default();
     if !source.labels.is_empty() {
         params = params.labels(&source.labels);
     }
     if !source.fields.is_empty() {
         params = params.fields(&source.fields);
     }
+    let mut size = PAGE;
     for _ in 0..MAX_PAGES {
-        let page = tokio::time::timeout(REQUEST, source.api.list(&params))
-            .await
-            .map_err(|_| Failed::TimedOut)??;
-        objects.extend(page.items.into_iter().map(|mut object| {
-            object.metadata.managed_fields = None;
-            object
-        }));
-        if objects.len() > MAX_OBJECTS {
+        params.limit = Some(size);
+        let asked = tokio::time::timeout(REQUEST, source.api.list(&params)).await;
+        let page = match asked.map_err(|_| Failed::TimedOut)?.map_err(Failed::from) {
+            Ok(page) => page,
+            Err(Failed::Over(_)) if size > 1 => {
+                size /= 2;
+                continue;
+            }
+            Err(failed) => return Err(failed),
+        };
+        for object in page.items {
+            let Some(draft) = feed.draft(object) else { continue };
+            list.add(draft)?;
+        }
+        if list.drafts.len() > MAX_OBJECTS {
             return Err(Failed::TooMany);
         }
         match page.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) if token.len() > MAX_TOKEN => return Err(Failed::TooMany),
             Some(token) => params.continue_token = Some(token),
             None => {
-                let version = page.metadata.resource_version.unwrap_or_default();
-                feed.replace(objects, &version);
-                return Ok(version);
+                list.version = page.metadata.resource_version.unwrap_or_default();
+                return Ok(list);
             }
         }
     }
@@ -153,7 +242,7 @@ async fn watch<V: Clone + PartialEq>(
     source: &Source,
     feed: &Feed<V>,
     mut version: String,
-    pause: &mut ExponentialBackoff,
+    course: &mut Course,
 ) -> Failed {
     let mut params = WatchParams::default().timeout(WATCH_SECONDS);
     if !source.labels.is_empty() {
@@ -163,23 +252,25 @@ async fn watch<V: Clone + PartialEq>(
         params = params.fields(&source.fields);
     }
     loop {
-        let failed = match tokio::time::timeout(REQUEST, source.api.watch(&params, &version)).await {
+        let opened = tokio::select! {
+            opened = tokio::time::timeout(REQUEST, source.api.watch(&params, &version)) => opened,
+            () = resumed(&mut course.resume) => continue,
+        };
+        let failed = match opened {
             Ok(Ok(stream)) => {
-                feed.set_trust(Trust::Live);
-                let began = Instant::now();
-                let ended = events(feed, stream.boxed(), &mut version).await;
-                let stood = began.elapsed() > STANDING;
-                if stood {
-                    *pause = pauses();
+                if !course.doubted {
+                    feed.set_trust(Trust::Live);
                 }
-                match ended {
-                    Ok(()) => {
+                let began = Instant::now();
+                match events(feed, stream.boxed(), &mut version, course).await {
+                    Ok(End::Closed) => {
                         // A server may refuse by closing, with or without an event first: wait, do not spin.
-                        if !stood {
-                            tokio::time::sleep(pause.next().unwrap_or(Duration::from_secs(30))).await;
+                        if began.elapsed() <= STANDING {
+                            course.wait(None).await;
                         }
                         continue;
                     }
+                    Ok(End::Resume) => continue,
                     Err(failed) => failed,
                 }
             }
@@ -193,35 +284,59 @@ async fn watch<V: Clone + PartialEq>(
         ) {
             return failed;
         }
-        report(source, feed, &failed);
-        tokio::time::sleep(pause.next().unwrap_or(Duration::from_secs(30))).await;
+        report(source, feed, &failed, course);
+        course.wait(None).await;
     }
 }
 
-/// Takes events until the stream ends (`Ok`) or fails.
+/// Why a watch ended that did not fail.
+enum End {
+    /// The server closed it.
+    Closed,
+    /// The connection may be dead.
+    Resume,
+}
+
+/// Takes events until the stream ends or fails.
 async fn events<V: Clone + PartialEq>(
     feed: &Feed<V>,
     mut stream: futures::stream::BoxStream<'_, Result<WatchEvent<DynamicObject>, Error>>,
     version: &mut String,
-) -> Result<(), Failed> {
+    course: &mut Course,
+) -> Result<End, Failed> {
+    let (began, mut stood) = (Instant::now(), false);
     loop {
-        let event = match tokio::time::timeout(IDLE, stream.try_next()).await {
+        let standing = tokio::time::sleep_until(began + STANDING);
+        let next = tokio::select! {
+            next = tokio::time::timeout(IDLE, stream.try_next()) => next,
+            () = standing, if !stood => {
+                stood = true;
+                if std::mem::take(&mut course.doubted) {
+                    feed.set_trust(Trust::Live);
+                }
+                course.stood();
+                continue;
+            }
+            () = resumed(&mut course.resume) => return Ok(End::Resume),
+        };
+        let event = match next {
             Err(_) => return Err(Failed::TimedOut),
             Ok(event) => event?,
         };
         match event {
-            None => return Ok(()),
-            Some(WatchEvent::Added(mut object) | WatchEvent::Modified(mut object)) => {
+            None => return Ok(End::Closed),
+            Some(WatchEvent::Added(object) | WatchEvent::Modified(object)) => {
                 *version = object.metadata.resource_version.clone().unwrap_or_default();
-                object.metadata.managed_fields = None;
-                feed.put(object);
+                feed.put(object)?;
                 if feed.read(BTreeMap::len) > MAX_OBJECTS {
                     return Err(Failed::TooMany);
                 }
             }
             Some(WatchEvent::Deleted(object)) => {
                 *version = object.metadata.resource_version.clone().unwrap_or_default();
-                feed.remove(&identity(&object.metadata).0);
+                if let Some((name, ..)) = identity(&object.metadata) {
+                    feed.remove(&name);
+                }
             }
             Some(WatchEvent::Bookmark(mark)) => *version = mark.metadata.resource_version,
             Some(WatchEvent::Error(status)) => return Err(Error::Api(status).into()),

@@ -9,12 +9,12 @@ use std::{
 use clustermesh_api::{
     convert::{self, Finding},
     mesh::{ClusterEntry, ClusterMesh},
-    names::{FINALIZER, PAUSED},
+    names::PAUSED,
 };
 use clustermesh_core::mesh::{Addressing, Cluster, ClusterIdentity, Mesh, MeshId, ObjectName, PodNetwork};
 
 use super::to_core;
-use crate::{feed::Feed, hub::Hub};
+use crate::{feed::Feed, hub::Hub, hub_writer::is_finalized};
 
 /// One ClusterMesh.
 pub(super) struct Known {
@@ -36,11 +36,7 @@ pub(super) type Served = BTreeMap<MeshId, (Option<String>, Mesh)>;
 impl Known {
     /// Whether it carries our finalizer.
     pub(super) fn finalized(&self) -> bool {
-        let finalizers = self
-            .object
-            .as_ref()
-            .and_then(|object| object.metadata.finalizers.as_ref());
-        finalizers.is_some_and(|finalizers| finalizers.iter().any(|name| name == FINALIZER))
+        self.object.as_deref().is_some_and(is_finalized)
     }
 }
 
@@ -85,7 +81,10 @@ fn one(object: Arc<ClusterMesh>, hub: &Hub, served: &mut Served) -> Known {
             }
         },
     };
-    let mesh = kept(&object, served);
+    let mut mesh = kept(&object, served);
+    if !deleting {
+        hub.namespaces.confine(&mut mesh);
+    }
     let named = |entry: &String| mesh.clusters.iter().any(|cluster| cluster.name == *entry);
     let lost = mesh.accepted.keys().filter(|entry| !named(entry)).cloned().collect();
     Known {

@@ -1,8 +1,9 @@
 //! The credentials of one member, as they are now: the hub's own client, or what the referenced Secret holds. Only that one
 //! Secret is read, by name, in the mesh's own namespace.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
+use clustermesh_access::memory::Account;
 use clustermesh_core::mesh::ClusterIdentity;
 use k8s_openapi::api::core::v1::Secret;
 use kube::{
@@ -28,6 +29,9 @@ pub(crate) enum Credentials {
     Ready(Client),
 }
 
+/// The hub's API server answers 403 while it starts and has not read its own roles: for so long what was read last still holds.
+const DENIED: Duration = Duration::from_secs(60);
+
 /// The kubeconfig's text, which no `Debug` may print.
 #[derive(Clone, PartialEq)]
 struct Text(Option<Vec<u8>>);
@@ -36,6 +40,7 @@ struct Text(Option<Vec<u8>>);
 pub(super) fn follow(
     identity: &ClusterIdentity,
     hub: &Arc<Hub>,
+    account: &Account,
     tasks: &mut JoinSet<()>,
 ) -> watch::Receiver<Credentials> {
     let ClusterIdentity::Secret {
@@ -70,9 +75,13 @@ pub(super) fn follow(
         fields: format!("metadata.name={name}"),
     };
     let followed = feed.clone();
-    tasks.spawn(async move { feed::follow(&source, &followed).await });
+    tasks.spawn(async move {
+        // A connection to the hub that died is noticed by the watch itself.
+        let (_resume, resumed) = watch::channel(0);
+        feed::follow(&source, &followed, resumed).await;
+    });
 
-    let hub = Arc::clone(hub);
+    let (hub, account) = (Arc::clone(hub), account.clone());
     tasks.spawn(async move {
         let mut seen: Option<[u8; 32]> = None;
         loop {
@@ -81,6 +90,7 @@ pub(super) fn follow(
                 (_, Trust::Pending) => None,
                 // The hub's own API is away: what was read last still holds.
                 (_, Trust::Broken(_)) => None,
+                (_, Trust::Denied(_)) if feed.denied().is_none_or(|lasts| lasts < DENIED) => None,
                 (_, Trust::Denied(why)) => Some(Err(format!(
                     "the controller may not read {} ({why}); allow it with the Role of its manifests",
                     object
@@ -109,7 +119,7 @@ pub(super) fn follow(
                     let digest: [u8; 32] = Sha256::digest(&bytes).into();
                     if seen != Some(digest) {
                         seen = Some(digest);
-                        let ready = connect(&bytes, context.as_deref(), &hub).await;
+                        let ready = connect(&bytes, context.as_deref(), &hub, &account).await;
                         let ready = ready.unwrap_or_else(|why| {
                             Credentials::Missing(format!(
                                 "{} key {key:?}: {why}",
@@ -127,8 +137,8 @@ pub(super) fn follow(
     receiver
 }
 
-async fn connect(bytes: &[u8], context: Option<&str>, hub: &Hub) -> Result<Credentials, String> {
-    let client = clustermesh_access::member(bytes, context, &hub.hosts).await;
+async fn connect(bytes: &[u8], context: Option<&str>, hub: &Hub, account: &Account) -> Result<Credentials, String> {
+    let client = clustermesh_access::member(bytes, context, &hub.hosts, account).await;
     client.map(Credentials::Ready).map_err(|unusable| {
         tracing::debug!(
             error = &unusable as &dyn std::error::Error,
@@ -137,3 +147,6 @@ async fn connect(bytes: &[u8], context: Option<&str>, hub: &Hub) -> Result<Crede
         unusable.to_string()
     })
 }
+
+#[cfg(test)]
+mod tests;

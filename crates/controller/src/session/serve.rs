@@ -7,16 +7,19 @@ use kube::{Api, Client};
 use tokio::{
     sync::watch,
     task::{AbortHandle, JoinSet},
-    time::MissedTickBehavior,
 };
 
-use super::{Interest, Shared, bounded, tables::Following};
+use super::{Failure, Interest, Shared, bounded, tables::Following};
+use crate::{events::cut, trouble};
 
 /// How often the API server is asked whether it is still there.
 const PROBE: Duration = Duration::from_secs(10);
+/// When it is asked again after it did not answer.
+const AGAIN: Duration = Duration::from_secs(3);
+/// It is silent when it did not answer so often in a row: one hiccup costs nothing.
+const FAILURES: u32 = 2;
 
-/// Serves one connection; returns when it should be begun anew (a silent server answers again: its watches may hang on
-/// dead connections).
+/// Serves one connection; returns when it should be begun anew.
 pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: watch::Receiver<Interest>) {
     shared.relink(|link| {
         link.client = Some(client.clone());
@@ -27,15 +30,16 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
     });
     shared.tables.begin();
 
-    let mut feeds = JoinSet::new();
+    let (resume, resumed) = watch::channel(0);
+    let mut tasks = JoinSet::new();
     for following in shared.tables.fixed(client) {
-        feeds.spawn(following.run());
+        tasks.spawn(following.run(resumed.clone()));
     }
-    let mut extra: BTreeMap<String, AbortHandle> = BTreeMap::new();
-    let mut probe = tokio::time::interval(PROBE);
-    probe.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut extra: BTreeMap<String, (u64, AbortHandle)> = BTreeMap::new();
+    // Beside the feeds: while it waits for an answer, what is to be followed may change, more than once.
+    let probing = (Arc::clone(shared), client.clone());
+    tasks.spawn(async move { probe(&probing.0, &probing.1, &resume).await });
     wanted.mark_changed();
-    let (mut was_silent, mut asked) = (false, false);
 
     loop {
         tokio::select! {
@@ -45,35 +49,21 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
                 }
                 let interest = wanted.borrow_and_update().clone();
                 let followings: BTreeMap<String, Following> = shared.tables.extra(client, &interest);
-                extra.retain(|what, handle| {
-                    let keep = followings.contains_key(what);
+                extra.retain(|what, (table, handle)| {
+                    // A table that was dropped and asked for again is another one, though it is of the same objects.
+                    let keep = followings.get(what).is_some_and(|following| following.table == *table);
                     if !keep {
                         handle.abort();
                     }
                     keep
                 });
                 for (what, following) in followings {
-                    extra.entry(what).or_insert_with(|| feeds.spawn(following.run()));
+                    extra
+                        .entry(what)
+                        .or_insert_with(|| (following.table, tasks.spawn(following.run(resumed.clone()))));
                 }
             }
-            _ = probe.tick() => {
-                match bounded(client.apiserver_version()).await {
-                    Ok(version) => {
-                        if was_silent {
-                            return;
-                        }
-                        learn(shared, client, version.git_version, &mut asked).await;
-                    }
-                    Err(why) => {
-                        if !was_silent {
-                            tracing::warn!(member = %shared.identity, %why, "the API server fell silent");
-                            shared.relink(|link| link.silent = Some(why));
-                        }
-                        was_silent = true;
-                    }
-                }
-            }
-            Some(ended) = feeds.join_next() => {
+            Some(ended) = tasks.join_next() => {
                 if let Err(error) = ended && error.is_panic() {
                     tracing::error!(member = %shared.identity, %error, "a feed died; beginning the connection again");
                     return;
@@ -83,9 +73,50 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
     }
 }
 
+/// Asks the API server again and again whether it is there. When a silent one answers again, the feeds resume: their watches
+/// may hang on dead connections.
+async fn probe(shared: &Shared, client: &Client, resume: &watch::Sender<u64>) {
+    let (mut failures, mut asked) = (0, false);
+    loop {
+        match bounded(client.apiserver_version()).await {
+            Ok(version) => {
+                recover(shared, resume, &mut failures);
+                learn(shared, client, version.git_version, &mut asked).await;
+            }
+            // The path may be closed to the account, or the server busy: it is there.
+            Err(failure) if failure.answered => recover(shared, resume, &mut failures),
+            Err(Failure { why, .. }) => {
+                failures += 1;
+                if failures == FAILURES {
+                    tracing::warn!(member = %shared.identity, %why, "the API server fell silent");
+                    shared.relink(|link| link.silent = Some(why));
+                }
+            }
+        }
+        let pause = if failures == 0 || failures >= FAILURES {
+            PROBE
+        } else {
+            AGAIN
+        };
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// It answered.
+fn recover(shared: &Shared, resume: &watch::Sender<u64>, failures: &mut u32) {
+    if std::mem::take(failures) < FAILURES {
+        return;
+    }
+    tracing::info!(member = %shared.identity, "the API server answers again");
+    // Nothing that was read before counts as current until its watch stands again.
+    shared.tables.begin();
+    resume.send_modify(|times| *times += 1);
+    shared.relink(|link| link.silent = None);
+}
+
 /// Notes what the server says of itself; asks for the cluster's UID once a connection.
 async fn learn(shared: &Shared, client: &Client, version: String, asked: &mut bool) {
-    let version: String = version.chars().take(64).collect();
+    let version = cut(&trouble::quoted(&version), 64);
     let mut uid = shared.link().uid.clone();
     if !*asked {
         // Without the right to read kube-system there is no UID, which only ever refuses anyway.

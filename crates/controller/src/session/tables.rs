@@ -3,10 +3,14 @@
 
 use std::{
     collections::BTreeMap,
-    future::Future,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
 };
 
+use clustermesh_access::memory::Account;
 use clustermesh_api::{
     annotations::{self, Link},
     convert,
@@ -17,20 +21,21 @@ use clustermesh_core::{
     enforcement::{Bypass, Unenforced},
     links::Tunnels,
     mesh::{MeshId, ObjectName},
-    observe::{Claim, Member, Node, ObservedPeer, ObservedPolicy, Pod, Server, Service, Slice},
+    observe::{Claim, Member, Node, ObservedPeer, ObservedPolicy, Pod, Server, Service, Slice, Unlisted},
 };
+use futures::future::BoxFuture;
 use k8s_openapi::api::{core::v1 as core_v1, discovery::v1::EndpointSlice};
 use kube::{
     Api, Client, Resource,
     api::{ApiResource, DynamicObject},
 };
 
-use super::{Interest, first_trouble};
+use super::{Interest, checkins::CheckIns, first_trouble};
 use crate::events::cut;
-use crate::feed::{Changed, Feed, Source, Trust, follow};
+use crate::feed::{Changed, Feed, Resume, Source, Trust, follow};
 
 /// A Node as far as it is read: what the planner needs, and what is reported. Kilo's `last-seen` is in neither, so its
-/// write each 30 s wakes nobody.
+/// write each 30 s wakes nobody; [`CheckIns`] keeps it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct SeenNode {
     node: Node,
@@ -81,7 +86,9 @@ impl SeenNode {
 /// Feeds of one member. Cheap to clone; all clones are the same tables.
 #[derive(Debug, Clone)]
 pub(crate) struct Tables {
+    make: Make,
     nodes: Feed<SeenNode>,
+    check_ins: Arc<Mutex<CheckIns>>,
     pub(crate) peers: Feed<ObservedPeer>,
     pub(crate) policies: Feed<SeenPolicy>,
     /// Mirrored Services and their slices: those that carry our managed-by label, in all namespaces.
@@ -97,22 +104,129 @@ pub(crate) struct Tables {
 /// What some mesh asks for beyond that, by namespace.
 #[derive(Debug, Default)]
 struct Extra {
-    services: BTreeMap<String, (Feed<Service>, Feed<Slice>)>,
-    pods: BTreeMap<String, Feed<Pod>>,
+    services: BTreeMap<String, (Asked<Service>, Asked<Slice>)>,
+    pods: BTreeMap<String, Asked<Pod>>,
 }
 
+/// A feed that some mesh asks for. Until it was listed it says nothing, which is not the same as an empty list.
+#[derive(Debug, Clone)]
+struct Asked<V> {
+    feed: Feed<V>,
+    /// Tells it from an earlier one of the same objects.
+    table: u64,
+}
+
+impl<V: Clone + PartialEq> Asked<V> {
+    fn new(feed: Feed<V>) -> Self {
+        static TABLES: AtomicU64 = AtomicU64::new(0);
+        Self {
+            feed,
+            table: TABLES.fetch_add(1, Ordering::Relaxed),
+        }
+    }
+
+    /// Its rows as they were last listed or watched.
+    ///
+    /// # Errors
+    /// It was never listed, or is closed to the account now, and why.
+    fn rows(&self) -> Result<BTreeMap<ObjectName, V>, String> {
+        match self.feed.trust() {
+            // What was read before may be long past by now.
+            Trust::Denied(why) => Err(why),
+            _ if self.feed.listed() => Ok(values(&self.feed)),
+            Trust::Broken(why) => Err(why),
+            Trust::Pending | Trust::Live | Trust::Absent => Err("it is being read for the first time".to_owned()),
+        }
+    }
+
+    /// How far it can be trusted. The refusal of one namespace is no trouble of the member: the planner holds what came of it.
+    fn trust(&self) -> Trust {
+        match self.feed.trust() {
+            Trust::Denied(_) => Trust::Absent,
+            trust => trust,
+        }
+    }
+}
+
+/// Makes the feeds of one member.
+#[derive(Debug, Clone)]
+struct Make {
+    account: Option<Account>,
+    changed: Changed,
+}
+
+impl Make {
+    fn feed<V: Clone + PartialEq>(
+        &self,
+        convert: impl Fn(DynamicObject) -> Result<Option<V>, String> + Send + Sync + 'static,
+    ) -> Feed<V> {
+        let feed = Feed::new(self.changed.clone(), convert);
+        match &self.account {
+            Some(account) => feed.charged_to(account),
+            None => feed,
+        }
+    }
+
+    fn services(&self) -> Feed<Service> {
+        self.feed(|o| parse::<core_v1::Service>(o).map(|s| Some(convert::service::to_core(&s))))
+    }
+
+    fn slices(&self) -> Feed<Slice> {
+        self.feed(|o| parse::<EndpointSlice>(o).map(|s| convert::service::slice_to_core(&s)))
+    }
+
+    fn pods(&self) -> Feed<Pod> {
+        self.feed(|o| parse::<core_v1::Pod>(o).map(|pod| Some(convert::service::pod_to_core(&pod))))
+            .without(POD)
+    }
+}
+
+/// What is large in a Node, and read by nobody.
+const NODE: &[&str] = &[
+    "status/images",
+    "status/volumesAttached",
+    "status/volumesInUse",
+    "status/config",
+];
+/// The same in a Pod.
+const POD: &[&str] = &[
+    "spec/containers",
+    "spec/initContainers",
+    "spec/ephemeralContainers",
+    "spec/volumes",
+    "spec/tolerations",
+    "spec/affinity",
+    "status/containerStatuses",
+    "status/initContainerStatuses",
+    "status/ephemeralContainerStatuses",
+];
+
 /// One feed and what it follows.
-pub(super) struct Following(std::pin::Pin<Box<dyn Future<Output = ()> + Send>>);
+pub(super) struct Following {
+    /// Tells the feed from others of the same objects.
+    pub(super) table: u64,
+    follow: Box<dyn FnOnce(Resume) -> BoxFuture<'static, ()> + Send>,
+}
 
 impl Following {
     fn new<V: Clone + PartialEq + Send + 'static>(source: Source, feed: &Feed<V>) -> Self {
         let feed = feed.clone();
-        Self(Box::pin(async move { follow(&source, &feed).await }))
+        Self {
+            table: 0,
+            follow: Box::new(move |resume| Box::pin(async move { follow(&source, &feed, resume).await })),
+        }
+    }
+
+    fn asked<V: Clone + PartialEq + Send + 'static>(source: Source, asked: &Asked<V>) -> Self {
+        Self {
+            table: asked.table,
+            ..Self::new(source, &asked.feed)
+        }
     }
 
     /// Follows; never returns.
-    pub(super) fn run(self) -> impl Future<Output = ()> + Send {
-        self.0
+    pub(super) fn run(self, resume: Resume) -> BoxFuture<'static, ()> {
+        (self.follow)(resume)
     }
 }
 
@@ -124,18 +238,31 @@ where
 }
 
 impl Tables {
-    pub(super) fn new(whose: String, changed: &Changed) -> Self {
+    /// Their rows are charged to `account`, where there is one.
+    pub(crate) fn new(whose: String, account: Option<&Account>, changed: &Changed) -> Self {
+        let make = Make {
+            account: account.cloned(),
+            changed: changed.clone(),
+        };
+        let check_ins = Arc::new(Mutex::new(CheckIns::default()));
+        let noted = Arc::clone(&check_ins);
+        let node = move |o| {
+            let node = parse::<core_v1::Node>(o)?;
+            let name = node.metadata.name.as_deref().unwrap_or_default();
+            let mut check_ins = noted.lock().unwrap_or_else(PoisonError::into_inner);
+            check_ins.note(name, convert::node::last_seen(&node), Instant::now());
+            drop(check_ins);
+            Ok(Some(SeenNode::new(&node)))
+        };
         Self {
-            nodes: Feed::new(changed.clone(), |o| {
-                parse::<core_v1::Node>(o).map(|n| Some(SeenNode::new(&n)))
-            }),
-            peers: Feed::new(changed.clone(), |o| {
-                parse::<peer::Peer>(o).map(|p| Some(convert::peer::to_core(&p)))
-            }),
-            policies: Feed::new(changed.clone(), |o| SeenPolicy::new(o).map(Some)),
-            services: service_feed(changed),
-            slices: slice_feed(changed),
-            api: slice_feed(changed),
+            nodes: make.feed(node).without(NODE),
+            check_ins,
+            peers: make.feed(|o| parse::<peer::Peer>(o).map(|p| Some(convert::peer::to_core(&p)))),
+            policies: make.feed(|o| SeenPolicy::new(o).map(Some)),
+            services: make.services(),
+            slices: make.slices(),
+            api: make.slices(),
+            make,
             extra: Arc::default(),
             whose,
         }
@@ -163,30 +290,25 @@ impl Tables {
         again(&self.api);
         let extra = self.extras();
         for (services, slices) in extra.services.values() {
-            again(services);
-            again(slices);
+            again(&services.feed);
+            again(&slices.feed);
         }
-        extra.pods.values().for_each(again);
+        extra.pods.values().for_each(|pods| again(&pods.feed));
     }
 
-    /// Makes room for what is asked for, before anybody plans with it: a table that is not there would read as empty.
-    pub(super) fn want(&self, interest: &Interest, changed: &Changed) {
+    /// Makes room for what is asked for, before anybody plans with it.
+    pub(super) fn want(&self, interest: &Interest) {
         let namespaces = interest.service_namespaces();
         let mut extra = self.extras();
         extra.services.retain(|namespace, _| namespaces.contains(namespace));
         for namespace in namespaces {
-            extra
-                .services
-                .entry(namespace)
-                .or_insert_with(|| (service_feed(changed), slice_feed(changed)));
+            let make = || (Asked::new(self.make.services()), Asked::new(self.make.slices()));
+            extra.services.entry(namespace).or_insert_with(make);
         }
         extra.pods.retain(|namespace, _| interest.pods.contains(namespace));
         for namespace in &interest.pods {
-            extra.pods.entry(namespace.clone()).or_insert_with(|| {
-                Feed::new(changed.clone(), |o| {
-                    parse::<core_v1::Pod>(o).map(|pod| Some(convert::service::pod_to_core(&pod)))
-                })
-            });
+            let make = || Asked::new(self.make.pods());
+            extra.pods.entry(namespace.clone()).or_insert_with(make);
         }
     }
 
@@ -217,15 +339,15 @@ impl Tables {
         for namespace in interest.service_namespaces() {
             if let Some((services, slices)) = extra.services.get(&namespace) {
                 let source = self.within::<core_v1::Service>(client, "services", &namespace, "");
-                followings.insert(source.what.clone(), Following::new(source, services));
+                followings.insert(source.what.clone(), Following::asked(source, services));
                 let source = self.within::<EndpointSlice>(client, "endpointslices", &namespace, "");
-                followings.insert(source.what.clone(), Following::new(source, slices));
+                followings.insert(source.what.clone(), Following::asked(source, slices));
             }
         }
         for namespace in &interest.pods {
             if let Some(pods) = extra.pods.get(namespace) {
                 let source = self.within::<core_v1::Pod>(client, "pods", namespace, "");
-                followings.insert(source.what.clone(), Following::new(source, pods));
+                followings.insert(source.what.clone(), Following::asked(source, pods));
             }
         }
         followings
@@ -253,7 +375,7 @@ impl Tables {
                 .values()
                 .flat_map(|(services, slices)| [services.trust(), slices.trust()]),
         );
-        trusts.extend(extra.pods.values().map(Feed::trust));
+        trusts.extend(extra.pods.values().map(Asked::trust));
         trusts
     }
 
@@ -273,23 +395,41 @@ impl Tables {
         let mut services = values(&self.services);
         let mut slices = values(&self.slices);
         let mut pods = BTreeMap::new();
+        let mut unlisted = Unlisted::default();
         let extra = self.extras();
-        for (here_services, here_slices) in extra.services.values() {
-            services.extend(
-                values(here_services)
-                    .into_iter()
-                    .filter(|(name, _)| interest.services.contains(name)),
-            );
-            slices.extend(values(here_slices).into_iter().filter(|(name, slice)| {
-                let service = ObjectName {
-                    namespace: name.namespace.clone(),
-                    name: slice.service.clone(),
-                };
-                interest.services.contains(&service)
-            }));
+        for namespace in interest.service_namespaces() {
+            let asked = extra.services.get(&namespace);
+            let listed = asked.map_or(Err("it is not being read yet".to_owned()), |(services, slices)| {
+                Ok((services.rows()?, slices.rows()?))
+            });
+            match listed {
+                Ok((here_services, here_slices)) => {
+                    services.extend(
+                        here_services
+                            .into_iter()
+                            .filter(|(name, _)| interest.services.contains(name)),
+                    );
+                    slices.extend(here_slices.into_iter().filter(|(name, slice)| {
+                        let service = ObjectName {
+                            namespace: name.namespace.clone(),
+                            name: slice.service.clone(),
+                        };
+                        interest.services.contains(&service)
+                    }));
+                }
+                Err(why) => {
+                    unlisted.services.insert(namespace, why);
+                }
+            }
         }
-        for feed in extra.pods.values() {
-            pods.extend(values(feed));
+        for namespace in &interest.pods {
+            let asked = extra.pods.get(namespace);
+            match asked.map_or(Err("it is not being read yet".to_owned()), Asked::rows) {
+                Ok(here) => pods.extend(here),
+                Err(why) => {
+                    unlisted.pods.insert(namespace.clone(), why);
+                }
+            }
         }
         drop(extra);
         let api_endpoints = self.api.read(|rows| {
@@ -315,8 +455,26 @@ impl Tables {
             services,
             slices,
             pods,
+            unlisted,
             api_endpoints,
         }
+    }
+
+    /// Marks the nodes that kg has stopped checking in for. `current` = the member is followed now.
+    pub(super) fn mark_silent(&self, member: &mut Member, current: bool) {
+        let mut check_ins = self.check_ins.lock().unwrap_or_else(PoisonError::into_inner);
+        let unix = k8s_openapi::jiff::Timestamp::now().as_second();
+        let silent = check_ins.silent(|node| member.nodes.contains_key(node), current, Instant::now(), unix);
+        for name in silent {
+            if let Some(node) = member.nodes.get_mut(name) {
+                node.silent = true;
+            }
+        }
+    }
+
+    /// When the next node falls silent, if nothing arrives.
+    pub(super) fn silence_due(&self) -> Option<Instant> {
+        self.check_ins.lock().unwrap_or_else(PoisonError::into_inner).due()
     }
 
     /// What serves WireGuard on its nodes; `version` = the controller's own.
@@ -418,9 +576,9 @@ impl Tables {
             "mirroredServices": one(&self.services),
             "mirroredSlices": one(&self.slices),
             "apiServer": one(&self.api),
-            "services": extra.services.iter().map(|(ns, (feed, _))| (ns.clone(), one(feed))).collect::<BTreeMap<_, _>>(),
-            "endpointSlices": extra.services.iter().map(|(ns, (_, feed))| (ns.clone(), one(feed))).collect::<BTreeMap<_, _>>(),
-            "pods": extra.pods.iter().map(|(ns, feed)| (ns.clone(), one(feed))).collect::<BTreeMap<_, _>>(),
+            "services": extra.services.iter().map(|(ns, (feed, _))| (ns.clone(), one(&feed.feed))).collect::<BTreeMap<_, _>>(),
+            "endpointSlices": extra.services.iter().map(|(ns, (_, feed))| (ns.clone(), one(&feed.feed))).collect::<BTreeMap<_, _>>(),
+            "pods": extra.pods.iter().map(|(ns, feed)| (ns.clone(), one(&feed.feed))).collect::<BTreeMap<_, _>>(),
         })
     }
 
@@ -449,18 +607,6 @@ impl Tables {
             fields: String::new(),
         }
     }
-}
-
-fn service_feed(changed: &Changed) -> Feed<Service> {
-    Feed::new(changed.clone(), |o| {
-        parse::<core_v1::Service>(o).map(|s| Some(convert::service::to_core(&s)))
-    })
-}
-
-fn slice_feed(changed: &Changed) -> Feed<Slice> {
-    Feed::new(changed.clone(), |o| {
-        parse::<EndpointSlice>(o).map(|s| convert::service::slice_to_core(&s))
-    })
 }
 
 fn values<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<ObjectName, V> {

@@ -2,7 +2,7 @@ use kube::Client;
 use serde_json::{Value, json};
 
 use super::*;
-use clustermesh_access::kubeconfig::HubHosts;
+use clustermesh_access::{kubeconfig::HubHosts, memory::Memory};
 use clustermesh_core::{hub::HubNamespaces, plan::Settings};
 
 /// `prod` with two entries, the second of which has these networks; its status grants 10.1/16 and 10.2/16.
@@ -26,6 +26,10 @@ fn object(networks: &Value, deleting: bool) -> Arc<ClusterMesh> {
 }
 
 fn hub() -> Hub {
+    hub_with(HubNamespaces::new(&[], &[], &[], "ns"))
+}
+
+fn hub_with(namespaces: HubNamespaces) -> Hub {
     let nobody = tower::service_fn(|_: http::Request<kube::client::Body>| {
         std::future::pending::<Result<http::Response<kube::client::Body>, std::convert::Infallible>>()
     });
@@ -33,7 +37,8 @@ fn hub() -> Hub {
         client: Client::new(nobody, "ns"),
         id: "hub".into(),
         hosts: HubHosts::default(),
-        namespaces: HubNamespaces::new(&[], "ns"),
+        memory: Memory::new(0, |_, _| {}),
+        namespaces,
         settings: Settings::default(),
     }
 }
@@ -111,4 +116,56 @@ async fn a_mesh_that_was_never_served_claims_nothing_when_it_is_refused() {
     new.status = None;
     let known = one(Arc::new(new), &hub(), &mut Served::new());
     assert_eq!(known.mesh, hollow(known.mesh.id.clone()));
+}
+
+#[tokio::test]
+async fn confined_mesh_holds_no_network_outside_its_list_whatever_its_status_says() {
+    let confined = |flag: &str| {
+        let flags = [flag.parse().expect("a flag")];
+        hub_with(HubNamespaces::new(
+            &flags,
+            &[],
+            &["10.1.0.0/16".parse().expect("a network")],
+            "own",
+        ))
+    };
+    let asking = |networks: &Value, status: &str| {
+        let mut object = ClusterMesh::clone(&object(networks, false));
+        object.spec.clusters[1].isolation_profile = clustermesh_api::mesh::IsolationProfile::Sandbox;
+        object.status.as_mut().expect("a status").clusters[1].accepted_networks = vec![status.to_owned()];
+        Arc::new(object)
+    };
+    let (inside, outside) = (json!(["10.2.0.0/16"]), json!(["128.0.0.0/1"]));
+    let listed = confined("ns=sandbox,10.2.0.0/16");
+    let held = |known: &Known| {
+        let accepted = known.mesh.accepted.get("a").map(Vec::len);
+        let claimed: Vec<_> = claims(&known.mesh)
+            .into_iter()
+            .map(|(_, _, networks)| networks)
+            .collect();
+        (known.refused.as_ref().map(|(word, _)| *word), claimed, accepted)
+    };
+    let claimed = |hub: &str, a: &str| vec![hub.to_owned(), a.to_owned()];
+
+    // Never served; its status names half of the internet, or what it may have.
+    let never = one(asking(&outside, "128.0.0.0/1"), &listed, &mut Served::new());
+    assert_eq!(
+        held(&never),
+        (Some("NetworksNotAllowed"), claimed("10.1.0.0/16", ""), None)
+    );
+    let never = one(asking(&outside, "10.2.0.0/16"), &listed, &mut Served::new());
+    let kept = claimed("10.1.0.0/16", "10.2.0.0/16");
+    assert_eq!(held(&never), (Some("NetworksNotAllowed"), kept.clone(), Some(1)));
+
+    // Served, with a status that says more; then changed.
+    let mut served = Served::new();
+    let good = one(asking(&inside, "128.0.0.0/1"), &listed, &mut served);
+    assert_eq!(held(&good), (None, kept.clone(), None));
+    let changed = one(asking(&outside, "128.0.0.0/1"), &listed, &mut served);
+    assert_eq!(held(&changed), (Some("NetworksNotAllowed"), kept, None));
+    assert!(changed.mesh.paused);
+
+    // In a namespace of which no flag speaks.
+    let unlisted = one(asking(&inside, "10.2.0.0/16"), &confined("other"), &mut Served::new());
+    assert_eq!(held(&unlisted), (Some("LocalNotAllowed"), claimed("", ""), None));
 }

@@ -1,5 +1,5 @@
-//! What the loop says of each mesh after a pass: status, Events, metrics, `/debug/state`; and when saying it has to wait. The
-//! words are made in [`crate::report`].
+//! What a pass reports of each mesh: status and Events, which [`crate::hub_writer`] writes, metrics, `/debug/state`; and when
+//! a report has to wait. The words are made in [`crate::report`].
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,9 +18,10 @@ use clustermesh_core::{
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::{Pass, Reconciler, write_back};
+use super::{Pass, Reconciler};
 use crate::{
-    metrics::Entry,
+    hub_writer::Desired,
+    metrics::{Entry, EntryGauges},
     report::{Facts, Subject, report},
 };
 
@@ -36,11 +37,12 @@ fn unfindable() -> String {
 }
 
 impl Reconciler {
-    /// Reports on every mesh; `false` = some report waits.
-    pub(super) async fn tell(&mut self, pass: &Pass) -> bool {
-        let now = Time(k8s_openapi::jiff::Timestamp::now());
+    /// Publishes what ought to stand at the hub for every mesh; `false` = some report waits.
+    pub(super) fn report_status(&mut self, pass: &Pass) -> bool {
+        let now = seconds(k8s_openapi::jiff::Timestamp::now());
         let mut settled = true;
-        self.metrics.begin();
+        let mut gauges = Vec::new();
+        let mut desired = BTreeMap::new();
         for known in pass.known.values() {
             let id = &known.mesh.id;
             let (Some(plan), Some(object)) = (pass.plan.meshes.get(id), &known.object) else {
@@ -48,49 +50,41 @@ impl Reconciler {
             };
             let facts = self.facts(pass, id, plan, object, &now);
             let broken = self.broken(id, plan);
-            self.count(pass, id, plan);
-            if pass.unclaimed.contains(id) || self.waits(pass, id, plan) {
-                settled = false;
-                continue;
-            }
-            let mut unwritten = self.unwritten(pass, id, plan);
-            if plan.deleting {
-                unwritten.extend(known.lost.iter().map(|entry| (entry.clone(), unfindable())));
-            }
-            let pending = pending(&known.mesh, &pass.plan, &pass.seen, &unwritten);
-            let subject = Subject {
-                object,
-                mesh: &known.mesh,
-                plan,
-                refused: known.refused.as_ref(),
-                warnings: &known.warnings,
-                unwritten: &unwritten,
-                facts: &facts,
-                broken: &broken,
-                pending: &pending,
-            };
-            let (status, sayings) = report(&subject, &now);
-            if object.status.as_ref() != Some(&status) {
-                if self.hub_silent {
-                    settled = false;
-                    continue;
+            gauges.extend(entry_gauges(pass, id, plan));
+            let waits = self.waits(pass, id, plan);
+            settled &= !waits;
+            let report = (!waits).then(|| {
+                let mut unwritten = self.unwritten(pass, id, plan);
+                if plan.deleting {
+                    unwritten.extend(known.lost.iter().map(|entry| (entry.clone(), unfindable())));
                 }
-                match write_back::status(&self.hub.client, object, &status).await {
-                    Ok(object) => write_back::put(&self.meshes, &object),
-                    Err(error) => {
-                        settled = false;
-                        self.hub_silent = write_back::unanswered(&error);
-                        tracing::warn!(mesh = %id, error = &error as &dyn std::error::Error, "no status");
-                        continue;
-                    }
-                }
-            }
-            if !self.hub_silent {
-                self.hub_silent = !self.speaker.speak(id, object, sayings).await;
-            }
+                report(&Subject {
+                    object,
+                    mesh: &known.mesh,
+                    plan,
+                    refused: known.refused.as_ref(),
+                    warnings: &known.warnings,
+                    unwritten: &unwritten,
+                    outstanding: &outstanding(pass, id, plan),
+                    facts: &facts,
+                    broken: &broken,
+                    pending: &pending(&known.mesh, &pass.plan, &pass.seen, &unwritten),
+                })
+            });
+            let finalizer = self.finalizer(pass, known);
+            let object = Arc::clone(object);
+            desired.insert(
+                id.clone(),
+                Desired {
+                    object,
+                    finalizer,
+                    report,
+                },
+            );
         }
+        self.metrics.replace(gauges);
+        self.hub_writer.publish(desired);
         let there: BTreeSet<MeshId> = pass.known.keys().cloned().collect();
-        self.speaker.keep(&there);
         self.unreported.retain(|id, _| there.contains(id));
         self.synced.retain(|(id, _), _| there.contains(id));
         self.links.keep(&there);
@@ -119,15 +113,16 @@ impl Reconciler {
                 .filter_map(|identity| self.members.get(identity))
         };
         let settling = members().any(|member| member.session.settling());
-        let on_their_way = pass.steps.iter().any(|(identity, steps)| {
-            // Nothing is on its way to one that does not answer, and that it holds what was closed must be said at once.
-            let failed = self
-                .members
-                .get(identity)
-                .is_some_and(|member| member.writer.trouble(id).is_some() || member.session.silent());
-            !failed && steps.iter().any(|step| step.mesh == *id)
-        });
-        if !settling && !on_their_way {
+        let writing = !plan.paused
+            && pass.outstanding.iter().any(|(identity, counts)| {
+                // Nothing can be written to a member that does not answer, and what is still open there is reported at once.
+                let failed = self
+                    .members
+                    .get(identity)
+                    .is_some_and(|member| member.writer.trouble(id).is_some() || member.session.silent());
+                !failed && counts.keys().any(|(mesh, _)| mesh == id)
+            });
+        if !settling && !writing {
             self.unreported.remove(id);
             return false;
         }
@@ -151,9 +146,9 @@ impl Reconciler {
             let observation = pass.seen.members.get(identity);
             let fresh = matches!(observation, Some(Observation::Fresh(_)));
             let open = pass
-                .steps
+                .outstanding
                 .get(identity)
-                .is_some_and(|steps| steps.iter().any(|step| step.mesh == *id));
+                .is_some_and(|counts| counts.keys().any(|(mesh, _)| mesh == id));
             let key = (id.clone(), entry.clone());
             if fresh && !open && !member.writer.busy() {
                 let before = || {
@@ -215,22 +210,6 @@ impl Reconciler {
         unwritten
     }
 
-    fn count(&self, pass: &Pass, id: &MeshId, plan: &MeshPlan) {
-        for (cluster, report) in &plan.clusters {
-            let state = plan
-                .identities
-                .get(cluster)
-                .and_then(|i| pass.seen.members.get(i))
-                .map_or("Missing", Observation::word);
-            let entry = Entry {
-                mesh: id.to_string(),
-                cluster: cluster.clone(),
-            };
-            let skipped = report.skipped.iter().map(|skipped| skipped.reason.to_string());
-            self.metrics.entry(&entry, report.registered, state, skipped);
-        }
-    }
-
     /// Puts the pass where `/debug/state` finds it.
     pub(super) fn show(&self, pass: &Pass) {
         let meshes: BTreeMap<String, serde_json::Value> = pass
@@ -276,4 +255,42 @@ impl Reconciler {
             .collect();
         view.meshes = serde_json::json!(meshes);
     }
+}
+
+/// A time as the API keeps it. With its fraction it would differ from what is read back.
+fn seconds(time: k8s_openapi::jiff::Timestamp) -> Time {
+    Time(k8s_openapi::jiff::Timestamp::from_second(time.as_second()).unwrap_or(time))
+}
+
+/// How many objects of a mesh are not as planned, by the entry where they are and the entry they describe.
+fn outstanding(pass: &Pass, id: &MeshId, plan: &MeshPlan) -> BTreeMap<(String, String), usize> {
+    let mut outstanding = BTreeMap::new();
+    for (entry, identity) in &plan.identities {
+        let counts = pass.outstanding.get(identity).into_iter().flatten();
+        for ((_, source), count) in counts.filter(|((mesh, _), _)| mesh == id) {
+            outstanding.insert((entry.clone(), source.clone()), *count);
+        }
+    }
+    outstanding
+}
+
+fn entry_gauges(pass: &Pass, id: &MeshId, plan: &MeshPlan) -> Vec<EntryGauges> {
+    let gauges = plan.clusters.iter().map(|(cluster, report)| {
+        let identity = plan.identities.get(cluster);
+        let observation = identity.and_then(|identity| pass.seen.members.get(identity));
+        let mut skipped = BTreeMap::new();
+        for skip in &report.skipped {
+            *skipped.entry(skip.reason.to_string()).or_default() += 1;
+        }
+        EntryGauges {
+            entry: Entry {
+                mesh: id.to_string(),
+                cluster: cluster.clone(),
+            },
+            registered: report.registered,
+            state: observation.map_or("Missing", Observation::word),
+            skipped,
+        }
+    });
+    gauges.collect()
 }

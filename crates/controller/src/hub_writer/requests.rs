@@ -1,4 +1,4 @@
-//! What the loop writes into the ClusterMesh itself: finalizer and status. Nothing else of it is ever touched.
+//! The requests that write a ClusterMesh: its finalizer and its status. Nothing else of it is ever touched.
 
 use std::{sync::Arc, time::Duration};
 
@@ -29,19 +29,14 @@ async fn bounded<T>(request: impl Future<Output = Result<T, Error>>) -> Result<T
     }
 }
 
-/// Whether the hub's API gave no answer at all: the next request would wait as long.
-pub(super) fn unanswered(error: &Error) -> bool {
-    !matches!(error, Error::Api(_) | Error::SerdeError(_))
-}
-
-/// Holds the mesh from now on.
+/// Adds our finalizer.
 pub(super) async fn add_finalizer(client: &Client, object: &ClusterMesh) -> Result<ClusterMesh, Error> {
     let mut finalizers = object.metadata.finalizers.clone().unwrap_or_default();
     finalizers.push(FINALIZER.to_owned());
     set_finalizers(client, object, &finalizers).await
 }
 
-/// Lets go of the mesh.
+/// Removes our finalizer.
 pub(super) async fn remove_finalizer(client: &Client, object: &ClusterMesh) -> Result<(), Error> {
     let mut finalizers = object.metadata.finalizers.clone().unwrap_or_default();
     finalizers.retain(|name| name != FINALIZER);
@@ -63,7 +58,7 @@ async fn set_finalizers(client: &Client, object: &ClusterMesh, finalizers: &[Str
     bounded(api(client, object).patch(&object.name_any(), &params, &Patch::Merge(&patch))).await
 }
 
-/// Writes the status by server-side apply: what is no longer said goes.
+/// Writes the status by server-side apply, which removes fields that are no longer set.
 pub(super) async fn status(
     client: &Client,
     object: &ClusterMesh,

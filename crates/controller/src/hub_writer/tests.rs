@@ -1,0 +1,223 @@
+use clustermesh_core::status::Condition;
+use kube::client::Body;
+
+use super::*;
+use crate::{feed::Changed, reconcile::mesh_feed};
+
+/// A hub that holds ClusterMeshes and answers after `delay`.
+struct Hub {
+    client: Client,
+    meshes: Feed<Arc<ClusterMesh>>,
+    /// The requests, and what each sent.
+    asked: Arc<Mutex<Vec<(String, serde_json::Value)>>>,
+}
+
+fn mesh(name: &str, status: &serde_json::Value) -> serde_json::Value {
+    serde_json::json!({
+        "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "ClusterMesh",
+        "metadata": {"name": name, "namespace": "ns", "uid": name, "resourceVersion": "1"},
+        "spec": {"clusters": []}, "status": status,
+    })
+}
+
+fn id(name: &str) -> MeshId {
+    MeshId {
+        namespace: "ns".into(),
+        name: name.into(),
+    }
+}
+
+impl Hub {
+    /// With meshes of these names; every request is answered with `code`, 200 = as written.
+    fn new(names: &[&str], code: u16, delay: Duration) -> Self {
+        let asked = Arc::new(Mutex::new(Vec::new()));
+        let log = Arc::clone(&asked);
+        let objects = Arc::new(Mutex::new(BTreeMap::new()));
+        let service = tower::service_fn(move |request: http::Request<Body>| {
+            let (log, objects) = (Arc::clone(&log), Arc::clone(&objects));
+            async move {
+                let path = request.uri().path().to_owned();
+                let line = format!("{} {path}", request.method());
+                let sent = request.into_body().collect_bytes().await.expect("a body");
+                let sent: serde_json::Value = serde_json::from_slice(&sent).unwrap_or_default();
+                log.lock().expect("sound").push((line, sent.clone()));
+                tokio::time::sleep(delay).await;
+                let body = if code == 200 && path.contains("clustermeshes") {
+                    let name = path.split('/').nth(7).expect("a name").to_owned();
+                    let mut objects = objects.lock().expect("sound");
+                    let new = || mesh(&name, &serde_json::Value::Null);
+                    let object: &mut serde_json::Value = objects.entry(name.clone()).or_insert_with(new);
+                    if path.ends_with("/status") {
+                        object["status"] = sent["status"].clone();
+                    } else {
+                        object["metadata"]["finalizers"] = sent["metadata"]["finalizers"].clone();
+                    }
+                    object["metadata"]["resourceVersion"] = "2".into();
+                    object.clone()
+                } else if code == 200 {
+                    sent
+                } else {
+                    serde_json::json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "message": "no", "reason": "no"})
+                };
+                let body = Body::from(serde_json::to_vec(&body).expect("JSON"));
+                let answer = http::Response::builder().status(code).body(body);
+                Ok::<_, std::convert::Infallible>(answer.expect("an answer"))
+            }
+        });
+        let meshes = mesh_feed(Changed::default());
+        for name in names {
+            let object = serde_json::from_value(mesh(name, &serde_json::Value::Null)).expect("an object");
+            meshes.put(object).expect("no budget");
+        }
+        Self {
+            client: Client::new(service, "ns"),
+            meshes,
+            asked,
+        }
+    }
+
+    fn writer(&self) -> HubWriter {
+        let events = EventPublisher::new(self.client.clone(), None);
+        HubWriter::start(self.client.clone(), self.meshes.clone(), events)
+    }
+
+    fn object(&self, name: &str) -> Arc<ClusterMesh> {
+        let name = ObjectName {
+            namespace: "ns".into(),
+            name: name.into(),
+        };
+        self.meshes.read(|rows| Arc::clone(&rows[&name].value))
+    }
+
+    fn desired(&self, name: &str, finalizer: Option<Finalizer>, ready: Option<&'static str>) -> (MeshId, Desired) {
+        let report = ready.map(|reason| {
+            let ready = Condition {
+                kind: "Ready",
+                status: true,
+                reason,
+                message: String::new(),
+            };
+            let notice = Notice {
+                topic: "Ready".into(),
+                reason: reason.into(),
+                message: String::new(),
+                warning: false,
+                action: "Reconcile",
+                node: None,
+            };
+            Report::of(vec![ready], vec![notice])
+        });
+        let desired = Desired {
+            object: self.object(name),
+            finalizer,
+            report,
+        };
+        (id(name), desired)
+    }
+
+    /// The requests until now, in words: the last part of each path, and the reason that it tells.
+    fn requests(&self) -> Vec<String> {
+        let asked = self.asked.lock().expect("sound");
+        let words = asked.iter().map(|(line, sent)| {
+            let reason = sent["status"]["conditions"][0]["reason"]
+                .as_str()
+                .or(sent["reason"].as_str());
+            let finalizers = sent["metadata"]["finalizers"]
+                .as_array()
+                .map(|all| format!("{} finalizers", all.len()));
+            let told = reason.map(str::to_owned).or(finalizers).unwrap_or_default();
+            format!("{} {told}", line.rsplit('/').next().unwrap_or_default())
+        });
+        words.collect()
+    }
+}
+
+async fn seconds(seconds: u64) {
+    tokio::time::sleep(Duration::from_secs(seconds)).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn last_report_wins_while_the_hub_is_slow() {
+    let hub = Hub::new(&["m"], 200, Duration::from_secs(3));
+    let writer = hub.writer();
+    for reason in ["First", "Second", "Third"] {
+        writer.publish([hub.desired("m", None, Some(reason))].into());
+        seconds(1).await;
+    }
+    seconds(60).await;
+    assert_eq!(hub.requests(), ["status First", "status Third", "events Third"]);
+    // What stands already is not written again.
+    writer.publish([hub.desired("m", None, Some("Third"))].into());
+    seconds(60).await;
+    assert_eq!(hub.requests().len(), 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn finalizer_is_added_before_the_first_report() {
+    let hub = Hub::new(&["m"], 200, Duration::ZERO);
+    let writer = hub.writer();
+    writer.publish([hub.desired("m", Some(Finalizer::Add), Some("Converging"))].into());
+    seconds(1).await;
+    assert_eq!(
+        hub.requests(),
+        ["m 1 finalizers", "status Converging", "events Converging"]
+    );
+    assert!(is_finalized(&hub.object("m")), "the next pass sees it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn outdated_decision_on_a_finalizer_waits_for_the_next_pass() {
+    let hub = Hub::new(&["m"], 409, Duration::ZERO);
+    let mut finalized = mesh("m", &serde_json::Value::Null);
+    finalized["metadata"]["finalizers"] = serde_json::json!([FINALIZER]);
+    let finalized = serde_json::from_value(finalized).expect("an object");
+    hub.meshes.put(finalized).expect("no budget");
+    let writer = hub.writer();
+    let removes = || [hub.desired("m", Some(Finalizer::Remove), Some("Deleting"))].into();
+    writer.publish(removes());
+    seconds(60).await;
+    assert_eq!(hub.requests(), ["m 0 finalizers"]);
+    writer.publish(removes());
+    seconds(60).await;
+    assert_eq!(hub.requests(), ["m 0 finalizers"; 2]);
+}
+
+/// The pauses of one cause, each counted from the failure before.
+#[tokio::test(start_paused = true)]
+async fn refused_and_unanswered_writes_have_one_backoff_for_all_meshes() {
+    let names: Vec<String> = (0..20).map(|n| format!("m-{n:02}")).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    for (code, most_per_minute) in [(403, 20 * 10), (503, 4 * 10)] {
+        let hub = Hub::new(&names, code, Duration::ZERO);
+        let writer = hub.writer();
+        // A pass publishes again and again.
+        for _ in 0..600 {
+            writer.publish(
+                names
+                    .iter()
+                    .map(|name| hub.desired(name, None, Some("Meshed")))
+                    .collect(),
+            );
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        let asked = hub.requests().len();
+        assert!((4..=most_per_minute).contains(&asked), "{code}: {asked} requests");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn mesh_that_never_rests_is_reported_every_few_seconds() {
+    let hub = Hub::new(&["m"], 200, Duration::ZERO);
+    let writer = hub.writer();
+    for n in 0..1000 {
+        let reason = if n % 2 == 0 { "Meshed" } else { "Converging" };
+        writer.publish([hub.desired("m", None, Some(reason))].into());
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let asked = hub.asked.lock().expect("sound");
+    let count = |part: &str| asked.iter().filter(|(line, _)| line.contains(part)).count();
+    let (reports, events) = (count("/status"), count("/events"));
+    // Ten at once, and one every five of a hundred seconds.
+    assert!((25..=31).contains(&reports), "{reports}");
+    assert!((10..=31).contains(&events), "{events}");
+}
