@@ -1,4 +1,5 @@
 //! What is tried on objects that anyone may have written: each reader comes back, and what it accepts is what it says.
+//! Each returns whether the input got behind the first parser: one that never does tries nothing.
 //! Both the fuzz targets and `crates/wg-agent/tests/corpus.rs` compile this file.
 
 use std::collections::BTreeSet;
@@ -22,10 +23,11 @@ use serde_json::Value;
 use wg_agent::source::objects::{NodeSeen, PeerSeen, PolicySeen, sockets};
 
 /// One JSON object, of whatever kind it can be read as.
-pub(crate) fn object(bytes: &[u8]) {
+pub(crate) fn object(bytes: &[u8]) -> bool {
     let Ok(value) = serde_json::from_slice::<Value>(bytes) else {
-        return;
+        return false;
     };
+    let is_object = value.get("kind").is_some();
     if let Ok(object) = serde_json::from_value::<DynamicObject>(value.clone()) {
         a_policy_that_cannot_be_read_allows_nothing(&PolicySeen::new(object.clone()));
         let _ = PeerSeen::new(object);
@@ -77,15 +79,18 @@ pub(crate) fn object(bytes: &[u8]) {
     if let Ok(pod) = serde_json::from_value::<core::Pod>(value) {
         let _ = convert::service::pod_to_core(&pod);
     }
+    is_object
 }
 
 /// One text, read as each of the annotations.
-pub(crate) fn annotation(bytes: &[u8]) {
+pub(crate) fn annotation(bytes: &[u8]) -> bool {
     let Ok(text) = std::str::from_utf8(bytes) else {
-        return;
+        return false;
     };
-    let _ = annotations::host_and_prefix(text);
-    match annotations::endpoint(text) {
+    let mut accepted = annotations::host_and_prefix(text).is_ok();
+    let endpoint = annotations::endpoint(text);
+    accepted |= endpoint.is_ok();
+    match endpoint {
         Ok(Endpoint::Ip(address)) => assert_ne!(address.port(), 0),
         Ok(Endpoint::Dns(name, port)) => {
             assert_ne!(port, 0);
@@ -99,25 +104,30 @@ pub(crate) fn annotation(bytes: &[u8]) {
     }
     let found = annotations::discovered(text);
     assert_eq!(annotations::discovered(&annotations::discovered_text(&found)), found);
+    accepted |= !found.is_empty();
     if let Ok(agent) = annotations::Agent::parse(text) {
+        accepted = true;
         // What was left out is written out, so that a text at the limit grows beyond it.
         let again = agent.to_string();
         assert!(again.len() > 4096 || annotations::Agent::parse(&again) == Ok(agent));
     }
     if let Ok(key) = text.parse::<PublicKey>() {
         assert_eq!(key.to_string(), text);
+        accepted = true;
     }
+    accepted
 }
 
 /// A JSON list of Peers and PeerPolicies, compiled for a node of 10.101.0.0/24.
-pub(crate) fn compiled(bytes: &[u8]) {
+pub(crate) fn compiled(bytes: &[u8]) -> bool {
     let Ok(objects) = serde_json::from_slice::<Vec<DynamicObject>>(bytes) else {
-        return;
+        return false;
     };
     let inputs = inputs(objects);
     let out = compile(&inputs);
     no_range_has_two_owners(&out);
     no_route_leads_astray(&inputs, &out);
+    a_sandboxs_peer_is_single_addresses_without_an_endpoint(&inputs, &out);
     let text = render(&out.firewall);
     assert!(!text.contains("flush"), "{text}");
     let from_mesh = text
@@ -137,6 +147,13 @@ pub(crate) fn compiled(bytes: &[u8]) {
         assert!(!text.contains(name.as_str()), "{name:?} is in the table");
     }
     assert_eq!(routes::diff(&out.routes, &out.routes), None);
+    !out.peers.is_empty()
+}
+
+/// How many Peers of sandboxes such a list lets in.
+pub(crate) fn gated(bytes: &[u8]) -> usize {
+    let objects = serde_json::from_slice(bytes).expect("a list of objects");
+    compile(&inputs(objects)).gated.len()
 }
 
 fn inputs(objects: Vec<DynamicObject>) -> Inputs {
@@ -175,7 +192,7 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
         node: Node {
             name: "node".into(),
             public_key: PublicKey::new([9; 32]),
-            wireguard_ips: ["100.66.1.1".parse().expect("an address")].into(),
+            wireguard_ips: ["100.66.9.1".parse().expect("an address")].into(),
             device: "kilo0".parse().expect("a name"),
             listen_port: 51820,
             mtu: 1420,
@@ -209,6 +226,24 @@ fn no_range_has_two_owners(out: &Compiled) {
     }
     let nothing = device::ObservedPeers::new();
     assert_eq!(device::diff(&nothing, &out.peers).is_none(), out.peers.is_empty());
+}
+
+fn a_sandboxs_peer_is_single_addresses_without_an_endpoint(inputs: &Inputs, out: &Compiled) {
+    for (key, name) in &out.gated {
+        let spec = &out.peers[key];
+        assert_eq!(spec.endpoint, None, "{spec:?}");
+        let policy = inputs
+            .policies
+            .iter()
+            .find(|policy| policy.name == *name && policy.sandbox);
+        let sources = &policy.expect("the policy of a sandbox").sources;
+        for net in &spec.allowed_ips {
+            assert!(
+                net.prefix_len() == net.max_prefix_len() && covered(net, sources),
+                "{spec:?}"
+            );
+        }
+    }
 }
 
 fn no_route_leads_astray(inputs: &Inputs, out: &Compiled) {

@@ -1,4 +1,5 @@
 //! What is tried on packets: of the kernel's offload headers, of a peer that turned, and of the network between.
+//! Each returns whether the input got as far as it is made for: to be cut, joined, answered or carried.
 //! Both the fuzz targets and `crates/wg-agent/tests/corpus.rs` compile this file.
 
 use std::collections::BTreeMap;
@@ -10,9 +11,9 @@ use clustermesh_agent_core::{
 use wg_agent::device::userspace::fuzzing;
 
 /// A packet as a TUN device gives it, its virtio-net header first.
-pub(crate) fn superpacket(bytes: &[u8]) {
+pub(crate) fn superpacket(bytes: &[u8]) -> bool {
     let Some((header, packet)) = bytes.split_first_chunk::<HEADER>() else {
-        return;
+        return false;
     };
     let header = Header::decode(header);
     let mut packet = packet.to_vec();
@@ -21,7 +22,7 @@ pub(crate) fn superpacket(bytes: &[u8]) {
         if complete(&header, &mut packet).is_err() {
             assert_eq!(packet, before, "what is refused is left as it was");
         }
-        return;
+        return false;
     }
     let parts = cut(&header, &packet);
     let mut joined = Vec::new();
@@ -35,6 +36,7 @@ pub(crate) fn superpacket(bytes: &[u8]) {
     let mut count = 0;
     coalescer.finish(&mut joined, |_, packets| count += usize::from(packets));
     assert_eq!(count, parts.len());
+    count > 1
 }
 
 fn cut(header: &Header, packet: &[u8]) -> Vec<Vec<u8>> {
@@ -51,7 +53,7 @@ fn cut(header: &Header, packet: &[u8]) -> Vec<Vec<u8>> {
 }
 
 /// Packets that peers sent, each behind its length (two bytes): what is joined of them, cut again, is what they were.
-pub(crate) fn inner(bytes: &[u8]) {
+pub(crate) fn inner(bytes: &[u8]) -> bool {
     let mut buffer = Vec::new();
     let mut places = Vec::new();
     let mut rest = bytes;
@@ -69,6 +71,7 @@ pub(crate) fn inner(bytes: &[u8]) {
     let mut coalescer = Coalescer::new(true, true);
     places.iter().for_each(|place| coalescer.push(&buffer, place.clone()));
     let mut after: BTreeMap<Vec<u8>, u32> = BTreeMap::new();
+    let mut joined = false;
     coalescer.finish(&mut buffer, |parts, packets| {
         let whole: Vec<u8> = parts[1..].iter().flat_map(|part| part.iter().copied()).collect();
         let header: [u8; HEADER] = parts[0][..].try_into().expect("a header first");
@@ -79,11 +82,13 @@ pub(crate) fn inner(bytes: &[u8]) {
             vec![whole]
         };
         assert_eq!(cut.len(), usize::from(packets));
+        joined |= packets > 1;
         for packet in cut {
             *after.entry(told_apart(&packet)).or_default() += 1;
         }
     });
     assert_eq!(before, after);
+    joined
 }
 
 /// A packet without the identification of IPv4, which means nothing where "don't fragment" is set, and the sum over it.
@@ -97,9 +102,9 @@ fn told_apart(packet: &[u8]) -> Vec<u8> {
 }
 
 /// A packet that nobody can be sent: what its sender is told is whole, small, about it, and answered by nobody.
-pub(crate) fn unreachable(bytes: &[u8]) {
+pub(crate) fn unreachable(bytes: &[u8]) -> bool {
     let Some(error) = unreachable::unreachable(bytes) else {
-        return;
+        return false;
     };
     let v4 = bytes[0] >> 4 == 4;
     let (header, addresses, largest) = if v4 { (20, 12..20, 576) } else { (40, 8..40, 1280) };
@@ -127,6 +132,7 @@ pub(crate) fn unreachable(bytes: &[u8]) {
     summed.extend(&error[header..]);
     assert_eq!(sum(&summed), 0xffff);
     assert_eq!(unreachable::unreachable(&error), None);
+    true
 }
 
 /// The Internet checksum (RFC 1071), written without looking at ours.
@@ -139,8 +145,9 @@ fn sum(bytes: &[u8]) -> u64 {
 }
 
 /// A network that does anything to the messages of a session: nothing is given to the interface twice, or that was not sent.
-pub(crate) fn datagram(bytes: &[u8]) {
+pub(crate) fn datagram(bytes: &[u8]) -> bool {
     let (sent, given) = fuzzing::run(bytes);
+    let carried = !given.is_empty();
     let mut left: BTreeMap<Vec<u8>, u32> = BTreeMap::new();
     for packet in sent {
         if let Some(meant) = meant(&packet) {
@@ -151,6 +158,7 @@ pub(crate) fn datagram(bytes: &[u8]) {
         let count = left.get_mut(&packet).filter(|count| **count > 0);
         *count.unwrap_or_else(|| panic!("{packet:?} was not sent, or came twice")) -= 1;
     }
+    carried
 }
 
 /// A packet as long as its header says (the protocol pads); `None` = it is no packet.

@@ -5,4 +5,6 @@
 #[allow(dead_code, reason = "each target uses one of the bodies")]
 mod objects;
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| objects::object(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    objects::object(bytes);
+});

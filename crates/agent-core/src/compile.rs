@@ -206,6 +206,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         throw: &throw,
         published: &published(node, &policies),
         policies: &policies,
+        internal_ips: &node.addresses,
         sandbox_nodes: &sandbox_nodes(&peers),
         api_servers: &inputs.api_servers,
         nodes: &inputs.nodes,

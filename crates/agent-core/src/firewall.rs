@@ -38,7 +38,7 @@ pub struct Firewall {
     pub v4: Sets,
     /// IPv6 sets.
     pub v6: Sets,
-    /// Ports closed on every address of this cluster's nodes.
+    /// Ports closed on the addresses of this cluster's nodes, as [`Policy::infrastructure_ports`] says.
     pub infrastructure: BTreeSet<Port>,
 }
 
@@ -94,6 +94,9 @@ pub struct Sets {
     pub served: BTreeSet<IpNet>,
     /// (network, network) of one member: who may send an ICMP error about whose flow.
     pub pairs: BTreeSet<(IpNet, IpNet)>,
+    /// Of this node's own addresses those at which its listeners may be reached: InternalIPs, and anchored networks, which
+    /// a proxy may hold as local addresses (kube-proxy in IPVS mode). `allow` has to name them, too.
+    pub listeners: BTreeSet<IpNet>,
     /// (source, destination) allowed on every port.
     pub allow: BTreeSet<(IpNet, IpNet)>,
     /// (source, destination, port) allowed.
@@ -133,6 +136,8 @@ pub struct Plan<'a> {
     pub published: &'a BTreeSet<IpNet>,
     /// Policies, without what was refused of them.
     pub policies: &'a [Policy],
+    /// InternalIPs of this node.
+    pub internal_ips: &'a BTreeSet<IpAddr>,
     /// Addresses of sandboxes' nodes that have a Peer here.
     pub sandbox_nodes: &'a BTreeSet<IpAddr>,
     /// The API server's endpoints.
@@ -194,6 +199,7 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
         throw: of(plan.throw),
         published: of(plan.published),
         served: of(&plan.policies.iter().flat_map(Policy::served).copied().collect()),
+        listeners: of(&listeners(plan)),
         pairs: disjoint(&pairs),
         allow,
         allow_ports,
@@ -219,6 +225,12 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
         draining,
         reach,
     }
+}
+
+fn listeners(plan: &Plan<'_>) -> BTreeSet<IpNet> {
+    let anchored = plan.policies.iter().flat_map(|policy| &policy.anchored).copied();
+    let own = plan.internal_ips.iter().map(|ip| host(ip.to_canonical()));
+    anchored.chain(own).collect()
 }
 
 /// The elements that the grants of every sandbox come to. What two of them say of one address holds for it together.

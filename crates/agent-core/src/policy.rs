@@ -18,7 +18,8 @@ pub struct Policy {
     pub allow: Vec<Rule>,
     /// What they may not reach although it is allowed.
     pub deny: Vec<Rule>,
-    /// Ports closed on every address local to this node.
+    /// Ports closed on the addresses of this cluster's nodes: every address of this node, those that the other nodes' Node
+    /// objects name, and, but for what a Service led there, the other nodes' pod CIDRs (which hold the CNI's gateway).
     pub infrastructure_ports: BTreeSet<Port>,
     /// Networks of this cluster that no node owns: they arrive at an anchor, and nothing in them is published.
     pub anchored: BTreeSet<IpNet>,

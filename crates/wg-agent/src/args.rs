@@ -82,7 +82,7 @@ pub(crate) struct Flags {
     /// UDP port of the tunnel, on every address of the node.
     #[arg(long, default_value_t = 51820, value_parser = clap::value_parser!(u16).range(1..), global = true)]
     port: u16,
-    /// The range this cluster's nodes take their WireGuard addresses from, as 100.66.0.0/16. It has to lie inside the
+    /// The range this cluster's nodes take their WireGuard addresses from, as 172.16.1.0/24. It has to lie inside the
     /// member's allowedNetworks.
     #[arg(long, global = true)]
     wireguard_cidr: Option<IpNet>,
@@ -135,7 +135,7 @@ pub enum ArgsError {
     /// No range for WireGuard addresses.
     #[error(
         "--wireguard-cidr is not set: set it to the range this cluster's nodes take their WireGuard addresses from, for \
-         example --wireguard-cidr=100.66.0.0/16; it has to lie inside this member's allowedNetworks in the ClusterMesh \
+         example --wireguard-cidr=172.16.1.0/24; it has to lie inside this member's allowedNetworks in the ClusterMesh \
          and may overlap no other member"
     )]
     NoRange,

@@ -1,14 +1,12 @@
 //! `wg-agent cleanup`: takes everything of the agent off a node on which none runs. What stays is the key, which is the
 //! node's identity, and whatever is not ours.
 
-use std::{
-    io,
-    os::unix::net::UnixStream,
-    path::{Path, PathBuf},
-};
+use std::{io, os::unix::net::UnixStream, path::Path, time::SystemTime};
 
 use clustermesh_agent_core::interface::InterfaceName;
-use clustermesh_api::names::NODE_AGENT;
+use clustermesh_api::names::{KILO_LAST_SEEN, NODE_AGENT};
+use k8s_openapi::api::core::v1::Node;
+use kube::Api;
 
 use crate::{
     args::{CleanupConfig, ModeFlag},
@@ -16,6 +14,7 @@ use crate::{
     firewall::{Keeper, Nft, Stamp},
     identity::{caller, key},
     lock, publish,
+    reconcile::gate,
     route::{self, Netlink},
     run::lines,
     source::client,
@@ -36,8 +35,18 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     } = config;
     let _lock = lock::take()?;
     let mut failures: Vec<String> = Vec::new();
+    let node_name = node_name.filter(|name| !name.is_empty());
+    let kg_lives = match (&node_name, mode) {
+        (Some(node), ModeFlag::Full) => kg_lives(kubeconfig.as_deref(), node).await,
+        _ => false,
+    };
+    if kg_lives {
+        tracing::warn!(
+            "kg (Kilo) serves this node: the interface, its addresses and Kilo's annotations are kg's and stay"
+        );
+    }
     match mode {
-        ModeFlag::Full => tunnel(&interface, &key_file, &mut failures).await,
+        ModeFlag::Full => tunnel(&interface, kg_lives, &key_file, &mut failures).await,
         ModeFlag::Policy => {
             tracing::info!(%interface, "policy mode: the interface, its routes and Kilo's annotations are kg's")
         }
@@ -49,10 +58,10 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     if let Err(error) = Stamp::beside(&cache_file).remove() {
         failures.push(format!("what is remembered of the firewall: {error}"));
     }
-    match node_name.filter(|name| !name.is_empty()) {
+    match node_name {
         None => tracing::info!("--node-name is not given: the Node's annotations stay"),
         Some(node) => {
-            if let Err(error) = annotations(kubeconfig, &node, mode).await {
+            if let Err(error) = annotations(kubeconfig.as_deref(), &node, kg_lives || mode == ModeFlag::Policy).await {
                 failures.push(format!("annotations of Node {node}: {error}"));
             }
         }
@@ -66,10 +75,16 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Takes away what carries the tunnel; what cannot be is added to `failures`.
-async fn tunnel(interface: &InterfaceName, key_file: &Path, failures: &mut Vec<String>) {
+/// Takes away what carries the tunnel; what cannot be is added to `failures`. `kg_lives`: the interface is kg's, even one
+/// that this agent made once.
+async fn tunnel(interface: &InterfaceName, kg_lives: bool, key_file: &Path, failures: &mut Vec<String>) {
     // Addresses are only ours on a device of ours. Under a name that nothing has, no address is found.
-    let device = match device::userspace::remove_interface(interface.as_str()) {
+    let removed = if kg_lives {
+        Ok(false)
+    } else {
+        device::userspace::remove_interface(interface.as_str())
+    };
+    let device = match removed {
         Ok(true) => interface.clone(),
         Ok(false) => {
             tracing::warn!(%interface, "interface is not this agent's: left alone, with its addresses");
@@ -122,12 +137,34 @@ fn remove_socket(path: &Path) -> io::Result<()> {
     }
 }
 
-async fn annotations(kubeconfig: Option<PathBuf>, node: &str, mode: ModeFlag) -> Result<(), String> {
-    let connection = client::connect(kubeconfig.as_deref())
-        .await
-        .map_err(|e| e.to_string())?;
+/// Whether kg checked in on this Node of late. Where the API server does not say, its annotations cannot be removed either.
+async fn kg_lives(kubeconfig: Option<&Path>, node: &str) -> bool {
+    let Ok(connection) = client::connect(kubeconfig).await else {
+        return false;
+    };
+    let nodes: Api<Node> = Api::all(connection.client);
+    match nodes.get_metadata(node).await {
+        Ok(node) => {
+            let seen = node
+                .metadata
+                .annotations
+                .as_ref()
+                .and_then(|all| all.get(KILO_LAST_SEEN));
+            let seen = seen.and_then(|text| text.parse().ok());
+            seen.is_some_and(|seen| gate::is_alive(seen, SystemTime::now()).is_some())
+        }
+        Err(error) => {
+            tracing::debug!(%error, "cannot read the Node");
+            false
+        }
+    }
+}
+
+/// Removes this agent's annotations; `kg` = those in Kilo's own names are kg's and stay.
+async fn annotations(kubeconfig: Option<&Path>, node: &str, kg: bool) -> Result<(), String> {
+    let connection = client::connect(kubeconfig).await.map_err(|e| e.to_string())?;
     let mut gone = publish::identity::removal();
-    if mode == ModeFlag::Policy {
+    if kg {
         gone.retain(|key, _| *key == NODE_AGENT);
     }
     publish::write(&connection.client, node, &gone).await

@@ -4,6 +4,7 @@
 //! the wiring.
 #![deny(unsafe_code)]
 
+mod admission;
 pub mod args;
 mod beside;
 pub mod cache;

@@ -4,10 +4,11 @@
 use std::{net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
 use anyhow::Context;
-use clustermesh_daemon::{Admin, CancellationToken, Liveness, Readiness, State, drain};
+use clustermesh_daemon::{Admin, Audience, CancellationToken, Liveness, Readiness, State, drain};
 use tokio::{sync::watch, task::JoinSet};
 
 use crate::{
+    admission,
     lock::Lock,
     metrics::Metrics,
     publish::{self, Wanted},
@@ -69,6 +70,8 @@ impl Base {
         let shown = running.dump.clone();
         let state = State {
             registry: Arc::new(registry),
+            // Its port is an infrastructure port: the firewall table closes it to every member.
+            metrics_for: Audience::Everyone,
             readiness: running.readiness.clone(),
             liveness: running.liveness.clone(),
             dump: Arc::new(move || shown.get()),
@@ -93,6 +96,7 @@ impl Base {
             stop,
             connection,
             metrics,
+            readiness,
             dump,
             tasks,
             ..
@@ -104,8 +108,16 @@ impl Base {
                 tracing::error!(%error, "the admin endpoint ended");
             }
         });
-        let listener = lock.listener().context("cannot answer `wg-agent status`")?;
-        tasks.spawn(status::ask::answer(listener, dump.clone(), stop.clone()));
+        if let Some(listener) = lock.listener().context("cannot answer `wg-agent status`")? {
+            tasks.spawn(status::ask::answer(listener, dump.clone(), stop.clone()));
+        }
+        tasks.spawn(admission::run(
+            client(),
+            node.to_owned(),
+            readiness.clone(),
+            dump.clone(),
+            stop.clone(),
+        ));
         source::follow(tasks, &connection.client, node, keys, store, stop);
         let (publish, wanted) = watch::channel(Wanted::default());
         tasks.spawn(publish::run(

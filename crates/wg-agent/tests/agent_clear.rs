@@ -139,10 +139,9 @@ impl Clear {
             reach: vec![
                 start("pod", &pod, at(there)),
                 start("pod", &pod, at(SIX[MGMT].pod)),
-                start("pod", &pod, wireguard),
                 start("host", &host, at(there)),
-                start("host", &host, wireguard),
             ],
+            closed: vec![start("pod", &pod, wireguard), start("host", &host, wireguard)],
             back: vec![
                 start("their pod", &self.pod(MGMT), at(FOUR[TENANT][0])),
                 start("their pod", &self.pod(MGMT), at(SIX[TENANT].pod)),
@@ -216,6 +215,8 @@ impl Clear {
 struct Senders {
     /// From the node under test to what is there.
     reach: Vec<Sender>,
+    /// To the other node's WireGuard address, where nothing is open.
+    closed: Vec<Sender>,
     /// From the other cluster to the node under test.
     back: Vec<Sender>,
     /// From the node under test to mesh addresses that nobody has.
@@ -245,7 +246,12 @@ impl Senders {
 
     /// Waits until whoever sends from the node under test to somebody is told that there is no way, in every family.
     async fn told(&self, why: &str) {
-        let all = self.reach.iter().chain(&self.nobody).chain(&self.asking);
+        let all = self
+            .reach
+            .iter()
+            .chain(&self.closed)
+            .chain(&self.nobody)
+            .chain(&self.asking);
         told(all.filter(|sender| !sender.name.starts_with("pod -> 1")), why).await;
     }
 

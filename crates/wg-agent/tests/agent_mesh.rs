@@ -1,11 +1,13 @@
 //! Two real agents of two clusters, each with its own real API server: what works, and what costs nothing.
 
+mod netns;
 mod node;
 
 use std::time::{Duration, Instant};
 
 use clustermesh_lab::wait_until;
 use kube::api::PostParams;
+use netns::NetNs;
 use nix::sys::signal::Signal;
 use node::{MGMT, SOON, TENANT, World, peer};
 use serde_json::Value;
@@ -50,13 +52,31 @@ async fn pods_of_two_clusters_reach_each_other_and_a_killed_agent_comes_back() {
     // Before both had their PeerPolicies a ping followed the default route, as it does without any mesh.
     let capture = world.lab.capture("mesh", "ip or ip6").await.expect("start a capture");
 
-    // TCP, with enough data that segments of the tunnel's size are needed.
+    // TCP, with enough data that segments of the tunnel's size are needed, to a pod: the node itself listens to no member.
+    let (pod, server) = (NetNs::new("tenant-pod"), "10.20.1.6");
+    let script = format!(
+        "echo 1 > /proc/sys/net/ipv4/ip_forward
+        ip link add cni0 type veth peer name eth0 netns {}
+        ip addr add 10.20.1.1/32 dev cni0
+        ip link set cni0 up
+        ip route add {server} dev cni0",
+        pod.path()
+    );
+    world
+        .host(tenant)
+        .exec(["sh", "-ec", &script])
+        .await
+        .expect("set up the node");
+    pod.ip(&format!("addr add {server}/24 dev eth0"));
+    pod.ip("link set eth0 up");
+    pod.ip("route add default via 10.20.1.1");
+    let net = format!("--net={}", pod.path());
     let _server = world
         .host(tenant)
-        .spawn("iperf3", ["iperf3", "-s", "-B", tenant.pod])
+        .spawn("iperf3", ["nsenter", &net, "iperf3", "-s", "-B", server])
         .expect("start iperf3");
     wait_until("a TCP stream", SOON, async || {
-        let words = ["iperf3", "-c", tenant.pod, "-B", mgmt.pod, "-n", "4M", "-J"];
+        let words = ["iperf3", "-c", server, "-B", mgmt.pod, "-n", "4M", "-J"];
         let output = world.host(mgmt).try_exec(words).await.map_err(|e| e.to_string())?;
         if output.status.success() {
             Ok(())

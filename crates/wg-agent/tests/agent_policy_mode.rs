@@ -18,6 +18,7 @@ use clustermesh_api::names::{
 };
 use clustermesh_lab::{ArtefactSet, Running, Tools, wait_until};
 use kube::api::{Patch, PatchParams};
+use netns::NetNs;
 use nix::sched::{CloneFlags, setns};
 use node::{MGMT, SOON, Site, TENANT, World, peer};
 
@@ -58,7 +59,6 @@ impl Kg {
             "umask 077; wg genkey > {key}
             wg set {interface} listen-port 51820 private-key {key}
             ip addr add {KG}/24 dev {interface}
-            ip addr add {DENIED}/32 dev lo
             ip link set {interface} mtu 1420 up
             wg show {interface} public-key",
             key = key.display()
@@ -153,12 +153,41 @@ fn inside<T: Send + 'static>(netns: &Path, what: impl FnOnce() -> T + Send + 'st
     std::thread::spawn(run).join().expect("what runs in a namespace")
 }
 
+/// Moves the address of a site's pod, and others beside it, into a pod: what listens on the node itself is another matter.
+async fn pod(world: &World, site: &Site, name: &str, more: &[&str]) -> NetNs {
+    let pod = NetNs::new(name);
+    let gateway = site.pods.replace(".0/24", ".1");
+    let routes: String = more
+        .iter()
+        .map(|address| format!("ip route add {address} dev cni0\n"))
+        .collect();
+    let script = format!(
+        "echo 1 > /proc/sys/net/ipv4/ip_forward
+        ip addr del {pod}/32 dev lo
+        ip link add cni0 type veth peer name eth0 netns {own}
+        ip addr add {gateway}/24 dev cni0
+        ip link set cni0 up
+        {routes}",
+        pod = site.pod,
+        own = pod.path(),
+    );
+    world
+        .host(site)
+        .exec(["sh", "-ec", &script])
+        .await
+        .expect("set up the node");
+    for address in [site.pod].iter().chain(more) {
+        pod.ip(&format!("addr add {address}/24 dev eth0"));
+    }
+    pod.ip("link set eth0 up");
+    pod.ip(&format!("route add default via {gateway}"));
+    pod
+}
+
 /// Listens there for as long as the test runs, and tells whoever connects the address it sees.
-fn serve(world: &World, site: &Site, address: &str, port: u16) {
+fn serve(netns: &Path, address: &str, port: u16) {
     let at = SocketAddr::new(address.parse::<IpAddr>().unwrap(), port);
-    let listener = inside(&world.host(site).netns(), move || {
-        TcpListener::bind(at).expect("listen")
-    });
+    let listener = inside(netns, move || TcpListener::bind(at).expect("listen"));
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             use std::io::Write;
@@ -170,10 +199,10 @@ fn serve(world: &World, site: &Site, address: &str, port: u16) {
 }
 
 /// The address that a server there sees, or how the connection failed.
-fn seen(world: &World, from: &Site, source: &str, to: &str, port: u16) -> Result<String, std::io::ErrorKind> {
+fn seen(from: &NetNs, source: &str, to: &str, port: u16) -> Result<String, std::io::ErrorKind> {
     let at = SocketAddr::new(to.parse::<IpAddr>().unwrap(), port);
     let source = SocketAddr::new(source.parse::<IpAddr>().unwrap(), 0);
-    inside(&world.host(from).netns(), move || {
+    inside(Path::new(&from.path()), move || {
         use std::io::Read;
         let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).expect("a socket");
         socket.bind(&source.into()).expect("bind");
@@ -199,6 +228,8 @@ async fn beside_kg_policies_are_enforced_and_nothing_of_kgs_is_touched() {
     let world = World::start().await;
     let (mgmt, tenant) = (world.site(MGMT), world.site(TENANT));
     let kg = Kg::start(&world, mgmt).await;
+    let mgmt_pod = pod(&world, mgmt, "mgmt-pod", &[DENIED]).await;
+    let tenant_pod = pod(&world, tenant, "tenant-pod", &[]).await;
     let _whole = world.agent(tenant, "agent-tenant");
     // kg in add-on mode leaves pods' sources to the CNI, which masquerades what leaves the cluster.
     let masquerade = "nft 'table ip cni { chain post { type nat hook postrouting priority 100; ip saddr 10.10.0.0/16 ip daddr != 10.10.0.0/16 masquerade; }; }'";
@@ -216,11 +247,22 @@ async fn beside_kg_policies_are_enforced_and_nothing_of_kgs_is_touched() {
         .exec(["sh", "-ec", &laptop])
         .await
         .expect("an address");
-    world.reaches(tenant, mgmt).await;
-    for (address, port) in [(mgmt.pod, 8080), (mgmt.pod, 10250), (KG, 8080), (DENIED, 8080)] {
-        serve(&world, mgmt, address, port);
+    wait_until("a ping between the pods", SOON, async || {
+        if tenant_pod.pings(mgmt.pod) {
+            Ok(())
+        } else {
+            Err("silence".to_owned())
+        }
+    })
+    .await
+    .expect("the tunnel");
+    for (address, port) in [(mgmt.pod, 8080), (DENIED, 8080)] {
+        serve(Path::new(&mgmt_pod.path()), address, port);
     }
-    serve(&world, tenant, tenant.pod, 8080);
+    for port in [8080, 10250] {
+        serve(&world.host(mgmt).netns(), KG, port);
+    }
+    serve(Path::new(&tenant_pod.path()), tenant.pod, 8080);
     let closed = Err(std::io::ErrorKind::TimedOut);
     let patch = serde_json::json!({"spec": {
         "infrastructurePorts": [{"port": 10250, "protocol": "TCP"}],
@@ -233,15 +275,11 @@ async fn beside_kg_policies_are_enforced_and_nothing_of_kgs_is_touched() {
         .expect("close a port and an address");
 
     // kg alone accepts whatever its Peers admit, and the CNI hides the pod.
-    assert_eq!(
-        seen(&world, tenant, tenant.pod, mgmt.pod, 10250),
-        Ok(tenant.pod.to_owned())
-    );
-    assert_eq!(
-        seen(&world, tenant, tenant.pod, DENIED, 8080),
-        Ok(tenant.pod.to_owned())
-    );
-    assert_eq!(seen(&world, mgmt, mgmt.pod, tenant.pod, 8080), Ok(KG.to_owned()));
+    for port in [8080, 10250] {
+        assert_eq!(seen(&tenant_pod, tenant.pod, KG, port), Ok(tenant.pod.to_owned()));
+    }
+    assert_eq!(seen(&tenant_pod, tenant.pod, DENIED, 8080), Ok(tenant.pod.to_owned()));
+    assert_eq!(seen(&mgmt_pod, mgmt.pod, tenant.pod, 8080), Ok(KG.to_owned()));
 
     let before = state(&world, mgmt).await;
     let words = [
@@ -276,18 +314,20 @@ async fn beside_kg_policies_are_enforced_and_nothing_of_kgs_is_touched() {
     .expect("it says that it is here");
 
     // New connections; what is translated was settled by each one's first packet.
+    assert_eq!(seen(&tenant_pod, tenant.pod, mgmt.pod, 8080), Ok(tenant.pod.to_owned()));
     assert_eq!(
-        seen(&world, tenant, tenant.pod, mgmt.pod, 8080),
-        Ok(tenant.pod.to_owned())
+        seen(&tenant_pod, tenant.pod, KG, 8080),
+        closed,
+        "the node's own address"
     );
-    assert_eq!(seen(&world, tenant, tenant.pod, KG, 8080), Ok(tenant.pod.to_owned()));
-    assert_eq!(seen(&world, mgmt, mgmt.pod, tenant.pod, 8080), Ok(mgmt.pod.to_owned()));
+    assert!(tenant_pod.pings(KG));
+    assert_eq!(seen(&mgmt_pod, mgmt.pod, tenant.pod, 8080), Ok(mgmt.pod.to_owned()));
     assert_eq!(
-        seen(&world, tenant, tenant.pod, mgmt.pod, 10250),
+        seen(&tenant_pod, tenant.pod, KG, 10250),
         closed,
         "an infrastructure port"
     );
-    assert_eq!(seen(&world, tenant, tenant.pod, DENIED, 8080), closed, "denied");
+    assert_eq!(seen(&tenant_pod, tenant.pod, DENIED, 8080), closed, "denied");
     assert_eq!(state(&world, mgmt).await, before);
 
     // What no mesh brought is none of its business.
@@ -313,11 +353,7 @@ async fn beside_kg_policies_are_enforced_and_nothing_of_kgs_is_touched() {
     })
     .await
     .expect("the table");
-    assert_eq!(
-        seen(&world, tenant, tenant.pod, mgmt.pod, 10250),
-        closed,
-        "after a flush"
-    );
+    assert_eq!(seen(&tenant_pod, tenant.pod, KG, 10250), closed, "after a flush");
 
     a_peer_that_asks_for_more_is_named(&world, mgmt, &agent).await;
 
@@ -327,7 +363,7 @@ async fn beside_kg_policies_are_enforced_and_nothing_of_kgs_is_touched() {
         .await
         .expect("delete the PeerPolicy");
     wait_until("the member to be closed out", SOON, async || {
-        match seen(&world, tenant, tenant.pod, mgmt.pod, 8080) {
+        match seen(&tenant_pod, tenant.pod, mgmt.pod, 8080) {
             Err(std::io::ErrorKind::TimedOut) => Ok(()),
             other => Err(format!("{other:?}")),
         }
@@ -339,7 +375,7 @@ async fn beside_kg_policies_are_enforced_and_nothing_of_kgs_is_touched() {
     world.delete_peer(mgmt, "mesh--tenant-a--tenant-a-1").await;
     for _ in 0..2 {
         assert_eq!(
-            seen(&world, tenant, tenant.pod, mgmt.pod, 8080),
+            seen(&tenant_pod, tenant.pod, mgmt.pod, 8080),
             closed,
             "the Peer is deleted"
         );
@@ -349,7 +385,7 @@ async fn beside_kg_policies_are_enforced_and_nothing_of_kgs_is_touched() {
     let status = agent.terminate(SOON).await.expect("it ends");
     assert!(status.success(), "{}", agent.log());
     assert_eq!(
-        seen(&world, tenant, tenant.pod, mgmt.pod, 8080),
+        seen(&tenant_pod, tenant.pod, mgmt.pod, 8080),
         closed,
         "the agent is stopped"
     );
@@ -371,10 +407,7 @@ async fn beside_kg_policies_are_enforced_and_nothing_of_kgs_is_touched() {
         .stdout;
     assert!(!left.contains("clustermesh"), "{left}");
     assert!(!world.annotations(mgmt).await.contains_key(NODE_AGENT));
-    assert_eq!(
-        seen(&world, tenant, tenant.pod, mgmt.pod, 10250),
-        Ok(tenant.pod.to_owned())
-    );
+    assert_eq!(seen(&tenant_pod, tenant.pod, KG, 10250), Ok(tenant.pod.to_owned()));
     drop(kg);
 }
 

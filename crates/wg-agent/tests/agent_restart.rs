@@ -147,7 +147,7 @@ async fn an_agent_that_starts_while_its_api_server_is_away_works_from_what_was_a
     })
     .await
     .expect("it goes");
-    assert_eq!(world.page(tenant, "/readyz").await, (200, "ok\n".to_owned()));
+    assert_eq!(world.readiness(tenant).await, (200, "ok\n".to_owned()));
     world
         .pings(tenant, mgmt)
         .await
@@ -398,7 +398,7 @@ async fn a_new_key(world: &World, outer: &str) {
         world,
         mgmt,
         "/readyz",
-        &format!("ok\nbut: key: the new key {next} is published"),
+        &format!("\nbut: key: the new key {next} is published"),
     )
     .await;
     for _ in 0..5 {
@@ -458,7 +458,7 @@ async fn a_new_key(world: &World, outer: &str) {
         & 0o7777;
     assert!(now != private && mode == 0o600, "{mode:o}");
     assert!(!state(world, mgmt, "key.next").exists());
-    assert_eq!(world.page(mgmt, "/readyz").await, (200, "ok\n".to_owned()));
+    assert_eq!(world.readiness(mgmt).await, (200, "ok\n".to_owned()));
     assert_eq!(left(world, mgmt).await, before, "the rule that hears calls is gone");
     for secret in spellings(&private).into_iter().chain(spellings(&now)) {
         assert!(!agent.log().contains(&secret) && !said.contains(&secret));

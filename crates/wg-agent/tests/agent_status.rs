@@ -116,7 +116,7 @@ async fn who_does_not_answer_is_named_to_a_person_a_monitor_and_the_controller_u
     );
     assert_eq!(row("mgmt-1"), ["mgmt", "mesh--mgmt--mgmt-1", "up", "172.30.1.11:51820"]);
     assert!(
-        page.contains("Peers     1 up, 1 down, 0 unknown") && page.contains("\n1 down: most likely UDP"),
+        page.contains("Peers      1 up, 1 down, 0 unknown") && page.contains("\n1 down: most likely UDP"),
         "{page}"
     );
     let (code, page, _) = status(&world, TENANT, &[AGENT, "status", "--cluster=mgmt"]).await;
@@ -165,4 +165,134 @@ async fn who_does_not_answer_is_named_to_a_person_a_monitor_and_the_controller_u
     );
     let (code, _, _) = status(&world, TENANT, &[AGENT, "status"]).await;
     assert_eq!(code, 2);
+}
+
+/// Stands in for the policy of deploy/agent.yaml, which is about an account that this test does not use.
+const ADMISSION: &str = r#"
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicy
+metadata: {name: agents}
+spec:
+  failurePolicy: Fail
+  matchConstraints:
+    resourceRules:
+    - {apiGroups: [""], apiVersions: [v1], operations: [UPDATE], resources: [nodes]}
+  validations:
+  - expression: "object.metadata.?labels == oldObject.metadata.?labels"
+---
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicyBinding
+metadata: {name: agents}
+spec: {policyName: agents, validationActions: [Deny]}
+"#;
+
+#[tokio::test]
+async fn agent_that_no_admission_policy_holds_is_ready_and_says_so() {
+    let world = World::start().await;
+    let tenant = world.site(TENANT);
+    let mut agent = world.agent(tenant, "agent-open");
+    world.ready(tenant).await;
+    let (code, page, _) = status(&world, TENANT, &[AGENT, "status"]).await;
+    assert!(
+        code == 0 && page.contains("Admission  no admission policy holds"),
+        "{code}: {page}"
+    );
+    let (code, text) = world.page(tenant, "/readyz").await;
+    assert!(
+        code == 200 && text.contains("but: admission: no admission policy holds"),
+        "{code}: {text}"
+    );
+    assert!(agent.log().contains("no admission policy holds"), "{}", agent.log());
+    let labels = world
+        .nodes(tenant)
+        .await
+        .get(tenant.node)
+        .await
+        .expect("the Node")
+        .metadata
+        .labels;
+    assert!(!format!("{labels:?}").contains("admission-probe"), "{labels:?}");
+
+    agent.terminate(SOON).await.expect("it ends");
+    let file = world.kubeconfig(tenant).with_extension("admission.yaml");
+    std::fs::write(&file, ADMISSION).expect("write a manifest");
+    let cluster = world.lab.cluster(tenant.cluster);
+    let file = file.display().to_string();
+    cluster.kubectl(["apply", "-f", &file]).await.expect("apply the policy");
+    wait_until("the policy to be in force", SOON, async || {
+        let label = ["label", "node", tenant.node, "probe=1", "--dry-run=server"];
+        match cluster.kubectl(label).await {
+            Ok(_) => Err("accepted".to_owned()),
+            Err(_) => Ok(()),
+        }
+    })
+    .await
+    .expect("in force");
+    let agent = world.agent(tenant, "agent-held");
+    world.ready(tenant).await;
+    wait_until("the agent to know", SOON, async || {
+        let (_, state) = world.page(tenant, "/debug/state").await;
+        let state: serde_json::Value = serde_json::from_str(&state).map_err(|error| error.to_string())?;
+        if state["admission"] == "held" {
+            Ok(())
+        } else {
+            Err(state["admission"].to_string())
+        }
+    })
+    .await
+    .expect("held");
+    assert_eq!(world.page(tenant, "/readyz").await, (200, "ok\n".to_owned()));
+    assert!(!agent.log().contains("no admission policy"), "{}", agent.log());
+}
+
+#[tokio::test]
+async fn policy_is_enforced_beside_two_thousand_idle_connections() {
+    let world = World::start().await;
+    let tenant = world.site(TENANT);
+    // As many descriptors as container runtimes give at least.
+    let mut words: Vec<String> = ["prlimit", "--nofile=1024:1024"].map(String::from).into();
+    words.extend(world.command(tenant, &[]));
+    let _agent = world.host(tenant).spawn("agent", words).expect("start the agent");
+    world.ready(tenant).await;
+    let host = world.host(tenant).netns();
+    let idle = std::thread::spawn(move || {
+        let limit = nix::sys::resource::Resource::RLIMIT_NOFILE;
+        let (_, hard) = nix::sys::resource::getrlimit(limit).expect("a limit");
+        nix::sys::resource::setrlimit(limit, hard, hard).expect("raise the limit");
+        let host = std::fs::File::open(host).expect("open a network namespace");
+        nix::sched::setns(&host, nix::sched::CloneFlags::CLONE_NEWNET).expect("enter it");
+        let one = || std::net::TcpStream::connect_timeout(&([127, 0, 0, 1], 9587).into(), SOON);
+        (0..2000).map(|_| one()).collect::<Result<Vec<_>, _>>()
+    });
+    let idle = idle.join().expect("no panic").expect("2,000 connections");
+    let mgmt = world.site(MGMT);
+    let policy = clustermesh_api::policy::PeerPolicySpec {
+        source: mgmt.cluster.into(),
+        sources: vec![mgmt.pods.into()],
+        networks: vec![mgmt.pods.into()],
+        ..Default::default()
+    };
+    let policies = world.policies(tenant).await;
+    let policy = clustermesh_api::policy::PeerPolicy::new("mesh", policy);
+    policies
+        .create(&PostParams::default(), &policy)
+        .await
+        .expect("create the PeerPolicy");
+    wait_until("the table to hold the policy", SOON, async || {
+        let list = ["nft", "list", "set", "inet", "clustermesh", "mesh4"];
+        let list = world
+            .host(tenant)
+            .try_exec(list)
+            .await
+            .map_err(|error| error.to_string())?;
+        if list.stdout.contains(mgmt.pods) {
+            Ok(())
+        } else {
+            Err(format!("{}{}", list.stdout, list.stderr))
+        }
+    })
+    .await
+    .expect("enforced");
+    assert_eq!(world.page(tenant, "/healthz").await, (200, "ok\n".to_owned()));
+    drop(idle);
 }

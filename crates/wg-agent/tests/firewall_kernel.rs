@@ -66,6 +66,7 @@ fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<Po
         throw: to,
         published: to,
         policies: &policies,
+        internal_ips: &["10.101.0.1".parse().unwrap(), "10.101.0.9".parse().unwrap()].into(),
         sandbox_nodes: &[].into(),
         api_servers: &api,
         nodes: &["172.29.0.112".parse().unwrap(), "fd00::112".parse().unwrap()].into(),

@@ -23,8 +23,16 @@ const HELD: u64 = 128;
 
 macro_rules! both {
     ($($name:ident)*) => {
-        mod over_ipv4_with_one_worker { $(#[test] fn $name() { super::$name(&super::V4) })* }
-        mod over_ipv6_with_two_workers { $(#[test] fn $name() { super::$name(&super::V6) })* }
+        mod over_ipv4_with_one_worker {
+            $(#[test] fn $name() {
+                crate::hostile::alone(concat!(module_path!(), "::", stringify!($name)), || super::$name(&super::V4));
+            })*
+        }
+        mod over_ipv6_with_two_workers {
+            $(#[test] fn $name() {
+                crate::hostile::alone(concat!(module_path!(), "::", stringify!($name)), || super::$name(&super::V6));
+            })*
+        }
     };
 }
 

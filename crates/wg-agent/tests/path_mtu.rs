@@ -12,7 +12,7 @@ use ipnet::IpNet;
 use netns::{transfer, wait_until};
 use path::{
     Capture,
-    real::{Star, gateway, key, pod, sweep, underlay, wireguard},
+    real::{Star, gateway, key, pod, sweep, underlay},
 };
 
 /// How the pods' packets fare between node 1 and another: the largest that pass are exactly these, every smaller passes,
@@ -35,14 +35,14 @@ fn carries(star: &Star, other: u8, largest: [u16; 2]) {
             }
             transfer(from, to, &std::net::SocketAddr::new(at, 9000).to_string(), 1 << 20);
         }
-        // The nodes themselves.
-        let at = wireguard(other, family);
+        // From the node itself.
+        let at = pod(other, family);
         let some = (64..=largest + 1).filter(|size| size % 61 == 0 || size + 3 > largest);
         let least = 64_u16.next_multiple_of(61);
         assert_eq!(sweep(&here.ns, at, some), Some(least..=largest), "node -> {at}");
         transfer(
             &here.ns,
-            &there.ns,
+            &there.pod,
             &std::net::SocketAddr::new(at, 9001).to_string(),
             1 << 20,
         );

@@ -84,6 +84,7 @@ pub fn beside(inputs: &Inputs, before: &BTreeSet<IpNet>) -> Beside {
         throw: &BTreeSet::new(),
         published: &published,
         policies: &policies,
+        internal_ips: &node.addresses,
         sandbox_nodes: &BTreeSet::new(),
         api_servers: &inputs.api_servers,
         nodes: &inputs.nodes,

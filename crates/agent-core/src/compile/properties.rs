@@ -1,6 +1,6 @@
 //! What holds for any inputs, hostile ones too.
 
-use proptest::{collection::vec, option, prelude::*};
+use proptest::{collection::vec, option, prelude::*, sample::select, strategy::ValueTree, test_runner::TestRunner};
 
 use super::{tests::hub_node, *};
 use crate::{
@@ -37,20 +37,26 @@ fn rule() -> impl Strategy<Value = Rule> {
     })
 }
 
+/// Policies and the Peers that require them have their names from here, so that they meet.
+const NAMES: [&str; 3] = ["p", "q", "p\"; flush ruleset"];
+const REVISIONS: [&str; 3] = ["1", "2", ""];
+
 fn policy() -> impl Strategy<Value = Policy> {
+    let endpoints = || vec((address(), port()), 0..3);
     (
+        (select(&NAMES[..]), select(&REVISIONS[..])),
         vec(net(), 0..4),
         vec(net(), 0..4),
         vec(rule(), 0..3),
         vec(rule(), 0..2),
         vec(port(), 0..3),
         any::<bool>(),
-        vec((address(), port()), 0..3),
-        vec((address(), port()), 0..2),
+        endpoints(),
+        endpoints(),
     )
         .prop_map(
-            |(sources, networks, allow, deny, ports, sandbox, granted, draining)| Policy {
-                name: "p\"; flush ruleset".to_owned(),
+            |((name, revision), sources, networks, allow, deny, ports, sandbox, granted, draining)| Policy {
+                name: name.to_owned(),
                 sources: sources.into_iter().collect(),
                 networks: networks.into_iter().collect(),
                 allow,
@@ -59,7 +65,7 @@ fn policy() -> impl Strategy<Value = Policy> {
                 sandbox,
                 granted: granted.into_iter().collect(),
                 draining: draining.into_iter().collect(),
-                revision: "1".to_owned(),
+                revision: revision.to_owned(),
                 ..Policy::default()
             },
         )
@@ -71,9 +77,9 @@ fn peer() -> impl Strategy<Value = Peer> {
         0u64..4,
         option::of(address()),
         vec(net(), 0..5),
-        option::weighted(0.2, Just("p@1".to_owned())),
+        option::weighted(0.2, (select(&NAMES[..]), select(&REVISIONS[..]))),
     )
-        .prop_map(|(k, revision, endpoint, allowed_ips, requires_policy)| Peer {
+        .prop_map(|(k, revision, endpoint, allowed_ips, required)| Peer {
             name: format!("peer-{k}-{revision}"),
             revision,
             public_key: PublicKey::new([k; 32]),
@@ -82,8 +88,41 @@ fn peer() -> impl Strategy<Value = Peer> {
             candidates: vec![],
             keepalive: None,
             allowed_ips,
-            requires_policy,
+            requires_policy: required.map(|(name, revision)| format!("{name}@{revision}")),
         })
+}
+
+/// A sandbox as the controller writes it: a policy, and Peers of single addresses inside it, some of which name another revision
+/// of it than the one that stands; and whether that other one was seen.
+fn sandbox() -> impl Strategy<Value = (Policy, Vec<Peer>, bool)> {
+    let network = select(&["100.80.16.0/20", "10.3.0.0/16", "fd00:3::/32"][..]);
+    let node = (6u8..10, 1u8..6, prop::bool::weighted(0.3));
+    (policy(), network, vec(node, 1..4), any::<bool>()).prop_map(|(policy, network, nodes, seen)| {
+        let network: IpNet = network.parse().unwrap();
+        let policy = Policy {
+            sources: [network].into(),
+            networks: [network].into(),
+            sandbox: true,
+            revision: "1".to_owned(),
+            ..policy
+        };
+        let peers = nodes.into_iter().map(|(k, n, changed)| Peer {
+            name: format!("sandbox-{k}-{n}"),
+            revision: 1,
+            public_key: PublicKey::new([k; 32]),
+            preshared_key: None,
+            endpoint: None,
+            candidates: vec![],
+            keepalive: None,
+            allowed_ips: vec![IpNet::from(match network.addr() {
+                IpAddr::V4(a) => IpAddr::from((u32::from(a) + u32::from(n)).to_be_bytes()),
+                IpAddr::V6(a) => IpAddr::from((u128::from(a) + u128::from(n)).to_be_bytes()),
+            })],
+            requires_policy: Some(format!("{}@{}", policy.name, if changed { "2" } else { "1" })),
+        });
+        let peers = peers.collect();
+        (policy, peers, seen)
+    })
 }
 
 fn inputs() -> impl Strategy<Value = Inputs> {
@@ -94,19 +133,73 @@ fn inputs() -> impl Strategy<Value = Inputs> {
         vec(address(), 0..2),
         vec(address(), 0..4),
         vec(net(), 0..4),
+        option::of(sandbox()),
     )
-        .prop_map(|(peers, policies, throw, underlay, nodes, pods_elsewhere)| {
-            let mut inputs = Inputs {
-                nodes: nodes.into_iter().collect(),
-                pods_elsewhere: pods_elsewhere.into_iter().collect(),
-                peers,
-                policies,
-                throw: throw.into_iter().collect(),
-                ..hub_node()
-            };
-            inputs.node.underlay_addresses.extend(underlay);
-            inputs
-        })
+        .prop_map(
+            |(mut peers, mut policies, throw, underlay, nodes, pods_elsewhere, sandbox)| {
+                let mut earlier = Earlier::default();
+                if let Some((policy, nodes, seen)) = sandbox {
+                    if seen {
+                        let granted = policy.granted.iter().copied().take(1).collect();
+                        let before = Policy {
+                            granted,
+                            revision: "2".to_owned(),
+                            ..policy.clone()
+                        };
+                        earlier.insert(format!("{}@2", policy.name), before);
+                    }
+                    policies.insert(0, policy);
+                    peers.extend(nodes);
+                }
+                // Objects of one kind have different names.
+                let mut names = BTreeSet::new();
+                policies.retain(|policy| names.insert(policy.name.clone()));
+                peers.retain(|peer| names.insert(peer.name.clone()));
+                let mut inputs = Inputs {
+                    nodes: nodes.into_iter().collect(),
+                    pods_elsewhere: pods_elsewhere.into_iter().collect(),
+                    peers,
+                    policies,
+                    earlier,
+                    throw: throw.into_iter().collect(),
+                    ..hub_node()
+                };
+                inputs.node.underlay_addresses.extend(underlay);
+                inputs
+            },
+        )
+}
+
+/// The properties below say something of sandboxes only where the inputs hold Peers that are let in.
+#[test]
+fn generated_inputs_reach_every_state_of_a_sandbox() {
+    let mut runner = TestRunner::deterministic();
+    let [
+        mut open,
+        mut narrowed,
+        mut closed,
+        mut mismatched,
+        mut missing,
+        mut grants,
+    ] = [0; 6];
+    for _ in 0..256 {
+        let inputs = inputs().new_tree(&mut runner).unwrap().current();
+        let got = compile(&inputs);
+        let refused = |reason| got.refused.iter().any(|refused| refused.reason == reason);
+        let changed = refused(Reason::PolicyChanged);
+        open += u32::from(!got.gated.is_empty() && !changed);
+        narrowed += u32::from(changed && !inputs.earlier.is_empty());
+        closed += u32::from(changed && inputs.earlier.is_empty());
+        mismatched += u32::from(refused(Reason::PolicyMismatch));
+        missing += u32::from(refused(Reason::PolicyMissing));
+        grants += u32::from(
+            [&got.firewall.v4, &got.firewall.v6]
+                .iter()
+                .any(|sets| !sets.grants.is_empty()),
+        );
+    }
+    let reached = [open, narrowed, closed, mismatched, missing, grants];
+    assert!(reached.iter().all(|count| *count >= 16), "of 256: {reached:?}");
 }
 
 proptest! {
@@ -230,9 +323,9 @@ proptest! {
                 prop_assert!(!touches_pods(&inputs.node, &route.prefix) || route.kind == Kind::Throw, "{route}");
             }
         }
-        for peer in &inputs.peers {
-            let refused = got.refused.iter().any(|r| r.object == Object::Peer(peer.name.clone()));
-            prop_assert_eq!(peer.requires_policy.is_some() && !refused, false);
+        for (key, name) in &got.names {
+            let peer = inputs.peers.iter().find(|peer| peer.name == *name).unwrap();
+            prop_assert_eq!(peer.requires_policy.is_some(), got.gated.contains_key(key), "{:?}", peer);
         }
     }
 

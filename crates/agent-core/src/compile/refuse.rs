@@ -112,8 +112,8 @@ pub(super) fn endpoint(node: &Node, endpoint: SocketAddr) -> Option<&'static str
         () if endpoint.port() == 0 => Some("has port 0"),
         () if ip.is_unspecified() => Some("is the unspecified address"),
         () if ip.is_loopback() => Some("is a loopback address"),
-        () if ip.is_multicast() || ip == std::net::Ipv4Addr::BROADCAST => Some("is a multicast address"),
-        () if host(ip) == host(std::net::Ipv4Addr::UNSPECIFIED.into()) => Some("is the unspecified address"),
+        () if ip.is_multicast() => Some("is a multicast address"),
+        () if ip == std::net::Ipv4Addr::BROADCAST => Some("is the broadcast address"),
         () if endpoint.port() == node.listen_port
             && (node.addresses.contains(&ip) || node.underlay_addresses.contains(&ip)) =>
         {

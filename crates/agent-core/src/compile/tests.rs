@@ -164,6 +164,24 @@ fn refused_with(peer: Peer) -> Vec<(Object, Reason)> {
 }
 
 #[test]
+fn endpoint_of_no_host_is_refused_by_its_kind() {
+    let kind = |text: &str| refuse::endpoint(&hub_node().node, text.parse().unwrap());
+    let cases = [
+        ("192.0.2.9:51820", None),
+        ("192.0.2.9:0", Some("has port 0")),
+        ("0.0.0.0:51820", Some("is the unspecified address")),
+        ("[::]:51820", Some("is the unspecified address")),
+        ("[::ffff:0.0.0.0]:51820", Some("is the unspecified address")),
+        ("[::1]:51820", Some("is a loopback address")),
+        ("224.0.0.1:51820", Some("is a multicast address")),
+        ("[ff02::1]:51820", Some("is a multicast address")),
+        ("255.255.255.255:51820", Some("is the broadcast address")),
+        ("172.29.0.111:51820", Some("is this node itself")),
+    ];
+    assert_eq!(cases.map(|(text, _)| (text, kind(text))), cases);
+}
+
+#[test]
 fn a_wrong_peer_costs_that_peer_and_names_the_reason() {
     let good = || peer(99, "bad", "192.0.2.9:51820", &["10.9.0.0/24"]);
     let at = |e: &str| Peer {

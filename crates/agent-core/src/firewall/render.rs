@@ -60,13 +60,14 @@ pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
     out
 }
 
-fn family_sets(family: Family, sets: &Sets) -> [Set; 12] {
-    const NAMES: [[&str; 12]; 2] = [
+fn family_sets(family: Family, sets: &Sets) -> [Set; 13] {
+    const NAMES: [[&str; 13]; 2] = [
         [
             "mesh4",
             "throw4",
             "published4",
             "served4",
+            "listeners4",
             "pairs4",
             "allow4",
             "allow_ports4",
@@ -81,6 +82,7 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 12] {
             "throw6",
             "published6",
             "served6",
+            "listeners6",
             "pairs6",
             "allow6",
             "allow_ports6",
@@ -114,6 +116,7 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 12] {
         (net, nets(&sets.throw)),
         (net, nets(&sets.published)),
         (net, nets(&sets.served)),
+        (net, nets(&sets.listeners)),
         (pair, pairs(&sets.pairs)),
         (pair, pairs(&sets.allow)),
         (port, ports(&sets.allow_ports)),
@@ -206,7 +209,7 @@ pub(super) fn both(out: &mut String, rule: &str) {
 fn chains(frame: &Frame) -> String {
     match frame.scope {
         Scope::Tunnel => [path(frame), policy(frame), addresses_and_sizes(frame), leave(frame)].concat(),
-        Scope::Mesh => [policy_beside(frame), kept(frame)].concat(),
+        Scope::Mesh => [own_addresses_beside(frame), policy_beside(frame), kept(frame)].concat(),
     }
 }
 
@@ -214,6 +217,43 @@ fn chains(frame: &Frame) -> String {
 const OPTIONS: &str = "    # Options of IPv4 may name another way (source routes), which a kernel that is told to takes behind these rules: the
     # destination that they see is not yet the last.
 ";
+
+/// Condition on a new connection to an address of this node itself. Broadcast and multicast are delivered here as well.
+/// Looked at before DNAT: behind it a NodePort or hostPort looks like the pod it leads to.
+pub(super) const TO_THIS_NODE: &str =
+    "ct direction original fib daddr type { local, broadcast, anycast, multicast } goto to_this_node";
+
+/// Programs that listen on every address of the node are meant for its own cluster. Other members reach them at node
+/// addresses that were listed in allowedNetworks, not at the WireGuard address or the CNI's gateway, which lie in networks
+/// that are listed for another reason.
+pub(super) fn to_this_node() -> String {
+    let mut out = String::from("\n  chain to_this_node {\n");
+    both(&mut out, "{ip} daddr @listeners{n} accept");
+    out.push_str(
+        "    icmp type echo-request accept
+    icmpv6 type echo-request accept
+    meta l4proto { icmp, icmpv6 } ct state related accept
+    counter drop
+  }
+",
+    );
+    out
+}
+
+fn own_addresses_beside(frame: &Frame) -> String {
+    let device = &frame.device;
+    let mut out = String::from(
+        "
+  chain own_addresses {
+    type filter hook prerouting priority mangle; policy accept;
+",
+    );
+    both(
+        &mut out,
+        &format!("iifname \"{device}\" {{ip}} saddr @mesh{{n}} {TO_THIS_NODE}"),
+    );
+    out + "  }\n" + &to_this_node()
+}
 
 /// What a tunnel of another program's may bring in from the mesh. WireGuard binds the source to the peer, so a packet with
 /// a mesh source is that member's, and one without is the owner's own.

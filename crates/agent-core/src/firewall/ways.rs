@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::{
     Frame,
-    render::{both, is_mark, set_mark},
+    render::{TO_THIS_NODE, both, is_mark, set_mark, to_this_node},
     sandbox,
 };
 use crate::numbers::{CONNECTION_MASK, MARK_MASK, MARK_TUNNEL, MARK_UNDERLAY};
@@ -56,11 +56,12 @@ pub(super) fn path(frame: &Frame) -> String {
     if frame.sandboxes.is_some() {
         both(&mut out, sandbox::ENTER);
     }
+    let _ = writeln!(out, "    {TO_THIS_NODE}\n  }}");
+    out.push_str(&to_this_node());
     let underlay = is_mark(MARK_UNDERLAY, "meta");
     let keep = format!("meta mark set meta mark & {:#010x}", !MARK_MASK);
     out.push_str(
-        "  }
-
+        "
   # A connection that came by the underlay and was translated into the mesh (NodePort here, endpoint there) goes on by
   # the tunnel; with the mark kept it would leave in clear.
   chain path_dnat {

@@ -137,6 +137,12 @@ impl<B: Backend> Keeper<B> {
         Ok(self.is_written(there.as_ref()))
     }
 
+    /// Whether a table of this keeper's stands, as far as it knows.
+    #[must_use]
+    pub const fn has_written(&self) -> bool {
+        self.written.is_some()
+    }
+
     fn is_written(&self, there: Option<&Listing>) -> bool {
         there == self.written.as_ref().map(|(_, listing)| listing)
     }

@@ -31,6 +31,7 @@ fn table(mesh: &str) -> Firewall {
         throw: &[].into(),
         published: &[].into(),
         policies: &policies,
+        internal_ips: &[].into(),
         sandbox_nodes: &[].into(),
         api_servers: &[].into(),
         nodes: &[].into(),

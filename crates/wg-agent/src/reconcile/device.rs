@@ -70,7 +70,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 Ok(false)
             }
             None => {
-                let (device, why) = (self.parts.open)(&configuration).map_err(trouble)?;
+                let opened = (self.parts.open)(&configuration);
+                self.occupied = matches!(&opened, Err(DeviceError::Exists(_) | DeviceError::Listen { .. }));
+                let (device, why) = opened.map_err(trouble)?;
                 let backend = device.backend();
                 tracing::info!(interface = device.interface(), backend, why, mtu, "device opened");
                 self.why = why.to_string();

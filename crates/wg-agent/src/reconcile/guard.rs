@@ -7,8 +7,8 @@
 //!    process, everybody that an earlier one left in the device and whose table does not stand already. Where a policy
 //!    only says something else they stay, and their sessions: the table is changed at once, with what it says of them.
 //! 3. The table is written, and what fades in it renewed. Where that fails, they leave.
-//! 4. It is read back, and routing made to keep them closed where it is gone. Only if both are as wanted they come in, with
-//!    everybody else's changes.
+//! 4. It is read back, and routing made to keep them closed where it is gone, with the kernel's settings that this needs. Only
+//!    if all are as wanted they come in, with everybody else's changes.
 
 use std::{collections::BTreeMap, time::Instant};
 

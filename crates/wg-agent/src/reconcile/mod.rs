@@ -5,8 +5,8 @@
 //! (which drops mesh prefixes that leave by another device), the routes (`unreachable` behind everything), then the peers.
 //! Later: the firewall, then the peers, then the routes, so that a new route always has somebody behind it and nobody's
 //! session is touched. Without the firewall nothing else is done. Peers that require a policy come in after the table was read
-//! back and routing keeps their networks closed without it (`agent_core::routes::Rule`), and leave before the table forgets
-//! that policy (`guard`).
+//! back and routing keeps their networks closed without it (`agent_core::routes::Rule`, `agent_core::sysctl`), and leave before
+//! the table forgets that policy (`guard`).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -59,9 +59,10 @@ mod guard;
 mod inputs;
 mod look;
 mod sizes;
+mod withdraw;
 
 use drift::Drift;
-use gate::{beside_kg, from_cache, own_node, waiting};
+use gate::{KgWatch, from_cache, own_node, waiting};
 use guard::Guard;
 use inputs::{Gathered, Local, Member, gather};
 use sizes::Ends;
@@ -118,6 +119,11 @@ pub(crate) struct Reconciler<R, F> {
     guard: Guard,
     earlier: Earlier,
     said: Said,
+    kg: KgWatch,
+    /// Nothing of this agent's is on the node, which kg serves.
+    withdrawn: bool,
+    /// Another program has the interface's name, or its port.
+    occupied: bool,
 }
 
 /// What the last pass left in force, for the looks in between.
@@ -149,6 +155,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             guard: Guard::default(),
             earlier: Earlier::new(),
             said: Said::default(),
+            kg: KgWatch::default(),
+            withdrawn: false,
+            occupied: false,
         }
     }
 
@@ -191,7 +200,11 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         ));
         let config = self.parts.config.clone();
         let own = own_node(&world, &config.node_name)?;
-        beside_kg(&own, SystemTime::now())?;
+        if let Err(kg) = self.kg.check(&own, SystemTime::now()) {
+            self.withdraw(&own).await?;
+            return Err(kg);
+        }
+        self.withdrawn = false;
         troubles.extend(self.rotate(&own).await);
         let wireguard_ip = self.address(&world, &own)?;
         let internal = own.internal_ips.iter().copied().collect();
@@ -235,8 +248,12 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         });
         gathered.inputs.node.mtu = sizes.device;
         gathered.inputs.narrow = sizes.narrow.clone();
-        // Without a device, firewall and routes keep what is meant for the mesh from leaving in clear all the same.
+        // Without a device, firewall and routes keep what is meant for the mesh from leaving in clear all the same. Not where
+        // another program's tunnel may be at work: they would cut it off.
         let opened = self.ensure_device(sizes.device);
+        if self.occupied && self.current.is_none() {
+            return opened.map(drop);
+        }
 
         gathered.inputs.earlier = std::mem::take(&mut self.earlier);
         let compiled = compile(&gathered.inputs);

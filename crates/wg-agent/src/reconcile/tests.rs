@@ -8,6 +8,8 @@ use crate::source::{
     watch::Seen,
 };
 
+mod kg;
+
 fn listed<V>(objects: impl IntoIterator<Item = (&'static str, V)>) -> Seen<V> {
     Seen::Listed(
         objects
@@ -145,13 +147,41 @@ fn a_kg_that_lives_is_not_joined_and_one_that_is_gone_does_not_matter() {
     };
     let now = std::time::UNIX_EPOCH + Duration::from_secs(1000);
     assert_eq!(
-        [None, Some(940), Some(1)].map(|at| beside_kg(&seen(at), now).is_ok()),
+        [None, Some(940), Some(1)].map(|at| KgWatch::default().check(&seen(at), now).is_ok()),
         [true; 3]
     );
     for alive in [941, 1000, 1030] {
-        let message = beside_kg(&seen(Some(alive)), now).unwrap_err().message;
+        let message = KgWatch::default().check(&seen(Some(alive)), now).unwrap_err().message;
         assert!(message.contains("take kg off it"), "{message}");
     }
+}
+
+#[test]
+fn kg_that_stopped_for_a_moment_is_waited_for() {
+    let seen = |kg_seen| NodeSeen {
+        own: Some(OwnNode {
+            kg_seen,
+            ..OwnNode::default()
+        }),
+        ..NodeSeen::default()
+    };
+    let at = |seconds| std::time::UNIX_EPOCH + Duration::from_secs(seconds);
+    let mut kg = KgWatch::default();
+    let mut free = |kg_seen, now| kg.check(&seen(kg_seen), at(now)).is_ok();
+    assert_eq!(
+        [
+            free(Some(990), 1000),
+            // SIGTERM: kg removes the annotation.
+            free(None, 1001),
+            free(None, 1299),
+            // It is back, and ends once more; the annotation of one that was killed stays.
+            free(Some(1300), 1310),
+            free(None, 1311),
+            free(Some(1300), 1609),
+            free(None, 1610),
+        ],
+        [false, false, false, false, false, false, true]
+    );
 }
 
 #[test]

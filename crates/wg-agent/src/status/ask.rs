@@ -1,13 +1,15 @@
-//! How `wg-agent status` reaches the agent that runs on this node: over the agent's lock, an abstract socket of the node's
-//! network namespace, whatever `--listen` says. The agent answers every root there with its state, and closes.
+//! How `wg-agent status` reaches the agent that runs on this node: over an abstract socket of the node's network
+//! namespace, whatever `--listen` says. The agent answers every root there with its state, and closes.
 
 use std::{
     io::{self, Read},
+    os::fd::AsFd,
     os::linux::net::SocketAddrExt,
     os::unix::net::{SocketAddr, UnixStream},
     time::Duration,
 };
 
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use serde_json::Value;
 use tokio::{
     io::AsyncWriteExt,
@@ -65,6 +67,16 @@ pub(crate) enum AskError {
          wg-agent status`) or as root on its node; where the agent should run, its log says why it does not"
     )]
     Nobody(io::Error),
+    /// Whoever answers is no agent.
+    #[error(
+        "process {process} of user {user}, which is no wg-agent, has the socket @clustermesh-wg-agent: stop it and restart the agent"
+    )]
+    Stranger {
+        /// Process id as this process sees it.
+        process: i32,
+        /// User id.
+        user: u32,
+    },
     /// It closed without a word, or said something else than its state.
     #[error("the agent gave no state: it answers root alone, and only once it has started ({0})")]
     Nothing(String),
@@ -81,6 +93,15 @@ pub(crate) fn ask() -> Result<Value, AskError> {
 fn ask_named(name: &[u8]) -> Result<Value, AskError> {
     let address = SocketAddr::from_abstract_name(name).map_err(AskError::Nobody)?;
     let mut stream = UnixStream::connect_addr(&address).map_err(AskError::Nobody)?;
+    // Any process of the namespace may bind an abstract name.
+    let own = nix::unistd::geteuid().as_raw();
+    let who = getsockopt(&stream.as_fd(), PeerCredentials).map_err(|error| AskError::Nobody(error.into()))?;
+    if who.uid() != 0 && who.uid() != own {
+        return Err(AskError::Stranger {
+            process: who.pid(),
+            user: who.uid(),
+        });
+    }
     stream.set_read_timeout(Some(PATIENCE)).map_err(AskError::Nobody)?;
     let mut text = String::new();
     match stream.read_to_string(&mut text) {

@@ -72,6 +72,9 @@ fn facts(view: &View) -> Vec<(&'static str, String)> {
             ));
         }
     }
+    if !matches!(view.admission.as_str(), "" | "held") {
+        facts.push(("Admission", view.admission.clone()));
+    }
     if let Some(DeviceView {
         interface,
         backend,
@@ -197,6 +200,7 @@ mod tests {
             ..peer("mgmt", "up")
         };
         View {
+            admission: "held".into(),
             agent: Some(clustermesh_api::annotations::Agent {
                 version: "1.2.3".into(),
                 mode: "full".into(),

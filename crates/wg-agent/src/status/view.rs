@@ -23,6 +23,8 @@ pub(crate) struct View {
     /// Objects and networks that were left out, and why.
     pub(crate) refused: Vec<String>,
     pub(crate) troubles: Vec<TroubleView>,
+    /// `held`, or what is missing.
+    pub(crate) admission: String,
 }
 
 /// Who the node is.

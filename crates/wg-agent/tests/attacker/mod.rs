@@ -10,6 +10,7 @@ use std::{
     fs::File,
     io::{Read, Seek, SeekFrom, Write},
     net::{IpAddr, SocketAddr, SocketAddrV4, SocketAddrV6, TcpListener, TcpStream, UdpSocket},
+    panic::resume_unwind,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -64,9 +65,17 @@ impl Drop for Work {
         self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
-            // What went wrong in it has been printed.
-            let _ = thread.join();
+            join(thread);
         }
+    }
+}
+
+/// Waits for a thread; its panic becomes the test's, unless that one has failed already.
+fn join(thread: JoinHandle<()>) {
+    if let Err(panic) = thread.join()
+        && !thread::panicking()
+    {
+        resume_unwind(panic);
     }
 }
 

@@ -17,10 +17,10 @@ use clustermesh_agent_core::{
 use wg_agent::route::{Netlink, Routing, converge};
 
 use super::{
-    Granted, exchange,
+    Granted, assert_silent, drain, exchange,
     netns::wait_for,
     path::{Family, Mesh, apply, ask, connect, serve, source_of},
-    sandbox, silent, target, udp,
+    sandbox, target, udp,
 };
 
 /// What came in at sockets that nothing was granted for, by address and port.
@@ -116,16 +116,17 @@ pub(crate) fn a_table_that_is_gone_opens_nothing_in_either_direction_and_serves_
                 }
             });
             for server in if f.n == 4 { vec![&pod, &node] } else { vec![&pod] } {
-                assert!(silent(server));
+                drain(server);
                 client.send_to(b"granted", server.local_addr().unwrap()).unwrap();
-                assert!(silent(server), "what is granted comes in after {gone}");
+                assert_silent(server, &format!("granted, and comes in after {gone}"));
             }
+            drain(&client);
             for from in [&mesh.hub_pod, &mesh.hub] {
                 let any = from.enter(|| UdpSocket::bind((if f.n == 4 { "0.0.0.0" } else { "::" }, 0)).unwrap());
                 let _ = any.send_to(b"to the sandbox", client.local_addr().unwrap());
             }
             let _ = pod.send_to(b"to the sandbox", client.local_addr().unwrap());
-            assert!(silent(&client), "something came to the sandbox after {gone}");
+            assert_silent(&client, &format!("comes to the sandbox after {gone}"));
             apply(&mesh.hub, &target(&mesh, f, &granted, &[]));
             serves();
             assert_eq!(received(&deaf, &mute), [], "beyond the grants, after {gone}");
@@ -155,7 +156,8 @@ pub(crate) fn a_table_that_goes_while_packets_are_between_its_chains_lets_none_o
         port: 10250,
     });
     apply(&mesh.hub, &left);
-    assert!(silent(&revoked) && silent(&client));
+    drain(&revoked);
+    drain(&client);
     let table = render(&compile(&left).firewall);
     let heard = |socket: &UdpSocket| {
         let came = socket.recv_from(&mut [0; 10]).ok();
@@ -241,7 +243,7 @@ pub(crate) fn what_is_granted_goes_on_at_every_step_from_routes_without_the_lock
         let closed = udp(&mesh.hub, f.hub, 5001);
         mesh.hub.sh("nft flush ruleset");
         client.send_to(b"anyone?", closed.local_addr().unwrap()).unwrap();
-        assert!(silent(&closed), "a port that is not granted");
+        assert_silent(&closed, "a port that is not granted");
     }
 }
 

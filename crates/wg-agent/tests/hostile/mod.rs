@@ -3,7 +3,9 @@
 mod mouth;
 
 use std::{
+    env,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    process::Command,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -264,6 +266,26 @@ impl Conversation {
         println!("{answers} answers, at most {longest:?} apart");
         assert!(longest < STALL, "{longest:?} without an answer");
     }
+}
+
+/// Set in a process that runs one test.
+const ALONE: &str = "CLUSTERMESH_TEST_ALONE";
+
+/// Runs the test of this path in a process of its own: memory that an earlier one gave back to the allocator would hide growth.
+pub(crate) fn alone(path: &str, test: impl FnOnce()) {
+    if env::var_os(ALONE).is_some() {
+        return test();
+    }
+    let (_, name) = path.split_once("::").expect("a path in this program");
+    let output = Command::new(env::current_exe().expect("this program"))
+        .args(["--exact", name, "--test-threads=1", "--nocapture"])
+        .env(ALONE, "1")
+        .output()
+        .expect("start this program once more");
+    let [out, err] = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    print!("{out}");
+    eprint!("{err}");
+    assert!(output.status.success() && out.contains("\ntest result: ok. 1 passed;"));
 }
 
 /// Memory of this process, bytes.

@@ -9,6 +9,7 @@
 
 use std::{
     collections::BTreeMap,
+    os::unix::fs::MetadataExt,
     path::PathBuf,
     sync::atomic::{AtomicU32, Ordering},
     time::Duration,
@@ -52,6 +53,18 @@ pub struct World {
 
 pub const MGMT: usize = 0;
 pub const TENANT: usize = 1;
+
+impl Drop for World {
+    /// An agent that was killed leaves its lock and the socket of its device in a directory that all network namespaces share.
+    fn drop(&mut self) {
+        for site in &self.sites {
+            let _ = std::fs::remove_file(format!("/var/run/wireguard/{}.sock", site.interface));
+            if let Ok(namespace) = std::fs::metadata(self.host(site).netns()) {
+                let _ = std::fs::remove_file(format!("/var/run/wireguard/wg-agent-{}.lock", namespace.ino()));
+            }
+        }
+    }
+}
 
 impl World {
     pub async fn start() -> Self {
@@ -318,6 +331,15 @@ impl World {
         let output = self.host(site).try_exec(words).await.expect("run curl");
         let (text, code) = output.stdout.rsplit_once('\n').unwrap_or(("", "0"));
         (code.trim().parse().unwrap_or(0), text.to_owned())
+    }
+
+    /// The page `/readyz`, without the remark that no admission policy holds the agent: here they are administrators.
+    pub async fn readiness(&self, site: &Site) -> (u16, String) {
+        let (code, page) = self.page(site, "/readyz").await;
+        let lines = page
+            .split_inclusive('\n')
+            .filter(|line| !line.starts_with("but: admission: "));
+        (code, lines.collect())
     }
 
     pub async fn ready(&self, site: &Site) {

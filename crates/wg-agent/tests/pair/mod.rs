@@ -7,7 +7,7 @@ pub(crate) mod api;
 use std::{
     collections::BTreeMap,
     fs,
-    os::unix::process::ExitStatusExt,
+    os::unix::{fs::MetadataExt, process::ExitStatusExt},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::Duration,
@@ -81,6 +81,16 @@ pub(crate) fn introduce(sites: &[Site; 2]) {
     let [a, b] = sites;
     a.learns_of(b);
     b.learns_of(a);
+}
+
+impl Drop for Site {
+    /// An agent that was killed leaves its lock and the socket of its device in a directory that all network namespaces share.
+    fn drop(&mut self) {
+        let _ = fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
+        if let Ok(namespace) = fs::metadata(self.ns.path()) {
+            let _ = fs::remove_file(format!("/var/run/wireguard/wg-agent-{}.lock", namespace.ino()));
+        }
+    }
 }
 
 impl Site {

@@ -6,6 +6,7 @@ use std::{
     fs::File,
     io::ErrorKind,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    panic::resume_unwind,
     path::Path,
     sync::{
         Arc, Mutex,
@@ -167,12 +168,21 @@ impl Sender {
     }
 }
 
+/// Waits for a thread; its panic becomes the test's, unless that one has failed already.
+fn join(thread: JoinHandle<()>) {
+    if let Err(panic) = thread.join()
+        && !thread::panicking()
+    {
+        resume_unwind(panic);
+    }
+}
+
 impl Drop for Sender {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
-            let _ = thread.join();
+            join(thread);
         }
     }
 }

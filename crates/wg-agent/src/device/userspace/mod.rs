@@ -98,6 +98,9 @@ pub struct Userspace {
 }
 
 impl Userspace {
+    /// [`Device::backend`] of this kind.
+    pub const BACKEND: &str = "userspace";
+
     /// Makes the interface, or takes over the one that an earlier process of ours left, brings it up and binds the port.
     ///
     /// # Errors
@@ -272,7 +275,7 @@ impl Userspace {
 
 impl Device for Userspace {
     fn backend(&self) -> &'static str {
-        "userspace"
+        Self::BACKEND
     }
 
     fn interface(&self) -> &str {
