@@ -9,6 +9,20 @@ use crate::{ClusterPlan, Error, Result, Tools};
 /// Where etcd listens inside the underlay namespace. One etcd serves all clusters, each under its own prefix.
 const ETCD: &str = "http://127.0.0.1:2379";
 
+/// Where an API server logs what [`AUDIT_POLICY`] selects.
+pub(crate) const AUDIT_LOG: &str = "audit.log";
+/// Writes of the controller's account, and nothing else.
+const AUDIT_POLICY: &str = "\
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+- level: Metadata
+  users: ['system:serviceaccount:clustermesh:clustermesh-controller']
+  verbs: [create, update, patch, delete, deletecollection]
+- level: None
+";
+
 fn crypto(error: rcgen::Error) -> Error {
     Error::Plan(format!("make a certificate: {error}"))
 }
@@ -41,6 +55,7 @@ pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) ->
     let server = authority.server(&names, &addresses).map_err(crypto)?;
     write(pki.join("server.crt"), &server.certificate)?;
     write(pki.join("server.key"), &server.key)?;
+    write(directory.join("audit.yaml"), AUDIT_POLICY)?;
     let (private, public) = service_account_key().map_err(crypto)?;
     write(pki.join("service-account.key"), &private)?;
     write(pki.join("service-account.pub"), &public)?;
@@ -123,8 +138,11 @@ impl Commands<'_> {
                 .display()
                 .to_string()
         };
+        let directory = self.run.join(&cluster.name);
         let mut flags = vec![
             format!("--etcd-servers={ETCD}"),
+            format!("--audit-policy-file={}", directory.join("audit.yaml").display()),
+            format!("--audit-log-path={}", directory.join(AUDIT_LOG).display()),
             format!("--etcd-prefix=/{}", cluster.name),
             format!("--bind-address={}", cluster.api_address()),
             format!("--advertise-address={}", cluster.advertised_api()),

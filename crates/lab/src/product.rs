@@ -1,5 +1,7 @@
-//! The product on a lab: images packed from our binaries, `crds/` and `deploy/` installed with kubectl as README.md tells
-//! a user to. What differs from a user's clusters is said here: where the images come from, and in tests the backend.
+//! The product on a lab: images built by `cargo xtask images`, `crds/` and `deploy/` installed with kubectl, as README.md
+//! tells a user to. What differs from a user's clusters is said here: no registry is in between, and in tests the backend.
+
+mod images;
 
 use std::{
     path::{Path, PathBuf},
@@ -12,7 +14,9 @@ use kube::{
     api::{ApiResource, DynamicObject, GroupVersionKind, ListParams},
 };
 
-use crate::{Cluster, ClusterPlan, Error, ImageSpec, Lab, Result, Workers, command, run, wait_until};
+pub use images::ProductImages;
+
+use crate::{Cluster, ClusterPlan, Error, Lab, Result, Web, Workers, command, wait_until};
 
 /// Namespace of the controller, its meshes and their Secrets.
 pub const NAMESPACE: &str = "clustermesh";
@@ -52,17 +56,8 @@ pub(crate) fn manifest(path: &str) -> Result<String> {
     std::fs::read_to_string(&path).map_err(Error::io(format!("read {}", path.display())))
 }
 
-/// The image that a manifest names (`image: NAME`).
-fn image_of(manifest: &str) -> Result<String> {
-    let name = manifest
-        .lines()
-        .find_map(|line| line.trim().trim_start_matches("- ").strip_prefix("image: "));
-    name.map(|name| name.trim_matches('"').to_owned())
-        .ok_or_else(|| Error::Plan("a manifest without an image".into()))
-}
-
 impl<'a> Product<'a> {
-    /// Packs the images and installs agents in all clusters, the controller in the first, and the account of each other one
+    /// Builds the images and installs agents in all clusters, the controller in the first, and the account of each other one
     /// as a Secret there. Nothing is meshed yet.
     ///
     /// # Errors
@@ -73,12 +68,11 @@ impl<'a> Product<'a> {
             tunnel,
             clusters: clusters.iter().map(|name| (*name).to_owned()).collect(),
         };
-        progress("packing the images");
-        let (agent, controller) = product.pack()?;
+        let images = ProductImages::ensure(progress)?;
         for name in &product.clusters {
             progress(&format!("{name}: CRDs and wg-agent"));
             let cluster = lab.cluster(name);
-            cluster.load_image(&agent).await?;
+            cluster.load_image(&images.agent).await?;
             product.install_agent(&cluster).await?;
         }
         let Some((hub, members)) = product.clusters.split_first() else {
@@ -86,7 +80,7 @@ impl<'a> Product<'a> {
         };
         let hub = lab.cluster(hub);
         progress(&format!("{}: clustermesh-controller", hub.plan().name));
-        hub.load_image(&controller).await?;
+        hub.load_image(&images.controller).await?;
         hub.apply(&manifest("crds/clustermeshes.kilo.squat.ai.yaml")?).await?;
         hub.apply(&manifest("deploy/controller.yaml")?).await?;
         for name in members {
@@ -98,42 +92,28 @@ impl<'a> Product<'a> {
         Ok(product)
     }
 
-    fn pack(&self) -> Result<(PathBuf, PathBuf)> {
-        let directory = self.lab.directory().join("product");
-        std::fs::create_dir_all(&directory).map_err(Error::io("create the directory of images"))?;
-        let strip = |name: &str| -> Result<PathBuf> {
-            let (from, to) = (run::our_program(name)?, directory.join(name));
-            let status = std::process::Command::new("strip")
-                .arg("-o")
-                .arg(&to)
-                .arg(&from)
-                .status();
-            match status.map_err(Error::io("run strip"))?.success() {
-                true => Ok(to),
-                false => Err(Error::Plan(format!("strip {} failed", from.display()))),
-            }
+    /// Installs the agent alone in all of these clusters.
+    ///
+    /// # Errors
+    /// When an image cannot be built, or a cluster refuses a manifest.
+    pub async fn install_agents(
+        lab: &'a Lab,
+        clusters: &[&str],
+        tunnel: Tunnel,
+        progress: &dyn Fn(&str),
+    ) -> Result<()> {
+        let product = Self {
+            lab,
+            tunnel,
+            clusters: clusters.iter().map(|name| (*name).to_owned()).collect(),
         };
-        let path = std::env::var_os("PATH").unwrap_or_default();
-        let nft = std::env::split_paths(&path)
-            .chain(["/usr/sbin".into()])
-            .map(|dir| dir.join("nft"))
-            .find(|p| p.is_file());
-        let nft = nft.ok_or_else(|| Error::Missing {
-            what: "the program nft".into(),
-            remedy: "install it (Debian, Ubuntu: nftables)".into(),
-        })?;
-        let agent = directory.join("wg-agent.tar");
-        ImageSpec::new(&image_of(&manifest("deploy/agent.yaml")?)?)
-            .program(&strip("wg-agent")?, "/wg-agent")?
-            .program(&nft, "/usr/sbin/nft")?
-            .entrypoint(&["/wg-agent"])
-            .write(&agent)?;
-        let controller = directory.join("clustermesh-controller.tar");
-        ImageSpec::new(&image_of(&manifest("deploy/controller.yaml")?)?)
-            .program(&strip("clustermesh-controller")?, "/clustermesh-controller")?
-            .entrypoint(&["/clustermesh-controller"])
-            .write(&controller)?;
-        Ok((agent, controller))
+        let images = ProductImages::ensure(progress)?;
+        for name in &product.clusters {
+            let cluster = lab.cluster(name);
+            cluster.load_image(&images.agent).await?;
+            product.install_agent(&cluster).await?;
+        }
+        Ok(())
     }
 
     async fn install_agent(&self, cluster: &Cluster<'_>) -> Result<()> {
@@ -193,6 +173,39 @@ impl<'a> Product<'a> {
     #[must_use]
     pub fn hub(&self) -> Cluster<'a> {
         self.lab.cluster(&self.clusters[0])
+    }
+
+    /// The controller's pod.
+    ///
+    /// # Errors
+    /// When none runs, or two do.
+    pub async fn controller_pod(&self) -> Result<Web> {
+        let pods = self
+            .hub()
+            .pods(NAMESPACE, "app.kubernetes.io/name=clustermesh-controller")
+            .await?;
+        <[Web; 1]>::try_from(pods)
+            .map(|[pod]| pod)
+            .map_err(|pods| Error::Plan(format!("the controller runs as {pods:?}")))
+    }
+
+    /// The NetworkPolicy that is shipped for the controller, with this lab's API servers in place of what is marked SET.
+    ///
+    /// # Errors
+    /// When the file is not there, or has no such values any more.
+    pub fn controller_policy(&self) -> Result<String> {
+        let path = "deploy/controller-networkpolicy.yaml";
+        let (hub, members) = self.clusters.split_at(1);
+        [("192.0.2.1", hub), ("198.51.100.1", members)].into_iter().try_fold(
+            manifest(path)?,
+            |text, (example, clusters)| {
+                let line = text.lines().find(|line| line.contains(example));
+                let line = line.ok_or_else(|| Error::Plan(format!("{path} has no {example} to set")))?;
+                let api = |name: &String| self.lab.cluster(name).plan().api_address().to_string();
+                let lines: Vec<String> = clusters.iter().map(|name| line.replace(example, &api(name))).collect();
+                Ok(text.replace(line, &lines.join("\n")))
+            },
+        )
     }
 
     /// A ClusterMesh of all clusters; endpoints of workers in pods may lie among these. `egress` = YAML of the `egress` of

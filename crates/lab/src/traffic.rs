@@ -123,9 +123,17 @@ impl Cluster<'_> {
     /// # Errors
     /// When the API server does not answer.
     pub async fn labelled(&self, app: &str) -> Result<Vec<Web>> {
-        let pods: Api<Pod> = Api::namespaced(self.client().await?, "default");
+        self.pods("default", &format!("app={app}")).await
+    }
+
+    /// Running pods that a label selector matches, by node.
+    ///
+    /// # Errors
+    /// When the API server does not answer.
+    pub async fn pods(&self, namespace: &str, selector: &str) -> Result<Vec<Web>> {
+        let pods: Api<Pod> = Api::namespaced(self.client().await?, namespace);
         let list = pods
-            .list(&ListParams::default().labels(&format!("app={app}")))
+            .list(&ListParams::default().labels(selector))
             .await
             .map_err(Error::kube("list pods"))?;
         let mut webs: Vec<Web> = list.items.into_iter().filter_map(web).collect();

@@ -6,6 +6,8 @@ mod crds;
 mod demo;
 mod deps;
 mod fuzz;
+mod images;
+mod leftovers;
 mod manifests;
 mod prereq;
 mod programs;
@@ -41,6 +43,8 @@ enum Command {
     Tools,
     /// Run a command on a virtual machine whose kernel has WireGuard: `cargo xtask vm -- COMMAND`.
     Vm(vm::Args),
+    /// Build the images of wg-agent and clustermesh-controller with podman, docker or buildah.
+    Images(images::Args),
     /// Write crds/ from the API types.
     Crds(Drift),
     /// Write the manifests in deploy/.
@@ -65,6 +69,7 @@ fn main() -> anyhow::Result<()> {
         Command::Prereq(args) => prereq::run(&args),
         Command::Tools => tools::run(),
         Command::Vm(args) => vm::run(args),
+        Command::Images(args) => images::run(&args),
         Command::Crds(Drift { check }) => crds::run(check),
         Command::Manifests(Drift { check }) => manifests::run(check),
         Command::Deps => deps::run(),

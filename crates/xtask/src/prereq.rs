@@ -27,7 +27,7 @@ const fn program(name: &'static str, package: &'static str, why: &'static str) -
     Program { name, package, why }
 }
 
-const PROGRAMS: [Program; 28] = [
+const PROGRAMS: [Program; 30] = [
     program("nft", "nftables", "firewall tables of agents and CNI"),
     program(
         "iptables-nft-restore",
@@ -53,6 +53,8 @@ const PROGRAMS: [Program; 28] = [
     program("gcc", "gcc", "building runc"),
     program("g++", "g++", "building libFuzzer"),
     program("ldd", "libc-bin", "packing images"),
+    program("buildah", "buildah", "building the images of agent and controller"),
+    program("mmdebstrap", "mmdebstrap", "the base of these images in the tests"),
     program("pkg-config", "pkg-config", "building runc"),
     program("git", "git", "versions in builds"),
     program(
@@ -231,6 +233,8 @@ fn is_root() -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     #[test]
@@ -245,6 +249,21 @@ mod tests {
                 .iter()
                 .all(|program| !["nftables", "iproute2"].contains(&program.package))
         );
+    }
+
+    #[test]
+    fn readme_lists_the_packages_that_are_installed() {
+        let readme = std::fs::read_to_string(crate::programs::root().join("README.md")).unwrap();
+        let (_, rest) = readme.split_once("with `apt-get` and say so: ").unwrap();
+        let (listed, _) = rest.split_once(". ").unwrap();
+        let listed = listed.replace("and for the virtual machine ", "");
+        let listed: BTreeSet<_> = listed.split(", ").collect();
+        let mut installed: BTreeSet<_> = PROGRAMS.iter().map(|program| program.package).collect();
+        installed.insert("libc6-dev");
+        // Parts of every Debian and Ubuntu.
+        installed.remove("dpkg");
+        installed.remove("libc-bin");
+        assert_eq!(listed, installed);
     }
 
     #[test]

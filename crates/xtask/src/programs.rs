@@ -13,10 +13,21 @@ pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Cargo, for this workspace.
+/// Cargo, for this workspace, as a shell would start it. `cargo run` tells this program about its own package in the environment;
+/// there, ring's build script sees a change, and ring and all that depends on it (rustls, kube, every program) is built once more
+/// each time that the two cargos take turns.
 pub(crate) fn cargo() -> Command {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.current_dir(root());
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if ["CARGO_PKG_", "CARGO_MANIFEST_"]
+            .iter()
+            .any(|kind| text.starts_with(kind))
+        {
+            cargo.env_remove(&name);
+        }
+    }
     cargo
 }
 
@@ -78,4 +89,23 @@ pub(crate) fn from_crates_io(package: &str, version: &str, program: &str) -> any
         bail!("{package} {version} has no program {program}");
     }
     Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::BTreeSet, ffi::OsStr};
+
+    #[test]
+    fn cargo_is_told_nothing_of_this_package() {
+        let cargo = super::cargo();
+        let removed = cargo.get_envs().filter(|(_, value)| value.is_none());
+        let removed: BTreeSet<&OsStr> = removed.map(|(name, _)| name).collect();
+        // Whoever runs this test has set them.
+        for name in ["CARGO_MANIFEST_DIR", "CARGO_PKG_NAME", "CARGO_PKG_VERSION_MAJOR"] {
+            assert!(
+                std::env::var_os(name).is_some() && removed.contains(OsStr::new(name)),
+                "{name}"
+            );
+        }
+    }
 }

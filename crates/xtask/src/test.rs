@@ -1,8 +1,9 @@
 //! `cargo xtask test`: every test of the project, with all that they need built first.
 
+mod count;
+
 use std::{
-    fs::File,
-    io::{self, Write},
+    io::{self, Read, Seek, Write},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     thread,
@@ -10,13 +11,20 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use clustermesh_lab::lab_home;
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+};
 use serde::Deserialize;
 
 use crate::{
+    leftovers::Machine,
     prereq,
-    programs::{self, cargo, show},
+    programs::{self, cargo},
     tools,
 };
+use count::{Counts, Scope};
 
 /// The package whose tests start whole clusters.
 const CLUSTERS: &str = "crates/lab";
@@ -31,24 +39,40 @@ pub(crate) struct Args {
     words: Vec<String>,
 }
 
-/// Builds the lab's programs and ours, then runs the tests.
+/// Builds the lab's programs and ours, then runs the tests. Ends with one line, `N passed, N failed`, and exit code 1 where
+/// something failed or was not run.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let start = Instant::now();
     prereq::ensure(&args.prereq)?;
     tools::run()?;
     let programs = programs::build()?;
     println!("xtask: everything built after {:.0} s", start.elapsed().as_secs_f64());
-    if args.words.is_empty() {
-        all(&programs)?;
+    let (mut counts, mut problems, scope) = if args.words.is_empty() {
+        let ours = [programs::target()?, lab_home()?];
+        let before = Machine::read(&ours)?;
+        let (counts, failed) = all(&programs)?;
+        let failed = failed.into_iter().map(|name| format!("{name} failed, see above"));
+        let left = before.left_since(&ours)?.into_iter();
+        let left = left.map(|what| format!("the tests left on this machine: {what}"));
+        (counts, failed.chain(left).collect(), Scope::ALL)
     } else {
         let mut test = cargo();
         test.args(["test", "--no-fail-fast"])
             .args(&args.words)
             .args(ONE_BY_ONE)
             .env("CLUSTERMESH_BIN_DIR", programs);
-        show(&mut test)?;
+        let (counts, problem) = cargo_test(&mut test)?;
+        (counts, Vec::from_iter(problem), Scope::Selected)
+    };
+    problems.extend(counts.judge(scope));
+    for problem in &problems {
+        eprintln!("xtask: {problem}");
     }
-    println!("xtask: every test passed after {:.0} s", start.elapsed().as_secs_f64());
+    println!("xtask: done after {:.0} s", start.elapsed().as_secs_f64());
+    println!("{counts}");
+    if !problems.is_empty() || !counts.is_success() {
+        std::process::exit(1);
+    }
     Ok(())
 }
 
@@ -63,32 +87,29 @@ struct Program {
     path: PathBuf,
 }
 
-/// Every test program, and the documents' tests. Those that start clusters wait more than they work, and the others run beside
-/// them.
-fn all(programs: &Path) -> anyhow::Result<()> {
+/// Runs every test program, and the documents' tests; returns how many tests that were, and which programs failed. Those that
+/// start clusters wait more than they work, so the others run beside them: `cargo test` runs one program after the other, and
+/// two of it at once with other packages build these twice.
+fn all(programs: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
     let mut tests = built()?;
     tests.sort();
     let rows: (Vec<_>, Vec<_>) = tests
         .into_iter()
         .partition(|program| program.directory.ends_with(CLUSTERS));
-    let failed = beside([&rows.0, &rows.1], programs)?;
-    let documents = show(cargo().args(["test", "--workspace", "--doc"]));
-    if !failed.is_empty() {
-        bail!("tests failed, see above: {}", failed.join(", "));
-    }
-    documents
+    let (counts, mut failed) = beside([&rows.0, &rows.1], programs)?;
+    let (documents, problem) = cargo_test(cargo().args(["test", "--workspace", "--doc"]))?;
+    failed.extend(problem.map(|_| "cargo test --doc".to_owned()));
+    Ok(([counts, documents].into_iter().sum(), failed))
 }
 
-/// Runs both rows at once, each program by itself, and returns which failed.
-fn beside(rows: [&[Program]; 2], programs: &Path) -> anyhow::Result<Vec<String>> {
-    let row = |tests: &[Program]| -> anyhow::Result<Vec<String>> {
-        let mut failed = Vec::new();
-        for test in tests {
-            if !test.run(programs)? {
-                failed.push(test.name());
-            }
-        }
-        Ok(failed)
+/// Runs both rows at once, each program by itself; returns how many tests that were, and which programs failed.
+fn beside(rows: [&[Program]; 2], programs: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
+    let row = |tests: &[Program]| -> anyhow::Result<Vec<(Counts, Option<String>)>> {
+        let results = tests.iter().map(|test| {
+            let (counts, passed) = test.run(programs)?;
+            Ok((counts, (!passed).then(|| test.name())))
+        });
+        results.collect()
     };
     let [one, other] = thread::scope(|scope| {
         rows.map(|tests| scope.spawn(move || row(tests))).map(|row| {
@@ -96,7 +117,60 @@ fn beside(rows: [&[Program]; 2], programs: &Path) -> anyhow::Result<Vec<String>>
                 .map_err(|_| anyhow::anyhow!("a thread of the tests panicked"))
         })
     });
-    Ok([one??, other??].concat())
+    let (counts, failed): (Vec<_>, Vec<_>) = [one??, other??].concat().into_iter().unzip();
+    Ok((counts.into_iter().sum(), failed.into_iter().flatten().collect()))
+}
+
+/// Runs `cargo test` with its output shown; returns how many tests that were, and how cargo says that something failed.
+fn cargo_test(test: &mut Command) -> anyhow::Result<(Counts, Option<String>)> {
+    let (mut reader, writer) = io::pipe().context("a pipe")?;
+    // Cargo's headings and the programs' results are read in the order in which they come. Colours would hide them.
+    test.env("CARGO_TERM_COLOR", "never")
+        .stderr(writer.try_clone().context("a pipe")?)
+        .stdout(writer);
+    let mut child = test.spawn().with_context(|| format!("{test:?} cannot be started"))?;
+    // Else the pipe has no end.
+    test.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut output = Vec::new();
+    let mut buffer = [0; 8192];
+    let status = loop {
+        // Asked before the pipe is: once cargo has ended, an empty pipe is the end of its output. A process that a test left
+        // running may hold the pipe open for ever.
+        let ended = child.try_wait().context("wait for cargo")?;
+        if readable(&reader)? {
+            let length = reader.read(&mut buffer).context("read what cargo prints")?;
+            if length > 0 {
+                output.extend_from_slice(&buffer[..length]);
+                let mut out = io::stdout().lock();
+                out.write_all(&buffer[..length])
+                    .and_then(|()| out.flush())
+                    .context("write")?;
+                continue;
+            }
+            break child.wait().context("wait for cargo")?;
+        }
+        if let Some(status) = ended {
+            break status;
+        }
+    };
+    let counts = Counts::of_cargo(&String::from_utf8_lossy(&output)).ended(status.success());
+    Ok((
+        counts,
+        (!status.success()).then(|| format!("{test:?} failed: {status}")),
+    ))
+}
+
+/// Waits a moment for something to read, or the end.
+fn readable(pipe: &io::PipeReader) -> anyhow::Result<bool> {
+    let moment = Timespec {
+        tv_sec: 0,
+        tv_nsec: 200_000_000,
+    };
+    let mut polled = [PollFd::new(pipe, PollFlags::IN)];
+    match poll(&mut polled, Some(&moment)) {
+        Err(Errno::INTR) => Ok(false),
+        ready => Ok(ready.context("wait for what cargo prints")? > 0),
+    }
 }
 
 /// Builds the test programs, and says which they are.
@@ -157,13 +231,12 @@ impl Program {
         name.rsplit_once('-').map_or(&*name, |(name, _)| name).to_owned()
     }
 
-    /// Runs it as cargo does, and shows what it said when it has ended: two at once would be told apart by nobody. False = it
-    /// failed.
-    fn run(&self, programs: &Path) -> anyhow::Result<bool> {
+    /// Runs it as cargo does, and shows its output when it has ended: two at once could not be told apart. False: it failed.
+    fn run(&self, programs: &Path) -> anyhow::Result<(Counts, bool)> {
         let start = Instant::now();
         println!("xtask: {} starts", self.name());
-        let said = tempfile::tempfile().context("a file")?;
-        let again = || said.try_clone().context("a file");
+        let mut output = tempfile::tempfile().context("a file")?;
+        let again = || output.try_clone().context("a file");
         let status = Command::new(&self.path)
             .args(&ONE_BY_ONE[1..])
             .current_dir(&self.directory)
@@ -174,17 +247,19 @@ impl Program {
             .stderr(again()?)
             .status()
             .with_context(|| format!("{} cannot be started", self.path.display()))?;
-        self.show(said, start)?;
-        Ok(status.success())
-    }
-
-    fn show(&self, mut said: File, start: Instant) -> anyhow::Result<()> {
-        io::Seek::rewind(&mut said).context("read what a test said")?;
-        let mut out = io::stdout().lock();
-        writeln!(out, "\nxtask: {}, {:.0} s", self.name(), start.elapsed().as_secs_f64())
-            .and_then(|()| io::copy(&mut said, &mut out))
-            .context("write")?;
-        Ok(())
+        let mut bytes = Vec::new();
+        output
+            .rewind()
+            .and_then(|()| output.read_to_end(&mut bytes))
+            .context("read what a test printed")?;
+        let text = String::from_utf8_lossy(&bytes);
+        let counts = Counts::of_program(&text).ended(status.success());
+        println!(
+            "\nxtask: {}, {:.0} s\n{text}",
+            self.name(),
+            start.elapsed().as_secs_f64()
+        );
+        Ok((counts, counts.is_success()))
     }
 }
 
@@ -192,22 +267,42 @@ impl Program {
 mod tests {
     use super::*;
 
+    const PASSED: &str =
+        "test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s";
+    const FAILED: &str =
+        "test result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s";
+
     #[test]
-    fn a_program_that_fails_is_named_and_those_behind_it_run() {
-        let program = |path: &str| Program {
-            directory: "/".into(),
-            path: path.into(),
-        };
+    fn failing_programs_are_named_and_later_ones_run() {
         let directory = tempfile::tempdir().expect("a directory");
-        let fails = directory.path().join("mesh_flows-0123abcd");
-        std::os::unix::fs::symlink("/bin/false", &fails).expect("a link");
-        let fails = fails.to_str().expect("UTF-8");
-        let run = |one: &[Program], other: &[Program]| beside([one, other], Path::new("/")).expect("they start");
-        let well = [program("/bin/true")];
-        assert_eq!(run(&well, &well), Vec::<String>::new());
-        let some = [program(fails), program("/bin/true"), program(fails)];
-        assert_eq!(run(&well, &some), ["mesh_flows", "mesh_flows"]);
-        assert_eq!(run(&some, &well), ["mesh_flows", "mesh_flows"]);
-        assert!(beside([&[program("/nowhere")], &well], Path::new("/")).is_err());
+        let program = |name: &str, script: &str| {
+            let path = directory.path().join(format!("{name}-0123abcd"));
+            std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).expect("a script");
+            std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("its mode");
+            let directory = "/".into();
+            Program { directory, path }
+        };
+        let run = |one: &[Program], other: &[Program]| {
+            let (counts, failed) = beside([one, other], Path::new("/")).expect("they start");
+            (counts.to_string(), failed)
+        };
+        let well = [program("well", &format!("echo '{PASSED}'"))];
+        let some = [
+            program("fails", &format!("echo '{FAILED}'; exit 101")),
+            program("later", &format!("echo '{PASSED}'")),
+            program("silent", "exit 0"),
+            program("killed", &format!("echo '{PASSED}'; kill -9 $$")),
+        ];
+        let none: Vec<String> = Vec::new();
+        let failed = ["fails", "silent", "killed"].map(str::to_owned).to_vec();
+        assert_eq!(run(&well, &well), ("4 passed, 0 failed".to_owned(), none.clone()));
+        assert_eq!(run(&[], &[]), ("0 passed, 0 failed".to_owned(), none));
+        assert_eq!(run(&well, &some), ("7 passed, 3 failed".to_owned(), failed.clone()));
+        assert_eq!(run(&some, &well), ("7 passed, 3 failed".to_owned(), failed));
+        let nowhere = Program {
+            directory: "/".into(),
+            path: "/nowhere".into(),
+        };
+        assert!(beside([&[nowhere], &well], Path::new("/")).is_err());
     }
 }

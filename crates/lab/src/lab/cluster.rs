@@ -7,6 +7,7 @@ use kube::config::{KubeConfigOptions, Kubeconfig};
 
 use super::{Lab, Node, PATIENCE};
 use crate::command::{self, Output, argv};
+use crate::control_plane::AUDIT_LOG;
 use crate::{ClusterPlan, Error, Result, wait_until};
 
 /// A cluster of a lab.
@@ -40,6 +41,32 @@ impl<'a> Cluster<'a> {
     /// When the lab is gone.
     pub fn inside_kubeconfig(&self) -> Result<String> {
         self.read("inside.kubeconfig")
+    }
+
+    /// The writes of the controller's account that its API server completed, refused ones among them, in order: verb, resource
+    /// with its namespace, name, and status code.
+    ///
+    /// # Errors
+    /// When the lab is gone, or a line is no audit event.
+    pub fn audit(&self) -> Result<Vec<String>> {
+        // Without any write there is no file.
+        let text = self.read(AUDIT_LOG).unwrap_or_default();
+        text.lines()
+            .map(|line| {
+                let event: serde_json::Value =
+                    serde_json::from_str(line).map_err(|error| Error::Plan(format!("read {AUDIT_LOG}: {error}")))?;
+                let text = |pointer: &str| {
+                    event
+                        .pointer(pointer)
+                        .and_then(|value| value.as_str())
+                        .unwrap_or_default()
+                };
+                let code = event.pointer("/responseStatus/code").cloned().unwrap_or_default();
+                let [verb, resource, part] = ["/verb", "/objectRef/resource", "/objectRef/subresource"].map(text);
+                let [namespace, name] = ["/objectRef/namespace", "/objectRef/name"].map(text);
+                Ok(format!("{verb} {resource}/{part} {namespace}/{name} {code}"))
+            })
+            .collect()
     }
 
     fn read(&self, file: &str) -> Result<String> {

@@ -6,6 +6,8 @@ use super::Settings;
 use crate::ClusterPlan;
 
 pub(super) const CONTAINERD: &str = "/etc/containerd/config.toml";
+/// Not the usual directory: the machine may have podman's network there, which containerd would take in place of the lab's.
+pub(super) const CNI: &str = "/run/cni-net.d";
 pub(super) const CNI_TEMPLATE: &str = "/etc/containerd/cni.template";
 
 /// containerd fills in the node's pod range once it is known.
@@ -38,7 +40,7 @@ disabled_plugins = [{unused}'io.containerd.nri.v1.nri', 'io.containerd.tracing.p
   restrict_oom_score_adj = true
 [plugins.'io.containerd.cri.v1.runtime'.cni]
   bin_dirs = ['/opt/cni/bin']
-  conf_dir = '/etc/cni/net.d'
+  conf_dir = '{CNI}'
   conf_template = '{CNI_TEMPLATE}'
   use_internal_loopback = true
 [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]

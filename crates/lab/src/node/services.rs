@@ -81,7 +81,7 @@ impl Manager<'_> {
     }
 
     fn write_configuration(&self) -> Result<()> {
-        for directory in ["/opt/cni/bin", "/etc/cni/net.d", "/etc/containerd"] {
+        for directory in ["/opt/cni/bin", config::CNI, "/etc/containerd"] {
             fs::create_dir_all(directory)?;
         }
         let plugins = self.settings.program("cni")?;

@@ -1,4 +1,5 @@
-//! `cargo xtask bench dataplane`: every variant once in each round, so that what the machine does meanwhile strikes all alike.
+//! `cargo xtask bench dataplane`: every variant once in each round, each round beginning with another one, so that what the machine
+//! does meanwhile, and what a variant leaves behind for the next, strikes all alike.
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
@@ -121,24 +122,31 @@ fn measure(
     let wire = Wire::new()?;
     let keys = Keys::new(&wire)?;
     let _server = load::server(&wire.ends[1])?;
+    let mut order: Vec<(Variant, Option<&PathBuf>)> = programs
+        .iter()
+        .map(|(variant, program)| (*variant, program.as_ref()))
+        .collect();
     for round in 1..=rounds {
         for &udp_offload in underlays {
             wire.set_udp_offload(udp_offload)?;
-            for (&variant, program) in programs {
-                let sample = sample(variant, program.as_ref(), udp_offload, &wire, &keys, measured.seconds);
+            for &(variant, program) in &order {
+                let sample = sample(variant, program, udp_offload, &wire, &keys, measured.seconds);
                 if let Some(sample) = measured.note(variant, sample) {
                     eprintln!("bench: round {round} of {rounds}: {}", report::line(&sample));
                     measured.samples.push(sample);
                 }
             }
         }
-        for (&variant, program) in programs {
+        for &(variant, program) in &order {
             if let Some(program) = program {
                 let crowd = tunnel::crowd(variant, program, &wire, &keys);
                 if let Some(crowd) = measured.note(variant, crowd) {
                     measured.crowds.push((variant, crowd));
                 }
             }
+        }
+        if !order.is_empty() {
+            order.rotate_left(1);
         }
     }
     Ok(measured)

@@ -1,0 +1,247 @@
+//! The product's images, as docker archives: built by `cargo xtask images` itself, with buildah and a base of Debian's
+//! packages, since the lab reaches no registry. Built again only when something changed that they are made from.
+
+use std::{
+    fs,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use nix::fcntl::{Flock, FlockArg};
+use sha2::{Digest, Sha256};
+
+use crate::{Error, Result, lab_home, run};
+
+const PROGRAMS: [&str; 2] = ["wg-agent", "clustermesh-controller"];
+/// What the Containerfiles call, the libraries of our programs (libc6 comes with all of them), and nft.
+const PACKAGES: &str = "dash,coreutils,grep,libgcc-s1,nftables";
+/// Names another base, for machines that run neither Debian nor Ubuntu.
+const BASE: &str = "CLUSTERMESH_IMAGE_BASE";
+
+/// Docker archives of both images. Nobody rebuilds them until this is dropped.
+#[derive(Debug)]
+pub struct ProductImages {
+    /// The image of wg-agent.
+    pub agent: PathBuf,
+    /// The image of clustermesh-controller.
+    pub controller: PathBuf,
+    _lock: Flock<fs::File>,
+}
+
+impl ProductImages {
+    /// The images of the programs in the directory of the lab's own, built when one of their inputs has changed.
+    ///
+    /// # Errors
+    /// When a program is missing, or `cargo xtask images` fails.
+    pub fn ensure(progress: &dyn Fn(&str)) -> Result<Self> {
+        let [agent, controller] = PROGRAMS.map(run::our_program);
+        let programs = [agent?, controller?];
+        let base = base(progress)?;
+        let directory = programs[0].with_file_name("images");
+        create(&directory)?;
+        let images = Self {
+            agent: directory.join("wg-agent.tar"),
+            controller: directory.join("clustermesh-controller.tar"),
+            _lock: lock(&directory.join("lock"))?,
+        };
+        let (key, made_from) = (key(&programs, &base)?, directory.join("key"));
+        if fs::read_to_string(&made_from).is_ok_and(|made| made == key) {
+            return Ok(images);
+        }
+        progress("building the images");
+        let _ = fs::remove_file(&made_from);
+        let stripped = Scratch::new(directory.join("programs"))?;
+        for program in &programs {
+            // Debug programs are large because of what a debugger reads.
+            let to = stripped.path(&program.file_name().unwrap_or_default().to_string_lossy());
+            run_through(Command::new("strip").arg("-o").arg(to).arg(program))?;
+        }
+        build(&stripped.0, &base, &directory)?;
+        fs::write(&made_from, key).map_err(Error::io(format!("write {}", made_from.display())))?;
+        Ok(images)
+    }
+
+    /// Runs `cargo xtask images` with the programs of this directory, and has it write both archives into `output`.
+    ///
+    /// # Errors
+    /// When the command fails; its output is quoted.
+    pub fn build(programs: &Path, output: &Path, progress: &dyn Fn(&str)) -> Result<()> {
+        build(programs, &base(progress)?, output)
+    }
+}
+
+fn base(progress: &dyn Fn(&str)) -> Result<String> {
+    match std::env::var(BASE) {
+        Ok(base) => Ok(base),
+        Err(_) => Ok(format!("docker-archive:{}", debian(progress)?.display())),
+    }
+}
+
+/// Changes whenever one of the things that the images are made from does.
+fn key(programs: &[PathBuf; 2], base: &str) -> Result<String> {
+    let mut key = format!("{base}\n");
+    for program in programs.iter().chain([&run::our_program("xtask")?]) {
+        let metadata = fs::metadata(program).map_err(Error::io(format!("read {}", program.display())))?;
+        let (size, seconds, rest) = (metadata.len(), metadata.mtime(), metadata.mtime_nsec());
+        key += &format!("{} {size} {seconds}.{rest}\n", program.display());
+    }
+    for file in ["deploy/Containerfile.agent", "deploy/Containerfile.controller"] {
+        key += &super::manifest(file)?;
+    }
+    Ok(key)
+}
+
+fn build(programs: &Path, base: &str, output: &Path) -> Result<()> {
+    let scratch = Scratch::new(output.join("unfinished"))?;
+    scratch.store()?;
+    let mut images = Command::new(run::our_program("xtask")?);
+    // Behind a backtrace the builder's own message would not be among the last lines.
+    images.env("RUST_BACKTRACE", "0");
+    images
+        .args(["images", "--builder=buildah"])
+        .arg(format!("--base={base}"));
+    images.arg("--programs").arg(programs).arg("--output").arg(output);
+    run_through(scratch.environment(&mut images))
+}
+
+/// A docker archive with a system of the machine's own release, of packages alone. Its libc is then never older than that of
+/// the machine, which our programs are linked with.
+fn debian(progress: &dyn Fn(&str)) -> Result<PathBuf> {
+    let release = release(&fs::read_to_string("/etc/os-release").unwrap_or_default())?;
+    let home = lab_home()?;
+    create(&home)?;
+    let made_from = Sha256::digest(format!("{release} {PACKAGES} {}", std::env::consts::ARCH));
+    let key: String = made_from.iter().take(6).map(|byte| format!("{byte:02x}")).collect();
+    let archive = home.join(format!("image-base-{key}.tar"));
+    let _lock = lock(&home.join("image-base.lock"))?;
+    if archive.exists() {
+        return Ok(archive);
+    }
+    progress("making the base of the images from Debian's packages, once");
+    let scratch = Scratch::new(home.join("image-base.unfinished"))?;
+    scratch.store()?;
+    let (system, unfinished) = (scratch.path("system.tar"), scratch.path("base.tar"));
+    let mut bootstrap = Command::new("mmdebstrap");
+    // Unpacked, not configured: nothing in it is run but the programs themselves.
+    bootstrap.args(["--variant=extract", "--mode=root", "--quiet"]);
+    bootstrap
+        .arg(format!("--include={PACKAGES}"))
+        .arg(&release)
+        .arg(&system);
+    run_through(scratch.environment(&mut bootstrap))?;
+    let context = scratch.path("context");
+    create(&context)?;
+    fs::write(context.join("Containerfile"), "FROM scratch\nADD system.tar /\n")
+        .and_then(|()| fs::rename(&system, context.join("system.tar")))
+        .map_err(Error::io("write the build context of the base"))?;
+    let mut buildah = Command::new("buildah");
+    let name = format!("docker-archive:{}:lab.local/base:1", unfinished.display());
+    buildah.args(["build", "--quiet", "--tag", &name]).arg(&context);
+    run_through(scratch.environment(&mut buildah))?;
+    fs::rename(&unfinished, &archive).map_err(Error::io(format!("rename to {}", archive.display())))?;
+    Ok(archive)
+}
+
+/// The name under which Debian's or Ubuntu's archive has the machine's release.
+fn release(os_release: &str) -> Result<String> {
+    let value = |key: &str| {
+        let line = os_release.lines().find_map(|line| line.strip_prefix(key));
+        line.map(|value| value.trim_matches('"').to_owned())
+    };
+    let known = matches!(value("ID=").as_deref(), Some("debian" | "ubuntu"));
+    value("VERSION_CODENAME=").filter(|_| known).ok_or_else(|| Error::Missing {
+        what: "a release of Debian or Ubuntu to take the libraries of the images from".into(),
+        remedy: format!(
+            "on another system set {BASE} to an image with sh, coreutils, grep and nft, whose libc is not older than this machine's"
+        ),
+    })
+}
+
+/// A directory that is there for one build. Its name is always the same, so that the next build removes what a killed one left.
+struct Scratch(PathBuf);
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+impl Scratch {
+    fn new(path: PathBuf) -> Result<Self> {
+        if path.exists() {
+            fs::remove_dir_all(&path).map_err(Error::io(format!("remove {}", path.display())))?;
+        }
+        create(&path)?;
+        Ok(Self(path))
+    }
+
+    /// Has buildah keep its images, settings and temporary files in it, so that nothing of the user's is touched.
+    fn store(&self) -> Result<()> {
+        let text = format!(
+            "[storage]\ndriver = \"vfs\"\ngraphroot = \"{}\"\nrunroot = \"{}\"\n",
+            self.path("store").display(),
+            self.path("run").display()
+        );
+        fs::write(self.path("storage.conf"), text).map_err(Error::io("write storage.conf"))?;
+        // It makes this directory and a lock in it even where it needs no network.
+        let text = format!("[network]\nnetwork_config_dir = \"{}\"\n", self.path("net.d").display());
+        fs::write(self.path("containers.conf"), text).map_err(Error::io("write containers.conf"))?;
+        create(&self.path("tmp"))
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// `chroot` needs no runtime, no user namespaces and no cgroups.
+    fn environment<'a>(&self, command: &'a mut Command) -> &'a mut Command {
+        command
+            .env("CONTAINERS_CONF", self.path("containers.conf"))
+            .env("CONTAINERS_STORAGE_CONF", self.path("storage.conf"))
+            .env("BUILDAH_ISOLATION", "chroot")
+            .env("TMPDIR", self.path("tmp"))
+    }
+}
+
+fn create(directory: &Path) -> Result<()> {
+    fs::create_dir_all(directory).map_err(Error::io(format!("create {}", directory.display())))
+}
+
+fn lock(path: &Path) -> Result<Flock<fs::File>> {
+    let file = fs::File::create(path).map_err(Error::io(format!("open {}", path.display())))?;
+    Flock::lock(file, FlockArg::LockExclusive)
+        .map_err(|(_, errno)| Error::errno(format!("lock {}", path.display()))(errno))
+}
+
+/// Runs it to its end; a failure quotes the end of what it printed.
+fn run_through(command: &mut Command) -> Result<()> {
+    let what = format!("{command:?}");
+    let output = command.output().map_err(Error::io(format!("start {what}")))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let all = [output.stdout, output.stderr].concat();
+    let all = String::from_utf8_lossy(&all);
+    let lines: Vec<_> = all.lines().collect();
+    Err(Error::Command {
+        command: what,
+        status: output.status.to_string(),
+        output: lines[lines.len().saturating_sub(20)..].join("\n"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn release_is_named_as_in_the_archive() {
+        assert_eq!(release("ID=debian\nVERSION_CODENAME=bookworm\n").unwrap(), "bookworm");
+        assert_eq!(release("VERSION_CODENAME=\"noble\"\nID=ubuntu\n").unwrap(), "noble");
+        for other in ["", "ID=fedora\nVERSION_CODENAME=\"\"\n", "ID=debian\n"] {
+            let error = release(other).unwrap_err().to_string();
+            assert!(error.contains(BASE), "{error}");
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! `cargo xtask images`: builds the two images with podman, docker or buildah, from programs that cargo has built and the
+//! Containerfiles in `deploy/`. The demo and the tests on whole clusters run this command, too.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::Context;
+use clap::ValueEnum;
+
+use crate::programs::{self, cargo, show};
+
+/// The registry that the manifests name.
+const REGISTRY: &str = "ghcr.io/clustermesh-for-kilo";
+
+/// What `cargo xtask images` takes.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// Where the images will be pushed to: the first part of their names.
+    #[arg(long, default_value = REGISTRY)]
+    registry: String,
+    /// The program that builds them. Without it the first of these that is installed.
+    #[arg(long, value_enum)]
+    builder: Option<Builder>,
+    /// The image that libraries and nft are taken from, in place of the Debian image that the Containerfiles pin. It needs a
+    /// libc at least as new as that of the machine the programs were built on, sh, coreutils and grep; and nft or apt-get.
+    #[arg(long)]
+    base: Option<String>,
+    /// A directory that holds both programs. Without it cargo builds them for release.
+    #[arg(long, value_name = "DIRECTORY")]
+    programs: Option<PathBuf>,
+    /// Also write each image into this directory as a docker archive: `wg-agent.tar`, `clustermesh-controller.tar`.
+    #[arg(long, value_name = "DIRECTORY")]
+    output: Option<PathBuf>,
+}
+
+/// A program that builds images. All three take the same words for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Builder {
+    Podman,
+    Docker,
+    Buildah,
+}
+
+/// One of the images.
+struct Image {
+    program: &'static str,
+    containerfile: &'static str,
+}
+
+const IMAGES: [Image; 2] = [
+    Image {
+        program: "wg-agent",
+        containerfile: "deploy/Containerfile.agent",
+    },
+    Image {
+        program: "clustermesh-controller",
+        containerfile: "deploy/Containerfile.controller",
+    },
+];
+
+/// Builds both images into the builder's own store and prints their names.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let Args {
+        registry,
+        builder,
+        base,
+        programs,
+        output,
+    } = args;
+    let path = env::var_os("PATH").unwrap_or_default();
+    let builder = builder.or_else(|| Builder::installed(&env::split_paths(&path).collect::<Vec<_>>()));
+    let builder = builder.context(
+        "no program that builds images is installed: install podman, docker or buildah (Debian, Ubuntu: buildah)",
+    )?;
+    let programs = match programs {
+        Some(directory) => directory.clone(),
+        None => release()?,
+    };
+    for image in &IMAGES {
+        let name = image.name(registry);
+        // Only what the image is made from: the builder may send the whole directory to a daemon.
+        let context = tempfile::tempdir().context("make a directory for the build context")?;
+        let from = programs.join(image.program);
+        fs::copy(&from, context.path().join(image.program)).with_context(|| format!("copy {}", from.display()))?;
+        show(&mut builder.build(image, &name, base.as_deref(), context.path()))?;
+        if let Some(directory) = output {
+            fs::create_dir_all(directory).with_context(|| format!("create {}", directory.display()))?;
+            let archive = directory.join(format!("{}.tar", image.program));
+            // Some builders add to an archive that is there, others refuse to.
+            if archive.exists() {
+                fs::remove_file(&archive).with_context(|| format!("remove {}", archive.display()))?;
+            }
+            show(&mut builder.save(&name, &archive))?;
+        }
+        println!("images: built {name}");
+    }
+    Ok(())
+}
+
+/// Builds the programs as users run them, and returns their directory.
+fn release() -> anyhow::Result<PathBuf> {
+    show(
+        cargo()
+            .args(["build", "--release", "--locked"])
+            .args(IMAGES.iter().flat_map(|image| ["--package", image.program])),
+    )?;
+    Ok(programs::target()?.join("release"))
+}
+
+impl Image {
+    fn name(&self, registry: &str) -> String {
+        let registry = registry.trim_end_matches('/');
+        format!("{registry}/{}:v{}", self.program, env!("CARGO_PKG_VERSION"))
+    }
+}
+
+impl Builder {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Podman => "podman",
+            Self::Docker => "docker",
+            Self::Buildah => "buildah",
+        }
+    }
+
+    fn installed(directories: &[PathBuf]) -> Option<Self> {
+        let is_installed = |builder: &Self| directories.iter().any(|dir| dir.join(builder.name()).is_file());
+        Self::value_variants().iter().copied().find(is_installed)
+    }
+
+    fn build(self, image: &Image, name: &str, base: Option<&str>, context: &Path) -> Command {
+        let mut command = Command::new(self.name());
+        command.args(["build", "--tag", name, "--file"]);
+        command.arg(programs::root().join(image.containerfile));
+        if let Some(base) = base {
+            command.arg(format!("--build-arg=BASE={base}"));
+        }
+        command.arg(context);
+        command
+    }
+
+    fn save(self, name: &str, archive: &Path) -> Command {
+        let mut command = Command::new(self.name());
+        match self {
+            Self::Podman | Self::Docker => command.args(["save", "--output"]).arg(archive).arg(name),
+            Self::Buildah => {
+                command.args(["push", "--quiet", name]);
+                command.arg(format!("docker-archive:{}:{name}", archive.display()))
+            }
+        };
+        command
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manifests::{AGENT_IMAGE, CONTROLLER_IMAGE};
+
+    #[test]
+    fn default_names_are_those_of_the_manifests() {
+        let names = IMAGES.map(|image| image.name(REGISTRY));
+        assert_eq!(names, [AGENT_IMAGE, CONTROLLER_IMAGE]);
+    }
+
+    #[test]
+    fn both_containerfiles_pin_the_same_base() {
+        let bases = IMAGES.map(|image| {
+            let path = programs::root().join(image.containerfile);
+            let text = fs::read_to_string(path).expect("a Containerfile");
+            let base = text.lines().find_map(|line| line.strip_prefix("ARG BASE="));
+            base.expect("a default for BASE").to_owned()
+        });
+        assert_eq!(bases[0], bases[1]);
+        let (_, digest) = bases[0].split_once("@sha256:").expect("a digest");
+        assert_eq!(digest.len(), 64);
+    }
+
+    #[test]
+    fn first_installed_builder_is_taken() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let directories = [PathBuf::from("/nowhere"), directory.path().to_owned()];
+        assert_eq!(Builder::installed(&directories), None);
+        for (name, taken) in [
+            ("buildah", Builder::Buildah),
+            ("docker", Builder::Docker),
+            ("podman", Builder::Podman),
+        ] {
+            fs::write(directory.path().join(name), "").expect("a file");
+            assert_eq!(Builder::installed(&directories), Some(taken));
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! Counts the tests that ran, from what the test programs print, and says what makes a green run worthless: too few tests, or
+//! ignored ones.
+
+use std::{fmt, iter::Sum};
+
+/// The fewest tests that `cargo xtask test` may run. Raise it when you add tests; lower it only by the tests that you delete.
+const LEAST: u64 = 800;
+
+/// Tests of one program, or of several.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Counts {
+    passed: u64,
+    failed: u64,
+    ignored: u64,
+}
+
+impl Counts {
+    /// A test program that ended without a result: it was killed, or called `exit`.
+    const LOST: Self = Self {
+        passed: 0,
+        failed: 1,
+        ignored: 0,
+    };
+
+    /// Reads the output of one test program. Only its last line of results is its own: a program that runs itself in a virtual
+    /// machine prints the results of that run first.
+    pub(super) fn of_program(output: &str) -> Self {
+        output.lines().rev().find_map(Self::of_line).unwrap_or(Self::LOST)
+    }
+
+    /// Reads the output of `cargo test`, both streams in one: a heading for each program, then what the program printed.
+    pub(super) fn of_cargo(output: &str) -> Self {
+        let mut programs: Vec<Option<Self>> = Vec::new();
+        for line in output.lines() {
+            if is_heading(line) {
+                programs.push(None);
+            } else if let (Some(last), Some(counts)) = (programs.last_mut(), Self::of_line(line)) {
+                *last = Some(counts);
+            }
+        }
+        programs.into_iter().map(|counts| counts.unwrap_or(Self::LOST)).sum()
+    }
+
+    /// Takes the exit code into account: a program may fail behind its last test.
+    pub(super) const fn ended(mut self, success: bool) -> Self {
+        if !success && self.failed == 0 {
+            self.failed = 1;
+        }
+        self
+    }
+
+    /// `test result: ok. 3 passed; 0 failed; 0 ignored; 0 measured; 9 filtered out; finished in 0.01s`
+    fn of_line(line: &str) -> Option<Self> {
+        let (_, counts) = line.strip_prefix("test result: ")?.split_once(". ")?;
+        let count = |what: &str| {
+            let mut parts = counts.split("; ");
+            parts.find_map(|part| part.strip_suffix(what)?.trim_end().parse().ok())
+        };
+        Some(Self {
+            passed: count("passed")?,
+            failed: count("failed")?,
+            ignored: count("ignored")?,
+        })
+    }
+
+    /// Takes into account what a run was meant to hold; returns why it is no success, although no test failed. Ignored and
+    /// missing tests count as failed from here on, so that the closing line agrees with the exit code.
+    pub(super) fn judge(&mut self, scope: Scope) -> Vec<String> {
+        let mut problems = Vec::new();
+        if self.ignored > 0 {
+            problems.push(format!(
+                "{} tests are ignored: make them run, or delete them",
+                self.ignored
+            ));
+        }
+        let ran = self.passed + self.failed;
+        let missing = scope.least().saturating_sub(ran);
+        if missing > 0 {
+            problems.push(match scope {
+                Scope::All { least } => format!(
+                    "{ran} tests ran, {missing} fewer than LEAST ({least}) in crates/xtask/src/test/count.rs: find the program or \
+                     module that is not built any more. LEAST is raised when tests are added, and lowered only by those deleted"
+                ),
+                Scope::Selected => "no test matches: a name is a part of a test's path, as `cargo test -p PACKAGE -- --list` \
+                                    prints it"
+                    .to_owned(),
+            });
+        }
+        self.failed += self.ignored + missing;
+        problems
+    }
+
+    pub(super) const fn is_success(&self) -> bool {
+        self.failed == 0
+    }
+}
+
+/// `     Running unittests src/lib.rs (target/debug/deps/x-0123)`, `   Doc-tests x`.
+fn is_heading(line: &str) -> bool {
+    let line = line.trim_start();
+    (line.starts_with("Running ") && line.contains(" (") && line.ends_with(')')) || line.starts_with("Doc-tests ")
+}
+
+/// Which tests a run was to hold.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Scope {
+    /// All of the project.
+    All { least: u64 },
+    /// Those that the caller named.
+    Selected,
+}
+
+impl Scope {
+    pub(super) const ALL: Self = Self::All { least: LEAST };
+
+    const fn least(self) -> u64 {
+        match self {
+            Self::All { least } => least,
+            Self::Selected => 1,
+        }
+    }
+}
+
+impl Sum for Counts {
+    fn sum<I: Iterator<Item = Self>>(counts: I) -> Self {
+        counts.fold(Self::default(), |sum, one| Self {
+            passed: sum.passed + one.passed,
+            failed: sum.failed + one.failed,
+            ignored: sum.ignored + one.ignored,
+        })
+    }
+}
+
+/// The closing line of a run.
+impl fmt::Display for Counts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} passed, {} failed", self.passed, self.failed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn counts(passed: u64, failed: u64, ignored: u64) -> Counts {
+        Counts {
+            passed,
+            failed,
+            ignored,
+        }
+    }
+
+    const INNER: &str =
+        "test result: FAILED. 1 passed; 4 failed; 0 ignored; 0 measured; 0 filtered out; finished in 2.10s";
+    const OUTER: &str = "test result: ok. 5 passed; 0 failed; 2 ignored; 0 measured; 7 filtered out; finished in 9.00s";
+
+    #[test]
+    fn program_output_counts_its_last_result_alone() {
+        let output = format!("\nrunning 5 tests\ntest a ... \nrunning 5 tests\n{INNER}\nok\n\n{OUTER}\n\n");
+        assert_eq!(Counts::of_program(&output), counts(5, 0, 2));
+        assert_eq!(Counts::of_program("\nrunning 5 tests\ntest a ... "), counts(0, 1, 0));
+    }
+
+    #[test]
+    fn cargo_output_counts_one_result_for_each_program() {
+        let output = format!(
+            "   Compiling x v0.1.0 (/x)\n     Running unittests src/lib.rs (target/debug/deps/x-01)\n\nrunning 5 tests\n{INNER}\n\
+             {OUTER}\n     Running tests/lost.rs (target/debug/deps/lost-02)\n\nrunning 1 test\n   Doc-tests x\n{OUTER}\n"
+        );
+        assert_eq!(Counts::of_cargo(&output), counts(10, 1, 4));
+        assert_eq!(Counts::of_cargo(OUTER), counts(0, 0, 0));
+    }
+
+    #[test]
+    fn run_below_its_minimum_or_with_ignored_tests_fails() {
+        let judged = |mut counts: Counts, scope| (counts.judge(scope).len(), counts.to_string());
+        let all = Scope::All { least: 3 };
+        assert_eq!(judged(counts(3, 0, 0), all), (0, "3 passed, 0 failed".to_owned()));
+        assert_eq!(judged(counts(2, 1, 0), all), (0, "2 passed, 1 failed".to_owned()));
+        assert_eq!(judged(counts(2, 0, 0), all), (1, "2 passed, 1 failed".to_owned()));
+        assert_eq!(judged(counts(0, 0, 0), all), (1, "0 passed, 3 failed".to_owned()));
+        assert_eq!(judged(counts(3, 0, 1), all), (1, "3 passed, 1 failed".to_owned()));
+        assert_eq!(
+            judged(counts(1, 0, 0), Scope::Selected),
+            (0, "1 passed, 0 failed".to_owned())
+        );
+        assert_eq!(
+            judged(counts(0, 0, 0), Scope::Selected),
+            (1, "0 passed, 1 failed".to_owned())
+        );
+    }
+}

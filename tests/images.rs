@@ -1,0 +1,133 @@
+//! The product's images, as `cargo xtask images` builds them: what is in them, and what the command says when a program
+//! cannot run in one. That they work is shown by every test on whole clusters, which runs nothing else.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    io::Read,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+};
+
+use clustermesh_lab::ProductImages;
+use serde_json::{Value, json};
+
+/// What a docker archive holds.
+struct Image {
+    names: Value,
+    config: Value,
+    files: BTreeSet<String>,
+}
+
+fn members(archive: impl Read) -> Vec<(PathBuf, Vec<u8>)> {
+    let mut archive = tar::Archive::new(archive);
+    let entries = archive.entries().unwrap().map(|entry| {
+        let mut entry = entry.unwrap();
+        let mut bytes = vec![];
+        entry.read_to_end(&mut bytes).unwrap();
+        let path = entry.path().unwrap().into_owned();
+        (
+            if entry.header().entry_type().is_dir() {
+                path.join("")
+            } else {
+                path
+            },
+            bytes,
+        )
+    });
+    entries.collect()
+}
+
+impl Image {
+    fn read(archive: &Path) -> Self {
+        let members = members(fs::File::open(archive).unwrap());
+        let member = |name: &str| &members.iter().find(|(path, _)| path == Path::new(name)).unwrap().1;
+        let manifest: Value = serde_json::from_slice(member("manifest.json")).unwrap();
+        let config: Value = serde_json::from_slice(member(manifest[0]["Config"].as_str().unwrap())).unwrap();
+        let layers = manifest[0]["Layers"].as_array().unwrap();
+        let layers = layers.iter().map(|layer| member(layer.as_str().unwrap()));
+        let files = layers.flat_map(|layer| self::members(layer.as_slice()));
+        Self {
+            names: manifest[0]["RepoTags"].clone(),
+            config: config["config"].clone(),
+            files: files
+                .map(|(path, _)| path.display().to_string())
+                .filter(|path| !path.ends_with('/'))
+                .collect(),
+        }
+    }
+
+    /// The files but for shared libraries in the directories where the loader looks for them.
+    fn programs(&self) -> Vec<&str> {
+        let is_library = |path: &str| {
+            let (directory, name) = path.rsplit_once('/').unwrap_or_default();
+            let known = ["lib", "lib64", "usr/lib"];
+            known
+                .iter()
+                .any(|start| directory == *start || directory.starts_with(&format!("{start}/")))
+                && name.contains(".so.")
+        };
+        let files = self.files.iter().map(String::as_str);
+        files.filter(|path| !is_library(path)).collect()
+    }
+}
+
+#[test]
+fn images_hold_programs_and_libraries_alone() {
+    let built = ProductImages::ensure(&|line| println!("{line}")).unwrap();
+    let agent = Image::read(&built.agent);
+    assert_eq!(agent.names, json!([named_by("deploy/agent.yaml")]));
+    assert_eq!(agent.programs(), ["usr/sbin/nft", "wg-agent"]);
+    assert_eq!(agent.config["Entrypoint"], json!(["/wg-agent"]));
+    assert_eq!(agent.config["User"], Value::Null);
+
+    let controller = Image::read(&built.controller);
+    assert_eq!(controller.names, json!([named_by("deploy/controller.yaml")]));
+    assert_eq!(controller.programs(), ["clustermesh-controller"]);
+    assert_eq!(controller.config["Entrypoint"], json!(["/clustermesh-controller"]));
+    assert_eq!(controller.config["User"], "65532:65532");
+    assert!(
+        controller.files.is_subset(
+            &agent
+                .files
+                .iter()
+                .cloned()
+                .chain(["clustermesh-controller".into()])
+                .collect()
+        ),
+        "both take the same libc: {:?} and {:?}",
+        controller.files,
+        agent.files
+    );
+}
+
+/// The image that a manifest names.
+fn named_by(manifest: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(manifest);
+    let text = fs::read_to_string(path).unwrap();
+    let name = text
+        .lines()
+        .find_map(|line| line.trim().trim_start_matches("- ").strip_prefix("image: "));
+    name.unwrap().trim_matches('"').to_owned()
+}
+
+#[test]
+fn program_of_a_newer_libc_is_refused_with_a_remedy() {
+    let scratch = tempfile::tempdir().unwrap();
+    // The loader compares names: a version that no libc has stands for one of a libc yet to come.
+    let mut program = fs::read("/bin/true").unwrap();
+    let version = program
+        .windows(9)
+        .rposition(|bytes| bytes.starts_with(b"\0GLIBC_2."))
+        .unwrap();
+    program[version + 7] = b'9';
+    for name in ["wg-agent", "clustermesh-controller"] {
+        fs::write(scratch.path().join(name), &program).unwrap();
+        let path = scratch.path().join(name);
+        fs::set_permissions(path, PermissionsExt::from_mode(0o755)).unwrap();
+    }
+    let error = ProductImages::build(scratch.path(), &scratch.path().join("out"), &|_| {}).unwrap_err();
+    let error = error.to_string();
+    assert!(error.contains("`GLIBC_9."), "{error}");
+    assert!(error.contains("cargo xtask images --base IMAGE"), "{error}");
+}
