@@ -3,18 +3,20 @@
 
 mod mesh;
 
-use std::net::IpAddr;
+use std::collections::BTreeSet;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
 
-use clustermesh_lab::{Answer, Web, wait_until};
-use mesh::{Mesh, PATIENCE, host, json, pod, two_clusters, url};
+use clustermesh_lab::{Answer, Asker, Lab, LabPlan, NAMESPACE, Web, wait_until};
+use mesh::{HUB, MEMBER, Mesh, PATIENCE, host, json, pod, url};
 use nix::sys::signal::Signal;
 
 #[tokio::test]
 async fn every_flow_of_routed_members_works_and_nothing_of_it_passes_in_clear() {
-    let lab = two_clusters().await;
+    let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)]).with_policies(HUB);
+    let lab = Lab::start(plan).await.unwrap();
     // The hub's API server is in the mesh too, so that keeping it closed is the policy's doing.
-    let api = format!("{}/32", lab.cluster(mesh::HUB).plan().api_address());
+    let api = format!("{}/32", lab.cluster(HUB).plan().api_address());
     let mesh = Mesh::up(&lab, &[api]).await;
 
     let capture = lab.capture("flows", "ip").await.unwrap();
@@ -29,6 +31,8 @@ async fn every_flow_of_routed_members_works_and_nothing_of_it_passes_in_clear() 
     println!("{} packets of WireGuard passed", mesh.tunnelled(&captured).await);
     assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
 
+    members_pods_reach_no_metrics_of_the_controller(&mesh).await;
+    the_controllers_network_policy_admits_what_it_needs(&mesh).await;
     a_dead_agent_closes_the_tunnel_and_nothing_leaves_in_clear(&mesh).await;
     nothing_leaves_in_clear_while_a_mesh_is_deleted(&mesh).await;
 }
@@ -136,7 +140,7 @@ async fn hosts_speak_with_their_wireguard_address(mesh: &Mesh<'_>) {
             .collect();
         mesh.answers(&host(node), &url(mirrored, 80), &want).await;
     }
-    // A service in a node's host network: by the node's own address where the mesh allows that, and by its WireGuard
+    // A service in a node's host network: by the node's own address where the mesh allows that, and never by its WireGuard
     // address. From a pod the source stays.
     for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
         for server in theirs.iter().map(|web| &web.node) {
@@ -145,13 +149,12 @@ async fn hosts_speak_with_their_wireguard_address(mesh: &Mesh<'_>) {
             let words = ["env", &name, &mesh.probe(), "serve", ":9090"];
             let mut serving = node.spawn("host-service", words).unwrap();
             serving.says("serving on", PATIENCE).await.unwrap();
-            let mut addresses = vec![mesh.wireguard[server]];
-            if server.starts_with(mesh::HUB) {
-                addresses.push(node.address().into());
-            }
-            for to in addresses {
-                for from in ours {
-                    for (asker, saw) in [(pod(from), from.ip), (host(&from.node), mesh.wireguard[&from.node])] {
+            let behind = url(mesh.wireguard[server], 9090);
+            assert_eq!(mesh.status(&host(server), &behind).await, "200", "at home");
+            for from in ours {
+                for (asker, saw) in [(pod(from), from.ip), (host(&from.node), mesh.wireguard[&from.node])] {
+                    if server.starts_with(HUB) {
+                        let to = IpAddr::from(node.address());
                         let answer = mesh.answered(&asker, &url(to, 9090)).await;
                         let want = Answer {
                             pod: server.clone(),
@@ -160,6 +163,8 @@ async fn hosts_speak_with_their_wireguard_address(mesh: &Mesh<'_>) {
                         };
                         assert_eq!(answer, want, "{asker} -> {to}");
                     }
+                    let why = mesh.closed(&asker, &behind).await;
+                    println!("{asker} -> {behind}: {why}");
                 }
             }
         }
@@ -187,6 +192,105 @@ async fn infrastructure_is_closed_to_the_other_cluster_and_open_at_home(mesh: &M
             for tenant in [pod(web), host(&web.node)] {
                 let why = mesh.closed(&tenant, door).await;
                 println!("{tenant} -> {door}: {why}");
+            }
+        }
+    }
+}
+
+async fn members_pods_reach_no_metrics_of_the_controller(mesh: &Mesh<'_>) {
+    let controller = mesh.product.controller_pod().await.unwrap();
+    let page = async |from: Asker, path: &str| {
+        let address = if from == pod(&controller) {
+            IpAddr::from([127, 0, 0, 1])
+        } else {
+            controller.ip
+        };
+        let url = format!("{}{path}", url(address, 8080));
+        let words = ["curl", "-sS", "-m", "5", "-w", "%{http_code}", &url];
+        mesh.lab.run_at(&from, &words).await.unwrap().stdout
+    };
+    // The port itself is open to the member's pods.
+    assert_eq!(page(pod(&mesh.member_webs[0]), "/readyz").await, "ok\n200");
+    for path in ["/metrics", "/debug/state"] {
+        let inside = page(pod(&controller), path).await;
+        assert!(inside.ends_with("200") && inside.contains(MEMBER), "{path}: {inside}");
+        for web in &mesh.member_webs {
+            let outside = page(pod(web), path).await;
+            let refused = "shown to 127.0.0.1 and ::1 alone: use kubectl port-forward";
+            assert!(
+                outside.starts_with(refused) && outside.ends_with("403"),
+                "{path}: {outside}"
+            );
+        }
+    }
+}
+
+/// Everything that is open anywhere is tried from the controller's own network, with the policy and without it.
+async fn the_controllers_network_policy_admits_what_it_needs(mesh: &Mesh<'_>) {
+    let (hub, member) = (mesh.hub.plan(), mesh.member.plan());
+    let controller = mesh.product.controller_pod().await.unwrap();
+    let mut admitted: BTreeSet<SocketAddr> = [
+        (hub.api_address(), 6443),
+        (hub.api_service_ip(), 443),
+        (member.api_address(), 6443),
+        (hub.dns_ip(), 53),
+    ]
+    .map(SocketAddr::from)
+    .into();
+    let resolvers = mesh.hub.pods("kube-system", "k8s-app=kube-dns").await.unwrap();
+    admitted.extend(resolvers.iter().map(|pod| SocketAddr::new(pod.ip, 53)));
+    let mut all = mesh.hub.sockets().await.unwrap();
+    all.extend(mesh.member.sockets().await.unwrap());
+    all.retain(|socket, _| socket.ip() != controller.ip);
+    all.extend(admitted.iter().map(|socket| (*socket, String::new())));
+    let kubelets = mesh.hub.nodes().into_iter().map(|node| (node.address().into(), 10250));
+    let webs = mesh.hub_webs.iter().chain(&mesh.member_webs).map(|web| (web.ip, 8080));
+    let open: BTreeSet<SocketAddr> = kubelets
+        .chain(webs)
+        .map(SocketAddr::from)
+        .chain(admitted.clone())
+        .collect();
+    mesh.lab.until_open(&pod(&controller), &open).await.unwrap();
+    let port = BTreeSet::from([SocketAddr::new(controller.ip, 8080)]);
+    let neighbour = pod(&mesh.hub_webs[0]);
+    mesh.lab.until_open(&neighbour, &port).await.unwrap();
+
+    mesh.hub
+        .apply(&mesh.product.controller_policy().unwrap())
+        .await
+        .unwrap();
+    let others = open.difference(&admitted).copied().collect();
+    mesh.lab.until_closed(&pod(&controller), &others).await.unwrap();
+    mesh.lab.until_open(&pod(&controller), &admitted).await.unwrap();
+    let found = mesh.lab.scan(&pod(&controller), all.into_keys()).await.unwrap();
+    assert_eq!(found, admitted);
+    mesh.lab.until_closed(&neighbour, &port).await.unwrap();
+
+    // Another process, which the policy bounds from its first packet: its probes pass, and it mends what is amiss in the member.
+    let words = ["-n", NAMESPACE, "delete", "pod", &controller.name, "--grace-period=1"];
+    mesh.hub.kubectl(words).await.unwrap();
+    mesh.hub
+        .rollout(NAMESPACE, "deployment/clustermesh-controller")
+        .await
+        .unwrap();
+    let peers = json(&mesh.member, &["get", "peers"]).await;
+    let peer = peers["items"][0]["metadata"]["name"].as_str().unwrap().to_owned();
+    mesh.member.kubectl(["delete", "peer", &peer]).await.unwrap();
+    wait_until(format!("Peer {peer} to be written again"), PATIENCE, async || {
+        let found = mesh.member.try_kubectl(["get", "peer", &peer]).await;
+        let found = found.map_err(|error| error.to_string())?;
+        if found.status.success() {
+            Ok(())
+        } else {
+            Err(found.stderr)
+        }
+    })
+    .await
+    .unwrap();
+    for (from, to) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
+        for from in from {
+            for to in to {
+                mesh.answered(&pod(from), &url(to.ip, 8080)).await;
             }
         }
     }
@@ -260,7 +364,6 @@ async fn a_dead_agent_closes_the_tunnel_and_nothing_leaves_in_clear(mesh: &Mesh<
         for (from, to) in [
             (pod(dead), url(far.ip, 8080)),
             (host(&dead.node), url(far.ip, 8080)),
-            (pod(dead), url(mesh.wireguard[&far.node], 9090)),
             (pod(far), url(dead.ip, 8080)),
             (host(&far.node), url(dead.ip, 8080)),
         ] {
@@ -323,7 +426,7 @@ async fn nothing_leaves_in_clear_while_a_mesh_is_deleted(mesh: &Mesh<'_>) {
         "delete",
         "clustermesh",
         "-n",
-        clustermesh_lab::NAMESPACE,
+        NAMESPACE,
         clustermesh_lab::MESH,
         "--timeout=60s",
     ];

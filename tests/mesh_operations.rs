@@ -28,7 +28,7 @@ use mesh::{Mesh, PATIENCE, host, json, pod, two_clusters, url};
 use restarts::{
     a_flow_outlives_an_upgrade_of_the_agents_and_a_new_key, an_agent_restarts, published_key, wireguard_address,
 };
-use rights::our_processes_have_the_rights_of_deploy_and_no_more;
+use rights::{an_agents_token_changes_no_other_node, our_processes_have_the_rights_of_deploy_and_no_more};
 
 #[tokio::test]
 async fn a_mesh_survives_its_operator_and_leaves_nothing_when_it_goes() {
@@ -40,6 +40,7 @@ async fn a_mesh_survives_its_operator_and_leaves_nothing_when_it_goes() {
     let mut mesh = Mesh::up(&lab, &[]).await;
 
     our_processes_have_the_rights_of_deploy_and_no_more(&mesh).await;
+    an_agents_token_changes_no_other_node(&mesh).await;
     status_of_a_healthy_node_says_what_is_there(&mesh).await;
     a_long_flow_outlives_nodes_that_join_and_leave_and_agents_that_restart_elsewhere(&mesh).await;
     a_flow_outlives_an_upgrade_of_the_agents_and_a_new_key(&mesh).await;
@@ -206,6 +207,18 @@ async fn backends_follow(mesh: &mut Mesh<'_>, replicas: usize) {
     let service = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
     for from in &mesh.member_webs {
         let want: Vec<_> = mesh.hub_webs.iter().map(|to| mesh.seen(to, from.ip)).collect();
+        // The member's own kube-proxy follows the slices a moment later.
+        wait_until("kube-proxy to follow the slices", PATIENCE, async || {
+            for _ in 0..10 {
+                let answer = mesh.answered(&pod(from), &url(service, 80)).await;
+                if !want.contains(&answer) {
+                    return Err(format!("{answer:?}"));
+                }
+            }
+            Ok(())
+        })
+        .await
+        .unwrap();
         mesh.answers(&pod(from), &url(service, 80), &want).await;
     }
 }

@@ -17,6 +17,7 @@ use base64::{Engine, engine::general_purpose::STANDARD};
 use clustermesh_lab::{
     Answer, Asker, Attacker, Cluster, Lab, LabPlan, MESH, NAMESPACE, Product, Tunnel, Web, wait_until,
 };
+use ipnet::IpNet;
 use mesh::{HUB, MEMBER, PATIENCE, answers, host, json, pod, seen, url, wireguard};
 use upheavals::Scene;
 
@@ -59,10 +60,36 @@ impl<'a> World<'a> {
         let product = Product::install(lab, &[HUB, MEMBER, SANDBOX], Tunnel::Userspace, &|_| {})
             .await
             .unwrap();
-        // With what an API server of a trusting cluster can refuse by itself, in which agents and controller still do their work.
+        // What an API server of a trusting cluster refuses by itself, with both lists set: agents and controller work within them.
         let admission =
             std::fs::read_to_string(format!("{}/../../deploy/admission.yaml", env!("CARGO_MANIFEST_DIR"))).unwrap();
-        for cluster in [&hub, &member] {
+        let networks = |cluster: &Cluster<'_>| {
+            let plan = cluster.plan();
+            let mut networks = vec![plan.pod_cidr.into(), plan.service_cidr.into(), plan.wireguard_cidr];
+            networks.extend(
+                cluster
+                    .nodes()
+                    .iter()
+                    .map(|node| IpNet::from(IpAddr::from(node.address()))),
+            );
+            networks.iter().map(IpNet::to_string).collect::<Vec<_>>().join(", ")
+        };
+        for (cluster, other) in [(&hub, &member), (&member, &hub)] {
+            let incoming = format!("{}, {}", networks(other), sandbox.plan().wireguard_cidr);
+            let lists = [
+                (
+                    "  # networks: 10.20.0.0/16, 172.16.2.0/24\n",
+                    format!("  networks: {incoming}\n"),
+                ),
+                (
+                    "  # reachable: 10.10.0.0/16, 172.16.1.0/24\n",
+                    format!("  reachable: {}\n", networks(cluster)),
+                ),
+            ];
+            let admission = lists.into_iter().fold(admission.clone(), |text, (example, list)| {
+                assert!(text.contains(example), "{example}");
+                text.replace(example, &list)
+            });
             cluster.apply(&admission).await.unwrap();
         }
         let hub_webs = hub.run_web().await.unwrap();

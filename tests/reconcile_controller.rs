@@ -2,6 +2,8 @@
 
 #[path = "reconcile/closing.rs"]
 mod closing;
+#[path = "reconcile/flood.rs"]
+mod flood;
 #[path = "reconcile/hostile.rs"]
 mod hostile;
 #[path = "reconcile/members.rs"]
@@ -11,10 +13,14 @@ mod meshes;
 #[path = "reconcile/profiles.rs"]
 mod profiles;
 mod reconcile;
+#[path = "reconcile/restart.rs"]
+mod restart;
 #[path = "reconcile/sandbox.rs"]
 mod sandbox;
 #[path = "reconcile/status.rs"]
 mod status;
+#[path = "reconcile/writes.rs"]
+mod writes;
 
 use std::collections::BTreeMap;
 

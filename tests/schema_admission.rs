@@ -1,56 +1,100 @@
-//! `deploy/admission.yaml`: what an API server refuses beyond rights, with the accounts that `deploy/` makes.
+//! The ValidatingAdmissionPolicies of `deploy/agent.yaml` and `deploy/admission.yaml` on a real API server, with the accounts
+//! that `deploy/` makes.
 
 mod api_server;
 
-use api_server::ApiServer;
+use api_server::{Acting, Answer, ApiServer};
+use clustermesh_core::{mesh::Protocol, plan::Settings};
 use serde_json::{Value, json};
 
 const PEERS: &str = "/apis/kilo.squat.ai/v1alpha1/peers";
+const POLICIES: &str = "/apis/kilo.squat.ai/v1alpha1/peerpolicies";
 const CONTROLLER: &str = "system:serviceaccount:clustermesh:clustermesh-controller";
 const AGENT: &str = "system:serviceaccount:clustermesh-agent:wg-agent";
+const LISTS: &str = "networks: 10.20.0.0/16, fd00:20::/48\n  reachable: 10.10.0.0/16, fd00:10::/48";
 
-fn peer(name: &str, managed: bool, range: &str) -> Value {
-    let labels = if managed {
+/// A Peer with these allowedIPs; `managed` = labelled as one of a mesh.
+fn peer(name: &str, managed: bool, ranges: &[&str]) -> Value {
+    json!({
+        "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": name, "labels": labels(managed)},
+        "spec": {"publicKey": "A".repeat(43) + "=", "allowedIPs": ranges},
+    })
+}
+
+/// A PeerPolicy within [`LISTS`], closing what every controller closes.
+fn policy(name: &str, managed: bool) -> Value {
+    let ports = Settings::default().infrastructure_ports;
+    let ports = ports.iter().map(|(protocol, port)| {
+        assert_eq!(*protocol, Protocol::Tcp);
+        json!({"port": port})
+    });
+    json!({
+        "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "PeerPolicy", "metadata": {"name": name, "labels": labels(managed)},
+        "spec": {
+            "source": "tenant-a", "sources": ["10.20.0.0/16", "fd00:20::/64"], "networks": ["10.20.0.0/16"],
+            "allow": [
+                {"to": ["10.10.0.0/16", "fd00:10::/64"]},
+                {"to": ["10.10.0.0/17"], "service": {"namespace": "team-x", "name": "db"}, "ports": [{"port": "pg"}]},
+            ],
+            "deny": [{"to": ["192.0.2.1/32"], "ports": [{"port": 6443}]}],
+            "infrastructurePorts": ports.collect::<Vec<_>>(), "anchored": ["10.10.128.0/20"],
+        },
+    })
+}
+
+fn labels(managed: bool) -> Value {
+    if managed {
         json!({"kilo-clustermesh.io/mesh": "prod", "kilo-clustermesh.io/source-cluster": "tenant-a"})
     } else {
         json!({})
-    };
-    json!({
-        "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": name, "labels": labels},
-        "spec": {"publicKey": "A".repeat(43) + "=", "allowedIPs": [range]},
-    })
+    }
+}
+
+/// `object` with the value at `pointer` replaced.
+fn with(mut object: Value, pointer: &str, value: Value) -> Value {
+    *object.pointer_mut(pointer).unwrap() = value;
+    object
 }
 
 fn deploy(file: &str) -> String {
     std::fs::read_to_string(format!("{}/../../deploy/{file}", env!("CARGO_MANIFEST_DIR"))).unwrap()
 }
 
-/// A server with the accounts, and the policies in force.
-async fn server(networks: &str) -> ApiServer {
+/// Drops the answer's object; of a refusal keeps what the policy says, which never is a CEL error.
+fn verdict(answer: Answer) -> Result<(), String> {
+    answer.map(drop).map_err(|(code, message)| {
+        assert_eq!(code, 403, "{message}");
+        let (_, words) = message.split_once(" denied request: ").expect(&message);
+        assert!(!words.contains("resulted in error"), "{message}");
+        words.to_owned()
+    })
+}
+
+/// A server with the accounts and the agents' policy in force, and with `lists` in the ConfigMap that of objects, too.
+async fn server(lists: Option<&str>) -> ApiServer {
     let server = ApiServer::start().await;
     for file in ["agent.yaml", "member-account.yaml"] {
         server.apply(&deploy(file)).await;
     }
-    let admission = deploy("admission.yaml");
-    let note = "  # networks: 10.20.0.0/16, 100.66.0.0/16\n";
-    assert!(admission.contains(note));
-    server.apply(&admission.replace(note, networks)).await;
-    // A policy is in force some time after it is written, each for itself.
+    if let Some(lists) = lists {
+        let admission = deploy("admission.yaml");
+        let example = "# networks: 10.20.0.0/16, 172.16.2.0/24\n";
+        assert!(admission.contains(example));
+        server.apply(&admission.replace(example, &format!("{lists}\n"))).await;
+    }
     let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1", "annotations": {"team": "x"}}});
     server.post("/api/v1/nodes", &node).await.unwrap();
-    let (stranger, agent) = (peer("in-force", true, "10.20.0.0/24"), server.acting(AGENT, &[]));
+    let (stranger, agent) = (peer("in-force", true, &["10.20.0.0/24"]), server.acting(AGENT, &[]));
+    // Each policy is in force some time after it is written.
     clustermesh_lab::wait_until(
         "the policies to be in force",
         std::time::Duration::from_secs(60),
         async || {
             let label = json!({"metadata": {"labels": {"in": "force"}}});
-            let answers = [
-                server.dry_run(PEERS, &stranger).await,
-                agent.patch("/api/v1/nodes/n1?dryRun=All", &label).await,
-            ];
-            match answers {
-                [Err((403, _)), Err((403, _))] => Ok(()),
-                other => Err(format!("{other:?}")),
+            let objects = server.dry_run(PEERS, &stranger).await;
+            match agent.patch("/api/v1/nodes/n1?dryRun=All", &label).await {
+                Err((403, _)) if lists.is_none() || objects.is_err() => Ok(()),
+                node => Err(format!("{node:?}, {objects:?}")),
             }
         },
     )
@@ -59,117 +103,324 @@ async fn server(networks: &str) -> ApiServer {
     server
 }
 
-#[tokio::test]
-async fn only_the_controller_writes_what_is_a_meshs_and_only_within_the_networks_that_the_cluster_sets() {
-    let server = server("  networks: 10.20.0.0/16, fd00:20::/48\n").await;
-    let controller = server.acting(CONTROLLER, &[]);
-    let managed = peer("prod--tenant-a--n1", true, "10.20.1.0/24");
-    assert_eq!(controller.post(PEERS, &managed).await.map(drop), Ok(()));
-    let (code, message) = server
-        .post(PEERS, &peer("prod--tenant-a--n2", true, "10.20.2.0/24"))
-        .await
-        .unwrap_err();
-    assert_eq!(code, 403);
-    assert!(
-        message.contains("may not write objects of a ClusterMesh: change the ClusterMesh in its hub, or name this user under writers in the ConfigMap clustermesh-admission"),
-        "{message}"
-    );
-    // A person's own Peer is nobody's business; to take one out of a mesh by its label is.
-    assert_eq!(
-        server
-            .post(PEERS, &peer("laptop", false, "10.99.0.1/32"))
-            .await
-            .map(drop),
-        Ok(())
-    );
-    for (change, words) in [
-        (
-            json!({"metadata": {"labels": {"kilo-clustermesh.io/mesh": null}}}),
-            "may not write objects of a ClusterMesh",
-        ),
-        (
-            json!({"spec": {"allowedIPs": ["0.0.0.0/0"]}}),
-            "may not write objects of a ClusterMesh",
-        ),
-    ] {
-        let (code, message) = server
-            .patch(&format!("{PEERS}/prod--tenant-a--n1"), &change)
-            .await
-            .unwrap_err();
-        assert_eq!((code, message.contains(words)), (403, true), "{message}");
-    }
-    let (code, _) = server.delete(&format!("{PEERS}/prod--tenant-a--n1")).await.unwrap_err();
-    assert_eq!(code, 403);
+async fn create(who: &Acting, object: &Value) -> Result<(), String> {
+    let kind = if object["kind"] == "Peer" { PEERS } else { POLICIES };
+    verdict(who.post(&format!("{kind}?dryRun=All"), object).await)
+}
 
-    for (range, refused) in [
-        ("10.21.0.0/24", true),
-        ("10.0.0.0/8", true),
-        ("fd00:21::/64", true),
-        ("fd00:20:0:1::/64", false),
+const OUTSIDE: &str = " lies outside the networks in the ConfigMap clustermesh-admission: add it there if the mesh may bring it \
+                       in, else take it out of allowedNetworks in the ClusterMesh";
+const UNREACHABLE: &str = " lies outside what is reachable by the ConfigMap clustermesh-admission: add it there if the other \
+                           members may reach it, else take it out of allowedNetworks of this cluster in the ClusterMesh";
+
+#[tokio::test]
+async fn the_controller_writes_labelled_objects_within_the_lists() {
+    let server = server(Some(LISTS)).await;
+    let controller = server.acting(CONTROLLER, &[]);
+    people_and_the_controller_do_not_write_each_others_objects(&server, &controller).await;
+    peers_bring_in_nothing_outside_the_list(&controller).await;
+    peer_policies_open_and_blackhole_nothing_outside_the_lists(&controller).await;
+    another_served_version_changes_nothing(&server, &controller).await;
+    a_list_that_cannot_be_read_admits_nothing_and_deletions_pass(&server, &controller).await;
+}
+
+async fn people_and_the_controller_do_not_write_each_others_objects(server: &ApiServer, controller: &Acting) {
+    let admin = server.acting("", &[]);
+    let person = "may not write objects of a ClusterMesh: change the ClusterMesh in its hub, or name this user under writers in \
+                  the ConfigMap clustermesh-admission";
+    let unlabelled = format!(
+        "{CONTROLLER} writes objects of a ClusterMesh and no others: this one is without the label kilo-clustermesh.io/mesh \
+         (metadata.labels)"
+    );
+    let inside = ["10.20.1.0/24"];
+    for object in [
+        peer("prod--tenant-a--n1", true, &inside),
+        policy("prod--tenant-a", true),
     ] {
-        let answer = controller
-            .post(&format!("{PEERS}?dryRun=All"), &peer("prod--tenant-a--n3", true, range))
-            .await;
-        assert_eq!(answer.is_err(), refused, "{range}: {answer:?}");
-        if let Err((code, message)) = answer {
-            let words =
-                format!("spec.allowedIPs: {range} lies outside the networks in the ConfigMap clustermesh-admission");
-            assert_eq!((code, message.contains(&words)), (403, true), "{message}");
+        let kind = if object["kind"] == "Peer" { PEERS } else { POLICIES };
+        let path = format!("{kind}/{}", object["metadata"]["name"].as_str().unwrap());
+        let bare = with(object.clone(), "/metadata/labels", json!({}));
+        let own = with(bare.clone(), "/metadata/name", json!("own"));
+
+        let refused = create(&admin, &object).await.unwrap_err();
+        assert!(refused.ends_with(person), "{refused}");
+        assert_eq!(create(controller, &bare).await, Err(unlabelled.clone()));
+        assert_eq!(controller.post(kind, &object).await.map(drop), Ok(()));
+        assert_eq!(verdict(controller.put(&path, &bare).await), Err(unlabelled.clone()));
+        for refused in [
+            admin.put(&path, &bare).await,
+            admin.put(&path, &object).await,
+            admin.delete(&path).await,
+        ] {
+            let refused = verdict(refused).unwrap_err();
+            assert!(refused.ends_with(person), "{refused}");
         }
+
+        // A person's own, which the controller may take over by the label alone.
+        assert_eq!(admin.post(kind, &own).await.map(drop), Ok(()));
+        let path = format!("{kind}/own");
+        assert_eq!(verdict(controller.put(&path, &own).await), Err(unlabelled.clone()));
+        assert_eq!(verdict(controller.delete(&path).await), Err(unlabelled.clone()));
+        let taken = with(own, "/metadata/labels", labels(true));
+        assert_eq!(
+            verdict(controller.put(&format!("{path}?dryRun=All"), &taken).await),
+            Ok(())
+        );
+        assert_eq!(verdict(admin.delete(&path).await), Ok(()));
     }
+}
+
+async fn peers_bring_in_nothing_outside_the_list(controller: &Acting) {
+    for inside in [
+        &["10.20.7.0/24", "10.20.0.0/16", "fd00:20:0:1::/64"][..],
+        &["10.20.1.7/24"],
+        &[],
+    ] {
+        assert_eq!(create(controller, &peer("n", true, inside)).await, Ok(()), "{inside:?}");
+    }
+    for outside in [
+        "10.21.0.0/24",
+        "10.0.0.0/8",
+        "0.0.0.0/0",
+        "128.0.0.0/1",
+        "::/0",
+        "fd00:21::/64",
+        "fd00::/16",
+        // No network, as the API server reads it.
+        "10.20.0.0/33",
+        "10.20.1.1",
+        "::ffff:10.20.1.0/120",
+        "010.20.1.0/24",
+        "10.20.1.0/24,10.21.0.0/16",
+        "",
+    ] {
+        let refused = create(controller, &peer("n", true, &["10.20.1.0/24", outside])).await;
+        assert_eq!(refused, Err(format!("spec.allowedIPs: {outside}{OUTSIDE}")));
+    }
+}
+
+async fn peer_policies_open_and_blackhole_nothing_outside_the_lists(controller: &Acting) {
+    let valid = || policy("prod--tenant-b", true);
+    assert_eq!(create(controller, &valid()).await, Ok(()));
+    let closed = with(with(valid(), "/spec/allow", json!([])), "/spec/anchored", json!([]));
+    assert_eq!(create(controller, &closed).await, Ok(()));
+    let members: Vec<String> = (0..8192).map(|n| format!("10.20.{}.{}/32", n / 256, n % 256)).collect();
     assert_eq!(
-        controller
-            .delete(&format!("{PEERS}/prod--tenant-a--n1"))
-            .await
-            .map(drop),
+        create(controller, &with(valid(), "/spec/sources", json!(members))).await,
         Ok(())
     );
+
+    let ports = valid()["spec"]["infrastructurePorts"].clone();
+    let udp: Vec<Value> = ports
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|port| json!({"port": port["port"], "protocol": "UDP"}))
+        .collect();
+    let closed_ports = |which: &str| {
+        Err(format!(
+            "spec.infrastructurePorts: without {which} (TCP), which stay closed to every member"
+        ))
+    };
+    let all = "2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259";
+    let without_kubelet: Vec<&Value> = ports
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|port| port["port"] != 10250)
+        .collect();
+    for (field, value, refused) in [
+        (
+            "sources",
+            json!(["10.20.0.0/16", "0.0.0.0/0"]),
+            Err(format!("spec.sources: 0.0.0.0/0{OUTSIDE}")),
+        ),
+        (
+            "sources",
+            json!(["10.10.0.0/16"]),
+            Err(format!("spec.sources: 10.10.0.0/16{OUTSIDE}")),
+        ),
+        (
+            "networks",
+            json!(["128.0.0.0/1", "::/1"]),
+            Err(format!("spec.networks: 128.0.0.0/1, ::/1{OUTSIDE}")),
+        ),
+        (
+            "allow",
+            json!([{"to": ["0.0.0.0/0"]}]),
+            Err(format!("spec.allow[].to: 0.0.0.0/0{UNREACHABLE}")),
+        ),
+        (
+            "allow",
+            json!([{"to": ["10.10.0.0/24"]}, {"to": ["10.20.0.0/16"], "service": {"namespace": "a", "name": "b"}}]),
+            Err(format!("spec.allow[].to: 10.20.0.0/16{UNREACHABLE}")),
+        ),
+        (
+            "anchored",
+            json!(["fd00:11::/64"]),
+            Err(format!("spec.anchored: fd00:11::/64{UNREACHABLE}")),
+        ),
+        ("infrastructurePorts", json!([]), closed_ports(all)),
+        ("infrastructurePorts", json!(udp), closed_ports(all)),
+        ("infrastructurePorts", json!(without_kubelet), closed_ports("10250")),
+    ] {
+        assert_eq!(
+            create(controller, &with(valid(), &format!("/spec/{field}"), value)).await,
+            refused,
+            "{field}"
+        );
+    }
+}
+
+/// A version without a schema, as a later release of Kilo might serve: the same rules, for what is stored is the same.
+async fn another_served_version_changes_nothing(server: &ApiServer, controller: &Acting) {
+    let crd = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/peerpolicies.kilo.squat.ai";
+    let stored: Value = serde_json::from_str(&server.kubectl(&["get", "--raw", crd]).await).unwrap();
+    let schema = json!({"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": true}});
+    let mut versions = stored["spec"]["versions"].as_array().unwrap().clone();
+    versions.push(json!({"name": "v1beta1", "served": true, "storage": false, "schema": schema}));
+    server
+        .patch(crd, &json!({"spec": {"versions": versions}}))
+        .await
+        .unwrap();
+    let path = "/apis/kilo.squat.ai/v1beta1/peerpolicies?dryRun=All";
+    let valid = with(policy("later", true), "/apiVersion", json!("kilo.squat.ai/v1beta1"));
+    clustermesh_lab::wait_until(
+        "the version to be served",
+        std::time::Duration::from_secs(60),
+        async || match controller.post(path, &valid).await {
+            Err((404, message)) => Err(message),
+            answer => {
+                assert_eq!(verdict(answer), Ok(()));
+                Ok(())
+            }
+        },
+    )
+    .await
+    .unwrap();
+    let bare = with(valid.clone(), "/metadata/labels", json!({}));
+    assert!(verdict(controller.post(path, &bare).await).is_err());
+    assert!(verdict(server.post(path, &valid).await).is_err());
+    for (field, value, refused) in [
+        (
+            "networks",
+            json!(["0.0.0.0/0"]),
+            format!("spec.networks: 0.0.0.0/0{OUTSIDE}"),
+        ),
+        (
+            "networks",
+            json!(["10.20.0.0/99"]),
+            format!("spec.networks: 10.20.0.0/99{OUTSIDE}"),
+        ),
+        (
+            "allow",
+            json!([{"to": ["x"]}]),
+            format!("spec.allow[].to: x{UNREACHABLE}"),
+        ),
+    ] {
+        let object = with(valid.clone(), &format!("/spec/{field}"), value);
+        assert_eq!(verdict(controller.post(path, &object).await), Err(refused));
+    }
+}
+
+async fn a_list_that_cannot_be_read_admits_nothing_and_deletions_pass(server: &ApiServer, controller: &Acting) {
+    let config = "/api/v1/namespaces/clustermesh-agent/configmaps/clustermesh-admission";
+    let object = peer("prod--tenant-a--n2", true, &["10.20.1.0/24"]);
+    // The ConfigMap is watched: a change is in force some time after it is written.
+    let lists = async |data: Value, path: &str, expected: Result<(), String>| {
+        server.patch(config, &json!({"data": data})).await.unwrap();
+        clustermesh_lab::wait_until(
+            format!("{expected:?}"),
+            std::time::Duration::from_secs(60),
+            async || match verdict(controller.post(&format!("{PEERS}{path}"), &object).await) {
+                answer if answer == expected => Ok(()),
+                other => Err(format!("{other:?}")),
+            },
+        )
+        .await
+        .unwrap();
+    };
+    lists(
+        json!({"networks": ""}),
+        "?dryRun=All",
+        Err(format!("spec.allowedIPs: 10.20.1.0/24{OUTSIDE}")),
+    )
+    .await;
+    let misspelt = "the ConfigMap clustermesh-admission names what is no network: 10.20.0.0/16; fd00::/8; write an address and a \
+                    prefix length, with commas between";
+    lists(
+        json!({"networks": "10.20.0.0/16; fd00::/8"}),
+        "?dryRun=All",
+        Err(misspelt.into()),
+    )
+    .await;
+    let gone = controller.delete(&format!("{PEERS}/prod--tenant-a--n1")).await;
+    assert_eq!(verdict(gone), Ok(()));
+    lists(json!({"networks": null}), "", Ok(())).await;
+    assert_eq!(create(controller, &peer("n", true, &["192.0.2.0/24"])).await, Ok(()));
+    assert!(create(controller, &peer("n", false, &["192.0.2.0/24"])).await.is_err());
 }
 
 #[tokio::test]
 async fn an_agent_writes_what_it_publishes_on_its_own_node_and_nothing_else() {
-    let server = server("").await;
+    let server = server(None).await;
     let other = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n2"}});
     server.post("/api/v1/nodes", &other).await.unwrap();
+    // An agent outside the DaemonSet, with the account and the rights that deploy/README.md gives it.
+    let host = format!("{AGENT}.n2");
+    let account = json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": {"name": "wg-agent.n2"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "wg-agent"},
+        "subjects": [{"kind": "ServiceAccount", "name": "wg-agent.n2", "namespace": "clustermesh-agent"}],
+    });
+    let bindings = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings";
+    server.post(bindings, &account).await.unwrap();
     let agent = server.acting(AGENT, &[("authentication.kubernetes.io/node-name", "n1")]);
-    let unbound = server.acting(AGENT, &[]);
+    let (unbound, host) = (server.acting(AGENT, &[]), server.acting(&host, &[]));
     let annotations = |key: &str, value: Value| json!({"metadata": {"annotations": {key: value}}});
     let key = annotations("kilo.squat.ai/key", json!("k"));
     assert_eq!(agent.patch("/api/v1/nodes/n1", &key).await.map(drop), Ok(()));
-    let own = "an agent writes its own Node alone; this token is not bound to a pod on it";
+    assert_eq!(host.patch("/api/v1/nodes/n2", &key).await.map(drop), Ok(()));
+    let own = |node: &str| {
+        format!(
+            "an agent writes its own Node alone, and this token is not of a pod on {node}; an agent outside the DaemonSet needs \
+             the account clustermesh-agent/wg-agent.{node}"
+        )
+    };
+    let nothing_else = "an agent writes annotations of its Node and nothing else".to_owned();
+    let annotation = |name: &str| format!("an agent does not write the annotation {name}");
     for (who, node, change, words) in [
-        (&agent, "n2", key.clone(), own),
-        (&unbound, "n1", annotations("kilo.squat.ai/key", json!("j")), own),
-        (
-            &agent,
-            "n1",
-            annotations("team", json!(null)),
-            "an agent does not write the annotation team",
-        ),
+        (&agent, "n2", annotations("kilo.squat.ai/key", json!("x")), own("n2")),
+        (&unbound, "n1", annotations("kilo.squat.ai/key", json!("j")), own("n1")),
+        (&host, "n1", annotations("kilo.squat.ai/key", json!("j")), own("n1")),
+        (&agent, "n1", annotations("team", json!(null)), annotation("team")),
         (
             &agent,
             "n1",
             annotations("kilo.squat.ai/force-endpoint", json!("192.0.2.1:1")),
-            "an agent does not write the annotation kilo.squat.ai/force-endpoint",
+            annotation("kilo.squat.ai/force-endpoint"),
         ),
         (
             &agent,
             "n1",
             json!({"metadata": {"labels": {"a": "b"}}}),
-            "an agent writes annotations of its Node and nothing else",
+            nothing_else.clone(),
+        ),
+        (
+            &host,
+            "n2",
+            json!({"spec": {"unschedulable": true}}),
+            nothing_else.clone(),
         ),
         (
             &agent,
             "n1",
-            json!({"spec": {"unschedulable": true}}),
-            "an agent writes annotations of its Node and nothing else",
+            json!({"spec": {"taints": [{"key": "a", "effect": "NoExecute"}]}}),
+            nothing_else,
         ),
     ] {
-        let (code, message) = who
-            .patch(&format!("/api/v1/nodes/{node}"), &change)
-            .await
-            .expect_err(words);
-        assert_eq!((code, message.contains(words)), (403, true), "{message}");
+        let refused = who.patch(&format!("/api/v1/nodes/{node}"), &change).await;
+        assert_eq!(verdict(refused), Err(words));
     }
     // Everybody else writes Nodes as before.
     assert_eq!(

@@ -74,8 +74,7 @@ async fn each_rule_of_a_clustermesh_admits_one_and_refuses_another_with_advice()
     let label =
         "must be a DNS-1123 label: lower-case letters, digits and '-', beginning and ending with a letter or a digit";
     let cidr = "is not a network: write an address and a prefix length, such as 10.244.0.0/16 or fd00:10:244::/48";
-    let local =
-        "spec.clusters: Invalid value: exactly one entry must have `local: true`: the cluster this object lives in";
+    let local = "spec.clusters: Invalid value: more than one entry has `local: true`: only the cluster this object lives in may";
     let inside = "spec.clusters[0].anchoredNetworks: Invalid value: anchoredNetworks must lie inside allowedNetworks: add the network to allowedNetworks or take it out of anchoredNetworks";
     let secret = "kubeconfigSecretRef is missing: name the Secret in this namespace that holds the cluster's kubeconfig (only the entry with `local: true` needs none)";
     let own = "spec.clusters[1].egress: Invalid value: egress names this very cluster: `service.cluster` must be another entry, its own Services are reached without a mesh";
@@ -88,10 +87,11 @@ async fn each_rule_of_a_clustermesh_admits_one_and_refuses_another_with_advice()
     let a64 = "a".repeat(64);
     let cases = [
         (with(&[]), with(&[("/clusters/1/local", json!(true))]), local.to_owned()),
+        // A mesh of members alone.
         (
-            with(&[("/clusters/0/kubeconfigSecretRef", json!({"name": "x"}))]),
             with(&[("/clusters/0/kubeconfigSecretRef", json!({"name": "x"})), ("/clusters/0/local", json!(null))]),
-            local.to_owned(),
+            with(&[("/clusters/0/local", json!(null))]),
+            format!("spec.clusters[0].kubeconfigSecretRef: Invalid value: {secret}"),
         ),
         (
             with(&[]),

@@ -92,6 +92,16 @@ impl Acting {
         self.ask("POST", path, "application/json", object).await
     }
 
+    /// Replaces the stored object, whatever its resourceVersion.
+    #[allow(dead_code, reason = "each test binary uses its part")]
+    pub(crate) async fn put(&self, path: &str, object: &Value) -> Answer {
+        let stored = path.split('?').next().unwrap();
+        let stored = self.ask("GET", stored, "application/json", &Value::Null).await?;
+        let mut object = object.clone();
+        object["metadata"]["resourceVersion"] = stored["metadata"]["resourceVersion"].clone();
+        self.ask("PUT", path, "application/json", &object).await
+    }
+
     #[allow(dead_code, reason = "each test binary uses its part")]
     pub(crate) async fn patch(&self, path: &str, change: &Value) -> Answer {
         self.ask("PATCH", path, "application/merge-patch+json", change).await

@@ -109,3 +109,50 @@ pub(super) async fn our_processes_have_the_rights_of_deploy_and_no_more(mesh: &M
         .expect("a node that runs the controller");
     assert_eq!(rights(&node, controller), expected("65532", 0));
 }
+
+/// With the token that the kubelet gave to the agent's pod.
+pub(super) async fn an_agents_token_changes_no_other_node(mesh: &Mesh<'_>) {
+    for cluster in [&mesh.hub, &mesh.member] {
+        let nodes = cluster.nodes();
+        let [own, other] = &nodes[..] else {
+            panic!("{nodes:?}");
+        };
+        let pids = own.pids_of("wg-agent").unwrap();
+        let token = format!(
+            "/proc/{}/root/var/run/secrets/kubernetes.io/serviceaccount/token",
+            pids[0]
+        );
+        let token = format!("authorization: Bearer {}", std::fs::read_to_string(token).unwrap());
+        let patch = async |node: &Node<'_>, change: &str| {
+            let api = cluster.plan().api_address();
+            let url = format!("https://{api}:6443/api/v1/nodes/{}?dryRun=All", node.name());
+            let kind = "content-type: application/merge-patch+json";
+            let words = [
+                "curl", "-sSk", "-X", "PATCH", "-H", &token, "-H", kind, "-d", change, &url,
+            ];
+            let answer: serde_json::Value = serde_json::from_str(&own.exec(words).await.unwrap().stdout).unwrap();
+            answer["message"].as_str().map(|message| {
+                let (_, words) = message.split_once(" denied request: ").expect(message);
+                words.to_owned()
+            })
+        };
+        let key = r#"{"metadata": {"annotations": {"kilo.squat.ai/key": "x"}}}"#;
+        assert_eq!(patch(own, key).await, None);
+        let elsewhere = format!(
+            "an agent writes its own Node alone, and this token is not of a pod on {name}; an agent outside the DaemonSet needs the \
+             account clustermesh-agent/wg-agent.{name}",
+            name = other.name()
+        );
+        for (node, change, refused) in [
+            (other, key, &*elsewhere),
+            (other, r#"{"spec": {"unschedulable": true}}"#, &*elsewhere),
+            (
+                own,
+                r#"{"metadata": {"labels": {"a": "b"}}}"#,
+                "an agent writes annotations of its Node and nothing else",
+            ),
+        ] {
+            assert_eq!(patch(node, change).await.as_deref(), Some(refused), "{change}");
+        }
+    }
+}

@@ -1,5 +1,6 @@
 //! The world in which the real controller binary is tested: API servers alone, the accounts that are shipped with exactly
 //! their rights, Nodes written as an agent would publish them. No assertions live here.
+#![allow(dead_code, reason = "each test program uses a part")]
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
@@ -47,13 +48,19 @@ fn binary() -> String {
 impl World {
     /// Starts API servers with CRDs and accounts; the hub holds a kubeconfig Secret for each other one.
     pub(crate) async fn start(names: &[&str]) -> Self {
-        let lab = Lab::start(LabPlan::control_planes(names)).await.unwrap();
+        Self::start_plan(LabPlan::control_planes(names)).await
+    }
+
+    /// The same with clusters that may have nodes. The controller runs beside them, on its own host.
+    pub(crate) async fn start_plan(plan: LabPlan) -> Self {
+        let names: Vec<String> = plan.clusters.iter().map(|cluster| cluster.name.clone()).collect();
+        let lab = Lab::start(plan).await.unwrap();
         lab.add_host("controller", "172.30.1.200".parse().unwrap())
             .await
             .unwrap();
         let world = Self {
             lab,
-            names: names.iter().map(|name| (*name).to_owned()).collect(),
+            names: names.clone(),
         };
         for (index, name) in names.iter().enumerate() {
             world.install_peer_crds(name).await;
@@ -170,6 +177,15 @@ impl World {
 
     /// The same with a flag `--hub-namespace` of its own, and more flags.
     pub(crate) async fn controller_for(&self, hub_namespace: &str, more: &[&str]) -> Running {
+        self.controller_as(&[], hub_namespace, more).await
+    }
+
+    /// The same behind other words on the command line, which end in becoming the program.
+    pub(crate) async fn controller_within(&self, prefix: &[&str]) -> Running {
+        self.controller_as(prefix, NAMESPACE, &[]).await
+    }
+
+    async fn controller_as(&self, prefix: &[&str], hub_namespace: &str, more: &[&str]) -> Running {
         let file = self.lab.directory().join("controller.kubeconfig");
         std::fs::write(&file, self.kubeconfig(self.hub_name()).await).unwrap();
         let file = file.display().to_string();
@@ -185,7 +201,10 @@ impl World {
             "--listen",
             "0.0.0.0:8081",
         ];
-        let running = self.host().spawn("controller", [&words[..], more].concat()).unwrap();
+        let running = self
+            .host()
+            .spawn("controller", [prefix, &words[..], more].concat())
+            .unwrap();
         wait_until("the controller to be ready", LATER, async || {
             match self.ask("/readyz").await {
                 answer if answer == "ok\n" => Ok(()),

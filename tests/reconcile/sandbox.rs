@@ -220,14 +220,25 @@ async fn a_confined_namespace_is_given_a_service_of_another_where_that_one_allow
     world.node("mgmt", 1, 1).await;
     world.node("notebooks", 2, 1).await;
     service(&world, "mgmt", "team-x", "postgres", 5432, ("10.1.1.9", "mgmt-1")).await;
-    let _controller = world.controller_for(&format!("{NAMESPACE}=sandbox"), &[]).await;
+    let hub_networks = "--hub-network=10.1.0.0/16,100.64.1.0/24,198.51.1.0/24";
+    let flag = format!("{NAMESPACE}=sandbox,100.64.2.0/24");
+    let _controller = world.controller_for(&flag, &[hub_networks]).await;
     let mut mesh = world.mesh();
     let entry = &mut mesh["spec"]["clusters"][1];
     entry["isolationProfile"] = json!("sandbox");
-    entry["allowedNetworks"] = json!(["100.64.2.0/24"]);
+    entry["allowedNetworks"] = json!(["128.0.0.0/1"]);
     entry["egress"] = json!([{
         "service": {"cluster": "mgmt", "namespace": "team-x", "name": "postgres"}, "as": {"namespace": "default", "name": "db"},
     }]);
+    world.apply_mesh(&mesh).await;
+    let message = world.until_condition("Ready", "False/NetworksNotAllowed", SOON).await;
+    assert!(
+        message.contains("\"notebooks\" has 128.0.0.0/1") && message.contains(&flag[..20]),
+        "{message}"
+    );
+    assert!(policies(&world, "mgmt").await.is_empty());
+
+    mesh["spec"]["clusters"][1]["allowedNetworks"] = json!(["100.64.2.0/24"]);
     world.apply_mesh(&mesh).await;
     let message = world.until_condition("EgressResolved", "False/Unresolved", SOON).await;
     let remedy = format!("the annotation kilo-clustermesh.io/allowed-from: {NAMESPACE} on it");

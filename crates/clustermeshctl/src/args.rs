@@ -3,7 +3,10 @@
 use std::{num::NonZeroUsize, path::PathBuf};
 
 use clap::{Parser, Subcommand, ValueEnum};
-use clustermesh_core::{hub::HubNamespace, plan::InfrastructurePort};
+use clustermesh_core::{
+    hub::{HubNamespace, HubNetwork, MemberNamespace},
+    plan::InfrastructurePort,
+};
 
 use crate::verify::Allowed;
 
@@ -159,10 +162,27 @@ pub(crate) struct GivenArgs {
     /// Without it every namespace may have a mesh, of any profile.
     #[arg(
         long = "hub-namespace",
-        value_name = "NAMESPACE[=PROFILE]",
+        value_name = "NAMESPACE[=PROFILE[,CIDR...]]",
         conflicts_with = "filename"
     )]
     pub(crate) hub_namespaces: Vec<HubNamespace>,
+
+    /// As the controller's flag of that name, with the same values; repeatable
+    #[arg(
+        long = "member-namespace",
+        value_name = "NAMESPACE,CIDR[,CIDR...]",
+        requires = "hub_namespaces"
+    )]
+    pub(crate) member_namespaces: Vec<MemberNamespace>,
+
+    /// As the controller's flag of that name, with the same values; repeatable
+    #[arg(
+        long = "hub-network",
+        value_name = "CIDR[,CIDR...]",
+        value_delimiter = ',',
+        requires = "hub_namespaces"
+    )]
+    pub(crate) hub_networks: Vec<HubNetwork>,
 
     /// As the controller's flag of that name, with the same values: ports closed beside the built-in ones; repeatable
     #[arg(long = "infrastructure-port", value_name = "PORT[/PROTOCOL]")]

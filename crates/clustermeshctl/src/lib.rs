@@ -17,6 +17,7 @@ mod document;
 mod explain;
 mod live;
 mod objects;
+mod output;
 mod page;
 mod plan;
 mod problem;
@@ -36,6 +37,8 @@ pub fn run(
     stdout: &mut dyn Write,
     stderr: &mut dyn Write,
 ) -> ExitCode {
+    let stdout: &mut dyn Write = &mut output::Printable(stdout);
+    let stderr: &mut dyn Write = &mut output::Printable(stderr);
     let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
     // Where 1 means "denied" or "open", an error must not look like it.
     let failure = match args.get(1).and_then(|command| command.to_str()) {

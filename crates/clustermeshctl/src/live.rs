@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use clustermesh_access::{hub_hosts, kubeconfig::HubHosts};
+use clustermesh_access::{hub_hosts, kubeconfig::HubHosts, memory::Account};
 use clustermesh_api::{convert, mesh::ClusterMesh};
 use clustermesh_core::{
     hub::HubNamespaces,
@@ -46,10 +46,7 @@ impl Live {
     pub(crate) async fn read(given: &GivenArgs, files: BTreeMap<String, Objects>) -> Result<Self, Vec<Problem>> {
         let hub = Hub::open(given).await.map_err(|why| vec![Problem::usage(why)])?;
         let mut notes = Vec::new();
-        let meshes = hub
-            .meshes(&given.hub_namespaces, &mut notes)
-            .await
-            .map_err(|why| vec![Problem::usage(why)])?;
+        let meshes = hub.meshes(&mut notes).await.map_err(|why| vec![Problem::usage(why)])?;
         if meshes.is_empty() {
             // Why each of them was left out is the remedy.
             let why = format!("the hub ({}) has no ClusterMesh that can be read", hub.url);
@@ -147,6 +144,9 @@ fn unknown<'n>(
     if problems.is_empty() { Ok(()) } else { Err(problems) }
 }
 
+/// What a member's answers may take while they are read.
+const MEMORY: usize = 64 * 1024 * 1024;
+
 struct Hub<'a> {
     given: &'a GivenArgs,
     client: Client,
@@ -176,17 +176,20 @@ impl<'a> Hub<'a> {
         })
     }
 
-    async fn meshes(
-        &self,
-        flags: &[clustermesh_core::hub::HubNamespace],
-        notes: &mut Vec<String>,
-    ) -> Result<Vec<Mesh>, String> {
+    async fn meshes(&self, notes: &mut Vec<String>) -> Result<Vec<Mesh>, String> {
         let hub = |why: String| format!("ClusterMeshes of the hub ({}): {why}", self.url);
         let found = list::kind::<ClusterMesh>(&self.client, notes).await.map_err(hub)?;
         let found = found.ok_or_else(|| {
             hub("it has no CRD clustermeshes.kilo.squat.ai: is it the hub? Name its context with --context".to_owned())
         })?;
-        let namespaces = (!flags.is_empty()).then(|| HubNamespaces::new(flags, ""));
+        let GivenArgs {
+            hub_namespaces,
+            member_namespaces,
+            hub_networks,
+            ..
+        } = self.given;
+        let namespaces = (!hub_namespaces.is_empty())
+            .then(|| HubNamespaces::new(hub_namespaces, member_namespaces, hub_networks, ""));
         let mut meshes = Vec::new();
         for object in found {
             let name = list::name(&object);
@@ -247,7 +250,8 @@ impl<'a> Hub<'a> {
                 "Secret {namespace}/{name} has no key {key:?}; set kubeconfigSecretRef.key to the key that holds the kubeconfig"
             )
         })?;
-        let client = clustermesh_access::member(&text.0, context.as_deref(), &self.hosts).await;
+        let client =
+            clustermesh_access::member(&text.0, context.as_deref(), &self.hosts, &Account::alone(MEMORY)).await;
         client.map_err(|why| format!("Secret {namespace}/{name} key {key:?}: {why}"))
     }
 }

@@ -5,8 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use clustermesh_api::{convert, names};
 use clustermesh_core::{
+    checkin,
     mesh::{ClusterIdentity, Mesh},
-    observe::{Claim, Member, Observation, Observations, Owner, Server},
+    observe::{Claim, Member, Observation, Observations, Owner, Server, Unlisted},
 };
 use kube::ResourceExt;
 
@@ -239,11 +240,19 @@ impl Seen {
 }
 
 fn member(objects: &Objects) -> Member {
-    let nodes: BTreeMap<_, _> = objects
+    let mut nodes: BTreeMap<_, _> = objects
         .nodes
         .iter()
         .map(|(name, node)| (name.clone(), convert::node::to_core(node)))
         .collect();
+    // A dump is of some earlier time, so a check-in is old by the others alone.
+    let last_seen = objects.nodes.iter();
+    let last_seen = last_seen.filter_map(|(name, node)| Some((name.clone(), convert::node::last_seen(node)?)));
+    for (name, age) in checkin::ages(&last_seen.collect(), k8s_openapi::jiff::Timestamp::now().as_second()) {
+        if let Some(node) = nodes.get_mut(&name) {
+            node.silent = age >= checkin::SILENT;
+        }
+    }
     // A dump does not say which CRDs are there. Where kg publishes keys and no agent of ours does, nobody reads policies.
     let runs_kg = nodes.values().any(|node| node.public_key != Claim::Absent);
     let runs_agent = nodes.values().any(|node| node.server != Server::Kilo);
@@ -279,6 +288,8 @@ fn member(objects: &Objects) -> Member {
             .iter()
             .map(|(name, pod)| (name.clone(), convert::service::pod_to_core(pod)))
             .collect(),
+        // What the account may not read is said apart; a dump has all of its namespaces.
+        unlisted: Unlisted::default(),
         api_endpoints: convert::service::api_endpoints(objects.slices.values()),
         nodes,
     }

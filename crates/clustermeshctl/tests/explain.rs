@@ -157,9 +157,9 @@ fn a_port_that_the_operator_names_is_infrastructure_too_and_is_planned_so() {
         let answer: Value = serde_json::from_str(&answer.out).unwrap_or_else(|_| panic!("{}", answer.err));
         answer["answers"][1]["rule"].as_str().unwrap().to_owned()
     };
-    assert_eq!(own(""), "Meshed");
+    assert_eq!(own(""), "WireguardAddress");
     assert_eq!(own("--infrastructure-port 8132/TCP"), "InfrastructurePort");
-    assert_eq!(own("--infrastructure-port 8132/UDP"), "Meshed");
+    assert_eq!(own("--infrastructure-port 8132/UDP"), "WireguardAddress");
 
     let plan = run(&format!("plan {WORLD} -o json --infrastructure-port 8132"), &mesh());
     let plan: Value = serde_json::from_str(&plan.out).unwrap();
@@ -173,6 +173,21 @@ fn a_port_that_the_operator_names_is_infrastructure_too_and_is_planned_so() {
         "{}",
         refused.err
     );
+}
+
+#[test]
+fn wireguard_address_of_a_node_answers_ping_alone() {
+    let rules = |to: &str| {
+        let answer = run(&format!("explain tenant-a/w1 {to} {WORLD} -o json"), &mesh());
+        let answer: Value = serde_json::from_str(&answer.out).unwrap_or_else(|_| panic!("{}", answer.err));
+        let answers = answer["answers"].as_array().unwrap().iter();
+        answers
+            .map(|one| one["rule"].as_str().unwrap().to_owned())
+            .collect::<Vec<_>>()
+    };
+    // About the node's InternalIP, which mgmt does not list, and its WireGuard address.
+    assert_eq!(rules("mgmt/h1:9100"), ["OutsideAllowedNetworks", "WireguardAddress"]);
+    assert_eq!(rules("mgmt/h1"), ["OutsideAllowedNetworks", "Meshed"]);
 }
 
 #[test]

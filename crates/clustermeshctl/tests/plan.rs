@@ -476,3 +476,16 @@ fn a_sandbox_is_read_with_its_grants_and_a_grant_that_goes_is_told() {
         run.err
     );
 }
+
+#[test]
+fn text_of_clusters_reaches_the_terminal_escaped() {
+    let mesh = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/agents/mesh.yaml")).unwrap();
+    let hostile = json!({"apiVersion": "v1", "kind": "E\u{1b}[2J\u{9b}31m\u{202e}", "metadata": {"name": "x"}});
+    let args = "-f - --cluster mgmt=agents/mgmt.yaml --cluster tenant-a=agents/tenant-a";
+    // YAML takes no C1 control as it is.
+    let hostile = hostile.to_string().replace('\u{9b}', "\\u009b");
+    let run = plan_of(args, &format!("{mesh}\n---\n{hostile}\n"));
+    let note = "note: of no use to a plan and ignored: 1 ConfigMap, 1 E\\u001b[2J\\u009b31m\\u202e";
+    assert!(run.err.lines().any(|line| line == note), "{:?}", run.err);
+    assert_eq!(run.out, plan(AGENTS).out);
+}

@@ -107,9 +107,10 @@ fn path(text: &mut String, row: &Row, way: &Way) {
     let anchor = if *anchored { ", as an anchor" } else { "" };
     page::line(text, 4, 6, &format!("goes out by {}{anchor}", hop(out)));
     let sent = match (masqueraded, row.from.address) {
-        (true, Some(address)) => format!("arrives as {seen_as}, not as {address} (masqueraded)"),
         (_, None) => format!("arrives as {seen_as}, the node's own address in the mesh"),
-        (false, Some(_)) => format!("arrives as {seen_as} (not masqueraded)"),
+        (Some(true), Some(address)) => format!("arrives as {seen_as}, not as {address} (masqueraded)"),
+        (Some(false), Some(_)) => format!("arrives as {seen_as} (not masqueraded)"),
+        (None, Some(_)) => format!("arrives as {seen_as}, unless the CNI there masquerades it"),
     };
     page::line(text, 4, 6, &format!("{sent}, let in by {}", hop(back)));
     if let Some((policy, stands)) = policy {
@@ -160,7 +161,8 @@ struct PathReport<'a> {
     anchored: bool,
     back: HopReport<'a>,
     seen_as: String,
-    masqueraded: bool,
+    /// `null` = that is up to the CNI of the source's node.
+    masqueraded: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
     policy: Option<PolicyReport<'a>>,
 }

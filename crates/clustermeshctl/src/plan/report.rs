@@ -48,6 +48,14 @@ struct Cluster {
     name: String,
     registered_peers: usize,
     skipped: Vec<Skipped>,
+    uncovered: Vec<Uncovered>,
+}
+
+/// A podCIDR outside allowedNetworks, of a node that has its Peer.
+#[derive(Debug, Serialize)]
+struct Uncovered {
+    node: String,
+    network: String,
 }
 
 #[derive(Debug, Serialize)]
@@ -105,7 +113,7 @@ impl From<&Outcome> for Report {
 
 impl MeshReport {
     fn of(outcome: &Outcome, id: &MeshId, mesh: &MeshPlan) -> Self {
-        let conditions = status::conditions(mesh, &Default::default(), &[]);
+        let conditions = status::conditions(mesh, &Default::default(), &[], &Default::default());
         Self {
             namespace: id.namespace.clone(),
             name: id.name.clone(),
@@ -131,6 +139,14 @@ impl MeshReport {
                             node: skipped.node.clone(),
                             reason: skipped.reason.to_string(),
                             message: skipped.message.clone(),
+                        })
+                        .collect(),
+                    uncovered: cluster
+                        .uncovered
+                        .iter()
+                        .map(|uncovered| Uncovered {
+                            node: uncovered.node.clone(),
+                            network: uncovered.network.to_string(),
                         })
                         .collect(),
                 })

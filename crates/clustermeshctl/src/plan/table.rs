@@ -43,7 +43,7 @@ struct Page {
 impl Page {
     fn mesh(&mut self, outcome: &Outcome, id: &MeshId, mesh: &MeshPlan) {
         self.line(0, 0, &format!("ClusterMesh {id}"));
-        for condition in status::conditions(mesh, &BTreeMap::new(), &[]) {
+        for condition in status::conditions(mesh, &BTreeMap::new(), &[], &BTreeMap::new()) {
             if condition.kind == "Ready" || troubling(&condition) {
                 let state = match (condition.kind, condition.status) {
                     ("Ready", true) => "Ready".to_owned(),
@@ -119,6 +119,18 @@ impl Page {
                     let text = format!("! Node {}  {}: {}", skipped.node, skipped.reason, skipped.message);
                     self.line(4, 8, &text);
                 }
+            }
+            if let Some(first) = cluster.uncovered.first() {
+                let more = match cluster.uncovered.len() - 1 {
+                    0 => String::new(),
+                    more => format!(", and {more} more"),
+                };
+                self.blank();
+                let text = format!(
+                    "Not meshed in {entry}, outside allowedNetworks: podCIDR {} of Node {}{more}",
+                    first.network, first.node
+                );
+                self.line(2, 4, &text);
             }
             if !cluster.held.is_empty() {
                 self.blank();

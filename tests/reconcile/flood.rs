@@ -1,0 +1,341 @@
+//! A controller with little memory, and members whose API servers answer without end.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use base64::{Engine, engine::general_purpose::STANDARD};
+use kube::ResourceExt;
+use rcgen::{
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, SanType,
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+};
+use tokio_rustls::{TlsAcceptor, rustls};
+
+use super::*;
+
+const MIB: usize = 1024 * 1024;
+/// What the controller may take.
+const LIMIT: usize = 256 * MIB;
+/// What each answer would come to.
+const FLOOD: usize = 2048 * MIB;
+const ADDRESS: &str = "172.30.1.201";
+
+/// To which requests a server answers without end, and with what; to the others with empty lists and silent watches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Flood {
+    /// Lists of Nodes.
+    List,
+    /// Lists, whose text is short for what it takes to parse.
+    Values,
+    /// One line of a watch.
+    Line,
+    /// Many Nodes, each within every limit, in pages of a decent size.
+    Objects,
+    /// Errors.
+    Error,
+    /// `/version`.
+    Version,
+}
+
+impl Flood {
+    const ALL: [Self; 6] = [
+        Self::List,
+        Self::Values,
+        Self::Line,
+        Self::Objects,
+        Self::Error,
+        Self::Version,
+    ];
+
+    fn name(self) -> String {
+        format!("{self:?}").to_lowercase()
+    }
+
+    /// Status, beginning and what is repeated, for a path with its query.
+    fn answer(self, path: &str) -> (u16, String, Option<String>) {
+        let list = r#"{"apiVersion":"v1","kind":"NodeList","metadata":{"resourceVersion":"1"},"items":["#;
+        let watch = path.contains("watch=true");
+        let nodes = path.starts_with("/api/v1/nodes") && !watch;
+        let filler = || Some("x".repeat(16 * 1024));
+        match self {
+            Self::List if nodes => (200, format!(r#"{list}{{"metadata":{{"name":""#), filler()),
+            Self::Values if nodes => (200, format!(r#"{list}{{"x":["#), Some(r#"{"":[0]},"#.repeat(1024))),
+            Self::Line if watch => (200, r#"{"type":"ADDED","object":{"x":""#.to_owned(), filler()),
+            Self::Error => (500, String::new(), filler()),
+            Self::Version if path == "/version" => (200, r#"{"gitVersion":""#.to_owned(), filler()),
+            Self::Objects if nodes => {
+                static NODES: AtomicUsize = AtomicUsize::new(0);
+                let node = |_| {
+                    let number = NODES.fetch_add(1, Ordering::Relaxed);
+                    let text = "x".repeat(60_000);
+                    format!(
+                        r#"{{"metadata":{{"name":"n-{number}","resourceVersion":"1","annotations":{{"kilo.squat.ai/x":"{text}"}}}}}}"#
+                    )
+                };
+                let nodes: Vec<String> = (0..20).map(node).collect();
+                let more = list.replace(r#""1"}"#, r#""1","continue":"more"}"#);
+                (200, format!("{more}{}]}}", nodes.join(",")), None)
+            }
+            _ if path == "/version" => (
+                200,
+                r#"{"major":"1","minor":"36","gitVersion":"v1.36.3"}"#.to_owned(),
+                None,
+            ),
+            // It stands, and says nothing.
+            _ if watch => (200, String::new(), Some(String::new())),
+            _ => (200, format!("{list}]}}"), None),
+        }
+    }
+}
+
+/// One API server that floods.
+struct Server {
+    flood: Flood,
+    address: SocketAddr,
+    /// Answers of the flood that were begun.
+    floods: Arc<AtomicUsize>,
+}
+
+impl Server {
+    /// Listens in the network namespace of a host of the lab.
+    fn start(world: &World, flood: Flood, port: u16, tls: &TlsAcceptor) -> Self {
+        let address: SocketAddr = (ADDRESS.parse::<IpAddr>().unwrap(), port).into();
+        let netns = std::fs::File::open(world.lab.node("hostile").netns()).unwrap();
+        // A socket stays in the namespace in which it was made, a thread in the one that it entered.
+        let listener = std::thread::spawn(move || {
+            nix::sched::setns(netns, nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
+            std::net::TcpListener::bind(address).unwrap()
+        });
+        let listener = listener.join().unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let (listener, tls) = (TcpListener::from_std(listener).unwrap(), tls.clone());
+        let floods = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&floods);
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                tokio::spawn(serve(flood, stream, tls.clone(), Arc::clone(&counted)));
+            }
+        });
+        Self { flood, address, floods }
+    }
+}
+
+/// Answers one request of a connection, as far as anybody reads.
+async fn serve(flood: Flood, stream: TcpStream, tls: TlsAcceptor, floods: Arc<AtomicUsize>) -> std::io::Result<()> {
+    let mut stream = tls.accept(stream).await?;
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(stream.read_u8().await?);
+    }
+    let head = String::from_utf8_lossy(&head).into_owned();
+    let (status, begin, repeat) = flood.answer(head.split(' ').nth(1).unwrap_or_default());
+    let start = format!("HTTP/1.1 {status} X\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n{begin}");
+    stream.write_all(start.as_bytes()).await?;
+    match repeat {
+        Some(text) if text.is_empty() => {
+            stream.flush().await?;
+            std::future::pending::<()>().await;
+        }
+        Some(text) => {
+            floods.fetch_add(1, Ordering::Relaxed);
+            for _ in 0..FLOOD / text.len() {
+                stream.write_all(text.as_bytes()).await?;
+            }
+        }
+        None => {
+            if flood == Flood::Objects {
+                floods.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    }
+    stream.shutdown().await
+}
+
+/// An authority, and what a server with its certificate accepts connections with.
+fn tls() -> (String, TlsAcceptor) {
+    let name = |common: &str| {
+        let mut name = DistinguishedName::new();
+        name.push(DnType::CommonName, common);
+        name
+    };
+    let (ca_key, key) = (KeyPair::generate().unwrap(), KeyPair::generate().unwrap());
+    let mut ca = CertificateParams::default();
+    ca.distinguished_name = name("hostile-ca");
+    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    ca.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
+    let ca_certificate = ca.self_signed(&ca_key).unwrap();
+    let mut server = CertificateParams::default();
+    server.distinguished_name = name("hostile");
+    server.subject_alt_names = vec![SanType::IpAddress(ADDRESS.parse().unwrap())];
+    server.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+    let certificate = server.signed_by(&key, &Issuer::new(ca, ca_key)).unwrap();
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = rustls::ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(
+            vec![certificate.der().clone()],
+            rustls::pki_types::PrivateKeyDer::try_from(key.serialize_der()).unwrap(),
+        )
+        .unwrap();
+    (ca_certificate.pem(), TlsAcceptor::from(Arc::new(config)))
+}
+
+fn kubeconfig(address: SocketAddr, ca: &str) -> String {
+    let ca = STANDARD.encode(ca);
+    format!(
+        "apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts:\n- name: c\n  context: {{cluster: k, user: u}}\n\
+         clusters:\n- name: k\n  cluster:\n    server: https://{address}\n    certificate-authority-data: {ca}\n\
+         users:\n- name: u\n  user:\n    token: t\n"
+    )
+}
+
+/// A shell line that moves its process into a cgroup of so many bytes and becomes the program behind it; the kernel ends a
+/// process that takes more, as it does in a pod. Where no memory controller can be used, the limit is one of the process.
+fn limited(bytes: usize) -> (String, Option<std::path::PathBuf>) {
+    let own = format!("clustermesh-flood-{}", std::process::id());
+    for (root, limit) in [
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+        ("/sys/fs/cgroup", "memory.max"),
+    ] {
+        let directory = std::path::Path::new(root).join(&own);
+        if std::fs::create_dir_all(&directory).is_ok() {
+            if std::fs::write(directory.join(limit), bytes.to_string()).is_ok() {
+                let line = format!("echo $$ > {}/cgroup.procs && exec \"$@\"", directory.display());
+                return (line, Some(directory));
+            }
+            let _ = std::fs::remove_dir(&directory);
+        }
+    }
+    (format!("ulimit -d {} && exec \"$@\"", bytes / 1024), None)
+}
+
+#[tokio::test]
+async fn endless_answers_of_members_cost_no_memory_and_delay_no_quarantine() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    for (m, name) in [(1, "mgmt"), (2, "tenant-a")] {
+        world.node(name, m, 1).await;
+    }
+    world.lab.add_host("hostile", ADDRESS.parse().unwrap()).await.unwrap();
+    let (ca, tls) = tls();
+    let servers: Vec<Server> = (Flood::ALL.iter().zip(7001..))
+        .map(|(flood, port)| Server::start(&world, *flood, port, &tls))
+        .collect();
+    let mut mesh = world.mesh();
+    for (server, m) in servers.iter().zip(11..) {
+        let name = server.flood.name();
+        let secret = format!("{name}-kubeconfig");
+        world.give_secret(&name, &kubeconfig(server.address, &ca)).await;
+        let entry = json!({
+            "name": name, "kubeconfigSecretRef": {"name": secret},
+            "allowedNetworks": [format!("10.{m}.0.0/16"), format!("100.64.{m}.0/24")],
+        });
+        mesh["spec"]["clusters"].as_array_mut().unwrap().push(entry);
+    }
+
+    let (line, cgroup) = limited(LIMIT);
+    // As the manifest hands it on.
+    let memory = format!("MEMORY_LIMIT={LIMIT}");
+    let prefix = ["sh", "-c", &line, "sh", "env", &memory];
+    let mut controller = world.controller_within(&prefix).await;
+    let pid = controller.pid().unwrap();
+    world.apply_mesh(&mesh).await;
+    world.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], LATER).await;
+
+    // Each flood was met, and refused by the limit that is meant for it.
+    let over = |member: &str, limit: &str| {
+        format!("over_budget_total{{member=\"Secret clustermesh/{member}-kubeconfig key value\",limit=\"{limit}\"}}")
+    };
+    let want = [
+        over("list", "answer"),
+        over("values", "values"),
+        over("line", "event"),
+        over("objects", "member"),
+        over("error", "answer"),
+        over("version", "answer"),
+    ];
+    wait_until("every flood to be refused", LATER, async || {
+        let metrics = world.ask("/metrics").await;
+        let missing: Vec<&String> = want.iter().filter(|line| !metrics.contains(&***line)).collect();
+        let lines: Vec<&str> = metrics.lines().filter(|line| line.contains("over_budget")).collect();
+        if missing.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("{missing:?} in {lines:?}"))
+        }
+    })
+    .await
+    .unwrap();
+    for server in &servers {
+        assert!(server.floods.load(Ordering::Relaxed) > 0, "{:?}", server.flood);
+    }
+    let why = "over its budget: its API server answers with more than 4 MiB at once";
+    wait_until("the reason in the status", LATER, async || {
+        match world.condition("Ready").await {
+            Some((state, message)) if state.starts_with("False/Member") && message.contains(why) => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap();
+    assert!(controller.log().contains(why), "{}", controller.log());
+
+    // A quarantine of an honest member and of one that floods is written where it counts, meanwhile.
+    let begun: Vec<usize> = servers.iter().map(|s| s.floods.load(Ordering::Relaxed)).collect();
+    let words = [
+        "annotate",
+        "cmesh",
+        "prod",
+        "-n",
+        NAMESPACE,
+        "kilo-clustermesh.io/quarantine=tenant-a,list",
+    ];
+    world.hub().kubectl(words).await.unwrap();
+    wait_until("both to be closed", SOON, async || {
+        let policies = sandbox::policies(&world, "mgmt").await;
+        let open: Vec<String> = (policies.values())
+            .filter(|policy| !policy.spec.allow.is_empty())
+            .map(ResourceExt::name_any)
+            .collect();
+        let closed = |name: &str| policies.contains_key(name) && !open.iter().any(|open| open == name);
+        if closed("prod--tenant-a") && closed("prod--list") && open.len() == Flood::ALL.len() - 1 {
+            Ok(())
+        } else {
+            Err(format!("open: {open:?}"))
+        }
+    })
+    .await
+    .unwrap();
+    wait_until("floods to have begun meanwhile", LATER, async || {
+        let now = servers.iter().map(|s| s.floods.load(Ordering::Relaxed));
+        if now.zip(&begun).any(|(now, begun)| now > *begun) {
+            Ok(())
+        } else {
+            Err(format!("{begun:?}"))
+        }
+    })
+    .await
+    .unwrap();
+
+    // It is the same process, and it never held more.
+    assert_eq!(controller.pid(), Some(pid), "{}", controller.log());
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    let peak: usize = peak.trim().trim_end_matches(" kB").parse().unwrap();
+    println!("peak: {} MiB of {}, limited by {cgroup:?}", peak / 1024, LIMIT / MIB);
+    assert!(peak * 1024 < LIMIT, "{peak} kB");
+    assert!(controller.terminate(SOON).await.unwrap().success());
+    if let Some(cgroup) = cgroup {
+        std::fs::remove_dir(cgroup).unwrap();
+    }
+}

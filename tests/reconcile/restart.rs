@@ -1,0 +1,88 @@
+//! A controller that is started again: what it has not read yet is not taken for empty.
+
+use clustermesh_api::mesh::ClusterMesh;
+use futures::{StreamExt, TryStreamExt, stream};
+use k8s_openapi::api::discovery::v1::EndpointSlice;
+
+use super::*;
+
+/// Slices beside the one of the granted Service: its namespace takes a while to be listed.
+const SLICES: usize = 3_000;
+
+async fn many_slices(world: &World) {
+    let slices: Api<EndpointSlice> = Api::namespaced(world.client("tenant-a").await, "team-x");
+    let made = stream::iter(0..SLICES).map(|n| {
+        let slice = json!({
+            "metadata": {"name": format!("other-{n}"), "labels": {"kubernetes.io/service-name": "other"}},
+            "addressType": "IPv4", "endpoints": [{"addresses": [format!("10.2.{}.{}", 100 + n / 250, n % 250 + 1)]}],
+        });
+        let (slices, slice) = (slices.clone(), serde_json::from_value(slice).unwrap());
+        async move { slices.create(&PostParams::default(), &slice).await.map(drop) }
+    });
+    made.buffer_unordered(32).try_collect::<Vec<_>>().await.unwrap();
+}
+
+/// Waits until the controller has read all of them and serves the mesh.
+async fn until_read(world: &World) {
+    wait_until("all slices to be read", LATER, async || {
+        let state = world.ask("/debug/state").await;
+        let state: serde_json::Value = serde_json::from_str(&state).map_err(|error| error.to_string())?;
+        let member = &state["members"]["Secret clustermesh/tenant-a-kubeconfig key value"];
+        let table = &member["tables"]["endpointSlices"]["team-x"];
+        if table["rows"] == SLICES + 1 && table["trust"] == "Live" {
+            Ok(())
+        } else {
+            Err(table.to_string())
+        }
+    })
+    .await
+    .unwrap();
+}
+
+#[tokio::test]
+async fn restart_with_three_thousand_slices_writes_nothing() {
+    let world = World::start(&["mgmt", "tenant-a", "notebooks"]).await;
+    for (m, name) in [(1, "mgmt"), (2, "tenant-a"), (3, "notebooks")] {
+        world.node(name, m, 1).await;
+    }
+    let backend = ("10.2.1.9", "tenant-a-1");
+    sandbox::service(&world, "tenant-a", "team-x", "postgres", 5432, backend).await;
+    many_slices(&world).await;
+    let mut mesh = world.mesh();
+    let grant = |name: &str| {
+        json!([{
+            "service": {"cluster": "tenant-a", "namespace": "team-x", "name": "postgres"},
+            "as": {"namespace": "default", "name": name},
+        }])
+    };
+    mesh["spec"]["clusters"][0]["egress"] = grant("db-here");
+    let entry = &mut mesh["spec"]["clusters"][2];
+    entry["isolationProfile"] = json!("sandbox");
+    entry["allowedNetworks"] = json!(["100.64.3.0/24"]);
+    entry["egress"] = grant("db");
+    let mut controller = world.controller().await;
+    world.apply_mesh(&mesh).await;
+    world.until_condition("EgressResolved", "True/Resolved", LATER).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    until_read(&world).await;
+    assert!(controller.terminate(SOON).await.unwrap().success());
+    drop(controller);
+    let mut before = world.versions().await;
+    let spec = |mesh: ClusterMesh| serde_json::to_value(mesh.spec).unwrap();
+    let served = spec(world.get_mesh().await.unwrap());
+
+    let controller = world.controller().await;
+    until_read(&world).await;
+    // Whatever the passes until now decided has been written when this has come through.
+    world.node("tenant-a", 2, 2).await;
+    let peers = ["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"];
+    world.until_peers("mgmt", &peers, SOON).await;
+    let mut after = world.versions().await;
+    after.remove("mgmt Peer/prod--tenant-a--tenant-a-2");
+    for versions in [&mut before, &mut after] {
+        // Its status counts the new node.
+        versions.remove("mesh");
+    }
+    assert_eq!(after, before, "{}", controller.log());
+    assert_eq!(spec(world.get_mesh().await.unwrap()), served);
+}
