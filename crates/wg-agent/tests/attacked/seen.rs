@@ -3,8 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::{
-    ASKING, ATTACKER, DB, FLOOD, GATEWAY, MEMBER, MEMBER_ASKING, MEMBERS_FLOOD, OTHER, SPARE, SPARE_FLOOD, TCP_PORT,
-    UDP_PORT,
+    ASKING, ATTACKER, DB, FLOOD, MEMBER, MEMBER_ASKING, MEMBERS_FLOOD, OTHER, SPARE, SPARE_FLOOD, TCP_PORT, UDP_PORT,
 };
 use crate::attacker::{
     Flood,
@@ -68,16 +67,6 @@ impl Seen {
         out.passed = out.arrived.clone();
         // A way that is written into a packet of IPv6 begins at the pod, which takes none.
         out.members.insert(format!("{} parameter-problem no-route", OTHER[1]));
-        // The node's own address among its pods, but for the ports of the control plane.
-        for (from, to) in MEMBER.iter().zip(GATEWAY) {
-            let [udp, tcp] = MEMBERS_FLOOD;
-            out.passed.insert(format!("{from} udp {udp} -> {to}:{UDP_PORT}"), 0);
-            out.passed.insert(format!("{from} tcp {tcp} -> {to}:{TCP_PORT}"), 0);
-            out.passed.insert(format!("{from} destination-unreachable -> {to}"), 0);
-            out.members
-                .extend([format!("{to} udp {UDP_PORT}"), format!("{to} tcp {TCP_PORT}")]);
-        }
-        out.members.insert(format!("{} parameter-problem no-route", GATEWAY[1]));
         out
     }
 

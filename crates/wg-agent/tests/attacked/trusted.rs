@@ -29,10 +29,12 @@ pub(crate) fn all(wireguard: IpAddr) -> Vec<Shot> {
     for family in [0, 1] {
         let from = ip(MEMBER[family]);
         let [udp_port, tcp_port] = MEMBERS_FLOOD;
-        for to in [OTHER, GATEWAY].map(|pair| ip(pair[family])) {
-            shots.push(Shot::Same(to, vec![udp(from, to, (udp_port, UDP_PORT))]));
-            shots.push(Shot::Same(to, vec![syn(from, to, (tcp_port, TCP_PORT))]));
-        }
+        let to = ip(OTHER[family]);
+        shots.push(Shot::Same(to, vec![udp(from, to, (udp_port, UDP_PORT))]));
+        shots.push(Shot::Same(to, vec![syn(from, to, (tcp_port, TCP_PORT))]));
+        // Its pods find their node there; a member's packet does not (a ping aside).
+        let gateway = ip(GATEWAY[family]);
+        shots.push(Shot::Same(gateway, vec![udp(from, gateway, (port(), UDP_PORT))]));
         for (to, number) in sockets(family, wireguard) {
             shots.push(Shot::Same(to, vec![syn(from, to, (port(), number))]));
         }
@@ -82,11 +84,13 @@ fn sockets(family: usize, wireguard: IpAddr) -> Vec<(IpAddr, u16)> {
         0 => &["172.30.1.11", "127.0.0.1"],
         _ => &[NODE6, "::1"],
     };
-    let own = own.iter().copied().chain([BRIDGE, NODE_THERE].map(|pair| pair[family]));
+    let own = own
+        .iter()
+        .copied()
+        .chain([GATEWAY, BRIDGE, NODE_THERE].map(|pair| pair[family]));
     let own: Vec<IpAddr> = own.map(ip).collect();
     all.extend(own.iter().map(|to| (*to, TCP_PORT)));
     let mut local = own;
-    local.push(ip(GATEWAY[family]));
     if family == 0 {
         local.extend([ip("10.10.1.5"), wireguard]);
     }
@@ -111,7 +115,7 @@ fn forged(family: usize, wireguard: IpAddr) -> Vec<IpAddr> {
     all
 }
 
-/// To what is open to it first, and on from there by a way that is written into the packet.
+/// To a pod that is open to it first, or to the node, and on from there by a way that is written into the packet.
 fn by_the_way(family: usize, port: &mut impl FnMut() -> u16) -> Vec<Shot> {
     let from = ip(MEMBER[family]);
     let mut all = Vec::new();
@@ -122,7 +126,10 @@ fn by_the_way(family: usize, port: &mut impl FnMut() -> u16) -> Vec<Shot> {
                 let packet = match family {
                     0 => v4(from, to, UDP, &source_route(kind, hop), 0, 0, &say(port())),
                     // As far as the first it is as good as any.
-                    _ => v6(from, to, 43, &[routing(UDP, kind, hop), say(MEMBERS_FLOOD[0])].concat()),
+                    _ if to == ip(OTHER[1]) => {
+                        v6(from, to, 43, &[routing(UDP, kind, hop), say(MEMBERS_FLOOD[0])].concat())
+                    }
+                    _ => v6(from, to, 43, &[routing(UDP, kind, hop), say(port())].concat()),
                 };
                 all.push(Shot::Same(to, vec![packet]));
             }
