@@ -13,6 +13,8 @@ mod meshes;
 #[path = "reconcile/profiles.rs"]
 mod profiles;
 mod reconcile;
+#[path = "reconcile/removed.rs"]
+mod removed;
 #[path = "reconcile/restart.rs"]
 mod restart;
 #[path = "reconcile/sandbox.rs"]

@@ -237,6 +237,12 @@ impl World {
             .unwrap_or_else(|| panic!("no {name} in {metrics}"))
     }
 
+    /// The hub's id where no flag gives another.
+    pub(crate) async fn hub_id(&self) -> String {
+        let namespaces: Api<k8s_openapi::api::core::v1::Namespace> = Api::all(self.client(self.hub_name()).await);
+        namespaces.get("kube-system").await.unwrap().uid().unwrap()
+    }
+
     pub(crate) async fn client(&self, name: &str) -> Client {
         self.lab.cluster(name).client().await.unwrap()
     }

@@ -322,6 +322,11 @@ pub struct ClusterMeshStatus {
     #[schemars(length(max = schema::MAX_CLUSTERS))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub clusters: Vec<ClusterStatus>,
+    /// Clusters that spec.clusters no longer names and where objects of this mesh may still be. A row goes when they are removed,
+    /// or when the annotation kilo-clustermesh.io/force-cleanup names it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = schema::MAX_CLUSTERS))]
+    pub removed_clusters: Vec<RemovedCluster>,
     /// Pairs of members between which some node pairs have no working tunnel, as their nodes say.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256))]
@@ -339,6 +344,9 @@ pub struct ClusterStatus {
     /// The entry of spec.clusters.
     #[schemars(length(min = 1, max = 63))]
     pub name: String,
+    /// The Secret with the member's kubeconfig; none for the cluster this object lives in.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kubeconfig_secret_ref: Option<KubeconfigSecretRef>,
     /// UID of the member's kube-system namespace, as it says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 64))]
@@ -374,6 +382,28 @@ pub struct ClusterStatus {
     /// What serves WireGuard on its nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agents: Option<AgentCounts>,
+}
+
+/// A cluster that the spec no longer names.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct RemovedCluster {
+    /// The name of its entry.
+    #[schemars(length(min = 1, max = 63))]
+    pub name: String,
+    /// The Secret with its kubeconfig; none for the cluster this object lives in.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kubeconfig_secret_ref: Option<KubeconfigSecretRef>,
+    /// UID of its kube-system namespace.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 64))]
+    pub uid: Option<String>,
+    /// When the controller found the entry removed.
+    pub since: Time,
+    /// Why objects are still there and what to do.
+    #[serde(default)]
+    #[schemars(length(max = 1024))]
+    pub message: String,
 }
 
 /// A node that is left out.

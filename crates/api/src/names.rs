@@ -38,7 +38,10 @@ pub const PAUSED: &str = "cluster.x-k8s.io/paused";
 pub const ADOPT_HUB: &str = "kilo-clustermesh.io/adopt-hub";
 /// ClusterMesh annotation: entries that are quarantined, comma-separated, beside those whose `quarantine` is true.
 pub const QUARANTINE: &str = "kilo-clustermesh.io/quarantine";
-/// ClusterMesh annotation: let go of members that do not answer.
+/// Annotation of `clusterctl move` on an object that it deletes here after it has created it on another hub.
+pub const DELETE_FOR_MOVE: &str = "clusterctl.cluster.x-k8s.io/delete-for-move";
+/// ClusterMesh annotation: clusters, comma-separated, whose objects are left behind where they cannot be removed. `true` = while
+/// the ClusterMesh is being deleted, every one.
 pub const FORCE_CLEANUP: &str = "kilo-clustermesh.io/force-cleanup";
 /// Service annotation: namespaces of the hub that may grant it, comma-separated.
 pub const ALLOWED_FROM: &str = "kilo-clustermesh.io/allowed-from";

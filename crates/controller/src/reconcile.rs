@@ -35,10 +35,14 @@ use crate::{
 mod finalize;
 mod links;
 mod meshes;
+mod removed;
 mod status;
 
 use links::Links;
 use meshes::{Known, Served, know};
+use removed::RemovedClusters;
+pub(crate) use removed::Row as RemovedRow;
+use status::seconds;
 
 /// Without news, everything is looked at again after this.
 const RESYNC: Duration = Duration::from_secs(30);
@@ -49,8 +53,6 @@ const SOON: Duration = Duration::from_millis(500);
 struct Member {
     session: Arc<Session>,
     writer: Writer,
-    /// Since when no mesh names it any more.
-    left: Option<Instant>,
 }
 
 /// What the loop shows of itself at `/debug/state`.
@@ -94,6 +96,8 @@ pub(crate) struct Reconciler {
     unreported: BTreeMap<MeshId, Instant>,
     /// What each mesh meant when it was last served.
     served: Served,
+    /// Clusters that meshes no longer name, where objects of theirs may be left.
+    removed: RemovedClusters,
     /// Broken links as they were last told.
     links: Links,
     /// Nodes whose agents enforce other PeerPolicies than stand.
@@ -136,6 +140,7 @@ impl Reconciler {
             synced: BTreeMap::new(),
             unreported: BTreeMap::new(),
             served: Served::new(),
+            removed: RemovedClusters::default(),
             links: Links::default(),
             lagging: Lagging::default(),
             shown,
@@ -155,6 +160,7 @@ impl Reconciler {
         }
         let (started, observed) = (Instant::now(), tokio::time::Instant::now());
         let known = know(&self.meshes, &self.hub, &mut self.served);
+        self.removed.update(&known);
         self.sync_sessions(&known);
 
         let mut seen = self.observe();
@@ -196,7 +202,6 @@ impl Reconciler {
         finalize::hold_unfinalized(&mut pass);
         let waits = self.write(&mut pass);
         let settled = self.report_status(&pass);
-        self.disconnect(&pass);
         self.show(&pass);
 
         let in_time = |until: Instant| until.saturating_duration_since(Instant::now());
@@ -219,9 +224,16 @@ impl Reconciler {
         }
     }
 
-    /// Begins the sessions that are needed and tells each what to read.
+    /// Begins the sessions that are needed, tells each what to read, and ends the others.
     fn sync_sessions(&mut self, known: &BTreeMap<MeshId, Known>) {
-        let wanted = interests(known.values().map(|known| &known.mesh));
+        let mut wanted = interests(known.values().map(|known| &known.mesh));
+        for identity in self.removed.identities() {
+            wanted.entry(identity.clone()).or_default();
+        }
+        let served = known.values().filter(|known| !known.mesh.deleting);
+        let served: BTreeSet<&ClusterIdentity> = served
+            .flat_map(|known| known.mesh.clusters.iter().map(|cluster| &cluster.identity))
+            .collect();
         for (identity, interest) in &wanted {
             let member = self.members.entry(identity.clone()).or_insert_with(|| {
                 tracing::info!(member = %identity, "session begins");
@@ -232,18 +244,19 @@ impl Reconciler {
                         Arc::clone(&self.changed),
                     )),
                     writer: Writer::new(Arc::clone(&self.changed), self.metrics.clone()),
-                    left: None,
                 }
             });
-            member.left = None;
             member.session.want(interest);
+            member.session.clean_up(!served.contains(identity));
         }
-        for (identity, member) in &mut self.members {
-            if !wanted.contains_key(identity) && member.left.is_none() {
-                member.left = Some(Instant::now());
-                member.session.want(&Interest::default());
+        self.members.retain(|identity, member| {
+            let wanted = wanted.contains_key(identity);
+            if !wanted {
+                tracing::info!(member = %identity, "session ends: no mesh needs it any more");
+                member.writer.clear();
             }
-        }
+            wanted
+        });
     }
 
     fn observe(&self) -> Observations {

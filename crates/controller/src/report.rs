@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use clustermesh_api::{
     convert::Finding,
     mesh::{
-        AgentCounts, BrokenLink, ClusterMesh, ClusterMeshStatus, ClusterStatus, EgressStatus, ServiceRef, SkippedNode,
-        UncoveredNetwork,
+        AgentCounts, BrokenLink, ClusterMesh, ClusterMeshStatus, ClusterStatus, EgressStatus, KubeconfigSecretRef,
+        RemovedCluster, ServiceRef, SkippedNode, UncoveredNetwork,
     },
 };
 use clustermesh_core::{
@@ -21,9 +21,12 @@ use clustermesh_core::{
 use k8s_openapi::apimachinery::pkg::apis::meta::v1 as meta;
 
 use crate::events::{Notice, SPEC_ADJUSTED, TUNNELS_DOWN, cut, link_topic, node_topic};
+use crate::reconcile::RemovedRow;
 
 /// Skipped nodes of a member that the status lists, and that have Events.
 const LISTED: usize = 20;
+/// Removed clusters that the status lists.
+const REMOVED: usize = 64;
 /// The longest message of a row (CRD).
 const MESSAGE: usize = 1024;
 /// The longest message of a condition (Kubernetes).
@@ -58,6 +61,8 @@ pub(crate) struct Subject<'a> {
     pub(crate) warnings: &'a [Finding],
     /// By entry: what could not be written, and why.
     pub(crate) unwritten: &'a BTreeMap<String, String>,
+    /// Clusters that the spec no longer names and where objects are left.
+    pub(crate) removed: &'a [RemovedRow],
     /// By entry and source: how many objects there are not as planned.
     pub(crate) outstanding: &'a BTreeMap<(String, String), usize>,
     /// By entry.
@@ -124,8 +129,15 @@ pub(crate) fn report(subject: &Subject<'_>) -> Report {
             }]
         }
         None => {
-            let mut conditions =
-                status::conditions(subject.plan, subject.unwritten, subject.broken, subject.outstanding);
+            let left = subject.removed.iter();
+            let left = left.filter_map(|removed| Some((removed.row.name.clone(), removed.trouble.clone()?)));
+            let mut conditions = status::conditions(
+                subject.plan,
+                subject.unwritten,
+                &left.collect(),
+                subject.broken,
+                subject.outstanding,
+            );
             let members = subject.facts.iter();
             let members = members.map(|(entry, facts)| (entry.clone(), facts.unenforced.clone()));
             conditions.push(enforcement::condition(
@@ -143,6 +155,7 @@ pub(crate) fn report(subject: &Subject<'_>) -> Report {
         ClusterMeshStatus {
             observed_generation,
             conditions: vec![],
+            removed_clusters: removed(subject),
             ..subject.object.status.clone().unwrap_or_default()
         }
     } else {
@@ -158,6 +171,7 @@ pub(crate) fn report(subject: &Subject<'_>) -> Report {
             members: Some(format!("{fresh}/{}", entries.len())),
             registered_peers: Some(count(registered)),
             clusters: entries.iter().map(|entry| row(subject, &entry.name)).collect(),
+            removed_clusters: removed(subject),
             broken_links: subject.broken.iter().map(broken_link).collect(),
             egress: egress(subject),
         }
@@ -169,6 +183,15 @@ pub(crate) fn report(subject: &Subject<'_>) -> Report {
     }
 }
 
+fn removed(subject: &Subject<'_>) -> Vec<RemovedCluster> {
+    let rows = subject.removed.iter().map(|removed| &removed.row).take(REMOVED);
+    rows.map(|row| RemovedCluster {
+        message: cut(&row.message, MESSAGE),
+        ..row.clone()
+    })
+    .collect()
+}
+
 fn row(subject: &Subject<'_>, entry: &str) -> ClusterStatus {
     let report = subject.plan.clusters.get(entry).cloned().unwrap_or_default();
     let facts = subject.facts.get(entry).cloned().unwrap_or_default();
@@ -177,6 +200,7 @@ fn row(subject: &Subject<'_>, entry: &str) -> ClusterStatus {
     let before = before.find(|row| row.name == entry).cloned().unwrap_or_default();
     ClusterStatus {
         name: entry.to_owned(),
+        kubeconfig_secret_ref: secret(subject, entry),
         uid: facts.uid.map(|uid| cut(&uid, 64)).or(before.uid),
         accepted_networks: report.accepted.iter().map(ToString::to_string).collect(),
         registered_peers: count(report.registered),
@@ -208,6 +232,13 @@ fn row(subject: &Subject<'_>, entry: &str) -> ClusterStatus {
             .or(before.kubernetes_version),
         agents: facts.agents.or(before.agents),
     }
+}
+
+/// The Secret of an entry, as the spec names it.
+fn secret(subject: &Subject<'_>, entry: &str) -> Option<KubeconfigSecretRef> {
+    let mut entries = subject.object.spec.clusters.iter();
+    let entry = entries.find(|row| row.name == entry && !row.local)?;
+    entry.kubeconfig_secret_ref.clone()
 }
 
 fn broken_link(link: &Broken) -> BrokenLink {
@@ -377,6 +408,7 @@ mod tests {
             refused: None,
             warnings: &[],
             unwritten: &none,
+            removed: &[],
             outstanding: &BTreeMap::new(),
             facts: &facts,
             broken: &[],

@@ -74,6 +74,7 @@ struct Link {
 pub(crate) struct Session {
     shared: Arc<Shared>,
     interest: watch::Sender<Interest>,
+    cleaning_up: watch::Sender<bool>,
     _end: DropGuard,
 }
 
@@ -103,6 +104,7 @@ impl Session {
     pub(crate) fn begin(identity: ClusterIdentity, hub: Arc<Hub>, changed: Changed) -> Self {
         let end = CancellationToken::new();
         let (interest, wanted) = watch::channel(Interest::default());
+        let (cleaning_up, cleans_up) = watch::channel(false);
         let account = hub.memory.account(&identity.to_string());
         // The hub is trusted.
         let charged = (identity != ClusterIdentity::Local).then_some(&account);
@@ -120,10 +122,11 @@ impl Session {
             }),
             changed,
         });
-        tokio::spawn(supervise(Arc::clone(&shared), hub, wanted, end.clone()));
+        tokio::spawn(supervise(Arc::clone(&shared), hub, wanted, cleans_up, end.clone()));
         Self {
             shared,
             interest,
+            cleaning_up,
             _end: end.drop_guard(),
         }
     }
@@ -138,6 +141,13 @@ impl Session {
             }
             news
         });
+    }
+
+    /// Says whether objects are only removed there. Then the last credentials that could be used still are, where the Secret is
+    /// gone: a namespace that is deleted loses its Secrets first, and whoever removes an entry removes its Secret, too.
+    pub(crate) fn clean_up(&self, only: bool) {
+        self.cleaning_up
+            .send_if_modified(|current| std::mem::replace(current, only) != only);
     }
 
     /// What is seen of the member now.
@@ -208,14 +218,30 @@ impl Session {
 }
 
 /// Runs until the session is dropped: whatever ends inside, credentials that changed included, begins again.
-async fn supervise(shared: Arc<Shared>, hub: Arc<Hub>, wanted: watch::Receiver<Interest>, end: CancellationToken) {
+async fn supervise(
+    shared: Arc<Shared>,
+    hub: Arc<Hub>,
+    wanted: watch::Receiver<Interest>,
+    mut cleaning_up: watch::Receiver<bool>,
+    end: CancellationToken,
+) {
     let mut watches = JoinSet::new();
     let mut credentials = credentials::follow(&shared.identity, &hub, &shared.account, &mut watches);
     let work = async {
-        let mut was_missing = false;
+        let (mut was_missing, mut last) = (false, None);
         loop {
             let current = credentials.borrow_and_update().clone();
-            let late = std::mem::replace(&mut was_missing, matches!(current, Credentials::Missing(_)));
+            let missing = matches!(current, Credentials::Missing(_));
+            let current = match current {
+                Credentials::Missing(why) if *cleaning_up.borrow_and_update() => {
+                    last.clone().map_or(Credentials::Missing(why), Credentials::Ready)
+                }
+                current => current,
+            };
+            if let Credentials::Ready(client) = &current {
+                last = Some(client.clone());
+            }
+            let late = std::mem::replace(&mut was_missing, missing) && !missing;
             let served = async {
                 match &current {
                     Credentials::Pending => std::future::pending().await,
@@ -236,6 +262,7 @@ async fn supervise(shared: Arc<Shared>, hub: Arc<Hub>, wanted: watch::Receiver<I
             };
             tokio::select! {
                 () = served => {}
+                Ok(()) = cleaning_up.changed(), if missing => {}
                 changed = credentials.changed() => if changed.is_err() {
                     // The task that follows the Secret died; without it a rotation would go unnoticed.
                     tracing::error!(member = %shared.identity, "the watch of the kubeconfig Secret ended; beginning it again");

@@ -6,7 +6,7 @@ use ipnet::IpNet;
 
 use crate::{
     key::PublicKey,
-    mesh::{ClusterIdentity, MeshId, ObjectName},
+    mesh::{ClusterIdentity, MeshId, ObjectName, overlap},
     observe::{Member, Mirror, ObservedPeer, Owner, PeerSpec, PolicySpec},
     ownership::{self, Ownership},
     plan::{MeshPlan, Plan, PlannedSlice, TargetPlan},
@@ -132,7 +132,8 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
                 .map(|(name, p)| (name.clone(), (p.source.clone(), p.spec.clone())))
                 .collect()
         });
-        let policies = differ.compare(standing.collect(), desired, Item::Policy, policy_fields);
+        let superseded = |policy: &PolicySpec| differ.serves(&policy.networks);
+        let policies = differ.compare(standing.collect(), desired, Item::Policy, superseded, policy_fields);
         steps.extend(
             policies
                 .into_iter()
@@ -161,7 +162,9 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
             .map(|(name, s)| (name.clone(), (s.source.clone(), s.mirror())))
             .collect()
     });
-    let services = differ.compare(standing.collect(), desired, Item::Service, |old, new| {
+    // One that a mesh wants under the same name is updated.
+    let superseded = |_: &Mirror| false;
+    let services = differ.compare(standing.collect(), desired, Item::Service, superseded, |old, new| {
         let mut fields = vec![];
         fields.extend((old.ports != new.ports).then_some("spec.ports"));
         fields.extend((!old.families.cover(new.families)).then_some("spec.ipFamilyPolicy"));
@@ -251,11 +254,13 @@ impl<'a> Differ<'a> {
         }
     }
 
-    /// The mesh on whose behalf an object that is not wanted may be deleted now; `None` = it stays.
-    fn deletable(&self, owner: &Owner) -> Option<MeshId> {
+    /// The mesh on whose behalf an object that is not wanted may be deleted now; `None` = it stays. That a mesh is not there
+    /// does not prove that it was deleted (`clusterctl move` takes it to another hub): its objects go only where a mesh that is
+    /// there takes their place (`superseded`).
+    fn deletable(&self, owner: &Owner, superseded: impl FnOnce() -> bool) -> Option<MeshId> {
         match ownership::of(owner, &self.plan.hub, &self.plan.claimants) {
             Ownership::Foreign | Ownership::Unlabelled => None,
-            Ownership::Orphan => Some(MeshId {
+            Ownership::Orphan => superseded().then(|| MeshId {
                 namespace: owner.mesh_namespace.clone().unwrap_or_default(),
                 name: owner.mesh.clone().unwrap_or_default(),
             }),
@@ -275,12 +280,13 @@ impl<'a> Differ<'a> {
         standing: BTreeMap<K, (&Owner, Option<&V>)>,
         desired: BTreeMap<K, (Owner, MeshId, V)>,
         item: impl Fn(K, Option<V>) -> Item,
+        superseded: impl Fn(&V) -> bool,
         fields: impl Fn(&V, &V) -> Vec<&'static str>,
     ) -> Vec<Step> {
         let mut steps = Vec::new();
-        for (name, (owner, _)) in &standing {
+        for (name, (owner, value)) in &standing {
             if !desired.contains_key(name)
-                && let Some(mesh) = self.deletable(owner)
+                && let Some(mesh) = self.deletable(owner, || value.is_some_and(&superseded))
             {
                 let owner = (*owner).clone();
                 steps.push(Step {
@@ -334,7 +340,19 @@ impl<'a> Differ<'a> {
                 .map(|(name, p)| (name.clone(), (p.source.clone(), p.spec.clone())))
                 .collect()
         });
-        self.compare(standing.collect(), desired, Item::Peer, peer_fields)
+        let superseded = |peer: &PeerSpec| self.serves(&peer.allowed_ips);
+        self.compare(standing.collect(), desired, Item::Peer, superseded, peer_fields)
+    }
+
+    /// Whether a mesh that is written connects some of these networks to this member.
+    fn serves<'n>(&self, networks: impl IntoIterator<Item = &'n IpNet>) -> bool {
+        let served: BTreeSet<IpNet> = self
+            .targets()
+            .filter(|(_, mesh, _)| !self.paused(mesh) && !mesh.deleting)
+            .flat_map(|(.., target)| target.served.iter().copied())
+            .collect();
+        let serves = |net: &IpNet| served.iter().any(|served| overlap(*served, *net));
+        networks.into_iter().any(serves)
     }
 
     fn slices(&self, member: &Member) -> Vec<Step> {
@@ -371,7 +389,9 @@ impl<'a> Differ<'a> {
             }
             slices
         });
-        self.compare(standing, desired, Item::Slice, |(_, old), (_, new)| {
+        let services: BTreeSet<String> = desired.values().map(|(.., (service, _))| service.clone()).collect();
+        let superseded = |(service, _): &Packed| services.contains(service);
+        self.compare(standing, desired, Item::Slice, superseded, |(_, old), (_, new)| {
             let differs = [
                 ("addressType", old.v6 != new.v6),
                 ("ports", old.ports != new.ports),

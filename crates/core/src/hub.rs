@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use ipnet::IpNet;
 
-use crate::mesh::{Cluster, ClusterIdentity, Mesh, Profile};
+use crate::mesh::{Cluster, ClusterIdentity, Mesh, Profile, overlap};
 
 mod flags;
 
@@ -259,8 +259,4 @@ impl Rights {
 
 fn is_local(entry: &Cluster) -> bool {
     entry.identity == ClusterIdentity::Local
-}
-
-fn overlap(a: IpNet, b: IpNet) -> bool {
-    a.contains(&b) || b.contains(&a)
 }

@@ -4,6 +4,11 @@ use std::{collections::BTreeMap, fmt};
 
 use ipnet::IpNet;
 
+/// Whether one of the two networks contains the other.
+pub(crate) fn overlap(a: IpNet, b: IpNet) -> bool {
+    a.contains(&b) || b.contains(&a)
+}
+
 /// Namespace and name of a `ClusterMesh`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MeshId {

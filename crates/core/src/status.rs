@@ -21,27 +21,29 @@ pub struct Condition {
     pub message: String,
 }
 
-/// The conditions of a mesh. `unwritten` = members, by entry name, into which the plan could not be written, and why;
-/// `broken` = between which members tunnels are down; `outstanding` = how many objects are not as planned, by the entry where
+/// The conditions of a mesh. `unwritten` = members, by entry name, into which the plan could not be written, and why; `left` =
+/// clusters that the spec no longer names, whose objects cannot be removed now, and why; `broken` = between which members tunnels are down; `outstanding` = how many objects are not as planned, by the entry where
 /// they are and the entry they describe.
 #[must_use]
 pub fn conditions(
     plan: &MeshPlan,
     unwritten: &BTreeMap<String, String>,
+    left: &BTreeMap<String, String>,
     broken: &[Broken],
     outstanding: &BTreeMap<(String, String), usize>,
 ) -> Vec<Condition> {
     let mut conditions = vec![
-        ready(plan, unwritten, outstanding),
+        ready(plan, unwritten, left, outstanding),
         overlap(plan),
-        degraded(plan, broken),
+        degraded(plan, left, broken),
     ];
     if !plan.egress.is_empty() {
         conditions.push(egress(plan));
     }
     if plan.paused {
-        let message =
-            "nothing is written and nothing is deleted until spec.paused and the paused annotation are gone".into();
+        let message = "nothing is written and nothing is deleted: spec.paused or the annotation cluster.x-k8s.io/paused says so, \
+                       or clusterctl moves it to another hub"
+            .into();
         conditions.push(Condition {
             kind: "Paused",
             status: true,
@@ -55,6 +57,7 @@ pub fn conditions(
 fn ready(
     plan: &MeshPlan,
     unwritten: &BTreeMap<String, String>,
+    left: &BTreeMap<String, String>,
     outstanding: &BTreeMap<(String, String), usize>,
 ) -> Condition {
     let mut troubles: Vec<(&'static str, String)> = Vec::new();
@@ -92,6 +95,13 @@ fn ready(
             .iter()
             .map(|(cluster, why)| ("WriteFailed", format!("cluster {cluster:?}: {why}"))),
     );
+    // A mesh that works is ready, also where it left something behind; one that is being deleted waits for it.
+    if plan.deleting {
+        troubles.extend(
+            left.iter()
+                .map(|(cluster, why)| ("ObjectsLeft", objects_left(cluster, why))),
+        );
+    }
     let pending = outstanding
         .iter()
         .filter(|((target, _), _)| !unwritten.contains_key(target));
@@ -123,6 +133,10 @@ fn ready(
             message: list(troubles.iter().map(|(_, m)| m)),
         },
     }
+}
+
+fn objects_left(cluster: &str, why: &str) -> String {
+    format!("objects of this mesh are left in cluster {cluster:?}, which the spec no longer names: {why}")
 }
 
 /// How far what exists in the members is from the plan, if it is.
@@ -189,8 +203,12 @@ pub fn down(link: &Broken) -> String {
     )
 }
 
-fn degraded(plan: &MeshPlan, broken: &[Broken]) -> Condition {
+fn degraded(plan: &MeshPlan, left: &BTreeMap<String, String>, broken: &[Broken]) -> Condition {
     let mut troubles: Vec<(&'static str, String)> = Vec::new();
+    troubles.extend(
+        left.iter()
+            .map(|(cluster, why)| ("ObjectsLeft", objects_left(cluster, why))),
+    );
     for (name, report) in plan.clusters.iter().filter(|(_, report)| !report.skipped.is_empty()) {
         let first = &report.skipped[0];
         troubles.push((
@@ -341,7 +359,7 @@ mod tests {
             .iter()
             .map(|entry| ((*entry).to_owned(), "403".to_owned()))
             .collect();
-        let ready = conditions(plan, &unwritten, &[], &counts(outstanding)).remove(0);
+        let ready = conditions(plan, &unwritten, &BTreeMap::new(), &[], &counts(outstanding)).remove(0);
         assert_eq!(ready.kind, "Ready");
         (ready.status, ready.reason, ready.message)
     }

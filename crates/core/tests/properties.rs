@@ -80,7 +80,12 @@ proptest! {
                             target.retained.contains(&source) && !restated
                         })
                     }
-                    Ownership::Orphan => false,
+                    Ownership::Orphan => peer.spec.as_ref().is_ok_and(|spec| {
+                        let served = plan.meshes.values().filter_map(|mesh| mesh.targets.get(&format!("c{n}")));
+                        let served: BTreeSet<IpNet> = served.flat_map(|target| target.served.iter().copied()).collect();
+                        let overlap = |a: &IpNet, b: &IpNet| a.contains(b) || b.contains(a);
+                        !spec.allowed_ips.iter().any(|net| served.iter().any(|served| overlap(served, net)))
+                    }),
                 };
                 if let (true, Ok(spec)) = (kept, &peer.spec) {
                     keys.insert(spec.public_key);

@@ -12,11 +12,19 @@ use crate::{
     mesh::{
         Addressing, ClusterEntry, ClusterMesh, Egress, Export, IsolationProfile, PodNetwork, Protocol, ServicePort,
     },
-    names::{ADOPT_HUB, PAUSED, QUARANTINE, is_label, is_subdomain},
+    names::{ADOPT_HUB, DELETE_FOR_MOVE, PAUSED, QUARANTINE, is_label, is_subdomain},
 };
 
 /// How many Nodes of one member are read at most (DESIGN §5).
 pub const MAX_NODES: usize = 5_000;
+
+/// Whether nothing may be written or deleted for it: so it says, or `clusterctl move` deletes it because it is on another hub now.
+#[must_use]
+pub fn is_paused(object: &ClusterMesh) -> bool {
+    let annotation = |key| object.metadata.annotations.as_ref().and_then(|a| a.get(key));
+    let moved = annotation(DELETE_FOR_MOVE).is_some();
+    moved || object.spec.paused || annotation(PAUSED).is_some_and(|value| value != "false")
+}
 
 /// The mesh as values, with what was made of values that were not quite right; or everything that has to be mended.
 ///
@@ -62,7 +70,7 @@ pub fn to_core(object: &ClusterMesh) -> Result<(core::Mesh, Vec<Finding>), Vec<F
     let mesh = core::Mesh {
         id,
         created: created(&object.metadata),
-        paused: object.spec.paused || annotation(PAUSED).is_some_and(|value| value != "false"),
+        paused: is_paused(object),
         deleting: object.metadata.deletion_timestamp.is_some(),
         adopt_hub: annotation(ADOPT_HUB).filter(|hub| !hub.is_empty()).cloned(),
         clusters,

@@ -1,5 +1,7 @@
 //! The plan as JSON and YAML. Its shape is an interface: fields are added, never renamed.
 
+use std::collections::BTreeMap;
+
 use clustermesh_api::{convert, peer::Peer, policy::PeerPolicy};
 use clustermesh_core::{
     diff::Step,
@@ -113,7 +115,7 @@ impl From<&Outcome> for Report {
 
 impl MeshReport {
     fn of(outcome: &Outcome, id: &MeshId, mesh: &MeshPlan) -> Self {
-        let conditions = status::conditions(mesh, &Default::default(), &[], &Default::default());
+        let conditions = status::conditions(mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new());
         Self {
             namespace: id.namespace.clone(),
             name: id.name.clone(),

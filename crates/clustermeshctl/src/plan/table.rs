@@ -43,7 +43,7 @@ struct Page {
 impl Page {
     fn mesh(&mut self, outcome: &Outcome, id: &MeshId, mesh: &MeshPlan) {
         self.line(0, 0, &format!("ClusterMesh {id}"));
-        for condition in status::conditions(mesh, &BTreeMap::new(), &[], &BTreeMap::new()) {
+        for condition in status::conditions(mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new()) {
             if condition.kind == "Ready" || troubling(&condition) {
                 let state = match (condition.kind, condition.status) {
                     ("Ready", true) => "Ready".to_owned(),

@@ -1,21 +1,15 @@
 //! Finalizers of meshes, as a state machine over passes: a mesh is served only once it carries ours, and loses it once nothing
-//! of it is left in any member. And the end of sessions that no mesh needs.
+//! of it is left in any member.
 
-use std::{collections::BTreeSet, time::Duration};
-
-use clustermesh_api::names::FORCE_CLEANUP;
 use clustermesh_core::{
     diff::Action,
-    mesh::ClusterIdentity,
+    mesh::{ClusterIdentity, MeshId},
     observe::{Member, Observation, Owner},
     ownership::{self, Ownership},
 };
 
-use super::{Pass, Reconciler, meshes::Known};
+use super::{Pass, Reconciler, meshes::Known, removed::is_left_behind};
 use crate::hub_writer::Finalizer;
-
-/// For so long the session of a removed entry is kept, so that its objects can still be removed.
-const LEAVING: Duration = Duration::from_secs(3600);
 
 /// Drops the steps for meshes that do not carry our finalizer yet: what is written for them might be left behind. An orphaned
 /// object has no ClusterMesh and so no finalizer; it is only ever deleted.
@@ -41,53 +35,39 @@ impl Reconciler {
         (served && !known.finalized()).then_some(Finalizer::Add)
     }
 
-    /// Whether nothing of a mesh is left in any member, or what is left was given up.
+    /// Whether nothing of a mesh is left in any member, or what is left may be left behind.
     fn is_removed(&self, pass: &Pass, known: &Known) -> bool {
         let id = &known.mesh.id;
-        let Some(object) = &known.object else { return false };
-        let forced = object
-            .metadata
-            .annotations
-            .as_ref()
-            .is_some_and(|a| a.get(FORCE_CLEANUP).is_some_and(|v| v != "false"));
-        let entries: BTreeSet<&ClusterIdentity> = known.mesh.clusters.iter().map(|cluster| &cluster.identity).collect();
-        let unseen = !known.lost.is_empty()
-            || entries
-                .iter()
-                .any(|i| pass.seen.members.get(i).is_none_or(|seen| seen.fresh().is_none()));
-        let left = self.members.iter().any(|(identity, member)| {
-            // What is in flight may be of before the deletion.
-            if member.writer.is_writing(id) {
-                return true;
-            }
-            let Some(seen) = pass.seen.members.get(identity).and_then(Observation::fresh) else {
-                return false;
-            };
-            let stuck = forced && member.writer.trouble(id).is_some();
-            !stuck
-                && owners(seen).any(|o| ownership::of(o, &pass.plan.hub, &pass.plan.claimants) == Ownership::Mesh(id))
+        let Some(object) = known.object.as_deref() else {
+            return false;
+        };
+        let writing = |identity: &ClusterIdentity| self.members.get(identity).is_some_and(|m| m.writer.is_writing(id));
+        let entries = known.mesh.clusters.iter().all(|entry| {
+            let left_behind = is_left_behind(object, &entry.name);
+            // An object that can be removed is, also where others would be left behind.
+            let removable = pass
+                .seen
+                .members
+                .get(&entry.identity)
+                .and_then(Observation::fresh)
+                .is_some()
+                && self
+                    .members
+                    .get(&entry.identity)
+                    .is_some_and(|m| m.writer.trouble(id).is_none());
+            self.is_clean(pass, &entry.identity, id) || (left_behind && !removable && !writing(&entry.identity))
         });
-        !left && (!unseen || forced)
+        entries && self.removed.is_empty(id) && known.lost.iter().all(|entry| is_left_behind(object, entry))
     }
 
-    /// Ends the sessions of members that no mesh names, once nothing of ours is left there or hope is given up.
-    pub(super) fn disconnect(&mut self, pass: &Pass) {
-        self.members.retain(|identity, member| {
-            let Some(since) = member.left else { return true };
-            let observation = pass.seen.members.get(identity);
-            let clean = observation.and_then(Observation::fresh).is_some_and(|seen| {
-                let of = |owner| ownership::of(owner, &pass.plan.hub, &pass.plan.claimants);
-                owners(seen).all(|owner| matches!(of(owner), Ownership::Foreign | Ownership::Unlabelled))
-            });
-            let hopeless = matches!(observation, Some(Observation::Missing(_)));
-            let late = since.elapsed() > LEAVING;
-            if clean || hopeless || late {
-                tracing::info!(member = %identity, clean, "session ends: no mesh names it any more");
-                member.writer.clear();
-                return false;
-            }
-            true
-        });
+    /// Whether nothing of a mesh is left in a member, as far as is seen, nor is on its way there.
+    pub(super) fn is_clean(&self, pass: &Pass, identity: &ClusterIdentity, mesh: &MeshId) -> bool {
+        let Some(member) = self.members.get(identity) else {
+            return false;
+        };
+        let seen = pass.seen.members.get(identity).and_then(Observation::fresh);
+        let is_ours = |owner| ownership::of(owner, &pass.plan.hub, &pass.plan.claimants) == Ownership::Mesh(mesh);
+        !member.writer.is_writing(mesh) && seen.is_some_and(|seen| !owners(seen).any(is_ours))
     }
 }
 

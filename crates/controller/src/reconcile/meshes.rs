@@ -8,8 +8,7 @@ use std::{
 
 use clustermesh_api::{
     convert::{self, Finding},
-    mesh::{ClusterEntry, ClusterMesh},
-    names::PAUSED,
+    mesh::{ClusterEntry, ClusterMesh, KubeconfigSecretRef},
 };
 use clustermesh_core::mesh::{Addressing, Cluster, ClusterIdentity, Mesh, MeshId, ObjectName, PodNetwork};
 
@@ -104,9 +103,7 @@ fn kept(object: &ClusterMesh, served: &Served) -> Mesh {
         name: object.metadata.name.clone().unwrap_or_default(),
     };
     let deleting = object.metadata.deletion_timestamp.is_some();
-    let annotation = |key| object.metadata.annotations.as_ref().and_then(|a| a.get(key));
-    let asked = object.spec.paused || annotation(PAUSED).is_some_and(|value| value != "false");
-    let (paused, accepted) = (asked || !deleting, accepted(object));
+    let (paused, accepted) = (convert::mesh::is_paused(object) || !deleting, accepted(object));
     match served.get(&id) {
         Some((uid, mesh)) if *uid == object.metadata.uid => {
             return Mesh {
@@ -164,13 +161,20 @@ fn identity(namespace: &str, entry: &ClusterEntry) -> Option<ClusterIdentity> {
     if entry.local {
         return Some(ClusterIdentity::Local);
     }
-    let secret = entry.kubeconfig_secret_ref.as_ref()?;
-    Some(ClusterIdentity::Secret {
+    entry
+        .kubeconfig_secret_ref
+        .as_ref()
+        .map(|secret| of_secret(namespace, secret))
+}
+
+/// The cluster whose kubeconfig a Secret of this namespace holds.
+pub(super) fn of_secret(namespace: &str, secret: &KubeconfigSecretRef) -> ClusterIdentity {
+    ClusterIdentity::Secret {
         namespace: namespace.to_owned(),
         name: secret.name.clone(),
         key: secret.key.clone(),
         context: secret.context.clone().filter(|context| !context.is_empty()),
-    })
+    }
 }
 
 /// `status.clusters[].acceptedNetworks`, as far as they are networks.

@@ -18,7 +18,7 @@ use clustermesh_core::{
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::{Pass, Reconciler};
+use super::{Pass, Reconciler, removed::ways_out};
 use crate::{
     hub_writer::Desired,
     metrics::{Entry, EntryGauges},
@@ -29,10 +29,10 @@ use crate::{
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Of an entry that holds networks and whose cluster the spec does not name any more.
-fn unfindable() -> String {
+fn unfindable(entry: &str) -> String {
     format!(
         "the spec no longer says which cluster it is, so its objects there cannot be removed. Put its entry back, or annotate \
-         the ClusterMesh with {FORCE_CLEANUP}=true"
+         the ClusterMesh with {FORCE_CLEANUP}={entry}"
     )
 }
 
@@ -43,8 +43,10 @@ impl Reconciler {
         let mut settled = true;
         let mut gauges = Vec::new();
         let mut desired = BTreeMap::new();
+        let mut removed = self.sync_removed(pass);
         for known in pass.known.values() {
             let id = &known.mesh.id;
+            let removed = removed.remove(id).unwrap_or_default();
             let (Some(plan), Some(object)) = (pass.plan.meshes.get(id), &known.object) else {
                 continue;
             };
@@ -56,7 +58,7 @@ impl Reconciler {
             let report = (!waits).then(|| {
                 let mut unwritten = self.unwritten(pass, id, plan);
                 if plan.deleting {
-                    unwritten.extend(known.lost.iter().map(|entry| (entry.clone(), unfindable())));
+                    unwritten.extend(known.lost.iter().map(|entry| (entry.clone(), unfindable(entry))));
                 }
                 report(&Subject {
                     object,
@@ -65,6 +67,7 @@ impl Reconciler {
                     refused: known.refused.as_ref(),
                     warnings: &known.warnings,
                     unwritten: &unwritten,
+                    removed: &removed,
                     outstanding: &outstanding(pass, id, plan),
                     facts: &facts,
                     broken: &broken,
@@ -199,10 +202,7 @@ impl Reconciler {
                 .filter(|_| plan.deleting);
             let why = match (trouble, absent) {
                 (Some(why), _) => why,
-                (None, Some(why)) => format!(
-                    "{why}; its objects are removed when it answers. To let go of it now, remove the entry or annotate the \
-                     ClusterMesh with {FORCE_CLEANUP}=true"
-                ),
+                (None, Some(why)) => format!("{why}. {}", ways_out(entry)),
                 (None, None) => continue,
             };
             unwritten.insert(entry.clone(), why);
@@ -258,7 +258,7 @@ impl Reconciler {
 }
 
 /// A time as the API keeps it. With its fraction it would differ from what is read back.
-fn seconds(time: k8s_openapi::jiff::Timestamp) -> Time {
+pub(super) fn seconds(time: k8s_openapi::jiff::Timestamp) -> Time {
     Time(k8s_openapi::jiff::Timestamp::from_second(time.as_second()).unwrap_or(time))
 }
 

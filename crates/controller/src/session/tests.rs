@@ -124,6 +124,7 @@ fn session(server: &Arc<Server>) -> (Session, tokio::task::AbortHandle) {
     let session = Session {
         shared,
         interest,
+        cleaning_up: watch::channel(false).0,
         _end: CancellationToken::new().drop_guard(),
     };
     (session, task.abort_handle())

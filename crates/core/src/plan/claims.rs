@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use ipnet::IpNet;
 
 use super::Fact;
-use crate::mesh::{Cluster, ClusterIdentity, Mesh, MeshId};
+use crate::mesh::{Cluster, ClusterIdentity, Mesh, MeshId, overlap};
 
 /// What each entry may use, and what is to be said about it.
 #[derive(Debug, Default)]
@@ -49,7 +49,7 @@ impl<'a> Ledger<'a> {
             self.granted
                 .iter()
                 .find(|(holder, held)| {
-                    !holder.cluster.identity.same_cluster(&entry.cluster.identity) && overlaps(*held, asked)
+                    !holder.cluster.identity.same_cluster(&entry.cluster.identity) && overlap(*held, asked)
                 })
                 .map(|&(holder, held)| Conflict { holder, held, asked })
         })
@@ -85,10 +85,6 @@ impl<'a> Ledger<'a> {
     fn grant(&mut self, entry: Entry<'a>, networks: &[IpNet]) {
         self.granted.extend(networks.iter().map(|&network| (entry, network)));
     }
-}
-
-fn overlaps(a: IpNet, b: IpNet) -> bool {
-    a.contains(&b) || b.contains(&a)
 }
 
 /// Meshes by age, their entries local first; a mesh that is being deleted claims nothing.

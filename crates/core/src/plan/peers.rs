@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     key::PublicKey,
-    mesh::{Addressing, ClusterIdentity},
+    mesh::{Addressing, ClusterIdentity, overlap},
     observe::{Claim, Endpoint, Member, Observation, ObservedPeer, PeerSpec, Server},
     ownership::{self, Ownership},
 };
@@ -58,13 +58,14 @@ impl<'a, 'p> Writer<'a, 'p> {
         let mut keys = BTreeMap::new();
         let mut shared = BTreeMap::new();
         let mut prefixes = BTreeMap::new();
+        let served = assembly.served(name, target);
         let mut by_key: BTreeMap<PublicKey, Vec<&str>> = BTreeMap::new();
         for (peer, observed) in &standing {
             let Ok(spec) = &observed.spec else { continue };
             by_key.entry(spec.public_key).or_default().push(peer);
             // What stays in the target whatever is planned keeps its key and its addresses: a Peer of someone else's (a
-            // person's laptop), and one of ours whose member is not seen now or whose mesh is paused. Else a copy of its key
-            // could take its place meanwhile.
+            // person's laptop), and one of ours whose member is not seen now or whose mesh is paused or not there. Else a
+            // copy of its key could take its place meanwhile.
             let kept = match ownership::of(&observed.owner, &assembly.seen.hub, assembly.claimants) {
                 Ownership::Foreign | Ownership::Unlabelled => true,
                 Ownership::Mesh(mesh) if mesh == assembly.mesh => assembly.unseen(name, target, observed),
@@ -72,7 +73,10 @@ impl<'a, 'p> Writer<'a, 'p> {
                     shared.extend(source.map(|source| (spec.public_key, source)));
                     true
                 }),
-                Ownership::Orphan => false,
+                Ownership::Orphan => {
+                    let superseded = |net: &IpNet| served.iter().any(|served| overlap(*served, *net));
+                    !spec.allowed_ips.iter().any(superseded)
+                }
             };
             if kept {
                 keys.insert(spec.public_key, format!("Peer {peer}"));

@@ -256,6 +256,8 @@ pub struct TargetPlan {
     pub policies: BTreeMap<String, PlannedPolicy>,
     /// Mirrored Services.
     pub services: BTreeMap<ObjectName, PlannedService>,
+    /// Networks of the sources that are connected here.
+    pub served: BTreeSet<IpNet>,
     /// Sources that were not freshly observed: their objects here are changed where the plan says so, never deleted.
     pub retained: BTreeSet<String>,
     /// Mirrored Services of which nothing is known now: what stands under these names is neither changed nor deleted.

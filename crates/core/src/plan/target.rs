@@ -142,6 +142,7 @@ impl<'a> Assembly<'a> {
         let Some(target) = self.parties.get(name) else {
             return assembled;
         };
+        assembled.plan.served = self.served(name, target);
         for (source, party) in self.sources(name, target) {
             // What the operator took out of the mesh goes, seen or not; so does a sandbox where nothing would hold it.
             let link = self.link(name, target, source, party);
@@ -202,6 +203,13 @@ impl<'a> Assembly<'a> {
                 *source != name && !party.cluster.identity.same_cluster(&target.cluster.identity)
             })
             .map(|(source, party)| (&**source, party))
+    }
+
+    /// The networks of the sources that are connected to the entry `name`.
+    pub(super) fn served(&self, name: &str, target: &Party<'_>) -> BTreeSet<IpNet> {
+        let linked = |(source, party): &(&str, &Party<'_>)| self.link(name, target, source, party).is_some();
+        let sources = self.sources(name, target).filter(linked);
+        sources.flat_map(|(_, party)| &party.cluster.allowed).copied().collect()
     }
 
     /// Names that an older mesh writes into this target with the same plan.

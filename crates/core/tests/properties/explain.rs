@@ -284,7 +284,11 @@ proptest! {
         let plan = planned(&world);
         for (from, to) in &questions {
             let answer = asked(&world, &plan, from, to);
-            let opens = opens(&world, &plan, &arrivals(&world, &plan, from, to), from, to, to.port.unwrap());
+            // Where the CRD is missing, no planned Peer is written.
+            let has_crd = |cluster| world.seen.members[cluster].last().is_none_or(|member| member.peers.is_some());
+            let opens = has_crd(&from.cluster)
+                && has_crd(&to.cluster)
+                && opens(&world, &plan, &arrivals(&world, &plan, from, to), from, to, to.port.unwrap());
             match answer.verdict() {
                 Verdict::Allowed if led(&world, &plan, from, to) => {}
                 Verdict::Allowed => prop_assert!(opens, "nothing opens {from:?} -> {to:?}: {answer:?}"),

@@ -28,7 +28,7 @@ fn addresses_of_nodes_in_another_members_network_are_named_once() {
                    is lost or enters the mesh. Give this cluster another network";
     assert_eq!(in_use(&mesh, &seen), [("tenant".to_owned(), message.to_owned())]);
     let (_, of_mesh) = run(&mesh, &seen);
-    let conditions = crate::status::conditions(&of_mesh, &BTreeMap::new(), &[], &BTreeMap::new());
+    let conditions = crate::status::conditions(&of_mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new());
     let degraded = conditions
         .iter()
         .find(|condition| condition.kind == "Degraded")

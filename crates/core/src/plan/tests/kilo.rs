@@ -256,7 +256,7 @@ fn an_anchor_moves_to_a_node_that_checks_in_and_stays_where_none_does() {
 
 /// The reason of the condition Degraded, and its message.
 fn degraded(of_mesh: &MeshPlan) -> (&'static str, String) {
-    let conditions = crate::status::conditions(of_mesh, &BTreeMap::new(), &[], &BTreeMap::new());
+    let conditions = crate::status::conditions(of_mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new());
     let degraded = conditions
         .into_iter()
         .find(|condition| condition.kind == "Degraded")

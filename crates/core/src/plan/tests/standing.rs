@@ -148,17 +148,36 @@ fn a_deleted_mesh_and_a_removed_entry_leave_nothing_behind() {
     let mut shrunk = mesh.clone();
     shrunk.clusters.truncate(1);
     assert_eq!(here(&seen, &shrunk), all_gone);
-    let plan_of_none = plan(&[], &seen, &Settings::default(), &Plain);
-    let orphans = diff(
-        &plan_of_none,
-        &ClusterIdentity::Local,
-        seen.members[&ClusterIdentity::Local].fresh().unwrap(),
-    );
+}
+
+/// A hub from which a mesh was moved away, or whose mesh lost its finalizer to a person.
+#[test]
+fn objects_of_a_mesh_that_is_not_there_stay() {
+    let mesh = two_clusters();
+    let mut seen = seen();
+    settle(&mesh, &mut seen);
+    let here = seen.members[&ClusterIdentity::Local].fresh().unwrap();
+    let steps = |meshes: &[Mesh]| {
+        let plan = plan(meshes, &seen, &Settings::default(), &Plain);
+        names(&diff(&plan, &ClusterIdentity::Local, here))
+    };
+    assert_eq!(steps(&[]), vec![]);
+    // Another mesh serves the same networks: its own objects take their place.
+    let mut other = mesh.clone();
+    other.id.name = "n".into();
     assert_eq!(
-        names(&orphans),
-        all_gone,
-        "the mesh was deleted by force: what carries our hub label goes"
+        steps(std::slice::from_ref(&other)),
+        vec![
+            (Action::Create, "n--tenant".to_owned()),
+            (Action::Delete, "m--tenant--x".to_owned()),
+            (Action::Create, "n--tenant--x".to_owned()),
+            (Action::Delete, "m--tenant".to_owned()),
+        ]
     );
+    // One of other networks takes neither the key of a standing Peer nor its place.
+    let network: IpNet = "10.99.0.0/16".parse().unwrap();
+    other.clusters[1].allowed = vec![network];
+    assert_eq!(steps(&[other]), vec![(Action::Create, "n--tenant".to_owned())]);
 }
 
 /// A member whose pods are exported, a sandbox and a member that are granted a Service of it: everything that is read by

@@ -1,0 +1,229 @@
+//! What is left of a mesh in clusters that it no longer names, and of a mesh that was moved to another hub.
+
+use clustermesh_api::mesh::RemovedCluster;
+
+use super::*;
+
+async fn three() -> (World, clustermesh_lab::Running) {
+    let world = World::start(&["mgmt", "tenant-a", "tenant-b"]).await;
+    for (m, cluster) in [(1, "mgmt"), (2, "tenant-a"), (3, "tenant-b")] {
+        world.node(cluster, m, 1).await;
+    }
+    let controller = world.controller().await;
+    world.apply_mesh(&world.mesh()).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    (world, controller)
+}
+
+/// The mesh without its third entry, tenant-b.
+fn without_tenant_b(world: &World) -> serde_json::Value {
+    let mut mesh = world.mesh();
+    mesh["spec"]["clusters"].as_array_mut().unwrap().remove(2);
+    mesh
+}
+
+async fn delete(world: &World, what: [&str; 2]) {
+    let words = ["delete", what[0], "-n", NAMESPACE, what[1], "--wait=false"];
+    world.hub().kubectl(words).await.unwrap();
+}
+
+async fn annotate(world: &World, text: &str) {
+    let words = ["annotate", "cmesh", "-n", NAMESPACE, "prod", text, "--overwrite"];
+    world.hub().kubectl(words).await.unwrap();
+}
+
+async fn until_gone(world: &World) {
+    wait_until("the mesh to be gone", SOON, async || match world.get_mesh().await {
+        None => Ok(()),
+        Some(mesh) => Err(format!("{:?}", mesh.status)),
+    })
+    .await
+    .unwrap();
+}
+
+async fn until_removed(world: &World, check: impl Fn(&[RemovedCluster]) -> bool) {
+    wait_until("the removed clusters in the status", LATER, async || {
+        let rows = world.get_mesh().await.unwrap().status.unwrap().removed_clusters;
+        if check(&rows) { Ok(()) } else { Err(format!("{rows:?}")) }
+    })
+    .await
+    .unwrap();
+}
+
+#[tokio::test]
+async fn secret_that_goes_first_costs_no_cleanup() {
+    let (world, _controller) = three().await;
+    delete(&world, ["secret", "tenant-b-kubeconfig"]).await;
+    world.until_condition("Ready", "False/MemberMissing", SOON).await;
+    world.apply_mesh(&without_tenant_b(&world)).await;
+    world.until_peers("tenant-b", &[], SOON).await;
+    world.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], SOON).await;
+    until_removed(&world, <[_]>::is_empty).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+
+    // As a namespace that is deleted does.
+    delete(&world, ["secret", "tenant-a-kubeconfig"]).await;
+    world.until_condition("Ready", "False/MemberMissing", SOON).await;
+    delete(&world, ["cmesh", "prod"]).await;
+    until_gone(&world).await;
+    for cluster in ["mgmt", "tenant-a"] {
+        world.until_peers(cluster, &[], SOON).await;
+    }
+}
+
+#[tokio::test]
+async fn removed_cluster_is_listed_until_clean_or_left_behind() {
+    let (world, mut controller) = three().await;
+    world.lab.cluster("tenant-b").kill_api().unwrap();
+    world.apply_mesh(&without_tenant_b(&world)).await;
+    let message = world.until_condition("Degraded", "True/ObjectsLeft", LATER).await;
+    assert!(
+        message.contains("\"tenant-b\"") && message.contains("force-cleanup=tenant-b"),
+        "{message}"
+    );
+    // What is left is known after a restart, too.
+    assert!(controller.terminate(SOON).await.unwrap().success());
+    controller = world.controller().await;
+    world.lab.cluster("tenant-b").start_api().await.unwrap();
+    world.until_peers("tenant-b", &[], LATER).await;
+    until_removed(&world, <[_]>::is_empty).await;
+    world.until_condition("Degraded", "False/AllServed", SOON).await;
+
+    // Without its kubeconfig, after a restart, only a person can say that it does not matter.
+    world.apply_mesh(&world.mesh()).await;
+    world
+        .until_peers("tenant-b", &["prod--mgmt--mgmt-1", "prod--tenant-a--tenant-a-1"], SOON)
+        .await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    assert!(controller.terminate(SOON).await.unwrap().success());
+    delete(&world, ["secret", "tenant-b-kubeconfig"]).await;
+    world.apply_mesh(&without_tenant_b(&world)).await;
+    let _controller = world.controller().await;
+    until_removed(&world, |rows| {
+        rows.len() == 1
+            && rows[0]
+                .message
+                .contains("Secret clustermesh/tenant-b-kubeconfig is not there")
+    })
+    .await;
+    delete(&world, ["cmesh", "prod"]).await;
+    world.until_peers("mgmt", &[], SOON).await;
+    let message = world.until_condition("Ready", "False/Deleting", SOON).await;
+    assert!(message.contains("force-cleanup=tenant-b"), "{message}");
+    annotate(&world, "kilo-clustermesh.io/force-cleanup=tenant-a").await;
+    until_removed(&world, |rows| rows.len() == 1).await;
+    annotate(&world, "kilo-clustermesh.io/force-cleanup=tenant-b").await;
+    until_gone(&world).await;
+    assert_eq!(world.peers("tenant-b").await.len(), 2);
+}
+
+/// By name and UID.
+async fn uids(world: &World) -> BTreeMap<String, String> {
+    let mut all = BTreeMap::new();
+    for cluster in ["mgmt", "tenant-a"] {
+        for (name, peer) in world.peers(cluster).await {
+            all.insert(format!("{cluster}: {name}"), peer.metadata.uid.unwrap());
+        }
+    }
+    all
+}
+
+/// A second mesh keeps the controller looking at both clusters. Its nodes and networks are others.
+async fn until_second_is_meshed(world: &World) {
+    let mut second = world.mesh();
+    second["metadata"]["name"] = json!("second");
+    let clusters = second["spec"]["clusters"].as_array_mut().unwrap();
+    clusters.remove(2);
+    for entry in clusters {
+        entry["isolationProfile"] = json!("standard");
+        entry["allowedNetworks"] = json!([format!(
+            "10.20{}.0.0/16",
+            if entry["local"] == json!(true) { 1 } else { 2 }
+        )]);
+    }
+    world.apply_mesh(&second).await;
+    wait_until("both clusters to be read", LATER, async || {
+        let state = world.ask("/debug/state").await;
+        let fresh = state.matches("\"observation\": \"Fresh\"").count();
+        let only = !state.contains("clustermesh/prod");
+        if fresh == 2 && only { Ok(()) } else { Err(state) }
+    })
+    .await
+    .unwrap();
+}
+
+#[tokio::test]
+async fn mesh_that_moves_to_another_hub_deletes_nothing() {
+    let (world, mut controller) = three().await;
+    let standing = uids(&world).await;
+    assert_eq!(standing.len(), 4);
+    // What clusterctl move does: it deletes, and takes the finalizers away later.
+    annotate(&world, "clusterctl.cluster.x-k8s.io/delete-for-move=").await;
+    delete(&world, ["cmesh", "prod"]).await;
+    world.until_condition("Paused", "True/Paused", SOON).await;
+    assert_eq!(uids(&world).await, standing);
+    let patch = [
+        "patch",
+        "cmesh",
+        "-n",
+        NAMESPACE,
+        "prod",
+        "--type=merge",
+        "-p",
+        "{\"metadata\":{\"finalizers\":null}}",
+    ];
+    world.hub().kubectl(patch).await.unwrap();
+    until_gone(&world).await;
+    until_second_is_meshed(&world).await;
+    assert_eq!(uids(&world).await, standing);
+    // Nor does a controller that was not there when it happened.
+    let old = world.hub_id().await;
+    assert!(controller.terminate(SOON).await.unwrap().success());
+    controller = world.controller().await;
+    until_second_is_meshed(&world).await;
+    assert_eq!(uids(&world).await, standing);
+    assert!(controller.terminate(SOON).await.unwrap().success());
+
+    let _controller = world.controller_for(NAMESPACE, &["--hub-id=second"]).await;
+    let mut mesh = world.mesh();
+    mesh["metadata"]["annotations"] = json!({names::ADOPT_HUB: old});
+    world.apply_mesh(&mesh).await;
+    wait_until("the other hub to take the Peers over", SOON, async || {
+        let peers = world.peers("tenant-a").await;
+        let hub = |peer: &Peer| peer.metadata.labels.as_ref().unwrap()[names::LABEL_HUB].clone();
+        let hubs: Vec<String> = peers.values().map(hub).collect();
+        if hubs.iter().all(|hub| hub == "second") {
+            Ok(())
+        } else {
+            Err(format!("{hubs:?}"))
+        }
+    })
+    .await
+    .unwrap();
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    assert_eq!(uids(&world).await, standing);
+}
+
+#[tokio::test]
+async fn paused_mesh_that_loses_its_finalizer_deletes_nothing() {
+    let (world, mut controller) = three().await;
+    let standing = uids(&world).await;
+    annotate(&world, "cluster.x-k8s.io/paused=true").await;
+    world.until_condition("Paused", "True/Paused", SOON).await;
+    assert!(controller.terminate(SOON).await.unwrap().success());
+    let patch = [
+        "patch",
+        "cmesh",
+        "-n",
+        NAMESPACE,
+        "prod",
+        "--type=merge",
+        "-p",
+        "{\"metadata\":{\"finalizers\":null}}",
+    ];
+    world.hub().kubectl(patch).await.unwrap();
+    delete(&world, ["cmesh", "prod"]).await;
+    let _controller = world.controller().await;
+    until_second_is_meshed(&world).await;
+    assert_eq!(uids(&world).await, standing);
+}
