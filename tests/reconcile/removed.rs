@@ -32,6 +32,13 @@ async fn annotate(world: &World, text: &str) {
     world.hub().kubectl(words).await.unwrap();
 }
 
+/// What `clusterctl move` does last, and a person who is in a hurry.
+async fn strip_finalizers(world: &World) {
+    let patch = "{\"metadata\":{\"finalizers\":null}}";
+    let words = ["patch", "cmesh", "-n", NAMESPACE, "prod", "--type=merge", "-p", patch];
+    world.hub().kubectl(words).await.unwrap();
+}
+
 async fn until_gone(world: &World) {
     wait_until("the mesh to be gone", SOON, async || match world.get_mesh().await {
         None => Ok(()),
@@ -162,17 +169,7 @@ async fn mesh_that_moves_to_another_hub_deletes_nothing() {
     delete(&world, ["cmesh", "prod"]).await;
     world.until_condition("Paused", "True/Paused", SOON).await;
     assert_eq!(uids(&world).await, standing);
-    let patch = [
-        "patch",
-        "cmesh",
-        "-n",
-        NAMESPACE,
-        "prod",
-        "--type=merge",
-        "-p",
-        "{\"metadata\":{\"finalizers\":null}}",
-    ];
-    world.hub().kubectl(patch).await.unwrap();
+    strip_finalizers(&world).await;
     until_gone(&world).await;
     until_second_is_meshed(&world).await;
     assert_eq!(uids(&world).await, standing);
@@ -182,6 +179,7 @@ async fn mesh_that_moves_to_another_hub_deletes_nothing() {
     controller = world.controller().await;
     until_second_is_meshed(&world).await;
     assert_eq!(uids(&world).await, standing);
+    delete(&world, ["cmesh", "second"]).await;
     assert!(controller.terminate(SOON).await.unwrap().success());
 
     let _controller = world.controller_for(NAMESPACE, &["--hub-id=second"]).await;
@@ -211,17 +209,7 @@ async fn paused_mesh_that_loses_its_finalizer_deletes_nothing() {
     annotate(&world, "cluster.x-k8s.io/paused=true").await;
     world.until_condition("Paused", "True/Paused", SOON).await;
     assert!(controller.terminate(SOON).await.unwrap().success());
-    let patch = [
-        "patch",
-        "cmesh",
-        "-n",
-        NAMESPACE,
-        "prod",
-        "--type=merge",
-        "-p",
-        "{\"metadata\":{\"finalizers\":null}}",
-    ];
-    world.hub().kubectl(patch).await.unwrap();
+    strip_finalizers(&world).await;
     delete(&world, ["cmesh", "prod"]).await;
     let _controller = world.controller().await;
     until_second_is_meshed(&world).await;
