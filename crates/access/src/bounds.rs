@@ -1,6 +1,6 @@
-//! Bounds the bytes of every answer of a member's API server, below all code that collects, splits or parses them: a body has
-//! a length, a line of a watch has one, and both have a number of JSON values, since a short text of empty objects takes many
-//! times its length once it is parsed.
+//! Limits every answer of a member's API server below all code that collects, splits or parses it: the length of a body, the
+//! length of a line of a watch, and the number of JSON values in both. The number matters because a short text of empty objects
+//! takes many times its length once it is parsed.
 
 use std::{
     pin::Pin,
@@ -17,14 +17,14 @@ use crate::memory::{Account, Charge, OverBudget};
 
 /// Bytes of one answer, and of one line of a watch. An object of etcd is 1.5 MiB at most.
 pub const MAX_ANSWER: usize = 4 * 1024 * 1024;
-/// What parsing one answer or one line may take, as [`Weight`] estimates it.
+/// Memory that parsing one answer or one line may take, as [`Weight`] estimates it.
 pub const MAX_PARSED: usize = 16 * 1024 * 1024;
 
 /// The body is held as frames, as one buffer and as text while kube collects it.
 const COPIES: usize = 3;
 
-/// What JSON takes as `serde_json::Value`, estimated from its structure while it streams by. Measured on 64-bit: a map of one
-/// entry is a B-tree leaf of 640 bytes, an array that is not empty has room for four values of 32.
+/// Estimates, from the structure of streamed JSON, the memory of its `serde_json::Value`. Measured on 64-bit: a map of one entry
+/// is a B-tree leaf of 640 bytes, and a non-empty array has room for four values of 32 bytes.
 #[derive(Debug, Default)]
 struct Weight {
     bytes: usize,
@@ -71,7 +71,7 @@ impl Weight {
     }
 }
 
-/// What one answer has brought so far.
+/// Counts length and estimated weight of one answer while it is read.
 #[derive(Debug)]
 struct Meter {
     /// A watch: each line is an answer of its own.
@@ -120,7 +120,7 @@ impl Meter {
     }
 }
 
-/// A body that ends in [`OverBudget`] when it brings too much.
+/// A body that ends in [`OverBudget`] when it is too long or too expensive to parse.
 #[derive(Debug)]
 pub struct Bounded<B> {
     inner: B,
@@ -218,7 +218,7 @@ where
     }
 }
 
-/// The budget that an error is about, wherever in its causes that stands.
+/// The exceeded budget among the causes of an error, however deep.
 #[must_use]
 pub fn over_budget(error: &(dyn std::error::Error + 'static)) -> Option<OverBudget> {
     crate::cause(error)

@@ -19,11 +19,11 @@ use crate::kubeconfig::{HubHosts, host_of};
 
 type Pending<T> = Pin<Box<dyn Future<Output = Result<T, BoxError>> + Send>>;
 
-/// What a name stands for.
+/// A function that looks up the addresses of a name.
 type Lookup = dyn Fn(String) -> Pending<Vec<SocketAddr>> + Send + Sync;
 
-/// Looks a name up and refuses it when any of its addresses is one at which no member's API server may be. The connector dials
-/// what this answers and asks no second time, so a name that changes between two look-ups gains nothing.
+/// Looks a name up and refuses it if a member's API server may not be at one of its addresses. The connector dials only the
+/// returned addresses, so a name that changes between two look-ups gives an attacker nothing.
 #[derive(Clone)]
 pub(crate) struct Resolver {
     hub: HubHosts,
@@ -53,7 +53,7 @@ impl Service<Name> for Resolver {
     }
 }
 
-/// Dials the host of the URI, by name or by address.
+/// Connects to the host of a URI, which is a name or an address.
 #[derive(Clone)]
 pub(crate) struct Connector {
     http: HttpConnector<Resolver>,
@@ -76,7 +76,7 @@ impl Connector {
             lookup,
         };
         let mut http = HttpConnector::new_with_resolver(resolver);
-        // TLS comes on top of it.
+        // The URI has the scheme https, but this connector only opens the TCP connection below TLS.
         http.enforce_http(false);
         http.set_nodelay(true);
         Self { http, hub }
@@ -93,7 +93,7 @@ impl Service<Uri> for Connector {
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        // An address is not looked up, and the hub's own may have been learned since the kubeconfig was read.
+        // The resolver never sees an address, and the hub's addresses may have been learned after the kubeconfig was read.
         let (host, port) = (host_of(uri.host().unwrap_or_default()), uri.port_u16().unwrap_or(443));
         if let Ok(address) = host.parse::<IpAddr>()
             && let Err(refused) = self.hub.check(address, port)
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
     use crate::{cause, kubeconfig::Refused};
 
-    /// Dials `uri` where names stand for what `answers` has, one look-up after the other.
+    /// Dials `uri` with a resolver that returns one element of `answers` for each look-up.
     async fn dial(hub: &HubHosts, uri: &str, answers: &[&[&str]]) -> (Result<(), String>, usize) {
         let answers: Vec<Vec<IpAddr>> = (answers.iter())
             .map(|addresses| addresses.iter().map(|text| text.parse().unwrap()).collect())

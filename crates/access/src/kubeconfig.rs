@@ -58,12 +58,12 @@ mod addresses;
 
 use addresses::stands_for;
 
-/// Where the hub's own API is: its credentials or its network position must not be lent to a mesh. Cheap to clone; all clones
-/// are the same.
+/// Hosts and addresses of the hub's own API server. A mesh must not use the controller's credentials or network position to
+/// reach it. Cheap to clone; all clones share one value.
 #[derive(Debug, Clone, Default)]
 pub struct HubHosts {
     names: Arc<BTreeSet<(String, u16)>>,
-    /// What its API servers listen on, as far as it was learned.
+    /// The addresses that its API servers listen on, as far as they were learned.
     addresses: Arc<RwLock<BTreeSet<SocketAddr>>>,
 }
 
@@ -330,8 +330,8 @@ fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
     }
 }
 
-/// Refuses addresses at which no member's API server can be, but something of the controller's own surroundings may; also
-/// where such an IPv4 address stands inside an IPv6 one that a translator or a tunnel turns back into it.
+/// Refuses addresses that belong to the controller's own host or link, where no member's API server can be. An IPv6 address is
+/// refused too if a translator or tunnel would turn it into such an IPv4 address.
 ///
 /// # Errors
 /// [`Refused::Server`], which says what kind of address it is.

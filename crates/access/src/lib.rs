@@ -1,5 +1,5 @@
-//! From what a person or a Secret says to a client of an API server, for the controller and the command line alike. Nothing is
-//! watched here, and nothing decided about meshes.
+//! Makes a Kubernetes client from a kubeconfig, either a member's Secret (hostile input, checked) or the user's own, for the
+//! controller and `clustermeshctl`.
 #![forbid(unsafe_code)]
 
 use std::{error::Error, path::Path};
@@ -29,7 +29,7 @@ const CONNECTION: usize = 64 * 1024;
 /// Why there is no client for a member.
 #[derive(Debug, thiserror::Error)]
 pub enum Unusable {
-    /// The kubeconfig says something that is not done.
+    /// A field of the kubeconfig is refused.
     #[error(transparent)]
     Refused(#[from] Refused),
     /// The client's own reason is the source: it may repeat parts of what was given.
@@ -37,12 +37,12 @@ pub enum Unusable {
     Certificates(#[source] Box<kube::Error>),
 }
 
-/// A client with the kubeconfig of a member, which is hostile input, as its API server is. `hub` = where no member may be;
-/// what is being read is charged to `account`.
+/// Makes a client from a member's kubeconfig. The kubeconfig and the member's API server are hostile input. `hub` = addresses
+/// at which no member may be; data that is being read is charged to `account`.
 ///
 /// # Errors
-/// Anything in the kubeconfig that would make this process run, read, trust or reach something it should not. A name is looked
-/// up and checked each time it is dialled: then the requests fail, with [`Refused`] among the causes.
+/// A field of the kubeconfig would make this process run, read, trust or reach something it should not. Names are resolved and
+/// checked at each connection, not here: then the request fails, with [`Refused`] among the causes.
 pub async fn member(text: &[u8], context: Option<&str>, hub: &HubHosts, account: &Account) -> Result<Client, Unusable> {
     let config = kubeconfig::read(text, context, hub).await?;
     client(&config, hub, account).map_err(|error| Unusable::Certificates(Box::new(error)))
@@ -70,7 +70,7 @@ fn client(config: &Config, hub: &HubHosts, account: &Account) -> Result<Client, 
 #[must_use]
 pub fn cause<E: Error + Clone + 'static>(error: &(dyn Error + 'static)) -> Option<E> {
     let mut next = Some(error);
-    // A chain that goes round must not hold anybody up.
+    // The limit ends the search in a cyclic chain.
     for _ in 0..16 {
         let error = next?;
         if let Some(found) = error.downcast_ref::<E>() {

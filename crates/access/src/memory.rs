@@ -1,5 +1,5 @@
-//! How much of this process's memory members' API servers may take: one [`Memory`] for all of them, one [`Account`] for
-//! each, and a [`Charge`] for each thing that is held. Nothing is read here.
+//! Limits how much of this process's memory the data of members may use: one [`Memory`] for all members, one [`Account`] for
+//! each, and a [`Charge`] for each object, answer or buffer.
 
 use std::{
     fmt,
@@ -11,7 +11,7 @@ use std::{
 
 const MIB: usize = 1024 * 1024;
 
-/// What a member's API server sends is more than is taken. The words are for the status of a mesh.
+/// The data of a member exceeds a limit. The messages are shown in the status of a mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum OverBudget {
     /// One answer is too long.
@@ -23,10 +23,10 @@ pub enum OverBudget {
     /// An answer or an event is short, but of so many JSON values that parsing it would take too much.
     #[error("over its budget: its API server sends JSON that takes more than {} MiB to parse", .0 / MIB)]
     Values(usize),
-    /// All that is held of the member is too much.
+    /// All data of the member together is too much.
     #[error("over its budget: its objects take more than {} MiB of the controller's memory", .0 / MIB)]
     Member(usize),
-    /// The members together take too much, and this one more than its share.
+    /// All members together use too much, and this one more than its share.
     #[error("over its budget: its objects take more than its share of {} MiB of the controller's memory", .0 / MIB)]
     Share(usize),
 }
@@ -144,7 +144,7 @@ impl Account {
     }
 }
 
-/// Bytes that are held for a member; freed when it is dropped.
+/// Bytes that are charged to a member's account until the value is dropped.
 #[derive(Debug)]
 pub struct Charge {
     account: Account,
@@ -152,10 +152,10 @@ pub struct Charge {
 }
 
 impl Charge {
-    /// Makes it this many bytes. Less always succeeds.
+    /// Changes the charge to this many bytes. Reducing it always succeeds.
     ///
     /// # Errors
-    /// The member, or all of them, would hold too much; the charge stays as it was.
+    /// The member, or all members together, would exceed a limit; the charge is unchanged.
     pub fn set(&mut self, bytes: usize) -> Result<(), OverBudget> {
         let holder = &*self.account.0;
         let memory = &holder.memory;
@@ -181,7 +181,7 @@ impl Charge {
         Ok(())
     }
 
-    /// A charge of nothing yet, to the same account.
+    /// A charge of zero bytes to the same account.
     #[must_use]
     pub fn another(&self) -> Self {
         self.account.charge()
@@ -200,7 +200,7 @@ impl Charge {
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        // Less always succeeds.
+        // Reducing a charge always succeeds.
         let _ = self.set(0);
     }
 }

@@ -71,7 +71,7 @@ async fn verdicts(status: u16, text: &str) -> Vec<(Option<OverBudget>, usize)> {
         };
         verdicts.push((over_budget(&error), read.load(Ordering::Relaxed) / MIB));
     }
-    assert_eq!(account.used(), 0, "what was read is let go");
+    assert_eq!(account.used(), 0, "bytes are still charged after the requests ended");
     verdicts
 }
 
@@ -121,7 +121,7 @@ async fn answer_in_flight_counts_against_the_members_memory() {
     assert_eq!((hostile.used(), honest.charge().set(4 * MIB)), (0, Ok(())));
 }
 
-/// What the estimate rests on.
+/// The measurements behind the estimate.
 #[test]
 fn weight_is_not_below_what_a_parsed_value_takes() {
     for (text, values, least) in [
