@@ -144,7 +144,7 @@ fn unknown<'n>(
     if problems.is_empty() { Ok(()) } else { Err(problems) }
 }
 
-/// What a member's answers may take while they are read.
+/// Memory that a member's answers may use while they are read.
 const MEMORY: usize = 64 * 1024 * 1024;
 
 struct Hub<'a> {

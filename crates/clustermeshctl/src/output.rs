@@ -1,5 +1,5 @@
-//! Where all output leaves the program. Clusters choose names, annotations and error messages, so that none of these may reach a
-//! terminal as control characters.
+//! Writes all output of the program, with control characters escaped: clusters choose names, annotations and error messages,
+//! which must not control a terminal.
 
 use std::io::{self, Write};
 

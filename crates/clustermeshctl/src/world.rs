@@ -245,7 +245,7 @@ fn member(objects: &Objects) -> Member {
         .iter()
         .map(|(name, node)| (name.clone(), convert::node::to_core(node)))
         .collect();
-    // A dump is of some earlier time, so a check-in is old by the others alone.
+    // A dump may be of any earlier time, so the age of a check-in counts from the newest one in it.
     let last_seen = objects.nodes.iter();
     let last_seen = last_seen.filter_map(|(name, node)| Some((name.clone(), convert::node::last_seen(node)?)));
     for (name, age) in checkin::ages(&last_seen.collect(), k8s_openapi::jiff::Timestamp::now().as_second()) {
@@ -288,7 +288,7 @@ fn member(objects: &Objects) -> Member {
             .iter()
             .map(|(name, pod)| (name.clone(), convert::service::pod_to_core(pod)))
             .collect(),
-        // What the account may not read is said apart; a dump has all of its namespaces.
+        // Namespaces that the account may not read are reported elsewhere; a dump contains all of its namespaces.
         unlisted: Unlisted::default(),
         api_endpoints: convert::service::api_endpoints(objects.slices.values()),
         nodes,

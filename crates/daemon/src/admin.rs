@@ -1,7 +1,7 @@
-//! The admin endpoint of a program (`--listen`): `/metrics`, `/healthz`, `/readyz`, `/debug/state`. Read-only; it never
-//! shows a secret, since the state it dumps is made by the program without them. The state names who talks to whom, and the
-//! endpoint may be bound to every address of a node that strangers reach: it is shown to the loopback alone, and so are the
-//! metrics of a program whose port the firewall does not close ([`Audience`]).
+//! The admin endpoint of a program (`--listen`): `/metrics`, `/healthz`, `/readyz`, `/debug/state`. Read-only and without
+//! secrets, because the program leaves them out of the state that it dumps. The state lists peers and connections, and untrusted
+//! hosts may reach the port, so `/debug/state` answers only loopback clients. `/metrics` does too in a program whose port the
+//! agent's firewall does not close ([`Audience`]).
 
 use std::{collections::VecDeque, fmt, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -19,10 +19,10 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{liveness::Liveness, metrics, readiness::Readiness};
 
-/// Connections at a time: many more than probes, scrapers and a person need, few beside the descriptors that a process may have
-/// (often 1,024), of which a program needs some for its own work.
+/// Concurrent connections: many more than probes, scrapers and a person need, and far fewer than the file descriptors of a
+/// process (often 1,024), some of which the program needs for its own work.
 const CONNECTIONS: usize = 64;
-/// For the head of a request, the next one of the same connection included.
+/// Time limit for the head of a request, and so also for an idle connection.
 const HEADERS: Duration = Duration::from_secs(10);
 
 /// Which clients get a page.
@@ -45,7 +45,7 @@ pub struct State {
     pub readiness: Readiness,
     /// `/healthz`: 200, or 503 with the loops that are silent, one a line.
     pub liveness: Liveness,
-    /// `/debug/state`: made anew for each request, without secrets. To others than the loopback: 403.
+    /// `/debug/state`: made for each request, without secrets. Clients outside the loopback interface get 403.
     pub dump: Arc<dyn Fn() -> serde_json::Value + Send + Sync>,
 }
 
@@ -86,7 +86,7 @@ impl Admin {
 
     /// Serves until the token is cancelled.
     ///
-    /// The newest connections are served: a client that opens one after the other and says nothing ends its own, and not the
+    /// A further connection closes the oldest one, so a client that opens idle connections closes its own and does not block the
     /// kubelet's probe.
     ///
     /// # Errors
@@ -110,7 +110,7 @@ impl Admin {
             let (stream, from) = match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    // Of that one connection, or no descriptor is left, which passes.
+                    // Either this one connection failed, or no file descriptor is free at the moment.
                     tracing::debug!(%error, "cannot accept a connection");
                     tokio::time::sleep(Duration::from_millis(100)).await;
                     continue;

@@ -17,11 +17,10 @@ pub enum LogFormat {
 /// What is logged where `RUST_LOG` says nothing: our own at info, the libraries' warnings.
 const DEFAULT_FILTER: &str = "info,kube=warn,kube_runtime=error,hyper=warn,tower=warn,rustls=warn";
 
-/// kube-client logs whole answers, newlines included, and an API server may belong to somebody hostile. Whoever calls it logs
-/// the failure.
+/// kube-client logs whole answers, newlines included, and an API server may be hostile. The callers log the failure themselves.
 const NEVER: &str = "kube_client=off";
 
-/// What is logged; `given` = what `RUST_LOG` says.
+/// The filter of the log; `given` = the value of `RUST_LOG`.
 ///
 /// # Errors
 /// It does not parse.

@@ -9,7 +9,7 @@ use crate::{ClusterPlan, Error, Result, Tools};
 /// Where etcd listens inside the underlay namespace. One etcd serves all clusters, each under its own prefix.
 const ETCD: &str = "http://127.0.0.1:2379";
 
-/// Where an API server logs what [`AUDIT_POLICY`] selects.
+/// File to which an API server writes the requests that [`AUDIT_POLICY`] selects.
 pub(crate) const AUDIT_LOG: &str = "audit.log";
 /// Writes of the controller's account, and nothing else.
 const AUDIT_POLICY: &str = "\

@@ -1,5 +1,5 @@
-//! The product on a lab: images built by `cargo xtask images`, `crds/` and `deploy/` installed with kubectl, as README.md
-//! tells a user to. What differs from a user's clusters is said here: no registry is in between, and in tests the backend.
+//! Installs the product on a lab with the steps of README.md: images by `cargo xtask images`, then `crds/` and `deploy/` with
+//! kubectl. There are two differences from a user's clusters: no registry, and in tests a chosen backend.
 
 mod images;
 
@@ -189,7 +189,7 @@ impl<'a> Product<'a> {
             .map_err(|pods| Error::Plan(format!("the controller runs as {pods:?}")))
     }
 
-    /// The NetworkPolicy that is shipped for the controller, with this lab's API servers in place of what is marked SET.
+    /// The controller's NetworkPolicy of `deploy/`, with this lab's API servers as the values marked SET.
     ///
     /// # Errors
     /// When the file is not there, or has no such values any more.

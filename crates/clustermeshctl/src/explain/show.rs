@@ -161,7 +161,7 @@ struct PathReport<'a> {
     anchored: bool,
     back: HopReport<'a>,
     seen_as: String,
-    /// `null` = that is up to the CNI of the source's node.
+    /// `null` = unknown, because the CNI of the source's node decides.
     masqueraded: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
     policy: Option<PolicyReport<'a>>,

@@ -18,14 +18,13 @@ use crate::{
 /// Objects in one answer.
 const PAGE: u32 = 500;
 
-/// Answers to one list, after which the cluster counts as one that does not end: it may answer with a page of nothing and a
-/// token for the next one for ever.
+/// The most pages of one list. A hostile API server can return empty pages, each with a token for the next one, without end.
 const PAGES: usize = 400;
 
-/// For all lists of one cluster.
+/// Time limit for all lists of one cluster.
 const IN_ALL: Duration = Duration::from_secs(300);
 
-/// Notes on one cluster.
+/// The most notes on one cluster.
 const NOTES: usize = 20;
 
 /// The longest name that an API server of Kubernetes gives to an object or a namespace.

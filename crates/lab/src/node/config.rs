@@ -6,7 +6,7 @@ use super::Settings;
 use crate::ClusterPlan;
 
 pub(super) const CONTAINERD: &str = "/etc/containerd/config.toml";
-/// Not the usual directory: the machine may have podman's network there, which containerd would take in place of the lab's.
+/// Not the default directory: containerd would use a network that podman may have configured there.
 pub(super) const CNI: &str = "/run/cni-net.d";
 pub(super) const CNI_TEMPLATE: &str = "/etc/containerd/cni.template";
 

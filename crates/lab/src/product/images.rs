@@ -1,5 +1,5 @@
-//! The product's images, as docker archives: built by `cargo xtask images` itself, with buildah and a base of Debian's
-//! packages, since the lab reaches no registry. Built again only when something changed that they are made from.
+//! Builds the product's images as docker archives with `cargo xtask images` and buildah. The base is made of Debian packages,
+//! because the lab reaches no registry. They are built again only when one of their inputs has changed.
 
 use std::{
     fs,
@@ -14,12 +14,12 @@ use sha2::{Digest, Sha256};
 use crate::{Error, Result, lab_home, run};
 
 const PROGRAMS: [&str; 2] = ["wg-agent", "clustermesh-controller"];
-/// What the Containerfiles call, the libraries of our programs (libc6 comes with all of them), and nft.
+/// Packages of the base: programs that the Containerfiles call, libraries of our programs (libc6 is a dependency of all), nft.
 const PACKAGES: &str = "dash,coreutils,grep,libgcc-s1,nftables";
-/// Names another base, for machines that run neither Debian nor Ubuntu.
+/// Environment variable with another base, for machines that run neither Debian nor Ubuntu.
 const BASE: &str = "CLUSTERMESH_IMAGE_BASE";
 
-/// Docker archives of both images. Nobody rebuilds them until this is dropped.
+/// Docker archives of both images. While this value exists, no other process rebuilds them.
 #[derive(Debug)]
 pub struct ProductImages {
     /// The image of wg-agent.
@@ -53,7 +53,7 @@ impl ProductImages {
         let _ = fs::remove_file(&made_from);
         let stripped = Scratch::new(directory.join("programs"))?;
         for program in &programs {
-            // Debug programs are large because of what a debugger reads.
+            // Debug symbols make these programs large.
             let to = stripped.path(&program.file_name().unwrap_or_default().to_string_lossy());
             run_through(Command::new("strip").arg("-o").arg(to).arg(program))?;
         }
@@ -96,7 +96,7 @@ fn build(programs: &Path, base: &str, output: &Path) -> Result<()> {
     let scratch = Scratch::new(output.join("unfinished"))?;
     scratch.store()?;
     let mut images = Command::new(run::our_program("xtask")?);
-    // Behind a backtrace the builder's own message would not be among the last lines.
+    // A backtrace would push the builder's own message out of the last lines.
     images.env("RUST_BACKTRACE", "0");
     images
         .args(["images", "--builder=buildah"])
@@ -123,7 +123,7 @@ fn debian(progress: &dyn Fn(&str)) -> Result<PathBuf> {
     scratch.store()?;
     let (system, unfinished) = (scratch.path("system.tar"), scratch.path("base.tar"));
     let mut bootstrap = Command::new("mmdebstrap");
-    // Unpacked, not configured: nothing in it is run but the programs themselves.
+    // The packages are unpacked, not configured: only the product's programs run in it.
     bootstrap.args(["--variant=extract", "--mode=root", "--quiet"]);
     bootstrap
         .arg(format!("--include={PACKAGES}"))
@@ -158,7 +158,7 @@ fn release(os_release: &str) -> Result<String> {
     })
 }
 
-/// A directory that is there for one build. Its name is always the same, so that the next build removes what a killed one left.
+/// A directory for one build. Its name is always the same, so that the next build removes the files of a killed one.
 struct Scratch(PathBuf);
 
 impl Drop for Scratch {
@@ -176,7 +176,7 @@ impl Scratch {
         Ok(Self(path))
     }
 
-    /// Has buildah keep its images, settings and temporary files in it, so that nothing of the user's is touched.
+    /// Makes buildah keep its images, settings and temporary files in it, so that the user's own are not changed.
     fn store(&self) -> Result<()> {
         let text = format!(
             "[storage]\ndriver = \"vfs\"\ngraphroot = \"{}\"\nrunroot = \"{}\"\n",
@@ -184,7 +184,7 @@ impl Scratch {
             self.path("run").display()
         );
         fs::write(self.path("storage.conf"), text).map_err(Error::io("write storage.conf"))?;
-        // It makes this directory and a lock in it even where it needs no network.
+        // buildah creates this directory and a lock in it even if it needs no network.
         let text = format!("[network]\nnetwork_config_dir = \"{}\"\n", self.path("net.d").display());
         fs::write(self.path("containers.conf"), text).map_err(Error::io("write containers.conf"))?;
         create(&self.path("tmp"))
