@@ -1,5 +1,5 @@
-//! The product's images, as `cargo xtask images` builds them: what is in them, and what the command says when a program
-//! cannot run in one. That they work is shown by every test on whole clusters, which runs nothing else.
+//! The product's images, as `cargo xtask images` builds them: their content, and the command's message when a program cannot run
+//! in one. Every test on whole clusters runs these images, so this file does not run them.
 
 use std::{
     collections::BTreeSet,
@@ -114,7 +114,7 @@ fn named_by(manifest: &str) -> String {
 #[test]
 fn program_of_a_newer_libc_is_refused_with_a_remedy() {
     let scratch = tempfile::tempdir().unwrap();
-    // The loader compares names: a version that no libc has stands for one of a libc yet to come.
+    // The loader compares names, so a version that no libc has acts like a future libc's.
     let mut program = fs::read("/bin/true").unwrap();
     let version = program
         .windows(9)

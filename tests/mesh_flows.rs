@@ -225,7 +225,7 @@ async fn members_pods_reach_no_metrics_of_the_controller(mesh: &Mesh<'_>) {
     }
 }
 
-/// Everything that is open anywhere is tried from the controller's own network, with the policy and without it.
+/// Scans every open socket from the controller's own network namespace, with the policy and without it.
 async fn the_controllers_network_policy_admits_what_it_needs(mesh: &Mesh<'_>) {
     let (hub, member) = (mesh.hub.plan(), mesh.member.plan());
     let controller = mesh.product.controller_pod().await.unwrap();
@@ -266,7 +266,7 @@ async fn the_controllers_network_policy_admits_what_it_needs(mesh: &Mesh<'_>) {
     assert_eq!(found, admitted);
     mesh.lab.until_closed(&neighbour, &port).await.unwrap();
 
-    // Another process, which the policy bounds from its first packet: its probes pass, and it mends what is amiss in the member.
+    // The new process is limited by the policy from its first packet: its probes pass, and it repairs the member.
     let words = ["-n", NAMESPACE, "delete", "pod", &controller.name, "--grace-period=1"];
     mesh.hub.kubectl(words).await.unwrap();
     mesh.hub

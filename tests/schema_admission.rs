@@ -60,7 +60,7 @@ fn deploy(file: &str) -> String {
     std::fs::read_to_string(format!("{}/../../deploy/{file}", env!("CARGO_MANIFEST_DIR"))).unwrap()
 }
 
-/// Drops the answer's object; of a refusal keeps what the policy says, which never is a CEL error.
+/// Drops the answer's object. Keeps the policy's message of a refusal, which must never be a CEL error.
 fn verdict(answer: Answer) -> Result<(), String> {
     answer.map(drop).map_err(|(code, message)| {
         assert_eq!(code, 403, "{message}");
@@ -70,7 +70,8 @@ fn verdict(answer: Answer) -> Result<(), String> {
     })
 }
 
-/// A server with the accounts and the agents' policy in force, and with `lists` in the ConfigMap that of objects, too.
+/// A server with the accounts and the agents' policy in force. With `lists`, the policy for objects is in force as well, with
+/// these lists in its ConfigMap.
 async fn server(lists: Option<&str>) -> ApiServer {
     let server = ApiServer::start().await;
     for file in ["agent.yaml", "member-account.yaml"] {
@@ -156,7 +157,7 @@ async fn people_and_the_controller_do_not_write_each_others_objects(server: &Api
             assert!(refused.ends_with(person), "{refused}");
         }
 
-        // A person's own, which the controller may take over by the label alone.
+        // A Peer of a person, which the controller could take over by adding the label.
         assert_eq!(admin.post(kind, &own).await.map(drop), Ok(()));
         let path = format!("{kind}/own");
         assert_eq!(verdict(controller.put(&path, &own).await), Err(unlabelled.clone()));
@@ -186,7 +187,7 @@ async fn peers_bring_in_nothing_outside_the_list(controller: &Acting) {
         "::/0",
         "fd00:21::/64",
         "fd00::/16",
-        // No network, as the API server reads it.
+        // An invalid network for the API server's CEL functions.
         "10.20.0.0/33",
         "10.20.1.1",
         "::ffff:10.20.1.0/120",
@@ -272,7 +273,8 @@ async fn peer_policies_open_and_blackhole_nothing_outside_the_lists(controller: 
     }
 }
 
-/// A version without a schema, as a later release of Kilo might serve: the same rules, for what is stored is the same.
+/// A version without a schema, as a later release of Kilo might serve. The same rules apply, because the stored object is the
+/// same.
 async fn another_served_version_changes_nothing(server: &ApiServer, controller: &Acting) {
     let crd = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/peerpolicies.kilo.squat.ai";
     let stored: Value = serde_json::from_str(&server.kubectl(&["get", "--raw", crd]).await).unwrap();

@@ -1,5 +1,5 @@
 //! What is tried on objects that anyone may have written: each reader comes back, and what it accepts is what it says.
-//! Each returns whether the input got behind the first parser: one that never does tries nothing.
+//! Each returns whether the input passed the first parser: an input that does not tests nothing else.
 //! Both the fuzz targets and `crates/wg-agent/tests/corpus.rs` compile this file.
 
 use std::collections::BTreeSet;

@@ -23,22 +23,22 @@ use tokio_rustls::{TlsAcceptor, rustls};
 use super::*;
 
 const MIB: usize = 1024 * 1024;
-/// What the controller may take.
+/// Memory limit of the controller.
 const LIMIT: usize = 256 * MIB;
-/// What each answer would come to.
+/// Length of each flooding answer, if it were read to its end.
 const FLOOD: usize = 2048 * MIB;
 const ADDRESS: &str = "172.30.1.201";
 
-/// To which requests a server answers without end, and with what; to the others with empty lists and silent watches.
+/// The requests that a server answers without end. All others get empty lists and watches without events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flood {
     /// Lists of Nodes.
     List,
-    /// Lists, whose text is short for what it takes to parse.
+    /// Lists whose text is short, but needs much memory to parse.
     Values,
     /// One line of a watch.
     Line,
-    /// Many Nodes, each within every limit, in pages of a decent size.
+    /// Many Nodes, each within every limit, in pages of normal size.
     Objects,
     /// Errors.
     Error,
@@ -60,7 +60,7 @@ impl Flood {
         format!("{self:?}").to_lowercase()
     }
 
-    /// Status, beginning and what is repeated, for a path with its query.
+    /// Status, beginning and repeated part of the answer to a path with its query.
     fn answer(self, path: &str) -> (u16, String, Option<String>) {
         let list = r#"{"apiVersion":"v1","kind":"NodeList","metadata":{"resourceVersion":"1"},"items":["#;
         let watch = path.contains("watch=true");
@@ -90,7 +90,7 @@ impl Flood {
                 r#"{"major":"1","minor":"36","gitVersion":"v1.36.3"}"#.to_owned(),
                 None,
             ),
-            // It stands, and says nothing.
+            // The watch stays open without an event.
             _ if watch => (200, String::new(), Some(String::new())),
             _ => (200, format!("{list}]}}"), None),
         }
@@ -129,7 +129,7 @@ impl Server {
     }
 }
 
-/// Answers one request of a connection, as far as anybody reads.
+/// Answers one request of a connection for as long as the client reads.
 async fn serve(flood: Flood, stream: TcpStream, tls: TlsAcceptor, floods: Arc<AtomicUsize>) -> std::io::Result<()> {
     let mut stream = tls.accept(stream).await?;
     let mut head = Vec::new();
@@ -160,7 +160,7 @@ async fn serve(flood: Flood, stream: TcpStream, tls: TlsAcceptor, floods: Arc<At
     stream.shutdown().await
 }
 
-/// An authority, and what a server with its certificate accepts connections with.
+/// A certificate authority, and the TLS acceptor of a server with its certificate.
 fn tls() -> (String, TlsAcceptor) {
     let name = |common: &str| {
         let mut name = DistinguishedName::new();
@@ -244,7 +244,7 @@ async fn endless_answers_of_members_cost_no_memory_and_delay_no_quarantine() {
     }
 
     let (line, cgroup) = limited(LIMIT);
-    // As the manifest hands it on.
+    // The manifest passes the pod's limit in this variable.
     let memory = format!("MEMORY_LIMIT={LIMIT}");
     let prefix = ["sh", "-c", &line, "sh", "env", &memory];
     let mut controller = world.controller_within(&prefix).await;
@@ -252,7 +252,7 @@ async fn endless_answers_of_members_cost_no_memory_and_delay_no_quarantine() {
     world.apply_mesh(&mesh).await;
     world.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], LATER).await;
 
-    // Each flood was met, and refused by the limit that is meant for it.
+    // The controller read from each flood and refused it by the limit that is meant for it.
     let over = |member: &str, limit: &str| {
         format!("over_budget_total{{member=\"Secret clustermesh/{member}-kubeconfig key value\",limit=\"{limit}\"}}")
     };
@@ -290,7 +290,7 @@ async fn endless_answers_of_members_cost_no_memory_and_delay_no_quarantine() {
     .unwrap();
     assert!(controller.log().contains(why), "{}", controller.log());
 
-    // A quarantine of an honest member and of one that floods is written where it counts, meanwhile.
+    // Meanwhile the quarantine of an honest member, and of one that floods, is written into the target.
     let begun: Vec<usize> = servers.iter().map(|s| s.floods.load(Ordering::Relaxed)).collect();
     let words = [
         "annotate",
@@ -327,7 +327,7 @@ async fn endless_answers_of_members_cost_no_memory_and_delay_no_quarantine() {
     .await
     .unwrap();
 
-    // It is the same process, and it never held more.
+    // The process was not restarted, and never used more memory than the limit.
     assert_eq!(controller.pid(), Some(pid), "{}", controller.log());
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();

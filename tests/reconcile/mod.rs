@@ -180,7 +180,7 @@ impl World {
         self.controller_as(&[], hub_namespace, more).await
     }
 
-    /// The same behind other words on the command line, which end in becoming the program.
+    /// The same with a command line before the program that ends in `exec` of it.
     pub(crate) async fn controller_within(&self, prefix: &[&str]) -> Running {
         self.controller_as(prefix, NAMESPACE, &[]).await
     }

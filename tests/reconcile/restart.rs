@@ -1,4 +1,4 @@
-//! A controller that is started again: what it has not read yet is not taken for empty.
+//! A restarted controller does not treat kinds that it has not listed yet as empty.
 
 use clustermesh_api::mesh::ClusterMesh;
 use futures::{StreamExt, TryStreamExt, stream};
@@ -6,7 +6,7 @@ use k8s_openapi::api::discovery::v1::EndpointSlice;
 
 use super::*;
 
-/// Slices beside the one of the granted Service: its namespace takes a while to be listed.
+/// EndpointSlices in addition to the granted Service's, so that listing the namespace takes a while.
 const SLICES: usize = 3_000;
 
 async fn many_slices(world: &World) {
@@ -73,7 +73,7 @@ async fn restart_with_three_thousand_slices_writes_nothing() {
 
     let controller = world.controller().await;
     until_read(&world).await;
-    // Whatever the passes until now decided has been written when this has come through.
+    // A write of this change shows that all earlier decisions were written.
     world.node("tenant-a", 2, 2).await;
     let peers = ["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"];
     world.until_peers("mgmt", &peers, SOON).await;

@@ -1,8 +1,8 @@
-//! What the controller writes and when: nothing after a restart, members while the hub is away, and against another writer.
+//! Writes of the controller: none after a restart, into members while the hub is down, and against another field manager.
 
 use super::*;
 
-/// What the controller's account wrote in each cluster.
+/// The writes of the controller's account in each cluster.
 fn audit(world: &World) -> [Vec<String>; 2] {
     ["mgmt", "tenant-a"].map(|name| world.lab.cluster(name).audit().unwrap())
 }
@@ -37,13 +37,13 @@ async fn restart_with_nothing_changed_writes_nothing() {
         nodes.create(&PostParams::default(), &node).await.unwrap();
     }
     let mut mesh = world.mesh();
-    // Taken, but not as it is written: an Event.
+    // The controller adjusts this value and sends an Event.
     mesh["spec"]["clusters"][1]["allowedNetworks"][0] = json!("10.2.0.1/16");
     let mut controller = world.controller().await;
     world.apply_mesh(&mesh).await;
     world.until_condition("Ready", "True/Meshed", SOON).await;
     world.until_condition("Degraded", "True/NodesSkipped", SOON).await;
-    // One report has twenty at most.
+    // One report has at most twenty.
     wait_until("the Events of the field and the nodes", SOON, async || {
         let events = world.hub().kubectl(EVENTS).await.unwrap().stdout;
         let told = events.contains("SpecAdjusted") && events.matches("is left out").count() == 18;
@@ -79,7 +79,7 @@ async fn restart_with_nothing_changed_writes_nothing() {
     .unwrap();
     until_passes(&world, 3).await;
     assert_eq!(audit(&world), before);
-    // The next change is written, and what had been pending before it would have been, too.
+    // Once this change is written, an earlier pending write would have been written, too.
     world.node("tenant-a", 2, 9).await;
     wait_until("the change in the status", SOON, async || {
         let status = world.get_mesh().await.unwrap().status.unwrap();
@@ -124,7 +124,7 @@ async fn members_are_served_while_the_hub_is_away() {
     .unwrap();
     world.node("tenant-a", 2, 2).await;
     world.remove_node("tenant-a", "tenant-a-1").await;
-    // What is new is written. Nothing is deleted: whether the mesh still is as it was is not known.
+    // New objects are written. Nothing is deleted, because the hub may have changed the mesh meanwhile.
     let during = [
         "prod--mgmt--mgmt-1",
         "prod--tenant-a--tenant-a-1",
@@ -164,7 +164,7 @@ async fn mesh_is_ready_only_while_its_objects_are_as_planned() {
     world.apply_mesh(&mesh).await;
     world.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // Another writer undoes what is written, each time that it is.
+    // Another field manager reverts each write.
     let peers: Api<Peer> = Api::all(world.client("mgmt").await);
     let name = "prod--tenant-a--tenant-a-1";
     let ours = peers.get(name).await.unwrap().spec;

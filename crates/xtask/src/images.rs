@@ -36,7 +36,7 @@ pub(crate) struct Args {
     output: Option<PathBuf>,
 }
 
-/// A program that builds images. All three take the same words for it.
+/// A program that builds images. All three have the same command line for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Builder {
     Podman,
@@ -89,7 +89,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         if let Some(directory) = output {
             fs::create_dir_all(directory).with_context(|| format!("create {}", directory.display()))?;
             let archive = directory.join(format!("{}.tar", image.program));
-            // Some builders add to an archive that is there, others refuse to.
+            // Some builders append to an existing archive, others refuse it.
             if archive.exists() {
                 fs::remove_file(&archive).with_context(|| format!("remove {}", archive.display()))?;
             }

@@ -1,4 +1,4 @@
-//! What the tests could leave on this machine: read before and after them and compared.
+//! Finds what tests leave on this machine, by comparing its state before and after them.
 
 use std::{
     collections::BTreeSet,
@@ -14,19 +14,19 @@ use anyhow::{Context, bail};
 /// A program that was killed needs a moment until it and its network namespace are gone.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Everything of these kinds that the machine has, each with its kind before it.
+/// Files, links, tables, rules, cgroups, mounts and processes of the machine, each with its kind before it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Machine(BTreeSet<String>);
 
 impl Machine {
-    /// As it is now. `programs` are the directories whose programs count as left when they still run.
+    /// Reads the present state. A process counts if it runs a program from the directories `programs`.
     pub(crate) fn read(programs: &[PathBuf]) -> anyhow::Result<Self> {
         let mut all = BTreeSet::new();
         let mut add = |kind: &str, names: Vec<String>| all.extend(names.iter().map(|name| format!("{kind} {name}")));
         for directory in ["/var/run/wireguard", "/run/netns", "/run/clustermesh-lab"] {
             add("the file", paths(Path::new(directory), ""));
         }
-        // The names that the crate tempfile gives.
+        // The crate tempfile makes such names.
         add("the file", paths(&std::env::temp_dir(), ".tmp"));
         add("the link", names(Path::new("/sys/class/net")));
         add("the nftables", lines("nft", &["list", "tables"])?);
@@ -38,7 +38,7 @@ impl Machine {
         Ok(Self(all))
     }
 
-    /// Everything that was not there before, after giving it a moment to go.
+    /// Everything that was not there before; waits a moment for it to disappear.
     pub(crate) fn left_since(&self, programs: &[PathBuf]) -> anyhow::Result<Vec<String>> {
         let start = Instant::now();
         loop {
@@ -63,7 +63,7 @@ fn names(directory: &Path) -> Vec<String> {
         .collect()
 }
 
-/// The paths of what is in a directory under a name that starts so.
+/// The paths of a directory's entries whose names begin with `start`.
 fn paths(directory: &Path, start: &str) -> Vec<String> {
     let names = names(directory).into_iter().filter(|name| name.starts_with(start));
     names.map(|name| directory.join(name).display().to_string()).collect()
@@ -84,7 +84,7 @@ fn lines(program: &str, words: &[&str]) -> anyhow::Result<Vec<String>> {
         .collect())
 }
 
-/// Those of labs, in each hierarchy of version 1 or in the one of version 2.
+/// The cgroups of labs, in each hierarchy of version 1 or in the one of version 2.
 fn cgroups() -> Vec<String> {
     let root = Path::new("/sys/fs/cgroup");
     let hierarchies = names(root).into_iter().map(|name| root.join(name));

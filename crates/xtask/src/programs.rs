@@ -13,9 +13,9 @@ pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Cargo, for this workspace, as a shell would start it. `cargo run` tells this program about its own package in the environment;
-/// there, ring's build script sees a change, and ring and all that depends on it (rustls, kube, every program) is built once more
-/// each time that the two cargos take turns.
+/// Cargo for this workspace, with the environment of a shell. `cargo run` sets variables about the running package, which ring's
+/// build script takes for a change: then ring and all its dependents (rustls, kube, every program) are rebuilt each time that the
+/// two kinds of call alternate.
 pub(crate) fn cargo() -> Command {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.current_dir(root());
@@ -100,7 +100,7 @@ mod tests {
         let cargo = super::cargo();
         let removed = cargo.get_envs().filter(|(_, value)| value.is_none());
         let removed: BTreeSet<&OsStr> = removed.map(|(name, _)| name).collect();
-        // Whoever runs this test has set them.
+        // Cargo, or the person who runs this program by hand, has set them.
         for name in ["CARGO_MANIFEST_DIR", "CARGO_PKG_NAME", "CARGO_PKG_VERSION_MAJOR"] {
             assert!(
                 std::env::var_os(name).is_some() && removed.contains(OsStr::new(name)),

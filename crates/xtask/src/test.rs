@@ -102,7 +102,7 @@ fn all(programs: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
     Ok(([counts, documents].into_iter().sum(), failed))
 }
 
-/// Runs both rows at once, each program by itself; returns how many tests that were, and which programs failed.
+/// Runs both rows at once, the programs of a row one after the other; returns the counts, and which programs failed.
 fn beside(rows: [&[Program]; 2], programs: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
     let row = |tests: &[Program]| -> anyhow::Result<Vec<(Counts, Option<String>)>> {
         let results = tests.iter().map(|test| {
@@ -129,13 +129,13 @@ fn cargo_test(test: &mut Command) -> anyhow::Result<(Counts, Option<String>)> {
         .stderr(writer.try_clone().context("a pipe")?)
         .stdout(writer);
     let mut child = test.spawn().with_context(|| format!("{test:?} cannot be started"))?;
-    // Else the pipe has no end.
+    // The command holds copies of the pipe's writing end, and the pipe ends only when all of them are closed.
     test.stdout(Stdio::null()).stderr(Stdio::null());
     let mut output = Vec::new();
     let mut buffer = [0; 8192];
     let status = loop {
-        // Asked before the pipe is: once cargo has ended, an empty pipe is the end of its output. A process that a test left
-        // running may hold the pipe open for ever.
+        // Checked before the pipe is read: if cargo has ended, an empty pipe is the end of its output. A process that a test
+        // left running may hold the pipe open for ever.
         let ended = child.try_wait().context("wait for cargo")?;
         if readable(&reader)? {
             let length = reader.read(&mut buffer).context("read what cargo prints")?;
@@ -160,7 +160,7 @@ fn cargo_test(test: &mut Command) -> anyhow::Result<(Counts, Option<String>)> {
     ))
 }
 
-/// Waits a moment for something to read, or the end.
+/// Waits a moment until there is something to read, or the pipe ends.
 fn readable(pipe: &io::PipeReader) -> anyhow::Result<bool> {
     let moment = Timespec {
         tv_sec: 0,
@@ -231,7 +231,8 @@ impl Program {
         name.rsplit_once('-').map_or(&*name, |(name, _)| name).to_owned()
     }
 
-    /// Runs it as cargo does, and shows its output when it has ended: two at once could not be told apart. False: it failed.
+    /// Runs it as cargo does, and prints its output when it has ended, because the output of two at once would be mixed.
+    /// False: it failed.
     fn run(&self, programs: &Path) -> anyhow::Result<(Counts, bool)> {
         let start = Instant::now();
         println!("xtask: {} starts", self.name());

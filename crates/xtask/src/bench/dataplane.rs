@@ -1,5 +1,5 @@
-//! `cargo xtask bench dataplane`: every variant once in each round, each round beginning with another one, so that what the machine
-//! does meanwhile, and what a variant leaves behind for the next, strikes all alike.
+//! `cargo xtask bench dataplane`: every variant once in each round. Each round begins with another variant, so that other load on
+//! the machine, and the state that a variant leaves for the next one, affect all alike.
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 

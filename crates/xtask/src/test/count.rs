@@ -1,5 +1,5 @@
-//! Counts the tests that ran, from what the test programs print, and says what makes a green run worthless: too few tests, or
-//! ignored ones.
+//! Counts the tests that ran from the output of the test programs, and reports why a run without failures is no success: too few
+//! tests, or ignored ones.
 
 use std::{fmt, iter::Sum};
 
@@ -41,7 +41,7 @@ impl Counts {
         programs.into_iter().map(|counts| counts.unwrap_or(Self::LOST)).sum()
     }
 
-    /// Takes the exit code into account: a program may fail behind its last test.
+    /// Takes the exit code into account: a program may fail after its last test.
     pub(super) const fn ended(mut self, success: bool) -> Self {
         if !success && self.failed == 0 {
             self.failed = 1;
@@ -63,8 +63,8 @@ impl Counts {
         })
     }
 
-    /// Takes into account what a run was meant to hold; returns why it is no success, although no test failed. Ignored and
-    /// missing tests count as failed from here on, so that the closing line agrees with the exit code.
+    /// Compares the counts with the tests that were meant to run; returns why the run is no success although no test failed. Ignored
+    /// and missing tests count as failed from here on, so that the closing line agrees with the exit code.
     pub(super) fn judge(&mut self, scope: Scope) -> Vec<String> {
         let mut problems = Vec::new();
         if self.ignored > 0 {
@@ -101,7 +101,7 @@ fn is_heading(line: &str) -> bool {
     (line.starts_with("Running ") && line.contains(" (") && line.ends_with(')')) || line.starts_with("Doc-tests ")
 }
 
-/// Which tests a run was to hold.
+/// Which tests were meant to run.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Scope {
     /// All of the project.
