@@ -18,6 +18,7 @@ use tokio_util::task::TaskTracker;
 
 use crate::{feed::Changed, metrics::Metrics, session::tables::Tables, trouble};
 
+mod contest;
 mod queue;
 mod write;
 

@@ -18,7 +18,7 @@ use clustermesh_core::{
 };
 use tokio::time::Instant;
 
-use super::Outcome;
+use super::{Outcome, contest::Contest};
 use crate::backoff::{Backoff, Bucket};
 
 /// Requests in flight of each lane.
@@ -29,10 +29,9 @@ const REST: usize = 8;
 const BURST: u32 = 1_000;
 const INTERVAL: Duration = Duration::from_millis(20);
 /// The longest pause after a refusal, and for a member or a source in trouble, which one request finds out about.
-const REFUSED: Duration = Duration::from_secs(60);
+pub(super) const REFUSED: Duration = Duration::from_secs(60);
 const TROUBLE: Duration = Duration::from_secs(10);
-/// An object that another writer changes so many times in a row, each within the time of the one before, is contested.
-const CONTESTED: u32 = 3;
+/// Changes by another writer count as one row while each comes within this time of the one before.
 const CONTEST: Duration = Duration::from_secs(180);
 
 /// Kind and name of an object.
@@ -104,25 +103,6 @@ type Cause = (Source, &'static str, String);
 struct Refused {
     cause: Cause,
     until: Instant,
-}
-
-/// Another writer on one object.
-#[derive(Debug)]
-struct Contest {
-    mesh: MeshId,
-    /// What we wrote last; `None` = our write met a conflict.
-    wrote: Option<Item>,
-    times: u32,
-    last: Instant,
-    backoff: Option<Backoff>,
-    /// Its name in managedFields.
-    by: Option<String>,
-}
-
-impl Contest {
-    fn is_contested(&self) -> bool {
-        self.times >= CONTESTED
-    }
 }
 
 impl Queue {
@@ -445,34 +425,11 @@ impl Queue {
         self.done.insert(key, (now, item));
     }
 
-    /// Notes a write that met another writer's, or that may have had to undo one; whether the object is contested by it.
+    /// Notes a write that met another writer's, or that may have had to undo one; whether the object is contested from now on.
     fn contest(&mut self, step: &Step, key: &Key, by: Option<String>, written: bool, now: Instant) -> bool {
-        let contest = self.contests.entry(key.clone()).or_insert_with(|| Contest {
-            mesh: step.mesh.clone(),
-            wrote: None,
-            times: 0,
-            last: now,
-            backoff: None,
-            by: None,
-        });
-        let again = !written || contest.wrote.as_ref() == Some(&step.item);
-        if written {
-            contest.wrote = Some(step.item.clone());
-        }
-        if !again {
-            (contest.times, contest.backoff, contest.last) = (0, None, now);
-            return false;
-        }
-        contest.times += 1;
-        (contest.last, contest.by) = (now, by.or(contest.by.take()));
-        // The first time is no reason to wait.
-        if contest.times + 1 >= CONTESTED {
-            match &mut contest.backoff {
-                Some(backoff) => backoff.failed(now),
-                None => contest.backoff = Some(Backoff::new(now, REFUSED)),
-            }
-        }
-        contest.times == CONTESTED
+        let contest = self.contests.entry(key.clone());
+        let contest = contest.or_insert_with(|| Contest::new(step.mesh.clone(), now));
+        contest.note(&step.item, by, written, now)
     }
 
     fn is_refused(&self, cause: &Cause) -> bool {
@@ -503,17 +460,7 @@ impl Queue {
             .contests
             .iter()
             .filter(|(_, contest)| contest.mesh == *mesh && contest.is_contested());
-        let contests = contests.map(|((kind, name), contest)| {
-            let by = contest
-                .by
-                .as_deref()
-                .map_or("another writer".to_owned(), |by| format!("field manager {by:?}"));
-            let why = format!(
-                "{by} changed it {} times in a row; one of the two writers has to stop",
-                contest.times
-            );
-            (*kind, name, why)
-        });
+        let contests = contests.map(|((kind, name), contest)| (*kind, name, contest.message()));
         let mut all = contests.chain(refused);
         if let Some((kind, name, why)) = all.next() {
             let first = format!("{kind} {name}: {why}");

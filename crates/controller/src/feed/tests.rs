@@ -1,0 +1,138 @@
+use kube::core::TypeMeta;
+use serde_json::json;
+
+use super::*;
+
+fn feed() -> Feed<i64> {
+    Feed::new(Changed::default(), |object| match object.data.get("n") {
+        Some(n) => n.as_i64().map(Some).ok_or_else(|| "n is not a number".to_owned()),
+        None => Ok(None),
+    })
+}
+
+fn object(name: &str, version: &str, data: serde_json::Value) -> DynamicObject {
+    let metadata = ObjectMeta {
+        name: Some(name.to_owned()),
+        uid: Some(format!("uid-{name}")),
+        resource_version: Some(version.to_owned()),
+        ..ObjectMeta::default()
+    };
+    DynamicObject {
+        types: Some(TypeMeta::default()),
+        metadata,
+        data,
+    }
+}
+
+fn replace(feed: &Feed<i64>, objects: Vec<DynamicObject>, version: &str) {
+    let drafts = objects.into_iter().filter_map(|object| feed.draft(object)).collect();
+    let version = version.to_owned();
+    feed.replace(
+        List {
+            drafts,
+            version,
+            charge: None,
+        },
+        true,
+    );
+}
+
+fn put(feed: &Feed<i64>, object: DynamicObject) {
+    feed.put(object).expect("no budget");
+}
+
+fn rows(feed: &Feed<i64>) -> Vec<(String, i64)> {
+    feed.read(|rows| rows.iter().map(|(name, row)| (name.name.clone(), row.value)).collect())
+}
+
+fn woken(feed: &Feed<i64>) -> bool {
+    futures::FutureExt::now_or_never(feed.changed.notified()).is_some()
+}
+
+#[test]
+fn a_malformed_object_keeps_its_last_value_and_costs_no_other() {
+    let feed = feed();
+    replace(
+        &feed,
+        vec![object("a", "1", json!({"n": 1})), object("b", "2", json!({"n": "x"}))],
+        "3",
+    );
+    assert_eq!((rows(&feed), feed.trust()), (vec![("a".into(), 1)], Trust::Live));
+    put(&feed, object("a", "4", json!({"n": "y"})));
+    assert_eq!(rows(&feed), [("a".into(), 1)]);
+    assert_eq!(feed.malformed().len(), 2);
+    replace(
+        &feed,
+        vec![object("a", "4", json!({"n": "y"})), object("c", "5", json!({"n": 3}))],
+        "6",
+    );
+    assert_eq!(rows(&feed), [("a".into(), 1), ("c".into(), 3)]);
+}
+
+#[test]
+fn a_change_that_no_reader_can_tell_wakes_nobody() {
+    let feed = feed();
+    replace(&feed, vec![object("a", "1", json!({"n": 1}))], "1");
+    assert!(woken(&feed));
+    put(&feed, object("a", "2", json!({"n": 1, "heartbeat": 7})));
+    put(&feed, object("other", "3", json!({})));
+    replace(&feed, vec![object("a", "2", json!({"n": 1}))], "3");
+    assert!(!woken(&feed));
+    put(&feed, object("a", "4", json!({"n": 2})));
+    assert!(woken(&feed));
+}
+
+#[test]
+fn an_earlier_event_or_list_does_not_undo_our_own_write() {
+    let feed = feed();
+    replace(&feed, vec![object("a", "1", json!({"n": 1}))], "1");
+    feed.wrote(object("a", "5", json!({"n": 5})));
+    feed.wrote(object("new", "6", json!({"n": 6})));
+    put(&feed, object("a", "3", json!({"n": 3})));
+    replace(&feed, vec![object("a", "3", json!({"n": 3}))], "4");
+    assert_eq!(rows(&feed), [("a".into(), 5), ("new".into(), 6)]);
+    replace(&feed, vec![object("a", "5", json!({"n": 5}))], "7");
+    assert_eq!(rows(&feed), [("a".into(), 5)]);
+}
+
+#[test]
+fn a_cluster_whose_versions_went_back_is_believed() {
+    let feed = feed();
+    replace(
+        &feed,
+        vec![object("a", "90", json!({"n": 1})), object("b", "91", json!({"n": 1}))],
+        "95",
+    );
+    replace(&feed, vec![object("a", "7", json!({"n": 2}))], "10");
+    assert_eq!(rows(&feed), [("a".into(), 2)]);
+    feed.wrote(object("mine", "99", json!({"n": 9})));
+    feed.forget_writes();
+    replace(&feed, vec![object("a", "8", json!({"n": 3}))], "11");
+    assert_eq!(rows(&feed), [("a".into(), 3)]);
+}
+
+#[test]
+fn a_refusal_is_believed_when_it_lasts_and_only_of_what_was_never_read() {
+    let denied = || Trust::Denied("403".into());
+    let lasting = |feed: &Feed<i64>| {
+        feed.set_trust(denied());
+        let at_once = feed.closed();
+        feed.lock().denied = tokio::time::Instant::now().checked_sub(BELIEVED);
+        (at_once, feed.closed())
+    };
+    let never_read = feed();
+    assert_eq!(lasting(&never_read), (false, true));
+    assert!(!never_read.listed());
+    let read = feed();
+    replace(&read, vec![object("a", "1", json!({"n": 1}))], "1");
+    assert_eq!(lasting(&read), (false, false));
+    assert_eq!((rows(&read), read.listed()), (vec![("a".into(), 1)], true));
+}
+
+#[test]
+fn a_kind_that_is_not_there_is_listed_and_empty() {
+    let feed = feed();
+    put(&feed, object("a", "1", json!({"n": 1})));
+    feed.set_trust(Trust::Absent);
+    assert_eq!((rows(&feed), feed.listed()), (vec![], true));
+}
