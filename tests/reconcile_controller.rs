@@ -229,13 +229,7 @@ async fn what_means_nothing_to_the_planner_and_a_restart_write_nothing() {
         controller.log()
     );
     let controller = world.controller().await;
-    wait_until("the members to be read after the restart", SOON, async || {
-        let state = world.ask("/debug/state").await;
-        let fresh = state.matches("\"observation\": \"Fresh\"").count();
-        if fresh == 2 { Ok(()) } else { Err(state) }
-    })
-    .await
-    .unwrap();
+    world.until_read(2).await;
     // A pass that wrote something would have been followed by another; both are over when this change has come through.
     world.node("tenant-a", 2, 9).await;
     world

@@ -4,13 +4,7 @@ use super::*;
 
 #[tokio::test]
 async fn a_quarantine_closes_where_the_api_answers_and_is_pending_where_it_does_not() {
-    let world = World::start(&["mgmt", "tenant-a", "tenant-b"]).await;
-    for (m, name) in [(1, "mgmt"), (2, "tenant-a"), (3, "tenant-b")] {
-        world.node(name, m, 1).await;
-    }
-    let _controller = world.controller().await;
-    world.apply_mesh(&world.mesh()).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let (world, _controller) = World::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
     let wide = ["mgmt", "tenant-a"].map(|cluster| (cluster, true));
     let open = async |cluster: &str| {
         let policies = sandbox::policies(&world, cluster).await;

@@ -4,13 +4,7 @@ use super::*;
 
 #[tokio::test]
 async fn a_member_that_is_down_costs_nothing_and_catches_up() {
-    let world = World::start(&["mgmt", "tenant-a", "tenant-b"]).await;
-    for (m, cluster) in [(1, "mgmt"), (2, "tenant-a"), (3, "tenant-b")] {
-        world.node(cluster, m, 1).await;
-    }
-    let _controller = world.controller().await;
-    world.apply_mesh(&world.mesh()).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let (world, _controller) = World::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
     let before = world.peers("mgmt").await;
 
     // Frozen: connections stay open and nothing answers.
@@ -74,12 +68,7 @@ async fn a_member_that_is_down_costs_nothing_and_catches_up() {
 
 #[tokio::test]
 async fn a_kubeconfig_is_swapped_in_place_and_a_bad_one_is_refused_by_field() {
-    let world = World::start(&["mgmt", "tenant-a"]).await;
-    world.node("mgmt", 1, 1).await;
-    world.node("tenant-a", 2, 1).await;
-    let controller = world.controller().await;
-    world.apply_mesh(&world.mesh()).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let (world, controller) = World::meshed(&["mgmt", "tenant-a"]).await;
     let before = world.versions().await;
     let pid = controller.pid();
 
@@ -140,12 +129,7 @@ async fn a_kubeconfig_is_swapped_in_place_and_a_bad_one_is_refused_by_field() {
 
 #[tokio::test]
 async fn a_member_that_is_named_by_another_secret_keeps_what_it_holds() {
-    let world = World::start(&["mgmt", "tenant-a"]).await;
-    world.node("mgmt", 1, 1).await;
-    world.node("tenant-a", 2, 1).await;
-    let controller = world.controller().await;
-    world.apply_mesh(&world.mesh()).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let (world, controller) = World::meshed(&["mgmt", "tenant-a"]).await;
     let before = world.versions().await;
 
     // The old Secret stays, and so for a while does the session that reads it.

@@ -150,12 +150,7 @@ async fn a_mesh_that_may_not_use_the_hub_or_means_nothing_is_refused_and_writes_
 
 #[tokio::test]
 async fn a_paused_mesh_is_left_as_it_stands_and_a_forced_one_lets_go_of_who_is_away() {
-    let world = World::start(&["mgmt", "tenant-a"]).await;
-    world.node("mgmt", 1, 1).await;
-    world.node("tenant-a", 2, 1).await;
-    let _controller = world.controller().await;
-    world.apply_mesh(&world.mesh()).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let (world, _controller) = World::meshed(&["mgmt", "tenant-a"]).await;
 
     let hub = world.hub();
     let annotate = async |text: &str| {

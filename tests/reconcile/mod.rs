@@ -74,6 +74,29 @@ impl World {
         world
     }
 
+    /// Clusters with one node each, a controller, and a mesh of all of them that is ready.
+    pub(crate) async fn meshed(names: &[&str]) -> (Self, Running) {
+        let world = Self::start(names).await;
+        for (m, name) in (1..).zip(names) {
+            world.node(name, m, 1).await;
+        }
+        let controller = world.controller().await;
+        world.apply_mesh(&world.mesh()).await;
+        world.until_condition("Ready", "True/Meshed", SOON).await;
+        (world, controller)
+    }
+
+    /// Waits until a controller that has just been started has read so many members.
+    pub(crate) async fn until_read(&self, members: usize) {
+        wait_until("the members to be read", LATER, async || {
+            let state = self.ask("/debug/state").await;
+            let fresh = state.matches("\"observation\": \"Fresh\"").count();
+            if fresh == members { Ok(()) } else { Err(state) }
+        })
+        .await
+        .unwrap();
+    }
+
     pub(crate) fn hub_name(&self) -> &str {
         &self.names[0]
     }

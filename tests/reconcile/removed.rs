@@ -5,14 +5,7 @@ use clustermesh_api::mesh::RemovedCluster;
 use super::*;
 
 async fn three() -> (World, clustermesh_lab::Running) {
-    let world = World::start(&["mgmt", "tenant-a", "tenant-b"]).await;
-    for (m, cluster) in [(1, "mgmt"), (2, "tenant-a"), (3, "tenant-b")] {
-        world.node(cluster, m, 1).await;
-    }
-    let controller = world.controller().await;
-    world.apply_mesh(&world.mesh()).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
-    (world, controller)
+    World::meshed(&["mgmt", "tenant-a", "tenant-b"]).await
 }
 
 /// The mesh without its third entry, tenant-b.

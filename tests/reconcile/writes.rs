@@ -70,13 +70,7 @@ async fn restart_with_nothing_changed_writes_nothing() {
         "{before:?}"
     );
     let _controller = world.controller().await;
-    wait_until("the members to be read after the restart", SOON, async || {
-        let state = world.ask("/debug/state").await;
-        let fresh = state.matches("\"observation\": \"Fresh\"").count();
-        if fresh == 2 { Ok(()) } else { Err(state) }
-    })
-    .await
-    .unwrap();
+    world.until_read(2).await;
     until_passes(&world, 3).await;
     assert_eq!(audit(&world), before);
     // Once this change is written, an earlier pending write would have been written, too.
@@ -103,13 +97,7 @@ async fn restart_with_nothing_changed_writes_nothing() {
 
 #[tokio::test]
 async fn members_are_served_while_the_hub_is_away() {
-    let world = World::start(&["mgmt", "tenant-a", "tenant-b"]).await;
-    for (m, cluster) in [(1, "mgmt"), (2, "tenant-a"), (3, "tenant-b")] {
-        world.node(cluster, m, 1).await;
-    }
-    let controller = world.controller().await;
-    world.apply_mesh(&world.mesh()).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let (world, controller) = World::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
 
     world.hub().kill_api().unwrap();
     wait_until("the ClusterMeshes to be no longer followed", LATER, async || {

@@ -88,6 +88,24 @@ struct Shared {
 }
 
 impl Shared {
+    /// `charged` = what the tables hold counts against the account.
+    fn new(identity: ClusterIdentity, account: Account, charged: bool, changed: Changed) -> Self {
+        Self {
+            tables: Tables::new(identity.to_string(), charged.then_some(&account), &changed),
+            account,
+            identity,
+            link: Mutex::new(Link {
+                client: None,
+                missing: None,
+                silent: None,
+                uid: None,
+                version: None,
+                troubled: Some(Instant::now()),
+            }),
+            changed,
+        }
+    }
+
     fn link(&self) -> MutexGuard<'_, Link> {
         self.link.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -107,21 +125,8 @@ impl Session {
         let (cleaning_up, cleans_up) = watch::channel(false);
         let account = hub.memory.account(&identity.to_string());
         // The hub is trusted.
-        let charged = (identity != ClusterIdentity::Local).then_some(&account);
-        let shared = Arc::new(Shared {
-            tables: Tables::new(identity.to_string(), charged, &changed),
-            account,
-            identity,
-            link: Mutex::new(Link {
-                client: None,
-                missing: None,
-                silent: None,
-                uid: None,
-                version: None,
-                troubled: Some(Instant::now()),
-            }),
-            changed,
-        });
+        let charged = identity != ClusterIdentity::Local;
+        let shared = Arc::new(Shared::new(identity, account, charged, changed));
         tokio::spawn(supervise(Arc::clone(&shared), hub, wanted, cleans_up, end.clone()));
         Self {
             shared,

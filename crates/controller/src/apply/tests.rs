@@ -1,3 +1,5 @@
+//! The clock of these tests is paused (`start_paused`): what they sleep takes no time.
+
 use std::time::Duration;
 
 use clustermesh_core::{

@@ -104,20 +104,7 @@ fn session(server: &Arc<Server>) -> (Session, tokio::task::AbortHandle) {
         key: "value".into(),
         context: None,
     };
-    let shared = Arc::new(Shared {
-        tables: Tables::new(identity.to_string(), Some(&account), &changed),
-        account,
-        identity,
-        link: Mutex::new(Link {
-            client: None,
-            missing: None,
-            silent: None,
-            uid: None,
-            version: None,
-            troubled: Some(Instant::now()),
-        }),
-        changed,
-    });
+    let shared = Arc::new(Shared::new(identity, account, true, changed));
     let (interest, wanted) = watch::channel(Interest::default());
     let served = Arc::clone(&shared);
     let task = tokio::spawn(async move { serve::serve(&served, &client, wanted).await });

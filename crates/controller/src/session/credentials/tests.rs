@@ -1,3 +1,5 @@
+//! The clock of these tests is paused (`start_paused`): what they sleep takes no time.
+
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use clustermesh_access::{kubeconfig::HubHosts, memory::Memory};
