@@ -229,6 +229,11 @@ fn refusal(error: &kube::Error, step: &Step) -> Outcome {
         return Outcome::Refused("the object there, or the answer, cannot be read".to_owned());
     };
     Outcome::Refused(match status.code {
+        // The words of Kubernetes' own plugin; nothing of the message is repeated.
+        403 | 422 if status.message.contains("ValidatingAdmissionPolicy") => format!(
+            "an admission policy of the cluster refuses it ({}): see the lists in the ConfigMap of deploy/admission.yaml there",
+            status.code
+        ),
         403 => format!(
             "the account may not {} it (403): apply the member's RBAC manifests",
             step.action.as_str()

@@ -257,6 +257,20 @@ async fn refused_objects_wake_no_pass_and_share_one_backoff() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn refusal_by_an_admission_policy_names_the_policys_lists() {
+    let message =
+        "peers.kilo.squat.ai \"a-1\" is forbidden: ValidatingAdmissionPolicy 'clustermesh' denied request: secret";
+    let mut world = World::new(move |_, _| {
+        let status =
+            json!({"kind": "Status", "status": "Failure", "code": 403, "reason": "Forbidden", "message": message});
+        (403, Some(status))
+    });
+    world.run(&[peer("a", 1, Action::Create)], Duration::from_secs(1)).await;
+    let words = "Peer a-1: an admission policy of the cluster refuses it (403): see the lists in the ConfigMap of deploy/admission.yaml there";
+    assert_eq!(world.writer.trouble(&mesh()).as_deref(), Some(words));
+}
+
+#[tokio::test(start_paused = true)]
 async fn conflicts_back_off_and_name_the_other_field_manager() {
     let mut world = World::new(|method, path| match method {
         "GET" => (200, Some(standing(path))),
