@@ -235,7 +235,7 @@ impl<'a> Assembly<'a> {
     /// Whether a standing Peer of another mesh stays whatever is planned now: that mesh is paused, or nothing was seen of the Peer's
     /// member since this controller started. Also that member, where the mesh still names it.
     pub(super) fn stays(&self, mesh: &MeshId, peer: &ObservedPeer) -> Option<Option<&'a ClusterIdentity>> {
-        let mesh = self.all.iter().find(|other| other.id == *mesh && !other.deleting)?;
+        let mesh = self.all.iter().find(|other| other.id == *mesh)?;
         let source = peer.owner.source_cluster.as_deref()?;
         let source = mesh
             .clusters
@@ -243,7 +243,7 @@ impl<'a> Assembly<'a> {
             .find(|entry| entry.name == source)
             .map(|entry| &entry.identity);
         let unseen = |identity| self.seen.members.get(identity).and_then(Observation::last).is_none();
-        (mesh.paused || source.is_some_and(unseen)).then_some(source)
+        (mesh.paused || !mesh.deleting && source.is_some_and(unseen)).then_some(source)
     }
 
     pub(super) fn ours(&self, owner: &crate::observe::Owner) -> bool {

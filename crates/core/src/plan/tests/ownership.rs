@@ -205,6 +205,27 @@ fn two_meshes_of_the_same_clusters_give_one_peer_a_key_and_a_prefix() {
 }
 
 #[test]
+fn paused_mesh_that_is_deleted_keeps_its_keys() {
+    let mut deleted = two_clusters();
+    deleted.id.name = "n".into();
+    let mut seen = seen();
+    settle(&deleted, &mut seen);
+    // Nothing of it is removed before it is resumed.
+    (deleted.paused, deleted.deleting) = (true, true);
+    let mesh = two_clusters();
+    let planned = |deleted: &Mesh| {
+        let plan = plan(&[mesh.clone(), deleted.clone()], &seen, &Settings::default(), &Plain);
+        let member = seen.members[&secret("tenant")].fresh().unwrap();
+        let steps = names(&diff(&plan, &secret("tenant"), member));
+        let deletes = steps.iter().filter(|(action, _)| *action == Action::Delete);
+        (plan.meshes[&mesh.id].targets["tenant"].peers.len(), deletes.count() > 0)
+    };
+    assert_eq!(planned(&deleted), (0, false));
+    deleted.paused = false;
+    assert_eq!(planned(&deleted), (2, true));
+}
+
+#[test]
 fn the_objects_of_another_hub_are_not_ours() {
     let mesh = two_clusters();
     let mut seen = seen();
