@@ -140,3 +140,83 @@ async fn nodes_on_which_policies_are_not_enforced_are_named_until_they_are() {
         );
     }
 }
+
+/// A network that no Node owns: the status says who carries it, and from then on no Node can claim a part of it.
+#[tokio::test]
+async fn anchored_network_in_the_status_outlives_restart_and_claims() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    world.node("mgmt", 1, 1).await;
+    for n in [1, 2] {
+        world.node("tenant-a", 2, n).await;
+    }
+    let mut mesh = world.mesh();
+    let networks = &mut mesh["spec"]["clusters"][1]["allowedNetworks"];
+    networks.as_array_mut().unwrap().push(json!("10.97.0.0/16"));
+    let mut controller = world.controller().await;
+    world.apply_mesh(&mesh).await;
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let anchored = async || {
+        let rows = world.get_mesh().await.unwrap().status.unwrap().clusters;
+        serde_json::to_value(&rows[1].anchored).unwrap()
+    };
+    let carriers = async || -> Vec<String> {
+        let peers = world.peers("mgmt").await.into_iter();
+        let carrying = peers.filter(|(_, peer)| peer.spec.allowed_ips.iter().any(|net| net == "10.97.0.0/16"));
+        carrying.map(|(name, _)| name.replace("prod--tenant-a--", "")).collect()
+    };
+    let first = carriers().await;
+    assert_eq!(first.len(), 1);
+    assert_eq!(anchored().await, json!([{"network": "10.97.0.0/16", "nodes": first}]));
+
+    // Nothing changes at a restart.
+    assert!(
+        controller.terminate(SOON).await.unwrap().success(),
+        "{}",
+        controller.log()
+    );
+    let before = writes::audit(&world);
+    let _controller = world.controller().await;
+    wait_until("the members to be read after the restart", SOON, async || {
+        let state = world.ask("/debug/state").await;
+        let fresh = state.matches("\"observation\": \"Fresh\"").count();
+        if fresh == 2 { Ok(()) } else { Err(state) }
+    })
+    .await
+    .unwrap();
+    writes::until_passes(&world, 3).await;
+    assert_eq!(writes::audit(&world), before);
+
+    // A Node claims a part of it while the one that carries it goes: it is left out, and the other one carries it.
+    world.node("tenant-a", 97, 9).await;
+    world
+        .annotate(
+            "tenant-a",
+            "tenant-a-9",
+            names::KILO_WIREGUARD_IP,
+            Some("100.64.2.9/24"),
+        )
+        .await;
+    world.remove_node("tenant-a", &first[0]).await;
+    let other = ["tenant-a-1", "tenant-a-2"].into_iter().find(|name| *name != first[0]);
+    let want = json!([{"network": "10.97.0.0/16", "nodes": [other]}]);
+    wait_until("the other node to carry it", SOON, async || {
+        let rows = world.get_mesh().await.unwrap().status.unwrap().clusters;
+        let skipped = rows[1].skipped.first();
+        let refused = skipped.is_some_and(|skipped| skipped.reason == "NodePodCIDROutOfRange");
+        let anchored = anchored().await;
+        if refused && anchored == want {
+            Ok(())
+        } else {
+            Err(format!("{skipped:?}, {anchored}"))
+        }
+    })
+    .await
+    .unwrap();
+    let rows = world.get_mesh().await.unwrap().status.unwrap().clusters;
+    let message = &rows[1].skipped[0].message;
+    assert!(
+        message.contains("overlaps 10.97.0.0/16") && message.contains("anchoredNetworks"),
+        "{message}"
+    );
+    assert_eq!(carriers().await, [other.unwrap()]);
+}

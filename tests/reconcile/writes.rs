@@ -3,12 +3,12 @@
 use super::*;
 
 /// The writes of the controller's account in each cluster.
-fn audit(world: &World) -> [Vec<String>; 2] {
+pub(crate) fn audit(world: &World) -> [Vec<String>; 2] {
     ["mgmt", "tenant-a"].map(|name| world.lab.cluster(name).audit().unwrap())
 }
 
 /// Changes of the mesh that no plan depends on, each of which causes a pass, whose report is compared with the status.
-async fn until_passes(world: &World, count: usize) {
+pub(crate) async fn until_passes(world: &World, count: usize) {
     let metric = "clustermesh_controller_reconciles_total";
     for turn in 0..count {
         let before = world.metric(metric).await;

@@ -125,7 +125,8 @@ pub struct ClusterEntry {
     #[schemars(schema_with = "schema::networks_required")]
     pub allowed_networks: Vec<String>,
     /// Networks inside `allowedNetworks` that belong to no single node, such as the Service network: they are reached
-    /// through an anchor node, which translates. Default: the entries of `allowedNetworks` in which no node's own prefix lies.
+    /// through an anchor node, which translates. Default: the entries of `allowedNetworks` in which no Node has a prefix or an
+    /// address; once the status lists such an entry as anchored, no Node can claim a part of it. An empty list anchors nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::anchored_networks")]
     pub anchored_networks: Option<Vec<String>>,
@@ -355,6 +356,11 @@ pub struct ClusterStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::accepted_networks")]
     pub accepted_networks: Vec<String>,
+    /// The networks of this member that belong to no single node, and which nodes carry them. Where the entry has no
+    /// `anchoredNetworks`, a network in this list stays anchored: a Node that claims a part of it later is left out.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = schema::MAX_NETWORKS))]
+    pub anchored: Vec<AnchoredNetwork>,
     /// Nodes of this member that are registered in the others.
     #[serde(default)]
     pub registered_peers: i64,
@@ -420,6 +426,20 @@ pub struct SkippedNode {
     #[serde(default)]
     #[schemars(length(max = 1024))]
     pub message: String,
+}
+
+/// A network that is reached through anchor nodes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct AnchoredNetwork {
+    /// One of `anchoredNetworks`; without these, one of `allowedNetworks`.
+    #[schemars(length(max = 64))]
+    pub network: String,
+    /// The nodes whose Peers in the other members carry it; where `anchors` is more than 1, each carries a part. Empty = it is
+    /// not reached now.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64), inner(length(max = 253)))]
+    pub nodes: Vec<String>,
 }
 
 /// A network of a registered node that is not meshed.

@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use clustermesh_api::{
     convert::Finding,
     mesh::{
-        AgentCounts, BrokenLink, ClusterMesh, ClusterMeshStatus, ClusterStatus, EgressStatus, KubeconfigSecretRef,
-        RemovedCluster, ServiceRef, SkippedNode, UncoveredNetwork,
+        AgentCounts, AnchoredNetwork, BrokenLink, ClusterMesh, ClusterMeshStatus, ClusterStatus, EgressStatus,
+        KubeconfigSecretRef, RemovedCluster, ServiceRef, SkippedNode, UncoveredNetwork,
     },
 };
 use clustermesh_core::{
@@ -27,6 +27,8 @@ use crate::reconcile::RemovedRow;
 const LISTED: usize = 20;
 /// Removed clusters that the status lists.
 const REMOVED: usize = 64;
+/// Anchored networks of a member, and nodes of each, that the status lists (CRD).
+const ANCHORED: usize = 64;
 /// The longest message of a row (CRD).
 const MESSAGE: usize = 1024;
 /// The longest message of a condition (Kubernetes).
@@ -203,6 +205,15 @@ fn row(subject: &Subject<'_>, entry: &str) -> ClusterStatus {
         kubeconfig_secret_ref: secret(subject, entry),
         uid: facts.uid.map(|uid| cut(&uid, 64)).or(before.uid),
         accepted_networks: report.accepted.iter().map(ToString::to_string).collect(),
+        anchored: report
+            .anchored
+            .iter()
+            .take(ANCHORED)
+            .map(|(network, nodes)| AnchoredNetwork {
+                network: network.to_string(),
+                nodes: nodes.iter().take(ANCHORED).map(|node| cut(node, 253)).collect(),
+            })
+            .collect(),
         registered_peers: count(report.registered),
         skipped_nodes: count(report.skipped.len()),
         skipped: report

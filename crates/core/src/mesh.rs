@@ -1,6 +1,9 @@
 //! What the operator asked for: meshes, their entries and grants, as values that already parse.
 
-use std::{collections::BTreeMap, fmt};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+};
 
 use ipnet::IpNet;
 
@@ -166,6 +169,9 @@ pub struct Cluster {
     pub allowed: Vec<IpNet>,
     /// `anchoredNetworks`; `None` = the entries of `allowed` in which no node's own prefix lies.
     pub anchored: Option<Vec<IpNet>>,
+    /// `status.clusters[].anchored`: the networks that an earlier plan anchored, with the nodes whose Peers carried them.
+    /// Without `anchored`, a network of `allowed` that is in here stays anchored whatever Nodes claim.
+    pub carriers: BTreeMap<IpNet, BTreeSet<String>>,
     /// Over how many nodes the anchored networks spread, at least 1.
     pub anchors: u16,
     /// What podCIDRs mean here.

@@ -90,8 +90,11 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
         plan.meshes.insert(mesh.id.clone(), planned);
     }
     settle::one_owner(&mut plan, seen);
-    for planned in plan.meshes.values_mut() {
-        settle::count(planned);
+    for mesh in &by_age {
+        if let Some(planned) = plan.meshes.get_mut(&mesh.id) {
+            settle::count(planned);
+            anchor::report(mesh, planned, seen);
+        }
     }
     plan
 }

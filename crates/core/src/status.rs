@@ -233,7 +233,7 @@ fn degraded(plan: &MeshPlan, left: &BTreeMap<String, String>, broken: &[Broken])
             Fact::InternalIPNotCovered { cluster, nodes } => (
                 "InternalIPNotCovered",
                 format!(
-                    "InternalIPs of {} in cluster {cluster:?} lie outside allowedNetworks: what kg sends from these addresses is \
+                    "InternalIPs of {} in cluster {cluster:?} lie outside allowedNetworks or in an anchored network: what kg sends from these addresses is \
                      not accepted elsewhere. That is the host network and, where the CNI masquerades, what pods send through \
                      another node of their location. List each InternalIP as a /32",
                     nodes.join(", ")

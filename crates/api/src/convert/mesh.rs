@@ -59,12 +59,14 @@ pub fn to_core(object: &ClusterMesh) -> Result<(core::Mesh, Vec<Finding>), Vec<F
         .collect();
     reader.whole(&object.spec.clusters);
     let accepted = reader.accepted(object);
+    let mut carriers = reader.carriers(object);
     let quarantined = reader.quarantined(object);
     if !reader.problems.is_empty() {
         return Err(reader.problems);
     }
     for cluster in &mut clusters {
         cluster.quarantine |= quarantined.contains(&cluster.name);
+        cluster.carriers = carriers.remove(&cluster.name).unwrap_or_default();
     }
     let annotation = |key| object.metadata.annotations.as_ref().and_then(|a| a.get(key));
     let mesh = core::Mesh {
@@ -210,6 +212,7 @@ impl Reader {
             },
             allowed,
             anchored,
+            carriers: BTreeMap::new(),
             anchors: entry.anchors.max(1),
             pod_network: match entry.pod_network {
                 PodNetwork::PerNode => core::PodNetwork::PerNode,
@@ -422,6 +425,28 @@ impl Reader {
             }
         }
         accepted
+    }
+
+    /// What an earlier plan anchored, by entry. As with `accepted`, what does not parse counts for nothing.
+    fn carriers(&mut self, object: &ClusterMesh) -> BTreeMap<String, BTreeMap<IpNet, BTreeSet<String>>> {
+        let mut carriers: BTreeMap<String, BTreeMap<IpNet, BTreeSet<String>>> = BTreeMap::new();
+        for (index, row) in object.status.iter().flat_map(|s| &s.clusters).enumerate() {
+            for (at, anchored) in row.anchored.iter().enumerate() {
+                match network(&anchored.network) {
+                    Ok((net, _)) => carriers
+                        .entry(row.name.clone())
+                        .or_default()
+                        .entry(net)
+                        .or_default()
+                        .extend(anchored.nodes.iter().cloned()),
+                    Err(message) => self.warning(
+                        format!("status.clusters[{index}].anchored[{at}].network"),
+                        format!("{message}; ignored"),
+                    ),
+                }
+            }
+        }
+        carriers
     }
 }
 

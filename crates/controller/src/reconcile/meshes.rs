@@ -130,6 +130,7 @@ fn kept(object: &ClusterMesh, served: &Served) -> Mesh {
                 addressing: Addressing::Routed,
                 allowed: accepted.get(&entry.name).cloned().unwrap_or_default(),
                 anchored: None,
+                carriers: BTreeMap::new(),
                 anchors: 1,
                 pod_network: PodNetwork::PerNode,
                 exports: vec![],

@@ -8,12 +8,39 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::nodes::Roll;
-use crate::mesh::Cluster;
+use super::{MeshPlan, nodes::Roll};
+use crate::{
+    mesh::{Addressing, Cluster, Mesh},
+    observe::{Member, Observation, Observations},
+};
 
-/// The networks of a member that ride on an anchor: as the entry says, else those of its allowedNetworks in which nothing
-/// lies that belongs to a Node. Whether that Node has a Peer now plays no part: what kg removes at a restart is back in a
-/// second. `None` = nothing was seen of its Nodes.
+/// The networks that an earlier plan anchored and that stay so: a Node's claim must not take such a network, or a part of it,
+/// from the node that carries it.
+fn remembered(cluster: &Cluster) -> impl Iterator<Item = IpNet> {
+    let applies = cluster.anchored.is_none() && cluster.effective_addressing() == Addressing::Routed;
+    let networks = cluster.carriers.keys().copied();
+    networks.filter(move |net| applies && cluster.allowed.contains(net))
+}
+
+/// Forgets single addresses that are InternalIPs of Nodes: such an entry is written for one Node, which may join after it was
+/// listed, and carried by another Node it would lead that Node's own traffic astray.
+pub(super) fn forget_node_addresses(cluster: &mut Cluster, member: &Member) {
+    let hosts = member.nodes.values().flat_map(|node| &node.internal_ips);
+    for host in hosts.map(|address| IpNet::from(address.to_canonical())) {
+        cluster.carriers.remove(&host);
+    }
+}
+
+/// The anchored network that `net` overlaps, of those that no Node may claim a part of.
+pub(super) fn reserving(cluster: &Cluster, net: IpNet) -> Option<IpNet> {
+    let listed = cluster.anchored.iter().flatten().copied();
+    let mut reserved = listed.chain(remembered(cluster));
+    reserved.find(|anchored| anchored.contains(&net) || net.contains(anchored))
+}
+
+/// The networks of a member that ride on an anchor: as the entry says, else those of its allowedNetworks that an earlier plan
+/// anchored or in which nothing lies that belongs to a Node. Whether that Node has a Peer now plays no part: what kg removes
+/// at a restart is back in a second. `None` = nothing was seen of its Nodes.
 pub(super) fn anchored(cluster: &Cluster, roll: Option<&Roll<'_>>) -> Vec<IpNet> {
     if let Some(anchored) = &cluster.anchored {
         return anchored
@@ -24,8 +51,9 @@ pub(super) fn anchored(cluster: &Cluster, roll: Option<&Roll<'_>>) -> Vec<IpNet>
     }
     let owned = roll.into_iter().flat_map(|roll| &roll.owned);
     let allowed = cluster.allowed.iter().copied();
+    let remembered: BTreeSet<IpNet> = remembered(cluster).collect();
     allowed
-        .filter(|net| !owned.clone().any(|prefix| net.contains(prefix)))
+        .filter(|net| remembered.contains(net) || !owned.clone().any(|prefix| net.contains(prefix)))
         .collect()
 }
 
@@ -34,17 +62,61 @@ const MAX_ANCHORS: u16 = 64;
 
 /// Splits each anchored network over as many parts as there are anchors asked for, rounded up to a power of two.
 pub(super) fn parts(cluster: &Cluster, roll: &Roll<'_>) -> Vec<IpNet> {
-    let bits = u16::BITS - (cluster.anchors.clamp(1, MAX_ANCHORS) - 1).leading_zeros();
-    anchored(cluster, Some(roll))
-        .into_iter()
-        .flat_map(|net| {
-            let length = net
-                .prefix_len()
-                .saturating_add(u8::try_from(bits).unwrap_or(u8::MAX))
-                .min(net.max_prefix_len());
-            net.subnets(length).map_or_else(|_| vec![net], Iterator::collect)
-        })
-        .collect()
+    let networks = anchored(cluster, Some(roll)).into_iter();
+    networks.flat_map(|net| split(net, cluster.anchors)).collect()
+}
+
+fn split(net: IpNet, anchors: u16) -> Vec<IpNet> {
+    let bits = u16::BITS - (anchors.clamp(1, MAX_ANCHORS) - 1).leading_zeros();
+    let length = net
+        .prefix_len()
+        .saturating_add(u8::try_from(bits).unwrap_or(u8::MAX))
+        .min(net.max_prefix_len());
+    net.subnets(length).map_or_else(|_| vec![net], Iterator::collect)
+}
+
+/// Completes what the reports say of anchored networks: the nodes whose Peers carry each. A network that no Peer carries is
+/// reported only if it was before: as long as no node of a member has a Peer, every network of it seems to belong to none.
+pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
+    let member = |identity| seen.members.get(identity).and_then(Observation::last);
+    let mut parts: BTreeMap<&str, BTreeMap<IpNet, IpNet>> = BTreeMap::new();
+    for cluster in &mesh.clusters {
+        let networks = planned.clusters.get(&cluster.name).into_iter();
+        let networks = networks.flat_map(|report| report.anchored.keys());
+        let split = networks.flat_map(|net| split(*net, cluster.anchors).into_iter().map(|part| (part, *net)));
+        parts.insert(&cluster.name, split.collect());
+    }
+    let mut carriers: BTreeMap<(&str, IpNet), BTreeSet<String>> = BTreeMap::new();
+    for peer in planned.targets.values().flat_map(|target| target.peers.values()) {
+        let Some((source, parts)) = parts.get_key_value(&*peer.source) else {
+            continue;
+        };
+        for net in peer.spec.allowed_ips.iter().filter_map(|net| parts.get(net)) {
+            carriers.entry((*source, *net)).or_default().insert(peer.node.clone());
+        }
+    }
+    for cluster in &mesh.clusters {
+        let Some(report) = planned.clusters.get_mut(&cluster.name) else {
+            continue;
+        };
+        let Some(source) = member(&cluster.identity).filter(|_| !planned.paused) else {
+            // Nothing is planned anew.
+            report.anchored = cluster.carriers.clone();
+            continue;
+        };
+        // In a member that was never seen the Peers stand as they were.
+        let mut others = mesh.clusters.iter().filter(|other| other.name != cluster.name);
+        let unseen = others.any(|other| member(&other.identity).is_none());
+        for (net, nodes) in &mut report.anchored {
+            nodes.extend(carriers.remove(&(&*cluster.name, *net)).unwrap_or_default());
+            let before = cluster.carriers.get(net).into_iter().flatten();
+            let standing = before.filter(|node| unseen && source.nodes.contains_key(*node));
+            nodes.extend(standing.cloned());
+        }
+        let carried =
+            |net: &IpNet, nodes: &mut BTreeSet<String>| !nodes.is_empty() || cluster.carriers.contains_key(net);
+        report.anchored.retain(carried);
+    }
 }
 
 /// Gives each part to a node: the one that has it now, while it is eligible, else one of `anchors` nodes that are chosen by

@@ -1,10 +1,10 @@
 //! The plan of one mesh: its entries as parties, their rolls, their targets (rules 3, 7).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, claims, collisions, endpoint, link,
-    nodes, target,
+    ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, anchor, claims, collisions, endpoint,
+    link, nodes, target,
 };
 use crate::{
     key::PublicKey,
@@ -70,6 +70,11 @@ impl<'a> MeshPlanner<'a> {
             let roll = rolls.get(name);
             let report = ClusterReport {
                 accepted: party.cluster.allowed.clone(),
+                anchored: party
+                    .anchored(roll)
+                    .into_iter()
+                    .map(|net| (net, BTreeSet::new()))
+                    .collect(),
                 registered: 0,
                 sandbox: party.cluster.profile == Profile::Sandbox,
                 skipped: roll.map(|roll| roll.skipped.clone()).unwrap_or_default(),
@@ -155,6 +160,9 @@ impl<'a> MeshPlanner<'a> {
             }
             let connected = cluster.profile != Profile::Standard && !cluster.allowed.is_empty();
             let member = observed.and_then(Observation::last);
+            if let Some(member) = member {
+                anchor::forget_node_addresses(&mut cluster, member);
+            }
             let discovered = target::discovered(member);
             parties.insert(
                 entry.name.clone(),

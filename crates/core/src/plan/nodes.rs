@@ -8,7 +8,7 @@ use std::{
 use ipnet::IpNet;
 
 use super::{
-    Fact, HOLD, HOLD_UNSAID, Reason, Skipped, Uncovered, endpoint,
+    Fact, HOLD, HOLD_UNSAID, Reason, Skipped, Uncovered, anchor, endpoint,
     location::{self, Segments},
 };
 use crate::{
@@ -27,8 +27,6 @@ pub(super) struct Registered<'a> {
     pub(super) prefixes: BTreeSet<IpNet>,
     /// Its WireGuard address.
     pub(super) wireguard: IpNet,
-    /// Those of them that are the node's own: no exported pods, no location IPs.
-    pub(super) own: BTreeSet<IpNet>,
 }
 
 /// What became of a member's Nodes.
@@ -43,8 +41,8 @@ pub(super) struct Roll<'a> {
     pub(super) uncovered: Vec<Uncovered>,
     /// Which nodes of a location stand for which others.
     pub(super) segments: Segments<'a>,
-    /// Prefixes that belong to some Node, whether it has a Peer or not. A network that holds one of them is not anchored,
-    /// unless the entry says so.
+    /// Prefixes that belong to some Node, whether it has a Peer or not. A network that holds one of them is not anchored by
+    /// default, unless an earlier plan anchored it.
     pub(super) owned: BTreeSet<IpNet>,
     pub(super) facts: BTreeSet<Fact>,
 }
@@ -59,8 +57,7 @@ pub(super) struct Source<'a, 'f> {
 
 /// Inside what the member may claim, and no part of what only an anchor carries.
 pub(super) fn is_routable(cluster: &Cluster, net: IpNet) -> bool {
-    let anchored = cluster.anchored.as_deref().unwrap_or_default();
-    cluster.allows(net) && !anchored.iter().any(|a| a.contains(&net) || net.contains(a))
+    cluster.allows(net) && anchor::reserving(cluster, net).is_none()
 }
 
 type Refusal = (Reason, String);
@@ -135,13 +132,7 @@ impl<'a> Source<'a, '_> {
         let missing = roll.uncovered.iter().find(|pods| self.meshes_family_of(pods.network));
         roll.facts.extend(missing.map(|first| Fact::PodCIDRNotCovered {
             cluster: self.cluster.name.clone(),
-            message: format!(
-                "podCIDR {} of Node {} lies outside {}, and its pods in there are not reached; there may be more of them: \
-                 add the network that holds them all",
-                first.network,
-                first.node,
-                self.bounds()
-            ),
+            message: self.uncovered(first),
         }));
         self.note_held(&mut roll);
         self.note_silent(&mut roll);
@@ -182,19 +173,22 @@ impl<'a> Source<'a, '_> {
         }
     }
 
-    /// Everything that belongs to some Node: what those with a Peer carry of their own, what those whose Peer is held and
-    /// those that a leader stands for would carry, and the addresses of every Node. An address that rode on another node
-    /// would lead the outer packets for its own node into the tunnel where kg serves.
+    /// Everything that some Node claims or has: a Node that fails for a moment keeps its networks from being anchored. Also the
+    /// addresses of every Node: carried by another one, an address would lead the outer packets for its own node into the
+    /// tunnel where kg serves. Exported pods have no part, since they lie in the shared network that is anchored.
     fn owned(&self, roll: &Roll<'a>) -> BTreeSet<IpNet> {
-        let mut owned: BTreeSet<IpNet> = roll.registered.iter().flat_map(|node| &node.own).copied().collect();
+        let mut owned: BTreeSet<IpNet> = BTreeSet::new();
+        let routed = self.cluster.effective_addressing() == Addressing::Routed;
         for (name, node) in &self.member.nodes {
             owned.extend(endpoint::addresses(node).map(host));
-            let held = roll.held.contains_key(&**name);
-            if held || roll.segments.led.contains(&**name) {
-                owned.extend(self.pod_cidrs(name, node, &mut Vec::new()).unwrap_or_default());
-                owned.extend(self.wireguard_ip(node).ok().map(host));
+            owned.extend(node.wireguard_ip.value().map(|claim| host(claim.addr())));
+            if routed {
+                owned.extend(node.allowed_location_ips.iter().map(IpNet::trunc));
             }
-            if !held {
+            if routed && self.cluster.pod_network == PodNetwork::PerNode {
+                owned.extend(node.pod_cidrs.iter().filter_map(Claim::value).map(IpNet::trunc));
+            }
+            if !roll.held.contains_key(&**name) {
                 continue;
             }
             // Its annotations may be gone; its Peers still say what they were.
@@ -287,6 +281,33 @@ impl<'a> Source<'a, '_> {
         is_routable(self.cluster, net)
     }
 
+    fn uncovered(&self, first: &Uncovered) -> String {
+        let claim = format!("podCIDR {} of Node {}", first.network, first.node);
+        let why = self.refusal(&claim, first.network.trunc());
+        if self.cluster.allows(first.network) {
+            format!("{why}. Its pods in there are not reached; there may be more of them")
+        } else {
+            format!(
+                "{why}, and its pods in there are not reached; there may be more of them: add the network that holds them all"
+            )
+        }
+    }
+
+    /// Why a claim that is not routable is refused.
+    fn refusal(&self, claim: &str, net: IpNet) -> String {
+        let cluster = &self.cluster.name;
+        match anchor::reserving(self.cluster, net).filter(|_| self.cluster.allows(net)) {
+            None => format!("{claim} lies outside {}", self.bounds()),
+            Some(anchored) if self.cluster.anchored.is_some() => {
+                format!("{claim} overlaps {anchored}, which is one of anchoredNetworks of cluster {cluster:?}")
+            }
+            Some(anchored) => format!(
+                "{claim} overlaps {anchored} of cluster {cluster:?}, which is anchored (status.clusters[].anchored). If Nodes own \
+                 it, list anchoredNetworks without it on that entry; an empty list lets Nodes claim all of allowedNetworks"
+            ),
+        }
+    }
+
     fn bounds(&self) -> String {
         let list: Vec<String> = self.cluster.allowed.iter().map(ToString::to_string).collect();
         format!(
@@ -309,11 +330,7 @@ impl<'a> Source<'a, '_> {
             Claim::Is(net) if self.routable(host(net.addr())) => Ok(net.addr()),
             Claim::Is(net) => Err((
                 Reason::WGIPOutOfRange,
-                format!(
-                    "WireGuard address {} lies outside {}, or inside anchoredNetworks",
-                    net.addr(),
-                    self.bounds()
-                ),
+                self.refusal(&format!("WireGuard address {}", net.addr()), host(net.addr())),
             )),
         }
     }
@@ -342,10 +359,7 @@ impl<'a> Source<'a, '_> {
         ) {
             return Err((
                 Reason::NodePodCIDROutOfRange,
-                format!(
-                    "podCIDR {net} lies outside {}, or inside anchoredNetworks",
-                    self.bounds()
-                ),
+                self.refusal(&format!("podCIDR {net}"), net.trunc()),
             ));
         }
         uncovered.extend(outside.into_iter().map(|network| Uncovered {
@@ -393,6 +407,11 @@ impl<'a> Source<'a, '_> {
         nodes.map(|(name, _)| name.clone()).take(5).collect()
     }
 
+    /// As [`is_routable`], but inside a network that is anchored by default: `exports` names these pods, no Node claims them.
+    fn exportable(&self, net: IpNet) -> bool {
+        self.cluster.allows(net) && (self.cluster.anchored.is_none() || self.routable(net))
+    }
+
     fn exported(&self, node: &str) -> impl Iterator<Item = IpNet> + '_ {
         let node = node.to_owned();
         let shared = self.cluster.pod_network == PodNetwork::Shared && !self.cluster.exports.is_empty();
@@ -409,7 +428,7 @@ impl<'a> Source<'a, '_> {
                         .any(|e| e.selects(&name.namespace, &pod.labels))
             })
             .flat_map(|(_, pod)| pod.addresses.iter().map(|address| host(*address)))
-            .filter(|net| self.routable(*net))
+            .filter(|net| self.exportable(*net))
     }
 }
 
@@ -527,7 +546,6 @@ impl<'a> Taken<'a> {
             key: found.key,
             prefixes,
             wireguard,
-            own,
         };
         Ok((registered, found.uncovered))
     }

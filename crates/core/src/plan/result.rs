@@ -269,6 +269,9 @@ pub struct TargetPlan {
 pub struct ClusterReport {
     /// What of allowedNetworks was accepted (DESIGN §4 rule 10).
     pub accepted: Vec<IpNet>,
+    /// The networks of it that belong to no Node, and the nodes whose Peers carry them in the other members. Handed back as
+    /// [`crate::mesh::Cluster::carriers`].
+    pub anchored: BTreeMap<IpNet, BTreeSet<String>>,
     /// How many of its nodes have a Peer in the other members.
     pub registered: usize,
     /// The nodes that have none, by name.

@@ -48,6 +48,15 @@ impl<'a> Party<'a> {
         self.observed.and_then(Observation::last)
     }
 
+    /// The networks of it that ride on anchors in the other members.
+    pub(super) fn anchored(&self, roll: Option<&Roll<'_>>) -> Vec<IpNet> {
+        let is_carried =
+            self.cluster.profile == Profile::ClusterMeshed && self.cluster.effective_addressing() == Addressing::Routed;
+        roll.filter(|_| is_carried)
+            .map(|roll| anchor::anchored(&self.cluster, Some(roll)))
+            .unwrap_or_default()
+    }
+
     /// The member's own addresses in the mesh: all it was granted or, masqueraded, its WireGuard range alone. Of a sandbox
     /// all of its entry, whatever its Nodes say: they must not be able to write ten thousand networks into a policy, nor a
     /// new revision with each Node that comes and goes.

@@ -17,6 +17,7 @@ use crate::{
 };
 
 mod addresses;
+mod anchors;
 mod collisions;
 mod keys;
 mod kilo;
@@ -82,6 +83,7 @@ pub(crate) fn entry(name: &str, identity: ClusterIdentity, allowed: &[&str]) -> 
         addressing: Addressing::Routed,
         allowed: nets(allowed),
         anchored: None,
+        carriers: BTreeMap::new(),
         anchors: 1,
         pod_network: PodNetwork::PerNode,
         exports: vec![],
@@ -239,6 +241,14 @@ fn settle(mesh: &Mesh, seen: &mut Observations) {
             let steps = diff(&plan, identity, member);
             apply(member, &steps);
         }
+    }
+}
+
+/// Writes into the entries what the status says of anchored networks.
+fn remember(mesh: &mut Mesh, seen: &Observations) {
+    let (_, of_mesh) = run(mesh, seen);
+    for cluster in &mut mesh.clusters {
+        cluster.carriers = of_mesh.clusters[&cluster.name].anchored.clone();
     }
 }
 

@@ -50,7 +50,7 @@ fn write(member: &mut Member, step: &Step) {
     }
 }
 
-/// Writes the steps, and the accepted networks into the status of each mesh, as the controller does.
+/// Writes the steps, and the accepted and the anchored networks into the status of each mesh, as the controller does.
 pub(crate) fn applied(world: &World) -> World {
     let plan = planned(world);
     let steps = steps(&plan, world);
@@ -66,6 +66,10 @@ pub(crate) fn applied(world: &World) -> World {
             .iter()
             .map(|(name, report)| (name.clone(), report.accepted.clone()))
             .collect();
+        for cluster in &mut mesh.clusters {
+            let report = report.get(&cluster.name);
+            cluster.carriers = report.map(|report| report.anchored.clone()).unwrap_or_default();
+        }
     }
     after
 }

@@ -371,6 +371,7 @@ fn cluster(n: usize) -> impl Strategy<Value = Cluster> {
             addressing: shape.1,
             allowed: shape.2,
             anchored: shape.3,
+            carriers: BTreeMap::new(),
             anchors: shape.4,
             pod_network: shape.5,
             exports: vec![],

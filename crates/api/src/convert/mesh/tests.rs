@@ -32,6 +32,7 @@ fn plain(name: &str, identity: core::ClusterIdentity, allowed: &[&str]) -> core:
         addressing: core::Addressing::Routed,
         allowed: nets(allowed),
         anchored: None,
+        carriers: BTreeMap::new(),
         anchors: 1,
         pod_network: core::PodNetwork::PerNode,
         exports: Vec::new(),
@@ -98,7 +99,8 @@ fn every_field_arrives() {
     mesh.metadata.annotations = Some([(ADOPT_HUB.to_owned(), "old-hub".to_owned())].into());
     mesh.metadata.deletion_timestamp = mesh.metadata.creation_timestamp.clone();
     mesh.status = serde_json::from_value(json!({"clusters": [
-        {"name": "mgmt", "acceptedNetworks": ["10.244.0.0/16"], "registeredPeers": 3, "skippedNodes": 1}, {"name": "tenant-a"}]})).unwrap();
+        {"name": "mgmt", "acceptedNetworks": ["10.244.0.0/16"], "registeredPeers": 3, "skippedNodes": 1,
+         "anchored": [{"network": "10.96.0.0/12", "nodes": ["n1", "n2"]}, {"network": "10.0.0.0/24"}]}, {"name": "tenant-a"}]})).unwrap();
     let (read, warnings) = to_core(&mesh).unwrap();
     assert_eq!(warnings, Vec::new());
     assert!(read.paused && read.deleting);
@@ -116,6 +118,12 @@ fn every_field_arrives() {
         vec![
             core::Cluster {
                 anchored: Some(nets(&["10.96.0.0/12"])),
+                carriers: [
+                    ("10.0.0.0/24", vec![]),
+                    ("10.96.0.0/12", vec!["n1".to_owned(), "n2".to_owned()]),
+                ]
+                .map(|(net, nodes)| (net.parse().unwrap(), nodes.into_iter().collect()))
+                .into(),
                 anchors: 2,
                 pod_network: core::PodNetwork::Shared,
                 exports: vec![core::Export {

@@ -1,0 +1,265 @@
+//! Anchored networks: what the status remembers of them, and which claims of Nodes they stand against.
+
+use super::*;
+
+const SERVICES: &str = "10.97.0.0/16";
+
+fn services() -> IpNet {
+    SERVICES.parse().unwrap()
+}
+
+/// Two clusters; nodes `x` and `y` of the tenant, whose Service network is listed.
+fn anchored_tenant() -> (Mesh, Observations) {
+    let (mut mesh, mut seen) = (two_clusters(), seen());
+    mesh.clusters[1].allowed.push(services());
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.nodes.insert("y".into(), node(2, 2));
+    });
+    (mesh, seen)
+}
+
+/// The tenant's nodes that carry the Service network, as planned for the hub.
+fn carriers(of_mesh: &MeshPlan) -> Vec<&str> {
+    let peers = of_mesh.targets["mgmt"].peers.values();
+    let carrying = peers.filter(|peer| peer.spec.allowed_ips.contains(&services()));
+    carrying.map(|peer| peer.node.as_str()).collect()
+}
+
+fn status(of_mesh: &MeshPlan, entry: &str) -> Vec<(String, Vec<String>)> {
+    let anchored = of_mesh.clusters[entry].anchored.iter();
+    anchored
+        .map(|(net, nodes)| (net.to_string(), nodes.iter().cloned().collect()))
+        .collect()
+}
+
+fn skipped(of_mesh: &MeshPlan) -> Vec<(&str, Reason, &str)> {
+    let skipped = of_mesh.clusters["tenant"].skipped.iter();
+    skipped
+        .map(|skipped| (skipped.node.as_str(), skipped.reason, skipped.message.as_str()))
+        .collect()
+}
+
+fn insert(seen: &mut Observations, name: &str, node: Node) {
+    edit(seen, &secret("tenant"), |m| {
+        m.nodes.insert(name.into(), node);
+    });
+}
+
+/// A ninth node, with one podCIDR.
+fn claims(net: &str) -> Node {
+    Node {
+        pod_cidrs: vec![Claim::Is(net.parse().unwrap())],
+        ..node(2, 9)
+    }
+}
+
+#[test]
+fn status_names_anchored_networks_and_their_nodes() {
+    let (mut mesh, mut seen) = anchored_tenant();
+    settle(&mesh, &mut seen);
+    let (_, of_mesh) = run(&mesh, &seen);
+    let [node] = carriers(&of_mesh)[..] else { panic!() };
+    let row = |net: &str, nodes: &[&str]| (net.to_owned(), nodes.iter().map(|n| (*n).to_owned()).collect());
+    assert_eq!(status(&of_mesh, "tenant"), vec![row(SERVICES, &[node])]);
+    remember(&mut mesh, &seen);
+    assert_eq!(run(&mesh, &seen).1, of_mesh, "as remembered");
+
+    // Spread over both, each carries a part.
+    let mut spread = mesh.clone();
+    spread.clusters[1].anchors = 2;
+    assert_eq!(
+        status(&run(&spread, &seen).1, "tenant"),
+        vec![row(SERVICES, &["x", "y"])]
+    );
+
+    // What is not carried now is listed as long as it was before.
+    let mut down = seen.clone();
+    edit(&mut down, &secret("tenant"), |m| {
+        m.nodes.values_mut().for_each(|node| node.ready = false);
+    });
+    assert_eq!(status(&run(&mesh, &down).1, "tenant"), vec![row(SERVICES, &[])]);
+    assert_eq!(status(&run(&anchored_tenant().0, &down).1, "tenant"), vec![]);
+
+    // Nothing is known anew of a member that is not seen, nor of what stands in one.
+    for unseen in [ClusterIdentity::Local, secret("tenant")] {
+        let mut blind = seen.clone();
+        blind.members.insert(unseen, Observation::Unreachable("refused".into()));
+        assert_eq!(status(&run(&mesh, &blind).1, "tenant"), status(&of_mesh, "tenant"));
+    }
+    mesh.clusters[1].addressing = Addressing::Masqueraded;
+    assert_eq!(status(&run(&mesh, &seen).1, "tenant"), vec![]);
+}
+
+#[test]
+fn node_that_claims_a_part_of_an_anchored_range_is_refused() {
+    let (mut mesh, mut seen) = anchored_tenant();
+    settle(&mesh, &mut seen);
+    remember(&mut mesh, &seen);
+    let before = run(&mesh, &seen).1.targets;
+    let address = |net: &str| Node {
+        wireguard_ip: Claim::Is(net.parse().unwrap()),
+        ..node(2, 9)
+    };
+    let cases = [
+        (
+            claims("10.97.1.0/24"),
+            Reason::NodePodCIDROutOfRange,
+            "podCIDR 10.97.1.0/24",
+        ),
+        (
+            claims("10.97.0.0/16"),
+            Reason::NodePodCIDROutOfRange,
+            "podCIDR 10.97.0.0/16",
+        ),
+        (
+            address("10.97.0.10/16"),
+            Reason::WGIPOutOfRange,
+            "WireGuard address 10.97.0.10",
+        ),
+    ];
+    for (greedy, reason, claim) in cases {
+        let mut seen = seen.clone();
+        insert(&mut seen, "greedy", greedy);
+        let (_, of_mesh) = run(&mesh, &seen);
+        let message = format!(
+            "{claim} overlaps 10.97.0.0/16 of cluster \"tenant\", which is anchored (status.clusters[].anchored). If Nodes own it, \
+             list anchoredNetworks without it on that entry; an empty list lets Nodes claim all of allowedNetworks"
+        );
+        assert_eq!(skipped(&of_mesh), [("greedy", reason, &*message)]);
+        assert_eq!(of_mesh.targets, before, "{claim}");
+    }
+    // What is no part of a Node's identity costs the claim alone.
+    let mut greedy = node(2, 9);
+    greedy.internal_ips.push("10.97.0.10".parse().unwrap());
+    greedy.allowed_location_ips = nets(&["10.97.2.0/24", SERVICES]);
+    greedy.pod_cidrs.push(Claim::Is("10.97.1.0/24".parse().unwrap()));
+    insert(&mut seen, "greedy", greedy);
+    let (_, of_mesh) = run(&mesh, &seen);
+    let own = net_set(&["10.2.9.0/24", "100.66.2.9/32"]);
+    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--greedy"), own);
+    let mut others = of_mesh.targets.clone();
+    others.get_mut("mgmt").unwrap().peers.remove("m--tenant--greedy");
+    assert_eq!(others, before);
+    let uncovered = of_mesh.facts.iter().any(|fact| {
+        matches!(fact, Fact::PodCIDRNotCovered { message, .. }
+            if message.starts_with("podCIDR 10.97.1.0/24 of Node greedy overlaps 10.97.0.0/16"))
+    });
+    assert!(uncovered, "{:?}", of_mesh.facts);
+}
+
+#[test]
+fn anchor_moves_when_its_node_is_deleted_though_another_claims_it() {
+    let (mut mesh, mut seen) = anchored_tenant();
+    settle(&mesh, &mut seen);
+    remember(&mut mesh, &seen);
+    let before = run(&mesh, &seen).1;
+    let [first] = carriers(&before)[..] else { panic!() };
+    let second = if first == "x" { "y" } else { "x" };
+    insert(&mut seen, "greedy", claims(SERVICES));
+    edit(&mut seen, &secret("tenant"), |m| {
+        m.nodes.remove(first);
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!(carriers(&of_mesh), [second]);
+    assert_eq!(skipped(&of_mesh)[0].0, "greedy");
+}
+
+#[test]
+fn empty_list_of_anchored_networks_lets_nodes_claim() {
+    let (mut mesh, mut seen) = anchored_tenant();
+    settle(&mesh, &mut seen);
+    remember(&mut mesh, &seen);
+    insert(&mut seen, "new", claims("10.97.1.0/24"));
+    assert_eq!(skipped(&run(&mesh, &seen).1).len(), 1);
+    mesh.clusters[1].anchored = Some(vec![]);
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!(skipped(&of_mesh), []);
+    assert!(allowed(&of_mesh, "mgmt", "m--tenant--new").contains(&"10.97.1.0/24".parse().unwrap()));
+    assert_eq!((carriers(&of_mesh), status(&of_mesh, "tenant")), (vec![], vec![]));
+    // Taken away again, the list leaves it with the Node.
+    remember(&mut mesh, &seen);
+    mesh.clusters[1].anchored = None;
+    assert_eq!(skipped(&run(&mesh, &seen).1), []);
+}
+
+#[test]
+fn network_of_a_failing_node_is_not_anchored() {
+    let (mut mesh, mut seen) = (two_clusters(), seen());
+    mesh.clusters[1].allowed = nets(&["10.2.1.0/24", "10.2.2.0/24", "100.66.2.1/32", "100.66.2.2/32"]);
+    insert(&mut seen, "y", node(2, 2));
+    let fails: [fn(&mut Node); 3] = [
+        |x| x.public_key = Claim::Invalid("no key".into()),
+        |x| x.wireguard_ip = Claim::Is("203.0.113.1/24".parse().unwrap()),
+        |x| x.force_endpoint = Claim::Invalid("no endpoint".into()),
+    ];
+    for fail in fails {
+        let mut seen = seen.clone();
+        edit(&mut seen, &secret("tenant"), |m| fail(m.nodes.get_mut("x").unwrap()));
+        let (_, of_mesh) = run(&mesh, &seen);
+        assert_eq!(skipped(&of_mesh)[0].0, "x");
+        let of_y = allowed(&of_mesh, "mgmt", "m--tenant--y");
+        assert!(!of_y.contains(&"10.2.1.0/24".parse().unwrap()), "{of_y:?}");
+        assert_eq!(
+            status(&of_mesh, "tenant")
+                .iter()
+                .filter(|(net, _)| net.starts_with("10."))
+                .count(),
+            0
+        );
+    }
+}
+
+#[test]
+fn network_of_a_member_without_peers_is_not_remembered() {
+    let (mut mesh, mut seen) = anchored_tenant();
+    let nodes = seen.members[&secret("tenant")].last().unwrap().nodes.clone();
+    edit(&mut seen, &secret("tenant"), |m| m.nodes.clear());
+    settle(&mesh, &mut seen);
+    remember(&mut mesh, &seen);
+    edit(&mut seen, &secret("tenant"), |m| m.nodes = nodes);
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert_eq!((skipped(&of_mesh), carriers(&of_mesh).len()), (vec![], 1));
+}
+
+#[test]
+fn listed_address_of_a_node_that_joins_later_is_its_own() {
+    let (mut mesh, mut seen) = anchored_tenant();
+    mesh.clusters[1].allowed.extend(nets(&["172.30.2.9/32"]));
+    settle(&mesh, &mut seen);
+    remember(&mut mesh, &seen);
+    assert_eq!(mesh.clusters[1].carriers.len(), 2);
+    insert(&mut seen, "late", node(2, 9));
+    let (_, of_mesh) = run(&mesh, &seen);
+    let own = net_set(&["10.2.9.0/24", "100.66.2.9/32", "172.30.2.9/32"]);
+    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--late"), own);
+    assert_eq!(status(&of_mesh, "tenant").len(), 1);
+}
+
+#[test]
+fn exported_pods_leave_a_remembered_shared_network() {
+    let (mut mesh, mut seen) = (two_clusters(), seen());
+    mesh.clusters[0].pod_network = PodNetwork::Shared;
+    mesh.clusters[0].exports = vec![Export {
+        namespace: "rook-ceph".into(),
+        selector: vec![],
+    }];
+    settle(&mesh, &mut seen);
+    remember(&mut mesh, &seen);
+    let shared: IpNet = "10.1.0.0/16".parse().unwrap();
+    assert!(mesh.clusters[0].carriers.contains_key(&shared));
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        let pod = Pod {
+            node: "b".into(),
+            addresses: vec!["10.1.77.1".parse().unwrap()],
+            ..Pod::default()
+        };
+        let name = ObjectName {
+            namespace: "rook-ceph".into(),
+            name: "osd-0".into(),
+        };
+        m.pods.insert(name, pod);
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    assert!(allowed(&of_mesh, "tenant", "m--mgmt--b").contains(&"10.1.77.1/32".parse().unwrap()));
+    assert!(of_mesh.clusters["mgmt"].anchored.contains_key(&shared));
+}
