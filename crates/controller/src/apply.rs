@@ -1,5 +1,4 @@
-//! Writes steps into one member. The order, the pace and the backoffs are [`queue`]'s, the requests [`write`]'s; what to write
-//! was decided elsewhere.
+//! Sends the steps of one member: [`queue`] orders and paces them, [`write`] makes the requests.
 
 use std::{
     collections::BTreeMap,
@@ -165,7 +164,7 @@ impl Writer {
                 () = crate::backoff::sleep_until(wait) => {}
             }
         }
-        // All is written: the time of it is reported. Where nothing had to be written, a pass would only find the same again.
+        // All steps are written: a pass reports the time. Without a write it would find nothing new.
         if written {
             self.changed.notify_one();
         }

@@ -9,7 +9,7 @@ use clustermesh_core::{
 };
 use clustermesh_daemon::LogFormat;
 
-/// Keeps every member of every ClusterMesh true.
+/// Writes the Peers, PeerPolicies and mirrored Services of each ClusterMesh into its members.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "clustermesh-controller", version, about, max_term_width = 120)]
 pub struct Args {
@@ -21,38 +21,36 @@ pub struct Args {
     #[arg(long, requires = "kubeconfig")]
     pub context: Option<String>,
 
-    /// Namespace whose ClusterMeshes may use this controller's own rights in the hub (`local: true`), with the widest
-    /// profile of the other entries there: cluster-meshed (default), sandbox or standard. With `sandbox`, only Services of
-    /// that namespace itself may be granted there, and those that carry `kilo-clustermesh.io/allowed-from: NAMESPACE`; and
-    /// entries list no allowedNetworks but those inside the CIDRs that follow: without any, no mesh is served there. With
-    /// `cluster-meshed,CIDR,...` the list holds as well. May be given several times; `*` = every namespace. Default: the
-    /// controller's own namespace (POD_NAMESPACE, else that of the kubeconfig's context, else `default`).
+    /// Namespace whose ClusterMeshes may connect the hub itself (`local: true`). PROFILE is the widest isolation profile of
+    /// their other entries: cluster-meshed (default), sandbox or standard. If CIDRs follow, allowedNetworks must lie inside
+    /// them. `sandbox` needs CIDRs: without them no mesh is served there. It may grant Services of its own namespace, and
+    /// those with the annotation `kilo-clustermesh.io/allowed-from: NAMESPACE`. Repeatable; `*` = every namespace. Default:
+    /// the controller's own namespace (POD_NAMESPACE, else that of the kubeconfig's context, else `default`).
     #[arg(long = "hub-namespace", value_name = "NAMESPACE[=PROFILE[,CIDR...]]")]
     pub hub_namespaces: Vec<HubNamespace>,
 
-    /// Namespace whose ClusterMeshes may connect members with each other, but not with the hub: no entry with `local: true`.
-    /// Entries list no allowedNetworks but those inside the CIDRs. May be given several times; `*` = every namespace.
+    /// Namespace whose ClusterMeshes may connect members with each other, but not with the hub (no `local: true`).
+    /// allowedNetworks must lie inside the CIDRs. Repeatable; `*` = every namespace.
     #[arg(long = "member-namespace", value_name = "NAMESPACE,CIDR[,CIDR...]")]
     pub member_namespaces: Vec<MemberNamespace>,
 
-    /// Pod and WireGuard networks of the hub: all that the entry with `local: true` may list in a namespace that is bound to a
-    /// list of CIDRs, and nothing that another entry may list there. Leave out the addresses of the hub's nodes: what is listed
-    /// here a Service of such a namespace may open to a sandbox. May be given several times.
+    /// Pod and WireGuard networks of the hub. In a namespace with a list of CIDRs, the entry with `local: true` may list only
+    /// these, and no other entry may list them. Do not add the addresses of the hub's nodes: a Service of such a namespace could
+    /// open them to a sandbox. Repeatable.
     #[arg(long = "hub-network", value_name = "CIDR[,CIDR...]", value_delimiter = ',')]
     pub hub_networks: Vec<HubNetwork>,
 
-    /// A port of your infrastructure that is closed to every member on each address of every node, beside the built-in ones
-    /// (API server, kubelet, etcd, scheduler, controller-manager, kube-proxy, wg-agent). May be given several times.
+    /// A port of your infrastructure that is closed to every member on each address of every node, in addition to the built-in
+    /// ones (API server, kubelet, etcd, scheduler, controller-manager, kube-proxy, wg-agent). Repeatable.
     #[arg(long = "infrastructure-port", value_name = "PORT[/PROTOCOL]")]
     pub infrastructure_ports: Vec<InfrastructurePort>,
 
-    /// What tells this hub's objects from another's in a shared member. Default: the UID of the hub's kube-system
-    /// namespace.
+    /// Label value that identifies this hub's objects in a member. Default: the UID of the hub's kube-system namespace.
     #[arg(long, value_name = "ID", value_parser = label_value)]
     pub hub_id: Option<String>,
 
-    /// Memory of this process in bytes; three eighths of it are for what is read of all members, half of that for any one. A
-    /// member over its budget is Stale, with the reason. Of the pod's limit in the manifests.
+    /// Memory limit of the process in bytes. Three eighths hold data of members; one member may use half of that, and is Stale
+    /// beyond it, with the reason. The manifests set it to the pod's limit.
     #[arg(long, value_name = "BYTES", env = "MEMORY_LIMIT", default_value_t = 1 << 30, value_parser = clap::value_parser!(u64).range(64 << 20..))]
     pub memory_limit: u64,
 

@@ -1,4 +1,4 @@
-//! When to try again, and how often something may be done at all. Clocks are handed in.
+//! Backoffs and token buckets. The caller passes the time.
 
 use std::time::Duration;
 

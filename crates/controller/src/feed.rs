@@ -67,7 +67,7 @@ const BELIEVED: Duration = Duration::from_secs(10);
 /// For so long lists and events may be of before our own write.
 const AHEAD: Duration = Duration::from_secs(60);
 
-/// Of so many malformed objects it is known why they are.
+/// Malformed objects whose reason is kept.
 const MAX_MALFORMED: usize = 1_000;
 
 #[derive(Debug)]
@@ -323,8 +323,8 @@ impl<V: Clone + PartialEq> Feed<V> {
     }
 
     /// A whole list, as of `list_version`, takes the place of the table; rows that are newer than the list (our own
-    /// writes while it was made) stay. `current` = nothing speaks against what it says being true from now on; otherwise the
-    /// table is trusted as far as before.
+    /// writes while it was made) stay. `current` = nothing contradicts that the list is up to date; otherwise the table is
+    /// trusted as far as before.
     fn replace(
         &self,
         List {
@@ -355,7 +355,7 @@ impl<V: Clone + PartialEq> Feed<V> {
                 table.rows.insert(name.clone(), row.clone());
             }
         }
-        // The rows are those of the list, but for a few: what was charged for the list stands for them.
+        // Almost all rows are those of the list, so the list's charge covers them.
         if table.charge.is_some() {
             table.charge = charge;
         }

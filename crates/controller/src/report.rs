@@ -153,7 +153,7 @@ pub(crate) fn report(subject: &Subject<'_>) -> Report {
     let notices = notices(subject, &conditions);
     let observed_generation = subject.object.metadata.generation;
     let status = if subject.refused.is_some() {
-        // Nothing is known anew: what the status said stays, and so do the networks that were accepted.
+        // Keep the previous status, and with it the accepted networks.
         ClusterMeshStatus {
             observed_generation,
             conditions: vec![],

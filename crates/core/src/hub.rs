@@ -68,7 +68,7 @@ impl HubNamespaces {
             );
         }
         for flag in hub_namespaces {
-            // Whoever is trusted with less than the hub's own reach is trusted with no network but those that are listed.
+            // A namespace that is limited to a tighter profile may use only listed networks.
             let bound = flag.max_profile > Profile::ClusterMeshed || !flag.networks.is_empty();
             add(
                 &flag.namespace,
@@ -192,8 +192,8 @@ impl HubNamespaces {
             && !self.hub_networks.iter().any(|hub| overlap(*hub, network))
     }
 
-    /// Bounds what counts of a mesh even while it is refused: the networks that its status says were accepted, and what it says
-    /// of the hub itself.
+    /// Removes what a mesh must not claim even while it is refused: accepted networks outside the lists, and a profile or
+    /// quarantine of the hub's own entry.
     pub fn confine(&self, mesh: &mut Mesh) {
         let namespace = &mesh.id.namespace;
         let rights = self.rights(namespace);

@@ -39,7 +39,7 @@ pub use settings::{InfrastructurePort, Settings, SettingsError};
 /// (DESIGN §4 rule 9).
 pub const HOLD: Duration = Duration::from_secs(300);
 
-/// A node that is held for less is not spoken of: kg is back from a restart in seconds.
+/// A shorter hold is not reported: a restart of kg takes seconds.
 pub const HOLD_UNSAID: Duration = Duration::from_secs(30);
 
 /// Peers a node of one target is tested with; more and the mesh is too large.
@@ -81,7 +81,7 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
             used: &used,
         };
         let planned = planner.plan();
-        // What is not written takes no name.
+        // Peers that are not written reserve no name.
         for (name, target) in planned.targets.iter().filter(|_| !planned.paused) {
             if let Some(identity) = planned.identities.get(name) {
                 used.entry(target::one_cluster(identity)).or_default().add(target);

@@ -33,19 +33,19 @@ pub struct Cli {
 /// What to do instead of running.
 #[derive(Debug, Clone, Subcommand)]
 pub(crate) enum Command {
-    /// Take everything of this agent off the node - device, routes, rules, firewall table, control socket, its
-    /// annotations - and report what could not be taken. The key stays: it is the node's identity.
+    /// Remove all state of this agent from the node - device, routes, rules, firewall table, control socket, annotations -
+    /// and report what could not be removed. The key stays: it is the node's identity.
     Cleanup,
     /// Say what this node lacks, and how to set it on Debian, Talos and Flatcar. Writes nothing.
     Preflight,
     /// Make a new key for this node. The running agent publishes it, and takes it when the first peer has learnt of it;
     /// until then the old one serves.
     RotateKey,
-    /// Show how this node is, from the agent that runs on it: who answers, and what is to be mended. Exit code 0: nothing;
-    /// 1: something; 2: no agent answers.
+    /// Show the peers and problems of this node, as its agent reports them. Exit code 0: no problem; 1: problems; 2: no agent
+    /// answers.
     Status(StatusArgs),
     /// Try which of these sockets take a TCP connection from here, and print one JSON line for each: for `clustermeshctl verify`.
-    /// Needs no right and no agent.
+    /// Needs no privileges and no running agent.
     Probe(ProbeArgs),
     /// Write the node's kernel settings that need a privileged container, and end: for an init container.
     Prepare(PrepareArgs),
@@ -54,9 +54,9 @@ pub(crate) enum Command {
 /// What a node is given beside the settings without which nothing works.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct PrepareArgs {
-    /// The node's connection table (conntrack) holds so many at least; one that holds more is left as it is, 0 = any is. The
-    /// default holds what two nodes of sandboxes keep in it that open and close connections at --sandbox-new-flows (TCP's are
-    /// kept for 120 s after their end), and little more; a full one takes 80 MB. kube-proxy sets its own number when it starts: raise --conntrack-min there as well.
+    /// Minimum size of the node's conntrack table; a larger one is kept, 0 = do not change it. The default holds what two nodes
+    /// of sandboxes keep in it that open and close connections at --sandbox-new-flows (TCP entries are kept for 120 s after
+    /// their end), and little more; a full one takes 80 MB. kube-proxy sets its own number when it starts: raise --conntrack-min there as well.
     #[arg(long, default_value_t = 262_144, value_parser = clap::value_parser!(u64).range(..=1 << 30))]
     pub(crate) conntrack_min: u64,
 }
@@ -89,23 +89,23 @@ pub(crate) struct Flags {
     /// The node's private key; made on the first start.
     #[arg(long, default_value = "/var/lib/kilo/key", global = true)]
     key_file: PathBuf,
-    /// What was last applied, for a start while the API server is away; root's alone. Default: wg-agent.cache beside the
-    /// key.
+    /// File with the state that was applied last, for a start while the API server does not answer. Only root may read it.
+    /// Default: wg-agent.cache next to the key.
     #[arg(long, global = true)]
     cache_file: Option<PathBuf>,
     /// A cache that the API server confirmed longer ago than this is set aside and not used: 24h, 90m. An agent that runs
     /// keeps what is in force however long its API server is away. 0s = never start from a cache.
     #[arg(long, default_value = "24h", value_parser = age, global = true)]
     cache_max_age: Duration,
-    /// For how long what a sandbox may reach here stays open when this agent is gone: 15m, 90s; 10s at least. A running agent
-    /// renews it well before.
+    /// How long the grants of a sandbox stay open after this agent ends: 15m, 90s; 10s at least. A running agent renews them
+    /// well before.
     #[arg(long, default_value = "15m", value_parser = grant_timeout, global = true)]
     grant_timeout: Duration,
     /// New connections a second that each node of a sandbox may open to this node's endpoints, twice as many at once; 0 = no
     /// limit. So one of them cannot fill the connection table (conntrack) of all.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(..=1_000_000), global = true)]
     sandbox_new_flows: u32,
-    /// MTU of the device: auto = what the way to each peer carries, less 60 over IPv4 and 80 over IPv6.
+    /// MTU of the device: auto = the path MTU to each peer, less 60 over IPv4 and 80 over IPv6.
     #[arg(long, default_value = "auto", global = true)]
     mtu: Mtu,
     /// Exchange packets with the kernel one by one, although it offers to take and give many at once. For trying whether an

@@ -28,7 +28,7 @@ const REST: usize = 8;
 /// is written in a minute and a half; one whose nodes change without end costs the member 50 writes a second.
 const BURST: u32 = 1_000;
 const INTERVAL: Duration = Duration::from_millis(20);
-/// The longest pause after a refusal, and for a member or a source in trouble, which one request finds out about.
+/// The longest pause after a refusal, and while the member or a source is in trouble; one probing request ends that.
 pub(super) const REFUSED: Duration = Duration::from_secs(60);
 const TROUBLE: Duration = Duration::from_secs(10);
 /// Changes by another writer count as one row while each comes within this time of the one before.

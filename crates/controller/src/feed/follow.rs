@@ -158,7 +158,7 @@ fn report<V: Clone + PartialEq>(
 ) -> Option<Duration> {
     let what = &source.what;
     let (trust, pause) = match failed {
-        // Once is how a server forgets; a server that goes on has neither a list nor a watch to give.
+        // One 410 (expired) is normal. A server that repeats it serves neither a list nor a watch.
         Failed::Expired if course.expired == 0 => {
             course.expired += 1;
             return None;

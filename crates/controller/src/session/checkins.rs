@@ -48,8 +48,8 @@ impl CheckIns {
         self.nodes.insert(node.to_owned(), check_in);
     }
 
-    /// The nodes that are silent at `now`, which is `unix` in Unix seconds. While the member is not `current`, nothing can
-    /// arrive: nobody falls silent meanwhile, and each node has the whole time again afterwards.
+    /// The nodes that are silent at `now`, which is `unix` in Unix seconds. While the member is not `current`, no
+    /// check-in can arrive: no node becomes silent, and afterwards each has the whole time again.
     pub(super) fn silent(
         &mut self,
         is_there: impl Fn(&str) -> bool,

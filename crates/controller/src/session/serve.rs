@@ -50,7 +50,7 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
                 let interest = wanted.borrow_and_update().clone();
                 let followings: BTreeMap<String, Following> = shared.tables.extra(client, &interest);
                 extra.retain(|what, (table, handle)| {
-                    // A table that was dropped and asked for again is another one, though it is of the same objects.
+                    // A table that was dropped and requested again is a new one, even with the same objects.
                     let keep = followings.get(what).is_some_and(|following| following.table == *table);
                     if !keep {
                         handle.abort();
