@@ -226,14 +226,14 @@ async fn a_confined_namespace_is_given_a_service_of_another_where_that_one_allow
     let mut mesh = world.mesh();
     let entry = &mut mesh["spec"]["clusters"][1];
     entry["isolationProfile"] = json!("sandbox");
-    entry["allowedNetworks"] = json!(["128.0.0.0/1"]);
+    entry["allowedNetworks"] = json!(["128.0.0.0/8"]);
     entry["egress"] = json!([{
         "service": {"cluster": "mgmt", "namespace": "team-x", "name": "postgres"}, "as": {"namespace": "default", "name": "db"},
     }]);
     world.apply_mesh(&mesh).await;
     let message = world.until_condition("Ready", "False/NetworksNotAllowed", SOON).await;
     assert!(
-        message.contains("\"notebooks\" has 128.0.0.0/1") && message.contains(&flag[..20]),
+        message.contains("\"notebooks\" has 128.0.0.0/8") && message.contains(&flag[..20]),
         "{message}"
     );
     assert!(policies(&world, "mgmt").await.is_empty());

@@ -121,7 +121,7 @@ pub struct ClusterEntry {
     #[serde(default)]
     pub addressing: Addressing,
     /// The bound of every address that may ever be claimed for this member: pod, WireGuard, Service and node networks in
-    /// one list. Must be disjoint from the networks of every other member.
+    /// one list. Must be disjoint from the networks of every other member, and each no wider than /8 (IPv4) or /7 (IPv6).
     #[schemars(schema_with = "schema::networks_required")]
     pub allowed_networks: Vec<String>,
     /// Networks inside `allowedNetworks` that belong to no single node, such as the Service network: they are reached

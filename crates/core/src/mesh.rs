@@ -12,6 +12,20 @@ pub(crate) fn overlap(a: IpNet, b: IpNet) -> bool {
     a.contains(&b) || b.contains(&a)
 }
 
+/// The shortest prefixes of a member's networks, in words.
+pub const WIDEST: &str = "/8 (IPv4) or /7 (IPv6)";
+
+/// Whether a network is wider than [`WIDEST`]. The largest private networks are 10.0.0.0/8 and fc00::/7; anything wider
+/// contains addresses outside every cluster, and two such networks can replace a default route (0.0.0.0/1 and 128.0.0.0/1).
+#[must_use]
+pub fn is_too_wide(network: &IpNet) -> bool {
+    let shortest = match network {
+        IpNet::V4(_) => 8,
+        IpNet::V6(_) => 7,
+    };
+    network.prefix_len() < shortest
+}
+
 /// Namespace and name of a `ClusterMesh`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MeshId {

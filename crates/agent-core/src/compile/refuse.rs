@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeSet, fmt, net::SocketAddr};
 
+use clustermesh_core::mesh::{WIDEST, is_too_wide};
 use ipnet::IpNet;
 
 use super::{Inputs, Node, Peer, earlier::named, touches_pods};
@@ -38,6 +39,8 @@ pub enum Reason {
     TooManyAllowedIPs,
     /// A range is 0.0.0.0/0 or ::/0.
     DefaultRoute,
+    /// A range is wider than /8 (IPv4) or /7 (IPv6).
+    NetworkTooWide,
     /// A range is or holds an address of this node.
     OwnNodeAddress,
     /// A range is or holds the API server's address.
@@ -68,6 +71,7 @@ impl Reason {
             Self::EndpointInvalid => "EndpointInvalid",
             Self::TooManyAllowedIPs => "TooManyAllowedIPs",
             Self::DefaultRoute => "DefaultRoute",
+            Self::NetworkTooWide => "NetworkTooWide",
             Self::OwnNodeAddress => "OwnNodeAddress",
             Self::ApiServerAddress => "ApiServerAddress",
             Self::OwnPodCIDR => "OwnPodCIDR",
@@ -256,6 +260,12 @@ fn range(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Option<(Re
             format!("spec.allowedIPs holds {net}: a mesh never takes the default route; name the networks"),
         ));
     }
+    if is_too_wide(net) {
+        return Some((
+            Reason::NetworkTooWide,
+            format!("spec.allowedIPs holds {net}, which is wider than {WIDEST}; name the networks"),
+        ));
+    }
     if touches_pods(node, net) {
         return Some((
             Reason::OwnPodCIDR,
@@ -308,6 +318,13 @@ pub(super) fn clean_policy(node: &Node, policy: &Policy, refused: &mut Vec<Refus
         nets.extend(all.iter().map(IpNet::trunc).filter(|net| {
             let (reason, message) = if net.prefix_len() == 0 {
                 (Reason::DefaultRoute, format!("spec.{field} holds {net}: name the member's networks"))
+            } else if is_too_wide(net) {
+                (
+                    Reason::NetworkTooWide,
+                    format!(
+                        "spec.{field} holds {net}, which is wider than {WIDEST}; narrow the source cluster's allowedNetworks"
+                    ),
+                )
             } else if touches_pods(node, net) {
                 (
                     Reason::OwnPodCIDR,

@@ -212,6 +212,8 @@ fn a_wrong_peer_costs_that_peer_and_names_the_reason() {
         ),
         (holds("0.0.0.0/0"), Reason::DefaultRoute),
         (holds("::/0"), Reason::DefaultRoute),
+        (holds("128.0.0.0/1"), Reason::NetworkTooWide),
+        (holds("8000::/1"), Reason::NetworkTooWide),
         (holds("172.29.0.111/32"), Reason::OwnNodeAddress),
         (holds("172.16.0.0/12"), Reason::OwnNodeAddress),
         (holds("100.66.1.1/32"), Reason::OwnNodeAddress),
@@ -403,6 +405,55 @@ fn a_policy_that_covers_the_nodes_own_pods_loses_that_network() {
         let without = compile(&worker());
         (without.routes, without.firewall)
     });
+}
+
+#[test]
+fn policy_network_wider_than_a_cluster_is_refused() {
+    let with = |networks: &[&str]| {
+        let mut inputs = hub_node();
+        inputs.policies[0].networks.extend(nets(networks));
+        inputs.policies[0].sources.extend(nets(networks));
+        compile(&inputs)
+    };
+    let without = with(&[]);
+    let halves = ["0.0.0.0/1", "128.0.0.0/1", "::/1", "8000::/1"];
+    for wide in [&halves[..], &["128.0.0.0/7"], &["2000::/6"]] {
+        let got = with(wide);
+        let mut refused: Vec<String> = got.refused.iter().map(ToString::to_string).collect();
+        let mut want: Vec<String> = ["sources", "networks"]
+            .iter()
+            .flat_map(|field| wide.iter().map(move |net| (field, net)))
+            .map(|(field, net)| {
+                format!(
+                    "PeerPolicy {}: NetworkTooWide: spec.{field} holds {net}, which is wider than /8 (IPv4) or /7 (IPv6); \
+                     narrow the source cluster's allowedNetworks",
+                    hub_node().policies[0].name
+                )
+            })
+            .collect();
+        refused.sort();
+        want.sort();
+        assert_eq!(refused, want);
+        assert_eq!(
+            (got.routes, got.firewall),
+            (without.routes.clone(), without.firewall.clone())
+        );
+    }
+    // The widest that are served.
+    let widest = with(&["12.0.0.0/8", "2000::/7"]);
+    assert_eq!(widest.refused, []);
+    let blackholed = |net: &str| {
+        widest
+            .routes
+            .routes
+            .iter()
+            .any(|route| route.prefix == net.parse().unwrap())
+    };
+    assert!(
+        blackholed("12.0.0.0/8") && blackholed("2000::/7"),
+        "{:?}",
+        widest.routes
+    );
 }
 
 #[test]

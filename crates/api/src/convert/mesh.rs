@@ -180,6 +180,15 @@ impl Reader {
             );
         }
         let allowed = self.networks(&format!("{at}.allowedNetworks"), &entry.allowed_networks);
+        for net in allowed.iter().filter(|net| core::is_too_wide(net)) {
+            self.problem(
+                format!("{at}.allowedNetworks"),
+                format!(
+                    "{net} is wider than {}, which no node programs: list the cluster's pod, WireGuard and Service networks",
+                    core::WIDEST
+                ),
+            );
+        }
         if entry.allowed_networks.is_empty() {
             self.problem(
                 format!("{at}.allowedNetworks"),

@@ -287,6 +287,16 @@ fn each_field_that_means_nothing_is_named_with_what_to_write() {
             "spec.clusters[1].allowedNetworks[0]: \"::ffff:10.0.0.0/104\" is an IPv4 network written as IPv6",
         ),
         (
+            "/clusters/1/allowedNetworks/0",
+            json!("128.0.0.0/1"),
+            "spec.clusters[1].allowedNetworks: 128.0.0.0/1 is wider than /8 (IPv4) or /7 (IPv6), which no node programs: list",
+        ),
+        (
+            "/clusters/1/allowedNetworks/0",
+            json!("2000::/3"),
+            "spec.clusters[1].allowedNetworks: 2000::/3 is wider than /8 (IPv4) or /7 (IPv6)",
+        ),
+        (
             "/clusters/1/anchoredNetworks",
             json!(["10.0.0.0/8"]),
             "spec.clusters[1].anchoredNetworks: 10.0.0.0/8 lies outside allowedNetworks",

@@ -135,7 +135,7 @@ async fn confined_mesh_holds_no_network_outside_its_list_whatever_its_status_say
         object.status.as_mut().expect("a status").clusters[1].accepted_networks = vec![status.to_owned()];
         Arc::new(object)
     };
-    let (inside, outside) = (json!(["10.2.0.0/16"]), json!(["128.0.0.0/1"]));
+    let (inside, outside) = (json!(["10.2.0.0/16"]), json!(["128.0.0.0/8"]));
     let listed = confined("ns=sandbox,10.2.0.0/16");
     let held = |known: &Known| {
         let accepted = known.mesh.accepted.get("a").map(Vec::len);
