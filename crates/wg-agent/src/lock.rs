@@ -2,51 +2,30 @@
 //! numbers, firewall table, device) belongs to the namespace, so the namespace's inode is in the lock file's name.
 //!
 //! Only root can open the file, so no other process can keep the agent out. It lies where userspace devices have their control
-//! sockets: the DaemonSet mounts that directory from the node, so that agents in different pods see one file.
-//!
-//! Up to version 0.1 the lock was an abstract socket, which any process of the namespace may bind. It is bound still: for
-//! `wg-agent status` ([`crate::status::ask`]), and so that an agent of that version and this one exclude each other. Held by a
-//! process that is not root's it locks nothing.
+//! sockets: the DaemonSet mounts that directory from the node, so that agents in different pods see one file. Next to it is the
+//! socket of `wg-agent status` ([`crate::status::ask`]).
 
 use std::{
-    fs::{self, DirBuilder, File, OpenOptions},
+    fs::{self, DirBuilder, File, OpenOptions, Permissions},
     io::{self, Read, Write},
-    os::{
-        fd::AsFd,
-        linux::net::SocketAddrExt,
-        unix::{
-            fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
-            net::{SocketAddr, UnixListener, UnixStream},
-        },
-    },
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
-use nix::sys::socket::{UnixCredentials, getsockopt, sockopt::PeerCredentials};
 use rustix::{
     fs::{FlockOperation, OFlags, flock},
     io::Errno,
 };
 
-/// Name of the socket.
-pub(crate) const NAME: &[u8] = b"clustermesh-wg-agent";
 /// Where the file is.
 const DIRECTORY: &str = "/var/run/wireguard";
 
 /// Held as long as the value lives.
 #[derive(Debug)]
 pub struct Lock {
-    socket: Option<UnixListener>,
-    _file: Option<LockFile>,
-}
-
-impl Lock {
-    /// The socket, to answer at; `None` = another process has its name. The lock has to be held on all the same.
-    pub(crate) fn listener(&self) -> io::Result<Option<tokio::net::UnixListener>> {
-        let Some(socket) = &self.socket else { return Ok(None) };
-        socket.set_nonblocking(true)?;
-        tokio::net::UnixListener::from_std(socket.try_clone()?).map(Some)
-    }
+    path: PathBuf,
+    status: PathBuf,
+    _file: File,
 }
 
 /// Why the node could not be had.
@@ -81,35 +60,43 @@ fn failed(what: impl ToString) -> impl FnOnce(io::Error) -> LockError {
 
 /// Takes the lock, or says who has it.
 pub fn take() -> Result<Lock, LockError> {
+    Lock::take(Path::new(DIRECTORY), namespace()?)
+}
+
+/// Where the agent of this network namespace answers `wg-agent status`.
+pub(crate) fn status_socket() -> Result<PathBuf, LockError> {
+    Ok(status_socket_in(Path::new(DIRECTORY), namespace()?))
+}
+
+/// `wg show` takes every `*.sock` in that directory for a device's.
+fn status_socket_in(directory: &Path, namespace: u64) -> PathBuf {
+    directory.join(format!("wg-agent-{namespace}.status"))
+}
+
+/// The inode of this process's network namespace.
+fn namespace() -> Result<u64, LockError> {
     let namespace = fs::metadata("/proc/self/ns/net").map_err(failed("of /proc/self/ns/net"))?;
-    let file = match LockFile::take(Path::new(DIRECTORY), namespace.ino()) {
-        // A pod whose root is read-only and that has no mount there, as of policy mode up to version 0.1.
-        Err(LockError::Io { source, .. }) if source.kind() == io::ErrorKind::ReadOnlyFilesystem => {
-            tracing::warn!(
-                "{DIRECTORY} is not mounted from the node, so the lock is a socket that any process in the host network can \
-                 take while this agent restarts: mount it as deploy/README.md says"
-            );
-            None
+    Ok(namespace.ino())
+}
+
+impl Lock {
+    /// Binds the socket of `wg-agent status`. Whoever holds the lock may replace what a killed agent left.
+    pub(crate) fn status_listener(&self) -> io::Result<tokio::net::UnixListener> {
+        match fs::remove_file(&self.status) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
         }
-        file => Some(file?),
-    };
-    Ok(Lock {
-        socket: bind(NAME, file.is_some())?,
-        _file: file,
-    })
-}
+        let listener = tokio::net::UnixListener::bind(&self.status)?;
+        fs::set_permissions(&self.status, Permissions::from_mode(0o600))?;
+        Ok(listener)
+    }
 
-/// A file that this process has locked; removed with this value.
-#[derive(Debug)]
-struct LockFile {
-    path: PathBuf,
-    _file: File,
-}
-
-impl LockFile {
     fn take(directory: &Path, namespace: u64) -> Result<Self, LockError> {
         let made = DirBuilder::new().recursive(true).mode(0o700).create(directory);
-        made.map_err(failed(directory.display()))?;
+        made.map_err(failed(format!(
+            "in {} (a pod mounts it from its node, as deploy/agent.yaml says)",
+            directory.display()
+        )))?;
         let of = fs::metadata(directory).map_err(failed(directory.display()))?;
         if of.uid() != nix::unistd::geteuid().as_raw() || of.mode() & 0o022 != 0 {
             return Err(LockError::Writable(directory.to_owned()));
@@ -144,67 +131,32 @@ impl LockFile {
             // For people; what a killed process left is overwritten.
             let written = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
             written.map_err(failed())?;
-            return Ok(Self { path, _file: file });
+            return Ok(Self {
+                path,
+                status: status_socket_in(directory, namespace),
+                _file: file,
+            });
         }
     }
 }
 
-impl Drop for LockFile {
+impl Drop for Lock {
     fn drop(&mut self) {
+        let _ = fs::remove_file(&self.status);
         let _ = fs::remove_file(&self.path);
     }
 }
 
-/// `locked`: there is a file besides, so that only an agent of an older version can hold the socket rightly.
-fn bind(name: &[u8], locked: bool) -> Result<Option<UnixListener>, LockError> {
-    let what = || failed("socket @clustermesh-wg-agent");
-    let address = SocketAddr::from_abstract_name(name).map_err(what())?;
-    match UnixListener::bind_addr(&address) {
-        Ok(socket) => Ok(Some(socket)),
-        Err(error) if error.kind() == io::ErrorKind::AddrInUse => match holder(&address) {
-            Some(holder) if locked && holder.uid() != 0 => {
-                tracing::warn!(
-                    process = holder.pid(),
-                    user = holder.uid(),
-                    "a process that is not root's has the socket @clustermesh-wg-agent: `wg-agent status` does not work until \
-                     it is stopped and this agent restarted"
-                );
-                Ok(None)
-            }
-            holder => Err(LockError::Held {
-                holder: holder.filter(|holder| holder.pid() > 0).map_or_else(
-                    || "in another process namespace".to_owned(),
-                    |holder| holder.pid().to_string(),
-                ),
-            }),
-        },
-        Err(error) => Err(what()(error)),
-    }
-}
-
-/// The credentials of a listening socket are those of the process that listens (unix(7), SO_PEERCRED).
-fn holder(address: &SocketAddr) -> Option<UnixCredentials> {
-    let stream = UnixStream::connect_addr(address).ok()?;
-    getsockopt(&stream.as_fd(), PeerCredentials).ok()
-}
-
 #[cfg(test)]
 mod tests {
-    use std::{
-        io::{BufRead, BufReader},
-        os::unix::{fs::PermissionsExt, process::CommandExt},
-        process::{Command, Stdio},
-    };
+    use std::os::unix::net::{UnixListener, UnixStream};
 
     use super::*;
-
-    /// An abstract name for [`unprivileged_listener`] to bind.
-    const LISTEN: &str = "CLUSTERMESH_TEST_LISTEN";
 
     #[test]
     fn second_agent_of_a_namespace_is_refused_until_the_first_ends() {
         let directory = tempfile::tempdir().unwrap();
-        let take = |namespace| LockFile::take(directory.path(), namespace);
+        let take = |namespace| Lock::take(directory.path(), namespace);
         let first = take(7).unwrap();
         let error = take(7).unwrap_err().to_string();
         assert!(error.contains(&format!("(process {})", std::process::id())), "{error}");
@@ -222,50 +174,23 @@ mod tests {
     #[test]
     fn directory_that_others_may_write_is_refused() {
         let directory = tempfile::tempdir().unwrap();
-        fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
-        let error = LockFile::take(directory.path(), 7).unwrap_err();
+        fs::set_permissions(directory.path(), Permissions::from_mode(0o777)).unwrap();
+        let error = Lock::take(directory.path(), 7).unwrap_err();
         assert!(matches!(error, LockError::Writable(_)), "{error}");
     }
 
-    #[test]
-    fn socket_of_an_older_agent_is_a_lock_still() {
-        let name = format!("clustermesh-older-{}", std::process::id());
-        let older = bind(name.as_bytes(), true).unwrap();
-        let error = bind(name.as_bytes(), true).unwrap_err().to_string();
-        assert!(error.contains(&format!("(process {})", std::process::id())), "{error}");
-        drop(older);
-        assert!(bind(name.as_bytes(), true).unwrap().is_some());
-    }
-
-    #[test]
-    fn socket_of_an_unprivileged_process_locks_nothing() {
-        let name = format!("clustermesh-taken-{}", std::process::id());
-        let mut child = Command::new("/proc/self/exe")
-            .args(["lock::tests::unprivileged_listener", "--exact", "--nocapture"])
-            .env(LISTEN, &name)
-            .uid(65534)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut output = BufReader::new(child.stdout.take().unwrap()).lines();
-        output
-            .find(|line| line.as_ref().unwrap().contains("listens"))
-            .unwrap()
-            .unwrap();
-        assert!(UnixListener::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).is_err());
-        assert!(bind(name.as_bytes(), true).unwrap().is_none());
-        assert!(bind(name.as_bytes(), false).is_err());
-        drop(child.stdin.take());
-        child.wait().unwrap();
-    }
-
-    /// The other process of the test above. Run by itself it does nothing.
-    #[test]
-    fn unprivileged_listener() {
-        let Ok(name) = std::env::var(LISTEN) else { return };
-        let _listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
-        println!("listens");
-        let _ = io::stdin().read_to_string(&mut String::new());
+    #[tokio::test]
+    async fn status_socket_is_roots_alone_and_replaces_a_stale_one() {
+        let directory = tempfile::tempdir().unwrap();
+        let lock = Lock::take(directory.path(), 7).unwrap();
+        let path = status_socket_in(directory.path(), 7);
+        // As a killed agent leaves it.
+        drop(UnixListener::bind(&path).unwrap());
+        let _listener = lock.status_listener().unwrap();
+        let mode = fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        UnixStream::connect(&path).unwrap();
+        drop(lock);
+        assert!(!path.exists());
     }
 }

@@ -108,9 +108,8 @@ impl Base {
                 tracing::error!(%error, "the admin endpoint ended");
             }
         });
-        if let Some(listener) = lock.listener().context("cannot answer `wg-agent status`")? {
-            tasks.spawn(status::ask::answer(listener, dump.clone(), stop.clone()));
-        }
+        let listener = lock.status_listener().context("cannot answer `wg-agent status`")?;
+        tasks.spawn(status::ask::answer(listener, dump.clone(), stop.clone()));
         tasks.spawn(admission::run(
             client(),
             node.to_owned(),

@@ -1,15 +1,13 @@
-//! How `wg-agent status` reaches the agent that runs on this node: over an abstract socket of the node's network
-//! namespace, whatever `--listen` says. The agent answers every root there with its state, and closes.
+//! How `wg-agent status` reaches the agent that runs on this node: over a Unix socket next to the agent's lock, whatever
+//! `--listen` says. The agent answers root alone with its state, and closes.
 
 use std::{
     io::{self, Read},
-    os::fd::AsFd,
-    os::linux::net::SocketAddrExt,
-    os::unix::net::{SocketAddr, UnixStream},
+    os::unix::net::UnixStream,
+    path::Path,
     time::Duration,
 };
 
-use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use serde_json::Value;
 use tokio::{
     io::AsyncWriteExt,
@@ -52,7 +50,7 @@ async fn tell(mut caller: Caller, dump: &Dump) -> io::Result<()> {
     caller.shutdown().await
 }
 
-/// An abstract socket has no mode: the kernel says who calls.
+/// In addition to the socket's mode, which a call between `bind` and `chmod` would not meet.
 fn root(caller: &Caller) -> bool {
     let own = nix::unistd::geteuid().as_raw();
     caller.peer_cred().is_ok_and(|who| who.uid() == 0 || who.uid() == own)
@@ -67,16 +65,6 @@ pub(crate) enum AskError {
          wg-agent status`) or as root on its node; where the agent should run, its log says why it does not"
     )]
     Nobody(io::Error),
-    /// Whoever answers is no agent.
-    #[error(
-        "process {process} of user {user}, which is no wg-agent, has the socket @clustermesh-wg-agent: stop it and restart the agent"
-    )]
-    Stranger {
-        /// Process id as this process sees it.
-        process: i32,
-        /// User id.
-        user: u32,
-    },
     /// It closed without a word, or said something else than its state.
     #[error("the agent gave no state: it answers root alone, and only once it has started ({0})")]
     Nothing(String),
@@ -87,21 +75,14 @@ pub(crate) enum AskError {
 
 /// Asks the agent of this network namespace for its state.
 pub(crate) fn ask() -> Result<Value, AskError> {
-    ask_named(lock::NAME)
+    ask_at(&lock::status_socket().map_err(|error| AskError::Nobody(io::Error::other(error)))?)
 }
 
-fn ask_named(name: &[u8]) -> Result<Value, AskError> {
-    let address = SocketAddr::from_abstract_name(name).map_err(AskError::Nobody)?;
-    let mut stream = UnixStream::connect_addr(&address).map_err(AskError::Nobody)?;
-    // Any process of the namespace may bind an abstract name.
-    let own = nix::unistd::geteuid().as_raw();
-    let who = getsockopt(&stream.as_fd(), PeerCredentials).map_err(|error| AskError::Nobody(error.into()))?;
-    if who.uid() != 0 && who.uid() != own {
-        return Err(AskError::Stranger {
-            process: who.pid(),
-            user: who.uid(),
-        });
-    }
+fn ask_at(path: &Path) -> Result<Value, AskError> {
+    let mut stream = UnixStream::connect(path).map_err(|error| match error.kind() {
+        io::ErrorKind::PermissionDenied => AskError::Nothing(error.to_string()),
+        _ => AskError::Nobody(error),
+    })?;
     stream.set_read_timeout(Some(PATIENCE)).map_err(AskError::Nobody)?;
     let mut text = String::new();
     match stream.read_to_string(&mut text) {
@@ -119,16 +100,15 @@ mod tests {
 
     #[tokio::test(flavor = "multi_thread")]
     async fn who_asks_is_answered_until_the_agent_ends() {
-        let name = format!("clustermesh-ask-{}", std::process::id());
-        let address = SocketAddr::from_abstract_name(name.as_bytes()).unwrap();
-        let listener = std::os::unix::net::UnixListener::bind_addr(&address).unwrap();
-        listener.set_nonblocking(true).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("status");
+        let listener = UnixListener::bind(&path).unwrap();
         let (dump, stop) = (Dump::default(), CancellationToken::new());
         dump.set("agent", serde_json::json!({"mode": "full"}));
-        let answering = tokio::spawn(answer(UnixListener::from_std(listener).unwrap(), dump, stop.clone()));
+        let answering = tokio::spawn(answer(listener, dump, stop.clone()));
         let ask = move || {
-            let name = name.clone();
-            tokio::task::spawn_blocking(move || ask_named(name.as_bytes()))
+            let path = path.clone();
+            tokio::task::spawn_blocking(move || ask_at(&path))
         };
         for _ in 0..2 {
             let answer = ask().await.unwrap().unwrap();

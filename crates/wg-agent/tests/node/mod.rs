@@ -60,7 +60,9 @@ impl Drop for World {
         for site in &self.sites {
             let _ = std::fs::remove_file(format!("/var/run/wireguard/{}.sock", site.interface));
             if let Ok(namespace) = std::fs::metadata(self.host(site).netns()) {
-                let _ = std::fs::remove_file(format!("/var/run/wireguard/wg-agent-{}.lock", namespace.ino()));
+                for suffix in ["lock", "status"] {
+                    let _ = std::fs::remove_file(format!("/var/run/wireguard/wg-agent-{}.{suffix}", namespace.ino()));
+                }
             }
         }
     }

@@ -88,7 +88,9 @@ impl Drop for Site {
     fn drop(&mut self) {
         let _ = fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
         if let Ok(namespace) = fs::metadata(self.ns.path()) {
-            let _ = fs::remove_file(format!("/var/run/wireguard/wg-agent-{}.lock", namespace.ino()));
+            for suffix in ["lock", "status"] {
+                let _ = fs::remove_file(format!("/var/run/wireguard/wg-agent-{}.{suffix}", namespace.ino()));
+            }
         }
     }
 }
