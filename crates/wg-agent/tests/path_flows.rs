@@ -4,6 +4,7 @@
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;
 mod path;
+mod worker;
 
 use std::{
     net::{IpAddr, UdpSocket},
@@ -11,7 +12,12 @@ use std::{
 };
 
 use netns::{NetNs, wait_for};
-use path::{Capture, Family, Mesh, V4, V4_OVER_V6, V6, V6_OVER_V4, Worker, apply, ask, serve, source_of};
+use path::{Capture, Family, Mesh, V4, V4_OVER_V6, V6, V6_OVER_V4, apply, ask, serve, source_of};
+use worker::{
+    a_worker_inside_the_hub_is_answered_on_the_path_it_was_asked_by,
+    a_worker_inside_the_hub_reaches_its_api_server_whatever_the_tunnel_does,
+    a_worker_that_hands_a_connection_on_into_the_mesh_uses_the_tunnel,
+};
 
 /// The same test for both families.
 macro_rules! both {
@@ -428,82 +434,4 @@ fn segments_fit_the_smaller_device(f: &'static Family) {
         let size = 1380 - f.headers;
         assert!(syn.contains(&format!("mss {size},")), "wanted {size}: {syn}");
     }
-}
-
-fn a_worker_inside_the_hub_is_answered_on_the_path_it_was_asked_by(f: &'static Family) {
-    let w = Worker::new(f);
-    serve(&w.worker, f.worker, 9090);
-    serve(&w.worker_pod, f.worker_pod, 8080);
-    serve(&w.mesh.hub_pod, f.hub_pod, 8080);
-    w.echo(9091);
-    let by_eth0 = |why: &str| {
-        assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 9090), f.hub_pod, "{why}");
-        assert_eq!(w.ask_echo(&w.mesh.hub_pod, 9091, why), "hello");
-        assert!(w.mesh.hub_pod.pings(f.worker), "{why}");
-    };
-    by_eth0("the tunnel is up");
-    assert_eq!(source_of(&w.worker_pod, f.hub_pod, 8080), f.worker_pod);
-    assert_eq!(source_of(&w.mesh.hub_pod, f.worker_pod, 8080), f.hub_pod);
-    assert_eq!(source_of(&w.worker, f.hub_pod, 8080), f.worker_wireguard);
-
-    // A hub pod whose own address is thrown opens a connection through the tunnel: it is answered by the tunnel.
-    let mut thrown = w.inputs.clone();
-    thrown.throw.insert(f.hub_pod.parse::<IpAddr>().unwrap().into());
-    apply(&w.worker, &thrown);
-    assert_eq!(source_of(&w.mesh.hub_pod, f.worker_pod, 8080), f.hub_pod);
-    by_eth0("the asker is thrown");
-
-    let mut alone = w.inputs.clone();
-    alone.peers.clear();
-    apply(&w.worker, &alone);
-    by_eth0("there is no Peer");
-    for (interface, filter) in [("all", "1"), ("eth0", "1"), ("default", "1")] {
-        w.worker
-            .set_sysctl(&format!("net/ipv4/conf/{interface}/rp_filter"), filter);
-    }
-    by_eth0("the reverse path filter is strict");
-    apply(&w.worker, &w.inputs);
-    by_eth0("and the tunnel is back");
-    assert_eq!(source_of(&w.worker_pod, f.hub_pod, 8080), f.worker_pod);
-    w.worker.ip("link del kilo0");
-    // Not UDP from an unbound socket: its route is looked up before netfilter can mark the answer, and ends at the closed
-    // door. That is why the device is the first fallback while it is there.
-    assert_eq!(
-        source_of(&w.mesh.hub_pod, f.worker, 9090),
-        f.hub_pod,
-        "the device is gone"
-    );
-    assert!(ask(&w.worker_pod, f.hub_pod, 8080).is_err());
-}
-
-fn a_worker_inside_the_hub_reaches_its_api_server_whatever_the_tunnel_does(f: &'static Family) {
-    let w = Worker::new(f);
-    serve(&w.mesh.hub_pod, f.hub_pod, 8080);
-    w.mesh.service(&w.mesh.hub, f.service, f.hub_pod); // the API server's ClusterIP in the hub
-    let reaches = |why: &str| {
-        assert_eq!(source_of(&w.worker, f.service, 80), f.worker, "{why}");
-        assert_eq!(
-            source_of(&w.worker_pod, f.service, 80),
-            f.worker,
-            "{why}: a pod, masqueraded by the CNI"
-        );
-    };
-    reaches("the tunnel is up");
-    let mut alone = w.inputs.clone();
-    alone.peers.clear();
-    apply(&w.worker, &alone);
-    reaches("there is no Peer");
-    w.worker.ip("link del kilo0");
-    reaches("the device is gone");
-}
-
-fn a_worker_that_hands_a_connection_on_into_the_mesh_uses_the_tunnel(f: &'static Family) {
-    let w = Worker::new(f);
-    serve(&w.mesh.hub2_pod, f.hub2_pod, 8080);
-    // A NodePort of the worker's whose endpoint is a hub pod, asked for by another hub pod through eth0.
-    w.node_port(30080, f.hub2_pod);
-    let capture = Capture::start(&w.worker, "eth0", &format!("dst host {}", f.hub2_pod));
-    // Seen by the endpoint: the anchor, since the first hub node carries the other's pods here.
-    assert_eq!(source_of(&w.mesh.hub_pod, f.worker, 30080), f.hub);
-    assert_eq!(capture.finish(&w.worker, f.worker, f.hub_gateway), Vec::<String>::new());
 }
