@@ -63,18 +63,7 @@ impl<'a> Product<'a> {
     /// # Errors
     /// When a binary is missing, or a cluster refuses a manifest.
     pub async fn install(lab: &'a Lab, clusters: &[&str], tunnel: Tunnel, progress: &dyn Fn(&str)) -> Result<Self> {
-        let product = Self {
-            lab,
-            tunnel,
-            clusters: clusters.iter().map(|name| (*name).to_owned()).collect(),
-        };
-        let images = ProductImages::ensure(progress)?;
-        for name in &product.clusters {
-            progress(&format!("{name}: CRDs and wg-agent"));
-            let cluster = lab.cluster(name);
-            cluster.load_image(&images.agent).await?;
-            product.install_agent(&cluster).await?;
-        }
+        let (product, images) = Self::with_agents(lab, clusters, tunnel, progress).await?;
         let Some((hub, members)) = product.clusters.split_first() else {
             return Ok(product);
         };
@@ -102,6 +91,16 @@ impl<'a> Product<'a> {
         tunnel: Tunnel,
         progress: &dyn Fn(&str),
     ) -> Result<()> {
+        Self::with_agents(lab, clusters, tunnel, progress).await.map(drop)
+    }
+
+    /// Builds the images and installs the agent in all of these clusters.
+    async fn with_agents(
+        lab: &'a Lab,
+        clusters: &[&str],
+        tunnel: Tunnel,
+        progress: &dyn Fn(&str),
+    ) -> Result<(Self, ProductImages)> {
         let product = Self {
             lab,
             tunnel,
@@ -109,11 +108,12 @@ impl<'a> Product<'a> {
         };
         let images = ProductImages::ensure(progress)?;
         for name in &product.clusters {
+            progress(&format!("{name}: CRDs and wg-agent"));
             let cluster = lab.cluster(name);
             cluster.load_image(&images.agent).await?;
             product.install_agent(&cluster).await?;
         }
-        Ok(())
+        Ok((product, images))
     }
 
     async fn install_agent(&self, cluster: &Cluster<'_>) -> Result<()> {
