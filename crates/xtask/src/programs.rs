@@ -42,10 +42,32 @@ pub(crate) fn show(command: &mut Command) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// The crates that programs of a cluster are made of.
+const DELIVERED: [&str; 8] = [
+    "clustermesh-access",
+    "clustermesh-agent-core",
+    "clustermesh-api",
+    "clustermesh-controller",
+    "clustermesh-core",
+    "clustermesh-daemon",
+    "clustermesh-wireguard",
+    "wg-agent",
+];
+
 /// Builds the programs and returns the directory that holds them.
 pub(crate) fn build() -> anyhow::Result<PathBuf> {
+    build_with(&[])
+}
+
+/// The same, with this workspace's own crates optimised. Third-party crates are as in every build of the profile `dev`, so that
+/// they are not built once more.
+pub(crate) fn build_optimised() -> anyhow::Result<PathBuf> {
+    build_with(&DELIVERED.map(|name| format!("--config=profile.dev.package.{name}.opt-level=3")))
+}
+
+fn build_with(flags: &[String]) -> anyhow::Result<PathBuf> {
     // The whole workspace, as `cargo test` takes it: other features of a dependency would mean building it twice.
-    show(cargo().args(["build", "--workspace", "--bins"]))?;
+    show(cargo().args(["build", "--workspace", "--bins"]).args(flags))?;
     // This very program lies where cargo puts them.
     let program = std::env::current_exe().context("where this program is")?;
     Ok(program.parent().context("a program without a directory")?.to_owned())

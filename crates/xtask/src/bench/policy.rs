@@ -35,6 +35,15 @@ pub(crate) struct Args {
     /// How often each grant is taken back and given again.
     #[arg(long, default_value_t = 20)]
     changes: u32,
+    /// Nodes of another sandbox whose keys are rewritten without a pause. Measures quarantines alone, first without them.
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=5000))]
+    beside: Option<u16>,
+    /// Keys that are rewritten in a second beside them.
+    #[arg(long, default_value_t = 500, requires = "beside", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    keys_per_second: u32,
+    /// Builds controller and agents of the times with our own crates optimised.
+    #[arg(long)]
+    optimised: bool,
     /// Of each throughput run; latency takes half of it.
     #[arg(long, default_value_t = 2)]
     seconds: u32,
@@ -71,6 +80,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         agents,
         nodes,
         changes,
+        beside,
+        keys_per_second,
+        optimised,
         seconds,
         rounds,
         output,
@@ -83,6 +95,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             agents: *agents,
             nodes: (*nodes).max(*agents),
             changes: *changes,
+            optimised: *optimised,
+            beside: beside.map(|nodes| times::Load {
+                nodes,
+                keys_per_second: *keys_per_second,
+            }),
         };
         return match only {
             Some(Part::Packets) => Ok(()),

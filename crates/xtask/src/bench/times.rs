@@ -16,12 +16,16 @@ use kube::{
 use tokio::task::JoinHandle;
 
 use super::report::{Format, Machine};
+pub(super) use busy::Load;
+use busy::{Busy, Changed};
 use world::{Asked, Wanted, Which, World, address};
 
+mod busy;
 mod world;
 
-/// So long nobody answers before it is taken for closed.
+/// So many milliseconds nobody answers before it is taken for closed; longer where all processors are busy.
 const SILENCE: u64 = 700;
+const LONG_SILENCE: u64 = 2000;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Between two changes: what the first makes twenty agents on few cores do is done by then.
 const PAUSE: Duration = Duration::from_secs(3);
@@ -34,6 +38,11 @@ const ALL: Wanted = Wanted {
     quarantine: false,
 };
 
+const QUARANTINED: Wanted = Wanted {
+    quarantine: true,
+    ..ALL
+};
+
 /// How much of it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Size {
@@ -43,6 +52,10 @@ pub(super) struct Size {
     pub(super) nodes: u8,
     /// How often each change is made.
     pub(super) changes: u32,
+    /// Controller and agents are built with our own crates optimised.
+    pub(super) optimised: bool,
+    /// Only quarantines, without such a sandbox and beside it.
+    pub(super) beside: Option<Load>,
 }
 
 /// What was measured: milliseconds from before the call to the API server, of each node in each round.
@@ -54,6 +67,8 @@ struct Measured {
     moves: u32,
     /// And in as long a time in which nothing moved.
     idle: BTreeMap<String, u64>,
+    /// While quarantines were measured beside it.
+    beside: Option<Changed>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
@@ -63,7 +78,11 @@ enum What {
     LastTakenBack,
     FirstGiven,
     Quarantined,
+    QuarantineWritten,
     Released,
+    QuarantinedBeside,
+    QuarantineWrittenBeside,
+    ReleasedBeside,
     MovedAway,
     MovedTo,
     Announced,
@@ -80,6 +99,10 @@ impl What {
             Self::FirstGiven => "given again: first answer, a handshake in it",
             Self::Quarantined => "quarantine: last answer",
             Self::Released => "released: first answer",
+            Self::QuarantineWritten => "quarantine: the hub's PeerPolicy is written",
+            Self::QuarantineWrittenBeside => "quarantine beside changing keys: the hub's PeerPolicy is written",
+            Self::QuarantinedBeside => "quarantine beside changing keys: last answer",
+            Self::ReleasedBeside => "released beside changing keys: first answer",
             Self::MovedAway => "endpoint moved: last answer of the old one",
             Self::MovedTo => "endpoint moved: first answer of the new one",
             Self::Announced => "endpoint moved: the mirrored Service names the new one",
@@ -101,42 +124,44 @@ pub(super) fn run(size: Size, format: Format) -> anyhow::Result<()> {
 }
 
 async fn measure(size: Size) -> anyhow::Result<Measured> {
-    let lab = Lab::start(world::plan()).await?;
-    let world = World::start(&lab, size.agents, size.nodes).await?;
+    let lab = Lab::start(world::plan(size.beside.is_some())).await?;
+    let world = World::start(&lab, size).await?;
     eprintln!("bench: {} agents run", size.agents);
     let [first, second] = &world.asked;
     opened(first, 0).await?;
     let mut measured = Measured::default();
-    let quarantined = Wanted {
-        quarantine: true,
-        ..ALL
-    };
+    if let Some(load) = size.beside {
+        let policy = Watched::start(world.policies.clone(), allows);
+        let kinds = [What::Quarantined, What::QuarantineWritten, What::Released];
+        measured.quarantines(&world, size.changes, kinds, &policy).await?;
+        let busy = Busy::start(&world, load).await?;
+        let rotation = busy.rotate(&world).await?;
+        let kinds = [
+            What::QuarantinedBeside,
+            What::QuarantineWrittenBeside,
+            What::ReleasedBeside,
+        ];
+        measured.quarantines(&world, size.changes, kinds, &policy).await?;
+        measured.beside = Some(rotation.changed(&world).await?);
+        return Ok(measured);
+    }
     let one = Wanted { granted: false, ..ALL };
     let none = Wanted { standing: false, ..one };
     let only = Wanted { granted: true, ..none };
     for (start, closed, [closes, opens]) in [
         (ALL, one, [What::TakenBack, What::Given]),
-        (ALL, quarantined, [What::Quarantined, What::Released]),
+        (ALL, QUARANTINED, [What::Quarantined, What::Released]),
         (only, none, [What::LastTakenBack, What::FirstGiven]),
     ] {
-        world.want(start).await?;
-        opened(first, now()).await?;
-        tokio::time::sleep(TOLD).await;
-        for round in 1..=size.changes {
-            let called = begin().await;
-            world.want(closed).await?;
-            let last = silent(first).await?;
-            measured.took(closes, called, &last);
-            let called = begin().await;
-            world.want(start).await?;
-            measured.took(opens, called, &opened(first, called).await?);
-            measured.says(round, &[closes, opens]);
-        }
+        measured
+            .takes_turns(&world, size.changes, [start, closed], [closes, opens])
+            .await?;
     }
     world.want(ALL).await?;
     opened(first, now()).await?;
 
-    let mirror = Mirror::watch(world.mirrored.clone());
+    let mirror = Watched::start(world.mirrored.clone(), endpoints);
+    let names = "the mirrored Service to name the endpoints";
     tokio::time::sleep(TOLD).await;
     let before = world.writes().await?;
     let began = Instant::now();
@@ -149,11 +174,12 @@ async fn measure(size: Size) -> anyhow::Result<Measured> {
         let called = begin().await;
         world.moves(to).await?;
         measured.took(What::MovedTo, called, &opened(new, called).await?);
-        let named = (1..=size.agents)
+        let named: BTreeSet<String> = (1..=size.agents)
             .map(|n| address(n, usize::from(to == Which::Second)))
             .collect();
-        measured.took(What::Announced, called, &[mirror.names(&named, called).await?]);
-        measured.took(What::MovedAway, called, &silent(old).await?);
+        let announced = mirror.first(names, called, |said| *said == named).await?;
+        measured.took(What::Announced, called, &[announced]);
+        measured.took(What::MovedAway, called, &silent(old, SILENCE).await?);
         measured.says(round + 1, &[What::MovedAway, What::MovedTo, What::Announced]);
     }
     measured.moves = size.changes;
@@ -163,16 +189,17 @@ async fn measure(size: Size) -> anyhow::Result<Measured> {
     measured.writes = since(&before, moved);
 
     world.moves(Which::First).await?;
-    silent(second).await?;
+    silent(second, SILENCE).await?;
     for round in 1..=size.changes {
         let called = begin().await;
         world.moves(Which::Both).await?;
         measured.took(What::Joined, called, &opened(second, called).await?);
-        let named = (1..=size.agents).flat_map(|n| [address(n, 0), address(n, 1)]).collect();
-        measured.took(What::JoinAnnounced, called, &[mirror.names(&named, called).await?]);
+        let named: BTreeSet<String> = (1..=size.agents).flat_map(|n| [address(n, 0), address(n, 1)]).collect();
+        let announced = mirror.first(names, called, |said| *said == named).await?;
+        measured.took(What::JoinAnnounced, called, &[announced]);
         measured.says(round, &[What::Joined, What::JoinAnnounced]);
         world.moves(Which::First).await?;
-        silent(second).await?;
+        silent(second, SILENCE).await?;
     }
     Ok(measured)
 }
@@ -187,6 +214,60 @@ fn since(before: &BTreeMap<String, u64>, mut now: BTreeMap<String, u64>) -> BTre
 }
 
 impl Measured {
+    /// Quarantines the sandbox and releases it, so often.
+    async fn quarantines(
+        &mut self,
+        world: &World<'_>,
+        rounds: u32,
+        [closes, written, opens]: [What; 3],
+        policy: &Watched<bool>,
+    ) -> anyhow::Result<()> {
+        let [asked, _] = &world.asked;
+        world.want(ALL).await?;
+        opened(asked, now()).await?;
+        tokio::time::sleep(TOLD).await;
+        for round in 1..=rounds {
+            let called = begin().await;
+            world.want(QUARANTINED).await?;
+            let last = silent(asked, LONG_SILENCE).await?;
+            self.took(closes, called, &last);
+            let closed = policy
+                .first("the PeerPolicy to be closed", called, |allows| !allows)
+                .await?;
+            self.took(written, called, &[closed]);
+            let called = begin().await;
+            world.want(ALL).await?;
+            self.took(opens, called, &opened(asked, called).await?);
+            self.says(round, &[closes, written, opens]);
+        }
+        Ok(())
+    }
+
+    /// Changes the mesh from what is open to what is closed and back, so often.
+    async fn takes_turns(
+        &mut self,
+        world: &World<'_>,
+        rounds: u32,
+        [open, closed]: [Wanted; 2],
+        [closes, opens]: [What; 2],
+    ) -> anyhow::Result<()> {
+        let [asked, _] = &world.asked;
+        world.want(open).await?;
+        opened(asked, now()).await?;
+        tokio::time::sleep(TOLD).await;
+        for round in 1..=rounds {
+            let called = begin().await;
+            world.want(closed).await?;
+            let last = silent(asked, SILENCE).await?;
+            self.took(closes, called, &last);
+            let called = begin().await;
+            world.want(open).await?;
+            self.took(opens, called, &opened(asked, called).await?);
+            self.says(round, &[closes, opens]);
+        }
+        Ok(())
+    }
+
     fn took(&mut self, what: What, called: u64, at: &[u64]) {
         let took = at.iter().map(|at| at.saturating_sub(called));
         self.times.entry(what).or_default().extend(took);
@@ -206,8 +287,7 @@ impl Measured {
 /// Waits until each answers after that time; when each did so first.
 async fn opened(all: &[Asked], after: u64) -> anyhow::Result<Vec<u64>> {
     let opened = wait_until("every endpoint to answer", PATIENCE, async || {
-        let first = |asked: &Asked| asked.answers().into_iter().find(|at| *at > after);
-        let first: Vec<Option<u64>> = all.iter().map(first).collect();
+        let first: Vec<Option<u64>> = all.iter().map(|asked| asked.first_after(after)).collect();
         let silent = first.iter().filter(|at| at.is_none()).count();
         first
             .into_iter()
@@ -219,10 +299,10 @@ async fn opened(all: &[Asked], after: u64) -> anyhow::Result<Vec<u64>> {
 }
 
 /// Waits until none answers any more; when each did so last.
-async fn silent(all: &[Asked]) -> anyhow::Result<Vec<u64>> {
+async fn silent(all: &[Asked], silence: u64) -> anyhow::Result<Vec<u64>> {
     let last = wait_until("every endpoint to be silent", PATIENCE, async || {
-        let last: Vec<u64> = all.iter().filter_map(|asked| asked.answers().pop()).collect();
-        let loud = last.iter().filter(|at| now() < **at + SILENCE).count();
+        let last: Vec<u64> = all.iter().filter_map(Asked::last).collect();
+        let loud = last.iter().filter(|at| now() < **at + silence).count();
         if loud == 0 {
             Ok(last)
         } else {
@@ -233,50 +313,64 @@ async fn silent(all: &[Asked]) -> anyhow::Result<Vec<u64>> {
     Ok(last)
 }
 
-/// When something was heard of, and which endpoints it named.
-type Named = (u64, BTreeSet<String>);
-
-/// What the mirrored Services named.
-struct Mirror {
-    heard: Arc<Mutex<Vec<Named>>>,
+/// What one cluster's objects said, and when.
+struct Watched<T> {
+    heard: Arc<Mutex<Vec<(u64, T)>>>,
     task: JoinHandle<()>,
 }
 
-impl Mirror {
-    fn watch(slices: Api<DynamicObject>) -> Self {
+impl<T: std::fmt::Debug + Send + 'static> Watched<T> {
+    /// `read` = what an object says; `None` = another object.
+    fn start(objects: Api<DynamicObject>, read: impl Fn(&DynamicObject) -> Option<T> + Send + 'static) -> Self {
         let heard = Arc::new(Mutex::new(Vec::new()));
         let kept = Arc::clone(&heard);
         let task = tokio::spawn(async move {
-            let events = watcher(slices, watcher::Config::default());
+            let events = watcher(objects, watcher::Config::default());
             let mut events = std::pin::pin!(events);
             while let Some(event) = futures::StreamExt::next(&mut events).await {
-                if let Ok(Event::Apply(slice) | Event::InitApply(slice)) = event {
-                    let endpoints = slice.data["endpoints"].as_array().cloned().unwrap_or_default();
-                    let addresses = endpoints.iter().filter_map(|one| one["addresses"][0].as_str());
-                    let named = (now(), addresses.map(str::to_owned).collect());
-                    kept.lock().unwrap_or_else(PoisonError::into_inner).push(named);
+                if let Ok(Event::Apply(object) | Event::InitApply(object)) = event
+                    && let Some(said) = read(&object)
+                {
+                    kept.lock().unwrap_or_else(PoisonError::into_inner).push((now(), said));
                 }
             }
         });
         Self { heard, task }
     }
 
-    /// When one of its slices first had exactly these endpoints after that time.
-    async fn names(&self, endpoints: &BTreeSet<String>, after: u64) -> anyhow::Result<u64> {
-        let named = wait_until("the mirrored Service to name the endpoints", PATIENCE, async || {
+    /// When that was first said after that time.
+    async fn first(&self, what: &str, after: u64, is_it: impl Fn(&T) -> bool) -> anyhow::Result<u64> {
+        let first = wait_until(what, PATIENCE, async || {
             let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
-            let first = heard.iter().find(|(at, named)| *at > after && named == endpoints);
+            let first = heard.iter().find(|(at, said)| *at > after && is_it(said));
             first.map(|(at, _)| *at).ok_or_else(|| format!("{:?}", heard.last()))
         })
         .await?;
-        Ok(named)
+        Ok(first)
     }
 }
 
-impl Drop for Mirror {
+impl<T> Drop for Watched<T> {
     fn drop(&mut self) {
         self.task.abort();
     }
+}
+
+/// The endpoints that a slice names.
+fn endpoints(slice: &DynamicObject) -> Option<BTreeSet<String>> {
+    let endpoints = slice.data["endpoints"].as_array().cloned().unwrap_or_default();
+    let addresses = endpoints.iter().filter_map(|one| one["addresses"][0].as_str());
+    Some(addresses.map(str::to_owned).collect())
+}
+
+/// Whether the measured sandbox's policy allows anything.
+fn allows(policy: &DynamicObject) -> Option<bool> {
+    let is_it = policy.data["spec"]["source"] == world::SANDBOX;
+    is_it.then(|| {
+        policy.data["spec"]["allow"]
+            .as_array()
+            .is_some_and(|allow| !allow.is_empty())
+    })
 }
 
 /// When a change may be made, as [`now`] says it.
@@ -309,11 +403,23 @@ fn markdown(measured: &Measured, size: Size) -> String {
         writes,
         moves,
         idle,
+        beside,
     } = measured;
-    let Size { agents, nodes, changes } = size;
+    let Size {
+        agents,
+        nodes,
+        changes,
+        optimised,
+        ..
+    } = size;
     let mut out = format!(
-        "{}; {agents} agents (unoptimised), {nodes} Nodes at the API server, {changes} rounds; ms.\n\n| | p50 | p99 | most | of |\n|---|---|---|---|---|\n",
-        Machine::here()
+        "{}; {agents} agents ({}), {nodes} Nodes at the API server, {changes} rounds; ms.\n\n| | p50 | p99 | most | of |\n|---|---|---|---|---|\n",
+        Machine::here(),
+        if optimised {
+            "our crates optimised"
+        } else {
+            "unoptimised"
+        }
     );
     for (what, times) in times {
         let mut times = times.clone();
@@ -325,9 +431,19 @@ fn markdown(measured: &Measured, size: Size) -> String {
             times.len()
         ));
     }
-    out.push_str(&format!(
-        "\nWrites in the cluster while endpoints moved {moves} times: {writes:?}; in as long a time without: {idle:?}\n"
-    ));
+    match beside {
+        Some(Changed {
+            nodes,
+            keys_per_second,
+            peer_writes_per_second,
+        }) => out.push_str(&format!(
+            "\nBeside: {nodes} Nodes of another sandbox, {keys_per_second:.0} keys a second; \
+             {peer_writes_per_second:.0} writes of Peers a second in the hub\n"
+        )),
+        None => out.push_str(&format!(
+            "\nWrites in the cluster while endpoints moved {moves} times: {writes:?}; in as long a time without: {idle:?}\n"
+        )),
+    }
     out
 }
 

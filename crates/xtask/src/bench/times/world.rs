@@ -13,10 +13,13 @@ use kube::{
 };
 use serde_json::{Value, json};
 
+use super::{Size, busy};
 use crate::programs;
 
 pub(super) const HUB: &str = "mgmt";
 pub(super) const SANDBOX: &str = "notebooks";
+/// The Service that stays granted.
+pub(super) const STANDING: &str = "standing";
 const MESH: &str = "bench";
 /// The port that is granted, taken back and moved; and one that stays granted, at which nobody asks.
 const PORT: u16 = 5000;
@@ -42,19 +45,29 @@ pub(super) enum Which {
 }
 
 /// API servers alone.
-pub(super) fn plan() -> LabPlan {
-    LabPlan::control_planes(&[HUB, SANDBOX])
+pub(super) fn plan(busy: bool) -> LabPlan {
+    LabPlan::control_planes(names(busy))
+}
+
+/// Its clusters.
+fn names(busy: bool) -> &'static [&'static str] {
+    if busy {
+        &[HUB, SANDBOX, busy::CLUSTER]
+    } else {
+        &[HUB, SANDBOX]
+    }
 }
 
 /// Both clusters and everything that runs in them.
 pub(super) struct World<'a> {
-    lab: &'a Lab,
+    pub(super) lab: &'a Lab,
     /// By endpoint: of each pod the first address, then of each the second.
     pub(super) asked: [Vec<Asked>; 2],
     pub(super) agents: u8,
-    meshes: Api<DynamicObject>,
+    pub(super) meshes: Api<DynamicObject>,
     slices: Api<DynamicObject>,
     pub(super) mirrored: Api<DynamicObject>,
+    pub(super) policies: Api<DynamicObject>,
     _running: Vec<Running>,
     _files: tempfile::TempDir,
 }
@@ -63,9 +76,16 @@ pub(super) struct World<'a> {
 pub(super) struct Asked(Running);
 
 impl Asked {
-    /// When it answered, in milliseconds since 1970.
-    pub(super) fn answers(&self) -> Vec<u64> {
-        self.0.log().lines().filter_map(|line| line.parse().ok()).collect()
+    /// When it answered last, in milliseconds since 1970.
+    pub(super) fn last(&self) -> Option<u64> {
+        self.0.log().lines().rev().find_map(|line| line.parse().ok())
+    }
+
+    /// When it first answered after that time.
+    pub(super) fn first_after(&self, time: u64) -> Option<u64> {
+        let log = self.0.log();
+        let answers = log.lines().rev().filter_map(|line| line.parse().ok());
+        answers.take_while(|at| *at > time).last()
     }
 }
 
@@ -79,10 +99,16 @@ impl Programs {
 
 impl<'a> World<'a> {
     /// Starts everything and waits until every pod's first address answers.
-    pub(super) async fn start(lab: &'a Lab, agents: u8, nodes: u8) -> anyhow::Result<Self> {
-        let programs = Programs(programs::build()?);
+    pub(super) async fn start(lab: &'a Lab, size: Size) -> anyhow::Result<Self> {
+        let Size { agents, nodes, .. } = size;
+        let busy = size.beside.is_some();
+        let programs = Programs(if size.optimised {
+            programs::build_optimised()?
+        } else {
+            programs::build()?
+        });
         let files = tempfile::tempdir()?;
-        for name in [HUB, SANDBOX] {
+        for name in names(busy) {
             install(&lab.cluster(name)).await?;
         }
         let mut running = Vec::new();
@@ -105,11 +131,18 @@ impl<'a> World<'a> {
         running.push(place.agent(SANDBOX, 1).await?);
         services(&lab.cluster(HUB)).await?;
         lab.add_host("controller", Ipv4Addr::new(172, 30, 1, 200)).await?;
+        for name in &names(busy)[1..] {
+            place.kubeconfig(name).await?;
+        }
         running.push(place.controller().await?);
 
         let mesh = ApiResource::from_gvk_with_plural(
             &GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "ClusterMesh"),
             "clustermeshes",
+        );
+        let policy = ApiResource::from_gvk_with_plural(
+            &GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "PeerPolicy"),
+            "peerpolicies",
         );
         let slice = ApiResource::from_gvk(&GroupVersionKind::gvk("discovery.k8s.io", "v1", "EndpointSlice"));
         let hub = lab.cluster(HUB).client().await?;
@@ -119,13 +152,14 @@ impl<'a> World<'a> {
             asked: [Vec::new(), Vec::new()],
             agents,
             meshes: Api::namespaced_with(hub.clone(), NAMESPACE, &mesh),
+            policies: Api::all_with(hub.clone(), &policy),
             slices: Api::namespaced_with(hub, "default", &slice),
             mirrored: Api::namespaced_with(sandbox, "default", &slice),
             _running: running,
             _files: files,
         };
         world.moves(Which::First).await?;
-        world.endpoints("standing", STANDING_PORT, Which::Both).await?;
+        world.endpoints(STANDING, STANDING_PORT, Which::Both).await?;
         let mesh: DynamicObject = serde_json::from_value(json!({
             "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "ClusterMesh",
             "metadata": {"name": MESH, "namespace": NAMESPACE},
@@ -224,7 +258,7 @@ fn spec(wanted: Wanted) -> Value {
         standing,
         quarantine,
     } = wanted;
-    let egress: Vec<Value> = [("granted", granted), ("standing", standing)]
+    let egress: Vec<Value> = [("granted", granted), (STANDING, standing)]
         .into_iter()
         .filter(|(_, wanted)| *wanted)
         .map(|(name, _)| json!({"service": {"cluster": HUB, "namespace": "default", "name": name}}))
@@ -299,7 +333,7 @@ async fn publish(cluster: &Cluster<'_>, n: u8) -> anyhow::Result<()> {
 }
 
 async fn services(cluster: &Cluster<'_>) -> anyhow::Result<()> {
-    for (name, port) in [("granted", PORT), ("standing", STANDING_PORT)] {
+    for (name, port) in [("granted", PORT), (STANDING, STANDING_PORT)] {
         let service = json!({
             "apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "namespace": "default"},
             "spec": {"selector": {"app": name}, "ports": [{"name": "main", "port": port, "protocol": "UDP"}]},
@@ -363,14 +397,19 @@ impl Place<'_> {
         Ok(host.spawn("agent", words)?)
     }
 
-    async fn controller(&self) -> anyhow::Result<Running> {
-        let secret = self.files.join("notebooks.kubeconfig");
-        std::fs::write(&secret, self.lab.cluster(SANDBOX).inside_kubeconfig()?)?;
+    /// Gives the controller a member's kubeconfig.
+    async fn kubeconfig(&self, member: &str) -> anyhow::Result<()> {
+        let secret = self.files.join(format!("{member}.kubeconfig"));
+        std::fs::write(&secret, self.lab.cluster(member).inside_kubeconfig()?)?;
         let from = format!("--from-file=value={}", secret.display());
-        let name = format!("{SANDBOX}-kubeconfig");
+        let name = format!("{member}-kubeconfig");
+        let words = ["-n", NAMESPACE, "create", "secret", "generic", &name, &from];
+        self.lab.cluster(HUB).kubectl(words).await?;
+        Ok(())
+    }
+
+    async fn controller(&self) -> anyhow::Result<Running> {
         let hub = self.lab.cluster(HUB);
-        hub.kubectl(["-n", NAMESPACE, "create", "secret", "generic", &name, &from])
-            .await?;
         let own = self.files.join("controller.kubeconfig");
         std::fs::write(&own, hub.inside_kubeconfig()?)?;
         let words = [
