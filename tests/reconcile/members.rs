@@ -25,6 +25,12 @@ async fn a_member_that_is_down_costs_nothing_and_catches_up() {
     world.node("tenant-a", 2, 3).await;
     let all = [&all[..2], &["prod--tenant-a--tenant-a-3", all[2]]].concat();
     let during = world.until_peers("mgmt", &all, SOON).await;
+    // A request to the frozen server ends after 5 s at the earliest.
+    let (passes, short) = passes(&world).await;
+    assert!(
+        passes > 0 && passes == short,
+        "{short} of {passes} passes took less than 5 s"
+    );
     assert_eq!(
         during["prod--tenant-b--tenant-b-1"],
         before["prod--tenant-b--tenant-b-1"]
@@ -64,6 +70,17 @@ async fn a_member_that_is_down_costs_nothing_and_catches_up() {
         after["prod--tenant-b--tenant-b-1"],
         before["prod--tenant-b--tenant-b-1"]
     );
+}
+
+/// How many passes there were, and how many of them took less than 5 s.
+async fn passes(world: &World) -> (u64, u64) {
+    let metrics = world.ask("/metrics").await;
+    let value = |name: &str| {
+        let line = metrics.lines().find(|line| line.contains(name)).unwrap_or_default();
+        line.rsplit(' ').next().and_then(|value| value.parse().ok())
+    };
+    let [all, short] = ["reconcile_seconds_count", "reconcile_seconds_bucket{le=\"5.0\"}"].map(value);
+    (all.expect(&metrics), short.expect(&metrics))
 }
 
 #[tokio::test]

@@ -146,6 +146,21 @@ async fn a_mesh_that_may_not_use_the_hub_or_means_nothing_is_refused_and_writes_
         .kubectl(["delete", "cmesh", "-n", "elsewhere", "prod", "--timeout=30s"])
         .await
         .unwrap();
+
+    // The API server takes any network.
+    let mut meaningless = world.mesh();
+    meaningless["spec"]["clusters"][1]["allowedNetworks"] = json!(["0.0.0.0/1", "128.0.0.0/1"]);
+    world.apply_mesh(&meaningless).await;
+    let message = world.until_condition("Ready", "False/SpecInvalid", SOON).await;
+    let field = "spec.clusters[1].allowedNetworks: 0.0.0.0/1 is wider than";
+    assert!(message.contains(field), "{message}");
+    for cluster in ["mgmt", "tenant-a"] {
+        let peers: Vec<String> = world.peers(cluster).await.into_keys().collect();
+        assert_eq!(peers, Vec::<String>::new(), "{cluster}");
+    }
+    // It is served once it means something.
+    world.apply_mesh(&world.mesh()).await;
+    world.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
 }
 
 #[tokio::test]
