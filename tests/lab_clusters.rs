@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use clustermesh_lab::{Cluster, ImageSpec, Lab, LabPlan, down_all, standing, wait_until};
+use clustermesh_lab::{Cluster, ImageSpec, Lab, LabPlan, down_kept, standing, wait_until};
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::{Api, ListParams};
 use nix::sys::signal::{Signal, kill};
@@ -350,7 +350,12 @@ async fn a_kept_lab_outlives_its_handle_and_can_be_joined_and_taken_down() {
         "ok"
     );
     let owned = Lab::start(LabPlan::default()).await.unwrap();
-    down_all().unwrap();
+    // As a developer keeps one while this runs.
+    let mut other = Lab::start(LabPlan::default()).await.unwrap();
+    other.keep().unwrap();
+    let others = other.directory().to_owned();
+    drop(other);
+    assert_eq!(down_kept([directory.clone(), owned.directory().to_owned()]).unwrap(), 1);
     assert_eq!(left_behind(&directory), Vec::<String>::new());
     assert!(
         standing().contains(&owned.directory().to_owned()),
@@ -358,6 +363,8 @@ async fn a_kept_lab_outlives_its_handle_and_can_be_joined_and_taken_down() {
     );
     assert!(again.down().is_ok(), "what is gone needs no taking down");
     assert!(!standing().contains(&directory));
+    assert!(standing().contains(&others), "another kept lab was taken down");
+    assert!(Lab::attach(&others).unwrap().down().is_ok());
 }
 
 /// Another process of this program that owns a lab with one node: the first of the tests that kill one.

@@ -175,7 +175,15 @@ pub fn standing() -> Vec<PathBuf> {
 /// # Errors
 /// When one does not go within half a minute.
 pub fn down_all() -> Result<usize> {
-    let kept: Vec<PathBuf> = standing().into_iter().filter(|directory| is_kept(directory)).collect();
+    down_kept(standing())
+}
+
+/// The same for these labs alone.
+///
+/// # Errors
+/// When one does not go within half a minute.
+pub fn down_kept(labs: impl IntoIterator<Item = PathBuf>) -> Result<usize> {
+    let kept: Vec<PathBuf> = labs.into_iter().filter(|directory| is_kept(directory)).collect();
     for directory in &kept {
         down(directory)?;
     }
