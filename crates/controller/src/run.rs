@@ -29,6 +29,9 @@ use crate::{
 
 /// Passes are at least this far apart.
 const DEBOUNCE: Duration = Duration::from_millis(50);
+/// After a pass the loop rests as long as it took, this at most: members whose objects change without end leave half of the
+/// time to others. A changed ClusterMesh, a quarantine for one, ends the rest.
+const REST: Duration = Duration::from_secs(2);
 /// A loop that has not turned for this long is wedged: no pass waits for a member or the hub.
 const WEDGED: Duration = Duration::from_secs(180);
 /// How often it is asked where the hub's API servers listen.
@@ -97,8 +100,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     drop(identity);
     tracing::info!(hub = %id, "objects of this hub carry this id");
 
-    let changed = Changed::default();
-    let meshes: Feed<Arc<ClusterMesh>> = mesh_feed(Arc::clone(&changed));
+    let (changed, asked) = (Changed::default(), Changed::default());
+    let meshes: Feed<Arc<ClusterMesh>> = mesh_feed(Arc::clone(&asked));
     let followed = meshes.clone();
     let source = Source {
         api: Api::all_with(client.clone(), &ApiResource::erase::<ClusterMesh>(&())),
@@ -142,11 +145,18 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let mut reconciler = Reconciler::new(hub, meshes.clone(), hub_writer, metrics, Arc::clone(&changed), shown);
     let heartbeat = liveness.watch("reconcile", WEDGED);
     let (mut first_list, mut first_plan) = (Some(first_list), Some(first_plan));
-    let mut wait = Duration::ZERO;
+    let (mut rest, mut wait) = (Duration::ZERO, Duration::ZERO);
     loop {
+        let news = async {
+            tokio::time::sleep(rest).await;
+            tokio::select! {
+                () = changed.notified() => {}
+                () = tokio::time::sleep(wait.saturating_sub(rest)) => {}
+            }
+        };
         tokio::select! {
-            () = changed.notified() => {}
-            () = tokio::time::sleep(wait) => {}
+            () = asked.notified() => {}
+            () = news => {}
             () = stop.cancelled() => break,
         }
         if following.is_finished() {
@@ -161,7 +171,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         if meshes.trust() == Trust::Live && first_list.take().is_some() {
             first_plan.take();
         }
-        tokio::time::sleep(DEBOUNCE.saturating_sub(started.elapsed())).await;
+        rest = started.elapsed().min(REST);
+        tokio::time::sleep(DEBOUNCE.saturating_sub(rest)).await;
     }
     following.abort();
     learning.abort();

@@ -23,6 +23,9 @@ const RESYNC: Duration = Duration::from_secs(30);
 const LOOK: Duration = Duration::from_secs(5);
 /// What comes within this time is taken together.
 const SETTLE: Duration = Duration::from_millis(30);
+/// Before it takes up changes, the loop rests as long as its last pass took, this at most: objects that change without end
+/// leave half of the time to others. A changed PeerPolicy ends the rest.
+const REST: Duration = Duration::from_secs(1);
 /// Retries of a pass that failed.
 const RETRY: [Duration; 4] = [
     Duration::from_millis(500),
@@ -173,7 +176,10 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
         if !heard.of_routing() {
             reconciler.hear(Event::Anything);
         }
+        let began = Instant::now();
         let well = reconciler.pass().await;
+        let took = began.elapsed().min(REST);
+        let mut rest = Duration::ZERO;
         failures = if well { 0 } else { failures + 1 };
         let wait = match failures {
             0 => resync,
@@ -184,7 +190,10 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
             heartbeat.beat();
             tokio::select! {
                 () = stop.cancelled() => break Duration::ZERO,
-                () = store.changed() => break SETTLE,
+                () = store.changed() => {
+                    rest = took;
+                    break SETTLE;
+                }
                 event = heard.changed() => {
                     // Our own writing is heard as well, and that of programs that write their own tables often.
                     if event == Event::Tables && reconciler.table_stands().await {
@@ -208,9 +217,16 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
                 }
             }
         };
+        let settled = async {
+            tokio::time::sleep(settle).await;
+            tokio::select! {
+                () = tokio::time::sleep(rest.saturating_sub(settle)) => {}
+                () = store.policies_changed() => {}
+            }
+        };
         tokio::select! {
             () = stop.cancelled() => {}
-            () = tokio::time::sleep(settle) => {}
+            () = settled => {}
         }
     }
     // What the next start should know of where the peers are.

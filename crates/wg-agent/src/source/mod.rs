@@ -24,6 +24,8 @@ pub mod store;
 pub mod underlay;
 pub mod watch;
 
+const PEER_POLICY: &str = "PeerPolicy";
+
 /// Follows everything in the cluster that concerns this node, into `store`, until the token is cancelled. `keys` are the
 /// annotations that this agent writes on its own Node.
 pub fn follow(
@@ -54,7 +56,7 @@ pub fn follow(
         PolicySeen::new,
         Shelf {
             store: store.clone(),
-            kind: "PeerPolicy",
+            kind: PEER_POLICY,
             part: |world| &mut world.policies,
         },
         stop.clone(),

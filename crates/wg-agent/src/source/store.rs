@@ -145,6 +145,8 @@ impl World {
 pub struct Store {
     world: Arc<Mutex<World>>,
     bell: Arc<Notify>,
+    /// For PeerPolicies alone.
+    policies: Arc<Notify>,
     metrics: Metrics,
     /// Until it is used, or not needed any more.
     saved: Arc<Mutex<Option<Saved>>>,
@@ -179,6 +181,11 @@ impl Store {
     /// Waits until something changed since the last time this returned. For one waiter.
     pub async fn changed(&self) {
         self.bell.notified().await;
+    }
+
+    /// Waits until a PeerPolicy changed since the last time this returned. For one waiter.
+    pub async fn policies_changed(&self) {
+        self.policies.notified().await;
     }
 
     /// Wakes the waiter, whatever the reason.
@@ -239,6 +246,9 @@ impl<V> Sink<V> for Shelf<V> {
         drop(world);
         if changed {
             self.store.bell.notify_one();
+            if self.kind == super::PEER_POLICY {
+                self.store.policies.notify_one();
+            }
         }
         if mended {
             tracing::info!(kind = self.kind, "following again");
