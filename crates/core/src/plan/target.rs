@@ -245,11 +245,10 @@ impl<'a> Assembly<'a> {
     /// member since this controller started. Also that member, where the mesh still names it.
     pub(super) fn stays(&self, mesh: &MeshId, peer: &ObservedPeer) -> Option<Option<&'a ClusterIdentity>> {
         let mesh = self.all.iter().find(|other| other.id == *mesh)?;
-        let source = peer.owner.source_cluster.as_deref()?;
-        let source = mesh
-            .clusters
-            .iter()
-            .find(|entry| entry.name == source)
+        let label = peer.owner.source_cluster.as_deref();
+        let mut entries = mesh.clusters.iter();
+        let source = entries
+            .find(|entry| Some(&*entry.name) == label)
             .map(|entry| &entry.identity);
         let unseen = |identity| self.seen.members.get(identity).and_then(Observation::last).is_none();
         (mesh.paused || !mesh.deleting && source.is_some_and(unseen)).then_some(source)

@@ -210,6 +210,11 @@ fn paused_mesh_that_is_deleted_keeps_its_keys() {
     deleted.id.name = "n".into();
     let mut seen = seen();
     settle(&deleted, &mut seen);
+    // Also one of its Peers that lost a label is its own.
+    edit(&mut seen, &secret("tenant"), |m| {
+        let peer = m.peers.as_mut().unwrap().get_mut("n--mgmt--a").unwrap();
+        peer.owner.source_cluster = None;
+    });
     // Nothing of it is removed before it is resumed.
     (deleted.paused, deleted.deleting) = (true, true);
     let mesh = two_clusters();
