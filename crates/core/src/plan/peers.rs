@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
     num::NonZeroU16,
 };
 
@@ -11,7 +10,7 @@ use ipnet::IpNet;
 use super::{
     Fact, PlannedPeer, Reason, Skipped, anchor, endpoint,
     link::Terms,
-    nodes::{self, Registered, Roll},
+    nodes::{Registered, Roll},
     target::{Assembled, Assembly, Party},
 };
 use crate::{
@@ -20,6 +19,9 @@ use crate::{
     observe::{Claim, Endpoint, Member, Observation, ObservedPeer, PeerSpec, Server},
     ownership::{self, Ownership},
 };
+
+mod anchors;
+mod held;
 
 /// Seconds between keepalives where a NAT stands between two nodes: below the 30 s after which many forget a UDP flow.
 const NAT_KEEPALIVE: NonZeroU16 = NonZeroU16::new(25).unwrap();
@@ -384,184 +386,6 @@ impl<'a, 'p> Writer<'a, 'p> {
         name
     }
 
-    /// A held node keeps the Peer it has, as far as nobody else owns its key and prefixes now.
-    fn hold(&mut self, source: &str, party: &Party<'a>, node: &str, terms: &Terms<'_>) -> Option<&mut PlannedPeer> {
-        let names = [false, true].map(|taken| self.assembly.naming.peer(self.assembly.mesh, source, node, taken));
-        let standing = names.iter().find_map(|name| {
-            let peer = self.standing.get(&**name).filter(|peer| self.ours_of(source, peer))?;
-            Some((name.clone(), peer.spec.as_ref().ok()?.clone()))
-        });
-        let (name, mut spec) = standing?;
-        if self.keys.contains_key(&spec.public_key) || self.peers.contains_key(&name) {
-            return None;
-        }
-        spec.allowed_ips
-            .retain(|net| party.cluster.allows(*net) && !self.prefixes.contains_key(net));
-        match terms {
-            Terms::Meshed => {
-                spec.requires_policy = None;
-                let left_out = |address: &IpAddr| {
-                    let endpoint = spec.endpoint.as_ref();
-                    let same = endpoint.is_some_and(|at| matches!(at, Endpoint::Ip(at) if at.ip() == *address));
-                    same && nodes::is_routable(&party.cluster, IpNet::from(*address))
-                };
-                let view = party.member().and_then(|member| member.nodes.get(node));
-                if self.runs_kg && view.is_some_and(|view| view.internal_ips.iter().any(left_out)) {
-                    self.unserved
-                        .entry(source.to_owned())
-                        .or_default()
-                        .insert(node.to_owned());
-                }
-            }
-            Terms::Sandbox { requires, networks } => {
-                // What it was before it became a sandbox is not held.
-                spec.requires_policy.as_ref()?;
-                confine(&mut spec, requires, networks);
-            }
-            Terms::Grantor { hosts, .. } => {
-                let view = self
-                    .assembly
-                    .rolls
-                    .get(source)
-                    .and_then(|_| party.member()?.nodes.get(node));
-                let endpoints = hosts.get(node)?;
-                let wireguard = view
-                    .and_then(|view| view.wireguard_ip.value())
-                    .map(|claim| claim.addr());
-                spec.allowed_ips.retain(|net| {
-                    let host = net.prefix_len() == net.max_prefix_len();
-                    host && (endpoints.contains(&net.addr()) || wireguard == Some(net.addr()))
-                });
-                spec.requires_policy = None;
-            }
-        }
-        self.keys.insert(spec.public_key, format!("Peer {name}"));
-        self.prefixes
-            .extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {name}"))));
-        let peer = PlannedPeer {
-            source: source.to_owned(),
-            node: node.to_owned(),
-            spec,
-        };
-        Some(self.peers.entry(name).or_insert(peer))
-    }
-
-    /// Peers of a sandbox that is not seen now: what its policy says may change meanwhile, and they name its revision.
-    fn restate(&mut self, source: &str, requires: &str, networks: &BTreeSet<IpNet>) {
-        let standing: Vec<(&str, PeerSpec)> = self
-            .standing
-            .iter()
-            .filter(|(name, peer)| !self.peers.contains_key(**name) && self.ours_of(source, peer))
-            .filter_map(|(name, peer)| Some((*name, peer.spec.as_ref().ok()?.clone())))
-            .collect();
-        for (name, mut spec) in standing {
-            let own = format!("Peer {name}");
-            if self.keys.get(&spec.public_key).is_some_and(|owner| *owner != own) {
-                continue;
-            }
-            confine(&mut spec, requires, networks);
-            spec.allowed_ips
-                .retain(|net| self.prefixes.get(net).is_none_or(|owner| *owner == own));
-            self.keys.insert(spec.public_key, own.clone());
-            self.prefixes
-                .extend(spec.allowed_ips.iter().map(|net| (*net, own.clone())));
-            self.peers.insert(
-                name.to_owned(),
-                PlannedPeer {
-                    source: source.to_owned(),
-                    node: name.to_owned(),
-                    spec,
-                },
-            );
-        }
-    }
-
-    /// Gives the anchored networks of a member to nodes of it; those that a held Peer keeps are not among `parts`.
-    fn add_anchors(
-        &mut self,
-        source: &str,
-        party: &Party<'a>,
-        roll: &Roll<'a>,
-        parts: &[IpNet],
-        added: &BTreeMap<&str, String>,
-    ) {
-        let parts: Vec<IpNet> = parts
-            .iter()
-            .copied()
-            .filter(|part| !self.loops(source, *part))
-            .collect();
-        if parts.is_empty() {
-            return;
-        }
-        let fit: Vec<&Registered<'_>> = roll
-            .registered
-            .iter()
-            .filter(|node| node.view.ready && !node.view.deleting)
-            .filter(|node| {
-                let peer = added.get(node.node).and_then(|name| self.peers.get(name));
-                peer.is_some_and(|peer| peer.spec.endpoint.is_some())
-            })
-            .collect();
-        // A tunnel outlives its kg: where none checks in, the network stays where it is.
-        let any_lives = fit.iter().any(|node| !node.view.is_silent());
-        let eligible = fit.iter().filter(|node| !any_lives || !node.view.is_silent());
-        let eligible: BTreeSet<&str> = eligible.map(|node| node.node).collect();
-        if eligible.is_empty() {
-            if !roll.registered.is_empty() {
-                let message =
-                    "no node is Ready, has an endpoint and is not being deleted; the anchored networks are unreachable";
-                self.facts.insert(Fact::NoAnchor {
-                    cluster: source.to_owned(),
-                    message: message.into(),
-                });
-            }
-            return;
-        }
-        let mut now: BTreeMap<IpNet, String> = BTreeMap::new();
-        for (node, peer) in added {
-            if let Some(ObservedPeer { spec: Ok(spec), .. }) = self.standing.get(&**peer) {
-                now.extend(spec.allowed_ips.iter().map(|net| (*net, (*node).to_owned())));
-            }
-        }
-        for (part, node) in anchor::assign(&parts, party.cluster.anchors, &eligible, &now) {
-            let Some(peer) = added.get(node.as_str()).and_then(|name| self.peers.get_mut(name)) else {
-                continue;
-            };
-            match self.prefixes.get(&part) {
-                None => {
-                    peer.spec.allowed_ips.insert(part);
-                    self.prefixes.insert(part, format!("Node {node}"));
-                }
-                Some(owner) => {
-                    let message = format!("anchored network {part} stays with {owner} in cluster {:?}", self.name);
-                    self.facts.insert(Fact::AddressShared {
-                        cluster: source.to_owned(),
-                        message,
-                    });
-                }
-            }
-        }
-    }
-
-    /// Whether `part` holds the endpoint of one of the member's Peers, and kg serves here: it would send that Peer's outer
-    /// packets into the tunnel. wg-agent's outer packets are marked and never routed there.
-    fn loops(&mut self, source: &str, part: IpNet) -> bool {
-        let peers = self.peers.values().filter(|peer| self.runs_kg && peer.source == source);
-        let endpoints = peers.flat_map(|peer| endpoint::of_peer(&peer.spec));
-        let Some(endpoint) = endpoints.filter(|endpoint| part.contains(endpoint)).min() else {
-            return false;
-        };
-        self.facts.insert(Fact::NoAnchor {
-            cluster: source.to_owned(),
-            message: format!(
-                "anchored network {part} is left out in cluster {:?}, which kg serves: it holds {endpoint}, the endpoint of a \
-                 Node, and kg would send that Node's outer packets into the tunnel. Take node addresses out of anchoredNetworks",
-                self.name
-            ),
-        });
-        true
-    }
-
     /// The mesh's floor (the predecessor's meaning: the highest of all entries), raised where this target's nodes sit
     /// behind NAT: they must keep their binding open. A node is known to be behind NAT when it has addresses and none of them
     /// can be dialled.
@@ -620,17 +444,6 @@ impl<'a, 'p> Writer<'a, 'p> {
 fn exports_unlisted(party: &Party<'_>, member: &Member) -> bool {
     let mut exports = party.cluster.exports.iter();
     exports.any(|export| member.unlisted.pods.contains_key(&export.namespace))
-}
-
-/// Makes a standing Peer one of a sandbox.
-fn confine(spec: &mut PeerSpec, requires: &str, networks: &BTreeSet<IpNet>) {
-    spec.allowed_ips.retain(|host| {
-        host.prefix_len() == host.max_prefix_len() && networks.iter().any(|network| network.contains(host))
-    });
-    spec.endpoint = None;
-    spec.candidates = Vec::new();
-    spec.persistent_keepalive = 0;
-    spec.requires_policy = Some(requires.to_owned());
 }
 
 /// Whether kg turns this member's Peers into routes. A Node that has just joined and published nothing is neither's, so it

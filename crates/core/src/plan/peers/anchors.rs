@@ -1,0 +1,103 @@
+//! The anchored networks of a member in the Peers of one target (rule 6).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ipnet::IpNet;
+
+use super::Writer;
+use crate::{
+    observe::ObservedPeer,
+    plan::{
+        Fact, anchor, endpoint,
+        nodes::{Registered, Roll},
+        target::Party,
+    },
+};
+
+impl<'a> Writer<'a, '_> {
+    /// Gives the anchored networks of a member to nodes of it; those that a held Peer keeps are not among `parts`.
+    pub(super) fn add_anchors(
+        &mut self,
+        source: &str,
+        party: &Party<'a>,
+        roll: &Roll<'a>,
+        parts: &[IpNet],
+        added: &BTreeMap<&str, String>,
+    ) {
+        let parts: Vec<IpNet> = parts
+            .iter()
+            .copied()
+            .filter(|part| !self.loops(source, *part))
+            .collect();
+        if parts.is_empty() {
+            return;
+        }
+        let fit: Vec<&Registered<'_>> = roll
+            .registered
+            .iter()
+            .filter(|node| node.view.ready && !node.view.deleting)
+            .filter(|node| {
+                let peer = added.get(node.node).and_then(|name| self.peers.get(name));
+                peer.is_some_and(|peer| peer.spec.endpoint.is_some())
+            })
+            .collect();
+        // A tunnel outlives its kg: where none checks in, the network stays where it is.
+        let any_lives = fit.iter().any(|node| !node.view.is_silent());
+        let eligible = fit.iter().filter(|node| !any_lives || !node.view.is_silent());
+        let eligible: BTreeSet<&str> = eligible.map(|node| node.node).collect();
+        if eligible.is_empty() {
+            if !roll.registered.is_empty() {
+                let message =
+                    "no node is Ready, has an endpoint and is not being deleted; the anchored networks are unreachable";
+                self.facts.insert(Fact::NoAnchor {
+                    cluster: source.to_owned(),
+                    message: message.into(),
+                });
+            }
+            return;
+        }
+        let mut now: BTreeMap<IpNet, String> = BTreeMap::new();
+        for (node, peer) in added {
+            if let Some(ObservedPeer { spec: Ok(spec), .. }) = self.standing.get(&**peer) {
+                now.extend(spec.allowed_ips.iter().map(|net| (*net, (*node).to_owned())));
+            }
+        }
+        for (part, node) in anchor::assign(&parts, party.cluster.anchors, &eligible, &now) {
+            let Some(peer) = added.get(node.as_str()).and_then(|name| self.peers.get_mut(name)) else {
+                continue;
+            };
+            match self.prefixes.get(&part) {
+                None => {
+                    peer.spec.allowed_ips.insert(part);
+                    self.prefixes.insert(part, format!("Node {node}"));
+                }
+                Some(owner) => {
+                    let message = format!("anchored network {part} stays with {owner} in cluster {:?}", self.name);
+                    self.facts.insert(Fact::AddressShared {
+                        cluster: source.to_owned(),
+                        message,
+                    });
+                }
+            }
+        }
+    }
+
+    /// Whether `part` holds the endpoint of one of the member's Peers, and kg serves here: it would send that Peer's outer
+    /// packets into the tunnel. wg-agent's outer packets are marked and never routed there.
+    fn loops(&mut self, source: &str, part: IpNet) -> bool {
+        let peers = self.peers.values().filter(|peer| self.runs_kg && peer.source == source);
+        let endpoints = peers.flat_map(|peer| endpoint::of_peer(&peer.spec));
+        let Some(endpoint) = endpoints.filter(|endpoint| part.contains(endpoint)).min() else {
+            return false;
+        };
+        self.facts.insert(Fact::NoAnchor {
+            cluster: source.to_owned(),
+            message: format!(
+                "anchored network {part} is left out in cluster {:?}, which kg serves: it holds {endpoint}, the endpoint of a \
+                 Node, and kg would send that Node's outer packets into the tunnel. Take node addresses out of anchoredNetworks",
+                self.name
+            ),
+        });
+        true
+    }
+}

@@ -1,0 +1,137 @@
+//! Members that kg serves, of every shape: what a restart of any of its nodes changes.
+
+use std::net::IpAddr;
+
+use proptest::{collection, prelude::*, sample::select};
+
+use super::*;
+
+/// A member that kg serves, and which of its nodes publish nothing.
+#[derive(Debug, Clone)]
+struct Tenant {
+    nodes: Vec<Node>,
+    allowed: Vec<&'static str>,
+    anchored: Option<Vec<&'static str>>,
+    anchors: u16,
+    blank: Vec<bool>,
+    /// kg serves the other member too.
+    kg_there: bool,
+}
+
+fn tenant() -> impl Strategy<Value = Tenant> {
+    let listed = collection::vec(
+        select(vec!["172.30.2.1/32", "172.30.2.2/32", "172.30.2.3/32", "172.30.2.0/24"]),
+        0..4,
+    );
+    let anchored = select(vec![
+        None,
+        Some(vec![]),
+        Some(vec!["10.97.0.0/16"]),
+        Some(vec!["172.30.2.0/24"]),
+    ]);
+    let kind = (
+        any::<bool>(),
+        any::<bool>(),
+        select(vec![Server::Kilo, Server::AgentPolicy]),
+        any::<bool>(),
+    );
+    let blank = collection::vec(any::<bool>(), 5);
+    (kind, 1..5u8, listed, anchored, 1u16..4, blank).prop_map(
+        |((location, two_locations, server, kg_there), count, mut allowed, anchored, anchors, blank)| {
+            let nodes = (1..=count).map(|n| {
+                let west = two_locations && n > 2;
+                let node = match (location, n == 1 || (west && n == 3)) {
+                    (false, _) => kg(n, Granularity::Full),
+                    (true, true) => kg(n, Granularity::Location),
+                    (true, false) => follower(n),
+                };
+                Node {
+                    server,
+                    location: if west { "west".into() } else { String::new() },
+                    ..node
+                }
+            });
+            allowed.push("10.97.0.0/16");
+            allowed.extend(anchored.iter().flatten());
+            allowed.sort_unstable();
+            allowed.dedup();
+            Tenant {
+                nodes: nodes.collect(),
+                allowed,
+                anchored,
+                anchors,
+                blank,
+                kg_there,
+            }
+        },
+    )
+}
+
+impl Tenant {
+    fn whole(&self) -> (Mesh, Observations) {
+        let (mut mesh, mut seen) = (two_clusters(), seen());
+        let entry = &mut mesh.clusters[1];
+        entry.allowed.extend(nets(&self.allowed));
+        entry.anchored = self.anchored.as_deref().map(nets);
+        entry.anchors = self.anchors;
+        edit(&mut seen, &secret("tenant"), |m| {
+            let named = (1..).zip(&self.nodes);
+            m.nodes = named.map(|(n, node)| (format!("k{n}"), node.clone())).collect();
+        });
+        if self.kg_there {
+            edit(&mut seen, &ClusterIdentity::Local, |m| {
+                m.nodes.values_mut().for_each(|node| node.server = Server::Kilo);
+            });
+        }
+        (mesh, seen)
+    }
+
+    fn stop(&self, seen: &mut Observations) {
+        edit(seen, &secret("tenant"), |m| {
+            let blank = m.nodes.values_mut().zip(&self.blank).filter(|(_, blank)| **blank);
+            blank.for_each(|(node, _)| stop_kg(node));
+        });
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_restart_of_any_kg_writes_anything(tenant in tenant()) {
+        let (mesh, mut seen) = tenant.whole();
+        settle(&mesh, &mut seen);
+        prop_assert_eq!(writes(&mesh, &seen), vec![]);
+        let before = run(&mesh, &seen).1;
+        tenant.stop(&mut seen);
+        prop_assert_eq!(writes(&mesh, &seen), vec![]);
+        let after = run(&mesh, &seen).1;
+        prop_assert_eq!(&after.clusters["tenant"].skipped, &vec![]);
+        prop_assert_eq!(&after.facts, &before.facts);
+    }
+
+    #[test]
+    fn what_no_node_owns_holds_no_address_of_a_node(tenant in tenant()) {
+        let (mesh, mut seen) = tenant.whole();
+        tenant.stop(&mut seen);
+        let (_, of_mesh) = run(&mesh, &seen);
+        let nodes = &seen.members[&secret("tenant")].fresh().unwrap().nodes;
+        let peers = of_mesh.targets["mgmt"].peers.values();
+        let owned: BTreeSet<IpNet> = nodes.values().flat_map(|node| {
+            let pods = node.pod_cidrs.iter().filter_map(Claim::value).copied();
+            pods.chain(node.wireguard_ip.value().map(|net| IpNet::from(net.addr())))
+        }).collect();
+        for peer in peers {
+            let of = &nodes[&peer.node];
+            let near = nodes.values().filter(|node| node.location == of.location && node.granularity != Some(Granularity::Full));
+            let own: BTreeSet<IpAddr> = near.chain([of]).flat_map(|node| node.internal_ips.iter().copied()).collect();
+            for net in peer.spec.allowed_ips.iter().filter(|net| !owned.contains(net)) {
+                let mut addresses = nodes.values().flat_map(|node| &node.internal_ips);
+                let held = addresses.find(|address| net.contains(*address));
+                // A person may anchor the network of the nodes: wg-agent keeps its own packets off it.
+                let meant = tenant.anchored.is_some() && !tenant.kg_there;
+                prop_assert!(held.is_none_or(|at| meant || (*net == IpNet::from(*at) && own.contains(at))), "{net}: {peer:?}");
+            }
+        }
+    }
+}
