@@ -8,20 +8,24 @@ mod explain;
 mod sandbox;
 mod world;
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 
 use clustermesh_core::{
     diff::{Action, Item},
     key::PublicKey,
     mesh::{ClusterIdentity, Profile},
-    observe::{Claim, Endpoint, Granularity, Observation, Server},
+    observe::{Claim, Endpoint, Granularity, Node, Observation, Server},
     ownership::Ownership,
-    plan::Settings,
+    plan::{Fact, Plan, Settings},
 };
 use ipnet::IpNet;
-use proptest::prelude::*;
+use proptest::{prelude::*, strategy::ValueTree, test_runner::TestRunner};
 
-use world::{applied, identity, node, ours, planned, steps, world};
+use world::{World, identity, node, ours, planned, settled, steps, world};
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
@@ -172,13 +176,16 @@ proptest! {
     }
 
     #[test]
-    fn a_bad_node_changes_no_other_nodes_peers(world in world(), mut bad in node(), n in 0usize..3, how in 0u8..4) {
+    fn a_bad_node_changes_no_other_nodes_peers(
+        world in world(),
+        (n, mut bad) in (0usize..3).prop_flat_map(|n| (Just(n), node(n, 5))),
+        how in 0u8..4,
+    ) {
         bad.held_for = Some(Duration::from_secs(600));
         bad.granularity = Some(Granularity::Full);
+        bad.location = "elsewhere".into();
         bad.discovered.clear();
-        // Nothing it says of NAT counts against the others either; that it is there does, for keepalive.
         bad.persistent_keepalive = 0;
-        bad.internal_ips = vec!["192.0.2.99".parse().unwrap()];
         match how {
             0 => bad.public_key = Claim::Invalid("x".into()),
             1 => bad.wireguard_ip = Claim::Is("203.0.113.1/32".parse().unwrap()),
@@ -199,15 +206,37 @@ proptest! {
             mesh.clusters.iter_mut().for_each(|cluster| cluster.allowed.retain(|net| net.prefix_len() > 0));
             mesh.accepted.values_mut().for_each(|list| list.retain(|net| net.prefix_len() > 0));
         }
+        // The status remembers which networks are anchored. Before it does, a claim of any Node in a network ends that.
+        let world = settled(world);
         let mut worse = world.clone();
         let Some(Observation::Fresh(member)) = worse.seen.members.get_mut(&identity(n)) else { return Ok(()) };
+        // Where it says to be is as of a node that is there: the families that all nodes of a target have, and whether one is
+        // behind NAT, count for the Peers of others.
+        let mut unnamed = member.nodes.values().filter(|node| node.clustermesh_endpoint == Claim::Absent && node.force_endpoint == Claim::Absent);
+        let like = unnamed.next().cloned().unwrap_or_default();
+        (bad.internal_ips, bad.external_ips, bad.kilo_endpoint) = (like.internal_ips, like.external_ips, like.kilo_endpoint);
+        bad.clustermesh_endpoint = Claim::Absent;
+        if how != 2 {
+            bad.force_endpoint = Claim::Absent;
+        }
         // Whether sandboxes may be in its cluster hangs on who serves there, and on no claim: that stays as it was.
-        let mut serving = member.nodes.values().filter(|node| node.public_key != Claim::Absent).peekable();
-        let agents = serving.peek().is_some() && serving.all(|node| node.server == Server::Agent);
+        let before = planned(&world);
+        let reports = before.meshes.values().filter_map(|mesh| mesh.clusters.get(&format!("c{n}")));
+        let held: BTreeSet<&String> = reports.flat_map(|report| report.held.keys()).collect();
+        let serves = |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || held.contains(name);
+        let serving: Vec<Server> = member.nodes.iter().filter(serves).map(|(_, node)| node.server).collect();
+        let is_agent = |server: &Server| *server == Server::Agent;
+        let agents = if serving.is_empty() {
+            bad.public_key = Claim::Absent;
+            member.nodes.values().any(|node| is_agent(&node.server))
+        } else {
+            serving.iter().all(is_agent)
+        };
         bad.server = if agents { Server::Agent } else { Server::Kilo };
         member.nodes.insert("zz-bad".into(), bad);
-        let (before, after) = (planned(&world), planned(&worse));
-        for (id, mesh) in &before.meshes {
+        let after = planned(&worse);
+        // A paused mesh writes nothing, and its status remembers nothing new.
+        for (id, mesh) in before.meshes.iter().filter(|(_, mesh)| !mesh.paused) {
             for (target, held) in &mesh.targets {
                 let after = &after.meshes[id].targets[target].peers;
                 let mut changed = held.peers.clone();
@@ -221,11 +250,7 @@ proptest! {
 
     #[test]
     fn the_plan_of_a_plans_result_is_empty(world in world()) {
-        // What one plan frees another may take, and a Node held for its last Peer loses it: a few rounds settle all.
-        let mut world = world;
-        for _ in 0..4 {
-            world = applied(&world);
-        }
+        let world = settled(world);
         let plan = planned(&world);
         for (identity, steps) in steps(&plan, &world) {
             prop_assert_eq!(steps, vec![], "in {}", identity);
@@ -264,6 +289,11 @@ proptest! {
                         !tight && !mesh.clusters[name].accepted.is_empty()
                     };
                     let target = mesh.identities.iter().find(|(_, i)| **i == identity_of).unwrap().0.clone();
+                    // Where nothing enforces a policy, the Peers of a quarantined member go, seen or not.
+                    let entries = world.meshes.iter().filter(|m| !m.deleting).flat_map(|m| &m.clusters);
+                    if entries.into_iter().any(|c| c.quarantine && c.identity == *source_identity) {
+                        continue;
+                    }
                     if meshed(&source) && meshed(&target) && source != target {
                         let observed = world.seen.members[source_identity].fresh().is_some();
                         prop_assert!(observed, "{step:?} follows from nothing that was seen");
@@ -281,23 +311,137 @@ proptest! {
             for (target, held) in &planned.targets {
                 for peer in held.peers.values() {
                     let standing = world.seen.members[&planned.identities[target]].last().and_then(|m| m.peers.as_ref());
-                    let held_as_it_was = planned.clusters[&peer.source].held.contains_key(&peer.node) && standing.is_some();
-                    let Some(Endpoint::Ip(endpoint)) = &peer.spec.endpoint else {
-                        prop_assert!(held_as_it_was || peer.spec.endpoint.is_none());
-                        // A sandbox dials.
-                        let dials = peer.spec.requires_policy.is_some();
-                        prop_assert!(held_as_it_was || dials || peer.spec.persistent_keepalive > 0);
-                        continue;
-                    };
-                    if held_as_it_was {
+                    if planned.clusters[&peer.source].held.contains_key(&peer.node) && standing.is_some() {
+                        // It is as it was.
                         continue;
                     }
-                    prop_assert!(!endpoint.ip().is_loopback() && !endpoint.ip().is_multicast() && !endpoint.ip().is_unspecified());
+                    let first = match &peer.spec.endpoint {
+                        Some(Endpoint::Ip(first)) => Some(*first),
+                        other => {
+                            prop_assert_eq!(other, &None);
+                            // A sandbox dials.
+                            let dials = peer.spec.requires_policy.is_some();
+                            prop_assert!(dials || peer.spec.persistent_keepalive > 0);
+                            None
+                        }
+                    };
+                    let candidates = &peer.spec.candidates;
+                    prop_assert!(candidates.is_empty() || candidates.first() == first.as_ref(), "{:?}", peer);
                     let entry = mesh.clusters.iter().find(|c| c.name == peer.source).unwrap();
-                    let inside = planned.clusters[target].accepted.iter().any(|net| net.contains(&endpoint.ip()));
-                    prop_assert!(!inside || entry.endpoint_networks.iter().any(|net| net.contains(&endpoint.ip())));
+                    for endpoint in candidates.iter().copied().chain(first) {
+                        prop_assert!(can_be_dialled(endpoint), "{endpoint} of {peer:?}");
+                        let inside = planned.clusters[target].accepted.iter().any(|net| net.contains(&endpoint.ip()));
+                        prop_assert!(!inside || entry.endpoint_networks.iter().any(|net| net.contains(&endpoint.ip())));
+                    }
                 }
             }
         }
     }
+}
+
+fn can_be_dialled(endpoint: SocketAddr) -> bool {
+    let special = match endpoint.ip().to_canonical() {
+        IpAddr::V4(v4) => v4.is_link_local() || v4.is_broadcast(),
+        IpAddr::V6(v6) => v6.is_unicast_link_local(),
+    };
+    let ip = endpoint.ip().to_canonical();
+    endpoint.port() != 0 && !special && !ip.is_loopback() && !ip.is_multicast() && !ip.is_unspecified()
+}
+
+/// What the properties are about, as far as a plan shows it.
+fn cases(world: &World, plan: &Plan) -> BTreeSet<&'static str> {
+    let mut cases = BTreeSet::new();
+    for mesh in plan.meshes.values().filter(|mesh| !mesh.paused) {
+        let peers = || mesh.targets.values().flat_map(|target| target.peers.values());
+        let reports = || mesh.clusters.values();
+        let entries = world.meshes.iter().flat_map(|mesh| &mesh.clusters);
+        let told = |is: fn(&Fact) -> bool| mesh.facts.iter().any(is);
+        let reached = [
+            ("a Peer", peers().next().is_some()),
+            (
+                "Peers of three members",
+                peers().map(|peer| &peer.source).collect::<BTreeSet<_>>().len() == 3,
+            ),
+            (
+                "a sandbox's Peer",
+                peers().any(|peer| peer.spec.requires_policy.is_some()),
+            ),
+            ("several candidates", peers().any(|peer| peer.spec.candidates.len() > 1)),
+            ("a skipped node", reports().any(|report| !report.skipped.is_empty())),
+            (
+                "a skipped node beside a Peer",
+                reports().any(|report| !report.skipped.is_empty() && report.registered > 0),
+            ),
+            ("a held node", reports().any(|report| !report.held.is_empty())),
+            (
+                "an anchor",
+                reports().any(|report| report.anchored.values().any(|nodes| !nodes.is_empty())),
+            ),
+            (
+                "a remembered anchor",
+                entries
+                    .into_iter()
+                    .any(|entry| !entry.carriers.is_empty() && entry.anchored.is_none()),
+            ),
+            (
+                "a quarantine",
+                told(|fact| matches!(fact, Fact::Quarantined { .. })) && peers().next().is_some(),
+            ),
+            (
+                "a shared address",
+                told(|fact| matches!(fact, Fact::AddressShared { .. })),
+            ),
+            (
+                "a mirrored Service",
+                mesh.targets.values().any(|target| !target.services.is_empty()),
+            ),
+            (
+                "networks that overlap",
+                told(|fact| matches!(fact, Fact::NetworksOverlap { .. })),
+            ),
+        ];
+        cases.extend(
+            reached
+                .into_iter()
+                .filter(|(_, reached)| *reached)
+                .map(|(case, _)| case),
+        );
+    }
+    cases
+}
+
+#[test]
+fn generated_worlds_reach_the_cases_that_count() {
+    const WORLDS: usize = 256;
+    let minima = [
+        ("a Peer", 130),
+        ("Peers of three members", 20),
+        ("a sandbox's Peer", 10),
+        ("several candidates", 80),
+        ("a skipped node", 120),
+        ("a skipped node beside a Peer", 80),
+        ("a held node", 16),
+        ("an anchor", 60),
+        ("a remembered anchor", 30),
+        ("a quarantine", 40),
+        ("a shared address", 7),
+        ("a mirrored Service", 10),
+        ("networks that overlap", 30),
+    ];
+    let mut runner = TestRunner::deterministic();
+    let mut reached: BTreeMap<&str, usize> = minima.iter().map(|(case, _)| (*case, 0)).collect();
+    for _ in 0..WORLDS {
+        let world = world().new_tree(&mut runner).unwrap().current();
+        for case in cases(&world, &planned(&world)) {
+            *reached.entry(case).or_default() += 1;
+        }
+    }
+    let missed: Vec<_> = minima
+        .iter()
+        .filter(|(case, minimum)| reached[case] < *minimum)
+        .collect();
+    assert!(
+        missed.is_empty(),
+        "of {WORLDS} worlds {reached:?}: fewer than {missed:?}"
+    );
 }

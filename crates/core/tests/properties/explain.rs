@@ -35,8 +35,21 @@ fn held<'p>(
 }
 
 /// Nodes whose Peers in `holder` carry an address of `source`.
-fn carriers(plan: &Plan, holder: &ClusterIdentity, source: &ClusterIdentity, address: IpAddr) -> BTreeSet<String> {
+fn carriers(
+    world: &World,
+    plan: &Plan,
+    holder: &ClusterIdentity,
+    source: &ClusterIdentity,
+    address: IpAddr,
+) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
+    if world.seen.members[holder]
+        .last()
+        .is_some_and(|member| member.peers.is_none())
+    {
+        // What is planned there cannot be written.
+        return found;
+    }
     for (target, of) in held(plan, holder) {
         let peers = target.peers.values().filter(|peer| of(&peer.source) == Some(source));
         let carry = peers.filter(|peer| peer.spec.allowed_ips.iter().any(|net| net.contains(&address)));
@@ -99,7 +112,7 @@ fn opens(
     to: &Destination,
     port: (Protocol, u16),
 ) -> bool {
-    let nodes = carriers(plan, &from.cluster, &to.cluster, to.address);
+    let nodes = carriers(world, plan, &from.cluster, &to.cluster, to.address);
     let shut = specs(plan, &from.cluster, &to.cluster)
         .into_iter()
         .any(|spec| spec.sandbox && spec.networks.iter().any(|net| net.contains(&to.address)));
@@ -145,7 +158,7 @@ fn tunnel_address(member: &Member, address: IpAddr) -> bool {
 /// address.
 fn arrivals(world: &World, plan: &Plan, from: &Source, to: &Destination) -> BTreeSet<IpAddr> {
     let on_own = |address: &IpAddr| {
-        let nodes = carriers(plan, &to.cluster, &from.cluster, *address);
+        let nodes = carriers(world, plan, &to.cluster, &from.cluster, *address);
         from.node
             .as_ref()
             .map_or(!nodes.is_empty(), |node| nodes.contains(node))
@@ -269,7 +282,7 @@ fn led(world: &World, plan: &Plan, from: &Source, to: &Destination) -> bool {
     let Some(address) = from.address else { return false };
     let nodes = world.seen.members[&from.cluster].last().map(|member| &member.nodes);
     let located = nodes.is_some_and(|nodes| nodes.values().any(|node| node.granularity.is_some()));
-    let elsewhere = carriers(plan, &to.cluster, &from.cluster, address);
+    let elsewhere = carriers(world, plan, &to.cluster, &from.cluster, address);
     located && from.node.as_ref().is_some_and(|node| !elsewhere.contains(node))
 }
 

@@ -1,9 +1,10 @@
-//! Worlds out of small pools of names, keys, addresses and labels, so that everything collides with everything; and what
-//! writing a plan makes of them.
+//! Worlds in which each cluster mostly keeps to networks and keys of its own, so that Peers are planned, and now and then
+//! takes names, keys, addresses and labels out of small pools, so that everything collides with everything; and what writing a
+//! plan makes of them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
+    net::{IpAddr, SocketAddr},
     time::Duration,
 };
 
@@ -19,7 +20,11 @@ use clustermesh_core::{
     plan::{Naming, Plan, Settings, plan},
 };
 use ipnet::IpNet;
-use proptest::{collection, option, prelude::*, sample::select};
+use proptest::{
+    collection, option,
+    prelude::*,
+    sample::{self, select},
+};
 
 mod applied;
 
@@ -124,40 +129,77 @@ fn claim<T: std::fmt::Debug + Clone>(
 
 fn endpoint() -> impl Strategy<Value = Endpoint> + Clone {
     prop_oneof![
-        4 => (ip(), select(&[0u16, 51820, 7][..])).prop_map(|(ip, port)| Endpoint::Ip((ip, port).into())),
+        4 => seen_at().prop_map(Endpoint::Ip),
         1 => select(&["a.example", "b.example"][..]).prop_map(|host| Endpoint::Dns(host.into(), 51820)),
     ]
 }
 
-pub(crate) fn node() -> impl Strategy<Value = Node> {
+/// Where a node saw another one.
+fn seen_at() -> impl Strategy<Value = SocketAddr> + Clone {
+    (ip(), select(&[0u16, 51820, 7][..])).prop_map(SocketAddr::from)
+}
+
+/// The third byte of the WireGuard addresses of cluster `n`.
+const WIREGUARD: [u8; 3] = [1, 3, 2];
+
+fn text<T: std::str::FromStr<Err: std::fmt::Debug>>(text: String) -> T {
+    text.parse().unwrap()
+}
+
+fn own_pods(n: usize, k: u8) -> IpNet {
+    text(format!("10.{}.{k}.0/24", n + 1))
+}
+
+fn own_wireguard(n: usize, k: u8) -> IpNet {
+    text(format!("100.66.{}.{k}/24", WIREGUARD[n]))
+}
+
+fn own_address(n: usize, k: u8) -> IpAddr {
+    text(format!("172.30.{}.{k}", n + 1))
+}
+
+fn own_key(n: usize, k: u8) -> PublicKey {
+    PublicKey::new([u8::try_from(n * 16).unwrap() + k + 10; 32])
+}
+
+/// The `k`-th node of cluster `n`. Boxed, as are the others below: nested as they are, their types fill the stack.
+pub(crate) fn node(n: usize, k: u8) -> BoxedStrategy<Node> {
+    let own_claims = Just(vec![Claim::Is(own_pods(n, k))]);
+    let greedy = claim(net()).prop_map(move |more| vec![Claim::Is(own_pods(n, k)), more]);
     let identity = (
-        collection::vec(claim(net()), 0..3),
-        claim((ip(), 16u8..=32).prop_map(|(ip, length)| IpNet::new(ip, length).unwrap())),
-        claim(key()),
+        prop_oneof![12 => own_claims, 1 => greedy, 1 => collection::vec(claim(net()), 0..3)],
+        prop_oneof![
+            12 => Just(Claim::Is(own_wireguard(n, k))),
+            1 => claim((ip(), 16u8..=32).prop_map(|(ip, length)| IpNet::new(ip, length).unwrap())),
+        ],
+        prop_oneof![12 => Just(Claim::Is(own_key(n, k))), 1 => claim(key())],
         0i64..3,
-        any::<bool>(),
-        any::<bool>(),
+        prop::bool::weighted(0.8),
+        prop::bool::weighted(0.1),
     );
+    let own = own_address(n, k);
     let whereabouts = (
-        prop_oneof![6 => Just(Claim::Absent), 1 => claim(endpoint())],
-        prop_oneof![6 => Just(Claim::Absent), 1 => claim(endpoint())],
-        claim(endpoint()),
+        prop_oneof![12 => Just(Claim::Absent), 1 => claim(endpoint())],
+        prop_oneof![12 => Just(Claim::Absent), 1 => claim(endpoint())],
+        prop_oneof![4 => Just(Claim::Is(Endpoint::Ip((own, 51820).into()))), 1 => claim(endpoint())],
         collection::vec(ip(), 0..2),
-        collection::vec(ip(), 0..3),
+        prop_oneof![4 => Just(vec![own]), 1 => collection::vec(ip(), 0..3)],
     );
     let kilo = (
-        option::of(select(
-            &[Granularity::Full, Granularity::Location, Granularity::Cross][..],
-        )),
+        option::weighted(
+            0.3,
+            select(&[Granularity::Full, Granularity::Location, Granularity::Cross][..]),
+        ),
         option::of(ip()),
         select(&["", "east", "west"][..]),
         select(&[Server::Kilo, Server::Agent, Server::AgentPolicy][..]),
-        option::of((0u64..600).prop_map(Duration::from_secs)),
+        option::weighted(0.2, (0u64..600).prop_map(Duration::from_secs)),
         select(&[0u16, 25][..]),
-        collection::vec(net(), 0..2),
+        prop_oneof![4 => Just(vec![]), 1 => collection::vec(net(), 1..2)],
         0u8..4,
+        collection::btree_map((0usize..3, 1u8..5).prop_map(|(n, k)| own_key(n, k)), seen_at(), 0..2),
     );
-    (identity, whereabouts, kilo).prop_map(|(identity, whereabouts, kilo)| Node {
+    let node = (identity, whereabouts, kilo).prop_map(|(identity, whereabouts, kilo)| Node {
         pod_cidrs: identity.0,
         wireguard_ip: identity.1,
         public_key: identity.2,
@@ -178,9 +220,10 @@ pub(crate) fn node() -> impl Strategy<Value = Node> {
         held_for: kilo.4,
         persistent_keepalive: kilo.5,
         allowed_location_ips: kilo.6,
-        discovered: BTreeMap::new(),
+        discovered: kilo.8,
         bypassed: None,
-    })
+    });
+    node.boxed()
 }
 
 fn owner() -> impl Strategy<Value = Owner> {
@@ -218,15 +261,39 @@ fn peer_spec() -> impl Strategy<Value = PeerSpec> {
 
 fn peers() -> impl Strategy<Value = BTreeMap<String, ObservedPeer>> {
     let name = (
-        select(&["m", "n"][..]),
-        select(&["c0", "c1", "c2"][..]),
-        select(&["a", "b", "c"][..]),
-        any::<bool>(),
-    )
-        .prop_map(|(m, c, n, taken)| format!("{m}--{c}--{n}{}", if taken { "-one" } else { "" }));
-    let spec = prop_oneof![8 => peer_spec().prop_map(Ok), 1 => Just(Err("does not parse".to_owned()))];
-    let peer = (owner(), spec).prop_map(|(owner, spec)| ObservedPeer { owner, spec });
-    collection::btree_map(name, peer, 0..5)
+        (select(&["m", "n"][..]), any::<bool>()),
+        0usize..3,
+        0usize..4,
+        select(&["one", "two"][..]),
+    );
+    let broken = prop_oneof![8 => peer_spec().prop_map(Ok), 1 => Just(Err("does not parse".to_owned()))];
+    // Half are as one plan or another would write them.
+    let peer = (name, any::<bool>(), owner(), broken).prop_map(|(name, wild, owner, spec)| {
+        let ((mesh, taken), n, k, namespace) = name;
+        let tail = if taken { "-one" } else { "" };
+        let name = format!("{mesh}--c{n}--{}{tail}", NODES[k]);
+        if wild {
+            return (name, ObservedPeer { owner, spec });
+        }
+        let k = u8::try_from(k).unwrap() + 1;
+        let wireguard = own_wireguard(n, k).addr();
+        let spec = PeerSpec {
+            public_key: own_key(n, k),
+            allowed_ips: [own_pods(n, k), wireguard.into()].into(),
+            endpoint: Some(Endpoint::Ip((own_address(n, k), 51820).into())),
+            candidates: vec![],
+            persistent_keepalive: 0,
+            requires_policy: None,
+        };
+        let owner = Owner {
+            mesh: Some(mesh.into()),
+            mesh_namespace: Some(namespace.into()),
+            hub: Some("hub".into()),
+            source_cluster: Some(format!("c{n}")),
+        };
+        (name, ObservedPeer { owner, spec: Ok(spec) })
+    });
+    collection::vec(peer, 0..5).prop_map(|peers| peers.into_iter().collect())
 }
 
 fn services() -> impl Strategy<Value = (BTreeMap<ObjectName, Service>, BTreeMap<ObjectName, Slice>)> {
@@ -284,13 +351,29 @@ fn services() -> impl Strategy<Value = (BTreeMap<ObjectName, Service>, BTreeMap<
             endpoints,
         });
     (
-        collection::btree_map(name(), service, 0..2),
-        collection::btree_map(name(), slice, 0..2),
+        collection::btree_map(name(), service, 0..3),
+        collection::btree_map(name(), slice, 0..3),
     )
 }
 
-pub(crate) fn member() -> impl Strategy<Value = Member> {
-    let nodes = collection::btree_map(select(&["a", "b", "c", "d"][..]).prop_map(str::to_owned), node(), 0..5);
+/// Names of nodes, in the order of the addresses that are their own.
+const NODES: [&str; 4] = ["a", "b", "c", "d"];
+
+/// A member that is seen as cluster `n`.
+pub(crate) fn member(n: usize) -> BoxedStrategy<Member> {
+    let maybe = |k| option::weighted(0.7, node(n, k));
+    // Where a node of kg is among them nothing enforces a policy, so no sandbox is connected.
+    let agents = prop::bool::weighted(0.6);
+    let nodes = (agents, (maybe(1), maybe(2), maybe(3), maybe(4))).prop_map(|(agents, (a, b, c, d))| {
+        let nodes = NODES.into_iter().zip([a, b, c, d]);
+        let mut nodes: BTreeMap<String, Node> = nodes
+            .filter_map(|(name, node)| Some((name.to_owned(), node?)))
+            .collect();
+        if agents {
+            nodes.values_mut().for_each(|node| node.server = Server::Agent);
+        }
+        nodes
+    });
     let policies = collection::btree_map(
         select(&["m--c0", "m--c1", "n--c2"][..]).prop_map(str::to_owned),
         owner().prop_map(|owner| ObservedPolicy {
@@ -299,20 +382,21 @@ pub(crate) fn member() -> impl Strategy<Value = Member> {
         }),
         0..2,
     );
-    (
+    let parts = (
         nodes,
         option::weighted(0.9, peers()),
         option::weighted(0.8, policies),
         services(),
-    )
-        .prop_map(|(nodes, peers, policies, (services, slices))| Member {
-            nodes,
-            peers,
-            policies,
-            services,
-            slices,
-            ..Member::default()
-        })
+    );
+    let member = parts.prop_map(|(nodes, peers, policies, (services, slices))| Member {
+        nodes,
+        peers,
+        policies,
+        services,
+        slices,
+        ..Member::default()
+    });
+    member.boxed()
 }
 
 pub(crate) fn identity(n: usize) -> ClusterIdentity {
@@ -329,22 +413,32 @@ pub(crate) fn identity(n: usize) -> ClusterIdentity {
 }
 
 fn cluster(n: usize) -> impl Strategy<Value = Cluster> {
+    let pods = format!("10.{}.0.0/16", n + 1);
+    let services = format!("10.{}.0.0/16", 96 + n);
+    let wireguard = own_wireguard(n, 0).trunc();
+    let hosts = [
+        format!("172.30.{}.0/24", n + 1),
+        format!("172.30.{}.1/32", n + 1),
+        format!("fd00:{}::/48", n + 1),
+    ];
+    let more: Vec<IpNet> = [services].into_iter().chain(hosts).map(text).collect();
+    let own = sample::subsequence(more, 0..=3).prop_map(move |mut own| {
+        own.extend([text(pods.clone()), wireguard]);
+        own
+    });
     let shape = (
-        select(
-            &[
-                Profile::ClusterMeshed,
-                Profile::ClusterMeshed,
-                Profile::ClusterMeshed,
-                Profile::Sandbox,
-                Profile::Standard,
-            ][..],
-        ),
-        select(&[Addressing::Routed, Addressing::Routed, Addressing::Masqueraded][..]),
-        collection::vec(net(), 1..4),
-        option::weighted(0.3, collection::vec(net(), 0..2)),
+        prop_oneof![
+            8 => Just(Profile::ClusterMeshed),
+            1 => Just(Profile::Sandbox),
+            1 => Just(Profile::Standard),
+        ],
+        prop_oneof![4 => Just(Addressing::Routed), 1 => Just(Addressing::Masqueraded)],
+        prop_oneof![20 => own, 1 => collection::vec(net(), 1..4)],
+        option::weighted(0.2, collection::vec(net(), 0..2)),
         0u16..4,
-        select(&[PodNetwork::PerNode, PodNetwork::PerNode, PodNetwork::Shared][..]),
+        prop_oneof![4 => Just(PodNetwork::PerNode), 1 => Just(PodNetwork::Shared)],
         collection::vec(net(), 0..2),
+        prop::bool::weighted(0.1),
     );
     let grant = (0usize..3, select(&["s", "t"][..])).prop_map(|(cluster, name)| Grant {
         cluster: format!("c{cluster}"),
@@ -360,8 +454,8 @@ fn cluster(n: usize) -> impl Strategy<Value = Cluster> {
     });
     (
         shape,
-        collection::vec(grant, 0..2),
-        select(&[1usize, 2, 5000][..]),
+        collection::vec(grant, 0..3),
+        prop_oneof![4 => Just(5000), 1 => 1usize..3],
         select(&[0u16, 15][..]),
     )
         .prop_map(move |(shape, egress, max_nodes, persistent_keepalive)| Cluster {
@@ -379,40 +473,42 @@ fn cluster(n: usize) -> impl Strategy<Value = Cluster> {
             persistent_keepalive,
             endpoint_networks: shape.6,
             egress,
-            quarantine: false,
+            quarantine: shape.7,
             confined_to: None,
             max_nodes,
         })
 }
 
-fn mesh() -> impl Strategy<Value = Mesh> {
+fn mesh() -> BoxedStrategy<Mesh> {
     let accepted = collection::btree_map(
         select(&["c0", "c1", "c2"][..]).prop_map(str::to_owned),
         collection::vec(net(), 0..3),
         0..3,
     );
-    (
+    let accepted = prop_oneof![9 => Just(BTreeMap::new()), 1 => accepted];
+    let parts = (
         (select(&["one", "two"][..]), select(&["m", "n"][..])),
         0i64..3,
         prop_oneof![9 => Just(false), 1 => Just(true)],
         prop_oneof![9 => Just(false), 1 => Just(true)],
         (cluster(0), cluster(1), cluster(2)),
         accepted,
-    )
-        .prop_map(
-            |((namespace, name), created, paused, deleting, (a, b, c), accepted)| Mesh {
-                id: MeshId {
-                    namespace: namespace.into(),
-                    name: name.into(),
-                },
-                created,
-                paused,
-                deleting,
-                adopt_hub: None,
-                clusters: vec![a, b, c],
-                accepted,
+    );
+    let mesh = parts.prop_map(
+        |((namespace, name), created, paused, deleting, (a, b, c), accepted)| Mesh {
+            id: MeshId {
+                namespace: namespace.into(),
+                name: name.into(),
             },
-        )
+            created,
+            paused,
+            deleting,
+            adopt_hub: None,
+            clusters: vec![a, b, c],
+            accepted,
+        },
+    );
+    mesh.boxed()
 }
 
 #[derive(Debug, Clone)]
@@ -421,26 +517,51 @@ pub(crate) struct World {
     pub(crate) seen: Observations,
 }
 
-pub(crate) fn world() -> impl Strategy<Value = World> {
-    let observation = prop_oneof![
-        8 => member().prop_map(Observation::Fresh),
-        1 => member().prop_map(|member| Observation::Stale(member, "watch broken".into())),
-        1 => Just(Observation::Unreachable("refused".into())),
-        1 => Just(Observation::Missing("no Secret".into())),
-    ];
-    (collection::vec(mesh(), 1..4), collection::vec(observation, 3)).prop_map(|(mut meshes, members)| {
+/// A world as it is seen, or one in which what was planned has been written and some nodes then publish nothing, as kg does
+/// at a restart.
+pub(crate) fn world() -> BoxedStrategy<World> {
+    let stopped = option::of(collection::vec((0usize..3, select(&NODES[..])), 0..5));
+    let world = (fresh(), stopped).prop_map(|(world, stopped)| {
+        let Some(stopped) = stopped else { return world };
+        let mut world = settled(world);
+        for (n, name) in stopped {
+            let Some(Observation::Fresh(member)) = world.seen.members.get_mut(&identity(n)) else {
+                continue;
+            };
+            if let Some(node) = member.nodes.get_mut(name) {
+                (node.public_key, node.wireguard_ip) = (Claim::Absent, Claim::Absent);
+                (node.kilo_endpoint, node.kilo_internal_ip, node.granularity) = (Claim::Absent, None, None);
+            }
+        }
+        world
+    });
+    world.boxed()
+}
+
+/// The world after a few plans were written. What one frees another may take, and a Node held for its last Peer loses it.
+pub(crate) fn settled(world: World) -> World {
+    (0..4).fold(world, |world, _| applied(&world))
+}
+
+fn fresh() -> impl Strategy<Value = World> {
+    let observed = |n| {
+        prop_oneof![
+            12 => member(n).prop_map(Observation::Fresh),
+            1 => member(n).prop_map(|member| Observation::Stale(member, "watch broken".into())),
+            1 => Just(Observation::Unreachable("refused".into())),
+            1 => Just(Observation::Missing("no Secret".into())),
+        ]
+    };
+    let members = (observed(0), observed(1), observed(2));
+    (collection::vec(mesh(), 1..4), members).prop_map(|(mut meshes, (a, b, c))| {
         let mut ids = BTreeSet::new();
         meshes.retain(|mesh| ids.insert(mesh.id.clone()));
-        let members = members
-            .into_iter()
-            .enumerate()
-            .map(|(n, member)| (identity(n), member))
-            .collect();
+        let members = (0..).zip([a, b, c]).map(|(n, member)| (identity(n), member));
         let resolved = BTreeMap::from([("a.example".to_owned(), "192.0.2.7".parse().unwrap())]);
         World {
             meshes,
             seen: Observations {
-                members,
+                members: members.collect(),
                 hub: "hub".into(),
                 resolved,
             },
