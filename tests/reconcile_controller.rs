@@ -6,6 +6,8 @@ mod closing;
 mod flood;
 #[path = "reconcile/hostile.rs"]
 mod hostile;
+#[path = "reconcile/kilo.rs"]
+mod kilo;
 #[path = "reconcile/members.rs"]
 mod members;
 #[path = "reconcile/meshes.rs"]

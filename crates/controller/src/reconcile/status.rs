@@ -7,14 +7,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-use clustermesh_api::{mesh::ClusterMesh, names::FORCE_CLEANUP};
+use clustermesh_api::{
+    mesh::{AgentCounts, ClusterMesh},
+    names::FORCE_CLEANUP,
+};
 use clustermesh_core::{
     enforcement::Unenforced,
     links::{self, Broken},
     mesh::MeshId,
-    observe::Observation,
+    observe::{Claim, Member, Node, Observation, Server},
     pending::pending,
-    plan::MeshPlan,
+    plan::{ClusterReport, MeshPlan},
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
@@ -171,16 +174,26 @@ impl Reconciler {
             let tables = member.session.tables();
             let (standing, said) = (tables.policy_revision(), tables.enforced());
             let outdated = (self.lagging).told(identity, standing.as_deref(), said, Instant::now());
+            let unenforced = tables.unenforced();
+            let meshed = plan.clusters.get(entry).zip(seen);
+            let restarting = meshed.map_or_else(BTreeSet::new, |(report, seen)| restarting(report, seen));
             facts.insert(
                 entry.clone(),
                 Facts {
                     fresh,
                     uid: seen.and_then(|seen| seen.uid.clone()),
                     version: member.session.version(),
-                    agents: seen.map(|_| tables.agents(env!("CARGO_PKG_VERSION"))),
+                    agents: seen.map(|_| {
+                        let counts = tables.agents(env!("CARGO_PKG_VERSION"));
+                        AgentCounts {
+                            kilo: counts.kilo + i64::try_from(restarting.len()).unwrap_or(i64::MAX),
+                            ..counts
+                        }
+                    }),
                     unenforced: Unenforced {
                         outdated,
-                        ..tables.unenforced()
+                        without_agent: &unenforced.without_agent | &restarting,
+                        ..unenforced
                     },
                     last_sync: self.synced.get(&key).cloned(),
                 },
@@ -260,6 +273,23 @@ impl Reconciler {
 /// A time as the API keeps it. With its fraction it would differ from what is read back.
 pub(super) fn seconds(time: k8s_openapi::jiff::Timestamp) -> Time {
     Time(k8s_openapi::jiff::Timestamp::from_second(time.as_second()).unwrap_or(time))
+}
+
+/// Nodes of kg that publish nothing now and are meshed all the same. kg removes its annotations at each restart, which is no
+/// reason to write a status.
+fn restarting(report: &ClusterReport, member: &Member) -> BTreeSet<String> {
+    let skipped: BTreeSet<&String> = report.skipped.iter().map(|skipped| &skipped.node).collect();
+    // One that is neither held nor skipped is carried by the leader of its location.
+    let meshed = |name: &String| report.held.contains_key(name) || report.registered > 0 && !skipped.contains(name);
+    let bare = |node: &Node| node.server == Server::Kilo && node.public_key == Claim::Absent;
+    let nodes = member
+        .nodes
+        .iter()
+        .filter(|(_, node)| bare(node) && node.ready && !node.deleting);
+    nodes
+        .filter(|(name, _)| meshed(name))
+        .map(|(name, _)| name.clone())
+        .collect()
 }
 
 /// How many objects of a mesh are not as planned, by the entry where they are and the entry they describe.

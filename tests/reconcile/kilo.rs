@@ -1,0 +1,315 @@
+//! A member that kg serves, in which agents run in policy mode: leaders, restarts, nodes whose kg is gone. The Nodes are annotated
+//! as kg does it.
+
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use k8s_openapi::{api::core::v1::Node, jiff::Timestamp};
+use kube::{
+    Client,
+    api::{Patch, PatchParams},
+};
+use serde_json::Value;
+
+use super::{
+    writes::{audit, until_passes},
+    *,
+};
+
+const LEADER: &str = "prod--tenant-a--tenant-a-1";
+const ELECTED: &str = "prod--tenant-a--tenant-a-2";
+const WEST: &str = "prod--tenant-a--tenant-a-3";
+
+/// One node of a member that kg serves.
+struct Kg {
+    cluster: &'static str,
+    m: u8,
+    n: u8,
+    granularity: &'static str,
+    region: &'static str,
+    /// `""` = another node leads its location.
+    wireguard_ip: &'static str,
+    /// An agent in policy mode runs there too.
+    agent: bool,
+}
+
+impl Kg {
+    fn name(&self) -> String {
+        format!("{}-{}", self.cluster, self.n)
+    }
+
+    fn address(&self) -> String {
+        format!("198.51.{}.{}", self.m, self.n)
+    }
+
+    /// What kg writes, and removes on SIGTERM.
+    fn annotations(&self) -> Value {
+        let address = self.address();
+        json!({
+            names::KILO_ENDPOINT: format!("{address}:51820"),
+            names::KILO_GRANULARITY: self.granularity,
+            names::KILO_INTERNAL_IP: format!("{address}/24"),
+            names::KILO_KEY: key(self.m, self.n),
+            names::KILO_LAST_SEEN: Timestamp::now().as_second().to_string(),
+            names::KILO_WIREGUARD_IP: self.wireguard_ip,
+            names::KILO_DISCOVERED_ENDPOINTS: "{}",
+        })
+    }
+
+    async fn annotate(&self, client: &Client, annotations: &Value) {
+        let patch = Patch::Merge(json!({"metadata": {"annotations": annotations}}));
+        let nodes: Api<Node> = Api::all(client.clone());
+        nodes
+            .patch(&self.name(), &PatchParams::default(), &patch)
+            .await
+            .unwrap();
+    }
+
+    async fn create(&self, client: &Client) {
+        let nodes: Api<Node> = Api::all(client.clone());
+        let pods = format!("10.{}.{}.0/24", self.m, self.n);
+        let mut annotations = json!({"kilo.squat.ai/cni-compatibility-ip": ""});
+        if self.agent {
+            let agent = json!({"version": env!("CARGO_PKG_VERSION"), "mode": "policy"});
+            annotations[names::NODE_AGENT] = json!(agent.to_string());
+        }
+        let node = json!({
+            "metadata": {
+                "name": self.name(), "annotations": annotations, "labels": {names::LABEL_REGION: self.region},
+            },
+            "spec": {"podCIDR": pods, "podCIDRs": [pods]},
+        });
+        let node = serde_json::from_value(node).unwrap();
+        nodes.create(&PostParams::default(), &node).await.unwrap();
+        let status = json!({"status": {
+            "addresses": [{"type": "InternalIP", "address": self.address()}],
+            "conditions": [{"type": "Ready", "status": "True", "lastHeartbeatTime": null, "lastTransitionTime": null}],
+        }});
+        nodes
+            .patch_status(&self.name(), &PatchParams::default(), &Patch::Merge(&status))
+            .await
+            .unwrap();
+    }
+}
+
+/// The nodes, and which of them kg checks in for.
+struct Fleet {
+    nodes: Vec<Arc<Kg>>,
+    clients: BTreeMap<&'static str, Client>,
+    checking_in: Arc<Mutex<BTreeSet<String>>>,
+}
+
+impl Fleet {
+    async fn start(world: &World) -> Self {
+        let kg = |cluster, m, n, granularity, region, wireguard_ip, agent| {
+            Arc::new(Kg {
+                cluster,
+                m,
+                n,
+                granularity,
+                region,
+                wireguard_ip,
+                agent,
+            })
+        };
+        let nodes = vec![
+            kg("mgmt", 1, 1, "full", "", "100.64.1.1/24", false),
+            kg("mgmt", 1, 2, "full", "", "100.64.1.2/24", false),
+            kg("tenant-a", 2, 1, "location", "east", "100.64.2.1/24", true),
+            kg("tenant-a", 2, 2, "location", "east", "", true),
+            kg("tenant-a", 2, 3, "location", "west", "100.64.2.3/24", true),
+        ];
+        let mut clients = BTreeMap::new();
+        for cluster in ["mgmt", "tenant-a"] {
+            clients.insert(cluster, world.client(cluster).await);
+        }
+        let fleet = Self {
+            nodes,
+            clients,
+            checking_in: Arc::default(),
+        };
+        for kg in &fleet.nodes {
+            kg.create(&fleet.clients[kg.cluster]).await;
+            fleet.start_kg(&kg.name()).await;
+        }
+        fleet.check_in();
+        fleet
+    }
+
+    fn kg(&self, name: &str) -> &Arc<Kg> {
+        self.nodes.iter().find(|kg| kg.name() == name).unwrap()
+    }
+
+    /// As kg does every 30 s, though more often, so that a loaded machine makes nobody silent.
+    fn check_in(&self) {
+        let (nodes, clients) = (self.nodes.clone(), self.clients.clone());
+        let checking_in = Arc::clone(&self.checking_in);
+        tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(Duration::from_secs(5)).await;
+                let living = checking_in.lock().unwrap().clone();
+                for kg in nodes.iter().filter(|kg| living.contains(&kg.name())) {
+                    let now = json!({names::KILO_LAST_SEEN: Timestamp::now().as_second().to_string()});
+                    kg.annotate(&clients[kg.cluster], &now).await;
+                }
+            }
+        });
+    }
+
+    async fn start_kg(&self, name: &str) {
+        let kg = self.kg(name);
+        kg.annotate(&self.clients[kg.cluster], &kg.annotations()).await;
+        self.checking_in.lock().unwrap().insert(kg.name());
+    }
+
+    /// Its process is gone, its annotations are not.
+    fn kill_kg(&self, name: &str) {
+        self.checking_in.lock().unwrap().remove(name);
+    }
+
+    /// SIGTERM: kg removes what it wrote.
+    async fn stop_kg(&self, name: &str) {
+        self.kill_kg(name);
+        let kg = self.kg(name);
+        let mut gone = kg.annotations();
+        let values = gone.as_object_mut().unwrap().values_mut();
+        values.for_each(|value| *value = Value::Null);
+        kg.annotate(&self.clients[kg.cluster], &gone).await;
+    }
+}
+
+/// Waits until exactly these nodes are held.
+async fn until_held(world: &World, want: &[&str]) {
+    wait_until(format!("{want:?} to be held"), SOON, async || {
+        let state = world.ask("/debug/state").await;
+        let state: Value = serde_json::from_str(&state).map_err(|error| error.to_string())?;
+        let clusters = state["meshes"][format!("{NAMESPACE}/prod")]["clusters"].as_object();
+        let held = clusters
+            .into_iter()
+            .flatten()
+            .flat_map(|(_, row)| row["held"].as_array());
+        let held: Vec<&str> = held
+            .flatten()
+            .filter_map(|held| held.as_str()?.split(':').next())
+            .collect();
+        if held == want {
+            Ok(())
+        } else {
+            Err(format!("{held:?} in {state}"))
+        }
+    })
+    .await
+    .unwrap();
+}
+
+async fn carried(world: &World, peer: &str) -> Vec<String> {
+    let mut peers = world.peers("mgmt").await;
+    peers.remove(peer).map(|peer| peer.spec.allowed_ips).unwrap_or_default()
+}
+
+#[tokio::test]
+async fn kg_nodes_restart_die_and_elect_without_needless_writes() {
+    let world = World::start(&["mgmt", "tenant-a"]).await;
+    let fleet = Fleet::start(&world).await;
+    let mut mesh = world.mesh();
+    let hosts = [1, 2, 3].map(|n| format!("198.51.2.{n}/32"));
+    let networks = ["10.2.0.0/16".to_owned(), "100.64.2.0/24".to_owned()];
+    mesh["spec"]["clusters"][1]["allowedNetworks"] = json!([&networks[..], &hosts[..]].concat());
+    let _controller = world.controller().await;
+    world.apply_mesh(&mesh).await;
+
+    // Step 1: the leader carries its location though an agent runs beside kg on each of its nodes. An InternalIP that is the
+    // endpoint too is left out toward kg, and the status tells.
+    world.until_peers("mgmt", &[LEADER, WEST], SOON).await;
+    let of_leader = ["10.2.1.0/24", "10.2.2.0/24", "100.64.2.1/32", "198.51.2.2/32"];
+    let of_west = ["10.2.3.0/24", "100.64.2.3/32"];
+    world.until_condition("Ready", "True/Meshed", SOON).await;
+    assert_eq!(carried(&world, LEADER).await, of_leader);
+    assert_eq!(carried(&world, WEST).await, of_west);
+    let message = world
+        .until_condition("Degraded", "True/HostNetworkNotServed", SOON)
+        .await;
+    let unserved = "the InternalIP of Nodes tenant-a-1, tenant-a-3 of cluster \"tenant-a\" is the endpoint too";
+    assert!(message.contains(unserved), "{message}");
+    let status = world.get_mesh().await.unwrap().status.unwrap();
+    assert_eq!(status.clusters[1].anchored, []);
+
+    // Step 2: kg restarts on three nodes, a leader among them. Neither that nor its return is written anywhere.
+    let restarting = ["mgmt-1", "tenant-a-1", "tenant-a-3"];
+    until_passes(&world, 2).await;
+    let status = async || world.get_mesh().await.unwrap().status;
+    let before = (status().await, audit(&world));
+    for name in restarting {
+        fleet.stop_kg(name).await;
+    }
+    until_held(&world, &restarting).await;
+    until_passes(&world, 3).await;
+    assert_eq!((status().await, audit(&world)), before);
+    for name in restarting {
+        fleet.start_kg(name).await;
+    }
+    until_held(&world, &[]).await;
+    until_passes(&world, 3).await;
+    assert_eq!((status().await, audit(&world)), before);
+
+    // Step 3: kg stays away on tenant-a-3. The status tells after half a minute; meanwhile its InternalIP is carried for no
+    // other node.
+    fleet.stop_kg("tenant-a-3").await;
+    fleet.kill_kg("tenant-a-1");
+    until_held(&world, &["tenant-a-3"]).await;
+    let message = world.until_condition("Degraded", "True/NodesHeld", LATER).await;
+    assert!(
+        message.contains("Node tenant-a-3 of cluster \"tenant-a\": NodeNoPublicKey"),
+        "{message}"
+    );
+    assert_eq!(carried(&world, LEADER).await, of_leader);
+    assert_eq!(carried(&world, WEST).await, of_west);
+
+    // Step 4: kg died on the leader, and the other node of its location is elected: it publishes the same address. Once the
+    // dead one has been silent for a minute it gives way, and the status tells.
+    world
+        .annotate(
+            "tenant-a",
+            "tenant-a-2",
+            names::KILO_WIREGUARD_IP,
+            Some("100.64.2.1/24"),
+        )
+        .await;
+    world.until_peers("mgmt", &[ELECTED, WEST], LATER).await;
+    let of_elected = ["10.2.1.0/24", "10.2.2.0/24", "100.64.2.1/32", "198.51.2.1/32"];
+    assert_eq!(carried(&world, ELECTED).await, of_elected);
+    assert_eq!(carried(&world, WEST).await, of_west);
+    let silent = "kg has not checked in for a minute for Node tenant-a-1 of cluster \"tenant-a\"";
+    wait_until("the silent node in the status", SOON, async || {
+        match world.condition("Degraded").await {
+            Some((_, message)) if message.contains(silent) => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap();
+
+    // Step 5: kg returns on both. The one that was elected goes on leading.
+    fleet.start_kg("tenant-a-3").await;
+    let returned = json!({
+        names::KILO_LAST_SEEN: Timestamp::now().as_second().to_string(),
+        names::KILO_WIREGUARD_IP: "",
+    });
+    fleet
+        .kg("tenant-a-1")
+        .annotate(&fleet.clients["tenant-a"], &returned)
+        .await;
+    fleet.checking_in.lock().unwrap().insert("tenant-a-1".to_owned());
+    wait_until("all nodes to be served again", SOON, async || {
+        match world.condition("Degraded").await {
+            Some((state, message)) if state == "True/HostNetworkNotServed" && !message.contains("checked in") => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap();
+    assert_eq!(carried(&world, ELECTED).await, of_elected);
+}
