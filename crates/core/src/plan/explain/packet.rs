@@ -399,10 +399,9 @@ fn is_node_address(member: &Member, address: IpAddr) -> bool {
 
 /// Addresses of a cluster's nodes, as its Node objects have them.
 fn node_addresses(member: &Member) -> BTreeSet<IpAddr> {
-    let internal = member.nodes.values().flat_map(|node| &node.internal_ips);
-    internal
-        .map(IpAddr::to_canonical)
+    let nodes = member.nodes.values();
+    let own = nodes.flat_map(|node| node.internal_ips.iter().chain(&node.external_ips));
+    own.map(IpAddr::to_canonical)
         .chain(wireguard_addresses(member))
-        .chain(member.nodes.values().flat_map(|node| node.external_ips.iter().copied()))
         .collect()
 }
