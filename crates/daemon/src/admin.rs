@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{liveness::Liveness, metrics, readiness::Readiness};
 
 /// Concurrent connections: many more than probes, scrapers and a person need, and far fewer than the file descriptors of a
-/// process (often 1,024), some of which the program needs for its own work.
+/// process (often 1,024 before [`crate::descriptors`] raises the limit), some of which the program needs for its own work.
 const CONNECTIONS: usize = 64;
 /// Time limit for the head of a request, and so also for an idle connection.
 const HEADERS: Duration = Duration::from_secs(10);

@@ -45,6 +45,7 @@ pub fn main() -> ExitCode {
         eprintln!("wg-agent: {error:#}");
         return ExitCode::from(2);
     }
+    clustermesh_daemon::descriptors::raise_limit();
     let done = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()

@@ -1,0 +1,36 @@
+//! How many files a process may have open.
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// Raises the soft limit on open files (RLIMIT_NOFILE, often 1,024) to the hard limit. The soft one is low for programs that use
+/// select(2), of which this process and the ones that it starts are none. A failure is logged: the program runs with what it has.
+pub fn raise_limit() {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: maximum,
+        maximum,
+    };
+    if current != maximum
+        && let Err(error) = setrlimit(Resource::Nofile, raised)
+    {
+        tracing::warn!(%error, ?current, ?maximum, "cannot raise the limit on open files");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn soft_limit_is_raised_to_the_hard_one() {
+        let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+        let low = Rlimit {
+            current: Some(512),
+            maximum,
+        };
+        setrlimit(Resource::Nofile, low).unwrap();
+        assert_eq!(getrlimit(Resource::Nofile), low);
+        raise_limit();
+        assert_eq!(getrlimit(Resource::Nofile).current, maximum);
+    }
+}
