@@ -90,6 +90,7 @@ fn a_kernel_without_ipv6_on_the_device_keeps_the_rest() {
     let ns = node("no6");
     ns.set_sysctl("net/ipv6/conf/kilo0/disable_ipv6", "1");
     let got = pass(&ns, &desired(&plan()));
+    assert!(!got.failed.is_empty(), "what is of IPv6 cannot be written");
     assert!(
         got.failed
             .iter()
