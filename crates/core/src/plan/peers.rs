@@ -16,7 +16,7 @@ use super::{
 use crate::{
     key::PublicKey,
     mesh::{Addressing, ClusterIdentity, overlap},
-    observe::{Claim, Endpoint, Member, Observation, ObservedPeer, PeerSpec, Server},
+    observe::{Claim, Endpoint, Member, Node, Observation, ObservedPeer, PeerSpec, Server},
     ownership::{self, Ownership},
 };
 
@@ -87,7 +87,13 @@ impl<'a, 'p> Writer<'a, 'p> {
         }
         // kg loses a node of its own cluster for good when a Peer carries that node's key (KILO.md §8). wg-agent refuses such a
         // Peer on that node alone, so there a Node that copies a key cuts off nobody but itself.
-        let runs_kg = member.is_some_and(runs_kg);
+        let is_held = |node: &str| {
+            assembly
+                .rolls
+                .get(name)
+                .is_some_and(|roll| roll.held.contains_key(node))
+        };
+        let runs_kg = member.is_some_and(|member| runs_kg(member, is_held));
         for (node, view) in member.filter(|_| runs_kg).into_iter().flat_map(|m| &m.nodes) {
             if let Some(key) = view.public_key.value() {
                 keys.insert(*key, format!("Node {node}"));
@@ -448,10 +454,11 @@ fn exports_unlisted(party: &Party<'_>, member: &Member) -> bool {
 
 /// Whether kg turns this member's Peers into routes. A Node that has just joined and published nothing is neither's, so it
 /// decides nothing where others have spoken; where none has, the cautious answer stands.
-fn runs_kg(member: &Member) -> bool {
-    let kilo = member
-        .nodes
-        .values()
-        .any(|node| node.server != Server::Agent && node.public_key != Claim::Absent);
+fn runs_kg(member: &Member, is_held: impl Fn(&str) -> bool) -> bool {
+    // kg takes a node's key away while it restarts.
+    let has_kg = |(name, node): (&String, &Node)| {
+        node.server != Server::Agent && (node.public_key != Claim::Absent || is_held(name))
+    };
+    let kilo = member.nodes.iter().any(has_kg);
     kilo || !member.nodes.values().any(|node| node.server == Server::Agent)
 }

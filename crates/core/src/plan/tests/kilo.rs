@@ -85,6 +85,19 @@ fn a_restart_of_kg_writes_nothing_and_warns_of_nothing() {
     }
 }
 
+/// An agent serves the other node, so only the one that restarts says that kg runs there.
+#[test]
+fn restart_of_the_only_kg_of_a_member_writes_nothing() {
+    let mut nodes = [kg(1, Granularity::Full), kg(2, Granularity::Full)];
+    nodes[1].server = Server::Agent;
+    let (mesh, mut seen) = kilo_tenant(&nodes);
+    settle(&mesh, &mut seen);
+    edit(&mut seen, &secret("tenant"), |m| {
+        stop_kg(m.nodes.get_mut("k1").unwrap())
+    });
+    assert_eq!(writes(&mesh, &seen), vec![]);
+}
+
 #[test]
 fn an_internal_ip_never_rides_on_another_node() {
     let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
