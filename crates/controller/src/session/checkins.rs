@@ -29,14 +29,15 @@ pub(super) struct CheckIns {
 }
 
 impl CheckIns {
-    /// A Node as it was listed or watched; `value` = its annotation, `None` = it has none.
-    pub(super) fn note(&mut self, node: &str, value: Option<i64>, now: Instant) {
+    /// A Node as it was listed or watched; `value` = its annotation, `None` = it has none. Returns whether it was silent and is
+    /// not any more.
+    pub(super) fn note(&mut self, node: &str, value: Option<i64>, now: Instant) -> bool {
         let Some(value) = value else {
             self.nodes.remove(node);
-            return;
+            return self.silent.contains(node);
         };
         let before = match self.nodes.get(node) {
-            Some(known) if known.value == value => return,
+            Some(known) if known.value == value => return false,
             Some(_) => Some(Duration::ZERO),
             None => None,
         };
@@ -46,6 +47,7 @@ impl CheckIns {
             before,
         };
         self.nodes.insert(node.to_owned(), check_in);
+        self.silent.contains(node)
     }
 
     /// The nodes that are silent at `now`, which is `unix` in Unix seconds. While the member is not `current`, no
@@ -109,9 +111,9 @@ mod tests {
             }
         }
 
-        fn note(&mut self, node: &str, value: i64, at: u64) {
-            self.check_ins
-                .note(node, Some(value), self.start + Duration::from_secs(at));
+        fn note(&mut self, node: &str, value: i64, at: u64) -> bool {
+            let at = self.start + Duration::from_secs(at);
+            self.check_ins.note(node, Some(value), at)
         }
 
         fn silent(&mut self, current: bool, at: u64) -> Vec<String> {
@@ -140,7 +142,8 @@ mod tests {
         }
         assert_eq!(world.due(), Some(155));
         assert_eq!(world.silent(true, 155), ["a", "b"]);
-        world.note("b", UNIX + 200, 160);
+        assert!(!world.note("b", UNIX, 159), "the same check-in");
+        assert!(world.note("b", UNIX + 200, 160), "the loop has to look again");
         assert_eq!(world.silent(true, 160), ["a"]);
         // kg removes the annotation when it ends, and nothing is known then.
         world.check_ins.note("a", None, world.start);

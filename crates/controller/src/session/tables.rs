@@ -193,12 +193,15 @@ impl Tables {
             changed: changed.clone(),
         };
         let check_ins = Arc::new(Mutex::new(CheckIns::default()));
-        let noted = Arc::clone(&check_ins);
+        let (noted, woken) = (Arc::clone(&check_ins), changed.clone());
         let node = move |o| {
             let node = parse::<core_v1::Node>(o)?;
             let name = node.metadata.name.as_deref().unwrap_or_default();
             let mut check_ins = noted.lock().unwrap_or_else(PoisonError::into_inner);
-            check_ins.note(name, convert::node::last_seen(&node), Instant::now());
+            // Nothing else of the Node may differ when kg checks in again.
+            if check_ins.note(name, convert::node::last_seen(&node), Instant::now()) {
+                woken.notify_one();
+            }
             drop(check_ins);
             Ok(Some(SeenNode::new(&node)))
         };
