@@ -212,9 +212,15 @@ async fn names_and_credentials(cluster: &Cluster<'_>) -> BTreeSet<String> {
 
 async fn nothing_there_opens_a_connection_to_the_sandbox(world: &World<'_>) {
     let wireguard = world.wireguard().await;
+    let targets = [8080, 9587].map(|port| SocketAddr::new(wireguard, port));
+    let node = &world.sandbox_webs[0].node;
+    let probe = world.lab.prober().unwrap();
+    let words = [&*probe, "stream-serve", ":8080"];
+    let _listener = world.lab.node(node).spawn("listener", words).unwrap();
+    // All of them listen there.
+    world.lab.until_open(&host(node), &targets.into()).await.unwrap();
     for web in world.hub_webs.iter().chain(&world.member_webs) {
         for from in [pod(web), host(&web.node)] {
-            let targets = [8080, 10250, 9587].map(|port| SocketAddr::new(wireguard, port));
             let open = world.lab.scan(&from, targets).await.unwrap();
             assert_eq!(open, BTreeSet::new(), "{from} reached the sandbox");
         }

@@ -83,6 +83,8 @@ pub(crate) struct Stage {
     pub(crate) attacker: Arc<Tunnel>,
     pub(crate) attackers: NetNs,
     pub(crate) flood: Flood,
+    /// Its rounds at the last look.
+    looked_at: u64,
     /// Of the sandbox, then the member's.
     askers: Vec<Asker>,
     pods: Vec<Witness>,
@@ -168,6 +170,7 @@ impl Stage {
             Witness::new(name, NetNs::at(name, ns.path().as_ref()), At::Arrival, interface)
         };
         let stage = Self {
+            looked_at: 0,
             pods: vec![
                 watched("the granted pod", first, "eth0"),
                 watched("another pod", second, "eth0"),
@@ -327,6 +330,7 @@ impl Stage {
 
     /// Everything that was seen since the last look: in the pods, of what the node took or sent on, and where it came back.
     fn look(&mut self) -> Seen {
+        self.looked_at = self.flood.rounds();
         let sources = |counts: &Counts| {
             let source = |key: &String| key.split(" -> ").next().unwrap_or_default().to_owned();
             counts.keys().map(source).collect()
@@ -443,7 +447,9 @@ impl Stage {
     /// Nothing of the sandbox came beyond its grants since the last look, although there was no table: but over IPv6 to the node's
     /// own addresses, which routing cannot close.
     pub(crate) fn locked(&mut self, what: &str) {
+        let before = self.looked_at;
         let mut seen = self.look();
+        assert!(self.looked_at > before, "{what}: no round of the flood was sent");
         let [_, gateway] = GATEWAY;
         let open = |key: &str| {
             let to = key.split(" -> ").nth(1).unwrap_or_default();
