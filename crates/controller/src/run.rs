@@ -29,8 +29,8 @@ use crate::{
 
 /// Passes are at least this far apart.
 const DEBOUNCE: Duration = Duration::from_millis(50);
-/// After a pass the loop rests as long as it took, this at most: members whose objects change without end leave half of the
-/// time to others. A changed ClusterMesh, a quarantine for one, ends the rest.
+/// After a pass the loop rests twice as long as it took, this at most, so that members whose objects change without end do not
+/// keep the processor busy. A changed ClusterMesh, a quarantine for example, ends the rest.
 const REST: Duration = Duration::from_secs(2);
 /// A loop that has not turned for this long is wedged: no pass waits for a member or the hub.
 const WEDGED: Duration = Duration::from_secs(180);
@@ -171,8 +171,9 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         if meshes.trust() == Trust::Live && first_list.take().is_some() {
             first_plan.take();
         }
-        rest = started.elapsed().min(REST);
-        tokio::time::sleep(DEBOUNCE.saturating_sub(rest)).await;
+        let took = started.elapsed();
+        rest = (took * 2).min(REST);
+        tokio::time::sleep(DEBOUNCE.saturating_sub(took)).await;
     }
     following.abort();
     learning.abort();

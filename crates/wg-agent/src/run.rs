@@ -23,8 +23,8 @@ const RESYNC: Duration = Duration::from_secs(30);
 const LOOK: Duration = Duration::from_secs(5);
 /// What comes within this time is taken together.
 const SETTLE: Duration = Duration::from_millis(30);
-/// Before it takes up changes, the loop rests as long as its last pass took, this at most: objects that change without end
-/// leave half of the time to others. A changed PeerPolicy ends the rest.
+/// Before it takes up changes, the loop rests three times as long as its last pass took, this at most, so that objects that
+/// change without end do not keep the processor busy. A changed PeerPolicy ends the rest.
 const REST: Duration = Duration::from_secs(1);
 /// Retries of a pass that failed.
 const RETRY: [Duration; 4] = [
@@ -178,7 +178,7 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
         }
         let began = Instant::now();
         let well = reconciler.pass().await;
-        let took = began.elapsed().min(REST);
+        let took = began.elapsed();
         let mut rest = Duration::ZERO;
         failures = if well { 0 } else { failures + 1 };
         let wait = match failures {
@@ -191,7 +191,7 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
             tokio::select! {
                 () = stop.cancelled() => break Duration::ZERO,
                 () = store.changed() => {
-                    rest = took;
+                    rest = (took * 3).min(REST);
                     break SETTLE;
                 }
                 event = heard.changed() => {
