@@ -99,7 +99,14 @@ async fn serves(cluster: &Cluster<'_>) {
         ];
         argv.extend(webs.iter().map(|to| format!("http://{}:8080", to.ip)));
         argv.push("http://web.default.svc.cluster.local".into());
-        let output = cluster.kubectl(&argv).await.unwrap().stdout;
+        // Each node's kube-proxy learns of the Service's endpoints in its own time, and refuses connections until then.
+        let answers = async || {
+            let output = cluster.kubectl(&argv).await.map_err(|error| error.to_string())?;
+            Ok(output.stdout)
+        };
+        let output = wait_until("the pods and the Service to answer", Duration::from_secs(30), answers)
+            .await
+            .unwrap();
         for (line, to) in output.lines().zip(&webs) {
             let want = format!(
                 "http://{}:8080 200 hello from {} on {} to {}:",
