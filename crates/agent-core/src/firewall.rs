@@ -27,7 +27,7 @@ mod ways;
 pub use expected::{Expected, expected};
 pub use render::render;
 pub use sandbox::WRITTEN_BY_PACKETS;
-pub use update::{Renewed, Update, refresh, update};
+pub use update::{Update, refresh, update};
 
 /// The whole table.
 #[derive(Debug, Clone, PartialEq, Eq)]

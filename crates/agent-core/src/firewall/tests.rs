@@ -144,50 +144,14 @@ fn a_grant_that_comes_or_goes_is_a_transaction_of_elements() {
 
 #[test]
 fn what_fades_is_written_again_as_a_whole_and_nothing_else() {
-    assert_eq!(refresh(&compile(&hub_node()).firewall, None, 100), None);
+    assert_eq!(refresh(&compile(&hub_node()).firewall), None);
     let mut firewall = compile(&hub_node_of_a_sandbox()).firewall;
     firewall.v6 = Sets::default();
     firewall.v4.draining.clear();
     firewall.v4.reach.clear();
     let elements = "element inet clustermesh grants4 { 100.80.16.1 . 10.101.0.5 . tcp . 5432, \
                     100.80.16.1 . 172.29.0.111 . udp . 53 }\n";
-    assert_eq!(
-        refresh(&firewall, None, 100),
-        Some((format!("delete {elements}add {elements}"), None))
-    );
-}
-
-#[test]
-fn renewal_in_parts_writes_every_element_once() {
-    let firewall = compile(&hub_node_of_a_sandbox()).firewall;
-    let (whole, _) = refresh(&firewall, None, 1000).unwrap();
-    let elements = |script: &str| -> Vec<(String, String)> {
-        let lines = script
-            .lines()
-            .filter_map(|line| line.strip_prefix("add element inet clustermesh "));
-        lines
-            .flat_map(|line| {
-                let (set, elements) = line.trim_end_matches(" }").split_once(" { ").unwrap();
-                let elements = elements.split(", ").map(|element| (set.to_owned(), element.to_owned()));
-                elements.collect::<Vec<_>>()
-            })
-            .collect()
-    };
-    let all = elements(&whole);
-    assert!(all.len() > 3 && all.iter().any(|(set, _)| *set != all[0].0), "{all:?}");
-    for most in 1..=all.len() {
-        let (mut after, mut parts) = (None, Vec::new());
-        while let Some((script, last)) = refresh(&firewall, after.as_ref(), most) {
-            let part = elements(&script);
-            assert!(part.len() <= most, "{part:?}");
-            parts.extend(part);
-            after = last;
-            if after.is_none() {
-                break;
-            }
-        }
-        assert_eq!(parts, all, "{most} at a time");
-    }
+    assert_eq!(refresh(&firewall), Some(format!("delete {elements}add {elements}")));
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The smallest transaction from one table to the next; nothing is run here.
 
-use std::{collections::BTreeSet, fmt::Write, ops::Bound};
+use std::{collections::BTreeSet, fmt::Write};
 
 use super::{
     Firewall,
@@ -38,45 +38,26 @@ impl Update {
     }
 }
 
-/// The last element that a renewal has written so far: the number of its set, and the element.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Renewed(usize, String);
-
-/// Writes the next elements with a timeout once more, `most` at a time, so that they last for their whole time again; with
-/// how far that is, where there may be more. `None` = there are none. One transaction deletes and adds them: a kernel older than 6.12 leaves the timeout of an element that is
-/// only added as it was, and nothing is closed in between. A large transaction would keep others waiting for seconds.
+/// Writes every element that fades once more, so that it stands for its whole time again; `None` = there is none. One
+/// transaction takes it away and puts it back: a kernel older than 6.12 leaves the time of an element that is only added as
+/// it was, and nothing is closed in between.
 #[must_use]
-pub fn refresh(firewall: &Firewall, after: Option<&Renewed>, most: usize) -> Option<(String, Option<Renewed>)> {
+pub fn refresh(firewall: &Firewall) -> Option<String> {
     let mut script = String::new();
-    let (mut left, mut last) = (most, None);
-    for (number, set) in sets(firewall).iter().enumerate().filter(|(_, set)| set.fades) {
-        let first = match after {
-            Some(Renewed(of, _)) if number < *of => continue,
-            Some(Renewed(of, element)) if number == *of => Bound::Excluded(element.clone()),
-            _ => Bound::Unbounded,
-        };
-        let elements: BTreeSet<String> = set
-            .elements
-            .range((first, Bound::Unbounded))
-            .take(left)
-            .cloned()
-            .collect();
-        let Some(end) = elements.last() else { continue };
-        left -= elements.len();
-        last = Some(Renewed(number, end.clone()));
+    for set in sets(firewall)
+        .iter()
+        .filter(|set| set.fades && !set.elements.is_empty())
+    {
         for verb in ["delete", "add"] {
             let _ = writeln!(
                 script,
                 "{verb} element inet {NFT_TABLE} {} {{ {} }}",
                 set.name,
-                join(&elements)
+                join(&set.elements)
             );
         }
-        if left == 0 {
-            break;
-        }
     }
-    (!script.is_empty()).then(|| (script, last.filter(|_| left == 0)))
+    (!script.is_empty()).then_some(script)
 }
 
 /// What leads from `old`, as last written, to `new`; `None` = nothing to do. Without `old`, the whole table.

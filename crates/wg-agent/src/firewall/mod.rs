@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use clustermesh_agent_core::firewall::{Firewall, Renewed, Update, refresh, update};
+use clustermesh_agent_core::firewall::{Firewall, Update, refresh, update};
 
 mod generation;
 mod memory;
@@ -102,12 +102,7 @@ pub struct Keeper<B> {
     stamp: Option<Stamp>,
     /// Since when everything that fades stands; `None` = nobody knows.
     fresh: Option<Instant>,
-    /// A renewal that is not done: when it began, and how far it is.
-    renewing: Option<(Instant, Renewed)>,
 }
-
-/// Elements that are renewed at a time. Thousands would keep a change that closes something waiting for seconds.
-const RENEWED: usize = 500;
 
 /// What fades is written again after this part of its time: an API server or a node that is slow costs nobody a grant.
 const RENEWALS: u32 = 4;
@@ -120,7 +115,6 @@ impl<B: Backend> Keeper<B> {
             written: None,
             stamp: None,
             fresh: None,
-            renewing: None,
         }
     }
 
@@ -182,11 +176,11 @@ impl<B: Backend> Keeper<B> {
         if !self.is_written(there) {
             let known = |there: &&Listing| self.stamp.as_ref().is_some_and(|stamp| stamp.knows(desired, there));
             self.written = there.filter(known).map(|there| (desired.clone(), there.clone()));
-            (self.fresh, self.renewing) = (None, None);
+            self.fresh = None;
         }
     }
 
-    /// Writes the next elements with a timeout once more where it is time for that; see [`Self::is_renewing`]. True = it was.
+    /// Writes what fades once more where it is time for that. True = it was.
     ///
     /// # Errors
     /// When it cannot be written: an element may have gone already. The next [`Self::converge`] then writes the whole table.
@@ -196,29 +190,18 @@ impl<B: Backend> Keeper<B> {
         };
         let pause = renewed_every(firewall.frame.sandboxes.map(|bounds| bounds.timeout));
         let due = |at: Instant| pause.is_some_and(|pause| now.saturating_duration_since(at) >= pause);
-        let renewing = self.renewing.take();
-        if pause.is_none() || renewing.is_none() && !self.fresh.is_none_or(due) {
+        if pause.is_none() || !self.fresh.is_none_or(due) {
             return Ok(false);
         }
-        let began = renewing.as_ref().map_or(now, |(began, _)| *began);
-        let Some((script, last)) = refresh(firewall, renewing.as_ref().map(|(_, last)| last), RENEWED) else {
-            self.fresh = Some(began);
-            return Ok(false);
-        };
-        if let Err(error) = self.backend.run(&script).await {
+        let script = refresh(firewall);
+        if let Some(script) = &script
+            && let Err(error) = self.backend.run(script).await
+        {
             self.written = None;
             return Err(error);
         }
-        match last {
-            Some(last) => self.renewing = Some((began, last)),
-            None => self.fresh = Some(began),
-        }
-        Ok(true)
-    }
-
-    /// Whether a renewal is not done: [`Self::renew`] is to be called again soon.
-    pub const fn is_renewing(&self) -> bool {
-        self.renewing.is_some()
+        self.fresh = Some(now);
+        Ok(script.is_some())
     }
 
     /// Makes the table `desired`: nothing if it is, elements of sets if only they differ, the whole table otherwise or
@@ -242,7 +225,7 @@ impl<B: Backend> Keeper<B> {
             self.take(&step).await?;
         }
         if matches!(step, Update::Whole { .. }) {
-            (self.fresh, self.renewing) = (Some(Instant::now()), None);
+            self.fresh = Some(Instant::now());
         }
         let listing = self.backend.observe().await?;
         self.written = listing.map(|listing| (desired.clone(), listing));

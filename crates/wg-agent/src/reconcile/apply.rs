@@ -24,9 +24,6 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         if self.drift.filtered(&compiled.firewall, enforced.written) {
             self.parts.metrics.repaired("firewall", 1);
         }
-        if self.parts.firewall.is_renewing() {
-            self.parts.store.ring();
-        }
         if enforced.written {
             self.parts.metrics.applied("firewall", 1);
             tracing::info!("firewall table written");
