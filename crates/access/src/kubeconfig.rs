@@ -343,12 +343,12 @@ fn check_one(address: IpAddr) -> Result<(), Refused> {
     if address.is_loopback() {
         return Err(Refused::Server("it is a loopback address"));
     }
-    // 0.0.0.0/8 is this host on Linux; 240.0.0.0/4 is nobody's.
-    let nobody = match address {
+    // 0.0.0.0/8 is this host on Linux; 240.0.0.0/4 is reserved.
+    let is_reserved = match address {
         IpAddr::V4(v4) => matches!(v4.octets()[0], 0 | 240..),
         IpAddr::V6(v6) => v6.is_unspecified(),
     };
-    if nobody || address.is_multicast() {
+    if is_reserved || address.is_multicast() {
         return Err(Refused::Server("it is no address of a host"));
     }
     let link_local = match address {

@@ -185,8 +185,8 @@ impl<V: Clone + PartialEq> Feed<V> {
         self
     }
 
-    /// Leaves these fields out before an object is converted, each as a JSON pointer: what nobody reads of an object costs no
-    /// memory beyond the answer that brought it.
+    /// Removes these fields (JSON pointers) before an object is converted, so that fields that are not used take no memory
+    /// beyond the answer that contained them.
     pub(crate) fn without(mut self, fields: &'static [&'static str]) -> Self {
         self.without = fields;
         self

@@ -148,7 +148,7 @@ impl Queue {
         self.wanted = wanted;
     }
 
-    /// Forgets what is in flight: nobody will note what became of it.
+    /// Forgets the requests in flight, whose outcome will not be noted.
     pub(super) fn abandon(&mut self) {
         self.in_flight.clear();
         self.flying.clear();
@@ -353,7 +353,7 @@ impl Queue {
             .get_mut(&step.mesh)
             .and_then(|refused| refused.remove(&key));
         match outcome {
-            // Nobody wants it any more.
+            // The last pass does not contain this step any more.
             Outcome::Refused(_) | Outcome::Conflict { .. } if !self.wanted.contains(&key) => {}
             Outcome::Unchanged => self.wrote(key, step.item, now),
             Outcome::Written { over } => {

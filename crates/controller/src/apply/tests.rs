@@ -147,7 +147,7 @@ impl World {
             .offer(groups, Instant::now(), self.target.clone(), &self.tasks);
     }
 
-    /// Passes for so long, each of which finds the same steps open.
+    /// Runs passes for this time; each offers the same steps.
     async fn run(&mut self, steps: &[Step], time: Duration) {
         let end = Instant::now() + time;
         while Instant::now() < end {

@@ -105,7 +105,7 @@ impl Course {
     }
 }
 
-/// Waits until it is told to resume; for ever where nobody is left to tell.
+/// Waits for the signal to resume; forever if its sender is gone.
 async fn resumed(resume: &mut Resume) {
     if resume.changed().await.is_err() {
         std::future::pending::<()>().await;

@@ -58,7 +58,7 @@ async fn names_that_nobody_answers_starve_no_other_member() {
     );
     assert_eq!(silent.len(), 200);
 
-    // Nobody wants it any more.
+    // No name is wanted any more.
     names.send_replace(Wanted::new());
     tokio::time::sleep(Duration::from_secs(6)).await;
     assert!(table.lock().expect("sound").is_empty());

@@ -273,7 +273,7 @@ async fn objects_beyond_the_members_memory_are_not_kept() {
         Err(Failed::Over(OverBudget::Member(_)))
     ));
     assert_eq!(account.used(), 0);
-    // What nobody reads is not charged.
+    // Fields that are not used are not charged.
     let feed = feed.without(&["spec/x"]);
     let whole = list(&source, &feed).await.expect("a list");
     feed.replace(whole, true);
