@@ -16,7 +16,6 @@ use clustermesh_core::{
     mesh::ObjectName,
     observe::{Member, ObservedPeer, Pod, Service, Slice, Unlisted},
 };
-use futures::future::BoxFuture;
 use k8s_openapi::api::{core::v1 as core_v1, discovery::v1::EndpointSlice};
 use kube::{
     Api, Client, Resource,
@@ -24,12 +23,14 @@ use kube::{
 };
 
 mod agents;
+mod following;
 
 use agents::SeenNode;
 pub(crate) use agents::SeenPolicy;
+pub(super) use following::Following;
 
 use super::{Interest, checkins::CheckIns, first_trouble};
-use crate::feed::{Changed, Feed, Resume, Source, Trust, follow};
+use crate::feed::{Changed, Feed, Source, Trust};
 
 /// Feeds of one member. Cheap to clone; all clones are the same tables.
 #[derive(Debug, Clone)]
@@ -148,35 +149,6 @@ const POD: &[&str] = &[
     "status/initContainerStatuses",
     "status/ephemeralContainerStatuses",
 ];
-
-/// One feed and what it follows.
-pub(super) struct Following {
-    /// Tells the feed from others of the same objects.
-    pub(super) table: u64,
-    follow: Box<dyn FnOnce(Resume) -> BoxFuture<'static, ()> + Send>,
-}
-
-impl Following {
-    fn new<V: Clone + PartialEq + Send + 'static>(source: Source, feed: &Feed<V>) -> Self {
-        let feed = feed.clone();
-        Self {
-            table: 0,
-            follow: Box::new(move |resume| Box::pin(async move { follow(&source, &feed, resume).await })),
-        }
-    }
-
-    fn asked<V: Clone + PartialEq + Send + 'static>(source: Source, asked: &Asked<V>) -> Self {
-        Self {
-            table: asked.table,
-            ..Self::new(source, &asked.feed)
-        }
-    }
-
-    /// Follows; never returns.
-    pub(super) fn run(self, resume: Resume) -> BoxFuture<'static, ()> {
-        (self.follow)(resume)
-    }
-}
 
 fn parse<K>(object: DynamicObject) -> Result<K, String>
 where
