@@ -1,11 +1,16 @@
 //! The CustomResourceDefinitions, as they are installed. The types they come from are in [`crate::mesh`],
-//! [`crate::policy`] and [`crate::peer`]; writing files is `cargo xtask crds`.
+//! [`crate::policy`], [`crate::peer`] and [`crate::sandbox`]; writing files is `cargo xtask crds`.
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt;
 use serde_json::Value;
 
-use crate::{mesh::ClusterMesh, peer::Peer, policy::PeerPolicy};
+use crate::{
+    mesh::ClusterMesh,
+    peer::Peer,
+    policy::PeerPolicy,
+    sandbox::{SandboxAccess, SandboxGateway},
+};
 
 /// The CRD of [`ClusterMesh`].
 #[must_use]
@@ -25,10 +30,28 @@ pub fn peer() -> CustomResourceDefinition {
     plain(Peer::crd())
 }
 
-/// All three.
+/// The CRD of [`SandboxAccess`].
 #[must_use]
-pub fn all() -> [CustomResourceDefinition; 3] {
-    [cluster_mesh(), peer_policy(), peer()]
+pub fn sandbox_access() -> CustomResourceDefinition {
+    plain(SandboxAccess::crd())
+}
+
+/// The CRD of [`SandboxGateway`].
+#[must_use]
+pub fn sandbox_gateway() -> CustomResourceDefinition {
+    plain(SandboxGateway::crd())
+}
+
+/// All of them.
+#[must_use]
+pub fn all() -> [CustomResourceDefinition; 5] {
+    [
+        cluster_mesh(),
+        peer_policy(),
+        peer(),
+        sandbox_access(),
+        sandbox_gateway(),
+    ]
 }
 
 /// What the derive writes and an API server should not see: `nullable` (a null then survives pruning and defaulting,

@@ -12,4 +12,5 @@ pub mod names;
 pub mod peer;
 pub mod policy;
 pub mod revision;
+pub mod sandbox;
 mod schema;

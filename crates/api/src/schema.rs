@@ -12,6 +12,10 @@ pub(crate) const MAX_CLUSTERS: u32 = 100;
 pub(crate) const MAX_NETWORKS: u32 = 64;
 /// The most anchored networks of one entry.
 pub(crate) const MAX_ANCHORED: u32 = 16;
+/// The most nodes of one sandbox.
+pub(crate) const MAX_SANDBOX_NODES: u32 = 5000;
+/// The most ports of Services that one sandbox may reach in one cluster.
+pub(crate) const MAX_SANDBOX_GRANTS: u32 = 2048;
 /// The longest text a network has: an IPv6 prefix written out in full is 43 characters.
 const MAX_CIDR: u32 = 49;
 
@@ -77,4 +81,40 @@ pub(crate) fn anchors(_: &mut SchemaGenerator) -> Schema {
 pub(crate) fn port_ref(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"x-kubernetes-int-or-string": true, "anyOf": [{"type": "integer"}, {"type": "string"}],
         "minimum": 1, "maximum": 65535, "maxLength": 63})
+}
+
+/// WireGuard addresses of one node: at least one, at most one of each family.
+pub(crate) fn wireguard_ips(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "array", "minItems": 1, "maxItems": 2, "items": {
+        "type": "string",
+        "maxLength": 45,
+        "x-kubernetes-validations": [{
+            "rule": "isIP(self)",
+            "message": "is not an address: write it without a prefix length, such as 100.80.16.1 or fd00:80::1",
+            "reason": "FieldValueInvalid",
+        }],
+    }})
+}
+
+/// Addresses with ports.
+pub(crate) fn sockets(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "array", "maxItems": 16, "items": {
+        "type": "string",
+        "maxLength": 53,
+        "x-kubernetes-validations": [{
+            "rule": "self.matches('^([0-9.]+|\\\\[[0-9a-fA-F:.]+\\\\]):[0-9]{1,5}$')",
+            "message": "is not an address with a port: write it as 203.0.113.7:51820 or [2001:db8::7]:51820",
+            "reason": "FieldValueInvalid",
+        }],
+    }})
+}
+
+/// Short texts that a program of ours wrote.
+pub(crate) fn texts(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "array", "maxItems": 64, "items": {"type": "string", "maxLength": 64}})
+}
+
+/// Events a second, 1 to 1,000,000.
+pub(crate) fn rate(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "integer", "format": "int32", "minimum": 1, "maximum": 1_000_000})
 }
