@@ -6,6 +6,7 @@ pub mod compile;
 pub mod datapath;
 pub mod device;
 pub mod firewall;
+pub mod gateway;
 pub mod grants;
 pub mod health;
 pub mod interface;

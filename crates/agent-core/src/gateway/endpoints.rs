@@ -1,0 +1,107 @@
+//! What one grant comes to: the endpoints that new connections are spread over, and those that keep the connections they have.
+
+use std::{collections::BTreeSet, net::SocketAddr};
+
+use super::{Balancer, Granted, Reason, Service, Settings};
+use crate::prefixes::NOT_UNICAST;
+
+/// Ports of the API server, etcd, the kubelet and their like, and of our own programs: closed to sandboxes at every endpoint.
+const INFRASTRUCTURE: [u16; 10] = [2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259];
+
+/// The endpoints of a grant.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct Found {
+    pub(super) balancer: Balancer,
+    pub(super) standing: BTreeSet<SocketAddr>,
+    /// Which endpoints are left out, and why.
+    pub(super) left_out: Option<String>,
+}
+
+/// # Errors
+/// The Service cannot be served at all.
+pub(super) fn resolve(
+    granted: &Granted,
+    service: Option<&Service>,
+    settings: &Settings,
+) -> Result<Found, (Reason, String)> {
+    let name = &granted.service;
+    let refused = |message: String| Err((Reason::ServiceNotServed, message));
+    if (&*name.namespace, &*name.name) == ("default", "kubernetes") {
+        return refused("this is the API server, which no sandbox may reach".to_owned());
+    }
+    let facts = match service {
+        Some(Service::Seen(facts)) => facts,
+        Some(Service::Absent) => {
+            return Err((Reason::ServiceMissing, format!("there is no Service {name}")));
+        }
+        Some(Service::Unknown(why)) => return Err((Reason::ServiceUnknown, why.clone())),
+        None => {
+            let message = format!("Service {name} has not been read yet");
+            return Err((Reason::ServiceUnknown, message));
+        }
+    };
+    if facts.mirror {
+        return refused(format!("Service {name} mirrors another cluster's: grant that one"));
+    }
+    if facts.external_name {
+        return refused(format!("Service {name} is of type ExternalName and has no endpoints"));
+    }
+    if !facts.selector {
+        return refused(format!(
+            "Service {name} has no selector: whoever writes its EndpointSlices chooses the addresses, so no sandbox may reach it"
+        ));
+    }
+    if !facts.ports.contains(&(granted.protocol, granted.port.clone())) {
+        let message = format!("Service {name} has no {} port {:?}", granted.protocol, granted.port);
+        return Err((Reason::ServiceMissing, message));
+    }
+    let mut found = Found::default();
+    let mut left_out: Vec<String> = Vec::new();
+    let (mut ready, mut draining) = (BTreeSet::new(), BTreeSet::new());
+    let ours = |e: &&super::Endpoint| e.protocol == granted.protocol && e.port_name == granted.port;
+    for endpoint in facts.endpoints.iter().filter(ours) {
+        let address = endpoint.address.to_canonical();
+        let outside = !settings.endpoint_networks.iter().any(|net| net.contains(&address));
+        let own = settings.addresses.contains(&address) || settings.reserved.iter().any(|net| net.contains(&address));
+        if outside || own || NOT_UNICAST.iter().any(|net| net.contains(&address)) {
+            left_out.push(format!("{address} lies outside the networks of --endpoint-network"));
+            continue;
+        }
+        if INFRASTRUCTURE.contains(&endpoint.port) {
+            left_out.push(format!(
+                "{address} port {}: a port of Kubernetes itself, closed to every sandbox",
+                endpoint.port
+            ));
+            continue;
+        }
+        let socket = SocketAddr::new(address, endpoint.port);
+        if endpoint.ready {
+            ready.insert(socket);
+        } else if endpoint.serving {
+            draining.insert(socket);
+        }
+    }
+    found.standing = ready.union(&draining).copied().collect();
+    for v6 in [false, true] {
+        let of = |all: &BTreeSet<SocketAddr>| -> Vec<SocketAddr> {
+            all.iter().filter(|socket| socket.is_ipv6() == v6).copied().collect()
+        };
+        // As kube-proxy: while none is ready, those that end take new connections.
+        let chosen = Some(of(&ready))
+            .filter(|all| !all.is_empty())
+            .unwrap_or_else(|| of(&draining));
+        if v6 {
+            found.balancer.v6 = chosen;
+        } else {
+            found.balancer.v4 = chosen;
+        }
+    }
+    found.balancer.sticky = facts.sticky;
+    if let Some(first) = left_out.first() {
+        found.left_out = Some(match left_out.len() {
+            1 => format!("endpoint {first}"),
+            all => format!("{all} endpoints are left out: {first}, ..."),
+        });
+    }
+    Ok(found)
+}

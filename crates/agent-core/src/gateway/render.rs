@@ -1,0 +1,339 @@
+//! The table as text for `nft -f`. Only numbers, addresses and checked names are written, never text of an object.
+
+use std::{
+    fmt::Write,
+    net::{IpAddr, SocketAddr},
+    num::NonZeroU32,
+};
+
+use ipnet::IpNet;
+
+use super::{Balancer, Frame, Grant, GrantId, SandboxId};
+use crate::{numbers::NFT_TABLE, policy::Protocol};
+
+/// A part of the table that comes and goes by itself. The order is that in which they are added: a chain before what leads to
+/// it, an endpoint before the grant that opens the way to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Piece {
+    /// A named limit.
+    Limit(SandboxId),
+    /// What leads to it.
+    Limited(SandboxId),
+    /// The chain that chooses an endpoint.
+    Chain(GrantId),
+    /// What leads to it.
+    Service(GrantId),
+    /// A connection to this endpoint may stand.
+    Endpoint(GrantId, SocketAddr),
+    /// Errors about such a connection pass.
+    Host(GrantId, IpAddr),
+    /// Whose network it is.
+    Sandbox(IpNet),
+    /// Packets of this grant's connections pass.
+    Open((SandboxId, Protocol, u16), GrantId),
+    /// A new connection gets this grant's mark.
+    Grant((SandboxId, Protocol, u16)),
+}
+
+/// As nft prints them.
+pub(super) fn mark(number: u32) -> String {
+    format!("{number:#010x}")
+}
+
+pub(super) fn rate(rate: NonZeroU32) -> String {
+    format!("rate over {rate}/second burst {} packets", rate.get().saturating_mul(2))
+}
+
+const fn family(v6: bool) -> char {
+    if v6 { '6' } else { '4' }
+}
+
+impl Piece {
+    /// Whether its content can be changed while others refer to it.
+    pub(super) const fn in_place(&self) -> bool {
+        matches!(self, Self::Chain(_))
+    }
+
+    /// The set or map it is an element of, and its key.
+    fn element(&self) -> Option<(String, String)> {
+        let place = |(sandbox, protocol, port): &(SandboxId, Protocol, u16)| {
+            format!("{} . {protocol} . {port}", mark(sandbox.0))
+        };
+        Some(match self {
+            Self::Limit(_) | Self::Chain(_) => return None,
+            Self::Limited(sandbox) => ("limits".to_owned(), mark(sandbox.0)),
+            Self::Service(id) => ("services".to_owned(), mark(id.0)),
+            Self::Endpoint(id, socket) => (
+                format!("endpoints{}", family(socket.is_ipv6())),
+                format!("{} . {} . {}", mark(id.0), socket.ip(), socket.port()),
+            ),
+            Self::Host(id, address) => (
+                format!("hosts{}", family(address.is_ipv6())),
+                format!("{} . {address}", mark(id.0)),
+            ),
+            Self::Sandbox(network) => (
+                format!("sandboxes{}", family(network.addr().is_ipv6())),
+                network.to_string(),
+            ),
+            Self::Open(at, id) => ("open".to_owned(), format!("{} . {}", place(at), mark(id.0))),
+            Self::Grant(at) => ("grants".to_owned(), place(at)),
+        })
+    }
+
+    /// What a map has for it.
+    fn data(&self, value: &str) -> String {
+        match self {
+            Self::Limited(sandbox) => format!(" : \"{}\"", limit(*sandbox)),
+            Self::Service(id) => format!(" : goto {}", chain_name(*id)),
+            Self::Sandbox(_) | Self::Grant(_) => format!(" : {value}"),
+            _ => String::new(),
+        }
+    }
+
+    pub(super) fn add(&self, value: &str, out: &mut String) {
+        let _ = match (self, self.element()) {
+            (_, Some((set, key))) => {
+                writeln!(
+                    out,
+                    "add element inet {NFT_TABLE} {set} {{ {key}{} }}",
+                    self.data(value)
+                )
+            }
+            (Self::Limit(sandbox), _) => writeln!(out, "add limit inet {NFT_TABLE} {} {value}", limit(*sandbox)),
+            (Self::Chain(id), _) => writeln!(out, "add chain inet {NFT_TABLE} {}\n{value}", chain_name(*id)),
+            (_, None) => Ok(()),
+        };
+    }
+
+    pub(super) fn remove(&self, out: &mut String) {
+        let _ = match (self, self.element()) {
+            (_, Some((set, key))) => {
+                writeln!(out, "delete element inet {NFT_TABLE} {set} {{ {key} }}")
+            }
+            (Self::Limit(sandbox), _) => writeln!(out, "delete limit inet {NFT_TABLE} {}", limit(*sandbox)),
+            (Self::Chain(id), _) => {
+                let name = chain_name(*id);
+                writeln!(
+                    out,
+                    "flush chain inet {NFT_TABLE} {name}\ndelete chain inet {NFT_TABLE} {name}"
+                )
+            }
+            (_, None) => Ok(()),
+        };
+    }
+
+    /// Of one that can be changed in place.
+    pub(super) fn replace(&self, value: &str, out: &mut String) {
+        if let Self::Chain(id) = self {
+            let _ = writeln!(out, "flush chain inet {NFT_TABLE} {}\n{value}", chain_name(*id));
+        }
+    }
+}
+
+fn limit(sandbox: SandboxId) -> String {
+    format!("sandbox-{:08x}", sandbox.0)
+}
+
+fn chain_name(id: GrantId) -> String {
+    format!("grant-{:08x}", id.0)
+}
+
+/// The rules that choose an endpoint for a new connection. Without any, the packet is not translated and goes no further.
+pub(super) fn chain(protocol: Protocol, grant: &Grant) -> String {
+    let Balancer { v4, v6, sticky } = &grant.balancer;
+    let mut rules = Vec::new();
+    for (ip, endpoints) in [("ip", v4), ("ip6", v6)] {
+        if endpoints.is_empty() {
+            continue;
+        }
+        let choice = if *sticky {
+            format!("jhash {ip} saddr")
+        } else {
+            "numgen random".to_owned()
+        };
+        let each = endpoints.iter().enumerate();
+        let each = each.map(|(at, endpoint)| format!("{at} : {} . {}", endpoint.ip(), endpoint.port()));
+        rules.push(format!(
+            "add rule inet {NFT_TABLE} {} meta l4proto {protocol} dnat {ip} to {choice} mod {} map {{ {} }}",
+            chain_name(grant.id),
+            endpoints.len(),
+            each.collect::<Vec<_>>().join(", ")
+        ));
+    }
+    rules.join("\n")
+}
+
+/// The table without grants.
+pub(super) fn frame(frame: &Frame) -> String {
+    let Frame {
+        interface,
+        listen_port,
+        admin_port,
+        addresses,
+        connections,
+    } = frame;
+    let own = |v6: bool| {
+        let own = addresses.iter().filter(|address| address.is_ipv6() == v6);
+        let own: Vec<String> = own.map(ToString::to_string).collect();
+        let ip = if v6 { "ip6" } else { "ip" };
+        if own.is_empty() {
+            return format!(
+                "    meta nfproto ipv{} counter drop comment \"a family without an address here\"",
+                family(v6)
+            );
+        }
+        let own = own.join(", ");
+        format!("    {ip} daddr != {{ {own} }} counter drop comment \"to another address than this gateway's\"")
+    };
+    // A source port of the tunnel's own would lead the answer to the tunnel; lower ones are trusted by some.
+    let ports = if *listen_port > 0x8000 {
+        format!("1024-{}", listen_port - 1)
+    } else {
+        format!("{}-65535", (listen_port + 1).max(1024))
+    };
+    let mut out = format!("table inet {NFT_TABLE}\ndelete table inet {NFT_TABLE}\n");
+    let _ = write!(
+        out,
+        r#"table inet {NFT_TABLE} {{
+  map sandboxes4 {{ type ipv4_addr : mark; flags interval; comment "whose network it is"; }}
+  map sandboxes6 {{ type ipv6_addr : mark; flags interval; }}
+  map grants {{ type mark . inet_proto . inet_service : mark; comment "sandbox, protocol, port here: the grant"; }}
+  set open {{ type mark . inet_proto . inet_service . mark; comment "the same with the grant, for every packet"; }}
+  set endpoints4 {{ type mark . ipv4_addr . inet_service; comment "grant and endpoint of connections that may stand"; }}
+  set endpoints6 {{ type mark . ipv6_addr . inet_service; }}
+  set hosts4 {{ type mark . ipv4_addr; comment "the same without ports, for errors"; }}
+  set hosts6 {{ type mark . ipv6_addr; }}
+  map services {{ type mark : verdict; comment "grant: the chain that chooses an endpoint"; }}
+  map limits {{ type mark : limit; comment "new connections of a sandbox"; }}
+  set alive {{ type ifname; flags timeout; comment "empty = nobody renewed it: everything is closed"; }}
+"#
+    );
+    if connections.is_some() {
+        for (v6, address) in [(false, "ipv4_addr"), (true, "ipv6_addr")] {
+            let n = family(v6);
+            let _ = writeln!(
+                out,
+                "  set connections{n} {{ type mark . {address} . inet_service; size 65535; flags dynamic; }}"
+            );
+        }
+    }
+    let _ = write!(
+        out,
+        r#"
+  # Before fragments are put together and before a connection is looked for. What comes from elsewhere is for this pod itself:
+  # answers of endpoints are, too, since it asks them in its own name.
+  chain first {{
+    type filter hook prerouting priority -450; policy accept;
+    iifname "lo" accept
+    iifname != "{interface}" fib daddr . iif type {{ local, broadcast, multicast }} accept
+    iifname != "{interface}" counter drop comment "for somebody else"
+    iifname != @alive counter drop comment "nobody renewed the table"
+    ip frag-off & 0x3fff != 0 counter drop comment "a fragment"
+    ip hdrlength != 5 counter drop comment "options"
+    ip protocol != {{ tcp, udp }} counter drop comment "neither TCP nor UDP, ICMP among them"
+    ip6 nexthdr != {{ tcp, udp }} counter drop comment "the same, and extension headers"
+{}
+{}
+  }}
+
+  # The tunnel's own packets, whose source anyone can forge, are not to fill the connection table.
+  chain outer_in {{
+    type filter hook prerouting priority raw; policy accept;
+    iifname != "{interface}" udp dport {listen_port} notrack
+  }}
+  chain outer_out {{
+    type filter hook output priority raw; policy accept;
+    oifname != "{interface}" udp sport {listen_port} notrack
+  }}
+
+  # Every packet from the tunnel belongs to a grant that stands. The packet's mark tells the sandbox within this chain alone; the
+  # connection's is set once: one that nobody answers stays new.
+  chain enter {{
+    type filter hook prerouting priority mangle; policy accept;
+    iifname != "{interface}" accept
+    meta mark set 0
+    meta mark set ip saddr map @sandboxes4
+    meta mark set ip6 saddr map @sandboxes6
+    ct state new ct mark 0 limit name meta mark map @limits counter drop comment "too many new connections"
+    ct state new ct mark 0 ct mark set meta mark . meta l4proto . th dport map @grants
+    ct direction original meta mark . meta l4proto . th dport . ct mark @open meta mark set 0 accept
+    counter drop comment "no grant"
+  }}
+
+  chain translate {{
+    type nat hook prerouting priority dstnat; policy accept;
+    iifname "{interface}" ct mark vmap @services
+  }}
+
+  chain forward {{
+    type filter hook forward priority filter; policy drop;
+    tcp flags syn / syn,rst tcp option maxseg size set rt mtu comment "what fits both ways"
+    oifname "{interface}" goto to_sandbox
+    iifname != "{interface}" counter drop
+    ct status & dnat == 0 counter drop comment "nothing chose an endpoint"
+"#,
+        own(false),
+        own(true),
+    );
+    if let Some(limit) = connections {
+        for (v6, ip) in [(false, "ip"), (true, "ip6")] {
+            let n = family(v6);
+            let key = format!("ct mark . {ip} daddr . th dport");
+            let _ = write!(
+                out,
+                "    ct status & confirmed == 0 add @connections{n} {{ {key} ct count over {limit} }} counter drop comment \"too many \
+                 connections to one endpoint\"
+    ct status & confirmed == 0 {key} != @connections{n} counter drop comment \"no room to count them\"\n"
+            );
+        }
+    }
+    let _ = write!(
+        out,
+        r#"    ct mark . ip daddr . th dport @endpoints4 accept
+    ct mark . ip6 daddr . th dport @endpoints6 accept
+    counter drop comment "no endpoint of its grant"
+  }}
+
+  # Answers of endpoints of the grant, and errors about such a connection.
+  chain to_sandbox {{
+    oifname != @alive counter drop comment "nobody renewed the table"
+    ct direction original counter drop comment "a sandbox is never called"
+    meta l4proto {{ tcp, udp }} ct mark . ip saddr . th sport @endpoints4 accept
+    meta l4proto {{ tcp, udp }} ct mark . ip6 saddr . th sport @endpoints6 accept
+    meta l4proto icmp ct state related ct mark . ct reply ip saddr @hosts4 accept
+    meta l4proto icmpv6 ct state related ct mark . ct reply ip6 saddr @hosts6 accept
+    counter drop comment "no grant"
+  }}
+
+  # This pod itself tells a sandbox of errors, and that nobody answers at a granted port.
+  chain output {{
+    type filter hook output priority filter; policy accept;
+    oifname != "{interface}" accept
+    ct mark != 0 ct direction reply tcp flags & (fin | syn | rst) == rst accept
+    meta l4proto != {{ icmp, icmpv6 }} counter drop
+    goto to_sandbox
+  }}
+  chain input {{
+    type filter hook input priority filter; policy drop;
+    iifname "lo" accept
+    iifname "{interface}" ct mark != 0 meta l4proto tcp counter reject with tcp reset comment "a granted port without an endpoint"
+    iifname "{interface}" counter drop
+    udp dport {listen_port} accept
+    ct state established,related accept
+    tcp dport {admin_port} accept
+    icmpv6 type {{ nd-neighbor-solicit, nd-neighbor-advert, nd-router-advert }} accept
+    icmp type echo-request accept
+    icmpv6 type echo-request accept
+    counter drop
+  }}
+
+  # Pods see this pod.
+  chain source {{
+    type nat hook postrouting priority srcnat; policy accept;
+    oifname != "{interface}" ct mark != 0 ct status dnat meta l4proto {{ tcp, udp }} masquerade to :{ports}
+  }}
+}}
+"#
+    );
+    out
+}

@@ -1,0 +1,161 @@
+//! The table of a gateway as a value, and the smallest transaction from one to the next.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write,
+    net::{IpAddr, SocketAddr},
+    num::NonZeroU32,
+    time::Duration,
+};
+
+use clustermesh_core::mesh::ObjectName;
+use ipnet::IpNet;
+
+use super::{
+    GrantId, SandboxId,
+    render::{self, Piece},
+};
+use crate::{interface::InterfaceName, numbers::NFT_TABLE, policy::Protocol};
+
+/// What the table holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Table {
+    /// What its rules say; with another one the whole table is written.
+    pub frame: Frame,
+    /// Whose addresses these are.
+    pub sandboxes: BTreeMap<IpNet, SandboxId>,
+    /// New connections a second.
+    pub rates: BTreeMap<SandboxId, NonZeroU32>,
+    /// What is open.
+    pub grants: BTreeMap<(SandboxId, Protocol, u16), Grant>,
+}
+
+/// What the rules say.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Frame {
+    /// The WireGuard device.
+    pub interface: InterfaceName,
+    /// UDP port of the tunnel.
+    pub listen_port: u16,
+    /// TCP port of `/metrics` and `/readyz`.
+    pub admin_port: u16,
+    /// WireGuard addresses of this gateway.
+    pub addresses: BTreeSet<IpAddr>,
+    /// Connections of one grant to one endpoint; `None` = any number.
+    pub connections: Option<NonZeroU32>,
+}
+
+/// A port of the gateway that is open to a sandbox.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Grant {
+    /// The mark of its connections.
+    pub id: GrantId,
+    /// The Service, for people.
+    pub service: ObjectName,
+    /// Where new connections go.
+    pub balancer: Balancer,
+    /// Endpoints whose connections stand.
+    pub standing: BTreeSet<SocketAddr>,
+}
+
+/// Endpoints for new connections.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Balancer {
+    /// IPv4.
+    pub v4: Vec<SocketAddr>,
+    /// IPv6.
+    pub v6: Vec<SocketAddr>,
+    /// A client address always gets the same one, while they stay the same.
+    pub sticky: bool,
+}
+
+impl Table {
+    /// Connections that may be in the connection table: what has another mark, or another endpoint, belongs to no grant.
+    #[must_use]
+    pub fn standing(&self) -> BTreeSet<(GrantId, SocketAddr)> {
+        let each = self.grants.values();
+        each.flat_map(|grant| grant.standing.iter().map(|socket| (grant.id, *socket)))
+            .collect()
+    }
+
+    /// Grants of which a new connection finds an endpoint.
+    #[must_use]
+    pub fn open(&self) -> usize {
+        let has = |grant: &&Grant| !grant.balancer.v4.is_empty() || !grant.balancer.v6.is_empty();
+        self.grants.values().filter(has).count()
+    }
+
+    /// All that can be added and removed by itself, in an order in which it can be added: what others refer to comes first.
+    fn pieces(&self) -> BTreeMap<Piece, String> {
+        let mut out = BTreeMap::new();
+        let mut put = |piece: Piece, text: String| drop(out.insert(piece, text));
+        for (sandbox, rate) in &self.rates {
+            put(Piece::Limit(*sandbox), render::rate(*rate));
+            put(Piece::Limited(*sandbox), render::rate(*rate));
+        }
+        for (network, sandbox) in &self.sandboxes {
+            put(Piece::Sandbox(*network), render::mark(sandbox.0));
+        }
+        for ((sandbox, protocol, port), grant) in &self.grants {
+            let place = (*sandbox, *protocol, *port);
+            put(Piece::Chain(grant.id), render::chain(*protocol, grant));
+            put(Piece::Service(grant.id), String::new());
+            put(Piece::Open(place, grant.id), String::new());
+            put(Piece::Grant(place), render::mark(grant.id.0));
+        }
+        for (id, socket) in self.standing() {
+            put(Piece::Endpoint(id, socket), String::new());
+            put(Piece::Host(id, socket.ip()), String::new());
+        }
+        out
+    }
+}
+
+/// What leads from `old`, as last written, to `new`, for `nft -f`; `None` = nothing to do. Without `old`, the whole table.
+///
+/// What changes is taken away and put back in one transaction, so that no packet sees it missing.
+#[must_use]
+pub fn update(old: Option<&Table>, new: &Table) -> Option<String> {
+    let wanted = new.pieces();
+    let Some(old) = old.filter(|old| old.frame == new.frame) else {
+        let mut out = render::frame(&new.frame);
+        for (piece, value) in &wanted {
+            piece.add(value, &mut out);
+        }
+        return Some(out);
+    };
+    let standing = old.pieces();
+    let mut out = String::new();
+    // What refers to others goes first.
+    for (piece, value) in standing.iter().rev() {
+        match wanted.get(piece) {
+            Some(same) if same == value => {}
+            Some(_) if piece.in_place() => {}
+            _ => piece.remove(&mut out),
+        }
+    }
+    for (piece, value) in &wanted {
+        match standing.get(piece) {
+            Some(same) if same == value => {}
+            Some(_) if piece.in_place() => piece.replace(value, &mut out),
+            _ => piece.add(value, &mut out),
+        }
+    }
+    (!out.is_empty()).then_some(out)
+}
+
+/// Keeps the table open for so long from now on. Without it the table is closed. One transaction: a kernel older than 6.12 leaves
+/// the time of an element that is only added as it was; and one that has gone already has to be added before it can be deleted.
+#[must_use]
+pub fn alive(frame: &Frame, timeout: Duration) -> String {
+    let mut out = String::new();
+    let element = format!(
+        "alive {{ \"{}\" timeout {}s }}",
+        frame.interface,
+        timeout.as_secs().max(1)
+    );
+    for verb in ["add", "delete", "add"] {
+        let _ = writeln!(out, "{verb} element inet {NFT_TABLE} {element}");
+    }
+    out
+}
