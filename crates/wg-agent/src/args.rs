@@ -13,8 +13,11 @@ use ipnet::IpNet;
 
 use crate::{device::Backend, identity::address::Range, probe::ProbeArgs, status::command::StatusArgs};
 
+mod gateway;
 mod values;
 
+use gateway::GatewayFlags;
+pub use gateway::{GatewayArgsError, GatewayConfig, GatewayName};
 pub(crate) use values::BackendFlag;
 pub use values::{ModeFlag, Mtu};
 use values::{age, grant_timeout};
@@ -73,7 +76,8 @@ pub(crate) struct Flags {
     /// What carries the tunnel.
     #[arg(long, value_enum, default_value_t = BackendFlag::Auto, global = true)]
     backend: BackendFlag,
-    /// full: this agent owns the tunnel. policy: kg owns it, this agent only the firewall table.
+    /// full: this agent owns the tunnel. policy: kg owns it, this agent only the firewall table. gateway: this pod lets sandboxes
+    /// into the cluster.
     #[arg(long, value_enum, default_value_t = ModeFlag::Full, global = true)]
     mode: ModeFlag,
     /// Name of the WireGuard device.
@@ -124,6 +128,8 @@ pub(crate) struct Flags {
     /// How log lines are written.
     #[arg(long, value_enum, default_value_t = LogFormat::Text, global = true)]
     log_format: LogFormat,
+    #[command(flatten)]
+    gateway: GatewayFlags,
 }
 
 /// A combination of flags that is not served. Each message says what to set instead.
@@ -142,6 +148,9 @@ pub enum ArgsError {
     /// The range has no room.
     #[error("--wireguard-cidr: {0}")]
     Range(#[from] crate::identity::address::RangeError),
+    /// Of a gateway.
+    #[error(transparent)]
+    Gateway(#[from] GatewayArgsError),
 }
 
 /// The flags of a run, checked.
@@ -242,16 +251,12 @@ impl Flags {
             listen,
             metrics_per_peer,
             log_format: _, // taken before anything else, so that errors are written in it
+            gateway: _,
         } = self;
-        let backend = match backend {
-            BackendFlag::Kernel => Backend::Kernel,
-            BackendFlag::Userspace => Backend::Userspace,
-            BackendFlag::Auto => Backend::Auto,
-        };
         Ok(Config {
             node_name: node_name.filter(|name| !name.is_empty()).ok_or(ArgsError::NoNodeName)?,
             kubeconfig,
-            backend,
+            backend: backend.into(),
             interface,
             port,
             range: Range::new(wireguard_cidr.ok_or(ArgsError::NoRange)?)?,
@@ -301,6 +306,43 @@ impl Flags {
             kubeconfig,
             interface,
             listen,
+        })
+    }
+
+    /// What a gateway needs.
+    pub(crate) fn into_gateway_config(self) -> Result<GatewayConfig, ArgsError> {
+        let gateway = self.gateway;
+        let set = |text: Option<String>| text.filter(|text| !text.is_empty());
+        let (Some(name), Some(namespace)) = (set(gateway.pod_name.clone()), set(gateway.pod_namespace.clone())) else {
+            return Err(GatewayArgsError::NoName.into());
+        };
+        let addresses = gateway.addresses(GatewayFlags::ordinal(&name)?)?;
+        if gateway.pod_ips.is_empty() {
+            return Err(GatewayArgsError::NoPodIps.into());
+        }
+        if gateway.endpoint_network.is_empty() {
+            return Err(GatewayArgsError::NoNetworks.into());
+        }
+        Ok(GatewayConfig {
+            gateway: GatewayName { namespace, name },
+            pod_uid: gateway.pod_uid,
+            pod_ips: gateway.pod_ips,
+            node_ips: gateway.node_ips,
+            kubeconfig: self.kubeconfig,
+            backend: self.backend.into(),
+            interface: self.interface,
+            port: self.port,
+            addresses,
+            gateway_cidrs: gateway.gateway_cidr.iter().map(IpNet::trunc).collect(),
+            endpoint_networks: gateway.endpoint_network.iter().map(IpNet::trunc).collect(),
+            serves: gateway.serves.into_iter().collect(),
+            key_file: self.key_file,
+            grant_timeout: self.grant_timeout,
+            sandbox_new_flows: self.sandbox_new_flows,
+            sandbox_connections: gateway.sandbox_connections,
+            mtu: gateway::fixed(self.mtu),
+            drain: gateway.drain,
+            listen: self.listen,
         })
     }
 

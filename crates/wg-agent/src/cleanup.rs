@@ -33,6 +33,10 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
         key_file,
         cache_file,
     } = config;
+    anyhow::ensure!(
+        mode != ModeFlag::Gateway,
+        "a gateway leaves nothing on a node: delete its StatefulSet (kubectl delete -f deploy/gateway.yaml)"
+    );
     let _lock = lock::take()?;
     let mut failures: Vec<String> = Vec::new();
     let node_name = node_name.filter(|name| !name.is_empty());
@@ -47,7 +51,7 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     }
     match mode {
         ModeFlag::Full => tunnel(&interface, kg_lives, &key_file, &mut failures).await,
-        ModeFlag::Policy => {
+        ModeFlag::Policy | ModeFlag::Gateway => {
             tracing::info!(%interface, "policy mode: the interface, its routes and Kilo's annotations are kg's")
         }
     }

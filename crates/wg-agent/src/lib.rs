@@ -13,6 +13,7 @@ pub mod conntrack;
 pub mod device;
 mod endpoints;
 pub mod firewall;
+mod gateway;
 mod heard;
 pub mod identity;
 pub mod lock;
@@ -54,6 +55,7 @@ pub fn main() -> ExitCode {
             runtime.block_on(async {
                 match command {
                     Some(args::Command::Cleanup) => cleanup::run(flags.into_cleanup()).await,
+                    Some(args::Command::Prepare(_)) if flags.mode() == args::ModeFlag::Gateway => prepare::pod().await,
                     Some(args::Command::Prepare(what)) => prepare::run(flags.port(), what.conntrack_min).await,
                     Some(args::Command::Preflight) => preflight::run(flags.into_preflight().as_deref()).await,
                     Some(args::Command::RotateKey) => rotate_key(&flags.into_key_file()),
@@ -62,6 +64,7 @@ pub fn main() -> ExitCode {
                     None => match flags.mode() {
                         args::ModeFlag::Full => run::run(flags.into_config()?).await,
                         args::ModeFlag::Policy => beside::run(flags.into_policy_config()?).await,
+                        args::ModeFlag::Gateway => gateway::run(flags.into_gateway_config()?).await,
                     },
                 }
             })

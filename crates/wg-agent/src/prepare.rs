@@ -13,7 +13,7 @@ use clustermesh_agent_core::{
     sysctl::{Name, Sysctl, desired},
 };
 
-use crate::{conntrack, preflight, route::sysctl::ensure, run::lines};
+use crate::{conntrack, gateway::forwarding, preflight, route::sysctl::ensure, run::lines};
 
 /// Ports that the kernel gives to nobody who does not ask for them by number, as `5000,6000-6999`.
 const RESERVED: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
@@ -45,6 +45,36 @@ pub(crate) async fn run(port: u16, connections: u64) -> anyhow::Result<()> {
     }
     Ok(())
 }
+
+/// The same for a pod that is a gateway: it forwards, and forgets connections that were not answered or have ended soon, since
+/// its connection table is what sandboxes share.
+pub(crate) async fn pod() -> anyhow::Result<()> {
+    let wanted = forwarding::of_the_pod(Path::new("/proc/sys/net/ipv6").exists());
+    let missing = ensure(&wanted).await;
+    anyhow::ensure!(
+        missing.is_empty(),
+        "this container may not prepare the pod (securityContext.privileged is needed):\n{}",
+        lines(&missing)
+    );
+    for (name, seconds) in CONNTRACK_TIMEOUTS {
+        let path = format!("/proc/sys/net/netfilter/nf_conntrack_{name}");
+        match fs::write(&path, seconds.to_string()) {
+            Ok(()) => tracing::info!("net.netfilter.nf_conntrack_{name} = {seconds}"),
+            // A kernel without this protocol, or without a table of its own for each namespace.
+            Err(error) => tracing::warn!("{path} cannot be written: {error}"),
+        }
+    }
+    Ok(())
+}
+
+/// Seconds; the kernel's own are 120, 60, 120, 60 and 432,000 (Documentation/networking/nf_conntrack-sysctl.rst).
+const CONNTRACK_TIMEOUTS: [(&str, u32); 5] = [
+    ("tcp_timeout_syn_sent", 15),
+    ("tcp_timeout_syn_recv", 15),
+    ("tcp_timeout_time_wait", 10),
+    ("tcp_timeout_close_wait", 30),
+    ("tcp_timeout_established", 7500),
+];
 
 /// While no agent is here to hold it, the tunnel's port could be given to any program that asks for some port.
 fn reserve(port: u16) -> std::io::Result<()> {

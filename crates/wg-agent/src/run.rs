@@ -68,7 +68,13 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         metrics_per_peer = config.metrics_per_peer,
         "wg-agent starts"
     );
-    let mut base = Base::open(config.kubeconfig.as_deref(), config.listen, config.metrics_per_peer).await?;
+    let mut base = Base::open(
+        config.kubeconfig.as_deref(),
+        config.listen,
+        config.metrics_per_peer,
+        Duration::ZERO,
+    )
+    .await?;
     let metrics = base.running.metrics.clone();
 
     let place = cache::Place {

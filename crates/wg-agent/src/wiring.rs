@@ -1,5 +1,5 @@
-//! What both modes start alike: signals, the API server, metrics, the admin endpoint, `wg-agent status`, the watches,
-//! publication, the look at the CNI. What a mode makes of it is in `run` and `beside`.
+//! What all modes start alike: signals, the API server, metrics, the admin endpoint, `wg-agent status`, the watches,
+//! publication, the look at the CNI. What a mode makes of it is in `run`, `beside` and `gateway`.
 
 use std::{net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
@@ -19,9 +19,9 @@ use crate::{
 /// How long ending may take.
 const DRAIN: Duration = Duration::from_secs(5);
 
-/// What both modes run on.
+/// What a mode runs on.
 pub(crate) struct Running {
-    /// Cancelled by a signal.
+    /// Cancelled by a signal, or so long after it.
     pub(crate) stop: CancellationToken,
     pub(crate) connection: Connection,
     pub(crate) metrics: Metrics,
@@ -48,20 +48,23 @@ pub(crate) struct Ends {
 }
 
 impl Base {
-    /// Opens it; `listen` is the admin endpoint's.
+    /// Opens it; `listen` is the admin endpoint's. After a signal `/readyz` says so for `lame`, and then it stops.
     pub(crate) async fn open(
         kubeconfig: Option<&Path>,
         listen: SocketAddr,
         metrics_per_peer: bool,
+        lame: Duration,
     ) -> anyhow::Result<Self> {
-        let stop = drain::on_signal().context("cannot install the signal handlers")?;
+        let signal = drain::on_signal().context("cannot install the signal handlers")?;
         let connection = source::client::connect(kubeconfig).await?;
         let mut registry = clustermesh_daemon::metrics::registry("wg_agent", env!("CARGO_PKG_VERSION"));
+        let (stop, readiness) = (CancellationToken::new(), Readiness::new());
+        tokio::spawn(end_after(signal, lame, readiness.clone(), stop.clone()));
         let running = Running {
             stop,
             connection,
             metrics: Metrics::register(&mut registry, metrics_per_peer),
-            readiness: Readiness::new(),
+            readiness,
             liveness: Liveness::new(),
             dump: Dump::default(),
             tasks: JoinSet::new(),
@@ -79,6 +82,25 @@ impl Base {
         Ok(Self { running, admin, state })
     }
 
+    /// Starts the admin endpoint and what answers `wg-agent status`.
+    pub(crate) fn serve(self, lock: &Lock) -> anyhow::Result<Running> {
+        let Self {
+            mut running,
+            admin,
+            state,
+        } = self;
+        let Running { stop, dump, tasks, .. } = &mut running;
+        let served = admin.serve(state, stop.clone());
+        tasks.spawn(async move {
+            if let Err(error) = served.await {
+                tracing::error!(%error, "the admin endpoint ended");
+            }
+        });
+        let listener = lock.status_listener().context("cannot answer `wg-agent status`")?;
+        tasks.spawn(status::ask::answer(listener, dump.clone(), stop.clone()));
+        Ok(running)
+    }
+
     /// Starts it for this Node, of whose annotations `keys` are this agent's.
     pub(crate) fn start(
         self,
@@ -87,11 +109,7 @@ impl Base {
         keys: &'static [&'static str],
         store: &Store,
     ) -> anyhow::Result<(Running, Ends)> {
-        let Self {
-            mut running,
-            admin,
-            state,
-        } = self;
+        let mut running = self.serve(lock)?;
         let Running {
             stop,
             connection,
@@ -102,14 +120,6 @@ impl Base {
             ..
         } = &mut running;
         let client = || connection.client.clone();
-        let served = admin.serve(state, stop.clone());
-        tasks.spawn(async move {
-            if let Err(error) = served.await {
-                tracing::error!(%error, "the admin endpoint ended");
-            }
-        });
-        let listener = lock.status_listener().context("cannot answer `wg-agent status`")?;
-        tasks.spawn(status::ask::answer(listener, dump.clone(), stop.clone()));
         tasks.spawn(admission::run(
             client(),
             node.to_owned(),
@@ -138,4 +148,12 @@ impl Running {
     pub(crate) async fn end(mut self) {
         drain::within(DRAIN, async { while self.tasks.join_next().await.is_some() {} }).await;
     }
+}
+
+/// While it is not ready and still runs, whoever leads connections here leads them elsewhere.
+async fn end_after(signal: CancellationToken, lame: Duration, readiness: Readiness, stop: CancellationToken) {
+    signal.cancelled().await;
+    let _ending = readiness.pending("ending after a signal");
+    tokio::time::sleep(lame).await;
+    stop.cancel();
 }

@@ -5,6 +5,8 @@ use std::{fs, path::Path};
 use anyhow::{Context, bail};
 use serde_json::{Value, json};
 
+mod gateway;
+
 /// Where the controller and the meshes of the operator live.
 pub(crate) const NAMESPACE: &str = "clustermesh";
 /// Where the agent lives: its init container is privileged, so the namespace admits that, and nothing else is in it.
@@ -31,7 +33,12 @@ pub(crate) fn run(check: bool) -> anyhow::Result<()> {
     let agent = agent();
     // The policy is created before the DaemonSet that it restricts.
     let (account, daemon_set) = agent.split_at(agent.len() - 1);
+    let (gateways_account, gateways) = gateway::documents();
     let files = [
+        (
+            "gateway.yaml",
+            render(&gateways_account)? + gateway::ADMISSION + &render(&gateways)?,
+        ),
         ("controller.yaml", render(&controller())?),
         ("agent.yaml", render(account)? + AGENT_ADMISSION + &render(daemon_set)?),
         ("member-account.yaml", render(&member_account())?),

@@ -5,6 +5,8 @@ use std::{str::FromStr, time::Duration};
 use clap::ValueEnum;
 use clustermesh_agent_core::mtu;
 
+use crate::device::Backend;
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BackendFlag {
     /// The kernel's WireGuard where there is one, else userspace.
@@ -15,6 +17,16 @@ pub(crate) enum BackendFlag {
     Userspace,
 }
 
+impl From<BackendFlag> for Backend {
+    fn from(flag: BackendFlag) -> Self {
+        match flag {
+            BackendFlag::Kernel => Self::Kernel,
+            BackendFlag::Userspace => Self::Userspace,
+            BackendFlag::Auto => Self::Auto,
+        }
+    }
+}
+
 /// Who owns the tunnel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ModeFlag {
@@ -22,6 +34,8 @@ pub enum ModeFlag {
     Full,
     /// kg owns the tunnel.
     Policy,
+    /// No node: a pod through which sandboxes come in.
+    Gateway,
 }
 
 /// MTU of the device.

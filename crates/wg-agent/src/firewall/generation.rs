@@ -8,7 +8,7 @@ use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_NETFILTER};
 
 /// A count of transactions, of one network namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Generation {
+pub(crate) struct Generation {
     namespace: u64,
     number: u32,
 }
@@ -26,7 +26,7 @@ const NUMBER: u16 = 1;
 ///
 /// # Errors
 /// When the kernel does not tell.
-pub(super) fn now() -> io::Result<Generation> {
+pub(crate) fn now() -> io::Result<Generation> {
     let namespace = fs::metadata("/proc/thread-self/ns/net")?.ino();
     let mut socket = Socket::new(NETLINK_NETFILTER)?;
     socket.bind_auto()?;

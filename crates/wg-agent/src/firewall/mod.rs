@@ -10,13 +10,14 @@ use std::{
 
 use clustermesh_agent_core::firewall::{Firewall, Update, refresh, update};
 
-mod generation;
+pub(crate) mod generation;
 mod memory;
 mod nft;
 mod readback;
 mod stamp;
 mod watch;
 
+pub(crate) use generation::Generation;
 pub use memory::Memory;
 pub use nft::Nft;
 pub use stamp::Stamp;

@@ -131,6 +131,7 @@ async fn write(sysctl: &Sysctl) -> io::Result<()> {
 async fn set_devconf(interface: &InterfaceName, key: &str, value: u8) -> io::Result<()> {
     const IFLA_INET_CONF: u16 = 1;
     let number: u16 = match key {
+        "forwarding" => 1,
         "rp_filter" => 8,
         "src_valid_mark" => 24,
         "ignore_routes_with_linkdown" => 29,

@@ -1,0 +1,186 @@
+//! Flags of `--mode=gateway`, and what they mean together.
+
+use std::{
+    collections::BTreeSet,
+    fmt,
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    time::Duration,
+};
+
+use clap::Args;
+use clustermesh_agent_core::interface::InterfaceName;
+use ipnet::IpNet;
+
+use super::values::{Mtu, age};
+use crate::device::Backend;
+
+/// What only a gateway reads.
+#[derive(Debug, Args)]
+pub(crate) struct GatewayFlags {
+    /// Gateway: range of the gateways' WireGuard addresses, as 100.66.255.0/28; one of each family. The pod with ordinal N takes
+    /// its address N + 1.
+    #[arg(long, value_delimiter = ',', global = true)]
+    pub(super) gateway_cidr: Vec<IpNet>,
+    /// Gateway: a pod network of this cluster. Endpoints outside these are not served. May be repeated; without one nothing is
+    /// served.
+    #[arg(long, value_delimiter = ',', global = true)]
+    pub(super) endpoint_network: Vec<IpNet>,
+    /// Gateway: name of a sandbox that is served. May be repeated; without it every one is.
+    #[arg(long, value_delimiter = ',', global = true)]
+    pub(super) serves: Vec<String>,
+    /// Gateway: connections of one grant to one endpoint; 0 = no limit. Toward one endpoint a pod has 64,512 source ports.
+    #[arg(long, default_value_t = 4000, global = true)]
+    pub(super) sandbox_connections: u32,
+    /// Gateway: how long it goes on after a signal, so that sandboxes learn of its end: 5s.
+    #[arg(long, default_value = "5s", value_parser = age, global = true)]
+    pub(super) drain: Duration,
+    /// Gateway: name of this pod, and of its SandboxGateway; it ends in an ordinal.
+    #[arg(long, env = "POD_NAME", global = true)]
+    pub(super) pod_name: Option<String>,
+    /// Gateway: namespace of this pod.
+    #[arg(long, env = "POD_NAMESPACE", global = true)]
+    pub(super) pod_namespace: Option<String>,
+    /// Gateway: UID of this pod.
+    #[arg(long, env = "POD_UID", default_value = "", global = true)]
+    pub(super) pod_uid: String,
+    /// Gateway: addresses of this pod.
+    #[arg(long, env = "POD_IPS", value_delimiter = ',', global = true)]
+    pub(super) pod_ips: Vec<IpAddr>,
+    /// Gateway: addresses of the node that runs this pod.
+    #[arg(long, env = "NODE_IPS", value_delimiter = ',', global = true)]
+    pub(super) node_ips: Vec<IpAddr>,
+}
+
+/// Which SandboxGateway this is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GatewayName {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name, which is the pod's.
+    pub name: String,
+}
+
+impl fmt::Display for GatewayName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}
+
+/// The flags of a gateway, checked.
+#[derive(Debug, Clone)]
+pub struct GatewayConfig {
+    /// Which one it is.
+    pub gateway: GatewayName,
+    /// UID of the pod.
+    pub pod_uid: String,
+    /// Addresses of the pod.
+    pub pod_ips: Vec<IpAddr>,
+    /// Addresses of the node that runs it.
+    pub node_ips: Vec<IpAddr>,
+    /// Kubeconfig file; `None` = the Pod's service account.
+    pub kubeconfig: Option<PathBuf>,
+    /// What carries the tunnel.
+    pub backend: Backend,
+    /// Name of the device.
+    pub interface: InterfaceName,
+    /// UDP port of the tunnel.
+    pub port: u16,
+    /// Its WireGuard addresses.
+    pub addresses: BTreeSet<IpAddr>,
+    /// Where those of all gateways lie.
+    pub gateway_cidrs: BTreeSet<IpNet>,
+    /// Where endpoints may lie.
+    pub endpoint_networks: BTreeSet<IpNet>,
+    /// Sandboxes that are served; empty = every one.
+    pub serves: BTreeSet<String>,
+    /// The private key's file.
+    pub key_file: PathBuf,
+    /// How long grants stand while the API server does not answer.
+    pub grant_timeout: Duration,
+    /// New connections a second of each sandbox; 0 = no limit.
+    pub sandbox_new_flows: u32,
+    /// Connections of one grant to one endpoint; 0 = no limit.
+    pub sandbox_connections: u32,
+    /// MTU of the device; `None` = from the pod's interface.
+    pub mtu: Option<u16>,
+    /// How long it goes on after a signal.
+    pub drain: Duration,
+    /// Address of the admin endpoint.
+    pub listen: SocketAddr,
+}
+
+/// A combination of a gateway's flags that is not served. Each message says what to set instead.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum GatewayArgsError {
+    /// No name.
+    #[error(
+        "--pod-name and --pod-namespace are not set: set POD_NAME and POD_NAMESPACE from the Pod's metadata (deploy/gateway.yaml)"
+    )]
+    NoName,
+    /// A name without an ordinal.
+    #[error(
+        "--pod-name: {0:?} ends in no number: a gateway is a pod of a StatefulSet, whose ordinal gives it its address"
+    )]
+    NoOrdinal(String),
+    /// No addresses.
+    #[error("--pod-ips is not set: set POD_IPS from the Pod's status.podIPs (deploy/gateway.yaml)")]
+    NoPodIps,
+    /// No range.
+    #[error(
+        "--gateway-cidr is not set: set it to the range of the gateways' WireGuard addresses, for example \
+         --gateway-cidr=100.66.255.0/28; it has to lie inside this member's allowedNetworks in the ClusterMesh and outside \
+         --wireguard-cidr of its nodes"
+    )]
+    NoRange,
+    /// Two of one family.
+    #[error("--gateway-cidr is given more than once for one address family: keep one")]
+    TwoRanges,
+    /// Too small.
+    #[error("--gateway-cidr: {0} has no address for ordinal {1}: take a larger range")]
+    RangeFull(IpNet, u32),
+    /// No pod network.
+    #[error(
+        "--endpoint-network is not set: name the pod networks of this cluster, for example --endpoint-network=10.244.0.0/16; \
+         endpoints outside are not served"
+    )]
+    NoNetworks,
+}
+
+impl GatewayFlags {
+    /// Address N + 1 of the range; its first and last are not used.
+    fn address(range: &IpNet, ordinal: u32) -> Option<IpAddr> {
+        range.hosts().nth(
+            usize::try_from(ordinal)
+                .ok()?
+                .checked_add(usize::from(range.addr().is_ipv6()))?,
+        )
+    }
+
+    pub(super) fn addresses(&self, ordinal: u32) -> Result<BTreeSet<IpAddr>, GatewayArgsError> {
+        let families: BTreeSet<bool> = self.gateway_cidr.iter().map(|range| range.addr().is_ipv4()).collect();
+        if families.is_empty() {
+            return Err(GatewayArgsError::NoRange);
+        }
+        if families.len() < self.gateway_cidr.len() {
+            return Err(GatewayArgsError::TwoRanges);
+        }
+        let each = self.gateway_cidr.iter();
+        each.map(|range| Self::address(&range.trunc(), ordinal).ok_or(GatewayArgsError::RangeFull(*range, ordinal)))
+            .collect()
+    }
+
+    /// The number behind the last hyphen.
+    pub(super) fn ordinal(name: &str) -> Result<u32, GatewayArgsError> {
+        let ordinal = name.rsplit_once('-').and_then(|(_, number)| number.parse().ok());
+        ordinal.ok_or_else(|| GatewayArgsError::NoOrdinal(name.to_owned()))
+    }
+}
+
+/// The MTU as the gateway takes it.
+pub(super) const fn fixed(mtu: Mtu) -> Option<u16> {
+    match mtu {
+        Mtu::Auto => None,
+        Mtu::Fixed(bytes) => Some(bytes),
+    }
+}

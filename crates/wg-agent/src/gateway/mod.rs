@@ -1,0 +1,432 @@
+//! `--mode=gateway`: the pod through which sandboxes enter this cluster. Its network namespace has one purpose: a WireGuard device
+//! for the nodes of sandboxes, and a firewall table that leads what is granted to them to the endpoints of Services. What follows
+//! from the objects is `clustermesh_agent_core::gateway`'s; here are the loop and the pass.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    time::{Duration, Instant},
+};
+
+use clustermesh_agent_core::{
+    device::{Peers, diff},
+    gateway::{Compiled, Inputs, Settings, compile},
+    mtu, prefixes,
+    routes::{Plan, Routes, desired},
+};
+use clustermesh_api::sandbox::{AppliedAccess, RefusedAccess, SandboxGatewayStatus};
+use clustermesh_daemon::{CancellationToken, Heartbeat};
+use ipnet::IpNet;
+use serde_json::json;
+use tokio::sync::watch;
+
+use crate::{
+    args::GatewayConfig,
+    device::{self, Configuration, Device, userspace::Options},
+    identity::{self, key::NodeKey},
+    lock,
+    metrics::Metrics,
+    preflight,
+    route::{self, Netlink},
+    run::lines,
+    source::underlay,
+    status::{Dump, Said, Trouble, Troubles},
+    wiring::Base,
+};
+
+mod connections;
+pub(crate) mod forwarding;
+mod keeper;
+mod publish;
+mod seen;
+mod world;
+
+use keeper::Keeper;
+use seen::OwnSeen;
+use world::{Store, World};
+
+/// A whole look as a safety net, whatever was heard.
+const RESYNC: Duration = Duration::from_secs(30);
+/// After a pass that failed.
+const RETRY: Duration = Duration::from_secs(2);
+/// What comes within this time is taken together.
+const SETTLE: Duration = Duration::from_millis(30);
+/// A loop that is silent for so long is stuck.
+const STUCK: Duration = Duration::from_secs(120);
+/// Parts of the timeout: an API server that is slow, or away for a moment, costs nobody a grant.
+const RENEWALS: u32 = 4;
+/// What the status shows of what is left out.
+const SHOWN: usize = 20;
+const MESSAGE: usize = 1000;
+
+/// Runs until a signal, and for `--drain` beyond it.
+pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
+    let lock = lock::take()?;
+    let missing = preflight::check(config.backend);
+    anyhow::ensure!(
+        missing.is_empty(),
+        "this pod is not ready for wg-agent --mode=gateway:\n{}",
+        lines(&missing)
+    );
+    let key = identity::key::load_or_create(&config.key_file)?;
+    tracing::info!(
+        version = env!("CARGO_PKG_VERSION"),
+        gateway = %config.gateway,
+        interface = %config.interface,
+        port = config.port,
+        addresses = ?config.addresses,
+        endpoint_networks = ?config.endpoint_networks,
+        serves = ?config.serves,
+        grant_timeout = ?config.grant_timeout,
+        public_key = %key.public(),
+        listen = %config.listen,
+        "wg-agent starts as a gateway of sandboxes"
+    );
+    let base = Base::open(config.kubeconfig.as_deref(), config.listen, false, config.drain).await?;
+    let metrics = base.running.metrics.clone();
+    let (store, keep) = Store::new(metrics.clone());
+    let mut running = base.serve(&lock)?;
+    let client = running.connection.client.clone();
+    world::follow(
+        &mut running.tasks,
+        &client,
+        &config.gateway,
+        &store,
+        keep,
+        &running.stop,
+    );
+    let (contact, heard) = watch::channel(None);
+    let every = config.grant_timeout / RENEWALS;
+    running.tasks.spawn(world::contact(
+        client.clone(),
+        store.clone(),
+        contact,
+        every,
+        running.stop.clone(),
+    ));
+    let (publish, wanted) = watch::channel(SandboxGatewayStatus::default());
+    let published = publish::run(
+        client,
+        config.gateway.clone(),
+        wanted,
+        metrics.clone(),
+        running.stop.clone(),
+    );
+    running.tasks.spawn(published);
+    let mut gateway = Gateway {
+        routing: Netlink::open(config.interface.clone())?,
+        api_server: running.connection.server.address().map(|server| server.ip()),
+        keeper: Keeper::default(),
+        device: None,
+        troubles: Troubles::new(running.readiness.clone(), metrics.clone()),
+        said: Said::default(),
+        dump: running.dump.clone(),
+        config,
+        key,
+        publish,
+        metrics,
+    };
+    turn(
+        &mut gateway,
+        &store,
+        heard,
+        &running.liveness.watch("gateway", STUCK),
+        &running.stop,
+    )
+    .await;
+    running.end().await;
+    tracing::info!(
+        "wg-agent ends; what its table grants stands until the timeout, where the kernel carries the tunnel"
+    );
+    Ok(())
+}
+
+async fn turn(
+    gateway: &mut Gateway,
+    store: &Store,
+    mut heard: watch::Receiver<Option<Instant>>,
+    heartbeat: &Heartbeat,
+    stop: &CancellationToken,
+) {
+    while !stop.is_cancelled() {
+        let began = Instant::now();
+        let well = gateway.pass(&store.world()).await;
+        let took = began.elapsed();
+        let again = Instant::now() + if well { RESYNC } else { RETRY };
+        heartbeat.beat();
+        let settle = loop {
+            tokio::select! {
+                () = stop.cancelled() => break Duration::ZERO,
+                () = store.changed() => break SETTLE.max(took),
+                () = tokio::time::sleep_until(again.into()) => break Duration::ZERO,
+                Ok(()) = heard.changed() => {
+                    let answered = *heard.borrow_and_update();
+                    if let Some(answered) = answered && !gateway.renew(answered).await {
+                        break RETRY;
+                    }
+                }
+            }
+        };
+        tokio::select! {
+            () = stop.cancelled() => {}
+            () = tokio::time::sleep(settle) => {}
+        }
+    }
+}
+
+/// Keeps one pod.
+struct Gateway {
+    config: GatewayConfig,
+    key: NodeKey,
+    /// The API server as this process is told to reach it.
+    api_server: Option<IpAddr>,
+    keeper: Keeper,
+    routing: Netlink,
+    device: Option<Box<dyn Device>>,
+    publish: watch::Sender<SandboxGatewayStatus>,
+    metrics: Metrics,
+    troubles: Troubles,
+    said: Said,
+    dump: Dump,
+}
+
+/// What the pod's own network is.
+struct Outside {
+    mtu: u16,
+    addresses: BTreeSet<IpAddr>,
+}
+
+impl Gateway {
+    /// Brings the pod to what was seen. False = something is left to do; try again soon.
+    async fn pass(&mut self, world: &World) -> bool {
+        let mut troubles = Vec::new();
+        if let Err(trouble) = self.steps(world, &mut troubles).await {
+            troubles.push(trouble);
+        }
+        let well = troubles.iter().all(|trouble| trouble.harmless);
+        let views: Vec<_> = troubles.iter().map(Trouble::view).collect();
+        self.dump.set("troubles", json!(views));
+        self.troubles.set(troubles);
+        well
+    }
+
+    async fn steps(&mut self, world: &World, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
+        let outside = self.outside().await?;
+        let inputs = self.inputs(world, &outside);
+        let compiled = compile(&inputs);
+        // A pod that starts is closed before it has a device. A container that starts again finds table and peers of the one
+        // before, which stand until it is known what has changed since.
+        let known = world.listed();
+        if known || !self.keeper.stands().await {
+            self.write_table(&compiled).await?;
+        }
+        self.ensure_device(self.config.mtu.unwrap_or(outside.mtu))?;
+        self.ensure_routes(&compiled).await?;
+        troubles.extend(forwarding::ensure(&self.config.interface, &compiled.routes).await);
+        if known {
+            self.ensure_peers(&compiled.peers)?;
+        } else {
+            troubles.push(Trouble::new("objects", world.waiting()));
+        }
+        troubles.extend(world.errors().map(|error| Trouble::harmless("objects", error)));
+        self.tell(world, &compiled, &outside, troubles);
+        Ok(())
+    }
+
+    /// Keeps open what is open for another while. False = the table is not as it should be.
+    async fn renew(&mut self, answered: Instant) -> bool {
+        match self.keeper.renew(answered + self.config.grant_timeout).await {
+            Ok(()) => true,
+            Err(error) => {
+                tracing::warn!(%error, "the table could not be renewed; it is written again");
+                self.metrics.failed("firewall");
+                false
+            }
+        }
+    }
+
+    async fn outside(&self) -> Result<Outside, Trouble> {
+        let own: BTreeSet<IpAddr> = self.config.pod_ips.iter().copied().collect();
+        let underlay = underlay::read(&own, &self.config.interface).await;
+        let underlay = underlay.map_err(|error| Trouble::new("network", error))?;
+        Ok(Outside {
+            // Whatever family sandboxes dial, it fits.
+            mtu: (underlay.mtu - mtu::overhead(prefixes::Family::V6)).max(mtu::MINIMUM),
+            addresses: underlay.addresses.into_keys().chain(own).collect(),
+        })
+    }
+
+    fn inputs(&self, world: &World, outside: &Outside) -> Inputs {
+        let config = &self.config;
+        let own = outside.addresses.iter().copied().map(IpNet::from);
+        let server = self.api_server.map(IpNet::from);
+        Inputs {
+            settings: Settings {
+                interface: config.interface.clone(),
+                listen_port: config.port,
+                admin_port: config.listen.port(),
+                addresses: config.addresses.clone(),
+                endpoint_networks: config.endpoint_networks.clone(),
+                reserved: own.chain(server).chain(config.gateway_cidrs.iter().copied()).collect(),
+                serves: config.serves.clone(),
+                new_connections: config.sandbox_new_flows,
+                connections: config.sandbox_connections,
+            },
+            accesses: world.accesses(),
+            services: world.services(&config.gateway.namespace),
+        }
+    }
+
+    /// Where it cannot be written, nobody is let in by what stands.
+    async fn write_table(&mut self, compiled: &Compiled) -> Result<(), Trouble> {
+        match self.keeper.converge(&compiled.table).await {
+            Ok(changes) => {
+                if changes > 0 {
+                    self.metrics.applied("firewall", changes);
+                    tracing::info!(
+                        sandboxes = compiled.served.len(),
+                        grants = compiled.table.open(),
+                        "firewall table written"
+                    );
+                }
+                Ok(())
+            }
+            Err(error) => {
+                if let Err(trouble) = self.ensure_peers(&Peers::new()) {
+                    tracing::error!(
+                        error = trouble.message,
+                        "the peers could not be removed from the device"
+                    );
+                }
+                Err(Trouble::new(
+                    "firewall",
+                    format!("{error}; until it is written, no sandbox has a peer here"),
+                ))
+            }
+        }
+    }
+
+    fn ensure_device(&mut self, mtu: u16) -> Result<(), Trouble> {
+        let trouble = |error: device::DeviceError| Trouble::new("device", error);
+        let configuration = Configuration {
+            private_key: self.key.secret().clone(),
+            listen_port: self.config.port,
+            fwmark: 0,
+            mtu,
+        };
+        if let Some(device) = &mut self.device {
+            match device.observe() {
+                Ok(observed) => {
+                    device.mend(&observed.altered).map_err(trouble)?;
+                    return device.configure(&configuration).map_err(trouble);
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "the device is made again");
+                    self.metrics.repaired("device", 1);
+                    self.device = None;
+                }
+            }
+        }
+        let name = self.config.interface.as_str();
+        let (device, why) =
+            device::open(self.config.backend, name, &configuration, Options::default()).map_err(trouble)?;
+        tracing::info!(interface = name, backend = device.backend(), why, mtu, "device opened");
+        self.device = Some(device);
+        Ok(())
+    }
+
+    async fn ensure_routes(&mut self, compiled: &Compiled) -> Result<(), Trouble> {
+        let routes = Routes {
+            // The rules that lead to the mesh's table are all this pod needs of them.
+            ..desired(&Plan {
+                addresses: self.config.addresses.clone(),
+                peers: compiled.routes.clone(),
+                mesh: compiled.routes.clone(),
+                ..Plan::default()
+            })
+        };
+        let pass = route::converge(&mut self.routing, &routes).await;
+        let pass = pass.map_err(|error| Trouble::new("routes", error))?;
+        self.metrics.applied("routes", pass.done.len());
+        match pass.failed.first() {
+            Some(error) => Err(Trouble::new("routes", error)),
+            None => Ok(()),
+        }
+    }
+
+    fn ensure_peers(&mut self, peers: &Peers) -> Result<(), Trouble> {
+        let trouble = |error: device::DeviceError| Trouble::new("device", error);
+        let Some(device) = &mut self.device else { return Ok(()) };
+        let observed = device.observe().map_err(trouble)?;
+        if let Some(changes) = diff(&observed.peers, peers) {
+            device.apply(&changes).map_err(trouble)?;
+            self.metrics.applied("device", changes.len());
+            for change in &changes {
+                tracing::info!("{change}");
+            }
+        }
+        Ok(())
+    }
+
+    /// Metrics, `/debug/state` and the status of the SandboxGateway.
+    fn tell(&mut self, world: &World, compiled: &Compiled, outside: &Outside, troubles: &mut Vec<Trouble>) {
+        let mut reasons: BTreeMap<String, i64> = BTreeMap::new();
+        for refused in &compiled.refused {
+            *reasons.entry(refused.reason.as_str().to_owned()).or_default() += 1;
+        }
+        self.metrics.refused(&reasons);
+        let refused: BTreeSet<String> = compiled.refused.iter().map(ToString::to_string).collect();
+        self.dump.set("refused", json!(refused));
+        self.said.set(refused);
+        self.dump.set("firewall", json!(self.keeper.text()));
+        let endpoints = match world.own() {
+            Ok(own) => self.endpoints(&own, outside),
+            Err(why) => {
+                // There is nowhere to say anything.
+                troubles.push(Trouble::new("object", why));
+                return;
+            }
+        };
+        let applied = world.applied().filter(|access| compiled.served.contains(&access.name));
+        let first = compiled.refused.iter().take(SHOWN).map(|refused| RefusedAccess {
+            name: refused.access.clone(),
+            field: refused.field.clone(),
+            reason: refused.reason.as_str().to_owned(),
+            message: refused.message.chars().take(MESSAGE).collect(),
+        });
+        let messages: Vec<&str> = troubles.iter().map(|trouble| &*trouble.message).collect();
+        let status = SandboxGatewayStatus {
+            public_key: self.key.public().to_string(),
+            wireguard_ips: self.config.addresses.iter().map(ToString::to_string).collect(),
+            endpoints: endpoints.iter().map(ToString::to_string).collect(),
+            pod_uid: self.config.pod_uid.clone(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            backend: self
+                .device
+                .as_ref()
+                .map_or_else(String::new, |device| device.backend().to_owned()),
+            sandboxes: u32::try_from(compiled.served.len()).unwrap_or(u32::MAX),
+            grants: u32::try_from(compiled.table.open()).unwrap_or(u32::MAX),
+            applied: applied.collect::<Vec<AppliedAccess>>(),
+            refused: first.collect(),
+            message: messages.join("; ").chars().take(4 * MESSAGE).collect(),
+        };
+        self.dump.set("gateway", json!(status));
+        self.publish.send_if_modified(|published| {
+            let changed = *published != status;
+            *published = status;
+            changed
+        });
+    }
+
+    /// Where sandboxes find this pod, best first: the pod itself, what its object names, its node.
+    fn endpoints(&self, own: &OwnSeen, outside: &Outside) -> Vec<SocketAddr> {
+        let pod = outside.addresses.iter().filter(|ip| self.config.pod_ips.contains(ip));
+        let pod = pod.map(|ip| SocketAddr::new(*ip, self.config.port));
+        let node = own.node_port.into_iter().flat_map(|port| {
+            let nodes = self.config.node_ips.iter();
+            nodes.map(move |ip| SocketAddr::new(*ip, port))
+        });
+        pod.chain(own.endpoints.iter().copied()).chain(node).collect()
+    }
+}

@@ -1,0 +1,277 @@
+//! What counts of each object: SandboxAccess, SandboxGateway, Service and EndpointSlice as plain values. What does not parse is
+//! told in words.
+
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+};
+
+use clustermesh_agent_core::{
+    gateway::{Access, Endpoint, Granted, Node},
+    policy::Protocol,
+};
+use clustermesh_api::{
+    mesh,
+    names::{LABEL_HUB, LABEL_MANAGED_BY, LABEL_SERVICE_NAME, LABEL_SLICE_MANAGED_BY, MANAGED_BY},
+    sandbox::{AppliedAccess, SandboxAccess, SandboxGateway},
+};
+use clustermesh_core::{key::PublicKey, mesh::ObjectName};
+use ipnet::IpNet;
+use k8s_openapi::api::{core::v1, discovery::v1::EndpointSlice};
+use kube::{ResourceExt, api::DynamicObject};
+
+/// A SandboxAccess.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct AccessSeen {
+    pub(super) access: Access,
+    pub(super) state: AppliedAccess,
+    /// Why nothing of it can be read.
+    pub(super) problem: Option<String>,
+}
+
+impl AccessSeen {
+    /// An object of a newer version of its CRD may hold what is not known here: then it grants nothing.
+    pub(super) fn new(object: DynamicObject) -> Self {
+        let mut seen = Self {
+            access: Access {
+                name: object.name_any(),
+                created: object.creation_timestamp().map_or(i64::MAX, |time| time.0.as_second()),
+                ..Access::default()
+            },
+            state: AppliedAccess {
+                name: object.name_any(),
+                uid: object.uid().unwrap_or_default(),
+                generation: object.metadata.generation.unwrap_or_default(),
+            },
+            problem: None,
+        };
+        match object.try_parse::<SandboxAccess>() {
+            Ok(object) => read(object, &mut seen.access),
+            Err(error) => seen.problem = Some(format!("is not what the SandboxAccess CRD describes: {error}")),
+        }
+        seen
+    }
+}
+
+fn read(object: SandboxAccess, access: &mut Access) {
+    let hub = object.labels().get(LABEL_HUB).cloned().unwrap_or_default();
+    let spec = object.spec;
+    access.identity = if spec.sandbox_id.is_empty() {
+        access.name.clone()
+    } else {
+        format!("{hub}/{}", spec.sandbox_id)
+    };
+    access.sandbox = spec.sandbox;
+    access.networks = spec.networks.iter().map(|text| network(text)).collect();
+    let nodes = spec.nodes.iter().map(|node| Node {
+        public_key: node.public_key.parse::<PublicKey>().map_err(|error| error.to_string()),
+        addresses: node.wireguard_ips.iter().map(|text| address(text)).collect(),
+    });
+    access.nodes = nodes.collect();
+    let grants = spec.grants.into_iter().map(|grant| Granted {
+        service: ObjectName {
+            namespace: grant.service.namespace,
+            name: grant.service.name,
+        },
+        port: grant.port,
+        protocol: match grant.protocol {
+            mesh::Protocol::Tcp => Protocol::Tcp,
+            mesh::Protocol::Udp => Protocol::Udp,
+            mesh::Protocol::Sctp => Protocol::Sctp,
+        },
+        gateway_port: grant.gateway_port,
+    });
+    access.grants = grants.collect();
+    access.new_connections = spec.new_connections_per_second;
+}
+
+fn network(text: &str) -> Result<IpNet, String> {
+    let wrong = || format!("{text:?} is not a network: write an address and a prefix length, such as 100.80.16.0/20");
+    let network: IpNet = text.parse().map_err(|_| wrong())?;
+    if network != network.trunc() {
+        return Err(format!("{text} has host bits: write {}", network.trunc()));
+    }
+    Ok(network)
+}
+
+fn address(text: &str) -> Result<IpAddr, String> {
+    let wrong = |_| format!("{text:?} is not an address: write it without a prefix length, such as 100.80.16.1");
+    text.parse::<IpAddr>().map(|ip| ip.to_canonical()).map_err(wrong)
+}
+
+/// What an operator says of this gateway.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct OwnSeen {
+    pub(super) endpoints: Vec<SocketAddr>,
+    pub(super) node_port: Option<u16>,
+}
+
+impl OwnSeen {
+    pub(super) fn new(object: SandboxGateway) -> Self {
+        Self {
+            // The CRD lets nothing else through but ports above 65535.
+            endpoints: object
+                .spec
+                .endpoints
+                .iter()
+                .filter_map(|text| text.parse().ok())
+                .collect(),
+            node_port: object.spec.node_port,
+        }
+    }
+}
+
+/// A Service.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ServiceSeen {
+    pub(super) selector: bool,
+    pub(super) external_name: bool,
+    pub(super) mirror: bool,
+    pub(super) sticky: bool,
+    pub(super) ports: BTreeSet<(Protocol, String)>,
+}
+
+impl ServiceSeen {
+    pub(super) fn new(object: v1::Service) -> Self {
+        let mirror = object
+            .labels()
+            .get(LABEL_MANAGED_BY)
+            .is_some_and(|value| value == MANAGED_BY);
+        let spec = object.spec.unwrap_or_default();
+        let ports = spec.ports.iter().flatten();
+        let ports = ports.filter_map(|port| {
+            Some((
+                protocol(port.protocol.as_deref())?,
+                port.name.clone().unwrap_or_default(),
+            ))
+        });
+        Self {
+            selector: spec.selector.is_some_and(|labels| !labels.is_empty()),
+            external_name: spec.type_.as_deref() == Some("ExternalName"),
+            mirror,
+            sticky: spec.session_affinity.as_deref() == Some("ClientIP"),
+            ports: ports.collect(),
+        }
+    }
+}
+
+fn protocol(text: Option<&str>) -> Option<Protocol> {
+    match text {
+        None | Some("TCP") => Some(Protocol::Tcp),
+        Some("UDP") => Some(Protocol::Udp),
+        Some("SCTP") => Some(Protocol::Sctp),
+        Some(_) => None,
+    }
+}
+
+/// An EndpointSlice.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct SliceSeen {
+    /// Name of its Service.
+    pub(super) service: String,
+    pub(super) endpoints: BTreeSet<Endpoint>,
+}
+
+impl SliceSeen {
+    /// The first address of an endpoint counts, as for kube-proxy. Of a slice of ours, nothing.
+    pub(super) fn new(object: EndpointSlice) -> Self {
+        let labels = object.metadata.labels.clone().unwrap_or_default();
+        let ours = |label: &str| labels.get(label).is_some_and(|value| value == MANAGED_BY);
+        let mut endpoints = BTreeSet::new();
+        if !ours(LABEL_MANAGED_BY) && !ours(LABEL_SLICE_MANAGED_BY) {
+            let ports = object.ports.iter().flatten().filter_map(|port| {
+                let number = u16::try_from(port.port?).ok().filter(|number| *number > 0)?;
+                Some((
+                    protocol(port.protocol.as_deref())?,
+                    port.name.clone().unwrap_or_default(),
+                    number,
+                ))
+            });
+            for (protocol, port_name, port) in ports {
+                endpoints.extend(object.endpoints.iter().flatten().filter_map(|endpoint| {
+                    let conditions = endpoint.conditions.clone().unwrap_or_default();
+                    let ready = conditions.ready.unwrap_or(true);
+                    Some(Endpoint {
+                        protocol,
+                        port_name: port_name.clone(),
+                        address: endpoint.addresses.first()?.parse().ok()?,
+                        port,
+                        ready,
+                        serving: conditions.serving.unwrap_or(ready),
+                    })
+                }));
+            }
+        }
+        Self {
+            service: labels.get(LABEL_SERVICE_NAME).cloned().unwrap_or_default(),
+            endpoints,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn access_that_does_not_parse_grants_nothing_and_says_so() {
+        let object = |spec| {
+            serde_json::from_value(json!({
+                "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxAccess",
+                "metadata": {"name": "m--s", "uid": "u", "generation": 3}, "spec": spec,
+            }))
+        };
+        let seen = AccessSeen::new(object(json!({"sandbox": 7})).unwrap());
+        assert!(
+            seen.problem
+                .unwrap()
+                .starts_with("is not what the SandboxAccess CRD describes")
+        );
+        assert_eq!((seen.access.networks, seen.state.generation), (Vec::new(), 3));
+        let odd = json!({"sandbox": "s", "networks": ["100.80.0.1/20", "x"], "nodes": [{"publicKey": "k", "wireguardIPs": ["y"]}]});
+        let access = AccessSeen::new(object(odd).unwrap()).access;
+        assert_eq!(
+            access.networks[0],
+            Err("100.80.0.1/20 has host bits: write 100.80.0.0/20".to_owned())
+        );
+        assert!(
+            access.networks[1].is_err() && access.nodes[0].public_key.is_err() && access.nodes[0].addresses[0].is_err()
+        );
+    }
+
+    #[test]
+    fn endpoints_are_those_that_kube_proxy_would_take() {
+        let slice = |labels, conditions| {
+            let object = json!({
+                "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+                "metadata": {"name": "db-1", "labels": labels}, "ports": [{"name": "sql", "port": 5432}, {"name": "none"}],
+                "endpoints": [{"addresses": ["10.1.0.5", "10.1.0.6"], "conditions": conditions}, {"addresses": []}],
+            });
+            SliceSeen::new(serde_json::from_value(object).unwrap())
+        };
+        let plain = json!({LABEL_SERVICE_NAME: "db"});
+        let of = |seen: SliceSeen| {
+            seen.endpoints
+                .into_iter()
+                .map(|e| (e.address.to_string(), e.ready, e.serving))
+                .collect::<Vec<_>>()
+        };
+        let seen = slice(plain.clone(), json!({}));
+        assert_eq!(seen.service, "db");
+        assert_eq!(of(seen), [("10.1.0.5".to_owned(), true, true)]);
+        let ending = slice(
+            plain.clone(),
+            json!({"ready": false, "serving": true, "terminating": true}),
+        );
+        assert_eq!(of(ending), [("10.1.0.5".to_owned(), false, true)]);
+        let gone = slice(plain, json!({"ready": false}));
+        assert_eq!(of(gone), [("10.1.0.5".to_owned(), false, false)]);
+        let ours = slice(
+            json!({LABEL_SERVICE_NAME: "db", LABEL_MANAGED_BY: MANAGED_BY}),
+            json!({}),
+        );
+        assert_eq!(of(ours), []);
+    }
+}

@@ -1,0 +1,540 @@
+//! A gateway of sandboxes with a real API server: two sandboxes reach what is granted to them, through a pod that has no more
+//! rights than deploy/gateway.yaml gives it, and nothing else, whatever changes. Needs root.
+
+mod attacker;
+mod gateway;
+mod netns;
+
+use std::{collections::BTreeSet, time::Duration};
+
+use clustermesh_lab::wait_until;
+use gateway::{Call, DB, GATEWAY, NAME, NAMESPACE, OTHER, POD, SOON, Stage, Stream, TCP, at, grant, ip};
+use kube::{
+    Api,
+    api::{ListParams, Patch, PatchParams},
+};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::{Value, json};
+
+/// Ports of the gateway.
+const SQL: u16 = 20001;
+const LOG: u16 = 20002;
+
+#[tokio::test]
+async fn a_sandbox_reaches_what_is_granted_through_a_gateway_and_nothing_else() {
+    let stage = Stage::start().await;
+    let mut gateway = stage.gateway(&["--grant-timeout=20s"]);
+    a_gateway_tells_where_it_is(&stage).await;
+    nothing_is_served_of_a_namespace_that_does_not_let_it(&stage).await;
+    what_is_granted_is_reached_in_both_families(&stage).await;
+    no_connection_has_the_tunnels_port(&stage).await;
+    nothing_else_is_reached(&stage);
+    endpoints_are_followed(&stage).await;
+    connections_to_an_endpoint_that_ends_stand_until_it_is_gone(&stage).await;
+    a_grant_without_a_ready_endpoint_refuses(&stage).await;
+    each_sandbox_has_its_own_grants(&stage).await;
+    a_port_that_gets_another_grant_serves_no_old_connection(&stage).await;
+    a_stream_that_nobody_answers_does_not_outlive_its_grant(&stage).await;
+    a_revoked_grant_ends_at_once(&stage).await;
+    what_is_wrong_costs_that_part_alone(&stage).await;
+    a_stolen_token_opens_nothing(&stage).await;
+    a_container_that_starts_again_is_the_same_gateway(&stage, &mut gateway).await;
+    without_an_api_server_grants_stand_for_their_timeout(&stage).await;
+    a_gateway_that_ends_says_so_first(&stage, &mut gateway).await;
+}
+
+async fn a_gateway_tells_where_it_is(stage: &Stage) {
+    let status = stage
+        .says("the gateway to publish its key", |status| {
+            status["publicKey"].is_string()
+        })
+        .await;
+    assert_eq!(status["wireguardIPs"], json!(GATEWAY));
+    let [v4, v6] = POD;
+    // The object of deploy/gateway.yaml names the hostPort.
+    assert_eq!(
+        status["endpoints"],
+        json!([format!("{v4}:51820"), format!("[{v6}]:51820"), "172.30.1.11:51821"])
+    );
+    assert_eq!(status["backend"], "userspace");
+    let key = status["publicKey"].as_str().expect("a key").parse().expect("a key");
+    for sandbox in &stage.sandboxes {
+        sandbox.tunnel.dial(key, at("172.30.1.11", 31820));
+    }
+    wait_until("the gateway to be ready", SOON, async || match stage.ready() {
+        (code, _) if code == "200" => Ok(()),
+        other => Err(format!("{other:?}")),
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+async fn nothing_is_served_of_a_namespace_that_does_not_let_it(stage: &Stage) {
+    let [a, _] = &stage.sandboxes;
+    let grants = [grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)];
+    stage.grants("m--a", a.access(&grants)).await;
+    let status = stage.says("the namespace to be refused", |status| {
+        status["refused"][0]["reason"] == "ServiceUnknown"
+            && status["refused"][0]["message"].to_string().contains("may not read")
+    });
+    let remedy = "kubectl create rolebinding clustermesh-gateway --namespace team --clusterrole=clustermesh-gateway-reads \
+                  --serviceaccount=clustermesh-gateway:clustermesh-gateway";
+    let message = status.await["refused"][0]["message"].to_string();
+    assert!(message.contains(remedy), "{message}");
+    assert_eq!(a.call(at(GATEWAY[0], SQL)), None);
+    let words: Vec<&str> = remedy.split_whitespace().skip(1).collect();
+    stage.cluster().kubectl(words).await.expect("bind the role");
+    stage.in_force("m--a", a.access(&grants)).await;
+}
+
+async fn what_is_granted_is_reached_in_both_families(stage: &Stage) {
+    let [a, _] = &stage.sandboxes;
+    for (gateway, pod) in GATEWAY.into_iter().zip(POD) {
+        a.hears(at(gateway, SQL), "db").await;
+        // Pods see the gateway.
+        let seen = Some(format!("db {pod}"));
+        assert_eq!(a.call(at(gateway, SQL)), seen);
+        assert_eq!(a.datagram(at(gateway, LOG)), seen);
+    }
+}
+
+/// A source port of the tunnel's own: the answer would find the tunnel.
+async fn no_connection_has_the_tunnels_port(stage: &Stage) {
+    let [a, _] = &stage.sandboxes;
+    let db = &stage.pods[0];
+    db.nft(
+        "table inet ports { chain in { type filter hook input priority filter; policy accept;
+             udp dport 5000 udp sport 51820 counter
+             udp dport 5000 counter
+         }\n }\n",
+    );
+    let raw = attacker::Raw::open(&a.ns, &a.tunnel.interface);
+    wait_until("the pod to get a datagram", SOON, async || {
+        for (from, to) in a.addresses.map(ip).into_iter().zip(GATEWAY.map(ip)) {
+            raw.send(to, &attacker::packets::udp(from, to, (51820, LOG)))
+                .map_err(|error| error.to_string())?;
+        }
+        let counters = db.run("nft", &["list", "chain", "inet", "ports", "in"]);
+        if counters.matches("counter packets 0 ").count() < 2 {
+            Ok(())
+        } else {
+            Err(counters)
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    let counters = db.run("nft", &["list", "chain", "inet", "ports", "in"]);
+    assert!(
+        counters.contains("udp sport 51820 udp dport 5000 counter packets 0 "),
+        "{counters}"
+    );
+}
+
+fn nothing_else_is_reached(stage: &Stage) {
+    let [a, b] = &stage.sandboxes;
+    let closed = [
+        (GATEWAY[0], LOG),
+        (GATEWAY[1], LOG),
+        (GATEWAY[0], 9587),
+        (GATEWAY[1], 9587),
+        (POD[0], 9587),
+        (DB[0], TCP),
+        (DB[1], TCP),
+        (OTHER[0], TCP),
+        // Open at the gateway, and served by these pods.
+        (DB[0], SQL),
+        (DB[1], SQL),
+        (OTHER[1], SQL),
+        ("10.10.1.1", 22),
+    ];
+    for (address, port) in closed {
+        assert_eq!(a.call(at(address, port)), None, "{address} {port}");
+    }
+    assert_eq!(a.datagram(at(GATEWAY[0], SQL)), None);
+    assert!(!a.ns.pings(GATEWAY[0]) && !a.ns.pings(DB[0]));
+    // Nobody calls a sandbox, and one sandbox is nothing to another, which has no grant at all.
+    let listener =
+        a.ns.enter(|| std::net::TcpListener::bind((ip(a.addresses[0]), 7000)))
+            .expect("listen");
+    let to = listener.local_addr().expect("an address");
+    for ns in [&stage.pods[0], &stage.pod, &stage.node] {
+        assert!(Call::open(ns, to).is_none(), "from {}", ns.name);
+    }
+    assert_eq!(b.call(to), None);
+    assert_eq!(b.call(at(GATEWAY[0], SQL)), None);
+}
+
+async fn endpoints_are_followed(stage: &Stage) {
+    let [a, _] = &stage.sandboxes;
+    let stream = Stream::open(&a.ns, at(GATEWAY[0], LOG));
+    assert!(stream.ask().is_some_and(|answer| answer.starts_with("db")));
+    stage.slices("db", &[OTHER]).await;
+    a.hears(at(GATEWAY[0], SQL), "other").await;
+    // A stream of datagrams would keep the endpoint that is gone.
+    wait_until("the stream to find the other endpoint", SOON, async || {
+        match stream.ask() {
+            Some(answer) if answer.starts_with("other") => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    // New connections are spread over all of them.
+    stage.slices("db", &[DB, OTHER]).await;
+    let mut seen = BTreeSet::new();
+    wait_until("both endpoints to answer", SOON, async || {
+        seen.extend(a.call(at(GATEWAY[1], SQL)));
+        if seen.len() == 2 {
+            Ok(())
+        } else {
+            Err(format!("{seen:?}"))
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    stage
+        .service("db", json!({"selector": {"app": "db"}, "sessionAffinity": "ClientIP"}))
+        .await;
+    wait_until("one endpoint alone to answer", SOON, async || {
+        let all: BTreeSet<_> = (0..12).filter_map(|_| a.call(at(GATEWAY[0], SQL))).collect();
+        if all.len() == 1 {
+            Ok(())
+        } else {
+            Err(format!("{all:?}"))
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    stage
+        .service("db", json!({"selector": {"app": "db"}, "sessionAffinity": "None"}))
+        .await;
+    stage.slices("db", &[DB]).await;
+    a.hears(at(GATEWAY[0], SQL), "db").await;
+}
+
+async fn connections_to_an_endpoint_that_ends_stand_until_it_is_gone(stage: &Stage) {
+    let [a, _] = &stage.sandboxes;
+    wait_until("db to answer alone", SOON, async || match a.call(at(GATEWAY[0], SQL)) {
+        Some(answer) if answer.starts_with("db") => Ok(()),
+        other => Err(format!("{other:?}")),
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+    assert!(call.ask().is_some_and(|answer| answer.starts_with("db")));
+    let ready = json!({"ready": true, "serving": true, "terminating": false});
+    let ends = json!({"ready": false, "serving": true, "terminating": true});
+    stage.slices_with("db", &[(DB, ends), (OTHER, ready)]).await;
+    a.hears(at(GATEWAY[0], SQL), "other").await;
+    assert!(
+        call.ask().is_some_and(|answer| answer.starts_with("db")),
+        "the old connection"
+    );
+    stage.slices("db", &[OTHER]).await;
+    wait_until("the old connection to end", SOON, async || match call.ask() {
+        None => Ok(()),
+        other => Err(format!("{other:?}")),
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    assert!(
+        a.call(at(GATEWAY[0], SQL))
+            .is_some_and(|answer| answer.starts_with("other"))
+    );
+    stage.slices("db", &[DB]).await;
+    a.hears(at(GATEWAY[0], SQL), "db").await;
+}
+
+async fn a_grant_without_a_ready_endpoint_refuses(stage: &Stage) {
+    let [a, _] = &stage.sandboxes;
+    let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+    assert!(call.ask().is_some());
+    stage.slices("db", &[]).await;
+    wait_until("connections to be refused", SOON, async || {
+        let connect = || std::net::TcpStream::connect_timeout(&at(GATEWAY[0], SQL), Duration::from_secs(1));
+        match a.ns.enter(connect).map_err(|error| error.kind()) {
+            Err(std::io::ErrorKind::ConnectionRefused) => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    for (address, port) in [(DB[0], SQL), (DB[1], SQL), (DB[0], LOG), (DB[0], TCP)] {
+        assert_eq!(
+            (a.call(at(address, port)), a.datagram(at(address, port))),
+            (None, None),
+            "{address} {port}"
+        );
+    }
+    assert_eq!(call.ask(), None);
+    stage.slices("db", &[DB]).await;
+    a.hears(at(GATEWAY[0], SQL), "db").await;
+}
+
+async fn a_stream_that_nobody_answers_does_not_outlive_its_grant(stage: &Stage) {
+    let [a, _] = &stage.sandboxes;
+    let heard = || stage.heard.load(std::sync::atomic::Ordering::Acquire);
+    let granted = |port| [grant("db", "sql", "TCP", SQL), grant("db", port, "UDP", LOG)];
+    stage.in_force("m--a", a.access(&granted("mute"))).await;
+    let stream = Stream::open(&a.ns, at(GATEWAY[0], LOG));
+    let before = heard();
+    wait_until("the pod to get datagrams", SOON, async || {
+        stream.send();
+        if heard() > before {
+            Ok(())
+        } else {
+            Err("none".to_owned())
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    // The same port of the gateway, the same pod, another port there: what goes on is not to reach the old one.
+    stage.in_force("m--a", a.access(&granted("log"))).await;
+    let before = heard();
+    wait_until("the stream to find the new endpoint", SOON, async || {
+        match stream.ask() {
+            Some(answer) if answer.starts_with("db") => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(heard(), before);
+}
+
+async fn each_sandbox_has_its_own_grants(stage: &Stage) {
+    let [a, b] = &stage.sandboxes;
+    // The same port of the gateway, for another Service.
+    stage
+        .in_force("m--b", b.access(&[grant("web", "sql", "TCP", SQL)]))
+        .await;
+    b.hears(at(GATEWAY[0], SQL), "other").await;
+    assert!(
+        a.call(at(GATEWAY[0], SQL))
+            .is_some_and(|answer| answer.starts_with("db"))
+    );
+    assert_eq!(b.datagram(at(GATEWAY[0], LOG)), None);
+}
+
+async fn a_port_that_gets_another_grant_serves_no_old_connection(stage: &Stage) {
+    let [a, _] = &stage.sandboxes;
+    let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+    assert!(call.ask().is_some_and(|answer| answer.starts_with("db")));
+    stage
+        .in_force(
+            "m--a",
+            a.access(&[grant("web", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)]),
+        )
+        .await;
+    a.hears(at(GATEWAY[0], SQL), "other").await;
+    assert_eq!(call.ask(), None, "the old connection");
+}
+
+async fn a_revoked_grant_ends_at_once(stage: &Stage) {
+    let [a, b] = &stage.sandboxes;
+    let stream = Stream::open(&a.ns, at(GATEWAY[0], LOG));
+    assert!(stream.ask().is_some());
+    let mut call = Call::open(&a.ns, at(GATEWAY[1], SQL)).expect("a connection");
+    assert!(call.ask().is_some());
+    stage.in_force("m--a", a.access(&[])).await;
+    assert_eq!((stream.ask(), call.ask()), (None, None));
+    assert_eq!(a.call(at(GATEWAY[0], SQL)), None);
+    assert!(b.call(at(GATEWAY[0], SQL)).is_some());
+    // Whose nodes go has no peer any more.
+    let mut spec = b.access(&[grant("web", "sql", "TCP", SQL)]);
+    spec["nodes"] = json!([]);
+    stage.in_force("m--b", spec).await;
+    assert_eq!(b.call(at(GATEWAY[0], SQL)), None);
+    stage
+        .in_force("m--b", b.access(&[grant("web", "sql", "TCP", SQL)]))
+        .await;
+    stage
+        .in_force(
+            "m--a",
+            a.access(&[grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)]),
+        )
+        .await;
+    b.tunnel.knock();
+    b.hears(at(GATEWAY[0], SQL), "other").await;
+    a.hears(at(GATEWAY[0], SQL), "db").await;
+}
+
+async fn what_is_wrong_costs_that_part_alone(stage: &Stage) {
+    let [a, _] = &stage.sandboxes;
+    stage.service("by-hand", json!({})).await;
+    stage
+        .service("elsewhere", json!({"selector": {"app": "elsewhere"}}))
+        .await;
+    stage.slices("elsewhere", &[["192.0.2.7", "2001:db8::7"]]).await;
+    let mut spec = a.access(&[
+        grant("db", "sql", "TCP", SQL),
+        grant("by-hand", "sql", "TCP", 20003),
+        grant("elsewhere", "sql", "TCP", 20004),
+        grant("none", "sql", "TCP", 20005),
+        grant("db", "no-such-port", "TCP", 20006),
+        json!({"service": {"namespace": "default", "name": "kubernetes"}, "port": "https", "gatewayPort": 20007}),
+    ]);
+    spec["networks"] = json!([a.networks[0], a.networks[1], "100.80.16.128/25", "10.10.0.0/24"]);
+    let other = json!({"name": "copied", "publicKey": clustermesh_core_key(&stage.sandboxes[1]), "wireguardIPs": ["100.80.0.9"]});
+    let outside = json!({"name": "outside", "publicKey": key(91), "wireguardIPs": ["100.80.32.1", a.addresses[0]]});
+    let bad = json!({"name": "bad", "publicKey": "A".repeat(44), "wireguardIPs": ["100.80.0.10"]});
+    for node in [other, outside, bad] {
+        spec["nodes"].as_array_mut().expect("nodes").push(node);
+    }
+    stage.in_force("m--a", spec).await;
+    let status = stage
+        .says("all to be refused", |status| {
+            status["refused"].as_array().is_some_and(|all| all.len() >= 11)
+        })
+        .await;
+    let refused: BTreeSet<(String, String)> = (status["refused"].as_array().into_iter().flatten())
+        .map(|part| (part["field"].to_string(), part["reason"].to_string()))
+        .map(|(field, reason)| (field.trim_matches('"').to_owned(), reason.trim_matches('"').to_owned()))
+        .collect();
+    let expected = [
+        ("spec.grants[1].service", "ServiceNotServed"),
+        ("spec.grants[2].service", "EndpointForbidden"),
+        ("spec.grants[3].service", "ServiceMissing"),
+        ("spec.grants[4].service", "ServiceMissing"),
+        ("spec.grants[5].service", "ServiceNotServed"),
+        // The older SandboxAccess keeps what it has: m--a is older than m--b, so that one loses its network and its node.
+        ("spec.networks[3]", "NetworkInvalid"),
+        ("spec.nodes[2].wireguardIPs[0]", "AddressInvalid"),
+        ("spec.nodes[2].wireguardIPs[1]", "AddressDuplicate"),
+        ("spec.nodes[3].publicKey", "PublicKeyInvalid"),
+        ("spec.networks[0]", "NetworkOverlap"),
+        ("spec.nodes[0].publicKey", "PublicKeyDuplicate"),
+    ];
+    let expected: BTreeSet<_> = expected
+        .map(|(field, reason)| (field.to_owned(), reason.to_owned()))
+        .into();
+    assert_eq!(refused, expected);
+    assert!(
+        a.call(at(GATEWAY[0], SQL))
+            .is_some_and(|answer| answer.starts_with("db"))
+    );
+    assert_eq!(a.call(at(GATEWAY[0], 20004)), None);
+    stage
+        .in_force(
+            "m--a",
+            a.access(&[grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)]),
+        )
+        .await;
+    stage
+        .says("nothing to be refused", |status| status["refused"].is_null())
+        .await;
+}
+
+fn clustermesh_core_key(of: &gateway::Sandbox) -> String {
+    attacker::public(&of.key).to_string()
+}
+
+fn key(number: u8) -> String {
+    attacker::public(&x25519_dalek::StaticSecret::from([number; 32])).to_string()
+}
+
+async fn a_stolen_token_opens_nothing(stage: &Stage) {
+    let thief = stage.as_gateway().await;
+    let resource = kube::discovery::ApiResource::from_gvk_with_plural(
+        &kube::api::GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "SandboxGateway"),
+        "sandboxgateways",
+    );
+    let gateways: Api<kube::api::DynamicObject> = Api::namespaced_with(thief.clone(), NAMESPACE, &resource);
+    let lie = Patch::Merge(json!({"status": {"publicKey": key(99)}}));
+    let refused = gateways
+        .patch_status("clustermesh-gateway-1", &PatchParams::default(), &lie)
+        .await;
+    let refused = refused.expect_err("the other gateway's status").to_string();
+    assert!(
+        refused.contains("only the pod clustermesh-gateway/clustermesh-gateway-1 writes the status"),
+        "{refused}"
+    );
+    let object = gateways
+        .patch(
+            NAME,
+            &PatchParams::default(),
+            &Patch::Merge(json!({"spec": {"nodePort": 1}})),
+        )
+        .await;
+    assert!(object.is_err(), "its own spec");
+    let secrets: Api<k8s_openapi::api::core::v1::Secret> = Api::namespaced(thief.clone(), NAMESPACE);
+    assert!(secrets.list(&ListParams::default()).await.is_err(), "Secrets");
+    let pods: Api<k8s_openapi::api::core::v1::Pod> = Api::namespaced(thief.clone(), NAMESPACE);
+    assert!(pods.list(&ListParams::default()).await.is_err(), "Pods");
+    let elsewhere: Api<k8s_openapi::api::core::v1::Service> = Api::namespaced(thief.clone(), "default");
+    assert!(
+        elsewhere.list(&ListParams::default()).await.is_err(),
+        "Services that nobody let it read"
+    );
+    let access = kube::discovery::ApiResource::from_gvk_with_plural(
+        &kube::api::GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "SandboxAccess"),
+        "sandboxaccesses",
+    );
+    let accesses: Api<kube::api::DynamicObject> = Api::all_with(thief, &access);
+    let wider = Patch::Merge(json!({"spec": {"grants": []}}));
+    assert!(
+        accesses.patch("m--a", &PatchParams::default(), &wider).await.is_err(),
+        "a SandboxAccess"
+    );
+}
+
+async fn a_container_that_starts_again_is_the_same_gateway(stage: &Stage, gateway: &mut gateway::Gateway) {
+    let [a, _] = &stage.sandboxes;
+    let before = stage.status().await;
+    kill(Pid::from_raw(gateway.running.pid().cast_signed()), Signal::SIGKILL).expect("kill the gateway");
+    gateway.running.wait(SOON);
+    // While no process renews or answers, packets are dropped.
+    assert_eq!(a.call(at(GATEWAY[0], SQL)), None);
+    *gateway = stage.gateway(&["--grant-timeout=20s"]);
+    a.hears(at(GATEWAY[0], SQL), "db").await;
+    let same = |status: &Value| {
+        [
+            status["publicKey"].clone(),
+            status["wireguardIPs"].clone(),
+            status["endpoints"].clone(),
+        ]
+    };
+    assert_eq!(same(&stage.status().await), same(&before));
+}
+
+async fn without_an_api_server_grants_stand_for_their_timeout(stage: &Stage) {
+    let [a, _] = &stage.sandboxes;
+    stage.cluster().kill_api().expect("kill the API server");
+    assert!(a.call(at(GATEWAY[0], SQL)).is_some(), "nothing changes at once");
+    let closed = Duration::from_secs(60);
+    wait_until("the grants to expire", closed, async || {
+        match a.call(at(GATEWAY[0], SQL)) {
+            None => Ok(()),
+            answer => {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                Err(format!("{answer:?}"))
+            }
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    stage.cluster().start_api().await.expect("start the API server");
+    a.hears(at(GATEWAY[0], SQL), "db").await;
+}
+
+async fn a_gateway_that_ends_says_so_first(stage: &Stage, gateway: &mut gateway::Gateway) {
+    let [a, _] = &stage.sandboxes;
+    wait_until("the gateway to be ready", SOON, async || match stage.ready() {
+        (code, _) if code == "200" => Ok(()),
+        other => Err(format!("{other:?}")),
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    kill(Pid::from_raw(gateway.running.pid().cast_signed()), Signal::SIGTERM).expect("end the gateway");
+    wait_until("the gateway to say that it ends", SOON, async || match stage.ready() {
+        (code, text) if code == "503" && text.contains("ending after a signal") => Ok(()),
+        other => Err(format!("{other:?}")),
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    assert!(a.call(at(GATEWAY[0], SQL)).is_some(), "it still serves");
+    assert!(gateway.running.wait(SOON).success());
+}

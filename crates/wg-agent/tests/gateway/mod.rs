@@ -1,0 +1,589 @@
+//! The stage of agent_gateway: one cluster with a real API server, a node, a gateway's pod and two others behind it, and two
+//! sandboxes' nodes with WireGuard of their own. The test stands in for the controller and for the kubelet.
+
+use std::{
+    io::{Read, Write},
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket},
+    os::unix::fs::MetadataExt,
+    path::PathBuf,
+    process::{Command, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use clustermesh_lab::{Cluster, Lab, LabPlan, wait_until};
+use kube::{
+    Api, Client,
+    api::{DynamicObject, GroupVersionKind, Patch, PatchParams, PostParams},
+    config::{KubeConfigOptions, Kubeconfig},
+    discovery::ApiResource,
+};
+use serde_json::{Value, json};
+use x25519_dalek::StaticSecret;
+
+use crate::{
+    attacker::{Tunnel, public},
+    netns::{NetNs, Running, unique_name},
+};
+
+pub(crate) const AGENT: &str = env!("CARGO_BIN_EXE_wg-agent");
+const CONFINED: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
+                        exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";
+/// Anything that takes longer than this is broken.
+pub(crate) const SOON: Duration = Duration::from_secs(30);
+/// What one question waits for its answer.
+const ANSWER: Duration = Duration::from_millis(700);
+
+const NODE: &str = "172.30.1.11";
+/// The gateway on the pod network, and inside the tunnel.
+pub(crate) const POD: [&str; 2] = ["10.10.1.20", "fd00:10:0:1::20"];
+pub(crate) const GATEWAY: [&str; 2] = ["100.66.255.1", "fd00:66:255::1"];
+pub(crate) const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
+pub(crate) const OTHER: [&str; 2] = ["10.10.1.10", "fd00:10:0:1::a"];
+/// The node, as pods find it.
+const ROUTER: [&str; 2] = ["10.10.1.1", "fd00:10:0:1::1"];
+/// Ports of the pods.
+pub(crate) const TCP: u16 = 8080;
+pub(crate) const UDP: u16 = 5000;
+/// Of one that only listens.
+const MUTE: u16 = 5002;
+/// What pods also serve: numbers that the gateway's ports have, too.
+const SAME: u16 = 20001;
+const HOST_PORT: u16 = 31820;
+
+pub(crate) const NAME: &str = "clustermesh-gateway-0";
+pub(crate) const NAMESPACE: &str = "clustermesh-gateway";
+
+pub(crate) fn ip(text: &str) -> IpAddr {
+    text.parse().expect("an address")
+}
+
+pub(crate) fn at(address: &str, port: u16) -> SocketAddr {
+    SocketAddr::new(ip(address), port)
+}
+
+/// A node of a sandbox.
+pub(crate) struct Sandbox {
+    pub(crate) name: &'static str,
+    pub(crate) ns: NetNs,
+    pub(crate) tunnel: Tunnel,
+    pub(crate) key: StaticSecret,
+    pub(crate) addresses: [&'static str; 2],
+    pub(crate) networks: [&'static str; 2],
+}
+
+/// The whole.
+pub(crate) struct Stage {
+    pub(crate) lab: Lab,
+    pub(crate) client: Client,
+    pub(crate) node: NetNs,
+    pub(crate) pod: NetNs,
+    pub(crate) pods: [NetNs; 2],
+    pub(crate) sandboxes: [Sandbox; 2],
+    /// Datagrams that the pod `db` got at the port that it does not answer.
+    pub(crate) heard: Arc<AtomicU64>,
+    interface: String,
+    pod_uid: String,
+    files: tempfile::TempDir,
+}
+
+impl Drop for Stage {
+    /// A gateway that was killed leaves its lock and the socket of its device in a directory that all network namespaces share.
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(format!("/var/run/wireguard/{}.sock", self.interface));
+        if let Ok(namespace) = std::fs::metadata(self.pod.path()) {
+            for suffix in ["lock", "status"] {
+                let _ = std::fs::remove_file(format!("/var/run/wireguard/wg-agent-{}.{suffix}", namespace.ino()));
+            }
+        }
+    }
+}
+
+fn repository(path: &str) -> String {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..").join(path);
+    path.display().to_string()
+}
+
+/// Counts the datagrams that it gets and answers none.
+fn listen(ns: &NetNs, address: IpAddr) -> Arc<AtomicU64> {
+    let counted = Arc::<AtomicU64>::default();
+    let (socket, count) = (
+        ns.enter(|| UdpSocket::bind((address, MUTE))).expect("bind"),
+        counted.clone(),
+    );
+    thread::spawn(move || {
+        while socket.recv_from(&mut [0; 2048]).is_ok() {
+            count.fetch_add(1, Ordering::Release);
+        }
+    });
+    counted
+}
+
+/// Tells everybody who asks, by TCP or UDP, its name and who asks.
+fn tell(ns: &NetNs, name: &'static str, address: IpAddr, tcp: u16) {
+    let udp = if tcp == TCP { UDP } else { tcp };
+    let socket = ns.enter(|| UdpSocket::bind((address, udp))).expect("bind");
+    thread::spawn(move || {
+        let mut buffer = [0; 2048];
+        while let Ok((_, from)) = socket.recv_from(&mut buffer) {
+            let _ = socket.send_to(format!("{name} {}", from.ip()).as_bytes(), from);
+        }
+    });
+    let listener = ns.enter(|| TcpListener::bind((address, tcp))).expect("listen");
+    thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            thread::spawn(move || {
+                let Ok(from) = stream.peer_addr() else { return };
+                let mut buffer = [0; 100];
+                while let Ok(1..) = stream.read(&mut buffer) {
+                    if stream.write_all(format!("{name} {}", from.ip()).as_bytes()).is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+}
+
+/// A connection that stays open.
+pub(crate) struct Call(TcpStream);
+
+impl Call {
+    pub(crate) fn open(ns: &NetNs, to: SocketAddr) -> Option<Self> {
+        let stream = ns.enter(|| TcpStream::connect_timeout(&to, ANSWER)).ok()?;
+        stream.set_read_timeout(Some(ANSWER)).expect("a timeout");
+        Some(Self(stream))
+    }
+
+    pub(crate) fn ask(&mut self) -> Option<String> {
+        self.0.write_all(b"?").ok()?;
+        let mut buffer = [0; 100];
+        let length = self.0.read(&mut buffer).ok().filter(|length| *length > 0)?;
+        Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
+    }
+}
+
+/// Datagrams from one port.
+pub(crate) struct Stream(UdpSocket);
+
+impl Stream {
+    pub(crate) fn open(ns: &NetNs, to: SocketAddr) -> Self {
+        let any: IpAddr = if to.is_ipv4() { ip("0.0.0.0") } else { ip("::") };
+        let socket = ns.enter(|| UdpSocket::bind((any, 0))).expect("bind");
+        ns.enter(|| socket.connect(to)).expect("connect");
+        socket.set_read_timeout(Some(ANSWER)).expect("a timeout");
+        Self(socket)
+    }
+
+    pub(crate) fn send(&self) {
+        let _ = self.0.send(b"!");
+    }
+
+    pub(crate) fn ask(&self) -> Option<String> {
+        self.0.send(b"?").ok()?;
+        let mut buffer = [0; 100];
+        let length = self.0.recv(&mut buffer).ok()?;
+        Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
+    }
+}
+
+impl Sandbox {
+    pub(crate) fn call(&self, to: SocketAddr) -> Option<String> {
+        Call::open(&self.ns, to)?.ask()
+    }
+
+    pub(crate) fn datagram(&self, to: SocketAddr) -> Option<String> {
+        Stream::open(&self.ns, to).ask()
+    }
+
+    /// Waits for an answer from `who`: the first packets make a session.
+    pub(crate) async fn hears(&self, to: SocketAddr, who: &str) {
+        wait_until(
+            format!("{} to be answered by {who} at {to}", self.name),
+            SOON,
+            async || match self.call(to) {
+                Some(answer) if answer.starts_with(who) => Ok(()),
+                other => Err(format!("{other:?}")),
+            },
+        )
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    /// Its part of a SandboxAccess.
+    pub(crate) fn access(&self, grants: &[Value]) -> Value {
+        json!({
+            "sandbox": self.name,
+            "networks": self.networks,
+            "nodes": [{"name": format!("{}-1", self.name), "publicKey": public(&self.key).to_string(), "wireguardIPs": self.addresses}],
+            "grants": grants,
+        })
+    }
+}
+
+/// A grant of a port of a Service in the namespace `team`.
+pub(crate) fn grant(service: &str, port: &str, protocol: &str, gateway_port: u16) -> Value {
+    json!({"service": {"namespace": "team", "name": service}, "port": port, "protocol": protocol, "gatewayPort": gateway_port})
+}
+
+impl Stage {
+    pub(crate) async fn start() -> Self {
+        let lab = Lab::start(LabPlan::control_planes(&["mgmt"]))
+            .await
+            .expect("start the lab");
+        let host = async |name: &str, address: &str| {
+            let host = lab
+                .add_host(name, address.parse().expect("an address"))
+                .await
+                .expect("add a host");
+            NetNs::at(name, &host.netns())
+        };
+        let node = host("mgmt-1", NODE).await;
+        let [pod, db, other] = ["the gateway", "db", "other"].map(NetNs::new);
+        node.sh(
+            "echo 1 > /proc/sys/net/ipv4/ip_forward; echo 1 > /proc/sys/net/ipv6/conf/all/forwarding
+                 for f in all default; do echo 0 > /proc/sys/net/ipv6/conf/$f/accept_dad; done",
+        );
+        for (number, (ns, [v4, v6])) in [(&pod, POD), (&db, DB), (&other, OTHER)].into_iter().enumerate() {
+            let (link, [router, router6]) = (format!("cni{number}"), ROUTER);
+            ns.set_sysctl("net/ipv6/conf/all/accept_dad", "0");
+            ns.set_sysctl("net/ipv6/conf/default/accept_dad", "0");
+            node.ip(&format!("link add {link} type veth peer name eth0 netns {}", ns.path()));
+            node.sh(&format!(
+                "ip link set {link} mtu 1400 up; ip addr add {router}/32 dev {link}; ip addr add {router6}/128 dev {link} nodad"
+            ));
+            ns.sh(&format!(
+                "ip link set eth0 mtu 1400 up; ip addr add {v4}/32 dev eth0; ip addr add {v6}/128 dev eth0 nodad
+                 ip route add {router} dev eth0; ip route add default via {router}
+                 ip -6 route add {router6} dev eth0; ip -6 route add default via {router6}"
+            ));
+            node.sh(&format!(
+                "ip route add {v4} dev {link}; ip -6 route add {v6} dev {link}"
+            ));
+        }
+        // As the portmap plugin and the CNI do: a hostPort, and pods that leave the cluster as their node.
+        node.nft(&format!(
+            "table ip cni {{
+                chain pre {{
+                    type nat hook prerouting priority dstnat; policy accept;
+                    ip daddr {NODE} udp dport {HOST_PORT} dnat to {}:51820
+                }}
+                chain post {{
+                    type nat hook postrouting priority srcnat; policy accept;
+                    ip saddr 10.10.1.0/24 oifname eth0 masquerade
+                }}
+            }}\n",
+            POD[0]
+        ));
+        for (ns, name, addresses) in [(&db, "db", DB), (&other, "other", OTHER)] {
+            for address in addresses {
+                [TCP, SAME]
+                    .into_iter()
+                    .for_each(|port| tell(ns, name, ip(address), port));
+            }
+        }
+        let heard = listen(&db, ip(DB[0]));
+        pod.run(AGENT, &["prepare", "--mode=gateway"]);
+
+        let a = (
+            host("sandbox-a-1", "172.30.2.11").await,
+            "a",
+            ["100.80.0.7", "fd80:a::7"],
+            ["100.80.0.0/20", "fd80:a::/64"],
+        );
+        let b = (
+            host("sandbox-b-1", "172.30.3.11").await,
+            "b",
+            ["100.80.16.7", "fd80:b::7"],
+            ["100.80.16.0/20", "fd80:b::/64"],
+        );
+        let sandbox = |number: u8, (ns, name, addresses, networks): (NetNs, _, [&'static str; 2], _)| {
+            let key = StaticSecret::from([number; 32]);
+            for which in ["all", "default"] {
+                ns.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
+            }
+            // Its root leads into the tunnel what it likes.
+            let routes = ["100.66.255.0/28", "10.0.0.0/8", "::/0"];
+            let tunnel = Tunnel::open(&ns, &unique_name("ks"), key.clone(), &addresses.map(ip), &routes);
+            Sandbox {
+                name,
+                ns,
+                tunnel,
+                key,
+                addresses,
+                networks,
+            }
+        };
+        let sandboxes = [sandbox(71, a), sandbox(72, b)];
+        let client = lab.cluster("mgmt").client().await.expect("a client");
+        let mut stage = Self {
+            lab,
+            client,
+            node,
+            pod,
+            pods: [db, other],
+            sandboxes,
+            heard,
+            interface: unique_name("kg"),
+            pod_uid: String::new(),
+            files: tempfile::tempdir().expect("a directory"),
+        };
+        stage.install().await;
+        stage
+    }
+
+    pub(crate) fn cluster(&self) -> Cluster<'_> {
+        self.lab.cluster("mgmt")
+    }
+
+    /// What a user installs, without what only a kubelet could run; and the pod, as a kubelet has it.
+    async fn install(&mut self) {
+        let cluster = self.lab.cluster("mgmt");
+        let crds = repository("crds");
+        cluster
+            .kubectl(["apply", "--server-side", "-f", &crds])
+            .await
+            .expect("apply the CRDs");
+        let crds = [
+            "wait",
+            "--for=condition=Established",
+            "crd/sandboxaccesses.kilo.squat.ai",
+            "crd/sandboxgateways.kilo.squat.ai",
+        ];
+        cluster.kubectl(crds).await.expect("the CRDs are served");
+        let manifest = std::fs::read_to_string(repository("deploy/gateway.yaml")).expect("deploy/gateway.yaml");
+        cluster.apply(&manifest).await.expect("apply deploy/gateway.yaml");
+        let pods: Api<k8s_openapi::api::core::v1::Pod> = Api::namespaced(self.client.clone(), NAMESPACE);
+        let pod = json!({
+            "metadata": {"name": NAME}, "spec": {
+                "serviceAccountName": "clustermesh-gateway", "nodeName": "mgmt-1",
+                "containers": [{"name": "gateway", "image": "none"}],
+            },
+        });
+        let pod = serde_json::from_value(pod).expect("a Pod");
+        let pod = pods.create(&PostParams::default(), &pod).await.expect("create the Pod");
+        self.pod_uid = pod.metadata.uid.unwrap_or_default();
+        self.client
+            .clone()
+            .send(
+                http::Request::post("/api/v1/namespaces")
+                    .header("content-type", "application/json")
+                    .body(kube::client::Body::from(
+                        json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}})
+                            .to_string()
+                            .into_bytes(),
+                    ))
+                    .expect("a request"),
+            )
+            .await
+            .expect("make the namespace");
+        let token = [
+            "create",
+            "token",
+            "clustermesh-gateway",
+            "-n",
+            NAMESPACE,
+            "--duration=2h",
+            "--bound-object-kind=Pod",
+            "--bound-object-name",
+            NAME,
+        ];
+        let token = cluster.kubectl(token).await.expect("a token of the pod's").stdout;
+        let mut config = Kubeconfig::from_yaml(&cluster.inside_kubeconfig().expect("a kubeconfig")).expect("read it");
+        for user in &mut config.auth_infos {
+            user.auth_info = Some(kube::config::AuthInfo {
+                token: Some(token.trim().to_owned().into()),
+                ..Default::default()
+            });
+        }
+        let text = serde_json::to_string(&config).expect("write a kubeconfig");
+        std::fs::write(self.file("kubeconfig"), text).expect("write a kubeconfig");
+        self.slices("db", &[DB]).await;
+        self.slices("web", &[OTHER]).await;
+        for service in ["db", "web"] {
+            self.service(service, json!({"selector": {"app": service}})).await;
+        }
+    }
+
+    pub(crate) fn file(&self, name: &str) -> PathBuf {
+        self.files.path().join(name)
+    }
+
+    /// The gateway's own account.
+    pub(crate) async fn as_gateway(&self) -> Client {
+        let mut config = Kubeconfig::read_from(self.file("kubeconfig")).expect("read a kubeconfig");
+        let outside = Kubeconfig::from_yaml(&self.cluster().kubeconfig().expect("a kubeconfig")).expect("read it");
+        config.clusters = outside.clusters;
+        let options = KubeConfigOptions::default();
+        let config = kube::Config::from_custom_kubeconfig(config, &options)
+            .await
+            .expect("a configuration");
+        Client::try_from(config).expect("a client")
+    }
+
+    /// Starts the gateway with what its pod gives it and no more.
+    pub(crate) fn gateway(&self, more: &[&str]) -> Gateway {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let log = self.file(&format!("log-{number}"));
+        let file = std::fs::File::create(&log).expect("a log");
+        let mut command = Command::new("unshare");
+        command.args([
+            "--mount",
+            "sh",
+            "-ec",
+            CONFINED,
+            "sh",
+            AGENT,
+            "--mode=gateway",
+            "--backend=userspace",
+        ]);
+        command.arg(format!("--interface={}", self.interface));
+        command.arg(format!("--kubeconfig={}", self.file("kubeconfig").display()));
+        command.arg(format!("--key-file={}", self.file("key").display()));
+        command.args([
+            "--gateway-cidr=100.66.255.0/28,fd00:66:255::/64",
+            "--endpoint-network=10.10.0.0/16,fd00:10::/32",
+        ]);
+        command.args(more);
+        let variables = [
+            ("POD_NAME", NAME.to_owned()),
+            ("POD_NAMESPACE", NAMESPACE.to_owned()),
+            ("POD_UID", self.pod_uid.clone()),
+            ("POD_IPS", POD.join(",")),
+            ("NODE_IPS", NODE.to_owned()),
+        ];
+        command.envs(variables);
+        command
+            .stdin(Stdio::null())
+            .stderr(file.try_clone().expect("a log"))
+            .stdout(file);
+        Gateway {
+            running: self.pod.spawn_command(&mut command),
+            log,
+        }
+    }
+
+    fn api(&self, kind: &str, plural: &str, namespace: Option<&str>) -> Api<DynamicObject> {
+        let kind = GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", kind);
+        let resource = ApiResource::from_gvk_with_plural(&kind, plural);
+        match namespace {
+            Some(namespace) => Api::namespaced_with(self.client.clone(), namespace, &resource),
+            None => Api::all_with(self.client.clone(), &resource),
+        }
+    }
+
+    /// Writes a SandboxAccess, as the controller does.
+    pub(crate) async fn grants(&self, name: &str, spec: Value) -> i64 {
+        let object = json!({"apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxAccess", "metadata": {"name": name}, "spec": spec});
+        let params = PatchParams::apply("test").force();
+        let objects = self.api("SandboxAccess", "sandboxaccesses", None);
+        let written = objects
+            .patch(name, &params, &Patch::Apply(&object))
+            .await
+            .expect("write a SandboxAccess");
+        written.metadata.generation.unwrap_or_default()
+    }
+
+    /// The same, and waits until the gateway says that this is in force.
+    pub(crate) async fn in_force(&self, name: &str, spec: Value) {
+        let generation = self.grants(name, spec).await;
+        self.says(&format!("{name} to be in force"), |status| {
+            let applied = status["applied"].as_array().into_iter().flatten();
+            applied
+                .clone()
+                .any(|access| access["name"] == name && access["generation"] == generation)
+        })
+        .await;
+    }
+
+    pub(crate) async fn status(&self) -> Value {
+        let objects = self.api("SandboxGateway", "sandboxgateways", Some(NAMESPACE));
+        let object = objects.get(NAME).await.expect("the SandboxGateway");
+        object.data["status"].clone()
+    }
+
+    /// Waits until the gateway's status is so.
+    pub(crate) async fn says(&self, what: &str, so: impl Fn(&Value) -> bool) -> Value {
+        let mut last = Value::Null;
+        wait_until(what.to_owned(), SOON, async || {
+            last = self.status().await;
+            if so(&last) { Ok(()) } else { Err(last.to_string()) }
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+        last
+    }
+
+    pub(crate) async fn service(&self, name: &str, more: Value) {
+        let mut spec = json!({"ports": [
+            {"name": "sql", "port": 5432, "targetPort": TCP, "protocol": "TCP"},
+            {"name": "log", "port": 514, "targetPort": UDP, "protocol": "UDP"},
+            {"name": "mute", "port": 515, "targetPort": MUTE, "protocol": "UDP"},
+        ]});
+        let fields = more.as_object().expect("fields").clone();
+        spec.as_object_mut().expect("a spec").extend(fields);
+        let object = json!({"apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "namespace": "team"}, "spec": spec});
+        self.cluster()
+            .apply(&object.to_string())
+            .await
+            .expect("write a Service");
+    }
+
+    /// The endpoints of a Service.
+    pub(crate) async fn slices(&self, service: &str, pods: &[[&str; 2]]) {
+        let ready = json!({"ready": true, "serving": true, "terminating": false});
+        let endpoints = pods.iter().map(|pod| (*pod, ready.clone())).collect::<Vec<_>>();
+        self.slices_with(service, &endpoints).await;
+    }
+
+    pub(crate) async fn slices_with(&self, service: &str, pods: &[([&str; 2], Value)]) {
+        let mut text = String::new();
+        for (family, kind) in ["IPv4", "IPv6"].into_iter().enumerate() {
+            let endpoints = pods.iter();
+            let endpoints =
+                endpoints.map(|(pod, conditions)| json!({"addresses": [pod[family]], "conditions": conditions}));
+            let slice = json!({
+                "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": kind,
+                "metadata": {
+                    "name": format!("{service}-{}", kind.to_lowercase()), "namespace": "team",
+                    "labels": {"kubernetes.io/service-name": service},
+                },
+                "ports": [
+                    {"name": "sql", "port": TCP, "protocol": "TCP"}, {"name": "log", "port": UDP, "protocol": "UDP"},
+                    {"name": "mute", "port": MUTE, "protocol": "UDP"},
+                ],
+                "endpoints": endpoints.collect::<Vec<_>>(),
+            });
+            text.push_str(&format!("{slice}\n---\n"));
+        }
+        self.cluster().apply(&text).await.expect("write EndpointSlices");
+    }
+
+    /// `/readyz`: its code and text.
+    pub(crate) fn ready(&self) -> (String, String) {
+        let words = ["-sS", "-m", "2", "-w", "\n%{http_code}", "http://127.0.0.1:9587/readyz"];
+        let output = self.pod.output("curl", &words);
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let (text, code) = text.rsplit_once('\n').unwrap_or(("", ""));
+        (code.to_owned(), text.to_owned())
+    }
+}
+
+/// A gateway that runs; its log is printed where a test fails.
+pub(crate) struct Gateway {
+    pub(crate) running: Running,
+    pub(crate) log: PathBuf,
+}
+
+impl Drop for Gateway {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            println!("{}", std::fs::read_to_string(&self.log).unwrap_or_default());
+        }
+    }
+}

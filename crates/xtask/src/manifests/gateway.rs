@@ -1,0 +1,210 @@
+//! `deploy/gateway.yaml`: the gateways of a cluster that sandboxes may enter.
+
+use serde_json::{Value, json};
+
+use super::{AGENT_IMAGE, AGENT_PORT, binding, labels, namespace, role, service_account};
+
+/// The ValidatingAdmissionPolicy for gateways. A file of its own, because its CEL expressions are unreadable as Rust strings.
+pub(super) const ADMISSION: &str = include_str!("gateway-admission.yaml");
+
+const NAME: &str = "clustermesh-gateway";
+/// Its init container is privileged, so the namespace admits that, and nothing else is in it.
+const NAMESPACE: &str = "clustermesh-gateway";
+/// UDP port of the tunnel in the pod, and at its node.
+const PORT: u16 = 51820;
+const HOST_PORT: u16 = 51821;
+const REPLICAS: usize = 2;
+
+/// Account, roles, the SandboxGateways; then, after the admission policy, what runs.
+pub(super) fn documents() -> (Vec<Value>, Vec<Value>) {
+    (account(), vec![service(), budget(), network_policy(), stateful_set()])
+}
+
+fn gateways() -> Vec<String> {
+    (0..REPLICAS).map(|ordinal| format!("{NAME}-{ordinal}")).collect()
+}
+
+fn account() -> Vec<Value> {
+    let own = json!([
+        {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways"], "verbs": ["get", "list", "watch"]},
+        // A further replica is named here, too, and gets a SandboxGateway of its name.
+        {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways/status"], "resourceNames": gateways(), "verbs": ["patch"]},
+    ]);
+    let mut out = vec![
+        namespace(NAMESPACE, "privileged"),
+        service_account(NAME, NAMESPACE),
+        role(
+            "ClusterRole",
+            NAME,
+            None,
+            &json!([{"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxaccesses"], "verbs": ["get", "list", "watch"]}]),
+        ),
+        binding(
+            "ClusterRoleBinding",
+            NAME,
+            None,
+            ("ClusterRole", NAME),
+            (NAME, NAMESPACE),
+        ),
+        // Bound in each namespace whose Services sandboxes may reach, by whoever owns it. Without that nothing of it is served.
+        role(
+            "ClusterRole",
+            "clustermesh-gateway-reads",
+            None,
+            &json!([
+                {"apiGroups": [""], "resources": ["services"], "verbs": ["get", "list", "watch"]},
+                {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]},
+            ]),
+        ),
+        role("Role", NAME, Some(NAMESPACE), &own),
+        binding("RoleBinding", NAME, Some(NAMESPACE), ("Role", NAME), (NAME, NAMESPACE)),
+    ];
+    out.extend(gateways().into_iter().map(|name| {
+        json!({
+            "apiVersion": "kilo.squat.ai/v1alpha1",
+            "kind": "SandboxGateway",
+            "metadata": {"name": name, "namespace": NAMESPACE, "labels": labels(NAME)},
+            "spec": {"nodePort": HOST_PORT},
+        })
+    }));
+    out
+}
+
+/// The StatefulSet needs one; nothing resolves it.
+fn service() -> Value {
+    json!({
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": NAME, "namespace": NAMESPACE, "labels": labels(NAME)},
+        "spec": {
+            "clusterIP": "None",
+            "selector": {"app.kubernetes.io/name": NAME},
+            "ports": [{"name": "wireguard", "port": PORT, "protocol": "UDP"}],
+        },
+    })
+}
+
+fn budget() -> Value {
+    json!({
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": NAME, "namespace": NAMESPACE, "labels": labels(NAME)},
+        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": {"app.kubernetes.io/name": NAME}}},
+    })
+}
+
+/// What a gateway that was taken over may reach: pods, and the API server. Name that one's addresses, and the namespaces that
+/// sandboxes may reach, where the CNI enforces these.
+fn network_policy() -> Value {
+    json!({
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": NAME, "namespace": NAMESPACE, "labels": labels(NAME)},
+        "spec": {
+            "podSelector": {"matchLabels": {"app.kubernetes.io/name": NAME}},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [
+                {"ports": [{"protocol": "UDP", "port": PORT}]},
+                {"ports": [{"protocol": "TCP", "port": AGENT_PORT}]},
+            ],
+            "egress": [
+                {"to": [{"namespaceSelector": {}}]},
+                {"ports": [{"protocol": "TCP", "port": 443}, {"protocol": "TCP", "port": 6443}]},
+            ],
+        },
+    })
+}
+
+fn field(name: &str, path: &str) -> Value {
+    json!({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}})
+}
+
+fn configured(name: &str, key: &str) -> Value {
+    json!({"name": name, "valueFrom": {"configMapKeyRef": {"name": NAME, "key": key}}})
+}
+
+fn stateful_set() -> Value {
+    let mount = |name: &str, path: &str| json!({"name": name, "mountPath": path});
+    let memory = |name: &str| json!({"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}});
+    let selector = json!({"matchLabels": {"app.kubernetes.io/name": NAME}});
+    json!({
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": NAME, "namespace": NAMESPACE, "labels": labels(NAME)},
+        "spec": {
+            "serviceName": NAME,
+            "replicas": REPLICAS,
+            "podManagementPolicy": "Parallel",
+            "selector": selector,
+            "updateStrategy": {"type": "RollingUpdate"},
+            "template": {
+                "metadata": {"labels": labels(NAME)},
+                "spec": {
+                    "serviceAccountName": NAME,
+                    "priorityClassName": "system-cluster-critical",
+                    "terminationGracePeriodSeconds": 20,
+                    "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
+                        {"topologyKey": "kubernetes.io/hostname", "labelSelector": selector},
+                    ]}},
+                    // Forwarding in the pod's own network namespace; the only privileged step, and it ends before the gateway starts.
+                    "initContainers": [{
+                        "name": "sysctls",
+                        "image": AGENT_IMAGE,
+                        "imagePullPolicy": "IfNotPresent",
+                        "args": ["prepare", "--mode=gateway"],
+                        "securityContext": {"privileged": true, "readOnlyRootFilesystem": true},
+                    }],
+                    "containers": [{
+                        "name": "gateway",
+                        "image": AGENT_IMAGE,
+                        "imagePullPolicy": "IfNotPresent",
+                        "args": [
+                            "--mode=gateway",
+                            "--interface=wg0",
+                            "--key-file=/run/clustermesh/key",
+                            "--gateway-cidr=$(GATEWAY_CIDR)",
+                            "--endpoint-network=$(ENDPOINT_NETWORK)",
+                            format!("--listen=0.0.0.0:{AGENT_PORT}"),
+                        ],
+                        "env": [
+                            field("POD_NAME", "metadata.name"),
+                            field("POD_NAMESPACE", "metadata.namespace"),
+                            field("POD_UID", "metadata.uid"),
+                            field("POD_IPS", "status.podIPs"),
+                            field("NODE_IPS", "status.hostIP"),
+                            // What differs between clusters; the Pod says so when it is missing.
+                            configured("GATEWAY_CIDR", "gateway-cidr"),
+                            configured("ENDPOINT_NETWORK", "endpoint-network"),
+                        ],
+                        "ports": [
+                            {"name": "wireguard", "containerPort": PORT, "hostPort": HOST_PORT, "protocol": "UDP"},
+                            {"name": "http", "containerPort": AGENT_PORT},
+                        ],
+                        "livenessProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 10, "failureThreshold": 6},
+                        "readinessProbe": {"httpGet": {"path": "/readyz", "port": "http"}, "periodSeconds": 1, "failureThreshold": 1},
+                        "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"cpu": "2", "memory": "256Mi"}},
+                        "securityContext": {
+                            "runAsUser": 0,
+                            "allowPrivilegeEscalation": false,
+                            "readOnlyRootFilesystem": true,
+                            "capabilities": {"drop": ["ALL"], "add": ["NET_ADMIN"]},
+                            "seccompProfile": {"type": "RuntimeDefault"},
+                        },
+                        "volumeMounts": [
+                            mount("state", "/run/clustermesh"),
+                            mount("wireguard", "/var/run/wireguard"),
+                            mount("tun", "/dev/net/tun"),
+                        ],
+                    }],
+                    "volumes": [
+                        // The key: made by the pod, gone with it.
+                        memory("state"),
+                        memory("wireguard"),
+                        // Not needed where the nodes' kernel has WireGuard: take it out there.
+                        {"name": "tun", "hostPath": {"path": "/dev/net/tun", "type": "CharDevice"}},
+                    ],
+                },
+            },
+        },
+    })
+}
