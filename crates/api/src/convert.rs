@@ -9,6 +9,7 @@ pub mod mesh;
 pub mod node;
 pub mod peer;
 pub mod policy;
+pub mod sandbox;
 pub mod service;
 
 mod owner;

@@ -2,7 +2,7 @@
 //! are made. What the values mean is in [`crate::convert`] and [`crate::annotations`].
 
 use clustermesh_core::{
-    mesh::{MeshId, ObjectName},
+    mesh::{ClusterIdentity, MeshId, ObjectName},
     observe::PolicySpec,
     plan::Naming,
 };
@@ -27,6 +27,10 @@ pub const LABEL_MANAGED_BY: &str = "app.kubernetes.io/managed-by";
 pub const LABEL_SLICE_MANAGED_BY: &str = "endpointslice.kubernetes.io/managed-by";
 /// Value of [`LABEL_MANAGED_BY`] and [`LABEL_SLICE_MANAGED_BY`] on what we write.
 pub const MANAGED_BY: &str = "kilo-clustermesh.io";
+/// Label by which the pods of gateways are found, and its value: deploy/gateway.yaml gives it to them.
+pub const LABEL_APP: &str = "app.kubernetes.io/name";
+/// See [`LABEL_APP`].
+pub const GATEWAY_APP: &str = "clustermesh-gateway";
 /// Label that ties an EndpointSlice to its Service (Kubernetes).
 pub const LABEL_SERVICE_NAME: &str = "kubernetes.io/service-name";
 /// Label that gives a node's location where the annotation does not (Kubernetes; Kilo's `--topology-label` default).
@@ -103,6 +107,10 @@ impl Naming for Names {
 
     fn policy_revision(&self, cluster: &str, spec: &PolicySpec) -> String {
         convert::policy::written(cluster, spec).revision()
+    }
+
+    fn sandbox(&self, identity: &ClusterIdentity) -> String {
+        hash(&[&self.hub, &identity.to_string()])
     }
 
     fn slice(&self, mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String {

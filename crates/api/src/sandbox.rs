@@ -184,6 +184,10 @@ pub struct SandboxGatewayStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::texts")]
     pub endpoints: Vec<String>,
+    /// Sandboxes that it serves; empty = every one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "schema::texts")]
+    pub serves: Vec<String>,
     /// UID of the pod that says this.
     #[serde(default, rename = "podUID", skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 63))]

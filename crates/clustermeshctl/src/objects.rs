@@ -3,7 +3,12 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use clustermesh_api::{mesh::ClusterMesh, peer::Peer, policy::PeerPolicy};
+use clustermesh_api::{
+    mesh::ClusterMesh,
+    peer::Peer,
+    policy::PeerPolicy,
+    sandbox::{SandboxAccess, SandboxGateway},
+};
 use clustermesh_core::mesh::ObjectName;
 use k8s_openapi::api::{
     core::v1::{Namespace, Node, Pod, Service},
@@ -168,6 +173,8 @@ pub(crate) struct Objects {
     pub(crate) nodes: BTreeMap<String, Node>,
     pub(crate) peers: BTreeMap<String, Peer>,
     pub(crate) policies: BTreeMap<String, PeerPolicy>,
+    pub(crate) accesses: BTreeMap<String, SandboxAccess>,
+    pub(crate) gateways: BTreeMap<ObjectName, SandboxGateway>,
     pub(crate) services: BTreeMap<ObjectName, Service>,
     pub(crate) slices: BTreeMap<ObjectName, EndpointSlice>,
     pub(crate) pods: BTreeMap<ObjectName, Pod>,
@@ -182,6 +189,7 @@ pub(crate) struct Objects {
 pub(crate) struct Served {
     pub(crate) peers: bool,
     pub(crate) policies: bool,
+    pub(crate) accesses: bool,
 }
 
 impl Objects {
@@ -196,6 +204,10 @@ impl Objects {
                 collector.keep(item, &mut objects.peers, |name| name.name);
             } else if item.is::<PeerPolicy>() {
                 collector.keep(item, &mut objects.policies, |name| name.name);
+            } else if item.is::<SandboxAccess>() {
+                collector.keep(item, &mut objects.accesses, |name| name.name);
+            } else if item.is::<SandboxGateway>() {
+                collector.keep(item, &mut objects.gateways, |name| name);
             } else if item.is::<Service>() {
                 collector.keep(item, &mut objects.services, |name| name);
             } else if item.is::<EndpointSlice>() {

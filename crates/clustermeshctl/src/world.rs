@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use clustermesh_api::{convert, names};
 use clustermesh_core::{
     checkin,
-    mesh::{ClusterIdentity, Mesh},
-    observe::{Claim, Member, Observation, Observations, Owner, Server, Unlisted},
+    mesh::{ClusterIdentity, Mesh, ObjectName},
+    observe::{Claim, Gateway, Member, Observation, Observations, Owner, Server, Unlisted},
 };
 use kube::ResourceExt;
 
@@ -200,6 +200,9 @@ impl Seen {
         for policy in member.policies.iter_mut().flat_map(BTreeMap::values_mut) {
             known(&mut policy.owner);
         }
+        for access in member.accesses.iter_mut().flat_map(BTreeMap::values_mut) {
+            known(&mut access.owner);
+        }
         for owner in member
             .services
             .values_mut()
@@ -273,6 +276,12 @@ fn member(objects: &Objects) -> Member {
             ours.map(|(name, policy)| (name.clone(), convert::policy::to_core(policy)))
                 .collect()
         }),
+        accesses: objects.served.is_none_or(|served| served.accesses).then(|| {
+            let ours = objects.accesses.iter();
+            ours.map(|(name, access)| (name.clone(), convert::sandbox::to_core(access)))
+                .collect()
+        }),
+        gateways: gateways(objects),
         services: objects
             .services
             .iter()
@@ -293,6 +302,17 @@ fn member(objects: &Objects) -> Member {
         api_endpoints: convert::service::api_endpoints(objects.slices.values()),
         nodes,
     }
+}
+
+/// As the controller sees them: one that says something wrong is not there.
+fn gateways(objects: &Objects) -> BTreeMap<ObjectName, Gateway> {
+    let said = objects.gateways.iter().filter_map(|(name, gateway)| {
+        let (gateway, pod_uid) = convert::sandbox::gateway_to_core(gateway).ok()??;
+        let pod = objects.pods.get(name).map(convert::sandbox::gateway_pod);
+        let ready = pod.is_some_and(|(uid, ready)| uid == pod_uid && ready);
+        Some((name.clone(), Gateway { ready, ..gateway }))
+    });
+    said.collect()
 }
 
 /// How names are made for this hub.

@@ -6,7 +6,7 @@ use ipnet::IpNet;
 
 use crate::{
     mesh::{ClusterIdentity, MeshId, ObjectName, overlap},
-    observe::{Member, Mirror, ObservedPeer, Owner, PeerSpec, PolicySpec},
+    observe::{AccessSpec, Member, Mirror, ObservedPeer, Owner, PeerSpec, PolicySpec},
     ownership::{self, Ownership},
     plan::{MeshPlan, Plan, PlannedSlice, TargetPlan},
 };
@@ -45,6 +45,8 @@ pub enum Item {
     Peer(String, Option<PeerSpec>),
     /// A PeerPolicy, by name.
     Policy(String, Option<PolicySpec>),
+    /// A SandboxAccess, by name.
+    Access(String, Option<AccessSpec>),
     /// A mirrored Service.
     Service(ObjectName, Option<Mirror>),
     /// An EndpointSlice of a mirrored Service, whose name comes with it.
@@ -58,6 +60,7 @@ impl Item {
         match self {
             Self::Peer(..) => "Peer",
             Self::Policy(..) => "PeerPolicy",
+            Self::Access(..) => "SandboxAccess",
             Self::Service(..) => "Service",
             Self::Slice(..) => "EndpointSlice",
         }
@@ -67,7 +70,7 @@ impl Item {
     #[must_use]
     pub fn name(&self) -> String {
         match self {
-            Self::Peer(name, _) | Self::Policy(name, _) => name.clone(),
+            Self::Peer(name, _) | Self::Policy(name, _) | Self::Access(name, _) => name.clone(),
             Self::Service(name, _) | Self::Slice(name, _) => name.to_string(),
         }
     }
@@ -142,6 +145,21 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
                 .into_iter()
                 .map(|step| (if step.action == Action::Delete { 8 } else { 0 }, step)),
         );
+    }
+    if let Some(standing) = &member.accesses {
+        let standing = standing
+            .iter()
+            .map(|(name, access)| (name.clone(), (&access.owner, access.spec.as_ref().ok())));
+        let desired = differ.desired(|target| {
+            target
+                .accesses
+                .iter()
+                .map(|(name, access)| (name.clone(), (access.source.clone(), access.spec.clone())))
+                .collect()
+        });
+        let superseded = |access: &AccessSpec| differ.serves(&access.networks);
+        let accesses = differ.compare(standing.collect(), desired, Item::Access, superseded, access_fields);
+        steps.extend(accesses.into_iter().map(|step| (0, step)));
     }
     let mirrors: BTreeMap<&ObjectName, Mirror> = member
         .services
@@ -442,6 +460,21 @@ fn policy_fields(old: &PolicySpec, new: &PolicySpec) -> Vec<&'static str> {
         ),
         ("spec.anchored", old.anchored != new.anchored),
         ("spec.isolationProfile", old.sandbox != new.sandbox),
+    ];
+    differs
+        .into_iter()
+        .filter(|(_, differs)| *differs)
+        .map(|(field, _)| field)
+        .collect()
+}
+
+fn access_fields(old: &AccessSpec, new: &AccessSpec) -> Vec<&'static str> {
+    let differs = [
+        ("spec.sandbox", old.sandbox != new.sandbox),
+        ("spec.sandboxID", old.id != new.id),
+        ("spec.networks", old.networks != new.networks),
+        ("spec.nodes", old.nodes != new.nodes),
+        ("spec.grants", old.grants != new.grants),
     ];
     differs
         .into_iter()

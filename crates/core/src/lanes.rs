@@ -21,7 +21,7 @@ pub type Source = (MeshId, String);
 /// The steps of one group of sources, each list in the order of the diff.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lanes {
-    /// PeerPolicies, deletes, and Peers that only lose networks.
+    /// PeerPolicies, SandboxAccesses, deletes, and Peers that only lose networks.
     pub closing: Vec<Step>,
     /// Everything else.
     pub rest: Vec<Step>,
@@ -68,6 +68,7 @@ fn closes(step: &Step, order: &PeerOrder, standing: &BTreeMap<String, ObservedPe
     let moves = || lost(step, standing).any(|net| order.moving.contains(&net)) && !order.renames(step, standing);
     match (&step.item, step.action) {
         (Item::Policy(_, spec), _) => spec.is_some(),
+        (Item::Access(..), _) => true,
         (Item::Service(..) | Item::Slice(..), action) => action == Action::Delete,
         (Item::Peer(..), Action::Delete) => !moves(),
         (Item::Peer(..), Action::Update) => {

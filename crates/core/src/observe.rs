@@ -91,6 +91,10 @@ pub struct Member {
     pub peers: Option<BTreeMap<String, ObservedPeer>>,
     /// Our PeerPolicies by name. `None` = the PeerPolicy CRD is not there (a member that kg runs).
     pub policies: Option<BTreeMap<String, ObservedPolicy>>,
+    /// Our SandboxAccesses by name. `None` = the SandboxAccess CRD is not there.
+    pub accesses: Option<BTreeMap<String, ObservedAccess>>,
+    /// Gateways of sandboxes that have published who they are.
+    pub gateways: BTreeMap<ObjectName, Gateway>,
     /// Services that some grant names, and all that carry our managed-by label.
     pub services: BTreeMap<ObjectName, Service>,
     /// EndpointSlices of those Services, by their own name.
@@ -306,6 +310,71 @@ pub struct PolicySpec {
     pub sandbox: bool,
     /// Services of this cluster that the source may reach.
     pub grants: BTreeSet<ServiceGrant>,
+}
+
+/// A SandboxAccess that stands in a member.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ObservedAccess {
+    /// Who says it is theirs.
+    pub owner: Owner,
+    /// Its spec, parsed; `Err` = what is wrong with it.
+    pub spec: Result<AccessSpec, String>,
+}
+
+/// What one sandbox may reach through the gateways of a member.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct AccessSpec {
+    /// Name of the sandbox's entry.
+    pub sandbox: String,
+    /// Tells it from the hub's other sandboxes.
+    pub id: String,
+    /// Its networks.
+    pub networks: BTreeSet<IpNet>,
+    /// Its nodes.
+    pub nodes: BTreeMap<PublicKey, AccessNode>,
+    /// What it reaches at which port of a gateway.
+    pub grants: BTreeMap<(Protocol, u16), GrantedPort>,
+}
+
+/// A node of a sandbox.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct AccessNode {
+    /// Its name.
+    pub name: String,
+    /// Its WireGuard addresses.
+    pub addresses: BTreeSet<IpAddr>,
+}
+
+/// A port of a Service.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct GrantedPort {
+    /// The Service.
+    pub service: ObjectName,
+    /// Name of its port; empty where it has one only.
+    pub port: String,
+}
+
+/// A pod through which sandboxes enter a member, as it says of itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gateway {
+    /// Its key.
+    pub public_key: PublicKey,
+    /// Its WireGuard addresses.
+    pub addresses: BTreeSet<IpAddr>,
+    /// Where it is dialled, best first.
+    pub endpoints: Vec<SocketAddr>,
+    /// Sandboxes that it serves, by their entries' names; empty = every one.
+    pub serves: BTreeSet<String>,
+    /// Its pod is the one that published this, and is Ready.
+    pub ready: bool,
+}
+
+impl Gateway {
+    /// Whether it lets this sandbox in.
+    #[must_use]
+    pub fn serves(&self, sandbox: &str) -> bool {
+        self.serves.is_empty() || self.serves.contains(sandbox)
+    }
 }
 
 /// A Service of a target that a source may reach; the target's nodes look up its endpoints themselves.

@@ -144,6 +144,16 @@ fn open(
             open.insert(source.clone());
         }
     }
+    for standing in member.accesses.iter().flat_map(BTreeMap::values) {
+        let (Some(source), Ok(spec)) = (&standing.owner.source_cluster, &standing.spec) else {
+            continue;
+        };
+        let wanted = held.and_then(|held| held.accesses.values().find(|access| access.source == *source));
+        let kept = |key: &(_, _), port: &_| wanted.is_some_and(|access| access.spec.grants.get(key) == Some(port));
+        if ours(&standing.owner) && !spec.grants.iter().all(|(key, port)| kept(key, port)) {
+            open.insert(source.clone());
+        }
+    }
     if member.policies.is_none() {
         // Nobody there is held to a policy: the Peers are what lets in.
         for standing in member.peers.iter().flat_map(BTreeMap::values) {

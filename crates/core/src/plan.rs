@@ -15,6 +15,7 @@ mod claims;
 mod collisions;
 mod endpoint;
 pub mod explain;
+mod gateways;
 mod link;
 mod location;
 mod mesh;
@@ -30,8 +31,8 @@ mod target;
 pub(crate) mod tests;
 
 pub use result::{
-    ClusterReport, EgressReport, Fact, MeshPlan, Plan, PlannedPeer, PlannedPolicy, PlannedService, PlannedSlice,
-    Reason, Skipped, TargetPlan, Uncovered,
+    ClusterReport, EgressReport, Fact, MeshPlan, Plan, PlannedAccess, PlannedPeer, PlannedPolicy, PlannedService,
+    PlannedSlice, Reason, Skipped, TargetPlan, Uncovered,
 };
 pub use settings::{InfrastructurePort, Settings, SettingsError};
 
@@ -53,6 +54,8 @@ pub trait Naming {
     fn policy(&self, mesh: &MeshId, cluster: &str, taken: bool) -> String;
     /// Changes with whatever a PeerPolicy for `cluster` says, and with nothing else: what a Peer that requires it names.
     fn policy_revision(&self, cluster: &str, spec: &PolicySpec) -> String;
+    /// What tells a sandbox from the hub's others in its SandboxAccesses.
+    fn sandbox(&self, identity: &ClusterIdentity) -> String;
     /// Name of the `index`-th EndpointSlice of one family of a mirrored Service.
     fn slice(&self, mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String;
 }

@@ -269,6 +269,7 @@ proptest! {
                 let standing = match &step.item {
                     Item::Peer(name, _) => member.peers.as_ref().unwrap()[name].owner.clone(),
                     Item::Policy(name, _) => member.policies.as_ref().unwrap()[name].owner.clone(),
+                    Item::Access(name, _) => member.accesses.as_ref().unwrap()[name].owner.clone(),
                     Item::Service(name, _) => member.services[name].managed.clone().unwrap(),
                     Item::Slice(name, _) => member.slices[name].managed.clone().unwrap(),
                 };

@@ -127,6 +127,9 @@ fn member_rules() -> Value {
         {"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "watch"]},
         {"apiGroups": [""], "resources": ["namespaces"], "resourceNames": ["kube-system"], "verbs": ["get"]},
         {"apiGroups": ["kilo.squat.ai"], "resources": ["peers", "peerpolicies"], "verbs": ["get", "list", "watch", "create", "update", "delete"]},
+        // Sandboxes that enter through gateways.
+        {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxaccesses"], "verbs": ["get", "list", "watch", "create", "update", "delete"]},
+        {"apiGroups": ["kilo.squat.ai"], "resources": ["sandboxgateways"], "verbs": ["list", "watch"]},
         // Mirrored Services stand in whichever namespace a grant names, so this cannot be narrower by name.
         {"apiGroups": [""], "resources": ["services"], "verbs": ["get", "list", "watch", "create", "update", "delete"]},
         {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch", "create", "update", "delete"]},

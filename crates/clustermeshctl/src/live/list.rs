@@ -125,14 +125,29 @@ pub(super) async fn all(client: &Client) -> Result<(Objects, Vec<String>), Strin
     Ok((objects, notes))
 }
 
+/// Of a kind that an older account may not read, which then counts as not there.
+async fn readable<T>(client: &Client, notes: &mut Vec<String>) -> Option<Vec<T>>
+where
+    T: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
+{
+    kind(client, notes).await.unwrap_or_else(|why| {
+        notes.push(format!("{why}; it counts as none"));
+        None
+    })
+}
+
 async fn objects(client: &Client, notes: &mut Vec<String>) -> Result<Objects, String> {
     let nodes = kind(client, notes).await?;
     let (peers, policies) = (kind(client, notes).await?, kind(client, notes).await?);
+    let (accesses, gateways) = (readable(client, notes).await, readable(client, notes).await);
     Ok(Objects {
         served: Some(Served {
             peers: peers.is_some(),
             policies: policies.is_some(),
+            accesses: accesses.is_some(),
         }),
+        accesses: keep(accesses, |name| name.name),
+        gateways: keep(gateways, |name| name),
         nodes: keep(nodes, |name| name.name),
         peers: keep(peers, |name| name.name),
         policies: keep(policies, |name| name.name),

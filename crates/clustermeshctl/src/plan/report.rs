@@ -2,7 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use clustermesh_api::{convert, peer::Peer, policy::PeerPolicy};
+use clustermesh_api::{
+    convert,
+    peer::Peer,
+    policy::PeerPolicy,
+    sandbox::{SandboxAccess, SandboxAccessSpec},
+};
 use clustermesh_core::{
     diff::Step,
     mesh::{MeshId, ObjectName},
@@ -73,6 +78,7 @@ struct Target {
     cluster: String,
     peers: Vec<Peer>,
     policies: Vec<PeerPolicy>,
+    accesses: Vec<SandboxAccess>,
     services: Vec<Mirror>,
     changes: Vec<Change>,
 }
@@ -174,6 +180,7 @@ impl Target {
             cluster: cluster.to_owned(),
             peers: writer.peers(planned),
             policies: writer.policies(planned),
+            accesses: writer.accesses(planned),
             services: writer.services(planned),
             changes: changes.into_iter().map(Change::from).collect(),
         }
@@ -228,6 +235,17 @@ impl Writer<'_> {
             }
         });
         policies.collect()
+    }
+
+    fn accesses(&self, planned: &TargetPlan) -> Vec<SandboxAccess> {
+        let stands = |name| self.seen.and_then(|seen| seen.objects.accesses.get(name));
+        let accesses = planned.accesses.iter().map(|(name, access)| {
+            let new = || SandboxAccess::new(name, SandboxAccessSpec::default());
+            let mut written = stands(name).map_or_else(new, bare);
+            convert::sandbox::update(&mut written, &access.spec, &self.owner(&access.source));
+            written
+        });
+        accesses.collect()
     }
 
     fn services(&self, planned: &TargetPlan) -> Vec<Mirror> {

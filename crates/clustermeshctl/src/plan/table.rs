@@ -10,7 +10,7 @@ use clustermesh_api::convert;
 use clustermesh_core::{
     diff::{Action, Item, Step},
     mesh::MeshId,
-    observe::{Endpoint, Families, Member, Mirror, Owner, PeerSpec, PolicySpec, ServiceGrant},
+    observe::{AccessSpec, Endpoint, Families, Member, Mirror, Owner, PeerSpec, PolicySpec, ServiceGrant},
     plan::{MeshPlan, PlannedSlice, TargetPlan},
     status::{self, Condition},
 };
@@ -69,7 +69,8 @@ impl Page {
             return;
         };
         let slices: usize = target.services.values().map(|service| service.slices.len()).sum();
-        let desired = target.peers.len() + target.policies.len() + target.services.len() + slices;
+        let written = target.peers.len() + target.policies.len() + target.accesses.len();
+        let desired = written + target.services.len() + slices;
         let touched = steps.iter().filter(|step| step.action != Action::Delete).count();
         let kept = match (mesh.paused, desired.saturating_sub(touched)) {
             (true, _) | (_, 0) => String::new(),
@@ -99,7 +100,7 @@ impl Page {
                 Some(planned) => format!("Node {} of {source}", planned.node),
                 None => format!("a node of {source}"),
             },
-            Item::Policy(..) => format!("what {source} may reach"),
+            Item::Policy(..) | Item::Access(..) => format!("what {source} may reach"),
             Item::Service(..) | Item::Slice(..) => format!("mirrors {source}"),
         };
         self.line(4, 8, &format!("{sign} {} {name}  ({of})", step.item.kind()));
@@ -187,6 +188,19 @@ fn details(step: &Step, member: &Member) -> Vec<String> {
             let old = standing.map(|policy| policy.spec.as_ref());
             let owner = standing.map(|policy| &policy.owner);
             compare(step, planned.as_ref(), old, owner, whole_policy, policy_changes)
+        }
+        Item::Access(name, planned) => {
+            let standing = member.accesses.as_ref().and_then(|accesses| accesses.get(name));
+            let old = standing.map(|access| access.spec.as_ref());
+            let owner = standing.map(|access| &access.owner);
+            compare(step, planned.as_ref(), old, owner, whole_access, |old, new| {
+                whole_access(old)
+                    .iter()
+                    .zip(whole_access(new))
+                    .filter(|(old, new)| *old != new)
+                    .map(|(old, new)| format!("{old} -> {new}"))
+                    .collect()
+            })
         }
         Item::Service(name, planned) => {
             let standing = member.services.get(name);
@@ -315,6 +329,22 @@ fn peer_changes(old: &PeerSpec, new: &PeerSpec) -> Vec<String> {
     ));
     lines.extend(set_changes("allowedIPs", &old.allowed_ips, &new.allowed_ips));
     lines
+}
+
+fn whole_access(spec: &AccessSpec) -> Vec<String> {
+    let grants = spec.grants.iter().map(|((protocol, port), granted)| {
+        format!(
+            "{}/{port} -> Service {} {}",
+            protocol.as_str(),
+            granted.service,
+            granted.port
+        )
+    });
+    vec![
+        format!("from {}", list(&spec.networks)),
+        format!("nodes {}", list(spec.nodes.values().map(|node| &node.name))),
+        format!("through gateways at {}", list(grants)),
+    ]
 }
 
 fn whole_policy(spec: &PolicySpec) -> Vec<String> {

@@ -7,11 +7,12 @@ use clustermesh_api::{
     convert, names,
     peer::Peer,
     policy::{PeerPolicy, PeerPolicySpec},
+    sandbox::{SandboxAccess, SandboxAccessSpec},
 };
 use clustermesh_core::{
     diff::{Action, Item, Step},
     mesh::ObjectName,
-    observe::{ObservedPeer, Owner, Service as SeenService, Slice},
+    observe::{ObservedAccess, ObservedPeer, Owner, Service as SeenService, Slice},
     ownership::{self, Claimant, Ownership},
 };
 use k8s_openapi::api::{core::v1::Service, discovery::v1::EndpointSlice};
@@ -58,6 +59,12 @@ impl Owned for ObservedPeer {
 impl Owned for SeenPolicy {
     fn owner(&self) -> Option<&Owner> {
         Some(&self.policy.owner)
+    }
+}
+
+impl Owned for ObservedAccess {
+    fn owner(&self) -> Option<&Owner> {
+        Some(&self.owner)
     }
 }
 
@@ -122,6 +129,21 @@ pub(super) async fn one(step: &Step, target: &Target) -> Outcome {
             };
             place
                 .write(|| PeerPolicy::new(name, PeerPolicySpec::default()), claims)
+                .await
+        }
+        Item::Access(name, spec) => {
+            let say = spec
+                .as_ref()
+                .map(|spec| -> Say<'_, SandboxAccess> { Box::new(move |o| convert::sandbox::update(o, spec, owner)) });
+            let place = Place {
+                step,
+                name: whole(name),
+                api: api::<SandboxAccess>(client, ""),
+                feed: &tables.accesses,
+                say,
+            };
+            place
+                .write(|| SandboxAccess::new(name, SandboxAccessSpec::default()), claims)
                 .await
         }
         Item::Service(name, mirror) => {

@@ -11,10 +11,10 @@ use std::{
 };
 
 use clustermesh_access::memory::Account;
-use clustermesh_api::{convert, names, peer, policy};
+use clustermesh_api::{convert, names, peer, policy, sandbox};
 use clustermesh_core::{
     mesh::ObjectName,
-    observe::{Member, ObservedPeer, Pod, Service, Slice, Unlisted},
+    observe::{Gateway, Member, ObservedAccess, ObservedPeer, Pod, Service, Slice, Unlisted},
 };
 use k8s_openapi::api::{core::v1 as core_v1, discovery::v1::EndpointSlice};
 use kube::{
@@ -24,6 +24,7 @@ use kube::{
 
 mod agents;
 mod following;
+mod gateways;
 
 use agents::SeenNode;
 pub(crate) use agents::SeenPolicy;
@@ -40,6 +41,11 @@ pub(crate) struct Tables {
     check_ins: Arc<Mutex<CheckIns>>,
     pub(crate) peers: Feed<ObservedPeer>,
     pub(crate) policies: Feed<SeenPolicy>,
+    pub(crate) accesses: Feed<ObservedAccess>,
+    /// Gateways of sandboxes, each with the UID of the pod that speaks for it.
+    gateways: Feed<(Gateway, String)>,
+    /// UIDs of their pods, and whether they take connections.
+    gateway_pods: Feed<(String, bool)>,
     /// Mirrored Services and their slices: those that carry our managed-by label, in all namespaces.
     pub(crate) services: Feed<Service>,
     pub(crate) slices: Feed<Slice>,
@@ -182,6 +188,11 @@ impl Tables {
             check_ins,
             peers: make.feed(|o| parse::<peer::Peer>(o).map(|p| Some(convert::peer::to_core(&p)))),
             policies: make.feed(|o| SeenPolicy::new(o).map(Some)),
+            accesses: make.feed(|o| parse::<sandbox::SandboxAccess>(o).map(|a| Some(convert::sandbox::to_core(&a)))),
+            gateways: make.feed(|o| convert::sandbox::gateway_to_core(&parse(o)?)),
+            gateway_pods: make
+                .feed(|o| parse::<core_v1::Pod>(o).map(|pod| Some(convert::sandbox::gateway_pod(&pod))))
+                .without(POD),
             services: make.services(),
             slices: make.slices(),
             api: make.slices(),
@@ -208,6 +219,9 @@ impl Tables {
         again(&self.nodes);
         again(&self.peers);
         again(&self.policies);
+        again(&self.accesses);
+        again(&self.gateways);
+        again(&self.gateway_pods);
         again(&self.services);
         again(&self.slices);
         again(&self.api);
@@ -238,6 +252,7 @@ impl Tables {
     /// The feeds that every member has.
     pub(super) fn fixed(&self, client: &Client) -> Vec<Following> {
         let ours = format!("{}={}", names::LABEL_MANAGED_BY, names::MANAGED_BY);
+        let gateways = format!("{}={}", names::LABEL_APP, names::GATEWAY_APP);
         let api_service = format!("{}=kubernetes", names::LABEL_SERVICE_NAME);
         vec![
             Following::new(self.all::<core_v1::Node>(client, "nodes", ""), &self.nodes),
@@ -246,6 +261,15 @@ impl Tables {
                 self.all::<policy::PeerPolicy>(client, "peerpolicies", ""),
                 &self.policies,
             ),
+            Following::new(
+                self.all::<sandbox::SandboxAccess>(client, "sandboxaccesses", ""),
+                &self.accesses,
+            ),
+            Following::new(
+                self.all::<sandbox::SandboxGateway>(client, "sandboxgateways", ""),
+                &self.gateways,
+            ),
+            Following::new(self.all::<core_v1::Pod>(client, "pods", &gateways), &self.gateway_pods),
             Following::new(self.all::<core_v1::Service>(client, "services", &ours), &self.services),
             Following::new(self.all::<EndpointSlice>(client, "endpointslices", &ours), &self.slices),
             Following::new(
@@ -287,6 +311,9 @@ impl Tables {
         let mut trusts = vec![self.nodes.trust(), self.peers.trust()];
         trusts.extend([
             optional(&self.policies),
+            optional(&self.accesses),
+            optional(&self.gateways),
+            optional(&self.gateway_pods),
             optional(&self.services),
             optional(&self.slices),
             optional(&self.api),
@@ -308,6 +335,9 @@ impl Tables {
             && self.nodes.trust() != Trust::Absent
             && self.peers.listed()
             && (self.policies.listed() || self.policies.closed())
+            && (self.accesses.listed() || self.accesses.closed())
+            && (self.gateways.listed() || self.gateways.closed())
+            && (self.gateway_pods.listed() || self.gateway_pods.closed())
             && (self.services.listed() || self.services.closed())
             && (self.slices.listed() || self.slices.closed())
             && (self.api.listed() || self.api.closed())
@@ -375,6 +405,8 @@ impl Tables {
                 let policies = policies.into_iter();
                 policies.map(|(name, seen)| (name, seen.policy)).collect()
             }),
+            accesses: present(&self.accesses),
+            gateways: self.gateways(),
             services,
             slices,
             pods,

@@ -212,6 +212,23 @@ impl Toward<'_> {
     }
 }
 
+/// Where a sandbox's nodes dial a gateway, best first. An address inside the networks of the gateway's own cluster leads to it only
+/// where the sandbox's nodes are in that network themselves.
+pub(super) fn of_gateway(endpoints: &[SocketAddr], sandbox: &Cluster, toward: &Toward<'_>) -> Vec<SocketAddr> {
+    let inside = |nets: &[IpNet], ip: IpAddr| nets.iter().any(|net| net.contains(&ip));
+    let reached = |ip: IpAddr| !inside(&toward.source.allowed, ip) || inside(&sandbox.endpoint_networks, ip);
+    let mut kept: Vec<SocketAddr> = Vec::new();
+    for endpoint in endpoints {
+        let endpoint = SocketAddr::new(endpoint.ip().to_canonical(), endpoint.port());
+        if endpoint.port() != 0 && toward.admits(endpoint.ip()) && reached(endpoint.ip()) && !kept.contains(&endpoint) {
+            kept.push(endpoint);
+        }
+    }
+    kept.sort_by_key(|endpoint| toward.target_families.rank(endpoint.ip()));
+    kept.truncate(MAX_CANDIDATES);
+    kept
+}
+
 /// Ordered candidates. An explicit annotation that points where this target must not send refuses the Node there; it stays first
 /// whatever its family, since Nodes do not list every address that they have. Of the others those come first that the target's
 /// nodes can reach: kg reads the first alone.

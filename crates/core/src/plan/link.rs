@@ -160,7 +160,13 @@ pub(super) fn granted(sandbox: &Party<'_>, exporter: &Party<'_>, roll: Option<&R
             granted.unlisted.insert(grant.service.clone());
             continue;
         }
-        let Ok(found) = services::resolve(grant, &sandbox.cluster, &exporter.cluster, member, Some(&hosting)) else {
+        let Ok(found) = services::resolve(
+            grant,
+            &sandbox.cluster,
+            &exporter.cluster,
+            member,
+            &services::Reach::Nodes(&hosting),
+        ) else {
             continue;
         };
         let ports = if grant.ports.is_empty() {

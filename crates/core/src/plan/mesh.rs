@@ -257,7 +257,9 @@ impl<'a> MeshPlanner<'a> {
             let mut sources = parties.values().filter(|source| link::closed(source));
             sources.any(|source| {
                 let link = link::between(party, source);
-                link.is_some_and(|link| link != link::Link::Grantor)
+                link.is_some_and(|link| {
+                    link != link::Link::Grantor && !target::Assembly::by_gateways(link, party, source)
+                })
             })
         });
         asked

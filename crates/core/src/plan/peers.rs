@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
     num::NonZeroU16,
 };
 
@@ -16,7 +17,7 @@ use super::{
 use crate::{
     key::PublicKey,
     mesh::{Addressing, ClusterIdentity, overlap},
-    observe::{Claim, Endpoint, Member, Node, Observation, ObservedPeer, PeerSpec, Server},
+    observe::{Claim, Endpoint, Gateway, Member, Node, Observation, ObservedPeer, PeerSpec, Server},
     ownership::{self, Ownership},
 };
 
@@ -28,9 +29,9 @@ const NAT_KEEPALIVE: NonZeroU16 = NonZeroU16::new(25).unwrap();
 
 /// Collects the Peers of one target, so that a key and a prefix have one owner.
 pub(super) struct Writer<'a, 'p> {
-    assembly: &'p Assembly<'a>,
-    name: &'p str,
-    target: &'p Party<'a>,
+    pub(super) assembly: &'p Assembly<'a>,
+    pub(super) name: &'p str,
+    pub(super) target: &'p Party<'a>,
     standing: BTreeMap<&'p str, &'p ObservedPeer>,
     /// Names of the standing Peers that carry a key.
     by_key: BTreeMap<PublicKey, Vec<&'p str>>,
@@ -143,7 +144,7 @@ impl<'a, 'p> Writer<'a, 'p> {
         peer.owner.source_cluster.as_deref() == Some(source) && self.assembly.ours(&peer.owner)
     }
 
-    fn skip(&mut self, source: &str, node: &str, reason: Reason, message: &str) {
+    pub(super) fn skip(&mut self, source: &str, node: &str, reason: Reason, message: &str) {
         let message = format!("toward cluster {:?}: {message}", self.name);
         self.skipped.entry(source.to_owned()).or_default().push(Skipped {
             node: node.to_owned(),
@@ -327,6 +328,35 @@ impl<'a, 'p> Writer<'a, 'p> {
             requires_policy: None,
         };
         Some(self.put(source, node.node, spec, own_names))
+    }
+
+    /// A gateway's Peer, whose key and addresses are nobody else's here.
+    pub(super) fn put_gateway(
+        &mut self,
+        source: &str,
+        name: &str,
+        gateway: &Gateway,
+        mut allowed_ips: BTreeSet<IpNet>,
+        endpoints: Vec<SocketAddr>,
+        own_names: &BTreeSet<String>,
+    ) {
+        let key = gateway.public_key;
+        if let Some(owner) = self.keys.get(&key) {
+            let message = format!("key {key} is that of {owner} there");
+            self.skip(source, name, Reason::PublicKeyDuplicate, &message);
+            return;
+        }
+        allowed_ips.retain(|net| !self.prefixes.contains_key(net));
+        let spec = PeerSpec {
+            public_key: key,
+            allowed_ips,
+            endpoint: endpoints.first().copied().map(Endpoint::Ip),
+            candidates: if endpoints.len() > 1 { endpoints } else { Vec::new() },
+            // A hostPort, or another NAT, stands before it, and only this side dials.
+            persistent_keepalive: NAT_KEEPALIVE.get(),
+            requires_policy: None,
+        };
+        self.put(source, name, spec, own_names);
     }
 
     /// Addresses that a node's Peer carries now and no node claims: some of its pods or endpoints are not known.

@@ -9,7 +9,7 @@ use ipnet::IpNet;
 
 use crate::{
     mesh::{ClusterIdentity, MeshId, ObjectName},
-    observe::{Families, Mirror, PeerSpec, PolicySpec, ServicePort, SliceEndpoint},
+    observe::{AccessSpec, Families, Mirror, PeerSpec, PolicySpec, ServicePort, SliceEndpoint},
     ownership::Claimant,
 };
 
@@ -210,6 +210,15 @@ pub struct PlannedPolicy {
     pub spec: PolicySpec,
 }
 
+/// A SandboxAccess that should stand in a target. Its name is that of a PeerPolicy of the same source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlannedAccess {
+    /// The sandbox, by its entry's name.
+    pub source: String,
+    /// What it says.
+    pub spec: AccessSpec,
+}
+
 /// A mirrored Service: selector-less, so that the member's own kube-proxy or Cilium balances over our EndpointSlices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedService {
@@ -254,6 +263,8 @@ pub struct TargetPlan {
     pub peers: BTreeMap<String, PlannedPeer>,
     /// PeerPolicies by name.
     pub policies: BTreeMap<String, PlannedPolicy>,
+    /// SandboxAccesses by name.
+    pub accesses: BTreeMap<String, PlannedAccess>,
     /// Mirrored Services.
     pub services: BTreeMap<ObjectName, PlannedService>,
     /// Networks of the sources that are connected here.

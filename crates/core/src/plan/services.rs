@@ -7,9 +7,13 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{EgressReport, Naming, PlannedService, PlannedSlice, link::Hosts};
+use super::{
+    EgressReport, Naming, PlannedService, PlannedSlice,
+    gateways::{self, Through},
+    link::Hosts,
+};
 use crate::{
-    mesh::{Addressing, Cluster, Grant, MeshId, ObjectName, PodNetwork, PortRef},
+    mesh::{Addressing, Cluster, Grant, MeshId, ObjectName, PodNetwork, PortRef, Protocol},
     observe::{Member, Observation, ServicePort, Slice, SliceEndpoint},
 };
 
@@ -25,6 +29,16 @@ pub(super) struct Mirror {
     pub(super) keep: bool,
 }
 
+/// Which endpoints of a Service an importer has a way to.
+pub(super) enum Reach<'a> {
+    /// Every one: it is no sandbox.
+    Anywhere,
+    /// It is a sandbox, which has a Peer for these nodes.
+    Nodes(&'a BTreeSet<&'a str>),
+    /// It is a sandbox, and gateways lead it to them.
+    Gateways(&'a Through<'a>),
+}
+
 /// Both ends of a grant.
 pub(super) struct Ends<'a> {
     pub(super) mesh: &'a MeshId,
@@ -33,8 +47,8 @@ pub(super) struct Ends<'a> {
     /// The entry that has the Service, with `allowed` cut to what was accepted; else why it has nothing to give.
     pub(super) exporter: Result<&'a Cluster, String>,
     pub(super) exporting: Option<&'a Observation<Member>>,
-    /// The importer is a sandbox: the nodes there that it may have a Peer for.
-    pub(super) hosting: Option<&'a BTreeSet<&'a str>>,
+    /// Which endpoints the importer has a way to.
+    pub(super) reach: Reach<'a>,
     /// Whether the Service that stands under the local name is this mesh's own.
     pub(super) ours: &'a dyn Fn(&ObjectName) -> bool,
     /// An earlier grant, or an older mesh, has the local name.
@@ -109,7 +123,7 @@ impl Ends<'_> {
             );
             return done(None, false, message);
         }
-        match resolve(grant, self.importer, exporter, member, self.hosting) {
+        match resolve(grant, self.importer, exporter, member, &self.reach) {
             Err(message) => done(None, false, message),
             Ok(Resolved {
                 ports,
@@ -147,8 +161,7 @@ pub(super) struct Resolved {
     pub(super) message: String,
 }
 
-/// Resolves a grant against what was seen of the member that has the Service. `hosting` = the importer is a sandbox, which
-/// reaches endpoints on these nodes alone.
+/// Resolves a grant against what was seen of the member that has the Service.
 ///
 /// Endpoints of a family in which the importer has no network are left out without a word: nothing it sends there could have
 /// a source, and those of the other family are as a rule the same pods.
@@ -160,8 +173,13 @@ pub(super) fn resolve(
     importer: &Cluster,
     exporter: &Cluster,
     member: &Member,
-    hosting: Option<&BTreeSet<&str>>,
+    reach: &Reach<'_>,
 ) -> Result<Resolved, String> {
+    let hosting = match reach {
+        Reach::Nodes(hosting) => Some(*hosting),
+        Reach::Anywhere | Reach::Gateways(_) => None,
+    };
+    let sandbox = !matches!(reach, Reach::Anywhere);
     let words = || format!("Service {} of cluster {:?}", grant.service, grant.cluster);
     let service = member.services.get(&grant.service);
     if let Some(namespace) = exporter.confined_to.as_ref().filter(|own| **own != grant.service.namespace)
@@ -184,13 +202,13 @@ pub(super) fn resolve(
     if service.managed.is_some() {
         return Err(format!("{} is itself a mirror; name the Service it mirrors", words()));
     }
-    if hosting.is_some() && service.selectorless {
+    if sandbox && service.selectorless {
         return Err(format!(
             "{} has no selector: whoever writes its EndpointSlices chooses the addresses, so it is not given to a sandbox",
             words()
         ));
     }
-    if exporter.effective_addressing() == Addressing::Masqueraded {
+    if !matches!(reach, Reach::Gateways(_)) && exporter.effective_addressing() == Addressing::Masqueraded {
         return Err(format!(
             "cluster {:?} is masqueraded: its pods have no address in the mesh",
             grant.cluster
@@ -221,6 +239,9 @@ pub(super) fn resolve(
     }
     if ports.is_empty() {
         return Err(format!("{} has no ports", words()));
+    }
+    if let Reach::Gateways(through) = reach {
+        return by_gateways(grant, importer, exporter, ports, through);
     }
     let mut groups = Groups::new();
     let mut hosts = Hosts::new();
@@ -308,6 +329,59 @@ pub(super) fn resolve(
         groups,
         hosts,
         message: messages.into_iter().flatten().collect::<Vec<_>>().join("; "),
+    })
+}
+
+/// The endpoints are the gateways that take connections, at the ports of the grant.
+fn by_gateways(
+    grant: &Grant,
+    importer: &Cluster,
+    exporter: &Cluster,
+    ports: Vec<ServicePort>,
+    through: &Through<'_>,
+) -> Result<Resolved, String> {
+    if let Some(port) = ports.iter().find(|port| port.protocol == Protocol::Sctp) {
+        return Err(format!(
+            "port {} of Service {} of cluster {:?} is SCTP: gateways lead TCP and UDP alone; name the other ports in the grant",
+            port.port, grant.service, grant.cluster
+        ));
+    }
+    let there = through.ports(&grant.service, &ports);
+    let mut groups = Groups::new();
+    if !there.is_empty() {
+        for address in through.ready.iter().flat_map(|gateway| &gateway.addresses) {
+            let net = IpNet::from(*address);
+            let reachable = importer
+                .allowed
+                .iter()
+                .any(|own| own.addr().is_ipv4() == address.is_ipv4());
+            if reachable && exporter.allows(net) {
+                let endpoint = SliceEndpoint {
+                    address: *address,
+                    node: None,
+                    ready: true,
+                    serving: true,
+                    terminating: false,
+                };
+                groups
+                    .entry((address.is_ipv6(), there.clone()))
+                    .or_default()
+                    .insert(endpoint);
+            }
+        }
+    }
+    let waiting = (there.len() < ports.len()).then(|| {
+        format!(
+            "cluster {:?} has not taken this grant yet (SandboxAccess)",
+            grant.cluster
+        )
+    });
+    let message = gateways::none_ready(&grant.cluster, through).or(waiting);
+    Ok(Resolved {
+        ports,
+        groups,
+        hosts: Hosts::new(),
+        message: message.unwrap_or_default(),
     })
 }
 

@@ -12,12 +12,13 @@ use super::{
     endpoint::NodeFamilies,
     link::{self, Granted, Link, Terms},
     nodes::Roll,
-    peers, services,
+    peers,
+    services::{self, Reach},
 };
 use crate::{
     key::PublicKey,
     mesh::{Addressing, Cluster, ClusterIdentity, Mesh, MeshId, ObjectName, Profile},
-    observe::{Member, Observation, Observations, ObservedPeer, ObservedPolicy, PolicySpec},
+    observe::{AccessSpec, Member, Observation, Observations, ObservedPeer, ObservedPolicy, PolicySpec},
     ownership::{self, Claimant, Ownership},
 };
 
@@ -106,6 +107,8 @@ pub(super) struct Used {
     pub(super) peers: BTreeSet<String>,
     pub(super) policies: BTreeSet<String>,
     pub(super) services: BTreeSet<ObjectName>,
+    /// With what they say, since their ports are shared.
+    pub(super) accesses: BTreeMap<String, AccessSpec>,
 }
 
 impl Used {
@@ -113,6 +116,9 @@ impl Used {
         self.peers.extend(plan.peers.keys().cloned());
         self.policies.extend(plan.policies.keys().cloned());
         self.services.extend(plan.services.keys().cloned());
+        let accesses = plan.accesses.iter();
+        self.accesses
+            .extend(accesses.map(|(name, access)| (name.clone(), access.spec.clone())));
     }
 }
 
@@ -167,7 +173,16 @@ impl<'a> Assembly<'a> {
             sources.sort_by_key(|(source, party)| (party.cluster.profile, *source));
             for (source, party) in sources {
                 let nothing = Granted::default();
-                let terms = match self.link(name, target, source, party) {
+                let link = self.link(name, target, source, party);
+                if link.is_some_and(|link| Self::by_gateways(link, target, party)) {
+                    if link == Some(Link::Sandbox) {
+                        assembled.plan.accesses.extend(self.access(name, target, source, party));
+                    } else {
+                        writer.add_gateways(source, party);
+                    }
+                    continue;
+                }
+                let terms = match link {
                     None => continue,
                     Some(Link::Meshed) => Terms::Meshed,
                     Some(Link::Sandbox) => match required.get(source) {
@@ -198,7 +213,7 @@ impl<'a> Assembly<'a> {
     fn link(&self, name: &str, target: &Party<'_>, source: &str, party: &Party<'_>) -> Option<Link> {
         let link = link::between(target, party)?;
         let lax = link::enforced_by(link, name, source, party).is_some_and(|by| self.lax.contains_key(by));
-        (!lax).then_some(link)
+        (!lax || Self::by_gateways(link, target, party)).then_some(link)
     }
 
     fn sources(
@@ -227,6 +242,7 @@ impl<'a> Assembly<'a> {
             peers: BTreeSet::new(),
             policies: BTreeSet::new(),
             services: BTreeSet::new(),
+            accesses: BTreeMap::new(),
         };
         self.used
             .get(&one_cluster(&target.cluster.identity))
@@ -285,7 +301,9 @@ impl<'a> Assembly<'a> {
                 let mut ours = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some(source));
                 ours.any(|peer| self.ours(&peer.owner))
             };
-            if link::between(target, party).is_none() && !(tight && stands()) {
+            // Gateways read SandboxAccess instead.
+            let gateways = sandbox && target.has_gateways();
+            if (gateways || link::between(target, party).is_none()) && !(tight && stands()) {
                 continue;
             }
             let mut networks = party.networks();
@@ -306,7 +324,7 @@ impl<'a> Assembly<'a> {
             let closed = link::closed(party);
             let key = (source.to_owned(), name.to_owned());
             let quarantine = party.cluster.quarantine || target.cluster.quarantine;
-            let granted = self.granted.get(&key).filter(|_| sandbox && !quarantine);
+            let granted = self.granted.get(&key).filter(|_| sandbox && !gateways && !quarantine);
             let policy = self.policy_name(target, standing, source);
             let mut grants = granted.map(|granted| granted.grants.clone()).unwrap_or_default();
             if let (Some(granted), Some(Ok(stands))) = (granted, standing.get(&policy).map(|policy| &policy.spec)) {
@@ -408,8 +426,10 @@ impl<'a> Assembly<'a> {
         for grant in &target.cluster.egress {
             let party = self.parties.get(&grant.cluster);
             let link = party.and_then(|party| link::between(party, target));
+            let through = party.filter(|_| link == Some(Link::Sandbox));
+            let through = through.and_then(|party| self.through(party, name));
             let exporter = match (party, self.lax.get(&grant.cluster)) {
-                (Some(_), Some(why)) if link == Some(Link::Sandbox) => Err(why.clone()),
+                (Some(_), Some(why)) if link == Some(Link::Sandbox) && through.is_none() => Err(why.clone()),
                 (Some(party), _) if matches!(link, Some(Link::Meshed | Link::Sandbox)) => Ok(&party.cluster),
                 (party, _) => Err(link::refusal(target, party, &grant.cluster)),
             };
@@ -420,7 +440,11 @@ impl<'a> Assembly<'a> {
                 importing,
                 exporting: party.filter(|_| exporter.is_ok()).and_then(|party| party.observed),
                 exporter,
-                hosting: (link == Some(Link::Sandbox)).then_some(&hosting),
+                reach: match &through {
+                    Some(through) => Reach::Gateways(through),
+                    None if link == Some(Link::Sandbox) => Reach::Nodes(&hosting),
+                    None => Reach::Anywhere,
+                },
                 ours: &ours,
                 taken: self.used(target).services.contains(&grant.local) || !names.insert(grant.local.clone()),
             };

@@ -11,8 +11,8 @@ use crate::{
     key::PublicKey,
     mesh::{Addressing, Cluster, Export, Grant, GrantPort, PodNetwork, PortRef, Profile, Protocol},
     observe::{
-        Claim, Endpoint, Granularity, Member, Node, Observation, ObservedPeer, ObservedPolicy, Owner, PeerSpec, Pod,
-        Server, Service, ServiceGrant, ServicePort, Slice, SliceEndpoint,
+        Claim, Endpoint, Granularity, Member, Node, Observation, ObservedAccess, ObservedPeer, ObservedPolicy, Owner,
+        PeerSpec, Pod, Server, Service, ServiceGrant, ServicePort, Slice, SliceEndpoint,
     },
 };
 
@@ -51,6 +51,10 @@ impl Naming for Plain {
     fn policy_revision(&self, cluster: &str, spec: &PolicySpec) -> String {
         // Of everything it says, as the real one is.
         format!("{cluster} {spec:?}")
+    }
+
+    fn sandbox(&self, identity: &ClusterIdentity) -> String {
+        identity.to_string()
     }
 
     fn slice(&self, _mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String {
@@ -201,6 +205,13 @@ fn apply(member: &mut Member, steps: &[Step]) {
             }
             Item::Policy(name, None) => {
                 member.policies.as_mut().unwrap().remove(&name);
+            }
+            Item::Access(name, Some(spec)) => {
+                let access = ObservedAccess { owner, spec: Ok(spec) };
+                member.accesses.as_mut().unwrap().insert(name, access);
+            }
+            Item::Access(name, None) => {
+                member.accesses.as_mut().unwrap().remove(&name);
             }
             Item::Service(name, Some(mirror)) => {
                 member.services.insert(

@@ -25,6 +25,16 @@ fn write(member: &mut Member, step: &Step) {
                 None => drop(policies.remove(&name)),
             }
         }
+        Item::Access(name, spec) => {
+            let accesses = member
+                .accesses
+                .as_mut()
+                .expect("no SandboxAccess is written where the CRD is missing");
+            match spec {
+                Some(spec) => drop(accesses.insert(name, ObservedAccess { owner, spec: Ok(spec) })),
+                None => drop(accesses.remove(&name)),
+            }
+        }
         Item::Service(name, Some(mirror)) => {
             let service = Service {
                 managed: Some(owner),

@@ -13,8 +13,8 @@ use clustermesh_core::{
     key::PublicKey,
     mesh::{Addressing, Cluster, ClusterIdentity, Grant, Mesh, MeshId, ObjectName, PodNetwork, Profile, Protocol},
     observe::{
-        Claim, Endpoint, Families, Granularity, Member, Node, Observation, Observations, ObservedPeer, ObservedPolicy,
-        Owner, PeerSpec, Server, Service, ServicePort, Slice, SliceEndpoint,
+        Claim, Endpoint, Families, Granularity, Member, Node, Observation, Observations, ObservedAccess, ObservedPeer,
+        ObservedPolicy, Owner, PeerSpec, Server, Service, ServicePort, Slice, SliceEndpoint,
     },
     ownership::{self, Ownership},
     plan::{Naming, Plan, Settings, plan},
@@ -54,6 +54,10 @@ impl Naming for Plain {
     fn policy_revision(&self, cluster: &str, spec: &clustermesh_core::observe::PolicySpec) -> String {
         // Of everything it says, as the real one is.
         format!("{cluster} {spec:?}")
+    }
+
+    fn sandbox(&self, identity: &ClusterIdentity) -> String {
+        identity.to_string()
     }
 
     fn slice(&self, mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String {

@@ -399,6 +399,7 @@ impl Gateway {
             public_key: self.key.public().to_string(),
             wireguard_ips: self.config.addresses.iter().map(ToString::to_string).collect(),
             endpoints: endpoints.iter().map(ToString::to_string).collect(),
+            serves: self.config.serves.iter().cloned().collect(),
             pod_uid: self.config.pod_uid.clone(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             backend: self

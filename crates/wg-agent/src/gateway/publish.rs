@@ -70,7 +70,7 @@ async fn write(
     status: &SandboxGatewayStatus,
 ) -> Result<(), String> {
     let mut body = json!(status);
-    for list in ["wireguardIPs", "endpoints", "applied", "refused", "message"] {
+    for list in ["wireguardIPs", "endpoints", "serves", "applied", "refused", "message"] {
         if body.get(list).is_none() {
             body[list] = serde_json::Value::Null;
         }

@@ -11,8 +11,8 @@ use crate::{
         Fact,
         link::{self, Apart, Link},
         mesh::Stage,
-        services,
-        target::Party,
+        services::{self, Reach},
+        target::{Assembly, Party},
     },
 };
 
@@ -96,12 +96,52 @@ impl Asked<'_> {
                 );
             }
         }
+        if Assembly::by_gateways(link, target, source) {
+            return Some(self.through_gateways());
+        }
         if let Some(by) = link::enforced_by(link, self.target, self.source, source)
             && let Some(why) = self.stage.lax.get(by)
         {
             return deny(Rule::TargetCannotEnforce, why.clone());
         }
         None
+    }
+
+    /// A sandbox reaches the ports of gateways that its SandboxAccess names, and nothing else.
+    fn through_gateways(&self) -> Explanation {
+        let plan = self.world.plan.meshes.get(&self.mesh.id);
+        let accesses = plan.and_then(|plan| plan.targets.get(self.target)).into_iter();
+        let mut accesses = accesses.flat_map(|target| &target.accesses);
+        let access = accesses.find(|(_, access)| access.source == *self.source);
+        let gateways = self.target().member().into_iter().flat_map(|member| &member.gateways);
+        let gateways: Vec<_> = gateways.filter(|(_, gateway)| gateway.serves(self.source)).collect();
+        let to = self.to;
+        let here = gateways
+            .iter()
+            .find(|(_, gateway)| gateway.addresses.contains(&to.address));
+        if let (Some((gateway, _)), Some((name, access)), Some(port)) = (here, access, to.port)
+            && let Some(granted) = access.spec.grants.get(&port)
+        {
+            let message = format!(
+                "SandboxAccess {name} in cluster {:?} leads port {} of gateway {gateway} to port {:?} of Service {}",
+                self.target, port.1, granted.port, granted.service
+            );
+            return Explanation::of(Rule::Granted, message);
+        }
+        let ports = access.into_iter().flat_map(|(_, access)| &access.spec.grants);
+        let ports: Vec<String> = ports
+            .map(|((protocol, port), granted)| format!("{}/{port} for {}", protocol.as_str(), granted.service))
+            .collect();
+        let addresses = gateways.iter().flat_map(|(_, gateway)| &gateway.addresses);
+        let addresses: Vec<String> = addresses.map(ToString::to_string).collect();
+        let message = format!(
+            "a sandbox enters cluster {:?} through its gateways alone ({}), at the ports that are granted ({}). {}",
+            self.target,
+            listed(&addresses),
+            listed(&ports),
+            self.grants()
+        );
+        Explanation::of(Rule::NotGranted, message)
     }
 
     fn explained(&self, apart: &Apart) -> Explanation {
@@ -185,7 +225,8 @@ impl Asked<'_> {
             .iter()
             .filter(|grant| grant.cluster == self.target);
         for grant in grants {
-            let Ok(found) = services::resolve(grant, &source.cluster, &target.cluster, member, Some(&hosting)) else {
+            let Ok(found) = services::resolve(grant, &source.cluster, &target.cluster, member, &Reach::Nodes(&hosting))
+            else {
                 continue;
             };
             let Some(here) = found.hosts.get(node) else { continue };
@@ -318,5 +359,13 @@ impl Asked<'_> {
                 self.grants()
             ),
         )
+    }
+}
+
+fn listed(all: &[String]) -> String {
+    if all.is_empty() {
+        "none".to_owned()
+    } else {
+        all.join(", ")
     }
 }

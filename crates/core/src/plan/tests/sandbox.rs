@@ -5,6 +5,7 @@ use crate::enforcement::Bypass;
 
 mod announced;
 mod changes;
+mod gateways;
 mod grants;
 mod pending;
 

@@ -1,0 +1,252 @@
+//! [`SandboxAccess`] to and from [`observe::AccessSpec`], and [`SandboxGateway`] to [`observe::Gateway`].
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+use clustermesh_core::{
+    key::PublicKey,
+    mesh::ObjectName,
+    observe::{AccessNode, AccessSpec, Gateway, GrantedPort, ObservedAccess, Owner},
+};
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+
+use super::{
+    mesh::{protocol, protocol_from_core},
+    network, owner, set_labels,
+};
+use crate::{
+    policy::LocalService,
+    sandbox::{SandboxAccess, SandboxAccessSpec, SandboxGateway, SandboxGatewayStatus, SandboxGrant, SandboxNode},
+};
+
+/// What stands. An access that says anything the planner would not write is an error, and gets rewritten.
+#[must_use]
+pub fn to_core(access: &SandboxAccess) -> ObservedAccess {
+    ObservedAccess {
+        owner: owner(access.metadata.labels.as_ref()),
+        spec: spec(&access.spec),
+    }
+}
+
+fn spec(written: &SandboxAccessSpec) -> Result<AccessSpec, String> {
+    let mut networks = BTreeSet::new();
+    for (index, text) in written.networks.iter().enumerate() {
+        match network(text) {
+            Ok((net, false)) => drop(networks.insert(net)),
+            Ok((net, true)) => return Err(format!("spec.networks[{index}]: {text} has host bits: write {net}")),
+            Err(why) => return Err(format!("spec.networks[{index}]: {why}")),
+        }
+    }
+    let mut nodes = BTreeMap::new();
+    for (index, node) in written.nodes.iter().enumerate() {
+        let key: PublicKey = node
+            .public_key
+            .parse()
+            .map_err(|error| format!("spec.nodes[{index}].publicKey: {error}"))?;
+        let seen = AccessNode {
+            name: node.name.clone(),
+            addresses: addresses(&node.wireguard_ips)
+                .map_err(|why| format!("spec.nodes[{index}].wireguardIPs: {why}"))?,
+        };
+        nodes.insert(key, seen);
+    }
+    if written.new_connections_per_second.is_some() {
+        return Err("spec.newConnectionsPerSecond: is for the gateway's own flag to say".to_owned());
+    }
+    let grants = written.grants.iter().map(|grant| {
+        let granted = GrantedPort {
+            service: ObjectName {
+                namespace: grant.service.namespace.clone(),
+                name: grant.service.name.clone(),
+            },
+            port: grant.port.clone(),
+        };
+        ((protocol(grant.protocol), grant.gateway_port), granted)
+    });
+    Ok(AccessSpec {
+        sandbox: written.sandbox.clone(),
+        id: written.sandbox_id.clone(),
+        networks,
+        nodes,
+        grants: grants.collect(),
+    })
+}
+
+fn addresses(texts: &[String]) -> Result<BTreeSet<IpAddr>, String> {
+    let parse = |text: &String| {
+        let address = text
+            .parse::<IpAddr>()
+            .map_err(|_| format!("{text:?} is not an address"));
+        address.map(|ip| ip.to_canonical())
+    };
+    texts.iter().map(parse).collect()
+}
+
+/// Makes an access that stands say `spec` and belong to `owner`; what others wrote into its metadata stays.
+pub fn update(access: &mut SandboxAccess, spec: &AccessSpec, owner: &Owner) {
+    set_labels(access.labels_mut(), owner);
+    let nodes = spec.nodes.iter().map(|(key, node)| SandboxNode {
+        name: node.name.clone(),
+        public_key: key.to_string(),
+        wireguard_ips: node.addresses.iter().map(ToString::to_string).collect(),
+    });
+    let grants = spec.grants.iter().map(|((protocol, port), granted)| SandboxGrant {
+        service: LocalService {
+            namespace: granted.service.namespace.clone(),
+            name: granted.service.name.clone(),
+        },
+        port: granted.port.clone(),
+        protocol: protocol_from_core(*protocol),
+        gateway_port: *port,
+    });
+    access.spec = SandboxAccessSpec {
+        sandbox: spec.sandbox.clone(),
+        sandbox_id: spec.id.clone(),
+        networks: spec.networks.iter().map(ToString::to_string).collect(),
+        nodes: nodes.collect(),
+        grants: grants.collect(),
+        new_connections_per_second: None,
+    };
+}
+
+/// What a gateway says of itself, and the UID of the pod that says it. Whether that pod is Ready is seen elsewhere. `None` = it
+/// has said nothing yet.
+///
+/// # Errors
+/// What it says is wrong, and why.
+pub fn gateway_to_core(gateway: &SandboxGateway) -> Result<Option<(Gateway, String)>, String> {
+    let Some(status) = gateway.status.as_ref().filter(|status| !status.public_key.is_empty()) else {
+        return Ok(None);
+    };
+    let SandboxGatewayStatus {
+        public_key,
+        wireguard_ips,
+        endpoints,
+        pod_uid,
+        serves,
+        ..
+    } = status;
+    let key = public_key
+        .parse()
+        .map_err(|error| format!("status.publicKey: {error}"))?;
+    let endpoints = endpoints.iter().map(|text| {
+        let endpoint = text.parse();
+        endpoint.map_err(|_| format!("status.endpoints: {text:?} is not an address with a port"))
+    });
+    let gateway = Gateway {
+        public_key: key,
+        addresses: addresses(wireguard_ips).map_err(|why| format!("status.wireguardIPs: {why}"))?,
+        endpoints: endpoints.collect::<Result<_, _>>()?,
+        serves: serves.iter().cloned().collect(),
+        ready: false,
+    };
+    Ok(Some((gateway, pod_uid.clone())))
+}
+
+/// UID of a gateway's pod, and whether it takes connections: it is Ready, and not being deleted.
+#[must_use]
+pub fn gateway_pod(pod: &Pod) -> (String, bool) {
+    let conditions = pod
+        .status
+        .iter()
+        .filter_map(|status| status.conditions.as_ref())
+        .flatten();
+    let mut ready = conditions.filter(|condition| condition.type_ == "Ready" && condition.status == "True");
+    let takes = pod.metadata.deletion_timestamp.is_none() && ready.next().is_some();
+    (pod.metadata.uid.clone().unwrap_or_default(), takes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read_as_it_was_planned() {
+        let key = |number: u8| PublicKey::new([number; 32]);
+        let node = |name: &str, address: &str| AccessNode {
+            name: name.into(),
+            addresses: [address.parse().unwrap()].into(),
+        };
+        let granted = GrantedPort {
+            service: ObjectName {
+                namespace: "team".into(),
+                name: "db".into(),
+            },
+            port: "pg".into(),
+        };
+        let spec = AccessSpec {
+            sandbox: "nb".into(),
+            id: "0123".into(),
+            networks: ["100.80.0.0/20".parse().unwrap(), "fd80::/64".parse().unwrap()].into(),
+            nodes: [(key(1), node("a", "100.80.0.1")), (key(2), node("b", "fd80::2"))].into(),
+            grants: [((clustermesh_core::mesh::Protocol::Udp, 20_001), granted)].into(),
+        };
+        let owner = Owner {
+            mesh: Some("m".into()),
+            mesh_namespace: Some("ns".into()),
+            hub: Some("hub".into()),
+            source_cluster: Some("nb".into()),
+        };
+        let mut access = SandboxAccess::new("m--nb", SandboxAccessSpec::default());
+        update(&mut access, &spec, &owner);
+        let seen = to_core(&access);
+        assert_eq!((seen.owner, seen.spec), (owner, Ok(spec)));
+    }
+
+    #[test]
+    fn an_access_that_nobody_would_write_says_which_field_is_wrong() {
+        let wrong = |change: fn(&mut SandboxAccessSpec)| {
+            let mut written = SandboxAccessSpec {
+                networks: vec!["100.80.0.0/20".into()],
+                nodes: vec![SandboxNode {
+                    public_key: PublicKey::new([1; 32]).to_string(),
+                    wireguard_ips: vec!["100.80.0.1".into()],
+                    ..SandboxNode::default()
+                }],
+                ..SandboxAccessSpec::default()
+            };
+            change(&mut written);
+            spec(&written).unwrap_err()
+        };
+        let cases = [
+            (wrong(|s| s.networks[0] = "x".into()), "spec.networks[0]: "),
+            (wrong(|s| s.networks[0] = "100.80.0.1/20".into()), "spec.networks[0]: "),
+            (
+                wrong(|s| s.nodes[0].public_key = "x".into()),
+                "spec.nodes[0].publicKey: ",
+            ),
+            (
+                wrong(|s| s.nodes[0].wireguard_ips[0] = "x".into()),
+                "spec.nodes[0].wireguardIPs: ",
+            ),
+            (
+                wrong(|s| s.new_connections_per_second = Some(1)),
+                "spec.newConnectionsPerSecond: ",
+            ),
+        ];
+        for (error, field) in cases {
+            assert!(error.starts_with(field), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_gateway_is_there_when_it_has_said_who_it_is() {
+        let mut gateway = SandboxGateway::new("g-0", Default::default());
+        assert_eq!(gateway_to_core(&gateway), Ok(None));
+        let status = SandboxGatewayStatus {
+            public_key: PublicKey::new([1; 32]).to_string(),
+            wireguard_ips: vec!["100.66.255.1".into()],
+            endpoints: vec!["192.0.2.1:51821".into()],
+            pod_uid: "u".into(),
+            ..SandboxGatewayStatus::default()
+        };
+        gateway.status = Some(status);
+        let (seen, pod) = gateway_to_core(&gateway).unwrap().unwrap();
+        assert_eq!((pod.as_str(), seen.endpoints.len(), seen.ready), ("u", 1, false));
+        gateway.status.as_mut().unwrap().endpoints[0] = "x".into();
+        assert!(gateway_to_core(&gateway).unwrap_err().starts_with("status.endpoints: "));
+    }
+}

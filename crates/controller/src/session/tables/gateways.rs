@@ -1,0 +1,21 @@
+//! The gateways of a member, from what they say of themselves and what is seen of their pods.
+
+use std::collections::BTreeMap;
+
+use clustermesh_core::{mesh::ObjectName, observe::Gateway};
+
+use super::{Tables, values};
+
+impl Tables {
+    /// A gateway takes connections while the pod that published it is Ready.
+    pub(super) fn gateways(&self) -> BTreeMap<ObjectName, Gateway> {
+        let pods = values(&self.gateway_pods);
+        let gateways = values(&self.gateways).into_iter();
+        gateways
+            .map(|(name, (gateway, pod_uid))| {
+                let ready = pods.get(&name).is_some_and(|(uid, ready)| *uid == pod_uid && *ready);
+                (name, Gateway { ready, ..gateway })
+            })
+            .collect()
+    }
+}

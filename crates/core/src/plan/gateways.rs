@@ -1,0 +1,302 @@
+//! Sandboxes that enter a member through gateways (rule 7): the SandboxAccess there, and in the sandbox the gateways' Peers. A
+//! member without any gateway takes them on its nodes instead ([`super::link`]).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ipnet::IpNet;
+
+use super::{
+    PlannedAccess, Reason, endpoint,
+    link::Link,
+    nodes::host,
+    peers::Writer,
+    services::{self, Reach},
+    target::{Assembly, Party},
+};
+use crate::{
+    mesh::{ObjectName, Protocol},
+    observe::{AccessNode, AccessSpec, Gateway, GrantedPort, Member, Observation, ServicePort},
+    ownership::{self, Ownership},
+};
+
+/// Ports of gateways: above what servers are known by, below those that a kernel gives out by itself.
+const FIRST: u16 = 20_000;
+const COUNT: u16 = 10_000;
+
+/// What the importing sandbox sees of a member with gateways.
+pub(super) struct Through<'a> {
+    /// The SandboxAccess that stands there: what gateways let in.
+    pub(super) standing: Option<&'a AccessSpec>,
+    /// Those that take connections.
+    pub(super) ready: Vec<&'a Gateway>,
+}
+
+impl Through<'_> {
+    /// The ports at the gateways of those that are granted, as far as gateways know of them.
+    pub(super) fn ports(&self, service: &ObjectName, ports: &[ServicePort]) -> Vec<ServicePort> {
+        let standing = self.standing.into_iter().flat_map(|access| &access.grants);
+        let at = |port: &ServicePort| {
+            let mut all = standing.clone().filter(|((protocol, _), granted)| {
+                *protocol == port.protocol && granted.service == *service && granted.port == port.name
+            });
+            all.next().map(|((_, number), _)| *number)
+        };
+        let known = ports.iter().filter_map(|port| {
+            Some(ServicePort {
+                port: at(port)?,
+                ..port.clone()
+            })
+        });
+        known.collect()
+    }
+}
+
+impl Party<'_> {
+    /// Whether sandboxes enter this member through gateways.
+    pub(super) fn has_gateways(&self) -> bool {
+        self.member().is_some_and(|member| !member.gateways.is_empty())
+    }
+}
+
+impl<'a> Assembly<'a> {
+    /// The SandboxAccess that stands in a member for one of this mesh's sandboxes.
+    pub(super) fn standing_access(&self, member: &'a Member, sandbox: &str) -> Option<&'a AccessSpec> {
+        let mut all = member.accesses.iter().flat_map(BTreeMap::values);
+        let ours = all.find(|access| {
+            access.owner.source_cluster.as_deref() == Some(sandbox)
+                && ownership::of(&access.owner, &self.seen.hub, self.claimants) == Ownership::Mesh(self.mesh)
+        })?;
+        ours.spec.as_ref().ok()
+    }
+
+    /// What stands between a sandbox and a member with gateways.
+    pub(super) fn through(&self, party: &'a Party<'a>, sandbox: &str) -> Option<Through<'a>> {
+        let member = party.member().filter(|_| party.has_gateways())?;
+        let serving = member.gateways.values().filter(|gateway| gateway.serves(sandbox));
+        Some(Through {
+            standing: self.standing_access(member, sandbox),
+            ready: serving.filter(|gateway| gateway.ready).collect(),
+        })
+    }
+
+    /// The SandboxAccess of `source` in the entry `name`; `None` = there is no CRD for it.
+    pub(super) fn access(
+        &self,
+        name: &str,
+        target: &'a Party<'a>,
+        source: &str,
+        party: &'a Party<'a>,
+    ) -> Option<(String, PlannedAccess)> {
+        let member = target.member()?;
+        let accesses = member.accesses.as_ref()?;
+        let standing = self.standing_access(member, source);
+        let id = self.naming.sandbox(&party.cluster.identity);
+        let spec = AccessSpec {
+            sandbox: source.to_owned(),
+            networks: party.cluster.allowed.iter().copied().collect(),
+            nodes: self.nodes(source, party, standing),
+            grants: if party.cluster.quarantine || target.cluster.quarantine {
+                BTreeMap::new()
+            } else {
+                self.ports(name, target, party, member, &id, standing)
+            },
+            id,
+        };
+        let readable = self.naming.policy(self.mesh, source, false);
+        let foreign = accesses.get(&readable).is_some_and(|access| {
+            ownership::of(&access.owner, &self.seen.hub, self.claimants) != Ownership::Mesh(self.mesh)
+        });
+        let access_name = if foreign || self.used(target).accesses.contains_key(&readable) {
+            self.naming.policy(self.mesh, source, true)
+        } else {
+            readable
+        };
+        let source = source.to_owned();
+        Some((access_name, PlannedAccess { source, spec }))
+    }
+
+    /// The sandbox's nodes. What is not seen now is not gone.
+    fn nodes(
+        &self,
+        source: &str,
+        party: &Party<'_>,
+        standing: Option<&AccessSpec>,
+    ) -> BTreeMap<crate::key::PublicKey, AccessNode> {
+        let roll = self.rolls.get(source);
+        let registered = roll.into_iter().flat_map(|roll| &roll.registered);
+        let mut nodes: BTreeMap<_, _> = registered
+            .map(|node| {
+                let seen = AccessNode {
+                    name: node.node.to_owned(),
+                    addresses: [node.wireguard.addr()].into(),
+                };
+                (node.key, seen)
+            })
+            .collect();
+        let fresh = party.observed.and_then(Observation::fresh).is_some();
+        let held = |node: &AccessNode| roll.is_some_and(|roll| roll.held.contains_key(&*node.name));
+        for (key, node) in standing.into_iter().flat_map(|access| &access.nodes) {
+            let free = |nodes: &BTreeMap<_, AccessNode>| {
+                nodes
+                    .values()
+                    .all(|other| other.name != node.name && other.addresses.is_disjoint(&node.addresses))
+            };
+            let inside = node.addresses.iter().all(|ip| party.cluster.allows(IpNet::from(*ip)));
+            if (!fresh || held(node)) && inside && !nodes.contains_key(key) && free(&nodes) {
+                nodes.insert(*key, node.clone());
+            }
+        }
+        nodes
+    }
+
+    /// What is granted, each at a port of its own. One that stands keeps its port; one that an older mesh grants the same sandbox
+    /// has that mesh's.
+    fn ports(
+        &self,
+        name: &str,
+        target: &'a Party<'a>,
+        party: &'a Party<'a>,
+        member: &'a Member,
+        id: &str,
+        standing: Option<&AccessSpec>,
+    ) -> BTreeMap<(Protocol, u16), GrantedPort> {
+        let mut granted: BTreeSet<(Protocol, GrantedPort)> = BTreeSet::new();
+        let nothing = Through {
+            standing: None,
+            ready: Vec::new(),
+        };
+        for grant in party.cluster.egress.iter().filter(|grant| grant.cluster == name) {
+            if member.unlisted.services.contains_key(&grant.service.namespace) {
+                // What was granted of a Service that is not known now stands, and no more.
+                let of = standing.into_iter().flat_map(|access| &access.grants);
+                let of = of.filter(|(_, port)| port.service == grant.service);
+                granted.extend(of.map(|((protocol, _), port)| (*protocol, port.clone())));
+                continue;
+            }
+            let reach = Reach::Gateways(&nothing);
+            if let Ok(found) = services::resolve(grant, &party.cluster, &target.cluster, member, &reach) {
+                granted.extend(found.ports.into_iter().map(|port| {
+                    let service = grant.service.clone();
+                    (
+                        port.protocol,
+                        GrantedPort {
+                            service,
+                            port: port.name,
+                        },
+                    )
+                }));
+            }
+        }
+        // Ports of other objects of this sandbox there: of older meshes, planned, and of all, as they stand.
+        let used = self.used(target);
+        let older = || used.accesses.values().filter(|access| access.id == id);
+        let others = member.accesses.iter().flat_map(BTreeMap::values);
+        let others = others
+            .filter_map(|access| access.spec.as_ref().ok())
+            .filter(|access| access.id == id);
+        let mut taken: BTreeSet<(Protocol, u16)> = others
+            .chain(older())
+            .flat_map(|access| access.grants.keys().copied())
+            .collect();
+        let known = || older().chain(standing).flat_map(|access| &access.grants);
+        let mut out = BTreeMap::new();
+        for (protocol, port) in granted {
+            let kept = known().find(|((of, _), known)| *of == protocol && **known == port);
+            let key = kept.map_or_else(|| free(protocol, &port, &taken), |(key, _)| *key);
+            taken.insert(key);
+            out.insert(key, port);
+        }
+        out
+    }
+
+    /// How `source` is written into `target` is a matter of gateways.
+    pub(super) fn by_gateways(link: Link, target: &Party<'_>, source: &Party<'_>) -> bool {
+        match link {
+            Link::Meshed => false,
+            Link::Sandbox => target.has_gateways(),
+            Link::Grantor => source.has_gateways(),
+        }
+    }
+}
+
+/// The first port that is free, from one that follows from what is granted: a SandboxAccess that is made anew gets the same.
+fn free(protocol: Protocol, port: &GrantedPort, taken: &BTreeSet<(Protocol, u16)>) -> (Protocol, u16) {
+    let text = [&*port.service.namespace, "/", &*port.service.name, "/", &*port.port].concat();
+    // FNV-1a.
+    let hash = text.bytes().fold(0x811c_9dc5_u32, |hash, byte| {
+        (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
+    });
+    let start = u16::try_from(hash % u32::from(COUNT)).unwrap_or_default();
+    let ports = (0..COUNT).map(|step| (protocol, FIRST + (start + step) % COUNT));
+    let mut ports = ports.filter(|key| !taken.contains(key));
+    ports.next().unwrap_or((protocol, FIRST))
+}
+
+impl<'a> Writer<'a, '_> {
+    /// The gateways of `source`, in a sandbox: each with its own addresses and nothing else. Not before gateways can know this
+    /// sandbox: WireGuard asks a second time only after five seconds.
+    pub(super) fn add_gateways(&mut self, source: &str, party: &'a Party<'a>) {
+        let Some(member) = party.member() else { return };
+        if self.assembly.standing_access(member, self.name).is_none() {
+            return;
+        }
+        let serving = || {
+            let all = member.gateways.iter();
+            all.filter(|(_, gateway)| gateway.serves(self.name))
+        };
+        let names = serving().map(|(name, _)| {
+            self.assembly
+                .naming
+                .peer(self.assembly.mesh, source, &name.to_string(), false)
+        });
+        let own_names: BTreeSet<String> = names.collect();
+        let toward = endpoint::Toward {
+            source: &party.cluster,
+            target_networks: &self.target.cluster.allowed,
+            target_families: self.target.families,
+            discovered: &self.target.discovered,
+            resolved: &self.assembly.seen.resolved,
+        };
+        let serving: Vec<_> = serving().collect();
+        for (name, gateway) in serving {
+            let node = format!("gateway {name}");
+            let prefixes: BTreeSet<IpNet> = gateway.addresses.iter().map(|ip| host(*ip)).collect();
+            let prefixes: BTreeSet<IpNet> = prefixes.into_iter().filter(|net| party.cluster.allows(*net)).collect();
+            if prefixes.is_empty() {
+                let message = format!(
+                    "its WireGuard addresses lie outside allowedNetworks of cluster {source:?}: add its --gateway-cidr there"
+                );
+                self.skip(source, &node, Reason::WGIPOutOfRange, &message);
+                continue;
+            }
+            let endpoints = endpoint::of_gateway(&gateway.endpoints, &self.target.cluster, &toward);
+            if endpoints.is_empty() {
+                let message = format!(
+                    "none of its endpoints can be reached from there ({}): give it a hostPort, or name an address of a load balancer in \
+                     spec.endpoints of SandboxGateway {name}; for workers on the pod network of cluster {source:?} list that network in \
+                     endpointNetworks of cluster {:?}",
+                    gateway
+                        .endpoints
+                        .iter()
+                        .map(ToString::to_string)
+                        .collect::<Vec<_>>()
+                        .join(", "),
+                    self.name
+                );
+                self.skip(source, &node, Reason::EndpointForbidden, &message);
+                continue;
+            }
+            self.put_gateway(source, &name.to_string(), gateway, prefixes, endpoints, &own_names);
+        }
+    }
+}
+
+/// Why a member with gateways gives a sandbox nothing now; `None` = some take connections.
+pub(super) fn none_ready(cluster: &str, through: &Through<'_>) -> Option<String> {
+    through.ready.is_empty().then(|| {
+        format!(
+            "no gateway of cluster {cluster:?} that serves this sandbox is Ready: look at the pods of its StatefulSet (kubectl get pods -n \
+             clustermesh-gateway) and their SandboxGateways there"
+        )
+    })
+}

@@ -1,0 +1,308 @@
+//! A member with gateways takes sandboxes through them: a SandboxAccess there, the gateways' Peers and addresses in the sandbox.
+
+use super::*;
+use crate::observe::{AccessNode, AccessSpec, Gateway, GrantedPort};
+
+fn gateway(number: u8, ready: bool) -> (ObjectName, Gateway) {
+    let gateway = Gateway {
+        public_key: PublicKey::new([200 + number; 32]),
+        addresses: [format!("100.66.1.{}", 240 + number).parse().unwrap()].into(),
+        endpoints: [
+            "10.1.9.9:51820".parse().unwrap(),
+            format!("192.0.2.{number}:51821").parse().unwrap(),
+        ]
+        .into(),
+        serves: BTreeSet::new(),
+        ready,
+    };
+    (object("gateways", &format!("g-{number}")), gateway)
+}
+
+/// As [`three`], with two gateways in `mgmt`.
+fn gated() -> (Mesh, Observations) {
+    let (mesh, mut seen) = three();
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.accesses = Some(BTreeMap::new());
+        m.gateways = [gateway(0, true), gateway(1, true)].into();
+    });
+    (mesh, seen)
+}
+
+fn access(seen: &Observations) -> AccessSpec {
+    let member = seen.members[&ClusterIdentity::Local].last().unwrap();
+    member.accesses.as_ref().unwrap()["m--nb"].spec.clone().unwrap()
+}
+
+fn pg() -> GrantedPort {
+    GrantedPort {
+        service: postgres(),
+        port: "pg".into(),
+    }
+}
+
+fn sql(access: &AccessSpec) -> u16 {
+    let mut of = access.grants.iter().filter(|(_, port)| **port == pg());
+    of.next().unwrap().0.1
+}
+
+#[test]
+fn a_member_with_gateways_gets_an_access_and_neither_peer_nor_policy_of_the_sandbox() {
+    let (mesh, mut seen) = gated();
+    let (_, planned) = run(&mesh, &seen);
+    let target = &planned.targets["mgmt"];
+    assert!(target.peers.values().all(|peer| peer.source != "nb"));
+    assert!(target.policies.values().all(|policy| policy.source != "nb"));
+    assert!(
+        !planned
+            .facts
+            .iter()
+            .any(|fact| matches!(fact, Fact::TargetCannotEnforce { .. }))
+    );
+    // Nothing of gateways is in the sandbox before they can know it.
+    assert_eq!(planned.targets["nb"].peers.len(), 0);
+    assert!(!planned.egress[0].ready);
+    settle(&mesh, &mut seen);
+    let access = access(&seen);
+    let node = AccessNode {
+        name: "s".into(),
+        addresses: ["100.66.3.1".parse().unwrap()].into(),
+    };
+    assert_eq!(access.networks, net_set(&["100.66.3.0/24"]));
+    assert_eq!(access.nodes.values().collect::<Vec<_>>(), [&node]);
+    assert_eq!(access.grants.values().collect::<Vec<_>>(), [&pg()]);
+
+    let (_, planned) = run(&mesh, &seen);
+    let sandbox = &planned.targets["nb"];
+    let allowed: Vec<_> = sandbox
+        .peers
+        .values()
+        .map(|peer| peer.spec.allowed_ips.clone())
+        .collect();
+    assert_eq!(allowed, [net_set(&["100.66.1.240/32"]), net_set(&["100.66.1.241/32"])]);
+    // The pod's own address lies in mgmt's networks, where this sandbox is not.
+    assert!(sandbox.peers.values().all(|peer| {
+        matches!(&peer.spec.endpoint, Some(Endpoint::Ip(at)) if at.port() == 51821) && peer.spec.candidates.is_empty()
+    }));
+    let service = &sandbox.services[&object("default", "postgres")];
+    assert_eq!(service.ports, [port("pg", 5432)]);
+    let slice = service.slices.values().next().unwrap();
+    assert_eq!(slice.ports, [port("pg", sql(&access))]);
+    let endpoints: Vec<_> = slice
+        .endpoints
+        .iter()
+        .map(|endpoint| endpoint.address.to_string())
+        .collect();
+    assert_eq!(endpoints, ["100.66.1.240", "100.66.1.241"]);
+    assert!(planned.egress[0].ready, "{}", planned.egress[0].message);
+    settle(&mesh, &mut seen);
+    let (plan, _) = run(&mesh, &seen);
+    for (identity, member) in &seen.members {
+        assert_eq!(diff(&plan, identity, member.last().unwrap()), [], "{identity}");
+    }
+}
+
+#[test]
+fn a_gateway_that_is_not_ready_keeps_its_peer_and_loses_its_connections() {
+    let (mesh, mut seen) = gated();
+    settle(&mesh, &mut seen);
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.gateways.extend([gateway(0, false)]);
+    });
+    let (_, planned) = run(&mesh, &seen);
+    let sandbox = &planned.targets["nb"];
+    assert_eq!(sandbox.peers.len(), 2);
+    let slices = || sandbox.services.values().flat_map(|service| service.slices.values());
+    let endpoints: Vec<_> = slices()
+        .flat_map(|slice| &slice.endpoints)
+        .map(|e| e.address.to_string())
+        .collect();
+    assert_eq!(endpoints, ["100.66.1.241"]);
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.gateways.extend([gateway(1, false)]);
+    });
+    let (_, planned) = run(&mesh, &seen);
+    assert!(
+        planned.egress[0].message.contains("no gateway of cluster \"mgmt\""),
+        "{}",
+        planned.egress[0].message
+    );
+    assert!(!planned.egress[0].ready);
+}
+
+#[test]
+fn gateways_that_serve_others_alone_are_not_there() {
+    let (mesh, mut seen) = gated();
+    settle(&mesh, &mut seen);
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        for gateway in m.gateways.values_mut() {
+            gateway.serves = ["other".to_owned()].into();
+        }
+    });
+    let (_, planned) = run(&mesh, &seen);
+    assert_eq!(planned.targets["nb"].peers.len(), 0);
+    assert!(
+        planned.egress[0].message.contains("no gateway"),
+        "{}",
+        planned.egress[0].message
+    );
+}
+
+#[test]
+fn a_sandbox_on_the_pod_network_dials_the_pod() {
+    let (mut mesh, mut seen) = gated();
+    mesh.clusters[2].endpoint_networks = vec!["10.1.0.0/16".parse().unwrap()];
+    settle(&mesh, &mut seen);
+    let (_, planned) = run(&mesh, &seen);
+    let peer = planned.targets["nb"].peers.values().next().unwrap();
+    assert_eq!(
+        peer.spec.endpoint,
+        Some(Endpoint::Ip("10.1.9.9:51820".parse().unwrap()))
+    );
+    assert_eq!(peer.spec.candidates.len(), 2);
+}
+
+#[test]
+fn what_cannot_be_used_is_left_out_with_a_reason() {
+    let (mesh, mut seen) = gated();
+    settle(&mesh, &mut seen);
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        let mut gateways = m.gateways.values_mut();
+        gateways.next().unwrap().endpoints = vec!["10.1.9.9:51820".parse().unwrap()];
+        gateways.next().unwrap().addresses = ["192.0.2.7".parse().unwrap()].into();
+    });
+    let (_, planned) = run(&mesh, &seen);
+    assert_eq!(planned.targets["nb"].peers.len(), 0);
+    let skipped = planned.clusters["mgmt"]
+        .skipped
+        .iter()
+        .map(|skipped| skipped.reason)
+        .collect::<Vec<_>>();
+    assert_eq!(skipped, [Reason::EndpointForbidden, Reason::WGIPOutOfRange]);
+}
+
+#[test]
+fn a_port_stays_whatever_changes_around_it() {
+    let (mut mesh, mut seen) = gated();
+    settle(&mesh, &mut seen);
+    let first = sql(&access(&seen));
+    // Another grant, and the Service away for a moment.
+    mesh.clusters[2].egress.insert(0, grant(postgres(), &[9187], "metrics"));
+    settle(&mesh, &mut seen);
+    assert_eq!((sql(&access(&seen)), access(&seen).grants.len()), (first, 2));
+    // A SandboxAccess that somebody deleted, or a hub that moved.
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.accesses = Some(BTreeMap::new())
+    });
+    settle(&mesh, &mut seen);
+    assert_eq!(sql(&access(&seen)), first);
+    // A port that is taken stays taken.
+    mesh.clusters[2].egress.remove(0);
+    settle(&mesh, &mut seen);
+    assert_eq!(
+        access(&seen).grants.keys().map(|(_, port)| *port).collect::<Vec<_>>(),
+        [first]
+    );
+}
+
+#[test]
+fn a_quarantine_takes_every_grant_and_keeps_the_nodes() {
+    let (mut mesh, mut seen) = gated();
+    settle(&mesh, &mut seen);
+    let before = access(&seen);
+    mesh.clusters[2].quarantine = true;
+    settle(&mesh, &mut seen);
+    let closed = access(&seen);
+    assert_eq!((closed.grants.len(), &closed.nodes), (0, &before.nodes));
+    mesh.clusters[2].quarantine = false;
+    settle(&mesh, &mut seen);
+    assert_eq!(access(&seen), before);
+}
+
+#[test]
+fn a_sandbox_that_is_not_seen_keeps_its_nodes_and_one_that_is_loses_who_left() {
+    let (mesh, mut seen) = gated();
+    settle(&mesh, &mut seen);
+    let before = access(&seen);
+    let member = seen.members[&secret("nb")].last().unwrap().clone();
+    seen.members
+        .insert(secret("nb"), Observation::Unreachable("gone".into()));
+    settle(&mesh, &mut seen);
+    assert_eq!(access(&seen), before);
+    let mut empty = member;
+    empty.nodes.clear();
+    seen.members.insert(secret("nb"), Observation::Fresh(empty));
+    settle(&mesh, &mut seen);
+    assert_eq!(access(&seen).nodes.len(), 0);
+}
+
+#[test]
+fn a_service_that_no_sandbox_may_reach_is_not_granted() {
+    let (mesh, mut seen) = gated();
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.services.get_mut(&postgres()).unwrap().selectorless = true;
+    });
+    settle(&mesh, &mut seen);
+    assert_eq!(access(&seen).grants, BTreeMap::new());
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        let service = m.services.get_mut(&postgres()).unwrap();
+        service.selectorless = false;
+        service.ports[0].protocol = Protocol::Sctp;
+    });
+    let (_, planned) = run(&mesh, &seen);
+    assert!(!planned.egress[0].ready);
+    assert_eq!(planned.targets["mgmt"].accesses["m--nb"].spec.grants, BTreeMap::new());
+}
+
+#[test]
+fn two_meshes_of_one_sandbox_share_its_ports() {
+    let (mesh, mut seen) = gated();
+    let mut younger = mesh.clone();
+    younger.id.name = "n".into();
+    younger.created += 1;
+    younger.clusters[2].egress = vec![
+        grant(postgres(), &[5432], "other"),
+        grant(postgres(), &[9187], "metrics"),
+    ];
+    let meshes = [mesh, younger];
+    let of = |seen: &Observations| plan(&meshes, seen, &Settings::default(), &Plain);
+    for _ in 0..3 {
+        let plan = of(&seen);
+        edit(&mut seen, &ClusterIdentity::Local, |m| {
+            let steps = diff(&plan, &ClusterIdentity::Local, m);
+            apply(m, &steps);
+        });
+    }
+    let member = seen.members[&ClusterIdentity::Local].last().unwrap();
+    let all: Vec<_> = member
+        .accesses
+        .iter()
+        .flatten()
+        .map(|(_, access)| access.spec.clone().unwrap())
+        .collect();
+    assert_eq!((all.len(), &all[0].id), (2, &all[1].id));
+    assert_eq!(sql(&all[0]), sql(&all[1]));
+    let ports: BTreeSet<_> = all.iter().flat_map(|access| access.grants.keys()).collect();
+    assert_eq!(ports.len(), 2);
+}
+
+#[test]
+fn what_the_nodes_had_of_a_sandbox_goes_when_gateways_come() {
+    let (mesh, mut seen) = three();
+    settle(&mesh, &mut seen);
+    settle(&mesh, &mut seen);
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        assert!(m.peers.as_ref().unwrap().contains_key("m--nb--s"));
+        m.accesses = Some(BTreeMap::new());
+        m.gateways = [gateway(0, true)].into();
+    });
+    // While a Peer stands, a policy that closes it stands before it.
+    let (_, planned) = run(&mesh, &seen);
+    assert_eq!(planned.targets["mgmt"].policies["m--nb"].spec, closed(BTreeSet::new()));
+    settle(&mesh, &mut seen);
+    settle(&mesh, &mut seen);
+    settle(&mesh, &mut seen);
+    let member = seen.members[&ClusterIdentity::Local].last().unwrap();
+    assert!(!member.peers.as_ref().unwrap().contains_key("m--nb--s"));
+    assert!(!member.policies.as_ref().unwrap().contains_key("m--nb"));
+    assert_eq!(access(&seen).nodes.len(), 1);
+}
