@@ -4,6 +4,8 @@
 mod closing;
 #[path = "reconcile/flood.rs"]
 mod flood;
+#[path = "reconcile/gateways.rs"]
+mod gateways;
 #[path = "reconcile/hostile.rs"]
 mod hostile;
 #[path = "reconcile/kilo.rs"]

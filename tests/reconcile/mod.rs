@@ -112,7 +112,7 @@ impl World {
         self.established(name, &["peers", "peerpolicies"]).await;
     }
 
-    async fn established(&self, name: &str, kinds: &[&str]) {
+    pub(crate) async fn established(&self, name: &str, kinds: &[&str]) {
         for kind in kinds {
             let object = format!("crd/{kind}.kilo.squat.ai");
             // `kubectl wait` fails on a CRD so new that it has no status at all.
@@ -429,6 +429,6 @@ pub(crate) fn key(m: u8, n: u8) -> String {
     STANDARD.encode(bytes)
 }
 
-fn crd(plural: &str) -> String {
+pub(crate) fn crd(plural: &str) -> String {
     std::fs::read_to_string(repository().join(format!("crds/{plural}.kilo.squat.ai.yaml"))).unwrap()
 }

@@ -165,12 +165,17 @@ fn one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
     }
 }
 
-/// Counts the nodes that have a Peer somewhere, and the Peers a target's nodes have to carry.
+/// Counts the nodes that have a Peer, or enter through gateways, somewhere, and the Peers a target's nodes have to carry.
 pub(super) fn count(planned: &mut MeshPlan) {
     let mut registered: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for (target, held) in &planned.targets {
-        for peer in held.peers.values() {
+        // A gateway is no Node; its name has its namespace in it.
+        for peer in held.peers.values().filter(|peer| !peer.node.contains('/')) {
             registered.entry(&peer.source).or_default().insert(&peer.node);
+        }
+        for access in held.accesses.values() {
+            let nodes = access.spec.nodes.values().map(|node| &*node.name);
+            registered.entry(&access.source).or_default().extend(nodes);
         }
         if held.peers.len() > MAX_PEERS_PER_TARGET {
             planned.facts.insert(Fact::MeshTooLarge {
