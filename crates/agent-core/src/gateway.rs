@@ -238,3 +238,6 @@ impl Reason {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,294 @@
+//! Which Services are served, and to which endpoints a grant leads.
+
+use super::*;
+use crate::gateway::endpoints::resolve;
+
+/// `inputs()` with other facts of team/db.
+fn with_db(change: impl FnOnce(&mut Facts)) -> Inputs {
+    with(|inputs| {
+        let mut db = facts([endpoint("10.244.1.5"), endpoint("fd10:244::5")]);
+        change(&mut db);
+        inputs.services.insert(team("db"), Service::Seen(db));
+    })
+}
+
+/// The grant of team/db to `a`.
+fn grant_of_db(inputs: &Inputs) -> Grant {
+    let table = compile(inputs).table;
+    let sandbox = table.sandboxes[&net("100.80.1.0/24")];
+    table.grants[&(sandbox, Protocol::Tcp, 20001)].clone()
+}
+
+/// `a` has one more grant, of a Service of which this is known: only that is refused, and so.
+#[track_caller]
+fn assert_service_refused(granted: Granted, service: Option<Service>, refused: &str) {
+    let bad = with(|inputs| {
+        inputs
+            .services
+            .extend(service.map(|service| (granted.service.clone(), service)));
+        inputs.accesses[0].grants.push(granted);
+    });
+    let refused = format!("SandboxAccess a: spec.grants[1].service: {refused}");
+    assert_refused(&bad, &inputs(), &[&refused]);
+}
+
+#[test]
+fn service_that_is_absent_or_has_no_such_port_is_refused() {
+    let none = Some(Service::Absent);
+    assert_service_refused(sql("x", 2), none, "ServiceMissing: there is no Service team/x");
+    let mut other = sql("x", 2);
+    other.port = "\"log".to_owned();
+    let seen = Some(Service::Seen(facts([])));
+    assert_service_refused(
+        other,
+        seen.clone(),
+        "ServiceMissing: Service team/x has no tcp port \"\\\"log\"",
+    );
+    let mut other = sql("x", 2);
+    other.protocol = Protocol::Udp;
+    assert_service_refused(other, seen, "ServiceMissing: Service team/x has no udp port \"sql\"");
+}
+
+#[test]
+fn service_that_is_not_known_is_refused() {
+    let unread = "ServiceUnknown: Service team/x has not been read yet";
+    assert_service_refused(sql("x", 2), None, unread);
+    let forbidden = Service::Unknown("gateways may not read it".to_owned());
+    assert_service_refused(sql("x", 2), Some(forbidden), "ServiceUnknown: gateways may not read it");
+}
+
+#[test]
+fn service_that_no_sandbox_may_reach_is_refused() {
+    let mut server = sql("x", 2);
+    (server.service.namespace, server.service.name) = ("default".to_owned(), "kubernetes".to_owned());
+    let seen = |change: fn(&mut Facts)| {
+        let mut facts = facts([endpoint("10.244.1.7")]);
+        change(&mut facts);
+        Some(Service::Seen(facts))
+    };
+    let refused = "ServiceNotServed: this is the API server, which no sandbox may reach";
+    assert_service_refused(server, seen(|_| {}), refused);
+    let refused = "ServiceNotServed: Service team/x mirrors another cluster's: grant that one";
+    assert_service_refused(sql("x", 2), seen(|facts| facts.mirror = true), refused);
+    let refused = "ServiceNotServed: Service team/x is of type ExternalName and has no endpoints";
+    assert_service_refused(sql("x", 2), seen(|facts| facts.external_name = true), refused);
+    let refused = "ServiceNotServed: Service team/x has no selector: whoever writes its EndpointSlices chooses the addresses, so no \
+                   sandbox may reach it";
+    assert_service_refused(sql("x", 2), seen(|facts| facts.selector = false), refused);
+}
+
+#[test]
+fn service_named_kubernetes_elsewhere_is_served() {
+    for (namespace, name) in [("team", "kubernetes"), ("default", "db")] {
+        let service = ObjectName {
+            namespace: namespace.to_owned(),
+            name: name.to_owned(),
+        };
+        let inputs = with(|inputs| {
+            inputs.accesses[0].grants[0].service = service.clone();
+            inputs
+                .services
+                .insert(service, Service::Seen(facts([endpoint("10.244.1.5")])));
+        });
+        assert_eq!(messages(&compile(&inputs)), [""; 0]);
+        assert_eq!(compile(&inputs).table.open(), 2);
+    }
+}
+
+#[test]
+fn port_of_a_service_without_a_name_is_served() {
+    let mut inputs = with_db(|db| {
+        db.ports = [(Protocol::Tcp, String::new())].into();
+        let unnamed = Endpoint {
+            port_name: String::new(),
+            ..endpoint("10.244.1.5")
+        };
+        db.endpoints = [unnamed].into();
+    });
+    inputs.accesses[0].grants[0].port.clear();
+    assert_eq!(
+        grant_of_db(&inputs).balancer.v4,
+        sockets::<Vec<_>>(&["10.244.1.5:5432"])
+    );
+}
+
+/// Those that are ready, that drain, and that do neither.
+fn conditions(ready: &[&str], draining: &[&str], neither: &[&str]) -> BTreeSet<Endpoint> {
+    let with = |texts: &[&str], ready, serving| {
+        let each = texts.iter().map(|text| Endpoint {
+            ready,
+            serving,
+            ..endpoint(text)
+        });
+        each.collect::<Vec<_>>()
+    };
+    let all = [
+        with(ready, true, true),
+        with(draining, false, true),
+        with(neither, false, false),
+    ];
+    all.into_iter().flatten().collect()
+}
+
+#[test]
+fn ready_endpoints_take_connections_and_draining_ones_keep_them() {
+    let inputs = with_db(|db| {
+        db.endpoints = conditions(
+            &["10.244.1.7", "10.244.1.5", "fd10:244::5"],
+            &["10.244.1.6", "fd10:244::6"],
+            &["10.244.1.8", "fd10:244::8"],
+        );
+    });
+    let grant = grant_of_db(&inputs);
+    let want = Balancer {
+        v4: sockets(&["10.244.1.5:5432", "10.244.1.7:5432"]),
+        v6: sockets(&["[fd10:244::5]:5432"]),
+        sticky: false,
+    };
+    assert_eq!(grant.balancer, want);
+    let standing = [
+        "10.244.1.5:5432",
+        "10.244.1.6:5432",
+        "10.244.1.7:5432",
+        "[fd10:244::5]:5432",
+        "[fd10:244::6]:5432",
+    ];
+    assert_eq!(grant.standing, sockets(&standing));
+}
+
+#[test]
+fn draining_endpoints_take_connections_while_none_is_ready() {
+    let inputs = with_db(|db| db.endpoints = conditions(&["10.244.1.5"], &["10.244.1.6", "fd10:244::6"], &[]));
+    let balancer = grant_of_db(&inputs).balancer;
+    assert_eq!(balancer.v4, sockets::<Vec<_>>(&["10.244.1.5:5432"]));
+    assert_eq!(balancer.v6, sockets::<Vec<_>>(&["[fd10:244::6]:5432"]));
+}
+
+#[test]
+fn endpoint_of_two_slices_is_ready_where_one_says_so() {
+    let inputs = with_db(|db| db.endpoints = conditions(&["10.244.1.5"], &["10.244.1.5"], &["10.244.1.5"]));
+    let grant = grant_of_db(&inputs);
+    assert_eq!(grant.balancer.v4, sockets::<Vec<_>>(&["10.244.1.5:5432"]));
+    assert_eq!(grant.standing, sockets(&["10.244.1.5:5432"]));
+}
+
+#[test]
+fn grant_without_an_endpoint_is_kept_but_not_open() {
+    let inputs = with_db(|db| db.endpoints = conditions(&[], &[], &["10.244.1.5"]));
+    let compiled = compile(&inputs);
+    assert_eq!(messages(&compiled), [""; 0]);
+    assert_eq!((compiled.table.grants.len(), compiled.table.open()), (2, 0));
+    let grant = grant_of_db(&inputs);
+    assert_eq!((grant.balancer, grant.standing), (Balancer::default(), BTreeSet::new()));
+}
+
+#[test]
+fn grant_with_an_endpoint_of_one_family_is_open() {
+    for address in ["10.244.1.5", "fd10:244::5"] {
+        let inputs = with_db(|db| db.endpoints = [endpoint(address)].into());
+        assert_eq!(compile(&inputs).table.open(), 2);
+    }
+}
+
+#[test]
+fn mapped_endpoint_counts_as_ipv4() {
+    let inputs = with_db(|db| db.endpoints = [endpoint("::ffff:10.244.1.5")].into());
+    assert_eq!(
+        grant_of_db(&inputs).balancer.v4,
+        sockets::<Vec<_>>(&["10.244.1.5:5432"])
+    );
+}
+
+#[test]
+fn endpoints_of_other_ports_and_protocols_are_not_taken() {
+    let inputs = with_db(|db| {
+        let udp = Endpoint {
+            protocol: Protocol::Udp,
+            ..endpoint("10.244.1.7")
+        };
+        let log = Endpoint {
+            port_name: "log".to_owned(),
+            // Forbidden endpoints of another port are not this grant's either.
+            ..endpoint("192.0.2.1")
+        };
+        db.endpoints = [endpoint("10.244.1.5"), udp, log].into();
+    });
+    assert_eq!(messages(&compile(&inputs)), [""; 0]);
+    assert_eq!(grant_of_db(&inputs).standing, sockets(&["10.244.1.5:5432"]));
+}
+
+#[test]
+fn sticky_service_makes_a_sticky_balancer() {
+    assert!(grant_of_db(&with_db(|db| db.sticky = true)).balancer.sticky);
+}
+
+/// team/db of `a` alone has these endpoints, too: they are left out, and the others are served.
+#[track_caller]
+fn assert_left_out(inputs: Inputs, further: &[Endpoint], refused: &str) {
+    let one = |mut inputs: Inputs| {
+        inputs.accesses.truncate(1);
+        inputs
+    };
+    let mut bad = inputs.clone();
+    let mut db = facts([endpoint("10.244.1.5"), endpoint("fd10:244::5")]);
+    db.endpoints.extend(further.iter().cloned());
+    bad.services.insert(team("db"), Service::Seen(db));
+    let refused = format!("SandboxAccess a: spec.grants[0].service: EndpointForbidden: {refused}");
+    assert_refused(&one(bad), &one(inputs), &[&refused]);
+}
+
+#[test]
+fn endpoint_outside_the_endpoint_networks_is_left_out() {
+    for address in ["192.0.2.1", "fd11::1"] {
+        let refused = format!("endpoint {address} lies outside the networks of --endpoint-network");
+        assert_left_out(inputs(), &[endpoint(address)], &refused);
+    }
+}
+
+#[test]
+fn endpoint_at_a_reserved_address_is_left_out() {
+    let mut settings = settings();
+    settings.endpoint_networks = nets(&["0.0.0.0/0", "::/0"]);
+    // This gateway's own address is closed by itself, too.
+    settings.reserved.remove(&net("fd66::/64"));
+    let resolved = |address: &str| {
+        let db = facts([endpoint("10.244.1.5"), endpoint(address)]);
+        resolve(&sql("db", 1), Some(&Service::Seen(db)), &settings).unwrap()
+    };
+    assert_eq!(resolved("192.0.2.1").left_out, None);
+    for address in [
+        "10.244.0.9",
+        "172.30.0.1",
+        "100.66.255.7",
+        "fd66::1",
+        "127.0.0.1",
+        "169.254.169.254",
+        "::1",
+        "fe80::1",
+        "::ffff:127.0.0.1",
+    ] {
+        let found = resolved(address);
+        assert_eq!(found.standing, sockets(&["10.244.1.5:5432"]), "{address}");
+        let address = ip(address).to_canonical();
+        let message = format!("endpoint {address} lies outside the networks of --endpoint-network");
+        assert_eq!(found.left_out, Some(message));
+    }
+}
+
+#[test]
+fn endpoint_at_an_infrastructure_port_is_left_out() {
+    for port in [2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259] {
+        let further = Endpoint {
+            port,
+            ..endpoint("10.244.1.6")
+        };
+        let refused = format!("endpoint 10.244.1.6 port {port}: a port of Kubernetes itself, closed to every sandbox");
+        assert_left_out(inputs(), &[further], &refused);
+    }
+}
+
+#[test]
+fn several_forbidden_endpoints_are_counted() {
+    let refused = "2 endpoints are left out: 192.0.2.1 lies outside the networks of --endpoint-network, ...";
+    assert_left_out(inputs(), &[endpoint("192.0.2.1"), endpoint("192.0.2.2")], refused);
+}

@@ -1,0 +1,359 @@
+//! The table as text, and the transactions from one to the next.
+
+use std::{num::NonZeroU32, time::Duration};
+
+use super::*;
+
+const A: SandboxId = SandboxId(0xa);
+const B: SandboxId = SandboxId(0xb);
+
+fn grant(id: u32, v4: &[&str]) -> Grant {
+    Grant {
+        id: GrantId(id),
+        service: team("db"),
+        balancer: Balancer {
+            v4: sockets(v4),
+            ..Balancer::default()
+        },
+        standing: sockets(v4),
+    }
+}
+
+fn rate(rate: u32) -> NonZeroU32 {
+    NonZeroU32::new(rate).unwrap()
+}
+
+/// The sandbox `A` with a grant at one port.
+fn table() -> Table {
+    Table {
+        frame: Frame {
+            interface: "clustermesh0".parse().unwrap(),
+            listen_port: 51820,
+            admin_port: 9587,
+            addresses: [ip("100.66.255.1"), ip("fd66::1")].into(),
+            connections: NonZeroU32::new(4000),
+        },
+        sandboxes: [(net("100.80.1.0/24"), A)].into(),
+        rates: [(A, rate(1000))].into(),
+        grants: [((A, Protocol::Tcp, 20001), grant(1, &["10.244.1.5:5432"]))].into(),
+    }
+}
+
+fn table_with(change: impl FnOnce(&mut Table)) -> Table {
+    let mut table = table();
+    change(&mut table);
+    table
+}
+
+/// One more grant, of UDP and both families.
+fn second(table: &mut Table) {
+    let mut grant = grant(2, &["10.244.1.6:53"]);
+    grant.balancer.v6 = sockets(&["[fd10:244::6]:53"]);
+    grant.standing.extend(sockets::<Vec<_>>(&["[fd10:244::6]:53"]));
+    table.grants.insert((A, Protocol::Udp, 20002), grant);
+}
+
+/// The script from `old` to `new` has these lines.
+#[track_caller]
+fn assert_update(old: &Table, new: &Table, lines: &[&str]) {
+    let script = update(Some(old), new).unwrap_or_default();
+    assert_eq!(script.lines().collect::<Vec<_>>(), lines);
+}
+
+/// What `second` adds.
+const SECOND: [&str; 10] = [
+    "add chain inet clustermesh grant-00000002",
+    "add rule inet clustermesh grant-00000002 meta l4proto udp dnat ip to numgen random mod 1 map { 0 : 10.244.1.6 . 53 }",
+    "add rule inet clustermesh grant-00000002 meta l4proto udp dnat ip6 to numgen random mod 1 map { 0 : fd10:244::6 . 53 }",
+    "add element inet clustermesh services { 0x00000002 : goto grant-00000002 }",
+    "add element inet clustermesh endpoints4 { 0x00000002 . 10.244.1.6 . 53 }",
+    "add element inet clustermesh endpoints6 { 0x00000002 . fd10:244::6 . 53 }",
+    "add element inet clustermesh hosts4 { 0x00000002 . 10.244.1.6 }",
+    "add element inet clustermesh hosts6 { 0x00000002 . fd10:244::6 }",
+    "add element inet clustermesh open { 0x0000000a . udp . 20002 . 0x00000002 }",
+    "add element inet clustermesh grants { 0x0000000a . udp . 20002 : 0x00000002 }",
+];
+
+/// The sandbox `B`, with nothing but a network and a rate.
+fn third(table: &mut Table) {
+    table.sandboxes.insert(net("fd80:2::/64"), B);
+    table.rates.insert(B, rate(7));
+}
+
+#[test]
+fn without_an_old_table_the_whole_one_is_written() {
+    let table = table();
+    let script = update(None, &table).unwrap();
+    let lines = script.strip_prefix(&render::frame(&table.frame)).unwrap();
+    let want = [
+        "add limit inet clustermesh sandbox-0000000a rate over 1000/second burst 2000 packets",
+        "add element inet clustermesh limits { 0x0000000a : \"sandbox-0000000a\" }",
+        "add chain inet clustermesh grant-00000001",
+        "add rule inet clustermesh grant-00000001 meta l4proto tcp dnat ip to numgen random mod 1 map { 0 : 10.244.1.5 . 5432 }",
+        "add element inet clustermesh services { 0x00000001 : goto grant-00000001 }",
+        "add element inet clustermesh endpoints4 { 0x00000001 . 10.244.1.5 . 5432 }",
+        "add element inet clustermesh hosts4 { 0x00000001 . 10.244.1.5 }",
+        "add element inet clustermesh sandboxes4 { 100.80.1.0/24 : 0x0000000a }",
+        "add element inet clustermesh open { 0x0000000a . tcp . 20001 . 0x00000001 }",
+        "add element inet clustermesh grants { 0x0000000a . tcp . 20001 : 0x00000001 }",
+    ];
+    assert_eq!(lines.lines().collect::<Vec<_>>(), want);
+}
+
+#[test]
+fn table_with_another_frame_is_written_whole() {
+    let new = table_with(|table| table.frame.admin_port = 9588);
+    assert_eq!(update(Some(&table()), &new), update(None, &new));
+}
+
+#[test]
+fn equal_table_is_no_transaction() {
+    assert_eq!(update(Some(&table()), &table()), None);
+}
+
+#[test]
+fn added_endpoint_fills_the_chain_in_place() {
+    let new = table_with(|table| {
+        let further = grant(1, &["10.244.1.5:5432", "10.244.1.6:5432"]);
+        table.grants.insert((A, Protocol::Tcp, 20001), further);
+    });
+    let lines = [
+        "flush chain inet clustermesh grant-00000001",
+        "add rule inet clustermesh grant-00000001 meta l4proto tcp dnat ip to numgen random mod 2 map { 0 : 10.244.1.5 . 5432, \
+         1 : 10.244.1.6 . 5432 }",
+        "add element inet clustermesh endpoints4 { 0x00000001 . 10.244.1.6 . 5432 }",
+        "add element inet clustermesh hosts4 { 0x00000001 . 10.244.1.6 }",
+    ];
+    assert_update(&table(), &new, &lines);
+}
+
+#[test]
+fn last_endpoint_that_goes_leaves_an_empty_chain() {
+    let new = table_with(|table| {
+        table.grants.insert((A, Protocol::Tcp, 20001), grant(1, &[]));
+    });
+    let lines = [
+        "delete element inet clustermesh hosts4 { 0x00000001 . 10.244.1.5 }",
+        "delete element inet clustermesh endpoints4 { 0x00000001 . 10.244.1.5 . 5432 }",
+        "flush chain inet clustermesh grant-00000001",
+        "",
+    ];
+    assert_update(&table(), &new, &lines);
+}
+
+#[test]
+fn draining_endpoint_leaves_the_chain_and_keeps_its_elements() {
+    let old = table_with(|table| {
+        let two = grant(1, &["10.244.1.5:5432", "10.244.1.6:5432"]);
+        table.grants.insert((A, Protocol::Tcp, 20001), two);
+    });
+    let mut new = old.clone();
+    let grant = new.grants.get_mut(&(A, Protocol::Tcp, 20001)).unwrap();
+    grant.balancer.v4 = sockets(&["10.244.1.6:5432"]);
+    let lines = [
+        "flush chain inet clustermesh grant-00000001",
+        "add rule inet clustermesh grant-00000001 meta l4proto tcp dnat ip to numgen random mod 1 map { 0 : 10.244.1.6 . 5432 }",
+    ];
+    assert_update(&old, &new, &lines);
+}
+
+#[test]
+fn added_grant_gets_its_chain_before_what_leads_there() {
+    assert_update(&table(), &table_with(second), &SECOND);
+}
+
+#[test]
+fn removed_grant_loses_what_leads_to_its_chain_first() {
+    let lines = [
+        "delete element inet clustermesh grants { 0x0000000a . udp . 20002 }",
+        "delete element inet clustermesh open { 0x0000000a . udp . 20002 . 0x00000002 }",
+        "delete element inet clustermesh hosts6 { 0x00000002 . fd10:244::6 }",
+        "delete element inet clustermesh hosts4 { 0x00000002 . 10.244.1.6 }",
+        "delete element inet clustermesh endpoints6 { 0x00000002 . fd10:244::6 . 53 }",
+        "delete element inet clustermesh endpoints4 { 0x00000002 . 10.244.1.6 . 53 }",
+        "delete element inet clustermesh services { 0x00000002 }",
+        "flush chain inet clustermesh grant-00000002",
+        "delete chain inet clustermesh grant-00000002",
+    ];
+    assert_update(&table_with(second), &table(), &lines);
+}
+
+#[test]
+fn port_that_changes_its_grant_does_so_in_one_script() {
+    let new = table_with(|table| {
+        table.grants = [((A, Protocol::Tcp, 20001), grant(3, &["10.244.1.5:5432"]))].into();
+    });
+    let lines = [
+        "delete element inet clustermesh grants { 0x0000000a . tcp . 20001 }",
+        "delete element inet clustermesh open { 0x0000000a . tcp . 20001 . 0x00000001 }",
+        "delete element inet clustermesh hosts4 { 0x00000001 . 10.244.1.5 }",
+        "delete element inet clustermesh endpoints4 { 0x00000001 . 10.244.1.5 . 5432 }",
+        "delete element inet clustermesh services { 0x00000001 }",
+        "flush chain inet clustermesh grant-00000001",
+        "delete chain inet clustermesh grant-00000001",
+        "add chain inet clustermesh grant-00000003",
+        "add rule inet clustermesh grant-00000003 meta l4proto tcp dnat ip to numgen random mod 1 map { 0 : 10.244.1.5 . 5432 }",
+        "add element inet clustermesh services { 0x00000003 : goto grant-00000003 }",
+        "add element inet clustermesh endpoints4 { 0x00000003 . 10.244.1.5 . 5432 }",
+        "add element inet clustermesh hosts4 { 0x00000003 . 10.244.1.5 }",
+        "add element inet clustermesh open { 0x0000000a . tcp . 20001 . 0x00000003 }",
+        "add element inet clustermesh grants { 0x0000000a . tcp . 20001 : 0x00000003 }",
+    ];
+    assert_update(&table(), &new, &lines);
+}
+
+#[test]
+fn changed_rate_replaces_the_limit_and_what_leads_there() {
+    let new = table_with(|table| {
+        table.rates.insert(A, rate(5));
+    });
+    let lines = [
+        "delete element inet clustermesh limits { 0x0000000a }",
+        "delete limit inet clustermesh sandbox-0000000a",
+        "add limit inet clustermesh sandbox-0000000a rate over 5/second burst 10 packets",
+        "add element inet clustermesh limits { 0x0000000a : \"sandbox-0000000a\" }",
+    ];
+    assert_update(&table(), &new, &lines);
+}
+
+#[test]
+fn added_and_removed_sandbox_touches_no_other() {
+    let added = [
+        "add limit inet clustermesh sandbox-0000000b rate over 7/second burst 14 packets",
+        "add element inet clustermesh limits { 0x0000000b : \"sandbox-0000000b\" }",
+        "add element inet clustermesh sandboxes6 { fd80:2::/64 : 0x0000000b }",
+    ];
+    assert_update(&table(), &table_with(third), &added);
+    let removed = [
+        "delete element inet clustermesh sandboxes6 { fd80:2::/64 }",
+        "delete element inet clustermesh limits { 0x0000000b }",
+        "delete limit inet clustermesh sandbox-0000000b",
+    ];
+    assert_update(&table_with(third), &table(), &removed);
+}
+
+#[test]
+fn network_is_taken_away_before_one_that_overlaps_it_is_added() {
+    let new = table_with(|table| table.sandboxes = [(net("100.80.0.0/16"), B)].into());
+    let lines = [
+        "delete element inet clustermesh sandboxes4 { 100.80.1.0/24 }",
+        "add element inet clustermesh sandboxes4 { 100.80.0.0/16 : 0x0000000b }",
+    ];
+    assert_update(&table(), &new, &lines);
+}
+
+#[test]
+fn network_that_changes_hands_is_replaced() {
+    let new = table_with(|table| table.sandboxes = [(net("100.80.1.0/24"), B)].into());
+    let lines = [
+        "delete element inet clustermesh sandboxes4 { 100.80.1.0/24 }",
+        "add element inet clustermesh sandboxes4 { 100.80.1.0/24 : 0x0000000b }",
+    ];
+    assert_update(&table(), &new, &lines);
+}
+
+#[test]
+fn name_of_a_grants_service_is_not_in_the_table() {
+    let new = table_with(|table| {
+        table.grants.get_mut(&(A, Protocol::Tcp, 20001)).unwrap().service = team("renamed");
+    });
+    assert_eq!(update(Some(&table()), &new), None);
+}
+
+#[test]
+fn standing_names_each_grant_with_each_endpoint() {
+    let socket = |text: &str| text.parse::<SocketAddr>().unwrap();
+    let want = [
+        (GrantId(1), socket("10.244.1.5:5432")),
+        (GrantId(2), socket("10.244.1.6:53")),
+        (GrantId(2), socket("[fd10:244::6]:53")),
+    ];
+    assert_eq!(table_with(second).standing(), want.into());
+}
+
+#[test]
+fn renewal_adds_the_interface_anew_for_whole_seconds() {
+    let frame = table().frame;
+    let lines = |seconds: u32| {
+        ["add", "delete", "add"]
+            .map(|verb| format!("{verb} element inet clustermesh alive {{ \"clustermesh0\" timeout {seconds}s }}\n"))
+            .concat()
+    };
+    assert_eq!(alive(&frame, Duration::from_millis(20_900)), lines(20));
+    // 0 would be for ever.
+    assert_eq!(alive(&frame, Duration::from_millis(900)), lines(1));
+}
+
+#[test]
+fn rules_of_a_gateway_with_both_families() {
+    insta::assert_snapshot!(render::frame(&table().frame));
+}
+
+/// The text of the rules with a change has each of `lines`, and none that has one of `without`.
+#[track_caller]
+fn assert_frame(change: impl FnOnce(&mut Frame), lines: &[&str], without: &[&str]) {
+    let mut frame = table().frame;
+    change(&mut frame);
+    let text = render::frame(&frame);
+    for line in lines {
+        assert!(text.lines().any(|other| other.trim() == *line), "{line} in {text}");
+    }
+    for part in without {
+        assert!(!text.contains(part), "{part} in {text}");
+    }
+}
+
+#[test]
+fn family_without_an_address_is_closed() {
+    let closed =
+        |family: u8| format!("meta nfproto ipv{family} counter drop comment \"a family without an address here\"");
+    assert_frame(
+        |frame| frame.addresses = [ip("fd66::1")].into(),
+        &[&closed(4)],
+        &[&closed(6), "ip daddr !="],
+    );
+    assert_frame(
+        |frame| frame.addresses = [ip("100.66.255.1")].into(),
+        &[&closed(6)],
+        &[&closed(4), "ip6 daddr !="],
+    );
+}
+
+#[test]
+fn without_a_limit_connections_are_not_counted() {
+    assert_frame(
+        |frame| frame.connections = None,
+        &[],
+        &["ct count", "connections4", "connections6"],
+    );
+}
+
+#[test]
+fn source_ports_leave_out_the_tunnel_and_those_below_1024() {
+    for (listen_port, ports) in [
+        (53, "1024-65535"),
+        (1023, "1024-65535"),
+        (1024, "1025-65535"),
+        (32768, "32769-65535"),
+        (32769, "1024-32768"),
+        (65535, "1024-65534"),
+    ] {
+        let line = format!(
+            "oifname != \"clustermesh0\" ct mark != 0 ct status dnat meta l4proto {{ tcp, udp }} masquerade to :{ports}"
+        );
+        assert_frame(|frame| frame.listen_port = listen_port, &[&line], &[]);
+    }
+}
+
+#[test]
+fn sticky_grant_chooses_by_the_clients_address() {
+    let mut new = grant(1, &["10.244.1.5:5432", "10.244.1.6:5432"]);
+    new.balancer.v6 = sockets(&["[fd10:244::6]:5432"]);
+    new.balancer.sticky = true;
+    let lines = [
+        "add rule inet clustermesh grant-00000001 meta l4proto tcp dnat ip to jhash ip saddr mod 2 map { 0 : 10.244.1.5 . 5432, \
+         1 : 10.244.1.6 . 5432 }",
+        "add rule inet clustermesh grant-00000001 meta l4proto tcp dnat ip6 to jhash ip6 saddr mod 1 map { 0 : fd10:244::6 . 5432 }",
+    ];
+    assert_eq!(render::chain(Protocol::Tcp, &new).lines().collect::<Vec<_>>(), lines);
+}
