@@ -146,17 +146,19 @@ pub(super) fn chain(protocol: Protocol, grant: &Grant) -> String {
         if endpoints.is_empty() {
             continue;
         }
+        let count = endpoints.len();
+        // Without a seed the kernel draws one for each rule that is written: clients would change their endpoint with every
+        // rewrite of the chain, although the endpoints of their family are the same.
         let choice = if *sticky {
-            format!("jhash {ip} saddr")
+            format!("jhash {ip} saddr mod {count} seed {}", mark(grant.id.0))
         } else {
-            "numgen random".to_owned()
+            format!("numgen random mod {count}")
         };
         let each = endpoints.iter().enumerate();
         let each = each.map(|(at, endpoint)| format!("{at} : {} . {}", endpoint.ip(), endpoint.port()));
         rules.push(format!(
-            "add rule inet {NFT_TABLE} {} meta l4proto {protocol} dnat {ip} to {choice} mod {} map {{ {} }}",
+            "add rule inet {NFT_TABLE} {} meta l4proto {protocol} dnat {ip} to {choice} map {{ {} }}",
             chain_name(grant.id),
-            endpoints.len(),
             each.collect::<Vec<_>>().join(", ")
         ));
     }

@@ -97,21 +97,19 @@ fn is_rule(rule: &str) -> Option<bool> {
     let rest = rule.strip_prefix("meta l4proto ")?;
     let (protocol, rest) = rest.split_once(" dnat ")?;
     let (ip, rest) = rest.split_once(" to ")?;
-    let (choice, rest) = rest.split_once(" mod ")?;
-    let (count, rest) = rest.split_once(" map { ")?;
-    let choices = [format!("jhash {ip} saddr"), "numgen random".to_owned()];
+    let (choice, rest) = rest.split_once(" map { ")?;
     let endpoints: Vec<&str> = rest.strip_suffix(" }")?.split(", ").collect();
     let each = endpoints.iter().enumerate().all(|(at, text)| {
         let socket = text.strip_prefix(&format!("{at} : "));
         socket.is_some_and(|socket| is_key(&[Part::Address, Part::Port], socket))
     });
-    Some(
-        Part::Protocol.is(protocol)
-            && matches!(ip, "ip" | "ip6")
-            && choices.iter().any(|known| known == choice)
-            && count == endpoints.len().to_string()
-            && each,
-    )
+    let count = endpoints.len();
+    let sticky = choice.strip_prefix(&format!("jhash {ip} saddr mod {count} seed "));
+    let known = sticky.map_or_else(
+        || choice == format!("numgen random mod {count}"),
+        |seed| Part::Mark.is(seed),
+    );
+    Some(Part::Protocol.is(protocol) && matches!(ip, "ip" | "ip6") && known && each)
 }
 
 fn is_rate(rate: &str) -> Option<bool> {

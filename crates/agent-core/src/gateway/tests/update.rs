@@ -346,14 +346,15 @@ fn source_ports_leave_out_the_tunnel_and_those_below_1024() {
 }
 
 #[test]
-fn sticky_grant_chooses_by_the_clients_address() {
+fn sticky_grant_chooses_by_address_with_a_fixed_seed() {
     let mut new = grant(1, &["10.244.1.5:5432", "10.244.1.6:5432"]);
     new.balancer.v6 = sockets(&["[fd10:244::6]:5432"]);
     new.balancer.sticky = true;
     let lines = [
-        "add rule inet clustermesh grant-00000001 meta l4proto tcp dnat ip to jhash ip saddr mod 2 map { 0 : 10.244.1.5 . 5432, \
-         1 : 10.244.1.6 . 5432 }",
-        "add rule inet clustermesh grant-00000001 meta l4proto tcp dnat ip6 to jhash ip6 saddr mod 1 map { 0 : fd10:244::6 . 5432 }",
+        "add rule inet clustermesh grant-00000001 meta l4proto tcp dnat ip to jhash ip saddr mod 2 seed 0x00000001 map { \
+         0 : 10.244.1.5 . 5432, 1 : 10.244.1.6 . 5432 }",
+        "add rule inet clustermesh grant-00000001 meta l4proto tcp dnat ip6 to jhash ip6 saddr mod 1 seed 0x00000001 map { \
+         0 : fd10:244::6 . 5432 }",
     ];
     assert_eq!(render::chain(Protocol::Tcp, &new).lines().collect::<Vec<_>>(), lines);
 }
