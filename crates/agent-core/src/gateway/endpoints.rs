@@ -63,8 +63,14 @@ pub(super) fn resolve(
         let address = endpoint.address.to_canonical();
         let outside = !settings.endpoint_networks.iter().any(|net| net.contains(&address));
         let own = settings.addresses.contains(&address) || settings.reserved.iter().any(|net| net.contains(&address));
-        if outside || own || NOT_UNICAST.iter().any(|net| net.contains(&address)) {
+        if outside {
             left_out.push(format!("{address} lies outside the networks of --endpoint-network"));
+            continue;
+        }
+        if own || NOT_UNICAST.iter().any(|net| net.contains(&address)) {
+            left_out.push(format!(
+                "{address} belongs to a gateway, this pod, the API server or the local host: closed to every sandbox"
+            ));
             continue;
         }
         if INFRASTRUCTURE.contains(&endpoint.port) {

@@ -270,7 +270,9 @@ fn endpoint_at_a_reserved_address_is_left_out() {
         let found = resolved(address);
         assert_eq!(found.standing, sockets(&["10.244.1.5:5432"]), "{address}");
         let address = ip(address).to_canonical();
-        let message = format!("endpoint {address} lies outside the networks of --endpoint-network");
+        let message = format!(
+            "endpoint {address} belongs to a gateway, this pod, the API server or the local host: closed to every sandbox"
+        );
         assert_eq!(found.left_out, Some(message));
     }
 }
