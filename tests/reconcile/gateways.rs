@@ -14,7 +14,16 @@ const PLACE: &str = "clustermesh-gateway";
 async fn gateway(world: &World, number: u8, ready: bool) {
     let mgmt = world.lab.cluster("mgmt");
     let name = format!("clustermesh-gateway-{number}");
-    let uid = ["get", "pod", "-n", PLACE, &name, "--ignore-not-found", "-o", "jsonpath={.metadata.uid}"];
+    let uid = [
+        "get",
+        "pod",
+        "-n",
+        PLACE,
+        &name,
+        "--ignore-not-found",
+        "-o",
+        "jsonpath={.metadata.uid}",
+    ];
     if mgmt.kubectl(uid).await.unwrap().stdout.is_empty() {
         let pod = json!({
             "apiVersion": "v1", "kind": "Pod",
@@ -40,12 +49,28 @@ async fn gateway(world: &World, number: u8, ready: bool) {
     )
     .await;
     let ready = if ready { "True" } else { "False" };
-    status(world, "pod", &name, &json!({"conditions": [{"type": "Ready", "status": ready}]})).await;
+    status(
+        world,
+        "pod",
+        &name,
+        &json!({"conditions": [{"type": "Ready", "status": ready}]}),
+    )
+    .await;
 }
 
 async fn status(world: &World, kind: &str, name: &str, status: &Value) {
     let patch = json!({"status": status}).to_string();
-    let words = ["patch", kind, "-n", PLACE, name, "--subresource=status", "--type=merge", "-p", &patch];
+    let words = [
+        "patch",
+        kind,
+        "-n",
+        PLACE,
+        name,
+        "--subresource=status",
+        "--type=merge",
+        "-p",
+        &patch,
+    ];
     world.lab.cluster("mgmt").kubectl(words).await.unwrap();
 }
 
@@ -57,13 +82,24 @@ async fn get(world: &World, cluster: &str, words: &[&str]) -> Value {
 
 /// The addresses and ports of the mirrored Service's endpoints.
 async fn endpoints(world: &World) -> (Vec<String>, Vec<i64>) {
-    let slices = get(world, "notebooks", &["endpointslices", "-l", "kubernetes.io/service-name=db"]).await;
+    let slices = get(
+        world,
+        "notebooks",
+        &["endpointslices", "-l", "kubernetes.io/service-name=db"],
+    )
+    .await;
     let (mut addresses, mut ports) = (Vec::new(), Vec::new());
     for slice in slices["items"].as_array().unwrap() {
         for endpoint in slice["endpoints"].as_array().into_iter().flatten() {
             addresses.push(endpoint["addresses"][0].as_str().unwrap().to_owned());
         }
-        ports.extend(slice["ports"].as_array().into_iter().flatten().filter_map(|port| port["port"].as_i64()));
+        ports.extend(
+            slice["ports"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .filter_map(|port| port["port"].as_i64()),
+        );
     }
     (addresses, ports)
 }
@@ -71,7 +107,11 @@ async fn endpoints(world: &World) -> (Vec<String>, Vec<i64>) {
 async fn until_endpoints(world: &World, want: &[&str]) -> Vec<i64> {
     wait_until(format!("the endpoints to be {want:?}"), SOON, async || {
         let (addresses, ports) = endpoints(world).await;
-        if addresses == want { Ok(ports) } else { Err(format!("{addresses:?}")) }
+        if addresses == want {
+            Ok(ports)
+        } else {
+            Err(format!("{addresses:?}"))
+        }
     })
     .await
     .unwrap()
@@ -111,22 +151,38 @@ async fn a_sandbox_enters_through_gateways_where_there_are_any() {
     world.until_peers("mgmt", &[], SOON).await;
     let gone = wait_until("the policy of the sandbox to go", SOON, async || {
         let policies = sandbox::policies(&world, "mgmt").await;
-        if policies.is_empty() { Ok(()) } else { Err(format!("{:?}", policies.keys())) }
+        if policies.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("{:?}", policies.keys()))
+        }
     });
     gone.await.unwrap();
     let access = get(&world, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
     let spec = &access["spec"];
-    assert_eq!((&spec["sandbox"], &spec["networks"]), (&json!("notebooks"), &json!(["100.64.2.0/24"])));
-    assert_eq!(spec["nodes"], json!([{"name": "notebooks-1", "publicKey": key(2, 1), "wireguardIPs": ["100.64.2.1"]}]));
+    assert_eq!(
+        (&spec["sandbox"], &spec["networks"]),
+        (&json!("notebooks"), &json!(["100.64.2.0/24"]))
+    );
+    assert_eq!(
+        spec["nodes"],
+        json!([{"name": "notebooks-1", "publicKey": key(2, 1), "wireguardIPs": ["100.64.2.1"]}])
+    );
     let port = spec["grants"][0]["gatewayPort"].as_i64().unwrap();
     let service = json!({"namespace": "team-x", "name": "postgres"});
-    assert_eq!(spec["grants"], json!([{"service": service, "port": "main", "protocol": "TCP", "gatewayPort": port}]));
+    assert_eq!(
+        spec["grants"],
+        json!([{"service": service, "port": "main", "protocol": "TCP", "gatewayPort": port}])
+    );
     assert_eq!(until_endpoints(&world, &["100.64.1.240", "100.64.1.241"]).await, [port]);
     let mirror = get(&world, "notebooks", &["service", "db"]).await;
     assert_eq!(mirror["spec"]["ports"][0]["port"], 5432);
     let peers = world.peers("notebooks").await;
     let allowed: BTreeSet<String> = peers.values().flat_map(|peer| peer.spec.allowed_ips.clone()).collect();
-    assert_eq!(allowed, ["100.64.1.240/32", "100.64.1.241/32"].map(str::to_owned).into());
+    assert_eq!(
+        allowed,
+        ["100.64.1.240/32", "100.64.1.241/32"].map(str::to_owned).into()
+    );
     world.until_condition("EgressResolved", "True/Resolved", SOON).await;
     world.until_condition("Ready", "True/Meshed", SOON).await;
 
@@ -136,12 +192,25 @@ async fn a_sandbox_enters_through_gateways_where_there_are_any() {
     assert_eq!(world.peers("notebooks").await.len(), 2);
     gateway(&world, 0, true).await;
     until_endpoints(&world, &["100.64.1.240", "100.64.1.241"]).await;
-    mgmt.kubectl(["delete", "pod", "-n", PLACE, "clustermesh-gateway-1", "--grace-period=0", "--force"]).await.unwrap();
+    mgmt.kubectl([
+        "delete",
+        "pod",
+        "-n",
+        PLACE,
+        "clustermesh-gateway-1",
+        "--grace-period=0",
+        "--force",
+    ])
+    .await
+    .unwrap();
     until_endpoints(&world, &["100.64.1.240"]).await;
     gateway(&world, 1, true).await;
     until_endpoints(&world, &["100.64.1.240", "100.64.1.241"]).await;
     let now = get(&world, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
-    assert_eq!(now["metadata"]["resourceVersion"], access["metadata"]["resourceVersion"]);
+    assert_eq!(
+        now["metadata"]["resourceVersion"],
+        access["metadata"]["resourceVersion"]
+    );
 
     // A restart changes nothing; a quarantine takes every grant; the end takes everything.
     let uid = access["metadata"]["uid"].clone();
@@ -152,14 +221,26 @@ async fn a_sandbox_enters_through_gateways_where_there_are_any() {
     world.apply_mesh(&mesh).await;
     let closed = wait_until("the grants to go", SOON, async || {
         let access = get(&world, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
-        if access["spec"]["grants"].is_null() { Ok(access) } else { Err(access.to_string()) }
+        if access["spec"]["grants"].is_null() {
+            Ok(access)
+        } else {
+            Err(access.to_string())
+        }
     });
     assert_eq!(closed.await.unwrap()["metadata"]["uid"], uid);
     mesh["spec"]["clusters"][1]["quarantine"] = json!(false);
     world.apply_mesh(&mesh).await;
     assert_eq!(until_endpoints(&world, &["100.64.1.240", "100.64.1.241"]).await, [port]);
-    world.hub().kubectl(["delete", "cmesh", "-n", NAMESPACE, "prod"]).await.unwrap();
+    world
+        .hub()
+        .kubectl(["delete", "cmesh", "-n", NAMESPACE, "prod"])
+        .await
+        .unwrap();
     world.until_peers("notebooks", &[], SOON).await;
-    let left = mgmt.kubectl(["get", "sandboxaccesses", "-o", "name"]).await.unwrap().stdout;
+    let left = mgmt
+        .kubectl(["get", "sandboxaccesses", "-o", "name"])
+        .await
+        .unwrap()
+        .stdout;
     assert_eq!(left, "");
 }

@@ -79,6 +79,22 @@ fn namespace() -> Result<u64, LockError> {
     Ok(namespace.ino())
 }
 
+/// A pod's own volume (emptyDir) is writable by everybody. While nobody has put anything there, it is closed to others; where
+/// something is there then, it stays as it is, and is refused.
+fn close_if_empty(directory: &Path) -> io::Result<()> {
+    let empty = || Ok::<_, io::Error>(fs::read_dir(directory)?.next().is_none());
+    let of = fs::metadata(directory)?;
+    let (mode, own) = (of.mode(), of.uid() == nix::unistd::geteuid().as_raw());
+    if mode & 0o022 == 0 || !own || !empty()? {
+        return Ok(());
+    }
+    fs::set_permissions(directory, Permissions::from_mode(0o700))?;
+    if !empty()? {
+        fs::set_permissions(directory, Permissions::from_mode(mode & 0o7777))?;
+    }
+    Ok(())
+}
+
 impl Lock {
     /// Binds the socket of `wg-agent status`. Whoever holds the lock may replace what a killed agent left.
     pub(crate) fn status_listener(&self) -> io::Result<tokio::net::UnixListener> {
@@ -97,6 +113,7 @@ impl Lock {
             "in {} (a pod mounts it from its node, as deploy/agent.yaml says)",
             directory.display()
         )))?;
+        close_if_empty(directory).map_err(failed(directory.display()))?;
         let of = fs::metadata(directory).map_err(failed(directory.display()))?;
         if of.uid() != nix::unistd::geteuid().as_raw() || of.mode() & 0o022 != 0 {
             return Err(LockError::Writable(directory.to_owned()));
@@ -172,11 +189,18 @@ mod tests {
     }
 
     #[test]
-    fn directory_that_others_may_write_is_refused() {
+    fn directory_that_others_may_write_is_refused_unless_nothing_is_in_it() {
         let directory = tempfile::tempdir().unwrap();
-        fs::set_permissions(directory.path(), Permissions::from_mode(0o777)).unwrap();
+        let open = || fs::set_permissions(directory.path(), Permissions::from_mode(0o777)).unwrap();
+        let mode = || fs::metadata(directory.path()).unwrap().permissions().mode() & 0o777;
+        open();
+        drop(Lock::take(directory.path(), 7).unwrap());
+        assert_eq!(mode(), 0o700);
+        open();
+        fs::write(directory.path().join("planted"), "").unwrap();
         let error = Lock::take(directory.path(), 7).unwrap_err();
         assert!(matches!(error, LockError::Writable(_)), "{error}");
+        assert_eq!(mode(), 0o777);
     }
 
     #[tokio::test]

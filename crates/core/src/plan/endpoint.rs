@@ -213,10 +213,20 @@ impl Toward<'_> {
 }
 
 /// Where a sandbox's nodes dial a gateway, best first. An address inside the networks of the gateway's own cluster leads to it only
-/// where the sandbox's nodes are in that network themselves.
-pub(super) fn of_gateway(endpoints: &[SocketAddr], sandbox: &Cluster, toward: &Toward<'_>) -> Vec<SocketAddr> {
+/// where it is a node's, or where the sandbox's nodes are in that network themselves.
+pub(super) fn of_gateway(
+    endpoints: &[SocketAddr],
+    sandbox: &Cluster,
+    of: &Member,
+    toward: &Toward<'_>,
+) -> Vec<SocketAddr> {
     let inside = |nets: &[IpNet], ip: IpAddr| nets.iter().any(|net| net.contains(&ip));
-    let reached = |ip: IpAddr| !inside(&toward.source.allowed, ip) || inside(&sandbox.endpoint_networks, ip);
+    let nodes = |ip: IpAddr| {
+        let mut nodes = of.nodes.values();
+        nodes.any(|node| addresses(node).any(|address| address == ip))
+    };
+    let reached =
+        |ip: IpAddr| !inside(&toward.source.allowed, ip) || inside(&sandbox.endpoint_networks, ip) || nodes(ip);
     let mut kept: Vec<SocketAddr> = Vec::new();
     for endpoint in endpoints {
         let endpoint = SocketAddr::new(endpoint.ip().to_canonical(), endpoint.port());

@@ -1,7 +1,10 @@
 //! Sandboxes that enter a member through gateways (rule 7): the SandboxAccess there, and in the sandbox the gateways' Peers. A
 //! member without any gateway takes them on its nodes instead ([`super::link`]).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
+};
 
 use ipnet::IpNet;
 
@@ -27,8 +30,10 @@ const COUNT: u16 = 10_000;
 pub(super) struct Through<'a> {
     /// The SandboxAccess that stands there: what gateways let in.
     pub(super) standing: Option<&'a AccessSpec>,
-    /// Those that take connections.
+    /// Those that take connections and that it can dial.
     pub(super) ready: Vec<&'a Gateway>,
+    /// There are some that take connections, and it can dial none of these.
+    pub(super) apart: bool,
 }
 
 impl Through<'_> {
@@ -72,11 +77,60 @@ impl<'a> Assembly<'a> {
     /// What stands between a sandbox and a member with gateways.
     pub(super) fn through(&self, party: &'a Party<'a>, sandbox: &str) -> Option<Through<'a>> {
         let member = party.member().filter(|_| party.has_gateways())?;
-        let serving = member.gateways.values().filter(|gateway| gateway.serves(sandbox));
+        let target = self.parties.get(sandbox)?;
+        let ready = member.gateways.values();
+        let ready: Vec<_> = ready
+            .filter(|gateway| gateway.serves(sandbox) && gateway.ready)
+            .collect();
+        let dialled = |gateway: &&&Gateway| self.way(party, member, target, gateway).is_ok();
+        let usable: Vec<_> = ready.iter().filter(dialled).copied().collect();
         Some(Through {
             standing: self.standing_access(member, sandbox),
-            ready: serving.filter(|gateway| gateway.ready).collect(),
+            apart: usable.is_empty() && !ready.is_empty(),
+            ready: usable,
         })
+    }
+
+    /// What of a gateway's addresses a sandbox may have, and where it dials it.
+    ///
+    /// # Errors
+    /// It cannot, and why.
+    fn way(
+        &self,
+        party: &Party<'_>,
+        member: &Member,
+        sandbox: &Party<'_>,
+        gateway: &Gateway,
+    ) -> Result<(BTreeSet<IpNet>, Vec<SocketAddr>), (Reason, String)> {
+        let source = &party.cluster.name;
+        let mut prefixes: BTreeSet<IpNet> = gateway.addresses.iter().map(|ip| host(*ip)).collect();
+        prefixes.retain(|net| party.cluster.allows(*net));
+        if prefixes.is_empty() {
+            let message = format!(
+                "its WireGuard addresses lie outside allowedNetworks of cluster {source:?}: add its --gateway-cidr there"
+            );
+            return Err((Reason::WGIPOutOfRange, message));
+        }
+        let toward = endpoint::Toward {
+            source: &party.cluster,
+            target_networks: &sandbox.cluster.allowed,
+            target_families: sandbox.families,
+            discovered: &sandbox.discovered,
+            resolved: &self.seen.resolved,
+        };
+        let endpoints = endpoint::of_gateway(&gateway.endpoints, &sandbox.cluster, member, &toward);
+        if endpoints.is_empty() {
+            let named: Vec<String> = gateway.endpoints.iter().map(ToString::to_string).collect();
+            let message = format!(
+                "none of its endpoints can be reached from there ({}): give it a hostPort, or name an address of a load balancer in \
+                 spec.endpoints of its SandboxGateway; for workers on the pod network of cluster {source:?} list that network in \
+                 endpointNetworks of cluster {:?}",
+                named.join(", "),
+                sandbox.cluster.name
+            );
+            return Err((Reason::EndpointForbidden, message));
+        }
+        Ok((prefixes, endpoints))
     }
 
     /// The SandboxAccess of `source` in the entry `name`; `None` = there is no CRD for it.
@@ -164,6 +218,7 @@ impl<'a> Assembly<'a> {
         let nothing = Through {
             standing: None,
             ready: Vec::new(),
+            apart: false,
         };
         for grant in party.cluster.egress.iter().filter(|grant| grant.cluster == name) {
             if member.unlisted.services.contains_key(&grant.service.namespace) {
@@ -250,49 +305,25 @@ impl<'a> Writer<'a, '_> {
                 .peer(self.assembly.mesh, source, &name.to_string(), false)
         });
         let own_names: BTreeSet<String> = names.collect();
-        let toward = endpoint::Toward {
-            source: &party.cluster,
-            target_networks: &self.target.cluster.allowed,
-            target_families: self.target.families,
-            discovered: &self.target.discovered,
-            resolved: &self.assembly.seen.resolved,
-        };
         let serving: Vec<_> = serving().collect();
         for (name, gateway) in serving {
-            let node = format!("gateway {name}");
-            let prefixes: BTreeSet<IpNet> = gateway.addresses.iter().map(|ip| host(*ip)).collect();
-            let prefixes: BTreeSet<IpNet> = prefixes.into_iter().filter(|net| party.cluster.allows(*net)).collect();
-            if prefixes.is_empty() {
-                let message = format!(
-                    "its WireGuard addresses lie outside allowedNetworks of cluster {source:?}: add its --gateway-cidr there"
-                );
-                self.skip(source, &node, Reason::WGIPOutOfRange, &message);
-                continue;
+            match self.assembly.way(party, member, self.target, gateway) {
+                Ok((prefixes, endpoints)) => {
+                    self.put_gateway(source, &name.to_string(), gateway, prefixes, endpoints, &own_names);
+                }
+                Err((reason, message)) => self.skip(source, &format!("gateway {name}"), reason, &message),
             }
-            let endpoints = endpoint::of_gateway(&gateway.endpoints, &self.target.cluster, &toward);
-            if endpoints.is_empty() {
-                let message = format!(
-                    "none of its endpoints can be reached from there ({}): give it a hostPort, or name an address of a load balancer in \
-                     spec.endpoints of SandboxGateway {name}; for workers on the pod network of cluster {source:?} list that network in \
-                     endpointNetworks of cluster {:?}",
-                    gateway
-                        .endpoints
-                        .iter()
-                        .map(ToString::to_string)
-                        .collect::<Vec<_>>()
-                        .join(", "),
-                    self.name
-                );
-                self.skip(source, &node, Reason::EndpointForbidden, &message);
-                continue;
-            }
-            self.put_gateway(source, &name.to_string(), gateway, prefixes, endpoints, &own_names);
         }
     }
 }
 
 /// Why a member with gateways gives a sandbox nothing now; `None` = some take connections.
 pub(super) fn none_ready(cluster: &str, through: &Through<'_>) -> Option<String> {
+    if through.apart {
+        return Some(format!(
+            "no gateway of cluster {cluster:?} can be dialled from this sandbox: status.clusters[] of cluster {cluster:?} says why of each"
+        ));
+    }
     through.ready.is_empty().then(|| {
         format!(
             "no gateway of cluster {cluster:?} that serves this sandbox is Ready: look at the pods of its StatefulSet (kubectl get pods -n \

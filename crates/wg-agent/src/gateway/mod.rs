@@ -84,8 +84,26 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
     );
     let base = Base::open(config.kubeconfig.as_deref(), config.listen, false, config.drain).await?;
     let metrics = base.running.metrics.clone();
-    let (store, keep) = Store::new(metrics.clone());
     let mut running = base.serve(&lock)?;
+    let (publish, wanted) = watch::channel(SandboxGatewayStatus::default());
+    let mut gateway = Gateway {
+        routing: Netlink::open(config.interface.clone())?,
+        api_server: running.connection.server.address().map(|server| server.ip()),
+        keeper: Keeper::default(),
+        device: None,
+        troubles: Troubles::new(running.readiness.clone(), metrics.clone()),
+        said: Said::default(),
+        dump: running.dump.clone(),
+        config: config.clone(),
+        key,
+        publish,
+        metrics: metrics.clone(),
+    };
+    gateway
+        .close()
+        .await
+        .map_err(|trouble| anyhow::anyhow!(trouble.message))?;
+    let (store, keep) = Store::new(metrics.clone());
     let client = running.connection.client.clone();
     world::follow(
         &mut running.tasks,
@@ -104,28 +122,8 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
         every,
         running.stop.clone(),
     ));
-    let (publish, wanted) = watch::channel(SandboxGatewayStatus::default());
-    let published = publish::run(
-        client,
-        config.gateway.clone(),
-        wanted,
-        metrics.clone(),
-        running.stop.clone(),
-    );
+    let published = publish::run(client, config.gateway, wanted, metrics, running.stop.clone());
     running.tasks.spawn(published);
-    let mut gateway = Gateway {
-        routing: Netlink::open(config.interface.clone())?,
-        api_server: running.connection.server.address().map(|server| server.ip()),
-        keeper: Keeper::default(),
-        device: None,
-        troubles: Troubles::new(running.readiness.clone(), metrics.clone()),
-        said: Said::default(),
-        dump: running.dump.clone(),
-        config,
-        key,
-        publish,
-        metrics,
-    };
     turn(
         &mut gateway,
         &store,
@@ -197,6 +195,17 @@ struct Outside {
 }
 
 impl Gateway {
+    /// Closes a pod that has no table yet, before anything is connected: the table tracks connections from its first moment on, and
+    /// would take the answers of an older one for calls of others, and drop them.
+    async fn close(&mut self) -> Result<(), Trouble> {
+        if self.keeper.stands().await {
+            return Ok(());
+        }
+        let outside = self.outside().await?;
+        let inputs = self.inputs(&World::default(), &outside);
+        self.write_table(&compile(&inputs)).await
+    }
+
     /// Brings the pod to what was seen. False = something is left to do; try again soon.
     async fn pass(&mut self, world: &World) -> bool {
         let mut troubles = Vec::new();

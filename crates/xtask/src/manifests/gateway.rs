@@ -161,7 +161,7 @@ fn stateful_set() -> Value {
                         "args": [
                             "--mode=gateway",
                             "--interface=wg0",
-                            "--key-file=/run/clustermesh/key",
+                            "--key-file=/run/clustermesh/gateway/key",
                             "--gateway-cidr=$(GATEWAY_CIDR)",
                             "--endpoint-network=$(ENDPOINT_NETWORK)",
                             format!("--listen=0.0.0.0:{AGENT_PORT}"),

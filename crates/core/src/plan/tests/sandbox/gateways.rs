@@ -178,6 +178,18 @@ fn what_cannot_be_used_is_left_out_with_a_reason() {
         .map(|skipped| skipped.reason)
         .collect::<Vec<_>>();
     assert_eq!(skipped, [Reason::EndpointForbidden, Reason::WGIPOutOfRange]);
+    let egress = &planned.egress[0];
+    assert!(
+        !egress.ready && egress.message.contains("can be dialled"),
+        "{}",
+        egress.message
+    );
+    // A node's own address leads to it also where it lies in the member's networks.
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.nodes.get_mut("a").unwrap().internal_ips = vec!["10.1.9.9".parse().unwrap()];
+    });
+    let (_, planned) = run(&mesh, &seen);
+    assert_eq!(planned.targets["nb"].peers.len(), 1);
 }
 
 #[test]
