@@ -34,7 +34,6 @@ async fn a_sandbox_enters_through_gateway_pods_and_reaches_what_is_granted_alone
     let world = World::up(&lab).await;
     the_granted_service_answers_and_sees_the_gateways(&world).await;
     nothing_of_the_sandbox_is_on_the_hubs_nodes(&world).await;
-    a_gateway_that_is_killed_is_replaced_and_the_other_answers_meanwhile(&world).await;
     let granted = a_scan_with_ranges_of_the_attackers_own_finds_the_granted_ports_alone(&world).await;
     a_grant_that_is_taken_back_closes(&world, &granted).await;
 }
@@ -182,38 +181,6 @@ async fn nothing_of_the_sandbox_is_on_the_hubs_nodes(world: &World<'_>) {
     let carried = world.lab.carried(&world.sandbox_webs[0].node).await.unwrap();
     let gateways = world.gateways().await.into_values().map(|ip| ip.to_string());
     assert_eq!(carried, gateways.collect());
-}
-
-async fn a_gateway_that_is_killed_is_replaced_and_the_other_answers_meanwhile(world: &World<'_>) {
-    let before = world.gateways().await;
-    let delete = [
-        "-n",
-        PLACE,
-        "delete",
-        "pod",
-        "clustermesh-gateway-0",
-        "--grace-period=0",
-        "--force",
-    ];
-    world.hub.kubectl(delete).await.unwrap();
-    world.answers(&world.askers()[0], &BTreeSet::new()).await;
-    world
-        .hub
-        .rollout(PLACE, "statefulset/clustermesh-gateway")
-        .await
-        .unwrap();
-    wait_until("another pod to speak for the first gateway", PATIENCE, async || {
-        let now = world.gateways().await;
-        if now.keys().ne(before.keys()) {
-            Ok(())
-        } else {
-            Err(format!("{now:?}"))
-        }
-    })
-    .await
-    .unwrap();
-    let pods = world.gateways().await.into_keys().collect();
-    world.answers(&world.askers()[0], &pods).await;
 }
 
 async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_ports_alone(
