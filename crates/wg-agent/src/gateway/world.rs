@@ -69,8 +69,13 @@ impl World {
         }
     }
 
-    pub(super) fn errors(&self) -> impl Iterator<Item = &String> {
-        self.errors.values()
+    /// Watches that fail, and SandboxAccesses that cannot be read.
+    pub(super) fn errors(&self) -> impl Iterator<Item = String> {
+        let unreadable = self.accesses.known().filter_map(|(_, seen)| {
+            let problem = seen.problem.as_ref()?;
+            Some(format!("SandboxAccess {} {problem}", seen.access.name))
+        });
+        self.errors.values().cloned().chain(unreadable)
     }
 
     pub(super) fn accesses(&self) -> Vec<Access> {
@@ -400,3 +405,6 @@ pub(super) async fn contact(
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
