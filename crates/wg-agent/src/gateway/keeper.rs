@@ -25,6 +25,11 @@ impl Keeper {
         self.written.is_some() || matches!(self.nft.observe().await, Ok(Some(_)))
     }
 
+    /// Whether this keeper has written the table that stands.
+    pub(super) const fn has_written(&self) -> bool {
+        self.written.is_some()
+    }
+
     /// Makes the table `desired`; how many lines that took.
     ///
     /// # Errors

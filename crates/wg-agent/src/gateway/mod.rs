@@ -224,8 +224,9 @@ impl Gateway {
         let inputs = self.inputs(world, &outside);
         let compiled = compile(&inputs);
         // A pod that starts is closed before it has a device. A container that starts again finds table and peers of the one
-        // before, which stand until it is known what has changed since.
-        let known = world.listed();
+        // before, which stand until it is known what has changed since: a table without the endpoints of a namespace that is still
+        // being read would end its connections.
+        let known = world.listed() && (self.keeper.has_written() || world.complete());
         if known || !self.keeper.stands().await {
             self.write_table(&compiled).await?;
         }

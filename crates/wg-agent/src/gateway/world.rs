@@ -34,6 +34,10 @@ const LINGER: Duration = Duration::from_secs(600);
 /// How long a question may take.
 const PATIENCE: Duration = Duration::from_secs(5);
 
+/// An API server that starts refuses everything until it has read its roles. A namespace that could be read before stays open for
+/// so long.
+const STARTING: Duration = Duration::from_secs(30);
+
 /// What was seen.
 #[derive(Debug, Clone, Default)]
 pub(super) struct World {
@@ -49,8 +53,16 @@ pub(super) struct World {
 struct Namespace {
     services: Seen<ServiceSeen>,
     slices: Seen<SliceSeen>,
-    /// The API server does not let this gateway read it.
+    /// Since when the API server refuses to let this gateway read it.
+    refused: Option<Instant>,
+    /// The same, once that counts.
     forbidden: bool,
+}
+
+impl Namespace {
+    const fn is_read(&self) -> bool {
+        matches!((&self.services, &self.slices), (Seen::Listed(_), Seen::Listed(_)))
+    }
 }
 
 impl World {
@@ -59,9 +71,21 @@ impl World {
         matches!(self.accesses, Seen::Listed(_))
     }
 
-    /// What is waited for while it is not.
+    /// Whether the API server has also answered for each namespace with a granted Service, if only with an error.
+    pub(super) fn complete(&self) -> bool {
+        let answered = |name: &String| {
+            let of_it = format!(" of namespace {name}");
+            let failed = self.errors.keys().any(|kind| kind.ends_with(&of_it));
+            let namespace = self.namespaces.get(name);
+            failed || namespace.is_some_and(Namespace::is_read)
+        };
+        self.listed() && self.wanted().iter().all(answered)
+    }
+
+    /// What is waited for until then.
     pub(super) fn waiting(&self) -> String {
         match self.accesses {
+            Seen::Listed(_) => "granted Services have not been read yet: nothing is changed until the API server answers".to_owned(),
             Seen::Absent => {
                 "this cluster has no CRD sandboxaccesses.kilo.squat.ai: install crds/ here; until then no sandbox is served".to_owned()
             }
@@ -224,9 +248,14 @@ struct Shelf<V> {
 }
 
 impl<V> Shelf<V> {
-    fn forbidden(&self, world: &mut World, is: bool) -> bool {
+    /// Notes whether the API server refuses to let the namespace be read; true = this changes what is served.
+    fn refuse(&self, world: &mut World, is: bool) -> bool {
         let namespace = self.namespace.as_ref().and_then(|name| world.namespaces.get_mut(name));
-        namespace.is_some_and(|namespace| std::mem::replace(&mut namespace.forbidden, is) != is)
+        let Some(namespace) = namespace else { return false };
+        namespace.refused = is.then(|| namespace.refused.unwrap_or_else(Instant::now));
+        let counts = |since: Instant| !namespace.is_read() || since.elapsed() >= STARTING;
+        let forbidden = namespace.refused.is_some_and(counts);
+        std::mem::replace(&mut namespace.forbidden, forbidden) != forbidden
     }
 }
 
@@ -234,7 +263,7 @@ impl<V: Send> Sink<V> for Shelf<V> {
     fn change(&self, change: impl FnOnce(&mut Seen<V>) -> bool + Send) {
         self.store.change(|world| {
             let mended = world.errors.remove(&self.kind).is_some();
-            let let_in = mended && self.forbidden(world, false);
+            let let_in = mended && self.refuse(world, false);
             (self.place)(world).is_some_and(change) || mended || let_in
         });
     }
@@ -250,7 +279,7 @@ impl<V: Send> Sink<V> for Shelf<V> {
         };
         let message = format!("{} cannot be followed: {why}", self.kind);
         self.store.change(|world| {
-            let closed = refused && self.forbidden(world, true);
+            let closed = refused && self.refuse(world, true);
             let news = world.errors.insert(self.kind.clone(), message.clone()) != Some(message);
             closed || news
         });
