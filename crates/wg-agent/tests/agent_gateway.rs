@@ -8,10 +8,9 @@ mod netns;
 use std::{collections::BTreeSet, time::Duration};
 
 use clustermesh_lab::wait_until;
-use gateway::{Call, DB, GATEWAY, NAME, NAMESPACE, OTHER, POD, SOON, Stage, Stream, TCP, at, grant, ip};
-use kube::{
-    Api,
-    api::{ListParams, Patch, PatchParams},
+use gateway::{
+    CONNECTIONS, Call, DB, GATEWAY, LOG, OTHER, POD, SOON, SQL, Stage, Stream, TCP, at, grant, hostile, ip, limits,
+    refusals,
 };
 use nix::{
     sys::signal::{Signal, kill},
@@ -19,14 +18,15 @@ use nix::{
 };
 use serde_json::{Value, json};
 
-/// Ports of the gateway.
-const SQL: u16 = 20001;
-const LOG: u16 = 20002;
-
 #[tokio::test]
 async fn a_sandbox_reaches_what_is_granted_through_a_gateway_and_nothing_else() {
     let stage = Stage::start().await;
-    let mut gateway = stage.gateway(&["--grant-timeout=20s"]);
+    let arguments = [
+        "--grant-timeout=20s".to_owned(),
+        format!("--sandbox-connections={CONNECTIONS}"),
+    ];
+    let arguments = arguments.each_ref().map(String::as_str);
+    let mut gateway = stage.gateway(&arguments);
     a_gateway_tells_where_it_is(&stage).await;
     nothing_is_served_of_a_namespace_that_does_not_let_it(&stage).await;
     what_is_granted_is_reached_in_both_families(&stage).await;
@@ -39,9 +39,15 @@ async fn a_sandbox_reaches_what_is_granted_through_a_gateway_and_nothing_else() 
     a_port_that_gets_another_grant_serves_no_old_connection(&stage).await;
     a_stream_that_nobody_answers_does_not_outlive_its_grant(&stage).await;
     a_revoked_grant_ends_at_once(&stage).await;
-    what_is_wrong_costs_that_part_alone(&stage).await;
-    a_stolen_token_opens_nothing(&stage).await;
-    a_container_that_starts_again_is_the_same_gateway(&stage, &mut gateway).await;
+    hostile::fragments_options_and_extension_headers_are_dropped(&stage).await;
+    hostile::packets_of_a_stale_connection_are_dropped(&stage).await;
+    limits::a_sandbox_opens_only_so_many_connections_a_second(&stage).await;
+    limits::an_endpoint_gets_only_so_many_connections(&stage).await;
+    limits::an_error_of_an_endpoint_reaches_the_sandbox(&stage).await;
+    refusals::what_is_wrong_costs_that_part_alone(&stage).await;
+    refusals::a_refused_sandbox_access_is_not_applied(&stage).await;
+    refusals::a_stolen_token_opens_nothing(&stage).await;
+    a_container_that_starts_again_is_the_same_gateway(&stage, &mut gateway, &arguments).await;
     without_an_api_server_grants_stand_for_their_timeout(&stage).await;
     a_gateway_that_ends_says_so_first(&stage, &mut gateway).await;
 }
@@ -64,12 +70,7 @@ async fn a_gateway_tells_where_it_is(stage: &Stage) {
     for sandbox in &stage.sandboxes {
         sandbox.tunnel.dial(key, at("172.30.1.11", 31820));
     }
-    wait_until("the gateway to be ready", SOON, async || match stage.ready() {
-        (code, _) if code == "200" => Ok(()),
-        other => Err(format!("{other:?}")),
-    })
-    .await
-    .unwrap_or_else(|error| panic!("{error}"));
+    stage.is_ready().await;
 }
 
 async fn nothing_is_served_of_a_namespace_that_does_not_let_it(stage: &Stage) {
@@ -154,7 +155,10 @@ fn nothing_else_is_reached(stage: &Stage) {
         assert_eq!(a.call(at(address, port)), None, "{address} {port}");
     }
     assert_eq!(a.datagram(at(GATEWAY[0], SQL)), None);
+    let before = stage.dropped("first", "neither TCP nor UDP");
     assert!(!a.ns.pings(GATEWAY[0]) && !a.ns.pings(DB[0]));
+    // Another rule would drop them as well, but after conntrack has put fragments together.
+    assert!(stage.dropped("first", "neither TCP nor UDP") > before);
     // Nobody calls a sandbox, and one sandbox is nothing to another, which has no grant at all.
     let listener =
         a.ns.enter(|| std::net::TcpListener::bind((ip(a.addresses[0]), 7000)))
@@ -228,7 +232,7 @@ async fn connections_to_an_endpoint_that_ends_stand_until_it_is_gone(stage: &Sta
     let ready = json!({"ready": true, "serving": true, "terminating": false});
     let ends = json!({"ready": false, "serving": true, "terminating": true});
     stage.slices_with("db", &[(DB, ends), (OTHER, ready)]).await;
-    a.hears(at(GATEWAY[0], SQL), "other").await;
+    a.hears_only(at(GATEWAY[0], SQL), "other").await;
     assert!(
         call.ask().is_some_and(|answer| answer.starts_with("db")),
         "the old connection"
@@ -362,134 +366,23 @@ async fn a_revoked_grant_ends_at_once(stage: &Stage) {
     a.hears(at(GATEWAY[0], SQL), "db").await;
 }
 
-async fn what_is_wrong_costs_that_part_alone(stage: &Stage) {
-    let [a, _] = &stage.sandboxes;
-    stage.service("by-hand", json!({})).await;
-    stage
-        .service("elsewhere", json!({"selector": {"app": "elsewhere"}}))
-        .await;
-    stage.slices("elsewhere", &[["192.0.2.7", "2001:db8::7"]]).await;
-    let mut spec = a.access(&[
-        grant("db", "sql", "TCP", SQL),
-        grant("by-hand", "sql", "TCP", 20003),
-        grant("elsewhere", "sql", "TCP", 20004),
-        grant("none", "sql", "TCP", 20005),
-        grant("db", "no-such-port", "TCP", 20006),
-        json!({"service": {"namespace": "default", "name": "kubernetes"}, "port": "https", "gatewayPort": 20007}),
-    ]);
-    spec["networks"] = json!([a.networks[0], a.networks[1], "100.80.16.128/25", "10.10.0.0/24"]);
-    let other = json!({"name": "copied", "publicKey": clustermesh_core_key(&stage.sandboxes[1]), "wireguardIPs": ["100.80.0.9"]});
-    let outside = json!({"name": "outside", "publicKey": key(91), "wireguardIPs": ["100.80.32.1", a.addresses[0]]});
-    let bad = json!({"name": "bad", "publicKey": "A".repeat(44), "wireguardIPs": ["100.80.0.10"]});
-    for node in [other, outside, bad] {
-        spec["nodes"].as_array_mut().expect("nodes").push(node);
-    }
-    stage.in_force("m--a", spec).await;
-    let status = stage
-        .says("all to be refused", |status| {
-            status["refused"].as_array().is_some_and(|all| all.len() >= 11)
-        })
-        .await;
-    let refused: BTreeSet<(String, String)> = (status["refused"].as_array().into_iter().flatten())
-        .map(|part| (part["field"].to_string(), part["reason"].to_string()))
-        .map(|(field, reason)| (field.trim_matches('"').to_owned(), reason.trim_matches('"').to_owned()))
-        .collect();
-    let expected = [
-        ("spec.grants[1].service", "ServiceNotServed"),
-        ("spec.grants[2].service", "EndpointForbidden"),
-        ("spec.grants[3].service", "ServiceMissing"),
-        ("spec.grants[4].service", "ServiceMissing"),
-        ("spec.grants[5].service", "ServiceNotServed"),
-        // The older SandboxAccess keeps what it has: m--a is older than m--b, so that one loses its network and its node.
-        ("spec.networks[3]", "NetworkInvalid"),
-        ("spec.nodes[2].wireguardIPs[0]", "AddressInvalid"),
-        ("spec.nodes[2].wireguardIPs[1]", "AddressDuplicate"),
-        ("spec.nodes[3].publicKey", "PublicKeyInvalid"),
-        ("spec.networks[0]", "NetworkOverlap"),
-        ("spec.nodes[0].publicKey", "PublicKeyDuplicate"),
-    ];
-    let expected: BTreeSet<_> = expected
-        .map(|(field, reason)| (field.to_owned(), reason.to_owned()))
-        .into();
-    assert_eq!(refused, expected);
-    assert!(
-        a.call(at(GATEWAY[0], SQL))
-            .is_some_and(|answer| answer.starts_with("db"))
-    );
-    assert_eq!(a.call(at(GATEWAY[0], 20004)), None);
-    stage
-        .in_force(
-            "m--a",
-            a.access(&[grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)]),
-        )
-        .await;
-    stage
-        .says("nothing to be refused", |status| status["refused"].is_null())
-        .await;
-}
-
-fn clustermesh_core_key(of: &gateway::Sandbox) -> String {
-    attacker::public(&of.key).to_string()
-}
-
-fn key(number: u8) -> String {
-    attacker::public(&x25519_dalek::StaticSecret::from([number; 32])).to_string()
-}
-
-async fn a_stolen_token_opens_nothing(stage: &Stage) {
-    let thief = stage.as_gateway().await;
-    let resource = kube::discovery::ApiResource::from_gvk_with_plural(
-        &kube::api::GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "SandboxGateway"),
-        "sandboxgateways",
-    );
-    let gateways: Api<kube::api::DynamicObject> = Api::namespaced_with(thief.clone(), NAMESPACE, &resource);
-    let lie = Patch::Merge(json!({"status": {"publicKey": key(99)}}));
-    let refused = gateways
-        .patch_status("clustermesh-gateway-1", &PatchParams::default(), &lie)
-        .await;
-    let refused = refused.expect_err("the other gateway's status").to_string();
-    assert!(
-        refused.contains("only the pod clustermesh-gateway/clustermesh-gateway-1 writes the status"),
-        "{refused}"
-    );
-    let object = gateways
-        .patch(
-            NAME,
-            &PatchParams::default(),
-            &Patch::Merge(json!({"spec": {"nodePort": 1}})),
-        )
-        .await;
-    assert!(object.is_err(), "its own spec");
-    let secrets: Api<k8s_openapi::api::core::v1::Secret> = Api::namespaced(thief.clone(), NAMESPACE);
-    assert!(secrets.list(&ListParams::default()).await.is_err(), "Secrets");
-    let pods: Api<k8s_openapi::api::core::v1::Pod> = Api::namespaced(thief.clone(), NAMESPACE);
-    assert!(pods.list(&ListParams::default()).await.is_err(), "Pods");
-    let elsewhere: Api<k8s_openapi::api::core::v1::Service> = Api::namespaced(thief.clone(), "default");
-    assert!(
-        elsewhere.list(&ListParams::default()).await.is_err(),
-        "Services that nobody let it read"
-    );
-    let access = kube::discovery::ApiResource::from_gvk_with_plural(
-        &kube::api::GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "SandboxAccess"),
-        "sandboxaccesses",
-    );
-    let accesses: Api<kube::api::DynamicObject> = Api::all_with(thief, &access);
-    let wider = Patch::Merge(json!({"spec": {"grants": []}}));
-    assert!(
-        accesses.patch("m--a", &PatchParams::default(), &wider).await.is_err(),
-        "a SandboxAccess"
-    );
-}
-
-async fn a_container_that_starts_again_is_the_same_gateway(stage: &Stage, gateway: &mut gateway::Gateway) {
+async fn a_container_that_starts_again_is_the_same_gateway(
+    stage: &Stage,
+    gateway: &mut gateway::Gateway,
+    arguments: &[&str],
+) {
     let [a, _] = &stage.sandboxes;
     let before = stage.status().await;
+    let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+    assert!(call.ask().is_some());
     kill(Pid::from_raw(gateway.running.pid().cast_signed()), Signal::SIGKILL).expect("kill the gateway");
     gateway.running.wait(SOON);
     // While no process renews or answers, packets are dropped.
     assert_eq!(a.call(at(GATEWAY[0], SQL)), None);
-    *gateway = stage.gateway(&["--grant-timeout=20s"]);
+    *gateway = stage.gateway(arguments);
     a.hears(at(GATEWAY[0], SQL), "db").await;
+    stage.is_ready().await;
+    assert!(call.ask().is_some(), "a connection from before");
     let same = |status: &Value| {
         [
             status["publicKey"].clone(),
@@ -502,6 +395,7 @@ async fn a_container_that_starts_again_is_the_same_gateway(stage: &Stage, gatewa
 
 async fn without_an_api_server_grants_stand_for_their_timeout(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
+    let stream = hostile::Forged::of_the_grant(stage, 0, 7100, 50100);
     stage.cluster().kill_api().expect("kill the API server");
     assert!(a.call(at(GATEWAY[0], SQL)).is_some(), "nothing changes at once");
     let closed = Duration::from_secs(60);
@@ -516,18 +410,28 @@ async fn without_an_api_server_grants_stand_for_their_timeout(stage: &Stage) {
     })
     .await
     .unwrap_or_else(|error| panic!("{error}"));
+    let (asked, answered) = stream.counters(stage);
+    stream.ask(stage);
+    stream.answer(stage);
     stage.cluster().start_api().await.expect("start the API server");
     a.hears(at(GATEWAY[0], SQL), "db").await;
+    // The connection's packets come before those of the call, which are answered.
+    assert_eq!((asked.packets(), answered.packets()), (0, 0));
+    wait_until("packets of both directions", SOON, async || {
+        stream.ask(stage);
+        stream.answer(stage);
+        match (asked.packets(), answered.packets()) {
+            (1.., 1..) => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
 }
 
 async fn a_gateway_that_ends_says_so_first(stage: &Stage, gateway: &mut gateway::Gateway) {
     let [a, _] = &stage.sandboxes;
-    wait_until("the gateway to be ready", SOON, async || match stage.ready() {
-        (code, _) if code == "200" => Ok(()),
-        other => Err(format!("{other:?}")),
-    })
-    .await
-    .unwrap_or_else(|error| panic!("{error}"));
+    stage.is_ready().await;
     kill(Pid::from_raw(gateway.running.pid().cast_signed()), Signal::SIGTERM).expect("end the gateway");
     wait_until("the gateway to say that it ends", SOON, async || match stage.ready() {
         (code, text) if code == "503" && text.contains("ending after a signal") => Ok(()),

@@ -1,42 +1,40 @@
 //! The stage of agent_gateway: one cluster with a real API server, a node, a gateway's pod and two others behind it, and two
 //! sandboxes' nodes with WireGuard of their own. The test stands in for the controller and for the kubelet.
 
+pub(crate) mod hostile;
+pub(crate) mod limits;
+mod objects;
+mod process;
+pub(crate) mod refusals;
+mod traffic;
+
 use std::{
-    io::{Read, Write},
-    net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket},
+    net::{IpAddr, SocketAddr},
     os::unix::fs::MetadataExt,
     path::PathBuf,
-    process::{Command, Stdio},
-    sync::{
-        Arc,
-        atomic::{AtomicU32, AtomicU64, Ordering},
-    },
-    thread,
+    sync::{Arc, atomic::AtomicU64},
     time::Duration,
 };
 
 use clustermesh_lab::{Cluster, Lab, LabPlan, wait_until};
 use kube::{
     Api, Client,
-    api::{DynamicObject, GroupVersionKind, Patch, PatchParams, PostParams},
+    api::PostParams,
     config::{KubeConfigOptions, Kubeconfig},
-    discovery::ApiResource,
 };
+pub(crate) use process::Gateway;
 use serde_json::{Value, json};
+pub(crate) use traffic::{Call, Counter, Stream};
+use traffic::{listen, tell};
 use x25519_dalek::StaticSecret;
 
 use crate::{
     attacker::{Tunnel, public},
-    netns::{NetNs, Running, unique_name},
+    netns::{NetNs, unique_name},
 };
 
-pub(crate) const AGENT: &str = env!("CARGO_BIN_EXE_wg-agent");
-const CONFINED: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
-                        exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";
 /// Anything that takes longer than this is broken.
 pub(crate) const SOON: Duration = Duration::from_secs(30);
-/// What one question waits for its answer.
-const ANSWER: Duration = Duration::from_millis(700);
 
 const NODE: &str = "172.30.1.11";
 /// The gateway on the pod network, and inside the tunnel.
@@ -50,10 +48,17 @@ const ROUTER: [&str; 2] = ["10.10.1.1", "fd00:10:0:1::1"];
 pub(crate) const TCP: u16 = 8080;
 pub(crate) const UDP: u16 = 5000;
 /// Of one that only listens.
-const MUTE: u16 = 5002;
+pub(crate) const MUTE: u16 = 5002;
+/// No socket is bound to this one.
+const SHUT: u16 = 5003;
 /// What pods also serve: numbers that the gateway's ports have, too.
 const SAME: u16 = 20001;
 const HOST_PORT: u16 = 31820;
+/// Ports of the gateway.
+pub(crate) const SQL: u16 = 20001;
+pub(crate) const LOG: u16 = 20002;
+/// Connections of one grant to one endpoint.
+pub(crate) const CONNECTIONS: usize = 50;
 
 pub(crate) const NAME: &str = "clustermesh-gateway-0";
 pub(crate) const NAMESPACE: &str = "clustermesh-gateway";
@@ -108,89 +113,6 @@ fn repository(path: &str) -> String {
     path.display().to_string()
 }
 
-/// Counts the datagrams that it gets and answers none.
-fn listen(ns: &NetNs, address: IpAddr) -> Arc<AtomicU64> {
-    let counted = Arc::<AtomicU64>::default();
-    let (socket, count) = (
-        ns.enter(|| UdpSocket::bind((address, MUTE))).expect("bind"),
-        counted.clone(),
-    );
-    thread::spawn(move || {
-        while socket.recv_from(&mut [0; 2048]).is_ok() {
-            count.fetch_add(1, Ordering::Release);
-        }
-    });
-    counted
-}
-
-/// Tells everybody who asks, by TCP or UDP, its name and who asks.
-fn tell(ns: &NetNs, name: &'static str, address: IpAddr, tcp: u16) {
-    let udp = if tcp == TCP { UDP } else { tcp };
-    let socket = ns.enter(|| UdpSocket::bind((address, udp))).expect("bind");
-    thread::spawn(move || {
-        let mut buffer = [0; 2048];
-        while let Ok((_, from)) = socket.recv_from(&mut buffer) {
-            let _ = socket.send_to(format!("{name} {}", from.ip()).as_bytes(), from);
-        }
-    });
-    let listener = ns.enter(|| TcpListener::bind((address, tcp))).expect("listen");
-    thread::spawn(move || {
-        for mut stream in listener.incoming().flatten() {
-            thread::spawn(move || {
-                let Ok(from) = stream.peer_addr() else { return };
-                let mut buffer = [0; 100];
-                while let Ok(1..) = stream.read(&mut buffer) {
-                    if stream.write_all(format!("{name} {}", from.ip()).as_bytes()).is_err() {
-                        return;
-                    }
-                }
-            });
-        }
-    });
-}
-
-/// A connection that stays open.
-pub(crate) struct Call(TcpStream);
-
-impl Call {
-    pub(crate) fn open(ns: &NetNs, to: SocketAddr) -> Option<Self> {
-        let stream = ns.enter(|| TcpStream::connect_timeout(&to, ANSWER)).ok()?;
-        stream.set_read_timeout(Some(ANSWER)).expect("a timeout");
-        Some(Self(stream))
-    }
-
-    pub(crate) fn ask(&mut self) -> Option<String> {
-        self.0.write_all(b"?").ok()?;
-        let mut buffer = [0; 100];
-        let length = self.0.read(&mut buffer).ok().filter(|length| *length > 0)?;
-        Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
-    }
-}
-
-/// Datagrams from one port.
-pub(crate) struct Stream(UdpSocket);
-
-impl Stream {
-    pub(crate) fn open(ns: &NetNs, to: SocketAddr) -> Self {
-        let any: IpAddr = if to.is_ipv4() { ip("0.0.0.0") } else { ip("::") };
-        let socket = ns.enter(|| UdpSocket::bind((any, 0))).expect("bind");
-        ns.enter(|| socket.connect(to)).expect("connect");
-        socket.set_read_timeout(Some(ANSWER)).expect("a timeout");
-        Self(socket)
-    }
-
-    pub(crate) fn send(&self) {
-        let _ = self.0.send(b"!");
-    }
-
-    pub(crate) fn ask(&self) -> Option<String> {
-        self.0.send(b"?").ok()?;
-        let mut buffer = [0; 100];
-        let length = self.0.recv(&mut buffer).ok()?;
-        Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
-    }
-}
-
 impl Sandbox {
     pub(crate) fn call(&self, to: SocketAddr) -> Option<String> {
         Call::open(&self.ns, to)?.ask()
@@ -210,6 +132,21 @@ impl Sandbox {
                 other => Err(format!("{other:?}")),
             },
         )
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+    }
+
+    /// Waits until all of many new connections are answered by the same pod, `who`.
+    pub(crate) async fn hears_only(&self, to: SocketAddr, who: &str) {
+        wait_until(format!("only {who} to answer at {to}"), SOON, async || {
+            match (0..24)
+                .map(|_| self.call(to))
+                .find(|answer| answer.as_ref().is_none_or(|answer| !answer.starts_with(who)))
+            {
+                None => Ok(()),
+                other => Err(format!("{other:?}")),
+            }
+        })
         .await
         .unwrap_or_else(|error| panic!("{error}"));
     }
@@ -265,6 +202,11 @@ impl Stage {
                 "ip route add {v4} dev {link}; ip -6 route add {v6} dev {link}"
             ));
         }
+        // A pod that asks for a sandbox is led to the gateway: only its firewall holds the packets back.
+        node.sh(&format!(
+            "ip route add 100.80.0.0/16 via {}; ip -6 route add fd80::/16 via {}",
+            POD[0], POD[1]
+        ));
         // As the portmap plugin and the CNI do: a hostPort, and pods that leave the cluster as their node.
         node.nft(&format!(
             "table ip cni {{
@@ -287,7 +229,7 @@ impl Stage {
             }
         }
         let heard = listen(&db, ip(DB[0]));
-        pod.run(AGENT, &["prepare", "--mode=gateway"]);
+        pod.run(process::AGENT, &["prepare", "--mode=gateway"]);
 
         let a = (
             host("sandbox-a-1", "172.30.2.11").await,
@@ -423,167 +365,5 @@ impl Stage {
             .await
             .expect("a configuration");
         Client::try_from(config).expect("a client")
-    }
-
-    /// Starts the gateway with what its pod gives it and no more.
-    pub(crate) fn gateway(&self, more: &[&str]) -> Gateway {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let log = self.file(&format!("log-{number}"));
-        let file = std::fs::File::create(&log).expect("a log");
-        let mut command = Command::new("unshare");
-        command.args([
-            "--mount",
-            "sh",
-            "-ec",
-            CONFINED,
-            "sh",
-            AGENT,
-            "--mode=gateway",
-            "--backend=userspace",
-        ]);
-        command.arg(format!("--interface={}", self.interface));
-        command.arg(format!("--kubeconfig={}", self.file("kubeconfig").display()));
-        command.arg(format!("--key-file={}", self.file("key").display()));
-        command.args([
-            "--gateway-cidr=100.66.255.0/28,fd00:66:255::/64",
-            "--endpoint-network=10.10.0.0/16,fd00:10::/32",
-        ]);
-        command.args(more);
-        let variables = [
-            ("POD_NAME", NAME.to_owned()),
-            ("POD_NAMESPACE", NAMESPACE.to_owned()),
-            ("POD_UID", self.pod_uid.clone()),
-            ("POD_IPS", POD.join(",")),
-            ("NODE_IPS", NODE.to_owned()),
-        ];
-        command.envs(variables);
-        command
-            .stdin(Stdio::null())
-            .stderr(file.try_clone().expect("a log"))
-            .stdout(file);
-        Gateway {
-            running: self.pod.spawn_command(&mut command),
-            log,
-        }
-    }
-
-    fn api(&self, kind: &str, plural: &str, namespace: Option<&str>) -> Api<DynamicObject> {
-        let kind = GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", kind);
-        let resource = ApiResource::from_gvk_with_plural(&kind, plural);
-        match namespace {
-            Some(namespace) => Api::namespaced_with(self.client.clone(), namespace, &resource),
-            None => Api::all_with(self.client.clone(), &resource),
-        }
-    }
-
-    /// Writes a SandboxAccess, as the controller does.
-    pub(crate) async fn grants(&self, name: &str, spec: Value) -> i64 {
-        let object = json!({"apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxAccess", "metadata": {"name": name}, "spec": spec});
-        let params = PatchParams::apply("test").force();
-        let objects = self.api("SandboxAccess", "sandboxaccesses", None);
-        let written = objects
-            .patch(name, &params, &Patch::Apply(&object))
-            .await
-            .expect("write a SandboxAccess");
-        written.metadata.generation.unwrap_or_default()
-    }
-
-    /// The same, and waits until the gateway says that this is in force.
-    pub(crate) async fn in_force(&self, name: &str, spec: Value) {
-        let generation = self.grants(name, spec).await;
-        self.says(&format!("{name} to be in force"), |status| {
-            let applied = status["applied"].as_array().into_iter().flatten();
-            applied
-                .clone()
-                .any(|access| access["name"] == name && access["generation"] == generation)
-        })
-        .await;
-    }
-
-    pub(crate) async fn status(&self) -> Value {
-        let objects = self.api("SandboxGateway", "sandboxgateways", Some(NAMESPACE));
-        let object = objects.get(NAME).await.expect("the SandboxGateway");
-        object.data["status"].clone()
-    }
-
-    /// Waits until the gateway's status is so.
-    pub(crate) async fn says(&self, what: &str, so: impl Fn(&Value) -> bool) -> Value {
-        let mut last = Value::Null;
-        wait_until(what.to_owned(), SOON, async || {
-            last = self.status().await;
-            if so(&last) { Ok(()) } else { Err(last.to_string()) }
-        })
-        .await
-        .unwrap_or_else(|error| panic!("{error}"));
-        last
-    }
-
-    pub(crate) async fn service(&self, name: &str, more: Value) {
-        let mut spec = json!({"ports": [
-            {"name": "sql", "port": 5432, "targetPort": TCP, "protocol": "TCP"},
-            {"name": "log", "port": 514, "targetPort": UDP, "protocol": "UDP"},
-            {"name": "mute", "port": 515, "targetPort": MUTE, "protocol": "UDP"},
-        ]});
-        let fields = more.as_object().expect("fields").clone();
-        spec.as_object_mut().expect("a spec").extend(fields);
-        let object = json!({"apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "namespace": "team"}, "spec": spec});
-        self.cluster()
-            .apply(&object.to_string())
-            .await
-            .expect("write a Service");
-    }
-
-    /// The endpoints of a Service.
-    pub(crate) async fn slices(&self, service: &str, pods: &[[&str; 2]]) {
-        let ready = json!({"ready": true, "serving": true, "terminating": false});
-        let endpoints = pods.iter().map(|pod| (*pod, ready.clone())).collect::<Vec<_>>();
-        self.slices_with(service, &endpoints).await;
-    }
-
-    pub(crate) async fn slices_with(&self, service: &str, pods: &[([&str; 2], Value)]) {
-        let mut text = String::new();
-        for (family, kind) in ["IPv4", "IPv6"].into_iter().enumerate() {
-            let endpoints = pods.iter();
-            let endpoints =
-                endpoints.map(|(pod, conditions)| json!({"addresses": [pod[family]], "conditions": conditions}));
-            let slice = json!({
-                "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": kind,
-                "metadata": {
-                    "name": format!("{service}-{}", kind.to_lowercase()), "namespace": "team",
-                    "labels": {"kubernetes.io/service-name": service},
-                },
-                "ports": [
-                    {"name": "sql", "port": TCP, "protocol": "TCP"}, {"name": "log", "port": UDP, "protocol": "UDP"},
-                    {"name": "mute", "port": MUTE, "protocol": "UDP"},
-                ],
-                "endpoints": endpoints.collect::<Vec<_>>(),
-            });
-            text.push_str(&format!("{slice}\n---\n"));
-        }
-        self.cluster().apply(&text).await.expect("write EndpointSlices");
-    }
-
-    /// `/readyz`: its code and text.
-    pub(crate) fn ready(&self) -> (String, String) {
-        let words = ["-sS", "-m", "2", "-w", "\n%{http_code}", "http://127.0.0.1:9587/readyz"];
-        let output = self.pod.output("curl", &words);
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        let (text, code) = text.rsplit_once('\n').unwrap_or(("", ""));
-        (code.to_owned(), text.to_owned())
-    }
-}
-
-/// A gateway that runs; its log is printed where a test fails.
-pub(crate) struct Gateway {
-    pub(crate) running: Running,
-    pub(crate) log: PathBuf,
-}
-
-impl Drop for Gateway {
-    fn drop(&mut self) {
-        if thread::panicking() {
-            println!("{}", std::fs::read_to_string(&self.log).unwrap_or_default());
-        }
     }
 }

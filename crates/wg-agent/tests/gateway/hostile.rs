@@ -1,0 +1,228 @@
+//! Packets made by hand: odd ones, and those of connections that the firewall should no longer serve. Entries of the conntrack
+//! table are written by hand as well, as if they had been left behind: each rule is to hold on its own.
+
+use clustermesh_lab::wait_until;
+
+use super::{Counter, DB, GATEWAY, LOG, OTHER, POD, SOON, SQL, Sandbox, Stage, UDP, at, grant, ip};
+use crate::{
+    attacker::{
+        Raw,
+        packets::{self, MORE},
+    },
+    netns::NetNs,
+};
+
+/// IPv6 next headers: a fragment, and destination options.
+const FRAGMENT: u8 = 44;
+const DESTINATION: u8 = 60;
+
+/// Lengths of UDP tell the packets apart at the pod.
+pub(crate) async fn fragments_options_and_extension_headers_are_dropped(stage: &Stage) {
+    let [a, _] = &stage.sandboxes;
+    let db = &stage.pods[0];
+    let raw = Raw::open(&a.ns, &a.tunnel.interface);
+    let odd = Counter::new(db, "udp dport 5000 udp length 701-799");
+    for (from, to) in a.addresses.map(ip).into_iter().zip(GATEWAY.map(ip)) {
+        let plain = Counter::new(db, "udp dport 5000 udp length 700");
+        let body = |length: usize| packets::udp_body(from, to, (6000, LOG), &vec![0; length - 8]);
+        let (cut, whole) = (body(701), body(702));
+        let all = if from.is_ipv4() {
+            vec![
+                packets::v4(from, to, packets::UDP, &[], 7, MORE, &cut[..400]),
+                packets::v4(from, to, packets::UDP, &[], 7, 400 / 8, &cut[400..]),
+                // Four times "no operation".
+                packets::v4(from, to, packets::UDP, &[1; 4], 8, 0, &whole),
+            ]
+        } else {
+            let piece = |offset: usize, more, part: &[u8]| {
+                let header = packets::fragment(packets::UDP, 7, (offset / 8) as u16, more);
+                packets::v6(from, to, FRAGMENT, &[header, part.to_vec()].concat())
+            };
+            // Four bytes of padding.
+            let padding = vec![packets::UDP, 0, 1, 4, 0, 0, 0, 0];
+            vec![
+                piece(0, true, &cut[..400]),
+                piece(400, false, &cut[400..]),
+                packets::v6(from, to, DESTINATION, &[padding, whole].concat()),
+            ]
+        };
+        let last = packets::ip(from, to, packets::UDP, &body(700));
+        wait_until("the pod to get the plain packet", SOON, async || {
+            for packet in all.iter().chain([&last]) {
+                raw.send(to, packet).map_err(|error| error.to_string())?;
+            }
+            match plain.packets() {
+                0 => Err("none".to_owned()),
+                _ => Ok(()),
+            }
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(odd.packets(), 0, "from {from}");
+    }
+}
+
+/// An entry of the gateway's conntrack table, from the first sandbox to an endpoint.
+pub(crate) struct Forged {
+    family: usize,
+    /// Index of the pod that is its endpoint.
+    pod: usize,
+    /// Source ports at the sandbox, and behind the gateway.
+    port: u16,
+    masqueraded: u16,
+}
+
+impl Forged {
+    /// One that belongs to the grant at [`LOG`].
+    pub(crate) fn of_the_grant(stage: &Stage, family: usize, port: u16, masqueraded: u16) -> Self {
+        let mark = mark(stage, &stage.sandboxes[0]);
+        Self::new(stage, &mark, family, 0, (port, masqueraded))
+    }
+
+    fn new(stage: &Stage, mark: &str, family: usize, pod: usize, (port, masqueraded): (u16, u16)) -> Self {
+        let forged = Self {
+            family,
+            pod,
+            port,
+            masqueraded,
+        };
+        let gateway = (GATEWAY[family], LOG);
+        let source = Some((POD[family], masqueraded));
+        forge(stage, mark, forged.sandbox(stage), gateway, forged.endpoint(), source);
+        forged
+    }
+
+    fn sandbox(&self, stage: &Stage) -> (&'static str, u16) {
+        (stage.sandboxes[0].addresses[self.family], self.port)
+    }
+
+    fn endpoint(&self) -> (&'static str, u16) {
+        ([DB, OTHER][self.pod][self.family], UDP)
+    }
+
+    /// Its packets that reach the endpoint, and the answers that reach the sandbox.
+    pub(crate) fn counters<'a>(&self, stage: &'a Stage) -> (Counter<'a>, Counter<'a>) {
+        (
+            Counter::new(&stage.pods[self.pod], &format!("udp sport {}", self.masqueraded)),
+            Counter::new(&stage.sandboxes[0].ns, &format!("udp dport {}", self.port)),
+        )
+    }
+
+    /// Sends a datagram of the sandbox.
+    pub(crate) fn ask(&self, stage: &Stage) {
+        let a = &stage.sandboxes[0];
+        let gateway = (GATEWAY[self.family], LOG);
+        send(&a.ns, &a.tunnel.interface, self.sandbox(stage), gateway);
+    }
+
+    /// Sends an answer of the endpoint.
+    pub(crate) fn answer(&self, stage: &Stage) {
+        let back = (POD[self.family], self.masqueraded);
+        from_a_pod(&stage.pods[self.pod], self.endpoint(), back);
+    }
+}
+
+/// The mark of the connections by which a sandbox uses [`LOG`].
+fn mark(stage: &Stage, sandbox: &Sandbox) -> String {
+    let (from, to) = (sandbox.addresses[0], GATEWAY[0]);
+    assert!(sandbox.datagram(at(to, LOG)).is_some(), "{}", sandbox.name);
+    let port = LOG.to_string();
+    let list = ["-L", "-p", "udp", "-s", from, "-d", to, "--dport", &port];
+    let text = stage.pod.run("conntrack", &list);
+    let mut words = text.split_whitespace();
+    let mark = words.find_map(|word| word.strip_prefix("mark="));
+    mark.expect("a connection with a mark").to_owned()
+}
+
+fn forge(
+    stage: &Stage,
+    mark: &str,
+    from: (&str, u16),
+    to: (&str, u16),
+    destination: (&str, u16),
+    source: Option<(&str, u16)>,
+) {
+    let translated = |(address, port)| at(address, port).to_string();
+    let (sport, dport, destination) = (from.1.to_string(), to.1.to_string(), translated(destination));
+    let source = source.map(translated);
+    let mut words = vec!["-I", "-p", "udp", "--timeout", "600", "--mark", mark];
+    words.extend(["-s", from.0, "--sport", &sport, "-d", to.0, "--dport", &dport]);
+    words.extend(["--dst-nat", &destination]);
+    words.extend(source.iter().flat_map(|source| ["--src-nat", source]));
+    stage.pod.run("conntrack", &words);
+}
+
+fn send(ns: &NetNs, interface: &str, from: (&str, u16), to: (&str, u16)) {
+    let (source, destination) = (ip(from.0), ip(to.0));
+    let packet = packets::udp(source, destination, (from.1, to.1));
+    let sent = Raw::open(ns, interface).send(destination, &packet);
+    sent.expect("send a packet");
+}
+
+/// Returns when the gateway has judged the packet: it has answered a ping that was sent after it.
+fn from_a_pod(ns: &NetNs, from: (&str, u16), to: (&str, u16)) {
+    send(ns, "eth0", from, to);
+    let gateway = POD[usize::from(ip(from.0).is_ipv6())];
+    assert!(ns.pings(gateway), "{} pings the gateway", ns.name);
+}
+
+pub(crate) async fn packets_of_a_stale_connection_are_dropped(stage: &Stage) {
+    let [a, b] = &stage.sandboxes;
+    let sql = grant("web", "sql", "TCP", SQL);
+    let both = [sql.clone(), grant("web", "log", "UDP", LOG)];
+    stage.in_force("m--b", b.access(&both)).await;
+    let [own, others] = [a, b].map(|sandbox| mark(stage, sandbox));
+    for (family, gateway) in GATEWAY.into_iter().enumerate() {
+        let forged = |mark, pod, number: u16| Forged::new(stage, mark, family, pod, (7000 + number, 50000 + number));
+        // Endpoint of the grant: so these entries are what the gateway goes by.
+        let stream = forged(&own, 0, 0);
+        let (asked, answered) = stream.counters(stage);
+        wait_until("packets of both directions", SOON, async || {
+            stream.ask(stage);
+            stream.answer(stage);
+            match (asked.packets(), answered.packets()) {
+                (1.., 1..) => Ok(()),
+                other => Err(format!("{other:?}")),
+            }
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+        // An endpoint that the grant has no more; a grant of another sandbox, with its endpoint and with this one's.
+        for (number, mark, pod) in [(1, &own, 1), (2, &others, 1), (3, &others, 0)] {
+            let stream = forged(mark, pod, number);
+            let (asked, answered) = stream.counters(stage);
+            stream.ask(stage);
+            // This is answered after the gateway has judged the packet before.
+            assert!(a.datagram(at(gateway, LOG)).is_some());
+            assert_eq!(asked.packets(), 0, "family {family}, entry {number}");
+            if *mark == own {
+                stream.answer(stage);
+                assert_eq!(answered.packets(), 0, "family {family}, entry {number}");
+            }
+        }
+        pods_begin_nothing(stage, &own, family);
+    }
+    stage.in_force("m--b", b.access(&[sql])).await;
+}
+
+/// Towards a sandbox, through the gateway to another pod, and past its translation.
+fn pods_begin_nothing(stage: &Stage, mark: &str, family: usize) {
+    let [db, other] = &stage.pods;
+    let a = &stage.sandboxes[0];
+    let (endpoint, sandbox, pod) = ((DB[family], UDP), a.addresses[family], POD[family]);
+    forge(stage, mark, endpoint, (pod, 50010), (sandbox, 7010), None);
+    let called = Counter::new(&a.ns, "udp dport 7010");
+    from_a_pod(db, endpoint, (pod, 50010));
+    assert_eq!(called.packets(), 0, "family {family}: a sandbox is called");
+    let stranger = (OTHER[family], 40000);
+    forge(stage, mark, stranger, (pod, 50011), endpoint, None);
+    let called = Counter::new(db, "udp sport 40000");
+    from_a_pod(other, stranger, (pod, 50011));
+    assert_eq!(called.packets(), 0, "family {family}: a pod is called");
+    forge(stage, mark, (sandbox, 7012), (GATEWAY[family], LOG), endpoint, None);
+    let called = Counter::new(&a.ns, "udp dport 7012");
+    let before = stage.dropped("first", "for somebody else");
+    from_a_pod(db, endpoint, (sandbox, 7012));
+    assert_eq!(called.packets(), 0, "family {family}: an answer to another address");
+    assert!(stage.dropped("first", "for somebody else") > before, "family {family}");
+}

@@ -1,0 +1,141 @@
+//! What pods and sandboxes send each other.
+
+use std::{
+    io::{ErrorKind, Read, Write},
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use super::{MUTE, TCP, UDP, ip};
+use crate::netns::{NetNs, unique_name};
+
+/// What one question waits for its answer.
+const ANSWER: Duration = Duration::from_millis(700);
+
+/// Counts the datagrams that it gets and answers none.
+pub(super) fn listen(ns: &NetNs, address: IpAddr) -> Arc<AtomicU64> {
+    let counted = Arc::<AtomicU64>::default();
+    let (socket, count) = (
+        ns.enter(|| UdpSocket::bind((address, MUTE))).expect("bind"),
+        counted.clone(),
+    );
+    thread::spawn(move || {
+        while socket.recv_from(&mut [0; 2048]).is_ok() {
+            count.fetch_add(1, Ordering::Release);
+        }
+    });
+    counted
+}
+
+/// Tells everybody who asks, by TCP or UDP, its name and who asks.
+pub(super) fn tell(ns: &NetNs, name: &'static str, address: IpAddr, tcp: u16) {
+    let udp = if tcp == TCP { UDP } else { tcp };
+    let socket = ns.enter(|| UdpSocket::bind((address, udp))).expect("bind");
+    thread::spawn(move || {
+        let mut buffer = [0; 2048];
+        while let Ok((_, from)) = socket.recv_from(&mut buffer) {
+            let _ = socket.send_to(format!("{name} {}", from.ip()).as_bytes(), from);
+        }
+    });
+    let listener = ns.enter(|| TcpListener::bind((address, tcp))).expect("listen");
+    thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            thread::spawn(move || {
+                let Ok(from) = stream.peer_addr() else { return };
+                let mut buffer = [0; 100];
+                while let Ok(1..) = stream.read(&mut buffer) {
+                    if stream.write_all(format!("{name} {}", from.ip()).as_bytes()).is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+}
+
+/// A connection that stays open.
+pub(crate) struct Call(TcpStream);
+
+impl Call {
+    pub(crate) fn open(ns: &NetNs, to: SocketAddr) -> Option<Self> {
+        let stream = ns.enter(|| TcpStream::connect_timeout(&to, ANSWER)).ok()?;
+        stream.set_read_timeout(Some(ANSWER)).expect("a timeout");
+        Some(Self(stream))
+    }
+
+    pub(crate) fn ask(&mut self) -> Option<String> {
+        self.0.write_all(b"?").ok()?;
+        let mut buffer = [0; 100];
+        let length = self.0.read(&mut buffer).ok().filter(|length| *length > 0)?;
+        Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
+    }
+}
+
+/// Datagrams from one port.
+pub(crate) struct Stream(UdpSocket);
+
+impl Stream {
+    pub(crate) fn open(ns: &NetNs, to: SocketAddr) -> Self {
+        let any: IpAddr = if to.is_ipv4() { ip("0.0.0.0") } else { ip("::") };
+        let socket = ns.enter(|| UdpSocket::bind((any, 0))).expect("bind");
+        ns.enter(|| socket.connect(to)).expect("connect");
+        socket.set_read_timeout(Some(ANSWER)).expect("a timeout");
+        Self(socket)
+    }
+
+    pub(crate) fn send(&self) {
+        let _ = self.0.send(b"!");
+    }
+
+    pub(crate) fn ask(&self) -> Option<String> {
+        self.0.send(b"?").ok()?;
+        let mut buffer = [0; 100];
+        let length = self.0.recv(&mut buffer).ok()?;
+        Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
+    }
+    /// The error that comes back for a datagram.
+    pub(crate) fn error(&self) -> Option<ErrorKind> {
+        let sent = self.0.send(b"?");
+        let received = sent.and_then(|_| self.0.recv(&mut [0; 100]));
+        received.err().map(|error| error.kind())
+    }
+}
+
+/// Counts packets that match a rule and are addressed to a network namespace.
+pub(crate) struct Counter<'a> {
+    ns: &'a NetNs,
+    table: String,
+}
+
+impl<'a> Counter<'a> {
+    pub(crate) fn new(ns: &'a NetNs, rule: &str) -> Self {
+        let table = unique_name("cnt");
+        ns.nft(&format!(
+            "table inet {table} {{ chain in {{ type filter hook input priority filter; {rule} counter; }}; }}\n"
+        ));
+        Self { ns, table }
+    }
+
+    pub(crate) fn packets(&self) -> u64 {
+        let text = self.ns.run("nft", &["list", "chain", "inet", &self.table, "in"]);
+        packets(&text)
+    }
+}
+
+/// What the first counter of a text of nft says.
+pub(super) fn packets(text: &str) -> u64 {
+    let (_, number) = text.split_once("counter packets ").expect("a counter");
+    let number = number.split_whitespace().next().expect("a number");
+    number.parse().expect("a number")
+}
+
+impl Drop for Counter<'_> {
+    fn drop(&mut self) {
+        let _ = self.ns.output("nft", &["delete", "table", "inet", &self.table]);
+    }
+}
