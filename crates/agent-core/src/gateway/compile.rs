@@ -235,6 +235,8 @@ impl<'a> Compiler<'a> {
             self.refuse(access, field(".gatewayPort"), Reason::PortDuplicate, message);
             return;
         }
+        // Whether its Service is known or not: a port must not come and go between two grants.
+        self.open.insert(place, granted);
         let service = self.inputs.services.get(&granted.service);
         let found = match endpoints::resolve(granted, service, &self.inputs.settings) {
             Ok(found) => found,
@@ -263,7 +265,6 @@ impl<'a> Compiler<'a> {
             balancer: found.balancer,
             standing: found.standing,
         };
-        self.open.insert(place, granted);
         self.out.table.grants.insert(place, grant);
     }
 }

@@ -235,6 +235,25 @@ fn port_of_another_grant_is_refused() {
 }
 
 #[test]
+fn port_stays_with_its_grant_while_the_service_is_not_known() {
+    let compiled = compile(&with(|inputs| {
+        inputs.services.insert(team("db"), Service::Unknown("later".to_owned()));
+        inputs.accesses[0].grants.push(sql("web", 20001));
+    }));
+    let reasons: Vec<Reason> = compiled.refused.iter().map(|refused| refused.reason).collect();
+    assert!(
+        reasons.contains(&Reason::ServiceUnknown) && reasons.contains(&Reason::PortDuplicate),
+        "{reasons:?}"
+    );
+    let web = compiled
+        .table
+        .grants
+        .values()
+        .filter(|grant| grant.service == team("web"));
+    assert_eq!(web.count(), 0);
+}
+
+#[test]
 fn same_port_of_another_protocol_or_sandbox_is_served() {
     let inputs = with(|inputs| {
         let udp = Granted {
