@@ -95,6 +95,17 @@ async fn removed_cluster_is_listed_until_clean_or_left_behind() {
         .until_peers("tenant-b", &["prod--mgmt--mgmt-1", "prod--tenant-a--tenant-a-1"], SOON)
         .await;
     world.until_condition("Ready", "True/Meshed", SOON).await;
+    // What a restart knows is in the status, which is written after the Peers.
+    wait_until("tenant-b in the status", SOON, async || {
+        let rows = world.get_mesh().await.unwrap().status.unwrap().clusters;
+        if rows.iter().any(|row| row.name == "tenant-b") {
+            Ok(())
+        } else {
+            Err(format!("{rows:?}"))
+        }
+    })
+    .await
+    .unwrap();
     assert!(controller.terminate(SOON).await.unwrap().success());
     delete(&world, ["secret", "tenant-b-kubeconfig"]).await;
     world.apply_mesh(&without_tenant_b(&world)).await;
