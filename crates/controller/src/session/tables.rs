@@ -3,10 +3,7 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Instant,
 };
 
@@ -23,11 +20,13 @@ use kube::{
 };
 
 mod agents;
+mod asked;
 mod following;
 mod gateways;
 
 use agents::SeenNode;
 pub(crate) use agents::SeenPolicy;
+use asked::{Asked, Extra};
 pub(super) use following::Following;
 
 use super::{Interest, checkins::CheckIns, first_trouble};
@@ -54,53 +53,6 @@ pub(crate) struct Tables {
     extra: Arc<Mutex<Extra>>,
     /// Whose they are, in logs.
     whose: String,
-}
-
-/// What some mesh asks for beyond that, by namespace.
-#[derive(Debug, Default)]
-struct Extra {
-    services: BTreeMap<String, (Asked<Service>, Asked<Slice>)>,
-    pods: BTreeMap<String, Asked<Pod>>,
-}
-
-/// A feed that some mesh asks for. Until it was listed it says nothing, which is not the same as an empty list.
-#[derive(Debug, Clone)]
-struct Asked<V> {
-    feed: Feed<V>,
-    /// Tells it from an earlier one of the same objects.
-    table: u64,
-}
-
-impl<V: Clone + PartialEq> Asked<V> {
-    fn new(feed: Feed<V>) -> Self {
-        static TABLES: AtomicU64 = AtomicU64::new(0);
-        Self {
-            feed,
-            table: TABLES.fetch_add(1, Ordering::Relaxed),
-        }
-    }
-
-    /// Its rows as they were last listed or watched.
-    ///
-    /// # Errors
-    /// It was never listed, or is closed to the account now, and why.
-    fn rows(&self) -> Result<BTreeMap<ObjectName, V>, String> {
-        match self.feed.trust() {
-            // What was read before may be long past by now.
-            Trust::Denied(why) => Err(why),
-            _ if self.feed.listed() => Ok(values(&self.feed)),
-            Trust::Broken(why) => Err(why),
-            Trust::Pending | Trust::Live | Trust::Absent => Err("it is being read for the first time".to_owned()),
-        }
-    }
-
-    /// How far it can be trusted. The refusal of one namespace is no trouble of the member: the planner holds what came of it.
-    fn trust(&self) -> Trust {
-        match self.feed.trust() {
-            Trust::Denied(_) => Trust::Absent,
-            trust => trust,
-        }
-    }
 }
 
 /// Makes the feeds of one member.
