@@ -12,7 +12,7 @@ use clustermesh_agent_core::{
     device::{Peers, diff},
     gateway::{Compiled, Inputs, Settings, compile},
     mtu, prefixes,
-    routes::{Plan, Routes, desired},
+    routes::{Plan, desired},
 };
 use clustermesh_api::sandbox::{AppliedAccess, RefusedAccess, SandboxGatewayStatus};
 use clustermesh_daemon::{CancellationToken, Heartbeat};
@@ -346,15 +346,12 @@ impl Gateway {
     }
 
     async fn ensure_routes(&mut self, compiled: &Compiled) -> Result<(), Trouble> {
-        let routes = Routes {
-            // The rules that lead to the mesh's table are all this pod needs of them.
-            ..desired(&Plan {
-                addresses: self.config.addresses.clone(),
-                peers: compiled.routes.clone(),
-                mesh: compiled.routes.clone(),
-                ..Plan::default()
-            })
-        };
+        let routes = desired(&Plan {
+            addresses: self.config.addresses.clone(),
+            peers: compiled.routes.clone(),
+            mesh: compiled.routes.clone(),
+            ..Plan::default()
+        });
         let pass = route::converge(&mut self.routing, &routes).await;
         let pass = pass.map_err(|error| Trouble::new("routes", error))?;
         self.metrics.applied("routes", pass.done.len());
