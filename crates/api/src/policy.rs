@@ -29,7 +29,7 @@ use crate::{
         name = "Source",
         type_ = "string",
         json_path = ".spec.source",
-        description = "The member it speaks of"
+        description = "The member that it describes"
     ),
     printcolumn(
         name = "Networks",

@@ -26,7 +26,7 @@ use crate::{mesh::Protocol, policy::LocalService, schema};
         name = "Sandbox",
         type_ = "string",
         json_path = ".spec.sandbox",
-        description = "The member it speaks of"
+        description = "The member that it describes"
     ),
     printcolumn(
         name = "Services",

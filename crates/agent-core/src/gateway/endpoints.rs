@@ -48,7 +48,8 @@ pub(super) fn resolve(
     }
     if !facts.selector {
         return refused(format!(
-            "Service {name} has no selector: whoever writes its EndpointSlices chooses the addresses, so no sandbox may reach it"
+            "Service {name} has no selector: its EndpointSlices are written by hand and may hold any address, so no sandbox may \
+             reach it"
         ));
     }
     if !facts.ports.contains(&(granted.protocol, granted.port.clone())) {

@@ -207,7 +207,7 @@ pub(super) fn frame(frame: &Frame) -> String {
   set hosts6 {{ type mark . ipv6_addr; }}
   map services {{ type mark : verdict; comment "grant: the chain that chooses an endpoint"; }}
   map limits {{ type mark : limit; comment "new connections of a sandbox"; }}
-  set alive {{ type ifname; flags timeout; comment "empty = nobody renewed it: everything is closed"; }}
+  set alive {{ type ifname; flags timeout; comment "empty = not renewed: every packet of the tunnel is dropped"; }}
 "#
     );
     if connections.is_some() {
@@ -228,8 +228,8 @@ pub(super) fn frame(frame: &Frame) -> String {
     type filter hook prerouting priority -450; policy accept;
     iifname "lo" accept
     iifname != "{interface}" fib daddr . iif type {{ local, broadcast, multicast }} accept
-    iifname != "{interface}" counter drop comment "for somebody else"
-    iifname != @alive counter drop comment "nobody renewed the table"
+    iifname != "{interface}" counter drop comment "not addressed to this pod"
+    iifname != @alive counter drop comment "the table was not renewed"
     ip frag-off & 0x3fff != 0 counter drop comment "a fragment"
     ip hdrlength != 5 counter drop comment "options"
     ip protocol != {{ tcp, udp }} counter drop comment "neither TCP nor UDP, ICMP among them"
@@ -248,8 +248,8 @@ pub(super) fn frame(frame: &Frame) -> String {
     oifname != "{interface}" udp sport {listen_port} notrack
   }}
 
-  # Every packet from the tunnel belongs to a grant that stands. The packet's mark tells the sandbox within this chain alone; the
-  # connection's is set once: one that nobody answers stays new.
+  # Every packet from the tunnel belongs to a grant that stands. The packet's mark holds the sandbox within this chain alone. The
+  # connection's mark is set once: a connection without replies stays in state new.
   chain enter {{
     type filter hook prerouting priority mangle; policy accept;
     iifname != "{interface}" accept
@@ -298,7 +298,7 @@ pub(super) fn frame(frame: &Frame) -> String {
 
   # Answers of endpoints of the grant, and errors about such a connection.
   chain to_sandbox {{
-    oifname != @alive counter drop comment "nobody renewed the table"
+    oifname != @alive counter drop comment "the table was not renewed"
     ct direction original counter drop comment "a sandbox is never called"
     meta l4proto {{ tcp, udp }} ct mark . ip saddr . th sport @endpoints4 accept
     meta l4proto {{ tcp, udp }} ct mark . ip6 saddr . th sport @endpoints6 accept
@@ -307,7 +307,7 @@ pub(super) fn frame(frame: &Frame) -> String {
     counter drop comment "no grant"
   }}
 
-  # This pod itself tells a sandbox of errors, and that nobody answers at a granted port.
+  # Of this pod's own packets, only ICMP errors, and TCP resets for granted ports without endpoints, reach a sandbox.
   chain output {{
     type filter hook output priority filter; policy accept;
     oifname != "{interface}" accept

@@ -144,8 +144,9 @@ pub fn update(old: Option<&Table>, new: &Table) -> Option<String> {
     (!out.is_empty()).then_some(out)
 }
 
-/// Keeps the table open for so long from now on. Without it the table is closed. One transaction: a kernel older than 6.12 leaves
-/// the time of an element that is only added as it was; and one that has gone already has to be added before it can be deleted.
+/// Sets the element that keeps the table open for `timeout`; without it every packet of the tunnel is dropped. The element is
+/// added, deleted and added in one transaction: a kernel before 6.12 keeps the remaining time of an element that is only added
+/// again, and an element that has timed out can be deleted only after it was added.
 #[must_use]
 pub fn alive(frame: &Frame, timeout: Duration) -> String {
     let mut out = String::new();

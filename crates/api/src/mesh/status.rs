@@ -16,7 +16,7 @@ use crate::schema;
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ClusterMeshStatus {
-    /// `metadata.generation` of the spec that this status speaks of.
+    /// `metadata.generation` of the spec that this status describes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
     /// Ready, NetworksOverlap, Degraded, PolicyEnforced, EgressResolved, VersionsCompatible, Paused.

@@ -221,8 +221,11 @@ fn pods_begin_nothing(stage: &Stage, mark: &str, family: usize) {
     assert_eq!(called.packets(), 0, "family {family}: a pod is called");
     forge(stage, mark, (sandbox, 7012), (GATEWAY[family], LOG), endpoint, None);
     let called = Counter::new(&a.ns, "udp dport 7012");
-    let before = stage.dropped("first", "for somebody else");
+    let before = stage.dropped("first", "not addressed to this pod");
     from_a_pod(db, endpoint, (sandbox, 7012));
     assert_eq!(called.packets(), 0, "family {family}: an answer to another address");
-    assert!(stage.dropped("first", "for somebody else") > before, "family {family}");
+    assert!(
+        stage.dropped("first", "not addressed to this pod") > before,
+        "family {family}"
+    );
 }

@@ -72,8 +72,8 @@ fn service_that_no_sandbox_may_reach_is_refused() {
     assert_service_refused(sql("x", 2), seen(|facts| facts.mirror = true), refused);
     let refused = "ServiceNotServed: Service team/x is of type ExternalName and has no endpoints";
     assert_service_refused(sql("x", 2), seen(|facts| facts.external_name = true), refused);
-    let refused = "ServiceNotServed: Service team/x has no selector: whoever writes its EndpointSlices chooses the addresses, so no \
-                   sandbox may reach it";
+    let refused = "ServiceNotServed: Service team/x has no selector: its EndpointSlices are written by hand and may hold any \
+                   address, so no sandbox may reach it";
     assert_service_refused(sql("x", 2), seen(|facts| facts.selector = false), refused);
 }
 
