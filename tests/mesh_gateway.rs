@@ -9,13 +9,12 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_lab::{Asker, Attacker, Cluster, Lab, LabPlan, MESH, NAMESPACE, Product, Tunnel, Web, wait_until};
+use clustermesh_lab::{
+    Asker, Attacker, Cluster, GATEWAYS, Lab, LabPlan, MESH, NAMESPACE, Product, Tunnel, Web, wait_until,
+};
 use mesh::{HUB, PATIENCE, host, json, pod, url};
 
 const SANDBOX: &str = "notebooks";
-const PLACE: &str = "clustermesh-gateway";
-/// Where gateways have their WireGuard addresses.
-const RANGE: &str = "100.127.255.0/28";
 const GRANT: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
 
@@ -34,6 +33,7 @@ async fn a_sandbox_enters_through_gateway_pods_and_reaches_what_is_granted_alone
     let world = World::up(&lab).await;
     the_granted_service_answers_and_sees_the_gateways(&world).await;
     nothing_of_the_sandbox_is_on_the_hubs_nodes(&world).await;
+    a_gateway_that_is_replaced_is_reached_again(&world).await;
     let granted = a_scan_with_ranges_of_the_attackers_own_finds_the_granted_ports_alone(&world).await;
     a_grant_that_is_taken_back_closes(&world, &granted).await;
 }
@@ -41,9 +41,10 @@ async fn a_sandbox_enters_through_gateway_pods_and_reaches_what_is_granted_alone
 impl<'a> World<'a> {
     async fn up(lab: &'a Lab) -> Self {
         let (hub, sandbox) = (lab.cluster(HUB), lab.cluster(SANDBOX));
-        let product = Product::install(lab, &[HUB, SANDBOX], Tunnel::Userspace, &|_| {})
+        let mut product = Product::install(lab, &[HUB, SANDBOX], Tunnel::Userspace, &|_| {})
             .await
             .unwrap();
+        product.install_gateways(&["default"]).await.unwrap();
         let hub_webs = hub.run_web().await.unwrap();
         let one = clustermesh_lab::WEB.replace("replicas: 2", "replicas: 1");
         sandbox.apply(&one).await.unwrap();
@@ -56,7 +57,6 @@ impl<'a> World<'a> {
             sandbox,
             hub_webs,
         };
-        world.install_gateways().await;
         world.hub.apply(&world.mesh(GRANT)).await.unwrap();
         let ready = [
             "wait",
@@ -70,55 +70,13 @@ impl<'a> World<'a> {
         world
     }
 
-    /// With kubectl, as a user does.
-    async fn install_gateways(&self) {
-        let file =
-            |path: &str| std::fs::read_to_string(format!("{}/../../{path}", env!("CARGO_MANIFEST_DIR"))).unwrap();
-        for crd in ["sandboxaccesses", "sandboxgateways"] {
-            self.hub
-                .apply(&file(&format!("crds/{crd}.kilo.squat.ai.yaml")))
-                .await
-                .unwrap();
-        }
-        let established = [
-            "wait",
-            "--for=condition=Established",
-            "crd/sandboxgateways.kilo.squat.ai",
-        ];
-        self.hub.kubectl(established).await.unwrap();
-        self.hub.apply(&file("deploy/gateway.yaml")).await.unwrap();
-        let networks = [
-            format!("--from-literal=gateway-cidr={RANGE}"),
-            format!("--from-literal=endpoint-network={}", self.hub.plan().pod_cidr),
-        ];
-        let configure = ["-n", PLACE, "create", "configmap", PLACE, &networks[0], &networks[1]];
-        self.hub.kubectl(configure).await.unwrap();
-        let account = format!("--serviceaccount={PLACE}:{PLACE}");
-        let bind = [
-            "create",
-            "rolebinding",
-            PLACE,
-            "-n",
-            "default",
-            "--clusterrole=clustermesh-gateway-reads",
-            &account,
-        ];
-        self.hub.kubectl(bind).await.unwrap();
-        self.hub
-            .rollout(PLACE, "statefulset/clustermesh-gateway")
-            .await
-            .unwrap();
-    }
-
     fn mesh(&self, grant: &str) -> String {
-        let own = self.hub.plan().service_cidr.to_string();
-        let mesh = self.product.mesh_with(&[SANDBOX], &[(SANDBOX, grant)]);
-        mesh.replacen(&own, &format!("{own}, {RANGE}"), 1)
+        self.product.mesh_with(&[SANDBOX], &[(SANDBOX, grant)])
     }
 
     /// Addresses of the gateways' pods, inside the tunnel by the pods' own.
     async fn gateways(&self) -> BTreeMap<IpAddr, IpAddr> {
-        let objects = json(&self.hub, &["get", "sandboxgateways", "-n", PLACE]).await;
+        let objects = json(&self.hub, &["get", "sandboxgateways", "-n", GATEWAYS]).await;
         let objects = objects["items"].as_array().unwrap();
         let each = objects.iter().map(|object| {
             let status = &object["status"];
@@ -231,6 +189,25 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_ports_alone(
     }
     assert_eq!(found, granted);
     granted
+}
+
+/// Its next pod comes to the same node and is called at the same port of it, where connection entries lead to the old one.
+async fn a_gateway_that_is_replaced_is_reached_again(world: &World<'_>) {
+    let before: BTreeSet<IpAddr> = world.gateways().await.into_keys().collect();
+    let delete = ["-n", GATEWAYS, "delete", "pod", "clustermesh-gateway-0"];
+    world.hub.kubectl(delete).await.unwrap();
+    let after = wait_until("the next pod's address", PATIENCE, async || {
+        let after: BTreeSet<IpAddr> = world.gateways().await.into_keys().collect();
+        if after.len() == 2 && after != before {
+            Ok(after)
+        } else {
+            Err(format!("{after:?}"))
+        }
+    });
+    let after = after.await.unwrap();
+    for from in world.askers() {
+        world.answers(&from, &after).await;
+    }
 }
 
 async fn a_grant_that_is_taken_back_closes(world: &World<'_>, granted: &BTreeSet<SocketAddr>) {

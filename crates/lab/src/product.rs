@@ -1,6 +1,7 @@
 //! Installs the product on a lab with the steps of README.md: images by `cargo xtask images`, then `crds/` and `deploy/` with
 //! kubectl. There are two differences from a user's clusters: no registry, and in tests a chosen backend.
 
+mod gateways;
 mod images;
 
 use std::{
@@ -14,6 +15,7 @@ use kube::{
     api::{ApiResource, DynamicObject, GroupVersionKind, ListParams},
 };
 
+pub use gateways::GATEWAYS;
 pub use images::ProductImages;
 
 use crate::{Cluster, ClusterPlan, Error, Lab, Result, Web, Workers, command, wait_until};
@@ -43,6 +45,8 @@ pub struct Product<'a> {
     lab: &'a Lab,
     tunnel: Tunnel,
     clusters: Vec<String>,
+    /// Whether sandboxes enter the hub through gateways.
+    gateways: bool,
 }
 
 /// The repository this crate was built from.
@@ -105,6 +109,7 @@ impl<'a> Product<'a> {
             lab,
             tunnel,
             clusters: clusters.iter().map(|name| (*name).to_owned()).collect(),
+            gateways: false,
         };
         let images = ProductImages::ensure(progress)?;
         for name in &product.clusters {
@@ -229,12 +234,15 @@ impl<'a> Product<'a> {
             } else {
                 text.push_str(&format!("    kubeconfigSecretRef: {{name: {name}-kubeconfig}}\n"));
             }
-            let networks = if sandboxes.contains(&name.as_str()) {
+            let mut networks = if sandboxes.contains(&name.as_str()) {
                 text.push_str("    isolationProfile: sandbox\n");
                 vec![cluster.plan().wireguard_cidr.to_string()]
             } else {
                 networks(cluster.plan(), position == 0)
             };
+            if position == 0 && self.gateways {
+                networks.extend(gateways::ranges(cluster.plan()));
+            }
             text.push_str(&format!("    allowedNetworks: [{}]\n", networks.join(", ")));
             if let Workers::Pods { of, .. } = &cluster.plan().workers {
                 let of = self.lab.cluster(of).plan().pod_cidr;
