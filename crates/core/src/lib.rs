@@ -9,6 +9,7 @@ pub mod announce;
 pub mod checkin;
 pub mod diff;
 pub mod enforcement;
+pub mod hash;
 pub mod hub;
 pub mod key;
 pub mod lanes;

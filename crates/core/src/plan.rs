@@ -34,7 +34,7 @@ pub use result::{
     ClusterReport, EgressReport, Fact, MeshPlan, Plan, PlannedAccess, PlannedPeer, PlannedPolicy, PlannedService,
     PlannedSlice, Reason, Skipped, TargetPlan, Uncovered,
 };
-pub use settings::{InfrastructurePort, Settings, SettingsError};
+pub use settings::{INFRASTRUCTURE, InfrastructurePort, Settings, SettingsError};
 
 /// For how long a node whose annotations vanished, or whose address clashes while kg renumbers, keeps its last Peer
 /// (DESIGN §4 rule 9).

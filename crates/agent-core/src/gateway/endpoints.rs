@@ -2,11 +2,10 @@
 
 use std::{collections::BTreeSet, net::SocketAddr};
 
+use clustermesh_core::plan::INFRASTRUCTURE;
+
 use super::{Balancer, Granted, Reason, Service, Settings};
 use crate::prefixes::NOT_UNICAST;
-
-/// Ports of the API server, etcd, the kubelet and their like, and of our own programs: closed to sandboxes at every endpoint.
-const INFRASTRUCTURE: [u16; 10] = [2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259];
 
 /// The endpoints of a grant.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

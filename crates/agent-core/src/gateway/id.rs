@@ -3,6 +3,8 @@
 
 use std::collections::BTreeMap;
 
+use clustermesh_core::hash::fnv1a;
+
 /// A sandbox: the mark of its packets between two rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SandboxId(pub u32);
@@ -11,13 +13,10 @@ pub struct SandboxId(pub u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GrantId(pub u32);
 
-/// FNV-1a, 32 bits; a length stands before each part, so that no two lists of parts read the same.
+/// A length stands before each part, so that no two lists of parts read the same.
 fn hash(parts: &[&str]) -> u32 {
-    let step = |hash: u32, byte: u8| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193);
-    parts.iter().fold(0x811c_9dc5, |hash, part| {
-        let length = part.len().to_le_bytes();
-        length.iter().chain(part.as_bytes()).copied().fold(hash, step)
-    })
+    let bytes = |part: &&str| [&part.len().to_le_bytes(), part.as_bytes()].concat();
+    fnv1a(parts.iter().flat_map(bytes))
 }
 
 /// Gives a number, which is not 0, to each.

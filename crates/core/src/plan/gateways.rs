@@ -17,6 +17,7 @@ use super::{
     target::{Assembly, Party},
 };
 use crate::{
+    hash::fnv1a,
     mesh::{ObjectName, Protocol},
     observe::{AccessNode, AccessSpec, Gateway, GrantedPort, Member, Observation, ServicePort},
     ownership::{self, Ownership},
@@ -277,11 +278,7 @@ impl<'a> Assembly<'a> {
 /// The first port that is free, from one that follows from what is granted: a SandboxAccess that is made anew gets the same.
 fn free(protocol: Protocol, port: &GrantedPort, taken: &BTreeSet<(Protocol, u16)>) -> (Protocol, u16) {
     let text = [&*port.service.namespace, "/", &*port.service.name, "/", &*port.port].concat();
-    // FNV-1a.
-    let hash = text.bytes().fold(0x811c_9dc5_u32, |hash, byte| {
-        (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
-    });
-    let start = u16::try_from(hash % u32::from(COUNT)).unwrap_or_default();
+    let start = u16::try_from(fnv1a(text.bytes()) % u32::from(COUNT)).unwrap_or_default();
     let ports = (0..COUNT).map(|step| (protocol, FIRST + (start + step) % COUNT));
     let mut ports = ports.filter(|key| !taken.contains(key));
     ports.next().unwrap_or((protocol, FIRST))

@@ -4,6 +4,10 @@ use std::{collections::BTreeSet, str::FromStr};
 
 use crate::mesh::Protocol;
 
+/// TCP ports that no member reaches at another: kube-apiserver, etcd client and peer, kubelet, its read-only port, scheduler,
+/// controller-manager, kube-proxy, wg-agent's own metrics.
+pub const INFRASTRUCTURE: [u16; 10] = [6443, 2379, 2380, 10250, 10255, 10259, 10257, 10249, 10256, 9587];
+
 /// What the operator of the controller set for all meshes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
@@ -13,11 +17,8 @@ pub struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
-        // kube-apiserver, etcd client and peer, kubelet, its read-only port, scheduler, controller-manager, kube-proxy,
-        // wg-agent's own metrics.
-        let ports = [6443, 2379, 2380, 10250, 10255, 10259, 10257, 10249, 10256, 9587];
         Self {
-            infrastructure_ports: ports.map(|port| (Protocol::Tcp, port)).into(),
+            infrastructure_ports: INFRASTRUCTURE.map(|port| (Protocol::Tcp, port)).into(),
         }
     }
 }
