@@ -138,3 +138,13 @@ async fn a_gateways_further_endpoints_are_addresses_with_ports() {
         );
     }
 }
+
+/// Of a path with several results the API server prints the first.
+#[tokio::test]
+async fn listed_sandboxaccess_names_all_of_its_services_or_none() {
+    let server = ApiServer::start().await;
+    server.apply(&access().to_string()).await;
+    let list = server.kubectl(&["get", "sandboxaccesses", "-o=wide"]).await;
+    assert!(list.contains("prod--nb"), "{list}");
+    assert_eq!(list.contains("postgres"), list.contains("dns"), "{list}");
+}

@@ -29,12 +29,6 @@ use crate::{mesh::Protocol, policy::LocalService, schema};
         description = "The member that it describes"
     ),
     printcolumn(
-        name = "Services",
-        type_ = "string",
-        json_path = ".spec.grants[*].service.name",
-        description = "The Services it may reach"
-    ),
-    printcolumn(
         name = "Networks",
         type_ = "string",
         json_path = ".spec.networks",
