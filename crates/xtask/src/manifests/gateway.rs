@@ -105,7 +105,9 @@ fn network_policy() -> Value {
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [
                 {"ports": [{"protocol": "UDP", "port": PORT}]},
-                {"ports": [{"protocol": "TCP", "port": AGENT_PORT}]},
+                // Plain http without authentication: for pods of this cluster. A NetworkPolicy never closes a pod to its own node, where the
+                // kubelet probes it.
+                {"from": [{"namespaceSelector": {}}], "ports": [{"protocol": "TCP", "port": AGENT_PORT}]},
             ],
             "egress": [
                 {"to": [{"namespaceSelector": {}}]},
