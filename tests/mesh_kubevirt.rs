@@ -1,7 +1,7 @@
 //! A member whose worker is a pod of the hub, as KubeVirt's are: eth0 has a hub pod address and the API server is a hub
 //! ClusterIP, both inside the mesh's networks. Underlay needs go by eth0, who reaches eth0 is answered there, everything
-//! else for the hub goes by the tunnel or nowhere. As a sandbox it finds the hub beside the tunnel, too, until NetworkPolicies
-//! close that.
+//! else for the hub goes by the tunnel or nowhere. As a sandbox it enters through gateways, and finds the hub beside the tunnel,
+//! too, until NetworkPolicies leave it the gateways' WireGuard port alone.
 
 #[path = "kubevirt/boundary.rs"]
 mod boundary;
@@ -13,6 +13,7 @@ use clustermesh_lab::{
     AGENT_NAMESPACE, Answer, Asker, Captured, Cluster, Lab, LabPlan, Node, Product, Running, Tunnel, Web, Workers,
     wait_until,
 };
+use futures::future::join_all;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -37,7 +38,7 @@ async fn a_worker_inside_the_hubs_pod_network_uses_eth0_for_its_underlay_and_the
     let lab = Lab::start(plan).await.unwrap();
     println!("two clusters: {:.1} s", start.elapsed().as_secs_f64());
     let hub = lab.cluster(HUB);
-    let product = Product::install(&lab, &[HUB, MEMBER], Tunnel::Userspace, &|_| {})
+    let mut product = Product::install(&lab, &[HUB, MEMBER], Tunnel::Userspace, &|_| {})
         .await
         .unwrap();
     let mut world = World::new(&lab).await;
@@ -76,6 +77,7 @@ async fn a_worker_inside_the_hubs_pod_network_uses_eth0_for_its_underlay_and_the
         .a_dead_agent_leaves_the_underlay_open_and_the_mesh_closed(&hub)
         .await;
     world.a_worker_that_loses_power_comes_back_by_eth0_alone(&product).await;
+    product.install_gateways(&["default"]).await.unwrap();
     boundary::a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_policies_are_applied(&world, &product).await;
 }
 
@@ -352,18 +354,25 @@ impl<'a> World<'a> {
 
     async fn the_mesh_is_closed(&self, hub: &Cluster<'_>) {
         let anchored = hub.cluster_ip("default", "web").await.unwrap();
-        for to in &self.hub_webs {
-            for from in [pod(&self.webs[0]), host()] {
-                self.closed(&from, &url(to.ip, 8080)).await;
-                let answered = self.lab.ping(&from, to.ip).await.unwrap();
-                assert!(!answered, "ping {from} -> {to:?}");
-                self.closed(&from, &url(self.lab.node(&to.node).address(), 8080)).await;
-            }
-            self.closed(&pod(to), &url(self.webs[0].ip, 8080)).await;
-        }
+        let mut urls = Vec::new();
         for from in [pod(&self.webs[0]), host()] {
-            self.closed(&from, &url(anchored, 80)).await;
+            for to in &self.hub_webs {
+                urls.push((from.clone(), url(to.ip, 8080)));
+                urls.push((from.clone(), url(self.lab.node(&to.node).address(), 8080)));
+            }
+            urls.push((from, url(anchored, 80)));
         }
+        let of_the_hub = self.hub_webs.iter().map(pod);
+        urls.extend(of_the_hub.map(|from| (from, url(self.webs[0].ip, 8080))));
+        // All at once: most of them take all of their time.
+        join_all(urls.iter().map(|(from, url)| self.closed(from, url))).await;
+        let pings = self.hub_webs.iter().map(|to| to.ip);
+        let pings = pings.flat_map(|to| [pod(&self.webs[0]), host()].map(|from| (from, to)));
+        let answered = pings.map(async |(from, to)| {
+            let answered = self.lab.ping(&from, to).await.unwrap();
+            assert!(!answered, "ping {from} -> {to}");
+        });
+        join_all(answered).await;
     }
 
     /// Its machine forgets everything: key, tunnel, routes. What it needs to have them again does not need them.

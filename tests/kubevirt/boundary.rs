@@ -1,14 +1,18 @@
-//! The same worker as a sandbox: what its node finds beside the mesh, with and without the NetworkPolicies that are shipped.
+//! The same worker as a sandbox that enters the hub through gateways: what its node finds there, by the tunnel and beside it,
+//! with and without the NetworkPolicies that are shipped.
 
-use std::collections::BTreeSet;
-use std::net::SocketAddr;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Instant;
 
-use clustermesh_lab::{AGENT_NAMESPACE, Asker, Lab, Product, Running, wait_until};
+use clustermesh_lab::{AGENT_NAMESPACE, Asker, Attacker, Granted, Lab, Product, Running, Workers, wait_until};
 
 use super::{EGRESS, HUB, MEMBER, PATIENCE, WORKER, World, host, pod, url};
 
-/// Its agent leads nothing into the tunnel but what is granted: what else answers is the underlay's.
+/// In the pods of gateways, and on the hub's nodes.
+const WIREGUARD: u16 = 51820;
+
+/// Its agent leads the gateways' addresses into the tunnel and nothing else: what else answers is the underlay's.
 pub(super) async fn a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_policies_are_applied(
     world: &World<'_>,
     product: &Product<'_>,
@@ -18,10 +22,12 @@ pub(super) async fn a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_po
         .mesh_up(&product.mesh_with(&[MEMBER], &[(MEMBER, EGRESS)]))
         .await
         .unwrap();
-    let granted: BTreeSet<SocketAddr> = world.hub_webs.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect();
+    let granted = product.granted(MEMBER).await.unwrap();
+    it_dials_the_gateways_pods_and_the_hubs_nodes_hold_nothing_of_it(world, &granted).await;
+    let tcp = granted.tcp();
     let askers = [host(), pod(&world.webs[0])];
     for from in &askers {
-        lab.until_open(from, &granted).await.unwrap();
+        lab.until_open(from, &tcp).await.unwrap();
     }
     let boundary = lab.boundary(MEMBER).unwrap();
     let admitted = boundary.admitted().await.unwrap();
@@ -36,12 +42,12 @@ pub(super) async fn a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_po
     let worker = SocketAddr::new(world.worker.address().into(), 10250);
     let from_hub = pod(&world.hub_webs[0]);
 
-    let mut echoes = Echoes::on(lab);
+    let mut echoes = Echoes::on(world).await;
     for echo in &mut echoes.running {
         echo.says("echoing on", PATIENCE).await.unwrap();
     }
 
-    let beside: BTreeSet<SocketAddr> = kubelets.into_iter().chain([own_api]).chain(granted.clone()).collect();
+    let beside: BTreeSet<SocketAddr> = kubelets.into_iter().chain([own_api]).chain(tcp.clone()).collect();
     let mut open = BTreeSet::new();
     for from in &askers {
         let found = boundary.found(from, &all, &beside).await.unwrap();
@@ -60,10 +66,10 @@ pub(super) async fn a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_po
 
     let applied = Instant::now();
     for from in &askers {
-        boundary.close(from, &open, &granted).await.unwrap();
+        boundary.close(from, &open, &tcp).await.unwrap();
     }
     println!("closed {:.1} s after kubectl apply", applied.elapsed().as_secs_f64());
-    let want: BTreeSet<SocketAddr> = admitted.union(&granted).copied().collect();
+    let want: BTreeSet<SocketAddr> = admitted.union(&tcp).copied().collect();
     for from in &askers {
         assert_eq!(boundary.found(from, &all, &want).await.unwrap(), want, "{from}");
         // From a port that nothing was asked from before: what is established goes on.
@@ -72,14 +78,25 @@ pub(super) async fn a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_po
     }
     lab.until_closed(&from_hub, &[worker].into()).await.unwrap();
     what_the_worker_needs_still_works(world, product, &askers).await;
+    everything_led_into_the_tunnel_finds_the_granted_port_alone(world, &granted, &admitted, &askers).await;
+}
+
+async fn it_dials_the_gateways_pods_and_the_hubs_nodes_hold_nothing_of_it(world: &World<'_>, granted: &Granted) {
+    assert_eq!(granted.gateways.len(), 2);
+    for gateway in &granted.gateways {
+        assert_eq!(gateway.endpoint, SocketAddr::new(gateway.pod, WIREGUARD), "{gateway:?}");
+    }
+    let kinds = "peers.kilo.squat.ai,peerpolicies.kilo.squat.ai";
+    let objects = world.lab.cluster(HUB).kubectl(["get", kinds, "-o", "name"]).await;
+    assert_eq!(objects.unwrap().stdout, "");
+    let carried = world.lab.carried(WORKER).await.unwrap();
+    let gateways = granted.gateways.iter().map(|gateway| gateway.wireguard.to_string());
+    assert_eq!(carried, gateways.collect());
 }
 
 /// The mesh's name for the Service, the API server, and what the API server asks of the kubelet.
 async fn what_the_worker_needs_still_works(world: &World<'_>, product: &Product<'_>, askers: &[Asker]) {
-    let service = world.member.cluster_ip("default", "hub-web").await.unwrap();
-    for from in askers {
-        world.answered(from, &url(service, 80)).await;
-    }
+    the_service_answers_by_its_name(world, product, askers).await;
     world.the_api_server_answers("with policies").await;
     let inside = world
         .member
@@ -87,7 +104,7 @@ async fn what_the_worker_needs_still_works(world: &World<'_>, product: &Product<
         .await
         .unwrap();
     assert_eq!(inside.stdout.trim(), world.webs[0].name);
-    // A new process has no session: its handshake goes by what is admitted.
+    // A new process has no session.
     let agent = product.agent_pod(MEMBER, WORKER).await.unwrap();
     let words = ["-n", AGENT_NAMESPACE, "delete", "pod", &agent, "--grace-period=1"];
     world.member.kubectl(words).await.unwrap();
@@ -96,12 +113,57 @@ async fn what_the_worker_needs_still_works(world: &World<'_>, product: &Product<
         .rollout(AGENT_NAMESPACE, "daemonset/wg-agent")
         .await
         .unwrap();
+    // Its handshake has the ports of the sessions before, and would pass by the connection entries of these whatever is admitted.
+    let Workers::Pods { node, .. } = world.member.plan().workers else {
+        panic!("{:?}", world.member.plan())
+    };
+    let carrier = world.lab.cluster(HUB).plan().node(node).name;
+    let (worker, port) = (world.worker.address().to_string(), WIREGUARD.to_string());
+    let forget = ["conntrack", "-D", "-p", "udp", "-s", &worker, "--dport", &port];
+    world.lab.node(&carrier).exec(forget).await.unwrap();
+    the_service_answers_by_its_name(world, product, askers).await;
+}
+
+/// The hub's pods see a gateway's.
+async fn the_service_answers_by_its_name(world: &World<'_>, product: &Product<'_>, askers: &[Asker]) {
+    let service = world.member.cluster_ip("default", "hub-web").await.unwrap();
+    let gateways = product.granted(MEMBER).await.unwrap().gateways;
     for from in askers {
-        world.answered(from, &url(service, 80)).await;
+        let answer = world.answered(from, &url(service, 80)).await;
+        assert!(
+            gateways.iter().any(|gateway| gateway.pod == answer.saw),
+            "{from}: {answer:?}"
+        );
     }
 }
 
-/// What answers datagrams on the hub's nodes, on the one that carries the worker and on the other.
+/// Its administrator turns: through each gateway in turn go all of the hub's addresses, the underlay still closed.
+async fn everything_led_into_the_tunnel_finds_the_granted_port_alone(
+    world: &World<'_>,
+    granted: &Granted,
+    admitted: &BTreeSet<SocketAddr>,
+    askers: &[Asker],
+) {
+    let hub = world.lab.cluster(HUB);
+    let mut all: BTreeMap<SocketAddr, String> = world.member.sockets_beyond(&[&hub], &BTreeSet::new()).await.unwrap();
+    granted.add_to(&mut all);
+    let addresses: BTreeSet<IpAddr> = all.keys().map(SocketAddr::ip).collect();
+    let attacker = Attacker::new(world.lab, MEMBER, WORKER).await.unwrap();
+    for gateway in &granted.gateways {
+        let left = attacker.leads_through(&gateway.peer, &addresses).await.unwrap();
+        let mut want = granted.through(gateway).tcp();
+        want.extend(admitted.iter().filter(|socket| left.contains(&socket.ip())));
+        for from in askers {
+            world.lab.until_open(from, &want).await.unwrap();
+            let found = world.lab.scan(from, all.keys().copied()).await.unwrap();
+            println!("{from}, all but {left:?} of it through {}: {found:?}", gateway.name);
+            assert_eq!(found, want, "{from} through {}", gateway.name);
+        }
+    }
+}
+
+/// What answers datagrams of a sandbox's worker: on the hub's nodes (on the one that carries the worker and on the other); and at
+/// WireGuard's port, on a machine among the hub's nodes and in a pod that is no gateway.
 struct Echoes {
     running: Vec<Running>,
     sockets: BTreeSet<SocketAddr>,
@@ -110,14 +172,30 @@ struct Echoes {
 impl Echoes {
     const PORT: u16 = 9092;
 
-    fn on(lab: &Lab) -> Self {
+    async fn on(world: &World<'_>) -> Self {
+        let lab: &Lab = world.lab;
         let probe = lab.directory().join("mesh-probe").display().to_string();
+        let hub = lab.cluster(HUB);
         let (mut running, mut sockets) = (Vec::new(), BTreeSet::new());
-        for node in lab.cluster(HUB).nodes() {
+        for node in hub.nodes() {
             // At its address: the node that carries the worker would answer it with the pods' gateway's.
             let socket = SocketAddr::new(node.address().into(), Self::PORT);
             let words = [&probe, "udp-echo", &socket.to_string()];
             running.push(node.spawn("hub-echo", words).unwrap());
+            sockets.insert(socket);
+        }
+        let [a, b, c, _] = hub.plan().underlay.network().octets();
+        let address = Ipv4Addr::new(a, b, c, 200);
+        let machine = lab.add_host("hub-machine", address).await.unwrap();
+        let socket = SocketAddr::new(address.into(), WIREGUARD);
+        let words = [&probe, "udp-echo", &socket.to_string()];
+        running.push(machine.spawn("machine-echo", words).unwrap());
+        sockets.insert(socket);
+        for web in &world.hub_webs {
+            let socket = SocketAddr::new(web.ip, WIREGUARD);
+            let words = [&probe, "udp-echo", &socket.to_string()];
+            let echo = lab.node(&web.node).pod_spawn("pod-echo", web.ip, words);
+            running.push(echo.unwrap());
             sockets.insert(socket);
         }
         Self { running, sockets }

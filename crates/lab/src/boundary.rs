@@ -1,5 +1,5 @@
 //! The underlay of a sandbox whose workers are pods of the hub: the NetworkPolicies that are shipped for it, with the lab's
-//! values set, and what they admit.
+//! values set, and what they admit. Sandboxes enter the hub through gateways, which the shipped file selects by their labels.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -7,7 +7,7 @@ use std::net::{IpAddr, SocketAddr};
 use serde_json::Value;
 
 use crate::lab::worker_namespace;
-use crate::product::manifest;
+use crate::product::{Granted, manifest};
 use crate::{Asker, Cluster, Error, Lab, Result, Workers};
 
 const SHIPPED: &str = "deploy/cozystack/sandbox-networkpolicy.yaml";
@@ -42,20 +42,19 @@ impl Lab {
 }
 
 impl Boundary<'_> {
-    /// The file that is shipped, with what is marked to be set: names, the targets' nodes, the sandbox's API server.
+    /// The file that is shipped, with what is marked to be set: names, and the sandbox's API server.
     ///
     /// # Errors
     /// When the file is not there, or has no such value any more.
     pub fn policy(&self) -> Result<String> {
         let shipped = manifest(SHIPPED)?;
-        let (plan, hub) = (self.sandbox.plan(), self.hub.plan());
+        let plan = self.sandbox.plan();
         let values = [
             (
                 "namespace: tenant-notebooks",
                 format!("namespace: {}", worker_namespace(plan)),
             ),
             ("kubernetes-notebooks", format!("kubernetes-{}", plan.name)),
-            ("192.0.2.0/24", hub.underlay.to_string()),
             ("198.51.100.1/32", format!("{}/32", plan.api_address())),
         ];
         values.into_iter().try_fold(shipped, |text, (marked, value)| {
@@ -97,23 +96,19 @@ impl Boundary<'_> {
         Ok(out)
     }
 
-    /// Every socket of the hub and the other clusters that is not the sandbox's own, and what is admitted. A granted endpoint
-    /// stands in the sandbox too, and is the hub's all the same.
+    /// Every socket of the hub and the other clusters that is not the sandbox's own, what is admitted, and the gateways'
+    /// addresses in the tunnel.
     ///
     /// # Errors
     /// When an API server does not answer.
-    pub async fn sockets(
-        &self,
-        others: &[&Cluster<'_>],
-        granted: &BTreeSet<SocketAddr>,
-    ) -> Result<BTreeMap<SocketAddr, String>> {
+    pub async fn sockets(&self, others: &[&Cluster<'_>], granted: &Granted) -> Result<BTreeMap<SocketAddr, String>> {
         let own: BTreeSet<IpAddr> = self.sandbox.sockets().await?.into_keys().map(|one| one.ip()).collect();
-        let granted: BTreeSet<IpAddr> = granted.iter().map(SocketAddr::ip).collect();
         let mut all = self.hub.sockets().await?;
         for other in others {
             all.extend(other.sockets().await?);
         }
-        all.retain(|socket, _| !own.contains(&socket.ip()) || granted.contains(&socket.ip()));
+        all.retain(|socket, _| !own.contains(&socket.ip()));
+        granted.add_to(&mut all);
         for socket in self.admitted().await? {
             all.entry(socket).or_insert_with(|| "its own API server".to_owned());
         }

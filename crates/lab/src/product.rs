@@ -2,6 +2,7 @@
 //! kubectl. There are two differences from a user's clusters: no registry, and in tests a chosen backend.
 
 mod gateways;
+mod granted;
 mod images;
 
 use std::{
@@ -16,6 +17,7 @@ use kube::{
 };
 
 pub use gateways::GATEWAYS;
+pub use granted::{Gateway, Granted};
 pub use images::ProductImages;
 
 use crate::{Cluster, ClusterPlan, Error, Lab, Result, Web, Workers, command, wait_until};

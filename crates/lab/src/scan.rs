@@ -102,6 +102,7 @@ impl Found {
                 for container in all(&object["spec"]["containers"]) {
                     for port in all(&container["ports"]) {
                         self.port(&port["containerPort"]);
+                        self.port(&port["hostPort"]);
                     }
                 }
             }

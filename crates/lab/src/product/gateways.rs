@@ -1,7 +1,7 @@
 //! Gateways of sandboxes, installed as README.md says.
 
 use super::{Product, manifest};
-use crate::{Cluster, ClusterPlan, Result};
+use crate::{ClusterPlan, Result, command::argv};
 
 /// Namespace and name of what `deploy/gateway.yaml` installs.
 pub const GATEWAYS: &str = "clustermesh-gateway";
@@ -30,29 +30,39 @@ impl Product<'_> {
         hub.kubectl(["wait", "--for=condition=Established", established])
             .await?;
         hub.apply(&manifest("deploy/gateway.yaml")?).await?;
-        let plan = hub.plan();
-        let mut endpoints = vec![plan.pod_cidr.to_string()];
-        endpoints.extend(plan.v6.iter().map(|v6| v6.pod_cidr.to_string()));
-        let literals = [
-            format!("--from-literal=gateway-cidr={}", ranges(plan).join(",")),
-            format!("--from-literal=endpoint-network={}", endpoints.join(",")),
-        ];
-        let configure = ["-n", GATEWAYS, "create", "configmap", GATEWAYS];
-        hub.kubectl(configure.into_iter().chain(literals.each_ref().map(String::as_str)))
-            .await?;
-        for namespace in namespaces {
-            lets_gateways_read(&hub, namespace).await?;
+        for words in configuration(hub.plan(), namespaces) {
+            hub.kubectl(words).await?;
         }
         self.gateways = true;
         hub.rollout(GATEWAYS, &format!("statefulset/{GATEWAYS}")).await
     }
+
+    /// The commands of README.md that [`Product::install_gateways`] carries out.
+    #[must_use]
+    pub fn gateway_commands(&self, namespaces: &[&str]) -> Vec<String> {
+        let hub = self.hub();
+        let crds = "apply -f crds/sandboxaccesses.kilo.squat.ai.yaml -f crds/sandboxgateways.kilo.squat.ai.yaml";
+        let applied = [crds, "apply -f deploy/gateway.yaml"].map(str::to_owned);
+        let configured = configuration(hub.plan(), namespaces).into_iter();
+        let words = applied.into_iter().chain(configured.map(|words| words.join(" ")));
+        words
+            .map(|words| format!("kubectl --context {} {words}", hub.plan().name))
+            .collect()
+    }
 }
 
-async fn lets_gateways_read(cluster: &Cluster<'_>, namespace: &str) -> Result<()> {
-    let account = format!("--serviceaccount={GATEWAYS}:{GATEWAYS}");
-    let role = "--clusterrole=clustermesh-gateway-reads";
-    cluster
-        .kubectl(["-n", namespace, "create", "rolebinding", GATEWAYS, role, &account])
-        .await
-        .map(drop)
+/// What kubectl is called with: the ConfigMap of the gateways, and their right to read in each of these namespaces.
+fn configuration(plan: &ClusterPlan, namespaces: &[&str]) -> Vec<Vec<String>> {
+    let mut endpoints = vec![plan.pod_cidr.to_string()];
+    endpoints.extend(plan.v6.iter().map(|v6| v6.pod_cidr.to_string()));
+    let mut config_map = argv(["-n", GATEWAYS, "create", "configmap", GATEWAYS]);
+    config_map.push(format!("--from-literal=gateway-cidr={}", ranges(plan).join(",")));
+    config_map.push(format!("--from-literal=endpoint-network={}", endpoints.join(",")));
+    let bindings = namespaces.iter().map(|namespace| {
+        let mut words = argv(["-n", namespace, "create", "rolebinding", GATEWAYS]);
+        words.push("--clusterrole=clustermesh-gateway-reads".to_owned());
+        words.push(format!("--serviceaccount={GATEWAYS}:{GATEWAYS}"));
+        words
+    });
+    [config_map].into_iter().chain(bindings).collect()
 }

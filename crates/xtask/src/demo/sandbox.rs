@@ -1,4 +1,5 @@
-//! `cargo xtask demo --scenario sandbox`: a cluster of untrusted code reaches the Service that is named for it and nothing else.
+//! `cargo xtask demo --scenario sandbox`: a cluster of untrusted code enters another through gateways, and reaches the Service that
+//! is named for it and nothing else.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -7,7 +8,7 @@ use std::{
 };
 
 use anyhow::Context;
-use clustermesh_lab::{Asker, Boundary, Cluster, INFRASTRUCTURE, Lab, LabPlan, Product, Tunnel, WEB, Web};
+use clustermesh_lab::{Asker, Boundary, Cluster, Granted, INFRASTRUCTURE, Lab, LabPlan, MESH, Product, Tunnel, WEB};
 
 use super::{Demo, HUB, MEMBER, described};
 
@@ -33,14 +34,11 @@ struct Open {
 }
 
 impl Open {
-    /// What the grant names of these pods.
-    fn granted<'a>(stores: impl IntoIterator<Item = &'a Web>) -> Self {
-        let mut all = Self::default();
-        for store in stores {
-            all.tcp.insert(SocketAddr::new(store.ip, 8080));
-            all.udp.insert(SocketAddr::new(store.ip, 9000));
+    fn granted(granted: &Granted) -> Self {
+        Self {
+            tcp: granted.tcp(),
+            udp: granted.udp(),
         }
-        all
     }
 
     async fn found(lab: &Lab, from: &Asker, sockets: impl Iterator<Item = SocketAddr> + Clone) -> anyhow::Result<Self> {
@@ -48,6 +46,25 @@ impl Open {
             tcp: lab.scan(from, sockets.clone()).await?,
             udp: lab.scan_udp(from, sockets).await?,
         })
+    }
+
+    /// The same. What is `wanted` and silent is asked again: on a loaded machine one attempt may be too short.
+    async fn found_with(
+        lab: &Lab,
+        from: &Asker,
+        sockets: impl Iterator<Item = SocketAddr> + Clone,
+        wanted: &Self,
+    ) -> anyhow::Result<Self> {
+        let mut found = Self::found(lab, from, sockets).await?;
+        for _ in 0..20 {
+            let missing = wanted.beside(&found);
+            if missing == Self::default() {
+                break;
+            }
+            found.tcp.extend(lab.scan(from, missing.tcp).await?);
+            found.udp.extend(lab.scan_udp(from, missing.udp).await?);
+        }
+        Ok(found)
     }
 
     /// Without what these are.
@@ -102,8 +119,9 @@ struct World<'a> {
     sandbox: Cluster<'a>,
     /// The sandbox's pod and, as root, its node.
     askers: Vec<Asker>,
-    /// Pods of the granted Service.
-    stores: Vec<Web>,
+    /// What is granted, and through which gateways.
+    through: Granted,
+    /// The same as sockets.
     granted: Open,
 }
 
@@ -116,8 +134,8 @@ impl<'a> Demo<'a> {
         self.trusted(&world).await?;
         self.title("as a user sees it: notebooks takes nothing from the controller any more, and the mesh says so");
         for (cluster, kinds) in [
-            (&world.hub, "clustermesh,peers,peerpolicies"),
-            (&world.sandbox, "peers,peerpolicies,services"),
+            (&world.hub, "clustermesh,peers,sandboxaccesses,sandboxgateways"),
+            (&world.sandbox, "peers,services"),
         ] {
             println!("$ kubectl --context {} get {kinds} -A", cluster.plan().name);
             println!("{}", cluster.kubectl(["get", kinds, "-A"]).await?.stdout);
@@ -131,7 +149,7 @@ impl<'a> Demo<'a> {
         let [hub, member, sandbox] = [HUB, MEMBER, SANDBOX].map(|name| lab.cluster(name));
         self.title("install: crds/ and deploy/, with kubectl as README.md tells");
         let clusters = [HUB, MEMBER, SANDBOX];
-        let product = Product::install(lab, &clusters, Tunnel::Shipped, &|line| println!("  {line}")).await?;
+        let mut product = Product::install(lab, &clusters, Tunnel::Shipped, &|line| println!("  {line}")).await?;
         println!(
             "  mgmt: Services of every type: ClusterIP, headless, NodePort, LoadBalancer, and one on the host's network"
         );
@@ -141,6 +159,12 @@ impl<'a> Demo<'a> {
             cluster.apply(&WEB.replace("replicas: 2", "replicas: 1")).await?;
             cluster.rollout("default", "deployment/web").await?;
         }
+
+        self.title("gateways in mgmt: pods where the tunnel of a sandbox ends (README.md, Through gateways)");
+        for command in product.gateway_commands(&["default"]) {
+            println!("$ {command}");
+        }
+        product.install_gateways(&["default"]).await?;
 
         self.title("one ClusterMesh: notebooks is a sandbox with one grant, of two of the Service's three ports");
         let mesh = product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
@@ -154,28 +178,33 @@ impl<'a> Demo<'a> {
         let askers = webs
             .iter()
             .flat_map(|web| [Asker::Pod(web.clone()), Asker::Host(web.node.clone())]);
-        let stores = hub.labelled("store").await?;
+        let through = product.granted(SANDBOX).await?;
         let world = World {
-            granted: Open::granted(&stores),
+            granted: Open::granted(&through),
             askers: askers.collect(),
             lab,
             product,
             hub,
             member,
             sandbox,
-            stores,
+            through,
         };
         self.answers(&world).await?;
         for from in &world.askers {
             lab.until_open(from, &world.granted.tcp).await?;
         }
         println!(
-            "  every endpoint answers {:.1} s after kubectl apply",
+            "  every gateway answers {:.1} s after kubectl apply",
             applied.elapsed().as_secs_f64()
         );
-        let policy = format!("demo--{SANDBOX}");
-        println!("$ kubectl --context {HUB} get peerpolicy {policy} -o yaml   # what the sandbox may reach there");
-        let words = ["get", "peerpolicy", &policy, "-o", "yaml"];
+        let access = format!("{MESH}--{SANDBOX}");
+        println!(
+            "$ kubectl --context {HUB} get sandboxaccess {access} -o yaml   # all that the sandbox may reach in mgmt"
+        );
+        let words = ["get", "sandboxaccess", &access, "-o", "yaml"];
+        println!("{}", world.hub.kubectl(words).await?.stdout);
+        println!("$ kubectl --context {HUB} get sandboxgateways -A -o wide   # through which pods");
+        let words = ["get", "sandboxgateways", "-A", "-o", "wide"];
         println!("{}", world.hub.kubectl(words).await?.stdout);
         Ok(world)
     }
@@ -184,7 +213,15 @@ impl<'a> Demo<'a> {
         let service = world.sandbox.cluster_ip("default", "hub-store").await?;
         for from in &world.askers {
             let answer = world.lab.ask_until_answered(from, &format!("http://{service}")).await;
-            self.check(&format!("{from} -> hub-store ({service})"), described(answer));
+            let gateways = &world.through.gateways;
+            let outcome = match &answer {
+                Ok(seen) => match gateways.iter().find(|gateway| gateway.pod == seen.saw) {
+                    Some(gateway) => described(answer).map(|seen| format!("{seen} ({})", gateway.name)),
+                    None => Err(format!("it saw {}, which is no gateway", seen.saw)),
+                },
+                Err(_) => described(answer),
+            };
+            self.check(&format!("{from} -> hub-store ({service})"), outcome);
         }
         Ok(())
     }
@@ -196,13 +233,13 @@ impl<'a> Demo<'a> {
         );
         let World { lab, granted, .. } = world;
         let boundary = lab.boundary(SANDBOX)?;
-        let all = boundary.sockets(&[&world.member], &granted.tcp).await?;
+        let all = boundary.sockets(&[&world.member], &world.through).await?;
         println!(
             "  Its worker is a pod of mgmt, as a KubeVirt machine is: eth0 reaches what the underlay lets through, beside the mesh."
         );
         let mut open = Open::default();
         for from in &world.askers {
-            let found = Open::found(lab, from, all.keys().copied()).await?;
+            let found = Open::found_with(lab, from, all.keys().copied(), granted).await?;
             let outcome = match granted.beside(&found) {
                 missing if missing == Open::default() => Ok(format!("of {} sockets {}", all.len(), found.count())),
                 missing => Err(format!("granted and silent: {missing}")),
@@ -231,15 +268,16 @@ impl<'a> Demo<'a> {
             boundary.close(from, &open.tcp, &granted.tcp).await?;
         }
         println!(
-            "  in force {:.1} s after kubectl apply: own API server and resolver stay, and WireGuard",
+            "  in force {:.1} s after kubectl apply: own API server and resolver stay, and WireGuard of the gateways",
             applied.elapsed().as_secs_f64()
         );
         let tcp: BTreeSet<SocketAddr> = granted.tcp.union(&admitted).copied().collect();
         for from in &world.askers {
-            let found = Open {
-                tcp: boundary.found(from, all, &tcp).await?,
-                udp: lab.scan_udp(from, all.keys().copied()).await?,
+            let wanted = Open {
+                tcp: tcp.clone(),
+                udp: granted.udp.clone(),
             };
+            let found = Open::found_with(lab, from, all.keys().copied(), &wanted).await?;
             // A resolver need not answer what is no question.
             let udp = found
                 .udp
@@ -259,7 +297,8 @@ impl<'a> Demo<'a> {
         self.title("tenant-a is trusted: it reaches mgmt, and not what keeps mgmt running");
         let web = world.member.webs().await?.into_iter().next();
         let from = Asker::Pod(web.context("tenant-a runs no web server")?);
-        let store = world.stores.first().context("mgmt runs no pod of the Service store")?;
+        let stores = world.hub.labelled("store").await?;
+        let store = stores.first().context("mgmt runs no pod of the Service store")?;
         let url = format!("http://{}:8080", store.ip);
         let answer = world.lab.ask_until_answered(&from, &url).await;
         self.check(&format!("{from} -> pod {}", store.name), described(answer));

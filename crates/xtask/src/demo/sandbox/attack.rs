@@ -8,7 +8,7 @@ use std::{
 };
 
 use anyhow::Context;
-use clustermesh_lab::{Attacker, Echo};
+use clustermesh_lab::{Attacker, Echo, Gateway};
 use futures::future::try_join_all;
 
 use super::{Demo, HUB, Open, SANDBOX, World};
@@ -16,7 +16,7 @@ use super::{Demo, HUB, Open, SANDBOX, World};
 /// So long nothing comes before it is taken for the end.
 const SILENCE: Duration = Duration::from_secs(1);
 /// What an address is, by how its description begins.
-const KINDS: [(&str, &str); 7] = [
+const KINDS: [(&str, &str); 8] = [
     ("node ", "of nodes"),
     ("WireGuard ", "of nodes' tunnels"),
     ("pods' gateway ", "of pods' gateways"),
@@ -24,10 +24,11 @@ const KINDS: [(&str, &str); 7] = [
     ("Service ", "of Services and load balancers"),
     ("the API server", "of API servers"),
     ("an endpoint ", "of other endpoints"),
+    ("gateway ", "of gateways in the tunnel"),
 ];
 
 impl Demo<'_> {
-    /// Scans through each Peer in turn, and takes the grant back while the last one carries everything.
+    /// Scans through each gateway in turn, and takes the grant back while all is led through the last one.
     pub(super) async fn through_the_tunnel(&mut self, world: &World<'_>) -> anyhow::Result<()> {
         self.title("root of notebooks turns: it locks the controller out, and leads everything into the tunnel");
         let worker = world
@@ -39,14 +40,16 @@ impl Demo<'_> {
             .to_owned();
         let attacker = Attacker::new(world.lab, SANDBOX, &worker).await?;
         println!("$ kubectl --context {SANDBOX} delete clusterrolebinding clustermesh-member");
-        let every = world
+        let mut every = world
             .sandbox
-            .sockets_beyond(&[&world.hub, &world.member], &world.granted.tcp)
+            .sockets_beyond(&[&world.hub, &world.member], &BTreeSet::new())
             .await?;
+        world.through.add_to(&mut every);
         let addresses: BTreeSet<IpAddr> = every.keys().map(SocketAddr::ip).collect();
         print_what_is_scanned(&every, &addresses);
         let mut all = BTreeMap::new();
-        for chosen in &attacker.peers {
+        for gateway in &world.through.gateways {
+            let (chosen, name) = (&gateway.peer, &gateway.name);
             println!(
                 "$ kubectl --context {SANDBOX} patch peer {chosen} --type=merge -p '{{\"spec\": {{\"allowedIPs\": [{} addresses]}}}}'",
                 addresses.len()
@@ -57,43 +60,47 @@ impl Demo<'_> {
             }
             all = every.clone();
             all.retain(|socket, _| !left.contains(&socket.ip()));
-            let node = Attacker::node_of(chosen);
-            let granted = Open::granted(world.stores.iter().filter(|store| store.node == node));
+            let granted = Open::granted(&world.through.through(gateway));
             for from in &world.askers {
                 // Of a scan's first packets a session that is still to be made holds some and loses the others.
                 world.lab.until_open(from, &granted.tcp).await?;
             }
-            let found = self.scans(world, &all).await?;
+            let found = self.scans(world, &all, &granted).await?;
             for (from, found) in world.askers.iter().zip(found) {
                 let outcome = if found == granted {
-                    Ok(format!("{found}: what is granted there, and nothing else"))
+                    Ok(format!("{found}: what is granted, and nothing else"))
                 } else {
-                    Err(format!("{found}; granted there: {granted}"))
+                    Err(format!("{found}; granted: {granted}"))
                 };
-                self.check(&format!("{from}, all of it through {node}"), outcome);
+                self.check(&format!("{from}, all of it through {name}"), outcome);
             }
         }
-        let last = attacker.peers.last().context("notebooks has no Peer")?;
-        self.taken_back(world, &all, Attacker::node_of(last)).await
+        let last = world.through.gateways.last().context("mgmt has no gateway")?;
+        self.taken_back(world, &all, last).await
     }
 
-    async fn scans(&self, world: &World<'_>, all: &BTreeMap<SocketAddr, String>) -> anyhow::Result<Vec<Open>> {
+    async fn scans(
+        &self,
+        world: &World<'_>,
+        all: &BTreeMap<SocketAddr, String>,
+        wanted: &Open,
+    ) -> anyhow::Result<Vec<Open>> {
         let scans = world
             .askers
             .iter()
-            .map(|from| Open::found(world.lab, from, all.keys().copied()));
+            .map(|from| Open::found_with(world.lab, from, all.keys().copied(), wanted));
         try_join_all(scans).await
     }
 
-    /// `node` = through which everything is led.
+    /// `gateway` = through which everything is led.
     async fn taken_back(
         &mut self,
         world: &World<'_>,
         all: &BTreeMap<SocketAddr, String>,
-        node: &str,
+        gateway: &Gateway,
     ) -> anyhow::Result<()> {
-        self.title("the grant is taken back, which the controller can say to mgmt alone by now");
-        let granted = Open::granted(world.stores.iter().filter(|store| store.node == node));
+        self.title("the grant is taken back: the controller still writes in mgmt, where that is enough");
+        let granted = Open::granted(&world.through.through(gateway));
         let socket = *granted.udp.first().context("nothing is granted there")?;
         let watch = |from| world.lab.watch_udp(from, socket);
         let watches: Vec<Echo> = world.askers.iter().map(watch).collect::<Result<_, _>>()?;
@@ -114,14 +121,14 @@ impl Demo<'_> {
             );
             lasts.push(last);
         }
-        let found = self.scans(world, all).await?;
+        let found = self.scans(world, all, &Open::default()).await?;
         for ((from, found), (watch, last)) in world.askers.iter().zip(found).zip(watches.iter().zip(lasts)) {
             let outcome = match watch.answers().pop() {
                 again if again != last => Err(format!("it answers again, {again:?} after {last:?}")),
                 _ if found != Open::default() => Err(found.to_string()),
                 _ => Ok(format!("of {} sockets nothing answers", all.len())),
             };
-            self.check(&format!("{from}, all of it through {node}"), outcome);
+            self.check(&format!("{from}, all of it through {}", gateway.name), outcome);
         }
         Ok(())
     }
