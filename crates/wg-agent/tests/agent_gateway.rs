@@ -5,7 +5,7 @@ mod attacker;
 mod gateway;
 mod netns;
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{collections::BTreeSet, io::ErrorKind, time::Duration};
 
 use clustermesh_lab::wait_until;
 use gateway::{
@@ -255,7 +255,7 @@ async fn a_grant_without_a_ready_endpoint_refuses(stage: &Stage) {
     wait_until("connections to be refused", SOON, async || {
         let connect = || std::net::TcpStream::connect_timeout(&at(GATEWAY[0], SQL), Duration::from_secs(1));
         match a.ns.enter(connect).map_err(|error| error.kind()) {
-            Err(std::io::ErrorKind::ConnectionRefused) => Ok(()),
+            Err(ErrorKind::ConnectionRefused) => Ok(()),
             other => Err(format!("{other:?}")),
         }
     })
@@ -338,6 +338,8 @@ async fn a_revoked_grant_ends_at_once(stage: &Stage) {
     assert!(stream.ask().is_some());
     let mut call = Call::open(&a.ns, at(GATEWAY[1], SQL)).expect("a connection");
     assert!(call.ask().is_some());
+    // Several: by chance one would have the port that it had before.
+    let mut others = [0; 8].map(|_| Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection"));
     stage.in_force("m--a", a.access(&[])).await;
     assert_eq!((stream.ask(), call.ask()), (None, None));
     assert_eq!(a.call(at(GATEWAY[0], SQL)), None);
@@ -359,6 +361,11 @@ async fn a_revoked_grant_ends_at_once(stage: &Stage) {
     b.tunnel.knock();
     b.hears(at(GATEWAY[0], SQL), "other").await;
     a.hears(at(GATEWAY[0], SQL), "db").await;
+    // The grant is back, the connections from before are not: a reset says so.
+    let answers: Vec<_> = others.iter_mut().map(Call::ask).collect();
+    assert_eq!(answers, vec![None; others.len()]);
+    let errors: Vec<_> = others.iter_mut().map(Call::error).collect();
+    assert_eq!(errors, vec![Some(ErrorKind::BrokenPipe); others.len()]);
 }
 
 async fn a_container_that_starts_again_is_the_same_gateway(

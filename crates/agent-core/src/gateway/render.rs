@@ -262,8 +262,11 @@ pub(super) fn frame(frame: &Frame) -> String {
     counter drop comment "no grant"
   }}
 
+  # By default conntrack takes a TCP packet of an unknown connection for a new one: a connection that was ended with its grant
+  # would go on when the grant comes back. Its packets are for this pod instead, which resets it.
   chain translate {{
     type nat hook prerouting priority dstnat; policy accept;
+    iifname "{interface}" tcp flags & (fin | syn | rst | ack) != syn accept
     iifname "{interface}" ct mark vmap @services
   }}
 
@@ -307,7 +310,7 @@ pub(super) fn frame(frame: &Frame) -> String {
     counter drop comment "no grant"
   }}
 
-  # Of this pod's own packets, only ICMP errors, and TCP resets for granted ports without endpoints, reach a sandbox.
+  # Of this pod's own packets, only ICMP errors and TCP resets for granted ports reach a sandbox.
   chain output {{
     type filter hook output priority filter; policy accept;
     oifname != "{interface}" accept
@@ -318,7 +321,7 @@ pub(super) fn frame(frame: &Frame) -> String {
   chain input {{
     type filter hook input priority filter; policy drop;
     iifname "lo" accept
-    iifname "{interface}" ct mark != 0 meta l4proto tcp counter reject with tcp reset comment "a granted port without an endpoint"
+    iifname "{interface}" ct mark != 0 meta l4proto tcp counter reject with tcp reset comment "a granted port: no endpoint, or no known connection"
     iifname "{interface}" counter drop
     udp dport {listen_port} accept
     ct state established,related accept

@@ -74,6 +74,11 @@ impl Call {
         let length = self.0.read(&mut buffer).ok().filter(|length| *length > 0)?;
         Some(String::from_utf8_lossy(&buffer[..length]).into_owned())
     }
+
+    /// Why it takes nothing more; `None` = it still stands.
+    pub(crate) fn error(&mut self) -> Option<ErrorKind> {
+        self.0.write_all(b"?").err().map(|error| error.kind())
+    }
 }
 
 /// Datagrams from one port.
