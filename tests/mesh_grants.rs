@@ -1,38 +1,46 @@
-//! Grants in every form that a Service takes, of both address families, on whole clusters: each answers under its name, and an
-//! attacker finds nothing beside them. One sandbox has WireGuard addresses of IPv4, the other of IPv6; the ranges of their pods and
-//! Services are the same.
+//! Grants in every form that a Service takes, of both address families, on whole clusters whose sandboxes enter through gateways:
+//! each answers under its name, and an attacker finds nothing beside them. One sandbox has WireGuard addresses of IPv4, the other
+//! of IPv6; the ranges of their pods and Services are the same.
 
+#[path = "grants/gateway.rs"]
+mod gateway;
 #[path = "grants/live.rs"]
 mod live;
 mod mesh;
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_lab::{Answer, Asker, Attacker, Cluster, Lab, LabPlan, Product, Tunnel, WEB, Web, wait_until};
-use mesh::{HUB, PATIENCE, answers, host, json, pod, seen, state::versions, wireguard};
+use clustermesh_lab::{
+    Asker, Attacker, Cluster, Echo, GATEWAYS, Lab, LabPlan, MESH, NAMESPACE, Product, Tunnel, WEB, Web, wait_until,
+};
+use gateway::Gateway;
+use mesh::{HUB, PATIENCE, host, json, pod, state::versions, wireguard};
+use serde_json::Value;
 
 const OLD: &str = "notebooks";
 const NEW: &str = "workflows";
 
+/// Services whose endpoints are pods.
+const SERVED: [&str; 4] = ["store", "store-headless", "store-ports", "store-balanced"];
+
 /// Ports by number and by name; without ports: every one.
-fn grants(hosted: bool) -> String {
-    let service = |name: &str| format!("service: {{cluster: mgmt, namespace: default, name: {name}}}");
-    let mut all = vec![
-        format!(
-            "{{{}, ports: [{{port: 80}}, {{port: echo, protocol: UDP}}]}}",
-            service("store")
-        ),
-        format!("{{{}}}", service("store-headless")),
-        format!("{{{}, ports: [{{port: http}}]}}", service("store-ports")),
-        format!("{{{}}}", service("store-balanced")),
-    ];
-    if hosted {
-        all.push(format!("{{{}}}", service("hosted")));
-    }
-    format!("[{}]", all.join(", "))
+fn grants(services: &[&str]) -> String {
+    let one = |name: &&str| {
+        let ports = match *name {
+            "store" => ", ports: [{port: 80}, {port: echo, protocol: UDP}]",
+            "store-ports" => ", ports: [{port: http}]",
+            _ => "",
+        };
+        format!("{{service: {{cluster: mgmt, namespace: default, name: {name}}}{ports}}}")
+    };
+    let all: Vec<String> = services.iter().map(one).collect();
+    format!(
+        "[{}, {{service: {{cluster: mgmt, namespace: default, name: hosted}}}}]",
+        all.join(", ")
+    )
 }
 
 #[tokio::test]
@@ -45,12 +53,14 @@ async fn a_grant_of_every_kind_of_service_opens_its_endpoints_and_nothing_beside
     for side in &world.sides {
         every_service_answers_under_its_name(&world, side).await;
     }
-    a_pod_that_takes_anothers_place_is_opened_and_the_old_one_is_gone(&world).await;
+    a_service_in_the_host_network_is_refused_and_the_others_stand(&world).await;
+    a_pod_that_takes_anothers_place_is_reached_and_nothing_is_written(&world).await;
     let [old, new] = &world.sides;
     live::nothing_flows_beyond_what_a_quarantine_or_a_tighter_profile_leaves(&world, old).await;
-    for (side, other) in [(old, new), (new, old)] {
-        a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(&world, side, other).await;
-    }
+    tokio::join!(
+        a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(&world, old, new),
+        a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(&world, new, old),
+    );
     a_grant_that_is_taken_back_closes_and_the_others_stay(&world).await;
 }
 
@@ -62,14 +72,17 @@ struct Side<'a> {
 }
 
 impl Side<'_> {
+    fn name(&self) -> &str {
+        &self.cluster.plan().name
+    }
+
     fn askers(&self) -> [Asker; 2] {
         [pod(&self.web), host(&self.web.node)]
     }
 
-    /// Its address of a pod: that of the sandbox's own family.
-    fn of(&self, web: &Web) -> IpAddr {
-        let all = [Some(web.ip), web.second];
-        let mut all = all.into_iter().flatten();
+    /// Which of these is of the sandbox's own address family.
+    fn of(&self, all: impl IntoIterator<Item = IpAddr>) -> IpAddr {
+        let mut all = all.into_iter();
         all.find(|ip| ip.is_ipv4() == self.wireguard.is_ipv4()).unwrap()
     }
 
@@ -84,23 +97,43 @@ impl Side<'_> {
     }
 }
 
+/// Addresses of a pod.
+fn addresses(web: &Web) -> impl Iterator<Item = IpAddr> + use<> {
+    [Some(web.ip), web.second].into_iter().flatten()
+}
+
+/// A port of a Service that a SandboxAccess grants.
+struct Granted {
+    service: String,
+    port: String,
+    udp: bool,
+    gateway_port: u16,
+}
+
+impl Granted {
+    /// Whether something answers there: nothing listens at the port of the headless Service that [`live`] uses, and no gateway
+    /// serves what runs in the host network.
+    fn answers(&self) -> bool {
+        self.service != "hosted" && self.port != "stream"
+    }
+}
+
 struct World<'a> {
     lab: &'a Lab,
     product: Product<'a>,
     hub: Cluster<'a>,
     sides: [Side<'a>; 2],
+    gateways: Vec<Gateway>,
 }
 
 impl<'a> World<'a> {
     async fn up(lab: &'a Lab) -> Self {
-        let product = Product::install(lab, &[HUB, OLD, NEW], Tunnel::Userspace, &|_| {})
+        let mut product = Product::install(lab, &[HUB, OLD, NEW], Tunnel::Userspace, &|_| {})
             .await
             .unwrap();
+        product.install_gateways(&["default"]).await.unwrap();
         let hub = lab.cluster(HUB);
         hub.run_store().await.unwrap();
-        let grants = grants(true);
-        let mesh = product.mesh_with(&[OLD, NEW], &[(OLD, &grants), (NEW, &grants)]);
-        product.mesh_up(&mesh).await.unwrap();
         let mut sides = Vec::new();
         for name in [OLD, NEW] {
             let cluster = lab.cluster(name);
@@ -117,22 +150,39 @@ impl<'a> World<'a> {
         let Ok(sides) = sides.try_into() else {
             panic!("two sandboxes")
         };
-        Self {
+        let world = Self {
             lab,
+            gateways: gateway::all(&hub).await,
             product,
             hub,
             sides,
-        }
+        };
+        world.apply(&SERVED).await;
+        let mesh = format!("cmesh/{MESH}");
+        let ready = [
+            "wait",
+            "-n",
+            NAMESPACE,
+            &mesh,
+            "--for=condition=Ready",
+            "--timeout=180s",
+        ];
+        world.hub.kubectl(ready).await.unwrap();
+        world
     }
 
-    /// Those of the hub's pods that run, by label.
-    async fn pods(&self, app: &str) -> Vec<Web> {
-        self.hub.labelled(app).await.unwrap()
+    /// Grants both sandboxes these Services and the one in the host network; returns when that was called.
+    async fn apply(&self, services: &[&str]) -> u128 {
+        let grants = grants(services);
+        let mesh = self.product.mesh_with(&[OLD, NEW], &[(OLD, &grants), (NEW, &grants)]);
+        let called = now();
+        self.hub.apply(&mesh).await.unwrap();
+        called
     }
 
-    /// The server in the host network.
-    async fn hosted(&self) -> Web {
-        self.pods("hosted").await.remove(0)
+    /// The store's pods that run.
+    async fn pods(&self) -> Vec<Web> {
+        self.hub.labelled("store").await.unwrap()
     }
 
     /// Which of these answer, by TCP and by UDP.
@@ -141,87 +191,142 @@ impl<'a> World<'a> {
         [tcp, self.lab.scan_udp(from, sockets.iter().copied()).await.unwrap()]
     }
 
-    /// What a sandbox may reach: by TCP, and by UDP; on one node or on all.
-    async fn granted(&self, side: &Side<'_>, hosted: bool, node: Option<&str>) -> [BTreeSet<SocketAddr>; 2] {
-        let mut all = [BTreeSet::new(), BTreeSet::new()];
-        for (app, ports) in [("store", [8080, 9000]), ("hosted", [18080, 19000])] {
-            if app == "hosted" && !hosted {
-                continue;
-            }
-            for web in self
-                .pods(app)
-                .await
-                .iter()
-                .filter(|web| node.is_none_or(|node| web.node == node))
-            {
-                for (sockets, port) in all.iter_mut().zip(ports) {
-                    sockets.insert(SocketAddr::new(side.of(web), port));
-                }
-            }
-        }
-        all
+    /// What stands in the SandboxAccess of a sandbox, in its order.
+    async fn access(&self, side: &Side<'_>) -> Vec<Granted> {
+        let name = format!("{MESH}--{}", side.name());
+        let access = json(&self.hub, &["get", "sandboxaccess", &name]).await;
+        let grants = access["spec"]["grants"].as_array().cloned().unwrap_or_default();
+        let one = |grant: &Value| Granted {
+            service: text(&grant["service"]["name"]),
+            port: text(&grant["port"]),
+            udp: grant["protocol"] == "UDP",
+            gateway_port: grant["gatewayPort"].as_u64().unwrap().try_into().unwrap(),
+        };
+        grants.iter().map(one).collect()
+    }
+
+    /// Where the gateways lead a sandbox to this port of a Service.
+    async fn places(&self, side: &Side<'_>, service: &str, port: &str) -> Vec<SocketAddr> {
+        let access = self.access(side).await;
+        let granted = access.iter().find(|one| one.service == service && one.port == port);
+        let port = granted.unwrap().gateway_port;
+        let ips = self.gateways.iter().map(|gateway| gateway.of(side));
+        ips.map(|ip| SocketAddr::new(ip, port)).collect()
+    }
+
+    /// What answers a sandbox at a gateway: by TCP, and by UDP.
+    async fn granted(&self, side: &Side<'_>, gateway: &Gateway) -> [BTreeSet<SocketAddr>; 2] {
+        let access = self.access(side).await;
+        [false, true].map(|udp| {
+            let ports = access.iter().filter(|granted| granted.udp == udp && granted.answers());
+            ports
+                .map(|granted| SocketAddr::new(gateway.of(side), granted.gateway_port))
+                .collect()
+        })
     }
 }
 
+fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
+}
+
+/// Every pod of the store answers, and each gateway has asked in the sandbox's name.
 async fn every_service_answers_under_its_name(world: &World<'_>, side: &Side<'_>) {
-    for (app, names) in [
-        (
-            "store",
-            vec![
-                ("store", 80),
-                ("store-headless", 8080),
-                ("store-ports", 80),
-                ("store-balanced", 80),
-            ],
-        ),
-        ("hosted", vec![("hosted", 80)]),
-    ] {
-        let pods = world.pods(app).await;
-        let want: Vec<Answer> = pods
-            .iter()
-            .map(|web| match app {
-                // Its name is its node's.
-                "hosted" => Answer {
-                    pod: web.node.clone(),
-                    ..seen(web, side.wireguard)
-                },
-                _ => seen(web, side.wireguard),
-            })
-            .collect();
-        for (name, port) in names {
-            let at = side.service(name, port).await;
-            for from in side.askers() {
-                answers(world.lab, &from, &format!("http://{at}"), &want).await;
-            }
+    let names: BTreeSet<String> = world.pods().await.into_iter().map(|web| web.name).collect();
+    let gateways: BTreeSet<IpAddr> = world.gateways.iter().map(|g| side.of(addresses(&g.pod))).collect();
+    assert_eq!((names.len(), gateways.len()), (2, 2));
+    for (service, port) in SERVED.into_iter().zip([80, 8080, 80, 80]) {
+        let url = format!("http://{}", side.service(service, port).await);
+        for from in side.askers() {
+            let (mut pods, mut saw) = (BTreeSet::new(), BTreeSet::new());
+            let all = async || {
+                let answer = world.lab.ask_until_answered(&from, &url).await;
+                let answer = answer.map_err(|error| error.to_string())?;
+                let expected = names.contains(&answer.pod) && gateways.contains(&answer.saw);
+                assert!(expected, "{service}, from {from}: {answer:?}");
+                pods.insert(answer.pod);
+                saw.insert(answer.saw);
+                if pods == names && saw == gateways {
+                    Ok(())
+                } else {
+                    Err(format!("{pods:?} saw {saw:?}"))
+                }
+            };
+            wait_until(format!("{service} to give {from} every answer"), PATIENCE, all)
+                .await
+                .unwrap();
         }
     }
-    for name in ["store", "hosted"] {
-        let at = side.service(name, 9000).await;
-        for from in side.askers() {
-            assert_eq!(
-                world.lab.scan_udp(&from, [at]).await.unwrap(),
-                [at].into(),
-                "{name}, from {from}"
+    let udp = side.service("store", 9000).await;
+    // A port of the same Service that is not granted has no place in it.
+    let admin = side.service("store", 81).await;
+    for from in side.askers() {
+        let open = world.open(&from, &[udp, admin].into()).await;
+        assert_eq!(open, [BTreeSet::new(), [udp].into()], "store, from {from}");
+    }
+}
+
+/// Every other Service has answered before.
+async fn a_service_in_the_host_network_is_refused_and_the_others_stand(world: &World<'_>) {
+    let hosted = world.hub.labelled("hosted").await.unwrap().remove(0);
+    let hosts: Vec<String> = addresses(&hosted).map(|ip| ip.to_string()).collect();
+    // Both ports, by the place that they have in the object.
+    let mut refused = BTreeSet::new();
+    for side in &world.sides {
+        let access = world.access(side).await;
+        let places = access.iter().enumerate().filter(|(_, one)| one.service == "hosted");
+        let fields: Vec<String> = places.map(|(at, _)| format!("spec.grants[{at}].service")).collect();
+        assert_eq!(fields.len(), 2);
+        refused.extend(
+            fields
+                .into_iter()
+                .map(|field| (format!("{MESH}--{}", side.name()), field)),
+        );
+    }
+    let objects = json(&world.hub, &["get", "sandboxgateways", "-n", GATEWAYS]).await;
+    for object in objects["items"].as_array().unwrap() {
+        let says = object["status"]["refused"].as_array().cloned().unwrap_or_default();
+        let parts = says.iter().map(|one| (text(&one["name"]), text(&one["field"])));
+        assert_eq!(parts.collect::<BTreeSet<_>>(), refused, "{says:#?}");
+        for one in says {
+            let message = text(&one["message"]);
+            let named = hosts.iter().any(|ip| message.contains(&format!("{ip} ")));
+            assert_eq!(one["reason"], "EndpointForbidden");
+            assert!(
+                named && message.contains("--endpoint-network"),
+                "{message}, of {hosts:?}"
             );
         }
     }
-    // A port of the same Service that is not granted has no place in it.
-    let at = side.service("store", 81).await;
-    let [from, _] = side.askers();
-    assert_eq!(world.lab.scan(&from, [at]).await.unwrap(), BTreeSet::new());
+    for side in &world.sides {
+        let mut sockets: BTreeSet<SocketAddr> = world.places(side, "hosted", "http").await.into_iter().collect();
+        sockets.extend(world.places(side, "hosted", "echo").await);
+        // Its nodes' own addresses are the underlay's to close.
+        for port in [80, 9000] {
+            sockets.insert(side.service("hosted", port).await);
+        }
+        for from in side.askers() {
+            let open = world.open(&from, &sockets).await;
+            assert_eq!(open, [BTreeSet::new(), BTreeSet::new()], "from {from}");
+        }
+    }
 }
 
-async fn a_pod_that_takes_anothers_place_is_opened_and_the_old_one_is_gone(world: &World<'_>) {
-    let written = async || {
-        let peers = versions(&world.hub, "peers").await;
-        (peers, versions(&world.hub, "peerpolicies").await)
-    };
-    let before = written().await;
-    let gone = world.pods("store").await.remove(0);
+/// Also for flows that began before.
+async fn a_pod_that_takes_anothers_place_is_reached_and_nothing_is_written(world: &World<'_>) {
+    let before = written(world).await;
+    let gone = world.pods().await.remove(0);
+    let mut flows: Vec<Echo> = Vec::new();
+    for side in &world.sides {
+        for at in world.places(side, "store", "echo").await {
+            flows.extend(side.askers().map(|from| world.lab.watch_udp(&from, at).unwrap()));
+        }
+    }
+    all_answer(&flows).await;
     world.hub.kubectl(["delete", "pod", &gone.name]).await.unwrap();
     world.hub.rollout("default", "deployment/store").await.unwrap();
     let pods = wait_until("another pod", PATIENCE, async || {
-        let pods = world.pods("store").await;
+        let pods = world.pods().await;
         if pods.len() == 2 && !pods.contains(&gone) {
             Ok(pods)
         } else {
@@ -230,67 +335,89 @@ async fn a_pod_that_takes_anothers_place_is_opened_and_the_old_one_is_gone(world
     })
     .await
     .unwrap();
-    let new = pods.iter().find(|web| web.node == gone.node).unwrap_or(&pods[0]);
-    for side in &world.sides {
-        let at = side.service("store", 80).await;
-        let [from, _] = side.askers();
-        wait_until(format!("{} to answer {from}", new.name), PATIENCE, async || match world
-            .lab
-            .ask(&from, &format!("http://{at}"))
-            .await
-            .map_err(|error| error.to_string())?
-        {
-            Ok(answer) if answer.pod == new.name => Ok(()),
-            other => Err(format!("{other:?}")),
-        })
-        .await
-        .unwrap();
-        let old = side.of(&gone).to_string();
-        wait_until(format!("{old} to go from the sandbox"), PATIENCE, async || {
-            let peers = json(&side.cluster, &["get", "peers"]).await.to_string();
-            if peers.contains(&format!("\"{old}/")) {
-                Err(peers)
-            } else {
+    for gateway in &world.gateways {
+        wait_until(format!("{} to follow", gateway.pod.name), PATIENCE, async || {
+            // Which endpoints connections may stand to.
+            let mut words = BTreeSet::new();
+            for set in ["endpoints4", "endpoints6"] {
+                let list = ["nft", "list", "set", "inet", "clustermesh", set];
+                let list = world.lab.run_at(&pod(&gateway.pod), &list).await;
+                let list = list.map_err(|error| error.to_string())?.stdout;
+                words.extend(list.split_whitespace().map(str::to_owned));
+            }
+            let knows = |web: &Web| addresses(web).all(|ip| words.contains(&ip.to_string()));
+            let still = addresses(&gone).any(|ip| words.contains(&ip.to_string()));
+            if pods.iter().all(knows) && !still {
                 Ok(())
+            } else {
+                Err(format!("{pods:?} for {gone:?}: {words:?}"))
             }
         })
         .await
         .unwrap();
     }
-    assert_eq!(
-        written().await,
-        before,
-        "an endpoint that moves writes nothing where it is"
-    );
+    all_answer(&flows).await;
+    for side in &world.sides {
+        every_service_answers_under_its_name(world, side).await;
+    }
+    assert_eq!(written(world).await, before, "a pod that moves costs no write");
 }
 
-/// Leaves everything led through the node that has the server in its host network.
+async fn all_answer(flows: &[Echo]) {
+    let from = now();
+    for flow in flows {
+        flow.answered_after(from).await.unwrap();
+    }
+}
+
+/// What is there for the sandboxes, at every API server.
+async fn written(world: &World<'_>) -> Vec<BTreeMap<String, String>> {
+    let mut all = Vec::new();
+    for kind in ["sandboxaccesses", "sandboxgateways", "peers", "peerpolicies"] {
+        all.push(versions(&world.hub, kind).await);
+    }
+    for side in &world.sides {
+        for kind in ["peers", "peerpolicies", "services", "endpointslices"] {
+            all.push(versions(&side.cluster, kind).await);
+        }
+    }
+    all
+}
+
+/// Leaves everything led through one gateway.
 async fn a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(
     world: &World<'_>,
     side: &Side<'_>,
     other: &Side<'_>,
 ) {
-    let [tcp, udp] = world.granted(side, true, None).await;
+    let mut granted = BTreeSet::new();
+    for gateway in &world.gateways {
+        granted.extend(world.granted(side, gateway).await.into_iter().flatten());
+    }
     let all = side
         .cluster
-        .sockets_beyond(&[&world.hub, &other.cluster], &tcp)
-        .await
-        .unwrap();
-    let addresses: BTreeSet<IpAddr> = all.keys().map(SocketAddr::ip).collect();
-    let ports: BTreeSet<u16> = all.keys().map(SocketAddr::port).collect();
+        .sockets_beyond(&[&world.hub, &other.cluster], &granted)
+        .await;
+    let all: Vec<SocketAddr> = all.unwrap().into_keys().chain(granted).collect();
+    let mut addresses: BTreeSet<IpAddr> = all.iter().map(SocketAddr::ip).collect();
+    addresses.extend(world.gateways.iter().flat_map(|gateway| &gateway.wireguard));
+    let ports: BTreeSet<u16> = all.iter().map(SocketAddr::port).chain([51820]).collect();
     let at = |ip: &IpAddr| ports.iter().map(|port| SocketAddr::new(*ip, *port)).collect::<Vec<_>>();
     let sockets: BTreeSet<SocketAddr> = addresses.iter().flat_map(at).collect();
-    assert!(sockets.is_superset(&tcp) && sockets.is_superset(&udp), "{ports:?}");
-    let mut attacker = Attacker::new(world.lab, &side.cluster.plan().name, &side.web.node)
-        .await
-        .unwrap();
-    let hosted = world.hosted().await.node;
-    attacker.peers.sort_by_key(|peer| Attacker::node_of(peer) == hosted);
-    assert_eq!(attacker.peers.len(), 2);
-    for chosen in &attacker.peers {
-        let left = attacker.leads_through(chosen, &addresses).await.unwrap();
+    let peers = json(&side.cluster, &["get", "peers"]).await;
+    let attacker = Attacker::new(world.lab, side.name(), &side.web.node).await.unwrap();
+    assert_eq!(attacker.peers.len(), world.gateways.len());
+    for gateway in &world.gateways {
+        let peers = peers["items"].as_array().unwrap();
+        let chosen = peers
+            .iter()
+            .find(|peer| peer["spec"]["publicKey"] == *gateway.key)
+            .unwrap();
+        let chosen = text(&chosen["metadata"]["name"]);
+        let left = attacker.leads_through(&chosen, &addresses).await.unwrap();
         assert_eq!(left, BTreeSet::new());
-        let granted = world.granted(side, true, Some(Attacker::node_of(chosen))).await;
+        let granted = world.granted(side, gateway).await;
+        assert_eq!(granted.each_ref().map(BTreeSet::len), [4, 1]);
         for from in side.askers() {
             // Of a scan's first packets a session that is still to be made holds some and loses the others.
             world.lab.until_open(&from, &granted[0]).await.unwrap();
@@ -301,39 +428,50 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(
     }
 }
 
+/// Through the gateway that the scan left everything led through.
 async fn a_grant_that_is_taken_back_closes_and_the_others_stay(world: &World<'_>) {
-    let hosted = world.hosted().await;
     let [old, _] = &world.sides;
     let [from, _] = old.askers();
-    let udp = SocketAddr::new(old.of(&hosted), 19000);
+    let last = world.gateways.last().unwrap();
+    let udp = *world.places(old, "store", "echo").await.last().unwrap();
     let watch = world.lab.watch_udp(&from, udp).unwrap();
     watch.answered_after(now()).await.unwrap();
-    let apply = async |hosted| {
-        let grants = grants(hosted);
-        let mesh = world.product.mesh_with(&[OLD, NEW], &[(OLD, &grants), (NEW, &grants)]);
-        let before = now();
-        world.hub.apply(&mesh).await.unwrap();
-        before
-    };
-
-    let taken = apply(false).await;
+    let mut before = Vec::new();
     for side in &world.sides {
-        let [from, _] = side.askers();
-        let goes = SocketAddr::new(side.of(&hosted), 18080);
-        world.lab.until_closed(&from, &[goes].into()).await.unwrap();
-        let before = world.granted(side, true, Some(&hosted.node)).await;
-        let open = world.open(&from, &before.into_iter().flatten().collect()).await;
-        assert_eq!(open, world.granted(side, false, Some(&hosted.node)).await);
+        before.push(world.granted(side, last).await);
     }
-    let last = watch.answers().last().copied().unwrap_or_default();
+
+    let taken = world.apply(&SERVED[1..]).await;
+    for (side, before) in world.sides.iter().zip(&before) {
+        let stays = wait_until(
+            "the SandboxAccess to be without the grant",
+            PATIENCE,
+            async || match world.granted(side, last).await {
+                [tcp, udp] if tcp.len() == 3 && udp.is_empty() => Ok([tcp, udp]),
+                other => Err(format!("{other:?}")),
+            },
+        );
+        let stays = stays.await.unwrap();
+        let [from, _] = side.askers();
+        let goes = before[0].difference(&stays[0]).copied().collect();
+        world.lab.until_closed(&from, &goes).await.unwrap();
+        let open = world.open(&from, &before.iter().flatten().copied().collect()).await;
+        assert_eq!(open, stays, "from {from}");
+    }
+    let end = watch.answers().last().copied().unwrap_or_default();
     println!(
         "last answer {} ms after kubectl apply was called",
-        last.saturating_sub(taken)
+        end.saturating_sub(taken)
     );
 
-    let given = apply(true).await;
+    let given = world.apply(&SERVED).await;
+    // At the port that it had.
     let first = watch.answered_after(given).await.unwrap();
     println!("first answer {} ms after kubectl apply was called", first - given);
+    for (side, before) in world.sides.iter().zip(&before) {
+        let [from, _] = side.askers();
+        world.lab.until_open(&from, &before[0]).await.unwrap();
+    }
 }
 
 /// Milliseconds since 1970.

@@ -1,14 +1,19 @@
 //! What is open is changed while packets flow: a quarantine and every change of a profile, with a sandbox's pod and node that
-//! never stop sending, to what is granted and to what is not.
+//! never stop sending. A sandbox reaches what is granted at the gateways and nothing else; a cluster-meshed member reaches every
+//! pod at its own address and nothing at the gateways. Each flow answers only in the time between the change that opens it and
+//! the end of the change that closes it.
 
-use std::net::SocketAddr;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
+};
 
-use clustermesh_lab::{Asker, Echo, MESH, NAMESPACE, wait_until};
+use clustermesh_lab::{Asker, Echo, GATEWAYS, MESH, NAMESPACE, Web, wait_until};
 
 use super::{
-    HUB, NEW, OLD, PATIENCE, Side, World, grants,
+    HUB, NEW, OLD, PATIENCE, SERVED, Side, World, addresses, grants,
     mesh::{json, state::versions},
-    now,
+    now, text,
 };
 
 /// In no Service.
@@ -19,108 +24,163 @@ const STREAM: u16 = 8200;
 const BOUND: u128 = 30_000;
 /// So many milliseconds nothing comes before it is taken for closed.
 const SILENCE: u128 = 2000;
+/// TCP connections through each gateway from the pod and from the node: some would reach the endpoint that they had by chance.
+const STREAMS: usize = 3;
 
-/// Flows that began while the member was a sandbox: from its pod and from its node.
+/// A socket that is asked without a pause, by UDP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Path {
+    /// The mirrored Service: in both profiles.
+    Named,
+    /// Granted ports at the gateways: of a sandbox alone.
+    Gateways,
+    /// The same port of the Service's pod: of a cluster-meshed member alone.
+    Pod,
+    /// A port of that pod that no Service has: of a cluster-meshed member alone.
+    Beyond,
+    /// The pod's ports at the gateways: in no profile.
+    Ungranted,
+}
+
+const SANDBOX: &[Path] = &[Path::Named, Path::Gateways];
+const MESHED: &[Path] = &[Path::Named, Path::Pod, Path::Beyond];
+
+/// Flows of one path, from the pod and from the node.
+struct Flow {
+    sockets: BTreeSet<SocketAddr>,
+    echoes: Vec<Echo>,
+    /// Those that need not answer, and may while it is open.
+    others: Vec<Echo>,
+    /// When it may answer, in milliseconds since 1970; the last one has no end while it is open.
+    windows: Vec<(u128, Option<u128>)>,
+}
+
+/// What the SandboxAccess in the hub says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Access {
+    Grants,
+    Nothing,
+    Absent,
+}
+
 struct Flows<'a> {
     world: &'a World<'a>,
-    askers: [Asker; 2],
-    sockets: [SocketAddr; 2],
-    granted: Vec<Echo>,
-    beyond: Vec<Echo>,
-    /// One TCP connection from the node, over which something granted is asked.
-    stream: Echo,
+    side: &'a Side<'a>,
+    store: Vec<Web>,
+    flows: BTreeMap<Path, Flow>,
+    /// TCP connections that ended, and since when.
+    ended: Vec<(Echo, u128)>,
 }
 
 pub(super) async fn nothing_flows_beyond_what_a_quarantine_or_a_tighter_profile_leaves(
     world: &World<'_>,
     side: &Side<'_>,
 ) {
-    let store = world.pods("store").await.remove(0);
-    let node = world.lab.node(&store.node);
-    let (probe, at) = (world.lab.prober().unwrap(), |port| {
-        SocketAddr::new(side.of(&store), port)
-    });
+    let store = world.pods().await;
+    let probe = world.lab.prober().unwrap();
     let serve = |how: &str, port: u16| {
-        let words = [&*probe, how, &format!(":{port}")];
-        node.pod_spawn(how, store.ip, words).unwrap()
+        let each = store.iter().map(|web| {
+            let words = [&*probe, how, &format!(":{port}")];
+            world.lab.node(&web.node).pod_spawn(how, web.ip, words).unwrap()
+        });
+        each.collect::<Vec<_>>()
     };
     let _servers = [serve("udp-echo", BEYOND), serve("stream-serve", STREAM)];
-    let askers = side.askers();
-    let asks = |port| {
-        askers
-            .iter()
-            .map(|from| world.lab.watch_udp(from, at(port)).unwrap())
-            .collect()
-    };
-    world.lab.until_open(&askers[1], &[at(STREAM)].into()).await.unwrap();
-    let flows = Flows {
+    let mut flows = Flows {
         world,
-        sockets: [at(9000), at(BEYOND)],
-        granted: asks(9000),
-        beyond: asks(BEYOND),
-        stream: world.lab.watch_stream(&askers[1], at(STREAM)).unwrap(),
-        askers,
+        side,
+        store,
+        flows: BTreeMap::new(),
+        ended: Vec::new(),
     };
-    let sandbox = mesh(world, "sandbox");
-    flows.opened("at the start", now(), &flows.granted).await;
-    flows.closed("a sandbox", 0, &[], &flows.beyond).await;
+    let called = now();
+    let gateways: BTreeSet<SocketAddr> = world.places(side, "store", "echo").await.into_iter().collect();
+    let ungranted = gateways.iter().map(|socket| SocketAddr::new(socket.ip(), 9000));
+    flows.watch(Path::Ungranted, ungranted.collect());
+    flows.watch(Path::Gateways, gateways);
+    flows.watch(Path::Pod, [flows.store_at(9000)].into());
+    flows.watch(Path::Beyond, [flows.store_at(BEYOND)].into());
+    flows.watch_named().await;
+    let (sandbox, wide, standard) = (
+        mesh(world, "sandbox"),
+        mesh(world, "cluster-meshed"),
+        mesh(world, "standard"),
+    );
 
-    let stands = async || (names(world, "peers").await, names(world, "peerpolicies").await);
-    let before = stands().await;
+    flows.is("a sandbox", called, SANDBOX, Access::Grants).await;
+    let streams = flows.streams_through_gateways().await;
+    let stands = flows.objects().await;
     let called = flows.apply(&quarantined(&sandbox)).await;
-    flows
-        .closed("quarantine of a sandbox", called, &flows.granted, &flows.beyond)
-        .await;
-    assert_eq!(stands().await, before, "its objects are kept");
+    flows.is("quarantine of a sandbox", called, &[], Access::Nothing).await;
+    flows.end(streams);
+    assert_eq!(flows.objects().await, stands, "its objects are kept");
     let called = flows.apply(&sandbox).await;
-    flows.opened("its end", called, &flows.granted).await;
+    flows.is("its end", called, SANDBOX, Access::Grants).await;
 
+    let streams = flows.streams_through_gateways().await;
     let called = flows.annotate(&format!("kilo-clustermesh.io/quarantine={OLD}")).await;
-    flows
-        .closed("quarantine by annotation", called, &flows.granted, &flows.beyond)
-        .await;
+    flows.is("quarantine by annotation", called, &[], Access::Nothing).await;
+    flows.end(streams);
     let called = flows.annotate("kilo-clustermesh.io/quarantine-").await;
-    flows.opened("its end", called, &flows.granted).await;
+    flows.is("its end", called, SANDBOX, Access::Grants).await;
 
-    let wide = mesh(world, "cluster-meshed");
+    let streams = flows.streams_through_gateways().await;
     let called = flows.apply(&wide).await;
-    flows.opened("sandbox to cluster-meshed", called, flows.all()).await;
+    flows
+        .is("sandbox to cluster-meshed", called, MESHED, Access::Absent)
+        .await;
+    flows.end(streams);
+    let straight = flows.stream(1, flows.store_at(STREAM)).await;
     let called = flows.apply(&quarantined(&wide)).await;
     flows
-        .closed("quarantine of a trusted member", called, flows.all(), &[])
+        .is("quarantine of a trusted member", called, &[], Access::Absent)
         .await;
     let called = flows.apply(&wide).await;
-    flows.opened("its end", called, flows.all()).await;
+    flows.is("its end", called, MESHED, Access::Absent).await;
+    // Between nodes that trust each other a connection stands for as long as both its ends wait.
+    straight.answered_after(now()).await.unwrap();
+    flows.flows.get_mut(&Path::Pod).unwrap().others.push(straight);
 
     let called = flows.apply(&sandbox).await;
-    let closed = flows
-        .closed("cluster-meshed to sandbox", called, &flows.beyond, &[])
-        .await;
-    flows.opened("what is granted still", closed, &flows.granted).await;
-    let called = flows.apply(&mesh(world, "standard")).await;
     flows
-        .closed("sandbox to standard", called, &flows.granted, &flows.beyond)
+        .is("cluster-meshed to sandbox", called, SANDBOX, Access::Grants)
         .await;
+    let streams = flows.streams_through_gateways().await;
+    let called = flows.apply(&standard).await;
+    flows.is("sandbox to standard", called, &[], Access::Absent).await;
+    flows.end(streams);
+    // The Service is gone, and the next one may have another address.
+    flows.flows.remove(&Path::Named);
     let called = flows.apply(&wide).await;
-    flows.opened("standard to cluster-meshed", called, flows.all()).await;
-    let called = flows.apply(&mesh(world, "standard")).await;
     flows
-        .closed("cluster-meshed to standard", called, flows.all(), &[])
+        .is("standard to cluster-meshed", called, &MESHED[1..], Access::Absent)
         .await;
+    flows.watch_named().await;
+    flows.is("its Service", called, MESHED, Access::Absent).await;
+    let straight = flows.flows[&Path::Pod].others.last().unwrap();
+    straight.answered_after(now()).await.unwrap();
+    let called = flows.apply(&standard).await;
+    flows
+        .is("cluster-meshed to standard", called, &[], Access::Absent)
+        .await;
+    flows.flows.remove(&Path::Named);
     let called = flows.apply(&sandbox).await;
-    flows.opened("standard to sandbox", called, &flows.granted).await;
-    flows.closed("standard to sandbox", called, &[], &flows.beyond).await;
+    flows
+        .is("standard to sandbox", called, &SANDBOX[1..], Access::Grants)
+        .await;
+    flows.watch_named().await;
+    flows.is("its Service", called, SANDBOX, Access::Grants).await;
 }
 
 /// The mesh with this profile of the older sandbox.
 fn mesh(world: &World<'_>, profile: &str) -> String {
-    let grants = grants(true);
-    let of_both: &[&str] = if profile == "cluster-meshed" {
+    let grants = grants(&SERVED);
+    let sandboxes: &[&str] = if profile == "cluster-meshed" {
         &[NEW]
     } else {
         &[OLD, NEW]
     };
-    let text = world.product.mesh_with(of_both, &[(OLD, &grants), (NEW, &grants)]);
+    let text = world.product.mesh_with(sandboxes, &[(OLD, &grants), (NEW, &grants)]);
     match profile {
         // The older one stands first.
         "standard" => text.replacen("isolationProfile: sandbox", "isolationProfile: standard", 1),
@@ -133,14 +193,80 @@ fn quarantined(mesh: &str) -> String {
     mesh.replacen(&entry, &format!("{entry}    quarantine: true\n"), 1)
 }
 
-/// Of all objects of a kind in the hub.
-async fn names(world: &World<'_>, kind: &str) -> Vec<String> {
-    versions(&world.hub, kind).await.into_keys().collect()
+impl Flow {
+    /// The last answer that came.
+    fn last(&self) -> u128 {
+        let last = self.echoes.iter().filter_map(|echo| echo.answers().pop());
+        last.max().unwrap_or_default()
+    }
+
+    fn is_open(&self) -> bool {
+        self.windows.last().is_some_and(|(_, end)| end.is_none())
+    }
+
+    /// Answers that came while it was closed.
+    fn strays(&self) -> Vec<u128> {
+        let answers = self.echoes.iter().chain(&self.others).flat_map(Echo::answers);
+        let inside = |at: &u128| {
+            let mut windows = self.windows.iter();
+            windows.any(|(from, to)| from <= at && to.is_none_or(|to| *at <= to))
+        };
+        answers.filter(|at| !inside(at)).collect()
+    }
 }
 
 impl Flows<'_> {
-    fn all(&self) -> impl Iterator<Item = &Echo> {
-        self.granted.iter().chain(&self.beyond)
+    fn store_at(&self, port: u16) -> SocketAddr {
+        SocketAddr::new(self.side.of(addresses(&self.store[0])), port)
+    }
+
+    fn watch(&mut self, path: Path, sockets: BTreeSet<SocketAddr>) {
+        let lab = self.world.lab;
+        let askers = self.side.askers();
+        let each = sockets
+            .iter()
+            .flat_map(|socket| askers.iter().map(move |from| (from, *socket)));
+        let echoes = each
+            .map(|(from, socket)| lab.watch_udp(from, socket).unwrap())
+            .collect();
+        let flow = Flow {
+            sockets,
+            echoes,
+            others: Vec::new(),
+            windows: Vec::new(),
+        };
+        self.flows.insert(path, flow);
+    }
+
+    async fn watch_named(&mut self) {
+        let at = self.side.service("store", 9000).await;
+        self.watch(Path::Named, [at].into());
+    }
+
+    async fn stream(&self, asker: usize, at: SocketAddr) -> Echo {
+        let from = &self.side.askers()[asker];
+        let stream = self.world.lab.watch_stream(from, at).unwrap();
+        stream.answered_after(now()).await.unwrap();
+        stream
+    }
+
+    /// TCP connections through both gateways, from the pod and from the node, over which something granted is asked.
+    async fn streams_through_gateways(&self) -> Vec<Echo> {
+        let mut all = Vec::new();
+        for at in self.world.places(self.side, "store-headless", "stream").await {
+            for asker in [0, 1] {
+                for _ in 0..STREAMS {
+                    all.push(self.stream(asker, at).await);
+                }
+            }
+        }
+        all
+    }
+
+    /// None of these answers from now on, whatever opens.
+    fn end(&mut self, streams: Vec<Echo>) {
+        let since = now();
+        self.ended.extend(streams.into_iter().map(|stream| (stream, since)));
     }
 
     /// Returns when that was called.
@@ -157,34 +283,45 @@ impl Flows<'_> {
         called
     }
 
-    async fn opened<'f>(&self, what: &str, called: u128, flows: impl IntoIterator<Item = &'f Echo>) {
-        let mut first = 0;
-        for flow in flows {
-            first = first.max(flow.answered_after(called).await.unwrap());
+    /// What a quarantine keeps: the names of what the controller wrote for the sandbox.
+    async fn objects(&self) -> Vec<BTreeSet<String>> {
+        let mut all = Vec::new();
+        for kind in ["sandboxaccesses", "peers", "peerpolicies"] {
+            all.push(versions(&self.world.hub, kind).await.into_keys().collect());
         }
-        // It outlived whatever came between.
-        self.stream.answered_after(now()).await.unwrap();
-        println!(
-            "{what}: everything answers {} ms after it was asked for",
-            first - called.min(first)
-        );
+        for kind in ["peers", "peerpolicies", "services"] {
+            all.push(versions(&self.side.cluster, kind).await.into_keys().collect());
+        }
+        all
     }
 
-    /// Waits until the mesh says that it is closed and nothing comes from what was open any more, asks anew, and returns since
-    /// when. What the mesh says is what stands at the API servers: their agents need a moment more. What was not `open` answers
-    /// nothing from the call on.
-    async fn closed<'f>(
-        &self,
-        what: &str,
-        called: u128,
-        open: impl IntoIterator<Item = &'f Echo>,
-        shut: impl IntoIterator<Item = &'f Echo>,
-    ) -> u128 {
-        let (open, shut): (Vec<&Echo>, Vec<&Echo>) = (open.into_iter().collect(), shut.into_iter().collect());
-        let told = self.told().await;
+    /// Waits until the change that was called then is in force: `open` answers, and nothing else does. What was closed before
+    /// and stays so answers nothing at all meanwhile.
+    async fn is(&mut self, what: &str, called: u128, open: &[Path], access: Access) {
+        let told = self.told(access).await;
+        for path in open {
+            let flow = self.flows.get_mut(path).unwrap();
+            let first = flow.windows.is_empty() && matches!(path, Path::Pod | Path::Beyond);
+            if !flow.is_open() {
+                flow.windows.push((called, None));
+            }
+            flow.echoes[0].answered_after(told).await.unwrap();
+            if first {
+                // Conntrack keeps the source of a flow from before there was a route by the tunnel: the node's own address,
+                // which no Peer has.
+                let at = *flow.sockets.first().unwrap();
+                let fresh = self.world.lab.watch_udp(&self.side.askers()[1], at).unwrap();
+                flow.others.push(std::mem::replace(&mut flow.echoes[1], fresh));
+            }
+            for echo in &flow.echoes {
+                echo.answered_after(told).await.unwrap();
+            }
+        }
+        let opened = now();
+        let shut: Vec<Path> = self.flows.keys().copied().filter(|path| !open.contains(path)).collect();
         let last = || {
-            open.iter()
-                .filter_map(|flow| flow.answers().pop())
+            shut.iter()
+                .map(|path| self.flows[path].last())
                 .max()
                 .unwrap_or_default()
         };
@@ -194,53 +331,98 @@ impl Flows<'_> {
         })
         .await
         .unwrap();
-        let before = last();
-        for from in &self.askers {
-            let answers = self.world.lab.scan_udp(from, self.sockets).await.unwrap();
-            let granted = !open
-                .iter()
-                .chain(&shut)
-                .any(|flow| self.granted.iter().any(|one| std::ptr::eq(one, *flow)));
-            let want = self
-                .sockets
-                .into_iter()
-                .filter(|socket| granted && socket.port() != BEYOND);
-            assert!(answers.is_subset(&want.collect()), "{what}: {answers:?} answers {from}");
-        }
-        assert_eq!(last(), before, "{what}: something came after {closed}");
-        let took = before.saturating_sub(called);
+        let took = last().saturating_sub(called);
         assert!(took < BOUND, "{what}: last answer {took} ms after it was asked for");
-        let beyond: Vec<u128> = shut
-            .iter()
-            .flat_map(|flow| flow.answers())
-            .filter(|at| *at > called)
-            .collect();
-        assert_eq!(
-            beyond,
-            Vec::<u128>::new(),
-            "{what}: answers beyond the grants, asked for at {called}"
-        );
+        for path in &shut {
+            if let Some((_, end @ None)) = self.flows.get_mut(path).unwrap().windows.last_mut() {
+                *end = Some(closed);
+            }
+        }
+        self.ask_anew(what, open).await;
+        for (path, flow) in &self.flows {
+            let (strays, windows) = (flow.strays(), &flow.windows);
+            assert!(
+                strays.is_empty(),
+                "{what}: {path:?} answered at {strays:?}, outside {windows:?}"
+            );
+        }
+        for (stream, since) in &self.ended {
+            let late: Vec<u128> = stream.answers().into_iter().filter(|at| at > since).collect();
+            assert!(
+                late.is_empty(),
+                "{what}: a connection that ended by {since} answered at {late:?}"
+            );
+        }
         println!(
-            "{what}: last answer {took} ms after it was asked for; the mesh said so after {} ms",
-            told.saturating_sub(called)
+            "{what}: the mesh and the gateways said so after {} ms, everything answered after {} ms, last answer of what is closed \
+             after {took} ms",
+            told - called,
+            opened - called
         );
-        closed
     }
 
-    /// When the mesh's status is that of what was applied last, and nothing is left open.
-    async fn told(&self) -> u128 {
+    /// The same of flows that begin now.
+    async fn ask_anew(&self, what: &str, open: &[Path]) {
+        let sockets: BTreeSet<SocketAddr> = self.flows.values().flat_map(|flow| &flow.sockets).copied().collect();
+        let want = open.iter().flat_map(|path| &self.flows[path].sockets).copied();
+        let want: BTreeSet<SocketAddr> = want.collect();
+        let [pod, host] = self.side.askers().map(async |from: Asker| {
+            // kube-proxy takes up to a second to follow a Service.
+            wait_until(format!("{what}: {want:?} to answer {from}"), PATIENCE, async || {
+                let answers = self.world.lab.scan_udp(&from, sockets.iter().copied()).await;
+                let answers = answers.map_err(|error| error.to_string())?;
+                assert!(answers.is_subset(&want), "{what}: {answers:?} answers {from}");
+                if answers == want {
+                    Ok(())
+                } else {
+                    Err(format!("{answers:?}"))
+                }
+            })
+            .await
+            .unwrap();
+        });
+        tokio::join!(pod, host);
+    }
+
+    /// When the mesh's status is that of what was applied last with nothing left open, and every gateway has applied what the
+    /// SandboxAccess says.
+    async fn told(&self, access: Access) -> u128 {
+        let hub = &self.world.hub;
+        let name = format!("{MESH}--{}", self.side.name());
         wait_until(format!("PolicyEnforced in {HUB}"), PATIENCE, async || {
-            let mesh = json(&self.world.hub, &["get", "cmesh", MESH, "-n", NAMESPACE]).await;
+            let mesh = json(hub, &["get", "cmesh", MESH, "-n", NAMESPACE]).await;
             let all = mesh["status"]["conditions"].as_array().cloned().unwrap_or_default();
             let enforced = all.into_iter().find(|condition| condition["type"] == "PolicyEnforced");
-            match enforced {
-                Some(enforced)
-                    if enforced["status"] == "True"
-                        && enforced["observedGeneration"] == mesh["metadata"]["generation"] =>
-                {
-                    Ok(now())
+            let enforced = enforced.unwrap_or_default();
+            let is = enforced["status"] == "True" && enforced["observedGeneration"] == mesh["metadata"]["generation"];
+            let list = json(hub, &["get", "sandboxaccesses"]).await;
+            let list = list["items"].as_array().cloned().unwrap_or_default();
+            let standing = list.into_iter().find(|object| object["metadata"]["name"] == *name);
+            let says = standing.as_ref().map_or(Access::Absent, |object| {
+                let grants = object["spec"]["grants"].as_array();
+                if grants.is_none_or(Vec::is_empty) {
+                    Access::Nothing
+                } else {
+                    Access::Grants
                 }
-                other => Err(format!("{other:?}")),
+            });
+            let state = standing.map(|object| {
+                (
+                    text(&object["metadata"]["uid"]),
+                    object["metadata"]["generation"].as_i64(),
+                )
+            });
+            let gateways = json(hub, &["get", "sandboxgateways", "-n", GATEWAYS]).await;
+            let applied = gateways["items"].as_array().unwrap().iter().map(|gateway| {
+                let all = gateway["status"]["applied"].as_array().cloned().unwrap_or_default();
+                let of = all.into_iter().find(|one| one["name"] == *name);
+                of.map(|one| (text(&one["uid"]), one["generation"].as_i64()))
+            });
+            let applied: Vec<_> = applied.collect();
+            if is && says == access && applied.iter().all(|one| *one == state) {
+                Ok(now())
+            } else {
+                Err(format!("{enforced}; {says:?} {state:?}, applied {applied:?}"))
             }
         })
         .await
