@@ -7,6 +7,7 @@ mod netns;
 
 use std::{collections::BTreeSet, io::ErrorKind, time::Duration};
 
+use clustermesh_agent_core::numbers::NFT_TABLE;
 use clustermesh_lab::wait_until;
 use gateway::{
     CONNECTIONS, Call, DB, GATEWAY, LOG, OTHER, POD, SOON, SQL, Stage, Stream, TCP, at, grant, hostile, ip, limits,
@@ -47,6 +48,7 @@ async fn a_sandbox_reaches_what_is_granted_through_a_gateway_and_nothing_else() 
     refusals::what_is_wrong_costs_that_part_alone(&stage).await;
     refusals::a_refused_sandbox_access_is_not_applied(&stage).await;
     refusals::a_stolen_token_opens_nothing(&stage).await;
+    deleted_table_is_restored(&stage).await;
     a_container_that_starts_again_is_the_same_gateway(&stage, &mut gateway, &arguments).await;
     without_an_api_server_grants_stand_for_their_timeout(&stage).await;
     a_gateway_that_ends_says_so_first(&stage, &mut gateway).await;
@@ -366,6 +368,35 @@ async fn a_revoked_grant_ends_at_once(stage: &Stage) {
     assert_eq!(answers, vec![None; others.len()]);
     let errors: Vec<_> = others.iter_mut().map(Call::error).collect();
     assert_eq!(errors, vec![Some(ErrorKind::BrokenPipe); others.len()]);
+}
+
+/// As soon as it is back it is deleted again, also before the gateway has looked at what it wrote.
+async fn deleted_table_is_restored(stage: &Stage) {
+    let [a, _] = &stage.sandboxes;
+    // Renewals of the table would restore it, too, but rarely.
+    let repairs = || {
+        let metrics = stage.pod.run("curl", &["-sS", "http://127.0.0.1:9587/metrics"]);
+        let mut lines = metrics
+            .lines()
+            .filter(|line| line.contains("repairs_total{part=\"firewall\"}"));
+        lines.next().and_then(|line| line.rsplit_once(' ')?.1.parse().ok())
+    };
+    assert_eq!(repairs(), None::<u32>);
+    let mut deleted = 0;
+    wait_until("the table to be restored each time", SOON, async || {
+        while deleted < 5 {
+            let output = stage.pod.output("nft", &["delete", "table", "inet", NFT_TABLE]);
+            if !output.status.success() {
+                return Err(format!("gone after {deleted} deletions"));
+            }
+            deleted += 1;
+        }
+        Ok(())
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    a.hears(at(GATEWAY[0], SQL), "db").await;
+    assert!(repairs() >= Some(1), "{:?}", repairs());
 }
 
 async fn a_container_that_starts_again_is_the_same_gateway(

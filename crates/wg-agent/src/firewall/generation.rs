@@ -13,6 +13,17 @@ pub(crate) struct Generation {
     number: u32,
 }
 
+impl Generation {
+    /// After one more transaction. The kernel leaves 0 out (`nf_tables_commit`).
+    pub(crate) const fn next(self) -> Self {
+        let number = match self.number.wrapping_add(1) {
+            0 => 1,
+            number => number,
+        };
+        Self { number, ..self }
+    }
+}
+
 /// Lengths of `struct nlmsghdr` (linux/netlink.h) and `struct nfgenmsg` (linux/netfilter/nfnetlink.h).
 const HEADER: usize = 16;
 const FAMILY: usize = 4;

@@ -12,6 +12,7 @@ use crate::firewall::{Backend, Error, Generation, Nft, generation};
 #[derive(Debug, Default)]
 pub(super) struct Keeper {
     nft: Nft,
+    /// With the generation that this transaction made; `None` = another program wrote to nftables, so the table is written whole.
     written: Option<(Table, Option<Generation>)>,
     /// Until when it may be open; `None` = the API server has not answered yet.
     until: Option<Instant>,
@@ -28,6 +29,12 @@ impl Keeper {
     /// Whether this keeper has written the table that stands.
     pub(super) const fn has_written(&self) -> bool {
         self.written.is_some()
+    }
+
+    /// Whether no other program wrote to nftables since. Before the first table is written there is nothing to lose.
+    pub(super) fn is_current(&self) -> bool {
+        let now = generation::now().ok();
+        self.written.as_ref().is_none_or(|(_, at)| at.is_some() && *at == now)
     }
 
     /// Makes the table `desired`; how many lines that took.
@@ -51,6 +58,7 @@ impl Keeper {
         self.unswept |= old
             .as_ref()
             .is_none_or(|old| !old.standing().is_subset(&desired.standing()));
+        let mut before = now;
         if let Err(error) = self.nft.run(&script).await {
             // Somebody may have changed a part since it was looked at: the whole table always fits.
             let Some(mut whole) = old.and_then(|_| update(None, desired)) else {
@@ -59,16 +67,20 @@ impl Keeper {
             whole.push_str(&self.open(desired));
             tracing::warn!(%error, "the whole table is written instead");
             self.unswept = true;
+            before = generation::now().ok();
             self.nft.run(&whole).await?;
             changes = whole.lines().count();
         }
-        self.wrote(desired.clone());
+        self.wrote(desired.clone(), before);
         self.sweep(desired).await;
         Ok(changes)
     }
 
-    fn wrote(&mut self, table: Table) {
-        self.written = Some((table, generation::now().ok()));
+    /// `before` = the generation before one transaction. What another program wrote between two looks may have deleted the table.
+    fn wrote(&mut self, table: Table, before: Option<Generation>) {
+        let at = before.map(Generation::next);
+        let alone = at.is_some() && at == generation::now().ok();
+        self.written = Some((table, at.filter(|_| alone)));
     }
 
     async fn sweep(&mut self, table: &Table) {
@@ -106,13 +118,8 @@ impl Keeper {
         let Some((table, at)) = self.written.take() else {
             return Ok(());
         };
-        let ours = at.is_some() && at == generation::now().ok();
         self.nft.run(&self.open(&table)).await?;
-        if ours {
-            self.wrote(table);
-        } else {
-            self.written = Some((table, None));
-        }
+        self.wrote(table, at);
         Ok(())
     }
 

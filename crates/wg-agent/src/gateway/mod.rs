@@ -23,6 +23,7 @@ use tokio::sync::watch;
 use crate::{
     args::GatewayConfig,
     device::{self, Configuration, Device, userspace::Options},
+    firewall,
     identity::{self, key::NodeKey},
     lock,
     metrics::Metrics,
@@ -139,6 +140,32 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// The nftables of the pod, as changed by any program.
+struct Tables(Option<firewall::Watch>);
+
+impl Tables {
+    fn open() -> Self {
+        let watch = firewall::Watch::open();
+        let log = |error: &std::io::Error| {
+            tracing::warn!(%error, "changes to nftables are not reported: the table is looked at every {RESYNC:?}");
+        };
+        Self(watch.inspect_err(log).ok())
+    }
+
+    /// Waits for the next change. Safe to cancel.
+    async fn changed(&mut self) {
+        match &mut self.0 {
+            Some(watch) => {
+                if let Err(error) = watch.changed().await {
+                    tracing::warn!(%error, "the socket that reports changes to nftables is opened again");
+                    *self = Self::open();
+                }
+            }
+            None => std::future::pending().await,
+        }
+    }
+}
+
 async fn turn(
     gateway: &mut Gateway,
     store: &Store,
@@ -146,6 +173,7 @@ async fn turn(
     heartbeat: &Heartbeat,
     stop: &CancellationToken,
 ) {
+    let mut tables = Tables::open();
     while !stop.is_cancelled() {
         let began = Instant::now();
         let well = gateway.pass(&store.world()).await;
@@ -157,6 +185,13 @@ async fn turn(
                 () = stop.cancelled() => break Duration::ZERO,
                 () = store.changed() => break SETTLE.max(took),
                 () = tokio::time::sleep_until(again.into()) => break Duration::ZERO,
+                () = tables.changed() => {
+                    if !gateway.keeper.is_current() {
+                        tracing::warn!("another program wrote to nftables of this pod: the table is written again");
+                        gateway.metrics.repaired("firewall", 1);
+                        break Duration::ZERO;
+                    }
+                }
                 Ok(()) = heard.changed() => {
                     let answered = *heard.borrow_and_update();
                     if let Some(answered) = answered && !gateway.renew(answered).await {
