@@ -7,7 +7,10 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use clustermesh_core::mesh::{ClusterIdentity, Profile};
+use clustermesh_core::{
+    mesh::{ClusterIdentity, Profile},
+    observe::AccessSpec,
+};
 
 use crate::{
     args::VerifyArgs,
@@ -125,6 +128,18 @@ pub(crate) async fn run(
     Ok(report.code())
 }
 
+/// SandboxAccesses that are planned in a cluster.
+fn accesses<'a>(outcome: &'a Outcome, cluster: &ClusterIdentity) -> Vec<&'a AccessSpec> {
+    let meshes = outcome.plan.meshes.values();
+    let targets = meshes.flat_map(|mesh| {
+        let entries = mesh.identities.iter();
+        let same = entries.filter(|(_, identity)| identity.same_cluster(cluster));
+        same.filter_map(|(name, _)| mesh.targets.get(name))
+    });
+    let accesses = targets.flat_map(|target| target.accesses.values());
+    accesses.map(|access| &access.spec).collect()
+}
+
 struct Verify<'a> {
     args: &'a VerifyArgs,
     outcome: &'a Outcome,
@@ -167,7 +182,13 @@ impl<'a> Verify<'a> {
         let sockets: BTreeMap<&str, Sockets> = clusters
             .values()
             .filter(|cluster| asked(&self.args.to, cluster.name))
-            .map(|cluster| (cluster.name, sockets::of(cluster.seen, &self.outcome.settings)))
+            .map(|cluster| {
+                let accesses = accesses(self.outcome, cluster.identity);
+                (
+                    cluster.name,
+                    sockets::of(cluster.seen, &self.outcome.settings, &accesses),
+                )
+            })
             .collect();
         let mut jobs = Vec::new();
         for from in clusters.values().filter(|cluster| asked(&self.args.from, cluster.name)) {
@@ -226,13 +247,22 @@ impl<'a> Verify<'a> {
             ));
         }
         let mut mirrors = Sockets::new();
+        let accesses = accesses(self.outcome, to.identity);
         for mesh in &self.outcome.meshes {
             let entry = |of: &ClusterIdentity| mesh.clusters.iter().find(|entry| entry.identity.same_cluster(of));
             let (Some(source), Some(target)) = (entry(from.identity), entry(to.identity)) else {
                 continue;
             };
+            let through_gateways = source.profile == Profile::Sandbox && !to.seen.member.gateways.is_empty();
+            let sandbox = through_gateways.then_some((&*source.name, &*accesses));
             for grant in source.egress.iter().filter(|grant| grant.cluster == target.name) {
-                mirrors.extend(sockets::mirror(from.seen, to.seen, &grant.local, &grant.service));
+                mirrors.extend(sockets::mirror(
+                    from.seen,
+                    to.seen,
+                    &grant.local,
+                    &grant.service,
+                    sandbox,
+                ));
             }
         }
         tried.extend(mirrors);

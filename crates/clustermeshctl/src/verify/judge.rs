@@ -245,6 +245,12 @@ impl Judge<'_> {
                      on it"
                 ),
             },
+            (_, Path::Tunnel | Path::Unknown) if planned.way.is_none() => format!(
+                "no answer out of the tunnel ({}): is the tunnel between Node {node} of {cluster:?} and the gateway there up \
+                 (`wg-agent status` on the Node)? Is the SandboxAccess applied and nothing of it refused (kubectl get \
+                 sandboxgateways -A -o wide)? Does a NetworkPolicy close the way from gateways to the Service?",
+                answer.answer
+            ),
             (_, Path::Tunnel | Path::Unknown) => format!(
                 "no answer out of the tunnel ({}): is the tunnel between Node {node} of {cluster:?} and the node there up \
                  (`wg-agent status` on both)? Does a NetworkPolicy close it? Has the agent there enforced the PeerPolicy?",

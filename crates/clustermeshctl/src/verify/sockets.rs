@@ -8,7 +8,7 @@ use std::{
 
 use clustermesh_core::{
     mesh::{ObjectName, Protocol},
-    observe::Claim,
+    observe::{AccessSpec, Claim, Gateway},
     plan::{
         Settings,
         explain::{self, Backend},
@@ -62,8 +62,8 @@ impl Found {
     }
 }
 
-/// All of one cluster.
-pub(super) fn of(seen: &Seen, settings: &Settings) -> Sockets {
+/// All of one cluster. `planned` = the SandboxAccesses that should be there.
+pub(super) fn of(seen: &Seen, settings: &Settings, planned: &[&AccessSpec]) -> Sockets {
     let mut found = Found::default();
     for (name, pod) in &seen.objects.pods {
         of_pod(&mut found, name, pod);
@@ -117,7 +117,40 @@ pub(super) fn of(seen: &Seen, settings: &Settings) -> Sockets {
             found.add(*address, *port, socket);
         }
     }
+    of_gateways(&mut found, seen, planned, &ports);
     found.0
+}
+
+/// Gateways at their addresses inside the tunnel. A grant that was taken back may still be open, so SandboxAccesses are read as
+/// they are in the cluster, too.
+fn of_gateways(found: &mut Found, seen: &Seen, planned: &[&AccessSpec], closed: &BTreeSet<u16>) {
+    let member = &seen.member;
+    let present = member.accesses.iter().flat_map(BTreeMap::values);
+    let present = present.filter_map(|access| access.spec.as_ref().ok());
+    let grants = present.chain(planned.iter().copied()).flat_map(|access| &access.grants);
+    let grants = grants.filter(|((protocol, _), _)| *protocol == Protocol::Tcp);
+    let grants: Vec<_> = grants.map(|((_, port), granted)| (*port, granted)).collect();
+    for (name, gateway) in &member.gateways {
+        let pod = seen.objects.pods.get(name);
+        let node = pod.and_then(|pod| pod.spec.as_ref()?.node_name.clone());
+        let socket = |what: String, serving: bool| Socket {
+            what,
+            node: node.clone(),
+            serving,
+            ..Socket::default()
+        };
+        for address in gateway.addresses.iter().map(IpAddr::to_canonical) {
+            for (port, granted) in &grants {
+                let served = explain::backends(member, &granted.service, None);
+                let serving = gateway.ready && served.iter().any(|backend| backend.ready);
+                let what = format!("gateway {name} for Service {}", granted.service);
+                found.add(address, *port, socket(what, serving));
+            }
+            for port in closed {
+                found.add(address, *port, socket(format!("gateway {name}"), false));
+            }
+        }
+    }
 }
 
 /// Every address that a Node says is its own.
@@ -243,8 +276,50 @@ fn cluster_ips(service: &Service) -> BTreeSet<IpAddr> {
     texts.filter_map(|text| address(text)).collect()
 }
 
-/// The Service that stands in the cluster which asks, for one of the cluster that answers.
-pub(super) fn mirror(from: &Seen, to: &Seen, local: &ObjectName, remote: &ObjectName) -> Sockets {
+/// The ports of gateways that lead to one port of a Service.
+fn at_gateways(
+    to: &Seen,
+    sandbox: &str,
+    planned: &[&AccessSpec],
+    service: &ObjectName,
+    port: u16,
+) -> BTreeSet<Backend> {
+    let member = &to.member;
+    let key = (Protocol::Tcp, port);
+    let ports = member.services.get(service).map_or(&[][..], |service| &service.ports);
+    let names = ports.iter().filter(|own| (own.protocol, own.port) == key);
+    let names: BTreeSet<&str> = names.map(|own| &*own.name).collect();
+    let served = explain::backends(member, service, Some(key));
+    let served = served.iter().any(|backend| backend.ready);
+    let accesses = planned.iter().filter(|access| access.sandbox == sandbox);
+    let grants = accesses.flat_map(|access| &access.grants);
+    let grants = grants
+        .filter(|(at, granted)| at.0 == Protocol::Tcp && granted.service == *service && names.contains(&*granted.port));
+    let serving = |gateway: &&Gateway| gateway.serves(sandbox);
+    let at = |(port, _): (&(Protocol, u16), _)| {
+        let gateways = member.gateways.values().filter(serving);
+        let addresses =
+            gateways.flat_map(|gateway| gateway.addresses.iter().map(|at| (at.to_canonical(), gateway.ready)));
+        let backends = addresses.map(|(address, ready)| Backend {
+            address,
+            node: None,
+            port: *port,
+            ready: ready && served,
+        });
+        backends.collect::<Vec<_>>()
+    };
+    grants.flat_map(at).collect()
+}
+
+/// The Service in the cluster which asks, for one of the cluster that answers. `sandbox` = the name of the cluster which asks, and
+/// the SandboxAccesses planned in the other, where it enters through gateways.
+pub(super) fn mirror(
+    from: &Seen,
+    to: &Seen,
+    local: &ObjectName,
+    remote: &ObjectName,
+    sandbox: Option<(&str, &[&AccessSpec])>,
+) -> Sockets {
     let mut found = Found::default();
     let ours = from
         .member
@@ -257,7 +332,10 @@ pub(super) fn mirror(from: &Seen, to: &Seen, local: &ObjectName, remote: &Object
     let ports = service.spec.iter().flat_map(|spec| spec.ports.iter().flatten());
     for port in ports.filter(|port| port.protocol.as_deref().unwrap_or("TCP") == "TCP") {
         let Ok(number) = u16::try_from(port.port) else { continue };
-        let backends = explain::backends(&to.member, remote, Some((Protocol::Tcp, number)));
+        let backends = match sandbox {
+            Some((name, planned)) => at_gateways(to, name, planned, remote, number),
+            None => explain::backends(&to.member, remote, Some((Protocol::Tcp, number))),
+        };
         for at in cluster_ips(service) {
             let backends: BTreeSet<Backend> = backends
                 .iter()

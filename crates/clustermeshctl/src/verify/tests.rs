@@ -11,6 +11,11 @@ use crate::args::{Args, Command};
 
 /// The hub, a tenant that is trusted, a sandbox that may reach port 5432 of one pod; no Peer is written yet.
 async fn world() -> Outcome {
+    world_with(&[]).await
+}
+
+/// With further files of the hub.
+async fn world_with(more: &[&str]) -> Outcome {
     let fixtures = File::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let mut words = vec!["clustermeshctl".to_owned(), "plan".to_owned()];
     let path = |file: &str| -> PathBuf { fixtures.join(file) };
@@ -24,6 +29,10 @@ async fn world() -> Outcome {
     ] {
         words.push(format!("--cluster={cluster}={}", path(file).display()));
     }
+    words.extend(
+        more.iter()
+            .map(|file| format!("--cluster=mgmt={}", path(file).display())),
+    );
     let Command::Plan(plan) = <Args as clap::Parser>::try_parse_from(words).unwrap().command else {
         unreachable!("the words above are a plan");
     };
@@ -31,7 +40,7 @@ async fn world() -> Outcome {
     read.unwrap_or_else(|problems| panic!("{problems:?}"))
 }
 
-/// What is found from a pod with this address, if the hub's sockets answer so; the tunnel leads to 10.244.1.20 alone.
+/// What is found from a pod with this address, if the hub's sockets answer so; the tunnel leads to 10.244.1.20 and a gateway alone.
 fn row(
     outcome: &Outcome,
     (cluster, node, pod): (&str, &str, &str),
@@ -41,7 +50,12 @@ fn row(
         let (identity, _) = outcome.world.sources.iter().find(|(_, other)| *other == name).unwrap();
         identity
     };
-    let all = sockets::of(outcome.world.seen(identity("mgmt")).unwrap(), &outcome.settings);
+    let hub = identity("mgmt");
+    let all = sockets::of(
+        outcome.world.seen(hub).unwrap(),
+        &outcome.settings,
+        &accesses(outcome, hub),
+    );
     let place = Place {
         cluster: cluster.to_owned(),
         node: node.to_owned(),
@@ -57,7 +71,7 @@ fn row(
         by_socket: all.keys().map(|socket| (*socket, said(socket))).collect(),
     };
     let by = |address: IpAddr| {
-        if address.to_string() == "10.244.1.20" {
+        if ["10.244.1.20", "100.66.255.1"].contains(&&*address.to_string()) {
             "kilo0"
         } else {
             "eth0"
@@ -108,12 +122,41 @@ async fn from_a_sandbox_whatever_answers_but_the_grant_is_a_violation_by_the_tun
 }
 
 #[tokio::test]
+async fn gateway_answers_at_granted_ports_alone() {
+    let outcome = world_with(&["explain/gateways.yaml"]).await;
+    let row = row(&outcome, SANDBOX, |_| "open");
+    let [granted] = &*on(&row.open, Path::Tunnel) else {
+        panic!("{:?}", row.open)
+    };
+    assert!(granted.starts_with("100.66.255.1:"), "{granted}");
+    assert_eq!(
+        row.open[0].what,
+        "gateway clustermesh-gateway/gateway-0 for Service team-x/postgres-rw"
+    );
+    let violations = on(&row.violations, Path::Tunnel);
+    // A grant that is planned no more, the gateway's own port, and the endpoint itself.
+    for socket in ["100.66.255.1:21000", "100.66.255.1:9587", "10.244.1.20:5432"] {
+        assert!(violations.iter().any(|one| one == socket), "{socket}: {violations:?}");
+    }
+}
+
+#[tokio::test]
+async fn silent_gateway_is_reported_with_what_to_look_at() {
+    let outcome = world_with(&["explain/gateways.yaml"]).await;
+    let row = row(&outcome, SANDBOX, |_| "silent");
+    let [item] = &*row.unanswered else {
+        panic!("{:?}", row.unanswered)
+    };
+    assert!(item.message.contains("kubectl get sandboxgateways"), "{}", item.message);
+}
+
+#[tokio::test]
 async fn a_port_that_the_operator_names_is_tried_on_every_node() {
     let outcome = world().await;
     let seen = outcome.world.given.get("mgmt").unwrap();
     let ports = ["8132/TCP", "8133/UDP"].map(|text| text.parse().unwrap());
-    let more = sockets::of(seen, &Settings::closing(&ports).unwrap());
-    let before = sockets::of(seen, &outcome.settings);
+    let more = sockets::of(seen, &Settings::closing(&ports).unwrap(), &[]);
+    let before = sockets::of(seen, &outcome.settings, &[]);
     let more: Vec<String> = (more.keys())
         .filter(|socket| !before.contains_key(socket))
         .map(ToString::to_string)
