@@ -1,6 +1,9 @@
-//! A cluster of untrusted code on whole clusters: it reaches the Service that is named for it and nothing else, also where its
-//! administrator gives the Peers there every address.
+//! A cluster of untrusted code that enters another through gateway pods, on whole clusters: the pods as deploy/gateway.yaml makes
+//! them, with what a kubelet and a container runtime give them and no more. It reaches the Service that is granted to it and
+//! nothing else, also where its administrator gives the gateways' Peers every address.
 
+#[path = "sandbox/gateways.rs"]
+mod gateways;
 mod mesh;
 #[path = "sandbox/race.rs"]
 mod race;
@@ -9,16 +12,18 @@ mod upheavals;
 #[path = "sandbox/verified.rs"]
 mod verified;
 
-use std::collections::BTreeSet;
-use std::net::{IpAddr, SocketAddr};
-use std::time::Instant;
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+    time::Instant,
+};
 
 use base64::{Engine, engine::general_purpose::STANDARD};
 use clustermesh_lab::{
-    Answer, Asker, Attacker, Cluster, Lab, LabPlan, MESH, NAMESPACE, Product, Tunnel, Web, wait_until,
+    Asker, Attacker, Cluster, GATEWAYS, Lab, LabPlan, MESH, NAMESPACE, Product, Tunnel, Web, gateway_ranges, wait_until,
 };
 use ipnet::IpNet;
-use mesh::{HUB, MEMBER, PATIENCE, answers, host, json, pod, seen, url, wireguard};
+use mesh::{HUB, MEMBER, PATIENCE, host, json, pod, url, wireguard};
 use upheavals::Scene;
 
 const SANDBOX: &str = "notebooks";
@@ -37,19 +42,20 @@ struct World<'a> {
 }
 
 #[tokio::test]
-async fn a_sandbox_reaches_the_service_named_for_it_and_nothing_else_also_with_peers_of_its_own_making() {
+async fn sandbox_reaches_what_is_granted_through_gateways_alone() {
     let lab = Lab::start(LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (SANDBOX, 1)]))
         .await
         .unwrap();
     let world = World::up(&lab).await;
-    the_granted_service_answers_under_its_name_and_sees_a_wireguard_address(&world).await;
+    the_granted_service_answers_under_its_name_and_sees_the_gateways(&world).await;
     nothing_of_the_hub_but_what_is_granted_stands_in_the_sandbox(&world).await;
     nothing_there_opens_a_connection_to_the_sandbox(&world).await;
-    routing_there_knows_the_granted_endpoints_and_their_nodes_alone(&world).await;
+    routing_there_knows_the_gateways_alone(&world).await;
+    nothing_of_the_sandbox_is_on_the_hubs_nodes(&world).await;
     verified::verify_tells_what_is_granted_and_names_what_else_is_open(&world).await;
     let attacker = a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(&world).await;
     let scene =
-        upheavals::nothing_more_opens_while_agents_tables_objects_and_nodes_go_and_come(&world, &attacker).await;
+        upheavals::nothing_more_opens_while_gateways_tables_objects_and_nodes_go_and_come(&world, &attacker).await;
     race::nothing_more_opens_while_grants_change_faster_than_they_are_carried_out(&world, &scene).await;
     a_grant_that_is_taken_back_closes_and_so_does_a_mesh_that_is_deleted(&world, &scene).await;
 }
@@ -57,9 +63,10 @@ async fn a_sandbox_reaches_the_service_named_for_it_and_nothing_else_also_with_p
 impl<'a> World<'a> {
     async fn up(lab: &'a Lab) -> Self {
         let (hub, member, sandbox) = (lab.cluster(HUB), lab.cluster(MEMBER), lab.cluster(SANDBOX));
-        let product = Product::install(lab, &[HUB, MEMBER, SANDBOX], Tunnel::Userspace, &|_| {})
+        let mut product = Product::install(lab, &[HUB, MEMBER, SANDBOX], Tunnel::Userspace, &|_| {})
             .await
             .unwrap();
+        product.install_gateways(&["default"]).await.unwrap();
         // What an API server of a trusting cluster refuses by itself, with both lists set: agents and controller work within them.
         let admission =
             std::fs::read_to_string(format!("{}/../../deploy/admission.yaml", env!("CARGO_MANIFEST_DIR"))).unwrap();
@@ -72,7 +79,11 @@ impl<'a> World<'a> {
                     .iter()
                     .map(|node| IpNet::from(IpAddr::from(node.address()))),
             );
-            networks.iter().map(IpNet::to_string).collect::<Vec<_>>().join(", ")
+            let mut networks: Vec<String> = networks.iter().map(IpNet::to_string).collect();
+            if plan.name == HUB {
+                networks.extend(gateway_ranges(plan));
+            }
+            networks.join(", ")
         };
         for (cluster, other) in [(&hub, &member), (&member, &hub)] {
             let incoming = format!("{}, {}", networks(other), sandbox.plan().wireguard_cidr);
@@ -122,10 +133,6 @@ impl<'a> World<'a> {
         }
     }
 
-    fn granted(&self) -> BTreeSet<SocketAddr> {
-        self.hub_webs.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect()
-    }
-
     /// The WireGuard address of the sandbox's node.
     async fn wireguard(&self) -> IpAddr {
         wireguard(&self.sandbox, &self.sandbox_webs[0].node).await
@@ -143,25 +150,44 @@ impl<'a> World<'a> {
     }
 }
 
-async fn the_granted_service_answers_under_its_name_and_sees_a_wireguard_address(world: &World<'_>) {
+async fn the_granted_service_answers_under_its_name_and_sees_the_gateways(world: &World<'_>) {
     let service = world.sandbox.cluster_ip("default", "hub-web").await.unwrap();
-    let saw = world.wireguard().await;
-    let want: Vec<Answer> = world.hub_webs.iter().map(|web| seen(web, saw)).collect();
+    let gateways: BTreeSet<IpAddr> = world.gateways().await.iter().map(|gateway| gateway.pod.ip).collect();
+    assert_eq!(gateways.len(), 2);
+    let webs: BTreeSet<&str> = world.hub_webs.iter().map(|web| &*web.name).collect();
     for from in world.askers() {
-        answers(world.lab, &from, &url(service, 80), &want).await;
+        let (mut answered, mut saw) = (BTreeSet::new(), BTreeSet::new());
+        let every = async || {
+            let answer = world.lab.ask_until_answered(&from, &url(service, 80)).await;
+            let answer = answer.map_err(|error| error.to_string())?;
+            assert!(
+                webs.contains(&*answer.pod) && gateways.contains(&answer.saw),
+                "{answer:?}"
+            );
+            answered.insert(answer.pod);
+            saw.insert(answer.saw);
+            if answered.len() == webs.len() && saw == gateways {
+                Ok(())
+            } else {
+                Err(format!("{answered:?} saw {saw:?}"))
+            }
+        };
+        let what = format!("every web server to answer {from} through every gateway");
+        wait_until(what, PATIENCE, every).await.unwrap();
     }
 }
 
 async fn nothing_of_the_hub_but_what_is_granted_stands_in_the_sandbox(world: &World<'_>) {
     let text = world.sandbox.everything().await.unwrap();
-    let granted: BTreeSet<String> = world.granted().iter().map(|socket| socket.ip().to_string()).collect();
-    for (cluster, pods) in [(&world.hub, true), (&world.member, false)] {
+    for gateway in world.gateways().await {
+        assert!(text.contains(&gateway.address.to_string()), "{gateway:?}");
+    }
+    for (cluster, gateways) in [(&world.hub, true), (&world.member, false)] {
         for (socket, what) in cluster.sockets().await.unwrap() {
             let ip = socket.ip().to_string();
-            let known = granted.contains(&ip)
-                // Where its own nodes send UDP, and whose ICMP errors they believe; every cluster has such an API Service.
-                || pods && (what.starts_with("node ") || what.starts_with("WireGuard of node"))
-                || what == "Service kubernetes" || what == "Service kube-dns";
+            // Where it dials the gateways: ports of their nodes. Every cluster has such Services.
+            let known =
+                gateways && what.starts_with("node ") || what == "Service kubernetes" || what == "Service kube-dns";
             assert!(
                 known || !text.contains(&format!("{ip}\"")) && !text.contains(&format!("{ip}/")),
                 "{ip} ({what}) is known there"
@@ -178,7 +204,7 @@ async fn nothing_of_the_hub_but_what_is_granted_stands_in_the_sandbox(world: &Wo
 }
 
 /// What is a cluster's alone: its pods' names, its objects' UIDs, its authority's certificate, and what is in its Secrets, but for
-/// the one that leads to the sandbox.
+/// the one that leads to the sandbox. Gateways' pods have the names of the Peers that lead to them.
 async fn names_and_credentials(cluster: &Cluster<'_>) -> BTreeSet<String> {
     let kinds = "nodes,pods,services,endpointslices,configmaps,secrets,serviceaccounts";
     let objects = json(cluster, &["get", kinds, "-A"]).await;
@@ -196,7 +222,7 @@ async fn names_and_credentials(cluster: &Cluster<'_>) -> BTreeSet<String> {
         let data = object["data"].as_object().into_iter().flatten();
         let data = data.map(|(_, value)| value.as_str().unwrap());
         match kind {
-            "Pod" => all.extend([name.to_owned()]),
+            "Pod" if object["metadata"]["namespace"] != GATEWAYS => all.extend([name.to_owned()]),
             "ConfigMap" if name == "kube-root-ca.crt" => all.extend(data.flat_map(words)),
             "Secret" if name != format!("{SANDBOX}-kubeconfig") => {
                 for value in data {
@@ -219,7 +245,9 @@ async fn nothing_there_opens_a_connection_to_the_sandbox(world: &World<'_>) {
     let _listener = world.lab.node(node).spawn("listener", words).unwrap();
     // All of them listen there.
     world.lab.until_open(&host(node), &targets.into()).await.unwrap();
-    for web in world.hub_webs.iter().chain(&world.member_webs) {
+    let gateways = world.gateways().await;
+    let pods = gateways.iter().map(|gateway| &gateway.pod);
+    for web in pods.chain(&world.hub_webs).chain(&world.member_webs) {
         for from in [pod(web), host(&web.node)] {
             let open = world.lab.scan(&from, targets).await.unwrap();
             assert_eq!(open, BTreeSet::new(), "{from} reached the sandbox");
@@ -227,41 +255,63 @@ async fn nothing_there_opens_a_connection_to_the_sandbox(world: &World<'_>) {
     }
 }
 
-async fn routing_there_knows_the_granted_endpoints_and_their_nodes_alone(world: &World<'_>) {
-    let mut expected: BTreeSet<String> = world.granted().iter().map(|socket| socket.ip().to_string()).collect();
-    for web in &world.hub_webs {
-        expected.insert(wireguard(&world.hub, &web.node).await.to_string());
-    }
+async fn routing_there_knows_the_gateways_alone(world: &World<'_>) {
+    let gateways = world.gateways().await;
+    let expected = gateways.iter().map(|gateway| gateway.address.to_string()).collect();
     let carried = world.lab.carried(&world.sandbox_webs[0].node).await.unwrap();
     assert_eq!(carried, expected);
+}
+
+async fn nothing_of_the_sandbox_is_on_the_hubs_nodes(world: &World<'_>) {
+    let objects = ["get", "peers,peerpolicies", "-o", "yaml"];
+    let objects = world.hub.kubectl(objects).await.unwrap().stdout;
+    let peer = world.wireguard().await.to_string();
+    assert!(!objects.contains(SANDBOX) && !objects.contains(&peer), "{objects}");
+    // What such a Peer would show, of the member that has one.
+    assert!(objects.contains(MEMBER));
+    let member = wireguard(&world.member, &world.member_webs[0].node).await.to_string();
+    let kernel: [&[&str]; 5] = [
+        &["ip", "address"],
+        &["ip", "rule"],
+        &["ip", "route", "show", "table", "all"],
+        &["nft", "list", "ruleset"],
+        &["ip", "neighbour"],
+    ];
+    for node in world.hub.nodes() {
+        let mut text = String::new();
+        for words in kernel {
+            text += &node.exec(words).await.unwrap().stdout;
+        }
+        assert!(text.contains(&member), "{text}");
+        for word in [SANDBOX, &peer] {
+            assert!(!text.contains(word), "{word} is on {}: {text}", node.name());
+        }
+    }
 }
 
 async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a>(
     world: &'a World<'a>,
 ) -> Attacker<'a> {
-    let all = world
-        .sandbox
-        .sockets_beyond(&[&world.hub, &world.member], &world.granted())
-        .await
-        .unwrap();
+    let granted = world.granted().await;
+    let all = world.all_sockets().await;
     println!("{} sockets to scan", all.len());
     // What the underlay lets through without any mesh is for NetworkPolicies.
     for from in world.askers() {
         let open = world.lab.scan(&from, all.keys().copied()).await.unwrap();
         println!("from {from}, as its routes are: {open:?}");
-        assert!(open.is_superset(&world.granted()));
+        assert!(open.is_superset(&granted));
     }
     let attacker = Attacker::new(world.lab, SANDBOX, &world.sandbox_webs[0].node)
         .await
         .unwrap();
-    assert_eq!(attacker.peers.len(), world.hub_webs.len());
+    assert_eq!(attacker.peers.len(), 2);
     let addresses = all.keys().map(SocketAddr::ip).collect();
+    let mut found = BTreeSet::new();
     for chosen in &attacker.peers {
         let left = attacker.leads_through(chosen, &addresses).await.unwrap();
         assert_eq!(left, BTreeSet::new());
-        let node = Attacker::node_of(chosen);
-        let there = world.hub_webs.iter().filter(|web| web.node == node);
-        let granted: BTreeSet<SocketAddr> = there.map(|web| SocketAddr::new(web.ip, 8080)).collect();
+        let at = world.gateway_of(chosen).await.address;
+        let granted: BTreeSet<SocketAddr> = granted.iter().filter(|socket| socket.ip() == at).copied().collect();
         for from in world.askers() {
             // Of a scan's first packets a session that is still to be made holds some and loses the others.
             world.lab.until_open(&from, &granted).await.unwrap();
@@ -269,14 +319,15 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a
             println!("from {from}, all of it through {chosen}: {open:?}");
             assert_eq!(open, granted);
         }
+        found.extend(granted);
     }
+    assert_eq!(found, granted);
     attacker
 }
 
-/// After everything was led through one node, and while everything is still scanned.
+/// After everything was led through one gateway, and while everything is still scanned.
 async fn a_grant_that_is_taken_back_closes_and_so_does_a_mesh_that_is_deleted(world: &World<'_>, scene: &Scene<'_>) {
-    let granted = world.hub.webs().await.unwrap();
-    let granted: BTreeSet<SocketAddr> = granted.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect();
+    let granted = world.granted().await;
     let closed = async |how: &str, called: Instant| {
         for from in world.askers() {
             world.lab.until_closed(&from, &granted).await.unwrap();
@@ -292,6 +343,7 @@ async fn a_grant_that_is_taken_back_closes_and_so_does_a_mesh_that_is_deleted(wo
     let called = Instant::now();
     world.hub.apply(&granting(&[])).await.unwrap();
     closed("the grant taken back", called).await;
+    world.no_access().await;
 
     world.hub.apply(&granting(&[(SANDBOX, GRANT)])).await.unwrap();
     scene.settled("after the grant was given again").await;
@@ -299,14 +351,8 @@ async fn a_grant_that_is_taken_back_closes_and_so_does_a_mesh_that_is_deleted(wo
     let called = Instant::now();
     world.hub.kubectl(delete).await.unwrap();
     closed("the mesh deleted", called).await;
-    wait_until("the sandbox's objects to go", PATIENCE, async || {
-        let there = world.hub.try_kubectl(["get", "peers,peerpolicies", "-o", "name"]).await;
-        let there = there.map_err(|error| error.to_string())?.stdout;
-        if there.contains(SANDBOX) { Err(there) } else { Ok(()) }
-    })
-    .await
-    .unwrap();
-    // Without its Peers and policies, too.
+    world.no_access().await;
+    // Without any object of the mesh, too.
     scene.nothing_answers("the mesh gone").await;
     scene.round().await;
 }

@@ -1,57 +1,102 @@
 //! What is closed to a sandbox stays closed whatever happens in the cluster that serves it: everything is scanned without a
-//! pause, through one node there, while its agent, its table, the objects that it lives by and the node itself go and come.
+//! pause, through one gateway there, while its container, its table, its pod, the object that it lives by and its node go and come.
 
 use std::{collections::BTreeSet, net::SocketAddr};
 
-use clustermesh_lab::{AGENT_NAMESPACE, Attacker, NAMESPACE, Node, Watch, wait_until};
-use nix::sys::signal::Signal;
+use clustermesh_lab::{Attacker, GATEWAYS, NAMESPACE, Node, Watch, wait_until};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::json;
 
 use super::{
-    SANDBOX, World,
-    mesh::{PATIENCE, json},
+    World,
+    gateways::{Gateway, access_name},
+    mesh::{PATIENCE, json as get},
 };
 
 /// How often a table is deleted.
 const TIMES: usize = 15;
+/// The HTTP port of gateways. A gateway's pod answers at it itself, so it is open to sandboxes while there is no table.
+const ADMIN: u16 = 9587;
+/// Where a widened SandboxAccess leads.
+const WIDENED: [u16; 2] = [20_443, 20_053];
 
-/// The node that is struck, and who looks on.
+/// The gateway that is struck, and who looks on.
 pub(super) struct Scene<'a> {
     world: &'a World<'a>,
-    pub(super) node: Node<'a>,
-    /// What is granted of it.
+    gateway: Gateway,
+    node: Node<'a>,
+    /// What is granted at it.
     pub(super) granted: BTreeSet<SocketAddr>,
+    /// What may open besides.
+    tolerated: BTreeSet<SocketAddr>,
     all: BTreeSet<SocketAddr>,
     watches: Vec<Watch>,
 }
 
 /// Returns the scene as it stands then.
-pub(super) async fn nothing_more_opens_while_agents_tables_objects_and_nodes_go_and_come<'a>(
+pub(super) async fn nothing_more_opens_while_gateways_tables_objects_and_nodes_go_and_come<'a>(
     world: &'a World<'a>,
     attacker: &Attacker<'_>,
 ) -> Scene<'a> {
     let peer = attacker.peers.last().unwrap();
-    let name = Attacker::node_of(peer);
-    let scene = Scene::new(world, name).await;
+    let scene = Scene::new(world, world.gateway_of(peer).await).await;
     scene.settled("at the start").await;
 
-    let old = scene.node.pids_of("wg-agent").unwrap();
-    scene.node.signal("wg-agent", Signal::SIGKILL).unwrap();
-    scene.another_agent(&old).await;
-    scene.settled("after SIGKILL of the agent").await;
-
-    let restart = ["-n", AGENT_NAMESPACE, "rollout", "restart", "daemonset/wg-agent"];
-    world.hub.kubectl(restart).await.unwrap();
-    world.hub.rollout(AGENT_NAMESPACE, "daemonset/wg-agent").await.unwrap();
-    scene.settled("after an upgrade of the agents").await;
-
-    let flush = ["nft", "flush", "table", "inet", "clustermesh"];
-    scene.node.exec(flush).await.unwrap();
+    scene.kill_container().await;
+    scene.settled("after SIGKILL of the gateway").await;
+    let nft = ["nft", "flush", "table", "inet", "clustermesh"];
+    let flushed = scene.node.pod_exec(scene.gateway.pod.ip, nft).await.unwrap();
+    assert!(flushed.status.success(), "{flushed:?}");
     scene.settled("after nft flush table").await;
-    let delete = ["nft", "delete", "table", "inet", "clustermesh"];
+    drop(scene);
+    the_table_goes(Scene::new(world, world.gateway_of(peer).await).await).await;
+    let scene = Scene::new(world, world.gateway_of(peer).await).await;
+
+    let delete = ["-n", GATEWAYS, "delete", "pod", &scene.gateway.pod.name];
+    world.hub.kubectl(delete).await.unwrap();
+    scene.follow(attacker, peer).await;
+    scene.settled("after the gateway's pod was deleted").await;
+
+    the_access_is_widened_and_deleted_without_a_controller(&scene, attacker).await;
+
+    world.hub.kill_api().unwrap();
+    scene.kill_container().await;
+    scene.round().await;
+    world.hub.start_api().await.unwrap();
+    scene
+        .settled("after a start of the gateway while its API server was away")
+        .await;
+
+    scene.node.power_cut().await.unwrap();
+    scene.node.power_on().await.unwrap();
+    world.hub.rollout("default", "deployment/web").await.unwrap();
+    scene.follow(attacker, peer).await;
+    scene.nothing_but_what_was_granted();
+    // Pods of that node have other addresses.
+    let addresses = world.all_sockets().await.keys().map(SocketAddr::ip).collect();
+    let left = attacker.leads_through(peer, &addresses).await.unwrap();
+    assert_eq!(left, BTreeSet::new());
+    let scene = Scene::new(world, world.gateway_of(peer).await).await;
+    scene.settled("after the node was started anew").await;
+    scene
+}
+
+async fn the_table_goes(mut scene: Scene<'_>) {
+    let gateway = &scene.gateway;
+    scene.tolerated = [gateway.pod.ip, gateway.address]
+        .map(|ip| SocketAddr::new(ip, ADMIN))
+        .into();
+    let delete = async || {
+        let words = ["nft", "delete", "table", "inet", "clustermesh"];
+        scene.node.pod_exec(scene.gateway.pod.ip, words).await.unwrap()
+    };
     // A moment is short, and a scan asks once a second.
     for _ in 0..TIMES {
         wait_until("the table", PATIENCE, async || {
-            let deleted = scene.node.try_exec(delete).await.map_err(|error| error.to_string())?;
+            let deleted = delete().await;
             if deleted.status.success() {
                 Ok(())
             } else {
@@ -65,18 +110,22 @@ pub(super) async fn nothing_more_opens_while_agents_tables_objects_and_nodes_go_
         .settled(&format!("after nft delete table, {TIMES} times over"))
         .await;
 
-    // What came meanwhile is on its way before the agent hears of it.
-    scene.node.signal("wg-agent", Signal::SIGSTOP).unwrap();
-    scene.node.exec(delete).await.unwrap();
+    // What came meanwhile is on its way before the gateway hears of it.
+    scene.signal(Signal::SIGSTOP);
+    let deleted = delete().await;
+    assert!(deleted.status.success(), "{deleted:?}");
     scene.round().await;
-    scene.node.signal("wg-agent", Signal::SIGCONT).unwrap();
+    scene.signal(Signal::SIGCONT);
     scene
-        .settled("after nft delete table beside an agent that stood still")
+        .settled("after nft delete table beside a gateway that stood still")
         .await;
+}
 
+async fn the_access_is_widened_and_deleted_without_a_controller(scene: &Scene<'_>, attacker: &Attacker<'_>) {
+    let hub = &scene.world.hub;
     let scale =
         |replicas: &str| ["-n", NAMESPACE, "scale", "deployment/clustermesh-controller", replicas].map(str::to_owned);
-    world.hub.kubectl(scale("--replicas=0")).await.unwrap();
+    hub.kubectl(scale("--replicas=0")).await.unwrap();
     let gone = [
         "-n",
         NAMESPACE,
@@ -87,17 +136,27 @@ pub(super) async fn nothing_more_opens_while_agents_tables_objects_and_nodes_go_
         "app.kubernetes.io/name=clustermesh-controller",
         "--timeout=60s",
     ];
-    world.hub.kubectl(gone).await.unwrap();
-    let policy = format!("{}--{SANDBOX}", clustermesh_lab::MESH);
-    let wide = r#"{"spec": {"isolationProfile": null, "allow": [{"to": ["0.0.0.0/0"]}]}}"#;
-    let widen = ["patch", "peerpolicy", &policy, "--type=merge", "-p", wide];
-    let refused = world.hub.try_kubectl(widen).await.unwrap();
+    hub.kubectl(gone).await.unwrap();
+    // The API server, and a Service of a namespace whose owner lets gateways read nothing.
+    let access = scene.world.access().await;
+    let mut grants = access["spec"]["grants"].as_array().unwrap().clone();
+    let services = [
+        ("default", "kubernetes", "https"),
+        ("kube-system", "kube-dns", "dns-tcp"),
+    ];
+    grants.extend(services.into_iter().zip(WIDENED).map(|((namespace, name, port), at)| {
+        json!({"service": {"namespace": namespace, "name": name}, "port": port, "gatewayPort": at})
+    }));
+    let wide = json!({"spec": {"grants": grants}}).to_string();
+    let name = access_name();
+    let widen = ["patch", "sandboxaccess", &name, "--type=merge", "-p", &wide];
+    let refused = hub.try_kubectl(widen).await.unwrap();
     assert!(refused.stderr.contains("ValidatingAdmissionPolicy"), "{refused:?}");
     // Where deploy/admission.yaml is not applied.
     let admission = ["delete", "validatingadmissionpolicybinding", "clustermesh-objects"];
-    world.hub.kubectl(admission).await.unwrap();
-    wait_until("the policy to be widened by hand", PATIENCE, async || {
-        let widened = world.hub.try_kubectl(widen).await.map_err(|error| error.to_string())?;
+    hub.kubectl(admission).await.unwrap();
+    wait_until("the SandboxAccess to be widened by hand", PATIENCE, async || {
+        let widened = hub.try_kubectl(widen).await.map_err(|error| error.to_string())?;
         if widened.status.success() {
             Ok(())
         } else {
@@ -106,101 +165,98 @@ pub(super) async fn nothing_more_opens_while_agents_tables_objects_and_nodes_go_
     })
     .await
     .unwrap();
-    scene.round().await;
-    world.hub.kubectl(["delete", "peerpolicy", &policy]).await.unwrap();
-    scene.round().await;
-    // The next controller asks at once. What follows takes all grants away, and gives them again.
-    attacker.lets_read().await.unwrap();
-    world.hub.kubectl(scale("--replicas=1")).await.unwrap();
-    world
-        .hub
-        .rollout(NAMESPACE, "deployment/clustermesh-controller")
-        .await
-        .unwrap();
-    scene
-        .settled("after a policy that was widened and deleted by hand, without a controller")
-        .await;
-
-    let old = scene.node.pids_of("wg-agent").unwrap();
-    world.hub.kill_api().unwrap();
-    scene.node.signal("wg-agent", Signal::SIGKILL).unwrap();
-    scene.another_agent(&old).await;
-    scene.round().await;
-    world.hub.start_api().await.unwrap();
-    scene
-        .settled("after a start of the agent while its API server was away")
-        .await;
-
-    scene.node.power_cut().await.unwrap();
-    scene.node.power_on().await.unwrap();
-    world.hub.rollout("default", "deployment/web").await.unwrap();
-    let key = wait_until("the node's new key", PATIENCE, async || {
-        let node = json(&world.hub, &["get", "node", name]).await;
-        let key = node["metadata"]["annotations"]["kilo.squat.ai/key"]
-            .as_str()
-            .unwrap_or_default()
-            .to_owned();
-        let peers = json(&world.sandbox, &["get", "peer", peer]).await;
-        if key.is_empty() || peers["spec"]["publicKey"] == key {
-            Err(key)
+    let generation = scene.world.access().await["metadata"]["generation"].clone();
+    wait_until("the gateway to refuse the other Services", PATIENCE, async || {
+        let gateway = get(hub, &["-n", GATEWAYS, "get", "sandboxgateway", &scene.gateway.pod.name]).await;
+        let status = &gateway["status"];
+        let refused = status["refused"].as_array().map_or(0, Vec::len);
+        if status["applied"][0]["generation"] == generation && refused == WIDENED.len() {
+            Ok(())
         } else {
-            Ok(key)
+            Err(status.to_string())
         }
     })
     .await
     .unwrap();
-    // Its pods have other addresses, and it has another key.
-    scene.nothing_but_what_was_granted();
-    attacker.follows(peer, &key).await.unwrap();
-    let all = world
-        .sandbox
-        .sockets_beyond(&[&world.hub, &world.member], &granted(world).await)
+    scene.round().await;
+    hub.kubectl(["delete", "sandboxaccess", &name]).await.unwrap();
+    for from in scene.world.askers() {
+        scene.world.lab.until_closed(&from, &scene.granted).await.unwrap();
+    }
+    scene.round().await;
+    // The next controller asks at once. What follows takes all grants away, and gives them again.
+    attacker.lets_read().await.unwrap();
+    hub.kubectl(scale("--replicas=1")).await.unwrap();
+    hub.rollout(NAMESPACE, "deployment/clustermesh-controller")
         .await
         .unwrap();
-    let addresses = all.keys().map(SocketAddr::ip).collect();
-    let left = attacker.leads_through(peer, &addresses).await.unwrap();
-    assert_eq!(left, BTreeSet::new());
-    let scene = Scene::new(world, name).await;
-    scene.settled("after the node was started anew").await;
     scene
-}
-
-async fn granted(world: &World<'_>) -> BTreeSet<SocketAddr> {
-    let webs = world.hub.webs().await.unwrap();
-    webs.iter().map(|web| SocketAddr::new(web.ip, 8080)).collect()
+        .settled("after a SandboxAccess that was widened and deleted by hand, without a controller")
+        .await;
 }
 
 impl<'a> Scene<'a> {
     /// Looks on from the sandbox's pod and from its node.
-    async fn new(world: &'a World<'a>, node: &str) -> Self {
-        let granted = granted(world).await;
-        let all = world
-            .sandbox
-            .sockets_beyond(&[&world.hub, &world.member], &granted)
-            .await
-            .unwrap();
+    async fn new(world: &'a World<'a>, gateway: Gateway) -> Self {
+        let mut all = world.all_sockets().await;
+        all.extend(WIDENED.map(|port| (SocketAddr::new(gateway.address, port), "widened".to_owned())));
         println!("{} sockets, without a pause", all.len());
         let watch = |from| world.lab.scan_on(&from, all.keys().copied()).unwrap();
-        let webs = world.hub.webs().await.unwrap();
-        let here = webs.iter().filter(|web| web.node == node);
+        let granted = world.granted().await.into_iter();
         Self {
             world,
-            node: world.lab.node(node),
-            granted: here.map(|web| SocketAddr::new(web.ip, 8080)).collect(),
+            node: world.lab.node(&gateway.pod.node),
+            granted: granted.filter(|socket| socket.ip() == gateway.address).collect(),
+            tolerated: BTreeSet::new(),
             all: all.keys().copied().collect(),
             watches: world.askers().map(watch).into(),
+            gateway,
         }
     }
 
-    async fn another_agent(&self, old: &[i32]) {
-        wait_until("another agent", PATIENCE, async || {
-            match self.node.pids_of("wg-agent").map_err(|error| error.to_string())? {
-                now if now.is_empty() || now == old => Err(format!("{now:?}, was {old:?}")),
-                _ => Ok(()),
+    /// Processes of the gateway. The agent of its node has the same name.
+    fn pids(&self) -> Vec<i32> {
+        let gateway = |pid: &i32| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+            words.contains(&&b"--mode=gateway"[..]) && !words.contains(&&b"prepare"[..])
+        };
+        let pids = self.node.pids_of("wg-agent").unwrap().into_iter();
+        pids.filter(gateway).collect()
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pids = self.pids();
+        assert_eq!(pids.len(), 1, "{pids:?}");
+        kill(Pid::from_raw(pids[0]), signal).unwrap();
+    }
+
+    /// Kills it, and returns when the kubelet has started it again.
+    async fn kill_container(&self) {
+        let old = self.pids();
+        self.signal(Signal::SIGKILL);
+        wait_until("the next process", PATIENCE, async || match self.pids() {
+            now if now.is_empty() || now == old => Err(format!("{now:?}, was {old:?}")),
+            _ => Ok(()),
+        })
+        .await
+        .unwrap();
+    }
+
+    /// The sandbox's administrator takes the key of a new pod, which the controller may not write there.
+    async fn follow(&self, attacker: &Attacker<'_>, peer: &str) {
+        let name = &self.gateway.pod.name;
+        let old = get(&self.world.sandbox, &["get", "peer", peer]).await["spec"]["publicKey"].clone();
+        let key = wait_until("the gateway's new key", PATIENCE, async || {
+            let object = get(&self.world.hub, &["-n", GATEWAYS, "get", "sandboxgateway", name]).await;
+            match object["status"]["publicKey"].as_str() {
+                Some(key) if old != key => Ok(key.to_owned()),
+                other => Err(format!("{other:?}")),
             }
         })
         .await
         .unwrap();
+        attacker.follows(peer, &key).await.unwrap();
     }
 
     /// Everything is asked once more.
@@ -214,9 +270,10 @@ impl<'a> Scene<'a> {
     fn nothing_but_what_was_granted(&self) {
         for watch in &self.watches {
             let opened = watch.opened();
+            let more: BTreeSet<_> = opened.difference(&self.granted).collect();
             assert!(
-                opened.is_subset(&self.granted),
-                "{opened:?}, granted {:?}",
+                more.iter().all(|socket| self.tolerated.contains(socket)),
+                "{more:?}, granted {:?}",
                 self.granted
             );
         }

@@ -24,7 +24,8 @@ pub(super) async fn verify_tells_what_is_granted_and_names_what_else_is_open(wor
     let report = verify(&kubeconfig, &[]).await;
     println!("verify, all of it: {:.1} s", started.elapsed().as_secs_f64());
     assert_eq!(report["exitCode"], 0, "{report:#}");
-    let granted: BTreeSet<String> = world.granted().iter().map(ToString::to_string).collect();
+    let open = world.granted().await;
+    let granted: BTreeSet<String> = open.iter().map(ToString::to_string).collect();
     let mirror = world.sandbox.cluster_ip("default", "hub-web").await.unwrap();
     let named: BTreeSet<String> = granted.iter().cloned().chain([format!("{mirror}:80")]).collect();
     for kind in ["node", "pod"] {
@@ -76,7 +77,7 @@ pub(super) async fn verify_tells_what_is_granted_and_names_what_else_is_open(wor
     world.product.mesh_up(&unpaused).await.unwrap();
     // Should something have been written after all: a change of grants costs a handshake.
     for from in world.askers() {
-        world.lab.until_open(&from, &world.granted()).await.unwrap();
+        world.lab.until_open(&from, &open).await.unwrap();
     }
     println!("verify, twice: {:.1} s", started.elapsed().as_secs_f64());
 }
@@ -131,7 +132,7 @@ async fn a_member_that_is_not_reached_is_named_and_the_rest_is_explained(
 ) {
     let from = format!("{SANDBOX}/{}", world.sandbox_webs[0].node);
     let mut words = vec!["clustermeshctl".to_owned(), "explain".to_owned(), from];
-    words.push(format!("{HUB}/default/svc/web:80"));
+    words.push(world.granted().await.first().unwrap().to_string());
     words.push(format!("--kubeconfig={}", kubeconfig.display()));
     let flags = [
         "--context=mgmt",

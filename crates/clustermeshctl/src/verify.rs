@@ -238,6 +238,13 @@ impl<'a> Verify<'a> {
     ) -> Sockets {
         let mut tried = all.clone();
         tried.retain(|socket, _| !own.means_itself(*socket));
+        if !self.confined(from.identity) {
+            // Gateways serve sandboxes alone.
+            let gateways = || to.seen.member.gateways.values().flat_map(|gateway| &gateway.addresses);
+            for (at, socket) in &mut tried {
+                socket.serving &= !gateways().any(|address| address.to_canonical() == at.ip());
+            }
+        }
         let left_out = all.len() - tried.len();
         if left_out > 0 {
             notes.push(format!(

@@ -45,7 +45,9 @@ pub use image::ImageSpec;
 pub use lab::{Cluster, Lab, Node};
 pub use machine::{Clock, Ended, Machine};
 pub use plan::{ClusterPlan, LabPlan, NodeName, NodePlan, PlanV6, ProxyMode, Uplink, Workers};
-pub use product::{AGENT_NAMESPACE, GATEWAYS, Gateway, Granted, MESH, NAMESPACE, Product, ProductImages, Tunnel};
+pub use product::{
+    AGENT_NAMESPACE, GATEWAYS, Gateway, Granted, MESH, NAMESPACE, Product, ProductImages, Tunnel, gateway_ranges,
+};
 pub use run::{down_all, down_kept, standing};
 pub use scan::{Echo, INFRASTRUCTURE, Watch};
 pub use supervisor::stages;

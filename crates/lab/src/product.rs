@@ -16,7 +16,7 @@ use kube::{
     api::{ApiResource, DynamicObject, GroupVersionKind, ListParams},
 };
 
-pub use gateways::GATEWAYS;
+pub use gateways::{GATEWAYS, gateway_ranges};
 pub use granted::{Gateway, Granted};
 pub use images::ProductImages;
 
@@ -243,7 +243,7 @@ impl<'a> Product<'a> {
                 networks(cluster.plan(), position == 0)
             };
             if position == 0 && self.gateways {
-                networks.extend(gateways::ranges(cluster.plan()));
+                networks.extend(gateway_ranges(cluster.plan()));
             }
             text.push_str(&format!("    allowedNetworks: [{}]\n", networks.join(", ")));
             if let Workers::Pods { of, .. } = &cluster.plan().workers {

@@ -7,7 +7,8 @@ use crate::{ClusterPlan, Result, command::argv};
 pub const GATEWAYS: &str = "clustermesh-gateway";
 
 /// Where the gateways of a cluster have their WireGuard addresses: of the families of its pods.
-pub(super) fn ranges(plan: &ClusterPlan) -> Vec<String> {
+#[must_use]
+pub fn gateway_ranges(plan: &ClusterPlan) -> Vec<String> {
     let mut ranges = vec!["100.127.255.0/28".to_owned()];
     if plan.v6.is_some() {
         ranges.push("fd00:127:255::/124".to_owned());
@@ -56,7 +57,10 @@ fn configuration(plan: &ClusterPlan, namespaces: &[&str]) -> Vec<Vec<String>> {
     let mut endpoints = vec![plan.pod_cidr.to_string()];
     endpoints.extend(plan.v6.iter().map(|v6| v6.pod_cidr.to_string()));
     let mut config_map = argv(["-n", GATEWAYS, "create", "configmap", GATEWAYS]);
-    config_map.push(format!("--from-literal=gateway-cidr={}", ranges(plan).join(",")));
+    config_map.push(format!(
+        "--from-literal=gateway-cidr={}",
+        gateway_ranges(plan).join(",")
+    ));
     config_map.push(format!("--from-literal=endpoint-network={}", endpoints.join(",")));
     let bindings = namespaces.iter().map(|namespace| {
         let mut words = argv(["-n", namespace, "create", "rolebinding", GATEWAYS]);
