@@ -77,6 +77,7 @@ async fn a_grant_taken_back_while_its_target_is_away_is_pending_until_it_is_clos
         ("10.2.1.9", "tenant-a-1"),
     )
     .await;
+    gateways::install(&world, "tenant-a", 2).await;
     let _controller = world.controller().await;
     let mut mesh = world.mesh();
     let entry = &mut mesh["spec"]["clusters"][2];
@@ -87,9 +88,7 @@ async fn a_grant_taken_back_while_its_target_is_away_is_pending_until_it_is_clos
         "ports": [{"port": 5432}], "as": {"namespace": "default", "name": "db"},
     }]);
     world.apply_mesh(&mesh).await;
-    world
-        .until_peers("notebooks", &["prod--tenant-a--tenant-a-1"], SOON)
-        .await;
+    world.until_condition("EgressResolved", "True/Resolved", SOON).await;
     world.until_condition("Ready", "True/Meshed", SOON).await;
     hostile::a_sandbox_moves_nothing_elsewhere_whatever_its_services_and_nodes_say(&world).await;
 

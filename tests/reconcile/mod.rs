@@ -403,13 +403,11 @@ impl World {
             let kinds = "peers.kilo.squat.ai,peerpolicies.kilo.squat.ai,services,endpointslices";
             let columns =
                 "-o=jsonpath={range .items[*]}{.kind}/{.metadata.name} {.metadata.resourceVersion}{\"\\n\"}{end}";
-            let listed = self
-                .lab
-                .cluster(name)
-                .kubectl(["get", kinds, "-A", columns])
-                .await
-                .unwrap()
-                .stdout;
+            let cluster = self.lab.cluster(name);
+            let mut listed = cluster.kubectl(["get", kinds, "-A", columns]).await.unwrap().stdout;
+            // There only where gateways are installed.
+            let accesses = cluster.try_kubectl(["get", "sandboxaccesses", columns]).await.unwrap();
+            listed.push_str(&accesses.stdout);
             for line in listed.lines() {
                 let (object, version) = line.split_once(' ').unwrap();
                 versions.insert(format!("{name} {object}"), version.to_owned());

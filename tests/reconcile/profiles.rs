@@ -231,6 +231,7 @@ async fn three_clusters() -> World {
         world.node(name, m, 2).await;
     }
     sandbox::service(&world, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
+    gateways::install(&world, "mgmt", 1).await;
     world
 }
 
@@ -294,8 +295,8 @@ async fn a_profile_changed_live_in_every_direction_never_leaves_wide_peers_witho
                 ((2, true), Some(true)),
                 ((2, true), Some(true)),
             ),
-            // The node that runs the granted endpoint, and replies alone.
-            "sandbox" => (((2, false), Some(false)), ((0, false), None), ((1, false), Some(true))),
+            // The hub's gateways, and replies alone.
+            "sandbox" => (((0, false), None), ((0, false), None), ((2, false), Some(true))),
             _ => (((0, false), None), ((0, false), None), ((0, false), None)),
         };
         until(&world, "mgmt", SOURCE, hub.0, hub.1).await;
@@ -338,7 +339,7 @@ async fn of_two_profiles_that_two_meshes_give_one_member_the_tighter_holds_and_i
     let entry = &mut other["spec"]["clusters"][1];
     entry["egress"][0]["as"]["name"] = json!("db-too");
     world.apply_mesh(&other).await;
-    until(&world, "mgmt", "prod--notebooks", (2, false), Some(false)).await;
+    until(&world, "mgmt", "prod--notebooks", (0, false), None).await;
     until(&world, "tenant-a", "prod--notebooks", (0, false), None).await;
     let message = world.until_condition("Ready", "False/ProfileConflict", SOON).await;
     assert!(

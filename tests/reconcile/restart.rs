@@ -47,6 +47,7 @@ async fn restart_with_three_thousand_slices_writes_nothing() {
     }
     let backend = ("10.2.1.9", "tenant-a-1");
     sandbox::service(&world, "tenant-a", "team-x", "postgres", 5432, backend).await;
+    gateways::install(&world, "tenant-a", 2).await;
     many_slices(&world).await;
     let mut mesh = world.mesh();
     let grant = |name: &str| {

@@ -50,13 +50,6 @@ pub(crate) async fn policies(world: &World, cluster: &str) -> BTreeMap<String, P
         .collect()
 }
 
-/// Of an object in the sandbox, or of the only one that is listed: it grows with each write into that API server.
-async fn version(world: &World, objects: &[&str]) -> u64 {
-    let words = [&["get"], objects, &["-o", "jsonpath={..metadata.resourceVersion}"]].concat();
-    let said = world.lab.cluster("notebooks").kubectl(words).await.unwrap().stdout;
-    said.trim().parse().unwrap_or_else(|_| panic!("{objects:?}: {said}"))
-}
-
 const REMARK: &str = "
 apiVersion: v1
 kind: Event
@@ -68,10 +61,6 @@ reason: ClusterIPNotAllocated
 type: Warning
 ";
 
-fn spec(peer: &Peer) -> Value {
-    serde_json::to_value(&peer.spec).unwrap()
-}
-
 #[tokio::test]
 async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_it_is_taken_back() {
     let world = World::start(&["mgmt", "notebooks"]).await;
@@ -80,6 +69,7 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
     world.node("notebooks", 2, 1).await;
     service(&world, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
     service(&world, "mgmt", "team-y", "payroll", 8443, ("10.1.1.8", "mgmt-1")).await;
+    gateways::install(&world, "mgmt", 1).await;
     let closed = ["--infrastructure-port", "8132/TCP", "--infrastructure-port", "53/udp"];
     let _controller = world.controller_for(NAMESPACE, &closed).await;
     let mut mesh = world.mesh();
@@ -92,35 +82,45 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
     }]);
     world.apply_mesh(&mesh).await;
 
-    // Peers may stand before the granted Service was seen, held to nothing so far.
     world.until_condition("EgressResolved", "True/Resolved", SOON).await;
     world.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // In the target: one address, nothing to dial, and the revision of the policy that stands.
-    let peers = world.until_peers("mgmt", &["prod--notebooks--notebooks-1"], SOON).await;
-    let peer = &peers["prod--notebooks--notebooks-1"];
-    assert_eq!(
-        spec(peer),
-        json!({"publicKey": key(2, 1), "allowedIPs": ["100.64.2.1/32"]})
-    );
-    let standing = policies(&world, "mgmt").await;
-    let policy = &standing["prod--notebooks"].spec;
+    // In the target: a SandboxAccess, and nothing that a node there reads.
+    let access = gateways::get(&world, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
+    let spec = &access["spec"];
     assert_eq!(
         (
-            &policy.sources,
-            &policy.networks,
-            serde_json::to_value(&policy.allow).unwrap()
+            &spec["networks"],
+            &spec["nodes"][0]["publicKey"],
+            &spec["nodes"][0]["wireguardIPs"]
         ),
-        (
-            &vec!["100.64.2.0/24".to_owned()],
-            &vec!["100.64.2.0/24".to_owned()],
-            json!([{
-                "to": ["10.1.0.0/16", "100.64.1.0/24", "198.51.1.0/24"],
-                "service": {"namespace": "team-x", "name": "postgres"},
-                "ports": [{"port": "main", "protocol": "TCP"}],
-            }])
-        )
+        (&json!(["100.64.2.0/24"]), &json!(key(2, 1)), &json!(["100.64.2.1"]))
     );
+    let granted = spec["grants"].as_array().unwrap();
+    assert_eq!(granted.len(), 1);
+    assert_eq!(
+        granted[0]["service"],
+        json!({"namespace": "team-x", "name": "postgres"})
+    );
+    assert_eq!(granted[0]["port"], "main");
+    assert!(world.peers("mgmt").await.is_empty() && policies(&world, "mgmt").await.is_empty());
+
+    // In the sandbox: the gateways, and a policy that opens nothing to them.
+    let peers = world.peers("notebooks").await;
+    let specs: Vec<Value> = peers
+        .values()
+        .map(|peer| serde_json::to_value(&peer.spec).unwrap())
+        .collect();
+    let gateway = |number: u8| {
+        json!({
+            "publicKey": key(91, number), "allowedIPs": [format!("100.64.1.{}/32", 240 + number)], "persistentKeepalive": 25,
+            "endpoint": {"dnsOrIP": {"ip": format!("192.0.2.{number}")}, "port": 51821},
+        })
+    };
+    assert_eq!(specs, [gateway(0), gateway(1)]);
+    let standing = policies(&world, "notebooks").await;
+    let policy = &standing["prod--mgmt"].spec;
+    assert!(policy.allow.is_empty(), "{policy:?}");
     // What the operator names is closed beside what is closed anyway.
     let closed: Vec<_> = (policy.infrastructure_ports.iter())
         .map(|closed| (closed.port, closed.protocol))
@@ -129,33 +129,9 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
     for port in [(8132, Protocol::Tcp), (53, Protocol::Udp), (10250, Protocol::Tcp)] {
         assert!(closed.contains(&port), "{port:?} in {closed:?}");
     }
-    assert_eq!(
-        peer.annotations().get(names::PEER_REQUIRES_POLICY),
-        Some(&format!("prod--notebooks@{}", policy.revision()))
-    );
 
-    // In the sandbox: the endpoint, and the node that runs it.
-    let peers = world.until_peers("notebooks", &["prod--mgmt--mgmt-2"], SOON).await;
-    assert_eq!(
-        spec(&peers["prod--mgmt--mgmt-2"]),
-        json!({
-            "publicKey": key(1, 2),
-            "allowedIPs": ["10.1.2.9/32", "100.64.1.2/32"],
-            "endpoint": {"dnsOrIP": {"ip": "198.51.1.2"}, "port": 51820},
-        })
-    );
-    // The name at once, then the node, then the endpoint: the nodes that have it are given time to let it in.
-    let mut written = Vec::new();
-    for objects in [
-        &["service/db"][..],
-        &["peer/prod--mgmt--mgmt-2"],
-        &["endpointslices", "-l", "kubernetes.io/service-name=db"],
-    ] {
-        written.push(version(&world, objects).await);
-    }
-    assert!(written.is_sorted(), "Service, Peer, EndpointSlice: {written:?}");
     let seen = everything(&world, "notebooks").await;
-    assert!(seen.contains("10.1.2.9") && seen.contains("\"db\""));
+    assert!(seen.contains("100.64.1.240") && seen.contains("\"db\""));
     let api = world.lab.cluster("mgmt").plan().api_address().to_string();
     let inside = world.lab.cluster("mgmt").inside_kubeconfig().unwrap();
     let credentials = inside.lines().filter_map(|line| {
@@ -165,18 +141,24 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
     });
     let elsewhere = [
         "mgmt-1",
+        "mgmt-2",
         "team-x",
         "team-y",
         "payroll",
         "unasked",
         "port\": 9187",
         "10.1.1.",
+        "10.1.2.",
         "10.1.0.0",
         "198.51.1.1",
-        "100.64.1.1",
+        "198.51.1.2",
+        "100.64.1.1\"",
+        "100.64.1.1/",
+        "100.64.1.2\"",
+        "100.64.1.2/",
     ];
     let mut hidden: Vec<String> = elsewhere.map(str::to_owned).into();
-    hidden.extend([key(1, 1), format!("\"{api}"), format!("{api}:")]);
+    hidden.extend([key(1, 1), key(1, 2), format!("\"{api}"), format!("{api}:")]);
     hidden.extend(credentials);
     for word in &hidden {
         assert!(!seen.contains(&**word), "{word} stands in the sandbox");
@@ -188,20 +170,20 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
     // The grant is taken back: nothing is left, on either side.
     mesh["spec"]["clusters"][1]["egress"] = json!([]);
     world.apply_mesh(&mesh).await;
-    world.until_peers("mgmt", &[], SOON).await;
     world.until_peers("notebooks", &[], SOON).await;
-    wait_until("the policies to be gone", SOON, async || {
-        let left = [policies(&world, "mgmt").await, policies(&world, "notebooks").await];
-        if left.iter().all(BTreeMap::is_empty) {
+    wait_until("the policy and the SandboxAccess to be gone", SOON, async || {
+        let left = policies(&world, "notebooks").await;
+        let accesses = gateways::get(&world, "mgmt", &["sandboxaccesses"]).await;
+        if left.is_empty() && accesses["items"] == json!([]) {
             Ok(())
         } else {
-            Err(format!("{left:?}"))
+            Err(format!("{left:?}, {accesses}"))
         }
     })
     .await
     .unwrap();
-    hidden.extend(["mgmt-2", "10.1.2.9", "198.51.1.2", "100.64.1.2", "\"db\"", "mgmt\""].map(str::to_owned));
-    hidden.push(key(1, 2));
+    hidden.extend(["100.64.1.24", "192.0.2.", "\"db\"", "mgmt\""].map(str::to_owned));
+    hidden.extend([key(91, 0), key(91, 1)]);
     wait_until("the sandbox to hold nothing of it", SOON, async || {
         let seen = everything(&world, "notebooks").await;
         match hidden.iter().find(|word| seen.contains(&***word)) {
@@ -220,6 +202,7 @@ async fn a_confined_namespace_is_given_a_service_of_another_where_that_one_allow
     world.node("mgmt", 1, 1).await;
     world.node("notebooks", 2, 1).await;
     service(&world, "mgmt", "team-x", "postgres", 5432, ("10.1.1.9", "mgmt-1")).await;
+    gateways::install(&world, "mgmt", 1).await;
     let hub_networks = "--hub-network=10.1.0.0/16,100.64.1.0/24,198.51.1.0/24";
     let flag = format!("{NAMESPACE}=sandbox,100.64.2.0/24");
     let _controller = world.controller_for(&flag, &[hub_networks]).await;
@@ -236,19 +219,26 @@ async fn a_confined_namespace_is_given_a_service_of_another_where_that_one_allow
         message.contains("\"notebooks\" has 128.0.0.0/8") && message.contains(&flag[..20]),
         "{message}"
     );
-    assert!(policies(&world, "mgmt").await.is_empty());
+    let accesses = async || gateways::get(&world, "mgmt", &["sandboxaccesses"]).await["items"].clone();
+    assert_eq!(accesses().await, json!([]));
 
     mesh["spec"]["clusters"][1]["allowedNetworks"] = json!(["100.64.2.0/24"]);
     world.apply_mesh(&mesh).await;
     let message = world.until_condition("EgressResolved", "False/Unresolved", SOON).await;
     let remedy = format!("the annotation kilo-clustermesh.io/allowed-from: {NAMESPACE} on it");
     assert!(message.contains(&remedy), "{message}");
-    assert!(world.peers("notebooks").await.is_empty());
-    let grants = async || {
-        let policies = policies(&world, "mgmt").await;
-        policies.get("prod--notebooks").map(|policy| policy.spec.allow.len())
+    let grants = async |want: usize| {
+        wait_until(format!("{want} grants"), SOON, async || {
+            let accesses = accesses().await;
+            match accesses[0]["spec"]["grants"].as_array().map_or(0, Vec::len) {
+                found if found == want && accesses[0].is_object() => Ok(()),
+                found => Err(format!("{found} in {accesses}")),
+            }
+        })
+        .await
+        .unwrap();
     };
-    assert_eq!(grants().await, Some(0));
+    grants(0).await;
 
     let annotate = async |change: &str| {
         let words = ["annotate", "--overwrite", "service", "postgres", "-n", "team-x", change];
@@ -256,12 +246,10 @@ async fn a_confined_namespace_is_given_a_service_of_another_where_that_one_allow
     };
     annotate(&format!("kilo-clustermesh.io/allowed-from=other, {NAMESPACE}")).await;
     world.until_condition("EgressResolved", "True/Resolved", SOON).await;
-    world.until_peers("notebooks", &["prod--mgmt--mgmt-1"], SOON).await;
-    assert_eq!(grants().await, Some(1));
+    grants(2).await;
 
     // Taken back by its owner, without a word to the mesh.
     annotate("kilo-clustermesh.io/allowed-from-").await;
     world.until_condition("EgressResolved", "False/Unresolved", SOON).await;
-    world.until_peers("notebooks", &[], SOON).await;
-    assert_eq!(grants().await, Some(0));
+    grants(0).await;
 }

@@ -3,12 +3,9 @@
 
 use clustermesh_core::{
     mesh::{ClusterIdentity, MeshId, ObjectName},
-    observe::PolicySpec,
     plan::Naming,
 };
 use sha2::{Digest, Sha256};
-
-use crate::convert;
 
 /// Held on a ClusterMesh until everything it wrote is gone (the predecessor's).
 pub const FINALIZER: &str = "kilo-clustermesh.io/cleanup";
@@ -103,10 +100,6 @@ impl Naming for Names {
 
     fn policy(&self, mesh: &MeshId, cluster: &str, taken: bool) -> String {
         policy_name(&self.hub, mesh, cluster, taken)
-    }
-
-    fn policy_revision(&self, cluster: &str, spec: &PolicySpec) -> String {
-        convert::policy::written(cluster, spec).revision()
     }
 
     fn sandbox(&self, identity: &ClusterIdentity) -> String {

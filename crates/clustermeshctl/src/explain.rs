@@ -94,9 +94,10 @@ fn answer(
         rows: Vec::new(),
     };
     let finder = locate::Finder { outcome };
-    let located = finder
-        .sources(source)
-        .and_then(|sources| Ok((sources, finder.targets(target, port)?)));
+    let located = finder.sources(source).and_then(|sources| {
+        let targets = finder.targets(target, port, &sources)?;
+        Ok((sources, targets))
+    });
     let (sources, targets) = match located {
         Ok(located) => located,
         Err(locate::Missing::Usage(why)) => return Err(vec![Problem::usage(why)]),

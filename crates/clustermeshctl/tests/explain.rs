@@ -17,7 +17,7 @@ struct Run {
     err: String,
 }
 
-const WORLD: &str = "-f - --cluster mgmt=agents/mgmt.yaml --cluster mgmt=explain/mgmt.yaml --cluster tenant-a=agents/tenant-a \
+const WORLD: &str = "-f - --cluster mgmt=agents/mgmt.yaml --cluster mgmt=explain/mgmt.yaml --cluster mgmt=explain/gateways.yaml --cluster tenant-a=agents/tenant-a \
                      --cluster tenant-a=explain/tenant-a.yaml --cluster notebooks=explain/notebooks.yaml";
 
 fn fixtures() -> std::path::PathBuf {

@@ -64,7 +64,8 @@ impl Applied {
             folder: TempDir::new().unwrap(),
         };
         for target in plan["meshes"][0]["targets"].as_array().unwrap() {
-            let objects = ["peers", "policies", "services"].map(|key| target[key].as_array().unwrap().clone());
+            let objects =
+                ["peers", "policies", "accesses", "services"].map(|key| target[key].as_array().unwrap().clone());
             applied.write(target["cluster"].as_str().unwrap(), &objects.concat());
         }
         applied
@@ -160,7 +161,7 @@ fn what_a_plan_says_once_written_leaves_nothing_to_change() {
         assert_eq!(table.code, Some(0));
         let second = plan(&format!("{args} -o json")).json();
         let unchanged = |plan: &Value, key: &str| plan["meshes"][0]["targets"][1][key].clone();
-        for key in ["peers", "policies", "services"] {
+        for key in ["peers", "policies", "accesses", "services"] {
             assert_eq!(unchanged(&second, key), unchanged(&first, key));
         }
     }
@@ -454,27 +455,27 @@ fn a_sandbox_is_read_with_its_grants_and_a_grant_that_goes_is_told() {
         "    allowedNetworks: [10.20.0.0/16, 100.67.0.0/16]\n",
         "    isolationProfile: sandbox\n    allowedNetworks: [100.67.0.0/16]\n",
     );
-    let clusters = "-f - --cluster mgmt=agents/mgmt.yaml --cluster tenant-a=agents/tenant-a";
+    let clusters =
+        "-f - --cluster mgmt=agents/mgmt.yaml --cluster mgmt=explain/gateways.yaml --cluster tenant-a=agents/tenant-a";
     let run = plan_of(clusters, &sandbox);
     let granted = "        from 100.67.0.0/16
-        allows Service team-x/postgres-rw sql/TCP
-        a sandbox: nothing here opens a connection to it
+        nodes w1, w2
+        through gateways at TCP/24040 -> Service team-x/postgres-rw sql
 ";
     assert!(run.out.contains(granted), "{}{}", run.out, run.err);
-    assert!(run.out.contains("allows nothing but replies"), "{}", run.out);
 
     let standing = Applied::new(&plan_of(&format!("{clusters} -o json"), &sandbox).json());
     let other = sandbox.replace("      ports: [{port: 5432}]\n", "");
     let run = plan_of(&format!("{clusters}{}", standing.flags(&["mgmt", "tenant-a"])), &other);
-    let told = "        allow - Service team-x/postgres-rw sql/TCP
-        allow + Service team-x/postgres-rw
+    let told = "        through gateways at TCP/24040 -> Service team-x/postgres-rw sql -> through gateways at
+          TCP/24040 -> Service team-x/postgres-rw sql, TCP/26929 -> Service team-x/postgres-rw
+          metrics
 ";
-    assert!(
-        run.out.contains(told) && run.out.contains("requires policy"),
-        "{}{}",
-        run.out,
-        run.err
-    );
+    assert!(run.out.contains(told), "{}{}", run.out, run.err);
+    let told = "        endpoint 192.168.1.11:51821, keepalive 25 s
+        allows 100.66.255.1/32
+";
+    assert!(run.out.contains(told), "{}{}", run.out, run.err);
 }
 
 #[test]

@@ -12,7 +12,6 @@ mod hub;
 mod hub_writer;
 mod lagging;
 mod metrics;
-mod news;
 mod reconcile;
 mod report;
 mod resolve;

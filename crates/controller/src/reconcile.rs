@@ -9,7 +9,6 @@ use std::{
 
 use clustermesh_api::{convert, mesh::ClusterMesh, names::Names};
 use clustermesh_core::{
-    announce,
     diff::{Action, Step, diff, diff_if_resumed},
     lanes::{self, Source},
     mesh::{ClusterIdentity, Mesh, MeshId, ObjectName},
@@ -27,7 +26,6 @@ use crate::{
     hub_writer::HubWriter,
     lagging::Lagging,
     metrics::Metrics,
-    news::Coming,
     resolve::{self, Resolver},
     session::{Interest, Session},
 };
@@ -83,7 +81,6 @@ pub(crate) struct Reconciler {
     meshes: Feed<Arc<ClusterMesh>>,
     members: BTreeMap<ClusterIdentity, Member>,
     held: Held,
-    coming: Coming,
     resolver: Resolver,
     hub_writer: HubWriter,
     metrics: Metrics,
@@ -132,7 +129,6 @@ impl Reconciler {
             meshes,
             members: BTreeMap::new(),
             held: Held::default(),
-            coming: Coming::default(),
             hub_writer,
             metrics,
             changed,
@@ -200,7 +196,7 @@ impl Reconciler {
             observed,
         };
         finalize::hold_unfinalized(&mut pass);
-        let waits = self.write(&mut pass);
+        self.write(&pass);
         let settled = self.report_status(&pass);
         self.show(&pass);
 
@@ -209,13 +205,7 @@ impl Reconciler {
         // What is past belongs to a member that is not observed now.
         let silences = self.members.values().filter_map(|member| member.session.silence_due());
         let silence = silences.filter(|due| *due > started).min();
-        let next = [
-            hold,
-            waits.map(in_time),
-            self.links.due().map(in_time),
-            lagging,
-            silence.map(in_time),
-        ];
+        let next = [hold, self.links.due().map(in_time), lagging, silence.map(in_time)];
         let next = next.into_iter().flatten().min().unwrap_or(RESYNC).min(RESYNC);
         if settled {
             next.max(Duration::from_millis(50))
@@ -271,15 +261,12 @@ impl Reconciler {
         }
     }
 
-    /// Hands the steps to the writers; when the next of the delayed endpoints are due.
-    fn write(&mut self, pass: &mut Pass) -> Option<Instant> {
-        let now = Instant::now();
-        self.coming.keep(|identity| pass.steps.contains_key(identity));
+    /// Hands the steps to the writers.
+    fn write(&self, pass: &Pass) {
         let claims = Arc::new(Claims {
             hub: pass.plan.hub.clone(),
             claimants: pass.plan.claimants.clone(),
         });
-        let mut waits = None;
         let unseen = SeenMember::default();
         for (identity, member) in &self.members {
             let client = member.session.client().filter(|_| !member.session.silent());
@@ -287,27 +274,20 @@ impl Reconciler {
                 member.writer.clear();
                 continue;
             };
-            let mut steps = steps.clone();
             let seen = pass
                 .seen
                 .members
                 .get(identity)
                 .and_then(Observation::last)
                 .unwrap_or(&unseen);
-            if announce::is_sandbox(&pass.plan, identity) {
-                let (due, until) = self.coming.due(identity, seen, steps, now);
-                steps = due;
-                waits = [waits, until].into_iter().flatten().min();
-            }
             let target = Target {
                 client,
                 tables: member.session.tables(),
                 claims: Arc::clone(&claims),
             };
-            let groups = lanes::by_source(steps, seen);
+            let groups = lanes::by_source(steps.clone(), seen);
             member.writer.offer(groups, pass.observed, target, &self.tasks);
         }
-        waits
     }
 
     /// Writes into members end with those that are in flight.

@@ -142,11 +142,7 @@ pub(crate) fn report(subject: &Subject<'_>) -> Report {
             );
             let members = subject.facts.iter();
             let members = members.map(|(entry, facts)| (entry.clone(), facts.unenforced.clone()));
-            conditions.push(enforcement::condition(
-                &members.collect(),
-                &subject.plan.facts,
-                subject.pending,
-            ));
+            conditions.push(enforcement::condition(&members.collect(), subject.pending));
             conditions
         }
     };

@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use crate::{pending::Pending, plan::Fact, status::Condition};
+use crate::{pending::Pending, status::Condition};
 
 /// The word for nodes whose packets pass by the PeerPolicies.
 pub const DATAPATH_BYPASSED: &str = "DatapathBypassed";
@@ -51,18 +51,10 @@ pub fn outdated(said: &str, standing: &str) -> bool {
 /// How many nodes of a member are named.
 const NAMED: usize = 10;
 
-/// Whether PeerPolicies are enforced on every node that is meshed; by entry. `facts` = the plan's: which members take no
-/// sandbox because of that. `pending` = what was closed and could not be written yet.
+/// Whether PeerPolicies are enforced on every node that is meshed; by entry. `pending` = what was closed and could not be written
+/// yet.
 #[must_use]
-pub fn condition(
-    members: &BTreeMap<String, Unenforced>,
-    facts: &BTreeSet<Fact>,
-    pending: &BTreeSet<Pending>,
-) -> Condition {
-    let refusing = facts.iter().filter_map(|fact| match fact {
-        Fact::TargetCannotEnforce { message, .. } => Some(message.clone()),
-        _ => None,
-    });
+pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pending>) -> Condition {
     let bypassed = members.iter().filter(|(_, member)| !member.bypassed.is_empty());
     let bypassed = bypassed.map(|(cluster, member)| {
         let reasons: BTreeSet<&str> = member.bypassed.values().map(String::as_str).collect();
@@ -103,14 +95,13 @@ pub fn condition(
         )
     });
     let (bypassed, alone): (Vec<String>, Vec<String>) = (bypassed.collect(), alone.collect());
-    let (outdated, refusing): (Vec<String>, Vec<String>) = (outdated.collect(), refusing.collect());
+    let outdated: Vec<String> = outdated.collect();
     // A quarantine is the more urgent of the two.
     let mut pending: Vec<&Pending> = pending.iter().collect();
     pending.sort_by_key(|pending| !pending.quarantine);
     let open = told(&pending);
     let words = [
         (&outdated, "PolicyOutdated"),
-        (&refusing, "TargetCannotEnforce"),
         (&bypassed, DATAPATH_BYPASSED),
         (&alone, "NoAgent"),
     ];
@@ -130,7 +121,7 @@ pub fn condition(
         kind: "PolicyEnforced",
         status: false,
         reason,
-        message: [open, outdated, refusing, bypassed, alone].concat().join("; "),
+        message: [open, outdated, bypassed, alone].concat().join("; "),
     }
 }
 
@@ -172,7 +163,7 @@ mod tests {
     #[test]
     fn a_mesh_is_enforced_where_nobody_says_otherwise() {
         let members = [("a".to_owned(), Unenforced::default())].into();
-        let condition = condition(&members, &BTreeSet::new(), &BTreeSet::new());
+        let condition = condition(&members, &BTreeSet::new());
         assert_eq!(
             (condition.kind, condition.status, condition.reason),
             ("PolicyEnforced", true, "Enforced")
@@ -190,7 +181,7 @@ mod tests {
             ("b".to_owned(), alone.clone()),
         ];
         let members = members.into();
-        let both = condition(&members, &BTreeSet::new(), &BTreeSet::new());
+        let both = condition(&members, &BTreeSet::new());
         assert_eq!((both.status, both.reason), (false, "DatapathBypassed"));
         assert_eq!(
             both.message,
@@ -204,7 +195,7 @@ mod tests {
             ipvs: ["n4".to_owned()].into(),
             ..Unenforced::default()
         };
-        let ipvs = condition(&[("c".to_owned(), ipvs)].into(), &BTreeSet::new(), &BTreeSet::new());
+        let ipvs = condition(&[("c".to_owned(), ipvs)].into(), &BTreeSet::new());
         assert_eq!(
             (ipvs.reason, ipvs.message.as_str()),
             (
@@ -214,17 +205,8 @@ mod tests {
                  it, then remove the interface kube-ipvs0, which it leaves behind (`ip link delete kube-ipvs0`, or a reboot)"
             )
         );
-        let one = condition(&[("b".to_owned(), alone)].into(), &BTreeSet::new(), &BTreeSet::new());
+        let one = condition(&[("b".to_owned(), alone)].into(), &BTreeSet::new());
         assert_eq!((one.status, one.reason), (false, "NoAgent"));
-        let refusing = Fact::TargetCannotEnforce {
-            cluster: "a".to_owned(),
-            message: "takes none".to_owned(),
-        };
-        let refused = condition(&members, &[refusing].into(), &BTreeSet::new());
-        assert_eq!(
-            (refused.reason, refused.message),
-            ("TargetCannotEnforce", format!("takes none; {}", both.message))
-        );
     }
 
     #[test]
@@ -233,7 +215,7 @@ mod tests {
             outdated: ["w2".to_owned()].into(),
             ..bypassed(&["w1".to_owned()])
         };
-        let told = condition(&[("a".to_owned(), behind)].into(), &BTreeSet::new(), &BTreeSet::new());
+        let told = condition(&[("a".to_owned(), behind)].into(), &BTreeSet::new());
         assert_eq!((told.status, told.reason), (false, "PolicyOutdated"));
         let (outdated, bypassed) = told.message.split_once("; ").unwrap();
         assert_eq!(
@@ -257,12 +239,7 @@ mod tests {
     #[test]
     fn of_many_nodes_as_many_are_named_as_a_person_reads() {
         let nodes: Vec<String> = (0..12).map(|n| format!("n{n:02}")).collect();
-        let message = condition(
-            &[("a".to_owned(), bypassed(&nodes))].into(),
-            &BTreeSet::new(),
-            &BTreeSet::new(),
-        )
-        .message;
+        let message = condition(&[("a".to_owned(), bypassed(&nodes))].into(), &BTreeSet::new()).message;
         assert!(
             message.starts_with("on Nodes n00, n01, n02, n03, n04, n05, n06, n07, n08, n09 and 2 more of cluster"),
             "{message}"

@@ -1,11 +1,10 @@
 //! The mesh planner: values in, values out. No I/O, no clock, no Kubernetes types live here.
 //!
 //! [`plan::plan`] turns all meshes and what was observed of their members into one [`plan::Plan`]; [`diff::diff`] says
-//! what to write into one member, [`announce`] what of it has to wait; [`status`] says what to report. Time is handed in as
+//! what to write into one member, [`status`] says what to report. Time is handed in as
 //! durations.
 #![forbid(unsafe_code)]
 
-pub mod announce;
 pub mod checkin;
 pub mod diff;
 pub mod enforcement;

@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use crate::{
     mesh::{ClusterIdentity, Mesh, MeshId, ObjectName},
-    observe::{Observations, PolicySpec},
+    observe::Observations,
     ownership::Claimant,
 };
 
@@ -52,8 +52,6 @@ pub trait Naming {
     fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String;
     /// Name of the PeerPolicy for what `cluster` may reach.
     fn policy(&self, mesh: &MeshId, cluster: &str, taken: bool) -> String;
-    /// Changes with whatever a PeerPolicy for `cluster` says, and with nothing else: what a Peer that requires it names.
-    fn policy_revision(&self, cluster: &str, spec: &PolicySpec) -> String;
     /// What tells a sandbox from the hub's others in its SandboxAccesses.
     fn sandbox(&self, identity: &ClusterIdentity) -> String;
     /// Name of the `index`-th EndpointSlice of one family of a mirrored Service.

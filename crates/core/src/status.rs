@@ -69,7 +69,7 @@ fn ready(
             Fact::NetworksOverlap {
                 message, lost: true, ..
             } => troubles.push(("NetworksOverlap", message.clone())),
-            Fact::TargetCannotEnforce { message, .. } => troubles.push(("TargetCannotEnforce", message.clone())),
+            Fact::NoGateway { message, .. } => troubles.push(("NoGateway", message.clone())),
             Fact::ProfileConflict { message, .. } => troubles.push(("ProfileConflict", message.clone())),
             Fact::MemberNotFresh {
                 cluster,

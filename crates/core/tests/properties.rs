@@ -78,11 +78,7 @@ proptest! {
                         let source = peer.owner.source_cluster.clone().unwrap_or_default();
                         let target = mesh.targets.get(&format!("c{n}"));
                         let unseen = mesh.identities.get(&source).is_some_and(|i| world.seen.members[i].last().is_none());
-                        // What is planned of a sandbox that is not seen is its standing Peer itself.
-                        unseen && target.is_some_and(|target| {
-                            let restated = target.peers.get(name).is_some_and(|planned| planned.source == source);
-                            target.retained.contains(&source) && !restated
-                        })
+                        unseen && target.is_some_and(|target| target.retained.contains(&source))
                     }
                     Ownership::Orphan => peer.spec.as_ref().is_ok_and(|spec| {
                         let served = plan.meshes.values().filter_map(|mesh| mesh.targets.get(&format!("c{n}")));
@@ -219,15 +215,21 @@ proptest! {
         if how != 2 {
             bad.force_endpoint = Claim::Absent;
         }
-        // Whether sandboxes may be in its cluster hangs on who serves there, and on no claim: that stays as it was.
+        // Whether quarantined members may be in its cluster hangs on who serves there, and on no claim: that stays as it was.
         let before = planned(&world);
         let reports = before.meshes.values().filter_map(|mesh| mesh.clusters.get(&format!("c{n}")));
-        let held: BTreeSet<&String> = reports.flat_map(|report| report.held.keys()).collect();
-        let serves = |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || held.contains(name);
-        let serving: Vec<Server> = member.nodes.iter().filter(serves).map(|(_, node)| node.server).collect();
+        let serving: Vec<Vec<Server>> = reports
+            .map(|report| {
+                let serves = |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || report.held.contains_key(*name);
+                member.nodes.iter().filter(serves).map(|(_, node)| node.server).collect()
+            })
+            .collect();
         let is_agent = |server: &Server| *server == Server::Agent;
-        let agents = if serving.is_empty() {
+        if serving.iter().any(Vec::is_empty) {
             bad.public_key = Claim::Absent;
+        }
+        let serving = serving.concat();
+        let agents = if serving.is_empty() {
             member.nodes.values().any(|node| is_agent(&node.server))
         } else {
             serving.iter().all(is_agent)
@@ -320,9 +322,7 @@ proptest! {
                         Some(Endpoint::Ip(first)) => Some(*first),
                         other => {
                             prop_assert_eq!(other, &None);
-                            // A sandbox dials.
-                            let dials = peer.spec.requires_policy.is_some();
-                            prop_assert!(dials || peer.spec.persistent_keepalive > 0);
+                            prop_assert!(peer.spec.persistent_keepalive > 0);
                             None
                         }
                     };
@@ -364,8 +364,8 @@ fn cases(world: &World, plan: &Plan) -> BTreeSet<&'static str> {
                 peers().map(|peer| &peer.source).collect::<BTreeSet<_>>().len() == 3,
             ),
             (
-                "a sandbox's Peer",
-                peers().any(|peer| peer.spec.requires_policy.is_some()),
+                "a SandboxAccess",
+                mesh.targets.values().any(|target| !target.accesses.is_empty()),
             ),
             ("several candidates", peers().any(|peer| peer.spec.candidates.len() > 1)),
             ("a skipped node", reports().any(|report| !report.skipped.is_empty())),
@@ -417,7 +417,7 @@ fn generated_worlds_reach_the_cases_that_count() {
     let minima = [
         ("a Peer", 130),
         ("Peers of three members", 20),
-        ("a sandbox's Peer", 10),
+        ("a SandboxAccess", 10),
         ("several candidates", 80),
         ("a skipped node", 120),
         ("a skipped node beside a Peer", 80),

@@ -85,7 +85,14 @@ async fn nothing_is_served_of_a_namespace_that_does_not_let_it(stage: &Stage) {
     });
     let remedy = "kubectl create rolebinding clustermesh-gateway --namespace team --clusterrole=clustermesh-gateway-reads \
                   --serviceaccount=clustermesh-gateway:clustermesh-gateway";
-    let message = status.await["refused"][0]["message"].to_string();
+    let status = status.await;
+    // The column of `kubectl get` has it, too.
+    let column = status["message"].to_string();
+    assert!(
+        column.contains("2 left out") && column.contains("may not read"),
+        "{column}"
+    );
+    let message = status["refused"][0]["message"].to_string();
     assert!(message.contains(remedy), "{message}");
     assert_eq!(a.call(at(GATEWAY[0], SQL)), None);
     let words: Vec<&str> = remedy.split_whitespace().skip(1).collect();

@@ -104,8 +104,8 @@ impl Finder<'_> {
         }
     }
 
-    /// The addresses that are meant.
-    pub(super) fn targets(&self, place: &Place, port: Option<&Port>) -> Result<Located, Missing> {
+    /// The addresses that are meant, by whoever opens the connection.
+    pub(super) fn targets(&self, place: &Place, port: Option<&Port>, from: &[Source]) -> Result<Located, Missing> {
         let number = match port {
             Some((protocol, PortRef::Number(number))) => Some((*protocol, *number)),
             _ => None,
@@ -164,7 +164,7 @@ impl Finder<'_> {
                 located.targets = targets.collect();
                 Ok(located)
             }
-            Place::Service { cluster, name } => self.service(&self.cluster(cluster)?, cluster, name, port),
+            Place::Service { cluster, name } => self.service(&self.cluster(cluster)?, cluster, name, port, from),
         }
     }
 
@@ -174,9 +174,10 @@ impl Finder<'_> {
         entry: &str,
         name: &ObjectName,
         port: Option<&Port>,
+        from: &[Source],
     ) -> Result<Located, Missing> {
         if let Some((cluster, exporter, service)) = self.mirrored(cluster, name) {
-            let mut located = self.service(&cluster, &exporter, &service, port)?;
+            let mut located = self.service(&cluster, &exporter, &service, port, from)?;
             let note =
                 format!("Service {name} in cluster {entry:?} is the mirror of {service} in cluster {exporter:?}");
             located.notes.insert(0, note);
@@ -224,9 +225,19 @@ impl Finder<'_> {
                         ports.join(", ")
                     ))
                 })?;
-                Some((found.protocol, found.port))
+                Some(found)
             }
         };
+        let gateways = from
+            .first()
+            .map(|from| self.gateways(&from.cluster, cluster, seen, name));
+        let wanted = |(of, _): &(String, Target)| port.is_none_or(|port| port.name == *of);
+        let gateways = gateways.into_iter().flatten().filter(wanted);
+        located.targets.extend(gateways.map(|(_, target)| target));
+        if !located.targets.is_empty() {
+            return Ok(located);
+        }
+        let port = port.map(|port| (port.protocol, port.port));
         for backend in explain::backends(&seen.member, name, port) {
             let explain::Backend {
                 address,
@@ -252,6 +263,49 @@ impl Finder<'_> {
         }
         located.targets.extend(self.cluster_ips(cluster, seen, name, port));
         Ok(located)
+    }
+
+    /// Where a sandbox calls a Service that it is granted: at the gateways, by the names of the Service's ports.
+    fn gateways(
+        &self,
+        from: &ClusterIdentity,
+        cluster: &ClusterIdentity,
+        seen: &Seen,
+        name: &ObjectName,
+    ) -> Vec<(String, Target)> {
+        let mut found = Vec::new();
+        for mesh in self.outcome.plan.meshes.values() {
+            let entry = |of: &ClusterIdentity| {
+                let mut entries = mesh.identities.iter().filter(|(_, identity)| identity.same_cluster(of));
+                entries.next().map(|(name, _)| name)
+            };
+            let (Some(source), Some(target)) = (entry(from), entry(cluster).and_then(|name| mesh.targets.get(name)))
+            else {
+                continue;
+            };
+            let accesses = target.accesses.values().filter(|access| access.source == *source);
+            let grants = accesses.flat_map(|access| &access.spec.grants);
+            for (port, granted) in grants.filter(|(_, granted)| granted.service == *name) {
+                for gateway in seen.member.gateways.values().filter(|gateway| gateway.serves(source)) {
+                    for address in &gateway.addresses {
+                        let to = Destination {
+                            cluster: cluster.clone(),
+                            node: None,
+                            address: *address,
+                            port: Some(*port),
+                        };
+                        let target = Target {
+                            to,
+                            words: "gateway",
+                            cluster_ip: false,
+                            ready: gateway.ready,
+                        };
+                        found.push((granted.port.clone(), target));
+                    }
+                }
+            }
+        }
+        found
     }
 
     /// Its ClusterIPs, where they are among what its cluster opens.

@@ -9,13 +9,8 @@ use super::{
 };
 use crate::args::{Args, Command};
 
-/// The hub, a tenant that is trusted, a sandbox that may reach port 5432 of one pod; no Peer is written yet.
+/// The hub with a gateway, a tenant that is trusted, a sandbox that may reach one Service; no Peer is written yet.
 async fn world() -> Outcome {
-    world_with(&[]).await
-}
-
-/// With further files of the hub.
-async fn world_with(more: &[&str]) -> Outcome {
     let fixtures = File::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let mut words = vec!["clustermeshctl".to_owned(), "plan".to_owned()];
     let path = |file: &str| -> PathBuf { fixtures.join(file) };
@@ -23,16 +18,13 @@ async fn world_with(more: &[&str]) -> Outcome {
     for (cluster, file) in [
         ("mgmt", "agents/mgmt.yaml"),
         ("mgmt", "explain/mgmt.yaml"),
+        ("mgmt", "explain/gateways.yaml"),
         ("tenant-a", "agents/tenant-a"),
         ("tenant-a", "explain/tenant-a.yaml"),
         ("notebooks", "explain/notebooks.yaml"),
     ] {
         words.push(format!("--cluster={cluster}={}", path(file).display()));
     }
-    words.extend(
-        more.iter()
-            .map(|file| format!("--cluster=mgmt={}", path(file).display())),
-    );
     let Command::Plan(plan) = <Args as clap::Parser>::try_parse_from(words).unwrap().command else {
         unreachable!("the words above are a plan");
     };
@@ -40,7 +32,8 @@ async fn world_with(more: &[&str]) -> Outcome {
     read.unwrap_or_else(|problems| panic!("{problems:?}"))
 }
 
-/// What is found from a pod with this address, if the hub's sockets answer so; the tunnel leads to 10.244.1.20 and a gateway alone.
+/// What is found from a pod with this address, if the hub's sockets answer so. The tunnel leads to 10.244.1.20 alone and, from the
+/// sandbox, to the gateway.
 fn row(
     outcome: &Outcome,
     (cluster, node, pod): (&str, &str, &str),
@@ -71,7 +64,11 @@ fn row(
         by_socket: all.keys().map(|socket| (*socket, said(socket))).collect(),
     };
     let by = |address: IpAddr| {
-        if ["10.244.1.20", "100.66.255.1"].contains(&&*address.to_string()) {
+        let tunnel: &[&str] = match cluster {
+            "notebooks" => &["10.244.1.20", "100.66.255.1"],
+            _ => &["10.244.1.20"],
+        };
+        if tunnel.contains(&&*address.to_string()) {
             "kilo0"
         } else {
             "eth0"
@@ -105,8 +102,17 @@ const TENANT: (&str, &str, &str) = ("tenant-a", "w1", "10.20.1.9");
 #[tokio::test]
 async fn from_a_sandbox_whatever_answers_but_the_grant_is_a_violation_by_the_tunnel_and_beside_it() {
     let row = row(&world().await, SANDBOX, |_| "open");
-    assert_eq!(on(&row.open, Path::Tunnel), ["10.244.1.20:5432"]);
-    assert_eq!(on(&row.violations, Path::Tunnel), ["10.244.1.20:9187"]);
+    assert_eq!(on(&row.open, Path::Tunnel), ["100.66.255.1:24040"]);
+    let tunnel = on(&row.violations, Path::Tunnel);
+    // The endpoint itself, a grant that is planned no more, the gateway's own port.
+    for socket in [
+        "10.244.1.20:5432",
+        "10.244.1.20:9187",
+        "100.66.255.1:21000",
+        "100.66.255.1:9587",
+    ] {
+        assert!(tunnel.iter().any(|one| one == socket), "{socket} is not in {tunnel:?}");
+    }
     let beside = on(&row.violations, Path::Underlay);
     for socket in [
         "192.168.1.11:10250",
@@ -117,37 +123,23 @@ async fn from_a_sandbox_whatever_answers_but_the_grant_is_a_violation_by_the_tun
     ] {
         assert!(beside.iter().any(|one| one == socket), "{socket} is not in {beside:?}");
     }
-    assert_eq!(row.tried, 2 + beside.len());
-    assert!(row.beside.is_empty() && row.unanswered.is_empty() && row.refused.is_empty());
-}
-
-#[tokio::test]
-async fn gateway_answers_at_granted_ports_alone() {
-    let outcome = world_with(&["explain/gateways.yaml"]).await;
-    let row = row(&outcome, SANDBOX, |_| "open");
-    let [granted] = &*on(&row.open, Path::Tunnel) else {
-        panic!("{:?}", row.open)
-    };
-    assert!(granted.starts_with("100.66.255.1:"), "{granted}");
+    assert_eq!(row.tried, 1 + tunnel.len() + beside.len());
     assert_eq!(
         row.open[0].what,
         "gateway clustermesh-gateway/gateway-0 for Service team-x/postgres-rw"
     );
-    let violations = on(&row.violations, Path::Tunnel);
-    // A grant that is planned no more, the gateway's own port, and the endpoint itself.
-    for socket in ["100.66.255.1:21000", "100.66.255.1:9587", "10.244.1.20:5432"] {
-        assert!(violations.iter().any(|one| one == socket), "{socket}: {violations:?}");
-    }
+    assert!(row.beside.is_empty() && row.unanswered.is_empty() && row.refused.is_empty());
 }
 
 #[tokio::test]
 async fn silent_gateway_is_reported_with_what_to_look_at() {
-    let outcome = world_with(&["explain/gateways.yaml"]).await;
-    let row = row(&outcome, SANDBOX, |_| "silent");
+    let row = row(&world().await, SANDBOX, |_| "silent");
     let [item] = &*row.unanswered else {
         panic!("{:?}", row.unanswered)
     };
+    assert_eq!(item.socket.to_string(), "100.66.255.1:24040");
     assert!(item.message.contains("kubectl get sandboxgateways"), "{}", item.message);
+    assert!(row.open.is_empty() && row.violations.is_empty());
 }
 
 #[tokio::test]
@@ -166,6 +158,7 @@ async fn a_port_that_the_operator_names_is_tried_on_every_node() {
         [
             "100.66.0.1:8132",
             "100.66.0.2:8132",
+            "100.66.255.1:8132",
             "192.168.1.11:8132",
             "192.168.1.12:8132"
         ]
@@ -178,19 +171,6 @@ async fn what_a_trusted_member_reaches_beside_the_mesh_is_told_and_no_violation(
     assert_eq!(on(&row.open, Path::Tunnel), ["10.244.1.20:5432", "10.244.1.20:9187"]);
     assert!(row.violations.is_empty(), "{:?}", row.violations);
     assert!(on(&row.beside, Path::Underlay).contains(&"192.168.1.11:10250".to_owned()));
-}
-
-#[tokio::test]
-async fn a_granted_socket_that_keeps_silent_is_told_with_what_to_look_at() {
-    let row = row(&world().await, SANDBOX, |_| "silent");
-    let [item] = &*row.unanswered else {
-        panic!("{:?}", row.unanswered)
-    };
-    assert_eq!(item.socket.to_string(), "10.244.1.20:5432");
-    let want =
-        "Peer prod--mgmt--h2 is not written yet here: see the conditions of the ClusterMesh and the controller's log";
-    assert_eq!(item.message, want);
-    assert!(row.open.is_empty() && row.violations.is_empty());
 }
 
 #[tokio::test]
@@ -231,7 +211,7 @@ async fn the_exit_code_says_the_worst_that_was_found() {
     let outcome = world().await;
     let report = |answer: &'static str, missing: &[&str]| Report {
         rows: vec![row(&outcome, SANDBOX, move |socket| {
-            if socket.to_string() == "10.244.1.20:5432" {
+            if socket.to_string() == "100.66.255.1:24040" {
                 answer
             } else {
                 "silent"

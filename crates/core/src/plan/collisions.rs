@@ -20,8 +20,8 @@ struct Listed<'p> {
 impl<'p> Listed<'p> {
     fn of(parties: &'p BTreeMap<String, Party<'_>>) -> Self {
         let networks = parties.iter().flat_map(|(name, party)| {
-            let allowed = party.cluster.allowed.iter();
-            allowed.map(move |network| (*network, &**name))
+            let accepted = party.accepted.iter();
+            accepted.map(move |network| (*network, &**name))
         });
         let members: BTreeMap<IpNet, &str> = networks.collect();
         let lengths = members.keys().map(IpNet::prefix_len).collect();

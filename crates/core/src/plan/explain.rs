@@ -70,7 +70,7 @@ pub enum Rule {
     NoGrant,
     NotGranted,
     Quarantined,
-    TargetCannotEnforce,
+    NoGateway,
     PeerCRDMissing,
     NodeSkipped,
     NoAnchor,

@@ -1,16 +1,14 @@
-//! Sandboxes that enter a member through gateways (rule 7): the SandboxAccess there, and in the sandbox the gateways' Peers. A
-//! member without any gateway takes them on its nodes instead ([`super::link`]).
+//! Sandboxes enter a member through gateways (rule 7): the SandboxAccess there, and in the sandbox the gateways' Peers.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
 };
 
 use ipnet::IpNet;
 
 use super::{
     PlannedAccess, Reason, endpoint,
-    link::Link,
     nodes::host,
     peers::Writer,
     services::{self, Reach},
@@ -18,23 +16,51 @@ use super::{
 };
 use crate::{
     hash::fnv1a,
-    mesh::{ObjectName, Protocol},
-    observe::{AccessNode, AccessSpec, Gateway, GrantedPort, Member, Observation, ServicePort},
+    mesh::{Cluster, ObjectName, Profile, Protocol},
+    observe::{AccessNode, AccessSpec, Claim, Gateway, GrantedPort, Member, Observation, ServicePort},
     ownership::{self, Ownership},
 };
+
+/// Gateways are few: a network that is wider than this is not theirs alone, whatever address they publish.
+const WIDEST: u8 = 8;
+
+/// Takes out of the accepted networks those that are the gateways' alone: a few addresses, one of which a gateway has. No Node owns
+/// one of these, and other members have no business there.
+pub(super) fn leave_out_networks(cluster: &mut Cluster, member: &Member) {
+    if cluster.profile != Profile::ClusterMeshed {
+        return;
+    }
+    let few = |net: &IpNet| net.max_prefix_len() - net.prefix_len() <= WIDEST;
+    let gateways = || member.gateways.values().flat_map(|gateway| &gateway.addresses);
+    let nodes = || {
+        member.nodes.values().flat_map(|node| {
+            let wireguard = node.wireguard_ip.value().map(IpNet::addr);
+            let pods = node.pod_cidrs.iter().filter_map(Claim::value).map(IpNet::addr);
+            wireguard
+                .into_iter()
+                .chain(pods)
+                .chain(node.internal_ips.iter().copied())
+        })
+    };
+    let is_theirs = |net: &IpNet| {
+        few(net) && gateways().any(|address| net.contains(address)) && !nodes().any(|address| net.contains(&address))
+    };
+    cluster.allowed.retain(|net| !is_theirs(net));
+}
 
 /// Ports of gateways: above what servers are known by, below those that a kernel gives out by itself.
 const FIRST: u16 = 20_000;
 const COUNT: u16 = 10_000;
 
-/// What the importing sandbox sees of a member with gateways.
+/// What the importing sandbox sees of a member's gateways.
+#[derive(Default)]
 pub(super) struct Through<'a> {
     /// The SandboxAccess that stands there: what gateways let in.
     pub(super) standing: Option<&'a AccessSpec>,
-    /// Those that take connections and that it can dial.
-    pub(super) ready: Vec<&'a Gateway>,
-    /// There are some that take connections, and it can dial none of these.
-    pub(super) apart: bool,
+    /// The addresses of those that take connections and that it can dial.
+    pub(super) ready: BTreeSet<IpAddr>,
+    /// Why it can use none of them.
+    pub(super) none: Option<String>,
 }
 
 impl Through<'_> {
@@ -57,13 +83,6 @@ impl Through<'_> {
     }
 }
 
-impl Party<'_> {
-    /// Whether sandboxes enter this member through gateways.
-    pub(super) fn has_gateways(&self) -> bool {
-        self.member().is_some_and(|member| !member.gateways.is_empty())
-    }
-}
-
 impl<'a> Assembly<'a> {
     /// The SandboxAccess that stands in a member for one of this mesh's sandboxes.
     pub(super) fn standing_access(&self, member: &'a Member, sandbox: &str) -> Option<&'a AccessSpec> {
@@ -75,21 +94,35 @@ impl<'a> Assembly<'a> {
         ours.spec.as_ref().ok()
     }
 
-    /// What stands between a sandbox and a member with gateways.
-    pub(super) fn through(&self, party: &'a Party<'a>, sandbox: &str) -> Option<Through<'a>> {
-        let member = party.member().filter(|_| party.has_gateways())?;
-        let target = self.parties.get(sandbox)?;
+    /// What stands between a sandbox and a member.
+    pub(super) fn through(&self, party: &'a Party<'a>, sandbox: &str) -> Through<'a> {
+        let (Some(member), Some(target)) = (party.member(), self.parties.get(sandbox)) else {
+            return Through::default();
+        };
         let ready = member.gateways.values();
-        let ready: Vec<_> = ready
-            .filter(|gateway| gateway.serves(sandbox) && gateway.ready)
-            .collect();
-        let dialled = |gateway: &&&Gateway| self.way(party, member, target, gateway).is_ok();
-        let usable: Vec<_> = ready.iter().filter(dialled).copied().collect();
-        Some(Through {
+        let ready = ready.filter(|gateway| gateway.serves(sandbox) && gateway.ready);
+        let ready: Vec<_> = ready.collect();
+        let ways = ready
+            .iter()
+            .filter_map(|gateway| self.way(party, member, target, gateway).ok());
+        let usable: BTreeSet<IpAddr> = ways.flat_map(|(prefixes, _)| prefixes).map(|net| net.addr()).collect();
+        let cluster = &party.cluster.name;
+        let none = none_there(cluster, member).or_else(|| match (ready.is_empty(), usable.is_empty()) {
+            (true, _) => Some(format!(
+                "no gateway of cluster {cluster:?} that serves this sandbox is Ready: look at the pods of its StatefulSet (kubectl get \
+                 pods -n clustermesh-gateway) and their SandboxGateways there"
+            )),
+            (false, true) => Some(format!(
+                "no gateway of cluster {cluster:?} can be dialled from this sandbox: status.clusters[] of cluster {cluster:?} says why \
+                 of each"
+            )),
+            (false, false) => None,
+        });
+        Through {
             standing: self.standing_access(member, sandbox),
-            apart: usable.is_empty() && !ready.is_empty(),
             ready: usable,
-        })
+            none,
+        }
     }
 
     /// What of a gateway's addresses a sandbox may have, and where it dials it.
@@ -105,7 +138,7 @@ impl<'a> Assembly<'a> {
     ) -> Result<(BTreeSet<IpNet>, Vec<SocketAddr>), (Reason, String)> {
         let source = &party.cluster.name;
         let mut prefixes: BTreeSet<IpNet> = gateway.addresses.iter().map(|ip| host(*ip)).collect();
-        prefixes.retain(|net| party.cluster.allows(*net));
+        prefixes.retain(|net| party.accepted.iter().any(|accepted| accepted.contains(net)));
         if prefixes.is_empty() {
             let message = format!(
                 "its WireGuard addresses lie outside allowedNetworks of cluster {source:?}: add its --gateway-cidr there"
@@ -114,7 +147,7 @@ impl<'a> Assembly<'a> {
         }
         let toward = endpoint::Toward {
             source: &party.cluster,
-            target_networks: &sandbox.cluster.allowed,
+            target_networks: &sandbox.accepted,
             target_families: sandbox.families,
             discovered: &sandbox.discovered,
             resolved: &self.seen.resolved,
@@ -216,11 +249,7 @@ impl<'a> Assembly<'a> {
         standing: Option<&AccessSpec>,
     ) -> BTreeMap<(Protocol, u16), GrantedPort> {
         let mut granted: BTreeSet<(Protocol, GrantedPort)> = BTreeSet::new();
-        let nothing = Through {
-            standing: None,
-            ready: Vec::new(),
-            apart: false,
-        };
+        let nothing = Through::default();
         for grant in party.cluster.egress.iter().filter(|grant| grant.cluster == name) {
             if member.unlisted.services.contains_key(&grant.service.namespace) {
                 // What was granted of a Service that is not known now stands, and no more.
@@ -264,15 +293,6 @@ impl<'a> Assembly<'a> {
         }
         out
     }
-
-    /// How `source` is written into `target` is a matter of gateways.
-    pub(super) fn by_gateways(link: Link, target: &Party<'_>, source: &Party<'_>) -> bool {
-        match link {
-            Link::Meshed => false,
-            Link::Sandbox => target.has_gateways(),
-            Link::Grantor => source.has_gateways(),
-        }
-    }
 }
 
 /// The first port that is free, from one that follows from what is granted: a SandboxAccess that is made anew gets the same.
@@ -314,17 +334,12 @@ impl<'a> Writer<'a, '_> {
     }
 }
 
-/// Why a member with gateways gives a sandbox nothing now; `None` = some take connections.
-pub(super) fn none_ready(cluster: &str, through: &Through<'_>) -> Option<String> {
-    if through.apart {
-        return Some(format!(
-            "no gateway of cluster {cluster:?} can be dialled from this sandbox: status.clusters[] of cluster {cluster:?} says why of each"
-        ));
-    }
-    through.ready.is_empty().then(|| {
+/// Why no sandbox enters a member; `None` = it has gateways.
+pub(super) fn none_there(cluster: &str, member: &Member) -> Option<String> {
+    member.gateways.is_empty().then(|| {
         format!(
-            "no gateway of cluster {cluster:?} that serves this sandbox is Ready: look at the pods of its StatefulSet (kubectl get pods -n \
-             clustermesh-gateway) and their SandboxGateways there"
+            "cluster {cluster:?} has no gateway, and sandboxes enter through gateways alone: install them there (deploy/gateway.yaml), or \
+             look why they do not start (kubectl get pods,sandboxgateways -n clustermesh-gateway)"
         )
     })
 }

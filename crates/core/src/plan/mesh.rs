@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, anchor, claims, collisions, endpoint,
-    link, nodes, target,
+    gateways, link, nodes, target,
 };
 use crate::{
     key::PublicKey,
     mesh::{Cluster, ClusterIdentity, Mesh, MeshId, Profile},
-    observe::{Observation, Observations, ObservedPeer},
+    observe::{Observation, Observations, ObservedPeer, Owner},
     ownership::{self, Claimant, Ownership},
 };
 
@@ -30,10 +30,8 @@ pub(super) struct Stage<'a> {
     pub(super) parties: BTreeMap<String, target::Party<'a>>,
     /// Their Nodes.
     pub(super) rolls: BTreeMap<String, nodes::Roll<'a>>,
-    /// What each sandbox is granted, by sandbox and by the member that has the Services.
-    pub(super) granted: BTreeMap<(String, String), link::Granted>,
-    /// Members that can hold nobody to a policy, and why.
-    pub(super) lax: BTreeMap<String, String>,
+    /// Members whose nodes hold nobody to a policy.
+    pub(super) lax: BTreeSet<String>,
 }
 
 impl<'a> MeshPlanner<'a> {
@@ -60,16 +58,14 @@ impl<'a> MeshPlanner<'a> {
         }
         let stage = self.stage(&mut planned);
         planned.facts.extend(collisions::facts(&stage.parties));
-        let Stage {
-            parties,
-            rolls,
-            granted,
-            lax,
-        } = &stage;
+        let Stage { parties, rolls, lax } = &stage;
         for (name, party) in parties {
             let roll = rolls.get(name);
             let report = ClusterReport {
-                accepted: party.cluster.allowed.clone(),
+                accepted: (self.accepted.networks)
+                    .get(&(mesh.id.clone(), name.clone()))
+                    .cloned()
+                    .unwrap_or_default(),
                 anchored: party
                     .anchored(roll)
                     .into_iter()
@@ -91,17 +87,10 @@ impl<'a> MeshPlanner<'a> {
                 .facts
                 .extend(roll.into_iter().flat_map(|roll| roll.facts.iter().cloned()));
         }
-        planned
-            .facts
-            .extend(lax.iter().map(|(cluster, message)| Fact::TargetCannotEnforce {
-                cluster: cluster.clone(),
-                message: message.clone(),
-            }));
         let assembly = target::Assembly {
             mesh: &mesh.id,
             parties,
             rolls,
-            granted,
             lax,
             seen: self.seen,
             settings: self.settings,
@@ -128,14 +117,9 @@ impl<'a> MeshPlanner<'a> {
     pub(super) fn stage(&self, planned: &mut MeshPlan) -> Stage<'a> {
         let parties = self.parties(planned);
         let rolls = self.rolls(&parties);
-        let (granted, lax) = (Self::granted(&parties, &rolls), Self::lax(&parties, &rolls));
+        let lax = Self::lax(&parties, &rolls);
         self.note_quarantines(&parties, &lax, planned);
-        Stage {
-            parties,
-            rolls,
-            granted,
-            lax,
-        }
+        Stage { parties, rolls, lax }
     }
 
     fn parties(&self, planned: &mut MeshPlan) -> BTreeMap<String, target::Party<'a>> {
@@ -160,7 +144,9 @@ impl<'a> MeshPlanner<'a> {
             }
             let connected = cluster.profile != Profile::Standard && !cluster.allowed.is_empty();
             let member = observed.and_then(Observation::last);
+            let accepted = cluster.allowed.clone();
             if let Some(member) = member {
+                gateways::leave_out_networks(&mut cluster, member);
                 anchor::forget_node_addresses(&mut cluster, member);
             }
             let discovered = target::discovered(member);
@@ -168,6 +154,7 @@ impl<'a> MeshPlanner<'a> {
                 entry.name.clone(),
                 target::Party {
                     cluster,
+                    accepted,
                     observed,
                     connected,
                     discovered,
@@ -219,17 +206,15 @@ impl<'a> MeshPlanner<'a> {
     fn note_quarantines(
         &self,
         parties: &BTreeMap<String, target::Party<'a>>,
-        lax: &BTreeMap<String, String>,
+        lax: &BTreeSet<String>,
         planned: &mut MeshPlan,
     ) {
         for (name, party) in parties {
             let Some(by) = self.quarantined_by(&party.cluster) else {
                 continue;
             };
-            let removed = lax.keys().filter(|target| {
-                let link = link::between(&parties[*target], party);
-                link.is_some_and(|link| link::enforced_by(link, target, name, party) == Some(&***target))
-            });
+            let meshed = |target: &&String| link::between(&parties[*target], party) == Some(link::Link::Meshed);
+            let removed = lax.iter().filter(meshed);
             let removed: Vec<String> = removed.map(|target| format!("{target:?}")).collect();
             let objects = if removed.is_empty() {
                 "its objects stand".to_owned()
@@ -248,39 +233,16 @@ impl<'a> MeshPlanner<'a> {
         }
     }
 
-    /// Members that can hold nobody to a policy, and why, of those where somebody has to be.
+    /// Members whose nodes hold nobody to a policy, of those that were seen.
     fn lax(
         parties: &BTreeMap<String, target::Party<'a>>,
         rolls: &BTreeMap<String, nodes::Roll<'a>>,
-    ) -> BTreeMap<String, String> {
-        let asked = parties.iter().filter(|(_, party)| {
-            let mut sources = parties.values().filter(|source| link::closed(source));
-            sources.any(|source| {
-                let link = link::between(party, source);
-                link.is_some_and(|link| {
-                    link != link::Link::Grantor && !target::Assembly::by_gateways(link, party, source)
-                })
-            })
+    ) -> BTreeSet<String> {
+        let lax = parties.iter().filter(|(name, party)| {
+            let member = party.member();
+            member.is_some_and(|member| !link::enforces(member, rolls.get(*name)))
         });
-        asked
-            .filter_map(|(name, party)| Some((name.clone(), link::cannot_enforce(party, rolls.get(name))?)))
-            .collect()
-    }
-
-    fn granted(
-        parties: &BTreeMap<String, target::Party<'a>>,
-        rolls: &BTreeMap<String, nodes::Roll<'a>>,
-    ) -> BTreeMap<(String, String), link::Granted> {
-        let mut granted = BTreeMap::new();
-        for (name, exporter) in parties {
-            for (sandbox, party) in parties {
-                if link::between(exporter, party) == Some(link::Link::Sandbox) {
-                    let key = (sandbox.clone(), name.clone());
-                    granted.insert(key, link::granted(party, exporter, rolls.get(name)));
-                }
-            }
-        }
-        granted
+        lax.map(|(name, _)| name.clone()).collect()
     }
 
     fn rolls(&self, parties: &BTreeMap<String, target::Party<'a>>) -> BTreeMap<String, nodes::Roll<'a>> {
@@ -301,7 +263,11 @@ impl<'a> MeshPlanner<'a> {
     }
 
     fn ours(&self, peer: &ObservedPeer) -> bool {
-        ownership::of(&peer.owner, &self.seen.hub, self.claimants) == Ownership::Mesh(&self.mesh.id)
+        self.is_own(&peer.owner)
+    }
+
+    fn is_own(&self, owner: &Owner) -> bool {
+        ownership::of(owner, &self.seen.hub, self.claimants) == Ownership::Mesh(&self.mesh.id)
     }
 
     /// The Peers of this mesh for that node that stand in the members.
@@ -322,25 +288,36 @@ impl<'a> MeshPlanner<'a> {
     }
 
     /// One key, one node, over all members. An attacker chooses its own timestamps, so the order is: local first, then a
-    /// cluster-meshed member before a sandbox, then whoever has the Peer already, then the order of the entries (rule 3). A
-    /// sandbox's Peer speaks against other sandboxes alone: else it had the key of every Node for which a moment came without
-    /// one.
+    /// cluster-meshed member before a sandbox, then whoever has the Peer, or the place in the SandboxAccess, already, then the order
+    /// of the entries (rule 3). What a sandbox has already counts against other sandboxes alone: else it had the key of every Node
+    /// for which a moment came without one.
     fn settle_keys(
         &self,
         parties: &BTreeMap<String, target::Party<'_>>,
         rolls: &mut BTreeMap<String, nodes::Roll<'_>>,
     ) {
-        // (not local, profile, has no Peer yet, position of the entry, entry, node): the smallest wins.
+        // (not local, profile, has none yet, position of the entry, entry, node): the smallest wins.
         type KeyClaim = (bool, Profile, bool, usize, String, String);
         let peers = parties
             .values()
             .filter(|party| trusted(party))
             .filter_map(target::Party::member)
             .filter_map(|member| member.peers.as_ref());
+        let accesses = parties
+            .values()
+            .filter(|party| trusted(party))
+            .filter_map(target::Party::member)
+            .flat_map(|member| member.accesses.iter().flatten());
         let mut standing: BTreeMap<&str, BTreeMap<PublicKey, &str>> = BTreeMap::new();
         for (name, peer) in peers.flatten().filter(|(_, peer)| self.ours(peer)) {
             if let (Some(source), Ok(spec)) = (&peer.owner.source_cluster, &peer.spec) {
                 standing.entry(source).or_default().insert(spec.public_key, name);
+            }
+        }
+        for (_, access) in accesses.filter(|(_, access)| self.is_own(&access.owner)) {
+            if let (Some(source), Ok(spec)) = (&access.owner.source_cluster, &access.spec) {
+                let nodes = spec.nodes.iter().map(|(key, node)| (*key, &*node.name));
+                standing.entry(source).or_default().extend(nodes);
             }
         }
         let mut claims: BTreeMap<PublicKey, Vec<KeyClaim>> = BTreeMap::new();

@@ -10,14 +10,13 @@ use ipnet::IpNet;
 
 use super::{
     Fact, PlannedPeer, Reason, Skipped, anchor, endpoint,
-    link::Terms,
     nodes::{Registered, Roll},
     target::{Assembled, Assembly, Party},
 };
 use crate::{
     key::PublicKey,
     mesh::{Addressing, ClusterIdentity, overlap},
-    observe::{Claim, Endpoint, Gateway, Member, Node, Observation, ObservedPeer, PeerSpec, Server},
+    observe::{Claim, Endpoint, Gateway, Member, Node, ObservedPeer, PeerSpec, Server},
     ownership::{self, Ownership},
 };
 
@@ -153,65 +152,44 @@ impl<'a, 'p> Writer<'a, 'p> {
         });
     }
 
-    pub(super) fn add_source(&mut self, source: &str, party: &Party<'a>, terms: &Terms<'_>) {
-        if let Some(roll) = self.assembly.rolls.get(source) {
-            self.add_roll(source, party, roll, terms);
-        }
-        if let Terms::Sandbox { requires, networks } = terms
-            && party.observed.and_then(Observation::fresh).is_none()
-        {
-            self.restate(source, requires, networks);
-        }
-    }
-
-    fn add_roll(&mut self, source: &str, party: &Party<'a>, roll: &Roll<'a>, terms: &Terms<'_>) {
+    pub(super) fn add_source(&mut self, source: &str, party: &Party<'a>) {
+        let Some(roll) = self.assembly.rolls.get(source) else {
+            return;
+        };
         let own_names: BTreeSet<String> = roll
             .registered
             .iter()
             .map(|r| self.assembly.naming.peer(self.assembly.mesh, source, r.node, false))
             .collect();
         let keepalive = self.keepalive(party);
-        let whole = match terms {
-            Terms::Meshed => !party.member().is_some_and(|member| exports_unlisted(party, member)),
-            Terms::Grantor { whole, .. } => *whole,
-            Terms::Sandbox { .. } => true,
-        };
+        let whole = !party.member().is_some_and(|member| exports_unlisted(party, member));
         let mut added: BTreeMap<&str, String> = BTreeMap::new();
         for node in &roll.registered {
-            let Some(mut prefixes) = terms.prefixes(node) else {
-                continue;
-            };
+            let mut prefixes = node.prefixes.clone();
             if !whole {
                 prefixes.extend(self.standing_hosts(source, party, roll, node));
             }
-            let candidates = match terms {
-                // It dials; where it says it is has no part in what this side sends.
-                Terms::Sandbox { .. } => Ok(endpoint::Candidates::default()),
-                Terms::Meshed | Terms::Grantor { .. } => self.candidates(source, party, node),
-            };
+            let candidates = self.candidates(source, party, node);
             if let Some(peer) = self.add_node(source, node, prefixes, candidates, &own_names) {
                 let spec = self.peers.get_mut(&peer).map(|peer| &mut peer.spec);
-                match (terms, spec) {
-                    (Terms::Sandbox { requires, .. }, Some(spec)) => {
-                        spec.requires_policy = Some((*requires).to_owned())
-                    }
-                    (_, Some(spec)) if spec.endpoint.is_none() => {
-                        spec.persistent_keepalive = keepalive.max(NAT_KEEPALIVE.get());
-                    }
-                    (_, Some(spec)) => spec.persistent_keepalive = keepalive,
-                    (_, None) => {}
+                if let Some(spec) = spec {
+                    spec.persistent_keepalive = if spec.endpoint.is_none() {
+                        keepalive.max(NAT_KEEPALIVE.get())
+                    } else {
+                        keepalive
+                    };
                 }
                 added.insert(node.node, peer);
             }
         }
-        let anchors = matches!(terms, Terms::Meshed) && party.cluster.effective_addressing() == Addressing::Routed;
+        let anchors = party.cluster.effective_addressing() == Addressing::Routed;
         let mut parts = if anchors {
             anchor::parts(&party.cluster, roll)
         } else {
             Vec::new()
         };
         for node in roll.held.keys() {
-            let Some(peer) = self.hold(source, party, node, terms) else {
+            let Some(peer) = self.hold(source, party, node) else {
                 continue;
             };
             let view = party.member().and_then(|member| member.nodes.get(*node));
@@ -239,7 +217,7 @@ impl<'a, 'p> Writer<'a, 'p> {
     ) -> Result<endpoint::Candidates, (Reason, String)> {
         let toward = endpoint::Toward {
             source: &party.cluster,
-            target_networks: &self.target.cluster.allowed,
+            target_networks: &self.target.accepted,
             target_families: self.target.families,
             discovered: &self.target.discovered,
             resolved: &self.assembly.seen.resolved,
@@ -435,7 +413,7 @@ impl<'a, 'p> Writer<'a, 'p> {
             .unwrap_or(0);
         let toward = endpoint::Toward {
             source: &self.target.cluster,
-            target_networks: &source.cluster.allowed,
+            target_networks: &source.accepted,
             target_families: source.families,
             discovered: &source.discovered,
             resolved: &self.assembly.seen.resolved,

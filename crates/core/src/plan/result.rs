@@ -68,11 +68,11 @@ pub enum Fact {
         /// Names both meshes.
         message: String,
     },
-    /// A member that can hold nobody to a policy: no Peer of a sandbox, or of a quarantined member, stands there.
-    TargetCannotEnforce {
+    /// A member has no gateway, so no sandbox enters it.
+    NoGateway {
         /// Entry of this mesh.
         cluster: String,
-        /// Names the nodes and the remedy.
+        /// Names it and the remedy.
         message: String,
     },
     /// Everything from a member is closed, and its objects are kept.
@@ -195,7 +195,7 @@ pub struct Uncovered {
 pub struct PlannedPeer {
     /// The member that has the node, by its entry's name.
     pub source: String,
-    /// The node; of a sandbox that is not seen, the Peer's own name, which is all there is to go by.
+    /// The node, or the gateway as NAMESPACE/NAME.
     pub node: String,
     /// What it says.
     pub spec: PeerSpec,
@@ -204,7 +204,7 @@ pub struct PlannedPeer {
 /// A PeerPolicy that should stand in a target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedPolicy {
-    /// The member it speaks of, by its entry's name.
+    /// The member whose packets it is about, by its entry's name.
     pub source: String,
     /// What it says.
     pub spec: PolicySpec,

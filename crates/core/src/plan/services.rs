@@ -7,13 +7,9 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{
-    EgressReport, Naming, PlannedService, PlannedSlice,
-    gateways::{self, Through},
-    link::Hosts,
-};
+use super::{EgressReport, Naming, PlannedService, PlannedSlice, gateways::Through};
 use crate::{
-    mesh::{Addressing, Cluster, Grant, MeshId, ObjectName, PodNetwork, PortRef, Protocol},
+    mesh::{Addressing, Cluster, Grant, MeshId, ObjectName, PortRef, Protocol},
     observe::{Member, Observation, ServicePort, Slice, SliceEndpoint},
 };
 
@@ -33,9 +29,7 @@ pub(super) struct Mirror {
 pub(super) enum Reach<'a> {
     /// Every one: it is no sandbox.
     Anywhere,
-    /// It is a sandbox, which has a Peer for these nodes.
-    Nodes(&'a BTreeSet<&'a str>),
-    /// It is a sandbox, and gateways lead it to them.
+    /// It is a sandbox: gateways lead it to them.
     Gateways(&'a Through<'a>),
 }
 
@@ -125,12 +119,7 @@ impl Ends<'_> {
         }
         match resolve(grant, self.importer, exporter, member, &self.reach) {
             Err(message) => done(None, false, message),
-            Ok(Resolved {
-                ports,
-                groups,
-                hosts: _,
-                message,
-            }) => {
+            Ok(Resolved { ports, groups, message }) => {
                 let slices = pack(self.mesh, &grant.local, groups, naming);
                 done(
                     Some(PlannedService {
@@ -155,8 +144,6 @@ pub(super) struct Resolved {
     pub(super) ports: Vec<ServicePort>,
     /// Its backends.
     pub(super) groups: Groups,
-    /// Where the backends run, as far as it is said.
-    pub(super) hosts: Hosts,
     /// What is left out; empty = nothing.
     pub(super) message: String,
 }
@@ -175,10 +162,6 @@ pub(super) fn resolve(
     member: &Member,
     reach: &Reach<'_>,
 ) -> Result<Resolved, String> {
-    let hosting = match reach {
-        Reach::Nodes(hosting) => Some(*hosting),
-        Reach::Anywhere | Reach::Gateways(_) => None,
-    };
     let sandbox = !matches!(reach, Reach::Anywhere);
     let words = || format!("Service {} of cluster {:?}", grant.service, grant.cluster);
     let service = member.services.get(&grant.service);
@@ -241,12 +224,11 @@ pub(super) fn resolve(
         return Err(format!("{} has no ports", words()));
     }
     if let Reach::Gateways(through) = reach {
-        return by_gateways(grant, importer, exporter, ports, through);
+        return by_gateways(grant, importer, ports, through);
     }
     let mut groups = Groups::new();
-    let mut hosts = Hosts::new();
     let mut foreign = false;
-    let (mut outside, mut homeless, mut anywhere) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
+    let mut outside = BTreeSet::new();
     for (_, slice) in member
         .slices
         .iter()
@@ -270,21 +252,6 @@ pub(super) fn resolve(
             if !exporter.allows(IpNet::from(endpoint.address)) {
                 outside.insert(endpoint.address);
                 continue;
-            }
-            let node = endpoint.node.as_deref();
-            if hosting.is_some_and(|hosting| node.is_none_or(|node| !hosting.contains(node))) {
-                homeless.insert(endpoint.address);
-                continue;
-            }
-            if hosting.is_some()
-                && exporter.pod_network == PodNetwork::Shared
-                && !is_nodes(member, node, endpoint.address)
-            {
-                anywhere.insert(endpoint.address);
-                continue;
-            }
-            if let Some(node) = node.filter(|_| !backend.is_empty()) {
-                hosts.entry(node.to_owned()).or_default().insert(endpoint.address);
             }
             let bare = SliceEndpoint {
                 node: None,
@@ -316,18 +283,10 @@ pub(super) fn resolve(
     let messages = [
         no_family,
         left_out(&outside, "lie outside allowedNetworks of that cluster"),
-        left_out(&homeless, "run on no node that has a Peer"),
-        left_out(
-            &anywhere,
-            "lie in a pod network that its nodes share (podNetwork: Shared), where no node can tell a pod of its own from another: a \
-             sandbox is given endpoints in the host network alone there, so set hostNetwork for these pods or grant a Service of \
-             pods that have it (a proxy, a load balancer's)",
-        ),
     ];
     Ok(Resolved {
         ports,
         groups,
-        hosts,
         message: messages.into_iter().flatten().collect::<Vec<_>>().join("; "),
     })
 }
@@ -336,7 +295,6 @@ pub(super) fn resolve(
 fn by_gateways(
     grant: &Grant,
     importer: &Cluster,
-    exporter: &Cluster,
     ports: Vec<ServicePort>,
     through: &Through<'_>,
 ) -> Result<Resolved, String> {
@@ -349,13 +307,12 @@ fn by_gateways(
     let there = through.ports(&grant.service, &ports);
     let mut groups = Groups::new();
     if !there.is_empty() {
-        for address in through.ready.iter().flat_map(|gateway| &gateway.addresses) {
-            let net = IpNet::from(*address);
-            let reachable = importer
+        for address in &through.ready {
+            if importer
                 .allowed
                 .iter()
-                .any(|own| own.addr().is_ipv4() == address.is_ipv4());
-            if reachable && exporter.allows(net) {
+                .any(|own| own.addr().is_ipv4() == address.is_ipv4())
+            {
                 let endpoint = SliceEndpoint {
                     address: *address,
                     node: None,
@@ -376,19 +333,12 @@ fn by_gateways(
             grant.cluster
         )
     });
-    let message = gateways::none_ready(&grant.cluster, through).or(waiting);
+    let message = through.none.clone().or(waiting);
     Ok(Resolved {
         ports,
         groups,
-        hosts: Hosts::new(),
         message: message.unwrap_or_default(),
     })
-}
-
-/// Whether it is the node's own address, as an endpoint in the host network has it.
-fn is_nodes(member: &Member, node: Option<&str>, address: IpAddr) -> bool {
-    let node = node.and_then(|name| member.nodes.get(name));
-    node.is_some_and(|node| node.internal_ips.contains(&address))
 }
 
 fn belongs(name: &ObjectName, slice: &Slice, service: &ObjectName) -> bool {

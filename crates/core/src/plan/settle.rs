@@ -79,17 +79,16 @@ impl<'p> Standing<'p> {
     }
 }
 
-/// One key in two meshes of one target is one Peer: of one in which it is no sandbox's, else of the mesh that has it already,
-/// else of the older one. A Node of another cluster that loses its Peer by that is told why.
+/// One key in two meshes of one target is one Peer: of the mesh that has it already, else of the older one. A Node of another cluster that loses its Peer by that is told why.
 fn one_peer_per_key(plan: &mut Plan, seen: &Observations) {
-    // (is a sandbox's, has no Peer yet, age of the mesh, mesh, target, name of the Peer): the smallest wins.
-    type Place = (bool, bool, usize, MeshId, String, String);
+    // (has no Peer yet, age of the mesh, mesh, target, name of the Peer): the smallest wins.
+    type Place = (bool, usize, MeshId, String, String);
     let mut places: BTreeMap<(ClusterIdentity, PublicKey), Vec<Place>> = BTreeMap::new();
     for (age, mesh, target, held, identity, standing) in written(plan, seen) {
         for (name, peer) in &held.peers {
             let key = peer.spec.public_key;
-            let (sandbox, stands) = (peer.spec.requires_policy.is_some(), standing.has_key(name, &key));
-            let place = (sandbox, !stands, age, mesh.clone(), target.to_owned(), name.clone());
+            let stands = standing.has_key(name, &key);
+            let place = (!stands, age, mesh.clone(), target.to_owned(), name.clone());
             places.entry((identity.clone(), key)).or_default().push(place);
         }
     }
@@ -101,11 +100,11 @@ fn one_peer_per_key(plan: &mut Plan, seen: &Observations) {
     for ((_, key), mut claims) in places.into_iter().filter(|(_, claims)| claims.len() > 1) {
         claims.sort();
         let mut claims = claims.into_iter();
-        let Some((_, _, _, winner, at, winning)) = claims.next() else {
+        let Some((_, _, winner, at, winning)) = claims.next() else {
             continue;
         };
         let owner = source_of(plan, &winner, &at, &winning);
-        for (_, _, _, mesh, target, name) in claims {
+        for (_, _, mesh, target, name) in claims {
             let source = source_of(plan, &mesh, &target, &name);
             let same_node = source
                 .zip(owner.as_ref())
@@ -169,8 +168,9 @@ fn one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
 pub(super) fn count(planned: &mut MeshPlan) {
     let mut registered: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for (target, held) in &planned.targets {
-        // A gateway is no Node; its name has its namespace in it.
-        for peer in held.peers.values().filter(|peer| !peer.node.contains('/')) {
+        // Peers of a sandbox are gateways, and no Nodes.
+        let sandbox = planned.clusters.get(target).is_some_and(|report| report.sandbox);
+        for peer in held.peers.values().filter(|_| !sandbox) {
             registered.entry(&peer.source).or_default().insert(&peer.node);
         }
         for access in held.accesses.values() {

@@ -10,7 +10,8 @@ use ipnet::IpNet;
 use super::{
     EgressReport, Fact, Naming, PlannedPolicy, Settings, Skipped, TargetPlan, anchor,
     endpoint::NodeFamilies,
-    link::{self, Granted, Link, Terms},
+    gateways,
+    link::{self, Link},
     nodes::Roll,
     peers,
     services::{self, Reach},
@@ -22,9 +23,11 @@ use crate::{
     ownership::{self, Claimant, Ownership},
 };
 
-/// One entry as the planner sees it, with `cluster.allowed` cut down to what was accepted.
+/// One entry as the planner sees it. `cluster.allowed` is what was accepted without the networks of its gateways.
 pub(super) struct Party<'a> {
     pub(super) cluster: Cluster,
+    /// All networks that were accepted.
+    pub(super) accepted: Vec<IpNet>,
     pub(super) observed: Option<&'a Observation<Member>>,
     /// It takes part: cluster-meshed or a sandbox, and it holds networks.
     pub(super) connected: bool,
@@ -86,10 +89,8 @@ pub(super) struct Assembly<'a> {
     pub(super) mesh: &'a MeshId,
     pub(super) parties: &'a BTreeMap<String, Party<'a>>,
     pub(super) rolls: &'a BTreeMap<String, Roll<'a>>,
-    /// What each sandbox is granted, by sandbox and by the member that has the Services.
-    pub(super) granted: &'a BTreeMap<(String, String), Granted>,
-    /// Members that can hold nobody to a policy, and why.
-    pub(super) lax: &'a BTreeMap<String, String>,
+    /// Members whose nodes hold nobody to a policy.
+    pub(super) lax: &'a BTreeSet<String>,
     pub(super) seen: &'a Observations,
     pub(super) settings: &'a Settings,
     pub(super) naming: &'a dyn Naming,
@@ -159,47 +160,25 @@ impl<'a> Assembly<'a> {
         };
         assembled.plan.served = self.served(name, target);
         for (source, party) in self.sources(name, target) {
-            // What the operator took out of the mesh goes, seen or not; so does a sandbox where nothing would hold it.
-            let link = self.link(name, target, source, party);
-            if link.is_some() && party.observed.and_then(Observation::fresh).is_none() {
+            // What the operator took out of the mesh goes, seen or not. What a sandbox may reach is no matter of what is seen of it.
+            let link = self.link(name, target, party);
+            if link.is_some_and(|link| link != Link::Sandbox) && party.observed.and_then(Observation::fresh).is_none() {
                 assembled.plan.retained.insert(source.to_owned());
             }
         }
         if target.connected {
-            let required = self.policies(name, target, &mut assembled.plan);
+            self.policies(name, target, &mut assembled.plan);
             let mut writer = peers::Writer::new(self, name, target);
-            // What is held of a sandbox never comes before what another member says now.
-            let mut sources: Vec<_> = self.sources(name, target).collect();
-            sources.sort_by_key(|(source, party)| (party.cluster.profile, *source));
-            for (source, party) in sources {
-                let nothing = Granted::default();
-                let link = self.link(name, target, source, party);
-                if link.is_some_and(|link| Self::by_gateways(link, target, party)) {
-                    if link == Some(Link::Sandbox) {
+            for (source, party) in self.sources(name, target) {
+                match self.link(name, target, party) {
+                    None => {}
+                    Some(Link::Meshed) => writer.add_source(source, party),
+                    Some(Link::Sandbox) => {
                         assembled.plan.accesses.extend(self.access(name, target, source, party));
-                    } else {
-                        writer.add_gateways(source, party);
+                        assembled.facts.extend(no_gateway(target));
                     }
-                    continue;
+                    Some(Link::Grantor) => writer.add_gateways(source, party),
                 }
-                let terms = match link {
-                    None => continue,
-                    Some(Link::Meshed) => Terms::Meshed,
-                    Some(Link::Sandbox) => match required.get(source) {
-                        Some((requires, networks)) => Terms::Sandbox { requires, networks },
-                        // Never without the policy it requires.
-                        None => continue,
-                    },
-                    Some(Link::Grantor) => {
-                        let key = (name.to_owned(), source.to_owned());
-                        let granted = self.granted.get(&key).unwrap_or(&nothing);
-                        Terms::Grantor {
-                            hosts: &granted.hosts,
-                            whole: granted.unlisted.is_empty(),
-                        }
-                    }
-                };
-                writer.add_source(source, party, &terms);
             }
             writer.finish(&mut assembled);
             self.grantors(name, target, &mut assembled.plan);
@@ -208,12 +187,12 @@ impl<'a> Assembly<'a> {
         assembled
     }
 
-    /// How `source` is written into the entry `name`: not at all where it would be closed, or held to its grants, and the
-    /// nodes there cannot do it.
-    fn link(&self, name: &str, target: &Party<'_>, source: &str, party: &Party<'_>) -> Option<Link> {
-        let link = link::between(target, party)?;
-        let lax = link::enforced_by(link, name, source, party).is_some_and(|by| self.lax.contains_key(by));
-        (!lax || Self::by_gateways(link, target, party)).then_some(link)
+    /// How `source` is written into the entry `name`: not at all where it is quarantined and the nodes there would let it in all the
+    /// same.
+    fn link(&self, name: &str, target: &Party<'_>, source: &Party<'_>) -> Option<Link> {
+        let link = link::between(target, source)?;
+        let open = link == Link::Meshed && source.cluster.quarantine && self.lax.contains(name);
+        (!open).then_some(link)
     }
 
     fn sources(
@@ -231,9 +210,9 @@ impl<'a> Assembly<'a> {
 
     /// The networks of the sources that are connected to the entry `name`.
     pub(super) fn served(&self, name: &str, target: &Party<'_>) -> BTreeSet<IpNet> {
-        let linked = |(source, party): &(&str, &Party<'_>)| self.link(name, target, source, party).is_some();
+        let linked = |(_, party): &(&str, &Party<'_>)| self.link(name, target, party).is_some();
         let sources = self.sources(name, target).filter(linked);
-        sources.flat_map(|(_, party)| &party.cluster.allowed).copied().collect()
+        sources.flat_map(|(_, party)| party.accepted.iter().copied()).collect()
     }
 
     /// Names that an older mesh writes into this target with the same plan.
@@ -252,9 +231,10 @@ impl<'a> Assembly<'a> {
     /// Whether a standing Peer's member is connected and nothing was seen of it since this controller started.
     pub(super) fn unseen(&self, name: &str, target: &Party<'_>, peer: &ObservedPeer) -> bool {
         let source = peer.owner.source_cluster.as_deref();
-        source
-            .and_then(|source| Some((source, self.parties.get(source)?)))
-            .is_some_and(|(source, party)| party.member().is_none() && self.link(name, target, source, party).is_some())
+        source.and_then(|source| self.parties.get(source)).is_some_and(|party| {
+            let link = self.link(name, target, party);
+            party.member().is_none() && link.is_some_and(|link| link != Link::Sandbox)
+        })
     }
 
     /// Whether a standing Peer of another mesh stays whatever is planned now: that mesh is paused, or nothing was seen of the Peer's
@@ -274,25 +254,18 @@ impl<'a> Assembly<'a> {
         ownership::of(owner, &self.seen.hub, self.claimants) == Ownership::Mesh(self.mesh)
     }
 
-    /// The policies of the sources that send into this target; of each sandbox what its Peers require, and its networks.
-    fn policies(
-        &self,
-        name: &'a str,
-        target: &'a Party<'a>,
-        plan: &mut TargetPlan,
-    ) -> BTreeMap<&'a str, (String, BTreeSet<IpNet>)> {
-        let mut required = BTreeMap::new();
-        let Some(member) = target.member() else {
-            return required;
-        };
-        let Some(standing) = &member.policies else {
-            return required;
+    /// The policies of the sources that send into this target.
+    fn policies(&self, name: &'a str, target: &'a Party<'a>, plan: &mut TargetPlan) {
+        let Some((member, standing)) = target
+            .member()
+            .and_then(|member| Some((member, member.policies.as_ref()?)))
+        else {
+            return;
         };
         if target.cluster.profile != Profile::ClusterMeshed {
-            return required;
+            return;
         }
         for (source, party) in self.sources(name, target) {
-            let sandbox = party.cluster.profile == Profile::Sandbox;
             let tight = party.cluster.profile != Profile::ClusterMeshed;
             // While Peers of a member that was tightened stand, a policy that closes stands before them: one after the other
             // they go, and until the last has gone the others would let in what they did.
@@ -301,14 +274,12 @@ impl<'a> Assembly<'a> {
                 let mut ours = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some(source));
                 ours.any(|peer| self.ours(&peer.owner))
             };
-            // Gateways read SandboxAccess instead.
-            let gateways = sandbox && target.has_gateways();
-            if (gateways || link::between(target, party).is_none()) && !(tight && stands()) {
+            if link::between(target, party) != Some(Link::Meshed) && !(tight && stands()) {
                 continue;
             }
             let mut networks = party.networks();
             let held = || self.rolls.get(source).is_some_and(|roll| !roll.held.is_empty());
-            if !sandbox && (party.member().is_none() || held()) {
+            if party.cluster.profile != Profile::Sandbox && (party.member().is_none() || held()) {
                 // What is not seen now is not gone: a policy that shrinks would close its member, and unblock its networks.
                 let ours = standing.values().filter(|policy| {
                     policy.owner.source_cluster.as_deref() == Some(source) && self.ours(&policy.owner)
@@ -322,22 +293,9 @@ impl<'a> Assembly<'a> {
                 continue;
             }
             let closed = link::closed(party);
-            let key = (source.to_owned(), name.to_owned());
-            let quarantine = party.cluster.quarantine || target.cluster.quarantine;
-            let granted = self.granted.get(&key).filter(|_| sandbox && !gateways && !quarantine);
-            let policy = self.policy_name(target, standing, source);
-            let mut grants = granted.map(|granted| granted.grants.clone()).unwrap_or_default();
-            if let (Some(granted), Some(Ok(stands))) = (granted, standing.get(&policy).map(|policy| &policy.spec)) {
-                // What was granted of a Service that is not known now stands, and no more.
-                let unknown = stands
-                    .grants
-                    .iter()
-                    .filter(|grant| granted.unlisted.contains(&grant.service));
-                grants.extend(unknown.cloned());
-            }
             let spec = PolicySpec {
                 sources: networks.clone(),
-                networks: networks.clone(),
+                networks,
                 allow: if closed { BTreeSet::new() } else { target.networks() },
                 deny: member.api_endpoints.clone(),
                 infrastructure_ports: self.settings.infrastructure_ports.clone(),
@@ -349,19 +307,15 @@ impl<'a> Assembly<'a> {
                         .collect()
                 },
                 sandbox: closed,
-                grants,
+                grants: BTreeSet::new(),
             };
-            if sandbox {
-                let revision = self.naming.policy_revision(source, &spec);
-                required.insert(source, (format!("{policy}@{revision}"), networks));
-            }
             let planned = PlannedPolicy {
                 source: source.to_owned(),
                 spec,
             };
-            plan.policies.insert(policy, planned);
+            plan.policies
+                .insert(self.policy_name(target, standing, source), planned);
         }
-        required
     }
 
     /// In a sandbox: the members whose Services it reaches send nothing into it but replies.
@@ -371,7 +325,7 @@ impl<'a> Assembly<'a> {
             return;
         };
         for (source, party) in self.sources(name, target) {
-            if self.link(name, target, source, party) != Some(Link::Grantor) {
+            if self.link(name, target, party) != Some(Link::Grantor) {
                 continue;
             }
             let peers = plan.peers.values().filter(|peer| peer.source == source);
@@ -427,34 +381,24 @@ impl<'a> Assembly<'a> {
             let party = self.parties.get(&grant.cluster);
             let link = party.and_then(|party| link::between(party, target));
             let through = party.filter(|_| link == Some(Link::Sandbox));
-            let through = through.and_then(|party| self.through(party, name));
-            let exporter = match (party, self.lax.get(&grant.cluster)) {
-                (Some(_), Some(why)) if link == Some(Link::Sandbox) && through.is_none() => Err(why.clone()),
-                (Some(party), _) if matches!(link, Some(Link::Meshed | Link::Sandbox)) => Ok(&party.cluster),
-                (party, _) => Err(link::refusal(target, party, &grant.cluster)),
+            let through = through.map(|party| self.through(party, name));
+            let exporter = match party {
+                Some(party) if matches!(link, Some(Link::Meshed | Link::Sandbox)) => Ok(&party.cluster),
+                party => Err(link::refusal(target, party, &grant.cluster)),
             };
-            let hosting = link::hosting(self.rolls.get(&grant.cluster));
             let ends = services::Ends {
                 mesh: self.mesh,
                 importer: &target.cluster,
                 importing,
                 exporting: party.filter(|_| exporter.is_ok()).and_then(|party| party.observed),
                 exporter,
-                reach: match &through {
-                    Some(through) => Reach::Gateways(through),
-                    None if link == Some(Link::Sandbox) => Reach::Nodes(&hosting),
-                    None => Reach::Anywhere,
-                },
+                reach: through.as_ref().map_or(Reach::Anywhere, Reach::Gateways),
                 ours: &ours,
                 taken: self.used(target).services.contains(&grant.local) || !names.insert(grant.local.clone()),
             };
             let mirror = ends.mirror(grant, self.naming);
             if mirror.keep {
                 assembled.plan.kept.insert(grant.local.clone());
-                if link == Some(Link::Sandbox) {
-                    // Which nodes run it is not known either, so none of their Peers goes.
-                    assembled.plan.retained.insert(grant.cluster.clone());
-                }
             }
             if let Some(service) = mirror.service {
                 assembled.plan.services.insert(grant.local.clone(), service);
@@ -474,4 +418,14 @@ impl<'a> Assembly<'a> {
 /// Whether this is the hub's own entry.
 pub(super) fn is_local(cluster: &Cluster) -> bool {
     cluster.identity == ClusterIdentity::Local
+}
+
+/// That sandboxes cannot enter a member that was seen.
+fn no_gateway(target: &Party<'_>) -> Option<Fact> {
+    let cluster = &target.cluster.name;
+    let message = gateways::none_there(cluster, target.member()?)?;
+    Some(Fact::NoGateway {
+        cluster: cluster.clone(),
+        message,
+    })
 }

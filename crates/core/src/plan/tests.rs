@@ -12,7 +12,7 @@ use crate::{
     mesh::{Addressing, Cluster, Export, Grant, GrantPort, PodNetwork, PortRef, Profile, Protocol},
     observe::{
         Claim, Endpoint, Granularity, Member, Node, Observation, ObservedAccess, ObservedPeer, ObservedPolicy, Owner,
-        PeerSpec, Pod, Server, Service, ServiceGrant, ServicePort, Slice, SliceEndpoint,
+        PeerSpec, Pod, PolicySpec, Server, Service, ServicePort, Slice, SliceEndpoint,
     },
 };
 
@@ -46,11 +46,6 @@ impl Naming for Plain {
             String::new()
         };
         format!("{}--{cluster}{tail}", mesh.name)
-    }
-
-    fn policy_revision(&self, cluster: &str, spec: &PolicySpec) -> String {
-        // Of everything it says, as the real one is.
-        format!("{cluster} {spec:?}")
     }
 
     fn sandbox(&self, identity: &ClusterIdentity) -> String {

@@ -96,6 +96,7 @@ fn standing() -> impl Strategy<Value = World> {
             member.nodes.retain(|name, _| name == "good");
             member.peers = Some([].into());
             member.policies = Some([].into());
+            member.accesses = Some([].into());
             let node = member.nodes.get_mut("good").unwrap();
             node.ready = true;
             if n == 1 {
@@ -156,11 +157,12 @@ proptest! {
             prop_assert_eq!(&others(&plan), &before);
             for mesh in plan.meshes.values() {
                 for (name, target) in mesh.targets.iter().filter(|(name, _)| *name != "c2") {
-                    for peer in target.peers.values().filter(|peer| peer.source == "c2") {
-                        prop_assert_eq!(peer.spec.public_key, keys[2], "in {}", name);
-                        prop_assert_eq!(&peer.spec.endpoint, &None);
+                    prop_assert!(target.peers.values().all(|peer| peer.source != "c2"));
+                    let accesses = target.accesses.values().filter(|access| access.source == "c2");
+                    for (key, node) in accesses.flat_map(|access| &access.spec.nodes) {
+                        prop_assert_eq!(*key, keys[2], "in {}", name);
                         let own: IpNet = "100.66.2.0/24".parse().unwrap();
-                        prop_assert!(peer.spec.allowed_ips.iter().all(|net| own.contains(net) && net.prefix_len() == 32));
+                        prop_assert!(node.addresses.iter().all(|address| own.contains(address)));
                     }
                 }
             }
@@ -211,9 +213,10 @@ fn ten_thousand_nodes_of_a_sandbox_cost_what_its_entry_bounds_and_nobody_else() 
     let plan = planned(&attacked);
     assert_eq!(others(&plan), before);
     let mesh = plan.meshes.values().next().unwrap();
-    let held = mesh.targets["c0"].peers.values().filter(|peer| peer.source == "c2");
+    let mut held = mesh.targets["c0"].accesses.values();
+    let held = held.find(|access| access.source == "c2").unwrap().spec.nodes.len();
     let skipped = &mesh.clusters["c2"].skipped;
     let many = skipped.iter().filter(|skipped| skipped.reason == Reason::TooManyNodes);
     // 5,000 Nodes are looked at, the oldest: "a", which says nothing, is among them.
-    assert_eq!((held.count(), many.count()), (4_999, 5_001));
+    assert_eq!((held, many.count()), (4_999, 5_001));
 }

@@ -82,25 +82,31 @@ fn addresses(member: &Member) -> BTreeSet<IpAddr> {
         .collect()
 }
 
-/// Whether endpoints of a granted Service on one of these nodes are this address and port.
-fn granted(member: &Member, spec: &PolicySpec, nodes: &BTreeSet<String>, to: IpAddr, port: (Protocol, u16)) -> bool {
-    spec.grants.iter().any(|grant| {
-        let slices = member.slices.iter().filter(|(name, slice)| {
-            slice.managed.is_none() && name.namespace == grant.service.namespace && slice.service == grant.service.name
-        });
-        slices.into_iter().any(|(_, slice)| {
-            let named = |name: &str| grant.ports.is_empty() || grant.ports.contains(&(port.0, name.to_owned()));
-            let ports = slice
-                .ports
-                .iter()
-                .any(|own| (own.protocol, own.port) == port && named(&own.name));
-            let mut here = slice.endpoints.iter().filter(|endpoint| {
-                let node = endpoint.node.as_ref().is_some_and(|node| nodes.contains(node));
-                node && endpoint.serving && !endpoint.terminating
-            });
-            ports && here.any(|endpoint| endpoint.address == to)
+/// Whether a sandbox reaches the port through a gateway: a SandboxAccess grants it, and a Peer carries the gateway's address as soon
+/// as that stands.
+fn enters(plan: &Plan, member: &Member, from: &Source, to: &Destination, port: (Protocol, u16)) -> bool {
+    let accesses = || {
+        held(plan, &to.cluster).flat_map(|(target, of)| {
+            let of_source = target
+                .accesses
+                .values()
+                .filter(move |access| of(&access.source) == Some(&from.cluster));
+            of_source.map(|access| &access.spec)
         })
-    })
+    };
+    let stands = accesses().any(|planned| {
+        let mut standing = member.accesses.iter().flat_map(|standing| standing.values());
+        standing.any(|access| access.spec.as_ref().is_ok_and(|spec| spec.id == planned.id))
+    });
+    let peers = held(plan, &from.cluster).flat_map(|(target, _)| target.peers.values());
+    let carried = peers
+        .into_iter()
+        .any(|peer| peer.spec.allowed_ips.contains(&to.address.into()));
+    let here = member
+        .gateways
+        .values()
+        .any(|gateway| gateway.addresses.contains(&to.address));
+    here && accesses().any(|access| access.grants.contains_key(&port)) && (carried || !stands)
 }
 
 /// Whether a packet with one of these sources reaches its destination by what is planned.
@@ -120,7 +126,7 @@ fn opens(
         return false;
     };
     if nodes.is_empty() || shut {
-        return false;
+        return enters(plan, member, from, to, port);
     }
     sources.iter().any(|source| {
         if member.policies.is_none() {
@@ -139,7 +145,7 @@ fn opens(
             return false;
         }
         if any(&|spec| spec.sandbox) {
-            return any(&|spec| granted(member, spec, &nodes, to.address, port));
+            return false;
         }
         !tunnel_address(member, to.address) && any(&|spec| spec.allow.iter().any(|net| net.contains(&to.address)))
     })
@@ -224,6 +230,7 @@ const IN_ORDER: &[&str] = &[
     "10.2.9.7",
     "10.96.0.1",
     "10.1.200.1",
+    "100.66.1.10",
 ];
 const PORTS: &[u16] = &[80, 443, 6443, 10250];
 

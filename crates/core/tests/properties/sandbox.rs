@@ -1,19 +1,20 @@
 //! The same worlds with sandboxes in them: what a sandbox's own side, which is hostile throughout, may move.
 
-use std::{collections::BTreeSet, net::IpAddr};
+use std::collections::BTreeSet;
 
 use clustermesh_core::{
     key::PublicKey,
-    mesh::{Addressing, Cluster, ClusterIdentity, Grant, Mesh, ObjectName, Profile, Protocol},
+    mesh::{Addressing, ClusterIdentity, Grant, ObjectName, Profile, Protocol},
     observe::{
-        Claim, Endpoint, Member, Node, Observation, PolicySpec, Server, Service, ServicePort, Slice, SliceEndpoint,
+        Claim, Endpoint, Gateway, Member, Node, Observation, PolicySpec, Server, Service, ServicePort, Slice,
+        SliceEndpoint,
     },
-    plan::{MeshPlan, Naming},
+    plan::MeshPlan,
 };
 use ipnet::IpNet;
 use proptest::prelude::*;
 
-use crate::world::{Plain, World, identity, member, planned, world};
+use crate::world::{World, identity, member, of_gateways, planned, world};
 
 /// The profile that holds: the tightest of all meshes that are not being deleted.
 fn profile(world: &World, identity: &ClusterIdentity) -> Profile {
@@ -21,10 +22,6 @@ fn profile(world: &World, identity: &ClusterIdentity) -> Profile {
     let entries = meshes.flat_map(|mesh| &mesh.clusters);
     let same = entries.filter(|cluster| cluster.identity == *identity);
     same.map(|cluster| cluster.profile).max().unwrap_or(Profile::Standard)
-}
-
-fn entry<'a>(mesh: &'a Mesh, name: &str) -> &'a Cluster {
-    mesh.clusters.iter().find(|cluster| cluster.name == name).unwrap()
 }
 
 fn is_host(net: &IpNet) -> bool {
@@ -72,6 +69,17 @@ pub(crate) fn sandboxed() -> impl Strategy<Value = World> {
                 ..Node::default()
             };
             member.nodes.insert("good".into(), good);
+            member.accesses.get_or_insert_default();
+            if n == 0 {
+                let gateway = Gateway {
+                    public_key: PublicKey::new([49; 32]),
+                    addresses: ["100.66.1.10".parse().unwrap()].into(),
+                    endpoints: vec!["192.0.2.10:51821".parse().unwrap()],
+                    serves: BTreeSet::new(),
+                    ready: true,
+                };
+                member.gateways = [(of_gateways("good"), gateway)].into();
+            }
             let port = ServicePort {
                 name: "p".into(),
                 port: 80,
@@ -113,28 +121,6 @@ fn granted() -> ObjectName {
     }
 }
 
-/// The addresses of the endpoints that `mesh` grants the sandbox `to` of the member `from`, on one node, and that node's own.
-fn reach(world: &World, mesh: &Mesh, to: &str, from: &str, node: &str) -> BTreeSet<IpAddr> {
-    let Some(member) = world.seen.members[&entry(mesh, from).identity].last() else {
-        return BTreeSet::new();
-    };
-    let grants = entry(mesh, to).egress.iter().filter(|grant| grant.cluster == from);
-    let slices = grants.flat_map(|grant| {
-        let ours = member.slices.iter().filter(|(name, slice)| {
-            slice.managed.is_none() && name.namespace == grant.service.namespace && slice.service == grant.service.name
-        });
-        ours.map(|(_, slice)| slice)
-    });
-    let endpoints = slices
-        .flat_map(|slice| &slice.endpoints)
-        .filter(|endpoint| endpoint.node.as_deref() == Some(node));
-    let wireguard = member.nodes.get(node).and_then(|node| node.wireguard_ip.value());
-    endpoints
-        .map(|endpoint| endpoint.address)
-        .chain(wireguard.map(IpNet::addr))
-        .collect()
-}
-
 /// What a plan says of everybody but the nodes of `sandbox`.
 pub(crate) fn settled(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
     let mut said = Vec::new();
@@ -146,6 +132,15 @@ pub(crate) fn settled(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
                 .iter()
                 .map(|(name, policy)| format!("{target} {name} {policy:?}")),
         );
+        // Its own nodes are a sandbox's to say.
+        let accesses = held.accesses.iter().map(|(name, access)| {
+            let nodes = (access.source != sandbox).then_some(&access.spec.nodes);
+            format!(
+                "{target} {name} {:?} {:?} {nodes:?}",
+                access.spec.networks, access.spec.grants
+            )
+        });
+        said.extend(accesses);
         said.extend(
             held.services
                 .iter()
@@ -161,34 +156,32 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_sandboxs_peer_is_single_addresses_of_its_own_and_waits_for_the_policy_beside_it(
+    fn a_target_holds_no_peer_of_a_sandbox_and_lets_its_own_addresses_in_alone(
         world in prop_oneof![world(), sandboxed()],
     ) {
         let plan = planned(&world);
         for mesh in plan.meshes.values() {
-            for target in mesh.targets.values() {
+            for (name, target) in &mesh.targets {
+                let of = profile(&world, &mesh.identities[name]);
                 for peer in target.peers.values() {
-                    if profile(&world, &mesh.identities[&peer.source]) != Profile::Sandbox {
-                        prop_assert_eq!(&peer.spec.requires_policy, &None);
-                        continue;
-                    }
-                    let accepted = &mesh.clusters[&peer.source].accepted;
-                    for net in &peer.spec.allowed_ips {
-                        prop_assert!(is_host(net), "{net} of {peer:?}");
-                        prop_assert!(accepted.iter().any(|a| a.contains(net)), "{net} of {peer:?}");
-                    }
-                    prop_assert!(peer.spec.endpoint.is_none() && peer.spec.candidates.is_empty());
-                    prop_assert_eq!(peer.spec.persistent_keepalive, 0);
-                    let policies = target.policies.iter().filter(|(_, policy)| policy.source == peer.source);
-                    let named = policies
-                        .clone()
-                        .map(|(name, policy)| format!("{name}@{}", Plain.policy_revision(&policy.source, &policy.spec)));
-                    prop_assert!(named.clone().any(|name| peer.spec.requires_policy == Some(name)));
-                    for (_, policy) in policies {
-                        let PolicySpec { sources, networks, allow, sandbox, .. } = &policy.spec;
+                    prop_assert_eq!(&peer.spec.requires_policy, &None);
+                    prop_assert_ne!(profile(&world, &mesh.identities[&peer.source]), Profile::Sandbox);
+                    prop_assert!(of != Profile::Standard);
+                }
+                for policy in target.policies.values() {
+                    let PolicySpec { sources, networks, allow, sandbox, grants, .. } = &policy.spec;
+                    prop_assert!(grants.is_empty());
+                    if profile(&world, &mesh.identities[&policy.source]) == Profile::Sandbox {
                         prop_assert!(*sandbox && allow.is_empty() && sources == networks);
-                        prop_assert!(sources.iter().all(|net| accepted.iter().any(|a| a.contains(net))));
-                        prop_assert!(peer.spec.allowed_ips.iter().all(|ip| sources.iter().any(|net| net.contains(ip))));
+                    }
+                }
+                for access in target.accesses.values() {
+                    // Two sandboxes never meet.
+                    prop_assert_eq!((of, profile(&world, &mesh.identities[&access.source])), (Profile::ClusterMeshed, Profile::Sandbox));
+                    let accepted = &mesh.clusters[&access.source].accepted;
+                    let addresses = access.spec.nodes.values().flat_map(|node| &node.addresses);
+                    for address in addresses {
+                        prop_assert!(accepted.iter().any(|net| net.contains(address)), "{address} of {access:?}");
                     }
                 }
             }
@@ -196,29 +189,20 @@ proptest! {
     }
 
     #[test]
-    fn in_a_sandbox_stand_granted_endpoints_and_their_nodes_alone(world in prop_oneof![world(), sandboxed()]) {
+    fn in_a_sandbox_stand_gateways_alone(world in prop_oneof![world(), sandboxed()]) {
         let plan = planned(&world);
-        for mesh in &world.meshes {
-            let planned = &plan.meshes[&mesh.id];
-            for (name, target) in &planned.targets {
-                let of = profile(&world, &planned.identities[name]);
+        for mesh in plan.meshes.values() {
+            for (_, target) in mesh.targets.iter().filter(|(name, _)| profile(&world, &mesh.identities[*name]) == Profile::Sandbox) {
                 for peer in target.peers.values() {
-                    let source = profile(&world, &planned.identities[&peer.source]);
-                    // Two sandboxes never meet, and nobody meets what is standard.
-                    prop_assert!(of == Profile::ClusterMeshed || source == Profile::ClusterMeshed);
-                    prop_assert!(of != Profile::Standard && source != Profile::Standard);
-                    if of == Profile::Sandbox {
-                        let reach = reach(&world, mesh, name, &peer.source, &peer.node);
-                        for net in &peer.spec.allowed_ips {
-                            prop_assert!(is_host(net) && reach.contains(&net.addr()), "{net} of {peer:?} not in {reach:?}");
-                        }
+                    let of = world.seen.members[&mesh.identities[&peer.source]].last().unwrap();
+                    let gateway = of.gateways.values().find(|gateway| gateway.public_key == peer.spec.public_key).unwrap();
+                    for net in &peer.spec.allowed_ips {
+                        prop_assert!(is_host(net) && gateway.addresses.contains(&net.addr()), "{net} of {peer:?}");
                     }
+                    prop_assert!(peer.spec.endpoint.is_some());
                 }
-                if of == Profile::Sandbox {
-                    for policy in target.policies.values() {
-                        prop_assert!(policy.spec.allow.is_empty() && policy.spec.grants.is_empty());
-                        prop_assert!(policy.spec.sources.iter().all(is_host));
-                    }
+                for policy in target.policies.values() {
+                    prop_assert!(policy.spec.allow.is_empty() && policy.spec.sources.iter().all(is_host));
                 }
             }
         }

@@ -13,8 +13,8 @@ use clustermesh_core::{
     key::PublicKey,
     mesh::{Addressing, Cluster, ClusterIdentity, Grant, Mesh, MeshId, ObjectName, PodNetwork, Profile, Protocol},
     observe::{
-        Claim, Endpoint, Families, Granularity, Member, Node, Observation, Observations, ObservedAccess, ObservedPeer,
-        ObservedPolicy, Owner, PeerSpec, Server, Service, ServicePort, Slice, SliceEndpoint,
+        Claim, Endpoint, Families, Gateway, Granularity, Member, Node, Observation, Observations, ObservedAccess,
+        ObservedPeer, ObservedPolicy, Owner, PeerSpec, Server, Service, ServicePort, Slice, SliceEndpoint,
     },
     ownership::{self, Ownership},
     plan::{Naming, Plan, Settings, plan},
@@ -49,11 +49,6 @@ impl Naming for Plain {
             String::new()
         };
         format!("{}--{cluster}{tail}", mesh.name)
-    }
-
-    fn policy_revision(&self, cluster: &str, spec: &clustermesh_core::observe::PolicySpec) -> String {
-        // Of everything it says, as the real one is.
-        format!("{cluster} {spec:?}")
     }
 
     fn sandbox(&self, identity: &ClusterIdentity) -> String {
@@ -363,10 +358,36 @@ fn services() -> impl Strategy<Value = (BTreeMap<ObjectName, Service>, BTreeMap<
 /// Names of nodes, in the order of the addresses that are their own.
 const NODES: [&str; 4] = ["a", "b", "c", "d"];
 
+pub(crate) fn of_gateways(name: &str) -> ObjectName {
+    ObjectName {
+        namespace: "gateways".into(),
+        name: name.into(),
+    }
+}
+
+/// A gateway of cluster `n`.
+fn gateway(n: usize) -> impl Strategy<Value = Gateway> {
+    let address = prop_oneof![8 => (6u8..9).prop_map(move |k| own_wireguard(n, k).addr()), 1 => ip()];
+    (
+        6u8..9,
+        address,
+        collection::vec(seen_at(), 0..3),
+        any::<bool>(),
+        any::<bool>(),
+    )
+        .prop_map(move |(k, address, endpoints, others, ready)| Gateway {
+            public_key: own_key(n, k),
+            addresses: [address].into(),
+            endpoints,
+            serves: others.then(|| "c1".to_owned()).into_iter().collect(),
+            ready,
+        })
+}
+
 /// A member that is seen as cluster `n`.
 pub(crate) fn member(n: usize) -> BoxedStrategy<Member> {
     let maybe = |k| option::weighted(0.7, node(n, k));
-    // Where a node of kg is among them nothing enforces a policy, so no sandbox is connected.
+    // Where a node of kg is among them nothing enforces a policy.
     let agents = prop::bool::weighted(0.6);
     let nodes = (agents, (maybe(1), maybe(2), maybe(3), maybe(4))).prop_map(|(agents, (a, b, c, d))| {
         let nodes = NODES.into_iter().zip([a, b, c, d]);
@@ -391,15 +412,24 @@ pub(crate) fn member(n: usize) -> BoxedStrategy<Member> {
         option::weighted(0.9, peers()),
         option::weighted(0.8, policies),
         services(),
+        option::weighted(0.8, Just(BTreeMap::new())),
+        collection::btree_map(select(&["g-0", "g-1"][..]), gateway(n), 0..3),
     );
-    let member = parts.prop_map(|(nodes, peers, policies, (services, slices))| Member {
-        nodes,
-        peers,
-        policies,
-        services,
-        slices,
-        ..Member::default()
-    });
+    let member = parts.prop_map(
+        |(nodes, peers, policies, (services, slices), accesses, gateways)| Member {
+            accesses,
+            gateways: gateways
+                .into_iter()
+                .map(|(name, gateway)| (of_gateways(name), gateway))
+                .collect(),
+            nodes,
+            peers,
+            policies,
+            services,
+            slices,
+            ..Member::default()
+        },
+    );
     member.boxed()
 }
 

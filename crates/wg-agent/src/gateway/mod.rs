@@ -436,7 +436,11 @@ impl Gateway {
             reason: refused.reason.as_str().to_owned(),
             message: refused.message.chars().take(MESSAGE).collect(),
         });
-        let messages: Vec<&str> = troubles.iter().map(|trouble| &*trouble.message).collect();
+        let mut messages: Vec<String> = troubles.iter().map(|trouble| trouble.message.to_string()).collect();
+        if let Some(first) = compiled.refused.first() {
+            let count = compiled.refused.len();
+            messages.push(format!("{count} left out, see status.refused; the first: {first}"));
+        }
         let status = SandboxGatewayStatus {
             public_key: self.key.public().to_string(),
             wireguard_ips: self.config.addresses.iter().map(ToString::to_string).collect(),

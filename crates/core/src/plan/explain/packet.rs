@@ -223,7 +223,7 @@ impl Packet<'_> {
             return Explanation::of(
                 Rule::PolicyMissing,
                 format!(
-                    "no PeerPolicy in cluster {:?} speaks of {}, and what none speaks of is dropped",
+                    "no PeerPolicy in cluster {:?} has {} among its sources, and what none has is dropped",
                     asked.target, way.seen_as
                 ),
             );
@@ -235,9 +235,6 @@ impl Packet<'_> {
         let specs: Vec<&PolicySpec> = speaking.iter().map(|(_, policy)| &policy.spec).collect();
         if let Some(closed) = to.port.and_then(|port| self.closed(&specs, target, port)) {
             return closed;
-        }
-        if specs.iter().any(|spec| spec.sandbox) || asked.source().cluster.profile == Profile::Sandbox {
-            return self.granted(&way.out.node, |port| self.closed(&specs, target, port).is_some());
         }
         if !specs.iter().any(|spec| contains(&spec.allow, to.address)) {
             return Explanation::of(
@@ -309,45 +306,6 @@ impl Packet<'_> {
                 ),
             )
         })
-    }
-
-    fn granted(&self, node: &str, closed: impl Fn((Protocol, u16)) -> bool) -> Explanation {
-        let asked = self.asked;
-        let to = asked.to;
-        let mut open = asked.open(node);
-        open.retain(|(_, protocol, port), _| !closed((*protocol, *port)));
-        let of_address = open.iter().filter(|((address, ..), _)| *address == to.address);
-        let wanted =
-            of_address.filter(|((_, protocol, port), _)| to.port.is_none_or(|want| want == (*protocol, *port)));
-        let (fresh, draining): (Vec<_>, Vec<_>) = wanted.partition(|(_, fresh)| **fresh);
-        let ports = |list: &[(&(IpAddr, Protocol, u16), &bool)]| {
-            let ports: Vec<String> = list
-                .iter()
-                .map(|((_, protocol, port), _)| port_text((*protocol, *port)))
-                .collect();
-            ports.join(", ")
-        };
-        if !fresh.is_empty() {
-            return Explanation::of(
-                Rule::Granted,
-                format!(
-                    "cluster {:?} is granted {} on port {}, and nothing else of that address. {}",
-                    asked.source,
-                    to.address,
-                    ports(&fresh),
-                    asked.grants()
-                ),
-            );
-        }
-        let mut answer = asked.not_granted();
-        if !draining.is_empty() {
-            answer.notes.push(format!(
-                "{} port {} is an endpoint that is on its way out: open connections stay, new ones are not taken",
-                to.address,
-                ports(&draining)
-            ));
-        }
-        answer
     }
 
     /// Without a port: which are closed all the same.

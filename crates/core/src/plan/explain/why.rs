@@ -1,18 +1,17 @@
 //! Whether two members are connected, as the planner itself decides it, and why an address has no Peer. The packet's own
 //! way through Peers and policies is in [`super::packet`].
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::collections::BTreeMap;
 
 use super::{Destination, Explanation, Rule, Source, World, bounds, member, packet::Packet, port_text};
 use crate::{
-    mesh::{Mesh, PortRef, Profile, Protocol},
+    mesh::{Mesh, ObjectName, PortRef},
     observe::Observation,
     plan::{
         Fact,
         link::{self, Apart, Link},
         mesh::Stage,
-        services::{self, Reach},
-        target::{Assembly, Party},
+        target::Party,
     },
 };
 
@@ -29,14 +28,13 @@ pub(super) struct Asked<'q> {
     pub(super) to: &'q Destination,
 }
 
-/// An endpoint that a sandbox may reach: address, protocol and port, and whether it takes new connections.
-pub(super) type Open = BTreeMap<(IpAddr, Protocol, u16), bool>;
-
 impl Asked<'_> {
     pub(super) fn answer(&self) -> Explanation {
-        self.apart()
-            .or_else(|| self.unseen())
-            .unwrap_or_else(|| Packet { asked: self }.follow())
+        let denied = self.apart().or_else(|| self.unseen());
+        denied.unwrap_or_else(|| match link::between(self.target(), self.source()) {
+            Some(Link::Sandbox) => self.through_gateways(),
+            _ => Packet { asked: self }.follow(),
+        })
     }
 
     fn party(&self, name: &str) -> &Party<'_> {
@@ -70,7 +68,7 @@ impl Asked<'_> {
             );
         }
         let (source, target) = (self.source(), self.target());
-        let link = match link::tie(target, source) {
+        match link::tie(target, source) {
             Err(apart) => return Some(self.explained(&apart)),
             Ok(Link::Grantor) => {
                 return deny(
@@ -81,8 +79,8 @@ impl Asked<'_> {
                     ),
                 );
             }
-            Ok(link) => link,
-        };
+            Ok(Link::Meshed | Link::Sandbox) => {}
+        }
         for name in [self.source, self.target] {
             if self.party(name).cluster.quarantine {
                 let said = self.facts().find_map(|fact| match fact {
@@ -96,19 +94,18 @@ impl Asked<'_> {
                 );
             }
         }
-        if Assembly::by_gateways(link, target, source) {
-            return Some(self.through_gateways());
-        }
-        if let Some(by) = link::enforced_by(link, self.target, self.source, source)
-            && let Some(why) = self.stage.lax.get(by)
-        {
-            return deny(Rule::TargetCannotEnforce, why.clone());
-        }
         None
     }
 
     /// A sandbox reaches the ports of gateways that its SandboxAccess names, and nothing else.
     fn through_gateways(&self) -> Explanation {
+        let missing = self.facts().find_map(|fact| match fact {
+            Fact::NoGateway { cluster, message } if cluster == self.target => Some(message.clone()),
+            _ => None,
+        });
+        if let Some(message) = missing {
+            return Explanation::of(Rule::NoGateway, message);
+        }
         let plan = self.world.plan.meshes.get(&self.mesh.id);
         let accesses = plan.and_then(|plan| plan.targets.get(self.target)).into_iter();
         let mut accesses = accesses.flat_map(|target| &target.accesses);
@@ -126,7 +123,9 @@ impl Asked<'_> {
                 "SandboxAccess {name} in cluster {:?} leads port {} of gateway {gateway} to port {:?} of Service {}",
                 self.target, port.1, granted.port, granted.service
             );
-            return Explanation::of(Rule::Granted, message);
+            return self
+                .uncarried(gateway)
+                .unwrap_or_else(|| Explanation::of(Rule::Granted, message));
         }
         let ports = access.into_iter().flat_map(|(_, access)| &access.spec.grants);
         let ports: Vec<String> = ports
@@ -142,6 +141,25 @@ impl Asked<'_> {
             self.grants()
         );
         Explanation::of(Rule::NotGranted, message)
+    }
+
+    /// Why the sandbox has no Peer for a gateway that knows it.
+    fn uncarried(&self, gateway: &ObjectName) -> Option<Explanation> {
+        let member = self.target().member()?;
+        let mut standing = member.accesses.iter().flat_map(BTreeMap::values);
+        let known = standing.any(|access| access.owner.source_cluster.as_deref() == Some(self.source));
+        let plan = self.world.plan.meshes.get(&self.mesh.id)?;
+        let mut peers = plan.targets.get(self.source)?.peers.values();
+        let carried =
+            peers.any(|peer| peer.source == self.target && peer.spec.allowed_ips.contains(&self.to.address.into()));
+        if !known || carried {
+            return None;
+        }
+        let skipped = self.skipped(self.target, &format!("gateway {gateway}"), self.source);
+        Some(skipped.unwrap_or_else(|| {
+            let message = format!("no Peer in cluster {:?} carries {}", self.source, self.to.address);
+            Explanation::of(Rule::NoPeer, message)
+        }))
     }
 
     fn explained(&self, apart: &Apart) -> Explanation {
@@ -213,36 +231,6 @@ impl Asked<'_> {
         })
     }
 
-    /// The endpoints on one node of the target that the sandbox which asks may reach.
-    pub(super) fn open(&self, node: &str) -> Open {
-        let (source, target) = (self.source(), self.target());
-        let mut open = Open::new();
-        let Some(member) = target.member() else { return open };
-        let hosting = link::hosting(self.stage.rolls.get(self.target));
-        let grants = source
-            .cluster
-            .egress
-            .iter()
-            .filter(|grant| grant.cluster == self.target);
-        for grant in grants {
-            let Ok(found) = services::resolve(grant, &source.cluster, &target.cluster, member, &Reach::Nodes(&hosting))
-            else {
-                continue;
-            };
-            let Some(here) = found.hosts.get(node) else { continue };
-            for ((_, ports), endpoints) in &found.groups {
-                let serving = endpoints.iter().filter(|endpoint| endpoint.serving);
-                for endpoint in serving.filter(|endpoint| here.contains(&endpoint.address)) {
-                    for port in ports {
-                        let fresh = open.entry((endpoint.address, port.protocol, port.port)).or_default();
-                        *fresh |= !endpoint.terminating;
-                    }
-                }
-            }
-        }
-        open
-    }
-
     /// What the source's entry grants it, in words.
     pub(super) fn grants(&self) -> String {
         let source = self.source();
@@ -284,9 +272,6 @@ impl Asked<'_> {
     pub(super) fn unreached(&self) -> Explanation {
         let target = &self.target().cluster;
         let address = self.to.address;
-        if self.source().cluster.profile == Profile::Sandbox {
-            return self.not_granted();
-        }
         if let Some(node) = &self.to.node
             && let Some(skipped) = self.skipped(self.target, node, self.source)
         {
@@ -341,24 +326,6 @@ impl Asked<'_> {
                 skipped.reason, skipped.message
             ),
         ))
-    }
-
-    /// A sandbox asks for what it is not granted.
-    pub(super) fn not_granted(&self) -> Explanation {
-        let what = match self.to.port {
-            Some(port) => format!("{} port {}", self.to.address, port_text(port)),
-            None => self.to.address.to_string(),
-        };
-        Explanation::of(
-            Rule::NotGranted,
-            format!(
-                "cluster {:?} is a sandbox, and {what} of cluster {:?} is no endpoint of a Service that is granted to it. A grant \
-                 is an endpoint, never a ClusterIP or NodePort there. {}",
-                self.source,
-                self.target,
-                self.grants()
-            ),
-        )
     }
 }
 

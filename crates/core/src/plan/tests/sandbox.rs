@@ -1,9 +1,11 @@
 //! A sandbox gets the Services named for it and nothing else: what stands in the target, and what in the sandbox.
 
 use super::*;
-use crate::enforcement::Bypass;
+use crate::{
+    enforcement::Bypass,
+    observe::{AccessSpec, Gateway, GrantedPort},
+};
 
-mod announced;
 mod changes;
 mod gateways;
 mod grants;
@@ -41,20 +43,6 @@ pub(super) fn grant(service: ObjectName, ports: &[u16], local: &str) -> Grant {
     }
 }
 
-fn granted(ports: &[&str]) -> BTreeSet<ServiceGrant> {
-    [ServiceGrant {
-        service: postgres(),
-        ports: ports.iter().map(|name| (Protocol::Tcp, (*name).to_owned())).collect(),
-        within: of_mgmt(),
-    }]
-    .into()
-}
-
-/// What `mgmt` has in the mesh.
-fn of_mgmt() -> BTreeSet<IpNet> {
-    net_set(&["10.1.0.0/16", "100.66.1.0/24", "10.96.0.0/16"])
-}
-
 fn backend(address: &str, node: &str) -> SliceEndpoint {
     SliceEndpoint {
         address: address.parse().unwrap(),
@@ -75,7 +63,23 @@ fn slice(service: &str, endpoints: Vec<SliceEndpoint>) -> Slice {
     }
 }
 
-/// `mgmt` and `tenant` are cluster-meshed; the sandbox `nb` may reach port 5432 of `team-x/postgres`, which runs on `b`.
+fn gateway(number: u8, ready: bool) -> (ObjectName, Gateway) {
+    let gateway = Gateway {
+        public_key: PublicKey::new([200 + number; 32]),
+        addresses: [format!("100.66.1.{}", 240 + number).parse().unwrap()].into(),
+        endpoints: [
+            "10.1.9.9:51820".parse().unwrap(),
+            format!("192.0.2.{number}:51821").parse().unwrap(),
+        ]
+        .into(),
+        serves: BTreeSet::new(),
+        ready,
+    };
+    (object("gateways", &format!("g-{number}")), gateway)
+}
+
+/// `mgmt` and `tenant` are cluster-meshed; the sandbox `nb` may reach port 5432 of `team-x/postgres`, which runs on `b`, through two
+/// gateways of `mgmt`.
 pub(super) fn three() -> (Mesh, Observations) {
     let mut mesh = two_clusters();
     let mut sandbox = entry("nb", secret("nb"), &["100.66.3.0/24"]);
@@ -96,6 +100,8 @@ pub(super) fn three() -> (Mesh, Observations) {
             slice("postgres", vec![backend("10.1.2.9", "b")]),
         );
         m.api_endpoints = ["172.30.1.9:6443".parse().unwrap()].into();
+        m.accesses = Some(BTreeMap::new());
+        m.gateways = [gateway(0, true), gateway(1, true)].into();
     });
     edit(&mut seen, &secret("nb"), |m| {
         m.api_endpoints = ["172.30.3.9:6443".parse().unwrap()].into();
@@ -103,20 +109,35 @@ pub(super) fn three() -> (Mesh, Observations) {
     (mesh, seen)
 }
 
-fn closed(grants: BTreeSet<ServiceGrant>) -> PolicySpec {
+/// The policy of `nb` while Peers of it stand that are to go.
+fn closed() -> PolicySpec {
     PolicySpec {
         sources: net_set(&["100.66.3.0/24"]),
         networks: net_set(&["100.66.3.0/24"]),
         deny: ["172.30.1.9:6443".parse().unwrap()].into(),
         infrastructure_ports: Settings::default().infrastructure_ports,
         sandbox: true,
-        grants,
         ..PolicySpec::default()
     }
 }
 
-fn requires(policy: &PolicySpec) -> Option<String> {
-    Some(format!("m--nb@{}", Plain.policy_revision("nb", policy)))
+/// What is planned for the gateways of `mgmt`.
+fn planned_access(mesh: &Mesh, seen: &Observations) -> AccessSpec {
+    run(mesh, seen).1.targets["mgmt"].accesses["m--nb"].spec.clone()
+}
+
+/// The Services and names of ports that `nb` is to reach.
+fn granted(mesh: &Mesh, seen: &Observations) -> Vec<GrantedPort> {
+    let mut granted: Vec<_> = planned_access(mesh, seen).grants.into_values().collect();
+    granted.sort();
+    granted
+}
+
+fn of_postgres(port: &str) -> GrantedPort {
+    GrantedPort {
+        service: postgres(),
+        port: port.into(),
+    }
 }
 
 fn sources<'a>(plan: &'a MeshPlan, target: &str) -> Vec<&'a str> {
@@ -126,85 +147,6 @@ fn sources<'a>(plan: &'a MeshPlan, target: &str) -> Vec<&'a str> {
 
 fn message(plan: &MeshPlan) -> &str {
     &plan.egress[0].message
-}
-
-#[test]
-fn a_target_holds_a_sandboxs_wireguard_addresses_and_its_grants_and_dials_nobody() {
-    let (mesh, seen) = three();
-    let (_, plan) = run(&mesh, &seen);
-    let target = &plan.targets["mgmt"];
-    let policy = closed(granted(&["pg"]));
-    assert_eq!(target.policies["m--nb"].spec, policy);
-    assert_eq!(
-        target.peers["m--nb--s"].spec,
-        PeerSpec {
-            public_key: key(49),
-            allowed_ips: net_set(&["100.66.3.1/32"]),
-            endpoint: None,
-            candidates: vec![],
-            persistent_keepalive: 0,
-            requires_policy: requires(&policy),
-        }
-    );
-    // A member toward which nothing was granted hears nothing of it.
-    assert_eq!(sources(&plan, "tenant"), ["mgmt", "mgmt"]);
-    assert_eq!(plan.targets["tenant"].policies.keys().collect::<Vec<_>>(), ["m--mgmt"]);
-    assert_eq!(plan.facts, BTreeSet::new());
-}
-
-#[test]
-fn a_sandbox_holds_the_granted_endpoints_and_the_nodes_that_run_them() {
-    let (mesh, seen) = three();
-    let (_, plan) = run(&mesh, &seen);
-    let target = &plan.targets["nb"];
-    let networks = net_set(&["10.1.2.9/32", "100.66.1.2/32"]);
-    assert_eq!(
-        target
-            .peers
-            .iter()
-            .map(|(name, peer)| (&**name, &peer.spec))
-            .collect::<Vec<_>>(),
-        [(
-            "m--mgmt--b",
-            &PeerSpec {
-                public_key: key(18),
-                allowed_ips: networks.clone(),
-                endpoint: Some(Endpoint::Ip("172.30.1.2:51820".parse().unwrap())),
-                candidates: vec![],
-                persistent_keepalive: 0,
-                requires_policy: None,
-            }
-        )]
-    );
-    assert_eq!(
-        target.policies["m--mgmt"].spec,
-        PolicySpec {
-            sources: networks.clone(),
-            networks,
-            deny: ["172.30.3.9:6443".parse().unwrap()].into(),
-            infrastructure_ports: Settings::default().infrastructure_ports,
-            ..PolicySpec::default()
-        }
-    );
-    let mirrored = &target.services[&object("default", "postgres")];
-    let slices: Vec<_> = mirrored.slices.values().flat_map(|slice| &slice.endpoints).collect();
-    assert_eq!(slices, [&backend("10.1.2.9", "")]);
-}
-
-#[test]
-fn a_backend_in_the_host_network_is_its_nodes_own_address() {
-    let (mut mesh, mut seen) = three();
-    mesh.clusters[0].allowed.extend(nets(&["172.30.1.0/24"]));
-    edit(&mut seen, &ClusterIdentity::Local, |m| {
-        let slice = slice("postgres", vec![backend("172.30.1.1", "a")]);
-        m.slices.insert(object("team-x", "postgres-1"), slice);
-    });
-    let (_, plan) = run(&mesh, &seen);
-    assert_eq!(sources(&plan, "nb"), ["mgmt"]);
-    assert_eq!(
-        allowed(&plan, "nb", "m--mgmt--a"),
-        &net_set(&["100.66.1.1/32", "172.30.1.1/32"])
-    );
 }
 
 #[test]
@@ -241,60 +183,40 @@ fn two_sandboxes_and_what_is_standard_never_meet() {
 }
 
 #[test]
-fn a_target_with_a_node_that_enforces_nothing_takes_no_sandbox_and_says_which() {
-    type Change = fn(&mut Node);
-    let cases: [(&str, Change); 4] = [
-        ("Node a of cluster \"mgmt\" without wg-agent", |n| {
-            n.server = Server::Kilo
-        }),
-        ("Node a of cluster \"mgmt\" without wg-agent", |n| {
-            n.server = Server::AgentPolicy
-        }),
-        (
-            "on Node a of cluster \"mgmt\" the CNI leads packets past netfilter",
-            |n| n.bypassed = Some(Bypass::Netfilter),
-        ),
-        (
-            "on Node a of cluster \"mgmt\" kube-proxy in mode ipvs translates packets after the policies looked at them, so a \
-             sandbox would not be held to its grants: set mode: nftables",
-            |n| n.bypassed = Some(Bypass::Ipvs),
-        ),
+fn nodes_of_a_target_may_enforce_nothing() {
+    let changes: [fn(&mut Member); 4] = [
+        |m| m.nodes.get_mut("a").unwrap().server = Server::Kilo,
+        |m| m.nodes.get_mut("a").unwrap().bypassed = Some(Bypass::Netfilter),
+        |m| m.nodes.get_mut("a").unwrap().bypassed = Some(Bypass::Ipvs),
+        |m| m.policies = None,
     ];
-    for (why, change) in cases {
+    for change in changes {
         let (mesh, mut seen) = three();
+        edit(&mut seen, &ClusterIdentity::Local, change);
         settle(&mesh, &mut seen);
-        edit(&mut seen, &ClusterIdentity::Local, |m| {
-            change(m.nodes.get_mut("a").unwrap())
-        });
-        let (plan, of_mesh) = run(&mesh, &seen);
-        assert_eq!(sources(&of_mesh, "mgmt"), ["tenant"]);
-        assert_eq!(of_mesh.targets["nb"], TargetPlan::default());
-        let fact = of_mesh.facts.iter().find_map(|fact| match fact {
-            Fact::TargetCannotEnforce { cluster, message } if cluster == "mgmt" => Some(message.clone()),
-            _ => None,
-        });
-        assert!(fact.as_ref().is_some_and(|fact| fact.contains(why)), "{fact:?}");
-        assert!(message(&of_mesh).contains(why), "{}", message(&of_mesh));
-        let member = seen.members[&ClusterIdentity::Local].fresh().unwrap();
-        let steps = names(&diff(&plan, &ClusterIdentity::Local, member));
-        assert!(steps.contains(&(Action::Delete, "m--nb--s".to_owned())), "{steps:?}");
+        let (_, plan) = run(&mesh, &seen);
+        assert_eq!(granted(&mesh, &seen), [of_postgres("pg")]);
+        assert_eq!(sources(&plan, "nb"), ["mgmt", "mgmt"]);
+        assert!(plan.egress[0].ready, "{}", message(&plan));
     }
-    // One that has just joined and published nothing has no tunnel yet.
+}
+
+#[test]
+fn a_target_without_gateways_is_named_with_the_remedy() {
     let (mesh, mut seen) = three();
-    edit(&mut seen, &ClusterIdentity::Local, |m| {
-        drop(m.nodes.insert("new".into(), Node::default()))
+    edit(&mut seen, &ClusterIdentity::Local, |m| m.gateways.clear());
+    settle(&mesh, &mut seen);
+    let (_, plan) = run(&mesh, &seen);
+    let said = plan.facts.iter().find_map(|fact| match fact {
+        Fact::NoGateway { cluster, message } if cluster == "mgmt" => Some(message.clone()),
+        _ => None,
     });
-    let (_, plan) = run(&mesh, &seen);
-    assert_eq!(plan.facts, BTreeSet::new());
-    // Without the CRD there is nothing to hold anybody to.
-    edit(&mut seen, &ClusterIdentity::Local, |m| m.policies = None);
-    let (_, plan) = run(&mesh, &seen);
-    assert_eq!(sources(&plan, "mgmt"), ["tenant"]);
     assert!(
-        message(&plan).contains("peerpolicies.kilo.squat.ai"),
-        "{}",
-        message(&plan)
+        said.as_ref().is_some_and(|said| said.contains("deploy/gateway.yaml")),
+        "{said:?}"
     );
+    assert_eq!(Some(message(&plan)), said.as_deref());
+    assert_eq!(sources(&plan, "nb"), Vec::<&str>::new());
 }
 
 #[test]
@@ -307,28 +229,9 @@ fn a_key_that_two_claim_is_a_meshed_members_before_a_sandboxs() {
         node.public_key = Claim::Is(key(33));
         node.created = -1;
     });
-    let forged = ObservedPeer {
-        owner: Owner {
-            mesh: Some("m".into()),
-            mesh_namespace: Some("meshes".into()),
-            hub: Some("hub".into()),
-            source_cluster: Some("nb".into()),
-        },
-        spec: Ok(PeerSpec {
-            public_key: key(33),
-            allowed_ips: net_set(&["100.66.3.1/32"]),
-            endpoint: None,
-            candidates: vec![],
-            persistent_keepalive: 0,
-            requires_policy: None,
-        }),
-    };
-    // Whoever owns its API server makes a Peer stand there.
-    edit(&mut seen, &secret("nb"), |m| {
-        m.peers.as_mut().unwrap().insert("m--nb--s".into(), forged);
-    });
     let (_, plan) = run(&mesh, &seen);
     assert_eq!(sources(&plan, "mgmt"), ["tenant"]);
+    assert_eq!(planned_access(&mesh, &seen).nodes.len(), 0);
     assert_eq!(plan.clusters["nb"].skipped[0].reason, Reason::PublicKeyDuplicate);
 
     // Nor is it the sandbox's for good where its owner's Node said nothing for a moment.
@@ -336,21 +239,41 @@ fn a_key_that_two_claim_is_a_meshed_members_before_a_sandboxs() {
     edit(&mut silent, &secret("tenant"), |m| {
         m.nodes.values_mut().for_each(|node| node.public_key = Claim::Absent);
     });
-    let (_, taken) = run(&mesh, &silent);
-    assert_eq!(sources(&taken, "mgmt"), ["nb"]);
-    let theirs = &taken.targets["mgmt"].peers["m--nb--s"];
-    let standing = ObservedPeer {
-        owner: Owner {
-            mesh: Some("m".into()),
-            mesh_namespace: Some("meshes".into()),
-            hub: Some("hub".into()),
-            source_cluster: Some("nb".into()),
-        },
-        spec: Ok(theirs.spec.clone()),
-    };
-    edit(&mut seen, &ClusterIdentity::Local, |m| {
-        m.peers.as_mut().unwrap().insert("m--nb--s".into(), standing);
-    });
-    let (_, plan) = run(&mesh, &seen);
+    settle(&mesh, &mut silent);
+    assert_eq!(
+        planned_access(&mesh, &silent).nodes.keys().collect::<Vec<_>>(),
+        [&key(33)]
+    );
+    let tenant = seen.members.remove(&secret("tenant")).unwrap();
+    silent.members.insert(secret("tenant"), tenant);
+    let (_, plan) = run(&mesh, &silent);
     assert_eq!(sources(&plan, "mgmt"), ["tenant"]);
+    assert_eq!(planned_access(&mesh, &silent).nodes.len(), 0);
+}
+
+#[test]
+fn a_key_that_two_sandboxes_claim_stays_with_the_one_that_enters_with_it() {
+    let (mut mesh, mut seen) = three();
+    settle(&mesh, &mut seen);
+    let own = planned_access(&mesh, &seen).nodes;
+    let mut copy = mesh.clusters[2].clone();
+    copy.name = "copy".into();
+    copy.identity = secret("copy");
+    copy.allowed = nets(&["100.66.4.0/24"]);
+    // First in the mesh.
+    mesh.clusters.insert(0, copy);
+    let mut node = node(4, 1);
+    node.public_key = Claim::Is(*own.keys().next().unwrap());
+    seen.members
+        .insert(secret("copy"), Observation::Fresh(member(&[("s", node)])));
+    // Also while the other one is not seen.
+    for unseen in [false, true] {
+        if unseen {
+            seen.members
+                .insert(secret("nb"), Observation::Unreachable("refused".into()));
+        }
+        let (_, plan) = run(&mesh, &seen);
+        assert_eq!(planned_access(&mesh, &seen).nodes, own, "{unseen}");
+        assert_eq!(plan.targets["mgmt"].accesses["m--copy"].spec.nodes.len(), 0, "{unseen}");
+    }
 }

@@ -1,62 +1,38 @@
-//! A member with gateways takes sandboxes through them: a SandboxAccess there, the gateways' Peers and addresses in the sandbox.
+//! A sandbox enters a member through gateways: a SandboxAccess there, the gateways' Peers and addresses in the sandbox.
 
 use super::*;
-use crate::observe::{AccessNode, AccessSpec, Gateway, GrantedPort};
-
-fn gateway(number: u8, ready: bool) -> (ObjectName, Gateway) {
-    let gateway = Gateway {
-        public_key: PublicKey::new([200 + number; 32]),
-        addresses: [format!("100.66.1.{}", 240 + number).parse().unwrap()].into(),
-        endpoints: [
-            "10.1.9.9:51820".parse().unwrap(),
-            format!("192.0.2.{number}:51821").parse().unwrap(),
-        ]
-        .into(),
-        serves: BTreeSet::new(),
-        ready,
-    };
-    (object("gateways", &format!("g-{number}")), gateway)
-}
-
-/// As [`three`], with two gateways in `mgmt`.
-fn gated() -> (Mesh, Observations) {
-    let (mesh, mut seen) = three();
-    edit(&mut seen, &ClusterIdentity::Local, |m| {
-        m.accesses = Some(BTreeMap::new());
-        m.gateways = [gateway(0, true), gateway(1, true)].into();
-    });
-    (mesh, seen)
-}
+use crate::observe::AccessNode;
 
 fn access(seen: &Observations) -> AccessSpec {
     let member = seen.members[&ClusterIdentity::Local].last().unwrap();
     member.accesses.as_ref().unwrap()["m--nb"].spec.clone().unwrap()
 }
 
-fn pg() -> GrantedPort {
-    GrantedPort {
-        service: postgres(),
-        port: "pg".into(),
-    }
-}
-
 fn sql(access: &AccessSpec) -> u16 {
-    let mut of = access.grants.iter().filter(|(_, port)| **port == pg());
+    let mut of = access.grants.iter().filter(|(_, port)| **port == of_postgres("pg"));
     of.next().unwrap().0.1
 }
 
 #[test]
-fn a_member_with_gateways_gets_an_access_and_neither_peer_nor_policy_of_the_sandbox() {
-    let (mesh, mut seen) = gated();
+fn a_member_gets_an_access_and_neither_peer_nor_policy_of_the_sandbox() {
+    let (mesh, mut seen) = three();
     let (_, planned) = run(&mesh, &seen);
     let target = &planned.targets["mgmt"];
     assert!(target.peers.values().all(|peer| peer.source != "nb"));
     assert!(target.policies.values().all(|policy| policy.source != "nb"));
-    assert!(
-        !planned
+    // A member toward which nothing was granted hears nothing of it.
+    assert_eq!(sources(&planned, "tenant"), ["mgmt", "mgmt"]);
+    assert_eq!(
+        planned.targets["tenant"].policies.keys().collect::<Vec<_>>(),
+        ["m--mgmt"]
+    );
+    assert_eq!(
+        planned
             .facts
             .iter()
-            .any(|fact| matches!(fact, Fact::TargetCannotEnforce { .. }))
+            .filter(|fact| !matches!(fact, Fact::EgressUnresolved { .. }))
+            .count(),
+        0
     );
     // Nothing of gateways is in the sandbox before they can know it.
     assert_eq!(planned.targets["nb"].peers.len(), 0);
@@ -69,7 +45,7 @@ fn a_member_with_gateways_gets_an_access_and_neither_peer_nor_policy_of_the_sand
     };
     assert_eq!(access.networks, net_set(&["100.66.3.0/24"]));
     assert_eq!(access.nodes.values().collect::<Vec<_>>(), [&node]);
-    assert_eq!(access.grants.values().collect::<Vec<_>>(), [&pg()]);
+    assert_eq!(access.grants.values().collect::<Vec<_>>(), [&of_postgres("pg")]);
 
     let (_, planned) = run(&mesh, &seen);
     let sandbox = &planned.targets["nb"];
@@ -83,6 +59,17 @@ fn a_member_with_gateways_gets_an_access_and_neither_peer_nor_policy_of_the_sand
     assert!(sandbox.peers.values().all(|peer| {
         matches!(&peer.spec.endpoint, Some(Endpoint::Ip(at)) if at.port() == 51821) && peer.spec.candidates.is_empty()
     }));
+    let gateways = net_set(&["100.66.1.240/32", "100.66.1.241/32"]);
+    assert_eq!(
+        sandbox.policies["m--mgmt"].spec,
+        PolicySpec {
+            sources: gateways.clone(),
+            networks: gateways,
+            deny: ["172.30.3.9:6443".parse().unwrap()].into(),
+            infrastructure_ports: Settings::default().infrastructure_ports,
+            ..PolicySpec::default()
+        }
+    );
     let service = &sandbox.services[&object("default", "postgres")];
     assert_eq!(service.ports, [port("pg", 5432)]);
     let slice = service.slices.values().next().unwrap();
@@ -103,7 +90,7 @@ fn a_member_with_gateways_gets_an_access_and_neither_peer_nor_policy_of_the_sand
 
 #[test]
 fn a_gateway_that_is_not_ready_keeps_its_peer_and_loses_its_connections() {
-    let (mesh, mut seen) = gated();
+    let (mesh, mut seen) = three();
     settle(&mesh, &mut seen);
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.gateways.extend([gateway(0, false)]);
@@ -131,7 +118,7 @@ fn a_gateway_that_is_not_ready_keeps_its_peer_and_loses_its_connections() {
 
 #[test]
 fn gateways_that_serve_others_alone_are_not_there() {
-    let (mesh, mut seen) = gated();
+    let (mesh, mut seen) = three();
     settle(&mesh, &mut seen);
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         for gateway in m.gateways.values_mut() {
@@ -149,7 +136,7 @@ fn gateways_that_serve_others_alone_are_not_there() {
 
 #[test]
 fn a_sandbox_on_the_pod_network_dials_the_pod() {
-    let (mut mesh, mut seen) = gated();
+    let (mut mesh, mut seen) = three();
     mesh.clusters[2].endpoint_networks = vec!["10.1.0.0/16".parse().unwrap()];
     settle(&mesh, &mut seen);
     let (_, planned) = run(&mesh, &seen);
@@ -163,7 +150,7 @@ fn a_sandbox_on_the_pod_network_dials_the_pod() {
 
 #[test]
 fn what_cannot_be_used_is_left_out_with_a_reason() {
-    let (mesh, mut seen) = gated();
+    let (mesh, mut seen) = three();
     settle(&mesh, &mut seen);
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         let mut gateways = m.gateways.values_mut();
@@ -193,8 +180,46 @@ fn what_cannot_be_used_is_left_out_with_a_reason() {
 }
 
 #[test]
+fn no_other_member_has_a_way_into_the_gateways_network() {
+    let (mut mesh, mut seen) = three();
+    let range: IpNet = "100.127.255.0/28".parse().unwrap();
+    mesh.clusters[0].allowed.push(range);
+    edit(&mut seen, &ClusterIdentity::Local, |m| m.gateways.clear());
+    let carried = |plan: &MeshPlan| {
+        let peers = plan.targets["tenant"].peers.values();
+        let mut nets = peers.flat_map(|peer| &peer.spec.allowed_ips);
+        let policies = plan.targets["mgmt"].policies.values();
+        let mut open = policies.flat_map(|policy| policy.spec.allow.iter().chain(&policy.spec.anchored));
+        (nets.any(|net| *net == range), open.any(|net| *net == range))
+    };
+    // Before there are gateways it is a network like any other, which no Node owns, and the status remembers that.
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(carried(&plan), (true, true));
+    mesh.clusters[0].carriers = plan.clusters["mgmt"].anchored.clone();
+    for (number, address) in ["100.127.255.1", "100.127.255.2"].into_iter().enumerate() {
+        let (name, mut gateway) = gateway(u8::try_from(number).unwrap(), true);
+        gateway.addresses = [address.parse().unwrap()].into();
+        edit(&mut seen, &ClusterIdentity::Local, |m| {
+            drop(m.gateways.insert(name, gateway))
+        });
+    }
+    settle(&mesh, &mut seen);
+    let (_, plan) = run(&mesh, &seen);
+    assert_eq!(carried(&plan), (false, false));
+    assert!(plan.clusters["mgmt"].accepted.contains(&range) && !plan.clusters["mgmt"].anchored.contains_key(&range));
+    assert_eq!(sources(&plan, "nb"), ["mgmt", "mgmt"]);
+    // A gateway that publishes an address of the Service range takes no range away.
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        let gateway = m.gateways.values_mut().next().unwrap();
+        gateway.addresses = ["10.96.0.10".parse().unwrap()].into();
+    });
+    let (_, after) = run(&mesh, &seen);
+    assert_eq!(after.targets["tenant"].peers, plan.targets["tenant"].peers);
+}
+
+#[test]
 fn a_port_stays_whatever_changes_around_it() {
-    let (mut mesh, mut seen) = gated();
+    let (mut mesh, mut seen) = three();
     settle(&mesh, &mut seen);
     let first = sql(&access(&seen));
     // Another grant, and the Service away for a moment.
@@ -218,7 +243,7 @@ fn a_port_stays_whatever_changes_around_it() {
 
 #[test]
 fn a_quarantine_takes_every_grant_and_keeps_the_nodes() {
-    let (mut mesh, mut seen) = gated();
+    let (mut mesh, mut seen) = three();
     settle(&mesh, &mut seen);
     let before = access(&seen);
     mesh.clusters[2].quarantine = true;
@@ -232,7 +257,7 @@ fn a_quarantine_takes_every_grant_and_keeps_the_nodes() {
 
 #[test]
 fn a_sandbox_that_is_not_seen_keeps_its_nodes_and_one_that_is_loses_who_left() {
-    let (mesh, mut seen) = gated();
+    let (mut mesh, mut seen) = three();
     settle(&mesh, &mut seen);
     let before = access(&seen);
     let member = seen.members[&secret("nb")].last().unwrap().clone();
@@ -240,6 +265,14 @@ fn a_sandbox_that_is_not_seen_keeps_its_nodes_and_one_that_is_loses_who_left() {
         .insert(secret("nb"), Observation::Unreachable("gone".into()));
     settle(&mesh, &mut seen);
     assert_eq!(access(&seen), before);
+    // What it is granted is no matter of what is seen of it.
+    mesh.clusters[2].egress[0].ports[0].port = PortRef::Number(9187);
+    settle(&mesh, &mut seen);
+    assert_eq!(access(&seen).nodes, before.nodes);
+    assert_eq!(
+        access(&seen).grants.values().collect::<Vec<_>>(),
+        [&of_postgres("metrics")]
+    );
     let mut empty = member;
     empty.nodes.clear();
     seen.members.insert(secret("nb"), Observation::Fresh(empty));
@@ -249,7 +282,7 @@ fn a_sandbox_that_is_not_seen_keeps_its_nodes_and_one_that_is_loses_who_left() {
 
 #[test]
 fn a_service_that_no_sandbox_may_reach_is_not_granted() {
-    let (mesh, mut seen) = gated();
+    let (mesh, mut seen) = three();
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.services.get_mut(&postgres()).unwrap().selectorless = true;
     });
@@ -267,7 +300,7 @@ fn a_service_that_no_sandbox_may_reach_is_not_granted() {
 
 #[test]
 fn two_meshes_of_one_sandbox_share_its_ports() {
-    let (mesh, mut seen) = gated();
+    let (mesh, mut seen) = three();
     let mut younger = mesh.clone();
     younger.id.name = "n".into();
     younger.created += 1;
@@ -298,23 +331,41 @@ fn two_meshes_of_one_sandbox_share_its_ports() {
 }
 
 #[test]
-fn what_the_nodes_had_of_a_sandbox_goes_when_gateways_come() {
-    let (mesh, mut seen) = three();
-    settle(&mesh, &mut seen);
-    settle(&mesh, &mut seen);
-    edit(&mut seen, &ClusterIdentity::Local, |m| {
-        assert!(m.peers.as_ref().unwrap().contains_key("m--nb--s"));
-        m.accesses = Some(BTreeMap::new());
-        m.gateways = [gateway(0, true)].into();
-    });
-    // While a Peer stands, a policy that closes it stands before it.
-    let (_, planned) = run(&mesh, &seen);
-    assert_eq!(planned.targets["mgmt"].policies["m--nb"].spec, closed(BTreeSet::new()));
-    settle(&mesh, &mut seen);
-    settle(&mesh, &mut seen);
-    settle(&mesh, &mut seen);
-    let member = seen.members[&ClusterIdentity::Local].last().unwrap();
-    assert!(!member.peers.as_ref().unwrap().contains_key("m--nb--s"));
-    assert!(!member.policies.as_ref().unwrap().contains_key("m--nb"));
-    assert_eq!(access(&seen).nodes.len(), 1);
+fn peers_of_a_sandbox_on_nodes_of_the_target_go_seen_or_not_and_are_closed_before() {
+    for seen_now in [true, false] {
+        let (mesh, mut seen) = three();
+        let old = ObservedPeer {
+            owner: Owner {
+                mesh: Some("m".into()),
+                mesh_namespace: Some("meshes".into()),
+                hub: Some("hub".into()),
+                source_cluster: Some("nb".into()),
+            },
+            spec: Ok(PeerSpec {
+                public_key: key(49),
+                allowed_ips: net_set(&["100.66.3.1/32"]),
+                endpoint: None,
+                candidates: vec![],
+                persistent_keepalive: 0,
+                requires_policy: Some("m--nb@1".into()),
+            }),
+        };
+        edit(&mut seen, &ClusterIdentity::Local, |m| {
+            m.peers.as_mut().unwrap().insert("m--nb--s".into(), old);
+        });
+        if !seen_now {
+            seen.members
+                .insert(secret("nb"), Observation::Unreachable("refused".into()));
+        }
+        // While a Peer stands, a policy that closes it stands before it.
+        let (_, planned) = run(&mesh, &seen);
+        assert_eq!(planned.targets["mgmt"].policies["m--nb"].spec, closed());
+        for _ in 0..3 {
+            settle(&mesh, &mut seen);
+        }
+        let member = seen.members[&ClusterIdentity::Local].last().unwrap();
+        assert!(!member.peers.as_ref().unwrap().contains_key("m--nb--s"));
+        assert!(!member.policies.as_ref().unwrap().contains_key("m--nb"));
+        assert_eq!(access(&seen).grants.len(), 1);
+    }
 }
