@@ -171,6 +171,8 @@ pub struct Refused {
     pub access: String,
     /// Path of the field.
     pub field: String,
+    /// The grant that is not served, by protocol and port at the gateway; `None` = another part.
+    pub grant: Option<(Protocol, u16)>,
     /// One word.
     pub reason: Reason,
     /// What is wrong and what to do.
@@ -184,6 +186,7 @@ impl fmt::Display for Refused {
             field,
             reason,
             message,
+            ..
         } = self;
         write!(f, "SandboxAccess {access}: {field}: {}: {message}", reason.as_str())
     }

@@ -238,6 +238,10 @@ pub struct RefusedAccess {
     /// Which part: `spec.grants[0]`.
     #[schemars(length(max = 63))]
     pub field: String,
+    /// Which grant, by protocol and port at the gateway: `TCP/20001`. Empty where it is another part.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schemars(length(max = 63))]
+    pub grant: String,
     /// One word.
     #[schemars(length(max = 63))]
     pub reason: String,

@@ -309,8 +309,14 @@ fn gateways(objects: &Objects) -> BTreeMap<ObjectName, Gateway> {
     let said = objects.gateways.iter().filter_map(|(name, gateway)| {
         let (gateway, pod_uid) = convert::sandbox::gateway_to_core(gateway).ok()??;
         let pod = objects.pods.get(name).map(convert::sandbox::gateway_pod);
-        let ready = pod.is_some_and(|(uid, ready)| uid == pod_uid && ready);
-        Some((name.clone(), Gateway { ready, ..gateway }))
+        let pod = pod.filter(|(uid, _)| *uid == pod_uid);
+        let (exists, ready) = (pod.is_some(), pod.is_some_and(|(_, ready)| ready));
+        let gateway = Gateway {
+            ready,
+            exists,
+            ..gateway
+        };
+        Some((name.clone(), gateway))
     });
     said.collect()
 }

@@ -99,6 +99,7 @@ pub(crate) struct Reconciler {
     links: Links,
     /// Nodes whose agents enforce other PeerPolicies than stand.
     lagging: Lagging,
+    gateways_lagging: Lagging,
     shown: Shown,
 }
 
@@ -139,6 +140,7 @@ impl Reconciler {
             removed: RemovedClusters::default(),
             links: Links::default(),
             lagging: Lagging::default(),
+            gateways_lagging: Lagging::default(),
             shown,
         }
     }
@@ -202,10 +204,17 @@ impl Reconciler {
 
         let in_time = |until: Instant| until.saturating_duration_since(Instant::now());
         let lagging = self.lagging.due(started).map(in_time);
+        let gateways = self.gateways_lagging.due(started).map(in_time);
         // What is past belongs to a member that is not observed now.
         let silences = self.members.values().filter_map(|member| member.session.silence_due());
         let silence = silences.filter(|due| *due > started).min();
-        let next = [hold, self.links.due().map(in_time), lagging, silence.map(in_time)];
+        let next = [
+            hold,
+            self.links.due().map(in_time),
+            lagging,
+            gateways,
+            silence.map(in_time),
+        ];
         let next = next.into_iter().flatten().min().unwrap_or(RESYNC).min(RESYNC);
         if settled {
             next.max(Duration::from_millis(50))

@@ -211,6 +211,7 @@ fn row(subject: &Subject<'_>, entry: &str) -> ClusterStatus {
             })
             .collect(),
         registered_peers: count(report.registered),
+        gateways: Some(count(report.gateways)).filter(|gateways| *gateways > 0),
         skipped_nodes: count(report.skipped.len()),
         skipped: report
             .skipped

@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use crate::{pending::Pending, status::Condition};
+use crate::{observe::Member, pending::Pending, status::Condition};
 
 /// The word for nodes whose packets pass by the PeerPolicies.
 pub const DATAPATH_BYPASSED: &str = "DatapathBypassed";
@@ -36,6 +36,8 @@ pub struct Unenforced {
     pub without_agent: BTreeSet<String>,
     /// Whose agent has said for [`GRACE`] that it enforces other PeerPolicies than stand.
     pub outdated: BTreeSet<String>,
+    /// Gateways that have not applied a SandboxAccess for [`GRACE`], by namespace and name.
+    pub gateways: BTreeSet<String>,
 }
 
 /// For so long an agent may say other PeerPolicies than stand: it enforces a change in a moment, and tells so within 10 s.
@@ -46,6 +48,35 @@ pub const GRACE: Duration = Duration::from_secs(15);
 #[must_use]
 pub fn outdated(said: &str, standing: &str) -> bool {
     !said.is_empty() && said != standing
+}
+
+/// What [`applied_by_gateways`] returns of a gateway that is up to date.
+pub const APPLIED: &str = "applied";
+
+/// Of each gateway of a member whose pod exists, whether what is in force there is what stands: [`APPLIED`], else which
+/// SandboxAccesses are in force in another generation. One that was never applied there opens nothing.
+#[must_use]
+pub fn applied_by_gateways(member: &Member) -> BTreeMap<String, String> {
+    let Some(accesses) = &member.accesses else {
+        return BTreeMap::new();
+    };
+    let gateways = member.gateways.iter().filter(|(_, gateway)| gateway.exists);
+    let said = gateways.map(|(name, gateway)| {
+        let behind = gateway.applied.iter().filter(|(access, generation)| {
+            let standing = accesses.get(*access);
+            standing.is_none_or(|standing| standing.generation != **generation)
+        });
+        let behind: Vec<String> = behind
+            .map(|(access, generation)| format!("{access} {generation}"))
+            .collect();
+        let said = if behind.is_empty() {
+            APPLIED.to_owned()
+        } else {
+            behind.join(", ")
+        };
+        (name.to_string(), said)
+    });
+    said.collect()
 }
 
 /// How many nodes of a member are named.
@@ -86,6 +117,16 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
             GRACE.as_secs(),
         )
     });
+    let gateways = members.iter().filter(|(_, member)| !member.gateways.is_empty());
+    let gateways = gateways.map(|(cluster, member)| {
+        let names: Vec<&str> = member.gateways.iter().map(String::as_str).take(NAMED).collect();
+        format!(
+            "gateway {} of cluster {cluster:?} has not applied the SandboxAccesses there for {} s or longer: what was revoked since \
+             may be open through it until its --grant-timeout. See the log of that pod, and its SandboxGateway",
+            names.join(", "),
+            GRACE.as_secs(),
+        )
+    });
     let alone = members.iter().filter(|(_, member)| !member.without_agent.is_empty());
     let alone = alone.map(|(cluster, member)| {
         format!(
@@ -95,7 +136,7 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
         )
     });
     let (bypassed, alone): (Vec<String>, Vec<String>) = (bypassed.collect(), alone.collect());
-    let outdated: Vec<String> = outdated.collect();
+    let outdated: Vec<String> = outdated.chain(gateways).collect();
     // A quarantine is the more urgent of the two.
     let mut pending: Vec<&Pending> = pending.iter().collect();
     pending.sort_by_key(|pending| !pending.quarantine);
@@ -149,6 +190,11 @@ pub(crate) fn named<'a>(nodes: impl ExactSizeIterator<Item = &'a String>) -> Str
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{
+        key::PublicKey,
+        mesh::ObjectName,
+        observe::{AccessSpec, Gateway, ObservedAccess, Owner},
+    };
 
     fn bypassed(nodes: &[String]) -> Unenforced {
         Unenforced {
@@ -225,6 +271,66 @@ mod tests {
              there. See the log of its pod there, and `wg-agent status` on the node"
         );
         assert!(bypassed.starts_with("on Node w1 of cluster"), "{bypassed}");
+    }
+
+    #[test]
+    fn gateways_that_have_another_generation_in_force_are_named() {
+        let gateway = |applied: &[(&str, i64)], exists| Gateway {
+            public_key: PublicKey::new([1; 32]),
+            addresses: BTreeSet::new(),
+            endpoints: Vec::new(),
+            serves: BTreeSet::new(),
+            ready: false,
+            exists,
+            applied: applied
+                .iter()
+                .map(|(name, number)| ((*name).to_owned(), *number))
+                .collect(),
+            refused: BTreeMap::new(),
+        };
+        let access = |generation| ObservedAccess {
+            owner: Owner::default(),
+            generation,
+            spec: Ok(AccessSpec::default()),
+        };
+        let mut member = Member {
+            accesses: Some([("a".to_owned(), access(2)), ("b".to_owned(), access(1))].into()),
+            ..Member::default()
+        };
+        for (name, applied, exists) in [
+            ("same", &[("a", 2), ("b", 1)][..], true),
+            ("new", &[], true),
+            ("behind", &[("a", 1), ("b", 1)], true),
+            ("keeps", &[("a", 2), ("deleted", 7)], true),
+            ("gone", &[("a", 1)], false),
+        ] {
+            let name = ObjectName {
+                namespace: "gateways".into(),
+                name: name.into(),
+            };
+            member.gateways.insert(name, gateway(applied, exists));
+        }
+        let said = applied_by_gateways(&member);
+        let said: Vec<(&str, &str)> = said.iter().map(|(name, said)| (&**name, &**said)).collect();
+        let want = [
+            ("gateways/behind", "a 1"),
+            ("gateways/keeps", "deleted 7"),
+            ("gateways/new", APPLIED),
+            ("gateways/same", APPLIED),
+        ];
+        assert_eq!(said, want);
+        let behind = Unenforced {
+            gateways: ["gateways/behind".to_owned()].into(),
+            ..Unenforced::default()
+        };
+        let told = condition(&[("a".to_owned(), behind)].into(), &BTreeSet::new());
+        assert_eq!((told.status, told.reason), (false, "PolicyOutdated"));
+        assert!(
+            told.message
+                .starts_with("gateway gateways/behind of cluster \"a\" has not applied"),
+            "{}",
+            told.message
+        );
     }
 
     #[test]

@@ -317,6 +317,8 @@ pub struct PolicySpec {
 pub struct ObservedAccess {
     /// Who says it is theirs.
     pub owner: Owner,
+    /// Its `metadata.generation`.
+    pub generation: i64,
     /// Its spec, parsed; `Err` = what is wrong with it.
     pub spec: Result<AccessSpec, String>,
 }
@@ -367,6 +369,12 @@ pub struct Gateway {
     pub serves: BTreeSet<String>,
     /// Its pod is the one that published this, and is Ready.
     pub ready: bool,
+    /// The pod that published this exists, Ready or not.
+    pub exists: bool,
+    /// The generation of each SandboxAccess, by name, that is in force there.
+    pub applied: BTreeMap<String, i64>,
+    /// Grants that it does not serve, and why: by name of the SandboxAccess, protocol and port at the gateway.
+    pub refused: BTreeMap<(String, Protocol, u16), String>,
 }
 
 impl Gateway {

@@ -118,7 +118,11 @@ fn ready(
     match troubles.first() {
         None => {
             let nodes: usize = plan.clusters.values().map(|report| report.registered).sum();
-            let message = format!("{nodes} nodes of {} clusters are meshed", plan.clusters.len());
+            let gateways = match plan.clusters.values().map(|report| report.gateways).sum::<usize>() {
+                0 => String::new(),
+                gateways => format!(" and {gateways} gateways"),
+            };
+            let message = format!("{nodes} nodes{gateways} of {} clusters are meshed", plan.clusters.len());
             Condition {
                 kind: "Ready",
                 status: true,

@@ -300,11 +300,17 @@ impl<'a> Product<'a> {
                 .into_iter()
                 .flatten()
                 .find(|c| c["type"] == "Ready");
-            let registered: Vec<usize> = status["clusters"]
-                .as_array()
-                .into_iter()
-                .flatten()
-                .map(|c| usize::try_from(c["registeredPeers"].as_u64().unwrap_or(0)).unwrap_or(0))
+            let number = |value: &serde_json::Value| usize::try_from(value.as_u64().unwrap_or(0)).unwrap_or(0);
+            let rows = status["clusters"].as_array().into_iter().flatten();
+            let registered: Vec<usize> = rows
+                .zip(&nodes)
+                .map(
+                    |(row, nodes)| match (number(&row["registeredPeers"]), number(&row["gateways"])) {
+                        // With sandboxes alone a cluster has gateways, and no Node of it has a Peer.
+                        (0, 1..) => *nodes,
+                        (registered, _) => registered,
+                    },
+                )
                 .collect();
             match ready {
                 Some(ready) if ready["status"] == "True" && registered == nodes => Ok(()),

@@ -92,6 +92,17 @@ impl<'a> Compiler<'a> {
         self.out.refused.insert(Refused {
             access: access.name.clone(),
             field,
+            grant: None,
+            reason,
+            message,
+        });
+    }
+
+    fn refuse_grant(&mut self, access: &Access, granted: &Granted, field: String, reason: Reason, message: String) {
+        self.out.refused.insert(Refused {
+            access: access.name.clone(),
+            field,
+            grant: Some((granted.protocol, granted.gateway_port)),
             reason,
             message,
         });
@@ -220,7 +231,7 @@ impl<'a> Compiler<'a> {
         let field = |part: &str| format!("spec.grants[{index}]{part}");
         if granted.protocol == Protocol::Sctp {
             let message = "a gateway translates TCP and UDP alone".to_owned();
-            self.refuse(access, field(".protocol"), Reason::ProtocolNotServed, message);
+            self.refuse_grant(access, granted, field(".protocol"), Reason::ProtocolNotServed, message);
             return;
         }
         let place = (sandbox, granted.protocol, granted.gateway_port);
@@ -232,7 +243,7 @@ impl<'a> Compiler<'a> {
                 "port {} ({}) has another grant, which comes first and keeps it",
                 granted.gateway_port, granted.protocol
             );
-            self.refuse(access, field(".gatewayPort"), Reason::PortDuplicate, message);
+            self.refuse_grant(access, granted, field(".gatewayPort"), Reason::PortDuplicate, message);
             return;
         }
         // Whether its Service is known or not: a port must not come and go between two grants.
@@ -241,12 +252,12 @@ impl<'a> Compiler<'a> {
         let found = match endpoints::resolve(granted, service, &self.inputs.settings) {
             Ok(found) => found,
             Err((reason, message)) => {
-                self.refuse(access, field(".service"), reason, message);
+                self.refuse_grant(access, granted, field(".service"), reason, message);
                 return;
             }
         };
         if let Some(message) = found.left_out {
-            self.refuse(access, field(".service"), Reason::EndpointForbidden, message);
+            self.refuse_grant(access, granted, field(".service"), Reason::EndpointForbidden, message);
         }
         let id = self.grants.get(
             (&access.identity, granted),

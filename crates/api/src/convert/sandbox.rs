@@ -7,7 +7,7 @@ use std::{
 
 use clustermesh_core::{
     key::PublicKey,
-    mesh::ObjectName,
+    mesh::{ObjectName, Protocol},
     observe::{AccessNode, AccessSpec, Gateway, GrantedPort, ObservedAccess, Owner},
 };
 use k8s_openapi::api::core::v1::Pod;
@@ -27,6 +27,7 @@ use crate::{
 pub fn to_core(access: &SandboxAccess) -> ObservedAccess {
     ObservedAccess {
         owner: owner(access.metadata.labels.as_ref()),
+        generation: access.metadata.generation.unwrap_or_default(),
         spec: spec(&access.spec),
     }
 }
@@ -127,8 +128,17 @@ pub fn gateway_to_core(gateway: &SandboxGateway) -> Result<Option<(Gateway, Stri
         endpoints,
         pod_uid,
         serves,
+        applied,
+        refused,
         ..
     } = status;
+    let refused = refused.iter().filter_map(|refused| {
+        let (protocol, port) = refused.grant.split_once('/')?;
+        let mut protocols = [Protocol::Tcp, Protocol::Udp, Protocol::Sctp].into_iter();
+        let protocol = protocols.find(|known| known.as_str() == protocol)?;
+        let message = format!("{}: {}", refused.reason, refused.message);
+        Some(((refused.name.clone(), protocol, port.parse().ok()?), message))
+    });
     let key = public_key
         .parse()
         .map_err(|error| format!("status.publicKey: {error}"))?;
@@ -142,6 +152,12 @@ pub fn gateway_to_core(gateway: &SandboxGateway) -> Result<Option<(Gateway, Stri
         endpoints: endpoints.collect::<Result<_, _>>()?,
         serves: serves.iter().cloned().collect(),
         ready: false,
+        exists: false,
+        applied: applied
+            .iter()
+            .map(|access| (access.name.clone(), access.generation))
+            .collect(),
+        refused: refused.collect(),
     };
     Ok(Some((gateway, pod_uid.clone())))
 }
@@ -162,6 +178,7 @@ pub fn gateway_pod(pod: &Pod) -> (String, bool) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sandbox::RefusedAccess;
 
     #[test]
     fn what_is_written_is_read_as_it_was_planned() {
@@ -182,7 +199,7 @@ mod tests {
             id: "0123".into(),
             networks: ["100.80.0.0/20".parse().unwrap(), "fd80::/64".parse().unwrap()].into(),
             nodes: [(key(1), node("a", "100.80.0.1")), (key(2), node("b", "fd80::2"))].into(),
-            grants: [((clustermesh_core::mesh::Protocol::Udp, 20_001), granted)].into(),
+            grants: [((Protocol::Udp, 20_001), granted)].into(),
         };
         let owner = Owner {
             mesh: Some("m".into()),
@@ -241,11 +258,30 @@ mod tests {
             wireguard_ips: vec!["100.66.255.1".into()],
             endpoints: vec!["192.0.2.1:51821".into()],
             pod_uid: "u".into(),
+            refused: [
+                ("UDP/20001", "m--a"),
+                ("", "m--a"),
+                ("QUIC/1", "m--a"),
+                ("TCP/x", "m--a"),
+            ]
+            .map(|(grant, name)| RefusedAccess {
+                name: name.into(),
+                grant: grant.into(),
+                reason: "ServiceMissing".into(),
+                message: "there is none".into(),
+                ..RefusedAccess::default()
+            })
+            .into(),
             ..SandboxGatewayStatus::default()
         };
         gateway.status = Some(status);
         let (seen, pod) = gateway_to_core(&gateway).unwrap().unwrap();
         assert_eq!((pod.as_str(), seen.endpoints.len(), seen.ready), ("u", 1, false));
+        let refused = [(
+            ("m--a".to_owned(), Protocol::Udp, 20_001),
+            "ServiceMissing: there is none".to_owned(),
+        )];
+        assert_eq!(seen.refused, refused.into());
         gateway.status.as_mut().unwrap().endpoints[0] = "x".into();
         assert!(gateway_to_core(&gateway).unwrap_err().starts_with("status.endpoints: "));
     }

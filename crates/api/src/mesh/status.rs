@@ -77,6 +77,9 @@ pub struct ClusterStatus {
     /// Nodes of this member that are registered in the others.
     #[serde(default)]
     pub registered_peers: i64,
+    /// Gateways of this member that sandboxes have a Peer of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gateways: Option<i64>,
     /// Nodes of this member that are left out.
     #[serde(default)]
     pub skipped_nodes: i64,

@@ -12,7 +12,7 @@ use clustermesh_api::{
     names::FORCE_CLEANUP,
 };
 use clustermesh_core::{
-    enforcement::Unenforced,
+    enforcement::{self, Unenforced},
     links::{self, Broken},
     mesh::MeshId,
     observe::{Claim, Member, Node, Observation, Server},
@@ -96,6 +96,7 @@ impl Reconciler {
         self.links.keep(&there);
         let members = &self.members;
         self.lagging.keep(|identity| members.contains_key(identity));
+        self.gateways_lagging.keep(|identity| members.contains_key(identity));
         settled
     }
 
@@ -174,6 +175,9 @@ impl Reconciler {
             let tables = member.session.tables();
             let (standing, said) = (tables.policy_revision(), tables.enforced());
             let outdated = (self.lagging).told(identity, standing.as_deref(), said, Instant::now());
+            let said = seen.map(enforcement::applied_by_gateways).unwrap_or_default();
+            let applied = fresh.then_some(enforcement::APPLIED);
+            let gateways = (self.gateways_lagging).told(identity, applied, said, Instant::now());
             let unenforced = tables.unenforced();
             let meshed = plan.clusters.get(entry).zip(seen);
             let restarting = meshed.map_or_else(BTreeSet::new, |(report, seen)| restarting(report, seen));
@@ -192,6 +196,7 @@ impl Reconciler {
                     }),
                     unenforced: Unenforced {
                         outdated,
+                        gateways,
                         without_agent: &unenforced.without_agent | &restarting,
                         ..unenforced
                     },

@@ -61,6 +61,8 @@ pub(super) struct Through<'a> {
     pub(super) ready: BTreeSet<IpAddr>,
     /// Why it can use none of them.
     pub(super) none: Option<String>,
+    /// Grants that gateways do not serve, by protocol and port at the gateway: why, and the gateways' names.
+    pub(super) refused: BTreeMap<(Protocol, u16), BTreeMap<&'a str, Vec<String>>>,
 }
 
 impl Through<'_> {
@@ -84,14 +86,14 @@ impl Through<'_> {
 }
 
 impl<'a> Assembly<'a> {
-    /// The SandboxAccess that stands in a member for one of this mesh's sandboxes.
-    pub(super) fn standing_access(&self, member: &'a Member, sandbox: &str) -> Option<&'a AccessSpec> {
-        let mut all = member.accesses.iter().flat_map(BTreeMap::values);
-        let ours = all.find(|access| {
+    /// The SandboxAccess that stands in a member for one of this mesh's sandboxes, with its name.
+    pub(super) fn standing_access(&self, member: &'a Member, sandbox: &str) -> Option<(&'a str, &'a AccessSpec)> {
+        let mut all = member.accesses.iter().flatten();
+        let (name, ours) = all.find(|(_, access)| {
             access.owner.source_cluster.as_deref() == Some(sandbox)
                 && ownership::of(&access.owner, &self.seen.hub, self.claimants) == Ownership::Mesh(self.mesh)
         })?;
-        ours.spec.as_ref().ok()
+        Some((name, ours.spec.as_ref().ok()?))
     }
 
     /// What stands between a sandbox and a member.
@@ -99,12 +101,12 @@ impl<'a> Assembly<'a> {
         let (Some(member), Some(target)) = (party.member(), self.parties.get(sandbox)) else {
             return Through::default();
         };
-        let ready = member.gateways.values();
-        let ready = ready.filter(|gateway| gateway.serves(sandbox) && gateway.ready);
+        let ready = member.gateways.iter();
+        let ready = ready.filter(|(_, gateway)| gateway.serves(sandbox) && gateway.ready);
         let ready: Vec<_> = ready.collect();
         let ways = ready
             .iter()
-            .filter_map(|gateway| self.way(party, member, target, gateway).ok());
+            .filter_map(|(_, gateway)| self.way(party, member, target, gateway).ok());
         let usable: BTreeSet<IpAddr> = ways.flat_map(|(prefixes, _)| prefixes).map(|net| net.addr()).collect();
         let cluster = &party.cluster.name;
         let none = none_there(cluster, member).or_else(|| match (ready.is_empty(), usable.is_empty()) {
@@ -118,10 +120,24 @@ impl<'a> Assembly<'a> {
             )),
             (false, false) => None,
         });
+        let standing = self.standing_access(member, sandbox);
+        let mut refused: BTreeMap<_, BTreeMap<&str, Vec<String>>> = BTreeMap::new();
+        for (gateway, (access, protocol, port), message) in ready.iter().flat_map(|(name, gateway)| {
+            gateway
+                .refused
+                .iter()
+                .map(move |(place, message)| (name, place, message))
+        }) {
+            if standing.is_some_and(|(name, _)| name == access) {
+                let by_message = refused.entry((*protocol, *port)).or_default();
+                by_message.entry(message).or_default().push(gateway.to_string());
+            }
+        }
         Through {
-            standing: self.standing_access(member, sandbox),
+            standing: standing.map(|(_, spec)| spec),
             ready: usable,
             none,
+            refused,
         }
     }
 
@@ -177,7 +193,7 @@ impl<'a> Assembly<'a> {
     ) -> Option<(String, PlannedAccess)> {
         let member = target.member()?;
         let accesses = member.accesses.as_ref()?;
-        let standing = self.standing_access(member, source);
+        let standing = self.standing_access(member, source).map(|(_, spec)| spec);
         let id = self.naming.sandbox(&party.cluster.identity);
         let spec = AccessSpec {
             sandbox: source.to_owned(),

@@ -72,6 +72,7 @@ impl<'a> MeshPlanner<'a> {
                     .map(|net| (net, BTreeSet::new()))
                     .collect(),
                 registered: 0,
+                gateways: 0,
                 sandbox: party.cluster.profile == Profile::Sandbox,
                 skipped: roll.map(|roll| roll.skipped.clone()).unwrap_or_default(),
                 uncovered: roll.map(|roll| roll.uncovered.clone()).unwrap_or_default(),

@@ -285,6 +285,8 @@ pub struct ClusterReport {
     pub anchored: BTreeMap<IpNet, BTreeSet<String>>,
     /// How many of its nodes have a Peer in the other members.
     pub registered: usize,
+    /// How many of its gateways have a Peer in a sandbox.
+    pub gateways: usize,
     /// The nodes that have none, by name.
     pub skipped: Vec<Skipped>,
     /// podCIDRs of nodes that have a Peer which carries none of these, since they lie outside allowedNetworks. In order of the

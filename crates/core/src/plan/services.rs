@@ -333,7 +333,17 @@ fn by_gateways(
             grant.cluster
         )
     });
-    let message = through.none.clone().or(waiting);
+    let refused = there.iter().find_map(|port| {
+        let (why, gateways) = through.refused.get(&(port.protocol, port.port))?.first_key_value()?;
+        Some(format!(
+            "gateway {} of cluster {:?} does not serve port {:?} of Service {}: {why}",
+            gateways.join(", "),
+            grant.cluster,
+            port.name,
+            grant.service
+        ))
+    });
+    let message = through.none.clone().or(waiting).or(refused);
     Ok(Resolved {
         ports,
         groups,

@@ -167,11 +167,13 @@ fn one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
 /// Counts the nodes that have a Peer, or enter through gateways, somewhere, and the Peers a target's nodes have to carry.
 pub(super) fn count(planned: &mut MeshPlan) {
     let mut registered: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    let mut gateways = registered.clone();
     for (target, held) in &planned.targets {
         // Peers of a sandbox are gateways, and no Nodes.
         let sandbox = planned.clusters.get(target).is_some_and(|report| report.sandbox);
-        for peer in held.peers.values().filter(|_| !sandbox) {
-            registered.entry(&peer.source).or_default().insert(&peer.node);
+        let peers = if sandbox { &mut gateways } else { &mut registered };
+        for peer in held.peers.values() {
+            peers.entry(&peer.source).or_default().insert(&peer.node);
         }
         for access in held.accesses.values() {
             let nodes = access.spec.nodes.values().map(|node| &*node.name);
@@ -186,5 +188,8 @@ pub(super) fn count(planned: &mut MeshPlan) {
     }
     for (cluster, nodes) in registered {
         planned.clusters.entry(cluster.to_owned()).or_default().registered = nodes.len();
+    }
+    for (cluster, gateways) in gateways {
+        planned.clusters.entry(cluster.to_owned()).or_default().gateways = gateways.len();
     }
 }

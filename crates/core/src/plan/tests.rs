@@ -202,7 +202,11 @@ fn apply(member: &mut Member, steps: &[Step]) {
                 member.policies.as_mut().unwrap().remove(&name);
             }
             Item::Access(name, Some(spec)) => {
-                let access = ObservedAccess { owner, spec: Ok(spec) };
+                let access = ObservedAccess {
+                    owner,
+                    generation: 1,
+                    spec: Ok(spec),
+                };
                 member.accesses.as_mut().unwrap().insert(name, access);
             }
             Item::Access(name, None) => {

@@ -1,6 +1,6 @@
 //! The same worlds with sandboxes in them: what a sandbox's own side, which is hostile throughout, may move.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use clustermesh_core::{
     key::PublicKey,
@@ -77,6 +77,9 @@ pub(crate) fn sandboxed() -> impl Strategy<Value = World> {
                     endpoints: vec!["192.0.2.10:51821".parse().unwrap()],
                     serves: BTreeSet::new(),
                     ready: true,
+                    exists: true,
+                    applied: BTreeMap::new(),
+                    refused: BTreeMap::new(),
                 };
                 member.gateways = [(of_gateways("good"), gateway)].into();
             }

@@ -31,7 +31,14 @@ fn write(member: &mut Member, step: &Step) {
                 .as_mut()
                 .expect("no SandboxAccess is written where the CRD is missing");
             match spec {
-                Some(spec) => drop(accesses.insert(name, ObservedAccess { owner, spec: Ok(spec) })),
+                Some(spec) => drop(accesses.insert(
+                    name,
+                    ObservedAccess {
+                        owner,
+                        generation: 1,
+                        spec: Ok(spec),
+                    },
+                )),
                 None => drop(accesses.remove(&name)),
             }
         }

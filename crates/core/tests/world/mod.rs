@@ -381,6 +381,9 @@ fn gateway(n: usize) -> impl Strategy<Value = Gateway> {
             endpoints,
             serves: others.then(|| "c1".to_owned()).into_iter().collect(),
             ready,
+            exists: true,
+            applied: BTreeMap::new(),
+            refused: BTreeMap::new(),
         })
 }
 

@@ -430,12 +430,21 @@ impl Gateway {
             }
         };
         let applied = world.applied().filter(|access| compiled.served.contains(&access.name));
-        let first = compiled.refused.iter().take(SHOWN).map(|refused| RefusedAccess {
-            name: refused.access.clone(),
-            field: refused.field.clone(),
-            reason: refused.reason.as_str().to_owned(),
-            message: refused.message.chars().take(MESSAGE).collect(),
-        });
+        // The controller reports grants that are not served. What a sandbox's nodes claim must not push them out of the list.
+        let (grants, others): (Vec<_>, Vec<_>) = compiled.refused.iter().partition(|refused| refused.grant.is_some());
+        let first = grants
+            .into_iter()
+            .chain(others)
+            .take(SHOWN)
+            .map(|refused| RefusedAccess {
+                name: refused.access.clone(),
+                field: refused.field.clone(),
+                grant: refused.grant.map_or_else(String::new, |(protocol, port)| {
+                    format!("{}/{port}", protocol.to_string().to_uppercase())
+                }),
+                reason: refused.reason.as_str().to_owned(),
+                message: refused.message.chars().take(MESSAGE).collect(),
+            });
         let mut messages: Vec<String> = troubles.iter().map(|trouble| trouble.message.to_string()).collect();
         if let Some(first) = compiled.refused.first() {
             let count = compiled.refused.len();

@@ -57,6 +57,9 @@ pub(crate) async fn what_is_wrong_costs_that_part_alone(stage: &Stage) {
         ("spec.networks[0]", "NetworkOverlap"),
         ("spec.nodes[0].publicKey", "PublicKeyDuplicate"),
     ];
+    let by_hand =
+        (status["refused"].as_array().into_iter().flatten()).find(|part| part["field"] == "spec.grants[1].service");
+    assert_eq!(by_hand.map(|part| &part["grant"]), Some(&json!("TCP/20003")));
     let expected: BTreeSet<_> = expected
         .map(|(field, reason)| (field.to_owned(), reason.to_owned()))
         .into();

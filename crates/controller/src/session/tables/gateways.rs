@@ -13,8 +13,14 @@ impl Tables {
         let gateways = values(&self.gateways).into_iter();
         gateways
             .map(|(name, (gateway, pod_uid))| {
-                let ready = pods.get(&name).is_some_and(|(uid, ready)| *uid == pod_uid && *ready);
-                (name, Gateway { ready, ..gateway })
+                let pod = pods.get(&name).filter(|(uid, _)| *uid == pod_uid);
+                let (exists, ready) = (pod.is_some(), pod.is_some_and(|(_, ready)| *ready));
+                let gateway = Gateway {
+                    ready,
+                    exists,
+                    ..gateway
+                };
+                (name, gateway)
             })
             .collect()
     }

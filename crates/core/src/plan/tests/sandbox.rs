@@ -74,6 +74,9 @@ fn gateway(number: u8, ready: bool) -> (ObjectName, Gateway) {
         .into(),
         serves: BTreeSet::new(),
         ready,
+        exists: true,
+        applied: BTreeMap::new(),
+        refused: BTreeMap::new(),
     };
     (object("gateways", &format!("g-{number}")), gateway)
 }

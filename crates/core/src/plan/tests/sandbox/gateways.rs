@@ -117,6 +117,28 @@ fn a_gateway_that_is_not_ready_keeps_its_peer_and_loses_its_connections() {
 }
 
 #[test]
+fn a_grant_that_a_gateway_does_not_serve_is_reported_with_its_reason() {
+    let (mesh, mut seen) = three();
+    settle(&mesh, &mut seen);
+    assert_eq!(run(&mesh, &seen).1.egress[0].message, "");
+    let port = sql(&access(&seen));
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        for gateway in m.gateways.values_mut() {
+            for access in ["m--nb", "other--nb"] {
+                let why = format!("ServiceUnknown: of {access}");
+                gateway.refused.insert((access.to_owned(), Protocol::Tcp, port), why);
+            }
+        }
+    });
+    let (_, planned) = run(&mesh, &seen);
+    assert_eq!(
+        planned.egress[0].message,
+        "gateway gateways/g-0, gateways/g-1 of cluster \"mgmt\" does not serve port \"pg\" of Service team-x/postgres: ServiceUnknown: \
+         of m--nb"
+    );
+}
+
+#[test]
 fn gateways_that_serve_others_alone_are_not_there() {
     let (mesh, mut seen) = three();
     settle(&mesh, &mut seen);
