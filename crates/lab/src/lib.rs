@@ -49,7 +49,7 @@ pub use product::{
     AGENT_NAMESPACE, GATEWAYS, Gateway, Granted, MESH, NAMESPACE, Product, ProductImages, Tunnel, gateway_ranges,
 };
 pub use run::{down_all, down_kept, standing};
-pub use scan::{Echo, INFRASTRUCTURE, Watch};
+pub use scan::{Connections, Echo, INFRASTRUCTURE, Watch};
 pub use supervisor::stages;
 pub use tools::{ArtefactSet, Tools, lab_home};
 pub use traffic::{Answer, Asker, STORE, WEB, Web};

@@ -236,6 +236,15 @@ impl Lab {
         self.watch("stream-watch", from, socket)
     }
 
+    /// Opens a new TCP connection from there every 20 ms, until what is returned is dropped.
+    ///
+    /// # Errors
+    /// When the program cannot be started.
+    pub fn watch_connections(&self, from: &Asker, socket: SocketAddr) -> Result<Connections> {
+        self.watch("connect-watch", from, socket)
+            .map(|Echo(running)| Connections(running))
+    }
+
     fn watch(&self, how: &str, from: &Asker, socket: SocketAddr) -> Result<Echo> {
         let program = self.prober()?;
         let log = format!("{how}-{}", socket.port());
@@ -357,5 +366,24 @@ impl Echo {
             }
         })
         .await
+    }
+}
+
+/// TCP connections that are opened one after the other.
+#[derive(Debug)]
+pub struct Connections(Running);
+
+impl Connections {
+    /// When each began and when it was open, in milliseconds since 1970, as far as that is known; `None` = not within three seconds.
+    #[must_use]
+    pub fn attempts(&self) -> Vec<(u128, Option<u128>)> {
+        let log = self.0.log();
+        let parsed = log.lines().filter_map(|line| {
+            let (began, opened) = line.split_once(' ')?;
+            Some((began.parse().ok()?, opened.parse().ok()))
+        });
+        let mut attempts: Vec<_> = parsed.collect();
+        attempts.sort_unstable();
+        attempts
     }
 }

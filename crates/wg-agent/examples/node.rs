@@ -11,7 +11,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::{IpAddr, Ipv4Addr, SocketAddr},
+    net::{IpAddr, SocketAddr},
     path::PathBuf,
 };
 
@@ -23,7 +23,7 @@ use clustermesh_agent_core::{
     device::diff,
     interface::InterfaceName,
     numbers::MARK_UNDERLAY,
-    policy::{Policy, Port, Protocol, Rule},
+    policy::{Policy, Rule},
 };
 use clustermesh_core::key::PublicKey;
 use ipnet::IpNet;
@@ -54,9 +54,6 @@ struct Args {
     /// KEY,ENDPOINT,ADDRESS of the other node.
     #[arg(long)]
     peer: String,
-    /// The other node is a sandbox's: it may reach so many endpoints elsewhere, and of this node TCP port 5201 and UDP port 7.
-    #[arg(long)]
-    grants: Option<u32>,
 }
 
 fn main() -> anyhow::Result<()> {
@@ -68,7 +65,6 @@ fn main() -> anyhow::Result<()> {
         underlay,
         address,
         peer,
-        grants,
     } = Args::parse();
     let private_key = private_key(&private_key_file)?;
     let (outer, at) = underlay.split_once(',').context("--underlay INTERFACE,ADDRESS")?;
@@ -88,11 +84,7 @@ fn main() -> anyhow::Result<()> {
         addresses: [at].into(),
         pod_cidrs: BTreeSet::new(),
     };
-    let mut inputs = inputs(node, key, endpoint, other);
-    if let Some(others) = grants {
-        sandbox(&mut inputs, address, others);
-    }
-    let compiled = compile(&inputs);
+    let compiled = compile(&inputs(node, key, endpoint, other));
     ensure!(compiled.refused.is_empty(), "refused: {:?}", compiled.refused);
     let configuration = Configuration {
         private_key,
@@ -160,26 +152,6 @@ fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> In
         narrow: BTreeMap::new(),
         grant_timeout: std::time::Duration::from_secs(900),
         new_flows: 1000,
-    }
-}
-
-/// Makes the other member a sandbox.
-fn sandbox(inputs: &mut Inputs, here: IpAddr, others: u32) {
-    let port = |protocol, port| Port { protocol, port };
-    let first = u32::from(Ipv4Addr::new(10, 200, 0, 0));
-    let others = (0..others).map(|n| (Ipv4Addr::from(first + n).into(), port(Protocol::Tcp, 5432)));
-    for policy in &mut inputs.policies {
-        policy.allow.clear();
-        policy.sandbox = true;
-        policy.revision = "1".to_owned();
-        policy.granted = others.clone().collect();
-        policy
-            .granted
-            .extend([(here, port(Protocol::Tcp, 5201)), (here, port(Protocol::Udp, 7))]);
-    }
-    for peer in &mut inputs.peers {
-        peer.endpoint = None;
-        peer.requires_policy = Some("there@1".to_owned());
     }
 }
 

@@ -8,7 +8,6 @@ mod peers;
 mod policy;
 mod report;
 mod soak;
-mod times;
 mod tunnel;
 mod wire;
 
@@ -20,8 +19,8 @@ pub(crate) enum Bench {
     /// The kernel's WireGuard with everything of ours around it beside the same set up by hand, on this machine's own kernel:
     /// what `dataplane --vm` runs in the virtual machine.
     Kernel(kernel::Args),
-    /// What a sandbox's grants cost each packet, by their number, on the kernel backend: counted in instructions, in the virtual
-    /// machine. Then how long a grant takes to open and to close: a real controller, API servers and twenty agents.
+    /// Sandboxes that enter through gateways, on whole clusters: how fast a grant closes and opens, what a restarted or replaced
+    /// gateway interrupts, throughput by the number of grants, and what an idle gateway uses.
     Policy(policy::Args),
     /// Minutes of traffic over our device while keys are renewed, processes killed and addresses changed.
     Soak(soak::Args),

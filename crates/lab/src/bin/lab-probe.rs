@@ -15,9 +15,11 @@ const USAGE: &str = "usage:
   lab-probe udp-echo-at PORT IP,IP..   the same at each of these addresses, so that each answers with its own
   lab-probe udp-send ADDRESS TEXT [N]  N datagrams (default 1), each awaits its echo for 1 s; exit status 1 if any is lost
   lab-probe udp-watch ADDRESS          a datagram each 10 ms; prints for each echo when it came, in milliseconds since 1970
+  lab-probe udp-trips ADDRESS SECONDS  one datagram after the other, each awaits its echo; prints each round trip in microseconds
   lab-probe stream-serve ADDRESS       TCP: echoes numbered lines
   lab-probe stream-get ADDRESS SECONDS one connection, a line each 100 ms, prints what comes back; status 1 on a gap over 2 s
   lab-probe stream-watch ADDRESS       one connection, a line each 20 ms; prints for each echo when it came, in milliseconds since 1970
+  lab-probe connect-watch ADDRESS      a new TCP connection each 20 ms; prints when it began and when it was open, in milliseconds since 1970
   lab-probe scan FILE                  TCP connections to every ADDRESS in FILE, a second each; prints those that open
   lab-probe scan-udp FILE              a datagram to every ADDRESS in FILE, a second each; prints those that answer
   lab-probe scan-on FILE               the same as scan, again and again: prints each ADDRESS when it first opens, and each round
@@ -41,9 +43,11 @@ fn main() {
             .map_err(Into::into)
             .and_then(|n| udp_send(address, text, n)),
         ["udp-watch", address] => udp_watch(address),
+        ["udp-trips", address, seconds] => seconds.parse().map_err(Into::into).and_then(|s| udp_trips(address, s)),
         ["stream-serve", address] => stream_serve(address),
         ["stream-get", address, seconds] => seconds.parse().map_err(Into::into).and_then(|s| stream_get(address, s)),
         ["stream-watch", address] => stream_watch(address),
+        ["connect-watch", address] => connect_watch(address),
         ["scan", file] => scan(file, |address| TcpStream::connect_timeout(address, SCAN).is_ok()),
         ["scan-on", file] => scan_on(file),
         ["scan-udp", file] => scan(file, |address| echoes(address).is_ok()),
@@ -284,6 +288,53 @@ fn udp_watch(address: &str) -> Outcome {
         if socket.recv(&mut [0; 512]).is_ok() {
             println!("{}", now()?);
         }
+    }
+}
+
+/// A round trip that takes longer than `PATIENCE` is not printed.
+fn udp_trips(address: &str, seconds: f64) -> Outcome {
+    let target: SocketAddr = address.parse()?;
+    let socket = UdpSocket::bind(any(if target.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
+    socket.connect(target)?;
+    socket.set_read_timeout(Some(PATIENCE))?;
+    let mut trips = Vec::new();
+    let start = Instant::now();
+    for number in 0_u64.. {
+        if start.elapsed().as_secs_f64() >= seconds {
+            break;
+        }
+        let asked = Instant::now();
+        let text = number.to_string();
+        let mut buffer = [0; 512];
+        socket.send(text.as_bytes())?;
+        // The echo has the sender's address before the text. A late echo of an earlier datagram is passed over.
+        while let Ok(length) = socket.recv(&mut buffer) {
+            if buffer[..length].ends_with(format!(" {text}").as_bytes()) {
+                trips.push(asked.elapsed().as_micros());
+                break;
+            }
+        }
+    }
+    // Printing meanwhile would be measured, too.
+    for trip in trips {
+        println!("{trip}");
+    }
+    Ok(())
+}
+
+/// One that is not open after `PATIENCE` is printed with `lost` in place of the second time.
+fn connect_watch(address: &str) -> Outcome {
+    let target: SocketAddr = address.parse()?;
+    loop {
+        let began = now()?;
+        std::thread::spawn(move || {
+            let opened = TcpStream::connect_timeout(&target, PATIENCE).is_ok();
+            match now() {
+                Ok(now) if opened => println!("{began} {now}"),
+                _ => println!("{began} lost"),
+            }
+        });
+        std::thread::sleep(Duration::from_millis(20));
     }
 }
 

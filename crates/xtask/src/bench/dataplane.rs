@@ -92,7 +92,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     prereq::ensure(prereq)?;
     let (seconds, rounds) = if *quick { (2, 1) } else { (*seconds, *rounds) };
     if *vm {
-        return kernel::in_machine("kernel", seconds, rounds, *output);
+        return kernel::in_machine(seconds, rounds, *output);
     }
     let underlays: &[bool] = if *quick { &[true] } else { &[true, false] };
     let all = <Variant as clap::ValueEnum>::value_variants();

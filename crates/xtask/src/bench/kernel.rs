@@ -72,8 +72,8 @@ struct Sample {
     latency: Latency,
 }
 
-/// Builds what is measured and has it measured in the virtual machine, by `bench WHAT`.
-pub(crate) fn in_machine(what: &str, seconds: u32, rounds: u32, output: Format) -> anyhow::Result<()> {
+/// Builds what is measured and has it measured in the virtual machine, by `bench kernel`.
+pub(crate) fn in_machine(seconds: u32, rounds: u32, output: Format) -> anyhow::Result<()> {
     let mut build = cargo();
     // All the work is the kernel's: how the program is built does not matter.
     build.args(["build", "--package", "wg-agent", "--example", "node"]);
@@ -82,7 +82,7 @@ pub(crate) fn in_machine(what: &str, seconds: u32, rounds: u32, output: Format) 
     let program = own.with_file_name("examples").join("node");
     let word = |path: &Path| path.to_str().map(str::to_owned).context("a path that is not UTF-8");
     let output = clap::ValueEnum::to_possible_value(&output).map_or_else(String::new, |v| v.get_name().to_owned());
-    let mut command = vec![word(&own)?, "bench".into(), what.into()];
+    let mut command = vec![word(&own)?, "bench".into(), "kernel".into()];
     for (flag, value) in [
         ("--program", word(&program)?),
         ("--seconds", seconds.to_string()),
@@ -142,7 +142,7 @@ fn sample(variant: Variant, program: &Path, wire: &Wire, keys: &Keys, seconds: u
             }
             None
         }
-        Variant::Ours => Some([ours(program, wire, keys, 0, None)?, ours(program, wire, keys, 1, None)?]),
+        Variant::Ours => Some([ours(program, wire, keys, 0)?, ours(program, wire, keys, 1)?]),
     };
     let target = wire.ends[1].inner();
     wire.ends[0].until_answered(&target)?;
@@ -192,13 +192,13 @@ fn track(end: &End) -> anyhow::Result<()> {
 }
 
 /// A node of ours for as long as its standard input is open.
-pub(super) struct Node {
+struct Node {
     running: Running,
     life: ChildStdin,
 }
 
-/// A node of ours; with `grants` the other end is a sandbox that may reach so many endpoints elsewhere.
-pub(super) fn ours(program: &Path, wire: &Wire, keys: &Keys, end: usize, grants: Option<u32>) -> anyhow::Result<Node> {
+/// Starts a node of ours at one end of the wire.
+fn ours(program: &Path, wire: &Wire, keys: &Keys, end: usize) -> anyhow::Result<Node> {
     let (end, far) = (&wire.ends[end], &wire.ends[1 - end]);
     let program = program.to_str().context("a program whose path is not UTF-8")?;
     let mut command = end.command(program);
@@ -207,7 +207,6 @@ pub(super) fn ours(program: &Path, wire: &Wire, keys: &Keys, end: usize, grants:
         .args(["--private-key-file", &keys.private_file(end), "--address", &end.inner()])
         .args(["--underlay", &format!("eth0,{}", end.outer()), "--peer"])
         .arg(format!("{},{}:{PORT},{}", keys.public(far), far.outer(), far.inner()))
-        .args(grants.map(|grants| format!("--grants={grants}")))
         .stdin(Stdio::piped())
         .stdout(Stdio::piped());
     let mut running = Running::start(&mut command)?;
@@ -224,7 +223,7 @@ pub(super) fn ours(program: &Path, wire: &Wire, keys: &Keys, end: usize, grants:
 }
 
 impl Node {
-    pub(super) fn end(self) -> anyhow::Result<()> {
+    fn end(self) -> anyhow::Result<()> {
         let Self { mut running, life } = self;
         drop(life);
         let status = running.child.wait().context("wait for our node")?;

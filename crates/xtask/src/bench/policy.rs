@@ -1,161 +1,248 @@
-//! What a sandbox's packets cost the node that serves it, by the number of endpoints that are granted: the same tunnel and
-//! questions with tables of one, a hundred and ten thousand. How long a grant takes to open and to close is in `times`.
+//! Sandboxes that enter a hub through gateways, measured on whole clusters by packets of the sandbox's own: how fast a grant closes
+//! and opens, what a restarted or replaced gateway interrupts, throughput by the number of grants, and what an idle gateway uses.
 
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::collections::BTreeMap;
 
-use super::{
-    kernel,
-    load::{self, Latency},
-    report::{self, Format, spread},
-    times,
-    tunnel::Keys,
-    wire::Wire,
-};
+use clustermesh_lab::Lab;
 
-/// Endpoints that are granted beside the two that are asked.
-const GRANTS: [Option<u32>; 4] = [None, Some(1), Some(100), Some(10_000)];
+use super::report::{self, Format, spread};
+use crate::{prereq, programs};
+
+mod changes;
+mod load;
+mod world;
+
+use changes::Restart;
+use load::{Idle, Sample};
+use world::World;
 
 /// What is measured, and how it is printed.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The example `node` of wg-agent, built: measures here, in the kernel that runs. Without it everything is built and the
-    /// virtual machine started.
-    #[arg(long)]
-    program: Option<PathBuf>,
-    /// Only this. Default: both, the packets first.
-    #[arg(long, value_enum)]
-    only: Option<Part>,
-    /// Agents that run while grants open and close.
-    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u8).range(1..=60))]
-    agents: u8,
-    /// Nodes at their API server, their own among them.
-    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u8).range(1..=150))]
-    nodes: u8,
-    /// How often each grant is taken back and given again.
+    /// Only these parts. Default: all.
+    #[arg(long, value_enum, value_delimiter = ',')]
+    only: Vec<Part>,
+    /// Rounds of each change: of a revocation, a quarantine, a restart and a replacement.
     #[arg(long, default_value_t = 20)]
     changes: u32,
-    /// Nodes of another sandbox whose keys are rewritten without a pause. Measures quarantines alone, first without them.
-    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=5000))]
-    beside: Option<u16>,
-    /// Keys that are rewritten in a second beside them.
-    #[arg(long, default_value_t = 500, requires = "beside", value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    keys_per_second: u32,
-    /// Builds controller and agents of the times with our own crates optimised.
+    /// Of each throughput run; round trips take half of it.
+    #[arg(long, default_value_t = 4)]
+    seconds: u32,
+    /// How often throughput and round trips are measured for each number of grants.
+    #[arg(long, default_value_t = 3)]
+    rounds: u32,
+    /// Builds agents, gateways and controller with our own crates optimised.
     #[arg(long)]
     optimised: bool,
-    /// Of each throughput run; latency takes half of it.
-    #[arg(long, default_value_t = 2)]
-    seconds: u32,
-    /// How often each is measured.
-    #[arg(long, default_value_t = 1)]
-    rounds: u32,
     /// What is printed at the end; progress goes to standard error.
     #[arg(short, long, value_enum, default_value = "markdown")]
     output: Format,
+    #[command(flatten)]
+    prereq: prereq::Prereq,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Part {
-    /// What a packet costs.
-    Packets,
-    /// How long a grant takes to open and to close.
-    Times,
+    /// Memory and CPU of an idle gateway.
+    Idle,
+    /// A grant that is taken back and given again, and a quarantine.
+    Grants,
+    /// A gateway whose container is restarted, and one whose pod is replaced.
+    Gateways,
+    /// Throughput and round trips by the number of grants.
+    Throughput,
 }
 
-#[derive(Debug, Clone, PartialEq, serde::Serialize)]
-struct Sample {
-    /// `None` = no sandbox: a member that is trusted.
-    grants: Option<u32>,
-    /// One TCP stream.
-    gigabits_per_second: f64,
-    latency: Latency,
+/// A time that is measured in every round: milliseconds from before the call to the API server, where nothing else is said.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Time {
+    Revoked,
+    Granted,
+    Quarantined,
+    Released,
+    Restarted,
+    Replaced,
+    ReplacedSilent,
+    ConnectionWaited,
+    ConnectionLate,
 }
 
-/// Measures.
-pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let Args {
-        program,
-        only,
-        agents,
-        nodes,
-        changes,
-        beside,
-        keys_per_second,
-        optimised,
-        seconds,
-        rounds,
-        output,
-    } = args;
-    let Some(program) = program else {
-        if *only != Some(Part::Times) {
-            kernel::in_machine("policy", *seconds, *rounds, *output)?;
-        }
-        let size = times::Size {
-            agents: *agents,
-            nodes: (*nodes).max(*agents),
-            changes: *changes,
-            optimised: *optimised,
-            beside: beside.map(|nodes| times::Load {
-                nodes,
-                keys_per_second: *keys_per_second,
-            }),
-        };
-        return match only {
-            Some(Part::Packets) => Ok(()),
-            None | Some(Part::Times) => times::run(size, *output),
-        };
-    };
-    let wire = Wire::new()?;
-    let keys = Keys::new(&wire)?;
-    let _server = load::server(&wire.ends[1])?;
-    let mut samples = Vec::new();
-    for round in 1..=*rounds {
-        for grants in GRANTS {
-            let sample = sample(grants, program, &wire, &keys, *seconds)?;
-            eprintln!("bench: round {round} of {rounds}: {sample:?}");
-            samples.push(sample);
+impl Time {
+    const fn describe(self) -> &'static str {
+        match self {
+            Self::Revoked => "grant removed: last answer",
+            Self::Granted => "grant given again: first answer",
+            Self::Quarantined => "quarantine: last answer",
+            Self::Released => "quarantine ended: first answer",
+            Self::Restarted => "gateway's process killed: its address answers again",
+            Self::Replaced => "gateway's pod deleted: its address answers again, same UDP flow",
+            Self::ReplacedSilent => "gateway's pod deleted: longest silence of that flow",
+            Self::ConnectionWaited => "gateway's pod deleted: longest wait of a new connection to the Service",
+            Self::ConnectionLate => "gateway's pod deleted: start of the last connection that waits over 500 ms",
         }
     }
-    match output {
-        Format::Markdown => print!("{}", markdown(&samples, *seconds)),
-        Format::Json => println!("{}", serde_json::to_string_pretty(&samples)?),
+}
+
+#[derive(Debug, Default, serde::Serialize)]
+struct Measured {
+    /// Of the gateways: `kernel` or `userspace`.
+    backend: String,
+    times: BTreeMap<Time, Vec<u128>>,
+    restarts: Vec<Restart>,
+    /// New connections while a gateway's pod was replaced, and those of them that did not open within three seconds.
+    connections: u64,
+    connections_lost: u64,
+    samples: Vec<Sample>,
+    /// Of each gateway.
+    idle: Vec<Idle>,
+}
+
+/// Measures and prints.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    prereq::ensure(&args.prereq)?;
+    if args.optimised {
+        programs::build_optimised()?;
+    } else {
+        programs::build()?;
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let measured = runtime.block_on(measure(args))?;
+    match args.output {
+        Format::Markdown => print!("{}", markdown(&measured, args)),
+        Format::Json => println!("{}", serde_json::to_string_pretty(&measured)?),
     }
     Ok(())
 }
 
-fn sample(grants: Option<u32>, program: &Path, wire: &Wire, keys: &Keys, seconds: u32) -> anyhow::Result<Sample> {
-    let nodes = [
-        kernel::ours(program, wire, keys, 0, None)?,
-        kernel::ours(program, wire, keys, 1, grants)?,
-    ];
-    let target = wire.ends[1].inner();
-    // Brings the tunnel up: a ping is no grant.
-    load::throughput(wire, &target, 1, 1, &[])?;
-    let latency = load::latency(wire, &target, Duration::from_secs(seconds.into()) / 2)?;
-    let run = load::throughput(wire, &target, 1, seconds, &[])?;
-    nodes.into_iter().try_for_each(kernel::Node::end)?;
-    Ok(Sample {
-        grants,
-        gigabits_per_second: run.gigabits_per_second,
-        latency,
-    })
+async fn measure(args: &Args) -> anyhow::Result<Measured> {
+    let say = |line: &str| eprintln!("bench: {line}");
+    let lab = Lab::start_with(world::plan(), &say).await?;
+    let world = World::up(&lab, &say).await?;
+    let mut measured = Measured {
+        backend: world.backend().await?,
+        ..Measured::default()
+    };
+    let wanted = |part| args.only.is_empty() || args.only.contains(&part);
+    if wanted(Part::Idle) {
+        measured.idle = load::idle(&world).await?;
+        eprintln!("bench: {:?}", measured.idle);
+    }
+    if wanted(Part::Grants) {
+        measured.grants(&world, args.changes).await?;
+    }
+    if wanted(Part::Throughput) {
+        measured.samples = load::throughput(&world, args.seconds, args.rounds).await?;
+    }
+    if wanted(Part::Gateways) {
+        measured.gateways(&world, args.changes).await?;
+    }
+    Ok(measured)
 }
 
-fn markdown(samples: &[Sample], seconds: u32) -> String {
+impl Measured {
+    fn add(&mut self, time: Time, milliseconds: u128) {
+        self.times.entry(time).or_default().push(milliseconds);
+    }
+}
+
+/// The value below which that share of all lies.
+fn quantile(sorted: &[u128], share: f64) -> u128 {
+    #[allow(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss,
+        reason = "some ten thousand values at most"
+    )]
+    let rank = (sorted.len() as f64 * share).ceil() as usize;
+    sorted.get(rank.saturating_sub(1)).copied().unwrap_or_default()
+}
+
+fn markdown(measured: &Measured, args: &Args) -> String {
+    let Measured {
+        backend,
+        times,
+        restarts,
+        connections,
+        connections_lost,
+        samples,
+        idle,
+    } = measured;
+    let build = if args.optimised {
+        "our crates optimised"
+    } else {
+        "unoptimised"
+    };
     let mut out = format!(
-        "{}; medians [least-most], {seconds} s a run.\n\n| granted endpoints | 1 stream, Gbit/s | round trip p50, us | p99 |\n|---|---|---|---|\n",
+        "{}; {build}, gateways with the {backend} backend.\n",
         report::Machine::here()
     );
-    for grants in GRANTS {
+    if !times.is_empty() {
+        out.push_str("\n| ms | p50 | p99 | most | count |\n|---|---|---|---|---|\n");
+    }
+    for (time, values) in times {
+        let mut values = values.clone();
+        values.sort_unstable();
+        let [p50, p99, most] = [0.5, 0.99, 1.0].map(|share| quantile(&values, share));
+        out.push_str(&format!(
+            "| {} | {p50} | {p99} | {most} | {} |\n",
+            time.describe(),
+            values.len()
+        ));
+    }
+    if !restarts.is_empty() {
+        let keys = restarts.iter().filter(|restart| !restart.same_key).count();
+        let peers: usize = restarts.iter().map(|restart| restart.peers_written).sum();
+        out.push_str(&format!(
+            "\n{} restarts: {keys} changed the public key, {peers} Peers written in the sandbox.\n\
+             {connections} new connections while a pod was replaced, {connections_lost} not open within 3 s.\n",
+            restarts.len()
+        ));
+    }
+    if !samples.is_empty() {
+        out.push_str(&format!(
+            "\nMedians [least-most], {} s a run.\n\n| | 1 stream, Gbit/s | round trip p50, us | p99 | gateway's VmRSS, MB | \
+             new table applied after, s |\n|---|---|---|---|---|---|\n",
+            args.seconds
+        ));
+    }
+    let names: std::collections::BTreeSet<Option<usize>> = samples.iter().map(|sample| sample.grants).collect();
+    for grants in names {
         let of = |value: fn(&Sample) -> f64| samples.iter().filter(|s| s.grants == grants).map(value).collect();
         let cells = [
             spread(of(|s| s.gigabits_per_second), 3),
-            spread(of(|s| s.latency.p50 * 1e6), 1),
-            spread(of(|s| s.latency.p99 * 1e6), 1),
+            spread(of(|s| s.p50), 0),
+            spread(of(|s| s.p99), 0),
+            spread(of(|s| s.resident.unwrap_or(f64::NAN) / 1e6), 1),
+            spread(of(|s| s.applied.unwrap_or(f64::NAN)), 1),
         ];
-        let name = grants.map_or_else(|| "no sandbox".to_owned(), |grants| (grants + 2).to_string());
+        let name = grants.map_or_else(|| "cluster-meshed member".to_owned(), |n| format!("{n} grants"));
         out.push_str(&format!("| {name} | {} |\n", cells.join(" | ")));
     }
+    for Idle {
+        gateway,
+        resident,
+        cpu,
+        seconds,
+    } in idle
+    {
+        let megabytes = resident / 1e6;
+        out.push_str(&format!(
+            "\n{gateway}, idle: VmRSS {megabytes:.1} MB, {cpu:.2} s of CPU in {seconds} s\n"
+        ));
+    }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_quantile_is_a_value_that_was_measured() {
+        let all: Vec<u128> = (1..=400).collect();
+        assert_eq!([0.5, 0.99, 1.0].map(|share| quantile(&all, share)), [200, 396, 400]);
+        assert_eq!(quantile(&[7], 0.99), 7);
+        assert_eq!(quantile(&[], 0.99), 0);
+    }
 }

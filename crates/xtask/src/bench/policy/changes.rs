@@ -1,0 +1,192 @@
+//! How long changes take until packets of the sandbox show them: flows of its pod are sent without a pause meanwhile.
+
+use std::{net::SocketAddr, time::Duration};
+
+use clustermesh_lab::{Echo, GATEWAYS, Gateway, wait_until};
+use kube::{
+    Api,
+    api::{ApiResource, DeleteParams, DynamicObject, GroupVersionKind},
+};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::{Value, json};
+
+use super::{
+    Measured, Time,
+    world::{PATIENCE, World, now},
+};
+
+/// A flow that is not answered for so long is closed.
+const SILENCE: Duration = Duration::from_secs(1);
+/// Between two changes: by then the one before is done with, its statuses included.
+const PAUSE: Duration = Duration::from_secs(3);
+/// A connection that waits longer was not opened by its first SYN, which is sent again after a second.
+const LATE: u128 = 500;
+
+/// What a restart of a gateway's container changed.
+#[derive(Debug, serde::Serialize)]
+pub(super) struct Restart {
+    pub(super) same_key: bool,
+    /// In the sandbox.
+    pub(super) peers_written: usize,
+}
+
+impl Measured {
+    /// Takes a grant back and gives it again, then quarantines the sandbox and releases it, each so often.
+    pub(super) async fn grants(&mut self, world: &World<'_>, rounds: u32) -> anyhow::Result<()> {
+        let revoked = world.changed(|entry| {
+            entry["egress"].as_array_mut().and_then(Vec::pop);
+        });
+        let quarantined = world.changed(|entry| entry["quarantine"] = json!(true));
+        self.toggle(world, rounds, &revoked, [Time::Revoked, Time::Granted])
+            .await?;
+        self.toggle(world, rounds, &quarantined, [Time::Quarantined, Time::Released])
+            .await
+    }
+
+    async fn toggle(
+        &mut self,
+        world: &World<'_>,
+        rounds: u32,
+        closed: &[Value],
+        [closes, opens]: [Time; 2],
+    ) -> anyhow::Result<()> {
+        let flows = flows(world, &world.gateways().await?).await?;
+        for round in 1..=rounds {
+            tokio::time::sleep(PAUSE).await;
+            let called = world.apply(closed).await?;
+            for flow in &flows {
+                flow.silent_for(SILENCE).await?;
+            }
+            tokio::time::sleep(PAUSE).await;
+            // Answers that came after the silence count, too.
+            let last: Vec<u128> = flows.iter().filter_map(|flow| flow.answers().pop()).collect();
+            let last = last.into_iter().map(|last| last.saturating_sub(called));
+            let closed_after: Vec<u128> = last.collect();
+            let called = world.apply(&world.every_grant()).await?;
+            let mut open_after = Vec::new();
+            for flow in &flows {
+                open_after.push(flow.answered_after(called).await? - called);
+            }
+            eprintln!("bench: round {round} of {rounds}: {closes:?} {closed_after:?} ms, {opens:?} {open_after:?} ms");
+            closed_after.into_iter().for_each(|time| self.add(closes, time));
+            open_after.into_iter().for_each(|time| self.add(opens, time));
+        }
+        Ok(())
+    }
+
+    /// Kills the process of one gateway, then deletes its pod, in turns with the other gateway, so often. The pod is new in each
+    /// round because the kubelet waits longer before each further restart of one container.
+    pub(super) async fn gateways(&mut self, world: &World<'_>, rounds: u32) -> anyhow::Result<()> {
+        for round in 1..=rounds {
+            let gateways = world.gateways().await?;
+            let gateway = &gateways[round as usize % gateways.len()];
+            self.restart(world, gateway).await?;
+            self.replace(world, gateway).await?;
+            let last = self.times.iter().filter(|(time, _)| **time >= Time::Restarted);
+            let last: Vec<_> = last.map(|(time, values)| (time, values.last())).collect();
+            eprintln!(
+                "bench: round {round} of {rounds}, {}: {last:?}, {:?}",
+                gateway.name,
+                self.restarts.last()
+            );
+        }
+        Ok(())
+    }
+
+    async fn restart(&mut self, world: &World<'_>, gateway: &Gateway) -> anyhow::Result<()> {
+        let [flow] = <[Echo; 1]>::try_from(flows(world, std::slice::from_ref(gateway)).await?)
+            .map_err(|flows| anyhow::anyhow!("{flows:?}"))?;
+        tokio::time::sleep(PAUSE).await;
+        let pod = world.gateway_pod(&gateway.name).await?;
+        let key = world.status(&gateway.name).await?["publicKey"].clone();
+        let (peers, old) = (world.peers().await?, world.process(&pod)?);
+        let called = now();
+        kill(Pid::from_raw(old), Signal::SIGKILL)?;
+        wait_until("the next process", PATIENCE, async || match world.process(&pod) {
+            Ok(new) if new != old => Ok(()),
+            other => Err(format!("{other:?}")),
+        })
+        .await?;
+        let (_, answered) = longest_silence(&flow, called).await?;
+        self.add(Time::Restarted, answered - called);
+        tokio::time::sleep(PAUSE).await;
+        let written = world.peers().await?;
+        let changed = written
+            .iter()
+            .filter(|(name, version)| peers.get(*name) != Some(version));
+        self.restarts.push(Restart {
+            same_key: world.status(&gateway.name).await?["publicKey"] == key,
+            peers_written: changed.count(),
+        });
+        Ok(())
+    }
+
+    async fn replace(&mut self, world: &World<'_>, gateway: &Gateway) -> anyhow::Result<()> {
+        let flow = flows(world, std::slice::from_ref(gateway)).await?.remove(0);
+        let connections = world.lab.watch_connections(&world.pod, world.mirrored().await?)?;
+        tokio::time::sleep(PAUSE).await;
+        let kind = ApiResource::from_gvk(&GroupVersionKind::gvk("", "v1", "Pod"));
+        let pods: Api<DynamicObject> = Api::namespaced_with(world.hub.client().await?, GATEWAYS, &kind);
+        let old = pods.get(&gateway.name).await?.metadata.uid;
+        let called = now();
+        pods.delete(&gateway.name, &DeleteParams::default()).await?;
+        wait_until("the next pod's status", PATIENCE, async || {
+            let status = world.status(&gateway.name).await.map_err(|error| error.to_string())?;
+            match status["podUID"].as_str().map(str::to_owned) {
+                Some(new) if Some(&new) != old.as_ref() => Ok(()),
+                other => Err(format!("{other:?}")),
+            }
+        })
+        .await?;
+        let (silence, answered) = longest_silence(&flow, called).await?;
+        self.add(Time::Replaced, answered - called);
+        self.add(Time::ReplacedSilent, silence);
+        world.hub.rollout(GATEWAYS, &format!("statefulset/{GATEWAYS}")).await?;
+        // Those that are still waited for are lost by then.
+        tokio::time::sleep(PAUSE * 2).await;
+        let attempts = connections.attempts();
+        let attempts = attempts.into_iter().filter(|(began, _)| *began >= called);
+        let (mut waited, mut late) = (0, 0);
+        for (began, opened) in attempts {
+            self.connections += 1;
+            // The probe gives up after three seconds.
+            let wait = opened.map_or(3000, |opened| opened.saturating_sub(began));
+            self.connections_lost += u64::from(opened.is_none());
+            waited = waited.max(wait);
+            if wait > LATE {
+                late = began - called;
+            }
+        }
+        self.add(Time::ConnectionWaited, waited);
+        self.add(Time::ConnectionLate, late);
+        Ok(())
+    }
+}
+
+/// A flow of the sandbox's pod to the echo through each gateway, answered.
+async fn flows(world: &World<'_>, gateways: &[Gateway]) -> anyhow::Result<Vec<Echo>> {
+    let port = world.port("echo").await?;
+    let mut flows = Vec::new();
+    for gateway in gateways {
+        let flow = world
+            .lab
+            .watch_udp(&world.pod, SocketAddr::new(gateway.wireguard, port))?;
+        flow.answered_after(now()).await?;
+        flows.push(flow);
+    }
+    Ok(flows)
+}
+
+/// Waits for an answer; how long the longest silence since that time was, and when it ended.
+async fn longest_silence(flow: &Echo, since: u128) -> anyhow::Result<(u128, u128)> {
+    flow.answered_after(now()).await?;
+    // The longest one is over when it goes on answering.
+    tokio::time::sleep(SILENCE).await;
+    let answers: Vec<u128> = flow.answers().into_iter().filter(|at| *at >= since).collect();
+    let starts = std::iter::once(&since).chain(&answers);
+    let silences = starts.zip(&answers).map(|(start, end)| (end - start, *end));
+    silences.max().ok_or_else(|| anyhow::anyhow!("no answer"))
+}

@@ -1,0 +1,220 @@
+//! Throughput and round trips through a gateway by the number of grants in its table, beside those of a cluster-meshed member, and
+//! what an idle gateway uses.
+
+use std::{
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
+
+use anyhow::Context;
+use clustermesh_lab::{Asker, Gateway, wait_until};
+use kube::{
+    Api,
+    api::{DeleteParams, DynamicObject, ListParams, PostParams},
+};
+use serde_json::{Value, json};
+
+use super::{
+    super::cpu::{Cpu, resident},
+    quantile,
+    world::{ECHO_PORT, LOAD_PORT, OWN_GRANTS, PATIENCE, World, objects},
+};
+
+/// In the table of every gateway, those of the measured sandbox among them.
+const GRANTS: [usize; 3] = [OWN_GRANTS, 100, 10_000];
+/// What the schema allows one SandboxAccess.
+const GRANTS_OF_ONE: usize = 2048;
+const IDLE: u32 = 60;
+const FILLER: &str = "filler";
+
+#[derive(Debug, Clone, serde::Serialize)]
+pub(super) struct Sample {
+    /// In the gateway's table; `None` = the cluster-meshed member.
+    pub(super) grants: Option<usize>,
+    /// One TCP stream.
+    pub(super) gigabits_per_second: f64,
+    /// Of round trips, microseconds.
+    pub(super) p50: f64,
+    pub(super) p99: f64,
+    /// VmRSS of the gateway, bytes.
+    pub(super) resident: Option<f64>,
+    /// Seconds from the first write of the grants that were added until every gateway has published their number.
+    pub(super) applied: Option<f64>,
+}
+
+/// What a gateway uses while no sandbox sends anything.
+#[derive(Debug, serde::Serialize)]
+pub(super) struct Idle {
+    pub(super) gateway: String,
+    /// VmRSS, bytes.
+    pub(super) resident: f64,
+    /// CPU seconds of `seconds`.
+    pub(super) cpu: f64,
+    pub(super) seconds: u32,
+}
+
+#[allow(clippy::cast_precision_loss, reason = "some hundred megabytes")]
+fn memory(pid: u32) -> anyhow::Result<f64> {
+    Ok(resident(pid)? as f64)
+}
+
+pub(super) async fn idle(world: &World<'_>) -> anyhow::Result<Vec<Idle>> {
+    let mut before = Vec::new();
+    for gateway in world.gateways().await? {
+        let pod = world.gateway_pod(&gateway.name).await?;
+        let pid = u32::try_from(world.process(&pod)?)?;
+        before.push((gateway.name, pid, Cpu::now(&[pid])?));
+    }
+    tokio::time::sleep(Duration::from_secs(IDLE.into())).await;
+    let used = before.into_iter().map(|(gateway, pid, before)| {
+        Ok(Idle {
+            gateway,
+            resident: memory(pid)?,
+            cpu: Cpu::now(&[pid])?.since(before).daemons,
+            seconds: IDLE,
+        })
+    });
+    used.collect()
+}
+
+pub(super) async fn throughput(world: &World<'_>, seconds: u32, rounds: u32) -> anyhow::Result<Vec<Sample>> {
+    let (load, echo) = (world.port("load").await?, world.port("echo").await?);
+    let gateways = world.gateways().await?;
+    let mut chosen = None;
+    for gateway in &gateways {
+        let pod = world.gateway_pod(&gateway.name).await?;
+        // On the server's node, where the member's tunnel ends, too.
+        if pod.node == world.server.node {
+            chosen = Some((gateway, u32::try_from(world.process(&pod)?)?));
+        }
+    }
+    let (gateway, pid) = chosen.context("no gateway on the server's node")?;
+    let mut samples = Vec::new();
+    let client = world.hub.client().await?;
+    let mut fillers = Fillers {
+        world,
+        accesses: objects(client, "SandboxAccess", "sandboxaccesses", None),
+        gateways: gateways.clone(),
+        count: 0,
+        grants: OWN_GRANTS,
+    };
+    for grants in GRANTS {
+        let applied = fillers.grow(grants).await?;
+        for round in 1..=rounds {
+            let through = [load, echo].map(|port| SocketAddr::new(gateway.wireguard, port));
+            let straight = [LOAD_PORT, ECHO_PORT].map(|port| SocketAddr::new(world.server.ip, port));
+            let mut sandbox = sample(world, &world.pod, through, seconds).await?;
+            sandbox.grants = Some(fillers.grants);
+            sandbox.resident = Some(memory(pid)?);
+            sandbox.applied = (grants > OWN_GRANTS).then_some(applied);
+            let member = sample(world, &world.member_pod, straight, seconds).await?;
+            eprintln!("bench: round {round} of {rounds}: {sandbox:?}, beside it {member:?}");
+            samples.extend([sandbox, member]);
+        }
+    }
+    let all = ListParams::default().labels(&format!("bench={FILLER}"));
+    fillers
+        .accesses
+        .delete_collection(&DeleteParams::default(), &all)
+        .await?;
+    fillers.grants = OWN_GRANTS;
+    fillers.applied().await?;
+    Ok(samples)
+}
+
+/// The SandboxAccesses of other sandboxes, which have no nodes: nothing uses their grants.
+struct Fillers<'a> {
+    world: &'a World<'a>,
+    accesses: Api<DynamicObject>,
+    gateways: Vec<Gateway>,
+    count: usize,
+    /// Of the measured sandbox and of these.
+    grants: usize,
+}
+
+impl Fillers<'_> {
+    /// Adds SandboxAccesses, each when the one before is applied, until every gateway serves so many grants or one refuses more.
+    /// Returns how many seconds that took.
+    async fn grow(&mut self, to: usize) -> anyhow::Result<f64> {
+        let began = Instant::now();
+        while self.grants < to {
+            let name = format!("{FILLER}-{}", self.count);
+            let count = GRANTS_OF_ONE.min(to - self.grants);
+            let grant =
+                |port: usize| json!({"service": {"namespace": "default", "name": "web"}, "gatewayPort": 1024 + port});
+            let grants: Vec<Value> = (0..count).map(grant).collect();
+            let access = serde_json::from_value(json!({
+                "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxAccess",
+                "metadata": {"name": name, "labels": {"bench": FILLER}},
+                "spec": {"sandbox": name, "networks": [format!("100.126.{}.0/24", self.count)], "grants": grants},
+            }))?;
+            self.accesses.create(&PostParams::default(), &access).await?;
+            self.count += 1;
+            self.grants += count;
+            if let Err(error) = self.applied().await {
+                eprintln!("bench: {} grants are too many: {error}", self.grants);
+                self.accesses.delete(&name, &DeleteParams::default()).await?;
+                self.grants -= count;
+                self.applied().await?;
+                break;
+            }
+        }
+        Ok(began.elapsed().as_secs_f64())
+    }
+
+    async fn applied(&self) -> anyhow::Result<()> {
+        for gateway in &self.gateways {
+            let what = format!("{} to serve {} grants", gateway.name, self.grants);
+            wait_until(what, PATIENCE, async || {
+                let status = self.world.status(&gateway.name).await;
+                let status = status.map_err(|error| error.to_string())?;
+                if status["grants"] == self.grants {
+                    Ok(())
+                } else {
+                    Err(format!("{}: {}", status["grants"], status["message"]))
+                }
+            })
+            .await?;
+        }
+        Ok(())
+    }
+}
+
+async fn sample(
+    world: &World<'_>,
+    from: &Asker,
+    [load, echo]: [SocketAddr; 2],
+    seconds: u32,
+) -> anyhow::Result<Sample> {
+    let (half, seconds) = ((f64::from(seconds) / 2.0).to_string(), seconds.to_string());
+    let (host, port) = (load.ip().to_string(), load.port().to_string());
+    let words = ["iperf3", "-J", "-c", &host, "-p", &port, "-t", &seconds];
+    let words = [&words[..], &["--connect-timeout", "5000"]].concat();
+    let run = wait_until(format!("iperf3 from {from}"), PATIENCE, async || {
+        let run = world
+            .lab
+            .run_at(from, &words)
+            .await
+            .map_err(|error| error.to_string())?;
+        let run: Value = serde_json::from_str(&run.stdout).map_err(|error| format!("{error}: {run:?}"))?;
+        run["end"]["sum_received"]["bits_per_second"]
+            .as_f64()
+            .ok_or_else(|| run["error"].to_string())
+    })
+    .await?;
+    let (probe, socket) = (world.lab.prober()?, echo.to_string());
+    let trips = world.lab.run_at(from, &[&probe, "udp-trips", &socket, &half]).await?;
+    let mut trips: Vec<u128> = trips.stdout.lines().filter_map(|line| line.parse().ok()).collect();
+    anyhow::ensure!(!trips.is_empty(), "no echo from {echo} to {from}");
+    trips.sort_unstable();
+    #[allow(clippy::cast_precision_loss, reason = "microseconds")]
+    let [p50, p99] = [0.5, 0.99].map(|share| quantile(&trips, share) as f64);
+    Ok(Sample {
+        grants: None,
+        gigabits_per_second: run / 1e9,
+        p50,
+        p99,
+        resident: None,
+        applied: None,
+    })
+}

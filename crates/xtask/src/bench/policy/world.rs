@@ -1,0 +1,237 @@
+//! The clusters that are measured: a hub with gateways, a sandbox and a cluster-meshed member, with one server pod in the hub.
+
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    time::{Duration, SystemTime},
+};
+
+use anyhow::Context;
+use clustermesh_lab::{
+    Asker, Cluster, GATEWAYS, Gateway, Lab, LabPlan, MESH, NAMESPACE, Product, Running, Tunnel, WEB, Web, wait_until,
+};
+use kube::{
+    Api, Client,
+    api::{ApiResource, DynamicObject, GroupVersionKind, ListParams, Patch, PatchParams},
+};
+use serde_json::{Value, json};
+
+const HUB: &str = "mgmt";
+const MEMBER: &str = "tenant-a";
+pub(super) const SANDBOX: &str = "notebooks";
+pub(super) const PATIENCE: Duration = Duration::from_secs(120);
+/// The ports that iperf3 and the echo listen at in the server pod.
+pub(super) const LOAD_PORT: u16 = 5201;
+pub(super) const ECHO_PORT: u16 = 9000;
+/// Services of the server pod.
+const SERVICES: &str = "apiVersion: v1
+kind: Service
+metadata: {name: load, namespace: default}
+spec: {selector: {app: web}, ports: [{port: 5201}]}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: echo, namespace: default}
+spec: {selector: {app: web}, ports: [{port: 9000, protocol: UDP}]}
+";
+/// The grant that is removed and given again is the last one.
+const EGRESS: &str = "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}, \
+                      {service: {cluster: mgmt, namespace: default, name: load}}, \
+                      {service: {cluster: mgmt, namespace: default, name: echo}}]";
+/// Ports of these Services together: the grants of the sandbox.
+pub(super) const OWN_GRANTS: usize = 3;
+
+pub(super) fn plan() -> LabPlan {
+    LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (SANDBOX, 1)])
+}
+
+/// The clusters, meshed.
+pub(super) struct World<'a> {
+    pub(super) lab: &'a Lab,
+    product: Product<'a>,
+    pub(super) hub: Cluster<'a>,
+    sandbox: Cluster<'a>,
+    /// The sandbox's pod, which sends.
+    pub(super) pod: Asker,
+    /// The member's pod, which sends.
+    pub(super) member_pod: Asker,
+    /// The hub's pod, which answers.
+    pub(super) server: Web,
+    /// `spec.clusters` of the ClusterMesh with every grant.
+    members: Vec<Value>,
+    _servers: Vec<Running>,
+}
+
+/// Milliseconds since 1970, as the lab's probe prints them.
+pub(super) fn now() -> u128 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    now.map_or(0, |now| now.as_millis())
+}
+
+/// Objects of a kind of this project.
+pub(super) fn objects(client: Client, kind: &str, plural: &str, namespace: Option<&str>) -> Api<DynamicObject> {
+    let kind = GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", kind);
+    let resource = ApiResource::from_gvk_with_plural(&kind, plural);
+    match namespace {
+        Some(namespace) => Api::namespaced_with(client, namespace, &resource),
+        None => Api::all_with(client, &resource),
+    }
+}
+
+impl<'a> World<'a> {
+    /// Installs everything and waits until the sandbox and the member are answered.
+    pub(super) async fn up(lab: &'a Lab, say: &dyn Fn(&str)) -> anyhow::Result<Self> {
+        let [hub, member, sandbox] = [HUB, MEMBER, SANDBOX].map(|name| lab.cluster(name));
+        let mut product = Product::install(lab, &[HUB, MEMBER, SANDBOX], Tunnel::Userspace, say).await?;
+        product.install_gateways(&["default"]).await?;
+        let mut pods = Vec::new();
+        for cluster in [&hub, &member, &sandbox] {
+            cluster.apply(&WEB.replace("replicas: 2", "replicas: 1")).await?;
+            cluster.rollout("default", "deployment/web").await?;
+            pods.push(cluster.webs().await?.into_iter().next().context("a pod that runs")?);
+        }
+        let [server, member_pod, pod] = <[Web; 3]>::try_from(pods).ok().context("three pods")?;
+        hub.apply(SERVICES).await?;
+        let probe = lab.prober()?;
+        let echo = format!(":{ECHO_PORT}");
+        let (node, load) = (lab.node(&server.node), LOAD_PORT.to_string());
+        let servers = vec![
+            node.pod_spawn("echo", server.ip, [&*probe, "udp-echo", &echo])?,
+            node.pod_spawn("iperf", server.ip, ["iperf3", "-s", "-p", &load])?,
+        ];
+        say("the mesh");
+        let mesh = product.mesh_with(&[SANDBOX], &[(SANDBOX, EGRESS)]);
+        product.mesh_up(&mesh).await?;
+        let meshes = objects(hub.client().await?, "ClusterMesh", "clustermeshes", Some(NAMESPACE));
+        let mesh = meshes.get(MESH).await?;
+        let members = mesh.data["spec"]["clusters"].as_array().context("spec.clusters")?;
+        let world = Self {
+            lab,
+            product,
+            hub,
+            sandbox,
+            pod: Asker::Pod(pod),
+            member_pod: Asker::Pod(member_pod),
+            server,
+            members: members.clone(),
+            _servers: servers,
+        };
+        world.answered().await?;
+        Ok(world)
+    }
+
+    /// Waits until every gateway answers the sandbox, and the server the member.
+    async fn answered(&self) -> anyhow::Result<()> {
+        let mut sockets = vec![(&self.member_pod, SocketAddr::new(self.server.ip, ECHO_PORT))];
+        let port = self.port("echo").await?;
+        let gateways = self.gateways().await?;
+        sockets.extend(gateways.iter().map(|g| (&self.pod, SocketAddr::new(g.wireguard, port))));
+        for (from, socket) in sockets {
+            self.lab.watch_udp(from, socket)?.answered_after(now()).await?;
+        }
+        Ok(())
+    }
+
+    /// The gateways, once the sandbox has a Peer of each.
+    pub(super) async fn gateways(&self) -> anyhow::Result<Vec<Gateway>> {
+        let granted = wait_until("a Peer of every gateway", PATIENCE, async || {
+            self.product.granted(SANDBOX).await.map_err(|error| error.to_string())
+        });
+        Ok(granted.await?.gateways)
+    }
+
+    /// Where a Service is at each gateway's address.
+    pub(super) async fn port(&self, service: &str) -> anyhow::Result<u16> {
+        let accesses = objects(self.hub.client().await?, "SandboxAccess", "sandboxaccesses", None);
+        let access = accesses.get(&format!("{MESH}--{SANDBOX}")).await?;
+        let mut grants = access.data["spec"]["grants"].as_array().into_iter().flatten();
+        let grant = grants.find(|grant| grant["service"]["name"] == service);
+        let port = grant.and_then(|grant| u16::try_from(grant["gatewayPort"].as_u64()?).ok());
+        port.with_context(|| format!("{service} is not granted"))
+    }
+
+    /// The address of the mirrored web Service.
+    pub(super) async fn mirrored(&self) -> anyhow::Result<SocketAddr> {
+        Ok(SocketAddr::new(
+            self.sandbox.cluster_ip("default", "hub-web").await?,
+            80,
+        ))
+    }
+
+    pub(super) async fn status(&self, gateway: &str) -> anyhow::Result<Value> {
+        let gateways = objects(
+            self.hub.client().await?,
+            "SandboxGateway",
+            "sandboxgateways",
+            Some(GATEWAYS),
+        );
+        let gateway = gateways.get(gateway).await?;
+        Ok(gateway.data["status"].clone())
+    }
+
+    pub(super) async fn backend(&self) -> anyhow::Result<String> {
+        let status = self.status(&format!("{GATEWAYS}-0")).await?;
+        Ok(status["backend"].as_str().unwrap_or("unknown").to_owned())
+    }
+
+    /// Every gateway's pod.
+    pub(super) async fn gateway_pod(&self, gateway: &str) -> anyhow::Result<Web> {
+        let pods = self
+            .hub
+            .pods(GATEWAYS, &format!("app.kubernetes.io/name={GATEWAYS}"))
+            .await?;
+        let pod = pods.into_iter().find(|pod| pod.name == gateway);
+        pod.with_context(|| format!("no pod {gateway} runs"))
+    }
+
+    /// The process of a gateway. The agent of its node has the same name.
+    pub(super) fn process(&self, pod: &Web) -> anyhow::Result<i32> {
+        let is_gateway = |pid: &i32| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+            words.contains(&&b"--mode=gateway"[..]) && !words.contains(&&b"prepare"[..])
+        };
+        let pids = self.lab.node(&pod.node).pids_of("wg-agent")?;
+        let mut pids = pids.into_iter().filter(is_gateway);
+        pids.next().with_context(|| format!("no gateway runs on {}", pod.node))
+    }
+
+    /// The resourceVersion of every Peer of the sandbox.
+    pub(super) async fn peers(&self) -> anyhow::Result<BTreeMap<String, String>> {
+        let peers = objects(self.sandbox.client().await?, "Peer", "peers", None);
+        let list = peers.list_metadata(&ListParams::default()).await?;
+        let version = |meta: kube::core::ObjectMeta| Some((meta.name?, meta.resource_version?));
+        Ok(list
+            .items
+            .into_iter()
+            .filter_map(|peer| version(peer.metadata))
+            .collect())
+    }
+
+    /// The mesh as it was made.
+    pub(super) fn every_grant(&self) -> Vec<Value> {
+        self.members.clone()
+    }
+
+    /// The same with another entry of the sandbox.
+    pub(super) fn changed(&self, change: impl Fn(&mut Value)) -> Vec<Value> {
+        let mut members = self.members.clone();
+        members
+            .iter_mut()
+            .filter(|member| member["name"] == SANDBOX)
+            .for_each(change);
+        members
+    }
+
+    /// Writes the mesh; returns the time before the call.
+    pub(super) async fn apply(&self, members: &[Value]) -> anyhow::Result<u128> {
+        let client = self.hub.client().await?;
+        let meshes = objects(client, "ClusterMesh", "clustermeshes", Some(NAMESPACE));
+        // So that the connection is there.
+        meshes.get(MESH).await?;
+        let called = now();
+        let patch = Patch::Merge(json!({"spec": {"clusters": members}}));
+        meshes.patch(MESH, &PatchParams::default(), &patch).await?;
+        Ok(called)
+    }
+}
