@@ -12,7 +12,6 @@ mod changes;
 mod load;
 mod world;
 
-use changes::Restart;
 use load::{Idle, Sample};
 use world::World;
 
@@ -89,7 +88,9 @@ struct Measured {
     /// Of the gateways: `kernel` or `userspace`.
     backend: String,
     times: BTreeMap<Time, Vec<u128>>,
-    restarts: Vec<Restart>,
+    /// Restarts of a gateway's container that changed its public key, and Peers that they wrote in the sandbox.
+    keys_changed: u32,
+    peers_written: usize,
     /// New connections while a gateway's pod was replaced, and those of them that did not open within three seconds.
     connections: u64,
     connections_lost: u64,
@@ -162,7 +163,8 @@ fn markdown(measured: &Measured, args: &Args) -> String {
     let Measured {
         backend,
         times,
-        restarts,
+        keys_changed,
+        peers_written,
         connections,
         connections_lost,
         samples,
@@ -190,13 +192,10 @@ fn markdown(measured: &Measured, args: &Args) -> String {
             values.len()
         ));
     }
-    if !restarts.is_empty() {
-        let keys = restarts.iter().filter(|restart| !restart.same_key).count();
-        let peers: usize = restarts.iter().map(|restart| restart.peers_written).sum();
+    if let Some(restarts) = times.get(&Time::Restarted).map(Vec::len) {
         out.push_str(&format!(
-            "\n{} restarts: {keys} changed the public key, {peers} Peers written in the sandbox.\n\
-             {connections} new connections while a pod was replaced, {connections_lost} not open within 3 s.\n",
-            restarts.len()
+            "\n{restarts} restarts: {keys_changed} changed the public key, {peers_written} Peers written in the sandbox.\n\
+             {connections} new connections while a pod was replaced, {connections_lost} not open within 3 s.\n"
         ));
     }
     if !samples.is_empty() {

@@ -25,14 +25,6 @@ const PAUSE: Duration = Duration::from_secs(3);
 /// A connection that waits longer was not opened by its first SYN, which is sent again after a second.
 const LATE: u128 = 500;
 
-/// What a restart of a gateway's container changed.
-#[derive(Debug, serde::Serialize)]
-pub(super) struct Restart {
-    pub(super) same_key: bool,
-    /// In the sandbox.
-    pub(super) peers_written: usize,
-}
-
 impl Measured {
     /// Takes a grant back and gives it again, then quarantines the sandbox and releases it, each so often.
     pub(super) async fn grants(&mut self, world: &World<'_>, rounds: u32) -> anyhow::Result<()> {
@@ -65,7 +57,7 @@ impl Measured {
             let last: Vec<u128> = flows.iter().filter_map(|flow| flow.answers().pop()).collect();
             let last = last.into_iter().map(|last| last.saturating_sub(called));
             let closed_after: Vec<u128> = last.collect();
-            let called = world.apply(&world.every_grant()).await?;
+            let called = world.apply(&world.members).await?;
             let mut open_after = Vec::new();
             for flow in &flows {
                 open_after.push(flow.answered_after(called).await? - called);
@@ -87,18 +79,13 @@ impl Measured {
             self.replace(world, gateway).await?;
             let last = self.times.iter().filter(|(time, _)| **time >= Time::Restarted);
             let last: Vec<_> = last.map(|(time, values)| (time, values.last())).collect();
-            eprintln!(
-                "bench: round {round} of {rounds}, {}: {last:?}, {:?}",
-                gateway.name,
-                self.restarts.last()
-            );
+            eprintln!("bench: round {round} of {rounds}, {}: {last:?}", gateway.name);
         }
         Ok(())
     }
 
     async fn restart(&mut self, world: &World<'_>, gateway: &Gateway) -> anyhow::Result<()> {
-        let [flow] = <[Echo; 1]>::try_from(flows(world, std::slice::from_ref(gateway)).await?)
-            .map_err(|flows| anyhow::anyhow!("{flows:?}"))?;
+        let flow = flows(world, std::slice::from_ref(gateway)).await?.remove(0);
         tokio::time::sleep(PAUSE).await;
         let pod = world.gateway_pod(&gateway.name).await?;
         let key = world.status(&gateway.name).await?["publicKey"].clone();
@@ -117,10 +104,8 @@ impl Measured {
         let changed = written
             .iter()
             .filter(|(name, version)| peers.get(*name) != Some(version));
-        self.restarts.push(Restart {
-            same_key: world.status(&gateway.name).await?["publicKey"] == key,
-            peers_written: changed.count(),
-        });
+        self.peers_written += changed.count();
+        self.keys_changed += u32::from(world.status(&gateway.name).await?["publicKey"] != key);
         Ok(())
     }
 

@@ -58,7 +58,7 @@ pub(super) struct World<'a> {
     /// The hub's pod, which answers.
     pub(super) server: Web,
     /// `spec.clusters` of the ClusterMesh with every grant.
-    members: Vec<Value>,
+    pub(super) members: Vec<Value>,
     _servers: Vec<Running>,
 }
 
@@ -174,7 +174,7 @@ impl<'a> World<'a> {
         Ok(status["backend"].as_str().unwrap_or("unknown").to_owned())
     }
 
-    /// Every gateway's pod.
+    /// A gateway's pod.
     pub(super) async fn gateway_pod(&self, gateway: &str) -> anyhow::Result<Web> {
         let pods = self
             .hub
@@ -208,12 +208,7 @@ impl<'a> World<'a> {
             .collect())
     }
 
-    /// The mesh as it was made.
-    pub(super) fn every_grant(&self) -> Vec<Value> {
-        self.members.clone()
-    }
-
-    /// The same with another entry of the sandbox.
+    /// `spec.clusters` with another entry of the sandbox.
     pub(super) fn changed(&self, change: impl Fn(&mut Value)) -> Vec<Value> {
         let mut members = self.members.clone();
         members
