@@ -31,7 +31,7 @@ pub const AGENT: &str = env!("CARGO_BIN_EXE_wg-agent");
 const CONFINED: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
                         exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";
 /// Anything that takes longer than this is broken.
-pub const SOON: Duration = Duration::from_secs(20);
+pub const SOON: Duration = Duration::from_secs(60);
 
 /// A node: where it is and what it is called.
 pub struct Site {
