@@ -32,10 +32,7 @@ fn policy(name: &str, managed: bool) -> Value {
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "PeerPolicy", "metadata": {"name": name, "labels": labels(managed)},
         "spec": {
             "source": "tenant-a", "sources": ["10.20.0.0/16", "fd00:20::/64"], "networks": ["10.20.0.0/16"],
-            "allow": [
-                {"to": ["10.10.0.0/16", "fd00:10::/64"]},
-                {"to": ["10.10.0.0/17"], "service": {"namespace": "team-x", "name": "db"}, "ports": [{"port": "pg"}]},
-            ],
+            "allow": [{"to": ["10.10.0.0/16", "fd00:10::/64"]}, {"to": ["10.10.0.0/17"]}],
             "deny": [{"to": ["192.0.2.1/32"], "ports": [{"port": 6443}]}],
             "infrastructurePorts": ports.collect::<Vec<_>>(), "anchored": ["10.10.128.0/20"],
         },
@@ -253,7 +250,7 @@ async fn peer_policies_open_and_blackhole_nothing_outside_the_lists(controller: 
         ),
         (
             "allow",
-            json!([{"to": ["10.10.0.0/24"]}, {"to": ["10.20.0.0/16"], "service": {"namespace": "a", "name": "b"}}]),
+            json!([{"to": ["10.10.0.0/24"]}, {"to": ["10.20.0.0/16"]}]),
             Err(format!("spec.allow[].to: 10.20.0.0/16{UNREACHABLE}")),
         ),
         (

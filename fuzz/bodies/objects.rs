@@ -127,7 +127,6 @@ pub(crate) fn compiled(bytes: &[u8]) -> bool {
     let out = compile(&inputs);
     no_range_has_two_owners(&out);
     no_route_leads_astray(&inputs, &out);
-    a_sandboxs_peer_is_single_addresses_without_an_endpoint(&inputs, &out);
     let text = render(&out.firewall);
     assert!(!text.contains("flush"), "{text}");
     let from_mesh = text
@@ -150,12 +149,6 @@ pub(crate) fn compiled(bytes: &[u8]) -> bool {
     !out.peers.is_empty()
 }
 
-/// How many Peers of sandboxes such a list lets in.
-pub(crate) fn gated(bytes: &[u8]) -> usize {
-    let objects = serde_json::from_slice(bytes).expect("a list of objects");
-    compile(&inputs(objects)).gated.len()
-}
-
 fn inputs(objects: Vec<DynamicObject>) -> Inputs {
     let (mut peers, mut policies) = (Vec::new(), Vec::new());
     for object in objects {
@@ -168,7 +161,6 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
             cluster: _,
             mesh: _,
             revision,
-            requires_policy,
             spec,
         } = PeerSeen::new(object);
         if let Ok(spec) = spec {
@@ -184,7 +176,6 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
                 candidates: spec.candidates,
                 keepalive: std::num::NonZeroU16::new(spec.persistent_keepalive),
                 allowed_ips: spec.allowed_ips.into_iter().collect(),
-                requires_policy,
             });
         }
     }
@@ -205,12 +196,9 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
         api_servers: ["172.29.0.11:6443".parse().expect("a socket")].into(),
         nodes: BTreeSet::new(),
         pods_elsewhere: BTreeSet::new(),
-        earlier: Default::default(),
         peers,
         policies,
         narrow: Default::default(),
-        grant_timeout: std::time::Duration::from_secs(900),
-        new_flows: 1000,
     }
 }
 
@@ -226,24 +214,6 @@ fn no_range_has_two_owners(out: &Compiled) {
     }
     let nothing = device::ObservedPeers::new();
     assert_eq!(device::diff(&nothing, &out.peers).is_none(), out.peers.is_empty());
-}
-
-fn a_sandboxs_peer_is_single_addresses_without_an_endpoint(inputs: &Inputs, out: &Compiled) {
-    for (key, name) in &out.gated {
-        let spec = &out.peers[key];
-        assert_eq!(spec.endpoint, None, "{spec:?}");
-        let policy = inputs
-            .policies
-            .iter()
-            .find(|policy| policy.name == *name && policy.sandbox);
-        let sources = &policy.expect("the policy of a sandbox").sources;
-        for net in &spec.allowed_ips {
-            assert!(
-                net.prefix_len() == net.max_prefix_len() && covered(net, sources),
-                "{spec:?}"
-            );
-        }
-    }
 }
 
 fn no_route_leads_astray(inputs: &Inputs, out: &Compiled) {

@@ -52,9 +52,8 @@ fn peer(peer: &Peer) -> Standing {
 }
 
 fn policy(policy: &PeerPolicy) -> Standing {
-    let sandbox = policy.spec.isolation_profile == IsolationProfile::Sandbox;
     Standing::Policy {
-        wide: !sandbox || policy.spec.allow.iter().any(|allow| allow.service.is_none()),
+        wide: policy.spec.isolation_profile == IsolationProfile::ClusterMeshed || !policy.spec.allow.is_empty(),
     }
 }
 

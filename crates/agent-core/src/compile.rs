@@ -7,7 +7,6 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
     num::NonZeroU16,
-    time::Duration,
 };
 
 use clustermesh_core::key::PublicKey;
@@ -15,22 +14,20 @@ use ipnet::IpNet;
 
 use crate::{
     device::{PeerSpec, Peers},
-    firewall::{self, Bounds, Firewall, Frame, Scope},
+    firewall::{self, Firewall, Frame, Scope},
     interface::InterfaceName,
     key::PresharedKey,
     mtu,
     policy::Policy,
     prefixes::{Family, aggregate, covered, host, overlap},
-    routes::{self, Answer, Routes},
+    routes::{self, Routes},
     sysctl::{self, Sysctl},
 };
 
 mod beside;
-mod earlier;
 mod refuse;
 
 pub use beside::{Beside, beside};
-pub use earlier::{Earlier, remember};
 pub use refuse::{Object, Reason, Refused};
 
 /// What is known about this node.
@@ -78,8 +75,6 @@ pub struct Peer {
     pub keepalive: Option<NonZeroU16>,
     /// `spec.allowedIPs`.
     pub allowed_ips: Vec<IpNet>,
-    /// `kilo-clustermesh.io/requires-policy`, whatever it says.
-    pub requires_policy: Option<String>,
 }
 
 /// Everything [`compile`] works from.
@@ -100,14 +95,8 @@ pub struct Inputs {
     pub peers: Vec<Peer>,
     /// PeerPolicies of this cluster.
     pub policies: Vec<Policy>,
-    /// What they said before, where Peers still name that ([`remember`]).
-    pub earlier: Earlier,
     /// Peers that take smaller packets than the device, as [`crate::mtu::auto`] says.
     pub narrow: BTreeMap<PublicKey, u16>,
-    /// For how long a sandbox's grants stand without being written again (`--grant-timeout`).
-    pub grant_timeout: Duration,
-    /// New connections a second that each node of a sandbox may open here (`--sandbox-new-flows`); 0 = no limit.
-    pub new_flows: u32,
 }
 
 /// What this node's kernel should hold.
@@ -119,9 +108,6 @@ pub struct Compiled {
     pub endpoints: BTreeMap<PublicKey, Vec<SocketAddr>>,
     /// For each peer the name of its Peer object.
     pub names: BTreeMap<PublicKey, String>,
-    /// Of the peers those that may be in the device only while this very firewall table stands in the kernel, each with the
-    /// name of the policy that it requires.
-    pub gated: BTreeMap<PublicKey, String>,
     /// Addresses, routes, rules.
     pub routes: Routes,
     /// The nftables table.
@@ -140,10 +126,10 @@ pub fn compile(inputs: &Inputs) -> Compiled {
     let policies: Vec<Policy> = inputs
         .policies
         .iter()
-        .map(|p| earlier::narrowed(refuse::clean_policy(node, p, &mut refused), inputs))
+        .map(|p| refuse::clean_policy(node, p, &mut refused))
         .collect();
     let networks = aggregate(policies.iter().flat_map(|p| &p.networks));
-    let peers = owners(inputs, &policies, &networks, &mut refused);
+    let peers = owners(inputs, &networks, &mut refused);
 
     let mesh = aggregate(networks.iter().chain(peers.iter().flat_map(|p| &p.ranges)));
     let api = inputs.api_servers.iter().map(|a| host(a.ip().to_canonical()));
@@ -175,8 +161,6 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         mesh: mesh.clone(),
         throw: throw.clone(),
         underlay,
-        sandboxes: aggregate(sandboxes(&policies).flat_map(|policy| policy.networks.iter().chain(&policy.sources))),
-        answers: answers(node, &policies),
     });
     let frame = Frame {
         scope: Scope::Tunnel,
@@ -191,10 +175,6 @@ pub fn compile(inputs: &Inputs) -> Compiled {
             .wireguard_ips
             .iter()
             .find_map(|a| if let IpAddr::V6(a) = a { Some(*a) } else { None }),
-        sandboxes: sandboxes(&policies).next().map(|_| Bounds {
-            timeout: inputs.grant_timeout,
-            new_flows: inputs.new_flows,
-        }),
     };
     // Where the pod network is shared, a Node's podCIDR says nothing about where an address is.
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
@@ -207,7 +187,6 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         published: &published(node, &policies),
         policies: &policies,
         internal_ips: &node.addresses,
-        sandbox_nodes: &sandbox_nodes(&peers),
         api_servers: &inputs.api_servers,
         nodes: &inputs.nodes,
         pods_elsewhere: &pods_elsewhere,
@@ -218,13 +197,6 @@ pub fn compile(inputs: &Inputs) -> Compiled {
     Compiled {
         endpoints: peers.iter().map(|p| (p.peer.public_key, p.endpoints.clone())).collect(),
         names: peers.iter().map(|p| (p.peer.public_key, p.peer.name.clone())).collect(),
-        gated: peers
-            .iter()
-            .filter_map(|p| {
-                let (policy, _) = earlier::named(p.peer.requires_policy.as_ref()?);
-                Some((p.peer.public_key, policy.to_owned()))
-            })
-            .collect(),
         peers: peers.into_iter().map(|p| (p.peer.public_key, p.spec())).collect(),
         routes,
         firewall,
@@ -256,47 +228,11 @@ pub fn published(node: &Node, policies: &[Policy]) -> BTreeSet<IpNet> {
     out
 }
 
-fn sandboxes(policies: &[Policy]) -> impl Iterator<Item = &Policy> {
-    policies.iter().filter(|policy| policy.sandbox)
-}
-
-/// The addresses of sandboxes' nodes to which the grants of their policy are open; such a Peer carries nothing else.
-fn sandbox_nodes(peers: &[Accepted<'_>]) -> BTreeSet<IpAddr> {
-    let open = peers
-        .iter()
-        .filter(|accepted| accepted.peer.requires_policy.is_some() && !accepted.closed);
-    open.flat_map(|accepted| &accepted.ranges).map(IpNet::addr).collect()
-}
-
-/// What sockets of this node itself, of pods in its host network, answer to sandboxes.
-fn answers(node: &Node, policies: &[Policy]) -> BTreeSet<Answer> {
-    let own = [&node.addresses, &node.underlay_addresses, &node.wireguard_ips];
-    let mut out = BTreeSet::new();
-    for policy in sandboxes(policies) {
-        let sources = aggregate(&policy.sources);
-        for (at, port) in policy.granted.iter().chain(&policy.draining) {
-            let from = at.to_canonical();
-            if !own.iter().any(|addresses| addresses.contains(&from)) {
-                continue;
-            }
-            let sources = sources.iter().filter(|net| Family::of(net) == Family::of(&host(from)));
-            out.extend(sources.map(|to| Answer {
-                from,
-                to: *to,
-                port: *port,
-            }));
-        }
-    }
-    out
-}
-
 /// A Peer that is programmed, with what is left of it after others' claims.
 struct Accepted<'a> {
     peer: &'a Peer,
     ranges: BTreeSet<IpNet>,
     endpoints: Vec<SocketAddr>,
-    /// It requires a revision of its policy that nobody here knows.
-    closed: bool,
 }
 
 impl Accepted<'_> {
@@ -312,19 +248,14 @@ impl Accepted<'_> {
 
 /// The Peers that may be programmed; one owner for each key and each range. When an anchor moves, the new owner is written
 /// before the old one lets go: the newer of two claims wins, and the older Peer keeps what is left to it.
-fn owners<'a>(
-    inputs: &'a Inputs,
-    policies: &[Policy],
-    networks: &BTreeSet<IpNet>,
-    refused: &mut Vec<Refused>,
-) -> Vec<Accepted<'a>> {
+fn owners<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mut Vec<Refused>) -> Vec<Accepted<'a>> {
     let mut order: Vec<&Peer> = inputs.peers.iter().collect();
     order.sort_by(|a, b| (b.revision, &b.name).cmp(&(a.revision, &a.name)));
     let mut keys: BTreeMap<PublicKey, &str> = BTreeMap::new();
     let mut taken: BTreeSet<IpNet> = BTreeSet::new();
     let mut out = Vec::new();
     for peer in order {
-        if let Some((reason, message)) = refuse::peer(inputs, policies, networks, peer) {
+        if let Some((reason, message)) = refuse::peer(inputs, networks, peer) {
             refused.push(Refused {
                 object: Object::Peer(peer.name.clone()),
                 reason,
@@ -349,14 +280,11 @@ fn owners<'a>(
                 endpoints.push(candidate);
             }
         }
-        let changed = refuse::changed(inputs, policies, peer);
         out.push(Accepted {
             peer,
             ranges,
             endpoints,
-            closed: changed.as_ref().is_some_and(|(_, closed)| *closed),
         });
-        refused.extend(changed.map(|(changed, _)| changed));
     }
     out
 }

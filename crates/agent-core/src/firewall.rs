@@ -7,7 +7,6 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
-    time::Duration,
 };
 
 use ipnet::IpNet;
@@ -18,16 +17,12 @@ use crate::{
     prefixes::{Family, aggregate, disjoint, host, maximal},
 };
 
-mod expected;
 mod render;
-mod sandbox;
 mod update;
 mod ways;
 
-pub use expected::{Expected, expected};
 pub use render::render;
-pub use sandbox::WRITTEN_BY_PACKETS;
-pub use update::{Update, refresh, update};
+pub use update::{Update, update};
 
 /// The whole table.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,17 +63,6 @@ pub struct Frame {
     pub wireguard_v4: Option<Ipv4Addr>,
     /// The same for IPv6.
     pub wireguard_v6: Option<Ipv6Addr>,
-    /// `None` = no member is a sandbox, and no packet pays for looking.
-    pub sandboxes: Option<Bounds>,
-}
-
-/// What bounds every sandbox alike.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Bounds {
-    /// For how long a sandbox's grants stand without being written again, in whole seconds.
-    pub timeout: Duration,
-    /// New connections a second that each node of a sandbox may open here, twice as many at once; 0 = no limit.
-    pub new_flows: u32,
 }
 
 /// The elements of one family. No two elements of a set overlap, as the kernel demands.
@@ -112,15 +96,8 @@ pub struct Sets {
     pub nodes: BTreeSet<IpAddr>,
     /// Pod CIDRs of the other nodes: their infrastructure ports are closed, but for what a Service of ours led there.
     pub pods_elsewhere: BTreeSet<IpNet>,
-    /// Sources that are sandboxes'.
-    pub sandbox: BTreeSet<IpNet>,
-    /// (a sandbox's node, endpoint, port) granted. Fades, as the next two do. Addresses and no ranges: a set of ranges in several
-    /// parts is walked element by element, and these are the sets that grow.
-    pub grants: BTreeSet<(IpAddr, IpAddr, Port)>,
-    /// (a sandbox's node, endpoint, port) whose open connections may stay.
-    pub draining: BTreeSet<(IpAddr, IpAddr, Port)>,
-    /// (a sandbox's node, endpoint) of the two before: who may send an ICMP error to whom.
-    pub reach: BTreeSet<(IpAddr, IpAddr)>,
+    /// Networks of members that are closed both ways.
+    pub closed: BTreeSet<IpNet>,
 }
 
 /// What [`desired`] starts from: values that [`crate::compile`] has already cleaned.
@@ -138,8 +115,6 @@ pub struct Plan<'a> {
     pub policies: &'a [Policy],
     /// InternalIPs of this node.
     pub internal_ips: &'a BTreeSet<IpAddr>,
-    /// Addresses of sandboxes' nodes that have a Peer here.
-    pub sandbox_nodes: &'a BTreeSet<IpAddr>,
     /// The API server's endpoints.
     pub api_servers: &'a BTreeSet<SocketAddr>,
     /// Addresses of this cluster's nodes.
@@ -170,23 +145,8 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
     let of = |nets: &BTreeSet<IpNet>| aggregate(nets.iter().filter(|n| Family::of(n) == family));
     let (allow, allow_ports) = rules(plan.policies, family, Policy::allowed);
     let (deny, deny_ports) = rules(plan.policies, family, |p| &p.deny);
-    let sandboxes: &[Policy] = if plan.frame.sandboxes.is_some() {
-        plan.policies
-    } else {
-        &[]
-    };
-    let sandboxes: Vec<&Policy> = sandboxes.iter().filter(|policy| policy.sandbox).collect();
-    let endpoints = |which| endpoints(&sandboxes, plan.sandbox_nodes, family, which);
-    let grants = endpoints(|policy| &policy.granted);
-    let draining: BTreeSet<_> = endpoints(|policy| &policy.draining)
-        .difference(&grants)
-        .copied()
-        .collect();
-    let reach = grants
-        .iter()
-        .chain(&draining)
-        .map(|(from, to, _)| (*from, *to))
-        .collect();
+    let closed = plan.policies.iter().filter(|policy| policy.closed);
+    let closed = closed.flat_map(|policy| policy.sources.iter().chain(&policy.networks));
     let mut pairs: BTreeMap<IpNet, BTreeSet<IpNet>> = BTreeMap::new();
     for policy in plan.policies {
         let networks = of(&policy.networks);
@@ -220,10 +180,7 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
         // Not aggregated: a node that joins beside another is one element more, and not one that goes and one that comes, for
         // which the whole table is written.
         pods_elsewhere: maximal(plan.pods_elsewhere.iter().filter(|net| Family::of(net) == family)),
-        sandbox: of(&sandboxes.iter().flat_map(|policy| &policy.sources).copied().collect()),
-        grants,
-        draining,
-        reach,
+        closed: of(&closed.copied().collect()),
     }
 }
 
@@ -231,32 +188,6 @@ fn listeners(plan: &Plan<'_>) -> BTreeSet<IpNet> {
     let anchored = plan.policies.iter().flat_map(|policy| &policy.anchored).copied();
     let own = plan.internal_ips.iter().map(|ip| host(ip.to_canonical()));
     anchored.chain(own).collect()
-}
-
-/// The elements that the grants of every sandbox come to. What two of them say of one address holds for it together.
-fn endpoints(
-    sandboxes: &[&Policy],
-    nodes: &BTreeSet<IpAddr>,
-    family: Family,
-    which: fn(&Policy) -> &BTreeSet<(IpAddr, Port)>,
-) -> BTreeSet<(IpAddr, IpAddr, Port)> {
-    let of = |address: &IpAddr| Family::of(&host(*address)) == family;
-    let mut out = BTreeSet::new();
-    for policy in sandboxes {
-        let reached = which(policy).iter().map(|(at, port)| (at.to_canonical(), *port));
-        // A set of ranges, as what is denied needs, changes later than this one.
-        let denied = |at: &IpAddr, port: &Port| {
-            let names = |rule: &Rule| rule.ports.is_empty() || rule.ports.contains(port);
-            let mut rules = policy.deny.iter().filter(|rule| names(rule));
-            rules.any(|rule| rule.to.iter().any(|net| net.contains(at)))
-        };
-        let reached: Vec<_> = reached.filter(|(at, port)| of(at) && !denied(at, port)).collect();
-        let own = |node: &&IpAddr| of(node) && policy.sources.iter().any(|source| source.contains(*node));
-        for node in nodes.iter().filter(own) {
-            out.extend(reached.iter().map(|(at, port)| (*node, *at, *port)));
-        }
-    }
-    out
 }
 
 type Pairs = BTreeSet<(IpNet, IpNet)>;

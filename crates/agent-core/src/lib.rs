@@ -7,7 +7,6 @@ pub mod datapath;
 pub mod device;
 pub mod firewall;
 pub mod gateway;
-pub mod grants;
 pub mod health;
 pub mod interface;
 pub mod key;

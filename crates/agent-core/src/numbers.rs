@@ -6,19 +6,10 @@
 
 /// Routing table of the mesh prefixes.
 pub const TABLE: u32 = 5182;
-/// Routing table that holds a default route into the device and the routes of sandboxes' Peers, for packets marked
-/// [`MARK_TUNNEL`] or [`MARK_CHECKED`].
+/// Routing table that holds a default route into the device, for packets marked [`MARK_TUNNEL`].
 pub const TABLE_TUNNEL: u32 = 5183;
 /// `rtm_protocol` of every route and `FRA_PROTOCOL` of every rule we write. Free in iproute2's `rt_protos`.
 pub const PROTOCOL: u8 = 117;
-/// Priority of the rules that drop what comes from a sandbox without [`MARK_CHECKED`] and would be forwarded.
-pub const RULE_UNCHECKED: u32 = 996;
-/// Priority of the rules by which this node's own answers to a sandbox find it.
-pub const RULE_ANSWER: u32 = 997;
-/// Priority of the rules that drop what connections of this node's own still have to say after their grant.
-pub const RULE_REVOKED: u32 = 998;
-/// Priority of the rules by which [`MARK_CHECKED`] finds a sandbox.
-pub const RULE_CHECKED: u32 = 999;
 /// Priority of the rule that sends [`MARK_TUNNEL`] to [`TABLE_TUNNEL`].
 pub const RULE_TUNNEL: u32 = 1000;
 /// Priority of the rule that sends everything without [`MARK_UNDERLAY`] to [`TABLE`].
@@ -37,9 +28,6 @@ pub const CONNECTION_MASK: u32 = 0x0030_0000;
 pub const MARK_UNDERLAY: u32 = 0x0010_0000;
 /// Use the tunnel, whatever is thrown: answers to what came by the tunnel.
 pub const MARK_TUNNEL: u32 = 0x0020_0000;
-/// The firewall table lets this packet of a sandbox's pass, or the answer to one: both bits. Only packets that carry it have a
-/// way to a sandbox, or from it ([`crate::routes::Rule`]).
-pub const MARK_CHECKED: u32 = MARK_UNDERLAY | MARK_TUNNEL;
 
 /// Metric of `throw` routes: what the underlay needs wins over every route of the same prefix.
 pub const METRIC_THROW: u32 = 10;

@@ -1,7 +1,6 @@
-//! PeerPolicy as plain values: what one source member may reach in this cluster. Kubernetes types are not known here; what a
-//! grant by Service comes to on this node is worked out in [`crate::grants`].
+//! PeerPolicy as plain values: what one source member may reach in this cluster. Kubernetes types are not known here.
 
-use std::{collections::BTreeSet, fmt, net::IpAddr};
+use std::{collections::BTreeSet, fmt};
 
 use ipnet::IpNet;
 
@@ -23,15 +22,9 @@ pub struct Policy {
     pub infrastructure_ports: BTreeSet<Port>,
     /// Networks of this cluster that no node owns: they arrive at an anchor, and nothing in them is published.
     pub anchored: BTreeSet<IpNet>,
-    /// The member is a sandbox: it reaches `granted` and nothing else, whatever `allow` says, and nothing here opens a
-    /// connection to it.
-    pub sandbox: bool,
-    /// Endpoints on this node that a sandbox may reach.
-    pub granted: BTreeSet<(IpAddr, Port)>,
-    /// Endpoints on this node that end: what is open to them stays, nothing new is opened.
-    pub draining: BTreeSet<(IpAddr, Port)>,
-    /// What the object says, in one word: a Peer that requires this policy names it.
-    pub revision: String,
+    /// The member is no cluster-meshed one any more: no packet passes from it or to it, whatever `allow` says, while its Peers
+    /// are taken away.
+    pub closed: bool,
 }
 
 /// Destinations and ports.
@@ -79,9 +72,9 @@ impl Policy {
         self.allowed().iter().flat_map(|rule| &rule.to)
     }
 
-    /// The `allow` rules that count: of a sandbox none.
+    /// The `allow` rules that count: of a closed member none.
     #[must_use]
     pub const fn allowed(&self) -> &[Rule] {
-        if self.sandbox { &[] } else { self.allow.as_slice() }
+        if self.closed { &[] } else { self.allow.as_slice() }
     }
 }

@@ -10,13 +10,13 @@ use std::{
 use ipnet::IpNet;
 
 use crate::{
-    numbers::{METRIC_FALLBACK, METRIC_PEER, METRIC_THROW, METRIC_UNREACHABLE, RULE_UNCHECKED, TABLE, TABLE_TUNNEL},
+    numbers::{METRIC_FALLBACK, METRIC_PEER, METRIC_THROW, METRIC_UNREACHABLE, TABLE, TABLE_TUNNEL},
     prefixes::{Family, covered, host, overlap},
 };
 
 mod rule;
 
-pub use rule::{Action, Answer, Incoming, Rule, rules};
+pub use rule::{Action, Rule, rules};
 
 /// Everything of ours in the kernel's routing. Observed and desired are the same values: a kernel adds nothing to them.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -73,10 +73,6 @@ pub struct Plan {
     pub throw: BTreeSet<IpNet>,
     /// This node's underlay addresses that lie in `mesh`.
     pub underlay: BTreeSet<IpAddr>,
-    /// Networks of sandboxes, an aggregate: reached by what the firewall table marked alone ([`Rule`]).
-    pub sandboxes: BTreeSet<IpNet>,
-    /// What sockets of this node answer to sandboxes.
-    pub answers: BTreeSet<Answer>,
     /// The largest packet of those of `peers` that take less than the device's MTU ([`crate::mtu`]).
     pub sizes: BTreeMap<IpNet, u16>,
 }
@@ -103,26 +99,18 @@ pub fn desired(plan: &Plan) -> Routes {
             source: source(plan, Family::of(net)),
             mtu: plan.sizes.get(net).copied(),
         };
-        // A sandbox's own narrower prefix closes what a wider one of somebody else's opens.
-        let table = if covered(net, &plan.sandboxes) {
-            TABLE_TUNNEL
-        } else {
-            TABLE
-        };
         out.routes.insert(Route {
-            table,
+            table: TABLE,
             prefix: *net,
             metric: METRIC_PEER,
             kind,
         });
     }
-    let closed = plan.sandboxes.iter().filter(|net| covered(net, &plan.mesh));
-    for net in plan.mesh.iter().chain(closed) {
+    for net in &plan.mesh {
         // An unbound UDP server on an underlay address that lies in the mesh must answer from that address, and its route
         // is looked up before netfilter sees the answer: `unreachable` there would be final: the
         // send fails. The device itself has no peer for these addresses, so nothing leaves by this fallback.
-        let sandbox = covered(net, &plan.sandboxes);
-        if let Some(source) = source(plan, Family::of(net)).filter(|_| !sandbox) {
+        if let Some(source) = source(plan, Family::of(net)) {
             let kind = Kind::Device {
                 source: Some(source),
                 mtu: None,
@@ -160,8 +148,6 @@ pub fn desired(plan: &Plan) -> Routes {
         });
         out.rules.extend(rules(family));
     }
-    out.rules.extend(plan.sandboxes.iter().copied().flat_map(rule::sandbox));
-    out.rules.extend(plan.answers.iter().map(rule::answer));
     out
 }
 
@@ -169,28 +155,6 @@ fn source(plan: &Plan, family: Family) -> Option<IpAddr> {
     let mut mine = plan.underlay.iter().filter(|a| Family::of(&host(**a)) == family);
     mine.find(|a| plan.mesh.iter().any(|net| overlap(net, &host(**a))))
         .copied()
-}
-
-impl Routes {
-    /// Whether this change is part of what keeps sandboxes closed where the firewall table is gone: what has to stand before
-    /// one of their Peers is in the device. `self` is what is wanted.
-    #[must_use]
-    pub fn locks(&self, change: &Change) -> bool {
-        let closed = |route: &Route| {
-            let sandboxes = self.rules.iter().filter(|rule| rule.priority == RULE_UNCHECKED);
-            route.table == TABLE_TUNNEL
-                || sandboxes
-                    .filter_map(|rule| rule.from)
-                    .any(|net| net.contains(&route.prefix))
-        };
-        match change {
-            Change::AddRoute(route) | Change::ReplaceRoute(route) | Change::DeleteRoute(route) => closed(route),
-            // Without the mesh's own rule nobody asks for the closed door.
-            Change::AddRule(_) => true,
-            Change::DeleteRule(rule) => rule.of_sandbox(),
-            Change::AddAddress(_) | Change::DeleteAddress(_) => false,
-        }
-    }
 }
 
 /// One step from what is there to what should be.
@@ -324,7 +288,7 @@ impl Routes {
                 self.routes.insert(r.clone());
             }
             Change::DeleteRoute(r) => drop(self.routes.remove(r)),
-            Change::AddRule(r) => drop(self.rules.insert(r.clone())),
+            Change::AddRule(r) => drop(self.rules.insert(*r)),
             Change::DeleteRule(r) => drop(self.rules.remove(r)),
         }
     }

@@ -2,11 +2,7 @@
 
 use std::{collections::BTreeSet, fmt};
 
-use crate::{
-    interface::InterfaceName,
-    prefixes::Family,
-    routes::{Routes, Rule},
-};
+use crate::{interface::InterfaceName, prefixes::Family, routes::Routes};
 
 /// One setting.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -20,8 +16,6 @@ pub struct Sysctl {
     /// Whether we may write it. Forwarding is the host's to decide: turning it on changes how the host treats redirects
     /// and router advertisements.
     pub write: bool,
-    /// Whether it keeps sandboxes out where the firewall table is gone: without it none of their peers may be in the device.
-    pub locks: bool,
     /// What does not work without it.
     pub why: &'static str,
 }
@@ -56,7 +50,6 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
         value: 1,
         accept: [1].into(),
         write: true,
-        locks: false,
         why,
     };
     let forwards = |path| Sysctl {
@@ -66,7 +59,6 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
             "pods reach the tunnel only through a node that forwards",
         )
     };
-    let sandboxes = routes.rules.iter().any(Rule::of_sandbox);
     let mut out = vec![
         forwards("ipv4/ip_forward"),
         on(
@@ -80,11 +72,9 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
         Sysctl {
             name: Name::Interface(device.clone(), "rp_filter"),
             value: 2,
-            accept: if sandboxes { [2].into() } else { [0, 2].into() },
+            accept: [0, 2].into(),
             write: true,
-            locks: sandboxes,
-            why: "a source that is routed elsewhere, as a thrown one is, may come by the tunnel; one that has no route, as a \
-                  sandbox without the firewall table, may not",
+            why: "a source that is routed elsewhere, as a thrown one is, may come by the tunnel",
         },
         on(
             Name::Interface(device.clone(), "ignore_routes_with_linkdown"),
@@ -95,12 +85,6 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
             "a strict reverse path filter has to look a mesh source up as an answer to it would be routed",
         ),
     ];
-    if sandboxes {
-        out.push(on(
-            Name::Interface(device.clone(), "src_valid_mark"),
-            "a sandbox's packets are taken by the mark that the firewall table gives them",
-        ));
-    }
     if routes.rules.iter().any(|rule| rule.family == Family::V6) {
         out.push(forwards("ipv6/conf/all/forwarding"));
         out.push(on(
@@ -139,33 +123,6 @@ mod tests {
                 "net.ipv4.conf.kilo0.rp_filter",
                 "net.ipv4.conf.kilo0.ignore_routes_with_linkdown",
                 "net/ipv4/conf/eth0.7/src_valid_mark",
-            ]
-        );
-    }
-
-    #[test]
-    fn where_a_sandbox_is_served_the_device_looks_back_by_the_mark_and_takes_nothing_without_a_route() {
-        let routes = crate::routes::desired(&crate::routes::Plan {
-            mesh: ["100.66.1.0/24".parse().unwrap()].into(),
-            sandboxes: ["100.66.1.0/24".parse().unwrap()].into(),
-            ..Default::default()
-        });
-        let device: InterfaceName = "kilo0".parse().unwrap();
-        let of_device: Vec<_> = desired(&device, &"eth0".parse().unwrap(), &routes)
-            .into_iter()
-            .filter(|sysctl| matches!(&sysctl.name, Name::Interface(name, _) if *name == device))
-            .map(|sysctl| (sysctl.name.to_string(), sysctl.value, sysctl.accept))
-            .collect();
-        assert_eq!(
-            of_device,
-            [
-                ("net.ipv4.conf.kilo0.rp_filter".to_owned(), 2, [2].into()),
-                (
-                    "net.ipv4.conf.kilo0.ignore_routes_with_linkdown".to_owned(),
-                    1,
-                    [1].into()
-                ),
-                ("net.ipv4.conf.kilo0.src_valid_mark".to_owned(), 1, [1].into()),
             ]
         );
     }

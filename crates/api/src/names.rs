@@ -49,8 +49,6 @@ pub const ALLOWED_FROM: &str = "kilo-clustermesh.io/allowed-from";
 
 /// Peer annotation: every endpoint candidate in order, `ip:port`, comma-separated.
 pub const PEER_ENDPOINTS: &str = "kilo-clustermesh.io/endpoints";
-/// Peer annotation: program it only while this PeerPolicy, `name@hash`, is in the kernel.
-pub const PEER_REQUIRES_POLICY: &str = "kilo-clustermesh.io/requires-policy";
 /// Node annotation: what wg-agent says of itself, JSON.
 pub const NODE_AGENT: &str = "kilo-clustermesh.io/agent";
 

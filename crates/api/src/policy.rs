@@ -9,7 +9,6 @@
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
 use crate::{
     mesh::{IsolationProfile, Protocol, ServicePort},
@@ -51,8 +50,8 @@ pub struct PeerPolicySpec {
     #[serde(default)]
     #[schemars(length(max = 63))]
     pub source: String,
-    /// How much the source member may reach: of a `sandbox` the Services in `allow` and nothing else, and nothing here opens a
-    /// connection to it.
+    /// The source member's profile. Of another than `cluster-meshed` no packet passes from the member or to it, whatever `allow`
+    /// says: such a policy stands while its Peers are taken away.
     #[serde(default, skip_serializing_if = "is_default")]
     pub isolation_profile: IsolationProfile,
     /// Source addresses that packets of this member may have.
@@ -80,25 +79,13 @@ pub struct PeerPolicySpec {
     pub anchored: Vec<String>,
 }
 
-/// One thing that may be reached: networks, or the endpoints of a Service of this cluster.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
-#[x_kube(
-    validation = Rule::new("has(self.to)")
-        .message("`to` must be set: the networks that may be reached or, beside `service`, those in which its endpoints may lie")
-)]
+/// One thing that may be reached.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Allow {
-    /// Networks; beside `service` those in which its endpoints may lie.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    /// Networks.
     #[schemars(schema_with = "schema::rule_networks")]
     pub to: Vec<String>,
-    /// A Service of this cluster, whose endpoints the agents look up themselves. Nothing else in `to` may be reached.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub service: Option<LocalService>,
-    /// Which ports. Default: every one.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 64))]
-    pub ports: Vec<ServicePort>,
 }
 
 /// One thing that may not be reached.
@@ -112,18 +99,6 @@ pub struct Deny {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub ports: Vec<ServicePort>,
-}
-
-/// A Service of this cluster.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct LocalService {
-    /// Its namespace.
-    #[schemars(length(min = 1, max = 63))]
-    pub namespace: String,
-    /// Its name.
-    #[schemars(length(min = 1, max = 63))]
-    pub name: String,
 }
 
 /// A port that is closed on the node itself.
@@ -140,16 +115,4 @@ pub struct InfrastructurePort {
 
 fn is_default(profile: &IsolationProfile) -> bool {
     *profile == IsolationProfile::default()
-}
-
-impl PeerPolicySpec {
-    /// 16 hex digits of the SHA-256 of everything it says, as JSON: what a Peer that requires this policy names. An agent
-    /// that does not know all of a policy's fields comes to another, and leaves such a Peer out.
-    #[must_use]
-    pub fn revision(&self) -> String {
-        // Plain values in the order of their fields: this cannot fail.
-        let said = serde_json::to_vec(self).unwrap_or_default();
-        let digest = Sha256::digest(said);
-        digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
-    }
 }

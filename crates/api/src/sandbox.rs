@@ -11,7 +11,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::{mesh::Protocol, policy::LocalService, schema};
+use crate::{mesh::Protocol, schema};
 
 /// What one sandbox may reach in this cluster: nothing but `grants`.
 #[derive(CustomResource, Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
@@ -87,6 +87,18 @@ pub struct SandboxNode {
     #[schemars(schema_with = "schema::wireguard_ips")]
     #[serde(rename = "wireguardIPs")]
     pub wireguard_ips: Vec<String>,
+}
+
+/// A Service of this cluster.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct LocalService {
+    /// Its namespace.
+    #[schemars(length(min = 1, max = 63))]
+    pub namespace: String,
+    /// Its name.
+    #[schemars(length(min = 1, max = 63))]
+    pub name: String,
 }
 
 /// One port of a Service that the sandbox may reach.

@@ -67,18 +67,14 @@ fn peer_spec() -> impl Strategy<Value = observe::PeerSpec> {
         proptest::option::of(endpoint),
         proptest::collection::vec(socket(), 0..4),
         any::<u16>(),
-        proptest::option::of("[a-z@-]{0,20}"),
     )
         .prop_map(
-            |(public_key, allowed_ips, endpoint, candidates, persistent_keepalive, requires_policy)| {
-                observe::PeerSpec {
-                    public_key,
-                    allowed_ips,
-                    endpoint,
-                    candidates,
-                    persistent_keepalive,
-                    requires_policy,
-                }
+            |(public_key, allowed_ips, endpoint, candidates, persistent_keepalive)| observe::PeerSpec {
+                public_key,
+                allowed_ips,
+                endpoint,
+                candidates,
+                persistent_keepalive,
             },
         )
 }

@@ -436,10 +436,7 @@ fn peer_fields(old: &PeerSpec, new: &PeerSpec) -> Vec<&'static str> {
             "spec.persistentKeepalive",
             old.persistent_keepalive != new.persistent_keepalive,
         ),
-        (
-            "metadata.annotations",
-            old.candidates != new.candidates || old.requires_policy != new.requires_policy,
-        ),
+        ("metadata.annotations", old.candidates != new.candidates),
     ];
     differs
         .into_iter()
@@ -452,14 +449,14 @@ fn policy_fields(old: &PolicySpec, new: &PolicySpec) -> Vec<&'static str> {
     let differs = [
         ("spec.sources", old.sources != new.sources),
         ("spec.networks", old.networks != new.networks),
-        ("spec.allow", old.allow != new.allow || old.grants != new.grants),
+        ("spec.allow", old.allow != new.allow),
         ("spec.deny", old.deny != new.deny),
         (
             "spec.infrastructurePorts",
             old.infrastructure_ports != new.infrastructure_ports,
         ),
         ("spec.anchored", old.anchored != new.anchored),
-        ("spec.isolationProfile", old.sandbox != new.sandbox),
+        ("spec.isolationProfile", old.closed != new.closed),
     ];
     differs
         .into_iter()

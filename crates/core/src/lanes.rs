@@ -144,7 +144,6 @@ mod tests {
             endpoint: None,
             candidates: vec![],
             persistent_keepalive: 0,
-            requires_policy: None,
         }
     }
 

@@ -96,7 +96,6 @@ mod tests {
                     endpoint: None,
                     candidates: Vec::new(),
                     persistent_keepalive: 0,
-                    requires_policy: None,
                 },
             };
             TargetPlan {

@@ -277,9 +277,6 @@ pub struct PeerSpec {
     pub candidates: Vec<SocketAddr>,
     /// Seconds; 0 = none.
     pub persistent_keepalive: u16,
-    /// `name@revision` of the PeerPolicy that a node must enforce before it has this peer
-    /// (`kilo-clustermesh.io/requires-policy`, DESIGN §4 rule 7).
-    pub requires_policy: Option<String>,
 }
 
 /// A PeerPolicy that stands in a member.
@@ -306,10 +303,8 @@ pub struct PolicySpec {
     pub infrastructure_ports: BTreeSet<(Protocol, u16)>,
     /// Networks of this cluster that its own nodes carry as anchors (so an anchor knows what to translate).
     pub anchored: BTreeSet<IpNet>,
-    /// The source is a sandbox: it reaches `grants` and nothing else, and nothing here opens a connection to it.
-    pub sandbox: bool,
-    /// Services of this cluster that the source may reach.
-    pub grants: BTreeSet<ServiceGrant>,
+    /// No packet passes from the source or to it: it is no cluster-meshed member any more, and its Peers are taken away.
+    pub closed: bool,
 }
 
 /// A SandboxAccess that stands in a member.
@@ -383,17 +378,6 @@ impl Gateway {
     pub fn serves(&self, sandbox: &str) -> bool {
         self.serves.is_empty() || self.serves.contains(sandbox)
     }
-}
-
-/// A Service of a target that a source may reach; the target's nodes look up its endpoints themselves.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct ServiceGrant {
-    /// The Service.
-    pub service: ObjectName,
-    /// Protocols and names of its ports, as its EndpointSlices have them (`""` = the only one); empty = every one.
-    pub ports: BTreeSet<(Protocol, String)>,
-    /// Where its endpoints may lie: what this cluster has in the mesh. One elsewhere stays closed.
-    pub within: BTreeSet<IpNet>,
 }
 
 /// A Service.

@@ -7,7 +7,7 @@ use ipnet::IpNet;
 
 use crate::{
     mesh::{Mesh, Profile},
-    observe::{Member, Observation, Observations, PolicySpec, ServiceGrant},
+    observe::{Member, Observation, Observations, PolicySpec},
     ownership::{self, Ownership},
     plan::{Fact, MeshPlan, Plan},
 };
@@ -172,12 +172,5 @@ fn open(
 /// Whether `standing` lets in what `wanted` does not.
 fn wider(standing: &PolicySpec, wanted: &PolicySpec) -> bool {
     let allowed = |net: &IpNet| wanted.allow.iter().any(|wanted| wanted.contains(net));
-    let granted = |grant: &ServiceGrant| {
-        wanted.grants.iter().any(|wanted| {
-            let ports = wanted.ports.is_empty() || (!grant.ports.is_empty() && grant.ports.is_subset(&wanted.ports));
-            let inside = |net: &IpNet| wanted.within.iter().any(|wanted| wanted.contains(net));
-            wanted.service == grant.service && ports && grant.within.iter().all(inside)
-        })
-    };
-    !standing.allow.iter().all(allowed) || !standing.grants.iter().all(granted)
+    !standing.allow.iter().all(allowed)
 }

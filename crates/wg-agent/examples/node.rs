@@ -131,7 +131,6 @@ fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> In
             candidates: Vec::new(),
             keepalive: None,
             allowed_ips: of(other).into_iter().collect(),
-            requires_policy: None,
         }],
         policies: vec![Policy {
             name: "there".into(),
@@ -148,10 +147,7 @@ fn inputs(node: Node, key: PublicKey, endpoint: SocketAddr, other: IpAddr) -> In
         api_servers: BTreeSet::new(),
         nodes: BTreeSet::new(),
         pods_elsewhere: BTreeSet::new(),
-        earlier: BTreeMap::new(),
         narrow: BTreeMap::new(),
-        grant_timeout: std::time::Duration::from_secs(900),
-        new_flows: 1000,
     }
 }
 

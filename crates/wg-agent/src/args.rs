@@ -19,8 +19,8 @@ mod values;
 use gateway::GatewayFlags;
 pub use gateway::{GatewayArgsError, GatewayConfig, GatewayName};
 pub(crate) use values::BackendFlag;
+use values::age;
 pub use values::{ModeFlag, Mtu};
-use values::{age, grant_timeout};
 
 /// Owns one node's WireGuard device, routes and firewall table: turns Peers and PeerPolicies into kernel state and
 /// publishes the node's identity.
@@ -57,9 +57,9 @@ pub(crate) enum Command {
 /// What a node is given beside the settings without which nothing works.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct PrepareArgs {
-    /// Minimum size of the node's conntrack table; a larger one is kept, 0 = do not change it. The default holds what two nodes
-    /// of sandboxes keep in it that open and close connections at --sandbox-new-flows (TCP entries are kept for 120 s after
-    /// their end), and little more; a full one takes 80 MB. kube-proxy sets its own number when it starts: raise --conntrack-min there as well.
+    /// Minimum size of the connection table (conntrack) of the node and, each for itself, of the pods on it, gateways of sandboxes
+    /// among them; a larger one is kept, 0 = do not change it. A full table of the default takes 80 MB. kube-proxy sets its own
+    /// number when it starts: raise --conntrack-min there as well.
     #[arg(long, default_value_t = 262_144, value_parser = clap::value_parser!(u64).range(..=1 << 30))]
     pub(crate) conntrack_min: u64,
 }
@@ -101,14 +101,6 @@ pub(crate) struct Flags {
     /// keeps what is in force however long its API server is away. 0s = never start from a cache.
     #[arg(long, default_value = "24h", value_parser = age, global = true)]
     cache_max_age: Duration,
-    /// How long the grants of a sandbox stay open after this agent ends: 15m, 90s; 10s at least. A running agent renews them
-    /// well before.
-    #[arg(long, default_value = "15m", value_parser = grant_timeout, global = true)]
-    grant_timeout: Duration,
-    /// New connections a second that each node of a sandbox may open to this node's endpoints, twice as many at once; 0 = no
-    /// limit. So one of them cannot fill the connection table (conntrack) of all.
-    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(..=1_000_000), global = true)]
-    sandbox_new_flows: u32,
     /// MTU of the device: auto = the path MTU to each peer, less 60 over IPv4 and 80 over IPv6.
     #[arg(long, default_value = "auto", global = true)]
     mtu: Mtu,
@@ -174,10 +166,6 @@ pub struct Config {
     pub cache_file: PathBuf,
     /// How long ago the API server may have confirmed it.
     pub cache_max_age: Duration,
-    /// How long a sandbox's grants stand without being renewed.
-    pub grant_timeout: Duration,
-    /// New connections a second of each node of a sandbox; 0 = no limit.
-    pub sandbox_new_flows: u32,
     /// MTU of the device.
     pub mtu: Mtu,
     /// The userspace device uses what the kernel offers.
@@ -243,8 +231,6 @@ impl Flags {
             key_file,
             cache_file: cache,
             cache_max_age,
-            grant_timeout,
-            sandbox_new_flows,
             mtu,
             no_offload,
             bypass_cidr,
@@ -262,8 +248,6 @@ impl Flags {
             range: Range::new(wireguard_cidr.ok_or(ArgsError::NoRange)?)?,
             cache_file: cache_file(cache, &key_file),
             cache_max_age,
-            grant_timeout,
-            sandbox_new_flows,
             key_file,
             mtu,
             offload: !no_offload,
@@ -337,8 +321,8 @@ impl Flags {
             endpoint_networks: gateway.endpoint_network.iter().map(IpNet::trunc).collect(),
             serves: gateway.serves.into_iter().collect(),
             key_file: self.key_file,
-            grant_timeout: self.grant_timeout,
-            sandbox_new_flows: self.sandbox_new_flows,
+            grant_timeout: gateway.grant_timeout,
+            sandbox_new_flows: gateway.sandbox_new_flows,
             sandbox_connections: gateway.sandbox_connections,
             mtu: gateway::fixed(self.mtu),
             drain: gateway.drain,

@@ -253,7 +253,7 @@ fn own_business(world: &World) -> BTreeSet<IpNet> {
 
 /// Peers that no mesh wrote, as kgctl's of a person's laptop, are kg's own business.
 fn meshed(seen: &PeerSeen) -> bool {
-    !seen.cluster.is_empty() || seen.requires_policy.is_some()
+    !seen.cluster.is_empty()
 }
 
 /// What the compiler works from; what belongs to kg's part of it stays empty.
@@ -278,10 +278,7 @@ fn inputs(world: &World, own: &NodeSeen, config: &PolicyConfig, server: Option<S
             pod_cidrs: own.pod_cidrs.clone(),
         },
         throw: BTreeSet::new(),
-        earlier: Default::default(),
         narrow: Default::default(),
-        grant_timeout: Duration::ZERO,
-        new_flows: 0,
         api_servers: world
             .api_servers
             .known()
@@ -301,7 +298,6 @@ fn inputs(world: &World, own: &NodeSeen, config: &PolicyConfig, server: Option<S
                 candidates: Vec::new(),
                 keepalive: None,
                 allowed_ips: seen.spec.iter().flat_map(|spec| &spec.allowed_ips).copied().collect(),
-                requires_policy: seen.requires_policy.clone(),
             })
             .collect(),
         policies: world.policies.known().map(|(_, seen)| seen.policy.clone()).collect(),

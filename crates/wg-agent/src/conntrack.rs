@@ -93,7 +93,7 @@ impl Table {
             format!(
                 "the table of connections of this node is nine tenths full or more; when it holds {limit}, new connections of every \
                  pod fail. Raise it: sysctl -w net.netfilter.nf_conntrack_max={} (kube-proxy sets it by --conntrack-max-per-core), \
-                 and see who fills it: conntrack -L; of a sandbox's nodes --sandbox-new-flows bounds what each may add",
+                 and see who fills it: conntrack -L",
                 limit.saturating_mul(2)
             )
         })

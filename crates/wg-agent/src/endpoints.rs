@@ -43,8 +43,8 @@ pub(crate) struct Tracks {
     peers: BTreeMap<PublicKey, Track>,
     /// Where each was heard from last, also by an earlier process: one that is new on the device is tried there first.
     live: BTreeMap<PublicKey, SocketAddr>,
-    /// Of those that nobody else tells where they are, as sandboxes: since when they are not wanted. Between two writes that
-    /// belong together a Peer may be refused for a moment, and its node has a session for as long as this remembers.
+    /// Of those that nobody tells where they are, as behind a translation: since when they are not wanted. Between two writes that
+    /// belong together a Peer may be missing for a moment, and its node has a session for as long as this remembers.
     gone: BTreeMap<PublicKey, Instant>,
 }
 
@@ -164,15 +164,6 @@ impl Tracks {
             .filter(|(_, peer)| peer.stats.handshake_age.is_some_and(|age| age <= SESSION));
         self.live
             .extend(alive.filter_map(|(key, peer)| Some((*key, peer.stats.endpoint?))));
-    }
-
-    /// These left the device and will come back: each is greeted where it was heard from last.
-    pub(crate) fn rejoin(&mut self, peers: &[PublicKey]) {
-        for key in peers {
-            if let (Some(track), Some(at)) = (self.peers.get_mut(key), self.live.get(key)) {
-                track.current = Some(*at);
-            }
-        }
     }
 
     /// Everything was put on a new device: nobody was heard yet.
@@ -302,18 +293,6 @@ mod tests {
         assert_eq!(tracks.state(&KEY, after(32)), State::Down);
         assert!(!tracks.look(&heard(Some(1), Some("192.0.2.1:1"), 9, 40), after(60)));
         assert_eq!((tracks.current(&KEY), tracks.state(&KEY, after(60))), (one, State::Up));
-    }
-
-    #[test]
-    fn who_left_the_device_comes_back_where_it_was_heard_from_last() {
-        let now = Instant::now();
-        let mut tracks = Tracks::default();
-        sync(&mut tracks, &[], now);
-        tracks.look(&heard(Some(5), Some("203.0.113.5:777"), 1, 1), now);
-        assert_eq!(tracks.current(&KEY), None, "nobody tells where a sandbox is");
-        tracks.rejoin(&[KEY, PublicKey::new([8; 32])]);
-        sync(&mut tracks, &[], now);
-        assert_eq!(tracks.current(&KEY), Some(at("203.0.113.5:777")));
     }
 
     #[test]

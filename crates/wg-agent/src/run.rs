@@ -61,8 +61,6 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         key_file = %config.key_file.display(),
         cache_file = %config.cache_file.display(),
         cache_max_age = ?config.cache_max_age,
-        grant_timeout = ?config.grant_timeout,
-        sandbox_new_flows = config.sandbox_new_flows,
         public_key = %key.public(),
         listen = %config.listen,
         metrics_per_peer = config.metrics_per_peer,
@@ -122,16 +120,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         stop.clone(),
     ));
 
-    let (granted, wanted_grants) = watch::channel(Default::default());
-    running.tasks.spawn(source::grants::run(
-        running.connection.client.clone(),
-        store.clone(),
-        wanted_grants,
-        stop.clone(),
-    ));
-
     let interface = config.interface.clone();
-    let resync = firewall::renewed_every(Some(config.grant_timeout)).map_or(RESYNC, |every| every.min(RESYNC));
     let heard = Heard::open(&interface, RESOLV_CONF.into());
     let (backend, opened) = (config.backend, interface.clone());
     let options = device::userspace::Options {
@@ -148,7 +137,6 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         server: running.connection.server.clone(),
         store: store.clone(),
         names,
-        granted,
         publish,
         kept,
         cache: Cache { confirmed, step },
@@ -159,7 +147,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         config,
     });
     let heartbeat = running.liveness.watch("node", STUCK);
-    turn(reconciler, &store, heard, resync, &heartbeat, &stop).await;
+    turn(reconciler, &store, heard, &heartbeat, &stop).await;
     running.end().await;
     tracing::info!("wg-agent ends; what leaves in clear is still refused by routes and firewall until it is back");
     Ok(())
@@ -171,7 +159,6 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
     mut reconciler: Reconciler<R, F>,
     store: &Store,
     mut heard: Heard,
-    resync: Duration,
     heartbeat: &Heartbeat,
     stop: &CancellationToken,
 ) {
@@ -188,7 +175,7 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
         let mut rest = Duration::ZERO;
         failures = if well { 0 } else { failures + 1 };
         let wait = match failures {
-            0 => resync,
+            0 => RESYNC,
             n => RETRY[(n - 1).min(RETRY.len() - 1)],
         };
         let again = Instant::now() + wait;
@@ -204,12 +191,6 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
                     // Our own writing is heard as well, and that of programs that write their own tables often.
                     if event == Event::Tables && reconciler.table_stands().await {
                         continue;
-                    }
-                    // What a sandbox is held by may be gone: that does not wait for the rest.
-                    if matches!(event, Event::Tables | Event::Anything)
-                        && let Err(trouble) = reconciler.guard().await
-                    {
-                        tracing::error!(%trouble.message, "a sandbox's peer could not be taken out of the device");
                     }
                     reconciler.hear(event);
                     break event.settle();

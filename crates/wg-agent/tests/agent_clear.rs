@@ -98,7 +98,7 @@ impl Clear {
             .expect("create the Peer");
         let networks = vec![wide(of), of.wireguard.into(), SIX[source].wide.into()];
         let to = vec![wide(at), at.wireguard.into(), SIX[target].wide.into()];
-        let allow = Allow { to, ..Allow::default() };
+        let allow = Allow { to };
         let spec = PeerPolicySpec {
             source: of.cluster.into(),
             sources: networks.clone(),

@@ -14,7 +14,6 @@ use std::{
 
 use clustermesh_api::names::{
     KILO_ENDPOINT, KILO_GRANULARITY, KILO_INTERNAL_IP, KILO_KEY, KILO_LAST_SEEN, KILO_WIREGUARD_IP, NODE_AGENT,
-    PEER_REQUIRES_POLICY,
 };
 use clustermesh_lab::{ArtefactSet, Running, Tools, wait_until};
 use kube::api::{Patch, PatchParams};
@@ -355,8 +354,6 @@ async fn beside_kg_policies_are_enforced_and_nothing_of_kgs_is_touched() {
     .expect("the table");
     assert_eq!(seen(&tenant_pod, tenant.pod, KG, 10250), closed, "after a flush");
 
-    a_peer_that_asks_for_more_is_named(&world, mgmt, &agent).await;
-
     // Without its policy a member reaches nothing, although kg still carries it.
     policies
         .delete("mesh--tenant-a", &Default::default())
@@ -409,30 +406,4 @@ async fn beside_kg_policies_are_enforced_and_nothing_of_kgs_is_touched() {
     assert!(!world.annotations(mgmt).await.contains_key(NODE_AGENT));
     assert_eq!(seen(&tenant_pod, tenant.pod, KG, 10250), Ok(tenant.pod.to_owned()));
     drop(kg);
-}
-
-async fn a_peer_that_asks_for_more_is_named(world: &World, mgmt: &Site, agent: &Running) {
-    let peers = world.peers(mgmt).await;
-    let patch = |value: Option<&str>| serde_json::json!({"metadata": {"annotations": {PEER_REQUIRES_POLICY: value}}});
-    let name = "mesh--tenant-a--tenant-a-1";
-    let set = async |value| {
-        peers
-            .patch(name, &PatchParams::default(), &Patch::Merge(&patch(value)))
-            .await
-            .expect("annotate the Peer");
-    };
-    set(Some("revision-1")).await;
-    let line = format!("left out: Peer {name}: PolicyNotServed: ");
-    wait_until("the Peer to be named", SOON, async || {
-        let log = agent.log();
-        if log.contains(&line) { Ok(()) } else { Err(log) }
-    })
-    .await
-    .expect("the log");
-    let (_, metrics) = world.page(mgmt, "/metrics").await;
-    assert!(
-        metrics.contains("wg_agent_peers_refused{reason=\"PolicyNotServed\"} 1"),
-        "{metrics}"
-    );
-    set(None).await;
 }

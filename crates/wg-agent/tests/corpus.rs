@@ -178,12 +178,6 @@ fn no_peer_or_policy_opens_a_node_or_stops_the_compiler() {
 }
 
 #[test]
-fn a_kept_input_lets_a_sandboxs_peer_in() {
-    let kept = include_bytes!("../../../fuzz/corpus/compiled/sandbox.json");
-    assert_eq!(objects::gated(kept), 1);
-}
-
-#[test]
 fn no_header_of_an_interface_cuts_a_packet_beyond_its_ends() {
     tried("superpacket", ROUNDS, 40, packets::superpacket);
 }

@@ -14,8 +14,6 @@ mod pair;
 mod path;
 #[path = "machine/restart.rs"]
 mod restart;
-#[path = "machine/sandbox.rs"]
-mod sandbox;
 #[path = "machine/sizes.rs"]
 mod sizes;
 

@@ -11,7 +11,7 @@ use std::{
 };
 
 use clustermesh_agent_core::{
-    firewall::{Bounds, Firewall, Frame, Plan, Scope, Update, desired, update},
+    firewall::{Firewall, Frame, Plan, Scope, Update, desired, update},
     policy::{Policy, Port, Protocol, Rule},
 };
 use ipnet::IpNet;
@@ -60,14 +60,12 @@ fn firewall(sources: &BTreeSet<IpNet>, to: &BTreeSet<IpNet>, ports: &BTreeSet<Po
             mtu: 1420,
             wireguard_v4: Some("100.66.1.1".parse().unwrap()),
             wireguard_v6: Some("fd00:66:1::1".parse().unwrap()),
-            sandboxes: None,
         },
         mesh: sources,
         throw: to,
         published: to,
         policies: &policies,
         internal_ips: &["10.101.0.1".parse().unwrap(), "10.101.0.9".parse().unwrap()].into(),
-        sandbox_nodes: &[].into(),
         api_servers: &api,
         nodes: &["172.29.0.112".parse().unwrap(), "fd00::112".parse().unwrap()].into(),
         pods_elsewhere: to,
@@ -215,24 +213,6 @@ fn counters_that_count_are_no_change_and_other_hands_are() {
             assert!(matches!(step, Some(Update::Whole { .. })), "{line}: {step:?}");
             assert_eq!(keeper.converge(&example()).await.unwrap(), None, "{line}");
         }
-    });
-}
-
-#[test]
-fn what_packets_write_into_a_set_is_no_work_of_another_hand() {
-    let ns = NetNs::new("flows");
-    let mut wanted = example();
-    wanted.frame.sandboxes = Some(Bounds {
-        timeout: Duration::from_secs(900),
-        new_flows: 1000,
-    });
-    inside(&ns, async {
-        let mut keeper = Keeper::new(Nft::default());
-        keeper.converge(&wanted).await.unwrap();
-        ns.sh("nft add element inet clustermesh flows4 { 100.66.2.77 }");
-        assert!(ns.sh("nft list set inet clustermesh flows4").contains("100.66.2.77"));
-        assert!(keeper.intact().await.unwrap());
-        assert_eq!(keeper.converge(&wanted).await.unwrap(), None);
     });
 }
 

@@ -34,6 +34,7 @@ both! {
     what_the_policy_does_not_allow_is_closed
     host_listeners_are_open_at_listed_node_addresses_alone
     a_policy_taken_away_closes_an_open_connection
+    closed_member_is_neither_heard_nor_called_whatever_was_open
     nothing_for_the_mesh_leaves_in_clear_when_the_tunnel_is_down
     a_spoofed_mesh_source_is_not_forwarded
     segments_fit_the_smaller_device
@@ -60,6 +61,7 @@ across! {
     what_the_policy_does_not_allow_is_closed
     host_listeners_are_open_at_listed_node_addresses_alone
     a_policy_taken_away_closes_an_open_connection
+    closed_member_is_neither_heard_nor_called_whatever_was_open
     a_spoofed_mesh_source_is_not_forwarded
     segments_fit_the_smaller_device
 }
@@ -324,6 +326,48 @@ fn a_policy_taken_away_closes_an_open_connection(f: &'static Family) {
         server.read_exact(&mut byte).ok()
     });
     assert_eq!(&byte, b"b");
+}
+
+fn closed_member_is_neither_heard_nor_called_whatever_was_open(f: &'static Family) {
+    use std::io::{Read, Write};
+    let mesh = Mesh::new(f);
+    let open = |from: &NetNs, to: &NetNs, at: &str, port| {
+        let listener = to.enter(|| std::net::TcpListener::bind((at, port)).unwrap());
+        let client = path::connect(from, at, port).unwrap();
+        let (server, _) = listener.accept().unwrap();
+        for end in [&client, &server] {
+            end.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+        }
+        (client, server, listener)
+    };
+    let mut ends = [
+        open(&mesh.member_pod, &mesh.hub_pod, f.hub_pod, 8080),
+        open(&mesh.hub_pod, &mesh.member_pod, f.member_pod, 8080),
+        // From an address that is published whatever is allowed.
+        open(&mesh.hub, &mesh.member_pod, f.member_pod, 8081),
+    ];
+    let mut said = |text: &[u8; 1]| {
+        let mut heard = Vec::new();
+        for (client, server, _) in &mut ends {
+            let mut byte = [0];
+            client.write_all(text).unwrap();
+            heard.push(server.read_exact(&mut byte).is_ok());
+            server.write_all(text).unwrap();
+            heard.push(client.read_exact(&mut byte).is_ok());
+        }
+        heard
+    };
+    assert_eq!(said(b"a"), [true; 6]);
+    // Everything is allowed, and its Peer stands.
+    let mut closed = mesh.hub_inputs.clone();
+    closed.policies[0].closed = true;
+    apply(&mesh.hub, &closed);
+    assert_eq!(said(b"b"), [false; 6]);
+    assert!(!mesh.hub_pod.pings(f.member_pod) && !mesh.member_pod.pings(f.hub_pod));
+    apply(&mesh.hub, &mesh.hub_inputs);
+    wait_for("both to talk again", Duration::from_secs(20), || {
+        (said(b"c") == [true; 6]).then_some(())
+    });
 }
 
 fn nothing_for_the_mesh_leaves_in_clear_when_the_tunnel_is_down(f: &'static Family) {

@@ -17,38 +17,28 @@ use attacker::{
 };
 use clustermesh_agent_core::{
     compile::Inputs,
-    policy::{Policy, Port, Protocol},
+    policy::{Port, Protocol, Rule},
 };
 use netns::wait_until;
 use path::{Mesh, V4, apply};
 
 const PORT: u16 = 5000;
 
-/// The hub's node, of which one UDP socket of its own is granted to the member.
+/// The hub's node, of which one UDP socket of its own is open to the member.
 fn target(mesh: &Mesh) -> Inputs {
     let mut inputs = mesh.hub_inputs.clone();
-    let range = [V4.member_wireguards.parse().unwrap()];
     let port = Port {
         protocol: Protocol::Udp,
         port: PORT,
     };
-    inputs.policies[0] = Policy {
-        sources: range.into(),
-        networks: range.into(),
-        allow: Vec::new(),
-        sandbox: true,
-        granted: [(V4.hub.parse().unwrap(), port)].into(),
-        revision: "1".to_owned(),
-        ..inputs.policies[0].clone()
-    };
-    let peer = &mut inputs.peers[0];
-    peer.endpoint = None;
-    peer.allowed_ips = vec![V4.member_wireguard.parse::<IpAddr>().unwrap().into()];
-    peer.requires_policy = Some("other@1".to_owned());
+    inputs.policies[0].allow = vec![Rule {
+        to: [V4.hub.parse::<IpAddr>().unwrap().into()].into(),
+        ports: [port].into(),
+    }];
     inputs
 }
 
-/// A node that follows source routes sends such a packet on behind its filters, to whom they never saw: what is granted on the
+/// A node that follows source routes sends such a packet on behind its filters, to whom they never saw: what is open on the
 /// node itself would open the same port of everybody. (`conf.all` is off by default; `conf.default` is on.)
 #[test]
 fn a_way_written_into_a_packet_leads_to_nobody_where_a_node_follows_such_ways() {
@@ -65,7 +55,7 @@ fn a_way_written_into_a_packet_leads_to_nobody_where_a_node_follows_such_ways() 
         socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
         socket
     };
-    let (granted, others) = (
+    let (open, others) = (
         listen(&mesh.hub, node),
         [
             listen(&mesh.hub_pod, pod),
@@ -86,9 +76,9 @@ fn a_way_written_into_a_packet_leads_to_nobody_where_a_node_follows_such_ways() 
         let (length, from) = socket.recv_from(&mut buffer).ok()?;
         Some((from.ip(), String::from_utf8_lossy(&buffer[..length]).into_owned()))
     };
-    wait_until("what is granted to arrive", Duration::from_secs(10), || {
+    wait_until("what is open to arrive", Duration::from_secs(10), || {
         send(&[], b"honest");
-        heard(&granted).is_some()
+        heard(&open).is_some()
     });
     for kind in [131, 137] {
         for hop in [pod, other_pod, gateway] {
@@ -96,10 +86,10 @@ fn a_way_written_into_a_packet_leads_to_nobody_where_a_node_follows_such_ways() 
         }
     }
     // What is sent after it has arrived: so would that have.
-    while heard(&granted).is_some() {}
+    while heard(&open).is_some() {}
     send(&[], b"after it");
     wait_until("the last packet", Duration::from_secs(10), || {
-        heard(&granted).is_some_and(|(_, text)| text == "after it")
+        heard(&open).is_some_and(|(_, text)| text == "after it")
     });
     assert_eq!(others.map(|socket| heard(&socket)), [None, None, None]);
 }

@@ -208,6 +208,45 @@ fn what_is_not_ours_is_never_touched() {
 }
 
 #[test]
+fn rules_of_ours_that_are_not_written_any_more_are_removed() {
+    let ns = node("before");
+    for rule in [
+        "rule add pref 996 iif kilo0 from 100.66.1.0/24 fwmark 0x0/0x300000 protocol 117 blackhole",
+        "rule add pref 996 iif kilo0 from 100.66.2.0/24 fwmark 0x0/0x300000 protocol 117 blackhole",
+        "rule add pref 997 iif lo from 10.101.0.200 to 100.66.1.0/24 ipproto udp sport 53 protocol 117 lookup 5183",
+        "-6 rule add pref 999 to fd00:66:1::/64 fwmark 0x300000/0x300f00 protocol 117 lookup 5183",
+    ] {
+        ns.ip(rule);
+    }
+    // Of another program, or somebody's trial beside a rule that is written.
+    for rule in [
+        "rule add pref 996 from 192.0.2.0/24 lookup 99",
+        "rule add pref 1001 from 192.0.2.7 protocol 117 lookup 99",
+    ] {
+        ns.ip(rule);
+    }
+    settle(&ns, &desired(&plan()));
+    let shown = |family| -> Vec<String> {
+        let all = ns.sh(&format!("ip {family} rule show"));
+        let fields = all.lines().filter_map(|line| line.split_once(':'));
+        fields
+            .filter(|(pref, _)| (900..1100).contains(&pref.parse::<u32>().unwrap()))
+            .map(|(pref, rule)| format!("{pref} {}", rule.trim()))
+            .collect()
+    };
+    assert_eq!(
+        shown("-4"),
+        [
+            "996 from 192.0.2.0/24 lookup 99",
+            "1000 from all fwmark 0x200000/0x300f00 lookup 5183 proto 117",
+            "1001 from 192.0.2.7 lookup 99 proto 117",
+            "1001 not from all fwmark 0x100000/0x300f00 lookup 5182 proto 117",
+        ]
+    );
+    assert_eq!(shown("-6").len(), 2);
+}
+
+#[test]
 fn someone_elses_route_in_our_place_is_named_and_stays() {
     let ns = node("taken");
     ns.ip("route add 10.101.0.0/24 dev eth0 table 5182 metric 20 proto 98");

@@ -258,9 +258,6 @@ fn agent() -> Vec<Value> {
             &json!([
                 {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch", "patch"]},
                 {"apiGroups": ["kilo.squat.ai"], "resources": ["peers", "peerpolicies"], "verbs": ["get", "list", "watch"]},
-                // The endpoints of Services that are granted to a sandbox, in whatever namespace: a watch for each of them. Where
-                // no member is a sandbox nothing asks for it, and it may be taken out.
-                {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]},
             ]),
         ),
         binding(

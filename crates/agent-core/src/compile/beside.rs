@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 use ipnet::IpNet;
 
-use super::{Inputs, Object, Reason, Refused, refuse};
+use super::{Inputs, Refused, refuse};
 use crate::{
     firewall::{self, Firewall, Frame, Scope},
     policy::Policy,
@@ -26,8 +26,7 @@ pub struct Beside {
 }
 
 /// Compiles. Of the inputs neither keys, endpoints, MTU nor WireGuard addresses are looked at; of Peers, which are to be those
-/// of meshes alone, only the ranges: what comes from them without a PeerPolicy is dropped. A Peer that must not be programmed
-/// before its policy is enforced is programmed by the other program all the same, and is named.
+/// of meshes alone, only the ranges: what comes from them without a PeerPolicy is dropped.
 ///
 /// `before`: ranges that were a mesh's. The other program may let go of a Peer later than we hear that it is gone, or never,
 /// and a source of no mesh is that program's own business: these stay closed.
@@ -49,17 +48,6 @@ pub fn beside(inputs: &Inputs, before: &BTreeSet<IpNet>) -> Beside {
     for peer in &inputs.peers {
         let ranges = peer.allowed_ips.iter().map(IpNet::trunc);
         mesh.extend(ranges.filter(|net| net.prefix_len() > 0 && !super::touches_pods(node, net)));
-        let Some(policy) = &peer.requires_policy else { continue };
-        let policy: String = policy.chars().take(100).collect();
-        refused.push(Refused {
-            object: Object::Peer(peer.name.clone()),
-            reason: Reason::PolicyNotServed,
-            message: format!(
-                "annotation kilo-clustermesh.io/requires-policy asks for {policy:?} to be enforced first; kg owns this node's \
-                 tunnel and programs the Peer whatever is enforced. What comes from it is dropped where no PeerPolicy allows \
-                 it; delete the Peer, or give its cluster the isolationProfile cluster-meshed"
-            ),
-        });
     }
     let now = mesh.clone();
     mesh.extend(before);
@@ -78,14 +66,12 @@ pub fn beside(inputs: &Inputs, before: &BTreeSet<IpNet>) -> Beside {
             mtu: 0,
             wireguard_v4: None,
             wireguard_v6: None,
-            sandboxes: None,
         },
         mesh: &mesh,
         throw: &BTreeSet::new(),
         published: &published,
         policies: &policies,
         internal_ips: &node.addresses,
-        sandbox_nodes: &BTreeSet::new(),
         api_servers: &inputs.api_servers,
         nodes: &inputs.nodes,
         pods_elsewhere: &pods_elsewhere,

@@ -1,6 +1,6 @@
 //! What holds for any inputs, hostile ones too.
 
-use proptest::{collection::vec, option, prelude::*, sample::select, strategy::ValueTree, test_runner::TestRunner};
+use proptest::{collection::vec, option, prelude::*, sample::select};
 
 use super::{tests::hub_node, *};
 use crate::{
@@ -37,91 +37,40 @@ fn rule() -> impl Strategy<Value = Rule> {
     })
 }
 
-/// Policies and the Peers that require them have their names from here, so that they meet.
 const NAMES: [&str; 3] = ["p", "q", "p\"; flush ruleset"];
-const REVISIONS: [&str; 3] = ["1", "2", ""];
 
 fn policy() -> impl Strategy<Value = Policy> {
-    let endpoints = || vec((address(), port()), 0..3);
     (
-        (select(&NAMES[..]), select(&REVISIONS[..])),
+        select(&NAMES[..]),
         vec(net(), 0..4),
         vec(net(), 0..4),
         vec(rule(), 0..3),
         vec(rule(), 0..2),
         vec(port(), 0..3),
         any::<bool>(),
-        endpoints(),
-        endpoints(),
     )
-        .prop_map(
-            |((name, revision), sources, networks, allow, deny, ports, sandbox, granted, draining)| Policy {
-                name: name.to_owned(),
-                sources: sources.into_iter().collect(),
-                networks: networks.into_iter().collect(),
-                allow,
-                deny,
-                infrastructure_ports: ports.into_iter().collect(),
-                sandbox,
-                granted: granted.into_iter().collect(),
-                draining: draining.into_iter().collect(),
-                revision: revision.to_owned(),
-                ..Policy::default()
-            },
-        )
-}
-
-fn peer() -> impl Strategy<Value = Peer> {
-    (
-        0u8..6,
-        0u64..4,
-        option::of(address()),
-        vec(net(), 0..5),
-        option::weighted(0.2, (select(&NAMES[..]), select(&REVISIONS[..]))),
-    )
-        .prop_map(|(k, revision, endpoint, allowed_ips, required)| Peer {
-            name: format!("peer-{k}-{revision}"),
-            revision,
-            public_key: PublicKey::new([k; 32]),
-            preshared_key: None,
-            endpoint: endpoint.map(|ip| SocketAddr::new(ip, 51820)),
-            candidates: vec![],
-            keepalive: None,
-            allowed_ips,
-            requires_policy: required.map(|(name, revision)| format!("{name}@{revision}")),
+        .prop_map(|(name, sources, networks, allow, deny, ports, closed)| Policy {
+            name: name.to_owned(),
+            sources: sources.into_iter().collect(),
+            networks: networks.into_iter().collect(),
+            allow,
+            deny,
+            infrastructure_ports: ports.into_iter().collect(),
+            closed,
+            ..Policy::default()
         })
 }
 
-/// A sandbox as the controller writes it: a policy, and Peers of single addresses inside it, some of which name another revision
-/// of it than the one that stands; and whether that other one was seen.
-fn sandbox() -> impl Strategy<Value = (Policy, Vec<Peer>, bool)> {
-    let network = select(&["100.80.16.0/20", "10.3.0.0/16", "fd00:3::/32"][..]);
-    let node = (6u8..10, 1u8..6, prop::bool::weighted(0.3));
-    (policy(), network, vec(node, 1..4), any::<bool>()).prop_map(|(policy, network, nodes, seen)| {
-        let network: IpNet = network.parse().unwrap();
-        let policy = Policy {
-            sources: [network].into(),
-            networks: [network].into(),
-            sandbox: true,
-            revision: "1".to_owned(),
-            ..policy
-        };
-        let peers = nodes.into_iter().map(|(k, n, changed)| Peer {
-            name: format!("sandbox-{k}-{n}"),
-            revision: 1,
-            public_key: PublicKey::new([k; 32]),
-            preshared_key: None,
-            endpoint: None,
-            candidates: vec![],
-            keepalive: None,
-            allowed_ips: vec![IpNet::from(match network.addr() {
-                IpAddr::V4(a) => IpAddr::from((u32::from(a) + u32::from(n)).to_be_bytes()),
-                IpAddr::V6(a) => IpAddr::from((u128::from(a) + u128::from(n)).to_be_bytes()),
-            })],
-            requires_policy: Some(format!("{}@{}", policy.name, if changed { "2" } else { "1" })),
-        });
-        let peers = peers.collect();
-        (policy, peers, seen)
+fn peer() -> impl Strategy<Value = Peer> {
+    (0u8..6, 0u64..4, option::of(address()), vec(net(), 0..5)).prop_map(|(k, revision, endpoint, allowed_ips)| Peer {
+        name: format!("peer-{k}-{revision}"),
+        revision,
+        public_key: PublicKey::new([k; 32]),
+        preshared_key: None,
+        endpoint: endpoint.map(|ip| SocketAddr::new(ip, 51820)),
+        candidates: vec![],
+        keepalive: None,
+        allowed_ips,
     })
 }
 
@@ -133,73 +82,23 @@ fn inputs() -> impl Strategy<Value = Inputs> {
         vec(address(), 0..2),
         vec(address(), 0..4),
         vec(net(), 0..4),
-        option::of(sandbox()),
     )
-        .prop_map(
-            |(mut peers, mut policies, throw, underlay, nodes, pods_elsewhere, sandbox)| {
-                let mut earlier = Earlier::default();
-                if let Some((policy, nodes, seen)) = sandbox {
-                    if seen {
-                        let granted = policy.granted.iter().copied().take(1).collect();
-                        let before = Policy {
-                            granted,
-                            revision: "2".to_owned(),
-                            ..policy.clone()
-                        };
-                        earlier.insert(format!("{}@2", policy.name), before);
-                    }
-                    policies.insert(0, policy);
-                    peers.extend(nodes);
-                }
-                // Objects of one kind have different names.
-                let mut names = BTreeSet::new();
-                policies.retain(|policy| names.insert(policy.name.clone()));
-                peers.retain(|peer| names.insert(peer.name.clone()));
-                let mut inputs = Inputs {
-                    nodes: nodes.into_iter().collect(),
-                    pods_elsewhere: pods_elsewhere.into_iter().collect(),
-                    peers,
-                    policies,
-                    earlier,
-                    throw: throw.into_iter().collect(),
-                    ..hub_node()
-                };
-                inputs.node.underlay_addresses.extend(underlay);
-                inputs
-            },
-        )
-}
-
-/// The properties below say something of sandboxes only where the inputs hold Peers that are let in.
-#[test]
-fn generated_inputs_reach_every_state_of_a_sandbox() {
-    let mut runner = TestRunner::deterministic();
-    let [
-        mut open,
-        mut narrowed,
-        mut closed,
-        mut mismatched,
-        mut missing,
-        mut grants,
-    ] = [0; 6];
-    for _ in 0..256 {
-        let inputs = inputs().new_tree(&mut runner).unwrap().current();
-        let got = compile(&inputs);
-        let refused = |reason| got.refused.iter().any(|refused| refused.reason == reason);
-        let changed = refused(Reason::PolicyChanged);
-        open += u32::from(!got.gated.is_empty() && !changed);
-        narrowed += u32::from(changed && !inputs.earlier.is_empty());
-        closed += u32::from(changed && inputs.earlier.is_empty());
-        mismatched += u32::from(refused(Reason::PolicyMismatch));
-        missing += u32::from(refused(Reason::PolicyMissing));
-        grants += u32::from(
-            [&got.firewall.v4, &got.firewall.v6]
-                .iter()
-                .any(|sets| !sets.grants.is_empty()),
-        );
-    }
-    let reached = [open, narrowed, closed, mismatched, missing, grants];
-    assert!(reached.iter().all(|count| *count >= 16), "of 256: {reached:?}");
+        .prop_map(|(mut peers, mut policies, throw, underlay, nodes, pods_elsewhere)| {
+            // Objects of one kind have different names.
+            let mut names = BTreeSet::new();
+            policies.retain(|policy| names.insert(policy.name.clone()));
+            peers.retain(|peer| names.insert(peer.name.clone()));
+            let mut inputs = Inputs {
+                nodes: nodes.into_iter().collect(),
+                pods_elsewhere: pods_elsewhere.into_iter().collect(),
+                peers,
+                policies,
+                throw: throw.into_iter().collect(),
+                ..hub_node()
+            };
+            inputs.node.underlay_addresses.extend(underlay);
+            inputs
+        })
 }
 
 proptest! {
@@ -213,8 +112,7 @@ proptest! {
         prop_assert_eq!(&there, &b.routes);
         prop_assert_eq!(diff(&there, &b.routes), None);
         prop_assert_eq!(update(Some(&b.firewall), &b.firewall), None);
-        // But for the first sandbox and the last, or where something is closed and something else is not any more, only
-        // elements differ.
+        // But where something is closed and something else is not any more, only elements differ.
         let whole = matches!(update(Some(&a.firewall), &b.firewall), Some(Update::Whole { .. }));
         let beyond = |a: &Firewall, b: &Firewall| {
             let ports = !a.infrastructure.is_subset(&b.infrastructure);
@@ -224,6 +122,7 @@ proptest! {
                     || !a.api.is_subset(&b.api)
                     || !a.nodes.is_subset(&b.nodes)
                     || !a.pods_elsewhere.is_subset(&b.pods_elsewhere)
+                    || !a.closed.is_subset(&b.closed)
             })
         };
         let both = beyond(&a.firewall, &b.firewall) && beyond(&b.firewall, &a.firewall);
@@ -231,46 +130,14 @@ proptest! {
         prop_assert_eq!(device::diff(&device::ObservedPeers::new(), &b.peers).is_none(), b.peers.is_empty());
     }
 
-    /// DESIGN §4 rule 7, whatever the objects say.
     #[test]
-    fn a_sandbox_has_single_addresses_of_its_own_no_endpoint_and_reaches_its_grants_alone(inputs in inputs()) {
+    fn every_network_of_a_closed_member_is_closed(inputs in inputs()) {
         let got = compile(&inputs);
-        let clean = |policy| refuse::clean_policy(&inputs.node, policy, &mut Vec::new());
-        let sandboxes: Vec<Policy> = inputs.policies.iter().filter(|policy| policy.sandbox).map(clean).collect();
-        let theirs = |net: &IpNet| sandboxes.iter().any(|policy| policy.sources.iter().any(|source| overlap(source, net)));
-        for (key, spec) in &got.peers {
-            if got.gated.contains_key(key) {
-                prop_assert_eq!(spec.endpoint, None);
-                prop_assert!(spec.allowed_ips.iter().all(|net| net.prefix_len() == net.max_prefix_len() && theirs(net)));
-            } else {
-                prop_assert!(!spec.allowed_ips.iter().any(theirs), "{:?}", spec);
-            }
-        }
-        for (source, to, port) in [&got.firewall.v4, &got.firewall.v6].into_iter().flat_map(|sets| &sets.grants) {
-            let granted = |policy: &Policy| {
-                policy.sources.iter().any(|net| net.contains(source)) && policy.granted.contains(&(*to, *port))
-            };
-            prop_assert!(sandboxes.iter().any(granted), "{source} {to} {port:?}");
-            let host = IpNet::from(*source);
-            let peer = |key: &PublicKey| got.peers.get(key).is_some_and(|spec| spec.allowed_ips.contains(&host));
-            prop_assert!(got.gated.keys().any(peer), "{source} has no Peer");
-        }
-    }
-
-    /// Without the firewall table's mark routing leads nobody to a sandbox, whatever else lies around its networks.
-    #[test]
-    fn no_route_of_the_mesh_leads_to_a_sandbox(inputs in inputs()) {
-        let got = compile(&inputs);
-        let clean = |policy| refuse::clean_policy(&inputs.node, policy, &mut Vec::new());
-        let sandboxes = inputs.policies.iter().filter(|policy| policy.sandbox).map(clean);
-        let nets: Vec<IpNet> = sandboxes.flat_map(|policy| policy.networks.into_iter().chain(policy.sources)).collect();
-        let table: Vec<_> = got.routes.routes.iter().filter(|route| route.table == TABLE).collect();
-        // A way changes only where a prefix begins or ends.
-        for net in nets.iter().copied().chain(table.iter().map(|route| route.prefix)) {
-            for address in [net.network(), net.broadcast()].into_iter().filter(|a| nets.iter().any(|net| net.contains(a))) {
-                let holds = table.iter().filter(|route| route.prefix.contains(&address));
-                let best = holds.max_by_key(|route| (route.prefix.prefix_len(), std::cmp::Reverse(route.metric)));
-                prop_assert!(!best.is_some_and(|route| matches!(route.kind, Kind::Device { .. })), "{address}: {best:?}");
+        for policy in inputs.policies.iter().filter(|policy| policy.closed) {
+            let policy = refuse::clean_policy(&inputs.node, policy, &mut Vec::new());
+            for net in policy.sources.iter().chain(&policy.networks) {
+                let sets = if net.addr().is_ipv4() { &got.firewall.v4 } else { &got.firewall.v6 };
+                prop_assert!(covered(net, &sets.closed), "{net} of {policy:?}");
             }
         }
     }
@@ -322,10 +189,6 @@ proptest! {
                 prop_assert!(route.prefix.prefix_len() > 0);
                 prop_assert!(!touches_pods(&inputs.node, &route.prefix) || route.kind == Kind::Throw, "{route}");
             }
-        }
-        for (key, name) in &got.names {
-            let peer = inputs.peers.iter().find(|peer| peer.name == *name).unwrap();
-            prop_assert_eq!(peer.requires_policy.is_some(), got.gated.contains_key(key), "{:?}", peer);
         }
     }
 

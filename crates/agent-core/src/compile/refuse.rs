@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, fmt, net::SocketAddr};
 use clustermesh_core::mesh::{WIDEST, is_too_wide};
 use ipnet::IpNet;
 
-use super::{Inputs, Node, Peer, earlier::named, touches_pods};
+use super::{Inputs, Node, Peer, touches_pods};
 use crate::{
     numbers::MAX_ALLOWED_IPS,
     policy::{Policy, Rule},
@@ -51,16 +51,6 @@ pub enum Reason {
     OwnPublicKey,
     /// A newer Peer has the key.
     PublicKeyDuplicate,
-    /// The Peer must not be programmed before its policy, and who programs it does not wait for that.
-    PolicyNotServed,
-    /// There is no such policy as the Peer requires.
-    PolicyMissing,
-    /// The policy that the Peer requires is of another revision: the Peer stays, and reaches less.
-    PolicyChanged,
-    /// The policy that the Peer requires is not one for such a Peer.
-    PolicyMismatch,
-    /// The Peer has a sandbox's addresses and requires no policy.
-    PolicyRequired,
 }
 
 impl Reason {
@@ -77,11 +67,6 @@ impl Reason {
             Self::OwnPodCIDR => "OwnPodCIDR",
             Self::OwnPublicKey => "OwnPublicKey",
             Self::PublicKeyDuplicate => "PublicKeyDuplicate",
-            Self::PolicyNotServed => "PolicyNotServed",
-            Self::PolicyMissing => "PolicyMissing",
-            Self::PolicyChanged => "PolicyChanged",
-            Self::PolicyMismatch => "PolicyMismatch",
-            Self::PolicyRequired => "PolicyRequired",
         }
     }
 }
@@ -127,18 +112,9 @@ pub(super) fn endpoint(node: &Node, endpoint: SocketAddr) -> Option<&'static str
     }
 }
 
-/// Why this Peer is not programmed, if so. `policies`: clean ones; `networks`: what they declare, an
-/// aggregate.
-pub(super) fn peer(
-    inputs: &Inputs,
-    policies: &[Policy],
-    networks: &BTreeSet<IpNet>,
-    peer: &Peer,
-) -> Option<(Reason, String)> {
+/// Why this Peer is not programmed, if so. `networks`: what the policies declare, an aggregate.
+pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> Option<(Reason, String)> {
     let node = &inputs.node;
-    if let Some(wrong) = sandboxed(policies, peer) {
-        return Some(wrong);
-    }
     if peer.public_key == node.public_key {
         let key = peer.public_key;
         return Some((
@@ -164,89 +140,6 @@ pub(super) fn peer(
     peer.allowed_ips
         .iter()
         .find_map(|net| range(inputs, networks, &net.trunc()))
-}
-
-/// Why a Peer of a sandbox's node is not programmed, if so: rule 7 of DESIGN §4. Only single addresses of that sandbox, no
-/// endpoint (its nodes must not choose where this one sends UDP), and only where the policy that it names stands.
-fn sandboxed(policies: &[Policy], peer: &Peer) -> Option<(Reason, String)> {
-    let Some(required) = &peer.requires_policy else {
-        let ranges = || peer.allowed_ips.iter().map(IpNet::trunc);
-        let touches = |policy: &&Policy| ranges().any(|net| policy.sources.iter().any(|source| overlap(source, &net)));
-        let policy = policies.iter().filter(|policy| policy.sandbox).find(touches)?;
-        return Some((
-            Reason::PolicyRequired,
-            format!(
-                "spec.allowedIPs holds addresses of the sandbox that PeerPolicy {} is for, and annotation \
-                 kilo-clustermesh.io/requires-policy is missing; the controller writes it, so wait for it or delete the Peer",
-                policy.name
-            ),
-        ));
-    };
-    let said = quoted(required);
-    let (name, _) = named(required);
-    let Some(policy) = policies.iter().find(|policy| policy.name == name) else {
-        return Some((
-            Reason::PolicyMissing,
-            format!(
-                "annotation kilo-clustermesh.io/requires-policy asks for {said:?}, and there is no such PeerPolicy that can be \
-                 read; the controller writes it before the Peer, so look at its log, or delete the Peer"
-            ),
-        ));
-    };
-    let mismatch = |what: String| Some((Reason::PolicyMismatch, what));
-    if !policy.sandbox {
-        return mismatch(format!(
-            "annotation kilo-clustermesh.io/requires-policy asks for {said:?}, which is no sandbox's; give the source cluster \
-             isolationProfile: sandbox, or delete the annotation"
-        ));
-    }
-    if peer.endpoint.is_some() || !peer.candidates.is_empty() {
-        return mismatch(
-            "spec.endpoint, or annotation kilo-clustermesh.io/endpoints, is set: a sandbox's node dials, and never says where \
-             this one sends; remove it"
-                .to_owned(),
-        );
-    }
-    let alone = |net: &IpNet| net.prefix_len() == net.max_prefix_len() && covered(net, &policy.sources);
-    let other = peer.allowed_ips.iter().find(|net| !alone(&net.trunc()))?;
-    mismatch(format!(
-        "spec.allowedIPs holds {other}, which is no single address inside spec.sources of PeerPolicy {name}; a sandbox's node \
-         has its WireGuard address alone"
-    ))
-}
-
-/// Why a Peer of a sandbox's node reaches less for now than its policy says, if so, and whether it reaches nothing: the policy
-/// is not the one that the Peer names, word for word. The Peer stays where it is, and its session with it.
-pub(super) fn changed(inputs: &Inputs, policies: &[Policy], peer: &Peer) -> Option<(Refused, bool)> {
-    let required = peer.requires_policy.as_ref()?;
-    let (name, revision) = named(required);
-    let policy = policies.iter().find(|policy| policy.name == name)?;
-    if !revision.is_empty() && policy.revision == revision {
-        return None;
-    }
-    let closed = !inputs.earlier.contains_key(required);
-    let open = if closed {
-        "nothing"
-    } else {
-        "what both grant and nothing else"
-    };
-    let refused = Refused {
-        object: Object::Peer(peer.name.clone()),
-        reason: Reason::PolicyChanged,
-        message: format!(
-            "annotation kilo-clustermesh.io/requires-policy asks for {:?}, and the PeerPolicy is of revision {:?}: it was \
-             changed by hand, or by a controller that is about to write the Peer. The node reaches {open} until the two \
-             agree; if they stay so, look at the controller's log",
-            quoted(required),
-            policy.revision
-        ),
-    };
-    Some((refused, closed))
-}
-
-/// As much as a line of a log takes.
-fn quoted(required: &str) -> String {
-    required.chars().take(300).collect()
 }
 
 /// Why a range cannot be a Peer's. A range that holds an address of this node, or the API server's, is right only where

@@ -4,10 +4,6 @@ use crate::{
     routes::Route,
 };
 
-mod sandbox;
-
-pub(crate) use sandbox::hub_node_of_a_sandbox;
-
 pub(crate) fn nets(texts: &[&str]) -> BTreeSet<IpNet> {
     texts.iter().map(|t| t.parse().unwrap()).collect()
 }
@@ -30,7 +26,6 @@ fn peer(n: u8, name: &str, endpoint: &str, allowed: &[&str]) -> Peer {
         candidates: vec![],
         keepalive: None,
         allowed_ips: allowed.iter().map(|t| t.parse().unwrap()).collect(),
-        requires_policy: None,
     }
 }
 
@@ -105,10 +100,7 @@ pub(crate) fn hub_node() -> Inputs {
             infrastructure_ports: [port(Protocol::Tcp, 6443), port(Protocol::Tcp, 10250)].into(),
             ..Policy::default()
         }],
-        earlier: BTreeMap::new(),
         narrow: BTreeMap::new(),
-        grant_timeout: Duration::from_secs(900),
-        new_flows: 1000,
     }
 }
 
@@ -145,10 +137,7 @@ pub(crate) fn worker() -> Inputs {
             }],
             ..Policy::default()
         }],
-        earlier: BTreeMap::new(),
         narrow: BTreeMap::new(),
-        grant_timeout: Duration::from_secs(900),
-        new_flows: 1000,
     }
 }
 
@@ -229,13 +218,6 @@ fn a_wrong_peer_costs_that_peer_and_names_the_reason() {
                 ..good()
             },
             Reason::OwnPublicKey,
-        ),
-        (
-            Peer {
-                requires_policy: Some("c3@0123".to_owned()),
-                ..good()
-            },
-            Reason::PolicyMissing,
         ),
     ];
     for (peer, reason) in cases {

@@ -12,7 +12,7 @@ use std::{
 use ipnet::IpNet;
 
 use super::{
-    Firewall, Frame, Scope, Sets, sandbox,
+    Firewall, Frame, Scope, Sets,
     ways::{leave, path},
 };
 use crate::{
@@ -27,8 +27,6 @@ pub(super) struct Set {
     pub(super) name: &'static str,
     pub(super) kind: Cow<'static, str>,
     pub(super) elements: BTreeSet<String>,
-    /// Its elements go by themselves.
-    pub(super) fades: bool,
     /// What it holds is closed, whatever another one opens.
     pub(super) closes: bool,
 }
@@ -40,9 +38,6 @@ pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
     let mut out = Vec::new();
     for (family, sets) in [(Family::V4, &firewall.v4), (Family::V6, &firewall.v6)] {
         out.extend(family_sets(family, sets));
-        if let Some(bounds) = firewall.frame.sandboxes {
-            out.extend(sandbox::sets(family, sets, bounds.timeout));
-        }
     }
     let elements = firewall
         .infrastructure
@@ -53,15 +48,14 @@ pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
         name: "infrastructure",
         kind: "type inet_proto . inet_service;".into(),
         elements,
-        fades: false,
         closes: true,
     });
     out.sort_by_key(|set| !set.closes);
     out
 }
 
-fn family_sets(family: Family, sets: &Sets) -> [Set; 13] {
-    const NAMES: [[&str; 13]; 2] = [
+fn family_sets(family: Family, sets: &Sets) -> [Set; 14] {
+    const NAMES: [[&str; 14]; 2] = [
         [
             "mesh4",
             "throw4",
@@ -76,6 +70,7 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 13] {
             "api4",
             "nodes4",
             "pods_elsewhere4",
+            "closed4",
         ],
         [
             "mesh6",
@@ -91,6 +86,7 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 13] {
             "api6",
             "nodes6",
             "pods_elsewhere6",
+            "closed6",
         ],
     ];
     const KINDS: [[&str; 5]; 2] = [
@@ -125,6 +121,7 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 13] {
         (socket, sockets(&sets.api)),
         (address, sets.nodes.iter().map(ToString::to_string).collect()),
         (net, nets(&sets.pods_elsewhere)),
+        (net, nets(&sets.closed)),
     ];
     let mut names = NAMES[index].into_iter();
     values.map(|(kind, elements)| {
@@ -133,10 +130,9 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 13] {
             name,
             kind: kind.into(),
             elements,
-            fades: false,
             closes: matches!(
                 name.trim_end_matches(['4', '6']),
-                "deny" | "deny_ports" | "api" | "nodes" | "pods_elsewhere"
+                "deny" | "deny_ports" | "api" | "nodes" | "pods_elsewhere" | "closed"
             ),
         }
     })
@@ -305,26 +301,21 @@ fn kept(frame: &Frame) -> String {
 /// What the tunnel may bring in: after kube-proxy's DNAT (-100), before everyone's filters (0).
 fn policy(frame: &Frame) -> String {
     let device = &frame.device;
-    let mut sandboxes = String::new();
-    if frame.sandboxes.is_some() {
-        both(&mut sandboxes, &format!("iifname \"{device}\" {}", sandbox::ENTER));
-    }
     format!(
         "
   chain policy_input {{
     type filter hook input priority filter - 10; policy accept;
-{sandboxes}    iifname \"{device}\" goto from_mesh
+    iifname \"{device}\" goto from_mesh
   }}
 
   chain policy_forward {{
     type filter hook forward priority filter - 10; policy accept;
     iifname \"{device}\" oifname \"{device}\" counter drop
 {OPTIONS}    iifname \"{device}\" ip hdrlength != 5 counter drop
-{sandboxes}    iifname \"{device}\" goto from_mesh
+    iifname \"{device}\" goto from_mesh
   }}
 "
     ) + &from_mesh_chains()
-        + &frame.sandboxes.map(sandbox::chains).unwrap_or_default()
 }
 
 /// What is closed to every member, whatever is allowed to it.
@@ -352,7 +343,11 @@ fn from_mesh_chains() -> String {
         "
   # Original-direction packets are matched on every packet, so that taking an element away closes what it allowed.
   chain from_mesh {
-    ct direction reply ct state established accept
+",
+    );
+    both(&mut out, "{ip} saddr @closed{n} counter drop");
+    out.push_str(
+        "    ct direction reply ct state established accept
     ct state invalid,related,untracked goto unusual
     ct direction reply counter drop
 ",

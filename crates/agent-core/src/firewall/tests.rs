@@ -1,7 +1,7 @@
 use super::*;
 use crate::compile::{
-    Inputs, beside, compile,
-    tests::{hub_node, hub_node_of_a_sandbox, nets, worker},
+    beside, compile,
+    tests::{hub_node, nets, worker},
 };
 
 #[test]
@@ -98,80 +98,21 @@ fn a_node_that_joins_beside_another_is_one_element_more() {
 }
 
 #[test]
-fn what_a_policy_denies_is_no_grant() {
-    let mut inputs = hub_node_of_a_sandbox();
-    let table = |inputs: &Inputs| compile(inputs).firewall;
-    let (at, port) = *inputs.policies[1].granted.first().unwrap();
-    let among = |table: &Firewall| table.v4.grants.iter().any(|(_, to, on)| (*to, *on) == (at, port));
-    assert!(among(&table(&inputs)));
-    inputs.policies[1].deny.push(Rule {
-        to: [at.into()].into(),
-        ports: [port].into(),
-    });
-    assert!(!among(&table(&inputs)));
-}
-
-#[test]
-fn the_table_of_a_node_that_a_sandbox_reaches() {
-    insta::assert_snapshot!(render(&compile(&hub_node_of_a_sandbox()).firewall));
-}
-
-#[test]
-fn a_grant_that_comes_or_goes_is_a_transaction_of_elements() {
-    let old = compile(&hub_node_of_a_sandbox()).firewall;
-    let mut inputs = hub_node_of_a_sandbox();
-    let granted = &mut inputs.policies[1].granted;
-    granted.remove(&(
-        "172.29.0.111".parse().unwrap(),
-        Port {
-            protocol: crate::policy::Protocol::Udp,
-            port: 53,
-        },
-    ));
+fn closed_member_is_one_element_that_comes_first_and_nothing_is_allowed_to_it() {
+    let mut inputs = hub_node();
+    let old = compile(&inputs).firewall;
+    inputs.policies[0].closed = true;
+    let new = compile(&inputs).firewall;
+    assert_eq!(new.v4.closed, nets(&["10.243.0.0/16", "100.66.2.0/24"]));
+    assert_eq!((new.v4.allow.len(), new.v6.allow.len()), (0, 0));
+    let step = update(Some(&old), &new).unwrap();
+    let first = step.scripts()[0].lines().next().unwrap();
     assert_eq!(
-        update(Some(&old), &compile(&inputs).firewall),
-        Some(Update::Elements {
-            scripts: vec![
-                "delete element inet clustermesh grants4 { 100.80.16.1 . 172.29.0.111 . udp . 53 }\n\
-                 delete element inet clustermesh reach4 { 100.80.16.1 . 172.29.0.111 }\n"
-                    .to_owned()
-            ],
-            removed: 2,
-            added: 0,
-        })
+        first,
+        "add element inet clustermesh closed4 { 10.243.0.0/16, 100.66.2.0/24 }"
     );
-}
-
-#[test]
-fn what_fades_is_written_again_as_a_whole_and_nothing_else() {
-    assert_eq!(refresh(&compile(&hub_node()).firewall), None);
-    let mut firewall = compile(&hub_node_of_a_sandbox()).firewall;
-    firewall.v6 = Sets::default();
-    firewall.v4.draining.clear();
-    firewall.v4.reach.clear();
-    let elements = "element inet clustermesh grants4 { 100.80.16.1 . 10.101.0.5 . tcp . 5432, \
-                    100.80.16.1 . 172.29.0.111 . udp . 53 }\n";
-    assert_eq!(refresh(&firewall), Some(format!("delete {elements}add {elements}")));
-}
-
-#[test]
-fn beside_another_programs_tunnel_a_sandbox_is_a_member_to_whom_nothing_is_allowed() {
-    let firewall = beside(&hub_node_of_a_sandbox(), &BTreeSet::new()).firewall;
-    assert_eq!(firewall.frame.sandboxes, None);
-    let hub = beside(&hub_node(), &BTreeSet::new()).firewall;
-    assert_eq!((firewall.v4.allow, firewall.v4.grants), (hub.v4.allow, BTreeSet::new()));
-    assert!(firewall.v4.mesh.contains(&"100.80.16.0/20".parse().unwrap()));
-}
-
-#[test]
-fn a_single_address_reads_back_without_its_length_and_a_network_of_the_same_length_with_it() {
-    let mut firewall = compile(&hub_node()).firewall;
-    firewall.v4.mesh = nets(&["10.0.0.0/8", "100.66.2.1/32"]);
-    firewall.v6.mesh = nets(&["2001:db8::/32", "fd00::1/128"]);
-    firewall.v6.allow = [("fd00::1/128".parse().unwrap(), "2001:db8::/32".parse().unwrap())].into();
-    let sets = expected(&firewall).sets;
-    let read = |name: &str| sets[name].iter().map(String::as_str).collect::<Vec<_>>();
-    assert_eq!(read("mesh4"), ["10.0.0.0/8", "100.66.2.1"]);
-    assert_eq!(read("mesh6"), ["2001:db8::/32", "fd00::1"]);
-    assert_eq!(read("allow6"), ["fd00::1 . 2001:db8::/32"]);
+    assert!(
+        !compile(&inputs).peers.is_empty(),
+        "its Peers are the controller's to take away"
+    );
 }

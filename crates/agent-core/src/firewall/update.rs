@@ -38,28 +38,6 @@ impl Update {
     }
 }
 
-/// Writes every element that fades once more, so that it stands for its whole time again; `None` = there is none. One
-/// transaction takes it away and puts it back: a kernel older than 6.12 leaves the time of an element that is only added as
-/// it was, and nothing is closed in between.
-#[must_use]
-pub fn refresh(firewall: &Firewall) -> Option<String> {
-    let mut script = String::new();
-    for set in sets(firewall)
-        .iter()
-        .filter(|set| set.fades && !set.elements.is_empty())
-    {
-        for verb in ["delete", "add"] {
-            let _ = writeln!(
-                script,
-                "{verb} element inet {NFT_TABLE} {} {{ {} }}",
-                set.name,
-                join(&set.elements)
-            );
-        }
-    }
-    (!script.is_empty()).then_some(script)
-}
-
 /// What leads from `old`, as last written, to `new`; `None` = nothing to do. Without `old`, the whole table.
 ///
 /// Sets do not change at one moment, though a transaction names them together ([`sets`]). So what closes comes before, and goes

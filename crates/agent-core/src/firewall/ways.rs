@@ -5,7 +5,6 @@ use std::fmt::Write;
 use super::{
     Frame,
     render::{TO_THIS_NODE, both, is_mark, set_mark, to_this_node},
-    sandbox,
 };
 use crate::numbers::{CONNECTION_MASK, MARK_MASK, MARK_TUNNEL, MARK_UNDERLAY};
 
@@ -42,9 +41,6 @@ pub(super) fn path(frame: &Frame) -> String {
     );
     let thrown = format!("ct direction reply {came_by_tunnel} {{ip}} daddr @throw{{n}} counter {meta_tunnel}");
     both(&mut out, &thrown);
-    if frame.sandboxes.is_some() {
-        both(&mut out, &sandbox::answer());
-    }
     let _ = writeln!(
         out,
         "  }}
@@ -53,9 +49,6 @@ pub(super) fn path(frame: &Frame) -> String {
     ct state new {ct_tunnel}
     ct direction reply {came_by_underlay} {meta_underlay}"
     );
-    if frame.sandboxes.is_some() {
-        both(&mut out, sandbox::ENTER);
-    }
     let _ = writeln!(out, "    {TO_THIS_NODE}\n  }}");
     out.push_str(&to_this_node());
     let underlay = is_mark(MARK_UNDERLAY, "meta");
@@ -69,13 +62,6 @@ pub(super) fn path(frame: &Frame) -> String {
     ct status & dnat == 0 accept
 ",
     );
-    if frame.sandboxes.is_some() {
-        // It had the mark for where it was going.
-        both(
-            &mut out,
-            &format!("iifname \"{device}\" {{ip}} saddr @sandbox{{n}} counter drop"),
-        );
-    }
     both(
         &mut out,
         &format!("ct direction original {underlay} {{ip}} daddr @mesh{{n}} counter {keep}"),
@@ -143,9 +129,7 @@ pub(super) fn leave(frame: &Frame) -> String {
     ct state untracked counter drop
 ",
     );
-    if frame.sandboxes.is_some() {
-        both(&mut out, sandbox::LEAVE);
-    }
+    both(&mut out, "{ip} daddr @closed{n} counter drop");
     out.push_str(
         "    # An anchor answers with the address that was asked, which is its ClusterIP again already.
 ",

@@ -12,7 +12,7 @@ use kube::ResourceExt;
 use super::{network, owner, set_labels, shown};
 use crate::{
     annotations::endpoint_host,
-    names::{PEER_ENDPOINTS, PEER_REQUIRES_POLICY},
+    names::PEER_ENDPOINTS,
     peer::{DnsOrIp, Peer, PeerEndpoint, PeerSpec},
 };
 
@@ -55,12 +55,6 @@ pub fn exact(peer: &Peer) -> Result<observe::PeerSpec, String> {
         endpoint: spec.endpoint.as_ref().map(endpoint).transpose()?,
         candidates: candidates(peer)?,
         persistent_keepalive: keepalive(spec)?,
-        requires_policy: peer
-            .metadata
-            .annotations
-            .as_ref()
-            .and_then(|all| all.get(PEER_REQUIRES_POLICY))
-            .cloned(),
     })
 }
 
@@ -132,7 +126,6 @@ fn lenient(spec: &PeerSpec) -> Result<observe::PeerSpec, String> {
         endpoint: spec.endpoint.as_ref().and_then(|written| endpoint(written).ok()),
         candidates: Vec::new(),
         persistent_keepalive: keepalive(spec).unwrap_or_default(),
-        requires_policy: None,
     })
 }
 
@@ -160,17 +153,6 @@ pub fn update(peer: &mut Peer, spec: &observe::PeerSpec, owner: &Owner) {
             .collect::<Vec<_>>()
             .join(",");
         peer.annotations_mut().insert(PEER_ENDPOINTS.to_owned(), text);
-    }
-    match &spec.requires_policy {
-        Some(policy) => {
-            peer.annotations_mut()
-                .insert(PEER_REQUIRES_POLICY.to_owned(), policy.clone());
-        }
-        None => {
-            if let Some(annotations) = &mut peer.metadata.annotations {
-                annotations.remove(PEER_REQUIRES_POLICY);
-            }
-        }
     }
     peer.spec = PeerSpec {
         allowed_ips: spec.allowed_ips.iter().map(IpNet::to_string).collect(),

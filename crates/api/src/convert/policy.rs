@@ -6,8 +6,8 @@ use std::{
 };
 
 use clustermesh_core::{
-    mesh::{ObjectName, PortRef, Protocol},
-    observe::{self, ObservedPolicy, Owner, ServiceGrant},
+    mesh::{PortRef, Protocol},
+    observe::{self, ObservedPolicy, Owner},
 };
 use ipnet::IpNet;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{
     mesh::{IsolationProfile, ServicePort},
-    policy::{Allow, Deny, InfrastructurePort, LocalService, PeerPolicy, PeerPolicySpec},
+    policy::{Allow, Deny, InfrastructurePort, PeerPolicy, PeerPolicySpec},
 };
 
 /// The schema's bound on the networks of one rule.
@@ -35,32 +35,8 @@ pub fn to_core(policy: &PeerPolicy) -> ObservedPolicy {
 }
 
 fn spec(written: &PeerPolicySpec) -> Result<observe::PolicySpec, String> {
-    let (mut allow, mut grants) = (BTreeSet::new(), BTreeSet::new());
+    let mut allow = BTreeSet::new();
     for (index, entry) in written.allow.iter().enumerate() {
-        if let Some(LocalService { namespace, name }) = &entry.service {
-            let ports = entry
-                .ports
-                .iter()
-                .map(|port| match &port.port {
-                    IntOrString::String(name) => Ok((protocol(port.protocol), name.clone())),
-                    IntOrString::Int(number) => Err(format!(
-                        "spec.allow[{index}].ports: {number} is a number: write the port's name, as the Service's EndpointSlices have it"
-                    )),
-                })
-                .collect::<Result<_, _>>()?;
-            let service = ObjectName {
-                namespace: namespace.clone(),
-                name: name.clone(),
-            };
-            let within = networks(&format!("spec.allow[{index}].to"), &entry.to)?;
-            grants.insert(ServiceGrant { service, ports, within });
-            continue;
-        }
-        if !entry.ports.is_empty() {
-            return Err(format!(
-                "spec.allow[{index}].ports: ports are written for grants by Service alone"
-            ));
-        }
         allow.extend(networks(&format!("spec.allow[{index}].to"), &entry.to)?);
     }
     let mut deny = BTreeSet::new();
@@ -97,9 +73,7 @@ fn spec(written: &PeerPolicySpec) -> Result<observe::PolicySpec, String> {
             .map(|p| (protocol(p.protocol), p.port))
             .collect(),
         anchored: networks("spec.anchored", &written.anchored)?,
-        // A member that is connected to nothing has no policy; whoever writes one closes what a sandbox's closes.
-        sandbox: written.isolation_profile != IsolationProfile::ClusterMeshed,
-        grants,
+        closed: written.isolation_profile != IsolationProfile::ClusterMeshed,
     })
 }
 
@@ -140,25 +114,10 @@ pub(crate) fn written(source: &str, spec: &observe::PolicySpec) -> PeerPolicySpe
             protocol: crate::mesh::Protocol::Tcp,
         });
     }
-    let granted = |grant: &ServiceGrant| Allow {
-        to: texts(&grant.within),
-        service: Some(LocalService {
-            namespace: grant.service.namespace.clone(),
-            name: grant.service.name.clone(),
-        }),
-        ports: grant
-            .ports
-            .iter()
-            .map(|(protocol, name)| ServicePort {
-                port: IntOrString::String(name.clone()),
-                protocol: protocol_from_core(*protocol),
-            })
-            .collect(),
-    };
     PeerPolicySpec {
         source: source.to_owned(),
-        isolation_profile: if spec.sandbox {
-            IsolationProfile::Sandbox
+        isolation_profile: if spec.closed {
+            IsolationProfile::Standard
         } else {
             IsolationProfile::ClusterMeshed
         },
@@ -166,12 +125,7 @@ pub(crate) fn written(source: &str, spec: &observe::PolicySpec) -> PeerPolicySpe
         networks: texts(&spec.networks),
         allow: texts(&spec.allow)
             .chunks(RULE_NETWORKS)
-            .map(|to| Allow {
-                to: to.to_vec(),
-                service: None,
-                ports: Vec::new(),
-            })
-            .chain(spec.grants.iter().map(granted))
+            .map(|to| Allow { to: to.to_vec() })
             .collect(),
         deny: denied
             .into_iter()

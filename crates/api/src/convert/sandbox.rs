@@ -17,9 +17,8 @@ use super::{
     mesh::{protocol, protocol_from_core},
     network, owner, set_labels,
 };
-use crate::{
-    policy::LocalService,
-    sandbox::{SandboxAccess, SandboxAccessSpec, SandboxGateway, SandboxGatewayStatus, SandboxGrant, SandboxNode},
+use crate::sandbox::{
+    LocalService, SandboxAccess, SandboxAccessSpec, SandboxGateway, SandboxGatewayStatus, SandboxGrant, SandboxNode,
 };
 
 /// What stands. An access that says anything the planner would not write is an error, and gets rewritten.

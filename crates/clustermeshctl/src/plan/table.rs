@@ -10,7 +10,7 @@ use clustermesh_api::convert;
 use clustermesh_core::{
     diff::{Action, Item, Step},
     mesh::MeshId,
-    observe::{AccessSpec, Endpoint, Families, Member, Mirror, Owner, PeerSpec, PolicySpec, ServiceGrant},
+    observe::{AccessSpec, Endpoint, Families, Member, Mirror, Owner, PeerSpec, PolicySpec},
     plan::{MeshPlan, PlannedSlice, TargetPlan},
     status::{self, Condition},
 };
@@ -322,11 +322,6 @@ fn peer_changes(old: &PeerSpec, new: &PeerSpec) -> Vec<String> {
     lines.extend(changed("candidates", &list(&old.candidates), &list(&new.candidates)));
     let seconds = |spec: &PeerSpec| format!("{} s", spec.persistent_keepalive);
     lines.extend(changed("keepalive", &seconds(old), &seconds(new)));
-    lines.extend(changed(
-        "requires policy",
-        old.requires_policy.as_deref().unwrap_or_default(),
-        new.requires_policy.as_deref().unwrap_or_default(),
-    ));
     lines.extend(set_changes("allowedIPs", &old.allowed_ips, &new.allowed_ips));
     lines
 }
@@ -348,37 +343,24 @@ fn whole_access(spec: &AccessSpec) -> Vec<String> {
 }
 
 fn whole_policy(spec: &PolicySpec) -> Vec<String> {
-    let what: Vec<String> = spec.allow.iter().map(ToString::to_string).chain(grants(spec)).collect();
+    let what: Vec<String> = spec.allow.iter().map(ToString::to_string).collect();
     let allows = match &*what {
         [] => "allows nothing but replies".to_owned(),
         what => format!("allows {}", list(what)),
     };
     let mut lines = vec![format!("from {}", list(&spec.sources)), allows];
     lines.extend(
-        spec.sandbox
-            .then(|| "a sandbox: nothing here opens a connection to it".to_owned()),
+        spec.closed
+            .then(|| "closed: no packet passes from it or to it".to_owned()),
     );
     lines
-}
-
-/// `Service team-x/postgres sql/TCP`.
-fn grants(spec: &PolicySpec) -> BTreeSet<String> {
-    let grant = |grant: &ServiceGrant| {
-        let ports = grant.ports.iter();
-        let ports: Vec<String> = ports
-            .map(|(protocol, name)| format!(" {name}/{}", protocol.as_str()))
-            .collect();
-        format!("Service {}{}", grant.service, ports.concat())
-    };
-    spec.grants.iter().map(grant).collect()
 }
 
 fn policy_changes(old: &PolicySpec, new: &PolicySpec) -> Vec<String> {
     let mut lines = set_changes("sources", &old.sources, &new.sources);
     lines.extend(set_changes("networks", &old.networks, &new.networks));
     lines.extend(set_changes("allow", &old.allow, &new.allow));
-    lines.extend(set_changes("allow", &grants(old), &grants(new)));
-    let profile = |spec: &PolicySpec| if spec.sandbox { "sandbox" } else { "cluster-meshed" };
+    let profile = |spec: &PolicySpec| if spec.closed { "standard" } else { "cluster-meshed" };
     lines.extend(changed("isolationProfile", profile(old), profile(new)));
     lines.extend(set_changes("deny", &old.deny, &new.deny));
     lines.extend(set_changes("anchored", &old.anchored, &new.anchored));

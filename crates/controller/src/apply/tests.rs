@@ -47,7 +47,6 @@ fn peer(source: &str, n: u16, action: Action) -> Step {
         endpoint: None,
         candidates: vec![],
         persistent_keepalive: 0,
-        requires_policy: None,
     };
     step(source, Item::Peer(format!("{source}-{n}"), Some(spec)), action)
 }

@@ -303,7 +303,6 @@ impl<'a, 'p> Writer<'a, 'p> {
             endpoint: first.map(Endpoint::Ip),
             candidates: if addresses.len() > 1 { addresses } else { Vec::new() },
             persistent_keepalive: 0,
-            requires_policy: None,
         };
         Some(self.put(source, node.node, spec, own_names))
     }
@@ -332,7 +331,6 @@ impl<'a, 'p> Writer<'a, 'p> {
             candidates: if endpoints.len() > 1 { endpoints } else { Vec::new() },
             // A hostPort, or another NAT, stands before it, and only this side dials.
             persistent_keepalive: NAT_KEEPALIVE.get(),
-            requires_policy: None,
         };
         self.put(source, name, spec, own_names);
     }

@@ -306,8 +306,7 @@ impl<'a> Assembly<'a> {
                         .into_iter()
                         .collect()
                 },
-                sandbox: closed,
-                grants: BTreeSet::new(),
+                closed,
             };
             let planned = PlannedPolicy {
                 source: source.to_owned(),
@@ -340,8 +339,7 @@ impl<'a> Assembly<'a> {
                 deny: member.api_endpoints.clone(),
                 infrastructure_ports: self.settings.infrastructure_ports.clone(),
                 anchored: BTreeSet::new(),
-                sandbox: false,
-                grants: BTreeSet::new(),
+                closed: false,
             };
             let planned = PlannedPolicy {
                 source: source.to_owned(),

@@ -121,7 +121,7 @@ fn opens(
     let nodes = carriers(world, plan, &from.cluster, &to.cluster, to.address);
     let shut = specs(plan, &from.cluster, &to.cluster)
         .into_iter()
-        .any(|spec| spec.sandbox && spec.networks.iter().any(|net| net.contains(&to.address)));
+        .any(|spec| spec.closed && spec.networks.iter().any(|net| net.contains(&to.address)));
     let Some(member) = world.seen.members[&to.cluster].last() else {
         return false;
     };
@@ -144,7 +144,7 @@ fn opens(
         if any(&|spec| spec.infrastructure_ports.contains(&port)) && addresses(member).contains(&to.address) {
             return false;
         }
-        if any(&|spec| spec.sandbox) {
+        if any(&|spec| spec.closed) {
             return false;
         }
         !tunnel_address(member, to.address) && any(&|spec| spec.allow.iter().any(|net| net.contains(&to.address)))

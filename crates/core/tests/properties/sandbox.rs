@@ -167,15 +167,13 @@ proptest! {
             for (name, target) in &mesh.targets {
                 let of = profile(&world, &mesh.identities[name]);
                 for peer in target.peers.values() {
-                    prop_assert_eq!(&peer.spec.requires_policy, &None);
                     prop_assert_ne!(profile(&world, &mesh.identities[&peer.source]), Profile::Sandbox);
                     prop_assert!(of != Profile::Standard);
                 }
                 for policy in target.policies.values() {
-                    let PolicySpec { sources, networks, allow, sandbox, grants, .. } = &policy.spec;
-                    prop_assert!(grants.is_empty());
+                    let PolicySpec { sources, networks, allow, closed, .. } = &policy.spec;
                     if profile(&world, &mesh.identities[&policy.source]) == Profile::Sandbox {
-                        prop_assert!(*sandbox && allow.is_empty() && sources == networks);
+                        prop_assert!(*closed && allow.is_empty() && sources == networks);
                     }
                 }
                 for access in target.accesses.values() {

@@ -254,7 +254,6 @@ fn peer_spec() -> impl Strategy<Value = PeerSpec> {
             endpoint,
             candidates: vec![],
             persistent_keepalive,
-            requires_policy: None,
         })
 }
 
@@ -282,7 +281,6 @@ fn peers() -> impl Strategy<Value = BTreeMap<String, ObservedPeer>> {
             endpoint: Some(Endpoint::Ip((own_address(n, k), 51820).into())),
             candidates: vec![],
             persistent_keepalive: 0,
-            requires_policy: None,
         };
         let owner = Owner {
             mesh: Some(mesh.into()),

@@ -12,7 +12,7 @@ use clap::Args;
 use clustermesh_agent_core::interface::InterfaceName;
 use ipnet::IpNet;
 
-use super::values::{Mtu, age};
+use super::values::{Mtu, age, grant_timeout};
 use crate::device::Backend;
 
 /// What only a gateway reads.
@@ -29,6 +29,14 @@ pub(crate) struct GatewayFlags {
     /// Gateway: name of a sandbox that is served. May be repeated; without it every one is.
     #[arg(long, value_delimiter = ',', global = true)]
     pub(super) serves: Vec<String>,
+    /// Gateway: how long grants stay open while the API server does not answer, or after this process ends: 15m, 90s; 10s at
+    /// least.
+    #[arg(long, default_value = "15m", value_parser = grant_timeout, global = true)]
+    pub(super) grant_timeout: Duration,
+    /// Gateway: new connections a second that each sandbox may open, twice as many at once; 0 = no limit. So one of them cannot
+    /// fill the connection table (conntrack) of all.
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(..=1_000_000), global = true)]
+    pub(super) sandbox_new_flows: u32,
     /// Gateway: connections of one grant to one endpoint; 0 = no limit. Toward one endpoint a pod has 64,512 source ports.
     #[arg(long, default_value_t = 4000, global = true)]
     pub(super) sandbox_connections: u32,

@@ -18,7 +18,7 @@ use crate::source::objects::{NodeSeen, OwnNode, PeerSeen, PolicySeen};
 /// What the first line calls the file.
 const FORMAT: &str = "clustermesh wg-agent cache";
 /// Another number is another form, and is not read.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// Why a file is not used. None of these can be mended by trying again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -209,7 +209,6 @@ impl PeerForm {
             cluster,
             mesh,
             revision,
-            requires_policy: None,
             spec: Ok(spec),
         } = peer
         else {
@@ -221,11 +220,7 @@ impl PeerForm {
             endpoint,
             candidates,
             persistent_keepalive,
-            requires_policy: None,
-        } = spec
-        else {
-            return None;
-        };
+        } = spec;
         Some(Self {
             cluster: cluster.clone(),
             mesh: mesh.clone(),
@@ -253,7 +248,6 @@ impl PeerForm {
             cluster,
             mesh,
             revision,
-            requires_policy: None,
             spec: Ok(PeerSpec {
                 public_key: public_key
                     .parse()
@@ -262,7 +256,6 @@ impl PeerForm {
                 endpoint: endpoint.map(EndpointForm::value),
                 candidates,
                 persistent_keepalive,
-                requires_policy: None,
             }),
         })
     }
@@ -278,8 +271,7 @@ struct PolicyForm {
     deny: Vec<RuleForm>,
     infrastructure_ports: BTreeSet<(ProtocolForm, u16)>,
     anchored: BTreeSet<IpNet>,
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    sandbox: bool,
+    closed: bool,
     problem: Option<String>,
     digest: [u8; 8],
 }
@@ -337,10 +329,8 @@ impl RuleForm {
 
 impl PolicyForm {
     fn of(seen: &PolicySeen) -> Self {
-        // What a sandbox may reach, and which Peers may come with that, is for a reachable API server to say.
         let PolicySeen {
             policy,
-            grants: _,
             problem,
             digest,
         } = seen;
@@ -352,10 +342,7 @@ impl PolicyForm {
             deny,
             infrastructure_ports,
             anchored,
-            sandbox,
-            granted: _,
-            draining: _,
-            revision: _,
+            closed,
         } = policy;
         Self {
             name: name.clone(),
@@ -365,7 +352,7 @@ impl PolicyForm {
             deny: deny.iter().map(RuleForm::of).collect(),
             infrastructure_ports: infrastructure_ports.iter().map(port).collect(),
             anchored: anchored.clone(),
-            sandbox: *sandbox,
+            closed: *closed,
             problem: problem.clone(),
             digest: *digest,
         }
@@ -380,7 +367,7 @@ impl PolicyForm {
             deny,
             infrastructure_ports,
             anchored,
-            sandbox,
+            closed,
             problem,
             digest,
         } = self;
@@ -393,10 +380,8 @@ impl PolicyForm {
                 deny: deny.into_iter().map(RuleForm::value).collect(),
                 infrastructure_ports: infrastructure_ports.into_iter().map(port_value).collect(),
                 anchored,
-                sandbox,
-                ..Policy::default()
+                closed,
             },
-            grants: BTreeSet::new(),
             problem,
             digest,
         })

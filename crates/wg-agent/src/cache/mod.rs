@@ -38,7 +38,7 @@ const EVERY_LIVE: Duration = Duration::from_secs(10);
 /// What a pass over the node needs of the cluster's objects.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Saved {
-    /// Peers that could be read and do not require a policy.
+    /// Peers that could be read.
     pub peers: BTreeMap<String, PeerSeen>,
     /// PeerPolicies.
     pub policies: BTreeMap<String, PolicySeen>,
@@ -62,30 +62,17 @@ impl Saved {
             }
             (name.to_owned(), node)
         };
-        let restorable = |peer: &PeerSeen| peer.requires_policy.is_none() && peer.spec.is_ok();
         Self {
             peers: (world.peers.known())
-                .filter(|(_, peer)| restorable(peer))
+                .filter(|(_, peer)| peer.spec.is_ok())
                 .map(|(name, peer)| (name.to_owned(), peer.clone()))
                 .collect(),
-            policies: (world.policies.known())
-                .map(|(name, policy)| (name.to_owned(), closed(policy)))
-                .collect(),
+            policies: owned(world.policies.known()),
             nodes: world.nodes.known().map(keep).collect(),
             api_servers: owned(world.api_servers.known()),
             addresses: world.addresses.clone(),
         }
     }
-}
-
-/// What of a policy is kept: of a sandbox's that it is one, and none of its grants.
-fn closed(seen: &PolicySeen) -> PolicySeen {
-    let mut seen = seen.clone();
-    seen.grants.clear();
-    seen.policy.granted.clear();
-    seen.policy.draining.clear();
-    seen.policy.revision.clear();
-    seen
 }
 
 fn owned<'a, V: Clone + 'a>(all: impl Iterator<Item = (&'a str, &'a V)>) -> BTreeMap<String, V> {

@@ -12,19 +12,17 @@ use crate::source::{objects::OwnNode, watch::Seen};
 
 const NOW: Stamp = Stamp(1_700_000_000);
 
-fn peer(requires_policy: Option<&str>, endpoint: Endpoint) -> PeerSeen {
+fn peer(endpoint: Endpoint) -> PeerSeen {
     PeerSeen {
         cluster: "mgmt".into(),
         mesh: ("ns".into(), "prod".into()),
         revision: 41,
-        requires_policy: requires_policy.map(str::to_owned),
         spec: Ok(PeerSpec {
             public_key: PublicKey::new([7; 32]),
             allowed_ips: ["10.5.0.0/24".parse().unwrap(), "fd00:5::/64".parse().unwrap()].into(),
             endpoint: Some(endpoint),
             candidates: vec!["192.0.2.1:51820".parse().unwrap(), "[2001:db8::1]:1".parse().unwrap()],
             persistent_keepalive: 25,
-            requires_policy: requires_policy.map(str::to_owned),
         }),
     }
 }
@@ -53,7 +51,6 @@ fn world() -> World {
             anchored: ["10.7.0.0/16".parse().unwrap()].into(),
             ..Policy::default()
         },
-        grants: [].into(),
         problem: Some("of some kind".into()),
         digest: [1, 2, 3, 4, 5, 6, 7, 8],
     };
@@ -71,15 +68,11 @@ fn world() -> World {
     };
     let unreadable = PeerSeen {
         spec: Err("nonsense".into()),
-        ..peer(None, Endpoint::Ip("192.0.2.1:1".parse().unwrap()))
+        ..peer(Endpoint::Ip("192.0.2.1:1".parse().unwrap()))
     };
     let peers = [
-        ("address", peer(None, Endpoint::Ip("192.0.2.1:51820".parse().unwrap()))),
-        ("name", peer(None, Endpoint::Dns("a.example.org".into(), 51820))),
-        (
-            "sandbox",
-            peer(Some("p@1"), Endpoint::Ip("192.0.2.1:51820".parse().unwrap())),
-        ),
+        ("address", peer(Endpoint::Ip("192.0.2.1:51820".parse().unwrap()))),
+        ("name", peer(Endpoint::Dns("a.example.org".into(), 51820))),
         ("unreadable", unreadable),
     ];
     World {
@@ -116,7 +109,7 @@ fn names(directory: &Path) -> Vec<String> {
 }
 
 #[test]
-fn what_is_kept_comes_back_but_for_peers_that_require_a_policy_and_what_is_only_of_the_moment() {
+fn what_is_kept_comes_back_but_for_what_is_only_of_the_moment() {
     let directory = tempfile::tempdir().unwrap();
     let place = place(directory.path());
     file::write(&place, &kept()).unwrap();
@@ -140,7 +133,6 @@ fn what_is_kept_comes_back_but_for_peers_that_require_a_policy_and_what_is_only_
             ..OwnNode::default()
         })
     );
-    assert!(!fs::read_to_string(&place.path).unwrap().contains("sandbox"));
     assert_eq!(fs::metadata(&place.path).unwrap().permissions().mode() & 0o7777, 0o600);
     assert_eq!(names(directory.path()), ["cache"]);
 }
@@ -185,14 +177,14 @@ fn a_file_that_cannot_be_used_is_set_aside_and_the_last_of_these_is_kept() {
         ),
         (
             "another version's",
-            &whole.replacen("\"version\":2", "\"version\":1", 1),
-            "it has form 1, and this version reads form 2",
+            &whole.replacen("\"version\":3", "\"version\":1", 1),
+            "it has form 1, and this version reads form 3",
         ),
         ("another node's", &other, "it is that of node \"m\""),
         (
             "with more fields",
-            &with_requires_policy(&whole),
-            "unknown field `requires_policy`",
+            &with_unknown_field(&whole),
+            "unknown field `unknown`",
         ),
     ];
     for (what, text, why) in cases {
@@ -215,9 +207,9 @@ fn a_file_that_cannot_be_used_is_set_aside_and_the_last_of_these_is_kept() {
 }
 
 /// As a hand or another program might write it: with a checksum that is right.
-fn with_requires_policy(whole: &str) -> String {
+fn with_unknown_field(whole: &str) -> String {
     let (head, body) = whole.trim_end().split_once('\n').unwrap();
-    let changed = body.replacen("\"cluster\":", "\"requires_policy\":\"p@1\",\"cluster\":", 1);
+    let changed = body.replacen("\"cluster\":", "\"unknown\":1,\"cluster\":", 1);
     let hash = |text: &str| -> String {
         use sha2::Digest;
         sha2::Sha256::digest(text.as_bytes())

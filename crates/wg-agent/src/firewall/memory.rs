@@ -1,7 +1,5 @@
 //! A table that is only remembered: for tests of what stands above it.
 
-use clustermesh_agent_core::firewall::Firewall;
-
 use super::{Backend, Error, Listing};
 
 /// Keeps the scripts that made the table what it is.
@@ -11,8 +9,6 @@ pub struct Memory {
     pub scripts: Vec<String>,
     /// Scripts that hold one of these are refused.
     pub refuse: Vec<String>,
-    /// Whatever is written reads otherwise.
-    pub lies: bool,
 }
 
 impl Backend for Memory {
@@ -31,13 +27,6 @@ impl Backend for Memory {
             self.scripts.clear();
         }
         self.scripts.push(script.to_owned());
-        Ok(())
-    }
-
-    fn confirms(&self, _listing: &Listing, _firewall: &Firewall) -> Result<(), String> {
-        if self.lies {
-            return Err("so says the test".to_owned());
-        }
         Ok(())
     }
 

@@ -1,19 +1,13 @@
 //! How the kernel's nftables table is told what [`clustermesh_agent_core::firewall`] wants: a trait, the `nft` backend, one
 //! in memory, and the keeper that writes no more than changed. What the table says is not decided here.
 
-use std::{
-    future::Future,
-    io,
-    path::PathBuf,
-    time::{Duration, Instant},
-};
+use std::{future::Future, io, path::PathBuf};
 
-use clustermesh_agent_core::firewall::{Firewall, Update, refresh, update};
+use clustermesh_agent_core::firewall::{Firewall, Update, update};
 
 pub(crate) mod generation;
 mod memory;
 mod nft;
-mod readback;
 mod stamp;
 mod watch;
 
@@ -30,12 +24,6 @@ pub trait Backend: Send {
 
     /// Runs one transaction: all of it or, on an error, nothing.
     fn run(&mut self, script: &str) -> impl Future<Output = Result<(), Error>> + Send;
-
-    /// Whether a listing says what `firewall` says; else what differs first.
-    ///
-    /// # Errors
-    /// The difference, in words.
-    fn confirms(&self, listing: &Listing, firewall: &Firewall) -> Result<(), String>;
 
     /// Takes our table away; none there is no error.
     fn destroy(&mut self) -> impl Future<Output = Result<(), Error>> + Send;
@@ -79,9 +67,6 @@ pub enum Error {
     /// It printed something else than it should.
     #[error("cannot read the answer of nft -j: {0}")]
     Answer(String),
-    /// What was written does not read as it should.
-    #[error("the table does not read as it was written: {0}; is another program writing to it?")]
-    ReadBack(String),
 }
 
 fn hint(stderr: &str) -> &'static str {
@@ -101,12 +86,7 @@ pub struct Keeper<B> {
     backend: B,
     written: Option<(Firewall, Listing)>,
     stamp: Option<Stamp>,
-    /// Since when everything that fades stands; `None` = nobody knows.
-    fresh: Option<Instant>,
 }
-
-/// What fades is written again after this part of its time: an API server or a node that is slow costs nobody a grant.
-const RENEWALS: u32 = 4;
 
 impl<B: Backend> Keeper<B> {
     /// A keeper that has written nothing yet: its first pass writes the table whole, in one step over what is there.
@@ -115,7 +95,6 @@ impl<B: Backend> Keeper<B> {
             backend,
             written: None,
             stamp: None,
-            fresh: None,
         }
     }
 
@@ -148,61 +127,12 @@ impl<B: Backend> Keeper<B> {
         there == self.written.as_ref().map(|(_, listing)| listing)
     }
 
-    /// Reads the table back: it is as it was written last, that was `desired`, and it says what `desired` says.
-    ///
-    /// # Errors
-    /// When it cannot be read, or says something else.
-    pub async fn stands(&mut self, desired: &Firewall) -> Result<(), Error> {
-        let there = self.backend.observe().await?;
-        self.recognise(desired, there.as_ref());
-        self.confirmed(desired)
-    }
-
-    /// The same of what [`Self::converge`] read last, which ends with reading: reading once more costs each change a process.
-    ///
-    /// # Errors
-    /// When that says something else.
-    pub fn confirmed(&self, desired: &Firewall) -> Result<(), Error> {
-        let Some((firewall, listing)) = &self.written else {
-            return Err(Error::ReadBack("there is none of ours".to_owned()));
-        };
-        if firewall != desired {
-            return Err(Error::ReadBack("it is another one".to_owned()));
-        }
-        self.backend.confirms(listing, firewall).map_err(Error::ReadBack)
-    }
-
     /// Forgets what is not there any more, and takes over what an earlier process wrote.
     fn recognise(&mut self, desired: &Firewall, there: Option<&Listing>) {
         if !self.is_written(there) {
             let known = |there: &&Listing| self.stamp.as_ref().is_some_and(|stamp| stamp.knows(desired, there));
             self.written = there.filter(known).map(|there| (desired.clone(), there.clone()));
-            self.fresh = None;
         }
-    }
-
-    /// Writes what fades once more where it is time for that. True = it was.
-    ///
-    /// # Errors
-    /// When it cannot be written: an element may have gone already. The next [`Self::converge`] then writes the whole table.
-    pub async fn renew(&mut self, now: Instant) -> Result<bool, Error> {
-        let Some((firewall, _)) = &self.written else {
-            return Ok(false);
-        };
-        let pause = renewed_every(firewall.frame.sandboxes.map(|bounds| bounds.timeout));
-        let due = |at: Instant| pause.is_some_and(|pause| now.saturating_duration_since(at) >= pause);
-        if pause.is_none() || !self.fresh.is_none_or(due) {
-            return Ok(false);
-        }
-        let script = refresh(firewall);
-        if let Some(script) = &script
-            && let Err(error) = self.backend.run(script).await
-        {
-            self.written = None;
-            return Err(error);
-        }
-        self.fresh = Some(now);
-        Ok(script.is_some())
     }
 
     /// Makes the table `desired`: nothing if it is, elements of sets if only they differ, the whole table otherwise or
@@ -224,9 +154,6 @@ impl<B: Backend> Keeper<B> {
             };
             step = whole;
             self.take(&step).await?;
-        }
-        if matches!(step, Update::Whole { .. }) {
-            self.fresh = Some(Instant::now());
         }
         let listing = self.backend.observe().await?;
         self.written = listing.map(|listing| (desired.clone(), listing));
@@ -256,11 +183,6 @@ impl<B: Backend> Keeper<B> {
     pub const fn backend(&mut self) -> &mut B {
         &mut self.backend
     }
-}
-
-/// How often what fades is written again.
-pub(crate) fn renewed_every(timeout: Option<Duration>) -> Option<Duration> {
-    timeout.map(|timeout| timeout / RENEWALS)
 }
 
 #[cfg(test)]

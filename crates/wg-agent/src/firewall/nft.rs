@@ -3,17 +3,13 @@
 
 use std::{ffi::OsString, path::PathBuf, process::Stdio, time::Duration};
 
-use clustermesh_agent_core::{
-    firewall::{Firewall, WRITTEN_BY_PACKETS},
-    numbers::NFT_TABLE,
-};
+use clustermesh_agent_core::numbers::NFT_TABLE;
 use serde_json::Value;
 use tokio::{io::AsyncWriteExt, process::Command};
 
 use super::{
     Backend, Error, Listing,
     generation::{self, Generation},
-    readback,
 };
 
 /// Far more than any transaction took: 1,000 prefixes are 12 ms.
@@ -125,10 +121,6 @@ impl Backend for Nft {
         }
     }
 
-    fn confirms(&self, listing: &Listing, firewall: &Firewall) -> Result<(), String> {
-        readback::confirms(listing.json(), firewall)
-    }
-
     async fn destroy(&mut self) -> Result<(), Error> {
         // `delete` alone fails where there is none, and `destroy` is not known to nft 1.0.6.
         self.run(&format!("table inet {NFT_TABLE}\ndelete table inet {NFT_TABLE}\n"))
@@ -143,20 +135,7 @@ fn parse(text: &[u8]) -> Result<Listing, Error> {
     };
     let mut objects: Vec<Value> = objects.into_iter().filter(|o| o.get("metainfo").is_none()).collect();
     objects.iter_mut().for_each(strip);
-    objects.iter_mut().filter_map(|o| o.get_mut("set")).for_each(forget);
     Ok(Listing(Value::Array(objects)))
-}
-
-/// Takes away what packets write into a set. That it is such a one nft 1.0.6 does not say.
-fn forget(set: &mut Value) {
-    let by_packets = set["name"]
-        .as_str()
-        .is_some_and(|name| WRITTEN_BY_PACKETS.contains(&name));
-    if let Value::Object(set) = set
-        && by_packets
-    {
-        set.remove("elem");
-    }
 }
 
 /// Takes away what means nothing or changes by itself: numbers of handles, counts of packets, what is left of an element's

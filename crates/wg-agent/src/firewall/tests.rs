@@ -1,5 +1,5 @@
 use clustermesh_agent_core::{
-    firewall::{Bounds, Frame, Plan, Scope, desired, render},
+    firewall::{Frame, Plan, Scope, desired, render},
     policy::{Policy, Rule},
 };
 
@@ -25,14 +25,12 @@ fn table(mesh: &str) -> Firewall {
             mtu: 1420,
             wireguard_v4: None,
             wireguard_v6: None,
-            sandboxes: None,
         },
         mesh: &nets,
         throw: &[].into(),
         published: &[].into(),
         policies: &policies,
         internal_ips: &[].into(),
-        sandbox_nodes: &[].into(),
         api_servers: &[].into(),
         nodes: &[].into(),
         pods_elsewhere: &[].into(),
@@ -149,37 +147,4 @@ async fn the_next_process_writes_nothing_where_the_table_stands_as_it_was_writte
     stamp().remove().unwrap();
     stamp().remove().unwrap();
     assert_eq!(start(&there, &wanted).await, (true, false), "nothing is remembered");
-}
-
-#[tokio::test]
-async fn what_fades_is_renewed_in_time_and_one_that_cannot_be_is_written_whole() {
-    let minutes = |n: u64| Duration::from_secs(60 * n);
-    let mut sandbox = table("10.2.0.0/16");
-    sandbox.frame.sandboxes = Some(Bounds {
-        timeout: minutes(16),
-        new_flows: 1000,
-    });
-    let port = clustermesh_agent_core::policy::Port {
-        protocol: clustermesh_agent_core::policy::Protocol::Tcp,
-        port: 5432,
-    };
-    let [node, endpoint] = ["10.2.0.1", "10.1.0.5"].map(|text| text.parse().unwrap());
-    sandbox.v4.grants = [(node, endpoint, port)].into();
-    let mut keeper = Keeper::new(Memory::default());
-    let now = Instant::now();
-    assert!(!keeper.renew(now).await.unwrap(), "nothing stands yet");
-    keeper.converge(&sandbox).await.unwrap();
-    assert!(!keeper.renew(now + minutes(3)).await.unwrap());
-    assert!(keeper.renew(now + minutes(5)).await.unwrap());
-    assert!(!keeper.renew(now + minutes(8)).await.unwrap());
-    // One element is gone already.
-    keeper.backend().refuse.push("delete element".to_owned());
-    assert!(keeper.renew(now + minutes(30)).await.is_err());
-    assert!(matches!(
-        keeper.converge(&sandbox).await,
-        Ok(Some(Update::Whole { .. }))
-    ));
-    // A table without a sandbox has nothing that fades.
-    keeper.converge(&table("10.2.0.0/16")).await.unwrap();
-    assert!(!keeper.renew(now + minutes(90)).await.unwrap());
 }

@@ -44,7 +44,6 @@ fn setting(name: Name) -> Sysctl {
         value: 1,
         accept: [1].into(),
         write: true,
-        locks: false,
         why: "without it nothing passes this gateway; its init container (wg-agent prepare --mode=gateway) sets it",
     }
 }

@@ -1,8 +1,6 @@
 //! The steps of a pass that write the firewall table and the routes.
 
-use std::time::Instant;
-
-use clustermesh_agent_core::{compile::Compiled, routes::Change};
+use clustermesh_agent_core::compile::Compiled;
 
 use super::Reconciler;
 use crate::{
@@ -13,70 +11,27 @@ use crate::{
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
     /// Brings the firewall table to what is wanted.
-    pub(super) async fn enforce(&mut self, compiled: &Compiled, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
-        let device = self.device.as_mut().map(|(device, ..)| device);
-        let enforced = self
-            .guard
-            .enforce(&mut self.parts.firewall, device, compiled, Instant::now())
-            .await;
-        self.left();
-        let enforced = enforced?;
-        if self.drift.filtered(&compiled.firewall, enforced.written) {
+    pub(super) async fn enforce(&mut self, compiled: &Compiled) -> Result<(), Trouble> {
+        let done = self.parts.firewall.converge(&compiled.firewall).await;
+        let written = done.map_err(|error| Trouble::new("firewall", error))?.is_some();
+        if self.drift.filtered(&compiled.firewall, written) {
             self.parts.metrics.repaired("firewall", 1);
         }
-        if enforced.written {
+        if written {
             self.parts.metrics.applied("firewall", 1);
             tracing::info!("firewall table written");
         }
-        troubles.extend(enforced.why.map(|why| {
-            Trouble::new(
-                "firewall",
-                format!("peers that require a policy stay out of the device: {why}"),
-            )
-        }));
         Ok(())
     }
 
-    /// What routing and the kernel's settings have to hold before a sandbox's peer is in the device; without it none is. Returns
-    /// what was changed.
-    pub(super) async fn lock(
-        &mut self,
-        compiled: &Compiled,
-        settings: &route::sysctl::Pass,
-    ) -> (Vec<Change>, Option<Trouble>) {
-        if self.device.is_none() {
-            return (Vec::new(), None); // nobody is in it
-        }
-        let (done, failed) = match route::converge_lock(&mut self.parts.routing, &compiled.routes).await {
-            Ok(pass) => (pass.done, pass.failed.into_iter().next()),
-            Err(error) => (Vec::new(), Some(error)),
-        };
-        let setting = settings.missing.iter().find(|missing| missing.sysctl.locks);
-        let failed = failed.map(|error| Trouble::new("routes", error));
-        let failed = failed.or(setting.map(|missing| Trouble::new("sysctl", missing)));
-        let open = failed.map(|Trouble { part, message, .. }| {
-            self.guard.refuse();
-            Trouble::new(
-                part,
-                format!("peers that require a policy stay out of the device: {message}"),
-            )
-        });
-        (done, open)
-    }
-
-    /// Returns the changes that could not be made as troubles; the others are made. `locked` were made before.
-    pub(super) async fn apply_routes(
-        &mut self,
-        compiled: &Compiled,
-        locked: Vec<Change>,
-    ) -> Result<Vec<Trouble>, Trouble> {
+    /// Returns the changes that could not be made as troubles; the others are made.
+    pub(super) async fn apply_routes(&mut self, compiled: &Compiled) -> Result<Vec<Trouble>, Trouble> {
         let routing = &mut self.parts.routing;
         let pass = match self.device {
             Some(_) => route::converge(routing, &compiled.routes).await,
             None => route::converge_without_device(routing, &compiled.routes).await,
         };
-        let mut pass = pass.map_err(|e| Trouble::new("routes", e))?;
-        pass.done.splice(0..0, locked);
+        let pass = pass.map_err(|e| Trouble::new("routes", e))?;
         for change in &pass.done {
             tracing::info!("{change}");
         }

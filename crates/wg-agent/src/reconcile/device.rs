@@ -1,5 +1,4 @@
-//! The device and the peers in it: opened, changed, mended, and emptied of whom no table holds. Which peers it should have is the
-//! compiler's to say.
+//! The device and the peers in it: opened, changed and mended. Which peers it should have is the compiler's to say.
 
 use super::Reconciler;
 use crate::{
@@ -10,32 +9,14 @@ use crate::{
 };
 use clustermesh_agent_core::{
     compile::Compiled,
-    device::{PeerChange, Peers, diff},
+    device::{Peers, diff},
     numbers::MARK_UNDERLAY,
 };
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
-    /// Takes sandboxes' peers out of the device where the table does not hold them.
-    pub(crate) async fn guard(&mut self) -> Result<(), Trouble> {
-        let device = self.device.as_mut().map(|(device, ..)| device);
-        let looked = self.guard.look(&mut self.parts.firewall, device).await;
-        self.left();
-        looked
-    }
-
     /// Whether the firewall table is as it was written last. What cannot be read may be anything.
     pub(crate) async fn table_stands(&mut self) -> bool {
         self.parts.firewall.intact().await.unwrap_or(false)
-    }
-
-    /// Whoever the guard put out and comes back is tried where it was heard from last: nobody tells where a sandbox is.
-    pub(super) fn left(&mut self) {
-        let left = self.guard.left();
-        if left.is_empty() {
-            return;
-        }
-        self.drift.peers_left();
-        self.tracks.rejoin(&left);
     }
 
     /// Opens the device, or changes what differs. True = it was opened just now; it holds nobody, or whom an earlier process left in it.
@@ -78,7 +59,6 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 self.why = why.to_string();
                 self.tracks.restart();
                 self.drift.emptied();
-                self.guard.opened();
                 let standing = device.observe().map_err(trouble)?;
                 self.tracks.adopt(&standing.peers);
                 self.device = Some((device, mtu, public));
@@ -90,7 +70,6 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     /// Whom the device should hold, each at the endpoint that is tried now.
     pub(super) fn wanted(&self, compiled: &Compiled) -> Peers {
         let mut desired = compiled.peers.clone();
-        desired.retain(|key, _| self.guard.admits() || !compiled.gated.contains_key(key));
         for (key, spec) in &mut desired {
             spec.endpoint = self.tracks.current(key);
         }
@@ -122,17 +101,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             }
         }
         let changes = diff(&observed.peers, &desired).unwrap_or_default();
-        // Before: where only some of the changes are made, whoever may be there is watched over all the same.
-        self.guard.entered(&compiled.gated);
         if !changes.is_empty() {
             device.apply(&changes).map_err(trouble)?;
         }
-        // Whom routing does not keep closed the guard has not put out: these leave here.
-        let out = |change: &PeerChange| match change {
-            PeerChange::Remove(key) => compiled.gated.contains_key(key).then_some(*key),
-            PeerChange::Add(..) | PeerChange::Update(..) => None,
-        };
-        self.tracks.rejoin(&changes.iter().filter_map(out).collect::<Vec<_>>());
         let put_back = self.drift.peopled(&desired, &changes);
         self.parts.metrics.repaired("peers", put_back);
         self.parts.metrics.applied("device", changes.len());

@@ -130,11 +130,6 @@ impl Drift {
         })
     }
 
-    /// Some peers were taken out of the device by us, and will come back.
-    pub(super) fn peers_left(&mut self) {
-        self.peers = None;
-    }
-
     /// The device was opened: whatever it holds is no work of another hand, and a new interface has no setting of the old one's.
     pub(super) fn emptied(&mut self) {
         self.peers = None;
@@ -218,7 +213,6 @@ mod tests {
             value: 1,
             accept: [1].into(),
             write: true,
-            locks: false,
             why: "",
         });
         let pass = |written: &[&Name], missing: &[usize]| sysctl::Pass {

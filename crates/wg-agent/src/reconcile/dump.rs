@@ -3,7 +3,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::{IpAddr, SocketAddr},
     sync::Arc,
 };
 
@@ -92,10 +91,7 @@ fn inputs(inputs: &Inputs) -> Value {
         pods_elsewhere,
         peers,
         policies,
-        earlier,
         narrow,
-        grant_timeout,
-        new_flows,
     } = inputs;
     let rules = |rules: &[policy::Rule]| -> Vec<Value> {
         let rule = |rule: &policy::Rule| json!({"to": rule.to, "ports": ports(&rule.ports)});
@@ -124,7 +120,6 @@ fn inputs(inputs: &Inputs) -> Value {
             "candidates": peer.candidates,
             "keepaliveSeconds": peer.keepalive,
             "allowedIPs": peer.allowed_ips,
-            "requiresPolicy": peer.requires_policy,
             "largestPacket": narrow.get(&peer.public_key),
         }))).collect::<BTreeMap<_, _>>(),
         "policies": policies.iter().map(|policy| (&policy.name, json!({
@@ -134,20 +129,9 @@ fn inputs(inputs: &Inputs) -> Value {
             "deny": rules(&policy.deny),
             "infrastructurePorts": ports(&policy.infrastructure_ports),
             "anchored": policy.anchored,
-            "sandbox": policy.sandbox,
-            "granted": endpoints(&policy.granted),
-            "draining": endpoints(&policy.draining),
-            "revision": policy.revision,
+            "closed": policy.closed,
         }))).collect::<BTreeMap<_, _>>(),
-        "earlierPolicies": earlier.keys().collect::<Vec<_>>(),
-        "grantTimeoutSeconds": grant_timeout.as_secs(),
-        "newFlowsPerSecond": new_flows,
     })
-}
-
-fn endpoints(endpoints: &BTreeSet<(IpAddr, policy::Port)>) -> Vec<String> {
-    let text = |(ip, port): &(IpAddr, policy::Port)| format!("{}/{}", SocketAddr::new(*ip, port.port), port.protocol);
-    endpoints.iter().map(text).collect()
 }
 
 fn ports(ports: &BTreeSet<policy::Port>) -> Vec<String> {
@@ -164,7 +148,6 @@ fn compiled(current: &Current) -> Value {
         "addresses": routes.addresses,
         "routes": routes.routes.iter().map(ToString::to_string).collect::<Vec<_>>(),
         "rules": routes.rules.iter().map(ToString::to_string).collect::<Vec<_>>(),
-        "requirePolicy": compiled.gated.iter().map(|(key, policy)| (key.to_string(), policy)).collect::<BTreeMap<_, _>>(),
         "firewall": render(&compiled.firewall).lines().collect::<Vec<_>>(),
         "sysctls": compiled.sysctls.iter().map(|s| format!("{} = {}", s.name, s.value)).collect::<Vec<_>>(),
         "policyRevision": current.policy_revision,

@@ -109,7 +109,7 @@ pub(super) fn from_cache(world: &World, file: &Path, confirmed: Stamp) -> Option
         return None;
     }
     let taken = format!(
-        "these are taken as the API server confirmed them last, at {confirmed} ({}), without Peers that require a policy",
+        "these are taken as the API server confirmed them last, at {confirmed} ({})",
         file.display()
     );
     let refused: Vec<String> = (remembered.iter())

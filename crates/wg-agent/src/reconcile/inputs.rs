@@ -4,27 +4,18 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
     num::NonZeroU16,
-    time::Duration,
 };
 
 use clustermesh_agent_core::{
-    compile::{Earlier, Inputs, Node, Peer},
-    grants::{Resolved, resolve},
+    compile::{Inputs, Node, Peer},
     interface::InterfaceName,
     mtu,
-    policy::Policy,
     prefixes::host,
 };
-use clustermesh_core::{key::PublicKey, mesh::ObjectName, observe::Endpoint};
+use clustermesh_core::{key::PublicKey, observe::Endpoint};
 use ipnet::IpNet;
 
-use crate::source::{
-    grants::KIND,
-    objects::{NodeSeen, PolicySeen, protocol},
-    store::World,
-    underlay::Underlay,
-    watch::Seen,
-};
+use crate::source::{objects::NodeSeen, store::World, underlay::Underlay};
 
 /// What is known of this node besides the cluster's objects.
 #[derive(Debug, Clone)]
@@ -39,8 +30,6 @@ pub(super) struct Local<'a> {
     pub(super) bypass: &'a [IpNet],
     /// The API server as this process is told to reach it.
     pub(super) servers: &'a BTreeSet<SocketAddr>,
-    pub(super) grant_timeout: Duration,
-    pub(super) new_flows: u32,
 }
 
 /// The member whose node a Peer is: an entry of a ClusterMesh. Empty where nobody says.
@@ -63,10 +52,6 @@ pub(super) struct Gathered {
     pub(super) members: BTreeMap<PublicKey, Member>,
     /// Objects that cannot even be read: what, and why.
     pub(super) unreadable: BTreeMap<String, String>,
-    /// Services whose EndpointSlices are needed.
-    pub(super) granted: BTreeSet<ObjectName>,
-    /// What of a sandbox's grants is closed here although the policy names it: which, and why.
-    pub(super) closed: BTreeSet<String>,
 }
 
 /// Gathers, but for sizes. `own` is this node's object.
@@ -105,7 +90,6 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
             candidates: spec.candidates.clone(),
             keepalive: NonZeroU16::new(spec.persistent_keepalive),
             allowed_ips: spec.allowed_ips.iter().copied().collect(),
-            requires_policy: seen.requires_policy.clone(),
         });
     }
     let node = Node {
@@ -122,10 +106,8 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
         pod_cidrs: own.pod_cidrs.clone(),
     };
     let mut policies = Vec::new();
-    let (mut granted, mut closed) = (BTreeSet::new(), BTreeSet::new());
     for (name, seen) in world.policies.known() {
-        policies.push(reached(world, &node, seen, &mut closed));
-        granted.extend(seen.grants.iter().map(|grant| grant.service.clone()));
+        policies.push(seen.policy.clone());
         if let Some(problem) = &seen.problem {
             unreadable.insert(format!("PeerPolicy {name}"), problem.clone());
         }
@@ -160,48 +142,10 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
             pods_elsewhere,
             peers,
             policies,
-            earlier: Earlier::new(),
             narrow: BTreeMap::new(),
-            grant_timeout: local.grant_timeout,
-            new_flows: local.new_flows,
         },
         names,
         members,
         unreadable,
-        granted,
-        closed,
     }
-}
-
-/// A policy with what its grants come to on this node. What was not listed yet is closed.
-fn reached(world: &World, node: &Node, seen: &PolicySeen, closed: &mut BTreeSet<String>) -> Policy {
-    let mut policy = seen.policy.clone();
-    let mut resolved = Resolved::default();
-    for grant in &seen.grants {
-        let service = &grant.service;
-        let ports = grant.ports.iter().map(|(kind, name)| (protocol(*kind), name.clone()));
-        if let Some(Seen::Listed(slices)) = world.granted.get(service) {
-            resolve(node, &ports.collect(), &grant.within, slices.values(), &mut resolved);
-        } else {
-            let why = world.errors.get(KIND).map_or("not listed yet", String::as_str);
-            closed.insert(format!(
-                "PeerPolicy {}: GrantClosed: the EndpointSlices of Service {service} cannot be read: {why}",
-                policy.name
-            ));
-        }
-    }
-    let Resolved {
-        granted,
-        draining,
-        refused,
-    } = resolved;
-    policy.granted = granted;
-    policy.draining = draining;
-    closed.extend(refused.iter().map(|(address, why)| {
-        format!(
-            "PeerPolicy {}: GrantClosed: endpoint {address} on this node {why}",
-            policy.name
-        )
-    }));
-    policy
 }

@@ -4,9 +4,7 @@
 //! The order is what keeps packets off the underlay. On a node where nothing of ours stands: the device, the firewall
 //! (which drops mesh prefixes that leave by another device), the routes (`unreachable` behind everything), then the peers.
 //! Later: the firewall, then the peers, then the routes, so that a new route always has somebody behind it and nobody's
-//! session is touched. Without the firewall nothing else is done. Peers that require a policy come in after the table was read
-//! back and routing keeps their networks closed without it (`agent_core::routes::Rule`, `agent_core::sysctl`), and leave before
-//! the table forgets that policy (`guard`).
+//! session is touched. Without the firewall nothing else is done.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,11 +15,11 @@ use std::{
 };
 
 use clustermesh_agent_core::{
-    compile::{Compiled, Earlier, Inputs, compile, remember},
+    compile::{Compiled, Inputs, compile},
     mtu::{self, Sizes},
 };
 use clustermesh_api::names::KILO_KEY;
-use clustermesh_core::{key::PublicKey, mesh::ObjectName};
+use clustermesh_core::key::PublicKey;
 use serde_json::json;
 use tokio::sync::watch;
 
@@ -55,7 +53,6 @@ mod device;
 mod drift;
 mod dump;
 pub(crate) mod gate;
-mod guard;
 mod inputs;
 mod look;
 mod sizes;
@@ -63,7 +60,6 @@ mod withdraw;
 
 use drift::Drift;
 use gate::{KgWatch, from_cache, own_node, waiting};
-use guard::Guard;
 use inputs::{Gathered, Local, Member, gather};
 use sizes::Ends;
 
@@ -92,8 +88,6 @@ pub(crate) struct Parts<R, F> {
     pub(crate) firewall: Keeper<F>,
     pub(crate) open: Opener,
     pub(crate) names: watch::Sender<BTreeSet<String>>,
-    /// Services whose EndpointSlices are needed.
-    pub(crate) granted: watch::Sender<BTreeSet<ObjectName>>,
     pub(crate) publish: watch::Sender<Wanted>,
     /// What is wrong with a datapath that leads packets past us.
     pub(crate) bypassed: watch::Receiver<Option<Found>>,
@@ -116,8 +110,6 @@ pub(crate) struct Reconciler<R, F> {
     tracks: Tracks,
     current: Option<Arc<Current>>,
     drift: Drift,
-    guard: Guard,
-    earlier: Earlier,
     said: Said,
     kg: KgWatch,
     /// Nothing of this agent's is on the node, which kg serves.
@@ -152,8 +144,6 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             tracks: Tracks::new(live),
             current: None,
             drift: Drift::default(),
-            guard: Guard::default(),
-            earlier: Earlier::new(),
             said: Said::default(),
             kg: KgWatch::default(),
             withdrawn: false,
@@ -177,7 +167,6 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     }
 
     async fn steps(&mut self, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
-        self.guard().await?;
         let world = self.parts.store.world();
         waiting(&world)?;
         troubles.extend(world.absent().into_iter().map(|kind| {
@@ -188,7 +177,6 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             Trouble::harmless("source", message)
         }));
         let bypassed = self.parts.bypassed.borrow().clone();
-        let past_the_table = bypassed.is_some();
         troubles.extend(bypassed.map(|message| Trouble::harmless("datapath", message)));
         troubles.extend(conntrack::trouble().map(|message| Trouble::harmless("conntrack", message)));
         let remembered = world.remembered();
@@ -224,20 +212,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 resolvers: &resolvers,
                 bypass: &config.bypass,
                 servers: &self.servers(&world),
-                grant_timeout: config.grant_timeout,
-                new_flows: config.sandbox_new_flows,
             },
         );
         self.look_up(&gathered);
-        let peers = gathered.inputs.peers.len();
-        if past_the_table {
-            gathered.inputs.peers.retain(|peer| peer.requires_policy.is_none());
-        }
-        if gathered.inputs.peers.len() < peers {
-            let message = "peers of sandboxes stay out of the device, since packets may pass by the policies that would hold them; \
-                           what else is said of the datapath names the cause and the remedy";
-            troubles.push(Trouble::new("datapath", message));
-        }
         let ends = sizes::ends(&gathered.inputs.peers);
         let sizes = sizes::sizes(config.mtu, underlay.mtu, &ends, &self.tracks).unwrap_or_else(|error| {
             let message =
@@ -255,9 +232,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             return opened.map(drop);
         }
 
-        gathered.inputs.earlier = std::mem::take(&mut self.earlier);
         let compiled = compile(&gathered.inputs);
-        self.earlier = remember(&gathered.inputs);
         self.report(&gathered, &compiled);
         let tried = compiled.peers.iter().map(|(key, spec)| {
             let endpoints = compiled.endpoints.get(key).map_or(&[][..], Vec::as_slice);
@@ -268,7 +243,7 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         });
         self.tracks.sync(tried, Instant::now());
 
-        self.enforce(&compiled, troubles).await?;
+        self.enforce(&compiled).await?;
         let settings = route::sysctl::converge(&compiled.sysctls).await;
         let put_back = self.drift.set(&compiled.sysctls, &settings);
         self.parts.metrics.repaired("sysctls", put_back);
@@ -276,13 +251,11 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             tracing::info!(%name, "kernel setting written");
         }
         troubles.extend(settings.missing.iter().map(|e| Trouble::new("sysctl", e)));
-        let (locked, open) = self.lock(&compiled, &settings).await;
-        troubles.extend(open);
         let (peers, routed) = if matches!(opened, Ok(false)) {
             let peers = self.apply_peers(&compiled);
-            (peers, self.apply_routes(&compiled, locked).await)
+            (peers, self.apply_routes(&compiled).await)
         } else {
-            let routed = self.apply_routes(&compiled, locked).await;
+            let routed = self.apply_routes(&compiled).await;
             (self.apply_peers(&compiled), routed)
         };
         self.current = Some(Arc::new(Current {
@@ -405,11 +378,6 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
     fn look_up(&self, gathered: &Gathered) {
         let mut names = gathered.names.clone();
         names.extend(self.parts.server.host.as_ref().err().cloned());
-        self.parts.granted.send_if_modified(|wanted| {
-            let changed = *wanted != gathered.granted;
-            wanted.clone_from(&gathered.granted);
-            changed
-        });
         self.parts.names.send_if_modified(|wanted| {
             let changed = *wanted != names;
             *wanted = names;
@@ -424,10 +392,6 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         for (object, problem) in &gathered.unreadable {
             *reasons.entry("Unreadable".to_owned()).or_default() += 1;
             lines.insert(format!("{object}: Unreadable: {problem}"));
-        }
-        for line in &gathered.closed {
-            *reasons.entry("GrantClosed".to_owned()).or_default() += 1;
-            lines.insert(line.clone());
         }
         for refused in &compiled.refused {
             *reasons.entry(refused.reason.as_str().to_owned()).or_default() += 1;

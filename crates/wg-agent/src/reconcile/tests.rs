@@ -58,8 +58,6 @@ fn gathered(world: &World) -> Gathered {
             resolvers: &["10.95.0.10".parse().unwrap()].into(),
             bypass: &["10.0.0.0/24".parse().unwrap()],
             servers: &["10.95.0.1:443".parse().unwrap()].into(),
-            grant_timeout: Duration::from_secs(900),
-            new_flows: 1000,
         },
     )
 }
@@ -71,13 +69,11 @@ fn peer(endpoint: Option<Endpoint>) -> PeerSeen {
         endpoint,
         candidates: Vec::new(),
         persistent_keepalive: 0,
-        requires_policy: None,
     };
     PeerSeen {
         cluster: "mgmt".into(),
         mesh: ("ns".into(), "prod".into()),
         revision: 5,
-        requires_policy: None,
         spec: Ok(spec),
     }
 }
@@ -107,8 +103,7 @@ fn a_cache_is_harmless_while_the_api_server_is_away_and_not_where_it_refuses() {
     let away = Trouble::harmless(
         "cache",
         "the API server has not told yet, since this agent's start: PeerPolicy; these are taken as the API server confirmed \
-         them last, at 1970-01-01T00:00:00Z (/c), without Peers that require a policy; see to the API server, or to \
-         --kubeconfig",
+         them last, at 1970-01-01T00:00:00Z (/c); see to the API server, or to --kubeconfig",
     );
     assert_eq!(told(&some), Some(away.clone()));
     some.refused.insert("Peer");
@@ -118,7 +113,7 @@ fn a_cache_is_harmless_while_the_api_server_is_away_and_not_where_it_refuses() {
     let refused = Trouble::new(
         "cache",
         "the API server answers and refuses to show: PeerPolicy (Unauthorized); these are taken as the API server confirmed \
-         them last, at 1970-01-01T00:00:00Z (/c), without Peers that require a policy, and nothing new is learnt; see to this \
+         them last, at 1970-01-01T00:00:00Z (/c), and nothing new is learnt; see to this \
          agent's account (ClusterRole and binding in deploy/agent.yaml) or to --kubeconfig",
     );
     assert_eq!(told(&some), Some(refused));

@@ -9,7 +9,7 @@ use std::{future::Future, io, net::IpAddr};
 use clustermesh_agent_core::{
     interface::InterfaceName,
     numbers::TABLE,
-    routes::{Change, Routes, Rule, diff},
+    routes::{Change, Routes, diff},
 };
 
 mod memory;
@@ -102,14 +102,6 @@ pub async fn converge_without_device<R: Routing>(routing: &mut R, desired: &Rout
     make(routing, desired, |change| !change.puts_on_device()).await
 }
 
-/// Of the changes those alone that have to be made before a sandbox's peer is in the device.
-pub async fn converge_lock<R: Routing>(routing: &mut R, desired: &Routes) -> Result<Pass, Error> {
-    if !desired.rules.iter().any(Rule::of_sandbox) {
-        return Ok(Pass::default());
-    }
-    make(routing, desired, |change| desired.locks(change)).await
-}
-
 async fn make<R: Routing>(routing: &mut R, desired: &Routes, wanted: impl Fn(&Change) -> bool) -> Result<Pass, Error> {
     let observed = routing.observe().await?;
     let mut pass = Pass::default();
@@ -165,39 +157,6 @@ mod tests {
             ["route add unreachable 10.1.0.0/16 table 5182 metric 4096"]
         );
         assert_eq!(kernel.routes, routes());
-    }
-
-    #[tokio::test]
-    async fn what_locks_a_sandbox_is_made_alone_and_nothing_where_there_is_none() {
-        let nets = |text: &str| [text.parse().unwrap()].into();
-        let wanted = desired(&Plan {
-            peers: nets("10.1.0.7/32"),
-            mesh: nets("10.0.0.0/15"),
-            sandboxes: nets("10.1.0.0/16"),
-            ..Plan::default()
-        });
-        let mut kernel = Memory::default();
-        let pass = converge_lock(&mut kernel, &routes()).await.unwrap();
-        assert_eq!(pass.done, []);
-        let pass = converge_lock(&mut kernel, &wanted).await.unwrap();
-        assert_eq!(
-            pass.done.iter().map(ToString::to_string).collect::<Vec<_>>(),
-            [
-                "route add unreachable 10.1.0.0/16 table 5182 metric 4096",
-                "route add 0.0.0.0/0 dev <device> table 5183 metric 20",
-                "route add 10.1.0.7/32 dev <device> table 5183 metric 20",
-                "rule add pref 996 from 10.1.0.0/16 fwmark 0x0/0x300000 iif <device> blackhole",
-                "rule add pref 998 to 10.1.0.0/16 fwmark 0x300000/0x300f00 iif lo ipproto tcp blackhole",
-                "rule add pref 999 to 10.1.0.0/16 fwmark 0x300000/0x300f00 lookup 5183",
-                "rule add pref 1000 fwmark 0x200000/0x300f00 lookup 5183",
-                "rule add pref 1001 not fwmark 0x100000/0x300f00 lookup 5182",
-            ]
-        );
-        let rest = converge(&mut kernel, &wanted).await.unwrap();
-        assert_eq!(
-            rest.done.iter().map(ToString::to_string).collect::<Vec<_>>(),
-            ["route add unreachable 10.0.0.0/15 table 5182 metric 4096"]
-        );
     }
 
     #[tokio::test]

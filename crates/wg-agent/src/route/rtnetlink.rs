@@ -6,7 +6,7 @@ use clustermesh_agent_core::{
     interface::InterfaceName,
     numbers::{PROTOCOL, TABLE, TABLE_TUNNEL},
     prefixes::Family,
-    routes::{Change, Kind, Route, Routes, Rule},
+    routes::{Action, Change, Kind, Route, Routes, Rule},
 };
 use futures::{TryStream, TryStreamExt};
 use ipnet::IpNet;
@@ -134,7 +134,7 @@ impl Netlink {
         let mut out = Vec::new();
         for (family, version) in [(Family::V4, IpVersion::V4), (Family::V6, IpVersion::V6)] {
             let all = dump("rules", self.handle.rule().get(version).execute()).await?;
-            out.extend(all.iter().filter_map(|message| rule(message, family, &self.device)));
+            out.extend(all.iter().filter_map(|message| rule(message, family)));
         }
         Ok(out)
     }
@@ -174,10 +174,18 @@ impl Netlink {
             Change::DeleteRoute(route) => self.handle.route().del(key_message(route)).execute().await,
             Change::AddRule(rule) => {
                 let mut request = self.handle.rule().add();
-                *request.message_mut() = rule_message(rule, &self.device);
+                *request.message_mut() = rule_message(rule);
                 request.execute().await
             }
-            Change::DeleteRule(rule) => self.handle.rule().del(rule_message(rule, &self.device)).execute().await,
+            Change::DeleteRule(rule) => {
+                let delete = || self.handle.rule().del(rule_message(rule)).execute();
+                let mut deleted = delete().await;
+                // Those of one priority are observed as one.
+                while rule.action == Action::Other && deleted.is_ok() {
+                    deleted = delete().await;
+                }
+                deleted
+            }
         })
     }
 

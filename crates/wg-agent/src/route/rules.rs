@@ -1,132 +1,76 @@
 //! Rules of policy routing as rtnetlink(7) says them, and back. Which there should be is not decided here.
 
 use clustermesh_agent_core::{
-    interface::InterfaceName,
-    numbers::PROTOCOL,
-    policy::Protocol,
+    numbers::{PROTOCOL, RULE_MESH, RULE_TUNNEL},
     prefixes::Family,
-    routes::{Action, Incoming, Rule},
+    routes::{Action, Rule},
 };
-use ipnet::IpNet;
 use rtnetlink::packet_route::{
-    AddressFamily, IpProtocol,
+    AddressFamily,
     route::RouteProtocol,
-    rule::{RuleAction, RuleAttribute, RuleFlags, RuleMessage, RulePortRange},
+    rule::{RuleAction, RuleAttribute, RuleFlags, RuleMessage},
 };
 
-/// How the kernel calls [`Incoming::Here`].
-const HERE: &str = "lo";
-
-/// What adds a rule, and what takes that very rule away.
-pub(super) fn rule_message(rule: &Rule, device: &InterfaceName) -> RuleMessage {
-    let Rule {
-        family,
-        priority,
-        invert,
-        mark,
-        mask,
-        incoming,
-        from,
-        to,
-        protocol,
-        source_port,
-        action,
-    } = rule;
+/// What adds a rule, and what takes it away. Of [`Action::Other`] nothing is said but its priority: that takes away one of those
+/// that have it.
+pub(super) fn rule_message(rule: &Rule) -> RuleMessage {
     let mut message = RuleMessage::default();
-    message.header.family = match family {
+    message.header.family = match rule.family {
         Family::V4 => AddressFamily::Inet,
         Family::V6 => AddressFamily::Inet6,
     };
-    if *invert {
+    let attributes = &mut message.attributes;
+    attributes.push(RuleAttribute::Priority(rule.priority));
+    attributes.push(RuleAttribute::Protocol(RouteProtocol::from(PROTOCOL)));
+    let Action::Lookup(table) = rule.action else {
+        return message;
+    };
+    if rule.mask != 0 {
+        attributes.extend([RuleAttribute::FwMark(rule.mark), RuleAttribute::FwMask(rule.mask)]);
+    }
+    attributes.push(RuleAttribute::Table(table));
+    message.header.action = RuleAction::ToTable;
+    if rule.invert {
         message.header.flags = RuleFlags::Invert;
     }
-    let attributes = &mut message.attributes;
-    attributes.push(RuleAttribute::Priority(*priority));
-    if *mask != 0 {
-        attributes.extend([RuleAttribute::FwMark(*mark), RuleAttribute::FwMask(*mask)]);
-    }
-    attributes.extend(incoming.as_ref().map(|incoming| {
-        RuleAttribute::Iifname(match incoming {
-            Incoming::Here => HERE.to_owned(),
-            Incoming::Device => device.to_string(),
-            Incoming::Other(name) => name.to_string(),
-        })
-    }));
-    if let Some(from) = from {
-        message.header.src_len = from.prefix_len();
-        attributes.push(RuleAttribute::Source(from.addr()));
-    }
-    if let Some(to) = to {
-        message.header.dst_len = to.prefix_len();
-        attributes.push(RuleAttribute::Destination(to.addr()));
-    }
-    attributes.extend(protocol.map(|protocol| RuleAttribute::IpProtocol(number(protocol))));
-    attributes.extend(source_port.map(|port| RuleAttribute::SourcePortRange(RulePortRange { start: port, end: port })));
-    message.header.action = match action {
-        Action::Lookup(table) => {
-            attributes.push(RuleAttribute::Table(*table));
-            RuleAction::ToTable
-        }
-        Action::Blackhole => RuleAction::Blackhole,
-    };
-    attributes.push(RuleAttribute::Protocol(RouteProtocol::from(PROTOCOL)));
     message
 }
 
-const fn number(protocol: Protocol) -> IpProtocol {
-    match protocol {
-        Protocol::Tcp => IpProtocol::Tcp,
-        Protocol::Udp => IpProtocol::Udp,
-        Protocol::Sctp => IpProtocol::Sctp,
-    }
-}
-
-/// A rule of ours. One that carries our protocol number and selects by something that we never use is someone's
-/// experiment: neither ours to delete nor a stand-in for ours.
-pub(super) fn rule(message: &RuleMessage, family: Family, device: &InterfaceName) -> Option<Rule> {
+/// A rule of ours. One that carries our protocol number and the priority of a rule that we write, and selects by something that we
+/// never use, is someone's experiment: neither ours to delete nor a stand-in for ours.
+pub(super) fn rule(message: &RuleMessage, family: Family) -> Option<Rule> {
     let mut rule = Rule {
         family,
         priority: 0,
         invert: message.header.flags.contains(RuleFlags::Invert),
         mark: 0,
         mask: 0,
-        incoming: None,
-        from: None,
-        to: None,
-        protocol: None,
-        source_port: None,
-        action: Action::Blackhole,
+        action: Action::Other,
     };
-    let (mut ours, mut table) = (false, u32::from(message.header.table));
+    let plain = message.header.action == RuleAction::ToTable;
+    let (mut ours, mut known, mut table) = (false, plain, u32::from(message.header.table));
     for attribute in &message.attributes {
         match attribute {
             RuleAttribute::Priority(p) => rule.priority = *p,
             RuleAttribute::FwMark(m) => rule.mark = *m,
             RuleAttribute::FwMask(m) => rule.mask = *m,
-            RuleAttribute::Iifname(name) => {
-                rule.incoming = Some(match name.as_str() {
-                    HERE => Incoming::Here,
-                    name if name == device.as_str() => Incoming::Device,
-                    name => Incoming::Other(name.parse().ok()?),
-                });
-            }
-            RuleAttribute::Source(a) => rule.from = Some(IpNet::new(*a, message.header.src_len).ok()?),
-            RuleAttribute::Destination(a) => rule.to = Some(IpNet::new(*a, message.header.dst_len).ok()?),
-            RuleAttribute::IpProtocol(IpProtocol::Tcp) => rule.protocol = Some(Protocol::Tcp),
-            RuleAttribute::IpProtocol(IpProtocol::Udp) => rule.protocol = Some(Protocol::Udp),
-            RuleAttribute::IpProtocol(IpProtocol::Sctp) => rule.protocol = Some(Protocol::Sctp),
-            RuleAttribute::SourcePortRange(range) if range.start == range.end => rule.source_port = Some(range.start),
             RuleAttribute::Table(t) => table = *t,
             RuleAttribute::Protocol(p) => ours = *p == RouteProtocol::from(PROTOCOL),
             RuleAttribute::SuppressPrefixLen(u32::MAX) | RuleAttribute::SuppressIfGroup(u32::MAX) => {}
             RuleAttribute::Other(_) => {}
-            _ => return None,
+            _ => known = false,
         }
     }
-    rule.action = match message.header.action {
-        RuleAction::ToTable => Action::Lookup(table),
-        RuleAction::Blackhole => Action::Blackhole,
-        _ => return None,
+    if known {
+        rule.action = Action::Lookup(table);
+        return ours.then_some(rule);
+    }
+    let written = [RULE_TUNNEL, RULE_MESH].contains(&rule.priority);
+    let other = Rule {
+        invert: false,
+        mark: 0,
+        mask: 0,
+        ..rule
     };
-    ours.then_some(rule)
+    (ours && !written).then_some(other)
 }

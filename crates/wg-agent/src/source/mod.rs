@@ -16,7 +16,6 @@ use store::{Shelf, Store};
 
 pub mod client;
 pub(crate) mod datapath;
-pub(crate) mod grants;
 pub mod lookup;
 pub mod objects;
 pub mod resolv;

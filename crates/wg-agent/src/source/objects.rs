@@ -12,14 +12,14 @@ use clustermesh_agent_core::{
 };
 use clustermesh_api::{
     convert,
-    names::{KILO_LAST_SEEN, LABEL_MESH, LABEL_MESH_NAMESPACE, LABEL_SOURCE_CLUSTER, PEER_REQUIRES_POLICY},
+    names::{KILO_LAST_SEEN, LABEL_MESH, LABEL_MESH_NAMESPACE, LABEL_SOURCE_CLUSTER},
     peer::Peer,
     policy::PeerPolicy,
     revision::{self, PolicyDigest},
 };
 use clustermesh_core::{
     mesh,
-    observe::{Endpoint, PeerSpec, PolicySpec, ServiceGrant},
+    observe::{Endpoint, PeerSpec, PolicySpec},
 };
 use ipnet::IpNet;
 use k8s_openapi::api::{core::v1::Node, discovery::v1::EndpointSlice};
@@ -36,8 +36,6 @@ pub struct PeerSeen {
     pub mesh: (String, String),
     /// Its resourceVersion: which of two Peers was written last.
     pub revision: u64,
-    /// `kilo-clustermesh.io/requires-policy`.
-    pub requires_policy: Option<String>,
     /// Its values, or what is wrong with it.
     pub spec: Result<PeerSpec, String>,
 }
@@ -54,14 +52,6 @@ impl PeerSeen {
                 .and_then(|labels| labels.get(key))
                 .cloned()
         };
-        let annotation = |key| {
-            object
-                .metadata
-                .annotations
-                .as_ref()
-                .and_then(|all| all.get(key))
-                .cloned()
-        };
         Self {
             cluster: label(LABEL_SOURCE_CLUSTER).unwrap_or_default(),
             mesh: [LABEL_MESH_NAMESPACE, LABEL_MESH]
@@ -73,7 +63,6 @@ impl PeerSeen {
                 .as_deref()
                 .and_then(|v| v.parse().ok())
                 .unwrap_or(0),
-            requires_policy: annotation(PEER_REQUIRES_POLICY),
             spec: match object.try_parse::<Peer>() {
                 Ok(peer) => convert::peer::exact(&peer),
                 Err(error) => Err(format!("is not what the Peer CRD describes: {error}")),
@@ -85,11 +74,8 @@ impl PeerSeen {
 /// A PeerPolicy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PolicySeen {
-    /// What to enforce. Of a policy that cannot be read, only the networks that must not leave in clear: it allows nothing. What
-    /// a sandbox's grants come to here is not known yet.
+    /// What to enforce. Of a policy that cannot be read, only the networks that must not leave in clear: it allows nothing.
     pub policy: Policy,
-    /// The Services that a sandbox may reach.
-    pub grants: BTreeSet<ServiceGrant>,
     /// What is wrong with it.
     pub problem: Option<String>,
     /// Changes with whatever it says.
@@ -102,7 +88,7 @@ impl PolicySeen {
     pub fn new(object: DynamicObject) -> Self {
         let name = object.metadata.name.clone().unwrap_or_default();
         let digest = revision::digest(&name, object.data.get("spec"));
-        let closed = |networks: &[String]| Policy {
+        let unread = |networks: &[String]| Policy {
             name: name.clone(),
             networks: networks
                 .iter()
@@ -111,53 +97,22 @@ impl PolicySeen {
                 .collect(),
             ..Policy::default()
         };
-        let mut grants = BTreeSet::new();
         let (policy, problem) = match object.try_parse::<PeerPolicy>() {
             Ok(written) => match convert::policy::to_core(&written).spec {
-                Ok(spec) if spec.sandbox && !spec.allow.is_empty() => (
-                    closed(&written.spec.networks),
-                    Some("spec.allow: holds networks, and a sandbox reaches Services alone: name them by `service`".to_owned()),
-                ),
-                Ok(spec) if !spec.sandbox && !spec.grants.is_empty() => (
-                    closed(&written.spec.networks),
-                    Some(
-                        "spec.allow: names a Service, which is for isolationProfile: sandbox; other members reach networks"
-                            .to_owned(),
-                    ),
-                ),
-                Ok(spec) if !spec.grants.iter().all(|grant| plain(&grant.service)) => (
-                    closed(&written.spec.networks),
-                    Some("spec.allow: a service's namespace or name is none that Kubernetes takes".to_owned()),
-                ),
-                Ok(spec) => {
-                    grants.clone_from(&spec.grants);
-                    let policy = Policy {
-                        revision: written.spec.revision(),
-                        ..policy(&name, &spec)
-                    };
-                    (policy, None)
-                }
-                Err(problem) => (closed(&written.spec.networks), Some(problem)),
+                Ok(spec) => (policy(&name, &spec), None),
+                Err(problem) => (unread(&written.spec.networks), Some(problem)),
             },
             Err(error) => (
-                closed(&[]),
+                unread(&[]),
                 Some(format!("is not what the PeerPolicy CRD describes: {error}")),
             ),
         };
         Self {
             policy,
-            grants,
             problem,
             digest,
         }
     }
-}
-
-/// Whether both parts are DNS labels: they go into a request's path and its label selector.
-fn plain(service: &mesh::ObjectName) -> bool {
-    let letter = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
-    let label = |text: &str| (1..=63).contains(&text.len()) && text.bytes().all(letter);
-    label(&service.namespace) && label(&service.name)
 }
 
 /// The agent's word for a protocol.
@@ -177,10 +132,9 @@ fn policy(name: &str, spec: &PolicySpec) -> Policy {
         deny,
         infrastructure_ports,
         anchored,
-        sandbox,
-        grants: _, // for the slices to say
+        closed,
     } = spec;
-    let closed = |at: &SocketAddr| Rule {
+    let denied = |at: &SocketAddr| Rule {
         to: [host(at.ip().to_canonical())].into(),
         ports: [Port {
             protocol: Protocol::Tcp,
@@ -200,7 +154,7 @@ fn policy(name: &str, spec: &PolicySpec) -> Policy {
                 ports: BTreeSet::new(),
             }]
         },
-        deny: deny.iter().map(closed).collect(),
+        deny: deny.iter().map(denied).collect(),
         anchored: anchored.clone(),
         infrastructure_ports: infrastructure_ports
             .iter()
@@ -209,8 +163,7 @@ fn policy(name: &str, spec: &PolicySpec) -> Policy {
                 port: *port,
             })
             .collect(),
-        sandbox: *sandbox,
-        ..Policy::default()
+        closed: *closed,
     }
 }
 
@@ -341,17 +294,16 @@ mod tests {
             }],
             infrastructure_ports: [tcp(10250)].into(),
             anchored: nets(&["10.96.0.0/12"]),
-            revision: seen.policy.revision.clone(),
-            ..Policy::default()
+            closed: false,
         };
-        assert_eq!(seen.policy.revision.len(), 16);
         assert_eq!((seen.policy, seen.problem), (want, None));
     }
 
     #[test]
-    fn a_policy_that_asks_for_more_than_is_served_allows_nothing_and_still_closes_its_networks() {
-        let grant = serde_json::json!([{"service": {"namespace": "a", "name": "b"}}]);
-        let seen = PolicySeen::new(policy_object(grant));
+    fn policy_that_cannot_be_read_allows_nothing_and_still_closes_its_networks() {
+        let mut object = policy_object(serde_json::json!([{"to": ["10.4.0.0/16"]}]));
+        object.data["spec"]["deny"][0]["ports"] = serde_json::json!([{"port": "https"}]);
+        let seen = PolicySeen::new(object);
         let networks = nets(&["10.5.0.0/16", "100.67.0.0/16"]);
         assert_eq!(
             seen.policy,
@@ -361,38 +313,20 @@ mod tests {
                 ..Policy::default()
             }
         );
-        assert!(seen.problem.unwrap().starts_with("spec.allow: names a Service"));
+        let problem = seen.problem.unwrap();
+        assert!(problem.starts_with("spec.deny[0].ports: "), "{problem}");
     }
 
     #[test]
-    fn a_sandboxs_policy_says_which_services_and_never_which_networks() {
-        let of = |allow| {
-            let mut object = policy_object(allow);
-            object.data["spec"]["isolationProfile"] = "sandbox".into();
-            PolicySeen::new(object)
+    fn policy_of_another_profile_than_cluster_meshed_closes_its_member() {
+        let of = |profile: &str| {
+            let mut object = policy_object(serde_json::json!([{"to": ["10.4.0.0/16"]}]));
+            object.data["spec"]["isolationProfile"] = profile.into();
+            PolicySeen::new(object).policy
         };
-        let service = serde_json::json!({
-            "to": ["10.1.0.0/16"], "service": {"namespace": "a", "name": "b"}, "ports": [{"port": "sql", "protocol": "TCP"}],
-        });
-        let seen = of(serde_json::json!([service]));
-        let grant = ServiceGrant {
-            service: mesh::ObjectName {
-                namespace: "a".into(),
-                name: "b".into(),
-            },
-            ports: [(mesh::Protocol::Tcp, "sql".to_owned())].into(),
-            within: ["10.1.0.0/16".parse().unwrap()].into(),
-        };
-        assert_eq!(seen.problem, None);
-        assert_eq!(seen.grants, [grant].into());
-        assert!(seen.policy.sandbox && seen.policy.allow.is_empty() && seen.policy.granted.is_empty());
-        for name in ["a,b", "..", "", "a/b"] {
-            let odd = of(serde_json::json!([{"service": {"namespace": name, "name": "b"}}]));
-            assert!(odd.grants.is_empty() && odd.problem.is_some(), "{name}");
-        }
-        let wide = of(serde_json::json!([service, {"to": ["10.4.0.0/16"]}]));
-        assert!(wide.problem.unwrap().starts_with("spec.allow: holds networks"));
-        assert_eq!((wide.grants, wide.policy.revision.as_str()), (BTreeSet::new(), ""));
+        let closed = ["cluster-meshed", "sandbox", "standard"].map(|profile| of(profile).closed);
+        assert_eq!(closed, [false, true, true]);
+        assert_eq!(of("sandbox").allowed(), []);
     }
 
     #[test]
@@ -401,10 +335,7 @@ mod tests {
             "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer",
             "metadata": {"name": "p", "resourceVersion": "41"}, "spec": {"allowedIPs": 7},
         })));
-        assert_eq!(
-            (peer.revision, peer.cluster.as_str(), peer.requires_policy),
-            (41, "", None)
-        );
+        assert_eq!((peer.revision, peer.cluster.as_str()), (41, ""));
         assert!(peer.spec.unwrap_err().starts_with("is not what the Peer CRD describes"));
     }
 

@@ -6,8 +6,6 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use clustermesh_agent_core::grants::Slice;
-use clustermesh_core::mesh::ObjectName;
 use kube::runtime::watcher;
 use tokio::sync::Notify;
 
@@ -29,8 +27,6 @@ pub struct World {
     pub nodes: Seen<NodeSeen>,
     /// The API server's endpoints, by EndpointSlice.
     pub api_servers: Seen<BTreeSet<SocketAddr>>,
-    /// The EndpointSlices of each Service that a sandbox may reach; never kept, and nothing waits for them.
-    pub granted: BTreeMap<ObjectName, Seen<Slice>>,
     /// Names that were looked up.
     pub addresses: Addresses,
     /// Why a kind cannot be followed at present.
@@ -48,7 +44,6 @@ impl World {
             policies,
             nodes,
             api_servers,
-            granted: _,
             addresses: _,
             errors: _,
             refused: _,
@@ -72,7 +67,6 @@ impl World {
             policies,
             nodes,
             api_servers,
-            granted: _,
             addresses: _,
             errors: _,
             refused: _,
@@ -197,32 +191,6 @@ impl Store {
     pub fn set_addresses(&self, addresses: Addresses) {
         self.lock().addresses = addresses;
         self.bell.notify_one();
-    }
-
-    /// Changes what is known of one granted Service; the closure says whether anything changed.
-    pub(super) fn granted(&self, change: impl FnOnce(&mut BTreeMap<ObjectName, Seen<Slice>>) -> bool) {
-        if change(&mut self.lock().granted) {
-            self.bell.notify_one();
-        }
-    }
-
-    /// The EndpointSlices of granted Services cannot be followed, or again; what is known of them stays.
-    pub(super) fn grants_failed(&self, error: Option<&watcher::Error>) {
-        const KIND: &str = super::grants::KIND;
-        let Some(error) = error else {
-            self.lock().errors.remove(KIND);
-            return;
-        };
-        self.metrics.failed("watch");
-        let text = error.to_string();
-        if self.lock().errors.insert(KIND, text.clone()).is_none() {
-            tracing::warn!(
-                kind = KIND,
-                error = text,
-                "cannot follow the endpoints of a Service that is granted to a sandbox; what is open stays so"
-            );
-            self.bell.notify_one();
-        }
     }
 
     fn lock(&self) -> MutexGuard<'_, World> {

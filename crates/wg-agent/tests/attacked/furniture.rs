@@ -1,6 +1,6 @@
 //! What stands on the target's node before an agent does.
 
-use super::{DB, GATEWAY, OTHER, SPARE, TCP_PORT, UDP_PORT, VIP, around, ip};
+use super::{DB, GATEWAY, OTHER, TCP_PORT, UDP_PORT, VIP, around, ip};
 use crate::{
     attacker::{
         echo,
@@ -40,7 +40,7 @@ pub(super) fn furnish(node: &NetNs, pods: &[NetNs; 2]) {
         ip -6 route add default via fd00:30::1 dev eth0
         ip -6 neigh add fd00:30::1 lladdr 02:00:00:00:00:01 dev eth0 nud permanent");
     let [gateway, gateway6] = GATEWAY;
-    for (number, (pod, addresses)) in pods.iter().zip([&[DB][..], &[OTHER, SPARE]]).enumerate() {
+    for (number, (pod, addresses)) in pods.iter().zip([DB, OTHER]).enumerate() {
         let link = format!("cni{number}");
         for which in ["all", "default"] {
             pod.set_sysctl(&format!("net/ipv6/conf/{which}/accept_dad"), "0");
@@ -55,17 +55,16 @@ pub(super) fn furnish(node: &NetNs, pods: &[NetNs; 2]) {
         node.ip(&format!("addr add {gateway6}/128 dev {link} nodad"));
         node.ip(&format!("link set {link} up"));
         pod.ip("link set eth0 up");
-        for [v4, v6] in addresses {
-            pod.ip(&format!("addr add {v4}/32 dev eth0"));
-            pod.ip(&format!("addr add {v6}/128 dev eth0 nodad"));
-            node.ip(&format!("route add {v4} dev {link}"));
-            node.ip(&format!("-6 route add {v6} dev {link}"));
-        }
+        let [v4, v6] = addresses;
+        pod.ip(&format!("addr add {v4}/32 dev eth0"));
+        pod.ip(&format!("addr add {v6}/128 dev eth0 nodad"));
+        node.ip(&format!("route add {v4} dev {link}"));
+        node.ip(&format!("-6 route add {v6} dev {link}"));
         pod.ip(&format!("route add {gateway} dev eth0"));
-        pod.ip(&format!("route add default via {gateway} src {}", addresses[0][0]));
+        pod.ip(&format!("route add default via {gateway} src {v4}"));
         pod.ip(&format!("-6 route add {gateway6} dev eth0"));
         pod.ip(&format!("-6 route add default via {gateway6}"));
-        for address in addresses.iter().flatten() {
+        for address in addresses {
             echo(pod, ip(address), UDP_PORT, TCP_PORT);
         }
     }

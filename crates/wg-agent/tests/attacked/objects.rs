@@ -1,57 +1,22 @@
-//! What a controller writes into the target's API server about the attacker and the member, and the Service that is granted.
+//! What a controller writes into the target's API server about members.
 
 use clustermesh_api::{
-    mesh::{IsolationProfile, Protocol},
-    names::PEER_REQUIRES_POLICY,
+    mesh::Protocol,
     peer::{DnsOrIp, Peer, PeerEndpoint, PeerSpec},
-    policy::{Allow, InfrastructurePort, LocalService, PeerPolicySpec},
+    policy::{Allow, InfrastructurePort, PeerPolicySpec},
 };
 use clustermesh_core::plan::Settings;
-use k8s_openapi::api::{core::v1::Node, discovery::v1::EndpointSlice};
+use k8s_openapi::api::core::v1::Node;
 use kube::api::PostParams;
 use x25519_dalek::StaticSecret;
 
-use super::{ATTACKER, TCP_PORT, UDP_PORT};
 use crate::{
     attacker::public,
     node::{Site, World},
 };
 
-pub(crate) const POLICY: &str = "mesh--tenant-a";
-pub(crate) const PEER: &str = "mesh--tenant-a--tenant-a-1";
-
-pub(crate) fn attackers_key() -> StaticSecret {
-    StaticSecret::from([77; 32])
-}
-
-/// What the sandbox may reach: its own networks, and one Service.
-pub(crate) fn policy(service: &str) -> PeerPolicySpec {
-    let networks = vec!["100.66.2.0/24".to_owned(), "fd00:66:2::/64".to_owned()];
-    PeerPolicySpec {
-        source: "tenant-a".into(),
-        isolation_profile: IsolationProfile::Sandbox,
-        sources: networks.clone(),
-        networks,
-        allow: vec![Allow {
-            to: ["10.10.0.0/16", "fd00:10::/32"].map(str::to_owned).into(),
-            service: Some(LocalService {
-                namespace: "default".into(),
-                name: service.into(),
-            }),
-            ..Allow::default()
-        }],
-        infrastructure_ports: [6443, 10250]
-            .map(|port| InfrastructurePort {
-                port,
-                protocol: Protocol::default(),
-            })
-            .into(),
-        ..PeerPolicySpec::default()
-    }
-}
-
-/// What a trusted member may, with the ports that a controller closes unless it is told otherwise.
-pub(super) fn trusting(source: &str, nodes: [&str; 2]) -> PeerPolicySpec {
+/// What a cluster-meshed member may, with the ports that a controller closes unless it is told otherwise.
+pub(super) fn policy(source: &str, nodes: [&str; 2]) -> PeerPolicySpec {
     let [v4, v6] = nodes.map(|node| node.rsplit_once(['.', ':']).expect("a last part").0.to_owned());
     let networks = vec![format!("{v4}.0/24"), format!("{v6}:/64")];
     let to = ["10.10.0.0/16", "100.66.1.0/24", "fd00:10::/32"]
@@ -61,7 +26,7 @@ pub(super) fn trusting(source: &str, nodes: [&str; 2]) -> PeerPolicySpec {
         source: source.into(),
         sources: networks.clone(),
         networks,
-        allow: vec![Allow { to, ..Allow::default() }],
+        allow: vec![Allow { to }],
         infrastructure_ports: infrastructure()
             .map(|port| InfrastructurePort {
                 port,
@@ -99,33 +64,6 @@ pub(super) fn peer(name: &str, key: &StaticSecret, addresses: [&str; 2], endpoin
             public_key: public(key).to_string(),
         },
     )
-}
-
-/// The Peer of the attacker's node, on the condition that a policy stands that says this.
-pub(crate) fn sandboxs_peer(policy: &PeerPolicySpec) -> Peer {
-    let mut peer = peer(PEER, &attackers_key(), ATTACKER, None);
-    let required = format!("{POLICY}@{}", policy.revision());
-    peer.metadata.annotations = Some([(PEER_REQUIRES_POLICY.to_owned(), required)].into());
-    peer
-}
-
-/// A slice of a Service with one endpoint on the target's node.
-pub(crate) fn slice(service: &str, family: usize, address: &str, terminating: bool) -> EndpointSlice {
-    let (number, kind) = [(4, "IPv4"), (6, "IPv6")][family];
-    serde_json::from_value(serde_json::json!({
-        "metadata": {
-            "name": format!("{service}-{number}"), "labels": {"kubernetes.io/service-name": service},
-        },
-        "addressType": kind,
-        "ports": [
-            {"name": "sql", "port": TCP_PORT, "protocol": "TCP"}, {"name": "log", "port": UDP_PORT, "protocol": "UDP"},
-        ],
-        "endpoints": [{
-            "addresses": [address], "nodeName": "mgmt-1",
-            "conditions": {"ready": !terminating, "serving": true, "terminating": terminating},
-        }],
-    }))
-    .expect("an EndpointSlice")
 }
 
 /// The target's Node with pod networks of both families.

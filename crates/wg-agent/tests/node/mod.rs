@@ -288,7 +288,6 @@ impl World {
                 networks: vec![wide(source), source.wireguard.into()],
                 allow: vec![Allow {
                     to: vec![wide(target), target.wireguard.into()],
-                    ..Allow::default()
                 }],
                 ..PeerPolicySpec::default()
             },

@@ -184,7 +184,6 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             candidates: vec![],
             keepalive: None,
             allowed_ips: ranges(&allowed),
-            requires_policy: None,
         }],
         policies: vec![Policy {
             name: "other".to_owned(),
@@ -202,10 +201,7 @@ fn inputs(f: &Family, name: &str, key: u8) -> Inputs {
             .into(),
             ..Policy::default()
         }],
-        earlier: BTreeMap::new(),
         narrow: BTreeMap::new(),
-        grant_timeout: Duration::from_secs(900),
-        new_flows: 1000,
     }
 }
 

@@ -245,7 +245,6 @@ fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Fa
                     .into_iter()
                     .chain(Family::BOTH.map(|f| wireguard(other, f).into()))
                     .collect(),
-                requires_policy: None,
             })
             .collect(),
         policies: others()
@@ -260,10 +259,7 @@ fn inputs(number: u8, interface: &str, all: &[u8], outer: &impl Fn(u8, u8) -> Fa
                 ..Policy::default()
             })
             .collect(),
-        earlier: BTreeMap::new(),
         narrow: BTreeMap::new(),
-        grant_timeout: Duration::from_secs(900),
-        new_flows: 1000,
     }
 }
 

@@ -1,5 +1,4 @@
-//! Kernel settings, the lock of sandboxes, and routing tables of a size.
+//! Kernel settings, and routing tables of a size.
 
-mod lock;
 mod settings;
 mod size;

@@ -4,7 +4,7 @@
 use std::{fmt, iter::Sum};
 
 /// The fewest tests that `cargo xtask test` may run. Raise it when you add tests; lower it only by the tests that you delete.
-const LEAST: u64 = 1060;
+const LEAST: u64 = 1000;
 
 /// Tests of one program, or of several.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

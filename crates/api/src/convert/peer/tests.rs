@@ -26,7 +26,6 @@ fn spec() -> observe::PeerSpec {
             "192.0.2.1:51821".parse().unwrap(),
         ],
         persistent_keepalive: 25,
-        requires_policy: Some("prod--tenant-a@0123456789abcdef".into()),
     }
 }
 
@@ -48,7 +47,6 @@ fn a_planned_peer_is_written_with_its_labels_and_read_back_as_it_was() {
                 },
                 "annotations": {
                     "kilo-clustermesh.io/endpoints": "[2001:db8::1]:51820,192.0.2.1:51821",
-                    "kilo-clustermesh.io/requires-policy": "prod--tenant-a@0123456789abcdef",
                 },
             },
             "spec": {
@@ -79,7 +77,6 @@ fn a_changed_peer_keeps_what_others_wrote_into_its_metadata_and_nothing_in_its_s
         endpoint: None,
         candidates: Vec::new(),
         persistent_keepalive: 0,
-        requires_policy: None,
         ..spec()
     };
     let adopted = Owner {
@@ -184,7 +181,6 @@ fn of_a_persons_peer_the_key_and_the_readable_networks_count() {
         endpoint: None,
         candidates: Vec::new(),
         persistent_keepalive: 0,
-        requires_policy: None,
     };
     assert_eq!(
         to_core(&peer),

@@ -193,7 +193,7 @@ impl Packet<'_> {
         let (plan, from, to) = (asked.world.plan, asked.from, asked.to);
         // Whoever is closed here is not called from here either.
         if let Some((name, _)) = policies(plan, &from.cluster, &to.cluster)
-            .find(|(_, policy)| policy.spec.sandbox && contains(&policy.spec.networks, to.address))
+            .find(|(_, policy)| policy.spec.closed && contains(&policy.spec.networks, to.address))
         {
             return Explanation::of(
                 Rule::TowardSandbox,

@@ -24,7 +24,6 @@ impl<'a> Writer<'a, '_> {
         }
         spec.allowed_ips
             .retain(|net| party.cluster.allows(*net) && !self.prefixes.contains_key(net));
-        spec.requires_policy = None;
         let left_out = |address: &IpAddr| {
             let endpoint = spec.endpoint.as_ref();
             let same = endpoint.is_some_and(|at| matches!(at, Endpoint::Ip(at) if at.ip() == *address));

@@ -14,7 +14,6 @@ fn a_node_appears_with_its_pods_its_wireguard_address_and_its_endpoint() {
             endpoint: Some(Endpoint::Ip("172.30.2.1:51820".parse().unwrap())),
             candidates: vec![],
             persistent_keepalive: 0,
-            requires_policy: None,
         }
     );
     assert_eq!(plan.clusters["mgmt"].registered, 2);

@@ -35,7 +35,6 @@ fn a_peer_of_someone_else_keeps_its_name_its_key_and_its_addresses() {
             endpoint: None,
             candidates: vec![],
             persistent_keepalive: 25,
-            requires_policy: None,
         }),
     };
     edit(&mut seen, &ClusterIdentity::Local, |m| {

@@ -119,7 +119,7 @@ fn closed() -> PolicySpec {
         networks: net_set(&["100.66.3.0/24"]),
         deny: ["172.30.1.9:6443".parse().unwrap()].into(),
         infrastructure_ports: Settings::default().infrastructure_ports,
-        sandbox: true,
+        closed: true,
         ..PolicySpec::default()
     }
 }

@@ -36,7 +36,6 @@ fn agent(open: Opener) -> (Agent, watch::Receiver<Wanted>, tempfile::TempDir) {
         firewall: Keeper::new(firewall::Memory::default()),
         open,
         names: watch::channel(BTreeSet::new()).0,
-        granted: watch::channel(BTreeSet::new()).0,
         publish,
         bypassed: watch::channel(None).1,
         kept: watch::channel(Kept {
@@ -63,8 +62,6 @@ fn agent(open: Opener) -> (Agent, watch::Receiver<Wanted>, tempfile::TempDir) {
             key_file: file("key"),
             cache_file: file("cache"),
             cache_max_age: Duration::from_secs(3600),
-            grant_timeout: Duration::from_secs(900),
-            sandbox_new_flows: 1000,
             mtu: Mtu::Fixed(1380),
             offload: true,
             bypass: Vec::new(),

@@ -17,7 +17,7 @@ fn states_of(mesh: &Mesh, seen: &Observations) -> Vec<(bool, bool, bool)> {
             .map(|p| p.spec.clone().unwrap());
         let peers = member.peers.as_ref().unwrap().values();
         let peers = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some("nb"));
-        let open = policy.as_ref().is_some_and(|policy| !policy.sandbox);
+        let open = policy.as_ref().is_some_and(|policy| !policy.closed);
         let enters = member.accesses.as_ref().unwrap().contains_key("m--nb");
         (open, peers.count() > 0, enters)
     };
@@ -148,10 +148,7 @@ fn what_becomes_standard_is_closed_before_its_peers_go_one_by_one() {
     mesh.clusters[1].profile = Profile::Standard;
     let (plan, planned) = run(&mesh, &seen);
     let spec = &planned.targets["mgmt"].policies["m--tenant"].spec;
-    assert!(
-        spec.sandbox && spec.allow.is_empty() && spec.grants.is_empty(),
-        "{spec:?}"
-    );
+    assert!(spec.closed && spec.allow.is_empty(), "{spec:?}");
     let Some(Observation::Fresh(member)) = seen.members.get(&ClusterIdentity::Local) else {
         unreachable!()
     };

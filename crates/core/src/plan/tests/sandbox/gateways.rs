@@ -369,7 +369,6 @@ fn peers_of_a_sandbox_on_nodes_of_the_target_go_seen_or_not_and_are_closed_befor
                 endpoint: None,
                 candidates: vec![],
                 persistent_keepalive: 0,
-                requires_policy: Some("m--nb@1".into()),
             }),
         };
         edit(&mut seen, &ClusterIdentity::Local, |m| {
