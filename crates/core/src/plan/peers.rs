@@ -372,17 +372,17 @@ impl<'a, 'p> Writer<'a, 'p> {
         let kept = kept
             .map(|name| (*name).to_owned())
             .or_else(|| self.returned.remove(&spec.public_key));
+        let free = |name: &String| {
+            let standing = self.standing.get(&**name);
+            let foreign = standing.is_some_and(|peer| !self.assembly.ours(&peer.owner));
+            let used = self.assembly.used(self.target).peers.contains(name);
+            !(foreign || used || self.peers.contains_key(name))
+        };
         let name = kept.unwrap_or_else(|| {
-            let foreign = self
-                .standing
-                .get(&*readable)
-                .is_some_and(|peer| !self.assembly.ours(&peer.owner));
-            let used = self.assembly.used(self.target).peers.contains(&readable);
-            if foreign || used || self.peers.contains_key(&readable) {
-                naming.peer(self.assembly.mesh, source, node, true)
-            } else {
-                readable
-            }
+            let long = naming.peer(self.assembly.mesh, source, node, true);
+            let further = (1u32..).map(|number| format!("{long}-{number}"));
+            let mut names = [readable, long.clone()].into_iter().chain(further);
+            names.find(free).unwrap_or_default()
         });
         self.keys.insert(spec.public_key, format!("Peer {name}"));
         self.prefixes

@@ -58,6 +58,15 @@ fn a_peer_of_someone_else_keeps_its_name_its_key_and_its_addresses() {
     };
     assert_eq!(spec.allowed_ips, net_set(&["100.66.2.1/32"]));
 
+    // The next name may be somebody's, too.
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        let peers = m.peers.as_mut().unwrap();
+        peers.insert("m--tenant--x-meshes".into(), theirs(98, "10.2.1.0/24"));
+    });
+    let (_, of_mesh) = run(&mesh, &seen);
+    let names: Vec<_> = of_mesh.targets["mgmt"].peers.keys().collect();
+    assert_eq!(names, ["m--tenant--x-meshes-1"]);
+
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.peers
             .as_mut()
