@@ -56,6 +56,9 @@ pub enum Error {
     /// It did not end in time.
     #[error("nft did not end within {0} s; is another program holding the kernel's nftables lock?")]
     Timeout(u64),
+    /// Another program or the kernel ended it.
+    #[error("nft was ended by signal {}{}", .0, killed(*.0))]
+    Killed(i32),
     /// It said no.
     #[error("nft refused {what}: {stderr}{}", hint(stderr))]
     Refused {
@@ -67,6 +70,15 @@ pub enum Error {
     /// It printed something else than it should.
     #[error("cannot read the answer of nft -j: {0}")]
     Answer(String),
+}
+
+/// The kernel sends SIGKILL to a process of a container that exceeds its memory limit.
+const fn killed(signal: i32) -> &'static str {
+    if signal == libc::SIGKILL {
+        "; out of memory? Raise the memory limit of this container (resources.limits.memory)"
+    } else {
+        ""
+    }
 }
 
 fn hint(stderr: &str) -> &'static str {

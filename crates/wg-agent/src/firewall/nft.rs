@@ -1,7 +1,7 @@
 //! The table in the kernel, through the program `nft`: a script on its standard input, JSON from its output. No argument
 //! or environment of it ever holds data from an object.
 
-use std::{ffi::OsString, path::PathBuf, process::Stdio, time::Duration};
+use std::{ffi::OsString, os::unix::process::ExitStatusExt, path::PathBuf, process::Stdio, time::Duration};
 
 use clustermesh_agent_core::numbers::NFT_TABLE;
 use serde_json::Value;
@@ -72,6 +72,9 @@ impl Nft {
             .map_err(start)?;
         if output.status.success() {
             return Ok(Ok(output.stdout));
+        }
+        if let Some(signal) = output.status.signal() {
+            return Err(Error::Killed(signal));
         }
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         Ok(Err(said

@@ -148,3 +148,17 @@ async fn the_next_process_writes_nothing_where_the_table_stands_as_it_was_writte
     stamp().remove().unwrap();
     assert_eq!(start(&there, &wanted).await, (true, false), "nothing is remembered");
 }
+
+#[tokio::test]
+async fn nft_that_was_killed_is_said_to_lack_memory() {
+    use std::os::unix::fs::PermissionsExt;
+    let directory = tempfile::tempdir().unwrap();
+    let program = directory.path().join("nft");
+    std::fs::write(&program, "#!/bin/sh\nkill -9 $$\n").unwrap();
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let error = Nft::new(program).run("").await.unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "nft was ended by signal 9; out of memory? Raise the memory limit of this container (resources.limits.memory)"
+    );
+}
