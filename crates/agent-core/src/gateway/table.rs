@@ -17,6 +17,13 @@ use super::{
 };
 use crate::{interface::InterfaceName, numbers::NFT_TABLE, policy::Protocol};
 
+/// What one transaction changes at most, by [`Grant::weight`]. A gateway's container has 256 MiB: `nft` 1.0.6 takes 233 MB for a
+/// transaction of 10,000 grants with one endpoint each, and 38 MB for 500 of them beside 10,000 others.
+pub(super) const STEP: usize = 1000;
+
+/// Where a grant is open.
+type Place = (SandboxId, Protocol, u16);
+
 /// What the table holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
@@ -27,7 +34,7 @@ pub struct Table {
     /// New connections a second.
     pub rates: BTreeMap<SandboxId, NonZeroU32>,
     /// What is open.
-    pub grants: BTreeMap<(SandboxId, Protocol, u16), Grant>,
+    pub grants: BTreeMap<Place, Grant>,
 }
 
 /// What the rules say.
@@ -69,6 +76,13 @@ pub struct Balancer {
     pub sticky: bool,
 }
 
+impl Grant {
+    /// The size of its part of a transaction: its chain and its endpoints.
+    fn weight(&self) -> usize {
+        1 + self.standing.len()
+    }
+}
+
 impl Table {
     /// Connections that may be in the connection table: what has another mark, or another endpoint, belongs to no grant.
     #[must_use]
@@ -83,6 +97,62 @@ impl Table {
     pub fn open(&self) -> usize {
         let has = |grant: &&Grant| !grant.balancer.v4.is_empty() || !grant.balancer.v6.is_empty();
         self.grants.values().filter(has).count()
+    }
+
+    /// The next table on the way from `old` to `desired`. It differs from `old`, or without one of the same frame from a table
+    /// without grants, by grants that weigh [`STEP`] together, or by one that is heavier. Repeated, it ends at `desired`.
+    ///
+    /// Each step is consistent: what it opens is open in `old` or in `desired`. Grants are removed first, then those that stay are
+    /// changed. Networks get another sandbox, and grants are added, only when `old` has no other grant left to remove or change.
+    #[must_use]
+    pub fn step(old: Option<&Self>, desired: &Self) -> Self {
+        Self::step_within(STEP, old, desired)
+    }
+
+    /// [`Self::step`] with another limit.
+    pub(super) fn step_within(limit: usize, old: Option<&Self>, desired: &Self) -> Self {
+        let old = old.filter(|old| old.frame == desired.frame);
+        let mut next = Self {
+            grants: old.map(|old| old.grants.clone()).unwrap_or_default(),
+            ..desired.clone()
+        };
+        let mut room = Room { limit, left: limit };
+        let mut settled = true;
+        let stays = |place: &Place, grant: &Grant| desired.grants.get(place).filter(|other| other.id == grant.id);
+        for (place, grant) in old.iter().flat_map(|old| &old.grants) {
+            if stays(place, grant).is_some() {
+                continue;
+            }
+            if room.take(grant.weight()) {
+                next.grants.remove(place);
+            } else {
+                settled = false;
+            }
+        }
+        for (place, grant) in old.iter().flat_map(|old| &old.grants) {
+            let Some(wanted) = stays(place, grant).filter(|wanted| *wanted != grant) else {
+                continue;
+            };
+            if room.take(grant.weight() + wanted.weight()) {
+                next.grants.insert(*place, wanted.clone());
+            } else {
+                settled = false;
+            }
+        }
+        if !settled {
+            // A network that changes hands would reach what its new sandbox has left from before.
+            let same = |network: &IpNet, sandbox: &SandboxId| {
+                old.is_some_and(|old| old.sandboxes.get(network) == Some(sandbox))
+            };
+            next.sandboxes.retain(|network, sandbox| same(network, sandbox));
+            return next;
+        }
+        for (place, wanted) in &desired.grants {
+            if !next.grants.contains_key(place) && room.take(wanted.weight()) {
+                next.grants.insert(*place, wanted.clone());
+            }
+        }
+        next
     }
 
     /// All that can be added and removed by itself, in an order in which it can be added: what others refer to comes first.
@@ -108,6 +178,21 @@ impl Table {
             put(Piece::Host(id, socket.ip()), String::new());
         }
         out
+    }
+}
+
+/// What a step may still change.
+struct Room {
+    limit: usize,
+    left: usize,
+}
+
+impl Room {
+    /// Takes a part of it. The first part always fits. After one that does not, none does: the order of changes is kept.
+    fn take(&mut self, weight: usize) -> bool {
+        let fits = weight <= self.left || self.left == self.limit;
+        self.left = if fits { self.left.saturating_sub(weight) } else { 0 };
+        fits
     }
 }
 

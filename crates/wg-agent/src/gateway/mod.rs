@@ -42,7 +42,7 @@ mod publish;
 mod seen;
 mod world;
 
-use keeper::Keeper;
+use keeper::{Keeper, Progress};
 use seen::OwnSeen;
 use world::{Store, World};
 
@@ -176,26 +176,28 @@ async fn turn(
     let mut tables = Tables::open();
     while !stop.is_cancelled() {
         let began = Instant::now();
-        let well = gateway.pass(&store.world()).await;
+        let pass = gateway.pass(&store.world()).await;
         let took = began.elapsed();
-        let again = Instant::now() + if well { RESYNC } else { RETRY };
+        let again = Instant::now() + pass.pause();
         heartbeat.beat();
         let settle = loop {
             tokio::select! {
+                // The next step of a large table waits for nothing but a renewal that is due.
+                biased;
                 () = stop.cancelled() => break Duration::ZERO,
-                () = store.changed() => break SETTLE.max(took),
+                Ok(()) = heard.changed() => {
+                    let answered = *heard.borrow_and_update();
+                    if let Some(answered) = answered && !gateway.renew(answered).await {
+                        break RETRY;
+                    }
+                }
                 () = tokio::time::sleep_until(again.into()) => break Duration::ZERO,
+                () = store.changed() => break SETTLE.max(took),
                 () = tables.changed() => {
                     if !gateway.keeper.is_current() {
                         tracing::warn!("another program wrote to nftables of this pod: the table is written again");
                         gateway.metrics.repaired("firewall", 1);
                         break Duration::ZERO;
-                    }
-                }
-                Ok(()) = heard.changed() => {
-                    let answered = *heard.borrow_and_update();
-                    if let Some(answered) = answered && !gateway.renew(answered).await {
-                        break RETRY;
                     }
                 }
             }
@@ -223,6 +225,27 @@ struct Gateway {
     dump: Dump,
 }
 
+/// What a pass came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Pass {
+    /// Everything is as it should be.
+    Done,
+    /// A large table is written in several steps, and the next one is due. What was seen meanwhile counts from there on.
+    Unfinished,
+    /// Something is left to do.
+    Failed,
+}
+
+impl Pass {
+    const fn pause(self) -> Duration {
+        match self {
+            Self::Done => RESYNC,
+            Self::Unfinished => Duration::ZERO,
+            Self::Failed => RETRY,
+        }
+    }
+}
+
 /// What the pod's own network is.
 struct Outside {
     mtu: u16,
@@ -233,28 +256,31 @@ impl Gateway {
     /// Closes a pod that has no table yet, before anything is connected: the table tracks connections from its first moment on, and
     /// would take the answers of an older one for calls of others, and drop them.
     async fn close(&mut self) -> Result<(), Trouble> {
-        if self.keeper.stands().await {
+        if self.keeper.stands() {
             return Ok(());
         }
         let outside = self.outside().await?;
         let inputs = self.inputs(&World::default(), &outside);
-        self.write_table(&compile(&inputs)).await
+        self.write_table(&compile(&inputs)).await.map(drop)
     }
 
-    /// Brings the pod to what was seen. False = something is left to do; try again soon.
-    async fn pass(&mut self, world: &World) -> bool {
+    /// Brings the pod to what was seen.
+    async fn pass(&mut self, world: &World) -> Pass {
         let mut troubles = Vec::new();
-        if let Err(trouble) = self.steps(world, &mut troubles).await {
-            troubles.push(trouble);
+        match self.steps(world, &mut troubles).await {
+            Ok(true) => {}
+            Ok(false) => return Pass::Unfinished,
+            Err(trouble) => troubles.push(trouble),
         }
         let well = troubles.iter().all(|trouble| trouble.harmless);
         let views: Vec<_> = troubles.iter().map(Trouble::view).collect();
         self.dump.set("troubles", json!(views));
         self.troubles.set(troubles);
-        well
+        if well { Pass::Done } else { Pass::Failed }
     }
 
-    async fn steps(&mut self, world: &World, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
+    /// False = the table needs a further step. Until then nothing is told to be in force.
+    async fn steps(&mut self, world: &World, troubles: &mut Vec<Trouble>) -> Result<bool, Trouble> {
         let outside = self.outside().await?;
         let inputs = self.inputs(world, &outside);
         let compiled = compile(&inputs);
@@ -262,8 +288,8 @@ impl Gateway {
         // before, which stand until it is known what has changed since: a table without the endpoints of a namespace that is still
         // being read would end its connections.
         let known = world.listed() && (self.keeper.has_written() || world.complete());
-        if known || !self.keeper.stands().await {
-            self.write_table(&compiled).await?;
+        if (known || !self.keeper.stands()) && !self.write_table(&compiled).await? {
+            return Ok(false);
         }
         self.ensure_device(self.config.mtu.unwrap_or(outside.mtu))?;
         self.ensure_routes(&compiled).await?;
@@ -275,7 +301,7 @@ impl Gateway {
         }
         troubles.extend(world.errors().map(|error| Trouble::harmless("objects", error)));
         self.tell(world, &compiled, &outside, troubles);
-        Ok(())
+        Ok(true)
     }
 
     /// Keeps open what is open for another while. False = the table is not as it should be.
@@ -322,19 +348,25 @@ impl Gateway {
         }
     }
 
-    /// Where it cannot be written, nobody is let in by what stands.
-    async fn write_table(&mut self, compiled: &Compiled) -> Result<(), Trouble> {
+    /// Takes one step; true = it was the last. Where it cannot be written, nobody is let in by what stands.
+    async fn write_table(&mut self, compiled: &Compiled) -> Result<bool, Trouble> {
         match self.keeper.converge(&compiled.table).await {
-            Ok(changes) => {
+            Ok(Progress { changes, finished }) => {
                 if changes > 0 {
                     self.metrics.applied("firewall", changes);
                     tracing::info!(
                         sandboxes = compiled.served.len(),
                         grants = compiled.table.open(),
+                        finished,
                         "firewall table written"
                     );
                 }
-                Ok(())
+                if finished || self.keeper.is_current() {
+                    return Ok(finished);
+                }
+                let message = "the table is written in several steps, and another program changed nftables of this pod between two of \
+                               them, or the kernel does not tell; it is begun anew";
+                Err(Trouble::new("firewall", message))
             }
             Err(error) => {
                 if let Err(trouble) = self.ensure_peers(&Peers::new()) {

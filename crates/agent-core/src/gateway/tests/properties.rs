@@ -1,5 +1,7 @@
 //! What holds for any objects, hostile ones too.
 
+use std::net::SocketAddr;
+
 use proptest::{collection::vec, option, prelude::*, sample::select};
 
 use super::*;
@@ -414,7 +416,51 @@ fn two_inputs() -> impl Strategy<Value = (Inputs, Inputs)> {
     })
 }
 
+/// What packets can do by a table: from this network, to this port, by this grant, to this endpoint; true = as a new connection.
+type Way = (IpNet, Protocol, u16, GrantId, SocketAddr, bool);
+
+fn ways(table: &Table) -> BTreeSet<Way> {
+    let mut out = BTreeSet::new();
+    for (network, sandbox) in &table.sandboxes {
+        for ((_, protocol, port), grant) in table.grants.iter().filter(|((of, ..), _)| of == sandbox) {
+            let Balancer { v4, v6, .. } = &grant.balancer;
+            let new = v4.iter().chain(v6).map(|socket| (socket, true));
+            for (socket, new) in new.chain(grant.standing.iter().map(|socket| (socket, false))) {
+                out.insert((*network, *protocol, *port, grant.id, *socket, new));
+            }
+        }
+    }
+    out
+}
+
 proptest! {
+    #[test]
+    fn steps_end_at_the_table_and_open_nothing_else((old, new) in two_inputs(), limit in 1usize..8) {
+        let (old, new) = (compile(&old).table, compile(&new).table);
+        let known: BTreeSet<Way> = ways(&old).union(&ways(&new)).copied().collect();
+        let grants = |table: &Table| -> BTreeSet<_> { table.grants.iter().map(|(place, grant)| (*place, grant.id)).collect() };
+        let mut now = old.clone();
+        for _ in 0..1000 {
+            if now == new {
+                break;
+            }
+            let next = Table::step_within(limit, Some(&now), &new);
+            prop_assert_ne!(&next, &now);
+            prop_assert!(ways(&next).is_subset(&known), "{:?}", ways(&next).difference(&known));
+            // Nothing is added before all is removed.
+            let added = !grants(&next).is_subset(&grants(&old));
+            prop_assert!(!added || grants(&next).is_subset(&grants(&new)));
+            if now.frame == next.frame {
+                let mut kernel = written(&now).map_err(TestCaseError::fail)?;
+                let script = update(Some(&now), &next);
+                kernel.apply(&script.unwrap_or_default()).map_err(TestCaseError::fail)?;
+                prop_assert_eq!(Ok(kernel), written(&next));
+            }
+            now = next;
+        }
+        prop_assert_eq!(now, new);
+    }
+
     #[test]
     fn update_leads_to_what_the_whole_table_holds((old, new) in two_inputs()) {
         let (old, new) = (compile(&old).table, compile(&new).table);

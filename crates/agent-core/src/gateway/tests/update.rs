@@ -252,6 +252,103 @@ fn network_that_changes_hands_is_replaced() {
     assert_update(&table(), &new, &lines);
 }
 
+/// `table()` with so many grants more of the sandbox `B`, each with one endpoint.
+fn many(count: u16) -> Table {
+    table_with(|table| {
+        third(table);
+        for number in 1..=count {
+            let endpoint = format!("10.244.{}.{}:5432", number >> 8, number & 255);
+            let grant = grant(0x1000 + u32::from(number), &[&endpoint]);
+            table.grants.insert((B, Protocol::Tcp, 20000 + number), grant);
+        }
+    })
+}
+
+/// The tables on the way from `old` to `new`, `new` among them.
+fn steps(old: Option<&Table>, new: &Table) -> Vec<Table> {
+    let mut out: Vec<Table> = Vec::new();
+    while out.last().or(old) != Some(new) {
+        let next = Table::step(out.last().or(old), new);
+        assert_ne!(out.last().or(old), Some(&next), "a step that changes nothing");
+        out.push(next);
+    }
+    out
+}
+
+#[test]
+fn small_change_is_one_step() {
+    assert_eq!(steps(Some(&table()), &table_with(second)), [table_with(second)]);
+    assert_eq!(steps(None, &table()), [table()]);
+}
+
+#[test]
+fn many_grants_are_added_in_bounded_steps() {
+    // Chain, rule and the elements of five sets, for each of 500 grants; network and rate once.
+    let most = 7 * 500 + 3;
+    for old in [None, Some(table())] {
+        let steps = steps(old.as_ref(), &many(2600));
+        assert_eq!(steps.len(), 6);
+        for pair in steps.windows(2) {
+            let lines = update(Some(&pair[0]), &pair[1]).unwrap().lines().count();
+            assert!(lines <= most, "{lines} lines");
+        }
+        let first = update(old.as_ref(), &steps[0]).unwrap();
+        let first = first.lines().filter(|line| line.starts_with("add ")).count();
+        assert!(first <= most + 3, "{first} lines");
+    }
+}
+
+#[test]
+fn many_grants_are_removed_in_bounded_steps() {
+    let steps = steps(Some(&many(2600)), &table());
+    assert_eq!(steps.len(), 6);
+    let mut old = &many(2600);
+    for new in &steps {
+        let lines = update(Some(old), new).unwrap().lines().count();
+        assert!(lines <= 7 * 500 + 3, "{lines} lines");
+        old = new;
+    }
+    // Its network goes at once.
+    assert_eq!(steps[0].sandboxes, table().sandboxes);
+}
+
+#[test]
+fn grant_that_is_removed_goes_before_many_are_added() {
+    let first = Table::step(Some(&table_with(second)), &many(2600));
+    assert!(!first.grants.contains_key(&(A, Protocol::Udp, 20002)));
+    assert_ne!(first, many(2600));
+}
+
+#[test]
+fn grant_that_is_too_heavy_for_a_step_has_one_of_its_own() {
+    let texts: Vec<String> = (0..2500u16)
+        .map(|n| format!("10.244.{}.{}:80", n >> 8, n & 255))
+        .collect();
+    let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+    let new = table_with(|table| {
+        table.grants.insert((A, Protocol::Tcp, 20002), grant(2, &texts));
+        table
+            .grants
+            .insert((A, Protocol::Tcp, 20003), grant(3, &["10.244.1.6:53"]));
+    });
+    let grants: Vec<usize> = steps(Some(&table()), &new)
+        .iter()
+        .map(|step| step.grants.len())
+        .collect();
+    assert_eq!(grants, [2, 3]);
+}
+
+#[test]
+fn network_changes_hands_after_grants_left_from_before_are_gone() {
+    let new = table_with(|table| table.sandboxes = [(net("100.80.1.0/24"), B)].into());
+    let steps = steps(Some(&many(2600)), &new);
+    let (last, others) = steps.split_last().unwrap();
+    assert_eq!(last.sandboxes, new.sandboxes);
+    for step in others {
+        assert_eq!(step.sandboxes, BTreeMap::new());
+    }
+}
+
 #[test]
 fn name_of_a_grants_service_is_not_in_the_table() {
     let new = table_with(|table| {

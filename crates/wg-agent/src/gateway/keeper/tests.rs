@@ -1,0 +1,160 @@
+//! The keeper in a network namespace of its own, with the kernel's nftables. Needs root.
+
+use std::{net::SocketAddr, os::unix::fs::PermissionsExt, process::Command, thread, time::Duration};
+
+use clustermesh_agent_core::{
+    gateway::{Balancer, Frame, Grant, SandboxId},
+    numbers::NFT_TABLE,
+    policy::Protocol,
+};
+use clustermesh_core::mesh::ObjectName;
+use nix::sched::{CloneFlags, unshare};
+
+use super::*;
+
+/// Far less than 3,000 grants in one transaction take, and more than one step does.
+const ADDRESS_SPACE_KB: u32 = 40_000;
+const SANDBOX: SandboxId = SandboxId(7);
+
+fn table(grants: u16) -> Table {
+    let grant = |number: u16| {
+        let endpoint: SocketAddr = format!("10.244.{}.{}:5432", number >> 8, number & 255).parse().unwrap();
+        let grant = Grant {
+            id: GrantId(u32::from(number) + 1),
+            service: ObjectName {
+                namespace: "team".to_owned(),
+                name: "db".to_owned(),
+            },
+            balancer: Balancer {
+                v4: vec![endpoint],
+                ..Balancer::default()
+            },
+            standing: [endpoint].into(),
+        };
+        ((SANDBOX, Protocol::Tcp, 20000 + number), grant)
+    };
+    Table {
+        frame: Frame {
+            interface: "wg0".parse().unwrap(),
+            listen_port: 51820,
+            admin_port: 9587,
+            addresses: ["100.66.255.1".parse().unwrap()].into(),
+            connections: None,
+        },
+        sandboxes: [("100.80.0.0/20".parse().unwrap(), SANDBOX)].into(),
+        rates: [].into(),
+        grants: (0..grants).map(grant).collect(),
+    }
+}
+
+fn list(what: &[&str]) -> String {
+    let output = Command::new("nft").arg("list").args(what).output().expect("run nft");
+    String::from_utf8(output.stdout).expect("text")
+}
+
+fn is_open() -> bool {
+    list(&["set", "inet", NFT_TABLE, "alive"]).contains("\"wg0\" timeout")
+}
+
+fn grants() -> usize {
+    list(&["map", "inet", NFT_TABLE, "services"])
+        .matches(" : goto grant-")
+        .count()
+}
+
+/// Runs the test with a keeper in a network namespace of its own, whose `nft` has little memory.
+fn alone(test: impl AsyncFnOnce(Keeper) + Send + 'static) {
+    let directory = tempfile::tempdir().expect("a directory");
+    let program = directory.path().join("nft");
+    let text = format!("#!/bin/sh\nulimit -v {ADDRESS_SPACE_KB}\nexec nft \"$@\"\n");
+    std::fs::write(&program, text).expect("write a program");
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).expect("make it executable");
+    let run = thread::spawn(move || {
+        unshare(CloneFlags::CLONE_NEWNET).expect("this test makes a network namespace and needs root (CAP_SYS_ADMIN)");
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let keeper = Keeper {
+            nft: Nft::new(program),
+            ..Keeper::default()
+        };
+        runtime.expect("a runtime").block_on(test(keeper));
+    });
+    if let Err(panic) = run.join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(600)
+}
+
+/// Takes steps to the end; how many there were.
+async fn finish(keeper: &mut Keeper, desired: &Table) -> usize {
+    for step in 1..100 {
+        if keeper.converge(desired).await.expect("a step").finished {
+            return step;
+        }
+    }
+    panic!("no end");
+}
+
+#[test]
+fn large_table_is_opened_by_its_last_step() {
+    alone(async |mut keeper| {
+        let desired = table(1200);
+        keeper.renew(soon()).await.expect("nothing to renew");
+        for grants_then in [500, 1000] {
+            assert!(!keeper.converge(&desired).await.expect("a step").finished);
+            keeper.renew(soon()).await.expect("a renewal");
+            assert_eq!((grants(), is_open()), (grants_then, false));
+        }
+        assert!(keeper.converge(&desired).await.expect("a step").finished);
+        assert_eq!((grants(), is_open()), (1200, true));
+    });
+}
+
+#[test]
+fn many_grants_at_once_fit_into_little_memory() {
+    alone(async |mut keeper| {
+        keeper.renew(soon()).await.expect("nothing to renew");
+        assert_eq!(finish(&mut keeper, &table(1)).await, 1);
+        assert_eq!(finish(&mut keeper, &table(3000)).await, 6);
+        // What was open stays so.
+        assert_eq!((grants(), is_open()), (3000, true));
+        assert_eq!(finish(&mut keeper, &table(1)).await, 6);
+        assert_eq!((grants(), is_open()), (1, true));
+    });
+}
+
+#[test]
+fn table_that_shrinks_while_it_is_written_is_opened() {
+    alone(async |mut keeper| {
+        keeper.renew(soon()).await.expect("nothing to renew");
+        assert!(!keeper.converge(&table(501)).await.expect("a step").finished);
+        assert_eq!(finish(&mut keeper, &table(500)).await, 1);
+        assert_eq!((grants(), is_open()), (500, true));
+    });
+}
+
+#[test]
+fn table_deleted_between_steps_is_begun_anew() {
+    alone(async |mut keeper| {
+        let desired = table(1200);
+        assert!(!keeper.converge(&desired).await.expect("a step").finished);
+        let deleted = Command::new("nft")
+            .args(["delete", "table", "inet", NFT_TABLE])
+            .status();
+        assert!(deleted.expect("run nft").success() && !keeper.is_current());
+        assert_eq!(finish(&mut keeper, &desired).await, 3);
+        assert_eq!(grants(), 1200);
+    });
+}
+
+#[test]
+fn table_stands_once_any_process_has_written_it() {
+    alone(async |mut keeper| {
+        let other = Keeper::default();
+        assert!(!other.stands() && !keeper.stands());
+        finish(&mut keeper, &table(1)).await;
+        assert!(other.stands() && !other.has_written());
+    });
+}
