@@ -23,7 +23,7 @@ use tokio::sync::watch;
 use crate::{
     args::GatewayConfig,
     device::{self, Configuration, Device, userspace::Options},
-    firewall,
+    firewall::{self, generation},
     identity::{self, key::NodeKey},
     lock,
     metrics::Metrics,
@@ -197,7 +197,8 @@ async fn turn(
                     if !gateway.keeper.is_current() {
                         tracing::warn!("another program wrote to nftables of this pod: the table is written again");
                         gateway.metrics.repaired("firewall", 1);
-                        break Duration::ZERO;
+                        // Where the kernel does not tell the generation, each of our own transactions looks foreign.
+                        break if generation::now().is_ok() { Duration::ZERO } else { RETRY };
                     }
                 }
             }
