@@ -48,6 +48,7 @@ async fn a_sandbox_reaches_what_is_granted_through_a_gateway_and_nothing_else() 
     refusals::what_is_wrong_costs_that_part_alone(&stage).await;
     refusals::a_refused_sandbox_access_is_not_applied(&stage).await;
     refusals::a_stolen_token_opens_nothing(&stage).await;
+    limits::thousands_of_grants_at_once_are_written_and_removed(&stage).await;
     deleted_table_is_restored(&stage).await;
     a_container_that_starts_again_is_the_same_gateway(&stage, &mut gateway, &arguments).await;
     without_an_api_server_grants_stand_for_their_timeout(&stage).await;
@@ -67,7 +68,7 @@ async fn a_gateway_tells_where_it_is(stage: &Stage) {
         status["endpoints"],
         json!([format!("{v4}:51820"), format!("[{v6}]:51820"), "172.30.1.11:51821"])
     );
-    assert_eq!(status["backend"], "userspace");
+    assert_eq!(status["backend"], gateway::backend());
     let key = status["publicKey"].as_str().expect("a key").parse().expect("a key");
     for sandbox in &stage.sandboxes {
         sandbox.tunnel.dial(key, at("172.30.1.11", 31820));

@@ -8,8 +8,8 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Balancer, Frame, Grant, GrantId, SandboxId};
-use crate::{numbers::NFT_TABLE, policy::Protocol};
+use super::{Frame, GrantId, SandboxId};
+use crate::{numbers::NFT_TABLE, policy::Protocol, prefixes::Family};
 
 /// A part of the table that comes and goes by itself. The order is that in which they are added: a chain before what leads to
 /// it, an endpoint before the grant that opens the way to it.
@@ -19,10 +19,12 @@ pub(super) enum Piece {
     Limit(SandboxId),
     /// What leads to it.
     Limited(SandboxId),
-    /// The chain that chooses an endpoint.
-    Chain(GrantId),
-    /// What leads to it.
-    Service(GrantId),
+    /// A chain that chooses an endpoint.
+    Chooser(Chooser),
+    /// The endpoint with this number, of one family of a grant.
+    Backend(GrantId, Family, usize),
+    /// What leads a grant's connections of a family to its chooser.
+    Service(GrantId, Family),
     /// A connection to this endpoint may stand.
     Endpoint(GrantId, SocketAddr),
     /// Errors about such a connection pass.
@@ -35,6 +37,43 @@ pub(super) enum Piece {
     Grant((SandboxId, Protocol, u16)),
 }
 
+/// A chain for all grants that have as many endpoints. So a grant is elements alone: the kernel gives each map inside a rule a
+/// name for which it looks at all others, and 10,000 of those took it 17 s.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Chooser {
+    pub(super) family: Family,
+    pub(super) count: usize,
+    pub(super) sticky: bool,
+}
+
+impl Chooser {
+    pub(super) fn name(self) -> String {
+        let Self { family, count, sticky } = self;
+        let by = if sticky { "-by-address" } else { "" };
+        format!("choose{}-{count}{by}", number(family))
+    }
+
+    /// The packet's mark holds the number of the endpoint from here on.
+    fn rules(self) -> [String; 2] {
+        let Self { family, count, sticky } = self;
+        let ip = word(family);
+        // Without a seed the kernel draws one for each rule that is written: clients would change their endpoint with every
+        // rewrite of the chain, although the endpoints of their family are the same.
+        let choice = if sticky {
+            format!("jhash {ip} saddr mod {count} seed 0x1")
+        } else {
+            format!("numgen random mod {count}")
+        };
+        [
+            format!("meta mark set {choice}"),
+            format!(
+                "meta l4proto {{ tcp, udp }} dnat {ip} to ct mark . meta mark map @backends{}",
+                number(family)
+            ),
+        ]
+    }
+}
+
 /// As nft prints them.
 pub(super) fn mark(number: u32) -> String {
     format!("{number:#010x}")
@@ -44,39 +83,53 @@ pub(super) fn rate(rate: NonZeroU32) -> String {
     format!("rate over {rate}/second burst {} packets", rate.get().saturating_mul(2))
 }
 
-const fn family(v6: bool) -> char {
-    if v6 { '6' } else { '4' }
+const fn number(family: Family) -> char {
+    match family {
+        Family::V4 => '4',
+        Family::V6 => '6',
+    }
+}
+
+const fn word(family: Family) -> &'static str {
+    match family {
+        Family::V4 => "ip",
+        Family::V6 => "ip6",
+    }
+}
+
+fn of(address: IpAddr) -> Family {
+    Family::of(&IpNet::from(address))
 }
 
 impl Piece {
-    /// Whether its content can be changed while others refer to it.
-    pub(super) const fn in_place(&self) -> bool {
-        matches!(self, Self::Chain(_))
-    }
-
     /// The set or map it is an element of, and its key.
-    fn element(&self) -> Option<(String, String)> {
+    fn element(&self) -> Option<(&'static str, String)> {
         let place = |(sandbox, protocol, port): &(SandboxId, Protocol, u16)| {
             format!("{} . {protocol} . {port}", mark(sandbox.0))
         };
+        let either = |family, names: [&'static str; 2]| names[usize::from(family == Family::V6)];
         Some(match self {
-            Self::Limit(_) | Self::Chain(_) => return None,
-            Self::Limited(sandbox) => ("limits".to_owned(), mark(sandbox.0)),
-            Self::Service(id) => ("services".to_owned(), mark(id.0)),
+            Self::Limit(_) | Self::Chooser(_) => return None,
+            Self::Limited(sandbox) => ("limits", mark(sandbox.0)),
+            Self::Backend(id, family, at) => (
+                either(*family, ["backends4", "backends6"]),
+                format!("{} . {at:#010x}", mark(id.0)),
+            ),
+            Self::Service(id, family) => (either(*family, ["services4", "services6"]), mark(id.0)),
             Self::Endpoint(id, socket) => (
-                format!("endpoints{}", family(socket.is_ipv6())),
+                either(of(socket.ip()), ["endpoints4", "endpoints6"]),
                 format!("{} . {} . {}", mark(id.0), socket.ip(), socket.port()),
             ),
             Self::Host(id, address) => (
-                format!("hosts{}", family(address.is_ipv6())),
+                either(of(*address), ["hosts4", "hosts6"]),
                 format!("{} . {address}", mark(id.0)),
             ),
             Self::Sandbox(network) => (
-                format!("sandboxes{}", family(network.addr().is_ipv6())),
+                either(Family::of(network), ["sandboxes4", "sandboxes6"]),
                 network.to_string(),
             ),
-            Self::Open(at, id) => ("open".to_owned(), format!("{} . {}", place(at), mark(id.0))),
-            Self::Grant(at) => ("grants".to_owned(), place(at)),
+            Self::Open(at, id) => ("open", format!("{} . {}", place(at), mark(id.0))),
+            Self::Grant(at) => ("grants", place(at)),
         })
     }
 
@@ -84,85 +137,102 @@ impl Piece {
     fn data(&self, value: &str) -> String {
         match self {
             Self::Limited(sandbox) => format!(" : \"{}\"", limit(*sandbox)),
-            Self::Service(id) => format!(" : goto {}", chain_name(*id)),
-            Self::Sandbox(_) | Self::Grant(_) => format!(" : {value}"),
+            Self::Service(..) => format!(" : goto {value}"),
+            Self::Backend(..) | Self::Sandbox(_) | Self::Grant(_) => format!(" : {value}"),
             _ => String::new(),
         }
     }
 
-    pub(super) fn add(&self, value: &str, out: &mut String) {
-        let _ = match (self, self.element()) {
-            (_, Some((set, key))) => {
+    /// Of one that is no element.
+    fn add(&self, value: &str, out: &mut String) {
+        let _ = match self {
+            Self::Limit(sandbox) => writeln!(out, "add limit inet {NFT_TABLE} {} {value}", limit(*sandbox)),
+            Self::Chooser(chooser) => {
+                let name = chooser.name();
+                let [first, second] = chooser.rules();
                 writeln!(
                     out,
-                    "add element inet {NFT_TABLE} {set} {{ {key}{} }}",
-                    self.data(value)
+                    "add chain inet {NFT_TABLE} {name}\nadd rule inet {NFT_TABLE} {name} {first}\nadd rule inet {NFT_TABLE} {name} {second}"
                 )
             }
-            (Self::Limit(sandbox), _) => writeln!(out, "add limit inet {NFT_TABLE} {} {value}", limit(*sandbox)),
-            (Self::Chain(id), _) => writeln!(out, "add chain inet {NFT_TABLE} {}\n{value}", chain_name(*id)),
-            (_, None) => Ok(()),
+            _ => Ok(()),
         };
     }
 
-    pub(super) fn remove(&self, out: &mut String) {
-        let _ = match (self, self.element()) {
-            (_, Some((set, key))) => {
-                writeln!(out, "delete element inet {NFT_TABLE} {set} {{ {key} }}")
-            }
-            (Self::Limit(sandbox), _) => writeln!(out, "delete limit inet {NFT_TABLE} {}", limit(*sandbox)),
-            (Self::Chain(id), _) => {
-                let name = chain_name(*id);
+    /// Of one that is no element.
+    fn remove(&self, out: &mut String) {
+        let _ = match self {
+            Self::Limit(sandbox) => writeln!(out, "delete limit inet {NFT_TABLE} {}", limit(*sandbox)),
+            Self::Chooser(chooser) => {
+                let name = chooser.name();
                 writeln!(
                     out,
                     "flush chain inet {NFT_TABLE} {name}\ndelete chain inet {NFT_TABLE} {name}"
                 )
             }
-            (_, None) => Ok(()),
+            _ => Ok(()),
         };
     }
+}
 
-    /// Of one that can be changed in place.
-    pub(super) fn replace(&self, value: &str, out: &mut String) {
-        if let Self::Chain(id) = self {
-            let _ = writeln!(out, "flush chain inet {NFT_TABLE} {}\n{value}", chain_name(*id));
+/// Elements that one statement names: each statement of its own would take nft twice the memory.
+const TOGETHER: usize = 100;
+
+/// Elements of one kind, by set.
+#[derive(Default)]
+struct Elements(Vec<(&'static str, Vec<String>)>);
+
+impl Elements {
+    fn push(&mut self, verb: &str, set: &'static str, element: String, out: &mut String) {
+        let kind = |set: &'static str| set.trim_end_matches(['4', '6']);
+        if self.0.first().is_some_and(|(other, _)| kind(other) != kind(set)) {
+            self.write(verb, out);
+        }
+        match self.0.iter_mut().find(|(other, _)| *other == set) {
+            Some((_, elements)) => elements.push(element),
+            None => self.0.push((set, vec![element])),
         }
     }
+
+    fn write(&mut self, verb: &str, out: &mut String) {
+        for (set, elements) in std::mem::take(&mut self.0) {
+            for some in elements.chunks(TOGETHER) {
+                let _ = writeln!(out, "{verb} element inet {NFT_TABLE} {set} {{ {} }}", some.join(", "));
+            }
+        }
+    }
+}
+
+/// Adds them in this order.
+pub(super) fn add<'a>(pieces: impl Iterator<Item = (&'a Piece, &'a String)>, out: &mut String) {
+    let mut elements = Elements::default();
+    for (piece, value) in pieces {
+        if let Some((set, key)) = piece.element() {
+            elements.push("add", set, key + &piece.data(value), out);
+        } else {
+            elements.write("add", out);
+            piece.add(value, out);
+        }
+    }
+    elements.write("add", out);
+}
+
+/// Takes them away in this order.
+pub(super) fn remove<'a>(pieces: impl Iterator<Item = &'a Piece>, out: &mut String) {
+    let mut elements = Elements::default();
+    for piece in pieces {
+        if let Some((set, key)) = piece.element() {
+            elements.push("delete", set, key, out);
+        } else {
+            elements.write("delete", out);
+            piece.remove(out);
+        }
+    }
+    elements.write("delete", out);
 }
 
 fn limit(sandbox: SandboxId) -> String {
     format!("sandbox-{:08x}", sandbox.0)
-}
-
-fn chain_name(id: GrantId) -> String {
-    format!("grant-{:08x}", id.0)
-}
-
-/// The rules that choose an endpoint for a new connection. Without any, the packet is not translated and goes no further.
-pub(super) fn chain(protocol: Protocol, grant: &Grant) -> String {
-    let Balancer { v4, v6, sticky } = &grant.balancer;
-    let mut rules = Vec::new();
-    for (ip, endpoints) in [("ip", v4), ("ip6", v6)] {
-        if endpoints.is_empty() {
-            continue;
-        }
-        let count = endpoints.len();
-        // Without a seed the kernel draws one for each rule that is written: clients would change their endpoint with every
-        // rewrite of the chain, although the endpoints of their family are the same.
-        let choice = if *sticky {
-            format!("jhash {ip} saddr mod {count} seed {}", mark(grant.id.0))
-        } else {
-            format!("numgen random mod {count}")
-        };
-        let each = endpoints.iter().enumerate();
-        let each = each.map(|(at, endpoint)| format!("{at} : {} . {}", endpoint.ip(), endpoint.port()));
-        rules.push(format!(
-            "add rule inet {NFT_TABLE} {} meta l4proto {protocol} dnat {ip} to {choice} map {{ {} }}",
-            chain_name(grant.id),
-            each.collect::<Vec<_>>().join(", ")
-        ));
-    }
-    rules.join("\n")
 }
 
 /// The table without grants.
@@ -174,14 +244,14 @@ pub(super) fn frame(frame: &Frame) -> String {
         addresses,
         connections,
     } = frame;
-    let own = |v6: bool| {
-        let own = addresses.iter().filter(|address| address.is_ipv6() == v6);
+    let own = |family: Family| {
+        let own = addresses.iter().filter(|address| of(**address) == family);
         let own: Vec<String> = own.map(ToString::to_string).collect();
-        let ip = if v6 { "ip6" } else { "ip" };
+        let ip = word(family);
         if own.is_empty() {
             return format!(
                 "    meta nfproto ipv{} counter drop comment \"a family without an address here\"",
-                family(v6)
+                number(family)
             );
         }
         let own = own.join(", ");
@@ -205,14 +275,17 @@ pub(super) fn frame(frame: &Frame) -> String {
   set endpoints6 {{ type mark . ipv6_addr . inet_service; }}
   set hosts4 {{ type mark . ipv4_addr; comment "the same without ports, for errors"; }}
   set hosts6 {{ type mark . ipv6_addr; }}
-  map services {{ type mark : verdict; comment "grant: the chain that chooses an endpoint"; }}
+  map services4 {{ type mark : verdict; comment "grant: the chain that chooses an endpoint"; }}
+  map services6 {{ type mark : verdict; }}
+  map backends4 {{ type mark . mark : ipv4_addr . inet_service; comment "grant and number: the endpoint"; }}
+  map backends6 {{ type mark . mark : ipv6_addr . inet_service; }}
   map limits {{ type mark : limit; comment "new connections of a sandbox"; }}
   set alive {{ type ifname; flags timeout; comment "empty = not renewed: every packet of the tunnel is dropped"; }}
 "#
     );
     if connections.is_some() {
-        for (v6, address) in [(false, "ipv4_addr"), (true, "ipv6_addr")] {
-            let n = family(v6);
+        for (family, address) in [(Family::V4, "ipv4_addr"), (Family::V6, "ipv6_addr")] {
+            let n = number(family);
             let _ = writeln!(
                 out,
                 "  set connections{n} {{ type mark . {address} . inet_service; size 65535; flags dynamic; }}"
@@ -267,7 +340,8 @@ pub(super) fn frame(frame: &Frame) -> String {
   chain translate {{
     type nat hook prerouting priority dstnat; policy accept;
     iifname "{interface}" tcp flags & (fin | syn | rst | ack) != syn accept
-    iifname "{interface}" ct mark vmap @services
+    iifname "{interface}" meta nfproto ipv4 ct mark vmap @services4
+    iifname "{interface}" meta nfproto ipv6 ct mark vmap @services6
   }}
 
   chain forward {{
@@ -277,12 +351,12 @@ pub(super) fn frame(frame: &Frame) -> String {
     iifname != "{interface}" counter drop
     ct status & dnat == 0 counter drop comment "nothing chose an endpoint"
 "#,
-        own(false),
-        own(true),
+        own(Family::V4),
+        own(Family::V6),
     );
     if let Some(limit) = connections {
-        for (v6, ip) in [(false, "ip"), (true, "ip6")] {
-            let n = family(v6);
+        for family in Family::BOTH {
+            let (n, ip) = (number(family), word(family));
             let key = format!("ct mark . {ip} daddr . th dport");
             let _ = write!(
                 out,

@@ -2,11 +2,45 @@
 
 use std::io::ErrorKind;
 
+use clustermesh_agent_core::numbers::NFT_TABLE;
 use clustermesh_lab::wait_until;
 use serde_json::json;
+use x25519_dalek::StaticSecret;
 
 use super::{CONNECTIONS, Call, Counter, GATEWAY, LOG, MUTE, SOON, SQL, Stage, Stream, at, grant, ip};
-use crate::attacker::{Raw, packets};
+use crate::attacker::{Raw, packets, public};
+
+/// Of other sandboxes, in one moment: a single transaction would take nft more memory than it gets.
+pub(crate) async fn thousands_of_grants_at_once_are_written_and_removed(stage: &Stage) {
+    let [a, _] = &stage.sandboxes;
+    let other = |number: u8, count: u16| {
+        let grants: Vec<_> = (0..count).map(|port| grant("db", "sql", "TCP", SQL + port)).collect();
+        let key = StaticSecret::from([100 + number; 32]);
+        let third = 32 + 16 * number;
+        json!({
+            "sandbox": format!("c{number}"), "networks": [format!("100.80.{third}.0/20")], "grants": grants,
+            "nodes": [{"name": "c-1", "publicKey": public(&key).to_string(), "wireguardIPs": [format!("100.80.{third}.7")]}],
+        })
+    };
+    let grants = [grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)];
+    stage.in_force("m--a", a.access(&grants)).await;
+    let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+    for count in [2000, 0] {
+        for number in 0..3 {
+            stage.grants(&format!("m--c{number}"), other(number, count)).await;
+        }
+        for number in 0..3 {
+            stage.in_force(&format!("m--c{number}"), other(number, count)).await;
+        }
+        let table = stage.pod.run("nft", &["list", "set", "inet", NFT_TABLE, "open"]);
+        let elements = table.matches(" . tcp . ").count();
+        assert!(
+            (3 * usize::from(count)..3 * usize::from(count) + 10).contains(&elements),
+            "{elements}"
+        );
+        assert!(call.ask().is_some(), "a connection from before");
+    }
+}
 
 pub(crate) async fn a_sandbox_opens_only_so_many_connections_a_second(stage: &Stage) {
     let [a, _] = &stage.sandboxes;

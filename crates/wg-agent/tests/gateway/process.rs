@@ -26,16 +26,8 @@ impl Stage {
         let log = self.file(&format!("log-{number}"));
         let file = std::fs::File::create(&log).expect("a log");
         let mut command = Command::new("unshare");
-        command.args([
-            "--mount",
-            "sh",
-            "-ec",
-            CONFINED,
-            "sh",
-            AGENT,
-            "--mode=gateway",
-            "--backend=userspace",
-        ]);
+        command.args(["--mount", "sh", "-ec", CONFINED, "sh", AGENT, "--mode=gateway"]);
+        command.arg(format!("--backend={}", super::backend()));
         command.arg(format!("--interface={}", self.interface));
         command.arg(format!("--kubeconfig={}", self.file("kubeconfig").display()));
         command.arg(format!("--key-file={}", self.file("key").display()));
@@ -63,11 +55,12 @@ impl Stage {
         }
     }
 
-    /// For programs: the first table takes nft a while, as on a loaded node, and yet nothing gets lost.
+    /// For programs: the first table takes nft a while, as on a loaded node, and yet nothing gets lost; and nft gets half of what
+    /// the container's limit leaves it.
     fn path(&self) -> String {
         let (directory, path) = (self.file("bin"), std::env::var("PATH").expect("PATH"));
         let program = format!(
-            "#!/bin/sh\nPATH={path}\nif [ \"$1\" = -f ] && ! nft list table inet {NFT_TABLE} >/dev/null 2>&1; then sleep 1; fi\n\
+            "#!/bin/sh\nPATH={path}\nulimit -v 100000\nif [ \"$1\" = -f ] && ! nft list table inet {NFT_TABLE} >/dev/null 2>&1; then sleep 1; fi\n\
              exec nft \"$@\"\n"
         );
         std::fs::create_dir_all(&directory).expect("make a directory");

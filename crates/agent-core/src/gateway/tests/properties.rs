@@ -17,6 +17,7 @@ enum Part {
     Network,
     Chain,
     Limit,
+    Socket,
 }
 
 fn is_number(text: &str) -> bool {
@@ -24,7 +25,11 @@ fn is_number(text: &str) -> bool {
 }
 
 fn is_chain(text: &str) -> bool {
-    text.strip_prefix("grant-").is_some_and(is_number)
+    let text = text.strip_suffix("-by-address").unwrap_or(text);
+    let count = ["choose4-", "choose6-"]
+        .iter()
+        .find_map(|start| text.strip_prefix(start));
+    count.is_some_and(|count| count.parse::<usize>().is_ok_and(|count| count > 0))
 }
 
 fn is_limit(text: &str) -> bool {
@@ -40,6 +45,7 @@ impl Part {
             Self::Address => text.parse::<IpAddr>().is_ok(),
             Self::Network => text.parse::<IpNet>().is_ok(),
             Self::Chain => text.strip_prefix("goto ").is_some_and(is_chain),
+            Self::Socket => is_key(&[Self::Address, Self::Port], text),
             Self::Limit => text
                 .strip_prefix('"')
                 .and_then(|text| text.strip_suffix('"'))
@@ -53,7 +59,8 @@ fn form(set: &str) -> Option<(&'static [Part], Option<Part>)> {
     use Part::*;
     Some(match set {
         "limits" => (&[Mark], Some(Limit)),
-        "services" => (&[Mark], Some(Chain)),
+        "services4" | "services6" => (&[Mark], Some(Chain)),
+        "backends4" | "backends6" => (&[Mark, Mark], Some(Socket)),
         "sandboxes4" | "sandboxes6" => (&[Network], Some(Mark)),
         "grants" => (&[Mark, Protocol, Port], Some(Mark)),
         "open" => (&[Mark, Protocol, Port, Mark], None),
@@ -76,18 +83,21 @@ enum Line<'a> {
     DeleteLimit(&'a str),
 }
 
-/// `SET { KEY : DATA }`, or without data.
-fn element(text: &str, with_data: bool) -> Option<(&str, &str, Option<&str>)> {
+/// `SET { KEY : DATA, .. }`, or without data.
+fn elements(text: &str, with_data: bool) -> Option<Vec<(&str, &str, Option<&str>)>> {
     let (set, rest) = text.strip_suffix(" }")?.split_once(" { ")?;
     let (parts, data_part) = form(set)?;
-    let (key, data) = match data_part.filter(|_| with_data) {
-        Some(part) => {
-            let (key, data) = rest.split_once(" : ")?;
-            (key, Some(data).filter(|data| part.is(data))?)
-        }
-        None => return is_key(parts, rest).then_some((set, rest, None)),
+    let element = |text| {
+        let (key, data) = match data_part.filter(|_| with_data) {
+            Some(part) => {
+                let (key, data): (&str, _) = str::split_once(text, " : ")?;
+                (key, Some(data).filter(|data| part.is(data))?)
+            }
+            None => return is_key(parts, text).then_some((set, text, None)),
+        };
+        is_key(parts, key).then_some((set, key, Some(data)))
     };
-    is_key(parts, key).then_some((set, key, Some(data)))
+    rest.split(", ").map(element).collect()
 }
 
 fn is_key(parts: &[Part], key: &str) -> bool {
@@ -95,23 +105,23 @@ fn is_key(parts: &[Part], key: &str) -> bool {
     texts.len() == parts.len() && parts.iter().zip(texts).all(|(part, text)| part.is(text))
 }
 
-fn is_rule(rule: &str) -> Option<bool> {
-    let rest = rule.strip_prefix("meta l4proto ")?;
-    let (protocol, rest) = rest.split_once(" dnat ")?;
-    let (ip, rest) = rest.split_once(" to ")?;
-    let (choice, rest) = rest.split_once(" map { ")?;
-    let endpoints: Vec<&str> = rest.strip_suffix(" }")?.split(", ").collect();
-    let each = endpoints.iter().enumerate().all(|(at, text)| {
-        let socket = text.strip_prefix(&format!("{at} : "));
-        socket.is_some_and(|socket| is_key(&[Part::Address, Part::Port], socket))
-    });
-    let count = endpoints.len();
-    let sticky = choice.strip_prefix(&format!("jhash {ip} saddr mod {count} seed "));
-    let known = sticky.map_or_else(
-        || choice == format!("numgen random mod {count}"),
-        |seed| Part::Mark.is(seed),
-    );
-    Some(Part::Protocol.is(protocol) && matches!(ip, "ip" | "ip6") && known && each)
+fn is_rule(chain: &str, rule: &str) -> Option<bool> {
+    let sticky = chain.ends_with("-by-address");
+    let (family, count) = chain
+        .trim_end_matches("-by-address")
+        .strip_prefix("choose")?
+        .split_once('-')?;
+    let ip = if family == "4" { "ip" } else { "ip6" };
+    let choice = if sticky {
+        format!("jhash {ip} saddr mod {count} seed 0x1")
+    } else {
+        format!("numgen random mod {count}")
+    };
+    let rules = [
+        format!("meta mark set {choice}"),
+        format!("meta l4proto {{ tcp, udp }} dnat {ip} to ct mark . meta mark map @backends{family}"),
+    ];
+    Some(rules.iter().any(|known| known == rule))
 }
 
 fn is_rate(rate: &str) -> Option<bool> {
@@ -121,23 +131,27 @@ fn is_rate(rate: &str) -> Option<bool> {
 }
 
 impl<'a> Line<'a> {
-    fn parse(line: &'a str) -> Option<Self> {
+    fn parse(line: &'a str) -> Option<Vec<Self>> {
         let (verb, rest) = line.split_once(" inet clustermesh ")?;
-        Some(match verb {
+        let one = match verb {
             "add element" => {
-                let (set, key, data) = element(rest, true)?;
-                Self::AddElement(set, key, data)
+                let elements = elements(rest, true)?.into_iter();
+                return Some(
+                    elements
+                        .map(|(set, key, data)| Self::AddElement(set, key, data))
+                        .collect(),
+                );
             }
             "delete element" => {
-                let (set, key, _) = element(rest, false)?;
-                Self::DeleteElement(set, key)
+                let elements = elements(rest, false)?.into_iter();
+                return Some(elements.map(|(set, key, _)| Self::DeleteElement(set, key)).collect());
             }
             "add chain" if is_chain(rest) => Self::AddChain(rest),
             "flush chain" if is_chain(rest) => Self::FlushChain(rest),
             "delete chain" if is_chain(rest) => Self::DeleteChain(rest),
             "add rule" => {
                 let (chain, rule) = rest.split_once(' ')?;
-                (is_chain(chain) && is_rule(rule)?).then_some(Self::AddRule(chain, rule))?
+                (is_chain(chain) && is_rule(chain, rule)?).then_some(Self::AddRule(chain, rule))?
             }
             "add limit" => {
                 let (limit, rate) = rest.split_once(' ')?;
@@ -145,7 +159,8 @@ impl<'a> Line<'a> {
             }
             "delete limit" if is_limit(rest) => Self::DeleteLimit(rest),
             _ => return None,
-        })
+        };
+        Some(vec![one])
     }
 }
 
@@ -161,14 +176,42 @@ impl Kernel {
     /// Applies a script, as the kernel does or more strictly: what is added is not there yet and what it refers to is; what is
     /// deleted is there and nothing refers to it.
     fn apply(&mut self, script: &str) -> Result<(), String> {
-        // A chain without rules leaves an empty line.
-        for line in script.lines().filter(|line| !line.is_empty()) {
+        for line in script.lines() {
             let parsed = Line::parse(line).ok_or_else(|| format!("no form that is known: {line:?}"))?;
-            if !self.line(parsed) {
+            if !parsed.into_iter().all(|one| self.line(one)) {
                 return Err(format!("refused: {line} of\n{script}"));
             }
         }
-        Ok(())
+        self.chooses_what_is_there()
+    }
+
+    /// Each chain finds an endpoint for every number that it draws, and there is no other.
+    fn chooses_what_is_there(&self) -> Result<(), String> {
+        let mut backends = BTreeSet::new();
+        for ((set, key), data) in &self.elements {
+            let Some(family) = set.strip_prefix("services") else {
+                continue;
+            };
+            let chain = data
+                .as_ref()
+                .and_then(|data| data.strip_prefix("goto "))
+                .ok_or("no chain")?;
+            let rest = chain
+                .strip_prefix("choose")
+                .and_then(|rest| rest.strip_prefix(family))
+                .ok_or(chain)?;
+            let count = rest.trim_start_matches('-').trim_end_matches("-by-address");
+            for at in 0..count.parse::<u32>().map_err(|error| error.to_string())? {
+                backends.insert((format!("backends{family}"), format!("{key} . {at:#010x}")));
+            }
+        }
+        let there = self.elements.keys().filter(|(set, _)| set.starts_with("backends"));
+        let there: BTreeSet<_> = there.cloned().collect();
+        if there == backends {
+            Ok(())
+        } else {
+            Err(format!("{there:?} for {backends:?}"))
+        }
     }
 
     fn leads_to(&self, data: &str) -> bool {
@@ -188,10 +231,6 @@ impl Kernel {
             Line::DeleteElement(set, key) => {
                 let removed = self.elements.remove(&(set.to_owned(), key.to_owned())).is_some();
                 let used = match set {
-                    "services" => self
-                        .elements
-                        .iter()
-                        .any(|((set, _), data)| set == "grants" && data.as_deref() == Some(key)),
                     "open" => self.elements.iter().any(|((set, place), data)| {
                         set == "grants" && data.as_ref().is_some_and(|id| format!("{place} . {id}") == key)
                     }),
@@ -232,11 +271,11 @@ impl Kernel {
         let has = |set: &str, key: String| self.elements.contains_key(&(set.to_owned(), key));
         let Some(data) = data else { return true };
         match set {
-            "services" => data
+            "services4" | "services6" => data
                 .strip_prefix("goto ")
                 .is_some_and(|chain| self.chains.contains_key(chain)),
             "limits" => self.limits.contains_key(data.trim_matches('"')),
-            "grants" => has("services", data.to_owned()) && has("open", format!("{key} . {data}")),
+            "grants" => has("open", format!("{key} . {data}")),
             _ => true,
         }
     }
