@@ -37,17 +37,21 @@ use crate::{
 
 mod connections;
 pub(crate) mod forwarding;
+mod heard;
 mod keeper;
 mod publish;
 mod seen;
 mod world;
 
+use heard::Heard;
 use keeper::{Keeper, Progress};
 use seen::OwnSeen;
 use world::{Store, World};
 
 /// A whole look as a safety net, whatever was heard.
 const RESYNC: Duration = Duration::from_secs(30);
+/// How often the device is asked where peers were heard from.
+const LOOK: Duration = Duration::from_secs(1);
 /// After a pass that failed.
 const RETRY: Duration = Duration::from_secs(2);
 /// What comes within this time is taken together.
@@ -92,6 +96,8 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
         api_server: running.connection.server.address().map(|server| server.ip()),
         keeper: Keeper::default(),
         device: None,
+        heard: Heard::beside(&config.key_file),
+        peopled: false,
         troubles: Troubles::new(running.readiness.clone(), metrics.clone()),
         said: Said::default(),
         dump: running.dump.clone(),
@@ -174,6 +180,8 @@ async fn turn(
     stop: &CancellationToken,
 ) {
     let mut tables = Tables::open();
+    let mut look = tokio::time::interval(LOOK);
+    look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while !stop.is_cancelled() {
         let began = Instant::now();
         let pass = gateway.pass(&store.world()).await;
@@ -193,6 +201,7 @@ async fn turn(
                 }
                 () = tokio::time::sleep_until(again.into()) => break Duration::ZERO,
                 () = store.changed() => break SETTLE.max(took),
+                _ = look.tick() => gateway.look(),
                 () = tables.changed() => {
                     if !gateway.keeper.is_current() {
                         tracing::warn!("another program wrote to nftables of this pod: the table is written again");
@@ -219,6 +228,9 @@ struct Gateway {
     keeper: Keeper,
     routing: Netlink,
     device: Option<Box<dyn Device>>,
+    heard: Heard,
+    /// The device has every peer that it should have.
+    peopled: bool,
     publish: watch::Sender<SandboxGatewayStatus>,
     metrics: Metrics,
     troubles: Troubles,
@@ -402,6 +414,7 @@ impl Gateway {
                     tracing::warn!(%error, "the device is made again");
                     self.metrics.repaired("device", 1);
                     self.device = None;
+                    self.peopled = false;
                 }
             }
         }
@@ -433,14 +446,27 @@ impl Gateway {
         let trouble = |error: device::DeviceError| Trouble::new("device", error);
         let Some(device) = &mut self.device else { return Ok(()) };
         let observed = device.observe().map_err(trouble)?;
-        if let Some(changes) = diff(&observed.peers, peers) {
+        if let Some(mut changes) = diff(&observed.peers, peers) {
+            self.heard.dial(&mut changes);
             device.apply(&changes).map_err(trouble)?;
             self.metrics.applied("device", changes.len());
             for change in &changes {
                 tracing::info!("{change}");
             }
         }
+        self.peopled = true;
         Ok(())
+    }
+
+    /// Keeps for the next start where peers were heard from.
+    fn look(&mut self) {
+        let Some(device) = self.device.as_mut().filter(|_| self.peopled) else {
+            return;
+        };
+        // What is wrong with the device a pass says.
+        if let Ok(observed) = device.observe() {
+            self.heard.keep(&observed.peers);
+        }
     }
 
     /// Metrics, `/debug/state` and the status of the SandboxGateway.
