@@ -218,23 +218,22 @@ proptest! {
         // Whether quarantined members may be in its cluster hangs on who serves there, and on no claim: that stays as it was.
         let before = planned(&world);
         let reports = before.meshes.values().filter_map(|mesh| mesh.clusters.get(&format!("c{n}")));
-        let serving: Vec<Vec<Server>> = reports
+        let is_agent = |node: &Node| node.server == Server::Agent;
+        // For each mesh whether agents alone serve; nothing where nobody does.
+        let agents: Vec<Option<bool>> = reports
             .map(|report| {
                 let serves = |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || report.held.contains_key(*name);
-                member.nodes.iter().filter(serves).map(|(_, node)| node.server).collect()
+                let mut serving = member.nodes.iter().filter(serves).peekable();
+                serving.peek().is_some().then(|| serving.all(|(_, node)| is_agent(node)))
             })
             .collect();
-        let is_agent = |server: &Server| *server == Server::Agent;
-        if serving.iter().any(Vec::is_empty) {
+        let one_answer = agents.first().copied().flatten().filter(|answer| agents.iter().all(|other| *other == Some(*answer)));
+        let agent = one_answer.unwrap_or_else(|| {
+            // A node without a key serves nobody.
             bad.public_key = Claim::Absent;
-        }
-        let serving = serving.concat();
-        let agents = if serving.is_empty() {
-            member.nodes.values().any(|node| is_agent(&node.server))
-        } else {
-            serving.iter().all(is_agent)
-        };
-        bad.server = if agents { Server::Agent } else { Server::Kilo };
+            member.nodes.values().any(is_agent)
+        });
+        bad.server = if agent { Server::Agent } else { Server::Kilo };
         member.nodes.insert("zz-bad".into(), bad);
         let after = planned(&worse);
         // A paused mesh writes nothing, and its status remembers nothing new.
