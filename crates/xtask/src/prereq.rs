@@ -157,6 +157,8 @@ fn install(packages: &[&str]) -> Result<()> {
     let apt = |words: &[&str]| {
         let mut command = Command::new("apt-get");
         command
+            // Another apt-get, such as that of unattended upgrades, may hold the lock for minutes.
+            .args(["-o", "DPkg::Lock::Timeout=300"])
             .args(words)
             .env("DEBIAN_FRONTEND", "noninteractive")
             .status()
