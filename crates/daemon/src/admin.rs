@@ -3,7 +3,7 @@
 //! hosts may reach the port, so `/debug/state` answers only loopback clients. `/metrics` does too in a program whose port the
 //! agent's firewall does not close ([`Audience`]).
 
-use std::{collections::VecDeque, fmt, net::SocketAddr, sync::Arc, time::Duration};
+use std::{collections::VecDeque, fmt, future::poll_fn, io, net::SocketAddr, sync::Arc, task::Poll, time::Duration};
 
 use anyhow::Context;
 use axum::{Extension, Router, extract, http::StatusCode, response::IntoResponse, routing::get};
@@ -14,11 +14,16 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use prometheus_client::registry::Registry;
-use tokio::{net::TcpListener, task::AbortHandle};
+use tokio::{
+    net::{TcpListener, TcpSocket, TcpStream},
+    task::AbortHandle,
+};
 use tokio_util::sync::CancellationToken;
 
 use crate::{liveness::Liveness, metrics, readiness::Readiness};
 
+/// Connections that wait to be accepted, as in tokio and std.
+const BACKLOG: u32 = 1024;
 /// Concurrent connections: many more than probes, scrapers and a person need, and far fewer than the file descriptors of a
 /// process (often 1,024 before [`crate::descriptors`] raises the limit), some of which the program needs for its own work.
 const CONNECTIONS: usize = 64;
@@ -61,7 +66,8 @@ impl fmt::Debug for State {
 /// A bound endpoint that does not serve yet.
 #[derive(Debug)]
 pub struct Admin {
-    listener: TcpListener,
+    /// At least one; all with the same address.
+    listeners: Vec<TcpListener>,
 }
 
 impl Admin {
@@ -73,15 +79,55 @@ impl Admin {
         let listener = TcpListener::bind(listen).await.with_context(|| {
             format!("cannot listen on {listen} for metrics and health; choose another address with --listen")
         })?;
-        Ok(Self { listener })
+        Ok(Self {
+            listeners: vec![listener],
+        })
+    }
+
+    /// As [`Self::bind`], for connections that come in by one of these interfaces (SO_BINDTODEVICE). On others the port is closed,
+    /// whatever the firewall says. Linux before 5.7 wants CAP_NET_RAW for that.
+    ///
+    /// # Errors
+    /// The address cannot be bound, or one of the interfaces.
+    pub fn bind_to_interfaces<'a>(
+        listen: SocketAddr,
+        interfaces: impl IntoIterator<Item = &'a str>,
+    ) -> anyhow::Result<Self> {
+        let bound = |interface: &str| {
+            let socket = if listen.is_ipv4() {
+                TcpSocket::new_v4()
+            } else {
+                TcpSocket::new_v6()
+            }?;
+            socket.set_reuseaddr(true)?;
+            socket.bind_device(Some(interface.as_bytes()))?;
+            socket.bind(listen)?;
+            socket.listen(BACKLOG)
+        };
+        let bound = interfaces.into_iter().map(|interface| {
+            bound(interface)
+                .with_context(|| format!("cannot listen on {listen} of interface {interface} for metrics and health"))
+        });
+        let listeners: Vec<_> = bound.collect::<Result<_, _>>()?;
+        anyhow::ensure!(!listeners.is_empty(), "no interface to listen on");
+        Ok(Self { listeners })
     }
 
     /// Where it listens.
     ///
     /// # Errors
     /// The socket has no address (it always has).
-    pub fn local_addr(&self) -> std::io::Result<SocketAddr> {
-        self.listener.local_addr()
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.listeners[0].local_addr()
+    }
+
+    /// The next connection by any of the listeners.
+    async fn accept(&self) -> io::Result<(TcpStream, SocketAddr)> {
+        poll_fn(|context| {
+            let mut accepted = self.listeners.iter().map(|listener| listener.poll_accept(context));
+            accepted.find(Poll::is_ready).unwrap_or(Poll::Pending)
+        })
+        .await
     }
 
     /// Serves until the token is cancelled.
@@ -105,7 +151,7 @@ impl Admin {
         loop {
             let accepted = tokio::select! {
                 () = stop.cancelled() => break,
-                accepted = self.listener.accept() => accepted,
+                accepted = self.accept() => accepted,
             };
             let (stream, from) = match accepted {
                 Ok(accepted) => accepted,
@@ -126,7 +172,7 @@ impl Admin {
             }
             open.push_back(tokio::spawn(shutdown.watch(connection)).abort_handle());
         }
-        drop(self.listener);
+        drop(self.listeners);
         shutdown.shutdown().await;
         Ok(())
     }
@@ -209,7 +255,7 @@ mod tests {
     use super::*;
 
     async fn ask(address: SocketAddr, path: &str) -> (u16, String) {
-        let mut stream = tokio::net::TcpStream::connect(address).await.expect("connects");
+        let mut stream = TcpStream::connect(address).await.expect("connects");
         let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
         stream.write_all(request.as_bytes()).await.expect("writes");
         let mut answer = String::new();
@@ -286,15 +332,38 @@ mod tests {
         (address, stop, served)
     }
 
+    /// The port is open on the loopback interface to one bound to it, and none on another.
+    #[tokio::test]
+    async fn endpoint_bound_to_interfaces_answers_on_these_alone() {
+        let any = SocketAddr::from(([0, 0, 0, 0], 0));
+        let admin = Admin::bind_to_interfaces(any, ["lo"]).expect("binds");
+        let port = admin.local_addr().expect("has an address").port();
+        let state = State {
+            registry: Arc::new(metrics::registry("test", "1")),
+            metrics_for: Audience::Everyone,
+            readiness: Readiness::new(),
+            liveness: Liveness::new(),
+            dump: Arc::new(|| serde_json::json!({})),
+        };
+        let stop = CancellationToken::new();
+        let served = tokio::spawn(admin.serve(state, stop.clone()));
+        let at = SocketAddr::from(([127, 0, 0, 1], port));
+        assert_eq!(ask(at, "/healthz").await, (200, "ok\n".to_owned()));
+        stop.cancel();
+        served.await.expect("no panic").expect("ends well");
+        let error = Admin::bind_to_interfaces(at, ["none-such"]).expect_err("there is none such");
+        assert!(format!("{error:#}").contains("of interface none-such"), "{error:#}");
+    }
+
     #[tokio::test]
     async fn idle_connections_beyond_the_limit_are_closed_and_new_ones_served() {
         let (address, stop, served) = serving().await;
         let mut idle = Vec::new();
         for _ in 0..3 * CONNECTIONS {
-            idle.push(tokio::net::TcpStream::connect(address).await.expect("connects"));
+            idle.push(TcpStream::connect(address).await.expect("connects"));
         }
         assert_eq!(ask(address, "/healthz").await, (200, "ok\n".to_owned()));
-        let ends = |stream: &mut tokio::net::TcpStream| {
+        let ends = |stream: &mut TcpStream| {
             let ended = stream.try_read(&mut [0; 1]);
             !matches!(ended, Err(error) if error.kind() == ErrorKind::WouldBlock)
         };
@@ -309,7 +378,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn request_whose_head_does_not_end_is_given_up() {
         let (address, _stop, _served) = serving().await;
-        let mut stream = tokio::net::TcpStream::connect(address).await.expect("connects");
+        let mut stream = TcpStream::connect(address).await.expect("connects");
         stream
             .write_all(b"GET /healthz HTTP/1.1\r\nhost: x\r\n")
             .await
