@@ -87,28 +87,25 @@ async fn each_rule_of_a_sandboxaccess_admits_one_and_refuses_another_with_advice
         let message = refused(&server, ACCESSES, &object).await;
         assert!(message.contains(&expected), "{path}: {message}");
     }
-    let mut twice = access();
-    let node = twice["spec"]["nodes"][0].clone();
-    twice["spec"]["nodes"].as_array_mut().unwrap().push(node);
-    let message = refused(&server, ACCESSES, &twice).await;
-    assert!(message.contains("spec.nodes[1]: Duplicate value"), "{message}");
 }
 
 #[tokio::test]
-async fn an_access_of_the_largest_sandbox_is_admitted() {
+async fn access_of_the_largest_sandbox_is_stored() {
     let server = ApiServer::start().await;
     let mut object = access();
     let nodes = (0..5000_u16).map(|i| {
         json!({
-            "name": format!("nb-{i}"), "publicKey": key(i), "wireguardIPs": [format!("100.80.{}.{}", 16 + i / 256, i % 256)],
+            // As long as the controller writes a name.
+            "name": format!("{i:040}"), "publicKey": key(i), "wireguardIPs": [format!("100.80.{}.{}", 16 + i / 256, i % 256)],
         })
     });
     object["spec"]["nodes"] = nodes.collect();
     let grants = (0..2048_u16).map(|i| {
-        json!({"service": {"namespace": "team-x", "name": format!("s-{i}")}, "port": "pg", "protocol": "TCP", "gatewayPort": 20_000 + i})
+        json!({"service": {"namespace": "team-x", "name": format!("service-of-team-x-{i}")}, "port": "pg", "protocol": "TCP", "gatewayPort": 20_000 + i})
     });
     object["spec"]["grants"] = grants.collect();
-    let stored = server.dry_run(ACCESSES, &object).await.unwrap();
+    // A dry run does not ask etcd, which takes 1.5 MiB.
+    let stored = server.post(ACCESSES, &object).await.unwrap();
     assert_eq!(stored["spec"]["nodes"].as_array().map(Vec::len), Some(5000));
 }
 

@@ -58,7 +58,6 @@ pub struct SandboxAccessSpec {
     /// The sandbox's nodes. Empty = none may connect.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = schema::MAX_SANDBOX_NODES))]
-    #[x_kube(merge_strategy = ListMerge::Map(vec!["publicKey".into()]))]
     pub nodes: Vec<SandboxNode>,
     /// What it may reach. Empty = nothing.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -76,9 +75,9 @@ pub struct SandboxAccessSpec {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxNode {
-    /// Name of the Node, for people.
+    /// Name of the Node, for people. A long one is cut and ends in a hash.
     #[serde(default)]
-    #[schemars(length(max = 253))]
+    #[schemars(length(max = 63))]
     pub name: String,
     /// Its WireGuard public key, as `wg pubkey` prints it.
     #[schemars(length(min = 44, max = 44))]

@@ -85,6 +85,17 @@ fn addresses(texts: &[String]) -> Result<BTreeSet<IpAddr>, String> {
     texts.iter().map(parse).collect()
 }
 
+/// A gateway has one of each family at most. One that was taken over may publish others, and other members get no route into networks
+/// of gateways.
+fn own_addresses(texts: &[String]) -> Result<BTreeSet<IpAddr>, String> {
+    let addresses = addresses(texts)?;
+    let families: BTreeSet<bool> = addresses.iter().map(IpAddr::is_ipv4).collect();
+    if families.len() < addresses.len() {
+        return Err("more than one address of a family".to_owned());
+    }
+    Ok(addresses)
+}
+
 /// Makes an access that stands say `spec` and belong to `owner`; what others wrote into its metadata stays.
 pub fn update(access: &mut SandboxAccess, spec: &AccessSpec, owner: &Owner) {
     set_labels(access.labels_mut(), owner);
@@ -147,7 +158,7 @@ pub fn gateway_to_core(gateway: &SandboxGateway) -> Result<Option<(Gateway, Stri
     });
     let gateway = Gateway {
         public_key: key,
-        addresses: addresses(wireguard_ips).map_err(|why| format!("status.wireguardIPs: {why}"))?,
+        addresses: own_addresses(wireguard_ips).map_err(|why| format!("status.wireguardIPs: {why}"))?,
         endpoints: endpoints.collect::<Result<_, _>>()?,
         serves: serves.iter().cloned().collect(),
         ready: false,
@@ -283,5 +294,8 @@ mod tests {
         assert_eq!(seen.refused, refused.into());
         gateway.status.as_mut().unwrap().endpoints[0] = "x".into();
         assert!(gateway_to_core(&gateway).unwrap_err().starts_with("status.endpoints: "));
+        gateway.status.as_mut().unwrap().wireguard_ips.push("10.0.0.1".into());
+        let error = "status.wireguardIPs: more than one address of a family";
+        assert_eq!(gateway_to_core(&gateway).unwrap_err(), error);
     }
 }

@@ -48,6 +48,20 @@ pub(super) fn leave_out_networks(cluster: &mut Cluster, member: &Member) {
     cluster.allowed.retain(|net| !is_theirs(net));
 }
 
+/// Bytes of a node's name in a SandboxAccess. A sandbox chooses the names of its Nodes: with 253 bytes each, the object for 5,000 of them
+/// would be larger than etcd takes (1.5 MiB), and neither a revocation nor a quarantine could be written.
+const NAME: usize = 40;
+
+/// A node's name in a SandboxAccess: its own, or a part of it and a hash.
+pub(super) fn short_name(node: &str) -> String {
+    let plain = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
+    if node.len() <= NAME && node.chars().all(|c| plain(&c)) {
+        return node.to_owned();
+    }
+    let start: String = node.chars().filter(plain).take(NAME - 9).collect();
+    format!("{start}-{:08x}", fnv1a(node.bytes()))
+}
+
 /// Ports of gateways: above what servers are known by, below those that a kernel gives out by itself.
 const FIRST: u16 = 20_000;
 const COUNT: u16 = 10_000;
@@ -231,14 +245,19 @@ impl<'a> Assembly<'a> {
         let mut nodes: BTreeMap<_, _> = registered
             .map(|node| {
                 let seen = AccessNode {
-                    name: node.node.to_owned(),
+                    name: short_name(node.node),
                     addresses: [node.wireguard.addr()].into(),
                 };
                 (node.key, seen)
             })
             .collect();
         let fresh = party.observed.and_then(Observation::fresh).is_some();
-        let held = |node: &AccessNode| roll.is_some_and(|roll| roll.held.contains_key(&*node.name));
+        let held: BTreeSet<String> = roll
+            .into_iter()
+            .flat_map(|roll| roll.held.keys())
+            .map(|name| short_name(name))
+            .collect();
+        let held = |node: &AccessNode| held.contains(&node.name);
         for (key, node) in standing.into_iter().flat_map(|access| &access.nodes) {
             let free = |nodes: &BTreeMap<_, AccessNode>| {
                 nodes

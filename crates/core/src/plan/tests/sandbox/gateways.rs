@@ -89,6 +89,25 @@ fn a_member_gets_an_access_and_neither_peer_nor_policy_of_the_sandbox() {
 }
 
 #[test]
+fn long_names_of_nodes_are_cut_in_the_access() {
+    let names = ["n".repeat(253), "n".repeat(252), "n".repeat(40), "ä".repeat(20)];
+    let cut = names.each_ref().map(|name| crate::plan::gateways::short_name(name));
+    assert_eq!(cut[2], names[2]);
+    assert!(cut.iter().all(|name| name.is_ascii() && name.len() <= 40), "{cut:?}");
+    assert_eq!(BTreeSet::from(cut.clone()).len(), 4, "{cut:?}");
+    let (mesh, mut seen) = three();
+    settle(&mesh, &mut seen);
+    let node = access(&seen).nodes.into_values().next().unwrap();
+    edit(&mut seen, &secret("nb"), |m| {
+        let node = m.nodes.pop_first().unwrap().1;
+        m.nodes.insert(names[0].clone(), node);
+    });
+    settle(&mesh, &mut seen);
+    let renamed = access(&seen).nodes.into_values().next().unwrap();
+    assert_eq!((&*node.name, &renamed.name), ("s", &cut[0]));
+}
+
+#[test]
 fn a_gateway_that_is_not_ready_keeps_its_peer_and_loses_its_connections() {
     let (mesh, mut seen) = three();
     settle(&mesh, &mut seen);
