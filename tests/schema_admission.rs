@@ -11,7 +11,9 @@ const PEERS: &str = "/apis/kilo.squat.ai/v1alpha1/peers";
 const POLICIES: &str = "/apis/kilo.squat.ai/v1alpha1/peerpolicies";
 const CONTROLLER: &str = "system:serviceaccount:clustermesh:clustermesh-controller";
 const AGENT: &str = "system:serviceaccount:clustermesh-agent:wg-agent";
-const LISTS: &str = "networks: 10.20.0.0/16, fd00:20::/48\n  reachable: 10.10.0.0/16, fd00:10::/48";
+const ACCESSES: &str = "/apis/kilo.squat.ai/v1alpha1/sandboxaccesses";
+const LISTS: &str = "networks: 10.20.0.0/16, fd00:20::/48\n  reachable: 10.10.0.0/16, fd00:10::/48\n  \
+                     services: team-x, team-y/db, team-z/db:sql";
 
 /// A Peer with these allowedIPs; `managed` = labelled as one of a mesh.
 fn peer(name: &str, managed: bool, ranges: &[&str]) -> Value {
@@ -36,6 +38,17 @@ fn policy(name: &str, managed: bool) -> Value {
             "deny": [{"to": ["192.0.2.1/32"], "ports": [{"port": 6443}]}],
             "infrastructurePorts": ports.collect::<Vec<_>>(), "anchored": ["10.10.128.0/20"],
         },
+    })
+}
+
+/// A SandboxAccess with a grant of each of these: namespace, Service, name of its port.
+fn access(grants: &[(&str, &str, &str)]) -> Value {
+    let grants = grants.iter().zip(20_000..).map(|((namespace, name, port), at)| {
+        json!({"service": {"namespace": namespace, "name": name}, "port": port, "protocol": "TCP", "gatewayPort": at})
+    });
+    json!({
+        "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxAccess", "metadata": {"name": "prod--nb", "labels": labels(true)},
+        "spec": {"sandbox": "nb", "networks": ["10.20.16.0/20"], "grants": grants.collect::<Vec<_>>()},
     })
 }
 
@@ -102,7 +115,11 @@ async fn server(lists: Option<&str>) -> ApiServer {
 }
 
 async fn create(who: &Acting, object: &Value) -> Result<(), String> {
-    let kind = if object["kind"] == "Peer" { PEERS } else { POLICIES };
+    let kind = match object["kind"].as_str() {
+        Some("Peer") => PEERS,
+        Some("SandboxAccess") => ACCESSES,
+        _ => POLICIES,
+    };
     verdict(who.post(&format!("{kind}?dryRun=All"), object).await)
 }
 
@@ -118,6 +135,7 @@ async fn the_controller_writes_labelled_objects_within_the_lists() {
     people_and_the_controller_do_not_write_each_others_objects(&server, &controller).await;
     peers_bring_in_nothing_outside_the_list(&controller).await;
     peer_policies_open_and_blackhole_nothing_outside_the_lists(&controller).await;
+    sandbox_accesses_grant_nothing_outside_the_lists(&controller).await;
     another_served_version_changes_nothing(&server, &controller).await;
     a_list_that_cannot_be_read_admits_nothing_and_deletions_pass(&server, &controller).await;
 }
@@ -268,6 +286,39 @@ async fn peer_policies_open_and_blackhole_nothing_outside_the_lists(controller: 
             "{field}"
         );
     }
+}
+
+async fn sandbox_accesses_grant_nothing_outside_the_lists(controller: &Acting) {
+    let listed = [
+        ("team-x", "any", "any"),
+        ("team-y", "db", "any"),
+        ("team-y", "db", ""),
+        ("team-z", "db", "sql"),
+    ];
+    assert_eq!(create(controller, &access(&listed)).await, Ok(()));
+    // As many as the CRD takes: the cost of the expressions is limited.
+    assert_eq!(create(controller, &access(&[listed[0]; 2048])).await, Ok(()));
+    for (grants, refused) in [
+        (&[("team-z", "db", "metrics")][..], "team-z/db:metrics"),
+        (&[("team-z", "db", "")], "team-z/db:"),
+        (&[("team-y", "dbx", "sql")], "team-y/dbx:sql"),
+        (&[("team-", "x", "")], "team-/x:"),
+        (
+            &[listed[0], ("default", "a", "b"), ("default", "c", "d")],
+            "default/a:b and 1 more",
+        ),
+    ] {
+        let message = format!(
+            "spec.grants: {refused} is not among the services in the ConfigMap clustermesh-admission: add it there if sandboxes may \
+             reach it, else take it out of egress in the ClusterMesh"
+        );
+        assert_eq!(create(controller, &access(grants)).await, Err(message));
+    }
+    let outside = with(access(&listed), "/spec/networks", json!(["10.30.0.0/20"]));
+    assert_eq!(
+        create(controller, &outside).await,
+        Err(format!("spec.networks: 10.30.0.0/20{OUTSIDE}"))
+    );
 }
 
 /// A version without a schema, as a later release of Kilo might serve. The same rules apply, because the stored object is the
