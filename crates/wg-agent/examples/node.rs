@@ -81,7 +81,8 @@ fn main() -> anyhow::Result<()> {
         mtu,
         underlay: outer.parse()?,
         underlay_addresses: [at].into(),
-        addresses: [at].into(),
+        // A node accepts connections from the mesh at its InternalIPs alone, and the load is sent to the address in the tunnel.
+        addresses: [at, address].into(),
         pod_cidrs: BTreeSet::new(),
     };
     let compiled = compile(&inputs(node, key, endpoint, other));
