@@ -1,5 +1,6 @@
 //! The kernel's WireGuard with everything of the agent around it - firewall table, routes, rules - beside the same set up by
-//! hand with `wg` and `ip`, on the same namespaces, in turns; on a machine whose kernel has WireGuard, else in the lab's virtual one.
+//! hand with `wg` and `ip`, and a sandbox's flows through a gateway, on the same namespaces, in turns; on a machine whose kernel
+//! has WireGuard, else in the lab's virtual one.
 
 use std::{
     collections::BTreeMap,
@@ -16,7 +17,7 @@ use super::{
     load::{self, Latency},
     report::{self, Format, spread},
     tunnel::{Keys, MTU, PORT},
-    wire::{End, Running, Wire},
+    wire::{End, POD, Running, Wire},
 };
 use crate::programs::{cargo, show};
 
@@ -25,13 +26,15 @@ const STREAMS: [u32; 2] = [1, 4];
 const INTERFACE: &str = "bench0";
 /// Booting, and what an emulated processor needs around each run.
 const BESIDE: Duration = Duration::from_secs(300);
+/// What an emulated second of one variant may take, with other programs on the machine.
+const EMULATED: Duration = Duration::from_secs(60);
 
 /// What runs where there is WireGuard in the kernel.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The example `node` of wg-agent, built.
+    /// The directory that holds the examples `node` and `gateway` of wg-agent, built.
     #[arg(long)]
-    program: PathBuf,
+    examples: PathBuf,
     /// Of each throughput run; latency takes half of it.
     #[arg(long, default_value_t = 6)]
     seconds: u32,
@@ -50,16 +53,28 @@ enum Variant {
     /// With conntrack, which kube-proxy brings to every node.
     Tracked,
     Ours,
+    /// A node by hand -> a gateway -> a pod.
+    GatewayByHand,
+    /// A node of ours -> a gateway -> a pod: the path of a sandbox's flow.
+    Gateway,
 }
 
 impl Variant {
-    const ALL: [Self; 3] = [Self::ByHand, Self::Tracked, Self::Ours];
+    const ALL: [Self; 5] = [
+        Self::ByHand,
+        Self::Tracked,
+        Self::Ours,
+        Self::GatewayByHand,
+        Self::Gateway,
+    ];
 
     const fn name(self) -> &'static str {
         match self {
             Self::ByHand => "`wg` by hand",
             Self::Tracked => "`wg` by hand, connections tracked",
             Self::Ours => "**wg-agent**, kernel backend",
+            Self::GatewayByHand => "`wg` by hand, through a gateway",
+            Self::Gateway => "**wg-agent**, through a gateway",
         }
     }
 }
@@ -76,15 +91,23 @@ struct Sample {
 pub(crate) fn in_machine(seconds: u32, rounds: u32, output: Format) -> anyhow::Result<()> {
     let mut build = cargo();
     // All the work is the kernel's: how the program is built does not matter.
-    build.args(["build", "--package", "wg-agent", "--example", "node"]);
+    build.args([
+        "build",
+        "--package",
+        "wg-agent",
+        "--example",
+        "node",
+        "--example",
+        "gateway",
+    ]);
     show(&mut build)?;
     let own = std::env::current_exe().context("where this program is")?;
-    let program = own.with_file_name("examples").join("node");
+    let examples = own.with_file_name("examples");
     let word = |path: &Path| path.to_str().map(str::to_owned).context("a path that is not UTF-8");
     let output = clap::ValueEnum::to_possible_value(&output).map_or_else(String::new, |v| v.get_name().to_owned());
     let mut command = vec![word(&own)?, "bench".into(), "kernel".into()];
     for (flag, value) in [
-        ("--program", word(&program)?),
+        ("--examples", word(&examples)?),
         ("--seconds", seconds.to_string()),
         ("--rounds", rounds.to_string()),
         ("--output", output),
@@ -92,7 +115,7 @@ pub(crate) fn in_machine(seconds: u32, rounds: u32, output: Format) -> anyhow::R
         command.extend([flag.to_owned(), value]);
     }
     let machine = Machine {
-        limit: BESIDE + Duration::from_secs(u64::from(seconds * rounds)) * 60,
+        limit: BESIDE + EMULATED * seconds * rounds * Variant::ALL.len() as u32,
         // Ratios without noise: what a processor does at once and what one after the other this does not tell.
         clock: Clock::Instructions,
         ..Machine::default()
@@ -107,21 +130,28 @@ pub(crate) fn in_machine(seconds: u32, rounds: u32, output: Format) -> anyhow::R
 /// Measures here.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let Args {
-        program,
+        examples,
         seconds,
         rounds,
         output,
     } = args;
     let wire = Wire::new()?;
+    let pod = wire.pod()?;
     let keys = Keys::new(&wire)?;
-    let _server = load::server(&wire.ends[1])?;
+    let _servers = [load::server(&wire.ends[1])?, load::server(&pod)?];
+    let bench = Bench {
+        examples,
+        wire: &wire,
+        pod: &pod,
+        keys: &keys,
+    };
     let mut samples = Vec::new();
     for round in 1..=*rounds {
         // The one that is first in a round is last in the next.
         let mut order = Variant::ALL;
         order.rotate_left(round as usize % Variant::ALL.len());
         for variant in order {
-            let sample = sample(variant, program, &wire, &keys, *seconds)?;
+            let sample = bench.sample(variant, *seconds)?;
             eprintln!("bench: round {round} of {rounds}: {sample:?}");
             samples.push(sample);
         }
@@ -133,56 +163,127 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn sample(variant: Variant, program: &Path, wire: &Wire, keys: &Keys, seconds: u32) -> anyhow::Result<Sample> {
-    let nodes = match variant {
-        Variant::ByHand | Variant::Tracked => {
-            by_hand(wire, keys)?;
-            if variant == Variant::Tracked {
-                wire.ends.iter().try_for_each(track)?;
-            }
-            None
-        }
-        Variant::Ours => Some([ours(program, wire, keys, 0)?, ours(program, wire, keys, 1)?]),
-    };
-    let target = wire.ends[1].inner();
-    wire.ends[0].until_answered(&target)?;
-    let latency = load::latency(wire, &target, Duration::from_secs(seconds.into()) / 2)?;
-    let mut throughput = BTreeMap::new();
-    for streams in STREAMS {
-        let run = load::throughput(wire, &target, streams, seconds, &[])?;
-        throughput.insert(streams, run.gigabits_per_second);
-    }
-    match nodes {
-        Some(nodes) => nodes.into_iter().try_for_each(Node::end)?,
-        None => wire.ends.iter().try_for_each(|end| {
-            end.ip(&format!("link del {INTERFACE}"))?;
-            end.run("nft", &["flush", "ruleset"]).map(drop)
-        })?,
-    }
-    Ok(Sample {
-        variant,
-        throughput,
-        latency,
-    })
+/// What every variant is measured with.
+struct Bench<'a> {
+    examples: &'a Path,
+    wire: &'a Wire,
+    pod: &'a End,
+    keys: &'a Keys,
 }
 
-/// As a person would: no firewall, one route.
-fn by_hand(wire: &Wire, keys: &Keys) -> anyhow::Result<()> {
-    for (end, far) in [(0, 1), (1, 0)].map(|(a, b)| (&wire.ends[a], &wire.ends[b])) {
+impl Bench<'_> {
+    fn sample(&self, variant: Variant, seconds: u32) -> anyhow::Result<Sample> {
+        let wire = self.wire;
+        let (by_hand, programs) = match variant {
+            Variant::ByHand | Variant::Tracked => ([0, 1].as_slice(), Vec::new()),
+            Variant::Ours => ([].as_slice(), vec![self.ours(0)?, self.ours(1)?]),
+            Variant::GatewayByHand => ([0].as_slice(), vec![self.gateway()?]),
+            Variant::Gateway => ([].as_slice(), vec![self.gateway()?, self.ours(0)?]),
+        };
+        for &end in by_hand {
+            self.by_hand(end)?;
+            if variant == Variant::Tracked {
+                track(&wire.ends[end])?;
+            }
+        }
+        let target = wire.ends[1].inner();
+        let half = Duration::from_secs(seconds.into()) / 2;
+        let latency = match variant {
+            Variant::ByHand | Variant::Tracked | Variant::Ours => {
+                wire.ends[0].until_answered(&target)?;
+                load::latency(wire, &target, half)?
+            }
+            // It answers no ping. The first question waits in the device until the handshake is done.
+            Variant::GatewayByHand | Variant::Gateway => {
+                load::latency_of(&load::bind(self.pod, POD, load::ECHO_PORT)?, wire, &target, half)?
+            }
+        };
+        let mut throughput = BTreeMap::new();
+        for streams in STREAMS {
+            let run = load::throughput(wire, &target, streams, seconds, &[])?;
+            throughput.insert(streams, run.gigabits_per_second);
+        }
+        for &end in by_hand {
+            wire.ends[end].ip(&format!("link del {INTERFACE}"))?;
+            wire.ends[end].run("nft", &["flush", "ruleset"])?;
+        }
+        programs.into_iter().try_for_each(Node::end)?;
+        Ok(Sample {
+            variant,
+            throughput,
+            latency,
+        })
+    }
+
+    /// As a person would: no firewall, one route.
+    fn by_hand(&self, end: usize) -> anyhow::Result<()> {
+        let (end, far) = (&self.wire.ends[end], &self.wire.ends[1 - end]);
         end.ip(&format!("link add {INTERFACE} mtu {MTU} type wireguard"))?;
         let (file, endpoint, range) = (
-            keys.private_file(end),
+            self.keys.private_file(end),
             format!("{}:{PORT}", far.outer()),
             format!("{}/32", far.inner()),
         );
         end.run("wg", &["set", INTERFACE, "private-key", &file, "listen-port", PORT])?;
-        let peer = ["peer", keys.public(far), "endpoint", &endpoint, "allowed-ips", &range];
+        let peer = [
+            "peer",
+            self.keys.public(far),
+            "endpoint",
+            &endpoint,
+            "allowed-ips",
+            &range,
+        ];
         end.run("wg", &[&["set", INTERFACE][..], &peer].concat())?;
         end.ip(&format!("addr add {}/32 dev {INTERFACE}", end.inner()))?;
         end.ip(&format!("link set {INTERFACE} up"))?;
-        end.ip(&format!("route add {range} dev {INTERFACE}"))?;
+        end.ip(&format!("route add {range} dev {INTERFACE}"))
     }
-    Ok(())
+
+    /// Starts a node of ours at one end of the wire.
+    fn ours(&self, end: usize) -> anyhow::Result<Node> {
+        let (end, far) = (&self.wire.ends[end], &self.wire.ends[1 - end]);
+        let peer = format!("{},{}:{PORT},{}", self.keys.public(far), far.outer(), far.inner());
+        let underlay = format!("eth0,{}", end.outer());
+        self.start("node", end, &["--underlay", &underlay, "--peer", &peer])
+    }
+
+    /// Starts a gateway at the far end, which grants the near end the ports of the pod.
+    fn gateway(&self) -> anyhow::Result<Node> {
+        let [near, end] = &self.wire.ends;
+        let peer = format!("{},{}", self.keys.public(near), near.inner());
+        let [tcp, udp] = [load::IPERF_PORT, load::ECHO_PORT].map(|port| port.to_string());
+        let grants = ["--pod", POD, "--tcp-port", &tcp, "--udp-port", &udp];
+        self.start("gateway", end, &[&["--peer", &peer][..], &grants].concat())
+    }
+
+    /// Starts an example of wg-agent, and waits until it is ready.
+    fn start(&self, example: &str, end: &End, more: &[&str]) -> anyhow::Result<Node> {
+        let program = self.examples.join(example);
+        let program = program.to_str().context("a program whose path is not UTF-8")?;
+        let mut command = end.command(program);
+        command
+            .args(["--interface", INTERFACE, "--mtu", MTU, "--listen-port", PORT])
+            .args([
+                "--private-key-file",
+                &self.keys.private_file(end),
+                "--address",
+                &end.inner(),
+            ])
+            .args(more)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let mut running = Running::start(&mut command)?;
+        let life = running.child.stdin.take().context("its standard input")?;
+        let said = running.child.stdout.take().context("its standard output")?;
+        let mut line = String::new();
+        BufReader::new(said)
+            .read_line(&mut line)
+            .with_context(|| format!("read the output of the example {example}"))?;
+        if line.trim() != "ready" {
+            bail!("the example {example} failed to start; see its message above");
+        }
+        Ok(Node { running, life })
+    }
 }
 
 /// One rule that asks for the state of connections: from then on the kernel keeps it, in every hook.
@@ -191,44 +292,19 @@ fn track(end: &End) -> anyhow::Result<()> {
     end.run("nft", &[rules]).map(drop)
 }
 
-/// A node of ours for as long as its standard input is open.
+/// A node or a gateway of ours, which runs as long as its standard input is open.
 struct Node {
     running: Running,
     life: ChildStdin,
-}
-
-/// Starts a node of ours at one end of the wire.
-fn ours(program: &Path, wire: &Wire, keys: &Keys, end: usize) -> anyhow::Result<Node> {
-    let (end, far) = (&wire.ends[end], &wire.ends[1 - end]);
-    let program = program.to_str().context("a program whose path is not UTF-8")?;
-    let mut command = end.command(program);
-    command
-        .args(["--interface", INTERFACE, "--mtu", MTU, "--listen-port", PORT])
-        .args(["--private-key-file", &keys.private_file(end), "--address", &end.inner()])
-        .args(["--underlay", &format!("eth0,{}", end.outer()), "--peer"])
-        .arg(format!("{},{}:{PORT},{}", keys.public(far), far.outer(), far.inner()))
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped());
-    let mut running = Running::start(&mut command)?;
-    let life = running.child.stdin.take().context("its standard input")?;
-    let said = running.child.stdout.take().context("its standard output")?;
-    let mut line = String::new();
-    BufReader::new(said)
-        .read_line(&mut line)
-        .context("read what our node says")?;
-    if line.trim() != "ready" {
-        bail!("our node did not come up; see its message above");
-    }
-    Ok(Node { running, life })
 }
 
 impl Node {
     fn end(self) -> anyhow::Result<()> {
         let Self { mut running, life } = self;
         drop(life);
-        let status = running.child.wait().context("wait for our node")?;
+        let status = running.child.wait().context("wait for a node or gateway of ours")?;
         if !status.success() {
-            bail!("our node did not take everything away: {status}");
+            bail!("a node or gateway of ours did not take everything away: {status}");
         }
         Ok(())
     }
@@ -252,12 +328,13 @@ fn markdown(samples: &[Sample], seconds: u32) -> String {
     rows.push(vec!["ours to by hand".to_owned()]);
     rows.push(vec!["ours to by hand, tracked".to_owned()]);
     for (name, digits, value) in columns {
-        let [hand, tracked, ours] = Variant::ALL.map(|variant| of(variant, value));
-        let ratio = |to: &[f64]| format!("{:.2}x", median(&ours) / median(to));
-        let ratios = [ratio(&hand), ratio(&tracked)];
+        let all = Variant::ALL.map(|variant| of(variant, value));
+        let [hand, tracked, ours, ..] = &all;
+        let ratio = |to: &[f64]| format!("{:.2}x", median(ours) / median(to));
+        let ratios = [ratio(hand), ratio(tracked)];
         let cells = [name.to_owned(), "---".to_owned()]
             .into_iter()
-            .chain([hand, tracked, ours].map(|values| spread(values, digits)))
+            .chain(all.clone().map(|values| spread(values, digits)))
             .chain(ratios);
         rows.iter_mut().zip(cells).for_each(|(row, cell)| row.push(cell));
     }
@@ -297,7 +374,8 @@ mod tests {
         let hand = [2.0, 1.0, 9.0].map(|gigabits| sample(Variant::ByHand, gigabits, 100e-6));
         let tracked = [2.0; 3].map(|gigabits| sample(Variant::Tracked, gigabits, 250e-6));
         let ours = [1.5, 1.0, 1.9].map(|gigabits| sample(Variant::Ours, gigabits, 125e-6));
-        let text = markdown(&[hand, tracked, ours].concat(), 6);
+        let gateway = [Variant::GatewayByHand, Variant::Gateway].map(|variant| sample(variant, 1.25, 200e-6));
+        let text = markdown(&[&hand[..], &tracked, &ours, &gateway].concat(), 6);
         let lines: Vec<&str> = text.lines().skip(4).collect();
         assert_eq!(
             lines,
@@ -305,6 +383,8 @@ mod tests {
                 "| `wg` by hand | 2.000 [1.000-9.000] | 2.000 [1.000-9.000] | 100 [100-100] | 100 [100-100] |",
                 "| `wg` by hand, connections tracked | 2.000 [2.000-2.000] | 2.000 [2.000-2.000] | 250 [250-250] | 250 [250-250] |",
                 "| **wg-agent**, kernel backend | 1.500 [1.000-1.900] | 1.500 [1.000-1.900] | 125 [125-125] | 125 [125-125] |",
+                "| `wg` by hand, through a gateway | 1.250 | 1.250 | 200 | 200 |",
+                "| **wg-agent**, through a gateway | 1.250 | 1.250 | 200 | 200 |",
                 "| ours to by hand | 0.75x | 0.75x | 1.25x | 1.25x |",
                 "| ours to by hand, tracked | 0.75x | 0.75x | 0.50x | 0.50x |",
             ]

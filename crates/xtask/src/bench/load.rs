@@ -20,6 +20,8 @@ use super::{
 const SMALL: usize = 64 - 20 - 8;
 /// A question or an answer that does not come for so long is lost.
 const LOST: Duration = Duration::from_secs(1);
+/// Where iperf3 listens by default.
+pub(crate) const IPERF_PORT: u16 = 5201;
 /// Where questions are answered.
 pub(crate) const ECHO_PORT: u16 = 7;
 const SINK_PORT: u16 = 9;
@@ -67,7 +69,7 @@ struct IperfSum {
     retransmits: u64,
 }
 
-/// iperf3 as a server at the far end, for as long as this is kept.
+/// iperf3 as a server in this namespace, for as long as this is kept.
 pub(crate) fn server(end: &End) -> anyhow::Result<Running> {
     let mut command = end.command("iperf3");
     command.arg("-s").stdout(Stdio::null()).stderr(Stdio::null());
@@ -117,15 +119,19 @@ pub(crate) fn throughput(
     }
 }
 
-/// Small questions, one at a time, each answered at once.
+/// Small questions to the far end, one at a time, each answered at once.
 pub(crate) fn latency(wire: &Wire, target: &str, during: Duration) -> anyhow::Result<Latency> {
-    let server = bind(&wire.ends[1], target, ECHO_PORT)?;
+    latency_of(&bind(&wire.ends[1], target, ECHO_PORT)?, wire, target, during)
+}
+
+/// The same, where packets to the target's [`ECHO_PORT`] reach this server.
+pub(crate) fn latency_of(server: &UdpSocket, wire: &Wire, target: &str, during: Duration) -> anyhow::Result<Latency> {
     server.set_read_timeout(Some(LOST))?;
     let client = connect(&wire.ends[0], target, ECHO_PORT)?;
     client.set_read_timeout(Some(LOST))?;
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
-        scope.spawn(|| echo(&server, &done));
+        scope.spawn(|| echo(server, &done));
         let asked = ask(&client, during);
         done.store(true, Ordering::Release);
         // So that the far end looks at the flag now.

@@ -16,6 +16,9 @@ use nix::sched::{CloneFlags, setns, unshare};
 
 /// The largest packet of the wire, as on most networks.
 const MTU: u16 = 1500;
+/// A pod behind the far end, and the far end as the pod sees it.
+pub(crate) const POD: &str = "10.244.0.2";
+const GATEWAY: &str = "10.244.0.1";
 /// How long anything that has to come up is waited for.
 const PATIENCE: Duration = Duration::from_secs(15);
 
@@ -54,6 +57,22 @@ impl Wire {
         }
         wire.ends[0].until_answered(&wire.ends[1].outer())?;
         Ok(wire)
+    }
+
+    /// Makes a pod behind the far end: a namespace that a veth of its own joins to it. In it the far end is [`GATEWAY`].
+    pub(crate) fn pod(&self) -> anyhow::Result<End> {
+        let pod = End::new(3)?;
+        let far = &self.ends[1];
+        pod.ip(&format!(
+            "link add eth0 mtu {MTU} type veth peer name pod0 mtu {MTU} netns {}",
+            far.path()
+        ))?;
+        for (end, interface, address) in [(far, "pod0", GATEWAY), (&pod, "eth0", POD)] {
+            end.ip(&format!("addr add {address}/24 dev {interface}"))?;
+            end.ip(&format!("link set {interface} up"))?;
+        }
+        far.until_answered(POD)?;
+        Ok(pod)
     }
 
     /// Whether the wire takes UDP super-packets (as a NIC with USO and a receiver with GRO) or has the kernel cut them up before it.
