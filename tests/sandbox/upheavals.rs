@@ -18,8 +18,6 @@ use super::{
 
 /// How often a table is deleted.
 const TIMES: usize = 15;
-/// The HTTP port of gateways. A gateway's pod answers at it itself, so it is open to sandboxes while there is no table.
-const ADMIN: u16 = 9587;
 /// Where a widened SandboxAccess leads.
 const WIDENED: [u16; 2] = [20_443, 20_053];
 
@@ -30,8 +28,6 @@ pub(super) struct Scene<'a> {
     node: Node<'a>,
     /// What is granted at it.
     pub(super) granted: BTreeSet<SocketAddr>,
-    /// What may open besides.
-    tolerated: BTreeSet<SocketAddr>,
     all: BTreeSet<SocketAddr>,
     watches: Vec<Watch>,
 }
@@ -84,11 +80,7 @@ pub(super) async fn nothing_more_opens_while_gateways_tables_objects_and_nodes_g
     scene
 }
 
-async fn the_table_goes(mut scene: Scene<'_>) {
-    let gateway = &scene.gateway;
-    scene.tolerated = [gateway.pod.ip, gateway.address]
-        .map(|ip| SocketAddr::new(ip, ADMIN))
-        .into();
+async fn the_table_goes(scene: Scene<'_>) {
     let delete = async || {
         let words = ["nft", "delete", "table", "inet", "clustermesh"];
         scene.node.pod_exec(scene.gateway.pod.ip, words).await.unwrap()
@@ -207,7 +199,6 @@ impl<'a> Scene<'a> {
             world,
             node: world.lab.node(&gateway.pod.node),
             granted: granted.filter(|socket| socket.ip() == gateway.address).collect(),
-            tolerated: BTreeSet::new(),
             all: all.keys().copied().collect(),
             watches: world.askers().map(watch).into(),
             gateway,
@@ -271,11 +262,7 @@ impl<'a> Scene<'a> {
         for watch in &self.watches {
             let opened = watch.opened();
             let more: BTreeSet<_> = opened.difference(&self.granted).collect();
-            assert!(
-                more.iter().all(|socket| self.tolerated.contains(socket)),
-                "{more:?}, granted {:?}",
-                self.granted
-            );
+            assert_eq!(more, BTreeSet::new(), "granted {:?}", self.granted);
         }
     }
 

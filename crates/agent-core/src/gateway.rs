@@ -57,8 +57,10 @@ pub struct Settings {
     pub serves: BTreeSet<String>,
     /// New connections a second of a sandbox, where its SandboxAccess does not say.
     pub new_connections: u32,
-    /// Connections of one grant to one endpoint.
-    pub connections: u32,
+    /// Connections of a sandbox; 0 = any number.
+    pub sandbox_connections: u32,
+    /// Connections of one grant to one endpoint; 0 = any number.
+    pub endpoint_connections: u32,
 }
 
 /// A SandboxAccess. What did not parse is told in words.

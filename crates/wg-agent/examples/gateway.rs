@@ -150,9 +150,10 @@ fn inputs(args: &Args, key: PublicKey, node: IpAddr) -> Inputs {
             endpoint_networks: [IpNet::from(args.pod)].into(),
             reserved: [IpNet::from(args.address)].into(),
             serves: BTreeSet::new(),
-            // The defaults of `--sandbox-new-flows` and `--sandbox-connections`.
+            // The defaults of `--sandbox-new-flows`, `--sandbox-connections` and `--endpoint-connections`.
             new_connections: 1000,
-            connections: 4000,
+            sandbox_connections: 16_000,
+            endpoint_connections: 4000,
         },
         accesses: vec![Access {
             name: "sandbox".to_owned(),

@@ -324,6 +324,7 @@ impl Flags {
             grant_timeout: gateway.grant_timeout,
             sandbox_new_flows: gateway.sandbox_new_flows,
             sandbox_connections: gateway.sandbox_connections,
+            endpoint_connections: gateway.endpoint_connections,
             mtu: gateway::fixed(self.mtu),
             drain: gateway.drain,
             listen: self.listen,

@@ -14,7 +14,7 @@ use clustermesh_agent_core::{
 };
 use clustermesh_api::{annotations::Agent, names::NODE_AGENT};
 use clustermesh_core::key::PublicKey;
-use clustermesh_daemon::{CancellationToken, Heartbeat};
+use clustermesh_daemon::{Admin, CancellationToken, Heartbeat};
 use ipnet::IpNet;
 use serde_json::json;
 use tokio::sync::watch;
@@ -66,7 +66,8 @@ pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
         listen = %config.listen,
         "wg-agent starts in policy mode: kg owns the tunnel, this agent the firewall table"
     );
-    let base = Base::open(config.kubeconfig.as_deref(), config.listen, false, Duration::ZERO).await?;
+    let admin = Admin::bind(config.listen).await?;
+    let base = Base::open(config.kubeconfig.as_deref(), admin, false, Duration::ZERO).await?;
     let metrics = base.running.metrics.clone();
     let store = Store::new(metrics.clone(), None);
     let (running, Ends { publish, bypassed }) = base.start(&lock, &config.node_name, &[NODE_AGENT], &store)?;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use clustermesh_daemon::{CancellationToken, Heartbeat};
+use clustermesh_daemon::{Admin, CancellationToken, Heartbeat};
 use tokio::sync::watch;
 
 use crate::{
@@ -66,9 +66,10 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         metrics_per_peer = config.metrics_per_peer,
         "wg-agent starts"
     );
+    let admin = Admin::bind(config.listen).await?;
     let mut base = Base::open(
         config.kubeconfig.as_deref(),
-        config.listen,
+        admin,
         config.metrics_per_peer,
         Duration::ZERO,
     )

@@ -1,7 +1,7 @@
 //! What all modes start alike: signals, the API server, metrics, the admin endpoint, `wg-agent status`, the watches,
 //! publication, the look at the CNI. What a mode makes of it is in `run`, `beside` and `gateway`.
 
-use std::{net::SocketAddr, path::Path, sync::Arc, time::Duration};
+use std::{path::Path, sync::Arc, time::Duration};
 
 use anyhow::Context;
 use clustermesh_daemon::{Admin, Audience, CancellationToken, Liveness, Readiness, State, drain};
@@ -48,10 +48,10 @@ pub(crate) struct Ends {
 }
 
 impl Base {
-    /// Opens it; `listen` is the admin endpoint's. After a signal `/readyz` says so for `lame`, and then it stops.
+    /// Opens it with this admin endpoint. After a signal `/readyz` says so for `lame`, and then it stops.
     pub(crate) async fn open(
         kubeconfig: Option<&Path>,
-        listen: SocketAddr,
+        admin: Admin,
         metrics_per_peer: bool,
         lame: Duration,
     ) -> anyhow::Result<Self> {
@@ -69,7 +69,6 @@ impl Base {
             dump: Dump::default(),
             tasks: JoinSet::new(),
         };
-        let admin = Admin::bind(listen).await?;
         let shown = running.dump.clone();
         let state = State {
             registry: Arc::new(registry),

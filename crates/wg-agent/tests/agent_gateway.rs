@@ -10,8 +10,8 @@ use std::{collections::BTreeSet, io::ErrorKind, time::Duration};
 use clustermesh_agent_core::numbers::NFT_TABLE;
 use clustermesh_lab::wait_until;
 use gateway::{
-    CONNECTIONS, Call, DB, GATEWAY, LOG, OTHER, POD, SOON, SQL, Stage, Stream, TCP, at, grant, hostile, ip, limits,
-    refusals,
+    Call, DB, ENDPOINT_CONNECTIONS, GATEWAY, LOG, OTHER, POD, SANDBOX_CONNECTIONS, SOON, SQL, Stage, Stream, TCP, at,
+    grant, hostile, ip, limits, refusals,
 };
 use nix::{
     sys::signal::{Signal, kill},
@@ -24,7 +24,8 @@ async fn a_sandbox_reaches_what_is_granted_through_a_gateway_and_nothing_else() 
     let stage = Stage::start().await;
     let arguments = [
         "--grant-timeout=20s".to_owned(),
-        format!("--sandbox-connections={CONNECTIONS}"),
+        format!("--sandbox-connections={SANDBOX_CONNECTIONS}"),
+        format!("--endpoint-connections={ENDPOINT_CONNECTIONS}"),
     ];
     let arguments = arguments.each_ref().map(String::as_str);
     let mut gateway = stage.gateway(&arguments);
@@ -44,15 +45,20 @@ async fn a_sandbox_reaches_what_is_granted_through_a_gateway_and_nothing_else() 
     hostile::packets_of_a_stale_connection_are_dropped(&stage).await;
     limits::a_sandbox_opens_only_so_many_connections_a_second(&stage).await;
     limits::an_endpoint_gets_only_so_many_connections(&stage).await;
+    limits::a_sandbox_gets_only_so_many_connections(&stage).await;
+    limits::a_flooding_sandbox_leaves_the_other_its_connections(&stage).await;
     limits::an_error_of_an_endpoint_reaches_the_sandbox(&stage).await;
     refusals::what_is_wrong_costs_that_part_alone(&stage).await;
     refusals::a_refused_sandbox_access_is_not_applied(&stage).await;
     refusals::a_stolen_token_opens_nothing(&stage).await;
     limits::thousands_of_grants_at_once_are_written_and_removed(&stage).await;
+    limits::a_sandbox_of_the_largest_size_is_served(&stage, &gateway).await;
     deleted_table_is_restored(&stage).await;
     a_container_that_starts_again_is_the_same_gateway(&stage, &mut gateway, &arguments).await;
     without_an_api_server_grants_stand_for_their_timeout(&stage).await;
     a_gateway_that_ends_says_so_first(&stage, &mut gateway).await;
+    drop(gateway);
+    a_new_gateway_waits_for_the_sandboxes(&stage, &arguments).await;
 }
 
 async fn a_gateway_tells_where_it_is(stage: &Stage) {
@@ -486,4 +492,36 @@ async fn a_gateway_that_ends_says_so_first(stage: &Stage, gateway: &mut gateway:
     .unwrap_or_else(|error| panic!("{error}"));
     assert!(a.call(at(GATEWAY[0], SQL)).is_some(), "it still serves");
     assert!(gateway.running.wait(SOON).success());
+}
+
+/// As a new pod: with a key that no sandbox has yet.
+async fn a_new_gateway_waits_for_the_sandboxes(stage: &Stage, arguments: &[&str]) {
+    std::fs::remove_file(stage.file("key")).expect("remove the key");
+    let before = stage.status().await["publicKey"].clone();
+    let _gateway = stage.gateway(arguments);
+    let status = stage.says("the new gateway to publish its key", |status| {
+        status["publicKey"] != before
+    });
+    let key = status.await["publicKey"]
+        .as_str()
+        .and_then(|key| key.parse().ok())
+        .expect("a key");
+    let waits_for = async |names: &str| {
+        let line = format!("no node of {names} has connected to this new gateway");
+        wait_until(format!("the gateway to wait for {names}"), SOON, async || {
+            match stage.ready() {
+                (code, text) if code == "503" && text.contains(&line) => Ok(()),
+                other => Err(format!("{other:?}")),
+            }
+        })
+        .await
+        .unwrap_or_else(|error| panic!("{error}"));
+    };
+    let [a, b] = &stage.sandboxes;
+    waits_for("m--a, m--b").await;
+    a.tunnel.dial(key, at("172.30.1.11", 31820));
+    waits_for("m--b").await;
+    b.tunnel.dial(key, at("172.30.1.11", 31820));
+    stage.is_ready().await;
+    a.hears(at(GATEWAY[0], SQL), "db").await;
 }

@@ -48,8 +48,10 @@ pub struct Frame {
     pub admin_port: u16,
     /// WireGuard addresses of this gateway.
     pub addresses: BTreeSet<IpAddr>,
+    /// Connections of a sandbox; `None` = any number.
+    pub sandbox_connections: Option<NonZeroU32>,
     /// Connections of one grant to one endpoint; `None` = any number.
-    pub connections: Option<NonZeroU32>,
+    pub endpoint_connections: Option<NonZeroU32>,
 }
 
 /// A port of the gateway that is open to a sandbox.

@@ -40,7 +40,8 @@ fn settings() -> Settings {
         reserved: nets(&["100.66.255.0/28", "fd66::/64", "10.244.0.9/32", "172.30.0.1/32"]),
         serves: BTreeSet::new(),
         new_connections: 1000,
-        connections: 4000,
+        sandbox_connections: 16_000,
+        endpoint_connections: 4000,
     }
 }
 

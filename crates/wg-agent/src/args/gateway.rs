@@ -37,9 +37,13 @@ pub(crate) struct GatewayFlags {
     /// fill the connection table (conntrack) of all.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(..=1_000_000), global = true)]
     pub(super) sandbox_new_flows: u32,
-    /// Gateway: connections of one grant to one endpoint; 0 = no limit. Toward one endpoint a pod has 64,512 source ports.
-    #[arg(long, default_value_t = 4000, global = true)]
+    /// Gateway: connections that each sandbox may have at once; 0 = no limit. The connection table (net.netfilter.nf_conntrack_max)
+    /// has to hold them for every sandbox.
+    #[arg(long, default_value_t = 16_000, global = true)]
     pub(super) sandbox_connections: u32,
+    /// Gateway: connections of one grant to one endpoint; 0 = no limit. Toward one endpoint a pod has about 42,000 source ports.
+    #[arg(long, default_value_t = 4000, global = true)]
+    pub(super) endpoint_connections: u32,
     /// Gateway: how long it goes on after a signal, so that sandboxes learn of its end: 5s.
     #[arg(long, default_value = "5s", value_parser = age, global = true)]
     pub(super) drain: Duration,
@@ -108,8 +112,10 @@ pub struct GatewayConfig {
     pub grant_timeout: Duration,
     /// New connections a second of each sandbox; 0 = no limit.
     pub sandbox_new_flows: u32,
-    /// Connections of one grant to one endpoint; 0 = no limit.
+    /// Connections of each sandbox; 0 = no limit.
     pub sandbox_connections: u32,
+    /// Connections of one grant to one endpoint; 0 = no limit.
+    pub endpoint_connections: u32,
     /// MTU of the device; `None` = from the pod's interface.
     pub mtu: Option<u16>,
     /// How long it goes on after a signal.

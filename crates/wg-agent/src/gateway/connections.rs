@@ -16,6 +16,12 @@ use netlink_packet_netfilter::{
 };
 use netlink_sys::{Socket, SocketAddr as Address, protocols::NETLINK_NETFILTER};
 
+/// How many connections the table holds (`net.netfilter.nf_conntrack_max`); `None` = the kernel does not tell.
+pub(super) fn capacity() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_max").ok()?;
+    text.trim().parse().ok()
+}
+
 /// Ends every connection with a grant's mark that `standing` does not hold; how many.
 ///
 /// # Errors

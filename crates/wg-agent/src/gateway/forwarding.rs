@@ -13,7 +13,9 @@ use crate::{route::sysctl, status::Trouble};
 
 /// Switches on what can be, and says what is missing.
 pub(super) async fn ensure(device: &InterfaceName, networks: &BTreeSet<IpNet>) -> Vec<Trouble> {
-    let wanted = wanted(interfaces(device), networks.iter().any(|net| net.addr().is_ipv6()));
+    let mut interfaces = interfaces_beside(device);
+    interfaces.push(device.clone());
+    let wanted = wanted(interfaces, networks.iter().any(|net| net.addr().is_ipv6()));
     let missing = sysctl::ensure(&wanted).await;
     missing
         .iter()
@@ -48,16 +50,13 @@ fn setting(name: Name) -> Sysctl {
     }
 }
 
-/// Every interface that packets come in by.
-fn interfaces(device: &InterfaceName) -> Vec<InterfaceName> {
+/// The pod's interfaces without its loopback and this one.
+pub(super) fn interfaces_beside(device: &InterfaceName) -> Vec<InterfaceName> {
     let names = nix::net::if_::if_nameindex().ok();
     let names = names
         .iter()
         .flatten()
         .filter_map(|interface| interface.name().to_str().ok());
     let others = names.filter(|name| *name != "lo" && *name != device.as_str());
-    others
-        .filter_map(|name| name.parse().ok())
-        .chain([device.clone()])
-        .collect()
+    others.filter_map(|name| name.parse().ok()).collect()
 }

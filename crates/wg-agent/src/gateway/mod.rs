@@ -10,11 +10,11 @@ use std::{
 
 use clustermesh_agent_core::{
     device::{Peers, diff},
-    gateway::{Compiled, Inputs, Settings, compile},
+    gateway::{Access, Compiled, Inputs, Settings, compile},
     mtu, prefixes,
     routes::{Plan, desired},
 };
-use clustermesh_api::sandbox::{AppliedAccess, RefusedAccess, SandboxGatewayStatus};
+use clustermesh_api::sandbox::SandboxGatewayStatus;
 use clustermesh_daemon::{CancellationToken, Heartbeat};
 use ipnet::IpNet;
 use serde_json::json;
@@ -35,16 +35,20 @@ use crate::{
     wiring::Base,
 };
 
+mod admin;
 mod connections;
 pub(crate) mod forwarding;
+mod gate;
 mod heard;
 mod keeper;
 mod publish;
 mod seen;
 mod world;
 
+use gate::Gate;
 use heard::Heard;
 use keeper::{Keeper, Progress};
+use publish::Identity;
 use seen::OwnSeen;
 use world::{Store, World};
 
@@ -60,9 +64,6 @@ const SETTLE: Duration = Duration::from_millis(30);
 const STUCK: Duration = Duration::from_secs(120);
 /// Parts of the timeout: an API server that is slow, or away for a moment, costs nobody a grant.
 const RENEWALS: u32 = 4;
-/// What the status shows of what is left out.
-const SHOWN: usize = 20;
-const MESSAGE: usize = 1000;
 
 /// Runs until a signal, and for `--drain` beyond it.
 pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
@@ -73,6 +74,7 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
         "this pod is not ready for wg-agent --mode=gateway:\n{}",
         lines(&missing)
     );
+    let is_new = !config.key_file.exists();
     let key = identity::key::load_or_create(&config.key_file)?;
     tracing::info!(
         version = env!("CARGO_PKG_VERSION"),
@@ -87,7 +89,8 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
         listen = %config.listen,
         "wg-agent starts as a gateway of sandboxes"
     );
-    let base = Base::open(config.kubeconfig.as_deref(), config.listen, false, config.drain).await?;
+    let admin = admin::bind(&config).await?;
+    let base = Base::open(config.kubeconfig.as_deref(), admin, false, config.drain).await?;
     let metrics = base.running.metrics.clone();
     let mut running = base.serve(&lock)?;
     let (publish, wanted) = watch::channel(SandboxGatewayStatus::default());
@@ -97,6 +100,7 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
         keeper: Keeper::default(),
         device: None,
         heard: Heard::beside(&config.key_file),
+        gate: Gate::new(running.readiness.clone(), is_new),
         peopled: false,
         troubles: Troubles::new(running.readiness.clone(), metrics.clone()),
         said: Said::default(),
@@ -110,7 +114,7 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
         .close()
         .await
         .map_err(|trouble| anyhow::anyhow!(trouble.message))?;
-    let (store, keep) = Store::new(metrics.clone());
+    let (store, keep) = Store::new(metrics.clone(), config.grant_timeout);
     let client = running.connection.client.clone();
     world::follow(
         &mut running.tasks,
@@ -229,6 +233,7 @@ struct Gateway {
     routing: Netlink,
     device: Option<Box<dyn Device>>,
     heard: Heard,
+    gate: Gate,
     /// The device has every peer that it should have.
     peopled: bool,
     publish: watch::Sender<SandboxGatewayStatus>,
@@ -305,16 +310,38 @@ impl Gateway {
             return Ok(false);
         }
         self.ensure_device(self.config.mtu.unwrap_or(outside.mtu))?;
-        self.ensure_routes(&compiled).await?;
         troubles.extend(forwarding::ensure(&self.config.interface, &compiled.routes).await);
         if known {
+            self.ensure_routes(&compiled).await?;
             self.ensure_peers(&compiled.peers)?;
+            self.gate.begin(nodes_of(&inputs, &compiled), Instant::now());
         } else {
             troubles.push(Trouble::new("objects", world.waiting()));
         }
         troubles.extend(world.errors().map(|error| Trouble::harmless("objects", error)));
-        self.tell(world, &compiled, &outside, troubles);
+        troubles.extend(self.table_is_small(compiled.served.len()));
+        self.tell(&compiled);
+        // Of a container that starts again, the status stands until it is known what is in force.
+        if known {
+            self.publish(world, &compiled, &outside, troubles);
+        }
         Ok(true)
+    }
+
+    /// Whether sandboxes can fill the connection table together, although each keeps to its limit.
+    fn table_is_small(&self, sandboxes: usize) -> Option<Trouble> {
+        let (each, holds) = (self.config.sandbox_connections, connections::capacity()?);
+        let all = u64::from(each).saturating_mul(sandboxes as u64);
+        (all > holds).then(|| {
+            Trouble::harmless(
+                "connections",
+                format!(
+                    "{sandboxes} sandboxes may have {each} connections each, and the connection table of this pod holds {holds} \
+                     (net.netfilter.nf_conntrack_max): lower --sandbox-connections, or let another set of gateways serve some of them \
+                     (--serves)"
+                ),
+            )
+        })
     }
 
     /// Keeps open what is open for another while. False = the table is not as it should be.
@@ -354,7 +381,8 @@ impl Gateway {
                 reserved: own.chain(server).chain(config.gateway_cidrs.iter().copied()).collect(),
                 serves: config.serves.clone(),
                 new_connections: config.sandbox_new_flows,
-                connections: config.sandbox_connections,
+                sandbox_connections: config.sandbox_connections,
+                endpoint_connections: config.endpoint_connections,
             },
             accesses: world.accesses(),
             services: world.services(&config.gateway.namespace),
@@ -458,7 +486,7 @@ impl Gateway {
         Ok(())
     }
 
-    /// Keeps for the next start where peers were heard from.
+    /// Notes which peers have connected, and keeps for the next start where they were heard from.
     fn look(&mut self) {
         let Some(device) = self.device.as_mut().filter(|_| self.peopled) else {
             return;
@@ -466,11 +494,12 @@ impl Gateway {
         // What is wrong with the device a pass says.
         if let Ok(observed) = device.observe() {
             self.heard.keep(&observed.peers);
+            self.gate.observe(&observed.peers, Instant::now());
         }
     }
 
-    /// Metrics, `/debug/state` and the status of the SandboxGateway.
-    fn tell(&mut self, world: &World, compiled: &Compiled, outside: &Outside, troubles: &mut Vec<Trouble>) {
+    /// Metrics and `/debug/state`.
+    fn tell(&mut self, compiled: &Compiled) {
         let mut reasons: BTreeMap<String, i64> = BTreeMap::new();
         for refused in &compiled.refused {
             *reasons.entry(refused.reason.as_str().to_owned()).or_default() += 1;
@@ -480,6 +509,10 @@ impl Gateway {
         self.dump.set("refused", json!(refused));
         self.said.set(refused);
         self.dump.set("firewall", json!(self.keeper.text()));
+    }
+
+    /// The status of the SandboxGateway: what is in force.
+    fn publish(&self, world: &World, compiled: &Compiled, outside: &Outside, troubles: &mut Vec<Trouble>) {
         let endpoints = match world.own() {
             Ok(own) => self.endpoints(&own, outside),
             Err(why) => {
@@ -488,44 +521,12 @@ impl Gateway {
                 return;
             }
         };
-        let applied = world.applied().filter(|access| compiled.served.contains(&access.name));
-        // The controller reports grants that are not served. What a sandbox's nodes claim must not push them out of the list.
-        let (grants, others): (Vec<_>, Vec<_>) = compiled.refused.iter().partition(|refused| refused.grant.is_some());
-        let first = grants
-            .into_iter()
-            .chain(others)
-            .take(SHOWN)
-            .map(|refused| RefusedAccess {
-                name: refused.access.clone(),
-                field: refused.field.clone(),
-                grant: refused.grant.map_or_else(String::new, |(protocol, port)| {
-                    format!("{}/{port}", protocol.to_string().to_uppercase())
-                }),
-                reason: refused.reason.as_str().to_owned(),
-                message: refused.message.chars().take(MESSAGE).collect(),
-            });
-        let mut messages: Vec<String> = troubles.iter().map(|trouble| trouble.message.to_string()).collect();
-        if let Some(first) = compiled.refused.first() {
-            let count = compiled.refused.len();
-            messages.push(format!("{count} left out, see status.refused; the first: {first}"));
-        }
-        let status = SandboxGatewayStatus {
-            public_key: self.key.public().to_string(),
-            wireguard_ips: self.config.addresses.iter().map(ToString::to_string).collect(),
-            endpoints: endpoints.iter().map(ToString::to_string).collect(),
-            serves: self.config.serves.iter().cloned().collect(),
-            pod_uid: self.config.pod_uid.clone(),
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            backend: self
-                .device
-                .as_ref()
-                .map_or_else(String::new, |device| device.backend().to_owned()),
-            sandboxes: u32::try_from(compiled.served.len()).unwrap_or(u32::MAX),
-            grants: u32::try_from(compiled.table.open()).unwrap_or(u32::MAX),
-            applied: applied.collect::<Vec<AppliedAccess>>(),
-            refused: first.collect(),
-            message: messages.join("; ").chars().take(4 * MESSAGE).collect(),
+        let identity = Identity {
+            config: &self.config,
+            public_key: self.key.public(),
+            backend: self.device.as_ref().map_or("", |device| device.backend()),
         };
+        let status = identity.status(world.applied(), compiled, &endpoints, troubles);
         self.dump.set("gateway", json!(status));
         self.publish.send_if_modified(|published| {
             let changed = *published != status;
@@ -544,4 +545,17 @@ impl Gateway {
         });
         pod.chain(own.endpoints.iter().copied()).chain(node).collect()
     }
+}
+
+/// The keys in the device, by the SandboxAccess whose nodes have them.
+fn nodes_of(inputs: &Inputs, compiled: &Compiled) -> gate::Nodes {
+    let served = inputs
+        .accesses
+        .iter()
+        .filter(|access| compiled.served.contains(&access.name));
+    let keys = |access: &Access| {
+        let keys = access.nodes.iter().filter_map(|node| node.public_key.as_ref().ok());
+        keys.filter(|key| compiled.peers.contains_key(key)).copied().collect()
+    };
+    served.map(|access| (access.name.clone(), keys(access))).collect()
 }

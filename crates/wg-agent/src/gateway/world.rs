@@ -31,6 +31,8 @@ use crate::{
 
 /// A namespace is followed for so long after its last grant: one that comes back by then opens without a new list.
 const LINGER: Duration = Duration::from_secs(600);
+/// SandboxAccesses in one answer of a list. The largest have more than a megabyte, and a gateway's container has 256.
+const PAGE: u32 = 8;
 /// How long a question may take.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -44,6 +46,8 @@ pub(super) struct World {
     accesses: Seen<AccessSeen>,
     own: Seen<OwnSeen>,
     namespaces: BTreeMap<String, Namespace>,
+    /// Since when the API server has answered each time that it was asked ([`contact`]).
+    answers_since: Option<Instant>,
     /// Why something cannot be followed at present.
     errors: BTreeMap<String, String>,
 }
@@ -53,10 +57,19 @@ pub(super) struct World {
 struct Namespace {
     services: Seen<ServiceSeen>,
     slices: Seen<SliceSeen>,
-    /// Since when the API server refuses to let this gateway read it.
-    refused: Option<Instant>,
-    /// The same, once that counts.
-    forbidden: bool,
+    /// Since when it cannot be followed, and how.
+    failing: Option<(Instant, Failure)>,
+    /// The same, once that counts: nothing of the namespace is served.
+    closed: Option<Failure>,
+}
+
+/// Why a namespace cannot be followed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Failure {
+    /// The API server refuses to let this gateway read it.
+    Refused,
+    /// Requests fail otherwise.
+    Failed,
 }
 
 impl Namespace {
@@ -136,7 +149,14 @@ impl World {
             let Some(namespace) = namespace else {
                 return Service::Unknown(format!("namespace {} has not been read yet", name.namespace));
             };
-            if namespace.forbidden {
+            if namespace.closed == Some(Failure::Failed) {
+                return Service::Unknown(format!(
+                    "Services and EndpointSlices of namespace {} could not be followed for as long as --grant-timeout says, so what was \
+                     read of it no longer counts; this gateway's /readyz has the error",
+                    name.namespace
+                ));
+            }
+            if namespace.closed == Some(Failure::Refused) {
                 return Service::Unknown(format!(
                     "gateways may not read Services and EndpointSlices of namespace {0}, so nothing of it is served; who owns it lets them \
                      with: kubectl create rolebinding clustermesh-gateway --namespace {0} --clusterrole=clustermesh-gateway-reads \
@@ -189,19 +209,22 @@ pub(super) struct Store {
     bell: Arc<Notify>,
     wanted: watch::Sender<BTreeSet<String>>,
     metrics: Metrics,
+    /// How long what was read of a namespace counts while it cannot be followed.
+    timeout: Duration,
 }
 
 /// The namespaces that are to be followed.
 pub(super) type Wanted = watch::Receiver<BTreeSet<String>>;
 
 impl Store {
-    pub(super) fn new(metrics: Metrics) -> (Self, Wanted) {
+    pub(super) fn new(metrics: Metrics, timeout: Duration) -> (Self, Wanted) {
         let (wanted, receiver) = watch::channel(BTreeSet::new());
         let store = Self {
             world: Arc::default(),
             bell: Arc::default(),
             wanted,
             metrics,
+            timeout,
         };
         (store, receiver)
     }
@@ -213,6 +236,12 @@ impl Store {
     /// Waits until something has changed since this was last waited for.
     pub(super) async fn changed(&self) {
         self.bell.notified().await;
+    }
+
+    /// Notes whether the API server has answered.
+    fn answers(&self, does: bool) {
+        let since = &mut self.lock().answers_since;
+        *since = does.then(|| since.unwrap_or_else(Instant::now));
     }
 
     fn lock(&self) -> MutexGuard<'_, World> {
@@ -248,14 +277,20 @@ struct Shelf<V> {
 }
 
 impl<V> Shelf<V> {
-    /// Notes whether the API server refuses to let the namespace be read; true = this changes what is served.
-    fn refuse(&self, world: &mut World, is: bool) -> bool {
+    /// Notes how following the namespace fails, or that it does not; true = this changes what is served.
+    fn note(&self, world: &mut World, failure: Option<Failure>) -> bool {
+        let answers_since = world.answers_since;
         let namespace = self.namespace.as_ref().and_then(|name| world.namespaces.get_mut(name));
         let Some(namespace) = namespace else { return false };
-        namespace.refused = is.then(|| namespace.refused.unwrap_or_else(Instant::now));
-        let counts = |since: Instant| !namespace.is_read() || since.elapsed() >= STARTING;
-        let forbidden = namespace.refused.is_some_and(counts);
-        std::mem::replace(&mut namespace.forbidden, forbidden) != forbidden
+        let since = namespace.failing.map_or_else(Instant::now, |(since, _)| since);
+        namespace.failing = failure.map(|failure| (since, failure));
+        let counts = |failure: &Failure| match failure {
+            Failure::Refused => !namespace.is_read() || since.elapsed() >= STARTING,
+            // While the API server answers nothing at all, the whole table closes, and connections may go on afterwards.
+            Failure::Failed => answers_since.is_some_and(|answers| answers.max(since).elapsed() >= self.store.timeout),
+        };
+        let closed = failure.filter(counts);
+        std::mem::replace(&mut namespace.closed, closed) != closed
     }
 }
 
@@ -263,23 +298,28 @@ impl<V: Send> Sink<V> for Shelf<V> {
     fn change(&self, change: impl FnOnce(&mut Seen<V>) -> bool + Send) {
         self.store.change(|world| {
             let mended = world.errors.remove(&self.kind).is_some();
-            let let_in = mended && self.refuse(world, false);
-            (self.place)(world).is_some_and(change) || mended || let_in
+            let opened = mended && self.note(world, None);
+            (self.place)(world).is_some_and(change) || mended || opened
         });
     }
 
     fn failed(&self, error: &watcher::Error) {
         self.store.metrics.failed("source");
-        let (refused, why) = match error {
+        let (failure, why) = match error {
             watcher::Error::InitialListFailed(kube::Error::Api(status))
             | watcher::Error::WatchStartFailed(kube::Error::Api(status)) => {
-                (status.code == 403, status.message.clone())
+                let failure = if status.code == 403 {
+                    Failure::Refused
+                } else {
+                    Failure::Failed
+                };
+                (failure, status.message.clone())
             }
-            error => (false, error.to_string()),
+            error => (Failure::Failed, error.to_string()),
         };
         let message = format!("{} cannot be followed: {why}", self.kind);
         self.store.change(|world| {
-            let closed = refused && self.refuse(world, true);
+            let closed = self.note(world, Some(failure));
             let news = world.errors.insert(self.kind.clone(), message.clone()) != Some(message);
             closed || news
         });
@@ -298,7 +338,7 @@ pub(super) fn follow(
     let accesses = ApiResource::erase::<SandboxAccess>(&());
     tasks.spawn(follow_kind(
         Api::<DynamicObject>::all_with(client.clone(), &accesses),
-        watcher::Config::default(),
+        watcher::Config::default().page_size(PAGE),
         AccessSeen::new,
         Shelf {
             store: store.clone(),
@@ -416,6 +456,7 @@ pub(super) async fn contact(
     let one = ListParams::default().limit(1);
     loop {
         let answer = tokio::time::timeout(PATIENCE, accesses.list_metadata(&one)).await;
+        store.answers(matches!(answer, Ok(Ok(_))));
         let wait = match answer {
             Ok(Ok(_)) => {
                 heard.send_replace(Some(Instant::now()));

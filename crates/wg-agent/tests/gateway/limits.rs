@@ -1,14 +1,22 @@
 //! How many connections a sandbox may open, and what it hears of errors.
 
-use std::io::ErrorKind;
+use std::{
+    io::ErrorKind,
+    net::{IpAddr, SocketAddr},
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    time::Instant,
+};
 
 use clustermesh_agent_core::numbers::NFT_TABLE;
 use clustermesh_lab::wait_until;
 use serde_json::json;
 use x25519_dalek::StaticSecret;
 
-use super::{CONNECTIONS, Call, Counter, GATEWAY, LOG, MUTE, SOON, SQL, Stage, Stream, at, grant, ip};
-use crate::attacker::{Raw, packets, public};
+use super::{
+    Call, Counter, ENDPOINT_CONNECTIONS, GATEWAY, Gateway, LOG, MUTE, SANDBOX_CONNECTIONS, SOON, SQL, Sandbox, Stage,
+    Stream, at, grant, ip,
+};
+use crate::attacker::{Raw, Work, packets, public};
 
 /// Of other sandboxes, in one moment: a single transaction would take nft more memory than it gets.
 pub(crate) async fn thousands_of_grants_at_once_are_written_and_removed(stage: &Stage) {
@@ -40,6 +48,12 @@ pub(crate) async fn thousands_of_grants_at_once_are_written_and_removed(stage: &
         );
         assert!(call.ask().is_some(), "a connection from before");
     }
+    let delete = ["delete", "sandboxaccesses.kilo.squat.ai", "m--c0", "m--c1", "m--c2"];
+    stage
+        .cluster()
+        .kubectl(delete)
+        .await
+        .expect("delete the SandboxAccesses");
 }
 
 pub(crate) async fn a_sandbox_opens_only_so_many_connections_a_second(stage: &Stage) {
@@ -93,10 +107,12 @@ pub(crate) async fn an_endpoint_gets_only_so_many_connections(stage: &Stage) {
     for gateway in GATEWAY {
         let to = at(gateway, SQL);
         a.hears(to, "db").await;
-        let mut calls: Vec<Call> = (0..2 * CONNECTIONS).map_while(|_| Call::open(&a.ns, to)).collect();
+        let mut calls: Vec<Call> = (0..2 * ENDPOINT_CONNECTIONS)
+            .map_while(|_| Call::open(&a.ns, to))
+            .collect();
         // Connections that have just ended may count for a moment.
         assert!(
-            (CONNECTIONS / 2..=CONNECTIONS).contains(&calls.len()),
+            (ENDPOINT_CONNECTIONS / 2..=ENDPOINT_CONNECTIONS).contains(&calls.len()),
             "{} connections to {to}",
             calls.len()
         );
@@ -124,4 +140,134 @@ pub(crate) async fn an_error_of_an_endpoint_reaches_the_sandbox(stage: &Stage) {
     }
     let log = [sql, grant("db", "log", "UDP", LOG)];
     stage.in_force("m--a", a.access(&log)).await;
+}
+
+/// Over all of its grants and endpoints. Another sandbox has its own number of them.
+pub(crate) async fn a_sandbox_gets_only_so_many_connections(stage: &Stage) {
+    let [a, b] = &stage.sandboxes;
+    let mut calls: Vec<Call> = Vec::new();
+    for gateway in GATEWAY {
+        let to = at(gateway, SQL);
+        a.hears(to, "db").await;
+        calls.extend((0..ENDPOINT_CONNECTIONS).map_while(|_| Call::open(&a.ns, to)));
+    }
+    assert!(calls.len() > ENDPOINT_CONNECTIONS, "{} connections", calls.len());
+    // More would fit the limit of this endpoint.
+    let got = Counter::new(&stage.pods[0], "udp dport 5000");
+    let raw = Raw::open(&a.ns, &a.tunnel.interface);
+    let [from, to] = [a.addresses[0], GATEWAY[0]].map(ip);
+    for port in 31000..31000 + ENDPOINT_CONNECTIONS as u16 {
+        let sent = raw.send(to, &packets::udp(from, to, (port, LOG)));
+        sent.expect("send a packet");
+    }
+    // Answered after the last of them.
+    assert!(calls.iter_mut().all(|call| call.ask().is_some()));
+    let left = SANDBOX_CONNECTIONS - calls.len();
+    assert!(
+        (1..=left as u64).contains(&got.packets()),
+        "{} of {left}",
+        got.packets()
+    );
+    assert!(stage.dropped("count", "too many connections of a sandbox") > 0);
+    b.hears(at(GATEWAY[0], SQL), "other").await;
+    drop(calls);
+    stage
+        .pod
+        .run("conntrack", &["-D", "-p", "udp", "--orig-src", a.addresses[0]]);
+    a.hears(at(GATEWAY[0], SQL), "db").await;
+}
+
+/// Packets that the flood of [`a_flooding_sandbox_leaves_the_other_its_connections`] sends: most of them are each a new connection.
+const FLOOD: u64 = 100_000;
+/// Calls of the other sandbox meanwhile.
+const CALLS: usize = 100;
+
+/// Root on one sandbox's node sends as fast as it can: datagrams of a granted stream, each from another port, and connections.
+pub(crate) async fn a_flooding_sandbox_leaves_the_other_its_connections(stage: &Stage) {
+    let [a, b] = &stage.sandboxes;
+    let to = at(GATEWAY[0], SQL);
+    b.hears(to, "other").await;
+    println!("calls of one sandbox beside an idle one: {}", calls(b, to));
+    let sent = std::sync::Arc::<AtomicU64>::default();
+    let (counted, raw) = (sent.clone(), Raw::open(&a.ns, &a.tunnel.interface));
+    let [from, gateway] = [a.addresses[0], GATEWAY[0]].map(ip);
+    let flood = Work::start(&a.ns, move |stop| flood(&raw, from, gateway, &counted, stop));
+    wait_until("the flood", SOON, async || match sent.load(Ordering::Acquire) {
+        1000.. => Ok(()),
+        sent => Err(format!("{sent} packets")),
+    })
+    .await
+    .unwrap_or_else(|error| panic!("{error}"));
+    let began = (Instant::now(), sent.load(Ordering::Acquire));
+    let beside = calls(b, to);
+    let rate = (sent.load(Ordering::Acquire) - began.1) as f64 / began.0.elapsed().as_secs_f64();
+    println!("beside one that sends {rate:.0} packets a second: {beside}");
+    assert!(rate > 0.0, "the flood has ended");
+    drop(flood);
+    assert!(stage.dropped("enter", "too many new connections") > 0);
+    stage.pod.run("conntrack", &["-D", "--orig-src", a.addresses[0]]);
+}
+
+fn flood(raw: &Raw, from: IpAddr, gateway: IpAddr, sent: &AtomicU64, stop: &AtomicBool) {
+    for number in 0..FLOOD {
+        if stop.load(Ordering::Acquire) {
+            return;
+        }
+        let port = 1024 + u16::try_from(number % 60_000).expect("a port");
+        let packet = if number % 2 == 0 {
+            packets::udp(from, gateway, (port, LOG))
+        } else {
+            packets::syn(from, gateway, (port, SQL))
+        };
+        // Its own queue may be full.
+        let _ = raw.send(gateway, &packet);
+        sent.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// Opens connections one after the other, each of which has to be answered; how long they took.
+fn calls(from: &Sandbox, to: SocketAddr) -> String {
+    let mut times: Vec<_> = (0..CALLS)
+        .map(|number| {
+            let began = Instant::now();
+            let mut call =
+                Call::open_patiently(&from.ns, to).unwrap_or_else(|| panic!("connection {number} of {CALLS}"));
+            assert!(call.ask().is_some(), "answer {number} of {CALLS}");
+            began.elapsed()
+        })
+        .collect();
+    times.sort();
+    format!("p50 {:.1?}, longest {:.1?}", times[CALLS / 2], times[CALLS - 1])
+}
+
+/// As many nodes as a SandboxAccess takes, made up by the sandbox's API server. Gateways have 256 MiB.
+pub(crate) async fn a_sandbox_of_the_largest_size_is_served(stage: &Stage, gateway: &Gateway) {
+    let [a, b] = &stage.sandboxes;
+    let node = |number: u32| {
+        let mut key = [7; 32];
+        key[..4].copy_from_slice(&number.to_be_bytes());
+        let address = format!("100.81.{}.{}", number / 250, 1 + number % 250);
+        json!({"name": format!("n{number}"), "publicKey": public(&StaticSecret::from(key)).to_string(), "wireguardIPs": [address]})
+    };
+    let mut spec = json!({
+        "sandbox": "large", "networks": ["100.81.0.0/19"],
+        "grants": [grant("db", "sql", "TCP", SQL)], "nodes": [],
+    });
+    let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
+    for count in [5000, 0] {
+        spec["nodes"] = (0..count).map(node).collect();
+        let began = Instant::now();
+        stage.in_force("m--large", spec.clone()).await;
+        let memory = gateway.memory();
+        println!(
+            "{count} nodes in force after {:.1?}, VmRSS {} kB",
+            began.elapsed(),
+            memory
+        );
+        assert!(memory < 256 << 10, "{memory} kB");
+        assert!(call.ask().is_some(), "a connection from before");
+        b.hears(at(GATEWAY[0], SQL), "other").await;
+    }
+    let delete = ["delete", "sandboxaccesses.kilo.squat.ai", "m--large"];
+    stage.cluster().kubectl(delete).await.expect("delete the SandboxAccess");
 }

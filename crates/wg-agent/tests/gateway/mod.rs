@@ -63,8 +63,9 @@ const HOST_PORT: u16 = 31820;
 /// Ports of the gateway.
 pub(crate) const SQL: u16 = 20001;
 pub(crate) const LOG: u16 = 20002;
-/// Connections of one grant to one endpoint.
-pub(crate) const CONNECTIONS: usize = 50;
+/// Connections of one grant to one endpoint, and of a sandbox.
+pub(crate) const ENDPOINT_CONNECTIONS: usize = 50;
+pub(crate) const SANDBOX_CONNECTIONS: usize = 120;
 
 pub(crate) const NAME: &str = "clustermesh-gateway-0";
 pub(crate) const NAMESPACE: &str = "clustermesh-gateway";

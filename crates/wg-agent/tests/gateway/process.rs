@@ -104,6 +104,16 @@ pub(crate) struct Gateway {
     pub(crate) log: PathBuf,
 }
 
+impl Gateway {
+    /// VmRSS of the process, kB.
+    pub(crate) fn memory(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.running.pid())).expect("its status");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
+        number.expect("a number")
+    }
+}
+
 impl Drop for Gateway {
     fn drop(&mut self) {
         if thread::panicking() {

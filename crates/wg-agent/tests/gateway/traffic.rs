@@ -63,8 +63,17 @@ pub(crate) struct Call(TcpStream);
 
 impl Call {
     pub(crate) fn open(ns: &NetNs, to: SocketAddr) -> Option<Self> {
-        let stream = ns.enter(|| TcpStream::connect_timeout(&to, ANSWER)).ok()?;
-        stream.set_read_timeout(Some(ANSWER)).expect("a timeout");
+        Self::within(ns, to, ANSWER)
+    }
+
+    /// On a loaded machine, where packets may have to be sent again.
+    pub(crate) fn open_patiently(ns: &NetNs, to: SocketAddr) -> Option<Self> {
+        Self::within(ns, to, Duration::from_secs(30))
+    }
+
+    fn within(ns: &NetNs, to: SocketAddr, at_most: Duration) -> Option<Self> {
+        let stream = ns.enter(|| TcpStream::connect_timeout(&to, at_most)).ok()?;
+        stream.set_read_timeout(Some(at_most)).expect("a timeout");
         Some(Self(stream))
     }
 

@@ -127,7 +127,7 @@ fn configured(name: &str, key: &str) -> Value {
 
 fn stateful_set() -> Value {
     let mount = |name: &str, path: &str| json!({"name": name, "mountPath": path});
-    let memory = |name: &str| json!({"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}});
+    let memory = |name: &str, limit: &str| json!({"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": limit}});
     let selector = json!({"matchLabels": {"app.kubernetes.io/name": NAME}});
     json!({
         "apiVersion": "apps/v1",
@@ -199,9 +199,10 @@ fn stateful_set() -> Value {
                         ],
                     }],
                     "volumes": [
-                        // The key: made by the pod, gone with it.
-                        memory("state"),
-                        memory("wireguard"),
+                        // The key, made by the pod and gone with it, and where each peer was heard from: 0.1 MB for 1,000 of them, and as
+                        // much again while the file is replaced.
+                        memory("state", "16Mi"),
+                        memory("wireguard", "1Mi"),
                         // Not needed where the nodes' kernel has WireGuard: take it out there.
                         {"name": "tun", "hostPath": {"path": "/dev/net/tun", "type": "CharDevice"}},
                     ],

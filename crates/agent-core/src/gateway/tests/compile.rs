@@ -29,7 +29,8 @@ fn sandbox_with_a_grant_is_compiled_in_both_families() {
         listen_port: 51820,
         admin_port: 9587,
         addresses: [ip("100.66.255.1"), ip("fd66::1")].into(),
-        connections: NonZeroU32::new(4000),
+        sandbox_connections: NonZeroU32::new(16_000),
+        endpoint_connections: NonZeroU32::new(4000),
     };
     let want = Compiled {
         peers: [(key(1), peer)].into(),
@@ -384,6 +385,16 @@ fn rate_is_the_access_own_else_the_default_and_0_is_none() {
 
 #[test]
 fn connections_0_is_no_limit() {
-    let inputs = with(|inputs| inputs.settings.connections = 0);
-    assert_eq!(compile(&inputs).table.frame.connections, None);
+    let inputs = with(|inputs| inputs.settings.endpoint_connections = 0);
+    let frame = compile(&inputs).table.frame;
+    assert_eq!(
+        (frame.sandbox_connections, frame.endpoint_connections),
+        (NonZeroU32::new(16_000), None)
+    );
+    let inputs = with(|inputs| inputs.settings.sandbox_connections = 0);
+    let frame = compile(&inputs).table.frame;
+    assert_eq!(
+        (frame.sandbox_connections, frame.endpoint_connections),
+        (None, NonZeroU32::new(4000))
+    );
 }

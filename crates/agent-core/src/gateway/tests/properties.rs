@@ -423,12 +423,13 @@ fn any_inputs(texts: Vec<String>) -> impl Strategy<Value = Inputs> {
         let names = texts.iter().cloned().map(&name);
         names.zip(services).collect::<BTreeMap<_, _>>()
     });
-    let connections = prop_oneof![4 => Just(0u32), 1 => Just(4000)];
-    (vec(access, 0..4), services, 0u32..3, connections).prop_map(
-        |(accesses, services, new_connections, connections)| Inputs {
+    let connections = || prop_oneof![4 => Just(0u32), 1 => Just(4000)];
+    (vec(access, 0..4), services, 0u32..3, connections(), connections()).prop_map(
+        |(accesses, services, new_connections, sandbox_connections, endpoint_connections)| Inputs {
             settings: Settings {
                 new_connections,
-                connections,
+                sandbox_connections,
+                endpoint_connections,
                 ..settings()
             },
             accesses,

@@ -31,7 +31,8 @@ fn table() -> Table {
             listen_port: 51820,
             admin_port: 9587,
             addresses: [ip("100.66.255.1"), ip("fd66::1")].into(),
-            connections: NonZeroU32::new(4000),
+            sandbox_connections: NonZeroU32::new(16_000),
+            endpoint_connections: NonZeroU32::new(4000),
         },
         sandboxes: [(net("100.80.1.0/24"), A)].into(),
         rates: [(A, rate(1000))].into(),
@@ -445,26 +446,52 @@ fn family_without_an_address_is_closed() {
 #[test]
 fn without_a_limit_connections_are_not_counted() {
     assert_frame(
-        |frame| frame.connections = None,
+        |frame| frame.endpoint_connections = None,
+        &[
+            "add @totals { meta mark . meta priority ct count over 96 } counter drop comment \"too many connections of a sandbox\"",
+        ],
+        &["connections4", "connections6"],
+    );
+    assert_frame(
+        |frame| frame.sandbox_connections = None,
+        &[
+            "add @connections4 { ct mark . ip daddr . th dport . meta mark ct count over 96 } counter drop comment \"too many connections to one endpoint\"",
+        ],
+        &["totals"],
+    );
+    assert_frame(
+        |frame| (frame.sandbox_connections, frame.endpoint_connections) = (None, None),
         &[],
-        &["ct count", "connections4", "connections6"],
+        &["jump count", "chain count", "ct count"],
     );
 }
 
 #[test]
-fn source_ports_leave_out_the_tunnel_and_those_below_1024() {
-    for (listen_port, ports) in [
-        (53, "1024-65535"),
-        (1023, "1024-65535"),
-        (1024, "1025-65535"),
-        (32768, "32769-65535"),
-        (32769, "1024-32768"),
-        (65535, "1024-65534"),
+fn small_limit_of_connections_is_exact() {
+    assert_frame(
+        |frame| frame.endpoint_connections = NonZeroU32::new(100),
+        &[
+            "add @connections6 { ct mark . ip6 daddr . th dport . meta mark ct count over 100 } counter drop comment \"too many connections to one endpoint\"",
+        ],
+        &[],
+    );
+}
+
+#[test]
+fn source_ports_leave_out_the_pods_own_and_those_below_1024() {
+    for (own, ports) in [
+        ([51820, 9587], "9588-51819"),
+        ([9587, 51820], "9588-51819"),
+        ([53, 1023], "1024-65535"),
+        ([1023, 1024], "1025-65535"),
+        ([65535, 2000], "2001-65534"),
+        ([40000, 50000], "1024-39999"),
+        ([40000, 40000], "1024-39999"),
     ] {
         let line = format!(
             "oifname != \"clustermesh0\" ct mark != 0 ct status dnat meta l4proto {{ tcp, udp }} masquerade to :{ports}"
         );
-        assert_frame(|frame| frame.listen_port = listen_port, &[&line], &[]);
+        assert_frame(|frame| [frame.listen_port, frame.admin_port] = own, &[&line], &[]);
     }
 }
 

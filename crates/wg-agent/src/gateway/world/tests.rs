@@ -66,9 +66,9 @@ fn world_is_complete_once_granted_namespaces_answer() {
 }
 
 #[test]
-fn namespace_read_before_survives_a_short_refusal() {
+fn namespace_that_cannot_be_followed_closes_in_time() {
     let registry = &mut clustermesh_daemon::metrics::registry("test", "0");
-    let (store, _wanted) = Store::new(Metrics::register(registry, false));
+    let (store, _wanted) = Store::new(Metrics::register(registry, false), 2 * STARTING);
     let shelf = Shelf::<ServiceSeen> {
         store: store.clone(),
         kind: "Services of namespace team".to_owned(),
@@ -80,23 +80,53 @@ fn namespace_read_before_survives_a_short_refusal() {
                 .map(|namespace| &mut namespace.services)
         }),
     };
-    let status = serde_json::from_value(json!({"code": 403, "message": "forbidden"})).unwrap();
-    let error = watcher::Error::WatchStartFailed(kube::Error::Api(status));
-    let fail = |namespace: Namespace| {
-        store.change(|world| world.namespaces.insert("team".to_owned(), namespace).is_none());
-        shelf.failed(&error);
-        store.world().namespaces["team"].forbidden
+    let error = |code: u16| {
+        let status = serde_json::from_value(json!({"code": code, "message": "no"})).unwrap();
+        watcher::Error::WatchStartFailed(kube::Error::Api(status))
     };
-    assert!(fail(Namespace::default()), "never read");
-    assert!(!fail(read()), "refused just now");
-    let long = Instant::now().checked_sub(STARTING);
-    assert!(
-        fail(Namespace {
-            refused: long,
-            ..read()
-        }),
-        "refused for long"
+    let fail = |namespace: Namespace, code| {
+        store.change(|world| world.namespaces.insert("team".to_owned(), namespace).is_none());
+        shelf.failed(&error(code));
+        store.world().namespaces["team"].closed
+    };
+    let failing_for = |time, failure| Namespace {
+        failing: Instant::now().checked_sub(time).map(|since| (since, failure)),
+        ..read()
+    };
+    assert_eq!(fail(Namespace::default(), 403), Some(Failure::Refused), "never read");
+    assert_eq!(fail(read(), 403), None, "refused just now");
+    assert_eq!(
+        fail(failing_for(STARTING, Failure::Refused), 403),
+        Some(Failure::Refused)
     );
     shelf.change(|_| false);
-    assert!(!store.world().namespaces["team"].forbidden, "answered again");
+    assert_eq!(store.world().namespaces["team"].closed, None, "answered again");
+    assert_eq!(
+        fail(failing_for(STARTING, Failure::Failed), 503),
+        None,
+        "failing for a while"
+    );
+    let long = || failing_for(2 * STARTING, Failure::Failed);
+    assert_eq!(fail(long(), 503), None, "the API server does not answer at all");
+    store.answers(true);
+    assert_eq!(fail(long(), 503), None, "it has only just begun to answer");
+    store.lock().answers_since = Instant::now().checked_sub(2 * STARTING);
+    assert_eq!(fail(long(), 503), Some(Failure::Failed));
+    store.answers(false);
+    assert_eq!(fail(long(), 503), None, "nor now");
+}
+
+#[test]
+fn services_of_a_namespace_that_fails_for_long_are_unknown() {
+    let mut world = granted();
+    let closed = Some(Failure::Failed);
+    world
+        .namespaces
+        .insert("team".to_owned(), Namespace { closed, ..read() });
+    let services = world.services("home");
+    let service = services.values().next().unwrap();
+    assert!(
+        matches!(service, Service::Unknown(why) if why.contains("could not be followed")),
+        "{service:?}"
+    );
 }

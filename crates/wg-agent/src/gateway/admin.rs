@@ -1,0 +1,34 @@
+//! Binds the admin endpoint of a gateway: to every interface but the tunnel's, so that its port stays closed to sandboxes also while
+//! the pod has no firewall table.
+
+use std::io;
+
+use clustermesh_agent_core::interface::InterfaceName;
+use clustermesh_daemon::Admin;
+
+use super::forwarding;
+use crate::args::GatewayConfig;
+
+/// # Errors
+/// The address cannot be bound.
+pub(super) async fn bind(config: &GatewayConfig) -> anyhow::Result<Admin> {
+    let interfaces = forwarding::interfaces_beside(&config.interface);
+    // `kubectl port-forward` connects to the loopback interface.
+    let interfaces = ["lo"].into_iter().chain(interfaces.iter().map(InterfaceName::as_str));
+    match Admin::bind_to_interfaces(config.listen, interfaces) {
+        Err(error) if is_refused(&error) => {
+            tracing::warn!(
+                error = format!("{error:#}"),
+                "the admin endpoint listens on the tunnel, too (Linux before 5.7): while another program has deleted the firewall \
+                 table, sandboxes reach it"
+            );
+            Admin::bind(config.listen).await
+        }
+        bound => bound,
+    }
+}
+
+fn is_refused(error: &anyhow::Error) -> bool {
+    let error = error.downcast_ref::<io::Error>();
+    error.is_some_and(|error| error.kind() == io::ErrorKind::PermissionDenied)
+}
