@@ -6,6 +6,8 @@ mod attacker;
 mod contract;
 #[path = "machine/drift.rs"]
 mod drift;
+#[path = "machine/gateway.rs"]
+mod gateway;
 mod machine;
 #[allow(unreachable_pub, reason = "shared between test binaries")]
 mod netns;

@@ -6,7 +6,10 @@ use std::{
     collections::BTreeMap,
     io::{BufRead, BufReader, Read, Write},
     net::{TcpListener, TcpStream},
-    sync::{Arc, Condvar, Mutex, MutexGuard},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::Duration,
 };
@@ -21,6 +24,10 @@ pub(crate) const POLICIES: &str = "/apis/kilo.squat.ai/v1alpha1/peerpolicies";
 pub(crate) const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices";
 /// Of Services that are granted; selectors are not looked at, so that they may not lie beside the API server's own.
 pub(crate) const GRANTED: &str = "/apis/discovery.k8s.io/v1/namespaces/team/endpointslices";
+/// Of gateways: what sandboxes may reach, this gateway, and granted Services.
+pub(crate) const ACCESSES: &str = "/apis/kilo.squat.ai/v1alpha1/sandboxaccesses";
+pub(crate) const GATEWAYS: &str = "/apis/kilo.squat.ai/v1alpha1/namespaces/clustermesh-gateway/sandboxgateways";
+pub(crate) const SERVICES: &str = "/api/v1/namespaces/team/services";
 /// A watch ends after so long, as the agent asks for; another follows.
 const WATCH: Duration = Duration::from_secs(60);
 
@@ -34,6 +41,8 @@ pub(crate) struct Api {
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
+    /// Requests get no answer.
+    stalled: AtomicBool,
 }
 
 struct State {
@@ -51,7 +60,7 @@ impl Api {
         let port = listener.local_addr().expect("an address").port();
         let state = State {
             revision: 0,
-            objects: [NODES, PEERS, POLICIES, SLICES, GRANTED]
+            objects: [NODES, PEERS, POLICIES, SLICES, GRANTED, ACCESSES, GATEWAYS, SERVICES]
                 .map(|kind| (kind.to_owned(), BTreeMap::new()))
                 .into(),
             events: Vec::new(),
@@ -59,6 +68,7 @@ impl Api {
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
             changed: Condvar::new(),
+            stalled: AtomicBool::new(false),
         });
         let served = shared.clone();
         thread::spawn(move || {
@@ -80,6 +90,11 @@ impl Api {
             "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
         });
         config.to_string()
+    }
+
+    /// Answers no request any more, or again. Watches go on.
+    pub(crate) fn stall(&self, is: bool) {
+        self.shared.stalled.store(is, Ordering::Release);
     }
 
     /// Writes an object, whole, under its `metadata.name`.
@@ -148,6 +163,9 @@ fn answer(shared: &Shared, stream: &TcpStream) -> Option<()> {
     }
     let mut body = vec![0; length];
     reader.read_exact(&mut body).ok()?;
+    if shared.stalled.load(Ordering::Acquire) {
+        return None;
+    }
     let (path, query) = target.split_once('?').unwrap_or((&target, ""));
     let of = |key: &str| {
         query
@@ -192,8 +210,16 @@ impl Shared {
         state.objects.get(kind)?.get(name).cloned()
     }
 
-    /// RFC 7386, as far as annotations need it.
+    /// RFC 7386, as far as annotations and a status that is written whole need it.
     fn merge(&self, path: &str, patch: &Value) -> Option<Value> {
+        if let Some(path) = path.strip_suffix("/status") {
+            let mut object = self.read(path)?;
+            let mut status = patch["status"].as_object()?.clone();
+            status.retain(|_, value| !value.is_null());
+            object["status"] = status.into();
+            self.put(path.rsplit_once('/')?.0, object);
+            return self.read(path);
+        }
         let (kind, name) = path.rsplit_once('/')?;
         let mut object = self.read(path)?;
         for (key, value) in patch["metadata"]["annotations"].as_object()? {

@@ -25,7 +25,7 @@ use crate::netns::{NetNs, Running, unique_name, veth, wait_for, wait_until};
 
 pub(crate) const AGENT: &str = env!("CARGO_BIN_EXE_wg-agent");
 /// What the DaemonSet gives and no more: NET_ADMIN, and a `/proc/sys` that is read-only.
-const CONFINED: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
+pub(crate) const CONFINED: &str = "mount --bind /proc/sys /proc/sys; mount -o remount,ro,bind /proc/sys; \
                         exec setpriv --bounding-set=-all,+net_admin --no-new-privs -- \"$@\"";
 /// Anything that takes longer is broken; an emulated machine is slow.
 pub(crate) const SOON: Duration = Duration::from_secs(60);

@@ -1,0 +1,246 @@
+//! A gateway of sandboxes with the kernel's WireGuard, in what differs from the userspace device (`agent_gateway`): the tunnel goes on
+//! without its process.
+
+#[path = "../gateway/traffic.rs"]
+#[allow(dead_code, reason = "each test binary uses its own part of this module")]
+mod traffic;
+
+use std::{
+    fs,
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    process::{Command, Stdio},
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::{Value, json};
+use traffic::{Call, tell};
+
+use crate::{
+    machine::in_the_machine,
+    netns::{NetNs, Running, wait_until},
+    pair::{
+        AGENT, CONFINED, SOON,
+        api::{ACCESSES, Api, GATEWAYS, GRANTED, SERVICES},
+    },
+};
+
+const NAME: &str = "clustermesh-gateway-0";
+const NAMESPACE: &str = "clustermesh-gateway";
+const POD: [&str; 2] = ["10.10.1.20", "fd00:10:0:1::20"];
+const DB: [&str; 2] = ["10.10.1.9", "fd00:10:0:1::9"];
+const SANDBOX: [&str; 2] = ["100.80.0.7", "fd80:a::7"];
+const GATEWAY: [&str; 2] = ["100.66.255.1", "fd00:66:255::1"];
+/// The granted port at the gateway, and what [`traffic`] knows of the pod's ports.
+const SQL: u16 = 20001;
+const TCP: u16 = 8080;
+const UDP: u16 = 5000;
+const MUTE: u16 = 5002;
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().expect("an address")
+}
+
+fn at(address: &str, port: u16) -> SocketAddr {
+    SocketAddr::new(ip(address), port)
+}
+
+#[test]
+fn kernel_gateway_serves_grants_and_outlives_its_process() {
+    in_the_machine!();
+    let stage = Stage::new();
+    let mut gateway = stage.gateway();
+    stage.dial();
+    for to in GATEWAY {
+        stage.answers(at(to, SQL));
+    }
+    let link = stage.pod.ip_json("-d link show wg0");
+    assert_eq!(link[0]["linkinfo"]["info_kind"], "wireguard");
+    for (address, port) in [(GATEWAY[0], 9587), (DB[0], TCP), (GATEWAY[1], SQL + 1)] {
+        assert!(stage.call(at(address, port)).is_none(), "{address} {port}");
+    }
+    let mut call = stage.call(at(GATEWAY[0], SQL)).expect("a connection");
+    assert!(call.ask().is_some());
+
+    // An API server that is away when the container starts again: what the one before left goes on.
+    stage.api.stall(true);
+    kill(Pid::from_raw(gateway.pid().cast_signed()), Signal::SIGKILL).expect("kill the gateway");
+    gateway.wait(SOON);
+    assert!(call.ask().is_some(), "without a process");
+    gateway = stage.gateway();
+    wait_until("the next process to wait for the API server", SOON, || {
+        stage.ready().contains("objects: SandboxAccess has not been listed yet")
+    });
+    assert!(call.ask().is_some(), "with one that knows no objects");
+    stage.answers(at(GATEWAY[1], SQL));
+    let key = stage.status()["publicKey"].clone();
+    stage.api.stall(false);
+    wait_until("the next process to be ready", SOON, || stage.ready() == "ok\n");
+    assert!(call.ask().is_some(), "with one that knows all of them");
+    assert_eq!(stage.status()["publicKey"], key);
+
+    stage.grant(&[]);
+    wait_until("the connection to end with its grant", SOON, || call.ask().is_none());
+    assert!(stage.call(at(GATEWAY[0], SQL)).is_none());
+    kill(Pid::from_raw(gateway.pid().cast_signed()), Signal::SIGTERM).expect("end the gateway");
+    assert!(gateway.wait(SOON).success());
+}
+
+/// A sandbox's node, a gateway's pod and another pod, with a router between them; and an API server of values in the pod.
+struct Stage {
+    sandbox: NetNs,
+    pod: NetNs,
+    api: Api,
+    files: tempfile::TempDir,
+    _others: [NetNs; 2],
+}
+
+impl Stage {
+    fn new() -> Self {
+        let [router, sandbox, pod, db] = ["router", "sandbox", "gateway", "db"].map(NetNs::new);
+        let outside = ["10.30.0.7", "fd00:30::7"];
+        router.sh("echo 1 > /proc/sys/net/ipv4/ip_forward; echo 1 > /proc/sys/net/ipv6/conf/all/forwarding");
+        for (number, (ns, [v4, v6])) in [(&sandbox, outside), (&pod, POD), (&db, DB)].into_iter().enumerate() {
+            let link = format!("to{number}");
+            router.ip(&format!("link add {link} type veth peer name eth0 netns {}", ns.path()));
+            router.sh(&format!(
+                "ip link set {link} up; ip addr add 169.254.1.1/32 dev {link}; ip addr add fe80::1/64 dev {link} nodad
+                 ip route add {v4} dev {link}; ip -6 route add {v6} dev {link}"
+            ));
+            ns.sh(&format!(
+                "ip link set eth0 up; ip addr add {v4}/32 dev eth0; ip addr add {v6}/128 dev eth0 nodad
+                 ip route add 169.254.1.1 dev eth0; ip route add default via 169.254.1.1; ip -6 route add default via fe80::1 dev eth0"
+            ));
+        }
+        for address in DB {
+            tell(&db, "db", ip(address), TCP);
+        }
+        let [v4, v6] = SANDBOX;
+        sandbox.sh(&format!(
+            "ip link add ks0 type wireguard; wg genkey | wg set ks0 private-key /dev/stdin; ip link set ks0 mtu 1400 up
+             ip addr add {v4}/32 dev ks0; ip addr add {v6}/128 dev ks0
+             for net in 100.66.255.0/28 10.10.1.9/32; do ip route add $net dev ks0; done; ip -6 route add fd00:66:255::/64 dev ks0"
+        ));
+        pod.run(AGENT, &["prepare", "--mode=gateway"]);
+        let api = Api::start(&pod);
+        let files = tempfile::tempdir().expect("a directory");
+        fs::write(files.path().join("kubeconfig"), api.kubeconfig()).expect("write a kubeconfig");
+        let stage = Self {
+            sandbox,
+            pod,
+            api,
+            files,
+            _others: [router, db],
+        };
+        stage.objects();
+        stage
+    }
+
+    fn objects(&self) {
+        let version = "kilo.squat.ai/v1alpha1";
+        let gateway = json!({"name": NAME, "namespace": NAMESPACE});
+        self.api.put(
+            GATEWAYS,
+            json!({"apiVersion": version, "kind": "SandboxGateway", "metadata": gateway, "spec": {}}),
+        );
+        let ports = |port: u16| json!([{"name": "sql", "port": port, "protocol": "TCP"}]);
+        let service = json!({"selector": {"app": "db"}, "ports": ports(5432)});
+        self.api.put(
+            SERVICES,
+            json!({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "db", "namespace": "team"}, "spec": service}),
+        );
+        for (family, address) in ["IPv4", "IPv6"].into_iter().zip(DB) {
+            let labels = json!({"kubernetes.io/service-name": "db"});
+            let name = format!("db-{}", family.to_lowercase());
+            self.api.put(
+                GRANTED,
+                json!({
+                    "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": family,
+                    "metadata": {"name": name, "namespace": "team", "labels": labels}, "ports": ports(TCP),
+                    "endpoints": [{"addresses": [address], "conditions": {"ready": true}}],
+                }),
+            );
+        }
+        let grant = json!({"service": {"namespace": "team", "name": "db"}, "port": "sql", "protocol": "TCP", "gatewayPort": SQL});
+        self.grant(&[grant]);
+    }
+
+    fn grant(&self, grants: &[Value]) {
+        let key = self.sandbox.run("wg", &["show", "ks0", "public-key"]);
+        let node = json!({"name": "a-1", "publicKey": key.trim(), "wireguardIPs": SANDBOX});
+        self.api.put(
+            ACCESSES,
+            json!({
+                "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxAccess", "metadata": {"name": "m--a", "uid": "a", "generation": 1},
+                "spec": {"sandbox": "a", "networks": ["100.80.0.0/20", "fd80:a::/64"], "nodes": [node], "grants": grants},
+            }),
+        );
+    }
+
+    /// With what its container gets and no more.
+    fn gateway(&self) -> Running {
+        let file = |name: &str| -> PathBuf { self.files.path().join(name) };
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-ec", CONFINED, "sh", AGENT, "--mode=gateway"]);
+        command.args([
+            "--backend=kernel",
+            "--interface=wg0",
+            "--gateway-cidr=100.66.255.0/28,fd00:66:255::/64",
+            "--endpoint-network=10.10.0.0/16,fd00:10::/32",
+        ]);
+        command.arg(format!("--kubeconfig={}", file("kubeconfig").display()));
+        command.arg(format!("--key-file={}", file("key").display()));
+        let variables = [
+            ("POD_NAME", NAME.to_owned()),
+            ("POD_NAMESPACE", NAMESPACE.to_owned()),
+            ("POD_UID", "pod".to_owned()),
+            ("POD_IPS", POD.join(",")),
+        ];
+        self.pod.spawn_command(command.envs(variables).stdin(Stdio::null()))
+    }
+
+    /// The sandbox's node learns of the gateway, as from its Peer.
+    fn dial(&self) {
+        wait_until("the gateway to publish its key", SOON, || {
+            self.status()["publicKey"].is_string()
+        });
+        let status = self.status();
+        let key = status["publicKey"].as_str().expect("a key");
+        let endpoint = format!("{}:51820", POD[0]);
+        let words = [
+            "set",
+            "ks0",
+            "peer",
+            key,
+            "endpoint",
+            &endpoint,
+            "allowed-ips",
+            "0.0.0.0/0,::/0",
+        ];
+        self.sandbox.run("wg", &words);
+    }
+
+    fn status(&self) -> Value {
+        self.api.get(GATEWAYS, NAME)["status"].clone()
+    }
+
+    fn ready(&self) -> String {
+        let output = self
+            .pod
+            .output("curl", &["-sS", "-m", "5", "http://127.0.0.1:9587/readyz"]);
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    fn call(&self, to: SocketAddr) -> Option<Call> {
+        Call::open(&self.sandbox, to)
+    }
+
+    fn answers(&self, to: SocketAddr) {
+        wait_until(&format!("an answer at {to}"), SOON, || {
+            self.call(to).and_then(|mut call| call.ask()).is_some()
+        });
+    }
+}
