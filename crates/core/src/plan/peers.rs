@@ -442,13 +442,6 @@ impl<'a, 'p> Writer<'a, 'p> {
                 target: self.name.to_owned(),
                 nodes,
             }));
-        if let Some(member) = self.target.member()
-            && member.peers.is_none()
-        {
-            assembled.facts.insert(Fact::PeerCRDMissing {
-                cluster: self.name.to_owned(),
-            });
-        }
     }
 }
 

@@ -181,6 +181,7 @@ impl<'a> Assembly<'a> {
                 }
             }
             writer.finish(&mut assembled);
+            assembled.facts.extend(self.no_peer_crd(name, target));
             self.grantors(name, target, &mut assembled.plan);
         }
         self.services(name, target, &mut assembled);
@@ -193,6 +194,18 @@ impl<'a> Assembly<'a> {
         let link = link::between(target, source)?;
         let open = link == Link::Meshed && source.cluster.quarantine && self.lax.contains(name);
         (!open).then_some(link)
+    }
+
+    /// That Peers cannot be written into a member that was seen. A member that serves sandboxes alone gets none.
+    fn no_peer_crd(&self, name: &'a str, target: &'a Party<'a>) -> Option<Fact> {
+        let mut sources = self.sources(name, target);
+        let gets_peers = sources.any(|(_, party)| {
+            let link = self.link(name, target, party);
+            link.is_some_and(|link| link != Link::Sandbox)
+        });
+        (gets_peers && target.member()?.peers.is_none()).then(|| Fact::PeerCRDMissing {
+            cluster: name.to_owned(),
+        })
     }
 
     fn sources(

@@ -176,6 +176,21 @@ fn gateways_that_serve_others_alone_are_not_there() {
 }
 
 #[test]
+fn only_a_member_that_gets_peers_needs_their_crd() {
+    let (mut mesh, mut seen) = three();
+    let missing = Fact::PeerCRDMissing { cluster: "mgmt".into() };
+    edit(&mut seen, &ClusterIdentity::Local, |m| m.peers = None);
+    assert!(run(&mesh, &seen).1.facts.contains(&missing));
+    mesh.clusters.retain(|cluster| cluster.name != "tenant");
+    let (_, planned) = run(&mesh, &seen);
+    assert!(!planned.facts.contains(&missing), "{:?}", planned.facts);
+    assert!(planned.targets["mgmt"].accesses.contains_key("m--nb"));
+    edit(&mut seen, &secret("nb"), |m| m.peers = None);
+    let of_sandbox = Fact::PeerCRDMissing { cluster: "nb".into() };
+    assert!(run(&mesh, &seen).1.facts.contains(&of_sandbox));
+}
+
+#[test]
 fn a_sandbox_on_the_pod_network_dials_the_pod() {
     let (mut mesh, mut seen) = three();
     mesh.clusters[2].endpoint_networks = vec!["10.1.0.0/16".parse().unwrap()];
