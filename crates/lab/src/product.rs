@@ -47,6 +47,8 @@ pub struct Product<'a> {
     lab: &'a Lab,
     tunnel: Tunnel,
     clusters: Vec<String>,
+    /// Those whose nodes run the agent.
+    agents: Vec<String>,
     /// Whether sandboxes enter the hub through gateways.
     gateways: bool,
 }
@@ -69,7 +71,22 @@ impl<'a> Product<'a> {
     /// # Errors
     /// When a binary is missing, or a cluster refuses a manifest.
     pub async fn install(lab: &'a Lab, clusters: &[&str], tunnel: Tunnel, progress: &dyn Fn(&str)) -> Result<Self> {
-        let (product, images) = Self::with_agents(lab, clusters, tunnel, progress).await?;
+        Self::install_with_agents_in(lab, clusters, clusters, tunnel, progress).await
+    }
+
+    /// As [`Product::install`], with agents in some of the clusters only. Nothing of the agent is in the others, its CRDs
+    /// included; they have its image, which gateways run.
+    ///
+    /// # Errors
+    /// As [`Product::install`].
+    pub async fn install_with_agents_in(
+        lab: &'a Lab,
+        clusters: &[&str],
+        agents: &[&str],
+        tunnel: Tunnel,
+        progress: &dyn Fn(&str),
+    ) -> Result<Self> {
+        let (product, images) = Self::with_agents(lab, clusters, agents, tunnel, progress).await?;
         let Some((hub, members)) = product.clusters.split_first() else {
             return Ok(product);
         };
@@ -97,28 +114,35 @@ impl<'a> Product<'a> {
         tunnel: Tunnel,
         progress: &dyn Fn(&str),
     ) -> Result<()> {
-        Self::with_agents(lab, clusters, tunnel, progress).await.map(drop)
+        Self::with_agents(lab, clusters, clusters, tunnel, progress)
+            .await
+            .map(drop)
     }
 
-    /// Builds the images and installs the agent in all of these clusters.
+    /// Builds the images, loads that of the agent in all clusters and installs the agent in some of them.
     async fn with_agents(
         lab: &'a Lab,
         clusters: &[&str],
+        agents: &[&str],
         tunnel: Tunnel,
         progress: &dyn Fn(&str),
     ) -> Result<(Self, ProductImages)> {
+        let names = |clusters: &[&str]| clusters.iter().map(|name| (*name).to_owned()).collect();
         let product = Self {
             lab,
             tunnel,
-            clusters: clusters.iter().map(|name| (*name).to_owned()).collect(),
+            clusters: names(clusters),
+            agents: names(agents),
             gateways: false,
         };
         let images = ProductImages::ensure(progress)?;
         for name in &product.clusters {
-            progress(&format!("{name}: CRDs and wg-agent"));
             let cluster = lab.cluster(name);
             cluster.load_image(&images.agent).await?;
-            product.install_agent(&cluster).await?;
+            if product.agents.contains(name) {
+                progress(&format!("{name}: CRDs and wg-agent"));
+                product.install_agent(&cluster).await?;
+            }
         }
         Ok((product, images))
     }
@@ -264,7 +288,7 @@ impl<'a> Product<'a> {
     pub async fn mesh_up(&self, mesh: &str) -> Result<()> {
         let hub = self.hub();
         hub.apply(mesh).await?;
-        for name in &self.clusters {
+        for name in &self.agents {
             let cluster = self.lab.cluster(name);
             cluster.rollout(AGENT_NAMESPACE, "daemonset/wg-agent").await?;
         }
