@@ -17,6 +17,7 @@
 
 mod attack;
 mod boundary;
+mod bypass;
 mod capture;
 mod cgroup;
 mod command;
