@@ -1,0 +1,419 @@
+//! A sandbox enters clusters that no agent serves, on whole clusters: the hub's nodes run no agent, later kg alone (its
+//! annotations, not the program), its pod network is Shared, packets between its nodes bypass netfilter, and sandboxes dial the
+//! gateways at NodePorts. The sandbox reaches what is granted to it and nothing else.
+
+mod mesh;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use base64::{Engine, engine::general_purpose::STANDARD};
+use clustermesh_api::names;
+use clustermesh_lab::{
+    Asker, Attacker, Cluster, GATEWAYS, Gateway, Granted, Lab, LabPlan, MESH, NAMESPACE, Node, Product, Tunnel, WEB,
+    Web, wait_until,
+};
+use k8s_openapi::api::core::v1 as core;
+use kube::api::{Api, Patch, PatchParams};
+use mesh::{HUB, PATIENCE, host, json, pod, url, wireguard};
+use serde_json::{Value, json};
+use tokio::task::JoinSet;
+
+const SANDBOX: &str = "notebooks";
+const GRANT: &str =
+    "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
+/// The ports of deploy/README.md.
+const NODE_PORTS: [(&str, u16); 2] = [("clustermesh-gateway-0", 31820), ("clustermesh-gateway-1", 31821)];
+/// Hooks of netfilter that a forwarded packet passes.
+const HOOKS: [&str; 3] = ["prerouting", "forward", "postrouting"];
+
+#[tokio::test]
+async fn sandbox_is_served_where_no_node_runs_an_agent() {
+    let start = Instant::now();
+    let lab = Lab::start(LabPlan::clusters(&[(HUB, 2), (SANDBOX, 1)])).await.unwrap();
+    let after = |step: &str| println!("{:.1} s: {step}", start.elapsed().as_secs_f64());
+    after("two clusters");
+    let world = World::up(&lab).await;
+    after("the mesh is Ready");
+    world.granted_service_answers_and_sees_gateways().await;
+    after("every server answered through every gateway");
+    world.nothing_is_wrong("nodes that nothing serves").await;
+    let _kg = world.kg_serves_the_nodes().await;
+    world.packets_bypass_netfilter_on_their_way().await;
+    after("packets bypass netfilter");
+    world.deleted_gateway_is_dialled_at_its_node_port_again().await;
+    after("the next gateway serves");
+    world.nothing_is_wrong("nodes that kg serves").await;
+    world.scan_through_each_gateway_finds_what_is_granted().await;
+    after("everything scanned");
+    world.nothing_of_the_sandbox_is_in_the_hub().await;
+    after("the end");
+}
+
+struct World<'a> {
+    lab: &'a Lab,
+    product: Product<'a>,
+    hub: Cluster<'a>,
+    sandbox: Cluster<'a>,
+    hub_webs: Vec<Web>,
+    sandbox_web: Web,
+}
+
+impl<'a> World<'a> {
+    async fn up(lab: &'a Lab) -> Self {
+        let (hub, sandbox) = (lab.cluster(HUB), lab.cluster(SANDBOX));
+        let clusters = [HUB, SANDBOX];
+        let mut product = Product::install_with_agents_in(lab, &clusters, &[SANDBOX], Tunnel::Userspace, &|_| {})
+            .await
+            .unwrap();
+        product.install_gateways(&["default"]).await.unwrap();
+        hub.apply(&node_ports()).await.unwrap();
+        let hub_webs = hub.run_web().await.unwrap();
+        // Its second server would have no node.
+        sandbox.apply(&WEB.replace("replicas: 2", "replicas: 1")).await.unwrap();
+        sandbox.rollout("default", "deployment/web").await.unwrap();
+        let sandbox_web = sandbox.webs().await.unwrap().remove(0);
+        let mesh = product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
+        let shared = mesh.replacen("local: true\n", "local: true\n    podNetwork: Shared\n", 1);
+        assert_ne!(mesh, shared);
+        product.mesh_up(&shared).await.unwrap();
+        Self {
+            lab,
+            product,
+            hub,
+            sandbox,
+            hub_webs,
+            sandbox_web,
+        }
+    }
+
+    fn askers(&self) -> [Asker; 2] {
+        [pod(&self.sandbox_web), host(&self.sandbox_web.node)]
+    }
+
+    /// What is granted, once the sandbox dials every gateway at its NodePort.
+    async fn granted(&self) -> Granted {
+        wait_until("Peers with the NodePorts of all gateways", PATIENCE, async || {
+            let granted = self.product.granted(SANDBOX).await.map_err(|error| error.to_string())?;
+            let mut expected = Vec::new();
+            for gateway in &granted.gateways {
+                let (_, port) = NODE_PORTS.into_iter().find(|(name, _)| gateway.name == *name).unwrap();
+                expected.push(SocketAddr::new(self.node_of(gateway).await?.address().into(), port));
+            }
+            let dialled: Vec<SocketAddr> = granted.gateways.iter().map(|gateway| gateway.endpoint).collect();
+            if dialled == expected && dialled.len() == NODE_PORTS.len() {
+                Ok(granted)
+            } else {
+                Err(format!("{dialled:?}, expected {expected:?}"))
+            }
+        })
+        .await
+        .unwrap()
+    }
+
+    /// The node that runs a gateway's pod.
+    async fn node_of(&self, gateway: &Gateway) -> Result<Node<'a>, String> {
+        let pods = self
+            .hub
+            .pods(GATEWAYS, "app.kubernetes.io/name=clustermesh-gateway")
+            .await;
+        let pods = pods.map_err(|error| error.to_string())?;
+        let runs = pods
+            .iter()
+            .find(|pod| pod.name == gateway.name && pod.ip == gateway.pod);
+        let runs = runs.ok_or_else(|| format!("no pod of {gateway:?} in {pods:?}"))?;
+        Ok(self.lab.node(&runs.node))
+    }
+
+    /// By its mirrored name, from pod and node: every server answers, through every gateway.
+    async fn granted_service_answers_and_sees_gateways(&self) {
+        let service = self.sandbox.cluster_ip("default", "hub-web").await.unwrap();
+        let gateways: BTreeSet<IpAddr> = self
+            .granted()
+            .await
+            .gateways
+            .iter()
+            .map(|gateway| gateway.pod)
+            .collect();
+        let every = self
+            .hub_webs
+            .iter()
+            .flat_map(|web| gateways.iter().map(|saw| (web.name.clone(), *saw)));
+        let every: BTreeSet<(String, IpAddr)> = every.collect();
+        for from in self.askers() {
+            let mut missing = every.clone();
+            let what = format!("every web server to answer {from} through every gateway");
+            wait_until(what, PATIENCE, async || {
+                let answer = self.lab.ask_until_answered(&from, &url(service, 80)).await;
+                let answer = answer.map_err(|error| error.to_string())?;
+                let answer = (answer.pod, answer.saw);
+                assert!(every.contains(&answer), "{answer:?} is none of {every:?}");
+                missing.remove(&answer);
+                if missing.is_empty() {
+                    Ok(())
+                } else {
+                    Err(format!("without {missing:?}"))
+                }
+            })
+            .await
+            .unwrap();
+        }
+    }
+
+    /// Gives the hub the CRD of Kilo, and its nodes the annotations of kg, which checks in until the result is dropped.
+    async fn kg_serves_the_nodes(&self) -> JoinSet<()> {
+        let crd = format!("{}/../../crds/peers.kilo.squat.ai.yaml", env!("CARGO_MANIFEST_DIR"));
+        self.hub.apply(&std::fs::read_to_string(crd).unwrap()).await.unwrap();
+        let nodes: Api<core::Node> = Api::all(self.hub.client().await.unwrap());
+        let mut checking_in = JoinSet::new();
+        for (number, node) in (1..).zip(self.hub.nodes()) {
+            let name = node.name().to_owned();
+            annotate(&nodes, &name, &kg_annotations(&self.hub, &node, number))
+                .await
+                .unwrap();
+            let nodes = nodes.clone();
+            checking_in.spawn(async move {
+                loop {
+                    // As kg does every 30 s, though more often, so that it is not called silent on a loaded machine.
+                    tokio::time::sleep(Duration::from_secs(5)).await;
+                    let said = annotate(&nodes, &name, &json!({names::KILO_LAST_SEEN: now()})).await;
+                    said.unwrap_or_else(|error| println!("the check-in of {name}: {error}"));
+                }
+            });
+        }
+        checking_in
+    }
+
+    /// From a gateway's pod to a server on the other node: netfilter sees the packets on both nodes, and none of them once a
+    /// program redirects them. The connection works with and without it.
+    async fn packets_bypass_netfilter_on_their_way(&self) {
+        let granted = self.granted().await;
+        let gateway = &granted.gateways[0];
+        let near = self.node_of(gateway).await.unwrap();
+        let server = self.hub_webs.iter().find(|web| web.node != near.name()).unwrap();
+        let nodes = [near, self.lab.node(&server.node)];
+        let port = granted.tcp.first().unwrap();
+        let ask = async || {
+            let url = url(gateway.wireguard, *port);
+            wait_until(format!("an answer of {server:?}"), PATIENCE, async || {
+                let answer = self.lab.ask_until_answered(&pod(&self.sandbox_web), &url).await;
+                match answer.map_err(|error| error.to_string())? {
+                    answer if answer.pod == server.name => Ok(answer.saw),
+                    answer => Err(format!("{answer:?}")),
+                }
+            })
+            .await
+            .unwrap()
+        };
+        for node in &nodes {
+            node.feed(["nft", "-f", "-"], &witness(gateway.pod, server.ip))
+                .await
+                .unwrap();
+        }
+        assert_eq!(ask().await, gateway.pod);
+        for node in &nodes {
+            let seen = witnessed(node).await;
+            println!("{} without the program: {seen:?}", node.name());
+            assert!(seen.values().all(|packets| *packets > 0), "{}: {seen:?}", node.name());
+        }
+        self.hub.bypass_netfilter().await.unwrap();
+        for node in &nodes {
+            witnessed(node).await;
+        }
+        assert_eq!(ask().await, gateway.pod);
+        for node in &nodes {
+            let seen = witnessed(node).await;
+            println!("{} with the program: {seen:?}", node.name());
+            assert!(seen.values().all(|packets| *packets == 0), "{}: {seen:?}", node.name());
+        }
+    }
+
+    /// The sandbox's node sends from one UDP port to one NodePort all the time, so a connection entry that leads to the old pod
+    /// would never expire.
+    async fn deleted_gateway_is_dialled_at_its_node_port_again(&self) {
+        let before = self.granted().await.gateways.remove(0);
+        let node = self.node_of(&before).await.unwrap();
+        self.dialled_at(&node, &before).await;
+        self.hub
+            .kubectl(["-n", GATEWAYS, "delete", "pod", &before.name])
+            .await
+            .unwrap();
+        let after = wait_until("the gateway's next pod in its Peer", PATIENCE, async || {
+            let granted = self.product.granted(SANDBOX).await.map_err(|error| error.to_string())?;
+            let gateway = granted.gateways.iter().find(|gateway| gateway.name == before.name);
+            match gateway.filter(|gateway| gateway.pod != before.pod) {
+                Some(gateway) => Ok(granted.through(gateway)),
+                None => Err(format!("{granted:?}")),
+            }
+        })
+        .await
+        .unwrap();
+        let gateway = &after.gateways[0];
+        let dialled = self.granted().await.gateways;
+        assert!(dialled.contains(gateway), "{gateway:?} is none of {dialled:?}");
+        for from in self.askers() {
+            self.lab.until_open(&from, &after.tcp()).await.unwrap();
+        }
+        self.dialled_at(&self.node_of(gateway).await.unwrap(), gateway).await;
+        // The new pod has a new link.
+        self.hub.bypass_netfilter().await.unwrap();
+    }
+
+    /// The node translates the NodePort to the gateway's pod, for all who use it.
+    async fn dialled_at(&self, node: &Node<'_>, gateway: &Gateway) {
+        let port = gateway.endpoint.port().to_string();
+        let list = ["conntrack", "-L", "-p", "udp", "--orig-port-dst", &port];
+        let entries = node.exec(list).await.unwrap().stdout;
+        let to = format!("src={} ", gateway.pod);
+        let led = |line: &str| line.contains(&to) && !line.contains("[UNREPLIED]");
+        assert!(
+            !entries.is_empty() && entries.lines().all(led),
+            "{gateway:?}: {entries}"
+        );
+    }
+
+    /// Neither objects of the mesh, except the SandboxAccess, nor its addresses inside the tunnel.
+    async fn nothing_of_the_sandbox_is_in_the_hub(&self) {
+        let peers = json(&self.hub, &["get", "peers"]).await;
+        assert_eq!(peers["items"], json!([]));
+        let kinds = ["api-resources", "-o", "name"];
+        let kinds = self.hub.kubectl(kinds).await.unwrap().stdout;
+        assert!(
+            kinds.contains("sandboxaccesses") && !kinds.contains("peerpolicies"),
+            "{kinds}"
+        );
+        let inside = wireguard(&self.sandbox, &self.sandbox_web.node).await.to_string();
+        let kernel: [&[&str]; 6] = [
+            &["ip", "address"],
+            &["ip", "rule"],
+            &["ip", "route", "show", "table", "all"],
+            &["ip", "neighbour"],
+            &["nft", "list", "ruleset"],
+            &["conntrack", "-L"],
+        ];
+        for gateway in self.granted().await.gateways {
+            let node = self.node_of(&gateway).await.unwrap();
+            let mut text = String::new();
+            for words in kernel {
+                text += &node.exec(words).await.unwrap().stdout;
+            }
+            // What a node knows of the sandbox: where its node dials from.
+            let outside = self.lab.node(&self.sandbox_web.node).address().to_string();
+            assert!(
+                text.contains(&gateway.pod.to_string()) && text.contains(&outside),
+                "{text}"
+            );
+            for word in [SANDBOX, &inside] {
+                assert!(!text.contains(word), "{word} is on {}: {text}", node.name());
+            }
+        }
+    }
+
+    /// Also where the sandbox's administrator leads every address of the hub into the tunnel.
+    async fn scan_through_each_gateway_finds_what_is_granted(&self) {
+        let granted = self.granted().await;
+        let mut all = self.sandbox.sockets_beyond(&[&self.hub], &granted.tcp()).await.unwrap();
+        granted.add_to(&mut all);
+        let attacker = Attacker::new(self.lab, SANDBOX, &self.sandbox_web.node).await.unwrap();
+        let addresses = all.keys().map(SocketAddr::ip).collect();
+        for (gateway, from) in granted.gateways.iter().zip(self.askers()) {
+            let left = attacker.leads_through(&gateway.peer, &addresses).await.unwrap();
+            assert_eq!(left, BTreeSet::new());
+            let granted = granted.through(gateway).tcp();
+            // A session that is not there yet loses some of a scan's first packets.
+            self.lab.until_open(&from, &granted).await.unwrap();
+            let open = self.lab.scan(&from, all.keys().copied()).await.unwrap();
+            println!("{} sockets from {from} through {}: {open:?}", all.len(), gateway.name);
+            assert_eq!(open, granted);
+        }
+    }
+
+    /// Says the ClusterMesh, of a hub with these nodes.
+    async fn nothing_is_wrong(&self, with: &str) {
+        let expected = [("Ready", "True"), ("EgressResolved", "True")];
+        let what = format!("nothing to be wrong with {with}");
+        wait_until(what, PATIENCE, async || {
+            let mesh = ["-n", NAMESPACE, "get", "clustermesh", MESH, "-o", "json"];
+            let mesh = self.hub.kubectl(mesh).await.map_err(|error| error.to_string())?.stdout;
+            let mesh: Value = serde_json::from_str(&mesh).map_err(|error| error.to_string())?;
+            let conditions = &mesh["status"]["conditions"];
+            let is = |(kind, status): &(&str, &str)| {
+                let conditions = conditions.as_array().into_iter().flatten();
+                let mut of_kind = conditions.filter(|condition| condition["type"] == *kind);
+                of_kind.any(|condition| condition["status"] == *status)
+            };
+            if expected.iter().all(is) {
+                Ok(())
+            } else {
+                Err(format!("{conditions:#}"))
+            }
+        })
+        .await
+        .unwrap();
+    }
+}
+
+/// The manifest of deploy/README.md, as it stands there.
+fn node_ports() -> String {
+    let path = format!("{}/../../deploy/README.md", env!("CARGO_MANIFEST_DIR"));
+    let text = std::fs::read_to_string(path).unwrap();
+    let (_, text) = text.split_once("\n## Gateways at a NodePort\n").unwrap();
+    let (_, text) = text.split_once("\n```yaml\n").unwrap();
+    text.split_once("\n```\n").unwrap().0.to_owned()
+}
+
+fn kg_annotations(cluster: &Cluster<'_>, node: &Node<'_>, number: u8) -> Value {
+    let wireguard = cluster.plan().wireguard_cidr;
+    let inside = wireguard.hosts().nth(number.into()).unwrap();
+    json!({
+        names::KILO_DISCOVERED_ENDPOINTS: "{}",
+        names::KILO_ENDPOINT: format!("{}:51820", node.address()),
+        names::KILO_GRANULARITY: "full",
+        names::KILO_INTERNAL_IP: format!("{}/24", node.address()),
+        names::KILO_KEY: STANDARD.encode([number; 32]),
+        names::KILO_LAST_SEEN: now(),
+        names::KILO_WIREGUARD_IP: format!("{inside}/{}", wireguard.prefix_len()),
+    })
+}
+
+async fn annotate(nodes: &Api<core::Node>, node: &str, annotations: &Value) -> kube::Result<()> {
+    let patch = Patch::Merge(json!({"metadata": {"annotations": annotations}}));
+    nodes.patch(node, &PatchParams::default(), &patch).await.map(drop)
+}
+
+/// In seconds since 1970.
+fn now() -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    now.as_secs().to_string()
+}
+
+/// Counts, on a node, packets between two addresses at each hook, before anything else sees them.
+fn witness(one: IpAddr, other: IpAddr) -> String {
+    let counts = HOOKS.map(|hook| {
+        format!(
+            "counter {hook} {{\n}}\nchain {hook} {{\ntype filter hook {hook} priority -500;\n\
+             ip saddr {{ {one}, {other} }} ip daddr {{ {one}, {other} }} counter name {hook}\n}}\n"
+        )
+    });
+    format!("table ip witness {{\n{}}}\n", counts.concat())
+}
+
+/// What was counted since the last call, by hook.
+async fn witnessed(node: &Node<'_>) -> BTreeMap<String, u64> {
+    let words = ["nft", "-j", "reset", "counters", "table", "ip", "witness"];
+    let printed = node.exec(words).await.unwrap().stdout;
+    let printed: Value = serde_json::from_str(&printed).unwrap();
+    let counters = printed["nftables"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|object| &object["counter"]);
+    let counters =
+        counters.filter_map(|counter| Some((counter["name"].as_str()?.to_owned(), counter["packets"].as_u64()?)));
+    let counted: BTreeMap<String, u64> = counters.collect();
+    assert_eq!(counted.len(), HOOKS.len(), "{printed}");
+    counted
+}
