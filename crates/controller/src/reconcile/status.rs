@@ -15,7 +15,7 @@ use clustermesh_core::{
     enforcement::{self, Unenforced},
     links::{self, Broken},
     mesh::MeshId,
-    observe::{Claim, Member, Node, Observation, Server},
+    observe::{Claim, Member, Node, Observation, ObservedPeer, Server},
     pending::pending,
     plan::{ClusterReport, MeshPlan},
 };
@@ -178,9 +178,18 @@ impl Reconciler {
             let said = seen.map(enforcement::applied_by_gateways).unwrap_or_default();
             let applied = fresh.then_some(enforcement::APPLIED);
             let gateways = (self.gateways_lagging).told(identity, applied, said, Instant::now());
-            let unenforced = tables.unenforced();
+            // Where no Peer of this mesh is, nothing has to be held to a policy: sandboxes enter through gateways.
+            let standing_peers = seen.and_then(|seen| seen.peers.as_ref());
+            let of_mesh = |peer: &ObservedPeer| peer.owner.mesh.as_ref() == Some(&id.name);
+            let has_peers = plan.targets.get(entry).is_some_and(|target| !target.peers.is_empty())
+                || standing_peers.is_some_and(|peers| peers.values().any(of_mesh));
             let meshed = plan.clusters.get(entry).zip(seen);
             let restarting = meshed.map_or_else(BTreeSet::new, |(report, seen)| restarting(report, seen));
+            let mut unenforced = Unenforced::default();
+            if has_peers {
+                unenforced = tables.unenforced();
+                unenforced.without_agent.extend(restarting.iter().cloned());
+            }
             facts.insert(
                 entry.clone(),
                 Facts {
@@ -197,7 +206,6 @@ impl Reconciler {
                     unenforced: Unenforced {
                         outdated,
                         gateways,
-                        without_agent: &unenforced.without_agent | &restarting,
                         ..unenforced
                     },
                     last_sync: self.synced.get(&key).cloned(),

@@ -61,6 +61,9 @@ impl<'a> MeshPlanner<'a> {
         let Stage { parties, rolls, lax } = &stage;
         for (name, party) in parties {
             let roll = rolls.get(name);
+            let linked = parties
+                .values()
+                .any(|other| link::between(other, party).is_some_and(|link| link != link::Link::Grantor));
             let report = ClusterReport {
                 accepted: (self.accepted.networks)
                     .get(&(mesh.id.clone(), name.clone()))
@@ -74,11 +77,13 @@ impl<'a> MeshPlanner<'a> {
                 registered: 0,
                 gateways: 0,
                 sandbox: party.cluster.profile == Profile::Sandbox,
-                skipped: roll.map(|roll| roll.skipped.clone()).unwrap_or_default(),
+                // Nodes that need no Peer are not left out.
+                skipped: roll
+                    .filter(|_| linked)
+                    .map(|roll| roll.skipped.clone())
+                    .unwrap_or_default(),
                 uncovered: roll.map(|roll| roll.uncovered.clone()).unwrap_or_default(),
-                linked: parties
-                    .values()
-                    .any(|other| link::between(other, party).is_some_and(|link| link != link::Link::Grantor)),
+                linked,
                 held: roll
                     .map(|r| r.held.iter().map(|(n, why)| ((*n).to_owned(), *why)).collect())
                     .unwrap_or_default(),

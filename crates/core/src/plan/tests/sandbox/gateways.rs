@@ -191,6 +191,19 @@ fn only_a_member_that_gets_peers_needs_their_crd() {
 }
 
 #[test]
+fn nodes_of_a_member_that_serves_sandboxes_alone_need_no_peer() {
+    let (mut mesh, mut seen) = three();
+    edit(&mut seen, &ClusterIdentity::Local, |m| {
+        m.nodes.values_mut().for_each(|node| node.public_key = Claim::Absent);
+    });
+    assert_eq!(run(&mesh, &seen).1.clusters["mgmt"].skipped.len(), 2);
+    mesh.clusters.retain(|cluster| cluster.name != "tenant");
+    let (_, planned) = run(&mesh, &seen);
+    assert_eq!(planned.clusters["mgmt"].skipped, []);
+    assert!(planned.targets["mgmt"].accesses.contains_key("m--nb"));
+}
+
+#[test]
 fn a_sandbox_on_the_pod_network_dials_the_pod() {
     let (mut mesh, mut seen) = three();
     mesh.clusters[2].endpoint_networks = vec!["10.1.0.0/16".parse().unwrap()];
