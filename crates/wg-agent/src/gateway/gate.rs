@@ -10,6 +10,8 @@ use clustermesh_agent_core::device::{ObservedPeer, ObservedPeers};
 use clustermesh_core::key::PublicKey;
 use clustermesh_daemon::{Pending, Readiness};
 
+use crate::status::Trouble;
+
 /// A sandbox that has not connected by then stops counting: its API server or its nodes may be down.
 const PATIENCE: Duration = Duration::from_secs(15);
 
@@ -34,13 +36,18 @@ enum State {
         /// In `/readyz`.
         _line: Pending,
     },
-    Open,
+    /// Of these sandboxes no node has connected.
+    Open { missing: Nodes },
 }
 
 impl Gate {
     /// `is_new` = no process before had this gateway's key. Otherwise sandboxes have it already, and the gate is open.
     pub(super) const fn new(readiness: Readiness, is_new: bool) -> Self {
-        let state = if is_new { State::New } else { State::Open };
+        let state = if is_new {
+            State::New
+        } else {
+            State::Open { missing: Nodes::new() }
+        };
         Self { readiness, state }
     }
 
@@ -55,25 +62,29 @@ impl Gate {
 
     /// Takes note of the handshakes until `now`.
     pub(super) fn observe(&mut self, peers: &ObservedPeers, now: Instant) {
-        let State::Waiting { until, sandboxes, .. } = &mut self.state else {
-            return;
+        let connected = |peer: &&ObservedPeer| peer.stats.handshake_age.is_some();
+        // Those that still have peers, none of which has connected.
+        let left = |sandboxes: &Nodes| {
+            let mut left = sandboxes.clone();
+            left.retain(|_, keys| {
+                let mut of_it = keys.iter().filter_map(|key| peers.get(key)).peekable();
+                of_it.peek().is_some() && !of_it.any(|peer| connected(&peer))
+            });
+            left
         };
-        let (until, mut sandboxes) = (*until, std::mem::take(sandboxes));
-        let connected = |peer: &ObservedPeer| peer.stats.handshake_age.is_some();
-        sandboxes.retain(|_, keys| !keys.iter().any(|key| peers.get(key).is_some_and(connected)));
-        if now >= until && !sandboxes.is_empty() {
-            let names = names(&sandboxes);
-            tracing::warn!(
-                "no node of {names} has connected to this new gateway within {PATIENCE:?}; not waiting for it"
-            );
-            sandboxes.clear();
+        match &self.state {
+            State::New => {}
+            State::Waiting { until, sandboxes, .. } if now < *until => self.wait(*until, left(sandboxes)),
+            State::Waiting { sandboxes, .. } | State::Open { missing: sandboxes } => {
+                let missing = left(sandboxes);
+                self.state = State::Open { missing };
+            }
         }
-        self.wait(until, sandboxes);
     }
 
     fn wait(&mut self, until: Instant, sandboxes: Nodes) {
         self.state = if sandboxes.is_empty() {
-            State::Open
+            State::Open { missing: sandboxes }
         } else {
             let line = self.readiness.pending(format!(
                 "sandboxes: no node of {} has connected to this new gateway yet; it is ready after {PATIENCE:?} at the latest",
@@ -85,6 +96,22 @@ impl Gate {
                 _line: line,
             }
         };
+    }
+
+    /// Sandboxes that are no longer waited for and still have not connected. They do not keep the gateway unready: a sandbox could hold
+    /// up every rollout.
+    pub(super) fn trouble(&self) -> Option<Trouble> {
+        let State::Open { missing } = &self.state else {
+            return None;
+        };
+        (!missing.is_empty()).then(|| {
+            let message = format!(
+                "no node of {} has connected since this gateway started: look whether its endpoints (status.endpoints) can be reached by UDP \
+                 from there, and whether wg-agent runs there",
+                names(missing)
+            );
+            Trouble::harmless("sandboxes", message)
+        })
     }
 }
 
@@ -154,8 +181,26 @@ mod tests {
         gate.begin(sandboxes(), now);
         gate.observe(&connected(&[]), now + PATIENCE - Duration::from_millis(1));
         assert!(!readiness.is_ready());
+        assert_eq!(gate.trouble(), None);
         gate.observe(&connected(&[]), now + PATIENCE);
         assert!(readiness.is_ready());
+        assert!(
+            gate.trouble()
+                .unwrap()
+                .message
+                .starts_with("no node of m--a, m--b has connected")
+        );
+        gate.observe(&connected(&KEYS[1..2]), now + PATIENCE);
+        assert!(
+            gate.trouble()
+                .unwrap()
+                .message
+                .starts_with("no node of m--b has connected")
+        );
+        let mut without_b = connected(&[]);
+        without_b.remove(&KEYS[2]);
+        gate.observe(&without_b, now + PATIENCE);
+        assert_eq!(gate.trouble(), None, "a sandbox that is gone");
     }
 
     #[test]

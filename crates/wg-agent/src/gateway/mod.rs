@@ -319,6 +319,7 @@ impl Gateway {
             troubles.push(Trouble::new("objects", world.waiting()));
         }
         troubles.extend(world.errors().map(|error| Trouble::harmless("objects", error)));
+        troubles.extend(self.gate.trouble());
         troubles.extend(self.table_is_small(compiled.served.len()));
         self.tell(&compiled);
         // Of a container that starts again, the status stands until it is known what is in force.
