@@ -5,7 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Instant;
 
-use clustermesh_lab::{AGENT_NAMESPACE, Asker, Attacker, Granted, Lab, Product, Running, Workers, wait_until};
+use clustermesh_lab::{
+    AGENT_NAMESPACE, Asker, Attacker, GATEWAYS, Granted, Lab, Product, Running, Workers, wait_until,
+};
 
 use super::{EGRESS, HUB, MEMBER, PATIENCE, WORKER, World, host, pod, url};
 
@@ -77,8 +79,48 @@ pub(super) async fn a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_po
         assert_eq!(answered, BTreeSet::new(), "{from}");
     }
     lab.until_closed(&from_hub, &[worker].into()).await.unwrap();
+    a_taken_over_gateway_reaches_pods_and_api_servers_alone(world, all.keys().copied().collect(), &from_hub).await;
     what_the_worker_needs_still_works(world, product, &askers).await;
     everything_led_into_the_tunnel_finds_the_granted_port_alone(world, &granted, &admitted, &askers).await;
+}
+
+/// A program of the attacker's in a gateway's pod: its NetworkPolicy is in `deploy/gateway.yaml`.
+async fn a_taken_over_gateway_reaches_pods_and_api_servers_alone(
+    world: &World<'_>,
+    all: BTreeSet<SocketAddr>,
+    another_pod: &Asker,
+) {
+    let hub = world.lab.cluster(HUB);
+    let plan = hub.plan();
+    let is_allowed = |socket: &SocketAddr| match socket.ip() {
+        // ClusterIPs lead to pods.
+        IpAddr::V4(ip) => {
+            plan.pod_cidr.contains(&ip) || plan.service_cidr.contains(&ip) || [443, 6443].contains(&socket.port())
+        }
+        IpAddr::V6(_) => false,
+    };
+    let others: BTreeSet<SocketAddr> = all.iter().copied().filter(|socket| !is_allowed(socket)).collect();
+    let open = world.lab.scan(another_pod, others.iter().copied()).await.unwrap();
+    println!("{another_pod}, which no policy selects: {open:?}");
+    assert!(open.iter().any(|socket| socket.port() == 10250), "{open:?}");
+    for gateway in hub
+        .pods(GATEWAYS, "app.kubernetes.io/name=clustermesh-gateway")
+        .await
+        .unwrap()
+    {
+        let from = pod(&gateway);
+        let found = world.lab.scan(&from, all.iter().copied()).await.unwrap();
+        println!("{from}: {found:?}");
+        assert!(
+            world
+                .hub_webs
+                .iter()
+                .all(|web| found.contains(&SocketAddr::new(web.ip, 8080))),
+            "{found:?}"
+        );
+        let open: BTreeSet<SocketAddr> = world.lab.scan(&from, others.iter().copied()).await.unwrap();
+        assert_eq!(open, BTreeSet::new(), "{from}");
+    }
 }
 
 async fn it_dials_the_gateways_pods_and_the_hubs_nodes_hold_nothing_of_it(world: &World<'_>, granted: &Granted) {
