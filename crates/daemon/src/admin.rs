@@ -313,12 +313,18 @@ mod tests {
         served.await.expect("no panic").expect("ends well");
     }
 
-    async fn serving() -> (
+    /// Where it listens, what stops it, and its task.
+    type Served = (
         SocketAddr,
         CancellationToken,
         tokio::task::JoinHandle<anyhow::Result<()>>,
-    ) {
-        let admin = Admin::bind(SocketAddr::from(([127, 0, 0, 1], 0))).await.expect("binds");
+    );
+
+    async fn serving() -> Served {
+        serve(Admin::bind(SocketAddr::from(([127, 0, 0, 1], 0))).await.expect("binds"))
+    }
+
+    fn serve(admin: Admin) -> Served {
         let address = admin.local_addr().expect("has an address");
         let state = State {
             registry: Arc::new(metrics::registry("test", "1")),
@@ -332,22 +338,12 @@ mod tests {
         (address, stop, served)
     }
 
-    /// The port is open on the loopback interface to one bound to it, and none on another.
     #[tokio::test]
     async fn endpoint_bound_to_interfaces_answers_on_these_alone() {
         let any = SocketAddr::from(([0, 0, 0, 0], 0));
         let admin = Admin::bind_to_interfaces(any, ["lo"]).expect("binds");
-        let port = admin.local_addr().expect("has an address").port();
-        let state = State {
-            registry: Arc::new(metrics::registry("test", "1")),
-            metrics_for: Audience::Everyone,
-            readiness: Readiness::new(),
-            liveness: Liveness::new(),
-            dump: Arc::new(|| serde_json::json!({})),
-        };
-        let stop = CancellationToken::new();
-        let served = tokio::spawn(admin.serve(state, stop.clone()));
-        let at = SocketAddr::from(([127, 0, 0, 1], port));
+        let (address, stop, served) = serve(admin);
+        let at = SocketAddr::from(([127, 0, 0, 1], address.port()));
         assert_eq!(ask(at, "/healthz").await, (200, "ok\n".to_owned()));
         stop.cancel();
         served.await.expect("no panic").expect("ends well");
