@@ -70,11 +70,11 @@ pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
     let base = Base::open(config.kubeconfig.as_deref(), admin, false, Duration::ZERO).await?;
     let metrics = base.running.metrics.clone();
     let store = Store::new(metrics.clone(), None);
-    let (running, Ends { publish, bypassed }) = base.start(&lock, &config.node_name, &[NODE_AGENT], &store)?;
+    let (mut running, Ends { publish, bypassed }) = base.start(&lock, &config.node_name, &[NODE_AGENT], &store)?;
     let beside = Beside {
         server: running.connection.server.address(),
         firewall: Keeper::new(firewall::Nft::default()),
-        troubles: Troubles::new(running.readiness.clone(), metrics.clone()),
+        troubles: running.troubles(),
         said: Said::default(),
         meshed: BTreeSet::new(),
         config,

@@ -13,7 +13,6 @@ use crate::{
     reconcile::{Cache, Parts, RESOLV_CONF, Reconciler},
     route, source,
     source::store::Store,
-    status::Troubles,
     wiring::{Base, Ends},
 };
 
@@ -142,7 +141,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         kept,
         cache: Cache { confirmed, step },
         live,
-        troubles: Troubles::new(running.readiness.clone(), metrics.clone()),
+        troubles: running.troubles(),
         metrics,
         dump: running.dump.clone(),
         config,

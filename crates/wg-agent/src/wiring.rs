@@ -4,7 +4,7 @@
 use std::{path::Path, sync::Arc, time::Duration};
 
 use anyhow::Context;
-use clustermesh_daemon::{Admin, Audience, CancellationToken, Liveness, Readiness, State, drain};
+use clustermesh_daemon::{Admin, Audience, CancellationToken, Liveness, Pending, Readiness, State, drain};
 use tokio::{sync::watch, task::JoinSet};
 
 use crate::{
@@ -13,7 +13,7 @@ use crate::{
     metrics::Metrics,
     publish::{self, Wanted},
     source::{self, client::Connection, datapath, store::Store},
-    status::{self, Dump},
+    status::{self, Dump, Troubles},
 };
 
 /// How long ending may take.
@@ -26,6 +26,8 @@ pub(crate) struct Running {
     pub(crate) connection: Connection,
     pub(crate) metrics: Metrics,
     pub(crate) readiness: Readiness,
+    /// `/readyz` may be served before there are troubles to list, and must not say that all is well.
+    starting: Option<Pending>,
     pub(crate) liveness: Liveness,
     pub(crate) dump: Dump,
     /// What ends with `stop`.
@@ -61,6 +63,7 @@ impl Base {
         let (stop, readiness) = (CancellationToken::new(), Readiness::new());
         tokio::spawn(end_after(signal, lame, readiness.clone(), stop.clone()));
         let running = Running {
+            starting: Some(readiness.pending("starting")),
             stop,
             connection,
             metrics: Metrics::register(&mut registry, metrics_per_peer),
@@ -143,6 +146,13 @@ impl Base {
 }
 
 impl Running {
+    /// What the first pass over the node begins with. Until then `/readyz` says that this process starts.
+    pub(crate) fn troubles(&mut self) -> Troubles {
+        let troubles = Troubles::new(self.readiness.clone(), self.metrics.clone());
+        self.starting = None;
+        troubles
+    }
+
     /// Waits, for a while, until everything has ended.
     pub(crate) async fn end(mut self) {
         drain::within(DRAIN, async { while self.tasks.join_next().await.is_some() {} }).await;

@@ -102,7 +102,7 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
         heard: Heard::beside(&config.key_file),
         gate: Gate::new(running.readiness.clone(), is_new),
         peopled: false,
-        troubles: Troubles::new(running.readiness.clone(), metrics.clone()),
+        troubles: running.troubles(),
         said: Said::default(),
         dump: running.dump.clone(),
         config: config.clone(),
