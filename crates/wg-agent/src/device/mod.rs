@@ -238,7 +238,7 @@ pub enum DeviceError {
     },
     /// No TUN.
     #[error(
-        "cannot make the TUN device {interface}: {source}. The agent needs /dev/net/tun (in a Pod: a hostPath volume of type CharDevice) and CAP_NET_ADMIN"
+        "cannot make the TUN device {interface}: {source}. The agent needs /dev/net/tun (in a Pod: a hostPath volume of type CharDevice, and a container runtime that admits it: runc 1.2.0 to 1.2.3 and crun do not) and CAP_NET_ADMIN"
     )]
     Tun {
         /// The interface asked for.
