@@ -18,6 +18,7 @@ use ipnet::IpNet;
 use crate::{device::Peers, interface::InterfaceName, policy::Protocol};
 
 mod compile;
+mod counts;
 mod endpoints;
 mod id;
 mod render;

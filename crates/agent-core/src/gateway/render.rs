@@ -9,7 +9,7 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Frame, GrantId, SandboxId};
+use super::{Frame, GrantId, SandboxId, counts::Counts};
 use crate::{numbers::NFT_TABLE, policy::Protocol, prefixes::Family};
 
 /// A part of the table that comes and goes by itself. The order is that in which they are added: a chain before what leads to
@@ -84,14 +84,14 @@ pub(super) fn rate(rate: NonZeroU32) -> String {
     format!("rate over {rate}/second burst {} packets", rate.get().saturating_mul(2))
 }
 
-const fn number(family: Family) -> char {
+pub(super) const fn number(family: Family) -> char {
     match family {
         Family::V4 => '4',
         Family::V6 => '6',
     }
 }
 
-const fn word(family: Family) -> &'static str {
+pub(super) const fn word(family: Family) -> &'static str {
     match family {
         Family::V4 => "ip",
         Family::V6 => "ip6",
@@ -423,93 +423,4 @@ pub(super) fn frame(frame: &Frame) -> String {
         counts.chain(),
     );
     out
-}
-
-/// Connections that the kernel counts in one list. For each new connection it looks up all others in the list (nf_conncount): with
-/// 15,500 in one, the first packet of a connection took 4.2 ms, without a count 0.08 ms.
-const LIST: u32 = 64;
-/// Most lists of one limit.
-const LISTS: u32 = 256;
-/// Elements of a set of lists. Each list has a connection, and few machines take more connections than this (nf_conntrack_max).
-const COUNTED: u32 = 1 << 18;
-
-/// Limits of connections. A large one is spread over several lists, by a hash of the client's address and port.
-struct Counts {
-    sandbox: Option<NonZeroU32>,
-    endpoint: Option<NonZeroU32>,
-}
-
-/// How a limit is spread: the number of lists, and connections in each. Lists fill unevenly, so each takes half as many again.
-fn lists(limit: NonZeroU32) -> (u32, u32) {
-    match (limit.get() / LIST).min(LISTS) {
-        0 | 1 => (1, limit.get()),
-        lists => (lists, (limit.get() / lists).saturating_mul(3) / 2),
-    }
-}
-
-impl Counts {
-    const fn any(&self) -> bool {
-        self.sandbox.is_some() || self.endpoint.is_some()
-    }
-
-    fn sets(&self, out: &mut String) {
-        let mut set = |name: &str, key: &str| {
-            let _ = writeln!(out, "  set {name} {{ typeof {key}; size {COUNTED}; flags dynamic; }}");
-        };
-        if self.sandbox.is_some() {
-            set("totals", "meta mark . meta priority");
-        }
-        if self.endpoint.is_some() {
-            set("connections4", "ct mark . ip daddr . th dport . meta mark");
-            set("connections6", "ct mark . ip6 daddr . th dport . meta mark");
-        }
-    }
-
-    /// Counts a connection when its first packet passes. The packet's mark and priority hold the sandbox and the list within this
-    /// chain alone.
-    fn chain(&self) -> String {
-        let mut out = String::new();
-        if !self.any() {
-            return out;
-        }
-        out.push_str("  chain count {\n");
-        let hash = |what: &str, lists: u32, out: &mut String| {
-            for ip in Family::BOTH.map(word) {
-                let _ = writeln!(out, "    {what} set jhash {ip} saddr . th sport mod {lists}");
-            }
-        };
-        let count = |set: &str, key: &str, limit: u32, why: &str, out: &mut String| {
-            let _ = writeln!(
-                out,
-                "    add @{set} {{ {key} ct count over {limit} }} counter drop comment \"{why}\""
-            );
-        };
-        if let Some(limit) = self.sandbox {
-            let (lists, each) = lists(limit);
-            out.push_str("    meta mark set ip saddr map @sandboxes4\n    meta mark set ip6 saddr map @sandboxes6\n");
-            hash("meta priority", lists, &mut out);
-            let key = "meta mark . meta priority";
-            count("totals", key, each, "too many connections of a sandbox", &mut out);
-            let _ = writeln!(
-                out,
-                "    {key} != @totals counter drop comment \"no room to count them\""
-            );
-            out.push_str("    meta priority set none\n");
-        }
-        if let Some(limit) = self.endpoint {
-            let (lists, each) = lists(limit);
-            hash("meta mark", lists, &mut out);
-            for family in Family::BOTH {
-                let (set, ip) = (format!("connections{}", number(family)), word(family));
-                let key = format!("ct mark . {ip} daddr . th dport . meta mark");
-                count(&set, &key, each, "too many connections to one endpoint", &mut out);
-                let _ = writeln!(
-                    out,
-                    "    {key} != @{set} counter drop comment \"no room to count them\""
-                );
-            }
-        }
-        out.push_str("    meta mark set 0\n  }\n");
-        out
-    }
 }
