@@ -50,6 +50,11 @@ impl Keeper {
         self.written.is_some()
     }
 
+    /// Whether the API server has answered, so that a table that is written whole is open.
+    pub(super) const fn is_renewed(&self) -> bool {
+        self.until.is_some()
+    }
+
     /// Whether no other program wrote to nftables since. Before the first table is written there is nothing to lose.
     pub(super) fn is_current(&self) -> bool {
         let now = generation::now().ok();

@@ -202,6 +202,9 @@ async fn turn(
                     if let Some(answered) = answered && !gateway.renew(answered).await {
                         break RETRY;
                     }
+                    if !gateway.keeper.has_written() {
+                        break Duration::ZERO;
+                    }
                 }
                 () = tokio::time::sleep_until(again.into()) => break Duration::ZERO,
                 () = store.changed() => break SETTLE.max(took),
@@ -304,8 +307,8 @@ impl Gateway {
         let compiled = compile(&inputs);
         // A pod that starts is closed before it has a device. A container that starts again finds table and peers of the one
         // before, which stand until it is known what has changed since: a table without the endpoints of a namespace that is still
-        // being read would end its connections.
-        let known = world.listed() && (self.keeper.has_written() || world.complete());
+        // being read would end its connections, and one that is not renewed yet would interrupt them.
+        let known = world.listed() && (self.keeper.has_written() || world.complete() && self.keeper.is_renewed());
         if (known || !self.keeper.stands()) && !self.write_table(&compiled).await? {
             return Ok(false);
         }

@@ -33,6 +33,8 @@ use crate::{
 const LINGER: Duration = Duration::from_secs(600);
 /// SandboxAccesses in one answer of a list. The largest have more than a megabyte, and a gateway's container has 256.
 const PAGE: u32 = 8;
+/// After a question without an answer.
+const AGAIN: Duration = Duration::from_secs(1);
 /// How long a question may take.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -465,9 +467,9 @@ pub(super) async fn contact(
             Ok(Err(error)) => {
                 tracing::warn!(%error, "the API server does not say which sandboxes there are; grants stand until --grant-timeout");
                 store.metrics.failed("source");
-                every.min(PATIENCE)
+                every.min(AGAIN)
             }
-            Err(_) => every.min(PATIENCE),
+            Err(_) => every.min(AGAIN),
         };
         tokio::select! {
             () = stop.cancelled() => return,
