@@ -23,14 +23,16 @@ const ARCHIVES: [&str; 2] = [
 ];
 
 /// Loaded on demand inside, with what they depend on. All others are left out, for they would be 400 MB.
-const MODULES: &str = "wireguard veth bridge br_netfilter tun dummy vxlan ifb vrf macvlan ip_gre ip6_gre ipip sit nlmon \
-    nf_tables nft_chain_nat nft_nat nft_masq nft_redir nft_ct nft_fib_inet nft_fib_ipv4 nft_fib_ipv6 nft_reject_inet \
-    nft_limit nft_log nft_numgen nft_hash nft_quota nft_connlimit nft_tproxy nft_socket nft_compat nft_flow_offload \
-    nft_synproxy nft_queue nf_conntrack nf_conntrack_netlink nf_log_syslog nfnetlink_log xt_TCPMSS xt_MASQUERADE xt_conntrack xt_mark \
-    xt_comment xt_addrtype xt_tcpudp xt_nat xt_statistic xt_set ip_set_hash_net ip_set_hash_ipport iptable_nat iptable_filter \
-    iptable_mangle iptable_raw ip6table_filter ip6table_nat ip6table_mangle sch_netem sch_htb sch_tbf sch_fq sch_fq_codel \
-    sch_ingress cls_u32 cls_bpf cls_matchall act_mirred act_police overlay 9p 9pnet_virtio virtio_pci virtio_console \
-    virtio-rng af_packet tcp_bbr inet_diag tcp_diag udp_diag";
+const MODULES: &str = "wireguard veth bridge br_netfilter tun dummy vxlan ifb vrf macvlan ip_gre ip6_gre ipip sit \
+    nlmon nf_tables nft_chain_nat nft_nat nft_masq nft_redir nft_ct nft_fib_inet nft_fib_ipv4 nft_fib_ipv6 \
+    nft_reject_inet ipt_REJECT ip6t_REJECT nft_reject_ipv4 nft_reject_ipv6 nft_limit nft_log nft_numgen nft_hash \
+    nft_quota nft_connlimit nft_tproxy nft_socket nft_compat nft_flow_offload nft_synproxy nft_queue nf_conntrack \
+    nf_conntrack_netlink nf_log_syslog nfnetlink_log xt_TCPMSS xt_MASQUERADE xt_conntrack xt_mark xt_comment \
+    xt_addrtype xt_tcpudp xt_nat xt_statistic xt_set xt_ipvs ip_set_bitmap_port ip_set_hash_ip ip_set_hash_ipport \
+    ip_set_hash_ipportip ip_set_hash_ipportnet ip_set_hash_net ip_vs ip_vs_rr ip_vs_sh ip_vs_wrr iptable_nat \
+    iptable_filter iptable_mangle iptable_raw ip6table_filter ip6table_nat ip6table_mangle sch_netem sch_htb sch_tbf \
+    sch_fq sch_fq_codel sch_ingress cls_u32 cls_bpf cls_matchall act_mirred act_police overlay 9p 9pnet_virtio \
+    virtio_pci virtio_console virtio-rng af_packet tcp_bbr inet_diag tcp_diag udp_diag";
 /// What the guest needs before it sees the shared root, in order.
 const BOOT: [&str; 6] = [
     "virtio_pci",

@@ -1,6 +1,7 @@
 //! A gateway of sandboxes with the kernel's WireGuard, in what differs from the userspace device (`agent_gateway`): the tunnel goes on
 //! without its process.
 
+mod kube_proxy;
 #[path = "../gateway/traffic.rs"]
 #[allow(dead_code, reason = "each test binary uses its own part of this module")]
 mod traffic;
@@ -12,6 +13,7 @@ use std::{
     process::{Command, Stdio},
 };
 
+use kube_proxy::{CLUSTER_IPS, KubeProxy, NODE, NODE_PORT};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -53,7 +55,7 @@ fn kernel_gateway_serves_grants_and_outlives_its_process() {
     in_the_machine!();
     let stage = Stage::new();
     let mut gateway = stage.gateway();
-    stage.dial();
+    stage.dial(at(POD[0], 51820));
     for to in GATEWAY {
         stage.answers(at(to, SQL));
     }
@@ -89,24 +91,55 @@ fn kernel_gateway_serves_grants_and_outlives_its_process() {
     assert!(gateway.wait(SOON).success());
 }
 
-/// A sandbox's node, a gateway's pod and another pod, with a router between them; and an API server of values in the pod.
+#[test]
+fn gateway_behind_kube_proxy_in_ipvs_mode_serves_grants() {
+    in_the_machine!();
+    let stage = Stage::new();
+    let _gateway = stage.gateway();
+    let _proxy = KubeProxy::start(&stage.node);
+    let from_pod = |to: SocketAddr| Call::open(&stage.pod, to).and_then(|mut call| call.ask());
+    for ((service, db), pod) in CLUSTER_IPS.into_iter().zip(DB).zip(POD) {
+        wait_until("a pod to reach another by its Service", SOON, || {
+            from_pod(at(service, 5432)) == Some(format!("db {pod}"))
+        });
+        // By IPVS, which gives this link the addresses of Services.
+        let links = stage.node.ip(&format!("addr show to {service}"));
+        assert!(links.contains("kube-ipvs0"), "{db}: {links}");
+        stage.sandbox.ip(&format!("route add {service} dev ks0"));
+    }
+    for node in NODE {
+        stage.dial(at(node, NODE_PORT));
+        for to in GATEWAY {
+            stage.answers(at(to, SQL));
+        }
+        for (service, db) in CLUSTER_IPS.into_iter().zip(DB) {
+            for not_granted in [at(service, 5432), at(db, TCP), at(GATEWAY[0], SQL + 1)] {
+                assert!(stage.call(not_granted).is_none(), "{not_granted}");
+            }
+        }
+    }
+}
+
+/// A sandbox's node, a gateway's pod and another pod, with the pods' node between them; and an API server of values in the pod.
 struct Stage {
     sandbox: NetNs,
     pod: NetNs,
     api: Api,
     files: tempfile::TempDir,
-    _others: [NetNs; 2],
+    /// The node of the pods.
+    node: NetNs,
+    _db: NetNs,
 }
 
 impl Stage {
     fn new() -> Self {
-        let [router, sandbox, pod, db] = ["router", "sandbox", "gateway", "db"].map(NetNs::new);
+        let [node, sandbox, pod, db] = ["node", "sandbox", "gateway", "db"].map(NetNs::new);
         let outside = ["10.30.0.7", "fd00:30::7"];
-        router.sh("echo 1 > /proc/sys/net/ipv4/ip_forward; echo 1 > /proc/sys/net/ipv6/conf/all/forwarding");
+        node.sh("echo 1 > /proc/sys/net/ipv4/ip_forward; echo 1 > /proc/sys/net/ipv6/conf/all/forwarding");
         for (number, (ns, [v4, v6])) in [(&sandbox, outside), (&pod, POD), (&db, DB)].into_iter().enumerate() {
             let link = format!("to{number}");
-            router.ip(&format!("link add {link} type veth peer name eth0 netns {}", ns.path()));
-            router.sh(&format!(
+            node.ip(&format!("link add {link} type veth peer name eth0 netns {}", ns.path()));
+            node.sh(&format!(
                 "ip link set {link} up; ip addr add 169.254.1.1/32 dev {link}; ip addr add fe80::1/64 dev {link} nodad
                  ip route add {v4} dev {link}; ip -6 route add {v6} dev {link}"
             ));
@@ -122,7 +155,7 @@ impl Stage {
         sandbox.sh(&format!(
             "ip link add ks0 type wireguard; wg genkey | wg set ks0 private-key /dev/stdin; ip link set ks0 mtu 1400 up
              ip addr add {v4}/32 dev ks0; ip addr add {v6}/128 dev ks0
-             for net in 100.66.255.0/28 10.10.1.9/32; do ip route add $net dev ks0; done; ip -6 route add fd00:66:255::/64 dev ks0"
+             for net in 100.66.255.0/28 10.10.1.9 fd00:66:255::/64 fd00:10:0:1::9; do ip route add $net dev ks0; done"
         ));
         pod.run(AGENT, &["prepare", "--mode=gateway"]);
         let api = Api::start(&pod);
@@ -133,7 +166,8 @@ impl Stage {
             pod,
             api,
             files,
-            _others: [router, db],
+            node,
+            _db: db,
         };
         stage.objects();
         stage
@@ -203,13 +237,13 @@ impl Stage {
     }
 
     /// The sandbox's node learns of the gateway, as from its Peer.
-    fn dial(&self) {
+    fn dial(&self, endpoint: SocketAddr) {
         wait_until("the gateway to publish its key", SOON, || {
             self.status()["publicKey"].is_string()
         });
         let status = self.status();
         let key = status["publicKey"].as_str().expect("a key");
-        let endpoint = format!("{}:51820", POD[0]);
+        let endpoint = endpoint.to_string();
         let words = [
             "set",
             "ks0",

@@ -28,6 +28,23 @@ pub(crate) const GRANTED: &str = "/apis/discovery.k8s.io/v1/namespaces/team/endp
 pub(crate) const ACCESSES: &str = "/apis/kilo.squat.ai/v1alpha1/sandboxaccesses";
 pub(crate) const GATEWAYS: &str = "/apis/kilo.squat.ai/v1alpha1/namespaces/clustermesh-gateway/sandboxgateways";
 pub(crate) const SERVICES: &str = "/api/v1/namespaces/team/services";
+/// What kube-proxy watches.
+pub(crate) const ALL_SERVICES: &str = "/api/v1/services";
+pub(crate) const ALL_SLICES: &str = "/apis/discovery.k8s.io/v1/endpointslices";
+const SERVICE_CIDRS: &str = "/apis/networking.k8s.io/v1/servicecidrs";
+const KINDS: [&str; 11] = [
+    NODES,
+    PEERS,
+    POLICIES,
+    SLICES,
+    GRANTED,
+    ACCESSES,
+    GATEWAYS,
+    SERVICES,
+    ALL_SERVICES,
+    ALL_SLICES,
+    SERVICE_CIDRS,
+];
 /// A watch ends after so long, as the agent asks for; another follows.
 const WATCH: Duration = Duration::from_secs(60);
 
@@ -60,9 +77,7 @@ impl Api {
         let port = listener.local_addr().expect("an address").port();
         let state = State {
             revision: 0,
-            objects: [NODES, PEERS, POLICIES, SLICES, GRANTED, ACCESSES, GATEWAYS, SERVICES]
-                .map(|kind| (kind.to_owned(), BTreeMap::new()))
-                .into(),
+            objects: KINDS.map(|kind| (kind.to_owned(), BTreeMap::new())).into(),
             events: Vec::new(),
         };
         let shared = Arc::new(Shared {
@@ -203,7 +218,8 @@ impl Shared {
         let state = self.state();
         if let Some(all) = state.objects.get(path) {
             let items: Vec<&Value> = all.values().collect();
-            return Some(json!({"apiVersion": "v1", "kind": "List", "items": items,
+            let (api_version, kind) = list_type(path);
+            return Some(json!({"apiVersion": api_version, "kind": kind, "items": items,
                                "metadata": {"resourceVersion": state.revision.to_string()}}));
         }
         let (kind, name) = path.rsplit_once('/')?;
@@ -236,6 +252,24 @@ impl Shared {
         self.put(kind, object);
         self.read(&format!("{kind}/{name}"))
     }
+}
+
+/// `apiVersion` and `kind` of a list, which Go clients compare with what they asked for.
+fn list_type(path: &str) -> (String, &'static str) {
+    let words: Vec<&str> = path.split('/').collect();
+    let api_version = match words[..] {
+        ["", "api", version, ..] => version.to_owned(),
+        ["", "apis", group, version, ..] => format!("{group}/{version}"),
+        _ => panic!("{path} is no collection"),
+    };
+    let kind = match words.last().copied() {
+        Some("nodes") => "NodeList",
+        Some("services") => "ServiceList",
+        Some("endpointslices") => "EndpointSliceList",
+        Some("servicecidrs") => "ServiceCIDRList",
+        _ => "List",
+    };
+    (api_version, kind)
 }
 
 /// Tells what is newer than `from`, line by line in chunks.
