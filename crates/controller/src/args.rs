@@ -55,7 +55,7 @@ pub struct Args {
     pub memory_limit: u64,
 
     /// Address of /metrics, /healthz, /readyz and /debug/state.
-    #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:8081")]
+    #[arg(long, value_name = "ADDRESS", default_value = "[::]:8081")]
     pub listen: SocketAddr,
 
     /// Answer /metrics to every client. Default: to the loopback alone, because its labels name every mesh and cluster, and

@@ -90,7 +90,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         liveness: liveness.clone(),
         dump: Arc::new(move || dump.lock().unwrap_or_else(PoisonError::into_inner).dump()),
     };
-    let admin = Admin::bind(listen).await?;
+    let admin = Admin::bind(listen)?;
     let served = tokio::spawn(admin.serve(state, stop.clone()));
 
     let id = tokio::select! {

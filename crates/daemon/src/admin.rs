@@ -3,7 +3,16 @@
 //! hosts may reach the port, so `/debug/state` answers only loopback clients. `/metrics` does too in a program whose port the
 //! agent's firewall does not close ([`Audience`]).
 
-use std::{collections::VecDeque, fmt, future::poll_fn, io, net::SocketAddr, sync::Arc, task::Poll, time::Duration};
+use std::{
+    collections::VecDeque,
+    fmt,
+    future::poll_fn,
+    io,
+    net::{Ipv4Addr, Ipv6Addr, SocketAddr},
+    sync::Arc,
+    task::Poll,
+    time::Duration,
+};
 
 use anyhow::Context;
 use axum::{Extension, Router, extract, http::StatusCode, response::IntoResponse, routing::get};
@@ -14,6 +23,7 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use prometheus_client::registry::Registry;
+use rustix::{io::Errno, net::sockopt::set_ipv6_v6only};
 use tokio::{
     net::{TcpListener, TcpSocket, TcpStream},
     task::AbortHandle,
@@ -71,12 +81,13 @@ pub struct Admin {
 }
 
 impl Admin {
-    /// Binds the address, so that a taken port fails the start of the program and port 0 becomes known.
+    /// Binds the address, so that a taken port fails the start of the program and port 0 becomes known. `[::]` also serves IPv4,
+    /// and IPv4 alone where the kernel has no IPv6.
     ///
     /// # Errors
     /// The address cannot be bound.
-    pub async fn bind(listen: SocketAddr) -> anyhow::Result<Self> {
-        let listener = TcpListener::bind(listen).await.with_context(|| {
+    pub fn bind(listen: SocketAddr) -> anyhow::Result<Self> {
+        let listener = listen_on(listen, None).with_context(|| {
             format!("cannot listen on {listen} for metrics and health; choose another address with --listen")
         })?;
         Ok(Self {
@@ -93,19 +104,8 @@ impl Admin {
         listen: SocketAddr,
         interfaces: impl IntoIterator<Item = &'a str>,
     ) -> anyhow::Result<Self> {
-        let bound = |interface: &str| {
-            let socket = if listen.is_ipv4() {
-                TcpSocket::new_v4()
-            } else {
-                TcpSocket::new_v6()
-            }?;
-            socket.set_reuseaddr(true)?;
-            socket.bind_device(Some(interface.as_bytes()))?;
-            socket.bind(listen)?;
-            socket.listen(BACKLOG)
-        };
         let bound = interfaces.into_iter().map(|interface| {
-            bound(interface)
+            listen_on(listen, Some(interface))
                 .with_context(|| format!("cannot listen on {listen} of interface {interface} for metrics and health"))
         });
         let listeners: Vec<_> = bound.collect::<Result<_, _>>()?;
@@ -236,6 +236,35 @@ async fn show_state(
 }
 
 /// A socket for both families reports IPv4 clients as IPv4-mapped IPv6 addresses.
+/// `[::]` becomes `0.0.0.0` in a kernel without IPv6 (`ipv6.disable=1`).
+fn listen_on(address: SocketAddr, interface: Option<&str>) -> io::Result<TcpListener> {
+    let bound = |address: SocketAddr| {
+        let socket = if address.is_ipv4() {
+            TcpSocket::new_v4()
+        } else {
+            TcpSocket::new_v6()
+        }?;
+        if address.is_ipv6() {
+            // Else net.ipv6.bindv6only decides.
+            set_ipv6_v6only(&socket, false)?;
+        }
+        socket.set_reuseaddr(true)?;
+        socket.bind_device(interface.map(str::as_bytes))?;
+        socket.bind(address)?;
+        socket.listen(BACKLOG)
+    };
+    let any: SocketAddr = (Ipv4Addr::UNSPECIFIED, address.port()).into();
+    match bound(address) {
+        Err(error)
+            if address.ip() == Ipv6Addr::UNSPECIFIED
+                && error.raw_os_error() == Some(Errno::AFNOSUPPORT.raw_os_error()) =>
+        {
+            bound(any)
+        }
+        other => other,
+    }
+}
+
 fn is_loopback(from: SocketAddr) -> bool {
     from.ip().to_canonical().is_loopback()
 }
@@ -272,7 +301,7 @@ mod tests {
     async fn the_endpoint_says_what_is_pending_what_is_wedged_and_what_the_state_is() {
         let readiness = Readiness::new();
         let liveness = Liveness::new();
-        let admin = Admin::bind(SocketAddr::from(([127, 0, 0, 1], 0))).await.expect("binds");
+        let admin = Admin::bind(SocketAddr::from(([127, 0, 0, 1], 0))).expect("binds");
         let address = admin.local_addr().expect("has an address");
         let state = State {
             registry: Arc::new(metrics::registry("test", "1")),
@@ -321,7 +350,7 @@ mod tests {
     );
 
     async fn serving() -> Served {
-        serve(Admin::bind(SocketAddr::from(([127, 0, 0, 1], 0))).await.expect("binds"))
+        serve(Admin::bind(SocketAddr::from(([127, 0, 0, 1], 0))).expect("binds"))
     }
 
     fn serve(admin: Admin) -> Served {
@@ -336,6 +365,18 @@ mod tests {
         let stop = CancellationToken::new();
         let served = tokio::spawn(admin.serve(state, stop.clone()));
         (address, stop, served)
+    }
+
+    #[tokio::test]
+    async fn unspecified_ipv6_address_answers_both_families() {
+        let any = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0));
+        let (address, stop, served) = serve(Admin::bind(any).expect("binds"));
+        for loopback in [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()] {
+            let at = SocketAddr::new(loopback, address.port());
+            assert_eq!(ask(at, "/debug/state").await.0, 200, "{at}");
+        }
+        stop.cancel();
+        served.await.expect("no panic").expect("ends well");
     }
 
     #[tokio::test]

@@ -112,7 +112,7 @@ pub(crate) struct Flags {
     #[arg(long, global = true)]
     bypass_cidr: Vec<IpNet>,
     /// Address of /metrics, /healthz, /readyz and /debug/state.
-    #[arg(long, default_value = "0.0.0.0:9587", global = true)]
+    #[arg(long, default_value = "[::]:9587", global = true)]
     listen: SocketAddr,
     /// Metrics of each peer too, not just of each cluster: four series for each, for the first 1000 peers by name.
     #[arg(long, global = true)]

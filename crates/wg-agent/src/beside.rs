@@ -66,7 +66,7 @@ pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
         listen = %config.listen,
         "wg-agent starts in policy mode: kg owns the tunnel, this agent the firewall table"
     );
-    let admin = Admin::bind(config.listen).await?;
+    let admin = Admin::bind(config.listen)?;
     let base = Base::open(config.kubeconfig.as_deref(), admin, false, Duration::ZERO).await?;
     let metrics = base.running.metrics.clone();
     let store = Store::new(metrics.clone(), None);

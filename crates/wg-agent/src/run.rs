@@ -65,7 +65,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         metrics_per_peer = config.metrics_per_peer,
         "wg-agent starts"
     );
-    let admin = Admin::bind(config.listen).await?;
+    let admin = Admin::bind(config.listen)?;
     let mut base = Base::open(
         config.kubeconfig.as_deref(),
         admin,

@@ -41,6 +41,7 @@ async fn a_sandbox_reaches_what_is_granted_through_a_gateway_and_nothing_else() 
     a_port_that_gets_another_grant_serves_no_old_connection(&stage).await;
     a_stream_that_nobody_answers_does_not_outlive_its_grant(&stage).await;
     a_revoked_grant_ends_at_once(&stage).await;
+    hostile::underlay_packets_leave_no_conntrack_entry(&stage);
     hostile::fragments_options_and_extension_headers_are_dropped(&stage).await;
     hostile::packets_of_a_stale_connection_are_dropped(&stage).await;
     limits::a_sandbox_opens_only_so_many_connections_a_second(&stage).await;

@@ -11,7 +11,7 @@ use crate::args::GatewayConfig;
 
 /// # Errors
 /// The address cannot be bound.
-pub(super) async fn bind(config: &GatewayConfig) -> anyhow::Result<Admin> {
+pub(super) fn bind(config: &GatewayConfig) -> anyhow::Result<Admin> {
     let interfaces = forwarding::interfaces_beside(&config.interface);
     // `kubectl port-forward` connects to the loopback interface.
     let interfaces = ["lo"].into_iter().chain(interfaces.iter().map(InterfaceName::as_str));
@@ -22,7 +22,7 @@ pub(super) async fn bind(config: &GatewayConfig) -> anyhow::Result<Admin> {
                 "the admin endpoint listens on the tunnel, too (Linux before 5.7): while another program has deleted the firewall \
                  table, sandboxes reach it"
             );
-            Admin::bind(config.listen).await
+            Admin::bind(config.listen)
         }
         bound => bound,
     }

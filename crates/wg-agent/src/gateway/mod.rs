@@ -89,7 +89,7 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
         listen = %config.listen,
         "wg-agent starts as a gateway of sandboxes"
     );
-    let admin = admin::bind(&config).await?;
+    let admin = admin::bind(&config)?;
     let base = Base::open(config.kubeconfig.as_deref(), admin, false, config.drain).await?;
     let metrics = base.running.metrics.clone();
     let mut running = base.serve(&lock)?;

@@ -3,7 +3,7 @@
 
 use clustermesh_lab::wait_until;
 
-use super::{Counter, DB, GATEWAY, LOG, OTHER, POD, SOON, SQL, Sandbox, Stage, UDP, at, grant, ip};
+use super::{Call, Counter, DB, GATEWAY, LOG, OTHER, POD, SOON, SQL, Sandbox, Stage, UDP, at, grant, ip};
 use crate::{
     attacker::{
         Raw,
@@ -119,6 +119,19 @@ impl Forged {
     pub(crate) fn answer(&self, stage: &Stage) {
         let back = (POD[self.family], self.masqueraded);
         from_a_pod(&stage.pods[self.pod], self.endpoint(), back);
+    }
+}
+
+/// Anyone on the underlay can send these from forged sources, and would fill the conntrack table.
+pub(crate) fn underlay_packets_leave_no_conntrack_entry(stage: &Stage) {
+    let db = &stage.pods[0];
+    for (from, to) in DB.into_iter().zip(POD) {
+        assert!(db.pings(to), "{to}");
+        assert!(Call::open(db, at(to, 9587)).is_some(), "{to}");
+        from_a_pod(db, (from, 6001), (to, 51820));
+        let family = if ip(to).is_ipv6() { "ipv6" } else { "ipv4" };
+        let found = stage.pod.run("conntrack", &["-L", "-f", family, "-s", from, "-d", to]);
+        assert_eq!(found, "", "{from}");
     }
 }
 
