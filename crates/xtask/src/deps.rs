@@ -15,7 +15,6 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("clustermesh-agent-core", &["clustermesh-core"]),
     ("clustermesh-access", &[]),
     ("clustermesh-daemon", &[]),
-    ("clustermesh-wireguard", &[]),
     (
         "clustermesh-controller",
         &[
@@ -32,7 +31,6 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "clustermesh-api",
             "clustermesh-agent-core",
             "clustermesh-daemon",
-            "clustermesh-wireguard",
         ],
     ),
     (
@@ -64,20 +62,6 @@ const ALLOWED: &[(&str, &[&str])] = &[
 const PURE: &[(&str, &[&str])] = &[
     ("clustermesh-core", &["base64", "ipnet", "thiserror"]),
     ("clustermesh-agent-core", &["base64", "ipnet", "thiserror", "zeroize"]),
-    (
-        "clustermesh-wireguard",
-        &[
-            "blake2",
-            "chacha20poly1305",
-            "getrandom",
-            "ring",
-            "snow",
-            "subtle",
-            "thiserror",
-            "x25519-dalek",
-            "zeroize",
-        ],
-    ),
 ];
 
 #[derive(Deserialize)]

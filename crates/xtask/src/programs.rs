@@ -43,14 +43,13 @@ pub(crate) fn show(command: &mut Command) -> anyhow::Result<()> {
 }
 
 /// The crates that programs of a cluster are made of.
-const DELIVERED: [&str; 8] = [
+const DELIVERED: [&str; 7] = [
     "clustermesh-access",
     "clustermesh-agent-core",
     "clustermesh-api",
     "clustermesh-controller",
     "clustermesh-core",
     "clustermesh-daemon",
-    "clustermesh-wireguard",
     "wg-agent",
 ];
 

@@ -13,11 +13,8 @@ use std::{
     },
 };
 
+use boringtun::noise::{Packet, rate_limiter::RateLimiter};
 use clustermesh_core::key::PublicKey;
-use clustermesh_wireguard::{
-    Gate,
-    message::{INITIATION, Message},
-};
 use rtnetlink::sys::{AsyncSocket, AsyncSocketExt, SocketAddr, TokioSocket, protocols::NETLINK_NETFILTER};
 use tokio::task::AbortHandle;
 
@@ -28,6 +25,8 @@ use crate::{
 
 /// The table, apart from the firewall's, which is written whole from what objects say.
 const TABLE: &str = "clustermesh-rotate";
+/// Length of an initiation (WireGuard paper §5.4.2).
+const INITIATION: usize = 148;
 /// nfnetlink_log's group: any number that nobody else listens to.
 const GROUP: u16 = 5182;
 
@@ -187,14 +186,14 @@ fn pieces(mut rest: &[u8], length: impl Fn(&[u8]) -> Option<usize>) -> impl Iter
 }
 
 /// Knows what is for the key; it never counts.
-fn gate(key: &PublicKey) -> Gate {
-    Gate::new(&(*key.as_bytes()).into(), u64::MAX)
+fn gate(key: &PublicKey) -> RateLimiter {
+    RateLimiter::new(&(*key.as_bytes()).into(), u64::MAX)
 }
 
 /// Whether an IP packet that ends with a handshake initiation is for the key.
-fn calls(packet: &[u8], gate: &Gate) -> bool {
+fn calls(packet: &[u8], gate: &RateLimiter) -> bool {
     let message = packet.last_chunk::<INITIATION>();
-    message.is_some_and(|message| matches!(gate.addressed(message), Some(Message::Initiation(_))))
+    message.is_some_and(|message| matches!(gate.verify_packet(None, message, &mut []), Ok(Packet::HandshakeInit(_))))
 }
 
 #[cfg(test)]

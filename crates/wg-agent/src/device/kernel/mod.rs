@@ -62,11 +62,17 @@ impl Kernel {
             other => {
                 // First of all, so that a kernel without WireGuard leaves the userspace backend's interface alone.
                 let made = links.make().map_err(|source| no_wireguard(interface, source))?;
-                if other.is_some()
-                    && let Err(error) = userspace::remove_interface(interface)
-                {
-                    let _ = links.remove(made);
-                    return Err(error);
+                if other.is_some() {
+                    if let Err(error) = userspace::remove_interface(interface) {
+                        let _ = links.remove(made);
+                        return Err(error);
+                    }
+                    // boringtun counts the leap seconds in, the kernel does not; peers take an older timestamp for a replay.
+                    tracing::warn!(
+                        interface,
+                        "this node moves from the userspace backend to the kernel's: for the first 27 s peers refuse the handshakes that \
+                         it begins, because the userspace backend's timestamps are 27 s ahead. Handshakes that peers begin are answered"
+                    );
                 }
                 let device = Self::on(interface, made, configuration, links)?;
                 return device.finish().inspect_err(|_| {

@@ -5,10 +5,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use clustermesh_wireguard::Local;
 use x25519_dalek::StaticSecret;
 
-use super::tunnel::{Inner, Output, Tunnel};
+use super::tunnel::{Inner, Local, Output, Tunnel};
 
 /// The largest packet of a script, and room for what a message adds.
 const BUFFER: usize = 4096;
@@ -36,11 +35,12 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
         let (bytes, following) = after.split_at(after.len().min(usize::from(*length) * 4));
         rest = following;
         let (mut said, mut answers) = (Vec::new(), Vec::new());
-        let mut hear = |us: &mut Tunnel, mut message: Vec<u8>, said: &mut Vec<Vec<u8>>| {
-            if let Ok(received) = us.receive(&mut message, now, &mut scratch, said)
-                && let Inner::Packet(place, _) = received.inner
+        let mut hear = |us: &mut Tunnel, message: Vec<u8>, said: &mut Vec<Vec<u8>>| {
+            let mut plain = vec![0; BUFFER];
+            if let Ok(received) = us.receive(&message, now, &mut plain, &mut scratch, said)
+                && let Inner::Packet(length, _) = received.inner
             {
-                given.push(message[place].to_vec());
+                given.push(plain[..length].to_vec());
             }
         };
         match step {
@@ -78,8 +78,9 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
             _ => {}
         }
         // Toward the peer the network is kind.
-        for mut message in said {
-            let _ = peer.receive(&mut message, now, &mut scratch, &mut answers);
+        let mut plain = vec![0; BUFFER];
+        for message in said {
+            let _ = peer.receive(&message, now, &mut plain, &mut scratch, &mut answers);
         }
         wire.append(&mut answers);
     }

@@ -8,13 +8,13 @@ use std::{
 };
 
 use clustermesh_core::key::PublicKey;
-use clustermesh_wireguard::{message::INITIATION, read_initiation};
 
 use super::{
-    datapath::{Shared, View, current},
+    datapath::{BUFFER, Shared, View, current},
     drops::{Drop, Drops},
-    inbound::refused,
+    inbound::{accept, refused},
     sockets::Place,
+    tunnel::INITIATION,
 };
 
 /// Initiations that may wait; the oldest give way. At some 5,000 a second and core none waits longer than their sender does.
@@ -76,29 +76,27 @@ impl Handshakes {
 
 /// Answers initiations until the device stops.
 pub(super) fn answer(shared: &Shared) {
+    let (mut plain, mut scratch) = ([0; INITIATION], vec![0; BUFFER]);
     while let Some(waiting) = shared.handshakes.next() {
-        if let Err(reason) = one(shared, &waiting) {
+        if let Err(reason) = one(shared, &waiting, &mut plain, &mut scratch) {
             shared.drops.count(reason);
         }
     }
 }
 
-fn one(shared: &Shared, waiting: &Waiting) -> Result<(), Drop> {
+fn one(shared: &Shared, waiting: &Waiting, plain: &mut [u8], scratch: &mut [u8]) -> Result<(), Drop> {
     let Waiting { datagram, source, lane } = waiting;
     let view = View::new(shared, *lane);
     let now = Instant::now();
-    // The costly part, while nobody is locked.
-    let initiation = read_initiation(&current(&shared.identity).local, datagram).map_err(refused)?;
-    let peer = view.table.by_key.get(&PublicKey::new(initiation.peer().to_bytes()));
+    // While no peer is locked: anyone may send these.
+    let claimed = current(&shared.identity)
+        .local
+        .claimed_peer(datagram)
+        .map_err(refused)?;
+    let peer = view.table.by_key.get(&PublicKey::new(claimed.to_bytes()));
     let peer = peer.ok_or(Drop::UnknownPeer)?;
     let mut state = peer.state();
-    let mut wire = view.wire(Some(*source));
-    let result = state.tunnel.initiated(initiation, now, &mut wire);
-    state.tx_bytes += wire.sent;
-    if result.is_ok() {
-        state.endpoint = Some(*source);
-        state.rx_bytes += datagram.len() as u64;
-    }
+    let result = accept(&view, &mut state, datagram, *source, now, plain, scratch);
     view.schedule(peer, &mut state, now);
-    result.map(drop).map_err(refused)
+    result.map(drop)
 }

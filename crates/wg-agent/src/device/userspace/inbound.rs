@@ -11,15 +11,15 @@ use std::{
 };
 
 use clustermesh_agent_core::offload::Coalescer;
-use clustermesh_wireguard::{Refused, Verdict, message::Message};
 
 use super::{
     datapath::{BATCH, BUFFER, BURST, Pace, Shared, View, current, wait},
     drops::Drop,
+    gate::{COOKIE_REPLY, Verdict},
     peers::{Identity, Peer, PeerState},
     sockets::{self, Place, control_buffer},
     tun,
-    tunnel::Inner,
+    tunnel::{Inner, Refused},
 };
 
 /// Datagrams whose packets may wait for the end of their batch, in bytes. Small enough to stay in the cache.
@@ -32,7 +32,9 @@ pub(super) fn inbound(shared: &Shared, lane: usize) {
     };
     let mut control = control_buffer();
     let mut space = Space {
-        arena: vec![0; ARENA + BUFFER],
+        datagrams: vec![0; ARENA + BUFFER],
+        // The plain texts of as many datagrams are shorter, but for the room that the last one needs.
+        plain: vec![0; ARENA + 2 * BUFFER],
         scratch: vec![0; BUFFER],
         coalescer: Coalescer::new(shared.tun.offload.tcp, shared.tun.offload.udp),
     };
@@ -62,6 +64,7 @@ pub(super) fn inbound(shared: &Shared, lane: usize) {
             queue,
             now: Instant::now(),
             used: 0,
+            plain: 0,
             datagrams: 0,
             space: &mut space,
         };
@@ -78,8 +81,10 @@ pub(super) fn inbound(shared: &Shared, lane: usize) {
 
 /// Buffers that live as long as their thread.
 struct Space {
-    /// Datagrams as they came, one after the other; packets are decrypted where they stand.
-    arena: Vec<u8>,
+    /// Datagrams as they came, one after the other.
+    datagrams: Vec<u8>,
+    /// The packets that were in them.
+    plain: Vec<u8>,
     scratch: Vec<u8>,
     coalescer: Coalescer,
 }
@@ -90,8 +95,10 @@ struct Inbound<'a> {
     identity: &'a Identity,
     queue: &'a File,
     now: Instant,
-    /// Of the arena.
+    /// Of the datagrams' buffer.
     used: usize,
+    /// Of the packets' buffer.
+    plain: usize,
     /// That came so far.
     datagrams: usize,
     space: &'a mut Space,
@@ -101,7 +108,7 @@ impl Inbound<'_> {
     fn receive(&mut self, socket: &UdpSocket, control: &mut [u8], pace: &Pace) {
         for _ in 0..BATCH {
             // One more always has room behind what there is.
-            match sockets::receive(socket, &mut self.space.arena[self.used..], control) {
+            match sockets::receive(socket, &mut self.space.datagrams[self.used..], control) {
                 Ok(run) if run.length == 0 => self.view.shared.drops.count(Drop::Invalid),
                 Ok(run) => self.run(self.used..self.used + run.length, run.segment, run.source),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
@@ -121,7 +128,7 @@ impl Inbound<'_> {
         let mut rest = place.step_by(segment).map(|at| at..ends.min(at + segment)).peekable();
         self.datagrams += rest.len();
         while let Some(first) = rest.peek().cloned() {
-            let Some(index) = data_index(&self.space.arena[first.clone()]) else {
+            let Some(index) = data_index(&self.space.datagrams[first.clone()]) else {
                 rest.next();
                 if let Err(reason) = self.control(first, source) {
                     view.shared.drops.count(reason);
@@ -138,7 +145,7 @@ impl Inbound<'_> {
             let mut known = None;
             while burst < BURST
                 && let Some(place) =
-                    rest.next_if(|next| data_index(&self.space.arena[next.clone()]) == Some(peer.index))
+                    rest.next_if(|next| data_index(&self.space.datagrams[next.clone()]) == Some(peer.index))
             {
                 burst += 1;
                 if let Err(reason) = self.datagram(peer, &mut state, place, source, &mut known) {
@@ -150,42 +157,49 @@ impl Inbound<'_> {
         self.used = ends;
     }
 
-    /// Everything but data: rare, and looked at before any peer is.
+    /// Everything but data: rare, and checked before any peer is locked.
     fn control(&mut self, place: Range<usize>, source: Place) -> Result<(), Drop> {
         let (view, identity) = (self.view, self.identity);
-        let datagram = &mut self.space.arena[place];
-        let message = match identity.gate.judge(datagram, source.peer, self.now) {
-            Verdict::Pass(message) => message,
-            Verdict::Reply(cookie) => {
-                let _ = view.sockets.send(view.lane, &cookie, source);
+        let Space {
+            datagrams,
+            plain,
+            scratch,
+            ..
+        } = &mut *self.space;
+        let datagram = &datagrams[place];
+        let mut reply = [0; COOKIE_REPLY];
+        let (index, is_response) = match identity.gate.judge(datagram, source.peer.ip(), &mut reply) {
+            Verdict::Initiation => {
+                if !identity.sources.allow(source.peer.ip(), self.now) {
+                    return Err(Drop::UnderLoad);
+                }
+                let initiation = datagram.try_into().map_err(|_| Drop::Invalid)?;
+                view.shared
+                    .handshakes
+                    .add(initiation, source, view.lane, &view.shared.drops);
+                return Ok(());
+            }
+            Verdict::Response(index) => (index, true),
+            Verdict::Cookie(index) => (index, false),
+            Verdict::Reply => {
+                let _ = view.sockets.send(view.lane, &reply, source);
                 return Err(Drop::UnderLoad);
             }
             Verdict::Invalid => return Err(Drop::Invalid),
         };
-        if let Message::Initiation(initiation) = message {
-            if !identity.sources.allow(source.peer.ip(), self.now) {
-                return Err(Drop::UnderLoad);
-            }
-            view.shared
-                .handshakes
-                .add(*initiation, source, view.lane, &view.shared.drops);
-            return Ok(());
-        }
-        let index = message.receiver().ok_or(Drop::Invalid)?;
         let peer = view.table.by_index.get(&(index >> 8)).ok_or(Drop::UnknownPeer)?;
         let mut state = peer.state();
-        // A response costs as much as an initiation where its receiver index was overheard; where it was not, it ends here.
-        if let Message::Response(_) = message
-            && !(state.tunnel.awaits(index) && identity.sources.allow(source.peer.ip(), self.now))
-        {
+        // A response whose receiver index was overheard costs as much as an initiation; any other ends here.
+        if is_response && !(state.tunnel.awaits(index) && identity.sources.allow(source.peer.ip(), self.now)) {
             return Err(Drop::UnknownPeer);
         }
-        let result = accept(view, &mut state, datagram, source, self.now, &mut self.space.scratch);
+        let plain = &mut plain[self.plain..];
+        let result = accept(view, &mut state, datagram, source, self.now, plain, scratch);
         view.schedule(peer, &mut state, self.now);
         result.map(drop)
     }
 
-    /// A data message for a peer that is locked. `known` is an inner source that was found to be its own.
+    /// A data message for a peer that is locked. `known` is an inner source that is within its allowed IPs.
     fn datagram(
         &mut self,
         peer: &Arc<Peer>,
@@ -195,12 +209,23 @@ impl Inbound<'_> {
         known: &mut Option<IpAddr>,
     ) -> Result<(), Drop> {
         let Space {
-            arena,
+            datagrams,
+            plain,
             scratch,
             coalescer,
         } = &mut *self.space;
-        let begin = place.start;
-        let Some((packet, inner)) = accept(self.view, state, &mut arena[place], source, self.now, scratch)? else {
+        let begin = self.plain;
+        let datagram = &datagrams[place];
+        let Some((length, inner)) = accept(
+            self.view,
+            state,
+            datagram,
+            source,
+            self.now,
+            &mut plain[begin..],
+            scratch,
+        )?
+        else {
             return Ok(());
         };
         if *known != Some(inner) {
@@ -210,7 +235,8 @@ impl Inbound<'_> {
             }
             *known = Some(inner);
         }
-        coalescer.push(arena, begin + packet.start..begin + packet.end);
+        self.plain += length;
+        coalescer.push(plain, begin..begin + length);
         Ok(())
     }
 
@@ -218,36 +244,37 @@ impl Inbound<'_> {
     fn flush(&mut self) {
         let drops = &self.view.shared.drops;
         let queue = self.queue;
-        let Space { arena, coalescer, .. } = &mut *self.space;
-        coalescer.finish(arena, |parts, packets| {
+        let Space { plain, coalescer, .. } = &mut *self.space;
+        coalescer.finish(plain, |parts, packets| {
             if tun::write(queue, parts).is_err() {
                 drops.count_many(Drop::Interface, usize::from(packets));
             }
         });
-        self.used = 0;
+        (self.used, self.plain) = (0, 0);
     }
 }
 
-/// Gives a datagram to its peer's tunnel: the place of the inner packet in it and its source, if it had one.
-fn accept(
+/// Gives a datagram to its peer's tunnel: length and source of the packet in it, decrypted to the beginning of `plain`, if it had one.
+pub(super) fn accept(
     view: &View<'_>,
     state: &mut PeerState,
-    datagram: &mut [u8],
+    datagram: &[u8],
     source: Place,
     now: Instant,
+    plain: &mut [u8],
     scratch: &mut [u8],
-) -> Result<Option<(Range<usize>, IpAddr)>, Drop> {
+) -> Result<Option<(usize, IpAddr)>, Drop> {
     let mut wire = view.wire(Some(source));
-    let outcome = state.tunnel.receive(datagram, now, scratch, &mut wire);
+    let outcome = state.tunnel.receive(datagram, now, plain, scratch, &mut wire);
     state.tx_bytes += wire.sent;
     let received = outcome.map_err(refused)?;
-    if received.authentic {
+    if received.moves_endpoint {
         state.endpoint = Some(source);
     }
     state.rx_bytes += datagram.len() as u64;
     match received.inner {
         Inner::Nothing => Ok(None),
-        Inner::Packet(place, from) => Ok(Some((place, from))),
+        Inner::Packet(length, from) => Ok(Some((length, from))),
         Inner::Malformed => Err(Drop::Invalid),
     }
 }

@@ -1,4 +1,4 @@
-//! WireGuard in this process: the protocol (`clustermesh_wireguard`) between a TUN device and two UDP sockets. What peers there should be
+//! WireGuard in this process: the protocol (`tunnel`, over boringtun) between a TUN device and two UDP sockets. What peers there should be
 //! is decided elsewhere.
 //!
 //! Plain threads carry packets: for each worker one from interface to network (`outbound`) and one back (`inbound`); the clock
@@ -18,6 +18,7 @@ mod datapath;
 mod drops;
 #[doc(hidden)]
 pub mod fuzzing;
+mod gate;
 mod handshakes;
 mod held;
 mod inbound;

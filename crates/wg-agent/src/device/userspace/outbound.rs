@@ -13,7 +13,6 @@ use clustermesh_agent_core::{
     offload::{HEADER, Header, Segments, complete},
     unreachable::unreachable,
 };
-use clustermesh_wireguard::message::{HEADER as DATA_HEADER, OVERHEAD};
 use rustix::io::Errno;
 
 use super::{
@@ -23,6 +22,7 @@ use super::{
     peers::{Peer, PeerState},
     sockets::{Place, RUN, RUN_BYTES},
     tun,
+    tunnel::OVERHEAD,
 };
 
 /// Errors that one worker sends a second: a sender that does not stop is told often enough.
@@ -32,6 +32,7 @@ const ERRORS: u32 = 100;
 pub(super) fn outbound(shared: &Shared, lane: usize) {
     let mut buffer = vec![0; HEADER + BUFFER];
     let mut space = Space {
+        part: vec![0; BUFFER],
         scratch: vec![0; BUFFER],
         run: vec![0; RUN_BYTES + BUFFER],
     };
@@ -73,6 +74,8 @@ pub(super) fn outbound(shared: &Shared, lane: usize) {
 
 /// Buffers that live as long as their thread.
 struct Space {
+    /// One packet of a large one.
+    part: Vec<u8>,
     scratch: Vec<u8>,
     run: Vec<u8>,
 }
@@ -108,6 +111,7 @@ struct Outbound<'a, 'e> {
     errors: &'a mut Errors<'e>,
     now: Instant,
     mtu: usize,
+    part: &'a mut [u8],
     scratch: &'a mut [u8],
     run: Run<'a>,
 }
@@ -134,12 +138,13 @@ struct Target<'a> {
 
 impl<'a, 'e> Outbound<'a, 'e> {
     fn new(view: &'a View<'a>, space: &'a mut Space, errors: &'a mut Errors<'e>) -> Self {
-        let Space { scratch, run } = space;
+        let Space { part, scratch, run } = space;
         Self {
             view,
             errors,
             now: Instant::now(),
             mtu: view.shared.mtu.load(Ordering::Relaxed),
+            part,
             scratch,
             run: Run {
                 view,
@@ -174,7 +179,7 @@ impl<'a, 'e> Outbound<'a, 'e> {
                 return;
             }
             let mut state = self.ready(peer);
-            self.seal(&mut state, length, |place| place.copy_from_slice(&packet[..length]));
+            self.seal(&mut state, packet, length);
             view.schedule(peer, &mut state, self.now);
             return;
         }
@@ -182,16 +187,17 @@ impl<'a, 'e> Outbound<'a, 'e> {
             drops.count(Drop::Interface);
             return;
         };
+        let part = std::mem::take(&mut self.part);
         while segments.upcoming().is_some() {
             let mut state = self.ready(peer);
             for _ in 0..BURST {
                 let Some(length) = segments.upcoming() else { break };
-                self.seal(&mut state, length, |place| {
-                    segments.next(place);
-                });
+                segments.next(&mut part[..length]);
+                self.seal(&mut state, part, length);
             }
             view.schedule(peer, &mut state, self.now);
         }
+        self.part = part;
     }
 
     /// Locks the peer, with room for a burst.
@@ -200,25 +206,21 @@ impl<'a, 'e> Outbound<'a, 'e> {
         peer.state()
     }
 
-    /// Encrypts a packet of `length` bytes, which `write` puts where it is to be.
-    fn seal(&mut self, state: &mut PeerState, length: usize, write: impl FnOnce(&mut [u8])) {
+    /// Encrypts the packet of `length` bytes at the beginning of `packet`, which has room for padding.
+    fn seal(&mut self, state: &mut PeerState, packet: &mut [u8], length: usize) {
         let Some(endpoint) = state.endpoint else {
             self.view.shared.drops.count(Drop::NoEndpoint);
-            let packet = &mut self.scratch[..length];
-            write(packet);
-            self.errors.tell(packet, self.now);
+            self.errors.tell(&packet[..length], self.now);
             return;
         };
         let padded = padded(length, self.mtu);
+        packet[length..padded].fill(0);
+        let packet = &packet[..padded];
         let datagram = self.run.room(endpoint, padded + OVERHEAD);
-        let packet = &mut datagram[DATA_HEADER..DATA_HEADER + padded];
-        write(&mut packet[..length]);
-        packet[length..].fill(0);
-        if let Some(sealed) = state.tunnel.seal(datagram, padded, self.now) {
+        if let Some(sealed) = state.tunnel.seal(packet, self.now, datagram) {
             state.tx_bytes += sealed as u64;
             self.run.push(sealed);
         } else {
-            let packet = &datagram[DATA_HEADER..DATA_HEADER + padded];
             let mut wire = self.view.wire(Some(endpoint));
             state.tunnel.send(packet, self.now, self.scratch, &mut wire);
             state.tx_bytes += wire.sent;

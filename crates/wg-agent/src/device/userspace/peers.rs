@@ -10,15 +10,18 @@ use std::{
 
 use clustermesh_agent_core::device::PeerSpec;
 use clustermesh_core::key::PublicKey;
-use clustermesh_wireguard::{Gate, Local};
 use x25519_dalek::StaticSecret;
 
-use super::{held::Budget, ranges::Ranges, sockets::Place, sources::Sources, tunnel::Tunnel};
+use super::{
+    gate::Gate,
+    held::Budget,
+    ranges::Ranges,
+    sockets::Place,
+    sources::Sources,
+    tunnel::{Local, Tunnel},
+};
 
-/// Handshakes a second beyond which senders must first show, by a cookie, that their address is theirs.
-pub(super) const HANDSHAKES_PER_SECOND: u64 = 1000;
-
-/// Who we are, and the judge of handshakes sent to that identity.
+/// This node's keys, and what limits the handshakes toward them.
 pub(super) struct Identity {
     pub(super) local: Arc<Local>,
     pub(super) gate: Gate,
@@ -30,7 +33,7 @@ impl Identity {
     pub(super) fn new(private: StaticSecret, held: Budget) -> Self {
         let local = Local::new(private);
         Self {
-            gate: Gate::new(&local.public, HANDSHAKES_PER_SECOND),
+            gate: Gate::new(&local.public),
             sources: Sources::default(),
             held,
             local: Arc::new(local),

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::peers::HANDSHAKES_PER_SECOND;
+use super::gate::INITIATIONS_PER_SECOND;
 
 /// As the kernel's (`drivers/net/wireguard/ratelimiter.c`): so many at once, and so many a second.
 const AT_ONCE: u32 = 5;
@@ -43,7 +43,7 @@ impl Sources {
             state.count = 0;
         }
         state.count += 1;
-        if state.count <= HANDSHAKES_PER_SECOND {
+        if state.count <= INITIATIONS_PER_SECOND {
             return true;
         }
         let source = network(source);
@@ -87,7 +87,7 @@ mod tests {
     #[test]
     fn in_a_quiet_second_a_source_may_send_as_it_likes() {
         let (sources, now) = (Sources::default(), Instant::now());
-        assert!((0..HANDSHAKES_PER_SECOND).all(|_| sources.allow(v4(1), now)));
+        assert!((0..INITIATIONS_PER_SECOND).all(|_| sources.allow(v4(1), now)));
         assert!((0..AT_ONCE).all(|_| sources.allow(v4(1), now)));
         assert!(!sources.allow(v4(1), now));
         assert!(sources.allow(v4(1), now + Duration::from_secs(1)));
@@ -96,7 +96,7 @@ mod tests {
     #[test]
     fn under_load_each_source_has_its_own_measure() {
         let (sources, now) = (Sources::default(), Instant::now());
-        (0..HANDSHAKES_PER_SECOND).for_each(|_| assert!(sources.allow(v4(9), now)));
+        (0..INITIATIONS_PER_SECOND).for_each(|_| assert!(sources.allow(v4(9), now)));
         let allowed = |source: IpAddr, at| (0..100).filter(|_| sources.allow(source, at)).count();
         assert_eq!(allowed(v4(1), now), 5);
         assert_eq!(allowed(v4(2), now), 5);
@@ -109,7 +109,7 @@ mod tests {
     #[test]
     fn more_sources_than_are_remembered_wait_until_others_are_forgotten() {
         let (sources, now) = (Sources::default(), Instant::now());
-        (0..HANDSHAKES_PER_SECOND).for_each(|_| assert!(sources.allow(v4(0), now)));
+        (0..INITIATIONS_PER_SECOND).for_each(|_| assert!(sources.allow(v4(0), now)));
         let all = (1..=20_000).filter(|number| sources.allow(v4(*number), now)).count();
         assert_eq!(all, SOURCES);
         assert!(!sources.allow(v4(30_000), now + EVERY), "not swept again so soon");
