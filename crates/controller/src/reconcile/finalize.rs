@@ -75,7 +75,33 @@ impl Reconciler {
 fn owners(seen: &Member) -> impl Iterator<Item = &Owner> {
     let peers = seen.peers.iter().flatten().map(|(_, peer)| &peer.owner);
     let policies = seen.policies.iter().flatten().map(|(_, policy)| &policy.owner);
+    let accesses = seen.accesses.iter().flatten().map(|(_, access)| &access.owner);
     let services = seen.services.values().filter_map(|service| service.managed.as_ref());
     let slices = seen.slices.values().filter_map(|slice| slice.managed.as_ref());
-    peers.chain(policies).chain(services).chain(slices)
+    peers.chain(policies).chain(accesses).chain(services).chain(slices)
+}
+
+#[cfg(test)]
+mod tests {
+    use clustermesh_core::observe::ObservedAccess;
+
+    use super::*;
+
+    #[test]
+    fn sandbox_access_alone_has_an_owner() {
+        let owner = Owner {
+            mesh: Some("m".into()),
+            ..Owner::default()
+        };
+        let access = ObservedAccess {
+            owner: owner.clone(),
+            generation: 1,
+            spec: Err("not read here".into()),
+        };
+        let seen = Member {
+            accesses: Some([("m--a".to_owned(), access)].into()),
+            ..Member::default()
+        };
+        assert_eq!(owners(&seen).collect::<Vec<_>>(), [&owner]);
+    }
 }
