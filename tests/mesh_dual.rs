@@ -32,8 +32,8 @@ async fn every_flow_of_dual_stack_members_works_in_ipv6_too_and_nothing_of_it_pa
     nodes_talk_wireguard_over_ipv6_where_they_are_told_to(&mesh).await;
 }
 
-/// As README.md says of nodes whose address is not where the others reach them. On a mesh that is made anew: a tunnel that
-/// lives is left where it is.
+/// As docs/operations/nat.md says of nodes whose address is not where the others reach them. On a mesh that is made anew: a
+/// tunnel that lives is left where it is.
 async fn nodes_talk_wireguard_over_ipv6_where_they_are_told_to(mesh: &Mesh<'_>) {
     let delete = ["-n", NAMESPACE, "delete", "clustermesh", MESH, "--timeout=60s"];
     mesh.hub.kubectl(delete).await.unwrap();

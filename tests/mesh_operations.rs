@@ -308,7 +308,7 @@ async fn a_deleted_mesh_takes_everything_away(mesh: &Mesh<'_>) {
     }
 }
 
-/// The words of README.md, "Removing it".
+/// The words of docs/operations/removal.md, "The agents".
 async fn cleanup_leaves_the_nodes_as_they_were(mesh: &Mesh<'_>, before: &BTreeMap<String, NodeState>) {
     let patch = r#"[
         {"op": "replace", "path": "/spec/template/spec/containers/0/args", "value": ["cleanup"]},

@@ -25,7 +25,7 @@ use tokio::task::JoinSet;
 const SANDBOX: &str = "notebooks";
 const GRANT: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
-/// The ports of deploy/README.md.
+/// The ports of docs/operations/sandboxes.md.
 const NODE_PORTS: [(&str, u16); 2] = [("clustermesh-gateway-0", 31820), ("clustermesh-gateway-1", 31821)];
 /// Hooks of netfilter that a forwarded packet passes.
 const HOOKS: [&str; 3] = ["prerouting", "forward", "postrouting"];
@@ -356,9 +356,9 @@ impl<'a> World<'a> {
     }
 }
 
-/// The manifest of deploy/README.md, as it stands there.
+/// The manifest of docs/operations/sandboxes.md, as it stands there.
 fn node_ports() -> String {
-    let path = format!("{}/../../deploy/README.md", env!("CARGO_MANIFEST_DIR"));
+    let path = format!("{}/../../docs/operations/sandboxes.md", env!("CARGO_MANIFEST_DIR"));
     let text = std::fs::read_to_string(path).unwrap();
     let (_, text) = text.split_once("\n## Gateways at a NodePort\n").unwrap();
     let (_, text) = text.split_once("\n```yaml\n").unwrap();

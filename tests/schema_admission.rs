@@ -416,7 +416,7 @@ async fn an_agent_writes_what_it_publishes_on_its_own_node_and_nothing_else() {
     let server = server(None).await;
     let other = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n2"}});
     server.post("/api/v1/nodes", &other).await.unwrap();
-    // An agent outside the DaemonSet, with the account and the rights that deploy/README.md gives it.
+    // An agent outside the DaemonSet, with the account and the rights that docs/operations/install.md gives it.
     let host = format!("{AGENT}.n2");
     let account = json!({
         "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": {"name": "wg-agent.n2"},

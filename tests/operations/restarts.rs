@@ -120,7 +120,7 @@ pub(super) async fn a_flow_outlives_an_upgrade_of_the_agents_and_a_new_key(mesh:
     );
     drop(pings);
 
-    // As README.md says.
+    // As docs/operations/key-change.md says.
     let mut pings = flow("ping-key").unwrap();
     pings.says("icmp_seq=20 ", PATIENCE).await.unwrap();
     let agent = mesh.product.agent_pod(mesh::MEMBER, &from.node).await.unwrap();

@@ -28,7 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// For people: what is missing, what it means, what to do.
 const OPEN: &str = "no admission policy holds this agent's account to the annotations of its own Node, so whoever takes over one \
                     node may change labels and taints of every Node: apply deploy/agent.yaml, whose ValidatingAdmissionPolicy \
-                    needs Kubernetes 1.30, and run agents outside its DaemonSet with the account that deploy/README.md makes";
+                    needs Kubernetes 1.30, and run agents outside its DaemonSet with the account of docs/operations/install.md";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Answer {

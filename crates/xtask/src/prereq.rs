@@ -254,9 +254,9 @@ mod tests {
     }
 
     #[test]
-    fn readme_lists_the_packages_that_are_installed() {
-        let readme = std::fs::read_to_string(crate::programs::root().join("README.md")).unwrap();
-        let (_, rest) = readme.split_once("with `apt-get` and say so: ").unwrap();
+    fn contributing_lists_the_packages_that_are_installed() {
+        let page = std::fs::read_to_string(crate::programs::root().join("CONTRIBUTING.md")).unwrap();
+        let (_, rest) = page.split_once("with `apt-get` and say so: ").unwrap();
         let (listed, _) = rest.split_once(". ").unwrap();
         let listed = listed.replace("and for the virtual machine ", "");
         let listed: BTreeSet<_> = listed.split(", ").collect();

@@ -1,4 +1,4 @@
-//! Gateways of sandboxes, installed as README.md says.
+//! Gateways of sandboxes, installed as docs/operations/sandboxes.md says.
 
 use super::{Product, manifest};
 use crate::{ClusterPlan, Result, command::argv};
@@ -38,7 +38,7 @@ impl Product<'_> {
         hub.rollout(GATEWAYS, &format!("statefulset/{GATEWAYS}")).await
     }
 
-    /// The commands of README.md that [`Product::install_gateways`] carries out.
+    /// The commands of docs/operations/sandboxes.md that [`Product::install_gateways`] carries out.
     #[must_use]
     pub fn gateway_commands(&self, namespaces: &[&str]) -> Vec<String> {
         let hub = self.hub();

@@ -140,7 +140,7 @@ mod tests {
 
     /// What `wg-agent prepare` and the kernel's modules do by themselves, by hand.
     #[test]
-    fn deploy_readme_shows_what_preflight_says() {
+    fn install_page_shows_what_preflight_says() {
         let whole = Host {
             modules: vec!["tun", "wireguard"],
             sysctls: crate::prepare::settings(true)
@@ -148,13 +148,13 @@ mod tests {
                 .map(|sysctl| (sysctl.name.to_string(), sysctl.value))
                 .collect(),
         };
-        let readme = include_str!("../../../../deploy/README.md");
+        let page = include_str!("../../../../docs/operations/install.md");
         for (system, text) in [
             ("Debian", whole.debian()),
             ("Talos", whole.talos()),
             ("Flatcar", whole.flatcar()),
         ] {
-            assert!(readme.contains(&text), "{system}: deploy/README.md should have\n{text}");
+            assert!(page.contains(&text), "{system}: docs/operations/install.md should have\n{text}");
         }
     }
 }

@@ -160,7 +160,7 @@ impl<'a> Demo<'a> {
             cluster.rollout("default", "deployment/web").await?;
         }
 
-        self.title("gateways in mgmt: pods where the tunnel of a sandbox ends (README.md, Through gateways)");
+        self.title("gateways in mgmt: pods where the tunnel of a sandbox ends (docs/operations/sandboxes.md)");
         for command in product.gateway_commands(&["default"]) {
             println!("$ {command}");
         }
