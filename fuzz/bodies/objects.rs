@@ -20,7 +20,7 @@ use clustermesh_core::{
 use k8s_openapi::api::{core::v1 as core, discovery::v1::EndpointSlice};
 use kube::{ResourceExt, api::DynamicObject};
 use serde_json::Value;
-use wg_agent::source::objects::{NodeSeen, PeerSeen, PolicySeen, sockets};
+use wg_agent::source::objects::{ParsedNode, ParsedPeer, ParsedPolicy, sockets};
 
 /// One JSON object, of whatever kind it can be read as.
 pub(crate) fn object(bytes: &[u8]) -> bool {
@@ -29,8 +29,8 @@ pub(crate) fn object(bytes: &[u8]) -> bool {
     };
     let is_object = value.get("kind").is_some();
     if let Ok(object) = serde_json::from_value::<DynamicObject>(value.clone()) {
-        a_policy_that_cannot_be_read_allows_nothing(&PolicySeen::new(object.clone()));
-        let _ = PeerSeen::new(object);
+        a_policy_that_cannot_be_read_allows_nothing(&ParsedPolicy::new(object.clone()));
+        let _ = ParsedPeer::new(object);
     }
     if let Ok(peer) = serde_json::from_value::<peer::Peer>(value.clone()) {
         let _ = convert::peer::to_core(&peer);
@@ -54,7 +54,7 @@ pub(crate) fn object(bytes: &[u8]) -> bool {
         );
     }
     if let Ok(node) = serde_json::from_value::<core::Node>(value.clone()) {
-        let _ = NodeSeen::new(&node, &node.name_any(), &[names::KILO_KEY]);
+        let _ = ParsedNode::new(&node, &node.name_any(), &[names::KILO_KEY]);
         let _ = convert::node::agent(&node);
         for net in convert::node::to_core(&node)
             .pod_cidrs
@@ -154,15 +154,15 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
     for object in objects {
         let name = object.name_any();
         if object.data["spec"].get("publicKey").is_none() {
-            policies.push(PolicySeen::new(object).policy);
+            policies.push(ParsedPolicy::new(object).policy);
             continue;
         }
-        let PeerSeen {
+        let ParsedPeer {
             cluster: _,
             mesh: _,
             revision,
             spec,
-        } = PeerSeen::new(object);
+        } = ParsedPeer::new(object);
         if let Ok(spec) = spec {
             peers.push(Peer {
                 name,
@@ -202,7 +202,7 @@ fn inputs(objects: Vec<DynamicObject>) -> Inputs {
     }
 }
 
-fn a_policy_that_cannot_be_read_allows_nothing(seen: &PolicySeen) {
+fn a_policy_that_cannot_be_read_allows_nothing(seen: &ParsedPolicy) {
     assert!(seen.problem.is_none() || seen.policy.allow.is_empty(), "{seen:?}");
 }
 

@@ -29,7 +29,7 @@ use clustermesh_core::key::PublicKey;
 use ipnet::IpNet;
 use wg_agent::{
     device::{Configuration, Device, kernel::Kernel},
-    firewall::{Keeper, Nft},
+    firewall::{FirewallManager, Nft},
     route::{self, Netlink},
 };
 use x25519_dalek::StaticSecret;
@@ -96,8 +96,8 @@ fn main() -> anyhow::Result<()> {
     let mut device = Kernel::open(interface.as_str(), &configuration)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        let mut keeper = Keeper::new(Nft::default());
-        keeper.converge(&compiled.firewall).await?;
+        let mut manager = FirewallManager::new(Nft::default());
+        manager.converge(&compiled.firewall).await?;
         let changes = diff(&device.observe()?.peers, &compiled.peers).unwrap_or_default();
         device.apply(&changes)?;
         let mut routing = Netlink::open(interface.clone())?;
@@ -112,7 +112,7 @@ fn main() -> anyhow::Result<()> {
         std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink())?;
         let left = route::cleanup(&mut routing).await;
         ensure!(left.is_empty(), "routes that stay: {left:?}");
-        keeper.destroy().await?;
+        manager.destroy().await?;
         anyhow::Ok(())
     })?;
     Ok(Box::new(device).close()?)

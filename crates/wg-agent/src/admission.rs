@@ -1,8 +1,8 @@
-//! Finds out whether an admission policy holds this agent's account to the annotations of its own Node, and says so. RBAC
-//! cannot: the account may patch every Node.
+//! Checks whether an admission policy restricts this agent's account to the annotations of its own Node, and reports if
+//! not. RBAC cannot do that: the account may patch every Node.
 //!
-//! The question is a dry run of a change that no agent makes, a label of its own Node: refused by admission, the account is
-//! held. This needs no right that the agent does not have already, and writes nothing.
+//! The check is a dry run of a patch that no agent makes: a label on its own Node. If admission refuses it, the account
+//! is restricted. The check needs no further right and writes nothing.
 
 use std::time::Duration;
 
@@ -16,51 +16,51 @@ use serde_json::json;
 
 use crate::status::Dump;
 
-/// The label that is never written.
-const PROBE: &str = "kilo-clustermesh.io/admission-probe";
-/// Between two questions: policies change seldom, and there may be thousands of nodes.
-const EVERY: Duration = Duration::from_secs(30 * 60);
-/// After a question that was not answered.
+/// The label of the dry run; it is never written.
+const PROBE_LABEL: &str = "kilo-clustermesh.io/admission-probe";
+/// Between two checks: policies change seldom, and there may be thousands of nodes.
+const INTERVAL: Duration = Duration::from_secs(30 * 60);
+/// After a check without a result.
 const RETRY: Duration = Duration::from_secs(60);
-/// For one answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// For one request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// For people: what is missing, what it means, what to do.
-const OPEN: &str = "no admission policy holds this agent's account to the annotations of its own Node, so whoever takes over one \
-                    node may change labels and taints of every Node: apply deploy/agent.yaml, whose ValidatingAdmissionPolicy \
+/// The message says what is missing, what that means and what to do.
+const UNRESTRICTED_MESSAGE: &str = "no admission policy holds this agent's account to the annotations of its own Node, so an attacker on one \
+                    node can change labels and taints of every Node: apply deploy/agent.yaml, whose ValidatingAdmissionPolicy \
                     needs Kubernetes 1.30, and run agents outside its DaemonSet with the account of docs/operations/install.md";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Answer {
-    /// Refused by admission.
-    Held,
-    /// It would have been written.
-    Open,
-    /// Nothing that says either.
+enum Verdict {
+    /// Admission refused the dry run.
+    Restricted,
+    /// The patch would have been written.
+    Unrestricted,
+    /// Another error, which proves nothing.
     Unknown,
 }
 
-/// Asks now and then, until the token is cancelled.
+/// Checks every [`INTERVAL`] until the token is cancelled.
 pub(crate) async fn run(client: Client, node: String, readiness: Readiness, dump: Dump, stop: CancellationToken) {
     let mut remark: Option<Pending> = None;
     loop {
-        let answer = tokio::time::timeout(PATIENCE, ask(&client, &node)).await;
-        let answer = answer.unwrap_or(Answer::Unknown);
+        let answer = tokio::time::timeout(REQUEST_TIMEOUT, probe(&client, &node)).await;
+        let answer = answer.unwrap_or(Verdict::Unknown);
         match answer {
-            Answer::Held => {
+            Verdict::Restricted => {
                 if remark.take().is_some() {
                     tracing::info!("an admission policy holds this agent's account to its own Node now");
                 }
                 dump.set("admission", json!("held"));
             }
-            Answer::Open if remark.is_none() => {
-                tracing::warn!("{OPEN}");
-                remark = Some(readiness.remark(format!("admission: {OPEN}")));
-                dump.set("admission", json!(OPEN));
+            Verdict::Unrestricted if remark.is_none() => {
+                tracing::warn!("{UNRESTRICTED_MESSAGE}");
+                remark = Some(readiness.remark(format!("admission: {UNRESTRICTED_MESSAGE}")));
+                dump.set("admission", json!(UNRESTRICTED_MESSAGE));
             }
-            Answer::Open | Answer::Unknown => {}
+            Verdict::Unrestricted | Verdict::Unknown => {}
         }
-        let pause = if answer == Answer::Unknown { RETRY } else { EVERY };
+        let pause = if answer == Verdict::Unknown { RETRY } else { INTERVAL };
         tokio::select! {
             () = stop.cancelled() => return,
             () = tokio::time::sleep(pause) => {}
@@ -68,27 +68,28 @@ pub(crate) async fn run(client: Client, node: String, readiness: Readiness, dump
     }
 }
 
-async fn ask(client: &Client, node: &str) -> Answer {
+async fn probe(client: &Client, node: &str) -> Verdict {
     let nodes: Api<Node> = Api::all(client.clone());
-    let patch = Patch::Merge(json!({"metadata": {"labels": {PROBE: "true"}}}));
+    let patch = Patch::Merge(json!({"metadata": {"labels": {PROBE_LABEL: "true"}}}));
     let answer = nodes
         .patch_metadata(node, &PatchParams::default().dry_run(), &patch)
         .await;
-    read(answer.map(drop))
+    interpret(answer.map(drop))
 }
 
-/// RBAC refuses with 403 as well, and says something else. A webhook of another policy engine serves as well as ours.
-fn read(answer: Result<(), kube::Error>) -> Answer {
+/// RBAC refuses with 403, too, but with another message. A webhook of another policy engine counts as well as the
+/// project's own policy.
+fn interpret(answer: Result<(), kube::Error>) -> Verdict {
     match answer {
-        Ok(()) => Answer::Open,
+        Ok(()) => Verdict::Unrestricted,
         Err(kube::Error::Api(status))
             if status.message.contains("ValidatingAdmissionPolicy") || status.message.contains("admission webhook") =>
         {
-            Answer::Held
+            Verdict::Restricted
         }
         Err(error) => {
             tracing::debug!(%error, "cannot tell whether an admission policy holds this agent's account");
-            Answer::Unknown
+            Verdict::Unknown
         }
     }
 }
@@ -100,28 +101,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refusal_by_admission_is_told_from_other_refusals() {
+    fn admission_refusal_differs_from_other_refusals() {
         let refused = |code, message: &str| {
             Err(kube::Error::Api(Box::new(
                 Status::failure(message, "Forbidden").with_code(code),
             )))
         };
         let cases = [
-            (Ok(()), Answer::Open),
+            (Ok(()), Verdict::Unrestricted),
             (
                 refused(
                     403,
                     "nodes \"a\" is forbidden: ValidatingAdmissionPolicy 'clustermesh-agents' with binding 'clustermesh-agents' \
                      denied request: an agent writes annotations of its Node and nothing else",
                 ),
-                Answer::Held,
+                Verdict::Restricted,
             ),
             (
                 refused(
                     403,
                     "admission webhook \"nodes.example.org\" denied the request: labels are the operator's",
                 ),
-                Answer::Held,
+                Verdict::Restricted,
             ),
             (
                 refused(
@@ -129,14 +130,14 @@ mod tests {
                     "nodes \"a\" is forbidden: User \"system:serviceaccount:clustermesh-agent:wg-agent\" cannot patch resource \
                      \"nodes\" in API group \"\" at the cluster scope",
                 ),
-                Answer::Unknown,
+                Verdict::Unknown,
             ),
-            (refused(404, "nodes \"a\" not found"), Answer::Unknown),
-            (refused(500, "etcdserver: request timed out"), Answer::Unknown),
+            (refused(404, "nodes \"a\" not found"), Verdict::Unknown),
+            (refused(500, "etcdserver: request timed out"), Verdict::Unknown),
         ];
         for (answer, want) in cases {
             let text = format!("{answer:?}");
-            assert_eq!(read(answer), want, "{text}");
+            assert_eq!(interpret(answer), want, "{text}");
         }
     }
 }

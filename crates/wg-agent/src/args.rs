@@ -1,4 +1,4 @@
-//! The command line: flags, their checks, and what they mean together. Nothing is opened or started here.
+//! Defines the command line: flags, their validation, and the configuration of each mode. Opens and starts nothing.
 
 use std::{
     net::SocketAddr,
@@ -19,7 +19,7 @@ mod values;
 use gateway::GatewayFlags;
 pub use gateway::{GatewayArgsError, GatewayConfig, GatewayName};
 pub(crate) use values::BackendFlag;
-use values::age;
+use values::parse_duration;
 pub use values::{ModeFlag, Mtu};
 
 /// Owns one node's WireGuard device, routes and firewall table: turns Peers and PeerPolicies into kernel state and
@@ -33,33 +33,33 @@ pub struct Cli {
     pub(crate) command: Option<Command>,
 }
 
-/// What to do instead of running.
+/// A subcommand; without one the agent runs.
 #[derive(Debug, Clone, Subcommand)]
 pub(crate) enum Command {
-    /// Remove all state of this agent from the node - device, routes, rules, firewall table, control socket, annotations -
-    /// and report what could not be removed. The key stays: it is the node's identity.
+    /// Remove all state of this agent from the node - device, routes, rules, firewall table, control socket,
+    /// annotations - and report what could not be removed. The key stays: it is the node's identity.
     Cleanup,
-    /// Say what this node lacks, and how to set it on Debian, Talos and Flatcar. Writes nothing.
+    /// Report what this node lacks, and how to set it on Debian, Talos and Flatcar. Writes nothing.
     Preflight,
-    /// Make a new key for this node. The running agent publishes it, and takes it when the first peer has learnt of it;
-    /// until then the old one serves.
+    /// Make a new key for this node. The running agent publishes it, and switches to it when the first peer initiates a
+    /// handshake with it; until then it uses the old one.
     RotateKey,
-    /// Show the peers and problems of this node, as its agent reports them. Exit code 0: no problem; 1: problems; 2: no agent
-    /// answers.
+    /// Show the peers and problems of this node, as its agent reports them. Exit code 0: no problem; 1: problems; 2: no
+    /// agent answers.
     Status(StatusArgs),
-    /// Try which of these sockets take a TCP connection from here, and print one JSON line for each: for `clustermeshctl verify`.
-    /// Needs no privileges and no running agent.
+    /// Test which of these sockets accept a TCP connection from here, and print one JSON line for each: for
+    /// `clustermeshctl verify`. Needs no privileges and no running agent.
     Probe(ProbeArgs),
     /// Write the node's kernel settings that need a privileged container, and end: for an init container.
     Prepare(PrepareArgs),
 }
 
-/// What a node is given beside the settings without which nothing works.
+/// Settings of `prepare` that are optional.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct PrepareArgs {
-    /// Minimum size of the connection table (conntrack) of the node and, each for itself, of the pods on it, gateways of sandboxes
-    /// among them; a larger one is kept, 0 = do not change it. A full table of the default takes 80 MB. kube-proxy sets its own
-    /// number when it starts: raise --conntrack-min there as well.
+    /// Minimum size of the conntrack table of the node and of each pod on it, gateways of sandboxes included. A larger
+    /// table is kept; 0 = do not change it. A full table of the default size takes 80 MB. kube-proxy sets its own size
+    /// when it starts: raise --conntrack-min there as well.
     #[arg(long, default_value_t = 262_144, value_parser = clap::value_parser!(u64).range(..=1 << 30))]
     pub(crate) conntrack_min: u64,
 }
@@ -76,8 +76,8 @@ pub(crate) struct Flags {
     /// What carries the tunnel.
     #[arg(long, value_enum, default_value_t = BackendFlag::Auto, global = true)]
     backend: BackendFlag,
-    /// full: this agent owns the tunnel. policy: kg owns it, this agent only the firewall table. gateway: this pod lets sandboxes
-    /// into the cluster.
+    /// full: this agent owns the tunnel. policy: kg owns it, this agent only the firewall table. gateway: this pod lets
+    /// sandboxes into the cluster.
     #[arg(long, value_enum, default_value_t = ModeFlag::Full, global = true)]
     mode: ModeFlag,
     /// Name of the WireGuard device.
@@ -93,19 +93,19 @@ pub(crate) struct Flags {
     /// The node's private key; made on the first start.
     #[arg(long, default_value = "/var/lib/kilo/key", global = true)]
     key_file: PathBuf,
-    /// File with the state that was applied last, for a start while the API server does not answer. Only root may read it.
-    /// Default: wg-agent.cache next to the key.
+    /// File with the state that was applied last, for a start while the API server does not answer. Readable only by
+    /// root. Default: wg-agent.cache next to the key.
     #[arg(long, global = true)]
     cache_file: Option<PathBuf>,
-    /// A cache that the API server confirmed longer ago than this is set aside and not used: 24h, 90m. An agent that runs
-    /// keeps what is in force however long its API server is away. 0s = never start from a cache.
-    #[arg(long, default_value = "24h", value_parser = age, global = true)]
+    /// A cache that the API server confirmed longer ago than this is set aside and not used: 24h, 90m. A running agent
+    /// keeps its state however long its API server is away. 0s = never start from a cache.
+    #[arg(long, default_value = "24h", value_parser = parse_duration, global = true)]
     cache_max_age: Duration,
     /// MTU of the device: auto = the path MTU to each peer, less 60 over IPv4 and 80 over IPv6.
     #[arg(long, default_value = "auto", global = true)]
     mtu: Mtu,
-    /// Exchange packets with the kernel one by one, although it offers to take and give many at once. For trying whether an
-    /// offload of this node's is what breaks something; the userspace backend alone has it.
+    /// Do not use the kernel's segmentation offloads; exchange packets one by one. To find out whether an offload of
+    /// this node breaks something; only for the userspace backend.
     #[arg(long, global = true)]
     no_offload: bool,
     /// A network that stays on the underlay although it lies inside a mesh network. May be repeated.
@@ -124,7 +124,7 @@ pub(crate) struct Flags {
     gateway: GatewayFlags,
 }
 
-/// A combination of flags that is not served. Each message says what to set instead.
+/// A combination of flags that is not supported. Each message says what to set instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ArgsError {
     /// No node name.
@@ -140,12 +140,12 @@ pub enum ArgsError {
     /// The range has no room.
     #[error("--wireguard-cidr: {0}")]
     Range(#[from] crate::identity::address::RangeError),
-    /// Of a gateway.
+    /// An error in the gateway flags.
     #[error(transparent)]
     Gateway(#[from] GatewayArgsError),
 }
 
-/// The flags of a run, checked.
+/// The checked configuration of full mode.
 #[derive(Debug, Clone)]
 pub struct Config {
     /// Name of this node's Node object.
@@ -158,17 +158,17 @@ pub struct Config {
     pub interface: InterfaceName,
     /// UDP port of the tunnel.
     pub port: u16,
-    /// Where WireGuard addresses come from.
+    /// The range of WireGuard addresses.
     pub range: Range,
     /// The private key's file.
     pub key_file: PathBuf,
-    /// The file of what was last applied.
+    /// The cache file.
     pub cache_file: PathBuf,
-    /// How long ago the API server may have confirmed it.
+    /// The maximum age of the cache since the API server confirmed it.
     pub cache_max_age: Duration,
     /// MTU of the device.
     pub mtu: Mtu,
-    /// The userspace device uses what the kernel offers.
+    /// Whether the userspace device uses the kernel's offloads.
     pub offload: bool,
     /// Networks that stay on the underlay.
     pub bypass: Vec<IpNet>,
@@ -178,7 +178,7 @@ pub struct Config {
     pub metrics_per_peer: bool,
 }
 
-/// The flags of a run in policy mode, checked.
+/// The checked configuration of policy mode.
 #[derive(Debug, Clone)]
 pub struct PolicyConfig {
     /// Name of this node's Node object.
@@ -191,24 +191,24 @@ pub struct PolicyConfig {
     pub listen: SocketAddr,
 }
 
-/// What `cleanup` needs to know.
+/// The checked configuration of `cleanup`.
 #[derive(Debug, Clone)]
 pub struct CleanupConfig {
     /// `None` = annotations are left alone.
     pub node_name: Option<String>,
     /// Kubeconfig file; `None` = the Pod's service account.
     pub kubeconfig: Option<PathBuf>,
-    /// Whose tunnel it was: in policy mode the agent had a firewall table and one annotation.
+    /// In policy mode the agent had only a firewall table and one annotation.
     pub mode: ModeFlag,
     /// Name of the device.
     pub interface: InterfaceName,
     /// The private key's file.
     pub key_file: PathBuf,
-    /// The file of what was last applied.
+    /// The cache file.
     pub cache_file: PathBuf,
 }
 
-/// `--cache-file`, or its default: the key's directory is root's alone, and outlives a restart.
+/// `--cache-file`, or its default next to the key: that directory is accessible only to root and survives restarts.
 fn cache_file(given: Option<PathBuf>, key_file: &Path) -> PathBuf {
     given.unwrap_or_else(|| key_file.with_file_name("wg-agent.cache"))
 }
@@ -218,13 +218,13 @@ impl Flags {
         self.log_format
     }
 
-    /// What a run needs, or what has to be set instead.
+    /// The configuration of full mode.
     pub(crate) fn into_config(self) -> Result<Config, ArgsError> {
         let Self {
             node_name,
             kubeconfig,
             backend,
-            mode: _, // decided which of the two is asked for
+            mode: _, // selected this configuration
             interface,
             port,
             wireguard_cidr,
@@ -236,7 +236,7 @@ impl Flags {
             bypass_cidr,
             listen,
             metrics_per_peer,
-            log_format: _, // taken before anything else, so that errors are written in it
+            log_format: _, // used before, so that errors are logged in this format
             gateway: _,
         } = self;
         Ok(Config {
@@ -257,12 +257,12 @@ impl Flags {
         })
     }
 
-    /// What a change of the key needs.
+    /// The key file, for `rotate-key`.
     pub(crate) fn into_key_file(self) -> PathBuf {
         self.key_file
     }
 
-    /// What a look at the node needs: the kubeconfig.
+    /// The kubeconfig, for `preflight`.
     pub(crate) fn into_preflight(self) -> Option<PathBuf> {
         self.kubeconfig
     }
@@ -275,8 +275,8 @@ impl Flags {
         self.port
     }
 
-    /// What a run in policy mode needs. What is kg's there - key, address, port, MTU, routes - is not looked at, so that one
-    /// DaemonSet's arguments fit both modes.
+    /// The configuration of policy mode. Flags for what kg owns there (key, address, port, MTU, routes) are ignored, so
+    /// that one DaemonSet's arguments fit both modes.
     pub(crate) fn into_policy_config(self) -> Result<PolicyConfig, ArgsError> {
         let Self {
             node_name,
@@ -293,11 +293,14 @@ impl Flags {
         })
     }
 
-    /// What a gateway needs.
+    /// The configuration of gateway mode.
     pub(crate) fn into_gateway_config(self) -> Result<GatewayConfig, ArgsError> {
         let gateway = self.gateway;
-        let set = |text: Option<String>| text.filter(|text| !text.is_empty());
-        let (Some(name), Some(namespace)) = (set(gateway.pod_name.clone()), set(gateway.pod_namespace.clone())) else {
+        let non_empty = |text: Option<String>| text.filter(|text| !text.is_empty());
+        let (Some(name), Some(namespace)) = (
+            non_empty(gateway.pod_name.clone()),
+            non_empty(gateway.pod_namespace.clone()),
+        ) else {
             return Err(GatewayArgsError::NoName.into());
         };
         let addresses = gateway.addresses(GatewayFlags::ordinal(&name)?)?;
@@ -325,13 +328,13 @@ impl Flags {
             sandbox_new_flows: gateway.sandbox_new_flows,
             sandbox_connections: gateway.sandbox_connections,
             endpoint_connections: gateway.endpoint_connections,
-            mtu: gateway::fixed(self.mtu),
+            mtu: gateway::fixed_mtu(self.mtu),
             drain: gateway.drain,
             listen: self.listen,
         })
     }
 
-    /// What a cleanup needs; flags that only a run reads are not looked at.
+    /// The configuration of `cleanup`; flags that only a run reads are ignored.
     pub(crate) fn into_cleanup(self) -> CleanupConfig {
         let Self {
             node_name,

@@ -1,5 +1,5 @@
-//! `wg-agent cleanup`: takes everything of the agent off a node on which none runs. What stays is the key, which is the
-//! node's identity, and whatever is not ours.
+//! Implements `wg-agent cleanup`: removes all state of the agent from a node on which no agent runs. The key stays,
+//! since it is the node's identity; so does everything that is not the agent's.
 
 use std::{io, os::unix::net::UnixStream, path::Path, time::SystemTime};
 
@@ -11,19 +11,19 @@ use kube::Api;
 use crate::{
     args::{CleanupConfig, ModeFlag},
     cache, device,
-    firewall::{Keeper, Nft, Stamp},
-    identity::{caller, key},
+    firewall::{FirewallManager, Nft, TableRecord},
+    identity::{initiation_listener, key},
     lock, publish,
-    reconcile::gate,
+    reconcile::preconditions,
     route::{self, Netlink},
     run::lines,
     source::client,
 };
 
-/// Where userspace devices put their control sockets.
+/// The directory of userspace devices' control sockets.
 const CONTROL_DIRECTORY: &str = "/var/run/wireguard";
 
-/// Cleans up, carrying on past failures; returns all of them.
+/// Cleans up; a failure does not stop it, and all failures are returned.
 pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     let CleanupConfig {
         node_name,
@@ -40,32 +40,34 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     let _lock = lock::take()?;
     let mut failures: Vec<String> = Vec::new();
     let node_name = node_name.filter(|name| !name.is_empty());
-    let kg_lives = match (&node_name, mode) {
-        (Some(node), ModeFlag::Full) => kg_lives(kubeconfig.as_deref(), node).await,
+    let is_kg_alive = match (&node_name, mode) {
+        (Some(node), ModeFlag::Full) => is_kg_alive(kubeconfig.as_deref(), node).await,
         _ => false,
     };
-    if kg_lives {
+    if is_kg_alive {
         tracing::warn!(
             "kg (Kilo) serves this node: the interface, its addresses and Kilo's annotations are kg's and stay"
         );
     }
     match mode {
-        ModeFlag::Full => tunnel(&interface, kg_lives, &key_file, &mut failures).await,
+        ModeFlag::Full => remove_tunnel(&interface, is_kg_alive, &key_file, &mut failures).await,
         ModeFlag::Policy | ModeFlag::Gateway => {
             tracing::info!(%interface, "policy mode: the interface, its routes and Kilo's annotations are kg's")
         }
     }
-    if let Err(error) = Keeper::new(Nft::default()).destroy().await {
+    if let Err(error) = FirewallManager::new(Nft::default()).destroy().await {
         failures.push(format!("firewall: {error}"));
     }
     failures.extend(cache::remove(&cache_file).iter().map(ToString::to_string));
-    if let Err(error) = Stamp::beside(&cache_file).remove() {
-        failures.push(format!("what is remembered of the firewall: {error}"));
+    if let Err(error) = TableRecord::next_to_cache(&cache_file).remove() {
+        failures.push(format!("the record of the firewall table: {error}"));
     }
     match node_name {
         None => tracing::info!("--node-name is not given: the Node's annotations stay"),
         Some(node) => {
-            if let Err(error) = annotations(kubeconfig.as_deref(), &node, kg_lives || mode == ModeFlag::Policy).await {
+            if let Err(error) =
+                remove_annotations(kubeconfig.as_deref(), &node, is_kg_alive || mode == ModeFlag::Policy).await
+            {
                 failures.push(format!("annotations of Node {node}: {error}"));
             }
         }
@@ -79,11 +81,12 @@ pub async fn run(config: CleanupConfig) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Takes away what carries the tunnel; what cannot be is added to `failures`. `kg_lives`: the interface is kg's, even one
-/// that this agent made once.
-async fn tunnel(interface: &InterfaceName, kg_lives: bool, key_file: &Path, failures: &mut Vec<String>) {
-    // Addresses are only ours on a device of ours. Under a name that nothing has, no address is found.
-    let removed = if kg_lives {
+/// Removes the device, its routes and the state of a key rotation; failures are added to `failures`. `is_kg_alive`: the
+/// interface belongs to kg now, even if this agent made it.
+async fn remove_tunnel(interface: &InterfaceName, is_kg_alive: bool, key_file: &Path, failures: &mut Vec<String>) {
+    // Addresses belong to the agent only on its own device. With a name that no interface has, no address is found and
+    // removed.
+    let removed = if is_kg_alive {
         Ok(false)
     } else {
         device::userspace::remove_interface(interface.as_str())
@@ -92,7 +95,7 @@ async fn tunnel(interface: &InterfaceName, kg_lives: bool, key_file: &Path, fail
         Ok(true) => interface.clone(),
         Ok(false) => {
             tracing::warn!(%interface, "interface is not this agent's: left alone, with its addresses");
-            unused()
+            unused_interface_name()
         }
         Err(error) => {
             failures.push(format!("device: {error}"));
@@ -111,8 +114,8 @@ async fn tunnel(interface: &InterfaceName, kg_lives: bool, key_file: &Path, fail
     if let Err(error) = remove_socket(&Path::new(CONTROL_DIRECTORY).join(format!("{interface}.sock"))) {
         failures.push(format!("control socket: {error}"));
     }
-    if let Err(error) = caller::remove().await {
-        failures.push(format!("rule of a change of key: {error}"));
+    if let Err(error) = initiation_listener::remove().await {
+        failures.push(format!("nftables table of a key rotation: {error}"));
     }
     let next = key::next(key_file);
     match std::fs::remove_file(&next) {
@@ -121,15 +124,15 @@ async fn tunnel(interface: &InterfaceName, kg_lives: bool, key_file: &Path, fail
     }
 }
 
-/// A name that no interface has: 15 characters which nobody would type.
-fn unused() -> InterfaceName {
+/// A name that no interface has.
+fn unused_interface_name() -> InterfaceName {
     match "no.such.device@".parse() {
         Ok(name) => name,
-        Err(_) => unreachable!("15 characters of those that are taken"),
+        Err(_) => unreachable!("a valid interface name"),
     }
 }
 
-/// Removes a socket at which nobody listens.
+/// Removes a socket that no process listens on.
 fn remove_socket(path: &Path) -> io::Result<()> {
     match UnixStream::connect(path) {
         Ok(_) => {
@@ -141,8 +144,8 @@ fn remove_socket(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether kg checked in on this Node of late. Where the API server does not say, its annotations cannot be removed either.
-async fn kg_lives(kubeconfig: Option<&Path>, node: &str) -> bool {
+/// Whether kg is alive on this Node. If the API server does not answer, annotations cannot be removed either.
+async fn is_kg_alive(kubeconfig: Option<&Path>, node: &str) -> bool {
     let Ok(connection) = client::connect(kubeconfig).await else {
         return false;
     };
@@ -155,7 +158,7 @@ async fn kg_lives(kubeconfig: Option<&Path>, node: &str) -> bool {
                 .as_ref()
                 .and_then(|all| all.get(KILO_LAST_SEEN));
             let seen = seen.and_then(|text| text.parse().ok());
-            seen.is_some_and(|seen| gate::is_alive(seen, SystemTime::now()).is_some())
+            seen.is_some_and(|seen| preconditions::age_if_alive(seen, SystemTime::now()).is_some())
         }
         Err(error) => {
             tracing::debug!(%error, "cannot read the Node");
@@ -164,8 +167,8 @@ async fn kg_lives(kubeconfig: Option<&Path>, node: &str) -> bool {
     }
 }
 
-/// Removes this agent's annotations; `kg` = those in Kilo's own names are kg's and stay.
-async fn annotations(kubeconfig: Option<&Path>, node: &str, kg: bool) -> Result<(), String> {
+/// Removes this agent's annotations; with `kg`, those with Kilo's names belong to kg and stay.
+async fn remove_annotations(kubeconfig: Option<&Path>, node: &str, kg: bool) -> Result<(), String> {
     let connection = client::connect(kubeconfig).await.map_err(|e| e.to_string())?;
     let mut gone = publish::identity::removal();
     if kg {
@@ -181,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_socket_that_nobody_answers_is_removed() {
+    fn only_a_socket_without_listener_is_removed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("kilo0.sock");
         remove_socket(&path).unwrap();
@@ -194,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn the_unused_name_is_a_name() {
-        assert_eq!(unused().as_str().len(), 15);
+    fn unused_name_is_a_valid_interface_name() {
+        assert_eq!(unused_interface_name().as_str().len(), 15);
     }
 }

@@ -1,5 +1,5 @@
-//! How full this node's table of connections (conntrack) is and what it could not take, as the kernel says; and how it is made
-//! larger. Every pod's connections are in it, and every member's, so that whoever fills it keeps all others out.
+//! Reads the size, use and failure counters of the node's conntrack table, and raises its limit. All pods and all
+//! members share the table: when it is full, new connections of all of them fail.
 
 use std::{collections::BTreeMap, fmt, fs, io};
 
@@ -9,18 +9,18 @@ use prometheus_client::{
     metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge},
 };
 
-/// What the kernel counts of connections that it could not take (Linux, net/netfilter/nf_conntrack_standalone.c).
+/// The kernel's counters of connections that it could not track (net/netfilter/nf_conntrack_standalone.c).
 const FAILURES: [&str; 3] = ["insert_failed", "drop", "early_drop"];
 
-/// The table of the caller's network namespace.
+/// The conntrack table of the caller's network namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
-    /// Connections in it.
+    /// Entries in it.
     pub entries: u64,
-    /// So many it holds (`net.netfilter.nf_conntrack_max`; 0 = no limit).
+    /// Maximum number of entries (`net.netfilter.nf_conntrack_max`; 0 = no limit).
     pub limit: u64,
-    /// Since the node started. `insert_failed`: no source port was left toward one destination, or two packets began one
-    /// connection. `drop`: no room. `early_drop`: one that was not answered yet made room.
+    /// Failures since the node started. `insert_failed`: no source port was left toward a destination, or two packets
+    /// of one new connection raced. `drop`: the table was full. `early_drop`: an entry without a reply was evicted.
     pub failures: BTreeMap<&'static str, u64>,
 }
 
@@ -33,14 +33,14 @@ fn number(name: &str) -> io::Result<u64> {
     text.trim().parse().map_err(io::Error::other)
 }
 
-/// Makes the table hold that many where it holds fewer; how many it held then. Its hash table grows with it, or the kernel
-/// walks long chains. `None`: it holds as many, or there is none.
+/// Raises the limit to `least` if it is lower; returns the limit before. The hash table grows with it, since otherwise
+/// the kernel walks long chains. `None`: the limit is high enough, or conntrack is not loaded.
 ///
 /// # Errors
-/// It cannot be written: the caller is no process of the node's own network namespace, or not privileged.
+/// The settings cannot be written: the caller is not in the node's own network namespace, or not privileged.
 pub(crate) fn raise(least: u64) -> io::Result<Option<u64>> {
     let limit = match number("max") {
-        // Whoever loads it gives it a size.
+        // The program that loads conntrack later sets the size.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         limit => limit?,
     };
@@ -55,12 +55,12 @@ pub(crate) fn raise(least: u64) -> io::Result<Option<u64>> {
     Ok(Some(limit))
 }
 
-/// Reads it.
+/// Reads the table's state.
 ///
 /// # Errors
-/// The kernel shows none: conntrack is not loaded.
+/// Conntrack is not loaded.
 pub fn read() -> io::Result<Table> {
-    // Of the caller's own thread, which in tests is in another namespace than its process.
+    // The thread's own namespace: in tests it differs from the process's.
     let counters = fs::read_to_string("/proc/thread-self/net/stat/nf_conntrack").unwrap_or_default();
     Ok(Table {
         entries: number("count")?,
@@ -69,7 +69,7 @@ pub fn read() -> io::Result<Table> {
     })
 }
 
-/// A line of names, then one of hexadecimal numbers for each processor.
+/// Parses a line of column names and one line of hexadecimal numbers for each CPU.
 fn failures(text: &str) -> BTreeMap<&'static str, u64> {
     let mut lines = text.lines();
     let names: Vec<&str> = lines.next().unwrap_or_default().split_whitespace().collect();
@@ -85,22 +85,23 @@ fn failures(text: &str) -> BTreeMap<&'static str, u64> {
 }
 
 impl Table {
-    /// What is wrong and what to do where it is nearly full. The words stay as they are while it is.
+    /// A warning with a remedy if the table is at least 90 % full. It does not contain the current number, so it stays
+    /// the same while the state lasts.
     #[must_use]
     pub fn trouble(&self) -> Option<String> {
         let Self { entries, limit, .. } = *self;
         (limit > 0 && entries.saturating_mul(10) >= limit.saturating_mul(9)).then(|| {
             format!(
-                "the table of connections of this node is nine tenths full or more; when it holds {limit}, new connections of every \
+                "the conntrack table of this node is at least 90 % full; when it holds {limit} entries, new connections of every \
                  pod fail. Raise it: sysctl -w net.netfilter.nf_conntrack_max={} (kube-proxy sets it by --conntrack-max-per-core), \
-                 and see who fills it: conntrack -L",
+                 and look for the source of the connections: conntrack -L",
                 limit.saturating_mul(2)
             )
         })
     }
 }
 
-/// The same of the table as it is now; `None` also where the kernel shows none.
+/// The warning for the table as it is now; `None` also if conntrack is not loaded.
 #[must_use]
 pub fn trouble() -> Option<String> {
     read().ok()?.trouble()
@@ -111,11 +112,11 @@ struct Failure {
     reason: &'static str,
 }
 
-/// The table in the agent's metrics, read when they are asked for.
+/// Exports the table's state as metrics, read at each scrape.
 #[derive(Debug)]
-pub(crate) struct Shown;
+pub(crate) struct ConntrackCollector;
 
-impl Collector for Shown {
+impl Collector for ConntrackCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let Ok(Table {
             entries,
@@ -126,14 +127,10 @@ impl Collector for Shown {
             return Ok(());
         };
         for (name, help, value) in [
-            (
-                "conntrack_entries",
-                "Connections in this node's table (conntrack)",
-                entries,
-            ),
+            ("conntrack_entries", "Entries in this node's conntrack table", entries),
             (
                 "conntrack_limit",
-                "So many connections this node's table holds; 0 = no limit",
+                "Maximum number of entries in this node's conntrack table; 0 = no limit",
                 limit,
             ),
         ] {
@@ -155,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_failed_is_added_up_over_the_processors_whatever_columns_a_kernel_has() {
+    fn failures_are_summed_over_cpus_by_column_name() {
         let text = "entries  clashres found insert insert_failed drop early_drop\n\
                     00000010  00000000 00000000 00000000 0000000a 00000001 00000000\n\
                     00000010  00000000 00000000 00000000 00000010 00000000 00000003\n";
@@ -166,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_that_is_nearly_full_says_so_in_words_that_stay() {
+    fn nearly_full_conntrack_table_is_reported_in_constant_text() {
         let table = |entries, limit| Table {
             entries,
             limit,
@@ -174,18 +171,21 @@ mod tests {
         };
         assert_eq!(table(899, 1000).trouble(), None);
         assert_eq!(table(5, 0).trouble(), None, "no limit");
-        let said = table(900, 1000).trouble().expect("nine tenths");
-        assert!(said.contains("sysctl -w net.netfilter.nf_conntrack_max=2000"), "{said}");
-        assert_eq!(table(1000, 1000).trouble(), Some(said));
+        let message = table(900, 1000).trouble().expect("nine tenths");
+        assert!(
+            message.contains("sysctl -w net.netfilter.nf_conntrack_max=2000"),
+            "{message}"
+        );
+        assert_eq!(table(1000, 1000).trouble(), Some(message));
     }
 
     #[test]
-    fn the_table_is_among_the_metrics() {
+    fn conntrack_table_is_among_the_metrics() {
         let mut registry = prometheus_client::registry::Registry::with_prefix("wg_agent");
-        registry.register_collector(Box::new(Shown));
+        registry.register_collector(Box::new(ConntrackCollector));
         let text = clustermesh_daemon::metrics::encode(&registry).unwrap();
         let shown = |name: &str| text.lines().any(|line| line.starts_with(name));
-        // A kernel without conntrack shows nothing, and neither do we.
+        // Without conntrack there are no metrics.
         assert_eq!(shown("wg_agent_conntrack_entries "), read().is_ok(), "{text}");
         assert_eq!(shown("wg_agent_conntrack_limit "), read().is_ok(), "{text}");
     }

@@ -1,12 +1,12 @@
-//! One node's WireGuard device, routes and firewall: sources -> compile -> diff -> apply -> publish.
+//! The node agent: keeps one node's WireGuard device, routes and firewall table as the cluster's Peers and PeerPolicies
+//! describe.
 //!
-//! The middle is `clustermesh_agent_core`; here are the ends that touch the API server, the kernel and the disk. `run` is
-//! the wiring.
+//! One loop: sources -> compile -> diff -> apply -> publish. The pure part (compile, diff) is `clustermesh_agent_core`.
+//! This crate talks to the API server, the kernel and the disk.
 #![deny(unsafe_code)]
 
 mod admission;
 pub mod args;
-mod beside;
 pub mod cache;
 pub mod cleanup;
 pub mod conntrack;
@@ -14,10 +14,11 @@ pub mod device;
 mod endpoints;
 pub mod firewall;
 mod gateway;
-mod heard;
 pub mod identity;
+mod kernel_events;
 pub mod lock;
 pub mod metrics;
+mod policy_mode;
 pub mod preflight;
 pub mod prepare;
 mod probe;
@@ -25,21 +26,21 @@ pub mod publish;
 mod reconcile;
 pub mod route;
 pub mod run;
+mod runtime;
 pub mod source;
 mod status;
-mod wiring;
 
 use std::process::ExitCode;
 
 use clap::Parser;
 
-/// The whole program: flags, log, and then a run or a cleanup. Returns its exit code.
+/// Runs the program: parses flags, starts the log, runs the mode or subcommand. Returns the exit code.
 #[must_use]
 pub fn main() -> ExitCode {
     let args::Cli { flags, command } = args::Cli::parse();
     match command {
-        Some(args::Command::Status(what)) => return status::command::run(what),
-        Some(args::Command::Probe(what)) => return probe::run(&what),
+        Some(args::Command::Status(args)) => return status::command::run(args),
+        Some(args::Command::Probe(args)) => return probe::run(&args),
         _ => {}
     }
     if let Err(error) = clustermesh_daemon::telemetry::init(flags.log_format()) {
@@ -47,7 +48,7 @@ pub fn main() -> ExitCode {
         return ExitCode::from(2);
     }
     clustermesh_daemon::descriptors::raise_limit();
-    let done = tokio::runtime::Builder::new_multi_thread()
+    let result = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
         .map_err(Into::into)
@@ -55,21 +56,23 @@ pub fn main() -> ExitCode {
             runtime.block_on(async {
                 match command {
                     Some(args::Command::Cleanup) => cleanup::run(flags.into_cleanup()).await,
-                    Some(args::Command::Prepare(_)) if flags.mode() == args::ModeFlag::Gateway => prepare::pod().await,
-                    Some(args::Command::Prepare(what)) => prepare::run(flags.port(), what.conntrack_min).await,
+                    Some(args::Command::Prepare(_)) if flags.mode() == args::ModeFlag::Gateway => {
+                        prepare::prepare_pod().await
+                    }
+                    Some(args::Command::Prepare(args)) => prepare::run(flags.port(), args.conntrack_min).await,
                     Some(args::Command::Preflight) => preflight::run(flags.into_preflight().as_deref()).await,
                     Some(args::Command::RotateKey) => rotate_key(&flags.into_key_file()),
-                    // Answered above: what they print is all that may stand on their standard output.
+                    // Handled above, without a log: their output on stdout must be theirs alone.
                     Some(args::Command::Status(_) | args::Command::Probe(_)) => Ok(()),
                     None => match flags.mode() {
                         args::ModeFlag::Full => run::run(flags.into_config()?).await,
-                        args::ModeFlag::Policy => beside::run(flags.into_policy_config()?).await,
+                        args::ModeFlag::Policy => policy_mode::run(flags.into_policy_config()?).await,
                         args::ModeFlag::Gateway => gateway::run(flags.into_gateway_config()?).await,
                     },
                 }
             })
         });
-    match done {
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("{error:#}");
@@ -78,12 +81,12 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Makes the key that the running agent, or the next one, will take.
+/// Makes the next key of this node. The running agent, or the next one, publishes it and later switches to it.
 fn rotate_key(path: &std::path::Path) -> anyhow::Result<()> {
     let next = identity::key::create_next(path)?;
     tracing::info!(
         public = %next.public(),
-        "a new key waits in {}: wg-agent publishes it within 5 s and takes it when the first peer has learnt of it",
+        "a new key waits in {}: wg-agent publishes it within 5 s and uses it when the first peer initiates a handshake with it",
         identity::key::next(path).display()
     );
     Ok(())

@@ -1,9 +1,10 @@
-//! One agent for each network namespace: a second one is refused before it touches anything. What the lock protects (table
-//! numbers, firewall table, device) belongs to the namespace, so the namespace's inode is in the lock file's name.
+//! Takes the lock that allows one agent in each network namespace. A second agent is refused before it changes
+//! anything. The lock protects the routing tables, the firewall table and the device, which belong to the namespace, so
+//! the file's name contains the namespace's inode.
 //!
-//! Only root can open the file, so no other process can keep the agent out. It lies where userspace devices have their control
-//! sockets: the DaemonSet mounts that directory from the node, so that agents in different pods see one file. Next to it is the
-//! socket of `wg-agent status` ([`crate::status::ask`]).
+//! Only root can open the file, so no other process can keep the agent out. It lies in the directory of the userspace
+//! devices' control sockets: the DaemonSet mounts that directory from the node, so agents in different pods see the
+//! same file. Next to it is the socket of `wg-agent status` ([`crate::status::socket`]).
 
 use std::{
     fs::{self, DirBuilder, File, OpenOptions, Permissions},
@@ -17,10 +18,10 @@ use rustix::{
     io::Errno,
 };
 
-/// Where the file is.
+/// The directory of the lock file.
 const DIRECTORY: &str = "/var/run/wireguard";
 
-/// Held as long as the value lives.
+/// The lock; released when dropped.
 #[derive(Debug)]
 pub struct Lock {
     path: PathBuf,
@@ -28,27 +29,27 @@ pub struct Lock {
     _file: File,
 }
 
-/// Why the node could not be had.
+/// Why the lock could not be taken.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    /// Another agent runs.
+    /// Another agent holds the lock.
     #[error(
         "another wg-agent already serves this node's network namespace (process {holder}): stop it first; two would undo \
          each other's routes"
     )]
     Held {
-        /// Process id, or words where it is not known.
+        /// Process id in the lock file.
         holder: String,
     },
-    /// Another user than root could replace the file.
+    /// Users other than root could replace the file.
     #[error("the directory of the agent's lock, {}, can be written by others than root: chown root and chmod go-w", .0.display())]
     Writable(PathBuf),
-    /// The system said no.
+    /// A system call failed.
     #[error("cannot take the agent's lock {what}: {source}")]
     Io {
-        /// Which part of it.
+        /// What was accessed.
         what: String,
-        /// What it said.
+        /// The error.
         source: io::Error,
     },
 }
@@ -58,17 +59,17 @@ fn failed(what: impl ToString) -> impl FnOnce(io::Error) -> LockError {
     move |source| LockError::Io { what, source }
 }
 
-/// Takes the lock, or says who has it.
+/// Takes the lock, or names the process that holds it.
 pub fn take() -> Result<Lock, LockError> {
     Lock::take(Path::new(DIRECTORY), namespace()?)
 }
 
-/// Where the agent of this network namespace answers `wg-agent status`.
+/// The path of the socket of `wg-agent status` for this network namespace.
 pub(crate) fn status_socket() -> Result<PathBuf, LockError> {
     Ok(status_socket_in(Path::new(DIRECTORY), namespace()?))
 }
 
-/// `wg show` takes every `*.sock` in that directory for a device's.
+/// Not named `*.sock`: `wg show` takes each such file in that directory for a device.
 fn status_socket_in(directory: &Path, namespace: u64) -> PathBuf {
     directory.join(format!("wg-agent-{namespace}.status"))
 }
@@ -79,8 +80,8 @@ fn namespace() -> Result<u64, LockError> {
     Ok(namespace.ino())
 }
 
-/// A pod's own volume (emptyDir) is writable by everybody. While nobody has put anything there, it is closed to others; where
-/// something is there then, it stays as it is, and is refused.
+/// Sets mode 0700 on an empty directory that others may write, such as a pod's emptyDir volume. If there is a file in
+/// it, or one appears meanwhile, the mode is left (or set back), and taking the lock fails.
 fn close_if_empty(directory: &Path) -> io::Result<()> {
     let empty = || Ok::<_, io::Error>(fs::read_dir(directory)?.next().is_none());
     let of = fs::metadata(directory)?;
@@ -96,7 +97,8 @@ fn close_if_empty(directory: &Path) -> io::Result<()> {
 }
 
 impl Lock {
-    /// Binds the socket of `wg-agent status`. Whoever holds the lock may replace what a killed agent left.
+    /// Binds the socket of `wg-agent status`. It may replace the file that a killed agent left, since this process
+    /// holds the lock.
     pub(crate) fn status_listener(&self) -> io::Result<tokio::net::UnixListener> {
         match fs::remove_file(&self.status) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -139,13 +141,13 @@ impl Lock {
                 }
                 Err(error) => return Err(failed()(error.into())),
             }
-            // Whoever held it before may have removed it since it was opened.
+            // The process that held the lock before may have removed the file since it was opened here.
             let own = file.metadata().map_err(failed())?;
             let there = fs::metadata(&path);
             if !there.is_ok_and(|there| (there.dev(), there.ino()) == (own.dev(), own.ino())) {
                 continue;
             }
-            // For people; what a killed process left is overwritten.
+            // The process id is for people; it overwrites that of a killed process.
             let written = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
             written.map_err(failed())?;
             return Ok(Self {
@@ -171,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn second_agent_of_a_namespace_is_refused_until_the_first_ends() {
+    fn second_agent_in_a_namespace_is_refused_until_the_first_ends() {
         let directory = tempfile::tempdir().unwrap();
         let take = |namespace| Lock::take(directory.path(), namespace);
         let first = take(7).unwrap();
@@ -183,13 +185,13 @@ mod tests {
         let path = first.path.clone();
         drop(first);
         assert!(!path.exists());
-        // What a killed process left is no lock.
+        // A file left by a killed process is not locked.
         fs::write(&path, "1234567\n").unwrap();
         take(7).unwrap();
     }
 
     #[test]
-    fn directory_that_others_may_write_is_refused_unless_nothing_is_in_it() {
+    fn writable_lock_directory_is_refused_unless_empty() {
         let directory = tempfile::tempdir().unwrap();
         let open = || fs::set_permissions(directory.path(), Permissions::from_mode(0o777)).unwrap();
         let mode = || fs::metadata(directory.path()).unwrap().permissions().mode() & 0o777;
@@ -204,11 +206,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn status_socket_is_roots_alone_and_replaces_a_stale_one() {
+    async fn status_socket_has_mode_0600_and_replaces_a_stale_one() {
         let directory = tempfile::tempdir().unwrap();
         let lock = Lock::take(directory.path(), 7).unwrap();
         let path = status_socket_in(directory.path(), 7);
-        // As a killed agent leaves it.
+        // Left as a killed agent leaves it.
         drop(UnixListener::bind(&path).unwrap());
         let _listener = lock.status_listener().unwrap();
         let mode = fs::metadata(&path).unwrap().permissions().mode();

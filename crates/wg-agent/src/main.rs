@@ -1,4 +1,4 @@
-//! The process `wg-agent`; everything is in the library.
+//! The binary `wg-agent`. All code is in the library.
 
 fn main() -> std::process::ExitCode {
     wg_agent::main()

@@ -1,5 +1,5 @@
-//! The agent's metrics (prefix `wg_agent_`): by source cluster, so that their number stays small; by peer only where
-//! `--metrics-per-peer` asks for it (`peers`). What they mean is decided where they are set.
+//! The agent's metrics (prefix `wg_agent_`). They are aggregated by source cluster, so that their number stays small;
+//! `--metrics-per-peer` adds those of each peer (`peers`).
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -14,52 +14,52 @@ use crate::{conntrack, status::view::DeviceView};
 
 mod peers;
 
-/// One word that tells the series of a family apart.
+/// The label of a metric by reason.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct Reason {
-    /// As `OwnPodCIDR`.
+    /// Such as `OwnPodCIDR`.
     pub reason: String,
 }
 
-/// Which part of the agent.
+/// The label of a metric by part of the agent.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct Part {
-    /// As `firewall`.
+    /// Such as `firewall`.
     pub part: &'static str,
 }
 
-/// Peers of one source cluster in one state.
+/// The labels of a metric by source cluster and state.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct ClusterState {
-    /// Source cluster, by its name in the ClusterMesh; empty = a Peer that nobody's controller wrote.
+    /// Source cluster, by its name in the ClusterMesh; empty = no controller wrote the Peer.
     pub cluster: String,
     /// `up`, `down`, `unknown`.
     pub state: &'static str,
 }
 
-/// One source cluster.
+/// The label of a metric by source cluster.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct Cluster {
-    /// Source cluster, by its name in the ClusterMesh; empty = a Peer that nobody's controller wrote.
+    /// Source cluster, by its name in the ClusterMesh; empty = no controller wrote the Peer.
     pub cluster: String,
 }
 
-/// What carries the tunnels.
+/// The labels of the device's metric.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct DeviceInfo {
-    /// As `kilo0`.
+    /// Such as `kilo0`.
     interface: String,
     /// `kernel`, `userspace`.
     backend: String,
 }
 
-/// All of them. Cheap to clone.
+/// All metrics. Cheap to clone.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
     device: Family<DeviceInfo, Gauge>,
     mtu: Gauge,
     oldest: Family<Cluster, Gauge>,
-    each: Option<peers::Peers>,
+    per_peer: Option<peers::Peers>,
     peers: Family<ClusterState, Gauge>,
     received: Family<Cluster, Counter>,
     sent: Family<Cluster, Counter>,
@@ -68,49 +68,50 @@ pub struct Metrics {
     applied: Family<Part, Counter>,
     errors: Family<Part, Counter>,
     repairs: Family<Part, Counter>,
-    remembered: Gauge,
+    cached_kinds: Gauge,
     bypassed: Gauge,
-    counted: Arc<std::sync::Mutex<Counted>>,
+    last: Arc<std::sync::Mutex<LastCounts>>,
 }
 
-/// What the counters were last told, since devices count per peer and peers go.
+/// The device's counts at the last update. Metrics grow by the difference, because the counts of a removed peer
+/// disappear.
 #[derive(Debug, Default)]
-struct Counted {
+struct LastCounts {
     peers: BTreeMap<String, (u64, u64)>,
     drops: BTreeMap<String, u64>,
 }
 
-/// What the device says of one peer.
+/// The state and counters of one peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Traffic {
-    /// Which peer.
+pub struct PeerSample {
+    /// Its public key.
     pub key: String,
     /// Name of its Peer.
     pub name: String,
     /// Its source cluster.
     pub cluster: String,
-    /// How it is.
+    /// Its state.
     pub state: State,
-    /// Since its last handshake; `None` = never.
+    /// Time since its last handshake; `None` = never.
     pub handshake_age: Option<Duration>,
-    /// Bytes received since it is on the device.
+    /// Bytes received since the peer was added to the device.
     pub rx: u64,
-    /// Bytes sent since it is on the device.
+    /// Bytes sent since the peer was added to the device.
     pub tx: u64,
 }
 
 impl Metrics {
-    /// Registers all of them.
-    pub fn register(registry: &mut Registry, per_peer: bool) -> Self {
+    /// Registers all metrics.
+    pub fn register(registry: &mut Registry, with_peers: bool) -> Self {
         let metrics = Self {
-            each: per_peer.then(peers::Peers::default),
+            per_peer: with_peers.then(peers::Peers::default),
             ..Self::default()
         };
         let Self {
             device,
             mtu,
             oldest,
-            each,
+            per_peer,
             peers,
             received,
             sent,
@@ -119,11 +120,11 @@ impl Metrics {
             applied,
             errors,
             repairs,
-            remembered,
+            cached_kinds,
             bypassed,
-            counted: _,
+            last: _,
         } = metrics.clone();
-        registry.register("device", "What carries the tunnels, by its labels", device);
+        registry.register("device", "The WireGuard device, by its labels", device);
         registry.register("device_mtu_bytes", "MTU of the device, bytes of inner packet", mtu);
         registry.register(
             "oldest_handshake_seconds",
@@ -131,13 +132,13 @@ impl Metrics {
              used, and dead after 180",
             oldest,
         );
-        registry.register_collector(Box::new(conntrack::Shown));
-        if let Some(each) = each {
-            registry.register_collector(Box::new(each));
+        registry.register_collector(Box::new(conntrack::ConntrackCollector));
+        if let Some(per_peer) = per_peer {
+            registry.register_collector(Box::new(per_peer));
         }
         registry.register(
             "datapath_bypassed",
-            "1 where a CNI (Cilium with host routing in BPF) leads packets past netfilter, or kube-proxy translates by IPVS",
+            "1 if packets bypass netfilter (Cilium with host routing in BPF), or kube-proxy translates by IPVS",
             bypassed,
         );
         registry.register("peers", "Peers on the device, by source cluster and state", peers);
@@ -158,47 +159,43 @@ impl Metrics {
         );
         registry.register("device_drops", "Packets the device dropped, by reason", dropped);
         registry.register("applied_changes", "Changes made to the node, by part", applied);
-        registry.register(
-            "repairs",
-            "What others had taken away or changed and was put back, by part",
-            repairs,
-        );
-        registry.register("errors", "What failed and is tried again, by part", errors);
+        registry.register("repairs", "Repairs of external changes, by part", repairs);
+        registry.register("errors", "Errors, which are retried, by part", errors);
         registry.register(
             "remembered_kinds",
-            "Kinds of objects taken from the cache, since the API server has not answered since the start",
-            remembered,
+            "Kinds of objects that are only known from the cache, since the API server has not answered since the start",
+            cached_kinds,
         );
         metrics
     }
 
-    /// Something on the node was changed.
-    pub fn applied(&self, part: &'static str, changes: usize) {
+    /// Counts changes made to the node.
+    pub fn count_changes(&self, part: &'static str, changes: usize) {
         self.applied.get_or_create(&Part { part }).inc_by(changes as u64);
     }
 
-    /// Something that others had taken away or changed was put back.
-    pub fn repaired(&self, part: &'static str, changes: usize) {
+    /// Counts repairs of external changes.
+    pub fn count_repairs(&self, part: &'static str, changes: usize) {
         self.repairs.get_or_create(&Part { part }).inc_by(changes as u64);
     }
 
-    /// Something failed.
-    pub fn failed(&self, part: &'static str) {
+    /// Counts an error.
+    pub fn count_error(&self, part: &'static str) {
         self.errors.get_or_create(&Part { part }).inc();
     }
 
-    /// Whether a CNI leads packets past netfilter.
-    pub fn bypassed(&self, yes: bool) {
-        self.bypassed.set(i64::from(yes));
+    /// Sets whether packets bypass netfilter.
+    pub fn set_bypassed(&self, is_bypassed: bool) {
+        self.bypassed.set(i64::from(is_bypassed));
     }
 
-    /// Of how many kinds only what an earlier process kept is known.
-    pub fn remembered(&self, kinds: usize) {
-        self.remembered.set(i64::try_from(kinds).unwrap_or(i64::MAX));
+    /// Sets the number of kinds that are only known from the cache.
+    pub fn set_cached_kinds(&self, kinds: usize) {
+        self.cached_kinds.set(i64::try_from(kinds).unwrap_or(i64::MAX));
     }
 
-    /// How many objects are left out now, by reason.
-    pub fn refused(&self, reasons: &BTreeMap<String, i64>) {
+    /// Sets the number of objects that are left out, by reason.
+    pub fn set_refused(&self, reasons: &BTreeMap<String, i64>) {
         self.refused.clear();
         for (reason, count) in reasons {
             self.refused
@@ -207,9 +204,9 @@ impl Metrics {
         }
     }
 
-    /// What the device counts now.
-    pub fn traffic(&self, peers: Vec<Traffic>, drops: &BTreeMap<String, u64>) {
-        let mut counted = self.counted.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    /// Updates the metrics from the device's counters.
+    pub fn set_peers(&self, peers: Vec<PeerSample>, drops: &BTreeMap<String, u64>) {
+        let mut last = self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut states: BTreeMap<(&str, &'static str), i64> = BTreeMap::new();
         let mut now = BTreeMap::new();
         let mut oldest: BTreeMap<&str, Duration> = BTreeMap::new();
@@ -222,12 +219,12 @@ impl Metrics {
                 let count = states.entry((&peer.cluster, state.as_str())).or_default();
                 *count += i64::from(state == peer.state);
             }
-            let (rx, tx) = counted.peers.get(&peer.key).copied().unwrap_or_default();
+            let (rx, tx) = last.peers.get(&peer.key).copied().unwrap_or_default();
             let cluster = Cluster {
                 cluster: peer.cluster.clone(),
             };
-            self.received.get_or_create(&cluster).inc_by(grown(rx, peer.rx));
-            self.sent.get_or_create(&cluster).inc_by(grown(tx, peer.tx));
+            self.received.get_or_create(&cluster).inc_by(increase(rx, peer.rx));
+            self.sent.get_or_create(&cluster).inc_by(increase(tx, peer.tx));
             now.insert(peer.key.clone(), (peer.rx, peer.tx));
         }
         self.peers.clear();
@@ -247,19 +244,19 @@ impl Metrics {
                 .set(i64::try_from(age.as_secs()).unwrap_or(i64::MAX));
         }
         for (reason, count) in drops {
-            let before = counted.drops.insert(reason.clone(), *count).unwrap_or_default();
+            let before = last.drops.insert(reason.clone(), *count).unwrap_or_default();
             self.dropped
                 .get_or_create(&Reason { reason: reason.clone() })
-                .inc_by(grown(before, *count));
+                .inc_by(increase(before, *count));
         }
-        counted.peers = now;
-        if let Some(each) = &self.each {
-            each.set(peers);
+        last.peers = now;
+        if let Some(per_peer) = &self.per_peer {
+            per_peer.set(peers);
         }
     }
 
-    /// What carries the tunnels now.
-    pub(crate) fn device(&self, device: &DeviceView) {
+    /// Sets the device's labels and MTU.
+    pub(crate) fn set_device(&self, device: &DeviceView) {
         self.device.clear();
         let info = DeviceInfo {
             interface: device.interface.clone(),
@@ -270,8 +267,8 @@ impl Metrics {
     }
 }
 
-/// A smaller number than before is one that began anew.
-const fn grown(before: u64, now: u64) -> u64 {
+/// The increase of a counter; one that shrank was reset.
+const fn increase(before: u64, now: u64) -> u64 {
     if now >= before { now - before } else { now }
 }
 
@@ -279,8 +276,8 @@ const fn grown(before: u64, now: u64) -> u64 {
 mod tests {
     use super::*;
 
-    fn peer(key: &str, cluster: &str, state: State, rx: u64, tx: u64) -> Traffic {
-        Traffic {
+    fn peer(key: &str, cluster: &str, state: State, rx: u64, tx: u64) -> PeerSample {
+        PeerSample {
             key: key.into(),
             name: format!("prod--{cluster}--{key}"),
             cluster: cluster.into(),
@@ -300,17 +297,17 @@ mod tests {
     }
 
     #[test]
-    fn counters_never_fall_when_peers_go_or_begin_anew() {
+    fn counters_never_fall_when_peers_are_removed_or_reset() {
         let mut registry = Registry::default();
         let metrics = Metrics::register(&mut registry, false);
-        metrics.traffic(
+        metrics.set_peers(
             vec![
                 peer("a", "mgmt", State::Up, 100, 10),
                 peer("b", "mgmt", State::Down, 5, 5),
             ],
             &[("source".to_owned(), 3)].into(),
         );
-        metrics.traffic(
+        metrics.set_peers(
             vec![
                 peer("a", "mgmt", State::Unknown, 30, 11),
                 peer("c", "mgmt", State::Up, 7, 0),
@@ -318,8 +315,8 @@ mod tests {
             ],
             &[("source".to_owned(), 4)].into(),
         );
-        metrics.refused(&[("OwnPodCIDR".to_owned(), 2)].into());
-        metrics.device(&DeviceView {
+        metrics.set_refused(&[("OwnPodCIDR".to_owned(), 2)].into());
+        metrics.set_device(&DeviceView {
             interface: "kilo0".into(),
             backend: "userspace".into(),
             mtu: 1420,
@@ -341,14 +338,14 @@ mod tests {
     }
 
     #[test]
-    fn each_peer_is_shown_where_that_is_asked_for_and_no_more_than_a_thousand() {
+    fn peer_metrics_are_optional_and_limited_to_a_thousand_peers() {
         let mut registry = Registry::with_prefix("wg_agent");
         let metrics = Metrics::register(&mut registry, true);
-        let never = Traffic {
+        let never = PeerSample {
             handshake_age: None,
             ..peer("b", "mgmt", State::Down, 0, 148)
         };
-        metrics.traffic(vec![peer("a", "mgmt", State::Up, 3, 4), never], &BTreeMap::new());
+        metrics.set_peers(vec![peer("a", "mgmt", State::Up, 3, 4), never], &BTreeMap::new());
         let found = lines(&registry);
         let of_peers: Vec<&str> = found.iter().filter(|l| l.contains("prod--")).map(|l| &**l).collect();
         assert_eq!(
@@ -364,7 +361,7 @@ mod tests {
             ]
         );
         let many = (0..1007).map(|n| peer(&format!("{n:04}"), "mgmt", State::Up, 0, 0));
-        metrics.traffic(many.rev().collect(), &BTreeMap::new());
+        metrics.set_peers(many.rev().collect(), &BTreeMap::new());
         let found = lines(&registry);
         let states = found.iter().filter(|l| l.starts_with("wg_agent_peer_state"));
         assert_eq!(states.clone().count(), 1000);

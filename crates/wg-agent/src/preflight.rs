@@ -1,5 +1,5 @@
-//! What the node must offer before the agent starts, each with its remedy; and `wg-agent preflight`, which also looks at the
-//! kernel settings that `prepare` writes. Those that depend on what is to be programmed are `route::sysctl`'s.
+//! Checks what the node must provide before the agent starts, with a remedy for each missing part. Also implements
+//! `wg-agent preflight`, which checks the kernel settings that `prepare` writes as well.
 
 use std::{
     fs::{self, OpenOptions},
@@ -20,7 +20,7 @@ use crate::{
     source::{client, datapath},
 };
 
-/// Something that is missing.
+/// A missing requirement.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Missing {
     /// No TUN.
@@ -29,7 +29,7 @@ pub enum Missing {
          tun"
     )]
     Tun(String),
-    /// No right to change the network.
+    /// No permission to configure the network.
     #[error(
         "the capability NET_ADMIN is missing: add it to the container's securityContext.capabilities, or run as root on the \
          node"
@@ -43,7 +43,7 @@ pub enum Missing {
 /// CAP_NET_ADMIN (capability.h).
 const NET_ADMIN: u32 = 12;
 
-/// Everything that is missing. Whether the kernel has WireGuard shows when the device is opened.
+/// All missing requirements. Whether the kernel has WireGuard shows when the device is opened.
 #[must_use]
 pub fn check(backend: Backend) -> Vec<Missing> {
     let tun = OpenOptions::new()
@@ -63,7 +63,7 @@ pub fn check(backend: Backend) -> Vec<Missing> {
     [tun, admin, nft].into_iter().flatten().collect()
 }
 
-/// What a host has to load or set for what is missing.
+/// The kernel modules and settings that the host must set.
 #[must_use]
 pub fn host(missing: &[Missing], settings: &[sysctl::Missing]) -> Host {
     let tun = missing.iter().any(|missing| matches!(missing, Missing::Tun(_)));
@@ -75,8 +75,8 @@ pub fn host(missing: &[Missing], settings: &[sysctl::Missing]) -> Host {
     }
 }
 
-/// `wg-agent preflight`: prints what this node lacks and how to set it; writes nothing. Fails where the agent would not start,
-/// or would start and not work.
+/// Implements `wg-agent preflight`: prints what this node lacks and how to set it; writes nothing. Fails if the agent
+/// would not start or not work.
 pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
     let mut wanted = prepare::settings(Path::new("/proc/sys/net/ipv6").exists());
     wanted.iter_mut().for_each(|sysctl| sysctl.write = false);
@@ -85,12 +85,12 @@ pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
     let missing = check(if kernel { Backend::Kernel } else { Backend::Userspace });
     if !kernel {
         println!(
-            "The kernel's WireGuard is not loaded. --backend=auto asks for it and takes userspace where there is none; a node \
-             that shall have it needs the module wireguard.\n"
+            "The kernel's WireGuard is not loaded. --backend=auto tries to load it and falls back to userspace; a node \
+             that must use it needs the module wireguard.\n"
         );
     }
-    if let Some(full) = conntrack::trouble() {
-        println!("Beside what is missing: {full}.\n");
+    if let Some(warning) = conntrack::trouble() {
+        println!("Warning: {warning}.\n");
     }
     let client = async || {
         let connected = client::connect(kubeconfig).await;
@@ -98,7 +98,7 @@ pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
             .map(|connection| connection.client)
             .map_err(|error| error.to_string())
     };
-    let datapath = datapath::look(client).await.map(|found| found.to_string());
+    let datapath = datapath::check_once(client).await.map(|found| found.to_string());
     if missing.is_empty() && settings.is_empty() && datapath.is_none() {
         println!("Nothing is missing on this node.");
         return Ok(());
@@ -111,7 +111,7 @@ pub async fn run(kubeconfig: Option<&Path>) -> anyhow::Result<()> {
     anyhow::bail!("this node is not ready for wg-agent:\n{}", lines(&all))
 }
 
-/// Whether a capability is in effect (proc_pid_status(5), `CapEff`).
+/// Whether a capability is effective (proc_pid_status(5), `CapEff`).
 fn effective(status: &str, capability: u32) -> bool {
     let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
     line.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_capability_is_read_from_the_effective_set() {
+    fn capability_is_read_from_the_effective_set() {
         let with = "Name:\tx\nCapPrm:\t0000000000000000\nCapEff:\t0000000000001000\n";
         let without = "CapPrm:\t0000000000001000\nCapEff:\t0000000000000000\n";
         assert_eq!(

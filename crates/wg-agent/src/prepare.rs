@@ -1,6 +1,6 @@
-//! `wg-agent prepare`: writes the kernel settings of the node that a process with NET_ADMIN alone may not; run by the
-//! DaemonSet's privileged init container. Which they are is `clustermesh_agent_core::sysctl`'s; those of single
-//! interfaces the agent writes itself.
+//! Implements `wg-agent prepare`: writes the kernel settings of the node for which NET_ADMIN is not enough. The
+//! DaemonSet's privileged init container runs it. `clustermesh_agent_core::sysctl` defines the settings; the agent
+//! itself writes those of single interfaces.
 
 use std::{fs, path::Path};
 
@@ -15,11 +15,11 @@ use clustermesh_agent_core::{
 
 use crate::{conntrack, gateway::forwarding, preflight, route::sysctl::ensure, run::lines};
 
-/// Ports that the kernel gives to nobody who does not ask for them by number, as `5000,6000-6999`.
+/// Ports that the kernel never chooses as ephemeral ports, such as `5000,6000-6999`.
 const RESERVED: &str = "/proc/sys/net/ipv4/ip_local_reserved_ports";
 
-/// Writes them, or says which could not be written and how else to set them. `port`: the tunnel's; `connections`: the node's
-/// table of connections holds these at least.
+/// Writes the settings, or reports which could not be written and how else to set them. `port` is the tunnel's;
+/// `connections` is the minimum size of the conntrack table.
 pub(crate) async fn run(port: u16, connections: u64) -> anyhow::Result<()> {
     let wanted = settings(Path::new("/proc/sys/net/ipv6").exists());
     let missing = ensure(&wanted).await;
@@ -33,23 +33,23 @@ pub(crate) async fn run(port: u16, connections: u64) -> anyhow::Result<()> {
         lines(&missing),
         preflight::host(&[], &missing).everywhere()
     );
-    reserve(port).with_context(|| format!("cannot add the tunnel's port {port} to {RESERVED}"))?;
+    reserve_port(port).with_context(|| format!("cannot add the tunnel's port {port} to {RESERVED}"))?;
     match conntrack::raise(connections) {
         Ok(None) => {}
         Ok(Some(before)) => tracing::info!("net.netfilter.nf_conntrack_max = {connections}, was {before}"),
-        // A node inside another one's container: the table is the outer one's.
+        // In a container on another machine, the conntrack table is that machine's.
         Err(error) => tracing::warn!(
-            "the table of connections holds fewer than {connections} and cannot be raised from here ({error}); set it on the host: \
+            "the conntrack table has room for fewer than {connections} entries and cannot be enlarged from here ({error}); set it on the host: \
              sysctl -w net.netfilter.nf_conntrack_max={connections}"
         ),
     }
     Ok(())
 }
 
-/// The same for a pod that is a gateway: it forwards, and forgets connections that were not answered or have ended soon, since
-/// its connection table is what sandboxes share.
-pub(crate) async fn pod() -> anyhow::Result<()> {
-    let wanted = forwarding::of_the_pod(Path::new("/proc/sys/net/ipv6").exists());
+/// Prepares a gateway's pod: enables forwarding, and shortens the conntrack timeouts of unanswered and closing
+/// connections, since all sandboxes share its conntrack table.
+pub(crate) async fn prepare_pod() -> anyhow::Result<()> {
+    let wanted = forwarding::pod_settings(Path::new("/proc/sys/net/ipv6").exists());
     let missing = ensure(&wanted).await;
     anyhow::ensure!(
         missing.is_empty(),
@@ -60,14 +60,15 @@ pub(crate) async fn pod() -> anyhow::Result<()> {
         let path = format!("/proc/sys/net/netfilter/nf_conntrack_{name}");
         match fs::write(&path, seconds.to_string()) {
             Ok(()) => tracing::info!("net.netfilter.nf_conntrack_{name} = {seconds}"),
-            // A kernel without this protocol, or without a table of its own for each namespace.
+            // The kernel lacks this protocol, or conntrack settings for each namespace.
             Err(error) => tracing::warn!("{path} cannot be written: {error}"),
         }
     }
     Ok(())
 }
 
-/// Seconds; the kernel's own are 120, 60, 120, 60 and 432,000 (Documentation/networking/nf_conntrack-sysctl.rst).
+/// In seconds; the kernel's defaults are 120, 60, 120, 60 and 432,000
+/// (Documentation/networking/nf_conntrack-sysctl.rst).
 const CONNTRACK_TIMEOUTS: [(&str, u32); 5] = [
     ("tcp_timeout_syn_sent", 15),
     ("tcp_timeout_syn_recv", 15),
@@ -76,18 +77,18 @@ const CONNTRACK_TIMEOUTS: [(&str, u32); 5] = [
     ("tcp_timeout_established", 7500),
 ];
 
-/// While no agent is here to hold it, the tunnel's port could be given to any program that asks for some port.
-fn reserve(port: u16) -> std::io::Result<()> {
+/// Reserves the tunnel's port. While no agent runs, the kernel could give it to another program as an ephemeral port.
+fn reserve_port(port: u16) -> std::io::Result<()> {
     let reserved = fs::read_to_string(RESERVED)?;
-    if let Some(reserved) = with(&reserved, port) {
+    if let Some(reserved) = add_port(&reserved, port) {
         fs::write(RESERVED, &reserved)?;
         tracing::info!("net.ipv4.ip_local_reserved_ports = {reserved}");
     }
     Ok(())
 }
 
-/// The list with this port, where it is not in it.
-fn with(reserved: &str, port: u16) -> Option<String> {
+/// The list with this port added; `None` if it contains it already.
+fn add_port(reserved: &str, port: u16) -> Option<String> {
     let reserved = reserved.trim();
     let holds = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -102,8 +103,8 @@ fn with(reserved: &str, port: u16) -> Option<String> {
     }
 }
 
-/// The settings of the whole node. IPv4 forwarding is switched on where it is off: a node whose pods have IPv4 has it on
-/// anyway. IPv6 forwarding is not: a host that learns its own routes from router advertisements would lose them.
+/// The settings of the whole node. IPv4 forwarding is enabled if it is off, as a node with IPv4 pods needs it anyway.
+/// IPv6 forwarding is not: a host that gets its routes from router advertisements would lose them.
 pub(crate) fn settings(ipv6: bool) -> Vec<Sysctl> {
     let Ok(anywhere) = "lo".parse::<InterfaceName>() else {
         return Vec::new();
@@ -126,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_port_is_reserved_beside_what_others_reserved() {
+    fn port_is_added_to_the_reserved_ports_once() {
         for (before, after) in [
             ("\n", Some("51820")),
             ("51820\n", None),
@@ -134,12 +135,12 @@ mod tests {
             ("8080,51821-52000\n", Some("8080,51821-52000,51820")),
             ("80,51000-51819", Some("80,51000-51819,51820")),
         ] {
-            assert_eq!(with(before, 51820).as_deref(), after, "{before:?}");
+            assert_eq!(add_port(before, 51820).as_deref(), after, "{before:?}");
         }
     }
 
     #[test]
-    fn only_what_belongs_to_the_whole_node_is_written() {
+    fn prepare_writes_only_settings_of_the_whole_node() {
         let names = |ipv6| settings(ipv6).iter().map(|s| s.name.to_string()).collect::<Vec<_>>();
         let v4 = [
             "net.ipv4.ip_forward",

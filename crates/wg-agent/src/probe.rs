@@ -1,5 +1,5 @@
-//! `wg-agent probe`: which sockets take a TCP connection from where it runs, and by which interface each is reached. What may
-//! be open is not known here; `clustermeshctl verify` asks the planner.
+//! Implements `wg-agent probe`: tests which sockets accept a TCP connection from here, and by which interface each is
+//! reached. `clustermeshctl verify` compares that with the plan.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,12 +17,12 @@ use tokio::net::TcpStream;
 
 use crate::route::paths;
 
-/// For one connection: the kernel repeats a lost SYN after one second, so one may be lost.
-const PATIENCE: Duration = Duration::from_millis(2500);
-/// Connections under way at once; a process has 1,024 files as a rule.
+/// Timeout of one connection attempt: the kernel repeats a lost SYN after one second, so one may be lost.
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(2500);
+/// Concurrent connections; a process usually may have 1,024 open files.
 const PARALLEL: usize = 400;
 
-/// What to try.
+/// The sockets to test.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct ProbeArgs {
     /// Addresses, each with its ports: 10.0.0.1=80,443
@@ -55,19 +55,19 @@ impl FromStr for Target {
 #[derive(Debug, PartialEq, Eq, Serialize)]
 struct Line<'a> {
     socket: SocketAddr,
-    /// `open`, `refused`, `unreachable`, `silent`, or what else the kernel said.
+    /// `open`, `refused`, `unreachable`, `silent`, or another error of the kernel.
     answer: String,
-    /// The interface by which this host's own packets go there; `None` = no route.
+    /// The interface by which this host's own packets leave; `None` = no route. (JSON: `way`.)
     way: Option<&'a str>,
 }
 
-/// The last line: without it the output is not whole.
+/// The last line. Output without it is incomplete.
 #[derive(Debug, Serialize)]
 struct Done {
     tried: usize,
 }
 
-/// Tries them all, prints, and returns the exit code.
+/// Tests all sockets, prints the results, and returns the exit code.
 pub(crate) fn run(args: &ProbeArgs) -> ExitCode {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     match runtime.and_then(|runtime| runtime.block_on(probe(&args.targets, &mut io::stdout()))) {
@@ -81,14 +81,14 @@ pub(crate) fn run(args: &ProbeArgs) -> ExitCode {
 
 async fn probe(targets: &[Target], out: &mut impl Write) -> io::Result<()> {
     let addresses: BTreeSet<IpAddr> = targets.iter().map(|target| target.address).collect();
-    // Asked before anything is sent: what a connection leaves behind must not answer for the route.
+    // Before the first connection, because what a connection leaves behind must not change the route.
     let ways: BTreeMap<IpAddr, String> = paths::interfaces(&addresses)?;
     let sockets: BTreeSet<SocketAddr> = targets
         .iter()
         .flat_map(|target| target.ports.iter().map(|port| SocketAddr::new(target.address, *port)))
         .collect();
     let mut answers = stream::iter(sockets.iter().copied())
-        .map(|socket| async move { (socket, ask(socket).await) })
+        .map(|socket| async move { (socket, connect(socket).await) })
         .buffer_unordered(PARALLEL);
     while let Some((socket, answer)) = answers.next().await {
         let way = ways.get(&socket.ip()).map(String::as_str);
@@ -100,8 +100,8 @@ async fn probe(targets: &[Target], out: &mut impl Write) -> io::Result<()> {
     out.flush()
 }
 
-async fn ask(socket: SocketAddr) -> String {
-    let word = match tokio::time::timeout(PATIENCE, TcpStream::connect(socket)).await {
+async fn connect(socket: SocketAddr) -> String {
+    let word = match tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(socket)).await {
         Ok(Ok(_)) => "open",
         Err(_) => "silent",
         Ok(Err(error)) => match error.kind() {
@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_to_be_tried_is_read_as_addresses_with_their_ports() {
+    fn probe_target_is_an_address_with_ports() {
         let target = |address: &str, ports: &[u16]| Target {
             address: address.parse().unwrap(),
             ports: ports.iter().copied().collect(),
@@ -129,13 +129,13 @@ mod tests {
         assert_eq!("10.0.0.1=443,80".parse(), Ok(target("10.0.0.1", &[80, 443])));
         assert_eq!("fd00::1=1".parse(), Ok(target("fd00::1", &[1])));
         for wrong in ["10.0.0.1", "10.0.0.1=", "10.0.0.1=70000", "name=80", "10.0.0.1:80"] {
-            let said = format!("{wrong:?}: write ADDRESS=PORT,PORT");
-            assert_eq!(wrong.parse::<Target>(), Err(said));
+            let message = format!("{wrong:?}: write ADDRESS=PORT,PORT");
+            assert_eq!(wrong.parse::<Target>(), Err(message));
         }
     }
 
     #[tokio::test]
-    async fn an_open_socket_and_a_closed_one_are_told_apart_and_the_last_line_says_that_all_were_tried() {
+    async fn probe_reports_open_and_refused_sockets_and_a_final_count() {
         let listening = TcpListener::bind("127.0.0.1:0").unwrap();
         let open = listening.local_addr().unwrap();
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();

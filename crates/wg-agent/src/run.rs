@@ -1,4 +1,5 @@
-//! The wiring of the agent's process: what is started, what wakes a pass, how it ends. What a pass does is in `reconcile`.
+//! Runs full mode: starts the tasks, and runs the loop that decides when the next reconcile pass begins. A pass itself
+//! is in `reconcile`.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -7,35 +8,37 @@ use tokio::sync::watch;
 
 use crate::{
     args::Config,
-    cache, device, firewall,
-    heard::{Event, Heard},
-    identity, lock, preflight, publish,
-    reconcile::{Cache, Parts, RESOLV_CONF, Reconciler},
-    route, source,
+    cache, device, firewall, identity,
+    kernel_events::{Event, KernelEvents},
+    lock, preflight, publish,
+    reconcile::{CacheTiming, Dependencies, RESOLV_CONF, Reconciler},
+    route,
+    runtime::{NodeChannels, RuntimeBuilder},
+    source,
     source::store::Store,
-    wiring::{Base, Ends},
 };
 
-/// A whole look at the node as a safety net, whatever was heard.
+/// Between two passes without any event: a safety net.
 const RESYNC: Duration = Duration::from_secs(30);
-/// Between looks at the peers.
-const LOOK: Duration = Duration::from_secs(5);
-/// What comes within this time is taken together.
+/// How often peers are polled.
+const POLL_PEERS: Duration = Duration::from_secs(5);
+/// Changes of objects within this time are handled in one pass.
 const SETTLE: Duration = Duration::from_millis(30);
-/// Before it takes up changes, the loop rests three times as long as its last pass took, this at most, so that objects that
-/// change without end do not keep the processor busy. A changed PeerPolicy ends the rest.
+/// After a pass the loop rests three times as long as the pass took, at most this long. So objects that change all the
+/// time do not keep the CPU busy. A changed PeerPolicy ends the rest.
 const REST: Duration = Duration::from_secs(1);
-/// Retries of a pass that failed.
+/// Pauses after 1, 2, 3, and 4 or more failed passes in a row.
 const RETRY: [Duration; 4] = [
     Duration::from_millis(500),
     Duration::from_secs(1),
     Duration::from_secs(3),
     Duration::from_secs(10),
 ];
-/// A loop that is silent for so long is stuck.
-const STUCK: Duration = Duration::from_secs(120);
-/// An API server that has not told everything by then counts as away, as one that cannot be reached does at once.
-const FIRST_WORD: Duration = Duration::from_secs(3);
+/// A loop without a heartbeat for so long counts as stuck.
+const STUCK_AFTER: Duration = Duration::from_secs(120);
+/// If the first lists are not complete by then, the agent starts from its cache. It does so at once when the API server
+/// cannot be reached.
+const FIRST_LISTS: Duration = Duration::from_secs(3);
 
 /// Runs until a signal.
 pub async fn run(config: Config) -> anyhow::Result<()> {
@@ -66,54 +69,62 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         "wg-agent starts"
     );
     let admin = Admin::bind(config.listen)?;
-    let mut base = Base::open(
+    let mut builder = RuntimeBuilder::open(
         config.kubeconfig.as_deref(),
         admin,
         config.metrics_per_peer,
         Duration::ZERO,
     )
     .await?;
-    let metrics = base.running.metrics.clone();
+    let metrics = builder.runtime.metrics.clone();
 
-    let place = cache::Place {
+    let cache_file = cache::CacheFile {
         path: config.cache_file.clone(),
         node: config.node_name.clone(),
         max_age: config.cache_max_age,
     };
-    let step = place.step();
-    let cache::Found {
+    let max_lag = cache_file.max_lag();
+    let cache::LoadedCache {
         saved,
         confirmed,
         live,
         trouble,
-    } = cache::load(&place, cache::Stamp::of(SystemTime::now()));
-    let _set_aside = trouble.map(|trouble| {
+    } = cache::load(&cache_file, cache::UnixTime::of(SystemTime::now()));
+    let _remark = trouble.map(|trouble| {
         tracing::warn!("{trouble}");
-        metrics.failed("cache");
-        base.running.readiness.remark(format!("cache: {trouble}"))
+        metrics.count_error("cache");
+        builder.runtime.readiness.remark(format!("cache: {trouble}"))
     });
     let known = saved.as_ref().map(|saved| saved.addresses.clone()).unwrap_or_default();
 
     let store = Store::new(metrics.clone(), saved);
-    let (kept, keep) = watch::channel(cache::Kept {
+    let (cache_content, to_write) = watch::channel(cache::CacheContent {
         saved: None,
         confirmed,
         live: live.clone(),
     });
-    base.running.tasks.spawn(cache::run(place, keep, metrics.clone()));
-    let (mut running, Ends { publish, bypassed }) =
-        base.start(&lock, &config.node_name, &publish::identity::KEYS, &store)?;
-    let stop = running.stop.clone();
-    let (silent, patience) = (store.clone(), stop.clone());
-    running.tasks.spawn(async move {
+    builder
+        .runtime
+        .tasks
+        .spawn(cache::run(cache_file, to_write, metrics.clone()));
+    let (
+        mut runtime,
+        NodeChannels {
+            publish,
+            datapath_problem,
+        },
+    ) = builder.start(&lock, &config.node_name, &publish::identity::KEYS, &store)?;
+    let stop = runtime.stop.clone();
+    let (uncached, stopped) = (store.clone(), stop.clone());
+    runtime.tasks.spawn(async move {
         tokio::select! {
-            () = patience.cancelled() => {}
-            () = tokio::time::sleep(FIRST_WORD) => silent.remember(),
+            () = stopped.cancelled() => {}
+            () = tokio::time::sleep(FIRST_LISTS) => uncached.use_cache(),
         }
     });
-    let (names, wanted_names) = watch::channel(Default::default());
+    let (host_names, wanted_names) = watch::channel(Default::default());
     let found = store.clone();
-    running.tasks.spawn(source::lookup::run(
+    runtime.tasks.spawn(source::lookup::run(
         wanted_names,
         known,
         move |addresses| found.set_addresses(addresses),
@@ -121,59 +132,61 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     ));
 
     let interface = config.interface.clone();
-    let heard = Heard::open(&interface, RESOLV_CONF.into());
+    let events = KernelEvents::open(&interface, RESOLV_CONF.into());
     let (backend, opened) = (config.backend, interface.clone());
     let options = device::userspace::Options {
         offload: config.offload,
         ..Default::default()
     };
-    let reconciler = Reconciler::new(Parts {
-        bypassed,
+    let reconciler = Reconciler::new(Dependencies {
+        datapath_problem,
         routing: route::Netlink::open(interface)?,
-        firewall: firewall::Keeper::new(firewall::Nft::default())
-            .remembering(firewall::Stamp::beside(&config.cache_file)),
+        firewall: firewall::FirewallManager::new(firewall::Nft::default())
+            .with_record(firewall::TableRecord::next_to_cache(&config.cache_file)),
         open: Box::new(move |configuration| device::open(backend, opened.as_str(), configuration, options)),
         key,
-        server: running.connection.server.clone(),
+        server: runtime.connection.server.clone(),
         store: store.clone(),
-        names,
+        host_names,
         publish,
-        kept,
-        cache: Cache { confirmed, step },
+        cache_content,
+        cache_timing: CacheTiming { confirmed, max_lag },
         live,
-        troubles: running.troubles(),
+        troubles: runtime.troubles(),
         metrics,
-        dump: running.dump.clone(),
+        dump: runtime.dump.clone(),
         config,
     });
-    let heartbeat = running.liveness.watch("node", STUCK);
-    turn(reconciler, &store, heard, &heartbeat, &stop).await;
-    running.end().await;
-    tracing::info!("wg-agent ends; what leaves in clear is still refused by routes and firewall until it is back");
+    let heartbeat = runtime.liveness.watch("node", STUCK_AFTER);
+    run_loop(reconciler, &store, events, &heartbeat, &stop).await;
+    runtime.shut_down().await;
+    tracing::info!("wg-agent ends; routes and firewall stay and keep packets for the mesh from leaving unencrypted");
     Ok(())
 }
 
-/// Passes until the token is cancelled. The device is dropped at the end: a kernel device carries on; of a userspace one the
-/// interface stays. So do routes and firewall, and nothing for the mesh leaves in clear while nobody is here.
-async fn turn<R: route::Routing, F: firewall::Backend>(
+/// Runs passes until the token is cancelled.
+///
+/// The device is dropped at the end. A kernel device keeps working; a userspace device leaves its interface without
+/// carrier. Routes and firewall stay too, so packets for the mesh never leave unencrypted while no agent runs.
+async fn run_loop<R: route::Routing, F: firewall::Backend>(
     mut reconciler: Reconciler<R, F>,
     store: &Store,
-    mut heard: Heard,
+    mut events: KernelEvents,
     heartbeat: &Heartbeat,
     stop: &CancellationToken,
 ) {
     let mut failures = 0;
-    let mut look = tokio::time::interval(LOOK);
-    look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut poll = tokio::time::interval(POLL_PEERS);
+    poll.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while !stop.is_cancelled() {
-        if !heard.of_routing() {
-            reconciler.hear(Event::Anything);
+        if !events.reports_routing() {
+            reconciler.note_event(Event::Unknown);
         }
         let began = Instant::now();
-        let well = reconciler.pass().await;
+        let is_done = reconciler.pass().await;
         let took = began.elapsed();
         let mut rest = Duration::ZERO;
-        failures = if well { 0 } else { failures + 1 };
+        failures = if is_done { 0 } else { failures + 1 };
         let wait = match failures {
             0 => RESYNC,
             n => RETRY[(n - 1).min(RETRY.len() - 1)],
@@ -187,18 +200,19 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
                     rest = (took * 3).min(REST);
                     break SETTLE;
                 }
-                event = heard.changed() => {
-                    // Our own writing is heard as well, and that of programs that write their own tables often.
-                    if event == Event::Tables && reconciler.table_stands().await {
+                event = events.changed() => {
+                    // The agent's own writes cause this event, too, and so do programs that often write tables of their
+                    // own.
+                    if event == Event::Tables && reconciler.firewall_matches_kernel().await {
                         continue;
                     }
-                    reconciler.hear(event);
-                    break event.settle();
+                    reconciler.note_event(event);
+                    break event.settle_time();
                 }
                 () = tokio::time::sleep_until(again.into()) => break Duration::ZERO,
-                _ = look.tick() => {
-                    reconciler.look();
-                    if reconciler.ways_changed() {
+                _ = poll.tick() => {
+                    reconciler.poll_peers();
+                    if reconciler.packet_sizes_changed() {
                         break Duration::ZERO;
                     }
                 }
@@ -216,12 +230,12 @@ async fn turn<R: route::Routing, F: firewall::Backend>(
             () = settled => {}
         }
     }
-    // What the next start should know of where the peers are.
-    reconciler.look();
+    // The cache keeps the peers' endpoints for the next start.
+    reconciler.poll_peers();
     drop(reconciler.into_device());
 }
 
-/// One a line.
+/// A list with one entry a line.
 pub(crate) fn lines<T: ToString>(all: &[T]) -> String {
     all.iter()
         .map(|one| format!("- {}", one.to_string()))

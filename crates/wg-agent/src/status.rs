@@ -1,5 +1,5 @@
-//! What the agent says about itself: troubles in the log and in `/readyz`, once each; the dump for `/debug/state`; and
-//! `wg-agent status`, which asks a running agent for it.
+//! The agent's reports about itself: troubles for the log and `/readyz`, the state dump for `/debug/state`, and
+//! `wg-agent status`, which queries a running agent for it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,19 +11,19 @@ use serde_json::Value;
 
 use crate::metrics::Metrics;
 
-pub(crate) mod ask;
 pub(crate) mod command;
+pub(crate) mod socket;
 pub(crate) mod table;
 pub(crate) mod view;
 
-/// Something that is not as it should be, and is tried again.
+/// A problem that the agent found and retries.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Trouble {
-    /// Which part of the agent, as `firewall`.
+    /// The part of the agent, such as `firewall`.
     pub(crate) part: &'static str,
     /// What is wrong and what to do.
     pub(crate) message: String,
-    /// Whether the node serves the mesh as it should all the same.
+    /// Whether the node serves the mesh nevertheless.
     pub(crate) harmless: bool,
 }
 
@@ -52,13 +52,13 @@ impl Trouble {
     }
 }
 
-/// The troubles of now.
+/// The current troubles.
 #[derive(Debug)]
 pub(crate) struct Troubles {
     now: BTreeMap<Trouble, Pending>,
     readiness: Readiness,
     metrics: Metrics,
-    /// Leaves `/readyz` when the first pass went well.
+    /// The line in `/readyz` until the first pass without harmful troubles.
     first: Option<Pending>,
 }
 
@@ -73,18 +73,18 @@ impl Troubles {
         }
     }
 
-    /// Takes over the troubles of a pass. Each is logged when it comes and when it is gone.
+    /// Sets the troubles of a pass. Each is logged when it appears and when it is gone.
     pub(crate) fn set(&mut self, troubles: Vec<Trouble>) {
         let troubles: BTreeSet<Trouble> = troubles.into_iter().collect();
         let still = |trouble: &Trouble| troubles.iter().any(|now| now.part == trouble.part);
         for (trouble, _) in self.now.extract_if(.., |trouble, _| !troubles.contains(trouble)) {
             if !still(&trouble) {
-                tracing::info!(part = trouble.part, was = trouble.message, "mended");
+                tracing::info!(part = trouble.part, was = trouble.message, "resolved");
             }
         }
         for trouble in troubles {
             if !trouble.harmless {
-                self.metrics.failed(trouble.part);
+                self.metrics.count_error(trouble.part);
             }
             let (readiness, part) = (&self.readiness, trouble.part);
             self.now.entry(trouble).or_insert_with_key(|trouble| {
@@ -103,11 +103,11 @@ impl Troubles {
     }
 }
 
-/// Lines that are logged when they appear and when they are gone: what was left out, and why.
+/// Lines about objects that are left out; each is logged when it appears and when it is gone.
 #[derive(Debug, Default)]
-pub(crate) struct Said(BTreeSet<String>);
+pub(crate) struct Reported(BTreeSet<String>);
 
-impl Said {
+impl Reported {
     pub(crate) fn set(&mut self, lines: BTreeSet<String>) {
         for line in lines.difference(&self.0) {
             tracing::warn!("left out: {line}");
@@ -119,10 +119,10 @@ impl Said {
     }
 }
 
-/// One part of the dump, made when it is asked for.
+/// A part of the dump, made on request.
 type Part = Arc<dyn Fn() -> Value + Send + Sync>;
 
-/// What can be shown. Cheap to clone; all clones are one.
+/// The state dump. Cheap to clone; all clones share it.
 #[derive(Clone, Default)]
 pub(crate) struct Dump(Arc<Mutex<BTreeMap<&'static str, Part>>>);
 
@@ -134,19 +134,19 @@ impl std::fmt::Debug for Dump {
 }
 
 impl Dump {
-    /// A part that is small.
+    /// Sets a small part.
     pub(crate) fn set(&self, part: &'static str, value: Value) {
         self.show(part, move || value.clone());
     }
 
-    /// A part that takes work: five thousand peers every five seconds, for nobody.
+    /// Sets a large part, which is made only on request: rendering 5,000 peers every five seconds would be wasted work.
     pub(crate) fn show(&self, part: &'static str, make: impl Fn() -> Value + Send + Sync + 'static) {
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         parts.insert(part, Arc::new(make));
     }
 
     pub(crate) fn get(&self) -> Value {
-        // Made without the lock: whoever sets a part does not wait for whoever asks.
+        // Rendered without the lock, so that setting a part never waits for a request.
         let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
         parts.into_iter().map(|(name, make)| (name, make())).collect()
     }
@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_node_is_ready_when_a_pass_left_nothing_but_harmless_troubles() {
+    fn node_is_ready_when_all_troubles_are_harmless() {
         let readiness = Readiness::new();
         let mut troubles = Troubles::new(readiness.clone(), Metrics::default());
         troubles.set(vec![

@@ -279,7 +279,7 @@ async fn crds_that_come_late_are_noticed() {
     world.mesh().await;
     world.reaches(mgmt, tenant).await;
     world.reaches(tenant, mgmt).await;
-    assert!(first.log().contains("mended"), "{}", first.log());
+    assert!(first.log().contains("resolved"), "{}", first.log());
 }
 
 /// Waits until the agent's annotation says this of what leads past its table.

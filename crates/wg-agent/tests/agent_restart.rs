@@ -167,7 +167,7 @@ async fn an_agent_that_starts_while_its_api_server_is_away_works_from_what_was_a
         &world,
         tenant,
         "/readyz",
-        "cache: the API server answers and refuses to show: Peer (",
+        "cache: the API server answers but refuses to list: Peer (",
     )
     .await;
     let (code, page) = world.page(tenant, "/readyz").await;

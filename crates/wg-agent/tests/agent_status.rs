@@ -142,7 +142,7 @@ async fn who_does_not_answer_is_named_to_a_person_a_monitor_and_the_controller_u
     let nobody = ["setpriv", "--reuid=65534", "--clear-groups", AGENT, "status"];
     let (code, page, said) = status(&world, TENANT, &nobody).await;
     assert!(
-        code == 2 && page.is_empty() && said.contains("it answers root alone"),
+        code == 2 && page.is_empty() && said.contains("it answers only root"),
         "{code}: {page}{said}"
     );
     let (_, metrics) = world.page(tenant, "/metrics").await;

@@ -20,7 +20,7 @@ use proptest::{
     prelude::*,
     test_runner::{Config, TestRunner},
 };
-use wg_agent::firewall::{Backend, Error, Keeper, Nft, Watch};
+use wg_agent::firewall::{Backend, Error, FirewallManager, Nft, Watch};
 
 /// Runs a future in a namespace, on a runtime of its own.
 fn inside<T: Send>(ns: &NetNs, future: impl Future<Output = T> + Send) -> T {
@@ -117,7 +117,7 @@ fn elements(ns: &NetNs, set: &str) -> Vec<String> {
 fn the_kernel_takes_the_table_and_another_reader_finds_its_chains_where_they_belong() {
     let ns = NetNs::new("table");
     inside(&ns, async {
-        Keeper::new(Nft::default()).converge(&example()).await.unwrap()
+        FirewallManager::new(Nft::default()).converge(&example()).await.unwrap()
     });
     let json: serde_json::Value =
         serde_json::from_str(&ns.run("nft", &["-j", "list", "table", "inet", "clustermesh"])).unwrap();
@@ -162,19 +162,19 @@ fn the_kernel_takes_the_table_and_another_reader_finds_its_chains_where_they_bel
 fn a_second_pass_does_nothing_and_a_change_touches_elements_alone() {
     let ns = NetNs::new("delta");
     inside(&ns, async {
-        let mut keeper = Keeper::new(Nft::default());
+        let mut manager = FirewallManager::new(Nft::default());
         assert!(matches!(
-            keeper.converge(&example()).await.unwrap(),
+            manager.converge(&example()).await.unwrap(),
             Some(Update::Whole { .. })
         ));
-        assert_eq!(keeper.converge(&example()).await.unwrap(), None);
+        assert_eq!(manager.converge(&example()).await.unwrap(), None);
         let mut wider = example();
         let net: IpNet = "10.242.0.0/15".parse().unwrap();
         (wider.v4.mesh, wider.v6.mesh) = ([net].into(), BTreeSet::new());
         wider.v4.pairs = [(net, net)].into();
-        let step = keeper.converge(&wider).await.unwrap();
+        let step = manager.converge(&wider).await.unwrap();
         assert!(matches!(step, Some(Update::Elements { .. })), "{step:?}");
-        assert!(keeper.intact().await.unwrap());
+        assert!(manager.matches_kernel().await.unwrap());
     });
     assert_eq!(elements(&ns, "mesh4"), ["10.242.0.0/15"]);
     assert_eq!(elements(&ns, "mesh6"), Vec::<String>::new());
@@ -187,8 +187,8 @@ fn counters_that_count_are_no_change_and_other_hands_are() {
     ns.ip("addr add 10.243.0.1/32 dev lo");
     ns.ip("addr add 10.243.0.2/32 dev lo");
     inside(&ns, async {
-        let mut keeper = Keeper::new(Nft::default());
-        keeper.converge(&example()).await.unwrap();
+        let mut manager = FirewallManager::new(Nft::default());
+        manager.converge(&example()).await.unwrap();
         assert!(
             ns.output("ping", &["-c1", "-W1", "-I", "10.243.0.1", "10.243.0.2"])
                 .status
@@ -198,7 +198,7 @@ fn counters_that_count_are_no_change_and_other_hands_are() {
             ns.sh("nft list chain inet clustermesh path_in").contains("packets 1 "),
             "the ping was not counted"
         );
-        assert!(keeper.intact().await.unwrap());
+        assert!(manager.matches_kernel().await.unwrap());
         for line in [
             "nft add rule inet clustermesh from_mesh accept",
             "nft flush chain inet clustermesh from_mesh",
@@ -208,10 +208,10 @@ fn counters_that_count_are_no_change_and_other_hands_are() {
             "nft flush ruleset",
         ] {
             ns.sh(line);
-            assert!(!keeper.intact().await.unwrap(), "{line} unseen");
-            let step = keeper.converge(&example()).await.unwrap();
+            assert!(!manager.matches_kernel().await.unwrap(), "{line} unseen");
+            let step = manager.converge(&example()).await.unwrap();
             assert!(matches!(step, Some(Update::Whole { .. })), "{line}: {step:?}");
-            assert_eq!(keeper.converge(&example()).await.unwrap(), None, "{line}");
+            assert_eq!(manager.converge(&example()).await.unwrap(), None, "{line}");
         }
     });
 }
@@ -228,30 +228,30 @@ fn our_table_is_listed_once_for_each_time_that_somebody_wrote() {
         let said = std::fs::read_to_string(&log).unwrap_or_default();
         said.lines().filter(|line| line.contains("list")).count()
     };
-    let mut keeper = Keeper::new(Nft::new(&program));
+    let mut manager = FirewallManager::new(Nft::new(&program));
     inside(&ns, async {
-        assert_eq!(keeper.backend().observe().await.unwrap(), None);
-        assert_eq!(keeper.backend().observe().await.unwrap(), None);
+        assert_eq!(manager.backend().observe().await.unwrap(), None);
+        assert_eq!(manager.backend().observe().await.unwrap(), None);
         assert_eq!(listed(), 1);
-        keeper.converge(&example()).await.unwrap();
+        manager.converge(&example()).await.unwrap();
         for _ in 0..3 {
-            assert!(keeper.intact().await.unwrap());
-            assert_eq!(keeper.converge(&example()).await.unwrap(), None);
+            assert!(manager.matches_kernel().await.unwrap());
+            assert_eq!(manager.converge(&example()).await.unwrap(), None);
         }
         assert_eq!(listed(), 2, "once after it was written");
         // Somebody writes a table of their own, and then ours.
         ns.sh("nft add table inet other");
-        assert!(keeper.intact().await.unwrap() && keeper.intact().await.unwrap());
+        assert!(manager.matches_kernel().await.unwrap() && manager.matches_kernel().await.unwrap());
         assert_eq!(listed(), 3);
         ns.sh("nft flush ruleset");
-        assert!(!keeper.intact().await.unwrap());
-        keeper.converge(&example()).await.unwrap();
-        assert!(keeper.intact().await.unwrap());
+        assert!(!manager.matches_kernel().await.unwrap());
+        manager.converge(&example()).await.unwrap();
+        assert!(manager.matches_kernel().await.unwrap());
     });
     // Another namespace may be at the same number.
     inside(&other, async {
         for number in 0..20 {
-            let mut same = keeper.backend().clone();
+            let mut same = manager.backend().clone();
             assert_eq!(same.observe().await.unwrap(), None, "{number}");
             let verb = if number % 2 == 0 { "add" } else { "delete" };
             other.sh(&format!("nft {verb} table inet clustermesh2"));
@@ -265,12 +265,12 @@ fn other_tables_stay_and_nothing_of_ours_is_left() {
     ns.sh("nft add table ip cni; nft 'add chain ip cni post { type nat hook postrouting priority 100; }'; nft add table inet clustermesh2");
     let before = ns.sh("nft list ruleset");
     inside(&ns, async {
-        let mut keeper = Keeper::new(Nft::default());
-        keeper.converge(&example()).await.unwrap();
+        let mut manager = FirewallManager::new(Nft::default());
+        manager.converge(&example()).await.unwrap();
         assert_ne!(ns.sh("nft list ruleset"), before);
-        keeper.destroy().await.unwrap();
-        keeper.destroy().await.unwrap(); // none there is no error
-        assert_eq!(keeper.backend().observe().await.unwrap(), None);
+        manager.destroy().await.unwrap();
+        manager.destroy().await.unwrap(); // none there is no error
+        assert_eq!(manager.backend().observe().await.unwrap(), None);
     });
     assert_eq!(ns.sh("nft list ruleset"), before);
 }
@@ -279,11 +279,11 @@ fn other_tables_stay_and_nothing_of_ours_is_left() {
 fn a_script_with_a_mistake_changes_nothing_and_says_where_it_is() {
     let ns = NetNs::new("mistake");
     let (before, error) = inside(&ns, async {
-        let mut keeper = Keeper::new(Nft::default());
-        keeper.converge(&example()).await.unwrap();
+        let mut manager = FirewallManager::new(Nft::default());
+        manager.converge(&example()).await.unwrap();
         let before = ns.sh("nft list ruleset");
         let script = "flush chain inet clustermesh from_mesh\nadd rule inet clustermesh from_mesh jump nowhere\n";
-        (before, keeper.backend().run(script).await.unwrap_err())
+        (before, manager.backend().run(script).await.unwrap_err())
     });
     assert_eq!(ns.sh("nft list ruleset"), before);
     assert!(
@@ -308,7 +308,7 @@ fn another_hand_at_nftables_is_heard_once() {
     inside(&ns, async {
         let mut watch = Watch::open().unwrap();
         let within = Duration::from_secs(5);
-        Keeper::new(Nft::default()).converge(&example()).await.unwrap(); // hundreds of events
+        FirewallManager::new(Nft::default()).converge(&example()).await.unwrap(); // hundreds of events
         tokio::time::timeout(within, watch.changed())
             .await
             .expect("the table was not heard")

@@ -12,7 +12,7 @@ use clustermesh_agent_core::{
 };
 use netns::{NetNs, wait_for, wait_until};
 use serde_json::Value;
-use wg_agent::route::{Netlink, News, Pass, Routing, Watch, cleanup, converge};
+use wg_agent::route::{Netlink, Outcome, Routing, RoutingEvent, Watch, cleanup, converge};
 
 /// Runs a future in a namespace, on a runtime of its own.
 fn inside<T: Send>(ns: &NetNs, future: impl Future<Output = T> + Send) -> T {
@@ -53,7 +53,7 @@ fn plan() -> Plan {
     }
 }
 
-fn pass(ns: &NetNs, wanted: &Routes) -> Pass {
+fn pass(ns: &NetNs, wanted: &Routes) -> Outcome {
     inside(ns, async {
         let mut kernel = Netlink::open("kilo0".parse().unwrap()).unwrap();
         converge(&mut kernel, wanted).await.unwrap()
@@ -254,7 +254,7 @@ fn someone_elses_route_in_our_place_is_named_and_stays() {
     assert_eq!(
         got.failed.iter().map(ToString::to_string).collect::<Vec<_>>(),
         [
-            "route add 10.101.0.0/24 dev <device> src 10.101.0.200 table 5182 metric 20: File exists (os error 17); someone else's route has this place in table 5182, which is meant to be ours alone: remove it"
+            "route add 10.101.0.0/24 dev <device> src 10.101.0.200 table 5182 metric 20: File exists (os error 17); another program's route has this key in table 5182, which must contain only wg-agent's routes: remove it"
         ]
     );
     assert!(
@@ -282,7 +282,7 @@ fn without_the_device_the_door_stays_closed_and_its_return_repairs_everything() 
     assert!(got.done.is_empty(), "{:?}", got.done);
     assert_eq!(
         got.failed[0].to_string(),
-        "there is no interface kilo0; routes into it wait until the device is made again"
+        "there is no interface kilo0; its routes are added when the device exists again"
     );
     ns.ip("tuntap add dev kilo0 mode tun"); // and down: the pass sets it up
     settle(&ns, &wanted);
@@ -323,21 +323,24 @@ fn drift_is_heard_of_and_anothers_business_is_not() {
             })
         };
         for (line, want) in [
-            ("ip route del 10.101.0.0/24 table 5182 metric 20", News::Ours),
-            ("ip rule del pref 1001", News::Ours),
-            ("ip -6 rule del pref 1000", News::Ours),
-            ("ip addr del 100.66.9.1/32 dev kilo0", News::Ours),
-            ("echo 1 > /proc/sys/net/ipv4/conf/kilo0/rp_filter", News::Settings),
+            ("ip route del 10.101.0.0/24 table 5182 metric 20", RoutingEvent::Ours),
+            ("ip rule del pref 1001", RoutingEvent::Ours),
+            ("ip -6 rule del pref 1000", RoutingEvent::Ours),
+            ("ip addr del 100.66.9.1/32 dev kilo0", RoutingEvent::Ours),
+            (
+                "echo 1 > /proc/sys/net/ipv4/conf/kilo0/rp_filter",
+                RoutingEvent::Settings,
+            ),
             (
                 "cd /proc/sys/net/ipv4; echo 0 > ip_forward; echo 1 > ip_forward",
-                News::Settings,
+                RoutingEvent::Settings,
             ),
             (
                 "cd /proc/sys/net/ipv6/conf/all; echo 0 > forwarding; echo 1 > forwarding",
-                News::Settings,
+                RoutingEvent::Settings,
             ),
-            ("ip link set kilo0 down", News::Ours),
-            ("ip link del kilo0", News::Ours),
+            ("ip link set kilo0 down", RoutingEvent::Ours),
+            ("ip link del kilo0", RoutingEvent::Ours),
         ] {
             script(line).await.unwrap();
             let news = tokio::time::timeout(within, watch.changed()).await;

@@ -1,4 +1,4 @@
-//! Flags of `--mode=gateway`, and what they mean together.
+//! Defines the flags of `--mode=gateway` and derives the gateway's configuration from them.
 
 use std::{
     collections::BTreeSet,
@@ -12,40 +12,41 @@ use clap::Args;
 use clustermesh_agent_core::interface::InterfaceName;
 use ipnet::IpNet;
 
-use super::values::{Mtu, age, grant_timeout};
+use super::values::{Mtu, parse_duration, parse_grant_timeout};
 use crate::device::Backend;
 
-/// What only a gateway reads.
+/// Flags for a gateway only.
 #[derive(Debug, Args)]
 pub(crate) struct GatewayFlags {
-    /// Gateway: range of the gateways' WireGuard addresses, as 100.66.255.0/28; one of each family. The pod with ordinal N takes
-    /// its address N + 1.
+    /// Gateway: range of the gateways' WireGuard addresses, as 100.66.255.0/28; one of each family. The pod with
+    /// ordinal N takes its address N + 1.
     #[arg(long, value_delimiter = ',', global = true)]
     pub(super) gateway_cidr: Vec<IpNet>,
-    /// Gateway: a pod network of this cluster. Endpoints outside these are not served. May be repeated; without one nothing is
-    /// served.
+    /// Gateway: a pod network of this cluster. Endpoints outside these networks are not served. May be repeated;
+    /// without it no endpoint is served.
     #[arg(long, value_delimiter = ',', global = true)]
     pub(super) endpoint_network: Vec<IpNet>,
-    /// Gateway: name of a sandbox that is served. May be repeated; without it every one is.
+    /// Gateway: name of a sandbox to serve. May be repeated; without it all sandboxes are served.
     #[arg(long, value_delimiter = ',', global = true)]
     pub(super) serves: Vec<String>,
-    /// Gateway: how long grants stay open while the API server does not answer, or after this process ends: 15m, 90s; 10s at
-    /// least.
-    #[arg(long, default_value = "15m", value_parser = grant_timeout, global = true)]
+    /// Gateway: how long grants stay open while the API server does not answer, or after this process ends: 15m, 90s;
+    /// 10s at least.
+    #[arg(long, default_value = "15m", value_parser = parse_grant_timeout, global = true)]
     pub(super) grant_timeout: Duration,
-    /// Gateway: new connections a second that each sandbox may open, twice as many at once; 0 = no limit. So one of them cannot
-    /// fill the connection table (conntrack) of all.
+    /// Gateway: new connections a second that each sandbox may open, in bursts of twice as many; 0 = no limit. So no
+    /// sandbox can fill the conntrack table that all share.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(..=1_000_000), global = true)]
     pub(super) sandbox_new_flows: u32,
-    /// Gateway: connections that each sandbox may have at once; 0 = no limit. The connection table (net.netfilter.nf_conntrack_max)
-    /// has to hold them for every sandbox.
+    /// Gateway: connections that each sandbox may have at once; 0 = no limit. The conntrack table
+    /// (net.netfilter.nf_conntrack_max) must be large enough for all sandboxes.
     #[arg(long, default_value_t = 16_000, global = true)]
     pub(super) sandbox_connections: u32,
-    /// Gateway: connections of one grant to one endpoint; 0 = no limit. Toward one endpoint a pod has about 42,000 source ports.
+    /// Gateway: connections of one grant to one endpoint; 0 = no limit. Toward one endpoint a pod has about 42,000
+    /// source ports.
     #[arg(long, default_value_t = 4000, global = true)]
     pub(super) endpoint_connections: u32,
-    /// Gateway: how long it goes on after a signal, so that sandboxes learn of its end: 5s.
-    #[arg(long, default_value = "5s", value_parser = age, global = true)]
+    /// Gateway: how long the process keeps running after a signal, so that sandboxes learn that it stops: 5s.
+    #[arg(long, default_value = "5s", value_parser = parse_duration, global = true)]
     pub(super) drain: Duration,
     /// Gateway: name of this pod, and of its SandboxGateway; it ends in an ordinal.
     #[arg(long, env = "POD_NAME", global = true)]
@@ -79,10 +80,10 @@ impl fmt::Display for GatewayName {
     }
 }
 
-/// The flags of a gateway, checked.
+/// The checked configuration of gateway mode.
 #[derive(Debug, Clone)]
 pub struct GatewayConfig {
-    /// Which one it is.
+    /// Which SandboxGateway this is.
     pub gateway: GatewayName,
     /// UID of the pod.
     pub pod_uid: String,
@@ -98,17 +99,17 @@ pub struct GatewayConfig {
     pub interface: InterfaceName,
     /// UDP port of the tunnel.
     pub port: u16,
-    /// Its WireGuard addresses.
+    /// The gateway's WireGuard addresses.
     pub addresses: BTreeSet<IpAddr>,
-    /// Where those of all gateways lie.
+    /// The ranges of all gateways' WireGuard addresses.
     pub gateway_cidrs: BTreeSet<IpNet>,
-    /// Where endpoints may lie.
+    /// Networks in which endpoints may lie.
     pub endpoint_networks: BTreeSet<IpNet>,
-    /// Sandboxes that are served; empty = every one.
+    /// Sandboxes to serve; empty = all.
     pub serves: BTreeSet<String>,
     /// The private key's file.
     pub key_file: PathBuf,
-    /// How long grants stand while the API server does not answer.
+    /// How long grants stay open while the API server does not answer.
     pub grant_timeout: Duration,
     /// New connections a second of each sandbox; 0 = no limit.
     pub sandbox_new_flows: u32,
@@ -118,13 +119,13 @@ pub struct GatewayConfig {
     pub endpoint_connections: u32,
     /// MTU of the device; `None` = from the pod's interface.
     pub mtu: Option<u16>,
-    /// How long it goes on after a signal.
+    /// How long the process keeps running after a signal.
     pub drain: Duration,
     /// Address of the admin endpoint.
     pub listen: SocketAddr,
 }
 
-/// A combination of a gateway's flags that is not served. Each message says what to set instead.
+/// A combination of gateway flags that is not supported. Each message says what to set instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GatewayArgsError {
     /// No name.
@@ -162,7 +163,7 @@ pub enum GatewayArgsError {
 }
 
 impl GatewayFlags {
-    /// Address N + 1 of the range; its first and last are not used.
+    /// Address N + 1 of the range; the first and the last address of the range are not used.
     fn address(range: &IpNet, ordinal: u32) -> Option<IpAddr> {
         range.hosts().nth(
             usize::try_from(ordinal)
@@ -191,8 +192,8 @@ impl GatewayFlags {
     }
 }
 
-/// The MTU as the gateway takes it.
-pub(super) const fn fixed(mtu: Mtu) -> Option<u16> {
+/// The fixed MTU; `None` = automatic.
+pub(super) const fn fixed_mtu(mtu: Mtu) -> Option<u16> {
     match mtu {
         Mtu::Auto => None,
         Mtu::Fixed(bytes) => Some(bytes),

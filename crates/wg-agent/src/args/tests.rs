@@ -11,7 +11,7 @@ fn config(line: &str) -> Result<Config, ArgsError> {
 const WHOLE: &str = "--node-name a --wireguard-cidr 100.66.0.0/16";
 
 #[test]
-fn what_is_not_served_is_refused_by_name() {
+fn missing_flags_are_refused_by_name() {
     let cases = [
         ("--wireguard-cidr 100.66.0.0/16 --node-name=", ArgsError::NoNodeName),
         ("--node-name a", ArgsError::NoRange),
@@ -22,7 +22,7 @@ fn what_is_not_served_is_refused_by_name() {
 }
 
 #[test]
-fn policy_mode_needs_a_node_name_and_takes_the_flags_of_full_mode() {
+fn policy_mode_needs_a_node_name_and_ignores_full_mode_flags() {
     let policy = |line: &str| {
         let words = ["wg-agent"].into_iter().chain(line.split_whitespace());
         let flags = Cli::try_parse_from(words).expect("flags that clap takes").flags;
@@ -35,7 +35,7 @@ fn policy_mode_needs_a_node_name_and_takes_the_flags_of_full_mode() {
 }
 
 #[test]
-fn a_range_without_room_for_nodes_is_refused() {
+fn range_without_usable_addresses_is_refused() {
     let error = config("--node-name a --wireguard-cidr 100.66.0.0/31")
         .map(|_| ())
         .unwrap_err();
@@ -47,7 +47,7 @@ fn a_range_without_room_for_nodes_is_refused() {
 }
 
 #[test]
-fn the_cache_lies_beside_the_key_unless_told_otherwise() {
+fn cache_file_defaults_to_the_keys_directory() {
     let at = |line: &str| config(&format!("{WHOLE} {line}")).unwrap().cache_file;
     assert_eq!(at(""), Path::new("/var/lib/kilo/wg-agent.cache"));
     assert_eq!(at("--key-file /etc/wg/key"), Path::new("/etc/wg/wg-agent.cache"));
@@ -62,7 +62,7 @@ fn unit(key: &str) -> Vec<&'static str> {
 }
 
 #[test]
-fn the_systemd_unit_starts_what_there_is_with_the_rights_of_the_daemonset() {
+fn systemd_unit_has_valid_flags_and_the_daemonsets_rights() {
     let example = include_str!("../../../../deploy/systemd/wg-agent.env");
     let lines = || example.lines().filter_map(|line| line.split_once('='));
     let variables: Vec<_> = lines().filter(|(key, _)| !key.starts_with('#')).collect();
@@ -117,13 +117,13 @@ fn the_systemd_unit_starts_what_there_is_with_the_rights_of_the_daemonset() {
 }
 
 #[test]
-fn the_age_of_a_cache_is_a_day_unless_told_otherwise() {
+fn cache_max_age_defaults_to_a_day() {
     let age = |line: &str| config(&format!("{WHOLE} {line}")).unwrap().cache_max_age;
     assert_eq!(age(""), Duration::from_secs(24 * 3600));
     assert_eq!(age("--cache-max-age=1h30m"), Duration::from_secs(5400));
     assert_eq!(age("--cache-max-age=0s"), Duration::ZERO);
     for text in ["-1h", "24", "soon", ""] {
-        let error = super::age(text).unwrap_err();
+        let error = parse_duration(text).unwrap_err();
         assert!(error.contains("as 24h, 90m or 30s"), "{text}: {error}");
     }
 }
@@ -138,7 +138,7 @@ fn bypass_networks_lose_their_host_bits() {
 }
 
 #[test]
-fn an_mtu_is_auto_or_a_number_that_ipv6_can_live_with() {
+fn mtu_is_auto_or_at_least_the_minimum_of_ipv6() {
     assert_eq!("auto".parse(), Ok(Mtu::Auto));
     assert_eq!("1280".parse(), Ok(Mtu::Fixed(1280)));
     for text in ["1279", "65536", "-1", "", "Auto"] {
@@ -158,7 +158,7 @@ const GATEWAY: &str = "--pod-name g-1 --pod-namespace ns --pod-ips 10.1.0.9,fd00
                        --endpoint-network 10.1.0.0/16,fd00::/16";
 
 #[test]
-fn a_gateway_has_the_address_of_its_ordinal_in_each_family() {
+fn gateway_has_the_address_of_its_ordinal_in_each_family() {
     let config = gateway(GATEWAY).unwrap();
     let addresses = ["100.66.255.2", "fd66::2"].map(|text| text.parse().unwrap());
     assert_eq!(config.addresses, addresses.into());
@@ -173,7 +173,7 @@ fn a_gateway_has_the_address_of_its_ordinal_in_each_family() {
 }
 
 #[test]
-fn what_a_gateway_lacks_is_named_with_what_to_set() {
+fn missing_gateway_flags_are_named_with_a_remedy() {
     let without = |part: &str| gateway(&GATEWAY.replace(part, "")).unwrap_err().to_string();
     let cases = [
         ("--pod-name g-1", "--pod-name and --pod-namespace are not set"),

@@ -1,4 +1,4 @@
-//! What flags take, and the words for what they do not.
+//! Parses flag values.
 
 use std::{str::FromStr, time::Duration};
 
@@ -34,16 +34,16 @@ pub enum ModeFlag {
     Full,
     /// kg owns the tunnel.
     Policy,
-    /// No node: a pod through which sandboxes come in.
+    /// This process is a pod through which sandboxes enter.
     Gateway,
 }
 
 /// MTU of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mtu {
-    /// From the interface that outer packets leave by.
+    /// From the path MTU to each peer.
     Auto,
-    /// Bytes.
+    /// Fixed, in bytes.
     Fixed(u16),
 }
 
@@ -64,18 +64,18 @@ impl FromStr for Mtu {
     }
 }
 
-/// `24h`, `1h30m`, `90s`.
-pub(super) fn age(text: &str) -> Result<Duration, String> {
+/// A duration, such as `24h`, `1h30m`, `90s`.
+pub(super) fn parse_duration(text: &str) -> Result<Duration, String> {
     let wrong = |why: String| format!("{why}; write hours, minutes or seconds, as 24h, 90m or 30s");
     let span: jiff::SignedDuration = text.parse().map_err(|error: jiff::Error| wrong(error.to_string()))?;
     Duration::try_from(span).map_err(|_| wrong("an age is not negative".to_owned()))
 }
 
-/// Whole seconds, as the kernel's sets are written.
-pub(super) fn grant_timeout(text: &str) -> Result<Duration, String> {
+/// A duration of at least 10 s, in whole seconds as nftables timeouts are.
+pub(super) fn parse_grant_timeout(text: &str) -> Result<Duration, String> {
     const LEAST: u64 = 10;
-    match age(text)? {
-        time if time.as_secs() < LEAST => Err(format!("a time of less than {LEAST}s leaves none to renew it")),
+    match parse_duration(text)? {
+        time if time.as_secs() < LEAST => Err(format!("a time of less than {LEAST}s leaves no time to renew it")),
         time => Ok(Duration::from_secs(time.as_secs())),
     }
 }

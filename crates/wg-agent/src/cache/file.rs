@@ -1,4 +1,4 @@
-//! The cache on disk: read once at the start, replaced whole. What it says is `form`'s.
+//! Reads the cache file at the start of the process and replaces it as a whole later. `format` defines its content.
 
 use std::{
     ffi::OsString,
@@ -9,23 +9,23 @@ use std::{
 };
 
 use super::{
-    Kept, Live, Place, Saved, Stamp,
-    form::{self, Unusable, Values},
+    CacheContent, CacheFile, LiveEndpoints, SavedObjects, UnixTime,
+    format::{self, Unusable, Values},
 };
 
-/// A file that is larger is none of ours: 5,000 peers make 2 MB.
-const LARGEST: u64 = 64 << 20;
+/// A larger file was not written by the agent: 5,000 peers make 2 MB.
+const MAX_BYTES: u64 = 64 << 20;
 
-/// What [`load`] found.
+/// The result of [`load`].
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Found {
-    /// What was last applied.
-    pub saved: Option<Saved>,
-    /// When the API server last confirmed that.
-    pub confirmed: Stamp,
-    /// Where peers were heard from last.
-    pub live: Live,
-    /// What is wrong with the file, and what was done with it.
+pub struct LoadedCache {
+    /// The objects that were last applied.
+    pub saved: Option<SavedObjects>,
+    /// When the API server last confirmed them.
+    pub confirmed: UnixTime,
+    /// Live endpoints of the peers.
+    pub live: LiveEndpoints,
+    /// Why the file is not used, and what was done with it.
     pub trouble: Option<String>,
 }
 
@@ -46,20 +46,20 @@ fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CacheErr
     }
 }
 
-/// Reads the file. Never fails: one that cannot be used is set aside as `<file>.damaged`, of which the last is kept, and
-/// the agent goes on as if there were none.
+/// Reads the file. Never fails: an unusable file is renamed to `<file>.damaged` (replacing an earlier one), and the
+/// agent starts without a cache.
 #[must_use]
-pub fn load(place: &Place, now: Stamp) -> Found {
-    let Place { path, node, max_age } = place;
-    let unusable = match text(path) {
-        Ok(None) => return Found::default(),
-        Ok(Some(text)) => match form::read(node, &text) {
+pub fn load(cache_file: &CacheFile, now: UnixTime) -> LoadedCache {
+    let CacheFile { path, node, max_age } = cache_file;
+    let unusable = match read_private(path) {
+        Ok(None) => return LoadedCache::default(),
+        Ok(Some(text)) => match format::read(node, &text) {
             Ok(Values { confirmed, .. }) if max_age.is_zero() || now.since(confirmed) > *max_age => Unusable::Old(
                 confirmed,
                 jiff::SignedDuration::try_from(*max_age).unwrap_or(jiff::SignedDuration::MAX),
             ),
             Ok(Values { saved, live, confirmed }) => {
-                return Found {
+                return LoadedCache {
                     saved: Some(saved),
                     confirmed,
                     live,
@@ -68,42 +68,42 @@ pub fn load(place: &Place, now: Stamp) -> Found {
             }
             Err(unusable) => unusable,
         },
-        Err(Bad::Io(error)) => {
-            return Found {
+        Err(ReadError::Io(error)) => {
+            return LoadedCache {
                 trouble: Some(format!("{}; it is not used", failed("read", path)(error))),
-                ..Found::default()
+                ..LoadedCache::default()
             };
         }
-        Err(Bad::Unusable(unusable)) => unusable,
+        Err(ReadError::Unusable(unusable)) => unusable,
     };
-    let aside = beside(path, ".damaged");
+    let aside = with_suffix(path, ".damaged");
     let done = match fs::rename(path, &aside) {
         Ok(()) => format!("set aside as {}", aside.display()),
         Err(error) => format!("cannot be set aside ({error})"),
     };
-    Found {
+    LoadedCache {
         trouble: Some(format!("the cache {} is not used: {unusable}; {done}", path.display())),
-        ..Found::default()
+        ..LoadedCache::default()
     }
 }
 
-enum Bad {
+enum ReadError {
     Io(io::Error),
     Unusable(Unusable),
 }
 
-/// The text of a file that only root can have written.
-fn text(path: &Path) -> Result<Option<String>, Bad> {
-    let exposed = |why: String| Bad::Unusable(Unusable::Exposed(why));
-    // Not through a link, and without waiting for the other end of a pipe.
+/// The text of a file that only root can have written; `None` = there is no file.
+fn read_private(path: &Path) -> Result<Option<String>, ReadError> {
+    let exposed = |why: String| ReadError::Unusable(Unusable::Exposed(why));
+    // Do not follow a symlink, and do not block on a FIFO.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) if error.raw_os_error() == Some(libc::ELOOP) => return Err(exposed("it is a link".to_owned())),
-        Err(error) => return Err(Bad::Io(error)),
+        Err(error) => return Err(ReadError::Io(error)),
     };
-    let meta = file.metadata().map_err(Bad::Io)?;
+    let meta = file.metadata().map_err(ReadError::Io)?;
     let (mode, owner) = (meta.permissions().mode() & 0o7777, meta.uid());
     if !meta.is_file() {
         return Err(exposed("it is no regular file".to_owned()));
@@ -112,21 +112,23 @@ fn text(path: &Path) -> Result<Option<String>, Bad> {
         return Err(exposed(format!("mode {mode:04o}, user {owner}")));
     }
     let mut text = String::new();
-    match file.take(LARGEST + 1).read_to_string(&mut text) {
-        Ok(_) if text.len() as u64 > LARGEST => Err(Bad::Unusable(Unusable::Damaged("it is too large".to_owned()))),
+    match file.take(MAX_BYTES + 1).read_to_string(&mut text) {
+        Ok(_) if text.len() as u64 > MAX_BYTES => {
+            Err(ReadError::Unusable(Unusable::Damaged("it is too large".to_owned())))
+        }
         Ok(_) => Ok(Some(text)),
         Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-            Err(Bad::Unusable(Unusable::Damaged("it is no text".to_owned())))
+            Err(ReadError::Unusable(Unusable::Damaged("it is no text".to_owned())))
         }
-        Err(error) => Err(Bad::Io(error)),
+        Err(error) => Err(ReadError::Io(error)),
     }
 }
 
-/// Puts a whole new file into the old one's place, or leaves the old one.
-pub(super) fn write(place: &Place, kept: &Kept) -> Result<(), CacheError> {
-    let Place { path, node, .. } = place;
-    let text = form::write(node, kept).map_err(|error| failed("spell", path)(error.into()))?;
-    let new = beside(path, ".new");
+/// Replaces the file atomically; on an error the old file stays.
+pub(super) fn write(cache_file: &CacheFile, content: &CacheContent) -> Result<(), CacheError> {
+    let CacheFile { path, node, .. } = cache_file;
+    let text = format::write(node, content).map_err(|error| failed("encode", path)(error.into()))?;
+    let new = with_suffix(path, ".new");
     let written = replace(&new, path, text.as_bytes());
     if written.is_err() {
         let _ = fs::remove_file(&new);
@@ -135,7 +137,7 @@ pub(super) fn write(place: &Place, kept: &Kept) -> Result<(), CacheError> {
 }
 
 fn replace(new: &Path, path: &Path, text: &[u8]) -> Result<(), CacheError> {
-    // What an earlier process left half written. There is one agent a node, so it is nobody's.
+    // Left by a process that was killed while it wrote. No other agent runs on this node, so no one uses it.
     match fs::remove_file(new) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed("replace", new)(error)),
         _ => {}
@@ -155,12 +157,16 @@ fn replace(new: &Path, path: &Path, text: &[u8]) -> Result<(), CacheError> {
     }
 }
 
-/// Removes the file and what lies beside it, for `cleanup`.
+/// Removes the file and those next to it, for `cleanup`.
 ///
 /// # Errors
-/// What could not be removed; a file that is not there is none of these.
+/// The files that could not be removed; a missing file is no error.
 pub fn remove(path: &Path) -> Vec<CacheError> {
-    let all = [path.to_owned(), beside(path, ".new"), beside(path, ".damaged")];
+    let all = [
+        path.to_owned(),
+        with_suffix(path, ".new"),
+        with_suffix(path, ".damaged"),
+    ];
     let gone = all.iter().filter_map(|path| match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Some(failed("remove", path)(error)),
         _ => None,
@@ -168,7 +174,7 @@ pub fn remove(path: &Path) -> Vec<CacheError> {
     gone.collect()
 }
 
-fn beside(path: &Path, suffix: &str) -> PathBuf {
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name = OsString::from(path);
     name.push(suffix);
     name.into()

@@ -1,8 +1,8 @@
-//! What was last applied to this node, kept in a file of root's, so that an agent that starts while its API server is away
-//! carries on; and the last live endpoint of each peer, so that one without a known endpoint is greeted after a restart.
-//! How the file looks is `form`'s, how it is read and written `file`'s; when it is used is `source::store`'s.
+//! Keeps the objects that were last applied to this node in a file that only root can access, so that an agent that
+//! starts while its API server is away can use them. It also keeps the live endpoint of each peer, so that peers
+//! without a known endpoint can be reached after a restart.
 //!
-//! Peers with `requires-policy` are never kept: what they may reach is for a reachable API server to say.
+//! `format` defines the file's format, `file` reads and writes it, `source::store` decides when its content is used.
 
 use std::{
     collections::BTreeMap,
@@ -20,41 +20,41 @@ use tokio::sync::watch;
 use crate::{
     metrics::Metrics,
     source::{
-        objects::{NodeSeen, PeerSeen, PolicySeen},
-        store::World,
+        objects::{ParsedNode, ParsedPeer, ParsedPolicy},
+        store::ClusterSnapshot,
     },
 };
 
 mod file;
-mod form;
+mod format;
 
-pub use file::{Found, load, remove};
+pub use file::{LoadedCache, load, remove};
 
-/// Between two writes when objects have changed: a mesh that is made comes in many small pieces.
-const EVERY: Duration = Duration::from_secs(1);
-/// Between two writes when only endpoints have changed: a peer that roams does so all the time.
-const EVERY_LIVE: Duration = Duration::from_secs(10);
+/// Between two writes while objects change: a new mesh arrives in many small changes.
+const WRITE_INTERVAL: Duration = Duration::from_secs(1);
+/// Between two writes while only endpoints change: some peers roam all the time.
+const ENDPOINT_WRITE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// What a pass over the node needs of the cluster's objects.
+/// The objects that the cache contains: all that a pass works from.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Saved {
-    /// Peers that could be read.
-    pub peers: BTreeMap<String, PeerSeen>,
+pub struct SavedObjects {
+    /// Peers that could be parsed.
+    pub peers: BTreeMap<String, ParsedPeer>,
     /// PeerPolicies.
-    pub policies: BTreeMap<String, PolicySeen>,
-    /// Nodes, without what is only of the moment: what this one has published, and kg's last sign of life.
-    pub nodes: BTreeMap<String, NodeSeen>,
+    pub policies: BTreeMap<String, ParsedPolicy>,
+    /// Nodes, without values that are only true for the moment: the annotations of this one, and kg's last-seen time.
+    pub nodes: BTreeMap<String, ParsedNode>,
     /// The API server's endpoints, by EndpointSlice.
     pub api_servers: BTreeMap<String, std::collections::BTreeSet<SocketAddr>>,
-    /// Names that were looked up.
+    /// Addresses of host names.
     pub addresses: BTreeMap<String, IpAddr>,
 }
 
-impl Saved {
-    /// What is to be kept of a world that was read whole.
+impl SavedObjects {
+    /// The objects of a snapshot in which every kind was listed.
     #[must_use]
-    pub fn of(world: &World) -> Self {
-        let keep = |(name, node): (&str, &NodeSeen)| {
+    pub fn of(snapshot: &ClusterSnapshot) -> Self {
+        let keep = |(name, node): (&str, &ParsedNode)| {
             let mut node = node.clone();
             if let Some(own) = &mut node.own {
                 own.kg_seen = None;
@@ -63,14 +63,14 @@ impl Saved {
             (name.to_owned(), node)
         };
         Self {
-            peers: (world.peers.known())
+            peers: (snapshot.peers.objects())
                 .filter(|(_, peer)| peer.spec.is_ok())
                 .map(|(name, peer)| (name.to_owned(), peer.clone()))
                 .collect(),
-            policies: owned(world.policies.known()),
-            nodes: world.nodes.known().map(keep).collect(),
-            api_servers: owned(world.api_servers.known()),
-            addresses: world.addresses.clone(),
+            policies: owned(snapshot.policies.objects()),
+            nodes: snapshot.nodes.objects().map(keep).collect(),
+            api_servers: owned(snapshot.api_servers.objects()),
+            addresses: snapshot.addresses.clone(),
         }
     }
 }
@@ -79,54 +79,55 @@ fn owned<'a, V: Clone + 'a>(all: impl Iterator<Item = (&'a str, &'a V)>) -> BTre
     all.map(|(name, value)| (name.to_owned(), value.clone())).collect()
 }
 
-/// Where the peers of this node were heard from last.
-pub type Live = BTreeMap<PublicKey, SocketAddr>;
+/// The endpoint at which each peer of this node was last heard from.
+pub type LiveEndpoints = BTreeMap<PublicKey, SocketAddr>;
 
-/// What the file should hold.
+/// The content of the file.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Kept {
-    /// `None` = nothing was applied yet by this process: the file stays as it is.
-    pub saved: Option<Arc<Saved>>,
-    /// When the API server last said that this is so. It moves on in steps ([`Place::step`]), not with every pass.
-    pub confirmed: Stamp,
-    /// Endpoints.
-    pub live: Live,
+pub struct CacheContent {
+    /// `None` = this process has not applied anything yet: the file stays as it is.
+    pub saved: Option<Arc<SavedObjects>>,
+    /// When the API server last confirmed `saved`. It is is_due forward in steps ([`CacheFile::max_lag`]), not with
+    /// every pass.
+    pub confirmed: UnixTime,
+    /// Live endpoints.
+    pub live: LiveEndpoints,
 }
 
-impl Kept {
-    /// The API server says now that `saved` is so. Whether that has to be written.
-    pub fn confirm(&mut self, saved: Saved, now: Stamp, step: Duration) -> bool {
+impl CacheContent {
+    /// Notes that the API server confirms `saved` at the time `now`. Returns whether the file must be written.
+    pub fn confirm(&mut self, saved: SavedObjects, now: UnixTime, max_lag: Duration) -> bool {
         let changed = self.saved.as_deref() != Some(&saved);
-        let moved = now.since(self.confirmed) >= step || now < self.confirmed;
+        let is_due = now.since(self.confirmed) >= max_lag || now < self.confirmed;
         if changed {
             self.saved = Some(Arc::new(saved));
         }
-        if changed || moved {
+        if changed || is_due {
             self.confirmed = now;
         }
-        changed || moved
+        changed || is_due
     }
 }
 
-/// A moment, in whole seconds since 1970 (UTC): the file outlives the process and its monotonic clock.
+/// A time in whole seconds since 1970 (UTC): the file outlives the process and its monotonic clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
-pub struct Stamp(u64);
+pub struct UnixTime(u64);
 
-impl Stamp {
-    /// The moment of a clock.
+impl UnixTime {
+    /// The time of a clock.
     #[must_use]
     pub fn of(time: SystemTime) -> Self {
         Self(time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()))
     }
 
-    /// How much later than another one; a clock that was set back makes that nothing.
+    /// The time since `earlier`; zero if the clock was set back.
     #[must_use]
     pub const fn since(self, earlier: Self) -> Duration {
         Duration::from_secs(self.0.saturating_sub(earlier.0))
     }
 }
 
-impl Display for Stamp {
+impl Display for UnixTime {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         match i64::try_from(self.0).map(jiff::Timestamp::from_second) {
             Ok(Ok(time)) => time.fmt(f),
@@ -135,78 +136,86 @@ impl Display for Stamp {
     }
 }
 
-/// Where the file is and whose.
+/// The file, and what it must match to be used.
 #[derive(Debug, Clone)]
-pub struct Place {
+pub struct CacheFile {
     /// `--cache-file`.
     pub path: PathBuf,
-    /// Name of this node's Node object: a copy of another node's disk is not ours.
+    /// Name of this node's Node: a file copied from another node's disk is not used.
     pub node: String,
     /// `--cache-max-age`: a file that the API server confirmed longer ago is not used.
     pub max_age: Duration,
 }
 
-impl Place {
-    /// How far the file may lag behind what the API server confirms: little beside the age it may have.
+impl CacheFile {
+    /// How old the confirmation time in the file may become before it is written again: little compared to the maximum
+    /// age.
     #[must_use]
-    pub fn step(&self) -> Duration {
+    pub fn max_lag(&self) -> Duration {
         (self.max_age / 24).clamp(Duration::from_secs(60), Duration::from_secs(3600))
     }
 }
 
-/// How long until `kept` has to be written, where `written` was `since` ago; `None` = it need not be.
-fn due(kept: &Kept, written: &Kept, since: Option<Duration>) -> Option<Duration> {
-    if kept.saved.is_none() || kept == written {
+/// How long until `content` must be written, if `written` was written `since` ago; `None` = no write is needed.
+fn write_delay(content: &CacheContent, written: &CacheContent, since: Option<Duration>) -> Option<Duration> {
+    if content.saved.is_none() || content == written {
         return None;
     }
-    let every = if kept.saved == written.saved { EVERY_LIVE } else { EVERY };
+    let every = if content.saved == written.saved {
+        ENDPOINT_WRITE_INTERVAL
+    } else {
+        WRITE_INTERVAL
+    };
     Some(since.map_or(Duration::ZERO, |since| every.saturating_sub(since)))
 }
 
-/// Writes whatever `kept` comes to hold, when it differs from what was written last; ends with the last sender, after a last
-/// write. Where the new file cannot be written the old one goes: it may hold a Peer or an allowance that was taken back since,
-/// and no cache is better than that one. It is said, and tried again.
-pub async fn run(place: Place, mut kept: watch::Receiver<Kept>, metrics: Metrics) {
-    let mut written = Kept::default();
+/// Writes the content when it changes; ends, after a last write, when the senders are gone.
+///
+/// If the new file cannot be written, the old one is deleted: it may contain a Peer or an allowed network that was
+/// revoked since, and no cache is better than that. The write is tried again.
+pub async fn run(file: CacheFile, mut content: watch::Receiver<CacheContent>, metrics: Metrics) {
+    let mut written = CacheContent::default();
     let mut at: Option<Instant> = None;
-    let mut said = String::new();
+    let mut last_error = String::new();
     loop {
-        let ended = kept.has_changed().is_err();
-        let now = kept.borrow_and_update().clone();
-        let Some(wait) = due(&now, &written, at.map(|at| at.elapsed())) else {
+        let ended = content.has_changed().is_err();
+        let now = content.borrow_and_update().clone();
+        let Some(wait) = write_delay(&now, &written, at.map(|at| at.elapsed())) else {
             if ended {
                 return;
             }
-            // An error is the end of the senders, which the next turn sees.
-            let _ = kept.changed().await;
+            // An error means that the senders are gone, which the next iteration sees.
+            let _ = content.changed().await;
             continue;
         };
         if !ended && !wait.is_zero() {
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
-                _ = kept.changed() => continue,
+                _ = content.changed() => continue,
             }
         }
         let mut wait_longer = false;
-        let (to, what) = (place.clone(), now.clone());
-        let done = tokio::task::spawn_blocking(move || file::write(&to, &what)).await;
+        let (to, new) = (file.clone(), now.clone());
+        let done = tokio::task::spawn_blocking(move || file::write(&to, &new)).await;
         let done = done.map_err(|error| error.to_string());
         match done.and_then(|done| done.map_err(|error| error.to_string())) {
             Ok(()) => {
-                said.clear();
+                last_error.clear();
                 written = now;
             }
             Err(error) => {
-                metrics.failed("cache");
-                // Nothing stands there any more, so that whatever comes next has to be written.
-                written = Kept::default();
-                for error in remove(&place.path) {
-                    tracing::warn!("{error}: what it says is no longer in force");
+                metrics.count_error("cache");
+                // The file is gone, so the next content must be written in any case.
+                written = CacheContent::default();
+                for error in remove(&file.path) {
+                    tracing::warn!("{error}: its content is outdated");
                 }
                 wait_longer = true;
-                if said != error {
-                    tracing::warn!("{error}; an agent that starts while its API server is away has to wait for it");
-                    said = error;
+                if last_error != error {
+                    tracing::warn!(
+                        "{error}; without a cache an agent that starts while its API server is away waits for it"
+                    );
+                    last_error = error;
                 }
             }
         }
@@ -216,8 +225,8 @@ pub async fn run(place: Place, mut kept: watch::Receiver<Kept>, metrics: Metrics
         at = Some(Instant::now());
         if wait_longer {
             tokio::select! {
-                () = tokio::time::sleep(EVERY_LIVE) => {}
-                _ = kept.changed() => kept.mark_changed(),
+                () = tokio::time::sleep(ENDPOINT_WRITE_INTERVAL) => {}
+                _ = content.changed() => content.mark_changed(),
             }
         }
     }

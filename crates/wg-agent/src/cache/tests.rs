@@ -8,12 +8,12 @@ use clustermesh_agent_core::policy::{Policy, Port, Protocol, Rule};
 use clustermesh_core::observe::{Endpoint, PeerSpec};
 
 use super::*;
-use crate::source::{objects::OwnNode, watch::Seen};
+use crate::source::{objects::OwnNode, watch::WatchedKind};
 
-const NOW: Stamp = Stamp(1_700_000_000);
+const NOW: UnixTime = UnixTime(1_700_000_000);
 
-fn peer(endpoint: Endpoint) -> PeerSeen {
-    PeerSeen {
+fn peer(endpoint: Endpoint) -> ParsedPeer {
+    ParsedPeer {
         cluster: "mgmt".into(),
         mesh: ("ns".into(), "prod".into()),
         revision: 41,
@@ -27,7 +27,7 @@ fn peer(endpoint: Endpoint) -> PeerSeen {
     }
 }
 
-fn world() -> World {
+fn snapshot() -> ClusterSnapshot {
     let rule = |port| Rule {
         to: ["10.6.0.0/16".parse().unwrap()].into(),
         ports: [Port {
@@ -36,7 +36,7 @@ fn world() -> World {
         }]
         .into(),
     };
-    let policy = PolicySeen {
+    let policy = ParsedPolicy {
         policy: Policy {
             name: "mesh--mgmt".into(),
             sources: ["10.5.0.0/24".parse().unwrap()].into(),
@@ -54,7 +54,7 @@ fn world() -> World {
         problem: Some("of some kind".into()),
         digest: [1, 2, 3, 4, 5, 6, 7, 8],
     };
-    let node = NodeSeen {
+    let node = ParsedNode {
         created: 1_700_000_000,
         wireguard_ip: Some("100.66.0.7".parse().unwrap()),
         internal_ips: vec!["192.0.2.7".parse().unwrap()],
@@ -66,7 +66,7 @@ fn world() -> World {
             published: [("kilo.squat.ai/key", Some("x".to_owned()))].into(),
         }),
     };
-    let unreadable = PeerSeen {
+    let unreadable = ParsedPeer {
         spec: Err("nonsense".into()),
         ..peer(Endpoint::Ip("192.0.2.1:1".parse().unwrap()))
     };
@@ -75,26 +75,28 @@ fn world() -> World {
         ("name", peer(Endpoint::Dns("a.example.org".into(), 51820))),
         ("unreadable", unreadable),
     ];
-    World {
-        peers: Seen::Listed(peers.map(|(name, peer)| (name.to_owned(), peer)).into()),
-        policies: Seen::Listed([("mesh--mgmt".to_owned(), policy)].into()),
-        nodes: Seen::Listed([("n".to_owned(), node)].into()),
-        api_servers: Seen::Listed([("kubernetes".to_owned(), ["192.0.2.9:6443".parse().unwrap()].into())].into()),
+    ClusterSnapshot {
+        peers: WatchedKind::Listed(peers.map(|(name, peer)| (name.to_owned(), peer)).into()),
+        policies: WatchedKind::Listed([("mesh--mgmt".to_owned(), policy)].into()),
+        nodes: WatchedKind::Listed([("n".to_owned(), node)].into()),
+        api_servers: WatchedKind::Listed(
+            [("kubernetes".to_owned(), ["192.0.2.9:6443".parse().unwrap()].into())].into(),
+        ),
         addresses: [("a.example.org".to_owned(), "192.0.2.3".parse().unwrap())].into(),
-        ..World::default()
+        ..ClusterSnapshot::default()
     }
 }
 
-fn kept() -> Kept {
-    Kept {
-        saved: Some(Arc::new(Saved::of(&world()))),
+fn kept() -> CacheContent {
+    CacheContent {
+        saved: Some(Arc::new(SavedObjects::of(&snapshot()))),
         confirmed: NOW,
         live: [(PublicKey::new([7; 32]), "203.0.113.5:4000".parse().unwrap())].into(),
     }
 }
 
-fn place(directory: &Path) -> Place {
-    Place {
+fn file(directory: &Path) -> CacheFile {
+    CacheFile {
         path: directory.join("cache"),
         node: "n".into(),
         max_age: Duration::from_secs(100),
@@ -109,15 +111,15 @@ fn names(directory: &Path) -> Vec<String> {
 }
 
 #[test]
-fn what_is_kept_comes_back_but_for_what_is_only_of_the_moment() {
+fn written_cache_is_loaded_without_momentary_values() {
     let directory = tempfile::tempdir().unwrap();
-    let place = place(directory.path());
-    file::write(&place, &kept()).unwrap();
-    let found = load(&place, NOW);
-    let saved = Saved::of(&world());
+    let file = file(directory.path());
+    file::write(&file, &kept()).unwrap();
+    let found = load(&file, NOW);
+    let saved = SavedObjects::of(&snapshot());
     assert_eq!(
         found,
-        Found {
+        LoadedCache {
             saved: Some(saved.clone()),
             confirmed: NOW,
             live: kept().live,
@@ -133,30 +135,30 @@ fn what_is_kept_comes_back_but_for_what_is_only_of_the_moment() {
             ..OwnNode::default()
         })
     );
-    assert_eq!(fs::metadata(&place.path).unwrap().permissions().mode() & 0o7777, 0o600);
+    assert_eq!(fs::metadata(&file.path).unwrap().permissions().mode() & 0o7777, 0o600);
     assert_eq!(names(directory.path()), ["cache"]);
 }
 
 #[test]
-fn no_file_is_no_trouble_and_one_that_cannot_be_opened_is_left_where_it_is() {
+fn missing_cache_is_no_trouble_and_unreadable_one_is_left() {
     let directory = tempfile::tempdir().unwrap();
-    assert_eq!(load(&place(directory.path()), NOW), Found::default());
-    let place = Place {
+    assert_eq!(load(&file(directory.path()), NOW), LoadedCache::default());
+    let file = CacheFile {
         path: directory.path().join("x").join("cache"),
         node: "n".into(),
         max_age: Duration::from_secs(100),
     };
     fs::write(directory.path().join("x"), "a file where a directory should be").unwrap();
-    let trouble = load(&place, NOW).trouble.unwrap();
+    let trouble = load(&file, NOW).trouble.unwrap();
     assert!(trouble.starts_with("cannot read the cache"), "{trouble}");
 }
 
 #[test]
-fn a_file_that_cannot_be_used_is_set_aside_and_the_last_of_these_is_kept() {
+fn unusable_cache_is_set_aside_and_the_last_one_kept() {
     let directory = tempfile::tempdir().unwrap();
-    let place = place(directory.path());
-    let whole = form::write("n", &kept()).unwrap();
-    let other = form::write("m", &kept()).unwrap();
+    let file = file(directory.path());
+    let whole = format::write("n", &kept()).unwrap();
+    let other = format::write("m", &kept()).unwrap();
     let cases: [(&str, &str, &str); 8] = [
         ("empty", "", "it is damaged (it is cut off)"),
         (
@@ -178,9 +180,9 @@ fn a_file_that_cannot_be_used_is_set_aside_and_the_last_of_these_is_kept() {
         (
             "another version's",
             &whole.replacen("\"version\":3", "\"version\":1", 1),
-            "it has form 1, and this version reads form 3",
+            "it has format version 1, and this agent reads version 3",
         ),
-        ("another node's", &other, "it is that of node \"m\""),
+        ("another node's", &other, "it was written for node \"m\""),
         (
             "with more fields",
             &with_unknown_field(&whole),
@@ -188,15 +190,15 @@ fn a_file_that_cannot_be_used_is_set_aside_and_the_last_of_these_is_kept() {
         ),
     ];
     for (what, text, why) in cases {
-        fs::write(&place.path, text).unwrap();
-        fs::set_permissions(&place.path, fs::Permissions::from_mode(0o600)).unwrap();
-        let found = load(&place, NOW);
+        fs::write(&file.path, text).unwrap();
+        fs::set_permissions(&file.path, fs::Permissions::from_mode(0o600)).unwrap();
+        let found = load(&file, NOW);
         let trouble = found.trouble.clone().unwrap_or_default();
         assert!(
             trouble.contains(why) && trouble.contains("set aside as"),
             "{what}: {trouble}"
         );
-        assert_eq!((found.saved, found.live), (None, Live::new()), "{what}");
+        assert_eq!((found.saved, found.live), (None, LiveEndpoints::new()), "{what}");
         assert_eq!(names(directory.path()), ["cache.damaged"], "{what}");
         assert_eq!(
             fs::read_to_string(directory.path().join("cache.damaged")).unwrap(),
@@ -206,7 +208,7 @@ fn a_file_that_cannot_be_used_is_set_aside_and_the_last_of_these_is_kept() {
     }
 }
 
-/// As a hand or another program might write it: with a checksum that is right.
+/// A file with an unknown field and a correct checksum.
 fn with_unknown_field(whole: &str) -> String {
     let (head, body) = whole.trim_end().split_once('\n').unwrap();
     let changed = body.replacen("\"cluster\":", "\"unknown\":1,\"cluster\":", 1);
@@ -221,12 +223,12 @@ fn with_unknown_field(whole: &str) -> String {
 }
 
 #[test]
-fn a_file_that_others_could_have_written_is_not_believed() {
+fn cache_that_others_could_have_written_is_not_used() {
     let directory = tempfile::tempdir().unwrap();
-    let place = place(directory.path());
-    file::write(&place, &kept()).unwrap();
-    fs::set_permissions(&place.path, fs::Permissions::from_mode(0o640)).unwrap();
-    let trouble = load(&place, NOW).trouble.unwrap();
+    let file = file(directory.path());
+    file::write(&file, &kept()).unwrap();
+    fs::set_permissions(&file.path, fs::Permissions::from_mode(0o640)).unwrap();
+    let trouble = load(&file, NOW).trouble.unwrap();
     assert!(
         trouble.contains("others could read or change it (mode 0640"),
         "{trouble}"
@@ -237,40 +239,40 @@ fn a_file_that_others_could_have_written_is_not_believed() {
         directory.path().join("elsewhere"),
     )
     .unwrap();
-    symlink(directory.path().join("elsewhere"), &place.path).unwrap();
-    let trouble = load(&place, NOW).trouble.unwrap();
+    symlink(directory.path().join("elsewhere"), &file.path).unwrap();
+    let trouble = load(&file, NOW).trouble.unwrap();
     assert!(trouble.contains("it is a link"), "{trouble}");
 }
 
 #[test]
-fn a_write_that_failed_leaves_the_old_file() {
+fn failed_cache_write_leaves_the_old_file() {
     let directory = tempfile::tempdir().unwrap();
-    let place = place(directory.path());
-    file::write(&place, &kept()).unwrap();
-    let before = fs::read(&place.path).unwrap();
-    // In the way of the new one.
+    let file = file(directory.path());
+    file::write(&file, &kept()).unwrap();
+    let before = fs::read(&file.path).unwrap();
+    // Blocks the new file.
     fs::create_dir(directory.path().join("cache.new")).unwrap();
-    let error = file::write(&place, &Kept::default()).unwrap_err().to_string();
+    let error = file::write(&file, &CacheContent::default()).unwrap_err().to_string();
     assert!(error.starts_with("cannot replace the cache"), "{error}");
-    assert_eq!(fs::read(&place.path).unwrap(), before);
+    assert_eq!(fs::read(&file.path).unwrap(), before);
 }
 
 #[tokio::test]
-async fn a_file_that_cannot_be_replaced_goes_and_is_written_when_that_is_possible_again() {
+async fn irreplaceable_cache_is_deleted_and_written_again_later() {
     let directory = tempfile::tempdir().unwrap();
-    let place = place(directory.path());
-    file::write(&place, &kept()).unwrap();
+    let file = file(directory.path());
+    file::write(&file, &kept()).unwrap();
     let obstacle = directory.path().join("cache.new");
     fs::create_dir(&obstacle).unwrap();
-    let revoked = Kept {
+    let revoked = CacheContent {
         saved: Some(Arc::default()),
         ..kept()
     };
     let (sender, receiver) = watch::channel(revoked);
-    let writer = tokio::spawn(run(place.clone(), receiver, Metrics::default()));
+    let writer = tokio::spawn(run(file.clone(), receiver, Metrics::default()));
     let until = async |there: bool| {
         let wait = async {
-            while place.path.exists() != there {
+            while file.path.exists() != there {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
@@ -278,112 +280,115 @@ async fn a_file_that_cannot_be_replaced_goes_and_is_written_when_that_is_possibl
     };
     until(false).await;
     fs::remove_dir(&obstacle).unwrap();
-    // Without any further change of an object.
+    // No object changes any more.
     sender.send_modify(|_| {});
     until(true).await;
-    assert_eq!(load(&place, NOW).saved, Some(Saved::default()));
+    assert_eq!(load(&file, NOW).saved, Some(SavedObjects::default()));
     drop(sender);
     writer.await.unwrap();
 }
 
 #[test]
-fn cleanup_removes_every_file() {
+fn cleanup_removes_all_cache_files() {
     let directory = tempfile::tempdir().unwrap();
-    let place = place(directory.path());
-    file::write(&place, &kept()).unwrap();
+    let file = file(directory.path());
+    file::write(&file, &kept()).unwrap();
     fs::write(directory.path().join("cache.damaged"), "").unwrap();
     fs::write(directory.path().join("key"), "").unwrap();
-    assert_eq!(remove(&place.path).len(), 0);
+    assert_eq!(remove(&file.path).len(), 0);
     assert_eq!(names(directory.path()), ["key"]);
 }
 
 #[test]
-fn a_change_is_written_at_once_then_every_second_and_roaming_every_ten() {
-    let roamed = Kept {
-        live: Live::new(),
+fn cache_is_written_every_second_and_every_ten_for_endpoints() {
+    let roamed = CacheContent {
+        live: LiveEndpoints::new(),
         ..kept()
     };
-    let other = Kept {
+    let other = CacheContent {
         saved: Some(Arc::default()),
         ..kept()
     };
-    let unread = Kept { saved: None, ..kept() };
+    let unread = CacheContent { saved: None, ..kept() };
     let (soon, later) = (Some(Duration::from_millis(400)), Duration::from_secs(4));
     let seconds = |n| Some(Duration::from_secs(n));
-    assert_eq!(due(&kept(), &Kept::default(), None), seconds(0));
-    assert_eq!(due(&kept(), &kept(), None), None);
+    assert_eq!(write_delay(&kept(), &CacheContent::default(), None), seconds(0));
+    assert_eq!(write_delay(&kept(), &kept(), None), None);
     assert_eq!(
-        due(&unread, &Kept::default(), None),
+        write_delay(&unread, &CacheContent::default(), None),
         None,
         "the file of the last run says more"
     );
-    assert_eq!(due(&other, &kept(), soon), Some(Duration::from_millis(600)));
-    assert_eq!(due(&other, &kept(), Some(later)), seconds(0));
-    assert_eq!(due(&roamed, &kept(), Some(later)), seconds(6));
-    assert_eq!(due(&roamed, &kept(), seconds(11)), seconds(0));
+    assert_eq!(write_delay(&other, &kept(), soon), Some(Duration::from_millis(600)));
+    assert_eq!(write_delay(&other, &kept(), Some(later)), seconds(0));
+    assert_eq!(write_delay(&roamed, &kept(), Some(later)), seconds(6));
+    assert_eq!(write_delay(&roamed, &kept(), seconds(11)), seconds(0));
 }
 
 #[tokio::test]
-async fn what_is_due_at_the_end_is_written_then() {
+async fn pending_content_is_written_at_the_end() {
     let directory = tempfile::tempdir().unwrap();
-    let place = place(directory.path());
+    let file = file(directory.path());
     let (sender, receiver) = watch::channel(kept());
-    sender.send_modify(|kept| kept.live = Live::new());
+    sender.send_modify(|kept| kept.live = LiveEndpoints::new());
     drop(sender);
-    run(place.clone(), receiver, Metrics::default()).await;
-    let found = load(&place, NOW);
-    assert_eq!((found.saved, found.live), (Some(Saved::of(&world())), Live::new()));
+    run(file.clone(), receiver, Metrics::default()).await;
+    let found = load(&file, NOW);
+    assert_eq!(
+        (found.saved, found.live),
+        (Some(SavedObjects::of(&snapshot())), LiveEndpoints::new())
+    );
 }
 
 #[test]
-fn a_file_that_nobody_has_confirmed_for_too_long_is_set_aside() {
+fn cache_unconfirmed_for_too_long_is_set_aside() {
     let directory = tempfile::tempdir().unwrap();
-    let place = place(directory.path());
-    file::write(&place, &kept()).unwrap();
-    // A clock that was set back makes nothing old.
+    let file = file(directory.path());
+    file::write(&file, &kept()).unwrap();
+    // With a clock that was set back, the file is not old.
     for now in [NOW.0 + 100, NOW.0, 0] {
-        assert_eq!(load(&place, Stamp(now)).trouble, None, "{now}");
+        assert_eq!(load(&file, UnixTime(now)).trouble, None, "{now}");
     }
-    let found = load(&place, Stamp(NOW.0 + 101));
+    let found = load(&file, UnixTime(NOW.0 + 101));
     let aside = directory.path().join("cache.damaged");
     let want = format!(
         "the cache {} is not used: the API server confirmed it last at 2023-11-14T22:13:20Z, which is longer ago than \
          --cache-max-age (1m 40s): Peers that were deleted since would come back; set aside as {}",
-        place.path.display(),
+        file.path.display(),
         aside.display()
     );
     assert_eq!(
         found,
-        Found {
+        LoadedCache {
             trouble: Some(want),
-            ..Found::default()
+            ..LoadedCache::default()
         }
     );
     assert_eq!(names(directory.path()), ["cache.damaged"]);
 }
 
 #[test]
-fn what_the_api_server_goes_on_confirming_stays_young_without_a_write_for_each_time() {
+fn confirmation_time_is_written_in_steps() {
     let step = Duration::from_secs(60);
-    let at = |seconds| Stamp(NOW.0 + seconds);
-    let saved = || Saved::of(&world());
+    let at = |seconds| UnixTime(NOW.0 + seconds);
+    let saved = || SavedObjects::of(&snapshot());
     let mut kept = kept();
-    let mut told = |saved: Saved, now| (kept.confirm(saved, now, step), kept.confirmed);
-    assert_eq!(told(saved(), at(59)), (false, at(0)));
-    assert_eq!(told(saved(), at(60)), (true, at(60)));
-    assert_eq!(told(Saved::default(), at(61)), (true, at(61)));
+    let mut confirm = |saved: SavedObjects, now| (kept.confirm(saved, now, step), kept.confirmed);
+    assert_eq!(confirm(saved(), at(59)), (false, at(0)));
+    assert_eq!(confirm(saved(), at(60)), (true, at(60)));
+    assert_eq!(confirm(SavedObjects::default(), at(61)), (true, at(61)));
     assert_eq!(
-        told(Saved::default(), at(5)),
+        confirm(SavedObjects::default(), at(5)),
         (true, at(5)),
         "a clock that was set back"
     );
     let step = |hours: u64| {
         let max_age = Duration::from_secs(hours * 3600);
-        Place {
+        CacheFile {
             max_age,
-            ..place(Path::new("/"))
+            ..file(Path::new("/"))
         }
-        .step()
+        .max_lag()
         .as_secs()
     };
     assert_eq!([0, 1, 24, 1000].map(step), [60, 150, 3600, 3600]);

@@ -1,4 +1,4 @@
-//! A device that only remembers: for unit tests of the code that drives one, and for a dry run.
+//! A device in memory, for unit tests and dry runs.
 
 use std::{
     collections::BTreeSet,
@@ -9,7 +9,7 @@ use clustermesh_agent_core::device::{self, ObservedPeer, PeerChange, PeerStats, 
 
 use super::{Altered, Configuration, Device, DeviceError, Observed};
 
-/// Keeps what it is told. Clones share one state, so a test can look on.
+/// Stores its configuration and peers. Clones share one state, so that a test can inspect it.
 #[derive(Clone, Default)]
 pub struct Memory(Arc<Mutex<State>>);
 
@@ -35,7 +35,7 @@ impl Memory {
         self.state().peers.clone()
     }
 
-    /// Every change since this was last asked, in order.
+    /// Takes the changes applied since the last call, in order.
     #[must_use]
     pub fn take_applied(&self) -> Vec<PeerChange> {
         std::mem::take(&mut self.state().applied)
@@ -47,7 +47,7 @@ impl Memory {
         self.state().configuration.clone()
     }
 
-    /// As if another hand had changed this; until it is mended.
+    /// Marks a part as changed by another program, until it is repaired.
     pub fn alter(&self, part: Altered) {
         self.state().altered.insert(part);
     }

@@ -1,5 +1,5 @@
-//! The node's WireGuard device behind one trait. What it should hold is `clustermesh_agent_core::device`'s business;
-//! addresses, routes and firewall are other modules'.
+//! Defines the trait [`Device`] of the node's WireGuard device, and opens one of its implementations.
+//! `clustermesh_agent_core::device` decides which peers it has; addresses, routes and firewall are other modules'.
 
 pub mod kernel;
 mod memory;
@@ -23,12 +23,14 @@ pub use memory::Memory;
 /// The alias (`IFLA_IFALIAS`) of an interface that is ours; `ip link show` prints it. The name alone proves nothing.
 pub const ALIAS: &str = "clustermesh wg-agent";
 
-/// A WireGuard device that stands: interface up, port bound.
+/// An open WireGuard device: interface up, port bound.
 ///
-/// The calls return at once and may be made from async code. They belong to the network namespace of the thread that
-/// opened the device: make them from there. Dropping a device ends our part and leaves standing what outlives a process
-/// (a kernel device, which carries on and is taken over by the next process; of a userspace device its interface with addresses and routes, which drops what is sent into it until the next
-/// [`open`] takes it over). [`Device::close`] leaves nothing.
+/// Calls return at once and may be made from async code. They must be made from a thread in the network namespace in
+/// which the device was opened.
+///
+/// Dropping a device keeps what outlives a process. A kernel device keeps working, and the next process takes it over.
+/// A userspace device keeps its interface with addresses and routes, which drops packets until the next [`open`] takes
+/// it over. [`Device::close`] removes everything.
 pub trait Device: Send {
     /// Which implementation this is: `kernel`, `userspace`, `memory`. For logs, metrics and the node's annotation.
     fn backend(&self) -> &'static str;
@@ -36,49 +38,49 @@ pub trait Device: Send {
     /// The interface's name.
     fn interface(&self) -> &str;
 
-    /// Changes what differs from the configuration in force. A new private key or port costs every peer a handshake; firewall mark and MTU
-    /// cost nothing.
+    /// Changes what differs from the current configuration. A new private key or port costs every peer a handshake;
+    /// firewall mark and MTU cost nothing.
     ///
     /// # Errors
-    /// The port is taken, or the kernel refuses. What was in force stays.
+    /// The port is taken, or the kernel refuses. The old configuration stays.
     fn configure(&mut self, configuration: &Configuration) -> Result<(), DeviceError>;
 
-    /// Carries out the changes, in order and all at once as far as traffic is concerned. Only the peers named are touched, and only a new
-    /// preshared key or a removal ends a session. A new peer with an endpoint is greeted at once.
+    /// Applies the changes in order; traffic sees all of them at once. Only the named peers are touched, and only a
+    /// new preshared key or a removal ends a session. A handshake with a new peer that has an endpoint starts at once.
     ///
     /// # Errors
-    /// The kernel refuses; some changes may be in force then, and [`Device::observe`] says which.
+    /// The kernel refuses; some changes may be applied then, and [`Device::observe`] tells which.
     fn apply(&mut self, changes: &[PeerChange]) -> Result<(), DeviceError>;
 
-    /// What the device holds and what it has seen.
+    /// The peers, their counters, and external changes of the configuration.
     ///
     /// # Errors
-    /// The kernel cannot be asked; [`DeviceError::Gone`] or [`DeviceError::Died`]: drop this device and open it again.
+    /// The kernel does not answer; [`DeviceError::Gone`] or [`DeviceError::Died`]: drop this device and open it again.
     fn observe(&self) -> Result<Observed, DeviceError>;
 
-    /// Puts back what [`Device::observe`] found altered.
+    /// Restores what [`Device::observe`] found altered.
     ///
     /// # Errors
-    /// The port was taken meanwhile, or the kernel refuses; what comes before it in order is put back.
+    /// The port was taken meanwhile, or the kernel refuses; parts that precede it in order are restored.
     fn mend(&mut self, altered: &BTreeSet<Altered>) -> Result<(), DeviceError>;
 
-    /// Removes the interface and everything else that is ours.
+    /// Removes the interface and all other state of the device.
     ///
     /// # Errors
-    /// What could not be removed; the rest is.
+    /// What could not be removed; the rest is removed.
     fn close(self: Box<Self>) -> Result<(), DeviceError>;
 }
 
-/// What a device has besides peers.
+/// The configuration of a device, except its peers.
 #[derive(Clone)]
 pub struct Configuration {
     /// The node's x25519 key; zeroized when dropped.
     pub private_key: StaticSecret,
     /// UDP, both families; 0 = any free port.
     pub listen_port: u16,
-    /// Set on every outer packet (`SO_MARK`), so that routing and firewall can tell them; 0 = none.
+    /// Set on every outer packet (`SO_MARK`), so that routing and firewall recognize them; 0 = none.
     pub fwmark: u32,
-    /// Of the interface, bytes of inner packet.
+    /// MTU of the interface: bytes of inner packet.
     pub mtu: u16,
 }
 
@@ -97,21 +99,21 @@ impl fmt::Debug for Configuration {
     }
 }
 
-/// What [`Device::observe`] found.
+/// The result of [`Device::observe`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Observed {
     /// By public key.
     pub peers: ObservedPeers,
     /// The port in use.
     pub listen_port: u16,
-    /// Packets dropped since the device was opened, by reason: a word fit for a metric label.
+    /// Packets dropped since the device was opened, by reason (usable as a metric label).
     pub drops: BTreeMap<&'static str, u64>,
-    /// What others changed of the configuration in force.
+    /// Parts of the configuration that external programs changed.
     pub altered: BTreeSet<Altered>,
 }
 
-/// A part of a device's configuration that another hand can change under us, in the order in which they are put back: who is
-/// greeted under the right key needs everything else.
+/// A part of a device's configuration that another program can change. The order is that of the repair: the private key
+/// comes last, because setting it starts handshakes, which need the rest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Altered {
     /// `ip link set mtu`.
@@ -122,12 +124,12 @@ pub enum Altered {
     Fwmark,
     /// `ip link set down`.
     Down,
-    /// `wg set private-key`. Every session is gone.
+    /// `wg set private-key`. All sessions are lost.
     PrivateKey,
 }
 
 impl Altered {
-    /// A word fit for a metric label.
+    /// The name of the part as a metric label.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -143,7 +145,7 @@ impl Altered {
 /// Which implementation to use (`--backend`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
-    /// The best there is on this node; [`Device::backend`] says which it became.
+    /// The kernel's WireGuard if available, else userspace; [`Device::backend`] tells which was chosen.
     Auto,
     /// The kernel's WireGuard.
     Kernel,
@@ -164,11 +166,11 @@ impl FromStr for Backend {
     }
 }
 
-/// A device, and why it is of this kind: for the log.
+/// A device, and for the log why it has this backend.
 pub type Opened = (Box<dyn Device>, &'static str);
 
-/// Opens the device. The kernel's holds the peers that an earlier process of ours left; userspace starts with none. What the other
-/// backend left under that name is removed first. The options are those of the userspace backend.
+/// Opens the device. A kernel device keeps the peers that an earlier process left; a userspace device starts with none.
+/// An interface that the other backend left is removed first. `options` are for the userspace backend.
 ///
 /// # Errors
 /// See [`DeviceError`]; nothing new is left behind.
@@ -190,9 +192,9 @@ pub fn open(
         Backend::Userspace => why,
         Backend::Kernel | Backend::Auto => match kernel::Kernel::open(interface, configuration) {
             Ok(device) => {
-                // A socket would make `wg show` look for the userspace device that is gone.
+                // With the socket, `wg show` would look for the userspace device that is gone.
                 if let Err(error) = userspace::remove_leftovers(interface) {
-                    tracing::warn!(%error, "left over from the userspace backend");
+                    tracing::warn!(%error, "cannot remove what the userspace backend left");
                 }
                 return Ok((Box::new(device), why));
             }
@@ -206,7 +208,7 @@ pub fn open(
     Ok((Box::new(device), why))
 }
 
-/// Why a device could not be opened, changed or asked, with the likely cause.
+/// Why a device could not be opened, changed or observed, with the likely cause.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
     /// The kernel answers `EOPNOTSUPP`.
@@ -215,15 +217,15 @@ pub enum DeviceError {
          use --backend=auto or userspace"
     )]
     NoKernelWireguard,
-    /// The kernel would cut the name.
+    /// The kernel would truncate the name.
     #[error("{0:?} cannot be an interface name: 1 to 15 characters, no space, slash or colon")]
     Name(String),
-    /// Someone else's interface, or an earlier process of ours that still runs.
+    /// The interface is not this agent's, or an earlier agent process still runs.
     #[error(
-        "interface {0} exists already: another agent or kg (Kilo) runs on this node, or someone made it; see `ip -d link show {0}`. Stop it, or choose another --interface"
+        "interface {0} exists already: another agent or kg (Kilo) runs on this node, or another program created it; see `ip -d link show {0}`. Stop it, or choose another --interface"
     )]
     Exists(String),
-    /// Someone deleted the interface while we had it.
+    /// The interface was deleted externally.
     #[error("interface {0} was deleted by someone else: open the device again")]
     Gone(String),
     /// A thread of a userspace device ended by a panic.
@@ -236,46 +238,46 @@ pub enum DeviceError {
         /// Which thread.
         thread: String,
     },
-    /// No TUN.
+    /// The TUN device could not be created.
     #[error(
         "cannot make the TUN device {interface}: {source}. The agent needs /dev/net/tun (in a Pod: a hostPath volume of type CharDevice, and a container runtime that admits it: runc 1.2.0 to 1.2.3 and crun do not) and CAP_NET_ADMIN"
     )]
     Tun {
         /// The interface asked for.
         interface: String,
-        /// What the kernel said.
+        /// The error.
         source: io::Error,
     },
-    /// No socket.
+    /// A UDP socket could not be bound.
     #[error(
         "cannot listen on UDP port {port}: {source}. Another WireGuard on this node may have it (`ss -ulpn`); choose another --port, or give the agent CAP_NET_ADMIN"
     )]
     Listen {
         /// The port asked for.
         port: u16,
-        /// What the kernel said.
+        /// The error.
         source: io::Error,
     },
-    /// The control socket's file is in the way.
+    /// The file of the control socket could not be removed.
     #[error("cannot remove the control socket {path}: {source}")]
     ControlSocket {
         /// The file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The error.
         source: io::Error,
     },
-    /// Anything else the kernel refused.
+    /// Any other kernel error.
     #[error("cannot {action}: {source}")]
     Kernel {
         /// What was tried, as "set the MTU of kilo0 to 1380".
         action: String,
-        /// What the kernel said.
+        /// The error.
         source: io::Error,
     },
 }
 
 impl DeviceError {
-    /// One word for metrics, Events and conditions.
+    /// The error's name in metrics, Events and conditions.
     #[must_use]
     pub const fn reason(&self) -> &'static str {
         match self {

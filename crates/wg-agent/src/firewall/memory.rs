@@ -1,13 +1,13 @@
-//! A table that is only remembered: for tests of what stands above it.
+//! A firewall backend in memory, for tests.
 
 use super::{Backend, Error, Listing};
 
-/// Keeps the scripts that made the table what it is.
+/// Stores the scripts that were run.
 #[derive(Debug, Default, Clone)]
 pub struct Memory {
-    /// The scripts since the table was last written whole; empty = there is no table.
+    /// The scripts since the table was last replaced; empty = there is no table.
     pub scripts: Vec<String>,
-    /// Scripts that hold one of these are refused.
+    /// Scripts that contain one of these fail.
     pub refuse: Vec<String>,
 }
 

@@ -1,5 +1,5 @@
-//! How the kernel's nftables table is told what [`clustermesh_agent_core::firewall`] wants: a trait, the `nft` backend, one
-//! in memory, and the keeper that writes no more than changed. What the table says is not decided here.
+//! Applies the table that [`clustermesh_agent_core::firewall`] desires: the trait [`Backend`] with an `nft` and an
+//! in-memory implementation, and [`FirewallManager`], which writes only what changed.
 
 use std::{future::Future, io, path::PathBuf};
 
@@ -8,29 +8,29 @@ use clustermesh_agent_core::firewall::{Firewall, Update, update};
 pub(crate) mod generation;
 mod memory;
 mod nft;
-mod stamp;
+mod table_record;
 mod watch;
 
 pub(crate) use generation::Generation;
 pub use memory::Memory;
 pub use nft::Nft;
-pub use stamp::Stamp;
+pub use table_record::TableRecord;
 pub use watch::Watch;
 
-/// Where a table is kept.
+/// A place where the agent's table is stored.
 pub trait Backend: Send {
-    /// Our table as it reads now; `None` = there is none. No other table is looked at.
+    /// Lists our table; `None` = there is none. Other tables are ignored.
     fn observe(&mut self) -> impl Future<Output = Result<Option<Listing>, Error>> + Send;
 
-    /// Runs one transaction: all of it or, on an error, nothing.
+    /// Runs one transaction: all of it is applied or, on an error, nothing.
     fn run(&mut self, script: &str) -> impl Future<Output = Result<(), Error>> + Send;
 
-    /// Takes our table away; none there is no error.
+    /// Deletes our table; a missing one is no error.
     fn destroy(&mut self) -> impl Future<Output = Result<(), Error>> + Send;
 }
 
-/// A table as a reader shows it, without counters and handles: two listings are equal where nobody wrote in between.
-/// nft prints masks and flags its own way, so a listing is compared with a listing, never with what was written.
+/// A table as `nft -j` lists it, without counters and handles: two listings are equal if nothing was written in
+/// between. nft prints masks and flags in its own form, so a listing can only be compared with another listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listing(serde_json::Value);
 
@@ -53,21 +53,21 @@ pub enum Error {
         /// Why not.
         source: io::Error,
     },
-    /// It did not end in time.
+    /// nft did not exit in time.
     #[error("nft did not end within {0} s; is another program holding the kernel's nftables lock?")]
     Timeout(u64),
-    /// Another program or the kernel ended it.
+    /// nft was killed by a signal.
     #[error("nft was ended by signal {}{}", .0, killed(*.0))]
     Killed(i32),
-    /// It said no.
+    /// nft reported an error.
     #[error("nft refused {what}: {stderr}{}", hint(stderr))]
     Refused {
-        /// What was asked.
+        /// What was to be done.
         what: &'static str,
-        /// The first lines of its answer.
+        /// The first lines of stderr.
         stderr: String,
     },
-    /// It printed something else than it should.
+    /// The output could not be parsed.
     #[error("cannot read the answer of nft -j: {0}")]
     Answer(String),
 }
@@ -91,101 +91,108 @@ fn hint(stderr: &str) -> &'static str {
     }
 }
 
-/// Keeps our table as it should be: remembers what it wrote last and how that read, so that it sees the work of other
-/// hands and writes no more than changed.
+/// Applies the desired table. Remembers what it wrote last and how that was listed, so that it detects external changes
+/// and writes only what changed.
 #[derive(Debug)]
-pub struct Keeper<B> {
+pub struct FirewallManager<B> {
     backend: B,
     written: Option<(Firewall, Listing)>,
-    stamp: Option<Stamp>,
+    record: Option<TableRecord>,
 }
 
-impl<B: Backend> Keeper<B> {
-    /// A keeper that has written nothing yet: its first pass writes the table whole, in one step over what is there.
+impl<B: Backend> FirewallManager<B> {
+    /// A manager that has written nothing yet: its first pass replaces the whole table in one transaction.
     pub const fn new(backend: B) -> Self {
         Self {
             backend,
             written: None,
-            stamp: None,
+            record: None,
         }
     }
 
-    /// The same, which knows by `stamp` the table that an earlier process wrote: where that is the one wanted, nothing is
+    /// Uses `record` to recognize the table that an earlier process wrote: if it is the desired one, nothing is
     /// written.
     #[must_use]
-    pub fn remembering(self, stamp: Stamp) -> Self {
+    pub fn with_record(self, record: TableRecord) -> Self {
         Self {
-            stamp: Some(stamp),
+            record: Some(record),
             ..self
         }
     }
 
-    /// Whether the table in the kernel is as this keeper wrote it last.
+    /// Whether the table in the kernel is as this manager wrote it last.
     ///
     /// # Errors
-    /// When it cannot be read.
-    pub async fn intact(&mut self) -> Result<bool, Error> {
-        let there = self.backend.observe().await?;
-        Ok(self.is_written(there.as_ref()))
+    /// The table cannot be listed.
+    pub async fn matches_kernel(&mut self) -> Result<bool, Error> {
+        let listing = self.backend.observe().await?;
+        Ok(self.was_written_as(listing.as_ref()))
     }
 
-    /// Whether a table of this keeper's stands, as far as it knows.
+    /// Whether this manager has written the table that exists, as far as it knows.
     #[must_use]
     pub const fn has_written(&self) -> bool {
         self.written.is_some()
     }
 
-    fn is_written(&self, there: Option<&Listing>) -> bool {
-        there == self.written.as_ref().map(|(_, listing)| listing)
+    fn was_written_as(&self, listing: Option<&Listing>) -> bool {
+        listing == self.written.as_ref().map(|(_, written)| written)
     }
 
-    /// Forgets what is not there any more, and takes over what an earlier process wrote.
-    fn recognise(&mut self, desired: &Firewall, there: Option<&Listing>) {
-        if !self.is_written(there) {
-            let known = |there: &&Listing| self.stamp.as_ref().is_some_and(|stamp| stamp.knows(desired, there));
-            self.written = there.filter(known).map(|there| (desired.clone(), there.clone()));
+    /// Forgets the written table if the kernel's differs, unless that is the desired one as written by an earlier
+    /// process.
+    fn recognize(&mut self, desired: &Firewall, listing: Option<&Listing>) {
+        if !self.was_written_as(listing) {
+            let is_known = |listing: &&Listing| {
+                self.record
+                    .as_ref()
+                    .is_some_and(|record| record.matches(desired, listing))
+            };
+            self.written = listing
+                .filter(is_known)
+                .map(|listing| (desired.clone(), listing.clone()));
         }
     }
 
-    /// Makes the table `desired`: nothing if it is, elements of sets if only they differ, the whole table otherwise or
-    /// where another hand was at it. Returns what was run.
+    /// Makes the table as `desired`. Writes nothing if it is, set elements if only they differ, and the whole table
+    /// otherwise or after an external change. Returns what was written.
     ///
     /// # Errors
-    /// When it cannot be read or written; the kernel then has the table as it was, or a part of the step, and the next pass goes
-    /// on from there.
+    /// The table cannot be listed or written. The kernel then has the old table or a part of the update, and the next
+    /// pass continues from there.
     pub async fn converge(&mut self, desired: &Firewall) -> Result<Option<Update>, Error> {
-        let there = self.backend.observe().await?;
-        self.recognise(desired, there.as_ref());
+        let listing = self.backend.observe().await?;
+        self.recognize(desired, listing.as_ref());
         let Some(mut step) = update(self.written.as_ref().map(|(firewall, _)| firewall), desired) else {
             return Ok(None);
         };
-        if let Err(error) = self.take(&step).await {
-            // Someone may have changed an element since we looked: the whole table always fits.
+        if let Err(error) = self.run_scripts(&step).await {
+            // An external program may have changed an element since the listing. Writing the whole table always works.
             let Some(whole) = update(None, desired).filter(|_| matches!(step, Update::Elements { .. })) else {
                 return Err(error);
             };
             step = whole;
-            self.take(&step).await?;
+            self.run_scripts(&step).await?;
         }
         let listing = self.backend.observe().await?;
         self.written = listing.map(|listing| (desired.clone(), listing));
-        if let Some(stamp) = &self.stamp {
-            stamp.set(self.written.as_ref());
+        if let Some(record) = &self.record {
+            record.set(self.written.as_ref());
         }
         Ok(Some(step))
     }
 
-    async fn take(&mut self, step: &Update) -> Result<(), Error> {
+    async fn run_scripts(&mut self, step: &Update) -> Result<(), Error> {
         for script in step.scripts() {
             self.backend.run(script).await?;
         }
         Ok(())
     }
 
-    /// Takes the table away.
+    /// Deletes the table.
     ///
     /// # Errors
-    /// When it is still there.
+    /// The table still exists.
     pub async fn destroy(&mut self) -> Result<(), Error> {
         self.written = None;
         self.backend.destroy().await

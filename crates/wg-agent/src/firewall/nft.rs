@@ -1,5 +1,5 @@
-//! The table in the kernel, through the program `nft`: a script on its standard input, JSON from its output. No argument
-//! or environment of it ever holds data from an object.
+//! The kernel's table, accessed through the program `nft`: a script on its standard input, JSON from its output. Its
+//! arguments and environment never contain data from an object.
 
 use std::{ffi::OsString, os::unix::process::ExitStatusExt, path::PathBuf, process::Stdio, time::Duration};
 
@@ -12,14 +12,14 @@ use super::{
     generation::{self, Generation},
 };
 
-/// Far more than any transaction took: 1,000 prefixes are 12 ms.
+/// Far more than any transaction took: 1,000 prefixes take 12 ms.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The nftables of the network namespace in which its methods are called.
 #[derive(Debug, Clone)]
 pub struct Nft {
     program: PathBuf,
-    /// What our table was, and when.
+    /// The last listing, and the generation at which it was made.
     listed: Option<(Generation, Option<Listing>)>,
 }
 
@@ -39,7 +39,7 @@ impl Nft {
         }
     }
 
-    /// Runs it to its end: its output, or what it said on standard error.
+    /// Runs nft; returns its output, or its standard error if it fails.
     async fn call(&self, arguments: &[&str], script: Option<&str>) -> Result<Result<Vec<u8>, String>, Error> {
         let start = |source| Error::Start {
             program: self.program.clone(),
@@ -61,7 +61,7 @@ impl Nft {
         let stdin = child.stdin.take();
         let feed = async move {
             if let (Some(mut stdin), Some(script)) = (stdin, script) {
-                // It stops reading at the first mistake; what it says about that is the better error.
+                // nft stops reading at the first mistake; its own error message is better than ours.
                 let _ = stdin.write_all(script.as_bytes()).await;
             }
         };
@@ -76,8 +76,8 @@ impl Nft {
         if let Some(signal) = output.status.signal() {
             return Err(Error::Killed(signal));
         }
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        Ok(Err(said
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        Ok(Err(stderr
             .lines()
             .take(6)
             .map(|line| line.chars().take(200).collect::<String>())
@@ -88,9 +88,9 @@ impl Nft {
     async fn list(&self) -> Result<Option<Listing>, Error> {
         match self.call(&["-j", "list", "table", "inet", NFT_TABLE], None).await? {
             Ok(text) => parse(&text).map(Some),
-            // nft names an absent table by ENOENT's text and nothing else; a missing kernel module reads the same, and
-            // then the write that follows says so.
-            Err(said) if said.contains("No such file or directory") => Ok(None),
+            // nft reports a missing table as ENOENT's text only. A missing kernel module reads the same; then the
+            // following write reports it.
+            Err(stderr) if stderr.contains("No such file or directory") => Ok(None),
             Err(stderr) => Err(Error::Refused {
                 what: "to list our table",
                 stderr,
@@ -101,16 +101,16 @@ impl Nft {
 
 impl Backend for Nft {
     async fn observe(&mut self) -> Result<Option<Listing>, Error> {
-        // A kernel that does not tell is asked for a listing each time.
-        let before = generation::now().ok();
+        // If the generation cannot be read, the table is listed each time.
+        let before = generation::current().ok();
         match &self.listed {
             Some((at, listing)) if before == Some(*at) => return Ok(listing.clone()),
             _ => {}
         }
         let listing = self.list().await?;
-        // Of a transaction in between nobody says whether it was seen.
-        let still = before.filter(|before| generation::now().ok() == Some(*before));
-        self.listed = still.map(|at| (at, listing.clone()));
+        // If the generation changed meanwhile, it is unknown whether the listing contains the change.
+        let stable = before.filter(|before| generation::current().ok() == Some(*before));
+        self.listed = stable.map(|at| (at, listing.clone()));
         Ok(listing)
     }
 
@@ -125,7 +125,7 @@ impl Backend for Nft {
     }
 
     async fn destroy(&mut self) -> Result<(), Error> {
-        // `delete` alone fails where there is none, and `destroy` is not known to nft 1.0.6.
+        // `delete` alone fails if there is no table, and nft 1.0.6 does not know `destroy`.
         self.run(&format!("table inet {NFT_TABLE}\ndelete table inet {NFT_TABLE}\n"))
             .await
     }
@@ -141,8 +141,7 @@ fn parse(text: &[u8]) -> Result<Listing, Error> {
     Ok(Listing(Value::Array(objects)))
 }
 
-/// Takes away what means nothing or changes by itself: numbers of handles, counts of packets, what is left of an element's
-/// time, the order of elements.
+/// Removes what changes without a write: handles, counters, the remaining time of elements, and the order of elements.
 fn strip(value: &mut Value) {
     match value {
         Value::Object(map) => {

@@ -38,22 +38,22 @@ fn table(mesh: &str) -> Firewall {
 }
 
 #[tokio::test]
-async fn the_first_pass_writes_the_table_and_the_second_nothing() {
-    let mut keeper = Keeper::new(Memory::default());
+async fn first_pass_writes_the_table_and_the_second_nothing() {
+    let mut manager = FirewallManager::new(Memory::default());
     let wanted = table("10.2.0.0/16");
     let whole = Update::Whole {
         script: render(&wanted),
     };
-    assert_eq!(keeper.converge(&wanted).await.unwrap(), Some(whole));
-    assert_eq!(keeper.converge(&wanted).await.unwrap(), None);
-    assert!(keeper.intact().await.unwrap());
+    assert_eq!(manager.converge(&wanted).await.unwrap(), Some(whole));
+    assert_eq!(manager.converge(&wanted).await.unwrap(), None);
+    assert!(manager.matches_kernel().await.unwrap());
 }
 
 #[tokio::test]
-async fn a_change_of_policy_touches_elements_only() {
-    let mut keeper = Keeper::new(Memory::default());
-    keeper.converge(&table("10.2.0.0/16")).await.unwrap();
-    let step = keeper.converge(&table("10.3.0.0/16")).await.unwrap();
+async fn policy_change_writes_only_elements() {
+    let mut manager = FirewallManager::new(Memory::default());
+    manager.converge(&table("10.2.0.0/16")).await.unwrap();
+    let step = manager.converge(&table("10.3.0.0/16")).await.unwrap();
     assert!(
         matches!(
             step,
@@ -68,29 +68,29 @@ async fn a_change_of_policy_touches_elements_only() {
 }
 
 #[tokio::test]
-async fn a_table_that_another_hand_changed_or_took_is_written_whole() {
-    let mut keeper = Keeper::new(Memory::default());
+async fn externally_changed_table_is_replaced() {
+    let mut manager = FirewallManager::new(Memory::default());
     let wanted = table("10.2.0.0/16");
     let whole = Some(Update::Whole {
         script: render(&wanted),
     });
-    keeper.converge(&wanted).await.unwrap();
-    keeper.backend().scripts.clear();
-    assert!(!keeper.intact().await.unwrap());
-    assert_eq!(keeper.converge(&wanted).await.unwrap(), whole);
-    keeper
+    manager.converge(&wanted).await.unwrap();
+    manager.backend().scripts.clear();
+    assert!(!manager.matches_kernel().await.unwrap());
+    assert_eq!(manager.converge(&wanted).await.unwrap(), whole);
+    manager
         .backend()
         .scripts
         .push("flush chain inet clustermesh from_mesh".to_owned());
-    assert_eq!(keeper.converge(&wanted).await.unwrap(), whole);
+    assert_eq!(manager.converge(&wanted).await.unwrap(), whole);
 }
 
 #[tokio::test]
-async fn elements_that_the_kernel_refuses_are_written_with_the_whole_table() {
-    let mut keeper = Keeper::new(Memory::default());
-    keeper.converge(&table("10.2.0.0/16")).await.unwrap();
-    keeper.backend().refuse.push("delete element".to_owned());
-    let step = keeper.converge(&table("10.3.0.0/16")).await.unwrap();
+async fn refused_element_update_replaces_the_table() {
+    let mut manager = FirewallManager::new(Memory::default());
+    manager.converge(&table("10.2.0.0/16")).await.unwrap();
+    manager.backend().refuse.push("delete element".to_owned());
+    let step = manager.converge(&table("10.3.0.0/16")).await.unwrap();
     assert_eq!(
         step,
         Some(Update::Whole {
@@ -100,57 +100,61 @@ async fn elements_that_the_kernel_refuses_are_written_with_the_whole_table() {
 }
 
 #[tokio::test]
-async fn a_refused_table_is_an_error_and_is_tried_again() {
-    let mut keeper = Keeper::new(Memory {
+async fn refused_table_is_an_error_and_is_retried() {
+    let mut manager = FirewallManager::new(Memory {
         refuse: vec!["table".to_owned()],
         ..Memory::default()
     });
-    assert!(keeper.converge(&table("10.2.0.0/16")).await.is_err());
-    keeper.backend().refuse.clear();
+    assert!(manager.converge(&table("10.2.0.0/16")).await.is_err());
+    manager.backend().refuse.clear();
     assert!(matches!(
-        keeper.converge(&table("10.2.0.0/16")).await,
+        manager.converge(&table("10.2.0.0/16")).await,
         Ok(Some(Update::Whole { .. }))
     ));
 }
 
 #[tokio::test]
-async fn the_next_process_writes_nothing_where_the_table_stands_as_it_was_written() {
+async fn next_process_does_not_write_an_unchanged_table() {
     let directory = tempfile::tempdir().unwrap();
-    let stamp = || Stamp::beside(&directory.path().join("cache"));
+    let record = || TableRecord::next_to_cache(&directory.path().join("cache"));
     let wanted = table("10.2.0.0/16");
-    let mut first = Keeper::new(Memory::default()).remembering(stamp());
+    let mut first = FirewallManager::new(Memory::default()).with_record(record());
     first.converge(&wanted).await.unwrap();
     let there = first.backend().clone();
     let start = async |there: &Memory, wanted: &Firewall| {
-        let mut keeper = Keeper::new(there.clone()).remembering(stamp());
-        let first = keeper.converge(wanted).await.unwrap();
-        (first.is_some(), keeper.converge(wanted).await.unwrap().is_some())
+        let mut manager = FirewallManager::new(there.clone()).with_record(record());
+        let first = manager.converge(wanted).await.unwrap();
+        (first.is_some(), manager.converge(wanted).await.unwrap().is_some())
     };
     assert_eq!(start(&there, &wanted).await, (false, false));
     let mut changed = there.clone();
     changed
         .scripts
         .push("flush chain inet clustermesh from_mesh".to_owned());
-    assert_eq!(start(&changed, &wanted).await, (true, false), "another hand was at it");
+    assert_eq!(start(&changed, &wanted).await, (true, false), "changed externally");
     assert_eq!(
         start(&Memory::default(), &wanted).await,
         (true, false),
         "after a reboot"
     );
-    assert_eq!(start(&there, &wanted).await, (false, false), "and written as before");
+    assert_eq!(start(&there, &wanted).await, (false, false), "and unchanged");
     assert_eq!(
         start(&there, &table("10.3.0.0/16")).await,
         (true, false),
         "other policies"
     );
-    assert_eq!(start(&there, &wanted).await, (true, false), "written by the one before");
-    stamp().remove().unwrap();
-    stamp().remove().unwrap();
-    assert_eq!(start(&there, &wanted).await, (true, false), "nothing is remembered");
+    assert_eq!(
+        start(&there, &wanted).await,
+        (true, false),
+        "written by the process before, with other policies"
+    );
+    record().remove().unwrap();
+    record().remove().unwrap();
+    assert_eq!(start(&there, &wanted).await, (true, false), "no record");
 }
 
 #[tokio::test]
-async fn nft_that_was_killed_is_said_to_lack_memory() {
+async fn killed_nft_is_reported_as_out_of_memory() {
     use std::os::unix::fs::PermissionsExt;
     let directory = tempfile::tempdir().unwrap();
     let program = directory.path().join("nft");

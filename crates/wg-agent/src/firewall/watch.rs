@@ -1,4 +1,4 @@
-//! Tells that someone wrote to nftables; what they wrote is for a listing to say.
+//! Reports that nftables changed, in any table. The listing tells what changed.
 
 use std::io;
 
@@ -6,8 +6,8 @@ use futures::FutureExt;
 use rtnetlink::sys::{AsyncSocket, AsyncSocketExt, TokioSocket, protocols::NETLINK_NETFILTER};
 use rustix::io::Errno;
 
-/// Changes to the nftables of the network namespace whose thread called [`Watch::open`], of any table: a flush of the
-/// whole ruleset takes ours too.
+/// Notifications of the nftables in the network namespace of the thread that called [`Watch::open`]. All tables count:
+/// a flush of the whole ruleset deletes ours, too.
 pub struct Watch {
     socket: TokioSocket,
 }
@@ -19,7 +19,7 @@ impl Watch {
     /// Opens a socket in the caller's network namespace. Must be called inside a tokio runtime.
     ///
     /// # Errors
-    /// When the kernel gives none; the agent then has to look by itself now and then.
+    /// The socket cannot be opened; the caller must poll then.
     pub fn open() -> io::Result<Self> {
         let mut socket = TokioSocket::new(NETLINK_NETFILTER)?;
         socket.socket_mut().bind_auto()?;
@@ -27,22 +27,22 @@ impl Watch {
         Ok(Self { socket })
     }
 
-    /// Waits for the next change, and takes in with it what else was said by then: one transaction makes many events. Our
-    /// own are among them; a pass over those finds nothing to do. Safe to cancel.
+    /// Waits for the next change and consumes all notifications that have arrived by then, since one transaction sends
+    /// many. The agent's own writes are among them. Safe to cancel.
     ///
     /// # Errors
-    /// When the socket fails for good.
+    /// The socket failed for good.
     pub async fn changed(&mut self) -> io::Result<()> {
-        heard(self.socket.recv_from_full().await)?;
+        ignore_overflow(self.socket.recv_from_full().await)?;
         while let Some(more) = self.socket.recv_from_full().now_or_never() {
-            heard(more)?;
+            ignore_overflow(more)?;
         }
         Ok(())
     }
 }
 
-/// Lost events (ENOBUFS) are news as well.
-fn heard<T>(received: io::Result<T>) -> io::Result<()> {
+/// Lost notifications (ENOBUFS) count as a change.
+fn ignore_overflow<T>(received: io::Result<T>) -> io::Result<()> {
     match received {
         Err(error) if error.raw_os_error() != Some(Errno::NOBUFS.raw_os_error()) => Err(error),
         _ => Ok(()),

@@ -1,5 +1,5 @@
-//! Binds the admin endpoint of a gateway: to every interface but the tunnel's, so that its port stays closed to sandboxes also while
-//! the pod has no firewall table.
+//! Binds the admin endpoint of a gateway to all interfaces except the tunnel's, so that its port is closed to sandboxes
+//! even while the pod has no firewall table.
 
 use std::io;
 
@@ -12,7 +12,7 @@ use crate::args::GatewayConfig;
 /// # Errors
 /// The address cannot be bound.
 pub(super) fn bind(config: &GatewayConfig) -> anyhow::Result<Admin> {
-    let interfaces = forwarding::interfaces_beside(&config.interface);
+    let interfaces = forwarding::interfaces_except(&config.interface);
     // `kubectl port-forward` connects to the loopback interface.
     let interfaces = ["lo"].into_iter().chain(interfaces.iter().map(InterfaceName::as_str));
     match Admin::bind_to_interfaces(config.listen, interfaces) {

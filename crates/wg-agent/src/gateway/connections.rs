@@ -1,6 +1,5 @@
-//! The connection table (conntrack) of this network namespace: which connections belong to grants, and how those that belong to
-//! none are ended. The firewall lets nothing of them through; but a stream of UDP would keep a dead endpoint for as long as its
-//! client sends.
+//! Finds and deletes conntrack entries whose grant or endpoint is gone, in this network namespace. The firewall drops
+//! their packets anyway. But while a UDP client keeps sending, its entry would keep the dead endpoint.
 
 use std::{
     collections::BTreeSet,
@@ -16,17 +15,17 @@ use netlink_packet_netfilter::{
 };
 use netlink_sys::{Socket, SocketAddr as Address, protocols::NETLINK_NETFILTER};
 
-/// How many connections the table holds (`net.netfilter.nf_conntrack_max`); `None` = the kernel does not tell.
+/// The size of the conntrack table (`net.netfilter.nf_conntrack_max`); `None` = it cannot be read.
 pub(super) fn capacity() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_max").ok()?;
     text.trim().parse().ok()
 }
 
-/// Ends every connection with a grant's mark that `standing` does not hold; how many.
+/// Deletes every entry with a grant's mark that is not in `standing`; returns how many.
 ///
 /// # Errors
-/// When the kernel does not tell, or refuses.
-pub(super) fn sweep(standing: &BTreeSet<(GrantId, SocketAddr)>) -> io::Result<usize> {
+/// The kernel refuses, or its answer cannot be parsed.
+pub(super) fn delete_stale(standing: &BTreeSet<(GrantId, SocketAddr)>) -> io::Result<usize> {
     let mut ended = 0;
     for family in [NetfilterProtoFamily::IPv4, NetfilterProtoFamily::IPv6] {
         let mut socket = open()?;
@@ -41,7 +40,7 @@ pub(super) fn sweep(standing: &BTreeSet<(GrantId, SocketAddr)>) -> io::Result<us
             );
         })?;
         for original in stale {
-            // It may have ended meanwhile, which is no error to wait for.
+            // No acknowledgement: the entry may be gone meanwhile.
             let message = ConntrackMessage::Delete(vec![ConntrackAttribute::CtaTupleOrig(original)]);
             send(&socket, family, 0, message)?;
             ended += 1;
@@ -50,7 +49,7 @@ pub(super) fn sweep(standing: &BTreeSet<(GrantId, SocketAddr)>) -> io::Result<us
     Ok(ended)
 }
 
-/// One that a grant let in.
+/// A conntrack entry that belongs to a grant.
 struct Connection {
     grant: GrantId,
     endpoint: SocketAddr,
@@ -74,7 +73,7 @@ fn connection(attributes: Vec<ConntrackAttribute>) -> Option<Connection> {
     })
 }
 
-/// Where answers come from.
+/// The source of the reply tuple.
 fn source(tuple: &[Tuple]) -> Option<SocketAddr> {
     let (mut ip, mut port): (Option<IpAddr>, Option<u16>) = (None, None);
     for part in tuple {
@@ -115,7 +114,7 @@ fn send(socket: &Socket, family: NetfilterProtoFamily, flags: u16, message: Conn
     socket.send(&bytes, 0).map(drop)
 }
 
-/// Reads an answer of many parts to its end.
+/// Reads a multipart answer to its end.
 fn dump(socket: &mut Socket, mut each: impl FnMut(Vec<ConntrackAttribute>)) -> io::Result<()> {
     loop {
         let (bytes, _) = socket.recv_from_full()?;
@@ -132,7 +131,7 @@ fn dump(socket: &mut Socket, mut each: impl FnMut(Vec<ConntrackAttribute>)) -> i
                 }) => each(attributes),
                 _ => {}
             }
-            // Each begins at a multiple of four.
+            // Messages are aligned to four bytes.
             rest = rest.get(length.max(16).next_multiple_of(4)..).unwrap_or_default();
         }
     }

@@ -1,5 +1,5 @@
-//! Whether this pod forwards packets. IPv4 can be switched on for each interface with NET_ADMIN alone; IPv6 only in `/proc/sys`,
-//! which is read-only here: that is the init container's part.
+//! Enables packet forwarding in this pod. NET_ADMIN suffices to enable IPv4 for each interface. IPv6 can only be
+//! enabled in `/proc/sys`, which is read-only here, so the init container does that.
 
 use std::collections::BTreeSet;
 
@@ -11,9 +11,9 @@ use ipnet::IpNet;
 
 use crate::{route::sysctl, status::Trouble};
 
-/// Switches on what can be, and says what is missing.
+/// Enables what it can and reports what is missing.
 pub(super) async fn ensure(device: &InterfaceName, networks: &BTreeSet<IpNet>) -> Vec<Trouble> {
-    let mut interfaces = interfaces_beside(device);
+    let mut interfaces = interfaces_except(device);
     interfaces.push(device.clone());
     let wanted = wanted(interfaces, networks.iter().any(|net| net.addr().is_ipv6()));
     let missing = sysctl::ensure(&wanted).await;
@@ -23,8 +23,8 @@ pub(super) async fn ensure(device: &InterfaceName, networks: &BTreeSet<IpNet>) -
         .collect()
 }
 
-/// What `wg-agent prepare --mode=gateway` writes: the new device and the pod's own inherit it.
-pub(crate) fn of_the_pod(v6: bool) -> Vec<Sysctl> {
+/// The settings that `wg-agent prepare --mode=gateway` writes; the pod's interface and the new device inherit them.
+pub(crate) fn pod_settings(v6: bool) -> Vec<Sysctl> {
     let mut out = vec![setting(Name::Global("ipv4/ip_forward"))];
     if v6 {
         out.push(setting(Name::Global("ipv6/conf/all/forwarding")));
@@ -50,8 +50,8 @@ fn setting(name: Name) -> Sysctl {
     }
 }
 
-/// The pod's interfaces without its loopback and this one.
-pub(super) fn interfaces_beside(device: &InterfaceName) -> Vec<InterfaceName> {
+/// The pod's interfaces except loopback and `device`.
+pub(super) fn interfaces_except(device: &InterfaceName) -> Vec<InterfaceName> {
     let names = nix::net::if_::if_nameindex().ok();
     let names = names
         .iter()

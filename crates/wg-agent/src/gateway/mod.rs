@@ -1,6 +1,6 @@
-//! `--mode=gateway`: the pod through which sandboxes enter this cluster. Its network namespace has one purpose: a WireGuard device
-//! for the nodes of sandboxes, and a firewall table that leads what is granted to them to the endpoints of Services. What follows
-//! from the objects is `clustermesh_agent_core::gateway`'s; here are the loop and the pass.
+//! Runs `--mode=gateway`: the pod through which sandboxes enter this cluster. Its network namespace contains a
+//! WireGuard device for the nodes of sandboxes, and a firewall table that forwards granted connections to the endpoints
+//! of Services. `clustermesh_agent_core::gateway` derives both from the objects; this module has the loop and the pass.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -30,39 +30,39 @@ use crate::{
     preflight,
     route::{self, Netlink},
     run::lines,
+    runtime::RuntimeBuilder,
     source::underlay,
-    status::{Dump, Said, Trouble, Troubles},
-    wiring::Base,
+    status::{Dump, Reported, Trouble, Troubles},
 };
 
 mod admin;
 mod connections;
 pub(crate) mod forwarding;
-mod gate;
-mod heard;
-mod keeper;
+mod objects;
 mod publish;
-mod seen;
-mod world;
+mod readiness_gate;
+mod saved_endpoints;
+mod snapshot;
+mod table_manager;
 
-use gate::Gate;
-use heard::Heard;
-use keeper::{Keeper, Progress};
+use objects::ParsedGateway;
 use publish::Identity;
-use seen::OwnSeen;
-use world::{Store, World};
+use readiness_gate::ReadinessGate;
+use saved_endpoints::SavedEndpoints;
+use snapshot::{GatewaySnapshot, Store};
+use table_manager::{Progress, TableManager};
 
-/// A whole look as a safety net, whatever was heard.
+/// Between two passes without any event: a safety net.
 const RESYNC: Duration = Duration::from_secs(30);
-/// How often the device is asked where peers were heard from.
-const LOOK: Duration = Duration::from_secs(1);
-/// After a pass that failed.
+/// How often the device's peers are polled.
+const POLL_PEERS: Duration = Duration::from_secs(1);
+/// Pause after a failed pass.
 const RETRY: Duration = Duration::from_secs(2);
-/// What comes within this time is taken together.
+/// Changes of objects within this time are handled in one pass.
 const SETTLE: Duration = Duration::from_millis(30);
-/// A loop that is silent for so long is stuck.
-const STUCK: Duration = Duration::from_secs(120);
-/// Parts of the timeout: an API server that is slow, or away for a moment, costs nobody a grant.
+/// A loop without a heartbeat for so long counts as stuck.
+const STUCK_AFTER: Duration = Duration::from_secs(120);
+/// The grants are renewed so often within their timeout: an API server that is slow or away for a moment closes none.
 const RENEWALS: u32 = 4;
 
 /// Runs until a signal, and for `--drain` beyond it.
@@ -90,74 +90,72 @@ pub(crate) async fn run(config: GatewayConfig) -> anyhow::Result<()> {
         "wg-agent starts as a gateway of sandboxes"
     );
     let admin = admin::bind(&config)?;
-    let base = Base::open(config.kubeconfig.as_deref(), admin, false, config.drain).await?;
-    let metrics = base.running.metrics.clone();
-    let mut running = base.serve(&lock)?;
+    let builder = RuntimeBuilder::open(config.kubeconfig.as_deref(), admin, false, config.drain).await?;
+    let metrics = builder.runtime.metrics.clone();
+    let mut runtime = builder.serve(&lock)?;
     let (publish, wanted) = watch::channel(SandboxGatewayStatus::default());
     let mut gateway = Gateway {
         routing: Netlink::open(config.interface.clone())?,
-        api_server: running.connection.server.address().map(|server| server.ip()),
-        keeper: Keeper::default(),
+        api_server: runtime.connection.server.address().map(|server| server.ip()),
+        table_manager: TableManager::default(),
         device: None,
-        heard: Heard::beside(&config.key_file),
-        gate: Gate::new(running.readiness.clone(), is_new),
-        peopled: false,
-        troubles: running.troubles(),
-        said: Said::default(),
-        dump: running.dump.clone(),
+        saved_endpoints: SavedEndpoints::load(&config.key_file),
+        gate: ReadinessGate::new(runtime.readiness.clone(), is_new),
+        has_all_peers: false,
+        troubles: runtime.troubles(),
+        reported: Reported::default(),
+        dump: runtime.dump.clone(),
         config: config.clone(),
         key,
         publish,
         metrics: metrics.clone(),
     };
     gateway
-        .close()
+        .write_closed_table()
         .await
         .map_err(|trouble| anyhow::anyhow!(trouble.message))?;
     let (store, keep) = Store::new(metrics.clone(), config.grant_timeout);
-    let client = running.connection.client.clone();
-    world::follow(
-        &mut running.tasks,
+    let client = runtime.connection.client.clone();
+    snapshot::start_watches(
+        &mut runtime.tasks,
         &client,
         &config.gateway,
         &store,
         keep,
-        &running.stop,
+        &runtime.stop,
     );
-    let (contact, heard) = watch::channel(None);
+    let (contact, last_contact) = watch::channel(None);
     let every = config.grant_timeout / RENEWALS;
-    running.tasks.spawn(world::contact(
+    runtime.tasks.spawn(snapshot::probe_api_server(
         client.clone(),
         store.clone(),
         contact,
         every,
-        running.stop.clone(),
+        runtime.stop.clone(),
     ));
-    let published = publish::run(client, config.gateway, wanted, metrics, running.stop.clone());
-    running.tasks.spawn(published);
-    turn(
+    let published = publish::run(client, config.gateway, wanted, metrics, runtime.stop.clone());
+    runtime.tasks.spawn(published);
+    run_loop(
         &mut gateway,
         &store,
-        heard,
-        &running.liveness.watch("gateway", STUCK),
-        &running.stop,
+        last_contact,
+        &runtime.liveness.watch("gateway", STUCK_AFTER),
+        &runtime.stop,
     )
     .await;
-    running.end().await;
-    tracing::info!(
-        "wg-agent ends; what its table grants stands until the timeout, where the kernel carries the tunnel"
-    );
+    runtime.shut_down().await;
+    tracing::info!("wg-agent ends; with the kernel backend its grants stay open until their timeout");
     Ok(())
 }
 
-/// The nftables of the pod, as changed by any program.
-struct Tables(Option<firewall::Watch>);
+/// Notifications of changes to the pod's nftables by any program; `None` = not available.
+struct NftablesEvents(Option<firewall::Watch>);
 
-impl Tables {
+impl NftablesEvents {
     fn open() -> Self {
         let watch = firewall::Watch::open();
         let log = |error: &std::io::Error| {
-            tracing::warn!(%error, "changes to nftables are not reported: the table is looked at every {RESYNC:?}");
+            tracing::warn!(%error, "cannot subscribe to changes of nftables; polling the table every {RESYNC:?}");
         };
         Self(watch.inspect_err(log).ok())
     }
@@ -176,45 +174,45 @@ impl Tables {
     }
 }
 
-async fn turn(
+async fn run_loop(
     gateway: &mut Gateway,
     store: &Store,
-    mut heard: watch::Receiver<Option<Instant>>,
+    mut last_contact: watch::Receiver<Option<Instant>>,
     heartbeat: &Heartbeat,
     stop: &CancellationToken,
 ) {
-    let mut tables = Tables::open();
-    let mut look = tokio::time::interval(LOOK);
-    look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut tables = NftablesEvents::open();
+    let mut poll = tokio::time::interval(POLL_PEERS);
+    poll.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while !stop.is_cancelled() {
         let began = Instant::now();
-        let pass = gateway.pass(&store.world()).await;
+        let pass = gateway.pass(&store.snapshot()).await;
         let took = began.elapsed();
         let again = Instant::now() + pass.pause();
         heartbeat.beat();
         let settle = loop {
             tokio::select! {
-                // The next step of a large table waits for nothing but a renewal that is due.
+                // The next step of a large table waits only for a renewal that is due.
                 biased;
                 () = stop.cancelled() => break Duration::ZERO,
-                Ok(()) = heard.changed() => {
-                    let answered = *heard.borrow_and_update();
+                Ok(()) = last_contact.changed() => {
+                    let answered = *last_contact.borrow_and_update();
                     if let Some(answered) = answered && !gateway.renew(answered).await {
                         break RETRY;
                     }
-                    if !gateway.keeper.has_written() {
+                    if !gateway.table_manager.has_written() {
                         break Duration::ZERO;
                     }
                 }
                 () = tokio::time::sleep_until(again.into()) => break Duration::ZERO,
                 () = store.changed() => break SETTLE.max(took),
-                _ = look.tick() => gateway.look(),
+                _ = poll.tick() => gateway.poll_peers(),
                 () = tables.changed() => {
-                    if !gateway.keeper.is_current() {
+                    if !gateway.table_manager.is_current() {
                         tracing::warn!("another program wrote to nftables of this pod: the table is written again");
-                        gateway.metrics.repaired("firewall", 1);
-                        // Where the kernel does not tell the generation, each of our own transactions looks foreign.
-                        break if generation::now().is_ok() { Duration::ZERO } else { RETRY };
+                        gateway.metrics.count_repairs("firewall", 1);
+                        // If the generation cannot be read, the agent's own transactions look like external ones.
+                        break if generation::current().is_ok() { Duration::ZERO } else { RETRY };
                     }
                 }
             }
@@ -226,38 +224,38 @@ async fn turn(
     }
 }
 
-/// Keeps one pod.
+/// Keeps the network namespace of one gateway pod as the objects describe.
 struct Gateway {
     config: GatewayConfig,
     key: NodeKey,
-    /// The API server as this process is told to reach it.
+    /// The API server's address in this process's configuration; `None` = configured by name.
     api_server: Option<IpAddr>,
-    keeper: Keeper,
+    table_manager: TableManager,
     routing: Netlink,
     device: Option<Box<dyn Device>>,
-    heard: Heard,
-    gate: Gate,
-    /// The device has every peer that it should have.
-    peopled: bool,
+    saved_endpoints: SavedEndpoints,
+    gate: ReadinessGate,
+    /// The device has all desired peers.
+    has_all_peers: bool,
     publish: watch::Sender<SandboxGatewayStatus>,
     metrics: Metrics,
     troubles: Troubles,
-    said: Said,
+    reported: Reported,
     dump: Dump,
 }
 
-/// What a pass came to.
+/// The result of a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Pass {
-    /// Everything is as it should be.
+enum PassResult {
+    /// Everything is applied.
     Done,
-    /// A large table is written in several steps, and the next one is due. What was seen meanwhile counts from there on.
+    /// A large table is written in several steps, and the next one is due. It starts from the latest snapshot.
     Unfinished,
-    /// Something is left to do.
+    /// Something failed.
     Failed,
 }
 
-impl Pass {
+impl PassResult {
     const fn pause(self) -> Duration {
         match self {
             Self::Done => RESYNC,
@@ -267,80 +265,83 @@ impl Pass {
     }
 }
 
-/// What the pod's own network is.
-struct Outside {
+/// The pod's own network.
+struct PodNetwork {
     mtu: u16,
     addresses: BTreeSet<IpAddr>,
 }
 
 impl Gateway {
-    /// Closes a pod that has no table yet, before anything is connected: the table tracks connections from its first moment on, and
-    /// would take the answers of an older one for calls of others, and drop them.
-    async fn close(&mut self) -> Result<(), Trouble> {
-        if self.keeper.stands() {
+    /// Writes a table without grants to a pod that has none, before the first connection. From its first moment the
+    /// table uses conntrack, which would take replies of an older connection for new requests, and the table would drop
+    /// them.
+    async fn write_closed_table(&mut self) -> Result<(), Trouble> {
+        if self.table_manager.table_exists() {
             return Ok(());
         }
-        let outside = self.outside().await?;
-        let inputs = self.inputs(&World::default(), &outside);
+        let pod_network = self.pod_network().await?;
+        let inputs = self.inputs(&GatewaySnapshot::default(), &pod_network);
         self.write_table(&compile(&inputs)).await.map(drop)
     }
 
-    /// Brings the pod to what was seen.
-    async fn pass(&mut self, world: &World) -> Pass {
+    /// Runs one reconcile pass.
+    async fn pass(&mut self, snapshot: &GatewaySnapshot) -> PassResult {
         let mut troubles = Vec::new();
-        match self.steps(world, &mut troubles).await {
+        match self.steps(snapshot, &mut troubles).await {
             Ok(true) => {}
-            Ok(false) => return Pass::Unfinished,
+            Ok(false) => return PassResult::Unfinished,
             Err(trouble) => troubles.push(trouble),
         }
-        let well = troubles.iter().all(|trouble| trouble.harmless);
+        let is_done = troubles.iter().all(|trouble| trouble.harmless);
         let views: Vec<_> = troubles.iter().map(Trouble::view).collect();
         self.dump.set("troubles", json!(views));
         self.troubles.set(troubles);
-        if well { Pass::Done } else { Pass::Failed }
+        if is_done { PassResult::Done } else { PassResult::Failed }
     }
 
-    /// False = the table needs a further step. Until then nothing is told to be in force.
-    async fn steps(&mut self, world: &World, troubles: &mut Vec<Trouble>) -> Result<bool, Trouble> {
-        let outside = self.outside().await?;
-        let inputs = self.inputs(world, &outside);
+    /// False = the table needs a further step. Until then the status does not report the grants as applied.
+    async fn steps(&mut self, snapshot: &GatewaySnapshot, troubles: &mut Vec<Trouble>) -> Result<bool, Trouble> {
+        let pod_network = self.pod_network().await?;
+        let inputs = self.inputs(snapshot, &pod_network);
         let compiled = compile(&inputs);
-        // A pod that starts is closed before it has a device. A container that starts again finds table and peers of the one
-        // before, which stand until it is known what has changed since: a table without the endpoints of a namespace that is still
-        // being read would end its connections, and one that is not renewed yet would interrupt them.
-        let known = world.listed() && (self.keeper.has_written() || world.complete() && self.keeper.is_renewed());
-        if (known || !self.keeper.stands()) && !self.write_table(&compiled).await? {
+        // A new pod gets a closed table before it has a device. A restarted container finds the table and peers of the
+        // one before, which stay until all objects are known and the table is renewed. Otherwise a table without the
+        // endpoints of a namespace that is still being listed would end connections, and a table that is not renewed
+        // would interrupt them.
+        let is_known = snapshot.is_listed()
+            && (self.table_manager.has_written() || snapshot.is_complete() && self.table_manager.is_renewed());
+        if (is_known || !self.table_manager.table_exists()) && !self.write_table(&compiled).await? {
             return Ok(false);
         }
-        self.ensure_device(self.config.mtu.unwrap_or(outside.mtu))?;
+        self.ensure_device(self.config.mtu.unwrap_or(pod_network.mtu))?;
         troubles.extend(forwarding::ensure(&self.config.interface, &compiled.routes).await);
-        if known {
+        if is_known {
             self.ensure_routes(&compiled).await?;
             self.ensure_peers(&compiled.peers)?;
-            self.gate.begin(nodes_of(&inputs, &compiled), Instant::now());
+            self.gate.begin(node_keys(&inputs, &compiled), Instant::now());
         } else {
-            troubles.push(Trouble::new("objects", world.waiting()));
+            troubles.push(Trouble::new("objects", snapshot.pending_message()));
         }
-        troubles.extend(world.errors().map(|error| Trouble::harmless("objects", error)));
+        troubles.extend(snapshot.errors().map(|error| Trouble::harmless("objects", error)));
         troubles.extend(self.gate.trouble());
-        troubles.extend(self.table_is_small(compiled.served.len()));
-        self.tell(&compiled);
-        // Of a container that starts again, the status stands until it is known what is in force.
-        if known {
-            self.publish(world, &compiled, &outside, troubles);
+        troubles.extend(self.conntrack_trouble(compiled.served.len()));
+        self.report(&compiled);
+        // The status of a restarted container stays until it is known what is applied.
+        if is_known {
+            self.publish(snapshot, &compiled, &pod_network, troubles);
         }
         Ok(true)
     }
 
-    /// Whether sandboxes can fill the connection table together, although each keeps to its limit.
-    fn table_is_small(&self, sandboxes: usize) -> Option<Trouble> {
-        let (each, holds) = (self.config.sandbox_connections, connections::capacity()?);
-        let all = u64::from(each).saturating_mul(sandboxes as u64);
-        (all > holds).then(|| {
+    /// A warning if all sandboxes together can fill the conntrack table, although each stays within its limit.
+    fn conntrack_trouble(&self, sandboxes: usize) -> Option<Trouble> {
+        let (limit, capacity) = (self.config.sandbox_connections, connections::capacity()?);
+        let all = u64::from(limit).saturating_mul(sandboxes as u64);
+        (all > capacity).then(|| {
             Trouble::harmless(
                 "connections",
                 format!(
-                    "{sandboxes} sandboxes may have {each} connections each, and the connection table of this pod holds {holds} \
+                    "{sandboxes} sandboxes may have {limit} connections each, and the conntrack table of this pod has room for {capacity} \
                      (net.netfilter.nf_conntrack_max): lower --sandbox-connections, or let another set of gateways serve some of them \
                      (--serves)"
                 ),
@@ -348,32 +349,32 @@ impl Gateway {
         })
     }
 
-    /// Keeps open what is open for another while. False = the table is not as it should be.
+    /// Renews the timeout of what is open. False = the table could not be written.
     async fn renew(&mut self, answered: Instant) -> bool {
-        match self.keeper.renew(answered + self.config.grant_timeout).await {
+        match self.table_manager.renew(answered + self.config.grant_timeout).await {
             Ok(()) => true,
             Err(error) => {
                 tracing::warn!(%error, "the table could not be renewed; it is written again");
-                self.metrics.failed("firewall");
+                self.metrics.count_error("firewall");
                 false
             }
         }
     }
 
-    async fn outside(&self) -> Result<Outside, Trouble> {
+    async fn pod_network(&self) -> Result<PodNetwork, Trouble> {
         let own: BTreeSet<IpAddr> = self.config.pod_ips.iter().copied().collect();
         let underlay = underlay::read(&own, &self.config.interface).await;
         let underlay = underlay.map_err(|error| Trouble::new("network", error))?;
-        Ok(Outside {
-            // Whatever family sandboxes dial, it fits.
+        Ok(PodNetwork {
+            // Large enough for the overhead of either family.
             mtu: (underlay.mtu - mtu::overhead(prefixes::Family::V6)).max(mtu::MINIMUM),
             addresses: underlay.addresses.into_keys().chain(own).collect(),
         })
     }
 
-    fn inputs(&self, world: &World, outside: &Outside) -> Inputs {
+    fn inputs(&self, snapshot: &GatewaySnapshot, pod_network: &PodNetwork) -> Inputs {
         let config = &self.config;
-        let own = outside.addresses.iter().copied().map(IpNet::from);
+        let own = pod_network.addresses.iter().copied().map(IpNet::from);
         let server = self.api_server.map(IpNet::from);
         Inputs {
             settings: Settings {
@@ -388,17 +389,18 @@ impl Gateway {
                 sandbox_connections: config.sandbox_connections,
                 endpoint_connections: config.endpoint_connections,
             },
-            accesses: world.accesses(),
-            services: world.services(&config.gateway.namespace),
+            accesses: snapshot.accesses(),
+            services: snapshot.services(&config.gateway.namespace),
         }
     }
 
-    /// Takes one step; true = it was the last. Where it cannot be written, nobody is let in by what stands.
+    /// Writes one step of the table; true = it was the last. If it cannot be written, all peers are removed, so that
+    /// the old table serves no sandbox.
     async fn write_table(&mut self, compiled: &Compiled) -> Result<bool, Trouble> {
-        match self.keeper.converge(&compiled.table).await {
+        match self.table_manager.converge(&compiled.table).await {
             Ok(Progress { changes, finished }) => {
                 if changes > 0 {
-                    self.metrics.applied("firewall", changes);
+                    self.metrics.count_changes("firewall", changes);
                     tracing::info!(
                         sandboxes = compiled.served.len(),
                         grants = compiled.table.open(),
@@ -406,11 +408,11 @@ impl Gateway {
                         "firewall table written"
                     );
                 }
-                if finished || self.keeper.is_current() {
+                if finished || self.table_manager.is_current() {
                     return Ok(finished);
                 }
                 let message = "the table is written in several steps, and another program changed nftables of this pod between two of \
-                               them, or the kernel does not tell; it is begun anew";
+                               them, or that cannot be determined; it is written again from the start";
                 Err(Trouble::new("firewall", message))
             }
             Err(error) => {
@@ -443,10 +445,10 @@ impl Gateway {
                     return device.configure(&configuration).map_err(trouble);
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "the device is made again");
-                    self.metrics.repaired("device", 1);
+                    tracing::warn!(%error, "the device failed and is opened again");
+                    self.metrics.count_repairs("device", 1);
                     self.device = None;
-                    self.peopled = false;
+                    self.has_all_peers = false;
                 }
             }
         }
@@ -467,7 +469,7 @@ impl Gateway {
         });
         let pass = route::converge(&mut self.routing, &routes).await;
         let pass = pass.map_err(|error| Trouble::new("routes", error))?;
-        self.metrics.applied("routes", pass.done.len());
+        self.metrics.count_changes("routes", pass.done.len());
         match pass.failed.first() {
             Some(error) => Err(Trouble::new("routes", error)),
             None => Ok(()),
@@ -479,48 +481,54 @@ impl Gateway {
         let Some(device) = &mut self.device else { return Ok(()) };
         let observed = device.observe().map_err(trouble)?;
         if let Some(mut changes) = diff(&observed.peers, peers) {
-            self.heard.dial(&mut changes);
+            self.saved_endpoints.set_endpoints(&mut changes);
             device.apply(&changes).map_err(trouble)?;
-            self.metrics.applied("device", changes.len());
+            self.metrics.count_changes("device", changes.len());
             for change in &changes {
                 tracing::info!("{change}");
             }
         }
-        self.peopled = true;
+        self.has_all_peers = true;
         Ok(())
     }
 
-    /// Notes which peers have connected, and keeps for the next start where they were heard from.
-    fn look(&mut self) {
-        let Some(device) = self.device.as_mut().filter(|_| self.peopled) else {
+    /// Polls the peers: notes which have connected, and saves their endpoints for the next start.
+    fn poll_peers(&mut self) {
+        let Some(device) = self.device.as_mut().filter(|_| self.has_all_peers) else {
             return;
         };
-        // What is wrong with the device a pass says.
+        // A pass reports errors of the device.
         if let Ok(observed) = device.observe() {
-            self.heard.keep(&observed.peers);
+            self.saved_endpoints.save(&observed.peers);
             self.gate.observe(&observed.peers, Instant::now());
         }
     }
 
-    /// Metrics and `/debug/state`.
-    fn tell(&mut self, compiled: &Compiled) {
+    /// Updates metrics and `/debug/state`.
+    fn report(&mut self, compiled: &Compiled) {
         let mut reasons: BTreeMap<String, i64> = BTreeMap::new();
         for refused in &compiled.refused {
             *reasons.entry(refused.reason.as_str().to_owned()).or_default() += 1;
         }
-        self.metrics.refused(&reasons);
+        self.metrics.set_refused(&reasons);
         let refused: BTreeSet<String> = compiled.refused.iter().map(ToString::to_string).collect();
         self.dump.set("refused", json!(refused));
-        self.said.set(refused);
-        self.dump.set("firewall", json!(self.keeper.text()));
+        self.reported.set(refused);
+        self.dump.set("firewall", json!(self.table_manager.text()));
     }
 
-    /// The status of the SandboxGateway: what is in force.
-    fn publish(&self, world: &World, compiled: &Compiled, outside: &Outside, troubles: &mut Vec<Trouble>) {
-        let endpoints = match world.own() {
-            Ok(own) => self.endpoints(&own, outside),
+    /// Publishes what is applied in the status of the SandboxGateway.
+    fn publish(
+        &self,
+        snapshot: &GatewaySnapshot,
+        compiled: &Compiled,
+        pod_network: &PodNetwork,
+        troubles: &mut Vec<Trouble>,
+    ) {
+        let endpoints = match snapshot.own() {
+            Ok(own) => self.endpoints(&own, pod_network),
             Err(why) => {
-                // There is nowhere to say anything.
+                // There is no object for the status.
                 troubles.push(Trouble::new("object", why));
                 return;
             }
@@ -530,7 +538,7 @@ impl Gateway {
             public_key: self.key.public(),
             backend: self.device.as_ref().map_or("", |device| device.backend()),
         };
-        let status = identity.status(world.applied(), compiled, &endpoints, troubles);
+        let status = identity.status(snapshot.applied_accesses(), compiled, &endpoints, troubles);
         self.dump.set("gateway", json!(status));
         self.publish.send_if_modified(|published| {
             let changed = *published != status;
@@ -539,9 +547,13 @@ impl Gateway {
         });
     }
 
-    /// Where sandboxes find this pod, best first: the pod itself, what its object names, its node.
-    fn endpoints(&self, own: &OwnSeen, outside: &Outside) -> Vec<SocketAddr> {
-        let pod = outside.addresses.iter().filter(|ip| self.config.pod_ips.contains(ip));
+    /// The endpoints at which sandboxes reach this pod, best first: the pod's addresses, those in its object, its
+    /// node's.
+    fn endpoints(&self, own: &ParsedGateway, pod_network: &PodNetwork) -> Vec<SocketAddr> {
+        let pod = pod_network
+            .addresses
+            .iter()
+            .filter(|ip| self.config.pod_ips.contains(ip));
         let pod = pod.map(|ip| SocketAddr::new(*ip, self.config.port));
         let node = own.node_port.into_iter().flat_map(|port| {
             let nodes = self.config.node_ips.iter();
@@ -551,8 +563,8 @@ impl Gateway {
     }
 }
 
-/// The keys in the device, by the SandboxAccess whose nodes have them.
-fn nodes_of(inputs: &Inputs, compiled: &Compiled) -> gate::Nodes {
+/// The keys on the device, by the SandboxAccess of the nodes.
+fn node_keys(inputs: &Inputs, compiled: &Compiled) -> readiness_gate::NodeKeys {
     let served = inputs
         .accesses
         .iter()

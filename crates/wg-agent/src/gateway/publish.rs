@@ -1,4 +1,4 @@
-//! Tells the cluster what this gateway is: the status of the SandboxGateway of its name, written when it changes.
+//! Publishes this gateway: writes the status of the SandboxGateway of its name when it changes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,20 +23,20 @@ use crate::{
     status::Trouble,
 };
 
-/// Between two writes.
-const PACE: Duration = Duration::from_millis(500);
-/// After one that failed.
+/// Pause between two writes.
+const WRITE_INTERVAL: Duration = Duration::from_millis(500);
+/// Pause after a failed write.
 const RETRY: Duration = Duration::from_secs(3);
 /// How long one request may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What the status shows of what is left out.
-const SHOWN: usize = 20;
-const MESSAGE: usize = 1000;
-/// What the CRD takes of SandboxAccesses in force.
-const APPLIED: usize = 1024;
+/// Limits of `status.refused`: entries, and characters of a message.
+const MAX_REFUSED: usize = 20;
+const MAX_MESSAGE: usize = 1000;
+/// The CRD's limit of `status.applied`.
+const MAX_APPLIED: usize = 1024;
 
-/// What of the status does not follow from objects.
+/// The parts of the status that do not follow from objects.
 pub(super) struct Identity<'a> {
     pub(super) config: &'a GatewayConfig,
     pub(super) public_key: PublicKey,
@@ -44,7 +44,7 @@ pub(super) struct Identity<'a> {
 }
 
 impl Identity<'_> {
-    /// The status of a gateway that applies `compiled`. `accesses` = the SandboxAccesses that `compiled` follows from.
+    /// The status of a gateway that applies `compiled`. `accesses` = all SandboxAccesses from which it was compiled.
     pub(super) fn status(
         &self,
         accesses: impl Iterator<Item = AppliedAccess>,
@@ -53,7 +53,7 @@ impl Identity<'_> {
         troubles: &[Trouble],
     ) -> SandboxGatewayStatus {
         let applied = accesses.filter(|access| compiled.served.contains(&access.name));
-        let first = in_turns(&compiled.refused).into_iter().take(SHOWN);
+        let first = in_turns(&compiled.refused).into_iter().take(MAX_REFUSED);
         let mut messages: Vec<String> = troubles.iter().map(|trouble| trouble.message.clone()).collect();
         if let Some(first) = compiled.refused.first() {
             let count = compiled.refused.len();
@@ -69,15 +69,16 @@ impl Identity<'_> {
             backend: self.backend.to_owned(),
             sandboxes: u32::try_from(compiled.served.len()).unwrap_or(u32::MAX),
             grants: u32::try_from(compiled.table.open()).unwrap_or(u32::MAX),
-            applied: applied.take(APPLIED).collect(),
+            applied: applied.take(MAX_APPLIED).collect(),
             refused: first.map(refused_access).collect(),
-            message: messages.join("; ").chars().take(4 * MESSAGE).collect(),
+            message: messages.join("; ").chars().take(4 * MAX_MESSAGE).collect(),
         }
     }
 }
 
-/// The controller reports grants that are not served, so these come first; then one of each SandboxAccess, a second of each, and so on.
-/// Neither what a sandbox's nodes claim nor many wrong grants of one sandbox push those of others out of the list.
+/// Orders the list: grants first, since the controller reports those; among them, and then among the rest, one of each
+/// SandboxAccess, a second of each, and so on. So neither claims of a sandbox's nodes nor many wrong grants of one
+/// sandbox push out those of others.
 fn in_turns(refused: &BTreeSet<Refused>) -> Vec<&Refused> {
     let mut seen: BTreeMap<(bool, &str), usize> = BTreeMap::new();
     let turn = |refused: &Refused| refused.grant.is_none();
@@ -102,11 +103,11 @@ fn refused_access(refused: &Refused) -> RefusedAccess {
         field: refused.field.clone(),
         grant: grant.unwrap_or_default(),
         reason: refused.reason.as_str().to_owned(),
-        message: refused.message.chars().take(MESSAGE).collect(),
+        message: refused.message.chars().take(MAX_MESSAGE).collect(),
     }
 }
 
-/// Writes whatever `wanted` comes to say, until the token is cancelled.
+/// Writes the status when it changes, until the token is cancelled.
 pub(super) async fn run(
     client: Client,
     gateway: GatewayName,
@@ -115,23 +116,23 @@ pub(super) async fn run(
     stop: CancellationToken,
 ) {
     let objects: Api<SandboxGateway> = Api::namespaced(client, &gateway.namespace);
-    let mut said = String::new();
+    let mut last_error = String::new();
     let mut due = false;
     loop {
         if due {
             let status = wanted.borrow_and_update().clone();
             let wait = match write(&objects, &gateway, &status).await {
                 Ok(()) => {
-                    metrics.applied("publish", 1);
-                    said.clear();
+                    metrics.count_changes("publish", 1);
+                    last_error.clear();
                     due = false;
-                    PACE
+                    WRITE_INTERVAL
                 }
                 Err(error) => {
-                    metrics.failed("publish");
-                    if said != error {
+                    metrics.count_error("publish");
+                    if last_error != error {
                         tracing::warn!("cannot publish what this gateway is: {error}");
-                        said = error;
+                        last_error = error;
                     }
                     RETRY
                 }
@@ -149,7 +150,7 @@ pub(super) async fn run(
     }
 }
 
-/// A list that is empty, and a number that is 0, have to be said as well: the patch is merged.
+/// The patch is a merge patch, so empty lists and texts must be set to null.
 async fn write(
     objects: &Api<SandboxGateway>,
     gateway: &GatewayName,
@@ -163,7 +164,7 @@ async fn write(
     }
     let (patch, params) = (Patch::Merge(json!({"status": body})), PatchParams::default());
     let answer = objects.patch_status(&gateway.name, &params, &patch);
-    match tokio::time::timeout(PATIENCE, answer).await {
+    match tokio::time::timeout(REQUEST_TIMEOUT, answer).await {
         Ok(Ok(_)) => Ok(()),
         Ok(Err(kube::Error::Api(status))) if status.code == 404 => Err(format!(
             "there is no SandboxGateway {gateway}: make one for each pod of the StatefulSet, as deploy/gateway.yaml does"
@@ -173,7 +174,10 @@ async fn write(
             status.message
         )),
         Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err(format!("no answer from the API server within {} s", PATIENCE.as_secs())),
+        Err(_) => Err(format!(
+            "no answer from the API server within {} s",
+            REQUEST_TIMEOUT.as_secs()
+        )),
     }
 }
 

@@ -1,8 +1,8 @@
-//! Which WireGuard address this node takes, from what it and its cluster's other Nodes have published; values only.
+//! Chooses this node's WireGuard address from the claims of all Nodes of its cluster.
 //!
-//! Nodes choose by themselves, without a coordinator. A claim that was published is kept, across restarts and whoever
-//! else comes later. Two nodes that chose the same address at the same time see each other's claim; the one that came
-//! later, by (creationTimestamp, name), moves on.
+//! Nodes choose without a coordinator. A published claim is kept, across restarts and when other Nodes join. If two
+//! nodes choose the same address at the same time, each sees the other's claim, and the later one by
+//! (creationTimestamp, name) chooses another address.
 
 use std::{
     collections::BTreeSet,
@@ -12,14 +12,14 @@ use std::{
 use ipnet::IpNet;
 use sha2::{Digest, Sha256};
 
-/// How often a free address is looked for by hash before the range is walked.
+/// Attempts to find a free address by hash before the range is searched in order.
 const ATTEMPTS: u32 = 256;
 
-/// The range a cluster's nodes take their addresses from; has at least two usable ones.
+/// The range from which a cluster's nodes take their addresses; it has at least two usable ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Range(IpNet);
 
-/// Why a range, or an address in it, cannot be had.
+/// Why a range cannot be used, or has no free address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RangeError {
     /// /31, /32, /127, /128.
@@ -33,10 +33,10 @@ pub enum RangeError {
     Full(IpNet, usize),
 }
 
-/// What one Node has published.
+/// The published address of one Node.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Claim {
-    /// `metadata.creationTimestamp`, Unix seconds. Before the name, so that claims sort by who came first.
+    /// `metadata.creationTimestamp`, Unix seconds. It precedes the name, so that claims sort by age.
     pub created: i64,
     /// The Node's name.
     pub node: String,
@@ -46,17 +46,17 @@ pub struct Claim {
 
 /// This node.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Me<'a> {
+pub struct OwnClaim<'a> {
     /// `metadata.creationTimestamp`, Unix seconds.
     pub created: i64,
     /// The Node's name.
     pub node: &'a str,
-    /// What it has published before, if anything.
+    /// The address that it has published, if any.
     pub published: Option<IpAddr>,
 }
 
 impl Range {
-    /// Takes a prefix that has usable addresses; host bits are dropped.
+    /// A range; host bits are dropped.
     pub fn new(net: IpNet) -> Result<Self, RangeError> {
         let net = net.trunc();
         if net.max_prefix_len() - net.prefix_len() < 2 {
@@ -72,20 +72,20 @@ impl Range {
         self.0
     }
 
-    /// The address as it is published: with the range's own prefix length, as Kilo writes it.
+    /// The address as published: with the range's prefix length, as Kilo does.
     #[must_use]
     pub fn with_prefix(self, address: IpAddr) -> IpNet {
         IpNet::new_assert(address, self.0.prefix_len())
     }
 
-    /// Inside, and neither the first nor the last: network and broadcast address, or IPv6's subnet-router anycast
-    /// address (RFC 4291 §2.6.1) and the reserved top (RFC 2526).
+    /// Whether the address is in the range and neither its first nor its last: those are the network and broadcast
+    /// addresses, or IPv6's subnet-router anycast address (RFC 4291 §2.6.1) and the reserved top (RFC 2526).
     #[must_use]
     pub fn usable(self, address: IpAddr) -> bool {
         self.0.contains(&address) && address != self.0.network() && address != self.0.broadcast()
     }
 
-    /// How many usable addresses there are, capped where nobody can claim them all.
+    /// The number of usable addresses, capped at a number that no cluster reaches.
     fn size(self) -> u64 {
         let bits = u32::from(self.0.max_prefix_len() - self.0.prefix_len());
         1u64.checked_shl(bits).unwrap_or(u64::MAX).saturating_sub(2)
@@ -100,10 +100,10 @@ impl Range {
     }
 }
 
-/// The address this node has to use now.
+/// Chooses the address that this node must use now.
 ///
-/// `others` are the claims of the cluster's other Nodes; one of this node's own name is not looked at.
-pub fn choose(range: Range, me: &Me<'_>, others: &[Claim]) -> Result<IpAddr, RangeError> {
+/// `others` are the claims of all Nodes; one with this node's own name is ignored.
+pub fn choose(range: Range, me: &OwnClaim<'_>, others: &[Claim]) -> Result<IpAddr, RangeError> {
     let others = || {
         others
             .iter()
@@ -159,8 +159,8 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_without_a_rival_is_kept() {
-        let me = Me {
+    fn claim_without_a_rival_is_kept() {
+        let me = OwnClaim {
             created: 5,
             node: "b",
             published: Some("100.66.7.7".parse().unwrap()),
@@ -177,9 +177,9 @@ mod tests {
     }
 
     #[test]
-    fn the_later_of_two_moves_on() {
+    fn later_of_two_equal_claims_chooses_another_address() {
         let others = [claim(5, "a", "100.66.7.7")];
-        let me = Me {
+        let me = OwnClaim {
             created: 5,
             node: "b",
             published: Some("100.66.7.7".parse().unwrap()),
@@ -191,11 +191,11 @@ mod tests {
     }
 
     #[test]
-    fn the_choice_for_a_name_never_changes_between_versions() {
+    fn choice_for_a_name_is_the_same_in_all_versions() {
         let fresh = |node| {
             choose(
                 range("100.66.0.0/16"),
-                &Me {
+                &OwnClaim {
                     created: 0,
                     node,
                     published: None,
@@ -211,11 +211,11 @@ mod tests {
     }
 
     #[test]
-    fn a_full_range_is_an_error_that_says_what_to_do() {
+    fn full_range_is_an_error_with_a_remedy() {
         let others = [claim(0, "a", "10.0.0.1"), claim(0, "b", "10.0.0.2")];
         let error = choose(
             range("10.0.0.0/30"),
-            &Me {
+            &OwnClaim {
                 created: 0,
                 node: "c",
                 published: None,
@@ -228,11 +228,11 @@ mod tests {
     }
 
     #[test]
-    fn the_last_free_address_is_found() {
+    fn last_free_address_is_found() {
         let others: Vec<_> = (1..=253)
             .map(|n| claim(0, &format!("n{n}"), &format!("10.0.0.{n}")))
             .collect();
-        let me = Me {
+        let me = OwnClaim {
             created: 0,
             node: "late",
             published: None,
@@ -252,7 +252,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_address_is_usable_and_nobody_elses(
+        fn chosen_address_is_usable_and_unclaimed(
             net in net(), node in "[a-z]{1,8}", created in 0i64..4,
             claims in proptest::collection::vec((0i64..4, "[a-z]{1,2}", any::<u64>()), 0..12),
             published in proptest::option::of(any::<u64>()),
@@ -261,31 +261,31 @@ mod tests {
             let at = |n: u64| range.nth(n % range.size());
             let others: Vec<_> =
                 claims.into_iter().map(|(created, node, n)| Claim { created, node, address: at(n) }).collect();
-            let me = Me { created, node: &node, published: published.map(at) };
+            let me = OwnClaim { created, node: &node, published: published.map(at) };
             match choose(range, &me, &others) {
                 Ok(address) => {
                     prop_assert!(range.usable(address));
                     let rivals = others.iter().filter(|c| c.node != node && c.address == address);
-                    // A rival may only be one that has to give way.
+                    // A remaining rival is one that must give way.
                     for rival in rivals {
                         prop_assert!(me.published == Some(address));
                         prop_assert!((rival.created, rival.node.as_str()) > (created, node.as_str()));
                     }
-                    prop_assert_eq!(choose(range, &Me { published: Some(address), ..me }, &others), Ok(address));
+                    prop_assert_eq!(choose(range, &OwnClaim { published: Some(address), ..me }, &others), Ok(address));
                 }
                 Err(error) => prop_assert!(matches!(error, RangeError::Full(..)) && range.size() <= 12, "{error}"),
             }
         }
 
         #[test]
-        fn nodes_that_start_together_end_with_an_address_each(nodes in proptest::collection::btree_set("[a-z]{1,3}", 1..14)) {
+        fn nodes_that_start_together_get_distinct_addresses(nodes in proptest::collection::btree_set("[a-z]{1,3}", 1..14)) {
             let range = range("10.0.0.0/28");
             let mut claims: Vec<Claim> = Vec::new();
             for _round in 0..=nodes.len() {
                 let seen = claims.clone();
                 claims = nodes.iter().map(|node| {
                     let published = seen.iter().find(|c| c.node == *node).map(|c| c.address);
-                    let me = Me { created: 0, node, published };
+                    let me = OwnClaim { created: 0, node, published };
                     Claim { created: 0, node: node.clone(), address: choose(range, &me, &seen).unwrap() }
                 }).collect();
             }

@@ -1,7 +1,7 @@
-//! The node's private key on disk: made on the first start, read on every other; which key goes where is not decided here.
+//! Stores the node's private key on disk: creates it on the first start, reads it later, and replaces it in a rotation.
 //!
-//! The file is Kilo's (`/var/lib/kilo/key`: base64 without a newline, 0600), so that an agent that replaces kg keeps the
-//! node's identity. A key that others could read is not used: it has to be taken for known.
+//! The file has Kilo's path and format (`/var/lib/kilo/key`: base64 without a newline, 0600), so that an agent that
+//! replaces kg keeps the node's identity. A key that others could read is refused, because they may know it.
 
 use std::{
     fs::{self, DirBuilder, File, OpenOptions},
@@ -15,7 +15,7 @@ use clustermesh_core::key::PublicKey;
 use x25519_dalek::StaticSecret;
 use zeroize::Zeroizing;
 
-/// The node's private key. Zeroized when dropped; has no way to be printed.
+/// The node's private key. Zeroized when dropped; its debug output contains only the public half.
 #[derive(Clone)]
 pub struct NodeKey(StaticSecret);
 
@@ -39,7 +39,7 @@ impl std::fmt::Debug for NodeKey {
     }
 }
 
-/// Why there is no key. Never holds a byte of one.
+/// Why there is no usable key. Never contains a byte of one.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyFileError {
     /// The file can be read or written by others.
@@ -61,7 +61,7 @@ pub enum KeyFileError {
         /// Its permission bits.
         mode: u32,
     },
-    /// Someone else's.
+    /// The file or directory belongs to another user.
     #[error("{path} belongs to user {owner} and this agent runs as user {me}. Run: chown {me} {path}")]
     Owner {
         /// File or directory.
@@ -79,18 +79,18 @@ pub enum KeyFileError {
     /// Not a file.
     #[error("{0} is not a regular file: remove it, or name another with --key-file")]
     NotAFile(PathBuf),
-    /// No directory to put it into.
+    /// The path has no directory.
     #[error("--key-file {0}: name a file in a directory of its own, as /var/lib/kilo/key")]
     NoDirectory(PathBuf),
-    /// A new key waits already.
+    /// A next key exists already.
     #[error(
-        "{0} exists: a new key is already waiting to be taken; see wg-agent's log and /readyz. To take it back, remove the file"
+        "{0} exists: a new key is already waiting to be used; see wg-agent's log and /readyz. To cancel, remove the file"
     )]
     Waiting(PathBuf),
-    /// Nothing to change.
+    /// There is no key to rotate.
     #[error("{0} does not exist: this node has no key yet, and wg-agent makes one when it first starts")]
     NoKey(PathBuf),
-    /// The system said no.
+    /// A system call failed.
     #[error("{what} {path}: {error}")]
     Io {
         /// What was tried.
@@ -110,7 +110,7 @@ fn io(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> KeyFileError
     }
 }
 
-/// Reads the key, or makes one where there is none.
+/// Reads the key, or creates one if there is none.
 pub fn load_or_create(path: &Path) -> Result<NodeKey, KeyFileError> {
     let directory = match path.parent() {
         Some(directory) if !directory.as_os_str().is_empty() && path.file_name().is_some() => directory,
@@ -123,7 +123,7 @@ pub fn load_or_create(path: &Path) -> Result<NodeKey, KeyFileError> {
     }
 }
 
-/// Where a key lies that will replace the one in `path`.
+/// The file of the next key, which will replace the one in `path`.
 #[must_use]
 pub fn next(path: &Path) -> PathBuf {
     let mut name = std::ffi::OsString::from(path);
@@ -131,7 +131,7 @@ pub fn next(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Makes the key that will replace the one in `path`. Fails where there is one already, or none to replace.
+/// Creates the next key. Fails if there is one already, or no key to replace.
 pub fn create_next(path: &Path) -> Result<NodeKey, KeyFileError> {
     let directory = path
         .parent()
@@ -146,12 +146,12 @@ pub fn create_next(path: &Path) -> Result<NodeKey, KeyFileError> {
     Ok(new)
 }
 
-/// The key that will replace the one in `path`.
+/// Reads the next key.
 pub fn load_next(path: &Path) -> Result<Option<NodeKey>, KeyFileError> {
     read(&next(path))
 }
 
-/// Puts the next key into the place of the one in `path`: after a crash there is the old one or the new one.
+/// Replaces the key in `path` by the next key. After a crash there is the old or the new one.
 pub fn promote(path: &Path) -> Result<(), KeyFileError> {
     fs::rename(next(path), path).map_err(io("replace", path))?;
     let directory = path.parent().unwrap_or(Path::new("/"));
@@ -160,8 +160,9 @@ pub fn promote(path: &Path) -> Result<(), KeyFileError> {
         .map_err(io("sync", directory))
 }
 
-/// A directory of ours that nobody else enters. One that others can merely list is closed by us - container runtimes
-/// make host paths with 0755, and not every node has a shell - one that others can write to is an error.
+/// Creates the directory, or restricts an existing one to its owner. A directory that others can only read is changed
+/// to 0700, because container runtimes create host paths with 0755 and not every node has a shell. A directory that
+/// others can write is an error.
 fn prepare(directory: &Path) -> Result<(), KeyFileError> {
     DirBuilder::new()
         .recursive(true)
@@ -198,7 +199,7 @@ fn check_owner(path: &Path, meta: &fs::Metadata) -> Result<(), KeyFileError> {
 }
 
 fn read(path: &Path) -> Result<Option<NodeKey>, KeyFileError> {
-    // Not through a link, and without waiting for the other end of a pipe.
+    // Do not follow a symlink, and do not block on a FIFO.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let mut file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
         Ok(file) => file,
@@ -219,7 +220,7 @@ fn read(path: &Path) -> Result<Option<NodeKey>, KeyFileError> {
         });
     }
     let malformed = || KeyFileError::Malformed(path.to_owned());
-    // 44 characters, a newline that an editor may have added, and one more to notice what is too long.
+    // 44 characters, a newline that an editor may have added, and one more to detect longer text.
     let mut text = Zeroizing::new([0u8; 46]);
     let mut length = 0;
     while length < text.len() {
@@ -242,8 +243,8 @@ fn read(path: &Path) -> Result<Option<NodeKey>, KeyFileError> {
     Ok(Some(NodeKey(StaticSecret::from(*secret))))
 }
 
-/// Writes a whole file under another name and gives it the right one only if that is still free: a crash leaves no half
-/// key, and of two that start at once both use the first one's.
+/// Writes a temporary file and links it to its name only if that is still free. So a crash leaves no partial key, and
+/// of two processes that start at once, both use the same key.
 fn create(path: &Path, directory: &Path) -> Result<NodeKey, KeyFileError> {
     let mut secret = Zeroizing::new([0u8; 32]);
     let mut suffix = [0u8; 8];
@@ -320,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_start_makes_a_key_and_the_second_reads_it() {
+    fn first_start_creates_a_key_and_the_second_reads_it() {
         let (_root, path) = place();
         let first = load_or_create(&path).unwrap();
         assert_eq!(load_or_create(&path).unwrap().public(), first.public());
@@ -334,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_of_kilo_is_taken_over_as_it_is() {
+    fn key_of_kilo_is_used_unchanged() {
         for text in [TEXT.to_owned(), format!("{TEXT}\n")] {
             let (_root, path) = place();
             put(&path, &text, 0o600);
@@ -344,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_others_may_know_is_refused_with_the_command_to_run() {
+    fn key_readable_by_others_is_refused_with_a_remedy() {
         let (_root, path) = place();
         put(&path, TEXT, 0o640);
         let error = load_or_create(&path).unwrap_err().to_string();
@@ -356,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_others_can_list_is_closed_and_one_they_can_write_is_refused() {
+    fn listable_key_directory_is_closed_and_writable_one_refused() {
         let (_root, path) = place();
         put(&path, TEXT, 0o600);
         let directory = path.parent().unwrap();
@@ -372,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_key_is_kept_and_refused() {
+    fn malformed_key_file_is_kept_and_refused() {
         for text in [
             "",
             "hello",
@@ -392,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_is_not_followed() {
+    fn key_file_symlink_is_not_followed() {
         let (root, path) = place();
         put(&root.path().join("other/key"), TEXT, 0o600);
         DirBuilder::new().mode(0o700).create(path.parent().unwrap()).unwrap();
@@ -401,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_never_printed() {
+    fn debug_output_of_a_key_shows_only_the_public_half() {
         let (_root, path) = place();
         put(&path, TEXT, 0o600);
         assert_eq!(
@@ -411,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn a_next_key_waits_beside_the_first_and_takes_its_place() {
+    fn next_key_waits_until_it_is_promoted() {
         let (_root, path) = place();
         assert!(matches!(create_next(&path), Err(KeyFileError::NoKey(_))));
         put(&path, TEXT, 0o600);
@@ -426,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_a_crash_left_half_written_is_never_read() {
+    fn partial_key_file_of_a_crash_is_never_read() {
         let (_root, path) = place();
         // What `create` leaves when it is killed between writing and linking.
         put(&path.with_file_name(".key.0011223344556677"), &TEXT[..20], 0o600);
@@ -436,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn two_that_start_at_once_use_one_key() {
+    fn processes_that_start_at_once_use_one_key() {
         let (_root, path) = place();
         let keys: std::collections::BTreeSet<PublicKey> = std::thread::scope(|scope| {
             let starts: Vec<_> = (0..8)

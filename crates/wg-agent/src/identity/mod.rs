@@ -1,6 +1,6 @@
-//! Who this node is toward the mesh: its key and its WireGuard address. Telling others is `publish`'s business.
+//! This node's identity in the mesh: its key and its WireGuard address. `publish` publishes it.
 
 pub mod address;
-pub(crate) mod caller;
+pub(crate) mod initiation_listener;
 pub mod key;
 pub(crate) mod rotation;

@@ -1,80 +1,80 @@
-//! A node's change to a new key: when the device takes it. Where keys lie is `key`'s, who is heard `caller`'s.
+//! Decides when the device switches to a new key.
 //!
-//! A device has one private key, and its peers learn of a new public key at their own time, each from its own API server.
-//! So the new key is published first and the device keeps the old one, with which everybody still talks to it. A peer that
-//! has learnt of the new key drops its session and calls at once, by the new key: at the first such call the device takes
-//! it and calls everybody in turn. What is lost is the time from a peer's change to the next handshake; and while nobody
-//! learns of the new key, since the controller is away, nothing is lost at all.
+//! A device has one private key, and its peers learn a new public key at different times, each from its own API server.
+//! So the new key is published first, while the device keeps the old one, with which all sessions continue. A peer that
+//! learns the new key drops its session and sends an initiation for the new key. At the first such initiation the
+//! device switches, and starts a handshake with every peer. Traffic with a peer is interrupted from its own change to
+//! the next handshake; while no peer learns the new key, because the controller is down, nothing is interrupted.
 //!
 //! ```text
-//! rotate-key     published           first call by the new key         every peer has learnt of it
+//! rotate-key     published       first initiation for the new key      every peer knows the new key
 //!     |--------------|------------------------|--------------------------------|
-//!     device: old key, all sessions stand     | new key: a handshake with each, as soon as it knows
+//!     device: old key, all sessions continue  | new key: a handshake with each peer that knows it
 //! ```
-//! A node that nobody can call, since it is behind NAT, hears nothing: it takes the new key when those it talks to have
-//! not renewed a session that was due, which takes two to three minutes.
+//! A node behind NAT receives no initiations. It switches when its peers have not answered a rekey that was due, which
+//! takes two to three minutes.
 
 use std::{fmt, path::Path, time::Duration};
 
 use clustermesh_core::key::PublicKey;
 
 use super::{
-    caller::{self, Caller},
+    initiation_listener::{self, InitiationListener},
     key::{self, KeyFileError, NodeKey},
 };
 use crate::{source::store::Store, status::Trouble};
 
-/// On top of the time that a renewal has.
-const SILENT: Duration = Duration::from_secs(12);
+/// Added to the time that a rekey may take.
+const NO_REPLY_MARGIN: Duration = Duration::from_secs(12);
 
-/// What is known when it is to be decided.
+/// What the decision to switch is based on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Signs {
-    /// Somebody called by the new key; `None` = that cannot be heard on this node.
-    pub(crate) called: Option<bool>,
-    /// The new key stands on the Node, as far as was seen.
-    pub(crate) published: bool,
-    /// For how long nobody has answered although a session was to be renewed; `None` = somebody has, or nobody was asked.
-    pub(crate) silent: Option<Duration>,
+pub(crate) struct Evidence {
+    /// An initiation for the new key arrived; `None` = this node cannot detect them.
+    pub(crate) initiation_seen: Option<bool>,
+    /// The new key was seen on the Node.
+    pub(crate) is_published: bool,
+    /// For how long no peer has answered a rekey; `None` = some peer has, or none was due.
+    pub(crate) unanswered_for: Option<Duration>,
 }
 
-/// Why the device takes the new key now.
+/// Why the device switches now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Why {
-    Called,
-    Silent,
-    Deaf,
+pub(crate) enum Trigger {
+    Initiation,
+    NoReply,
+    CannotListen,
 }
 
-impl fmt::Display for Why {
+impl fmt::Display for Trigger {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Called => "a peer called by it",
-            Self::Silent => "no peer answers to the old one any more",
-            Self::Deaf => "it is published, and this node cannot hear who calls by it",
+            Self::Initiation => "a peer initiated a handshake with it",
+            Self::NoReply => "no peer answers to the old one any more",
+            Self::CannotListen => "it is published, and this node cannot detect handshakes for it",
         })
     }
 }
 
-fn due(signs: &Signs) -> Option<Why> {
-    let Signs {
-        called,
-        published,
-        silent,
-    } = signs;
-    match called {
-        Some(true) => Some(Why::Called),
-        None if *published => Some(Why::Deaf),
-        _ if *published && silent.is_some_and(|for_| for_ > SILENT) => Some(Why::Silent),
+fn find_trigger(evidence: &Evidence) -> Option<Trigger> {
+    let Evidence {
+        initiation_seen,
+        is_published,
+        unanswered_for,
+    } = evidence;
+    match initiation_seen {
+        Some(true) => Some(Trigger::Initiation),
+        None if *is_published => Some(Trigger::CannotListen),
+        _ if *is_published && unanswered_for.is_some_and(|time| time > NO_REPLY_MARGIN) => Some(Trigger::NoReply),
         _ => None,
     }
 }
 
-/// A change that is under way.
+/// A rotation that is under way.
 #[derive(Debug)]
 pub(crate) struct Rotation {
     next: NodeKey,
-    caller: Option<Caller>,
+    listener: Option<InitiationListener>,
 }
 
 impl Rotation {
@@ -83,30 +83,30 @@ impl Rotation {
         self.next.public()
     }
 
-    /// Whether somebody called by the new key; `None` = that cannot be heard.
-    pub(crate) fn called(&self) -> Option<bool> {
-        self.caller.as_ref().map(Caller::called)
+    /// Whether an initiation for the new key arrived; `None` = this node cannot detect them.
+    pub(crate) fn initiation_seen(&self) -> Option<bool> {
+        self.listener.as_ref().map(InitiationListener::initiation_seen)
     }
 }
 
-/// Begins, goes on with or ends a change of `key`, whose file is `path`. Returns what to say while it is under way.
+/// Begins, continues or ends a rotation of `key`, whose file is `path`. Returns a message while it is under way.
 pub(crate) async fn step(
     rotation: &mut Option<Rotation>,
     key: &mut NodeKey,
     path: &Path,
     port: u16,
     store: &Store,
-    signs: impl FnOnce(&Rotation) -> Signs,
+    evidence: impl FnOnce(&Rotation) -> Evidence,
 ) -> Option<Trouble> {
-    let say = |error: KeyFileError| Some(Trouble::harmless("key", error));
+    let trouble = |error: KeyFileError| Some(Trouble::harmless("key", error));
     let next = match key::load_next(path) {
         Ok(next) => next,
-        Err(error) => return say(error),
+        Err(error) => return trouble(error),
     };
     let Some(next) = next else {
         if rotation.take().is_some() {
-            tracing::info!(public = %key.public(), "the new key was taken away: this node keeps its old one");
-            forget().await;
+            tracing::info!(public = %key.public(), "the new key was removed: this node keeps its old one");
+            remove_listener_rule().await;
         }
         return None;
     };
@@ -114,41 +114,41 @@ pub(crate) async fn step(
         .as_ref()
         .is_none_or(|rotation| rotation.public() != next.public())
     {
-        let caller = match Caller::open(port, next.public(), store.clone()).await {
-            Ok(caller) => Some(caller),
+        let listener = match InitiationListener::open(port, next.public(), store.clone()).await {
+            Ok(listener) => Some(listener),
             Err(error) => {
-                tracing::warn!(%error, "cannot hear who calls by the new key: it is taken as soon as it is published");
+                tracing::warn!(%error, "cannot detect handshakes for the new key: it is used as soon as it is published");
                 None
             }
         };
-        tracing::info!(old = %key.public(), new = %next.public(), "a new key is published; the old one serves until a peer calls by it");
-        *rotation = Some(Rotation { next, caller });
+        tracing::info!(old = %key.public(), new = %next.public(), "a new key is published; the old one is used until a peer initiates a handshake with the new one");
+        *rotation = Some(Rotation { next, listener });
     }
     let under_way = rotation.as_ref()?;
-    let Some(why) = due(&signs(under_way)) else {
+    let Some(why) = find_trigger(&evidence(under_way)) else {
         return Some(Trouble::harmless(
             "key",
             format!(
-                "the new key {} is published and waits for the first peer that learns of it; to take it back, remove {}",
+                "the new key {} is published and waits for the first peer that learns of it; to cancel, remove {}",
                 under_way.public(),
                 key::next(path).display()
             ),
         ));
     };
     if let Err(error) = key::promote(path) {
-        return say(error);
+        return trouble(error);
     }
     if let Some(done) = rotation.take() {
         tracing::info!(old = %key.public(), new = %done.public(), "this node has a new key: {why}");
         *key = done.next;
     }
-    forget().await;
+    remove_listener_rule().await;
     None
 }
 
-async fn forget() {
-    if let Err(error) = caller::remove().await {
-        tracing::warn!(%error, "cannot remove the rule that hands handshakes over; it does no harm");
+async fn remove_listener_rule() {
+    if let Err(error) = initiation_listener::remove().await {
+        tracing::warn!(%error, "cannot remove the rule that copies handshakes to the agent; it does no harm");
     }
 }
 
@@ -157,13 +157,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_old_key_serves_until_somebody_calls_by_the_new_one_or_nobody_answers_to_it() {
+    fn new_key_is_used_after_an_initiation_or_an_unanswered_rekey() {
         let seconds = |n| Some(Duration::from_secs(n));
-        let decided = |called, published, silent| {
-            due(&Signs {
-                called,
-                published,
-                silent,
+        let decided = |initiation_seen, is_published, unanswered_for| {
+            find_trigger(&Evidence {
+                initiation_seen,
+                is_published,
+                unanswered_for,
             })
         };
         assert_eq!(decided(Some(false), true, None), None);
@@ -171,11 +171,11 @@ mod tests {
         assert_eq!(
             decided(Some(false), false, seconds(60)),
             None,
-            "nobody can know the new one"
+            "no peer can know the new key"
         );
-        assert_eq!(decided(Some(false), true, seconds(13)), Some(Why::Silent));
-        assert_eq!(decided(Some(true), false, None), Some(Why::Called));
+        assert_eq!(decided(Some(false), true, seconds(13)), Some(Trigger::NoReply));
+        assert_eq!(decided(Some(true), false, None), Some(Trigger::Initiation));
         assert_eq!(decided(None, false, seconds(60)), None);
-        assert_eq!(decided(None, true, None), Some(Why::Deaf));
+        assert_eq!(decided(None, true, None), Some(Trigger::CannotListen));
     }
 }

@@ -1,5 +1,5 @@
-//! Metrics of each peer (`--metrics-per-peer`), written from the last look when they are asked for, so that what is gone is
-//! gone from them at once. A peer's counters begin anew with its device, as counters may.
+//! Metrics of each peer (`--metrics-per-peer`), rendered from the last poll at each scrape, so that a removed peer
+//! disappears at once. A peer's counters restart with its device, as counters may.
 
 use std::{
     fmt,
@@ -12,9 +12,9 @@ use prometheus_client::{
     metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge},
 };
 
-use super::Traffic;
+use super::PeerSample;
 
-/// So many peers are shown, by name: each is four series.
+/// The maximum number of peers, by name: each has four series.
 const SHOWN: usize = 1000;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -30,12 +30,12 @@ struct PeerState {
     state: &'static str,
 }
 
-/// Peers of the last look. Cheap to clone; all clones are one.
+/// The peers of the last poll. Cheap to clone; all clones share them.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Peers(Arc<Mutex<(Vec<Traffic>, usize)>>);
+pub(super) struct Peers(Arc<Mutex<(Vec<PeerSample>, usize)>>);
 
 impl Peers {
-    pub(super) fn set(&self, mut peers: Vec<Traffic>) {
+    pub(super) fn set(&self, mut peers: Vec<PeerSample>) {
         peers.sort_by(|a, b| (&a.name, &a.key).cmp(&(&b.name, &b.key)));
         let more = peers.len().saturating_sub(SHOWN);
         peers.truncate(SHOWN);
@@ -43,7 +43,7 @@ impl Peers {
     }
 }
 
-/// Writes one family.
+/// Writes one metric family.
 fn family<'p, L: EncodeLabelSet, M: EncodeMetric>(
     encoder: &mut DescriptorEncoder<'_>,
     (name, help, kind): (&str, &str, MetricType),
@@ -59,7 +59,7 @@ fn family<'p, L: EncodeLabelSet, M: EncodeMetric>(
 impl Collector for Peers {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let (peers, more) = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let labels = |peer: &Traffic| Peer {
+        let labels = |peer: &PeerSample| Peer {
             cluster: peer.cluster.clone(),
             peer: peer.name.clone(),
         };

@@ -1,14 +1,13 @@
-//! How a node is made ready for the agent on the systems that people run it on, as text to paste; what is missing is
-//! decided elsewhere.
+//! Renders kernel modules and settings as text to paste, for the systems on which people run the agent.
 
 use std::fmt::Write;
 
 /// Kernel modules to load at boot, and kernel settings with their values.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Host {
-    /// As `tun`.
+    /// Such as `tun`.
     pub modules: Vec<&'static str>,
-    /// As `net.ipv4.ip_forward`, 1.
+    /// Such as `net.ipv4.ip_forward`, 1.
     pub sysctls: Vec<(String, u8)>,
 }
 
@@ -19,7 +18,7 @@ impl Host {
         self.modules.is_empty() && self.sysctls.is_empty()
     }
 
-    /// Debian, Ubuntu and what else has systemd and a shell: commands for root.
+    /// Commands for root on systems with systemd and a shell, such as Debian and Ubuntu.
     #[must_use]
     pub fn debian(&self) -> String {
         let mut out = String::new();
@@ -77,7 +76,7 @@ impl Host {
         out
     }
 
-    /// All of them, each under its name; empty where nothing is to be set.
+    /// All of these, each with a heading; empty if there is nothing to set.
     #[must_use]
     pub fn everywhere(&self) -> String {
         if self.is_empty() {
@@ -111,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_is_missing_is_named() {
+    fn only_missing_parts_are_rendered() {
         assert_eq!(Host::default().everywhere(), "");
         let tun = Host {
             modules: vec!["tun"],
@@ -138,7 +137,7 @@ mod tests {
         );
     }
 
-    /// What `wg-agent prepare` and the kernel's modules do by themselves, by hand.
+    /// The settings that `wg-agent prepare` writes, and all kernel modules.
     #[test]
     fn install_page_shows_what_preflight_says() {
         let whole = Host {

@@ -1,4 +1,4 @@
-//! What this node's annotations should say; writing them is the parent module's business.
+//! Computes this node's desired annotations.
 
 use std::{
     collections::BTreeMap,
@@ -15,8 +15,8 @@ use clustermesh_api::{
 use clustermesh_core::{key::PublicKey, observe::Endpoint};
 use ipnet::IpNet;
 
-use super::{Annotations, Wanted};
-use crate::source::objects::NodeSeen;
+use super::{Annotations, DesiredAnnotations};
+use crate::source::objects::ParsedNode;
 
 /// Every annotation that this agent writes.
 pub const KEYS: [&str; 7] = [
@@ -29,27 +29,27 @@ pub const KEYS: [&str; 7] = [
     NODE_AGENT,
 ];
 
-/// What the annotations are made from.
+/// The values from which the annotations are made.
 #[derive(Debug, Clone)]
-pub struct Facts<'a> {
+pub struct NodeFacts<'a> {
     /// The node's key.
     pub public_key: PublicKey,
-    /// Its address, with the range's prefix length.
+    /// Its WireGuard address, with the range's prefix length.
     pub wireguard_ip: IpNet,
     /// The device's UDP port.
     pub port: u16,
     /// This node's object.
-    pub node: &'a NodeSeen,
+    pub node: &'a ParsedNode,
     /// Addresses of the underlay's interface with their prefix lengths.
     pub underlay: &'a BTreeMap<IpAddr, u8>,
-    /// What the agent says of itself.
+    /// The agent's own annotation.
     pub agent: Agent,
 }
 
-/// What should stand on the Node, beside what stands there.
+/// The desired annotations, and the observed ones.
 #[must_use]
-pub fn wanted(facts: Facts<'_>) -> Wanted {
-    let Facts {
+pub fn desired(facts: NodeFacts<'_>) -> DesiredAnnotations {
+    let NodeFacts {
         public_key,
         wireguard_ip,
         port,
@@ -70,21 +70,21 @@ pub fn wanted(facts: Facts<'_>) -> Wanted {
         agent,
     };
     let mut identity: Annotations = identity.annotations();
-    // As kg does: what a person wrote is what others are told, a name unresolved.
+    // As in kg, an endpoint that a person set is published, a host name unresolved.
     match own.force_endpoint {
         Some(Endpoint::Ip(at)) => drop(identity.insert(KILO_ENDPOINT, Some(at.to_string()))),
         Some(Endpoint::Dns(name, port)) => drop(identity.insert(KILO_ENDPOINT, Some(format!("{name}:{port}")))),
         None => {}
     }
     let status = identity.remove_entry(NODE_AGENT).into_iter().collect();
-    Wanted {
+    DesiredAnnotations {
         identity,
         status,
         seen: own.published,
     }
 }
 
-/// What takes every annotation of ours away.
+/// Removes all annotations of the agent.
 #[must_use]
 pub fn removal() -> Annotations {
     KEYS.iter().map(|key| (*key, None)).collect()
@@ -95,9 +95,9 @@ mod tests {
     use super::*;
     use crate::source::objects::OwnNode;
 
-    fn published(node: &NodeSeen) -> Annotations {
+    fn published(node: &ParsedNode) -> Annotations {
         let underlay = [("192.0.2.7".parse().unwrap(), 24)].into();
-        wanted(Facts {
+        desired(NodeFacts {
             public_key: "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=".parse().unwrap(),
             wireguard_ip: "100.66.0.9/16".parse().unwrap(),
             port: 51821,
@@ -108,16 +108,16 @@ mod tests {
         .identity
     }
 
-    fn node(own: OwnNode) -> NodeSeen {
-        NodeSeen {
+    fn node(own: OwnNode) -> ParsedNode {
+        ParsedNode {
             internal_ips: vec!["192.0.2.7".parse().unwrap()],
             own: Some(own),
-            ..NodeSeen::default()
+            ..ParsedNode::default()
         }
     }
 
     #[test]
-    fn a_node_is_found_by_its_internal_address_in_kilos_formats() {
+    fn internal_address_is_published_in_kilos_formats() {
         let some = |text: &str| Some(text.to_owned());
         let want: Annotations = [
             (
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn an_external_address_comes_before_and_what_a_person_wrote_before_that() {
+    fn forced_endpoint_precedes_external_address() {
         let endpoint = |own| published(&node(own))["kilo.squat.ai/endpoint"].clone().unwrap();
         let external = OwnNode {
             external_ips: vec!["2001:db8::7".parse().unwrap()],

@@ -1,5 +1,4 @@
-//! Telling the cluster who this node is: annotations of its own Node, written only when they differ from what stands there.
-//! What they say is decided by `run`; their spelling is `clustermesh_api`'s.
+//! Publishes this node: writes annotations of its own Node when they differ from the current ones.
 
 use std::{
     collections::BTreeMap,
@@ -19,37 +18,37 @@ use crate::metrics::Metrics;
 
 pub mod identity;
 
-/// Annotations by key; `None` = not there, or to be taken away.
+/// Annotations by key; `None` = absent, or to be removed.
 pub type Annotations = BTreeMap<&'static str, Option<String>>;
 
-/// What should stand on the Node, and what stands there as far as was seen.
+/// The desired annotations of the Node, and the observed ones.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Wanted {
-    /// Who the node is: written at once.
+pub struct DesiredAnnotations {
+    /// The node's identity: written at once.
     pub identity: Annotations,
-    /// How the agent is: written at most every [`STATUS_EVERY`].
+    /// The agent's status: written at most every [`STATUS_EVERY`].
     pub status: Annotations,
-    /// What was last seen on the Node, of the same keys.
+    /// The observed values of the same keys.
     pub seen: Annotations,
 }
 
-/// How often a changed status is written.
+/// The shortest time between two writes of the status.
 pub const STATUS_EVERY: Duration = Duration::from_secs(10);
-/// How long what was just written may take to be seen again before it is written once more.
+/// How long the own watch may take to show a write before the write is repeated.
 const SETTLE: Duration = Duration::from_secs(5);
 /// How long one request may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// When what was written.
+/// Which values were written when.
 #[derive(Debug, Clone, Default)]
-struct Written {
+struct WriteHistory {
     last: BTreeMap<&'static str, (Option<String>, Instant)>,
     status: Option<Instant>,
 }
 
-impl Written {
-    /// What has to be written now, and when to look again at the latest.
-    fn due(&self, wanted: &Wanted, now: Instant) -> (Annotations, Option<Duration>) {
+impl WriteHistory {
+    /// The annotations to write now, and when to check again.
+    fn due(&self, wanted: &DesiredAnnotations, now: Instant) -> (Annotations, Option<Duration>) {
         let mut due = Annotations::new();
         let mut again: Option<Duration> = None;
         let mut later = |wait: Duration| again = Some(again.map_or(wait, |a| a.min(wait)));
@@ -65,7 +64,7 @@ impl Written {
             if wanted.seen.get(key).unwrap_or(&None) == value {
                 continue;
             }
-            // Our own watch may be behind our own write.
+            // The own watch may lag behind the own write.
             if let Some((written, at)) = self.last.get(key)
                 && written == value
             {
@@ -80,7 +79,7 @@ impl Written {
         (due, again)
     }
 
-    fn wrote(&mut self, due: &Annotations, status: &Annotations, now: Instant) {
+    fn record(&mut self, due: &Annotations, status: &Annotations, now: Instant) {
         for (key, value) in due {
             self.last.insert(*key, (value.clone(), now));
             if status.contains_key(key) {
@@ -90,15 +89,15 @@ impl Written {
     }
 }
 
-/// Writes whatever `wanted` comes to say, until the token is cancelled.
+/// Writes annotations when they change, until the token is cancelled.
 pub async fn run(
     client: Client,
     node: String,
-    mut wanted: watch::Receiver<Wanted>,
+    mut wanted: watch::Receiver<DesiredAnnotations>,
     metrics: Metrics,
     stop: CancellationToken,
 ) {
-    let mut written = Written::default();
+    let mut written = WriteHistory::default();
     let pauses = || {
         let pauses = ExponentialBuilder::default()
             .with_min_delay(Duration::from_millis(500))
@@ -109,27 +108,27 @@ pub async fn run(
             .build()
     };
     let mut pause = pauses();
-    let mut said = String::new();
+    let mut last_error = String::new();
     loop {
         let now = wanted.borrow_and_update().clone();
         let (due, mut again) = written.due(&now, Instant::now());
         if !due.is_empty() {
             match write(&client, &node, &due).await {
                 Ok(()) => {
-                    written.wrote(&due, &now.status, Instant::now());
-                    metrics.applied("publish", due.len());
+                    written.record(&due, &now.status, Instant::now());
+                    metrics.count_changes("publish", due.len());
                     if due.keys().any(|key| now.identity.contains_key(key)) {
-                        tracing::info!(annotations = readable(&due), "published on this Node");
+                        tracing::info!(annotations = describe(&due), "published on this Node");
                     }
                     pause = pauses();
-                    said.clear();
+                    last_error.clear();
                     continue;
                 }
                 Err(error) => {
-                    metrics.failed("publish");
-                    if said != error {
+                    metrics.count_error("publish");
+                    if last_error != error {
                         tracing::warn!(%error, "cannot publish this node's identity; trying again");
-                        said = error;
+                        last_error = error;
                     }
                     again = pause.next();
                 }
@@ -143,8 +142,8 @@ pub async fn run(
     }
 }
 
-/// For the log: `key=value`, and `key removed`.
-fn readable(annotations: &Annotations) -> String {
+/// Renders annotations for the log: `key=value`, or `key removed`.
+fn describe(annotations: &Annotations) -> String {
     let each = annotations.iter().map(|(key, value)| match value {
         Some(value) => format!("{key}={value}"),
         None => format!("{key} removed"),
@@ -152,19 +151,27 @@ fn readable(annotations: &Annotations) -> String {
     each.collect::<Vec<_>>().join(", ")
 }
 
-/// One merge patch of the Node's annotations.
+/// Writes annotations of the Node by one merge patch.
 pub(crate) async fn write(client: &Client, node: &str, annotations: &Annotations) -> Result<(), String> {
     let nodes: Api<Node> = Api::all(client.clone());
     let patch = serde_json::json!({"metadata": {"annotations": annotations}});
     let params = PatchParams::default();
-    match tokio::time::timeout(PATIENCE, nodes.patch_metadata(node, &params, &Patch::Merge(&patch))).await {
+    match tokio::time::timeout(
+        REQUEST_TIMEOUT,
+        nodes.patch_metadata(node, &params, &Patch::Merge(&patch)),
+    )
+    .await
+    {
         Ok(Ok(_)) => Ok(()),
         Ok(Err(kube::Error::Api(status))) if status.code == 403 => Err(format!(
             "{}; the agent's account needs the verb patch on nodes (deploy/ has the ClusterRole)",
             status.message
         )),
         Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err(format!("no answer from the API server within {} s", PATIENCE.as_secs())),
+        Err(_) => Err(format!(
+            "no answer from the API server within {} s",
+            REQUEST_TIMEOUT.as_secs()
+        )),
     }
 }
 
@@ -177,43 +184,43 @@ mod tests {
     }
 
     #[test]
-    fn the_log_tells_annotations_as_a_person_writes_them() {
+    fn annotations_are_logged_as_key_and_value() {
         let mut annotations = some(&[("a/endpoint", "192.0.2.7:51820"), ("a/key", "F5rh=")]);
         annotations.insert("a/discovered", None);
         assert_eq!(
-            readable(&annotations),
+            describe(&annotations),
             "a/discovered removed, a/endpoint=192.0.2.7:51820, a/key=F5rh="
         );
     }
 
     #[test]
-    fn what_stands_there_is_not_written() {
-        let wanted = Wanted {
+    fn current_annotations_are_not_written() {
+        let wanted = DesiredAnnotations {
             identity: some(&[("key", "a")]),
             status: some(&[("agent", "1")]),
             seen: some(&[("key", "a"), ("agent", "1")]),
         };
         assert_eq!(
-            Written::default().due(&wanted, Instant::now()),
+            WriteHistory::default().due(&wanted, Instant::now()),
             (Annotations::new(), None)
         );
-        let other = Wanted {
+        let other = DesiredAnnotations {
             seen: some(&[("key", "b"), ("agent", "1")]),
             ..wanted
         };
         assert_eq!(
-            Written::default().due(&other, Instant::now()),
+            WriteHistory::default().due(&other, Instant::now()),
             (some(&[("key", "a")]), None)
         );
     }
 
     #[test]
-    fn a_status_that_keeps_changing_is_written_every_ten_seconds_and_an_identity_at_once() {
+    fn status_is_written_every_ten_seconds_and_identity_at_once() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
-        let mut written = Written::default();
-        written.wrote(&some(&[("agent", "1")]), &some(&[("agent", "1")]), start);
-        let wanted = Wanted {
+        let mut written = WriteHistory::default();
+        written.record(&some(&[("agent", "1")]), &some(&[("agent", "1")]), start);
+        let wanted = DesiredAnnotations {
             identity: some(&[("key", "a")]),
             status: some(&[("agent", "2")]),
             seen: some(&[("agent", "1")]),
@@ -226,13 +233,13 @@ mod tests {
     }
 
     #[test]
-    fn what_was_just_written_is_given_time_to_be_seen() {
+    fn recent_write_is_not_repeated_until_it_settles() {
         let start = Instant::now();
-        let mut written = Written::default();
-        written.wrote(&some(&[("key", "a")]), &Annotations::new(), start);
-        let wanted = Wanted {
+        let mut written = WriteHistory::default();
+        written.record(&some(&[("key", "a")]), &Annotations::new(), start);
+        let wanted = DesiredAnnotations {
             identity: some(&[("key", "a")]),
-            ..Wanted::default()
+            ..DesiredAnnotations::default()
         };
         assert_eq!(written.due(&wanted, start), (Annotations::new(), Some(SETTLE)));
         assert_eq!(written.due(&wanted, start + SETTLE), (some(&[("key", "a")]), None));

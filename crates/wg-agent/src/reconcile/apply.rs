@@ -10,23 +10,23 @@ use crate::{
 };
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
-    /// Brings the firewall table to what is wanted.
-    pub(super) async fn enforce(&mut self, compiled: &Compiled) -> Result<(), Trouble> {
-        let done = self.parts.firewall.converge(&compiled.firewall).await;
+    /// Makes the firewall table as compiled.
+    pub(super) async fn apply_firewall(&mut self, compiled: &Compiled) -> Result<(), Trouble> {
+        let done = self.deps.firewall.converge(&compiled.firewall).await;
         let written = done.map_err(|error| Trouble::new("firewall", error))?.is_some();
-        if self.drift.filtered(&compiled.firewall, written) {
-            self.parts.metrics.repaired("firewall", 1);
+        if self.drift.is_firewall_repair(&compiled.firewall, written) {
+            self.deps.metrics.count_repairs("firewall", 1);
         }
         if written {
-            self.parts.metrics.applied("firewall", 1);
+            self.deps.metrics.count_changes("firewall", 1);
             tracing::info!("firewall table written");
         }
         Ok(())
     }
 
-    /// Returns the changes that could not be made as troubles; the others are made.
+    /// Makes each route change that it can; returns those that failed as troubles.
     pub(super) async fn apply_routes(&mut self, compiled: &Compiled) -> Result<Vec<Trouble>, Trouble> {
-        let routing = &mut self.parts.routing;
+        let routing = &mut self.deps.routing;
         let pass = match self.device {
             Some(_) => route::converge(routing, &compiled.routes).await,
             None => route::converge_without_device(routing, &compiled.routes).await,
@@ -35,15 +35,17 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
         for change in &pass.done {
             tracing::info!("{change}");
         }
-        self.parts.metrics.applied("routes", pass.done.len());
-        let put_back = self.drift.routed(&compiled.routes, &pass.done, pass.failed.is_empty());
-        self.parts.metrics.repaired("routes", put_back);
+        self.deps.metrics.count_changes("routes", pass.done.len());
+        let repaired = self
+            .drift
+            .count_repaired_routes(&compiled.routes, &pass.done, pass.failed.is_empty());
+        self.deps.metrics.count_repairs("routes", repaired);
         if pass
             .failed
             .iter()
             .any(|error| matches!(error, route::Error::NoDevice(_)))
         {
-            // Someone deleted the interface under us: the next pass makes it again.
+            // The interface was deleted: the next pass creates it again.
             self.device = None;
         }
         Ok(pass.failed.iter().map(|error| Trouble::new("routes", error)).collect())

@@ -1,5 +1,5 @@
-//! What others did to the node since the last pass: what has to be looked at again because of it, and how much of what a pass
-//! did put something back. A pass itself makes no difference between what is new and what was lost.
+//! Remembers what passes applied, to decide what must be observed again after external changes, and to count repairs. A
+//! pass itself does not distinguish a new change from the repair of a lost one.
 
 use std::{
     collections::BTreeSet,
@@ -18,66 +18,66 @@ use clustermesh_core::key::PublicKey;
 use super::Reconciler;
 use crate::{
     firewall::Backend,
-    heard::Event,
-    route::{News, Routing, sysctl},
+    kernel_events::Event,
+    route::{Routing, RoutingEvent, sysctl},
     source::underlay::Underlay,
 };
 
-/// The node's network is read again after so long, whatever was heard: reading it costs a dump of its main table, which a
-/// routing daemon may have filled.
+/// The node's network is read again at least this often. Reading it dumps the main table, which a routing daemon may
+/// have filled.
 const UNDERLAY_AGE: Duration = Duration::from_secs(30);
 
-/// What is remembered from pass to pass.
+/// State that is remembered from pass to pass.
 #[derive(Debug, Default)]
 pub(super) struct Drift {
-    /// The node's network as it was read for these InternalIPs.
+    /// The InternalIPs of the Node, the network that was read for them, and when.
     underlay: Option<(BTreeSet<IpAddr>, Underlay, Instant)>,
-    /// Somebody was at our routing or at the device.
+    /// An event about our routing or the device arrived.
     device_in_doubt: bool,
-    /// What the kernel was brought to, as far as all of it could be.
+    /// The routes in the kernel after the last pass; `None` = not all could be applied.
     routes: Option<Routes>,
     firewall: Option<Firewall>,
-    /// Whom the device was told to hold; `None` = it was opened since.
+    /// The peers that the device was given; `None` = it was opened since.
     peers: Option<Peers>,
-    /// The settings that were right after the last pass.
+    /// Settings that were right after the last pass.
     settings: BTreeSet<Name>,
 }
 
 impl Drift {
-    /// Takes over what was heard.
-    pub(super) fn hear(&mut self, event: Event) {
+    /// Marks what this event makes doubtful.
+    pub(super) fn note_event(&mut self, event: Event) {
         match event {
-            Event::Routing(News::Underlay) => self.underlay = None,
-            // An address of the node's own may look like ours.
-            Event::Routing(News::Ours) | Event::Anything => {
+            Event::Routing(RoutingEvent::Underlay) => self.underlay = None,
+            // A /32 or /128 of the underlay is reported as one of ours.
+            Event::Routing(RoutingEvent::Ours) | Event::Unknown => {
                 self.underlay = None;
                 self.device_in_doubt = true;
             }
-            Event::Tables | Event::Resolvers | Event::Routing(News::Settings) => {}
+            Event::Tables | Event::Resolvers | Event::Routing(RoutingEvent::Settings) => {}
         }
     }
 
-    /// The node's network, if it was read for these InternalIPs and nothing was heard since.
+    /// The node's network, if it was read for these InternalIPs, recently, and no event made it doubtful.
     pub(super) fn underlay(&self, internal: &BTreeSet<IpAddr>, now: Instant) -> Option<&Underlay> {
         let (of, underlay, at) = self.underlay.as_ref()?;
         (of == internal && now.saturating_duration_since(*at) < UNDERLAY_AGE).then_some(underlay)
     }
 
-    /// It was read.
-    pub(super) fn saw(&mut self, internal: BTreeSet<IpAddr>, underlay: Underlay, now: Instant) {
+    /// Stores the network as it was read.
+    pub(super) fn store_underlay(&mut self, internal: BTreeSet<IpAddr>, underlay: Underlay, now: Instant) {
         self.underlay = Some((internal, underlay, now));
     }
 
-    /// Whether the device has to be asked if it is still there; asks once.
-    pub(super) fn doubts_device(&mut self) -> bool {
+    /// Whether the device must be observed to see if it still exists; clears the doubt.
+    pub(super) fn take_device_in_doubt(&mut self) -> bool {
         std::mem::take(&mut self.device_in_doubt)
     }
 
-    /// A pass brought the routing to `desired`, by the changes `done`; `whole` = none failed. Returns how many of them no
-    /// change of what is wanted explains.
-    pub(super) fn routed(&mut self, desired: &Routes, done: &[Change], whole: bool) -> usize {
+    /// A pass applied `desired` by the changes `done`; `whole` = none failed. Returns how many changes were repairs:
+    /// those that the new desired state does not explain.
+    pub(super) fn count_repaired_routes(&mut self, desired: &Routes, done: &[Change], whole: bool) -> usize {
         let before = self.routes.take();
-        let put_back = before.map_or(0, |before| {
+        let repaired = before.map_or(0, |before| {
             let wanted: BTreeSet<String> = diff(&before, desired)
                 .into_iter()
                 .flatten()
@@ -88,21 +88,24 @@ impl Drift {
                 .count()
         });
         self.routes = whole.then(|| desired.clone());
-        put_back
+        repaired
     }
 
-    /// Settings were looked at. Returns how many were right before and had to be written.
-    pub(super) fn set(&mut self, wanted: &[Sysctl], pass: &sysctl::Pass) -> usize {
-        let put_back = pass.written.intersection(&self.settings).count();
-        let missing = |name: &Name| pass.missing.iter().any(|missing| missing.sysctl.name == *name);
-        let right = wanted.iter().map(|sysctl| &sysctl.name).filter(|name| !missing(name));
+    /// A pass checked the settings. Returns how many were right after the last pass and had to be written again.
+    pub(super) fn count_repaired_settings(&mut self, wanted: &[Sysctl], pass: &sysctl::Outcome) -> usize {
+        let repaired = pass.written.intersection(&self.settings).count();
+        let is_missing = |name: &Name| pass.missing.iter().any(|missing| missing.sysctl.name == *name);
+        let right = wanted
+            .iter()
+            .map(|sysctl| &sysctl.name)
+            .filter(|name| !is_missing(name));
         self.settings = right.cloned().collect();
-        put_back
+        repaired
     }
 
-    /// A pass brought the table to `desired`; `written` = something had to be. Returns whether nothing that is wanted
-    /// explains it.
-    pub(super) fn filtered(&mut self, desired: &Firewall, written: bool) -> bool {
+    /// A pass applied the table `desired`; `written` = it had to be written. Returns whether that was a repair: the
+    /// desired table is unchanged.
+    pub(super) fn is_firewall_repair(&mut self, desired: &Firewall, written: bool) -> bool {
         let same = self.firewall.as_ref() == Some(desired);
         if !same {
             self.firewall = Some(desired.clone());
@@ -110,9 +113,8 @@ impl Drift {
         same && written
     }
 
-    /// A pass brought the device's peers to `desired` by these changes. Returns how many of them no change of what is wanted
-    /// explains.
-    pub(super) fn peopled(&mut self, desired: &Peers, done: &[PeerChange]) -> usize {
+    /// A pass applied the peers `desired` by the changes `done`. Returns how many changes were repairs.
+    pub(super) fn count_repaired_peers(&mut self, desired: &Peers, done: &[PeerChange]) -> usize {
         if self.peers.as_ref() == Some(desired) {
             return done.len();
         }
@@ -130,17 +132,18 @@ impl Drift {
         })
     }
 
-    /// The device was opened: whatever it holds is no work of another hand, and a new interface has no setting of the old one's.
-    pub(super) fn emptied(&mut self) {
+    /// The device was opened: differences in it are no external changes, and a new interface has none of the old
+    /// settings.
+    pub(super) fn reset_device(&mut self) {
         self.peers = None;
         self.settings.retain(|name| matches!(name, Name::Global(_)));
     }
 }
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
-    /// Something was heard: the next pass looks at it.
-    pub(crate) fn hear(&mut self, event: Event) {
-        self.drift.hear(event);
+    /// Takes note of an event for the next pass.
+    pub(crate) fn note_event(&mut self, event: Event) {
+        self.drift.note_event(event);
     }
 }
 
@@ -159,53 +162,65 @@ mod tests {
     }
 
     #[test]
-    fn only_what_nobody_asked_for_counts_as_put_back() {
+    fn only_unexplained_route_changes_are_repairs() {
         let (one, two) = (routes(&["10.1.0.0/24"]), routes(&["10.1.0.0/24", "10.1.1.0/24"]));
         let all = diff(&Routes::default(), &one).unwrap();
         let added = diff(&one, &two).unwrap();
         let mut drift = Drift::default();
-        assert_eq!(drift.routed(&one, &all, true), 0, "a start takes over what it finds");
-        assert_eq!(drift.routed(&two, &added, true), 0, "a new peer");
-        assert_eq!(drift.routed(&two, &added, true), 1, "its route was taken away");
+        assert_eq!(
+            drift.count_repaired_routes(&one, &all, true),
+            0,
+            "the first pass of a process"
+        );
+        assert_eq!(drift.count_repaired_routes(&two, &added, true), 0, "a new peer");
+        assert_eq!(
+            drift.count_repaired_routes(&two, &added, true),
+            1,
+            "its route was deleted"
+        );
         let both: Vec<Change> = diff(&two, &one).unwrap().into_iter().chain(all.clone()).collect();
         assert_eq!(
-            drift.routed(&one, &both, true),
+            drift.count_repaired_routes(&one, &both, true),
             all.len(),
-            "a peer goes, and somebody flushed the table"
+            "a peer is removed, and another program flushed the table"
         );
-        assert_eq!(drift.routed(&one, &[], false), 0);
+        assert_eq!(drift.count_repaired_routes(&one, &[], false), 0);
         assert_eq!(
-            drift.routed(&one, &all, true),
+            drift.count_repaired_routes(&one, &all, true),
             0,
-            "what could not be made before is not put back"
+            "a change that failed before is no repair"
         );
     }
 
     #[test]
-    fn peers_that_nobody_asked_to_change_count_as_put_back() {
+    fn only_unexplained_peer_changes_are_repairs() {
         let key = |n| PublicKey::new([n; 32]);
         let both: Peers = [1, 2].map(|n| (key(n), PeerSpec::default())).into();
         let one: Peers = [(key(1), PeerSpec::default())].into();
         let add = |n| PeerChange::Add(key(n), PeerSpec::default());
         let mut drift = Drift::default();
         assert_eq!(
-            drift.peopled(&one, &[PeerChange::Remove(key(9))]),
+            drift.count_repaired_peers(&one, &[PeerChange::Remove(key(9))]),
             0,
-            "a start takes over what it finds"
+            "the first pass of a process"
         );
-        assert_eq!(drift.peopled(&both, &[add(2)]), 0, "a new peer");
-        assert_eq!(drift.peopled(&both, &[add(2)]), 1, "it was taken away");
+        assert_eq!(drift.count_repaired_peers(&both, &[add(2)]), 0, "a new peer");
+        assert_eq!(drift.count_repaired_peers(&both, &[add(2)]), 1, "it was deleted");
         assert_eq!(
-            drift.peopled(&one, &[PeerChange::Remove(key(2)), PeerChange::Remove(key(7))]),
+            drift.count_repaired_peers(&one, &[PeerChange::Remove(key(2)), PeerChange::Remove(key(7))]),
             1,
-            "a peer goes, and somebody had added another"
+            "a peer is removed, and another program had added one"
         );
-        drift.emptied();
-        assert_eq!(drift.peopled(&one, &[add(1)]), 0, "a device that was opened anew");
+        drift.reset_device();
+        assert_eq!(
+            drift.count_repaired_peers(&one, &[add(1)]),
+            0,
+            "a device that was opened again"
+        );
     }
 
     #[test]
-    fn a_setting_that_was_right_and_is_written_again_counts_as_put_back() {
+    fn rewritten_setting_that_was_right_is_a_repair() {
         let global = Name::Global("ipv4/fwmark_reflect");
         let own = Name::Interface("kilo0".parse().unwrap(), "rp_filter");
         let wanted = [global.clone(), own.clone()].map(|name| Sysctl {
@@ -215,7 +230,7 @@ mod tests {
             write: true,
             why: "",
         });
-        let pass = |written: &[&Name], missing: &[usize]| sysctl::Pass {
+        let pass = |written: &[&Name], missing: &[usize]| sysctl::Outcome {
             written: written.iter().copied().cloned().collect(),
             missing: missing
                 .iter()
@@ -227,20 +242,28 @@ mod tests {
                 .collect(),
         };
         let mut drift = Drift::default();
-        assert_eq!(drift.set(&wanted, &pass(&[&own], &[0])), 0, "a start");
         assert_eq!(
-            drift.set(&wanted, &pass(&[&global], &[])),
+            drift.count_repaired_settings(&wanted, &pass(&[&own], &[0])),
+            0,
+            "a start"
+        );
+        assert_eq!(
+            drift.count_repaired_settings(&wanted, &pass(&[&global], &[])),
             0,
             "it could not be written before"
         );
-        assert_eq!(drift.set(&wanted, &pass(&[], &[])), 0);
-        assert_eq!(drift.set(&wanted, &pass(&[&global, &own], &[])), 2);
-        drift.emptied();
-        assert_eq!(drift.set(&wanted, &pass(&[&own], &[])), 0, "another interface");
+        assert_eq!(drift.count_repaired_settings(&wanted, &pass(&[], &[])), 0);
+        assert_eq!(drift.count_repaired_settings(&wanted, &pass(&[&global, &own], &[])), 2);
+        drift.reset_device();
+        assert_eq!(
+            drift.count_repaired_settings(&wanted, &pass(&[&own], &[])),
+            0,
+            "another interface"
+        );
     }
 
     #[test]
-    fn the_nodes_network_is_read_again_when_something_was_heard_or_it_is_old() {
+    fn underlay_is_read_again_after_an_event_or_with_age() {
         let underlay = Underlay {
             interface: "eth0".parse().unwrap(),
             mtu: 1500,
@@ -253,19 +276,19 @@ mod tests {
             drift.underlay(of, now + Duration::from_secs(seconds)).is_some()
         };
         assert!(!known(&drift, &internal, 0));
-        drift.saw(internal.clone(), underlay.clone(), now);
+        drift.store_underlay(internal.clone(), underlay.clone(), now);
         assert_eq!([0, 29, 30].map(|s| known(&drift, &internal, s)), [true, true, false]);
         assert!(!known(&drift, &BTreeSet::new(), 0), "the Node has other addresses");
         for (event, still) in [
             (Event::Tables, true),
             (Event::Resolvers, true),
-            (Event::Routing(News::Settings), true),
-            (Event::Routing(News::Underlay), false),
-            (Event::Routing(News::Ours), false),
-            (Event::Anything, false),
+            (Event::Routing(RoutingEvent::Settings), true),
+            (Event::Routing(RoutingEvent::Underlay), false),
+            (Event::Routing(RoutingEvent::Ours), false),
+            (Event::Unknown, false),
         ] {
-            drift.saw(internal.clone(), underlay.clone(), now);
-            drift.hear(event);
+            drift.store_underlay(internal.clone(), underlay.clone(), now);
+            drift.note_event(event);
             assert_eq!(known(&drift, &internal, 0), still, "{event:?}");
         }
     }

@@ -1,5 +1,5 @@
-//! What `/debug/state` shows of the last pass and the last look: what went in, what came out, what the device says. Values
-//! only, and no secret: keys are public ones.
+//! Renders what `/debug/state` shows of the last pass and the last poll: inputs, compiled state, device. No secrets:
+//! keys are public ones.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -9,34 +9,34 @@ use std::{
 use clustermesh_agent_core::{compile::Inputs, firewall::render, policy};
 use serde_json::{Value, json};
 
-use super::{Current, look::Looked};
+use super::{AppliedState, poll_peers::PeerPoll};
 use crate::status::{
     Dump,
     view::{NodeView, PeerView, UnderlayView},
 };
 
-/// Shows a pass and a look.
-pub(super) fn show(dump: &Dump, node: NodeView, current: &Arc<Current>, looked: &Arc<Looked>) {
+/// Puts a pass and a poll into the dump.
+pub(super) fn show(dump: &Dump, node: NodeView, applied: &Arc<AppliedState>, poll: &Arc<PeerPoll>) {
     dump.set("node", json!(node));
-    dump.set("device", json!(looked.device));
-    dump.set("agent", json!(looked.agent));
-    let of = |make: fn(&Current, &Looked) -> Value| {
-        let (current, looked) = (Arc::clone(current), Arc::clone(looked));
-        move || make(&current, &looked)
+    dump.set("device", json!(poll.device));
+    dump.set("agent", json!(poll.agent));
+    let render_later = |make: fn(&AppliedState, &PeerPoll) -> Value| {
+        let (applied, poll) = (Arc::clone(applied), Arc::clone(poll));
+        move || make(&applied, &poll)
     };
-    dump.show("peers", of(|current, looked| json!(peers(current, looked))));
-    dump.show("inputs", of(|current, _| inputs(&current.inputs)));
-    dump.show("compiled", of(|current, _| compiled(current)));
-    dump.show("observed", of(observed));
+    dump.show("peers", render_later(|applied, poll| json!(peers(applied, poll))));
+    dump.show("inputs", render_later(|applied, _| inputs(&applied.inputs)));
+    dump.show("compiled", render_later(|applied, _| compiled(applied)));
+    dump.show("observed", render_later(observed));
 }
 
-/// The node, for a person.
-pub(super) fn node(name: &str, public_key: String, current: &Current) -> NodeView {
-    let underlay = &current.underlay;
+/// The node as `wg-agent status` shows it.
+pub(super) fn node(name: &str, public_key: String, applied: &AppliedState) -> NodeView {
+    let underlay = &applied.underlay;
     NodeView {
         name: name.to_owned(),
         public_key,
-        wireguard_ip: Some(current.wireguard_ip),
+        wireguard_ip: Some(applied.wireguard_ip),
         underlay: UnderlayView {
             interface: underlay.interface.to_string(),
             mtu: underlay.mtu.into(),
@@ -46,13 +46,13 @@ pub(super) fn node(name: &str, public_key: String, current: &Current) -> NodeVie
     }
 }
 
-fn peers(current: &Current, looked: &Looked) -> BTreeMap<String, PeerView> {
-    let compiled = &current.compiled;
-    let since = looked.at.elapsed();
+fn peers(applied: &AppliedState, poll: &PeerPoll) -> BTreeMap<String, PeerView> {
+    let compiled = &applied.compiled;
+    let since = poll.at.elapsed();
     let views = compiled.peers.iter().map(|(key, spec)| {
-        let member = current.members.get(key).cloned().unwrap_or_default();
+        let member = applied.members.get(key).cloned().unwrap_or_default();
         let (namespace, mesh) = &member.mesh;
-        let seen = looked.peers.get(key);
+        let seen = poll.peers.get(key);
         let stats = seen.map(|seen| seen.stats.clone()).unwrap_or_default();
         let view = PeerView {
             mesh: if mesh.is_empty() {
@@ -68,12 +68,12 @@ fn peers(current: &Current, looked: &Looked) -> BTreeMap<String, PeerView> {
             configured_endpoint: seen.and_then(|seen| seen.configured),
             live_endpoint: stats.endpoint,
             keepalive_seconds: spec.keepalive.map(Into::into),
-            largest_packet: *current.sizes.narrow.get(key).unwrap_or(&current.sizes.device),
+            largest_packet: *applied.sizes.narrow.get(key).unwrap_or(&applied.sizes.device),
             handshake_age_seconds: stats.handshake_age.map(|age| (age + since).as_secs()),
             rx_bytes: stats.rx_bytes,
             tx_bytes: stats.tx_bytes,
         };
-        // Two Peers with one key are one peer; each key has a name.
+        // The map is by peer name; two Peers with one key are one WireGuard peer.
         (
             compiled.names.get(key).cloned().unwrap_or_else(|| key.to_string()),
             view,
@@ -141,8 +141,8 @@ fn ports(ports: &BTreeSet<policy::Port>) -> Vec<String> {
         .collect()
 }
 
-fn compiled(current: &Current) -> Value {
-    let compiled = &current.compiled;
+fn compiled(applied: &AppliedState) -> Value {
+    let compiled = &applied.compiled;
     let routes = &compiled.routes;
     json!({
         "addresses": routes.addresses,
@@ -150,19 +150,19 @@ fn compiled(current: &Current) -> Value {
         "rules": routes.rules.iter().map(ToString::to_string).collect::<Vec<_>>(),
         "firewall": render(&compiled.firewall).lines().collect::<Vec<_>>(),
         "sysctls": compiled.sysctls.iter().map(|s| format!("{} = {}", s.name, s.value)).collect::<Vec<_>>(),
-        "policyRevision": current.policy_revision,
+        "policyRevision": applied.policy_revision,
     })
 }
 
-/// What the device holds besides what was compiled is somebody else's doing.
-fn observed(current: &Current, looked: &Looked) -> Value {
-    let strangers = looked
+/// Peers on the device that were not compiled: external changes.
+fn observed(applied: &AppliedState, poll: &PeerPoll) -> Value {
+    let unexpected = poll
         .peers
         .keys()
-        .filter(|key| !current.compiled.peers.contains_key(key));
+        .filter(|key| !applied.compiled.peers.contains_key(key));
     json!({
-        "secondsAgo": looked.at.elapsed().as_secs(),
-        "devicePeers": looked.peers.len(),
-        "unexpectedPeers": strangers.map(ToString::to_string).collect::<Vec<_>>(),
+        "secondsAgo": poll.at.elapsed().as_secs(),
+        "devicePeers": poll.peers.len(),
+        "unexpectedPeers": unexpected.map(ToString::to_string).collect::<Vec<_>>(),
     })
 }

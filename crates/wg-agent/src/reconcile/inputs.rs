@@ -1,4 +1,4 @@
-//! From what was seen to what the compiler works from; values only.
+//! Turns observed objects into the compiler's inputs.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,11 +15,11 @@ use clustermesh_agent_core::{
 use clustermesh_core::{key::PublicKey, observe::Endpoint};
 use ipnet::IpNet;
 
-use crate::source::{objects::NodeSeen, store::World, underlay::Underlay};
+use crate::source::{objects::ParsedNode, store::ClusterSnapshot, underlay::Underlay};
 
-/// What is known of this node besides the cluster's objects.
+/// Facts about this node that are not in the cluster's objects.
 #[derive(Debug, Clone)]
-pub(super) struct Local<'a> {
+pub(super) struct LocalFacts<'a> {
     pub(super) name: &'a str,
     pub(super) public_key: PublicKey,
     pub(super) wireguard_ip: IpAddr,
@@ -28,11 +28,11 @@ pub(super) struct Local<'a> {
     pub(super) underlay: &'a Underlay,
     pub(super) resolvers: &'a BTreeSet<IpAddr>,
     pub(super) bypass: &'a [IpNet],
-    /// The API server as this process is told to reach it.
+    /// The addresses of the API server in this process's configuration.
     pub(super) servers: &'a BTreeSet<SocketAddr>,
 }
 
-/// The member whose node a Peer is: an entry of a ClusterMesh. Empty where nobody says.
+/// The member whose node a Peer describes: an entry of a ClusterMesh. Empty if the Peer has no such labels.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct Member {
     /// Namespace and name of the ClusterMesh.
@@ -41,26 +41,26 @@ pub(super) struct Member {
     pub(super) cluster: String,
 }
 
-/// What [`inputs`] makes of what was seen.
+/// The result of [`gather_inputs`].
 #[derive(Debug, Clone)]
-pub(super) struct Gathered {
+pub(super) struct GatheredInputs {
     /// For the compiler.
     pub(super) inputs: Inputs,
-    /// Names whose addresses are needed.
+    /// Host names to look up.
     pub(super) names: BTreeSet<String>,
-    /// The member of each key.
+    /// The member that each key belongs to.
     pub(super) members: BTreeMap<PublicKey, Member>,
-    /// Objects that cannot even be read: what, and why.
+    /// Objects that cannot be parsed, and why.
     pub(super) unreadable: BTreeMap<String, String>,
 }
 
-/// Gathers, but for sizes. `own` is this node's object.
-pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gathered {
+/// Builds all inputs except MTUs. `own` is this node's Node.
+pub(super) fn gather_inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, local: &LocalFacts<'_>) -> GatheredInputs {
     let mut names = BTreeSet::new();
     let mut members = BTreeMap::new();
     let mut unreadable = BTreeMap::new();
     let mut peers = Vec::new();
-    for (name, seen) in world.peers.known() {
+    for (name, seen) in snapshot.peers.objects() {
         let spec = match &seen.spec {
             Ok(spec) => spec,
             Err(problem) => {
@@ -73,7 +73,7 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
             Some(Endpoint::Ip(at)) => Some(*at),
             Some(Endpoint::Dns(name, port)) => {
                 names.insert(name.clone());
-                world.addresses.get(name).map(|ip| SocketAddr::new(*ip, *port))
+                snapshot.addresses.get(name).map(|ip| SocketAddr::new(*ip, *port))
             }
         };
         let member = Member {
@@ -98,7 +98,7 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
         wireguard_ips: [local.wireguard_ip].into(),
         device: local.device.clone(),
         listen_port: local.port,
-        // Until the ways to the peers are known, which the peers themselves decide.
+        // Replaced once the path MTU to each peer is known; which peers there are is known only now.
         mtu: mtu::MINIMUM,
         underlay: local.underlay.interface.clone(),
         underlay_addresses: local.underlay.addresses.keys().copied().collect(),
@@ -106,20 +106,20 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
         pod_cidrs: own.pod_cidrs.clone(),
     };
     let mut policies = Vec::new();
-    for (name, seen) in world.policies.known() {
+    for (name, seen) in snapshot.policies.objects() {
         policies.push(seen.policy.clone());
         if let Some(problem) = &seen.problem {
             unreadable.insert(format!("PeerPolicy {name}"), problem.clone());
         }
     }
-    let api_servers: BTreeSet<SocketAddr> = world
+    let api_servers: BTreeSet<SocketAddr> = snapshot
         .api_servers
-        .known()
+        .objects()
         .flat_map(|(_, sockets)| sockets)
         .chain(local.servers)
         .copied()
         .collect();
-    let others = || world.nodes.known().filter(|(name, _)| *name != local.name);
+    let others = || snapshot.nodes.objects().filter(|(name, _)| *name != local.name);
     let throw = others()
         .flat_map(|(_, node)| &node.internal_ips)
         .chain(&local.underlay.next_hops)
@@ -127,13 +127,13 @@ pub(super) fn gather(world: &World, own: &NodeSeen, local: &Local<'_>) -> Gather
         .map(|ip| host(ip.to_canonical()))
         .chain(local.bypass.iter().copied())
         .collect();
-    let nodes = world
+    let nodes = snapshot
         .nodes
-        .known()
+        .objects()
         .flat_map(|(_, node)| node.internal_ips.iter().chain(&node.wireguard_ip));
     let nodes = nodes.chain([&local.wireguard_ip]).map(IpAddr::to_canonical).collect();
     let pods_elsewhere = others().flat_map(|(_, node)| &node.pod_cidrs).copied().collect();
-    Gathered {
+    GatheredInputs {
         inputs: Inputs {
             node,
             throw,

@@ -1,10 +1,10 @@
-//! One pass over the node: what was seen -> compile -> diff -> apply. Whether a pass may begin is in `gate`, the look at the
-//! peers between passes and what is told of them in `look`; when to do which is `run`'s business.
+//! Runs one reconcile pass over the node: observed objects -> compile -> diff -> apply. `preconditions` decides whether
+//! a pass may begin, `poll_peers` polls the peers between passes, and `run` decides when each happens.
 //!
-//! The order is what keeps packets off the underlay. On a node where nothing of ours stands: the device, the firewall
-//! (which drops mesh prefixes that leave by another device), the routes (`unreachable` behind everything), then the peers.
-//! Later: the firewall, then the peers, then the routes, so that a new route always has somebody behind it and nobody's
-//! session is touched. Without the firewall nothing else is done.
+//! The order of a pass keeps packets for the mesh from leaving unencrypted. On a node without any state of the agent:
+//! the device, the firewall (drops mesh prefixes that leave by another device), the routes (with `unreachable` routes
+//! behind them), then the peers. On later passes: the firewall, the peers, then the routes, so that a new route always
+//! has a peer behind it and no session ends. If the firewall cannot be written, nothing else is.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,228 +25,229 @@ use tokio::sync::watch;
 
 use crate::{
     args::Config,
-    cache::{Kept, Live, Saved, Stamp},
+    cache::{CacheContent, LiveEndpoints, SavedObjects, UnixTime},
     conntrack,
     device::{Configuration, Device, DeviceError, Opened},
-    endpoints::Tracks,
-    firewall::{Backend, Keeper},
+    endpoints::PeerTracker,
+    firewall::{Backend, FirewallManager},
     identity::{
-        address::{Claim, Me, choose},
+        address::{Claim, OwnClaim, choose},
         key::NodeKey,
-        rotation::{self, Rotation, Signs},
+        rotation::{self, Evidence, Rotation},
     },
     metrics::Metrics,
-    publish::Wanted,
+    publish::DesiredAnnotations,
     route::{self, Routing},
     source::{
         client::Server,
-        datapath::Found,
-        objects::{NodeSeen, revision},
-        store::{Store, World},
+        datapath::DatapathProblem,
+        objects::{ParsedNode, revision},
+        store::{ClusterSnapshot, Store},
         underlay::{self, Underlay},
     },
-    status::{Dump, Said, Trouble, Troubles},
+    status::{Dump, Reported, Trouble, Troubles},
 };
 
 mod apply;
 mod device;
 mod drift;
 mod dump;
-pub(crate) mod gate;
 mod inputs;
-mod look;
+mod poll_peers;
+pub(crate) mod preconditions;
 mod sizes;
 mod withdraw;
 
 use drift::Drift;
-use gate::{KgWatch, from_cache, own_node, waiting};
-use inputs::{Gathered, Local, Member, gather};
-use sizes::Ends;
+use inputs::{GatheredInputs, LocalFacts, Member, gather_inputs};
+use preconditions::{KgWatch, cache_trouble, check_first_lists, find_own_node};
+use sizes::FirstEndpoints;
 
-/// Names the resolvers.
+/// The file with the node's name servers.
 pub(crate) const RESOLV_CONF: &str = "/etc/resolv.conf";
 
 /// Opens the device.
 pub(crate) type Opener = Box<dyn Fn(&Configuration) -> Result<Opened, DeviceError> + Send>;
 
-/// What has to be known of the file.
+/// Times of the cache file.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Cache {
-    /// When the API server confirmed what an earlier process kept.
-    pub(crate) confirmed: Stamp,
-    /// How far the file may lag behind.
-    pub(crate) step: Duration,
+pub(crate) struct CacheTiming {
+    /// When the API server last confirmed the cache that an earlier process left.
+    pub(crate) confirmed: UnixTime,
+    /// How old the confirmation time in the file may become before the file is written again.
+    pub(crate) max_lag: Duration,
 }
 
-/// What a reconciler is made of.
-pub(crate) struct Parts<R, F> {
+/// What a [`Reconciler`] works with.
+pub(crate) struct Dependencies<R, F> {
     pub(crate) config: Config,
     pub(crate) key: NodeKey,
     pub(crate) server: Server,
     pub(crate) store: Store,
     pub(crate) routing: R,
-    pub(crate) firewall: Keeper<F>,
+    pub(crate) firewall: FirewallManager<F>,
     pub(crate) open: Opener,
-    pub(crate) names: watch::Sender<BTreeSet<String>>,
-    pub(crate) publish: watch::Sender<Wanted>,
-    /// What is wrong with a datapath that leads packets past us.
-    pub(crate) bypassed: watch::Receiver<Option<Found>>,
-    pub(crate) kept: watch::Sender<Kept>,
-    pub(crate) cache: Cache,
-    /// Where an earlier process heard from its peers.
-    pub(crate) live: Live,
+    pub(crate) host_names: watch::Sender<BTreeSet<String>>,
+    pub(crate) publish: watch::Sender<DesiredAnnotations>,
+    /// What makes packets bypass the firewall table, if anything.
+    pub(crate) datapath_problem: watch::Receiver<Option<DatapathProblem>>,
+    pub(crate) cache_content: watch::Sender<CacheContent>,
+    pub(crate) cache_timing: CacheTiming,
+    /// The endpoints at which an earlier process last received from its peers.
+    pub(crate) live: LiveEndpoints,
     pub(crate) metrics: Metrics,
     pub(crate) troubles: Troubles,
     pub(crate) dump: Dump,
 }
 
-/// Keeps one node as it should be.
+/// Keeps the kernel state of one node as the cluster's objects describe.
 pub(crate) struct Reconciler<R, F> {
-    parts: Parts<R, F>,
+    deps: Dependencies<R, F>,
     device: Option<(Box<dyn Device>, u16, PublicKey)>,
-    /// Why the device is of its backend.
-    why: String,
+    /// Why the device has this backend.
+    backend_reason: String,
     rotation: Option<Rotation>,
-    tracks: Tracks,
-    current: Option<Arc<Current>>,
+    tracker: PeerTracker,
+    applied: Option<Arc<AppliedState>>,
     drift: Drift,
-    said: Said,
+    reported: Reported,
     kg: KgWatch,
-    /// Nothing of this agent's is on the node, which kg serves.
-    withdrawn: bool,
-    /// Another program has the interface's name, or its port.
-    occupied: bool,
+    /// This agent's state was removed because kg serves the node.
+    is_withdrawn: bool,
+    /// Another program owns the interface of this name, or the port is taken.
+    is_occupied: bool,
 }
 
-/// What the last pass left in force, for the looks in between.
-struct Current {
+/// The state that the last pass applied; polls in between work from it.
+struct AppliedState {
     inputs: Inputs,
     compiled: Compiled,
     members: BTreeMap<PublicKey, Member>,
-    node: NodeSeen,
+    node: ParsedNode,
     underlay: Underlay,
     wireguard_ip: IpAddr,
-    ends: Ends,
+    first_endpoints: FirstEndpoints,
     sizes: Sizes,
     policy_revision: String,
-    /// This node's object is as it stands in the cluster.
-    seen: bool,
+    /// The own Node is known from the API server, not from the cache.
+    node_is_listed: bool,
 }
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
-    pub(crate) fn new(mut parts: Parts<R, F>) -> Self {
-        let live = std::mem::take(&mut parts.live);
+    pub(crate) fn new(mut deps: Dependencies<R, F>) -> Self {
+        let live = std::mem::take(&mut deps.live);
         Self {
-            parts,
+            deps,
             device: None,
-            why: String::new(),
+            backend_reason: String::new(),
             rotation: None,
-            tracks: Tracks::new(live),
-            current: None,
+            tracker: PeerTracker::new(live),
+            applied: None,
             drift: Drift::default(),
-            said: Said::default(),
+            reported: Reported::default(),
             kg: KgWatch::default(),
-            withdrawn: false,
-            occupied: false,
+            is_withdrawn: false,
+            is_occupied: false,
         }
     }
 
-    /// Brings the node to what was seen. False = something is left to do; try again soon.
+    /// Runs one reconcile pass. False = it failed in part; try again soon.
     pub(crate) async fn pass(&mut self) -> bool {
         let mut troubles = Vec::new();
         if let Err(trouble) = self.steps(&mut troubles).await {
             troubles.push(trouble);
         }
-        let well = troubles.iter().all(|trouble| trouble.harmless);
-        self.parts.dump.set(
+        let is_done = troubles.iter().all(|trouble| trouble.harmless);
+        self.deps.dump.set(
             "troubles",
             json!(troubles.iter().map(Trouble::view).collect::<Vec<_>>()),
         );
-        self.parts.troubles.set(troubles);
-        well
+        self.deps.troubles.set(troubles);
+        is_done
     }
 
     async fn steps(&mut self, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
-        let world = self.parts.store.world();
-        waiting(&world)?;
-        troubles.extend(world.absent().into_iter().map(|kind| {
+        let snapshot = self.deps.store.snapshot();
+        check_first_lists(&snapshot)?;
+        troubles.extend(snapshot.missing_crds().into_iter().map(|kind| {
             let message = format!(
-                "the CRD of {kind} is not installed in this cluster, which counts as none; apply the project's crds/, this \
+                "the CRD of {kind} is not installed in this cluster, which counts as no objects; apply the project's crds/, this \
                  agent then carries on by itself"
             );
             Trouble::harmless("source", message)
         }));
-        let bypassed = self.parts.bypassed.borrow().clone();
-        troubles.extend(bypassed.map(|message| Trouble::harmless("datapath", message)));
+        let datapath_problem = self.deps.datapath_problem.borrow().clone();
+        troubles.extend(datapath_problem.map(|message| Trouble::harmless("datapath", message)));
         troubles.extend(conntrack::trouble().map(|message| Trouble::harmless("conntrack", message)));
-        let remembered = world.remembered();
-        self.parts.metrics.remembered(remembered.len());
-        troubles.extend(from_cache(
-            &world,
-            &self.parts.config.cache_file,
-            self.parts.cache.confirmed,
+        let cached_kinds = snapshot.cached_kinds();
+        self.deps.metrics.set_cached_kinds(cached_kinds.len());
+        troubles.extend(cache_trouble(
+            &snapshot,
+            &self.deps.config.cache_file,
+            self.deps.cache_timing.confirmed,
         ));
-        let config = self.parts.config.clone();
-        let own = own_node(&world, &config.node_name)?;
+        let config = self.deps.config.clone();
+        let own = find_own_node(&snapshot, &config.node_name)?;
         if let Err(kg) = self.kg.check(&own, SystemTime::now()) {
             self.withdraw(&own).await?;
             return Err(kg);
         }
-        self.withdrawn = false;
-        troubles.extend(self.rotate(&own).await);
-        let wireguard_ip = self.address(&world, &own)?;
+        self.is_withdrawn = false;
+        troubles.extend(self.step_rotation(&own).await);
+        let wireguard_ip = self.choose_address(&snapshot, &own)?;
         let internal = own.internal_ips.iter().copied().collect();
         let underlay = self.underlay(internal).await?;
         let resolvers = underlay::resolvers(Path::new(RESOLV_CONF))
             .map_err(|e| Trouble::new("underlay", format!("cannot read {RESOLV_CONF}: {e}")))?;
-        let mut gathered = gather(
-            &world,
+        let mut gathered = gather_inputs(
+            &snapshot,
             &own,
-            &Local {
+            &LocalFacts {
                 name: &config.node_name,
-                public_key: self.parts.key.public(),
+                public_key: self.deps.key.public(),
                 wireguard_ip,
                 device: &config.interface,
                 port: config.port,
                 underlay: &underlay,
                 resolvers: &resolvers,
                 bypass: &config.bypass,
-                servers: &self.servers(&world),
+                servers: &self.api_server_addresses(&snapshot),
             },
         );
-        self.look_up(&gathered);
-        let ends = sizes::ends(&gathered.inputs.peers);
-        let sizes = sizes::sizes(config.mtu, underlay.mtu, &ends, &self.tracks).unwrap_or_else(|error| {
-            let message =
-                format!("cannot ask for the routes to the peers' endpoints: {error}; sizes stay as they were");
-            troubles.push(Trouble::harmless("underlay", message));
-            let before = self.current.as_ref().map(|current| current.sizes.clone());
-            before.unwrap_or_else(|| mtu::auto(underlay.mtu, &BTreeMap::new()))
-        });
+        self.request_lookups(&gathered);
+        let first_endpoints = sizes::first_endpoints(&gathered.inputs.peers);
+        let sizes =
+            sizes::packet_sizes(config.mtu, underlay.mtu, &first_endpoints, &self.tracker).unwrap_or_else(|error| {
+                let message =
+                    format!("cannot look up the routes to the peers' endpoints: {error}; MTUs stay as they were");
+                troubles.push(Trouble::harmless("underlay", message));
+                let before = self.applied.as_ref().map(|applied| applied.sizes.clone());
+                before.unwrap_or_else(|| mtu::auto(underlay.mtu, &BTreeMap::new()))
+            });
         gathered.inputs.node.mtu = sizes.device;
         gathered.inputs.narrow = sizes.narrow.clone();
-        // Without a device, firewall and routes keep what is meant for the mesh from leaving in clear all the same. Not where
-        // another program's tunnel may be at work: they would cut it off.
+        // If the device cannot be opened, firewall and routes are applied all the same: they keep packets for the mesh
+        // from leaving unencrypted. Not if another program may own the tunnel, which they would cut off.
         let opened = self.ensure_device(sizes.device);
-        if self.occupied && self.current.is_none() {
+        if self.is_occupied && self.applied.is_none() {
             return opened.map(drop);
         }
 
         let compiled = compile(&gathered.inputs);
         self.report(&gathered, &compiled);
-        let tried = compiled.peers.iter().map(|(key, spec)| {
+        let peers = compiled.peers.iter().map(|(key, spec)| {
             let endpoints = compiled.endpoints.get(key).map_or(&[][..], Vec::as_slice);
             let keepalive = spec
                 .keepalive
                 .map(|seconds| Duration::from_secs(u64::from(seconds.get())));
             (*key, endpoints, keepalive)
         });
-        self.tracks.sync(tried, Instant::now());
+        self.tracker.sync(peers, Instant::now());
 
-        self.enforce(&compiled).await?;
+        self.apply_firewall(&compiled).await?;
         let settings = route::sysctl::converge(&compiled.sysctls).await;
-        let put_back = self.drift.set(&compiled.sysctls, &settings);
-        self.parts.metrics.repaired("sysctls", put_back);
+        let repaired = self.drift.count_repaired_settings(&compiled.sysctls, &settings);
+        self.deps.metrics.count_repairs("sysctls", repaired);
         for name in &settings.written {
             tracing::info!(%name, "kernel setting written");
         }
@@ -258,46 +259,46 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             let routed = self.apply_routes(&compiled).await;
             (self.apply_peers(&compiled), routed)
         };
-        self.current = Some(Arc::new(Current {
+        self.applied = Some(Arc::new(AppliedState {
             inputs: gathered.inputs,
             compiled,
             members: gathered.members,
             node: own,
             underlay,
             wireguard_ip,
-            ends,
+            first_endpoints,
             sizes,
-            policy_revision: revision(world.policies.known().map(|(_, policy)| policy)),
-            seen: !remembered.contains(&"Node"),
+            policy_revision: revision(snapshot.policies.objects().map(|(_, policy)| policy)),
+            node_is_listed: !cached_kinds.contains(&"Node"),
         }));
-        if remembered.is_empty() {
-            self.keep(Saved::of(&world), world.current());
+        if cached_kinds.is_empty() {
+            self.save_to_cache(SavedObjects::of(&snapshot), snapshot.is_confirmed());
         }
-        self.look();
+        self.poll_peers();
         troubles.extend(opened.err().into_iter().chain(peers.err()));
         troubles.extend(routed?);
         Ok(())
     }
 
-    /// The node's own network; read only where it may have changed.
+    /// The node's own network, read again only if it may have changed.
     async fn underlay(&mut self, internal: BTreeSet<IpAddr>) -> Result<Underlay, Trouble> {
         let now = Instant::now();
         if let Some(known) = self.drift.underlay(&internal, now) {
             return Ok(known.clone());
         }
-        let read = underlay::read(&internal, &self.parts.config.interface)
+        let read = underlay::read(&internal, &self.deps.config.interface)
             .await
             .map_err(|e| Trouble::new("underlay", e))?;
-        self.drift.saw(internal, read.clone(), now);
+        self.drift.store_underlay(internal, read.clone(), now);
         Ok(read)
     }
 
-    /// The node's WireGuard address, from its own and the others' claims.
-    fn address(&self, world: &World, own: &NodeSeen) -> Result<IpAddr, Trouble> {
-        let config = &self.parts.config;
-        let claims: Vec<Claim> = world
+    /// The node's WireGuard address, from its own claim and those of other Nodes.
+    fn choose_address(&self, snapshot: &ClusterSnapshot, own: &ParsedNode) -> Result<IpAddr, Trouble> {
+        let config = &self.deps.config;
+        let claims: Vec<Claim> = snapshot
             .nodes
-            .known()
+            .objects()
             .filter_map(|(node, seen)| {
                 Some(Claim {
                     created: seen.created,
@@ -306,60 +307,60 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
                 })
             })
             .collect();
-        let me = Me {
+        let me = OwnClaim {
             created: own.created,
             node: &config.node_name,
             published: own.wireguard_ip,
         };
         let address = choose(config.range, &me, &claims).map_err(|e| Trouble::new("identity", e))?;
         if self
-            .current
+            .applied
             .as_ref()
-            .is_none_or(|current| current.wireguard_ip != address)
+            .is_none_or(|applied| applied.wireguard_ip != address)
         {
             tracing::info!(%address, published = ?own.wireguard_ip, "this node's WireGuard address");
         }
         Ok(address)
     }
 
-    /// Goes on with a change of this node's key, if there is one.
-    async fn rotate(&mut self, own: &NodeSeen) -> Option<Trouble> {
-        let (tracks, config) = (&self.tracks, self.parts.config.clone());
+    /// Takes the next step of a key rotation, if one is under way.
+    async fn step_rotation(&mut self, own: &ParsedNode) -> Option<Trouble> {
+        let (tracker, config) = (&self.tracker, self.deps.config.clone());
         let published = own
             .own
             .as_ref()
             .and_then(|own| own.published.get(KILO_KEY).cloned().flatten());
-        let signs = |rotation: &Rotation| Signs {
-            called: rotation.called(),
-            published: published == Some(rotation.public().to_string()),
-            silent: tracks.silent(Instant::now()),
+        let evidence = |rotation: &Rotation| Evidence {
+            initiation_seen: rotation.initiation_seen(),
+            is_published: published == Some(rotation.public().to_string()),
+            unanswered_for: tracker.unanswered_for(Instant::now()),
         };
-        let Parts { key, store, .. } = &mut self.parts;
-        rotation::step(&mut self.rotation, key, &config.key_file, config.port, store, signs).await
+        let Dependencies { key, store, .. } = &mut self.deps;
+        rotation::step(&mut self.rotation, key, &config.key_file, config.port, store, evidence).await
     }
 
-    /// The key to tell the others.
+    /// The key to publish: the next one during a rotation.
     fn public_key(&self) -> PublicKey {
         let next = self.rotation.as_ref().map(Rotation::public);
-        next.unwrap_or_else(|| self.parts.key.public())
+        next.unwrap_or_else(|| self.deps.key.public())
     }
 
-    /// What was read whole and applied is what the next start may work from; `current` = the API server still says so.
-    fn keep(&self, saved: Saved, current: bool) {
-        let step = self.parts.cache.step;
-        self.parts.kept.send_if_modified(|kept| {
-            // What is only in force, and not confirmed any more, ages.
-            let unchanged = kept.saved.as_deref() == Some(&saved);
-            (current || !unchanged) && kept.confirm(saved, Stamp::of(SystemTime::now()), step)
+    /// Hands the applied objects to the cache. `is_confirmed` = the API server still confirms them.
+    fn save_to_cache(&self, saved: SavedObjects, is_confirmed: bool) {
+        let max_lag = self.deps.cache_timing.max_lag;
+        self.deps.cache_content.send_if_modified(|content| {
+            // Objects that the API server no longer confirms keep their old confirmation time, so the cache expires.
+            let unchanged = content.saved.as_deref() == Some(&saved);
+            (is_confirmed || !unchanged) && content.confirm(saved, UnixTime::of(SystemTime::now()), max_lag)
         });
     }
 
-    /// Where this process is told to find its API server.
-    fn servers(&self, world: &World) -> BTreeSet<SocketAddr> {
-        let Server { host, port } = &self.parts.server;
+    /// The addresses at which this process may reach its API server: from its configuration and its environment.
+    fn api_server_addresses(&self, snapshot: &ClusterSnapshot) -> BTreeSet<SocketAddr> {
+        let Server { host, port } = &self.deps.server;
         let configured = match host {
             Ok(ip) => Some(*ip),
-            Err(name) => world.addresses.get(name).copied(),
+            Err(name) => snapshot.addresses.get(name).copied(),
         };
         let service = std::env::var("KUBERNETES_SERVICE_HOST")
             .ok()
@@ -375,18 +376,18 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             .collect()
     }
 
-    fn look_up(&self, gathered: &Gathered) {
+    fn request_lookups(&self, gathered: &GatheredInputs) {
         let mut names = gathered.names.clone();
-        names.extend(self.parts.server.host.as_ref().err().cloned());
-        self.parts.names.send_if_modified(|wanted| {
+        names.extend(self.deps.server.host.as_ref().err().cloned());
+        self.deps.host_names.send_if_modified(|wanted| {
             let changed = *wanted != names;
             *wanted = names;
             changed
         });
     }
 
-    /// Says what is left out: once in the log, always in the metric.
-    fn report(&mut self, gathered: &Gathered, compiled: &Compiled) {
+    /// Reports objects that are left out: once in the log, always in the metric.
+    fn report(&mut self, gathered: &GatheredInputs, compiled: &Compiled) {
         let mut reasons: BTreeMap<String, i64> = BTreeMap::new();
         let mut lines = BTreeSet::new();
         for (object, problem) in &gathered.unreadable {
@@ -397,9 +398,9 @@ impl<R: Routing, F: Backend> Reconciler<R, F> {
             *reasons.entry(refused.reason.as_str().to_owned()).or_default() += 1;
             lines.insert(refused.to_string());
         }
-        self.parts.metrics.refused(&reasons);
-        self.parts.dump.set("refused", json!(lines));
-        self.said.set(lines);
+        self.deps.metrics.set_refused(&reasons);
+        self.deps.dump.set("refused", json!(lines));
+        self.reported.set(lines);
     }
 }
 

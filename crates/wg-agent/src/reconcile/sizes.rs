@@ -1,5 +1,5 @@
-//! How large packets may be: where each peer is now, and what the way there carries. What follows for the device and the
-//! routes is decided in [`clustermesh_agent_core::mtu`].
+//! Determines packet sizes from the path MTU to each peer's current endpoint. [`clustermesh_agent_core::mtu`] derives
+//! the MTUs of the device and of the routes from them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,16 +18,16 @@ use clustermesh_core::key::PublicKey;
 use super::Reconciler;
 use crate::{
     args::Mtu,
-    endpoints::Tracks,
+    endpoints::PeerTracker,
     firewall::Backend,
     route::{Routing, paths},
 };
 
-/// Where packets to each peer go while nothing better is known of it: the first of its endpoints.
-pub(super) type Ends = BTreeMap<PublicKey, SocketAddr>;
+/// The first endpoint of each peer, used while no better one is known.
+pub(super) type FirstEndpoints = BTreeMap<PublicKey, SocketAddr>;
 
 /// The first endpoint of each Peer that has one.
-pub(super) fn ends(peers: &[Peer]) -> Ends {
+pub(super) fn first_endpoints(peers: &[Peer]) -> FirstEndpoints {
     let end = |peer: &Peer| {
         Some((
             peer.public_key,
@@ -37,22 +37,35 @@ pub(super) fn ends(peers: &[Peer]) -> Ends {
     peers.iter().filter_map(end).collect()
 }
 
-/// Asks the kernel. `underlay` is the MTU of the interface that outer packets leave by.
-pub(super) fn sizes(wanted: Mtu, underlay: u16, ends: &Ends, tracks: &Tracks) -> io::Result<Sizes> {
+/// Asks the kernel for the path MTUs. `underlay` is the MTU of the interface by which outer packets leave.
+pub(super) fn packet_sizes(
+    wanted: Mtu,
+    underlay: u16,
+    first_endpoints: &FirstEndpoints,
+    tracker: &PeerTracker,
+) -> io::Result<Sizes> {
     if let Mtu::Fixed(device) = wanted {
         return Ok(Sizes {
             device,
             narrow: BTreeMap::new(),
         });
     }
-    let mut peers: BTreeMap<PublicKey, IpAddr> = ends.iter().map(|(key, at)| (*key, at.ip().to_canonical())).collect();
-    for (key, at) in tracks.live().iter().map(|(key, at)| (key, *at)).chain(tracks.toward()) {
+    let mut peers: BTreeMap<PublicKey, IpAddr> = first_endpoints
+        .iter()
+        .map(|(key, at)| (*key, at.ip().to_canonical()))
+        .collect();
+    for (key, at) in tracker
+        .live_endpoints()
+        .iter()
+        .map(|(key, at)| (key, *at))
+        .chain(tracker.outer_destinations())
+    {
         peers.insert(*key, at.ip().to_canonical());
     }
-    let carried = paths::mtus(&peers.values().copied().collect::<BTreeSet<_>>(), MARK_UNDERLAY)?;
+    let mtus = paths::mtus(&peers.values().copied().collect::<BTreeSet<_>>(), MARK_UNDERLAY)?;
     let path = |(key, at): (&PublicKey, &IpAddr)| {
         let path = Path {
-            mtu: *carried.get(at)?,
+            mtu: *mtus.get(at)?,
             outer: Family::of(&(*at).into()),
         };
         Some((*key, path))
@@ -61,14 +74,19 @@ pub(super) fn sizes(wanted: Mtu, underlay: u16, ends: &Ends, tracks: &Tracks) ->
 }
 
 impl<R: Routing, F: Backend> Reconciler<R, F> {
-    /// Whether the ways to the peers carry other packets than at the last pass: a peer is heard from elsewhere, or the
-    /// kernel was told of a narrower way, of which it makes no event.
-    pub(crate) fn ways_changed(&self) -> bool {
-        let Some(current) = &self.current else { return false };
-        match sizes(self.parts.config.mtu, current.underlay.mtu, &current.ends, &self.tracks) {
-            Ok(sizes) => sizes != current.sizes,
+    /// Whether packet sizes differ from the last pass: a peer roamed, or the kernel learned a smaller path MTU, of
+    /// which it sends no notification.
+    pub(crate) fn packet_sizes_changed(&self) -> bool {
+        let Some(applied) = &self.applied else { return false };
+        match packet_sizes(
+            self.deps.config.mtu,
+            applied.underlay.mtu,
+            &applied.first_endpoints,
+            &self.tracker,
+        ) {
+            Ok(sizes) => sizes != applied.sizes,
             Err(error) => {
-                tracing::debug!(%error, "cannot ask for the routes to the peers' endpoints");
+                tracing::debug!(%error, "cannot look up the routes to the peers' endpoints");
                 false
             }
         }

@@ -4,14 +4,14 @@ use clustermesh_core::observe::{Endpoint, PeerSpec};
 
 use super::*;
 use crate::source::{
-    objects::{OwnNode, PeerSeen},
-    watch::Seen,
+    objects::{OwnNode, ParsedPeer},
+    watch::WatchedKind,
 };
 
 mod kg;
 
-fn listed<V>(objects: impl IntoIterator<Item = (&'static str, V)>) -> Seen<V> {
-    Seen::Listed(
+fn listed<V>(objects: impl IntoIterator<Item = (&'static str, V)>) -> WatchedKind<V> {
+    WatchedKind::Listed(
         objects
             .into_iter()
             .map(|(name, value)| (name.to_owned(), value))
@@ -19,19 +19,19 @@ fn listed<V>(objects: impl IntoIterator<Item = (&'static str, V)>) -> Seen<V> {
     )
 }
 
-fn world() -> World {
-    World {
+fn snapshot() -> ClusterSnapshot {
+    ClusterSnapshot {
         peers: listed([]),
-        policies: Seen::Absent,
+        policies: WatchedKind::CrdMissing,
         nodes: listed([(
             "a",
-            NodeSeen {
+            ParsedNode {
                 own: Some(OwnNode::default()),
-                ..NodeSeen::default()
+                ..ParsedNode::default()
             },
         )]),
         api_servers: listed([("kubernetes", ["192.0.2.1:6443".parse().unwrap()].into())]),
-        ..World::default()
+        ..ClusterSnapshot::default()
     }
 }
 
@@ -44,11 +44,11 @@ fn underlay() -> Underlay {
     }
 }
 
-fn gathered(world: &World) -> Gathered {
-    gather(
-        world,
-        &NodeSeen::default(),
-        &Local {
+fn gathered(snapshot: &ClusterSnapshot) -> GatheredInputs {
+    gather_inputs(
+        snapshot,
+        &ParsedNode::default(),
+        &LocalFacts {
             name: "a",
             public_key: PublicKey::new([9; 32]),
             wireguard_ip: "100.66.0.9".parse().unwrap(),
@@ -62,7 +62,7 @@ fn gathered(world: &World) -> Gathered {
     )
 }
 
-fn peer(endpoint: Option<Endpoint>) -> PeerSeen {
+fn peer(endpoint: Option<Endpoint>) -> ParsedPeer {
     let spec = PeerSpec {
         public_key: PublicKey::new([7; 32]),
         allowed_ips: ["10.5.0.0/24".parse().unwrap()].into(),
@@ -70,7 +70,7 @@ fn peer(endpoint: Option<Endpoint>) -> PeerSeen {
         candidates: Vec::new(),
         persistent_keepalive: 0,
     };
-    PeerSeen {
+    ParsedPeer {
         cluster: "mgmt".into(),
         mesh: ("ns".into(), "prod".into()),
         revision: 5,
@@ -79,52 +79,52 @@ fn peer(endpoint: Option<Endpoint>) -> PeerSeen {
 }
 
 #[test]
-fn nothing_is_done_before_everything_was_read_once() {
-    assert_eq!(waiting(&world()), Ok(()));
-    let mut some = World {
-        nodes: world().nodes,
-        api_servers: world().api_servers,
-        ..World::default()
+fn pass_waits_for_the_first_list_of_every_kind() {
+    assert_eq!(check_first_lists(&snapshot()), Ok(()));
+    let mut some = ClusterSnapshot {
+        nodes: snapshot().nodes,
+        api_servers: snapshot().api_servers,
+        ..ClusterSnapshot::default()
     };
     some.errors.insert("Peer", "connection refused".into());
     assert_eq!(
-        waiting(&some).unwrap_err().message,
+        check_first_lists(&some).unwrap_err().message,
         "waiting for the first list of: Peer (connection refused), PeerPolicy"
     );
 }
 
 #[test]
-fn a_cache_is_harmless_while_the_api_server_is_away_and_not_where_it_refuses() {
-    let mut some = world();
-    let told = |world: &World| from_cache(world, Path::new("/c"), Stamp::default());
-    assert_eq!(told(&some), None);
-    assert!(some.current());
-    some.policies = Seen::Remembered(BTreeMap::new());
+fn cache_is_harmless_unless_the_api_server_refuses() {
+    let mut some = snapshot();
+    let trouble = |snapshot: &ClusterSnapshot| cache_trouble(snapshot, Path::new("/c"), UnixTime::default());
+    assert_eq!(trouble(&some), None);
+    assert!(some.is_confirmed());
+    some.policies = WatchedKind::Cached(BTreeMap::new());
     let away = Trouble::harmless(
         "cache",
-        "the API server has not told yet, since this agent's start: PeerPolicy; these are taken as the API server confirmed \
-         them last, at 1970-01-01T00:00:00Z (/c); see to the API server, or to --kubeconfig",
+        "the API server has not listed since this agent's start: PeerPolicy; these are taken from the cache, which the API server \
+         last confirmed at 1970-01-01T00:00:00Z (/c); check the API server and --kubeconfig",
     );
-    assert_eq!(told(&some), Some(away.clone()));
+    assert_eq!(trouble(&some), Some(away.clone()));
     some.refused.insert("Peer");
-    assert_eq!(told(&some), Some(away), "Peers were listed before");
+    assert_eq!(trouble(&some), Some(away), "Peers were listed before");
     some.refused.insert("PeerPolicy");
     some.errors.insert("PeerPolicy", "Unauthorized".into());
     let refused = Trouble::new(
         "cache",
-        "the API server answers and refuses to show: PeerPolicy (Unauthorized); these are taken as the API server confirmed \
-         them last, at 1970-01-01T00:00:00Z (/c), and nothing new is learnt; see to this \
+        "the API server answers but refuses to list: PeerPolicy (Unauthorized); these are taken from the cache, which the API server \
+         last confirmed at 1970-01-01T00:00:00Z (/c), and no changes arrive; check this \
          agent's account (ClusterRole and binding in deploy/agent.yaml) or to --kubeconfig",
     );
-    assert_eq!(told(&some), Some(refused));
-    assert!(!some.current());
+    assert_eq!(trouble(&some), Some(refused));
+    assert!(!some.is_confirmed());
 }
 
 #[test]
-fn a_missing_node_is_named() {
-    assert!(own_node(&world(), "a").is_ok());
+fn missing_node_is_named() {
+    assert!(find_own_node(&snapshot(), "a").is_ok());
     assert!(
-        own_node(&world(), "b")
+        find_own_node(&snapshot(), "b")
             .unwrap_err()
             .message
             .starts_with("there is no Node b in this cluster")
@@ -132,13 +132,13 @@ fn a_missing_node_is_named() {
 }
 
 #[test]
-fn a_kg_that_lives_is_not_joined_and_one_that_is_gone_does_not_matter() {
-    let seen = |kg_seen| NodeSeen {
+fn live_kg_stops_the_pass_and_a_gone_one_does_not() {
+    let seen = |kg_seen| ParsedNode {
         own: Some(OwnNode {
             kg_seen,
             ..OwnNode::default()
         }),
-        ..NodeSeen::default()
+        ..ParsedNode::default()
     };
     let now = std::time::UNIX_EPOCH + Duration::from_secs(1000);
     assert_eq!(
@@ -152,13 +152,13 @@ fn a_kg_that_lives_is_not_joined_and_one_that_is_gone_does_not_matter() {
 }
 
 #[test]
-fn kg_that_stopped_for_a_moment_is_waited_for() {
-    let seen = |kg_seen| NodeSeen {
+fn agent_waits_five_minutes_after_kg_stopped() {
+    let seen = |kg_seen| ParsedNode {
         own: Some(OwnNode {
             kg_seen,
             ..OwnNode::default()
         }),
-        ..NodeSeen::default()
+        ..ParsedNode::default()
     };
     let at = |seconds| std::time::UNIX_EPOCH + Duration::from_secs(seconds);
     let mut kg = KgWatch::default();
@@ -169,7 +169,7 @@ fn kg_that_stopped_for_a_moment_is_waited_for() {
             // SIGTERM: kg removes the annotation.
             free(None, 1001),
             free(None, 1299),
-            // It is back, and ends once more; the annotation of one that was killed stays.
+            // kg restarts and exits again; the annotation of a kg that was killed stays.
             free(Some(1300), 1310),
             free(None, 1311),
             free(Some(1300), 1609),
@@ -180,16 +180,16 @@ fn kg_that_stopped_for_a_moment_is_waited_for() {
 }
 
 #[test]
-fn what_the_underlay_needs_is_gathered_from_everywhere() {
-    let mut world = world();
-    let other = |n: u8| NodeSeen {
+fn throw_routes_cover_all_underlay_addresses() {
+    let mut snapshot = snapshot();
+    let other = |n: u8| ParsedNode {
         internal_ips: vec![IpAddr::from([192, 0, 2, n])],
         wireguard_ip: Some(IpAddr::from([100, 66, 0, n])),
         pod_cidrs: [format!("10.5.{n}.0/24").parse().unwrap()].into(),
-        ..NodeSeen::default()
+        ..ParsedNode::default()
     };
-    world.nodes = listed([("a", other(7)), ("b", other(8))]);
-    let inputs = gathered(&world).inputs;
+    snapshot.nodes = listed([("a", other(7)), ("b", other(8))]);
+    let inputs = gathered(&snapshot).inputs;
     let throw: Vec<String> = inputs.throw.iter().map(ToString::to_string).collect();
     assert_eq!(
         throw,
@@ -199,22 +199,22 @@ fn what_the_underlay_needs_is_gathered_from_everywhere() {
         inputs.api_servers,
         ["10.95.0.1:443", "192.0.2.1:6443"].map(|a| a.parse().unwrap()).into()
     );
-    // And what is closed on every node: this one's own new address, too, before its Node says it.
+    // The addresses that are closed on every node, including this one's new address before its Node has it.
     let addresses = ["100.66.0.7", "100.66.0.8", "100.66.0.9", "192.0.2.7", "192.0.2.8"];
     assert_eq!(inputs.nodes, addresses.map(|a| a.parse().unwrap()).into());
     assert_eq!(inputs.pods_elsewhere, ["10.5.8.0/24".parse().unwrap()].into());
 }
 
 #[test]
-fn a_peer_that_cannot_be_read_costs_that_peer_and_a_name_waits_for_its_address() {
-    let mut world = world();
+fn unreadable_peer_is_left_out_and_host_name_is_resolved() {
+    let mut snapshot = snapshot();
     let named = peer(Some(Endpoint::Dns("n.example.org".into(), 7)));
-    let wrong = PeerSeen {
+    let wrong = ParsedPeer {
         spec: Err("spec.publicKey: no".into()),
         ..peer(None)
     };
-    world.peers = listed([("good", named), ("wrong", wrong)]);
-    let before = gathered(&world);
+    snapshot.peers = listed([("good", named), ("wrong", wrong)]);
+    let before = gathered(&snapshot);
     assert_eq!(before.names, ["n.example.org".to_owned()].into());
     assert_eq!(
         before.unreadable,
@@ -229,11 +229,11 @@ fn a_peer_that_cannot_be_read_costs_that_peer_and_a_name_waits_for_its_address()
             .collect::<Vec<_>>(),
         [("good", None)]
     );
-    world
+    snapshot
         .addresses
         .insert("n.example.org".into(), "192.0.2.9".parse().unwrap());
     assert_eq!(
-        gathered(&world).inputs.peers[0].endpoint,
+        gathered(&snapshot).inputs.peers[0].endpoint,
         Some("192.0.2.9:7".parse().unwrap())
     );
     let member = Member {

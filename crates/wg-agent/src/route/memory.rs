@@ -1,4 +1,4 @@
-//! Routing that only remembers: for tests of what stands above it.
+//! Routing in memory, for tests.
 
 use std::io;
 
@@ -6,14 +6,14 @@ use clustermesh_agent_core::routes::{Change, Routes};
 
 use super::{Error, Routing};
 
-/// Keeps the routes it is given.
+/// Stores the routes.
 #[derive(Debug, Default, Clone)]
 pub struct Memory {
-    /// What is there.
+    /// The stored routes.
     pub routes: Routes,
     /// Changes made, in order.
     pub log: Vec<Change>,
-    /// Changes whose text holds one of these fail, as if someone else had their place.
+    /// Changes whose text contains one of these fail, as if another program had a route with the same key.
     pub refuse: Vec<String>,
 }
 

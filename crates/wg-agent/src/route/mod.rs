@@ -1,8 +1,8 @@
-//! How the kernel's routing is told what [`clustermesh_agent_core::routes`] wants: a trait, the rtnetlink backend, one in
-//! memory, and the settings beside it. What should be there is not decided here.
+//! Applies the addresses, routes and rules that [`clustermesh_agent_core::routes`] desires: the trait [`Routing`] with
+//! an rtnetlink and an in-memory implementation; also kernel settings and path MTUs.
 //!
-//! Ownership: `observe` returns what carries our table and protocol number, and the addresses of our own device. So a diff
-//! cannot touch anything else.
+//! Ownership: `observe` returns only objects with our table and protocol number, and the addresses of our device. So a
+//! diff cannot touch anything else.
 
 use std::{future::Future, io, net::IpAddr};
 
@@ -21,14 +21,14 @@ mod watch;
 
 pub use memory::Memory;
 pub use rtnetlink::Netlink;
-pub use watch::{News, Watch};
+pub use watch::{RoutingEvent, Watch};
 
-/// A kernel's routing, as far as it is ours.
+/// A kernel's routing, as far as it belongs to the agent.
 pub trait Routing: Send {
-    /// What is there of ours. Without a device there are no addresses; that is no error.
+    /// Our addresses, routes and rules. A missing device has no addresses and is no error.
     fn observe(&mut self) -> impl Future<Output = Result<Routes, Error>> + Send;
 
-    /// Makes one change. Taking away what is gone already is no error.
+    /// Applies one change. Deleting what is already gone is no error.
     fn apply(&mut self, change: &Change) -> impl Future<Output = Result<(), Error>> + Send;
 }
 
@@ -46,8 +46,8 @@ pub enum Error {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// The device is not there.
-    #[error("there is no interface {0}; routes into it wait until the device is made again")]
+    /// The device does not exist.
+    #[error("there is no interface {0}; its routes are added when the device exists again")]
     NoDevice(InterfaceName),
     /// The kernel refused a change.
     #[error("{change}: {source}{}", hint(change, source))]
@@ -67,7 +67,7 @@ fn hint(change: &Change, source: &io::Error) -> String {
     match (code, change) {
         (Some(rustix::io::Errno::EXIST), Change::AddRoute(_)) => {
             format!(
-                "; someone else's route has this place in table {TABLE}, which is meant to be ours alone: remove it"
+                "; another program's route has this key in table {TABLE}, which must contain only wg-agent's routes: remove it"
             )
         }
         (Some(rustix::io::Errno::PERM | rustix::io::Errno::ACCESS), Change::AddAddress(IpAddr::V6(_))) => {
@@ -81,30 +81,34 @@ fn hint(change: &Change, source: &io::Error) -> String {
     }
 }
 
-/// What one pass did.
+/// The result of applying routes.
 #[derive(Debug, Default)]
-pub struct Pass {
+pub struct Outcome {
     /// Changes that were made, in order.
     pub done: Vec<Change>,
-    /// Those that were not. The rest was tried all the same.
+    /// Changes that failed. The others were tried all the same.
     pub failed: Vec<Error>,
 }
 
-/// Brings the kernel from what is there to `desired`: one message for each thing that differs, none if nothing does.
-/// An error that is returned means that nothing was changed.
-pub async fn converge<R: Routing>(routing: &mut R, desired: &Routes) -> Result<Pass, Error> {
+/// Applies `desired`: one message for each difference, none if nothing differs. A returned error means that nothing was
+/// changed.
+pub async fn converge<R: Routing>(routing: &mut R, desired: &Routes) -> Result<Outcome, Error> {
     make(routing, desired, |_| true).await
 }
 
-/// The same where the device could not be opened. What stands on it stays, since its tunnels may well live; nothing new is
-/// put there, since an interface of its name may be somebody's.
-pub async fn converge_without_device<R: Routing>(routing: &mut R, desired: &Routes) -> Result<Pass, Error> {
+/// As [`converge`], if the device could not be opened. What refers to the device stays, since its tunnels may work;
+/// nothing new is put on it, since an interface of that name may belong to another program.
+pub async fn converge_without_device<R: Routing>(routing: &mut R, desired: &Routes) -> Result<Outcome, Error> {
     make(routing, desired, |change| !change.puts_on_device()).await
 }
 
-async fn make<R: Routing>(routing: &mut R, desired: &Routes, wanted: impl Fn(&Change) -> bool) -> Result<Pass, Error> {
+async fn make<R: Routing>(
+    routing: &mut R,
+    desired: &Routes,
+    wanted: impl Fn(&Change) -> bool,
+) -> Result<Outcome, Error> {
     let observed = routing.observe().await?;
-    let mut pass = Pass::default();
+    let mut pass = Outcome::default();
     let changes = diff(&observed, desired).unwrap_or_default();
     for change in changes.into_iter().filter(wanted) {
         match routing.apply(&change).await {
@@ -115,7 +119,7 @@ async fn make<R: Routing>(routing: &mut R, desired: &Routes, wanted: impl Fn(&Ch
     Ok(pass)
 }
 
-/// Takes everything of ours away, carrying on past errors; returns all of them.
+/// Removes everything of ours; a failure does not stop it, and all failures are returned.
 pub async fn cleanup<R: Routing>(routing: &mut R) -> Vec<Error> {
     match converge(routing, &Routes::default()).await {
         Ok(pass) => pass.failed,
@@ -139,14 +143,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_change_that_fails_is_reported_and_the_rest_is_made() {
+    async fn failed_route_change_is_reported_and_the_rest_applied() {
         let mut kernel = Memory::default();
         kernel.refuse.push("unreachable 10.1.0.0/16".to_owned());
         let pass = converge(&mut kernel, &routes()).await.unwrap();
         assert_eq!(
             pass.failed.iter().map(ToString::to_string).collect::<Vec<_>>(),
             [
-                "route add unreachable 10.1.0.0/16 table 5182 metric 4096: File exists (os error 17); someone else's route has this place in table 5182, which is meant to be ours alone: remove it"
+                "route add unreachable 10.1.0.0/16 table 5182 metric 4096: File exists (os error 17); another program's route has this key in table 5182, which must contain only wg-agent's routes: remove it"
             ]
         );
         assert_eq!(pass.done.len(), 4);
@@ -160,7 +164,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn cleanup_carries_on_and_reports_every_failure() {
+    async fn route_cleanup_continues_and_reports_every_failure() {
         let mut kernel = Memory {
             routes: routes(),
             ..Memory::default()

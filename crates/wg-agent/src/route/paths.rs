@@ -1,8 +1,8 @@
-//! What the ways to the peers' endpoints carry, asked of the kernel as it would route our outer packets; what follows from
-//! it for the tunnel is [`clustermesh_agent_core::mtu`]'s.
+//! Looks up the path MTU to the peers' endpoints, and the interface of a route, as the kernel would route our packets.
+//! [`clustermesh_agent_core::mtu`] derives the tunnel's MTU from it.
 //!
-//! The answer holds the MTU of the route or of a learnt exception (ICMP "fragmentation needed", "packet too big") where there
-//! is one, else that of the interface. The kernel tells nobody when it learns an exception, so this is asked again and again.
+//! The MTU is that of the route or of a learned exception (ICMP "fragmentation needed" or "packet too big"), else that
+//! of the interface. The kernel sends no notification when it learns an exception, so callers repeat the lookup.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,54 +25,54 @@ use rtnetlink::{
     },
 };
 
-/// Questions in one write. Each answer takes about 4 KiB of the socket's receive buffer, which holds 208 KiB by default.
+/// Requests in one write. Each answer takes about 4 KiB of the socket's receive buffer, which holds 208 KiB by default.
 const BATCH: usize = 16;
-/// The kernel answers within the write; this is for a kernel that does not.
-const PATIENCE: i64 = 2;
+/// The kernel answers before the write returns; this timeout is for one that does not.
+const RECEIVE_TIMEOUT_SECONDS: i64 = 2;
 
-/// The MTU, bytes, of the way to each of `to` for packets that carry `mark`, in the caller's network namespace. Left out is
-/// what has no way, or one that ends on this node.
+/// The path MTU in bytes to each address in `to` for packets with `mark`, in the caller's network namespace. Addresses
+/// without a route, or on this node, are left out.
 ///
 /// # Errors
-/// No netlink socket, or one that does not answer.
+/// No netlink socket, or no answer.
 pub fn mtus(to: &BTreeSet<IpAddr>, mark: u32) -> io::Result<BTreeMap<IpAddr, u16>> {
     if to.is_empty() {
         return Ok(BTreeMap::new());
     }
-    let socket = Asking::open()?;
-    let ways = socket.ways(to, mark)?;
-    let widths = socket.links(&ways, |attributes| {
+    let socket = RouteQuery::open()?;
+    let routes = socket.routes(to, mark)?;
+    let link_mtus = socket.links(&routes, |attributes| {
         let mtu = attributes
             .iter()
             .find_map(|a| if let LinkAttribute::Mtu(m) = a { Some(*m) } else { None });
         Some(mtu.unwrap_or(u32::MAX))
     })?;
-    let mtu = |(to, (interface, own)): (IpAddr, (u32, Option<u32>))| {
-        let width = *widths.get(&interface)?; // gone since
-        Some((to, u16::try_from(own.unwrap_or(width)).unwrap_or(u16::MAX)))
+    let mtu = |(to, (interface, route_mtu)): (IpAddr, (u32, Option<u32>))| {
+        let link_mtu = *link_mtus.get(&interface)?; // deleted since
+        Some((to, u16::try_from(route_mtu.unwrap_or(link_mtu)).unwrap_or(u16::MAX)))
     };
-    Ok(ways.into_iter().filter_map(mtu).collect())
+    Ok(routes.into_iter().filter_map(mtu).collect())
 }
 
-/// The interface by which packets of this host's own to each of `to` leave, in the caller's network namespace. Left out is what
-/// has no way, or one that ends on this node.
+/// The interface by which this host's own packets to each address in `to` leave, in the caller's network namespace.
+/// Addresses without a route, or on this node, are left out.
 ///
 /// # Errors
-/// No netlink socket, or one that does not answer.
+/// No netlink socket, or no answer.
 pub fn interfaces(to: &BTreeSet<IpAddr>) -> io::Result<BTreeMap<IpAddr, String>> {
-    let socket = Asking::open()?;
-    let ways = socket.ways(to, 0)?;
-    let names = socket.links(&ways, |attributes| {
+    let socket = RouteQuery::open()?;
+    let routes = socket.routes(to, 0)?;
+    let names = socket.links(&routes, |attributes| {
         attributes.iter().find_map(|a| match a {
             LinkAttribute::IfName(name) => Some(name.clone()),
             _ => None,
         })
     })?;
     let name = |(to, (interface, _)): (IpAddr, (u32, Option<u32>))| Some((to, names.get(&interface)?.clone()));
-    Ok(ways.into_iter().filter_map(name).collect())
+    Ok(routes.into_iter().filter_map(name).collect())
 }
 
-fn question(to: IpAddr, mark: u32) -> RouteMessage {
+fn request(to: IpAddr, mark: u32) -> RouteMessage {
     let mut message = RouteMessage::default();
     let family = Family::of(&to.into());
     message.header.address_family = match family {
@@ -87,8 +87,8 @@ fn question(to: IpAddr, mark: u32) -> RouteMessage {
     message
 }
 
-/// The interface, and the route's own MTU if it has one.
-fn way(route: &RouteMessage) -> Option<(u32, Option<u32>)> {
+/// The interface of a unicast route, and the route's own MTU if it has one.
+fn route_info(route: &RouteMessage) -> Option<(u32, Option<u32>)> {
     let interface = route
         .attributes
         .iter()
@@ -110,10 +110,10 @@ fn way(route: &RouteMessage) -> Option<(u32, Option<u32>)> {
     (route.header.kind == RouteType::Unicast).then_some((interface, mtu))
 }
 
-/// A socket on which several questions go out in one write.
-struct Asking(OwnedFd);
+/// A netlink socket that sends several requests in one write.
+struct RouteQuery(OwnedFd);
 
-impl Asking {
+impl RouteQuery {
     fn open() -> io::Result<Self> {
         let fd = socket(
             SocketFamily::Netlink,
@@ -122,41 +122,43 @@ impl Asking {
             SockProtocol::NetlinkRoute,
         )?;
         bind(fd.as_raw_fd(), &NetlinkAddr::new(0, 0))?;
-        setsockopt(&fd, ReceiveTimeout, &nix::sys::time::TimeVal::new(PATIENCE, 0))?;
+        setsockopt(
+            &fd,
+            ReceiveTimeout,
+            &nix::sys::time::TimeVal::new(RECEIVE_TIMEOUT_SECONDS, 0),
+        )?;
         Ok(Self(fd))
     }
 
     /// Interface and own MTU of the route to each address.
-    fn ways(&self, to: &BTreeSet<IpAddr>, mark: u32) -> io::Result<BTreeMap<IpAddr, (u32, Option<u32>)>> {
-        let mut ways = BTreeMap::new();
+    fn routes(&self, to: &BTreeSet<IpAddr>, mark: u32) -> io::Result<BTreeMap<IpAddr, (u32, Option<u32>)>> {
+        let mut routes = BTreeMap::new();
         let targets: Vec<IpAddr> = to.iter().copied().collect();
         for batch in targets.chunks(BATCH) {
-            let questions = batch
-                .iter()
-                .map(|to| RouteNetlinkMessage::GetRoute(question(*to, mark)));
-            for (to, answer) in batch.iter().zip(self.ask(questions.collect())?) {
+            let requests = batch.iter().map(|to| RouteNetlinkMessage::GetRoute(request(*to, mark)));
+            for (to, answer) in batch.iter().zip(self.exchange(requests.collect())?) {
                 if let Some(RouteNetlinkMessage::NewRoute(route)) = answer
-                    && let Some(way) = way(&route)
+                    && let Some(route_info) = route_info(&route)
                 {
-                    ways.insert(*to, way);
+                    routes.insert(*to, route_info);
                 }
             }
         }
-        Ok(ways)
+        Ok(routes)
     }
 
-    /// What is wanted of each interface that some way leads by.
+    /// The desired attribute of each interface of these routes.
     fn links<T>(
         &self,
-        ways: &BTreeMap<IpAddr, (u32, Option<u32>)>,
+        routes: &BTreeMap<IpAddr, (u32, Option<u32>)>,
         wanted: impl Fn(&[LinkAttribute]) -> Option<T>,
     ) -> io::Result<BTreeMap<u32, T>> {
-        let interfaces: BTreeSet<u32> = ways.values().map(|(interface, _)| *interface).collect();
+        let interfaces: BTreeSet<u32> = routes.values().map(|(interface, _)| *interface).collect();
         let mut found = BTreeMap::new();
         for interface in interfaces {
             let mut link = LinkMessage::default();
             link.header.index = interface;
-            let answer = self.ask(vec![RouteNetlinkMessage::GetLink(link)])?;
+            let answer = self.exchange(vec![RouteNetlinkMessage::GetLink(link)])?;
             if let Some(Some(RouteNetlinkMessage::NewLink(link))) = answer.into_iter().next() {
                 found.extend(wanted(&link.attributes).map(|value| (interface, value)));
             }
@@ -164,17 +166,17 @@ impl Asking {
         Ok(found)
     }
 
-    /// The answers, in order; `None` where the kernel said no.
-    fn ask(&self, questions: Vec<RouteNetlinkMessage>) -> io::Result<Vec<Option<RouteNetlinkMessage>>> {
+    /// The answers in order; `None` = the kernel returned an error.
+    fn exchange(&self, requests: Vec<RouteNetlinkMessage>) -> io::Result<Vec<Option<RouteNetlinkMessage>>> {
         let mut answers: Vec<Option<RouteNetlinkMessage>> = Vec::new();
         let mut out = Vec::new();
-        for (number, question) in (0_u32..).zip(questions) {
-            let mut message = NetlinkMessage::from(question);
+        for (number, request) in (0_u32..).zip(requests) {
+            let mut message = NetlinkMessage::from(request);
             message.header.flags = NLM_F_REQUEST;
             message.header.sequence_number = number;
             message.finalize();
             let at = out.len();
-            // Lengths are multiples of four already: headers, and attributes padded by their writer.
+            // Lengths are multiples of four already.
             out.resize(at + message.buffer_len(), 0);
             message.serialize(&mut out[at..]);
             answers.push(None);

@@ -1,4 +1,4 @@
-//! The kernel's routing over rtnetlink(7): dumps filtered to ours, one message for one change. It decides nothing.
+//! Implements [`Routing`] over rtnetlink(7): dumps filtered to our objects, one message for each change.
 
 use std::{io, net::IpAddr};
 
@@ -39,7 +39,7 @@ impl Drop for Netlink {
     }
 }
 
-/// What the kernel said.
+/// Converts the error.
 pub(super) fn io_error(error: rtnetlink::Error) -> io::Error {
     match error {
         rtnetlink::Error::NetlinkError(message) => message.to_io(),
@@ -51,7 +51,7 @@ fn errno(error: &io::Error) -> Option<Errno> {
     error.raw_os_error().map(Errno::from_raw_os_error)
 }
 
-/// A whole dump. A family that the kernel does not have is empty.
+/// Collects a dump. A family that the kernel does not support is empty.
 async fn dump<T>(
     what: &'static str,
     stream: impl TryStream<Ok = T, Error = rtnetlink::Error>,
@@ -69,7 +69,7 @@ impl Netlink {
     /// # Errors
     /// [`Error::Open`].
     pub fn open(device: InterfaceName) -> Result<Self, Error> {
-        // Strict: the kernel filters dumps, so that another's thousand routes are not copied to us each time.
+        // Strict checking makes the kernel filter dumps, so that thousands of other routes are not copied each time.
         let (connection, handle, _) = match rtnetlink::new_connection_with_strict_check() {
             Ok(open) => open,
             Err(_) => rtnetlink::new_connection().map_err(Error::Open)?, // before Linux 4.20; we filter again anyway
@@ -81,7 +81,7 @@ impl Netlink {
         })
     }
 
-    /// The index of the device, if it is there.
+    /// The index of the device, if it exists.
     async fn index(&self) -> Result<Option<u32>, Error> {
         let links = self.handle.link().get().match_name(self.device.to_string()).execute();
         match links.try_collect::<Vec<_>>().await.map_err(io_error) {
@@ -120,7 +120,7 @@ impl Netlink {
                 query.header.scope = RouteScope::Universe;
                 query.header.kind = RouteType::Unspec;
                 let all = match dump("routes", self.handle.route().get(query).execute()).await {
-                    // A table that no route was ever written to does not exist, says a strict dump.
+                    // With strict checking, the dump of a table that never had a route fails.
                     Err(Error::Read { source, .. }) if errno(&source) == Some(Errno::NOENT) => Vec::new(),
                     all => all?,
                 };
@@ -145,7 +145,8 @@ impl Netlink {
                 let index = self.device_index().await?;
                 let (_, length) = host_length(*address);
                 let mut request = self.handle.address().add(index, *address, length);
-                // Nobody else can have the address on this device; detection would delay IPv6 by a second.
+                // No other host can have this address on this device; duplicate address detection would delay IPv6 by a
+                // second.
                 request.message_mut().header.flags = AddressHeaderFlags::Nodad;
                 request
                     .message_mut()
@@ -161,7 +162,7 @@ impl Netlink {
                         .execute()
                         .await
                 }
-                None => Ok(()), // it went with the device
+                None => Ok(()), // deleted with the device
             },
             Change::AddRoute(route) => {
                 let message = self.route_message(route).await?;
@@ -180,7 +181,7 @@ impl Netlink {
             Change::DeleteRule(rule) => {
                 let delete = || self.handle.rule().del(rule_message(rule)).execute();
                 let mut deleted = delete().await;
-                // Those of one priority are observed as one.
+                // Rules of one priority are observed as one.
                 while rule.action == Action::Other && deleted.is_ok() {
                     deleted = delete().await;
                 }
@@ -213,7 +214,7 @@ impl Netlink {
         Ok(message)
     }
 
-    /// Sets the device up, without which the kernel takes no route into it.
+    /// Brings the device up; the kernel accepts no route to a device that is down.
     async fn set_up(&self) -> Result<(), Error> {
         let index = self.device_index().await?;
         let message = LinkUnspec::new_with_index(index).up().build();
@@ -253,7 +254,7 @@ impl Routing for Netlink {
         };
         let error = io_error(error);
         match (errno(&error), change) {
-            // Taken away by someone else, or with the device, since we looked.
+            // Deleted by another program, or with the device, since it was observed.
             (
                 Some(Errno::SRCH | Errno::NOENT | Errno::ADDRNOTAVAIL | Errno::NODEV),
                 Change::DeleteRoute(_) | Change::DeleteRule(_) | Change::DeleteAddress(_),
@@ -288,7 +289,7 @@ fn address_message(index: u32, address: IpAddr) -> AddressMessage {
     }
 }
 
-/// An address of the device, if it is one that we would write: the kernel makes link-local ones itself.
+/// An address of the device, if the agent could have written it: the kernel adds link-local ones itself.
 fn address(message: &AddressMessage) -> Option<IpAddr> {
     let find = |local: bool| {
         message.attributes.iter().find_map(|attribute| match attribute {
@@ -302,7 +303,7 @@ fn address(message: &AddressMessage) -> Option<IpAddr> {
     ours.then_some(address)
 }
 
-/// What identifies a route, and nothing else: deleting by this takes away ours alone, whatever it has become.
+/// The key of a route, with our protocol: a delete with it removes only our route, whatever its attributes have become.
 fn key_message(route: &Route) -> RouteMessage {
     let mut message = match route.prefix {
         IpNet::V4(net) => RouteMessageBuilder::<std::net::Ipv4Addr>::new()
@@ -369,8 +370,8 @@ fn route(message: &RouteMessage, table: u32, index: Option<u32>) -> Option<Route
     })
 }
 
-/// A route's MTU. Not every kernel heeds a route's own MTU for IPv6 that it forwards unless it is locked (6.18 does); for
-/// IPv4 a lock would mean that path MTU discovery is off.
+/// A route's MTU metric. For forwarded IPv6 some kernels ignore it unless it is locked (6.18 does not); for IPv4 a lock
+/// would disable path MTU discovery.
 fn metrics(family: Family, mtu: u16) -> Vec<RouteMetric> {
     const RTAX_MTU: u32 = 2;
     let lock = (family == Family::V6).then_some(RouteMetric::Lock(1 << RTAX_MTU));

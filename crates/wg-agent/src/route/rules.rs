@@ -1,4 +1,4 @@
-//! Rules of policy routing as rtnetlink(7) says them, and back. Which there should be is not decided here.
+//! Encodes and decodes policy routing rules as rtnetlink(7) messages.
 
 use clustermesh_agent_core::{
     numbers::{PROTOCOL, RULE_MESH, RULE_TUNNEL},
@@ -11,8 +11,8 @@ use rtnetlink::packet_route::{
     rule::{RuleAction, RuleAttribute, RuleFlags, RuleMessage},
 };
 
-/// What adds a rule, and what takes it away. Of [`Action::Other`] nothing is said but its priority: that takes away one of those
-/// that have it.
+/// The message that adds or deletes a rule. For [`Action::Other`] it contains only the priority, which deletes one rule
+/// of that priority.
 pub(super) fn rule_message(rule: &Rule) -> RuleMessage {
     let mut message = RuleMessage::default();
     message.header.family = match rule.family {
@@ -36,8 +36,8 @@ pub(super) fn rule_message(rule: &Rule) -> RuleMessage {
     message
 }
 
-/// A rule of ours. One that carries our protocol number and the priority of a rule that we write, and selects by something that we
-/// never use, is someone's experiment: neither ours to delete nor a stand-in for ours.
+/// A rule of ours. A rule with our protocol number and one of our priorities, but with a selector that we never use,
+/// was made by hand: it is neither deleted nor taken for ours.
 pub(super) fn rule(message: &RuleMessage, family: Family) -> Option<Rule> {
     let mut rule = Rule {
         family,

@@ -1,7 +1,7 @@
-//! Reads and writes the kernel settings that [`clustermesh_agent_core::sysctl`] asks for; which ones is decided there.
+//! Reads and writes the kernel settings that [`clustermesh_agent_core::sysctl`] desires.
 //!
-//! In a container without privileges `/proc/sys` is read-only. Settings of one interface can then still be written over
-//! rtnetlink with NET_ADMIN alone (IFLA_INET_CONF, Linux 2.6.37); the others are for an init container or the host.
+//! In an unprivileged container `/proc/sys` is read-only. Settings of one interface can still be written over rtnetlink
+//! with NET_ADMIN (IFLA_INET_CONF, Linux 2.6.37). The init container or the host sets the others.
 
 use std::{collections::BTreeSet, fs, io};
 
@@ -18,7 +18,7 @@ use rtnetlink::{
 
 use super::rtnetlink::io_error;
 
-/// A setting that is not as it must be, and could not be made so.
+/// A setting that has a wrong value and could not be written.
 #[derive(Debug, thiserror::Error)]
 #[error("{} {}: {}; {}", .sysctl.name, .found, .sysctl.why, remedy(.sysctl, .error.as_ref()))]
 pub struct Missing {
@@ -26,7 +26,7 @@ pub struct Missing {
     pub sysctl: Sysctl,
     /// What was found, in words.
     pub found: String,
-    /// Why it could not be written, where that was tried.
+    /// The error of the write, if one was tried.
     pub error: Option<io::Error>,
 }
 
@@ -36,27 +36,27 @@ fn remedy(sysctl: &Sysctl, error: Option<&io::Error>) -> String {
     format!("{tried}set it on the host or in the DaemonSet's init container: sysctl -w {name}={value}")
 }
 
-/// What came of a look at the settings.
+/// The result of applying settings.
 #[derive(Debug, Default)]
-pub struct Pass {
-    /// Those that were wrong and were written.
+pub struct Outcome {
+    /// Settings that were wrong and were written.
     pub written: BTreeSet<Name>,
-    /// Those that are still not as they must be.
+    /// Settings that are still wrong.
     pub missing: Vec<Missing>,
 }
 
-/// As [`converge`], for who asks only what is still not as it must be.
+/// As [`converge`]; returns only the settings that are still wrong.
 pub async fn ensure(wanted: &[Sysctl]) -> Vec<Missing> {
     converge(wanted).await.missing
 }
 
-/// Checks every setting in the caller's network namespace and writes those that are wrong and ours to write. The rest of the
-/// agent can run with what is still missing then, with what `why` names not working.
-pub async fn converge(wanted: &[Sysctl]) -> Pass {
-    let Pass {
+/// Checks every setting in the caller's network namespace, and writes those that are wrong and may be written. The
+/// agent can run without the missing ones; `why` names what then does not work.
+pub async fn converge(wanted: &[Sysctl]) -> Outcome {
+    let Outcome {
         mut written,
         mut missing,
-    } = Pass::default();
+    } = Outcome::default();
     for sysctl in wanted {
         if let Err(found) = check(sysctl) {
             let error = if sysctl.write { write(sysctl).await.err() } else { None };
@@ -71,7 +71,7 @@ pub async fn converge(wanted: &[Sysctl]) -> Pass {
             }
         }
     }
-    Pass { written, missing }
+    Outcome { written, missing }
 }
 
 fn path(name: &Name, interface: Option<&str>) -> String {
@@ -90,7 +90,7 @@ fn read(path: &str) -> io::Result<u8> {
         .map_err(|_| io::Error::other(format!("holds {:?}", text.trim())))
 }
 
-/// Whether the value in effect will do: for an interface the greater of its own and that of `all`
+/// Checks the effective value: for an interface the greater of its own and that of `all`
 /// (Documentation/networking/ip-sysctl.rst, rp_filter and src_valid_mark).
 fn check(sysctl: &Sysctl) -> Result<(), String> {
     let own = match read(&path(&sysctl.name, None)) {
@@ -126,8 +126,8 @@ async fn write(sysctl: &Sysctl) -> io::Result<()> {
     }
 }
 
-/// Writes one of an interface's settings without `/proc`: RTM_SETLINK with IFLA_AF_SPEC / AF_INET / IFLA_INET_CONF, in which
-/// an attribute's type is the setting's number (linux/ip.h, IPV4_DEVCONF_*).
+/// Writes a setting of an interface without `/proc`: RTM_SETLINK with IFLA_AF_SPEC / AF_INET / IFLA_INET_CONF, in which
+/// the attribute type is the setting's number (linux/ip.h, IPV4_DEVCONF_*).
 async fn set_devconf(interface: &InterfaceName, key: &str, value: u8) -> io::Result<()> {
     const IFLA_INET_CONF: u16 = 1;
     let number: u16 = match key {
@@ -156,7 +156,7 @@ async fn set_devconf(interface: &InterfaceName, key: &str, value: u8) -> io::Res
     result
 }
 
-/// One attribute, as bytes: length, type, value. Ours are multiples of four long, so no padding.
+/// Encodes an attribute: length, type, value. Ours have lengths that are multiples of four, so no padding is needed.
 fn nested(kind: u16, value: &[u8]) -> Vec<u8> {
     let length = u16::try_from(value.len() + 4).unwrap_or(u16::MAX);
     [&length.to_ne_bytes(), &kind.to_ne_bytes(), value].concat()

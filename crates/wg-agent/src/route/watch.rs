@@ -1,7 +1,7 @@
-//! Tells that the kernel's routing may have changed under us; what changed is for `observe` and `diff` to say.
+//! Reports that the kernel's routing may have changed externally. `observe` and `diff` tell what changed.
 //!
-//! The kernel itself leaves out what cannot concern us: a filter on the socket drops the routes that others write into their
-//! tables, so that a routing daemon with a hundred thousand of them neither wakes us nor fills our queue.
+//! A filter on the socket drops routes that other programs write into their own tables. So a routing daemon with a
+//! hundred thousand routes neither wakes the agent nor fills its queue.
 
 use std::io;
 
@@ -27,22 +27,22 @@ use socket2::{SockFilter, SockRef};
 
 use super::Error;
 
-/// Room for what comes while a pass runs: a flush of ten thousand routes of ours.
+/// Receive buffer for events during a pass: enough for a flush of ten thousand of our routes.
 const BUFFER: usize = 4 << 20;
 
-/// What an event is about.
+/// What an event concerns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum News {
-    /// Kernel settings of the device or of all interfaces, as far as the kernel tells: forwarding, rp_filter,
+pub enum RoutingEvent {
+    /// Kernel settings of the device or of all interfaces, as far as the kernel reports them: forwarding, rp_filter,
     /// ignore_routes_with_linkdown.
     Settings,
     /// The node's own network: its default routes, its addresses.
     Underlay,
-    /// What we have written, or the device. Also when events were lost, so that nobody knows.
+    /// Objects that the agent wrote, or the device. Also used when events were lost.
     Ours,
 }
 
-/// Events of the network namespace whose thread called [`Watch::open`], those that concern us.
+/// Events of the network namespace of the thread that called [`Watch::open`], filtered to those that concern the agent.
 pub struct Watch {
     device: InterfaceName,
     socket: TokioSocket,
@@ -59,9 +59,9 @@ impl Watch {
         };
         let open = || -> io::Result<_> {
             let mut socket = TokioSocket::new(NETLINK_ROUTE)?;
-            // More is better, less is no error.
+            // Best effort.
             let _ = SockRef::from(socket.socket_ref()).set_recv_buffer_size(BUFFER);
-            // Before the groups are joined: nothing comes in unfiltered.
+            // Before the groups are joined, so that nothing arrives unfiltered.
             SockRef::from(socket.socket_ref()).attach_filter(&filter())?;
             socket.socket_mut().bind_auto()?;
             for group in [
@@ -83,35 +83,36 @@ impl Watch {
         Ok(Self { device, socket })
     }
 
-    /// Waits for the next event that may concern us, and takes in with it what came by then: the same look sees it. Our own
-    /// changes make events too: a pass over them finds nothing to do. Safe to cancel.
+    /// Waits for the next event that may concern the agent, and consumes all that have arrived by then. The agent's own
+    /// changes cause events, too. Safe to cancel.
     ///
     /// # Errors
-    /// When the socket fails for good; open another and look at everything.
-    pub async fn changed(&mut self) -> io::Result<News> {
+    /// The socket failed for good: open another one and observe everything.
+    pub async fn changed(&mut self) -> io::Result<RoutingEvent> {
         loop {
-            let mut news = self.read(self.socket.recv_from_full().await.map(|(bytes, _)| bytes))?;
+            let mut event = self.classify_received(self.socket.recv_from_full().await.map(|(bytes, _)| bytes))?;
             while let Some(more) = self.socket.recv_from_full().now_or_never() {
-                news = news.max(self.read(more.map(|(bytes, _)| bytes))?);
+                event = event.max(self.classify_received(more.map(|(bytes, _)| bytes))?);
             }
-            if let Some(news) = news {
-                return Ok(news);
+            if let Some(event) = event {
+                return Ok(event);
             }
         }
     }
 
-    fn read(&self, received: io::Result<Vec<u8>>) -> io::Result<Option<News>> {
+    fn classify_received(&self, received: io::Result<Vec<u8>>) -> io::Result<Option<RoutingEvent>> {
         match received {
-            Ok(bytes) => Ok(heard(&self.device, &bytes)),
-            // Events were lost, so look at everything.
-            Err(error) if error.raw_os_error() == Some(Errno::NOBUFS.raw_os_error()) => Ok(Some(News::Ours)),
+            Ok(bytes) => Ok(classify_datagram(&self.device, &bytes)),
+            // Events were lost: observe everything.
+            Err(error) if error.raw_os_error() == Some(Errno::NOBUFS.raw_os_error()) => Ok(Some(RoutingEvent::Ours)),
             Err(error) => Err(error),
         }
     }
 }
 
-/// Lets everything pass but routes (RTM_NEWROUTE, RTM_DELROUTE), and of those ours by their protocol, those of tables whose
-/// number does not fit a byte (ours among them), and default routes. One event is one message.
+/// A BPF program that drops route messages (RTM_NEWROUTE, RTM_DELROUTE), except: routes with our protocol, routes in
+/// tables whose number does not fit into a byte (ours among them), and default routes. All other messages pass. Each
+/// event is one message.
 fn filter() -> [SockFilter; 11] {
     // linux/bpf_common.h, linux/rtnetlink.h: struct nlmsghdr (16 bytes) and struct rtmsg behind it.
     const LOAD_HALF: u16 = 0x28;
@@ -125,7 +126,7 @@ fn filter() -> [SockFilter; 11] {
     const TABLE_COMPAT: u32 = 252;
     const NEW_ROUTE: u16 = 24;
     const DELETE_ROUTE: u16 = 25;
-    // Loads are in network order, the header is in the machine's own.
+    // BPF loads convert from network order; the header is in host order.
     let kind = |number: u16| u32::from(number.to_be());
     let load = |how, at| SockFilter::new(how, 0, 0, at);
     let equal = |value, skip, else_skip| SockFilter::new(EQUAL, skip, else_skip, value);
@@ -145,63 +146,65 @@ fn filter() -> [SockFilter; 11] {
     ]
 }
 
-/// What the messages of one datagram are about.
-fn heard(device: &InterfaceName, mut rest: &[u8]) -> Option<News> {
-    let mut news = None;
+/// Classifies the messages of one datagram.
+fn classify_datagram(device: &InterfaceName, mut rest: &[u8]) -> Option<RoutingEvent> {
+    let mut event = None;
     while !rest.is_empty() {
-        if let Some(settings) = of_settings(device, rest) {
-            // One event is one datagram (inet_netconf_notify_devconf of the kernel).
-            return news.max(settings);
+        if let Some(settings) = classify_netconf(device, rest) {
+            // The kernel sends each such event in its own datagram (inet_netconf_notify_devconf).
+            return event.max(settings);
         }
         let Ok(message) = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest) else {
-            return Some(News::Ours); // something new from a newer kernel: look
+            return Some(RoutingEvent::Ours); // unknown message of a newer kernel
         };
-        news = news.max(about(device, &message.payload));
+        event = event.max(classify(device, &message.payload));
         let length = (message.header.length as usize)
             .next_multiple_of(4)
             .clamp(4, rest.len());
         rest = &rest[length..];
     }
-    news
+    event
 }
 
-fn about(device: &InterfaceName, payload: &NetlinkPayload<RouteNetlinkMessage>) -> Option<News> {
+fn classify(device: &InterfaceName, payload: &NetlinkPayload<RouteNetlinkMessage>) -> Option<RoutingEvent> {
     use RouteNetlinkMessage as M;
     match payload {
         NetlinkPayload::InnerMessage(M::NewLink(link) | M::DelLink(link)) => {
-            is_device(device, link).then_some(News::Ours)
+            is_device(device, link).then_some(RoutingEvent::Ours)
         }
-        NetlinkPayload::InnerMessage(M::NewRoute(route) | M::DelRoute(route)) => of_route(route),
-        NetlinkPayload::InnerMessage(M::NewRule(rule) | M::DelRule(rule)) => is_our_rule(rule).then_some(News::Ours),
-        NetlinkPayload::InnerMessage(M::NewAddress(address) | M::DelAddress(address)) => of_address(address),
-        NetlinkPayload::Error(_) | NetlinkPayload::Overrun(_) => Some(News::Ours),
+        NetlinkPayload::InnerMessage(M::NewRoute(route) | M::DelRoute(route)) => classify_route(route),
+        NetlinkPayload::InnerMessage(M::NewRule(rule) | M::DelRule(rule)) => {
+            is_our_rule(rule).then_some(RoutingEvent::Ours)
+        }
+        NetlinkPayload::InnerMessage(M::NewAddress(address) | M::DelAddress(address)) => classify_address(address),
+        NetlinkPayload::Error(_) | NetlinkPayload::Overrun(_) => Some(RoutingEvent::Ours),
         _ => None,
     }
 }
 
-/// What a message about settings concerns, which the packet library does not read (linux/netconf.h); `None` = it is no such
-/// message. Every pod's interface makes one.
-#[allow(clippy::option_option, reason = "not of this kind, of no concern, of concern")]
-fn of_settings(device: &InterfaceName, message: &[u8]) -> Option<Option<News>> {
+/// Classifies a netconf message, which the packet library does not parse (linux/netconf.h); `None` = it is another
+/// message. Every pod's interface causes some.
+#[allow(clippy::option_option, reason = "another kind of message, irrelevant, relevant")]
+fn classify_netconf(device: &InterfaceName, message: &[u8]) -> Option<Option<RoutingEvent>> {
     const NEW_NETCONF: u16 = 80;
     const DELETE_NETCONF: u16 = 81;
     const IF_INDEX: u16 = 1;
     const ALL: i32 = -1;
-    // Header of netlink, then the family in a word of its own.
+    // After the netlink header and the family, padded to a word.
     const ATTRIBUTES: usize = 16 + 4;
-    let half = |at: usize| Some(u16::from_ne_bytes(message.get(at..at + 2)?.try_into().ok()?));
-    let kind = half(4)?;
+    let u16_at = |at: usize| Some(u16::from_ne_bytes(message.get(at..at + 2)?.try_into().ok()?));
+    let kind = u16_at(4)?;
     if kind != NEW_NETCONF {
         return (kind == DELETE_NETCONF).then_some(None);
     }
     let mut at = ATTRIBUTES;
-    while let (Some(length), Some(attribute)) = (half(at), half(at + 2)) {
+    while let (Some(length), Some(attribute)) = (u16_at(at), u16_at(at + 2)) {
         let value = message.get(at + 4..at + 8);
         if let (IF_INDEX, Some(Ok(value))) = (attribute, value.map(<[u8; 4]>::try_from)) {
             let index = i32::from_ne_bytes(value);
             let ours =
                 || nix::net::if_::if_nametoindex(device.as_str()).is_ok_and(|own| u32::try_from(index) == Ok(own));
-            return Some((index == ALL || ours()).then_some(News::Settings));
+            return Some((index == ALL || ours()).then_some(RoutingEvent::Settings));
         }
         at += usize::from(length).next_multiple_of(4).max(4);
     }
@@ -213,7 +216,7 @@ fn is_device(device: &InterfaceName, link: &LinkMessage) -> bool {
     link.attributes.iter().any(name)
 }
 
-fn of_route(route: &RouteMessage) -> Option<News> {
+fn classify_route(route: &RouteMessage) -> Option<RoutingEvent> {
     let named = route.attributes.iter().find_map(|a| {
         if let RouteAttribute::Table(t) = a {
             Some(*t)
@@ -222,19 +225,20 @@ fn of_route(route: &RouteMessage) -> Option<News> {
         }
     });
     match named.unwrap_or_else(|| route.header.table.into()) {
-        TABLE | TABLE_TUNNEL => Some(News::Ours),
+        TABLE | TABLE_TUNNEL => Some(RoutingEvent::Ours),
         table if table == u32::from(RouteHeader::RT_TABLE_MAIN) && route.header.destination_prefix_length == 0 => {
-            Some(News::Underlay)
+            Some(RoutingEvent::Underlay)
         }
         _ => None,
     }
 }
 
-/// On whatever interface: ours may have had another index. The link-local addresses of each new pod's interface are nobody's.
-fn of_address(address: &AddressMessage) -> Option<News> {
+/// On any interface, since our device may have had another index. The link-local addresses of new pods' interfaces do
+/// not matter.
+fn classify_address(address: &AddressMessage) -> Option<RoutingEvent> {
     match (address.header.scope, address.header.prefix_len) {
-        (AddressScope::Universe, 32 | 128) => Some(News::Ours),
-        (AddressScope::Universe, _) => Some(News::Underlay),
+        (AddressScope::Universe, 32 | 128) => Some(RoutingEvent::Ours),
+        (AddressScope::Universe, _) => Some(RoutingEvent::Underlay),
         _ => None,
     }
 }

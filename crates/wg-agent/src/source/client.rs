@@ -1,4 +1,5 @@
-//! The way to the API server of the node's own cluster: a client, and where that server is. Nothing is asked here.
+//! Builds the client for the API server of the node's own cluster, and determines that server's address. Sends no
+//! request.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -11,13 +12,13 @@ use kube::{
     config::{KubeConfigOptions, Kubeconfig},
 };
 
-/// How long a connection may take to stand; watches themselves may be silent for longer.
+/// Timeout of a connection attempt; an idle watch may last longer.
 const CONNECT: Duration = Duration::from_secs(5);
 
-/// A client and where it goes.
+/// A client and the address of its server.
 #[derive(Clone)]
 pub struct Connection {
-    /// Speaks with the rights of the Pod's service account or of the kubeconfig.
+    /// Uses the Pod's service account or the kubeconfig's user.
     pub client: Client,
     /// The server's host and port, as configured.
     pub server: Server,
@@ -33,26 +34,26 @@ pub struct Server {
 }
 
 impl Server {
-    /// Its socket, where it is known by address.
+    /// Its address, if it is configured by address.
     #[must_use]
     pub fn address(&self) -> Option<SocketAddr> {
         self.host.as_ref().ok().map(|ip| SocketAddr::new(*ip, self.port))
     }
 }
 
-/// Why there is no client. An API server that does not answer is no such reason.
+/// Why there is no client. An API server that does not answer is not an error here.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// The file.
+    /// The kubeconfig cannot be used.
     #[error("--kubeconfig {0}: {1}")]
     Kubeconfig(PathBuf, #[source] Box<kube::config::KubeconfigError>),
-    /// The Pod.
+    /// There is no service account.
     #[error(
         "no --kubeconfig is given and there is no service account in this process's file system: {0}; run as a Pod with \
          automountServiceAccountToken, or set --kubeconfig"
     )]
     InCluster(#[source] kube::config::InClusterError),
-    /// TLS.
+    /// The client cannot be built, for example because of TLS.
     #[error("cannot set up the client for the API server: {0}")]
     Client(#[source] kube::Error),
 }
@@ -90,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_server_is_found_in_every_form_of_its_url() {
+    fn server_address_is_parsed_from_every_url_form() {
         let at = |text: &str| server(&text.parse().unwrap());
         assert_eq!(
             at("https://10.95.0.1:443").address(),

@@ -1,5 +1,6 @@
-//! Whether packets pass by the firewall table on this node, looked at now and then: Cilium may lead them past netfilter, kube-proxy's
-//! IPVS translates behind it. What Cilium's settings mean is `clustermesh_agent_core::datapath`'s.
+//! Detects datapaths in which packets bypass the firewall table: Cilium may process packets outside netfilter, and
+//! kube-proxy's IPVS translates addresses after the table. `clustermesh_agent_core::datapath` interprets Cilium's
+//! settings.
 
 use std::time::{Duration, Instant};
 
@@ -15,91 +16,98 @@ use tokio_util::sync::CancellationToken;
 use super::store::Store;
 use crate::metrics::Metrics;
 
-/// Between two looks at the interfaces.
-const EVERY: Duration = Duration::from_secs(2);
-/// Between two looks at Cilium's settings, which change with a rollout of it.
-const SETTINGS_EVERY: Duration = Duration::from_secs(60);
+/// Between two checks of the interfaces.
+const INTERVAL: Duration = Duration::from_secs(2);
+/// Between two reads of Cilium's settings, which change with a rollout of Cilium.
+const SETTINGS_INTERVAL: Duration = Duration::from_secs(60);
 /// How long one request may take.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// The interface that Cilium makes on every node it serves.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// The interface that Cilium creates on each of its nodes.
 const CILIUM: &str = "cilium_host";
-/// The interface that kube-proxy in mode ipvs gives the addresses of Services to (`pkg/proxy/ipvs/proxier.go`, `defaultDummyDevice`).
-/// Another mode leaves it there, and with it, as far as can be seen from here, its rules.
+/// The interface to which kube-proxy in mode ipvs assigns the addresses of Services (`pkg/proxy/ipvs/proxier.go`,
+/// `defaultDummyDevice`). kube-proxy leaves it when it changes to another mode, and may leave its rules, too, which
+/// cannot be seen from here.
 const KUBE_IPVS: &str = "kube-ipvs0";
 
-/// What is known before anybody was asked.
-pub(crate) fn at_first() -> Option<Found> {
-    worst(None, there(KUBE_IPVS))
+/// What is known without a request.
+pub(crate) fn initial() -> Option<DatapathProblem> {
+    most_urgent(None, interface_exists(KUBE_IPVS))
 }
 
-/// Says what is wrong whenever that changes, and rings, until the token is cancelled.
+/// Checks repeatedly until the token is cancelled; reports changes and wakes the store's waiter.
 pub(crate) async fn run(
     client: Client,
-    said: watch::Sender<Option<Found>>,
+    problem: watch::Sender<Option<DatapathProblem>>,
     store: Store,
     metrics: Metrics,
     stop: CancellationToken,
 ) {
-    let mut settings: Option<(Instant, Option<Found>)> = None;
+    let mut settings: Option<(Instant, Option<DatapathProblem>)> = None;
     loop {
         settings = match settings {
-            _ if !there(CILIUM) => None,
-            Some((at, found)) if at.elapsed() < SETTINGS_EVERY => Some((at, found)),
+            _ if !interface_exists(CILIUM) => None,
+            Some((at, found)) if at.elapsed() < SETTINGS_INTERVAL => Some((at, found)),
             Some(_) | None => Some((Instant::now(), cilium(&client).await)),
         };
-        let found = worst(settings.as_ref().and_then(|(_, found)| found.clone()), there(KUBE_IPVS));
-        metrics.bypassed(matches!(found, Some(Found::Bypassed(_) | Found::Ipvs)));
-        let changed = said.send_if_modified(|before| {
+        let found = most_urgent(
+            settings.as_ref().and_then(|(_, found)| found.clone()),
+            interface_exists(KUBE_IPVS),
+        );
+        metrics.set_bypassed(matches!(
+            found,
+            Some(DatapathProblem::Bypassed(_) | DatapathProblem::Ipvs)
+        ));
+        let changed = problem.send_if_modified(|before| {
             let changed = *before != found;
             *before = found;
             changed
         });
         if changed {
-            store.ring();
+            store.wake();
         }
         tokio::select! {
             () = stop.cancelled() => return,
-            () = tokio::time::sleep(EVERY) => {}
+            () = tokio::time::sleep(INTERVAL) => {}
         }
     }
 }
 
-/// Looks once. Cilium's settings are read by this client, which is asked for where Cilium serves the node.
-pub(crate) async fn look(client: impl AsyncFnOnce() -> Result<Client, String>) -> Option<Found> {
-    let cilium = if there(CILIUM) {
+/// Checks once. `client` is called only if Cilium serves the node.
+pub(crate) async fn check_once(client: impl AsyncFnOnce() -> Result<Client, String>) -> Option<DatapathProblem> {
+    let cilium = if interface_exists(CILIUM) {
         match client().await {
             Ok(client) => cilium(&client).await,
-            Err(error) => Some(Found::Unknown(error)),
+            Err(error) => Some(DatapathProblem::Unknown(error)),
         }
     } else {
         None
     };
-    worst(cilium, there(KUBE_IPVS))
+    most_urgent(cilium, interface_exists(KUBE_IPVS))
 }
 
-/// Of two things the one to mend first; the other is heard of when that is done.
-fn worst(cilium: Option<Found>, ipvs: bool) -> Option<Found> {
+/// Of two problems the one to fix first; the other is reported afterwards.
+fn most_urgent(cilium: Option<DatapathProblem>, ipvs: bool) -> Option<DatapathProblem> {
     match cilium {
-        Some(Found::Unknown(_)) | None if ipvs => Some(Found::Ipvs),
+        Some(DatapathProblem::Unknown(_)) | None if ipvs => Some(DatapathProblem::Ipvs),
         found => found,
     }
 }
 
-fn there(interface: &str) -> bool {
+fn interface_exists(interface: &str) -> bool {
     if_nametoindex(interface).is_ok()
 }
 
-/// What a look came to.
+/// A problem with this node's datapath.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Found {
-    /// Packets pass by netfilter; why.
+pub(crate) enum DatapathProblem {
+    /// Packets bypass netfilter; the reason.
     #[error(
         "DatapathBypassed: Cilium leads packets of pods past netfilter here ({0}): PeerPolicies are not enforced on what it \
          takes past the host's network stack, and pods may not reach the mesh. Set enable-host-legacy-routing to \"true\" and \
          datapath-mode to \"veth\" in kube-system/cilium-config (Helm: bpf.hostLegacyRouting=true) and restart Cilium"
     )]
     Bypassed(&'static str),
-    /// kube-proxy's IPVS stands behind the table.
+    /// kube-proxy's IPVS translates after the table.
     #[error(
         "DatapathBypassed: the interface kube-ipvs0 is here, so kube-proxy runs, or ran, in mode ipvs, which translates packets \
          for Services after the firewall table looked at them: PeerPolicies do not see where those go. To be enforced here: \
@@ -114,8 +122,8 @@ pub(crate) enum Found {
     Unknown(String),
 }
 
-impl Found {
-    /// For the Node's annotation: why packets pass by the table; empty = they are not known to.
+impl DatapathProblem {
+    /// For the Node's annotation: why packets bypass the table; empty = no such reason is known.
     pub(crate) fn annotation(found: Option<&Self>) -> String {
         match found {
             Some(Self::Bypassed(why)) => (*why).to_owned(),
@@ -125,14 +133,17 @@ impl Found {
     }
 }
 
-/// What Cilium's settings come to; `None` = packets pass netfilter.
-async fn cilium(client: &Client) -> Option<Found> {
+/// Reads Cilium's settings; `None` = packets pass netfilter.
+async fn cilium(client: &Client) -> Option<DatapathProblem> {
     let api: Api<ConfigMap> = Api::namespaced(client.clone(), "kube-system");
-    match tokio::time::timeout(PATIENCE, api.get_opt("cilium-config")).await {
-        Ok(Ok(Some(map))) => cilium_bypass(&map.data.unwrap_or_default()).map(Found::Bypassed),
-        Ok(Ok(None)) => Some(Found::Unknown("there is none".to_owned())),
-        Ok(Err(error)) => Some(Found::Unknown(error.to_string())),
-        Err(_) => Some(Found::Unknown(format!("no answer within {} s", PATIENCE.as_secs()))),
+    match tokio::time::timeout(REQUEST_TIMEOUT, api.get_opt("cilium-config")).await {
+        Ok(Ok(Some(map))) => cilium_bypass(&map.data.unwrap_or_default()).map(DatapathProblem::Bypassed),
+        Ok(Ok(None)) => Some(DatapathProblem::Unknown("there is none".to_owned())),
+        Ok(Err(error)) => Some(DatapathProblem::Unknown(error.to_string())),
+        Err(_) => Some(DatapathProblem::Unknown(format!(
+            "no answer within {} s",
+            REQUEST_TIMEOUT.as_secs()
+        ))),
     }
 }
 
@@ -141,10 +152,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_leads_past_the_table_is_told_before_what_is_not_known() {
-        let netkit = Some(Found::Bypassed("datapath-mode is netkit"));
-        let unknown = Some(Found::Unknown("there is none".to_owned()));
-        let said = [
+    fn known_bypass_is_reported_before_an_unknown_state() {
+        let netkit = Some(DatapathProblem::Bypassed("datapath-mode is netkit"));
+        let unknown = Some(DatapathProblem::Unknown("there is none".to_owned()));
+        let problem = [
             (None, false),
             (unknown.clone(), false),
             (netkit.clone(), false),
@@ -152,15 +163,15 @@ mod tests {
             (unknown.clone(), true),
             (netkit.clone(), true),
         ]
-        .map(|(cilium, ipvs)| worst(cilium, ipvs));
-        let ipvs = || Some(Found::Ipvs);
-        assert_eq!(said, [None, unknown, netkit.clone(), ipvs(), ipvs(), netkit]);
+        .map(|(cilium, ipvs)| most_urgent(cilium, ipvs));
+        let ipvs = || Some(DatapathProblem::Ipvs);
+        assert_eq!(problem, [None, unknown, netkit.clone(), ipvs(), ipvs(), netkit]);
     }
 
     #[test]
-    fn kube_proxys_ipvs_is_told_with_what_to_do_about_it() {
+    fn ipvs_is_reported_with_a_remedy() {
         assert_eq!(
-            Found::Ipvs.to_string(),
+            DatapathProblem::Ipvs.to_string(),
             "DatapathBypassed: the interface kube-ipvs0 is here, so kube-proxy runs, or ran, in mode ipvs, which translates \
              packets for Services after the firewall table looked at them: PeerPolicies do not see where those go. To be enforced \
              here: set mode: nftables (or iptables) in kube-proxy's configuration and restart it, then remove the interface \

@@ -1,5 +1,4 @@
-//! Names of endpoints and of the API server, looked up again and again in the background; who needs which name is said by
-//! others.
+//! Resolves the host names of endpoints and of the API server repeatedly in the background.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,19 +11,19 @@ use futures::{StreamExt, stream};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-/// How often a name is looked up.
-const EVERY: Duration = Duration::from_secs(30);
-/// How long one answer may take.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// Lookups at a time.
-const AT_ONCE: usize = 16;
+/// How often a name is resolved.
+const INTERVAL: Duration = Duration::from_secs(30);
+/// Timeout of one lookup.
+const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
+/// Concurrent lookups.
+const CONCURRENCY: usize = 16;
 
-/// An address for each name that has one now.
+/// An address for each name that has one.
 pub type Addresses = BTreeMap<String, IpAddr>;
 
-/// Looks up whatever `wanted` holds until the token is cancelled. A name keeps its address as long as that is among the
-/// answers, so that a rotating answer moves nobody, and while there is no answer at all.
-/// `known` are the answers that an earlier process had.
+/// Resolves the names in `wanted` until the token is cancelled. A name keeps its address while that is among the
+/// answers, so that round-robin DNS moves no peer, and while there is no answer at all.
+/// `known` are the answers of an earlier process.
 pub async fn run(
     mut wanted: watch::Receiver<BTreeSet<String>>,
     known: Addresses,
@@ -37,10 +36,10 @@ pub async fn run(
         let old = &known;
         let answers: Addresses = stream::iter(names)
             .map(|name| async move {
-                let address = keep(old.get(&name).copied(), &ask(&name).await);
+                let address = select_address(old.get(&name).copied(), &resolve(&name).await);
                 address.map(|address| (name, address))
             })
-            .buffer_unordered(AT_ONCE)
+            .buffer_unordered(CONCURRENCY)
             .filter_map(|answer| async { answer })
             .collect()
             .await;
@@ -50,24 +49,24 @@ pub async fn run(
         }
         tokio::select! {
             () = stop.cancelled() => return,
-            () = tokio::time::sleep(EVERY) => {}
+            () = tokio::time::sleep(INTERVAL) => {}
             changed = wanted.changed() => if changed.is_err() { return },
         }
     }
 }
 
-async fn ask(name: &str) -> BTreeSet<IpAddr> {
-    match tokio::time::timeout(PATIENCE, tokio::net::lookup_host((name, 0))).await {
+async fn resolve(name: &str) -> BTreeSet<IpAddr> {
+    match tokio::time::timeout(LOOKUP_TIMEOUT, tokio::net::lookup_host((name, 0))).await {
         Ok(Ok(answers)) => answers.map(|answer| answer.ip().to_canonical()).collect(),
         Ok(Err(error)) => {
-            tracing::debug!(name, %error, "name has no address");
+            tracing::debug!(name, %error, "cannot resolve a name");
             BTreeSet::new()
         }
         Err(_) => BTreeSet::new(),
     }
 }
 
-fn keep(old: Option<IpAddr>, answers: &BTreeSet<IpAddr>) -> Option<IpAddr> {
+fn select_address(old: Option<IpAddr>, answers: &BTreeSet<IpAddr>) -> Option<IpAddr> {
     match old {
         Some(old) if answers.is_empty() || answers.contains(&old) => Some(old),
         // IPv4 sorts first.
@@ -80,19 +79,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_is_kept_while_it_is_among_the_answers_or_there_are_none() {
+    fn address_is_kept_while_it_is_an_answer_or_there_is_none() {
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();
         let set = |texts: &[&str]| texts.iter().map(|t| ip(t)).collect::<BTreeSet<_>>();
         assert_eq!(
-            keep(None, &set(&["fd00::1", "10.0.0.2", "10.0.0.1"])),
+            select_address(None, &set(&["fd00::1", "10.0.0.2", "10.0.0.1"])),
             Some(ip("10.0.0.1"))
         );
         assert_eq!(
-            keep(Some(ip("10.0.0.2")), &set(&["10.0.0.2", "10.0.0.1"])),
+            select_address(Some(ip("10.0.0.2")), &set(&["10.0.0.2", "10.0.0.1"])),
             Some(ip("10.0.0.2"))
         );
-        assert_eq!(keep(Some(ip("10.0.0.2")), &set(&["10.0.0.1"])), Some(ip("10.0.0.1")));
-        assert_eq!(keep(Some(ip("10.0.0.2")), &set(&[])), Some(ip("10.0.0.2")));
-        assert_eq!(keep(None, &set(&[])), None);
+        assert_eq!(
+            select_address(Some(ip("10.0.0.2")), &set(&["10.0.0.1"])),
+            Some(ip("10.0.0.1"))
+        );
+        assert_eq!(select_address(Some(ip("10.0.0.2")), &set(&[])), Some(ip("10.0.0.2")));
+        assert_eq!(select_address(None, &set(&[])), None);
     }
 }

@@ -1,5 +1,5 @@
-//! What the agent works from: objects of its own cluster, and the node's network as it is without us. Nothing is written
-//! here.
+//! Reads what the agent works from: objects of its own cluster, and the node's network without the mesh. Writes
+//! nothing.
 
 use clustermesh_api::{peer::Peer, policy::PeerPolicy};
 use k8s_openapi::api::{core::v1::Node, discovery::v1::EndpointSlice};
@@ -11,8 +11,8 @@ use kube::{
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use objects::{NodeSeen, PeerSeen, PolicySeen, sockets};
-use store::{Shelf, Store};
+use objects::{ParsedNode, ParsedPeer, ParsedPolicy, sockets};
+use store::{Store, StoreSink};
 
 pub mod client;
 pub(crate) mod datapath;
@@ -25,9 +25,9 @@ pub mod watch;
 
 const PEER_POLICY: &str = "PeerPolicy";
 
-/// Follows everything in the cluster that concerns this node, into `store`, until the token is cancelled. `keys` are the
+/// Starts the watches of all objects that concern this node, into `store`, until the token is cancelled. `keys` are the
 /// annotations that this agent writes on its own Node.
-pub fn follow(
+pub fn start_watches(
     tasks: &mut JoinSet<()>,
     client: &Client,
     me: &str,
@@ -37,49 +37,49 @@ pub fn follow(
 ) {
     let all = watcher::Config::default;
     let peers = ApiResource::erase::<Peer>(&());
-    tasks.spawn(watch::follow(
+    tasks.spawn(watch::watch_kind(
         Api::<DynamicObject>::all_with(client.clone(), &peers),
         all(),
-        PeerSeen::new,
-        Shelf {
+        ParsedPeer::new,
+        StoreSink {
             store: store.clone(),
             kind: "Peer",
-            part: |world| &mut world.peers,
+            part: |snapshot| &mut snapshot.peers,
         },
         stop.clone(),
     ));
     let policies = ApiResource::erase::<PeerPolicy>(&());
-    tasks.spawn(watch::follow(
+    tasks.spawn(watch::watch_kind(
         Api::<DynamicObject>::all_with(client.clone(), &policies),
         all(),
-        PolicySeen::new,
-        Shelf {
+        ParsedPolicy::new,
+        StoreSink {
             store: store.clone(),
             kind: PEER_POLICY,
-            part: |world| &mut world.policies,
+            part: |snapshot| &mut snapshot.policies,
         },
         stop.clone(),
     ));
     let me = me.to_owned();
-    tasks.spawn(watch::follow(
+    tasks.spawn(watch::watch_kind(
         Api::<Node>::all(client.clone()),
         all(),
-        move |node| NodeSeen::new(&node, &me, keys),
-        Shelf {
+        move |node| ParsedNode::new(&node, &me, keys),
+        StoreSink {
             store: store.clone(),
             kind: "Node",
-            part: |world| &mut world.nodes,
+            part: |snapshot| &mut snapshot.nodes,
         },
         stop.clone(),
     ));
-    tasks.spawn(watch::follow(
+    tasks.spawn(watch::watch_kind(
         Api::<EndpointSlice>::namespaced(client.clone(), "default"),
         all().labels("kubernetes.io/service-name=kubernetes"),
         |slice| sockets(&slice),
-        Shelf {
+        StoreSink {
             store: store.clone(),
             kind: "EndpointSlice",
-            part: |world| &mut world.api_servers,
+            part: |snapshot| &mut snapshot.api_servers,
         },
         stop.clone(),
     ));

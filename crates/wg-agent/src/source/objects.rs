@@ -1,5 +1,5 @@
-//! What is kept of each object: its values, or why it cannot be used. How they are spelled is `clustermesh_api`'s; what
-//! follows from them is `clustermesh_agent_core`'s.
+//! Parses objects into the values that the agent keeps, or into a message why they cannot be used. `clustermesh_api`
+//! knows their format, `clustermesh_agent_core` what follows from them.
 
 use std::{
     collections::BTreeSet,
@@ -29,19 +29,19 @@ use crate::publish::Annotations;
 
 /// A Peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PeerSeen {
-    /// The member whose node it is; empty where nobody says.
+pub struct ParsedPeer {
+    /// The member whose node the Peer describes; empty without its label.
     pub cluster: String,
-    /// Namespace and name of the ClusterMesh that the member is an entry of; empty where nobody says.
+    /// Namespace and name of the ClusterMesh; empty without the labels.
     pub mesh: (String, String),
-    /// Its resourceVersion: which of two Peers was written last.
+    /// Its resourceVersion, which tells which of two Peers was written last.
     pub revision: u64,
-    /// Its values, or what is wrong with it.
+    /// Its values, or why they cannot be used.
     pub spec: Result<PeerSpec, String>,
 }
 
-impl PeerSeen {
-    /// Takes an object apart. Never fails: a Peer that cannot be used says why.
+impl ParsedPeer {
+    /// Parses an object. A Peer that cannot be parsed keeps a message instead of values.
     #[must_use]
     pub fn new(object: DynamicObject) -> Self {
         let label = |key| {
@@ -73,17 +73,17 @@ impl PeerSeen {
 
 /// A PeerPolicy.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PolicySeen {
-    /// What to enforce. Of a policy that cannot be read, only the networks that must not leave in clear: it allows nothing.
+pub struct ParsedPolicy {
+    /// What to enforce. A policy that cannot be parsed allows nothing; its networks still must not leave unencrypted.
     pub policy: Policy,
-    /// What is wrong with it.
+    /// Why it cannot be parsed.
     pub problem: Option<String>,
-    /// Changes with whatever it says.
+    /// A hash of its spec.
     pub digest: PolicyDigest,
 }
 
-impl PolicySeen {
-    /// Takes an object apart. Never fails: a policy that cannot be read closes what it can.
+impl ParsedPolicy {
+    /// Parses an object. A policy that cannot be parsed denies as much as possible.
     #[must_use]
     pub fn new(object: DynamicObject) -> Self {
         let name = object.metadata.name.clone().unwrap_or_default();
@@ -115,7 +115,7 @@ impl PolicySeen {
     }
 }
 
-/// The agent's word for a protocol.
+/// The agent's type for a protocol.
 pub(crate) const fn protocol(protocol: mesh::Protocol) -> Protocol {
     match protocol {
         mesh::Protocol::Tcp => Protocol::Tcp,
@@ -167,9 +167,9 @@ fn policy(name: &str, spec: &PolicySpec) -> Policy {
     }
 }
 
-/// A Node. Of every Node the claims that concern all; of this one also what it is.
+/// A Node: the claims that concern all nodes, and further values of this one.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct NodeSeen {
+pub struct ParsedNode {
     /// `metadata.creationTimestamp`, Unix seconds.
     pub created: i64,
     /// Host part of `kilo.squat.ai/wireguard-ip`.
@@ -178,25 +178,25 @@ pub struct NodeSeen {
     pub internal_ips: Vec<IpAddr>,
     /// `spec.podCIDRs`.
     pub pod_cidrs: BTreeSet<IpNet>,
-    /// Only of this node.
+    /// Only for this node.
     pub own: Option<OwnNode>,
 }
 
-/// What this node's object says about it.
+/// Values of this node's own Node.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct OwnNode {
     /// `status.addresses` of type ExternalIP.
     pub external_ips: Vec<IpAddr>,
     /// `kilo.squat.ai/force-endpoint`.
     pub force_endpoint: Option<Endpoint>,
-    /// `kilo.squat.ai/last-seen`, Unix seconds: when kg, which this agent is not, last wrote it.
+    /// `kilo.squat.ai/last-seen`, Unix seconds: when kg, not this agent, last wrote it.
     pub kg_seen: Option<i64>,
-    /// The annotations this agent writes, as they stand.
+    /// The current values of the annotations that this agent writes.
     pub published: Annotations,
 }
 
-impl NodeSeen {
-    /// What concerns this agent of a Node. `me` is this node's name, `keys` the annotations it writes.
+impl ParsedNode {
+    /// Parses a Node. `me` is this node's name, `keys` are the annotations that this agent writes.
     #[must_use]
     pub fn new(node: &Node, me: &str, keys: &[&'static str]) -> Self {
         let seen = convert::node::to_core(node);
@@ -222,7 +222,7 @@ impl NodeSeen {
     }
 }
 
-/// The sockets of an EndpointSlice.
+/// The addresses and ports of an EndpointSlice.
 #[must_use]
 pub fn sockets(slice: &EndpointSlice) -> BTreeSet<SocketAddr> {
     let ports = || {
@@ -243,9 +243,9 @@ pub fn sockets(slice: &EndpointSlice) -> BTreeSet<SocketAddr> {
         .collect()
 }
 
-/// A hash over the policies, which changes with whatever they say.
+/// A hash of all policies.
 #[must_use]
-pub fn revision<'a>(policies: impl Iterator<Item = &'a PolicySeen>) -> String {
+pub fn revision<'a>(policies: impl Iterator<Item = &'a ParsedPolicy>) -> String {
     revision::of_all(policies.map(|policy| &policy.digest))
 }
 
@@ -274,8 +274,8 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_is_enforced_as_it_is_written() {
-        let seen = PolicySeen::new(policy_object(serde_json::json!([{"to": ["10.4.0.0/16"]}])));
+    fn policy_is_parsed_as_written() {
+        let seen = ParsedPolicy::new(policy_object(serde_json::json!([{"to": ["10.4.0.0/16"]}])));
         let tcp = |port| Port {
             protocol: Protocol::Tcp,
             port,
@@ -300,10 +300,10 @@ mod tests {
     }
 
     #[test]
-    fn policy_that_cannot_be_read_allows_nothing_and_still_closes_its_networks() {
+    fn unreadable_policy_allows_nothing_and_closes_its_networks() {
         let mut object = policy_object(serde_json::json!([{"to": ["10.4.0.0/16"]}]));
         object.data["spec"]["deny"][0]["ports"] = serde_json::json!([{"port": "https"}]);
-        let seen = PolicySeen::new(object);
+        let seen = ParsedPolicy::new(object);
         let networks = nets(&["10.5.0.0/16", "100.67.0.0/16"]);
         assert_eq!(
             seen.policy,
@@ -318,11 +318,11 @@ mod tests {
     }
 
     #[test]
-    fn policy_of_another_profile_than_cluster_meshed_closes_its_member() {
+    fn policy_of_a_sandbox_or_standard_member_is_closed() {
         let of = |profile: &str| {
             let mut object = policy_object(serde_json::json!([{"to": ["10.4.0.0/16"]}]));
             object.data["spec"]["isolationProfile"] = profile.into();
-            PolicySeen::new(object).policy
+            ParsedPolicy::new(object).policy
         };
         let closed = ["cluster-meshed", "sandbox", "standard"].map(|profile| of(profile).closed);
         assert_eq!(closed, [false, true, true]);
@@ -330,8 +330,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_peer_at_all_says_so() {
-        let peer = PeerSeen::new(object(serde_json::json!({
+    fn malformed_peer_has_a_problem() {
+        let peer = ParsedPeer::new(object(serde_json::json!({
             "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer",
             "metadata": {"name": "p", "resourceVersion": "41"}, "spec": {"allowedIPs": 7},
         })));
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn only_this_nodes_heartbeat_is_a_change() {
+    fn only_the_own_nodes_heartbeat_is_a_change() {
         let node = |seen: &str| -> Node {
             serde_json::from_value(serde_json::json!({
                 "metadata": {"name": "n", "annotations": {"kilo.squat.ai/last-seen": seen, "kilo.squat.ai/wireguard-ip": "10.4.0.1/16"}},
@@ -350,10 +350,10 @@ mod tests {
             .unwrap()
         };
         assert_eq!(
-            NodeSeen::new(&node("1"), "other", &[]),
-            NodeSeen::new(&node("2"), "other", &[])
+            ParsedNode::new(&node("1"), "other", &[]),
+            ParsedNode::new(&node("2"), "other", &[])
         );
-        let own = NodeSeen::new(&node("2"), "n", &["kilo.squat.ai/wireguard-ip", "kilo.squat.ai/key"]);
+        let own = ParsedNode::new(&node("2"), "n", &["kilo.squat.ai/wireguard-ip", "kilo.squat.ai/key"]);
         assert_eq!(
             (own.wireguard_ip, own.internal_ips, own.pod_cidrs),
             (

@@ -1,7 +1,7 @@
-//! Tells that a file like `/etc/resolv.conf` is another one; what it says is read in [`super::underlay`].
+//! Reports that a file like `/etc/resolv.conf` changed; [`super::underlay`] reads its content.
 //!
-//! By looking, once a second, and not by inotify: the file is replaced by a rename, reached through a symlink that changes, or
-//! bound into a container, and each of the three escapes a watch on one of the others.
+//! It polls once a second instead of using inotify. The file may be replaced by a rename, be reached through a symlink
+//! that changes, or be bind-mounted into a container, and no single inotify watch detects all three.
 
 use std::{fs, os::unix::fs::MetadataExt, path::PathBuf, time::Duration};
 
@@ -9,10 +9,10 @@ use tokio::time::{Interval, MissedTickBehavior, interval};
 
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// What tells two versions of a file apart: device, inode, length, and its modification time in seconds and nanoseconds.
+/// Identifies a version of a file: device, inode, length, and modification time in seconds and nanoseconds.
 type Version = Option<(u64, u64, u64, i64, i64)>;
 
-/// Looks at one file.
+/// Polls one file.
 #[derive(Debug)]
 pub struct Watch {
     path: PathBuf,
@@ -21,7 +21,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Starts from the file as it is now; it need not exist. Must be called inside a tokio runtime.
+    /// Starts from the current file, which need not exist. Must be called inside a tokio runtime.
     #[must_use]
     pub fn new(path: PathBuf) -> Self {
         let mut tick = interval(PERIOD);
@@ -33,7 +33,7 @@ impl Watch {
         }
     }
 
-    /// Waits until the file is another one. Safe to cancel.
+    /// Waits until the file has changed. Safe to cancel.
     pub async fn changed(&mut self) {
         loop {
             self.tick.tick().await;
@@ -61,7 +61,7 @@ fn version(path: &PathBuf) -> Version {
 mod tests {
     use super::*;
 
-    /// With the clock paused: a wait that ends before an hour has passed was ended by the file.
+    /// Whether a change is reported within an hour of paused time.
     async fn changes(watch: &mut Watch) -> bool {
         tokio::time::timeout(Duration::from_secs(3600), watch.changed())
             .await
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_file_that_is_edited_replaced_or_reached_by_another_link_is_noticed_and_one_that_stays_is_not() {
+    async fn edited_replaced_or_relinked_file_is_reported() {
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
         let mut watch = Watch::new(at("resolv.conf"));

@@ -1,4 +1,4 @@
-//! Everything seen so far in one place, and a bell that rings when it changes; what follows from it is decided elsewhere.
+//! Holds the latest snapshot of the cluster's objects, and wakes the loop when it changes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,34 +11,34 @@ use tokio::sync::Notify;
 
 use super::{
     lookup::Addresses,
-    objects::{NodeSeen, PeerSeen, PolicySeen},
-    watch::{Seen, Sink},
+    objects::{ParsedNode, ParsedPeer, ParsedPolicy},
+    watch::{WatchSink, WatchedKind},
 };
-use crate::{cache::Saved, metrics::Metrics};
+use crate::{cache::SavedObjects, metrics::Metrics};
 
-/// What was seen.
+/// The observed objects of the cluster.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct World {
+pub struct ClusterSnapshot {
     /// Peers of this cluster.
-    pub peers: Seen<PeerSeen>,
+    pub peers: WatchedKind<ParsedPeer>,
     /// PeerPolicies of this cluster.
-    pub policies: Seen<PolicySeen>,
+    pub policies: WatchedKind<ParsedPolicy>,
     /// Nodes of this cluster.
-    pub nodes: Seen<NodeSeen>,
+    pub nodes: WatchedKind<ParsedNode>,
     /// The API server's endpoints, by EndpointSlice.
-    pub api_servers: Seen<BTreeSet<SocketAddr>>,
-    /// Names that were looked up.
+    pub api_servers: WatchedKind<BTreeSet<SocketAddr>>,
+    /// Addresses of host names.
     pub addresses: Addresses,
-    /// Why a kind cannot be followed at present.
+    /// Errors of watches that fail.
     pub errors: BTreeMap<&'static str, String>,
-    /// The kinds that the API server refuses to show (401, 403).
+    /// Kinds that the API server refuses to list (401, 403).
     pub refused: BTreeSet<&'static str>,
 }
 
-impl World {
-    /// The kinds that have not been listed yet.
+impl ClusterSnapshot {
+    /// Kinds that have not been listed yet.
     #[must_use]
-    pub fn pending(&self) -> Vec<&'static str> {
+    pub fn pending_kinds(&self) -> Vec<&'static str> {
         let Self {
             peers,
             policies,
@@ -49,19 +49,19 @@ impl World {
             refused: _,
         } = self;
         [
-            ("Peer", *peers == Seen::Pending),
-            ("PeerPolicy", *policies == Seen::Pending),
-            ("Node", *nodes == Seen::Pending),
-            ("EndpointSlice", *api_servers == Seen::Pending),
+            ("Peer", *peers == WatchedKind::Pending),
+            ("PeerPolicy", *policies == WatchedKind::Pending),
+            ("Node", *nodes == WatchedKind::Pending),
+            ("EndpointSlice", *api_servers == WatchedKind::Pending),
         ]
         .into_iter()
         .filter_map(|(kind, pending)| pending.then_some(kind))
         .collect()
     }
 
-    /// The kinds of which only what an earlier process kept is known.
+    /// Kinds that are only known from the cache.
     #[must_use]
-    pub fn remembered(&self) -> Vec<&'static str> {
+    pub fn cached_kinds(&self) -> Vec<&'static str> {
         let Self {
             peers,
             policies,
@@ -72,26 +72,26 @@ impl World {
             refused: _,
         } = self;
         [
-            ("Peer", matches!(peers, Seen::Remembered(_))),
-            ("PeerPolicy", matches!(policies, Seen::Remembered(_))),
-            ("Node", matches!(nodes, Seen::Remembered(_))),
-            ("EndpointSlice", matches!(api_servers, Seen::Remembered(_))),
+            ("Peer", matches!(peers, WatchedKind::Cached(_))),
+            ("PeerPolicy", matches!(policies, WatchedKind::Cached(_))),
+            ("Node", matches!(nodes, WatchedKind::Cached(_))),
+            ("EndpointSlice", matches!(api_servers, WatchedKind::Cached(_))),
         ]
         .into_iter()
-        .filter_map(|(kind, remembered)| remembered.then_some(kind))
+        .filter_map(|(kind, cached)| cached.then_some(kind))
         .collect()
     }
 
-    /// Takes for every kind that was not listed yet what an earlier process kept. True when there was one.
-    fn remember(&mut self, saved: Saved) -> bool {
-        fn take<V>(seen: &mut Seen<V>, objects: BTreeMap<String, V>) -> bool {
-            let pending = matches!(seen, Seen::Pending);
+    /// Uses the cached objects of each kind that is not listed yet. True = there was such a kind.
+    fn fill_from_cache(&mut self, saved: SavedObjects) -> bool {
+        fn take<V>(seen: &mut WatchedKind<V>, objects: BTreeMap<String, V>) -> bool {
+            let pending = matches!(seen, WatchedKind::Pending);
             if pending {
-                *seen = Seen::Remembered(objects);
+                *seen = WatchedKind::Cached(objects);
             }
             pending
         }
-        let Saved {
+        let SavedObjects {
             peers,
             policies,
             nodes,
@@ -110,22 +110,22 @@ impl World {
         taken.contains(&true)
     }
 
-    /// Whether the API server still says that all this is so, as far as can be told. Of Nodes something is heard every few
-    /// minutes; a watch of other kinds that stands again after a failure says nothing until something changes.
+    /// Whether the API server still confirms all of this, as far as can be told. Nodes change every few minutes, so
+    /// their watch proves that it works. A re-established watch of another kind proves nothing until an object changes.
     #[must_use]
-    pub fn current(&self) -> bool {
-        self.pending().is_empty()
-            && self.remembered().is_empty()
+    pub fn is_confirmed(&self) -> bool {
+        self.pending_kinds().is_empty()
+            && self.cached_kinds().is_empty()
             && self.refused.is_empty()
             && !self.errors.contains_key("Node")
     }
 
-    /// The kinds whose CRD is missing.
+    /// Kinds whose CRD is missing.
     #[must_use]
-    pub fn absent(&self) -> Vec<&'static str> {
+    pub fn missing_crds(&self) -> Vec<&'static str> {
         let kinds = [
-            ("Peer", self.peers == Seen::Absent),
-            ("PeerPolicy", self.policies == Seen::Absent),
+            ("Peer", self.peers == WatchedKind::CrdMissing),
+            ("PeerPolicy", self.policies == WatchedKind::CrdMissing),
         ];
         kinds
             .into_iter()
@@ -134,22 +134,22 @@ impl World {
     }
 }
 
-/// The one place. Cheap to clone; all clones are one.
+/// The shared snapshot. Cheap to clone; all clones share it.
 #[derive(Debug, Clone, Default)]
 pub struct Store {
-    world: Arc<Mutex<World>>,
-    bell: Arc<Notify>,
-    /// For PeerPolicies alone.
+    snapshot: Arc<Mutex<ClusterSnapshot>>,
+    notify: Arc<Notify>,
+    /// Notified for PeerPolicies only.
     policies: Arc<Notify>,
     metrics: Metrics,
-    /// Until it is used, or not needed any more.
-    saved: Arc<Mutex<Option<Saved>>>,
+    /// The cached objects, until they are used.
+    saved: Arc<Mutex<Option<SavedObjects>>>,
 }
 
 impl Store {
-    /// Nothing seen yet; `saved` is what an earlier process kept for the case that the API server is away.
+    /// An empty store. `saved` are the cached objects of an earlier process, used if the API server does not answer.
     #[must_use]
-    pub fn new(metrics: Metrics, saved: Option<Saved>) -> Self {
+    pub fn new(metrics: Metrics, saved: Option<SavedObjects>) -> Self {
         Self {
             metrics,
             saved: Arc::new(Mutex::new(saved)),
@@ -157,102 +157,103 @@ impl Store {
         }
     }
 
-    /// The API server has not told everything by now: works from what an earlier process kept, as far as it did. What was
-    /// listed stays, and the first list of a kind replaces what is kept of it.
-    pub fn remember(&self) {
+    /// Uses the cached objects of each kind that is not listed yet. The first list of a kind replaces them.
+    pub fn use_cache(&self) {
         let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if saved.is_some_and(|saved| self.lock().remember(saved)) {
-            self.bell.notify_one();
+        if saved.is_some_and(|saved| self.lock().fill_from_cache(saved)) {
+            self.notify.notify_one();
         }
     }
 
-    /// A copy of what is known now.
+    /// A copy of the current snapshot.
     #[must_use]
-    pub fn world(&self) -> World {
+    pub fn snapshot(&self) -> ClusterSnapshot {
         self.lock().clone()
     }
 
-    /// Waits until something changed since the last time this returned. For one waiter.
+    /// Waits until something has changed since the last call returned. For one waiter.
     pub async fn changed(&self) {
-        self.bell.notified().await;
+        self.notify.notified().await;
     }
 
-    /// Waits until a PeerPolicy changed since the last time this returned. For one waiter.
+    /// Waits until a PeerPolicy has changed since the last call returned. For one waiter.
     pub async fn policies_changed(&self) {
         self.policies.notified().await;
     }
 
-    /// Wakes the waiter, whatever the reason.
-    pub(crate) fn ring(&self) {
-        self.bell.notify_one();
+    /// Wakes the waiter for any other reason.
+    pub(crate) fn wake(&self) {
+        self.notify.notify_one();
     }
 
-    /// New answers of the lookup.
+    /// Takes new answers of the lookup.
     pub fn set_addresses(&self, addresses: Addresses) {
         self.lock().addresses = addresses;
-        self.bell.notify_one();
+        self.notify.notify_one();
     }
 
-    fn lock(&self) -> MutexGuard<'_, World> {
-        self.world.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, ClusterSnapshot> {
+        self.snapshot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The part of a store that one follower fills.
-pub(crate) struct Shelf<V> {
+/// Puts the objects of one watch into the store.
+pub(crate) struct StoreSink<V> {
     pub(crate) store: Store,
     pub(crate) kind: &'static str,
-    pub(crate) part: fn(&mut World) -> &mut Seen<V>,
+    pub(crate) part: fn(&mut ClusterSnapshot) -> &mut WatchedKind<V>,
 }
 
-impl<V> Sink<V> for Shelf<V> {
-    fn change(&self, change: impl FnOnce(&mut Seen<V>) -> bool + Send) {
-        let mut world = self.store.lock();
-        let changed = change((self.part)(&mut world));
-        let mended = world.errors.remove(self.kind).is_some();
-        world.refused.remove(self.kind);
-        drop(world);
+impl<V> WatchSink<V> for StoreSink<V> {
+    fn change(&self, change: impl FnOnce(&mut WatchedKind<V>) -> bool + Send) {
+        let mut snapshot = self.store.lock();
+        let changed = change((self.part)(&mut snapshot));
+        let recovered = snapshot.errors.remove(self.kind).is_some();
+        snapshot.refused.remove(self.kind);
+        drop(snapshot);
         if changed {
-            self.store.bell.notify_one();
+            self.store.notify.notify_one();
             if self.kind == super::PEER_POLICY {
                 self.store.policies.notify_one();
             }
         }
-        if mended {
-            tracing::info!(kind = self.kind, "following again");
+        if recovered {
+            tracing::info!(kind = self.kind, "the watch works again");
         }
     }
 
     fn failed(&self, error: &watcher::Error) {
-        self.store.metrics.failed("watch");
-        // An API server that is down says so many times, in many ways; what we have stays in force.
+        self.store.metrics.count_error("watch");
+        // An API server that is down causes many different errors, so only the first is logged; known objects stay in
+        // force.
         let text = error.to_string();
         if self.store.lock().errors.insert(self.kind, text.clone()).is_none() {
             tracing::warn!(
                 kind = self.kind,
                 error = text,
-                "cannot follow this cluster's objects; what is in force stays"
+                "cannot watch this cluster's objects; what is applied stays"
             );
         }
-        // One that answers and refuses is not away: what an earlier process was allowed to read may have been taken back.
-        let refused = refused(error);
+        // A server that refuses access is not down: the rights to what the cache contains may have been revoked. So the
+        // cache is used only after [`crate::run`]'s timeout then.
+        let is_refused = is_refusal(error);
         {
-            let mut world = self.store.lock();
-            if refused {
-                world.refused.insert(self.kind);
+            let mut snapshot = self.store.lock();
+            if is_refused {
+                snapshot.refused.insert(self.kind);
             } else {
-                world.refused.remove(self.kind);
+                snapshot.refused.remove(self.kind);
             }
         }
-        if !refused {
-            self.store.remember();
+        if !is_refused {
+            self.store.use_cache();
         }
-        self.store.bell.notify_one();
+        self.store.notify.notify_one();
     }
 }
 
-/// Whether the API server answered, and said no.
-fn refused(error: &watcher::Error) -> bool {
+/// Whether the API server answered and refused access.
+fn is_refusal(error: &watcher::Error) -> bool {
     match error {
         watcher::Error::InitialListFailed(kube::Error::Api(status))
         | watcher::Error::WatchStartFailed(kube::Error::Api(status)) => matches!(status.code, 401 | 403),
@@ -270,32 +271,32 @@ mod tests {
     }
 
     #[test]
-    fn what_was_kept_stands_in_for_what_was_not_listed_and_only_once() {
-        let saved = Saved {
+    fn cached_objects_replace_unlisted_kinds_only_once() {
+        let saved = SavedObjects {
             nodes: named("old"),
             api_servers: named("old"),
             addresses: [("a".to_owned(), "192.0.2.1".parse().unwrap())].into(),
-            ..Saved::default()
+            ..SavedObjects::default()
         };
         let store = Store::new(Metrics::default(), Some(saved));
-        store.lock().nodes = Seen::Listed(named("new"));
-        assert_eq!(store.world().remembered(), Vec::<&str>::new());
-        store.remember();
-        let world = store.world();
-        assert_eq!(world.remembered(), ["Peer", "PeerPolicy", "EndpointSlice"]);
-        assert_eq!(world.pending(), Vec::<&str>::new());
-        assert_eq!(world.nodes, Seen::Listed(named("new")));
-        assert_eq!(world.api_servers, Seen::Remembered(named("old")));
-        assert_eq!(world.addresses.len(), 1);
-        store.lock().peers = Seen::Pending;
-        store.remember();
-        assert_eq!(store.world().pending(), ["Peer"]);
+        store.lock().nodes = WatchedKind::Listed(named("new"));
+        assert_eq!(store.snapshot().cached_kinds(), Vec::<&str>::new());
+        store.use_cache();
+        let snapshot = store.snapshot();
+        assert_eq!(snapshot.cached_kinds(), ["Peer", "PeerPolicy", "EndpointSlice"]);
+        assert_eq!(snapshot.pending_kinds(), Vec::<&str>::new());
+        assert_eq!(snapshot.nodes, WatchedKind::Listed(named("new")));
+        assert_eq!(snapshot.api_servers, WatchedKind::Cached(named("old")));
+        assert_eq!(snapshot.addresses.len(), 1);
+        store.lock().peers = WatchedKind::Pending;
+        store.use_cache();
+        assert_eq!(store.snapshot().pending_kinds(), ["Peer"]);
     }
 
     #[test]
-    fn without_anything_kept_there_is_nothing_to_stand_in() {
+    fn store_without_cache_stays_empty() {
         let store = Store::new(Metrics::default(), None);
-        store.remember();
-        assert_eq!(store.world(), World::default());
+        store.use_cache();
+        assert_eq!(store.snapshot(), ClusterSnapshot::default());
     }
 }

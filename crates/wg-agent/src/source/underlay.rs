@@ -1,5 +1,5 @@
-//! What this node's network looks like without us: the interface that outer packets leave by, its addresses and MTU, next
-//! hops and resolvers. Read only; our own tables and device are not looked at.
+//! Reads the node's network without the mesh: the interface by which outer packets leave, its addresses and MTU, next
+//! hops and resolvers. Our own tables and device are ignored.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,26 +20,26 @@ use netlink_packet_route::{
 /// The node's network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Underlay {
-    /// The interface that outer packets leave by.
+    /// The interface by which outer packets leave.
     pub interface: InterfaceName,
     /// Its MTU, bytes.
     pub mtu: u16,
     /// Its addresses with their prefix lengths, link-local ones left out.
     pub addresses: BTreeMap<IpAddr, u8>,
-    /// Gateways of the main table.
+    /// Next hops in the main table.
     pub next_hops: BTreeSet<IpAddr>,
 }
 
-/// Why the node's network is not known.
+/// Why the node's network cannot be determined.
 #[derive(Debug, thiserror::Error)]
 pub enum UnderlayError {
-    /// Netlink said no.
+    /// A netlink request failed.
     #[error("cannot read the node's links, addresses and routes: {0}")]
     Netlink(#[from] rtnetlink::Error),
     /// No netlink socket.
     #[error("cannot open a netlink socket: {0}")]
     Socket(#[from] io::Error),
-    /// Nothing to send outer packets by.
+    /// No interface for outer packets.
     #[error(
         "this node has no interface with one of its InternalIPs ({0:?}) and no default route: tunnels have nothing to leave \
          by; correct the Node's addresses (kubelet --node-ip) or the node's routes"
@@ -54,7 +54,7 @@ struct Link {
     addresses: BTreeMap<IpAddr, u8>,
 }
 
-/// What of a route matters here.
+/// The relevant parts of a route.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Hop {
     default: bool,
@@ -64,10 +64,10 @@ struct Hop {
     gateway: Option<IpAddr>,
 }
 
-/// Reads the node's network. `internal` are the Node's InternalIPs: the interface that has one carries the tunnel's outer
-/// packets, else the one of the best default route. `device` is ours.
+/// Reads the node's network. `internal` are the Node's InternalIPs: the interface that has one carries the tunnel's
+/// outer packets, else that of the best default route. `device` is ours.
 pub async fn read(internal: &BTreeSet<IpAddr>, device: &InterfaceName) -> Result<Underlay, UnderlayError> {
-    // Strict: the kernel leaves out other tables than the one we ask for.
+    // Strict checking makes the kernel return only the requested table.
     let (connection, handle, _) = rtnetlink::new_connection_with_strict_check()?;
     let connection = tokio::spawn(connection);
     let read = dump(&handle).await;
@@ -91,7 +91,7 @@ async fn dump(handle: &rtnetlink::Handle) -> Result<(BTreeMap<u32, Link>, Vec<Ho
     }
     let mut messages = handle.address().get().execute();
     while let Some(message) = messages.try_next().await? {
-        // Of a point-to-point link `Address` is the other end and `Local` this one; IPv6 has `Address` alone.
+        // On a point-to-point link, `Address` is the remote end and `Local` this one; IPv6 has only `Address`.
         let find = |local: bool| {
             message.attributes.iter().find_map(|attribute| match attribute {
                 AddressAttribute::Local(address) if local => Some(*address),
@@ -114,7 +114,7 @@ async fn dump(handle: &rtnetlink::Handle) -> Result<(BTreeMap<u32, Link>, Vec<Ho
             match messages.try_next().await {
                 Ok(Some(message)) => hops.extend(main_table(&message)),
                 Ok(None) => break,
-                // A kernel without IPv6 (ipv6.disable=1) has no routes of it.
+                // A kernel without IPv6 (ipv6.disable=1) refuses.
                 Err(rtnetlink::Error::NetlinkError(_)) if family == AddressFamily::Inet6 => break,
                 Err(error) => return Err(error),
             }
@@ -223,7 +223,7 @@ const fn link_local(address: &IpAddr) -> bool {
     }
 }
 
-/// The name servers of a resolv.conf(5), but for loopback ones, which need no route. A missing file has none.
+/// The name servers in a resolv.conf(5), except loopback ones, which need no route. A missing file has none.
 pub fn resolvers(path: &Path) -> io::Result<BTreeSet<IpAddr>> {
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(parse_resolvers(&text)),
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn the_interface_of_the_internal_ip_comes_first() {
+    fn interface_of_the_internal_ip_is_preferred() {
         let internal = BTreeSet::from(["192.168.1.34".parse().unwrap()]);
         let want = Underlay {
             interface: "eth1".parse().unwrap(),
@@ -299,14 +299,14 @@ mod tests {
     }
 
     #[test]
-    fn else_that_of_the_best_default_route_that_is_not_ours() {
+    fn best_foreign_default_route_is_the_fallback() {
         let got = choose(&BTreeSet::new(), &"kilo0".parse().unwrap(), &links(), &hops()).unwrap();
         assert_eq!((got.interface.as_str(), got.mtu), ("eth0", 1500));
         assert_eq!(choose(&BTreeSet::new(), &"kilo0".parse().unwrap(), &links(), &[]), None);
     }
 
     #[test]
-    fn resolvers_that_need_a_route_are_found() {
+    fn only_resolvers_that_need_a_route_are_parsed() {
         let text = "# c\nsearch a.b\nnameserver 10.95.0.10\nnameserver 127.0.0.53\n nameserver\tfd00::53 \n\
                     nameserver fe80::1%eth0\nnameserver x\noptions ndots:5\nnameservers 1.1.1.1";
         assert_eq!(

@@ -1,16 +1,17 @@
-//! `wg-agent status`: asks the agent that runs, prints, and says by the exit code how the node is.
+//! Implements `wg-agent status`: queries the running agent, prints its state, and reports the node's health by the exit
+//! code.
 
 use std::{io::Write, process::ExitCode};
 
 use clap::{Args, ValueEnum};
 use serde::Deserialize;
 
-use super::{ask::ask, table, view::View};
+use super::{socket::query, table, view::View};
 
 /// What to show.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct StatusArgs {
-    /// A table for a person, or everything the agent knows.
+    /// A table, or the agent's whole state as JSON.
     #[arg(short, long, value_enum, default_value_t = Output::Table)]
     output: Output,
     /// Only peers of this cluster, by its name in the ClusterMesh (table).
@@ -25,17 +26,17 @@ pub(crate) struct StatusArgs {
 enum Output {
     /// For a person.
     Table,
-    /// As at /debug/state.
+    /// The content of /debug/state.
     Json,
 }
 
-/// Prints. 0 = nothing to mend, 1 = something is, 2 = no answer.
+/// Prints the state. 0 = healthy, 1 = problems, 2 = no answer.
 pub(crate) fn run(args: StatusArgs) -> ExitCode {
     let StatusArgs { output, cluster, peer } = args;
-    let answer = ask().map_err(|error| error.to_string()).and_then(|state| {
+    let answer = query().map_err(|error| error.to_string()).and_then(|state| {
         let view = View::deserialize(&state).map_err(|error| {
             format!(
-                "the agent is of another version and its state reads otherwise ({error}): use its own `wg-agent status`"
+                "the agent has another version and its state cannot be parsed ({error}): use that version's `wg-agent status`"
             )
         })?;
         Ok((state, view))
@@ -47,14 +48,14 @@ pub(crate) fn run(args: StatusArgs) -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    view.only(cluster.as_deref(), peer.as_deref());
+    view.filter_peers(cluster.as_deref(), peer.as_deref());
     let text = match output {
         Output::Table => table::page(&view),
         Output::Json => format!("{state:#}\n"),
     };
-    // Nobody may be reading any more, as behind `| head`.
+    // The reader may have closed the pipe, such as `| head`.
     let _ = std::io::stdout().write_all(text.as_bytes());
-    if view.well() {
+    if view.is_healthy() {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE

@@ -1,4 +1,4 @@
-//! `wg-agent status` for a person. Values in, text out.
+//! Renders the state for `wg-agent status` as text.
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
@@ -56,7 +56,7 @@ fn facts(view: &View) -> Vec<(&'static str, String)> {
             "the agent has not finished its first pass over the node".to_owned(),
         )];
     };
-    // In policy mode the tunnel and all that belongs to it is kg's.
+    // In policy mode the tunnel belongs to kg, so these fields are empty.
     let address = wireguard_ip.map(|ip| format!(", WireGuard address {ip}"));
     facts.push(("Node", format!("{name}{}", address.unwrap_or_default())));
     if !public_key.is_empty() {
@@ -118,7 +118,7 @@ fn facts(view: &View) -> Vec<(&'static str, String)> {
     facts
 }
 
-/// By mesh and cluster, those that are down first.
+/// Sorted by mesh and cluster; peers that are down come first.
 fn peers(peers: &BTreeMap<String, PeerView>) -> String {
     let mut rows: Vec<(&String, &PeerView)> = peers.iter().collect();
     rows.sort_by_key(|(name, peer)| (&peer.mesh, &peer.cluster, peer.state != "down", *name));
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_person_sees_who_the_node_is_who_answers_and_what_to_mend() {
+    fn status_table_shows_node_peers_and_troubles() {
         let want = "\
 Node      tenant-a-1, WireGuard address 100.66.2.1
 Key       F5rh=
@@ -278,19 +278,19 @@ Left out
     }
 
     #[test]
-    fn a_node_is_well_when_nothing_is_down_left_out_or_in_trouble() {
+    fn node_is_healthy_without_down_peers_or_troubles() {
         let mut view = view();
         view.refused.clear();
         view.troubles[0].harmless = true;
-        assert!(!view.well());
+        assert!(!view.is_healthy());
         let mut one = view.clone();
-        one.only(Some("mgmt"), Some("prod--mgmt--b"));
-        assert_eq!((one.peers.len(), one.well()), (1, false));
-        view.only(Some("mgmt"), Some("prod--mgmt--a"));
-        assert!(view.well());
+        one.filter_peers(Some("mgmt"), Some("prod--mgmt--b"));
+        assert_eq!((one.peers.len(), one.is_healthy()), (1, false));
+        view.filter_peers(Some("mgmt"), Some("prod--mgmt--a"));
+        assert!(view.is_healthy());
         let mut bypassed = view.clone();
         bypassed.agent.as_mut().unwrap().datapath_bypassed = "datapath-mode is netkit".into();
-        assert!(!bypassed.well());
+        assert!(!bypassed.is_healthy());
         assert!(
             page(&bypassed)
                 .contains("Datapath  bypassed (datapath-mode is netkit): PeerPolicies are not enforced here\n"),
@@ -298,7 +298,7 @@ Left out
             page(&bypassed)
         );
         view.troubles[0].harmless = false;
-        assert!(!view.well());
-        assert!(!View::default().well(), "nothing is known yet");
+        assert!(!view.is_healthy());
+        assert!(!View::default().is_healthy(), "nothing is known yet");
     }
 }

@@ -1,5 +1,5 @@
-//! What the agent shows of itself, as `/debug/state` and `wg-agent status` spell it. Read leniently: whoever asks may be of
-//! another version. Made in `reconcile`; never a secret.
+//! The format of the agent's state in `/debug/state` and `wg-agent status`. Parsing is lenient, because the other side
+//! may have another version. Never contains a secret.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,24 +10,24 @@ use clustermesh_api::annotations::Agent;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-/// The parts of the dump that a person is shown. `None` = nothing is known yet.
+/// The parts of the dump that `wg-agent status` shows. `None` = not known yet.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct View {
-    /// As on the Node.
+    /// The annotation on the Node.
     pub(crate) agent: Option<Agent>,
     pub(crate) node: Option<NodeView>,
     pub(crate) device: Option<DeviceView>,
     /// By name of the Peer.
     pub(crate) peers: BTreeMap<String, PeerView>,
-    /// Objects and networks that were left out, and why.
+    /// Objects and networks that are left out, and why.
     pub(crate) refused: Vec<String>,
     pub(crate) troubles: Vec<TroubleView>,
-    /// `held`, or what is missing.
+    /// `held` (restricted by an admission policy), or a message what is missing.
     pub(crate) admission: String,
 }
 
-/// Who the node is.
+/// The node's identity.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct NodeView {
@@ -38,7 +38,7 @@ pub(crate) struct NodeView {
     pub(crate) underlay: UnderlayView,
 }
 
-/// Where outer packets leave.
+/// The network by which outer packets leave.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct UnderlayView {
@@ -48,7 +48,7 @@ pub(crate) struct UnderlayView {
     pub(crate) next_hops: Vec<IpAddr>,
 }
 
-/// What carries the tunnels.
+/// The WireGuard device.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct DeviceView {
@@ -59,7 +59,7 @@ pub(crate) struct DeviceView {
     /// Bytes of inner packet.
     pub(crate) mtu: u32,
     pub(crate) listen_port: u16,
-    /// Packets, by reason.
+    /// Dropped packets, by reason.
     pub(crate) drops: BTreeMap<String, u64>,
 }
 
@@ -67,7 +67,7 @@ pub(crate) struct DeviceView {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct PeerView {
-    /// `namespace/name` of the ClusterMesh; empty = a Peer that nobody's controller wrote.
+    /// `namespace/name` of the ClusterMesh; empty = no controller wrote the Peer.
     pub(crate) mesh: String,
     pub(crate) cluster: String,
     pub(crate) key: String,
@@ -75,13 +75,13 @@ pub(crate) struct PeerView {
     pub(crate) state: String,
     #[serde(rename = "allowedIPs")]
     pub(crate) allowed_ips: BTreeSet<IpNet>,
-    /// To be tried, in order.
+    /// Endpoints to try, in order.
     pub(crate) candidates: Vec<SocketAddr>,
     pub(crate) configured_endpoint: Option<SocketAddr>,
     /// Where packets go now.
     pub(crate) live_endpoint: Option<SocketAddr>,
     pub(crate) keepalive_seconds: Option<u16>,
-    /// Bytes of inner packet that get to it whole.
+    /// The largest inner packet in bytes that reaches the peer unfragmented.
     pub(crate) largest_packet: u16,
     /// `None` = never.
     pub(crate) handshake_age_seconds: Option<u64>,
@@ -89,21 +89,21 @@ pub(crate) struct PeerView {
     pub(crate) tx_bytes: u64,
 }
 
-/// Something that is not as it should be.
+/// A problem.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct TroubleView {
-    /// Of the agent, as `firewall`.
+    /// The part of the agent, such as `firewall`.
     pub(crate) part: String,
     /// What is wrong and what to do.
     pub(crate) message: String,
-    /// The node serves the mesh all the same.
+    /// Whether the node serves the mesh nevertheless.
     pub(crate) harmless: bool,
 }
 
 impl View {
-    /// Whether there is nothing to mend.
-    pub(crate) fn well(&self) -> bool {
+    /// Whether there is no problem to fix.
+    pub(crate) fn is_healthy(&self) -> bool {
         self.node.is_some()
             && self.refused.is_empty()
             && self.troubles.iter().all(|trouble| trouble.harmless)
@@ -111,8 +111,8 @@ impl View {
             && self.peers.values().all(|peer| peer.state != "down")
     }
 
-    /// Only these peers: of one cluster, or of one name.
-    pub(crate) fn only(&mut self, cluster: Option<&str>, peer: Option<&str>) {
+    /// Keeps only peers of this cluster, or the peer of this name.
+    pub(crate) fn filter_peers(&mut self, cluster: Option<&str>, peer: Option<&str>) {
         self.peers.retain(|name, view| {
             cluster.is_none_or(|cluster| cluster == view.cluster) && peer.is_none_or(|peer| peer == name)
         });

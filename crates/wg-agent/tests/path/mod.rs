@@ -22,7 +22,7 @@ use clustermesh_core::key::PublicKey;
 use ipnet::IpNet;
 use wg_agent::{
     device::{Configuration, Device, userspace::Userspace},
-    firewall::{Keeper, Nft},
+    firewall::{FirewallManager, Nft},
     route::{self, Netlink},
 };
 
@@ -346,7 +346,10 @@ fn converge(ns: &NetNs, inputs: &Inputs) -> Vec<String> {
             .build()
             .unwrap()
             .block_on(async {
-                Keeper::new(Nft::default()).converge(&compiled.firewall).await.unwrap();
+                FirewallManager::new(Nft::default())
+                    .converge(&compiled.firewall)
+                    .await
+                    .unwrap();
                 let mut routing = Netlink::open(inputs.node.device.clone()).unwrap();
                 let pass = route::converge(&mut routing, &compiled.routes).await.unwrap();
                 let missing = route::sysctl::ensure(&compiled.sysctls).await;

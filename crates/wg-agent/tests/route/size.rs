@@ -40,9 +40,9 @@ fn a_routing_daemon_with_many_routes_wakes_nobody_and_hides_nothing() {
         );
         assert_eq!(heard(300), None);
         ns.ip("route add default via 10.101.0.9 dev eth0 proto bgp");
-        assert_eq!(heard(5000), Some(News::Underlay));
+        assert_eq!(heard(5000), Some(RoutingEvent::Underlay));
         ns.ip("route flush table 5182");
-        assert_eq!(heard(5000), Some(News::Ours));
+        assert_eq!(heard(5000), Some(RoutingEvent::Ours));
     });
 }
 

@@ -1,7 +1,8 @@
-//! The interface itself over rtnetlink: found, made, set, removed. What WireGuard does with it is not this file's business.
+//! Finds, creates, configures and removes the WireGuard interface over rtnetlink.
 //!
-//! An interface is ours if its alias says so ([`ALIAS`]). The kernel takes no alias when it makes a link, so one is made under
-//! a name of its own, [`UNFINISHED`], and gets its real name when everything else stands: who sees the name sees a whole device.
+//! An interface belongs to the agent if its alias says so ([`ALIAS`]). The kernel accepts no alias when it creates a
+//! link. So a link is created as [`UNFINISHED`] and gets its real name last: under that name, a device is always
+//! complete.
 
 use std::io;
 
@@ -15,18 +16,18 @@ use nix::errno::Errno;
 use super::netlink::Netlink;
 use crate::device::ALIAS;
 
-/// The name of a link that is being made; 15 characters.
+/// The name of a link while it is created; 15 characters.
 const UNFINISHED: &str = "clustermesh-new";
 
-/// A link that stands.
+/// An existing link.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Link {
     pub(super) index: u32,
     pub(super) kind: Kind,
-    /// Whether its alias is ours.
-    pub(super) ours: bool,
+    /// Whether its alias is the agent's.
+    pub(super) is_ours: bool,
     pub(super) mtu: u32,
-    pub(super) up: bool,
+    pub(super) is_up: bool,
     pub(super) drops: Drops,
 }
 
@@ -37,7 +38,7 @@ pub(super) enum Kind {
     Other,
 }
 
-/// What the link counts (Documentation/networking/statistics.rst); packets.
+/// The link's drop counters in packets (Documentation/networking/statistics.rst).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Drops {
     pub(super) receive_errors: u64,
@@ -77,10 +78,10 @@ impl Links {
         }
     }
 
-    /// A WireGuard link that is down, under a name that nobody looks for. `EOPNOTSUPP` = this kernel has no WireGuard; where it
-    /// is a module, the kernel loads it for us.
-    pub(super) fn make(&self) -> io::Result<u32> {
-        // What a killed process left half made.
+    /// Creates a WireGuard link, down, with a temporary name. `EOPNOTSUPP` = this kernel has no WireGuard. If it is a
+    /// module, the kernel loads it.
+    pub(super) fn create(&self) -> io::Result<u32> {
+        // Left by a process that was killed while it created a link.
         if let Some(left) = self.by_name(UNFINISHED)?
             && left.kind == Kind::Wireguard
         {
@@ -100,7 +101,7 @@ impl Links {
         Ok(made.index)
     }
 
-    /// Sets attributes, and brings the link up.
+    /// Sets attributes and, with `up`, brings the link up.
     pub(super) fn set(&self, index: u32, attributes: Vec<LinkAttribute>, up: bool) -> io::Result<()> {
         let mut message = LinkMessage::default();
         message.header.index = index;
@@ -112,7 +113,7 @@ impl Links {
         self.0.request(RouteNetlinkMessage::SetLink(message), 0).map(drop)
     }
 
-    /// Removes a link with everything in it; one that is gone already counts as removed.
+    /// Removes a link; a missing one is no error.
     pub(super) fn remove(&self, index: u32) -> io::Result<()> {
         let mut message = LinkMessage::default();
         message.header.index = index;
@@ -127,14 +128,14 @@ fn link(message: &LinkMessage) -> Link {
     let mut link = Link {
         index: message.header.index,
         kind: Kind::Other,
-        ours: false,
+        is_ours: false,
         mtu: 0,
-        up: message.header.flags.contains(LinkFlags::Up),
+        is_up: message.header.flags.contains(LinkFlags::Up),
         drops: Drops::default(),
     };
     for attribute in &message.attributes {
         match attribute {
-            LinkAttribute::IfAlias(alias) => link.ours = alias == ALIAS,
+            LinkAttribute::IfAlias(alias) => link.is_ours = alias == ALIAS,
             LinkAttribute::Mtu(mtu) => link.mtu = *mtu,
             LinkAttribute::LinkInfo(infos) => {
                 for info in infos {

@@ -1,14 +1,14 @@
-//! Named changes as WireGuard's netlink messages (linux/wireguard.h): each touches the peers it names and no other. Sending
-//! them is not done here.
+//! Encodes peer changes as WireGuard netlink messages (linux/wireguard.h). Each change touches only the peers that it
+//! names.
 //!
-//! Three things that the interface does not offer, and what is done instead:
-//! - **A range is given up without a gap for the others.** Kernels before 6.17 know only "replace all ranges", which leaves the peer
-//!   without any for a moment. So the range moves to a peer that is made for that and removed in the same message.
-//! - **A greeting.** Turning keepalive on sends one at once, and that needs a handshake where there is no session. So a
-//!   greeting is keepalive on and, in the same message, back to what it shall be. No packet has to be invented that the firewall
-//!   would need to know and the other side's host would get.
-//! - **A new preshared key takes effect at once.** The kernel uses it from the next handshake on, up to two minutes later. So the peer
-//!   is removed and added again in one message; it loses its session, as it must, and its counters.
+//! Three workarounds for what the netlink interface lacks:
+//! - **Removing one range.** Kernels before 6.17 can only replace all allowed IPs of a peer, which leaves it without
+//!   any for a moment. So the range moves to a temporary peer, which the same message removes.
+//! - **Starting a handshake.** Turning keepalive on sends a keepalive at once, which needs a handshake if there is no
+//!   session. So the message turns keepalive on and then to its configured value. No other packet has to be sent, for
+//!   which the firewall would need an exception.
+//! - **Using a new preshared key at once.** The kernel uses it from the next handshake on, up to two minutes later. So
+//!   one message removes the peer and adds it again; it loses its session and its counters.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -26,16 +26,16 @@ use netlink_packet_wireguard::{
 };
 use sha2::{Digest, Sha256};
 
-/// Bytes of peers in one message, so that it stays below a page with its headers and the next peer.
-const FULL: usize = 2_000;
-/// Ranges in one entry; a peer with more has several.
-const RANGES: usize = 40;
+/// Bytes of peer entries in one message, so that it fits into a page together with headers.
+const MESSAGE_BYTES: usize = 2_000;
+/// Allowed IPs in one entry; a peer with more has several entries.
+const RANGES_PER_ENTRY: usize = 40;
 
-/// Where peers are now, which may be elsewhere than where they were configured to be.
-pub(super) type Live = BTreeMap<PublicKey, SocketAddr>;
+/// The live endpoint of each peer, which may differ from the configured one.
+pub(super) type LiveEndpoints = BTreeMap<PublicKey, SocketAddr>;
 
-/// The entries that carry out `changes` on a device that holds `held`, message by message.
-pub(super) fn plan(held: &Peers, live: &Live, changes: &[PeerChange]) -> Vec<Vec<WireguardPeer>> {
+/// The messages with the entries that apply `changes` to a device whose peers are `held`.
+pub(super) fn plan(held: &Peers, live: &LiveEndpoints, changes: &[PeerChange]) -> Vec<Vec<WireguardPeer>> {
     let mut entries = Vec::new();
     let mut held = held.clone();
     let mut ledger = Ledger::new(&mut held);
@@ -46,40 +46,40 @@ pub(super) fn plan(held: &Peers, live: &Live, changes: &[PeerChange]) -> Vec<Vec
         match change {
             PeerChange::Add(key, spec) => {
                 if known {
-                    entries.push(remove(key));
+                    entries.push(remove_entry(key));
                 }
-                add(key, spec, spec.endpoint, &mut entries);
+                add_peer(key, spec, spec.endpoint, &mut entries);
             }
             PeerChange::Update(key, update) => {
                 let Some((spec, before)) = ledger.peers().get(key).zip(before) else {
                     continue;
                 };
                 if update.preshared_key.is_some() {
-                    entries.push(remove(key));
+                    entries.push(remove_entry(key));
                     let endpoint = update.endpoint.or_else(|| live.get(key).copied()).or(spec.endpoint);
-                    add(key, spec, endpoint, &mut entries);
+                    add_peer(key, spec, endpoint, &mut entries);
                 } else {
-                    let gone = update.remove_allowed_ips.intersection(&before).copied().collect();
-                    change_one(key, spec, update, gone, &mut entries);
+                    let removed = update.remove_allowed_ips.intersection(&before).copied().collect();
+                    update_peer(key, spec, update, removed, &mut entries);
                 }
             }
-            PeerChange::Remove(key) if known => entries.push(remove(key)),
+            PeerChange::Remove(key) if known => entries.push(remove_entry(key)),
             PeerChange::Remove(_) => {}
         }
     }
     messages(entries)
 }
 
-/// Entries that make a handshake begin with every peer that has an endpoint.
-pub(super) fn greet(held: &Peers) -> Vec<Vec<WireguardPeer>> {
+/// Messages that start a handshake with every peer that has an endpoint.
+pub(super) fn start_handshakes(held: &Peers) -> Vec<Vec<WireguardPeer>> {
     let mut entries = Vec::new();
     for (key, spec) in held.iter().filter(|(_, spec)| spec.endpoint.is_some()) {
-        greeting(key, spec.keepalive, &mut entries);
+        toggle_keepalive(key, spec.keepalive, &mut entries);
     }
     messages(entries)
 }
 
-fn add(key: &PublicKey, spec: &PeerSpec, endpoint: Option<SocketAddr>, entries: &mut Vec<WireguardPeer>) {
+fn add_peer(key: &PublicKey, spec: &PeerSpec, endpoint: Option<SocketAddr>, entries: &mut Vec<WireguardPeer>) {
     let mut first = vec![
         Attribute::PublicKey(*key.as_bytes()),
         Attribute::Flags(Flags::ReplaceAllowedIps),
@@ -88,24 +88,24 @@ fn add(key: &PublicKey, spec: &PeerSpec, endpoint: Option<SocketAddr>, entries: 
         first.push(Attribute::PresharedKey(*secret.expose()));
     }
     first.extend(endpoint.map(Attribute::Endpoint));
-    // Of a peer that has nowhere to send to, keepalive is what it will be, without a packet.
+    // A peer without an endpoint cannot send, so its keepalive is set to the final value.
     if endpoint.is_none() {
         first.push(Attribute::PersistentKeepalive(seconds(spec.keepalive)));
     }
     let mut chunks = chunks(&spec.allowed_ips).into_iter();
     first.extend(chunks.next());
     entries.push(WireguardPeer(first));
-    entries.extend(chunks.map(|chunk| known(key, [chunk])));
+    entries.extend(chunks.map(|chunk| update_entry(key, [chunk])));
     if endpoint.is_some() {
-        greeting(key, spec.keepalive, entries);
+        toggle_keepalive(key, spec.keepalive, entries);
     }
 }
 
-fn change_one(
+fn update_peer(
     key: &PublicKey,
     spec: &PeerSpec,
     update: &PeerUpdate,
-    gone: BTreeSet<IpNet>,
+    removed: BTreeSet<IpNet>,
     entries: &mut Vec<WireguardPeer>,
 ) {
     let PeerUpdate {
@@ -115,23 +115,30 @@ fn change_one(
         add_allowed_ips,
         remove_allowed_ips: _,
     } = update;
-    if !gone.is_empty() {
-        let heir = heir(key);
-        let taken = chunks(&gone).into_iter();
-        entries.extend(taken.map(|chunk| WireguardPeer(vec![Attribute::PublicKey(*heir.as_bytes()), chunk])));
-        entries.push(remove(&heir));
+    if !removed.is_empty() {
+        let temporary = temporary_key(key);
+        let taken = chunks(&removed).into_iter();
+        entries.extend(taken.map(|chunk| WireguardPeer(vec![Attribute::PublicKey(*temporary.as_bytes()), chunk])));
+        entries.push(remove_entry(&temporary));
     }
     if let Some(endpoint) = endpoint {
-        entries.push(known(key, [Attribute::Endpoint(*endpoint)]));
-        greeting(key, spec.keepalive, entries);
+        entries.push(update_entry(key, [Attribute::Endpoint(*endpoint)]));
+        toggle_keepalive(key, spec.keepalive, entries);
     } else if keepalive.is_some() {
-        entries.push(known(key, [Attribute::PersistentKeepalive(seconds(spec.keepalive))]));
+        entries.push(update_entry(
+            key,
+            [Attribute::PersistentKeepalive(seconds(spec.keepalive))],
+        ));
     }
-    entries.extend(chunks(add_allowed_ips).into_iter().map(|chunk| known(key, [chunk])));
+    entries.extend(
+        chunks(add_allowed_ips)
+            .into_iter()
+            .map(|chunk| update_entry(key, [chunk])),
+    );
 }
 
-/// Keepalive off, on, and to what it shall be: going from off to on is what sends.
-fn greeting(key: &PublicKey, keepalive: Option<NonZeroU16>, entries: &mut Vec<WireguardPeer>) {
+/// Sets keepalive off, on, and to its configured value: turning it on sends a packet.
+fn toggle_keepalive(key: &PublicKey, keepalive: Option<NonZeroU16>, entries: &mut Vec<WireguardPeer>) {
     let on = keepalive.or(NonZeroU16::new(25));
     let mut values = vec![0, seconds(on)];
     if keepalive.is_none() {
@@ -140,7 +147,7 @@ fn greeting(key: &PublicKey, keepalive: Option<NonZeroU16>, entries: &mut Vec<Wi
     entries.extend(
         values
             .into_iter()
-            .map(|value| known(key, [Attribute::PersistentKeepalive(value)])),
+            .map(|value| update_entry(key, [Attribute::PersistentKeepalive(value)])),
     );
 }
 
@@ -148,8 +155,8 @@ fn seconds(keepalive: Option<NonZeroU16>) -> u16 {
     keepalive.map_or(0, NonZeroU16::get)
 }
 
-/// An entry about a peer that is there; if it is not, it is not made either.
-fn known(key: &PublicKey, attributes: impl IntoIterator<Item = Attribute>) -> WireguardPeer {
+/// An entry for an existing peer; it does not create one.
+fn update_entry(key: &PublicKey, attributes: impl IntoIterator<Item = Attribute>) -> WireguardPeer {
     let head = [
         Attribute::PublicKey(*key.as_bytes()),
         Attribute::Flags(Flags::UpdateOnly),
@@ -157,13 +164,13 @@ fn known(key: &PublicKey, attributes: impl IntoIterator<Item = Attribute>) -> Wi
     WireguardPeer(head.into_iter().chain(attributes).collect())
 }
 
-fn remove(key: &PublicKey) -> WireguardPeer {
+fn remove_entry(key: &PublicKey) -> WireguardPeer {
     let attributes = [Attribute::PublicKey(*key.as_bytes()), Attribute::Flags(Flags::RemoveMe)];
     WireguardPeer(attributes.into())
 }
 
-/// Who takes over what `key` gives up, for as long as one message is worked on: a key that nobody has.
-fn heir(key: &PublicKey) -> PublicKey {
+/// The key of the temporary peer that takes ranges away from `key`. No private key for it is known.
+fn temporary_key(key: &PublicKey) -> PublicKey {
     let digest = Sha256::new_with_prefix("clustermesh wg-agent heir")
         .chain_update(key.as_bytes())
         .finalize();
@@ -172,7 +179,7 @@ fn heir(key: &PublicKey) -> PublicKey {
 
 fn chunks(ranges: &BTreeSet<IpNet>) -> Vec<Attribute> {
     let all: Vec<_> = ranges.iter().map(range).collect();
-    all.chunks(RANGES)
+    all.chunks(RANGES_PER_ENTRY)
         .map(|chunk| Attribute::AllowedIps(chunk.to_vec()))
         .collect()
 }
@@ -189,7 +196,8 @@ fn range(range: &IpNet) -> WireguardAllowedIp {
     ])
 }
 
-/// Entries that belong together by order are never torn apart by it: messages are worked on in order as well.
+/// Splits entries into messages. Their order is kept, and the kernel handles messages in order, so a split changes
+/// nothing.
 fn messages(entries: Vec<WireguardPeer>) -> Vec<Vec<WireguardPeer>> {
     let mut messages: Vec<Vec<WireguardPeer>> = Vec::new();
     let mut room = 0;
@@ -197,7 +205,7 @@ fn messages(entries: Vec<WireguardPeer>) -> Vec<Vec<WireguardPeer>> {
         let length = entry.value_len() + 4;
         if length > room || messages.is_empty() {
             messages.push(Vec::new());
-            room = FULL.max(length);
+            room = MESSAGE_BYTES.max(length);
         }
         room -= length;
         if let Some(message) = messages.last_mut() {

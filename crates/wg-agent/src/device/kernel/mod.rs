@@ -1,9 +1,9 @@
-//! The kernel's own WireGuard: the interface over rtnetlink, the configuration over generic netlink. What peers there should be
-//! is decided elsewhere.
+//! The kernel's WireGuard as a [`Device`]: manages the interface over rtnetlink and the configuration over generic
+//! netlink.
 //!
-//! The device outlives the process: dropping it leaves the tunnels at work, and the next process adopts them as they stand, with
-//! sessions, counters and the endpoints that peers roamed to. A request is a blocking system call that the kernel answers
-//! before it returns; there is no thread, no task and nobody to wait for.
+//! The device outlives the process: dropping it leaves the tunnels working, and the next process takes it over with
+//! sessions, counters and the endpoints that peers roamed to. A request is a system call that the kernel answers before
+//! it returns, so there is no thread and no task.
 
 mod link;
 mod messages;
@@ -31,11 +31,11 @@ use zeroize::Zeroize;
 use self::{
     link::{Kind, Link, Links},
     netlink::Netlink,
-    observed::{Seen, seen},
+    observed::{DeviceDump, parse_dump},
 };
 use super::{Altered, Configuration, Device, DeviceError, Observed, userspace};
 
-/// A device of this kind that stands.
+/// An open kernel device.
 pub struct Kernel {
     interface: String,
     index: u32,
@@ -43,25 +43,25 @@ pub struct Kernel {
     links: Links,
     wireguard: Netlink,
     family: u16,
-    /// The peers as last configured or observed. Their endpoints are those that we set, which the kernel forgets when a peer
-    /// roams; of a peer that an earlier process configured, the one it had when we came.
-    held: Mutex<Peers>,
+    /// The peers as last configured or observed. Endpoints are the configured ones, which the kernel forgets when a
+    /// peer roams; for a peer of an earlier process, the one it had when this process took over.
+    configured: Mutex<Peers>,
 }
 
 impl Kernel {
-    /// Makes the interface, or takes over the one that an earlier process of ours left, and brings it up.
+    /// Creates the interface, or takes over the one of an earlier process, and brings it up.
     ///
     /// # Errors
-    /// [`DeviceError::NoKernelWireguard`]; the name belongs to someone else; the port is taken. Nothing new is left behind then,
-    /// and what stood before stands.
+    /// [`DeviceError::NoKernelWireguard`]; the name belongs to another program's interface; the port is taken. Nothing
+    /// new is left behind then, and existing state stays.
     pub fn open(interface: &str, configuration: &Configuration) -> Result<Self, DeviceError> {
-        let links = links()?;
-        let adopted = match find(&links, interface)? {
-            Some(link) if !link.ours => return Err(DeviceError::Exists(interface.to_owned())),
+        let links = open_links()?;
+        let adopted = match find_link(&links, interface)? {
+            Some(link) if !link.is_ours => return Err(DeviceError::Exists(interface.to_owned())),
             Some(link) if link.kind == Kind::Wireguard => Some(link),
             other => {
-                // First of all, so that a kernel without WireGuard leaves the userspace backend's interface alone.
-                let made = links.make().map_err(|source| no_wireguard(interface, source))?;
+                // First, so that on a kernel without WireGuard the userspace backend's interface stays.
+                let made = links.create().map_err(|source| no_wireguard(interface, source))?;
                 if other.is_some() {
                     if let Err(error) = userspace::remove_interface(interface) {
                         let _ = links.remove(made);
@@ -74,9 +74,9 @@ impl Kernel {
                          it begins, because the userspace backend's timestamps are 27 s ahead. Handshakes that peers begin are answered"
                     );
                 }
-                let device = Self::on(interface, made, configuration, links)?;
+                let device = Self::with_link(interface, made, configuration, links)?;
                 return device.finish().inspect_err(|_| {
-                    // The error that led here is the one to tell.
+                    // The first error is the one to report.
                     if let Ok(links) = Links::open() {
                         let _ = links.remove(made);
                     }
@@ -86,13 +86,18 @@ impl Kernel {
         let Some(link) = adopted else {
             return Err(DeviceError::Exists(interface.to_owned()));
         };
-        Self::on(interface, link.index, configuration, links)?.adopt(&link)
+        Self::with_link(interface, link.index, configuration, links)?.adopt(&link)
     }
 
-    fn on(interface: &str, index: u32, configuration: &Configuration, links: Links) -> Result<Self, DeviceError> {
+    fn with_link(
+        interface: &str,
+        index: u32,
+        configuration: &Configuration,
+        links: Links,
+    ) -> Result<Self, DeviceError> {
         let wireguard = Netlink::open(netlink_sys::protocols::NETLINK_GENERIC)
-            .map_err(|source| kernel("open a generic netlink socket", source))?;
-        let family = family(&wireguard).map_err(|source| kernel("find WireGuard's netlink family", source))?;
+            .map_err(|source| kernel_error("open a generic netlink socket", source))?;
+        let family = family(&wireguard).map_err(|source| kernel_error("find WireGuard's netlink family", source))?;
         Ok(Self {
             interface: interface.to_owned(),
             index,
@@ -100,11 +105,11 @@ impl Kernel {
             links,
             wireguard,
             family,
-            held: Mutex::default(),
+            configured: Mutex::default(),
         })
     }
 
-    /// A link that was made just now gets everything, its name last.
+    /// Configures a new link. The name is set last.
     fn finish(self) -> Result<Self, DeviceError> {
         let Configuration {
             private_key,
@@ -128,16 +133,16 @@ impl Kernel {
                 Some(Errno::EEXIST) => DeviceError::Exists(self.interface.clone()),
                 _ => self.error("name", source),
             })?;
-        // Coming up is what binds the port.
+        // Bringing the link up binds the port.
         self.links
             .set(self.index, Vec::new(), true)
             .map_err(|source| self.listen(*listen_port, source))?;
         Ok(self)
     }
 
-    /// Changes only what differs from the configuration wanted, so that sessions go on.
+    /// Takes over an existing device: changes only what differs, so that sessions continue.
     fn adopt(mut self, link: &Link) -> Result<Self, DeviceError> {
-        let Seen {
+        let DeviceDump {
             name: _,
             public_key,
             listen_port,
@@ -148,19 +153,20 @@ impl Kernel {
         tracing::info!(
             interface = self.interface,
             peers = peers.len(),
-            "the device of an earlier process is taken over as it stands"
+            "took over the device of an earlier process"
         );
-        // Before anything is changed: a new private key greets them.
-        *self.held() = peers.into_iter().map(|(key, (spec, _))| (key, spec)).collect();
-        // A key of another node, which says that the private key in force is to be replaced.
-        let mut standing = wanted.clone();
-        standing.listen_port = listen_port;
-        standing.fwmark = fwmark;
-        standing.mtu = u16::try_from(link.mtu).unwrap_or_default();
+        // First of all: a new private key starts handshakes with these peers.
+        *self.configured() = peers.into_iter().map(|(key, (spec, _))| (key, spec)).collect();
+        // The kernel device's own configuration; the private key in it does not matter, because `same_key` tells
+        // whether it must be replaced.
+        let mut existing = wanted.clone();
+        existing.listen_port = listen_port;
+        existing.fwmark = fwmark;
+        existing.mtu = u16::try_from(link.mtu).unwrap_or_default();
         let same_key = public_key == Some(PublicKey::from(&wanted.private_key).to_bytes());
-        self.configuration = standing;
+        self.configuration = existing;
         self.change(&wanted, !same_key)?;
-        if !link.up {
+        if !link.is_up {
             self.links
                 .set(self.index, Vec::new(), true)
                 .map_err(|source| self.listen(wanted.listen_port, source))?;
@@ -169,7 +175,7 @@ impl Kernel {
     }
 
     fn change(&mut self, wanted: &Configuration, new_key: bool) -> Result<(), DeviceError> {
-        // Each by itself, so that what was in force stays when the port is taken.
+        // One request each, so that the old configuration stays if the port is taken.
         if wanted.listen_port != self.configuration.listen_port {
             self.set_port(wanted.listen_port)?;
             self.configuration.listen_port = wanted.listen_port;
@@ -205,12 +211,12 @@ impl Kernel {
             .map_err(|source| self.error("set the MTU of", source))
     }
 
-    /// And greets everybody: every session ends with the key before.
+    /// Sets the private key and starts a handshake with every peer: the old sessions end with the old key.
     fn set_key(&self, key: &StaticSecret) -> Result<(), DeviceError> {
         self.set(vec![WireguardAttribute::PrivateKey(key.to_bytes())])
             .map_err(|source| self.error("set the private key of", source))?;
-        let greetings = messages::greet(&self.held());
-        self.send(greetings)
+        let messages = messages::start_handshakes(&self.configured());
+        self.send(messages)
     }
 
     fn send(&self, messages: Vec<Vec<WireguardPeer>>) -> Result<(), DeviceError> {
@@ -233,27 +239,30 @@ impl Kernel {
         message
     }
 
-    fn read(&self) -> Result<Seen, DeviceError> {
-        let ask = self.message(WireguardCmd::GetDevice, vec![WireguardAttribute::IfIndex(self.index)]);
-        let answers = self.wireguard.dump(ask).map_err(|source| self.error("read", source))?;
+    fn read(&self) -> Result<DeviceDump, DeviceError> {
+        let request = self.message(WireguardCmd::GetDevice, vec![WireguardAttribute::IfIndex(self.index)]);
+        let answers = self
+            .wireguard
+            .dump(request)
+            .map_err(|source| self.error("read", source))?;
         let messages = answers.into_iter().map(|answer| answer.into_parts().1).collect();
-        let seen = seen(messages, SystemTime::now());
-        if seen.name == self.interface {
-            Ok(seen)
+        let dump = parse_dump(messages, SystemTime::now());
+        if dump.name == self.interface {
+            Ok(dump)
         } else {
-            // Renamed: routes and rules that name it are void.
+            // The interface was renamed: routes and rules by its name no longer match.
             Err(DeviceError::Gone(self.interface.clone()))
         }
     }
 
-    fn held(&self) -> MutexGuard<'_, Peers> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    fn configured(&self) -> MutexGuard<'_, Peers> {
+        self.configured.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn error(&self, action: &str, source: io::Error) -> DeviceError {
         match errno(&source) {
             Some(Errno::ENODEV) => DeviceError::Gone(self.interface.clone()),
-            _ => kernel(&format!("{action} {}", self.interface), source),
+            _ => kernel_error(&format!("{action} {}", self.interface), source),
         }
     }
 
@@ -282,23 +291,23 @@ impl Device for Kernel {
     fn apply(&mut self, changes: &[PeerChange]) -> Result<(), DeviceError> {
         let ends_session =
             |change: &PeerChange| matches!(change, PeerChange::Update(_, update) if update.preshared_key.is_some());
-        // Only then is it of interest where peers are now.
+        // Such a peer is removed and added again, which needs its live endpoint.
         let live = if changes.iter().any(ends_session) {
             let peers = self.read()?.peers.into_iter();
             peers
                 .filter_map(|(key, (spec, _))| Some((key, spec.endpoint?)))
                 .collect()
         } else {
-            messages::Live::default()
+            messages::LiveEndpoints::default()
         };
-        let messages = messages::plan(&self.held(), &live, changes);
+        let messages = messages::plan(&self.configured(), &live, changes);
         self.send(messages)?;
-        device::apply(&mut self.held(), changes);
+        device::apply(&mut self.configured(), changes);
         Ok(())
     }
 
     fn observe(&self) -> Result<Observed, DeviceError> {
-        let Seen {
+        let DeviceDump {
             name: _,
             public_key,
             listen_port,
@@ -317,20 +326,20 @@ impl Device for Kernel {
             ),
             (![0, listen_port].contains(&wanted.listen_port), Altered::ListenPort),
             (fwmark != wanted.fwmark, Altered::Fwmark),
-            (link.as_ref().is_some_and(|link| !link.up), Altered::Down),
+            (link.as_ref().is_some_and(|link| !link.is_up), Altered::Down),
             (
                 public_key != Some(PublicKey::from(&wanted.private_key).to_bytes()),
                 Altered::PrivateKey,
             ),
         ];
-        let mut held = self.held();
+        let mut configured = self.configured();
         let peers = peers.into_iter().map(|(key, (live, stats))| {
-            let endpoint = held.get(&key).map_or(live.endpoint, |spec| spec.endpoint);
+            let endpoint = configured.get(&key).map_or(live.endpoint, |spec| spec.endpoint);
             let configured = PeerSpec { endpoint, ..live };
             (key, ObservedPeer { configured, stats })
         });
         let peers: device::ObservedPeers = peers.collect();
-        *held = peers
+        *configured = peers
             .iter()
             .map(|(key, peer)| (*key, peer.configured.clone()))
             .collect();
@@ -382,36 +391,36 @@ impl Device for Kernel {
     fn close(self: Box<Self>) -> Result<(), DeviceError> {
         self.links
             .remove(self.index)
-            .map_err(|source| kernel(&format!("remove {}", self.interface), source))
+            .map_err(|source| kernel_error(&format!("remove {}", self.interface), source))
     }
 }
 
 impl Drop for Kernel {
     fn drop(&mut self) {
-        for spec in self.held().values_mut() {
+        for spec in self.configured().values_mut() {
             spec.preshared_key = None;
         }
         self.configuration.private_key.zeroize();
     }
 }
 
-fn links() -> Result<Links, DeviceError> {
-    Links::open().map_err(|source| kernel("open a netlink socket", source))
+fn open_links() -> Result<Links, DeviceError> {
+    Links::open().map_err(|source| kernel_error("open a netlink socket", source))
 }
 
-fn find(links: &Links, interface: &str) -> Result<Option<Link>, DeviceError> {
+fn find_link(links: &Links, interface: &str) -> Result<Option<Link>, DeviceError> {
     links
         .by_name(interface)
-        .map_err(|source| kernel(&format!("look for interface {interface}"), source))
+        .map_err(|source| kernel_error(&format!("look for interface {interface}"), source))
 }
 
-/// The number that the kernel gave WireGuard's family (genetlink, `CTRL_CMD_GETFAMILY`).
+/// The id of WireGuard's generic netlink family (`CTRL_CMD_GETFAMILY`).
 fn family(netlink: &Netlink) -> io::Result<u16> {
-    let ask = GenlMessage::from_payload(GenlCtrl {
+    let request = GenlMessage::from_payload(GenlCtrl {
         cmd: GenlCtrlCmd::GetFamily,
         nlas: vec![GenlCtrlAttrs::FamilyName("wireguard".to_owned())],
     });
-    let answers = netlink.request(ask, 0)?;
+    let answers = netlink.request(request, 0)?;
     answers
         .iter()
         .flat_map(|answer| &answer.payload.nlas)
@@ -425,7 +434,7 @@ fn family(netlink: &Netlink) -> io::Result<u16> {
 fn no_wireguard(interface: &str, source: io::Error) -> DeviceError {
     match errno(&source) {
         Some(Errno::EOPNOTSUPP) => DeviceError::NoKernelWireguard,
-        _ => kernel(&format!("make the WireGuard interface {interface}"), source),
+        _ => kernel_error(&format!("make the WireGuard interface {interface}"), source),
     }
 }
 
@@ -433,7 +442,7 @@ fn errno(error: &io::Error) -> Option<Errno> {
     error.raw_os_error().map(Errno::from_raw)
 }
 
-fn kernel(action: &str, source: io::Error) -> DeviceError {
+fn kernel_error(action: &str, source: io::Error) -> DeviceError {
     DeviceError::Kernel {
         action: action.to_owned(),
         source,

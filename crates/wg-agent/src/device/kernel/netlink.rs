@@ -1,7 +1,7 @@
-//! One request to the kernel and its whole answer, over a blocking netlink socket. What is asked is other files' business.
+//! Sends one request to the kernel over a blocking netlink socket and reads the complete answer.
 //!
-//! The kernel answers such a request before it returns from the system call, so nothing here waits for anybody; an async
-//! client would need a task of its own and make [`super::super::Device`] async for nothing.
+//! The kernel answers before the system call returns, so nothing blocks for long. An async client would need a task and
+//! would make [`super::super::Device`] async.
 
 use std::{fmt::Debug, io, sync::Mutex, sync::PoisonError};
 
@@ -12,12 +12,12 @@ use netlink_packet_core::{
 use netlink_sys::{Socket, SocketAddr};
 use zeroize::Zeroizing;
 
-/// `NLM_F_DUMP_INTR` (netlink(7)): what was dumped changed meanwhile, so parts may be missing or double.
+/// `NLM_F_DUMP_INTR` (netlink(7)): the dumped data changed meanwhile, so parts may be missing or duplicated.
 const DUMP_INTERRUPTED: u16 = 0x10;
-/// A dump is asked for again so often.
+/// Attempts for a dump that is not interrupted.
 const ATTEMPTS: usize = 10;
 
-/// A socket of the network namespace it was opened in.
+/// A socket of the network namespace in which it was opened.
 pub(super) struct Netlink(Mutex<(Socket, u32)>);
 
 impl Netlink {
@@ -28,7 +28,7 @@ impl Netlink {
         Ok(Self(Mutex::new((socket, 0))))
     }
 
-    /// Changes or asks for one thing. `flags` come on top of "request" and "acknowledge".
+    /// Sends a request for one object. `flags` are added to "request" and "acknowledge".
     pub(super) fn request<M>(&self, message: M, flags: u16) -> io::Result<Vec<M>>
     where
         M: NetlinkSerializable + NetlinkDeserializable + Debug,
@@ -36,7 +36,7 @@ impl Netlink {
         self.exchange(message, NLM_F_ACK | flags).map(|(answers, _)| answers)
     }
 
-    /// Asks for everything of a kind; the answer is consistent.
+    /// Dumps all objects of a kind; repeats until the dump is consistent.
     pub(super) fn dump<M>(&self, message: M) -> io::Result<Vec<M>>
     where
         M: NetlinkSerializable + NetlinkDeserializable + Debug + Clone,
@@ -47,7 +47,7 @@ impl Netlink {
                 return Ok(answers);
             }
         }
-        Err(io::Error::other("it changed faster than it could be read"))
+        Err(io::Error::other("every attempt to dump it was interrupted by a change"))
     }
 
     /// The answers, and whether a dump was interrupted.
@@ -63,7 +63,7 @@ impl Netlink {
         header.sequence_number = *sequence;
         let mut request = NetlinkMessage::new(header, NetlinkPayload::InnerMessage(message));
         request.finalize();
-        // Keys travel both ways, so buffers are wiped.
+        // Requests and answers contain keys, so the buffers are wiped.
         let mut buffer = Zeroizing::new(vec![0; request.buffer_len()]);
         request.serialize(&mut buffer);
         socket.send(&buffer, 0)?;
@@ -78,7 +78,7 @@ impl Netlink {
                     .clamp(4, rest.len().max(4));
                 rest = rest.get(length..).unwrap_or_default();
                 if answer.header.sequence_number != *sequence {
-                    continue; // the rest of a request that was given up
+                    continue; // belongs to an abandoned request
                 }
                 interrupted |= answer.header.flags & DUMP_INTERRUPTED != 0;
                 match answer.payload {

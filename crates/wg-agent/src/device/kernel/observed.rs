@@ -1,4 +1,4 @@
-//! What a dump of the kernel's device says, put together from its parts. Asking is not done here.
+//! Assembles the kernel's dump of a WireGuard device from its messages.
 
 use std::{
     collections::BTreeMap,
@@ -19,21 +19,21 @@ use netlink_packet_wireguard::{
 };
 use zeroize::Zeroize;
 
-/// The whole device.
+/// A kernel device.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Seen {
+pub(super) struct DeviceDump {
     pub(super) name: String,
-    /// `None` = it has no private key.
+    /// `None` = there is no private key.
     pub(super) public_key: Option<[u8; 32]>,
     pub(super) listen_port: u16,
     pub(super) fwmark: u32,
-    /// The endpoint in a `PeerSpec` is where the peer is now.
+    /// The endpoints are the live ones.
     pub(super) peers: BTreeMap<PublicKey, (PeerSpec, PeerStats)>,
 }
 
-/// Puts the messages of one dump together. A peer with many ranges is spread over several.
-pub(super) fn seen(messages: Vec<WireguardMessage>, now: SystemTime) -> Seen {
-    let mut seen = Seen::default();
+/// Assembles one dump. A peer with many ranges is spread over several messages.
+pub(super) fn parse_dump(messages: Vec<WireguardMessage>, now: SystemTime) -> DeviceDump {
+    let mut seen = DeviceDump::default();
     for attribute in messages.into_iter().flat_map(|message| message.attributes) {
         match attribute {
             WireguardAttribute::IfName(name) => seen.name = name,
@@ -48,7 +48,7 @@ pub(super) fn seen(messages: Vec<WireguardMessage>, now: SystemTime) -> Seen {
     seen
 }
 
-fn peer(seen: &mut Seen, peer: WireguardPeer, now: SystemTime) {
+fn peer(seen: &mut DeviceDump, peer: WireguardPeer, now: SystemTime) {
     let key = peer.0.iter().find_map(|attribute| match attribute {
         Attribute::PublicKey(key) => Some(PublicKey::new(*key)),
         _ => None,
@@ -75,7 +75,8 @@ fn peer(seen: &mut Seen, peer: WireguardPeer, now: SystemTime) {
     }
 }
 
-/// Zero = never. The kernel gives the time of day, so a clock that was set back makes a handshake of the future: just now.
+/// The age of a handshake; zero seconds = never. The kernel reports wall-clock time: after the clock was set back, a
+/// handshake may lie in the future and counts as age 0.
 fn age(seconds: i64, nanoseconds: i64, now: SystemTime) -> Option<Duration> {
     let at = Duration::new(u64::try_from(seconds).ok()?, u32::try_from(nanoseconds).ok()?);
     (!at.is_zero()).then(|| now.duration_since(SystemTime::UNIX_EPOCH + at).unwrap_or_default())
@@ -115,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_goes_on_in_the_next_message_is_one_peer() {
+    fn peer_split_over_two_messages_is_one_peer() {
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000);
         let first = WireguardPeer(vec![
             Attribute::PublicKey([7; 32]),
@@ -149,7 +150,7 @@ mod tests {
             message(vec![WireguardAttribute::Peers(vec![rest, silent])]),
         ];
         let endpoint = Some("192.0.2.1:51820".parse().unwrap());
-        let want = Seen {
+        let want = DeviceDump {
             name: "kilo0".into(),
             public_key: Some([9; 32]),
             listen_port: 51820,
@@ -178,11 +179,11 @@ mod tests {
             ]
             .into(),
         };
-        assert_eq!(seen(messages, now), want);
+        assert_eq!(parse_dump(messages, now), want);
     }
 
     #[test]
-    fn a_handshake_of_the_future_is_one_of_just_now() {
+    fn handshake_in_the_future_has_age_zero() {
         assert_eq!(age(2_000, 0, SystemTime::UNIX_EPOCH), Some(Duration::ZERO));
         assert_eq!(age(0, 0, SystemTime::UNIX_EPOCH), None);
     }

@@ -1,4 +1,4 @@
-//! The pass on a node that kg serves, served, or may serve again; over backends in memory.
+//! Passes on a node that kg serves, served, or may serve again, with backends in memory.
 
 use std::time::UNIX_EPOCH;
 
@@ -10,22 +10,22 @@ use super::*;
 use crate::firewall::Backend as _;
 use crate::{
     args::Mtu,
-    cache::{Kept, Saved},
+    cache::{CacheContent, SavedObjects},
     device::{Backend, Memory as MemoryDevice},
     firewall, identity,
-    publish::Wanted,
+    publish::DesiredAnnotations,
     route::Memory as Routing,
     source::objects::OwnNode,
 };
 
 type Agent = Reconciler<Routing, firewall::Memory>;
 
-/// An agent, and what it publishes.
-fn agent(open: Opener) -> (Agent, watch::Receiver<Wanted>, tempfile::TempDir) {
+/// An agent, its published annotations, and its directory.
+fn agent(open: Opener) -> (Agent, watch::Receiver<DesiredAnnotations>, tempfile::TempDir) {
     let directory = tempfile::tempdir().unwrap();
     let file = |name: &str| directory.path().join(name);
-    let (publish, published) = watch::channel(Wanted::default());
-    let agent = Reconciler::new(Parts {
+    let (publish, published) = watch::channel(DesiredAnnotations::default());
+    let agent = Reconciler::new(Dependencies {
         key: identity::key::load_or_create(&file("key")).unwrap(),
         server: Server {
             host: Ok("192.0.2.1".parse().unwrap()),
@@ -33,22 +33,22 @@ fn agent(open: Opener) -> (Agent, watch::Receiver<Wanted>, tempfile::TempDir) {
         },
         store: Store::default(),
         routing: Routing::default(),
-        firewall: Keeper::new(firewall::Memory::default()),
+        firewall: FirewallManager::new(firewall::Memory::default()),
         open,
-        names: watch::channel(BTreeSet::new()).0,
+        host_names: watch::channel(BTreeSet::new()).0,
         publish,
-        bypassed: watch::channel(None).1,
-        kept: watch::channel(Kept {
+        datapath_problem: watch::channel(None).1,
+        cache_content: watch::channel(CacheContent {
             saved: None,
-            confirmed: Stamp::default(),
-            live: Live::default(),
+            confirmed: UnixTime::default(),
+            live: LiveEndpoints::default(),
         })
         .0,
-        cache: Cache {
-            confirmed: Stamp::default(),
-            step: Duration::from_secs(60),
+        cache_timing: CacheTiming {
+            confirmed: UnixTime::default(),
+            max_lag: Duration::from_secs(60),
         },
-        live: Live::default(),
+        live: LiveEndpoints::default(),
         metrics: Metrics::default(),
         troubles: Troubles::new(Readiness::new(), Metrics::default()),
         dump: Dump::default(),
@@ -72,26 +72,26 @@ fn agent(open: Opener) -> (Agent, watch::Receiver<Wanted>, tempfile::TempDir) {
     (agent, published, directory)
 }
 
-/// The cluster as it is read, where kg wrote `last-seen` so many seconds ago, or removed it.
+/// A cluster in which kg wrote `last-seen` so many seconds ago, or removed it (`None`).
 fn cluster(kg: Option<u64>) -> Store {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
-    let own = NodeSeen {
+    let own = ParsedNode {
         own: Some(OwnNode {
             kg_seen: kg.map(|ago| i64::try_from(now - ago).unwrap()),
             ..OwnNode::default()
         }),
-        ..NodeSeen::default()
+        ..ParsedNode::default()
     };
-    let saved = Saved {
+    let saved = SavedObjects {
         nodes: [("a".to_owned(), own)].into(),
-        ..Saved::default()
+        ..SavedObjects::default()
     };
     let store = Store::new(Metrics::default(), Some(saved));
-    store.remember();
+    store.use_cache();
     store
 }
 
-/// What an agent leaves in the kernel, with kg's own address on the interface.
+/// An agent's routes in the kernel, with kg's own address on the interface.
 fn standing() -> Routes {
     routes::desired(&routes::Plan {
         addresses: ["100.66.0.9".parse().unwrap()].into(),
@@ -101,57 +101,57 @@ fn standing() -> Routes {
     })
 }
 
-async fn table_stands(agent: &mut Agent) -> bool {
-    agent.parts.firewall.backend().observe().await.unwrap().is_some()
+async fn table_exists(agent: &mut Agent) -> bool {
+    agent.deps.firewall.backend().observe().await.unwrap().is_some()
 }
 
 #[tokio::test]
-async fn agent_withdraws_what_it_wrote_where_kg_is_back() {
+async fn agent_removes_its_state_when_kg_is_back() {
     let device = MemoryDevice::new();
     let (mut agent, published, _directory) = agent(Box::new(|_| unreachable!("the tunnel is kg's")));
-    agent.device = Some((Box::new(device.clone()), 1380, agent.parts.key.public()));
-    agent.parts.routing.routes = standing();
-    agent.parts.firewall.backend().run("table").await.unwrap();
-    agent.parts.store = cluster(Some(5));
+    agent.device = Some((Box::new(device.clone()), 1380, agent.deps.key.public()));
+    agent.deps.routing.routes = standing();
+    agent.deps.firewall.backend().run("table").await.unwrap();
+    agent.deps.store = cluster(Some(5));
     assert!(!agent.pass().await);
     let kgs = Routes {
         addresses: standing().addresses,
         ..Routes::default()
     };
-    assert_eq!(agent.parts.routing.routes, kgs);
-    assert!(!table_stands(&mut agent).await);
-    assert!(agent.device.is_none() && agent.current.is_none());
-    // kg took a device of the kernel over.
+    assert_eq!(agent.deps.routing.routes, kgs);
+    assert!(!table_exists(&mut agent).await);
+    assert!(agent.device.is_none() && agent.applied.is_none());
+    // kg took the kernel device over.
     assert!(!device.is_closed());
-    let withdrawn = Wanted {
+    let withdrawn = DesiredAnnotations {
         status: [(NODE_AGENT, None)].into(),
-        ..Wanted::default()
+        ..DesiredAnnotations::default()
     };
     assert_eq!(*published.borrow(), withdrawn);
-    // kg ends and removes the annotation, to be back in a moment.
-    agent.parts.store = cluster(None);
+    // kg exits and removes the annotation; it may restart at once.
+    agent.deps.store = cluster(None);
     assert!(!agent.pass().await);
-    assert_eq!(agent.parts.routing.routes, kgs);
-    assert!(!table_stands(&mut agent).await);
+    assert_eq!(agent.deps.routing.routes, kgs);
+    assert!(!table_exists(&mut agent).await);
 }
 
 #[tokio::test]
-async fn table_of_policy_mode_is_not_withdrawn() {
+async fn table_of_policy_mode_is_not_removed() {
     let (mut agent, ..) = agent(Box::new(|_| unreachable!("the tunnel is kg's")));
-    agent.parts.firewall.backend().run("table").await.unwrap();
-    agent.parts.store = cluster(Some(5));
+    agent.deps.firewall.backend().run("table").await.unwrap();
+    agent.deps.store = cluster(Some(5));
     assert!(!agent.pass().await);
-    assert!(table_stands(&mut agent).await);
+    assert!(table_exists(&mut agent).await);
 }
 
 #[tokio::test]
-async fn nothing_is_written_while_another_program_has_the_device() {
+async fn pass_writes_nothing_while_another_program_has_the_device() {
     let (mut agent, published, _directory) = agent(Box::new(|_| Err(DeviceError::Exists("kilo0".to_owned()))));
-    // kg was killed long ago, or is about to start; its interface stands.
-    agent.parts.store = cluster(None);
-    agent.drift.saw(BTreeSet::new(), underlay(), Instant::now());
+    // kg was killed long ago, or is about to start; its interface exists.
+    agent.deps.store = cluster(None);
+    agent.drift.store_underlay(BTreeSet::new(), underlay(), Instant::now());
     assert!(!agent.pass().await);
-    assert_eq!(agent.parts.routing.log, []);
-    assert!(!table_stands(&mut agent).await);
-    assert_eq!(*published.borrow(), Wanted::default());
+    assert_eq!(agent.deps.routing.log, []);
+    assert!(!table_exists(&mut agent).await);
+    assert_eq!(*published.borrow(), DesiredAnnotations::default());
 }

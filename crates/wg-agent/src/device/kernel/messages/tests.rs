@@ -16,8 +16,9 @@ fn at(text: &str) -> Option<SocketAddr> {
     Some(text.parse().unwrap())
 }
 
-/// A line for each entry, as `1 update-only endpoint=.. +10.0.0.0/8`; the key is its first byte, or `heir`.
-fn told(messages: &[Vec<WireguardPeer>]) -> Vec<String> {
+/// Renders each entry as a line, such as `1 update-only endpoint=.. +10.0.0.0/8`. The key is its first byte, or
+/// `temporary`.
+fn lines(messages: &[Vec<WireguardPeer>]) -> Vec<String> {
     messages.iter().flatten().map(entry).collect()
 }
 
@@ -26,7 +27,7 @@ fn entry(peer: &WireguardPeer) -> String {
     for attribute in &peer.0 {
         match attribute {
             Attribute::PublicKey(key) if *key == [key[0]; 32] => write!(line, "{}", key[0]),
-            Attribute::PublicKey(_) => write!(line, "heir"),
+            Attribute::PublicKey(_) => write!(line, "temporary"),
             Attribute::Flags(Flags::RemoveMe) => write!(line, " remove"),
             Attribute::Flags(Flags::UpdateOnly) => write!(line, " update-only"),
             Attribute::Flags(Flags::ReplaceAllowedIps) => write!(line, " replace"),
@@ -47,7 +48,7 @@ fn entry(peer: &WireguardPeer) -> String {
 }
 
 #[test]
-fn a_new_peer_is_greeted_by_keepalive_that_goes_on_and_back() {
+fn new_peer_gets_a_handshake_by_toggled_keepalive() {
     let spec = PeerSpec {
         endpoint: at("192.0.2.1:51820"),
         keepalive: None,
@@ -61,7 +62,7 @@ fn a_new_peer_is_greeted_by_keepalive_that_goes_on_and_back() {
     };
     let changes = [PeerChange::Add(key(1), spec), PeerChange::Add(key(2), silent)];
     assert_eq!(
-        told(&plan(&Peers::new(), &Live::new(), &changes)),
+        lines(&plan(&Peers::new(), &LiveEndpoints::new(), &changes)),
         [
             "1 replace psk=5 endpoint=192.0.2.1:51820 +10.1.0.0/16 +fd01::/64",
             "1 update-only keepalive=0",
@@ -73,7 +74,7 @@ fn a_new_peer_is_greeted_by_keepalive_that_goes_on_and_back() {
 }
 
 #[test]
-fn a_change_names_only_its_peer_and_what_is_given_up_goes_by_an_heir() {
+fn removed_range_moves_to_a_temporary_peer() {
     let held: Peers = [
         (
             key(1),
@@ -95,7 +96,7 @@ fn a_change_names_only_its_peer_and_what_is_given_up_goes_by_an_heir() {
         endpoint: at("192.0.2.1:7"),
         keepalive: Some(NonZeroU16::new(9)),
         add_allowed_ips: ranges(&["10.3.0.0/16"]),
-        // The last is not its own, so nobody loses it.
+        // The last range is not the peer's, so no peer loses it.
         remove_allowed_ips: ranges(&["10.2.0.0/16", "10.9.0.0/16"]),
         ..PeerUpdate::default()
     };
@@ -106,10 +107,10 @@ fn a_change_names_only_its_peer_and_what_is_given_up_goes_by_an_heir() {
         PeerChange::Update(key(3), PeerUpdate::default()),
     ];
     assert_eq!(
-        told(&plan(&held, &Live::new(), &changes)),
+        lines(&plan(&held, &LiveEndpoints::new(), &changes)),
         [
-            "heir +10.2.0.0/16",
-            "heir remove",
+            "temporary +10.2.0.0/16",
+            "temporary remove",
             "1 update-only endpoint=192.0.2.1:7",
             "1 update-only keepalive=0",
             "1 update-only keepalive=9",
@@ -120,7 +121,7 @@ fn a_change_names_only_its_peer_and_what_is_given_up_goes_by_an_heir() {
 }
 
 #[test]
-fn a_new_preshared_key_ends_the_session_and_the_peer_stays_where_it_is_now() {
+fn new_preshared_key_recreates_the_peer_at_its_live_endpoint() {
     let held: Peers = [(
         key(1),
         PeerSpec {
@@ -136,7 +137,7 @@ fn a_new_preshared_key_ends_the_session_and_the_peer_stays_where_it_is_now() {
         ..PeerUpdate::default()
     };
     assert_eq!(
-        told(&plan(&held, &live, &[PeerChange::Update(key(1), update)])),
+        lines(&plan(&held, &live, &[PeerChange::Update(key(1), update)])),
         [
             "1 remove",
             "1 replace psk=8 endpoint=192.0.2.77:1 +10.1.0.0/16",
@@ -148,7 +149,7 @@ fn a_new_preshared_key_ends_the_session_and_the_peer_stays_where_it_is_now() {
 }
 
 #[test]
-fn every_message_stays_below_a_page_and_many_ranges_are_spread_in_order() {
+fn many_ranges_are_split_into_messages_below_a_page() {
     let many: BTreeSet<IpNet> = (0..1_000_u32)
         .map(|n| IpNet::new((0xfd00_u128 << 112 | u128::from(n)).to_be_bytes().into(), 128).unwrap())
         .collect();
@@ -159,13 +160,13 @@ fn every_message_stays_below_a_page_and_many_ranges_are_spread_in_order() {
             ..PeerSpec::default()
         },
     )];
-    let messages = plan(&Peers::new(), &Live::new(), &changes);
+    let messages = plan(&Peers::new(), &LiveEndpoints::new(), &changes);
     let sizes: Vec<usize> = messages
         .iter()
         .map(|message| message.iter().map(|peer| peer.value_len() + 4).sum())
         .collect();
     assert!(sizes.iter().all(|size| *size < 4_000), "{sizes:?}");
-    let lines = told(&messages);
+    let lines = lines(&messages);
     assert!(
         lines[0].starts_with("1 replace keepalive=0 +fd00::/128"),
         "{}",

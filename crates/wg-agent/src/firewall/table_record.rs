@@ -1,8 +1,8 @@
-//! By what an agent knows the table that an earlier process of it left, so that a start writes nothing where nothing has
-//! changed: a digest, in a file beside the cache, of what was asked for and of how that read afterwards.
+//! Records in a file next to the cache which table was written: a digest of the desired table and of its listing. So
+//! the next process recognizes an unchanged table and does not write it again.
 //!
-//! A table that is written whole drops what is on its way through it at that moment: a packet that began under the old rules
-//! looks into sets whose elements end with them.
+//! Replacing a whole table drops packets that traverse it at that moment: a packet under the old rules looks into sets
+//! that are already empty.
 
 use std::{
     ffi::OsString,
@@ -15,39 +15,39 @@ use sha2::{Digest, Sha256};
 
 use super::Listing;
 
-/// The file. One that is lost, damaged or of another version costs a write of the whole table, as if there were none.
+/// The record file. A lost, damaged or outdated one costs one write of the whole table.
 #[derive(Debug)]
-pub struct Stamp(PathBuf);
+pub struct TableRecord(PathBuf);
 
-impl Stamp {
-    /// Beside the cache: `FILE.table`.
+impl TableRecord {
+    /// The record next to the cache: `FILE.table`.
     #[must_use]
-    pub fn beside(cache: &Path) -> Self {
+    pub fn next_to_cache(cache: &Path) -> Self {
         let mut name = OsString::from(cache);
         name.push(".table");
         Self(name.into())
     }
 
-    /// Whether `listing` is how `firewall` read when it was written last, and nothing was written since.
-    pub(super) fn knows(&self, firewall: &Firewall, listing: &Listing) -> bool {
+    /// Whether `listing` is the listing of `firewall` as last written, so that nothing was written since.
+    pub(super) fn matches(&self, firewall: &Firewall, listing: &Listing) -> bool {
         fs::read_to_string(&self.0).is_ok_and(|text| text == digest(firewall, listing))
     }
 
-    /// Remembers what was written and how it reads; `None` = nobody knows.
+    /// Records the written table and its listing; `None` = unknown, which removes the record.
     pub(super) fn set(&self, written: Option<&(Firewall, Listing)>) {
         let done = match written {
             Some((firewall, listing)) => fs::write(&self.0, digest(firewall, listing)),
             None => self.remove(),
         };
         if let Err(error) = done {
-            tracing::info!(file = %self.0.display(), %error, "cannot remember the firewall table; the next start writes it whole");
+            tracing::info!(file = %self.0.display(), %error, "cannot record the firewall table; the next start replaces it");
         }
     }
 
-    /// Takes the file away; none there is no error.
+    /// Removes the file; a missing one is no error.
     ///
     /// # Errors
-    /// The file system's.
+    /// An error of the file system.
     pub fn remove(&self) -> io::Result<()> {
         match fs::remove_file(&self.0) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),

@@ -1,5 +1,6 @@
-//! Where each peer was heard from last, in a file beside the key. A container that starts again begins its handshakes there: a
-//! sandbox's node goes on for 15 s in a session that nobody has any more, and a gateway is told no endpoints.
+//! Saves each peer's live endpoint in a file next to the key. A restarted container starts its handshakes there,
+//! because no object tells a gateway the endpoints of sandboxes, and a sandbox's node would use its dead session for
+//! another 15 s.
 
 use std::{
     collections::BTreeMap,
@@ -13,23 +14,23 @@ use std::{
 use clustermesh_agent_core::device::{ObservedPeer, ObservedPeers, PeerChange};
 use clustermesh_core::key::PublicKey;
 
-/// The file, and what it says.
+/// The file and its content.
 #[derive(Debug)]
-pub(super) struct Heard {
+pub(super) struct SavedEndpoints {
     file: PathBuf,
     endpoints: BTreeMap<PublicKey, SocketAddr>,
 }
 
-impl Heard {
-    /// Reads it. A line that is none costs that peer the wait.
-    pub(super) fn beside(key_file: &Path) -> Self {
+impl SavedEndpoints {
+    /// Reads the file next to the key. A line that does not parse is ignored; that peer then connects by itself.
+    pub(super) fn load(key_file: &Path) -> Self {
         let file = key_file.with_file_name("endpoints");
         let text = fs::read_to_string(&file).or_else(|error| match error.kind() {
             io::ErrorKind::NotFound => Ok(String::new()),
             _ => Err(error),
         });
         let text = text.unwrap_or_else(|error| {
-            tracing::warn!(file = %file.display(), %error, "where peers were heard from is not known");
+            tracing::warn!(file = %file.display(), %error, "cannot read the saved endpoints of peers");
             String::new()
         });
         let line = |line: &str| {
@@ -40,8 +41,8 @@ impl Heard {
         Self { file, endpoints }
     }
 
-    /// Whoever comes into the device is dialled where it was heard from.
-    pub(super) fn dial(&self, changes: &mut [PeerChange]) {
+    /// Sets the saved endpoint of each added peer that has none.
+    pub(super) fn set_endpoints(&self, changes: &mut [PeerChange]) {
         for change in changes {
             if let PeerChange::Add(key, spec) = change {
                 spec.endpoint = spec.endpoint.or_else(|| self.endpoints.get(key).copied());
@@ -49,8 +50,8 @@ impl Heard {
         }
     }
 
-    /// Writes what the device says, if it says something else. It holds every peer by now.
-    pub(super) fn keep(&mut self, observed: &ObservedPeers) {
+    /// Saves the endpoints if they changed. By now the device has all peers.
+    pub(super) fn save(&mut self, observed: &ObservedPeers) {
         let endpoint = |(key, peer): (&PublicKey, &ObservedPeer)| Some((*key, peer.stats.endpoint?));
         let endpoints: BTreeMap<PublicKey, SocketAddr> = observed.iter().filter_map(endpoint).collect();
         if endpoints == self.endpoints {
@@ -58,7 +59,7 @@ impl Heard {
         }
         self.endpoints = endpoints;
         if let Err(error) = self.write() {
-            tracing::warn!(file = %self.file.display(), %error, "where peers were heard from cannot be kept");
+            tracing::warn!(file = %self.file.display(), %error, "cannot save the endpoints of peers");
         }
     }
 
@@ -80,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn peer_is_dialled_after_a_start_where_it_was_heard_from() {
+    fn saved_endpoint_is_used_after_a_restart() {
         let directory = tempfile::tempdir().unwrap();
         let key_file = directory.path().join("key");
         let [known, silent] = [1, 2].map(|n| PublicKey::new([n; 32]));
@@ -92,11 +93,11 @@ mod tests {
             },
         };
         let observed = [(known, peer(Some("[2001:db8::7]:4000"))), (silent, peer(None))].into();
-        Heard::beside(&key_file).keep(&observed);
+        SavedEndpoints::load(&key_file).save(&observed);
 
         let dialled = || {
             let mut changes = [known, silent].map(|key| PeerChange::Add(key, PeerSpec::default()));
-            Heard::beside(&key_file).dial(&mut changes);
+            SavedEndpoints::load(&key_file).set_endpoints(&mut changes);
             changes.map(|change| match change {
                 PeerChange::Add(_, spec) => spec.endpoint,
                 _ => None,

@@ -1,5 +1,5 @@
-//! What counts of each object: SandboxAccess, SandboxGateway, Service and EndpointSlice as plain values. What does not parse is
-//! told in words.
+//! Parses SandboxAccess, SandboxGateway, Service and EndpointSlice into plain values. Parts that do not parse become
+//! messages.
 
 use std::{
     collections::BTreeSet,
@@ -22,15 +22,15 @@ use kube::{ResourceExt, api::DynamicObject};
 
 /// A SandboxAccess.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct AccessSeen {
+pub(super) struct ParsedAccess {
     pub(super) access: Access,
     pub(super) state: AppliedAccess,
-    /// Why nothing of it can be read.
+    /// Why the object cannot be parsed.
     pub(super) problem: Option<String>,
 }
 
-impl AccessSeen {
-    /// An object of a newer version of its CRD may hold what is not known here: then it grants nothing.
+impl ParsedAccess {
+    /// An object of a newer CRD version may contain unknown values: then it grants nothing.
     pub(super) fn new(object: DynamicObject) -> Self {
         let mut seen = Self {
             access: Access {
@@ -99,17 +99,17 @@ fn address(text: &str) -> Result<IpAddr, String> {
     text.parse::<IpAddr>().map(|ip| ip.to_canonical()).map_err(wrong)
 }
 
-/// What an operator says of this gateway.
+/// The spec of this gateway's SandboxGateway.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(super) struct OwnSeen {
+pub(super) struct ParsedGateway {
     pub(super) endpoints: Vec<SocketAddr>,
     pub(super) node_port: Option<u16>,
 }
 
-impl OwnSeen {
+impl ParsedGateway {
     pub(super) fn new(object: SandboxGateway) -> Self {
         Self {
-            // The CRD lets nothing else through but ports above 65535.
+            // The CRD validates the addresses, but not that ports are at most 65535.
             endpoints: object
                 .spec
                 .endpoints
@@ -123,7 +123,7 @@ impl OwnSeen {
 
 /// A Service.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct ServiceSeen {
+pub(super) struct ParsedService {
     pub(super) selector: bool,
     pub(super) external_name: bool,
     pub(super) mirror: bool,
@@ -131,7 +131,7 @@ pub(super) struct ServiceSeen {
     pub(super) ports: BTreeSet<(Protocol, String)>,
 }
 
-impl ServiceSeen {
+impl ParsedService {
     pub(super) fn new(object: v1::Service) -> Self {
         let mirror = object
             .labels()
@@ -166,14 +166,15 @@ fn protocol(text: Option<&str>) -> Option<Protocol> {
 
 /// An EndpointSlice.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct SliceSeen {
-    /// Name of its Service.
+pub(super) struct ParsedSlice {
+    /// The name of its Service.
     pub(super) service: String,
     pub(super) endpoints: BTreeSet<Endpoint>,
 }
 
-impl SliceSeen {
-    /// The first address of an endpoint counts, as for kube-proxy. Of a slice of ours, nothing.
+impl ParsedSlice {
+    /// Only the first address of an endpoint counts, as for kube-proxy. A slice that the mesh wrote has no endpoints
+    /// here.
     pub(super) fn new(object: EndpointSlice) -> Self {
         let labels = object.metadata.labels.clone().unwrap_or_default();
         let ours = |label: &str| labels.get(label).is_some_and(|value| value == MANAGED_BY);
@@ -216,14 +217,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn access_that_does_not_parse_grants_nothing_and_says_so() {
+    fn access_that_does_not_parse_grants_nothing_and_is_reported() {
         let object = |spec| {
             serde_json::from_value(json!({
                 "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxAccess",
                 "metadata": {"name": "m--s", "uid": "u", "generation": 3}, "spec": spec,
             }))
         };
-        let seen = AccessSeen::new(object(json!({"sandbox": 7})).unwrap());
+        let seen = ParsedAccess::new(object(json!({"sandbox": 7})).unwrap());
         assert!(
             seen.problem
                 .unwrap()
@@ -231,7 +232,7 @@ mod tests {
         );
         assert_eq!((seen.access.networks, seen.state.generation), (Vec::new(), 3));
         let odd = json!({"sandbox": "s", "networks": ["100.80.0.1/20", "x"], "nodes": [{"publicKey": "k", "wireguardIPs": ["y"]}]});
-        let access = AccessSeen::new(object(odd).unwrap()).access;
+        let access = ParsedAccess::new(object(odd).unwrap()).access;
         assert_eq!(
             access.networks[0],
             Err("100.80.0.1/20 has host bits: write 100.80.0.0/20".to_owned())
@@ -249,10 +250,10 @@ mod tests {
                 "metadata": {"name": "db-1", "labels": labels}, "ports": [{"name": "sql", "port": 5432}, {"name": "none"}],
                 "endpoints": [{"addresses": ["10.1.0.5", "10.1.0.6"], "conditions": conditions}, {"addresses": []}],
             });
-            SliceSeen::new(serde_json::from_value(object).unwrap())
+            ParsedSlice::new(serde_json::from_value(object).unwrap())
         };
         let plain = json!({LABEL_SERVICE_NAME: "db"});
-        let of = |seen: SliceSeen| {
+        let of = |seen: ParsedSlice| {
             seen.endpoints
                 .into_iter()
                 .map(|e| (e.address.to_string(), e.ready, e.serving))

@@ -1,9 +1,9 @@
-//! Hears when somebody on the network calls this node by a public key that its device does not have yet: the first packet
-//! of a WireGuard handshake names the key it is for. What follows from that is `rotation`'s.
+//! Detects handshake initiations for a public key that the device does not have yet: during a key rotation, they show
+//! that a peer knows the new key. `rotation` decides what follows.
 //!
-//! The device cannot tell: the kernel's drops such a packet without a word. So a rule of nftables hands a copy of every
-//! handshake initiation to the agent (`log group`, nfnetlink_log), which needs NET_ADMIN and touches no packet. The table
-//! stands as long as a key is being changed.
+//! The device cannot report them: the kernel drops such a packet silently. So an nftables rule copies every initiation
+//! to the agent (`log group`, nfnetlink_log). That needs NET_ADMIN and changes no packet. The table exists while a key
+//! is rotated.
 
 use std::{
     io,
@@ -23,89 +23,91 @@ use crate::{
     source::store::Store,
 };
 
-/// The table, apart from the firewall's, which is written whole from what objects say.
+/// A table of its own, because the firewall's table is replaced as a whole.
 const TABLE: &str = "clustermesh-rotate";
 /// Length of an initiation (WireGuard paper §5.4.2).
 const INITIATION: usize = 148;
-/// nfnetlink_log's group: any number that nobody else listens to.
+/// The nfnetlink_log group: any number that no other program uses.
 const GROUP: u16 = 5182;
 
-/// Listens as long as the value lives.
+/// Listens until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Caller {
-    called: Arc<AtomicBool>,
+pub(crate) struct InitiationListener {
+    initiation_seen: Arc<AtomicBool>,
     task: AbortHandle,
 }
 
-/// Why nobody can be heard.
+/// Why the listener could not be started.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum CallerError {
+pub(crate) enum ListenError {
     /// The rule.
-    #[error("nftables does not hand handshakes over (is the kernel module nfnetlink_log there?): {0}")]
+    #[error(
+        "cannot write the nftables rule that copies handshakes to the agent (is the kernel module nfnetlink_log available?): {0}"
+    )]
     Rule(#[from] Error),
     /// The socket.
     #[error("cannot listen to nfnetlink_log's group {GROUP}: {0}")]
     Socket(#[from] io::Error),
 }
 
-impl Caller {
-    /// Listens on the device's UDP `port` for calls to `key`; rings the store's bell at the first.
-    pub(crate) async fn open(port: u16, key: PublicKey, store: Store) -> Result<Self, CallerError> {
+impl InitiationListener {
+    /// Listens on the device's UDP `port` for initiations for `key`; wakes the store's waiter at the first.
+    pub(crate) async fn open(port: u16, key: PublicKey, store: Store) -> Result<Self, ListenError> {
         let mut socket = TokioSocket::new(NETLINK_NETFILTER)?;
         socket.socket_mut().bind_auto()?;
         for message in subscribe() {
             socket.send_to(&message, &SocketAddr::new(0, 0)).await?;
-            refused(&socket.recv_from_full().await?.0)?;
+            check_ack(&socket.recv_from_full().await?.0)?;
         }
-        Nft::default().run(&rule(port)).await?;
-        let called = Arc::new(AtomicBool::new(false));
-        let heard = Arc::clone(&called);
+        Nft::default().run(&script(port)).await?;
+        let initiation_seen = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&initiation_seen);
         let task = tokio::spawn(async move {
             let gate = gate(&key);
             loop {
                 match socket.recv_from_full().await {
-                    Ok((datagram, _)) if payloads(&datagram).any(|packet| calls(packet, &gate)) => {
-                        heard.store(true, Ordering::Release);
-                        store.ring();
+                    Ok((datagram, _)) if payloads(&datagram).any(|packet| is_for_key(packet, &gate)) => {
+                        flag.store(true, Ordering::Release);
+                        store.wake();
                         return;
                     }
-                    // Lost copies (ENOBUFS) were of a flood; whoever calls does so again.
+                    // ENOBUFS: copies were lost in a flood; a peer repeats its initiation.
                     Ok(_) => {}
                     Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => {}
                     Err(error) => {
-                        tracing::warn!(%error, "cannot hear any more who calls this node by its new key");
+                        tracing::warn!(%error, "cannot detect handshakes for this node's new key any more");
                         return;
                     }
                 }
             }
         });
         Ok(Self {
-            called,
+            initiation_seen,
             task: task.abort_handle(),
         })
     }
 
-    /// Whether somebody called.
-    pub(crate) fn called(&self) -> bool {
-        self.called.load(Ordering::Acquire)
+    /// Whether an initiation for the key arrived.
+    pub(crate) fn initiation_seen(&self) -> bool {
+        self.initiation_seen.load(Ordering::Acquire)
     }
 }
 
-impl Drop for Caller {
+impl Drop for InitiationListener {
     fn drop(&mut self) {
         self.task.abort();
     }
 }
 
-/// Takes the table away, where there is one.
+/// Deletes the table, if there is one.
 pub(crate) async fn remove() -> Result<(), Error> {
     Nft::default()
         .run(&format!("table inet {TABLE}\ndelete table inet {TABLE}\n"))
         .await
 }
 
-/// Before everything else that looks at packets, also before a firewall that drops them.
-fn rule(port: u16) -> String {
+/// The rule precedes all others, including a firewall that drops these packets.
+fn script(port: u16) -> String {
     let length = INITIATION + 8;
     format!(
         "table inet {TABLE}\ndelete table inet {TABLE}\ntable inet {TABLE} {{\n  chain called {{\n    type filter hook \
@@ -114,7 +116,7 @@ fn rule(port: u16) -> String {
     )
 }
 
-/// linux/netfilter/nfnetlink_log.h: bind the group, copy whole packets, wait for no second one.
+/// linux/netfilter/nfnetlink_log.h: bind the group, copy whole packets, and deliver each at once.
 fn subscribe() -> [Vec<u8>; 3] {
     const BIND: &[u8] = &[1];
     const COPY_PACKET: &[u8] = &[0, 0, 0xff, 0xff, 2, 0];
@@ -122,7 +124,7 @@ fn subscribe() -> [Vec<u8>; 3] {
     [(1, BIND), (2, COPY_PACKET), (5, AT_ONCE)].map(|(attribute, value)| config(attribute, value))
 }
 
-/// NFULNL_MSG_CONFIG with one attribute, to be acknowledged (netlink(7)).
+/// NFULNL_MSG_CONFIG with one attribute, with acknowledgement (netlink(7)).
 fn config(attribute: u16, value: &[u8]) -> Vec<u8> {
     const REQUEST_ACK: u16 = 1 | 4;
     let mut body = vec![0, 0];
@@ -142,41 +144,41 @@ fn config(attribute: u16, value: &[u8]) -> Vec<u8> {
 /// NFNL_SUBSYS_ULOG.
 const LOG: u16 = 4;
 
-/// The errno of an acknowledgement.
-fn refused(datagram: &[u8]) -> io::Result<()> {
+/// The error in an acknowledgement.
+fn check_ack(datagram: &[u8]) -> io::Result<()> {
     const ERROR: u16 = 2;
     let code = datagram
         .get(16..20)
         .and_then(|bytes| bytes.try_into().ok())
         .map(i32::from_ne_bytes);
-    match (half(datagram, 4), code) {
+    match (u16_at(datagram, 4), code) {
         (Some(ERROR), Some(0)) => Ok(()),
         (Some(ERROR), Some(code)) => Err(io::Error::from_raw_os_error(-code)),
         _ => Err(io::ErrorKind::InvalidData.into()),
     }
 }
 
-fn half(bytes: &[u8], at: usize) -> Option<u16> {
+fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
 }
 
-/// The packets (NFULA_PAYLOAD, from the IP header on) in what the kernel sent.
+/// The packets (NFULA_PAYLOAD, from the IP header on) in a datagram from the kernel.
 fn payloads(datagram: &[u8]) -> impl Iterator<Item = &[u8]> {
     const PAYLOAD: u16 = 9;
-    let messages = pieces(datagram, |rest| {
+    let messages = split(datagram, |rest| {
         Some(u32::from_ne_bytes(rest.get(..4)?.try_into().ok()?) as usize)
     });
-    let packets = messages.filter(|message| half(message, 4) == Some(LOG << 8));
+    let packets = messages.filter(|message| u16_at(message, 4) == Some(LOG << 8));
     let attributes = packets.flat_map(|message| {
-        pieces(message.get(20..).unwrap_or_default(), |rest| {
-            half(rest, 0).map(usize::from)
+        split(message.get(20..).unwrap_or_default(), |rest| {
+            u16_at(rest, 0).map(usize::from)
         })
     });
-    attributes.filter_map(|attribute| (half(attribute, 2)? & 0x3fff == PAYLOAD).then(|| attribute.get(4..))?)
+    attributes.filter_map(|attribute| (u16_at(attribute, 2)? & 0x3fff == PAYLOAD).then(|| attribute.get(4..))?)
 }
 
-/// Splits what netlink puts one after the other, each with its length in front and on a boundary of 4.
-fn pieces(mut rest: &[u8], length: impl Fn(&[u8]) -> Option<usize>) -> impl Iterator<Item = &[u8]> {
+/// Splits consecutive netlink messages or attributes: each begins with its length, aligned to four bytes.
+fn split(mut rest: &[u8], length: impl Fn(&[u8]) -> Option<usize>) -> impl Iterator<Item = &[u8]> {
     std::iter::from_fn(move || {
         let length = length(rest).filter(|length| *length >= 4)?;
         let piece = rest.get(..length)?;
@@ -185,13 +187,13 @@ fn pieces(mut rest: &[u8], length: impl Fn(&[u8]) -> Option<usize>) -> impl Iter
     })
 }
 
-/// Knows what is for the key; it never counts.
+/// Checks mac1 for the key; it never rate limits.
 fn gate(key: &PublicKey) -> RateLimiter {
     RateLimiter::new(&(*key.as_bytes()).into(), u64::MAX)
 }
 
-/// Whether an IP packet that ends with a handshake initiation is for the key.
-fn calls(packet: &[u8], gate: &RateLimiter) -> bool {
+/// Whether an IP packet ends with a handshake initiation for the key.
+fn is_for_key(packet: &[u8], gate: &RateLimiter) -> bool {
     let message = packet.last_chunk::<INITIATION>();
     message.is_some_and(|message| matches!(gate.verify_packet(None, message, &mut []), Ok(Packet::HandshakeInit(_))))
 }
@@ -209,7 +211,7 @@ mod tests {
         (secret, PublicKey::new(public))
     }
 
-    /// An IPv4 packet with an initiation for a key, by boringtun.
+    /// An IPv4 packet with an initiation for a key, made by boringtun.
     fn initiation(to: &PublicKey) -> Vec<u8> {
         let mut tunnel = Tunn::new(key(1).0, (*to.as_bytes()).into(), None, None, 0, None);
         let mut scratch = [0; 256];
@@ -220,21 +222,21 @@ mod tests {
     }
 
     #[test]
-    fn a_call_names_the_key_it_is_for() {
+    fn initiation_matches_only_the_key_it_is_for() {
         let (ours, other) = (key(2).1, key(3).1);
         let packet = initiation(&ours);
-        assert!(calls(&packet, &gate(&ours)));
-        assert!(!calls(&packet, &gate(&other)));
-        assert!(!calls(&packet[1..147], &gate(&ours)));
-        assert!(!calls(&[], &gate(&ours)));
+        assert!(is_for_key(&packet, &gate(&ours)));
+        assert!(!is_for_key(&packet, &gate(&other)));
+        assert!(!is_for_key(&packet[1..147], &gate(&ours)));
+        assert!(!is_for_key(&[], &gate(&ours)));
         let mut changed = packet.clone();
         changed[28 + 60] ^= 1;
-        assert!(!calls(&changed, &gate(&ours)));
+        assert!(!is_for_key(&changed, &gate(&ours)));
     }
 
     #[test]
-    fn what_the_kernel_sends_is_taken_apart_and_nothing_it_sends_is_trusted() {
-        // A packet message with an attribute of 5 bytes, a payload, and a second message of another kind.
+    fn log_datagrams_are_parsed_at_any_length() {
+        // A packet message with an attribute of 5 bytes and a payload, and a message of another kind.
         let attribute = |kind: u16, value: &[u8]| {
             let mut out = (4 + value.len() as u16).to_ne_bytes().to_vec();
             out.extend(kind.to_ne_bytes());
@@ -256,8 +258,8 @@ mod tests {
             assert!(payloads(&all[..cut]).all(|packet| packet == b"packet"));
         }
         let error = |code: i32| message(2, &code.to_ne_bytes());
-        assert_eq!(refused(&error(-1)).unwrap_err().raw_os_error(), Some(1));
-        refused(&error(0)).unwrap();
-        refused(&[]).unwrap_err();
+        assert_eq!(check_ack(&error(-1)).unwrap_err().raw_os_error(), Some(1));
+        check_ack(&error(0)).unwrap();
+        check_ack(&[]).unwrap_err();
     }
 }

@@ -1,4 +1,4 @@
-//! The keeper in a network namespace of its own, with the kernel's nftables. Needs root.
+//! Tests of the table manager in a network namespace of its own, with the kernel's nftables. They need root.
 
 use std::{net::SocketAddr, os::unix::fs::PermissionsExt, process::Command, thread, time::Duration};
 
@@ -12,9 +12,9 @@ use nix::sched::{CloneFlags, unshare};
 
 use super::*;
 
-/// Less than 5,000 grants in one transaction take, and more than one step does.
+/// Too little for 5,000 grants in one transaction, enough for one step.
 const ADDRESS_SPACE_KB: u32 = 40_000;
-/// Grants with one endpoint of which one step has room.
+/// The number of grants with one endpoint in one step.
 const PART: u16 = 1428;
 const SANDBOX: SandboxId = SandboxId(7);
 
@@ -65,8 +65,8 @@ fn grants() -> usize {
         .count()
 }
 
-/// Runs the test with a keeper in a network namespace of its own, whose `nft` has little memory.
-fn alone(test: impl AsyncFnOnce(Keeper) + Send + 'static) {
+/// Runs the test with a manager in a network namespace of its own, whose `nft` has little memory.
+fn alone(test: impl AsyncFnOnce(TableManager) + Send + 'static) {
     let directory = tempfile::tempdir().expect("a directory");
     let program = directory.path().join("nft");
     let text = format!("#!/bin/sh\nulimit -v {ADDRESS_SPACE_KB}\nexec nft \"$@\"\n");
@@ -75,11 +75,11 @@ fn alone(test: impl AsyncFnOnce(Keeper) + Send + 'static) {
     let run = thread::spawn(move || {
         unshare(CloneFlags::CLONE_NEWNET).expect("this test makes a network namespace and needs root (CAP_SYS_ADMIN)");
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        let keeper = Keeper {
+        let table_manager = TableManager {
             nft: Nft::new(program),
-            ..Keeper::default()
+            ..TableManager::default()
         };
-        runtime.expect("a runtime").block_on(test(keeper));
+        runtime.expect("a runtime").block_on(test(table_manager));
     });
     if let Err(panic) = run.join() {
         std::panic::resume_unwind(panic);
@@ -90,10 +90,10 @@ fn soon() -> Instant {
     Instant::now() + Duration::from_secs(600)
 }
 
-/// Takes steps to the end; how many there were.
-async fn finish(keeper: &mut Keeper, desired: &Table) -> usize {
+/// Takes all steps; returns their number.
+async fn finish(table_manager: &mut TableManager, desired: &Table) -> usize {
     for step in 1..100 {
-        if keeper.converge(desired).await.expect("a step").finished {
+        if table_manager.converge(desired).await.expect("a step").finished {
             return step;
         }
     }
@@ -102,62 +102,62 @@ async fn finish(keeper: &mut Keeper, desired: &Table) -> usize {
 
 #[test]
 fn large_table_is_opened_by_its_last_step() {
-    alone(async |mut keeper| {
+    alone(async |mut table_manager| {
         let desired = table(3000);
-        keeper.renew(soon()).await.expect("nothing to renew");
+        table_manager.renew(soon()).await.expect("nothing to renew");
         for grants_then in [PART, 2 * PART] {
-            assert!(!keeper.converge(&desired).await.expect("a step").finished);
-            keeper.renew(soon()).await.expect("a renewal");
+            assert!(!table_manager.converge(&desired).await.expect("a step").finished);
+            table_manager.renew(soon()).await.expect("a renewal");
             assert_eq!((grants(), is_open()), (grants_then.into(), false));
         }
-        assert!(keeper.converge(&desired).await.expect("a step").finished);
+        assert!(table_manager.converge(&desired).await.expect("a step").finished);
         assert_eq!((grants(), is_open()), (3000, true));
     });
 }
 
 #[test]
 fn many_grants_at_once_fit_into_little_memory() {
-    alone(async |mut keeper| {
-        keeper.renew(soon()).await.expect("nothing to renew");
-        assert_eq!(finish(&mut keeper, &table(1)).await, 1);
-        assert_eq!(finish(&mut keeper, &table(5000)).await, 4);
-        // What was open stays so.
+    alone(async |mut table_manager| {
+        table_manager.renew(soon()).await.expect("nothing to renew");
+        assert_eq!(finish(&mut table_manager, &table(1)).await, 1);
+        assert_eq!(finish(&mut table_manager, &table(5000)).await, 4);
+        // The grant that was open stays open.
         assert_eq!((grants(), is_open()), (5000, true));
-        assert_eq!(finish(&mut keeper, &table(1)).await, 4);
+        assert_eq!(finish(&mut table_manager, &table(1)).await, 4);
         assert_eq!((grants(), is_open()), (1, true));
     });
 }
 
 #[test]
 fn table_that_shrinks_while_it_is_written_is_opened() {
-    alone(async |mut keeper| {
-        keeper.renew(soon()).await.expect("nothing to renew");
-        assert!(!keeper.converge(&table(PART + 1)).await.expect("a step").finished);
-        assert_eq!(finish(&mut keeper, &table(PART)).await, 1);
+    alone(async |mut table_manager| {
+        table_manager.renew(soon()).await.expect("nothing to renew");
+        assert!(!table_manager.converge(&table(PART + 1)).await.expect("a step").finished);
+        assert_eq!(finish(&mut table_manager, &table(PART)).await, 1);
         assert_eq!((grants(), is_open()), (PART.into(), true));
     });
 }
 
 #[test]
-fn table_deleted_between_steps_is_begun_anew() {
-    alone(async |mut keeper| {
+fn table_deleted_between_steps_is_written_from_the_start() {
+    alone(async |mut table_manager| {
         let desired = table(3000);
-        assert!(!keeper.converge(&desired).await.expect("a step").finished);
+        assert!(!table_manager.converge(&desired).await.expect("a step").finished);
         let deleted = Command::new("nft")
             .args(["delete", "table", "inet", NFT_TABLE])
             .status();
-        assert!(deleted.expect("run nft").success() && !keeper.is_current());
-        assert_eq!(finish(&mut keeper, &desired).await, 3);
+        assert!(deleted.expect("run nft").success() && !table_manager.is_current());
+        assert_eq!(finish(&mut table_manager, &desired).await, 3);
         assert_eq!(grants(), 3000);
     });
 }
 
 #[test]
-fn table_stands_once_any_process_has_written_it() {
-    alone(async |mut keeper| {
-        let other = Keeper::default();
-        assert!(!other.stands() && !keeper.stands());
-        finish(&mut keeper, &table(1)).await;
-        assert!(other.stands() && !other.has_written());
+fn table_exists_once_any_process_has_written_it() {
+    alone(async |mut table_manager| {
+        let other = TableManager::default();
+        assert!(!other.table_exists() && !table_manager.table_exists());
+        finish(&mut table_manager, &table(1)).await;
+        assert!(other.table_exists() && !other.has_written());
     });
 }

@@ -1,5 +1,5 @@
-//! How the cache is spelled: a line that says what it is, and one with the values. The types here mirror those of `source`
-//! field by field, so that a field added there does not compile before it is kept.
+//! Defines the format of the cache: a header line in JSON, and a line with the values. The types mirror those of
+//! `source` field by field: a field added there does not compile until it is handled here.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,33 +12,33 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::{Kept, Live, Saved, Stamp};
-use crate::source::objects::{NodeSeen, OwnNode, PeerSeen, PolicySeen};
+use super::{CacheContent, LiveEndpoints, SavedObjects, UnixTime};
+use crate::source::objects::{OwnNode, ParsedNode, ParsedPeer, ParsedPolicy};
 
-/// What the first line calls the file.
+/// The format's name in the header.
 const FORMAT: &str = "clustermesh wg-agent cache";
-/// Another number is another form, and is not read.
+/// The format version; a file of another version is not read.
 const VERSION: u32 = 3;
 
-/// Why a file is not used. None of these can be mended by trying again.
+/// Why a file is not used. Retrying helps with none of these.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Unusable {
-    /// Cut off, changed, or never ours.
+    /// Truncated, changed, or not written by an agent.
     #[error("it is damaged ({0})")]
     Damaged(String),
-    /// Another version's.
-    #[error("it has form {0}, and this version reads form {VERSION}")]
+    /// Another format version.
+    #[error("it has format version {0}, and this agent reads version {VERSION}")]
     Version(u32),
-    /// Another node's.
-    #[error("it is that of node {0:?}")]
+    /// Written for another node.
+    #[error("it was written for node {0:?}")]
     OtherNode(String),
-    /// Nobody has confirmed it for too long.
+    /// Not confirmed by the API server for too long.
     #[error(
         "the API server confirmed it last at {0}, which is longer ago than --cache-max-age ({1:#}): Peers that were deleted since \
          would come back"
     )]
-    Old(Stamp, jiff::SignedDuration),
-    /// Others could have written it.
+    Old(UnixTime, jiff::SignedDuration),
+    /// Others could read or write the file.
     #[error("others could read or change it ({0})")]
     Exposed(String),
 }
@@ -56,47 +56,47 @@ struct Head {
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Body {
-    peers: BTreeMap<String, PeerForm>,
-    policies: BTreeMap<String, PolicyForm>,
-    nodes: BTreeMap<String, NodeForm>,
+    peers: BTreeMap<String, PeerRecord>,
+    policies: BTreeMap<String, PolicyRecord>,
+    nodes: BTreeMap<String, NodeRecord>,
     api_servers: BTreeMap<String, BTreeSet<SocketAddr>>,
     addresses: BTreeMap<String, IpAddr>,
     live: BTreeMap<String, SocketAddr>,
-    confirmed: Stamp,
+    confirmed: UnixTime,
 }
 
 /// The values of a file.
 pub(super) struct Values {
-    pub(super) saved: Saved,
-    pub(super) live: Live,
-    pub(super) confirmed: Stamp,
+    pub(super) saved: SavedObjects,
+    pub(super) live: LiveEndpoints,
+    pub(super) confirmed: UnixTime,
 }
 
-/// The file's text.
-pub(super) fn write(node: &str, kept: &Kept) -> Result<String, serde_json::Error> {
-    let empty = Saved::default();
-    let Saved {
+/// Encodes the file.
+pub(super) fn write(node: &str, content: &CacheContent) -> Result<String, serde_json::Error> {
+    let empty = SavedObjects::default();
+    let SavedObjects {
         peers,
         policies,
         nodes,
         api_servers,
         addresses,
-    } = kept.saved.as_deref().unwrap_or(&empty);
-    let named = |(name, peer): (&String, &PeerSeen)| Some((name.clone(), PeerForm::of(peer)?));
+    } = content.saved.as_deref().unwrap_or(&empty);
+    let named = |(name, peer): (&String, &ParsedPeer)| Some((name.clone(), PeerRecord::of(peer)?));
     let body = serde_json::to_string(&Body {
         peers: peers.iter().filter_map(named).collect(),
         policies: policies
             .iter()
-            .map(|(name, policy)| (name.clone(), PolicyForm::of(policy)))
+            .map(|(name, policy)| (name.clone(), PolicyRecord::of(policy)))
             .collect(),
         nodes: nodes
             .iter()
-            .map(|(name, node)| (name.clone(), NodeForm::of(node)))
+            .map(|(name, node)| (name.clone(), NodeRecord::of(node)))
             .collect(),
         api_servers: api_servers.clone(),
         addresses: addresses.clone(),
-        live: kept.live.iter().map(|(key, at)| (key.to_string(), *at)).collect(),
-        confirmed: kept.confirmed,
+        live: content.live.iter().map(|(key, at)| (key.to_string(), *at)).collect(),
+        confirmed: content.confirmed,
     })?;
     let head = serde_json::to_string(&Head {
         format: FORMAT.to_owned(),
@@ -107,7 +107,7 @@ pub(super) fn write(node: &str, kept: &Kept) -> Result<String, serde_json::Error
     Ok(format!("{head}\n{body}\n"))
 }
 
-/// The values of a file of this node, or why it is not used.
+/// Decodes a file of this node.
 pub(super) fn read(node: &str, text: &str) -> Result<Values, Unusable> {
     let damaged = |why: &dyn std::fmt::Display| Unusable::Damaged(why.to_string());
     let (head, body) = text.split_once('\n').ok_or_else(|| damaged(&"it is cut off"))?;
@@ -136,15 +136,15 @@ pub(super) fn read(node: &str, text: &str) -> Result<Values, Unusable> {
         confirmed,
     } = body;
     let values = || -> Result<Values, String> {
-        let saved = Saved {
-            peers: all(peers, PeerForm::value)?,
-            policies: all(policies, PolicyForm::value)?,
+        let saved = SavedObjects {
+            peers: all(peers, PeerRecord::value)?,
+            policies: all(policies, PolicyRecord::value)?,
             nodes: nodes.into_iter().map(|(name, node)| (name, node.value())).collect(),
             api_servers,
             addresses,
         };
         let live = live.into_iter().map(|(key, at)| Ok((key.parse()?, at)));
-        let live: Result<Live, clustermesh_core::key::KeyError> = live.collect();
+        let live: Result<LiveEndpoints, clustermesh_core::key::KeyError> = live.collect();
         Ok(Values {
             saved,
             live: live.map_err(|e| e.to_string())?,
@@ -163,28 +163,28 @@ fn hash(text: &str) -> String {
     sum.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Without `requires-policy`: a Peer that has it is not kept.
+/// A Peer's values.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct PeerForm {
+struct PeerRecord {
     cluster: String,
     mesh: (String, String),
     revision: u64,
     public_key: String,
     allowed_ips: BTreeSet<IpNet>,
-    endpoint: Option<EndpointForm>,
+    endpoint: Option<EndpointRecord>,
     candidates: Vec<SocketAddr>,
     persistent_keepalive: u16,
 }
 
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
-enum EndpointForm {
+enum EndpointRecord {
     Ip(SocketAddr),
     Name { name: String, port: u16 },
 }
 
-impl EndpointForm {
+impl EndpointRecord {
     fn of(endpoint: &Endpoint) -> Self {
         match endpoint {
             Endpoint::Ip(at) => Self::Ip(*at),
@@ -203,9 +203,9 @@ impl EndpointForm {
     }
 }
 
-impl PeerForm {
-    fn of(peer: &PeerSeen) -> Option<Self> {
-        let PeerSeen {
+impl PeerRecord {
+    fn of(peer: &ParsedPeer) -> Option<Self> {
+        let ParsedPeer {
             cluster,
             mesh,
             revision,
@@ -227,13 +227,13 @@ impl PeerForm {
             revision: *revision,
             public_key: public_key.to_string(),
             allowed_ips: allowed_ips.clone(),
-            endpoint: endpoint.as_ref().map(EndpointForm::of),
+            endpoint: endpoint.as_ref().map(EndpointRecord::of),
             candidates: candidates.clone(),
             persistent_keepalive: *persistent_keepalive,
         })
     }
 
-    fn value(self) -> Result<PeerSeen, String> {
+    fn value(self) -> Result<ParsedPeer, String> {
         let Self {
             cluster,
             mesh,
@@ -244,7 +244,7 @@ impl PeerForm {
             candidates,
             persistent_keepalive,
         } = self;
-        Ok(PeerSeen {
+        Ok(ParsedPeer {
             cluster,
             mesh,
             revision,
@@ -253,7 +253,7 @@ impl PeerForm {
                     .parse()
                     .map_err(|e: clustermesh_core::key::KeyError| e.to_string())?,
                 allowed_ips,
-                endpoint: endpoint.map(EndpointForm::value),
+                endpoint: endpoint.map(EndpointRecord::value),
                 candidates,
                 persistent_keepalive,
             }),
@@ -263,13 +263,13 @@ impl PeerForm {
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct PolicyForm {
+struct PolicyRecord {
     name: String,
     sources: BTreeSet<IpNet>,
     networks: BTreeSet<IpNet>,
-    allow: Vec<RuleForm>,
-    deny: Vec<RuleForm>,
-    infrastructure_ports: BTreeSet<(ProtocolForm, u16)>,
+    allow: Vec<RuleRecord>,
+    deny: Vec<RuleRecord>,
+    infrastructure_ports: BTreeSet<(ProtocolRecord, u16)>,
     anchored: BTreeSet<IpNet>,
     closed: bool,
     problem: Option<String>,
@@ -278,38 +278,38 @@ struct PolicyForm {
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct RuleForm {
+struct RuleRecord {
     to: BTreeSet<IpNet>,
-    ports: BTreeSet<(ProtocolForm, u16)>,
+    ports: BTreeSet<(ProtocolRecord, u16)>,
 }
 
 #[derive(Serialize, Deserialize, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[serde(rename_all = "lowercase")]
-enum ProtocolForm {
+enum ProtocolRecord {
     Tcp,
     Udp,
     Sctp,
 }
 
-fn port(port: &Port) -> (ProtocolForm, u16) {
+fn port(port: &Port) -> (ProtocolRecord, u16) {
     let protocol = match port.protocol {
-        Protocol::Tcp => ProtocolForm::Tcp,
-        Protocol::Udp => ProtocolForm::Udp,
-        Protocol::Sctp => ProtocolForm::Sctp,
+        Protocol::Tcp => ProtocolRecord::Tcp,
+        Protocol::Udp => ProtocolRecord::Udp,
+        Protocol::Sctp => ProtocolRecord::Sctp,
     };
     (protocol, port.port)
 }
 
-fn port_value((protocol, port): (ProtocolForm, u16)) -> Port {
+fn port_value((protocol, port): (ProtocolRecord, u16)) -> Port {
     let protocol = match protocol {
-        ProtocolForm::Tcp => Protocol::Tcp,
-        ProtocolForm::Udp => Protocol::Udp,
-        ProtocolForm::Sctp => Protocol::Sctp,
+        ProtocolRecord::Tcp => Protocol::Tcp,
+        ProtocolRecord::Udp => Protocol::Udp,
+        ProtocolRecord::Sctp => Protocol::Sctp,
     };
     Port { protocol, port }
 }
 
-impl RuleForm {
+impl RuleRecord {
     fn of(rule: &Rule) -> Self {
         let Rule { to, ports } = rule;
         Self {
@@ -327,9 +327,9 @@ impl RuleForm {
     }
 }
 
-impl PolicyForm {
-    fn of(seen: &PolicySeen) -> Self {
-        let PolicySeen {
+impl PolicyRecord {
+    fn of(seen: &ParsedPolicy) -> Self {
+        let ParsedPolicy {
             policy,
             problem,
             digest,
@@ -348,8 +348,8 @@ impl PolicyForm {
             name: name.clone(),
             sources: sources.clone(),
             networks: networks.clone(),
-            allow: allow.iter().map(RuleForm::of).collect(),
-            deny: deny.iter().map(RuleForm::of).collect(),
+            allow: allow.iter().map(RuleRecord::of).collect(),
+            deny: deny.iter().map(RuleRecord::of).collect(),
             infrastructure_ports: infrastructure_ports.iter().map(port).collect(),
             anchored: anchored.clone(),
             closed: *closed,
@@ -358,7 +358,7 @@ impl PolicyForm {
         }
     }
 
-    fn value(self) -> Result<PolicySeen, String> {
+    fn value(self) -> Result<ParsedPolicy, String> {
         let Self {
             name,
             sources,
@@ -371,13 +371,13 @@ impl PolicyForm {
             problem,
             digest,
         } = self;
-        Ok(PolicySeen {
+        Ok(ParsedPolicy {
             policy: Policy {
                 name,
                 sources,
                 networks,
-                allow: allow.into_iter().map(RuleForm::value).collect(),
-                deny: deny.into_iter().map(RuleForm::value).collect(),
+                allow: allow.into_iter().map(RuleRecord::value).collect(),
+                deny: deny.into_iter().map(RuleRecord::value).collect(),
                 infrastructure_ports: infrastructure_ports.into_iter().map(port_value).collect(),
                 anchored,
                 closed,
@@ -390,24 +390,24 @@ impl PolicyForm {
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct NodeForm {
+struct NodeRecord {
     created: i64,
     wireguard_ip: Option<IpAddr>,
     internal_ips: Vec<IpAddr>,
     pod_cidrs: BTreeSet<IpNet>,
-    own: Option<OwnForm>,
+    own: Option<OwnRecord>,
 }
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct OwnForm {
+struct OwnRecord {
     external_ips: Vec<IpAddr>,
-    force_endpoint: Option<EndpointForm>,
+    force_endpoint: Option<EndpointRecord>,
 }
 
-impl NodeForm {
-    fn of(node: &NodeSeen) -> Self {
-        let NodeSeen {
+impl NodeRecord {
+    fn of(node: &ParsedNode) -> Self {
+        let ParsedNode {
             created,
             wireguard_ip,
             internal_ips,
@@ -415,16 +415,16 @@ impl NodeForm {
             own,
         } = node;
         let own = own.as_ref().map(|own| {
-            // What was published, and when kg was seen, is only true of the moment.
+            // The published annotations and kg's last-seen time are only true for the moment.
             let OwnNode {
                 external_ips,
                 force_endpoint,
                 kg_seen: _,
                 published: _,
             } = own;
-            OwnForm {
+            OwnRecord {
                 external_ips: external_ips.clone(),
-                force_endpoint: force_endpoint.as_ref().map(EndpointForm::of),
+                force_endpoint: force_endpoint.as_ref().map(EndpointRecord::of),
             }
         });
         Self {
@@ -436,7 +436,7 @@ impl NodeForm {
         }
     }
 
-    fn value(self) -> NodeSeen {
+    fn value(self) -> ParsedNode {
         let Self {
             created,
             wireguard_ip,
@@ -445,17 +445,17 @@ impl NodeForm {
             own,
         } = self;
         let own = own.map(|own| {
-            let OwnForm {
+            let OwnRecord {
                 external_ips,
                 force_endpoint,
             } = own;
             OwnNode {
                 external_ips,
-                force_endpoint: force_endpoint.map(EndpointForm::value),
+                force_endpoint: force_endpoint.map(EndpointRecord::value),
                 ..OwnNode::default()
             }
         });
-        NodeSeen {
+        ParsedNode {
             created,
             wireguard_ip,
             internal_ips,

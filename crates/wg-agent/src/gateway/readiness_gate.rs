@@ -1,5 +1,6 @@
-//! Keeps a new gateway unready until sandboxes have connected to it, so that a rollout or a drain of nodes ends the other gateways only
-//! when this one serves. A sandbox connects as soon as its own API server has the Peer with this gateway's key.
+//! Keeps a new gateway unready until sandboxes have connected to it, so that a rollout or a node drain stops the other
+//! gateways only when this one serves. A sandbox connects as soon as its own API server has the Peer with this
+//! gateway's key.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,85 +13,87 @@ use clustermesh_daemon::{Pending, Readiness};
 
 use crate::status::Trouble;
 
-/// A sandbox that has not connected by then stops counting: its API server or its nodes may be down.
-const PATIENCE: Duration = Duration::from_secs(15);
+/// A sandbox that has not connected by then no longer counts: its API server or its nodes may be down.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The keys of each sandbox's nodes, by the name of its SandboxAccess.
-pub(super) type Nodes = BTreeMap<String, BTreeSet<PublicKey>>;
+pub(super) type NodeKeys = BTreeMap<String, BTreeSet<PublicKey>>;
 
-/// Closed until one node of each sandbox has completed a handshake.
+/// Unready until one node of each sandbox has completed a handshake.
 #[derive(Debug)]
-pub(super) struct Gate {
+pub(super) struct ReadinessGate {
     readiness: Readiness,
-    state: State,
+    state: GateState,
 }
 
 #[derive(Debug)]
-enum State {
-    /// Which sandboxes count is not known yet.
+enum GateState {
+    /// It is not known yet which sandboxes count.
     New,
-    /// These have not connected.
+    /// These sandboxes have not connected.
     Waiting {
         until: Instant,
-        sandboxes: Nodes,
-        /// In `/readyz`.
+        sandboxes: NodeKeys,
+        /// The line in `/readyz`.
         _line: Pending,
     },
-    /// Of these sandboxes no node has connected.
-    Open { missing: Nodes },
+    /// Ready. Of these sandboxes no node has connected.
+    Open { missing: NodeKeys },
 }
 
-impl Gate {
-    /// `is_new` = no process before had this gateway's key. Otherwise sandboxes have it already, and the gate is open.
+impl ReadinessGate {
+    /// `is_new` = no earlier process had this gateway's key. Otherwise sandboxes know it already, and the gate is open.
     pub(super) const fn new(readiness: Readiness, is_new: bool) -> Self {
         let state = if is_new {
-            State::New
+            GateState::New
         } else {
-            State::Open { missing: Nodes::new() }
+            GateState::Open {
+                missing: NodeKeys::new(),
+            }
         };
         Self { readiness, state }
     }
 
-    /// Begins to wait for the sandboxes that the device has peers of. Later ones do not count.
-    pub(super) fn begin(&mut self, mut sandboxes: Nodes, now: Instant) {
-        if !matches!(self.state, State::New) {
+    /// Starts to wait for the sandboxes that have peers on the device. Later ones do not count.
+    pub(super) fn begin(&mut self, mut sandboxes: NodeKeys, now: Instant) {
+        if !matches!(self.state, GateState::New) {
             return;
         }
         sandboxes.retain(|_, keys| !keys.is_empty());
-        self.wait(now + PATIENCE, sandboxes);
+        self.wait(now + CONNECT_TIMEOUT, sandboxes);
     }
 
-    /// Takes note of the handshakes until `now`.
+    /// Takes note of completed handshakes.
     pub(super) fn observe(&mut self, peers: &ObservedPeers, now: Instant) {
         let connected = |peer: &&ObservedPeer| peer.stats.handshake_age.is_some();
         // Those that still have peers, none of which has connected.
-        let left = |sandboxes: &Nodes| {
+        let left = |sandboxes: &NodeKeys| {
             let mut left = sandboxes.clone();
             left.retain(|_, keys| {
-                let mut of_it = keys.iter().filter_map(|key| peers.get(key)).peekable();
-                of_it.peek().is_some() && !of_it.any(|peer| connected(&peer))
+                let mut nodes = keys.iter().filter_map(|key| peers.get(key)).peekable();
+                nodes.peek().is_some() && !nodes.any(|peer| connected(&peer))
             });
             left
         };
         match &self.state {
-            State::New => {}
-            State::Waiting { until, sandboxes, .. } if now < *until => self.wait(*until, left(sandboxes)),
-            State::Waiting { sandboxes, .. } | State::Open { missing: sandboxes } => {
+            GateState::New => {}
+            GateState::Waiting { until, sandboxes, .. } if now < *until => self.wait(*until, left(sandboxes)),
+            GateState::Waiting { sandboxes, .. } | GateState::Open { missing: sandboxes } => {
                 let missing = left(sandboxes);
-                self.state = State::Open { missing };
+                self.state = GateState::Open { missing };
             }
         }
     }
 
-    fn wait(&mut self, until: Instant, sandboxes: Nodes) {
+    fn wait(&mut self, until: Instant, sandboxes: NodeKeys) {
         self.state = if sandboxes.is_empty() {
-            State::Open { missing: sandboxes }
+            GateState::Open { missing: sandboxes }
         } else {
             let line = self.readiness.pending(format!(
-                "sandboxes: no node of {} has connected to this new gateway yet; it is ready after {PATIENCE:?} at the latest",
+                "sandboxes: no node of {} has connected to this new gateway yet; it is ready after {CONNECT_TIMEOUT:?} at the latest",
                 names(&sandboxes)
             ));
-            State::Waiting {
+            GateState::Waiting {
                 until,
                 sandboxes,
                 _line: line,
@@ -98,15 +101,15 @@ impl Gate {
         };
     }
 
-    /// Sandboxes that are no longer waited for and still have not connected. They do not keep the gateway unready: a sandbox could hold
-    /// up every rollout.
+    /// A warning about sandboxes that have not connected in time. They do not keep the gateway unready: otherwise a
+    /// sandbox could block every rollout.
     pub(super) fn trouble(&self) -> Option<Trouble> {
-        let State::Open { missing } = &self.state else {
+        let GateState::Open { missing } = &self.state else {
             return None;
         };
         (!missing.is_empty()).then(|| {
             let message = format!(
-                "no node of {} has connected since this gateway started: look whether its endpoints (status.endpoints) can be reached by UDP \
+                "no node of {} has connected since this gateway started: check whether its endpoints (status.endpoints) can be reached by UDP \
                  from there, and whether wg-agent runs there",
                 names(missing)
             );
@@ -115,7 +118,7 @@ impl Gate {
     }
 }
 
-fn names(sandboxes: &Nodes) -> String {
+fn names(sandboxes: &NodeKeys) -> String {
     let names: Vec<&str> = sandboxes.keys().map(String::as_str).collect();
     names.join(", ")
 }
@@ -132,7 +135,7 @@ mod tests {
         PublicKey::new([3; 32]),
     ];
 
-    fn sandboxes() -> Nodes {
+    fn sandboxes() -> NodeKeys {
         let [one, two, other] = KEYS;
         [
             ("m--a".to_owned(), [one, two].into()),
@@ -142,7 +145,7 @@ mod tests {
         .into()
     }
 
-    /// All three peers; these have completed a handshake.
+    /// All three peers, of which `keys` have completed a handshake.
     fn connected(keys: &[PublicKey]) -> ObservedPeers {
         let peer = |key: PublicKey| {
             let handshake_age = keys.contains(&key).then_some(Duration::ZERO);
@@ -162,7 +165,7 @@ mod tests {
     #[test]
     fn gateway_is_ready_when_a_node_of_each_sandbox_has_connected() {
         let (readiness, now) = (Readiness::new(), Instant::now());
-        let mut gate = Gate::new(readiness.clone(), true);
+        let mut gate = ReadinessGate::new(readiness.clone(), true);
         gate.begin(sandboxes(), now);
         gate.observe(&connected(&[]), now);
         assert!(readiness.list()[0].contains("no node of m--a, m--b has connected"));
@@ -177,12 +180,12 @@ mod tests {
     #[test]
     fn sandbox_that_does_not_connect_in_time_stops_counting() {
         let (readiness, now) = (Readiness::new(), Instant::now());
-        let mut gate = Gate::new(readiness.clone(), true);
+        let mut gate = ReadinessGate::new(readiness.clone(), true);
         gate.begin(sandboxes(), now);
-        gate.observe(&connected(&[]), now + PATIENCE - Duration::from_millis(1));
+        gate.observe(&connected(&[]), now + CONNECT_TIMEOUT - Duration::from_millis(1));
         assert!(!readiness.is_ready());
         assert_eq!(gate.trouble(), None);
-        gate.observe(&connected(&[]), now + PATIENCE);
+        gate.observe(&connected(&[]), now + CONNECT_TIMEOUT);
         assert!(readiness.is_ready());
         assert!(
             gate.trouble()
@@ -190,7 +193,7 @@ mod tests {
                 .message
                 .starts_with("no node of m--a, m--b has connected")
         );
-        gate.observe(&connected(&KEYS[1..2]), now + PATIENCE);
+        gate.observe(&connected(&KEYS[1..2]), now + CONNECT_TIMEOUT);
         assert!(
             gate.trouble()
                 .unwrap()
@@ -199,14 +202,14 @@ mod tests {
         );
         let mut without_b = connected(&[]);
         without_b.remove(&KEYS[2]);
-        gate.observe(&without_b, now + PATIENCE);
+        gate.observe(&without_b, now + CONNECT_TIMEOUT);
         assert_eq!(gate.trouble(), None, "a sandbox that is gone");
     }
 
     #[test]
     fn gateway_whose_key_sandboxes_have_is_ready_at_once() {
         let (readiness, now) = (Readiness::new(), Instant::now());
-        let mut gate = Gate::new(readiness.clone(), false);
+        let mut gate = ReadinessGate::new(readiness.clone(), false);
         gate.begin(sandboxes(), now);
         assert!(readiness.is_ready());
     }

@@ -1,5 +1,5 @@
-//! What others did to this node, from every place that tells: the kernel's routing, its nftables, the resolvers' file. What
-//! is done about it is `run`'s and the reconciler's business.
+//! Reports that this node may have changed: its routing, its nftables (netlink notifications) or its resolver file
+//! (polled).
 
 use std::{path::PathBuf, time::Duration};
 
@@ -7,43 +7,43 @@ use clustermesh_agent_core::interface::InterfaceName;
 
 use crate::{firewall, route, source::resolv};
 
-/// What may be different.
+/// What may have changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Event {
-    /// Routing, ours or the node's.
-    Routing(route::News),
-    /// Some table of nftables.
+    /// The agent's routing, or the node's own.
+    Routing(route::RoutingEvent),
+    /// Some nftables table; the kernel does not say which.
     Tables,
-    /// The list of name servers.
+    /// The name servers in the resolver file.
     Resolvers,
-    /// Nobody knows: a place that told has ended.
-    Anything,
+    /// A subscription was lost, so anything may have changed.
+    Unknown,
 }
 
 impl Event {
-    /// How long to wait for more of the same before looking. One change makes several events, and our own writes are heard as
-    /// well. Programs that write nftables do it often, and the kernel cannot say whose table it was.
-    pub(crate) const fn settle(self) -> Duration {
+    /// How long to wait for further events before a pass. One change causes several events, and the agent's own writes
+    /// cause events, too. Programs that write nftables often do so in bursts.
+    pub(crate) const fn settle_time(self) -> Duration {
         match self {
             Self::Tables => Duration::from_millis(300),
-            Self::Routing(_) | Self::Resolvers | Self::Anything => Duration::from_millis(100),
+            Self::Routing(_) | Self::Resolvers | Self::Unknown => Duration::from_millis(100),
         }
     }
 }
 
-/// Listens in the network namespace in which it was opened.
-pub(crate) struct Heard {
+/// Subscriptions in the network namespace in which they were opened.
+pub(crate) struct KernelEvents {
     interface: InterfaceName,
     routes: Option<route::Watch>,
     tables: Option<firewall::Watch>,
     resolvers: resolv::Watch,
 }
 
-impl Heard {
-    /// Opens what can be opened; what cannot is said in the log. Must be called inside a tokio runtime.
+impl KernelEvents {
+    /// Opens each subscription; one that fails is logged and left out. Must be called inside a tokio runtime.
     pub(crate) fn open(interface: &InterfaceName, resolvers: PathBuf) -> Self {
         let log = |error: &dyn std::fmt::Display| {
-            tracing::warn!(%error, "cannot hear of changes to this node; looking at it now and then instead");
+            tracing::warn!(%error, "cannot subscribe to changes of this node; polling it instead");
         };
         Self {
             interface: interface.clone(),
@@ -53,12 +53,12 @@ impl Heard {
         }
     }
 
-    /// Whether the node's routing tells of its changes.
-    pub(crate) const fn of_routing(&self) -> bool {
+    /// Whether the subscription to routing changes works.
+    pub(crate) const fn reports_routing(&self) -> bool {
         self.routes.is_some()
     }
 
-    /// Waits for the next. Safe to cancel.
+    /// Waits for the next event. Safe to cancel.
     pub(crate) async fn changed(&mut self) -> Event {
         let routes = async {
             match &mut self.routes {
@@ -82,10 +82,10 @@ impl Heard {
             event = resolvers => event,
         };
         event.unwrap_or_else(|error: std::io::Error| {
-            tracing::warn!(%error, "hearing of changes to this node ended; it begins anew");
+            tracing::warn!(%error, "a subscription to changes of this node ended; opening it again");
             self.routes = route::Watch::open(self.interface.clone()).ok();
             self.tables = firewall::Watch::open().ok();
-            Event::Anything
+            Event::Unknown
         })
     }
 }

@@ -1,6 +1,7 @@
-//! `--mode=policy`: beside kg, which owns the tunnel. The wiring, the loop and the pass of that mode: PeerPolicies into the
-//! firewall table, and one annotation that says so. No device, key, route, rule or kernel setting is touched here, and
-//! nothing that kg writes.
+//! Runs `--mode=policy`, where kg owns the tunnel: turns PeerPolicies into the firewall table and publishes one
+//! annotation.
+//!
+//! This mode changes no device, key, route, rule or kernel setting, and nothing that kg writes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,37 +23,38 @@ use tokio::sync::watch;
 use crate::{
     args::PolicyConfig,
     device,
-    firewall::{self, Backend, Keeper},
+    firewall::{self, Backend, FirewallManager},
     lock,
     metrics::Metrics,
     preflight,
-    publish::Wanted,
-    reconcile::gate::{kg_lives, own_node, waiting},
+    publish::DesiredAnnotations,
+    reconcile::preconditions::{check_first_lists, find_own_node, kg_age_if_alive},
     run::lines,
+    runtime::{NodeChannels, RuntimeBuilder},
     source::{
-        datapath::Found,
-        objects::{NodeSeen, PeerSeen, revision},
-        store::{Store, World},
+        datapath::DatapathProblem,
+        objects::{ParsedNode, ParsedPeer, revision},
+        store::{ClusterSnapshot, Store},
     },
-    status::{Dump, Said, Trouble, Troubles, view::NodeView},
-    wiring::{Base, Ends},
+    status::{Dump, Reported, Trouble, Troubles, view::NodeView},
 };
 
-/// A whole look at the table as a safety net, whatever was heard.
+/// Between two passes without any event: a safety net.
 const RESYNC: Duration = Duration::from_secs(30);
-/// What comes within this time is taken together.
+/// Changes of objects within this time are handled in one pass.
 const SETTLE: Duration = Duration::from_millis(30);
-/// kube-proxy and kg write to nftables often, and our own writes are heard as well.
+/// Notifications of nftables within this time are handled in one pass. kube-proxy and kg write often, and the agent's
+/// own writes cause notifications, too.
 const SETTLE_KERNEL: Duration = Duration::from_millis(300);
-/// After a pass that failed.
+/// Pause after a failed pass.
 const RETRY: Duration = Duration::from_secs(2);
-/// A loop that is silent for so long is stuck.
-const STUCK: Duration = Duration::from_secs(120);
+/// A loop without a heartbeat for so long counts as stuck.
+const STUCK_AFTER: Duration = Duration::from_secs(120);
 
-/// Runs until a signal. The table stays behind: what it closes is closed also while nobody is here.
+/// Runs until a signal. The table stays, so what it denies stays denied while no agent runs.
 pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
     let lock = lock::take()?;
-    // As for a tunnel that is the kernel's: no TUN device is needed.
+    // With the kernel's backend the check does not ask for a TUN device, which this mode does not need.
     let missing = preflight::check(device::Backend::Kernel);
     anyhow::ensure!(
         missing.is_empty(),
@@ -67,39 +69,51 @@ pub(crate) async fn run(config: PolicyConfig) -> anyhow::Result<()> {
         "wg-agent starts in policy mode: kg owns the tunnel, this agent the firewall table"
     );
     let admin = Admin::bind(config.listen)?;
-    let base = Base::open(config.kubeconfig.as_deref(), admin, false, Duration::ZERO).await?;
-    let metrics = base.running.metrics.clone();
+    let builder = RuntimeBuilder::open(config.kubeconfig.as_deref(), admin, false, Duration::ZERO).await?;
+    let metrics = builder.runtime.metrics.clone();
     let store = Store::new(metrics.clone(), None);
-    let (mut running, Ends { publish, bypassed }) = base.start(&lock, &config.node_name, &[NODE_AGENT], &store)?;
-    let beside = Beside {
-        server: running.connection.server.address(),
-        firewall: Keeper::new(firewall::Nft::default()),
-        troubles: running.troubles(),
-        said: Said::default(),
-        meshed: BTreeSet::new(),
+    let (
+        mut runtime,
+        NodeChannels {
+            publish,
+            datapath_problem,
+        },
+    ) = builder.start(&lock, &config.node_name, &[NODE_AGENT], &store)?;
+    let mode = PolicyMode {
+        server: runtime.connection.server.address(),
+        firewall: FirewallManager::new(firewall::Nft::default()),
+        troubles: runtime.troubles(),
+        reported: Reported::default(),
+        mesh_networks: BTreeSet::new(),
         config,
         publish,
-        bypassed,
+        datapath_problem,
         metrics,
-        dump: running.dump.clone(),
+        dump: runtime.dump.clone(),
     };
-    turn(beside, &store, &running.liveness.watch("node", STUCK), &running.stop).await;
-    running.end().await;
-    tracing::info!("wg-agent ends; its firewall table stays, `wg-agent cleanup --mode=policy` takes it away");
+    run_loop(
+        mode,
+        &store,
+        &runtime.liveness.watch("node", STUCK_AFTER),
+        &runtime.stop,
+    )
+    .await;
+    runtime.shut_down().await;
+    tracing::info!("wg-agent ends; its firewall table stays, `wg-agent cleanup --mode=policy` removes it");
     Ok(())
 }
 
-async fn turn<F: Backend>(mut beside: Beside<F>, store: &Store, heartbeat: &Heartbeat, stop: &CancellationToken) {
+async fn run_loop<F: Backend>(mut mode: PolicyMode<F>, store: &Store, heartbeat: &Heartbeat, stop: &CancellationToken) {
     let mut tables = firewall::Watch::open()
         .inspect_err(
-            |error| tracing::warn!(%error, "cannot hear of changes to nftables; looking every {} s", RESYNC.as_secs()),
+            |error| tracing::warn!(%error, "cannot subscribe to changes of nftables; polling every {} s", RESYNC.as_secs()),
         )
         .ok();
     while !stop.is_cancelled() {
-        let well = beside.pass(&store.world()).await;
-        let again = Instant::now() + if well { RESYNC } else { RETRY };
+        let is_done = mode.pass(&store.snapshot()).await;
+        let again = Instant::now() + if is_done { RESYNC } else { RETRY };
         heartbeat.beat();
-        let heard = async {
+        let table_event = async {
             match &mut tables {
                 Some(watch) => watch.changed().await.is_ok(),
                 None => std::future::pending().await,
@@ -109,8 +123,8 @@ async fn turn<F: Backend>(mut beside: Beside<F>, store: &Store, heartbeat: &Hear
             () = stop.cancelled() => Duration::ZERO,
             () = store.changed() => SETTLE,
             () = tokio::time::sleep_until(again.into()) => Duration::ZERO,
-            alive = heard => {
-                if !alive {
+            is_open = table_event => {
+                if !is_open {
                     tables = firewall::Watch::open().ok();
                 }
                 SETTLE_KERNEL
@@ -123,55 +137,55 @@ async fn turn<F: Backend>(mut beside: Beside<F>, store: &Store, heartbeat: &Hear
     }
 }
 
-/// Keeps the table of one node.
-struct Beside<F> {
+/// Keeps the firewall table of one node as the PeerPolicies describe.
+struct PolicyMode<F> {
     config: PolicyConfig,
-    /// The API server as this process is told to reach it, where that is an address.
+    /// The API server's address in this process's configuration; `None` = configured by name.
     server: Option<SocketAddr>,
-    firewall: Keeper<F>,
-    publish: watch::Sender<Wanted>,
-    /// Whether the CNI leads packets past the table.
-    bypassed: watch::Receiver<Option<Found>>,
+    firewall: FirewallManager<F>,
+    publish: watch::Sender<DesiredAnnotations>,
+    /// What makes packets bypass the firewall table, if anything.
+    datapath_problem: watch::Receiver<Option<DatapathProblem>>,
     metrics: Metrics,
     troubles: Troubles,
-    said: Said,
+    reported: Reported,
     dump: Dump,
-    /// Ranges that were ever a mesh's while this process ran.
-    meshed: BTreeSet<IpNet>,
+    /// Networks that belonged to a mesh at any time since this process started.
+    mesh_networks: BTreeSet<IpNet>,
 }
 
-impl<F: Backend> Beside<F> {
-    /// Brings the table to what was seen. False = something is left to do; try again soon.
-    async fn pass(&mut self, world: &World) -> bool {
+impl<F: Backend> PolicyMode<F> {
+    /// Runs one reconcile pass. False = it failed in part; try again soon.
+    async fn pass(&mut self, snapshot: &ClusterSnapshot) -> bool {
         let mut troubles = Vec::new();
-        if let Err(trouble) = self.steps(world, &mut troubles).await {
+        if let Err(trouble) = self.steps(snapshot, &mut troubles).await {
             troubles.push(trouble);
         }
-        let well = troubles.iter().all(|trouble| trouble.harmless);
+        let is_done = troubles.iter().all(|trouble| trouble.harmless);
         self.dump.set(
             "troubles",
             json!(troubles.iter().map(Trouble::view).collect::<Vec<_>>()),
         );
         self.troubles.set(troubles);
-        well
+        is_done
     }
 
-    async fn steps(&mut self, world: &World, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
-        waiting(world)?;
-        let bypassed = self.bypassed.borrow().clone();
-        troubles.extend(bypassed.map(|message| Trouble::harmless("datapath", message)));
+    async fn steps(&mut self, snapshot: &ClusterSnapshot, troubles: &mut Vec<Trouble>) -> Result<(), Trouble> {
+        check_first_lists(snapshot)?;
+        let datapath_problem = self.datapath_problem.borrow().clone();
+        troubles.extend(datapath_problem.map(|message| Trouble::harmless("datapath", message)));
         troubles.extend(crate::conntrack::trouble().map(|message| Trouble::harmless("conntrack", message)));
-        let own = own_node(world, &self.config.node_name)?;
-        let inputs = inputs(world, &own, &self.config, self.server);
-        let own_business = own_business(world);
-        self.meshed
-            .retain(|net| !own_business.iter().any(|other| overlap(net, other)));
-        let compiled = beside(&inputs, &self.meshed);
-        self.meshed.extend(&compiled.meshed);
+        let own = find_own_node(snapshot, &self.config.node_name)?;
+        let inputs = inputs(snapshot, &own, &self.config, self.server);
+        let private_ranges = private_ranges(snapshot);
+        self.mesh_networks
+            .retain(|net| !private_ranges.iter().any(|other| overlap(net, other)));
+        let compiled = beside(&inputs, &self.mesh_networks);
+        self.mesh_networks.extend(&compiled.meshed);
 
         let mut reasons: BTreeMap<String, i64> = BTreeMap::new();
         let mut left_out = BTreeSet::new();
-        for (name, seen) in world.policies.known() {
+        for (name, seen) in snapshot.policies.objects() {
             if let Some(problem) = &seen.problem {
                 *reasons.entry("Unreadable".to_owned()).or_default() += 1;
                 left_out.insert(format!("PeerPolicy {name}: Unreadable: {problem}"));
@@ -181,30 +195,30 @@ impl<F: Backend> Beside<F> {
             *reasons.entry(refused.reason.as_str().to_owned()).or_default() += 1;
             left_out.insert(refused.to_string());
         }
-        self.metrics.refused(&reasons);
+        self.metrics.set_refused(&reasons);
         self.dump.set("refused", json!(left_out));
-        self.said.set(left_out);
+        self.reported.set(left_out);
 
         let done = self.firewall.converge(&compiled.firewall).await;
         if done.map_err(|error| Trouble::new("firewall", error))?.is_some() {
-            self.metrics.applied("firewall", 1);
+            self.metrics.count_changes("firewall", 1);
             tracing::info!("firewall table written");
         }
         let text = clustermesh_agent_core::firewall::render(&compiled.firewall);
         self.dump.set("firewall", json!(text.lines().collect::<Vec<_>>()));
-        troubles.extend(self.owner(&own));
-        self.publish(world, &own);
+        troubles.extend(self.missing_tunnel(&own));
+        self.publish(snapshot, &own);
         Ok(())
     }
 
-    /// Whether somebody owns the tunnel at all. The rules name the interface and wait for it.
-    fn owner(&self, own: &NodeSeen) -> Option<Trouble> {
+    /// A trouble if the tunnel's interface does not exist. The rules name the interface and match once it exists.
+    fn missing_tunnel(&self, own: &ParsedNode) -> Option<Trouble> {
         let interface = &self.config.interface;
-        let there = nix::net::if_::if_nametoindex(interface.as_str()).is_ok();
-        if there {
+        let exists = nix::net::if_::if_nametoindex(interface.as_str()).is_ok();
+        if exists {
             return None;
         }
-        let kg = match kg_lives(own, SystemTime::now()) {
+        let kg = match kg_age_if_alive(own, SystemTime::now()) {
             Some(ago) => format!("kg checked in {ago} s ago, so its tunnel has another name"),
             None => "and no kg has checked in for this node".to_owned(),
         };
@@ -215,12 +229,12 @@ impl<F: Backend> Beside<F> {
         Some(Trouble::new("kg", message))
     }
 
-    fn publish(&self, world: &World, own: &NodeSeen) {
+    fn publish(&self, snapshot: &ClusterSnapshot, own: &ParsedNode) {
         let agent = Agent {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             mode: "policy".to_owned(),
-            datapath_bypassed: Found::annotation(self.bypassed.borrow().as_ref()),
-            policy_revision: revision(world.policies.known().map(|(_, policy)| policy)),
+            datapath_bypassed: DatapathProblem::annotation(self.datapath_problem.borrow().as_ref()),
+            policy_revision: revision(snapshot.policies.objects().map(|(_, policy)| policy)),
             ..Agent::default()
         };
         self.dump.set("agent", json!(agent));
@@ -229,22 +243,22 @@ impl<F: Backend> Beside<F> {
             ..NodeView::default()
         };
         self.dump.set("node", json!(node));
-        let told = Wanted {
+        let desired = DesiredAnnotations {
             identity: BTreeMap::new(),
             status: [(NODE_AGENT, Some(agent.to_string()))].into(),
             seen: own.own.clone().unwrap_or_default().published,
         };
         self.publish.send_if_modified(|wanted| {
-            let changed = *wanted != told;
-            *wanted = told;
+            let changed = *wanted != desired;
+            *wanted = desired;
             changed
         });
     }
 }
 
-/// Ranges of Peers that no mesh wrote: what a person gives to somebody else is no mesh's any more.
-fn own_business(world: &World) -> BTreeSet<IpNet> {
-    let others = world.peers.known().filter(|(_, seen)| !meshed(seen));
+/// Allowed IPs of Peers that no mesh wrote. A network that a person gives to such a Peer no longer belongs to a mesh.
+fn private_ranges(snapshot: &ClusterSnapshot) -> BTreeSet<IpNet> {
+    let others = snapshot.peers.objects().filter(|(_, seen)| !is_of_mesh(seen));
     others
         .filter_map(|(_, seen)| seen.spec.as_ref().ok())
         .flat_map(|spec| &spec.allowed_ips)
@@ -252,19 +266,19 @@ fn own_business(world: &World) -> BTreeSet<IpNet> {
         .collect()
 }
 
-/// Peers that no mesh wrote, as kgctl's of a person's laptop, are kg's own business.
-fn meshed(seen: &PeerSeen) -> bool {
+/// Whether a ClusterMesh wrote the Peer. Others, such as those that kgctl makes for a laptop, are left to kg.
+fn is_of_mesh(seen: &ParsedPeer) -> bool {
     !seen.cluster.is_empty()
 }
 
-/// What the compiler works from; what belongs to kg's part of it stays empty.
-fn inputs(world: &World, own: &NodeSeen, config: &PolicyConfig, server: Option<SocketAddr>) -> Inputs {
-    let others = || world.nodes.known().filter(|(name, _)| *name != config.node_name);
-    let nodes = world
+/// The compiler's inputs. Fields that only matter to the owner of the tunnel stay empty.
+fn inputs(snapshot: &ClusterSnapshot, own: &ParsedNode, config: &PolicyConfig, server: Option<SocketAddr>) -> Inputs {
+    let others = || snapshot.nodes.objects().filter(|(name, _)| *name != config.node_name);
+    let nodes = snapshot
         .nodes
-        .known()
+        .objects()
         .flat_map(|(_, node)| node.internal_ips.iter().chain(&node.wireguard_ip));
-    let peers = world.peers.known().filter(|(_, seen)| meshed(seen));
+    let peers = snapshot.peers.objects().filter(|(_, seen)| is_of_mesh(seen));
     Inputs {
         node: Node {
             name: config.node_name.clone(),
@@ -280,9 +294,9 @@ fn inputs(world: &World, own: &NodeSeen, config: &PolicyConfig, server: Option<S
         },
         throw: BTreeSet::new(),
         narrow: Default::default(),
-        api_servers: world
+        api_servers: snapshot
             .api_servers
-            .known()
+            .objects()
             .flat_map(|(_, sockets)| sockets)
             .chain(&server)
             .copied()
@@ -301,6 +315,10 @@ fn inputs(world: &World, own: &NodeSeen, config: &PolicyConfig, server: Option<S
                 allowed_ips: seen.spec.iter().flat_map(|spec| &spec.allowed_ips).copied().collect(),
             })
             .collect(),
-        policies: world.policies.known().map(|(_, seen)| seen.policy.clone()).collect(),
+        policies: snapshot
+            .policies
+            .objects()
+            .map(|(_, seen)| seen.policy.clone())
+            .collect(),
     }
 }

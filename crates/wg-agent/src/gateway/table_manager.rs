@@ -1,0 +1,189 @@
+//! Applies the gateway's table. Writes the smallest update to the table written last, or the whole table after an
+//! external change, and then deletes conntrack entries that no longer belong to a grant. [`Table::step`] limits the
+//! size of a transaction, because `nft` runs within the memory of this container.
+
+use std::{collections::BTreeSet, time::Instant};
+
+use clustermesh_agent_core::gateway::{GrantId, Table, alive, update};
+
+use super::connections;
+use crate::firewall::{Backend, Error, Generation, Nft, generation};
+
+/// What was written last, and how to continue.
+#[derive(Debug, Default)]
+pub(super) struct TableManager {
+    nft: Nft,
+    written: Option<Written>,
+    /// Until when the table may be open; `None` = the API server has not answered yet.
+    open_until: Option<Instant>,
+    /// There may be conntrack entries whose grant or endpoint is gone.
+    has_stale_connections: bool,
+}
+
+/// The table in the kernel after the last transaction.
+#[derive(Debug)]
+struct Written {
+    table: Table,
+    /// The generation after it; `None` = another program wrote to nftables, so the next write replaces the table.
+    generation: Option<Generation>,
+    /// The table is being replaced in several steps and has not all grants yet, so it is closed.
+    is_partial: bool,
+}
+
+/// The result of one step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Progress {
+    /// Lines of the scripts that were run.
+    pub(super) changes: usize,
+    /// The table is as desired. If not, the next step is due at once.
+    pub(super) finished: bool,
+}
+
+impl TableManager {
+    /// Whether the table exists, written by this process or an earlier one. Listing it would take `nft` 208 MB for
+    /// 10,000 grants.
+    pub(super) fn table_exists(&self) -> bool {
+        self.written.is_some() || generation::has_table().unwrap_or(false)
+    }
+
+    /// Whether this process has written the table.
+    pub(super) const fn has_written(&self) -> bool {
+        self.written.is_some()
+    }
+
+    /// Whether the API server has answered, so that a replaced table is opened.
+    pub(super) const fn is_renewed(&self) -> bool {
+        self.open_until.is_some()
+    }
+
+    /// Whether no other program has written to nftables since the last write. True before the first write.
+    pub(super) fn is_current(&self) -> bool {
+        let now = generation::current().ok();
+        self.written
+            .as_ref()
+            .is_none_or(|last| last.generation.is_some() && last.generation == now)
+    }
+
+    /// Takes one step toward the table `desired`.
+    ///
+    /// # Errors
+    /// The step cannot be written; the kernel then has the old table.
+    pub(super) async fn converge(&mut self, desired: &Table) -> Result<Progress, Error> {
+        let mut before = generation::current().ok();
+        let is_ours = |last: &Written| {
+            last.generation.is_some() && last.generation == before && last.table.frame == desired.frame
+        };
+        let old = self.written.take().filter(is_ours);
+        let mut whole = old.as_ref().is_none_or(|old| old.is_partial);
+        let old = old.map(|old| old.table);
+        let mut next = Table::step(old.as_ref(), desired);
+        let mut script = update(old.as_ref(), &next).unwrap_or_default();
+        if whole && next == *desired {
+            script.push_str(&self.opening_script(desired));
+        }
+        self.has_stale_connections |= old
+            .as_ref()
+            .is_none_or(|old| !old.standing().is_subset(&next.standing()));
+        if script.is_empty() {
+            let finished = next == *desired;
+            self.written = Some(Written {
+                table: next,
+                generation: before,
+                is_partial: whole && !finished,
+            });
+        } else {
+            if let Err(error) = self.nft.run(&script).await {
+                // An external program may have changed a part. Replacing the whole table always works. If the failed
+                // step was part of a replacement, the caller pauses before the next attempt.
+                if whole {
+                    return Err(error);
+                }
+                tracing::warn!(%error, "the whole table is written instead");
+                (whole, self.has_stale_connections) = (true, true);
+                next = Table::step(None, desired);
+                script = update(None, &next).unwrap_or_default();
+                if next == *desired {
+                    script.push_str(&self.opening_script(desired));
+                }
+                before = generation::current().ok();
+                self.nft.run(&script).await?;
+            }
+            let is_partial = whole && next != *desired;
+            self.record_write(next, before, is_partial);
+        }
+        let finished = self.written.as_ref().is_some_and(|last| last.table == *desired);
+        if finished {
+            self.delete_stale_connections(desired).await;
+        }
+        Ok(Progress {
+            changes: script.lines().count(),
+            finished,
+        })
+    }
+
+    /// Records a written table. `before` = the generation before the transaction. If another program wrote as well, it
+    /// may have deleted the table.
+    fn record_write(&mut self, table: Table, before: Option<Generation>, is_partial: bool) {
+        let at = before.map(Generation::next);
+        let is_only_write = at.is_some() && at == generation::current().ok();
+        let at = at.filter(|_| is_only_write);
+        self.written = Some(Written {
+            table,
+            generation: at,
+            is_partial,
+        });
+    }
+
+    async fn delete_stale_connections(&mut self, table: &Table) {
+        if !self.has_stale_connections {
+            return;
+        }
+        let standing: BTreeSet<(GrantId, _)> = table.standing();
+        match tokio::task::spawn_blocking(move || connections::delete_stale(&standing)).await {
+            Ok(Ok(ended)) => {
+                self.has_stale_connections = false;
+                if ended > 0 {
+                    tracing::info!(ended, "deleted conntrack entries whose grant or endpoint is gone");
+                }
+            }
+            // The table drops their packets anyway; the next pass tries again.
+            Ok(Err(error)) => tracing::warn!(%error, "cannot delete conntrack entries whose grant or endpoint is gone"),
+            Err(error) => tracing::error!(%error, "the thread that deletes conntrack entries died"),
+        }
+    }
+
+    /// The script that opens a replaced table for the time that the one before had left.
+    fn opening_script(&self, table: &Table) -> String {
+        let left = self
+            .open_until
+            .and_then(|until| until.checked_duration_since(Instant::now()));
+        left.map_or_else(String::new, |left| alive(&table.frame, left))
+    }
+
+    /// Renews the timeout of the table. A table that is being replaced is opened by its last step.
+    ///
+    /// # Errors
+    /// The renewal cannot be written; the next [`Self::converge`] replaces the table.
+    pub(super) async fn renew(&mut self, until: Instant) -> Result<(), Error> {
+        self.open_until = Some(until);
+        let Some(last) = self.written.take_if(|last| !last.is_partial) else {
+            return Ok(());
+        };
+        self.nft.run(&self.opening_script(&last.table)).await?;
+        self.record_write(last.table, last.generation, false);
+        Ok(())
+    }
+
+    /// The table for `/debug/state`.
+    pub(super) fn text(&self) -> Vec<String> {
+        let script = self.written.as_ref().and_then(|last| update(None, &last.table));
+        script
+            .iter()
+            .flat_map(|script| script.lines())
+            .map(str::to_owned)
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,206 @@
+//! Polls the peers between passes: updates their state, tries other endpoints, and updates metrics, the Node's
+//! annotations and `/debug/state`. Changes nothing on the node but endpoints.
+
+use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, time::Instant};
+
+use clustermesh_agent_core::{
+    device::{PeerStats, diff},
+    health::State,
+};
+use clustermesh_api::annotations::{self, Agent, Link};
+use clustermesh_core::key::PublicKey;
+
+use super::{AppliedState, Reconciler, dump};
+use crate::{
+    device::Observed,
+    firewall::Backend,
+    identity::key,
+    metrics::PeerSample,
+    publish::identity::{self, NodeFacts},
+    route::Routing,
+    source::datapath::DatapathProblem,
+    status::view::DeviceView,
+};
+
+/// The result of one poll.
+pub(super) struct PeerPoll {
+    pub(super) at: Instant,
+    pub(super) device: DeviceView,
+    pub(super) agent: Agent,
+    pub(super) peers: BTreeMap<PublicKey, PolledPeer>,
+}
+
+/// The result for one peer.
+pub(super) struct PolledPeer {
+    pub(super) state: State,
+    pub(super) stats: PeerStats,
+    /// The configured endpoint.
+    pub(super) configured: Option<SocketAddr>,
+}
+
+impl<R: Routing, F: Backend> Reconciler<R, F> {
+    /// Polls the peers once.
+    pub(crate) fn poll_peers(&mut self) {
+        let now = Instant::now();
+        let Some(applied) = self.applied.clone() else { return };
+        let observed = match self.device.as_ref().map(|(device, ..)| device.observe()) {
+            Some(Ok(observed)) => observed,
+            Some(Err(error)) => {
+                tracing::debug!(%error, "cannot observe the device");
+                return;
+            }
+            None => return,
+        };
+        if self.tracker.update(&observed.peers, now) {
+            if let Err(trouble) = self.apply_peers(&applied.compiled) {
+                tracing::debug!(error = trouble.message, "cannot try another endpoint");
+            }
+        } else if !observed.altered.is_empty()
+            || diff(&observed.peers, &self.desired_peers(&applied.compiled)).is_some()
+        {
+            // WireGuard sends no notification of external changes.
+            self.deps.store.wake();
+        }
+        self.deps.cache_content.send_if_modified(|content| {
+            let changed = content.live != *self.tracker.live_endpoints();
+            if changed {
+                content.live.clone_from(self.tracker.live_endpoints());
+            }
+            changed
+        });
+        if self.rotation.is_some() || key::next(&self.deps.config.key_file).exists() {
+            // A pass decides about a key rotation.
+            self.deps.store.wake();
+        }
+        let poll = self.build_poll(&applied, observed, now);
+        self.update_metrics(&applied, &poll);
+        let key = self.public_key();
+        let node = dump::node(&self.deps.config.node_name, key.to_string(), &applied);
+        let poll = Arc::new(poll);
+        dump::show(&self.deps.dump, node, &applied, &poll);
+        if !applied.node_is_listed {
+            // The Node's annotations are unknown while it comes from the cache.
+            return;
+        }
+        let desired = identity::desired(NodeFacts {
+            public_key: key,
+            wireguard_ip: self.deps.config.range.with_prefix(applied.wireguard_ip),
+            port: self.deps.config.port,
+            node: &applied.node,
+            underlay: &applied.underlay.addresses,
+            agent: poll.agent.clone(),
+        });
+        self.deps.publish.send_if_modified(|wanted| {
+            let changed = *wanted != desired;
+            *wanted = desired;
+            changed
+        });
+    }
+
+    fn build_poll(&self, applied: &AppliedState, observed: Observed, at: Instant) -> PeerPoll {
+        let Observed {
+            peers,
+            listen_port,
+            drops,
+            altered: _,
+        } = observed;
+        let peers: BTreeMap<PublicKey, PolledPeer> = peers
+            .into_iter()
+            .map(|(key, peer)| {
+                let polled = PolledPeer {
+                    state: self.tracker.state(&key, at),
+                    stats: peer.stats,
+                    configured: self.tracker.configured_endpoint(&key),
+                };
+                (key, polled)
+            })
+            .collect();
+        let (interface, backend) = self
+            .device
+            .as_ref()
+            .map(|(device, ..)| (device.interface().to_owned(), device.backend()))
+            .unwrap_or_default();
+        let device = DeviceView {
+            interface,
+            backend: backend.to_owned(),
+            why: self.backend_reason.clone(),
+            mtu: applied.sizes.device.into(),
+            listen_port,
+            drops: drops
+                .into_iter()
+                .map(|(reason, count)| (reason.to_owned(), count))
+                .collect(),
+        };
+        PeerPoll {
+            at,
+            agent: agent(applied, &device, &peers, self.deps.datapath_problem.borrow().as_ref()),
+            device,
+            peers,
+        }
+    }
+
+    fn update_metrics(&self, applied: &AppliedState, poll: &PeerPoll) {
+        let PeerPoll {
+            at: _,
+            device,
+            agent: _,
+            peers,
+        } = poll;
+        let samples: Vec<PeerSample> = peers
+            .iter()
+            .map(|(key, polled)| PeerSample {
+                key: key.to_string(),
+                name: applied.compiled.names.get(key).cloned().unwrap_or_default(),
+                cluster: applied.members.get(key).map(|m| m.cluster.clone()).unwrap_or_default(),
+                state: polled.state,
+                handshake_age: polled.stats.handshake_age,
+                rx: polled.stats.rx_bytes,
+                tx: polled.stats.tx_bytes,
+            })
+            .collect();
+        self.deps.metrics.set_peers(samples, &device.drops);
+        self.deps.metrics.set_device(device);
+    }
+}
+
+/// The agent's annotation for the Node.
+fn agent(
+    applied: &AppliedState,
+    device: &DeviceView,
+    peers: &BTreeMap<PublicKey, PolledPeer>,
+    bypassed: Option<&DatapathProblem>,
+) -> Agent {
+    let mut links: BTreeMap<String, Link> = BTreeMap::new();
+    let mut all = Link::default();
+    for (key, polled) in peers {
+        count(&mut all, polled.state);
+        let member = applied.members.get(key);
+        if let Some(member) = member.filter(|member| !member.cluster.is_empty() && !member.mesh.1.is_empty()) {
+            let (namespace, mesh) = &member.mesh;
+            let name = annotations::member(namespace, mesh, &member.cluster);
+            count(links.entry(name).or_default(), polled.state);
+        }
+    }
+    let mut agent = Agent {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        backend: device.backend.clone(),
+        mode: "full".to_owned(),
+        mtu: device.mtu,
+        policy_revision: applied.policy_revision.clone(),
+        peers_up: all.up,
+        peers_down: all.down,
+        datapath_bypassed: DatapathProblem::annotation(bypassed),
+        links: BTreeMap::new(),
+    };
+    agent.set_links(links);
+    agent
+}
+
+const fn count(link: &mut Link, state: State) {
+    link.total += 1;
+    match state {
+        State::Up => link.up += 1,
+        State::Down => link.down += 1,
+        State::Unknown => {}
+    }
+}

@@ -1,0 +1,132 @@
+//! Decides whether a pass may begin: every kind was listed once, the Node exists, and no kg owns the tunnel.
+
+use std::{
+    path::Path,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use crate::{
+    cache::UnixTime,
+    source::{objects::ParsedNode, store::ClusterSnapshot},
+    status::Trouble,
+};
+
+/// kg writes its last-seen annotation every 30 s; one that is younger than this counts as alive.
+const KG_ALIVE_SECONDS: i64 = 60;
+/// How long kg must be gone before the agent starts. Pulling a new image takes less; the controller keeps the Peers of
+/// such a node for as long.
+const KG_GONE: Duration = Duration::from_secs(300);
+
+/// Nothing may be changed before every kind was listed once.
+pub(crate) fn check_first_lists(snapshot: &ClusterSnapshot) -> Result<(), Trouble> {
+    let pending: Vec<String> = snapshot
+        .pending_kinds()
+        .iter()
+        .map(|kind| match snapshot.errors.get(kind) {
+            Some(error) => format!("{kind} ({error})"),
+            None => (*kind).to_owned(),
+        })
+        .collect();
+    if pending.is_empty() {
+        Ok(())
+    } else {
+        Err(Trouble::new(
+            "source",
+            format!("waiting for the first list of: {}", pending.join(", ")),
+        ))
+    }
+}
+
+/// This node's own Node.
+pub(crate) fn find_own_node(snapshot: &ClusterSnapshot, name: &str) -> Result<ParsedNode, Trouble> {
+    snapshot.nodes.objects().find(|(node, _)| *node == name).map(|(_, seen)| seen.clone()).ok_or_else(|| {
+        Trouble::new(
+            "source",
+            format!("there is no Node {name} in this cluster: correct --node-name, or wait for the kubelet to register it"),
+        )
+    })
+}
+
+/// Seconds since kg wrote `last-seen` on this Node, if that is recent. This agent never writes that annotation.
+pub(crate) fn kg_age_if_alive(own: &ParsedNode, now: SystemTime) -> Option<i64> {
+    let seen = own.own.as_ref().and_then(|own| own.kg_seen)?;
+    age_if_alive(seen, now)
+}
+
+/// As [`kg_age_if_alive`], for a value of `last-seen` in Unix seconds.
+pub(crate) fn age_if_alive(seen: i64, now: SystemTime) -> Option<i64> {
+    let now = now
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |d| i64::try_from(d.as_secs()).unwrap_or(i64::MAX));
+    Some(now.saturating_sub(seen)).filter(|ago| *ago < KG_ALIVE_SECONDS)
+}
+
+/// When kg was last alive on this node. kg removes `last-seen` whenever it exits, even if it restarts at once, so a
+/// missing annotation does not prove that kg is gone.
+#[derive(Debug, Default)]
+pub(super) struct KgWatch {
+    last_alive: Option<SystemTime>,
+}
+
+impl KgWatch {
+    /// An error while kg owns the node's tunnel, or may own it again soon: two programs cannot.
+    pub(super) fn check(&mut self, own: &ParsedNode, now: SystemTime) -> Result<(), Trouble> {
+        if kg_age_if_alive(own, now).is_some() {
+            self.last_alive = Some(now);
+            return Err(Trouble::new(
+                "kg",
+                format!(
+                    "kg (Kilo) serves this node: kilo.squat.ai/last-seen is less than {KG_ALIVE_SECONDS} s old. Two programs cannot \
+                     own kilo0: keep wg-agent off this node (nodeSelector), run it there with --mode=policy, or take kg off it; this \
+                     agent starts by itself {} minutes after kg has ended, or as soon as its pod is restarted then",
+                    KG_GONE.as_secs() / 60
+                ),
+            ));
+        }
+        // A clock that was set back counts as no elapsed time.
+        let since = self.last_alive.map(|at| now.duration_since(at).unwrap_or_default());
+        match since {
+            Some(since) if since < KG_GONE => Err(Trouble::new(
+                "kg",
+                format!(
+                    "kg (Kilo) ended on this node and may be back in a moment: this agent starts {} minutes after kg was last seen, \
+                     or as soon as its pod is restarted",
+                    KG_GONE.as_secs() / 60
+                ),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Reports kinds that are taken from the cache. If the API server refuses to list them, tunnels stay as with a running
+/// agent, because lost rights prove nothing about the mesh. But the node is not ready then, since a person must act.
+pub(super) fn cache_trouble(snapshot: &ClusterSnapshot, file: &Path, confirmed: UnixTime) -> Option<Trouble> {
+    let cached_kinds = snapshot.cached_kinds();
+    if cached_kinds.is_empty() {
+        return None;
+    }
+    let taken = format!(
+        "these are taken from the cache, which the API server last confirmed at {confirmed} ({})",
+        file.display()
+    );
+    let refused: Vec<String> = (cached_kinds.iter())
+        .filter(|kind| snapshot.refused.contains(**kind))
+        .map(|kind| format!("{kind} ({})", snapshot.errors.get(kind).map_or("", String::as_str)))
+        .collect();
+    // An unreachable API server recovers by itself; lost rights need a person.
+    Some(if refused.is_empty() {
+        let message = format!(
+            "the API server has not listed since this agent's start: {}; {taken}; check the API server and --kubeconfig",
+            cached_kinds.join(", ")
+        );
+        Trouble::harmless("cache", message)
+    } else {
+        let message = format!(
+            "the API server answers but refuses to list: {}; {taken}, and no changes arrive; check this agent's account \
+             (ClusterRole and binding in deploy/agent.yaml) or to --kubeconfig",
+            refused.join(", ")
+        );
+        Trouble::new("cache", message)
+    })
+}

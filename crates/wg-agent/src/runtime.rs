@@ -1,0 +1,183 @@
+//! Starts what all modes have in common: signal handling, API client, metrics, admin endpoint, `wg-agent status`,
+//! watches, publication of annotations, and the check for a bypassed firewall. `run`, `policy_mode` and `gateway` build
+//! on it.
+
+use std::{path::Path, sync::Arc, time::Duration};
+
+use anyhow::Context;
+use clustermesh_daemon::{Admin, Audience, CancellationToken, Liveness, Pending, Readiness, State, drain};
+use tokio::{sync::watch, task::JoinSet};
+
+use crate::{
+    admission,
+    lock::Lock,
+    metrics::Metrics,
+    publish::{self, DesiredAnnotations},
+    source::{self, client::Connection, datapath, store::Store},
+    status::{self, Dump, Troubles},
+};
+
+/// How long the tasks may take to end.
+const DRAIN: Duration = Duration::from_secs(5);
+
+/// The common parts of a running agent.
+pub(crate) struct Runtime {
+    /// Cancelled some time (`drain_time`) after a signal.
+    pub(crate) stop: CancellationToken,
+    pub(crate) connection: Connection,
+    pub(crate) metrics: Metrics,
+    pub(crate) readiness: Readiness,
+    /// Keeps `/readyz` unready from the first request it serves until the first pass reports its own state.
+    starting: Option<Pending>,
+    pub(crate) liveness: Liveness,
+    pub(crate) dump: Dump,
+    /// Tasks that end when `stop` is cancelled.
+    pub(crate) tasks: JoinSet<()>,
+}
+
+/// Sockets and clients that are open, before any request is served.
+pub(crate) struct RuntimeBuilder {
+    pub(crate) runtime: Runtime,
+    admin: Admin,
+    state: State,
+}
+
+/// Channels to and from the tasks of an agent on a node.
+pub(crate) struct NodeChannels {
+    /// The annotations that the Node should have.
+    pub(crate) publish: watch::Sender<DesiredAnnotations>,
+    /// What makes packets bypass the firewall table, if anything.
+    pub(crate) datapath_problem: watch::Receiver<Option<datapath::DatapathProblem>>,
+}
+
+impl RuntimeBuilder {
+    /// Connects to the API server and registers metrics. After a signal `/readyz` is unready for `drain_time`; then
+    /// `stop` is cancelled.
+    pub(crate) async fn open(
+        kubeconfig: Option<&Path>,
+        admin: Admin,
+        metrics_per_peer: bool,
+        drain_time: Duration,
+    ) -> anyhow::Result<Self> {
+        let signal = drain::on_signal().context("cannot install the signal handlers")?;
+        let connection = source::client::connect(kubeconfig).await?;
+        let mut registry = clustermesh_daemon::metrics::registry("wg_agent", env!("CARGO_PKG_VERSION"));
+        let (stop, readiness) = (CancellationToken::new(), Readiness::new());
+        tokio::spawn(stop_after_signal(signal, drain_time, readiness.clone(), stop.clone()));
+        let runtime = Runtime {
+            starting: Some(readiness.pending("starting")),
+            stop,
+            connection,
+            metrics: Metrics::register(&mut registry, metrics_per_peer),
+            readiness,
+            liveness: Liveness::new(),
+            dump: Dump::default(),
+            tasks: JoinSet::new(),
+        };
+        let shown = runtime.dump.clone();
+        let state = State {
+            registry: Arc::new(registry),
+            // The port is an infrastructure port: the firewall table closes it to every member.
+            metrics_for: Audience::Everyone,
+            readiness: runtime.readiness.clone(),
+            liveness: runtime.liveness.clone(),
+            dump: Arc::new(move || shown.get()),
+        };
+        Ok(Self { runtime, admin, state })
+    }
+
+    /// Starts the admin endpoint and the socket of `wg-agent status`.
+    pub(crate) fn serve(self, lock: &Lock) -> anyhow::Result<Runtime> {
+        let Self {
+            mut runtime,
+            admin,
+            state,
+        } = self;
+        let Runtime { stop, dump, tasks, .. } = &mut runtime;
+        let served = admin.serve(state, stop.clone());
+        tasks.spawn(async move {
+            if let Err(error) = served.await {
+                tracing::error!(%error, "the admin endpoint ended");
+            }
+        });
+        let listener = lock.status_listener().context("cannot answer `wg-agent status`")?;
+        tasks.spawn(status::socket::serve(listener, dump.clone(), stop.clone()));
+        Ok(runtime)
+    }
+
+    /// Like [`Self::serve`], and starts the watches and the publication for this Node. `keys` are the annotations that
+    /// this mode writes.
+    pub(crate) fn start(
+        self,
+        lock: &Lock,
+        node: &str,
+        keys: &'static [&'static str],
+        store: &Store,
+    ) -> anyhow::Result<(Runtime, NodeChannels)> {
+        let mut runtime = self.serve(lock)?;
+        let Runtime {
+            stop,
+            connection,
+            metrics,
+            readiness,
+            dump,
+            tasks,
+            ..
+        } = &mut runtime;
+        let client = || connection.client.clone();
+        tasks.spawn(admission::run(
+            client(),
+            node.to_owned(),
+            readiness.clone(),
+            dump.clone(),
+            stop.clone(),
+        ));
+        source::start_watches(tasks, &connection.client, node, keys, store, stop);
+        let (publish, wanted) = watch::channel(DesiredAnnotations::default());
+        tasks.spawn(publish::run(
+            client(),
+            node.to_owned(),
+            wanted,
+            metrics.clone(),
+            stop.clone(),
+        ));
+        let (problem_sender, datapath_problem) = watch::channel(datapath::initial());
+        let found = datapath::run(client(), problem_sender, store.clone(), metrics.clone(), stop.clone());
+        tasks.spawn(found);
+        Ok((
+            runtime,
+            NodeChannels {
+                publish,
+                datapath_problem,
+            },
+        ))
+    }
+}
+
+impl Runtime {
+    /// The troubles that passes set. Until the first pass `/readyz` says that the process starts.
+    pub(crate) fn troubles(&mut self) -> Troubles {
+        let troubles = Troubles::new(self.readiness.clone(), self.metrics.clone());
+        self.starting = None;
+        troubles
+    }
+
+    /// Waits up to [`DRAIN`] for all tasks to end.
+    pub(crate) async fn shut_down(mut self) {
+        drain::within(DRAIN, async { while self.tasks.join_next().await.is_some() {} }).await;
+    }
+}
+
+/// Unready pods get no new connections. So the process keeps running for `drain_time` while clients move to another
+/// one.
+async fn stop_after_signal(
+    signal: CancellationToken,
+    drain_time: Duration,
+    readiness: Readiness,
+    stop: CancellationToken,
+) {
+    signal.cancelled().await;
+    let _ending = readiness.pending("ending after a signal");
+    tokio::time::sleep(drain_time).await;
+    stop.cancel();
+}
