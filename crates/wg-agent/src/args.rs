@@ -59,7 +59,7 @@ pub(crate) enum Command {
 pub(crate) struct PrepareArgs {
     /// Minimum size of the conntrack table of the node and of each pod on it, gateways of sandboxes included. A larger
     /// table is kept; 0 = do not change it. A full table of the default size takes 80 MB. kube-proxy sets its own size
-    /// when it starts: raise --conntrack-min there as well.
+    /// when it starts: raise its --conntrack-min as well.
     #[arg(long, default_value_t = 262_144, value_parser = clap::value_parser!(u64).range(..=1 << 30))]
     pub(crate) conntrack_min: u64,
 }
@@ -73,7 +73,7 @@ pub(crate) struct Flags {
     /// Kubeconfig file; without it the Pod's service account.
     #[arg(long, global = true)]
     kubeconfig: Option<PathBuf>,
-    /// What carries the tunnel.
+    /// Implementation of WireGuard.
     #[arg(long, value_enum, default_value_t = BackendFlag::Auto, global = true)]
     backend: BackendFlag,
     /// full: this agent owns the tunnel. policy: kg owns it, this agent only the firewall table. gateway: this pod lets
@@ -86,11 +86,11 @@ pub(crate) struct Flags {
     /// UDP port of the tunnel, on every address of the node.
     #[arg(long, default_value_t = 51820, value_parser = clap::value_parser!(u16).range(1..), global = true)]
     port: u16,
-    /// The range this cluster's nodes take their WireGuard addresses from, as 172.16.1.0/24. It has to lie inside the
+    /// The range this cluster's nodes take their WireGuard addresses from, such as 172.16.1.0/24. It has to lie inside the
     /// member's allowedNetworks.
     #[arg(long, global = true)]
     wireguard_cidr: Option<IpNet>,
-    /// The node's private key; made on the first start.
+    /// File with the node's private key; created on the first start.
     #[arg(long, default_value = "/var/lib/kilo/key", global = true)]
     key_file: PathBuf,
     /// File with the state that was applied last, for a start while the API server does not answer. Readable only by
@@ -101,7 +101,7 @@ pub(crate) struct Flags {
     /// keeps its state however long its API server is away. 0s = never start from a cache.
     #[arg(long, default_value = "24h", value_parser = parse_duration, global = true)]
     cache_max_age: Duration,
-    /// MTU of the device: auto = the path MTU to each peer, less 60 over IPv4 and 80 over IPv6.
+    /// MTU of the device: auto = the path MTU to each peer minus 60 over IPv4 and 80 over IPv6.
     #[arg(long, default_value = "auto", global = true)]
     mtu: Mtu,
     /// Do not use the kernel's segmentation offloads; exchange packets one by one. To find out whether an offload of
@@ -152,7 +152,7 @@ pub struct Config {
     pub node_name: String,
     /// Kubeconfig file; `None` = the Pod's service account.
     pub kubeconfig: Option<PathBuf>,
-    /// What carries the tunnel.
+    /// Implementation of WireGuard.
     pub backend: Backend,
     /// Name of the device.
     pub interface: InterfaceName,

@@ -84,8 +84,8 @@ fn namespace() -> Result<u64, LockError> {
 /// it, or one appears meanwhile, the mode is left (or set back), and taking the lock fails.
 fn close_if_empty(directory: &Path) -> io::Result<()> {
     let empty = || Ok::<_, io::Error>(fs::read_dir(directory)?.next().is_none());
-    let of = fs::metadata(directory)?;
-    let (mode, own) = (of.mode(), of.uid() == nix::unistd::geteuid().as_raw());
+    let meta = fs::metadata(directory)?;
+    let (mode, own) = (meta.mode(), meta.uid() == nix::unistd::geteuid().as_raw());
     if mode & 0o022 == 0 || !own || !empty()? {
         return Ok(());
     }
@@ -116,8 +116,8 @@ impl Lock {
             directory.display()
         )))?;
         close_if_empty(directory).map_err(failed(directory.display()))?;
-        let of = fs::metadata(directory).map_err(failed(directory.display()))?;
-        if of.uid() != nix::unistd::geteuid().as_raw() || of.mode() & 0o022 != 0 {
+        let meta = fs::metadata(directory).map_err(failed(directory.display()))?;
+        if meta.uid() != nix::unistd::geteuid().as_raw() || meta.mode() & 0o022 != 0 {
             return Err(LockError::Writable(directory.to_owned()));
         }
         let path = directory.join(format!("wg-agent-{namespace}.lock"));
@@ -143,8 +143,8 @@ impl Lock {
             }
             // The process that held the lock before may have removed the file since it was opened here.
             let own = file.metadata().map_err(failed())?;
-            let there = fs::metadata(&path);
-            if !there.is_ok_and(|there| (there.dev(), there.ino()) == (own.dev(), own.ino())) {
+            let current = fs::metadata(&path);
+            if !current.is_ok_and(|current| (current.dev(), current.ino()) == (own.dev(), own.ino())) {
                 continue;
             }
             // The process id is for people; it overwrites that of a killed process.

@@ -27,7 +27,7 @@ pub(crate) struct Runtime {
     pub(crate) connection: Connection,
     pub(crate) metrics: Metrics,
     pub(crate) readiness: Readiness,
-    /// Keeps `/readyz` unready from the first request it serves until the first pass reports its own state.
+    /// Keeps `/readyz` unready until [`Self::troubles`] adds its own line.
     starting: Option<Pending>,
     pub(crate) liveness: Liveness,
     pub(crate) dump: Dump,
@@ -81,7 +81,7 @@ impl RuntimeBuilder {
             metrics_for: Audience::Everyone,
             readiness: runtime.readiness.clone(),
             liveness: runtime.liveness.clone(),
-            dump: Arc::new(move || shown.get()),
+            dump: Arc::new(move || shown.render()),
         };
         Ok(Self { runtime, admin, state })
     }
@@ -155,7 +155,7 @@ impl RuntimeBuilder {
 }
 
 impl Runtime {
-    /// The troubles that passes set. Until the first pass `/readyz` says that the process starts.
+    /// Creates the troubles that passes set. Until this is called, `/readyz` says that the process is starting.
     pub(crate) fn troubles(&mut self) -> Troubles {
         let troubles = Troubles::new(self.readiness.clone(), self.metrics.clone());
         self.starting = None;

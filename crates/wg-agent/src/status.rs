@@ -55,30 +55,30 @@ impl Trouble {
 /// The current troubles.
 #[derive(Debug)]
 pub(crate) struct Troubles {
-    now: BTreeMap<Trouble, Pending>,
+    current: BTreeMap<Trouble, Pending>,
     readiness: Readiness,
     metrics: Metrics,
     /// The line in `/readyz` until the first pass without harmful troubles.
-    first: Option<Pending>,
+    first_pass: Option<Pending>,
 }
 
 impl Troubles {
     pub(crate) fn new(readiness: Readiness, metrics: Metrics) -> Self {
-        let first = Some(readiness.pending("first pass over the node"));
+        let first_pass = Some(readiness.pending("first pass over the node"));
         Self {
-            now: BTreeMap::new(),
+            current: BTreeMap::new(),
             readiness,
             metrics,
-            first,
+            first_pass,
         }
     }
 
     /// Sets the troubles of a pass. Each is logged when it appears and when it is gone.
     pub(crate) fn set(&mut self, troubles: Vec<Trouble>) {
         let troubles: BTreeSet<Trouble> = troubles.into_iter().collect();
-        let still = |trouble: &Trouble| troubles.iter().any(|now| now.part == trouble.part);
-        for (trouble, _) in self.now.extract_if(.., |trouble, _| !troubles.contains(trouble)) {
-            if !still(&trouble) {
+        let part_has_trouble = |trouble: &Trouble| troubles.iter().any(|other| other.part == trouble.part);
+        for (trouble, _) in self.current.extract_if(.., |trouble, _| !troubles.contains(trouble)) {
+            if !part_has_trouble(&trouble) {
                 tracing::info!(part = trouble.part, was = trouble.message, "resolved");
             }
         }
@@ -87,7 +87,7 @@ impl Troubles {
                 self.metrics.count_error(trouble.part);
             }
             let (readiness, part) = (&self.readiness, trouble.part);
-            self.now.entry(trouble).or_insert_with_key(|trouble| {
+            self.current.entry(trouble).or_insert_with_key(|trouble| {
                 tracing::warn!(part, "{}", trouble.message);
                 let line = format!("{part}: {}", trouble.message);
                 if trouble.harmless {
@@ -97,8 +97,8 @@ impl Troubles {
                 }
             });
         }
-        if self.now.keys().all(|trouble| trouble.harmless) {
-            self.first = None;
+        if self.current.keys().all(|trouble| trouble.harmless) {
+            self.first_pass = None;
         }
     }
 }
@@ -136,16 +136,16 @@ impl std::fmt::Debug for Dump {
 impl Dump {
     /// Sets a small part.
     pub(crate) fn set(&self, part: &'static str, value: Value) {
-        self.show(part, move || value.clone());
+        self.set_lazy(part, move || value.clone());
     }
 
     /// Sets a large part, which is made only on request: rendering 5,000 peers every five seconds would be wasted work.
-    pub(crate) fn show(&self, part: &'static str, make: impl Fn() -> Value + Send + Sync + 'static) {
+    pub(crate) fn set_lazy(&self, part: &'static str, make: impl Fn() -> Value + Send + Sync + 'static) {
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         parts.insert(part, Arc::new(make));
     }
 
-    pub(crate) fn get(&self) -> Value {
+    pub(crate) fn render(&self) -> Value {
         // Rendered without the lock, so that setting a part never waits for a request.
         let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
         parts.into_iter().map(|(name, make)| (name, make())).collect()

@@ -93,7 +93,7 @@ pub struct GatewayConfig {
     pub node_ips: Vec<IpAddr>,
     /// Kubeconfig file; `None` = the Pod's service account.
     pub kubeconfig: Option<PathBuf>,
-    /// What carries the tunnel.
+    /// Implementation of WireGuard.
     pub backend: Backend,
     /// Name of the device.
     pub interface: InterfaceName,

@@ -11,10 +11,10 @@ use super::{Altered, Configuration, Device, DeviceError, Observed};
 
 /// Stores its configuration and peers. Clones share one state, so that a test can inspect it.
 #[derive(Clone, Default)]
-pub struct Memory(Arc<Mutex<State>>);
+pub struct Memory(Arc<Mutex<MemoryState>>);
 
 #[derive(Default)]
-struct State {
+struct MemoryState {
     configuration: Option<Configuration>,
     peers: Peers,
     applied: Vec<PeerChange>,
@@ -41,7 +41,7 @@ impl Memory {
         std::mem::take(&mut self.state().applied)
     }
 
-    /// The configuration in force.
+    /// The current configuration.
     #[must_use]
     pub fn configuration(&self) -> Option<Configuration> {
         self.state().configuration.clone()
@@ -58,7 +58,7 @@ impl Memory {
         self.state().closed
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, MemoryState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -15,8 +15,8 @@ use crate::{route::sysctl, status::Trouble};
 pub(super) async fn ensure(device: &InterfaceName, networks: &BTreeSet<IpNet>) -> Vec<Trouble> {
     let mut interfaces = interfaces_except(device);
     interfaces.push(device.clone());
-    let wanted = wanted(interfaces, networks.iter().any(|net| net.addr().is_ipv6()));
-    let missing = sysctl::ensure(&wanted).await;
+    let desired = desired_settings(interfaces, networks.iter().any(|net| net.addr().is_ipv6()));
+    let missing = sysctl::ensure(&desired).await;
     missing
         .iter()
         .map(|missing| Trouble::new("forwarding", missing))
@@ -32,7 +32,7 @@ pub(crate) fn pod_settings(v6: bool) -> Vec<Sysctl> {
     out
 }
 
-fn wanted(interfaces: Vec<InterfaceName>, v6: bool) -> Vec<Sysctl> {
+fn desired_settings(interfaces: Vec<InterfaceName>, v6: bool) -> Vec<Sysctl> {
     let each = interfaces
         .into_iter()
         .map(|interface| setting(Name::Interface(interface, "forwarding")));

@@ -34,7 +34,7 @@ pub struct DesiredAnnotations {
 
 /// The shortest time between two writes of the status.
 pub const STATUS_EVERY: Duration = Duration::from_secs(10);
-/// How long the own watch may take to show a write before the write is repeated.
+/// How long the agent's watch may take to show a write before the write is repeated.
 const SETTLE: Duration = Duration::from_secs(5);
 /// How long one request may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -64,7 +64,7 @@ impl WriteHistory {
             if wanted.seen.get(key).unwrap_or(&None) == value {
                 continue;
             }
-            // The own watch may lag behind the own write.
+            // The agent's watch may lag behind its own write.
             if let Some((written, at)) = self.last.get(key)
                 && written == value
             {

@@ -24,10 +24,10 @@ pub(super) fn show(dump: &Dump, node: NodeView, applied: &Arc<AppliedState>, pol
         let (applied, poll) = (Arc::clone(applied), Arc::clone(poll));
         move || make(&applied, &poll)
     };
-    dump.show("peers", render_later(|applied, poll| json!(peers(applied, poll))));
-    dump.show("inputs", render_later(|applied, _| inputs(&applied.inputs)));
-    dump.show("compiled", render_later(|applied, _| compiled(applied)));
-    dump.show("observed", render_later(observed));
+    dump.set_lazy("peers", render_later(|applied, poll| json!(peers(applied, poll))));
+    dump.set_lazy("inputs", render_later(|applied, _| inputs(&applied.inputs)));
+    dump.set_lazy("compiled", render_later(|applied, _| compiled(applied)));
+    dump.set_lazy("observed", render_later(observed));
 }
 
 /// The node as `wg-agent status` shows it.

@@ -46,7 +46,7 @@ pub(crate) async fn serve(listener: UnixListener, dump: Dump, stop: Cancellation
 }
 
 async fn send_state(mut client: Client, dump: &Dump) -> io::Result<()> {
-    client.write_all(format!("{:#}\n", dump.get()).as_bytes()).await?;
+    client.write_all(format!("{:#}\n", dump.render()).as_bytes()).await?;
     client.shutdown().await
 }
 

@@ -66,7 +66,7 @@ fn grants() -> usize {
 }
 
 /// Runs the test with a manager in a network namespace of its own, whose `nft` has little memory.
-fn alone(test: impl AsyncFnOnce(TableManager) + Send + 'static) {
+fn in_namespace(test: impl AsyncFnOnce(TableManager) + Send + 'static) {
     let directory = tempfile::tempdir().expect("a directory");
     let program = directory.path().join("nft");
     let text = format!("#!/bin/sh\nulimit -v {ADDRESS_SPACE_KB}\nexec nft \"$@\"\n");
@@ -102,7 +102,7 @@ async fn finish(table_manager: &mut TableManager, desired: &Table) -> usize {
 
 #[test]
 fn large_table_is_opened_by_its_last_step() {
-    alone(async |mut table_manager| {
+    in_namespace(async |mut table_manager| {
         let desired = table(3000);
         table_manager.renew(soon()).await.expect("nothing to renew");
         for grants_then in [PART, 2 * PART] {
@@ -117,7 +117,7 @@ fn large_table_is_opened_by_its_last_step() {
 
 #[test]
 fn many_grants_at_once_fit_into_little_memory() {
-    alone(async |mut table_manager| {
+    in_namespace(async |mut table_manager| {
         table_manager.renew(soon()).await.expect("nothing to renew");
         assert_eq!(finish(&mut table_manager, &table(1)).await, 1);
         assert_eq!(finish(&mut table_manager, &table(5000)).await, 4);
@@ -130,7 +130,7 @@ fn many_grants_at_once_fit_into_little_memory() {
 
 #[test]
 fn table_that_shrinks_while_it_is_written_is_opened() {
-    alone(async |mut table_manager| {
+    in_namespace(async |mut table_manager| {
         table_manager.renew(soon()).await.expect("nothing to renew");
         assert!(!table_manager.converge(&table(PART + 1)).await.expect("a step").finished);
         assert_eq!(finish(&mut table_manager, &table(PART)).await, 1);
@@ -140,7 +140,7 @@ fn table_that_shrinks_while_it_is_written_is_opened() {
 
 #[test]
 fn table_deleted_between_steps_is_written_from_the_start() {
-    alone(async |mut table_manager| {
+    in_namespace(async |mut table_manager| {
         let desired = table(3000);
         assert!(!table_manager.converge(&desired).await.expect("a step").finished);
         let deleted = Command::new("nft")
@@ -154,7 +154,7 @@ fn table_deleted_between_steps_is_written_from_the_start() {
 
 #[test]
 fn table_exists_once_any_process_has_written_it() {
-    alone(async |mut table_manager| {
+    in_namespace(async |mut table_manager| {
         let other = TableManager::default();
         assert!(!other.table_exists() && !table_manager.table_exists());
         finish(&mut table_manager, &table(1)).await;
