@@ -109,7 +109,7 @@ fn answer(
     let Located { notes, targets } = targets;
     answer.notes.extend(notes);
     let naming = world::naming(&outcome.world.observations.hub);
-    let world = explain::World {
+    let world = explain::ExplainInputs {
         meshes: &outcome.meshes,
         seen: &outcome.world.observations,
         settings: &outcome.settings,

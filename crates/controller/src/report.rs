@@ -344,7 +344,7 @@ fn notices(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Notice> {
         notices.push(Notice {
             topic: link_topic(&link.from, &link.to),
             reason: TUNNELS_DOWN.to_owned(),
-            message: status::down(link),
+            message: status::describe_broken_link(link),
             warning: true,
             action: "LookAtLinks",
             node: None,

@@ -13,7 +13,7 @@ use crate::{
 
 mod order;
 
-pub(crate) use order::{PeerOrder, after, before, gained, lost};
+pub(crate) use order::{PeerOrder, desired_spec, existing_spec, gained_prefixes, lost_prefixes};
 
 /// What a step does to its object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -122,13 +122,13 @@ pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member)
 
 fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
     let mut steps: Vec<(u8, Step)> = Vec::new();
-    if let Some(standing) = &member.peers {
-        let peers = differ.peers(standing);
-        let order = PeerOrder::of(peers.iter(), standing);
-        steps.extend(peers.into_iter().map(|step| (order.phase(&step, standing), step)));
+    if let Some(existing) = &member.peers {
+        let peers = differ.peers(existing);
+        let order = PeerOrder::of(peers.iter(), existing);
+        steps.extend(peers.into_iter().map(|step| (order.phase(&step, existing), step)));
     }
-    if let Some(standing) = &member.policies {
-        let standing = standing
+    if let Some(existing) = &member.policies {
+        let existing = existing
             .iter()
             .map(|(name, policy)| (name.clone(), (&policy.owner, policy.spec.as_ref().ok())));
         let desired = differ.desired(|target| {
@@ -139,15 +139,15 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
                 .collect()
         });
         let superseded = |policy: &PolicySpec| differ.serves(&policy.networks);
-        let policies = differ.compare(standing.collect(), desired, Item::Policy, superseded, policy_fields);
+        let policies = differ.compare(existing.collect(), desired, Item::Policy, superseded, policy_fields);
         steps.extend(
             policies
                 .into_iter()
                 .map(|step| (if step.action == Action::Delete { 8 } else { 0 }, step)),
         );
     }
-    if let Some(standing) = &member.accesses {
-        let standing = standing
+    if let Some(existing) = &member.accesses {
+        let existing = existing
             .iter()
             .map(|(name, access)| (name.clone(), (&access.owner, access.spec.as_ref().ok())));
         let desired = differ.desired(|target| {
@@ -158,7 +158,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
                 .collect()
         });
         let superseded = |access: &AccessSpec| differ.serves(&access.networks);
-        let accesses = differ.compare(standing.collect(), desired, Item::Access, superseded, access_fields);
+        let accesses = differ.compare(existing.collect(), desired, Item::Access, superseded, access_fields);
         steps.extend(accesses.into_iter().map(|step| (0, step)));
     }
     let mirrors: BTreeMap<&ObjectName, Mirror> = member
@@ -172,7 +172,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
             (name, mirror)
         })
         .collect();
-    let standing = member.services.iter().filter_map(|(name, service)| {
+    let existing = member.services.iter().filter_map(|(name, service)| {
         let owner = service.managed.as_ref()?;
         Some((name.clone(), (owner, mirrors.get(name))))
     });
@@ -185,7 +185,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
     });
     // One that a mesh wants under the same name is updated.
     let superseded = |_: &Mirror| false;
-    let services = differ.compare(standing.collect(), desired, Item::Service, superseded, |old, new| {
+    let services = differ.compare(existing.collect(), desired, Item::Service, superseded, |old, new| {
         let mut fields = vec![];
         fields.extend((old.ports != new.ports).then_some("spec.ports"));
         fields.extend((!old.families.cover(new.families)).then_some("spec.ipFamilyPolicy"));
@@ -298,14 +298,14 @@ impl<'a> Differ<'a> {
 
     fn compare<K: Ord + Clone, V: Clone>(
         &self,
-        standing: BTreeMap<K, (&Owner, Option<&V>)>,
+        existing: BTreeMap<K, (&Owner, Option<&V>)>,
         desired: BTreeMap<K, (Owner, MeshId, V)>,
         item: impl Fn(K, Option<V>) -> Item,
         superseded: impl Fn(&V) -> bool,
         fields: impl Fn(&V, &V) -> Vec<&'static str>,
     ) -> Vec<Step> {
         let mut steps = Vec::new();
-        for (name, (owner, value)) in &standing {
+        for (name, (owner, value)) in &existing {
             if !desired.contains_key(name)
                 && let Some(mesh) = self.deletable(owner, || value.is_some_and(&superseded))
             {
@@ -320,13 +320,13 @@ impl<'a> Differ<'a> {
             }
         }
         for (name, (owner, mesh, value)) in desired {
-            let (action, fields) = match standing.get(&name) {
+            let (action, fields) = match existing.get(&name) {
                 None => (Action::Create, vec![]),
                 // Never over an object that is not ours; the planner has chosen another name, or said so.
-                Some((standing, _)) if self.deletable_or_ours(standing).is_none() => continue,
-                Some((standing, value_there)) => {
+                Some((existing, _)) if self.deletable_or_ours(existing).is_none() => continue,
+                Some((existing, value_there)) => {
                     let mut differing = value_there.map_or_else(|| vec!["spec"], |old| fields(old, &value));
-                    if **standing != owner {
+                    if **existing != owner {
                         differing.push("metadata.labels");
                     }
                     if differing.is_empty() {
@@ -350,8 +350,8 @@ impl<'a> Differ<'a> {
         (ownership::of(owner, &self.plan.hub, &self.plan.claimants) != Ownership::Foreign).then_some(())
     }
 
-    fn peers(&self, standing: &BTreeMap<String, ObservedPeer>) -> Vec<Step> {
-        let standing = standing
+    fn peers(&self, existing: &BTreeMap<String, ObservedPeer>) -> Vec<Step> {
+        let existing = existing
             .iter()
             .map(|(name, peer)| (name.clone(), (&peer.owner, peer.spec.as_ref().ok())));
         let desired = self.desired(|target| {
@@ -362,7 +362,7 @@ impl<'a> Differ<'a> {
                 .collect()
         });
         let superseded = |peer: &PeerSpec| self.serves(&peer.allowed_ips);
-        self.compare(standing.collect(), desired, Item::Peer, superseded, peer_fields)
+        self.compare(existing.collect(), desired, Item::Peer, superseded, peer_fields)
     }
 
     /// Whether a mesh that is written connects some of these networks to this member.
@@ -393,7 +393,7 @@ impl<'a> Differ<'a> {
                 ))
             })
             .collect();
-        let standing = there
+        let existing = there
             .iter()
             .map(|(name, (owner, packed))| (name.clone(), (*owner, Some(packed))))
             .collect();
@@ -412,7 +412,7 @@ impl<'a> Differ<'a> {
         });
         let services: BTreeSet<String> = desired.values().map(|(.., (service, _))| service.clone()).collect();
         let superseded = |(service, _): &Packed| services.contains(service);
-        self.compare(standing, desired, Item::Slice, superseded, |(_, old), (_, new)| {
+        self.compare(existing, desired, Item::Slice, superseded, |(_, old), (_, new)| {
             let differs = [
                 ("addressType", old.v6 != new.v6),
                 ("ports", old.ports != new.ports),

@@ -22,7 +22,7 @@ pub enum Bypass {
 }
 
 /// What to do about [`Bypass::Ipvs`]; also where the agent says it.
-pub const WITHOUT_IPVS: &str = "set mode: nftables (or iptables) in kube-proxy's configuration and restart it, then remove the \
+pub const IPVS_REMEDY: &str = "set mode: nftables (or iptables) in kube-proxy's configuration and restart it, then remove the \
                                 interface kube-ipvs0, which it leaves behind (`ip link delete kube-ipvs0`, or a reboot)";
 
 /// Nodes of one member on which something is not enforced, by name.
@@ -102,7 +102,7 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
     let ipvs = ipvs.map(|(cluster, member)| {
         format!(
             "on {} of cluster {cluster:?} kube-proxy in mode ipvs translates packets for Services after PeerPolicies looked at \
-             them, which do not see where they go: {WITHOUT_IPVS}",
+             them, which do not see where they go: {IPVS_REMEDY}",
             named(member.ipvs.iter())
         )
     });

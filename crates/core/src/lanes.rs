@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use ipnet::IpNet;
 
 use crate::{
-    diff::{Action, Item, PeerOrder, Step, after, before, gained, lost},
+    diff::{Action, Item, PeerOrder, Step, desired_spec, existing_spec, gained_prefixes, lost_prefixes},
     key::PublicKey,
     mesh::MeshId,
     observe::{Member, ObservedPeer},
@@ -37,12 +37,12 @@ pub fn source(step: &Step) -> Source {
 #[must_use]
 pub fn by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, Lanes> {
     let none = BTreeMap::new();
-    let standing = member.peers.as_ref().unwrap_or(&none);
-    let order = PeerOrder::of(steps.iter(), standing);
+    let existing = member.peers.as_ref().unwrap_or(&none);
+    let order = PeerOrder::of(steps.iter(), existing);
     let mut groups = Groups::default();
     let mut first: BTreeMap<Moved, Source> = BTreeMap::new();
     for step in &steps {
-        for moved in moved(step, &order, standing) {
+        for moved in moved(step, &order, existing) {
             match first.get(&moved) {
                 Some(other) => groups.join(&source(step), other),
                 None => drop(first.insert(moved, source(step))),
@@ -52,7 +52,7 @@ pub fn by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, Lanes> {
     let mut lanes: BTreeMap<Source, Lanes> = BTreeMap::new();
     for step in steps {
         let lanes = lanes.entry(groups.find(&source(&step))).or_default();
-        if closes(&step, &order, standing) {
+        if is_closing(&step, &order, existing) {
             lanes.closing.push(step);
         } else {
             lanes.rest.push(step);
@@ -63,9 +63,12 @@ pub fn by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, Lanes> {
 
 /// Whether the step takes something away. A policy always counts: no Peer may be written before it. The delete of a policy
 /// does not: it follows the last Peer that the policy limits.
-fn closes(step: &Step, order: &PeerOrder, standing: &BTreeMap<String, ObservedPeer>) -> bool {
+fn is_closing(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, ObservedPeer>) -> bool {
     // Gain before loss: what another Peer has yet to gain is not lost first.
-    let moves = || lost(step, standing).any(|net| order.moving.contains(&net)) && !order.renames(step, standing);
+    let moves = || {
+        lost_prefixes(step, existing).any(|net| order.moving_prefixes.contains(&net))
+            && !order.renames_key(step, existing)
+    };
     match (&step.item, step.action) {
         (Item::Policy(_, spec), _) => spec.is_some(),
         (Item::Access(..), _) => true,
@@ -73,9 +76,9 @@ fn closes(step: &Step, order: &PeerOrder, standing: &BTreeMap<String, ObservedPe
         (Item::Peer(..), Action::Delete) => !moves(),
         (Item::Peer(..), Action::Update) => {
             let key = |spec: Option<&crate::observe::PeerSpec>| spec.map(|spec| spec.public_key);
-            key(before(step, standing)) == key(after(step))
-                && gained(step, standing).is_empty()
-                && lost(step, standing).next().is_some()
+            key(existing_spec(step, existing)) == key(desired_spec(step))
+                && gained_prefixes(step, existing).is_empty()
+                && lost_prefixes(step, existing).next().is_some()
                 && !moves()
         }
         (Item::Peer(..), Action::Create) => false,
@@ -89,16 +92,22 @@ enum Moved {
     Key(PublicKey),
 }
 
-fn moved(step: &Step, order: &PeerOrder, standing: &BTreeMap<String, ObservedPeer>) -> BTreeSet<Moved> {
+fn moved(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, ObservedPeer>) -> BTreeSet<Moved> {
     if !matches!(step.item, Item::Peer(..)) {
         return BTreeSet::new();
     }
-    let networks = gained(step, standing).into_iter().chain(lost(step, standing));
-    let networks = networks.filter(|net| order.moving.contains(net)).map(Moved::Network);
-    let keys = [before(step, standing), after(step)].into_iter().flatten();
+    let networks = gained_prefixes(step, existing)
+        .into_iter()
+        .chain(lost_prefixes(step, existing));
+    let networks = networks
+        .filter(|net| order.moving_prefixes.contains(net))
+        .map(Moved::Network);
+    let keys = [existing_spec(step, existing), desired_spec(step)]
+        .into_iter()
+        .flatten();
     let keys = keys
         .map(|spec| spec.public_key)
-        .filter(|key| order.coming.contains(key));
+        .filter(|key| order.renamed_keys.contains(key));
     networks.chain(keys.map(Moved::Key)).collect()
 }
 

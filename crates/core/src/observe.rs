@@ -126,7 +126,7 @@ pub enum Claim<T> {
     /// It says something that does not parse; what is wrong with it, in words.
     Invalid(String),
     /// It says this.
-    Is(T),
+    Valid(T),
 }
 
 impl<T> Claim<T> {
@@ -134,7 +134,7 @@ impl<T> Claim<T> {
     #[must_use]
     pub const fn value(&self) -> Option<&T> {
         match self {
-            Self::Is(value) => Some(value),
+            Self::Valid(value) => Some(value),
             _ => None,
         }
     }

@@ -132,35 +132,39 @@ fn open(
     quarantined: &BTreeSet<&str>,
 ) -> BTreeSet<String> {
     let nothing = PolicySpec::default();
-    let held = planned.targets.get(target);
+    let target_plan = planned.targets.get(target);
     let ours = |owner| ownership::of(owner, &plan.hub, &plan.claimants) == Ownership::Mesh(&mesh.id);
     let mut open = BTreeSet::new();
-    for standing in member.policies.iter().flat_map(BTreeMap::values) {
-        let (Some(source), Ok(spec)) = (&standing.owner.source_cluster, &standing.spec) else {
+    for existing in member.policies.iter().flat_map(BTreeMap::values) {
+        let (Some(source), Ok(spec)) = (&existing.owner.source_cluster, &existing.spec) else {
             continue;
         };
-        let wanted = held.and_then(|held| held.policies.values().find(|policy| policy.source == *source));
-        if ours(&standing.owner) && wider(spec, wanted.map_or(&nothing, |policy| &policy.spec)) {
+        let planned_spec =
+            target_plan.and_then(|target_plan| target_plan.policies.values().find(|policy| policy.source == *source));
+        if ours(&existing.owner) && allows_more(spec, planned_spec.map_or(&nothing, |policy| &policy.spec)) {
             open.insert(source.clone());
         }
     }
-    for standing in member.accesses.iter().flat_map(BTreeMap::values) {
-        let (Some(source), Ok(spec)) = (&standing.owner.source_cluster, &standing.spec) else {
+    for existing in member.accesses.iter().flat_map(BTreeMap::values) {
+        let (Some(source), Ok(spec)) = (&existing.owner.source_cluster, &existing.spec) else {
             continue;
         };
-        let wanted = held.and_then(|held| held.accesses.values().find(|access| access.source == *source));
-        let kept = |key: &(_, _), port: &_| wanted.is_some_and(|access| access.spec.grants.get(key) == Some(port));
-        if ours(&standing.owner) && !spec.grants.iter().all(|(key, port)| kept(key, port)) {
+        let planned_spec =
+            target_plan.and_then(|target_plan| target_plan.accesses.values().find(|access| access.source == *source));
+        let kept =
+            |key: &(_, _), port: &_| planned_spec.is_some_and(|access| access.spec.grants.get(key) == Some(port));
+        if ours(&existing.owner) && !spec.grants.iter().all(|(key, port)| kept(key, port)) {
             open.insert(source.clone());
         }
     }
     if member.policies.is_none() {
         // Nobody there is held to a policy: the Peers are what lets in.
-        for standing in member.peers.iter().flat_map(BTreeMap::values) {
-            let Some(source) = standing.owner.source_cluster.as_ref().filter(|_| ours(&standing.owner)) else {
+        for existing in member.peers.iter().flat_map(BTreeMap::values) {
+            let Some(source) = existing.owner.source_cluster.as_ref().filter(|_| ours(&existing.owner)) else {
                 continue;
             };
-            let kept = held.is_some_and(|held| held.peers.values().any(|peer| peer.source == *source));
+            let kept =
+                target_plan.is_some_and(|target_plan| target_plan.peers.values().any(|peer| peer.source == *source));
             if quarantined.contains(&**source) && !kept {
                 open.insert(source.clone());
             }
@@ -169,8 +173,8 @@ fn open(
     open
 }
 
-/// Whether `standing` lets in what `wanted` does not.
-fn wider(standing: &PolicySpec, wanted: &PolicySpec) -> bool {
-    let allowed = |net: &IpNet| wanted.allow.iter().any(|wanted| wanted.contains(net));
-    !standing.allow.iter().all(allowed)
+/// Whether `existing` lets in what `planned_spec` does not.
+fn allows_more(existing: &PolicySpec, planned_spec: &PolicySpec) -> bool {
+    let allowed = |net: &IpNet| planned_spec.allow.iter().any(|planned_spec| planned_spec.contains(net));
+    !existing.allow.iter().all(allowed)
 }

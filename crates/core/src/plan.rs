@@ -12,19 +12,19 @@ use crate::{
 
 mod anchor;
 mod claims;
-mod collisions;
+mod conflicts;
 mod endpoint;
 pub mod explain;
 mod gateways;
 mod link;
 mod location;
 mod mesh;
+mod networks_in_use;
 mod nodes;
 mod peers;
 mod result;
 mod services;
 mod settings;
-mod settle;
 mod target;
 
 #[cfg(test)]
@@ -41,7 +41,7 @@ pub use settings::{INFRASTRUCTURE, InfrastructurePort, Settings, SettingsError};
 pub const HOLD: Duration = Duration::from_secs(300);
 
 /// A shorter hold is not reported: a restart of kg takes seconds.
-pub const HOLD_UNSAID: Duration = Duration::from_secs(30);
+pub const HOLD_REPORT_DELAY: Duration = Duration::from_secs(30);
 
 /// Peers a node of one target is tested with; more and the mesh is too large.
 pub const MAX_PEERS_PER_TARGET: usize = 5_000;
@@ -68,7 +68,7 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
         claimants: by_age.iter().map(|mesh| Claimant::from(*mesh)).collect(),
         hub: seen.hub.clone(),
     };
-    let mut used: BTreeMap<ClusterIdentity, target::Used> = BTreeMap::new();
+    let mut used: BTreeMap<ClusterIdentity, target::UsedNames> = BTreeMap::new();
     for mesh in &by_age {
         let claimants = &plan.claimants;
         let planner = mesh::MeshPlanner {
@@ -85,15 +85,17 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
         // Peers that are not written reserve no name.
         for (name, target) in planned.targets.iter().filter(|_| !planned.paused) {
             if let Some(identity) = planned.identities.get(name) {
-                used.entry(target::one_cluster(identity)).or_default().add(target);
+                used.entry(target::canonical_identity(identity))
+                    .or_default()
+                    .add(target);
             }
         }
         plan.meshes.insert(mesh.id.clone(), planned);
     }
-    settle::one_owner(&mut plan, seen);
+    conflicts::resolve_conflicts(&mut plan, seen);
     for mesh in &by_age {
         if let Some(planned) = plan.meshes.get_mut(&mesh.id) {
-            settle::count(planned);
+            conflicts::count_nodes_and_peers(planned);
             anchor::report(mesh, planned, seen);
         }
     }

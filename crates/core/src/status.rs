@@ -193,7 +193,7 @@ fn overlap(plan: &MeshPlan) -> Condition {
 
 /// What is said of a link: whose tunnels, how many, and where to look.
 #[must_use]
-pub fn down(link: &Broken) -> String {
+pub fn describe_broken_link(link: &Broken) -> String {
     let Broken {
         from,
         to,
@@ -291,7 +291,7 @@ fn degraded(plan: &MeshPlan, left: &BTreeMap<String, String>, broken: &[Broken])
         };
         troubles.push((reason, message));
     }
-    troubles.extend(broken.iter().map(|link| ("TunnelsDown", down(link))));
+    troubles.extend(broken.iter().map(|link| ("TunnelsDown", describe_broken_link(link))));
     match troubles.first() {
         None => Condition {
             kind: "Degraded",

@@ -184,7 +184,7 @@ proptest! {
         bad.persistent_keepalive = 0;
         match how {
             0 => bad.public_key = Claim::Invalid("x".into()),
-            1 => bad.wireguard_ip = Claim::Is("203.0.113.1/32".parse().unwrap()),
+            1 => bad.wireguard_ip = Claim::Valid("203.0.113.1/32".parse().unwrap()),
             2 => {
                 // The other annotation would win, and a Node is bad by the one that wins alone.
                 bad.clustermesh_endpoint = Claim::Absent;
@@ -194,7 +194,7 @@ proptest! {
         }
         bad.created = 1_000_000;
         if bad.public_key.value().is_some() {
-            bad.public_key = Claim::Is(PublicKey::new([200; 32]));
+            bad.public_key = Claim::Valid(PublicKey::new([200; 32]));
         }
         // A network that holds everything would take even the bad address in.
         let mut world = world;

@@ -98,7 +98,7 @@ fn claim<T>(text: &str, parse: impl FnOnce(&str) -> Result<T, String>) -> Claim<
         return Claim::Absent;
     }
     match parse(text) {
-        Ok(value) => Claim::Is(value),
+        Ok(value) => Claim::Valid(value),
         Err(why) => Claim::Invalid(why),
     }
 }

@@ -2,7 +2,7 @@
 
 use clustermesh_core::{
     mesh::Protocol,
-    plan::explain::{Hop, Way},
+    plan::explain::{Hop, Route},
 };
 use serde::Serialize;
 
@@ -64,7 +64,7 @@ fn table(answer: &Answer) -> String {
         let verdict = explanation.verdict().as_str();
         page::line(&mut text, 2, 4, &format!("{what}: {verdict}, {}", explanation.rule));
         page::line(&mut text, 4, 4, &explanation.message);
-        explanation.way.iter().for_each(|way| path(&mut text, row, way));
+        explanation.route.iter().for_each(|route| path(&mut text, row, route));
         for note in &explanation.notes {
             page::line(&mut text, 4, 6, &format!("note: {note}"));
         }
@@ -86,15 +86,15 @@ fn written(written: bool) -> &'static str {
     if written { "stands" } else { "not written yet" }
 }
 
-fn path(text: &mut String, row: &Row, way: &Way) {
-    let Way {
+fn path(text: &mut String, row: &Row, route: &Route) {
+    let Route {
         out,
         anchored,
         back,
         seen_as,
         masqueraded,
         policy,
-    } = way;
+    } = route;
     let hop = |hop: &Hop| {
         format!(
             "Peer {} (Node {}, {}; {})",
@@ -216,22 +216,22 @@ impl<'a> From<&'a Row> for RowReport<'a> {
             rule: answer.rule.to_string(),
             message: &answer.message,
             mesh: answer.mesh.as_ref().map(ToString::to_string),
-            path: answer.way.as_ref().map(PathReport::from),
+            path: answer.route.as_ref().map(PathReport::from),
             notes: &answer.notes,
         }
     }
 }
 
-impl<'a> From<&'a Way> for PathReport<'a> {
-    fn from(way: &'a Way) -> Self {
-        let Way {
+impl<'a> From<&'a Route> for PathReport<'a> {
+    fn from(route: &'a Route) -> Self {
+        let Route {
             out,
             anchored,
             back,
             seen_as,
             masqueraded,
             policy,
-        } = way;
+        } = route;
         let hop = |hop: &'a Hop| HopReport {
             peer: &hop.peer,
             node: &hop.node,

@@ -152,7 +152,7 @@ impl Judge<'_> {
     /// What the planner says of each, in their order.
     fn planned(&self, target: &ClusterIdentity, sockets: &BTreeMap<SocketAddr, &Socket>) -> Vec<Explanation> {
         let naming = world::naming(&self.outcome.world.observations.hub);
-        let world = explain::World {
+        let world = explain::ExplainInputs {
             meshes: &self.outcome.meshes,
             seen: &self.outcome.world.observations,
             settings: &self.outcome.settings,
@@ -215,8 +215,8 @@ impl Judge<'_> {
     /// What to look at where something that is granted does not answer.
     fn cause(&self, answer: &Answer, path: Path, interface: Option<&str>, planned: &Explanation) -> String {
         let Place { cluster, node, host: _ } = self.place;
-        if let Some(way) = &planned.way {
-            let missing = [(&way.out, "here"), (&way.back, "there")]
+        if let Some(route) = &planned.route {
+            let missing = [(&route.out, "here"), (&route.back, "there")]
                 .into_iter()
                 .find(|(hop, _)| !hop.written);
             if let Some((hop, side)) = missing {
@@ -225,7 +225,7 @@ impl Judge<'_> {
                     hop.peer
                 );
             }
-            if let Some((policy, false)) = &way.policy {
+            if let Some((policy, false)) = &route.policy {
                 return format!("PeerPolicy {policy} is not written yet there: see the conditions of the ClusterMesh");
             }
         }
@@ -245,7 +245,7 @@ impl Judge<'_> {
                      on it"
                 ),
             },
-            (_, Path::Tunnel | Path::Unknown) if planned.way.is_none() => format!(
+            (_, Path::Tunnel | Path::Unknown) if planned.route.is_none() => format!(
                 "no answer out of the tunnel ({}): is the tunnel between Node {node} of {cluster:?} and the gateway there up \
                  (`wg-agent status` on the Node)? Is the SandboxAccess applied and nothing of it refused (kubectl get \
                  sandboxgateways -A -o wide)? Does a NetworkPolicy close the way from gateways to the Service?",
@@ -272,7 +272,7 @@ fn translated(mut parts: Vec<Explanation>, what: &Socket) -> Explanation {
             rule: explain::Rule::NotGranted,
             message: "its Service has no endpoint".to_owned(),
             mesh: None,
-            way: None,
+            route: None,
             notes: Vec::new(),
         };
     }

@@ -161,7 +161,7 @@ fn node_addresses(seen: &Seen, name: &str) -> BTreeSet<IpAddr> {
         status.into_iter().flatten().filter_map(|one| address(&one.address))
     });
     let wireguard = seen.member.nodes.get(name).and_then(|node| match &node.wireguard_ip {
-        Claim::Is(net) => Some(net.addr()),
+        Claim::Valid(net) => Some(net.addr()),
         _ => None,
     });
     said.chain(wireguard).collect()

@@ -13,27 +13,27 @@ use crate::{
 /// What decides when a Peer is written.
 pub(crate) struct PeerOrder {
     /// Prefixes that leave one Peer and come to another.
-    pub(crate) moving: BTreeSet<IpNet>,
+    pub(crate) moving_prefixes: BTreeSet<IpNet>,
     /// Keys that come under a new name.
-    pub(crate) coming: BTreeSet<PublicKey>,
+    pub(crate) renamed_keys: BTreeSet<PublicKey>,
 }
 
-pub(crate) fn before<'a>(step: &Step, standing: &'a BTreeMap<String, ObservedPeer>) -> Option<&'a PeerSpec> {
-    standing.get(&step.item.name()).and_then(|peer| peer.spec.as_ref().ok())
+pub(crate) fn existing_spec<'a>(step: &Step, existing: &'a BTreeMap<String, ObservedPeer>) -> Option<&'a PeerSpec> {
+    existing.get(&step.item.name()).and_then(|peer| peer.spec.as_ref().ok())
 }
 
-pub(crate) fn after(step: &Step) -> Option<&PeerSpec> {
+pub(crate) fn desired_spec(step: &Step) -> Option<&PeerSpec> {
     match &step.item {
         Item::Peer(_, spec) => spec.as_ref(),
         _ => None,
     }
 }
 
-pub(crate) fn gained(step: &Step, standing: &BTreeMap<String, ObservedPeer>) -> BTreeSet<IpNet> {
-    let old = before(step, standing)
+pub(crate) fn gained_prefixes(step: &Step, existing: &BTreeMap<String, ObservedPeer>) -> BTreeSet<IpNet> {
+    let old = existing_spec(step, existing)
         .map(|spec| spec.allowed_ips.clone())
         .unwrap_or_default();
-    after(step)
+    desired_spec(step)
         .into_iter()
         .flat_map(|spec| spec.allowed_ips.iter().copied())
         .filter(|net| !old.contains(net))
@@ -41,38 +41,45 @@ pub(crate) fn gained(step: &Step, standing: &BTreeMap<String, ObservedPeer>) -> 
 }
 
 /// Networks that the Peer of a step has and will not have.
-pub(crate) fn lost<'a>(
+pub(crate) fn lost_prefixes<'a>(
     step: &'a Step,
-    standing: &'a BTreeMap<String, ObservedPeer>,
+    existing: &'a BTreeMap<String, ObservedPeer>,
 ) -> impl Iterator<Item = IpNet> + 'a {
-    let kept = after(step).map(|spec| &spec.allowed_ips);
-    let old = before(step, standing).into_iter().flat_map(|spec| &spec.allowed_ips);
+    let kept = desired_spec(step).map(|spec| &spec.allowed_ips);
+    let old = existing_spec(step, existing)
+        .into_iter()
+        .flat_map(|spec| &spec.allowed_ips);
     old.filter(move |net| kept.is_none_or(|kept| !kept.contains(net)))
         .copied()
 }
 
 impl PeerOrder {
     /// Of steps other than of Peers nothing is read.
-    pub(crate) fn of<'a>(steps: impl Iterator<Item = &'a Step>, standing: &BTreeMap<String, ObservedPeer>) -> Self {
+    pub(crate) fn of<'a>(steps: impl Iterator<Item = &'a Step>, existing: &BTreeMap<String, ObservedPeer>) -> Self {
         let steps: Vec<&Step> = steps.filter(|step| matches!(step.item, Item::Peer(..))).collect();
-        let gained: BTreeSet<IpNet> = steps.iter().flat_map(|step| gained(step, standing)).collect();
-        let lost = steps.iter().flat_map(|step| lost(step, standing));
+        let gained_prefixes: BTreeSet<IpNet> = steps.iter().flat_map(|step| gained_prefixes(step, existing)).collect();
+        let lost_prefixes = steps.iter().flat_map(|step| lost_prefixes(step, existing));
         let created = steps.iter().copied().filter(|step| step.action == Action::Create);
         Self {
-            moving: lost.filter(|net| gained.contains(net)).collect(),
-            coming: created.filter_map(after).map(|spec| spec.public_key).collect(),
+            moving_prefixes: lost_prefixes.filter(|net| gained_prefixes.contains(net)).collect(),
+            renamed_keys: created.filter_map(desired_spec).map(|spec| spec.public_key).collect(),
         }
     }
 
     /// Whether the step's Peer has a key that comes under a new name.
-    pub(crate) fn renames(&self, step: &Step, standing: &BTreeMap<String, ObservedPeer>) -> bool {
-        before(step, standing).is_some_and(|spec| self.coming.contains(&spec.public_key))
+    pub(crate) fn renames_key(&self, step: &Step, existing: &BTreeMap<String, ObservedPeer>) -> bool {
+        existing_spec(step, existing).is_some_and(|spec| self.renamed_keys.contains(&spec.public_key))
     }
 
-    pub(super) fn phase(&self, step: &Step, standing: &BTreeMap<String, ObservedPeer>) -> u8 {
+    pub(super) fn phase(&self, step: &Step, existing: &BTreeMap<String, ObservedPeer>) -> u8 {
         match step.action {
-            Action::Delete if self.renames(step, standing) => 1,
-            _ if gained(step, standing).iter().any(|net| self.moving.contains(net)) => 2,
+            Action::Delete if self.renames_key(step, existing) => 1,
+            _ if gained_prefixes(step, existing)
+                .iter()
+                .any(|net| self.moving_prefixes.contains(net)) =>
+            {
+                2
+            }
             Action::Delete => 3,
             Action::Update => 4,
             Action::Create => 5,

@@ -8,7 +8,7 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{MeshPlan, nodes::Roll};
+use super::{MeshPlan, nodes::NodeRegistry};
 use crate::{
     mesh::{Addressing, Cluster, Mesh},
     observe::{Member, Observation, Observations},
@@ -16,7 +16,7 @@ use crate::{
 
 /// The networks that an earlier plan anchored and that stay so: a Node's claim must not take such a network, or a part of it,
 /// from the node that carries it.
-fn remembered(cluster: &Cluster) -> impl Iterator<Item = IpNet> {
+fn previously_anchored(cluster: &Cluster) -> impl Iterator<Item = IpNet> {
     let applies = cluster.anchored.is_none() && cluster.effective_addressing() == Addressing::Routed;
     let networks = cluster.carriers.keys().copied();
     networks.filter(move |net| applies && cluster.allowed.contains(net))
@@ -32,16 +32,16 @@ pub(super) fn forget_node_addresses(cluster: &mut Cluster, member: &Member) {
 }
 
 /// The anchored network that `net` overlaps, of those that no Node may claim a part of.
-pub(super) fn reserving(cluster: &Cluster, net: IpNet) -> Option<IpNet> {
+pub(super) fn find_reserved_overlap(cluster: &Cluster, net: IpNet) -> Option<IpNet> {
     let listed = cluster.anchored.iter().flatten().copied();
-    let mut reserved = listed.chain(remembered(cluster));
+    let mut reserved = listed.chain(previously_anchored(cluster));
     reserved.find(|anchored| anchored.contains(&net) || net.contains(anchored))
 }
 
 /// The networks of a member that ride on an anchor: as the entry says, else those of its allowedNetworks that an earlier plan
 /// anchored or in which nothing lies that belongs to a Node. Whether that Node has a Peer now plays no part: what kg removes
 /// at a restart is back in a second. `None` = nothing was seen of its Nodes.
-pub(super) fn anchored(cluster: &Cluster, roll: Option<&Roll<'_>>) -> Vec<IpNet> {
+pub(super) fn anchored_networks(cluster: &Cluster, registry: Option<&NodeRegistry<'_>>) -> Vec<IpNet> {
     if let Some(anchored) = &cluster.anchored {
         return anchored
             .iter()
@@ -49,11 +49,11 @@ pub(super) fn anchored(cluster: &Cluster, roll: Option<&Roll<'_>>) -> Vec<IpNet>
             .filter(|net| cluster.allows(*net))
             .collect();
     }
-    let owned = roll.into_iter().flat_map(|roll| &roll.owned);
+    let owned = registry.into_iter().flat_map(|registry| &registry.owned);
     let allowed = cluster.allowed.iter().copied();
-    let remembered: BTreeSet<IpNet> = remembered(cluster).collect();
+    let previously_anchored: BTreeSet<IpNet> = previously_anchored(cluster).collect();
     allowed
-        .filter(|net| remembered.contains(net) || !owned.clone().any(|prefix| net.contains(prefix)))
+        .filter(|net| previously_anchored.contains(net) || !owned.clone().any(|prefix| net.contains(prefix)))
         .collect()
 }
 
@@ -61,8 +61,8 @@ pub(super) fn anchored(cluster: &Cluster, roll: Option<&Roll<'_>>) -> Vec<IpNet>
 const MAX_ANCHORS: u16 = 64;
 
 /// Splits each anchored network over as many parts as there are anchors asked for, rounded up to a power of two.
-pub(super) fn parts(cluster: &Cluster, roll: &Roll<'_>) -> Vec<IpNet> {
-    let networks = anchored(cluster, Some(roll)).into_iter();
+pub(super) fn split_anchored_networks(cluster: &Cluster, registry: &NodeRegistry<'_>) -> Vec<IpNet> {
+    let networks = anchored_networks(cluster, Some(registry)).into_iter();
     networks.flat_map(|net| split(net, cluster.anchors)).collect()
 }
 
@@ -110,8 +110,8 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
         for (net, nodes) in &mut report.anchored {
             nodes.extend(carriers.remove(&(&*cluster.name, *net)).unwrap_or_default());
             let before = cluster.carriers.get(net).into_iter().flatten();
-            let standing = before.filter(|node| unseen && source.nodes.contains_key(*node));
-            nodes.extend(standing.cloned());
+            let existing = before.filter(|node| unseen && source.nodes.contains_key(*node));
+            nodes.extend(existing.cloned());
         }
         let carried =
             |net: &IpNet, nodes: &mut BTreeSet<String>| !nodes.is_empty() || cluster.carriers.contains_key(net);
@@ -120,14 +120,14 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
 }
 
 /// Gives each part to a node: the one that has it now, while it is eligible, else one of `anchors` nodes that are chosen by
-/// rendezvous hash. `now` = who carries a prefix in this target at present.
+/// rendezvous hash. `current` = who carries a prefix in this target at present.
 pub(super) fn assign(
     parts: &[IpNet],
     anchors: u16,
     eligible: &BTreeSet<&str>,
-    now: &BTreeMap<IpNet, String>,
+    current: &BTreeMap<IpNet, String>,
 ) -> BTreeMap<IpNet, String> {
-    let stays = |part: &IpNet| now.get(part).filter(|node| eligible.contains(node.as_str()));
+    let stays = |part: &IpNet| current.get(part).filter(|node| eligible.contains(node.as_str()));
     let mut assigned: BTreeMap<IpNet, String> = parts
         .iter()
         .filter_map(|part| stays(part).map(|node| (*part, node.clone())))

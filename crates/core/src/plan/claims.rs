@@ -33,7 +33,7 @@ impl Entry<'_> {
 struct Conflict<'a> {
     holder: Entry<'a>,
     held: IpNet,
-    asked: IpNet,
+    query: IpNet,
 }
 
 #[derive(Default)]
@@ -45,21 +45,21 @@ struct Ledger<'a> {
 impl<'a> Ledger<'a> {
     /// The first claim of another cluster that one of `networks` overlaps.
     fn conflict(&self, entry: Entry<'a>, networks: &[IpNet]) -> Option<Conflict<'a>> {
-        networks.iter().find_map(|&asked| {
+        networks.iter().find_map(|&query| {
             self.granted
                 .iter()
                 .find(|(holder, held)| {
-                    !holder.cluster.identity.same_cluster(&entry.cluster.identity) && overlap(*held, asked)
+                    !holder.cluster.identity.same_cluster(&entry.cluster.identity) && overlap(*held, query)
                 })
-                .map(|&(holder, held)| Conflict { holder, held, asked })
+                .map(|&(holder, held)| Conflict { holder, held, query })
         })
     }
 
     /// Notes the conflict on both sides, in the words of each.
-    fn refuse(&mut self, loser: Entry<'a>, Conflict { holder, held, asked }: &Conflict<'a>, left_with: &str) {
+    fn refuse(&mut self, loser: Entry<'a>, Conflict { holder, held, query }: &Conflict<'a>, left_with: &str) {
         let words = |entry: &Entry<'_>| format!("cluster {:?} of ClusterMesh {}", entry.cluster.name, entry.mesh.id);
         let message = format!(
-            "{asked} of cluster {:?} overlaps {held}, which {} holds; {left_with}. Change one of the two.",
+            "{query} of cluster {:?} overlaps {held}, which {} holds; {left_with}. Change one of the two.",
             loser.cluster.name,
             words(holder)
         );
@@ -70,7 +70,7 @@ impl<'a> Ledger<'a> {
         };
         self.facts.entry(loser.mesh.id.clone()).or_default().insert(told);
         let message = format!(
-            "{held} of cluster {:?} is also claimed, as {asked}, by {}; it stays here.",
+            "{held} of cluster {:?} is also claimed, as {query}, by {}; it stays here.",
             holder.cluster.name,
             words(&loser)
         );
@@ -130,9 +130,9 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
     let mut networks: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();
     for &entry in &entries {
         let before = had.remove(&entry.key()).unwrap_or_default();
-        let asked = canonical(&entry.cluster.allowed);
-        if asked != before
-            && let Some(conflict) = ledger.conflict(entry, &asked)
+        let query = canonical(&entry.cluster.allowed);
+        if query != before
+            && let Some(conflict) = ledger.conflict(entry, &query)
         {
             let foreign = conflict.holder.mesh.id != entry.mesh.id;
             let left_with = if !before.is_empty() {
@@ -146,8 +146,8 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
             ledger.refuse(entry, &conflict, left_with);
             networks.insert(entry.key(), before);
         } else {
-            ledger.grant(entry, &asked);
-            networks.insert(entry.key(), asked);
+            ledger.grant(entry, &query);
+            networks.insert(entry.key(), query);
         }
     }
     for ((mesh, _), granted) in &mut networks {

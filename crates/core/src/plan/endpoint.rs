@@ -18,7 +18,7 @@ use crate::{
 const MAX_CANDIDATES: usize = 8;
 
 /// Why an address can never be an endpoint; `None` = it can.
-fn never(address: IpAddr) -> Option<&'static str> {
+fn unusable_reason(address: IpAddr) -> Option<&'static str> {
     let link_local = match address {
         IpAddr::V4(v4) => v4.is_link_local(),
         IpAddr::V6(v6) => v6.is_unicast_link_local(),
@@ -60,7 +60,7 @@ impl NodeFamilies {
     pub(super) fn of(member: Option<&Member>) -> Self {
         let nodes = member.into_iter().flat_map(|member| member.nodes.values());
         let (mut every, mut some) = (Families::BOTH, Families::default());
-        for families in nodes.filter_map(families) {
+        for families in nodes.filter_map(node_families) {
             every = Families {
                 v4: every.v4 && families.v4,
                 v6: every.v6 && families.v6,
@@ -85,8 +85,8 @@ impl NodeFamilies {
 }
 
 /// The families of a node's own addresses.
-fn families(node: &Node) -> Option<Families> {
-    let endpoints = explicit(node).map(|(_, claim)| claim);
+fn node_families(node: &Node) -> Option<Families> {
+    let endpoints = explicit_annotations(node).map(|(_, claim)| claim);
     let endpoints = endpoints.into_iter().chain([&node.kilo_endpoint]);
     let endpoints = endpoints.filter_map(|claim| match claim.value()? {
         Endpoint::Ip(address) => Some(address.ip()),
@@ -106,12 +106,14 @@ fn families(node: &Node) -> Option<Families> {
 
 /// Whether anything is known of where a node is. A cloud provider gives a new Node its addresses only after some time.
 pub(super) fn is_located(node: &Node) -> bool {
-    let named = explicit(node).into_iter().any(|(_, claim)| *claim != Claim::Absent);
+    let named = explicit_annotations(node)
+        .into_iter()
+        .any(|(_, claim)| *claim != Claim::Absent);
     named || node.kilo_endpoint != Claim::Absent || !node.internal_ips.is_empty() || !node.external_ips.is_empty()
 }
 
 /// The annotations by which a person says where a node is, in the order of their weight.
-fn explicit(node: &Node) -> [(&'static str, &Claim<Endpoint>); 2] {
+fn explicit_annotations(node: &Node) -> [(&'static str, &Claim<Endpoint>); 2] {
     [
         ("clustermesh-endpoint", &node.clustermesh_endpoint),
         ("force-endpoint", &node.force_endpoint),
@@ -119,8 +121,8 @@ fn explicit(node: &Node) -> [(&'static str, &Claim<Endpoint>); 2] {
 }
 
 /// Refuses a Node whose winning explicit annotation is malformed, or names what no endpoint can be, whatever the target.
-pub(super) fn check(node: &Node) -> Result<(), (Reason, String)> {
-    for (name, claim) in explicit(node) {
+pub(super) fn check_explicit(node: &Node) -> Result<(), (Reason, String)> {
+    for (name, claim) in explicit_annotations(node) {
         match claim {
             Claim::Absent => {}
             Claim::Invalid(why) => {
@@ -129,8 +131,8 @@ pub(super) fn check(node: &Node) -> Result<(), (Reason, String)> {
                     format!("annotation {name}: {why}; write host:port"),
                 ));
             }
-            Claim::Is(Endpoint::Ip(address)) => {
-                return match never(address.ip().to_canonical()) {
+            Claim::Valid(Endpoint::Ip(address)) => {
+                return match unusable_reason(address.ip().to_canonical()) {
                     None => Ok(()),
                     Some(what) => Err((
                         Reason::EndpointForbidden,
@@ -138,17 +140,17 @@ pub(super) fn check(node: &Node) -> Result<(), (Reason, String)> {
                     )),
                 };
             }
-            Claim::Is(Endpoint::Dns(..)) => return Ok(()),
+            Claim::Valid(Endpoint::Dns(..)) => return Ok(()),
         }
     }
     Ok(())
 }
 
 /// Every address that a Node says to be its own, or to be found at.
-pub(super) fn addresses(node: &Node) -> impl Iterator<Item = IpAddr> {
+pub(super) fn node_addresses(node: &Node) -> impl Iterator<Item = IpAddr> {
     let claims = [&node.clustermesh_endpoint, &node.force_endpoint, &node.kilo_endpoint];
     let published = claims.into_iter().filter_map(|claim| match claim {
-        Claim::Is(Endpoint::Ip(address)) => Some(address.ip()),
+        Claim::Valid(Endpoint::Ip(address)) => Some(address.ip()),
         _ => None,
     });
     let status = node.internal_ips.iter().chain(&node.external_ips).copied();
@@ -156,7 +158,7 @@ pub(super) fn addresses(node: &Node) -> impl Iterator<Item = IpAddr> {
 }
 
 /// Every address at which a Peer is looked for.
-pub(super) fn of_peer(spec: &PeerSpec) -> impl Iterator<Item = IpAddr> {
+pub(super) fn peer_endpoints(spec: &PeerSpec) -> impl Iterator<Item = IpAddr> {
     let first = match &spec.endpoint {
         Some(Endpoint::Ip(address)) => Some(*address),
         _ => None,
@@ -176,7 +178,7 @@ pub(super) struct Candidates {
 }
 
 /// What the choice depends on beside the node.
-pub(super) struct Toward<'a> {
+pub(super) struct EndpointContext<'a> {
     pub(super) source: &'a Cluster,
     /// The target's networks: an endpoint in there would let a member choose where inside the target its nodes send.
     pub(super) target_networks: &'a [IpNet],
@@ -186,9 +188,9 @@ pub(super) struct Toward<'a> {
     pub(super) resolved: &'a BTreeMap<String, IpAddr>,
 }
 
-impl Toward<'_> {
-    pub(super) fn admits(&self, address: IpAddr) -> bool {
-        never(address).is_none()
+impl EndpointContext<'_> {
+    pub(super) fn allows(&self, address: IpAddr) -> bool {
+        unusable_reason(address).is_none()
             && (!self.target_networks.iter().any(|network| network.contains(&address))
                 || self
                     .source
@@ -214,27 +216,28 @@ impl Toward<'_> {
 
 /// Where a sandbox's nodes dial a gateway, best first. An address inside the networks of the gateway's own cluster leads to it only
 /// where it is a node's, or where the sandbox's nodes are in that network themselves.
-pub(super) fn of_gateway(
+pub(super) fn choose_for_gateway(
     endpoints: &[SocketAddr],
     sandbox: &Cluster,
     of: &Member,
-    toward: &Toward<'_>,
+    context: &EndpointContext<'_>,
 ) -> Vec<SocketAddr> {
     let inside = |nets: &[IpNet], ip: IpAddr| nets.iter().any(|net| net.contains(&ip));
     let nodes = |ip: IpAddr| {
         let mut nodes = of.nodes.values();
-        nodes.any(|node| addresses(node).any(|address| address == ip))
+        nodes.any(|node| node_addresses(node).any(|address| address == ip))
     };
     let reached =
-        |ip: IpAddr| !inside(&toward.source.allowed, ip) || inside(&sandbox.endpoint_networks, ip) || nodes(ip);
+        |ip: IpAddr| !inside(&context.source.allowed, ip) || inside(&sandbox.endpoint_networks, ip) || nodes(ip);
     let mut kept: Vec<SocketAddr> = Vec::new();
     for endpoint in endpoints {
         let endpoint = SocketAddr::new(endpoint.ip().to_canonical(), endpoint.port());
-        if endpoint.port() != 0 && toward.admits(endpoint.ip()) && reached(endpoint.ip()) && !kept.contains(&endpoint) {
+        if endpoint.port() != 0 && context.allows(endpoint.ip()) && reached(endpoint.ip()) && !kept.contains(&endpoint)
+        {
             kept.push(endpoint);
         }
     }
-    kept.sort_by_key(|endpoint| toward.target_families.rank(endpoint.ip()));
+    kept.sort_by_key(|endpoint| context.target_families.rank(endpoint.ip()));
     kept.truncate(MAX_CANDIDATES);
     kept
 }
@@ -242,23 +245,23 @@ pub(super) fn of_gateway(
 /// Ordered candidates. An explicit annotation that points where this target must not send refuses the Node there; it stays first
 /// whatever its family, since Nodes do not list every address that they have. Of the others those come first that the target's
 /// nodes can reach: kg reads the first alone.
-pub(super) fn choose(node: &Node, toward: &Toward<'_>) -> Result<Candidates, (Reason, String)> {
+pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candidates, (Reason, String)> {
     let mut unresolved = Vec::new();
     let mut addresses = Vec::new();
-    for (name, claim) in explicit(node) {
+    for (name, claim) in explicit_annotations(node) {
         let Some(address) = claim
             .value()
-            .and_then(|endpoint| toward.resolve(endpoint, &mut unresolved))
+            .and_then(|endpoint| context.resolve(endpoint, &mut unresolved))
         else {
             continue;
         };
-        if !toward.admits(address.ip()) {
+        if !context.allows(address.ip()) {
             return Err((
                 Reason::EndpointForbidden,
                 format!(
                     "annotation {name} leads to {address}, which lies inside the target's own networks or can be no \
                      endpoint; if it is meant, list its network in endpointNetworks of cluster {:?}",
-                    toward.source.name
+                    context.source.name
                 ),
             ));
         }
@@ -268,23 +271,26 @@ pub(super) fn choose(node: &Node, toward: &Toward<'_>) -> Result<Candidates, (Re
     let published = node
         .kilo_endpoint
         .value()
-        .and_then(|endpoint| toward.resolve(endpoint, &mut unresolved));
+        .and_then(|endpoint| context.resolve(endpoint, &mut unresolved));
     addresses.extend(published.filter(|address| !is_private(address.ip())));
     let port = node
         .kilo_endpoint
         .value()
-        .map_or(toward.source.wireguard_port, Endpoint::port);
+        .map_or(context.source.wireguard_port, Endpoint::port);
     addresses.extend(node.external_ips.iter().map(|ip| SocketAddr::new(*ip, port)));
     // Several nodes of the target may have seen it at several addresses (one NAT binding each): all are candidates.
-    let seen_at = node.public_key.value().and_then(|key| toward.discovered.get(key));
+    let seen_at = node.public_key.value().and_then(|key| context.discovered.get(key));
     addresses.extend(seen_at.into_iter().flatten().copied());
     addresses.extend(node.internal_ips.iter().map(|ip| SocketAddr::new(*ip, port)));
-    addresses[explicit..].sort_by_key(|address| toward.target_families.rank(address.ip().to_canonical()));
+    addresses[explicit..].sort_by_key(|address| context.target_families.rank(address.ip().to_canonical()));
 
     let mut kept: Vec<SocketAddr> = Vec::new();
     for address in addresses {
         let address = SocketAddr::new(address.ip().to_canonical(), address.port());
-        if address.port() != 0 && toward.admits(address.ip()) && !kept.contains(&address) && kept.len() < MAX_CANDIDATES
+        if address.port() != 0
+            && context.allows(address.ip())
+            && !kept.contains(&address)
+            && kept.len() < MAX_CANDIDATES
         {
             kept.push(address);
         }

@@ -14,8 +14,8 @@ use crate::{
     observe::{Member, Observation, Observations},
 };
 
+mod connectivity;
 mod packet;
-mod why;
 
 /// Who opens the connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -127,7 +127,7 @@ pub struct Hop {
 
 /// How the connection goes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Way {
+pub struct Route {
     /// The Peer in the source's cluster that carries it.
     pub out: Hop,
     /// The network rides on that node as an anchor: the backend sees the node's address, or that of a node behind it.
@@ -153,18 +153,18 @@ pub struct Explanation {
     /// The mesh it was decided by.
     pub mesh: Option<MeshId>,
     /// How it goes, as far as it was followed.
-    pub way: Option<Way>,
+    pub route: Option<Route>,
     /// What else a person should know.
     pub notes: Vec<String>,
 }
 
 impl Explanation {
-    fn of(rule: Rule, message: impl Into<String>) -> Self {
+    fn new(rule: Rule, message: impl Into<String>) -> Self {
         Self {
             rule,
             message: message.into(),
             mesh: None,
-            way: None,
+            route: None,
             notes: Vec::new(),
         }
     }
@@ -178,7 +178,7 @@ impl Explanation {
 
 /// Everything the plan was made of, and the plan.
 #[derive(Clone, Copy)]
-pub struct World<'a> {
+pub struct ExplainInputs<'a> {
     /// All meshes of the hub.
     pub meshes: &'a [Mesh],
     /// What was seen.
@@ -193,15 +193,15 @@ pub struct World<'a> {
 
 /// Whether the connection is let through, and by which rule. `plan` must be the plan of the same meshes and observations.
 #[must_use]
-pub fn explain(world: &World<'_>, from: &Source, to: &Destination) -> Explanation {
-    let mut answers = explain_each(world, from, std::slice::from_ref(to));
+pub fn explain(inputs: &ExplainInputs<'_>, from: &Source, to: &Destination) -> Explanation {
+    let mut answers = explain_each(inputs, from, std::slice::from_ref(to));
     answers.pop().expect("one question has one answer")
 }
 
 /// The same for many destinations, in their order, at the price of looking at each mesh once.
 #[must_use]
-pub fn explain_each(world: &World<'_>, from: &Source, to: &[Destination]) -> Vec<Explanation> {
-    let by_age = by_age(world.meshes);
+pub fn explain_each(inputs: &ExplainInputs<'_>, from: &Source, to: &[Destination]) -> Vec<Explanation> {
+    let by_age = by_age(inputs.meshes);
     let accepted = claims::accept(&by_age);
     let mut answers: Vec<Vec<Explanation>> = to.iter().map(|_| Vec::new()).collect();
     for mesh in &by_age {
@@ -211,28 +211,28 @@ pub fn explain_each(world: &World<'_>, from: &Source, to: &[Destination]) -> Vec
             mesh,
             all: &by_age,
             accepted: &accepted,
-            seen: world.seen,
-            settings: world.settings,
-            naming: world.naming,
-            claimants: &world.plan.claimants,
+            seen: inputs.seen,
+            settings: inputs.settings,
+            naming: inputs.naming,
+            claimants: &inputs.plan.claimants,
             used: &Default::default(),
         };
-        let mut said = MeshPlan::default();
-        let stage = planner.stage(&mut said);
+        let mut planned = MeshPlan::default();
+        let prepared = planner.prepare(&mut planned);
         for (to, answers) in to.iter().zip(&mut answers) {
             let Some(target) = named(&to.cluster).filter(|_| !from.cluster.same_cluster(&to.cluster)) else {
                 continue;
             };
-            let asked = why::Asked {
-                world,
+            let query = connectivity::Query {
+                inputs,
                 mesh,
-                stage: &stage,
+                prepared: &prepared,
                 source: &source.name,
                 target: &target.name,
                 from,
                 to,
             };
-            let mut answer = asked.answer();
+            let mut answer = query.answer();
             answer.mesh = Some(mesh.id.clone());
             if mesh.paused {
                 answer.notes.push(format!(
@@ -245,14 +245,14 @@ pub fn explain_each(world: &World<'_>, from: &Source, to: &[Destination]) -> Vec
     }
     to.iter()
         .zip(answers)
-        .map(|(to, answers)| decided(from, to, answers))
+        .map(|(to, answers)| combine_answers(from, to, answers))
         .collect()
 }
 
 /// Of what each mesh says of one destination, what holds.
-fn decided(from: &Source, to: &Destination, mut answers: Vec<Explanation>) -> Explanation {
+fn combine_answers(from: &Source, to: &Destination, mut answers: Vec<Explanation>) -> Explanation {
     if from.cluster.same_cluster(&to.cluster) {
-        return Explanation::of(
+        return Explanation::new(
             Rule::SameCluster,
             "both are in one cluster: no packet between them is the mesh's",
         );
@@ -260,7 +260,7 @@ fn decided(from: &Source, to: &Destination, mut answers: Vec<Explanation>) -> Ex
     // What one mesh opens is open, whatever another has not; what is not known is not denied.
     answers.sort_by_key(Explanation::verdict);
     answers.into_iter().next().unwrap_or_else(|| {
-        Explanation::of(
+        Explanation::new(
             Rule::NotInOneMesh,
             "no ClusterMesh names both clusters: add the missing entry to the mesh of the other",
         )
@@ -284,7 +284,7 @@ pub struct Backend {
 #[must_use]
 pub fn backends(member: &Member, service: &ObjectName, port: Option<(Protocol, u16)>) -> BTreeSet<Backend> {
     let ports = member.services.get(service).map_or(&[][..], |service| &service.ports);
-    let asked = |name: &str, protocol: Protocol| {
+    let query = |name: &str, protocol: Protocol| {
         let mut ports = ports.iter();
         ports.any(|own| {
             let one = port.is_none_or(|port| port == (own.protocol, own.port));
@@ -296,7 +296,7 @@ pub fn backends(member: &Member, service: &ObjectName, port: Option<(Protocol, u
     for (_, slice) in
         slices.filter(|(name, slice)| name.namespace == service.namespace && slice.service == service.name)
     {
-        for port in slice.ports.iter().filter(|port| asked(&port.name, port.protocol)) {
+        for port in slice.ports.iter().filter(|port| query(&port.name, port.protocol)) {
             found.extend(slice.endpoints.iter().map(|endpoint| Backend {
                 address: endpoint.address,
                 node: endpoint.node.clone(),

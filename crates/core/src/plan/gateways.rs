@@ -10,9 +10,9 @@ use ipnet::IpNet;
 use super::{
     PlannedAccess, Reason, endpoint,
     nodes::host,
-    peers::Writer,
+    peers::PeerPlanner,
     services::{self, Reach},
-    target::{Assembly, Party},
+    target::{MeshInputs, MeshMember},
 };
 use crate::{
     hash::fnv1a,
@@ -22,7 +22,7 @@ use crate::{
 };
 
 /// Gateways are few: a network that is wider than this is not theirs alone, whatever address they publish.
-const WIDEST: u8 = 8;
+const MAX_HOST_BITS: u8 = 8;
 
 /// Takes out of the accepted networks those that are the gateways' alone: a few addresses, one of which a gateway has. No Node owns
 /// one of these, and other members have no business there.
@@ -30,7 +30,7 @@ pub(super) fn leave_out_networks(cluster: &mut Cluster, member: &Member) {
     if cluster.profile != Profile::ClusterMeshed {
         return;
     }
-    let few = |net: &IpNet| net.max_prefix_len() - net.prefix_len() <= WIDEST;
+    let few = |net: &IpNet| net.max_prefix_len() - net.prefix_len() <= MAX_HOST_BITS;
     let gateways = || member.gateways.values().flat_map(|gateway| &gateway.addresses);
     let nodes = || {
         member.nodes.values().flat_map(|node| {
@@ -50,27 +50,27 @@ pub(super) fn leave_out_networks(cluster: &mut Cluster, member: &Member) {
 
 /// Bytes of a node's name in a SandboxAccess. A sandbox chooses the names of its Nodes: with 253 bytes each, the object for 5,000 of them
 /// would be larger than etcd takes (1.5 MiB), and neither a revocation nor a quarantine could be written.
-const NAME: usize = 40;
+const MAX_NODE_NAME: usize = 40;
 
 /// A node's name in a SandboxAccess: its own, or a part of it and a hash.
 pub(super) fn short_name(node: &str) -> String {
     let plain = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
-    if node.len() <= NAME && node.chars().all(|c| plain(&c)) {
+    if node.len() <= MAX_NODE_NAME && node.chars().all(|c| plain(&c)) {
         return node.to_owned();
     }
-    let start: String = node.chars().filter(plain).take(NAME - 9).collect();
+    let start: String = node.chars().filter(plain).take(MAX_NODE_NAME - 9).collect();
     format!("{start}-{:08x}", fnv1a(node.bytes()))
 }
 
 /// Ports of gateways: above what servers are known by, below those that a kernel gives out by itself.
-const FIRST: u16 = 20_000;
-const COUNT: u16 = 10_000;
+const FIRST_PORT: u16 = 20_000;
+const PORT_COUNT: u16 = 10_000;
 
 /// What the importing sandbox sees of a member's gateways.
 #[derive(Default)]
-pub(super) struct Through<'a> {
+pub(super) struct GatewayAccess<'a> {
     /// The SandboxAccess that stands there: what gateways let in.
-    pub(super) standing: Option<&'a AccessSpec>,
+    pub(super) existing: Option<&'a AccessSpec>,
     /// The addresses of those that take connections and that it can dial.
     pub(super) ready: BTreeSet<IpAddr>,
     /// Why it can use none of them.
@@ -79,12 +79,12 @@ pub(super) struct Through<'a> {
     pub(super) refused: BTreeMap<(Protocol, u16), BTreeMap<&'a str, Vec<String>>>,
 }
 
-impl Through<'_> {
+impl GatewayAccess<'_> {
     /// The ports at the gateways of those that are granted, as far as gateways know of them.
     pub(super) fn ports(&self, service: &ObjectName, ports: &[ServicePort]) -> Vec<ServicePort> {
-        let standing = self.standing.into_iter().flat_map(|access| &access.grants);
+        let existing = self.existing.into_iter().flat_map(|access| &access.grants);
         let at = |port: &ServicePort| {
-            let mut all = standing.clone().filter(|((protocol, _), granted)| {
+            let mut all = existing.clone().filter(|((protocol, _), granted)| {
                 *protocol == port.protocol && granted.service == *service && granted.port == port.name
             });
             all.next().map(|((_, number), _)| *number)
@@ -99,9 +99,9 @@ impl Through<'_> {
     }
 }
 
-impl<'a> Assembly<'a> {
+impl<'a> MeshInputs<'a> {
     /// The SandboxAccess that stands in a member for one of this mesh's sandboxes, with its name.
-    pub(super) fn standing_access(&self, member: &'a Member, sandbox: &str) -> Option<(&'a str, &'a AccessSpec)> {
+    pub(super) fn existing_access(&self, member: &'a Member, sandbox: &str) -> Option<(&'a str, &'a AccessSpec)> {
         let mut all = member.accesses.iter().flatten();
         let (name, ours) = all.find(|(_, access)| {
             access.owner.source_cluster.as_deref() == Some(sandbox)
@@ -111,19 +111,22 @@ impl<'a> Assembly<'a> {
     }
 
     /// What stands between a sandbox and a member.
-    pub(super) fn through(&self, party: &'a Party<'a>, sandbox: &str) -> Through<'a> {
-        let (Some(member), Some(target)) = (party.member(), self.parties.get(sandbox)) else {
-            return Through::default();
+    pub(super) fn gateway_access(&self, mesh_member: &'a MeshMember<'a>, sandbox: &str) -> GatewayAccess<'a> {
+        let (Some(member), Some(target)) = (mesh_member.last_observed(), self.mesh_members.get(sandbox)) else {
+            return GatewayAccess::default();
         };
         let ready = member.gateways.iter();
         let ready = ready.filter(|(_, gateway)| gateway.serves(sandbox) && gateway.ready);
         let ready: Vec<_> = ready.collect();
-        let ways = ready
+        let usable_gateways = ready
             .iter()
-            .filter_map(|(_, gateway)| self.way(party, member, target, gateway).ok());
-        let usable: BTreeSet<IpAddr> = ways.flat_map(|(prefixes, _)| prefixes).map(|net| net.addr()).collect();
-        let cluster = &party.cluster.name;
-        let none = none_there(cluster, member).or_else(|| match (ready.is_empty(), usable.is_empty()) {
+            .filter_map(|(_, gateway)| self.peer_parameters(mesh_member, member, target, gateway).ok());
+        let usable: BTreeSet<IpAddr> = usable_gateways
+            .flat_map(|(prefixes, _)| prefixes)
+            .map(|net| net.addr())
+            .collect();
+        let cluster = &mesh_member.cluster.name;
+        let none = missing_gateway_message(cluster, member).or_else(|| match (ready.is_empty(), usable.is_empty()) {
             (true, _) => Some(format!(
                 "no gateway of cluster {cluster:?} that serves this sandbox is Ready: look at the pods of its StatefulSet (kubectl get \
                  pods -n clustermesh-gateway) and their SandboxGateways there"
@@ -134,7 +137,7 @@ impl<'a> Assembly<'a> {
             )),
             (false, false) => None,
         });
-        let standing = self.standing_access(member, sandbox);
+        let existing = self.existing_access(member, sandbox);
         let mut refused: BTreeMap<_, BTreeMap<&str, Vec<String>>> = BTreeMap::new();
         for (gateway, (access, protocol, port), message) in ready.iter().flat_map(|(name, gateway)| {
             gateway
@@ -142,13 +145,13 @@ impl<'a> Assembly<'a> {
                 .iter()
                 .map(move |(place, message)| (name, place, message))
         }) {
-            if standing.is_some_and(|(name, _)| name == access) {
+            if existing.is_some_and(|(name, _)| name == access) {
                 let by_message = refused.entry((*protocol, *port)).or_default();
                 by_message.entry(message).or_default().push(gateway.to_string());
             }
         }
-        Through {
-            standing: standing.map(|(_, spec)| spec),
+        GatewayAccess {
+            existing: existing.map(|(_, spec)| spec),
             ready: usable,
             none,
             refused,
@@ -159,30 +162,30 @@ impl<'a> Assembly<'a> {
     ///
     /// # Errors
     /// It cannot, and why.
-    fn way(
+    fn peer_parameters(
         &self,
-        party: &Party<'_>,
+        mesh_member: &MeshMember<'_>,
         member: &Member,
-        sandbox: &Party<'_>,
+        sandbox: &MeshMember<'_>,
         gateway: &Gateway,
     ) -> Result<(BTreeSet<IpNet>, Vec<SocketAddr>), (Reason, String)> {
-        let source = &party.cluster.name;
+        let source = &mesh_member.cluster.name;
         let mut prefixes: BTreeSet<IpNet> = gateway.addresses.iter().map(|ip| host(*ip)).collect();
-        prefixes.retain(|net| party.accepted.iter().any(|accepted| accepted.contains(net)));
+        prefixes.retain(|net| mesh_member.accepted.iter().any(|accepted| accepted.contains(net)));
         if prefixes.is_empty() {
             let message = format!(
                 "its WireGuard addresses lie outside allowedNetworks of cluster {source:?}: add its --gateway-cidr there"
             );
             return Err((Reason::WGIPOutOfRange, message));
         }
-        let toward = endpoint::Toward {
-            source: &party.cluster,
+        let context = endpoint::EndpointContext {
+            source: &mesh_member.cluster,
             target_networks: &sandbox.accepted,
             target_families: sandbox.families,
             discovered: &sandbox.discovered,
             resolved: &self.seen.resolved,
         };
-        let endpoints = endpoint::of_gateway(&gateway.endpoints, &sandbox.cluster, member, &toward);
+        let endpoints = endpoint::choose_for_gateway(&gateway.endpoints, &sandbox.cluster, member, &context);
         if endpoints.is_empty() {
             let named: Vec<String> = gateway.endpoints.iter().map(ToString::to_string).collect();
             let message = format!(
@@ -201,22 +204,22 @@ impl<'a> Assembly<'a> {
     pub(super) fn access(
         &self,
         name: &str,
-        target: &'a Party<'a>,
+        target: &'a MeshMember<'a>,
         source: &str,
-        party: &'a Party<'a>,
+        mesh_member: &'a MeshMember<'a>,
     ) -> Option<(String, PlannedAccess)> {
-        let member = target.member()?;
+        let member = target.last_observed()?;
         let accesses = member.accesses.as_ref()?;
-        let standing = self.standing_access(member, source).map(|(_, spec)| spec);
-        let id = self.naming.sandbox(&party.cluster.identity);
+        let existing = self.existing_access(member, source).map(|(_, spec)| spec);
+        let id = self.naming.sandbox(&mesh_member.cluster.identity);
         let spec = AccessSpec {
             sandbox: source.to_owned(),
-            networks: party.cluster.allowed.iter().copied().collect(),
-            nodes: self.nodes(source, party, standing),
-            grants: if party.cluster.quarantine || target.cluster.quarantine {
+            networks: mesh_member.cluster.allowed.iter().copied().collect(),
+            nodes: self.nodes(source, mesh_member, existing),
+            grants: if mesh_member.cluster.quarantine || target.cluster.quarantine {
                 BTreeMap::new()
             } else {
-                self.ports(name, target, party, member, &id, standing)
+                self.ports(name, target, mesh_member, member, &id, existing)
             },
             id,
         };
@@ -237,11 +240,11 @@ impl<'a> Assembly<'a> {
     fn nodes(
         &self,
         source: &str,
-        party: &Party<'_>,
-        standing: Option<&AccessSpec>,
+        mesh_member: &MeshMember<'_>,
+        existing: Option<&AccessSpec>,
     ) -> BTreeMap<crate::key::PublicKey, AccessNode> {
-        let roll = self.rolls.get(source);
-        let registered = roll.into_iter().flat_map(|roll| &roll.registered);
+        let registry = self.registries.get(source);
+        let registered = registry.into_iter().flat_map(|registry| &registry.registered);
         let mut nodes: BTreeMap<_, _> = registered
             .map(|node| {
                 let seen = AccessNode {
@@ -251,20 +254,23 @@ impl<'a> Assembly<'a> {
                 (node.key, seen)
             })
             .collect();
-        let fresh = party.observed.and_then(Observation::fresh).is_some();
-        let held: BTreeSet<String> = roll
+        let fresh = mesh_member.observed.and_then(Observation::fresh).is_some();
+        let held: BTreeSet<String> = registry
             .into_iter()
-            .flat_map(|roll| roll.held.keys())
+            .flat_map(|registry| registry.held.keys())
             .map(|name| short_name(name))
             .collect();
         let held = |node: &AccessNode| held.contains(&node.name);
-        for (key, node) in standing.into_iter().flat_map(|access| &access.nodes) {
+        for (key, node) in existing.into_iter().flat_map(|access| &access.nodes) {
             let free = |nodes: &BTreeMap<_, AccessNode>| {
                 nodes
                     .values()
                     .all(|other| other.name != node.name && other.addresses.is_disjoint(&node.addresses))
             };
-            let inside = node.addresses.iter().all(|ip| party.cluster.allows(IpNet::from(*ip)));
+            let inside = node
+                .addresses
+                .iter()
+                .all(|ip| mesh_member.cluster.allows(IpNet::from(*ip)));
             if (!fresh || held(node)) && inside && !nodes.contains_key(key) && free(&nodes) {
                 nodes.insert(*key, node.clone());
             }
@@ -277,24 +283,24 @@ impl<'a> Assembly<'a> {
     fn ports(
         &self,
         name: &str,
-        target: &'a Party<'a>,
-        party: &'a Party<'a>,
+        target: &'a MeshMember<'a>,
+        mesh_member: &'a MeshMember<'a>,
         member: &'a Member,
         id: &str,
-        standing: Option<&AccessSpec>,
+        existing: Option<&AccessSpec>,
     ) -> BTreeMap<(Protocol, u16), GrantedPort> {
         let mut granted: BTreeSet<(Protocol, GrantedPort)> = BTreeSet::new();
-        let nothing = Through::default();
-        for grant in party.cluster.egress.iter().filter(|grant| grant.cluster == name) {
+        let nothing = GatewayAccess::default();
+        for grant in mesh_member.cluster.egress.iter().filter(|grant| grant.cluster == name) {
             if member.unlisted.services.contains_key(&grant.service.namespace) {
                 // What was granted of a Service that is not known now stands, and no more.
-                let of = standing.into_iter().flat_map(|access| &access.grants);
+                let of = existing.into_iter().flat_map(|access| &access.grants);
                 let of = of.filter(|(_, port)| port.service == grant.service);
                 granted.extend(of.map(|((protocol, _), port)| (*protocol, port.clone())));
                 continue;
             }
             let reach = Reach::Gateways(&nothing);
-            if let Ok(found) = services::resolve(grant, &party.cluster, &target.cluster, member, &reach) {
+            if let Ok(found) = services::resolve(grant, &mesh_member.cluster, &target.cluster, member, &reach) {
                 granted.extend(found.ports.into_iter().map(|port| {
                     let service = grant.service.clone();
                     (
@@ -318,11 +324,11 @@ impl<'a> Assembly<'a> {
             .chain(older())
             .flat_map(|access| access.grants.keys().copied())
             .collect();
-        let known = || older().chain(standing).flat_map(|access| &access.grants);
+        let known = || older().chain(existing).flat_map(|access| &access.grants);
         let mut out = BTreeMap::new();
         for (protocol, port) in granted {
             let kept = known().find(|((of, _), known)| *of == protocol && **known == port);
-            let key = kept.map_or_else(|| free(protocol, &port, &taken), |(key, _)| *key);
+            let key = kept.map_or_else(|| choose_port(protocol, &port, &taken), |(key, _)| *key);
             taken.insert(key);
             out.insert(key, port);
         }
@@ -331,20 +337,22 @@ impl<'a> Assembly<'a> {
 }
 
 /// The first port that is free, from one that follows from what is granted: a SandboxAccess that is made anew gets the same.
-fn free(protocol: Protocol, port: &GrantedPort, taken: &BTreeSet<(Protocol, u16)>) -> (Protocol, u16) {
+fn choose_port(protocol: Protocol, port: &GrantedPort, taken: &BTreeSet<(Protocol, u16)>) -> (Protocol, u16) {
     let text = [&*port.service.namespace, "/", &*port.service.name, "/", &*port.port].concat();
-    let start = u16::try_from(fnv1a(text.bytes()) % u32::from(COUNT)).unwrap_or_default();
-    let ports = (0..COUNT).map(|step| (protocol, FIRST + (start + step) % COUNT));
+    let start = u16::try_from(fnv1a(text.bytes()) % u32::from(PORT_COUNT)).unwrap_or_default();
+    let ports = (0..PORT_COUNT).map(|step| (protocol, FIRST_PORT + (start + step) % PORT_COUNT));
     let mut ports = ports.filter(|key| !taken.contains(key));
-    ports.next().unwrap_or((protocol, FIRST))
+    ports.next().unwrap_or((protocol, FIRST_PORT))
 }
 
-impl<'a> Writer<'a, '_> {
+impl<'a> PeerPlanner<'a, '_> {
     /// The gateways of `source`, in a sandbox: each with its own addresses and nothing else. Not before gateways can know this
     /// sandbox: WireGuard asks a second time only after five seconds.
-    pub(super) fn add_gateways(&mut self, source: &str, party: &'a Party<'a>) {
-        let Some(member) = party.member() else { return };
-        if self.assembly.standing_access(member, self.name).is_none() {
+    pub(super) fn add_gateways(&mut self, source: &str, mesh_member: &'a MeshMember<'a>) {
+        let Some(member) = mesh_member.last_observed() else {
+            return;
+        };
+        if self.inputs.existing_access(member, self.name).is_none() {
             return;
         }
         let serving = || {
@@ -352,16 +360,16 @@ impl<'a> Writer<'a, '_> {
             all.filter(|(_, gateway)| gateway.serves(self.name))
         };
         let names = serving().map(|(name, _)| {
-            self.assembly
+            self.inputs
                 .naming
-                .peer(self.assembly.mesh, source, &name.to_string(), false)
+                .peer(self.inputs.mesh, source, &name.to_string(), false)
         });
         let own_names: BTreeSet<String> = names.collect();
         let serving: Vec<_> = serving().collect();
         for (name, gateway) in serving {
-            match self.assembly.way(party, member, self.target, gateway) {
+            match self.inputs.peer_parameters(mesh_member, member, self.target, gateway) {
                 Ok((prefixes, endpoints)) => {
-                    self.put_gateway(source, &name.to_string(), gateway, prefixes, endpoints, &own_names);
+                    self.add_gateway_peer(source, &name.to_string(), gateway, prefixes, endpoints, &own_names);
                 }
                 Err((reason, message)) => self.skip(source, &format!("gateway {name}"), reason, &message),
             }
@@ -370,7 +378,7 @@ impl<'a> Writer<'a, '_> {
 }
 
 /// Why no sandbox enters a member; `None` = it has gateways.
-pub(super) fn none_there(cluster: &str, member: &Member) -> Option<String> {
+pub(super) fn missing_gateway_message(cluster: &str, member: &Member) -> Option<String> {
     member.gateways.is_empty().then(|| {
         format!(
             "cluster {cluster:?} has no gateway, and sandboxes enter through gateways alone: install them there (deploy/gateway.yaml), or \

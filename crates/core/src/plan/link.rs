@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{nodes::Roll, target::Party};
+use super::{nodes::NodeRegistry, target::MeshMember};
 use crate::{
     mesh::Profile,
     observe::{Claim, Member, Node, Server},
@@ -21,7 +21,7 @@ pub(super) enum Link {
 
 /// Why one member is not written into another.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Apart {
+pub(super) enum NotConnected {
     /// Two entries of one cluster.
     SameCluster,
     /// This entry is connected to nothing.
@@ -38,20 +38,23 @@ pub(super) enum Apart {
 ///
 /// # Errors
 /// It is not, and why.
-pub(super) fn tie(target: &Party<'_>, source: &Party<'_>) -> Result<Link, Apart> {
+pub(super) fn connectivity(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Result<Link, NotConnected> {
     if target.cluster.identity.same_cluster(&source.cluster.identity) {
-        return Err(Apart::SameCluster);
+        return Err(NotConnected::SameCluster);
     }
     let both = [source, target];
-    let of = |profile| both.iter().filter(move |party| party.cluster.profile == profile);
-    if let Some(party) = of(Profile::Standard).next() {
-        return Err(Apart::Standard(party.cluster.name.clone()));
+    let of = |profile| {
+        both.iter()
+            .filter(move |mesh_member| mesh_member.cluster.profile == profile)
+    };
+    if let Some(mesh_member) = of(Profile::Standard).next() {
+        return Err(NotConnected::Standard(mesh_member.cluster.name.clone()));
     }
     if of(Profile::Sandbox).count() == 2 {
-        return Err(Apart::Sandboxes);
+        return Err(NotConnected::Sandboxes);
     }
-    if let Some(party) = both.iter().find(|party| !party.connected) {
-        return Err(Apart::NoNetworks(party.cluster.name.clone()));
+    if let Some(mesh_member) = both.iter().find(|mesh_member| !mesh_member.connected) {
+        return Err(NotConnected::NoNetworks(mesh_member.cluster.name.clone()));
     }
     let (link, sandbox, other) = if source.cluster.profile == Profile::Sandbox {
         (Link::Sandbox, source, target)
@@ -64,26 +67,26 @@ pub(super) fn tie(target: &Party<'_>, source: &Party<'_>) -> Result<Link, Apart>
     if egress.any(|grant| grant.cluster == other.cluster.name) {
         Ok(link)
     } else {
-        Err(Apart::NoGrant(sandbox.cluster.name.clone()))
+        Err(NotConnected::NoGrant(sandbox.cluster.name.clone()))
     }
 }
 
 /// How `source` is written into `target`; `None` = not at all.
-pub(super) fn between(target: &Party<'_>, source: &Party<'_>) -> Option<Link> {
-    tie(target, source).ok()
+pub(super) fn between(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Option<Link> {
+    connectivity(target, source).ok()
 }
 
 /// Nodes of a member that others have a Peer for.
-fn hosting<'r>(roll: Option<&'r Roll<'_>>) -> BTreeSet<&'r str> {
-    let registered = roll.into_iter().flat_map(|roll| &roll.registered);
-    let held = roll.into_iter().flat_map(|roll| roll.held.keys());
+fn hosting<'r>(registry: Option<&'r NodeRegistry<'_>>) -> BTreeSet<&'r str> {
+    let registered = registry.into_iter().flat_map(|registry| &registry.registered);
+    let held = registry.into_iter().flat_map(|registry| registry.held.keys());
     registered.map(|node| node.node).chain(held.copied()).collect()
 }
 
 /// Whether the nodes of a member hold another to a policy. A Peer in a cluster is read by every node there, so one that enforces
 /// nothing is one too many. A Node that has just joined and published nothing has no tunnel.
-pub(super) fn enforces(member: &Member, roll: Option<&Roll<'_>>) -> bool {
-    let hosting = hosting(roll);
+pub(super) fn enforces_policies(member: &Member, registry: Option<&NodeRegistry<'_>>) -> bool {
+    let hosting = hosting(registry);
     let serving = |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || hosting.contains(&***name);
     let mut serving = member.nodes.iter().filter(serving).peekable();
     let enforced = |(_, node): (&String, &Node)| node.server == Server::Agent && node.bypassed.is_none();
@@ -91,14 +94,14 @@ pub(super) fn enforces(member: &Member, roll: Option<&Roll<'_>>) -> bool {
 }
 
 /// Why the entry a grant names has nothing to give to `importer`.
-pub(super) fn refusal(importer: &Party<'_>, exporter: Option<&Party<'_>>, name: &str) -> String {
-    let words = |party: &Party<'_>| match party.cluster.profile {
-        Profile::Sandbox if party.cluster.name == name => Some(format!(
+pub(super) fn refusal(importer: &MeshMember<'_>, exporter: Option<&MeshMember<'_>>, name: &str) -> String {
+    let words = |mesh_member: &MeshMember<'_>| match mesh_member.cluster.profile {
+        Profile::Sandbox if mesh_member.cluster.name == name => Some(format!(
             "cluster {name:?} has isolationProfile sandbox: its pods have no address in the mesh, so it has no Service to give"
         )),
         Profile::Standard => Some(format!(
             "cluster {:?} has isolationProfile standard: it is connected to nothing",
-            party.cluster.name
+            mesh_member.cluster.name
         )),
         _ => None,
     };
@@ -110,6 +113,6 @@ pub(super) fn refusal(importer: &Party<'_>, exporter: Option<&Party<'_>>, name: 
 
 /// Whether packets of this entry are held to its grants, or to nothing: a sandbox, one that is quarantined, or one that is
 /// listed alone and on its way out.
-pub(super) const fn closed(party: &Party<'_>) -> bool {
-    !matches!(party.cluster.profile, Profile::ClusterMeshed) || party.cluster.quarantine
+pub(super) const fn is_closed(mesh_member: &MeshMember<'_>) -> bool {
+    !matches!(mesh_member.cluster.profile, Profile::ClusterMeshed) || mesh_member.cluster.quarantine
 }

@@ -67,7 +67,7 @@ pub(super) fn segments<'a>(member: &'a Member, is_held: &dyn Fn(&str, &Node) -> 
 /// (RFC 6598) among it.
 fn is_public(node: &Node) -> bool {
     match &node.kilo_endpoint {
-        Claim::Is(Endpoint::Ip(address)) => match address.ip().to_canonical() {
+        Claim::Valid(Endpoint::Ip(address)) => match address.ip().to_canonical() {
             IpAddr::V4(v4) => !v4.is_private(),
             IpAddr::V6(v6) => v6.segments()[0] != 0xfd00,
         },

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, anchor, claims, collisions, endpoint,
-    gateways, link, nodes, target,
+    ClusterReport, Fact, MeshPlan, Naming, Reason, Settings, Skipped, TargetPlan, anchor, claims, endpoint, gateways,
+    link, networks_in_use, nodes, target,
 };
 use crate::{
     key::PublicKey,
@@ -21,17 +21,17 @@ pub(super) struct MeshPlanner<'a> {
     pub(super) settings: &'a Settings,
     pub(super) naming: &'a dyn Naming,
     pub(super) claimants: &'a [Claimant],
-    pub(super) used: &'a BTreeMap<ClusterIdentity, target::Used>,
+    pub(super) used: &'a BTreeMap<ClusterIdentity, target::UsedNames>,
 }
 
 /// What a mesh comes to before anything of it is written into a target.
-pub(super) struct Stage<'a> {
+pub(super) struct PreparedMesh<'a> {
     /// The entries.
-    pub(super) parties: BTreeMap<String, target::Party<'a>>,
+    pub(super) mesh_members: BTreeMap<String, target::MeshMember<'a>>,
     /// Their Nodes.
-    pub(super) rolls: BTreeMap<String, nodes::Roll<'a>>,
+    pub(super) registries: BTreeMap<String, nodes::NodeRegistry<'a>>,
     /// Members whose nodes hold nobody to a policy.
-    pub(super) lax: BTreeSet<String>,
+    pub(super) not_enforcing: BTreeSet<String>,
 }
 
 impl<'a> MeshPlanner<'a> {
@@ -56,48 +56,52 @@ impl<'a> MeshPlanner<'a> {
                 .collect();
             return planned;
         }
-        let stage = self.stage(&mut planned);
-        planned.facts.extend(collisions::facts(&stage.parties));
-        let Stage { parties, rolls, lax } = &stage;
-        for (name, party) in parties {
-            let roll = rolls.get(name);
-            let linked = parties
+        let prepared = self.prepare(&mut planned);
+        planned.facts.extend(networks_in_use::facts(&prepared.mesh_members));
+        let PreparedMesh {
+            mesh_members,
+            registries,
+            not_enforcing,
+        } = &prepared;
+        for (name, mesh_member) in mesh_members {
+            let registry = registries.get(name);
+            let linked = mesh_members
                 .values()
-                .any(|other| link::between(other, party).is_some_and(|link| link != link::Link::Grantor));
+                .any(|other| link::between(other, mesh_member).is_some_and(|link| link != link::Link::Grantor));
             let report = ClusterReport {
                 accepted: (self.accepted.networks)
                     .get(&(mesh.id.clone(), name.clone()))
                     .cloned()
                     .unwrap_or_default(),
-                anchored: party
-                    .anchored(roll)
+                anchored: mesh_member
+                    .anchored(registry)
                     .into_iter()
                     .map(|net| (net, BTreeSet::new()))
                     .collect(),
                 registered: 0,
                 gateways: 0,
-                sandbox: party.cluster.profile == Profile::Sandbox,
+                sandbox: mesh_member.cluster.profile == Profile::Sandbox,
                 // Nodes that need no Peer are not left out.
-                skipped: roll
+                skipped: registry
                     .filter(|_| linked)
-                    .map(|roll| roll.skipped.clone())
+                    .map(|registry| registry.skipped.clone())
                     .unwrap_or_default(),
-                uncovered: roll.map(|roll| roll.uncovered.clone()).unwrap_or_default(),
+                uncovered: registry.map(|registry| registry.uncovered.clone()).unwrap_or_default(),
                 linked,
-                held: roll
+                held: registry
                     .map(|r| r.held.iter().map(|(n, why)| ((*n).to_owned(), *why)).collect())
                     .unwrap_or_default(),
             };
             planned.clusters.insert(name.clone(), report);
             planned
                 .facts
-                .extend(roll.into_iter().flat_map(|roll| roll.facts.iter().cloned()));
+                .extend(registry.into_iter().flat_map(|registry| registry.facts.iter().cloned()));
         }
-        let assembly = target::Assembly {
+        let inputs = target::MeshInputs {
             mesh: &mesh.id,
-            parties,
-            rolls,
-            lax,
+            mesh_members,
+            registries,
+            not_enforcing,
             seen: self.seen,
             settings: self.settings,
             naming: self.naming,
@@ -106,11 +110,11 @@ impl<'a> MeshPlanner<'a> {
             used: self.used,
         };
         for cluster in &mesh.clusters {
-            let assembled = assembly.target(&cluster.name);
-            planned.targets.insert(cluster.name.clone(), assembled.plan);
-            planned.facts.extend(assembled.facts);
-            planned.egress.extend(assembled.egress);
-            for (source, skipped) in assembled.skipped {
+            let outcome = inputs.target(&cluster.name);
+            planned.targets.insert(cluster.name.clone(), outcome.plan);
+            planned.facts.extend(outcome.facts);
+            planned.egress.extend(outcome.egress);
+            for (source, skipped) in outcome.skipped {
                 let report = planned.clusters.entry(source).or_default();
                 report.skipped.extend(skipped);
                 report.skipped.sort();
@@ -120,16 +124,20 @@ impl<'a> MeshPlanner<'a> {
     }
 
     /// What the targets are assembled from; what is to be said of it goes into `planned`.
-    pub(super) fn stage(&self, planned: &mut MeshPlan) -> Stage<'a> {
-        let parties = self.parties(planned);
-        let rolls = self.rolls(&parties);
-        let lax = Self::lax(&parties, &rolls);
-        self.note_quarantines(&parties, &lax, planned);
-        Stage { parties, rolls, lax }
+    pub(super) fn prepare(&self, planned: &mut MeshPlan) -> PreparedMesh<'a> {
+        let mesh_members = self.mesh_members(planned);
+        let registries = self.registries(&mesh_members);
+        let not_enforcing = Self::not_enforcing(&mesh_members, &registries);
+        self.report_quarantines(&mesh_members, &not_enforcing, planned);
+        PreparedMesh {
+            mesh_members,
+            registries,
+            not_enforcing,
+        }
     }
 
-    fn parties(&self, planned: &mut MeshPlan) -> BTreeMap<String, target::Party<'a>> {
-        let mut parties = BTreeMap::new();
+    fn mesh_members(&self, planned: &mut MeshPlan) -> BTreeMap<String, target::MeshMember<'a>> {
+        let mut mesh_members = BTreeMap::new();
         for entry in &self.mesh.clusters {
             let mut cluster = entry.clone();
             let key = (self.mesh.id.clone(), entry.name.clone());
@@ -156,9 +164,9 @@ impl<'a> MeshPlanner<'a> {
                 anchor::forget_node_addresses(&mut cluster, member);
             }
             let discovered = target::discovered(member);
-            parties.insert(
+            mesh_members.insert(
                 entry.name.clone(),
-                target::Party {
+                target::MeshMember {
                     cluster,
                     accepted,
                     observed,
@@ -168,7 +176,7 @@ impl<'a> MeshPlanner<'a> {
                 },
             );
         }
-        parties
+        mesh_members
     }
 
     /// One profile in all meshes of a hub; else the tighter one holds (rule 7).
@@ -209,18 +217,19 @@ impl<'a> MeshPlanner<'a> {
     }
 
     /// What a quarantine comes to: objects stand where policies close them, Peers go where nothing enforces a policy.
-    fn note_quarantines(
+    fn report_quarantines(
         &self,
-        parties: &BTreeMap<String, target::Party<'a>>,
-        lax: &BTreeSet<String>,
+        mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
+        not_enforcing: &BTreeSet<String>,
         planned: &mut MeshPlan,
     ) {
-        for (name, party) in parties {
-            let Some(by) = self.quarantined_by(&party.cluster) else {
+        for (name, mesh_member) in mesh_members {
+            let Some(by) = self.quarantined_by(&mesh_member.cluster) else {
                 continue;
             };
-            let meshed = |target: &&String| link::between(&parties[*target], party) == Some(link::Link::Meshed);
-            let removed = lax.iter().filter(meshed);
+            let meshed =
+                |target: &&String| link::between(&mesh_members[*target], mesh_member) == Some(link::Link::Meshed);
+            let removed = not_enforcing.iter().filter(meshed);
             let removed: Vec<String> = removed.map(|target| format!("{target:?}")).collect();
             let objects = if removed.is_empty() {
                 "its objects stand".to_owned()
@@ -240,32 +249,35 @@ impl<'a> MeshPlanner<'a> {
     }
 
     /// Members whose nodes hold nobody to a policy, of those that were seen.
-    fn lax(
-        parties: &BTreeMap<String, target::Party<'a>>,
-        rolls: &BTreeMap<String, nodes::Roll<'a>>,
+    fn not_enforcing(
+        mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
+        registries: &BTreeMap<String, nodes::NodeRegistry<'a>>,
     ) -> BTreeSet<String> {
-        let lax = parties.iter().filter(|(name, party)| {
-            let member = party.member();
-            member.is_some_and(|member| !link::enforces(member, rolls.get(*name)))
+        let not_enforcing = mesh_members.iter().filter(|(name, mesh_member)| {
+            let member = mesh_member.last_observed();
+            member.is_some_and(|member| !link::enforces_policies(member, registries.get(*name)))
         });
-        lax.map(|(name, _)| name.clone()).collect()
+        not_enforcing.map(|(name, _)| name.clone()).collect()
     }
 
-    fn rolls(&self, parties: &BTreeMap<String, target::Party<'a>>) -> BTreeMap<String, nodes::Roll<'a>> {
-        let mut rolls = BTreeMap::new();
-        for (name, party) in parties {
-            if let (true, Some(member)) = (party.connected, party.member()) {
-                let standing = |node: &str| self.standing(parties, name, node);
-                let source = nodes::Source {
-                    cluster: &party.cluster,
+    fn registries(
+        &self,
+        mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
+    ) -> BTreeMap<String, nodes::NodeRegistry<'a>> {
+        let mut registries = BTreeMap::new();
+        for (name, mesh_member) in mesh_members {
+            if let (true, Some(member)) = (mesh_member.connected, mesh_member.last_observed()) {
+                let existing = |node: &str| self.existing_peers(mesh_members, name, node);
+                let builder = nodes::RegistryBuilder {
+                    cluster: &mesh_member.cluster,
                     member,
-                    standing: &standing,
+                    existing: &existing,
                 };
-                rolls.insert(name.clone(), source.roll());
+                registries.insert(name.clone(), builder.build());
             }
         }
-        self.settle_keys(parties, &mut rolls);
-        rolls
+        self.resolve_duplicate_keys(mesh_members, &mut registries);
+        registries
     }
 
     fn ours(&self, peer: &ObservedPeer) -> bool {
@@ -277,17 +289,17 @@ impl<'a> MeshPlanner<'a> {
     }
 
     /// The Peers of this mesh for that node that stand in the members.
-    fn standing(
+    fn existing_peers(
         &self,
-        parties: &BTreeMap<String, target::Party<'a>>,
+        mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
         cluster: &str,
         node: &str,
     ) -> Vec<&'a ObservedPeer> {
         let names = [false, true].map(|taken| self.naming.peer(&self.mesh.id, cluster, node, taken));
-        let members = parties
+        let members = mesh_members
             .values()
-            .filter(|party| trusted(party))
-            .filter_map(target::Party::member);
+            .filter(|mesh_member| is_trusted(mesh_member))
+            .filter_map(target::MeshMember::last_observed);
         let peers = members.filter_map(|member| member.peers.as_ref());
         let named = peers.flat_map(|peers| names.iter().filter_map(|name| peers.get(name)));
         named.filter(|peer| self.ours(peer)).collect()
@@ -297,46 +309,46 @@ impl<'a> MeshPlanner<'a> {
     /// cluster-meshed member before a sandbox, then whoever has the Peer, or the place in the SandboxAccess, already, then the order
     /// of the entries (rule 3). What a sandbox has already counts against other sandboxes alone: else it had the key of every Node
     /// for which a moment came without one.
-    fn settle_keys(
+    fn resolve_duplicate_keys(
         &self,
-        parties: &BTreeMap<String, target::Party<'_>>,
-        rolls: &mut BTreeMap<String, nodes::Roll<'_>>,
+        mesh_members: &BTreeMap<String, target::MeshMember<'_>>,
+        registries: &mut BTreeMap<String, nodes::NodeRegistry<'_>>,
     ) {
         // (not local, profile, has none yet, position of the entry, entry, node): the smallest wins.
         type KeyClaim = (bool, Profile, bool, usize, String, String);
-        let peers = parties
+        let peers = mesh_members
             .values()
-            .filter(|party| trusted(party))
-            .filter_map(target::Party::member)
+            .filter(|mesh_member| is_trusted(mesh_member))
+            .filter_map(target::MeshMember::last_observed)
             .filter_map(|member| member.peers.as_ref());
-        let accesses = parties
+        let accesses = mesh_members
             .values()
-            .filter(|party| trusted(party))
-            .filter_map(target::Party::member)
+            .filter(|mesh_member| is_trusted(mesh_member))
+            .filter_map(target::MeshMember::last_observed)
             .flat_map(|member| member.accesses.iter().flatten());
-        let mut standing: BTreeMap<&str, BTreeMap<PublicKey, &str>> = BTreeMap::new();
+        let mut existing: BTreeMap<&str, BTreeMap<PublicKey, &str>> = BTreeMap::new();
         for (name, peer) in peers.flatten().filter(|(_, peer)| self.ours(peer)) {
             if let (Some(source), Ok(spec)) = (&peer.owner.source_cluster, &peer.spec) {
-                standing.entry(source).or_default().insert(spec.public_key, name);
+                existing.entry(source).or_default().insert(spec.public_key, name);
             }
         }
         for (_, access) in accesses.filter(|(_, access)| self.is_own(&access.owner)) {
             if let (Some(source), Ok(spec)) = (&access.owner.source_cluster, &access.spec) {
                 let nodes = spec.nodes.iter().map(|(key, node)| (*key, &*node.name));
-                standing.entry(source).or_default().extend(nodes);
+                existing.entry(source).or_default().extend(nodes);
             }
         }
         let mut claims: BTreeMap<PublicKey, Vec<KeyClaim>> = BTreeMap::new();
         for (position, entry) in self.mesh.clusters.iter().enumerate() {
-            let Some(party) = parties.get(&entry.name) else {
+            let Some(mesh_member) = mesh_members.get(&entry.name) else {
                 continue;
             };
-            let standing = standing.get(&*entry.name);
+            let existing = existing.get(&*entry.name);
             let local = target::is_local(entry);
             let mut claim = |key: PublicKey, stands: bool, node: &str| {
                 let claim = (
                     !local,
-                    party.cluster.profile,
+                    mesh_member.cluster.profile,
                     !stands,
                     position,
                     entry.name.clone(),
@@ -344,17 +356,17 @@ impl<'a> MeshPlanner<'a> {
                 );
                 claims.entry(key).or_default().push(claim);
             };
-            match rolls.get(&entry.name) {
-                Some(roll) => roll.registered.iter().for_each(|node| {
+            match registries.get(&entry.name) {
+                Some(registry) => registry.registered.iter().for_each(|node| {
                     claim(
                         node.key,
-                        standing.is_some_and(|keys| keys.contains_key(&node.key)),
+                        existing.is_some_and(|keys| keys.contains_key(&node.key)),
                         node.node,
                     );
                 }),
                 // Not seen since the controller started: its standing Peers speak for it, or whoever copies a key takes it.
-                None if party.connected => {
-                    standing
+                None if mesh_member.connected => {
+                    existing
                         .into_iter()
                         .flatten()
                         .for_each(|(key, peer)| claim(*key, true, peer));
@@ -369,22 +381,24 @@ impl<'a> MeshPlanner<'a> {
                 continue;
             };
             for (.., cluster, node) in claims {
-                let Some(roll) = rolls.get_mut(&cluster) else { continue };
-                roll.registered.retain(|registered| registered.node != node);
+                let Some(registry) = registries.get_mut(&cluster) else {
+                    continue;
+                };
+                registry.registered.retain(|registered| registered.node != node);
                 let message =
                     format!("key {key} is that of Node {owner} of cluster {owner_cluster:?}; one of the two is a copy");
-                roll.skipped.push(Skipped {
+                registry.skipped.push(Skipped {
                     node,
                     reason: Reason::PublicKeyDuplicate,
                     message,
                 });
-                roll.skipped.sort();
+                registry.skipped.sort();
             }
         }
     }
 }
 
 /// Whether Peers that stand in a member count as news of others: whoever owns a sandbox's API server may write any there.
-fn trusted(party: &target::Party<'_>) -> bool {
-    party.cluster.profile == Profile::ClusterMeshed
+fn is_trusted(mesh_member: &target::MeshMember<'_>) -> bool {
+    mesh_member.cluster.profile == Profile::ClusterMeshed
 }

@@ -8,7 +8,7 @@ use std::{
 use ipnet::IpNet;
 
 use super::{
-    Fact, HOLD, HOLD_UNSAID, Reason, Skipped, Uncovered, anchor, endpoint,
+    Fact, HOLD, HOLD_REPORT_DELAY, Reason, Skipped, Uncovered, anchor, endpoint,
     location::{self, Segments},
 };
 use crate::{
@@ -17,15 +17,15 @@ use crate::{
     observe::{Claim, Member, Node, ObservedPeer, Server},
 };
 
-mod taken;
+mod duplicates;
 
-use taken::{Found, Taken};
+use duplicates::{ClaimIndex, NodeClaims};
 
 /// A Node that gets a Peer in every connected member.
 #[derive(Debug, Clone)]
-pub(super) struct Registered<'a> {
+pub(super) struct RegisteredNode<'a> {
     pub(super) node: &'a str,
-    pub(super) view: &'a Node,
+    pub(super) observed: &'a Node,
     pub(super) key: PublicKey,
     /// What its Peers carry, anchored networks not among it. Inside allowedNetworks, always.
     pub(super) prefixes: BTreeSet<IpNet>,
@@ -35,9 +35,9 @@ pub(super) struct Registered<'a> {
 
 /// What became of a member's Nodes.
 #[derive(Debug, Default)]
-pub(super) struct Roll<'a> {
+pub(super) struct NodeRegistry<'a> {
     /// In order of age.
-    pub(super) registered: Vec<Registered<'a>>,
+    pub(super) registered: Vec<RegisteredNode<'a>>,
     pub(super) skipped: Vec<Skipped>,
     /// Nodes whose last Peers stand a while longer.
     pub(super) held: BTreeMap<&'a str, Reason>,
@@ -52,16 +52,16 @@ pub(super) struct Roll<'a> {
 }
 
 /// One member as the planner uses it: the entry, with `allowed` cut down to what was accepted.
-pub(super) struct Source<'a, 'f> {
+pub(super) struct RegistryBuilder<'a, 'f> {
     pub(super) cluster: &'f Cluster,
     pub(super) member: &'a Member,
     /// The Peers of ours for this node that stand in the members.
-    pub(super) standing: &'f dyn Fn(&str) -> Vec<&'a ObservedPeer>,
+    pub(super) existing: &'f dyn Fn(&str) -> Vec<&'a ObservedPeer>,
 }
 
 /// Inside what the member may claim, and no part of what only an anchor carries.
 pub(super) fn is_routable(cluster: &Cluster, net: IpNet) -> bool {
-    cluster.allows(net) && anchor::reserving(cluster, net).is_none()
+    cluster.allows(net) && anchor::find_reserved_overlap(cluster, net).is_none()
 }
 
 type Refusal = (Reason, String);
@@ -71,25 +71,25 @@ pub(super) fn host(address: IpAddr) -> IpNet {
     IpNet::from(address)
 }
 
-impl<'a> Source<'a, '_> {
+impl<'a> RegistryBuilder<'a, '_> {
     /// Goes through the Nodes in order of (creationTimestamp, name), so that the first claim of an address wins whatever
     /// order they were listed in.
-    pub(super) fn roll(&self) -> Roll<'a> {
+    pub(super) fn build(&self) -> NodeRegistry<'a> {
         let is_held = |name: &str, node: &Node| self.may_hold(name, node);
-        let mut roll = Roll {
+        let mut registry = NodeRegistry {
             segments: location::segments(self.member, &is_held),
-            ..Roll::default()
+            ..NodeRegistry::default()
         };
         let mut nodes: Vec<(&'a str, &'a Node)> =
             self.member.nodes.iter().map(|(name, node)| (&**name, node)).collect();
         nodes.sort_by_key(|(name, node)| (node.created, *name));
 
-        let mut outcomes: Vec<(&'a str, &'a Node, Result<Found<'a>, Refusal>)> = Vec::new();
+        let mut outcomes: Vec<(&'a str, &'a Node, Result<NodeClaims<'a>, Refusal>)> = Vec::new();
         for (position, (name, node)) in nodes.into_iter().enumerate() {
-            if roll.segments.led.contains(name) {
+            if registry.segments.led.contains(name) {
                 continue;
             }
-            let found = if position >= self.cluster.max_nodes {
+            let claims = if position >= self.cluster.max_nodes {
                 Err((
                     Reason::TooManyNodes,
                     format!(
@@ -98,66 +98,74 @@ impl<'a> Source<'a, '_> {
                     ),
                 ))
             } else {
-                self.read(name, node, &mut roll)
+                self.read(name, node, &mut registry)
             };
-            outcomes.push((name, node, found));
+            outcomes.push((name, node, claims));
         }
-        let mut taken = Taken::default();
-        for (.., found) in &outcomes {
-            if let Ok(found) = found
-                && !found.view.is_silent()
+        let mut index = ClaimIndex::default();
+        for (.., claims) in &outcomes {
+            if let Ok(claims) = claims
+                && !claims.observed.is_silent()
             {
-                taken.living.entry(found.wireguard_ip).or_insert(found.node);
+                index.active_addresses.entry(claims.wireguard_ip).or_insert(claims.node);
             }
         }
-        for (name, node, found) in outcomes {
-            let outcome = found.and_then(|found| taken.take(found));
+        for (name, node, claims) in outcomes {
+            let outcome = claims.and_then(|claims| index.register(claims));
             match outcome {
                 Ok((registered, uncovered)) => {
-                    roll.registered.push(registered);
-                    roll.uncovered.extend(uncovered);
+                    registry.registered.push(registered);
+                    registry.uncovered.extend(uncovered);
                 }
                 Err((reason, _)) if self.holds(name, node, reason) => {
-                    roll.held.insert(name, reason);
+                    registry.held.insert(name, reason);
                 }
-                Err((reason, message)) => roll.skipped.push(Skipped {
+                Err((reason, message)) => registry.skipped.push(Skipped {
                     node: name.to_owned(),
                     reason,
                     message,
                 }),
             }
         }
-        roll.facts
-            .extend(taken.shared.into_iter().map(|message| Fact::AddressShared {
+        registry
+            .facts
+            .extend(index.shared.into_iter().map(|message| Fact::AddressShared {
                 cluster: self.cluster.name.clone(),
                 message,
             }));
-        roll.skipped.sort();
-        let missing = roll.uncovered.iter().find(|pods| self.meshes_family_of(pods.network));
-        roll.facts.extend(missing.map(|first| Fact::PodCIDRNotCovered {
+        registry.skipped.sort();
+        let missing = registry
+            .uncovered
+            .iter()
+            .find(|pods| self.meshes_family_of(pods.network));
+        registry.facts.extend(missing.map(|first| Fact::PodCIDRNotCovered {
             cluster: self.cluster.name.clone(),
             message: self.uncovered(first),
         }));
-        self.note_held(&mut roll);
-        self.note_silent(&mut roll);
-        let nodes = self.hosts_not_covered(&roll);
+        self.report_held_nodes(&mut registry);
+        self.report_silent_nodes(&mut registry);
+        let nodes = self.nodes_with_uncovered_ips(&registry);
         if !nodes.is_empty() {
-            roll.facts.insert(Fact::InternalIPNotCovered {
+            registry.facts.insert(Fact::InternalIPNotCovered {
                 cluster: self.cluster.name.clone(),
                 nodes,
             });
         }
-        roll.owned = self.owned(&roll);
-        roll
+        registry.owned = self.owned(&registry);
+        registry
     }
 
     /// Nodes that have been held for longer than a restart takes.
-    fn note_held(&self, roll: &mut Roll<'a>) {
-        let lasting = |name: &str| self.member.nodes[name].held_for.is_some_and(|age| age >= HOLD_UNSAID);
-        let held = roll.held.iter().filter(|(name, _)| lasting(name));
+    fn report_held_nodes(&self, registry: &mut NodeRegistry<'a>) {
+        let lasting = |name: &str| {
+            self.member.nodes[name]
+                .held_for
+                .is_some_and(|age| age >= HOLD_REPORT_DELAY)
+        };
+        let held = registry.held.iter().filter(|(name, _)| lasting(name));
         let nodes: BTreeMap<String, Reason> = held.map(|(name, reason)| ((*name).to_owned(), *reason)).collect();
         if !nodes.is_empty() {
-            roll.facts.insert(Fact::NodesHeld {
+            registry.facts.insert(Fact::NodesHeld {
                 cluster: self.cluster.name.clone(),
                 nodes,
             });
@@ -165,12 +173,12 @@ impl<'a> Source<'a, '_> {
     }
 
     /// Nodes for which kg does not check in.
-    fn note_silent(&self, roll: &mut Roll<'a>) {
+    fn report_silent_nodes(&self, registry: &mut NodeRegistry<'a>) {
         let nodes = self.member.nodes.iter();
         let silent = nodes.filter(|(_, node)| node.is_silent() && node.public_key != Claim::Absent);
         let nodes: BTreeSet<String> = silent.map(|(name, _)| name.clone()).collect();
         if !nodes.is_empty() {
-            roll.facts.insert(Fact::KgSilent {
+            registry.facts.insert(Fact::KgSilent {
                 cluster: self.cluster.name.clone(),
                 nodes,
             });
@@ -180,11 +188,11 @@ impl<'a> Source<'a, '_> {
     /// Everything that some Node claims or has: a Node that fails for a moment keeps its networks from being anchored. Also the
     /// addresses of every Node: carried by another one, an address would lead the outer packets for its own node into the
     /// tunnel where kg serves. Exported pods have no part, since they lie in the shared network that is anchored.
-    fn owned(&self, roll: &Roll<'a>) -> BTreeSet<IpNet> {
+    fn owned(&self, registry: &NodeRegistry<'a>) -> BTreeSet<IpNet> {
         let mut owned: BTreeSet<IpNet> = BTreeSet::new();
         let routed = self.cluster.effective_addressing() == Addressing::Routed;
         for (name, node) in &self.member.nodes {
-            owned.extend(endpoint::addresses(node).map(host));
+            owned.extend(endpoint::node_addresses(node).map(host));
             owned.extend(node.wireguard_ip.value().map(|claim| host(claim.addr())));
             if routed {
                 owned.extend(node.allowed_location_ips.iter().map(IpNet::trunc));
@@ -192,18 +200,18 @@ impl<'a> Source<'a, '_> {
             if routed && self.cluster.pod_network == PodNetwork::PerNode {
                 owned.extend(node.pod_cidrs.iter().filter_map(Claim::value).map(IpNet::trunc));
             }
-            if !roll.held.contains_key(&**name) {
+            if !registry.held.contains_key(&**name) {
                 continue;
             }
             // Its annotations may be gone; its Peers still say what they were.
-            for spec in (self.standing)(name).iter().filter_map(|peer| peer.spec.as_ref().ok()) {
+            for spec in (self.existing)(name).iter().filter_map(|peer| peer.spec.as_ref().ok()) {
                 let hosts = spec
                     .allowed_ips
                     .iter()
                     .filter(|net| net.prefix_len() == net.max_prefix_len());
                 // An address that the entry lists by itself may be there as an anchored network.
                 owned.extend(hosts.filter(|net| !self.cluster.allowed.contains(net)));
-                owned.extend(endpoint::of_peer(spec).map(host));
+                owned.extend(endpoint::peer_endpoints(spec).map(host));
             }
         }
         owned
@@ -221,14 +229,19 @@ impl<'a> Source<'a, '_> {
 
     /// Whether it has a Peer and that may stand without its annotations.
     fn may_hold(&self, name: &str, node: &Node) -> bool {
-        node.held_for.is_none_or(|age| age < HOLD) && !(self.standing)(name).is_empty()
+        node.held_for.is_none_or(|age| age < HOLD) && !(self.existing)(name).is_empty()
     }
 
     /// Reads one Node's own claims, and those of the nodes it leads.
-    fn read(&self, name: &'a str, view: &'a Node, roll: &mut Roll<'a>) -> Result<Found<'a>, Refusal> {
-        endpoint::check(view)?;
-        let key = match &view.public_key {
-            Claim::Is(key) => *key,
+    fn read(
+        &self,
+        name: &'a str,
+        observed: &'a Node,
+        registry: &mut NodeRegistry<'a>,
+    ) -> Result<NodeClaims<'a>, Refusal> {
+        endpoint::check_explicit(observed)?;
+        let key = match &observed.public_key {
+            Claim::Valid(key) => *key,
             Claim::Absent => {
                 return Err((
                     Reason::NodeNoPublicKey,
@@ -239,11 +252,11 @@ impl<'a> Source<'a, '_> {
                 return Err((Reason::PublicKeyInvalid, format!("annotation kilo.squat.ai/key: {why}")));
             }
         };
-        let wireguard_ip = self.wireguard_ip(view)?;
+        let wireguard_ip = self.wireguard_ip(observed)?;
         let mut uncovered = Vec::new();
-        let mut pods = self.pod_cidrs(name, view, &mut uncovered)?;
-        let mut internal = self.internal_ips(view);
-        for follower in roll.segments.followers.get(name).cloned().unwrap_or_default() {
+        let mut pods = self.pod_cidrs(name, observed, &mut uncovered)?;
+        let mut internal = self.internal_ips(observed);
+        for follower in registry.segments.followers.get(name).cloned().unwrap_or_default() {
             let Some(led) = self.member.nodes.get(follower) else {
                 continue;
             };
@@ -252,7 +265,7 @@ impl<'a> Source<'a, '_> {
                     pods.extend(cidrs);
                     internal.extend(self.internal_ips(led));
                 }
-                Err((reason, message)) => roll.skipped.push(Skipped {
+                Err((reason, message)) => registry.skipped.push(Skipped {
                     node: follower.to_owned(),
                     reason,
                     message,
@@ -262,16 +275,17 @@ impl<'a> Source<'a, '_> {
         let mut extra: BTreeSet<IpNet> = BTreeSet::new();
         if self.cluster.effective_addressing() == Addressing::Routed {
             extra.extend(
-                view.allowed_location_ips
+                observed
+                    .allowed_location_ips
                     .iter()
                     .map(IpNet::trunc)
                     .filter(|net| self.routable(*net)),
             );
             extra.extend(self.exported(name));
         }
-        Ok(Found {
+        Ok(NodeClaims {
             node: name,
-            view,
+            observed,
             key,
             wireguard_ip,
             pods,
@@ -300,7 +314,7 @@ impl<'a> Source<'a, '_> {
     /// Why a claim that is not routable is refused.
     fn refusal(&self, claim: &str, net: IpNet) -> String {
         let cluster = &self.cluster.name;
-        match anchor::reserving(self.cluster, net).filter(|_| self.cluster.allows(net)) {
+        match anchor::find_reserved_overlap(self.cluster, net).filter(|_| self.cluster.allows(net)) {
             None => format!("{claim} lies outside {}", self.bounds()),
             Some(anchored) if self.cluster.anchored.is_some() => {
                 format!("{claim} overlaps {anchored}, which is one of anchoredNetworks of cluster {cluster:?}")
@@ -321,8 +335,8 @@ impl<'a> Source<'a, '_> {
         )
     }
 
-    fn wireguard_ip(&self, view: &Node) -> Result<IpAddr, Refusal> {
-        match &view.wireguard_ip {
+    fn wireguard_ip(&self, observed: &Node) -> Result<IpAddr, Refusal> {
+        match &observed.wireguard_ip {
             Claim::Absent => Err((
                 Reason::NodeNoWireguardIP,
                 "no annotation kilo.squat.ai/wireguard-ip; is wg-agent running there, with --wireguard-cidr?".into(),
@@ -331,8 +345,8 @@ impl<'a> Source<'a, '_> {
                 Reason::WGIPInvalid,
                 format!("annotation kilo.squat.ai/wireguard-ip: {why}"),
             )),
-            Claim::Is(net) if self.routable(host(net.addr())) => Ok(net.addr()),
-            Claim::Is(net) => Err((
+            Claim::Valid(net) if self.routable(host(net.addr())) => Ok(net.addr()),
+            Claim::Valid(net) => Err((
                 Reason::WGIPOutOfRange,
                 self.refusal(&format!("WireGuard address {}", net.addr()), host(net.addr())),
             )),
@@ -340,25 +354,30 @@ impl<'a> Source<'a, '_> {
     }
 
     /// Those that the member may claim. What lies outside costs itself alone, unless nothing is left.
-    fn pod_cidrs(&self, name: &str, view: &Node, uncovered: &mut Vec<Uncovered>) -> Result<BTreeSet<IpNet>, Refusal> {
+    fn pod_cidrs(
+        &self,
+        name: &str,
+        observed: &Node,
+        uncovered: &mut Vec<Uncovered>,
+    ) -> Result<BTreeSet<IpNet>, Refusal> {
         if self.cluster.effective_addressing() == Addressing::Masqueraded
             || self.cluster.pod_network == PodNetwork::Shared
         {
             return Ok(BTreeSet::new());
         }
-        let (mut found, mut outside) = (BTreeSet::new(), Vec::new());
-        for claim in &view.pod_cidrs {
+        let (mut claims, mut outside) = (BTreeSet::new(), Vec::new());
+        for claim in &observed.pod_cidrs {
             match claim {
                 Claim::Absent => {}
                 Claim::Invalid(why) => return Err((Reason::NodeNoPodCIDR, format!("spec.podCIDRs: {why}"))),
-                Claim::Is(net) if self.routable(net.trunc()) => {
-                    found.insert(net.trunc());
+                Claim::Valid(net) if self.routable(net.trunc()) => {
+                    claims.insert(net.trunc());
                 }
-                Claim::Is(net) => outside.push(*net),
+                Claim::Valid(net) => outside.push(*net),
             }
         }
         if let (true, Some(net)) = (
-            found.is_empty(),
+            claims.is_empty(),
             outside.iter().find(|net| self.meshes_family_of(**net)),
         ) {
             return Err((
@@ -370,12 +389,12 @@ impl<'a> Source<'a, '_> {
             node: name.to_owned(),
             network,
         }));
-        if found.is_empty() {
+        if claims.is_empty() {
             let message = "spec.podCIDRs holds no network of a family in allowedNetworks; does the cluster allocate node CIDRs? \
                            If its pod network is shared, set podNetwork: Shared";
             return Err((Reason::NodeNoPodCIDR, message.into()));
         }
-        Ok(found)
+        Ok(claims)
     }
 
     fn meshes_family_of(&self, net: IpNet) -> bool {
@@ -385,23 +404,24 @@ impl<'a> Source<'a, '_> {
             .any(|allowed| allowed.addr().is_ipv4() == net.addr().is_ipv4())
     }
 
-    fn internal_ips(&self, view: &Node) -> BTreeSet<IpNet> {
+    fn internal_ips(&self, observed: &Node) -> BTreeSet<IpNet> {
         if self.cluster.effective_addressing() == Addressing::Masqueraded {
             return BTreeSet::new();
         }
-        let hosts = view.internal_ips.iter().map(|address| host(address.to_canonical()));
+        let hosts = observed.internal_ips.iter().map(|address| host(address.to_canonical()));
         hosts.filter(|net| self.routable(*net)).collect()
     }
 
     /// The nodes of kg whose InternalIPs no Peer may carry: kg sends its host network's packets with them, an agent with
     /// the WireGuard address. The first few, since a fleet must not fill a condition.
-    fn hosts_not_covered(&self, roll: &Roll<'a>) -> Vec<String> {
+    fn nodes_with_uncovered_ips(&self, registry: &NodeRegistry<'a>) -> Vec<String> {
         if self.cluster.effective_addressing() == Addressing::Masqueraded {
             return Vec::new();
         }
-        let registered: BTreeSet<&str> = roll.registered.iter().map(|node| node.node).collect();
-        let served =
-            |name: &str| registered.contains(name) || roll.held.contains_key(name) || roll.segments.led.contains(name);
+        let registered: BTreeSet<&str> = registry.registered.iter().map(|node| node.node).collect();
+        let served = |name: &str| {
+            registered.contains(name) || registry.held.contains_key(name) || registry.segments.led.contains(name)
+        };
         let bare = |node: &Node| {
             let mut hosts = node.internal_ips.iter().map(|address| host(address.to_canonical()));
             hosts.any(|net| self.meshes_family_of(net) && !self.routable(net))

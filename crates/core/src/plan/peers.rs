@@ -10,8 +10,8 @@ use ipnet::IpNet;
 
 use super::{
     Fact, PlannedPeer, Reason, Skipped, anchor, endpoint,
-    nodes::{Registered, Roll},
-    target::{Assembled, Assembly, Party},
+    nodes::{NodeRegistry, RegisteredNode},
+    target::{MeshInputs, MeshMember, TargetOutcome},
 };
 use crate::{
     key::PublicKey,
@@ -21,17 +21,17 @@ use crate::{
 };
 
 mod anchors;
-mod held;
+mod held_nodes;
 
 /// Seconds between keepalives where a NAT stands between two nodes: below the 30 s after which many forget a UDP flow.
 const NAT_KEEPALIVE: NonZeroU16 = NonZeroU16::new(25).unwrap();
 
 /// Collects the Peers of one target, so that a key and a prefix have one owner.
-pub(super) struct Writer<'a, 'p> {
-    pub(super) assembly: &'p Assembly<'a>,
+pub(super) struct PeerPlanner<'a, 'p> {
+    pub(super) inputs: &'p MeshInputs<'a>,
     pub(super) name: &'p str,
-    pub(super) target: &'p Party<'a>,
-    standing: BTreeMap<&'p str, &'p ObservedPeer>,
+    pub(super) target: &'p MeshMember<'a>,
+    existing: BTreeMap<&'p str, &'p ObservedPeer>,
     /// Names of the standing Peers that carry a key.
     by_key: BTreeMap<PublicKey, Vec<&'p str>>,
     keys: BTreeMap<PublicKey, String>,
@@ -48,10 +48,10 @@ pub(super) struct Writer<'a, 'p> {
     runs_kg: bool,
 }
 
-impl<'a, 'p> Writer<'a, 'p> {
-    pub(super) fn new(assembly: &'p Assembly<'a>, name: &'p str, target: &'p Party<'a>) -> Self {
-        let member = target.member();
-        let standing: BTreeMap<&str, &ObservedPeer> = member
+impl<'a, 'p> PeerPlanner<'a, 'p> {
+    pub(super) fn new(inputs: &'p MeshInputs<'a>, name: &'p str, target: &'p MeshMember<'a>) -> Self {
+        let member = target.last_observed();
+        let existing: BTreeMap<&str, &ObservedPeer> = member
             .and_then(|m| m.peers.as_ref())
             .into_iter()
             .flatten()
@@ -60,18 +60,18 @@ impl<'a, 'p> Writer<'a, 'p> {
         let mut keys = BTreeMap::new();
         let mut shared = BTreeMap::new();
         let mut prefixes = BTreeMap::new();
-        let served = assembly.served(name, target);
+        let served = inputs.served(name, target);
         let mut by_key: BTreeMap<PublicKey, Vec<&str>> = BTreeMap::new();
-        for (peer, observed) in &standing {
+        for (peer, observed) in &existing {
             let Ok(spec) = &observed.spec else { continue };
             by_key.entry(spec.public_key).or_default().push(peer);
             // What stays in the target whatever is planned keeps its key and its addresses: a Peer of someone else's (a
             // person's laptop), and one of ours whose member is not seen now or whose mesh is paused or not there. Else a
             // copy of its key could take its place meanwhile.
-            let kept = match ownership::of(&observed.owner, &assembly.seen.hub, assembly.claimants) {
+            let kept = match ownership::of(&observed.owner, &inputs.seen.hub, inputs.claimants) {
                 Ownership::Foreign | Ownership::Unlabelled => true,
-                Ownership::Mesh(mesh) if mesh == assembly.mesh => assembly.unseen(name, target, observed),
-                Ownership::Mesh(mesh) => assembly.stays(mesh, observed).is_some_and(|source| {
+                Ownership::Mesh(mesh) if mesh == inputs.mesh => inputs.unseen(name, target, observed),
+                Ownership::Mesh(mesh) => inputs.stays(mesh, observed).is_some_and(|source| {
                     shared.extend(source.map(|source| (spec.public_key, source)));
                     true
                 }),
@@ -88,22 +88,22 @@ impl<'a, 'p> Writer<'a, 'p> {
         // kg loses a node of its own cluster for good when a Peer carries that node's key (KILO.md §8). wg-agent refuses such a
         // Peer on that node alone, so there a Node that copies a key cuts off nobody but itself.
         let is_held = |node: &str| {
-            assembly
-                .rolls
+            inputs
+                .registries
                 .get(name)
-                .is_some_and(|roll| roll.held.contains_key(node))
+                .is_some_and(|registry| registry.held.contains_key(node))
         };
         let runs_kg = member.is_some_and(|member| runs_kg(member, is_held));
-        for (node, view) in member.filter(|_| runs_kg).into_iter().flat_map(|m| &m.nodes) {
-            if let Some(key) = view.public_key.value() {
+        for (node, observed) in member.filter(|_| runs_kg).into_iter().flat_map(|m| &m.nodes) {
+            if let Some(key) = observed.public_key.value() {
                 keys.insert(*key, format!("Node {node}"));
             }
         }
         Self {
-            assembly,
+            inputs,
             name,
             target,
-            standing,
+            existing,
             by_key,
             keys,
             shared,
@@ -119,12 +119,12 @@ impl<'a, 'p> Writer<'a, 'p> {
 
     /// Frees the key and the addresses of a Peer that lost its mesh label, where it is the Peer of this very node: by name, by
     /// key, and by the labels that are left.
-    fn take_back(&mut self, source: &str, node: &Registered<'a>) {
-        let mesh = self.assembly.mesh;
-        let names = [false, true].map(|taken| self.assembly.naming.peer(mesh, source, node.node, taken));
+    fn take_back(&mut self, source: &str, node: &RegisteredNode<'a>) {
+        let mesh = self.inputs.mesh;
+        let names = [false, true].map(|taken| self.inputs.naming.peer(mesh, source, node.node, taken));
         let unlabelled = names.into_iter().find(|name| {
-            self.standing.get(&**name).is_some_and(|peer| {
-                let of = ownership::of(&peer.owner, &self.assembly.seen.hub, self.assembly.claimants);
+            self.existing.get(&**name).is_some_and(|peer| {
+                let of = ownership::of(&peer.owner, &self.inputs.seen.hub, self.inputs.claimants);
                 of == Ownership::Unlabelled
                     && ownership::may_return(&peer.owner, mesh, source)
                     && peer.spec.as_ref().is_ok_and(|spec| spec.public_key == node.key)
@@ -139,8 +139,8 @@ impl<'a, 'p> Writer<'a, 'p> {
         }
     }
 
-    fn ours_of(&self, source: &str, peer: &ObservedPeer) -> bool {
-        peer.owner.source_cluster.as_deref() == Some(source) && self.assembly.ours(&peer.owner)
+    fn is_ours_from(&self, source: &str, peer: &ObservedPeer) -> bool {
+        peer.owner.source_cluster.as_deref() == Some(source) && self.inputs.ours(&peer.owner)
     }
 
     pub(super) fn skip(&mut self, source: &str, node: &str, reason: Reason, message: &str) {
@@ -152,24 +152,26 @@ impl<'a, 'p> Writer<'a, 'p> {
         });
     }
 
-    pub(super) fn add_source(&mut self, source: &str, party: &Party<'a>) {
-        let Some(roll) = self.assembly.rolls.get(source) else {
+    pub(super) fn add_source(&mut self, source: &str, mesh_member: &MeshMember<'a>) {
+        let Some(registry) = self.inputs.registries.get(source) else {
             return;
         };
-        let own_names: BTreeSet<String> = roll
+        let own_names: BTreeSet<String> = registry
             .registered
             .iter()
-            .map(|r| self.assembly.naming.peer(self.assembly.mesh, source, r.node, false))
+            .map(|r| self.inputs.naming.peer(self.inputs.mesh, source, r.node, false))
             .collect();
-        let keepalive = self.keepalive(party);
-        let whole = !party.member().is_some_and(|member| exports_unlisted(party, member));
+        let keepalive = self.keepalive(mesh_member);
+        let whole = !mesh_member
+            .last_observed()
+            .is_some_and(|member| exports_unlisted(mesh_member, member));
         let mut added: BTreeMap<&str, String> = BTreeMap::new();
-        for node in &roll.registered {
+        for node in &registry.registered {
             let mut prefixes = node.prefixes.clone();
             if !whole {
-                prefixes.extend(self.standing_hosts(source, party, roll, node));
+                prefixes.extend(self.existing_host_routes(source, mesh_member, registry, node));
             }
-            let candidates = self.candidates(source, party, node);
+            let candidates = self.candidates(source, mesh_member, node);
             if let Some(peer) = self.add_node(source, node, prefixes, candidates, &own_names) {
                 let spec = self.peers.get_mut(&peer).map(|peer| &mut peer.spec);
                 if let Some(spec) = spec {
@@ -182,18 +184,18 @@ impl<'a, 'p> Writer<'a, 'p> {
                 added.insert(node.node, peer);
             }
         }
-        let anchors = party.cluster.effective_addressing() == Addressing::Routed;
+        let anchors = mesh_member.cluster.effective_addressing() == Addressing::Routed;
         let mut parts = if anchors {
-            anchor::parts(&party.cluster, roll)
+            anchor::split_anchored_networks(&mesh_member.cluster, registry)
         } else {
             Vec::new()
         };
-        for node in roll.held.keys() {
-            let Some(peer) = self.hold(source, party, node) else {
+        for node in registry.held.keys() {
+            let Some(peer) = self.hold_node(source, mesh_member, node) else {
                 continue;
             };
-            let view = party.member().and_then(|member| member.nodes.get(*node));
-            if view.is_some_and(|view| view.ready && !view.deleting) {
+            let observed = mesh_member.last_observed().and_then(|member| member.nodes.get(*node));
+            if observed.is_some_and(|observed| observed.ready && !observed.deleting) {
                 // It is back in a moment: what rides on it stays.
                 parts.retain(|part| !peer.spec.allowed_ips.contains(part));
             } else {
@@ -205,29 +207,29 @@ impl<'a, 'p> Writer<'a, 'p> {
                 lost.iter().for_each(|part| drop(self.prefixes.remove(part)));
             }
         }
-        self.add_anchors(source, party, roll, &parts, &added);
+        self.add_anchors(source, mesh_member, registry, &parts, &added);
     }
 
     /// Where this target's nodes find a node, best first.
     fn candidates(
         &mut self,
         source: &str,
-        party: &Party<'a>,
-        node: &Registered<'a>,
+        mesh_member: &MeshMember<'a>,
+        node: &RegisteredNode<'a>,
     ) -> Result<endpoint::Candidates, (Reason, String)> {
-        let toward = endpoint::Toward {
-            source: &party.cluster,
+        let context = endpoint::EndpointContext {
+            source: &mesh_member.cluster,
             target_networks: &self.target.accepted,
             target_families: self.target.families,
             discovered: &self.target.discovered,
-            resolved: &self.assembly.seen.resolved,
+            resolved: &self.inputs.seen.resolved,
         };
-        let mut candidates = endpoint::choose(node.view, &toward)?;
+        let mut candidates = endpoint::choose(node.observed, &context)?;
         let addresses = &mut candidates.addresses;
         if !candidates.unresolved.is_empty()
-            && let Some(standing) = self.standing_of(source, &node.key)
-            && let Some(Endpoint::Ip(endpoint)) = standing.endpoint
-            && toward.admits(endpoint.ip())
+            && let Some(existing) = self.existing_spec(source, &node.key)
+            && let Some(Endpoint::Ip(endpoint)) = existing.endpoint
+            && context.allows(endpoint.ip())
         {
             // A resolver that is away must not move a node: where it was last is the best that is known.
             addresses.retain(|address| *address != endpoint);
@@ -246,16 +248,18 @@ impl<'a, 'p> Writer<'a, 'p> {
     fn add_node(
         &mut self,
         source: &str,
-        node: &Registered<'a>,
+        node: &RegisteredNode<'a>,
         prefixes: BTreeSet<IpNet>,
         candidates: Result<endpoint::Candidates, (Reason, String)>,
         own_names: &BTreeSet<String>,
     ) -> Option<String> {
         self.take_back(source, node);
         if let Some(owner) = self.keys.get(&node.key) {
-            let party = self.assembly.parties.get(source);
+            let mesh_member = self.inputs.mesh_members.get(source);
             let shared = self.shared.get(&node.key);
-            if shared.is_some_and(|of| party.is_some_and(|party| of.same_cluster(&party.cluster.identity))) {
+            if shared
+                .is_some_and(|of| mesh_member.is_some_and(|mesh_member| of.same_cluster(&mesh_member.cluster.identity)))
+            {
                 // The Peer of this very node, which another mesh keeps.
                 return None;
             }
@@ -304,11 +308,11 @@ impl<'a, 'p> Writer<'a, 'p> {
             candidates: if addresses.len() > 1 { addresses } else { Vec::new() },
             persistent_keepalive: 0,
         };
-        Some(self.put(source, node.node, spec, own_names))
+        Some(self.add_named_peer(source, node.node, spec, own_names))
     }
 
     /// A gateway's Peer, whose key and addresses are nobody else's here.
-    pub(super) fn put_gateway(
+    pub(super) fn add_gateway_peer(
         &mut self,
         source: &str,
         name: &str,
@@ -332,54 +336,57 @@ impl<'a, 'p> Writer<'a, 'p> {
             // A hostPort, or another NAT, stands before it, and only this side dials.
             persistent_keepalive: NAT_KEEPALIVE.get(),
         };
-        self.put(source, name, spec, own_names);
+        self.add_named_peer(source, name, spec, own_names);
     }
 
     /// Addresses that a node's Peer carries now and no node claims: some of its pods or endpoints are not known.
-    fn standing_hosts(
+    fn existing_host_routes(
         &self,
         source: &str,
-        party: &Party<'a>,
-        roll: &Roll<'a>,
-        node: &Registered<'a>,
+        mesh_member: &MeshMember<'a>,
+        registry: &NodeRegistry<'a>,
+        node: &RegisteredNode<'a>,
     ) -> BTreeSet<IpNet> {
-        let standing = self.standing_of(source, &node.key).map(|spec| &spec.allowed_ips);
-        let hosts = standing.into_iter().flatten().copied();
+        let existing = self.existing_spec(source, &node.key).map(|spec| &spec.allowed_ips);
+        let hosts = existing.into_iter().flatten().copied();
         hosts
-            .filter(|net| net.prefix_len() == net.max_prefix_len() && party.cluster.allows(*net))
-            .filter(|net| !roll.registered.iter().any(|other| other.prefixes.contains(net)))
+            .filter(|net| net.prefix_len() == net.max_prefix_len() && mesh_member.cluster.allows(*net))
+            .filter(|net| !registry.registered.iter().any(|other| other.prefixes.contains(net)))
             .collect()
     }
 
     /// What a standing Peer of ours says of this key.
-    fn standing_of(&self, source: &str, key: &PublicKey) -> Option<&'p PeerSpec> {
+    fn existing_spec(&self, source: &str, key: &PublicKey) -> Option<&'p PeerSpec> {
         let names = self.by_key.get(key).into_iter().flatten();
         let ours = names
-            .filter_map(|name| self.standing.get(name))
-            .find(|peer| self.ours_of(source, peer))?;
+            .filter_map(|name| self.existing.get(name))
+            .find(|peer| self.is_ours_from(source, peer))?;
         ours.spec.as_ref().ok()
     }
 
     /// Names and keeps a Peer. A standing Peer of ours with this key keeps its name, whatever the rule would call it now: to
     /// create one and delete the other would take the key away from kg for minutes (PREDECESSOR.md W7).
-    fn put(&mut self, source: &str, node: &str, spec: PeerSpec, own_names: &BTreeSet<String>) -> String {
-        let naming = self.assembly.naming;
-        let readable = naming.peer(self.assembly.mesh, source, node, false);
+    fn add_named_peer(&mut self, source: &str, node: &str, spec: PeerSpec, own_names: &BTreeSet<String>) -> String {
+        let naming = self.inputs.naming;
+        let readable = naming.peer(self.inputs.mesh, source, node, false);
         let kept = self.by_key.get(&spec.public_key).into_iter().flatten().find(|name| {
             let free = ***name == *readable || !own_names.contains(**name);
-            free && self.standing.get(*name).is_some_and(|peer| self.ours_of(source, peer))
+            free && self
+                .existing
+                .get(*name)
+                .is_some_and(|peer| self.is_ours_from(source, peer))
         });
         let kept = kept
             .map(|name| (*name).to_owned())
             .or_else(|| self.returned.remove(&spec.public_key));
         let free = |name: &String| {
-            let standing = self.standing.get(&**name);
-            let foreign = standing.is_some_and(|peer| !self.assembly.ours(&peer.owner));
-            let used = self.assembly.used(self.target).peers.contains(name);
+            let existing = self.existing.get(&**name);
+            let foreign = existing.is_some_and(|peer| !self.inputs.ours(&peer.owner));
+            let used = self.inputs.used(self.target).peers.contains(name);
             !(foreign || used || self.peers.contains_key(name))
         };
         let name = kept.unwrap_or_else(|| {
-            let long = naming.peer(self.assembly.mesh, source, node, true);
+            let long = naming.peer(self.inputs.mesh, source, node, true);
             let further = (1u32..).map(|number| format!("{long}-{number}"));
             let mut names = [readable, long.clone()].into_iter().chain(further);
             names.find(free).unwrap_or_default()
@@ -401,26 +408,26 @@ impl<'a, 'p> Writer<'a, 'p> {
     /// The mesh's floor (the predecessor's meaning: the highest of all entries), raised where this target's nodes sit
     /// behind NAT: they must keep their binding open. A node is known to be behind NAT when it has addresses and none of them
     /// can be dialled.
-    fn keepalive(&self, source: &Party<'a>) -> u16 {
+    fn keepalive(&self, source: &MeshMember<'a>) -> u16 {
         let floor = self
-            .assembly
-            .parties
+            .inputs
+            .mesh_members
             .values()
-            .map(|party| party.cluster.persistent_keepalive)
+            .map(|mesh_member| mesh_member.cluster.persistent_keepalive)
             .max()
             .unwrap_or(0);
-        let toward = endpoint::Toward {
+        let context = endpoint::EndpointContext {
             source: &self.target.cluster,
             target_networks: &source.accepted,
             target_families: source.families,
             discovered: &source.discovered,
-            resolved: &self.assembly.seen.resolved,
+            resolved: &self.inputs.seen.resolved,
         };
-        let behind_nat = self.target.member().is_some_and(|member| {
+        let behind_nat = self.target.last_observed().is_some_and(|member| {
             member.nodes.values().any(|node| {
                 node.persistent_keepalive > 0
                     || endpoint::is_located(node)
-                        && endpoint::choose(node, &toward).is_ok_and(|candidates| candidates.addresses.is_empty())
+                        && endpoint::choose(node, &context).is_ok_and(|candidates| candidates.addresses.is_empty())
             })
         });
         if behind_nat {
@@ -430,12 +437,12 @@ impl<'a, 'p> Writer<'a, 'p> {
         }
     }
 
-    pub(super) fn finish(self, assembled: &mut Assembled) {
-        assembled.plan.peers = self.peers;
-        assembled.skipped = self.skipped;
-        assembled.facts.extend(self.facts);
+    pub(super) fn finish(self, outcome: &mut TargetOutcome) {
+        outcome.plan.peers = self.peers;
+        outcome.skipped = self.skipped;
+        outcome.facts.extend(self.facts);
         let unserved = self.unserved.into_iter();
-        assembled
+        outcome
             .facts
             .extend(unserved.map(|(cluster, nodes)| Fact::HostNetworkNotServed {
                 cluster,
@@ -446,8 +453,8 @@ impl<'a, 'p> Writer<'a, 'p> {
 }
 
 /// Whether some export of a member selects pods in a namespace that was never listed.
-fn exports_unlisted(party: &Party<'_>, member: &Member) -> bool {
-    let mut exports = party.cluster.exports.iter();
+fn exports_unlisted(mesh_member: &MeshMember<'_>, member: &Member) -> bool {
+    let mut exports = mesh_member.cluster.exports.iter();
     exports.any(|export| member.unlisted.pods.contains_key(&export.namespace))
 }
 

@@ -7,7 +7,7 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{EgressReport, Naming, PlannedService, PlannedSlice, gateways::Through};
+use super::{EgressReport, Naming, PlannedService, PlannedSlice, gateways::GatewayAccess};
 use crate::{
     mesh::{Addressing, Cluster, Grant, MeshId, ObjectName, PortRef, Protocol},
     observe::{Member, Observation, ServicePort, Slice, SliceEndpoint},
@@ -17,7 +17,7 @@ use crate::{
 const SLICE_SIZE: usize = 100;
 
 /// What became of one grant.
-pub(super) struct Mirror {
+pub(super) struct GrantOutcome {
     pub(super) report: EgressReport,
     /// `None` = nothing may stand under that name.
     pub(super) service: Option<PlannedService>,
@@ -28,19 +28,19 @@ pub(super) struct Mirror {
 /// Which endpoints of a Service an importer has a way to.
 pub(super) enum Reach<'a> {
     /// Every one: it is no sandbox.
-    Anywhere,
+    Direct,
     /// It is a sandbox: gateways lead it to them.
-    Gateways(&'a Through<'a>),
+    Gateways(&'a GatewayAccess<'a>),
 }
 
 /// Both ends of a grant.
-pub(super) struct Ends<'a> {
+pub(super) struct GrantResolver<'a> {
     pub(super) mesh: &'a MeshId,
     pub(super) importer: &'a Cluster,
-    pub(super) importing: Option<&'a Member>,
+    pub(super) importer_state: Option<&'a Member>,
     /// The entry that has the Service, with `allowed` cut to what was accepted; else why it has nothing to give.
     pub(super) exporter: Result<&'a Cluster, String>,
-    pub(super) exporting: Option<&'a Observation<Member>>,
+    pub(super) exporter_state: Option<&'a Observation<Member>>,
     /// Which endpoints the importer has a way to.
     pub(super) reach: Reach<'a>,
     /// Whether the Service that stands under the local name is this mesh's own.
@@ -49,10 +49,10 @@ pub(super) struct Ends<'a> {
     pub(super) taken: bool,
 }
 
-impl Ends<'_> {
+impl GrantResolver<'_> {
     /// Resolves one grant against what was seen.
-    pub(super) fn mirror(&self, grant: &Grant, naming: &dyn Naming) -> Mirror {
-        let done = |service: Option<PlannedService>, keep: bool, message: String| {
+    pub(super) fn resolve(&self, grant: &Grant, naming: &dyn Naming) -> GrantOutcome {
+        let outcome_of = |service: Option<PlannedService>, keep: bool, message: String| {
             let endpoints = service
                 .iter()
                 .flat_map(|s| s.slices.values())
@@ -77,21 +77,21 @@ impl Ends<'_> {
                 endpoints,
                 message,
             };
-            Mirror { report, service, keep }
+            GrantOutcome { report, service, keep }
         };
         let exporter = match &self.exporter {
             Ok(exporter) => *exporter,
-            Err(why) => return done(None, false, why.clone()),
+            Err(why) => return outcome_of(None, false, why.clone()),
         };
         if self.taken {
             let message = format!(
                 "another grant already appears as {} in cluster {:?}; set `as`",
                 grant.local, self.importer.name
             );
-            return done(None, false, message);
+            return outcome_of(None, false, message);
         }
-        let Some(member) = self.exporting.and_then(Observation::last) else {
-            return done(
+        let Some(member) = self.exporter_state.and_then(Observation::last) else {
+            return outcome_of(
                 None,
                 true,
                 format!("cluster {:?} has not been seen yet; what stands is kept", grant.cluster),
@@ -103,25 +103,25 @@ impl Ends<'_> {
                 "the Services in namespace {namespace} of cluster {cluster:?} are not known, what stands is kept: {why}"
             ))
         };
-        let here = (self.importing).and_then(|m| unlisted(m, &grant.local.namespace, &self.importer.name));
+        let here = (self.importer_state).and_then(|m| unlisted(m, &grant.local.namespace, &self.importer.name));
         if let Some(message) = unlisted(member, &grant.service.namespace, &grant.cluster).or(here) {
-            return done(None, true, message);
+            return outcome_of(None, true, message);
         }
-        if let Some(standing) = self.importing
-            && standing.services.contains_key(&grant.local)
+        if let Some(existing) = self.importer_state
+            && existing.services.contains_key(&grant.local)
             && !(self.ours)(&grant.local)
         {
             let message = format!(
                 "a Service {} that is not ours stands in cluster {:?}; rename it or set `as` to another name",
                 grant.local, self.importer.name
             );
-            return done(None, false, message);
+            return outcome_of(None, false, message);
         }
         match resolve(grant, self.importer, exporter, member, &self.reach) {
-            Err(message) => done(None, false, message),
+            Err(message) => outcome_of(None, false, message),
             Ok(Resolved { ports, groups, message }) => {
-                let slices = pack(self.mesh, &grant.local, groups, naming);
-                done(
+                let slices = pack_slices(self.mesh, &grant.local, groups, naming);
+                outcome_of(
                     Some(PlannedService {
                         source: grant.cluster.clone(),
                         ports,
@@ -162,8 +162,8 @@ pub(super) fn resolve(
     member: &Member,
     reach: &Reach<'_>,
 ) -> Result<Resolved, String> {
-    let sandbox = !matches!(reach, Reach::Anywhere);
-    let words = || format!("Service {} of cluster {:?}", grant.service, grant.cluster);
+    let sandbox = !matches!(reach, Reach::Direct);
+    let service_text = || format!("Service {} of cluster {:?}", grant.service, grant.cluster);
     let service = member.services.get(&grant.service);
     if let Some(namespace) = exporter.confined_to.as_ref().filter(|own| **own != grant.service.namespace)
         // Whether there is such a Service is none of that namespace's business.
@@ -172,23 +172,26 @@ pub(super) fn resolve(
         return Err(format!(
             "{} is not given away by a mesh in namespace {namespace}: whoever owns the Service there lets it with the annotation \
              kilo-clustermesh.io/allowed-from: {namespace} on it",
-            words()
+            service_text()
         ));
     }
-    let service = service.ok_or_else(|| format!("{} is not there", words()))?;
+    let service = service.ok_or_else(|| format!("{} is not there", service_text()))?;
     if service.external_name {
         return Err(format!(
             "{} is of type ExternalName: it has no endpoints in that cluster",
-            words()
+            service_text()
         ));
     }
     if service.managed.is_some() {
-        return Err(format!("{} is itself a mirror; name the Service it mirrors", words()));
+        return Err(format!(
+            "{} is itself a mirror; name the Service it mirrors",
+            service_text()
+        ));
     }
     if sandbox && service.selectorless {
         return Err(format!(
             "{} has no selector: whoever writes its EndpointSlices chooses the addresses, so it is not given to a sandbox",
-            words()
+            service_text()
         ));
     }
     if !matches!(reach, Reach::Gateways(_)) && exporter.effective_addressing() == Addressing::Masqueraded {
@@ -211,7 +214,11 @@ pub(super) fn resolve(
                 PortRef::Number(number) => number.to_string(),
                 PortRef::Name(name) => name.clone(),
             };
-            format!("{} has no port {wanted_port}/{}", words(), wanted.protocol.as_str())
+            format!(
+                "{} has no port {wanted_port}/{}",
+                service_text(),
+                wanted.protocol.as_str()
+            )
         })?;
         if !ports.contains(port) {
             ports.push(port.clone());
@@ -221,18 +228,18 @@ pub(super) fn resolve(
         ports.clone_from(&service.ports);
     }
     if ports.is_empty() {
-        return Err(format!("{} has no ports", words()));
+        return Err(format!("{} has no ports", service_text()));
     }
-    if let Reach::Gateways(through) = reach {
-        return by_gateways(grant, importer, ports, through);
+    if let Reach::Gateways(gateway_access) = reach {
+        return resolve_with_gateways(grant, importer, ports, gateway_access);
     }
     let mut groups = Groups::new();
-    let mut foreign = false;
+    let mut other_family = false;
     let mut outside = BTreeSet::new();
     for (_, slice) in member
         .slices
         .iter()
-        .filter(|(name, slice)| belongs(name, slice, &grant.service))
+        .filter(|(name, slice)| is_slice_of(name, slice, &grant.service))
     {
         let backend: Vec<ServicePort> = slice
             .ports
@@ -246,7 +253,7 @@ pub(super) fn resolve(
                 .iter()
                 .any(|net| net.addr().is_ipv4() == endpoint.address.is_ipv4())
             {
-                foreign = true;
+                other_family = true;
                 continue;
             }
             if !exporter.allows(IpNet::from(endpoint.address)) {
@@ -261,10 +268,10 @@ pub(super) fn resolve(
         }
     }
     groups.retain(|(_, ports), _| !ports.is_empty());
-    let no_family = (foreign && groups.is_empty()).then(|| {
+    let no_family = (other_family && groups.is_empty()).then(|| {
         format!(
             "{} has no endpoint of an address family that cluster {:?} has in its allowedNetworks",
-            words(),
+            service_text(),
             importer.name
         )
     });
@@ -274,7 +281,7 @@ pub(super) fn resolve(
             format!(
                 "{} endpoint(s) of {} {why} and are left out ({}{})",
                 addresses.len(),
-                words(),
+                service_text(),
                 few.join(", "),
                 if addresses.len() > few.len() { ", ..." } else { "" }
             )
@@ -292,11 +299,11 @@ pub(super) fn resolve(
 }
 
 /// The endpoints are the gateways that take connections, at the ports of the grant.
-fn by_gateways(
+fn resolve_with_gateways(
     grant: &Grant,
     importer: &Cluster,
     ports: Vec<ServicePort>,
-    through: &Through<'_>,
+    gateway_access: &GatewayAccess<'_>,
 ) -> Result<Resolved, String> {
     if let Some(port) = ports.iter().find(|port| port.protocol == Protocol::Sctp) {
         return Err(format!(
@@ -304,10 +311,10 @@ fn by_gateways(
             port.port, grant.service, grant.cluster
         ));
     }
-    let there = through.ports(&grant.service, &ports);
+    let there = gateway_access.ports(&grant.service, &ports);
     let mut groups = Groups::new();
     if !there.is_empty() {
-        for address in &through.ready {
+        for address in &gateway_access.ready {
             if importer
                 .allowed
                 .iter()
@@ -334,7 +341,10 @@ fn by_gateways(
         )
     });
     let refused = there.iter().find_map(|port| {
-        let (why, gateways) = through.refused.get(&(port.protocol, port.port))?.first_key_value()?;
+        let (why, gateways) = gateway_access
+            .refused
+            .get(&(port.protocol, port.port))?
+            .first_key_value()?;
         Some(format!(
             "gateway {} of cluster {:?} does not serve port {:?} of Service {}: {why}",
             gateways.join(", "),
@@ -343,7 +353,7 @@ fn by_gateways(
             grant.service
         ))
     });
-    let message = through.none.clone().or(waiting).or(refused);
+    let message = gateway_access.none.clone().or(waiting).or(refused);
     Ok(Resolved {
         ports,
         groups,
@@ -351,11 +361,16 @@ fn by_gateways(
     })
 }
 
-fn belongs(name: &ObjectName, slice: &Slice, service: &ObjectName) -> bool {
+fn is_slice_of(name: &ObjectName, slice: &Slice, service: &ObjectName) -> bool {
     slice.managed.is_none() && name.namespace == service.namespace && slice.service == service.name
 }
 
-fn pack(mesh: &MeshId, service: &ObjectName, groups: Groups, naming: &dyn Naming) -> BTreeMap<String, PlannedSlice> {
+fn pack_slices(
+    mesh: &MeshId,
+    service: &ObjectName,
+    groups: Groups,
+    naming: &dyn Naming,
+) -> BTreeMap<String, PlannedSlice> {
     let mut slices = BTreeMap::new();
     let mut index = BTreeMap::from([(false, 0), (true, 0)]);
     for ((v6, ports), endpoints) in groups {

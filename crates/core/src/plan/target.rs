@@ -12,7 +12,7 @@ use super::{
     endpoint::NodeFamilies,
     gateways,
     link::{self, Link},
-    nodes::Roll,
+    nodes::NodeRegistry,
     peers,
     services::{self, Reach},
 };
@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// One entry as the planner sees it. `cluster.allowed` is what was accepted without the networks of its gateways.
-pub(super) struct Party<'a> {
+pub(super) struct MeshMember<'a> {
     pub(super) cluster: Cluster,
     /// All networks that were accepted.
     pub(super) accepted: Vec<IpNet>,
@@ -47,17 +47,18 @@ pub(super) fn discovered(member: Option<&Member>) -> BTreeMap<PublicKey, Vec<Soc
     seen
 }
 
-impl<'a> Party<'a> {
-    pub(super) fn member(&self) -> Option<&'a Member> {
+impl<'a> MeshMember<'a> {
+    pub(super) fn last_observed(&self) -> Option<&'a Member> {
         self.observed.and_then(Observation::last)
     }
 
     /// The networks of it that ride on anchors in the other members.
-    pub(super) fn anchored(&self, roll: Option<&Roll<'_>>) -> Vec<IpNet> {
+    pub(super) fn anchored(&self, registry: Option<&NodeRegistry<'_>>) -> Vec<IpNet> {
         let is_carried =
             self.cluster.profile == Profile::ClusterMeshed && self.cluster.effective_addressing() == Addressing::Routed;
-        roll.filter(|_| is_carried)
-            .map(|roll| anchor::anchored(&self.cluster, Some(roll)))
+        registry
+            .filter(|_| is_carried)
+            .map(|registry| anchor::anchored_networks(&self.cluster, Some(registry)))
             .unwrap_or_default()
     }
 
@@ -69,7 +70,10 @@ impl<'a> Party<'a> {
         if cluster.effective_addressing() == Addressing::Routed || cluster.profile == Profile::Sandbox {
             return cluster.allowed.iter().copied().collect();
         }
-        let nodes = self.member().into_iter().flat_map(|member| member.nodes.values());
+        let nodes = self
+            .last_observed()
+            .into_iter()
+            .flat_map(|member| member.nodes.values());
         nodes
             .filter_map(|node| node.wireguard_ip.value())
             .filter(|claim| cluster.allows(IpNet::from(claim.addr())))
@@ -85,12 +89,12 @@ impl<'a> Party<'a> {
 }
 
 /// What all targets of one mesh are assembled from.
-pub(super) struct Assembly<'a> {
+pub(super) struct MeshInputs<'a> {
     pub(super) mesh: &'a MeshId,
-    pub(super) parties: &'a BTreeMap<String, Party<'a>>,
-    pub(super) rolls: &'a BTreeMap<String, Roll<'a>>,
+    pub(super) mesh_members: &'a BTreeMap<String, MeshMember<'a>>,
+    pub(super) registries: &'a BTreeMap<String, NodeRegistry<'a>>,
     /// Members whose nodes hold nobody to a policy.
-    pub(super) lax: &'a BTreeSet<String>,
+    pub(super) not_enforcing: &'a BTreeSet<String>,
     pub(super) seen: &'a Observations,
     pub(super) settings: &'a Settings,
     pub(super) naming: &'a dyn Naming,
@@ -99,12 +103,12 @@ pub(super) struct Assembly<'a> {
     /// The same, as owners.
     pub(super) claimants: &'a [Claimant],
     /// What older meshes write, by cluster.
-    pub(super) used: &'a BTreeMap<ClusterIdentity, Used>,
+    pub(super) used: &'a BTreeMap<ClusterIdentity, UsedNames>,
 }
 
 /// Names that one plan gives to objects of one cluster.
 #[derive(Debug, Default)]
-pub(super) struct Used {
+pub(super) struct UsedNames {
     pub(super) peers: BTreeSet<String>,
     pub(super) policies: BTreeSet<String>,
     pub(super) services: BTreeSet<ObjectName>,
@@ -112,7 +116,7 @@ pub(super) struct Used {
     pub(super) accesses: BTreeMap<String, AccessSpec>,
 }
 
-impl Used {
+impl UsedNames {
     pub(super) fn add(&mut self, plan: &TargetPlan) {
         self.peers.extend(plan.peers.keys().cloned());
         self.policies.extend(plan.policies.keys().cloned());
@@ -124,7 +128,7 @@ impl Used {
 }
 
 /// The identity by which two entries of the same cluster compare equal.
-pub(super) fn one_cluster(identity: &ClusterIdentity) -> ClusterIdentity {
+pub(super) fn canonical_identity(identity: &ClusterIdentity) -> ClusterIdentity {
     match identity {
         ClusterIdentity::Local => ClusterIdentity::Local,
         ClusterIdentity::Secret {
@@ -143,7 +147,7 @@ pub(super) fn one_cluster(identity: &ClusterIdentity) -> ClusterIdentity {
 
 /// A target's plan, with what it means for the sources.
 #[derive(Default)]
-pub(super) struct Assembled {
+pub(super) struct TargetOutcome {
     pub(super) plan: TargetPlan,
     /// Nodes refused for this target alone, by source.
     pub(super) skipped: BTreeMap<String, Vec<Skipped>>,
@@ -151,59 +155,64 @@ pub(super) struct Assembled {
     pub(super) egress: Vec<EgressReport>,
 }
 
-impl<'a> Assembly<'a> {
+impl<'a> MeshInputs<'a> {
     /// Assembles the plan of the entry `name`.
-    pub(super) fn target(&self, name: &str) -> Assembled {
-        let mut assembled = Assembled::default();
-        let Some(target) = self.parties.get(name) else {
-            return assembled;
+    pub(super) fn target(&self, name: &str) -> TargetOutcome {
+        let mut outcome = TargetOutcome::default();
+        let Some(target) = self.mesh_members.get(name) else {
+            return outcome;
         };
-        assembled.plan.served = self.served(name, target);
-        for (source, party) in self.sources(name, target) {
+        outcome.plan.served = self.served(name, target);
+        for (source, mesh_member) in self.sources(name, target) {
             // What the operator took out of the mesh goes, seen or not. What a sandbox may reach is no matter of what is seen of it.
-            let link = self.link(name, target, party);
-            if link.is_some_and(|link| link != Link::Sandbox) && party.observed.and_then(Observation::fresh).is_none() {
-                assembled.plan.retained.insert(source.to_owned());
+            let link = self.link(name, target, mesh_member);
+            if link.is_some_and(|link| link != Link::Sandbox)
+                && mesh_member.observed.and_then(Observation::fresh).is_none()
+            {
+                outcome.plan.retained.insert(source.to_owned());
             }
         }
         if target.connected {
-            self.policies(name, target, &mut assembled.plan);
-            let mut writer = peers::Writer::new(self, name, target);
-            for (source, party) in self.sources(name, target) {
-                match self.link(name, target, party) {
+            self.policies(name, target, &mut outcome.plan);
+            let mut peer_planner = peers::PeerPlanner::new(self, name, target);
+            for (source, mesh_member) in self.sources(name, target) {
+                match self.link(name, target, mesh_member) {
                     None => {}
-                    Some(Link::Meshed) => writer.add_source(source, party),
+                    Some(Link::Meshed) => peer_planner.add_source(source, mesh_member),
                     Some(Link::Sandbox) => {
-                        assembled.plan.accesses.extend(self.access(name, target, source, party));
-                        assembled.facts.extend(no_gateway(target));
+                        outcome
+                            .plan
+                            .accesses
+                            .extend(self.access(name, target, source, mesh_member));
+                        outcome.facts.extend(no_gateway(target));
                     }
-                    Some(Link::Grantor) => writer.add_gateways(source, party),
+                    Some(Link::Grantor) => peer_planner.add_gateways(source, mesh_member),
                 }
             }
-            writer.finish(&mut assembled);
-            assembled.facts.extend(self.no_peer_crd(name, target));
-            self.grantors(name, target, &mut assembled.plan);
+            peer_planner.finish(&mut outcome);
+            outcome.facts.extend(self.missing_peer_crd(name, target));
+            self.grantors(name, target, &mut outcome.plan);
         }
-        self.services(name, target, &mut assembled);
-        assembled
+        self.services(name, target, &mut outcome);
+        outcome
     }
 
     /// How `source` is written into the entry `name`: not at all where it is quarantined and the nodes there would let it in all the
     /// same.
-    fn link(&self, name: &str, target: &Party<'_>, source: &Party<'_>) -> Option<Link> {
+    fn link(&self, name: &str, target: &MeshMember<'_>, source: &MeshMember<'_>) -> Option<Link> {
         let link = link::between(target, source)?;
-        let open = link == Link::Meshed && source.cluster.quarantine && self.lax.contains(name);
+        let open = link == Link::Meshed && source.cluster.quarantine && self.not_enforcing.contains(name);
         (!open).then_some(link)
     }
 
     /// That Peers cannot be written into a member that was seen. A member that serves sandboxes alone gets none.
-    fn no_peer_crd(&self, name: &'a str, target: &'a Party<'a>) -> Option<Fact> {
+    fn missing_peer_crd(&self, name: &'a str, target: &'a MeshMember<'a>) -> Option<Fact> {
         let mut sources = self.sources(name, target);
-        let gets_peers = sources.any(|(_, party)| {
-            let link = self.link(name, target, party);
+        let gets_peers = sources.any(|(_, mesh_member)| {
+            let link = self.link(name, target, mesh_member);
             link.is_some_and(|link| link != Link::Sandbox)
         });
-        (gets_peers && target.member()?.peers.is_none()).then(|| Fact::PeerCRDMissing {
+        (gets_peers && target.last_observed()?.peers.is_none()).then(|| Fact::PeerCRDMissing {
             cluster: name.to_owned(),
         })
     }
@@ -211,43 +220,47 @@ impl<'a> Assembly<'a> {
     fn sources(
         &self,
         name: &'a str,
-        target: &'a Party<'a>,
-    ) -> impl Iterator<Item = (&'a str, &'a Party<'a>)> + use<'a> {
-        self.parties
+        target: &'a MeshMember<'a>,
+    ) -> impl Iterator<Item = (&'a str, &'a MeshMember<'a>)> + use<'a> {
+        self.mesh_members
             .iter()
-            .filter(move |(source, party)| {
-                *source != name && !party.cluster.identity.same_cluster(&target.cluster.identity)
+            .filter(move |(source, mesh_member)| {
+                *source != name && !mesh_member.cluster.identity.same_cluster(&target.cluster.identity)
             })
-            .map(|(source, party)| (&**source, party))
+            .map(|(source, mesh_member)| (&**source, mesh_member))
     }
 
     /// The networks of the sources that are connected to the entry `name`.
-    pub(super) fn served(&self, name: &str, target: &Party<'_>) -> BTreeSet<IpNet> {
-        let linked = |(_, party): &(&str, &Party<'_>)| self.link(name, target, party).is_some();
+    pub(super) fn served(&self, name: &str, target: &MeshMember<'_>) -> BTreeSet<IpNet> {
+        let linked = |(_, mesh_member): &(&str, &MeshMember<'_>)| self.link(name, target, mesh_member).is_some();
         let sources = self.sources(name, target).filter(linked);
-        sources.flat_map(|(_, party)| party.accepted.iter().copied()).collect()
+        sources
+            .flat_map(|(_, mesh_member)| mesh_member.accepted.iter().copied())
+            .collect()
     }
 
     /// Names that an older mesh writes into this target with the same plan.
-    pub(super) fn used(&self, target: &Party<'_>) -> &'a Used {
-        static NOTHING: Used = Used {
+    pub(super) fn used(&self, target: &MeshMember<'_>) -> &'a UsedNames {
+        static NOTHING: UsedNames = UsedNames {
             peers: BTreeSet::new(),
             policies: BTreeSet::new(),
             services: BTreeSet::new(),
             accesses: BTreeMap::new(),
         };
         self.used
-            .get(&one_cluster(&target.cluster.identity))
+            .get(&canonical_identity(&target.cluster.identity))
             .unwrap_or(&NOTHING)
     }
 
     /// Whether a standing Peer's member is connected and nothing was seen of it since this controller started.
-    pub(super) fn unseen(&self, name: &str, target: &Party<'_>, peer: &ObservedPeer) -> bool {
+    pub(super) fn unseen(&self, name: &str, target: &MeshMember<'_>, peer: &ObservedPeer) -> bool {
         let source = peer.owner.source_cluster.as_deref();
-        source.and_then(|source| self.parties.get(source)).is_some_and(|party| {
-            let link = self.link(name, target, party);
-            party.member().is_none() && link.is_some_and(|link| link != Link::Sandbox)
-        })
+        source
+            .and_then(|source| self.mesh_members.get(source))
+            .is_some_and(|mesh_member| {
+                let link = self.link(name, target, mesh_member);
+                mesh_member.last_observed().is_none() && link.is_some_and(|link| link != Link::Sandbox)
+            })
     }
 
     /// Whether a standing Peer of another mesh stays whatever is planned now: that mesh is paused, or nothing was seen of the Peer's
@@ -268,9 +281,9 @@ impl<'a> Assembly<'a> {
     }
 
     /// The policies of the sources that send into this target.
-    fn policies(&self, name: &'a str, target: &'a Party<'a>, plan: &mut TargetPlan) {
-        let Some((member, standing)) = target
-            .member()
+    fn policies(&self, name: &'a str, target: &'a MeshMember<'a>, plan: &mut TargetPlan) {
+        let Some((member, existing)) = target
+            .last_observed()
             .and_then(|member| Some((member, member.policies.as_ref()?)))
         else {
             return;
@@ -278,8 +291,8 @@ impl<'a> Assembly<'a> {
         if target.cluster.profile != Profile::ClusterMeshed {
             return;
         }
-        for (source, party) in self.sources(name, target) {
-            let tight = party.cluster.profile != Profile::ClusterMeshed;
+        for (source, mesh_member) in self.sources(name, target) {
+            let tight = mesh_member.cluster.profile != Profile::ClusterMeshed;
             // While Peers of a member that was tightened stand, a policy that closes stands before them: one after the other
             // they go, and until the last has gone the others would let in what they did.
             let peers = member.peers.iter().flat_map(BTreeMap::values);
@@ -287,25 +300,29 @@ impl<'a> Assembly<'a> {
                 let mut ours = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some(source));
                 ours.any(|peer| self.ours(&peer.owner))
             };
-            if link::between(target, party) != Some(Link::Meshed) && !(tight && stands()) {
+            if link::between(target, mesh_member) != Some(Link::Meshed) && !(tight && stands()) {
                 continue;
             }
-            let mut networks = party.networks();
-            let held = || self.rolls.get(source).is_some_and(|roll| !roll.held.is_empty());
-            if party.cluster.profile != Profile::Sandbox && (party.member().is_none() || held()) {
+            let mut networks = mesh_member.networks();
+            let held = || {
+                self.registries
+                    .get(source)
+                    .is_some_and(|registry| !registry.held.is_empty())
+            };
+            if mesh_member.cluster.profile != Profile::Sandbox && (mesh_member.last_observed().is_none() || held()) {
                 // What is not seen now is not gone: a policy that shrinks would close its member, and unblock its networks.
-                let ours = standing.values().filter(|policy| {
+                let ours = existing.values().filter(|policy| {
                     policy.owner.source_cluster.as_deref() == Some(source) && self.ours(&policy.owner)
                 });
                 let known = ours
                     .filter_map(|policy| policy.spec.as_ref().ok())
                     .flat_map(|spec| &spec.networks);
-                networks.extend(known.copied().filter(|net| party.cluster.allows(*net)));
+                networks.extend(known.copied().filter(|net| mesh_member.cluster.allows(*net)));
             }
             if networks.is_empty() {
                 continue;
             }
-            let closed = link::closed(party);
+            let closed = link::is_closed(mesh_member);
             let spec = PolicySpec {
                 sources: networks.clone(),
                 networks,
@@ -315,7 +332,7 @@ impl<'a> Assembly<'a> {
                 anchored: if closed {
                     BTreeSet::new()
                 } else {
-                    anchor::anchored(&target.cluster, self.rolls.get(name))
+                    anchor::anchored_networks(&target.cluster, self.registries.get(name))
                         .into_iter()
                         .collect()
                 },
@@ -326,18 +343,20 @@ impl<'a> Assembly<'a> {
                 spec,
             };
             plan.policies
-                .insert(self.policy_name(target, standing, source), planned);
+                .insert(self.policy_name(target, existing, source), planned);
         }
     }
 
     /// In a sandbox: the members whose Services it reaches send nothing into it but replies.
-    fn grantors(&self, name: &'a str, target: &'a Party<'a>, plan: &mut TargetPlan) {
-        let member = target.member().filter(|_| target.cluster.profile == Profile::Sandbox);
-        let Some((member, standing)) = member.and_then(|member| Some((member, member.policies.as_ref()?))) else {
+    fn grantors(&self, name: &'a str, target: &'a MeshMember<'a>, plan: &mut TargetPlan) {
+        let member = target
+            .last_observed()
+            .filter(|_| target.cluster.profile == Profile::Sandbox);
+        let Some((member, existing)) = member.and_then(|member| Some((member, member.policies.as_ref()?))) else {
             return;
         };
-        for (source, party) in self.sources(name, target) {
-            if self.link(name, target, party) != Some(Link::Grantor) {
+        for (source, mesh_member) in self.sources(name, target) {
+            if self.link(name, target, mesh_member) != Some(Link::Grantor) {
                 continue;
             }
             let peers = plan.peers.values().filter(|peer| peer.source == source);
@@ -359,18 +378,23 @@ impl<'a> Assembly<'a> {
                 spec,
             };
             plan.policies
-                .insert(self.policy_name(target, standing, source), planned);
+                .insert(self.policy_name(target, existing, source), planned);
         }
     }
 
-    fn policy_name(&self, target: &Party<'_>, standing: &BTreeMap<String, ObservedPolicy>, source: &str) -> String {
+    fn policy_name(
+        &self,
+        target: &MeshMember<'_>,
+        existing: &BTreeMap<String, ObservedPolicy>,
+        source: &str,
+    ) -> String {
         let readable = self.naming.policy(self.mesh, source, false);
         let ours = |owner| {
             let of = ownership::of(owner, &self.seen.hub, self.claimants);
             of == Ownership::Mesh(self.mesh)
                 || of == Ownership::Unlabelled && ownership::may_return(owner, self.mesh, source)
         };
-        let foreign = standing.get(&readable).is_some_and(|policy| !ours(&policy.owner))
+        let foreign = existing.get(&readable).is_some_and(|policy| !ours(&policy.owner))
             || self.used(target).policies.contains(&readable);
         if foreign {
             self.naming.policy(self.mesh, source, true)
@@ -379,49 +403,51 @@ impl<'a> Assembly<'a> {
         }
     }
 
-    fn services(&self, name: &'a str, target: &'a Party<'a>, assembled: &mut Assembled) {
-        let importing = target.member();
+    fn services(&self, name: &'a str, target: &'a MeshMember<'a>, outcome: &mut TargetOutcome) {
+        let importer_state = target.last_observed();
         let ours = |service: &ObjectName| {
-            let standing = importing.and_then(|member| member.services.get(service));
-            standing
+            let existing = importer_state.and_then(|member| member.services.get(service));
+            existing
                 .and_then(|service| service.managed.as_ref())
                 .is_some_and(|owner| self.ours(owner))
         };
         let mut names: BTreeSet<ObjectName> = BTreeSet::new();
         for grant in &target.cluster.egress {
-            let party = self.parties.get(&grant.cluster);
-            let link = party.and_then(|party| link::between(party, target));
-            let through = party.filter(|_| link == Some(Link::Sandbox));
-            let through = through.map(|party| self.through(party, name));
-            let exporter = match party {
-                Some(party) if matches!(link, Some(Link::Meshed | Link::Sandbox)) => Ok(&party.cluster),
-                party => Err(link::refusal(target, party, &grant.cluster)),
+            let mesh_member = self.mesh_members.get(&grant.cluster);
+            let link = mesh_member.and_then(|mesh_member| link::between(mesh_member, target));
+            let gateway_access = mesh_member.filter(|_| link == Some(Link::Sandbox));
+            let gateway_access = gateway_access.map(|mesh_member| self.gateway_access(mesh_member, name));
+            let exporter = match mesh_member {
+                Some(mesh_member) if matches!(link, Some(Link::Meshed | Link::Sandbox)) => Ok(&mesh_member.cluster),
+                mesh_member => Err(link::refusal(target, mesh_member, &grant.cluster)),
             };
-            let ends = services::Ends {
+            let resolver = services::GrantResolver {
                 mesh: self.mesh,
                 importer: &target.cluster,
-                importing,
-                exporting: party.filter(|_| exporter.is_ok()).and_then(|party| party.observed),
+                importer_state,
+                exporter_state: mesh_member
+                    .filter(|_| exporter.is_ok())
+                    .and_then(|mesh_member| mesh_member.observed),
                 exporter,
-                reach: through.as_ref().map_or(Reach::Anywhere, Reach::Gateways),
+                reach: gateway_access.as_ref().map_or(Reach::Direct, Reach::Gateways),
                 ours: &ours,
                 taken: self.used(target).services.contains(&grant.local) || !names.insert(grant.local.clone()),
             };
-            let mirror = ends.mirror(grant, self.naming);
-            if mirror.keep {
-                assembled.plan.kept.insert(grant.local.clone());
+            let grant_outcome = resolver.resolve(grant, self.naming);
+            if grant_outcome.keep {
+                outcome.plan.kept.insert(grant.local.clone());
             }
-            if let Some(service) = mirror.service {
-                assembled.plan.services.insert(grant.local.clone(), service);
+            if let Some(service) = grant_outcome.service {
+                outcome.plan.services.insert(grant.local.clone(), service);
             }
-            if !mirror.report.message.is_empty() {
-                assembled.facts.insert(Fact::EgressUnresolved {
+            if !grant_outcome.report.message.is_empty() {
+                outcome.facts.insert(Fact::EgressUnresolved {
                     cluster: name.to_owned(),
                     service: grant.local.clone(),
-                    message: mirror.report.message.clone(),
+                    message: grant_outcome.report.message.clone(),
                 });
             }
-            assembled.egress.push(mirror.report);
+            outcome.egress.push(grant_outcome.report);
         }
     }
 }
@@ -432,9 +458,9 @@ pub(super) fn is_local(cluster: &Cluster) -> bool {
 }
 
 /// That sandboxes cannot enter a member that was seen.
-fn no_gateway(target: &Party<'_>) -> Option<Fact> {
+fn no_gateway(target: &MeshMember<'_>) -> Option<Fact> {
     let cluster = &target.cluster.name;
-    let message = gateways::none_there(cluster, target.member()?)?;
+    let message = gateways::missing_gateway_message(cluster, target.last_observed()?)?;
     Some(Fact::NoGateway {
         cluster: cluster.clone(),
         message,

@@ -18,14 +18,14 @@ use crate::{
 
 mod addresses;
 mod anchors;
-mod collisions;
+mod existing_peers;
 mod keys;
 mod kilo;
 mod networks;
+mod networks_in_use;
 mod nodes;
 mod ownership;
 mod sandbox;
-mod standing;
 
 struct Plain;
 
@@ -130,10 +130,10 @@ fn node(cluster: u8, n: u8) -> Node {
     Node {
         created: i64::from(n),
         ready: true,
-        pod_cidrs: vec![Claim::Is(format!("10.{cluster}.{n}.0/24").parse().unwrap())],
-        wireguard_ip: Claim::Is(format!("100.66.{cluster}.{n}/24").parse().unwrap()),
-        public_key: Claim::Is(key(cluster * 16 + n)),
-        kilo_endpoint: Claim::Is(Endpoint::Ip(format!("172.30.{cluster}.{n}:51820").parse().unwrap())),
+        pod_cidrs: vec![Claim::Valid(format!("10.{cluster}.{n}.0/24").parse().unwrap())],
+        wireguard_ip: Claim::Valid(format!("100.66.{cluster}.{n}/24").parse().unwrap()),
+        public_key: Claim::Valid(key(cluster * 16 + n)),
+        kilo_endpoint: Claim::Valid(Endpoint::Ip(format!("172.30.{cluster}.{n}:51820").parse().unwrap())),
         internal_ips: vec![format!("172.30.{cluster}.{n}").parse().unwrap()],
         server: Server::Agent,
         ..Node::default()

@@ -64,12 +64,12 @@ impl Forged {
         Node {
             created,
             ready: true,
-            public_key: Claim::Is(keys[key.index(keys.len())]),
-            wireguard_ip: Claim::Is(IpNet::new(wireguard, 24).unwrap()),
-            pod_cidrs: pods.into_iter().map(Claim::Is).collect(),
+            public_key: Claim::Valid(keys[key.index(keys.len())]),
+            wireguard_ip: Claim::Valid(IpNet::new(wireguard, 24).unwrap()),
+            pod_cidrs: pods.into_iter().map(Claim::Valid).collect(),
             allowed_location_ips: pods.into_iter().collect(),
             internal_ips: internal.into_iter().collect(),
-            force_endpoint: endpoint.map_or(Claim::Absent, |ip| Claim::Is(Endpoint::Ip((ip, 51820).into()))),
+            force_endpoint: endpoint.map_or(Claim::Absent, |ip| Claim::Valid(Endpoint::Ip((ip, 51820).into()))),
             server: Server::Agent,
             discovered: keys.iter().map(|key| (*key, (wireguard, 666).into())).collect(),
             ..Node::default()
@@ -100,9 +100,9 @@ fn standing() -> impl Strategy<Value = World> {
             let node = member.nodes.get_mut("good").unwrap();
             node.ready = true;
             if n == 1 {
-                node.pod_cidrs = vec![Claim::Is("10.2.9.0/24".parse().unwrap())];
-                node.wireguard_ip = Claim::Is("100.66.3.9/24".parse().unwrap());
-                node.public_key = Claim::Is(PublicKey::new([60; 32]));
+                node.pod_cidrs = vec![Claim::Valid("10.2.9.0/24".parse().unwrap())];
+                node.wireguard_ip = Claim::Valid("100.66.3.9/24".parse().unwrap());
+                node.public_key = Claim::Valid(PublicKey::new([60; 32]));
             }
             member.uid = Some(format!("uid-{n}"));
             world
@@ -203,8 +203,8 @@ fn ten_thousand_nodes_of_a_sandbox_cost_what_its_entry_bounds_and_nobody_else() 
         let [.., high, low] = n.to_be_bytes();
         let node = Node {
             created: i64::from(n),
-            public_key: Claim::Is(PublicKey::new(key)),
-            wireguard_ip: Claim::Is(IpNet::new([100, 70, high, low].into(), 16).unwrap()),
+            public_key: Claim::Valid(PublicKey::new(key)),
+            wireguard_ip: Claim::Valid(IpNet::new([100, 70, high, low].into(), 16).unwrap()),
             server: Server::Agent,
             ..Node::default()
         };

@@ -204,9 +204,9 @@ fn connected() -> impl Strategy<Value = World> {
                 if n == 1 {
                     member.nodes.retain(|name, _| name == "good");
                     let node = member.nodes.get_mut("good").unwrap();
-                    node.pod_cidrs = vec![Claim::Is("10.2.9.0/24".parse().unwrap())];
-                    node.wireguard_ip = Claim::Is("100.66.3.9/24".parse().unwrap());
-                    node.public_key = Claim::Is(PublicKey::new([60; 32]));
+                    node.pod_cidrs = vec![Claim::Valid("10.2.9.0/24".parse().unwrap())];
+                    node.wireguard_ip = Claim::Valid("100.66.3.9/24".parse().unwrap());
+                    node.public_key = Claim::Valid(PublicKey::new([60; 32]));
                 }
                 let node = member.nodes.get_mut("good").unwrap();
                 (node.ready, node.server) = (true, Server::Agent);
@@ -274,7 +274,7 @@ fn likely() -> impl Strategy<Value = (Source, Destination)> {
 }
 
 fn asked(world: &World, plan: &Plan, from: &Source, to: &Destination) -> explain::Explanation {
-    let world = explain::World {
+    let world = explain::ExplainInputs {
         meshes: &world.meshes,
         seen: &world.seen,
         settings: &Settings::default(),

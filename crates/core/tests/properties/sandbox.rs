@@ -61,10 +61,10 @@ pub(crate) fn sandboxed() -> impl Strategy<Value = World> {
             member.nodes.values_mut().for_each(|node| node.server = Server::Agent);
             let good = Node {
                 created: -1,
-                pod_cidrs: vec![Claim::Is("10.1.9.0/24".parse().unwrap())],
-                wireguard_ip: Claim::Is(format!("100.66.{}.9/24", if n == 0 { 1 } else { 2 }).parse().unwrap()),
-                public_key: Claim::Is(PublicKey::new([50 + n; 32])),
-                kilo_endpoint: Claim::Is(Endpoint::Ip("192.0.2.9:51820".parse().unwrap())),
+                pod_cidrs: vec![Claim::Valid("10.1.9.0/24".parse().unwrap())],
+                wireguard_ip: Claim::Valid(format!("100.66.{}.9/24", if n == 0 { 1 } else { 2 }).parse().unwrap()),
+                public_key: Claim::Valid(PublicKey::new([50 + n; 32])),
+                kilo_endpoint: Claim::Valid(Endpoint::Ip("192.0.2.9:51820".parse().unwrap())),
                 server: Server::Agent,
                 ..Node::default()
             };
@@ -219,7 +219,7 @@ proptest! {
         // Whoever copies another's key is settled elsewhere: by who has the Peer.
         let own_keys = |member: &mut Member| {
             for (n, node) in member.nodes.values_mut().enumerate() {
-                if let Claim::Is(key) = &mut node.public_key {
+                if let Claim::Valid(key) = &mut node.public_key {
                     *key = PublicKey::new([100 + u8::try_from(n).unwrap(); 32]);
                 }
             }

@@ -123,7 +123,7 @@ fn key() -> impl Strategy<Value = PublicKey> + Clone {
 fn claim<T: std::fmt::Debug + Clone>(
     value: impl Strategy<Value = T> + Clone + 'static,
 ) -> impl Strategy<Value = Claim<T>> {
-    prop_oneof![1 => Just(Claim::Absent), 1 => Just(Claim::Invalid("x".into())), 8 => value.prop_map(Claim::Is)]
+    prop_oneof![1 => Just(Claim::Absent), 1 => Just(Claim::Invalid("x".into())), 8 => value.prop_map(Claim::Valid)]
 }
 
 fn endpoint() -> impl Strategy<Value = Endpoint> + Clone {
@@ -163,15 +163,15 @@ fn own_key(n: usize, k: u8) -> PublicKey {
 
 /// The `k`-th node of cluster `n`. Boxed, as are the others below: nested as they are, their types fill the stack.
 pub(crate) fn node(n: usize, k: u8) -> BoxedStrategy<Node> {
-    let own_claims = Just(vec![Claim::Is(own_pods(n, k))]);
-    let greedy = claim(net()).prop_map(move |more| vec![Claim::Is(own_pods(n, k)), more]);
+    let own_claims = Just(vec![Claim::Valid(own_pods(n, k))]);
+    let greedy = claim(net()).prop_map(move |more| vec![Claim::Valid(own_pods(n, k)), more]);
     let identity = (
         prop_oneof![12 => own_claims, 1 => greedy, 1 => collection::vec(claim(net()), 0..3)],
         prop_oneof![
-            12 => Just(Claim::Is(own_wireguard(n, k))),
+            12 => Just(Claim::Valid(own_wireguard(n, k))),
             1 => claim((ip(), 16u8..=32).prop_map(|(ip, length)| IpNet::new(ip, length).unwrap())),
         ],
-        prop_oneof![12 => Just(Claim::Is(own_key(n, k))), 1 => claim(key())],
+        prop_oneof![12 => Just(Claim::Valid(own_key(n, k))), 1 => claim(key())],
         0i64..3,
         prop::bool::weighted(0.8),
         prop::bool::weighted(0.1),
@@ -180,7 +180,7 @@ pub(crate) fn node(n: usize, k: u8) -> BoxedStrategy<Node> {
     let whereabouts = (
         prop_oneof![12 => Just(Claim::Absent), 1 => claim(endpoint())],
         prop_oneof![12 => Just(Claim::Absent), 1 => claim(endpoint())],
-        prop_oneof![4 => Just(Claim::Is(Endpoint::Ip((own, 51820).into()))), 1 => claim(endpoint())],
+        prop_oneof![4 => Just(Claim::Valid(Endpoint::Ip((own, 51820).into()))), 1 => claim(endpoint())],
         collection::vec(ip(), 0..2),
         prop_oneof![4 => Just(vec![own]), 1 => collection::vec(ip(), 0..3)],
     );

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use clustermesh_agent_core::datapath::cilium_bypass;
 use clustermesh_api::annotations::IPVS;
-use clustermesh_core::enforcement::WITHOUT_IPVS;
+use clustermesh_core::enforcement::IPVS_REMEDY;
 use k8s_openapi::api::core::v1::ConfigMap;
 use kube::{Api, Client};
 use nix::net::if_::if_nametoindex;
@@ -111,7 +111,7 @@ pub(crate) enum DatapathProblem {
     #[error(
         "DatapathBypassed: the interface kube-ipvs0 is here, so kube-proxy runs, or ran, in mode ipvs, which translates packets \
          for Services after the firewall table looked at them: PeerPolicies do not see where those go. To be enforced here: \
-         {WITHOUT_IPVS}"
+         {IPVS_REMEDY}"
     )]
     Ipvs,
     /// Cilium's settings cannot be read.

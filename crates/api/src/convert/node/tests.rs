@@ -22,7 +22,7 @@ fn recorded(text: &str) -> BTreeMap<String, observe::Node> {
 #[test]
 fn a_leader_that_kg_serves_is_read_whole() {
     let nodes = recorded(include_str!("../../../tests/fixtures/nodes-location.json"));
-    let endpoint = Claim::Is(observe::Endpoint::Ip("198.51.100.111:51820".parse().unwrap()));
+    let endpoint = Claim::Valid(observe::Endpoint::Ip("198.51.100.111:51820".parse().unwrap()));
     let seen = [
         ("FOA4Fm2q3jL2DH8YZIflkrM21Se787ICn433LikzC0o=", "198.51.100.121:51820"),
         ("RZLoOCi9+okHNLHfdtAXzZ+joYGLXS+ekovca8DM9Sw=", "198.51.100.122:51820"),
@@ -33,9 +33,9 @@ fn a_leader_that_kg_serves_is_read_whole() {
         observe::Node {
             created: 1_795_262_653,
             ready: nodes["c1n1"].ready,
-            pod_cidrs: vec![Claim::Is("10.101.4.0/24".parse().unwrap())],
-            wireguard_ip: Claim::Is("100.66.0.1/16".parse().unwrap()),
-            public_key: Claim::Is("KwaR/1MLyvshuWMRuzkJr/RSfVRyVLi5nR2t4mSTDVU=".parse().unwrap()),
+            pod_cidrs: vec![Claim::Valid("10.101.4.0/24".parse().unwrap())],
+            wireguard_ip: Claim::Valid("100.66.0.1/16".parse().unwrap()),
+            public_key: Claim::Valid("KwaR/1MLyvshuWMRuzkJr/RSfVRyVLi5nR2t4mSTDVU=".parse().unwrap()),
             force_endpoint: endpoint.clone(),
             kilo_endpoint: endpoint,
             internal_ips: vec!["172.31.7.111".parse().unwrap()],
@@ -63,7 +63,7 @@ fn a_node_whose_kg_was_stopped_claims_nothing_but_its_pod_range() {
         observe::Node {
             created: 1_795_261_895,
             ready: true,
-            pod_cidrs: vec![Claim::Is("10.101.2.0/24".parse().unwrap())],
+            pod_cidrs: vec![Claim::Valid("10.101.2.0/24".parse().unwrap())],
             internal_ips: vec!["172.31.7.113".parse().unwrap()],
             ..observe::Node::default()
         }
@@ -132,13 +132,13 @@ fn both_families_and_everything_a_person_can_annotate_is_read() {
             ready: false,
             deleting: true,
             pod_cidrs: vec![
-                Claim::Is("10.1.0.0/24".parse().unwrap()),
-                Claim::Is("fd00:1::/64".parse().unwrap()),
+                Claim::Valid("10.1.0.0/24".parse().unwrap()),
+                Claim::Valid("fd00:1::/64".parse().unwrap()),
                 Claim::Invalid(bad.into()),
             ],
-            wireguard_ip: Claim::Is("fd00:66::9/64".parse().unwrap()),
-            public_key: Claim::Is(KEY.parse().unwrap()),
-            clustermesh_endpoint: Claim::Is(observe::Endpoint::Dns("node.example.org".into(), 51820)),
+            wireguard_ip: Claim::Valid("fd00:66::9/64".parse().unwrap()),
+            public_key: Claim::Valid(KEY.parse().unwrap()),
+            clustermesh_endpoint: Claim::Valid(observe::Endpoint::Dns("node.example.org".into(), 51820)),
             external_ips: vec!["192.0.2.7".parse().unwrap(), "192.0.2.8".parse().unwrap()],
             internal_ips: vec!["fd00::7".parse().unwrap()],
             persistent_keepalive: 25,

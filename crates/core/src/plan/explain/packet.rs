@@ -5,15 +5,15 @@ use std::{collections::BTreeSet, net::IpAddr};
 
 use ipnet::IpNet;
 
-use super::{Explanation, Hop, Rule, Verdict, Way, bounds, member, port_text, why::Asked};
+use super::{Explanation, Hop, Route, Rule, Verdict, bounds, connectivity::Query, member, port_text};
 use crate::{
     mesh::{ClusterIdentity, Profile, Protocol},
     observe::{Claim, Member, PolicySpec, Server},
     plan::{MeshPlan, Plan, PlannedPeer, PlannedPolicy, TargetPlan},
 };
 
-pub(super) struct Packet<'q> {
-    pub(super) asked: &'q Asked<'q>,
+pub(super) struct PacketTrace<'q> {
+    pub(super) query: &'q Query<'q>,
 }
 
 /// What every mesh plans for one cluster, with the mesh that says who is meant by a source's name.
@@ -25,7 +25,7 @@ fn targets<'p>(plan: &'p Plan, cluster: &'p ClusterIdentity) -> impl Iterator<It
     })
 }
 
-fn is(mesh: &MeshPlan, entry: &str, cluster: &ClusterIdentity) -> bool {
+fn is_cluster(mesh: &MeshPlan, entry: &str, cluster: &ClusterIdentity) -> bool {
     mesh.identities
         .get(entry)
         .is_some_and(|identity| identity.same_cluster(cluster))
@@ -39,7 +39,7 @@ fn peers<'p>(
 ) -> impl Iterator<Item = (&'p String, &'p PlannedPeer)> {
     targets(plan, holder).flat_map(move |(mesh, target)| {
         let peers = target.peers.iter();
-        peers.filter(move |(_, peer)| is(mesh, &peer.source, source))
+        peers.filter(move |(_, peer)| is_cluster(mesh, &peer.source, source))
     })
 }
 
@@ -51,39 +51,39 @@ fn policies<'p>(
 ) -> impl Iterator<Item = (&'p String, &'p PlannedPolicy)> {
     targets(plan, holder).flat_map(move |(mesh, target)| {
         let policies = target.policies.iter();
-        policies.filter(move |(_, policy)| is(mesh, &policy.source, source))
+        policies.filter(move |(_, policy)| is_cluster(mesh, &policy.source, source))
     })
 }
 
-fn holds(peer: &PlannedPeer, address: IpAddr) -> Option<IpNet> {
+fn matching_prefix(peer: &PlannedPeer, address: IpAddr) -> Option<IpNet> {
     let nets = peer.spec.allowed_ips.iter().filter(|net| net.contains(&address));
     nets.max_by_key(|net| net.prefix_len()).copied()
 }
 
-impl Packet<'_> {
+impl PacketTrace<'_> {
     pub(super) fn follow(&self) -> Explanation {
-        let asked = self.asked;
-        let (plan, from, to) = (asked.world.plan, asked.from, asked.to);
+        let query = self.query;
+        let (plan, from, to) = (query.inputs.plan, query.from, query.to);
         let carrying = peers(plan, &from.cluster, &to.cluster)
-            .filter_map(|(name, peer)| Some((holds(peer, to.address)?, name, peer)))
+            .filter_map(|(name, peer)| Some((matching_prefix(peer, to.address)?, name, peer)))
             .max_by_key(|(net, name, _)| (net.prefix_len(), *name));
         let Some((prefix, name, peer)) = carrying else {
-            return asked.unreached();
+            return query.unreached();
         };
         let out = self.hop(&from.cluster, name, peer, prefix);
         let (seen_as, back) = match self.back() {
             Ok(back) => back,
             Err(explanation) => return *explanation,
         };
-        let registered = asked
-            .stage
-            .rolls
-            .get(asked.target)
-            .map_or(&[][..], |roll| &roll.registered);
+        let registered = query
+            .prepared
+            .registries
+            .get(query.target)
+            .map_or(&[][..], |registry| &registry.registered);
         let own = registered.iter().find(|node| node.node == peer.node);
-        let meshed = asked.source().cluster.profile == Profile::ClusterMeshed;
+        let meshed = query.source().cluster.profile == Profile::ClusterMeshed;
         let anchored = meshed && own.is_some_and(|node| !node.prefixes.iter().any(|own| own.contains(&prefix)));
-        let mut way = Way {
+        let mut route = Route {
             out,
             anchored,
             back,
@@ -91,7 +91,7 @@ impl Packet<'_> {
             masqueraded: self.is_masqueraded(seen_as),
             policy: None,
         };
-        let mut answer = self.judge(&mut way);
+        let mut answer = self.evaluate_policies(&mut route);
         if anchored && answer.verdict() == Verdict::Allowed {
             answer.notes.push(format!(
                 "{prefix} rides on Node {} as an anchor, which leads the connection on: what answers sees that node's address, \
@@ -99,7 +99,7 @@ impl Packet<'_> {
                 peer.node
             ));
         }
-        if way.masqueraded.is_none() && answer.verdict() == Verdict::Allowed {
+        if route.masqueraded.is_none() && answer.verdict() == Verdict::Allowed {
             answer.notes.push(
                 "kg does not keep the source address: where the CNI masquerades what leaves the cluster, the connection arrives \
                  as the WireGuard address or the InternalIP of the source's node. wg-agent with --mode=policy on that node keeps \
@@ -107,67 +107,68 @@ impl Packet<'_> {
                     .to_owned(),
             );
         }
-        answer.way = Some(way);
+        answer.route = Some(route);
         answer
     }
 
     /// Whether the source address is replaced. An agent, in either mode, keeps the CNI from it; kg does not.
     fn is_masqueraded(&self, seen_as: IpAddr) -> Option<bool> {
-        let from = self.asked.from;
+        let from = self.query.from;
         let replaced = from.address.is_some_and(|address| address != seen_as);
-        let source = member(self.asked.world.seen, &from.cluster);
+        let source = member(self.query.inputs.seen, &from.cluster);
         let node = from.node.as_deref().and_then(|node| source?.nodes.get(node));
         let kg_alone = node.is_some_and(|node| node.server == Server::Kilo);
         (replaced || from.address.is_none() || !kg_alone).then_some(replaced)
     }
 
     fn hop(&self, holder: &ClusterIdentity, name: &str, peer: &PlannedPeer, prefix: IpNet) -> Hop {
-        let standing = member(self.asked.world.seen, holder).and_then(|member| member.peers.as_ref()?.get(name));
+        let existing = member(self.query.inputs.seen, holder).and_then(|member| member.peers.as_ref()?.get(name));
         Hop {
             peer: name.to_owned(),
             node: peer.node.clone(),
             prefix,
-            written: standing.is_some_and(|standing| standing.spec.as_ref() == Ok(&peer.spec)),
+            written: existing.is_some_and(|existing| existing.spec.as_ref() == Ok(&peer.spec)),
         }
     }
 
     /// The Peer that lets the source in, and the address that it lets in: the source's own where it is published for its
     /// node, else the node's WireGuard address.
     fn back(&self) -> Result<(IpAddr, Hop), Box<Explanation>> {
-        let asked = self.asked;
-        let (plan, from, to) = (asked.world.plan, asked.from, asked.to);
+        let query = self.query;
+        let (plan, from, to) = (query.inputs.plan, query.from, query.to);
         let family = |net: &IpNet| net.addr().is_ipv4() == to.address.is_ipv4();
         let all = || peers(plan, &to.cluster, &from.cluster);
         let own = |peer: &PlannedPeer| from.node.as_deref().is_none_or(|node| peer.node == node);
         let found = from.address.and_then(|address| {
-            let held = all().filter(|(_, peer)| own(peer));
-            let held = held.filter_map(|(name, peer)| Some((holds(peer, address)?, name, peer)));
-            let (net, name, peer) = held.max_by_key(|(net, name, _)| (net.prefix_len(), *name))?;
+            let candidates = all().filter(|(_, peer)| own(peer));
+            let candidates = candidates.filter_map(|(name, peer)| Some((matching_prefix(peer, address)?, name, peer)));
+            let (net, name, peer) = candidates.max_by_key(|(net, name, _)| (net.prefix_len(), *name))?;
             Some((address, self.hop(&to.cluster, name, peer, net)))
         });
         // A node behind another of its location is let in by that one's Peer, where kg serves both.
         let led = || {
             let address = from.address?;
             let node = from.node.as_deref()?;
-            let leads = &asked.stage.rolls.get(asked.source)?.segments;
+            let leads = &query.prepared.registries.get(query.source)?.segments;
             let followed = |leader: &str| leads.followers.get(leader).is_some_and(|all| all.contains(&node));
-            let held = all().filter(|(_, peer)| followed(&peer.node));
-            let (net, name, peer) = held
-                .filter_map(|(name, peer)| Some((holds(peer, address)?, name, peer)))
+            let candidates = all().filter(|(_, peer)| followed(&peer.node));
+            let (net, name, peer) = candidates
+                .filter_map(|(name, peer)| Some((matching_prefix(peer, address)?, name, peer)))
                 .max_by_key(|(net, name, _)| (net.prefix_len(), *name))?;
             Some((address, self.hop(&to.cluster, name, peer, net)))
         };
         let masqueraded = || {
             let node = from.node.as_deref()?;
-            let source = member(asked.world.seen, &from.cluster)?;
+            let source = member(query.inputs.seen, &from.cluster)?;
             let wireguard = source.nodes.get(node)?.wireguard_ip.value()?.addr();
-            let mut held = all().filter(|(_, peer)| peer.node == node);
-            let (net, name, peer) = held.find_map(|(name, peer)| Some((holds(peer, wireguard)?, name, peer)))?;
+            let mut candidates = all().filter(|(_, peer)| peer.node == node);
+            let (net, name, peer) =
+                candidates.find_map(|(name, peer)| Some((matching_prefix(peer, wireguard)?, name, peer)))?;
             family(&net).then(|| (wireguard, self.hop(&to.cluster, name, peer, net)))
         };
         found.or_else(led).or_else(masqueraded).ok_or_else(|| {
             let skipped = from.node.as_deref();
-            let skipped = skipped.and_then(|node| asked.skipped(asked.source, node, asked.target));
+            let skipped = skipped.and_then(|node| query.skipped(query.source, node, query.target));
             Box::new(skipped.unwrap_or_else(|| {
                 let who = match (&from.address, &from.node) {
                     (Some(address), Some(node)) => format!("{address} on Node {node}"),
@@ -175,12 +176,12 @@ impl Packet<'_> {
                     (None, Some(node)) => format!("Node {node}"),
                     (None, None) => "it".to_owned(),
                 };
-                Explanation::of(
+                Explanation::new(
                     Rule::NoPeer,
                     format!(
                         "no Peer in cluster {:?} lets {who} of cluster {:?} in: the address is published by no Node there, and \
                          no WireGuard address of its family stands for it",
-                        asked.target, asked.source
+                        query.target, query.source
                     ),
                 )
             }))
@@ -188,81 +189,81 @@ impl Packet<'_> {
     }
 
     /// What the policies on both sides say.
-    fn judge(&self, way: &mut Way) -> Explanation {
-        let asked = self.asked;
-        let (plan, from, to) = (asked.world.plan, asked.from, asked.to);
+    fn evaluate_policies(&self, route: &mut Route) -> Explanation {
+        let query = self.query;
+        let (plan, from, to) = (query.inputs.plan, query.from, query.to);
         // Whoever is closed here is not called from here either.
         if let Some((name, _)) = policies(plan, &from.cluster, &to.cluster)
             .find(|(_, policy)| policy.spec.closed && contains(&policy.spec.networks, to.address))
         {
-            return Explanation::of(
+            return Explanation::new(
                 Rule::TowardSandbox,
                 format!(
                     "PeerPolicy {name} in cluster {:?} opens no connection to {}",
-                    asked.source, to.address
+                    query.source, to.address
                 ),
             );
         }
-        let Some(target) = member(asked.world.seen, &to.cluster) else {
-            return Explanation::of(Rule::MemberUnseen, format!("cluster {:?} was not seen", asked.target));
+        let Some(target) = member(query.inputs.seen, &to.cluster) else {
+            return Explanation::new(Rule::MemberUnseen, format!("cluster {:?} was not seen", query.target));
         };
-        let Some(standing) = &target.policies else {
-            return Explanation::of(
+        let Some(existing) = &target.policies else {
+            return Explanation::new(
                 Rule::NoPolicyHere,
                 format!(
                     "cluster {:?} has no CRD peerpolicies.kilo.squat.ai, so its nodes admit whatever its Peers let in: run wg-agent \
                      there, beside kg with --mode=policy",
-                    asked.target
+                    query.target
                 ),
             );
         };
         let speaking: Vec<(&String, &PlannedPolicy)> = policies(plan, &to.cluster, &from.cluster)
-            .filter(|(_, policy)| contains(&policy.spec.sources, way.seen_as))
+            .filter(|(_, policy)| contains(&policy.spec.sources, route.seen_as))
             .collect();
         let Some((name, first)) = speaking.first() else {
-            return Explanation::of(
+            return Explanation::new(
                 Rule::PolicyMissing,
                 format!(
                     "no PeerPolicy in cluster {:?} has {} among its sources, and what none has is dropped",
-                    asked.target, way.seen_as
+                    query.target, route.seen_as
                 ),
             );
         };
-        let written = standing
+        let written = existing
             .get(*name)
-            .is_some_and(|standing| standing.spec.as_ref() == Ok(&first.spec));
-        way.policy = Some(((*name).clone(), written));
+            .is_some_and(|existing| existing.spec.as_ref() == Ok(&first.spec));
+        route.policy = Some(((*name).clone(), written));
         let specs: Vec<&PolicySpec> = speaking.iter().map(|(_, policy)| &policy.spec).collect();
         if let Some(closed) = to.port.and_then(|port| self.closed(&specs, target, port)) {
             return closed;
         }
         if !specs.iter().any(|spec| contains(&spec.allow, to.address)) {
-            return Explanation::of(
+            return Explanation::new(
                 Rule::OutsideAllowedNetworks,
                 format!(
                     "{} lies outside what cluster {:?} opens to its members ({})",
                     to.address,
-                    asked.target,
-                    bounds(&asked.target().cluster)
+                    query.target,
+                    bounds(&query.target().cluster)
                 ),
             );
         }
         let tunnel_address = wireguard_addresses(target).contains(&to.address) && !is_node_address(target, to.address);
         if tunnel_address && to.port.is_some() {
-            return Explanation::of(
+            return Explanation::new(
                 Rule::WireguardAddress,
                 format!(
                     "{} is the WireGuard address of a node, which answers ping alone: what listens on the node is reached at its \
                      InternalIP, where allowedNetworks of {:?} hold that",
-                    to.address, asked.target
+                    to.address, query.target
                 ),
             );
         }
-        let mut answer = Explanation::of(
+        let mut answer = Explanation::new(
             Rule::Meshed,
             format!(
                 "clusters {:?} and {:?} are cluster-meshed, and {} lies in allowedNetworks of {:?}",
-                asked.source, asked.target, to.address, asked.target
+                query.source, query.target, to.address, query.target
             ),
         );
         if to.port.is_none() && tunnel_address {
@@ -277,32 +278,32 @@ impl Packet<'_> {
 
     /// What is closed to every member, whatever is allowed to it.
     fn closed(&self, specs: &[&PolicySpec], target: &Member, port: (Protocol, u16)) -> Option<Explanation> {
-        let asked = self.asked;
-        let to = asked.to;
+        let query = self.query;
+        let to = query.to;
         if port.0 == Protocol::Tcp
             && specs
                 .iter()
                 .any(|spec| spec.deny.contains(&(to.address, port.1).into()))
         {
-            return Some(Explanation::of(
+            return Some(Explanation::new(
                 Rule::ApiServer,
                 format!(
                     "{} port {} is an endpoint of the API server of cluster {:?}, which is closed to every member",
                     to.address,
                     port_text(port),
-                    asked.target
+                    query.target
                 ),
             ));
         }
         let infrastructure = specs.iter().any(|spec| spec.infrastructure_ports.contains(&port));
         (infrastructure && node_addresses(target).contains(&to.address)).then(|| {
-            Explanation::of(
+            Explanation::new(
                 Rule::InfrastructurePort,
                 format!(
                     "port {} is an infrastructure port (API server, kubelet, etcd and their like), closed to every member on the \
                      addresses of the nodes of cluster {:?}",
                     port_text(port),
-                    asked.target
+                    query.target
                 ),
             )
         })
@@ -310,7 +311,7 @@ impl Packet<'_> {
 
     /// Without a port: which are closed all the same.
     fn exceptions(&self, specs: &[&PolicySpec], target: &Member) -> Vec<String> {
-        let to = self.asked.to;
+        let to = self.query.to;
         let mut notes = Vec::new();
         if node_addresses(target).contains(&to.address) {
             let ports: BTreeSet<_> = specs
@@ -344,7 +345,7 @@ fn contains(nets: &BTreeSet<IpNet>, address: IpAddr) -> bool {
 
 fn wireguard_addresses(member: &Member) -> BTreeSet<IpAddr> {
     let claims = member.nodes.values().filter_map(|node| match &node.wireguard_ip {
-        Claim::Is(net) => Some(net.addr()),
+        Claim::Valid(net) => Some(net.addr()),
         _ => None,
     });
     claims.collect()

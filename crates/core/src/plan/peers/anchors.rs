@@ -4,49 +4,49 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use ipnet::IpNet;
 
-use super::Writer;
+use super::PeerPlanner;
 use crate::{
     observe::ObservedPeer,
     plan::{
         Fact, anchor, endpoint,
-        nodes::{Registered, Roll},
-        target::Party,
+        nodes::{NodeRegistry, RegisteredNode},
+        target::MeshMember,
     },
 };
 
-impl<'a> Writer<'a, '_> {
+impl<'a> PeerPlanner<'a, '_> {
     /// Gives the anchored networks of a member to nodes of it; those that a held Peer keeps are not among `parts`.
     pub(super) fn add_anchors(
         &mut self,
         source: &str,
-        party: &Party<'a>,
-        roll: &Roll<'a>,
+        mesh_member: &MeshMember<'a>,
+        registry: &NodeRegistry<'a>,
         parts: &[IpNet],
         added: &BTreeMap<&str, String>,
     ) {
         let parts: Vec<IpNet> = parts
             .iter()
             .copied()
-            .filter(|part| !self.loops(source, *part))
+            .filter(|part| !self.has_routing_loop(source, *part))
             .collect();
         if parts.is_empty() {
             return;
         }
-        let fit: Vec<&Registered<'_>> = roll
+        let fit: Vec<&RegisteredNode<'_>> = registry
             .registered
             .iter()
-            .filter(|node| node.view.ready && !node.view.deleting)
+            .filter(|node| node.observed.ready && !node.observed.deleting)
             .filter(|node| {
                 let peer = added.get(node.node).and_then(|name| self.peers.get(name));
                 peer.is_some_and(|peer| peer.spec.endpoint.is_some())
             })
             .collect();
         // A tunnel outlives its kg: where none checks in, the network stays where it is.
-        let any_lives = fit.iter().any(|node| !node.view.is_silent());
-        let eligible = fit.iter().filter(|node| !any_lives || !node.view.is_silent());
+        let any_lives = fit.iter().any(|node| !node.observed.is_silent());
+        let eligible = fit.iter().filter(|node| !any_lives || !node.observed.is_silent());
         let eligible: BTreeSet<&str> = eligible.map(|node| node.node).collect();
         if eligible.is_empty() {
-            if !roll.registered.is_empty() {
+            if !registry.registered.is_empty() {
                 let message =
                     "no node is Ready, has an endpoint and is not being deleted; the anchored networks are unreachable";
                 self.facts.insert(Fact::NoAnchor {
@@ -56,13 +56,13 @@ impl<'a> Writer<'a, '_> {
             }
             return;
         }
-        let mut now: BTreeMap<IpNet, String> = BTreeMap::new();
+        let mut current: BTreeMap<IpNet, String> = BTreeMap::new();
         for (node, peer) in added {
-            if let Some(ObservedPeer { spec: Ok(spec), .. }) = self.standing.get(&**peer) {
-                now.extend(spec.allowed_ips.iter().map(|net| (*net, (*node).to_owned())));
+            if let Some(ObservedPeer { spec: Ok(spec), .. }) = self.existing.get(&**peer) {
+                current.extend(spec.allowed_ips.iter().map(|net| (*net, (*node).to_owned())));
             }
         }
-        for (part, node) in anchor::assign(&parts, party.cluster.anchors, &eligible, &now) {
+        for (part, node) in anchor::assign(&parts, mesh_member.cluster.anchors, &eligible, &current) {
             let Some(peer) = added.get(node.as_str()).and_then(|name| self.peers.get_mut(name)) else {
                 continue;
             };
@@ -84,9 +84,9 @@ impl<'a> Writer<'a, '_> {
 
     /// Whether `part` holds the endpoint of one of the member's Peers, and kg serves here: it would send that Peer's outer
     /// packets into the tunnel. wg-agent's outer packets are marked and never routed there.
-    fn loops(&mut self, source: &str, part: IpNet) -> bool {
+    fn has_routing_loop(&mut self, source: &str, part: IpNet) -> bool {
         let peers = self.peers.values().filter(|peer| self.runs_kg && peer.source == source);
-        let endpoints = peers.flat_map(|peer| endpoint::of_peer(&peer.spec));
+        let endpoints = peers.flat_map(|peer| endpoint::peer_endpoints(&peer.spec));
         let Some(endpoint) = endpoints.filter(|endpoint| part.contains(endpoint)).min() else {
             return false;
         };

@@ -26,7 +26,7 @@ fn toward(targets: [&[&str]; 2], explicit: Option<&str>) -> Vec<std::net::Socket
         x.external_ips = ips(&["2001:db8::7", "198.51.100.7"]);
         x.kilo_endpoint = Claim::Absent;
         if let Some(explicit) = explicit {
-            x.force_endpoint = Claim::Is(Endpoint::Ip(explicit.parse().unwrap()));
+            x.force_endpoint = Claim::Valid(Endpoint::Ip(explicit.parse().unwrap()));
         }
     });
     let spec = run(&two_clusters(), &seen).1.targets["mgmt"].peers["m--tenant--x"]
@@ -89,9 +89,9 @@ fn node_without_addresses_changes_no_other_peer() {
     assert_eq!(join(&new), before, "the cloud provider has not given it addresses");
 
     // Its agent may start before that.
-    new.public_key = Claim::Is(key(99));
-    new.wireguard_ip = Claim::Is("100.66.1.99/24".parse().unwrap());
-    new.pod_cidrs = vec![Claim::Is("10.1.99.0/24".parse().unwrap())];
+    new.public_key = Claim::Valid(key(99));
+    new.wireguard_ip = Claim::Valid("100.66.1.99/24".parse().unwrap());
+    new.pod_cidrs = vec![Claim::Valid("10.1.99.0/24".parse().unwrap())];
     let mut joined = join(&new);
     let own = joined.get_mut("tenant").unwrap().peers.remove("m--mgmt--new").unwrap();
     assert_eq!((own.spec.endpoint, own.spec.persistent_keepalive), (None, 25));
@@ -105,9 +105,9 @@ fn uncovered_pod_cidr_is_named_and_the_rest_is_meshed() {
     let before = run(&mesh, &seen).1.targets;
     edit(&mut seen, &secret("tenant"), |m| {
         let x = m.nodes.get_mut("x").unwrap();
-        x.pod_cidrs.push(Claim::Is("10.9.1.0/24".parse().unwrap()));
+        x.pod_cidrs.push(Claim::Valid("10.9.1.0/24".parse().unwrap()));
         let mut y = node(2, 2);
-        y.pod_cidrs.push(Claim::Is("10.9.2.0/24".parse().unwrap()));
+        y.pod_cidrs.push(Claim::Valid("10.9.2.0/24".parse().unwrap()));
         m.nodes.insert("y".into(), y);
     });
     let (_, of_mesh) = run(&mesh, &seen);
@@ -148,7 +148,7 @@ fn family_that_is_not_meshed_is_listed_and_no_trouble() {
     let mut seen = seen();
     edit(&mut seen, &secret("tenant"), |m| {
         let x = m.nodes.get_mut("x").unwrap();
-        x.pod_cidrs.push(Claim::Is("fd00:2::/64".parse().unwrap()));
+        x.pod_cidrs.push(Claim::Valid("fd00:2::/64".parse().unwrap()));
     });
     let (_, of_mesh) = run(&mesh, &seen);
     assert_eq!(of_mesh.facts, BTreeSet::new());
@@ -166,22 +166,22 @@ fn nested_claims_of_one_member_stay_with_the_older_node() {
     let cases: [(&str, Change, Reason); 4] = [
         (
             "around another's podCIDR",
-            |node| node.pod_cidrs = vec![Claim::Is("10.2.0.0/20".parse().unwrap())],
+            |node| node.pod_cidrs = vec![Claim::Valid("10.2.0.0/20".parse().unwrap())],
             Reason::PodCIDRDuplicate,
         ),
         (
             "inside another's podCIDR",
-            |node| node.pod_cidrs = vec![Claim::Is("10.2.1.128/25".parse().unwrap())],
+            |node| node.pod_cidrs = vec![Claim::Valid("10.2.1.128/25".parse().unwrap())],
             Reason::PodCIDRDuplicate,
         ),
         (
             "a WireGuard address inside another's podCIDR",
-            |node| node.wireguard_ip = Claim::Is("10.2.1.7/16".parse().unwrap()),
+            |node| node.wireguard_ip = Claim::Valid("10.2.1.7/16".parse().unwrap()),
             Reason::WGIPDuplicate,
         ),
         (
             "a podCIDR around another's WireGuard address",
-            |node| node.pod_cidrs = vec![Claim::Is("100.66.2.0/25".parse().unwrap())],
+            |node| node.pod_cidrs = vec![Claim::Valid("100.66.2.0/25".parse().unwrap())],
             Reason::PodCIDRDuplicate,
         ),
     ];

@@ -48,7 +48,7 @@ fn insert(seen: &mut Observations, name: &str, node: Node) {
 /// A ninth node, with one podCIDR.
 fn claims(net: &str) -> Node {
     Node {
-        pod_cidrs: vec![Claim::Is(net.parse().unwrap())],
+        pod_cidrs: vec![Claim::Valid(net.parse().unwrap())],
         ..node(2, 9)
     }
 }
@@ -97,7 +97,7 @@ fn node_that_claims_a_part_of_an_anchored_range_is_refused() {
     remember(&mut mesh, &seen);
     let before = run(&mesh, &seen).1.targets;
     let address = |net: &str| Node {
-        wireguard_ip: Claim::Is(net.parse().unwrap()),
+        wireguard_ip: Claim::Valid(net.parse().unwrap()),
         ..node(2, 9)
     };
     let cases = [
@@ -132,7 +132,7 @@ fn node_that_claims_a_part_of_an_anchored_range_is_refused() {
     let mut greedy = node(2, 9);
     greedy.internal_ips.push("10.97.0.10".parse().unwrap());
     greedy.allowed_location_ips = nets(&["10.97.2.0/24", SERVICES]);
-    greedy.pod_cidrs.push(Claim::Is("10.97.1.0/24".parse().unwrap()));
+    greedy.pod_cidrs.push(Claim::Valid("10.97.1.0/24".parse().unwrap()));
     insert(&mut seen, "greedy", greedy);
     let (_, of_mesh) = run(&mesh, &seen);
     let own = net_set(&["10.2.9.0/24", "100.66.2.9/32"]);
@@ -189,7 +189,7 @@ fn network_of_a_failing_node_is_not_anchored() {
     insert(&mut seen, "y", node(2, 2));
     let fails: [fn(&mut Node); 3] = [
         |x| x.public_key = Claim::Invalid("no key".into()),
-        |x| x.wireguard_ip = Claim::Is("203.0.113.1/24".parse().unwrap()),
+        |x| x.wireguard_ip = Claim::Valid("203.0.113.1/24".parse().unwrap()),
         |x| x.force_endpoint = Claim::Invalid("no endpoint".into()),
     ];
     for fail in fails {

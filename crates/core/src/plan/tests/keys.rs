@@ -14,7 +14,7 @@ fn younger() -> Mesh {
 fn with_third(public_key: PublicKey) -> Observations {
     let mut seen = seen();
     let node = Node {
-        public_key: Claim::Is(public_key),
+        public_key: Claim::Valid(public_key),
         ..node(3, 1)
     };
     seen.members
@@ -76,7 +76,7 @@ fn key_of_an_unseen_member_of_another_mesh_is_not_written_twice() {
     seen.members
         .insert(secret("tenant"), Observation::Unreachable("starting".into()));
     edit(&mut seen, &secret("third"), |m| {
-        m.nodes.get_mut("t").unwrap().public_key = Claim::Is(key(33));
+        m.nodes.get_mut("t").unwrap().public_key = Claim::Valid(key(33));
     });
     let plan = plan_of(&[&older, &newer], &seen);
     let message = format!(
@@ -210,7 +210,7 @@ fn node_that_copies_a_key_cuts_nobody_off_where_wg_agent_serves() {
         let mut seen = seen();
         edit(&mut seen, &secret("tenant"), |m| {
             let copy = Node {
-                public_key: Claim::Is(key(17)),
+                public_key: Claim::Valid(key(17)),
                 server,
                 ..node(2, 2)
             };

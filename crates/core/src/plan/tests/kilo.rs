@@ -188,12 +188,13 @@ fn of_two_leaders_that_live_kgs_own_choice_counts() {
     // kg takes shared address space for public.
     assert_eq!(
         leads(|nodes| nodes.get_mut("k3").unwrap().kilo_endpoint =
-            Claim::Is(Endpoint::Ip("100.64.0.3:51820".parse().unwrap()))),
+            Claim::Valid(Endpoint::Ip("100.64.0.3:51820".parse().unwrap()))),
         "k3"
     );
     assert_eq!(
         leads(|nodes| {
-            nodes.get_mut("k3").unwrap().kilo_endpoint = Claim::Is(Endpoint::Ip("203.0.113.3:51820".parse().unwrap()));
+            nodes.get_mut("k3").unwrap().kilo_endpoint =
+                Claim::Valid(Endpoint::Ip("203.0.113.3:51820".parse().unwrap()));
             nodes.get_mut("k2").unwrap().leader = true;
         }),
         "k2",
@@ -202,7 +203,8 @@ fn of_two_leaders_that_live_kgs_own_choice_counts() {
     assert_eq!(
         leads(|nodes| {
             nodes.values_mut().for_each(|node| node.leader = true);
-            nodes.get_mut("k3").unwrap().kilo_endpoint = Claim::Is(Endpoint::Ip("203.0.113.3:51820".parse().unwrap()));
+            nodes.get_mut("k3").unwrap().kilo_endpoint =
+                Claim::Valid(Endpoint::Ip("203.0.113.3:51820".parse().unwrap()));
         }),
         "k3"
     );
@@ -346,7 +348,7 @@ fn an_internal_ip_that_kg_cannot_have_is_told() {
     // k1 is found elsewhere.
     edit(&mut seen, &secret("tenant"), |m| {
         let node = m.nodes.get_mut("k1").unwrap();
-        node.force_endpoint = Claim::Is(Endpoint::Ip("203.0.113.1:51820".parse().unwrap()));
+        node.force_endpoint = Claim::Valid(Endpoint::Ip("203.0.113.1:51820".parse().unwrap()));
     });
     let one = BTreeSet::from(["k2".to_owned()]);
     assert_eq!(unserved(&seen), Some(("tenant".to_owned(), "mgmt".to_owned(), one)));
@@ -375,11 +377,11 @@ fn a_quarantine_says_where_peers_are_removed() {
 
 #[test]
 fn whether_a_pod_of_a_node_of_kg_keeps_its_address_is_up_to_its_cni() {
-    use crate::plan::explain::{Destination, Source, World, explain};
+    use crate::plan::explain::{Destination, ExplainInputs, Source, explain};
     let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full)]);
     let masqueraded = |seen: &Observations| {
         let (plan, _) = run(&mesh, seen);
-        let world = World {
+        let inputs = ExplainInputs {
             meshes: std::slice::from_ref(&mesh),
             seen,
             settings: &Settings::default(),
@@ -397,12 +399,12 @@ fn whether_a_pod_of_a_node_of_kg_keeps_its_address_is_up_to_its_cni() {
             address: "10.1.1.5".parse().unwrap(),
             port: None,
         };
-        let answer = explain(&world, &from, &to);
+        let answer = explain(&inputs, &from, &to);
         let told = answer
             .notes
             .iter()
             .any(|note| note.starts_with("kg does not keep the source address"));
-        (answer.way.unwrap().masqueraded, told)
+        (answer.route.unwrap().masqueraded, told)
     };
     assert_eq!(masqueraded(&seen), (None, true));
     for server in [Server::AgentPolicy, Server::Agent] {

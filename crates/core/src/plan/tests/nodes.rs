@@ -26,11 +26,11 @@ fn what_lies_outside_allowed_networks_is_refused_with_its_reason() {
     type Spoil = fn(&mut Node);
     let table: [(Reason, Spoil); 8] = [
         (Reason::NodePodCIDROutOfRange, |n| {
-            n.pod_cidrs = vec![Claim::Is("0.0.0.0/0".parse().unwrap())]
+            n.pod_cidrs = vec![Claim::Valid("0.0.0.0/0".parse().unwrap())]
         }),
         (Reason::NodeNoPodCIDR, |n| n.pod_cidrs.clear()),
         (Reason::WGIPOutOfRange, |n| {
-            n.wireguard_ip = Claim::Is("100.66.1.7/24".parse().unwrap())
+            n.wireguard_ip = Claim::Valid("100.66.1.7/24".parse().unwrap())
         }),
         (Reason::NodeNoWireguardIP, |n| n.wireguard_ip = Claim::Absent),
         (Reason::WGIPInvalid, |n| n.wireguard_ip = Claim::Invalid("x".into())),
@@ -39,7 +39,7 @@ fn what_lies_outside_allowed_networks_is_refused_with_its_reason() {
             n.force_endpoint = Claim::Invalid("x".into())
         }),
         (Reason::EndpointForbidden, |n| {
-            n.force_endpoint = Claim::Is(Endpoint::Ip("127.0.0.1:51820".parse().unwrap()));
+            n.force_endpoint = Claim::Valid(Endpoint::Ip("127.0.0.1:51820".parse().unwrap()));
         }),
     ];
     for (reason, spoil) in table {

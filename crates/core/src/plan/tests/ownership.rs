@@ -82,7 +82,7 @@ fn a_key_copied_by_another_member_stays_with_the_local_cluster() {
     let mesh = two_clusters();
     let mut seen = seen();
     edit(&mut seen, &secret("tenant"), |m| {
-        m.nodes.get_mut("x").unwrap().public_key = Claim::Is(key(17));
+        m.nodes.get_mut("x").unwrap().public_key = Claim::Valid(key(17));
         m.nodes.get_mut("x").unwrap().created = -1_000;
     });
     let (_, of_mesh) = run(&mesh, &seen);
@@ -103,7 +103,7 @@ fn a_key_copied_while_its_owner_is_not_seen_stays_with_its_owner() {
     seen.members.insert(secret("evil"), Observation::Fresh(member(&[])));
     settle(&mesh, &mut seen);
     let copy = Node {
-        public_key: Claim::Is(key(33)),
+        public_key: Claim::Valid(key(33)),
         ..node(3, 1)
     };
     edit(&mut seen, &secret("evil"), |m| {
@@ -142,7 +142,7 @@ fn a_key_that_stands_for_a_member_not_seen_is_not_written_a_second_time() {
     seen.members
         .insert(secret("tenant"), Observation::Unreachable("starting".into()));
     edit(&mut seen, &ClusterIdentity::Local, |m| {
-        m.nodes.get_mut("a").unwrap().public_key = Claim::Is(key(33));
+        m.nodes.get_mut("a").unwrap().public_key = Claim::Valid(key(33));
     });
     let (_, of_mesh) = run(&mesh, &seen);
     let third = &of_mesh.targets["third"].peers;

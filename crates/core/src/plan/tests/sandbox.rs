@@ -229,7 +229,7 @@ fn a_key_that_two_claim_is_a_meshed_members_before_a_sandboxs() {
     mesh.clusters.swap(1, 2);
     edit(&mut seen, &secret("nb"), |m| {
         let node = m.nodes.get_mut("s").unwrap();
-        node.public_key = Claim::Is(key(33));
+        node.public_key = Claim::Valid(key(33));
         node.created = -1;
     });
     let (_, plan) = run(&mesh, &seen);
@@ -266,7 +266,7 @@ fn a_key_that_two_sandboxes_claim_stays_with_the_one_that_enters_with_it() {
     // First in the mesh.
     mesh.clusters.insert(0, copy);
     let mut node = node(4, 1);
-    node.public_key = Claim::Is(*own.keys().next().unwrap());
+    node.public_key = Claim::Valid(*own.keys().next().unwrap());
     seen.members
         .insert(secret("copy"), Observation::Fresh(member(&[("s", node)])));
     // Also while the other one is not seen.

@@ -7,7 +7,7 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Refusal, Registered, host};
+use super::{Refusal, RegisteredNode, host};
 use crate::{
     key::PublicKey,
     observe::Node,
@@ -15,9 +15,9 @@ use crate::{
 };
 
 /// A Node whose own claims hold, before they are held against the others'.
-pub(super) struct Found<'a> {
+pub(super) struct NodeClaims<'a> {
     pub(super) node: &'a str,
-    pub(super) view: &'a Node,
+    pub(super) observed: &'a Node,
     pub(super) key: PublicKey,
     pub(super) wireguard_ip: IpAddr,
     pub(super) pods: BTreeSet<IpNet>,
@@ -30,10 +30,10 @@ pub(super) struct Found<'a> {
 /// Who claimed what first, inside one member. A network inside another's podCIDR would take its part of that Node's traffic, so
 /// it counts as the same claim. A wider network that is routed to a location is none: the longer prefixes in it go first.
 #[derive(Default)]
-pub(super) struct Taken<'a> {
+pub(super) struct ClaimIndex<'a> {
     /// WireGuard addresses by the first node that claims them and is not silent: kg gives the address of a node that it
     /// has not heard of for a minute to another one.
-    pub(super) living: BTreeMap<IpAddr, &'a str>,
+    pub(super) active_addresses: BTreeMap<IpAddr, &'a str>,
     keys: BTreeMap<PublicKey, &'a str>,
     prefixes: BTreeMap<IpNet, &'a str>,
     /// podCIDRs and WireGuard addresses among them.
@@ -41,13 +41,13 @@ pub(super) struct Taken<'a> {
     pub(super) shared: BTreeSet<String>,
 }
 
-impl<'a> Taken<'a> {
+impl<'a> ClaimIndex<'a> {
     /// The claim that this network is, or is a part of.
     fn around(&self, net: IpNet) -> Option<(IpNet, &'a str)> {
         let exact = self.prefixes.get_key_value(&net);
         let mut wider = std::iter::successors(net.supernet(), IpNet::supernet);
-        let found = exact.or_else(|| wider.find_map(|net| self.own.get_key_value(&net)));
-        found.map(|(net, owner)| (*net, *owner))
+        let claims = exact.or_else(|| wider.find_map(|net| self.own.get_key_value(&net)));
+        claims.map(|(net, owner)| (*net, *owner))
     }
 
     /// The claim that this network overlaps.
@@ -57,37 +57,41 @@ impl<'a> Taken<'a> {
         self.around(net).or_else(|| within().map(|(net, owner)| (*net, *owner)))
     }
 
-    pub(super) fn take(&mut self, found: Found<'a>) -> Result<(Registered<'a>, Vec<Uncovered>), Refusal> {
-        let name = found.node;
-        if let Some(owner) = self.keys.get(&found.key) {
+    pub(super) fn register(&mut self, claims: NodeClaims<'a>) -> Result<(RegisteredNode<'a>, Vec<Uncovered>), Refusal> {
+        let name = claims.node;
+        if let Some(owner) = self.keys.get(&claims.key) {
             return Err((
                 Reason::PublicKeyDuplicate,
-                format!("key {} is that of Node {owner}; one of the two is a copy", found.key),
+                format!("key {} is that of Node {owner}; one of the two is a copy", claims.key),
             ));
         }
-        let wireguard = host(found.wireguard_ip);
-        if let Some(owner) = self.living.get(&found.wireguard_ip).filter(|_| found.view.is_silent()) {
+        let wireguard = host(claims.wireguard_ip);
+        if let Some(owner) = self
+            .active_addresses
+            .get(&claims.wireguard_ip)
+            .filter(|_| claims.observed.is_silent())
+        {
             return Err((
                 Reason::WGIPDuplicate,
                 format!(
                     "WireGuard address {} is that of Node {owner} now; kg has stopped checking in for this one",
-                    found.wireguard_ip
+                    claims.wireguard_ip
                 ),
             ));
         }
         if let Some((theirs, owner)) = self.overlapping(wireguard) {
             let message = if theirs == wireguard {
-                format!("WireGuard address {} is that of Node {owner}", found.wireguard_ip)
+                format!("WireGuard address {} is that of Node {owner}", claims.wireguard_ip)
             } else {
                 format!(
                     "WireGuard address {} lies in {theirs}, which is Node {owner}'s",
-                    found.wireguard_ip
+                    claims.wireguard_ip
                 )
             };
             return Err((Reason::WGIPDuplicate, message));
         }
         let taken = |net: &IpNet| self.overlapping(*net).map(|theirs| (*net, theirs));
-        if let Some((net, (theirs, owner))) = found.pods.iter().find_map(taken) {
+        if let Some((net, (theirs, owner))) = claims.pods.iter().find_map(taken) {
             let message = if theirs == net {
                 format!("podCIDR {net} is that of Node {owner}")
             } else {
@@ -95,15 +99,15 @@ impl<'a> Taken<'a> {
             };
             return Err((Reason::PodCIDRDuplicate, message));
         }
-        let mut own = found.pods;
+        let mut own = claims.pods;
         own.insert(wireguard);
         let identity = own.clone();
-        own.extend(found.internal.iter().filter(|net| self.around(**net).is_none()));
+        own.extend(claims.internal.iter().filter(|net| self.around(**net).is_none()));
         let mut prefixes = own.clone();
-        for net in found
+        for net in claims
             .internal
             .into_iter()
-            .chain(found.extra)
+            .chain(claims.extra)
             .filter(|net| !own.contains(net))
         {
             match self.around(net) {
@@ -119,16 +123,16 @@ impl<'a> Taken<'a> {
                 }
             }
         }
-        self.keys.insert(found.key, name);
+        self.keys.insert(claims.key, name);
         self.prefixes.extend(prefixes.iter().map(|net| (*net, name)));
         self.own.extend(identity.into_iter().map(|net| (net, name)));
-        let registered = Registered {
+        let registered = RegisteredNode {
             node: name,
-            view: found.view,
-            key: found.key,
+            observed: claims.observed,
+            key: claims.key,
             prefixes,
             wireguard,
         };
-        Ok((registered, found.uncovered))
+        Ok((registered, claims.uncovered))
     }
 }

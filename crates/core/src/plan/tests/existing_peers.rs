@@ -83,7 +83,7 @@ fn a_name_that_does_not_resolve_now_keeps_the_endpoint_and_the_anchor() {
     let mut seen = seen();
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         for node in m.nodes.values_mut() {
-            node.force_endpoint = Claim::Is(Endpoint::Dns("hub.example".into(), 51820));
+            node.force_endpoint = Claim::Valid(Endpoint::Dns("hub.example".into(), 51820));
             node.internal_ips.clear();
         }
     });

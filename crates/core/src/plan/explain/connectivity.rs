@@ -3,23 +3,23 @@
 
 use std::collections::BTreeMap;
 
-use super::{Destination, Explanation, Rule, Source, World, bounds, member, packet::Packet, port_text};
+use super::{Destination, ExplainInputs, Explanation, Rule, Source, bounds, member, packet::PacketTrace, port_text};
 use crate::{
     mesh::{Mesh, ObjectName, PortRef},
     observe::Observation,
     plan::{
         Fact,
-        link::{self, Apart, Link},
-        mesh::Stage,
-        target::Party,
+        link::{self, Link, NotConnected},
+        mesh::PreparedMesh,
+        target::MeshMember,
     },
 };
 
 /// One question, put to one mesh.
-pub(super) struct Asked<'q> {
-    pub(super) world: &'q World<'q>,
+pub(super) struct Query<'q> {
+    pub(super) inputs: &'q ExplainInputs<'q>,
     pub(super) mesh: &'q Mesh,
-    pub(super) stage: &'q Stage<'q>,
+    pub(super) prepared: &'q PreparedMesh<'q>,
     /// Name of the source's entry.
     pub(super) source: &'q str,
     /// Name of the destination's entry.
@@ -28,36 +28,36 @@ pub(super) struct Asked<'q> {
     pub(super) to: &'q Destination,
 }
 
-impl Asked<'_> {
+impl Query<'_> {
     pub(super) fn answer(&self) -> Explanation {
-        let denied = self.apart().or_else(|| self.unseen());
+        let denied = self.not_connected().or_else(|| self.unseen());
         denied.unwrap_or_else(|| match link::between(self.target(), self.source()) {
             Some(Link::Sandbox) => self.through_gateways(),
-            _ => Packet { asked: self }.follow(),
+            _ => PacketTrace { query: self }.follow(),
         })
     }
 
-    fn party(&self, name: &str) -> &Party<'_> {
-        &self.stage.parties[name]
+    fn mesh_member(&self, name: &str) -> &MeshMember<'_> {
+        &self.prepared.mesh_members[name]
     }
 
-    pub(super) fn source(&self) -> &Party<'_> {
-        self.party(self.source)
+    pub(super) fn source(&self) -> &MeshMember<'_> {
+        self.mesh_member(self.source)
     }
 
-    pub(super) fn target(&self) -> &Party<'_> {
-        self.party(self.target)
+    pub(super) fn target(&self) -> &MeshMember<'_> {
+        self.mesh_member(self.target)
     }
 
     /// Facts of the plan about one entry of this mesh.
     pub(super) fn facts(&self) -> impl Iterator<Item = &Fact> {
-        let plan = self.world.plan.meshes.get(&self.mesh.id);
+        let plan = self.inputs.plan.meshes.get(&self.mesh.id);
         plan.into_iter().flat_map(|plan| &plan.facts)
     }
 
     /// What keeps the two members apart whatever their nodes and addresses are.
-    fn apart(&self) -> Option<Explanation> {
-        let deny = |rule, message: String| Some(Explanation::of(rule, message));
+    fn not_connected(&self) -> Option<Explanation> {
+        let deny = |rule, message: String| Some(Explanation::new(rule, message));
         if self.mesh.deleting {
             return deny(
                 Rule::Deleting,
@@ -68,8 +68,8 @@ impl Asked<'_> {
             );
         }
         let (source, target) = (self.source(), self.target());
-        match link::tie(target, source) {
-            Err(apart) => return Some(self.explained(&apart)),
+        match link::connectivity(target, source) {
+            Err(not_connected) => return Some(self.explain_not_connected(&not_connected)),
             Ok(Link::Grantor) => {
                 return deny(
                     Rule::TowardSandbox,
@@ -82,7 +82,7 @@ impl Asked<'_> {
             Ok(Link::Meshed | Link::Sandbox) => {}
         }
         for name in [self.source, self.target] {
-            if self.party(name).cluster.quarantine {
+            if self.mesh_member(name).cluster.quarantine {
                 let said = self.facts().find_map(|fact| match fact {
                     Fact::Quarantined { cluster, message } if cluster == name => Some(message.clone()),
                     _ => None,
@@ -104,13 +104,17 @@ impl Asked<'_> {
             _ => None,
         });
         if let Some(message) = missing {
-            return Explanation::of(Rule::NoGateway, message);
+            return Explanation::new(Rule::NoGateway, message);
         }
-        let plan = self.world.plan.meshes.get(&self.mesh.id);
+        let plan = self.inputs.plan.meshes.get(&self.mesh.id);
         let accesses = plan.and_then(|plan| plan.targets.get(self.target)).into_iter();
         let mut accesses = accesses.flat_map(|target| &target.accesses);
         let access = accesses.find(|(_, access)| access.source == *self.source);
-        let gateways = self.target().member().into_iter().flat_map(|member| &member.gateways);
+        let gateways = self
+            .target()
+            .last_observed()
+            .into_iter()
+            .flat_map(|member| &member.gateways);
         let gateways: Vec<_> = gateways.filter(|(_, gateway)| gateway.serves(self.source)).collect();
         let to = self.to;
         let here = gateways
@@ -125,7 +129,7 @@ impl Asked<'_> {
             );
             return self
                 .uncarried(gateway)
-                .unwrap_or_else(|| Explanation::of(Rule::Granted, message));
+                .unwrap_or_else(|| Explanation::new(Rule::Granted, message));
         }
         let ports = access.into_iter().flat_map(|(_, access)| &access.spec.grants);
         let ports: Vec<String> = ports
@@ -136,19 +140,19 @@ impl Asked<'_> {
         let message = format!(
             "a sandbox enters cluster {:?} through its gateways alone ({}), at the ports that are granted ({}). {}",
             self.target,
-            listed(&addresses),
-            listed(&ports),
+            join_or_none(&addresses),
+            join_or_none(&ports),
             self.grants()
         );
-        Explanation::of(Rule::NotGranted, message)
+        Explanation::new(Rule::NotGranted, message)
     }
 
     /// Why the sandbox has no Peer for a gateway that knows it.
     fn uncarried(&self, gateway: &ObjectName) -> Option<Explanation> {
-        let member = self.target().member()?;
-        let mut standing = member.accesses.iter().flat_map(BTreeMap::values);
-        let known = standing.any(|access| access.owner.source_cluster.as_deref() == Some(self.source));
-        let plan = self.world.plan.meshes.get(&self.mesh.id)?;
+        let member = self.target().last_observed()?;
+        let mut existing = member.accesses.iter().flat_map(BTreeMap::values);
+        let known = existing.any(|access| access.owner.source_cluster.as_deref() == Some(self.source));
+        let plan = self.inputs.plan.meshes.get(&self.mesh.id)?;
         let mut peers = plan.targets.get(self.source)?.peers.values();
         let carried =
             peers.any(|peer| peer.source == self.target && peer.spec.allowed_ips.contains(&self.to.address.into()));
@@ -158,19 +162,19 @@ impl Asked<'_> {
         let skipped = self.skipped(self.target, &format!("gateway {gateway}"), self.source);
         Some(skipped.unwrap_or_else(|| {
             let message = format!("no Peer in cluster {:?} carries {}", self.source, self.to.address);
-            Explanation::of(Rule::NoPeer, message)
+            Explanation::new(Rule::NoPeer, message)
         }))
     }
 
-    fn explained(&self, apart: &Apart) -> Explanation {
-        match apart {
-            Apart::SameCluster => Explanation::of(Rule::SameCluster, "both entries are one cluster"),
-            Apart::Standard(name) => {
+    fn explain_not_connected(&self, not_connected: &NotConnected) -> Explanation {
+        match not_connected {
+            NotConnected::SameCluster => Explanation::new(Rule::SameCluster, "both entries are one cluster"),
+            NotConnected::Standard(name) => {
                 let conflict = self.facts().find_map(|fact| match fact {
                     Fact::ProfileConflict { cluster, message } if cluster == name => Some(format!(" ({message})")),
                     _ => None,
                 });
-                Explanation::of(
+                Explanation::new(
                     Rule::Standard,
                     format!(
                         "cluster {name:?} has isolationProfile standard{}: it is connected to nothing",
@@ -178,26 +182,26 @@ impl Asked<'_> {
                     ),
                 )
             }
-            Apart::NoNetworks(name) => {
+            NotConnected::NoNetworks(name) => {
                 let overlap = self.facts().find_map(|fact| match fact {
                     Fact::NetworksOverlap { cluster, message, .. } if cluster == name => Some(message.clone()),
                     _ => None,
                 });
                 let message = overlap.unwrap_or_else(|| format!("cluster {name:?} has no network in allowedNetworks"));
-                Explanation::of(Rule::NetworksOverlap, message)
+                Explanation::new(Rule::NetworksOverlap, message)
             }
-            Apart::Sandboxes => Explanation::of(
+            NotConnected::Sandboxes => Explanation::new(
                 Rule::TwoSandboxes,
                 format!(
                     "clusters {:?} and {:?} are both sandboxes: two sandboxes never meet",
                     self.source, self.target
                 ),
             ),
-            Apart::NoGrant(sandbox) if sandbox == self.target => Explanation::of(
+            NotConnected::NoGrant(sandbox) if sandbox == self.target => Explanation::new(
                 Rule::TowardSandbox,
                 format!("cluster {sandbox:?} is a sandbox: nobody opens a connection to it"),
             ),
-            Apart::NoGrant(sandbox) => Explanation::of(
+            NotConnected::NoGrant(sandbox) => Explanation::new(
                 Rule::NoGrant,
                 format!(
                     "cluster {sandbox:?} is a sandbox and has no grant toward {:?}: add the Service to its egress. {}",
@@ -211,20 +215,25 @@ impl Asked<'_> {
     /// Nothing can be said of a member that was not seen.
     fn unseen(&self) -> Option<Explanation> {
         for name in [self.source, self.target] {
-            let party = self.party(name);
-            if party.member().is_none() {
-                let why = party.observed.and_then(Observation::trouble).unwrap_or("not seen");
-                return Some(Explanation::of(
+            let mesh_member = self.mesh_member(name);
+            if mesh_member.last_observed().is_none() {
+                let why = mesh_member
+                    .observed
+                    .and_then(Observation::trouble)
+                    .unwrap_or("not seen");
+                return Some(Explanation::new(
                     Rule::MemberUnseen,
                     format!("cluster {name:?} was not seen ({why}), so its Nodes and what stands there are not known"),
                 ));
             }
         }
-        let missing = [self.source, self.target]
-            .into_iter()
-            .find(|name| self.party(name).member().is_some_and(|member| member.peers.is_none()));
+        let missing = [self.source, self.target].into_iter().find(|name| {
+            self.mesh_member(name)
+                .last_observed()
+                .is_some_and(|member| member.peers.is_none())
+        });
         missing.map(|name| {
-            Explanation::of(
+            Explanation::new(
                 Rule::PeerCRDMissing,
                 format!("cluster {name:?} has no CRD peers.kilo.squat.ai; install the agent's manifests there"),
             )
@@ -237,7 +246,7 @@ impl Asked<'_> {
         if source.cluster.egress.is_empty() {
             return format!("Cluster {:?} has no grants", self.source);
         }
-        let plan = self.world.plan.meshes.get(&self.mesh.id);
+        let plan = self.inputs.plan.meshes.get(&self.mesh.id);
         let reports = || plan.into_iter().flat_map(|plan| &plan.egress);
         let grants = source.cluster.egress.iter().map(|grant| {
             let ports: Vec<String> = grant
@@ -278,7 +287,7 @@ impl Asked<'_> {
             return skipped;
         }
         if !target.allows(address.into()) {
-            return Explanation::of(
+            return Explanation::new(
                 Rule::OutsideAllowedNetworks,
                 format!(
                     "{address} lies outside allowedNetworks of cluster {:?} ({})",
@@ -291,13 +300,13 @@ impl Asked<'_> {
             Fact::NoAnchor { cluster, message } if cluster == self.target => Some(message.clone()),
             _ => None,
         });
-        let known = member(self.world.seen, &self.to.cluster).is_some_and(|member| !member.nodes.is_empty());
+        let known = member(self.inputs.seen, &self.to.cluster).is_some_and(|member| !member.nodes.is_empty());
         match anchor {
-            Some(message) => Explanation::of(
+            Some(message) => Explanation::new(
                 Rule::NoAnchor,
                 format!("{address} of cluster {:?} rides on an anchor: {message}", self.target),
             ),
-            None => Explanation::of(
+            None => Explanation::new(
                 Rule::NoPeer,
                 format!(
                     "no Peer in cluster {:?} carries {address}: no Node of cluster {:?} owns it{}, and no anchor carries it",
@@ -309,17 +318,17 @@ impl Asked<'_> {
         }
     }
 
-    /// That a Node has no Peer, with its reason. `toward` = the member that should hold it.
-    pub(super) fn skipped(&self, cluster: &str, node: &str, toward: &str) -> Option<Explanation> {
-        let report = self.world.plan.meshes.get(&self.mesh.id)?.clusters.get(cluster)?;
+    /// That a Node has no Peer, with its reason. `context` = the member that should hold it.
+    pub(super) fn skipped(&self, cluster: &str, node: &str, context: &str) -> Option<Explanation> {
+        let report = self.inputs.plan.meshes.get(&self.mesh.id)?.clusters.get(cluster)?;
         let elsewhere = |message: &str| {
-            message.starts_with("toward cluster ") && !message.starts_with(&format!("toward cluster {toward:?}"))
+            message.starts_with("toward cluster ") && !message.starts_with(&format!("toward cluster {context:?}"))
         };
         let skipped = report
             .skipped
             .iter()
             .find(|skipped| skipped.node == node && !elsewhere(&skipped.message))?;
-        Some(Explanation::of(
+        Some(Explanation::new(
             Rule::NodeSkipped,
             format!(
                 "Node {node} of cluster {cluster:?} has no Peer: {} ({})",
@@ -329,7 +338,7 @@ impl Asked<'_> {
     }
 }
 
-fn listed(all: &[String]) -> String {
+fn join_or_none(all: &[String]) -> String {
     if all.is_empty() {
         "none".to_owned()
     } else {

@@ -4,33 +4,41 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::Writer;
+use super::PeerPlanner;
 use crate::{
     observe::Endpoint,
-    plan::{PlannedPeer, nodes, target::Party},
+    plan::{PlannedPeer, nodes, target::MeshMember},
 };
 
-impl<'a> Writer<'a, '_> {
+impl<'a> PeerPlanner<'a, '_> {
     /// A held node keeps the Peer it has, as far as nobody else owns its key and prefixes now.
-    pub(super) fn hold(&mut self, source: &str, party: &Party<'a>, node: &str) -> Option<&mut PlannedPeer> {
-        let names = [false, true].map(|taken| self.assembly.naming.peer(self.assembly.mesh, source, node, taken));
-        let standing = names.iter().find_map(|name| {
-            let peer = self.standing.get(&**name).filter(|peer| self.ours_of(source, peer))?;
+    pub(super) fn hold_node(
+        &mut self,
+        source: &str,
+        mesh_member: &MeshMember<'a>,
+        node: &str,
+    ) -> Option<&mut PlannedPeer> {
+        let names = [false, true].map(|taken| self.inputs.naming.peer(self.inputs.mesh, source, node, taken));
+        let existing = names.iter().find_map(|name| {
+            let peer = self
+                .existing
+                .get(&**name)
+                .filter(|peer| self.is_ours_from(source, peer))?;
             Some((name.clone(), peer.spec.as_ref().ok()?.clone()))
         });
-        let (name, mut spec) = standing?;
+        let (name, mut spec) = existing?;
         if self.keys.contains_key(&spec.public_key) || self.peers.contains_key(&name) {
             return None;
         }
         spec.allowed_ips
-            .retain(|net| party.cluster.allows(*net) && !self.prefixes.contains_key(net));
+            .retain(|net| mesh_member.cluster.allows(*net) && !self.prefixes.contains_key(net));
         let left_out = |address: &IpAddr| {
             let endpoint = spec.endpoint.as_ref();
             let same = endpoint.is_some_and(|at| matches!(at, Endpoint::Ip(at) if at.ip() == *address));
-            same && nodes::is_routable(&party.cluster, IpNet::from(*address))
+            same && nodes::is_routable(&mesh_member.cluster, IpNet::from(*address))
         };
-        let view = party.member().and_then(|member| member.nodes.get(node));
-        if self.runs_kg && view.is_some_and(|view| view.internal_ips.iter().any(left_out)) {
+        let observed = mesh_member.last_observed().and_then(|member| member.nodes.get(node));
+        if self.runs_kg && observed.is_some_and(|observed| observed.internal_ips.iter().any(left_out)) {
             self.unserved
                 .entry(source.to_owned())
                 .or_default()

@@ -15,13 +15,13 @@ use crate::{
 /// Settles what is planned by several meshes for one target: each key and each prefix has one owner (rule 2). Meshes that are
 /// paused take no part: what they plan is not written, and what stands of them keeps its keys and prefixes in every other
 /// mesh's plan already ([`super::peers`]).
-pub(super) fn one_owner(plan: &mut Plan, seen: &Observations) {
-    one_peer_per_key(plan, seen);
-    one_owner_per_prefix(plan, seen);
+pub(super) fn resolve_conflicts(plan: &mut Plan, seen: &Observations) {
+    keep_one_peer_per_key(plan, seen);
+    keep_one_owner_per_prefix(plan, seen);
 }
 
 /// The meshes that are written, oldest first, with their targets, what stands there, and the cluster of each.
-fn written<'p>(
+fn active_targets<'p>(
     plan: &'p Plan,
     seen: &'p Observations,
 ) -> impl Iterator<
@@ -31,7 +31,7 @@ fn written<'p>(
         &'p str,
         &'p TargetPlan,
         ClusterIdentity,
-        Standing<'p>,
+        ExistingPeers<'p>,
     ),
 > {
     let meshes = plan.claimants.iter().enumerate();
@@ -41,24 +41,31 @@ fn written<'p>(
         planned.targets.iter().filter_map(move |(name, target)| {
             let identity = planned.identities.get(name)?;
             let member = seen.members.get(identity).and_then(Observation::last);
-            let standing = Standing {
+            let existing = ExistingPeers {
                 plan,
                 mesh,
                 peers: member.and_then(|member| member.peers.as_ref()),
             };
-            Some((age, mesh, &**name, target, target::one_cluster(identity), standing))
+            Some((
+                age,
+                mesh,
+                &**name,
+                target,
+                target::canonical_identity(identity),
+                existing,
+            ))
         })
     })
 }
 
 /// The Peers that stand in a target for one mesh.
-struct Standing<'p> {
+struct ExistingPeers<'p> {
     plan: &'p Plan,
     mesh: &'p MeshId,
     peers: Option<&'p BTreeMap<String, ObservedPeer>>,
 }
 
-impl<'p> Standing<'p> {
+impl<'p> ExistingPeers<'p> {
     fn spec(&self, peer: &'p ObservedPeer) -> Option<&'p PeerSpec> {
         let ours = ownership::of(&peer.owner, &self.plan.hub, &self.plan.claimants) == Ownership::Mesh(self.mesh);
         peer.spec.as_ref().ok().filter(|_| ours)
@@ -80,16 +87,16 @@ impl<'p> Standing<'p> {
 }
 
 /// One key in two meshes of one target is one Peer: of the mesh that has it already, else of the older one. A Node of another cluster that loses its Peer by that is told why.
-fn one_peer_per_key(plan: &mut Plan, seen: &Observations) {
+fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
     // (has no Peer yet, age of the mesh, mesh, target, name of the Peer): the smallest wins.
-    type Place = (bool, usize, MeshId, String, String);
-    let mut places: BTreeMap<(ClusterIdentity, PublicKey), Vec<Place>> = BTreeMap::new();
-    for (age, mesh, target, held, identity, standing) in written(plan, seen) {
-        for (name, peer) in &held.peers {
+    type PeerClaim = (bool, usize, MeshId, String, String);
+    let mut claims: BTreeMap<(ClusterIdentity, PublicKey), Vec<PeerClaim>> = BTreeMap::new();
+    for (age, mesh, target, target_plan, identity, existing) in active_targets(plan, seen) {
+        for (name, peer) in &target_plan.peers {
             let key = peer.spec.public_key;
-            let stands = standing.has_key(name, &key);
-            let place = (!stands, age, mesh.clone(), target.to_owned(), name.clone());
-            places.entry((identity.clone(), key)).or_default().push(place);
+            let stands = existing.has_key(name, &key);
+            let claim = (!stands, age, mesh.clone(), target.to_owned(), name.clone());
+            claims.entry((identity.clone(), key)).or_default().push(claim);
         }
     }
     let source_of = |plan: &Plan, mesh: &MeshId, target: &str, name: &str| {
@@ -97,7 +104,7 @@ fn one_peer_per_key(plan: &mut Plan, seen: &Observations) {
         let peer = planned.targets.get(target)?.peers.get(name)?;
         planned.identities.get(&peer.source).cloned()
     };
-    for ((_, key), mut claims) in places.into_iter().filter(|(_, claims)| claims.len() > 1) {
+    for ((_, key), mut claims) in claims.into_iter().filter(|(_, claims)| claims.len() > 1) {
         claims.sort();
         let mut claims = claims.into_iter();
         let Some((_, _, winner, at, winning)) = claims.next() else {
@@ -112,11 +119,11 @@ fn one_peer_per_key(plan: &mut Plan, seen: &Observations) {
             let Some(planned) = plan.meshes.get_mut(&mesh) else {
                 continue;
             };
-            let held = planned
+            let target_plan = planned
                 .targets
                 .get_mut(&target)
-                .and_then(|held| held.peers.remove(&name));
-            let Some(lost) = held.filter(|_| !same_node) else {
+                .and_then(|target_plan| target_plan.peers.remove(&name));
+            let Some(lost) = target_plan.filter(|_| !same_node) else {
                 continue;
             };
             let message =
@@ -134,27 +141,27 @@ fn one_peer_per_key(plan: &mut Plan, seen: &Observations) {
 
 /// Two meshes of one target may share a source, and then each has chosen its anchors for itself: the one that has a prefix
 /// there already keeps it, else the older one.
-fn one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
+fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
     // (has it not yet, age of the mesh, target): the smallest wins.
     let mut owners: BTreeMap<(ClusterIdentity, IpNet), (bool, usize, String)> = BTreeMap::new();
-    for (age, _, target, held, identity, standing) in written(plan, seen) {
-        let standing = standing.prefixes();
-        for net in held.peers.values().flat_map(|peer| &peer.spec.allowed_ips) {
-            let place = (!standing.contains(net), age, target.to_owned());
-            let owner = owners.entry((identity.clone(), *net)).or_insert_with(|| place.clone());
-            if place < *owner {
-                *owner = place;
+    for (age, _, target, target_plan, identity, existing) in active_targets(plan, seen) {
+        let existing = existing.prefixes();
+        for net in target_plan.peers.values().flat_map(|peer| &peer.spec.allowed_ips) {
+            let claim = (!existing.contains(net), age, target.to_owned());
+            let owner = owners.entry((identity.clone(), *net)).or_insert_with(|| claim.clone());
+            if claim < *owner {
+                *owner = claim;
             }
         }
     }
     for (age, claimant) in plan.claimants.iter().enumerate() {
         let planned = plan.meshes.get_mut(&claimant.mesh).filter(|planned| !planned.paused);
         let Some(planned) = planned else { continue };
-        for (target, held) in &mut planned.targets {
-            let Some(identity) = planned.identities.get(target).map(target::one_cluster) else {
+        for (target, target_plan) in &mut planned.targets {
+            let Some(identity) = planned.identities.get(target).map(target::canonical_identity) else {
                 continue;
             };
-            for peer in held.peers.values_mut() {
+            for peer in target_plan.peers.values_mut() {
                 peer.spec.allowed_ips.retain(|net| {
                     let owner = owners.get(&(identity.clone(), *net));
                     owner.is_some_and(|(_, of, at)| *of == age && at == target)
@@ -165,24 +172,24 @@ fn one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
 }
 
 /// Counts the nodes that have a Peer, or enter through gateways, somewhere, and the Peers a target's nodes have to carry.
-pub(super) fn count(planned: &mut MeshPlan) {
+pub(super) fn count_nodes_and_peers(planned: &mut MeshPlan) {
     let mut registered: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let mut gateways = registered.clone();
-    for (target, held) in &planned.targets {
+    for (target, target_plan) in &planned.targets {
         // Peers of a sandbox are gateways, and no Nodes.
         let sandbox = planned.clusters.get(target).is_some_and(|report| report.sandbox);
         let peers = if sandbox { &mut gateways } else { &mut registered };
-        for peer in held.peers.values() {
+        for peer in target_plan.peers.values() {
             peers.entry(&peer.source).or_default().insert(&peer.node);
         }
-        for access in held.accesses.values() {
+        for access in target_plan.accesses.values() {
             let nodes = access.spec.nodes.values().map(|node| &*node.name);
             registered.entry(&access.source).or_default().extend(nodes);
         }
-        if held.peers.len() > MAX_PEERS_PER_TARGET {
+        if target_plan.peers.len() > MAX_PEERS_PER_TARGET {
             planned.facts.insert(Fact::MeshTooLarge {
                 cluster: target.clone(),
-                peers: held.peers.len(),
+                peers: target_plan.peers.len(),
             });
         }
     }

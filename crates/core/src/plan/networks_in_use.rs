@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use ipnet::IpNet;
 
-use super::{Fact, target::Party};
+use super::{Fact, target::MeshMember};
 use crate::{
     mesh::Profile,
     observe::{Node, Server},
@@ -18,9 +18,9 @@ struct Listed<'p> {
 }
 
 impl<'p> Listed<'p> {
-    fn of(parties: &'p BTreeMap<String, Party<'_>>) -> Self {
-        let networks = parties.iter().flat_map(|(name, party)| {
-            let accepted = party.accepted.iter();
+    fn of(mesh_members: &'p BTreeMap<String, MeshMember<'_>>) -> Self {
+        let networks = mesh_members.iter().flat_map(|(name, mesh_member)| {
+            let accepted = mesh_member.accepted.iter();
             accepted.map(move |network| (*network, &**name))
         });
         let members: BTreeMap<IpNet, &str> = networks.collect();
@@ -46,20 +46,20 @@ impl<'p> Listed<'p> {
 
 /// What is to be said, one fact for each pair of a member and a network of another. Sandboxes are not asked: whatever their Nodes
 /// say moves nothing elsewhere.
-pub(super) fn facts(parties: &BTreeMap<String, Party<'_>>) -> BTreeSet<Fact> {
-    let listed = Listed::of(parties);
+pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet<Fact> {
+    let listed = Listed::of(mesh_members);
     let mut facts = BTreeSet::new();
-    for (name, party) in parties
+    for (name, mesh_member) in mesh_members
         .iter()
-        .filter(|(_, party)| party.cluster.profile == Profile::ClusterMeshed)
+        .filter(|(_, mesh_member)| mesh_member.cluster.profile == Profile::ClusterMeshed)
     {
-        let cluster = &party.cluster;
+        let cluster = &mesh_member.cluster;
         let foreign = |owner: &str, network: IpNet| {
             let hosted = cluster
                 .endpoint_networks
                 .iter()
                 .any(|net| net.contains(&network) || network.contains(net));
-            let other = parties
+            let other = mesh_members
                 .get(owner)
                 .filter(|other| !other.cluster.identity.same_cluster(&cluster.identity));
             other.is_some() && !hosted
@@ -67,7 +67,7 @@ pub(super) fn facts(parties: &BTreeMap<String, Party<'_>>) -> BTreeSet<Fact> {
         // By network: its member, how many Nodes, the first of them and its address.
         let mut found: BTreeMap<IpNet, (&str, usize, &str, IpNet)> = BTreeMap::new();
         let mut networks: BTreeMap<IpNet, Vec<(IpNet, &str)>> = BTreeMap::new();
-        for (node, view) in party.member().into_iter().flat_map(|member| &member.nodes) {
+        for (node, view) in mesh_member.last_observed().into_iter().flat_map(|member| &member.nodes) {
             let mut hits: BTreeMap<IpNet, (&str, IpNet)> = BTreeMap::new();
             for address in addresses(view) {
                 hits.extend(

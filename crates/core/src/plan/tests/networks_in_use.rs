@@ -51,7 +51,7 @@ fn transit_network_of_kg_around_another_members_network_is_named() {
         let mut seen = seen();
         edit(&mut seen, &ClusterIdentity::Local, |m| {
             let node = m.nodes.get_mut("a").unwrap();
-            node.wireguard_ip = Claim::Is("100.66.1.1/16".parse().unwrap());
+            node.wireguard_ip = Claim::Valid("100.66.1.1/16".parse().unwrap());
             node.server = server;
         });
         in_use(&mesh, &seen)
