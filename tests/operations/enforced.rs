@@ -33,7 +33,7 @@ pub(super) async fn it_is_named_until_it_goes_on(mesh: &Mesh<'_>, node: &str) {
     };
     let message = until(("False", "PolicyOutdated")).await;
     let named = format!(
-        "on Node {node} of cluster {:?} wg-agent does not say that it enforces",
+        "on Node {node} of cluster {:?} wg-agent has reported an outdated revision",
         mesh::HUB
     );
     assert!(message.starts_with(&named) && !message.contains("; "), "{message}");

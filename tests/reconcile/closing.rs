@@ -38,7 +38,9 @@ async fn a_quarantine_closes_where_the_api_answers_and_is_pending_where_it_does_
         .until_condition("PolicyEnforced", "False/QuarantinePending", SOON)
         .await;
     assert!(
-        message.starts_with("cluster \"tenant-b\" is quarantined, and stands open in cluster \"tenant-a\": "),
+        message.starts_with(
+            "cluster \"tenant-b\" is quarantined, and this is not yet in effect in cluster \"tenant-a\": "
+        ),
         "{message}"
     );
     assert!(!message.contains("\"mgmt\""), "{message}");
@@ -102,7 +104,7 @@ async fn a_grant_taken_back_while_its_target_is_away_is_pending_until_it_is_clos
         .await;
     assert!(
         message.starts_with(
-            "something was taken back from cluster \"notebooks\", and stands open in cluster \"tenant-a\": "
+            "access was revoked from cluster \"notebooks\", and this is not yet in effect in cluster \"tenant-a\": "
         ),
         "{message}"
     );

@@ -232,7 +232,7 @@ async fn kg_nodes_restart_die_and_elect_without_needless_writes() {
     let message = world
         .until_condition("Degraded", "True/HostNetworkNotServed", SOON)
         .await;
-    let unserved = "the InternalIP of Nodes tenant-a-1, tenant-a-3 of cluster \"tenant-a\" is the endpoint too";
+    let unserved = "the InternalIP of Nodes tenant-a-1, tenant-a-3 of cluster \"tenant-a\" is also the endpoint";
     assert!(message.contains(unserved), "{message}");
     let status = world.get_mesh().await.unwrap().status.unwrap();
     assert_eq!(status.clusters[1].anchored, []);

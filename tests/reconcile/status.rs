@@ -98,14 +98,14 @@ async fn nodes_on_which_policies_are_not_enforced_are_named_until_they_are() {
         .annotate("mgmt", "mgmt-1", names::NODE_AGENT, Some(&agent(annotations::IPVS)))
         .await;
     let want = format!(
-        "on Nodes tenant-a-1, tenant-a-2 of cluster \"tenant-a\" the CNI leads packets of pods past netfilter \
-         (\"datapath-mode is netkit\\n{}…\"): PeerPolicies do not see them, and pods there may not reach the mesh. Set \
+        "on Nodes tenant-a-1, tenant-a-2 of cluster \"tenant-a\" the CNI forwards packets of pods without netfilter \
+         (\"datapath-mode is netkit\\n{}…\"): PeerPolicies do not apply to them, and pods there may not reach the mesh. Set \
          enable-host-legacy-routing to \"true\" and datapath-mode to \"veth\" in kube-system/cilium-config there (Helm: \
          bpf.hostLegacyRouting=true) and restart Cilium; on Node mgmt-1 of cluster \"mgmt\" kube-proxy in mode ipvs translates \
-         packets for Services after PeerPolicies looked at them, which do not see where they go: set mode: nftables (or \
+         packets for Services after the PeerPolicies, so these do not apply to their final destinations: set mode: nftables (or \
          iptables) in kube-proxy's configuration and restart it, then remove the interface kube-ipvs0, which it leaves behind \
          (`ip link delete kube-ipvs0`, or a reboot); on Node mgmt-2 of cluster \"mgmt\" kg runs without wg-agent and accepts \
-         whatever its Peers admit: run wg-agent there with --mode=policy",
+         all packets from its Peers: run wg-agent there with --mode=policy",
         "x".repeat(101)
     );
     wait_until("all to be said", SOON, async || {

@@ -1,15 +1,16 @@
-//! When kg last checked in for a node (`kilo.squat.ai/last-seen`, Unix seconds), and how old that is.
+//! Computes how long ago kg last checked in for each node (`kilo.squat.ai/last-seen`, Unix seconds).
 //!
-//! Two clocks are involved that may differ, the nodes' and the observer's, so an age counts from the newest check-in of the
-//! same cluster. Whoever watches goes by the time at which a check-in arrives and needs this for the first list alone.
+//! The clocks of the nodes and of the observer may differ, so an age is measured from the newest check-in in the same cluster.
+//! A watch uses the arrival time of each check-in instead, and needs these ages only for the first list.
 
 use std::{collections::BTreeMap, time::Duration};
 
-/// A node whose kg has not checked in for so long is silent. kg checks in every 30 s and leaves a node out after 60 s.
+/// A node is silent when its kg has not checked in for this long. kg checks in every 30 s, and drops a node from its own mesh
+/// after 60 s.
 pub const SILENT: Duration = Duration::from_secs(65);
 
-/// How old each node's last check-in is. `now` = the observer's Unix time: a check-in later than that counts as one of now,
-/// so that one Node with a wrong clock does not make all others look old.
+/// How old each node's last check-in is. `now` is the observer's Unix time. A check-in in the future counts as `now`, so that
+/// one Node with a wrong clock does not make all the others look old.
 #[must_use]
 pub fn ages(last_seen: &BTreeMap<String, i64>, now: i64) -> BTreeMap<String, Duration> {
     let newest = last_seen.values().copied().max().unwrap_or(now).min(now);
@@ -36,13 +37,13 @@ mod tests {
     }
 
     #[test]
-    fn ages_count_from_the_newest_check_in_that_is_not_of_the_future() {
+    fn age_counts_from_newest_check_in_not_in_the_future() {
         let nodes = [("a", 1_000), ("b", 970), ("dead", 100)];
         let want = [("a".to_owned(), 0), ("b".to_owned(), 30), ("dead".to_owned(), 900)];
-        // The cluster's clocks are behind the observer's, or as the observer's.
+        // The clocks of the cluster are behind the observer's clock, or equal to it.
         assert_eq!(seconds(&nodes, 99_999), want);
         assert_eq!(seconds(&nodes, 1_000), want);
-        // One Node's clock, or its owner, is ahead.
+        // One Node publishes a time in the future.
         let ahead = [("a", 1_000), ("liar", i64::MAX)];
         assert_eq!(seconds(&ahead, 1_010), [("a".to_owned(), 10), ("liar".to_owned(), 0)]);
         assert_eq!(seconds(&[("old", i64::MIN)], i64::MAX), [("old".to_owned(), 0)]);

@@ -1,4 +1,4 @@
-//! What to write into one member so that it holds its plan, in the order in which it is safe to write it.
+//! Compares the plan with the observed objects of one member, and lists the writes that are needed, in a safe order.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,19 +15,19 @@ mod order;
 
 pub(crate) use order::{PeerOrder, desired_spec, existing_spec, gained_prefixes, lost_prefixes};
 
-/// What a step does to its object.
+/// What a step does with its object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Action {
-    /// It is not there.
+    /// The object does not exist.
     Create,
-    /// It says something else.
+    /// The object differs from the plan.
     Update,
-    /// It should not be there.
+    /// The object should not exist.
     Delete,
 }
 
 impl Action {
-    /// In lower case, as logs, metrics and the command line write it.
+    /// In lower case, as in logs, metrics and the command line.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -38,7 +38,7 @@ impl Action {
     }
 }
 
-/// The object of a step. `None` = it goes.
+/// The object of a step, with its desired value; `None` = it is deleted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Item {
     /// A Peer, by name.
@@ -49,7 +49,7 @@ pub enum Item {
     Access(String, Option<AccessSpec>),
     /// A mirrored Service.
     Service(ObjectName, Option<Mirror>),
-    /// An EndpointSlice of a mirrored Service, whose name comes with it.
+    /// An EndpointSlice of a mirrored Service, with the name of the Service.
     Slice(ObjectName, Option<(String, PlannedSlice)>),
 }
 
@@ -66,7 +66,7 @@ impl Item {
         }
     }
 
-    /// Its name, with the namespace where it has one.
+    /// Its name, with the namespace if it has one.
     #[must_use]
     pub fn name(&self) -> String {
         match self {
@@ -79,22 +79,23 @@ impl Item {
 /// One write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Step {
-    /// The mesh it serves; the last owner's, for an orphan.
+    /// The mesh that the step serves; for an orphan, the mesh in its labels.
     pub mesh: MeshId,
     /// Create, update or delete.
     pub action: Action,
-    /// The object and what it should say.
+    /// The object and its desired value.
     pub item: Item,
-    /// The ownership labels it should carry.
+    /// The ownership labels that it should have.
     pub owner: Owner,
     /// Which fields differ (updates only).
     pub fields: Vec<&'static str>,
 }
 
-/// Everything to write into the member `identity`, for all meshes, in order; empty when it holds its plan.
+/// Lists all writes into the member `identity`, for all meshes, in order; empty if the member matches its plan.
 ///
-/// Policies come first and go last, so that no Peer stands without one. A Peer that is renamed goes before its key comes
-/// again. A prefix that moves is gained before it is lost; deletes precede what is merely new.
+/// Policies are written first and deleted last, so that no Peer exists without one. A Peer that is renamed is deleted before its
+/// key is created again. A prefix that moves is added to its new Peer before it is removed from the old one. Other deletes precede
+/// updates and creates.
 #[must_use]
 pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Step> {
     steps(
@@ -107,7 +108,7 @@ pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Ste
     )
 }
 
-/// The same as though no mesh were paused: how far what stands is from the plan. Not for writing.
+/// Like [`diff`], but as if no mesh were paused. It tells how far the member is from its plan, and must not be written.
 #[must_use]
 pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Step> {
     steps(
@@ -183,7 +184,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
             .map(|(name, s)| (name.clone(), (s.source.clone(), s.mirror())))
             .collect()
     });
-    // One that a mesh wants under the same name is updated.
+    // An orphaned Service is never deleted as superseded: if a mesh plans one with the same name, it is updated.
     let superseded = |_: &Mirror| false;
     let services = differ.compare(existing.collect(), desired, Item::Service, superseded, |old, new| {
         let mut fields = vec![];
@@ -222,7 +223,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
 struct Differ<'a> {
     plan: &'a Plan,
     identity: &'a ClusterIdentity,
-    /// Paused meshes count as though they were not.
+    /// Treat paused meshes as if they were not paused.
     resumed: bool,
 }
 
@@ -245,7 +246,7 @@ impl<'a> Differ<'a> {
         mesh.paused && !self.resumed
     }
 
-    /// Whether what stands under this name is kept for a mesh, because nothing is known of the Service.
+    /// Whether existing objects of this mirrored Service are kept, because the state needed to plan it was not observed.
     fn keeps(&self, mesh: &MeshId, service: &ObjectName) -> bool {
         self.targets()
             .any(|(id, plan, target)| id == mesh && !plan.deleting && target.kept.contains(service))
@@ -275,9 +276,9 @@ impl<'a> Differ<'a> {
         }
     }
 
-    /// The mesh on whose behalf an object that is not wanted may be deleted now; `None` = it stays. That a mesh is not there
-    /// does not prove that it was deleted (`clusterctl move` takes it to another hub): its objects go only where a mesh that is
-    /// there takes their place (`superseded`).
+    /// The mesh for which an object that is not in the plan may be deleted now; `None` = it stays. An absent mesh may have been moved
+    /// to another hub (`clusterctl move`) rather than deleted. So its objects are deleted only if another mesh serves the same
+    /// networks (`superseded`).
     fn deletable(&self, owner: &Owner, superseded: impl FnOnce() -> bool) -> Option<MeshId> {
         match ownership::of(owner, &self.plan.hub, &self.plan.claimants) {
             Ownership::Foreign | Ownership::Unlabelled => None,
@@ -322,8 +323,8 @@ impl<'a> Differ<'a> {
         for (name, (owner, mesh, value)) in desired {
             let (action, fields) = match existing.get(&name) {
                 None => (Action::Create, vec![]),
-                // Never over an object that is not ours; the planner has chosen another name, or said so.
-                Some((existing, _)) if self.deletable_or_ours(existing).is_none() => continue,
+                // Foreign objects are never overwritten. The planner has chosen another name, or reported the conflict.
+                Some((existing, _)) if self.is_foreign(existing) => continue,
                 Some((existing, value_there)) => {
                     let mut differing = value_there.map_or_else(|| vec!["spec"], |old| fields(old, &value));
                     if **existing != owner {
@@ -346,8 +347,8 @@ impl<'a> Differ<'a> {
         steps
     }
 
-    fn deletable_or_ours(&self, owner: &Owner) -> Option<()> {
-        (ownership::of(owner, &self.plan.hub, &self.plan.claimants) != Ownership::Foreign).then_some(())
+    fn is_foreign(&self, owner: &Owner) -> bool {
+        ownership::of(owner, &self.plan.hub, &self.plan.claimants) == Ownership::Foreign
     }
 
     fn peers(&self, existing: &BTreeMap<String, ObservedPeer>) -> Vec<Step> {
@@ -365,7 +366,7 @@ impl<'a> Differ<'a> {
         self.compare(existing.collect(), desired, Item::Peer, superseded, peer_fields)
     }
 
-    /// Whether a mesh that is written connects some of these networks to this member.
+    /// Whether an active mesh connects one of these networks to this member.
     fn serves<'n>(&self, networks: impl IntoIterator<Item = &'n IpNet>) -> bool {
         let served: BTreeSet<IpNet> = self
             .targets()

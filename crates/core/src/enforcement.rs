@@ -1,5 +1,6 @@
-//! On which nodes of a mesh PeerPolicies are not enforced, as those nodes say of themselves: the condition `PolicyEnforced`.
-//! A node's claims are hostile; they are quoted, and can only make its own cluster look worse or better.
+//! Derives the condition `PolicyEnforced`: the nodes and gateways of a mesh that do not enforce the current PeerPolicies or
+//! SandboxAccesses. The input is what each node reports about itself. These reports are untrusted: they are quoted in messages,
+//! and a false report affects only what the status says about the reporting node's own cluster.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,82 +9,84 @@ use std::{
 
 use crate::{observe::Member, pending::Pending, status::Condition};
 
-/// The word for nodes whose packets pass by the PeerPolicies.
+/// The condition reason for nodes on which packets bypass the PeerPolicies.
 pub const DATAPATH_BYPASSED: &str = "DatapathBypassed";
 
-/// How packets pass by the PeerPolicies of a node: each has a remedy of its own.
+/// How packets bypass the PeerPolicies of a node. Each kind has its own remedy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bypass {
-    /// The CNI leads packets of pods past netfilter.
+    /// The CNI forwards packets of pods without netfilter.
     Netfilter,
-    /// kube-proxy in mode ipvs: the kernel's IPVS translates in netfilter's hook for what the node itself is called by, after
-    /// the policies looked (`ip_vs_core.c`, `ip_vs_ops`), and what was a Service's address goes to any of its backends.
+    /// kube-proxy in mode ipvs. The kernel's IPVS translates Service addresses in netfilter's `input` hook, after the policies
+    /// were evaluated (`ip_vs_core.c`, `ip_vs_ops`), so a packet to a Service address goes to any of its endpoints.
     Ipvs,
 }
 
-/// What to do about [`Bypass::Ipvs`]; also where the agent says it.
+/// The remedy for [`Bypass::Ipvs`]; wg-agent shows it too.
 pub const IPVS_REMEDY: &str = "set mode: nftables (or iptables) in kube-proxy's configuration and restart it, then remove the \
                                 interface kube-ipvs0, which it leaves behind (`ip link delete kube-ipvs0`, or a reboot)";
 
-/// Nodes of one member on which something is not enforced, by name.
+/// Nodes and gateways of one member that do not enforce policies, by kind of problem.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Unenforced {
-    /// Where packets pass by netfilter, and why, in the agent's words.
+    /// Nodes on which packets bypass netfilter ([`Bypass::Netfilter`]), with the reason that the agent reports.
     pub bypassed: BTreeMap<String, String>,
-    /// Where kube-proxy's IPVS translates behind the policies.
+    /// Nodes on which kube-proxy's IPVS translates after the policies ([`Bypass::Ipvs`]).
     pub ipvs: BTreeSet<String>,
-    /// That Kilo's `kg` serves alone.
+    /// Nodes that only Kilo's `kg` serves.
     pub without_agent: BTreeSet<String>,
-    /// Whose agent has said for [`GRACE`] that it enforces other PeerPolicies than stand.
+    /// Nodes whose agent has reported for [`GRACE`] that it enforces another revision of the PeerPolicies than the current one.
     pub outdated: BTreeSet<String>,
     /// Gateways that have not applied a SandboxAccess for [`GRACE`], by namespace and name.
     pub gateways: BTreeSet<String>,
 }
 
-/// For so long an agent may say other PeerPolicies than stand: it enforces a change in a moment, and tells so within 10 s.
+/// For how long an agent may report another revision than the current one. It enforces a change at once, and reports it within
+/// 10 s.
 pub const GRACE: Duration = Duration::from_secs(15);
 
-/// Whether an agent that says the revision `said` enforces others than those of the revision `standing`. One that says
-/// nothing is of a version that does not tell.
+/// Whether an agent that reports the revision `reported` enforces other PeerPolicies than those of the revision `current`. An agent
+/// that reports none has a version that cannot report it.
 #[must_use]
-pub fn outdated(said: &str, standing: &str) -> bool {
-    !said.is_empty() && said != standing
+pub fn outdated(reported: &str, current: &str) -> bool {
+    !reported.is_empty() && reported != current
 }
 
-/// What [`applied_by_gateways`] returns of a gateway that is up to date.
+/// The value that [`applied_by_gateways`] returns for a gateway that is up to date.
 pub const APPLIED: &str = "applied";
 
-/// Of each gateway of a member whose pod exists, whether what is in force there is what stands: [`APPLIED`], else which
-/// SandboxAccesses are in force in another generation. One that was never applied there opens nothing.
+/// Whether each gateway of a member has applied the current SandboxAccesses; only gateways whose pod exists are listed. The value
+/// is [`APPLIED`], or the SandboxAccesses that are applied in another generation. A SandboxAccess that was never applied opens
+/// nothing, so it does not count.
 #[must_use]
 pub fn applied_by_gateways(member: &Member) -> BTreeMap<String, String> {
     let Some(accesses) = &member.accesses else {
         return BTreeMap::new();
     };
     let gateways = member.gateways.iter().filter(|(_, gateway)| gateway.exists);
-    let said = gateways.map(|(name, gateway)| {
+    let reports = gateways.map(|(name, gateway)| {
         let behind = gateway.applied.iter().filter(|(access, generation)| {
-            let standing = accesses.get(*access);
-            standing.is_none_or(|standing| standing.generation != **generation)
+            let current = accesses.get(*access);
+            current.is_none_or(|current| current.generation != **generation)
         });
         let behind: Vec<String> = behind
             .map(|(access, generation)| format!("{access} {generation}"))
             .collect();
-        let said = if behind.is_empty() {
+        let report = if behind.is_empty() {
             APPLIED.to_owned()
         } else {
             behind.join(", ")
         };
-        (name.to_string(), said)
+        (name.to_string(), report)
     });
-    said.collect()
+    reports.collect()
 }
 
-/// How many nodes of a member are named.
-const NAMED: usize = 10;
+/// How many nodes, gateways or pending revocations a message lists.
+const MAX_LISTED: usize = 10;
 
-/// Whether PeerPolicies are enforced on every node that is meshed; by entry. `pending` = what was closed and could not be written
-/// yet.
+/// The condition `PolicyEnforced`. `members` = the nodes and gateways that do not enforce policies, by entry name. `pending` = the
+/// revocations that are not yet in effect.
 #[must_use]
 pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pending>) -> Condition {
     let bypassed = members.iter().filter(|(_, member)| !member.bypassed.is_empty());
@@ -91,8 +94,8 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
         let reasons: BTreeSet<&str> = member.bypassed.values().map(String::as_str).collect();
         let reasons: Vec<&str> = reasons.into_iter().take(3).collect();
         format!(
-            "on {} of cluster {cluster:?} the CNI leads packets of pods past netfilter ({:?}): PeerPolicies do not see them, and \
-             pods there may not reach the mesh. Set enable-host-legacy-routing to \"true\" and datapath-mode to \"veth\" in \
+            "on {} of cluster {cluster:?} the CNI forwards packets of pods without netfilter ({:?}): PeerPolicies do not apply to \
+             them, and pods there may not reach the mesh. Set enable-host-legacy-routing to \"true\" and datapath-mode to \"veth\" in \
              kube-system/cilium-config there (Helm: bpf.hostLegacyRouting=true) and restart Cilium",
             named(member.bypassed.keys()),
             reasons.join("; "),
@@ -101,8 +104,8 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
     let ipvs = members.iter().filter(|(_, member)| !member.ipvs.is_empty());
     let ipvs = ipvs.map(|(cluster, member)| {
         format!(
-            "on {} of cluster {cluster:?} kube-proxy in mode ipvs translates packets for Services after PeerPolicies looked at \
-             them, which do not see where they go: {IPVS_REMEDY}",
+            "on {} of cluster {cluster:?} kube-proxy in mode ipvs translates packets for Services after the PeerPolicies, so \
+             these do not apply to their final destinations: {IPVS_REMEDY}",
             named(member.ipvs.iter())
         )
     });
@@ -110,16 +113,16 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
     let outdated = members.iter().filter(|(_, member)| !member.outdated.is_empty());
     let outdated = outdated.map(|(cluster, member)| {
         format!(
-            "on {} of cluster {cluster:?} wg-agent does not say that it enforces the PeerPolicies that stand there, but others, \
-             for {} s or longer: it is dead, or cannot read them or write its table, and what was closed since may be open \
-             there. See the log of its pod there, and `wg-agent status` on the node",
+            "on {} of cluster {cluster:?} wg-agent has reported an outdated revision of the PeerPolicies for {} s or longer: it is \
+             dead, or cannot read them or write its table. What was closed since may be open there. See the log of its pod there, \
+             and `wg-agent status` on the node",
             named(member.outdated.iter()),
             GRACE.as_secs(),
         )
     });
     let gateways = members.iter().filter(|(_, member)| !member.gateways.is_empty());
     let gateways = gateways.map(|(cluster, member)| {
-        let names: Vec<&str> = member.gateways.iter().map(String::as_str).take(NAMED).collect();
+        let names: Vec<&str> = member.gateways.iter().map(String::as_str).take(MAX_LISTED).collect();
         format!(
             "gateway {} of cluster {cluster:?} has not applied the SandboxAccesses there for {} s or longer: what was revoked since \
              may be open through it until its --grant-timeout. See the log of that pod, and its SandboxGateway",
@@ -130,17 +133,17 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
     let alone = members.iter().filter(|(_, member)| !member.without_agent.is_empty());
     let alone = alone.map(|(cluster, member)| {
         format!(
-            "on {} of cluster {cluster:?} kg runs without wg-agent and accepts whatever its Peers admit: run wg-agent there with \
+            "on {} of cluster {cluster:?} kg runs without wg-agent and accepts all packets from its Peers: run wg-agent there with \
              --mode=policy",
             named(member.without_agent.iter())
         )
     });
     let (bypassed, alone): (Vec<String>, Vec<String>) = (bypassed.collect(), alone.collect());
     let outdated: Vec<String> = outdated.chain(gateways).collect();
-    // A quarantine is the more urgent of the two.
+    // Pending quarantines come first, because they are more urgent than other revocations.
     let mut pending: Vec<&Pending> = pending.iter().collect();
     pending.sort_by_key(|pending| !pending.quarantine);
-    let open = told(&pending);
+    let open = pending_messages(&pending);
     let words = [
         (&outdated, "PolicyOutdated"),
         (&bypassed, DATAPATH_BYPASSED),
@@ -155,7 +158,7 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
             kind: "PolicyEnforced",
             status: true,
             reason: "Enforced",
-            message: "no node that is meshed is known not to enforce PeerPolicies".to_owned(),
+            message: "no meshed node is known not to enforce PeerPolicies".to_owned(),
         };
     };
     Condition {
@@ -166,21 +169,25 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
     }
 }
 
-/// As many as a person reads.
-fn told(pending: &[&Pending]) -> Vec<String> {
-    let mut told: Vec<String> = pending.iter().take(NAMED).map(|pending| pending.message()).collect();
-    if let more @ 1.. = pending.len().saturating_sub(NAMED) {
-        told.push(format!("and {more} more"));
+/// The messages of the first [`MAX_LISTED`] pending revocations.
+fn pending_messages(pending: &[&Pending]) -> Vec<String> {
+    let mut messages: Vec<String> = pending
+        .iter()
+        .take(MAX_LISTED)
+        .map(|pending| pending.message())
+        .collect();
+    if let more @ 1.. = pending.len().saturating_sub(MAX_LISTED) {
+        messages.push(format!("and {more} more"));
     }
-    told
+    messages
 }
 
-/// `Node a`, `Nodes a, b and 3 more`.
+/// Lists node names: `Node a`, or `Nodes a, b and 3 more`.
 pub(crate) fn named<'a>(nodes: impl ExactSizeIterator<Item = &'a String>) -> String {
     let count = nodes.len();
-    let names: Vec<&str> = nodes.take(NAMED).map(String::as_str).collect();
+    let names: Vec<&str> = nodes.take(MAX_LISTED).map(String::as_str).collect();
     let word = if count == 1 { "Node" } else { "Nodes" };
-    let more = match count.saturating_sub(NAMED) {
+    let more = match count.saturating_sub(MAX_LISTED) {
         0 => String::new(),
         more => format!(" and {more} more"),
     };
@@ -207,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mesh_is_enforced_where_nobody_says_otherwise() {
+    fn condition_is_true_without_reported_problems() {
         let members = [("a".to_owned(), Unenforced::default())].into();
         let condition = condition(&members, &BTreeSet::new());
         assert_eq!(
@@ -217,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_that_do_not_enforce_are_named_with_the_reason_and_the_remedy() {
+    fn bypassed_nodes_are_listed_with_reason_and_remedy() {
         let alone = Unenforced {
             without_agent: ["k1".to_owned()].into(),
             ..Unenforced::default()
@@ -231,10 +238,10 @@ mod tests {
         assert_eq!((both.status, both.reason), (false, "DatapathBypassed"));
         assert_eq!(
             both.message,
-            "on Nodes n1, n2 of cluster \"a\" the CNI leads packets of pods past netfilter (\"datapath-mode is netkit\"): \
-             PeerPolicies do not see them, and pods there may not reach the mesh. Set enable-host-legacy-routing to \"true\" and \
+            "on Nodes n1, n2 of cluster \"a\" the CNI forwards packets of pods without netfilter (\"datapath-mode is netkit\"): \
+             PeerPolicies do not apply to them, and pods there may not reach the mesh. Set enable-host-legacy-routing to \"true\" and \
              datapath-mode to \"veth\" in kube-system/cilium-config there (Helm: bpf.hostLegacyRouting=true) and restart Cilium; \
-             on Node k1 of cluster \"b\" kg runs without wg-agent and accepts whatever its Peers admit: run wg-agent there with \
+             on Node k1 of cluster \"b\" kg runs without wg-agent and accepts all packets from its Peers: run wg-agent there with \
              --mode=policy"
         );
         let ipvs = Unenforced {
@@ -246,9 +253,9 @@ mod tests {
             (ipvs.reason, ipvs.message.as_str()),
             (
                 "DatapathBypassed",
-                "on Node n4 of cluster \"c\" kube-proxy in mode ipvs translates packets for Services after PeerPolicies looked at \
-                 them, which do not see where they go: set mode: nftables (or iptables) in kube-proxy's configuration and restart \
-                 it, then remove the interface kube-ipvs0, which it leaves behind (`ip link delete kube-ipvs0`, or a reboot)"
+                "on Node n4 of cluster \"c\" kube-proxy in mode ipvs translates packets for Services after the PeerPolicies, so \
+                 these do not apply to their final destinations: set mode: nftables (or iptables) in kube-proxy's configuration and \
+                 restart it, then remove the interface kube-ipvs0, which it leaves behind (`ip link delete kube-ipvs0`, or a reboot)"
             )
         );
         let one = condition(&[("b".to_owned(), alone)].into(), &BTreeSet::new());
@@ -256,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_whose_agent_enforces_others_than_stand_is_named_with_what_to_look_at() {
+    fn node_with_outdated_policies_is_listed_with_remedy() {
         let behind = Unenforced {
             outdated: ["w2".to_owned()].into(),
             ..bypassed(&["w1".to_owned()])
@@ -266,15 +273,15 @@ mod tests {
         let (outdated, bypassed) = told.message.split_once("; ").unwrap();
         assert_eq!(
             outdated,
-            "on Node w2 of cluster \"a\" wg-agent does not say that it enforces the PeerPolicies that stand there, but others, \
-             for 15 s or longer: it is dead, or cannot read them or write its table, and what was closed since may be open \
-             there. See the log of its pod there, and `wg-agent status` on the node"
+            "on Node w2 of cluster \"a\" wg-agent has reported an outdated revision of the PeerPolicies for 15 s or longer: it is \
+             dead, or cannot read them or write its table. What was closed since may be open there. See the log of its pod there, \
+             and `wg-agent status` on the node"
         );
         assert!(bypassed.starts_with("on Node w1 of cluster"), "{bypassed}");
     }
 
     #[test]
-    fn gateways_that_have_another_generation_in_force_are_named() {
+    fn gateway_with_another_applied_generation_is_listed() {
         let gateway = |applied: &[(&str, i64)], exists| Gateway {
             public_key: PublicKey::new([1; 32]),
             addresses: BTreeSet::new(),
@@ -334,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_that_does_not_tell_is_not_called_outdated() {
+    fn agent_without_reported_revision_is_not_outdated() {
         let said = [("1", "1"), ("1", "2"), ("", "1")];
         assert_eq!(
             said.map(|(said, standing)| outdated(said, standing)),
@@ -343,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_nodes_as_many_are_named_as_a_person_reads() {
+    fn list_of_many_nodes_is_shortened() {
         let nodes: Vec<String> = (0..12).map(|n| format!("n{n:02}")).collect();
         let message = condition(&[("a".to_owned(), bypassed(&nodes))].into(), &BTreeSet::new()).message;
         assert!(

@@ -1,4 +1,4 @@
-//! A hash that is the same in every build, for numbers that are written to clusters and kernels.
+//! Computes a hash that is the same in every build, for numbers that are written to clusters and kernels.
 
 /// FNV-1a, 32 bits.
 #[must_use]
@@ -11,7 +11,7 @@ pub fn fnv1a(bytes: impl IntoIterator<Item = u8>) -> u32 {
 mod tests {
     /// The published test vectors.
     #[test]
-    fn known_texts_have_their_known_hashes() {
+    fn fnv1a_test_vectors_match() {
         let hashes = ["", "a", "foobar"].map(|text| super::fnv1a(text.bytes()));
         assert_eq!(hashes, [0x811c_9dc5, 0xe40c_292c, 0xbf9c_f968]);
     }

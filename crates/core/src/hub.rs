@@ -1,5 +1,5 @@
-//! Which namespaces of the hub may hold a `ClusterMesh`, and what a mesh there may ask for: the hub itself (`local: true`), profiles,
-//! networks. Checked before a mesh claims anything in [`crate::plan`].
+//! Restricts which namespaces of the hub may have a `ClusterMesh`, and what the meshes of each namespace may use: the hub itself
+//! (`local: true`), profiles, networks. The restrictions apply before [`crate::plan`] decides the networks of a mesh.
 
 use std::collections::BTreeMap;
 
@@ -14,14 +14,14 @@ mod tests;
 
 pub use flags::{FlagError, HubNamespace, HubNetwork, MemberNamespace};
 
-/// What meshes of one namespace may ask for.
+/// What the meshes of one namespace may use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Rights {
     /// An entry may have `local: true`.
     local: bool,
-    /// The widest profile of a non-local entry.
+    /// The least restrictive profile that a non-local entry may have.
     max_profile: Profile,
-    /// The networks that a non-local entry may list; `None` = any, and the local entry any too.
+    /// The networks that a non-local entry may list. `None` = any entry, also the local one, may list any network.
     networks: Option<Vec<IpNet>>,
 }
 
@@ -29,13 +29,13 @@ struct Rights {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct HubNamespaces {
     namespaces: BTreeMap<String, Rights>,
-    /// What the local entry of a mesh may list where the namespace is bound to a list of networks.
+    /// The networks that the local entry may list in a namespace with a list of networks.
     hub_networks: Vec<IpNet>,
 }
 
 impl HubNamespaces {
-    /// As the flags say; without `--hub-namespace`, `own` alone may use the hub: the namespace that the controller runs in.
-    /// A namespace that is named twice has the networks of both and the tighter profile.
+    /// Builds the rights from the flags. Without `--hub-namespace` only `own` may use the hub: the namespace in which the
+    /// controller runs. If a namespace has two flags, the networks of both and the more restrictive profile apply.
     #[must_use]
     pub fn new(
         hub_namespaces: &[HubNamespace],
@@ -68,7 +68,7 @@ impl HubNamespaces {
             );
         }
         for flag in hub_namespaces {
-            // A namespace that is limited to a tighter profile may use only listed networks.
+            // A namespace that is limited to a more restrictive profile than cluster-meshed may use only listed networks.
             let bound = flag.max_profile > Profile::ClusterMeshed || !flag.networks.is_empty();
             add(
                 &flag.namespace,
@@ -99,7 +99,7 @@ impl HubNamespaces {
         self.namespaces.get(namespace).or_else(|| self.namespaces.get("*"))
     }
 
-    /// Why this mesh is not served; the reason and the message of its Ready condition.
+    /// Why this mesh is refused: the reason and the message of its Ready condition.
     #[must_use]
     pub fn refuses(&self, mesh: &Mesh) -> Option<(&'static str, String)> {
         let namespace = &mesh.id.namespace;
@@ -127,7 +127,7 @@ impl HubNamespaces {
         };
         if let Some(local) = local.filter(|_| !rights.local) {
             let message = format!(
-                "entry {:?} has `local: true`, which is not allowed in namespace {namespace}: take the entry out, or start \
+                "entry {:?} has `local: true`, which is not allowed in namespace {namespace}: remove the entry, or start \
                  the controller with --hub-namespace={namespace}",
                 local.name
             );
@@ -192,8 +192,8 @@ impl HubNamespaces {
             && !self.hub_networks.iter().any(|hub| overlap(*hub, network))
     }
 
-    /// Removes what a mesh must not claim even while it is refused: accepted networks outside the lists, and a profile or
-    /// quarantine of the hub's own entry.
+    /// Removes from a mesh what it must not claim, because a refused mesh still takes part in the plan: networks outside the
+    /// lists, and a profile or quarantine of the hub's own entry.
     pub fn confine(&self, mesh: &mut Mesh) {
         let namespace = &mesh.id.namespace;
         let rights = self.rights(namespace);
@@ -229,13 +229,14 @@ impl HubNamespaces {
 }
 
 impl Rights {
-    /// The first entry that asks for more, or for less in the name of the hub, than meshes of this namespace may. What one mesh
-    /// says of the hub's own profile and quarantine holds in all meshes.
+    /// Reports the first entry with a less restrictive profile than the namespace allows. Also reports a local entry that restricts
+    /// the hub, if the namespace has a list of networks: the profile and quarantine of the hub in one mesh apply in all meshes.
     fn too_wide(&self, namespace: &str, clusters: &[Cluster]) -> Option<String> {
         let members = || clusters.iter().filter(|entry| !is_local(entry));
         if let Some(wide) = members().find(|entry| entry.profile < self.max_profile) {
             return Some(format!(
-                "entry {:?} is wider than --hub-namespace allows in namespace {namespace}: set its isolationProfile to {} or tighter",
+                "entry {:?} has a profile that --hub-namespace does not allow in namespace {namespace}: set its isolationProfile to {} or a \
+                 more restrictive one",
                 wide.name,
                 self.max_profile.as_str(),
             ));
@@ -250,8 +251,8 @@ impl Rights {
             return None;
         };
         Some(format!(
-            "{field} of entry {:?} would close the hub to the meshes of every namespace, which is not for namespace {namespace} to \
-             say: take it out, or write it in a mesh of a namespace without a list of networks",
+            "{field} of entry {:?} would close the hub to the meshes of all namespaces, which meshes of namespace {namespace} must \
+             not do: remove it, or set it in a mesh of a namespace without a list of networks",
             local.name
         ))
     }

@@ -1,4 +1,4 @@
-//! WireGuard public keys as values: parsing, canonical text, order. Private keys never come near this crate.
+//! Parses, prints and compares WireGuard public keys. This crate never handles private keys.
 
 use std::{fmt, str::FromStr};
 
@@ -9,7 +9,7 @@ use base64::{Engine, engine::general_purpose::STANDARD};
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PublicKey([u8; 32]);
 
-/// Why a text is not a WireGuard public key.
+/// Why a string is not a WireGuard public key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KeyError {
     /// Not padded base64 of exactly 32 bytes.
@@ -17,7 +17,7 @@ pub enum KeyError {
         "{0:?} is not a WireGuard public key: expected 44 characters of base64 that hold 32 bytes, as `wg pubkey` prints"
     )]
     Malformed(String),
-    /// A point of low order: no session with it can be secret, and WireGuard never completes a handshake with it.
+    /// A point of low order. A shared secret with it is zero, so WireGuard never completes a handshake with it.
     #[error("{0:?} is a Curve25519 point of low order, which no WireGuard node can have as its key")]
     LowOrder(String),
 }
@@ -51,7 +51,7 @@ const LOW_ORDER: [[u8; 32]; 7] = {
 };
 
 impl PublicKey {
-    /// Takes 32 bytes as they are.
+    /// Wraps 32 bytes without checking them.
     #[must_use]
     pub const fn new(bytes: [u8; 32]) -> Self {
         Self(bytes)
@@ -94,13 +94,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_is_printed_as_it_was_written() {
+    fn key_is_printed_as_it_was_written() {
         let text = "F5rh5BOUkcQ1QCw92IwcjvpXs1h3Bi+HFNTJul+WkBU=";
         assert_eq!(text.parse::<PublicKey>().map(|k| k.to_string()), Ok(text.to_owned()));
     }
 
     #[test]
-    fn what_is_not_32_bytes_of_base64_is_refused() {
+    fn malformed_base64_key_is_refused() {
         for text in [
             "",
             "not-base64",

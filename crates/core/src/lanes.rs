@@ -1,8 +1,8 @@
-//! Splits the steps for one member by the source they serve, so that a writer can pace each source by itself, and separates
-//! the steps that close something, which no other step may delay.
+//! Splits the steps for one member by source, so that the writer can rate limit each source separately, and separates the steps
+//! that revoke something, so that other steps do not delay them.
 //!
-//! Between the steps of one group the order of [`crate::diff::diff`] holds: first `closing`, then `rest`. Sources between
-//! which a network or a key moves share a group, because there the order matters across sources.
+//! Within one group the order of [`crate::diff::diff`] is kept: first `closing`, then `rest`. Sources share a group if a network or
+//! a key moves between them, because then the order matters across sources.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +15,7 @@ use crate::{
     observe::{Member, ObservedPeer},
 };
 
-/// Whose objects a step writes: the mesh, and the entry in it.
+/// The source of a step: a mesh and the name of an entry in it.
 pub type Source = (MeshId, String);
 
 /// The steps of one group of sources, each list in the order of the diff.
@@ -33,7 +33,7 @@ pub fn source(step: &Step) -> Source {
     (step.mesh.clone(), step.owner.source_cluster.clone().unwrap_or_default())
 }
 
-/// Splits `steps`, which the diff made for `member`. A group is named after the first of its sources.
+/// Splits `steps`, the result of the diff for `member`. The key of a group is the smallest of its sources.
 #[must_use]
 pub fn by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, Lanes> {
     let none = BTreeMap::new();
@@ -61,10 +61,10 @@ pub fn by_source(steps: Vec<Step>, member: &Member) -> BTreeMap<Source, Lanes> {
     lanes
 }
 
-/// Whether the step takes something away. A policy always counts: no Peer may be written before it. The delete of a policy
-/// does not: it follows the last Peer that the policy limits.
+/// Whether the step belongs to `closing`. Creates and updates of policies always do, because no Peer may be written before them.
+/// The delete of a policy does not: it follows the delete of the last Peer that the policy limits.
 fn is_closing(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, ObservedPeer>) -> bool {
-    // Gain before loss: what another Peer has yet to gain is not lost first.
+    // A prefix that moves is added to its new Peer before it is removed from the old one, so the removal must not go first.
     let moves = || {
         lost_prefixes(step, existing).any(|net| order.moving_prefixes.contains(&net))
             && !order.renames_key(step, existing)
@@ -85,7 +85,7 @@ fn is_closing(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, Observ
     }
 }
 
-/// What leaves one Peer and comes to another.
+/// A network or key that moves from one Peer to another.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Moved {
     Network(IpNet),
@@ -111,7 +111,7 @@ fn moved(step: &Step, order: &PeerOrder, existing: &BTreeMap<String, ObservedPee
     networks.chain(keys.map(Moved::Key)).collect()
 }
 
-/// Sources joined into groups; each points to a smaller one of its group, or to nothing.
+/// Groups of sources, as a union-find structure: each source points to a smaller one of its group; the smallest has no entry.
 #[derive(Default)]
 struct Groups(BTreeMap<Source, Source>);
 
@@ -183,7 +183,7 @@ mod tests {
         }
     }
 
-    /// By group: the names in `closing`, the names in `rest`.
+    /// For each group: (source, names in `closing`, names in `rest`).
     fn split(steps: Vec<Step>, member: &Member) -> Vec<(String, Vec<String>, Vec<String>)> {
         let names = |steps: Vec<Step>| steps.iter().map(|step| step.item.name()).collect();
         let groups = by_source(steps, member).into_iter();
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn policies_deletes_and_narrower_peers_close() {
+    fn policies_deletes_and_narrowed_peers_are_closing() {
         let member = member(&[
             ("gone", "a", spec(1, &["10.1.0.0/24"])),
             ("narrower", "a", spec(2, &["10.2.0.0/24", "10.2.1.0/24"])),
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn network_that_moves_is_not_lost_first() {
+    fn moving_network_is_added_before_it_is_removed() {
         let member = member(&[("loses", "a", spec(1, &["10.1.0.0/24"])), ("gains", "a", spec(2, &[]))]);
         let steps = vec![
             step(
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn sources_that_hand_over_keys_or_networks_share_a_group() {
+    fn sources_with_a_moving_key_or_network_share_a_group() {
         let member = member(&[
             ("old", "a", spec(1, &["10.1.0.0/24"])),
             ("other", "c", spec(3, &["10.3.0.0/24"])),

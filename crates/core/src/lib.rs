@@ -1,8 +1,8 @@
-//! The mesh planner: values in, values out. No I/O, no clock, no Kubernetes types live here.
+//! Plans all meshes: computes the objects that each member cluster should hold, the writes that get there, and the status.
 //!
-//! [`plan::plan`] turns all meshes and what was observed of their members into one [`plan::Plan`]; [`diff::diff`] says
-//! what to write into one member, [`status`] says what to report. Time is handed in as
-//! durations.
+//! [`plan::plan`] turns all meshes and the observed state of their members into one [`plan::Plan`]. [`diff::diff`] lists the
+//! writes for one member. [`status`] derives the conditions of a mesh. Everything here is a pure function over plain values:
+//! no I/O, no clock (time is passed in as durations), no Kubernetes client types.
 #![forbid(unsafe_code)]
 
 pub mod checkin;

@@ -1,45 +1,46 @@
-//! Between which members tunnels are down, from what their nodes say of themselves. A node's claims are hostile: they are
-//! bounded by what the plan gave that member, and can only make its own links look worse or better.
+//! Finds the pairs of members between which tunnels are down, from the reports of their nodes. Reports are untrusted: counts are
+//! limited to the number of planned Peers, and a false report affects only what the status says about the reporter's own links.
 
 use std::collections::BTreeMap;
 
 use crate::plan::MeshPlan;
 
-/// What one node says of its tunnels to one member; the rest of `total` is idle or new.
+/// The report of one node about its tunnels to one member. Tunnels that are neither up nor down are idle or new.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Tunnels {
-    /// With a live session.
+    /// Tunnels with a live session.
     pub up: u32,
-    /// That should have one and have none.
+    /// Tunnels that should have a session and have none.
     pub down: u32,
-    /// All.
+    /// All tunnels.
     pub total: u32,
 }
 
 /// Two members between which tunnels are down.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Broken {
-    /// Entry whose nodes say so.
+    /// Entry of the nodes that report it.
     pub from: String,
     /// Entry at the other end.
     pub to: String,
-    /// Tunnels with a live session, on the nodes that say so.
+    /// Tunnels with a live session, on nodes that report a tunnel down.
     pub up: usize,
-    /// Tunnels that should have one and have none.
+    /// Tunnels that should have a session and have none.
     pub down: usize,
-    /// All tunnels to that member on the nodes that say so.
+    /// All tunnels to that member, on nodes that report a tunnel down.
     pub total: usize,
 }
 
-/// How many links are listed: what the CRD takes.
-const LISTED: usize = 256;
+/// How many links are listed: the limit of the CRD.
+const MAX_LISTED: usize = 256;
 
-/// The links with a tunnel down, sorted. `said` = for each entry, what each of its nodes says of the others, by entry. Names
-/// of no entry are ignored, and so is what a node says of its own cluster; beyond 256 the worst are listed.
+/// The links with a tunnel that is down, sorted. `reports` = for each entry, the report of each of its nodes, by entry of the other
+/// end. Unknown entries and reports about the node's own cluster are ignored. If there are too many links, those with most tunnels
+/// down are listed.
 #[must_use]
-pub fn broken(plan: &MeshPlan, said: &BTreeMap<String, Vec<BTreeMap<String, Tunnels>>>) -> Vec<Broken> {
+pub fn broken(plan: &MeshPlan, reports: &BTreeMap<String, Vec<BTreeMap<String, Tunnels>>>) -> Vec<Broken> {
     let mut broken = Vec::new();
-    for (from, nodes) in said {
+    for (from, nodes) in reports {
         let Some(target) = plan.targets.get(from) else { continue };
         let mut peers: BTreeMap<&str, usize> = BTreeMap::new();
         for peer in target.peers.values() {
@@ -70,7 +71,7 @@ pub fn broken(plan: &MeshPlan, said: &BTreeMap<String, Vec<BTreeMap<String, Tunn
         }
     }
     broken.sort_by(|a, b| b.down.cmp(&a.down).then_with(|| a.cmp(b)));
-    broken.truncate(LISTED);
+    broken.truncate(MAX_LISTED);
     broken.sort();
     broken
 }
@@ -125,19 +126,19 @@ mod tests {
     }
 
     #[test]
-    fn tunnels_that_are_down_are_summed_over_the_nodes_that_say_so() {
-        let said = [
+    fn down_tunnels_are_summed_over_reporting_nodes() {
+        let reports = [
             ("a".to_owned(), vec![says("b", 1, 1, 2), says("b", 0, 1, 2)]),
             ("b".to_owned(), vec![says("a", 2, 0, 2), BTreeMap::new()]),
         ];
-        assert_eq!(broken(&mesh(), &said.into()), [link("a", "b", 1, 2, 4)]);
+        assert_eq!(broken(&mesh(), &reports.into()), [link("a", "b", 1, 2, 4)]);
         assert_eq!(broken(&mesh(), &BTreeMap::new()), []);
     }
 
     #[test]
-    fn a_node_that_lies_names_no_member_that_is_not_there_and_no_tunnel_that_was_not_given() {
+    fn false_report_is_limited_to_planned_members_and_peers() {
         let most = u32::MAX;
-        let said = [
+        let reports = [
             (
                 "a".to_owned(),
                 vec![
@@ -149,21 +150,21 @@ mod tests {
             ),
             ("nobody".to_owned(), vec![says("a", 0, 1, 1)]),
         ];
-        assert_eq!(broken(&mesh(), &said.into()), [link("a", "b", 1, 3, 4)]);
+        assert_eq!(broken(&mesh(), &reports.into()), [link("a", "b", 1, 3, 4)]);
     }
 
     #[test]
-    fn beyond_what_the_status_takes_the_worst_are_listed() {
+    fn list_beyond_the_limit_keeps_links_with_most_down() {
         let mut plan = MeshPlan::default();
-        let mut said = BTreeMap::new();
+        let mut reports = BTreeMap::new();
         for n in 0..300 {
             let name = format!("m{n:03}");
             let target = mesh().targets.remove("a").expect("is there");
             plan.targets.insert(name.clone(), target);
-            said.insert(name, vec![says("b", 0, 1 + u32::from(n >= 100), 2)]);
+            reports.insert(name, vec![says("b", 0, 1 + u32::from(n >= 100), 2)]);
         }
-        let listed = broken(&plan, &said);
-        assert_eq!(listed.len(), LISTED);
+        let listed = broken(&plan, &reports);
+        assert_eq!(listed.len(), MAX_LISTED);
         assert_eq!(listed.iter().filter(|link| link.down == 2).count(), 200);
         assert_eq!((&*listed[0].from, &*listed[255].from), ("m000", "m299"));
     }

@@ -1,4 +1,4 @@
-//! What the operator asked for: meshes, their entries and grants, as values that already parse.
+//! The desired state as the operator wrote it: `ClusterMesh` objects, their entries and grants, already parsed.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,7 +12,7 @@ pub(crate) fn overlap(a: IpNet, b: IpNet) -> bool {
     a.contains(&b) || b.contains(&a)
 }
 
-/// The shortest prefixes of a member's networks, in words.
+/// The shortest prefix lengths that a member's networks may have, as text for messages.
 pub const WIDEST: &str = "/8 (IPv4) or /7 (IPv6)";
 
 /// Whether a network is wider than [`WIDEST`]. The largest private networks are 10.0.0.0/8 and fc00::/7; anything wider
@@ -46,25 +46,25 @@ impl fmt::Display for MeshId {
 pub struct Mesh {
     /// Which object it is.
     pub id: MeshId,
-    /// `metadata.creationTimestamp`, Unix seconds: the older mesh wins a claim that nobody holds yet.
+    /// `metadata.creationTimestamp`, Unix seconds: the older mesh wins a network that no mesh has been granted yet.
     pub created: i64,
     /// `spec.paused` or the `cluster.x-k8s.io/paused` annotation: write nothing, delete nothing.
     pub paused: bool,
-    /// `metadata.deletionTimestamp` is set: plan nothing for it, so that everything it owns goes.
+    /// `metadata.deletionTimestamp` is set: plan nothing for it, so that everything it owns is deleted.
     pub deleting: bool,
     /// `kilo-clustermesh.io/adopt-hub`: Peers with this hub label are taken over.
     pub adopt_hub: Option<String>,
     /// `spec.clusters`, in the order they were written.
     pub clusters: Vec<Cluster>,
-    /// `status.clusters[].acceptedNetworks`: what each entry, by name, was granted by an earlier plan.
+    /// `status.clusters[].acceptedNetworks`: the networks that an earlier plan granted to each entry, by entry name.
     pub accepted: BTreeMap<String, Vec<IpNet>>,
 }
 
-/// What makes two entries the same cluster (DESIGN §4 rule 10): a name never does, and neither does a UID,
-/// since a hostile API server can claim any.
+/// Identifies the cluster of an entry (design rule 10). Entry names do not identify a cluster, and neither do UIDs,
+/// because a hostile API server can claim any UID.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ClusterIdentity {
-    /// The cluster the controller runs in.
+    /// The cluster that the controller runs in (`local: true`).
     Local,
     /// The cluster behind this kubeconfig.
     Secret {
@@ -80,8 +80,8 @@ pub enum ClusterIdentity {
 }
 
 impl ClusterIdentity {
-    /// Whether both mean one cluster: both local, or the same Secret and context. The key inside the Secret does not
-    /// count (Cluster API keeps one cluster's kubeconfig under several keys).
+    /// Whether both identify the same cluster: both are local, or both use the same Secret and context. The key inside the
+    /// Secret is ignored, because Cluster API stores one cluster's kubeconfig under several keys.
     #[must_use]
     pub fn same_cluster(&self, other: &Self) -> bool {
         match (self, other) {
@@ -127,19 +127,19 @@ impl fmt::Display for ClusterIdentity {
     }
 }
 
-/// How much a member may reach (`isolationProfile`), from the loosest to the tightest.
+/// How much a member may reach (`isolationProfile`), from the least to the most restrictive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Profile {
     /// Broad connectivity with every other `cluster-meshed` member.
     ClusterMeshed,
-    /// Untrusted code: only the Services named for it.
+    /// Untrusted code: reaches only the Services that its entry names in `egress`.
     Sandbox,
-    /// Listed, but connected to nothing.
+    /// Listed, but not connected to any member.
     Standard,
 }
 
 impl Profile {
-    /// As the API writes it.
+    /// The value in the API.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -150,21 +150,22 @@ impl Profile {
     }
 }
 
-/// What of a member appears on the wire (`addressing`).
+/// Which addresses of a member appear as sources in the mesh (`addressing`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Addressing {
-    /// Its own pod addresses.
+    /// The addresses of its pods.
     Routed,
-    /// Only its nodes' WireGuard addresses.
+    /// Only the WireGuard addresses of its nodes.
     Masqueraded,
 }
 
-/// What `Node.spec.podCIDRs` of a member mean (`podNetwork`).
+/// Whether `Node.spec.podCIDRs` of a member can be used (`podNetwork`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum PodNetwork {
     /// Pods of a node have addresses from its podCIDRs.
     PerNode,
-    /// podCIDRs mean nothing (kube-ovn, Calico or Cilium pools): `exports` and anchors carry the pods.
+    /// podCIDRs say nothing about pod addresses (kube-ovn, Calico or Cilium pools). Pods are reached through `exports` and
+    /// anchors.
     Shared,
 }
 
@@ -177,40 +178,41 @@ pub struct Cluster {
     pub identity: ClusterIdentity,
     /// How much it may reach.
     pub profile: Profile,
-    /// What of it appears on the wire. A sandbox is always masqueraded, whatever this says.
+    /// Which of its addresses appear in the mesh. A sandbox is always masqueraded; see [`Cluster::effective_addressing`].
     pub addressing: Addressing,
-    /// The bound of everything that may ever be claimed for it, canonical.
+    /// `allowedNetworks`, canonical: no Peer of this member ever contains an address outside them.
     pub allowed: Vec<IpNet>,
     /// `anchoredNetworks`; `None` = the entries of `allowed` in which no node's own prefix lies.
     pub anchored: Option<Vec<IpNet>>,
     /// `status.clusters[].anchored`: the networks that an earlier plan anchored, with the nodes whose Peers carried them.
     /// Without `anchored`, a network of `allowed` that is in here stays anchored whatever Nodes claim.
     pub carriers: BTreeMap<IpNet, BTreeSet<String>>,
-    /// Over how many nodes the anchored networks spread, at least 1.
+    /// Over how many nodes the anchored networks are spread, at least 1.
     pub anchors: u16,
-    /// What podCIDRs mean here.
+    /// Whether podCIDRs can be used here.
     pub pod_network: PodNetwork,
     /// Pods published as host routes on the node that runs them (`Shared` only).
     pub exports: Vec<Export>,
     /// UDP port where the Node publishes none.
     pub wireguard_port: u16,
-    /// Seconds; 0 = only where NAT makes it needful.
+    /// Seconds; 0 = only where a NAT requires it.
     pub persistent_keepalive: u16,
     /// Networks of other members inside which this member's endpoints may lie (KubeVirt workers).
     pub endpoint_networks: Vec<IpNet>,
     /// Services of other members that appear in this one.
     pub egress: Vec<Grant>,
-    /// Everything from this member closed at once.
+    /// Denies all traffic from this member, and keeps its objects.
     pub quarantine: bool,
-    /// This mesh gives away its Services only out of this namespace, and others that name it
-    /// ([`crate::observe::Service::allowed_from`]); `None` = every one.
+    /// Set on the local entry of a mesh whose namespace is restricted to its own Services: a grant may then name only Services
+    /// of this namespace of the hub, and Services that allow it ([`crate::observe::Service::allowed_from`]). `None` = any
+    /// Service.
     pub confined_to: Option<String>,
-    /// More Nodes than this and the excess is skipped.
+    /// How many Nodes are used; the newest ones beyond that are skipped.
     pub max_nodes: usize,
 }
 
 impl Cluster {
-    /// What of it really appears on the wire: a sandbox is masqueraded whatever its entry says (DESIGN §3.1).
+    /// The addressing that applies: a sandbox is masqueraded whatever its entry says.
     #[must_use]
     pub fn effective_addressing(&self) -> Addressing {
         if self.profile == Profile::Sandbox {
@@ -243,9 +245,9 @@ pub enum Requirement {
     In(String, Vec<String>),
     /// The label is absent or has none of these values.
     NotIn(String, Vec<String>),
-    /// The label is there.
+    /// The label exists.
     Exists(String),
-    /// The label is not there.
+    /// The label does not exist.
     DoesNotExist(String),
 }
 
@@ -263,7 +265,7 @@ impl Export {
     }
 }
 
-/// A Service of another member that appears here under a name (one entry of `egress`).
+/// One entry of `egress`: a Service of another member that is mirrored into this one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Grant {
     /// The member that has the Service, by its entry's name.
@@ -272,7 +274,7 @@ pub struct Grant {
     pub service: ObjectName,
     /// Which of its ports; empty = every one.
     pub ports: Vec<GrantPort>,
-    /// Under which name it appears here.
+    /// Namespace and name of the mirrored Service here.
     pub local: ObjectName,
 }
 
@@ -303,7 +305,7 @@ pub enum Protocol {
 }
 
 impl Protocol {
-    /// As Kubernetes writes it.
+    /// The value in Kubernetes.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -319,7 +321,7 @@ impl Protocol {
 pub struct GrantPort {
     /// Number or name of the Service's port.
     pub port: PortRef,
-    /// Protocol; TCP unless said.
+    /// Protocol; TCP by default.
     pub protocol: Protocol,
 }
 

@@ -1,6 +1,6 @@
-//! What was seen of each member: Nodes, Peers, Services, and how far the seeing can be trusted.
+//! The observed state of each member cluster (Nodes, Peers, Services, ...), and how current it is.
 //!
-//! Nothing here parses text: a claim that does not parse arrives as [`Claim::Invalid`] with its reason.
+//! Nothing here parses text. A value that the API layer could not parse arrives as [`Claim::Invalid`] with the reason.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,21 +16,21 @@ use crate::{
     mesh::{ClusterIdentity, ObjectName, Protocol},
 };
 
-/// How far something observed can be trusted. **No delete is ever derived from what is not `Fresh`.**
+/// An observed value and how current it is. **No delete is ever derived from a value that is not `Fresh`.**
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Observation<T> {
-    /// Listed whole, and the watch stands.
+    /// Listed completely, and the watch is running.
     Fresh(T),
-    /// Was fresh; the watch is broken or over its budget. The last value, and why.
+    /// Was fresh, but the watch is broken or exceeded its limits. The last value, and why.
     Stale(T, String),
-    /// Never listed since this controller started; the reason in words that are safe to show.
+    /// Never listed since this controller started. The reason is safe to show to users.
     Unreachable(String),
-    /// There is nothing to observe with: no Secret, an unusable kubeconfig. The reason names the field.
+    /// There are no credentials: the Secret is missing or its kubeconfig is unusable. The reason names the field.
     Missing(String),
 }
 
 impl<T> Observation<T> {
-    /// The value, fresh or last known.
+    /// The last value, fresh or stale.
     #[must_use]
     pub const fn last(&self) -> Option<&T> {
         match self {
@@ -39,7 +39,7 @@ impl<T> Observation<T> {
         }
     }
 
-    /// The value, only if nothing newer can have been missed.
+    /// The value if it is fresh.
     #[must_use]
     pub const fn fresh(&self) -> Option<&T> {
         match self {
@@ -69,37 +69,37 @@ impl<T> Observation<T> {
     }
 }
 
-/// Everything the planner is told about the world.
+/// All observed state that the planner reads.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Observations {
-    /// By identity; a member that is not listed counts as [`Observation::Missing`].
+    /// Members by identity; an absent member counts as [`Observation::Missing`].
     pub members: BTreeMap<ClusterIdentity, Observation<Member>>,
-    /// This hub's id (`--hub-id`): what `kilo-clustermesh.io/hub` holds on our Peers.
+    /// This hub's id (`--hub-id`), the value of the label `kilo-clustermesh.io/hub` on our objects.
     pub hub: String,
-    /// Names that were resolved for DNS endpoints. A name that is not here has no address now.
+    /// Resolved names of DNS endpoints. A name that is absent does not resolve at the moment.
     pub resolved: BTreeMap<String, IpAddr>,
 }
 
-/// One member cluster.
+/// The observed state of one member cluster.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Member {
-    /// UID of its kube-system namespace; may only ever refuse.
+    /// UID of its kube-system namespace. A hostile API server can claim any UID, so it may only be a reason to refuse.
     pub uid: Option<String>,
     /// Nodes by name.
     pub nodes: BTreeMap<String, Node>,
-    /// All Peers by name, ours and others'. `None` = the Peer CRD is not there.
+    /// All Peers by name, also those that are not ours. `None` = the Peer CRD is not installed.
     pub peers: Option<BTreeMap<String, ObservedPeer>>,
-    /// Our PeerPolicies by name. `None` = the PeerPolicy CRD is not there (a member that kg runs).
+    /// Our PeerPolicies by name. `None` = the PeerPolicy CRD is not installed (a member that only kg serves).
     pub policies: Option<BTreeMap<String, ObservedPolicy>>,
-    /// Our SandboxAccesses by name. `None` = the SandboxAccess CRD is not there.
+    /// Our SandboxAccesses by name. `None` = the SandboxAccess CRD is not installed.
     pub accesses: Option<BTreeMap<String, ObservedAccess>>,
-    /// Gateways of sandboxes that have published who they are.
+    /// Gateways for sandboxes that have published their identity.
     pub gateways: BTreeMap<ObjectName, Gateway>,
-    /// Services that some grant names, and all that carry our managed-by label.
+    /// Services that a grant names, and all with our managed-by label.
     pub services: BTreeMap<ObjectName, Service>,
     /// EndpointSlices of those Services, by their own name.
     pub slices: BTreeMap<ObjectName, Slice>,
-    /// Pods that some export may select.
+    /// Pods in namespaces that an export names.
     pub pods: BTreeMap<ObjectName, Pod>,
     /// Namespaces of granted Services and exported Pods that were never listed.
     pub unlisted: Unlisted,
@@ -107,30 +107,30 @@ pub struct Member {
     pub api_endpoints: BTreeSet<SocketAddr>,
 }
 
-/// Namespaces of which nothing is known, and why: what [`Member`] has of them is not an empty list. What was made of them
-/// before stands until they are listed.
+/// Namespaces that were never listed, and why. That [`Member`] contains no object of them does not mean that they are empty:
+/// objects that earlier plans derived from them are kept until they are listed.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Unlisted {
-    /// Services and their EndpointSlices, as far as grants name them.
+    /// Namespaces whose Services and EndpointSlices were not listed, with the reason.
     pub services: BTreeMap<String, String>,
-    /// Pods, as far as exports may select them.
+    /// Namespaces whose Pods were not listed, with the reason.
     pub pods: BTreeMap<String, String>,
 }
 
-/// Something a Node says about itself.
+/// A value that a Node publishes about itself, usually in an annotation.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Claim<T> {
-    /// It says nothing.
+    /// Not published.
     #[default]
     Absent,
-    /// It says something that does not parse; what is wrong with it, in words.
+    /// Published, but it does not parse; the error message.
     Invalid(String),
-    /// It says this.
+    /// Published and parsed. Whether the Node may claim it is decided by the planner.
     Valid(T),
 }
 
 impl<T> Claim<T> {
-    /// The value, if there is a valid one.
+    /// The value, if there is one that parsed.
     #[must_use]
     pub const fn value(&self) -> Option<&T> {
         match self {
@@ -140,7 +140,7 @@ impl<T> Claim<T> {
     }
 }
 
-/// Where UDP for a node goes: an address or a name, and a port.
+/// A WireGuard endpoint: an address or host name, and a UDP port.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Endpoint {
     /// `192.0.2.1:51820`, `[2001:db8::1]:51820`.
@@ -150,7 +150,7 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    /// Its port.
+    /// The UDP port.
     #[must_use]
     pub const fn port(&self) -> u16 {
         match self {
@@ -160,41 +160,41 @@ impl Endpoint {
     }
 }
 
-/// Kilo's mesh granularity as the Node publishes it (KILO.md §4).
+/// Kilo's mesh granularity as the Node publishes it (`kg --mesh-granularity`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Granularity {
-    /// Every node is a segment: one Peer a node.
+    /// Every node is a segment of its own: one Peer per node.
     Full,
-    /// One leader a location carries the ranges of all its nodes.
+    /// One Peer per location: its leader has the prefixes of all nodes there.
     Location,
-    /// As `Full` toward other clusters.
+    /// Like `Full` as seen from other clusters.
     Cross,
 }
 
 /// Which program serves WireGuard on a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum Server {
-    /// Kilo's kg (no annotation of ours).
+    /// Kilo's kg: the Node has no annotation of wg-agent.
     #[default]
     Kilo,
-    /// wg-agent with its own device.
+    /// wg-agent, which owns the WireGuard device.
     Agent,
-    /// kg owns the tunnel, wg-agent the firewall.
+    /// kg owns the WireGuard device, and wg-agent with `--mode=policy` the firewall table.
     AgentPolicy,
 }
 
-/// One Node, as far as the planner reads it.
+/// The fields of a Node that the planner reads.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Node {
     /// `metadata.creationTimestamp`, Unix seconds.
     pub created: i64,
-    /// Condition Ready is True.
+    /// Its condition Ready is True.
     pub ready: bool,
     /// `metadata.deletionTimestamp` is set.
     pub deleting: bool,
     /// `spec.podCIDRs` (else `spec.podCIDR`), in order.
     pub pod_cidrs: Vec<Claim<IpNet>>,
-    /// `kilo.squat.ai/wireguard-ip`: the host, and the prefix length written behind it.
+    /// `kilo.squat.ai/wireguard-ip`: the host address with the prefix length as written.
     pub wireguard_ip: Claim<IpNet>,
     /// `kilo.squat.ai/key`.
     pub public_key: Claim<PublicKey>,
@@ -208,46 +208,47 @@ pub struct Node {
     pub external_ips: Vec<IpAddr>,
     /// `status.addresses` of type InternalIP.
     pub internal_ips: Vec<IpAddr>,
-    /// `kilo.squat.ai/internal-ip`, host part: which nodes of a location reach each other privately.
+    /// Host part of `kilo.squat.ai/internal-ip`. Without one, other nodes of its location cannot reach the node privately.
     pub kilo_internal_ip: Option<IpAddr>,
     /// `kilo.squat.ai/persistent-keepalive`, seconds: the node is behind NAT.
     pub persistent_keepalive: u16,
     /// `kilo.squat.ai/location`, else the topology label, else empty.
     pub location: String,
-    /// `kilo.squat.ai/granularity`; `None` = not published now (kg removes it at each restart).
+    /// `kilo.squat.ai/granularity`; `None` = not published at the moment (kg removes it at each restart).
     pub granularity: Option<Granularity>,
-    /// `kilo.squat.ai/leader` is there, whatever it holds: kg prefers it as the leader of its location.
+    /// `kilo.squat.ai/leader` exists, with any value: kg prefers the node as the leader of its location.
     pub leader: bool,
-    /// kg has stopped checking in for this node ([`crate::checkin`]). The observer says so, and by that time alone its
-    /// check-ins have a part in a plan.
+    /// kg has stopped checking in for this node ([`crate::checkin`]). The observer decides this, so that each check-in does
+    /// not change the planner's input.
     pub silent: bool,
     /// `kilo.squat.ai/allowed-location-ips`.
     pub allowed_location_ips: Vec<IpNet>,
-    /// `kilo.squat.ai/discovered-endpoints`: where this node saw other keys.
+    /// `kilo.squat.ai/discovered-endpoints`: the endpoints at which this node sees its WireGuard peers, by key.
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
-    /// Which program serves WireGuard here.
+    /// Which program serves WireGuard on this node.
     pub server: Server,
-    /// What leads packets past its PeerPolicies, as its agent says; `None` = nothing that is known.
+    /// What its agent reports to bypass the PeerPolicies on this node; `None` = no known bypass.
     pub bypassed: Option<Bypass>,
-    /// For how long an earlier plan has been holding this node's last Peer (see [`crate::plan::ClusterReport::held`]);
-    /// `None` = not held.
+    /// For how long earlier plans have kept this node's last Peer although it publishes nothing usable
+    /// ([`crate::plan::ClusterReport::held`]); `None` = not held.
     pub held_for: Option<Duration>,
 }
 
 impl Node {
-    /// kg serves it, by all that is known, and has stopped checking in. Beside a full agent nobody serves by kg.
+    /// Whether kg serves the node and has stopped checking in. A node with wg-agent in full mode is never silent, because kg
+    /// does not serve it.
     #[must_use]
     pub fn is_silent(&self) -> bool {
         self.silent && self.server != Server::Agent
     }
 }
 
-/// A Peer that stands in a member.
+/// A Peer that exists in a member.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ObservedPeer {
-    /// Who says it is theirs.
+    /// Its ownership labels.
     pub owner: Owner,
-    /// Its spec, parsed; `Err` = what is wrong with it. A managed Peer that does not parse is rewritten.
+    /// Its parsed spec, or the error. A managed Peer that does not parse is rewritten.
     pub spec: Result<PeerSpec, String>,
 }
 
@@ -264,79 +265,80 @@ pub struct Owner {
     pub source_cluster: Option<String>,
 }
 
-/// What a Peer says, in values. Equality is what a write is decided by.
+/// The spec of a Peer, with the annotations that wg-agent reads. A Peer is written if this value differs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerSpec {
-    /// Identity of the node it describes.
+    /// The public key of the node that it describes.
     pub public_key: PublicKey,
-    /// Canonical.
+    /// Allowed IPs, without host bits.
     pub allowed_ips: BTreeSet<IpNet>,
-    /// Where it is; `None` = it dials us.
+    /// Where to send; `None` = only the other side can initiate.
     pub endpoint: Option<Endpoint>,
-    /// Further candidates, in order (`kilo-clustermesh.io/endpoints`).
+    /// All endpoint candidates, best first (`kilo-clustermesh.io/endpoints`); empty if there is only one.
     pub candidates: Vec<SocketAddr>,
     /// Seconds; 0 = none.
     pub persistent_keepalive: u16,
 }
 
-/// A PeerPolicy that stands in a member.
+/// A PeerPolicy that exists in a member.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ObservedPolicy {
-    /// Who says it is theirs.
+    /// Its ownership labels.
     pub owner: Owner,
-    /// Its spec, parsed; `Err` = what is wrong with it.
+    /// Its parsed spec, or the error.
     pub spec: Result<PolicySpec, String>,
 }
 
-/// What one source member may reach in a target. Whatever is not allowed is denied, deny wins.
+/// What one source member may reach in a target. The default is deny, and `deny` wins over `allow`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PolicySpec {
-    /// Source addresses it speaks of.
+    /// The source addresses that it applies to.
     pub sources: BTreeSet<IpNet>,
-    /// What the agent keeps off the default route.
+    /// Networks for which the agent installs `unreachable` routes, so that packets to them never follow the default route.
     pub networks: BTreeSet<IpNet>,
     /// Destinations that may be reached.
     pub allow: BTreeSet<IpNet>,
-    /// Destinations that may not, whatever `allow` says.
+    /// Destinations that must not be reached, even if `allow` contains them.
     pub deny: BTreeSet<SocketAddr>,
-    /// Ports closed on every address of a node itself.
+    /// Ports that are closed on every local address of a node.
     pub infrastructure_ports: BTreeSet<(Protocol, u16)>,
-    /// Networks of this cluster that its own nodes carry as anchors (so an anchor knows what to translate).
+    /// The anchored networks of this cluster. Agents of this cluster translate tunnel traffic to them on the anchor.
     pub anchored: BTreeSet<IpNet>,
-    /// No packet passes from the source or to it: it is no cluster-meshed member any more, and its Peers are taken away.
+    /// No packet may pass from or to the source: it is quarantined, or it is no longer cluster-meshed and its Peers are being
+    /// deleted.
     pub closed: bool,
 }
 
-/// A SandboxAccess that stands in a member.
+/// A SandboxAccess that exists in a member.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ObservedAccess {
-    /// Who says it is theirs.
+    /// Its ownership labels.
     pub owner: Owner,
     /// Its `metadata.generation`.
     pub generation: i64,
-    /// Its spec, parsed; `Err` = what is wrong with it.
+    /// Its parsed spec, or the error.
     pub spec: Result<AccessSpec, String>,
 }
 
-/// What one sandbox may reach through the gateways of a member.
+/// What one sandbox may reach through the gateways of a member (the spec of a SandboxAccess).
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct AccessSpec {
-    /// Name of the sandbox's entry.
+    /// The entry name of the sandbox.
     pub sandbox: String,
-    /// Tells it from the hub's other sandboxes.
+    /// Identifies the sandbox among those of the hub (`sandboxID`).
     pub id: String,
-    /// Its networks.
+    /// The sandbox's allowedNetworks.
     pub networks: BTreeSet<IpNet>,
-    /// Its nodes.
+    /// The sandbox's nodes, by public key.
     pub nodes: BTreeMap<PublicKey, AccessNode>,
-    /// What it reaches at which port of a gateway.
+    /// The granted Service ports, by the gateway's protocol and port at which the sandbox reaches them.
     pub grants: BTreeMap<(Protocol, u16), GrantedPort>,
 }
 
 /// A node of a sandbox.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct AccessNode {
-    /// Its name.
+    /// Its name, shortened if it is long.
     pub name: String,
     /// Its WireGuard addresses.
     pub addresses: BTreeSet<IpAddr>,
@@ -347,33 +349,33 @@ pub struct AccessNode {
 pub struct GrantedPort {
     /// The Service.
     pub service: ObjectName,
-    /// Name of its port; empty where it has one only.
+    /// Name of its port; empty if the Service has a single unnamed port.
     pub port: String,
 }
 
-/// A pod through which sandboxes enter a member, as it says of itself.
+/// A gateway: a pod through which sandboxes enter a member, as its SandboxGateway describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gateway {
-    /// Its key.
+    /// Its public key.
     pub public_key: PublicKey,
     /// Its WireGuard addresses.
     pub addresses: BTreeSet<IpAddr>,
-    /// Where it is dialled, best first.
+    /// The endpoints that it publishes, best first.
     pub endpoints: Vec<SocketAddr>,
-    /// Sandboxes that it serves, by their entries' names; empty = every one.
+    /// The sandboxes that it serves, by entry name; empty = all.
     pub serves: BTreeSet<String>,
-    /// Its pod is the one that published this, and is Ready.
+    /// Its pod is Ready, and it is the pod that published this key.
     pub ready: bool,
-    /// The pod that published this exists, Ready or not.
+    /// The pod that published this key exists, Ready or not.
     pub exists: bool,
-    /// The generation of each SandboxAccess, by name, that is in force there.
+    /// The generation of each SandboxAccess, by name, that the gateway has applied.
     pub applied: BTreeMap<String, i64>,
-    /// Grants that it does not serve, and why: by name of the SandboxAccess, protocol and port at the gateway.
+    /// Grants that it does not serve, with the reason, by SandboxAccess, protocol and gateway port.
     pub refused: BTreeMap<(String, Protocol, u16), String>,
 }
 
 impl Gateway {
-    /// Whether it lets this sandbox in.
+    /// Whether it serves this sandbox.
     #[must_use]
     pub fn serves(&self, sandbox: &str) -> bool {
         self.serves.is_empty() || self.serves.contains(sandbox)
@@ -383,22 +385,23 @@ impl Gateway {
 /// A Service.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Service {
-    /// It carries our managed-by label; whose it is.
+    /// Its ownership labels, if it has our managed-by label.
     pub managed: Option<Owner>,
-    /// Type ExternalName: it has no endpoints of its own.
+    /// Its type is ExternalName: it has no endpoints of its own.
     pub external_name: bool,
-    /// No selector: whoever may write its EndpointSlices chooses the addresses.
+    /// It has no selector, so its EndpointSlices may list any address.
     pub selectorless: bool,
     /// Its ports.
     pub ports: Vec<ServicePort>,
-    /// What it has addresses of, as far as its cluster has these families.
+    /// Its IP families. A dual-stack Service has both, even if its cluster supports only one: requesting the other one again
+    /// would change nothing.
     pub families: Families,
-    /// Namespaces whose meshes may give it away although they are confined to their own
+    /// Hub namespaces whose meshes may grant this Service although they are restricted to Services of their own namespace
     /// (`kilo-clustermesh.io/allowed-from`).
     pub allowed_from: BTreeSet<String>,
 }
 
-/// Address families.
+/// A set of IP families.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Families {
     /// IPv4.
@@ -408,31 +411,31 @@ pub struct Families {
 }
 
 impl Families {
-    /// Both.
+    /// Both families.
     pub const BOTH: Self = Self { v4: true, v6: true };
 
-    /// Whether it has all that `other` has.
+    /// Whether it contains all families of `other`.
     #[must_use]
     pub const fn cover(self, other: Self) -> bool {
         (self.v4 || !other.v4) && (self.v6 || !other.v6)
     }
 }
 
-/// A mirrored Service apart from its endpoints.
+/// The desired state of a mirrored Service without its endpoints.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Mirror {
-    /// Ports as in the source, those that were granted.
+    /// The granted ports, with the numbers of the original Service.
     pub ports: Vec<ServicePort>,
-    /// What it has backends of. A Service that stands with more keeps it.
+    /// The IP families of its endpoints. An existing Service with more families keeps them.
     pub families: Families,
 }
 
 /// One port of a Service.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ServicePort {
-    /// Empty where the Service has one port only.
+    /// May be empty if the Service has a single port.
     pub name: String,
-    /// The Service's port.
+    /// The port number.
     pub port: u16,
     /// Protocol.
     pub protocol: Protocol,
@@ -441,34 +444,34 @@ pub struct ServicePort {
 /// An EndpointSlice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slice {
-    /// It carries our managed-by label; whose it is.
+    /// Its ownership labels, if it has our managed-by label.
     pub managed: Option<Owner>,
-    /// The Service it belongs to (same namespace).
+    /// Name of the Service that it belongs to, in the same namespace.
     pub service: String,
-    /// Family of its addresses.
+    /// Its addresses are IPv6 addresses.
     pub v6: bool,
-    /// Ports of the backends; the name ties them to the Service's ports.
+    /// Ports of the backends; each corresponds to the Service port of the same name.
     pub ports: Vec<ServicePort>,
     /// Backends.
     pub endpoints: Vec<SliceEndpoint>,
 }
 
-/// One backend.
+/// One endpoint of an EndpointSlice.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SliceEndpoint {
     /// Its address.
     pub address: IpAddr,
-    /// The Node that runs it, where the slice says so. A mirrored slice never does: it is nobody's business there.
+    /// The Node that runs it, if the slice names one. A mirrored slice never does: other members need not know it.
     pub node: Option<String>,
-    /// Takes new connections.
+    /// Accepts new connections.
     pub ready: bool,
-    /// Still answers the ones it has.
+    /// Still serves its existing connections.
     pub serving: bool,
-    /// On its way out.
+    /// It is being terminated.
     pub terminating: bool,
 }
 
-/// A pod, as far as exports need it.
+/// The fields of a Pod that exports need.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Pod {
     /// Its labels.

@@ -1,16 +1,16 @@
-//! Whose object it is. Nothing without our labels is ever changed or deleted.
+//! Decides from its labels which mesh owns an object. An object without our labels is never changed or deleted.
 
 use crate::{
     mesh::{Mesh, MeshId},
     observe::Owner,
 };
 
-/// What tells a mesh's objects from everyone else's.
+/// A mesh that may own objects.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Claimant {
     /// The mesh.
     pub mesh: MeshId,
-    /// Another hub whose objects of this mesh are taken over.
+    /// The id of another hub, whose objects for this mesh are adopted.
     pub adopt_hub: Option<String>,
 }
 
@@ -23,22 +23,23 @@ impl From<&Mesh> for Claimant {
     }
 }
 
-/// What the labels of an object say about this hub.
+/// The owner of an object, from the point of view of this hub.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ownership<'a> {
-    /// It belongs to this mesh.
+    /// This mesh.
     Mesh(&'a MeshId),
-    /// This hub wrote it, for a mesh that is no more.
+    /// This hub wrote it for a mesh that no longer exists.
     Orphan,
-    /// This hub wrote it, and its mesh label is gone. It is nobody's to delete; the mesh that plans this very object, by name
-    /// and content, takes it back ([`may_return`]).
+    /// This hub wrote it, and its mesh label was removed since. It is not deleted. A mesh that plans the same object, by name
+    /// and content, adopts it ([`can_readopt`]).
     Unlabelled,
-    /// It is someone else's.
+    /// Another hub, a person or another program.
     Foreign,
 }
 
-/// Whose an object is, among `claimants` in order of age. The predecessor wrote neither hub nor namespace: its objects go
-/// to the oldest mesh of that name, and to nobody when there is none (another hub's predecessor may own them).
+/// Finds the owner of an object among `claimants`, which are sorted by age. The predecessor wrote neither the hub nor the
+/// namespace label: its objects belong to the oldest mesh of that name. If no mesh has that name they are foreign, because the
+/// predecessor in another hub may own them.
 #[must_use]
 pub fn of<'a>(owner: &Owner, hub: &str, claimants: &'a [Claimant]) -> Ownership<'a> {
     let Some(name) = &owner.mesh else {
@@ -65,9 +66,9 @@ pub fn of<'a>(owner: &Owner, hub: &str, claimants: &'a [Claimant]) -> Ownership<
     }
 }
 
-/// Whether the labels that are left on an [`Ownership::Unlabelled`] object let it be of this mesh and this source.
+/// Whether the remaining labels of an [`Ownership::Unlabelled`] object allow that it belongs to this mesh and source.
 #[must_use]
-pub fn may_return(owner: &Owner, mesh: &MeshId, source: &str) -> bool {
+pub fn can_readopt(owner: &Owner, mesh: &MeshId, source: &str) -> bool {
     let fits = |label: &Option<String>, ours: &str| label.as_deref().is_none_or(|label| label == ours);
     fits(&owner.mesh_namespace, &mesh.namespace) && fits(&owner.source_cluster, source)
 }

@@ -1,5 +1,5 @@
-//! What was closed and still stands open in a member, since it could not be written there: a quarantine, a grant that was
-//! taken back, a profile that was tightened. What should stand is the plan's, what stands the observation's.
+//! Finds revocations that are not yet in effect in a member, because they could not be written there: a quarantine, a revoked
+//! grant, a more restrictive profile. Compares the planned with the observed policies.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,25 +12,25 @@ use crate::{
     plan::{Fact, MeshPlan, Plan},
 };
 
-/// A member that still lets in what it should not.
+/// A revocation that is not in effect in one target.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Pending {
-    /// Its whole member is quarantined; else a part of what it may reach was taken back.
+    /// `true` = the source is quarantined; `false` = a part of its access was revoked.
     pub quarantine: bool,
-    /// Who still gets in, by its entry's name.
+    /// The member that still has access, by its entry's name.
     pub source: String,
-    /// Where, by its entry's name.
+    /// The member where it has access, by its entry's name.
     pub target: String,
-    /// Why it is so, and whether that is known.
+    /// Why it is not in effect.
     pub why: Why,
 }
 
-/// Why something is not closed yet.
+/// Why a revocation is not known to be in effect.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Why {
-    /// It was never seen, so what stands there is not known; in words.
+    /// The target was never observed; the reason.
     Unknown(String),
-    /// What was seen of it last is open; what is in the way, in words.
+    /// By the last observation the source still has access; the reason why that was not changed.
     Open(String),
 }
 
@@ -45,7 +45,7 @@ impl Pending {
         }
     }
 
-    /// For a person.
+    /// The message for people.
     #[must_use]
     pub fn message(&self) -> String {
         let Self {
@@ -57,16 +57,16 @@ impl Pending {
         let what = if *quarantine {
             format!("cluster {source:?} is quarantined")
         } else {
-            format!("something was taken back from cluster {source:?}")
+            format!("access was revoked from cluster {source:?}")
         };
         match why {
-            Why::Unknown(why) => format!("{what}, and whether cluster {target:?} closed it is not known: {why}"),
-            Why::Open(why) => format!("{what}, and stands open in cluster {target:?}: {why}"),
+            Why::Unknown(why) => format!("{what}, and it is not known whether cluster {target:?} enforces this: {why}"),
+            Why::Open(why) => format!("{what}, and this is not yet in effect in cluster {target:?}: {why}"),
         }
     }
 }
 
-/// What is closed in the plan of one mesh and open where it should stand. `unwritten` = members, by entry name, into which
+/// Lists the revocations in the plan of one mesh that are not in effect. `unwritten` = members, by entry name, into which
 /// something could not be written, and why.
 #[must_use]
 pub fn pending(
@@ -87,7 +87,7 @@ pub fn pending(
             _ => None,
         })
         .collect();
-    // What stands in a sandbox of the others is no boundary, and what is standard holds nothing.
+    // Policies inside a sandbox are no security boundary, and a standard member has no objects of others.
     for target in mesh.clusters.iter().filter(|c| c.profile == Profile::ClusterMeshed) {
         let observation = seen.members.get(&target.identity);
         let trouble = observation.map_or(Some("it has not been looked at yet"), Observation::trouble);
@@ -108,7 +108,7 @@ pub fn pending(
         let why = match (trouble, unwritten.get(name)) {
             (Some(why), _) => why.to_owned(),
             (None, Some(why)) => why.clone(),
-            (None, None) if planned.paused => "the ClusterMesh is paused, and nothing is written".to_owned(),
+            (None, None) if planned.paused => "the ClusterMesh is paused, so nothing is written".to_owned(),
             (None, None) => "it is being written".to_owned(),
         };
         let open = open(mesh, plan, planned, name, member, &quarantined);
@@ -122,7 +122,7 @@ pub fn pending(
     found
 }
 
-/// Sources that what stands in `target` lets in further than what is planned there.
+/// Sources for which the existing objects in `target` allow more than the planned ones.
 fn open(
     mesh: &Mesh,
     plan: &Plan,
@@ -158,7 +158,7 @@ fn open(
         }
     }
     if member.policies.is_none() {
-        // Nobody there is held to a policy: the Peers are what lets in.
+        // No policy is enforced there: access ends only when the Peers are deleted.
         for existing in member.peers.iter().flat_map(BTreeMap::values) {
             let Some(source) = existing.owner.source_cluster.as_ref().filter(|_| ours(&existing.owner)) else {
                 continue;
@@ -173,7 +173,7 @@ fn open(
     open
 }
 
-/// Whether `existing` lets in what `planned_spec` does not.
+/// Whether `existing` allows a network that `planned_spec` does not.
 fn allows_more(existing: &PolicySpec, planned_spec: &PolicySpec) -> bool {
     let allowed = |net: &IpNet| planned_spec.allow.iter().any(|planned_spec| planned_spec.contains(net));
     !existing.allow.iter().all(allowed)

@@ -1,6 +1,7 @@
-//! The plan: what every member should hold for all meshes. Pure and total: any input gives a plan, none panics.
+//! Plans all meshes: computes the Peers, policies and mirrored Services that every member should hold.
 //!
-//! The rules are numbered as in the design (§4); each module below names those it carries.
+//! [`plan`] is pure and total: every input gives a plan, and none panics. Comments cite the planner's rules by the numbers of the
+//! design (§4); the first line of each module names the rules that it implements.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -36,29 +37,29 @@ pub use result::{
 };
 pub use settings::{INFRASTRUCTURE, InfrastructurePort, Settings, SettingsError};
 
-/// For how long a node whose annotations vanished, or whose address clashes while kg renumbers, keeps its last Peer
-/// (DESIGN §4 rule 9).
+/// For how long a node keeps its last Peer if its annotations vanish, or if its WireGuard address is a duplicate while kg
+/// renumbers (rule 9).
 pub const HOLD: Duration = Duration::from_secs(300);
 
-/// A shorter hold is not reported: a restart of kg takes seconds.
+/// Held nodes are reported only after this time, because a restart of kg takes just seconds.
 pub const HOLD_REPORT_DELAY: Duration = Duration::from_secs(30);
 
-/// Peers a node of one target is tested with; more and the mesh is too large.
+/// The largest tested number of Peers in one target. A plan with more reports [`Fact::MeshTooLarge`].
 pub const MAX_PEERS_PER_TARGET: usize = 5_000;
 
-/// How names of written objects are made. Core does not spell what users see.
+/// Makes the names of written objects. The implementation is in the API crate, which defines all names that users see.
 pub trait Naming {
-    /// Name of the Peer of `node`; `taken` = the readable name is someone else's already.
+    /// Name of the Peer of `node`. `taken` = the readable name belongs to another object, so a hash is appended.
     fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String;
-    /// Name of the PeerPolicy for what `cluster` may reach.
+    /// Name of the PeerPolicy, or SandboxAccess, that limits `cluster`.
     fn policy(&self, mesh: &MeshId, cluster: &str, taken: bool) -> String;
-    /// What tells a sandbox from the hub's others in its SandboxAccesses.
+    /// The id by which SandboxAccesses distinguish the sandboxes of a hub.
     fn sandbox(&self, identity: &ClusterIdentity) -> String;
-    /// Name of the `index`-th EndpointSlice of one family of a mirrored Service.
+    /// Name of the `index`-th EndpointSlice of a mirrored Service for one IP family.
     fn slice(&self, mesh: &MeshId, service: &ObjectName, v6: bool, index: usize) -> String;
 }
 
-/// Plans all meshes. Neither the order of `meshes` nor of anything observed has a part in the result.
+/// Plans all meshes. The result does not depend on the order of `meshes` or of anything observed.
 #[must_use]
 pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &dyn Naming) -> Plan {
     let by_age = by_age(meshes);
@@ -82,7 +83,7 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
             used: &used,
         };
         let planned = planner.plan();
-        // Peers that are not written reserve no name.
+        // A paused mesh writes nothing, so it reserves no names.
         for (name, target) in planned.targets.iter().filter(|_| !planned.paused) {
             if let Some(identity) = planned.identities.get(name) {
                 used.entry(target::canonical_identity(identity))
@@ -102,7 +103,7 @@ pub fn plan(meshes: &[Mesh], seen: &Observations, settings: &Settings, naming: &
     plan
 }
 
-/// Oldest first.
+/// Sorts meshes by age, oldest first.
 fn by_age(meshes: &[Mesh]) -> Vec<&Mesh> {
     let mut by_age: Vec<&Mesh> = meshes.iter().collect();
     by_age.sort_by(|a, b| (a.created, &a.id).cmp(&(b.created, &b.id)));

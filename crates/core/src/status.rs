@@ -1,4 +1,4 @@
-//! What is said of a mesh: conditions derived from its plan and from what could not be written.
+//! Derives the conditions of a mesh from its plan, failed writes, and broken links.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,22 +8,25 @@ use crate::{
     plan::{Fact, HOLD, MeshPlan},
 };
 
-/// One condition, without the times that its reporter keeps.
+/// One condition, without `lastTransitionTime`, which the writer of the status adds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Condition {
     /// `Ready`, `NetworksOverlap`, `Degraded`, `PolicyEnforced`, `EgressResolved` or `Paused`.
     pub kind: &'static str,
     /// `True` or `False`.
     pub status: bool,
-    /// One word, CamelCase.
+    /// One word in CamelCase, for programs.
     pub reason: &'static str,
-    /// For a person.
+    /// The message for people.
     pub message: String,
 }
 
-/// The conditions of a mesh. `unwritten` = members, by entry name, into which the plan could not be written, and why; `left` =
-/// clusters that the spec no longer names, whose objects cannot be removed now, and why; `broken` = between which members tunnels are down; `outstanding` = how many objects are not as planned, by the entry where
-/// they are and the entry they describe.
+/// Derives the conditions of a mesh.
+///
+/// - `unwritten`: members, by entry name, into which something could not be written, and why.
+/// - `left`: clusters that the spec no longer names and whose objects cannot be deleted now, and why.
+/// - `broken`: links with tunnels that are down.
+/// - `outstanding`: the number of objects that differ from the plan, by (target entry, source entry).
 #[must_use]
 pub fn conditions(
     plan: &MeshPlan,
@@ -33,17 +36,18 @@ pub fn conditions(
     outstanding: &BTreeMap<(String, String), usize>,
 ) -> Vec<Condition> {
     let mut conditions = vec![
-        ready(plan, unwritten, left, outstanding),
-        overlap(plan),
-        degraded(plan, left, broken),
+        ready_condition(plan, unwritten, left, outstanding),
+        overlap_condition(plan),
+        degraded_condition(plan, left, broken),
     ];
     if !plan.egress.is_empty() {
-        conditions.push(egress(plan));
+        conditions.push(egress_condition(plan));
     }
     if plan.paused {
-        let message = "nothing is written and nothing is deleted: spec.paused or the annotation cluster.x-k8s.io/paused says so, \
-                       or clusterctl moves it to another hub"
-            .into();
+        let message =
+            "nothing is written and nothing is deleted: spec.paused or the annotation cluster.x-k8s.io/paused is set, \
+                       or clusterctl is moving the ClusterMesh to another hub"
+                .into();
         conditions.push(Condition {
             kind: "Paused",
             status: true,
@@ -54,23 +58,23 @@ pub fn conditions(
     conditions
 }
 
-fn ready(
+fn ready_condition(
     plan: &MeshPlan,
     unwritten: &BTreeMap<String, String>,
     left: &BTreeMap<String, String>,
     outstanding: &BTreeMap<(String, String), usize>,
 ) -> Condition {
-    let mut troubles: Vec<(&'static str, String)> = Vec::new();
+    let mut problems: Vec<(&'static str, String)> = Vec::new();
     if plan.deleting {
-        troubles.push(("Deleting", "the ClusterMesh is being deleted".to_owned()));
+        problems.push(("Deleting", "the ClusterMesh is being deleted".to_owned()));
     }
     for fact in &plan.facts {
         match fact {
             Fact::NetworksOverlap {
                 message, lost: true, ..
-            } => troubles.push(("NetworksOverlap", message.clone())),
-            Fact::NoGateway { message, .. } => troubles.push(("NoGateway", message.clone())),
-            Fact::ProfileConflict { message, .. } => troubles.push(("ProfileConflict", message.clone())),
+            } => problems.push(("NetworksOverlap", message.clone())),
+            Fact::NoGateway { message, .. } => problems.push(("NoGateway", message.clone())),
+            Fact::ProfileConflict { message, .. } => problems.push(("ProfileConflict", message.clone())),
             Fact::MemberNotFresh {
                 cluster,
                 state,
@@ -81,23 +85,23 @@ fn ready(
                     "Missing" => "MemberMissing",
                     _ => "MemberUnreachable",
                 };
-                troubles.push((reason, format!("cluster {cluster:?}: {message}")));
+                problems.push((reason, format!("cluster {cluster:?}: {message}")));
             }
-            Fact::PeerCRDMissing { cluster } => troubles.push((
+            Fact::PeerCRDMissing { cluster } => problems.push((
                 "PeerCRDMissing",
                 format!("cluster {cluster:?} has no CRD peers.kilo.squat.ai; install the agent's manifests there"),
             )),
             _ => {}
         }
     }
-    troubles.extend(
+    problems.extend(
         unwritten
             .iter()
             .map(|(cluster, why)| ("WriteFailed", format!("cluster {cluster:?}: {why}"))),
     );
-    // A mesh that works is ready, also where it left something behind; one that is being deleted waits for it.
+    // Objects left in a removed cluster do not make a mesh unready, unless the mesh is being deleted and waits for them.
     if plan.deleting {
-        troubles.extend(
+        problems.extend(
             left.iter()
                 .map(|(cluster, why)| ("ObjectsLeft", objects_left(cluster, why))),
         );
@@ -105,17 +109,17 @@ fn ready(
     let pending = outstanding
         .iter()
         .filter(|((target, _), _)| !unwritten.contains_key(target));
-    troubles.extend(converging(plan, pending).filter(|_| !plan.deleting));
+    problems.extend(converging(plan, pending).filter(|_| !plan.deleting));
     for (name, report) in plan
         .clusters
         .iter()
         .filter(|(_, report)| report.registered == 0 && report.linked)
     {
-        if troubles.is_empty() && !report.accepted.is_empty() {
-            troubles.push(("NoNodes", format!("no Node of cluster {name:?} has a Peer yet")));
+        if problems.is_empty() && !report.accepted.is_empty() {
+            problems.push(("NoNodes", format!("no Node of cluster {name:?} has a Peer yet")));
         }
     }
-    match troubles.first() {
+    match problems.first() {
         None => {
             let nodes: usize = plan.clusters.values().map(|report| report.registered).sum();
             let gateways = match plan.clusters.values().map(|report| report.gateways).sum::<usize>() {
@@ -134,7 +138,7 @@ fn ready(
             kind: "Ready",
             status: false,
             reason,
-            message: list(troubles.iter().map(|(_, m)| m)),
+            message: join_first_five(problems.iter().map(|(_, m)| m)),
         },
     }
 }
@@ -143,13 +147,13 @@ fn objects_left(cluster: &str, why: &str) -> String {
     format!("objects of this mesh are left in cluster {cluster:?}, which the spec no longer names: {why}")
 }
 
-/// How far what exists in the members is from the plan, if it is.
+/// Reports how many objects differ from the plan, if any do.
 fn converging<'a>(
     plan: &MeshPlan,
     outstanding: impl Iterator<Item = (&'a (String, String), &'a usize)> + Clone,
 ) -> Option<(&'static str, String)> {
     let total: usize = outstanding.clone().map(|(_, count)| count).sum();
-    // Of equal ones the first.
+    // The largest count; of equal counts the first.
     let ((target, source), most) = outstanding
         .filter(|(_, count)| **count > 0)
         .min_by_key(|(_, count)| usize::MAX - **count)?;
@@ -165,7 +169,7 @@ fn converging<'a>(
     ))
 }
 
-fn overlap(plan: &MeshPlan) -> Condition {
+fn overlap_condition(plan: &MeshPlan) -> Condition {
     let overlaps: Vec<&String> = plan
         .facts
         .iter()
@@ -187,11 +191,11 @@ fn overlap(plan: &MeshPlan) -> Condition {
         kind: "NetworksOverlap",
         status: true,
         reason: "CIDROverlap",
-        message: list(overlaps.into_iter()),
+        message: join_first_five(overlaps.into_iter()),
     }
 }
 
-/// What is said of a link: whose tunnels, how many, and where to look.
+/// The message about a broken link.
 #[must_use]
 pub fn describe_broken_link(link: &Broken) -> String {
     let Broken {
@@ -202,20 +206,20 @@ pub fn describe_broken_link(link: &Broken) -> String {
         total,
     } = link;
     format!(
-        "{down} of {total} tunnels from nodes of cluster {from:?} to cluster {to:?} are down; `wg-agent status` there names \
-         them. Most likely UDP is blocked on the way, an endpoint is wrong, or a node does not run"
+        "{down} of {total} tunnels from nodes of cluster {from:?} to cluster {to:?} are down; `wg-agent status` there lists \
+         them. Most likely UDP is blocked, an endpoint is wrong, or a node is down"
     )
 }
 
-fn degraded(plan: &MeshPlan, left: &BTreeMap<String, String>, broken: &[Broken]) -> Condition {
-    let mut troubles: Vec<(&'static str, String)> = Vec::new();
-    troubles.extend(
+fn degraded_condition(plan: &MeshPlan, left: &BTreeMap<String, String>, broken: &[Broken]) -> Condition {
+    let mut problems: Vec<(&'static str, String)> = Vec::new();
+    problems.extend(
         left.iter()
             .map(|(cluster, why)| ("ObjectsLeft", objects_left(cluster, why))),
     );
     for (name, report) in plan.clusters.iter().filter(|(_, report)| !report.skipped.is_empty()) {
         let first = &report.skipped[0];
-        troubles.push((
+        problems.push((
             "NodesSkipped",
             format!(
                 "{} node(s) of cluster {name:?} have no Peer, first {}: {} ({})",
@@ -237,9 +241,9 @@ fn degraded(plan: &MeshPlan, left: &BTreeMap<String, String>, broken: &[Broken])
             Fact::InternalIPNotCovered { cluster, nodes } => (
                 "InternalIPNotCovered",
                 format!(
-                    "InternalIPs of {} in cluster {cluster:?} lie outside allowedNetworks or in an anchored network: what kg sends from these addresses is \
-                     not accepted elsewhere. That is the host network and, where the CNI masquerades, what pods send through \
-                     another node of their location. List each InternalIP as a /32",
+                    "InternalIPs of {} in cluster {cluster:?} lie outside allowedNetworks or in an anchored network: packets that kg sends \
+                     from these addresses are dropped in other clusters. This affects the host network and, if the CNI masquerades, \
+                     pods whose packets leave through another node of their location. List each InternalIP as a /32",
                     nodes.join(", ")
                 ),
             ),
@@ -249,7 +253,7 @@ fn degraded(plan: &MeshPlan, left: &BTreeMap<String, String>, broken: &[Broken])
                 (
                     "NodesHeld",
                     format!(
-                        "{} of cluster {cluster:?}: {}. The last Peers stand for {} minutes, then they are removed. Look at wg-agent \
+                        "{} of cluster {cluster:?}: {}. Their last Peers are kept for {} minutes and then removed. Check wg-agent \
                          or kg on these nodes",
                         named(nodes.keys().collect::<Vec<_>>().into_iter()),
                         reasons.join(", "),
@@ -260,9 +264,9 @@ fn degraded(plan: &MeshPlan, left: &BTreeMap<String, String>, broken: &[Broken])
             Fact::HostNetworkNotServed { cluster, target, nodes } => (
                 "HostNetworkNotServed",
                 format!(
-                    "the InternalIP of {} of cluster {cluster:?} is the endpoint too, so the Peers in cluster {target:?}, which kg \
-                     serves, leave it out (kg would send the tunnel's own packets into the tunnel): these nodes are not reached \
-                     at their InternalIPs from there, and what kg sends from their host network is dropped there. Give the \
+                    "the InternalIP of {} of cluster {cluster:?} is also the endpoint, so the Peers in cluster {target:?}, which kg \
+                     serves, leave it out (kg would route the tunnel's own packets into the tunnel): these nodes cannot be reached \
+                     at their InternalIPs from there, and packets that kg sends from their host network are dropped there. Give the \
                      nodes another address as endpoint (annotation kilo.squat.ai/force-endpoint)",
                     named(nodes.iter())
                 ),
@@ -270,9 +274,9 @@ fn degraded(plan: &MeshPlan, left: &BTreeMap<String, String>, broken: &[Broken])
             Fact::KgSilent { cluster, nodes } => (
                 "KgSilent",
                 format!(
-                    "kg has not checked in for a minute for {} of cluster {cluster:?} (annotation kilo.squat.ai/last-seen): what \
-                     is published there may be out of date, and changed Peers are not taken up. Look at kg on these nodes; \
-                     where it does not run any more, remove its annotations",
+                    "kg has not checked in for a minute for {} of cluster {cluster:?} (annotation kilo.squat.ai/last-seen): its \
+                     annotations may be outdated, and changed Peers have no effect there. Check kg on these nodes; if it does not \
+                     run any more, remove its annotations",
                     named(nodes.iter())
                 ),
             ),
@@ -280,7 +284,7 @@ fn degraded(plan: &MeshPlan, left: &BTreeMap<String, String>, broken: &[Broken])
             Fact::MeshTooLarge { cluster, peers } => (
                 "MeshTooLarge",
                 format!(
-                    "cluster {cluster:?} would hold {peers} Peers; 5000 are tested. One mesh per tenant scales further"
+                    "cluster {cluster:?} would have {peers} Peers; 5000 are tested. One mesh per tenant scales further"
                 ),
             ),
             Fact::EndpointUnresolved { cluster, node, host } => (
@@ -289,10 +293,10 @@ fn degraded(plan: &MeshPlan, left: &BTreeMap<String, String>, broken: &[Broken])
             ),
             _ => continue,
         };
-        troubles.push((reason, message));
+        problems.push((reason, message));
     }
-    troubles.extend(broken.iter().map(|link| ("TunnelsDown", describe_broken_link(link))));
-    match troubles.first() {
+    problems.extend(broken.iter().map(|link| ("TunnelsDown", describe_broken_link(link))));
+    match problems.first() {
         None => Condition {
             kind: "Degraded",
             status: false,
@@ -303,12 +307,12 @@ fn degraded(plan: &MeshPlan, left: &BTreeMap<String, String>, broken: &[Broken])
             kind: "Degraded",
             status: true,
             reason,
-            message: list(troubles.iter().map(|(_, message)| message)),
+            message: join_first_five(problems.iter().map(|(_, message)| message)),
         },
     }
 }
 
-fn egress(plan: &MeshPlan) -> Condition {
+fn egress_condition(plan: &MeshPlan) -> Condition {
     let open: Vec<String> = plan
         .egress
         .iter()
@@ -328,12 +332,12 @@ fn egress(plan: &MeshPlan) -> Condition {
         kind: "EgressResolved",
         status: false,
         reason: "Unresolved",
-        message: list(open.iter()),
+        message: join_first_five(open.iter()),
     }
 }
 
-/// Joins messages, as many as a person reads and the API's limit of 32 KiB bears.
-fn list<'a>(messages: impl Iterator<Item = &'a String>) -> String {
+/// Joins the first five messages. A condition's message is limited to 32 KiB.
+fn join_first_five<'a>(messages: impl Iterator<Item = &'a String>) -> String {
     let all: Vec<&str> = messages.map(String::as_str).collect();
     let shown = all.len().min(5);
     let mut text = all[..shown].join("; ");
@@ -377,7 +381,7 @@ mod tests {
             "7 objects are still to be written or deleted; 4 of them in cluster \"b\" for cluster \"a\"".to_owned();
         let outstanding = [("a", "b", 3), ("b", "a", 4)];
         assert_eq!(ready_of(&plan, &[], &outstanding), (false, "Converging", converging));
-        // What is refused has its own words.
+        // A failed write is reported instead of the outstanding objects of that member.
         let refused = "cluster \"b\": 403; 3 objects are still to be written or deleted; 3 of them in cluster \"a\" for cluster \"b\"";
         assert_eq!(
             ready_of(&plan, &["b"], &outstanding),

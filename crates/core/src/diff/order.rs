@@ -1,4 +1,5 @@
-//! In which order the Peers of one member are written: a prefix or a key that moves is gained before it is lost.
+//! Orders the writes of one member's Peers: a prefix that moves is added to its new Peer before the old one loses it, and a Peer that
+//! is renamed is deleted before its key is created again.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,11 +11,11 @@ use crate::{
     observe::{ObservedPeer, PeerSpec},
 };
 
-/// What decides when a Peer is written.
+/// The prefixes and keys that move between Peers, which decide the order of the writes.
 pub(crate) struct PeerOrder {
-    /// Prefixes that leave one Peer and come to another.
+    /// Prefixes that one Peer loses and another gains.
     pub(crate) moving_prefixes: BTreeSet<IpNet>,
-    /// Keys that come under a new name.
+    /// Keys of Peers that are created: if an existing Peer has such a key, the Peer gets a new name.
     pub(crate) renamed_keys: BTreeSet<PublicKey>,
 }
 
@@ -40,7 +41,7 @@ pub(crate) fn gained_prefixes(step: &Step, existing: &BTreeMap<String, ObservedP
         .collect()
 }
 
-/// Networks that the Peer of a step has and will not have.
+/// Prefixes that the existing Peer of a step has and the desired one does not.
 pub(crate) fn lost_prefixes<'a>(
     step: &'a Step,
     existing: &'a BTreeMap<String, ObservedPeer>,
@@ -54,7 +55,7 @@ pub(crate) fn lost_prefixes<'a>(
 }
 
 impl PeerOrder {
-    /// Of steps other than of Peers nothing is read.
+    /// Collects the moves from the steps of Peers; other steps are ignored.
     pub(crate) fn of<'a>(steps: impl Iterator<Item = &'a Step>, existing: &BTreeMap<String, ObservedPeer>) -> Self {
         let steps: Vec<&Step> = steps.filter(|step| matches!(step.item, Item::Peer(..))).collect();
         let gained_prefixes: BTreeSet<IpNet> = steps.iter().flat_map(|step| gained_prefixes(step, existing)).collect();
@@ -66,7 +67,7 @@ impl PeerOrder {
         }
     }
 
-    /// Whether the step's Peer has a key that comes under a new name.
+    /// Whether the key of the step's existing Peer is created under a new name.
     pub(crate) fn renames_key(&self, step: &Step, existing: &BTreeMap<String, ObservedPeer>) -> bool {
         existing_spec(step, existing).is_some_and(|spec| self.renamed_keys.contains(&spec.public_key))
     }

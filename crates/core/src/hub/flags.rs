@@ -1,4 +1,4 @@
-//! The command-line values that say what namespaces of the hub may do: `--hub-namespace`, `--member-namespace`,
+//! Parses the command-line flags that give rights to namespaces of the hub: `--hub-namespace`, `--member-namespace`,
 //! `--hub-network`.
 
 use std::str::FromStr;
@@ -10,9 +10,9 @@ use crate::mesh::Profile;
 /// One `--hub-namespace NAMESPACE[=PROFILE[,CIDR...]]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HubNamespace {
-    /// The namespace, or `*` for every one.
+    /// The namespace, or `*` for all.
     pub namespace: String,
-    /// The widest profile that a non-local entry of a mesh there may have.
+    /// The least restrictive profile that a non-local entry of a mesh there may have.
     pub max_profile: Profile,
     /// Networks that non-local entries of a mesh there may list, canonical.
     pub networks: Vec<IpNet>,
@@ -21,7 +21,7 @@ pub struct HubNamespace {
 /// One `--member-namespace NAMESPACE,CIDR[,CIDR...]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemberNamespace {
-    /// The namespace, or `*` for every one.
+    /// The namespace, or `*` for all.
     pub namespace: String,
     /// Networks that the entries of a mesh there may list, canonical; at least one.
     pub networks: Vec<IpNet>,
@@ -34,18 +34,18 @@ pub struct HubNetwork(pub IpNet);
 /// Why a value is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FlagError {
-    /// No namespace before the `=`.
+    /// There is no valid namespace before the `=`.
     #[error(
         "{0:?}: write NAMESPACE, NAMESPACE=PROFILE or NAMESPACE=PROFILE,CIDR such as team-x=sandbox,100.80.16.0/20 (`*` = every namespace)"
     )]
     NoNamespace(String),
-    /// No such profile.
+    /// The profile does not exist.
     #[error("{0:?}: the profile must be cluster-meshed, sandbox or standard")]
     Profile(String),
-    /// No namespace, or no network behind it.
+    /// There is no namespace, or no network after it.
     #[error("{0:?}: write NAMESPACE,CIDR such as team-x,10.20.0.0/16 (`*` = every namespace)")]
     NoNetworks(String),
-    /// A text that is no network.
+    /// The text is not a network.
     #[error("{0:?} is not a network: write an address and a prefix length, such as 100.80.16.0/20")]
     Network(String),
 }

@@ -1,4 +1,4 @@
-//! Which node carries the networks that no node owns (rule 6).
+//! Assigns the anchored networks, which no node owns, to nodes whose Peers contain them (rule 6).
 
 use std::{
     cmp::Reverse,
@@ -14,16 +14,16 @@ use crate::{
     observe::{Member, Observation, Observations},
 };
 
-/// The networks that an earlier plan anchored and that stay so: a Node's claim must not take such a network, or a part of it,
-/// from the node that carries it.
+/// The networks that an earlier plan anchored by default and that stay anchored. A later claim of a Node must not take such a
+/// network, or a part of it, away from its anchor.
 fn previously_anchored(cluster: &Cluster) -> impl Iterator<Item = IpNet> {
     let applies = cluster.anchored.is_none() && cluster.effective_addressing() == Addressing::Routed;
     let networks = cluster.carriers.keys().copied();
     networks.filter(move |net| applies && cluster.allowed.contains(net))
 }
 
-/// Forgets single addresses that are InternalIPs of Nodes: such an entry is written for one Node, which may join after it was
-/// listed, and carried by another Node it would lead that Node's own traffic astray.
+/// Removes InternalIPs of Nodes from the previously anchored networks. An operator lists a single address for one Node, which may
+/// join later. If another node stayed its anchor, that Node's traffic would go to the wrong node.
 pub(super) fn forget_node_addresses(cluster: &mut Cluster, member: &Member) {
     let hosts = member.nodes.values().flat_map(|node| &node.internal_ips);
     for host in hosts.map(|address| IpNet::from(address.to_canonical())) {
@@ -31,16 +31,16 @@ pub(super) fn forget_node_addresses(cluster: &mut Cluster, member: &Member) {
     }
 }
 
-/// The anchored network that `net` overlaps, of those that no Node may claim a part of.
+/// The anchored network, listed or anchored by an earlier plan, that overlaps `net`: no Node may claim a part of it.
 pub(super) fn find_reserved_overlap(cluster: &Cluster, net: IpNet) -> Option<IpNet> {
     let listed = cluster.anchored.iter().flatten().copied();
     let mut reserved = listed.chain(previously_anchored(cluster));
     reserved.find(|anchored| anchored.contains(&net) || net.contains(anchored))
 }
 
-/// The networks of a member that ride on an anchor: as the entry says, else those of its allowedNetworks that an earlier plan
-/// anchored or in which nothing lies that belongs to a Node. Whether that Node has a Peer now plays no part: what kg removes
-/// at a restart is back in a second. `None` = nothing was seen of its Nodes.
+/// The anchored networks of a member: those that its entry lists. Without a list, the allowedNetworks that an earlier plan
+/// anchored, and those that contain no prefix of a Node. A Node counts even without a Peer, because annotations that kg removes
+/// at a restart come back within seconds. `registry` = `None` if the member was not observed.
 pub(super) fn anchored_networks(cluster: &Cluster, registry: Option<&NodeRegistry<'_>>) -> Vec<IpNet> {
     if let Some(anchored) = &cluster.anchored {
         return anchored
@@ -57,10 +57,10 @@ pub(super) fn anchored_networks(cluster: &Cluster, registry: Option<&NodeRegistr
         .collect()
 }
 
-/// More parts than this help nobody.
+/// The largest number of parts of a network.
 const MAX_ANCHORS: u16 = 64;
 
-/// Splits each anchored network over as many parts as there are anchors asked for, rounded up to a power of two.
+/// Splits each anchored network into one part per requested anchor, rounded up to a power of two.
 pub(super) fn split_anchored_networks(cluster: &Cluster, registry: &NodeRegistry<'_>) -> Vec<IpNet> {
     let networks = anchored_networks(cluster, Some(registry)).into_iter();
     networks.flat_map(|net| split(net, cluster.anchors)).collect()
@@ -75,8 +75,8 @@ fn split(net: IpNet, anchors: u16) -> Vec<IpNet> {
     net.subnets(length).map_or_else(|_| vec![net], Iterator::collect)
 }
 
-/// Completes what the reports say of anchored networks: the nodes whose Peers carry each. A network that no Peer carries is
-/// reported only if it was before: as long as no node of a member has a Peer, every network of it seems to belong to none.
+/// Adds to the reports which nodes' Peers contain each anchored network. A network that no Peer contains is reported only if an
+/// earlier plan anchored it: while no node of a member is registered, all of its networks seem to belong to no Node.
 pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
     let member = |identity| seen.members.get(identity).and_then(Observation::last);
     let mut parts: BTreeMap<&str, BTreeMap<IpNet, IpNet>> = BTreeMap::new();
@@ -100,11 +100,11 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
             continue;
         };
         let Some(source) = member(&cluster.identity).filter(|_| !planned.paused) else {
-            // Nothing is planned anew.
+            // The mesh is paused or the member was not observed: nothing changes.
             report.anchored = cluster.carriers.clone();
             continue;
         };
-        // In a member that was never seen the Peers stand as they were.
+        // In a member that was never observed, the Peers are unchanged.
         let mut others = mesh.clusters.iter().filter(|other| other.name != cluster.name);
         let unseen = others.any(|other| member(&other.identity).is_none());
         for (net, nodes) in &mut report.anchored {
@@ -119,8 +119,8 @@ pub(super) fn report(mesh: &Mesh, planned: &mut MeshPlan, seen: &Observations) {
     }
 }
 
-/// Gives each part to a node: the one that has it now, while it is eligible, else one of `anchors` nodes that are chosen by
-/// rendezvous hash. `current` = who carries a prefix in this target at present.
+/// Assigns each part to a node: to its current anchor while that is eligible, else to one of `anchors` nodes, which are chosen
+/// by rendezvous hash. `current` = the node whose Peer contains each prefix in this target at present.
 pub(super) fn assign(
     parts: &[IpNet],
     anchors: u16,
@@ -133,7 +133,7 @@ pub(super) fn assign(
         .filter_map(|part| stays(part).map(|node| (*part, node.clone())))
         .collect();
 
-    // Those that carry something already come first; the pool is filled up with the heaviest of the rest.
+    // Current anchors come first, then the nodes with the highest weights.
     let mut pool: Vec<&str> = eligible.iter().copied().collect();
     pool.sort_by_key(|node| {
         (
@@ -155,8 +155,8 @@ pub(super) fn assign(
     assigned
 }
 
-/// Rendezvous weight. The standard hasher with its fixed keys: the same in every run of one build, which is all that is
-/// needed, since a standing assignment is kept whatever the weights say.
+/// The rendezvous weight of a node. The standard hasher with fixed keys gives the same value in every run of one build. That is
+/// enough, because an existing assignment is kept whatever the weights are.
 fn weight(node: &str) -> u64 {
     let mut hasher = DefaultHasher::new();
     node.hash(&mut hasher);

@@ -1,6 +1,7 @@
-//! Who holds which networks (rule 10): entries of different clusters are disjoint, inside a mesh and across all meshes.
+//! Decides which allowedNetworks of each entry are accepted (rule 10), so that the networks of different clusters are disjoint
+//! within a mesh and across all meshes.
 //!
-//! An accepted claim wins over any newer one, so that nobody loses addresses to a later edit of somebody else's object.
+//! Networks that were accepted before win over new ones. So an edit of one ClusterMesh never takes addresses from another.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,10 +10,10 @@ use ipnet::IpNet;
 use super::Fact;
 use crate::mesh::{Cluster, ClusterIdentity, Mesh, MeshId, overlap};
 
-/// What each entry may use, and what is to be said about it.
+/// The accepted networks of each entry, and the conflicts to report.
 #[derive(Debug, Default)]
 pub(super) struct Accepted {
-    /// By mesh and entry name. An entry that was left out has an empty list.
+    /// By mesh and entry name. A refused entry has an empty list, or the networks that it had before.
     pub(super) networks: BTreeMap<(MeshId, String), Vec<IpNet>>,
     /// By mesh.
     pub(super) facts: BTreeMap<MeshId, BTreeSet<Fact>>,
@@ -55,7 +56,7 @@ impl<'a> Ledger<'a> {
         })
     }
 
-    /// Notes the conflict on both sides, in the words of each.
+    /// Reports the conflict on both entries.
     fn refuse(&mut self, loser: Entry<'a>, Conflict { holder, held, query }: &Conflict<'a>, left_with: &str) {
         let words = |entry: &Entry<'_>| format!("cluster {:?} of ClusterMesh {}", entry.cluster.name, entry.mesh.id);
         let message = format!(
@@ -87,7 +88,8 @@ impl<'a> Ledger<'a> {
     }
 }
 
-/// Meshes by age, their entries local first; a mesh that is being deleted claims nothing.
+/// All entries, sorted by the age of their mesh, and the local entry of each mesh first. A mesh that is being deleted claims
+/// nothing.
 fn in_order<'a>(meshes: &[&'a Mesh]) -> Vec<Entry<'a>> {
     let mut meshes: Vec<_> = meshes.iter().copied().filter(|mesh| !mesh.deleting).collect();
     meshes.sort_by(|a, b| (a.created, &a.id).cmp(&(b.created, &b.id)));
@@ -102,13 +104,13 @@ fn in_order<'a>(meshes: &[&'a Mesh]) -> Vec<Entry<'a>> {
     entries
 }
 
-/// Settles all claims. The result does not depend on the order of `meshes`.
+/// Decides all claims. The result does not depend on the order of `meshes`.
 pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
     let entries = in_order(meshes);
     let mut ledger = Ledger::default();
 
-    // 1. What was accepted stands, even where the entry now asks for something else: should the new claim be refused,
-    //    the mesh runs on with it. A forged status that contradicts itself is settled by the same order.
+    // 1. Networks that were accepted before, even if the entry now lists others: if the new claim is refused, the mesh keeps
+    //    working with these. A forged status that contradicts itself is resolved by the same order.
     let mut had: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();
     for &entry in &entries {
         let accepted = canonical(
@@ -123,8 +125,9 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
             had.insert(entry.key(), accepted);
         }
     }
-    // 2. New claims, whole entries at a time. A mesh that holds nothing yet and meets an older one is not begun. What an
-    //    entry gives up is free from the next plan on: within one plan a network is never in two hands.
+    // 2. New claims; each entry is accepted or refused as a whole. A mesh without accepted networks that conflicts with an
+    //    older mesh is not started. Networks that an entry gives up become free in the next plan: within one plan a network
+    //    never has two owners.
     let begun: BTreeSet<MeshId> = had.keys().map(|(mesh, _)| mesh.clone()).collect();
     let mut stopped: BTreeSet<MeshId> = BTreeSet::new();
     let mut networks: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();
@@ -161,7 +164,7 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
     }
 }
 
-/// Sorted, without host bits, without what another one of them contains.
+/// Sorts the networks, clears their host bits, and removes those that another one contains.
 fn canonical(networks: &[IpNet]) -> Vec<IpNet> {
     let sorted: BTreeSet<IpNet> = networks.iter().map(IpNet::trunc).collect();
     sorted

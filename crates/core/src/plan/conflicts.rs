@@ -1,4 +1,5 @@
-//! What only all meshes together decide: one owner for each key and prefix that several plan for one target, and the counts.
+//! Resolves conflicts between the plans of several meshes for one target, so that each key and each prefix has one owner
+//! (rule 2), and counts the planned nodes and Peers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,15 +13,14 @@ use crate::{
     ownership::{self, Ownership},
 };
 
-/// Settles what is planned by several meshes for one target: each key and each prefix has one owner (rule 2). Meshes that are
-/// paused take no part: what they plan is not written, and what stands of them keeps its keys and prefixes in every other
-/// mesh's plan already ([`super::peers`]).
+/// Gives each key and each prefix of a target to one mesh (rule 2). Paused meshes are ignored: their plans are not written, and
+/// [`super::peers`] already keeps the keys and prefixes of their existing Peers out of the other plans.
 pub(super) fn resolve_conflicts(plan: &mut Plan, seen: &Observations) {
     keep_one_peer_per_key(plan, seen);
     keep_one_owner_per_prefix(plan, seen);
 }
 
-/// The meshes that are written, oldest first, with their targets, what stands there, and the cluster of each.
+/// The targets of all meshes that are not paused, oldest mesh first: (age, mesh, entry name, plan, cluster, existing Peers).
 fn active_targets<'p>(
     plan: &'p Plan,
     seen: &'p Observations,
@@ -58,7 +58,7 @@ fn active_targets<'p>(
     })
 }
 
-/// The Peers that stand in a target for one mesh.
+/// The existing Peers of one mesh in a target.
 struct ExistingPeers<'p> {
     plan: &'p Plan,
     mesh: &'p MeshId,
@@ -86,9 +86,10 @@ impl<'p> ExistingPeers<'p> {
     }
 }
 
-/// One key in two meshes of one target is one Peer: of the mesh that has it already, else of the older one. A Node of another cluster that loses its Peer by that is told why.
+/// If two meshes plan a Peer with the same key for one target, keeps the one that exists already, else that of the older mesh.
+/// If the removed Peer describes a Node of another cluster, that Node is reported as skipped.
 fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
-    // (has no Peer yet, age of the mesh, mesh, target, name of the Peer): the smallest wins.
+    // (does not exist yet, age of the mesh, mesh, target, name of the Peer): the smallest claim wins.
     type PeerClaim = (bool, usize, MeshId, String, String);
     let mut claims: BTreeMap<(ClusterIdentity, PublicKey), Vec<PeerClaim>> = BTreeMap::new();
     for (age, mesh, target, target_plan, identity, existing) in active_targets(plan, seen) {
@@ -127,7 +128,7 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
                 continue;
             };
             let message =
-                format!("toward cluster {target:?}: key {key} is that of Peer {winning} of ClusterMesh {winner} there");
+                format!("toward cluster {target:?}: key {key} belongs to Peer {winning} of ClusterMesh {winner} there");
             let skipped = &mut planned.clusters.entry(lost.source).or_default().skipped;
             skipped.push(Skipped {
                 node: lost.node,
@@ -139,10 +140,10 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
     }
 }
 
-/// Two meshes of one target may share a source, and then each has chosen its anchors for itself: the one that has a prefix
-/// there already keeps it, else the older one.
+/// If two meshes plan the same prefix for one target, keeps it in the mesh whose existing Peers contain it, else in the older
+/// mesh. This happens if both meshes have the same source, because each chooses the anchors by itself.
 fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
-    // (has it not yet, age of the mesh, target): the smallest wins.
+    // (does not exist yet, age of the mesh, target): the smallest claim wins.
     let mut owners: BTreeMap<(ClusterIdentity, IpNet), (bool, usize, String)> = BTreeMap::new();
     for (age, _, target, target_plan, identity, existing) in active_targets(plan, seen) {
         let existing = existing.prefixes();
@@ -171,12 +172,12 @@ fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
     }
 }
 
-/// Counts the nodes that have a Peer, or enter through gateways, somewhere, and the Peers a target's nodes have to carry.
+/// Counts the nodes of each member that have a Peer or an entry in a SandboxAccess, and reports targets with too many Peers.
 pub(super) fn count_nodes_and_peers(planned: &mut MeshPlan) {
     let mut registered: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let mut gateways = registered.clone();
     for (target, target_plan) in &planned.targets {
-        // Peers of a sandbox are gateways, and no Nodes.
+        // The Peers in a sandbox are gateways, not Nodes.
         let sandbox = planned.clusters.get(target).is_some_and(|report| report.sandbox);
         let peers = if sandbox { &mut gateways } else { &mut registered };
         for peer in target_plan.peers.values() {

@@ -1,4 +1,4 @@
-//! Where the nodes of one target send UDP for a node of another member (rule 8).
+//! Chooses the endpoint candidates of a node or gateway for the nodes of one target (rule 8).
 
 use std::{
     collections::BTreeMap,
@@ -14,10 +14,10 @@ use crate::{
     observe::{Claim, Endpoint, Families, Member, Node, PeerSpec},
 };
 
-/// A member's nodes must not make an agent try for ever.
+/// Limits the endpoints that an agent has to try for one peer.
 const MAX_CANDIDATES: usize = 8;
 
-/// Why an address can never be an endpoint; `None` = it can.
+/// Why an address can never be an endpoint; `None` = it may be one.
 fn unusable_reason(address: IpAddr) -> Option<&'static str> {
     let link_local = match address {
         IpAddr::V4(v4) => v4.is_link_local(),
@@ -38,8 +38,8 @@ fn unusable_reason(address: IpAddr) -> Option<&'static str> {
     }
 }
 
-/// Private as Kilo means it, and shared address space (RFC 6598), which Kilo takes for public: neither is reachable from
-/// another site as a rule, so an ExternalIP comes first.
+/// Whether an address is usually not reachable from another site, so that an ExternalIP is preferred: private addresses, and
+/// shared address space (RFC 6598), which Kilo treats as public.
 fn is_private(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(v4) => v4.is_private() || (v4.octets()[0] == 100 && v4.octets()[1] & 0xc0 == 64),
@@ -47,12 +47,12 @@ fn is_private(address: IpAddr) -> bool {
     }
 }
 
-/// Which address families a member's nodes have, as their addresses and endpoints show. A node without any shows nothing.
+/// The IP families of a member's nodes, derived from their addresses and endpoints. Nodes without any address are ignored.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct NodeFamilies {
-    /// What every node has.
+    /// Families that every node has.
     every: Families,
-    /// What at least one has.
+    /// Families that at least one node has.
     some: Families,
 }
 
@@ -73,7 +73,7 @@ impl NodeFamilies {
         Self { every, some }
     }
 
-    /// Smaller = more of the nodes can send there.
+    /// A sort key: 0 = every node has the family of `address`, 1 = some nodes have it, 2 = none.
     fn rank(self, address: IpAddr) -> u8 {
         let has = |families: Families| if address.is_ipv4() { families.v4 } else { families.v6 };
         match (has(self.every), has(self.some)) {
@@ -84,7 +84,7 @@ impl NodeFamilies {
     }
 }
 
-/// The families of a node's own addresses.
+/// The IP families of a node's own addresses; `None` = it has none.
 fn node_families(node: &Node) -> Option<Families> {
     let endpoints = explicit_annotations(node).map(|(_, claim)| claim);
     let endpoints = endpoints.into_iter().chain([&node.kilo_endpoint]);
@@ -104,7 +104,7 @@ fn node_families(node: &Node) -> Option<Families> {
     known
 }
 
-/// Whether anything is known of where a node is. A cloud provider gives a new Node its addresses only after some time.
+/// Whether the Node has an address or endpoint. A cloud provider adds the addresses of a new Node only after some time.
 pub(super) fn is_located(node: &Node) -> bool {
     let named = explicit_annotations(node)
         .into_iter()
@@ -112,7 +112,7 @@ pub(super) fn is_located(node: &Node) -> bool {
     named || node.kilo_endpoint != Claim::Absent || !node.internal_ips.is_empty() || !node.external_ips.is_empty()
 }
 
-/// The annotations by which a person says where a node is, in the order of their weight.
+/// The endpoint annotations that a person sets, by priority.
 fn explicit_annotations(node: &Node) -> [(&'static str, &Claim<Endpoint>); 2] {
     [
         ("clustermesh-endpoint", &node.clustermesh_endpoint),
@@ -120,7 +120,8 @@ fn explicit_annotations(node: &Node) -> [(&'static str, &Claim<Endpoint>); 2] {
     ]
 }
 
-/// Refuses a Node whose winning explicit annotation is malformed, or names what no endpoint can be, whatever the target.
+/// Refuses a Node if its explicit endpoint annotation with the highest priority is malformed, or can be no endpoint in any
+/// target.
 pub(super) fn check_explicit(node: &Node) -> Result<(), (Reason, String)> {
     for (name, claim) in explicit_annotations(node) {
         match claim {
@@ -146,7 +147,7 @@ pub(super) fn check_explicit(node: &Node) -> Result<(), (Reason, String)> {
     Ok(())
 }
 
-/// Every address that a Node says to be its own, or to be found at.
+/// All addresses that a Node publishes, in its status and as endpoints.
 pub(super) fn node_addresses(node: &Node) -> impl Iterator<Item = IpAddr> {
     let claims = [&node.clustermesh_endpoint, &node.force_endpoint, &node.kilo_endpoint];
     let published = claims.into_iter().filter_map(|claim| match claim {
@@ -157,7 +158,7 @@ pub(super) fn node_addresses(node: &Node) -> impl Iterator<Item = IpAddr> {
     status.chain(published).map(|address| address.to_canonical())
 }
 
-/// Every address at which a Peer is looked for.
+/// The addresses of a Peer's endpoint and candidates.
 pub(super) fn peer_endpoints(spec: &PeerSpec) -> impl Iterator<Item = IpAddr> {
     let first = match &spec.endpoint {
         Some(Endpoint::Ip(address)) => Some(*address),
@@ -169,21 +170,22 @@ pub(super) fn peer_endpoints(spec: &PeerSpec) -> impl Iterator<Item = IpAddr> {
         .map(|address| address.ip())
 }
 
-/// The candidates of one node toward one target, best first.
+/// The endpoint candidates of one node for one target, best first.
 #[derive(Debug, Default)]
 pub(super) struct Candidates {
     pub(super) addresses: Vec<SocketAddr>,
-    /// Host names that have no address now.
+    /// Host names that do not resolve at the moment.
     pub(super) unresolved: Vec<String>,
 }
 
-/// What the choice depends on beside the node.
+/// The source and target for which endpoints are chosen.
 pub(super) struct EndpointContext<'a> {
     pub(super) source: &'a Cluster,
-    /// The target's networks: an endpoint in there would let a member choose where inside the target its nodes send.
+    /// The target's networks. An endpoint inside them would let a source choose to which address of its own networks the target
+    /// sends WireGuard packets.
     pub(super) target_networks: &'a [IpNet],
     pub(super) target_families: NodeFamilies,
-    /// Where the target's nodes saw other keys.
+    /// The endpoints at which the target's nodes see each key.
     pub(super) discovered: &'a BTreeMap<PublicKey, Vec<SocketAddr>>,
     pub(super) resolved: &'a BTreeMap<String, IpAddr>,
 }
@@ -214,8 +216,9 @@ impl EndpointContext<'_> {
     }
 }
 
-/// Where a sandbox's nodes dial a gateway, best first. An address inside the networks of the gateway's own cluster leads to it only
-/// where it is a node's, or where the sandbox's nodes are in that network themselves.
+/// Chooses the endpoints at which a sandbox's nodes send to a gateway, best first. An address inside the networks of the
+/// gateway's cluster is usable only if it is a node address, or if the sandbox's nodes are in that network themselves
+/// (`endpointNetworks`).
 pub(super) fn choose_for_gateway(
     endpoints: &[SocketAddr],
     sandbox: &Cluster,
@@ -242,9 +245,11 @@ pub(super) fn choose_for_gateway(
     kept
 }
 
-/// Ordered candidates. An explicit annotation that points where this target must not send refuses the Node there; it stays first
-/// whatever its family, since Nodes do not list every address that they have. Of the others those come first that the target's
-/// nodes can reach: kg reads the first alone.
+/// Chooses the endpoint candidates of a node, best first. If an explicit annotation has an address to which this target must not
+/// send, the node is refused in this target.
+///
+/// Explicit endpoints come first whatever their family, because the target's Nodes may not list all of their addresses. The
+/// others are sorted by the families of the target's nodes, because kg uses only the first candidate.
 pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candidates, (Reason, String)> {
     let mut unresolved = Vec::new();
     let mut addresses = Vec::new();
@@ -259,8 +264,8 @@ pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candi
             return Err((
                 Reason::EndpointForbidden,
                 format!(
-                    "annotation {name} leads to {address}, which lies inside the target's own networks or can be no \
-                     endpoint; if it is meant, list its network in endpointNetworks of cluster {:?}",
+                    "annotation {name} gives {address}, which lies inside the target's own networks or cannot be an \
+                     endpoint; if this is intended, list its network in endpointNetworks of cluster {:?}",
                     context.source.name
                 ),
             ));
@@ -278,7 +283,7 @@ pub(super) fn choose(node: &Node, context: &EndpointContext<'_>) -> Result<Candi
         .value()
         .map_or(context.source.wireguard_port, Endpoint::port);
     addresses.extend(node.external_ips.iter().map(|ip| SocketAddr::new(*ip, port)));
-    // Several nodes of the target may have seen it at several addresses (one NAT binding each): all are candidates.
+    // Nodes of the target may see the node at different addresses (each has its own NAT binding). All are candidates.
     let seen_at = node.public_key.value().and_then(|key| context.discovered.get(key));
     addresses.extend(seen_at.into_iter().flatten().copied());
     addresses.extend(node.internal_ips.iter().map(|ip| SocketAddr::new(*ip, port)));

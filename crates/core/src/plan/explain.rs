@@ -1,8 +1,8 @@
-//! Whether one connection is let through, by which rule, and on which way: asked of the plan and of the planner's own
-//! decisions. What is asked in words, and how an answer is shown, is the command line's.
+//! Explains whether the plan allows one connection, by which rule, and which Peers the packets take. `clustermeshctl explain`
+//! parses the question and shows the answer.
 //!
-//! Two halves: [`why`] asks the planner whether and how the two members are connected, [`packet`] follows the connection
-//! through the Peers and policies that are planned. A rule that is not in the plan is not told here either.
+//! [`connectivity`] uses the planner's own decision whether and how the two members are connected. [`packet`] then follows the
+//! connection through the planned Peers and PeerPolicies. So the answer always agrees with the plan.
 
 use std::{collections::BTreeSet, fmt, net::IpAddr};
 
@@ -17,44 +17,44 @@ use crate::{
 mod connectivity;
 mod packet;
 
-/// Who opens the connection.
+/// The client of the connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Source {
-    /// Where it is.
+    /// Its cluster.
     pub cluster: ClusterIdentity,
-    /// On which Node, where that is known.
+    /// Its Node, if known.
     pub node: Option<String>,
-    /// Its address; `None` = the Node itself (or a pod in its network).
+    /// Its address; `None` = the Node itself, or a pod in the host network.
     pub address: Option<IpAddr>,
 }
 
-/// Whom it is opened to.
+/// The server of the connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Destination {
-    /// Where it is.
+    /// Its cluster.
     pub cluster: ClusterIdentity,
-    /// On which Node, where that is known.
+    /// Its Node, if known.
     pub node: Option<String>,
     /// Its address.
     pub address: IpAddr,
-    /// `None` = any.
+    /// `None` = any port.
     pub port: Option<(Protocol, u16)>,
 }
 
-/// Yes, no, or not known.
+/// Whether a connection is allowed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verdict {
-    /// It is let through once what is planned is written.
+    /// Allowed, once the plan is written.
     Allowed,
-    /// What it would need was not seen, or the mesh has no part in it.
+    /// A member was not observed, or the connection does not use the mesh.
     Unknown,
-    /// It is not let through.
+    /// Not allowed.
     Denied,
 }
 
-/// The rule that decides. The word is shown.
+/// The rule that decides. The name of the variant is shown to users.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[allow(missing_docs, reason = "the words are the documentation; `message` says the rest")]
+#[allow(missing_docs, reason = "the names are the documentation; `message` has the details")]
 pub enum Rule {
     Meshed,
     Granted,
@@ -83,7 +83,7 @@ pub enum Rule {
 }
 
 impl Verdict {
-    /// In lower case, as a sentence has it.
+    /// As text in a sentence.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -95,7 +95,7 @@ impl Verdict {
 }
 
 impl Rule {
-    /// What it comes to.
+    /// Whether a connection to which this rule applies is allowed.
     #[must_use]
     pub const fn verdict(self) -> Verdict {
         match self {
@@ -112,49 +112,50 @@ impl fmt::Display for Rule {
     }
 }
 
-/// A Peer on the way.
+/// A Peer that carries packets of the connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hop {
-    /// Its name, in the cluster that holds it.
+    /// Its name, in the cluster where it exists.
     pub peer: String,
     /// The node it describes.
     pub node: String,
-    /// Which of its allowedIPs holds the address.
+    /// Its allowed IP that contains the address.
     pub prefix: IpNet,
-    /// It stands there as planned.
+    /// It exists there as planned.
     pub written: bool,
 }
 
-/// How the connection goes.
+/// The Peers and the policy that the connection uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Route {
-    /// The Peer in the source's cluster that carries it.
+    /// The Peer in the source's cluster that contains the destination.
     pub out: Hop,
-    /// The network rides on that node as an anchor: the backend sees the node's address, or that of a node behind it.
+    /// The node of that Peer is the anchor of the network: the server sees this node's address, or that of another node of its
+    /// cluster.
     pub anchored: bool,
-    /// The Peer in the destination's cluster that lets the source in and carries the replies.
+    /// The Peer in the destination's cluster that contains the source address, for incoming packets and for replies.
     pub back: Hop,
-    /// The source address that arrives.
+    /// The source address of packets that arrive at the destination's cluster.
     pub seen_as: IpAddr,
-    /// That is not the address it was sent with, but its node's WireGuard address. `None` = that is up to the CNI of a node
-    /// that kg serves without an agent.
+    /// `seen_as` is the WireGuard address of the source's node instead of the client's own address. `None` = this depends on the
+    /// CNI, because kg serves the node without an agent.
     pub masqueraded: Option<bool>,
-    /// The PeerPolicy that speaks of the source, in the destination's cluster, and whether it stands there as planned.
+    /// The PeerPolicy for the source in the destination's cluster, and whether it exists there as planned.
     pub policy: Option<(String, bool)>,
 }
 
-/// The answer.
+/// The answer: the deciding rule, and details.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Explanation {
     /// The rule that decides.
     pub rule: Rule,
-    /// What it means here, and the remedy.
+    /// What the rule means for this connection, and the remedy.
     pub message: String,
-    /// The mesh it was decided by.
+    /// The mesh that decides.
     pub mesh: Option<MeshId>,
-    /// How it goes, as far as it was followed.
+    /// The Peers and the policy, if the connection uses any.
     pub route: Option<Route>,
-    /// What else a person should know.
+    /// Other facts that the user should know.
     pub notes: Vec<String>,
 }
 
@@ -169,36 +170,36 @@ impl Explanation {
         }
     }
 
-    /// What it comes to.
+    /// Whether the connection is allowed.
     #[must_use]
     pub const fn verdict(&self) -> Verdict {
         self.rule.verdict()
     }
 }
 
-/// Everything the plan was made of, and the plan.
+/// The inputs of the plan, and the plan.
 #[derive(Clone, Copy)]
 pub struct ExplainInputs<'a> {
     /// All meshes of the hub.
     pub meshes: &'a [Mesh],
-    /// What was seen.
+    /// The observed state.
     pub seen: &'a Observations,
-    /// What the operator set.
+    /// The settings.
     pub settings: &'a Settings,
-    /// How names are made.
+    /// Makes the names of objects.
     pub naming: &'a dyn Naming,
-    /// [`super::plan`] of these.
+    /// The result of [`super::plan`] for these inputs.
     pub plan: &'a Plan,
 }
 
-/// Whether the connection is let through, and by which rule. `plan` must be the plan of the same meshes and observations.
+/// Explains whether one connection is allowed, and by which rule.
 #[must_use]
 pub fn explain(inputs: &ExplainInputs<'_>, from: &Source, to: &Destination) -> Explanation {
     let mut answers = explain_each(inputs, from, std::slice::from_ref(to));
     answers.pop().expect("one question has one answer")
 }
 
-/// The same for many destinations, in their order, at the price of looking at each mesh once.
+/// Like [`explain`] for many destinations, in their order. Each mesh is evaluated only once.
 #[must_use]
 pub fn explain_each(inputs: &ExplainInputs<'_>, from: &Source, to: &[Destination]) -> Vec<Explanation> {
     let by_age = by_age(inputs.meshes);
@@ -236,7 +237,7 @@ pub fn explain_each(inputs: &ExplainInputs<'_>, from: &Source, to: &[Destination
             answer.mesh = Some(mesh.id.clone());
             if mesh.paused {
                 answer.notes.push(format!(
-                    "ClusterMesh {} is paused: nothing of what is planned is written, and what stands may say otherwise",
+                    "ClusterMesh {} is paused: the plan is not written, and the existing objects may differ from it",
                     mesh.id
                 ));
             }
@@ -249,38 +250,38 @@ pub fn explain_each(inputs: &ExplainInputs<'_>, from: &Source, to: &[Destination
         .collect()
 }
 
-/// Of what each mesh says of one destination, what holds.
+/// Combines the answers of all meshes for one destination.
 fn combine_answers(from: &Source, to: &Destination, mut answers: Vec<Explanation>) -> Explanation {
     if from.cluster.same_cluster(&to.cluster) {
         return Explanation::new(
             Rule::SameCluster,
-            "both are in one cluster: no packet between them is the mesh's",
+            "both are in the same cluster: packets between them do not use the mesh",
         );
     }
-    // What one mesh opens is open, whatever another has not; what is not known is not denied.
+    // Allowed by one mesh is allowed. Otherwise, one mesh that does not know makes the answer unknown.
     answers.sort_by_key(Explanation::verdict);
     answers.into_iter().next().unwrap_or_else(|| {
         Explanation::new(
             Rule::NotInOneMesh,
-            "no ClusterMesh names both clusters: add the missing entry to the mesh of the other",
+            "no ClusterMesh contains both clusters: add one of them to a mesh of the other",
         )
     })
 }
 
-/// One backend of a Service.
+/// One endpoint of a Service.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Backend {
     /// Its address.
     pub address: IpAddr,
-    /// The Node that runs it, where its EndpointSlice says so.
+    /// The Node that runs it, if its EndpointSlice names one.
     pub node: Option<String>,
-    /// Protocol and number of the port it serves on.
+    /// Its protocol and port.
     pub port: (Protocol, u16),
-    /// It takes new connections.
+    /// It accepts new connections.
     pub ready: bool,
 }
 
-/// The backends of a Service, as its EndpointSlices have them. `port` = one of the Service's own ports; `None` = every one.
+/// The endpoints of a Service, from its EndpointSlices. `port` = one of the Service's ports; `None` = all of them.
 #[must_use]
 pub fn backends(member: &Member, service: &ObjectName, port: Option<(Protocol, u16)>) -> BTreeSet<Backend> {
     let ports = member.services.get(service).map_or(&[][..], |service| &service.ports);
@@ -308,7 +309,7 @@ pub fn backends(member: &Member, service: &ObjectName, port: Option<(Protocol, u
     found
 }
 
-/// Last known value of a member.
+/// The last observed state of a member.
 fn member<'a>(seen: &'a Observations, identity: &ClusterIdentity) -> Option<&'a Member> {
     seen.members.get(identity).and_then(Observation::last)
 }
@@ -318,7 +319,7 @@ fn port_text((protocol, port): (Protocol, u16)) -> String {
     format!("{port}/{}", protocol.as_str())
 }
 
-/// Networks of an entry, for a message.
+/// The networks of an entry, for a message.
 fn bounds(cluster: &Cluster) -> String {
     let networks: Vec<String> = cluster.allowed.iter().map(ToString::to_string).collect();
     networks.join(", ")

@@ -1,4 +1,5 @@
-//! Sandboxes enter a member through gateways (rule 7): the SandboxAccess there, and in the sandbox the gateways' Peers.
+//! Plans how sandboxes enter a member through gateways (rule 7): the SandboxAccess in the member, and the Peers of its gateways in
+//! the sandbox.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,11 +22,12 @@ use crate::{
     ownership::{self, Ownership},
 };
 
-/// Gateways are few: a network that is wider than this is not theirs alone, whatever address they publish.
+/// Host bits of the largest network that counts as a network of gateways. Gateways are few, so a wider network has other uses even
+/// if a gateway publishes an address in it.
 const MAX_HOST_BITS: u8 = 8;
 
-/// Takes out of the accepted networks those that are the gateways' alone: a few addresses, one of which a gateway has. No Node owns
-/// one of these, and other members have no business there.
+/// Removes the networks of gateways from the accepted networks: small ones that contain the address of a gateway and of no Node.
+/// Only sandboxes send to gateways, so other cluster-meshed members must not have a route to them.
 pub(super) fn leave_out_networks(cluster: &mut Cluster, member: &Member) {
     if cluster.profile != Profile::ClusterMeshed {
         return;
@@ -48,11 +50,11 @@ pub(super) fn leave_out_networks(cluster: &mut Cluster, member: &Member) {
     cluster.allowed.retain(|net| !is_theirs(net));
 }
 
-/// Bytes of a node's name in a SandboxAccess. A sandbox chooses the names of its Nodes: with 253 bytes each, the object for 5,000 of them
-/// would be larger than etcd takes (1.5 MiB), and neither a revocation nor a quarantine could be written.
+/// Largest number of bytes of a node's name in a SandboxAccess. A sandbox chooses the names of its Nodes. With 253 bytes each, the
+/// object for 5,000 Nodes would exceed etcd's limit of 1.5 MiB, and neither a revocation nor a quarantine could be written.
 const MAX_NODE_NAME: usize = 40;
 
-/// A node's name in a SandboxAccess: its own, or a part of it and a hash.
+/// The name of a node in a SandboxAccess: its own, or a part of it with a hash.
 pub(super) fn short_name(node: &str) -> String {
     let plain = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
     if node.len() <= MAX_NODE_NAME && node.chars().all(|c| plain(&c)) {
@@ -62,25 +64,25 @@ pub(super) fn short_name(node: &str) -> String {
     format!("{start}-{:08x}", fnv1a(node.bytes()))
 }
 
-/// Ports of gateways: above what servers are known by, below those that a kernel gives out by itself.
+/// The range of gateway ports: above well-known server ports, below the kernel's default range of ephemeral ports (32768).
 const FIRST_PORT: u16 = 20_000;
 const PORT_COUNT: u16 = 10_000;
 
-/// What the importing sandbox sees of a member's gateways.
+/// How one sandbox can use the gateways of one member.
 #[derive(Default)]
 pub(super) struct GatewayAccess<'a> {
-    /// The SandboxAccess that stands there: what gateways let in.
+    /// The existing SandboxAccess in the member, which gateways enforce.
     pub(super) existing: Option<&'a AccessSpec>,
-    /// The addresses of those that take connections and that it can dial.
+    /// The addresses of the Ready gateways to which the sandbox has an endpoint.
     pub(super) ready: BTreeSet<IpAddr>,
-    /// Why it can use none of them.
+    /// Why it can use no gateway.
     pub(super) none: Option<String>,
-    /// Grants that gateways do not serve, by protocol and port at the gateway: why, and the gateways' names.
+    /// Grants that gateways do not serve, by protocol and gateway port: the reasons, each with the names of its gateways.
     pub(super) refused: BTreeMap<(Protocol, u16), BTreeMap<&'a str, Vec<String>>>,
 }
 
 impl GatewayAccess<'_> {
-    /// The ports at the gateways of those that are granted, as far as gateways know of them.
+    /// The gateway ports of the granted `ports`, of those that the existing SandboxAccess contains.
     pub(super) fn ports(&self, service: &ObjectName, ports: &[ServicePort]) -> Vec<ServicePort> {
         let existing = self.existing.into_iter().flat_map(|access| &access.grants);
         let at = |port: &ServicePort| {
@@ -100,7 +102,7 @@ impl GatewayAccess<'_> {
 }
 
 impl<'a> MeshInputs<'a> {
-    /// The SandboxAccess that stands in a member for one of this mesh's sandboxes, with its name.
+    /// The existing SandboxAccess of this mesh for a sandbox in a member, with its name.
     pub(super) fn existing_access(&self, member: &'a Member, sandbox: &str) -> Option<(&'a str, &'a AccessSpec)> {
         let mut all = member.accesses.iter().flatten();
         let (name, ours) = all.find(|(_, access)| {
@@ -110,7 +112,7 @@ impl<'a> MeshInputs<'a> {
         Some((name, ours.spec.as_ref().ok()?))
     }
 
-    /// What stands between a sandbox and a member.
+    /// How a sandbox can use the gateways of a member.
     pub(super) fn gateway_access(&self, mesh_member: &'a MeshMember<'a>, sandbox: &str) -> GatewayAccess<'a> {
         let (Some(member), Some(target)) = (mesh_member.last_observed(), self.mesh_members.get(sandbox)) else {
             return GatewayAccess::default();
@@ -132,8 +134,8 @@ impl<'a> MeshInputs<'a> {
                  pods -n clustermesh-gateway) and their SandboxGateways there"
             )),
             (false, true) => Some(format!(
-                "no gateway of cluster {cluster:?} can be dialled from this sandbox: status.clusters[] of cluster {cluster:?} says why \
-                 of each"
+                "no gateway of cluster {cluster:?} can be reached from this sandbox: status.clusters[] of cluster {cluster:?} gives the \
+                 reason for each"
             )),
             (false, false) => None,
         });
@@ -158,10 +160,10 @@ impl<'a> MeshInputs<'a> {
         }
     }
 
-    /// What of a gateway's addresses a sandbox may have, and where it dials it.
+    /// The allowed IPs and the endpoints of a gateway's Peer in a sandbox.
     ///
     /// # Errors
-    /// It cannot, and why.
+    /// Why the sandbox cannot use this gateway.
     fn peer_parameters(
         &self,
         mesh_member: &MeshMember<'_>,
@@ -200,7 +202,8 @@ impl<'a> MeshInputs<'a> {
         Ok((prefixes, endpoints))
     }
 
-    /// The SandboxAccess of `source` in the entry `name`; `None` = there is no CRD for it.
+    /// Plans the SandboxAccess of the sandbox `source` in the entry `name`. `None` = the member was not observed, or its CRD is not
+    /// installed.
     pub(super) fn access(
         &self,
         name: &str,
@@ -236,7 +239,7 @@ impl<'a> MeshInputs<'a> {
         Some((access_name, PlannedAccess { source, spec }))
     }
 
-    /// The sandbox's nodes. What is not seen now is not gone.
+    /// The sandbox's nodes. While the sandbox is not fresh, or a node is held, the nodes of the existing SandboxAccess are kept.
     fn nodes(
         &self,
         source: &str,
@@ -278,8 +281,8 @@ impl<'a> MeshInputs<'a> {
         nodes
     }
 
-    /// What is granted, each at a port of its own. One that stands keeps its port; one that an older mesh grants the same sandbox
-    /// has that mesh's.
+    /// Gives each granted Service port a gateway port. An existing grant keeps its port. A grant that an older mesh gives the same
+    /// sandbox uses the port of that mesh.
     fn ports(
         &self,
         name: &str,
@@ -293,7 +296,7 @@ impl<'a> MeshInputs<'a> {
         let nothing = GatewayAccess::default();
         for grant in mesh_member.cluster.egress.iter().filter(|grant| grant.cluster == name) {
             if member.unlisted.services.contains_key(&grant.service.namespace) {
-                // What was granted of a Service that is not known now stands, and no more.
+                // The Services of this namespace are not known: existing grants for this Service are kept, and none is added.
                 let of = existing.into_iter().flat_map(|access| &access.grants);
                 let of = of.filter(|(_, port)| port.service == grant.service);
                 granted.extend(of.map(|((protocol, _), port)| (*protocol, port.clone())));
@@ -313,7 +316,7 @@ impl<'a> MeshInputs<'a> {
                 }));
             }
         }
-        // Ports of other objects of this sandbox there: of older meshes, planned, and of all, as they stand.
+        // Taken: ports of all existing SandboxAccesses of this sandbox in the member, and of those that older meshes plan.
         let used = self.used(target);
         let older = || used.accesses.values().filter(|access| access.id == id);
         let others = member.accesses.iter().flat_map(BTreeMap::values);
@@ -336,7 +339,7 @@ impl<'a> MeshInputs<'a> {
     }
 }
 
-/// The first port that is free, from one that follows from what is granted: a SandboxAccess that is made anew gets the same.
+/// The first free port, starting at a hash of the granted Service port: a SandboxAccess that is created again gets the same ports.
 fn choose_port(protocol: Protocol, port: &GrantedPort, taken: &BTreeSet<(Protocol, u16)>) -> (Protocol, u16) {
     let text = [&*port.service.namespace, "/", &*port.service.name, "/", &*port.port].concat();
     let start = u16::try_from(fnv1a(text.bytes()) % u32::from(PORT_COUNT)).unwrap_or_default();
@@ -346,8 +349,9 @@ fn choose_port(protocol: Protocol, port: &GrantedPort, taken: &BTreeSet<(Protoco
 }
 
 impl<'a> PeerPlanner<'a, '_> {
-    /// The gateways of `source`, in a sandbox: each with its own addresses and nothing else. Not before gateways can know this
-    /// sandbox: WireGuard asks a second time only after five seconds.
+    /// Adds Peers for the gateways of `source` to a sandbox, each with only the gateway's own addresses. They are added once the
+    /// SandboxAccess exists: a gateway that does not know the sandbox ignores its handshake initiation, and WireGuard sends the
+    /// next one only after five seconds.
     pub(super) fn add_gateways(&mut self, source: &str, mesh_member: &'a MeshMember<'a>) {
         let Some(member) = mesh_member.last_observed() else {
             return;
@@ -377,12 +381,12 @@ impl<'a> PeerPlanner<'a, '_> {
     }
 }
 
-/// Why no sandbox enters a member; `None` = it has gateways.
+/// Why no sandbox can enter a member; `None` = it has gateways.
 pub(super) fn missing_gateway_message(cluster: &str, member: &Member) -> Option<String> {
     member.gateways.is_empty().then(|| {
         format!(
-            "cluster {cluster:?} has no gateway, and sandboxes enter through gateways alone: install them there (deploy/gateway.yaml), or \
-             look why they do not start (kubectl get pods,sandboxgateways -n clustermesh-gateway)"
+            "cluster {cluster:?} has no gateway, and sandboxes enter only through gateways: install them there (deploy/gateway.yaml), or \
+             check why they do not start (kubectl get pods,sandboxgateways -n clustermesh-gateway)"
         )
     })
 }

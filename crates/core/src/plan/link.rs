@@ -1,4 +1,4 @@
-//! Which members are connected and how (rule 7). What is written then stands in [`super::target`] and [`super::peers`].
+//! Decides from the profiles and grants of two members whether and how they are connected (rule 7).
 
 use std::collections::BTreeSet;
 
@@ -8,36 +8,36 @@ use crate::{
     observe::{Claim, Member, Node, Server},
 };
 
-/// How a source is written into a target.
+/// How a source is connected to a target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Link {
     /// Both are cluster-meshed.
     Meshed,
     /// The source is a sandbox with a grant toward the target.
     Sandbox,
-    /// The target is a sandbox to which Services of the source are granted.
+    /// The target is a sandbox that has a grant for a Service of the source.
     Grantor,
 }
 
-/// Why one member is not written into another.
+/// Why two members are not connected. The name is that of the entry which causes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum NotConnected {
-    /// Two entries of one cluster.
+    /// Both entries are the same cluster.
     SameCluster,
-    /// This entry is connected to nothing.
+    /// This entry has the profile standard.
     Standard(String),
-    /// This entry holds no network that was accepted.
+    /// This entry has no accepted network.
     NoNetworks(String),
     /// Both are sandboxes.
     Sandboxes,
-    /// This sandbox has no grant toward the other.
+    /// This sandbox has no grant for a Service of the other member.
     NoGrant(String),
 }
 
-/// How `source` is written into `target`. Two sandboxes never meet.
+/// How `source` is connected to `target`. Two sandboxes are never connected.
 ///
 /// # Errors
-/// It is not, and why.
+/// Why they are not connected.
 pub(super) fn connectivity(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Result<Link, NotConnected> {
     if target.cluster.identity.same_cluster(&source.cluster.identity) {
         return Err(NotConnected::SameCluster);
@@ -71,20 +71,21 @@ pub(super) fn connectivity(target: &MeshMember<'_>, source: &MeshMember<'_>) -> 
     }
 }
 
-/// How `source` is written into `target`; `None` = not at all.
+/// How `source` is connected to `target`; `None` = it is not.
 pub(super) fn between(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Option<Link> {
     connectivity(target, source).ok()
 }
 
-/// Nodes of a member that others have a Peer for.
+/// Names of a member's nodes that have a Peer in other members.
 fn hosting<'r>(registry: Option<&'r NodeRegistry<'_>>) -> BTreeSet<&'r str> {
     let registered = registry.into_iter().flat_map(|registry| &registry.registered);
     let held = registry.into_iter().flat_map(|registry| registry.held.keys());
     registered.map(|node| node.node).chain(held.copied()).collect()
 }
 
-/// Whether the nodes of a member hold another to a policy. A Peer in a cluster is read by every node there, so one that enforces
-/// nothing is one too many. A Node that has just joined and published nothing has no tunnel.
+/// Whether all nodes of a member enforce PeerPolicies. Every node of a cluster configures all of its Peers, so a single node
+/// that does not enforce policies is enough to admit their traffic. A Node that has just joined and published no key has no
+/// tunnel and does not count.
 pub(super) fn enforces_policies(member: &Member, registry: Option<&NodeRegistry<'_>>) -> bool {
     let hosting = hosting(registry);
     let serving = |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || hosting.contains(&***name);
@@ -93,7 +94,7 @@ pub(super) fn enforces_policies(member: &Member, registry: Option<&NodeRegistry<
     member.policies.is_some() && serving.peek().is_some() && serving.all(enforced)
 }
 
-/// Why the entry a grant names has nothing to give to `importer`.
+/// Why `importer` cannot use a Service of the entry that its grant names.
 pub(super) fn refusal(importer: &MeshMember<'_>, exporter: Option<&MeshMember<'_>>, name: &str) -> String {
     let words = |mesh_member: &MeshMember<'_>| match mesh_member.cluster.profile {
         Profile::Sandbox if mesh_member.cluster.name == name => Some(format!(
@@ -111,8 +112,7 @@ pub(super) fn refusal(importer: &MeshMember<'_>, exporter: Option<&MeshMember<'_
         .unwrap_or_else(|| format!("cluster {name:?} is not connected to this one"))
 }
 
-/// Whether packets of this entry are held to its grants, or to nothing: a sandbox, one that is quarantined, or one that is
-/// listed alone and on its way out.
+/// Whether policies for this source must be closed: it is quarantined, or it is not cluster-meshed (any more).
 pub(super) const fn is_closed(mesh_member: &MeshMember<'_>) -> bool {
     !matches!(mesh_member.cluster.profile, Profile::ClusterMeshed) || mesh_member.cluster.quarantine
 }

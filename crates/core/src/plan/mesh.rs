@@ -1,4 +1,4 @@
-//! The plan of one mesh: its entries as parties, their rolls, their targets (rules 3, 7).
+//! Plans one mesh: prepares its members and their nodes, plans each target, and gives each public key to one node (rules 3, 7).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,13 +24,13 @@ pub(super) struct MeshPlanner<'a> {
     pub(super) used: &'a BTreeMap<ClusterIdentity, target::UsedNames>,
 }
 
-/// What a mesh comes to before anything of it is written into a target.
+/// The members of a mesh and their nodes: the inputs of each target's plan.
 pub(super) struct PreparedMesh<'a> {
-    /// The entries.
+    /// The members, by entry name.
     pub(super) mesh_members: BTreeMap<String, target::MeshMember<'a>>,
-    /// Their Nodes.
+    /// The nodes of each connected member that was observed, by entry name.
     pub(super) registries: BTreeMap<String, nodes::NodeRegistry<'a>>,
-    /// Members whose nodes hold nobody to a policy.
+    /// Members that have nodes on which PeerPolicies are not enforced.
     pub(super) not_enforcing: BTreeSet<String>,
 }
 
@@ -81,7 +81,7 @@ impl<'a> MeshPlanner<'a> {
                 registered: 0,
                 gateways: 0,
                 sandbox: mesh_member.cluster.profile == Profile::Sandbox,
-                // Nodes that need no Peer are not left out.
+                // A node that needs no Peer is not reported as skipped.
                 skipped: registry
                     .filter(|_| linked)
                     .map(|registry| registry.skipped.clone())
@@ -123,7 +123,7 @@ impl<'a> MeshPlanner<'a> {
         planned
     }
 
-    /// What the targets are assembled from; what is to be said of it goes into `planned`.
+    /// Computes the inputs of the targets' plans; adds facts to `planned`.
     pub(super) fn prepare(&self, planned: &mut MeshPlan) -> PreparedMesh<'a> {
         let mesh_members = self.mesh_members(planned);
         let registries = self.registries(&mesh_members);
@@ -179,7 +179,8 @@ impl<'a> MeshPlanner<'a> {
         mesh_members
     }
 
-    /// One profile in all meshes of a hub; else the tighter one holds (rule 7).
+    /// The profile of an entry. If meshes of this hub give its cluster different profiles, the most restrictive one applies
+    /// (rule 7).
     fn profile(&self, entry: &Cluster, planned: &mut MeshPlan) -> Profile {
         let mut tightest = entry.profile;
         for mesh in self.all.iter().filter(|mesh| !mesh.deleting) {
@@ -192,7 +193,7 @@ impl<'a> MeshPlanner<'a> {
                     planned.facts.insert(Fact::ProfileConflict {
                         cluster: entry.name.clone(),
                         message: format!(
-                            "cluster {:?} is {} here and {} in ClusterMesh {}; the tighter one holds",
+                            "cluster {:?} is {} here and {} in ClusterMesh {}; the more restrictive one applies",
                             entry.name,
                             entry.profile.as_str(),
                             other.profile.as_str(),
@@ -206,7 +207,7 @@ impl<'a> MeshPlanner<'a> {
         tightest
     }
 
-    /// The mesh that quarantines this entry's cluster. Quarantined in one mesh of a hub is quarantined in all.
+    /// The mesh that quarantines this entry's cluster. A quarantine in one mesh applies in all meshes of the hub.
     fn quarantined_by(&self, entry: &Cluster) -> Option<&'a MeshId> {
         let meshes = self.all.iter().filter(|mesh| !mesh.deleting);
         let mut asking = meshes.filter(|mesh| {
@@ -216,7 +217,7 @@ impl<'a> MeshPlanner<'a> {
         asking.next().map(|mesh| &mesh.id)
     }
 
-    /// What a quarantine comes to: objects stand where policies close them, Peers go where nothing enforces a policy.
+    /// Reports what each quarantine does: where PeerPolicies are enforced the objects are kept, elsewhere the Peers are deleted.
     fn report_quarantines(
         &self,
         mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
@@ -232,23 +233,23 @@ impl<'a> MeshPlanner<'a> {
             let removed = not_enforcing.iter().filter(meshed);
             let removed: Vec<String> = removed.map(|target| format!("{target:?}")).collect();
             let objects = if removed.is_empty() {
-                "its objects stand".to_owned()
+                "its objects are kept".to_owned()
             } else {
                 format!(
-                    "its objects stand, but for its Peers in {}, whose nodes enforce no policy: those are removed",
+                    "its objects are kept, except its Peers in {}, whose nodes enforce no policy: those are removed",
                     removed.join(", ")
                 )
             };
             planned.facts.insert(Fact::Quarantined {
                 cluster: name.clone(),
                 message: format!(
-                    "cluster {name:?} is quarantined by ClusterMesh {by}: nothing from it is let through, and {objects}"
+                    "cluster {name:?} is quarantined by ClusterMesh {by}: all traffic from it is denied, and {objects}"
                 ),
             });
         }
     }
 
-    /// Members whose nodes hold nobody to a policy, of those that were seen.
+    /// Observed members that have nodes on which PeerPolicies are not enforced.
     fn not_enforcing(
         mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
         registries: &BTreeMap<String, nodes::NodeRegistry<'a>>,
@@ -288,7 +289,7 @@ impl<'a> MeshPlanner<'a> {
         ownership::of(owner, &self.seen.hub, self.claimants) == Ownership::Mesh(&self.mesh.id)
     }
 
-    /// The Peers of this mesh for that node that stand in the members.
+    /// The existing Peers of this mesh for one node, in all members that [`is_trusted`].
     fn existing_peers(
         &self,
         mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
@@ -305,16 +306,18 @@ impl<'a> MeshPlanner<'a> {
         named.filter(|peer| self.ours(peer)).collect()
     }
 
-    /// One key, one node, over all members. An attacker chooses its own timestamps, so the order is: local first, then a
-    /// cluster-meshed member before a sandbox, then whoever has the Peer, or the place in the SandboxAccess, already, then the order
-    /// of the entries (rule 3). What a sandbox has already counts against other sandboxes alone: else it had the key of every Node
-    /// for which a moment came without one.
+    /// Gives each public key to one node of all members (rule 3). A member chooses the timestamps of its own Nodes, so they
+    /// decide nothing here. The order is: the local cluster first, then cluster-meshed members before sandboxes, then the node
+    /// that already has the key in an existing Peer or SandboxAccess, then the order of the entries.
+    ///
+    /// An existing object of a sandbox wins only over other sandboxes. Otherwise a sandbox could keep a copied key whenever the
+    /// real Node briefly publishes none.
     fn resolve_duplicate_keys(
         &self,
         mesh_members: &BTreeMap<String, target::MeshMember<'_>>,
         registries: &mut BTreeMap<String, nodes::NodeRegistry<'_>>,
     ) {
-        // (not local, profile, has none yet, position of the entry, entry, node): the smallest wins.
+        // (is not local, profile, has no existing object, position of the entry, entry, node): the smallest claim wins.
         type KeyClaim = (bool, Profile, bool, usize, String, String);
         let peers = mesh_members
             .values()
@@ -364,7 +367,8 @@ impl<'a> MeshPlanner<'a> {
                         node.node,
                     );
                 }),
-                // Not seen since the controller started: its standing Peers speak for it, or whoever copies a key takes it.
+                // Not observed since the controller started: its existing Peers claim its keys. Otherwise a member that copies
+                // one of these keys would get it.
                 None if mesh_member.connected => {
                     existing
                         .into_iter()
@@ -386,7 +390,7 @@ impl<'a> MeshPlanner<'a> {
                 };
                 registry.registered.retain(|registered| registered.node != node);
                 let message =
-                    format!("key {key} is that of Node {owner} of cluster {owner_cluster:?}; one of the two is a copy");
+                    format!("key {key} belongs to Node {owner} of cluster {owner_cluster:?}; one of the two is a copy");
                 registry.skipped.push(Skipped {
                     node,
                     reason: Reason::PublicKeyDuplicate,
@@ -398,7 +402,8 @@ impl<'a> MeshPlanner<'a> {
     }
 }
 
-/// Whether Peers that stand in a member count as news of others: whoever owns a sandbox's API server may write any there.
+/// Whether existing objects in this member are evidence about other members. Not in a sandbox: its administrator can write any
+/// Peer there.
 fn is_trusted(mesh_member: &target::MeshMember<'_>) -> bool {
     mesh_member.cluster.profile == Profile::ClusterMeshed
 }

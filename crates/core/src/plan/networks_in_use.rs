@@ -1,5 +1,5 @@
-//! Finds networks that are listed for one member although Nodes of another one have addresses in them. Nothing is planned otherwise
-//! for it: it is said ([`Fact::NetworkInUse`]).
+//! Finds networks that are listed for one member although Nodes of another member have addresses in them. They are reported
+//! ([`Fact::NetworkInUse`]) and do not change the plan.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ use crate::{
     observe::{Node, Server},
 };
 
-/// Networks of all members, each with its member; those of different clusters are disjoint.
+/// The accepted networks of all members, each with its member's name. Networks of different clusters are disjoint.
 struct Listed<'p> {
     members: BTreeMap<IpNet, &'p str>,
     lengths: BTreeSet<u8>,
@@ -28,7 +28,7 @@ impl<'p> Listed<'p> {
         Self { members, lengths }
     }
 
-    /// The network that holds all of `net`, and its member.
+    /// The accepted network that contains `net`, and its member.
     fn around(&self, net: IpNet) -> Option<(IpNet, &'p str)> {
         let lengths = self.lengths.iter().filter(|length| **length <= net.prefix_len());
         lengths.into_iter().find_map(|length| {
@@ -37,15 +37,15 @@ impl<'p> Listed<'p> {
         })
     }
 
-    /// Networks inside `net`, and their members.
+    /// The accepted networks inside `net`, and their members.
     fn inside(&self, net: IpNet) -> impl Iterator<Item = (IpNet, &'p str)> {
         let all = self.members.iter().map(|(network, name)| (*network, *name));
         all.filter(move |(network, _)| net.contains(network))
     }
 }
 
-/// What is to be said, one fact for each pair of a member and a network of another. Sandboxes are not asked: whatever their Nodes
-/// say moves nothing elsewhere.
+/// One fact for each member and each network of another member in which its Nodes have addresses. Nodes of sandboxes are
+/// ignored, because their untrusted claims must not affect the status of other members.
 pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet<Fact> {
     let listed = Listed::of(mesh_members);
     let mut facts = BTreeSet::new();
@@ -64,7 +64,7 @@ pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet
                 .filter(|other| !other.cluster.identity.same_cluster(&cluster.identity));
             other.is_some() && !hosted
         };
-        // By network: its member, how many Nodes, the first of them and its address.
+        // By network: (its member, number of Nodes with addresses in it, the first Node, that Node's address).
         let mut found: BTreeMap<IpNet, (&str, usize, &str, IpNet)> = BTreeMap::new();
         let mut networks: BTreeMap<IpNet, Vec<(IpNet, &str)>> = BTreeMap::new();
         for (node, view) in mesh_member.last_observed().into_iter().flat_map(|member| &member.nodes) {
@@ -97,8 +97,8 @@ pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet
             facts.insert(Fact::NetworkInUse {
                 cluster: owner.to_owned(),
                 message: format!(
-                    "{nodes} Node(s) of cluster {name:?} have addresses in {network}, first {first}: {address}; what is sent to \
-                     them there is lost or enters the mesh. Give this cluster another network"
+                    "{nodes} Node(s) of cluster {name:?} have addresses in {network}, first {first}: {address}; packets to these \
+                     addresses are lost or enter the mesh. Give this cluster another network"
                 ),
             });
         }
@@ -106,14 +106,14 @@ pub(super) fn facts(mesh_members: &BTreeMap<String, MeshMember<'_>>) -> BTreeSet
     facts
 }
 
-/// The addresses of a Node that its cluster knows.
+/// The addresses by which a Node's own cluster reaches it.
 fn addresses(node: &Node) -> impl Iterator<Item = IpNet> {
     let addresses = node.internal_ips.iter().chain(&node.external_ips);
     let wireguard = node.wireguard_ip.value().map(|claim| IpNet::from(claim.addr()));
     addresses.map(|address| IpNet::from(*address)).chain(wireguard)
 }
 
-/// The network that kg routes into its own interface.
+/// The WireGuard network of kg: kg routes all of it into its own interface.
 fn transit(node: &Node) -> Option<IpNet> {
     let claim = node.wireguard_ip.value().filter(|_| node.server != Server::Agent)?;
     (claim.prefix_len() < claim.max_prefix_len()).then(|| claim.trunc())

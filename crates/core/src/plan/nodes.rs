@@ -1,4 +1,5 @@
-//! Which Nodes of a member get a Peer, with which prefixes, and why the others do not (rules 1 to 5, 9).
+//! Builds the registry of a member's nodes: which Nodes get a Peer, with which prefixes, and why the others do not (rules 1 to
+//! 5, 9).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,59 +22,60 @@ mod duplicates;
 
 use duplicates::{ClaimIndex, NodeClaims};
 
-/// A Node that gets a Peer in every connected member.
+/// A registered node: a Node that gets a Peer in every connected member.
 #[derive(Debug, Clone)]
 pub(super) struct RegisteredNode<'a> {
     pub(super) node: &'a str,
     pub(super) observed: &'a Node,
     pub(super) key: PublicKey,
-    /// What its Peers carry, anchored networks not among it. Inside allowedNetworks, always.
+    /// The allowed IPs of its Peers, without anchored networks. All of them lie inside allowedNetworks.
     pub(super) prefixes: BTreeSet<IpNet>,
     /// Its WireGuard address.
     pub(super) wireguard: IpNet,
 }
 
-/// What became of a member's Nodes.
+/// The outcome for each Node of a member: registered, skipped, held, or led by another one.
 #[derive(Debug, Default)]
 pub(super) struct NodeRegistry<'a> {
-    /// In order of age.
+    /// Sorted by age.
     pub(super) registered: Vec<RegisteredNode<'a>>,
     pub(super) skipped: Vec<Skipped>,
-    /// Nodes whose last Peers stand a while longer.
+    /// Nodes that publish nothing usable at the moment and keep their last Peers, with the reason.
     pub(super) held: BTreeMap<&'a str, Reason>,
-    /// podCIDRs of registered nodes that lie outside allowedNetworks, in order of the nodes' age.
+    /// podCIDRs of registered nodes that their Peers leave out, sorted by the age of the nodes.
     pub(super) uncovered: Vec<Uncovered>,
-    /// Which nodes of a location stand for which others.
+    /// The leaders of Kilo's locations and their followers.
     pub(super) segments: Segments<'a>,
-    /// Prefixes that belong to some Node, whether it has a Peer or not. A network that holds one of them is not anchored by
+    /// Prefixes that belong to some Node, with or without a Peer. A network that contains one of them is not anchored by
     /// default, unless an earlier plan anchored it.
     pub(super) owned: BTreeSet<IpNet>,
     pub(super) facts: BTreeSet<Fact>,
 }
 
-/// One member as the planner uses it: the entry, with `allowed` cut down to what was accepted.
+/// Builds the registry of one member.
 pub(super) struct RegistryBuilder<'a, 'f> {
+    /// The entry, with `allowed` reduced to the accepted networks.
     pub(super) cluster: &'f Cluster,
     pub(super) member: &'a Member,
-    /// The Peers of ours for this node that stand in the members.
+    /// The existing Peers of this mesh for a node, in all members.
     pub(super) existing: &'f dyn Fn(&str) -> Vec<&'a ObservedPeer>,
 }
 
-/// Inside what the member may claim, and no part of what only an anchor carries.
+/// Whether a Node of the member may claim `net`: it lies inside allowedNetworks and does not overlap an anchored network.
 pub(super) fn is_routable(cluster: &Cluster, net: IpNet) -> bool {
     cluster.allows(net) && anchor::find_reserved_overlap(cluster, net).is_none()
 }
 
 type Refusal = (Reason, String);
 
-/// A host route.
+/// The host route (/32 or /128) of an address.
 pub(super) fn host(address: IpAddr) -> IpNet {
     IpNet::from(address)
 }
 
 impl<'a> RegistryBuilder<'a, '_> {
-    /// Goes through the Nodes in order of (creationTimestamp, name), so that the first claim of an address wins whatever
-    /// order they were listed in.
+    /// Registers the Nodes in the order of (creationTimestamp, name), so that of two claims of one address the older Node's
+    /// wins, whatever the order of the list.
     pub(super) fn build(&self) -> NodeRegistry<'a> {
         let is_held = |name: &str, node: &Node| self.may_hold(name, node);
         let mut registry = NodeRegistry {
@@ -155,7 +157,7 @@ impl<'a> RegistryBuilder<'a, '_> {
         registry
     }
 
-    /// Nodes that have been held for longer than a restart takes.
+    /// Reports nodes that have been held for longer than a restart takes.
     fn report_held_nodes(&self, registry: &mut NodeRegistry<'a>) {
         let lasting = |name: &str| {
             self.member.nodes[name]
@@ -172,7 +174,7 @@ impl<'a> RegistryBuilder<'a, '_> {
         }
     }
 
-    /// Nodes for which kg does not check in.
+    /// Reports nodes for which kg has stopped checking in.
     fn report_silent_nodes(&self, registry: &mut NodeRegistry<'a>) {
         let nodes = self.member.nodes.iter();
         let silent = nodes.filter(|(_, node)| node.is_silent() && node.public_key != Claim::Absent);
@@ -185,9 +187,11 @@ impl<'a> RegistryBuilder<'a, '_> {
         }
     }
 
-    /// Everything that some Node claims or has: a Node that fails for a moment keeps its networks from being anchored. Also the
-    /// addresses of every Node: carried by another one, an address would lead the outer packets for its own node into the
-    /// tunnel where kg serves. Exported pods have no part, since they lie in the shared network that is anchored.
+    /// All prefixes that some Node claims or has, so that the networks of a Node that fails for a moment are not anchored.
+    ///
+    /// This includes the addresses of every Node. If another node's Peer contained one of them, kg would route the outer packets
+    /// for that Node into the tunnel. Addresses of exported pods are not included, because they lie in the shared network that
+    /// is anchored.
     fn owned(&self, registry: &NodeRegistry<'a>) -> BTreeSet<IpNet> {
         let mut owned: BTreeSet<IpNet> = BTreeSet::new();
         let routed = self.cluster.effective_addressing() == Addressing::Routed;
@@ -203,13 +207,13 @@ impl<'a> RegistryBuilder<'a, '_> {
             if !registry.held.contains_key(&**name) {
                 continue;
             }
-            // Its annotations may be gone; its Peers still say what they were.
+            // The annotations of a held node may be missing. Its existing Peers contain their last values.
             for spec in (self.existing)(name).iter().filter_map(|peer| peer.spec.as_ref().ok()) {
                 let hosts = spec
                     .allowed_ips
                     .iter()
                     .filter(|net| net.prefix_len() == net.max_prefix_len());
-                // An address that the entry lists by itself may be there as an anchored network.
+                // An address that the entry lists as a network of its own may be in the Peer as an anchored network.
                 owned.extend(hosts.filter(|net| !self.cluster.allowed.contains(net)));
                 owned.extend(endpoint::peer_endpoints(spec).map(host));
             }
@@ -217,7 +221,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         owned
     }
 
-    /// kg removes its annotations at each restart and publishes a renumbering late: what was true before stands a while.
+    /// Whether a Node that fails for `reason` keeps its last Peer. kg removes its annotations at each restart, and publishes a
+    /// new WireGuard address late, so these failures may be temporary.
     fn holds(&self, name: &str, node: &Node, reason: Reason) -> bool {
         let passing = match reason {
             Reason::NodeNoPublicKey | Reason::NodeNoWireguardIP => true,
@@ -227,12 +232,12 @@ impl<'a> RegistryBuilder<'a, '_> {
         passing && self.may_hold(name, node)
     }
 
-    /// Whether it has a Peer and that may stand without its annotations.
+    /// Whether the node has an existing Peer, and its hold has not expired.
     fn may_hold(&self, name: &str, node: &Node) -> bool {
         node.held_for.is_none_or(|age| age < HOLD) && !(self.existing)(name).is_empty()
     }
 
-    /// Reads one Node's own claims, and those of the nodes it leads.
+    /// Reads the claims of one Node, and of the nodes that follow it as their leader.
     fn read(
         &self,
         name: &'a str,
@@ -303,21 +308,22 @@ impl<'a> RegistryBuilder<'a, '_> {
         let claim = format!("podCIDR {} of Node {}", first.network, first.node);
         let why = self.refusal(&claim, first.network.trunc());
         if self.cluster.allows(first.network) {
-            format!("{why}. Its pods in there are not reached; there may be more of them")
+            format!("{why}. Its pods in that network cannot be reached; other Nodes may have the same problem")
         } else {
             format!(
-                "{why}, and its pods in there are not reached; there may be more of them: add the network that holds them all"
+                "{why}, and its pods in that network cannot be reached; other Nodes may have the same problem: add a network that \
+                 contains all podCIDRs"
             )
         }
     }
 
-    /// Why a claim that is not routable is refused.
+    /// The message why a claim is refused that is not [`is_routable`].
     fn refusal(&self, claim: &str, net: IpNet) -> String {
         let cluster = &self.cluster.name;
         match anchor::find_reserved_overlap(self.cluster, net).filter(|_| self.cluster.allows(net)) {
             None => format!("{claim} lies outside {}", self.bounds()),
             Some(anchored) if self.cluster.anchored.is_some() => {
-                format!("{claim} overlaps {anchored}, which is one of anchoredNetworks of cluster {cluster:?}")
+                format!("{claim} overlaps {anchored}, one of the anchoredNetworks of cluster {cluster:?}")
             }
             Some(anchored) => format!(
                 "{claim} overlaps {anchored} of cluster {cluster:?}, which is anchored (status.clusters[].anchored). If Nodes own \
@@ -353,7 +359,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         }
     }
 
-    /// Those that the member may claim. What lies outside costs itself alone, unless nothing is left.
+    /// The podCIDRs of a Node that its member may claim. Others are left out and added to `uncovered`; the Node is refused only
+    /// if none is left.
     fn pod_cidrs(
         &self,
         name: &str,
@@ -390,7 +397,7 @@ impl<'a> RegistryBuilder<'a, '_> {
             network,
         }));
         if claims.is_empty() {
-            let message = "spec.podCIDRs holds no network of a family in allowedNetworks; does the cluster allocate node CIDRs? \
+            let message = "spec.podCIDRs has no network of an IP family in allowedNetworks; does the cluster allocate node CIDRs? \
                            If its pod network is shared, set podNetwork: Shared";
             return Err((Reason::NodeNoPodCIDR, message.into()));
         }
@@ -412,8 +419,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         hosts.filter(|net| self.routable(*net)).collect()
     }
 
-    /// The nodes of kg whose InternalIPs no Peer may carry: kg sends its host network's packets with them, an agent with
-    /// the WireGuard address. The first few, since a fleet must not fill a condition.
+    /// The first few kg nodes whose InternalIPs no Peer may contain (all of them would not fit into a condition). kg sends packets
+    /// of the host network from the InternalIP; wg-agent sends them from the WireGuard address.
     fn nodes_with_uncovered_ips(&self, registry: &NodeRegistry<'a>) -> Vec<String> {
         if self.cluster.effective_addressing() == Addressing::Masqueraded {
             return Vec::new();
@@ -431,7 +438,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         nodes.map(|(name, _)| name.clone()).take(5).collect()
     }
 
-    /// As [`is_routable`], but inside a network that is anchored by default: `exports` names these pods, no Node claims them.
+    /// Like [`is_routable`], but also inside a network that is anchored by default: the entry names exported pods, so they are no
+    /// claim of a Node.
     fn exportable(&self, net: IpNet) -> bool {
         self.cluster.allows(net) && (self.cluster.anchored.is_none() || self.routable(net))
     }

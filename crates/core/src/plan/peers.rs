@@ -1,4 +1,5 @@
-//! The Peers of one target: endpoints, names, anchors, and one owner for each key and prefix (rules 2, 6, 8).
+//! Plans the Peers of one target: endpoints, names, anchored networks, keepalives. Each key and each prefix has one owner (rules
+//! 2, 6, 8).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,27 +24,27 @@ use crate::{
 mod anchors;
 mod held_nodes;
 
-/// Seconds between keepalives where a NAT stands between two nodes: below the 30 s after which many forget a UDP flow.
+/// Keepalive interval in seconds if there is a NAT between two nodes: many NATs drop the state of a UDP flow after 30 s.
 const NAT_KEEPALIVE: NonZeroU16 = NonZeroU16::new(25).unwrap();
 
-/// Collects the Peers of one target, so that a key and a prefix have one owner.
+/// Collects the Peers of one target, and tracks which keys and prefixes are taken.
 pub(super) struct PeerPlanner<'a, 'p> {
     pub(super) inputs: &'p MeshInputs<'a>,
     pub(super) name: &'p str,
     pub(super) target: &'p MeshMember<'a>,
     existing: BTreeMap<&'p str, &'p ObservedPeer>,
-    /// Names of the standing Peers that carry a key.
+    /// Names of the existing Peers with each key.
     by_key: BTreeMap<PublicKey, Vec<&'p str>>,
     keys: BTreeMap<PublicKey, String>,
-    /// Keys that Peers of other meshes keep, with the cluster that they are Peers of.
+    /// Keys of existing Peers that stay in other meshes, with the source cluster of each.
     shared: BTreeMap<PublicKey, &'a ClusterIdentity>,
-    /// Peers that lost their mesh label and are this mesh's again, by key.
+    /// Names of existing Peers without a mesh label that this mesh adopts again, by key.
     returned: BTreeMap<PublicKey, String>,
     prefixes: BTreeMap<IpNet, String>,
     peers: BTreeMap<String, PlannedPeer>,
     skipped: BTreeMap<String, Vec<Skipped>>,
     facts: BTreeSet<Fact>,
-    /// Nodes whose InternalIP is left out since it is their endpoint, by source.
+    /// Nodes whose InternalIP is left out because it is also their endpoint, by source.
     unserved: BTreeMap<String, BTreeSet<String>>,
     runs_kg: bool,
 }
@@ -65,9 +66,9 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         for (peer, observed) in &existing {
             let Ok(spec) = &observed.spec else { continue };
             by_key.entry(spec.public_key).or_default().push(peer);
-            // What stays in the target whatever is planned keeps its key and its addresses: a Peer of someone else's (a
-            // person's laptop), and one of ours whose member is not seen now or whose mesh is paused or not there. Else a
-            // copy of its key could take its place meanwhile.
+            // A Peer that stays in the target whatever is planned keeps its key and prefixes. This is a foreign Peer (a
+            // person's laptop), or one of ours whose source was not observed, or whose mesh is paused or does not exist.
+            // Otherwise a member that copies the key could replace the Peer.
             let kept = match ownership::of(&observed.owner, &inputs.seen.hub, inputs.claimants) {
                 Ownership::Foreign | Ownership::Unlabelled => true,
                 Ownership::Mesh(mesh) if mesh == inputs.mesh => inputs.unseen(name, target, observed),
@@ -85,8 +86,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                 prefixes.extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {peer}"))));
             }
         }
-        // kg loses a node of its own cluster for good when a Peer carries that node's key (KILO.md §8). wg-agent refuses such a
-        // Peer on that node alone, so there a Node that copies a key cuts off nobody but itself.
+        // If a Peer has the key of a node of the target itself, kg drops that node from its mesh permanently. wg-agent refuses
+        // such a Peer only on that node, so the keys of its nodes need no protection: a copied key cuts off only the copier.
         let is_held = |node: &str| {
             inputs
                 .registries
@@ -117,8 +118,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         }
     }
 
-    /// Frees the key and the addresses of a Peer that lost its mesh label, where it is the Peer of this very node: by name, by
-    /// key, and by the labels that are left.
+    /// Adopts an existing Peer that lost its mesh label, if its name, key and remaining labels show that it describes this node.
+    /// Its key and prefixes become free for the planned Peer.
     fn take_back(&mut self, source: &str, node: &RegisteredNode<'a>) {
         let mesh = self.inputs.mesh;
         let names = [false, true].map(|taken| self.inputs.naming.peer(mesh, source, node.node, taken));
@@ -126,7 +127,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             self.existing.get(&**name).is_some_and(|peer| {
                 let of = ownership::of(&peer.owner, &self.inputs.seen.hub, self.inputs.claimants);
                 of == Ownership::Unlabelled
-                    && ownership::may_return(&peer.owner, mesh, source)
+                    && ownership::can_readopt(&peer.owner, mesh, source)
                     && peer.spec.as_ref().is_ok_and(|spec| spec.public_key == node.key)
             })
         });
@@ -196,7 +197,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             };
             let observed = mesh_member.last_observed().and_then(|member| member.nodes.get(*node));
             if observed.is_some_and(|observed| observed.ready && !observed.deleting) {
-                // It is back in a moment: what rides on it stays.
+                // The node is Ready and will probably publish again soon: it keeps its anchored networks.
                 parts.retain(|part| !peer.spec.allowed_ips.contains(part));
             } else {
                 let lost: Vec<IpNet> = parts
@@ -210,7 +211,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         self.add_anchors(source, mesh_member, registry, &parts, &added);
     }
 
-    /// Where this target's nodes find a node, best first.
+    /// The endpoint candidates of a node for this target, best first.
     fn candidates(
         &mut self,
         source: &str,
@@ -231,7 +232,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             && let Some(Endpoint::Ip(endpoint)) = existing.endpoint
             && context.allows(endpoint.ip())
         {
-            // A resolver that is away must not move a node: where it was last is the best that is known.
+            // A DNS failure must not change the endpoint: the existing one stays the first candidate.
             addresses.retain(|address| *address != endpoint);
             addresses.insert(0, endpoint);
         }
@@ -260,10 +261,10 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             if shared
                 .is_some_and(|of| mesh_member.is_some_and(|mesh_member| of.same_cluster(&mesh_member.cluster.identity)))
             {
-                // The Peer of this very node, which another mesh keeps.
+                // It is the Peer of the same node, which another mesh keeps.
                 return None;
             }
-            let message = format!("key {} is that of {owner} there", node.key);
+            let message = format!("key {} belongs to {owner} there", node.key);
             self.skip(source, node.node, Reason::PublicKeyDuplicate, &message);
             return None;
         }
@@ -277,7 +278,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         let first = addresses.first().copied();
         let mut allowed_ips = BTreeSet::new();
         for prefix in &prefixes {
-            // kg sends a Peer's own outer packets into the tunnel when its endpoint is among its allowed IPs.
+            // If the allowed IPs of a Peer contain its endpoint, kg routes the outer packets into the tunnel.
             if self.runs_kg && first.is_some_and(|endpoint| IpNet::from(endpoint.ip()) == *prefix) {
                 self.unserved
                     .entry(source.to_owned())
@@ -291,7 +292,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                 }
                 Some(owner) => {
                     let message = format!(
-                        "{prefix} of Node {} stays with {owner} in cluster {:?}",
+                        "{prefix} of Node {} is kept by {owner} in cluster {:?}",
                         node.node, self.name
                     );
                     self.facts.insert(Fact::AddressShared {
@@ -311,7 +312,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         Some(self.add_named_peer(source, node.node, spec, own_names))
     }
 
-    /// A gateway's Peer, whose key and addresses are nobody else's here.
+    /// Adds the Peer of a gateway, unless its key is taken in this target. Addresses that are taken are left out.
     pub(super) fn add_gateway_peer(
         &mut self,
         source: &str,
@@ -323,7 +324,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
     ) {
         let key = gateway.public_key;
         if let Some(owner) = self.keys.get(&key) {
-            let message = format!("key {key} is that of {owner} there");
+            let message = format!("key {key} belongs to {owner} there");
             self.skip(source, name, Reason::PublicKeyDuplicate, &message);
             return;
         }
@@ -333,13 +334,14 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             allowed_ips,
             endpoint: endpoints.first().copied().map(Endpoint::Ip),
             candidates: if endpoints.len() > 1 { endpoints } else { Vec::new() },
-            // A hostPort, or another NAT, stands before it, and only this side dials.
+            // A gateway may be behind a hostPort or another NAT, and only the sandbox initiates handshakes.
             persistent_keepalive: NAT_KEEPALIVE.get(),
         };
         self.add_named_peer(source, name, spec, own_names);
     }
 
-    /// Addresses that a node's Peer carries now and no node claims: some of its pods or endpoints are not known.
+    /// Host routes that the node's existing Peer contains and no node claims now. They are kept while namespaces with exported
+    /// pods are not listed, because they may belong to such pods.
     fn existing_host_routes(
         &self,
         source: &str,
@@ -355,7 +357,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             .collect()
     }
 
-    /// What a standing Peer of ours says of this key.
+    /// The spec of this source's existing Peer with this key.
     fn existing_spec(&self, source: &str, key: &PublicKey) -> Option<&'p PeerSpec> {
         let names = self.by_key.get(key).into_iter().flatten();
         let ours = names
@@ -364,8 +366,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         ours.spec.as_ref().ok()
     }
 
-    /// Names and keeps a Peer. A standing Peer of ours with this key keeps its name, whatever the rule would call it now: to
-    /// create one and delete the other would take the key away from kg for minutes (PREDECESSOR.md W7).
+    /// Chooses the name of a Peer and adds it to the plan. If an existing Peer of ours has this key, its name is kept even if the
+    /// naming rule gives another one now: deleting one Peer and creating another makes kg lose the key for minutes.
     fn add_named_peer(&mut self, source: &str, node: &str, spec: PeerSpec, own_names: &BTreeSet<String>) -> String {
         let naming = self.inputs.naming;
         let readable = naming.peer(self.inputs.mesh, source, node, false);
@@ -405,9 +407,9 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         name
     }
 
-    /// The mesh's floor (the predecessor's meaning: the highest of all entries), raised where this target's nodes sit
-    /// behind NAT: they must keep their binding open. A node is known to be behind NAT when it has addresses and none of them
-    /// can be dialled.
+    /// The keepalive of a source's Peers: the highest `persistentKeepalive` of all entries (as in the predecessor), and at least
+    /// [`NAT_KEEPALIVE`] if nodes of this target are behind a NAT, because they must keep their NAT binding alive. A node is
+    /// considered behind a NAT if it publishes a keepalive, or if none of its addresses can be an endpoint.
     fn keepalive(&self, source: &MeshMember<'a>) -> u16 {
         let floor = self
             .inputs
@@ -452,16 +454,16 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
     }
 }
 
-/// Whether some export of a member selects pods in a namespace that was never listed.
+/// Whether an export of a member names a namespace that was never listed.
 fn exports_unlisted(mesh_member: &MeshMember<'_>, member: &Member) -> bool {
     let mut exports = mesh_member.cluster.exports.iter();
     exports.any(|export| member.unlisted.pods.contains_key(&export.namespace))
 }
 
-/// Whether kg turns this member's Peers into routes. A Node that has just joined and published nothing is neither's, so it
-/// decides nothing where others have spoken; where none has, the cautious answer stands.
+/// Whether kg configures routes from this member's Peers on some node. A Node that has just joined and published nothing does not
+/// count if others have published. If none has, the answer is `true`, the safe assumption.
 fn runs_kg(member: &Member, is_held: impl Fn(&str) -> bool) -> bool {
-    // kg takes a node's key away while it restarts.
+    // kg removes a node's key annotation while it restarts, so held nodes count too.
     let has_kg = |(name, node): (&String, &Node)| {
         node.server != Server::Agent && (node.public_key != Claim::Absent || is_held(name))
     };

@@ -1,4 +1,4 @@
-//! What a plan says: the objects of every target, the nodes that are left out, and the facts to report.
+//! The types of a plan: the desired objects of every target, the skipped nodes, and the facts to report.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,9 +13,9 @@ use crate::{
     ownership::Claimant,
 };
 
-/// Why a Node has no Peer (DESIGN §4 rule 3). The word stands in Events, conditions, metrics and `skipped`.
+/// Why a Node has no Peer (rule 3). The name of the variant is shown in Events, conditions, metrics and `skipped`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[allow(missing_docs, reason = "the words are the documentation; `message` says the rest")]
+#[allow(missing_docs, reason = "the names are the documentation; `message` has the details")]
 pub enum Reason {
     NodeNoPodCIDR,
     NodePodCIDROutOfRange,
@@ -43,46 +43,47 @@ impl fmt::Display for Reason {
 pub struct Skipped {
     /// `metadata.name`.
     pub node: String,
-    /// One word.
+    /// The reason, for programs.
     pub reason: Reason,
-    /// The value that is wrong and the remedy.
+    /// The invalid value and the remedy, for people.
     pub message: String,
 }
 
-/// The kinds of condition a mesh reports; `Ready` and the rest are derived from facts in [`crate::status`].
+/// Something to report about a mesh. [`crate::status`] derives the conditions from these facts.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Fact {
-    /// Two claims overlap; the entry named here is left with what it had.
+    /// The allowedNetworks of two entries overlap.
     NetworksOverlap {
         /// Entry of this mesh.
         cluster: String,
-        /// Names both claims.
+        /// Names both entries.
         message: String,
-        /// This mesh's entry is the one that lost (it runs on with less); `false` = it holds, and the other is refused.
+        /// `true` = this entry was refused, and keeps only the networks that it had before. `false` = this entry keeps its
+        /// networks, and the other one was refused.
         lost: bool,
     },
-    /// A member has two profiles in meshes of this hub; the tighter one holds.
+    /// A member has different profiles in meshes of this hub; the most restrictive one applies.
     ProfileConflict {
         /// Entry of this mesh.
         cluster: String,
         /// Names both meshes.
         message: String,
     },
-    /// A member has no gateway, so no sandbox enters it.
+    /// A member has no gateway, so no sandbox can reach it.
     NoGateway {
         /// Entry of this mesh.
         cluster: String,
-        /// Names it and the remedy.
+        /// Names the member and the remedy.
         message: String,
     },
-    /// Everything from a member is closed, and its objects are kept.
+    /// A member is quarantined: all traffic from it is denied, and its objects are kept.
     Quarantined {
         /// Entry of this mesh.
         cluster: String,
-        /// Who asked for it.
+        /// Names the mesh that requests it.
         message: String,
     },
-    /// Nothing is seen of a member, or not lately; nothing is deleted because of it.
+    /// The observation of a member is not fresh. Nothing is deleted because of missing data.
     MemberNotFresh {
         /// Entry of this mesh.
         cluster: String,
@@ -91,37 +92,40 @@ pub enum Fact {
         /// Why.
         message: String,
     },
-    /// The Peer CRD is not there.
+    /// The Peer CRD is not installed in a member.
     PeerCRDMissing {
         /// Entry of this mesh.
         cluster: String,
     },
-    /// InternalIPs of these nodes of kg lie outside allowedNetworks, so nothing sent from them is accepted.
+    /// InternalIPs of these kg nodes are not in their Peers (outside allowedNetworks, or inside an anchored network), so
+    /// packets with these source addresses are dropped.
     InternalIPNotCovered {
         /// Entry of this mesh.
         cluster: String,
-        /// Nodes, first few.
+        /// The first few nodes.
         nodes: Vec<String>,
     },
-    /// podCIDRs of meshed nodes lie outside allowedNetworks, of a family that is listed there: most likely an oversight.
+    /// podCIDRs of registered nodes lie outside allowedNetworks, although allowedNetworks has networks of their IP family: most
+    /// likely a mistake.
     PodCIDRNotCovered {
         /// Entry of this mesh.
         cluster: String,
-        /// Names the first of them, its Node and the remedy.
+        /// Names the first podCIDR, its Node and the remedy.
         message: String,
     },
-    /// Nodes that have published nothing usable for a while; their last Peers stand.
+    /// Held nodes: they publish nothing usable at the moment, and their last Peers are kept.
     NodesHeld {
         /// Entry of this mesh.
         cluster: String,
-        /// Each with the reason it will be left out for.
+        /// Each node with the reason for which it will be skipped when the hold ends.
         nodes: BTreeMap<String, Reason>,
     },
-    /// The InternalIPs of these nodes are their endpoints too, so kg in the target cannot have them in a Peer.
+    /// The InternalIPs of these nodes are also their endpoints. Peers for a target that kg serves leave them out, because kg
+    /// would route the tunnel's own packets into the tunnel.
     HostNetworkNotServed {
         /// Entry of this mesh that has the nodes.
         cluster: String,
-        /// Entry of this mesh that kg serves.
+        /// Entry of this mesh whose nodes kg serves.
         target: String,
         /// All of them.
         nodes: BTreeSet<String>,
@@ -133,105 +137,105 @@ pub enum Fact {
         /// All of them.
         nodes: BTreeSet<String>,
     },
-    /// A prefix that two nodes claim stays with its first owner; the node itself has its Peer.
+    /// Two nodes claim one prefix. The first owner keeps it, and the other node has a Peer without it.
     AddressShared {
         /// Entry of this mesh.
         cluster: String,
-        /// Names prefix, owner and loser.
+        /// Names the prefix and both nodes.
         message: String,
     },
-    /// Nodes of another member have addresses in a network of this one.
+    /// Nodes of another member have addresses in a network of this entry.
     NetworkInUse {
-        /// Entry of this mesh whose network it is.
+        /// Entry of this mesh that lists the network.
         cluster: String,
-        /// Names the other member, the network, and the first Node with its address.
+        /// Names the other member, the network, and the first such Node with its address.
         message: String,
     },
-    /// No node can carry the anchored networks.
+    /// No node can be the anchor of an anchored network.
     NoAnchor {
         /// Entry of this mesh.
         cluster: String,
-        /// What would make one eligible.
+        /// What makes a node eligible, or why the network is left out.
         message: String,
     },
-    /// A grant that does not resolve.
+    /// A grant that cannot be mirrored, or only in part.
     EgressUnresolved {
-        /// The member that imports.
+        /// Entry of the importing member.
         cluster: String,
         /// Name of the mirrored Service.
         service: ObjectName,
         /// Why, and the remedy.
         message: String,
     },
-    /// A node of one target would have more Peers than promised.
+    /// A target has more Peers than [`super::MAX_PEERS_PER_TARGET`].
     MeshTooLarge {
-        /// Target.
+        /// Entry of the target.
         cluster: String,
-        /// How many.
+        /// The number of its Peers.
         peers: usize,
     },
-    /// An annotation of one member's Nodes names an endpoint as a host name that does not resolve now.
+    /// An endpoint annotation of a Node has a host name that does not resolve at the moment.
     EndpointUnresolved {
         /// Entry of this mesh.
         cluster: String,
-        /// Node.
+        /// Name of the Node.
         node: String,
-        /// The name.
+        /// The host name.
         host: String,
     },
 }
 
-/// A podCIDR that is not meshed, of a node that is.
+/// A podCIDR of a registered node that its Peers leave out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Uncovered {
     /// The node.
     pub node: String,
-    /// As its Node has it.
+    /// The podCIDR as in the Node.
     pub network: IpNet,
 }
 
-/// A Peer that should stand in a target.
+/// A Peer that should exist in a target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedPeer {
     /// The member that has the node, by its entry's name.
     pub source: String,
     /// The node, or the gateway as NAMESPACE/NAME.
     pub node: String,
-    /// What it says.
+    /// The desired spec.
     pub spec: PeerSpec,
 }
 
-/// A PeerPolicy that should stand in a target.
+/// A PeerPolicy that should exist in a target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedPolicy {
-    /// The member whose packets it is about, by its entry's name.
+    /// The member whose packets it limits, by its entry's name.
     pub source: String,
-    /// What it says.
+    /// The desired spec.
     pub spec: PolicySpec,
 }
 
-/// A SandboxAccess that should stand in a target. Its name is that of a PeerPolicy of the same source.
+/// A SandboxAccess that should exist in a target. It is named like a PeerPolicy of the same source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedAccess {
     /// The sandbox, by its entry's name.
     pub source: String,
-    /// What it says.
+    /// The desired spec.
     pub spec: AccessSpec,
 }
 
-/// A mirrored Service: selector-less, so that the member's own kube-proxy or Cilium balances over our EndpointSlices.
+/// A mirrored Service. It has no selector, so that the member's own kube-proxy or Cilium balances over our EndpointSlices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedService {
     /// The member that has the Service, by its entry's name.
     pub source: String,
-    /// Ports as in the source, those that were granted.
+    /// The granted ports, with the numbers of the original Service.
     pub ports: Vec<ServicePort>,
     /// Its EndpointSlices by name, at most 100 endpoints each.
     pub slices: BTreeMap<String, PlannedSlice>,
 }
 
 impl PlannedService {
-    /// What it is apart from its endpoints.
+    /// The desired Service object, without its endpoints.
     #[must_use]
     pub fn mirror(&self) -> Mirror {
         let has = |v6| self.slices.values().any(|slice| slice.v6 == v6);
@@ -248,7 +252,7 @@ impl PlannedService {
 /// One EndpointSlice of a mirrored Service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedSlice {
-    /// Family of its addresses.
+    /// Its addresses are IPv6 addresses.
     pub v6: bool,
     /// Ports of the backends.
     pub ports: Vec<ServicePort>,
@@ -256,7 +260,7 @@ pub struct PlannedSlice {
     pub endpoints: Vec<SliceEndpoint>,
 }
 
-/// What one member should hold for one mesh.
+/// The objects that one member should hold for one mesh.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct TargetPlan {
     /// Peers by name.
@@ -267,52 +271,53 @@ pub struct TargetPlan {
     pub accesses: BTreeMap<String, PlannedAccess>,
     /// Mirrored Services.
     pub services: BTreeMap<ObjectName, PlannedService>,
-    /// Networks of the sources that are connected here.
+    /// Networks of the sources that are connected to this target.
     pub served: BTreeSet<IpNet>,
-    /// Sources that were not freshly observed: their objects here are changed where the plan says so, never deleted.
+    /// Sources that are not [`crate::observe::Observation::Fresh`]: their objects in this target may be updated, but not
+    /// deleted.
     pub retained: BTreeSet<String>,
-    /// Mirrored Services of which nothing is known now: what stands under these names is neither changed nor deleted.
+    /// Mirrored Services whose original was not observed: existing objects with these names are neither updated nor deleted.
     pub kept: BTreeSet<ObjectName>,
 }
 
-/// What is reported of one entry.
+/// The status of one entry.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ClusterReport {
-    /// What of allowedNetworks was accepted (DESIGN §4 rule 10).
+    /// The accepted allowedNetworks (rule 10).
     pub accepted: Vec<IpNet>,
-    /// The networks of it that belong to no Node, and the nodes whose Peers carry them in the other members. Handed back as
-    /// [`crate::mesh::Cluster::carriers`].
+    /// Its anchored networks, with the nodes whose Peers contain them in the other members. The caller stores them and passes
+    /// them to the next plan as [`crate::mesh::Cluster::carriers`].
     pub anchored: BTreeMap<IpNet, BTreeSet<String>>,
     /// How many of its nodes have a Peer in the other members.
     pub registered: usize,
     /// How many of its gateways have a Peer in a sandbox.
     pub gateways: usize,
-    /// The nodes that have none, by name.
+    /// The nodes without a Peer, sorted by name.
     pub skipped: Vec<Skipped>,
-    /// podCIDRs of nodes that have a Peer which carries none of these, since they lie outside allowedNetworks. In order of the
-    /// nodes' age.
+    /// podCIDRs that the Peers of registered nodes leave out, because they lie outside allowedNetworks or in an anchored
+    /// network. Sorted by the age of the nodes.
     pub uncovered: Vec<Uncovered>,
-    /// It is held to be a sandbox: by this mesh, or by another that is tighter.
+    /// Its profile is sandbox, by this mesh or by another one that is more restrictive.
     pub sandbox: bool,
-    /// Its nodes should have Peers elsewhere; not those of a sandbox without a grant, for one.
+    /// Its nodes are connected to some other member. False for a sandbox without grants, for example.
     pub linked: bool,
-    /// Nodes whose last Peer is being held, and the reason they would be skipped for. The caller notes when it first saw
-    /// each and hands the age back as [`crate::observe::Node::held_for`].
+    /// Held nodes, which keep their last Peer, with the reason for which they would be skipped. The caller remembers since when
+    /// each node is held, and passes the age to the next plan as [`crate::observe::Node::held_for`].
     pub held: BTreeMap<String, Reason>,
 }
 
-/// Whether a grant resolves.
+/// The status of one grant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EgressReport {
-    /// The member that imports, by its entry's name.
+    /// The importing member, by its entry's name.
     pub cluster: String,
     /// Name of the mirrored Service there.
     pub service: ObjectName,
-    /// It stands and has an endpoint that takes connections.
+    /// The mirrored Service exists and has an endpoint that accepts connections.
     pub ready: bool,
-    /// How many endpoints.
+    /// The number of its endpoints.
     pub endpoints: usize,
-    /// Why not, and the remedy; empty when ready.
+    /// What is wrong, and the remedy; empty if nothing is.
     pub message: String,
 }
 
@@ -321,17 +326,17 @@ pub struct EgressReport {
 pub struct MeshPlan {
     /// Write nothing and delete nothing for it.
     pub paused: bool,
-    /// It is being deleted: everything it owns goes.
+    /// The ClusterMesh is being deleted, and with it everything it owns.
     pub deleting: bool,
     /// By entry name.
     pub clusters: BTreeMap<String, ClusterReport>,
-    /// What every member should hold, by entry name.
+    /// The desired objects of every member, by entry name.
     pub targets: BTreeMap<String, TargetPlan>,
-    /// Which cluster each entry is.
+    /// The cluster of each entry, by entry name.
     pub identities: BTreeMap<String, ClusterIdentity>,
-    /// What is to be said, sorted.
+    /// The facts to report, sorted.
     pub facts: BTreeSet<Fact>,
-    /// Grants in the order of the entries.
+    /// The status of the grants, in the order of the entries.
     pub egress: Vec<EgressReport>,
 }
 
@@ -340,7 +345,7 @@ pub struct MeshPlan {
 pub struct Plan {
     /// By mesh.
     pub meshes: BTreeMap<MeshId, MeshPlan>,
-    /// All meshes, oldest first: what [`crate::ownership::of`] goes by.
+    /// All meshes, oldest first: the input of [`crate::ownership::of`].
     pub claimants: Vec<Claimant>,
     /// This hub's id.
     pub hub: String,

@@ -1,4 +1,4 @@
-//! Mirrored Services: a Service of one member that appears in another under a name (DESIGN §5).
+//! Plans mirrored Services: resolves each grant to a Service and EndpointSlices in the importing member.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,44 +13,44 @@ use crate::{
     observe::{Member, Observation, ServicePort, Slice, SliceEndpoint},
 };
 
-/// Endpoints of one EndpointSlice, at most.
+/// The largest number of endpoints in one EndpointSlice.
 const SLICE_SIZE: usize = 100;
 
-/// What became of one grant.
+/// The result of resolving one grant.
 pub(super) struct GrantOutcome {
     pub(super) report: EgressReport,
-    /// `None` = nothing may stand under that name.
+    /// `None` = no mirrored Service is planned under that name.
     pub(super) service: Option<PlannedService>,
-    /// What it is made of was not seen: what stands is kept.
+    /// The state needed to resolve the grant was not observed: an existing mirrored Service is kept.
     pub(super) keep: bool,
 }
 
-/// Which endpoints of a Service an importer has a way to.
+/// How an importing member reaches the endpoints of a Service.
 pub(super) enum Reach<'a> {
-    /// Every one: it is no sandbox.
+    /// Directly: it is not a sandbox.
     Direct,
-    /// It is a sandbox: gateways lead it to them.
+    /// Through gateways: it is a sandbox.
     Gateways(&'a GatewayAccess<'a>),
 }
 
-/// Both ends of a grant.
+/// Resolves one grant: the importing and the exporting member, as the planner sees them.
 pub(super) struct GrantResolver<'a> {
     pub(super) mesh: &'a MeshId,
     pub(super) importer: &'a Cluster,
     pub(super) importer_state: Option<&'a Member>,
-    /// The entry that has the Service, with `allowed` cut to what was accepted; else why it has nothing to give.
+    /// The entry that has the Service, with `allowed` reduced to the accepted networks; else why the grant cannot use it.
     pub(super) exporter: Result<&'a Cluster, String>,
     pub(super) exporter_state: Option<&'a Observation<Member>>,
-    /// Which endpoints the importer has a way to.
+    /// How the importer reaches the endpoints.
     pub(super) reach: Reach<'a>,
-    /// Whether the Service that stands under the local name is this mesh's own.
+    /// Whether the existing Service with this name in the importer belongs to this mesh.
     pub(super) ours: &'a dyn Fn(&ObjectName) -> bool,
-    /// An earlier grant, or an older mesh, has the local name.
+    /// An earlier grant or an older mesh uses the local name.
     pub(super) taken: bool,
 }
 
 impl GrantResolver<'_> {
-    /// Resolves one grant against what was seen.
+    /// Resolves the grant against the observed state, and builds its status.
     pub(super) fn resolve(&self, grant: &Grant, naming: &dyn Naming) -> GrantOutcome {
         let outcome_of = |service: Option<PlannedService>, keep: bool, message: String| {
             let endpoints = service
@@ -94,13 +94,16 @@ impl GrantResolver<'_> {
             return outcome_of(
                 None,
                 true,
-                format!("cluster {:?} has not been seen yet; what stands is kept", grant.cluster),
+                format!(
+                    "cluster {:?} was not observed yet; an existing mirrored Service is kept",
+                    grant.cluster
+                ),
             );
         };
         let unlisted = |member: &Member, namespace: &String, cluster: &str| {
             let why = member.unlisted.services.get(namespace)?;
             Some(format!(
-                "the Services in namespace {namespace} of cluster {cluster:?} are not known, what stands is kept: {why}"
+                "the Services in namespace {namespace} of cluster {cluster:?} are not known, an existing mirrored Service is kept: {why}"
             ))
         };
         let here = (self.importer_state).and_then(|m| unlisted(m, &grant.local.namespace, &self.importer.name));
@@ -112,7 +115,7 @@ impl GrantResolver<'_> {
             && !(self.ours)(&grant.local)
         {
             let message = format!(
-                "a Service {} that is not ours stands in cluster {:?}; rename it or set `as` to another name",
+                "a Service {} that is not ours exists in cluster {:?}; rename it or set `as` to another name",
                 grant.local, self.importer.name
             );
             return outcome_of(None, false, message);
@@ -135,26 +138,26 @@ impl GrantResolver<'_> {
     }
 }
 
-/// Backends of one family that answer on one set of ports.
+/// Endpoints, grouped by (is IPv6, backend ports): one group fits into one EndpointSlice if it is not too large.
 pub(super) type Groups = BTreeMap<(bool, Vec<ServicePort>), BTreeSet<SliceEndpoint>>;
 
-/// What a grant comes to.
+/// The ports and endpoints of a grant.
 pub(super) struct Resolved {
     /// The granted ports of the Service.
     pub(super) ports: Vec<ServicePort>,
-    /// Its backends.
+    /// Its endpoints.
     pub(super) groups: Groups,
-    /// What is left out; empty = nothing.
+    /// Which endpoints are left out and why; empty = none.
     pub(super) message: String,
 }
 
-/// Resolves a grant against what was seen of the member that has the Service.
+/// Resolves a grant against the observed state of the member that has the Service.
 ///
-/// Endpoints of a family in which the importer has no network are left out without a word: nothing it sends there could have
-/// a source, and those of the other family are as a rule the same pods.
+/// Endpoints of an IP family in which the importer has no network are left out without a message: the importer has no source
+/// address for them, and they are usually addresses of the same pods.
 ///
 /// # Errors
-/// It gives nothing: why, and the remedy.
+/// Why the grant cannot be mirrored, and the remedy.
 pub(super) fn resolve(
     grant: &Grant,
     importer: &Cluster,
@@ -166,16 +169,16 @@ pub(super) fn resolve(
     let service_text = || format!("Service {} of cluster {:?}", grant.service, grant.cluster);
     let service = member.services.get(&grant.service);
     if let Some(namespace) = exporter.confined_to.as_ref().filter(|own| **own != grant.service.namespace)
-        // Whether there is such a Service is none of that namespace's business.
+        // The message is the same if the Service does not exist, so that it does not reveal which Services exist.
         && !service.is_some_and(|service| service.allowed_from.contains(namespace))
     {
         return Err(format!(
-            "{} is not given away by a mesh in namespace {namespace}: whoever owns the Service there lets it with the annotation \
-             kilo-clustermesh.io/allowed-from: {namespace} on it",
+            "{} may not be granted by a mesh in namespace {namespace}: the owner of the Service can allow it with the annotation \
+             kilo-clustermesh.io/allowed-from: {namespace} on the Service",
             service_text()
         ));
     }
-    let service = service.ok_or_else(|| format!("{} is not there", service_text()))?;
+    let service = service.ok_or_else(|| format!("{} does not exist", service_text()))?;
     if service.external_name {
         return Err(format!(
             "{} is of type ExternalName: it has no endpoints in that cluster",
@@ -190,13 +193,13 @@ pub(super) fn resolve(
     }
     if sandbox && service.selectorless {
         return Err(format!(
-            "{} has no selector: whoever writes its EndpointSlices chooses the addresses, so it is not given to a sandbox",
+            "{} has no selector, so its EndpointSlices may list any address: it is not granted to a sandbox",
             service_text()
         ));
     }
     if !matches!(reach, Reach::Gateways(_)) && exporter.effective_addressing() == Addressing::Masqueraded {
         return Err(format!(
-            "cluster {:?} is masqueraded: its pods have no address in the mesh",
+            "cluster {:?} is masqueraded: its pods have no addresses in the mesh",
             grant.cluster
         ));
     }
@@ -270,7 +273,7 @@ pub(super) fn resolve(
     groups.retain(|(_, ports), _| !ports.is_empty());
     let no_family = (other_family && groups.is_empty()).then(|| {
         format!(
-            "{} has no endpoint of an address family that cluster {:?} has in its allowedNetworks",
+            "{} has no endpoint of an IP family that cluster {:?} has in its allowedNetworks",
             service_text(),
             importer.name
         )
@@ -298,7 +301,7 @@ pub(super) fn resolve(
     })
 }
 
-/// The endpoints are the gateways that take connections, at the ports of the grant.
+/// Resolves a grant of a sandbox: its endpoints are the Ready gateways, at the gateway ports of the grant.
 fn resolve_with_gateways(
     grant: &Grant,
     importer: &Cluster,
@@ -307,7 +310,7 @@ fn resolve_with_gateways(
 ) -> Result<Resolved, String> {
     if let Some(port) = ports.iter().find(|port| port.protocol == Protocol::Sctp) {
         return Err(format!(
-            "port {} of Service {} of cluster {:?} is SCTP: gateways lead TCP and UDP alone; name the other ports in the grant",
+            "port {} of Service {} of cluster {:?} is SCTP: gateways forward only TCP and UDP; name the other ports in the grant",
             port.port, grant.service, grant.cluster
         ));
     }
@@ -336,7 +339,7 @@ fn resolve_with_gateways(
     }
     let waiting = (there.len() < ports.len()).then(|| {
         format!(
-            "cluster {:?} has not taken this grant yet (SandboxAccess)",
+            "the SandboxAccess in cluster {:?} does not contain this grant yet",
             grant.cluster
         )
     });

@@ -1,17 +1,17 @@
-//! What the operator sets for all meshes, with its flags. What it comes to in a member is the planner's business.
+//! Settings of the controller that apply to all meshes, and the parser of their command-line flag.
 
 use std::{collections::BTreeSet, str::FromStr};
 
 use crate::mesh::Protocol;
 
-/// TCP ports that no member reaches at another: kube-apiserver, etcd client and peer, kubelet, its read-only port, scheduler,
-/// controller-manager, kube-proxy, wg-agent's own metrics.
+/// TCP ports that are closed to other members on node addresses: kube-apiserver, etcd client and peer, kubelet and its
+/// read-only port, scheduler, controller-manager, kube-proxy, wg-agent's metrics.
 pub const INFRASTRUCTURE: [u16; 10] = [6443, 2379, 2380, 10250, 10255, 10259, 10257, 10249, 10256, 9587];
 
-/// What the operator of the controller set for all meshes.
+/// Settings that apply to all meshes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// Ports closed to every member on each address of a node itself: API server, kubelet, etcd and their like.
+    /// Ports that are closed to other members on every local address of a node: API server, kubelet, etcd and the like.
     pub infrastructure_ports: BTreeSet<(Protocol, u16)>,
 }
 
@@ -24,13 +24,13 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// How many infrastructure ports a PeerPolicy can hold (its CRD).
+    /// How many infrastructure ports the PeerPolicy CRD allows.
     const MAX_PORTS: usize = 64;
 
-    /// The built-in settings, with these ports closed too: nothing opens one of the built-in ones.
+    /// The default settings with these ports closed in addition. The default ports cannot be opened.
     ///
     /// # Errors
-    /// There are more of them than a PeerPolicy can hold.
+    /// There are more ports than a PeerPolicy can hold.
     pub fn closing(ports: &[InfrastructurePort]) -> Result<Self, SettingsError> {
         let Self {
             mut infrastructure_ports,
@@ -49,26 +49,26 @@ impl Settings {
 /// One `--infrastructure-port PORT[/PROTOCOL]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InfrastructurePort {
-    /// Of which protocol.
+    /// Its protocol; TCP if the flag names none.
     pub protocol: Protocol,
-    /// 1 to 65535.
+    /// From 1 to 65535.
     pub port: u16,
 }
 
-/// Why settings are refused.
+/// Why a setting is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SettingsError {
-    /// A text that names no port.
+    /// The text is not a port.
     #[error(
         "{0:?}: write PORT or PORT/PROTOCOL, such as 8132/TCP: a number from 1 to 65535, and TCP (default), UDP or SCTP"
     )]
     NoPort(String),
-    /// More ports than fit.
+    /// There are more ports than a PeerPolicy can hold.
     #[error("--infrastructure-port: {all} ports with the built-in ones, and a PeerPolicy holds {most}: name fewer")]
     TooManyPorts {
-        /// How many there are.
+        /// How many ports there are.
         all: usize,
-        /// How many fit.
+        /// How many a PeerPolicy can hold.
         most: usize,
     },
 }
@@ -85,7 +85,7 @@ impl FromStr for InfrastructurePort {
             .find(|known| known.as_str().eq_ignore_ascii_case(protocol))
             .ok_or_else(refused)?;
         let port = number.parse().ok().filter(|port| *port > 0);
-        // What `parse` takes beside digits.
+        // `parse` also accepts a leading `+`.
         let port = port.filter(|_| !number.starts_with('+')).ok_or_else(refused)?;
         Ok(Self { protocol, port })
     }
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_is_a_number_and_a_protocol_and_anything_else_is_refused_with_an_example() {
+    fn malformed_infrastructure_port_is_refused_with_example() {
         let taken = ["8132", "8132/TCP", "53/udp", "65535/SCTP"].map(str::parse::<InfrastructurePort>);
         let want = [
             port(Protocol::Tcp, 8132),
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_are_closed_beside_the_built_in_ones_and_no_more_than_fit() {
+    fn extra_ports_are_added_up_to_the_limit_of_the_crd() {
         let built_in = Settings::default().infrastructure_ports;
         assert_eq!(Settings::closing(&[]), Ok(Settings::default()));
         let closed = Settings::closing(&[

@@ -1,4 +1,4 @@
-//! What one member holds of the others: Peers, policies, mirrored Services (rules 2, 6, 8).
+//! Plans one target: the Peers, PeerPolicies, SandboxAccesses and mirrored Services of the other members in it (rules 2, 6, 8).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,20 +23,21 @@ use crate::{
     ownership::{self, Claimant, Ownership},
 };
 
-/// One entry as the planner sees it. `cluster.allowed` is what was accepted without the networks of its gateways.
+/// One member of a mesh, as the planner uses it. `cluster` is its entry, with the profile and quarantine that apply, and with
+/// `allowed` reduced to the accepted networks without those of its gateways.
 pub(super) struct MeshMember<'a> {
     pub(super) cluster: Cluster,
-    /// All networks that were accepted.
+    /// All accepted networks.
     pub(super) accepted: Vec<IpNet>,
     pub(super) observed: Option<&'a Observation<Member>>,
-    /// It takes part: cluster-meshed or a sandbox, and it holds networks.
+    /// It can be connected to others: it is cluster-meshed or a sandbox, and has accepted networks.
     pub(super) connected: bool,
-    /// Where its nodes saw other keys, in the order of the nodes' names.
+    /// The endpoints at which its nodes see each key, in the order of the nodes' names.
     pub(super) discovered: BTreeMap<PublicKey, Vec<SocketAddr>>,
     pub(super) families: NodeFamilies,
 }
 
-/// Turns what each node saw into where each key was seen.
+/// Groups the discovered endpoints of a member's nodes by key.
 pub(super) fn discovered(member: Option<&Member>) -> BTreeMap<PublicKey, Vec<SocketAddr>> {
     let mut seen: BTreeMap<PublicKey, Vec<SocketAddr>> = BTreeMap::new();
     for node in member.into_iter().flat_map(|member| member.nodes.values()) {
@@ -52,7 +53,7 @@ impl<'a> MeshMember<'a> {
         self.observed.and_then(Observation::last)
     }
 
-    /// The networks of it that ride on anchors in the other members.
+    /// Its networks that the Peers of its anchors contain in the other members.
     pub(super) fn anchored(&self, registry: Option<&NodeRegistry<'_>>) -> Vec<IpNet> {
         let is_carried =
             self.cluster.profile == Profile::ClusterMeshed && self.cluster.effective_addressing() == Addressing::Routed;
@@ -62,9 +63,9 @@ impl<'a> MeshMember<'a> {
             .unwrap_or_default()
     }
 
-    /// The member's own addresses in the mesh: all it was granted or, masqueraded, its WireGuard range alone. Of a sandbox
-    /// all of its entry, whatever its Nodes say: they must not be able to write ten thousand networks into a policy, nor a
-    /// new revision with each Node that comes and goes.
+    /// The member's own networks in the mesh. Routed: its accepted networks. Masqueraded: only the WireGuard networks of its
+    /// nodes. Sandbox: the accepted networks, whatever its Nodes publish. Otherwise a sandbox's Nodes could put thousands of
+    /// networks into a policy, and change the policy whenever a Node is added or deleted.
     fn networks(&self) -> BTreeSet<IpNet> {
         let cluster = &self.cluster;
         if cluster.effective_addressing() == Addressing::Routed || cluster.profile == Profile::Sandbox {
@@ -88,31 +89,31 @@ impl<'a> MeshMember<'a> {
     }
 }
 
-/// What all targets of one mesh are assembled from.
+/// The inputs that the plans of all targets of one mesh share.
 pub(super) struct MeshInputs<'a> {
     pub(super) mesh: &'a MeshId,
     pub(super) mesh_members: &'a BTreeMap<String, MeshMember<'a>>,
     pub(super) registries: &'a BTreeMap<String, NodeRegistry<'a>>,
-    /// Members whose nodes hold nobody to a policy.
+    /// Members that have nodes on which PeerPolicies are not enforced.
     pub(super) not_enforcing: &'a BTreeSet<String>,
     pub(super) seen: &'a Observations,
     pub(super) settings: &'a Settings,
     pub(super) naming: &'a dyn Naming,
     /// All meshes of this hub, oldest first.
     pub(super) all: &'a [&'a Mesh],
-    /// The same, as owners.
+    /// The same meshes, as owners of objects.
     pub(super) claimants: &'a [Claimant],
-    /// What older meshes write, by cluster.
+    /// Names that older meshes use in each cluster.
     pub(super) used: &'a BTreeMap<ClusterIdentity, UsedNames>,
 }
 
-/// Names that one plan gives to objects of one cluster.
+/// Names of objects that older meshes plan for one cluster.
 #[derive(Debug, Default)]
 pub(super) struct UsedNames {
     pub(super) peers: BTreeSet<String>,
     pub(super) policies: BTreeSet<String>,
     pub(super) services: BTreeSet<ObjectName>,
-    /// With what they say, since their ports are shared.
+    /// With their specs, because all SandboxAccesses of a sandbox share one range of gateway ports.
     pub(super) accesses: BTreeMap<String, AccessSpec>,
 }
 
@@ -127,7 +128,7 @@ impl UsedNames {
     }
 }
 
-/// The identity by which two entries of the same cluster compare equal.
+/// The identity without the key of the Secret: two entries of the same cluster have equal canonical identities.
 pub(super) fn canonical_identity(identity: &ClusterIdentity) -> ClusterIdentity {
     match identity {
         ClusterIdentity::Local => ClusterIdentity::Local,
@@ -145,18 +146,18 @@ pub(super) fn canonical_identity(identity: &ClusterIdentity) -> ClusterIdentity 
     }
 }
 
-/// A target's plan, with what it means for the sources.
+/// A target's plan, with the nodes that it skips and the facts that it reports.
 #[derive(Default)]
 pub(super) struct TargetOutcome {
     pub(super) plan: TargetPlan,
-    /// Nodes refused for this target alone, by source.
+    /// Nodes that have no Peer in this target only, by source.
     pub(super) skipped: BTreeMap<String, Vec<Skipped>>,
     pub(super) facts: BTreeSet<Fact>,
     pub(super) egress: Vec<EgressReport>,
 }
 
 impl<'a> MeshInputs<'a> {
-    /// Assembles the plan of the entry `name`.
+    /// Plans the entry `name`.
     pub(super) fn target(&self, name: &str) -> TargetOutcome {
         let mut outcome = TargetOutcome::default();
         let Some(target) = self.mesh_members.get(name) else {
@@ -164,7 +165,8 @@ impl<'a> MeshInputs<'a> {
         };
         outcome.plan.served = self.served(name, target);
         for (source, mesh_member) in self.sources(name, target) {
-            // What the operator took out of the mesh goes, seen or not. What a sandbox may reach is no matter of what is seen of it.
+            // Objects of a source that is no longer connected are deleted even if it is not observed. A sandbox's grants follow
+            // the ClusterMesh, not the observed state of the sandbox.
             let link = self.link(name, target, mesh_member);
             if link.is_some_and(|link| link != Link::Sandbox)
                 && mesh_member.observed.and_then(Observation::fresh).is_none()
@@ -197,15 +199,16 @@ impl<'a> MeshInputs<'a> {
         outcome
     }
 
-    /// How `source` is written into the entry `name`: not at all where it is quarantined and the nodes there would let it in all the
-    /// same.
+    /// How `source` is connected to the entry `name`. `None` also if `source` is quarantined and nodes of `name` do not enforce
+    /// PeerPolicies: only deleting its Peers closes it there.
     fn link(&self, name: &str, target: &MeshMember<'_>, source: &MeshMember<'_>) -> Option<Link> {
         let link = link::between(target, source)?;
         let open = link == Link::Meshed && source.cluster.quarantine && self.not_enforcing.contains(name);
         (!open).then_some(link)
     }
 
-    /// That Peers cannot be written into a member that was seen. A member that serves sandboxes alone gets none.
+    /// Reports that an observed member lacks the Peer CRD, if it should get Peers. A member to which only sandboxes are
+    /// connected gets none.
     fn missing_peer_crd(&self, name: &'a str, target: &'a MeshMember<'a>) -> Option<Fact> {
         let mut sources = self.sources(name, target);
         let gets_peers = sources.any(|(_, mesh_member)| {
@@ -239,7 +242,7 @@ impl<'a> MeshInputs<'a> {
             .collect()
     }
 
-    /// Names that an older mesh writes into this target with the same plan.
+    /// Names that older meshes use in this target.
     pub(super) fn used(&self, target: &MeshMember<'_>) -> &'a UsedNames {
         static NOTHING: UsedNames = UsedNames {
             peers: BTreeSet::new(),
@@ -252,7 +255,7 @@ impl<'a> MeshInputs<'a> {
             .unwrap_or(&NOTHING)
     }
 
-    /// Whether a standing Peer's member is connected and nothing was seen of it since this controller started.
+    /// Whether the source of an existing Peer is connected, but was not observed since this controller started.
     pub(super) fn unseen(&self, name: &str, target: &MeshMember<'_>, peer: &ObservedPeer) -> bool {
         let source = peer.owner.source_cluster.as_deref();
         source
@@ -263,8 +266,9 @@ impl<'a> MeshInputs<'a> {
             })
     }
 
-    /// Whether a standing Peer of another mesh stays whatever is planned now: that mesh is paused, or nothing was seen of the Peer's
-    /// member since this controller started. Also that member, where the mesh still names it.
+    /// Whether an existing Peer of another mesh stays whatever that mesh plans: the mesh is paused, or the Peer's source was not
+    /// observed since this controller started. `None` = it does not stay. `Some` contains the source's identity, if that mesh
+    /// still names the source.
     pub(super) fn stays(&self, mesh: &MeshId, peer: &ObservedPeer) -> Option<Option<&'a ClusterIdentity>> {
         let mesh = self.all.iter().find(|other| other.id == *mesh)?;
         let label = peer.owner.source_cluster.as_deref();
@@ -280,7 +284,7 @@ impl<'a> MeshInputs<'a> {
         ownership::of(owner, &self.seen.hub, self.claimants) == Ownership::Mesh(self.mesh)
     }
 
-    /// The policies of the sources that send into this target.
+    /// Plans the PeerPolicies that limit each source in this target.
     fn policies(&self, name: &'a str, target: &'a MeshMember<'a>, plan: &mut TargetPlan) {
         let Some((member, existing)) = target
             .last_observed()
@@ -293,8 +297,8 @@ impl<'a> MeshInputs<'a> {
         }
         for (source, mesh_member) in self.sources(name, target) {
             let tight = mesh_member.cluster.profile != Profile::ClusterMeshed;
-            // While Peers of a member that was tightened stand, a policy that closes stands before them: one after the other
-            // they go, and until the last has gone the others would let in what they did.
+            // A source whose profile became more restrictive keeps a closed policy until its last Peer is deleted. Peers are
+            // deleted one by one, and without a policy the remaining ones would still admit its traffic.
             let peers = member.peers.iter().flat_map(BTreeMap::values);
             let stands = || {
                 let mut ours = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some(source));
@@ -310,7 +314,8 @@ impl<'a> MeshInputs<'a> {
                     .is_some_and(|registry| !registry.held.is_empty())
             };
             if mesh_member.cluster.profile != Profile::Sandbox && (mesh_member.last_observed().is_none() || held()) {
-                // What is not seen now is not gone: a policy that shrinks would close its member, and unblock its networks.
+                // A node that is not observed at the moment may still exist. Removing its network from the policy would cut it
+                // off, and would remove the `unreachable` route of that network.
                 let ours = existing.values().filter(|policy| {
                     policy.owner.source_cluster.as_deref() == Some(source) && self.ours(&policy.owner)
                 });
@@ -347,7 +352,7 @@ impl<'a> MeshInputs<'a> {
         }
     }
 
-    /// In a sandbox: the members whose Services it reaches send nothing into it but replies.
+    /// Plans the policies in a sandbox for the members that grant it Services: their gateways may send only replies.
     fn grantors(&self, name: &'a str, target: &'a MeshMember<'a>, plan: &mut TargetPlan) {
         let member = target
             .last_observed()
@@ -392,7 +397,7 @@ impl<'a> MeshInputs<'a> {
         let ours = |owner| {
             let of = ownership::of(owner, &self.seen.hub, self.claimants);
             of == Ownership::Mesh(self.mesh)
-                || of == Ownership::Unlabelled && ownership::may_return(owner, self.mesh, source)
+                || of == Ownership::Unlabelled && ownership::can_readopt(owner, self.mesh, source)
         };
         let foreign = existing.get(&readable).is_some_and(|policy| !ours(&policy.owner))
             || self.used(target).policies.contains(&readable);
@@ -452,12 +457,12 @@ impl<'a> MeshInputs<'a> {
     }
 }
 
-/// Whether this is the hub's own entry.
+/// Whether this is the entry of the hub.
 pub(super) fn is_local(cluster: &Cluster) -> bool {
     cluster.identity == ClusterIdentity::Local
 }
 
-/// That sandboxes cannot enter a member that was seen.
+/// Reports that an observed member has no gateway for sandboxes.
 fn no_gateway(target: &MeshMember<'_>) -> Option<Fact> {
     let cluster = &target.cluster.name;
     let message = gateways::missing_gateway_message(cluster, target.last_observed()?)?;

@@ -1,5 +1,5 @@
-//! Whether two members are connected, as the planner itself decides it, and why an address has no Peer. The packet's own
-//! way through Peers and policies is in [`super::packet`].
+//! Explains whether two members are connected, from the planner's own decision, and why an address has no Peer. [`super::packet`]
+//! follows the packets of connected members.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use crate::{
     },
 };
 
-/// One question, put to one mesh.
+/// One question about one mesh.
 pub(super) struct Query<'q> {
     pub(super) inputs: &'q ExplainInputs<'q>,
     pub(super) mesh: &'q Mesh,
@@ -49,20 +49,20 @@ impl Query<'_> {
         self.mesh_member(self.target)
     }
 
-    /// Facts of the plan about one entry of this mesh.
+    /// The facts that the plan reports about this mesh.
     pub(super) fn facts(&self) -> impl Iterator<Item = &Fact> {
         let plan = self.inputs.plan.meshes.get(&self.mesh.id);
         plan.into_iter().flat_map(|plan| &plan.facts)
     }
 
-    /// What keeps the two members apart whatever their nodes and addresses are.
+    /// Why the two members are not connected, independent of their nodes and addresses.
     fn not_connected(&self) -> Option<Explanation> {
         let deny = |rule, message: String| Some(Explanation::new(rule, message));
         if self.mesh.deleting {
             return deny(
                 Rule::Deleting,
                 format!(
-                    "ClusterMesh {} is being deleted: everything it wrote goes",
+                    "ClusterMesh {} is being deleted, and with it everything it wrote",
                     self.mesh.id
                 ),
             );
@@ -74,7 +74,8 @@ impl Query<'_> {
                 return deny(
                     Rule::TowardSandbox,
                     format!(
-                        "cluster {:?} is a sandbox: it opens connections to what it is granted, and nobody opens one to it",
+                        "cluster {:?} is a sandbox: it can open connections to the Services it is granted, and no member can open \
+                         one to it",
                         self.target
                     ),
                 );
@@ -90,14 +91,14 @@ impl Query<'_> {
                 let message = said.unwrap_or_else(|| format!("cluster {name:?} is quarantined"));
                 return deny(
                     Rule::Quarantined,
-                    format!("{message}. Take its quarantine away to open it"),
+                    format!("{message}. Remove the quarantine to open it"),
                 );
             }
         }
         None
     }
 
-    /// A sandbox reaches the ports of gateways that its SandboxAccess names, and nothing else.
+    /// Answers for a sandbox as the source: it reaches only the gateway ports in its SandboxAccess.
     fn through_gateways(&self) -> Explanation {
         let missing = self.facts().find_map(|fact| match fact {
             Fact::NoGateway { cluster, message } if cluster == self.target => Some(message.clone()),
@@ -124,7 +125,7 @@ impl Query<'_> {
             && let Some(granted) = access.spec.grants.get(&port)
         {
             let message = format!(
-                "SandboxAccess {name} in cluster {:?} leads port {} of gateway {gateway} to port {:?} of Service {}",
+                "SandboxAccess {name} in cluster {:?} maps port {} of gateway {gateway} to port {:?} of Service {}",
                 self.target, port.1, granted.port, granted.service
             );
             return self
@@ -138,7 +139,7 @@ impl Query<'_> {
         let addresses = gateways.iter().flat_map(|(_, gateway)| &gateway.addresses);
         let addresses: Vec<String> = addresses.map(ToString::to_string).collect();
         let message = format!(
-            "a sandbox enters cluster {:?} through its gateways alone ({}), at the ports that are granted ({}). {}",
+            "a sandbox enters cluster {:?} only through its gateways ({}), at the granted ports ({}). {}",
             self.target,
             join_or_none(&addresses),
             join_or_none(&ports),
@@ -147,7 +148,7 @@ impl Query<'_> {
         Explanation::new(Rule::NotGranted, message)
     }
 
-    /// Why the sandbox has no Peer for a gateway that knows it.
+    /// Why the sandbox has no Peer for a gateway, although its SandboxAccess exists.
     fn uncarried(&self, gateway: &ObjectName) -> Option<Explanation> {
         let member = self.target().last_observed()?;
         let mut existing = member.accesses.iter().flat_map(BTreeMap::values);
@@ -161,7 +162,7 @@ impl Query<'_> {
         }
         let skipped = self.skipped(self.target, &format!("gateway {gateway}"), self.source);
         Some(skipped.unwrap_or_else(|| {
-            let message = format!("no Peer in cluster {:?} carries {}", self.source, self.to.address);
+            let message = format!("no Peer in cluster {:?} contains {}", self.source, self.to.address);
             Explanation::new(Rule::NoPeer, message)
         }))
     }
@@ -177,7 +178,7 @@ impl Query<'_> {
                 Explanation::new(
                     Rule::Standard,
                     format!(
-                        "cluster {name:?} has isolationProfile standard{}: it is connected to nothing",
+                        "cluster {name:?} has isolationProfile standard{}: it is not connected to any cluster",
                         conflict.unwrap_or_default()
                     ),
                 )
@@ -193,18 +194,18 @@ impl Query<'_> {
             NotConnected::Sandboxes => Explanation::new(
                 Rule::TwoSandboxes,
                 format!(
-                    "clusters {:?} and {:?} are both sandboxes: two sandboxes never meet",
+                    "clusters {:?} and {:?} are both sandboxes: two sandboxes are never connected",
                     self.source, self.target
                 ),
             ),
             NotConnected::NoGrant(sandbox) if sandbox == self.target => Explanation::new(
                 Rule::TowardSandbox,
-                format!("cluster {sandbox:?} is a sandbox: nobody opens a connection to it"),
+                format!("cluster {sandbox:?} is a sandbox: no member can open a connection to it"),
             ),
             NotConnected::NoGrant(sandbox) => Explanation::new(
                 Rule::NoGrant,
                 format!(
-                    "cluster {sandbox:?} is a sandbox and has no grant toward {:?}: add the Service to its egress. {}",
+                    "cluster {sandbox:?} is a sandbox and has no grant for {:?}: add the Service to its egress. {}",
                     self.target,
                     self.grants()
                 ),
@@ -212,7 +213,7 @@ impl Query<'_> {
         }
     }
 
-    /// Nothing can be said of a member that was not seen.
+    /// Answers for a member that was not observed, or that lacks the Peer CRD.
     fn unseen(&self) -> Option<Explanation> {
         for name in [self.source, self.target] {
             let mesh_member = self.mesh_member(name);
@@ -220,10 +221,10 @@ impl Query<'_> {
                 let why = mesh_member
                     .observed
                     .and_then(Observation::trouble)
-                    .unwrap_or("not seen");
+                    .unwrap_or("not observed");
                 return Some(Explanation::new(
                     Rule::MemberUnseen,
-                    format!("cluster {name:?} was not seen ({why}), so its Nodes and what stands there are not known"),
+                    format!("cluster {name:?} was not observed ({why}), so its Nodes and objects are not known"),
                 ));
             }
         }
@@ -240,7 +241,7 @@ impl Query<'_> {
         })
     }
 
-    /// What the source's entry grants it, in words.
+    /// A text that lists the grants of the source.
     pub(super) fn grants(&self) -> String {
         let source = self.source();
         if source.cluster.egress.is_empty() {
@@ -277,7 +278,7 @@ impl Query<'_> {
         format!("Its grants are: {}", grants.join("; "))
     }
 
-    /// Why nothing carries the destination into the source's cluster.
+    /// Why no Peer in the source's cluster contains the destination.
     pub(super) fn unreached(&self) -> Explanation {
         let target = &self.target().cluster;
         let address = self.to.address;
@@ -304,12 +305,15 @@ impl Query<'_> {
         match anchor {
             Some(message) => Explanation::new(
                 Rule::NoAnchor,
-                format!("{address} of cluster {:?} rides on an anchor: {message}", self.target),
+                format!(
+                    "{address} of cluster {:?} is in an anchored network: {message}",
+                    self.target
+                ),
             ),
             None => Explanation::new(
                 Rule::NoPeer,
                 format!(
-                    "no Peer in cluster {:?} carries {address}: no Node of cluster {:?} owns it{}, and no anchor carries it",
+                    "no Peer in cluster {:?} contains {address}: no Node of cluster {:?} owns it{}, and it is in no anchored network",
                     self.source,
                     self.target,
                     if known { "" } else { " (none is known)" },
@@ -318,11 +322,11 @@ impl Query<'_> {
         }
     }
 
-    /// That a Node has no Peer, with its reason. `context` = the member that should hold it.
-    pub(super) fn skipped(&self, cluster: &str, node: &str, context: &str) -> Option<Explanation> {
+    /// Explains that a Node was skipped, with its reason. `target` = the entry that should have its Peer.
+    pub(super) fn skipped(&self, cluster: &str, node: &str, target: &str) -> Option<Explanation> {
         let report = self.inputs.plan.meshes.get(&self.mesh.id)?.clusters.get(cluster)?;
         let elsewhere = |message: &str| {
-            message.starts_with("toward cluster ") && !message.starts_with(&format!("toward cluster {context:?}"))
+            message.starts_with("toward cluster ") && !message.starts_with(&format!("toward cluster {target:?}"))
         };
         let skipped = report
             .skipped

@@ -1,5 +1,5 @@
-//! The way of one connection through the Peers and policies that are planned: what a node of each side is told is all that
-//! is looked at. Why something is not told is in [`super::why`].
+//! Follows one connection through the planned Peers and PeerPolicies of both clusters: only the objects that nodes read count.
+//! [`super::connectivity`] explains why a Peer is missing.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -16,7 +16,7 @@ pub(super) struct PacketTrace<'q> {
     pub(super) query: &'q Query<'q>,
 }
 
-/// What every mesh plans for one cluster, with the mesh that says who is meant by a source's name.
+/// The targets of all meshes that are the given cluster. The mesh is needed to resolve the names of sources.
 fn targets<'p>(plan: &'p Plan, cluster: &'p ClusterIdentity) -> impl Iterator<Item = (&'p MeshPlan, &'p TargetPlan)> {
     plan.meshes.values().flat_map(move |mesh| {
         let entries = mesh.identities.iter();
@@ -31,7 +31,7 @@ fn is_cluster(mesh: &MeshPlan, entry: &str, cluster: &ClusterIdentity) -> bool {
         .is_some_and(|identity| identity.same_cluster(cluster))
 }
 
-/// Peers that `holder` should have of `source`.
+/// The planned Peers of `source` in `holder`.
 fn peers<'p>(
     plan: &'p Plan,
     holder: &'p ClusterIdentity,
@@ -43,7 +43,7 @@ fn peers<'p>(
     })
 }
 
-/// Policies that `holder` should have for `source`.
+/// The planned policies for `source` in `holder`.
 fn policies<'p>(
     plan: &'p Plan,
     holder: &'p ClusterIdentity,
@@ -94,8 +94,8 @@ impl PacketTrace<'_> {
         let mut answer = self.evaluate_policies(&mut route);
         if anchored && answer.verdict() == Verdict::Allowed {
             answer.notes.push(format!(
-                "{prefix} rides on Node {} as an anchor, which leads the connection on: what answers sees that node's address, \
-                 or of a Service one of its cluster's",
+                "Node {} is the anchor of {prefix} and forwards the connection: the server sees the address of this node, or for a \
+                 Service that of another node of its cluster",
                 peer.node
             ));
         }
@@ -111,7 +111,7 @@ impl PacketTrace<'_> {
         answer
     }
 
-    /// Whether the source address is replaced. An agent, in either mode, keeps the CNI from it; kg does not.
+    /// Whether the source address is replaced. An agent, in either mode, prevents masquerading by the CNI; kg does not.
     fn is_masqueraded(&self, seen_as: IpAddr) -> Option<bool> {
         let from = self.query.from;
         let replaced = from.address.is_some_and(|address| address != seen_as);
@@ -131,8 +131,8 @@ impl PacketTrace<'_> {
         }
     }
 
-    /// The Peer that lets the source in, and the address that it lets in: the source's own where it is published for its
-    /// node, else the node's WireGuard address.
+    /// The Peer in the destination's cluster that contains the source, and the source address that arrives: the client's own if the
+    /// Peer of its node contains it, else the WireGuard address of its node.
     fn back(&self) -> Result<(IpAddr, Hop), Box<Explanation>> {
         let query = self.query;
         let (plan, from, to) = (query.inputs.plan, query.from, query.to);
@@ -145,7 +145,7 @@ impl PacketTrace<'_> {
             let (net, name, peer) = candidates.max_by_key(|(net, name, _)| (net.prefix_len(), *name))?;
             Some((address, self.hop(&to.cluster, name, peer, net)))
         });
-        // A node behind another of its location is let in by that one's Peer, where kg serves both.
+        // With Kilo's location granularity, the Peer of the leader contains the addresses of its followers.
         let led = || {
             let address = from.address?;
             let node = from.node.as_deref()?;
@@ -179,8 +179,8 @@ impl PacketTrace<'_> {
                 Explanation::new(
                     Rule::NoPeer,
                     format!(
-                        "no Peer in cluster {:?} lets {who} of cluster {:?} in: the address is published by no Node there, and \
-                         no WireGuard address of its family stands for it",
+                        "no Peer in cluster {:?} admits {who} of cluster {:?}: no Node there publishes the address, and its node \
+                         has no WireGuard address of the same IP family",
                         query.target, query.source
                     ),
                 )
@@ -188,31 +188,34 @@ impl PacketTrace<'_> {
         })
     }
 
-    /// What the policies on both sides say.
+    /// Evaluates the policies of both clusters.
     fn evaluate_policies(&self, route: &mut Route) -> Explanation {
         let query = self.query;
         let (plan, from, to) = (query.inputs.plan, query.from, query.to);
-        // Whoever is closed here is not called from here either.
+        // A closed policy also denies connections toward its member.
         if let Some((name, _)) = policies(plan, &from.cluster, &to.cluster)
             .find(|(_, policy)| policy.spec.closed && contains(&policy.spec.networks, to.address))
         {
             return Explanation::new(
                 Rule::TowardSandbox,
                 format!(
-                    "PeerPolicy {name} in cluster {:?} opens no connection to {}",
+                    "PeerPolicy {name} in cluster {:?} allows no connection to {}",
                     query.source, to.address
                 ),
             );
         }
         let Some(target) = member(query.inputs.seen, &to.cluster) else {
-            return Explanation::new(Rule::MemberUnseen, format!("cluster {:?} was not seen", query.target));
+            return Explanation::new(
+                Rule::MemberUnseen,
+                format!("cluster {:?} was not observed", query.target),
+            );
         };
         let Some(existing) = &target.policies else {
             return Explanation::new(
                 Rule::NoPolicyHere,
                 format!(
-                    "cluster {:?} has no CRD peerpolicies.kilo.squat.ai, so its nodes admit whatever its Peers let in: run wg-agent \
-                     there, beside kg with --mode=policy",
+                    "cluster {:?} has no CRD peerpolicies.kilo.squat.ai, so its nodes admit everything from its Peers: run wg-agent \
+                     there; next to kg, with --mode=policy",
                     query.target
                 ),
             );
@@ -224,7 +227,7 @@ impl PacketTrace<'_> {
             return Explanation::new(
                 Rule::PolicyMissing,
                 format!(
-                    "no PeerPolicy in cluster {:?} has {} among its sources, and what none has is dropped",
+                    "no PeerPolicy in cluster {:?} has {} among its sources, and packets from unknown sources are dropped",
                     query.target, route.seen_as
                 ),
             );
@@ -241,7 +244,7 @@ impl PacketTrace<'_> {
             return Explanation::new(
                 Rule::OutsideAllowedNetworks,
                 format!(
-                    "{} lies outside what cluster {:?} opens to its members ({})",
+                    "{} lies outside the networks that cluster {:?} opens to other members ({})",
                     to.address,
                     query.target,
                     bounds(&query.target().cluster)
@@ -253,8 +256,8 @@ impl PacketTrace<'_> {
             return Explanation::new(
                 Rule::WireguardAddress,
                 format!(
-                    "{} is the WireGuard address of a node, which answers ping alone: what listens on the node is reached at its \
-                     InternalIP, where allowedNetworks of {:?} hold that",
+                    "{} is the WireGuard address of a node, which answers only ping: use the node's InternalIP, if allowedNetworks of \
+                     {:?} contain it",
                     to.address, query.target
                 ),
             );
@@ -269,14 +272,14 @@ impl PacketTrace<'_> {
         if to.port.is_none() && tunnel_address {
             answer
                 .notes
-                .push("closed all the same, as a node's WireGuard address: everything but ping".to_owned());
+                .push("except everything but ping, because this is a node's WireGuard address".to_owned());
         } else if to.port.is_none() {
             answer.notes.extend(self.exceptions(&specs, target));
         }
         answer
     }
 
-    /// What is closed to every member, whatever is allowed to it.
+    /// Denies the API server and infrastructure ports, which are closed to all members.
     fn closed(&self, specs: &[&PolicySpec], target: &Member, port: (Protocol, u16)) -> Option<Explanation> {
         let query = self.query;
         let to = query.to;
@@ -309,7 +312,7 @@ impl PacketTrace<'_> {
         })
     }
 
-    /// Without a port: which are closed all the same.
+    /// For a question without a port: notes about the ports that are closed anyway.
     fn exceptions(&self, specs: &[&PolicySpec], target: &Member) -> Vec<String> {
         let to = self.query.to;
         let mut notes = Vec::new();
@@ -321,7 +324,7 @@ impl PacketTrace<'_> {
                 .collect();
             let ports: Vec<String> = ports.into_iter().map(port_text).collect();
             notes.push(format!(
-                "closed all the same, as infrastructure: ports {}",
+                "closed nevertheless, as infrastructure ports: {}",
                 ports.join(", ")
             ));
         }
@@ -333,7 +336,7 @@ impl PacketTrace<'_> {
             .collect();
         notes.extend(
             api.into_iter()
-                .map(|port| format!("closed all the same, as the API server's: port {port}/TCP")),
+                .map(|port| format!("closed nevertheless, as a port of the API server: {port}/TCP")),
         );
         notes
     }
@@ -356,7 +359,7 @@ fn is_node_address(member: &Member, address: IpAddr) -> bool {
     internal.any(|ip| ip.to_canonical() == address)
 }
 
-/// Addresses of a cluster's nodes, as its Node objects have them.
+/// All addresses of a cluster's nodes: InternalIPs, ExternalIPs and WireGuard addresses.
 fn node_addresses(member: &Member) -> BTreeSet<IpAddr> {
     let nodes = member.nodes.values();
     let own = nodes.flat_map(|node| node.internal_ips.iter().chain(&node.external_ips));

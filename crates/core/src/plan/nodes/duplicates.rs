@@ -1,4 +1,4 @@
-//! Claims of the Nodes of one member against each other: the older Node keeps what two claim (rules 3, 4).
+//! Resolves duplicate claims among the Nodes of one member: the older Node keeps the key or prefix (rules 3, 4).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,7 +14,7 @@ use crate::{
     plan::{Reason, Uncovered},
 };
 
-/// A Node whose own claims hold, before they are held against the others'.
+/// The claims of a Node, which are valid by themselves but not yet compared with those of other Nodes.
 pub(super) struct NodeClaims<'a> {
     pub(super) node: &'a str,
     pub(super) observed: &'a Node,
@@ -22,27 +22,28 @@ pub(super) struct NodeClaims<'a> {
     pub(super) wireguard_ip: IpAddr,
     pub(super) pods: BTreeSet<IpNet>,
     pub(super) internal: BTreeSet<IpNet>,
-    /// Location IPs and exported pods: no part of the node's identity.
+    /// `kilo.squat.ai/allowed-location-ips` and exported pods. A duplicate among these does not cost the Node its Peer.
     pub(super) extra: BTreeSet<IpNet>,
     pub(super) uncovered: Vec<Uncovered>,
 }
 
-/// Who claimed what first, inside one member. A network inside another's podCIDR would take its part of that Node's traffic, so
-/// it counts as the same claim. A wider network that is routed to a location is none: the longer prefixes in it go first.
+/// The registered claims of one member's Nodes. A network inside another Node's podCIDR would take a part of that Node's
+/// traffic, because the longest prefix wins, so it counts as a duplicate. A location network that contains podCIDRs of other
+/// Nodes does not.
 #[derive(Default)]
 pub(super) struct ClaimIndex<'a> {
-    /// WireGuard addresses by the first node that claims them and is not silent: kg gives the address of a node that it
-    /// has not heard of for a minute to another one.
+    /// The first node that claims each WireGuard address and is not silent. kg reassigns the address of a node that has not
+    /// checked in for a minute.
     pub(super) active_addresses: BTreeMap<IpAddr, &'a str>,
     keys: BTreeMap<PublicKey, &'a str>,
     prefixes: BTreeMap<IpNet, &'a str>,
-    /// podCIDRs and WireGuard addresses among them.
+    /// The podCIDRs and WireGuard addresses among `prefixes`.
     own: BTreeMap<IpNet, &'a str>,
     pub(super) shared: BTreeSet<String>,
 }
 
 impl<'a> ClaimIndex<'a> {
-    /// The claim that this network is, or is a part of.
+    /// The registered claim that equals or contains `net`.
     fn around(&self, net: IpNet) -> Option<(IpNet, &'a str)> {
         let exact = self.prefixes.get_key_value(&net);
         let mut wider = std::iter::successors(net.supernet(), IpNet::supernet);
@@ -50,9 +51,9 @@ impl<'a> ClaimIndex<'a> {
         claims.map(|(net, owner)| (*net, *owner))
     }
 
-    /// The claim that this network overlaps.
+    /// The registered claim that overlaps `net`.
     fn overlapping(&self, net: IpNet) -> Option<(IpNet, &'a str)> {
-        // In their order a network is followed by what lies in it.
+        // `IpNet` sorts a network directly before the networks inside it.
         let within = || self.own.range(net..).next().filter(|(other, _)| net.contains(*other));
         self.around(net).or_else(|| within().map(|(net, owner)| (*net, *owner)))
     }
@@ -62,7 +63,7 @@ impl<'a> ClaimIndex<'a> {
         if let Some(owner) = self.keys.get(&claims.key) {
             return Err((
                 Reason::PublicKeyDuplicate,
-                format!("key {} is that of Node {owner}; one of the two is a copy", claims.key),
+                format!("key {} belongs to Node {owner}; one of the two is a copy", claims.key),
             ));
         }
         let wireguard = host(claims.wireguard_ip);
@@ -74,14 +75,14 @@ impl<'a> ClaimIndex<'a> {
             return Err((
                 Reason::WGIPDuplicate,
                 format!(
-                    "WireGuard address {} is that of Node {owner} now; kg has stopped checking in for this one",
+                    "WireGuard address {} belongs to Node {owner} now; kg has stopped checking in for this one",
                     claims.wireguard_ip
                 ),
             ));
         }
         if let Some((theirs, owner)) = self.overlapping(wireguard) {
             let message = if theirs == wireguard {
-                format!("WireGuard address {} is that of Node {owner}", claims.wireguard_ip)
+                format!("WireGuard address {} belongs to Node {owner}", claims.wireguard_ip)
             } else {
                 format!(
                     "WireGuard address {} lies in {theirs}, which is Node {owner}'s",
@@ -93,7 +94,7 @@ impl<'a> ClaimIndex<'a> {
         let taken = |net: &IpNet| self.overlapping(*net).map(|theirs| (*net, theirs));
         if let Some((net, (theirs, owner))) = claims.pods.iter().find_map(taken) {
             let message = if theirs == net {
-                format!("podCIDR {net} is that of Node {owner}")
+                format!("podCIDR {net} belongs to Node {owner}")
             } else {
                 format!("podCIDR {net} overlaps {theirs}, which is Node {owner}'s")
             };
@@ -113,7 +114,7 @@ impl<'a> ClaimIndex<'a> {
             match self.around(net) {
                 Some((theirs, owner)) => {
                     self.shared.insert(if theirs == net {
-                        format!("{net} of Node {name} is also that of Node {owner}, which keeps it")
+                        format!("{net} of Node {name} also belongs to Node {owner}, which keeps it")
                     } else {
                         format!("{net} of Node {name} lies in {theirs} of Node {owner}, which keeps it")
                     });

@@ -1,4 +1,4 @@
-//! The anchored networks of a member in the Peers of one target (rule 6).
+//! Adds the anchored networks of a member to its Peers in one target (rule 6).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +15,7 @@ use crate::{
 };
 
 impl<'a> PeerPlanner<'a, '_> {
-    /// Gives the anchored networks of a member to nodes of it; those that a held Peer keeps are not among `parts`.
+    /// Adds each of `parts` to the Peer of one eligible node. Parts that a held Peer keeps are not in `parts`.
     pub(super) fn add_anchors(
         &mut self,
         source: &str,
@@ -41,7 +41,7 @@ impl<'a> PeerPlanner<'a, '_> {
                 peer.is_some_and(|peer| peer.spec.endpoint.is_some())
             })
             .collect();
-        // A tunnel outlives its kg: where none checks in, the network stays where it is.
+        // A WireGuard tunnel works on without kg. So if kg checks in for no node, the network stays with its current anchor.
         let any_lives = fit.iter().any(|node| !node.observed.is_silent());
         let eligible = fit.iter().filter(|node| !any_lives || !node.observed.is_silent());
         let eligible: BTreeSet<&str> = eligible.map(|node| node.node).collect();
@@ -72,7 +72,7 @@ impl<'a> PeerPlanner<'a, '_> {
                     self.prefixes.insert(part, format!("Node {node}"));
                 }
                 Some(owner) => {
-                    let message = format!("anchored network {part} stays with {owner} in cluster {:?}", self.name);
+                    let message = format!("anchored network {part} is kept by {owner} in cluster {:?}", self.name);
                     self.facts.insert(Fact::AddressShared {
                         cluster: source.to_owned(),
                         message,
@@ -82,8 +82,8 @@ impl<'a> PeerPlanner<'a, '_> {
         }
     }
 
-    /// Whether `part` holds the endpoint of one of the member's Peers, and kg serves here: it would send that Peer's outer
-    /// packets into the tunnel. wg-agent's outer packets are marked and never routed there.
+    /// Whether `part` contains the endpoint of one of the member's Peers, and kg serves the target: kg would route that Peer's
+    /// outer packets into the tunnel. wg-agent marks its outer packets, so they are never routed there.
     fn has_routing_loop(&mut self, source: &str, part: IpNet) -> bool {
         let peers = self.peers.values().filter(|peer| self.runs_kg && peer.source == source);
         let endpoints = peers.flat_map(|peer| endpoint::peer_endpoints(&peer.spec));
@@ -93,8 +93,8 @@ impl<'a> PeerPlanner<'a, '_> {
         self.facts.insert(Fact::NoAnchor {
             cluster: source.to_owned(),
             message: format!(
-                "anchored network {part} is left out in cluster {:?}, which kg serves: it holds {endpoint}, the endpoint of a \
-                 Node, and kg would send that Node's outer packets into the tunnel. Take node addresses out of anchoredNetworks",
+                "anchored network {part} is left out in cluster {:?}, which kg serves: it contains {endpoint}, the endpoint of a \
+                 Node, and kg would route that Node's outer packets into the tunnel. Remove node addresses from anchoredNetworks",
                 self.name
             ),
         });

@@ -1,4 +1,4 @@
-//! Peers that stand a while longer: those of held nodes (rule 9).
+//! Keeps the existing Peers of held nodes (rule 9).
 
 use std::net::IpAddr;
 
@@ -11,7 +11,7 @@ use crate::{
 };
 
 impl<'a> PeerPlanner<'a, '_> {
-    /// A held node keeps the Peer it has, as far as nobody else owns its key and prefixes now.
+    /// Keeps the existing Peer of a held node, unless its key is taken now. Prefixes that are taken are left out.
     pub(super) fn hold_node(
         &mut self,
         source: &str,

@@ -259,8 +259,8 @@ fn namespaces_that_were_not_listed_cost_no_write() {
     forget_namespaces(&mut seen);
     assert_eq!(all_steps(&mesh, &seen), vec![]);
     let (_, plan) = run(&mesh, &seen);
-    let message = "the Services in namespace team-x of cluster \"mgmt\" are not known, what stands is kept: it is being read for \
-                   the first time";
+    let message = "the Services in namespace team-x of cluster \"mgmt\" are not known, an existing mirrored Service is kept: it is \
+                   being read for the first time";
     let messages: Vec<&str> = plan.egress.iter().map(|grant| &*grant.message).collect();
     assert_eq!(messages, [message, message]);
 

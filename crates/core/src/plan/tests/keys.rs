@@ -80,7 +80,7 @@ fn key_of_an_unseen_member_of_another_mesh_is_not_written_twice() {
     });
     let plan = plan_of(&[&older, &newer], &seen);
     let message = format!(
-        "toward cluster \"mgmt\": key {} is that of Peer m--tenant--x there",
+        "toward cluster \"mgmt\": key {} belongs to Peer m--tenant--x there",
         key(33)
     );
     assert_eq!(
@@ -97,7 +97,7 @@ fn key_that_another_mesh_writes_is_refused_with_the_reason() {
     let mut seen = with_third(key(33));
     let plan = plan_of(&[&older, &newer], &seen);
     let message = format!(
-        "toward cluster \"mgmt\": key {} is that of Peer m--tenant--x of ClusterMesh meshes/m there",
+        "toward cluster \"mgmt\": key {} belongs to Peer m--tenant--x of ClusterMesh meshes/m there",
         key(33)
     );
     assert_eq!(
@@ -151,7 +151,7 @@ fn peer_of_a_paused_mesh_keeps_its_key_and_its_prefixes() {
     );
     let plan = plan_of(&[&older, &third], &seen);
     let message = format!(
-        "toward cluster \"mgmt\": key {} is that of Peer m--tenant--x there",
+        "toward cluster \"mgmt\": key {} belongs to Peer m--tenant--x there",
         key(33)
     );
     assert_eq!(
@@ -294,7 +294,7 @@ fn peer_without_our_labels_is_not_taken_for_its_name_and_key() {
         )
     };
     let message = format!(
-        "toward cluster \"mgmt\": key {} is that of Peer m--tenant--x there",
+        "toward cluster \"mgmt\": key {} belongs to Peer m--tenant--x there",
         key(33)
     );
     let taken = (vec![], vec![("x".to_owned(), Reason::PublicKeyDuplicate, message)]);

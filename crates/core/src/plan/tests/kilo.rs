@@ -306,8 +306,8 @@ fn nodes_that_publish_nothing_are_told_after_half_a_minute() {
         stop_kg(node);
         node.held_for = Some(Duration::from_secs(73));
     });
-    let message = "Node x of cluster \"tenant\": NodeNoPublicKey. The last Peers stand for 5 minutes, then they are removed. \
-                   Look at wg-agent or kg on these nodes";
+    let message = "Node x of cluster \"tenant\": NodeNoPublicKey. Their last Peers are kept for 5 minutes and then removed. \
+                   Check wg-agent or kg on these nodes";
     assert_eq!(degraded(&run(&mesh, &seen).1), ("NodesHeld", message.to_owned()));
 }
 
@@ -318,11 +318,11 @@ fn a_node_that_kg_stopped_checking_in_for_is_told() {
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k2").unwrap().silent = true
     });
-    let message = "kg has not checked in for a minute for Node k2 of cluster \"tenant\" (annotation kilo.squat.ai/last-seen): what \
-                   is published there may be out of date, and changed Peers are not taken up. Look at kg on these nodes; where \
-                   it does not run any more, remove its annotations";
+    let message = "kg has not checked in for a minute for Node k2 of cluster \"tenant\" (annotation kilo.squat.ai/last-seen): its \
+                   annotations may be outdated, and changed Peers have no effect there. Check kg on these nodes; if it does not \
+                   run any more, remove its annotations";
     assert_eq!(degraded(&run(&mesh, &seen).1), ("KgSilent", message.to_owned()));
-    // What kg left behind says nothing of a node that a full agent serves.
+    // Annotations that kg left behind do not matter on a node that an agent in full mode serves.
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k2").unwrap().server = Server::Agent
     });
@@ -366,8 +366,8 @@ fn a_quarantine_says_where_peers_are_removed() {
         (said.unwrap(), of_mesh.targets["tenant"].peers.len())
     };
     mesh.clusters[0].quarantine = true;
-    let whole = "cluster \"mgmt\" is quarantined by ClusterMesh meshes/m: nothing from it is let through, and its objects stand";
-    let but = format!("{whole}, but for its Peers in \"tenant\", whose nodes enforce no policy: those are removed");
+    let whole = "cluster \"mgmt\" is quarantined by ClusterMesh meshes/m: all traffic from it is denied, and its objects are kept";
+    let but = format!("{whole}, except its Peers in \"tenant\", whose nodes enforce no policy: those are removed");
     assert_eq!(message(&mesh, &seen), (but, 0));
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k1").unwrap().server = Server::Agent

@@ -24,8 +24,8 @@ fn addresses_of_nodes_in_another_members_network_are_named_once() {
             addresses.push(address.parse().unwrap());
         }
     });
-    let message = "2 Node(s) of cluster \"mgmt\" have addresses in 100.66.2.0/24, first a: 100.66.2.7; what is sent to them there \
-                   is lost or enters the mesh. Give this cluster another network";
+    let message = "2 Node(s) of cluster \"mgmt\" have addresses in 100.66.2.0/24, first a: 100.66.2.7; packets to these addresses \
+                   are lost or enter the mesh. Give this cluster another network";
     assert_eq!(in_use(&mesh, &seen), [("tenant".to_owned(), message.to_owned())]);
     let (_, of_mesh) = run(&mesh, &seen);
     let conditions = crate::status::conditions(&of_mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new());
@@ -56,9 +56,9 @@ fn transit_network_of_kg_around_another_members_network_is_named() {
         });
         in_use(&mesh, &seen)
     };
-    // kg routes the whole of it into its own interface, wg-agent its own address alone.
-    let message = "1 Node(s) of cluster \"mgmt\" have addresses in 100.66.2.0/24, first a: 100.66.0.0/16; what is sent to them \
-                   there is lost or enters the mesh. Give this cluster another network";
+    // kg routes the whole WireGuard network into its interface, wg-agent only its own address.
+    let message = "1 Node(s) of cluster \"mgmt\" have addresses in 100.66.2.0/24, first a: 100.66.0.0/16; packets to these \
+                   addresses are lost or enter the mesh. Give this cluster another network";
     assert_eq!(transit(Server::Kilo), [("tenant".to_owned(), message.to_owned())]);
     assert_eq!(transit(Server::Agent), []);
 }

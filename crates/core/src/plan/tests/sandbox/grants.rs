@@ -10,8 +10,8 @@ fn a_confined_mesh_gives_away_services_of_its_own_namespace_and_those_that_name_
     mesh.clusters[0].confined_to = Some("lab".into());
     assert_eq!(granted(&mesh, &seen), []);
     let (_, plan) = run(&mesh, &seen);
-    let refused = "Service team-x/postgres of cluster \"mgmt\" is not given away by a mesh in namespace lab: whoever owns the \
-                   Service there lets it with the annotation kilo-clustermesh.io/allowed-from: lab on it";
+    let refused = "Service team-x/postgres of cluster \"mgmt\" may not be granted by a mesh in namespace lab: the owner of the \
+                   Service can allow it with the annotation kilo-clustermesh.io/allowed-from: lab on the Service";
     assert_eq!(message(&plan), refused);
     assert!(plan.targets["nb"].services.is_empty() && plan.targets["nb"].peers.is_empty());
     // Whether it is there at all is not told.
@@ -53,7 +53,7 @@ fn a_member_gets_no_service_of_a_sandbox_that_it_gives_one_to() {
 fn a_grant_that_does_not_resolve_costs_itself_alone_and_says_why() {
     type Change = fn(&mut Member);
     let cases: [(&str, Change); 5] = [
-        ("is not there", |m| drop(m.services.remove(&postgres()))),
+        ("does not exist", |m| drop(m.services.remove(&postgres()))),
         ("ExternalName", |m| {
             m.services.get_mut(&postgres()).unwrap().external_name = true;
         }),
@@ -115,7 +115,7 @@ fn endpoints_that_a_meshed_member_cannot_reach_are_left_out() {
     endpoints(&mut seen, &["10.1.2.9", "fd00:1:0:2::9"]);
     assert_eq!(report(&seen), (1, String::new()));
     endpoints(&mut seen, &["fd00:1:0:2::9"]);
-    let none = "Service team-x/postgres of cluster \"mgmt\" has no endpoint of an address family that cluster \"tenant\" has in its \
+    let none = "Service team-x/postgres of cluster \"mgmt\" has no endpoint of an IP family that cluster \"tenant\" has in its \
                 allowedNetworks";
     assert_eq!(report(&seen), (0, none.to_owned()));
 }
