@@ -1,4 +1,4 @@
-//! The rules of the planner over hostile input.
+//! Property tests: the rules of the planner hold for generated hostile input.
 
 #[path = "properties/attacker.rs"]
 mod attacker;
@@ -6,7 +6,7 @@ mod attacker;
 mod explain;
 #[path = "properties/sandbox.rs"]
 mod sandbox;
-mod world;
+mod scenario;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,15 +25,15 @@ use clustermesh_core::{
 use ipnet::IpNet;
 use proptest::{prelude::*, strategy::ValueTree, test_runner::TestRunner};
 
-use world::{World, identity, node, ours, planned, settled, steps, world};
+use scenario::{Scenario, after_writes, identity, node, ownership_of, planned, scenario, steps};
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn nothing_outside_allowed_networks_is_ever_planned(world in world()) {
-        let plan = planned(&world);
-        for mesh in &world.meshes {
+    fn nothing_outside_allowed_networks_is_ever_planned(scenario in scenario()) {
+        let plan = planned(&scenario);
+        for mesh in &scenario.meshes {
             let planned = &plan.meshes[&mesh.id];
             for target in planned.targets.values() {
                 for peer in target.peers.values() {
@@ -57,17 +57,17 @@ proptest! {
     }
 
     #[test]
-    fn a_key_and_a_prefix_have_one_owner_in_a_target(world in world()) {
-        let plan = planned(&world);
+    fn key_and_prefix_have_one_owner_in_a_target(scenario in scenario()) {
+        let plan = planned(&scenario);
         for n in 0..3 {
             let mut keys = BTreeSet::new();
             let mut prefixes = BTreeSet::new();
-            let standing = world.seen.members[&identity(n)].last().and_then(|m| m.peers.clone()).unwrap_or_default();
-            for (name, peer) in &standing {
-                // Others' Peers keep what they have, and so do those of a paused mesh and those of a member that is not seen.
-                let kept = match ours(&plan, &peer.owner) {
+            let existing = scenario.seen.members[&identity(n)].last().and_then(|m| m.peers.clone()).unwrap_or_default();
+            for (name, peer) in &existing {
+                // Foreign Peers, Peers of a paused mesh, and Peers of an unobserved member keep their keys and prefixes.
+                let kept = match ownership_of(&plan, &peer.owner) {
                     Ownership::Foreign => true,
-                    // Unless it is the very one that is planned.
+                    // Unless the plan adopts it again.
                     Ownership::Unlabelled => {
                         let mut targets = plan.meshes.values().filter_map(|mesh| mesh.targets.get(&format!("c{n}")));
                         !targets.any(|target| target.peers.contains_key(name))
@@ -77,7 +77,7 @@ proptest! {
                         let mesh = &plan.meshes[id];
                         let source = peer.owner.source_cluster.clone().unwrap_or_default();
                         let target = mesh.targets.get(&format!("c{n}"));
-                        let unseen = mesh.identities.get(&source).is_some_and(|i| world.seen.members[i].last().is_none());
+                        let unseen = mesh.identities.get(&source).is_some_and(|i| scenario.seen.members[i].last().is_none());
                         unseen && target.is_some_and(|target| target.retained.contains(&source))
                     }
                     Ownership::Orphan => peer.spec.as_ref().is_ok_and(|spec| {
@@ -105,8 +105,8 @@ proptest! {
     }
 
     #[test]
-    fn a_meshed_member_is_allowed_the_targets_own_networks_and_nobody_elses(world in world()) {
-        let plan = planned(&world);
+    fn policy_allows_only_networks_of_the_target_itself(scenario in scenario()) {
+        let plan = planned(&scenario);
         for mesh in plan.meshes.values() {
             for (name, target) in &mesh.targets {
                 let (Some(report), Some(identity)) = (mesh.clusters.get(name), mesh.identities.get(name)) else {
@@ -114,7 +114,7 @@ proptest! {
                     continue;
                 };
                 let own = &report.accepted;
-                // Of every mesh, whoever else is in it.
+                // Accepted networks of all other clusters, in all meshes.
                 let members = plan.meshes.values().flat_map(|mesh| mesh.clusters.iter().map(move |(name, report)| (mesh, name, report)));
                 let others: Vec<IpNet> = members
                     .filter(|(mesh, name, _)| mesh.identities.get(*name) != Some(identity))
@@ -126,7 +126,7 @@ proptest! {
                         prop_assert!(!others.iter().any(|other| other.contains(net) || net.contains(other)), "{net} in {name}: {policy:?}");
                     }
                     prop_assert_eq!(&policy.spec.infrastructure_ports, &Settings::default().infrastructure_ports);
-                    if let Some(member) = world.seen.members[identity].last() {
+                    if let Some(member) = scenario.seen.members[identity].last() {
                         prop_assert_eq!(&policy.spec.deny, &member.api_endpoints);
                     }
                 }
@@ -135,25 +135,25 @@ proptest! {
     }
 
     #[test]
-    fn accepted_networks_of_different_clusters_are_disjoint(world in world()) {
-        let plan = planned(&world);
-        let mut held: Vec<(ClusterIdentity, IpNet)> = Vec::new();
+    fn accepted_networks_of_different_clusters_are_disjoint(scenario in scenario()) {
+        let plan = planned(&scenario);
+        let mut accepted_networks: Vec<(ClusterIdentity, IpNet)> = Vec::new();
         for mesh in plan.meshes.values() {
             for (name, report) in &mesh.clusters {
-                held.extend(report.accepted.iter().map(|net| (mesh.identities[name].clone(), *net)));
+                accepted_networks.extend(report.accepted.iter().map(|net| (mesh.identities[name].clone(), *net)));
             }
         }
-        for (a, net_a) in &held {
-            for (b, net_b) in held.iter().filter(|(b, _)| b != a) {
+        for (a, net_a) in &accepted_networks {
+            for (b, net_b) in accepted_networks.iter().filter(|(b, _)| b != a) {
                 prop_assert!(!net_a.contains(net_b), "{net_a} of {a} holds {net_b} of {b}");
             }
         }
     }
 
     #[test]
-    fn the_order_of_no_input_matters(world in world(), shuffled in any::<prop::sample::Index>()) {
-        let plan = planned(&world);
-        let mut other = world.clone();
+    fn plan_does_not_depend_on_input_order(scenario in scenario(), shuffled in any::<prop::sample::Index>()) {
+        let plan = planned(&scenario);
+        let mut other = scenario.clone();
         let turn = shuffled.index(other.meshes.len());
         other.meshes.rotate_left(turn);
         for mesh in &mut other.meshes {
@@ -172,8 +172,8 @@ proptest! {
     }
 
     #[test]
-    fn a_bad_node_changes_no_other_nodes_peers(
-        world in world(),
+    fn invalid_node_does_not_change_peers_of_other_nodes(
+        scenario in scenario(),
         (n, mut bad) in (0usize..3).prop_flat_map(|n| (Just(n), node(n, 5))),
         how in 0u8..4,
     ) {
@@ -186,7 +186,7 @@ proptest! {
             0 => bad.public_key = Claim::Invalid("x".into()),
             1 => bad.wireguard_ip = Claim::Valid("203.0.113.1/32".parse().unwrap()),
             2 => {
-                // The other annotation would win, and a Node is bad by the one that wins alone.
+                // Only the annotation with the highest priority makes a Node invalid.
                 bad.clustermesh_endpoint = Claim::Absent;
                 bad.force_endpoint = Claim::Invalid("x".into());
             }
@@ -196,18 +196,18 @@ proptest! {
         if bad.public_key.value().is_some() {
             bad.public_key = Claim::Valid(PublicKey::new([200; 32]));
         }
-        // A network that holds everything would take even the bad address in.
-        let mut world = world;
-        for mesh in &mut world.meshes {
+        // A network that contains all addresses would make even the bad address valid.
+        let mut scenario = scenario;
+        for mesh in &mut scenario.meshes {
             mesh.clusters.iter_mut().for_each(|cluster| cluster.allowed.retain(|net| net.prefix_len() > 0));
             mesh.accepted.values_mut().for_each(|list| list.retain(|net| net.prefix_len() > 0));
         }
-        // The status remembers which networks are anchored. Before it does, a claim of any Node in a network ends that.
-        let world = settled(world);
-        let mut worse = world.clone();
+        // The status must contain the anchored networks. Without it, a claim of any Node prevents that a network is anchored.
+        let scenario = after_writes(scenario);
+        let mut worse = scenario.clone();
         let Some(Observation::Fresh(member)) = worse.seen.members.get_mut(&identity(n)) else { return Ok(()) };
-        // Where it says to be is as of a node that is there: the families that all nodes of a target have, and whether one is
-        // behind NAT, count for the Peers of others.
+        // The bad Node gets the addresses of an existing one, because the IP families of a target's nodes, and whether one is
+        // behind a NAT, legitimately affect the Peers of other nodes.
         let mut unnamed = member.nodes.values().filter(|node| node.clustermesh_endpoint == Claim::Absent && node.force_endpoint == Claim::Absent);
         let like = unnamed.next().cloned().unwrap_or_default();
         (bad.internal_ips, bad.external_ips, bad.kilo_endpoint) = (like.internal_ips, like.external_ips, like.kilo_endpoint);
@@ -215,11 +215,12 @@ proptest! {
         if how != 2 {
             bad.force_endpoint = Claim::Absent;
         }
-        // Whether quarantined members may be in its cluster hangs on who serves there, and on no claim: that stays as it was.
-        let before = planned(&world);
+        // Whether a target keeps the Peers of quarantined members depends on the programs that serve its nodes. The bad Node must
+        // not change this.
+        let before = planned(&scenario);
         let reports = before.meshes.values().filter_map(|mesh| mesh.clusters.get(&format!("c{n}")));
         let is_agent = |node: &Node| node.server == Server::Agent;
-        // For each mesh whether agents alone serve; nothing where nobody does.
+        // For each mesh: whether only agents serve; `None` = no node has a tunnel.
         let agents: Vec<Option<bool>> = reports
             .map(|report| {
                 let serves = |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || report.held.contains_key(*name);
@@ -229,19 +230,19 @@ proptest! {
             .collect();
         let one_answer = agents.first().copied().flatten().filter(|answer| agents.iter().all(|other| *other == Some(*answer)));
         let agent = one_answer.unwrap_or_else(|| {
-            // A node without a key serves nobody.
+            // A node without a key has no tunnel.
             bad.public_key = Claim::Absent;
             member.nodes.values().any(is_agent)
         });
         bad.server = if agent { Server::Agent } else { Server::Kilo };
         member.nodes.insert("zz-bad".into(), bad);
         let after = planned(&worse);
-        // A paused mesh writes nothing, and its status remembers nothing new.
+        // A paused mesh writes nothing, and its status does not change.
         for (id, mesh) in before.meshes.iter().filter(|(_, mesh)| !mesh.paused) {
-            for (target, held) in &mesh.targets {
+            for (target, target_plan) in &mesh.targets {
                 let after = &after.meshes[id].targets[target].peers;
-                let mut changed = held.peers.clone();
-                // The target's own nodes decide the keepalive of the Peers in it.
+                let mut changed = target_plan.peers.clone();
+                // The keepalive is not compared, because it depends on the target's own nodes.
                 let mut after = after.clone();
                 changed.values_mut().chain(after.values_mut()).for_each(|peer| peer.spec.persistent_keepalive = 0);
                 prop_assert_eq!(&after, &changed, "target {} of {}", target, id);
@@ -250,55 +251,56 @@ proptest! {
     }
 
     #[test]
-    fn the_plan_of_a_plans_result_is_empty(world in world()) {
-        let world = settled(world);
-        let plan = planned(&world);
-        for (identity, steps) in steps(&plan, &world) {
+    fn plan_is_stable_after_it_is_written(scenario in scenario()) {
+        let scenario = after_writes(scenario);
+        let plan = planned(&scenario);
+        for (identity, steps) in steps(&plan, &scenario) {
             prop_assert_eq!(steps, vec![], "in {}", identity);
         }
     }
 
     #[test]
-    fn what_was_not_observed_is_never_deleted_and_what_is_not_ours_never_touched(world in world()) {
-        let plan = planned(&world);
-        for (identity_of, steps) in steps(&plan, &world) {
-            let member = world.seen.members[&identity_of].fresh().unwrap();
+    fn foreign_and_unobserved_objects_are_left_alone(scenario in scenario()) {
+        let plan = planned(&scenario);
+        for (identity_of, steps) in steps(&plan, &scenario) {
+            let member = scenario.seen.members[&identity_of].fresh().unwrap();
             for step in steps {
                 if step.action == Action::Create {
                     continue;
                 }
-                let standing = match &step.item {
+                let existing = match &step.item {
                     Item::Peer(name, _) => member.peers.as_ref().unwrap()[name].owner.clone(),
                     Item::Policy(name, _) => member.policies.as_ref().unwrap()[name].owner.clone(),
                     Item::Access(name, _) => member.accesses.as_ref().unwrap()[name].owner.clone(),
                     Item::Service(name, _) => member.services[name].managed.clone().unwrap(),
                     Item::Slice(name, _) => member.slices[name].managed.clone().unwrap(),
                 };
-                prop_assert_ne!(ours(&plan, &standing), Ownership::Foreign);
-                let Ownership::Mesh(id) = ours(&plan, &standing) else { continue };
+                prop_assert_ne!(ownership_of(&plan, &existing), Ownership::Foreign);
+                let Ownership::Mesh(id) = ownership_of(&plan, &existing) else { continue };
                 let mesh = &plan.meshes[id];
                 prop_assert!(!mesh.paused);
                 if step.action == Action::Delete && !mesh.deleting && matches!(step.item, Item::Peer(..)) {
-                    let source = standing.source_cluster.unwrap_or_default();
+                    let source = existing.source_cluster.unwrap_or_default();
                     let Some(source_identity) = mesh.identities.get(&source) else { continue };
-                    let entry = world.meshes.iter().find(|m| m.id == *id).unwrap();
+                    let entry = scenario.meshes.iter().find(|m| m.id == *id).unwrap();
                     let meshed = |name: &str| {
                         let cluster = entry.clusters.iter().find(|c| c.name == name).unwrap();
-                        let everywhere = world.meshes.iter().filter(|m| !m.deleting).flat_map(|m| &m.clusters);
+                        let everywhere = scenario.meshes.iter().filter(|m| !m.deleting).flat_map(|m| &m.clusters);
                         let tight = everywhere
                             .filter(|c| c.identity == cluster.identity)
                             .any(|c| c.profile != Profile::ClusterMeshed);
                         !tight && !mesh.clusters[name].accepted.is_empty()
                     };
                     let target = mesh.identities.iter().find(|(_, i)| **i == identity_of).unwrap().0.clone();
-                    // Where nothing enforces a policy, the Peers of a quarantined member go, seen or not.
-                    let entries = world.meshes.iter().filter(|m| !m.deleting).flat_map(|m| &m.clusters);
+                    // In targets that do not enforce policies, the Peers of a quarantined member are deleted even if it is not
+                    // observed.
+                    let entries = scenario.meshes.iter().filter(|m| !m.deleting).flat_map(|m| &m.clusters);
                     if entries.into_iter().any(|c| c.quarantine && c.identity == *source_identity) {
                         continue;
                     }
                     if meshed(&source) && meshed(&target) && source != target {
-                        let observed = world.seen.members[source_identity].fresh().is_some();
-                        prop_assert!(observed, "{step:?} follows from nothing that was seen");
+                        let observed = scenario.seen.members[source_identity].fresh().is_some();
+                        prop_assert!(observed, "{step:?} does not follow from an observation");
                     }
                 }
             }
@@ -306,15 +308,15 @@ proptest! {
     }
 
     #[test]
-    fn no_peer_carries_an_endpoint_that_can_be_none_or_lies_in_the_target(world in world()) {
-        let plan = planned(&world);
-        for mesh in &world.meshes {
+    fn planned_endpoint_is_usable_and_outside_the_target(scenario in scenario()) {
+        let plan = planned(&scenario);
+        for mesh in &scenario.meshes {
             let planned = &plan.meshes[&mesh.id];
-            for (target, held) in &planned.targets {
-                for peer in held.peers.values() {
-                    let standing = world.seen.members[&planned.identities[target]].last().and_then(|m| m.peers.as_ref());
-                    if planned.clusters[&peer.source].held.contains_key(&peer.node) && standing.is_some() {
-                        // It is as it was.
+            for (target, target_plan) in &planned.targets {
+                for peer in target_plan.peers.values() {
+                    let existing = scenario.seen.members[&planned.identities[target]].last().and_then(|m| m.peers.as_ref());
+                    if planned.clusters[&peer.source].held.contains_key(&peer.node) && existing.is_some() {
+                        // A held Peer is unchanged.
                         continue;
                     }
                     let first = match &peer.spec.endpoint {
@@ -329,7 +331,7 @@ proptest! {
                     prop_assert!(candidates.is_empty() || candidates.first() == first.as_ref(), "{:?}", peer);
                     let entry = mesh.clusters.iter().find(|c| c.name == peer.source).unwrap();
                     for endpoint in candidates.iter().copied().chain(first) {
-                        prop_assert!(can_be_dialled(endpoint), "{endpoint} of {peer:?}");
+                        prop_assert!(can_be_endpoint(endpoint), "{endpoint} of {peer:?}");
                         let inside = planned.clusters[target].accepted.iter().any(|net| net.contains(&endpoint.ip()));
                         prop_assert!(!inside || entry.endpoint_networks.iter().any(|net| net.contains(&endpoint.ip())));
                     }
@@ -339,7 +341,7 @@ proptest! {
     }
 }
 
-fn can_be_dialled(endpoint: SocketAddr) -> bool {
+fn can_be_endpoint(endpoint: SocketAddr) -> bool {
     let special = match endpoint.ip().to_canonical() {
         IpAddr::V4(v4) => v4.is_link_local() || v4.is_broadcast(),
         IpAddr::V6(v6) => v6.is_unicast_link_local(),
@@ -348,14 +350,14 @@ fn can_be_dialled(endpoint: SocketAddr) -> bool {
     endpoint.port() != 0 && !special && !ip.is_loopback() && !ip.is_multicast() && !ip.is_unspecified()
 }
 
-/// What the properties are about, as far as a plan shows it.
-fn cases(world: &World, plan: &Plan) -> BTreeSet<&'static str> {
+/// The cases that a scenario covers, of those that matter for the properties.
+fn reached_cases(scenario: &Scenario, plan: &Plan) -> BTreeSet<&'static str> {
     let mut cases = BTreeSet::new();
     for mesh in plan.meshes.values().filter(|mesh| !mesh.paused) {
         let peers = || mesh.targets.values().flat_map(|target| target.peers.values());
         let reports = || mesh.clusters.values();
-        let entries = world.meshes.iter().flat_map(|mesh| &mesh.clusters);
-        let told = |is: fn(&Fact) -> bool| mesh.facts.iter().any(is);
+        let entries = scenario.meshes.iter().flat_map(|mesh| &mesh.clusters);
+        let has_fact = |is: fn(&Fact) -> bool| mesh.facts.iter().any(is);
         let reached = [
             ("a Peer", peers().next().is_some()),
             (
@@ -369,7 +371,7 @@ fn cases(world: &World, plan: &Plan) -> BTreeSet<&'static str> {
             ("several candidates", peers().any(|peer| peer.spec.candidates.len() > 1)),
             ("a skipped node", reports().any(|report| !report.skipped.is_empty())),
             (
-                "a skipped node beside a Peer",
+                "a skipped node next to a Peer",
                 reports().any(|report| !report.skipped.is_empty() && report.registered > 0),
             ),
             ("a held node", reports().any(|report| !report.held.is_empty())),
@@ -385,11 +387,11 @@ fn cases(world: &World, plan: &Plan) -> BTreeSet<&'static str> {
             ),
             (
                 "a quarantine",
-                told(|fact| matches!(fact, Fact::Quarantined { .. })) && peers().next().is_some(),
+                has_fact(|fact| matches!(fact, Fact::Quarantined { .. })) && peers().next().is_some(),
             ),
             (
                 "a shared address",
-                told(|fact| matches!(fact, Fact::AddressShared { .. })),
+                has_fact(|fact| matches!(fact, Fact::AddressShared { .. })),
             ),
             (
                 "a mirrored Service",
@@ -397,7 +399,7 @@ fn cases(world: &World, plan: &Plan) -> BTreeSet<&'static str> {
             ),
             (
                 "networks that overlap",
-                told(|fact| matches!(fact, Fact::NetworksOverlap { .. })),
+                has_fact(|fact| matches!(fact, Fact::NetworksOverlap { .. })),
             ),
         ];
         cases.extend(
@@ -411,15 +413,15 @@ fn cases(world: &World, plan: &Plan) -> BTreeSet<&'static str> {
 }
 
 #[test]
-fn generated_worlds_reach_the_cases_that_count() {
-    const WORLDS: usize = 256;
+fn generated_scenarios_cover_the_required_cases() {
+    const SCENARIOS: usize = 256;
     let minima = [
         ("a Peer", 130),
         ("Peers of three members", 20),
         ("a SandboxAccess", 10),
         ("several candidates", 80),
         ("a skipped node", 120),
-        ("a skipped node beside a Peer", 80),
+        ("a skipped node next to a Peer", 80),
         ("a held node", 16),
         ("an anchor", 60),
         ("a remembered anchor", 30),
@@ -430,9 +432,9 @@ fn generated_worlds_reach_the_cases_that_count() {
     ];
     let mut runner = TestRunner::deterministic();
     let mut reached: BTreeMap<&str, usize> = minima.iter().map(|(case, _)| (*case, 0)).collect();
-    for _ in 0..WORLDS {
-        let world = world().new_tree(&mut runner).unwrap().current();
-        for case in cases(&world, &planned(&world)) {
+    for _ in 0..SCENARIOS {
+        let scenario = scenario().new_tree(&mut runner).unwrap().current();
+        for case in reached_cases(&scenario, &planned(&scenario)) {
             *reached.entry(case).or_default() += 1;
         }
     }
@@ -442,6 +444,6 @@ fn generated_worlds_reach_the_cases_that_count() {
         .collect();
     assert!(
         missed.is_empty(),
-        "of {WORLDS} worlds {reached:?}: fewer than {missed:?}"
+        "of {SCENARIOS} worlds {reached:?}: fewer than {missed:?}"
     );
 }

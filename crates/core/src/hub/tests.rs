@@ -14,7 +14,7 @@ fn secret(namespace: &str) -> ClusterIdentity {
     }
 }
 
-/// A hub with 10.1.0.0/16 and a member with 100.80.1.0/24.
+/// A mesh of the hub with 10.1.0.0/16 and a member with 100.80.1.0/24.
 fn mesh(namespace: &str, profile: Profile) -> Mesh {
     Mesh {
         id: MeshId {
@@ -47,7 +47,7 @@ fn allowed(mut mesh: Mesh, entry: usize, networks: &[&str]) -> Mesh {
     mesh
 }
 
-/// `--hub-namespace` each, with `--hub-network=10.1.0.0/16`.
+/// The rights for these values of `--hub-namespace`, with `--hub-network=10.1.0.0/16`.
 fn hub(flags: &[&str]) -> HubNamespaces {
     rights(flags, &[], &["10.1.0.0/16"])
 }
@@ -68,7 +68,7 @@ fn message(hub: &HubNamespaces, mesh: &Mesh) -> String {
 }
 
 #[test]
-fn local_is_allowed_in_the_controllers_own_namespace_unless_the_flags_name_others() {
+fn local_entry_needs_own_namespace_or_a_flag() {
     let word = |flags: &[&str], namespace| reason(&hub(flags), &mesh(namespace, Profile::ClusterMeshed));
     assert_eq!(word(&[], "own"), None);
     assert_eq!(word(&[], "other"), Some("LocalNotAllowed"));
@@ -78,7 +78,7 @@ fn local_is_allowed_in_the_controllers_own_namespace_unless_the_flags_name_other
 }
 
 #[test]
-fn a_namespace_with_a_bound_takes_no_wider_member() {
+fn restricted_namespace_refuses_less_restrictive_profile() {
     let word = |flags: &[&str], profile| reason(&hub(flags), &mesh("t", profile));
     let t = "t=sandbox,100.80.0.0/16";
     assert_eq!(word(&[t], Profile::ClusterMeshed), Some("ProfileNotAllowed"));
@@ -86,7 +86,7 @@ fn a_namespace_with_a_bound_takes_no_wider_member() {
     assert_eq!(word(&[t], Profile::Standard), None);
     let standard = "t=standard,100.80.0.0/16";
     assert_eq!(word(&["*", standard], Profile::Sandbox), Some("ProfileNotAllowed"));
-    // Named twice: the tighter profile, and the networks of both.
+    // A namespace with two flags has the more restrictive profile, and the networks of both.
     assert_eq!(word(&[standard, t], Profile::Sandbox), Some("ProfileNotAllowed"));
     let both = hub(&["t=sandbox,100.81.0.0/16", t]);
     assert_eq!(reason(&both, &mesh("t", Profile::Sandbox)), None);
@@ -104,7 +104,7 @@ fn confined_mesh_outside_the_listed_networks_is_refused() {
         Some("NetworksNotAllowed")
     );
     assert_eq!(word(&wide(&["100.80.0.0/15"])), Some("NetworksNotAllowed"));
-    // Half of it is listed.
+    // Only a part of this network is listed.
     assert_eq!(word(&wide(&["fd00::/16"])), Some("NetworksNotAllowed"));
     assert_eq!(word(&hub_side(&["10.1.2.0/24"])), None);
     assert_eq!(
@@ -133,7 +133,7 @@ fn confined_mesh_outside_the_listed_networks_is_refused() {
         "allowedNetworks of entry \"hub\" has 10.1.0.0/16, and no network is listed for it. Meshes of namespace t use listed \
          networks only: change the entry, or have the operator of the hub start the controller with --hub-network=CIDR,..."
     );
-    // A list that is too wide by mistake gives no member the hub's own networks.
+    // A list that is too wide by mistake does not allow members to use networks of the hub.
     let careless = hub(&["t=sandbox,0.0.0.0/0"]);
     assert_eq!(reason(&careless, &wide(&["100.80.16.0/20"])), None);
     let taking = message(&careless, &wide(&["10.1.3.0/24"]));
@@ -142,7 +142,7 @@ fn confined_mesh_outside_the_listed_networks_is_refused() {
         "{taking}"
     );
     assert_eq!(reason(&careless, &wide(&["10.0.0.0/8"])), Some("NetworksNotAllowed"));
-    // With a list, a namespace of any profile is bound to it; without one, cluster-meshed is not.
+    // A list of networks applies with every profile. A cluster-meshed namespace without a list may use any network.
     let meshed = |flag: &str| {
         reason(
             &hub(&[flag]),
@@ -165,10 +165,10 @@ fn confined_mesh_cannot_close_the_hub_to_other_meshes() {
         let mut closing = mesh("t", Profile::Sandbox);
         change(&mut closing.clusters[0]);
         assert_eq!(reason(&listed, &closing), Some("ProfileNotAllowed"));
-        // Who may use the whole hub may close it too.
+        // Meshes of a namespace without a list of networks may close the hub.
         closing.id.namespace = "own".into();
         assert_eq!(reason(&hub(&[]), &closing), None);
-        // Nor does it while it is refused.
+        // A refused mesh does not close the hub either.
         for hub in [&listed, &hub(&[])] {
             closing.id.namespace = "t".into();
             hub.confine(&mut closing);
@@ -176,14 +176,14 @@ fn confined_mesh_cannot_close_the_hub_to_other_meshes() {
             assert_eq!((local.profile, local.quarantine), (Profile::ClusterMeshed, false));
         }
     }
-    // Its own members it may close.
+    // A mesh may quarantine its own members.
     let mut own = mesh("t", Profile::Sandbox);
     own.clusters[1].quarantine = true;
     assert_eq!(reason(&listed, &own), None);
 }
 
 #[test]
-fn mesh_without_local_is_bound_to_the_rights_of_its_namespace() {
+fn mesh_without_local_entry_obeys_namespace_rights() {
     let of = |hub: &HubNamespaces, namespace, profile| reason(hub, &without_local(namespace, profile));
     let default = hub(&[]);
     assert_eq!(of(&default, "own", Profile::ClusterMeshed), None);
@@ -206,13 +206,13 @@ fn mesh_without_local_is_bound_to_the_rights_of_its_namespace() {
     let wide = allowed(without_local("t", Profile::ClusterMeshed), 0, &["10.9.0.0/16"]);
     let why = message(&members, &wide);
     assert!(why.ends_with("--member-namespace=t,CIDR,..."), "{why}");
-    // It takes nothing from the namespace that the hub's rights are for.
+    // `--member-namespace` does not change the rights of the controller's own namespace.
     assert_eq!(of(&members, "own", Profile::ClusterMeshed), None);
     assert_eq!(reason(&members, &mesh("own", Profile::ClusterMeshed)), None);
 }
 
 #[test]
-fn status_of_a_confined_mesh_claims_nothing_outside_the_list() {
+fn status_of_confined_mesh_claims_only_listed_networks() {
     let nets = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<Vec<IpNet>>();
     let mut mesh = mesh("t", Profile::Sandbox);
     mesh.accepted = BTreeMap::from([
@@ -240,7 +240,7 @@ fn status_of_a_confined_mesh_claims_nothing_outside_the_list() {
 }
 
 #[test]
-fn a_namespace_with_a_bound_is_confined_to_services_of_its_own() {
+fn restricted_namespace_grants_only_its_own_services() {
     let confined = |flags: &[&str], namespace: &str| {
         let mut mesh = mesh(namespace, Profile::Sandbox);
         hub(flags).confine(&mut mesh);
@@ -253,7 +253,7 @@ fn a_namespace_with_a_bound_is_confined_to_services_of_its_own() {
 }
 
 #[test]
-fn a_flag_that_says_nothing_is_refused() {
+fn malformed_namespace_flag_is_refused() {
     let hub = |text: &str| text.parse::<HubNamespace>().unwrap_err();
     assert_eq!(hub("=sandbox"), FlagError::NoNamespace("=sandbox".into()));
     assert_eq!(hub("a,10.0.0.0/8"), FlagError::NoNamespace("a,10.0.0.0/8".into()));
@@ -265,7 +265,7 @@ fn a_flag_that_says_nothing_is_refused() {
     assert_eq!(members("a"), FlagError::NoNetworks("a".into()));
     assert_eq!(members(",10.0.0.0/8"), FlagError::NoNetworks(",10.0.0.0/8".into()));
     assert_eq!(members("a,x"), FlagError::Network("x".into()));
-    // Host bits go, as everywhere.
+    // Host bits are cleared.
     let network = "10.1.2.3/16".parse::<HubNetwork>().unwrap();
     assert_eq!(network, HubNetwork("10.1.0.0/16".parse().unwrap()));
 }

@@ -1,5 +1,6 @@
-//! What the plan must be, by example; the rules over hostile input are in `tests/properties.rs`.
-//! This file holds the two clusters they start from.
+//! Tests the planner by examples; `tests/properties.rs` tests its rules with generated input.
+//!
+//! This file has the shared fixture: a mesh of two clusters, and helpers that plan it and write the plan.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -172,7 +173,7 @@ fn edit(seen: &mut Observations, identity: &ClusterIdentity, change: impl FnOnce
     }
 }
 
-fn run(mesh: &Mesh, seen: &Observations) -> (Plan, MeshPlan) {
+fn plan_mesh(mesh: &Mesh, seen: &Observations) -> (Plan, MeshPlan) {
     let plan = plan(std::slice::from_ref(mesh), seen, &Settings::default(), &Plain);
     let of_mesh = plan.meshes[&mesh.id].clone();
     (plan, of_mesh)
@@ -182,7 +183,7 @@ fn allowed<'a>(plan: &'a MeshPlan, target: &str, peer: &str) -> &'a BTreeSet<IpN
     &plan.targets[target].peers[peer].spec.allowed_ips
 }
 
-/// Writes the steps as an API server would hold them.
+/// Applies the steps to the observed state of a member, as its API server would.
 fn apply(member: &mut Member, steps: &[Step]) {
     for step in steps {
         let owner = step.owner.clone();
@@ -244,8 +245,8 @@ fn apply(member: &mut Member, steps: &[Step]) {
     }
 }
 
-fn settle(mesh: &Mesh, seen: &mut Observations) {
-    let (plan, _) = run(mesh, seen);
+fn write_plan(mesh: &Mesh, seen: &mut Observations) {
+    let (plan, _) = plan_mesh(mesh, seen);
     for (identity, observation) in &mut seen.members {
         if let Observation::Fresh(member) = observation {
             let steps = diff(&plan, identity, member);
@@ -254,9 +255,9 @@ fn settle(mesh: &Mesh, seen: &mut Observations) {
     }
 }
 
-/// Writes into the entries what the status says of anchored networks.
-fn remember(mesh: &mut Mesh, seen: &Observations) {
-    let (_, of_mesh) = run(mesh, seen);
+/// Stores the anchored networks of the plan in the mesh, as the controller does through the status.
+fn store_anchors(mesh: &mut Mesh, seen: &Observations) {
+    let (_, of_mesh) = plan_mesh(mesh, seen);
     for cluster in &mut mesh.clusters {
         cluster.carriers = of_mesh.clusters[&cluster.name].anchored.clone();
     }

@@ -1,5 +1,6 @@
-//! Who owns a sandbox's API server claims what others have: keys, addresses, prefixes, the API server's own, a cluster's UID,
-//! ten thousand Nodes. What the others hold stays as it stood, and what of the sandbox they hold stays within its entry.
+//! Property tests for a hostile administrator of a sandbox, whose Nodes claim keys, addresses and prefixes of others, another
+//! cluster's UID, or number ten thousand. Objects for other members do not change, and the sandbox's own objects stay within its
+//! entry.
 
 use std::net::IpAddr;
 
@@ -13,14 +14,14 @@ use ipnet::IpNet;
 use proptest::{collection, option, prelude::*, sample::select};
 
 use crate::{
-    sandbox::{sandboxed, settled},
-    world::{World, applied, identity, planned},
+    sandbox::{sandboxed, state_without},
+    scenario::{Scenario, apply_plan, identity, planned},
 };
 
-/// One Node of the attacker's, made of what others have.
+/// A Node of the attacker, built from the values of other members.
 #[derive(Debug, Clone)]
 struct Forged {
-    /// Of whose Nodes' keys, and which.
+    /// Which key of the list it copies.
     key: prop::sample::Index,
     wireguard: IpAddr,
     pods: Option<IpNet>,
@@ -77,10 +78,10 @@ impl Forged {
     }
 }
 
-/// The hub and `c1` are in order and hold what one plan after another wrote; the sandbox has no Node yet.
-fn standing() -> impl Strategy<Value = World> {
-    sandboxed().prop_map(|mut world| {
-        for mesh in &mut world.meshes {
+/// A scenario in which the hub and `c1` are valid, several plans were written, and the sandbox has no usable Node yet.
+fn healthy() -> impl Strategy<Value = Scenario> {
+    sandboxed().prop_map(|mut scenario| {
+        for mesh in &mut scenario.meshes {
             (mesh.paused, mesh.deleting) = (false, false);
             mesh.clusters[1].allowed.push("100.66.3.0/24".parse().unwrap());
             for cluster in &mut mesh.clusters[..2] {
@@ -90,7 +91,7 @@ fn standing() -> impl Strategy<Value = World> {
                 cluster.max_nodes = 5000;
             }
         }
-        let hub = world.seen.members[&identity(0)].last().unwrap().clone();
+        let hub = scenario.seen.members[&identity(0)].last().unwrap().clone();
         for n in [0u8, 1] {
             let mut member = hub.clone();
             member.nodes.retain(|name, _| name == "good");
@@ -105,7 +106,7 @@ fn standing() -> impl Strategy<Value = World> {
                 node.public_key = Claim::Valid(PublicKey::new([60; 32]));
             }
             member.uid = Some(format!("uid-{n}"));
-            world
+            scenario
                 .seen
                 .members
                 .insert(identity(n.into()), Observation::Fresh(member));
@@ -117,36 +118,39 @@ fn standing() -> impl Strategy<Value = World> {
             nodes: [("a".to_owned(), Node::default())].into(),
             ..Member::default()
         };
-        world.seen.members.insert(identity(2), Observation::Fresh(quiet));
-        (0..4).fold(world, |world, _| applied(&world))
+        scenario.seen.members.insert(identity(2), Observation::Fresh(quiet));
+        (0..4).fold(scenario, |scenario, _| apply_plan(&scenario))
     })
 }
 
-fn sandbox(world: &mut World) -> &mut Member {
-    match world.seen.members.get_mut(&identity(2)) {
+fn sandbox(scenario: &mut Scenario) -> &mut Member {
+    match scenario.seen.members.get_mut(&identity(2)) {
         Some(Observation::Fresh(member)) => member,
         other => panic!("{other:?}"),
     }
 }
 
-/// What others than the sandbox hold of others than the sandbox, in all meshes.
-fn others(plan: &Plan) -> Vec<String> {
-    plan.meshes.values().flat_map(|mesh| settled(mesh, "c2")).collect()
+/// The plans of all meshes as text, without the sandbox `c2`.
+fn state_without_sandbox(plan: &Plan) -> Vec<String> {
+    plan.meshes
+        .values()
+        .flat_map(|mesh| state_without(mesh, "c2"))
+        .collect()
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn whatever_a_sandbox_claims_of_others_they_keep_it(
-        world in standing(),
+    fn sandbox_cannot_take_anything_from_others(
+        scenario in healthy(),
         nodes in collection::vec(forged(), 1..6),
         uid in select(&["uid-0", "uid-1", "uid-2"][..]),
     ) {
-        let before = others(&planned(&world));
-        // Those of the two members that are in order, and one of its own.
+        let before = state_without_sandbox(&planned(&scenario));
+        // The keys of the two other members' nodes, and one of its own.
         let keys = [PublicKey::new([50; 32]), PublicKey::new([60; 32]), PublicKey::new([200; 32])];
-        let mut attacked = world;
+        let mut attacked = scenario;
         let member = sandbox(&mut attacked);
         member.uid = Some(uid.to_owned());
         for (n, forged) in nodes.into_iter().enumerate() {
@@ -154,7 +158,7 @@ proptest! {
         }
         for _ in 0..3 {
             let plan = planned(&attacked);
-            prop_assert_eq!(&others(&plan), &before);
+            prop_assert_eq!(&state_without_sandbox(&plan), &before);
             for mesh in plan.meshes.values() {
                 for (name, target) in mesh.targets.iter().filter(|(name, _)| *name != "c2") {
                     prop_assert!(target.peers.values().all(|peer| peer.source != "c2"));
@@ -166,15 +170,15 @@ proptest! {
                     }
                 }
             }
-            // And again with what that made of the world.
-            attacked = applied(&attacked);
+            // Repeat with the state after this plan was written.
+            attacked = apply_plan(&attacked);
         }
     }
 
     #[test]
-    fn no_uid_that_a_member_says_it_has_moves_a_plan(world in standing(), n in 0usize..3, uid in option::of("uid-[0-3]")) {
-        let before = planned(&world);
-        let mut other = world;
+    fn cluster_uid_of_a_member_does_not_change_the_plan(scenario in healthy(), n in 0usize..3, uid in option::of("uid-[0-3]")) {
+        let before = planned(&scenario);
+        let mut other = scenario;
         if let Some(Observation::Fresh(member)) = other.seen.members.get_mut(&identity(n)) {
             member.uid = uid;
         }
@@ -183,19 +187,19 @@ proptest! {
 }
 
 #[test]
-fn ten_thousand_nodes_of_a_sandbox_cost_what_its_entry_bounds_and_nobody_else() {
+fn ten_thousand_sandbox_nodes_do_not_affect_others() {
     use proptest::{strategy::ValueTree, test_runner::TestRunner};
-    // One mesh of those worlds; which one does not matter.
-    let mut world = standing().new_tree(&mut TestRunner::deterministic()).unwrap().current();
-    world.meshes.truncate(1);
-    for mesh in &mut world.meshes {
+    // A single mesh is enough, whichever it is.
+    let mut scenario = healthy().new_tree(&mut TestRunner::deterministic()).unwrap().current();
+    scenario.meshes.truncate(1);
+    for mesh in &mut scenario.meshes {
         mesh.clusters[2].allowed = vec!["100.70.0.0/16".parse().unwrap()];
         mesh.accepted.clear();
         assert_eq!(mesh.clusters[2].profile, Profile::Sandbox);
     }
-    let world = applied(&world);
-    let before = others(&planned(&world));
-    let mut attacked = world.clone();
+    let scenario = apply_plan(&scenario);
+    let before = state_without_sandbox(&planned(&scenario));
+    let mut attacked = scenario.clone();
     let member = sandbox(&mut attacked);
     for n in 0u32..10_000 {
         let mut key = [7; 32];
@@ -211,12 +215,12 @@ fn ten_thousand_nodes_of_a_sandbox_cost_what_its_entry_bounds_and_nobody_else() 
         member.nodes.insert(format!("n{n:05}"), node);
     }
     let plan = planned(&attacked);
-    assert_eq!(others(&plan), before);
+    assert_eq!(state_without_sandbox(&plan), before);
     let mesh = plan.meshes.values().next().unwrap();
     let mut held = mesh.targets["c0"].accesses.values();
     let held = held.find(|access| access.source == "c2").unwrap().spec.nodes.len();
     let skipped = &mesh.clusters["c2"].skipped;
     let many = skipped.iter().filter(|skipped| skipped.reason == Reason::TooManyNodes);
-    // 5,000 Nodes are looked at, the oldest: "a", which says nothing, is among them.
+    // Only the oldest 5,000 Nodes are used. One of them is "a", which publishes nothing.
     assert_eq!((held, many.count()), (4_999, 5_001));
 }

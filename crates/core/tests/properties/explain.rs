@@ -1,5 +1,5 @@
-//! What `explain` answers against the objects that are planned: the packet's way is followed here a second time, by whoever
-//! reads Peers, policies and EndpointSlices and knows no rule of the planner.
+//! Property tests for `explain`: its answers agree with a second, independent evaluation that only reads the planned Peers, policies
+//! and SandboxAccesses and knows no rule of the planner.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,11 +20,11 @@ use proptest::{option, prelude::*, sample::select};
 
 use crate::{
     sandbox::sandboxed,
-    world::{Plain, World, identity, ip, planned, world},
+    scenario::{Plain, Scenario, identity, ip, planned, scenario},
 };
 
-/// What one member should hold, by every mesh, with whom each source's name there means.
-fn held<'p>(
+/// The plans of all meshes for one cluster, each with a function that resolves the names of sources in that mesh.
+fn target_plans<'p>(
     plan: &'p Plan,
     cluster: &'p ClusterIdentity,
 ) -> impl Iterator<Item = (&'p TargetPlan, impl Fn(&str) -> Option<&'p ClusterIdentity>)> {
@@ -34,23 +34,23 @@ fn held<'p>(
     })
 }
 
-/// Nodes whose Peers in `holder` carry an address of `source`.
-fn carriers(
-    world: &World,
+/// The nodes of `source` whose planned Peers in `holder` contain an address.
+fn nodes_with_address(
+    scenario: &Scenario,
     plan: &Plan,
     holder: &ClusterIdentity,
     source: &ClusterIdentity,
     address: IpAddr,
 ) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
-    if world.seen.members[holder]
+    if scenario.seen.members[holder]
         .last()
         .is_some_and(|member| member.peers.is_none())
     {
-        // What is planned there cannot be written.
+        // No Peer can be written there.
         return found;
     }
-    for (target, of) in held(plan, holder) {
+    for (target, of) in target_plans(plan, holder) {
         let peers = target.peers.values().filter(|peer| of(&peer.source) == Some(source));
         let carry = peers.filter(|peer| peer.spec.allowed_ips.iter().any(|net| net.contains(&address)));
         found.extend(carry.map(|peer| peer.node.clone()));
@@ -58,9 +58,9 @@ fn carriers(
     found
 }
 
-fn specs<'p>(plan: &'p Plan, holder: &'p ClusterIdentity, source: &ClusterIdentity) -> Vec<&'p PolicySpec> {
+fn planned_policies<'p>(plan: &'p Plan, holder: &'p ClusterIdentity, source: &ClusterIdentity) -> Vec<&'p PolicySpec> {
     let mut found = Vec::new();
-    for (target, of) in held(plan, holder) {
+    for (target, of) in target_plans(plan, holder) {
         let policies = target
             .policies
             .values()
@@ -82,11 +82,17 @@ fn addresses(member: &Member) -> BTreeSet<IpAddr> {
         .collect()
 }
 
-/// Whether a sandbox reaches the port through a gateway: a SandboxAccess grants it, and a Peer carries the gateway's address as soon
-/// as that stands.
-fn enters(plan: &Plan, member: &Member, from: &Source, to: &Destination, port: (Protocol, u16)) -> bool {
+/// Whether a sandbox reaches the port through a gateway: a planned SandboxAccess grants it, and a Peer contains the gateway's
+/// address, if the SandboxAccess exists already.
+fn enters_through_gateway(
+    plan: &Plan,
+    member: &Member,
+    from: &Source,
+    to: &Destination,
+    port: (Protocol, u16),
+) -> bool {
     let accesses = || {
-        held(plan, &to.cluster).flat_map(|(target, of)| {
+        target_plans(plan, &to.cluster).flat_map(|(target, of)| {
             let of_source = target
                 .accesses
                 .values()
@@ -95,10 +101,10 @@ fn enters(plan: &Plan, member: &Member, from: &Source, to: &Destination, port: (
         })
     };
     let stands = accesses().any(|planned| {
-        let mut standing = member.accesses.iter().flat_map(|standing| standing.values());
-        standing.any(|access| access.spec.as_ref().is_ok_and(|spec| spec.id == planned.id))
+        let mut existing = member.accesses.iter().flat_map(|existing| existing.values());
+        existing.any(|access| access.spec.as_ref().is_ok_and(|spec| spec.id == planned.id))
     });
-    let peers = held(plan, &from.cluster).flat_map(|(target, _)| target.peers.values());
+    let peers = target_plans(plan, &from.cluster).flat_map(|(target, _)| target.peers.values());
     let carried = peers
         .into_iter()
         .any(|peer| peer.spec.allowed_ips.contains(&to.address.into()));
@@ -109,31 +115,31 @@ fn enters(plan: &Plan, member: &Member, from: &Source, to: &Destination, port: (
     here && accesses().any(|access| access.grants.contains_key(&port)) && (carried || !stands)
 }
 
-/// Whether a packet with one of these sources reaches its destination by what is planned.
-fn opens(
-    world: &World,
+/// Whether the planned objects admit a packet with one of these source addresses to its destination.
+fn is_open(
+    scenario: &Scenario,
     plan: &Plan,
     sources: &BTreeSet<IpAddr>,
     from: &Source,
     to: &Destination,
     port: (Protocol, u16),
 ) -> bool {
-    let nodes = carriers(world, plan, &from.cluster, &to.cluster, to.address);
-    let shut = specs(plan, &from.cluster, &to.cluster)
+    let nodes = nodes_with_address(scenario, plan, &from.cluster, &to.cluster, to.address);
+    let shut = planned_policies(plan, &from.cluster, &to.cluster)
         .into_iter()
         .any(|spec| spec.closed && spec.networks.iter().any(|net| net.contains(&to.address)));
-    let Some(member) = world.seen.members[&to.cluster].last() else {
+    let Some(member) = scenario.seen.members[&to.cluster].last() else {
         return false;
     };
     if nodes.is_empty() || shut {
-        return enters(plan, member, from, to, port);
+        return enters_through_gateway(plan, member, from, to, port);
     }
     sources.iter().any(|source| {
         if member.policies.is_none() {
             return true;
         }
         let of_source = |spec: &&PolicySpec| spec.sources.iter().any(|net| net.contains(source));
-        let specs: Vec<&PolicySpec> = specs(plan, &to.cluster, &from.cluster)
+        let specs: Vec<&PolicySpec> = planned_policies(plan, &to.cluster, &from.cluster)
             .into_iter()
             .filter(of_source)
             .collect();
@@ -147,12 +153,12 @@ fn opens(
         if any(&|spec| spec.closed) {
             return false;
         }
-        !tunnel_address(member, to.address) && any(&|spec| spec.allow.iter().any(|net| net.contains(&to.address)))
+        !is_tunnel_address(member, to.address) && any(&|spec| spec.allow.iter().any(|net| net.contains(&to.address)))
     })
 }
 
-/// A node's WireGuard address, and no address of its own: no port of the node is open there.
-fn tunnel_address(member: &Member, address: IpAddr) -> bool {
+/// Whether an address is the WireGuard address of a node and no InternalIP: no port of the node is open at it.
+fn is_tunnel_address(member: &Member, address: IpAddr) -> bool {
     let mut nodes = member.nodes.values();
     let wireguard = nodes.any(|node| node.wireguard_ip.value().is_some_and(|net| net.addr() == address));
     let mut nodes = member.nodes.values();
@@ -160,11 +166,11 @@ fn tunnel_address(member: &Member, address: IpAddr) -> bool {
     wireguard && !own
 }
 
-/// The addresses by which packets of `from` come in: its own where a Peer of its node has it, else its node's WireGuard
-/// address.
-fn arrivals(world: &World, plan: &Plan, from: &Source, to: &Destination) -> BTreeSet<IpAddr> {
+/// The source addresses with which packets of `from` arrive: its own if the Peer of its node contains it, else the WireGuard
+/// address of its node.
+fn arriving_sources(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination) -> BTreeSet<IpAddr> {
     let on_own = |address: &IpAddr| {
-        let nodes = carriers(world, plan, &to.cluster, &from.cluster, *address);
+        let nodes = nodes_with_address(scenario, plan, &to.cluster, &from.cluster, *address);
         from.node
             .as_ref()
             .map_or(!nodes.is_empty(), |node| nodes.contains(node))
@@ -172,7 +178,7 @@ fn arrivals(world: &World, plan: &Plan, from: &Source, to: &Destination) -> BTre
     if let Some(address) = from.address.filter(on_own) {
         return [address].into();
     }
-    let member = world.seen.members[&from.cluster].last();
+    let member = scenario.seen.members[&from.cluster].last();
     let node = from.node.as_ref().and_then(|node| member?.nodes.get(node));
     let wireguard = node.and_then(|node| node.wireguard_ip.value()).map(|net| net.addr());
     wireguard
@@ -181,13 +187,13 @@ fn arrivals(world: &World, plan: &Plan, from: &Source, to: &Destination) -> BTre
         .collect()
 }
 
-/// Where much is open: the hub and `c1` have a node each that is in order, an anchored network and an API server whose address
-/// is in the mesh; now and then somebody is quarantined, or has no CRD for policies.
-fn connected() -> impl Strategy<Value = World> {
+/// A scenario in which many connections are allowed: the hub and `c1` have a valid node, an anchored network, and an API server
+/// whose address is in the mesh. Sometimes a member is quarantined, or lacks the PeerPolicy CRD.
+fn connected() -> impl Strategy<Value = Scenario> {
     let closed = option::weighted(0.3, 0usize..3);
     (sandboxed(), closed, any::<bool>(), option::weighted(0.2, 0usize..2)).prop_map(
-        |(mut world, closed, standing, bare)| {
-            for mesh in &mut world.meshes {
+        |(mut scenario, closed, existing, bare)| {
+            for mesh in &mut scenario.meshes {
                 mesh.deleting = false;
                 for (cluster, more) in mesh.clusters.iter_mut().zip([["10.96.0.0/16"], ["100.66.3.0/24"]]) {
                     cluster.allowed.extend(more.map(|net| net.parse::<IpNet>().unwrap()));
@@ -198,7 +204,7 @@ fn connected() -> impl Strategy<Value = World> {
                 mesh.clusters[1].addressing = Addressing::Routed;
                 closed.into_iter().for_each(|n| mesh.clusters[n].quarantine = true);
             }
-            let hub = world.seen.members[&identity(0)].last().unwrap().clone();
+            let hub = scenario.seen.members[&identity(0)].last().unwrap().clone();
             for n in [0, 1] {
                 let mut member = hub.clone();
                 if n == 1 {
@@ -212,17 +218,17 @@ fn connected() -> impl Strategy<Value = World> {
                 (node.ready, node.server) = (true, Server::Agent);
                 member.api_endpoints = ["10.1.9.7:6443".parse().unwrap()].into();
                 member.policies = (bare != Some(n)).then(BTreeMap::new);
-                if !standing {
+                if !existing {
                     member.peers = Some(BTreeMap::new());
                 }
-                world.seen.members.insert(identity(n), Observation::Fresh(member));
+                scenario.seen.members.insert(identity(n), Observation::Fresh(member));
             }
-            world
+            scenario
         },
     )
 }
 
-const IN_ORDER: &[&str] = &[
+const GOOD_ADDRESSES: &[&str] = &[
     "10.1.9.7",
     "100.66.1.9",
     "100.66.2.9",
@@ -236,7 +242,7 @@ const PORTS: &[u16] = &[80, 443, 6443, 10250];
 
 fn question() -> impl Strategy<Value = (Source, Destination)> {
     let node = || option::of(select(&["a", "b", "c", "good"][..]).prop_map(str::to_owned));
-    let address = || prop_oneof![ip(), select(IN_ORDER).prop_map(|ip| ip.parse().unwrap())];
+    let address = || prop_oneof![ip(), select(GOOD_ADDRESSES).prop_map(|ip| ip.parse().unwrap())];
     let clusters = select(&[(0, 1), (1, 0), (2, 0), (2, 0), (2, 1), (0, 2)][..]);
     (clusters, node(), option::of(address()), address(), select(PORTS)).prop_map(|((a, b), node, source, to, port)| {
         let from = Source {
@@ -254,8 +260,8 @@ fn question() -> impl Strategy<Value = (Source, Destination)> {
     })
 }
 
-/// One that has a chance.
-fn likely() -> impl Strategy<Value = (Source, Destination)> {
+/// A question whose answer is often "allowed".
+fn likely_question() -> impl Strategy<Value = (Source, Destination)> {
     let to = select(&["10.1.9.7", "10.2.9.7", "100.66.1.9", "100.66.3.9", "10.96.0.1"][..]);
     let own = select(&[None, Some("10.1.9.5"), Some("10.2.9.5"), Some("172.16.0.1")][..]);
     (question(), select(&[(0, 1), (1, 0), (2, 0)][..]), own, to).prop_map(|((_, to), (a, b), own, address)| {
@@ -273,23 +279,24 @@ fn likely() -> impl Strategy<Value = (Source, Destination)> {
     })
 }
 
-fn asked(world: &World, plan: &Plan, from: &Source, to: &Destination) -> explain::Explanation {
-    let world = explain::ExplainInputs {
-        meshes: &world.meshes,
-        seen: &world.seen,
+fn explain_in(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination) -> explain::Explanation {
+    let scenario = explain::ExplainInputs {
+        meshes: &scenario.meshes,
+        seen: &scenario.seen,
         settings: &Settings::default(),
         naming: &Plain,
         plan,
     };
-    explain(&world, from, to)
+    explain(&scenario, from, to)
 }
 
-/// `from` rides on another node of its location, where kg serves both: which one is the planner's affair.
-fn led(world: &World, plan: &Plan, from: &Source, to: &Destination) -> bool {
+/// Whether the Peer of another node contains the address of `from`, because kg uses location granularity: which one is decided by
+/// the planner, so it is not checked here.
+fn is_led(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination) -> bool {
     let Some(address) = from.address else { return false };
-    let nodes = world.seen.members[&from.cluster].last().map(|member| &member.nodes);
+    let nodes = scenario.seen.members[&from.cluster].last().map(|member| &member.nodes);
     let located = nodes.is_some_and(|nodes| nodes.values().any(|node| node.granularity.is_some()));
-    let elsewhere = carriers(world, plan, &to.cluster, &from.cluster, address);
+    let elsewhere = nodes_with_address(scenario, plan, &to.cluster, &from.cluster, address);
     located && from.node.as_ref().is_some_and(|node| !elsewhere.contains(node))
 }
 
@@ -297,24 +304,24 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_explain_denies_no_planned_object_opens_and_what_it_allows_they_do(
-        world in prop_oneof![world(), sandboxed(), connected()],
-        questions in prop::collection::vec(prop_oneof![question(), likely()], 24),
+    fn explain_agrees_with_the_planned_objects(
+        scenario in prop_oneof![scenario(), sandboxed(), connected()],
+        questions in prop::collection::vec(prop_oneof![question(), likely_question()], 24),
     ) {
-        let plan = planned(&world);
+        let plan = planned(&scenario);
         for (from, to) in &questions {
-            let answer = asked(&world, &plan, from, to);
-            // Where the CRD is missing, no planned Peer is written.
-            let has_crd = |cluster| world.seen.members[cluster].last().is_none_or(|member| member.peers.is_some());
+            let answer = explain_in(&scenario, &plan, from, to);
+            // If the Peer CRD is missing, no planned Peer is written.
+            let has_crd = |cluster| scenario.seen.members[cluster].last().is_none_or(|member| member.peers.is_some());
             let opens = has_crd(&from.cluster)
                 && has_crd(&to.cluster)
-                && opens(&world, &plan, &arrivals(&world, &plan, from, to), from, to, to.port.unwrap());
+                && is_open(&scenario, &plan, &arriving_sources(&scenario, &plan, from, to), from, to, to.port.unwrap());
             match answer.verdict() {
-                Verdict::Allowed if led(&world, &plan, from, to) => {}
-                Verdict::Allowed => prop_assert!(opens, "nothing opens {from:?} -> {to:?}: {answer:?}"),
-                Verdict::Denied => prop_assert!(!opens, "open all the same: {from:?} -> {to:?}: {answer:?}"),
+                Verdict::Allowed if is_led(&scenario, &plan, from, to) => {}
+                Verdict::Allowed => prop_assert!(opens, "no object allows {from:?} -> {to:?}: {answer:?}"),
+                Verdict::Denied => prop_assert!(!opens, "the objects allow {from:?} -> {to:?}: {answer:?}"),
                 Verdict::Unknown => {
-                    let unseen = [&from.cluster, &to.cluster].iter().any(|c| world.seen.members[*c].last().is_none());
+                    let unseen = [&from.cluster, &to.cluster].iter().any(|c| scenario.seen.members[*c].last().is_none());
                     prop_assert!(unseen, "{answer:?}");
                 }
             }
@@ -322,16 +329,16 @@ proptest! {
     }
 
     #[test]
-    fn without_a_port_the_answer_is_that_of_some_port(
-        world in prop_oneof![world(), sandboxed(), connected()],
-        (from, to) in prop_oneof![question(), likely()],
+    fn explain_without_port_answers_for_the_best_port(
+        scenario in prop_oneof![scenario(), sandboxed(), connected()],
+        (from, to) in prop_oneof![question(), likely_question()],
     ) {
-        // Without a port ping counts, which a node's WireGuard address answers.
-        let tunnel = world.seen.members[&to.cluster].last().is_some_and(|member| tunnel_address(member, to.address));
+        // Without a port, ping counts as well, and a node's WireGuard address answers it.
+        let tunnel = scenario.seen.members[&to.cluster].last().is_some_and(|member| is_tunnel_address(member, to.address));
         prop_assume!(!tunnel);
-        let plan = planned(&world);
-        let any = asked(&world, &plan, &from, &Destination { port: None, ..to.clone() }).verdict();
-        let with = |port: u16| asked(&world, &plan, &from, &Destination { port: Some((Protocol::Tcp, port)), ..to.clone() }).verdict();
+        let plan = planned(&scenario);
+        let any = explain_in(&scenario, &plan, &from, &Destination { port: None, ..to.clone() }).verdict();
+        let with = |port: u16| explain_in(&scenario, &plan, &from, &Destination { port: Some((Protocol::Tcp, port)), ..to.clone() }).verdict();
         prop_assert_eq!(any, PORTS.iter().map(|port| with(*port)).min().unwrap());
     }
 }

@@ -1,4 +1,4 @@
-//! The same worlds with sandboxes in them: what a sandbox's own side, which is hostile throughout, may move.
+//! Property tests for sandboxes: how far the observed state of a sandbox, which is hostile, can affect the plan.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,11 +14,11 @@ use clustermesh_core::{
 use ipnet::IpNet;
 use proptest::prelude::*;
 
-use crate::world::{World, identity, member, of_gateways, planned, world};
+use crate::scenario::{Scenario, gateway_name, identity, member, planned, scenario};
 
-/// The profile that holds: the tightest of all meshes that are not being deleted.
-fn profile(world: &World, identity: &ClusterIdentity) -> Profile {
-    let meshes = world.meshes.iter().filter(|mesh| !mesh.deleting);
+/// The profile that applies: the most restrictive one of all meshes that are not being deleted.
+fn profile(scenario: &Scenario, identity: &ClusterIdentity) -> Profile {
+    let meshes = scenario.meshes.iter().filter(|mesh| !mesh.deleting);
     let entries = meshes.flat_map(|mesh| &mesh.clusters);
     let same = entries.filter(|cluster| cluster.identity == *identity);
     same.map(|cluster| cluster.profile).max().unwrap_or(Profile::Standard)
@@ -32,11 +32,11 @@ fn nets(list: &[&str]) -> Vec<IpNet> {
     list.iter().map(|net| net.parse().unwrap()).collect()
 }
 
-/// Where a sandbox is more than a rare accident: `c2` is one in every mesh, its entry and its grant toward `c0` are in order,
-/// and so are a node of each and the Service that is granted. Whatever else there is stays as wild as it was.
-pub(crate) fn sandboxed() -> impl Strategy<Value = World> {
-    (world(), member(0), member(2)).prop_map(|(mut world, hub, sandbox)| {
-        for mesh in &mut world.meshes {
+/// A scenario in which `c2` is a sandbox in every mesh. Its entry, its grant for a Service of `c0`, one node of each cluster and
+/// the granted Service are valid. Everything else is random.
+pub(crate) fn sandboxed() -> impl Strategy<Value = Scenario> {
+    (scenario(), member(0), member(2)).prop_map(|(mut scenario, hub, sandbox)| {
+        for mesh in &mut scenario.meshes {
             mesh.accepted.clear();
             mesh.clusters.iter_mut().for_each(|cluster| cluster.carriers.clear());
             mesh.clusters[2].profile = Profile::Sandbox;
@@ -81,7 +81,7 @@ pub(crate) fn sandboxed() -> impl Strategy<Value = World> {
                     applied: BTreeMap::new(),
                     refused: BTreeMap::new(),
                 };
-                member.gateways = [(of_gateways("good"), gateway)].into();
+                member.gateways = [(gateway_name("good"), gateway)].into();
             }
             let port = ServicePort {
                 name: "p".into(),
@@ -108,12 +108,12 @@ pub(crate) fn sandboxed() -> impl Strategy<Value = World> {
                 endpoints: vec![backend],
             };
             member.slices.insert(granted(), slice);
-            world
+            scenario
                 .seen
                 .members
                 .insert(identity(n.into()), Observation::Fresh(member));
         }
-        world
+        scenario
     })
 }
 
@@ -124,61 +124,63 @@ fn granted() -> ObjectName {
     }
 }
 
-/// What a plan says of everybody but the nodes of `sandbox`.
-pub(crate) fn settled(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
-    let mut said = Vec::new();
-    for (target, held) in mesh.targets.iter().filter(|(target, _)| *target != sandbox) {
-        let peers = held.peers.iter().filter(|(_, peer)| peer.source != sandbox);
-        said.extend(peers.map(|(name, peer)| format!("{target} {name} {peer:?}")));
-        said.extend(
-            held.policies
+/// The plan of one mesh as text, without the objects in `sandbox` and without its nodes.
+pub(crate) fn state_without(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
+    let mut state = Vec::new();
+    for (target, target_plan) in mesh.targets.iter().filter(|(target, _)| *target != sandbox) {
+        let peers = target_plan.peers.iter().filter(|(_, peer)| peer.source != sandbox);
+        state.extend(peers.map(|(name, peer)| format!("{target} {name} {peer:?}")));
+        state.extend(
+            target_plan
+                .policies
                 .iter()
                 .map(|(name, policy)| format!("{target} {name} {policy:?}")),
         );
-        // Its own nodes are a sandbox's to say.
-        let accesses = held.accesses.iter().map(|(name, access)| {
+        // A sandbox may change its own nodes.
+        let accesses = target_plan.accesses.iter().map(|(name, access)| {
             let nodes = (access.source != sandbox).then_some(&access.spec.nodes);
             format!(
                 "{target} {name} {:?} {:?} {nodes:?}",
                 access.spec.networks, access.spec.grants
             )
         });
-        said.extend(accesses);
-        said.extend(
-            held.services
+        state.extend(accesses);
+        state.extend(
+            target_plan
+                .services
                 .iter()
                 .map(|(name, service)| format!("{target} {name} {service:?}")),
         );
     }
     let egress = mesh.egress.iter().filter(|grant| grant.cluster != sandbox);
-    said.extend(egress.map(|grant| format!("{grant:?}")));
-    said
+    state.extend(egress.map(|grant| format!("{grant:?}")));
+    state
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_target_holds_no_peer_of_a_sandbox_and_lets_its_own_addresses_in_alone(
-        world in prop_oneof![world(), sandboxed()],
+    fn target_has_no_sandbox_peer_and_only_its_own_addresses(
+        scenario in prop_oneof![scenario(), sandboxed()],
     ) {
-        let plan = planned(&world);
+        let plan = planned(&scenario);
         for mesh in plan.meshes.values() {
             for (name, target) in &mesh.targets {
-                let of = profile(&world, &mesh.identities[name]);
+                let of = profile(&scenario, &mesh.identities[name]);
                 for peer in target.peers.values() {
-                    prop_assert_ne!(profile(&world, &mesh.identities[&peer.source]), Profile::Sandbox);
+                    prop_assert_ne!(profile(&scenario, &mesh.identities[&peer.source]), Profile::Sandbox);
                     prop_assert!(of != Profile::Standard);
                 }
                 for policy in target.policies.values() {
                     let PolicySpec { sources, networks, allow, closed, .. } = &policy.spec;
-                    if profile(&world, &mesh.identities[&policy.source]) == Profile::Sandbox {
+                    if profile(&scenario, &mesh.identities[&policy.source]) == Profile::Sandbox {
                         prop_assert!(*closed && allow.is_empty() && sources == networks);
                     }
                 }
                 for access in target.accesses.values() {
-                    // Two sandboxes never meet.
-                    prop_assert_eq!((of, profile(&world, &mesh.identities[&access.source])), (Profile::ClusterMeshed, Profile::Sandbox));
+                    // Two sandboxes are never connected.
+                    prop_assert_eq!((of, profile(&scenario, &mesh.identities[&access.source])), (Profile::ClusterMeshed, Profile::Sandbox));
                     let accepted = &mesh.clusters[&access.source].accepted;
                     let addresses = access.spec.nodes.values().flat_map(|node| &node.addresses);
                     for address in addresses {
@@ -190,12 +192,12 @@ proptest! {
     }
 
     #[test]
-    fn in_a_sandbox_stand_gateways_alone(world in prop_oneof![world(), sandboxed()]) {
-        let plan = planned(&world);
+    fn sandbox_has_only_gateway_peers(scenario in prop_oneof![scenario(), sandboxed()]) {
+        let plan = planned(&scenario);
         for mesh in plan.meshes.values() {
-            for (_, target) in mesh.targets.iter().filter(|(name, _)| profile(&world, &mesh.identities[*name]) == Profile::Sandbox) {
+            for (_, target) in mesh.targets.iter().filter(|(name, _)| profile(&scenario, &mesh.identities[*name]) == Profile::Sandbox) {
                 for peer in target.peers.values() {
-                    let of = world.seen.members[&mesh.identities[&peer.source]].last().unwrap();
+                    let of = scenario.seen.members[&mesh.identities[&peer.source]].last().unwrap();
                     let gateway = of.gateways.values().find(|gateway| gateway.public_key == peer.spec.public_key).unwrap();
                     for net in &peer.spec.allowed_ips {
                         prop_assert!(is_host(net) && gateway.addresses.contains(&net.addr()), "{net} of {peer:?}");
@@ -210,13 +212,13 @@ proptest! {
     }
 
     #[test]
-    fn nothing_seen_of_a_sandbox_moves_what_others_hold_but_its_own_peers(
-        world in sandboxed(),
+    fn sandbox_state_does_not_change_plans_of_others(
+        scenario in sandboxed(),
         mut hostile in member(2),
     ) {
         let sandbox = identity(2);
-        let mut world = world;
-        // Whoever copies another's key is settled elsewhere: by who has the Peer.
+        let mut scenario = scenario;
+        // The keys are made unique, because another test covers copied keys.
         let own_keys = |member: &mut Member| {
             for (n, node) in member.nodes.values_mut().enumerate() {
                 if let Claim::Valid(key) = &mut node.public_key {
@@ -227,12 +229,12 @@ proptest! {
         own_keys(&mut hostile);
         let mut quiet = Member { peers: Some([].into()), policies: Some([].into()), ..Member::default() };
         quiet.nodes.insert("a".into(), Node::default());
-        world.seen.members.insert(sandbox.clone(), Observation::Fresh(quiet));
-        let mut other = world.clone();
+        scenario.seen.members.insert(sandbox.clone(), Observation::Fresh(quiet));
+        let mut other = scenario.clone();
         other.seen.members.insert(sandbox, Observation::Fresh(hostile));
-        let (before, after) = (planned(&world), planned(&other));
+        let (before, after) = (planned(&scenario), planned(&other));
         for (id, mesh) in &before.meshes {
-            prop_assert_eq!(settled(mesh, "c2"), settled(&after.meshes[id], "c2"), "mesh {}", id);
+            prop_assert_eq!(state_without(mesh, "c2"), state_without(&after.meshes[id], "c2"), "mesh {}", id);
         }
     }
 }

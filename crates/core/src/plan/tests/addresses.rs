@@ -1,4 +1,4 @@
-//! Which of a Node's addresses are used, and what becomes of those that are not covered or claimed twice.
+//! Tests which addresses of a Node are used, and what happens with addresses that are outside allowedNetworks or duplicates.
 
 use super::*;
 
@@ -10,9 +10,9 @@ fn sockets(list: &[&str]) -> Vec<std::net::SocketAddr> {
     list.iter().map(|address| address.parse().unwrap()).collect()
 }
 
-/// The endpoint and the candidates of the Peer for `x`, a cloud VM with addresses of both families, in `mgmt`, whose two nodes
-/// have these addresses.
-fn toward(targets: [&[&str]; 2], explicit: Option<&str>) -> Vec<std::net::SocketAddr> {
+/// The endpoint candidates of the Peer for `x` in `mgmt`. `x` is a cloud VM with addresses of both families; the two nodes of
+/// `mgmt` have the addresses `targets`.
+fn candidates_for(targets: [&[&str]; 2], explicit: Option<&str>) -> Vec<std::net::SocketAddr> {
     let mut seen = seen();
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         for (name, addresses) in ["a", "b"].into_iter().zip(targets) {
@@ -29,39 +29,43 @@ fn toward(targets: [&[&str]; 2], explicit: Option<&str>) -> Vec<std::net::Socket
             x.force_endpoint = Claim::Valid(Endpoint::Ip(explicit.parse().unwrap()));
         }
     });
-    let spec = run(&two_clusters(), &seen).1.targets["mgmt"].peers["m--tenant--x"]
+    let spec = plan_mesh(&two_clusters(), &seen).1.targets["mgmt"].peers["m--tenant--x"]
         .spec
         .clone();
     let first = spec.candidates.first().copied().map(Endpoint::Ip);
-    assert_eq!(spec.endpoint, first, "kg reads the endpoint alone");
+    assert_eq!(spec.endpoint, first, "kg uses only the endpoint");
     spec.candidates
 }
 
 #[test]
-fn first_endpoint_is_of_a_family_the_target_has() {
+fn first_endpoint_has_a_family_of_the_target() {
     let v6_first = sockets(&["[2001:db8::7]:51820", "198.51.100.7:51820", "172.30.2.1:51820"]);
     let v4_first = sockets(&["198.51.100.7:51820", "172.30.2.1:51820", "[2001:db8::7]:51820"]);
-    assert_eq!(toward([&["10.9.0.1"], &["10.9.0.2"]], None), v4_first);
-    assert_eq!(toward([&["2001:db8::1"], &["2001:db8::2"]], None), v6_first);
+    assert_eq!(candidates_for([&["10.9.0.1"], &["10.9.0.2"]], None), v4_first);
+    assert_eq!(candidates_for([&["2001:db8::1"], &["2001:db8::2"]], None), v6_first);
     let dual: &[&str] = &["10.9.0.1", "2001:db8::1"];
-    assert_eq!(toward([dual, dual], None), v6_first, "the Node's own order stays");
     assert_eq!(
-        toward([dual, &["10.9.0.2"]], None),
+        candidates_for([dual, dual], None),
+        v6_first,
+        "the Node's own order stays"
+    );
+    assert_eq!(
+        candidates_for([dual, &["10.9.0.2"]], None),
         v4_first,
         "one node there has IPv4 alone"
     );
     assert_eq!(
-        toward([&[], &[]], None),
+        candidates_for([&[], &[]], None),
         v6_first,
         "nodes without addresses decide nothing"
     );
-    assert_eq!(toward([dual, &[]], None), v6_first);
+    assert_eq!(candidates_for([dual, &[]], None), v6_first);
 }
 
 #[test]
-fn explicit_endpoint_stays_first_whatever_its_family() {
+fn explicit_endpoint_comes_first_whatever_its_family() {
     assert_eq!(
-        toward([&["10.9.0.1"], &["10.9.0.2"]], Some("[2001:db8::99]:4500")),
+        candidates_for([&["10.9.0.1"], &["10.9.0.2"]], Some("[2001:db8::99]:4500")),
         sockets(&[
             "[2001:db8::99]:4500",
             "198.51.100.7:51820",
@@ -75,7 +79,7 @@ fn explicit_endpoint_stays_first_whatever_its_family() {
 fn node_without_addresses_changes_no_other_peer() {
     let mesh = two_clusters();
     let mut seen = seen();
-    let before = run(&mesh, &seen).1.targets;
+    let before = plan_mesh(&mesh, &seen).1.targets;
     let mut new = Node {
         created: 99,
         ..Node::default()
@@ -84,11 +88,11 @@ fn node_without_addresses_changes_no_other_peer() {
         edit(&mut seen, &ClusterIdentity::Local, |m| {
             m.nodes.insert("new".into(), new.clone());
         });
-        run(&mesh, &seen).1.targets
+        plan_mesh(&mesh, &seen).1.targets
     };
-    assert_eq!(join(&new), before, "the cloud provider has not given it addresses");
+    assert_eq!(join(&new), before, "the cloud provider has not added its addresses yet");
 
-    // Its agent may start before that.
+    // Its agent may start before it has addresses.
     new.public_key = Claim::Valid(key(99));
     new.wireguard_ip = Claim::Valid("100.66.1.99/24".parse().unwrap());
     new.pod_cidrs = vec![Claim::Valid("10.1.99.0/24".parse().unwrap())];
@@ -99,10 +103,10 @@ fn node_without_addresses_changes_no_other_peer() {
 }
 
 #[test]
-fn uncovered_pod_cidr_is_named_and_the_rest_is_meshed() {
+fn uncovered_pod_cidr_is_reported_and_left_out() {
     let mesh = two_clusters();
     let mut seen = seen();
-    let before = run(&mesh, &seen).1.targets;
+    let before = plan_mesh(&mesh, &seen).1.targets;
     edit(&mut seen, &secret("tenant"), |m| {
         let x = m.nodes.get_mut("x").unwrap();
         x.pod_cidrs.push(Claim::Valid("10.9.1.0/24".parse().unwrap()));
@@ -110,7 +114,7 @@ fn uncovered_pod_cidr_is_named_and_the_rest_is_meshed() {
         y.pod_cidrs.push(Claim::Valid("10.9.2.0/24".parse().unwrap()));
         m.nodes.insert("y".into(), y);
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!(
         of_mesh.targets["mgmt"].peers["m--tenant--x"],
         before["mgmt"].peers["m--tenant--x"]
@@ -143,14 +147,14 @@ fn uncovered_pod_cidr_is_named_and_the_rest_is_meshed() {
 }
 
 #[test]
-fn family_that_is_not_meshed_is_listed_and_no_trouble() {
+fn uncovered_pod_cidr_of_unmeshed_family_is_no_fact() {
     let mesh = two_clusters();
     let mut seen = seen();
     edit(&mut seen, &secret("tenant"), |m| {
         let x = m.nodes.get_mut("x").unwrap();
         x.pod_cidrs.push(Claim::Valid("fd00:2::/64".parse().unwrap()));
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!(of_mesh.facts, BTreeSet::new());
     let uncovered = &of_mesh.clusters["tenant"].uncovered;
     assert_eq!(
@@ -160,7 +164,7 @@ fn family_that_is_not_meshed_is_listed_and_no_trouble() {
 }
 
 #[test]
-fn nested_claims_of_one_member_stay_with_the_older_node() {
+fn nested_claim_is_refused_to_the_newer_node() {
     let mesh = two_clusters();
     type Change = fn(&mut Node);
     let cases: [(&str, Change, Reason); 4] = [
@@ -185,7 +189,7 @@ fn nested_claims_of_one_member_stay_with_the_older_node() {
             Reason::PodCIDRDuplicate,
         ),
     ];
-    let before = run(&mesh, &seen()).1.targets;
+    let before = plan_mesh(&mesh, &seen()).1.targets;
     for (name, claim, reason) in cases {
         let mut seen = seen();
         edit(&mut seen, &secret("tenant"), |m| {
@@ -193,7 +197,7 @@ fn nested_claims_of_one_member_stay_with_the_older_node() {
             claim(&mut greedy);
             m.nodes.insert("greedy".into(), greedy);
         });
-        let (_, of_mesh) = run(&mesh, &seen);
+        let (_, of_mesh) = plan_mesh(&mesh, &seen);
         let skipped = &of_mesh.clusters["tenant"].skipped;
         assert_eq!(
             skipped.iter().map(|s| (s.node.as_str(), s.reason)).collect::<Vec<_>>(),
@@ -213,7 +217,7 @@ fn internal_ip_inside_another_nodes_pod_cidr_is_left_out() {
         y.internal_ips = ips(&["10.2.1.7"]);
         m.nodes.insert("y".into(), y);
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!(
         *allowed(&of_mesh, "mgmt", "m--tenant--y"),
         net_set(&["10.2.2.0/24", "100.66.2.2/32"])
@@ -226,7 +230,7 @@ fn internal_ip_inside_another_nodes_pod_cidr_is_left_out() {
 }
 
 #[test]
-fn location_network_around_other_nodes_addresses_is_carried() {
+fn location_network_may_contain_addresses_of_other_nodes() {
     let mut mesh = two_clusters();
     mesh.clusters[1].allowed.extend(nets(&["172.30.0.0/16"]));
     let mut seen = seen();
@@ -235,7 +239,7 @@ fn location_network_around_other_nodes_addresses_is_carried() {
         y.allowed_location_ips = nets(&["172.30.0.0/16", "10.2.1.128/25"]);
         m.nodes.insert("y".into(), y);
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!(
         *allowed(&of_mesh, "mgmt", "m--tenant--y"),
         net_set(&["10.2.2.0/24", "100.66.2.2/32", "172.30.2.2/32", "172.30.0.0/16"]),

@@ -1,4 +1,4 @@
-//! Anchored networks: what the status remembers of them, and which claims of Nodes they stand against.
+//! Tests anchored networks: how the status stores them, and that Nodes cannot claim a part of them.
 
 use super::*;
 
@@ -8,7 +8,7 @@ fn services() -> IpNet {
     SERVICES.parse().unwrap()
 }
 
-/// Two clusters; nodes `x` and `y` of the tenant, whose Service network is listed.
+/// A mesh of two clusters. The tenant has the nodes `x` and `y`, and a Service network in allowedNetworks.
 fn anchored_tenant() -> (Mesh, Observations) {
     let (mut mesh, mut seen) = (two_clusters(), seen());
     mesh.clusters[1].allowed.push(services());
@@ -18,7 +18,7 @@ fn anchored_tenant() -> (Mesh, Observations) {
     (mesh, seen)
 }
 
-/// The tenant's nodes that carry the Service network, as planned for the hub.
+/// The tenant's nodes whose planned Peers in the hub contain the Service network.
 fn carriers(of_mesh: &MeshPlan) -> Vec<&str> {
     let peers = of_mesh.targets["mgmt"].peers.values();
     let carrying = peers.filter(|peer| peer.spec.allowed_ips.contains(&services()));
@@ -45,7 +45,7 @@ fn insert(seen: &mut Observations, name: &str, node: Node) {
     });
 }
 
-/// A ninth node, with one podCIDR.
+/// A new node of the tenant with the podCIDR `net`.
 fn claims(net: &str) -> Node {
     Node {
         pod_cidrs: vec![Claim::Valid(net.parse().unwrap())],
@@ -54,48 +54,51 @@ fn claims(net: &str) -> Node {
 }
 
 #[test]
-fn status_names_anchored_networks_and_their_nodes() {
+fn status_lists_anchored_networks_and_their_nodes() {
     let (mut mesh, mut seen) = anchored_tenant();
-    settle(&mesh, &mut seen);
-    let (_, of_mesh) = run(&mesh, &seen);
+    write_plan(&mesh, &mut seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     let [node] = carriers(&of_mesh)[..] else { panic!() };
     let row = |net: &str, nodes: &[&str]| (net.to_owned(), nodes.iter().map(|n| (*n).to_owned()).collect());
     assert_eq!(status(&of_mesh, "tenant"), vec![row(SERVICES, &[node])]);
-    remember(&mut mesh, &seen);
-    assert_eq!(run(&mesh, &seen).1, of_mesh, "as remembered");
+    store_anchors(&mut mesh, &seen);
+    assert_eq!(plan_mesh(&mesh, &seen).1, of_mesh, "the stored status changes nothing");
 
-    // Spread over both, each carries a part.
+    // With two anchors, each has a part of the network.
     let mut spread = mesh.clone();
     spread.clusters[1].anchors = 2;
     assert_eq!(
-        status(&run(&spread, &seen).1, "tenant"),
+        status(&plan_mesh(&spread, &seen).1, "tenant"),
         vec![row(SERVICES, &["x", "y"])]
     );
 
-    // What is not carried now is listed as long as it was before.
+    // A network without an anchor stays in the status if it was there before.
     let mut down = seen.clone();
     edit(&mut down, &secret("tenant"), |m| {
         m.nodes.values_mut().for_each(|node| node.ready = false);
     });
-    assert_eq!(status(&run(&mesh, &down).1, "tenant"), vec![row(SERVICES, &[])]);
-    assert_eq!(status(&run(&anchored_tenant().0, &down).1, "tenant"), vec![]);
+    assert_eq!(status(&plan_mesh(&mesh, &down).1, "tenant"), vec![row(SERVICES, &[])]);
+    assert_eq!(status(&plan_mesh(&anchored_tenant().0, &down).1, "tenant"), vec![]);
 
-    // Nothing is known anew of a member that is not seen, nor of what stands in one.
+    // The status is unchanged while the member itself, or the target with its Peers, is not observed.
     for unseen in [ClusterIdentity::Local, secret("tenant")] {
         let mut blind = seen.clone();
         blind.members.insert(unseen, Observation::Unreachable("refused".into()));
-        assert_eq!(status(&run(&mesh, &blind).1, "tenant"), status(&of_mesh, "tenant"));
+        assert_eq!(
+            status(&plan_mesh(&mesh, &blind).1, "tenant"),
+            status(&of_mesh, "tenant")
+        );
     }
     mesh.clusters[1].addressing = Addressing::Masqueraded;
-    assert_eq!(status(&run(&mesh, &seen).1, "tenant"), vec![]);
+    assert_eq!(status(&plan_mesh(&mesh, &seen).1, "tenant"), vec![]);
 }
 
 #[test]
-fn node_that_claims_a_part_of_an_anchored_range_is_refused() {
+fn node_that_claims_part_of_anchored_network_is_refused() {
     let (mut mesh, mut seen) = anchored_tenant();
-    settle(&mesh, &mut seen);
-    remember(&mut mesh, &seen);
-    let before = run(&mesh, &seen).1.targets;
+    write_plan(&mesh, &mut seen);
+    store_anchors(&mut mesh, &seen);
+    let before = plan_mesh(&mesh, &seen).1.targets;
     let address = |net: &str| Node {
         wireguard_ip: Claim::Valid(net.parse().unwrap()),
         ..node(2, 9)
@@ -120,7 +123,7 @@ fn node_that_claims_a_part_of_an_anchored_range_is_refused() {
     for (greedy, reason, claim) in cases {
         let mut seen = seen.clone();
         insert(&mut seen, "greedy", greedy);
-        let (_, of_mesh) = run(&mesh, &seen);
+        let (_, of_mesh) = plan_mesh(&mesh, &seen);
         let message = format!(
             "{claim} overlaps 10.97.0.0/16 of cluster \"tenant\", which is anchored (status.clusters[].anchored). If Nodes own it, \
              list anchoredNetworks without it on that entry; an empty list lets Nodes claim all of allowedNetworks"
@@ -128,13 +131,13 @@ fn node_that_claims_a_part_of_an_anchored_range_is_refused() {
         assert_eq!(skipped(&of_mesh), [("greedy", reason, &*message)]);
         assert_eq!(of_mesh.targets, before, "{claim}");
     }
-    // What is no part of a Node's identity costs the claim alone.
+    // For additional addresses and podCIDRs, only the claim is refused and not the Node.
     let mut greedy = node(2, 9);
     greedy.internal_ips.push("10.97.0.10".parse().unwrap());
     greedy.allowed_location_ips = nets(&["10.97.2.0/24", SERVICES]);
     greedy.pod_cidrs.push(Claim::Valid("10.97.1.0/24".parse().unwrap()));
     insert(&mut seen, "greedy", greedy);
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     let own = net_set(&["10.2.9.0/24", "100.66.2.9/32"]);
     assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--greedy"), own);
     let mut others = of_mesh.targets.clone();
@@ -148,38 +151,38 @@ fn node_that_claims_a_part_of_an_anchored_range_is_refused() {
 }
 
 #[test]
-fn anchor_moves_when_its_node_is_deleted_though_another_claims_it() {
+fn anchor_of_deleted_node_moves_despite_another_claim() {
     let (mut mesh, mut seen) = anchored_tenant();
-    settle(&mesh, &mut seen);
-    remember(&mut mesh, &seen);
-    let before = run(&mesh, &seen).1;
+    write_plan(&mesh, &mut seen);
+    store_anchors(&mut mesh, &seen);
+    let before = plan_mesh(&mesh, &seen).1;
     let [first] = carriers(&before)[..] else { panic!() };
     let second = if first == "x" { "y" } else { "x" };
     insert(&mut seen, "greedy", claims(SERVICES));
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.remove(first);
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!(carriers(&of_mesh), [second]);
     assert_eq!(skipped(&of_mesh)[0].0, "greedy");
 }
 
 #[test]
-fn empty_list_of_anchored_networks_lets_nodes_claim() {
+fn empty_anchored_networks_lets_nodes_claim_all() {
     let (mut mesh, mut seen) = anchored_tenant();
-    settle(&mesh, &mut seen);
-    remember(&mut mesh, &seen);
+    write_plan(&mesh, &mut seen);
+    store_anchors(&mut mesh, &seen);
     insert(&mut seen, "new", claims("10.97.1.0/24"));
-    assert_eq!(skipped(&run(&mesh, &seen).1).len(), 1);
+    assert_eq!(skipped(&plan_mesh(&mesh, &seen).1).len(), 1);
     mesh.clusters[1].anchored = Some(vec![]);
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!(skipped(&of_mesh), []);
     assert!(allowed(&of_mesh, "mgmt", "m--tenant--new").contains(&"10.97.1.0/24".parse().unwrap()));
     assert_eq!((carriers(&of_mesh), status(&of_mesh, "tenant")), (vec![], vec![]));
-    // Taken away again, the list leaves it with the Node.
-    remember(&mut mesh, &seen);
+    // If the list is removed again, the Node keeps the network.
+    store_anchors(&mut mesh, &seen);
     mesh.clusters[1].anchored = None;
-    assert_eq!(skipped(&run(&mesh, &seen).1), []);
+    assert_eq!(skipped(&plan_mesh(&mesh, &seen).1), []);
 }
 
 #[test]
@@ -195,7 +198,7 @@ fn network_of_a_failing_node_is_not_anchored() {
     for fail in fails {
         let mut seen = seen.clone();
         edit(&mut seen, &secret("tenant"), |m| fail(m.nodes.get_mut("x").unwrap()));
-        let (_, of_mesh) = run(&mesh, &seen);
+        let (_, of_mesh) = plan_mesh(&mesh, &seen);
         assert_eq!(skipped(&of_mesh)[0].0, "x");
         let of_y = allowed(&of_mesh, "mgmt", "m--tenant--y");
         assert!(!of_y.contains(&"10.2.1.0/24".parse().unwrap()), "{of_y:?}");
@@ -210,41 +213,41 @@ fn network_of_a_failing_node_is_not_anchored() {
 }
 
 #[test]
-fn network_of_a_member_without_peers_is_not_remembered() {
+fn anchored_network_without_peers_is_not_remembered() {
     let (mut mesh, mut seen) = anchored_tenant();
     let nodes = seen.members[&secret("tenant")].last().unwrap().nodes.clone();
     edit(&mut seen, &secret("tenant"), |m| m.nodes.clear());
-    settle(&mesh, &mut seen);
-    remember(&mut mesh, &seen);
+    write_plan(&mesh, &mut seen);
+    store_anchors(&mut mesh, &seen);
     edit(&mut seen, &secret("tenant"), |m| m.nodes = nodes);
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!((skipped(&of_mesh), carriers(&of_mesh).len()), (vec![], 1));
 }
 
 #[test]
-fn listed_address_of_a_node_that_joins_later_is_its_own() {
+fn listed_address_belongs_to_a_node_that_joins_later() {
     let (mut mesh, mut seen) = anchored_tenant();
     mesh.clusters[1].allowed.extend(nets(&["172.30.2.9/32"]));
-    settle(&mesh, &mut seen);
-    remember(&mut mesh, &seen);
+    write_plan(&mesh, &mut seen);
+    store_anchors(&mut mesh, &seen);
     assert_eq!(mesh.clusters[1].carriers.len(), 2);
     insert(&mut seen, "late", node(2, 9));
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     let own = net_set(&["10.2.9.0/24", "100.66.2.9/32", "172.30.2.9/32"]);
     assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--late"), own);
     assert_eq!(status(&of_mesh, "tenant").len(), 1);
 }
 
 #[test]
-fn exported_pods_leave_a_remembered_shared_network() {
+fn exported_pod_in_anchored_shared_network_uses_its_node() {
     let (mut mesh, mut seen) = (two_clusters(), seen());
     mesh.clusters[0].pod_network = PodNetwork::Shared;
     mesh.clusters[0].exports = vec![Export {
         namespace: "rook-ceph".into(),
         selector: vec![],
     }];
-    settle(&mesh, &mut seen);
-    remember(&mut mesh, &seen);
+    write_plan(&mesh, &mut seen);
+    store_anchors(&mut mesh, &seen);
     let shared: IpNet = "10.1.0.0/16".parse().unwrap();
     assert!(mesh.clusters[0].carriers.contains_key(&shared));
     edit(&mut seen, &ClusterIdentity::Local, |m| {
@@ -259,7 +262,7 @@ fn exported_pods_leave_a_remembered_shared_network() {
         };
         m.pods.insert(name, pod);
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert!(allowed(&of_mesh, "tenant", "m--mgmt--b").contains(&"10.1.77.1/32".parse().unwrap()));
     assert!(of_mesh.clusters["mgmt"].anchored.contains_key(&shared));
 }

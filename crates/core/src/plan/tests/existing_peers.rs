@@ -1,12 +1,12 @@
-//! What stands already, and what is not seen: nothing is lost by either.
+//! Tests that existing objects are kept while the state behind them is not observed, and deleted when it is gone.
 
 use super::*;
 
 #[test]
-fn a_member_that_is_not_seen_costs_nothing() {
+fn unobserved_member_causes_no_writes() {
     let mesh = two_clusters();
     let mut seen = seen();
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     for lost in [
         Observation::Unreachable("connection refused".into()),
         Observation::Missing("no Secret".into()),
@@ -14,7 +14,7 @@ fn a_member_that_is_not_seen_costs_nothing() {
     ] {
         let mut later = seen.clone();
         later.members.insert(secret("tenant"), lost);
-        let (plan, of_mesh) = run(&mesh, &later);
+        let (plan, of_mesh) = plan_mesh(&mesh, &later);
         assert_eq!(
             diff(
                 &plan,
@@ -33,10 +33,10 @@ fn a_member_that_is_not_seen_costs_nothing() {
 }
 
 #[test]
-fn a_node_whose_annotations_vanish_keeps_its_peer_for_five_minutes() {
+fn node_without_annotations_keeps_its_peer_for_five_minutes() {
     let mesh = two_clusters();
     let mut seen = seen();
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     let mut blank = node(2, 1);
     blank.public_key = Claim::Absent;
     blank.wireguard_ip = Claim::Absent;
@@ -52,7 +52,7 @@ fn a_node_whose_annotations_vanish_keeps_its_peer_for_five_minutes() {
     };
     for age in [None, Some(Duration::from_secs(299))] {
         write(&mut seen, age);
-        let (plan, of_mesh) = run(&mesh, &seen);
+        let (plan, of_mesh) = plan_mesh(&mesh, &seen);
         assert_eq!(
             diff(
                 &plan,
@@ -67,7 +67,7 @@ fn a_node_whose_annotations_vanish_keeps_its_peer_for_five_minutes() {
         );
     }
     write(&mut seen, Some(HOLD));
-    let (plan, of_mesh) = run(&mesh, &seen);
+    let (plan, of_mesh) = plan_mesh(&mesh, &seen);
     let steps = diff(
         &plan,
         &ClusterIdentity::Local,
@@ -78,7 +78,7 @@ fn a_node_whose_annotations_vanish_keeps_its_peer_for_five_minutes() {
 }
 
 #[test]
-fn a_name_that_does_not_resolve_now_keeps_the_endpoint_and_the_anchor() {
+fn unresolved_name_keeps_endpoint_and_anchor() {
     let mesh = two_clusters();
     let mut seen = seen();
     edit(&mut seen, &ClusterIdentity::Local, |m| {
@@ -88,9 +88,9 @@ fn a_name_that_does_not_resolve_now_keeps_the_endpoint_and_the_anchor() {
         }
     });
     seen.resolved.insert("hub.example".into(), "192.0.2.5".parse().unwrap());
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     seen.resolved.clear();
-    let (plan, of_mesh) = run(&mesh, &seen);
+    let (plan, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!(
         diff(
             &plan,
@@ -108,12 +108,12 @@ fn a_name_that_does_not_resolve_now_keeps_the_endpoint_and_the_anchor() {
 }
 
 #[test]
-fn a_deleted_mesh_and_a_removed_entry_leave_nothing_behind() {
+fn deleted_mesh_and_removed_entry_delete_their_objects() {
     let mesh = two_clusters();
     let mut seen = seen();
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     let here = |seen: &Observations, mesh: &Mesh| {
-        let (plan, _) = run(mesh, seen);
+        let (plan, _) = plan_mesh(mesh, seen);
         names(&diff(
             &plan,
             &ClusterIdentity::Local,
@@ -150,19 +150,19 @@ fn a_deleted_mesh_and_a_removed_entry_leave_nothing_behind() {
     assert_eq!(here(&seen, &shrunk), all_gone);
 }
 
-/// A hub from which a mesh was moved away, or whose mesh lost its finalizer to a person.
+/// A mesh is absent if it was moved to another hub, or if a person removed its finalizer.
 #[test]
-fn objects_of_a_mesh_that_is_not_there_stay() {
+fn objects_of_an_absent_mesh_are_kept() {
     let mesh = two_clusters();
     let mut seen = seen();
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     let here = seen.members[&ClusterIdentity::Local].fresh().unwrap();
     let steps = |meshes: &[Mesh]| {
         let plan = plan(meshes, &seen, &Settings::default(), &Plain);
         names(&diff(&plan, &ClusterIdentity::Local, here))
     };
     assert_eq!(steps(&[]), vec![]);
-    // Another mesh serves the same networks: its own objects take their place.
+    // Another mesh serves the same networks: its objects replace them.
     let mut other = mesh.clone();
     other.id.name = "n".into();
     assert_eq!(
@@ -174,16 +174,16 @@ fn objects_of_a_mesh_that_is_not_there_stay() {
             (Action::Delete, "m--tenant".to_owned()),
         ]
     );
-    // One of other networks takes neither the key of a standing Peer nor its place.
+    // A mesh with other networks replaces nothing, and gets no Peer with the key of an existing one.
     let network: IpNet = "10.99.0.0/16".parse().unwrap();
     other.clusters[1].allowed = vec![network];
     assert_eq!(steps(&[other]), vec![(Action::Create, "n--tenant".to_owned())]);
 }
 
-/// A member whose pods are exported, a sandbox and a member that are granted a Service of it: everything that is read by
-/// namespace.
-fn by_namespace() -> (Mesh, Observations) {
-    let (mut mesh, mut seen) = sandbox::three();
+/// A mesh that uses all state that is listed per namespace: `tenant` exports pods; `tenant` and the sandbox `nb` are granted a
+/// Service.
+fn mesh_with_namespaced_state() -> (Mesh, Observations) {
+    let (mut mesh, mut seen) = sandbox::mesh_with_sandbox();
     mesh.clusters[1].egress = vec![sandbox::grant(sandbox::postgres(), &[], "db")];
     mesh.clusters[1].pod_network = PodNetwork::Shared;
     mesh.clusters[1].exports = vec![Export {
@@ -205,8 +205,8 @@ fn by_namespace() -> (Mesh, Observations) {
     (mesh, seen)
 }
 
-/// What an observation has before anything of these namespaces was listed.
-fn forget_namespaces(seen: &mut Observations) {
+/// Changes the observations to the state before these namespaces were listed.
+fn mark_namespaces_unlisted(seen: &mut Observations) {
     let why = || "it is being read for the first time".to_owned();
     edit(seen, &ClusterIdentity::Local, |m| {
         m.services.retain(|_, service| service.managed.is_some());
@@ -223,25 +223,28 @@ fn forget_namespaces(seen: &mut Observations) {
 }
 
 fn all_steps(mesh: &Mesh, seen: &Observations) -> Vec<(Action, String)> {
-    let (plan, _) = run(mesh, seen);
+    let (plan, _) = plan_mesh(mesh, seen);
     let members = seen.members.iter();
     let steps = members.flat_map(|(identity, seen)| names(&diff(&plan, identity, seen.fresh().unwrap())));
     steps.collect()
 }
 
 #[test]
-fn namespaces_that_were_not_listed_cost_no_write() {
-    let (mesh, mut seen) = by_namespace();
-    settle(&mesh, &mut seen);
-    settle(&mesh, &mut seen);
+fn unlisted_namespaces_cause_no_writes() {
+    let (mesh, mut seen) = mesh_with_namespaced_state();
+    write_plan(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     assert_eq!(all_steps(&mesh, &seen), vec![]);
-    let stands = |seen: &Observations, identity: &ClusterIdentity| {
+    let existing_counts = |seen: &Observations, identity: &ClusterIdentity| {
         let member = seen.members[identity].fresh().unwrap();
         let managed = member.services.values().filter(|service| service.managed.is_some());
         (managed.count(), member.peers.as_ref().unwrap().len())
     };
     assert_eq!(
-        (stands(&seen, &secret("nb")), stands(&seen, &secret("tenant"))),
+        (
+            existing_counts(&seen, &secret("nb")),
+            existing_counts(&seen, &secret("tenant"))
+        ),
         ((1, 2), (1, 2))
     );
     let of = |seen: &Observations| {
@@ -256,33 +259,33 @@ fn namespaces_that_were_not_listed_cost_no_write() {
     assert_eq!(of(&seen), net_set(&["10.2.9.9/32", "100.66.2.1/32", "10.2.0.0/16"]));
 
     let listed = seen.clone();
-    forget_namespaces(&mut seen);
+    mark_namespaces_unlisted(&mut seen);
     assert_eq!(all_steps(&mesh, &seen), vec![]);
-    let (_, plan) = run(&mesh, &seen);
+    let (_, plan) = plan_mesh(&mesh, &seen);
     let message = "the Services in namespace team-x of cluster \"mgmt\" are not known, an existing mirrored Service is kept: it is \
                    being read for the first time";
     let messages: Vec<&str> = plan.egress.iter().map(|grant| &*grant.message).collect();
     assert_eq!(messages, [message, message]);
 
-    // An empty list is another thing: what came of the objects goes.
+    // If the namespaces were listed and are empty, the objects that were derived from them are deleted.
     let mut empty = listed;
-    forget_namespaces(&mut empty);
+    mark_namespaces_unlisted(&mut empty);
     for observation in empty.members.values_mut() {
         if let Observation::Fresh(member) = observation {
             member.unlisted = Default::default();
         }
     }
     let steps = all_steps(&mesh, &empty);
-    let goes = |name: &str| steps.contains(&(Action::Delete, name.to_owned()));
-    assert!(goes("default/db") && goes("default/postgres"), "{steps:?}");
+    let is_deleted = |name: &str| steps.contains(&(Action::Delete, name.to_owned()));
+    assert!(is_deleted("default/db") && is_deleted("default/postgres"), "{steps:?}");
     for name in ["m--nb", "m--tenant--x"] {
         assert!(steps.contains(&(Action::Update, name.to_owned())), "{steps:?}");
     }
 }
 
 #[test]
-fn a_namespace_that_is_refused_costs_its_grant_alone() {
-    let (mut mesh, mut seen) = by_namespace();
+fn forbidden_namespace_affects_only_its_own_grant() {
+    let (mut mesh, mut seen) = mesh_with_namespaced_state();
     let mut other = sandbox::grant(sandbox::postgres(), &[], "other");
     other.service.namespace = "closed".into();
     mesh.clusters[1].egress.push(other);
@@ -292,8 +295,8 @@ fn a_namespace_that_is_refused_costs_its_grant_alone() {
             "the account may not list and watch services (403)".into(),
         );
     });
-    settle(&mesh, &mut seen);
-    let (_, plan) = run(&mesh, &seen);
+    write_plan(&mesh, &mut seen);
+    let (_, plan) = plan_mesh(&mesh, &seen);
     let grants: Vec<(String, bool)> = (plan.egress.iter())
         .map(|grant| (grant.service.to_string(), grant.message.contains("(403)")))
         .collect();
@@ -305,7 +308,7 @@ fn a_namespace_that_is_refused_costs_its_grant_alone() {
             ("default/postgres".to_owned(), false)
         ]
     );
-    // A node that goes is no grant: its Peers go.
+    // The Peers of a deleted node do not depend on the namespace: they are deleted.
     edit(&mut seen, &ClusterIdentity::Local, |m| drop(m.nodes.remove("a")));
     assert!(all_steps(&mesh, &seen).contains(&(Action::Delete, "m--mgmt--a".to_owned())));
 }

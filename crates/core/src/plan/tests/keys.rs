@@ -1,8 +1,8 @@
-//! Who owns a key and a prefix in a target when several meshes, or a Node of the target itself, claim it.
+//! Tests which mesh or Node gets a key or prefix in a target if several of them claim it.
 
 use super::*;
 
-/// A younger mesh of the hub and `third`, with the node `t` there.
+/// A younger mesh that connects the hub and the cluster `third`.
 fn younger() -> Mesh {
     let mut mesh = two_clusters();
     mesh.id.name = "n".into();
@@ -27,8 +27,8 @@ fn plan_of(meshes: &[&Mesh], seen: &Observations) -> Plan {
     plan(&meshes, seen, &Settings::default(), &Plain)
 }
 
-/// Writes the plan of all meshes, as often as it takes.
-fn settle_all(meshes: &[&Mesh], seen: &mut Observations) {
+/// Writes the plan of all meshes twice, because some objects follow others.
+fn write_plans(meshes: &[&Mesh], seen: &mut Observations) {
     for _ in 0..2 {
         let plan = plan_of(meshes, seen);
         for (identity, observation) in &mut seen.members {
@@ -40,8 +40,8 @@ fn settle_all(meshes: &[&Mesh], seen: &mut Observations) {
     }
 }
 
-/// The Peers that stand in the hub: name, key, first octets of what they carry.
-fn standing(seen: &Observations) -> Vec<(String, PublicKey)> {
+/// The existing Peers in the hub: name and key.
+fn existing_peers(seen: &Observations) -> Vec<(String, PublicKey)> {
     let peers = seen.members[&ClusterIdentity::Local]
         .last()
         .unwrap()
@@ -62,17 +62,17 @@ fn skipped(plan: &Plan, mesh: &Mesh, cluster: &str) -> Vec<(String, Reason, Stri
 }
 
 #[test]
-fn key_of_an_unseen_member_of_another_mesh_is_not_written_twice() {
+fn key_of_unseen_member_of_another_mesh_is_not_reused() {
     let (older, newer) = (two_clusters(), younger());
     let mut seen = with_third(key(49));
-    settle_all(&[&older, &newer], &mut seen);
-    let before = standing(&seen);
+    write_plans(&[&older, &newer], &mut seen);
+    let before = existing_peers(&seen);
     assert_eq!(
         before,
         [("m--tenant--x".into(), key(33)), ("n--third--t".into(), key(49))]
     );
 
-    // The owner is not seen, and the other member copies its key.
+    // The owner is not observed, and the other member copies its key.
     seen.members
         .insert(secret("tenant"), Observation::Unreachable("starting".into()));
     edit(&mut seen, &secret("third"), |m| {
@@ -87,12 +87,12 @@ fn key_of_an_unseen_member_of_another_mesh_is_not_written_twice() {
         skipped(&plan, &newer, "third"),
         [("t".to_owned(), Reason::PublicKeyDuplicate, message)]
     );
-    settle_all(&[&older, &newer], &mut seen);
-    assert_eq!(standing(&seen), [("m--tenant--x".into(), key(33))]);
+    write_plans(&[&older, &newer], &mut seen);
+    assert_eq!(existing_peers(&seen), [("m--tenant--x".into(), key(33))]);
 }
 
 #[test]
-fn key_that_another_mesh_writes_is_refused_with_the_reason() {
+fn key_planned_by_another_mesh_is_refused_with_reason() {
     let (older, newer) = (two_clusters(), younger());
     let mut seen = with_third(key(33));
     let plan = plan_of(&[&older, &newer], &seen);
@@ -105,15 +105,15 @@ fn key_that_another_mesh_writes_is_refused_with_the_reason() {
         [("t".to_owned(), Reason::PublicKeyDuplicate, message)]
     );
     assert_eq!(plan.meshes[&newer.id].targets["mgmt"].peers, BTreeMap::new());
-    // Whoever stands there keeps it, younger or not.
-    settle_all(&[&newer], &mut seen);
+    // An existing Peer keeps the key even if its mesh is the younger one.
+    write_plans(&[&newer], &mut seen);
     let plan = plan_of(&[&older, &newer], &seen);
     assert_eq!(plan.meshes[&older.id].targets["mgmt"].peers, BTreeMap::new());
     assert_eq!(plan.meshes[&newer.id].targets["mgmt"].peers.len(), 1);
 }
 
 #[test]
-fn paused_mesh_takes_no_key_and_no_prefix_that_it_does_not_write() {
+fn paused_mesh_reserves_no_unwritten_key_or_prefix() {
     let mut older = two_clusters();
     let mut newer = two_clusters();
     (newer.id.name, newer.created) = ("n".into(), 2);
@@ -121,27 +121,27 @@ fn paused_mesh_takes_no_key_and_no_prefix_that_it_does_not_write() {
     let mut seen = seen();
     let plan = plan_of(&[&older, &newer], &seen);
     let alone = plan_of(&[&newer], &seen);
-    // As if it were alone: every node, with the anchored network on one of them.
+    // The plan is the same as without the paused mesh: a Peer for every node, and one with the anchored network.
     assert_eq!(plan.meshes[&newer.id].targets, alone.meshes[&newer.id].targets);
-    settle_all(&[&older, &newer], &mut seen);
-    assert_eq!(standing(&seen), [("n--tenant--x".into(), key(33))]);
+    write_plans(&[&older, &newer], &mut seen);
+    assert_eq!(existing_peers(&seen), [("n--tenant--x".into(), key(33))]);
 }
 
 #[test]
-fn peer_of_a_paused_mesh_keeps_its_key_and_its_prefixes() {
+fn existing_peer_of_paused_mesh_keeps_key_and_prefixes() {
     let mut older = two_clusters();
     let mut newer = two_clusters();
     (newer.id.name, newer.created) = ("n".into(), 2);
     let mut seen = seen();
-    settle_all(&[&older, &newer], &mut seen);
+    write_plans(&[&older, &newer], &mut seen);
     older.paused = true;
     let before = seen.clone();
-    settle_all(&[&older, &newer], &mut seen);
-    assert_eq!(seen, before, "nothing is written beside it");
+    write_plans(&[&older, &newer], &mut seen);
+    assert_eq!(seen, before, "no other Peer is written for the same node");
     let plan = plan_of(&[&older, &newer], &seen);
     assert_eq!(skipped(&plan, &newer, "tenant"), [], "it is the same node");
 
-    // A copy of its key elsewhere is refused.
+    // A node of another cluster that copies its key is refused.
     let third = younger();
     seen.members.extend(
         with_third(key(33))
@@ -161,7 +161,7 @@ fn peer_of_a_paused_mesh_keeps_its_key_and_its_prefixes() {
 }
 
 #[test]
-fn paused_mesh_takes_no_name_of_a_service() {
+fn paused_mesh_reserves_no_service_name() {
     let grant = |name: &str| Grant {
         cluster: "tenant".into(),
         service: ObjectName {
@@ -204,7 +204,7 @@ fn paused_mesh_takes_no_name_of_a_service() {
 }
 
 #[test]
-fn node_that_copies_a_key_cuts_nobody_off_where_wg_agent_serves() {
+fn copied_key_disconnects_its_owner_only_from_kg() {
     let mesh = two_clusters();
     let peers = |server: Server| {
         let mut seen = seen();
@@ -216,7 +216,7 @@ fn node_that_copies_a_key_cuts_nobody_off_where_wg_agent_serves() {
             };
             m.nodes.insert("copy".into(), copy);
         });
-        let (plan, of_mesh) = run(&mesh, &seen);
+        let (plan, of_mesh) = plan_mesh(&mesh, &seen);
         let peers: Vec<String> = of_mesh.targets["tenant"].peers.keys().cloned().collect();
         (
             peers,
@@ -232,22 +232,22 @@ fn node_that_copies_a_key_cuts_nobody_off_where_wg_agent_serves() {
         vec!["copy".to_owned()],
     );
     assert_eq!(peers(Server::Agent), (vec![a, b.clone()], copy.clone()));
-    // kg would lose the node of its own cluster for good.
+    // kg would permanently drop the node of its own cluster from its mesh.
     assert_eq!(peers(Server::Kilo), (vec![b.clone()], copy.clone()));
     assert_eq!(peers(Server::AgentPolicy), (vec![b], copy));
 }
 
 #[test]
-fn peer_without_its_mesh_label_is_ours_again_and_gets_it_back() {
+fn peer_without_mesh_label_is_adopted_again() {
     let mesh = two_clusters();
     let mut seen = seen();
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     let before = seen.clone();
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.peers.as_mut().unwrap().get_mut("m--tenant--x").unwrap().owner.mesh = None;
         m.policies.as_mut().unwrap().get_mut("m--tenant").unwrap().owner.mesh = None;
     });
-    let (plan, of_mesh) = run(&mesh, &seen);
+    let (plan, of_mesh) = plan_mesh(&mesh, &seen);
     let steps = diff(
         &plan,
         &ClusterIdentity::Local,
@@ -265,23 +265,23 @@ fn peer_without_its_mesh_label_is_ours_again_and_gets_it_back() {
         ]
     );
     assert_eq!(of_mesh.clusters["tenant"].skipped, []);
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     assert_eq!(seen, before);
 }
 
 #[test]
-fn peer_without_our_labels_is_not_taken_for_its_name_and_key() {
+fn peer_without_our_labels_is_not_adopted() {
     let mesh = two_clusters();
-    let mut settled = seen();
-    settle(&mesh, &mut settled);
+    let mut written = seen();
+    write_plan(&mesh, &mut written);
     let changed = |change: &dyn Fn(&mut ObservedPeer)| {
-        let mut seen = settled.clone();
+        let mut seen = written.clone();
         edit(&mut seen, &ClusterIdentity::Local, |m| {
             let peer = m.peers.as_mut().unwrap().get_mut("m--tenant--x").unwrap();
             peer.owner.mesh = None;
             change(peer);
         });
-        let (plan, _) = run(&mesh, &seen);
+        let (plan, _) = plan_mesh(&mesh, &seen);
         let steps = diff(
             &plan,
             &ClusterIdentity::Local,
@@ -298,26 +298,26 @@ fn peer_without_our_labels_is_not_taken_for_its_name_and_key() {
         key(33)
     );
     let taken = (vec![], vec![("x".to_owned(), Reason::PublicKeyDuplicate, message)]);
-    // A person's, another hub's, and what another mesh or member of this hub left.
+    // Peers of a person, of another hub, of another mesh of this hub, and of another source.
     assert_eq!(changed(&|peer| peer.owner = Owner::default()), taken);
     assert_eq!(changed(&|peer| peer.owner.hub = Some("other".into())), taken);
     assert_eq!(changed(&|peer| peer.owner.mesh_namespace = Some("other".into())), taken);
     assert_eq!(changed(&|peer| peer.owner.source_cluster = Some("other".into())), taken);
-    // Of another key it is none of this node's: it stays, and the node gets a Peer beside it.
+    // A Peer with another key does not describe this node: it is kept, and the node gets a Peer with another name.
     let (steps, _) = changed(&|peer| peer.spec.as_mut().unwrap().public_key = key(99));
     assert_eq!(steps, [(Action::Create, "m--tenant--x-meshes".to_owned())]);
 }
 
 #[test]
-fn peer_without_its_mesh_label_stays_while_nobody_plans_it() {
+fn unplanned_peer_without_mesh_label_is_kept() {
     let mesh = two_clusters();
     let mut seen = seen();
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.peers.as_mut().unwrap().get_mut("m--tenant--x").unwrap().owner.mesh = None;
     });
     let peers = |mesh: &Mesh, seen: &Observations| {
-        let (plan, _) = run(mesh, seen);
+        let (plan, _) = plan_mesh(mesh, seen);
         let steps = diff(
             &plan,
             &ClusterIdentity::Local,

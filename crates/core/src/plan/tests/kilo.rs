@@ -1,10 +1,10 @@
-//! Members that kg serves: restarts, leaders of a location, nodes whose kg is gone (KILO.md §8, §9).
+//! Tests members that kg serves: restarts, leaders of locations, nodes on which kg is dead.
 
 use super::*;
 
 mod generated;
 
-/// A node that kg serves, as it publishes itself.
+/// A node that kg serves, with the annotations that kg publishes.
 fn kg(n: u8, granularity: Granularity) -> Node {
     let node = node(2, n);
     Node {
@@ -15,7 +15,7 @@ fn kg(n: u8, granularity: Granularity) -> Node {
     }
 }
 
-/// A node of a location that another one leads: kg writes an empty `wireguard-ip`.
+/// A node that follows the leader of its location: kg writes an empty `wireguard-ip`.
 fn follower(n: u8) -> Node {
     Node {
         wireguard_ip: Claim::Absent,
@@ -23,7 +23,7 @@ fn follower(n: u8) -> Node {
     }
 }
 
-/// What kg leaves of a Node's annotations on SIGTERM.
+/// Removes the annotations that kg removes on SIGTERM.
 fn stop_kg(node: &mut Node) {
     node.public_key = Claim::Absent;
     node.wireguard_ip = Claim::Absent;
@@ -33,7 +33,7 @@ fn stop_kg(node: &mut Node) {
     node.discovered.clear();
 }
 
-/// Two clusters; nodes `k1`, `k2`, ... serve the tenant, whose InternalIPs are listed one by one.
+/// A mesh of two clusters. The tenant has the nodes `k1`, `k2`, ...; allowedNetworks list their InternalIPs one by one.
 fn kilo_tenant(nodes: &[Node]) -> (Mesh, Observations) {
     let (mut mesh, mut seen) = (two_clusters(), seen());
     mesh.clusters[1]
@@ -48,9 +48,9 @@ fn kilo_tenant(nodes: &[Node]) -> (Mesh, Observations) {
     (mesh, seen)
 }
 
-/// Everything that would be written, by member.
-fn writes(mesh: &Mesh, seen: &Observations) -> Vec<(String, Vec<Step>)> {
-    let (plan, _) = run(mesh, seen);
+/// All steps that would be written, by member.
+fn pending_writes(mesh: &Mesh, seen: &Observations) -> Vec<(String, Vec<Step>)> {
+    let (plan, _) = plan_mesh(mesh, seen);
     let members = seen.members.iter();
     let written =
         members.map(|(identity, member)| (identity.to_string(), diff(&plan, identity, member.fresh().unwrap())));
@@ -58,14 +58,14 @@ fn writes(mesh: &Mesh, seen: &Observations) -> Vec<(String, Vec<Step>)> {
 }
 
 #[test]
-fn a_restart_of_kg_writes_nothing_and_warns_of_nothing() {
+fn restart_of_kg_causes_no_writes_and_no_facts() {
     for (granularity, nodes) in [
         ("full", [kg(1, Granularity::Full), kg(2, Granularity::Full)]),
         ("location", [kg(1, Granularity::Location), follower(2)]),
     ] {
         let (mesh, mut seen) = kilo_tenant(&nodes);
-        settle(&mesh, &mut seen);
-        let before = run(&mesh, &seen).1;
+        write_plan(&mesh, &mut seen);
+        let before = plan_mesh(&mesh, &seen).1;
         for restarting in [&["k1"][..], &["k2"], &["k1", "k2"]] {
             let mut restarted = seen.clone();
             edit(&mut restarted, &secret("tenant"), |m| {
@@ -73,8 +73,12 @@ fn a_restart_of_kg_writes_nothing_and_warns_of_nothing() {
                     .iter()
                     .for_each(|name| stop_kg(m.nodes.get_mut(*name).unwrap()));
             });
-            assert_eq!(writes(&mesh, &restarted), vec![], "{granularity}: {restarting:?}");
-            let after = run(&mesh, &restarted).1;
+            assert_eq!(
+                pending_writes(&mesh, &restarted),
+                vec![],
+                "{granularity}: {restarting:?}"
+            );
+            let after = plan_mesh(&mesh, &restarted).1;
             assert_eq!(after.facts, before.facts, "{granularity}: {restarting:?}");
             assert_eq!(
                 after.clusters["tenant"].skipped,
@@ -85,27 +89,27 @@ fn a_restart_of_kg_writes_nothing_and_warns_of_nothing() {
     }
 }
 
-/// An agent serves the other node, so only the one that restarts says that kg runs there.
+/// wg-agent serves the other node, so only the restarting node shows that kg runs in this member.
 #[test]
-fn restart_of_the_only_kg_of_a_member_writes_nothing() {
+fn restart_of_the_only_kg_causes_no_writes() {
     let mut nodes = [kg(1, Granularity::Full), kg(2, Granularity::Full)];
     nodes[1].server = Server::Agent;
     let (mesh, mut seen) = kilo_tenant(&nodes);
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     edit(&mut seen, &secret("tenant"), |m| {
         stop_kg(m.nodes.get_mut("k1").unwrap())
     });
-    assert_eq!(writes(&mesh, &seen), vec![]);
+    assert_eq!(pending_writes(&mesh, &seen), vec![]);
 }
 
 #[test]
-fn an_internal_ip_never_rides_on_another_node() {
+fn internal_ip_is_never_in_the_peer_of_another_node() {
     let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
-    // It has never published anything.
+    // k2 has never published anything.
     edit(&mut seen, &secret("tenant"), |m| {
         stop_kg(m.nodes.get_mut("k2").unwrap())
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     let own = net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"]);
     assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--k1"), own);
     let anchored = |of_mesh: &MeshPlan| of_mesh.targets["tenant"].policies["m--mgmt"].spec.anchored.clone();
@@ -113,12 +117,12 @@ fn an_internal_ip_never_rides_on_another_node() {
 }
 
 #[test]
-fn a_location_is_led_also_where_an_agent_in_policy_mode_runs() {
+fn location_with_policy_mode_agents_has_one_leader() {
     let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Location), follower(2)]);
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.values_mut().for_each(|node| node.server = Server::AgentPolicy);
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!(of_mesh.clusters["tenant"].skipped, vec![]);
     let carried = [
         "10.2.1.0/24",
@@ -130,7 +134,7 @@ fn a_location_is_led_also_where_an_agent_in_policy_mode_runs() {
     assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--k1"), net_set(&carried));
 }
 
-/// What the tenant's nodes become: those that have a Peer in the hub, those held, those skipped.
+/// The tenant's nodes: (those with a Peer in the hub, held ones, skipped ones).
 fn outcome(of_mesh: &MeshPlan) -> (Vec<&str>, Vec<&str>, Vec<(&str, Reason)>) {
     let report = &of_mesh.clusters["tenant"];
     let held = report.held.keys().map(String::as_str).collect();
@@ -143,15 +147,15 @@ fn outcome(of_mesh: &MeshPlan) -> (Vec<&str>, Vec<&str>, Vec<(&str, Reason)>) {
 }
 
 #[test]
-fn a_leader_whose_kg_is_silent_gives_way() {
-    // k1 died; kg chose k2, which now has the address that k1's Node still carries.
+fn silent_leader_is_replaced() {
+    // kg on k1 died. The other kg elected k2, which now has the WireGuard address that is still in k1's annotation.
     let mut elected = kg(2, Granularity::Location);
     elected.wireguard_ip = kg(1, Granularity::Location).wireguard_ip;
     let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Location), elected, follower(3)]);
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k1").unwrap().silent = true
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!(outcome(&of_mesh), (vec!["k2"], vec![], vec![]));
     let carried = [
         "10.2.1.0/24",
@@ -162,30 +166,30 @@ fn a_leader_whose_kg_is_silent_gives_way() {
         "172.30.2.2/32",
     ];
     assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--k2"), net_set(&carried));
-    // The new leader restarts, and the dead one's annotations are still there.
-    settle(&mesh, &mut seen);
+    // The new leader restarts while the annotations of the dead one still exist.
+    write_plan(&mesh, &mut seen);
     edit(&mut seen, &secret("tenant"), |m| {
         stop_kg(m.nodes.get_mut("k2").unwrap())
     });
-    assert_eq!(writes(&mesh, &seen), vec![]);
+    assert_eq!(pending_writes(&mesh, &seen), vec![]);
 }
 
 #[test]
-fn of_two_leaders_that_live_kgs_own_choice_counts() {
+fn leader_is_chosen_in_the_order_of_kg() {
     let leads = |change: fn(&mut BTreeMap<String, Node>)| {
         let (mesh, mut seen) = kilo_tenant(&[1, 2, 3].map(|n| kg(n, Granularity::Location)));
         edit(&mut seen, &secret("tenant"), |m| change(&mut m.nodes));
-        let (_, of_mesh) = run(&mesh, &seen);
+        let (_, of_mesh) = plan_mesh(&mesh, &seen);
         outcome(&of_mesh).0.join(" ")
     };
     assert_eq!(leads(|_| ()), "k1", "the first by name");
     assert_eq!(
         leads(|nodes| nodes.get_mut("k1").unwrap().created = 9),
         "k1",
-        "age has no part"
+        "age does not matter"
     );
     assert_eq!(leads(|nodes| nodes.get_mut("k2").unwrap().leader = true), "k2");
-    // kg takes shared address space for public.
+    // kg treats shared address space as public.
     assert_eq!(
         leads(|nodes| nodes.get_mut("k3").unwrap().kilo_endpoint =
             Claim::Valid(Endpoint::Ip("100.64.0.3:51820".parse().unwrap()))),
@@ -198,7 +202,7 @@ fn of_two_leaders_that_live_kgs_own_choice_counts() {
             nodes.get_mut("k2").unwrap().leader = true;
         }),
         "k2",
-        "an annotated one comes before a public one"
+        "a node with the leader annotation comes before one with a public endpoint"
     );
     assert_eq!(
         leads(|nodes| {
@@ -211,17 +215,17 @@ fn of_two_leaders_that_live_kgs_own_choice_counts() {
 }
 
 #[test]
-fn an_address_of_a_silent_node_goes_to_the_living_one() {
+fn address_of_silent_node_goes_to_the_active_one() {
     let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
-    settle(&mesh, &mut seen);
-    // kg took k1 out of its topology and gave its address to k2.
+    write_plan(&mesh, &mut seen);
+    // kg removed k1 from its topology and gave its address to k2.
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k2").unwrap().wireguard_ip = m.nodes["k1"].wireguard_ip.clone();
     });
     assert_eq!(
-        outcome(&run(&mesh, &seen).1),
+        outcome(&plan_mesh(&mesh, &seen).1),
         (vec!["k1", "k2"], vec!["k2"], vec![]),
-        "both check in: it may be on its way"
+        "both check in, so kg may be renumbering"
     );
     let silent = |held_for| {
         let mut seen = seen.clone();
@@ -229,7 +233,7 @@ fn an_address_of_a_silent_node_goes_to_the_living_one() {
             let dead = m.nodes.get_mut("k1").unwrap();
             (dead.silent, dead.held_for) = (true, held_for);
         });
-        run(&mesh, &seen).1
+        plan_mesh(&mesh, &seen).1
     };
     let (of_mesh, later) = (silent(None), silent(Some(HOLD)));
     assert_eq!(outcome(&of_mesh), (vec!["k1", "k2"], vec!["k1"], vec![]));
@@ -243,13 +247,13 @@ fn an_address_of_a_silent_node_goes_to_the_living_one() {
 }
 
 #[test]
-fn an_anchor_moves_to_a_node_that_checks_in_and_stays_where_none_does() {
+fn anchor_moves_from_a_silent_to_an_active_node() {
     let (mut mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
     let service: IpNet = "10.97.0.0/16".parse().unwrap();
     mesh.clusters[1].allowed.push(service);
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     let carrier = |seen: &Observations| {
-        let (_, of_mesh) = run(&mesh, seen);
+        let (_, of_mesh) = plan_mesh(&mesh, seen);
         let mut peers = of_mesh.targets["mgmt"].peers.values();
         peers
             .find(|peer| peer.spec.allowed_ips.contains(&service))
@@ -264,7 +268,11 @@ fn an_anchor_moves_to_a_node_that_checks_in_and_stays_where_none_does() {
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut(&second).unwrap().silent = true
     });
-    assert_eq!(carrier(&seen), Some(first), "none checks in: it stays where it stands");
+    assert_eq!(
+        carrier(&seen),
+        Some(first),
+        "kg checks in for no node, so the existing anchor stays"
+    );
 }
 
 /// The reason of the condition Degraded, and its message.
@@ -278,10 +286,10 @@ fn degraded(of_mesh: &MeshPlan) -> (&'static str, String) {
 }
 
 #[test]
-fn nodes_that_publish_nothing_are_told_after_half_a_minute() {
+fn held_nodes_are_reported_after_half_a_minute() {
     let mesh = two_clusters();
     let mut seen = seen();
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     let at = |held_for: u64| {
         let mut seen = seen.clone();
         edit(&mut seen, &ClusterIdentity::Local, |m| {
@@ -292,7 +300,7 @@ fn nodes_that_publish_nothing_are_told_after_half_a_minute() {
                 node.held_for = Some(Duration::from_secs(held_for));
             }
         });
-        let (_, of_mesh) = run(&mesh, &seen);
+        let (_, of_mesh) = plan_mesh(&mesh, &seen);
         of_mesh.facts.into_iter().find_map(|fact| match fact {
             Fact::NodesHeld { cluster, nodes } => Some((cluster, nodes)),
             _ => None,
@@ -308,32 +316,32 @@ fn nodes_that_publish_nothing_are_told_after_half_a_minute() {
     });
     let message = "Node x of cluster \"tenant\": NodeNoPublicKey. Their last Peers are kept for 5 minutes and then removed. \
                    Check wg-agent or kg on these nodes";
-    assert_eq!(degraded(&run(&mesh, &seen).1), ("NodesHeld", message.to_owned()));
+    assert_eq!(degraded(&plan_mesh(&mesh, &seen).1), ("NodesHeld", message.to_owned()));
 }
 
 #[test]
-fn a_node_that_kg_stopped_checking_in_for_is_told() {
+fn node_without_kg_check_in_is_reported() {
     let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
-    assert_eq!(degraded(&run(&mesh, &seen).1).0, "AllServed");
+    assert_eq!(degraded(&plan_mesh(&mesh, &seen).1).0, "AllServed");
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k2").unwrap().silent = true
     });
     let message = "kg has not checked in for a minute for Node k2 of cluster \"tenant\" (annotation kilo.squat.ai/last-seen): its \
                    annotations may be outdated, and changed Peers have no effect there. Check kg on these nodes; if it does not \
                    run any more, remove its annotations";
-    assert_eq!(degraded(&run(&mesh, &seen).1), ("KgSilent", message.to_owned()));
+    assert_eq!(degraded(&plan_mesh(&mesh, &seen).1), ("KgSilent", message.to_owned()));
     // Annotations that kg left behind do not matter on a node that an agent in full mode serves.
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k2").unwrap().server = Server::Agent
     });
-    assert_eq!(degraded(&run(&mesh, &seen).1).0, "AllServed");
+    assert_eq!(degraded(&plan_mesh(&mesh, &seen).1).0, "AllServed");
 }
 
 #[test]
-fn an_internal_ip_that_kg_cannot_have_is_told() {
+fn omitted_internal_ip_for_kg_is_reported() {
     let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
     let unserved = |seen: &Observations| {
-        let (_, of_mesh) = run(&mesh, seen);
+        let (_, of_mesh) = plan_mesh(&mesh, seen);
         of_mesh.facts.into_iter().find_map(|fact| match fact {
             Fact::HostNetworkNotServed { cluster, target, nodes } => Some((cluster, target, nodes)),
             _ => None,
@@ -345,7 +353,7 @@ fn an_internal_ip_that_kg_cannot_have_is_told() {
     });
     let both = BTreeSet::from(["k1", "k2"].map(str::to_owned));
     assert_eq!(unserved(&seen), Some(("tenant".to_owned(), "mgmt".to_owned(), both)));
-    // k1 is found elsewhere.
+    // k1 has another endpoint.
     edit(&mut seen, &secret("tenant"), |m| {
         let node = m.nodes.get_mut("k1").unwrap();
         node.force_endpoint = Claim::Valid(Endpoint::Ip("203.0.113.1:51820".parse().unwrap()));
@@ -355,15 +363,15 @@ fn an_internal_ip_that_kg_cannot_have_is_told() {
 }
 
 #[test]
-fn a_quarantine_says_where_peers_are_removed() {
+fn quarantine_fact_names_targets_that_remove_peers() {
     let (mut mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full)]);
     let message = |mesh: &Mesh, seen: &Observations| {
-        let (_, of_mesh) = run(mesh, seen);
-        let said = of_mesh.facts.iter().find_map(|fact| match fact {
+        let (_, of_mesh) = plan_mesh(mesh, seen);
+        let fact = of_mesh.facts.iter().find_map(|fact| match fact {
             Fact::Quarantined { message, .. } => Some(message.clone()),
             _ => None,
         });
-        (said.unwrap(), of_mesh.targets["tenant"].peers.len())
+        (fact.unwrap(), of_mesh.targets["tenant"].peers.len())
     };
     mesh.clusters[0].quarantine = true;
     let whole = "cluster \"mgmt\" is quarantined by ClusterMesh meshes/m: all traffic from it is denied, and its objects are kept";
@@ -376,11 +384,11 @@ fn a_quarantine_says_where_peers_are_removed() {
 }
 
 #[test]
-fn whether_a_pod_of_a_node_of_kg_keeps_its_address_is_up_to_its_cni() {
+fn explain_leaves_masquerading_by_kg_nodes_open() {
     use crate::plan::explain::{Destination, ExplainInputs, Source, explain};
     let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full)]);
     let masqueraded = |seen: &Observations| {
-        let (plan, _) = run(&mesh, seen);
+        let (plan, _) = plan_mesh(&mesh, seen);
         let inputs = ExplainInputs {
             meshes: std::slice::from_ref(&mesh),
             seen,
@@ -400,11 +408,11 @@ fn whether_a_pod_of_a_node_of_kg_keeps_its_address_is_up_to_its_cni() {
             port: None,
         };
         let answer = explain(&inputs, &from, &to);
-        let told = answer
+        let has_note = answer
             .notes
             .iter()
             .any(|note| note.starts_with("kg does not keep the source address"));
-        (answer.route.unwrap().masqueraded, told)
+        (answer.route.unwrap().masqueraded, has_note)
     };
     assert_eq!(masqueraded(&seen), (None, true));
     for server in [Server::AgentPolicy, Server::Agent] {

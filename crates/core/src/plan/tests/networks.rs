@@ -1,14 +1,14 @@
-//! Networks that no single node owns: claims, anchors, shared pod networks, mirrored Services.
+//! Tests accepted networks, anchors, shared pod networks and mirrored Services.
 
 use super::*;
 
 #[test]
-fn a_network_no_node_owns_rides_on_one_anchor_and_moves_only_when_that_is_not_eligible() {
+fn anchor_moves_only_when_it_is_not_eligible() {
     let mesh = two_clusters();
     let mut seen = seen();
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     let service: IpNet = "10.96.0.0/16".parse().unwrap();
-    let carriers = |seen: &Observations| -> Vec<String> {
+    let anchors = |seen: &Observations| -> Vec<String> {
         let peers = seen.members[&secret("tenant")].fresh().unwrap().peers.clone().unwrap();
         peers
             .iter()
@@ -16,7 +16,7 @@ fn a_network_no_node_owns_rides_on_one_anchor_and_moves_only_when_that_is_not_el
             .map(|(n, _)| n.clone())
             .collect()
     };
-    let first = carriers(&seen);
+    let first = anchors(&seen);
     assert_eq!(first.len(), 1);
 
     let mut later = seen.clone();
@@ -29,14 +29,14 @@ fn a_network_no_node_owns_rides_on_one_anchor_and_moves_only_when_that_is_not_el
             },
         );
     });
-    settle(&mesh, &mut later);
-    assert_eq!(carriers(&later), first, "a node that joins does not take the anchor");
+    write_plan(&mesh, &mut later);
+    assert_eq!(anchors(&later), first, "a new node does not become the anchor");
 
     let anchor = first[0].rsplit("--").next().unwrap().to_owned();
     edit(&mut later, &ClusterIdentity::Local, |m| {
         m.nodes.get_mut(&anchor).unwrap().ready = false
     });
-    let (plan, _) = run(&mesh, &later);
+    let (plan, _) = plan_mesh(&mesh, &later);
     let steps = diff(
         &plan,
         &secret("tenant"),
@@ -46,7 +46,7 @@ fn a_network_no_node_owns_rides_on_one_anchor_and_moves_only_when_that_is_not_el
     assert_eq!(
         steps[1].item.name(),
         first[0],
-        "the new carrier gains before the old one loses"
+        "the new anchor gains the network before the old one loses it"
     );
     assert_eq!(
         steps.iter().map(|s| s.fields.clone()).collect::<Vec<_>>(),
@@ -55,7 +55,7 @@ fn a_network_no_node_owns_rides_on_one_anchor_and_moves_only_when_that_is_not_el
 }
 
 #[test]
-fn networks_of_two_clusters_are_disjoint_and_an_accepted_claim_wins() {
+fn accepted_network_wins_over_a_new_overlapping_claim() {
     let mut older = two_clusters();
     older.accepted = BTreeMap::from([("tenant".into(), older.clusters[1].allowed.clone())]);
     let mut newer = two_clusters();
@@ -88,7 +88,7 @@ fn networks_of_two_clusters_are_disjoint_and_an_accepted_claim_wins() {
                 .any(|f| matches!(f, Fact::NetworksOverlap { lost: false, .. }))
         );
     }
-    // The holder may not grow into what the other has, and keeps what it had.
+    // An entry that grows into networks of the other one is refused, and keeps the networks that it had.
     newer.clusters[1].allowed = nets(&["10.3.0.0/16"]);
     newer.accepted = BTreeMap::from([("other".into(), nets(&["10.3.0.0/16"]))]);
     older.clusters[1].allowed = nets(&["10.2.0.0/15", "100.66.2.0/24"]);
@@ -100,7 +100,7 @@ fn networks_of_two_clusters_are_disjoint_and_an_accepted_claim_wins() {
 }
 
 #[test]
-fn exported_pods_ride_on_their_node_and_the_rest_of_a_shared_network_on_the_anchor() {
+fn exported_pods_use_their_node_and_other_pods_the_anchor() {
     let mut mesh = two_clusters();
     mesh.clusters[0].pod_network = PodNetwork::Shared;
     mesh.clusters[0].exports = vec![Export {
@@ -122,14 +122,14 @@ fn exported_pods_ride_on_their_node_and_the_rest_of_a_shared_network_on_the_anch
         m.pods.insert(name("rook-ceph", "far"), pod("b", "192.0.2.1"));
         m.pods.insert(name("default", "other"), pod("b", "10.1.77.2"));
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     let of = |node: &str| allowed(&of_mesh, "tenant", &format!("m--mgmt--{node}"));
     let shared: IpNet = "10.1.0.0/16".parse().unwrap();
-    let carriers: Vec<&str> = ["a", "b"]
+    let anchors: Vec<&str> = ["a", "b"]
         .into_iter()
         .filter(|node| of(node).contains(&shared))
         .collect();
-    assert_eq!(carriers.len(), 1, "podCIDRs mean nothing here: the range is anchored");
+    assert_eq!(anchors.len(), 1, "podCIDRs are not used, so the network is anchored");
     let own: BTreeSet<IpNet> = of("b").iter().copied().filter(|net| net.prefix_len() == 32).collect();
     assert_eq!(own, net_set(&["10.1.77.1/32", "100.66.1.2/32"]));
     assert!(
@@ -141,7 +141,7 @@ fn exported_pods_ride_on_their_node_and_the_rest_of_a_shared_network_on_the_anch
 }
 
 #[test]
-fn a_granted_service_is_mirrored_with_the_endpoints_that_lie_in_the_mesh() {
+fn mirrored_service_has_only_endpoints_in_the_mesh() {
     let mut mesh = two_clusters();
     let local = ObjectName {
         namespace: "default".into(),
@@ -198,7 +198,7 @@ fn a_granted_service_is_mirrored_with_the_endpoints_that_lie_in_the_mesh() {
             slice,
         );
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     let mirrored = &of_mesh.targets["tenant"].services[&local];
     assert_eq!(mirrored.ports, vec![port("pg", 5432)]);
     assert_eq!(
@@ -225,7 +225,7 @@ fn a_granted_service_is_mirrored_with_the_endpoints_that_lie_in_the_mesh() {
             },
         );
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!(of_mesh.targets["tenant"].services, BTreeMap::new());
     assert!(
         of_mesh.egress[0].message.contains("not ours"),

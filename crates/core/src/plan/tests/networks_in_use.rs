@@ -1,9 +1,9 @@
-//! Addresses that Nodes carry already in a network that is listed for another member.
+//! Tests that addresses of Nodes inside networks of another member are reported.
 
 use super::*;
 
 fn in_use(mesh: &Mesh, seen: &Observations) -> Vec<(String, String)> {
-    let (_, of_mesh) = run(mesh, seen);
+    let (_, of_mesh) = plan_mesh(mesh, seen);
     let facts = of_mesh.facts.into_iter();
     facts
         .filter_map(|fact| match fact {
@@ -14,7 +14,7 @@ fn in_use(mesh: &Mesh, seen: &Observations) -> Vec<(String, String)> {
 }
 
 #[test]
-fn addresses_of_nodes_in_another_members_network_are_named_once() {
+fn node_addresses_in_anothers_network_are_reported_once() {
     let mesh = two_clusters();
     let mut seen = seen();
     assert_eq!(in_use(&mesh, &seen), []);
@@ -27,7 +27,7 @@ fn addresses_of_nodes_in_another_members_network_are_named_once() {
     let message = "2 Node(s) of cluster \"mgmt\" have addresses in 100.66.2.0/24, first a: 100.66.2.7; packets to these addresses \
                    are lost or enter the mesh. Give this cluster another network";
     assert_eq!(in_use(&mesh, &seen), [("tenant".to_owned(), message.to_owned())]);
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     let conditions = crate::status::conditions(&of_mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new());
     let degraded = conditions
         .iter()
@@ -38,14 +38,14 @@ fn addresses_of_nodes_in_another_members_network_are_named_once() {
         (true, "NetworkInUse", &*format!("cluster \"tenant\": {message}"))
     );
 
-    // Workers of a cluster that another one hosts are meant to have its addresses.
+    // Workers that run as VMs in another member may have addresses of that member.
     let mut hosted = mesh.clone();
     hosted.clusters[0].endpoint_networks = nets(&["100.66.2.0/24"]);
     assert_eq!(in_use(&hosted, &seen), []);
 }
 
 #[test]
-fn transit_network_of_kg_around_another_members_network_is_named() {
+fn kg_wireguard_network_around_anothers_network_is_reported() {
     let mesh = two_clusters();
     let transit = |server: Server| {
         let mut seen = seen();
@@ -64,7 +64,7 @@ fn transit_network_of_kg_around_another_members_network_is_named() {
 }
 
 #[test]
-fn nodes_of_a_sandbox_say_nothing_about_networks_of_others() {
+fn addresses_of_sandbox_nodes_report_no_network_in_use() {
     let mut mesh = two_clusters();
     mesh.clusters[1].profile = Profile::Sandbox;
     let mut seen = seen();

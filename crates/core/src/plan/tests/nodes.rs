@@ -1,10 +1,10 @@
-//! What one node of a member becomes elsewhere: addresses, endpoint, granularity.
+//! Tests the Peer that a node gets in other members: addresses, endpoint, granularity.
 
 use super::*;
 
 #[test]
-fn a_node_appears_with_its_pods_its_wireguard_address_and_its_endpoint() {
-    let (_, plan) = run(&two_clusters(), &seen());
+fn peer_has_pod_cidr_wireguard_ip_and_endpoint_of_node() {
+    let (_, plan) = plan_mesh(&two_clusters(), &seen());
     let peer = &plan.targets["mgmt"].peers["m--tenant--x"];
     assert_eq!(
         peer.spec,
@@ -21,7 +21,7 @@ fn a_node_appears_with_its_pods_its_wireguard_address_and_its_endpoint() {
 }
 
 #[test]
-fn what_lies_outside_allowed_networks_is_refused_with_its_reason() {
+fn node_with_invalid_claim_is_skipped_with_reason() {
     let mesh = two_clusters();
     type Spoil = fn(&mut Node);
     let table: [(Reason, Spoil); 8] = [
@@ -49,7 +49,7 @@ fn what_lies_outside_allowed_networks_is_refused_with_its_reason() {
             spoil(&mut bad);
             m.nodes.insert("bad".into(), bad);
         });
-        let (_, of_mesh) = run(&mesh, &seen);
+        let (_, of_mesh) = plan_mesh(&mesh, &seen);
         let skipped: Vec<_> = of_mesh.clusters["tenant"]
             .skipped
             .iter()
@@ -64,7 +64,7 @@ fn what_lies_outside_allowed_networks_is_refused_with_its_reason() {
 }
 
 #[test]
-fn an_endpoint_inside_the_targets_own_networks_is_none_unless_the_entry_lists_it() {
+fn endpoint_in_target_networks_needs_endpoint_networks() {
     let mut mesh = two_clusters();
     let mut seen = seen();
     edit(&mut seen, &secret("tenant"), |m| {
@@ -72,30 +72,30 @@ fn an_endpoint_inside_the_targets_own_networks_is_none_unless_the_entry_lists_it
         x.kilo_endpoint = Claim::Absent;
         x.internal_ips = vec!["10.1.1.77".parse().unwrap()];
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     let spec = &of_mesh.targets["mgmt"].peers["m--tenant--x"].spec;
     assert_eq!((spec.endpoint.clone(), spec.persistent_keepalive), (None, 25));
     let back = &of_mesh.targets["tenant"].peers["m--mgmt--a"].spec;
     assert_eq!(
         back.persistent_keepalive, 25,
-        "who cannot be dialled keeps its binding open"
+        "a node without an endpoint must keep its NAT binding alive"
     );
 
     mesh.clusters[1].endpoint_networks = nets(&["10.1.0.0/16"]);
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     let spec = &of_mesh.targets["mgmt"].peers["m--tenant--x"].spec;
     assert_eq!(spec.endpoint, Some(Endpoint::Ip("10.1.1.77:51820".parse().unwrap())));
 }
 
 #[test]
-fn toward_kilo_the_internal_ip_is_left_out_where_it_is_the_endpoint() {
+fn peer_for_kg_omits_internal_ip_that_is_its_endpoint() {
     let mut mesh = two_clusters();
     mesh.clusters[1].allowed.extend(nets(&["172.30.2.1/32"]));
     let mut seen = seen();
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     let whole = net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"]);
     assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--x"), whole);
-    // A Node that has just joined publishes nothing yet: that does not make it kg's.
+    // A Node that has just joined publishes nothing yet. It does not count as served by kg.
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.nodes.insert(
             "new".into(),
@@ -105,12 +105,12 @@ fn toward_kilo_the_internal_ip_is_left_out_where_it_is_the_endpoint() {
             },
         );
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--x"), whole);
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.nodes.values_mut().for_each(|node| node.server = Server::Kilo)
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!(
         *allowed(&of_mesh, "mgmt", "m--tenant--x"),
         net_set(&["10.2.1.0/24", "100.66.2.1/32"])
@@ -118,7 +118,7 @@ fn toward_kilo_the_internal_ip_is_left_out_where_it_is_the_endpoint() {
 }
 
 #[test]
-fn with_location_granularity_the_leader_carries_its_followers() {
+fn location_leader_peer_contains_prefixes_of_followers() {
     let mesh = two_clusters();
     let mut seen = seen();
     edit(&mut seen, &secret("tenant"), |m| {
@@ -133,13 +133,13 @@ fn with_location_granularity_the_leader_carries_its_followers() {
             m.nodes.insert(format!("k{n}"), kg);
         }
         m.nodes.remove("x");
-        // A follower whose kg restarts has no annotations for half a second.
+        // While the kg of a follower restarts, its annotations are missing for half a second.
         let restarting = m.nodes.get_mut("k3").unwrap();
         restarting.granularity = None;
         restarting.kilo_internal_ip = None;
         restarting.public_key = Claim::Absent;
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!(of_mesh.clusters["tenant"].skipped, vec![]);
     assert_eq!(
         of_mesh.targets["mgmt"].peers.keys().collect::<Vec<_>>(),
@@ -150,11 +150,11 @@ fn with_location_granularity_the_leader_carries_its_followers() {
 }
 
 #[test]
-fn a_masqueraded_member_shows_only_its_wireguard_addresses() {
+fn masqueraded_member_exposes_only_wireguard_addresses() {
     let mut mesh = two_clusters();
     mesh.clusters[1].addressing = Addressing::Masqueraded;
     mesh.clusters[1].allowed = nets(&["100.66.2.0/24"]);
-    let (_, of_mesh) = run(&mesh, &seen());
+    let (_, of_mesh) = plan_mesh(&mesh, &seen());
     assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--x"), net_set(&["100.66.2.1/32"]));
     assert_eq!(
         of_mesh.targets["mgmt"].policies["m--tenant"].spec.sources,
@@ -163,24 +163,32 @@ fn a_masqueraded_member_shows_only_its_wireguard_addresses() {
 }
 
 #[test]
-fn the_policy_of_a_masqueraded_member_does_not_shrink_with_what_is_seen_of_it() {
+fn masqueraded_policy_keeps_networks_of_unseen_nodes() {
     let mut mesh = two_clusters();
     mesh.clusters[1].addressing = Addressing::Masqueraded;
     let mut seen = seen();
-    settle(&mesh, &mut seen);
-    let policy = |seen: &Observations| run(&mesh, seen).1.targets["mgmt"].policies["m--tenant"].spec.clone();
+    write_plan(&mesh, &mut seen);
+    let policy = |seen: &Observations| {
+        plan_mesh(&mesh, seen).1.targets["mgmt"].policies["m--tenant"]
+            .spec
+            .clone()
+    };
     let before = policy(&seen);
     assert_eq!(before.sources, net_set(&["100.66.2.0/24"]));
     let mut blank = seen.clone();
     edit(&mut blank, &secret("tenant"), |m| {
         m.nodes.get_mut("x").unwrap().wireguard_ip = Claim::Absent
     });
-    assert_eq!(policy(&blank), before, "its annotations vanished, its Peer is held");
+    assert_eq!(
+        policy(&blank),
+        before,
+        "its annotations are missing, and its Peer is held"
+    );
     seen.members
         .insert(secret("tenant"), Observation::Unreachable("starting".into()));
     assert_eq!(
         policy(&seen),
         before,
-        "it has not been seen since the controller started"
+        "it was not observed since the controller started"
     );
 }

@@ -1,19 +1,19 @@
-//! One owner for each key, prefix and object: other meshes, other hubs, other people.
+//! Tests that each key, prefix and object has one owner among meshes, hubs and people.
 
 use super::*;
 
 #[test]
-fn the_predecessors_peers_are_adopted_with_new_labels_and_an_unchanged_spec() {
+fn predecessor_peer_is_adopted_by_changing_only_labels() {
     let mesh = two_clusters();
     let mut seen = seen();
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         for peer in m.peers.as_mut().unwrap().values_mut() {
             peer.owner.hub = None;
             peer.owner.mesh_namespace = None;
         }
     });
-    let (plan, _) = run(&mesh, &seen);
+    let (plan, _) = plan_mesh(&mesh, &seen);
     let steps = diff(
         &plan,
         &ClusterIdentity::Local,
@@ -24,7 +24,7 @@ fn the_predecessors_peers_are_adopted_with_new_labels_and_an_unchanged_spec() {
 }
 
 #[test]
-fn a_peer_of_someone_else_keeps_its_name_its_key_and_its_addresses() {
+fn foreign_peer_keeps_its_name_key_and_prefixes() {
     let mesh = two_clusters();
     let mut seen = seen();
     let theirs = |n: u8, net: &str| ObservedPeer {
@@ -44,7 +44,7 @@ fn a_peer_of_someone_else_keeps_its_name_its_key_and_its_addresses() {
             .unwrap()
             .insert("m--tenant--x".into(), theirs(99, "10.2.1.0/24"));
     });
-    let (plan, _) = run(&mesh, &seen);
+    let (plan, _) = plan_mesh(&mesh, &seen);
     let steps = diff(
         &plan,
         &ClusterIdentity::Local,
@@ -58,12 +58,12 @@ fn a_peer_of_someone_else_keeps_its_name_its_key_and_its_addresses() {
     };
     assert_eq!(spec.allowed_ips, net_set(&["100.66.2.1/32"]));
 
-    // The next name may be somebody's, too.
+    // The second name may be taken, too.
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         let peers = m.peers.as_mut().unwrap();
         peers.insert("m--tenant--x-meshes".into(), theirs(98, "10.2.1.0/24"));
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     let names: Vec<_> = of_mesh.targets["mgmt"].peers.keys().collect();
     assert_eq!(names, ["m--tenant--x-meshes-1"]);
 
@@ -73,35 +73,35 @@ fn a_peer_of_someone_else_keeps_its_name_its_key_and_its_addresses() {
             .unwrap()
             .insert("laptop".into(), theirs(33, "192.0.2.1/32"));
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!(of_mesh.clusters["tenant"].skipped[0].reason, Reason::PublicKeyDuplicate);
 }
 
 #[test]
-fn a_key_copied_by_another_member_stays_with_the_local_cluster() {
+fn copied_key_stays_with_the_local_cluster() {
     let mesh = two_clusters();
     let mut seen = seen();
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("x").unwrap().public_key = Claim::Valid(key(17));
         m.nodes.get_mut("x").unwrap().created = -1_000;
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     assert_eq!(of_mesh.targets["mgmt"].peers, BTreeMap::new());
     assert_eq!(of_mesh.clusters["tenant"].skipped[0].reason, Reason::PublicKeyDuplicate);
     assert_eq!(
         of_mesh.clusters["mgmt"].registered, 2,
-        "the node that copies loses alone: wg-agent serves there"
+        "only the copying node is skipped, because wg-agent serves there"
     );
 }
 
 #[test]
-fn a_key_copied_while_its_owner_is_not_seen_stays_with_its_owner() {
+fn copied_key_stays_with_an_unseen_owner() {
     let mut mesh = two_clusters();
     mesh.clusters
         .insert(1, entry("evil", secret("evil"), &["10.3.0.0/16", "100.66.3.0/24"]));
     let mut seen = seen();
     seen.members.insert(secret("evil"), Observation::Fresh(member(&[])));
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     let copy = Node {
         public_key: Claim::Valid(key(33)),
         ..node(3, 1)
@@ -115,12 +115,12 @@ fn a_key_copied_while_its_owner_is_not_seen_stays_with_its_owner() {
         .insert(secret("tenant"), Observation::Unreachable("starting".into()))
         .unwrap();
     let before = seen.members[&ClusterIdentity::Local].fresh().unwrap().peers.clone();
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     assert_eq!(seen.members[&ClusterIdentity::Local].fresh().unwrap().peers, before);
     seen.members.insert(secret("tenant"), victim);
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     assert_eq!(seen.members[&ClusterIdentity::Local].fresh().unwrap().peers, before);
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     let skipped: Vec<_> = of_mesh.clusters["evil"]
         .skipped
         .iter()
@@ -131,20 +131,20 @@ fn a_key_copied_while_its_owner_is_not_seen_stays_with_its_owner() {
 }
 
 #[test]
-fn a_key_that_stands_for_a_member_not_seen_is_not_written_a_second_time() {
+fn key_of_existing_peer_of_unseen_member_is_not_reused() {
     let mut mesh = two_clusters();
     mesh.clusters
         .push(entry("third", secret("third"), &["10.3.0.0/16", "100.66.3.0/24"]));
     let mut seen = seen();
     seen.members
         .insert(secret("third"), Observation::Fresh(member(&[("t", node(3, 1))])));
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     seen.members
         .insert(secret("tenant"), Observation::Unreachable("starting".into()));
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.nodes.get_mut("a").unwrap().public_key = Claim::Valid(key(33));
     });
-    let (_, of_mesh) = run(&mesh, &seen);
+    let (_, of_mesh) = plan_mesh(&mesh, &seen);
     let third = &of_mesh.targets["third"].peers;
     assert_eq!(
         third.keys().collect::<Vec<_>>(),
@@ -154,7 +154,7 @@ fn a_key_that_stands_for_a_member_not_seen_is_not_written_a_second_time() {
 }
 
 #[test]
-fn two_meshes_of_the_same_clusters_give_one_peer_a_key_and_a_prefix() {
+fn two_meshes_of_same_clusters_plan_one_peer_per_key() {
     let older = two_clusters();
     let mut newer = two_clusters();
     newer.id.name = "n".into();
@@ -190,8 +190,10 @@ fn two_meshes_of_the_same_clusters_give_one_peer_a_key_and_a_prefix() {
         owners(&seen),
         BTreeMap::from([("a".into(), "m".into()), ("b".into(), "m".into())])
     );
-    // Whoever has the Peer already keeps it, younger or not: `a` here, with the anchored network on it.
-    let spec = run(&newer, &seen).1.targets["tenant"].peers["n--mgmt--a"].spec.clone();
+    // An existing Peer is kept even if its mesh is the younger one: here that of `a`, with the anchored network.
+    let spec = plan_mesh(&newer, &seen).1.targets["tenant"].peers["n--mgmt--a"]
+        .spec
+        .clone();
     edit(&mut seen, &secret("tenant"), |m| {
         let owner = Owner {
             mesh: Some("n".into()),
@@ -217,13 +219,13 @@ fn paused_mesh_that_is_deleted_keeps_its_keys() {
     let mut deleted = two_clusters();
     deleted.id.name = "n".into();
     let mut seen = seen();
-    settle(&deleted, &mut seen);
-    // Also one of its Peers that lost a label is its own.
+    write_plan(&deleted, &mut seen);
+    // A Peer that lost its source label still belongs to it.
     edit(&mut seen, &secret("tenant"), |m| {
         let peer = m.peers.as_mut().unwrap().get_mut("n--mgmt--a").unwrap();
         peer.owner.source_cluster = None;
     });
-    // Nothing of it is removed before it is resumed.
+    // A paused mesh that is being deleted removes nothing until it is resumed.
     (deleted.paused, deleted.deleting) = (true, true);
     let mesh = two_clusters();
     let planned = |deleted: &Mesh| {
@@ -239,10 +241,10 @@ fn paused_mesh_that_is_deleted_keeps_its_keys() {
 }
 
 #[test]
-fn the_objects_of_another_hub_are_not_ours() {
+fn objects_of_another_hub_are_not_changed() {
     let mesh = two_clusters();
     let mut seen = seen();
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.nodes.clear();
         m.peers
@@ -252,7 +254,7 @@ fn the_objects_of_another_hub_are_not_ours() {
             .for_each(|peer| peer.owner.hub = Some("other-hub".into()));
     });
     let touched = |mesh: &Mesh| {
-        let (plan, _) = run(mesh, &seen);
+        let (plan, _) = plan_mesh(mesh, &seen);
         let steps = diff(
             &plan,
             &ClusterIdentity::Local,
@@ -264,11 +266,7 @@ fn the_objects_of_another_hub_are_not_ours() {
             .map(|s| (s.action, s.item.name(), s.fields))
             .collect::<Vec<_>>()
     };
-    assert_eq!(
-        touched(&mesh),
-        vec![],
-        "its key is taken, so there is nothing to create either"
-    );
+    assert_eq!(touched(&mesh), vec![], "its key is taken, so no Peer is created either");
     assert_eq!(
         touched(&Mesh {
             deleting: true,

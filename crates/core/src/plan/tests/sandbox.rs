@@ -1,4 +1,4 @@
-//! A sandbox gets the Services named for it and nothing else: what stands in the target, and what in the sandbox.
+//! Tests that a sandbox reaches only the Services it is granted: the objects in the target and in the sandbox.
 
 use super::*;
 use crate::{
@@ -81,9 +81,9 @@ fn gateway(number: u8, ready: bool) -> (ObjectName, Gateway) {
     (object("gateways", &format!("g-{number}")), gateway)
 }
 
-/// `mgmt` and `tenant` are cluster-meshed; the sandbox `nb` may reach port 5432 of `team-x/postgres`, which runs on `b`, through two
-/// gateways of `mgmt`.
-pub(super) fn three() -> (Mesh, Observations) {
+/// `mgmt` and `tenant` are cluster-meshed. The sandbox `nb` may reach port 5432 of the Service `team-x/postgres`, whose pod runs on
+/// node `b`, through two gateways of `mgmt`.
+pub(super) fn mesh_with_sandbox() -> (Mesh, Observations) {
     let mut mesh = two_clusters();
     let mut sandbox = entry("nb", secret("nb"), &["100.66.3.0/24"]);
     sandbox.profile = Profile::Sandbox;
@@ -112,7 +112,7 @@ pub(super) fn three() -> (Mesh, Observations) {
     (mesh, seen)
 }
 
-/// The policy of `nb` while Peers of it stand that are to go.
+/// The policy for `nb` while it has old Peers that will be deleted.
 fn closed() -> PolicySpec {
     PolicySpec {
         sources: net_set(&["100.66.3.0/24"]),
@@ -124,12 +124,12 @@ fn closed() -> PolicySpec {
     }
 }
 
-/// What is planned for the gateways of `mgmt`.
+/// The planned SandboxAccess of `nb` in `mgmt`.
 fn planned_access(mesh: &Mesh, seen: &Observations) -> AccessSpec {
-    run(mesh, seen).1.targets["mgmt"].accesses["m--nb"].spec.clone()
+    plan_mesh(mesh, seen).1.targets["mgmt"].accesses["m--nb"].spec.clone()
 }
 
-/// The Services and names of ports that `nb` is to reach.
+/// The granted Service ports of `nb`.
 fn granted(mesh: &Mesh, seen: &Observations) -> Vec<GrantedPort> {
     let mut granted: Vec<_> = planned_access(mesh, seen).grants.into_values().collect();
     granted.sort();
@@ -153,19 +153,19 @@ fn message(plan: &MeshPlan) -> &str {
 }
 
 #[test]
-fn two_sandboxes_and_what_is_standard_never_meet() {
-    let (mut mesh, mut seen) = three();
+fn sandboxes_and_standard_members_are_not_connected() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
     let mut other = mesh.clusters[2].clone();
     other.name = "nb2".into();
     other.identity = secret("nb2");
     other.allowed = nets(&["100.66.4.0/24"]);
-    // Each names a Service of the other one.
+    // Each sandbox is granted a Service of the other one.
     other.egress[0].cluster = "nb".into();
     mesh.clusters[2].egress[0].cluster = "nb2".into();
     mesh.clusters.push(other);
     seen.members
         .insert(secret("nb2"), Observation::Fresh(member(&[("t", node(4, 1))])));
-    let (_, plan) = run(&mesh, &seen);
+    let (_, plan) = plan_mesh(&mesh, &seen);
     for target in ["nb", "nb2"] {
         assert_eq!(plan.targets[target], TargetPlan::default());
     }
@@ -176,7 +176,7 @@ fn two_sandboxes_and_what_is_standard_never_meet() {
     );
 
     mesh.clusters[3].profile = Profile::Standard;
-    let (_, plan) = run(&mesh, &seen);
+    let (_, plan) = plan_mesh(&mesh, &seen);
     assert_eq!(plan.targets["nb"], TargetPlan::default());
     assert!(
         message(&plan).contains("isolationProfile standard"),
@@ -186,7 +186,7 @@ fn two_sandboxes_and_what_is_standard_never_meet() {
 }
 
 #[test]
-fn nodes_of_a_target_may_enforce_nothing() {
+fn sandbox_needs_no_policy_enforcement_on_target_nodes() {
     let changes: [fn(&mut Member); 4] = [
         |m| m.nodes.get_mut("a").unwrap().server = Server::Kilo,
         |m| m.nodes.get_mut("a").unwrap().bypassed = Some(Bypass::Netfilter),
@@ -194,10 +194,10 @@ fn nodes_of_a_target_may_enforce_nothing() {
         |m| m.policies = None,
     ];
     for change in changes {
-        let (mesh, mut seen) = three();
+        let (mesh, mut seen) = mesh_with_sandbox();
         edit(&mut seen, &ClusterIdentity::Local, change);
-        settle(&mesh, &mut seen);
-        let (_, plan) = run(&mesh, &seen);
+        write_plan(&mesh, &mut seen);
+        let (_, plan) = plan_mesh(&mesh, &seen);
         assert_eq!(granted(&mesh, &seen), [of_postgres("pg")]);
         assert_eq!(sources(&plan, "nb"), ["mgmt", "mgmt"]);
         assert!(plan.egress[0].ready, "{}", message(&plan));
@@ -205,77 +205,79 @@ fn nodes_of_a_target_may_enforce_nothing() {
 }
 
 #[test]
-fn a_target_without_gateways_is_named_with_the_remedy() {
-    let (mesh, mut seen) = three();
+fn target_without_gateway_is_reported_with_remedy() {
+    let (mesh, mut seen) = mesh_with_sandbox();
     edit(&mut seen, &ClusterIdentity::Local, |m| m.gateways.clear());
-    settle(&mesh, &mut seen);
-    let (_, plan) = run(&mesh, &seen);
-    let said = plan.facts.iter().find_map(|fact| match fact {
+    write_plan(&mesh, &mut seen);
+    let (_, plan) = plan_mesh(&mesh, &seen);
+    let reported = plan.facts.iter().find_map(|fact| match fact {
         Fact::NoGateway { cluster, message } if cluster == "mgmt" => Some(message.clone()),
         _ => None,
     });
     assert!(
-        said.as_ref().is_some_and(|said| said.contains("deploy/gateway.yaml")),
-        "{said:?}"
+        reported
+            .as_ref()
+            .is_some_and(|reported| reported.contains("deploy/gateway.yaml")),
+        "{reported:?}"
     );
-    assert_eq!(Some(message(&plan)), said.as_deref());
+    assert_eq!(Some(message(&plan)), reported.as_deref());
     assert_eq!(sources(&plan, "nb"), Vec::<&str>::new());
 }
 
 #[test]
-fn a_key_that_two_claim_is_a_meshed_members_before_a_sandboxs() {
-    let (mut mesh, mut seen) = three();
-    // The sandbox stands first in the mesh, and its Node is the older one.
+fn duplicate_key_goes_to_meshed_member_before_sandbox() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
+    // The sandbox is the earlier entry, and its Node is the older one.
     mesh.clusters.swap(1, 2);
     edit(&mut seen, &secret("nb"), |m| {
         let node = m.nodes.get_mut("s").unwrap();
         node.public_key = Claim::Valid(key(33));
         node.created = -1;
     });
-    let (_, plan) = run(&mesh, &seen);
+    let (_, plan) = plan_mesh(&mesh, &seen);
     assert_eq!(sources(&plan, "mgmt"), ["tenant"]);
     assert_eq!(planned_access(&mesh, &seen).nodes.len(), 0);
     assert_eq!(plan.clusters["nb"].skipped[0].reason, Reason::PublicKeyDuplicate);
 
-    // Nor is it the sandbox's for good where its owner's Node said nothing for a moment.
+    // The sandbox also does not keep the key if the Node of its owner published none for a moment.
     let mut silent = seen.clone();
     edit(&mut silent, &secret("tenant"), |m| {
         m.nodes.values_mut().for_each(|node| node.public_key = Claim::Absent);
     });
-    settle(&mesh, &mut silent);
+    write_plan(&mesh, &mut silent);
     assert_eq!(
         planned_access(&mesh, &silent).nodes.keys().collect::<Vec<_>>(),
         [&key(33)]
     );
     let tenant = seen.members.remove(&secret("tenant")).unwrap();
     silent.members.insert(secret("tenant"), tenant);
-    let (_, plan) = run(&mesh, &silent);
+    let (_, plan) = plan_mesh(&mesh, &silent);
     assert_eq!(sources(&plan, "mgmt"), ["tenant"]);
     assert_eq!(planned_access(&mesh, &silent).nodes.len(), 0);
 }
 
 #[test]
-fn a_key_that_two_sandboxes_claim_stays_with_the_one_that_enters_with_it() {
-    let (mut mesh, mut seen) = three();
-    settle(&mesh, &mut seen);
+fn duplicate_key_stays_with_sandbox_that_uses_it() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
+    write_plan(&mesh, &mut seen);
     let own = planned_access(&mesh, &seen).nodes;
     let mut copy = mesh.clusters[2].clone();
     copy.name = "copy".into();
     copy.identity = secret("copy");
     copy.allowed = nets(&["100.66.4.0/24"]);
-    // First in the mesh.
+    // The copying sandbox is the first entry.
     mesh.clusters.insert(0, copy);
     let mut node = node(4, 1);
     node.public_key = Claim::Valid(*own.keys().next().unwrap());
     seen.members
         .insert(secret("copy"), Observation::Fresh(member(&[("s", node)])));
-    // Also while the other one is not seen.
+    // Also while the owner is not observed.
     for unseen in [false, true] {
         if unseen {
             seen.members
                 .insert(secret("nb"), Observation::Unreachable("refused".into()));
         }
-        let (_, plan) = run(&mesh, &seen);
+        let (_, plan) = plan_mesh(&mesh, &seen);
         assert_eq!(planned_access(&mesh, &seen).nodes, own, "{unseen}");
         assert_eq!(plan.targets["mgmt"].accesses["m--copy"].spec.nodes.len(), 0, "{unseen}");
     }

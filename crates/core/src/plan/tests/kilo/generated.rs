@@ -1,4 +1,4 @@
-//! Members that kg serves, of every shape: what a restart of any of its nodes changes.
+//! Property tests for members that kg serves: a restart of kg on any of their nodes causes no writes.
 
 use std::net::IpAddr;
 
@@ -6,16 +6,16 @@ use proptest::{collection, prelude::*, sample::select};
 
 use super::*;
 
-/// A member that kg serves, and which of its nodes publish nothing.
+/// A generated member that kg serves.
 #[derive(Debug, Clone)]
 struct Tenant {
     nodes: Vec<Node>,
     allowed: Vec<&'static str>,
     anchored: Option<Vec<&'static str>>,
     anchors: u16,
-    blank: Vec<bool>,
-    /// kg serves the other member too.
-    kg_there: bool,
+    stopped: Vec<bool>,
+    /// kg serves the hub, too.
+    hub_has_kg: bool,
 }
 
 fn tenant() -> impl Strategy<Value = Tenant> {
@@ -35,9 +35,9 @@ fn tenant() -> impl Strategy<Value = Tenant> {
         select(vec![Server::Kilo, Server::AgentPolicy]),
         any::<bool>(),
     );
-    let blank = collection::vec(any::<bool>(), 5);
-    (kind, 1..5u8, listed, anchored, 1u16..4, blank).prop_map(
-        |((location, two_locations, server, kg_there), count, mut allowed, anchored, anchors, blank)| {
+    let stopped = collection::vec(any::<bool>(), 5);
+    (kind, 1..5u8, listed, anchored, 1u16..4, stopped).prop_map(
+        |((location, two_locations, server, hub_has_kg), count, mut allowed, anchored, anchors, stopped)| {
             let nodes = (1..=count).map(|n| {
                 let west = two_locations && n > 2;
                 let node = match (location, n == 1 || (west && n == 3)) {
@@ -60,8 +60,8 @@ fn tenant() -> impl Strategy<Value = Tenant> {
                 allowed,
                 anchored,
                 anchors,
-                blank,
-                kg_there,
+                stopped,
+                hub_has_kg,
             }
         },
     )
@@ -78,7 +78,7 @@ impl Tenant {
             let named = (1..).zip(&self.nodes);
             m.nodes = named.map(|(n, node)| (format!("k{n}"), node.clone())).collect();
         });
-        if self.kg_there {
+        if self.hub_has_kg {
             edit(&mut seen, &ClusterIdentity::Local, |m| {
                 m.nodes.values_mut().for_each(|node| node.server = Server::Kilo);
             });
@@ -88,8 +88,8 @@ impl Tenant {
 
     fn stop(&self, seen: &mut Observations) {
         edit(seen, &secret("tenant"), |m| {
-            let blank = m.nodes.values_mut().zip(&self.blank).filter(|(_, blank)| **blank);
-            blank.for_each(|(node, _)| stop_kg(node));
+            let stopped = m.nodes.values_mut().zip(&self.stopped).filter(|(_, stopped)| **stopped);
+            stopped.for_each(|(node, _)| stop_kg(node));
         });
     }
 }
@@ -98,23 +98,23 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn no_restart_of_any_kg_writes_anything(tenant in tenant()) {
+    fn restart_of_any_kg_causes_no_writes(tenant in tenant()) {
         let (mesh, mut seen) = tenant.whole();
-        settle(&mesh, &mut seen);
-        prop_assert_eq!(writes(&mesh, &seen), vec![]);
-        let before = run(&mesh, &seen).1;
+        write_plan(&mesh, &mut seen);
+        prop_assert_eq!(pending_writes(&mesh, &seen), vec![]);
+        let before = plan_mesh(&mesh, &seen).1;
         tenant.stop(&mut seen);
-        prop_assert_eq!(writes(&mesh, &seen), vec![]);
-        let after = run(&mesh, &seen).1;
+        prop_assert_eq!(pending_writes(&mesh, &seen), vec![]);
+        let after = plan_mesh(&mesh, &seen).1;
         prop_assert_eq!(&after.clusters["tenant"].skipped, &vec![]);
         prop_assert_eq!(&after.facts, &before.facts);
     }
 
     #[test]
-    fn what_no_node_owns_holds_no_address_of_a_node(tenant in tenant()) {
+    fn anchored_network_contains_no_node_address(tenant in tenant()) {
         let (mesh, mut seen) = tenant.whole();
         tenant.stop(&mut seen);
-        let (_, of_mesh) = run(&mesh, &seen);
+        let (_, of_mesh) = plan_mesh(&mesh, &seen);
         let nodes = &seen.members[&secret("tenant")].fresh().unwrap().nodes;
         let peers = of_mesh.targets["mgmt"].peers.values();
         let owned: BTreeSet<IpNet> = nodes.values().flat_map(|node| {
@@ -128,8 +128,9 @@ proptest! {
             for net in peer.spec.allowed_ips.iter().filter(|net| !owned.contains(net)) {
                 let mut addresses = nodes.values().flat_map(|node| &node.internal_ips);
                 let held = addresses.find(|address| net.contains(*address));
-                // A person may anchor the network of the nodes: wg-agent keeps its own packets off it.
-                let meant = tenant.anchored.is_some() && !tenant.kg_there;
+                // An operator may anchor the nodes' network if wg-agent serves the hub: it marks its outer packets, so they do not
+                // use the route.
+                let meant = tenant.anchored.is_some() && !tenant.hub_has_kg;
                 prop_assert!(held.is_none_or(|at| meant || (*net == IpNet::from(*at) && own.contains(at))), "{net}: {peer:?}");
             }
         }

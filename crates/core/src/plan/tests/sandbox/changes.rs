@@ -1,11 +1,10 @@
-//! A sandbox whose profile, grants or reachability change: what stands after each write.
+//! Tests changes of a sandbox's profile, grants or quarantine: which objects exist after each write.
 
 use super::*;
 
-/// What a target holds of `nb` after each write: whether its policy lets anything through, whether it has Peers, and whether it
-/// enters through gateways.
+/// The state of `nb` in the target after each write: (its policy is open, it has Peers, it has a SandboxAccess).
 fn states_of(mesh: &Mesh, seen: &Observations) -> Vec<(bool, bool, bool)> {
-    let (plan, _) = run(mesh, seen);
+    let (plan, _) = plan_mesh(mesh, seen);
     let mut member = seen.members[&ClusterIdentity::Local].last().unwrap().clone();
     let steps = diff(&plan, &ClusterIdentity::Local, &member);
     let look = |member: &Member| {
@@ -31,13 +30,13 @@ fn states_of(mesh: &Mesh, seen: &Observations) -> Vec<(bool, bool, bool)> {
 }
 
 #[test]
-fn tightening_closes_before_anything_else_and_loosening_opens_after() {
-    let (mut mesh, mut seen) = three();
+fn stricter_profile_closes_first_and_looser_opens_last() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
     mesh.clusters[2].allowed.extend(nets(&["10.3.0.0/16"]));
     let sandbox = mesh.clone();
     mesh.clusters[2].profile = Profile::ClusterMeshed;
-    settle(&mesh, &mut seen);
-    // The policy closes before the Peers go.
+    write_plan(&mesh, &mut seen);
+    // The policy is closed before the Peers are deleted.
     assert_eq!(
         states_of(&sandbox, &seen),
         [
@@ -47,8 +46,8 @@ fn tightening_closes_before_anything_else_and_loosening_opens_after() {
             (false, false, true)
         ]
     );
-    settle(&sandbox, &mut seen);
-    settle(&sandbox, &mut seen);
+    write_plan(&sandbox, &mut seen);
+    write_plan(&sandbox, &mut seen);
     assert_eq!(
         states_of(&mesh, &seen),
         [
@@ -61,12 +60,12 @@ fn tightening_closes_before_anything_else_and_loosening_opens_after() {
 }
 
 #[test]
-fn what_was_wide_is_closed_also_while_its_member_is_not_seen() {
-    let (mut mesh, mut seen) = three();
+fn stricter_profile_closes_an_unseen_member() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
     mesh.clusters[2].allowed.extend(nets(&["10.3.0.0/16"]));
     let sandbox = mesh.clone();
     mesh.clusters[2].profile = Profile::ClusterMeshed;
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     seen.members
         .insert(secret("nb"), Observation::Unreachable("refused".into()));
     assert_eq!(
@@ -78,7 +77,7 @@ fn what_was_wide_is_closed_also_while_its_member_is_not_seen() {
             (false, false, true)
         ]
     );
-    let (_, plan) = run(&sandbox, &seen);
+    let (_, plan) = plan_mesh(&sandbox, &seen);
     assert_eq!(
         plan.targets["mgmt"].policies["m--nb"].spec.sources,
         net_set(&["10.3.0.0/16", "100.66.3.0/24"])
@@ -86,15 +85,15 @@ fn what_was_wide_is_closed_also_while_its_member_is_not_seen() {
 }
 
 #[test]
-fn nothing_is_left_of_a_sandbox_without_grants() {
-    let (mut mesh, mut seen) = three();
-    settle(&mesh, &mut seen);
+fn sandbox_without_grants_leaves_no_objects() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
+    write_plan(&mesh, &mut seen);
     mesh.clusters[2].egress.clear();
-    let (plan, _) = run(&mesh, &seen);
+    let (plan, _) = plan_mesh(&mesh, &seen);
     let member = seen.members[&ClusterIdentity::Local].fresh().unwrap();
     let steps = names(&diff(&plan, &ClusterIdentity::Local, member));
     assert_eq!(steps, [(Action::Delete, "m--nb".to_owned())]);
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     let member = seen.members[&ClusterIdentity::Local].fresh().unwrap();
     assert_eq!(member.accesses, Some(BTreeMap::new()));
     let sandbox = seen.members[&secret("nb")].fresh().unwrap();
@@ -110,17 +109,17 @@ fn nothing_is_left_of_a_sandbox_without_grants() {
 }
 
 #[test]
-fn a_member_in_quarantine_is_closed_and_keeps_its_objects() {
+fn quarantined_member_is_closed_and_keeps_its_objects() {
     for profile in [Profile::ClusterMeshed, Profile::Sandbox] {
-        let (mut mesh, mut seen) = three();
+        let (mut mesh, mut seen) = mesh_with_sandbox();
         mesh.clusters[2].allowed.extend(nets(&["10.3.0.0/16"]));
         mesh.clusters[2].profile = profile;
-        settle(&mesh, &mut seen);
-        settle(&mesh, &mut seen);
+        write_plan(&mesh, &mut seen);
+        write_plan(&mesh, &mut seen);
         let count = |plan: &MeshPlan| ["mgmt", "tenant", "nb"].map(|t| sources(plan, t).len());
-        let before = count(&run(&mesh, &seen).1);
+        let before = count(&plan_mesh(&mesh, &seen).1);
         mesh.clusters[2].quarantine = true;
-        let (_, plan) = run(&mesh, &seen);
+        let (_, plan) = plan_mesh(&mesh, &seen);
         if profile == Profile::ClusterMeshed {
             let networks = net_set(&["10.3.0.0/16", "100.66.3.0/24"]);
             let shut = PolicySpec {
@@ -142,11 +141,11 @@ fn a_member_in_quarantine_is_closed_and_keeps_its_objects() {
 }
 
 #[test]
-fn what_becomes_standard_is_closed_before_its_peers_go_one_by_one() {
-    let (mut mesh, mut seen) = three();
-    settle(&mesh, &mut seen);
+fn member_set_to_standard_is_closed_before_peers_go() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
+    write_plan(&mesh, &mut seen);
     mesh.clusters[1].profile = Profile::Standard;
-    let (plan, planned) = run(&mesh, &seen);
+    let (plan, planned) = plan_mesh(&mesh, &seen);
     let spec = &planned.targets["mgmt"].policies["m--tenant"].spec;
     assert!(spec.closed && spec.allow.is_empty(), "{spec:?}");
     let Some(Observation::Fresh(member)) = seen.members.get(&ClusterIdentity::Local) else {
@@ -158,16 +157,16 @@ fn what_becomes_standard_is_closed_before_its_peers_go_one_by_one() {
         steps,
         [step(Action::Update, "m--tenant"), step(Action::Delete, "m--tenant--x")]
     );
-    settle(&mesh, &mut seen);
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     let left = seen.members[&ClusterIdentity::Local].last().unwrap();
     assert_eq!(left.policies, Some(BTreeMap::new()));
 }
 
 #[test]
-fn a_member_in_quarantine_gives_nothing_to_a_sandbox_either() {
-    let (mut mesh, mut seen) = three();
-    settle(&mesh, &mut seen);
+fn quarantined_target_grants_nothing_to_sandboxes() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
+    write_plan(&mesh, &mut seen);
     mesh.clusters[0].quarantine = true;
     assert_eq!(granted(&mesh, &seen), []);
 }

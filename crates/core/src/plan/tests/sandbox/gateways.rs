@@ -1,4 +1,4 @@
-//! A sandbox enters a member through gateways: a SandboxAccess there, the gateways' Peers and addresses in the sandbox.
+//! Tests how a sandbox enters a member through gateways: the SandboxAccess in the member, the gateways' Peers in the sandbox.
 
 use super::*;
 use crate::observe::AccessNode;
@@ -8,19 +8,19 @@ fn access(seen: &Observations) -> AccessSpec {
     member.accesses.as_ref().unwrap()["m--nb"].spec.clone().unwrap()
 }
 
-fn sql(access: &AccessSpec) -> u16 {
+fn postgres_port(access: &AccessSpec) -> u16 {
     let mut of = access.grants.iter().filter(|(_, port)| **port == of_postgres("pg"));
     of.next().unwrap().0.1
 }
 
 #[test]
-fn a_member_gets_an_access_and_neither_peer_nor_policy_of_the_sandbox() {
-    let (mesh, mut seen) = three();
-    let (_, planned) = run(&mesh, &seen);
+fn target_gets_only_a_sandbox_access_for_a_sandbox() {
+    let (mesh, mut seen) = mesh_with_sandbox();
+    let (_, planned) = plan_mesh(&mesh, &seen);
     let target = &planned.targets["mgmt"];
     assert!(target.peers.values().all(|peer| peer.source != "nb"));
     assert!(target.policies.values().all(|policy| policy.source != "nb"));
-    // A member toward which nothing was granted hears nothing of it.
+    // A member without a grant for the sandbox gets no object of it.
     assert_eq!(sources(&planned, "tenant"), ["mgmt", "mgmt"]);
     assert_eq!(
         planned.targets["tenant"].policies.keys().collect::<Vec<_>>(),
@@ -34,10 +34,10 @@ fn a_member_gets_an_access_and_neither_peer_nor_policy_of_the_sandbox() {
             .count(),
         0
     );
-    // Nothing of gateways is in the sandbox before they can know it.
+    // Before the SandboxAccess exists, the sandbox has no Peer for a gateway.
     assert_eq!(planned.targets["nb"].peers.len(), 0);
     assert!(!planned.egress[0].ready);
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     let access = access(&seen);
     let node = AccessNode {
         name: "s".into(),
@@ -47,7 +47,7 @@ fn a_member_gets_an_access_and_neither_peer_nor_policy_of_the_sandbox() {
     assert_eq!(access.nodes.values().collect::<Vec<_>>(), [&node]);
     assert_eq!(access.grants.values().collect::<Vec<_>>(), [&of_postgres("pg")]);
 
-    let (_, planned) = run(&mesh, &seen);
+    let (_, planned) = plan_mesh(&mesh, &seen);
     let sandbox = &planned.targets["nb"];
     let allowed: Vec<_> = sandbox
         .peers
@@ -55,7 +55,7 @@ fn a_member_gets_an_access_and_neither_peer_nor_policy_of_the_sandbox() {
         .map(|peer| peer.spec.allowed_ips.clone())
         .collect();
     assert_eq!(allowed, [net_set(&["100.66.1.240/32"]), net_set(&["100.66.1.241/32"])]);
-    // The pod's own address lies in mgmt's networks, where this sandbox is not.
+    // The gateways' pod address is no endpoint: it lies in the networks of mgmt, which this sandbox cannot reach without the mesh.
     assert!(sandbox.peers.values().all(|peer| {
         matches!(&peer.spec.endpoint, Some(Endpoint::Ip(at)) if at.port() == 51821) && peer.spec.candidates.is_empty()
     }));
@@ -73,7 +73,7 @@ fn a_member_gets_an_access_and_neither_peer_nor_policy_of_the_sandbox() {
     let service = &sandbox.services[&object("default", "postgres")];
     assert_eq!(service.ports, [port("pg", 5432)]);
     let slice = service.slices.values().next().unwrap();
-    assert_eq!(slice.ports, [port("pg", sql(&access))]);
+    assert_eq!(slice.ports, [port("pg", postgres_port(&access))]);
     let endpoints: Vec<_> = slice
         .endpoints
         .iter()
@@ -81,40 +81,40 @@ fn a_member_gets_an_access_and_neither_peer_nor_policy_of_the_sandbox() {
         .collect();
     assert_eq!(endpoints, ["100.66.1.240", "100.66.1.241"]);
     assert!(planned.egress[0].ready, "{}", planned.egress[0].message);
-    settle(&mesh, &mut seen);
-    let (plan, _) = run(&mesh, &seen);
+    write_plan(&mesh, &mut seen);
+    let (plan, _) = plan_mesh(&mesh, &seen);
     for (identity, member) in &seen.members {
         assert_eq!(diff(&plan, identity, member.last().unwrap()), [], "{identity}");
     }
 }
 
 #[test]
-fn long_names_of_nodes_are_cut_in_the_access() {
+fn long_node_names_are_shortened_in_sandbox_access() {
     let names = ["n".repeat(253), "n".repeat(252), "n".repeat(40), "ä".repeat(20)];
     let cut = names.each_ref().map(|name| crate::plan::gateways::short_name(name));
     assert_eq!(cut[2], names[2]);
     assert!(cut.iter().all(|name| name.is_ascii() && name.len() <= 40), "{cut:?}");
     assert_eq!(BTreeSet::from(cut.clone()).len(), 4, "{cut:?}");
-    let (mesh, mut seen) = three();
-    settle(&mesh, &mut seen);
+    let (mesh, mut seen) = mesh_with_sandbox();
+    write_plan(&mesh, &mut seen);
     let node = access(&seen).nodes.into_values().next().unwrap();
     edit(&mut seen, &secret("nb"), |m| {
         let node = m.nodes.pop_first().unwrap().1;
         m.nodes.insert(names[0].clone(), node);
     });
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     let renamed = access(&seen).nodes.into_values().next().unwrap();
     assert_eq!((&*node.name, &renamed.name), ("s", &cut[0]));
 }
 
 #[test]
-fn a_gateway_that_is_not_ready_keeps_its_peer_and_loses_its_connections() {
-    let (mesh, mut seen) = three();
-    settle(&mesh, &mut seen);
+fn unready_gateway_keeps_its_peer_but_is_no_endpoint() {
+    let (mesh, mut seen) = mesh_with_sandbox();
+    write_plan(&mesh, &mut seen);
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.gateways.extend([gateway(0, false)]);
     });
-    let (_, planned) = run(&mesh, &seen);
+    let (_, planned) = plan_mesh(&mesh, &seen);
     let sandbox = &planned.targets["nb"];
     assert_eq!(sandbox.peers.len(), 2);
     let slices = || sandbox.services.values().flat_map(|service| service.slices.values());
@@ -126,7 +126,7 @@ fn a_gateway_that_is_not_ready_keeps_its_peer_and_loses_its_connections() {
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.gateways.extend([gateway(1, false)]);
     });
-    let (_, planned) = run(&mesh, &seen);
+    let (_, planned) = plan_mesh(&mesh, &seen);
     assert!(
         planned.egress[0].message.contains("no gateway of cluster \"mgmt\""),
         "{}",
@@ -136,11 +136,11 @@ fn a_gateway_that_is_not_ready_keeps_its_peer_and_loses_its_connections() {
 }
 
 #[test]
-fn a_grant_that_a_gateway_does_not_serve_is_reported_with_its_reason() {
-    let (mesh, mut seen) = three();
-    settle(&mesh, &mut seen);
-    assert_eq!(run(&mesh, &seen).1.egress[0].message, "");
-    let port = sql(&access(&seen));
+fn grant_refused_by_gateway_is_reported_with_reason() {
+    let (mesh, mut seen) = mesh_with_sandbox();
+    write_plan(&mesh, &mut seen);
+    assert_eq!(plan_mesh(&mesh, &seen).1.egress[0].message, "");
+    let port = postgres_port(&access(&seen));
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         for gateway in m.gateways.values_mut() {
             for access in ["m--nb", "other--nb"] {
@@ -149,7 +149,7 @@ fn a_grant_that_a_gateway_does_not_serve_is_reported_with_its_reason() {
             }
         }
     });
-    let (_, planned) = run(&mesh, &seen);
+    let (_, planned) = plan_mesh(&mesh, &seen);
     assert_eq!(
         planned.egress[0].message,
         "gateway gateways/g-0, gateways/g-1 of cluster \"mgmt\" does not serve port \"pg\" of Service team-x/postgres: ServiceUnknown: \
@@ -158,15 +158,15 @@ fn a_grant_that_a_gateway_does_not_serve_is_reported_with_its_reason() {
 }
 
 #[test]
-fn gateways_that_serve_others_alone_are_not_there() {
-    let (mesh, mut seen) = three();
-    settle(&mesh, &mut seen);
+fn gateway_that_does_not_serve_a_sandbox_is_ignored() {
+    let (mesh, mut seen) = mesh_with_sandbox();
+    write_plan(&mesh, &mut seen);
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         for gateway in m.gateways.values_mut() {
             gateway.serves = ["other".to_owned()].into();
         }
     });
-    let (_, planned) = run(&mesh, &seen);
+    let (_, planned) = plan_mesh(&mesh, &seen);
     assert_eq!(planned.targets["nb"].peers.len(), 0);
     assert!(
         planned.egress[0].message.contains("no gateway"),
@@ -176,39 +176,39 @@ fn gateways_that_serve_others_alone_are_not_there() {
 }
 
 #[test]
-fn only_a_member_that_gets_peers_needs_their_crd() {
-    let (mut mesh, mut seen) = three();
+fn peer_crd_is_required_only_for_peers() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
     let missing = Fact::PeerCRDMissing { cluster: "mgmt".into() };
     edit(&mut seen, &ClusterIdentity::Local, |m| m.peers = None);
-    assert!(run(&mesh, &seen).1.facts.contains(&missing));
+    assert!(plan_mesh(&mesh, &seen).1.facts.contains(&missing));
     mesh.clusters.retain(|cluster| cluster.name != "tenant");
-    let (_, planned) = run(&mesh, &seen);
+    let (_, planned) = plan_mesh(&mesh, &seen);
     assert!(!planned.facts.contains(&missing), "{:?}", planned.facts);
     assert!(planned.targets["mgmt"].accesses.contains_key("m--nb"));
     edit(&mut seen, &secret("nb"), |m| m.peers = None);
     let of_sandbox = Fact::PeerCRDMissing { cluster: "nb".into() };
-    assert!(run(&mesh, &seen).1.facts.contains(&of_sandbox));
+    assert!(plan_mesh(&mesh, &seen).1.facts.contains(&of_sandbox));
 }
 
 #[test]
-fn nodes_of_a_member_that_serves_sandboxes_alone_need_no_peer() {
-    let (mut mesh, mut seen) = three();
+fn nodes_are_not_skipped_when_only_sandboxes_connect() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.nodes.values_mut().for_each(|node| node.public_key = Claim::Absent);
     });
-    assert_eq!(run(&mesh, &seen).1.clusters["mgmt"].skipped.len(), 2);
+    assert_eq!(plan_mesh(&mesh, &seen).1.clusters["mgmt"].skipped.len(), 2);
     mesh.clusters.retain(|cluster| cluster.name != "tenant");
-    let (_, planned) = run(&mesh, &seen);
+    let (_, planned) = plan_mesh(&mesh, &seen);
     assert_eq!(planned.clusters["mgmt"].skipped, []);
     assert!(planned.targets["mgmt"].accesses.contains_key("m--nb"));
 }
 
 #[test]
-fn a_sandbox_on_the_pod_network_dials_the_pod() {
-    let (mut mesh, mut seen) = three();
+fn sandbox_on_pod_network_uses_the_pod_endpoint() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
     mesh.clusters[2].endpoint_networks = vec!["10.1.0.0/16".parse().unwrap()];
-    settle(&mesh, &mut seen);
-    let (_, planned) = run(&mesh, &seen);
+    write_plan(&mesh, &mut seen);
+    let (_, planned) = plan_mesh(&mesh, &seen);
     let peer = planned.targets["nb"].peers.values().next().unwrap();
     assert_eq!(
         peer.spec.endpoint,
@@ -218,15 +218,15 @@ fn a_sandbox_on_the_pod_network_dials_the_pod() {
 }
 
 #[test]
-fn what_cannot_be_used_is_left_out_with_a_reason() {
-    let (mesh, mut seen) = three();
-    settle(&mesh, &mut seen);
+fn unusable_gateways_are_left_out_with_reason() {
+    let (mesh, mut seen) = mesh_with_sandbox();
+    write_plan(&mesh, &mut seen);
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         let mut gateways = m.gateways.values_mut();
         gateways.next().unwrap().endpoints = vec!["10.1.9.9:51820".parse().unwrap()];
         gateways.next().unwrap().addresses = ["192.0.2.7".parse().unwrap()].into();
     });
-    let (_, planned) = run(&mesh, &seen);
+    let (_, planned) = plan_mesh(&mesh, &seen);
     assert_eq!(planned.targets["nb"].peers.len(), 0);
     let skipped = planned.clusters["mgmt"]
         .skipped
@@ -240,17 +240,17 @@ fn what_cannot_be_used_is_left_out_with_a_reason() {
         "{}",
         egress.message
     );
-    // A node's own address leads to it also where it lies in the member's networks.
+    // The address of a node is a usable endpoint even inside the member's networks.
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.nodes.get_mut("a").unwrap().internal_ips = vec!["10.1.9.9".parse().unwrap()];
     });
-    let (_, planned) = run(&mesh, &seen);
+    let (_, planned) = plan_mesh(&mesh, &seen);
     assert_eq!(planned.targets["nb"].peers.len(), 1);
 }
 
 #[test]
-fn no_other_member_has_a_way_into_the_gateways_network() {
-    let (mut mesh, mut seen) = three();
+fn gateway_network_is_not_routed_to_other_members() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
     let range: IpNet = "100.127.255.0/28".parse().unwrap();
     mesh.clusters[0].allowed.push(range);
     edit(&mut seen, &ClusterIdentity::Local, |m| m.gateways.clear());
@@ -261,8 +261,8 @@ fn no_other_member_has_a_way_into_the_gateways_network() {
         let mut open = policies.flat_map(|policy| policy.spec.allow.iter().chain(&policy.spec.anchored));
         (nets.any(|net| *net == range), open.any(|net| *net == range))
     };
-    // Before there are gateways it is a network like any other, which no Node owns, and the status remembers that.
-    let (_, plan) = run(&mesh, &seen);
+    // Without gateways it is an anchored network like any other, and the status stores that.
+    let (_, plan) = plan_mesh(&mesh, &seen);
     assert_eq!(carried(&plan), (true, true));
     mesh.clusters[0].carriers = plan.clusters["mgmt"].anchored.clone();
     for (number, address) in ["100.127.255.1", "100.127.255.2"].into_iter().enumerate() {
@@ -272,38 +272,38 @@ fn no_other_member_has_a_way_into_the_gateways_network() {
             drop(m.gateways.insert(name, gateway))
         });
     }
-    settle(&mesh, &mut seen);
-    let (_, plan) = run(&mesh, &seen);
+    write_plan(&mesh, &mut seen);
+    let (_, plan) = plan_mesh(&mesh, &seen);
     assert_eq!(carried(&plan), (false, false));
     assert!(plan.clusters["mgmt"].accepted.contains(&range) && !plan.clusters["mgmt"].anchored.contains_key(&range));
     assert_eq!(sources(&plan, "nb"), ["mgmt", "mgmt"]);
-    // A gateway that publishes an address of the Service range takes no range away.
+    // A gateway that publishes an address of the Service network does not remove that network from other members.
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         let gateway = m.gateways.values_mut().next().unwrap();
         gateway.addresses = ["10.96.0.10".parse().unwrap()].into();
     });
-    let (_, after) = run(&mesh, &seen);
+    let (_, after) = plan_mesh(&mesh, &seen);
     assert_eq!(after.targets["tenant"].peers, plan.targets["tenant"].peers);
 }
 
 #[test]
-fn a_port_stays_whatever_changes_around_it() {
-    let (mut mesh, mut seen) = three();
-    settle(&mesh, &mut seen);
-    let first = sql(&access(&seen));
-    // Another grant, and the Service away for a moment.
+fn gateway_port_of_a_grant_is_stable() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
+    write_plan(&mesh, &mut seen);
+    let first = postgres_port(&access(&seen));
+    // Another grant is added before it.
     mesh.clusters[2].egress.insert(0, grant(postgres(), &[9187], "metrics"));
-    settle(&mesh, &mut seen);
-    assert_eq!((sql(&access(&seen)), access(&seen).grants.len()), (first, 2));
-    // A SandboxAccess that somebody deleted, or a hub that moved.
+    write_plan(&mesh, &mut seen);
+    assert_eq!((postgres_port(&access(&seen)), access(&seen).grants.len()), (first, 2));
+    // The SandboxAccess was deleted, or the mesh moved to another hub.
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.accesses = Some(BTreeMap::new())
     });
-    settle(&mesh, &mut seen);
-    assert_eq!(sql(&access(&seen)), first);
-    // A port that is taken stays taken.
+    write_plan(&mesh, &mut seen);
+    assert_eq!(postgres_port(&access(&seen)), first);
+    // The other grant is removed again.
     mesh.clusters[2].egress.remove(0);
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     assert_eq!(
         access(&seen).grants.keys().map(|(_, port)| *port).collect::<Vec<_>>(),
         [first]
@@ -311,32 +311,32 @@ fn a_port_stays_whatever_changes_around_it() {
 }
 
 #[test]
-fn a_quarantine_takes_every_grant_and_keeps_the_nodes() {
-    let (mut mesh, mut seen) = three();
-    settle(&mesh, &mut seen);
+fn quarantine_removes_grants_and_keeps_nodes() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
+    write_plan(&mesh, &mut seen);
     let before = access(&seen);
     mesh.clusters[2].quarantine = true;
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     let closed = access(&seen);
     assert_eq!((closed.grants.len(), &closed.nodes), (0, &before.nodes));
     mesh.clusters[2].quarantine = false;
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     assert_eq!(access(&seen), before);
 }
 
 #[test]
-fn a_sandbox_that_is_not_seen_keeps_its_nodes_and_one_that_is_loses_who_left() {
-    let (mut mesh, mut seen) = three();
-    settle(&mesh, &mut seen);
+fn unseen_sandbox_keeps_its_nodes_in_sandbox_access() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
+    write_plan(&mesh, &mut seen);
     let before = access(&seen);
     let member = seen.members[&secret("nb")].last().unwrap().clone();
     seen.members
         .insert(secret("nb"), Observation::Unreachable("gone".into()));
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     assert_eq!(access(&seen), before);
-    // What it is granted is no matter of what is seen of it.
+    // Grants follow the ClusterMesh even if the sandbox is not observed.
     mesh.clusters[2].egress[0].ports[0].port = PortRef::Number(9187);
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     assert_eq!(access(&seen).nodes, before.nodes);
     assert_eq!(
         access(&seen).grants.values().collect::<Vec<_>>(),
@@ -345,31 +345,31 @@ fn a_sandbox_that_is_not_seen_keeps_its_nodes_and_one_that_is_loses_who_left() {
     let mut empty = member;
     empty.nodes.clear();
     seen.members.insert(secret("nb"), Observation::Fresh(empty));
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     assert_eq!(access(&seen).nodes.len(), 0);
 }
 
 #[test]
-fn a_service_that_no_sandbox_may_reach_is_not_granted() {
-    let (mesh, mut seen) = three();
+fn service_without_selector_or_sctp_is_not_granted() {
+    let (mesh, mut seen) = mesh_with_sandbox();
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.services.get_mut(&postgres()).unwrap().selectorless = true;
     });
-    settle(&mesh, &mut seen);
+    write_plan(&mesh, &mut seen);
     assert_eq!(access(&seen).grants, BTreeMap::new());
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         let service = m.services.get_mut(&postgres()).unwrap();
         service.selectorless = false;
         service.ports[0].protocol = Protocol::Sctp;
     });
-    let (_, planned) = run(&mesh, &seen);
+    let (_, planned) = plan_mesh(&mesh, &seen);
     assert!(!planned.egress[0].ready);
     assert_eq!(planned.targets["mgmt"].accesses["m--nb"].spec.grants, BTreeMap::new());
 }
 
 #[test]
-fn two_meshes_of_one_sandbox_share_its_ports() {
-    let (mesh, mut seen) = three();
+fn two_meshes_of_one_sandbox_share_gateway_ports() {
+    let (mesh, mut seen) = mesh_with_sandbox();
     let mut younger = mesh.clone();
     younger.id.name = "n".into();
     younger.created += 1;
@@ -394,15 +394,15 @@ fn two_meshes_of_one_sandbox_share_its_ports() {
         .map(|(_, access)| access.spec.clone().unwrap())
         .collect();
     assert_eq!((all.len(), &all[0].id), (2, &all[1].id));
-    assert_eq!(sql(&all[0]), sql(&all[1]));
+    assert_eq!(postgres_port(&all[0]), postgres_port(&all[1]));
     let ports: BTreeSet<_> = all.iter().flat_map(|access| access.grants.keys()).collect();
     assert_eq!(ports.len(), 2);
 }
 
 #[test]
-fn peers_of_a_sandbox_on_nodes_of_the_target_go_seen_or_not_and_are_closed_before() {
+fn old_peers_of_a_sandbox_are_closed_then_deleted() {
     for seen_now in [true, false] {
-        let (mesh, mut seen) = three();
+        let (mesh, mut seen) = mesh_with_sandbox();
         let old = ObservedPeer {
             owner: Owner {
                 mesh: Some("m".into()),
@@ -425,11 +425,11 @@ fn peers_of_a_sandbox_on_nodes_of_the_target_go_seen_or_not_and_are_closed_befor
             seen.members
                 .insert(secret("nb"), Observation::Unreachable("refused".into()));
         }
-        // While a Peer stands, a policy that closes it stands before it.
-        let (_, planned) = run(&mesh, &seen);
+        // While the Peer exists, a closed policy denies its traffic.
+        let (_, planned) = plan_mesh(&mesh, &seen);
         assert_eq!(planned.targets["mgmt"].policies["m--nb"].spec, closed());
         for _ in 0..3 {
-            settle(&mesh, &mut seen);
+            write_plan(&mesh, &mut seen);
         }
         let member = seen.members[&ClusterIdentity::Local].last().unwrap();
         assert!(!member.peers.as_ref().unwrap().contains_key("m--nb--s"));

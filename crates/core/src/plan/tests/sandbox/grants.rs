@@ -1,25 +1,25 @@
-//! What a grant comes to: which Services may be given, which endpoints of them are, and why the others are not.
+//! Tests which Services can be granted, which of their endpoints are mirrored, and why others are refused.
 
 use super::*;
 
 #[test]
-fn a_confined_mesh_gives_away_services_of_its_own_namespace_and_those_that_name_it() {
-    let (mut mesh, mut seen) = three();
+fn confined_mesh_grants_only_services_that_allow_it() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
     mesh.clusters[0].confined_to = Some("team-x".into());
     assert_eq!(granted(&mesh, &seen), [of_postgres("pg")]);
     mesh.clusters[0].confined_to = Some("lab".into());
     assert_eq!(granted(&mesh, &seen), []);
-    let (_, plan) = run(&mesh, &seen);
+    let (_, plan) = plan_mesh(&mesh, &seen);
     let refused = "Service team-x/postgres of cluster \"mgmt\" may not be granted by a mesh in namespace lab: the owner of the \
                    Service can allow it with the annotation kilo-clustermesh.io/allowed-from: lab on the Service";
     assert_eq!(message(&plan), refused);
     assert!(plan.targets["nb"].services.is_empty() && plan.targets["nb"].peers.is_empty());
-    // Whether it is there at all is not told.
+    // The message does not reveal whether the Service exists.
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         drop(m.services.remove(&postgres()))
     });
-    assert_eq!(message(&run(&mesh, &seen).1), refused);
-    let (_, mut seen) = three();
+    assert_eq!(message(&plan_mesh(&mesh, &seen).1), refused);
+    let (_, mut seen) = mesh_with_sandbox();
     for (names, open) in [("lab", true), ("other", false)] {
         edit(&mut seen, &ClusterIdentity::Local, |m| {
             m.services.get_mut(&postgres()).unwrap().allowed_from = [names.to_owned(), "more".to_owned()].into();
@@ -29,8 +29,8 @@ fn a_confined_mesh_gives_away_services_of_its_own_namespace_and_those_that_name_
 }
 
 #[test]
-fn a_member_gets_no_service_of_a_sandbox_that_it_gives_one_to() {
-    let (mut mesh, mut seen) = three();
+fn service_of_a_sandbox_is_not_mirrored() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
     let mut wanted = grant(object("default", "web"), &[], "web");
     wanted.cluster = "nb".into();
     mesh.clusters[0].egress = vec![wanted];
@@ -41,7 +41,7 @@ fn a_member_gets_no_service_of_a_sandbox_that_it_gives_one_to() {
         };
         m.services.insert(object("default", "web"), service);
     });
-    let (_, plan) = run(&mesh, &seen);
+    let (_, plan) = plan_mesh(&mesh, &seen);
     assert_eq!(plan.targets["mgmt"].services, BTreeMap::new());
     assert_eq!(
         message(&plan),
@@ -50,7 +50,7 @@ fn a_member_gets_no_service_of_a_sandbox_that_it_gives_one_to() {
 }
 
 #[test]
-fn a_grant_that_does_not_resolve_costs_itself_alone_and_says_why() {
+fn unresolved_grant_is_reported_and_affects_no_other() {
     type Change = fn(&mut Member);
     let cases: [(&str, Change); 5] = [
         ("does not exist", |m| drop(m.services.remove(&postgres()))),
@@ -68,7 +68,7 @@ fn a_grant_that_does_not_resolve_costs_itself_alone_and_says_why() {
         }),
     ];
     for (why, change) in cases {
-        let (mut mesh, mut seen) = three();
+        let (mut mesh, mut seen) = mesh_with_sandbox();
         mesh.clusters[2]
             .egress
             .push(grant(object("team-x", "redis"), &[], "redis"));
@@ -80,7 +80,7 @@ fn a_grant_that_does_not_resolve_costs_itself_alone_and_says_why() {
             m.services.insert(object("team-x", "redis"), service);
             change(m);
         });
-        let (_, plan) = run(&mesh, &seen);
+        let (_, plan) = plan_mesh(&mesh, &seen);
         assert!(message(&plan).contains(why), "{}", message(&plan));
         let redis = GrantedPort {
             service: object("team-x", "redis"),
@@ -91,8 +91,8 @@ fn a_grant_that_does_not_resolve_costs_itself_alone_and_says_why() {
 }
 
 #[test]
-fn endpoints_that_a_meshed_member_cannot_reach_are_left_out() {
-    let (mut mesh, mut seen) = three();
+fn unreachable_endpoints_are_left_out_of_the_mirror() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
     mesh.clusters[1].egress = mesh.clusters[2].egress.clone();
     let endpoints = |seen: &mut Observations, addresses: &[&str]| {
         let endpoints = addresses.iter().map(|address| backend(address, "b")).collect();
@@ -102,7 +102,7 @@ fn endpoints_that_a_meshed_member_cannot_reach_are_left_out() {
         });
     };
     let report = |seen: &Observations| {
-        let (_, plan) = run(&mesh, seen);
+        let (_, plan) = plan_mesh(&mesh, seen);
         let mut reports = plan.egress.into_iter().filter(|report| report.cluster == "tenant");
         let report = reports.next().unwrap();
         (report.endpoints, report.message)
@@ -111,7 +111,7 @@ fn endpoints_that_a_meshed_member_cannot_reach_are_left_out() {
     let (found, told) = report(&seen);
     assert_eq!(found, 1);
     assert!(told.contains("(192.0.2.9)"), "{told}");
-    // The other family's endpoints are as a rule the same pods.
+    // Endpoints of the other family are usually the same pods, so they are left out without a message.
     endpoints(&mut seen, &["10.1.2.9", "fd00:1:0:2::9"]);
     assert_eq!(report(&seen), (1, String::new()));
     endpoints(&mut seen, &["fd00:1:0:2::9"]);
@@ -121,17 +121,17 @@ fn endpoints_that_a_meshed_member_cannot_reach_are_left_out() {
 }
 
 #[test]
-fn pods_of_a_shared_network_are_served_too() {
-    let (mut mesh, mut seen) = three();
+fn sandbox_reaches_service_in_shared_pod_network() {
+    let (mut mesh, mut seen) = mesh_with_sandbox();
     mesh.clusters[0].pod_network = PodNetwork::Shared;
-    settle(&mesh, &mut seen);
-    let (_, plan) = run(&mesh, &seen);
+    write_plan(&mesh, &mut seen);
+    let (_, plan) = plan_mesh(&mesh, &seen);
     assert!(plan.egress[0].ready, "{}", message(&plan));
 }
 
 #[test]
-fn two_grants_of_one_service_open_each_of_its_ports_once() {
-    let (mut mesh, seen) = three();
+fn two_grants_of_one_service_grant_each_port_once() {
+    let (mut mesh, seen) = mesh_with_sandbox();
     mesh.clusters[2].egress.push(grant(postgres(), &[9187], "metrics"));
     let both = [of_postgres("metrics"), of_postgres("pg")];
     assert_eq!(granted(&mesh, &seen), both);

@@ -1,6 +1,7 @@
-//! Worlds in which each cluster mostly keeps to networks and keys of its own, so that Peers are planned, and now and then
-//! takes names, keys, addresses and labels out of small pools, so that everything collides with everything; and what writing a
-//! plan makes of them.
+//! Generates scenarios for the property tests: meshes and the observed state of their members.
+//!
+//! Most values are the cluster's own (networks, keys), so that Peers are planned. Others come from small shared pools, so that
+//! names, keys, addresses and labels of different clusters collide.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -28,7 +29,7 @@ use proptest::{
 
 mod applied;
 
-pub(crate) use applied::applied;
+pub(crate) use applied::apply_plan;
 
 pub(crate) struct Plain;
 
@@ -128,13 +129,13 @@ fn claim<T: std::fmt::Debug + Clone>(
 
 fn endpoint() -> impl Strategy<Value = Endpoint> + Clone {
     prop_oneof![
-        4 => seen_at().prop_map(Endpoint::Ip),
+        4 => socket_address().prop_map(Endpoint::Ip),
         1 => select(&["a.example", "b.example"][..]).prop_map(|host| Endpoint::Dns(host.into(), 51820)),
     ]
 }
 
-/// Where a node saw another one.
-fn seen_at() -> impl Strategy<Value = SocketAddr> + Clone {
+/// An endpoint at which a node sees another one.
+fn socket_address() -> impl Strategy<Value = SocketAddr> + Clone {
     (ip(), select(&[0u16, 51820, 7][..])).prop_map(SocketAddr::from)
 }
 
@@ -161,7 +162,7 @@ fn own_key(n: usize, k: u8) -> PublicKey {
     PublicKey::new([u8::try_from(n * 16).unwrap() + k + 10; 32])
 }
 
-/// The `k`-th node of cluster `n`. Boxed, as are the others below: nested as they are, their types fill the stack.
+/// The `k`-th node of cluster `n`. This strategy and those below are boxed, because their nested types would overflow the stack.
 pub(crate) fn node(n: usize, k: u8) -> BoxedStrategy<Node> {
     let own_claims = Just(vec![Claim::Valid(own_pods(n, k))]);
     let greedy = claim(net()).prop_map(move |more| vec![Claim::Valid(own_pods(n, k)), more]);
@@ -196,7 +197,11 @@ pub(crate) fn node(n: usize, k: u8) -> BoxedStrategy<Node> {
         select(&[0u16, 25][..]),
         prop_oneof![4 => Just(vec![]), 1 => collection::vec(net(), 1..2)],
         0u8..4,
-        collection::btree_map((0usize..3, 1u8..5).prop_map(|(n, k)| own_key(n, k)), seen_at(), 0..2),
+        collection::btree_map(
+            (0usize..3, 1u8..5).prop_map(|(n, k)| own_key(n, k)),
+            socket_address(),
+            0..2,
+        ),
     );
     let node = (identity, whereabouts, kilo).prop_map(|(identity, whereabouts, kilo)| Node {
         pod_cidrs: identity.0,
@@ -265,7 +270,7 @@ fn peers() -> impl Strategy<Value = BTreeMap<String, ObservedPeer>> {
         select(&["one", "two"][..]),
     );
     let broken = prop_oneof![8 => peer_spec().prop_map(Ok), 1 => Just(Err("does not parse".to_owned()))];
-    // Half are as one plan or another would write them.
+    // Half of the Peers look like those that a plan writes.
     let peer = (name, any::<bool>(), owner(), broken).prop_map(|(name, wild, owner, spec)| {
         let ((mesh, taken), n, k, namespace) = name;
         let tail = if taken { "-one" } else { "" };
@@ -353,10 +358,10 @@ fn services() -> impl Strategy<Value = (BTreeMap<ObjectName, Service>, BTreeMap<
     )
 }
 
-/// Names of nodes, in the order of the addresses that are their own.
+/// Names of nodes: the `k`-th has the `k`-th address of its cluster.
 const NODES: [&str; 4] = ["a", "b", "c", "d"];
 
-pub(crate) fn of_gateways(name: &str) -> ObjectName {
+pub(crate) fn gateway_name(name: &str) -> ObjectName {
     ObjectName {
         namespace: "gateways".into(),
         name: name.into(),
@@ -369,7 +374,7 @@ fn gateway(n: usize) -> impl Strategy<Value = Gateway> {
     (
         6u8..9,
         address,
-        collection::vec(seen_at(), 0..3),
+        collection::vec(socket_address(), 0..3),
         any::<bool>(),
         any::<bool>(),
     )
@@ -385,10 +390,10 @@ fn gateway(n: usize) -> impl Strategy<Value = Gateway> {
         })
 }
 
-/// A member that is seen as cluster `n`.
+/// The observed state of cluster `n`.
 pub(crate) fn member(n: usize) -> BoxedStrategy<Member> {
     let maybe = |k| option::weighted(0.7, node(n, k));
-    // Where a node of kg is among them nothing enforces a policy.
+    // In a member with a kg node, policies are not enforced, so most members have only agents.
     let agents = prop::bool::weighted(0.6);
     let nodes = (agents, (maybe(1), maybe(2), maybe(3), maybe(4))).prop_map(|(agents, (a, b, c, d))| {
         let nodes = NODES.into_iter().zip([a, b, c, d]);
@@ -421,7 +426,7 @@ pub(crate) fn member(n: usize) -> BoxedStrategy<Member> {
             accesses,
             gateways: gateways
                 .into_iter()
-                .map(|(name, gateway)| (of_gateways(name), gateway))
+                .map(|(name, gateway)| (gateway_name(name), gateway))
                 .collect(),
             nodes,
             peers,
@@ -547,20 +552,19 @@ fn mesh() -> BoxedStrategy<Mesh> {
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct World {
+pub(crate) struct Scenario {
     pub(crate) meshes: Vec<Mesh>,
     pub(crate) seen: Observations,
 }
 
-/// A world as it is seen, or one in which what was planned has been written and some nodes then publish nothing, as kg does
-/// at a restart.
-pub(crate) fn world() -> BoxedStrategy<World> {
+/// An initial scenario, or one in which plans were written and some nodes then publish nothing, as while kg restarts.
+pub(crate) fn scenario() -> BoxedStrategy<Scenario> {
     let stopped = option::of(collection::vec((0usize..3, select(&NODES[..])), 0..5));
-    let world = (fresh(), stopped).prop_map(|(world, stopped)| {
-        let Some(stopped) = stopped else { return world };
-        let mut world = settled(world);
+    let scenario = (initial(), stopped).prop_map(|(scenario, stopped)| {
+        let Some(stopped) = stopped else { return scenario };
+        let mut scenario = after_writes(scenario);
         for (n, name) in stopped {
-            let Some(Observation::Fresh(member)) = world.seen.members.get_mut(&identity(n)) else {
+            let Some(Observation::Fresh(member)) = scenario.seen.members.get_mut(&identity(n)) else {
                 continue;
             };
             if let Some(node) = member.nodes.get_mut(name) {
@@ -568,17 +572,18 @@ pub(crate) fn world() -> BoxedStrategy<World> {
                 (node.kilo_endpoint, node.kilo_internal_ip, node.granularity) = (Claim::Absent, None, None);
             }
         }
-        world
+        scenario
     });
-    world.boxed()
+    scenario.boxed()
 }
 
-/// The world after a few plans were written. What one frees another may take, and a Node held for its last Peer loses it.
-pub(crate) fn settled(world: World) -> World {
-    (0..4).fold(world, |world, _| applied(&world))
+/// The scenario after four plans were written. It takes several plans until nothing changes: a later plan may use what an earlier
+/// one freed, and a held Node may lose its Peer.
+pub(crate) fn after_writes(scenario: Scenario) -> Scenario {
+    (0..4).fold(scenario, |scenario, _| apply_plan(&scenario))
 }
 
-fn fresh() -> impl Strategy<Value = World> {
+fn initial() -> impl Strategy<Value = Scenario> {
     let observed = |n| {
         prop_oneof![
             12 => member(n).prop_map(Observation::Fresh),
@@ -593,7 +598,7 @@ fn fresh() -> impl Strategy<Value = World> {
         meshes.retain(|mesh| ids.insert(mesh.id.clone()));
         let members = (0..).zip([a, b, c]).map(|(n, member)| (identity(n), member));
         let resolved = BTreeMap::from([("a.example".to_owned(), "192.0.2.7".parse().unwrap())]);
-        World {
+        Scenario {
             meshes,
             seen: Observations {
                 members: members.collect(),
@@ -604,12 +609,12 @@ fn fresh() -> impl Strategy<Value = World> {
     })
 }
 
-pub(crate) fn planned(world: &World) -> Plan {
-    plan(&world.meshes, &world.seen, &Settings::default(), &Plain)
+pub(crate) fn planned(scenario: &Scenario) -> Plan {
+    plan(&scenario.meshes, &scenario.seen, &Settings::default(), &Plain)
 }
 
-pub(crate) fn steps(plan: &Plan, world: &World) -> BTreeMap<ClusterIdentity, Vec<Step>> {
-    let fresh = world
+pub(crate) fn steps(plan: &Plan, scenario: &Scenario) -> BTreeMap<ClusterIdentity, Vec<Step>> {
+    let fresh = scenario
         .seen
         .members
         .iter()
@@ -619,6 +624,6 @@ pub(crate) fn steps(plan: &Plan, world: &World) -> BTreeMap<ClusterIdentity, Vec
         .collect()
 }
 
-pub(crate) fn ours<'a>(plan: &'a Plan, owner: &Owner) -> Ownership<'a> {
+pub(crate) fn ownership_of<'a>(plan: &'a Plan, owner: &Owner) -> Ownership<'a> {
     ownership::of(owner, &plan.hub, &plan.claimants)
 }

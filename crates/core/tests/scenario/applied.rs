@@ -1,4 +1,4 @@
-//! A world after every step was written.
+//! Applies a plan to a scenario: the state after every step was written.
 
 use super::*;
 
@@ -6,10 +6,7 @@ fn write(member: &mut Member, step: &Step) {
     let owner = step.owner.clone();
     match step.item.clone() {
         Item::Peer(name, spec) => {
-            let peers = member
-                .peers
-                .as_mut()
-                .expect("no Peer is written where the CRD is missing");
+            let peers = member.peers.as_mut().expect("no Peer is written if its CRD is missing");
             match spec {
                 Some(spec) => drop(peers.insert(name, ObservedPeer { owner, spec: Ok(spec) })),
                 None => drop(peers.remove(&name)),
@@ -19,7 +16,7 @@ fn write(member: &mut Member, step: &Step) {
             let policies = member
                 .policies
                 .as_mut()
-                .expect("no PeerPolicy is written where the CRD is missing");
+                .expect("no PeerPolicy is written if its CRD is missing");
             match spec {
                 Some(spec) => drop(policies.insert(name, ObservedPolicy { owner, spec: Ok(spec) })),
                 None => drop(policies.remove(&name)),
@@ -29,7 +26,7 @@ fn write(member: &mut Member, step: &Step) {
             let accesses = member
                 .accesses
                 .as_mut()
-                .expect("no SandboxAccess is written where the CRD is missing");
+                .expect("no SandboxAccess is written if its CRD is missing");
             match spec {
                 Some(spec) => drop(accesses.insert(
                     name,
@@ -67,11 +64,11 @@ fn write(member: &mut Member, step: &Step) {
     }
 }
 
-/// Writes the steps, and the accepted and the anchored networks into the status of each mesh, as the controller does.
-pub(crate) fn applied(world: &World) -> World {
-    let plan = planned(world);
-    let steps = steps(&plan, world);
-    let mut after = world.clone();
+/// Applies all steps, and stores the accepted and anchored networks in the status of each mesh, as the controller does.
+pub(crate) fn apply_plan(scenario: &Scenario) -> Scenario {
+    let plan = planned(scenario);
+    let steps = steps(&plan, scenario);
+    let mut after = scenario.clone();
     for (identity, steps) in steps {
         if let Some(Observation::Fresh(member)) = after.seen.members.get_mut(&identity) {
             steps.iter().for_each(|step| write(member, step));
