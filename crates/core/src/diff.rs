@@ -102,7 +102,7 @@ pub fn diff(plan: &Plan, identity: &ClusterIdentity, member: &Member) -> Vec<Ste
         Differ {
             plan,
             identity,
-            resumed: false,
+            ignores_pause: false,
         },
         member,
     )
@@ -115,7 +115,7 @@ pub fn diff_if_resumed(plan: &Plan, identity: &ClusterIdentity, member: &Member)
         Differ {
             plan,
             identity,
-            resumed: true,
+            ignores_pause: true,
         },
         member,
     )
@@ -139,7 +139,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
                 .map(|(name, p)| (name.clone(), (p.source.clone(), p.spec.clone())))
                 .collect()
         });
-        let superseded = |policy: &PolicySpec| differ.serves(&policy.networks);
+        let superseded = |policy: &PolicySpec| differ.serves_any(&policy.networks);
         let policies = differ.compare(existing.collect(), desired, Item::Policy, superseded, policy_fields);
         steps.extend(
             policies
@@ -158,7 +158,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
                 .map(|(name, access)| (name.clone(), (access.source.clone(), access.spec.clone())))
                 .collect()
         });
-        let superseded = |access: &AccessSpec| differ.serves(&access.networks);
+        let superseded = |access: &AccessSpec| differ.serves_any(&access.networks);
         let accesses = differ.compare(existing.collect(), desired, Item::Access, superseded, access_fields);
         steps.extend(accesses.into_iter().map(|step| (0, step)));
     }
@@ -201,7 +201,7 @@ fn steps(differ: Differ<'_>, member: &Member) -> Vec<Step> {
             }),
             _ => None,
         };
-        service.is_some_and(|service| differ.keeps(&step.mesh, &service))
+        service.is_some_and(|service| differ.is_kept(&step.mesh, &service))
     };
     steps.extend(
         services
@@ -224,7 +224,7 @@ struct Differ<'a> {
     plan: &'a Plan,
     identity: &'a ClusterIdentity,
     /// Treat paused meshes as if they were not paused.
-    resumed: bool,
+    ignores_pause: bool,
 }
 
 impl<'a> Differ<'a> {
@@ -242,12 +242,12 @@ impl<'a> Differ<'a> {
         })
     }
 
-    fn paused(&self, mesh: &MeshPlan) -> bool {
-        mesh.paused && !self.resumed
+    fn is_paused(&self, mesh: &MeshPlan) -> bool {
+        mesh.paused && !self.ignores_pause
     }
 
     /// Whether existing objects of this mirrored Service are kept, because the state needed to plan it was not observed.
-    fn keeps(&self, mesh: &MeshId, service: &ObjectName) -> bool {
+    fn is_kept(&self, mesh: &MeshId, service: &ObjectName) -> bool {
         self.targets()
             .any(|(id, plan, target)| id == mesh && !plan.deleting && target.kept.contains(service))
     }
@@ -255,7 +255,7 @@ impl<'a> Differ<'a> {
     fn desired<K: Ord, V>(&self, of: impl Fn(&TargetPlan) -> Vec<(K, (String, V))>) -> BTreeMap<K, (Owner, MeshId, V)> {
         let mut desired = BTreeMap::new();
         for (id, mesh, target) in self.targets() {
-            if self.paused(mesh) || mesh.deleting {
+            if self.is_paused(mesh) || mesh.deleting {
                 continue;
             }
             for (name, (source, value)) in of(target) {
@@ -279,7 +279,7 @@ impl<'a> Differ<'a> {
     /// The mesh for which an object that is not in the plan may be deleted now; `None` = it stays. An absent mesh may have been moved
     /// to another hub (`clusterctl move`) rather than deleted. So its objects are deleted only if another mesh serves the same
     /// networks (`superseded`).
-    fn deletable(&self, owner: &Owner, superseded: impl FnOnce() -> bool) -> Option<MeshId> {
+    fn mesh_allowing_delete(&self, owner: &Owner, superseded: impl FnOnce() -> bool) -> Option<MeshId> {
         match ownership::of(owner, &self.plan.hub, &self.plan.claimants) {
             Ownership::Foreign | Ownership::Unlabelled => None,
             Ownership::Orphan => superseded().then(|| MeshId {
@@ -292,7 +292,7 @@ impl<'a> Differ<'a> {
                 let retained = self
                     .targets()
                     .any(|(of, _, target)| of == id && target.retained.contains(source));
-                (!self.paused(mesh) && (mesh.deleting || !retained)).then(|| id.clone())
+                (!self.is_paused(mesh) && (mesh.deleting || !retained)).then(|| id.clone())
             }
         }
     }
@@ -308,7 +308,7 @@ impl<'a> Differ<'a> {
         let mut steps = Vec::new();
         for (name, (owner, value)) in &existing {
             if !desired.contains_key(name)
-                && let Some(mesh) = self.deletable(owner, || value.is_some_and(&superseded))
+                && let Some(mesh) = self.mesh_allowing_delete(owner, || value.is_some_and(&superseded))
             {
                 let owner = (*owner).clone();
                 steps.push(Step {
@@ -362,15 +362,15 @@ impl<'a> Differ<'a> {
                 .map(|(name, p)| (name.clone(), (p.source.clone(), p.spec.clone())))
                 .collect()
         });
-        let superseded = |peer: &PeerSpec| self.serves(&peer.allowed_ips);
+        let superseded = |peer: &PeerSpec| self.serves_any(&peer.allowed_ips);
         self.compare(existing.collect(), desired, Item::Peer, superseded, peer_fields)
     }
 
     /// Whether an active mesh connects one of these networks to this member.
-    fn serves<'n>(&self, networks: impl IntoIterator<Item = &'n IpNet>) -> bool {
+    fn serves_any<'n>(&self, networks: impl IntoIterator<Item = &'n IpNet>) -> bool {
         let served: BTreeSet<IpNet> = self
             .targets()
-            .filter(|(_, mesh, _)| !self.paused(mesh) && !mesh.deleting)
+            .filter(|(_, mesh, _)| !self.is_paused(mesh) && !mesh.deleting)
             .flat_map(|(.., target)| target.served.iter().copied())
             .collect();
         let serves = |net: &IpNet| served.iter().any(|served| overlap(*served, *net));

@@ -130,30 +130,30 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
             GRACE.as_secs(),
         )
     });
-    let alone = members.iter().filter(|(_, member)| !member.without_agent.is_empty());
-    let alone = alone.map(|(cluster, member)| {
+    let without_agent = members.iter().filter(|(_, member)| !member.without_agent.is_empty());
+    let without_agent = without_agent.map(|(cluster, member)| {
         format!(
             "on {} of cluster {cluster:?} kg runs without wg-agent and accepts all packets from its Peers: run wg-agent there with \
              --mode=policy",
             named(member.without_agent.iter())
         )
     });
-    let (bypassed, alone): (Vec<String>, Vec<String>) = (bypassed.collect(), alone.collect());
+    let (bypassed, without_agent): (Vec<String>, Vec<String>) = (bypassed.collect(), without_agent.collect());
     let outdated: Vec<String> = outdated.chain(gateways).collect();
     // Pending quarantines come first, because they are more urgent than other revocations.
     let mut pending: Vec<&Pending> = pending.iter().collect();
     pending.sort_by_key(|pending| !pending.quarantine);
     let open = pending_messages(&pending);
-    let words = [
+    let reasons_by_urgency = [
         (&outdated, "PolicyOutdated"),
         (&bypassed, DATAPATH_BYPASSED),
-        (&alone, "NoAgent"),
+        (&without_agent, "NoAgent"),
     ];
-    let word = words
+    let reason_of_nodes = reasons_by_urgency
         .into_iter()
-        .find(|(said, _)| !said.is_empty())
-        .map(|(_, word)| word);
-    let Some(reason) = pending.first().map(|pending| pending.reason()).or(word) else {
+        .find(|(messages, _)| !messages.is_empty())
+        .map(|(_, reason)| reason);
+    let Some(reason) = pending.first().map(|pending| pending.reason()).or(reason_of_nodes) else {
         return Condition {
             kind: "PolicyEnforced",
             status: true,
@@ -165,7 +165,7 @@ pub fn condition(members: &BTreeMap<String, Unenforced>, pending: &BTreeSet<Pend
         kind: "PolicyEnforced",
         status: false,
         reason,
-        message: [open, outdated, bypassed, alone].concat().join("; "),
+        message: [open, outdated, bypassed, without_agent].concat().join("; "),
     }
 }
 
@@ -186,12 +186,12 @@ fn pending_messages(pending: &[&Pending]) -> Vec<String> {
 pub(crate) fn named<'a>(nodes: impl ExactSizeIterator<Item = &'a String>) -> String {
     let count = nodes.len();
     let names: Vec<&str> = nodes.take(MAX_LISTED).map(String::as_str).collect();
-    let word = if count == 1 { "Node" } else { "Nodes" };
+    let noun = if count == 1 { "Node" } else { "Nodes" };
     let more = match count.saturating_sub(MAX_LISTED) {
         0 => String::new(),
         more => format!(" and {more} more"),
     };
-    format!("{word} {}{more}", names.join(", "))
+    format!("{noun} {}{more}", names.join(", "))
 }
 
 #[cfg(test)]
@@ -225,13 +225,13 @@ mod tests {
 
     #[test]
     fn bypassed_nodes_are_listed_with_reason_and_remedy() {
-        let alone = Unenforced {
+        let without_agent = Unenforced {
             without_agent: ["k1".to_owned()].into(),
             ..Unenforced::default()
         };
         let members = [
             ("a".to_owned(), bypassed(&["n2".to_owned(), "n1".to_owned()])),
-            ("b".to_owned(), alone.clone()),
+            ("b".to_owned(), without_agent.clone()),
         ];
         let members = members.into();
         let both = condition(&members, &BTreeSet::new());
@@ -258,7 +258,7 @@ mod tests {
                  restart it, then remove the interface kube-ipvs0, which it leaves behind (`ip link delete kube-ipvs0`, or a reboot)"
             )
         );
-        let one = condition(&[("b".to_owned(), alone)].into(), &BTreeSet::new());
+        let one = condition(&[("b".to_owned(), without_agent)].into(), &BTreeSet::new());
         assert_eq!((one.status, one.reason), (false, "NoAgent"));
     }
 
@@ -268,9 +268,12 @@ mod tests {
             outdated: ["w2".to_owned()].into(),
             ..bypassed(&["w1".to_owned()])
         };
-        let told = condition(&[("a".to_owned(), behind)].into(), &BTreeSet::new());
-        assert_eq!((told.status, told.reason), (false, "PolicyOutdated"));
-        let (outdated, bypassed) = told.message.split_once("; ").unwrap();
+        let policy_enforced = condition(&[("a".to_owned(), behind)].into(), &BTreeSet::new());
+        assert_eq!(
+            (policy_enforced.status, policy_enforced.reason),
+            (false, "PolicyOutdated")
+        );
+        let (outdated, bypassed) = policy_enforced.message.split_once("; ").unwrap();
         assert_eq!(
             outdated,
             "on Node w2 of cluster \"a\" wg-agent has reported an outdated revision of the PeerPolicies for 15 s or longer: it is \
@@ -317,34 +320,38 @@ mod tests {
             };
             member.gateways.insert(name, gateway(applied, exists));
         }
-        let said = applied_by_gateways(&member);
-        let said: Vec<(&str, &str)> = said.iter().map(|(name, said)| (&**name, &**said)).collect();
+        let reports = applied_by_gateways(&member);
+        let reports: Vec<(&str, &str)> = reports.iter().map(|(name, report)| (&**name, &**report)).collect();
         let want = [
             ("gateways/behind", "a 1"),
             ("gateways/keeps", "deleted 7"),
             ("gateways/new", APPLIED),
             ("gateways/same", APPLIED),
         ];
-        assert_eq!(said, want);
+        assert_eq!(reports, want);
         let behind = Unenforced {
             gateways: ["gateways/behind".to_owned()].into(),
             ..Unenforced::default()
         };
-        let told = condition(&[("a".to_owned(), behind)].into(), &BTreeSet::new());
-        assert_eq!((told.status, told.reason), (false, "PolicyOutdated"));
+        let policy_enforced = condition(&[("a".to_owned(), behind)].into(), &BTreeSet::new());
+        assert_eq!(
+            (policy_enforced.status, policy_enforced.reason),
+            (false, "PolicyOutdated")
+        );
         assert!(
-            told.message
+            policy_enforced
+                .message
                 .starts_with("gateway gateways/behind of cluster \"a\" has not applied"),
             "{}",
-            told.message
+            policy_enforced.message
         );
     }
 
     #[test]
     fn agent_without_reported_revision_is_not_outdated() {
-        let said = [("1", "1"), ("1", "2"), ("", "1")];
+        let reports = [("1", "1"), ("1", "2"), ("", "1")];
         assert_eq!(
-            said.map(|(said, standing)| outdated(said, standing)),
+            reports.map(|(reported, current)| outdated(reported, current)),
             [false, true, false]
         );
     }

@@ -184,7 +184,7 @@ pub struct Cluster {
     pub allowed: Vec<IpNet>,
     /// `anchoredNetworks`; `None` = the entries of `allowed` in which no node's own prefix lies.
     pub anchored: Option<Vec<IpNet>>,
-    /// `status.clusters[].anchored`: the networks that an earlier plan anchored, with the nodes whose Peers carried them.
+    /// `status.clusters[].anchored`: the networks that an earlier plan anchored, with the nodes whose Peers contained them.
     /// Without `anchored`, a network of `allowed` that is in here stays anchored whatever Nodes claim.
     pub carriers: BTreeMap<IpNet, BTreeSet<String>>,
     /// Over how many nodes the anchored networks are spread, at least 1.

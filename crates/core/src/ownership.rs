@@ -69,6 +69,6 @@ pub fn of<'a>(owner: &Owner, hub: &str, claimants: &'a [Claimant]) -> Ownership<
 /// Whether the remaining labels of an [`Ownership::Unlabelled`] object allow that it belongs to this mesh and source.
 #[must_use]
 pub fn can_readopt(owner: &Owner, mesh: &MeshId, source: &str) -> bool {
-    let fits = |label: &Option<String>, ours: &str| label.as_deref().is_none_or(|label| label == ours);
-    fits(&owner.mesh_namespace, &mesh.namespace) && fits(&owner.source_cluster, source)
+    let is_same_or_missing = |label: &Option<String>, ours: &str| label.as_deref().is_none_or(|label| label == ours);
+    is_same_or_missing(&owner.mesh_namespace, &mesh.namespace) && is_same_or_missing(&owner.source_cluster, source)
 }

@@ -90,7 +90,7 @@ pub fn pending(
     // Policies inside a sandbox are no security boundary, and a standard member has no objects of others.
     for target in mesh.clusters.iter().filter(|c| c.profile == Profile::ClusterMeshed) {
         let observation = seen.members.get(&target.identity);
-        let trouble = observation.map_or(Some("it has not been looked at yet"), Observation::trouble);
+        let reason = observation.map_or(Some("it was not observed yet"), Observation::trouble);
         let name = &target.name;
         let Some(member) = observation.and_then(Observation::last) else {
             let linked = |source: &&&str| {
@@ -101,17 +101,17 @@ pub fn pending(
                 quarantine: true,
                 source: (*source).to_owned(),
                 target: name.clone(),
-                why: Why::Unknown(trouble.unwrap_or_default().to_owned()),
+                why: Why::Unknown(reason.unwrap_or_default().to_owned()),
             }));
             continue;
         };
-        let why = match (trouble, unwritten.get(name)) {
+        let why = match (reason, unwritten.get(name)) {
             (Some(why), _) => why.to_owned(),
             (None, Some(why)) => why.clone(),
             (None, None) if planned.paused => "the ClusterMesh is paused, so nothing is written".to_owned(),
             (None, None) => "it is being written".to_owned(),
         };
-        let open = open(mesh, plan, planned, name, member, &quarantined);
+        let open = find_open_sources(mesh, plan, planned, name, member, &quarantined);
         found.extend(open.into_iter().map(|source| Pending {
             quarantine: quarantined.contains(&*source),
             source,
@@ -123,7 +123,7 @@ pub fn pending(
 }
 
 /// Sources for which the existing objects in `target` allow more than the planned ones.
-fn open(
+fn find_open_sources(
     mesh: &Mesh,
     plan: &Plan,
     planned: &MeshPlan,

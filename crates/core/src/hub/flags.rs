@@ -71,8 +71,8 @@ impl FromStr for HubNamespace {
         if !is_namespace(namespace) {
             return Err(FlagError::NoNamespace(text.to_owned()));
         }
-        let mut words = rights.split(',');
-        let max_profile = match words.next() {
+        let mut values = rights.split(',');
+        let max_profile = match values.next() {
             Some("cluster-meshed") => Profile::ClusterMeshed,
             Some("sandbox") => Profile::Sandbox,
             Some("standard") => Profile::Standard,
@@ -81,7 +81,7 @@ impl FromStr for HubNamespace {
         Ok(Self {
             namespace: namespace.to_owned(),
             max_profile,
-            networks: words.map(network).collect::<Result<_, _>>()?,
+            networks: values.map(network).collect::<Result<_, _>>()?,
         })
     }
 }

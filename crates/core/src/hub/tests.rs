@@ -69,25 +69,25 @@ fn message(hub: &HubNamespaces, mesh: &Mesh) -> String {
 
 #[test]
 fn local_entry_needs_own_namespace_or_a_flag() {
-    let word = |flags: &[&str], namespace| reason(&hub(flags), &mesh(namespace, Profile::ClusterMeshed));
-    assert_eq!(word(&[], "own"), None);
-    assert_eq!(word(&[], "other"), Some("LocalNotAllowed"));
-    assert_eq!(word(&["other"], "own"), Some("LocalNotAllowed"));
-    assert_eq!(word(&["other", "own"], "own"), None);
-    assert_eq!(word(&["*"], "any"), None);
+    let refusal = |flags: &[&str], namespace| reason(&hub(flags), &mesh(namespace, Profile::ClusterMeshed));
+    assert_eq!(refusal(&[], "own"), None);
+    assert_eq!(refusal(&[], "other"), Some("LocalNotAllowed"));
+    assert_eq!(refusal(&["other"], "own"), Some("LocalNotAllowed"));
+    assert_eq!(refusal(&["other", "own"], "own"), None);
+    assert_eq!(refusal(&["*"], "any"), None);
 }
 
 #[test]
 fn restricted_namespace_refuses_less_restrictive_profile() {
-    let word = |flags: &[&str], profile| reason(&hub(flags), &mesh("t", profile));
+    let refusal = |flags: &[&str], profile| reason(&hub(flags), &mesh("t", profile));
     let t = "t=sandbox,100.80.0.0/16";
-    assert_eq!(word(&[t], Profile::ClusterMeshed), Some("ProfileNotAllowed"));
-    assert_eq!(word(&[t], Profile::Sandbox), None);
-    assert_eq!(word(&[t], Profile::Standard), None);
+    assert_eq!(refusal(&[t], Profile::ClusterMeshed), Some("ProfileNotAllowed"));
+    assert_eq!(refusal(&[t], Profile::Sandbox), None);
+    assert_eq!(refusal(&[t], Profile::Standard), None);
     let standard = "t=standard,100.80.0.0/16";
-    assert_eq!(word(&["*", standard], Profile::Sandbox), Some("ProfileNotAllowed"));
+    assert_eq!(refusal(&["*", standard], Profile::Sandbox), Some("ProfileNotAllowed"));
     // A namespace with two flags has the more restrictive profile, and the networks of both.
-    assert_eq!(word(&[standard, t], Profile::Sandbox), Some("ProfileNotAllowed"));
+    assert_eq!(refusal(&[standard, t], Profile::Sandbox), Some("ProfileNotAllowed"));
     let both = hub(&["t=sandbox,100.81.0.0/16", t]);
     assert_eq!(reason(&both, &mesh("t", Profile::Sandbox)), None);
 }
@@ -97,21 +97,21 @@ fn confined_mesh_outside_the_listed_networks_is_refused() {
     let wide = |networks: &[&str]| allowed(mesh("t", Profile::Sandbox), 1, networks);
     let hub_side = |networks: &[&str]| allowed(mesh("t", Profile::Sandbox), 0, networks);
     let listed = hub(&["t=sandbox,100.80.0.0/16,fd00:80::/32"]);
-    let word = |mesh: &Mesh| reason(&listed, mesh);
-    assert_eq!(word(&wide(&["100.80.16.0/20", "fd00:80:1::/48"])), None);
+    let refusal = |mesh: &Mesh| reason(&listed, mesh);
+    assert_eq!(refusal(&wide(&["100.80.16.0/20", "fd00:80:1::/48"])), None);
     assert_eq!(
-        word(&wide(&["100.80.16.0/20", "128.0.0.0/1"])),
+        refusal(&wide(&["100.80.16.0/20", "128.0.0.0/1"])),
         Some("NetworksNotAllowed")
     );
-    assert_eq!(word(&wide(&["100.80.0.0/15"])), Some("NetworksNotAllowed"));
+    assert_eq!(refusal(&wide(&["100.80.0.0/15"])), Some("NetworksNotAllowed"));
     // Only a part of this network is listed.
-    assert_eq!(word(&wide(&["fd00::/16"])), Some("NetworksNotAllowed"));
-    assert_eq!(word(&hub_side(&["10.1.2.0/24"])), None);
+    assert_eq!(refusal(&wide(&["fd00::/16"])), Some("NetworksNotAllowed"));
+    assert_eq!(refusal(&hub_side(&["10.1.2.0/24"])), None);
     assert_eq!(
-        word(&hub_side(&["10.1.0.0/16", "10.2.0.0/16"])),
+        refusal(&hub_side(&["10.1.0.0/16", "10.2.0.0/16"])),
         Some("NetworksNotAllowed")
     );
-    assert_eq!(word(&hub_side(&["100.80.0.0/16"])), Some("NetworksNotAllowed"));
+    assert_eq!(refusal(&hub_side(&["100.80.0.0/16"])), Some("NetworksNotAllowed"));
 
     assert_eq!(
         message(&listed, &wide(&["128.0.0.0/1"])),

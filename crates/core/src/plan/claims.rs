@@ -58,29 +58,29 @@ impl<'a> Ledger<'a> {
 
     /// Reports the conflict on both entries.
     fn refuse(&mut self, loser: Entry<'a>, Conflict { holder, held, query }: &Conflict<'a>, left_with: &str) {
-        let words = |entry: &Entry<'_>| format!("cluster {:?} of ClusterMesh {}", entry.cluster.name, entry.mesh.id);
+        let describe = |entry: &Entry<'_>| format!("cluster {:?} of ClusterMesh {}", entry.cluster.name, entry.mesh.id);
         let message = format!(
             "{query} of cluster {:?} overlaps {held}, which {} holds; {left_with}. Change one of the two.",
             loser.cluster.name,
-            words(holder)
+            describe(holder)
         );
-        let told = Fact::NetworksOverlap {
+        let fact = Fact::NetworksOverlap {
             cluster: loser.cluster.name.clone(),
             message,
             lost: true,
         };
-        self.facts.entry(loser.mesh.id.clone()).or_default().insert(told);
+        self.facts.entry(loser.mesh.id.clone()).or_default().insert(fact);
         let message = format!(
             "{held} of cluster {:?} is also claimed, as {query}, by {}; it stays here.",
             holder.cluster.name,
-            words(&loser)
+            describe(&loser)
         );
-        let told = Fact::NetworksOverlap {
+        let fact = Fact::NetworksOverlap {
             cluster: holder.cluster.name.clone(),
             message,
             lost: false,
         };
-        self.facts.entry(holder.mesh.id.clone()).or_default().insert(told);
+        self.facts.entry(holder.mesh.id.clone()).or_default().insert(fact);
     }
 
     fn grant(&mut self, entry: Entry<'a>, networks: &[IpNet]) {
@@ -90,7 +90,7 @@ impl<'a> Ledger<'a> {
 
 /// All entries, sorted by the age of their mesh, and the local entry of each mesh first. A mesh that is being deleted claims
 /// nothing.
-fn in_order<'a>(meshes: &[&'a Mesh]) -> Vec<Entry<'a>> {
+fn sorted_entries<'a>(meshes: &[&'a Mesh]) -> Vec<Entry<'a>> {
     let mut meshes: Vec<_> = meshes.iter().copied().filter(|mesh| !mesh.deleting).collect();
     meshes.sort_by(|a, b| (a.created, &a.id).cmp(&(b.created, &b.id)));
     let mut entries = Vec::new();
@@ -106,12 +106,12 @@ fn in_order<'a>(meshes: &[&'a Mesh]) -> Vec<Entry<'a>> {
 
 /// Decides all claims. The result does not depend on the order of `meshes`.
 pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
-    let entries = in_order(meshes);
+    let entries = sorted_entries(meshes);
     let mut ledger = Ledger::default();
 
     // 1. Networks that were accepted before, even if the entry now lists others: if the new claim is refused, the mesh keeps
     //    working with these. A forged status that contradicts itself is resolved by the same order.
-    let mut had: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();
+    let mut previous: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();
     for &entry in &entries {
         let accepted = canonical(
             entry
@@ -122,17 +122,17 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
         );
         if !accepted.is_empty() && ledger.conflict(entry, &accepted).is_none() {
             ledger.grant(entry, &accepted);
-            had.insert(entry.key(), accepted);
+            previous.insert(entry.key(), accepted);
         }
     }
     // 2. New claims; each entry is accepted or refused as a whole. A mesh without accepted networks that conflicts with an
     //    older mesh is not started. Networks that an entry gives up become free in the next plan: within one plan a network
     //    never has two owners.
-    let begun: BTreeSet<MeshId> = had.keys().map(|(mesh, _)| mesh.clone()).collect();
-    let mut stopped: BTreeSet<MeshId> = BTreeSet::new();
+    let started: BTreeSet<MeshId> = previous.keys().map(|(mesh, _)| mesh.clone()).collect();
+    let mut not_started: BTreeSet<MeshId> = BTreeSet::new();
     let mut networks: BTreeMap<(MeshId, String), Vec<IpNet>> = BTreeMap::new();
     for &entry in &entries {
-        let before = had.remove(&entry.key()).unwrap_or_default();
+        let before = previous.remove(&entry.key()).unwrap_or_default();
         let query = canonical(&entry.cluster.allowed);
         if query != before
             && let Some(conflict) = ledger.conflict(entry, &query)
@@ -140,8 +140,8 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
             let foreign = conflict.holder.mesh.id != entry.mesh.id;
             let left_with = if !before.is_empty() {
                 "it runs on with the networks it had"
-            } else if foreign && !begun.contains(&entry.mesh.id) {
-                stopped.insert(entry.mesh.id.clone());
+            } else if foreign && !started.contains(&entry.mesh.id) {
+                not_started.insert(entry.mesh.id.clone());
                 "the newer ClusterMesh writes nothing"
             } else {
                 "it is left out"
@@ -154,7 +154,7 @@ pub(super) fn accept(meshes: &[&Mesh]) -> Accepted {
         }
     }
     for ((mesh, _), granted) in &mut networks {
-        if stopped.contains(mesh) {
+        if not_started.contains(mesh) {
             granted.clear();
         }
     }

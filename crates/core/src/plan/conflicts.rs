@@ -95,8 +95,8 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
     for (age, mesh, target, target_plan, identity, existing) in active_targets(plan, seen) {
         for (name, peer) in &target_plan.peers {
             let key = peer.spec.public_key;
-            let stands = existing.has_key(name, &key);
-            let claim = (!stands, age, mesh.clone(), target.to_owned(), name.clone());
+            let exists = existing.has_key(name, &key);
+            let claim = (!exists, age, mesh.clone(), target.to_owned(), name.clone());
             claims.entry((identity.clone(), key)).or_default().push(claim);
         }
     }
@@ -108,10 +108,10 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
     for ((_, key), mut claims) in claims.into_iter().filter(|(_, claims)| claims.len() > 1) {
         claims.sort();
         let mut claims = claims.into_iter();
-        let Some((_, _, winner, at, winning)) = claims.next() else {
+        let Some((_, _, winner, at, winning_peer)) = claims.next() else {
             continue;
         };
-        let owner = source_of(plan, &winner, &at, &winning);
+        let owner = source_of(plan, &winner, &at, &winning_peer);
         for (_, _, mesh, target, name) in claims {
             let source = source_of(plan, &mesh, &target, &name);
             let same_node = source
@@ -127,8 +127,9 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
             let Some(lost) = target_plan.filter(|_| !same_node) else {
                 continue;
             };
-            let message =
-                format!("toward cluster {target:?}: key {key} belongs to Peer {winning} of ClusterMesh {winner} there");
+            let message = format!(
+                "toward cluster {target:?}: key {key} belongs to Peer {winning_peer} of ClusterMesh {winner} there"
+            );
             let skipped = &mut planned.clusters.entry(lost.source).or_default().skipped;
             skipped.push(Skipped {
                 node: lost.node,

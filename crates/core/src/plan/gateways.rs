@@ -10,7 +10,7 @@ use ipnet::IpNet;
 
 use super::{
     PlannedAccess, Reason, endpoint,
-    nodes::host,
+    nodes::host_route,
     peers::PeerPlanner,
     services::{self, Reach},
     target::{MeshInputs, MeshMember},
@@ -28,11 +28,11 @@ const MAX_HOST_BITS: u8 = 8;
 
 /// Removes the networks of gateways from the accepted networks: small ones that contain the address of a gateway and of no Node.
 /// Only sandboxes send to gateways, so other cluster-meshed members must not have a route to them.
-pub(super) fn leave_out_networks(cluster: &mut Cluster, member: &Member) {
+pub(super) fn remove_gateway_networks(cluster: &mut Cluster, member: &Member) {
     if cluster.profile != Profile::ClusterMeshed {
         return;
     }
-    let few = |net: &IpNet| net.max_prefix_len() - net.prefix_len() <= MAX_HOST_BITS;
+    let is_small = |net: &IpNet| net.max_prefix_len() - net.prefix_len() <= MAX_HOST_BITS;
     let gateways = || member.gateways.values().flat_map(|gateway| &gateway.addresses);
     let nodes = || {
         member.nodes.values().flat_map(|node| {
@@ -44,10 +44,12 @@ pub(super) fn leave_out_networks(cluster: &mut Cluster, member: &Member) {
                 .chain(node.internal_ips.iter().copied())
         })
     };
-    let is_theirs = |net: &IpNet| {
-        few(net) && gateways().any(|address| net.contains(address)) && !nodes().any(|address| net.contains(&address))
+    let is_gateway_network = |net: &IpNet| {
+        is_small(net)
+            && gateways().any(|address| net.contains(address))
+            && !nodes().any(|address| net.contains(&address))
     };
-    cluster.allowed.retain(|net| !is_theirs(net));
+    cluster.allowed.retain(|net| !is_gateway_network(net));
 }
 
 /// Largest number of bytes of a node's name in a SandboxAccess. A sandbox chooses the names of its Nodes. With 253 bytes each, the
@@ -56,11 +58,11 @@ const MAX_NODE_NAME: usize = 40;
 
 /// The name of a node in a SandboxAccess: its own, or a part of it with a hash.
 pub(super) fn short_name(node: &str) -> String {
-    let plain = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
-    if node.len() <= MAX_NODE_NAME && node.chars().all(|c| plain(&c)) {
+    let is_allowed = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
+    if node.len() <= MAX_NODE_NAME && node.chars().all(|c| is_allowed(&c)) {
         return node.to_owned();
     }
-    let start: String = node.chars().filter(plain).take(MAX_NODE_NAME - 9).collect();
+    let start: String = node.chars().filter(is_allowed).take(MAX_NODE_NAME - 9).collect();
     format!("{start}-{:08x}", fnv1a(node.bytes()))
 }
 
@@ -76,14 +78,14 @@ pub(super) struct GatewayAccess<'a> {
     /// The addresses of the Ready gateways to which the sandbox has an endpoint.
     pub(super) ready: BTreeSet<IpAddr>,
     /// Why it can use no gateway.
-    pub(super) none: Option<String>,
+    pub(super) unusable_because: Option<String>,
     /// Grants that gateways do not serve, by protocol and gateway port: the reasons, each with the names of its gateways.
     pub(super) refused: BTreeMap<(Protocol, u16), BTreeMap<&'a str, Vec<String>>>,
 }
 
 impl GatewayAccess<'_> {
     /// The gateway ports of the granted `ports`, of those that the existing SandboxAccess contains.
-    pub(super) fn ports(&self, service: &ObjectName, ports: &[ServicePort]) -> Vec<ServicePort> {
+    pub(super) fn gateway_ports(&self, service: &ObjectName, ports: &[ServicePort]) -> Vec<ServicePort> {
         let existing = self.existing.into_iter().flat_map(|access| &access.grants);
         let at = |port: &ServicePort| {
             let mut all = existing.clone().filter(|((protocol, _), granted)| {
@@ -128,7 +130,7 @@ impl<'a> MeshInputs<'a> {
             .map(|net| net.addr())
             .collect();
         let cluster = &mesh_member.cluster.name;
-        let none = missing_gateway_message(cluster, member).or_else(|| match (ready.is_empty(), usable.is_empty()) {
+        let unusable_because = missing_gateway_message(cluster, member).or_else(|| match (ready.is_empty(), usable.is_empty()) {
             (true, _) => Some(format!(
                 "no gateway of cluster {cluster:?} that serves this sandbox is Ready: look at the pods of its StatefulSet (kubectl get \
                  pods -n clustermesh-gateway) and their SandboxGateways there"
@@ -145,7 +147,7 @@ impl<'a> MeshInputs<'a> {
             gateway
                 .refused
                 .iter()
-                .map(move |(place, message)| (name, place, message))
+                .map(move |(refused_grant, message)| (name, refused_grant, message))
         }) {
             if existing.is_some_and(|(name, _)| name == access) {
                 let by_message = refused.entry((*protocol, *port)).or_default();
@@ -155,7 +157,7 @@ impl<'a> MeshInputs<'a> {
         GatewayAccess {
             existing: existing.map(|(_, spec)| spec),
             ready: usable,
-            none,
+            unusable_because,
             refused,
         }
     }
@@ -172,7 +174,7 @@ impl<'a> MeshInputs<'a> {
         gateway: &Gateway,
     ) -> Result<(BTreeSet<IpNet>, Vec<SocketAddr>), (Reason, String)> {
         let source = &mesh_member.cluster.name;
-        let mut prefixes: BTreeSet<IpNet> = gateway.addresses.iter().map(|ip| host(*ip)).collect();
+        let mut prefixes: BTreeSet<IpNet> = gateway.addresses.iter().map(|ip| host_route(*ip)).collect();
         prefixes.retain(|net| mesh_member.accepted.iter().any(|accepted| accepted.contains(net)));
         if prefixes.is_empty() {
             let message = format!(
@@ -204,7 +206,7 @@ impl<'a> MeshInputs<'a> {
 
     /// Plans the SandboxAccess of the sandbox `source` in the entry `name`. `None` = the member was not observed, or its CRD is not
     /// installed.
-    pub(super) fn access(
+    pub(super) fn plan_access(
         &self,
         name: &str,
         target: &'a MeshMember<'a>,
@@ -218,11 +220,11 @@ impl<'a> MeshInputs<'a> {
         let spec = AccessSpec {
             sandbox: source.to_owned(),
             networks: mesh_member.cluster.allowed.iter().copied().collect(),
-            nodes: self.nodes(source, mesh_member, existing),
+            nodes: self.planned_nodes(source, mesh_member, existing),
             grants: if mesh_member.cluster.quarantine || target.cluster.quarantine {
                 BTreeMap::new()
             } else {
-                self.ports(name, target, mesh_member, member, &id, existing)
+                self.planned_grants(name, target, mesh_member, member, &id, existing)
             },
             id,
         };
@@ -230,7 +232,7 @@ impl<'a> MeshInputs<'a> {
         let foreign = accesses.get(&readable).is_some_and(|access| {
             ownership::of(&access.owner, &self.seen.hub, self.claimants) != Ownership::Mesh(self.mesh)
         });
-        let access_name = if foreign || self.used(target).accesses.contains_key(&readable) {
+        let access_name = if foreign || self.used_names(target).accesses.contains_key(&readable) {
             self.naming.policy(self.mesh, source, true)
         } else {
             readable
@@ -240,7 +242,7 @@ impl<'a> MeshInputs<'a> {
     }
 
     /// The sandbox's nodes. While the sandbox is not fresh, or a node is held, the nodes of the existing SandboxAccess are kept.
-    fn nodes(
+    fn planned_nodes(
         &self,
         source: &str,
         mesh_member: &MeshMember<'_>,
@@ -283,7 +285,7 @@ impl<'a> MeshInputs<'a> {
 
     /// Gives each granted Service port a gateway port. An existing grant keeps its port. A grant that an older mesh gives the same
     /// sandbox uses the port of that mesh.
-    fn ports(
+    fn planned_grants(
         &self,
         name: &str,
         target: &'a MeshMember<'a>,
@@ -293,7 +295,7 @@ impl<'a> MeshInputs<'a> {
         existing: Option<&AccessSpec>,
     ) -> BTreeMap<(Protocol, u16), GrantedPort> {
         let mut granted: BTreeSet<(Protocol, GrantedPort)> = BTreeSet::new();
-        let nothing = GatewayAccess::default();
+        let no_gateways = GatewayAccess::default();
         for grant in mesh_member.cluster.egress.iter().filter(|grant| grant.cluster == name) {
             if member.unlisted.services.contains_key(&grant.service.namespace) {
                 // The Services of this namespace are not known: existing grants for this Service are kept, and none is added.
@@ -302,7 +304,7 @@ impl<'a> MeshInputs<'a> {
                 granted.extend(of.map(|((protocol, _), port)| (*protocol, port.clone())));
                 continue;
             }
-            let reach = Reach::Gateways(&nothing);
+            let reach = Reach::Gateways(&no_gateways);
             if let Ok(found) = services::resolve(grant, &mesh_member.cluster, &target.cluster, member, &reach) {
                 granted.extend(found.ports.into_iter().map(|port| {
                     let service = grant.service.clone();
@@ -317,7 +319,7 @@ impl<'a> MeshInputs<'a> {
             }
         }
         // Taken: ports of all existing SandboxAccesses of this sandbox in the member, and of those that older meshes plan.
-        let used = self.used(target);
+        let used = self.used_names(target);
         let older = || used.accesses.values().filter(|access| access.id == id);
         let others = member.accesses.iter().flat_map(BTreeMap::values);
         let others = others
@@ -328,14 +330,14 @@ impl<'a> MeshInputs<'a> {
             .flat_map(|access| access.grants.keys().copied())
             .collect();
         let known = || older().chain(existing).flat_map(|access| &access.grants);
-        let mut out = BTreeMap::new();
+        let mut grants = BTreeMap::new();
         for (protocol, port) in granted {
             let kept = known().find(|((of, _), known)| *of == protocol && **known == port);
             let key = kept.map_or_else(|| choose_port(protocol, &port, &taken), |(key, _)| *key);
             taken.insert(key);
-            out.insert(key, port);
+            grants.insert(key, port);
         }
-        out
+        grants
     }
 }
 

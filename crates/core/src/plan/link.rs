@@ -13,7 +13,7 @@ use crate::{
 pub(super) enum Link {
     /// Both are cluster-meshed.
     Meshed,
-    /// The source is a sandbox with a grant toward the target.
+    /// The source is a sandbox with a grant for a Service of the target.
     Sandbox,
     /// The target is a sandbox that has a grant for a Service of the source.
     Grantor,
@@ -77,18 +77,18 @@ pub(super) fn between(target: &MeshMember<'_>, source: &MeshMember<'_>) -> Optio
 }
 
 /// Names of a member's nodes that have a Peer in other members.
-fn hosting<'r>(registry: Option<&'r NodeRegistry<'_>>) -> BTreeSet<&'r str> {
+fn nodes_with_peers<'r>(registry: Option<&'r NodeRegistry<'_>>) -> BTreeSet<&'r str> {
     let registered = registry.into_iter().flat_map(|registry| &registry.registered);
-    let held = registry.into_iter().flat_map(|registry| registry.held.keys());
-    registered.map(|node| node.node).chain(held.copied()).collect()
+    let held_names = registry.into_iter().flat_map(|registry| registry.held.keys());
+    registered.map(|node| node.node).chain(held_names.copied()).collect()
 }
 
 /// Whether all nodes of a member enforce PeerPolicies. Every node of a cluster configures all of its Peers, so a single node
 /// that does not enforce policies is enough to admit their traffic. A Node that has just joined and published no key has no
 /// tunnel and does not count.
 pub(super) fn enforces_policies(member: &Member, registry: Option<&NodeRegistry<'_>>) -> bool {
-    let hosting = hosting(registry);
-    let serving = |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || hosting.contains(&***name);
+    let with_peers = nodes_with_peers(registry);
+    let serving = |(name, node): &(&String, &Node)| node.public_key != Claim::Absent || with_peers.contains(&***name);
     let mut serving = member.nodes.iter().filter(serving).peekable();
     let enforced = |(_, node): (&String, &Node)| node.server == Server::Agent && node.bypassed.is_none();
     member.policies.is_some() && serving.peek().is_some() && serving.all(enforced)
@@ -96,7 +96,7 @@ pub(super) fn enforces_policies(member: &Member, registry: Option<&NodeRegistry<
 
 /// Why `importer` cannot use a Service of the entry that its grant names.
 pub(super) fn refusal(importer: &MeshMember<'_>, exporter: Option<&MeshMember<'_>>, name: &str) -> String {
-    let words = |mesh_member: &MeshMember<'_>| match mesh_member.cluster.profile {
+    let explain = |mesh_member: &MeshMember<'_>| match mesh_member.cluster.profile {
         Profile::Sandbox if mesh_member.cluster.name == name => Some(format!(
             "cluster {name:?} has isolationProfile sandbox: its pods have no address in the mesh, so it has no Service to give"
         )),
@@ -107,8 +107,8 @@ pub(super) fn refusal(importer: &MeshMember<'_>, exporter: Option<&MeshMember<'_
         _ => None,
     };
     exporter
-        .and_then(words)
-        .or_else(|| words(importer))
+        .and_then(explain)
+        .or_else(|| explain(importer))
         .unwrap_or_else(|| format!("cluster {name:?} is not connected to this one"))
 }
 

@@ -45,10 +45,10 @@ pub(super) fn segments<'a>(member: &'a Member, is_held: &dyn Fn(&str, &Node) -> 
         let claims = |node: &Node| node.wireguard_ip.value().is_some();
         let claiming = || nodes.iter().filter(|(_, node)| by_location && claims(node));
         let choice = |(name, node): &&(&'a str, &'a Node)| (!node.ready, !node.leader, !is_public(node), *name);
-        let living = claiming().filter(|(_, node)| !node.is_silent()).min_by_key(choice);
+        let active = claiming().filter(|(_, node)| !node.is_silent()).min_by_key(choice);
         let held = || nodes.iter().find(|(name, node)| !claims(node) && is_held(name, node));
-        let dead = || claiming().min_by_key(choice);
-        let Some(&(leader, _)) = living.or_else(held).or_else(dead) else {
+        let silent = || claiming().min_by_key(choice);
+        let Some(&(leader, _)) = active.or_else(held).or_else(silent) else {
             continue;
         };
         // If no granularity is published, a node that has a Peer of its own may be a segment of its own.

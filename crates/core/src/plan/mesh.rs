@@ -13,14 +13,19 @@ use crate::{
     ownership::{self, Claimant, Ownership},
 };
 
+/// Plans one mesh.
 pub(super) struct MeshPlanner<'a> {
     pub(super) mesh: &'a Mesh,
+    /// All meshes of this hub, oldest first.
     pub(super) all: &'a [&'a Mesh],
+    /// The accepted networks of all meshes.
     pub(super) accepted: &'a claims::Accepted,
     pub(super) seen: &'a Observations,
     pub(super) settings: &'a Settings,
     pub(super) naming: &'a dyn Naming,
+    /// All meshes of this hub, as owners of objects.
     pub(super) claimants: &'a [Claimant],
+    /// Names that older meshes use in each cluster.
     pub(super) used: &'a BTreeMap<ClusterIdentity, target::UsedNames>,
 }
 
@@ -110,7 +115,7 @@ impl<'a> MeshPlanner<'a> {
             used: self.used,
         };
         for cluster in &mesh.clusters {
-            let outcome = inputs.target(&cluster.name);
+            let outcome = inputs.plan_target(&cluster.name);
             planned.targets.insert(cluster.name.clone(), outcome.plan);
             planned.facts.extend(outcome.facts);
             planned.egress.extend(outcome.egress);
@@ -125,9 +130,9 @@ impl<'a> MeshPlanner<'a> {
 
     /// Computes the inputs of the targets' plans; adds facts to `planned`.
     pub(super) fn prepare(&self, planned: &mut MeshPlan) -> PreparedMesh<'a> {
-        let mesh_members = self.mesh_members(planned);
-        let registries = self.registries(&mesh_members);
-        let not_enforcing = Self::not_enforcing(&mesh_members, &registries);
+        let mesh_members = self.prepare_members(planned);
+        let registries = self.build_registries(&mesh_members);
+        let not_enforcing = Self::find_not_enforcing(&mesh_members, &registries);
         self.report_quarantines(&mesh_members, &not_enforcing, planned);
         PreparedMesh {
             mesh_members,
@@ -136,19 +141,19 @@ impl<'a> MeshPlanner<'a> {
         }
     }
 
-    fn mesh_members(&self, planned: &mut MeshPlan) -> BTreeMap<String, target::MeshMember<'a>> {
+    fn prepare_members(&self, planned: &mut MeshPlan) -> BTreeMap<String, target::MeshMember<'a>> {
         let mut mesh_members = BTreeMap::new();
         for entry in &self.mesh.clusters {
             let mut cluster = entry.clone();
             let key = (self.mesh.id.clone(), entry.name.clone());
             cluster.allowed = self.accepted.networks.get(&key).cloned().unwrap_or_default();
-            cluster.profile = self.profile(entry, planned);
+            cluster.profile = self.effective_profile(entry, planned);
             cluster.quarantine = self.quarantined_by(entry).is_some();
             let observed = self.seen.members.get(&entry.identity);
-            let (state, trouble) = observed.map_or(("Missing", Some("it has not been looked at yet")), |o| {
+            let (state, reason) = observed.map_or(("Missing", Some("it was not observed yet")), |o| {
                 (o.word(), o.trouble())
             });
-            if let Some(message) = trouble {
+            if let Some(message) = reason {
                 let message = message.to_owned();
                 planned.facts.insert(Fact::MemberNotFresh {
                     cluster: entry.name.clone(),
@@ -160,7 +165,7 @@ impl<'a> MeshPlanner<'a> {
             let member = observed.and_then(Observation::last);
             let accepted = cluster.allowed.clone();
             if let Some(member) = member {
-                gateways::leave_out_networks(&mut cluster, member);
+                gateways::remove_gateway_networks(&mut cluster, member);
                 anchor::forget_node_addresses(&mut cluster, member);
             }
             let discovered = target::discovered(member);
@@ -181,8 +186,8 @@ impl<'a> MeshPlanner<'a> {
 
     /// The profile of an entry. If meshes of this hub give its cluster different profiles, the most restrictive one applies
     /// (rule 7).
-    fn profile(&self, entry: &Cluster, planned: &mut MeshPlan) -> Profile {
-        let mut tightest = entry.profile;
+    fn effective_profile(&self, entry: &Cluster, planned: &mut MeshPlan) -> Profile {
+        let mut strictest = entry.profile;
         for mesh in self.all.iter().filter(|mesh| !mesh.deleting) {
             for other in mesh
                 .clusters
@@ -200,11 +205,11 @@ impl<'a> MeshPlanner<'a> {
                             mesh.id
                         ),
                     });
-                    tightest = tightest.max(other.profile);
+                    strictest = strictest.max(other.profile);
                 }
             }
         }
-        tightest
+        strictest
     }
 
     /// The mesh that quarantines this entry's cluster. A quarantine in one mesh applies in all meshes of the hub.
@@ -250,7 +255,7 @@ impl<'a> MeshPlanner<'a> {
     }
 
     /// Observed members that have nodes on which PeerPolicies are not enforced.
-    fn not_enforcing(
+    fn find_not_enforcing(
         mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
         registries: &BTreeMap<String, nodes::NodeRegistry<'a>>,
     ) -> BTreeSet<String> {
@@ -261,7 +266,7 @@ impl<'a> MeshPlanner<'a> {
         not_enforcing.map(|(name, _)| name.clone()).collect()
     }
 
-    fn registries(
+    fn build_registries(
         &self,
         mesh_members: &BTreeMap<String, target::MeshMember<'a>>,
     ) -> BTreeMap<String, nodes::NodeRegistry<'a>> {
@@ -281,7 +286,7 @@ impl<'a> MeshPlanner<'a> {
         registries
     }
 
-    fn ours(&self, peer: &ObservedPeer) -> bool {
+    fn is_ours(&self, peer: &ObservedPeer) -> bool {
         self.is_own(&peer.owner)
     }
 
@@ -303,7 +308,7 @@ impl<'a> MeshPlanner<'a> {
             .filter_map(target::MeshMember::last_observed);
         let peers = members.filter_map(|member| member.peers.as_ref());
         let named = peers.flat_map(|peers| names.iter().filter_map(|name| peers.get(name)));
-        named.filter(|peer| self.ours(peer)).collect()
+        named.filter(|peer| self.is_ours(peer)).collect()
     }
 
     /// Gives each public key to one node of all members (rule 3). A member chooses the timestamps of its own Nodes, so they
@@ -330,7 +335,7 @@ impl<'a> MeshPlanner<'a> {
             .filter_map(target::MeshMember::last_observed)
             .flat_map(|member| member.accesses.iter().flatten());
         let mut existing: BTreeMap<&str, BTreeMap<PublicKey, &str>> = BTreeMap::new();
-        for (name, peer) in peers.flatten().filter(|(_, peer)| self.ours(peer)) {
+        for (name, peer) in peers.flatten().filter(|(_, peer)| self.is_ours(peer)) {
             if let (Some(source), Ok(spec)) = (&peer.owner.source_cluster, &peer.spec) {
                 existing.entry(source).or_default().insert(spec.public_key, name);
             }
@@ -348,11 +353,11 @@ impl<'a> MeshPlanner<'a> {
             };
             let existing = existing.get(&*entry.name);
             let local = target::is_local(entry);
-            let mut claim = |key: PublicKey, stands: bool, node: &str| {
+            let mut claim = |key: PublicKey, exists: bool, node: &str| {
                 let claim = (
                     !local,
                     mesh_member.cluster.profile,
-                    !stands,
+                    !exists,
                     position,
                     entry.name.clone(),
                     node.to_owned(),

@@ -69,7 +69,7 @@ pub(super) fn is_routable(cluster: &Cluster, net: IpNet) -> bool {
 type Refusal = (Reason, String);
 
 /// The host route (/32 or /128) of an address.
-pub(super) fn host(address: IpAddr) -> IpNet {
+pub(super) fn host_route(address: IpAddr) -> IpNet {
     IpNet::from(address)
 }
 
@@ -77,7 +77,7 @@ impl<'a> RegistryBuilder<'a, '_> {
     /// Registers the Nodes in the order of (creationTimestamp, name), so that of two claims of one address the older Node's
     /// wins, whatever the order of the list.
     pub(super) fn build(&self) -> NodeRegistry<'a> {
-        let is_held = |name: &str, node: &Node| self.may_hold(name, node);
+        let is_held = |name: &str, node: &Node| self.can_hold(name, node);
         let mut registry = NodeRegistry {
             segments: location::segments(self.member, &is_held),
             ..NodeRegistry::default()
@@ -100,7 +100,7 @@ impl<'a> RegistryBuilder<'a, '_> {
                     ),
                 ))
             } else {
-                self.read(name, node, &mut registry)
+                self.read_claims(name, node, &mut registry)
             };
             outcomes.push((name, node, claims));
         }
@@ -119,7 +119,7 @@ impl<'a> RegistryBuilder<'a, '_> {
                     registry.registered.push(registered);
                     registry.uncovered.extend(uncovered);
                 }
-                Err((reason, _)) if self.holds(name, node, reason) => {
+                Err((reason, _)) if self.is_held(name, node, reason) => {
                     registry.held.insert(name, reason);
                 }
                 Err((reason, message)) => registry.skipped.push(Skipped {
@@ -142,7 +142,7 @@ impl<'a> RegistryBuilder<'a, '_> {
             .find(|pods| self.meshes_family_of(pods.network));
         registry.facts.extend(missing.map(|first| Fact::PodCIDRNotCovered {
             cluster: self.cluster.name.clone(),
-            message: self.uncovered(first),
+            message: self.uncovered_message(first),
         }));
         self.report_held_nodes(&mut registry);
         self.report_silent_nodes(&mut registry);
@@ -153,18 +153,18 @@ impl<'a> RegistryBuilder<'a, '_> {
                 nodes,
             });
         }
-        registry.owned = self.owned(&registry);
+        registry.owned = self.collect_owned(&registry);
         registry
     }
 
     /// Reports nodes that have been held for longer than a restart takes.
     fn report_held_nodes(&self, registry: &mut NodeRegistry<'a>) {
-        let lasting = |name: &str| {
+        let is_reported = |name: &str| {
             self.member.nodes[name]
                 .held_for
                 .is_some_and(|age| age >= HOLD_REPORT_DELAY)
         };
-        let held = registry.held.iter().filter(|(name, _)| lasting(name));
+        let held = registry.held.iter().filter(|(name, _)| is_reported(name));
         let nodes: BTreeMap<String, Reason> = held.map(|(name, reason)| ((*name).to_owned(), *reason)).collect();
         if !nodes.is_empty() {
             registry.facts.insert(Fact::NodesHeld {
@@ -192,12 +192,12 @@ impl<'a> RegistryBuilder<'a, '_> {
     /// This includes the addresses of every Node. If another node's Peer contained one of them, kg would route the outer packets
     /// for that Node into the tunnel. Addresses of exported pods are not included, because they lie in the shared network that
     /// is anchored.
-    fn owned(&self, registry: &NodeRegistry<'a>) -> BTreeSet<IpNet> {
+    fn collect_owned(&self, registry: &NodeRegistry<'a>) -> BTreeSet<IpNet> {
         let mut owned: BTreeSet<IpNet> = BTreeSet::new();
         let routed = self.cluster.effective_addressing() == Addressing::Routed;
         for (name, node) in &self.member.nodes {
-            owned.extend(endpoint::node_addresses(node).map(host));
-            owned.extend(node.wireguard_ip.value().map(|claim| host(claim.addr())));
+            owned.extend(endpoint::node_addresses(node).map(host_route));
+            owned.extend(node.wireguard_ip.value().map(|claim| host_route(claim.addr())));
             if routed {
                 owned.extend(node.allowed_location_ips.iter().map(IpNet::trunc));
             }
@@ -215,7 +215,7 @@ impl<'a> RegistryBuilder<'a, '_> {
                     .filter(|net| net.prefix_len() == net.max_prefix_len());
                 // An address that the entry lists as a network of its own may be in the Peer as an anchored network.
                 owned.extend(hosts.filter(|net| !self.cluster.allowed.contains(net)));
-                owned.extend(endpoint::peer_endpoints(spec).map(host));
+                owned.extend(endpoint::peer_endpoints(spec).map(host_route));
             }
         }
         owned
@@ -223,22 +223,22 @@ impl<'a> RegistryBuilder<'a, '_> {
 
     /// Whether a Node that fails for `reason` keeps its last Peer. kg removes its annotations at each restart, and publishes a
     /// new WireGuard address late, so these failures may be temporary.
-    fn holds(&self, name: &str, node: &Node, reason: Reason) -> bool {
-        let passing = match reason {
+    fn is_held(&self, name: &str, node: &Node, reason: Reason) -> bool {
+        let is_temporary = match reason {
             Reason::NodeNoPublicKey | Reason::NodeNoWireguardIP => true,
             Reason::WGIPDuplicate => node.server != Server::Agent,
             _ => false,
         };
-        passing && self.may_hold(name, node)
+        is_temporary && self.can_hold(name, node)
     }
 
     /// Whether the node has an existing Peer, and its hold has not expired.
-    fn may_hold(&self, name: &str, node: &Node) -> bool {
+    fn can_hold(&self, name: &str, node: &Node) -> bool {
         node.held_for.is_none_or(|age| age < HOLD) && !(self.existing)(name).is_empty()
     }
 
     /// Reads the claims of one Node, and of the nodes that follow it as their leader.
-    fn read(
+    fn read_claims(
         &self,
         name: &'a str,
         observed: &'a Node,
@@ -284,9 +284,9 @@ impl<'a> RegistryBuilder<'a, '_> {
                     .allowed_location_ips
                     .iter()
                     .map(IpNet::trunc)
-                    .filter(|net| self.routable(*net)),
+                    .filter(|net| self.is_routable(*net)),
             );
-            extra.extend(self.exported(name));
+            extra.extend(self.exported_addresses(name));
         }
         Ok(NodeClaims {
             node: name,
@@ -300,13 +300,13 @@ impl<'a> RegistryBuilder<'a, '_> {
         })
     }
 
-    fn routable(&self, net: IpNet) -> bool {
+    fn is_routable(&self, net: IpNet) -> bool {
         is_routable(self.cluster, net)
     }
 
-    fn uncovered(&self, first: &Uncovered) -> String {
+    fn uncovered_message(&self, first: &Uncovered) -> String {
         let claim = format!("podCIDR {} of Node {}", first.network, first.node);
-        let why = self.refusal(&claim, first.network.trunc());
+        let why = self.refusal_message(&claim, first.network.trunc());
         if self.cluster.allows(first.network) {
             format!("{why}. Its pods in that network cannot be reached; other Nodes may have the same problem")
         } else {
@@ -318,10 +318,10 @@ impl<'a> RegistryBuilder<'a, '_> {
     }
 
     /// The message why a claim is refused that is not [`is_routable`].
-    fn refusal(&self, claim: &str, net: IpNet) -> String {
+    fn refusal_message(&self, claim: &str, net: IpNet) -> String {
         let cluster = &self.cluster.name;
         match anchor::find_reserved_overlap(self.cluster, net).filter(|_| self.cluster.allows(net)) {
-            None => format!("{claim} lies outside {}", self.bounds()),
+            None => format!("{claim} lies outside {}", self.allowed_networks_text()),
             Some(anchored) if self.cluster.anchored.is_some() => {
                 format!("{claim} overlaps {anchored}, one of the anchoredNetworks of cluster {cluster:?}")
             }
@@ -332,7 +332,7 @@ impl<'a> RegistryBuilder<'a, '_> {
         }
     }
 
-    fn bounds(&self) -> String {
+    fn allowed_networks_text(&self) -> String {
         let list: Vec<String> = self.cluster.allowed.iter().map(ToString::to_string).collect();
         format!(
             "allowedNetworks of cluster {:?} ({})",
@@ -351,10 +351,10 @@ impl<'a> RegistryBuilder<'a, '_> {
                 Reason::WGIPInvalid,
                 format!("annotation kilo.squat.ai/wireguard-ip: {why}"),
             )),
-            Claim::Valid(net) if self.routable(host(net.addr())) => Ok(net.addr()),
+            Claim::Valid(net) if self.is_routable(host_route(net.addr())) => Ok(net.addr()),
             Claim::Valid(net) => Err((
                 Reason::WGIPOutOfRange,
-                self.refusal(&format!("WireGuard address {}", net.addr()), host(net.addr())),
+                self.refusal_message(&format!("WireGuard address {}", net.addr()), host_route(net.addr())),
             )),
         }
     }
@@ -377,7 +377,7 @@ impl<'a> RegistryBuilder<'a, '_> {
             match claim {
                 Claim::Absent => {}
                 Claim::Invalid(why) => return Err((Reason::NodeNoPodCIDR, format!("spec.podCIDRs: {why}"))),
-                Claim::Valid(net) if self.routable(net.trunc()) => {
+                Claim::Valid(net) if self.is_routable(net.trunc()) => {
                     claims.insert(net.trunc());
                 }
                 Claim::Valid(net) => outside.push(*net),
@@ -389,7 +389,7 @@ impl<'a> RegistryBuilder<'a, '_> {
         ) {
             return Err((
                 Reason::NodePodCIDROutOfRange,
-                self.refusal(&format!("podCIDR {net}"), net.trunc()),
+                self.refusal_message(&format!("podCIDR {net}"), net.trunc()),
             ));
         }
         uncovered.extend(outside.into_iter().map(|network| Uncovered {
@@ -415,8 +415,11 @@ impl<'a> RegistryBuilder<'a, '_> {
         if self.cluster.effective_addressing() == Addressing::Masqueraded {
             return BTreeSet::new();
         }
-        let hosts = observed.internal_ips.iter().map(|address| host(address.to_canonical()));
-        hosts.filter(|net| self.routable(*net)).collect()
+        let hosts = observed
+            .internal_ips
+            .iter()
+            .map(|address| host_route(address.to_canonical()));
+        hosts.filter(|net| self.is_routable(*net)).collect()
     }
 
     /// The first few kg nodes whose InternalIPs no Peer may contain (all of them would not fit into a condition). kg sends packets
@@ -426,25 +429,28 @@ impl<'a> RegistryBuilder<'a, '_> {
             return Vec::new();
         }
         let registered: BTreeSet<&str> = registry.registered.iter().map(|node| node.node).collect();
-        let served = |name: &str| {
+        let is_in_mesh = |name: &str| {
             registered.contains(name) || registry.held.contains_key(name) || registry.segments.led.contains(name)
         };
-        let bare = |node: &Node| {
-            let mut hosts = node.internal_ips.iter().map(|address| host(address.to_canonical()));
-            hosts.any(|net| self.meshes_family_of(net) && !self.routable(net))
+        let has_uncovered_ip = |node: &Node| {
+            let mut hosts = node
+                .internal_ips
+                .iter()
+                .map(|address| host_route(address.to_canonical()));
+            hosts.any(|net| self.meshes_family_of(net) && !self.is_routable(net))
         };
-        let nodes = self.member.nodes.iter().filter(|(name, _)| served(name));
-        let nodes = nodes.filter(|(_, node)| node.server != Server::Agent && bare(node));
+        let nodes = self.member.nodes.iter().filter(|(name, _)| is_in_mesh(name));
+        let nodes = nodes.filter(|(_, node)| node.server != Server::Agent && has_uncovered_ip(node));
         nodes.map(|(name, _)| name.clone()).take(5).collect()
     }
 
     /// Like [`is_routable`], but also inside a network that is anchored by default: the entry names exported pods, so they are no
     /// claim of a Node.
-    fn exportable(&self, net: IpNet) -> bool {
-        self.cluster.allows(net) && (self.cluster.anchored.is_none() || self.routable(net))
+    fn is_exportable(&self, net: IpNet) -> bool {
+        self.cluster.allows(net) && (self.cluster.anchored.is_none() || self.is_routable(net))
     }
 
-    fn exported(&self, node: &str) -> impl Iterator<Item = IpNet> + '_ {
+    fn exported_addresses(&self, node: &str) -> impl Iterator<Item = IpNet> + '_ {
         let node = node.to_owned();
         let shared = self.cluster.pod_network == PodNetwork::Shared && !self.cluster.exports.is_empty();
         self.member
@@ -459,7 +465,7 @@ impl<'a> RegistryBuilder<'a, '_> {
                         .iter()
                         .any(|e| e.selects(&name.namespace, &pod.labels))
             })
-            .flat_map(|(_, pod)| pod.addresses.iter().map(|address| host(*address)))
-            .filter(|net| self.exportable(*net))
+            .flat_map(|(_, pod)| pod.addresses.iter().map(|address| host_route(*address)))
+            .filter(|net| self.is_exportable(*net))
     }
 }

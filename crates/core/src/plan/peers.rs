@@ -71,8 +71,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             // Otherwise a member that copies the key could replace the Peer.
             let kept = match ownership::of(&observed.owner, &inputs.seen.hub, inputs.claimants) {
                 Ownership::Foreign | Ownership::Unlabelled => true,
-                Ownership::Mesh(mesh) if mesh == inputs.mesh => inputs.unseen(name, target, observed),
-                Ownership::Mesh(mesh) => inputs.stays(mesh, observed).is_some_and(|source| {
+                Ownership::Mesh(mesh) if mesh == inputs.mesh => inputs.is_source_unseen(name, target, observed),
+                Ownership::Mesh(mesh) => inputs.kept_source(mesh, observed).is_some_and(|source| {
                     shared.extend(source.map(|source| (spec.public_key, source)));
                     true
                 }),
@@ -120,7 +120,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
 
     /// Adopts an existing Peer that lost its mesh label, if its name, key and remaining labels show that it describes this node.
     /// Its key and prefixes become free for the planned Peer.
-    fn take_back(&mut self, source: &str, node: &RegisteredNode<'a>) {
+    fn readopt(&mut self, source: &str, node: &RegisteredNode<'a>) {
         let mesh = self.inputs.mesh;
         let names = [false, true].map(|taken| self.inputs.naming.peer(mesh, source, node.node, taken));
         let unlabelled = names.into_iter().find(|name| {
@@ -141,7 +141,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
     }
 
     fn is_ours_from(&self, source: &str, peer: &ObservedPeer) -> bool {
-        peer.owner.source_cluster.as_deref() == Some(source) && self.inputs.ours(&peer.owner)
+        peer.owner.source_cluster.as_deref() == Some(source) && self.inputs.is_ours(&peer.owner)
     }
 
     pub(super) fn skip(&mut self, source: &str, node: &str, reason: Reason, message: &str) {
@@ -163,13 +163,13 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             .map(|r| self.inputs.naming.peer(self.inputs.mesh, source, r.node, false))
             .collect();
         let keepalive = self.keepalive(mesh_member);
-        let whole = !mesh_member
+        let has_all_exports = !mesh_member
             .last_observed()
             .is_some_and(|member| exports_unlisted(mesh_member, member));
         let mut added: BTreeMap<&str, String> = BTreeMap::new();
         for node in &registry.registered {
             let mut prefixes = node.prefixes.clone();
-            if !whole {
+            if !has_all_exports {
                 prefixes.extend(self.existing_host_routes(source, mesh_member, registry, node));
             }
             let candidates = self.candidates(source, mesh_member, node);
@@ -254,7 +254,7 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
         candidates: Result<endpoint::Candidates, (Reason, String)>,
         own_names: &BTreeSet<String>,
     ) -> Option<String> {
-        self.take_back(source, node);
+        self.readopt(source, node);
         if let Some(owner) = self.keys.get(&node.key) {
             let mesh_member = self.inputs.mesh_members.get(source);
             let shared = self.shared.get(&node.key);
@@ -383,8 +383,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
             .or_else(|| self.returned.remove(&spec.public_key));
         let free = |name: &String| {
             let existing = self.existing.get(&**name);
-            let foreign = existing.is_some_and(|peer| !self.inputs.ours(&peer.owner));
-            let used = self.inputs.used(self.target).peers.contains(name);
+            let foreign = existing.is_some_and(|peer| !self.inputs.is_ours(&peer.owner));
+            let used = self.inputs.used_names(self.target).peers.contains(name);
             !(foreign || used || self.peers.contains_key(name))
         };
         let name = kept.unwrap_or_else(|| {

@@ -44,9 +44,9 @@ pub(super) struct GrantResolver<'a> {
     /// How the importer reaches the endpoints.
     pub(super) reach: Reach<'a>,
     /// Whether the existing Service with this name in the importer belongs to this mesh.
-    pub(super) ours: &'a dyn Fn(&ObjectName) -> bool,
+    pub(super) is_ours: &'a dyn Fn(&ObjectName) -> bool,
     /// An earlier grant or an older mesh uses the local name.
-    pub(super) taken: bool,
+    pub(super) is_taken: bool,
 }
 
 impl GrantResolver<'_> {
@@ -83,7 +83,7 @@ impl GrantResolver<'_> {
             Ok(exporter) => *exporter,
             Err(why) => return outcome_of(None, false, why.clone()),
         };
-        if self.taken {
+        if self.is_taken {
             let message = format!(
                 "another grant already appears as {} in cluster {:?}; set `as`",
                 grant.local, self.importer.name
@@ -106,13 +106,14 @@ impl GrantResolver<'_> {
                 "the Services in namespace {namespace} of cluster {cluster:?} are not known, an existing mirrored Service is kept: {why}"
             ))
         };
-        let here = (self.importer_state).and_then(|m| unlisted(m, &grant.local.namespace, &self.importer.name));
-        if let Some(message) = unlisted(member, &grant.service.namespace, &grant.cluster).or(here) {
+        let importer_unlisted =
+            (self.importer_state).and_then(|m| unlisted(m, &grant.local.namespace, &self.importer.name));
+        if let Some(message) = unlisted(member, &grant.service.namespace, &grant.cluster).or(importer_unlisted) {
             return outcome_of(None, true, message);
         }
         if let Some(existing) = self.importer_state
             && existing.services.contains_key(&grant.local)
-            && !(self.ours)(&grant.local)
+            && !(self.is_ours)(&grant.local)
         {
             let message = format!(
                 "a Service {} that is not ours exists in cluster {:?}; rename it or set `as` to another name",
@@ -204,23 +205,23 @@ pub(super) fn resolve(
         ));
     }
     let mut ports: Vec<ServicePort> = Vec::new();
-    for wanted in &grant.ports {
+    for requested_port in &grant.ports {
         let found = service.ports.iter().find(|port| {
-            port.protocol == wanted.protocol
-                && match &wanted.port {
+            port.protocol == requested_port.protocol
+                && match &requested_port.port {
                     PortRef::Number(number) => port.port == *number,
                     PortRef::Name(name) => port.name == *name,
                 }
         });
         let port = found.ok_or_else(|| {
-            let wanted_port = match &wanted.port {
+            let requested = match &requested_port.port {
                 PortRef::Number(number) => number.to_string(),
                 PortRef::Name(name) => name.clone(),
             };
             format!(
-                "{} has no port {wanted_port}/{}",
+                "{} has no port {requested}/{}",
                 service_text(),
-                wanted.protocol.as_str()
+                requested_port.protocol.as_str()
             )
         })?;
         if !ports.contains(port) {
@@ -237,7 +238,7 @@ pub(super) fn resolve(
         return resolve_with_gateways(grant, importer, ports, gateway_access);
     }
     let mut groups = Groups::new();
-    let mut other_family = false;
+    let mut has_other_family = false;
     let mut outside = BTreeSet::new();
     for (_, slice) in member
         .slices
@@ -256,7 +257,7 @@ pub(super) fn resolve(
                 .iter()
                 .any(|net| net.addr().is_ipv4() == endpoint.address.is_ipv4())
             {
-                other_family = true;
+                has_other_family = true;
                 continue;
             }
             if !exporter.allows(IpNet::from(endpoint.address)) {
@@ -271,7 +272,7 @@ pub(super) fn resolve(
         }
     }
     groups.retain(|(_, ports), _| !ports.is_empty());
-    let no_family = (other_family && groups.is_empty()).then(|| {
+    let no_family = (has_other_family && groups.is_empty()).then(|| {
         format!(
             "{} has no endpoint of an IP family that cluster {:?} has in its allowedNetworks",
             service_text(),
@@ -314,9 +315,9 @@ fn resolve_with_gateways(
             port.port, grant.service, grant.cluster
         ));
     }
-    let there = gateway_access.ports(&grant.service, &ports);
+    let gateway_ports = gateway_access.gateway_ports(&grant.service, &ports);
     let mut groups = Groups::new();
-    if !there.is_empty() {
+    if !gateway_ports.is_empty() {
         for address in &gateway_access.ready {
             if importer
                 .allowed
@@ -331,19 +332,19 @@ fn resolve_with_gateways(
                     terminating: false,
                 };
                 groups
-                    .entry((address.is_ipv6(), there.clone()))
+                    .entry((address.is_ipv6(), gateway_ports.clone()))
                     .or_default()
                     .insert(endpoint);
             }
         }
     }
-    let waiting = (there.len() < ports.len()).then(|| {
+    let missing = (gateway_ports.len() < ports.len()).then(|| {
         format!(
             "the SandboxAccess in cluster {:?} does not contain this grant yet",
             grant.cluster
         )
     });
-    let refused = there.iter().find_map(|port| {
+    let refused = gateway_ports.iter().find_map(|port| {
         let (why, gateways) = gateway_access
             .refused
             .get(&(port.protocol, port.port))?
@@ -356,7 +357,7 @@ fn resolve_with_gateways(
             grant.service
         ))
     });
-    let message = gateway_access.none.clone().or(waiting).or(refused);
+    let message = gateway_access.unusable_because.clone().or(missing).or(refused);
     Ok(Resolved {
         ports,
         groups,

@@ -158,7 +158,7 @@ pub(super) struct TargetOutcome {
 
 impl<'a> MeshInputs<'a> {
     /// Plans the entry `name`.
-    pub(super) fn target(&self, name: &str) -> TargetOutcome {
+    pub(super) fn plan_target(&self, name: &str) -> TargetOutcome {
         let mut outcome = TargetOutcome::default();
         let Some(target) = self.mesh_members.get(name) else {
             return outcome;
@@ -175,7 +175,7 @@ impl<'a> MeshInputs<'a> {
             }
         }
         if target.connected {
-            self.policies(name, target, &mut outcome.plan);
+            self.plan_policies(name, target, &mut outcome.plan);
             let mut peer_planner = peers::PeerPlanner::new(self, name, target);
             for (source, mesh_member) in self.sources(name, target) {
                 match self.link(name, target, mesh_member) {
@@ -185,17 +185,17 @@ impl<'a> MeshInputs<'a> {
                         outcome
                             .plan
                             .accesses
-                            .extend(self.access(name, target, source, mesh_member));
-                        outcome.facts.extend(no_gateway(target));
+                            .extend(self.plan_access(name, target, source, mesh_member));
+                        outcome.facts.extend(missing_gateway(target));
                     }
                     Some(Link::Grantor) => peer_planner.add_gateways(source, mesh_member),
                 }
             }
             peer_planner.finish(&mut outcome);
             outcome.facts.extend(self.missing_peer_crd(name, target));
-            self.grantors(name, target, &mut outcome.plan);
+            self.plan_grantor_policies(name, target, &mut outcome.plan);
         }
-        self.services(name, target, &mut outcome);
+        self.plan_services(name, target, &mut outcome);
         outcome
     }
 
@@ -243,7 +243,7 @@ impl<'a> MeshInputs<'a> {
     }
 
     /// Names that older meshes use in this target.
-    pub(super) fn used(&self, target: &MeshMember<'_>) -> &'a UsedNames {
+    pub(super) fn used_names(&self, target: &MeshMember<'_>) -> &'a UsedNames {
         static NOTHING: UsedNames = UsedNames {
             peers: BTreeSet::new(),
             policies: BTreeSet::new(),
@@ -256,7 +256,7 @@ impl<'a> MeshInputs<'a> {
     }
 
     /// Whether the source of an existing Peer is connected, but was not observed since this controller started.
-    pub(super) fn unseen(&self, name: &str, target: &MeshMember<'_>, peer: &ObservedPeer) -> bool {
+    pub(super) fn is_source_unseen(&self, name: &str, target: &MeshMember<'_>, peer: &ObservedPeer) -> bool {
         let source = peer.owner.source_cluster.as_deref();
         source
             .and_then(|source| self.mesh_members.get(source))
@@ -269,7 +269,7 @@ impl<'a> MeshInputs<'a> {
     /// Whether an existing Peer of another mesh stays whatever that mesh plans: the mesh is paused, or the Peer's source was not
     /// observed since this controller started. `None` = it does not stay. `Some` contains the source's identity, if that mesh
     /// still names the source.
-    pub(super) fn stays(&self, mesh: &MeshId, peer: &ObservedPeer) -> Option<Option<&'a ClusterIdentity>> {
+    pub(super) fn kept_source(&self, mesh: &MeshId, peer: &ObservedPeer) -> Option<Option<&'a ClusterIdentity>> {
         let mesh = self.all.iter().find(|other| other.id == *mesh)?;
         let label = peer.owner.source_cluster.as_deref();
         let mut entries = mesh.clusters.iter();
@@ -280,12 +280,12 @@ impl<'a> MeshInputs<'a> {
         (mesh.paused || !mesh.deleting && source.is_some_and(unseen)).then_some(source)
     }
 
-    pub(super) fn ours(&self, owner: &crate::observe::Owner) -> bool {
+    pub(super) fn is_ours(&self, owner: &crate::observe::Owner) -> bool {
         ownership::of(owner, &self.seen.hub, self.claimants) == Ownership::Mesh(self.mesh)
     }
 
     /// Plans the PeerPolicies that limit each source in this target.
-    fn policies(&self, name: &'a str, target: &'a MeshMember<'a>, plan: &mut TargetPlan) {
+    fn plan_policies(&self, name: &'a str, target: &'a MeshMember<'a>, plan: &mut TargetPlan) {
         let Some((member, existing)) = target
             .last_observed()
             .and_then(|member| Some((member, member.policies.as_ref()?)))
@@ -296,28 +296,30 @@ impl<'a> MeshInputs<'a> {
             return;
         }
         for (source, mesh_member) in self.sources(name, target) {
-            let tight = mesh_member.cluster.profile != Profile::ClusterMeshed;
+            let is_restricted = mesh_member.cluster.profile != Profile::ClusterMeshed;
             // A source whose profile became more restrictive keeps a closed policy until its last Peer is deleted. Peers are
             // deleted one by one, and without a policy the remaining ones would still admit its traffic.
             let peers = member.peers.iter().flat_map(BTreeMap::values);
-            let stands = || {
+            let has_existing_peers = || {
                 let mut ours = peers.filter(|peer| peer.owner.source_cluster.as_deref() == Some(source));
-                ours.any(|peer| self.ours(&peer.owner))
+                ours.any(|peer| self.is_ours(&peer.owner))
             };
-            if link::between(target, mesh_member) != Some(Link::Meshed) && !(tight && stands()) {
+            if link::between(target, mesh_member) != Some(Link::Meshed) && !(is_restricted && has_existing_peers()) {
                 continue;
             }
             let mut networks = mesh_member.networks();
-            let held = || {
+            let has_held_nodes = || {
                 self.registries
                     .get(source)
                     .is_some_and(|registry| !registry.held.is_empty())
             };
-            if mesh_member.cluster.profile != Profile::Sandbox && (mesh_member.last_observed().is_none() || held()) {
+            if mesh_member.cluster.profile != Profile::Sandbox
+                && (mesh_member.last_observed().is_none() || has_held_nodes())
+            {
                 // A node that is not observed at the moment may still exist. Removing its network from the policy would cut it
                 // off, and would remove the `unreachable` route of that network.
                 let ours = existing.values().filter(|policy| {
-                    policy.owner.source_cluster.as_deref() == Some(source) && self.ours(&policy.owner)
+                    policy.owner.source_cluster.as_deref() == Some(source) && self.is_ours(&policy.owner)
                 });
                 let known = ours
                     .filter_map(|policy| policy.spec.as_ref().ok())
@@ -353,7 +355,7 @@ impl<'a> MeshInputs<'a> {
     }
 
     /// Plans the policies in a sandbox for the members that grant it Services: their gateways may send only replies.
-    fn grantors(&self, name: &'a str, target: &'a MeshMember<'a>, plan: &mut TargetPlan) {
+    fn plan_grantor_policies(&self, name: &'a str, target: &'a MeshMember<'a>, plan: &mut TargetPlan) {
         let member = target
             .last_observed()
             .filter(|_| target.cluster.profile == Profile::Sandbox);
@@ -400,7 +402,7 @@ impl<'a> MeshInputs<'a> {
                 || of == Ownership::Unlabelled && ownership::can_readopt(owner, self.mesh, source)
         };
         let foreign = existing.get(&readable).is_some_and(|policy| !ours(&policy.owner))
-            || self.used(target).policies.contains(&readable);
+            || self.used_names(target).policies.contains(&readable);
         if foreign {
             self.naming.policy(self.mesh, source, true)
         } else {
@@ -408,13 +410,13 @@ impl<'a> MeshInputs<'a> {
         }
     }
 
-    fn services(&self, name: &'a str, target: &'a MeshMember<'a>, outcome: &mut TargetOutcome) {
+    fn plan_services(&self, name: &'a str, target: &'a MeshMember<'a>, outcome: &mut TargetOutcome) {
         let importer_state = target.last_observed();
-        let ours = |service: &ObjectName| {
+        let is_ours = |service: &ObjectName| {
             let existing = importer_state.and_then(|member| member.services.get(service));
             existing
                 .and_then(|service| service.managed.as_ref())
-                .is_some_and(|owner| self.ours(owner))
+                .is_some_and(|owner| self.is_ours(owner))
         };
         let mut names: BTreeSet<ObjectName> = BTreeSet::new();
         for grant in &target.cluster.egress {
@@ -435,8 +437,8 @@ impl<'a> MeshInputs<'a> {
                     .and_then(|mesh_member| mesh_member.observed),
                 exporter,
                 reach: gateway_access.as_ref().map_or(Reach::Direct, Reach::Gateways),
-                ours: &ours,
-                taken: self.used(target).services.contains(&grant.local) || !names.insert(grant.local.clone()),
+                is_ours: &is_ours,
+                is_taken: self.used_names(target).services.contains(&grant.local) || !names.insert(grant.local.clone()),
             };
             let grant_outcome = resolver.resolve(grant, self.naming);
             if grant_outcome.keep {
@@ -463,7 +465,7 @@ pub(super) fn is_local(cluster: &Cluster) -> bool {
 }
 
 /// Reports that an observed member has no gateway for sandboxes.
-fn no_gateway(target: &MeshMember<'_>) -> Option<Fact> {
+fn missing_gateway(target: &MeshMember<'_>) -> Option<Fact> {
     let cluster = &target.cluster.name;
     let message = gateways::missing_gateway_message(cluster, target.last_observed()?)?;
     Some(Fact::NoGateway {

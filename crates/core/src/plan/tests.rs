@@ -28,9 +28,9 @@ mod nodes;
 mod ownership;
 mod sandbox;
 
-struct Plain;
+struct TestNaming;
 
-impl Naming for Plain {
+impl Naming for TestNaming {
     fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String {
         let tail = if taken {
             format!("-{}", mesh.namespace)
@@ -174,7 +174,7 @@ fn edit(seen: &mut Observations, identity: &ClusterIdentity, change: impl FnOnce
 }
 
 fn plan_mesh(mesh: &Mesh, seen: &Observations) -> (Plan, MeshPlan) {
-    let plan = plan(std::slice::from_ref(mesh), seen, &Settings::default(), &Plain);
+    let plan = plan(std::slice::from_ref(mesh), seen, &Settings::default(), &TestNaming);
     let of_mesh = plan.meshes[&mesh.id].clone();
     (plan, of_mesh)
 }

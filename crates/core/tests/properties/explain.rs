@@ -20,7 +20,7 @@ use proptest::{option, prelude::*, sample::select};
 
 use crate::{
     sandbox::sandboxed,
-    scenario::{Plain, Scenario, identity, ip, planned, scenario},
+    scenario::{Scenario, TestNaming, identity, ip, planned, scenario},
 };
 
 /// The plans of all meshes for one cluster, each with a function that resolves the names of sources in that mesh.
@@ -284,7 +284,7 @@ fn explain_in(scenario: &Scenario, plan: &Plan, from: &Source, to: &Destination)
         meshes: &scenario.meshes,
         seen: &scenario.seen,
         settings: &Settings::default(),
-        naming: &Plain,
+        naming: &TestNaming,
         plan,
     };
     explain(&scenario, from, to)

@@ -31,9 +31,9 @@ mod applied;
 
 pub(crate) use applied::apply_plan;
 
-pub(crate) struct Plain;
+pub(crate) struct TestNaming;
 
-impl Naming for Plain {
+impl Naming for TestNaming {
     fn peer(&self, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String {
         let tail = if taken {
             format!("-{}", mesh.namespace)
@@ -67,6 +67,7 @@ impl Naming for Plain {
     }
 }
 
+/// The shared pool of networks, from which different clusters may claim the same.
 const NETS: &[&str] = &[
     "0.0.0.0/0",
     "10.0.0.0/8",
@@ -88,6 +89,7 @@ const NETS: &[&str] = &[
     "fd00:2::/48",
     "::/0",
 ];
+/// The shared pool of addresses; some can never be an endpoint.
 const IPS: &[&str] = &[
     "10.1.1.1",
     "10.1.2.1",
@@ -142,20 +144,20 @@ fn socket_address() -> impl Strategy<Value = SocketAddr> + Clone {
 /// The third byte of the WireGuard addresses of cluster `n`.
 const WIREGUARD: [u8; 3] = [1, 3, 2];
 
-fn text<T: std::str::FromStr<Err: std::fmt::Debug>>(text: String) -> T {
+fn parse<T: std::str::FromStr<Err: std::fmt::Debug>>(text: String) -> T {
     text.parse().unwrap()
 }
 
 fn own_pods(n: usize, k: u8) -> IpNet {
-    text(format!("10.{}.{k}.0/24", n + 1))
+    parse(format!("10.{}.{k}.0/24", n + 1))
 }
 
 fn own_wireguard(n: usize, k: u8) -> IpNet {
-    text(format!("100.66.{}.{k}/24", WIREGUARD[n]))
+    parse(format!("100.66.{}.{k}/24", WIREGUARD[n]))
 }
 
 fn own_address(n: usize, k: u8) -> IpAddr {
-    text(format!("172.30.{}.{k}", n + 1))
+    parse(format!("172.30.{}.{k}", n + 1))
 }
 
 fn own_key(n: usize, k: u8) -> PublicKey {
@@ -178,7 +180,7 @@ pub(crate) fn node(n: usize, k: u8) -> BoxedStrategy<Node> {
         prop::bool::weighted(0.1),
     );
     let own = own_address(n, k);
-    let whereabouts = (
+    let endpoints = (
         prop_oneof![12 => Just(Claim::Absent), 1 => claim(endpoint())],
         prop_oneof![12 => Just(Claim::Absent), 1 => claim(endpoint())],
         prop_oneof![4 => Just(Claim::Valid(Endpoint::Ip((own, 51820).into()))), 1 => claim(endpoint())],
@@ -203,18 +205,18 @@ pub(crate) fn node(n: usize, k: u8) -> BoxedStrategy<Node> {
             0..2,
         ),
     );
-    let node = (identity, whereabouts, kilo).prop_map(|(identity, whereabouts, kilo)| Node {
+    let node = (identity, endpoints, kilo).prop_map(|(identity, endpoints, kilo)| Node {
         pod_cidrs: identity.0,
         wireguard_ip: identity.1,
         public_key: identity.2,
         created: identity.3,
         ready: identity.4,
         deleting: identity.5,
-        clustermesh_endpoint: whereabouts.0,
-        force_endpoint: whereabouts.1,
-        kilo_endpoint: whereabouts.2,
-        external_ips: whereabouts.3,
-        internal_ips: whereabouts.4,
+        clustermesh_endpoint: endpoints.0,
+        force_endpoint: endpoints.1,
+        kilo_endpoint: endpoints.2,
+        external_ips: endpoints.3,
+        internal_ips: endpoints.4,
         granularity: kilo.0,
         leader: kilo.7 & 1 == 1,
         silent: kilo.7 & 2 == 2,
@@ -269,13 +271,13 @@ fn peers() -> impl Strategy<Value = BTreeMap<String, ObservedPeer>> {
         0usize..4,
         select(&["one", "two"][..]),
     );
-    let broken = prop_oneof![8 => peer_spec().prop_map(Ok), 1 => Just(Err("does not parse".to_owned()))];
+    let spec_or_error = prop_oneof![8 => peer_spec().prop_map(Ok), 1 => Just(Err("does not parse".to_owned()))];
     // Half of the Peers look like those that a plan writes.
-    let peer = (name, any::<bool>(), owner(), broken).prop_map(|(name, wild, owner, spec)| {
+    let peer = (name, any::<bool>(), owner(), spec_or_error).prop_map(|(name, is_random, owner, spec)| {
         let ((mesh, taken), n, k, namespace) = name;
         let tail = if taken { "-one" } else { "" };
         let name = format!("{mesh}--c{n}--{}{tail}", NODES[k]);
-        if wild {
+        if is_random {
             return (name, ObservedPeer { owner, spec });
         }
         let k = u8::try_from(k).unwrap() + 1;
@@ -461,9 +463,9 @@ fn cluster(n: usize) -> impl Strategy<Value = Cluster> {
         format!("172.30.{}.1/32", n + 1),
         format!("fd00:{}::/48", n + 1),
     ];
-    let more: Vec<IpNet> = [services].into_iter().chain(hosts).map(text).collect();
+    let more: Vec<IpNet> = [services].into_iter().chain(hosts).map(parse).collect();
     let own = sample::subsequence(more, 0..=3).prop_map(move |mut own| {
-        own.extend([text(pods.clone()), wireguard]);
+        own.extend([parse(pods.clone()), wireguard]);
         own
     });
     let shape = (
@@ -610,7 +612,7 @@ fn initial() -> impl Strategy<Value = Scenario> {
 }
 
 pub(crate) fn planned(scenario: &Scenario) -> Plan {
-    plan(&scenario.meshes, &scenario.seen, &Settings::default(), &Plain)
+    plan(&scenario.meshes, &scenario.seen, &Settings::default(), &TestNaming)
 }
 
 pub(crate) fn steps(plan: &Plan, scenario: &Scenario) -> BTreeMap<ClusterIdentity, Vec<Step>> {

@@ -30,9 +30,9 @@ pub(super) struct Query<'q> {
 
 impl Query<'_> {
     pub(super) fn answer(&self) -> Explanation {
-        let denied = self.not_connected().or_else(|| self.unseen());
+        let denied = self.not_connected().or_else(|| self.unobserved());
         denied.unwrap_or_else(|| match link::between(self.target(), self.source()) {
-            Some(Link::Sandbox) => self.through_gateways(),
+            Some(Link::Sandbox) => self.answer_for_sandbox(),
             _ => PacketTrace { query: self }.follow(),
         })
     }
@@ -84,11 +84,11 @@ impl Query<'_> {
         }
         for name in [self.source, self.target] {
             if self.mesh_member(name).cluster.quarantine {
-                let said = self.facts().find_map(|fact| match fact {
+                let fact_message = self.facts().find_map(|fact| match fact {
                     Fact::Quarantined { cluster, message } if cluster == name => Some(message.clone()),
                     _ => None,
                 });
-                let message = said.unwrap_or_else(|| format!("cluster {name:?} is quarantined"));
+                let message = fact_message.unwrap_or_else(|| format!("cluster {name:?} is quarantined"));
                 return deny(
                     Rule::Quarantined,
                     format!("{message}. Remove the quarantine to open it"),
@@ -99,7 +99,7 @@ impl Query<'_> {
     }
 
     /// Answers for a sandbox as the source: it reaches only the gateway ports in its SandboxAccess.
-    fn through_gateways(&self) -> Explanation {
+    fn answer_for_sandbox(&self) -> Explanation {
         let missing = self.facts().find_map(|fact| match fact {
             Fact::NoGateway { cluster, message } if cluster == self.target => Some(message.clone()),
             _ => None,
@@ -129,7 +129,7 @@ impl Query<'_> {
                 self.target, port.1, granted.port, granted.service
             );
             return self
-                .uncarried(gateway)
+                .missing_gateway_peer(gateway)
                 .unwrap_or_else(|| Explanation::new(Rule::Granted, message));
         }
         let ports = access.into_iter().flat_map(|(_, access)| &access.spec.grants);
@@ -149,7 +149,7 @@ impl Query<'_> {
     }
 
     /// Why the sandbox has no Peer for a gateway, although its SandboxAccess exists.
-    fn uncarried(&self, gateway: &ObjectName) -> Option<Explanation> {
+    fn missing_gateway_peer(&self, gateway: &ObjectName) -> Option<Explanation> {
         let member = self.target().last_observed()?;
         let mut existing = member.accesses.iter().flat_map(BTreeMap::values);
         let known = existing.any(|access| access.owner.source_cluster.as_deref() == Some(self.source));
@@ -214,7 +214,7 @@ impl Query<'_> {
     }
 
     /// Answers for a member that was not observed, or that lacks the Peer CRD.
-    fn unseen(&self) -> Option<Explanation> {
+    fn unobserved(&self) -> Option<Explanation> {
         for name in [self.source, self.target] {
             let mesh_member = self.mesh_member(name);
             if mesh_member.last_observed().is_none() {
@@ -279,7 +279,7 @@ impl Query<'_> {
     }
 
     /// Why no Peer in the source's cluster contains the destination.
-    pub(super) fn unreached(&self) -> Explanation {
+    pub(super) fn explain_missing_peer(&self) -> Explanation {
         let target = &self.target().cluster;
         let address = self.to.address;
         if let Some(node) = &self.to.node

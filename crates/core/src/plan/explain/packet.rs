@@ -12,6 +12,7 @@ use crate::{
     plan::{MeshPlan, Plan, PlannedPeer, PlannedPolicy, TargetPlan},
 };
 
+/// Follows the packets of one query.
 pub(super) struct PacketTrace<'q> {
     pub(super) query: &'q Query<'q>,
 }
@@ -68,10 +69,10 @@ impl PacketTrace<'_> {
             .filter_map(|(name, peer)| Some((matching_prefix(peer, to.address)?, name, peer)))
             .max_by_key(|(net, name, _)| (net.prefix_len(), *name));
         let Some((prefix, name, peer)) = carrying else {
-            return query.unreached();
+            return query.explain_missing_peer();
         };
         let out = self.hop(&from.cluster, name, peer, prefix);
-        let (seen_as, back) = match self.back() {
+        let (seen_as, back) = match self.return_hop() {
             Ok(back) => back,
             Err(explanation) => return *explanation,
         };
@@ -133,7 +134,7 @@ impl PacketTrace<'_> {
 
     /// The Peer in the destination's cluster that contains the source, and the source address that arrives: the client's own if the
     /// Peer of its node contains it, else the WireGuard address of its node.
-    fn back(&self) -> Result<(IpAddr, Hop), Box<Explanation>> {
+    fn return_hop(&self) -> Result<(IpAddr, Hop), Box<Explanation>> {
         let query = self.query;
         let (plan, from, to) = (query.inputs.plan, query.from, query.to);
         let family = |net: &IpNet| net.addr().is_ipv4() == to.address.is_ipv4();
@@ -146,7 +147,7 @@ impl PacketTrace<'_> {
             Some((address, self.hop(&to.cluster, name, peer, net)))
         });
         // With Kilo's location granularity, the Peer of the leader contains the addresses of its followers.
-        let led = || {
+        let by_leader = || {
             let address = from.address?;
             let node = from.node.as_deref()?;
             let leads = &query.prepared.registries.get(query.source)?.segments;
@@ -166,7 +167,7 @@ impl PacketTrace<'_> {
                 candidates.find_map(|(name, peer)| Some((matching_prefix(peer, wireguard)?, name, peer)))?;
             family(&net).then(|| (wireguard, self.hop(&to.cluster, name, peer, net)))
         };
-        found.or_else(led).or_else(masqueraded).ok_or_else(|| {
+        found.or_else(by_leader).or_else(masqueraded).ok_or_else(|| {
             let skipped = from.node.as_deref();
             let skipped = skipped.and_then(|node| query.skipped(query.source, node, query.target));
             Box::new(skipped.unwrap_or_else(|| {
@@ -220,10 +221,10 @@ impl PacketTrace<'_> {
                 ),
             );
         };
-        let speaking: Vec<(&String, &PlannedPolicy)> = policies(plan, &to.cluster, &from.cluster)
+        let applying: Vec<(&String, &PlannedPolicy)> = policies(plan, &to.cluster, &from.cluster)
             .filter(|(_, policy)| contains(&policy.spec.sources, route.seen_as))
             .collect();
-        let Some((name, first)) = speaking.first() else {
+        let Some((name, first)) = applying.first() else {
             return Explanation::new(
                 Rule::PolicyMissing,
                 format!(
@@ -236,8 +237,8 @@ impl PacketTrace<'_> {
             .get(*name)
             .is_some_and(|existing| existing.spec.as_ref() == Ok(&first.spec));
         route.policy = Some(((*name).clone(), written));
-        let specs: Vec<&PolicySpec> = speaking.iter().map(|(_, policy)| &policy.spec).collect();
-        if let Some(closed) = to.port.and_then(|port| self.closed(&specs, target, port)) {
+        let specs: Vec<&PolicySpec> = applying.iter().map(|(_, policy)| &policy.spec).collect();
+        if let Some(closed) = to.port.and_then(|port| self.closed_port(&specs, target, port)) {
             return closed;
         }
         if !specs.iter().any(|spec| contains(&spec.allow, to.address)) {
@@ -274,13 +275,13 @@ impl PacketTrace<'_> {
                 .notes
                 .push("except everything but ping, because this is a node's WireGuard address".to_owned());
         } else if to.port.is_none() {
-            answer.notes.extend(self.exceptions(&specs, target));
+            answer.notes.extend(self.closed_port_notes(&specs, target));
         }
         answer
     }
 
     /// Denies the API server and infrastructure ports, which are closed to all members.
-    fn closed(&self, specs: &[&PolicySpec], target: &Member, port: (Protocol, u16)) -> Option<Explanation> {
+    fn closed_port(&self, specs: &[&PolicySpec], target: &Member, port: (Protocol, u16)) -> Option<Explanation> {
         let query = self.query;
         let to = query.to;
         if port.0 == Protocol::Tcp
@@ -313,7 +314,7 @@ impl PacketTrace<'_> {
     }
 
     /// For a question without a port: notes about the ports that are closed anyway.
-    fn exceptions(&self, specs: &[&PolicySpec], target: &Member) -> Vec<String> {
+    fn closed_port_notes(&self, specs: &[&PolicySpec], target: &Member) -> Vec<String> {
         let to = self.query.to;
         let mut notes = Vec::new();
         if node_addresses(target).contains(&to.address) {

@@ -7,7 +7,7 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Refusal, RegisteredNode, host};
+use super::{Refusal, RegisteredNode, host_route};
 use crate::{
     key::PublicKey,
     observe::Node,
@@ -66,7 +66,7 @@ impl<'a> ClaimIndex<'a> {
                 format!("key {} belongs to Node {owner}; one of the two is a copy", claims.key),
             ));
         }
-        let wireguard = host(claims.wireguard_ip);
+        let wireguard = host_route(claims.wireguard_ip);
         if let Some(owner) = self
             .active_addresses
             .get(&claims.wireguard_ip)
@@ -91,8 +91,8 @@ impl<'a> ClaimIndex<'a> {
             };
             return Err((Reason::WGIPDuplicate, message));
         }
-        let taken = |net: &IpNet| self.overlapping(*net).map(|theirs| (*net, theirs));
-        if let Some((net, (theirs, owner))) = claims.pods.iter().find_map(taken) {
+        let find_owner = |net: &IpNet| self.overlapping(*net).map(|theirs| (*net, theirs));
+        if let Some((net, (theirs, owner))) = claims.pods.iter().find_map(find_owner) {
             let message = if theirs == net {
                 format!("podCIDR {net} belongs to Node {owner}")
             } else {

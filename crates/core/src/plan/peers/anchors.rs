@@ -32,7 +32,7 @@ impl<'a> PeerPlanner<'a, '_> {
         if parts.is_empty() {
             return;
         }
-        let fit: Vec<&RegisteredNode<'_>> = registry
+        let ready_nodes: Vec<&RegisteredNode<'_>> = registry
             .registered
             .iter()
             .filter(|node| node.observed.ready && !node.observed.deleting)
@@ -42,8 +42,10 @@ impl<'a> PeerPlanner<'a, '_> {
             })
             .collect();
         // A WireGuard tunnel works on without kg. So if kg checks in for no node, the network stays with its current anchor.
-        let any_lives = fit.iter().any(|node| !node.observed.is_silent());
-        let eligible = fit.iter().filter(|node| !any_lives || !node.observed.is_silent());
+        let any_active = ready_nodes.iter().any(|node| !node.observed.is_silent());
+        let eligible = ready_nodes
+            .iter()
+            .filter(|node| !any_active || !node.observed.is_silent());
         let eligible: BTreeSet<&str> = eligible.map(|node| node.node).collect();
         if eligible.is_empty() {
             if !registry.registered.is_empty() {

@@ -158,7 +158,7 @@ fn objects_of_an_absent_mesh_are_kept() {
     write_plan(&mesh, &mut seen);
     let here = seen.members[&ClusterIdentity::Local].fresh().unwrap();
     let steps = |meshes: &[Mesh]| {
-        let plan = plan(meshes, &seen, &Settings::default(), &Plain);
+        let plan = plan(meshes, &seen, &Settings::default(), &TestNaming);
         names(&diff(&plan, &ClusterIdentity::Local, here))
     };
     assert_eq!(steps(&[]), vec![]);

@@ -24,7 +24,7 @@ fn with_third(public_key: PublicKey) -> Observations {
 
 fn plan_of(meshes: &[&Mesh], seen: &Observations) -> Plan {
     let meshes: Vec<Mesh> = meshes.iter().map(|mesh| (*mesh).clone()).collect();
-    plan(&meshes, seen, &Settings::default(), &Plain)
+    plan(&meshes, seen, &Settings::default(), &TestNaming)
 }
 
 /// Writes the plan of all meshes twice, because some objects follow others.

@@ -393,7 +393,7 @@ fn explain_leaves_masquerading_by_kg_nodes_open() {
             meshes: std::slice::from_ref(&mesh),
             seen,
             settings: &Settings::default(),
-            naming: &Plain,
+            naming: &TestNaming,
             plan: &plan,
         };
         let from = Source {

@@ -63,7 +63,7 @@ fn accepted_network_wins_over_a_new_overlapping_claim() {
     newer.created = 2;
     newer.clusters[1] = entry("other", secret("other"), &["10.2.128.0/17"]);
     for meshes in [[older.clone(), newer.clone()], [newer.clone(), older.clone()]] {
-        let plan = plan(&meshes, &seen(), &Settings::default(), &Plain);
+        let plan = plan(&meshes, &seen(), &Settings::default(), &TestNaming);
         let newer_plan = &plan.meshes[&newer.id];
         assert_eq!(
             newer_plan
@@ -92,7 +92,7 @@ fn accepted_network_wins_over_a_new_overlapping_claim() {
     newer.clusters[1].allowed = nets(&["10.3.0.0/16"]);
     newer.accepted = BTreeMap::from([("other".into(), nets(&["10.3.0.0/16"]))]);
     older.clusters[1].allowed = nets(&["10.2.0.0/15", "100.66.2.0/24"]);
-    let plan = plan(&[older.clone(), newer], &seen(), &Settings::default(), &Plain);
+    let plan = plan(&[older.clone(), newer], &seen(), &Settings::default(), &TestNaming);
     assert_eq!(
         plan.meshes[&older.id].clusters["tenant"].accepted,
         nets(&["10.2.0.0/16", "100.66.2.0/24"])

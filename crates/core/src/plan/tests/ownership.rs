@@ -160,7 +160,7 @@ fn two_meshes_of_same_clusters_plan_one_peer_per_key() {
     newer.id.name = "n".into();
     newer.created = 2;
     let owners = |seen: &Observations| -> BTreeMap<String, String> {
-        let plan = plan(&[newer.clone(), older.clone()], seen, &Settings::default(), &Plain);
+        let plan = plan(&[newer.clone(), older.clone()], seen, &Settings::default(), &TestNaming);
         let meshes = plan.meshes.iter();
         let peers = meshes.flat_map(|(id, mesh)| {
             mesh.targets["tenant"]
@@ -229,7 +229,12 @@ fn paused_mesh_that_is_deleted_keeps_its_keys() {
     (deleted.paused, deleted.deleting) = (true, true);
     let mesh = two_clusters();
     let planned = |deleted: &Mesh| {
-        let plan = plan(&[mesh.clone(), deleted.clone()], &seen, &Settings::default(), &Plain);
+        let plan = plan(
+            &[mesh.clone(), deleted.clone()],
+            &seen,
+            &Settings::default(),
+            &TestNaming,
+        );
         let member = seen.members[&secret("tenant")].fresh().unwrap();
         let steps = names(&diff(&plan, &secret("tenant"), member));
         let deletes = steps.iter().filter(|(action, _)| *action == Action::Delete);

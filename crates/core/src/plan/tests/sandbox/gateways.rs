@@ -236,7 +236,7 @@ fn unusable_gateways_are_left_out_with_reason() {
     assert_eq!(skipped, [Reason::EndpointForbidden, Reason::WGIPOutOfRange]);
     let egress = &planned.egress[0];
     assert!(
-        !egress.ready && egress.message.contains("can be dialled"),
+        !egress.ready && egress.message.contains("can be reached from this sandbox"),
         "{}",
         egress.message
     );
@@ -378,7 +378,7 @@ fn two_meshes_of_one_sandbox_share_gateway_ports() {
         grant(postgres(), &[9187], "metrics"),
     ];
     let meshes = [mesh, younger];
-    let of = |seen: &Observations| plan(&meshes, seen, &Settings::default(), &Plain);
+    let of = |seen: &Observations| plan(&meshes, seen, &Settings::default(), &TestNaming);
     for _ in 0..3 {
         let plan = of(&seen);
         edit(&mut seen, &ClusterIdentity::Local, |m| {

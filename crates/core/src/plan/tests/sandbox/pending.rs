@@ -11,7 +11,7 @@ fn written_mesh() -> (Mesh, Observations) {
 }
 
 fn pending_revocations(mesh: &Mesh, seen: &Observations, unwritten: &[(&str, &str)]) -> Vec<Pending> {
-    let plan = plan(std::slice::from_ref(mesh), seen, &Settings::default(), &Plain);
+    let plan = plan(std::slice::from_ref(mesh), seen, &Settings::default(), &TestNaming);
     let words = |(name, why): &(&str, &str)| ((*name).to_owned(), (*why).to_owned());
     pending(mesh, &plan, seen, &unwritten.iter().map(words).collect())
         .into_iter()
