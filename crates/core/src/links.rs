@@ -16,7 +16,7 @@ pub struct Tunnels {
     pub total: u32,
 }
 
-/// Two members between which tunnels are down.
+/// A link with tunnels that are down: all tunnels from the nodes of one member to those of another.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Broken {
     /// Entry of the nodes that report it.
@@ -46,7 +46,7 @@ pub fn broken(plan: &MeshPlan, reports: &BTreeMap<String, Vec<BTreeMap<String, T
         for peer in target.peers.values() {
             *peers.entry(&peer.source).or_default() += 1;
         }
-        for (to, most) in peers.into_iter().filter(|(to, _)| to != from) {
+        for (to, max_tunnels) in peers.into_iter().filter(|(to, _)| to != from) {
             let mut link = Broken {
                 from: from.clone(),
                 to: to.to_owned(),
@@ -56,14 +56,14 @@ pub fn broken(plan: &MeshPlan, reports: &BTreeMap<String, Vec<BTreeMap<String, T
             };
             for tunnels in nodes.iter().filter_map(|node| node.get(to)) {
                 let count = |number: u32| usize::try_from(number).unwrap_or(usize::MAX);
-                let down = count(tunnels.down).min(most);
+                let down = count(tunnels.down).min(max_tunnels);
                 if down == 0 {
                     continue;
                 }
-                let up = count(tunnels.up).min(most - down);
+                let up = count(tunnels.up).min(max_tunnels - down);
                 link.down += down;
                 link.up += up;
-                link.total += count(tunnels.total).clamp(down + up, most);
+                link.total += count(tunnels.total).clamp(down + up, max_tunnels);
             }
             if link.down > 0 {
                 broken.push(link);
@@ -137,13 +137,13 @@ mod tests {
 
     #[test]
     fn false_report_is_limited_to_planned_members_and_peers() {
-        let most = u32::MAX;
+        let max = u32::MAX;
         let reports = [
             (
                 "a".to_owned(),
                 vec![
-                    says("b", most, most, 0),
-                    says("b", most, 1, most),
+                    says("b", max, max, 0),
+                    says("b", max, 1, max),
                     says("nobody", 0, 1, 1),
                     says("a", 0, 1, 1),
                 ],

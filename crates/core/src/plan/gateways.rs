@@ -84,18 +84,19 @@ pub(super) struct GatewayAccess<'a> {
 }
 
 impl GatewayAccess<'_> {
-    /// The gateway ports of the granted `ports`, of those that the existing SandboxAccess contains.
+    /// Translates granted Service ports into gateway ports. Ports that the existing SandboxAccess does not contain yet are left
+    /// out.
     pub(super) fn gateway_ports(&self, service: &ObjectName, ports: &[ServicePort]) -> Vec<ServicePort> {
         let existing = self.existing.into_iter().flat_map(|access| &access.grants);
-        let at = |port: &ServicePort| {
-            let mut all = existing.clone().filter(|((protocol, _), granted)| {
+        let gateway_port = |port: &ServicePort| {
+            let mut matching = existing.clone().filter(|((protocol, _), granted)| {
                 *protocol == port.protocol && granted.service == *service && granted.port == port.name
             });
-            all.next().map(|((_, number), _)| *number)
+            matching.next().map(|((_, number), _)| *number)
         };
         let known = ports.iter().filter_map(|port| {
             Some(ServicePort {
-                port: at(port)?,
+                port: gateway_port(port)?,
                 ..port.clone()
             })
         });
@@ -130,7 +131,8 @@ impl<'a> MeshInputs<'a> {
             .map(|net| net.addr())
             .collect();
         let cluster = &mesh_member.cluster.name;
-        let unusable_because = missing_gateway_message(cluster, member).or_else(|| match (ready.is_empty(), usable.is_empty()) {
+        let no_gateway = missing_gateway_message(cluster, member);
+        let unusable_because = no_gateway.or_else(|| match (ready.is_empty(), usable.is_empty()) {
             (true, _) => Some(format!(
                 "no gateway of cluster {cluster:?} that serves this sandbox is Ready: look at the pods of its StatefulSet (kubectl get \
                  pods -n clustermesh-gateway) and their SandboxGateways there"

@@ -35,11 +35,13 @@ pub(super) struct PeerPlanner<'a, 'p> {
     existing: BTreeMap<&'p str, &'p ObservedPeer>,
     /// Names of the existing Peers with each key.
     by_key: BTreeMap<PublicKey, Vec<&'p str>>,
+    /// The taken keys, each with its owner as text for messages.
     keys: BTreeMap<PublicKey, String>,
     /// Keys of existing Peers that stay in other meshes, with the source cluster of each.
     shared: BTreeMap<PublicKey, &'a ClusterIdentity>,
     /// Names of existing Peers without a mesh label that this mesh adopts again, by key.
     returned: BTreeMap<PublicKey, String>,
+    /// The taken prefixes, each with its owner as text for messages.
     prefixes: BTreeMap<IpNet, String>,
     peers: BTreeMap<String, PlannedPeer>,
     skipped: BTreeMap<String, Vec<Skipped>>,
@@ -86,8 +88,8 @@ impl<'a, 'p> PeerPlanner<'a, 'p> {
                 prefixes.extend(spec.allowed_ips.iter().map(|net| (*net, format!("Peer {peer}"))));
             }
         }
-        // If a Peer has the key of a node of the target itself, kg drops that node from its mesh permanently. wg-agent refuses
-        // such a Peer only on that node, so the keys of its nodes need no protection: a copied key cuts off only the copier.
+        // If a Peer has the key of a node of the target itself, kg drops that node from its mesh permanently, so these keys
+        // count as taken. With wg-agent only the node with that key refuses such a Peer, so a copied key harms no other node.
         let is_held = |node: &str| {
             inputs
                 .registries

@@ -271,7 +271,7 @@ pub struct TargetPlan {
     pub accesses: BTreeMap<String, PlannedAccess>,
     /// Mirrored Services.
     pub services: BTreeMap<ObjectName, PlannedService>,
-    /// Networks of the sources that are connected to this target.
+    /// The accepted networks of all sources that are connected to this target.
     pub served: BTreeSet<IpNet>,
     /// Sources that are not [`crate::observe::Observation::Fresh`]: their objects in this target may be updated, but not
     /// deleted.

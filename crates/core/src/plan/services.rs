@@ -33,13 +33,15 @@ pub(super) enum Reach<'a> {
     Gateways(&'a GatewayAccess<'a>),
 }
 
-/// Resolves one grant: the importing and the exporting member, as the planner sees them.
+/// The importing and the exporting member of a grant, and what is needed to resolve it.
 pub(super) struct GrantResolver<'a> {
     pub(super) mesh: &'a MeshId,
     pub(super) importer: &'a Cluster,
+    /// The observed state of the importing member.
     pub(super) importer_state: Option<&'a Member>,
     /// The entry that has the Service, with `allowed` reduced to the accepted networks; else why the grant cannot use it.
     pub(super) exporter: Result<&'a Cluster, String>,
+    /// The observed state of the member that has the Service.
     pub(super) exporter_state: Option<&'a Observation<Member>>,
     /// How the importer reaches the endpoints.
     pub(super) reach: Reach<'a>,
@@ -85,7 +87,7 @@ impl GrantResolver<'_> {
         };
         if self.is_taken {
             let message = format!(
-                "another grant already appears as {} in cluster {:?}; set `as`",
+                "another grant is already mirrored as {} in cluster {:?}; set `as` to another name",
                 grant.local, self.importer.name
             );
             return outcome_of(None, false, message);

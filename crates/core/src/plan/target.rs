@@ -220,6 +220,7 @@ impl<'a> MeshInputs<'a> {
         })
     }
 
+    /// The possible sources of the entry `name`: all members that are other clusters.
     fn sources(
         &self,
         name: &'a str,
