@@ -101,7 +101,7 @@ pub(super) fn refusal(importer: &MeshMember<'_>, exporter: Option<&MeshMember<'_
             "cluster {name:?} has isolationProfile sandbox: its pods have no address in the mesh, so it has no Service to give"
         )),
         Profile::Standard => Some(format!(
-            "cluster {:?} has isolationProfile standard: it is connected to nothing",
+            "cluster {:?} has isolationProfile standard: it is not connected to any cluster",
             mesh_member.cluster.name
         )),
         _ => None,

@@ -271,9 +271,9 @@ impl PacketTrace<'_> {
             ),
         );
         if to.port.is_none() && tunnel_address {
-            answer
-                .notes
-                .push("except everything but ping, because this is a node's WireGuard address".to_owned());
+            answer.notes.push(
+                "closed nevertheless, because this is a node's WireGuard address: everything but ping".to_owned(),
+            );
         } else if to.port.is_none() {
             answer.notes.extend(self.closed_port_notes(&specs, target));
         }
