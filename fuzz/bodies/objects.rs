@@ -133,8 +133,9 @@ pub(crate) fn compiled(bytes: &[u8]) -> bool {
         .split("chain from_mesh {")
         .nth(1)
         .and_then(|rest| rest.split("\n  }").next());
+    let last = from_mesh.and_then(|chain| chain.trim_end().lines().last());
     assert!(
-        from_mesh.is_some_and(|chain| chain.trim_end().ends_with("counter drop")),
+        last.is_some_and(|rule| rule.trim().starts_with("counter drop")),
         "{text}"
     );
     for name in inputs

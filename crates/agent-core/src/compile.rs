@@ -1,7 +1,6 @@
-//! From Peers, PeerPolicies and facts about one node to what its kernel should hold. Pure: what a Kubernetes object looks
-//! like, and how a kernel is told, is decided elsewhere.
+//! Compiles Peers, PeerPolicies and facts about one node into the desired state of its kernel.
 //!
-//! A wrong Peer costs that Peer, a wrong network of a PeerPolicy costs that network; each leaves a [`Refused`].
+//! An invalid Peer is left out, and so is an invalid network of a PeerPolicy; each is reported as a [`Refused`]. The rest is used.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -24,13 +23,13 @@ use crate::{
     sysctl::{self, Sysctl},
 };
 
-mod beside;
+mod policy_mode;
 mod refuse;
 
-pub use beside::{Beside, beside};
+pub use policy_mode::{PolicyMode, compile_policy_mode};
 pub use refuse::{Object, Reason, Refused};
 
-/// What is known about this node.
+/// Facts about this node.
 #[derive(Debug, Clone)]
 pub struct Node {
     /// Its name in Kubernetes.
@@ -45,23 +44,23 @@ pub struct Node {
     pub listen_port: u16,
     /// The device's MTU.
     pub mtu: u16,
-    /// The interface that the outer packets leave by.
+    /// The interface by which the outer packets leave.
     pub underlay: InterfaceName,
-    /// Addresses on `underlay`. Where one lies in a mesh network it becomes the source of mesh routes.
+    /// Addresses on `underlay`. One that lies in a mesh network becomes the source of mesh routes.
     pub underlay_addresses: BTreeSet<IpAddr>,
-    /// The node's own addresses as others know them (InternalIPs of its Node object).
+    /// The InternalIPs of its Node object.
     pub addresses: BTreeSet<IpAddr>,
     /// The node's own pod CIDRs.
     pub pod_cidrs: BTreeSet<IpNet>,
 }
 
-/// A Peer, with its key and its ranges already parsed.
+/// A Peer object with parsed fields.
 #[derive(Debug, Clone)]
 pub struct Peer {
     /// Name of the Peer object.
     pub name: String,
-    /// Which of two Peers wrote last, where both have one key or one range: the greater wins, then the later name.
-    /// The resourceVersion, as a number.
+    /// The resourceVersion as a number. Of two Peers with the same key or allowed IP, the one with the greater revision wins, then the
+    /// one whose name sorts later.
     pub revision: u64,
     /// `spec.publicKey`.
     pub public_key: PublicKey,
@@ -69,7 +68,7 @@ pub struct Peer {
     pub preshared_key: Option<PresharedKey>,
     /// `spec.endpoint`, resolved.
     pub endpoint: Option<SocketAddr>,
-    /// Further endpoints to try, in order: of `kilo-clustermesh.io/endpoints`. Those that cannot be used are left out.
+    /// Further endpoints to try in order, from `kilo-clustermesh.io/endpoints`. Unusable ones are left out.
     pub candidates: Vec<SocketAddr>,
     /// `spec.persistentKeepalive`.
     pub keepalive: Option<NonZeroU16>,
@@ -77,48 +76,48 @@ pub struct Peer {
     pub allowed_ips: Vec<IpNet>,
 }
 
-/// Everything [`compile`] works from.
+/// Input of [`compile`].
 #[derive(Debug, Clone)]
 pub struct Inputs {
     /// This node.
     pub node: Node,
-    /// What the underlay needs although it may lie in a mesh network: next hops, resolvers, `--bypass-cidr`. The
-    /// addresses of `api_servers` are always added. Only what lies inside a mesh prefix has an effect.
+    /// Destinations that the underlay needs although they may lie in a mesh network: next hops, resolvers, `--bypass-cidr`. They get
+    /// `throw` routes, and so do the addresses of `api_servers`. Destinations outside mesh prefixes have no effect.
     pub throw: BTreeSet<IpNet>,
     /// The API server: its ClusterIP and its endpoints.
     pub api_servers: BTreeSet<SocketAddr>,
-    /// Addresses of the nodes of this cluster, as far as their Node objects name them.
+    /// Addresses of this cluster's nodes, from their Node objects.
     pub nodes: BTreeSet<IpAddr>,
-    /// Pod CIDRs of the other nodes: each holds addresses of its node, too, which no object names (the CNI's gateway).
+    /// Pod CIDRs of the other nodes. Each also contains addresses of its node that no object names (the CNI's gateway).
     pub pods_elsewhere: BTreeSet<IpNet>,
     /// Peers of this cluster.
     pub peers: Vec<Peer>,
     /// PeerPolicies of this cluster.
     pub policies: Vec<Policy>,
-    /// Peers that take smaller packets than the device, as [`crate::mtu::auto`] says.
+    /// MTU of the peers whose path carries less than the device's MTU ([`crate::mtu::auto`]).
     pub narrow: BTreeMap<PublicKey, u16>,
 }
 
-/// What this node's kernel should hold.
+/// The desired state of this node's kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Compiled {
     /// The device's peers. `endpoint` is the first of [`Self::endpoints`].
     pub peers: Peers,
-    /// For each peer the endpoints to try, in order.
+    /// The endpoints to try for each peer, in order.
     pub endpoints: BTreeMap<PublicKey, Vec<SocketAddr>>,
-    /// For each peer the name of its Peer object.
+    /// The name of each peer's Peer object.
     pub names: BTreeMap<PublicKey, String>,
     /// Addresses, routes, rules.
     pub routes: Routes,
     /// The nftables table.
     pub firewall: Firewall,
-    /// Kernel settings that all this needs.
+    /// Kernel settings that the data path needs.
     pub sysctls: Vec<Sysctl>,
-    /// What was left out, and why: sorted, without repetition.
+    /// The parts that were left out, with reasons: sorted, without duplicates.
     pub refused: Vec<Refused>,
 }
 
-/// Compiles. Total: any inputs give a state that a kernel takes.
+/// Compiles the desired state of a node. Any inputs give a state that the kernel accepts.
 #[must_use]
 pub fn compile(inputs: &Inputs) -> Compiled {
     let node = &inputs.node;
@@ -129,7 +128,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         .map(|p| refuse::clean_policy(node, p, &mut refused))
         .collect();
     let networks = aggregate(policies.iter().flat_map(|p| &p.networks));
-    let peers = owners(inputs, &networks, &mut refused);
+    let peers = accept_peers(inputs, &networks, &mut refused);
 
     let mesh = aggregate(networks.iter().chain(peers.iter().flat_map(|p| &p.ranges)));
     let api = inputs.api_servers.iter().map(|a| host(a.ip().to_canonical()));
@@ -176,7 +175,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
             .iter()
             .find_map(|a| if let IpAddr::V6(a) = a { Some(*a) } else { None }),
     };
-    // Where the pod network is shared, a Node's podCIDR says nothing about where an address is.
+    // In a shared pod network, pods of a Node have addresses outside its podCIDR.
     let anchored = aggregate(policies.iter().flat_map(|policy| &policy.anchored));
     let pods_elsewhere = inputs.pods_elsewhere.iter().copied();
     let pods_elsewhere = pods_elsewhere.filter(|net| !covered(net, &anchored)).collect();
@@ -205,13 +204,13 @@ pub fn compile(inputs: &Inputs) -> Compiled {
     }
 }
 
-/// The sources that other members' Peers for this node carry, as the planner makes them: its pod CIDRs and InternalIPs
-/// that lie inside this cluster's own allowedNetworks, and its WireGuard addresses always.
+/// Computes the published sources of this node: the allowed IPs that the planner writes into other members' Peers for it. These are
+/// its WireGuard addresses, and those of its pod CIDRs and InternalIPs that lie inside its own cluster's allowedNetworks.
 ///
-/// An agent is not told its own cluster's allowedNetworks; but a PeerPolicy's `allow` is just that for a cluster-meshed
-/// source. Of a Masqueraded member they are its WireGuard range alone, so that only the addresses of this device remain
-/// and everything else is translated to them. Where the pod network is shared, its range is anchored: a Node's podCIDR means
-/// nothing there, and pods are translated too. Without a policy nothing else is published, and nobody could answer.
+/// No object gives an agent the allowedNetworks of its own cluster, but `allow` of the PeerPolicy of a cluster-meshed source contains
+/// them. In a Masqueraded cluster they contain only its WireGuard range, so every source except the device's own addresses is
+/// translated to these. A shared pod network is anchored, so its pods are translated too. Before the first policy exists, only the
+/// WireGuard addresses are published; other members could not reply to more.
 #[must_use]
 pub fn published(node: &Node, policies: &[Policy]) -> BTreeSet<IpNet> {
     let served = aggregate(policies.iter().flat_map(Policy::served));
@@ -228,7 +227,7 @@ pub fn published(node: &Node, policies: &[Policy]) -> BTreeSet<IpNet> {
     out
 }
 
-/// A Peer that is programmed, with what is left of it after others' claims.
+/// A Peer that is programmed, with the allowed IPs that no newer Peer has.
 struct Accepted<'a> {
     peer: &'a Peer,
     ranges: BTreeSet<IpNet>,
@@ -246,9 +245,11 @@ impl Accepted<'_> {
     }
 }
 
-/// The Peers that may be programmed; one owner for each key and each range. When an anchor moves, the new owner is written
-/// before the old one lets go: the newer of two claims wins, and the older Peer keeps what is left to it.
-fn owners<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mut Vec<Refused>) -> Vec<Accepted<'a>> {
+/// Selects the Peers to program, with one owner for each key and each allowed IP.
+///
+/// When an anchor moves, the controller writes the new owner's Peer before it removes the network from the old one. So the newer of
+/// two claims wins, and the older Peer keeps its other allowed IPs.
+fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mut Vec<Refused>) -> Vec<Accepted<'a>> {
     let mut order: Vec<&Peer> = inputs.peers.iter().collect();
     order.sort_by(|a, b| (b.revision, &b.name).cmp(&(a.revision, &a.name)));
     let mut keys: BTreeMap<PublicKey, &str> = BTreeMap::new();
@@ -289,8 +290,8 @@ fn owners<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mut Vec<
     out
 }
 
-/// Whether a range would take traffic away from this node's own pods.
-fn touches_pods(node: &Node, net: &IpNet) -> bool {
+/// Whether `net` overlaps this node's pod CIDRs, so that a route to it would take traffic away from its own pods.
+fn overlaps_own_pods(node: &Node, net: &IpNet) -> bool {
     node.pod_cidrs.iter().any(|pods| overlap(pods, net))
 }
 

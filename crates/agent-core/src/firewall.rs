@@ -1,8 +1,8 @@
-//! What the one nftables table of this node should hold: typed values, their text, and the smallest transaction from one
-//! state to the next. Running `nft` is the backend's.
+//! Computes the nftables table of a node as typed values, renders it as text for `nft`, and derives the smallest transaction from
+//! one table to the next. A backend in `wg-agent` runs `nft`.
 //!
-//! The chains are fixed but for a few numbers ([`Frame`]); everything that changes with Peers and policies is a set
-//! element, so that churn never rewrites a rule. Only typed values are ever rendered: no text of any object gets in.
+//! The chains are fixed except for a few numbers and names ([`Frame`]). Everything that changes with Peers and policies is a set
+//! element, so such a change rewrites no rule. Only typed values are rendered, never text from an object.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,8 +18,8 @@ use crate::{
 };
 
 mod render;
+mod routing;
 mod update;
-mod ways;
 
 pub use render::render;
 pub use update::{Update, update};
@@ -27,59 +27,59 @@ pub use update::{Update, update};
 /// The whole table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Firewall {
-    /// What the chains are written with.
+    /// The numbers and names in the chains.
     pub frame: Frame,
     /// IPv4 sets.
     pub v4: Sets,
     /// IPv6 sets.
     pub v6: Sets,
-    /// Ports closed on the addresses of this cluster's nodes, as [`Policy::infrastructure_ports`] says.
+    /// Ports closed on the addresses of this cluster's nodes ([`Policy::infrastructure_ports`]).
     pub infrastructure: BTreeSet<Port>,
 }
 
-/// How much of the node's traffic the table is about.
+/// Which traffic of the node the table controls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Scope {
-    /// This agent owns the device: everything that comes out of it and goes into it, and what must not pass beside it.
+    /// This agent owns the device: all packets from and into the tunnel, and packets that must not bypass it.
     #[default]
     Tunnel,
-    /// Another program owns the device and its routes, and carries more than meshes by it: only what comes out of it with a
-    /// mesh source, and the sources of what goes into it for the mesh.
+    /// Another program owns the device and its routes, and also uses it for other traffic: only packets from the tunnel with a mesh
+    /// source, and the sources of packets into the tunnel with a mesh destination.
     Mesh,
 }
 
-/// The numbers and names inside the chains. A change of one writes the whole table anew.
+/// The numbers and names in the chains. If one changes, the whole table is written again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// What the chains are about.
+    /// Which traffic the chains control.
     pub scope: Scope,
     /// The WireGuard device.
     pub device: InterfaceName,
     /// The device's UDP port.
     pub listen_port: u16,
-    /// The device's MTU, for the MSS clamp of what comes out of it.
+    /// The device's MTU, for the MSS clamp of packets from the tunnel.
     pub mtu: u16,
-    /// The device's IPv4 address: source of everything unpublished. `None`: unpublished IPv4 sources are dropped.
+    /// The device's IPv4 address, which replaces unpublished sources. `None`: packets with unpublished IPv4 sources are dropped.
     pub wireguard_v4: Option<Ipv4Addr>,
     /// The same for IPv6.
     pub wireguard_v6: Option<Ipv6Addr>,
 }
 
-/// The elements of one family. No two elements of a set overlap, as the kernel demands.
+/// The set elements of one address family. The kernel requires that no two elements of a set overlap.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Sets {
-    /// Every mesh prefix: what may not leave by another device, nor come by another to be forwarded.
+    /// Every mesh prefix. Packets to it may leave only by the tunnel; packets from it are forwarded only if they came by the tunnel.
     pub mesh: BTreeSet<IpNet>,
-    /// What the underlay needs although it lies in `mesh`.
+    /// Prefixes inside `mesh` that the underlay needs, reached by `throw` routes.
     pub throw: BTreeSet<IpNet>,
-    /// Sources that the other members' Peers for this node carry.
+    /// Prefixes of this node that are in the allowed IPs of the other members' Peers for it. Only these may be sources in the tunnel.
     pub published: BTreeSet<IpNet>,
-    /// This cluster's networks that others may reach: what of them is not `published` is served as an anchor.
+    /// This cluster's networks that other members may reach. This node is an anchor for the part that is not `published`.
     pub served: BTreeSet<IpNet>,
-    /// (network, network) of one member: who may send an ICMP error about whose flow.
+    /// (network, network) of one member. A source in the first may send ICMP errors about flows from or to the second.
     pub pairs: BTreeSet<(IpNet, IpNet)>,
-    /// Of this node's own addresses those at which its listeners may be reached: InternalIPs, and anchored networks, which
-    /// a proxy may hold as local addresses (kube-proxy in IPVS mode). `allow` has to name them, too.
+    /// Those of this node's own addresses at which other members may reach its listeners, if `allow` has them too: InternalIPs, and
+    /// anchored networks, because a proxy may hold their addresses as local ones (kube-proxy in IPVS mode).
     pub listeners: BTreeSet<IpNet>,
     /// (source, destination) allowed on every port.
     pub allow: BTreeSet<(IpNet, IpNet)>,
@@ -89,29 +89,29 @@ pub struct Sets {
     pub deny: BTreeSet<(IpNet, IpNet)>,
     /// (source, destination, port) denied.
     pub deny_ports: BTreeSet<(IpNet, IpNet, Port)>,
-    /// The API server's endpoints, closed for everyone wherever they are.
+    /// The API server's endpoints, closed to every member.
     pub api: BTreeSet<(IpAddr, u16)>,
-    /// Addresses of this cluster's nodes, whose infrastructure ports are closed: another node sees what came through this
-    /// one as coming from here.
+    /// Addresses of this cluster's nodes, whose infrastructure ports are closed. Other nodes cannot do it: a packet that is forwarded
+    /// here looks to them as if this node had sent it.
     pub nodes: BTreeSet<IpAddr>,
-    /// Pod CIDRs of the other nodes: their infrastructure ports are closed, but for what a Service of ours led there.
+    /// Pod CIDRs of the other nodes. Infrastructure ports in them are closed, except through a Service.
     pub pods_elsewhere: BTreeSet<IpNet>,
-    /// Networks of members that are closed both ways.
+    /// Networks of members that are closed in both directions.
     pub closed: BTreeSet<IpNet>,
 }
 
-/// What [`desired`] starts from: values that [`crate::compile`] has already cleaned.
+/// Input of [`desired`], validated by [`crate::compile`].
 #[derive(Debug, Clone)]
 pub struct Plan<'a> {
-    /// The chains' numbers.
+    /// The numbers and names in the chains.
     pub frame: Frame,
     /// Every mesh prefix.
     pub mesh: &'a BTreeSet<IpNet>,
-    /// What the underlay needs, inside `mesh`.
+    /// Prefixes inside `mesh` that the underlay needs.
     pub throw: &'a BTreeSet<IpNet>,
     /// Published sources.
     pub published: &'a BTreeSet<IpNet>,
-    /// Policies, without what was refused of them.
+    /// Policies, without the networks that were refused.
     pub policies: &'a [Policy],
     /// InternalIPs of this node.
     pub internal_ips: &'a BTreeSet<IpAddr>,
@@ -119,11 +119,11 @@ pub struct Plan<'a> {
     pub api_servers: &'a BTreeSet<SocketAddr>,
     /// Addresses of this cluster's nodes.
     pub nodes: &'a BTreeSet<IpAddr>,
-    /// Pod CIDRs of the other nodes, where they mean something.
+    /// Pod CIDRs of the other nodes, without those in an anchored pod network.
     pub pods_elsewhere: &'a BTreeSet<IpNet>,
 }
 
-/// The table that serves a plan.
+/// Computes the table for a plan.
 #[must_use]
 pub fn desired(plan: &Plan<'_>) -> Firewall {
     let [v4, v6] = Family::BOTH.map(|family| sets(plan, family));
@@ -177,8 +177,8 @@ fn sets(plan: &Plan<'_>, family: Family) -> Sets {
             .copied()
             .filter(|ip| Family::of(&IpNet::from(*ip)) == family)
             .collect(),
-        // Not aggregated: a node that joins beside another is one element more, and not one that goes and one that comes, for
-        // which the whole table is written.
+        // Not aggregated, so that a node with a neighbouring CIDR adds one element. With aggregation, one deny element would be deleted
+        // and another added, and then `update` writes the whole table.
         pods_elsewhere: maximal(plan.pods_elsewhere.iter().filter(|net| Family::of(net) == family)),
         closed: of(&closed.copied().collect()),
     }
@@ -192,7 +192,7 @@ fn listeners(plan: &Plan<'_>) -> BTreeSet<IpNet> {
 
 type Pairs = BTreeSet<(IpNet, IpNet)>;
 
-/// The elements that some rules of every policy come to: those for every port, and those for one.
+/// The set elements for the rules that `which` selects from every policy: those for all ports, and those for single ports.
 fn rules(
     policies: &[Policy],
     family: Family,

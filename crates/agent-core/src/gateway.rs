@@ -18,7 +18,7 @@ use ipnet::IpNet;
 use crate::{device::Peers, interface::InterfaceName, policy::Protocol};
 
 mod compile;
-mod counts;
+mod connection_limits;
 mod endpoints;
 mod id;
 mod render;

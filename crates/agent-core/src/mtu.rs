@@ -1,12 +1,11 @@
-//! How large the packets inside the tunnel may be, from what the ways to the peers' endpoints carry; reading or setting an
-//! interface's MTU is not done here.
+//! Computes the MTU of the device and of routes to peers, from the path MTUs to the peers' endpoints.
 //!
-//! The device gets the most that any peer can take; routes to the peers that take less say so. So a peer behind a narrow
-//! link, or one that makes a router claim so, costs nobody else a byte. What leaves by a route without a size of its own is
-//! still carried: the outer packets are allowed to be fragmented (RFC 791, and by the sender RFC 8200 §5).
+//! The device gets the largest MTU that any peer can use; routes to other peers get their own, smaller MTU. So a peer behind a narrow
+//! link, or one that forges ICMP errors to look so, does not affect other peers. Packets by a route whose MTU is too large still
+//! arrive, because the outer packets may be fragmented (RFC 791; for IPv6 by the sender, RFC 8200 §5).
 //!
-//! Padding: WireGuard rounds packets up to 16 bytes, but not beyond the device's MTU (paper §5.4.6). A route's size is
-//! therefore a multiple of 16, or a packet that just fits would be padded to one that does not.
+//! WireGuard pads packets to a multiple of 16 bytes, but not beyond the device's MTU (paper §5.4.6). A route's MTU is therefore a
+//! multiple of 16, so that a packet that just fits still fits after padding.
 
 use std::collections::BTreeMap;
 
@@ -14,10 +13,11 @@ use clustermesh_core::key::PublicKey;
 
 use crate::prefixes::Family;
 
-/// The least MTU IPv6 works on (RFC 8200 §5), and the least the device gets. Over an underlay of 1280 the outer packets of
-/// such IPv6 packets are fragmented.
+/// The smallest MTU of IPv6 (RFC 8200 §5) and of the device. Over an underlay with an MTU of 1280, the outer packets of such IPv6
+/// packets are fragmented.
 pub const MINIMUM: u16 = 1280;
-/// The least a route says: no IPv4 host has to take more (RFC 791 §3.1), so whoever claims less is mistaken or worse.
+/// The smallest MTU of a route. Every IPv4 host accepts packets of this size (RFC 791 §3.1), so a smaller claim is an error or an
+/// attack.
 pub const LEAST: u16 = 576;
 const PADDING: u16 = 16;
 
@@ -31,34 +31,34 @@ pub const fn overhead(outer: Family) -> u16 {
     }
 }
 
-/// The way to a peer's endpoint.
+/// The path to a peer's endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Path {
-    /// Bytes of the largest outer packet.
+    /// The largest outer packet, in bytes.
     pub mtu: u16,
-    /// Of the endpoint.
+    /// Address family of the endpoint.
     pub outer: Family,
 }
 
 impl Path {
-    /// The largest packet that fits inside.
+    /// The largest inner packet, in bytes.
     #[must_use]
     pub const fn inside(self) -> u16 {
         self.mtu.saturating_sub(overhead(self.outer))
     }
 }
 
-/// How large packets may be.
+/// The MTUs of the device and of peers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sizes {
     /// The device's MTU.
     pub device: u16,
-    /// The peers that take less than that, with what they take: a multiple of 16, at least [`LEAST`].
+    /// The MTUs of peers whose path carries less: multiples of 16, at least [`LEAST`].
     pub narrow: BTreeMap<PublicKey, u16>,
 }
 
-/// For `--mtu auto`, from the MTU of the interface that outer packets leave by and the ways to the peers, as far as they
-/// are known. Without any, for a way over IPv6.
+/// Computes the MTUs for `--mtu auto`. `underlay` is the MTU of the interface by which outer packets leave, `paths` are the known paths
+/// to peers. Without any known path, the device's MTU fits a path over IPv6.
 #[must_use]
 pub fn auto(underlay: u16, paths: &BTreeMap<PublicKey, Path>) -> Sizes {
     let outer = Family::V6;
@@ -73,7 +73,7 @@ pub fn auto(underlay: u16, paths: &BTreeMap<PublicKey, Path>) -> Sizes {
     Sizes { device, narrow }
 }
 
-/// What a route of a family says of a size, if it has to say something: IPv6 has no less than [`MINIMUM`].
+/// The MTU of a route to a peer with the MTU `size`; `None` = the route needs none of its own. IPv6 routes get at least [`MINIMUM`].
 #[must_use]
 pub fn of_route(device: u16, size: u16, inner: Family) -> Option<u16> {
     let size = match inner {
@@ -83,7 +83,7 @@ pub fn of_route(device: u16, size: u16, inner: Family) -> Option<u16> {
     (size < device).then_some(size)
 }
 
-/// The largest TCP segment that fits a packet of `mtu` bytes: 20 bytes of TCP header, and 20 or 40 of IP.
+/// The largest TCP segment in a packet of `mtu` bytes: without 20 bytes of TCP header, and 20 or 40 of IP header.
 #[must_use]
 pub const fn segment(mtu: u16, family: Family) -> u16 {
     mtu.saturating_sub(match family {
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tunnel_leaves_room_for_its_own_headers() {
+    fn device_mtu_leaves_room_for_the_headers() {
         let device = |mtu, outer| auto(1500, &paths(&[(mtu, outer)]));
         let got = [1500, 1450, 1400, 9000, 1280, 0, u16::MAX].map(|mtu| Family::BOTH.map(|f| device(mtu, f).device));
         let want = [
@@ -126,14 +126,14 @@ mod tests {
     }
 
     #[test]
-    fn nobody_known_counts_as_a_way_over_ipv6() {
+    fn without_paths_the_device_fits_ipv6() {
         let alone = |mtu| auto(mtu, &BTreeMap::new());
         assert_eq!([1500, 1300].map(|mtu| alone(mtu).device), [1420, 1280]);
         assert_eq!(alone(1300).narrow, BTreeMap::new());
     }
 
     #[test]
-    fn who_takes_less_costs_the_others_nothing() {
+    fn narrow_peer_does_not_affect_other_peers() {
         let got = auto(
             1500,
             &paths(&[
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_route_of_ipv6_is_never_too_small_for_ipv6() {
+    fn ipv6_route_mtu_is_at_least_1280() {
         let of = |device, size| Family::BOTH.map(|family| of_route(device, size, family));
         assert_eq!(of(1440, 1328), [Some(1328), Some(1328)]);
         assert_eq!(of(1440, 1200), [Some(1200), Some(1280)]);
@@ -161,23 +161,23 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_leaves_room_for_its_headers() {
+    fn segment_leaves_room_for_its_headers() {
         assert_eq!(Family::BOTH.map(|f| segment(1420, f)), [1380, 1360]);
     }
 
     proptest! {
         #[test]
-        fn a_padded_packet_of_a_routes_size_fits_the_way(
-            ways in proptest::collection::vec((1280u16..=9000, proptest::bool::ANY), 1..5), length in 1u16..9000,
+        fn padded_packet_of_a_routes_mtu_fits_the_path(
+            made in proptest::collection::vec((1280u16..=9000, proptest::bool::ANY), 1..5), length in 1u16..9000,
         ) {
-            let ways: Vec<_> = ways.iter().map(|(m, six)| (*m, if *six { Family::V6 } else { Family::V4 })).collect();
-            let paths = paths(&ways);
+            let made: Vec<_> = made.iter().map(|(m, six)| (*m, if *six { Family::V6 } else { Family::V4 })).collect();
+            let paths = paths(&made);
             let sizes = auto(1500, &paths);
             for (key, path) in &paths {
                 let size = sizes.narrow.get(key).copied().unwrap_or(sizes.device);
                 let length = length.min(size);
                 let padded = length.next_multiple_of(PADDING).min(sizes.device);
-                // But for a device that is no smaller only because IPv6 would not work on it.
+                // An MTU of 1280 may be too large for the path, but IPv6 needs it.
                 prop_assert!(padded + overhead(path.outer) <= path.mtu || size == MINIMUM);
             }
         }

@@ -10,7 +10,7 @@ use std::{
 };
 
 use clustermesh_agent_core::{
-    compile::{Inputs, Node, Peer, beside},
+    compile::{Inputs, Node, Peer, compile_policy_mode},
     prefixes::overlap,
 };
 use clustermesh_api::{annotations::Agent, names::NODE_AGENT};
@@ -180,7 +180,7 @@ impl<F: Backend> PolicyMode<F> {
         let private_ranges = private_ranges(snapshot);
         self.mesh_networks
             .retain(|net| !private_ranges.iter().any(|other| overlap(net, other)));
-        let compiled = beside(&inputs, &self.mesh_networks);
+        let compiled = compile_policy_mode(&inputs, &self.mesh_networks);
         self.mesh_networks.extend(&compiled.meshed);
 
         let mut reasons: BTreeMap<String, i64> = BTreeMap::new();

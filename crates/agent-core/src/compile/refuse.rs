@@ -1,18 +1,18 @@
-//! Why a Peer, or a network of a PeerPolicy, is left out, in words that name the object, the field and what to do.
+//! Decides which Peers, and which networks of PeerPolicies, are left out. Each message names the object, the field and what to do.
 
 use std::{collections::BTreeSet, fmt, net::SocketAddr};
 
 use clustermesh_core::mesh::{WIDEST, is_too_wide};
 use ipnet::IpNet;
 
-use super::{Inputs, Node, Peer, touches_pods};
+use super::{Inputs, Node, Peer, overlaps_own_pods};
 use crate::{
     numbers::MAX_ALLOWED_IPS,
     policy::{Policy, Rule},
     prefixes::{NOT_UNICAST, covered, host, overlap},
 };
 
-/// The object that is wrong.
+/// The object with the invalid part.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Object {
     /// A Peer, by name.
@@ -30,22 +30,22 @@ impl fmt::Display for Object {
     }
 }
 
-/// Why, in one word: for logs, Events and the metric's label.
+/// Why a part is refused, as one word for logs, Events and the metric's label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reason {
-    /// The endpoint cannot be another node's.
+    /// The endpoint cannot be that of another node.
     EndpointInvalid,
-    /// More ranges than [`MAX_ALLOWED_IPS`].
+    /// The Peer has more than [`MAX_ALLOWED_IPS`] allowedIPs.
     TooManyAllowedIPs,
-    /// A range is 0.0.0.0/0 or ::/0.
+    /// A network is 0.0.0.0/0 or ::/0.
     DefaultRoute,
-    /// A range is wider than /8 (IPv4) or /7 (IPv6).
+    /// A network is wider than /8 (IPv4) or /7 (IPv6).
     NetworkTooWide,
-    /// A range is or holds an address of this node.
+    /// A network contains an address of this node.
     OwnNodeAddress,
-    /// A range is or holds the API server's address.
+    /// A network contains the API server's address.
     ApiServerAddress,
-    /// A range touches this node's own pod CIDR.
+    /// A network overlaps this node's own pod CIDR.
     OwnPodCIDR,
     /// The key is this node's own.
     OwnPublicKey,
@@ -54,7 +54,7 @@ pub enum Reason {
 }
 
 impl Reason {
-    /// The word.
+    /// The reason as one word.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -71,7 +71,7 @@ impl Reason {
     }
 }
 
-/// Something that was left out.
+/// A part of an object that was left out.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Refused {
     /// Which object.
@@ -88,12 +88,12 @@ impl fmt::Display for Refused {
     }
 }
 
-/// An IPv4 address in an IPv6 coat is the IPv4 address.
+/// Converts an IPv4-mapped IPv6 address to the IPv4 address.
 pub(super) fn canonical(endpoint: SocketAddr) -> SocketAddr {
     SocketAddr::new(endpoint.ip().to_canonical(), endpoint.port())
 }
 
-/// What is wrong with an endpoint, if anything.
+/// What is wrong with an endpoint; `None` = it can be used.
 pub(super) fn endpoint(node: &Node, endpoint: SocketAddr) -> Option<&'static str> {
     let endpoint = canonical(endpoint);
     let ip = endpoint.ip();
@@ -112,7 +112,7 @@ pub(super) fn endpoint(node: &Node, endpoint: SocketAddr) -> Option<&'static str
     }
 }
 
-/// Why this Peer is not programmed, if so. `networks`: what the policies declare, an aggregate.
+/// Why this Peer is not programmed; `None` = it is. `networks` are the networks of all policies, aggregated.
 pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> Option<(Reason, String)> {
     let node = &inputs.node;
     if peer.public_key == node.public_key {
@@ -139,13 +139,15 @@ pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> 
     }
     peer.allowed_ips
         .iter()
-        .find_map(|net| range(inputs, networks, &net.trunc()))
+        .find_map(|net| allowed_ip(inputs, networks, &net.trunc()))
 }
 
-/// Why a range cannot be a Peer's. A range that holds an address of this node, or the API server's, is right only where
-/// a PeerPolicy declares it as the member's network: a worker that is a virtual machine in the other cluster has its own
-/// address and its API server there. What the underlay needs is then thrown; the address alone is never a Peer's.
-fn range(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Option<(Reason, String)> {
+/// Why a Peer may not have `net` among its allowed IPs; `None` = it may.
+///
+/// A network that contains an address of this node or of the API server is accepted only if a PeerPolicy declares it as a network of
+/// the member: a worker that is a virtual machine in the other cluster has its own address and its API server there. Destinations
+/// that the underlay needs then get `throw` routes. A Peer never gets the single address.
+fn allowed_ip(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Option<(Reason, String)> {
     let node = &inputs.node;
     if net.prefix_len() == 0 {
         return Some((
@@ -159,7 +161,7 @@ fn range(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Option<(Re
             format!("spec.allowedIPs holds {net}, which is wider than {WIDEST}; name the networks"),
         ));
     }
-    if touches_pods(node, net) {
+    if overlaps_own_pods(node, net) {
         return Some((
             Reason::OwnPodCIDR,
             format!(
@@ -191,7 +193,7 @@ fn range(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Option<(Re
     None
 }
 
-/// Two Peers with one key.
+/// The refusal of a Peer whose key a newer Peer has.
 pub(super) fn same_key(peer: &Peer, winner: &str) -> Refused {
     let key = peer.public_key;
     Refused {
@@ -201,9 +203,9 @@ pub(super) fn same_key(peer: &Peer, winner: &str) -> Refused {
     }
 }
 
-/// The policy without networks and sources that this node cannot serve, in canonical form. Closing a network that holds
-/// this node's own pods would cut them off; a source among them would be one of our own pods' addresses. What no other
-/// cluster has to do with ([`NOT_UNICAST`]) is denied where something allowed holds it.
+/// Returns the policy in canonical form, without networks and sources that this node cannot serve. An `unreachable` route for a
+/// network that contains this node's own pods would cut them off, and a source among them would be the address of one of these pods.
+/// Adds a deny rule for those networks of [`NOT_UNICAST`] that overlap an allowed one.
 pub(super) fn clean_policy(node: &Node, policy: &Policy, refused: &mut Vec<Refused>) -> Policy {
     let mut clean = policy.clone();
     for (field, nets) in [("networks", &mut clean.networks), ("sources", &mut clean.sources)] {
@@ -218,7 +220,7 @@ pub(super) fn clean_policy(node: &Node, policy: &Policy, refused: &mut Vec<Refus
                         "spec.{field} holds {net}, which is wider than {WIDEST}; narrow the source cluster's allowedNetworks"
                     ),
                 )
-            } else if touches_pods(node, net) {
+            } else if overlaps_own_pods(node, net) {
                 (
                     Reason::OwnPodCIDR,
                     format!(

@@ -29,7 +29,7 @@ fn peer(n: u8, name: &str, endpoint: &str, allowed: &[&str]) -> Peer {
     }
 }
 
-/// A hub node that is an anchor: one Routed member of two nodes, in both families.
+/// A node of the hub that is an anchor. One Routed member with two nodes, in both families.
 pub(crate) fn hub_node() -> Inputs {
     let port = |protocol, port| Port { protocol, port };
     Inputs {
@@ -104,7 +104,7 @@ pub(crate) fn hub_node() -> Inputs {
     }
 }
 
-/// A worker that is a virtual machine in the hub: its own address and its API server lie in the hub's networks.
+/// A worker that is a virtual machine in the hub, so that its own address and its API server lie in the hub's networks.
 pub(crate) fn worker() -> Inputs {
     let hub = nets(&["10.101.0.0/16", "10.111.0.0/16", "100.66.1.0/24"]);
     Inputs {
@@ -141,19 +141,23 @@ pub(crate) fn worker() -> Inputs {
     }
 }
 
-/// Compiles with one more Peer and returns what was refused.
+/// Compiles with one more Peer, which must be refused, and returns the refusals.
 fn refused_with(peer: Peer) -> Vec<(Object, Reason)> {
     let mut inputs = hub_node();
     let name = peer.name.clone();
     inputs.peers.push(peer);
     let with = compile(&inputs);
     assert!(!with.names.values().any(|n| *n == name), "{name} was programmed");
-    assert_eq!(with.routes, compile(&hub_node()).routes, "a refused Peer left a trace");
+    assert_eq!(
+        with.routes,
+        compile(&hub_node()).routes,
+        "a refused Peer changed the routes"
+    );
     with.refused.into_iter().map(|r| (r.object, r.reason)).collect()
 }
 
 #[test]
-fn endpoint_of_no_host_is_refused_by_its_kind() {
+fn unusable_endpoint_is_refused_with_its_kind() {
     let kind = |text: &str| refuse::endpoint(&hub_node().node, text.parse().unwrap());
     let cases = [
         ("192.0.2.9:51820", None),
@@ -171,7 +175,7 @@ fn endpoint_of_no_host_is_refused_by_its_kind() {
 }
 
 #[test]
-fn a_wrong_peer_costs_that_peer_and_names_the_reason() {
+fn invalid_peer_is_refused_with_its_reason() {
     let good = || peer(99, "bad", "192.0.2.9:51820", &["10.9.0.0/24"]);
     let at = |e: &str| Peer {
         endpoint: Some(e.parse().unwrap()),
@@ -230,7 +234,7 @@ fn a_wrong_peer_costs_that_peer_and_names_the_reason() {
 }
 
 #[test]
-fn a_refusal_says_which_field_is_wrong_and_what_to_do() {
+fn refusal_names_the_field_and_what_to_do() {
     let mut inputs = hub_node();
     inputs
         .peers
@@ -245,7 +249,7 @@ fn a_refusal_says_which_field_is_wrong_and_what_to_do() {
 }
 
 #[test]
-fn a_worker_inside_the_hubs_network_keeps_the_peers_that_hold_its_own_address() {
+fn worker_in_the_hub_keeps_peers_with_its_own_address() {
     let got = compile(&worker());
     assert_eq!(got.refused, []);
     let routes: Vec<String> = got.routes.routes.iter().map(Route::to_string).collect();
@@ -271,7 +275,7 @@ fn a_worker_inside_the_hubs_network_keeps_the_peers_that_hold_its_own_address() 
 }
 
 #[test]
-fn a_moving_anchor_belongs_to_the_newer_peer_and_is_never_without_an_owner() {
+fn moving_anchored_network_belongs_to_the_newer_peer() {
     let mut inputs = hub_node();
     inputs.peers[0].allowed_ips.push("10.243.99.0/24".parse().unwrap());
     inputs.peers[1].allowed_ips.push("10.243.99.0/24".parse().unwrap());
@@ -292,7 +296,7 @@ fn a_moving_anchor_belongs_to_the_newer_peer_and_is_never_without_an_owner() {
 }
 
 #[test]
-fn of_two_peers_with_one_key_the_newer_stays() {
+fn newer_of_two_peers_with_one_key_is_programmed() {
     let mut inputs = hub_node();
     inputs.peers.push(Peer {
         name: "old".to_owned(),
@@ -314,7 +318,7 @@ fn of_two_peers_with_one_key_the_newer_stays() {
 }
 
 #[test]
-fn the_order_of_the_inputs_means_nothing() {
+fn order_of_the_inputs_does_not_matter() {
     let mut inputs = hub_node();
     inputs.peers.push(Peer {
         name: "old".to_owned(),
@@ -327,7 +331,7 @@ fn the_order_of_the_inputs_means_nothing() {
 }
 
 #[test]
-fn endpoints_are_tried_in_order_and_the_unusable_are_left_out() {
+fn unusable_endpoint_candidates_are_left_out() {
     let mut inputs = hub_node();
     inputs.peers[0].candidates = [
         "172.29.0.121:51820",
@@ -348,14 +352,14 @@ fn endpoints_are_tried_in_order_and_the_unusable_are_left_out() {
 }
 
 #[test]
-fn a_masqueraded_member_publishes_its_wireguard_address_alone() {
+fn masqueraded_member_publishes_only_wireguard_addresses() {
     let mut inputs = worker();
     inputs.policies[0].allow[0].to = nets(&["100.66.9.0/24"]);
     assert_eq!(compile(&inputs).firewall.v4.published, nets(&["100.66.9.1/32"]));
 }
 
 #[test]
-fn where_the_pod_network_is_anchored_a_nodes_pod_cidr_closes_nothing() {
+fn anchored_pod_network_closes_no_pod_cidr_of_other_nodes() {
     let mut inputs = hub_node();
     assert_eq!(compile(&inputs).firewall.v4.pods_elsewhere, nets(&["10.101.1.0/24"]));
     inputs.policies[0].anchored = nets(&["10.101.0.0/16"]);
@@ -363,7 +367,7 @@ fn where_the_pod_network_is_anchored_a_nodes_pod_cidr_closes_nothing() {
 }
 
 #[test]
-fn where_the_pod_network_is_anchored_no_node_publishes_its_pods() {
+fn anchored_pod_network_publishes_no_pods() {
     let mut inputs = worker();
     let all = compile(&inputs).firewall.v4.published;
     assert_eq!(all, nets(&["10.77.0.0/24", "100.66.9.1/32"]));
@@ -372,7 +376,7 @@ fn where_the_pod_network_is_anchored_no_node_publishes_its_pods() {
 }
 
 #[test]
-fn a_policy_that_covers_the_nodes_own_pods_loses_that_network() {
+fn policy_network_with_own_pods_is_refused() {
     let mut inputs = worker();
     inputs.policies[0].networks.insert("10.77.0.0/16".parse().unwrap());
     let got = compile(&inputs);
@@ -421,25 +425,21 @@ fn policy_network_wider_than_a_cluster_is_refused() {
             (without.routes.clone(), without.firewall.clone())
         );
     }
-    // The widest that are served.
+    // The widest networks that are accepted.
     let widest = with(&["12.0.0.0/8", "2000::/7"]);
     assert_eq!(widest.refused, []);
-    let blackholed = |net: &str| {
+    let has_route = |net: &str| {
         widest
             .routes
             .routes
             .iter()
             .any(|route| route.prefix == net.parse().unwrap())
     };
-    assert!(
-        blackholed("12.0.0.0/8") && blackholed("2000::/7"),
-        "{:?}",
-        widest.routes
-    );
+    assert!(has_route("12.0.0.0/8") && has_route("2000::/7"), "{:?}", widest.routes);
 }
 
 #[test]
-fn a_policy_that_allows_everything_opens_neither_the_loopback_nor_a_link_nor_what_is_everybodys() {
+fn policy_that_allows_everything_allows_unicast_only() {
     let mut inputs = hub_node();
     let everything = Family::BOTH.map(Family::everything);
     inputs.policies[0].allow = vec![Rule {
@@ -474,7 +474,7 @@ fn a_policy_that_allows_everything_opens_neither_the_loopback_nor_a_link_nor_wha
 }
 
 #[test]
-fn without_peers_and_policies_there_is_no_route_and_the_table_stands() {
+fn without_peers_and_policies_only_the_table_is_written() {
     let got = compile(&Inputs {
         peers: vec![],
         policies: vec![],
@@ -489,7 +489,7 @@ fn without_peers_and_policies_there_is_no_route_and_the_table_stands() {
 }
 
 #[test]
-fn a_mesh_of_the_promised_size_is_three_routes_a_peer_and_a_handful_of_elements() {
+fn largest_mesh_has_three_routes_a_peer_and_few_elements() {
     let mut inputs = hub_node();
     inputs.peers = (0..5000u16)
         .map(|i| {

@@ -1,6 +1,8 @@
-//! The table as text for `nft -f`: sets and chains. What the values mean is told beside them in [`super`].
+//! Renders the table as text for `nft -f`: its sets, and the chains for what comes in by the tunnel, NAT and segment sizes.
+//! [`super`] documents the values.
 //!
-//! Names of sets end in the family, since a set has one type. nft 1.0.6 wants a newline or `;` before every `}`.
+//! A set has one type, so each name ends in the address family. nft 1.0.6 needs a newline or `;` before every `}`. Every rule has
+//! a comment, which `nft list table` shows; nft allows 128 bytes.
 
 use std::{
     borrow::Cow,
@@ -13,7 +15,7 @@ use ipnet::IpNet;
 
 use super::{
     Firewall, Frame, Scope, Sets,
-    ways::{leave, path},
+    routing::{leave_chains, path_chains},
 };
 use crate::{
     mtu::segment,
@@ -22,18 +24,20 @@ use crate::{
     prefixes::Family,
 };
 
-/// One set: its name, its type, and its elements as nft takes them.
+/// A set of the table, in the syntax of nft.
 pub(super) struct Set {
     pub(super) name: &'static str,
+    /// Its `type` and `flags`.
     pub(super) kind: Cow<'static, str>,
     pub(super) elements: BTreeSet<String>,
-    /// What it holds is closed, whatever another one opens.
-    pub(super) closes: bool,
+    /// Rules drop what is in this set, whatever another set allows.
+    pub(super) is_deny: bool,
 }
 
-/// Every set of the table, in the order in which they are declared: what closes first. A set of ranges in several parts
-/// (nft_set_pipapo) has its new elements only at the end of a transaction, when its rules are there already, and these sets get
-/// theirs one after the other: what is open would be so for a moment without what closes.
+/// Every set of the table in the order of declaration, deny sets first.
+///
+/// Concatenated range sets (nft_set_pipapo) get their new elements only at the end of a transaction, after its rules are in place,
+/// and one set after the other. With an allow set first, denied packets would pass for a moment.
 pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
     let mut out = Vec::new();
     for (family, sets) in [(Family::V4, &firewall.v4), (Family::V6, &firewall.v6)] {
@@ -48,9 +52,9 @@ pub(super) fn sets(firewall: &Firewall) -> Vec<Set> {
         name: "infrastructure",
         kind: "type inet_proto . inet_service;".into(),
         elements,
-        closes: true,
+        is_deny: true,
     });
-    out.sort_by_key(|set| !set.closes);
+    out.sort_by_key(|set| !set.is_deny);
     out
 }
 
@@ -130,7 +134,7 @@ fn family_sets(family: Family, sets: &Sets) -> [Set; 14] {
             name,
             kind: kind.into(),
             elements,
-            closes: matches!(
+            is_deny: matches!(
                 name.trim_end_matches(['4', '6']),
                 "deny" | "deny_ports" | "api" | "nodes" | "pods_elsewhere" | "closed"
             ),
@@ -157,8 +161,9 @@ fn sockets(sockets: &BTreeSet<(IpAddr, u16)>) -> BTreeSet<String> {
     sockets.iter().map(|(a, p)| format!("{a} . {p}")).collect()
 }
 
-/// The transaction that makes the kernel's table this one, whatever was there: all of it or, on an error, nothing.
-/// The first line creates the table where there is none, so that the second cannot fail.
+/// The transaction that replaces whatever table the kernel has by this one. If it fails, the kernel's table is unchanged.
+///
+/// The first line creates the table where there is none, so that `delete table` cannot fail.
 #[must_use]
 pub fn render(firewall: &Firewall) -> String {
     let mut out = format!("table inet {NFT_TABLE}\ndelete table inet {NFT_TABLE}\ntable inet {NFT_TABLE} {{\n");
@@ -181,14 +186,13 @@ pub(super) fn join(elements: &BTreeSet<String>) -> String {
     elements.iter().map(String::as_str).collect::<Vec<_>>().join(", ")
 }
 
-/// A statement that sets one of our two bits, of a packet (`meta`) or a connection (`ct`), and keeps every bit that is not
-/// ours.
+/// An nft statement that sets our bits of the mark of a packet (`meta`) or connection (`ct`) to `bits`, and keeps all other bits.
 pub(super) fn set_mark(bits: u32, which: &str) -> String {
     format!("{which} mark set {which} mark & {:#010x} | {bits:#010x}", !mask(which))
 }
 
-/// A condition on our two bits.
-pub(super) fn is_mark(bits: u32, which: &str) -> String {
+/// An nft condition: our bits of the mark of a packet (`meta`) or connection (`ct`) are `bits`.
+pub(super) fn match_mark(bits: u32, which: &str) -> String {
     format!("{which} mark & {:#010x} == {bits:#010x}", mask(which))
 }
 
@@ -196,47 +200,74 @@ fn mask(which: &str) -> u32 {
     if which == "ct" { CONNECTION_MASK } else { MARK_MASK }
 }
 
-/// The same rule for both families: `ip` and `4` become `ip6` and `6`.
-pub(super) fn both(out: &mut String, rule: &str) {
-    let _ = writeln!(out, "    {}", rule.replace("{ip}", "ip").replace("{n}", "4"));
-    let _ = writeln!(out, "    {}", rule.replace("{ip}", "ip6").replace("{n}", "6"));
+/// Appends a rule with its comment.
+pub(super) fn add_rule(out: &mut String, rule: &str, comment: &str) {
+    let _ = writeln!(out, "    {rule} comment \"{comment}\"");
+}
+
+/// Appends a rule once for each family: `{ip}` becomes `ip` and `ip6`, `{n}` becomes `4` and `6`.
+pub(super) fn add_rule_pair(out: &mut String, rule: &str, comment: &str) {
+    for (ip, number) in [("ip", "4"), ("ip6", "6")] {
+        add_rule(out, &rule.replace("{ip}", ip).replace("{n}", number), comment);
+    }
 }
 
 fn chains(frame: &Frame) -> String {
     match frame.scope {
-        Scope::Tunnel => [path(frame), policy(frame), addresses_and_sizes(frame), leave(frame)].concat(),
-        Scope::Mesh => [own_addresses_beside(frame), policy_beside(frame), kept(frame)].concat(),
+        Scope::Tunnel => [
+            path_chains(frame),
+            policy_chains(frame),
+            nat_and_mss_chains(frame),
+            leave_chains(frame),
+        ]
+        .concat(),
+        Scope::Mesh => [
+            own_addresses_chains_of_policy_mode(frame),
+            policy_chains_of_policy_mode(frame),
+            nat_chain_of_policy_mode(frame),
+        ]
+        .concat(),
     }
 }
 
-/// Why what has options is not sent on.
-const OPTIONS: &str = "    # Options of IPv4 may name another way (source routes), which a kernel that is told to takes behind these rules: the
-    # destination that they see is not yet the last.
-";
+/// Comment of the rules that drop forwarded packets with IPv4 options. A source route changes the destination after these rules
+/// have seen it, where the kernel accepts source routes.
+const OPTIONS: &str = "IPv4 options: a source route would change the destination later";
 
-/// Condition on a new connection to an address of this node itself. Broadcast and multicast are delivered here as well.
-/// Looked at before DNAT: behind it a NodePort or hostPort looks like the pod it leads to.
+/// Condition and verdict for a connection to an address of this node, broadcast and multicast included. Matched before DNAT, after
+/// which a NodePort or hostPort looks like the pod behind it.
 pub(super) const TO_THIS_NODE: &str =
     "ct direction original fib daddr type { local, broadcast, anycast, multicast } goto to_this_node";
 
-/// Programs that listen on every address of the node are meant for its own cluster. Other members reach them at node
-/// addresses that were listed in allowedNetworks, not at the WireGuard address or the CNI's gateway, which lie in networks
-/// that are listed for another reason.
-pub(super) fn to_this_node() -> String {
+/// The chain for connections to addresses of this node itself.
+///
+/// Programs that listen on every address of the node are meant for its own cluster. Other members may reach them at node addresses
+/// that are listed in allowedNetworks. The WireGuard address and the CNI's gateway also lie in allowed networks, but those were
+/// listed for another reason.
+pub(super) fn to_this_node_chain() -> String {
     let mut out = String::from("\n  chain to_this_node {\n");
-    both(&mut out, "{ip} daddr @listeners{n} accept");
-    out.push_str(
-        "    icmp type echo-request accept
-    icmpv6 type echo-request accept
-    meta l4proto { icmp, icmpv6 } ct state related accept
-    counter drop
-  }
-",
+    add_rule_pair(
+        &mut out,
+        "{ip} daddr @listeners{n} accept",
+        "InternalIP or anchored network: the policies decide",
     );
+    add_rule(&mut out, "icmp type echo-request accept", "ping: the policies decide");
+    add_rule(&mut out, "icmpv6 type echo-request accept", "ping: the policies decide");
+    add_rule(
+        &mut out,
+        "meta l4proto { icmp, icmpv6 } ct state related accept",
+        "ICMP error: the policies decide",
+    );
+    add_rule(
+        &mut out,
+        "counter drop",
+        "listeners of this node are closed to other members",
+    );
+    out.push_str("  }\n");
     out
 }
 
-fn own_addresses_beside(frame: &Frame) -> String {
+fn own_addresses_chains_of_policy_mode(frame: &Frame) -> String {
     let device = &frame.device;
     let mut out = String::from(
         "
@@ -244,16 +275,17 @@ fn own_addresses_beside(frame: &Frame) -> String {
     type filter hook prerouting priority mangle; policy accept;
 ",
     );
-    both(
+    add_rule_pair(
         &mut out,
         &format!("iifname \"{device}\" {{ip}} saddr @mesh{{n}} {TO_THIS_NODE}"),
+        "from the mesh to an address of this node",
     );
-    out + "  }\n" + &to_this_node()
+    out + "  }\n" + &to_this_node_chain()
 }
 
-/// What a tunnel of another program's may bring in from the mesh. WireGuard binds the source to the peer, so a packet with
-/// a mesh source is that member's, and one without is the owner's own.
-fn policy_beside(frame: &Frame) -> String {
+/// The policy chains where another program owns the tunnel. WireGuard binds the inner source to the peer, so a packet with a mesh
+/// source is from that member. Other packets are that program's business.
+fn policy_chains_of_policy_mode(frame: &Frame) -> String {
     let device = &frame.device;
     let mut out = String::from(
         "
@@ -262,147 +294,218 @@ fn policy_beside(frame: &Frame) -> String {
 ",
     );
     let from_mesh = format!("iifname \"{device}\" {{ip}} saddr @mesh{{n}} goto from_mesh");
-    both(&mut out, &from_mesh);
+    add_rule_pair(&mut out, &from_mesh, FROM_MESH);
     out.push_str(
         "  }
 
-  # From a member to another one never; on to a node of this cluster, as a leader of Kilo's does, as the policy says.
+  # A leader of Kilo forwards to other nodes of this cluster, which the policies decide. It never forwards between members.
   chain policy_forward {
     type filter hook forward priority filter - 10; policy accept;
 ",
     );
     let through = format!("iifname \"{device}\" oifname \"{device}\" {{ip}} saddr @mesh{{n}} {{ip}} daddr @mesh{{n}}");
-    both(&mut out, &format!("{through} counter drop"));
-    out.push_str(OPTIONS);
-    let _ = writeln!(
-        out,
-        "    iifname \"{device}\" ip saddr @mesh4 ip hdrlength != 5 counter drop"
+    add_rule_pair(&mut out, &format!("{through} counter drop"), TRANSIT);
+    add_rule(
+        &mut out,
+        &format!("iifname \"{device}\" ip saddr @mesh4 ip hdrlength != 5 counter drop"),
+        OPTIONS,
     );
-    both(&mut out, &from_mesh);
+    add_rule_pair(&mut out, &from_mesh, FROM_MESH);
     out.push_str("  }\n");
     out + &from_mesh_chains()
 }
 
-/// Published sources are kept from whoever masquerades what leaves the cluster's pod network.
-fn kept(frame: &Frame) -> String {
-    let device = &frame.device;
-    let mut out = String::from(
-        "
-  # Before the CNI's own (100). `accept` would not keep a later nat chain from masquerading; an identity mapping does.
+const FROM_MESH: &str = "from the mesh: check the policies";
+const TRANSIT: &str = "no transit from member to member";
+const KEEP_SOURCE: &str = "published source: keep it from a later masquerade";
+
+/// Why the nat chain translates a source to itself.
+const NAT_CHAIN: &str = "
+  # Before the CNI's nat chain (priority 100). `accept` does not stop a later nat chain from masquerading; translating a source to
+  # itself does.
   chain nat {
     type nat hook postrouting priority srcnat - 10; policy accept;
-",
-    );
+";
+
+fn nat_chain_of_policy_mode(frame: &Frame) -> String {
+    let device = &frame.device;
+    let mut out = String::from(NAT_CHAIN);
     let published = format!("oifname \"{device}\" {{ip}} daddr @mesh{{n}} {{ip}} saddr @published{{n}}");
-    both(&mut out, &format!("{published} counter snat {{ip}} to {{ip}} saddr"));
+    add_rule_pair(
+        &mut out,
+        &format!("{published} counter snat {{ip}} to {{ip}} saddr"),
+        KEEP_SOURCE,
+    );
     out + "  }\n"
 }
 
-/// What the tunnel may bring in: after kube-proxy's DNAT (-100), before everyone's filters (0).
-fn policy(frame: &Frame) -> String {
+/// The policy chains run after kube-proxy's DNAT (-100) and before all other filter chains (0).
+fn policy_chains(frame: &Frame) -> String {
     let device = &frame.device;
-    format!(
+    let mut out = String::from(
         "
-  chain policy_input {{
+  chain policy_input {
     type filter hook input priority filter - 10; policy accept;
-    iifname \"{device}\" goto from_mesh
-  }}
+",
+    );
+    let from_mesh = format!("iifname \"{device}\" goto from_mesh");
+    add_rule(&mut out, &from_mesh, FROM_MESH);
+    out.push_str(
+        "  }
 
-  chain policy_forward {{
+  chain policy_forward {
     type filter hook forward priority filter - 10; policy accept;
-    iifname \"{device}\" oifname \"{device}\" counter drop
-{OPTIONS}    iifname \"{device}\" ip hdrlength != 5 counter drop
-    iifname \"{device}\" goto from_mesh
-  }}
-"
-    ) + &from_mesh_chains()
+",
+    );
+    add_rule(
+        &mut out,
+        &format!("iifname \"{device}\" oifname \"{device}\" counter drop"),
+        TRANSIT,
+    );
+    add_rule(
+        &mut out,
+        &format!("iifname \"{device}\" ip hdrlength != 5 counter drop"),
+        OPTIONS,
+    );
+    add_rule(&mut out, &from_mesh, FROM_MESH);
+    out.push_str("  }\n");
+    out + &from_mesh_chains()
 }
 
-/// What is closed to every member, whatever is allowed to it.
-pub(super) fn closed(out: &mut String) {
-    out.push_str("    meta l4proto . th dport @infrastructure jump infrastructure\n");
-    both(out, "meta l4proto tcp {ip} daddr . th dport @api{n} counter drop");
-    both(out, "{ip} saddr . {ip} daddr @deny{n} counter drop");
-    // conntrack's word for the protocol, which every packet that comes so far has: for `meta l4proto` between ranges nft 1.0
-    // writes a byteorder expression of one byte, which Linux 6.12.117 refuses, and with it the whole table.
-    both(
+/// Drops what is denied to every member, whatever its policy allows.
+fn add_deny_rules(out: &mut String) {
+    add_rule(
+        out,
+        "meta l4proto . th dport @infrastructure jump infrastructure",
+        "port of Kubernetes itself",
+    );
+    add_rule_pair(
+        out,
+        "meta l4proto tcp {ip} daddr . th dport @api{n} counter drop",
+        "endpoint of the API server",
+    );
+    add_rule_pair(
+        out,
+        "{ip} saddr . {ip} daddr @deny{n} counter drop",
+        "denied on every port",
+    );
+    // `ct protocol` instead of `meta l4proto`: between ranges nft 1.0 writes the latter with a byteorder expression of one byte,
+    // which Linux 6.12.117 refuses, and with it the whole table. Every packet that comes this far is in conntrack.
+    add_rule_pair(
         out,
         "{ip} saddr . {ip} daddr . ct protocol . th dport @deny_ports{n} counter drop",
+        "denied on this port",
     );
 }
 
-/// Of what conntrack calls related, the errors of IP itself.
-pub(super) const ERRORS_ONLY: &str = "    meta nfproto ipv4 meta l4proto != icmp counter drop
-    meta nfproto ipv6 meta l4proto != icmpv6 counter drop
-    icmp type != { destination-unreachable, time-exceeded } counter drop
-    icmpv6 type != { destination-unreachable, packet-too-big, time-exceeded } counter drop
-";
+/// Drops what conntrack calls related, except ICMP errors.
+fn add_error_only_rules(out: &mut String) {
+    for rule in [
+        "meta nfproto ipv4 meta l4proto != icmp counter drop",
+        "meta nfproto ipv6 meta l4proto != icmpv6 counter drop",
+        "icmp type != { destination-unreachable, time-exceeded } counter drop",
+        "icmpv6 type != { destination-unreachable, packet-too-big, time-exceeded } counter drop",
+    ] {
+        add_rule(out, rule, "related, but not an ICMP error");
+    }
+}
 
 fn from_mesh_chains() -> String {
     let mut out = String::from(
         "
-  # Original-direction packets are matched on every packet, so that taking an element away closes what it allowed.
+  # Every packet of the original direction is matched, so deleting an element also ends open connections.
   chain from_mesh {
 ",
     );
-    both(&mut out, "{ip} saddr @closed{n} counter drop");
-    out.push_str(
-        "    ct direction reply ct state established accept
-    ct state invalid,related,untracked goto unusual
-    ct direction reply counter drop
-",
+    add_rule_pair(
+        &mut out,
+        "{ip} saddr @closed{n} counter drop",
+        "from a member that is closed",
     );
-    both(&mut out, "{ip} saddr . {ip} daddr @allow{n} goto allowed");
-    both(
+    add_rule(
+        &mut out,
+        "ct direction reply ct state established accept",
+        "reply to a connection from this side",
+    );
+    add_rule(
+        &mut out,
+        "ct state invalid,related,untracked goto unusual",
+        "not part of a connection: ICMP errors alone",
+    );
+    add_rule(
+        &mut out,
+        "ct direction reply counter drop",
+        "reply without an established connection",
+    );
+    add_rule_pair(
+        &mut out,
+        "{ip} saddr . {ip} daddr @allow{n} goto allowed",
+        "allowed on every port",
+    );
+    add_rule_pair(
         &mut out,
         "{ip} saddr . {ip} daddr . ct protocol . th dport @allow_ports{n} goto allowed",
+        "allowed on this port",
     );
+    add_rule(&mut out, "counter drop", "no PeerPolicy allows it");
     out.push_str(
-        "    counter drop
-  }
+        "  }
 
-  # Asked last, as it is written first: whoever has found a new element above finds those of the same transaction here.
+  # Deny sets are filled first and matched last, because set updates within a transaction are not atomic: a packet that matches a
+  # new allow element also sees the deny elements of that transaction.
   chain allowed {
 ",
     );
-    closed(&mut out);
+    add_deny_rules(&mut out);
+    add_rule(&mut out, "accept", "allowed and not denied");
+    out.push_str("  }\n\n  chain unusual {\n");
+    add_rule(&mut out, "ct state related goto icmp_in", "perhaps an ICMP error");
+    add_rule(&mut out, "counter drop", "invalid or untracked");
     out.push_str(
-        "    accept
-  }
+        "  }
 
-  chain unusual {
-    ct state related goto icmp_in
-    counter drop
-  }
-
-  # Every node's, not this one's alone: masqueraded here, a packet for another is that node's neighbour's to it. A node's
-  # addresses among its pods (the CNI's gateway) are named nowhere; a pod that listens on such a port is reached by its
-  # own node's tunnel, or by a Service.
+  # Closed on all nodes, not only on this one: the CNI may masquerade a packet for another node here, and then it looks there like
+  # one from this node. No object names the node addresses in pod CIDRs (the CNI's gateway), so whole pod CIDRs of other nodes are
+  # closed. A pod that listens on such a port is reached through its own node's tunnel or through a Service.
   chain infrastructure {
-    fib daddr type local counter drop
 ",
     );
-    both(&mut out, "{ip} daddr @nodes{n} counter drop");
-    both(
+    add_rule(&mut out, "fib daddr type local counter drop", "on this node");
+    add_rule_pair(
+        &mut out,
+        "{ip} daddr @nodes{n} counter drop",
+        "on a node of this cluster",
+    );
+    add_rule_pair(
         &mut out,
         "ct status & dnat == 0 {ip} daddr @pods_elsewhere{n} counter drop",
+        "in another node's pod CIDR, not through a Service",
     );
     out.push_str(
         "  }
 
-  # Errors only, and only about a flow of the same member. Other related packets (conntrack helpers) are nobody's.
+  # ICMP errors about a flow of the member that sends the error. Packets that conntrack helpers call related are dropped.
   chain icmp_in {
 ",
     );
-    out.push_str(ERRORS_ONLY);
-    both(&mut out, "{ip} saddr . ct original {ip} saddr @pairs{n} counter accept");
-    both(&mut out, "{ip} saddr . ct reply {ip} saddr @pairs{n} counter accept");
-    out.push_str("    counter drop\n  }\n");
+    add_error_only_rules(&mut out);
+    add_rule_pair(
+        &mut out,
+        "{ip} saddr . ct original {ip} saddr @pairs{n} counter accept",
+        "error about a flow from the same member",
+    );
+    add_rule_pair(
+        &mut out,
+        "{ip} saddr . ct reply {ip} saddr @pairs{n} counter accept",
+        "error about a flow to the same member",
+    );
+    add_rule(&mut out, "counter drop", "error about a flow of another member");
+    out.push_str("  }\n");
     out
 }
 
-/// Source addresses and segment sizes of what goes in and out of the tunnel.
-fn addresses_and_sizes(frame: &Frame) -> String {
+/// The chains for the sources and segment sizes of packets that enter or leave the tunnel.
+fn nat_and_mss_chains(frame: &Frame) -> String {
     let Frame {
         device,
         mtu,
@@ -410,55 +513,62 @@ fn addresses_and_sizes(frame: &Frame) -> String {
         wireguard_v6,
         ..
     } = frame;
-    let mut out = String::from(
-        "
-  # Before the CNI's own (100). `accept` would not keep a later nat chain from masquerading; an identity mapping does.
-  chain nat {
-    type nat hook postrouting priority srcnat - 10; policy accept;
-",
-    );
-    both(
+    let mut out = String::from(NAT_CHAIN);
+    add_rule_pair(
         &mut out,
         &format!("oifname \"{device}\" {{ip}} saddr @published{{n}} counter snat {{ip}} to {{ip}} saddr"),
+        KEEP_SOURCE,
     );
+    let masquerade = "unpublished source: use the WireGuard address";
     if let Some(address) = wireguard_v4 {
-        let _ = writeln!(
-            out,
-            "    oifname \"{device}\" meta nfproto ipv4 counter snat ip to {address}"
+        add_rule(
+            &mut out,
+            &format!("oifname \"{device}\" meta nfproto ipv4 counter snat ip to {address}"),
+            masquerade,
         );
     }
     if let Some(address) = wireguard_v6 {
-        let _ = writeln!(
-            out,
-            "    oifname \"{device}\" meta nfproto ipv6 counter snat ip6 to {address}"
+        add_rule(
+            &mut out,
+            &format!("oifname \"{device}\" meta nfproto ipv6 counter snat ip6 to {address}"),
+            masquerade,
         );
     }
     out.push_str(
-        "    # As an anchor: the other members' Peers for this node carry more than its own prefixes. The reply has to come back
-    # through here.
-",
+        "    # An anchor gets packets for networks beyond this node's own prefixes, by the other members' Peers for this node.\n",
     );
     let anchored = "ct original {ip} daddr @served{n} ct original {ip} daddr != @published{n}";
-    both(
+    add_rule_pair(
         &mut out,
         &format!("iifname \"{device}\" oifname != \"{device}\" {anchored} counter masquerade"),
+        "anchor: the reply has to return through this node",
     );
-    let _ = writeln!(
-        out,
-        "  }}
+    out.push_str(
+        "  }
 
-  # Both ways: what leaves by the tunnel, and what a peer with a larger device sends. `rt mtu` is the lesser of the routes
-  # to the packet's destination and to its source, so a peer whose routes carry less has it taken from either end.
-  chain mss {{
+  # In both directions, because the device of a peer may have a larger MTU. `rt mtu` is the lesser MTU of the routes to a packet's
+  # destination and to its source, so a smaller MTU of a peer's routes applies whichever end opens the connection.
+  chain mss {
     type filter hook forward priority mangle; policy accept;
-    oifname \"{device}\" tcp flags & (syn | rst) == syn tcp option maxseg size set rt mtu
-    iifname \"{device}\" tcp flags & (syn | rst) == syn tcp option maxseg size set rt mtu"
+",
     );
+    let clamp = "tcp flags & (syn | rst) == syn tcp option maxseg size";
+    for (interface, comment) in [
+        ("oifname", "into the tunnel: segments fit the routes"),
+        ("iifname", "from the tunnel: segments fit the routes"),
+    ] {
+        add_rule(
+            &mut out,
+            &format!("{interface} \"{device}\" {clamp} set rt mtu"),
+            comment,
+        );
+    }
     for (family, name) in [(Family::V4, "ipv4"), (Family::V6, "ipv6")] {
         let size = segment(*mtu, family);
-        let _ = writeln!(
-            out,
-            "    iifname \"{device}\" meta nfproto {name} tcp flags & (syn | rst) == syn tcp option maxseg size > {size} tcp option maxseg size set {size}"
+        add_rule(
+            &mut out,
+            &format!("iifname \"{device}\" meta nfproto {name} {clamp} > {size} tcp option maxseg size set {size}"),
+            "from the tunnel: segments fit the device's MTU",
         );
     }
     out.push_str("  }\n");

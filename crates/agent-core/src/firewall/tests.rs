@@ -1,32 +1,32 @@
 use super::*;
 use crate::compile::{
-    beside, compile,
+    compile, compile_policy_mode,
     tests::{hub_node, nets, worker},
 };
 
 #[test]
-fn the_table_of_a_hub_node() {
+fn table_of_a_hub_node() {
     insta::assert_snapshot!(render(&compile(&hub_node()).firewall));
 }
 
 #[test]
-fn the_table_of_a_worker_inside_the_hubs_network() {
+fn table_of_a_worker_inside_the_hubs_network() {
     insta::assert_snapshot!(render(&compile(&worker()).firewall));
 }
 
 #[test]
-fn the_table_beside_a_tunnel_that_kg_owns() {
-    insta::assert_snapshot!(render(&beside(&hub_node(), &BTreeSet::new()).firewall));
+fn table_of_policy_mode() {
+    insta::assert_snapshot!(render(&compile_policy_mode(&hub_node(), &BTreeSet::new()).firewall));
 }
 
 #[test]
-fn nothing_to_do_is_no_transaction() {
+fn equal_table_is_no_transaction() {
     let table = compile(&hub_node()).firewall;
     assert_eq!(update(Some(&table), &table), None);
 }
 
 #[test]
-fn a_table_that_was_never_written_or_has_other_chains_is_written_whole() {
+fn unwritten_or_changed_chains_write_the_whole_table() {
     let table = compile(&hub_node()).firewall;
     let whole = Some(Update::Whole { script: render(&table) });
     assert_eq!(update(None, &table), whole);
@@ -36,7 +36,7 @@ fn a_table_that_was_never_written_or_has_other_chains_is_written_whole() {
 }
 
 #[test]
-fn churn_is_a_transaction_of_elements_and_room_is_made_first() {
+fn changed_prefixes_are_removed_before_others_are_added() {
     let old = compile(&hub_node()).firewall;
     let mut new = old.clone();
     new.v4.mesh = nets(&["10.242.0.0/15", "100.66.2.0/24"]);
@@ -57,7 +57,7 @@ fn churn_is_a_transaction_of_elements_and_room_is_made_first() {
 }
 
 #[test]
-fn what_closes_comes_before_and_goes_after_what_opens() {
+fn deny_elements_are_added_first_and_removed_last() {
     let without = compile(&hub_node()).firewall;
     let pair = |from: &str, to: &str| (from.parse().unwrap(), to.parse().unwrap());
     let mut with = without.clone();
@@ -72,7 +72,7 @@ fn what_closes_comes_before_and_goes_after_what_opens() {
     assert_eq!(
         scripts(&without, &with),
         [step("add", deny) + &step("add", allow)],
-        "the kernel follows the order inside one transaction"
+        "the kernel follows the order within a transaction"
     );
     assert_eq!(scripts(&with, &without), [step("delete", allow), step("delete", deny)]);
     let mut other = with.clone();
@@ -83,7 +83,7 @@ fn what_closes_comes_before_and_goes_after_what_opens() {
 }
 
 #[test]
-fn a_node_that_joins_beside_another_is_one_element_more() {
+fn node_with_a_neighbouring_cidr_adds_one_element() {
     let table = |pods: &[&str]| {
         let mut inputs = hub_node();
         inputs.pods_elsewhere = nets(pods);
@@ -98,7 +98,7 @@ fn a_node_that_joins_beside_another_is_one_element_more() {
 }
 
 #[test]
-fn closed_member_is_one_element_that_comes_first_and_nothing_is_allowed_to_it() {
+fn closed_member_is_denied_first_and_allowed_nothing() {
     let mut inputs = hub_node();
     let old = compile(&inputs).firewall;
     inputs.policies[0].closed = true;
@@ -113,6 +113,31 @@ fn closed_member_is_one_element_that_comes_first_and_nothing_is_allowed_to_it() 
     );
     assert!(
         !compile(&inputs).peers.is_empty(),
-        "its Peers are the controller's to take away"
+        "only the controller removes its Peers"
     );
+}
+
+#[test]
+fn every_rule_has_a_comment_that_nft_accepts() {
+    let tables = [
+        compile(&hub_node()).firewall,
+        compile_policy_mode(&hub_node(), &BTreeSet::new()).firewall,
+    ];
+    for table in tables {
+        let text = render(&table);
+        let (_, chains) = text.split_once("  chain ").unwrap();
+        let rules = chains.lines().filter(|line| line.starts_with("    "));
+        let rules: Vec<&str> = rules
+            .map(str::trim)
+            .filter(|line| !line.starts_with("type ") && !line.starts_with('#'))
+            .collect();
+        assert!(rules.len() > 20, "{text}");
+        for rule in rules {
+            let comment = rule
+                .split_once(" comment \"")
+                .and_then(|(_, rest)| rest.strip_suffix('"'));
+            // NFTNL_UDATA_COMMENT_MAXLEN
+            assert!(comment.is_some_and(|text| text.len() <= 128), "{rule}");
+        }
+    }
 }

@@ -1,4 +1,4 @@
-//! The smallest transaction from one table to the next; nothing is run here.
+//! Derives the smallest nftables transaction from one table to the next.
 
 use std::{collections::BTreeSet, fmt::Write};
 
@@ -8,19 +8,19 @@ use super::{
 };
 use crate::numbers::NFT_TABLE;
 
-/// What leads from one table to the next.
+/// The change from one table to the next.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Update {
-    /// Elements of sets only: rules, counters and every other set stay as they are.
+    /// Changes only set elements. Rules, counters and other sets stay as they are.
     Elements {
-        /// Transactions for `nft -f`, one after the other.
+        /// Transactions for `nft -f`, in this order.
         scripts: Vec<String>,
-        /// How many elements go.
+        /// How many elements are removed.
         removed: usize,
-        /// How many come.
+        /// How many elements are added.
         added: usize,
     },
-    /// The table as a whole, in one step.
+    /// Replaces the whole table in one transaction.
     Whole {
         /// The transaction for `nft -f`.
         script: String,
@@ -28,7 +28,7 @@ pub enum Update {
 }
 
 impl Update {
-    /// The transactions for `nft -f`, in their order.
+    /// The transactions for `nft -f`, in order.
     #[must_use]
     pub fn scripts(&self) -> &[String] {
         match self {
@@ -38,26 +38,27 @@ impl Update {
     }
 }
 
-/// What leads from `old`, as last written, to `new`; `None` = nothing to do. Without `old`, the whole table.
+/// Derives the change from `old`, the table that was written last, to `new`. `None` = they are equal. Without `old` it is the whole
+/// table.
 ///
-/// Sets do not change at one moment, though a transaction names them together ([`sets`]). So what closes comes before, and goes
-/// after, whatever is open. Where both would be needed at once, the whole table is written.
+/// The sets of a transaction do not change atomically ([`sets`]). So deny elements are added before, and removed after, all others.
+/// A change that both adds and removes deny elements replaces the whole table.
 #[must_use]
 pub fn update(old: Option<&Firewall>, new: &Firewall) -> Option<Update> {
     let whole = || Some(Update::Whole { script: render(new) });
     let Some(old) = old.filter(|old| old.frame == new.frame) else {
         return whole();
     };
-    let [mut closing, mut others] = [Changes::default(), Changes::default()];
+    let [mut deny, mut others] = [Changes::default(), Changes::default()];
     for (old, new) in sets(old).iter().zip(sets(new)) {
-        let changes = if new.closes { &mut closing } else { &mut others };
+        let changes = if new.is_deny { &mut deny } else { &mut others };
         changes.add(&old.elements, &new);
     }
-    let (removed, added) = (closing.removed + others.removed, closing.added + others.added);
-    let scripts = match (closing.removed > 0, closing.added > 0) {
+    let (removed, added) = (deny.removed + others.removed, deny.added + others.added);
+    let scripts = match (deny.removed > 0, deny.added > 0) {
         (true, true) => return whole(),
-        (true, false) => vec![others.script, closing.script],
-        (false, _) => vec![closing.script + &others.script],
+        (true, false) => vec![others.script, deny.script],
+        (false, _) => vec![deny.script + &others.script],
     };
     let scripts: Vec<String> = scripts.into_iter().filter(|script| !script.is_empty()).collect();
     (!scripts.is_empty()).then_some(Update::Elements {
@@ -67,7 +68,7 @@ pub fn update(old: Option<&Firewall>, new: &Firewall) -> Option<Update> {
     })
 }
 
-/// What some sets lose and get.
+/// Removed and added elements of some sets.
 #[derive(Default)]
 struct Changes {
     script: String,
@@ -76,7 +77,7 @@ struct Changes {
 }
 
 impl Changes {
-    /// What goes makes room first: a wider prefix may take the place of two narrower ones in one transaction.
+    /// Removes before it adds, because a wider prefix may replace two narrower ones in one transaction.
     fn add(&mut self, old: &BTreeSet<String>, new: &Set) {
         let minus: BTreeSet<String> = old.difference(&new.elements).cloned().collect();
         let plus: BTreeSet<String> = new.elements.difference(old).cloned().collect();

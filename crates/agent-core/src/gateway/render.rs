@@ -1,4 +1,5 @@
-//! The table as text for `nft -f`. Only numbers, addresses and checked names are written, never text of an object.
+//! Renders the gateway's table as text for `nft -f`. Only numbers, addresses and validated names are written, never text from an
+//! object. Every rule has a comment, which `nft list table` shows; nft allows 128 bytes.
 
 use std::{
     fmt::Write,
@@ -9,37 +10,39 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Frame, GrantId, SandboxId, counts::Counts};
+use super::{Frame, GrantId, SandboxId, connection_limits::ConnectionLimits};
 use crate::{numbers::NFT_TABLE, policy::Protocol, prefixes::Family};
 
-/// A part of the table that comes and goes by itself. The order is that in which they are added: a chain before what leads to
-/// it, an endpoint before the grant that opens the way to it.
+/// A part of the table that is added and removed by itself. The order of the variants is the order of adding: a chain before the
+/// element that refers to it, an endpoint before the grant that opens it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Piece {
-    /// A named limit.
+    /// The named limit of a sandbox's new connections.
     Limit(SandboxId),
-    /// What leads to it.
+    /// The map element from the sandbox to its limit.
     Limited(SandboxId),
     /// A chain that chooses an endpoint.
     Chooser(Chooser),
-    /// The endpoint with this number, of one family of a grant.
+    /// The map element from a grant and a number to an endpoint of one family.
     Backend(GrantId, Family, usize),
-    /// What leads a grant's connections of a family to its chooser.
+    /// The map element from a grant to the chooser of one family.
     Service(GrantId, Family),
-    /// A connection to this endpoint may stand.
+    /// The set element that lets packets of a grant's connections to this endpoint pass.
     Endpoint(GrantId, SocketAddr),
-    /// Errors about such a connection pass.
+    /// The set element that lets ICMP errors about such connections pass.
     Host(GrantId, IpAddr),
-    /// Whose network it is.
+    /// The map element from a network to its sandbox.
     Sandbox(IpNet),
-    /// Packets of this grant's connections pass.
+    /// The set element that lets packets of this grant's connections in.
     Open((SandboxId, Protocol, u16), GrantId),
-    /// A new connection gets this grant's mark.
+    /// The map element that gives a new connection the mark of its grant.
     Grant((SandboxId, Protocol, u16)),
 }
 
-/// A chain for all grants that have as many endpoints. So a grant is elements alone: the kernel gives each map inside a rule a
-/// name for which it looks at all others, and 10,000 of those took it 17 s.
+/// A chain that chooses an endpoint for all grants with the same number of endpoints.
+///
+/// With it a grant consists of elements alone. A rule for each grant would need a map of its own, for whose name the kernel compares
+/// all others: 10,000 maps took it 17 s.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Chooser {
     pub(super) family: Family,
@@ -51,59 +54,60 @@ impl Chooser {
     pub(super) fn name(self) -> String {
         let Self { family, count, sticky } = self;
         let by = if sticky { "-by-address" } else { "" };
-        format!("choose{}-{count}{by}", number(family))
+        format!("choose{}-{count}{by}", family_digit(family))
     }
 
-    /// The packet's mark holds the number of the endpoint from here on.
+    /// The first rule sets the packet's mark to the number of the endpoint, the second translates to that endpoint.
     fn rules(self) -> [String; 2] {
         let Self { family, count, sticky } = self;
-        let ip = word(family);
-        // Without a seed the kernel draws one for each rule that is written: clients would change their endpoint with every
-        // rewrite of the chain, although the endpoints of their family are the same.
+        let ip = ip_keyword(family);
+        // Without a seed the kernel draws a new one whenever the rule is written, and clients would change to another endpoint although
+        // the endpoints are the same.
         let choice = if sticky {
             format!("jhash {ip} saddr mod {count} seed 0x1")
         } else {
             format!("numgen random mod {count}")
         };
         [
-            format!("meta mark set {choice}"),
+            format!("meta mark set {choice} comment \"number of the endpoint\""),
             format!(
-                "meta l4proto {{ tcp, udp }} dnat {ip} to ct mark . meta mark map @backends{}",
-                number(family)
+                "meta l4proto {{ tcp, udp }} dnat {ip} to ct mark . meta mark map @backends{} comment \"translate to that endpoint\"",
+                family_digit(family)
             ),
         ]
     }
 }
 
-/// As nft prints them.
+/// A number as nft prints marks.
 pub(super) fn mark(number: u32) -> String {
     format!("{number:#010x}")
 }
 
+/// The definition of a named limit: `rate` a second, and twice as many at once.
 pub(super) fn rate(rate: NonZeroU32) -> String {
     format!("rate over {rate}/second burst {} packets", rate.get().saturating_mul(2))
 }
 
-pub(super) const fn number(family: Family) -> char {
+pub(super) const fn family_digit(family: Family) -> char {
     match family {
         Family::V4 => '4',
         Family::V6 => '6',
     }
 }
 
-pub(super) const fn word(family: Family) -> &'static str {
+pub(super) const fn ip_keyword(family: Family) -> &'static str {
     match family {
         Family::V4 => "ip",
         Family::V6 => "ip6",
     }
 }
 
-fn of(address: IpAddr) -> Family {
+fn family_of(address: IpAddr) -> Family {
     Family::of(&IpNet::from(address))
 }
 
 impl Piece {
-    /// The set or map it is an element of, and its key.
+    /// The set or map that this piece is an element of, and its key. `None` = it is a limit or a chain.
     fn element(&self) -> Option<(&'static str, String)> {
         let place = |(sandbox, protocol, port): &(SandboxId, Protocol, u16)| {
             format!("{} . {protocol} . {port}", mark(sandbox.0))
@@ -118,11 +122,11 @@ impl Piece {
             ),
             Self::Service(id, family) => (either(*family, ["services4", "services6"]), mark(id.0)),
             Self::Endpoint(id, socket) => (
-                either(of(socket.ip()), ["endpoints4", "endpoints6"]),
+                either(family_of(socket.ip()), ["endpoints4", "endpoints6"]),
                 format!("{} . {} . {}", mark(id.0), socket.ip(), socket.port()),
             ),
             Self::Host(id, address) => (
-                either(of(*address), ["hosts4", "hosts6"]),
+                either(family_of(*address), ["hosts4", "hosts6"]),
                 format!("{} . {address}", mark(id.0)),
             ),
             Self::Sandbox(network) => (
@@ -134,7 +138,7 @@ impl Piece {
         })
     }
 
-    /// What a map has for it.
+    /// The data part of the element; empty for a set.
     fn data(&self, value: &str) -> String {
         match self {
             Self::Limited(sandbox) => format!(" : \"{}\"", limit(*sandbox)),
@@ -144,7 +148,7 @@ impl Piece {
         }
     }
 
-    /// Of one that is no element.
+    /// Adds a limit or a chain.
     fn add(&self, value: &str, out: &mut String) {
         let _ = match self {
             Self::Limit(sandbox) => writeln!(out, "add limit inet {NFT_TABLE} {} {value}", limit(*sandbox)),
@@ -160,7 +164,7 @@ impl Piece {
         };
     }
 
-    /// Of one that is no element.
+    /// Removes a limit or a chain.
     fn remove(&self, out: &mut String) {
         let _ = match self {
             Self::Limit(sandbox) => writeln!(out, "delete limit inet {NFT_TABLE} {}", limit(*sandbox)),
@@ -176,10 +180,10 @@ impl Piece {
     }
 }
 
-/// Elements that one statement names: each statement of its own would take nft twice the memory.
-const TOGETHER: usize = 100;
+/// Elements of one statement. With a statement for each element nft takes twice the memory.
+const BATCH: usize = 100;
 
-/// Elements of one kind, by set.
+/// Elements of one kind that are not written yet, by set.
 #[derive(Default)]
 struct Elements(Vec<(&'static str, Vec<String>)>);
 
@@ -197,14 +201,14 @@ impl Elements {
 
     fn write(&mut self, verb: &str, out: &mut String) {
         for (set, elements) in std::mem::take(&mut self.0) {
-            for some in elements.chunks(TOGETHER) {
+            for some in elements.chunks(BATCH) {
                 let _ = writeln!(out, "{verb} element inet {NFT_TABLE} {set} {{ {} }}", some.join(", "));
             }
         }
     }
 }
 
-/// Adds them in this order.
+/// Renders the commands that add pieces in this order.
 pub(super) fn add<'a>(pieces: impl Iterator<Item = (&'a Piece, &'a String)>, out: &mut String) {
     let mut elements = Elements::default();
     for (piece, value) in pieces {
@@ -218,7 +222,7 @@ pub(super) fn add<'a>(pieces: impl Iterator<Item = (&'a Piece, &'a String)>, out
     elements.write("add", out);
 }
 
-/// Takes them away in this order.
+/// Renders the commands that remove pieces in this order.
 pub(super) fn remove<'a>(pieces: impl Iterator<Item = &'a Piece>, out: &mut String) {
     let mut elements = Elements::default();
     for piece in pieces {
@@ -236,8 +240,8 @@ fn limit(sandbox: SandboxId) -> String {
     format!("sandbox-{:08x}", sandbox.0)
 }
 
-/// Source ports toward endpoints: the widest range without the pod's own ports, which would get the answers, and without those
-/// below 1024, which some servers trust.
+/// Chooses the range of source ports for connections to endpoints: the widest range without the pod's own ports, which would get the
+/// replies, and without ports below 1024, which some servers trust.
 fn source_ports(own: [u16; 2]) -> RangeInclusive<u32> {
     let mut cuts = own.map(|port| u32::from(port).max(1023));
     cuts.sort_unstable();
@@ -247,7 +251,12 @@ fn source_ports(own: [u16; 2]) -> RangeInclusive<u32> {
     ranges.into_iter().max_by_key(width).unwrap_or(1024..=65535)
 }
 
-/// The table without grants.
+/// Appends a rule with its comment.
+pub(super) fn add_rule(out: &mut String, rule: &str, comment: &str) {
+    let _ = writeln!(out, "    {rule} comment \"{comment}\"");
+}
+
+/// Renders the table without sandboxes and grants.
 pub(super) fn frame(frame: &Frame) -> String {
     let Frame {
         interface,
@@ -257,14 +266,14 @@ pub(super) fn frame(frame: &Frame) -> String {
         sandbox_connections,
         endpoint_connections,
     } = frame;
-    let own = |family: Family| {
-        let own = addresses.iter().filter(|address| of(**address) == family);
+    let other_destinations = |family: Family| {
+        let own = addresses.iter().filter(|address| family_of(**address) == family);
         let own: Vec<String> = own.map(ToString::to_string).collect();
-        let ip = word(family);
+        let ip = ip_keyword(family);
         if own.is_empty() {
             return format!(
                 "    meta nfproto ipv{} counter drop comment \"a family without an address here\"",
-                number(family)
+                family_digit(family)
             );
         }
         let own = own.join(", ");
@@ -276,151 +285,153 @@ pub(super) fn frame(frame: &Frame) -> String {
     let _ = write!(
         out,
         r#"table inet {NFT_TABLE} {{
-  map sandboxes4 {{ type ipv4_addr : mark; flags interval; comment "whose network it is"; }}
-  map sandboxes6 {{ type ipv6_addr : mark; flags interval; }}
+  map sandboxes4 {{ type ipv4_addr : mark; flags interval; comment "network: its sandbox"; }}
+  map sandboxes6 {{ type ipv6_addr : mark; flags interval; comment "network: its sandbox"; }}
   map grants {{ type mark . inet_proto . inet_service : mark; comment "sandbox, protocol, port here: the grant"; }}
-  set open {{ type mark . inet_proto . inet_service . mark; comment "the same with the grant, for every packet"; }}
-  set endpoints4 {{ type mark . ipv4_addr . inet_service; comment "grant and endpoint of connections that may stand"; }}
-  set endpoints6 {{ type mark . ipv6_addr . inet_service; }}
-  set hosts4 {{ type mark . ipv4_addr; comment "the same without ports, for errors"; }}
-  set hosts6 {{ type mark . ipv6_addr; }}
+  set open {{ type mark . inet_proto . inet_service . mark; comment "sandbox, protocol, port here and grant, matched for every packet"; }}
+  set endpoints4 {{ type mark . ipv4_addr . inet_service; comment "grant and endpoint that its connections may have"; }}
+  set endpoints6 {{ type mark . ipv6_addr . inet_service; comment "grant and endpoint that its connections may have"; }}
+  set hosts4 {{ type mark . ipv4_addr; comment "grant and address of an endpoint, for ICMP errors"; }}
+  set hosts6 {{ type mark . ipv6_addr; comment "grant and address of an endpoint, for ICMP errors"; }}
   map services4 {{ type mark : verdict; comment "grant: the chain that chooses an endpoint"; }}
-  map services6 {{ type mark : verdict; }}
+  map services6 {{ type mark : verdict; comment "grant: the chain that chooses an endpoint"; }}
   map backends4 {{ type mark . mark : ipv4_addr . inet_service; comment "grant and number: the endpoint"; }}
-  map backends6 {{ type mark . mark : ipv6_addr . inet_service; }}
-  map limits {{ type mark : limit; comment "new connections of a sandbox"; }}
+  map backends6 {{ type mark . mark : ipv6_addr . inet_service; comment "grant and number: the endpoint"; }}
+  map limits {{ type mark : limit; comment "sandbox: the limit of its new connections"; }}
   set alive {{ type ifname; flags timeout; comment "empty = not renewed: every packet of the tunnel is dropped"; }}
 "#
     );
-    let counts = Counts {
+    let limits = ConnectionLimits {
         sandbox: *sandbox_connections,
         endpoint: *endpoint_connections,
     };
-    counts.sets(&mut out);
+    limits.add_sets(&mut out);
     let _ = write!(
         out,
         r#"
-  # Before fragments are put together and before a connection is looked for. What comes from elsewhere is for this pod itself:
-  # answers of endpoints are, too, since it asks them in its own name.
+  # Runs before fragments are reassembled and before the conntrack lookup. Packets from outside the tunnel are for this pod itself,
+  # replies of endpoints included, because it opens the connections to endpoints with its own address.
   chain first {{
     type filter hook prerouting priority -450; policy accept;
-    iifname "lo" accept
-    iifname != "{interface}" fib daddr . iif type {{ local, broadcast, multicast }} accept
+    iifname "lo" accept comment "loopback"
+    iifname != "{interface}" fib daddr . iif type {{ local, broadcast, multicast }} accept comment "for this pod"
     iifname != "{interface}" counter drop comment "not addressed to this pod"
     iifname != @alive counter drop comment "the table was not renewed"
     ip frag-off & 0x3fff != 0 counter drop comment "a fragment"
-    ip hdrlength != 5 counter drop comment "options"
+    ip hdrlength != 5 counter drop comment "IPv4 options"
     ip protocol != {{ tcp, udp }} counter drop comment "neither TCP nor UDP, ICMP among them"
-    ip6 nexthdr != {{ tcp, udp }} counter drop comment "the same, and extension headers"
+    ip6 nexthdr != {{ tcp, udp }} counter drop comment "IPv6: neither TCP nor UDP, or with extension headers"
 {}
 {}
   }}
 
-  # What anyone on the underlay can send with forged sources is not to fill the connection table: packets of the tunnel, of the admin
-  # endpoint, and pings.
+  # Senders on the underlay can forge sources and would fill the conntrack table. So packets that anyone may send are not tracked.
   chain outer_in {{
     type filter hook prerouting priority raw; policy accept;
-    iifname "{interface}" accept
-    udp dport {listen_port} notrack
-    tcp dport {admin_port} notrack
-    icmp type echo-request notrack
-    icmpv6 type echo-request notrack
+    iifname "{interface}" accept comment "inner packets are tracked"
+    udp dport {listen_port} notrack comment "outer packets of the tunnel"
+    tcp dport {admin_port} notrack comment "admin endpoint"
+    icmp type echo-request notrack comment "ping"
+    icmpv6 type echo-request notrack comment "ping"
   }}
   chain outer_out {{
     type filter hook output priority raw; policy accept;
-    oifname "{interface}" accept
-    udp sport {listen_port} notrack
-    tcp sport {admin_port} notrack
-    icmp type echo-reply notrack
-    icmpv6 type echo-reply notrack
+    oifname "{interface}" accept comment "inner packets are tracked"
+    udp sport {listen_port} notrack comment "outer packets of the tunnel"
+    tcp sport {admin_port} notrack comment "admin endpoint"
+    icmp type echo-reply notrack comment "ping"
+    icmpv6 type echo-reply notrack comment "ping"
   }}
 
-  # Every packet from the tunnel belongs to a grant that stands. The packet's mark holds the sandbox within this chain alone. The
-  # connection's mark is set once: a connection without replies stays in state new.
+  # Every packet from the tunnel has to belong to a grant in force. Within this chain alone, the packet's mark holds the sandbox. The
+  # connection's mark is set only once, because a connection without replies stays in state new.
   chain enter {{
     type filter hook prerouting priority mangle; policy accept;
-    iifname != "{interface}" accept
-    meta mark set 0
-    meta mark set ip saddr map @sandboxes4
-    meta mark set ip6 saddr map @sandboxes6
+    iifname != "{interface}" accept comment "not from the tunnel"
+    meta mark set 0 comment "no sandbox"
+    meta mark set ip saddr map @sandboxes4 comment "the sandbox"
+    meta mark set ip6 saddr map @sandboxes6 comment "the sandbox"
     ct state new ct mark 0 limit name meta mark map @limits counter drop comment "too many new connections"
-    ct state new ct mark 0 ct mark set meta mark . meta l4proto . th dport map @grants
-    ct direction original meta mark . meta l4proto . th dport . ct mark @open meta mark set 0 accept
+    ct state new ct mark 0 ct mark set meta mark . meta l4proto . th dport map @grants comment "the grant of a new connection"
+    ct direction original meta mark . meta l4proto . th dport . ct mark @open meta mark set 0 accept comment "the grant is in force"
     counter drop comment "no grant"
   }}
 
-  # By default conntrack takes a TCP packet of an unknown connection for a new one: a connection that was ended with its grant
-  # would go on when the grant comes back. Its packets are for this pod instead, which resets it.
+  # By default conntrack takes a TCP packet of an unknown connection for a new connection. A connection that ended with its grant
+  # would go on when the grant returns. So only SYN is translated; other packets go to this pod itself, which resets the connection.
   chain translate {{
     type nat hook prerouting priority dstnat; policy accept;
-    iifname "{interface}" tcp flags & (fin | syn | rst | ack) != syn accept
-    iifname "{interface}" meta nfproto ipv4 ct mark vmap @services4
-    iifname "{interface}" meta nfproto ipv6 ct mark vmap @services6
+    iifname "{interface}" tcp flags & (fin | syn | rst | ack) != syn accept comment "no known connection: not translated"
+    iifname "{interface}" meta nfproto ipv4 ct mark vmap @services4 comment "choose an endpoint"
+    iifname "{interface}" meta nfproto ipv6 ct mark vmap @services6 comment "choose an endpoint"
   }}
 
   chain forward {{
     type filter hook forward priority filter; policy drop;
-    tcp flags syn / syn,rst tcp option maxseg size set rt mtu comment "what fits both ways"
-    oifname "{interface}" goto to_sandbox
-    iifname != "{interface}" counter drop
-    ct status & dnat == 0 counter drop comment "nothing chose an endpoint"
+    tcp flags syn / syn,rst tcp option maxseg size set rt mtu comment "segments fit the routes in both directions"
+    oifname "{interface}" goto to_sandbox comment "into the tunnel"
+    iifname != "{interface}" counter drop comment "neither from nor into the tunnel"
+    ct status & dnat == 0 counter drop comment "no endpoint was chosen"
 "#,
-        own(Family::V4),
-        own(Family::V6),
+        other_destinations(Family::V4),
+        other_destinations(Family::V6),
     );
-    if counts.any() {
-        out.push_str("    ct status & confirmed == 0 jump count\n");
+    if limits.has_any() {
+        add_rule(
+            &mut out,
+            "ct status & confirmed == 0 jump count",
+            "count a new connection",
+        );
     }
     let _ = write!(
         out,
-        r#"    ct mark . ip daddr . th dport @endpoints4 accept
-    ct mark . ip6 daddr . th dport @endpoints6 accept
+        r#"    ct mark . ip daddr . th dport @endpoints4 accept comment "endpoint of the grant"
+    ct mark . ip6 daddr . th dport @endpoints6 accept comment "endpoint of the grant"
     counter drop comment "no endpoint of its grant"
   }}
 
 {}
-  # Answers of endpoints of the grant, and errors about such a connection.
+  # Replies of the grant's endpoints, and ICMP errors about such connections.
   chain to_sandbox {{
     oifname != @alive counter drop comment "the table was not renewed"
-    ct direction original counter drop comment "a sandbox is never called"
-    meta l4proto {{ tcp, udp }} ct mark . ip saddr . th sport @endpoints4 accept
-    meta l4proto {{ tcp, udp }} ct mark . ip6 saddr . th sport @endpoints6 accept
-    meta l4proto icmp ct state related ct mark . ct reply ip saddr @hosts4 accept
-    meta l4proto icmpv6 ct state related ct mark . ct reply ip6 saddr @hosts6 accept
+    ct direction original counter drop comment "no connection is opened to a sandbox"
+    meta l4proto {{ tcp, udp }} ct mark . ip saddr . th sport @endpoints4 accept comment "reply of an endpoint of the grant"
+    meta l4proto {{ tcp, udp }} ct mark . ip6 saddr . th sport @endpoints6 accept comment "reply of an endpoint of the grant"
+    meta l4proto icmp ct state related ct mark . ct reply ip saddr @hosts4 accept comment "ICMP error about a connection of the grant"
+    meta l4proto icmpv6 ct state related ct mark . ct reply ip6 saddr @hosts6 accept comment "ICMP error about a connection of the grant"
     counter drop comment "no grant"
   }}
 
-  # Of this pod's own packets, only ICMP errors and TCP resets for granted ports reach a sandbox.
+  # Of this pod's own packets, only ICMP errors and TCP resets of granted ports reach a sandbox.
   chain output {{
     type filter hook output priority filter; policy accept;
-    oifname != "{interface}" accept
-    ct mark != 0 ct direction reply tcp flags & (fin | syn | rst) == rst accept
-    meta l4proto != {{ icmp, icmpv6 }} counter drop
-    goto to_sandbox
+    oifname != "{interface}" accept comment "not into the tunnel"
+    ct mark != 0 ct direction reply tcp flags & (fin | syn | rst) == rst accept comment "TCP reset of a granted port"
+    meta l4proto != {{ icmp, icmpv6 }} counter drop comment "this pod sends a sandbox nothing else"
+    goto to_sandbox comment "ICMP error of this pod"
   }}
   chain input {{
     type filter hook input priority filter; policy drop;
-    iifname "lo" accept
+    iifname "lo" accept comment "loopback"
     iifname "{interface}" ct mark != 0 meta l4proto tcp counter reject with tcp reset comment "a granted port: no endpoint, or no known connection"
-    iifname "{interface}" counter drop
-    udp dport {listen_port} accept
-    ct state established,related accept
-    tcp dport {admin_port} accept
-    icmpv6 type {{ nd-neighbor-solicit, nd-neighbor-advert, nd-router-advert }} accept
+    iifname "{interface}" counter drop comment "a sandbox does not reach this pod itself"
+    udp dport {listen_port} accept comment "outer packets of the tunnel"
+    ct state established,related accept comment "replies to this pod"
+    tcp dport {admin_port} accept comment "admin endpoint"
+    icmpv6 type {{ nd-neighbor-solicit, nd-neighbor-advert, nd-router-advert }} accept comment "IPv6 neighbour discovery"
     icmpv6 type packet-too-big accept comment "about the tunnel's packets, which are not tracked; IPv6 has no other way to fit a path"
-    icmp type echo-request accept
-    icmpv6 type echo-request accept
-    counter drop
+    icmp type echo-request accept comment "ping"
+    icmpv6 type echo-request accept comment "ping"
+    counter drop comment "not for this pod"
   }}
 
-  # Pods see this pod.
   chain source {{
     type nat hook postrouting priority srcnat; policy accept;
-    oifname != "{interface}" ct mark != 0 ct status dnat meta l4proto {{ tcp, udp }} masquerade to :{ports}
+    oifname != "{interface}" ct mark != 0 ct status dnat meta l4proto {{ tcp, udp }} masquerade to :{ports} comment "endpoints see this pod as the source"
   }}
 }}
 "#,
-        counts.chain(),
+        limits.chain(),
     );
     out
 }

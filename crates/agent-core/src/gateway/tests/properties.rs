@@ -1,4 +1,4 @@
-//! What holds for any objects, hostile ones too.
+//! Property tests over arbitrary objects, including hostile ones.
 
 use std::net::SocketAddr;
 
@@ -7,7 +7,7 @@ use proptest::{collection::vec, option, prelude::*, sample::select};
 use super::*;
 use crate::prefixes::{host, overlap};
 
-/// A part of a line that an object decides.
+/// A part of a line whose value comes from an object.
 #[derive(Debug, Clone, Copy)]
 enum Part {
     Mark,
@@ -54,7 +54,7 @@ impl Part {
     }
 }
 
-/// Key and data of a set's elements.
+/// The form of a set's elements: the parts of the key, and the data of a map.
 fn form(set: &str) -> Option<(&'static [Part], Option<Part>)> {
     use Part::*;
     Some(match set {
@@ -70,7 +70,7 @@ fn form(set: &str) -> Option<(&'static [Part], Option<Part>)> {
     })
 }
 
-/// A line of a script, after the rules.
+/// A line of a script after those of `render::frame`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Line<'a> {
     AddElement(&'a str, &'a str, Option<&'a str>),
@@ -83,7 +83,7 @@ enum Line<'a> {
     DeleteLimit(&'a str),
 }
 
-/// `SET { KEY : DATA, .. }`, or without data.
+/// Parses `SET { KEY : DATA, .. }`, or without data.
 fn elements(text: &str, with_data: bool) -> Option<Vec<(&str, &str, Option<&str>)>> {
     let (set, rest) = text.strip_suffix(" }")?.split_once(" { ")?;
     let (parts, data_part) = form(set)?;
@@ -118,8 +118,10 @@ fn is_rule(chain: &str, rule: &str) -> Option<bool> {
         format!("numgen random mod {count}")
     };
     let rules = [
-        format!("meta mark set {choice}"),
-        format!("meta l4proto {{ tcp, udp }} dnat {ip} to ct mark . meta mark map @backends{family}"),
+        format!("meta mark set {choice} comment \"number of the endpoint\""),
+        format!(
+            "meta l4proto {{ tcp, udp }} dnat {ip} to ct mark . meta mark map @backends{family} comment \"translate to that endpoint\""
+        ),
     ];
     Some(rules.iter().any(|known| known == rule))
 }
@@ -164,7 +166,7 @@ impl<'a> Line<'a> {
     }
 }
 
-/// What the kernel holds of a table, without its rules.
+/// A model of the kernel's table, without the rules of `render::frame`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Kernel {
     elements: BTreeMap<(String, String), Option<String>>,
@@ -173,20 +175,20 @@ struct Kernel {
 }
 
 impl Kernel {
-    /// Applies a script, as the kernel does or more strictly: what is added is not there yet and what it refers to is; what is
-    /// deleted is there and nothing refers to it.
+    /// Applies a script at least as strictly as the kernel does. A part that is added must not exist, and the parts that it refers to
+    /// must. A part that is deleted must exist, and no other may refer to it.
     fn apply(&mut self, script: &str) -> Result<(), String> {
         for line in script.lines() {
-            let parsed = Line::parse(line).ok_or_else(|| format!("no form that is known: {line:?}"))?;
+            let parsed = Line::parse(line).ok_or_else(|| format!("unknown form: {line:?}"))?;
             if !parsed.into_iter().all(|one| self.line(one)) {
                 return Err(format!("refused: {line} of\n{script}"));
             }
         }
-        self.chooses_what_is_there()
+        self.check_backends()
     }
 
-    /// Each chain finds an endpoint for every number that it draws, and there is no other.
-    fn chooses_what_is_there(&self) -> Result<(), String> {
+    /// Each chain finds an endpoint for every number that it may draw, and there are no other endpoints.
+    fn check_backends(&self) -> Result<(), String> {
         let mut backends = BTreeSet::new();
         for ((set, key), data) in &self.elements {
             let Some(family) = set.strip_prefix("services") else {
@@ -214,7 +216,7 @@ impl Kernel {
         }
     }
 
-    fn leads_to(&self, data: &str) -> bool {
+    fn is_referred_to(&self, data: &str) -> bool {
         self.elements.values().any(|other| other.as_deref() == Some(data))
     }
 
@@ -222,7 +224,7 @@ impl Kernel {
         match line {
             Line::AddElement(set, key, data) => {
                 self.is_free(set, key)
-                    && self.refers(set, key, data)
+                    && self.has_references(set, key, data)
                     && self
                         .elements
                         .insert((set.to_owned(), key.to_owned()), data.map(str::to_owned))
@@ -247,10 +249,12 @@ impl Kernel {
                 .is_some(),
             Line::DeleteChain(chain) => {
                 let empty = self.chains.remove(chain).is_some_and(|rules| rules.is_empty());
-                empty && !self.leads_to(&format!("goto {chain}"))
+                empty && !self.is_referred_to(&format!("goto {chain}"))
             }
             Line::AddLimit(limit, rate) => self.limits.insert(limit.to_owned(), rate.to_owned()).is_none(),
-            Line::DeleteLimit(limit) => self.limits.remove(limit).is_some() && !self.leads_to(&format!("\"{limit}\"")),
+            Line::DeleteLimit(limit) => {
+                self.limits.remove(limit).is_some() && !self.is_referred_to(&format!("\"{limit}\""))
+            }
         }
     }
 
@@ -266,8 +270,8 @@ impl Kernel {
         set == family && others.map(|(_, key)| net(key)).all(|other| !overlap(&other, &network))
     }
 
-    /// Chains and limits are there before an element leads to them, and a grant gives a mark with which its packets pass.
-    fn refers(&self, set: &str, key: &str, data: Option<&str>) -> bool {
+    /// Whether what an element refers to exists: its chain or limit, or for a grant the element of `open` that lets its packets in.
+    fn has_references(&self, set: &str, key: &str, data: Option<&str>) -> bool {
         let has = |set: &str, key: String| self.elements.contains_key(&(set.to_owned(), key));
         let Some(data) = data else { return true };
         match set {
@@ -281,7 +285,7 @@ impl Kernel {
     }
 }
 
-/// What the kernel holds after the whole table was written.
+/// The model after the whole table was written.
 fn written(table: &Table) -> Result<Kernel, String> {
     let script = update(None, table).unwrap_or_default();
     let lines = script
@@ -332,7 +336,7 @@ fn any_node() -> impl Strategy<Value = Node> {
     (key, addresses).prop_map(|(public_key, addresses)| Node { public_key, addresses })
 }
 
-/// Any text, and some that would end a word of the script.
+/// Arbitrary texts, among them some that could break out of a word of the script.
 fn any_text() -> impl Strategy<Value = String> {
     let hostile = [
         "\"; flush ruleset; \"",
@@ -442,7 +446,7 @@ fn few() -> Vec<String> {
     ["x", "y"].map(str::to_owned).to_vec()
 }
 
-/// Inputs and those of a later moment, when all objects may be others, or only SandboxAccesses or only Services.
+/// Two inputs. They differ in all objects, or only in SandboxAccesses, or only in Services.
 fn two_inputs() -> impl Strategy<Value = (Inputs, Inputs)> {
     let keep = select(vec![[true, false], [false, true], [false, false]]);
     (any_inputs(few()), any_inputs(few()), keep).prop_map(|(old, mut new, [accesses, services])| {
@@ -456,10 +460,10 @@ fn two_inputs() -> impl Strategy<Value = (Inputs, Inputs)> {
     })
 }
 
-/// What packets can do by a table: from this network, to this port, by this grant, to this endpoint; true = as a new connection.
-type Way = (IpNet, Protocol, u16, GrantId, SocketAddr, bool);
+/// A connection that a table allows: from this network, to this port, by this grant, to this endpoint. True = it may be new.
+type Allowed = (IpNet, Protocol, u16, GrantId, SocketAddr, bool);
 
-fn ways(table: &Table) -> BTreeSet<Way> {
+fn allowed_connections(table: &Table) -> BTreeSet<Allowed> {
     let mut out = BTreeSet::new();
     for (network, sandbox) in &table.sandboxes {
         for ((_, protocol, port), grant) in table.grants.iter().filter(|((of, ..), _)| of == sandbox) {
@@ -477,7 +481,7 @@ proptest! {
     #[test]
     fn steps_end_at_the_table_and_open_nothing_else((old, new) in two_inputs(), limit in 1usize..8) {
         let (old, new) = (compile(&old).table, compile(&new).table);
-        let known: BTreeSet<Way> = ways(&old).union(&ways(&new)).copied().collect();
+        let known: BTreeSet<Allowed> = allowed_connections(&old).union(&allowed_connections(&new)).copied().collect();
         let grants = |table: &Table| -> BTreeSet<_> { table.grants.iter().map(|(place, grant)| (*place, grant.id)).collect() };
         let mut now = old.clone();
         for _ in 0..1000 {
@@ -486,8 +490,8 @@ proptest! {
             }
             let next = Table::step_within(limit, Some(&now), &new);
             prop_assert_ne!(&next, &now);
-            prop_assert!(ways(&next).is_subset(&known), "{:?}", ways(&next).difference(&known));
-            // Nothing is added before all is removed.
+            prop_assert!(allowed_connections(&next).is_subset(&known), "{:?}", allowed_connections(&next).difference(&known));
+            // Nothing is added before everything obsolete is removed.
             let added = !grants(&next).is_subset(&grants(&old));
             prop_assert!(!added || grants(&next).is_subset(&grants(&new)));
             if now.frame == next.frame {
@@ -502,7 +506,7 @@ proptest! {
     }
 
     #[test]
-    fn update_leads_to_what_the_whole_table_holds((old, new) in two_inputs()) {
+    fn update_leads_to_the_same_table_as_a_whole_write((old, new) in two_inputs()) {
         let (old, new) = (compile(&old).table, compile(&new).table);
         let want = written(&new);
         let script = update(Some(&old), &new);
@@ -521,14 +525,14 @@ proptest! {
         inputs in vec(any_text(), 1..3).prop_flat_map(any_inputs),
     ) {
         let table = compile(&inputs).table;
-        // The rules are those of a gateway that knows no object.
+        // The rules are those of a gateway without any object.
         let empty = Inputs { accesses: Vec::new(), services: BTreeMap::new(), ..inputs };
         prop_assert_eq!(&table.frame, &compile(&empty).table.frame);
         written(&table).map_err(TestCaseError::fail)?;
     }
 
     #[test]
-    fn what_is_served_excludes_nothing_else_that_is(inputs in any_inputs(few())) {
+    fn served_parts_do_not_conflict(inputs in any_inputs(few())) {
         let Compiled { peers, routes, table, served, .. } = compile(&inputs);
         prop_assert_eq!(&routes, &table.sandboxes.keys().copied().collect());
         prop_assert!(served.iter().all(|name| inputs.accesses.iter().any(|access| access.name == *name)));

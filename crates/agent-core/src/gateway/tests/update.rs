@@ -1,4 +1,4 @@
-//! The table as text, and the transactions from one to the next.
+//! Tests of the rendered table and of the transactions from one table to the next.
 
 use std::{num::NonZeroU32, time::Duration};
 
@@ -54,7 +54,7 @@ fn second(table: &mut Table) {
     table.grants.insert((A, Protocol::Udp, 20002), grant);
 }
 
-/// The script from `old` to `new` has these lines.
+/// The script from `old` to `new` has exactly these lines.
 #[track_caller]
 fn assert_update(old: &Table, new: &Table, lines: &[&str]) {
     let script = update(Some(old), new).unwrap_or_default();
@@ -64,8 +64,8 @@ fn assert_update(old: &Table, new: &Table, lines: &[&str]) {
 /// What `second` adds.
 const SECOND: [&str; 13] = [
     "add chain inet clustermesh choose6-1",
-    "add rule inet clustermesh choose6-1 meta mark set numgen random mod 1",
-    "add rule inet clustermesh choose6-1 meta l4proto { tcp, udp } dnat ip6 to ct mark . meta mark map @backends6",
+    "add rule inet clustermesh choose6-1 meta mark set numgen random mod 1 comment \"number of the endpoint\"",
+    "add rule inet clustermesh choose6-1 meta l4proto { tcp, udp } dnat ip6 to ct mark . meta mark map @backends6 comment \"translate to that endpoint\"",
     "add element inet clustermesh backends4 { 0x00000002 . 0x00000000 : 10.244.1.6 . 53 }",
     "add element inet clustermesh backends6 { 0x00000002 . 0x00000000 : fd10:244::6 . 53 }",
     "add element inet clustermesh services4 { 0x00000002 : goto choose4-1 }",
@@ -85,7 +85,7 @@ fn third(table: &mut Table) {
 }
 
 #[test]
-fn without_an_old_table_the_whole_one_is_written() {
+fn without_an_old_table_the_whole_table_is_written() {
     let table = table();
     let script = update(None, &table).unwrap();
     let lines = script.strip_prefix(&render::frame(&table.frame)).unwrap();
@@ -93,8 +93,8 @@ fn without_an_old_table_the_whole_one_is_written() {
         "add limit inet clustermesh sandbox-0000000a rate over 1000/second burst 2000 packets",
         "add element inet clustermesh limits { 0x0000000a : \"sandbox-0000000a\" }",
         "add chain inet clustermesh choose4-1",
-        "add rule inet clustermesh choose4-1 meta mark set numgen random mod 1",
-        "add rule inet clustermesh choose4-1 meta l4proto { tcp, udp } dnat ip to ct mark . meta mark map @backends4",
+        "add rule inet clustermesh choose4-1 meta mark set numgen random mod 1 comment \"number of the endpoint\"",
+        "add rule inet clustermesh choose4-1 meta l4proto { tcp, udp } dnat ip to ct mark . meta mark map @backends4 comment \"translate to that endpoint\"",
         "add element inet clustermesh backends4 { 0x00000001 . 0x00000000 : 10.244.1.5 . 5432 }",
         "add element inet clustermesh services4 { 0x00000001 : goto choose4-1 }",
         "add element inet clustermesh endpoints4 { 0x00000001 . 10.244.1.5 . 5432 }",
@@ -128,8 +128,8 @@ fn added_endpoint_gives_its_grant_another_chain() {
         "flush chain inet clustermesh choose4-1",
         "delete chain inet clustermesh choose4-1",
         "add chain inet clustermesh choose4-2",
-        "add rule inet clustermesh choose4-2 meta mark set numgen random mod 2",
-        "add rule inet clustermesh choose4-2 meta l4proto { tcp, udp } dnat ip to ct mark . meta mark map @backends4",
+        "add rule inet clustermesh choose4-2 meta mark set numgen random mod 2 comment \"number of the endpoint\"",
+        "add rule inet clustermesh choose4-2 meta l4proto { tcp, udp } dnat ip to ct mark . meta mark map @backends4 comment \"translate to that endpoint\"",
         "add element inet clustermesh backends4 { 0x00000001 . 0x00000001 : 10.244.1.6 . 5432 }",
         "add element inet clustermesh services4 { 0x00000001 : goto choose4-2 }",
         "add element inet clustermesh endpoints4 { 0x00000001 . 10.244.1.6 . 5432 }",
@@ -139,7 +139,7 @@ fn added_endpoint_gives_its_grant_another_chain() {
 }
 
 #[test]
-fn last_endpoint_that_goes_leaves_no_way() {
+fn removing_the_last_endpoint_removes_its_chain() {
     let new = table_with(|table| {
         table.grants.insert((A, Protocol::Tcp, 20001), grant(1, &[]));
     });
@@ -155,7 +155,7 @@ fn last_endpoint_that_goes_leaves_no_way() {
 }
 
 #[test]
-fn draining_endpoint_is_chosen_no_more_and_its_connections_stand() {
+fn draining_endpoint_keeps_its_connections_only() {
     let old = table_with(|table| {
         let two = grant(1, &["10.244.1.5:5432", "10.244.1.6:5432"]);
         table.grants.insert((A, Protocol::Tcp, 20001), two);
@@ -169,8 +169,8 @@ fn draining_endpoint_is_chosen_no_more_and_its_connections_stand() {
         "flush chain inet clustermesh choose4-2",
         "delete chain inet clustermesh choose4-2",
         "add chain inet clustermesh choose4-1",
-        "add rule inet clustermesh choose4-1 meta mark set numgen random mod 1",
-        "add rule inet clustermesh choose4-1 meta l4proto { tcp, udp } dnat ip to ct mark . meta mark map @backends4",
+        "add rule inet clustermesh choose4-1 meta mark set numgen random mod 1 comment \"number of the endpoint\"",
+        "add rule inet clustermesh choose4-1 meta l4proto { tcp, udp } dnat ip to ct mark . meta mark map @backends4 comment \"translate to that endpoint\"",
         "add element inet clustermesh backends4 { 0x00000001 . 0x00000000 : 10.244.1.6 . 5432 }",
         "add element inet clustermesh services4 { 0x00000001 : goto choose4-1 }",
     ];
@@ -178,12 +178,12 @@ fn draining_endpoint_is_chosen_no_more_and_its_connections_stand() {
 }
 
 #[test]
-fn added_grant_gets_its_chain_before_what_leads_there() {
+fn added_grant_gets_its_chain_before_its_elements() {
     assert_update(&table(), &table_with(second), &SECOND);
 }
 
 #[test]
-fn removed_grant_loses_what_leads_to_its_chain_first() {
+fn removed_grant_loses_its_elements_before_its_chain() {
     let lines = [
         "delete element inet clustermesh grants { 0x0000000a . udp . 20002 }",
         "delete element inet clustermesh open { 0x0000000a . udp . 20002 . 0x00000002 }",
@@ -202,7 +202,7 @@ fn removed_grant_loses_what_leads_to_its_chain_first() {
 }
 
 #[test]
-fn port_that_changes_its_grant_does_so_in_one_script() {
+fn port_changes_its_grant_in_one_transaction() {
     let new = table_with(|table| {
         table.grants = [((A, Protocol::Tcp, 20001), grant(3, &["10.244.1.5:5432"]))].into();
     });
@@ -224,7 +224,7 @@ fn port_that_changes_its_grant_does_so_in_one_script() {
 }
 
 #[test]
-fn changed_rate_replaces_the_limit_and_what_leads_there() {
+fn changed_rate_replaces_the_limit_and_its_element() {
     let new = table_with(|table| {
         table.rates.insert(A, rate(5));
     });
@@ -254,7 +254,7 @@ fn added_and_removed_sandbox_touches_no_other() {
 }
 
 #[test]
-fn network_is_taken_away_before_one_that_overlaps_it_is_added() {
+fn network_is_removed_before_an_overlapping_one_is_added() {
     let new = table_with(|table| table.sandboxes = [(net("100.80.0.0/16"), B)].into());
     let lines = [
         "delete element inet clustermesh sandboxes4 { 100.80.1.0/24 }",
@@ -264,7 +264,7 @@ fn network_is_taken_away_before_one_that_overlaps_it_is_added() {
 }
 
 #[test]
-fn network_that_changes_hands_is_replaced() {
+fn network_that_moves_to_another_sandbox_is_replaced() {
     let new = table_with(|table| table.sandboxes = [(net("100.80.1.0/24"), B)].into());
     let lines = [
         "delete element inet clustermesh sandboxes4 { 100.80.1.0/24 }",
@@ -273,7 +273,7 @@ fn network_that_changes_hands_is_replaced() {
     assert_update(&table(), &new, &lines);
 }
 
-/// `table()` with so many grants more of the sandbox `B`, each with one endpoint.
+/// `table()` with `count` further grants of the sandbox `B`, each with one endpoint.
 fn many(count: u16) -> Table {
     table_with(|table| {
         third(table);
@@ -285,7 +285,7 @@ fn many(count: u16) -> Table {
     })
 }
 
-/// The tables on the way from `old` to `new`, `new` among them.
+/// The intermediate tables from `old` to `new`, including `new`.
 fn steps(old: Option<&Table>, new: &Table) -> Vec<Table> {
     let mut out: Vec<Table> = Vec::new();
     while out.last().or(old) != Some(new) {
@@ -302,12 +302,12 @@ fn small_change_is_one_step() {
     assert_eq!(steps(None, &table()), [table()]);
 }
 
-/// What a script adds and removes.
+/// How many parts a script adds and removes.
 fn size(script: &str) -> usize {
     script.lines().map(|line| line.split(", ").count()).sum()
 }
 
-/// The limit, and what comes once: a network, a rate, a chain with its rules.
+/// The limit of a step, and the parts that are added once: a network, a rate, a chain with its rules.
 const MOST: usize = table::STEP + 10;
 
 #[test]
@@ -335,19 +335,19 @@ fn many_grants_are_removed_in_bounded_steps() {
         assert!(size <= MOST, "{size}");
         old = new;
     }
-    // Its network goes at once.
+    // The network is removed in the first step.
     assert_eq!(steps[0].sandboxes, table().sandboxes);
 }
 
 #[test]
-fn grant_that_is_removed_goes_before_many_are_added() {
+fn grant_is_removed_before_many_are_added() {
     let first = Table::step(Some(&table_with(second)), &many(5000));
     assert!(!first.grants.contains_key(&(A, Protocol::Udp, 20002)));
     assert_ne!(first, many(5000));
 }
 
 #[test]
-fn grant_that_is_too_heavy_for_a_step_has_one_of_its_own() {
+fn grant_heavier_than_a_step_has_a_step_of_its_own() {
     let texts: Vec<String> = (0..4000u16)
         .map(|n| format!("10.244.{}.{}:80", n >> 8, n & 255))
         .collect();
@@ -366,7 +366,7 @@ fn grant_that_is_too_heavy_for_a_step_has_one_of_its_own() {
 }
 
 #[test]
-fn network_changes_hands_after_grants_left_from_before_are_gone() {
+fn network_moves_after_obsolete_grants_are_removed() {
     let new = table_with(|table| table.sandboxes = [(net("100.80.1.0/24"), B)].into());
     let steps = steps(Some(&many(5000)), &new);
     let (last, others) = steps.split_last().unwrap();
@@ -377,7 +377,7 @@ fn network_changes_hands_after_grants_left_from_before_are_gone() {
 }
 
 #[test]
-fn name_of_a_grants_service_is_not_in_the_table() {
+fn service_name_of_a_grant_is_not_in_the_table() {
     let new = table_with(|table| {
         table.grants.get_mut(&(A, Protocol::Tcp, 20001)).unwrap().service = team("renamed");
     });
@@ -385,7 +385,7 @@ fn name_of_a_grants_service_is_not_in_the_table() {
 }
 
 #[test]
-fn standing_names_each_grant_with_each_endpoint() {
+fn standing_pairs_each_grant_with_each_endpoint() {
     let socket = |text: &str| text.parse::<SocketAddr>().unwrap();
     let want = [
         (GrantId(1), socket("10.244.1.5:5432")),
@@ -396,7 +396,7 @@ fn standing_names_each_grant_with_each_endpoint() {
 }
 
 #[test]
-fn renewal_adds_the_interface_anew_for_whole_seconds() {
+fn renewal_adds_the_interface_again_in_whole_seconds() {
     let frame = table().frame;
     let lines = |seconds: u32| {
         ["add", "delete", "add"]
@@ -404,7 +404,7 @@ fn renewal_adds_the_interface_anew_for_whole_seconds() {
             .concat()
     };
     assert_eq!(alive(&frame, Duration::from_millis(20_900)), lines(20));
-    // 0 would be for ever.
+    // 0 would mean no timeout.
     assert_eq!(alive(&frame, Duration::from_millis(900)), lines(1));
 }
 
@@ -413,7 +413,7 @@ fn rules_of_a_gateway_with_both_families() {
     insta::assert_snapshot!(render::frame(&table().frame));
 }
 
-/// The text of the rules with a change has each of `lines`, and none that has one of `without`.
+/// The rules, rendered after `change` to the frame, contain each of `lines` and none of the texts in `without`.
 #[track_caller]
 fn assert_frame(change: impl FnOnce(&mut Frame), lines: &[&str], without: &[&str]) {
     let mut frame = table().frame;
@@ -489,7 +489,7 @@ fn source_ports_leave_out_the_pods_own_and_those_below_1024() {
         ([40000, 40000], "1024-39999"),
     ] {
         let line = format!(
-            "oifname != \"clustermesh0\" ct mark != 0 ct status dnat meta l4proto {{ tcp, udp }} masquerade to :{ports}"
+            "oifname != \"clustermesh0\" ct mark != 0 ct status dnat meta l4proto {{ tcp, udp }} masquerade to :{ports} comment \"endpoints see this pod as the source\""
         );
         assert_frame(|frame| [frame.listen_port, frame.admin_port] = own, &[&line], &[]);
     }
@@ -504,8 +504,8 @@ fn sticky_grant_chooses_by_address_with_a_fixed_seed() {
     });
     let script = update(Some(&table()), &new).unwrap();
     let rules = [
-        "choose4-1-by-address meta mark set jhash ip saddr mod 1 seed 0x1",
-        "choose6-2-by-address meta mark set jhash ip6 saddr mod 2 seed 0x1",
+        "choose4-1-by-address meta mark set jhash ip saddr mod 1 seed 0x1 comment \"number of the endpoint\"",
+        "choose6-2-by-address meta mark set jhash ip6 saddr mod 2 seed 0x1 comment \"number of the endpoint\"",
     ];
     for rule in rules {
         assert!(
@@ -524,7 +524,23 @@ fn elements_of_a_set_share_statements() {
         }
     });
     let added = update(Some(&table()), &new).unwrap();
-    // Of each of six sets.
+    // Three statements for each of six sets.
     assert_eq!(added.lines().count(), 6 * 3);
     assert_eq!(update(Some(&new), &table()).unwrap().lines().count(), 6 * 3);
+}
+
+#[test]
+fn every_rule_has_a_comment_that_nft_accepts() {
+    let text = render::frame(&table().frame);
+    let (_, chains) = text.split_once("  chain ").unwrap();
+    let rules = chains.lines().filter(|line| line.starts_with("    "));
+    let rules: Vec<&str> = rules.map(str::trim).filter(|line| !line.starts_with("type ")).collect();
+    assert!(rules.len() > 40, "{text}");
+    for rule in rules {
+        let comment = rule
+            .split_once(" comment \"")
+            .and_then(|(_, rest)| rest.strip_suffix('"'));
+        // NFTNL_UDATA_COMMENT_MAXLEN
+        assert!(comment.is_some_and(|text| text.len() <= 128), "{rule}");
+    }
 }

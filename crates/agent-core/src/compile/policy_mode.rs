@@ -1,7 +1,7 @@
-//! What a node's kernel should hold of ours where another program owns the tunnel (kg): the firewall table alone.
+//! Compiles the firewall table of policy mode, in which another program (kg) owns the tunnel and programs the Peers.
 //!
-//! That program programs every Peer by itself. What is left to do here is what it does not: to let a member's addresses
-//! reach what the PeerPolicies allow and nothing else, and to keep the sources that the other members know.
+//! The agent then writes only this table. It restricts a member's sources to what the PeerPolicies allow, and keeps published sources
+//! from being masqueraded.
 
 use std::collections::BTreeSet;
 
@@ -14,24 +14,26 @@ use crate::{
     prefixes::aggregate,
 };
 
-/// What [`beside`] comes to.
+/// The desired state in policy mode.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Beside {
+pub struct PolicyMode {
     /// The nftables table.
     pub firewall: Firewall,
-    /// Every range that is a mesh's now.
+    /// Every prefix that belongs to a mesh now.
     pub meshed: BTreeSet<IpNet>,
-    /// What was left out, and why: sorted, without repetition.
+    /// The parts that were left out, with reasons: sorted, without duplicates.
     pub refused: Vec<Refused>,
 }
 
-/// Compiles. Of the inputs neither keys, endpoints, MTU nor WireGuard addresses are looked at; of Peers, which are to be those
-/// of meshes alone, only the ranges: what comes from them without a PeerPolicy is dropped.
+/// Compiles the table of policy mode.
 ///
-/// `before`: ranges that were a mesh's. The other program may let go of a Peer later than we hear that it is gone, or never,
-/// and a source of no mesh is that program's own business: these stay closed.
+/// Ignores keys, endpoints, MTU and WireGuard addresses. `inputs.peers` must contain only Peers of meshes, and only their allowed IPs
+/// are read: packets from these without a PeerPolicy are dropped.
+///
+/// `before` are prefixes that belonged to a mesh earlier; they stay closed. The other program may remove a Peer later than this agent
+/// sees it deleted, or never, and sources outside mesh prefixes are not filtered.
 #[must_use]
-pub fn beside(inputs: &Inputs, before: &BTreeSet<IpNet>) -> Beside {
+pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyMode {
     let node = &inputs.node;
     let mut refused = Vec::new();
     let policies: Vec<Policy> = inputs
@@ -47,7 +49,7 @@ pub fn beside(inputs: &Inputs, before: &BTreeSet<IpNet>) -> Beside {
         .collect();
     for peer in &inputs.peers {
         let ranges = peer.allowed_ips.iter().map(IpNet::trunc);
-        mesh.extend(ranges.filter(|net| net.prefix_len() > 0 && !super::touches_pods(node, net)));
+        mesh.extend(ranges.filter(|net| net.prefix_len() > 0 && !super::overlaps_own_pods(node, net)));
     }
     let now = mesh.clone();
     mesh.extend(before);
@@ -78,7 +80,7 @@ pub fn beside(inputs: &Inputs, before: &BTreeSet<IpNet>) -> Beside {
     });
     refused.sort();
     refused.dedup();
-    Beside {
+    PolicyMode {
         firewall,
         meshed: now,
         refused,

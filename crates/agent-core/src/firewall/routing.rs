@@ -1,0 +1,210 @@
+//! Renders the chains that choose between tunnel and underlay for a packet, and those that drop what must not leave this node.
+//! [`super::render`] has the chains for packets that come in by the tunnel.
+
+use super::{
+    Frame,
+    render::{TO_THIS_NODE, add_rule, add_rule_pair, match_mark, set_mark, to_this_node_chain},
+};
+use crate::numbers::{CONNECTION_MASK, MARK_MASK, MARK_TUNNEL, MARK_UNDERLAY};
+
+const REPLY_BY_TUNNEL: &str = "reply to the tunnel although the route to it is throw";
+
+/// Drops spoofed sources, and marks packets so that replies take the path by which their connection came.
+pub(super) fn path_chains(frame: &Frame) -> String {
+    let Frame {
+        device, listen_port, ..
+    } = frame;
+    let (ct_tunnel, ct_underlay) = (set_mark(MARK_TUNNEL, "ct"), set_mark(MARK_UNDERLAY, "ct"));
+    let (meta_tunnel, meta_underlay) = (set_mark(MARK_TUNNEL, "meta"), set_mark(MARK_UNDERLAY, "meta"));
+    let (from_tunnel, from_underlay) = (match_mark(MARK_TUNNEL, "ct"), match_mark(MARK_UNDERLAY, "ct"));
+    let mut out = String::from(
+        "
+  # Replies take the path by which their connection came: the mark selects the routing table. The underlay mark is also for a
+  # strict rp_filter, which looks up the source with it (src_valid_mark).
+  chain path_in {
+    type filter hook prerouting priority mangle; policy accept;
+",
+    );
+    add_rule(
+        &mut out,
+        &format!("iifname \"{device}\" goto path_from_tunnel"),
+        "packets from the tunnel",
+    );
+    add_rule(
+        &mut out,
+        &format!("udp dport {listen_port} fib daddr type local {meta_underlay} accept"),
+        "outer packets of the tunnel: use the underlay",
+    );
+    out.push_str(
+        "    # A worker whose own address lies in a mesh network gets packets with mesh sources by the underlay, but for itself alone.\n",
+    );
+    add_rule_pair(
+        &mut out,
+        "{ip} saddr @mesh{n} fib daddr type unicast counter drop",
+        "spoofed: a mesh source from outside the tunnel is not forwarded",
+    );
+    add_rule_pair(
+        &mut out,
+        &format!("ct state new {{ip}} saddr @mesh{{n}} counter {ct_underlay}"),
+        "connection from a mesh source by the underlay",
+    );
+    add_rule(
+        &mut out,
+        &format!("ct direction original {from_underlay} {meta_underlay}"),
+        "underlay connection: rp_filter looks up its source in the underlay",
+    );
+    add_rule(
+        &mut out,
+        &format!("ct direction reply {from_underlay} {meta_underlay}"),
+        "reply of a pod, or of a translated destination: use the underlay",
+    );
+    let reply_by_tunnel = format!("ct direction reply {from_tunnel} {{ip}} daddr @throw{{n}} counter {meta_tunnel}");
+    add_rule_pair(&mut out, &reply_by_tunnel, REPLY_BY_TUNNEL);
+    out.push_str("  }\n\n  chain path_from_tunnel {\n");
+    add_rule(
+        &mut out,
+        &format!("ct state new {ct_tunnel}"),
+        "connection by the tunnel",
+    );
+    add_rule(
+        &mut out,
+        &format!("ct direction reply {from_underlay} {meta_underlay}"),
+        "reply of a mesh endpoint to an underlay connection: use the underlay",
+    );
+    add_rule(&mut out, TO_THIS_NODE, "to an address of this node");
+    out.push_str("  }\n");
+    out.push_str(&to_this_node_chain());
+    out.push_str(
+        "
+  # A connection from the underlay that was translated into the mesh (NodePort here, endpoint there) enters the tunnel. With the
+  # underlay mark it would leave unencrypted.
+  chain path_dnat {
+    type filter hook prerouting priority dstnat + 1; policy accept;
+",
+    );
+    add_rule(&mut out, "ct status & dnat == 0 accept", "not translated");
+    let underlay = match_mark(MARK_UNDERLAY, "meta");
+    let clear_mark = format!("meta mark set meta mark & {:#010x}", !MARK_MASK);
+    add_rule_pair(
+        &mut out,
+        &format!("ct direction original {underlay} {{ip}} daddr @mesh{{n}} counter {clear_mark}"),
+        "translated into the mesh: use the tunnel",
+    );
+    out.push_str(
+        "  }
+
+  chain path_out {
+    type route hook output priority mangle; policy accept;
+",
+    );
+    add_rule(
+        &mut out,
+        "ct direction original accept",
+        "this node's own connections follow the routes",
+    );
+    add_rule(
+        &mut out,
+        &format!("ct direction reply {from_underlay} counter {meta_underlay}"),
+        "reply to an underlay connection: use the underlay",
+    );
+    // Only where the destination is thrown. Conntrack also counts this node's own ICMP errors about packets that its pods send
+    // into the tunnel (too big, unreachable) as replies, and those have to reach the pods.
+    add_rule_pair(&mut out, &reply_by_tunnel, REPLY_BY_TUNNEL);
+    out.push_str("  }\n");
+    out
+}
+
+/// Drops packets that would leave unencrypted, or enter the tunnel with a source that is not published. The chains run after
+/// every nat chain.
+pub(super) fn leave_chains(frame: &Frame) -> String {
+    let Frame {
+        device, listen_port, ..
+    } = frame;
+    let (from_tunnel, from_underlay) = (match_mark(MARK_TUNNEL, "ct"), match_mark(MARK_UNDERLAY, "ct"));
+    let mut out = String::from(
+        "
+  chain leave {
+    type filter hook postrouting priority srcnat + 10; policy accept;
+",
+    );
+    add_rule(
+        &mut out,
+        &format!("oifname \"{device}\" goto into_tunnel"),
+        "into the tunnel",
+    );
+    add_rule(&mut out, "oifname \"lo\" accept", "loopback");
+    out.push_str("    # Only our two bits: Cilium adds its own to what the host sends, in filter output.\n");
+    add_rule(
+        &mut out,
+        &format!(
+            "meta mark & {CONNECTION_MASK:#010x} == {MARK_UNDERLAY:#010x} udp sport {listen_port} fib saddr type local accept"
+        ),
+        "outer packets of the tunnel",
+    );
+    add_rule(
+        &mut out,
+        &format!("ct direction reply {from_underlay} accept"),
+        "reply to an underlay connection",
+    );
+    out.push_str(
+        "    # For neighbours on the underlay's link whose addresses lie in the mesh, as hub pods are for a worker in the hub. These
+    # packets do what ARP does for IPv4: they are never forwarded, and answered without a look at routes.
+",
+    );
+    add_rule(
+        &mut out,
+        "icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept",
+        "IPv6 neighbour discovery",
+    );
+    let error = format!("fib saddr type local ct state related {from_tunnel}");
+    for (direction, far) in [("reply", "ct reply {ip} saddr"), ("original", "ct original {ip} saddr")] {
+        add_rule_pair(
+            &mut out,
+            &format!("{error} ct direction {direction} {far} @mesh{{n}} {{ip}} daddr != @mesh{{n}} accept"),
+            "own ICMP error about a tunnel flow, to the local end",
+        );
+    }
+    out.push_str(
+        "    # When a prefix leaves the mesh, conntrack still keeps the published source of its connections.\n",
+    );
+    add_rule(
+        &mut out,
+        &format!("iifname != \"{device}\" {from_tunnel} counter drop"),
+        "connection of the tunnel would go on unencrypted",
+    );
+    add_rule_pair(&mut out, "{ip} daddr @throw{n} accept", "needed by the underlay");
+    add_rule_pair(
+        &mut out,
+        "{ip} daddr @mesh{n} counter drop",
+        "to the mesh would leave unencrypted",
+    );
+    out.push_str("  }\n\n  chain into_tunnel {\n");
+    add_rule(
+        &mut out,
+        "ct state untracked counter drop",
+        "untracked: not translated, so the source is unchecked",
+    );
+    add_rule_pair(
+        &mut out,
+        "{ip} daddr @closed{n} counter drop",
+        "to a member that is closed",
+    );
+    add_rule_pair(
+        &mut out,
+        &format!("ct direction reply {from_tunnel} {{ip}} saddr @served{{n}} accept"),
+        "reply of an anchor: its source is the ClusterIP again",
+    );
+    add_rule_pair(
+        &mut out,
+        "{ip} saddr != @published{n} counter drop",
+        "source is not published for this node",
+    );
+    let (unmarked, ct_tunnel) = (match_mark(0, "ct"), set_mark(MARK_TUNNEL, "ct"));
+    add_rule(
+        &mut out,
+        &format!("ct state new {unmarked} {ct_tunnel}"),
+        "connection through the tunnel",
+    );
+    out.push_str("  }\n");
+    out
+}
