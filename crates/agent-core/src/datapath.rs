@@ -1,18 +1,17 @@
-//! Whether the packets of a node's pods pass netfilter at all, told from the settings of a CNI that can lead them past it.
-//! Reading the settings is the program's.
+//! Detects from the settings of Cilium whether packets of a node's pods bypass netfilter.
 
 use std::collections::BTreeMap;
 
-/// Why Cilium with these settings (its ConfigMap `cilium-config`) leads packets past the host's network stack, with it past
-/// nftables and ip rules; `None` = it does not. What Cilium itself looks at: `Documentation/operations/performance/tuning.rst`
-/// (eBPF host routing) and `initKubeProxyReplacementOptions`.
+/// Why Cilium with these settings (its ConfigMap `cilium-config`) forwards packets past the host's network stack, and so past
+/// nftables and ip rules. `None` = it does not. The conditions are those of Cilium's
+/// `Documentation/operations/performance/tuning.rst` (eBPF host routing) and `initKubeProxyReplacementOptions`.
 #[must_use]
 pub fn cilium_bypass(settings: &BTreeMap<String, String>) -> Option<&'static str> {
     let is = |key: &str, values: &[&str]| settings.get(key).is_some_and(|value| values.contains(&value.as_str()));
     if is("datapath-mode", &["netkit", "netkit-l2"]) {
         return Some("datapath-mode is netkit");
     }
-    // Host routing in BPF needs both, falls back where one is missing, and can be switched off.
+    // Host routing in BPF needs both masquerading in BPF and kube-proxy replacement, and can be switched off.
     let masquerades = is("enable-bpf-masquerade", &["true"])
         || (is("enable-ipv4-masquerade", &["false"]) && !is("enable-ipv6-masquerade", &["true"]));
     let replaces = is("kube-proxy-replacement", &["true", "strict"]);
@@ -26,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn host_routing_in_bpf_is_told_by_what_turns_it_on_and_off() {
+    fn bypass_is_detected_from_the_settings_of_cilium() {
         let bypass = |text: &str| {
             let pairs = text.split_whitespace().filter_map(|pair| pair.split_once('='));
             cilium_bypass(&pairs.map(|(key, value)| (key.to_owned(), value.to_owned())).collect())

@@ -1,5 +1,5 @@
-//! What a WireGuard device should hold, what it holds, and the named changes between the two.
-//! How to tell a device is a backend's business (`wg-agent`).
+//! The desired and the observed peers of a WireGuard device, and the changes from one to the other. A backend in `wg-agent`
+//! applies them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,77 +17,77 @@ use crate::key::PresharedKey;
 #[cfg(test)]
 mod tests;
 
-/// The peers a device should hold. An address range has one owner: where two peers name the same range,
-/// the one with the higher key gets it and the diff never comes to rest, so the compiler of this map must not do that.
+/// The desired peers of a device. No two of them may have the same allowed IP: the device gives it to the one with the higher key, and
+/// every [`diff`] finds a change again.
 pub type Peers = BTreeMap<PublicKey, PeerSpec>;
 
-/// What we configure of one peer.
+/// The desired configuration of one peer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PeerSpec {
-    /// Where to send until the peer is heard from elsewhere. `None` = it dials us; an endpoint the device already has is kept,
-    /// since WireGuard cannot unset one.
+    /// Where to send until authenticated packets arrive from another endpoint. `None` = the peer has to initiate. An endpoint that the
+    /// device already has is kept, because WireGuard cannot unset it.
     pub endpoint: Option<SocketAddr>,
     /// Seconds between keepalives, for peers behind NAT (wg(8), `PersistentKeepalive`).
     pub keepalive: Option<NonZeroU16>,
-    /// An additional symmetric key.
+    /// An additional symmetric key (wg(8), `PresharedKey`).
     pub preshared_key: Option<PresharedKey>,
-    /// The inner sources accepted from and the inner destinations sent to this peer. Host bits are zero.
+    /// Allowed IPs: inner sources accepted from this peer, and inner destinations sent to it. Host bits are zero.
     pub allowed_ips: BTreeSet<IpNet>,
 }
 
-/// One peer as the device holds it.
+/// The observed state of one peer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ObservedPeer {
-    /// As last configured: `endpoint` is the one we set, not the one it roamed to. This alone takes part in [`diff`].
+    /// As last configured: `endpoint` is the one that was set, not the one that the peer roamed to. [`diff`] compares only this.
     pub configured: PeerSpec,
-    /// What happened since; never compared.
+    /// Endpoint, handshake and counters. Never compared.
     pub stats: PeerStats,
 }
 
-/// What a device knows of its dealings with one peer.
+/// Endpoint, handshake and counters of one peer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PeerStats {
-    /// Where packets to it go now; follows authenticated packets.
+    /// The current endpoint, which follows authenticated packets.
     pub endpoint: Option<SocketAddr>,
-    /// Since the last completed handshake; `None` = never.
+    /// Time since the last completed handshake; `None` = never.
     pub handshake_age: Option<Duration>,
-    /// Bytes of UDP payload received from it and authenticated.
+    /// Bytes of authenticated UDP payload received from it.
     pub rx_bytes: u64,
     /// Bytes of UDP payload sent to it.
     pub tx_bytes: u64,
 }
 
-/// The peers a device holds.
+/// The observed peers of a device.
 pub type ObservedPeers = BTreeMap<PublicKey, ObservedPeer>;
 
-/// One named change to one peer.
+/// A change to one peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PeerChange {
-    /// The device does not have this key yet.
+    /// Adds a peer.
     Add(PublicKey, PeerSpec),
-    /// Some attributes differ; the session stays.
+    /// Changes attributes of a peer. Its session stays.
     Update(PublicKey, PeerUpdate),
-    /// The key is gone from the desired state, its ranges with it.
+    /// Removes a peer with its allowed IPs.
     Remove(PublicKey),
 }
 
-/// The attributes of a peer that change; the others are left alone.
+/// The attributes of a peer that change. Others stay.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PeerUpdate {
-    /// The endpoint to use from now on, over whatever it roamed to.
+    /// The new endpoint. It also replaces one that the peer roamed to.
     pub endpoint: Option<SocketAddr>,
     /// The new keepalive; `Some(None)` turns it off.
     pub keepalive: Option<Option<NonZeroU16>>,
-    /// The new preshared key; `Some(None)` drops it. The one attribute whose change costs a new handshake.
+    /// The new preshared key; `Some(None)` removes it. Only this change requires a new handshake.
     pub preshared_key: Option<Option<PresharedKey>>,
-    /// Ranges gained; each moves here from whichever peer has it.
+    /// Allowed IPs to add. If another peer has one, it moves to this peer.
     pub add_allowed_ips: BTreeSet<IpNet>,
-    /// Ranges given up, where this peer still has them.
+    /// Allowed IPs to remove, if this peer still has them.
     pub remove_allowed_ips: BTreeSet<IpNet>,
 }
 
 impl PeerUpdate {
-    /// True when it changes nothing.
+    /// Whether it changes nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
@@ -95,7 +95,7 @@ impl PeerUpdate {
 }
 
 impl PeerChange {
-    /// The peer it concerns.
+    /// The peer that changes.
     #[must_use]
     pub const fn key(&self) -> &PublicKey {
         match self {
@@ -104,10 +104,10 @@ impl PeerChange {
     }
 }
 
-/// The changes that bring a device from `observed` to `desired`; `None` when there is nothing to do.
+/// Computes the changes from `observed` to `desired`; `None` = they are equal.
 ///
-/// A range that moves between peers is never without an owner: it appears only as gained, which takes it from whoever has it,
-/// and peers are removed last.
+/// An allowed IP that moves between peers always has an owner: it is only added to the new peer, which takes it from the old one, and
+/// peers are removed last.
 #[must_use]
 pub fn diff(observed: &ObservedPeers, desired: &Peers) -> Option<Vec<PeerChange>> {
     let wanted: BTreeSet<&IpNet> = desired.values().flat_map(|spec| &spec.allowed_ips).collect();
@@ -142,14 +142,14 @@ fn update(have: &PeerSpec, want: &PeerSpec, wanted: &BTreeSet<&IpNet>) -> PeerUp
     }
 }
 
-/// What `changes` make of the configured side of `peers`: the meaning every backend must agree with.
-/// A range that is added moves from its owner; an update or removal of an unknown peer does nothing.
+/// Applies `changes` to the configuration of `peers`. It defines what every backend has to do: an allowed IP that is added moves from
+/// its owner, and an update or removal of an unknown peer does nothing.
 pub fn apply(peers: &mut Peers, changes: &[PeerChange]) {
     let mut ledger = Ledger::new(peers);
     changes.iter().for_each(|change| ledger.apply(change));
 }
 
-/// Peers, and whose each range is: for a backend that looks at them between two changes of many.
+/// Peers with an index of the owner of each allowed IP, for a backend that reads them between many changes.
 #[derive(Debug)]
 pub struct Ledger<'a> {
     peers: &'a mut Peers,
@@ -157,7 +157,7 @@ pub struct Ledger<'a> {
 }
 
 impl<'a> Ledger<'a> {
-    /// Costs as much as there are ranges.
+    /// Takes time in proportion to the number of allowed IPs.
     pub fn new(peers: &'a mut Peers) -> Self {
         let owners = peers
             .iter()
@@ -172,7 +172,7 @@ impl<'a> Ledger<'a> {
         self.peers
     }
 
-    /// As [`apply`], at the cost of the one change.
+    /// As [`apply`] for one change. Takes time in proportion to that change.
     pub fn apply(&mut self, change: &PeerChange) {
         match change {
             PeerChange::Add(key, spec) => {
@@ -224,7 +224,7 @@ impl<'a> Ledger<'a> {
     }
 }
 
-/// One line for logs and people; shows no secret.
+/// One line for logs, without secrets.
 impl fmt::Display for PeerChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

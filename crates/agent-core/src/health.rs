@@ -1,46 +1,46 @@
-//! Whether a peer is up, and which of its endpoints to try next: pure functions of ages and counters that are handed in;
-//! no clock, and nothing is sent or configured here.
+//! Derives from ages and counters whether a peer is up, and when to try its next endpoint. Pure functions: the caller has the clock.
 //!
 //! ```text
-//! we send what asks for an answer, and hear nothing, for ->  0 s           15 s          45 s
-//! the session lives                                          |------------- up -----------|---- down ---->
-//! it is dead                                                 |-- as below --|-------- down ------------->
+//! time since data was sent without any reply  ->             0 s           15 s          45 s
+//! the session is alive                                       |------------- up -----------|---- down ---->
+//! the session has expired                                    |-- as below --|-------- down ------------->
 //!
-//! age of the last handshake, else ->                         0 s               180 s        180 s + interval + 15 s
-//! keepalive at an interval                                   |------- up --------|--- up ---|---- down ---->
-//! none, and idle                                             |------- up --------|------ unknown ---------->
+//! age of the last handshake, otherwise  ->                   0 s               180 s        180 s + interval + 15 s
+//! with keepalives at an interval                             |------- up --------|--- up ---|---- down ---->
+//! without keepalives, and idle                               |------- up --------|------ unknown ---------->
 //!
-//! never a handshake, since it was added ->                   0 s           15 s
-//! we know where it is: we greeted it                         |-- unknown ---|----------- down ------------>
-//! it has to find us                                          |----------------- unknown ------------------>
+//! no handshake yet, time since the peer was added  ->        0 s           15 s
+//! its endpoint is known: we initiated a handshake            |-- unknown ---|----------- down ------------>
+//! the peer has to initiate                                   |----------------- unknown ------------------>
 //! ```
-//! A session lives 180 s (WireGuard paper §6.1, Reject-After-Time). Whoever began it renews it at 120 s when it sends
-//! (Rekey-After-Time), anybody when it sends into a dead one; a keepalive is sending. So with keepalives every 25 s the next
-//! handshake begins at 205 s at the latest, and three tries, 5 s apart (Rekey-Timeout), are over at 220 s. Whoever receives
-//! data answers within 10 s, with a keepalive if nothing else (Keepalive-Timeout), and who begins a handshake is answered at
-//! once, so a peer that is sent either and keeps silent is gone long before its session is. A keepalive itself asks for no
-//! answer: who sends nothing else learns nothing from silence, until the handshake that it asks for is not answered.
+//! A session expires after 180 s (WireGuard paper §6.1, Reject-After-Time). Its initiator renews it when it sends after 120 s
+//! (Rekey-After-Time), and either side does when it sends into an expired one. A keepalive counts as sending. So with keepalives every
+//! 25 s the next handshake begins after 205 s at the latest, and three attempts, 5 s apart (Rekey-Timeout), end at 220 s.
+//!
+//! A peer that receives data replies within 10 s, at least with a keepalive (Keepalive-Timeout), and it replies to an initiation at
+//! once. So a peer that does not reply to either is gone long before its session expires. A keepalive needs no reply: if only
+//! keepalives are sent, silence means nothing until the handshake that they trigger gets no reply.
 
 use std::time::Duration;
 
-/// A session without a newer handshake is dead at this age.
+/// A session expires at this age of its handshake.
 pub const SESSION: Duration = Duration::from_secs(180);
-/// A peer we greeted has three tries to answer.
+/// Time for three handshake initiations without a response.
 pub const GREETED: Duration = Duration::from_secs(15);
 
-/// WireGuard takes 15 s to notice that its data is not answered, and has then tried six handshakes.
+/// WireGuard notices after 15 s that its data gets no reply. This is the time until six handshakes have failed after that.
 pub const SILENT: Duration = Duration::from_secs(15 + 6 * 5);
-/// Bytes of a keepalive on the wire: data of nothing (header, counter, tag).
+/// Bytes of a keepalive on the wire: a data message with an empty payload (header, counter, tag).
 pub const KEEPALIVE: u64 = 32;
 
-/// How a peer is.
+/// The state of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum State {
-    /// Its session is alive, or a new one is due and still has time.
+    /// Its session is alive, or the next handshake is not overdue yet.
     Up,
-    /// We want to talk to it and cannot.
+    /// It should reply and does not.
     Down,
-    /// Nobody has tried, so nobody knows.
+    /// No packet that needs a reply was sent to it.
     Unknown,
 }
 
@@ -56,23 +56,23 @@ impl State {
     }
 }
 
-/// What is known of one peer at one moment.
+/// Observations of one peer at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Signs {
-    /// Since it was put on the device.
+    /// Time since it was added to the device.
     pub configured: Duration,
-    /// Since its last handshake; `None` = never.
+    /// Time since its last handshake; `None` = never.
     pub handshake: Option<Duration>,
-    /// We were given an endpoint, or it was heard from: there is somewhere to send to.
+    /// The device has an endpoint for it, configured or learned from its packets.
     pub reachable: bool,
-    /// Between two keepalives; `None` = none are sent.
+    /// Interval between keepalives; `None` = none are sent.
     pub keepalive: Option<Duration>,
-    /// For how long we have been sending what asks for an answer, that is more than [`keepalives`], without hearing anything
-    /// back; `None` = the last word was not ours.
+    /// For how long packets that need a reply (more than [`keepalives`]) have been sent without receiving anything; `None` = everything
+    /// was answered.
     pub unanswered: Option<Duration>,
 }
 
-/// How a peer with these signs is.
+/// Derives the state of a peer.
 #[must_use]
 pub fn state(signs: &Signs) -> State {
     let Some(age) = signs.handshake else {
@@ -82,7 +82,7 @@ pub fn state(signs: &Signs) -> State {
     let alive = age <= SESSION;
     let patience = if alive { SILENT } else { GREETED };
     let silent = signs.unanswered.is_some_and(|for_| for_ > patience);
-    if signs.reachable && (silent || overdue(signs.keepalive, age)) {
+    if signs.reachable && (silent || is_overdue(signs.keepalive, age)) {
         State::Down
     } else if alive || (signs.reachable && signs.keepalive.is_some()) {
         State::Up
@@ -91,13 +91,13 @@ pub fn state(signs: &Signs) -> State {
     }
 }
 
-/// Whether keepalives would have brought a new handshake by now.
-fn overdue(keepalive: Option<Duration>, age: Duration) -> bool {
+/// Whether keepalives would have caused a new handshake by now.
+fn is_overdue(keepalive: Option<Duration>, age: Duration) -> bool {
     keepalive.is_some_and(|interval| age > SESSION + interval + GREETED)
 }
 
-/// What keepalives alone may come to within `time`, bytes on the wire: one for each interval, one for its edges, and one that
-/// ends a conversation. At no interval only that one, however long it takes.
+/// The most bytes on the wire that keepalives alone may take within `time`: one keepalive for each interval, one for the edges, and the
+/// one that acknowledges received data. Without an interval only the last.
 #[must_use]
 pub fn keepalives(interval: Option<Duration>, time: Duration) -> u64 {
     let periodic = interval.filter(|interval| !interval.is_zero());
@@ -105,17 +105,17 @@ pub fn keepalives(interval: Option<Duration>, time: Duration) -> u64 {
     KEEPALIVE * (1 + periodic)
 }
 
-/// Whether it is time to try the next endpoint: nothing was heard for a greeting's time at the present one.
+/// Whether to try the next endpoint, because the current one has not replied for [`GREETED`].
 ///
-/// `since` is how long the present endpoint has been tried. A peer that is heard from keeps what it has.
+/// `since` is how long the current endpoint has been tried. A peer that replies keeps its endpoint.
 #[must_use]
 pub fn try_next(signs: &Signs, since: Duration) -> bool {
     let silent = match signs.handshake {
         None => true,
-        // A dead session that we keep sending into: the peer may have moved. Not before it is dead, since its node may
-        // just be restarting, and the present endpoint is the best guess then.
+        // The session has expired while packets were sent into it, so the peer may have moved. Before it expires, its node may just be
+        // restarting, and then the current endpoint is the best guess.
         Some(age) => {
-            age > SESSION && (overdue(signs.keepalive, age) || signs.unanswered.is_some_and(|for_| for_ > GREETED))
+            age > SESSION && (is_overdue(signs.keepalive, age) || signs.unanswered.is_some_and(|for_| for_ > GREETED))
         }
     };
     silent && since > GREETED
@@ -140,7 +140,7 @@ mod tests {
     };
 
     #[test]
-    fn the_timeline_holds_at_its_marks() {
+    fn state_changes_at_the_times_of_the_timeline() {
         let idle = |age| {
             state(&Signs {
                 handshake: Some(s(age)),
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn keepalives_alone_ask_for_nothing() {
+    fn keepalives_are_counted_by_interval() {
         assert_eq!([0, 5, 1000].map(|time| keepalives(None, s(time))), [32; 3]);
         assert_eq!(
             [0, 5, 25, 100].map(|time| keepalives(Some(s(25)), s(time))),
@@ -242,25 +242,25 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_idle_peer_without_keepalive_is_never_down_once_it_was_heard(some in signs(), age in seconds()) {
+        fn idle_peer_after_a_handshake_is_never_down(some in signs(), age in seconds()) {
             let idle = Signs { handshake: Some(age), keepalive: None, unanswered: None, ..some };
             prop_assert_ne!(state(&idle), State::Down);
         }
 
         #[test]
-        fn who_shook_hands_within_a_session_and_is_not_silent_is_up(some in signs(), age in 0u64..=180, quiet in 0u64..=45) {
+        fn peer_with_a_live_session_that_replies_is_up(some in signs(), age in 0u64..=180, quiet in 0u64..=45) {
             let alive = Signs { handshake: Some(s(age)), unanswered: Some(s(quiet)), ..some };
             prop_assert_eq!(state(&alive), State::Up);
         }
 
         #[test]
-        fn nobody_is_down_whom_we_cannot_send_to(some in signs()) {
+        fn peer_without_an_endpoint_is_never_down(some in signs()) {
             prop_assert_ne!(state(&Signs { reachable: false, ..some }), State::Down);
         }
 
-        /// Time alone makes nobody better, and nobody who is down anything but down.
+        /// Time alone improves no state, and a peer that is down stays down.
         #[test]
-        fn without_a_sign_of_life_a_peer_only_gets_worse(some in signs(), later in seconds()) {
+        fn state_without_new_packets_only_gets_worse(some in signs(), later in seconds()) {
             let rank = |state| match state {
                 State::Up => 0,
                 State::Unknown => 1,
@@ -275,16 +275,15 @@ mod tests {
             prop_assert!(rank(state(&then)) >= rank(state(&some)), "{:?} and then {:?}", state(&some), state(&then));
         }
 
-        /// A peer that lives is left where it is.
         #[test]
-        fn no_other_endpoint_is_tried_for_who_shook_hands_within_a_session(some in signs(), age in 0u64..=180, since in seconds()) {
+        fn peer_with_a_live_session_keeps_its_endpoint(some in signs(), age in 0u64..=180, since in seconds()) {
             let alive = Signs { handshake: Some(s(age)), ..some };
             prop_assert!(!try_next(&alive, since));
         }
     }
 
     #[test]
-    fn a_peer_that_never_answered_is_tried_elsewhere_and_one_that_lives_is_not() {
+    fn next_endpoint_is_tried_only_without_a_reply() {
         assert_eq!([15, 16].map(|since| try_next(&QUIET, s(since))), [false, true]);
         let lives = Signs {
             handshake: Some(s(100)),
@@ -305,7 +304,7 @@ mod tests {
         };
         assert!(
             !try_next(&kept(205, None), s(999)),
-            "its keepalive has not asked for a handshake yet"
+            "its keepalive has not triggered a handshake yet"
         );
         assert!(!try_next(&kept(205, Some(15)), s(999)));
         assert!(try_next(&kept(205, Some(16)), s(16)));

@@ -1,5 +1,4 @@
-//! The name of a network interface as a value that is safe to put into an nftables script or a sysctl path; finding
-//! interfaces is not done here.
+//! The name of a network interface as a value that is safe to put into an nftables script or a sysctl path.
 
 use std::{fmt, str::FromStr};
 
@@ -45,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_that_would_leave_its_quotes_is_refused() {
+    fn name_with_other_characters_is_refused() {
         for text in [
             "",
             ".",
@@ -61,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn usual_names_are_taken_as_they_are() {
+    fn usual_names_are_accepted() {
         for text in ["kilo0", "eth0.100", "veth12@if3", "enp0s31f6", "br-lan_1"] {
             assert_eq!(
                 text.parse::<InterfaceName>().map(|n| n.to_string()),

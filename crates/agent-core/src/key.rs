@@ -1,4 +1,4 @@
-//! The one secret that desired state carries: a peer's preshared key. The node's private key never comes near this crate.
+//! The preshared key of a peer, the only secret in the desired state. This crate never gets the node's private key.
 
 use std::fmt;
 
@@ -7,13 +7,13 @@ use std::fmt;
 pub struct PresharedKey([u8; 32]);
 
 impl PresharedKey {
-    /// Takes 32 bytes; `None` for 32 zeros, which WireGuard reads as "no preshared key".
+    /// `None` for 32 zeros, which WireGuard reads as "no preshared key".
     #[must_use]
     pub fn new(bytes: [u8; 32]) -> Option<Self> {
         (bytes != [0; 32]).then_some(Self(bytes))
     }
 
-    /// The 32 bytes, for the device alone.
+    /// The 32 bytes, to configure the device with.
     #[must_use]
     pub const fn expose(&self) -> &[u8; 32] {
         &self.0
@@ -31,13 +31,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_preshared_key_is_not_in_its_debug_text() {
+    fn debug_text_does_not_contain_the_key() {
         let key = PresharedKey::new([0xab; 32]).expect("not zero");
         assert_eq!(format!("{key:?}"), "PresharedKey(hidden)");
     }
 
     #[test]
-    fn thirty_two_zeros_are_no_preshared_key() {
+    fn zero_bytes_are_no_preshared_key() {
         assert_eq!(PresharedKey::new([0; 32]), None);
     }
 }

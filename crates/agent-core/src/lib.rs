@@ -1,5 +1,5 @@
-//! One node: peers and policies in; device, routes and firewall out. Values only: no I/O, clock, runtime or Kubernetes
-//! type lives here.
+//! Computes the desired kernel state of one node (WireGuard device, routes, firewall) from Peers and policies. Pure functions over
+//! plain values, without I/O, clock, runtime or Kubernetes types.
 #![forbid(unsafe_code)]
 
 pub mod compile;

@@ -1,44 +1,44 @@
-//! The numbers and names by which this agent knows its own things in a kernel; nothing here is configurable and no
-//! code lives here.
+//! The numbers and names that mark kernel state as the agent's own: routing tables, rule priorities, mark bits, metrics.
 //!
-//! They are fixed so that an agent finds what its predecessor left behind, whatever flags either was started with.
-//! Everything observed is filtered by them, so what carries other numbers is never touched.
+//! They are fixed, so an agent finds the state of an earlier process whatever flags either was started with. Observed state is
+//! filtered by them, so the agent never touches the state of other programs.
 
 /// Routing table of the mesh prefixes.
 pub const TABLE: u32 = 5182;
 /// Routing table that holds a default route into the device, for packets marked [`MARK_TUNNEL`].
 pub const TABLE_TUNNEL: u32 = 5183;
-/// `rtm_protocol` of every route and `FRA_PROTOCOL` of every rule we write. Free in iproute2's `rt_protos`.
+/// `rtm_protocol` of every route and `FRA_PROTOCOL` of every rule that the agent writes. Unassigned in iproute2's `rt_protos`.
 pub const PROTOCOL: u8 = 117;
-/// Priority of the rule that sends [`MARK_TUNNEL`] to [`TABLE_TUNNEL`].
+/// Priority of the rule that looks up packets with [`MARK_TUNNEL`] in [`TABLE_TUNNEL`].
 pub const RULE_TUNNEL: u32 = 1000;
-/// Priority of the rule that sends everything without [`MARK_UNDERLAY`] to [`TABLE`].
+/// Priority of the rule that looks up packets without [`MARK_UNDERLAY`] in [`TABLE`].
 pub const RULE_MESH: u32 = 1001;
 
-/// The bits of a packet's mark that are looked at: our two, and four that have to be zero beside them. Cilium writes a
-/// security identity over the upper half of the marks of pods' packets, which hits our two bits every other time, and then
-/// never leaves these four zero (`MARK_MAGIC_*` of bpf/lib/common.h, 0x0200 to 0x0F00). kube-proxy uses 0x4000 and 0x8000;
-/// Calico, of its default IptablesMarkMask 0xffff0000, 0x000f0000, and with kube-proxy in IPVS mode all of it: the mask then
-/// has to be narrowed (0x000f0000 is enough without IPVS).
+/// The bits of a packet's mark that are compared: our two bits, and four bits that must be zero.
+///
+/// Cilium writes a security identity into the upper half of the marks of pods' packets, which often sets our bits. It then never
+/// leaves the four bits zero (`MARK_MAGIC_*` in bpf/lib/common.h, 0x0200 to 0x0F00). kube-proxy uses 0x4000 and 0x8000. Calico has
+/// the IptablesMarkMask 0xffff0000 by default and uses 0x000f0000 of it; with kube-proxy in IPVS mode it uses the whole mask, which
+/// then has to be narrowed (without IPVS 0x000f0000 is enough).
 pub const MARK_MASK: u32 = 0x0030_0F00;
-/// The two bits of a connection's mark that are ours.
+/// Our two bits in the mark of a conntrack entry.
 pub const CONNECTION_MASK: u32 = 0x0030_0000;
-/// Use the underlay: the rule at [`RULE_MESH`] does not apply. Set on the tunnel's outer packets by the device's
-/// socket, and on answers to what came by the underlay.
+/// Route by the underlay: the rule at [`RULE_MESH`] does not match. The device's socket sets it on the tunnel's outer packets, the
+/// firewall on replies to packets from the underlay.
 pub const MARK_UNDERLAY: u32 = 0x0010_0000;
-/// Use the tunnel, whatever is thrown: answers to what came by the tunnel.
+/// Route by the tunnel, even to a destination with a `throw` route. Set on replies to packets from the tunnel.
 pub const MARK_TUNNEL: u32 = 0x0020_0000;
 
-/// Metric of `throw` routes: what the underlay needs wins over every route of the same prefix.
+/// Metric of `throw` routes. It is the lowest, so these win over all our routes of the same prefix.
 pub const METRIC_THROW: u32 = 10;
-/// Metric of the routes into the device that a Peer gives.
+/// Metric of the routes into the device for the allowed IPs of Peers.
 pub const METRIC_PEER: u32 = 20;
-/// Metric of the first fallback where an underlay address of this node lies in a mesh network: the device itself.
+/// Metric of the fallback route into the device, which exists where an underlay address of this node lies in a mesh network.
 pub const METRIC_FALLBACK: u32 = 4095;
-/// Metric of the `unreachable` routes behind everything else.
+/// Metric of the `unreachable` routes, the last fallback.
 pub const METRIC_UNREACHABLE: u32 = 4096;
 
 /// Name of the one nftables table, of family inet.
 pub const NFT_TABLE: &str = "clustermesh";
-/// allowedIPs one Peer may carry before it is refused: [`crate::compile`] and the kernel stay bounded.
+/// A Peer with more allowedIPs is refused. Bounds the work of [`crate::compile`] and the kernel.
 pub const MAX_ALLOWED_IPS: usize = 1000;

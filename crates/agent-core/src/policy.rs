@@ -1,29 +1,29 @@
-//! PeerPolicy as plain values: what one source member may reach in this cluster. Kubernetes types are not known here.
+//! PeerPolicy as plain values: what one source member may reach in this cluster.
 
 use std::{collections::BTreeSet, fmt};
 
 use ipnet::IpNet;
 
-/// What one source member may reach here. Whatever no `allow` rule names is denied; `deny` wins over `allow`.
+/// What one source member may reach here. Everything that no `allow` rule names is denied; `deny` wins over `allow`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Policy {
     /// Name of the PeerPolicy object.
     pub name: String,
-    /// Source addresses the member's Peers may use.
+    /// Source addresses that the member's Peers may use.
     pub sources: BTreeSet<IpNet>,
-    /// The member's networks: routed to its Peers or, where no Peer has them, nowhere.
+    /// The member's networks. They are routed to its Peers; parts without a Peer are `unreachable`.
     pub networks: BTreeSet<IpNet>,
-    /// What the sources may reach. For a cluster-meshed member: this cluster's own allowedNetworks.
+    /// What the sources may reach. For a cluster-meshed member these are this cluster's own allowedNetworks.
     pub allow: Vec<Rule>,
-    /// What they may not reach although it is allowed.
+    /// Exceptions from `allow`.
     pub deny: Vec<Rule>,
-    /// Ports closed on the addresses of this cluster's nodes: every address of this node, those that the other nodes' Node
-    /// objects name, and, but for what a Service led there, the other nodes' pod CIDRs (which hold the CNI's gateway).
+    /// Ports closed on the addresses of this cluster's nodes: every address of this node, the addresses in the other Node objects,
+    /// and the other nodes' pod CIDRs, which contain the CNI's gateway addresses. In pod CIDRs they stay open through a Service.
     pub infrastructure_ports: BTreeSet<Port>,
-    /// Networks of this cluster that no node owns: they arrive at an anchor, and nothing in them is published.
+    /// Networks of this cluster that no node owns. Packets to them arrive at an anchor, and no address in them is published.
     pub anchored: BTreeSet<IpNet>,
-    /// The member is no cluster-meshed one any more: no packet passes from it or to it, whatever `allow` says, while its Peers
-    /// are taken away.
+    /// The member is no longer cluster-meshed: every packet from it or to it is dropped, whatever `allow` says, until its Peers are
+    /// removed.
     pub closed: bool,
 }
 
@@ -67,12 +67,12 @@ impl fmt::Display for Protocol {
 }
 
 impl Policy {
-    /// Every destination that some `allow` rule names.
+    /// Every destination in the `allow` rules in force.
     pub fn served(&self) -> impl Iterator<Item = &IpNet> {
         self.allowed().iter().flat_map(|rule| &rule.to)
     }
 
-    /// The `allow` rules that count: of a closed member none.
+    /// The `allow` rules in force: none for a closed member.
     #[must_use]
     pub const fn allowed(&self) -> &[Rule] {
         if self.closed { &[] } else { self.allow.as_slice() }

@@ -1,5 +1,4 @@
-//! Set algebra over address prefixes, as nftables' interval sets need it: no two elements may overlap. Which prefixes
-//! matter is decided elsewhere.
+//! Set operations on address prefixes for nftables' interval sets, whose elements must not overlap.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,8 +7,8 @@ use std::{
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
-/// Destinations that are no other cluster's business, in whatever network they lie: this host's, the loopback, one link's (clouds
-/// answer there with a node's credentials) and everybody's (RFC 6890).
+/// Destinations that no other cluster may reach, whatever network contains them (RFC 6890): "this network", loopback, link-local
+/// (where the metadata service of a cloud gives out a node's credentials), multicast and broadcast.
 pub const NOT_UNICAST: [IpNet; 8] = [
     IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(0, 0, 0, 0), 8)),
     IpNet::V4(Ipv4Net::new_assert(Ipv4Addr::new(127, 0, 0, 0), 8)),
@@ -21,7 +20,7 @@ pub const NOT_UNICAST: [IpNet; 8] = [
     IpNet::V6(Ipv6Net::new_assert(Ipv6Addr::new(0xff00, 0, 0, 0, 0, 0, 0, 0), 8)),
 ];
 
-/// An address family. Everything in a kernel exists once for each.
+/// An address family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Family {
     /// IPv4.
@@ -31,7 +30,7 @@ pub enum Family {
 }
 
 impl Family {
-    /// Both, in the order in which they are printed.
+    /// Both families, IPv4 first.
     pub const BOTH: [Self; 2] = [Self::V4, Self::V6];
 
     /// The family of a prefix.
@@ -43,7 +42,7 @@ impl Family {
         }
     }
 
-    /// The prefix that holds every address of the family.
+    /// The prefix that contains every address of the family.
     #[must_use]
     pub fn everything(self) -> IpNet {
         match self {
@@ -53,32 +52,32 @@ impl Family {
     }
 }
 
-/// The address alone, as /32 or /128.
+/// The /32 or /128 of an address.
 #[must_use]
 pub fn host(address: IpAddr) -> IpNet {
     IpNet::from(address)
 }
 
-/// Whether two prefixes share an address.
+/// Whether two prefixes have an address in common.
 #[must_use]
 pub fn overlap(a: &IpNet, b: &IpNet) -> bool {
     a.contains(b) || b.contains(a)
 }
 
-/// The same addresses in the fewest prefixes, none of which overlap.
+/// The same addresses in the fewest prefixes, without overlaps.
 #[must_use]
 pub fn aggregate<'a>(nets: impl IntoIterator<Item = &'a IpNet>) -> BTreeSet<IpNet> {
     let nets: Vec<IpNet> = nets.into_iter().map(IpNet::trunc).collect();
     IpNet::aggregate(&nets).into_iter().collect()
 }
 
-/// Whether every address of `net` lies in one of `within`, which must be an aggregate.
+/// Whether `within`, which must be an aggregate, covers `net`.
 #[must_use]
 pub fn covered(net: &IpNet, within: &BTreeSet<IpNet>) -> bool {
     within.iter().any(|outer| outer.contains(net))
 }
 
-/// Cuts `net` into prefixes of which each lies wholly inside or wholly outside every one of `cuts`.
+/// Splits `net` into prefixes so that each lies completely inside or completely outside every prefix of `cuts`.
 fn cut(net: IpNet, cuts: &[IpNet], out: &mut Vec<IpNet>) {
     let inner: Vec<IpNet> = cuts.iter().copied().filter(|c| *c != net && net.contains(c)).collect();
     if inner.is_empty() {
@@ -91,8 +90,8 @@ fn cut(net: IpNet, cuts: &[IpNet], out: &mut Vec<IpNet>) {
     }
 }
 
-/// Turns pairs whose left sides may overlap into pairs that do not: for every address on the left the same addresses
-/// on the right as before. Kernel sets of concatenated ranges refuse a partial overlap (nft_set_pipapo: ENOTEMPTY).
+/// Converts pairs whose left sides may overlap into pairs without overlaps, so that every address on the left still has the same
+/// addresses on the right. The kernel refuses partial overlaps in concatenated range sets (nft_set_pipapo: ENOTEMPTY).
 #[must_use]
 pub fn disjoint(pairs: &BTreeMap<IpNet, BTreeSet<IpNet>>) -> BTreeSet<(IpNet, IpNet)> {
     let keys: Vec<IpNet> = pairs.keys().map(IpNet::trunc).collect();
@@ -116,9 +115,9 @@ pub fn disjoint(pairs: &BTreeMap<IpNet, BTreeSet<IpNet>>) -> BTreeSet<(IpNet, Ip
     out
 }
 
-/// Those that lie in no other. Not [`aggregate`]: that may join two neighbours into a prefix that nobody named.
+/// The prefixes that lie in no other. [`aggregate`] may also join two neighbours into a prefix that is not among `nets`.
 pub(crate) fn maximal<'a>(nets: impl IntoIterator<Item = &'a IpNet>) -> BTreeSet<IpNet> {
-    // In this order a prefix stands right before all that lie in it.
+    // A prefix sorts directly before those that lie in it.
     let sorted: BTreeSet<IpNet> = nets.into_iter().map(IpNet::trunc).collect();
     let mut out: BTreeSet<IpNet> = BTreeSet::new();
     for net in sorted {
@@ -139,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_and_nested_prefixes_become_one() {
+    fn aggregate_joins_neighbours_and_nested_prefixes() {
         let got = aggregate(&nets(&[
             "10.0.0.0/9",
             "10.128.0.0/9",
@@ -151,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nested_source_keeps_what_the_outer_one_may_reach() {
+    fn disjoint_gives_nested_prefixes_the_outer_ones_pairs() {
         let pairs = BTreeMap::from([
             ("10.0.0.0/30".parse().unwrap(), nets(&["1.0.0.0/8"])),
             ("10.0.0.1/32".parse().unwrap(), nets(&["2.0.0.0/8"])),
@@ -174,7 +173,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn cutting_changes_no_answer_and_leaves_no_overlap(
+        fn disjoint_keeps_every_pair_without_overlaps(
             pairs in proptest::collection::btree_map(net(), proptest::collection::btree_set(net(), 0..4), 0..5),
             left in 0u8..9, right in 0u8..9,
         ) {

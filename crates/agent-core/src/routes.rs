@@ -1,5 +1,5 @@
-//! What this node's routing should hold of ours - addresses on the device, routes in our tables, rules that reach them -
-//! and the named changes from what is there; telling the kernel is the backend's.
+//! The desired addresses, routes and policy routing rules of the agent on this node, and the changes to get there from the observed
+//! ones. A backend in `wg-agent` applies them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,27 +18,27 @@ mod rule;
 
 pub use rule::{Action, Rule, rules};
 
-/// Everything of ours in the kernel's routing. Observed and desired are the same values: a kernel adds nothing to them.
+/// The agent's part of the kernel's routing, desired or observed.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Routes {
     /// Addresses on the device, as /32 and /128 there.
     pub addresses: BTreeSet<IpAddr>,
-    /// Routes of our two tables that carry our protocol number.
+    /// Routes in our two tables with our protocol number.
     pub routes: BTreeSet<Route>,
-    /// Rules that carry our protocol number.
+    /// Rules with our protocol number.
     pub rules: BTreeSet<Rule>,
 }
 
-/// One route. (table, prefix, metric) is its key in the kernel; our kinds differ in metric, so none replaces another.
+/// One route. Its key in the kernel is (table, prefix, metric). Our kinds have different metrics, so none replaces another.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Route {
     /// Routing table.
     pub table: u32,
     /// Destination.
     pub prefix: IpNet,
-    /// Priority among routes of one prefix: less wins. Always written, since IPv6 turns 0 into 1024.
+    /// Priority among routes of one prefix: the lowest wins. Always set, because IPv6 turns 0 into 1024.
     pub metric: u32,
-    /// What happens to the packet.
+    /// What the route does.
     pub kind: Kind,
 }
 
@@ -47,39 +47,39 @@ pub struct Route {
 pub enum Kind {
     /// Into the WireGuard device.
     Device {
-        /// The source address of packets this node makes (`src` of ip-route(8)), where it is not the device's own.
+        /// Source address of this node's own packets (`src` of ip-route(8)); `None` = that of the device.
         source: Option<IpAddr>,
-        /// The largest packet, bytes, where it is less than the device's MTU (`mtu` of ip-route(8)).
+        /// MTU in bytes (`mtu` of ip-route(8)); `None` = that of the device.
         mtu: Option<u16>,
     },
-    /// Answered with ICMP unreachable.
+    /// Rejected with ICMP unreachable.
     Unreachable,
-    /// Leaves the table: the next rule decides.
+    /// Ends the lookup in this table; the next rule decides.
     Throw,
-    /// Of ours by its numbers, but nothing that we write. Only ever observed.
+    /// A route with our numbers that the agent does not write in this form. Only ever observed.
     Other,
 }
 
-/// What [`desired`] starts from: values that [`crate::compile`] has already cleaned.
+/// Input of [`desired`], validated by [`crate::compile`].
 #[derive(Debug, Clone, Default)]
 pub struct Plan {
     /// Addresses of the device.
     pub addresses: BTreeSet<IpAddr>,
-    /// Prefixes that programmed Peers have.
+    /// Allowed IPs of the programmed Peers.
     pub peers: BTreeSet<IpNet>,
-    /// Every mesh prefix, an aggregate; covers `peers`.
+    /// Every mesh prefix, aggregated; covers `peers`.
     pub mesh: BTreeSet<IpNet>,
-    /// What the underlay needs.
+    /// Prefixes that the underlay needs.
     pub throw: BTreeSet<IpNet>,
     /// This node's underlay addresses that lie in `mesh`.
     pub underlay: BTreeSet<IpAddr>,
-    /// The largest packet of those of `peers` that take less than the device's MTU ([`crate::mtu`]).
+    /// MTU of those of `peers` whose path carries less than the device's MTU ([`crate::mtu`]).
     pub sizes: BTreeMap<IpNet, u16>,
 }
 
-/// The routes, rules and addresses that serve a plan.
+/// Computes the routes, rules and addresses for a plan.
 ///
-/// A family without any mesh prefix gets nothing, so a kernel without IPv6 is never asked for it.
+/// A family without a mesh prefix gets no routes and rules, so they work in a kernel without IPv6.
 #[must_use]
 pub fn desired(plan: &Plan) -> Routes {
     let mut out = Routes {
@@ -107,9 +107,9 @@ pub fn desired(plan: &Plan) -> Routes {
         });
     }
     for net in &plan.mesh {
-        // An unbound UDP server on an underlay address that lies in the mesh must answer from that address, and its route
-        // is looked up before netfilter sees the answer: `unreachable` there would be final: the
-        // send fails. The device itself has no peer for these addresses, so nothing leaves by this fallback.
+        // A UDP server that is not bound to an address has to reply from the underlay address in the mesh. The kernel looks up the route
+        // of the reply before netfilter can mark it, so with `unreachable` alone the send would fail. This fallback sends nothing,
+        // because the device has no peer for these addresses.
         if let Some(source) = source(plan, Family::of(net)) {
             let kind = Kind::Device {
                 source: Some(source),
@@ -134,7 +134,7 @@ pub fn desired(plan: &Plan) -> Routes {
         .into_iter()
         .filter(|f| plan.mesh.iter().any(|net| Family::of(net) == *f))
     {
-        // Whose way this is nobody knows: what it carries fits every one.
+        // The default route may lead to any peer, so its MTU fits all of them.
         let sizes = plan.sizes.iter().filter(|(net, _)| Family::of(net) == family);
         let kind = Kind::Device {
             source: None,
@@ -157,27 +157,27 @@ fn source(plan: &Plan, family: Family) -> Option<IpAddr> {
         .copied()
 }
 
-/// One step from what is there to what should be.
+/// One change to the kernel's routing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// Puts an address on the device.
+    /// Adds an address to the device.
     AddAddress(IpAddr),
-    /// Adds a route whose key is free.
+    /// Adds a route whose key does not exist.
     AddRoute(Route),
-    /// Writes a route over ours of the same key, in one step.
+    /// Replaces our route of the same key atomically.
     ReplaceRoute(Route),
     /// Adds a rule.
     AddRule(Rule),
-    /// Takes a rule away.
+    /// Deletes a rule.
     DeleteRule(Rule),
-    /// Takes a route away.
+    /// Deletes a route.
     DeleteRoute(Route),
-    /// Takes an address off the device.
+    /// Deletes an address from the device.
     DeleteAddress(IpAddr),
 }
 
 impl Change {
-    /// It puts something on the device, which has to be ours for that.
+    /// Whether it adds an address or a route to the device, which then has to be ours.
     #[must_use]
     pub const fn puts_on_device(&self) -> bool {
         match self {
@@ -188,8 +188,10 @@ impl Change {
     }
 }
 
-/// The changes that lead from `observed` to `desired`, in an order in which nothing for the mesh leaves in clear half way:
-/// fallbacks before what they back up, rules last on the way in and first on the way out. `None` = nothing to do.
+/// Computes the changes from `observed` to `desired`; `None` = they are equal.
+///
+/// The order keeps packets to the mesh from leaving unencrypted in between. Fallback routes are added before the routes in front of
+/// them and deleted after them. Rules are added after all routes and deleted before all routes.
 #[must_use]
 pub fn diff(observed: &Routes, desired: &Routes) -> Option<Vec<Change>> {
     let mut changes: Vec<Change> = desired
@@ -203,7 +205,7 @@ pub fn diff(observed: &Routes, desired: &Routes) -> Option<Vec<Change>> {
     let wanted: BTreeSet<_> = desired.routes.iter().map(key).collect();
 
     let mut add: Vec<&Route> = desired.routes.difference(&observed.routes).collect();
-    add.sort_by_key(|r| (safety(&r.kind, r.metric), (*r).clone()));
+    add.sort_by_key(|r| (add_order(&r.kind, r.metric), (*r).clone()));
     changes.extend(add.into_iter().cloned().map(|r| match had.contains(&key(&r)) {
         true => Change::ReplaceRoute(r),
         false => Change::AddRoute(r),
@@ -218,7 +220,7 @@ pub fn diff(observed: &Routes, desired: &Routes) -> Option<Vec<Change>> {
     );
 
     let mut gone: Vec<&Route> = observed.routes.iter().filter(|r| !wanted.contains(&key(r))).collect();
-    gone.sort_by_key(|r| (std::cmp::Reverse(safety(&r.kind, r.metric)), (*r).clone()));
+    gone.sort_by_key(|r| (std::cmp::Reverse(add_order(&r.kind, r.metric)), (*r).clone()));
     changes.extend(gone.into_iter().cloned().map(Change::DeleteRoute));
     changes.extend(
         observed
@@ -230,8 +232,8 @@ pub fn diff(observed: &Routes, desired: &Routes) -> Option<Vec<Change>> {
     (!changes.is_empty()).then_some(changes)
 }
 
-/// Who comes first: what the underlay needs, then the closed door, then what opens it.
-const fn safety(kind: &Kind, metric: u32) -> u8 {
+/// The position of a route among those to add: first `throw` routes, then `unreachable` ones, then routes into the device.
+const fn add_order(kind: &Kind, metric: u32) -> u8 {
     match (kind, metric) {
         (Kind::Throw | Kind::Other, _) => 0,
         (Kind::Unreachable, _) => 1,
@@ -241,7 +243,7 @@ const fn safety(kind: &Kind, metric: u32) -> u8 {
 }
 
 impl fmt::Display for Route {
-    /// As ip-route(8) takes it, but for the device's name.
+    /// The syntax of ip-route(8), without the name of the device.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.kind {
             Kind::Device { source, mtu } => {
@@ -276,7 +278,7 @@ impl fmt::Display for Change {
 }
 
 impl Routes {
-    /// The same after one change, as a kernel would do it.
+    /// Applies one change as the kernel does.
     pub fn step(&mut self, change: &Change) {
         match change {
             Change::AddAddress(a) => drop(self.addresses.insert(*a)),

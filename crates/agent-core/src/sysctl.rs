@@ -1,4 +1,4 @@
-//! The kernel settings the data path needs, each with its reason; reading and writing them is the backend's.
+//! The kernel settings (sysctls) that the data path needs, each with its reason. `wg-agent` reads and writes them.
 
 use std::{collections::BTreeSet, fmt};
 
@@ -7,20 +7,20 @@ use crate::{interface::InterfaceName, prefixes::Family, routes::Routes};
 /// One setting.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Sysctl {
-    /// Which.
+    /// Its name.
     pub name: Name,
     /// The value to write.
     pub value: u8,
-    /// Values that do as well.
+    /// Values that work as well.
     pub accept: BTreeSet<u8>,
-    /// Whether we may write it. Forwarding is the host's to decide: turning it on changes how the host treats redirects
-    /// and router advertisements.
+    /// Whether the agent may write it. The administrator of the host decides on forwarding, because it changes how the host treats
+    /// redirects and router advertisements.
     pub write: bool,
-    /// What does not work without it.
+    /// What the setting is for.
     pub why: &'static str,
 }
 
-/// A setting's place. Those of an interface take effect together with the one for `all`.
+/// The name of a setting.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Name {
     /// Of the network namespace: the path under `/proc/sys/net`.
@@ -30,7 +30,7 @@ pub enum Name {
 }
 
 impl fmt::Display for Name {
-    /// As sysctl(8) takes it; an interface name with dots in it is written with slashes.
+    /// The syntax of sysctl(8). If the interface name contains dots, the separators are slashes.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Global(path) => write!(f, "net.{}", path.replace('/', ".")),
@@ -42,7 +42,7 @@ impl fmt::Display for Name {
     }
 }
 
-/// What these routes need, for a device and the interface its outer packets leave by.
+/// Computes the settings for `routes`, the device, and the interface by which its outer packets leave.
 #[must_use]
 pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes) -> Vec<Sysctl> {
     let on = |name, why| Sysctl {
@@ -91,7 +91,7 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
             Name::Global("ipv6/fwmark_reflect"),
             "resets and ICMP errors leave by the path their packet came by",
         ));
-        // Of one interface it can be set in /proc alone, by nobody who has only NET_ADMIN: the device inherits it.
+        // For a single interface it can be set only in /proc, which NET_ADMIN does not allow. The device inherits the default.
         out.push(on(
             Name::Global("ipv6/conf/default/ignore_routes_with_linkdown"),
             "while no agent carries a tunnel of userspace, whoever sends into it is told so and not left waiting",
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_node_without_ipv6_in_its_mesh_is_asked_for_nothing_of_it() {
+    fn mesh_without_ipv6_needs_no_ipv6_settings() {
         let names: Vec<String> = desired(
             &"kilo0".parse().unwrap(),
             &"eth0.7".parse().unwrap(),

@@ -1,21 +1,22 @@
-//! The error for a packet that no peer can be sent: bytes in, bytes out. When one is sent, and how often, is decided elsewhere.
+//! Builds the ICMP error for a packet that cannot be sent to any peer. The caller decides when to send it and limits the rate.
 
 use crate::offload::checksum::Sum;
 
-/// An error quotes no more than lets it stay below this (RFC 1812 §4.3.2.3).
+/// Largest error in bytes; the quoted packet is cut (RFC 1812 §4.3.2.3).
 const LARGEST_V4: usize = 576;
-/// The same (RFC 4443 §2.4 c).
+/// The same for IPv6 (RFC 4443 §2.4 c).
 const LARGEST_V6: usize = 1280;
 const ICMP: u8 = 1;
 const ICMPV6: u8 = 58;
 const HOPS: u8 = 64;
 
-/// What a router says whose next hop does not answer: destination unreachable, host (RFC 792) or address (RFC 4443 §3.1); kernel
-/// WireGuard says the same. `None` where no error may be sent: about errors, later fragments, and what went to or came from
-/// more or less than one host (RFC 1122 §3.2.2, RFC 4443 §2.4 e).
+/// Builds the error "destination unreachable", code host (RFC 792) or address (RFC 4443 §3.1), as kernel WireGuard does.
 ///
-/// It comes from the address that cannot be reached, since our own is no address of that member, and only its members' addresses
-/// pass the firewall.
+/// `None` = no error may be sent: about ICMP errors, later fragments, and packets whose source or destination is not a single host
+/// (RFC 1122 §3.2.2, RFC 4443 §2.4 e).
+///
+/// The source of the error is the unreachable address. This node's own address belongs to another member, and the firewall accepts
+/// errors only from addresses of the member that the packet was for.
 #[must_use]
 pub fn unreachable(packet: &[u8]) -> Option<Vec<u8>> {
     match packet.first()? >> 4 {
@@ -30,7 +31,7 @@ fn v4(packet: &[u8]) -> Option<Vec<u8>> {
     let (source, destination) = (packet.get(12..16)?, packet.get(16..20)?);
     let alone = |address: &[u8]| address[0] != 0 && address[0] != 127 && address[0] < 224;
     let first = u16::from_be_bytes([packet[6], packet[7]]) & 0x1fff == 0;
-    // Of ICMP only questions and answers.
+    // Of ICMP, only queries and their replies get an error.
     let error = packet[9] == ICMP && !matches!(packet.get(header)?, 0 | 8 | 9 | 10 | 13..=18);
     if header < 20 || !first || error || !alone(source) || !alone(destination) {
         return None;
@@ -55,7 +56,7 @@ fn v4(packet: &[u8]) -> Option<Vec<u8>> {
 fn v6(packet: &[u8]) -> Option<Vec<u8>> {
     let (source, destination) = (packet.get(8..24)?, packet.get(24..40)?);
     let alone = |address: &[u8]| address[0] != 0xff && address[..15].iter().any(|byte| *byte != 0);
-    // Errors have a clear first bit.
+    // The first bit of the type is 0 for errors.
     let error = packet[6] == ICMPV6 && packet.get(40)? & 0x80 == 0;
     if error || !alone(source) || !alone(destination) {
         return None;
@@ -100,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_is_answered_from_where_it_was_to_go_and_quoted() {
+    fn error_has_the_destination_as_source_and_quotes() {
         let packet = ping4();
         let out = unreachable(&packet).unwrap();
         assert_eq!(
@@ -132,13 +133,14 @@ mod tests {
     }
 
     #[test]
-    fn errors_fragments_and_many_hosts_are_not_answered() {
+    fn errors_fragments_and_multicast_get_no_error() {
         let with = |packet: Vec<u8>, at: usize, byte: u8| {
             let mut packet = packet;
             packet[at] = byte;
             unreachable(&packet)
         };
-        // An ICMP error, a later fragment, from nobody, from and to many; a short header.
+        // Three ICMP errors, a later fragment, an unspecified source, a multicast source, multicast and broadcast destinations, a short
+        // header.
         let silent = [
             (20, 3),
             (20, 11),
@@ -162,10 +164,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_answered_briefly_or_not_at_all(packet in prop::collection::vec(any::<u8>(), 0..2000)) {
+        fn any_bytes_get_a_short_error_or_none(packet in prop::collection::vec(any::<u8>(), 0..2000)) {
             if let Some(out) = unreachable(&packet) {
                 prop_assert!(out.len() <= LARGEST_V6);
-                // Never an answer to its own answer.
+                // An error gets no error.
                 prop_assert_eq!(unreachable(&out), None);
             }
         }

@@ -30,13 +30,13 @@ fn observed(peers: &Peers) -> ObservedPeers {
 }
 
 #[test]
-fn a_device_that_holds_what_it_should_needs_no_change() {
+fn device_in_the_desired_state_needs_no_change() {
     let peers = Peers::from([(key(1), spec("192.0.2.1:51820", &["10.0.0.0/24"]))]);
     assert_eq!(diff(&observed(&peers), &peers), None);
 }
 
 #[test]
-fn counters_handshakes_and_a_roamed_endpoint_are_no_difference() {
+fn stats_and_roamed_endpoint_are_no_difference() {
     let peers = Peers::from([(key(1), spec("192.0.2.1:51820", &["10.0.0.0/24"]))]);
     let mut seen = observed(&peers);
     seen.get_mut(&key(1)).expect("peer").stats = PeerStats {
@@ -49,7 +49,7 @@ fn counters_handshakes_and_a_roamed_endpoint_are_no_difference() {
 }
 
 #[test]
-fn an_endpoint_that_is_no_longer_known_is_kept() {
+fn endpoint_that_is_no_longer_known_is_kept() {
     let had = Peers::from([(key(1), spec("192.0.2.1:51820", &["10.0.0.0/24"]))]);
     let mut want = had.clone();
     want.get_mut(&key(1)).expect("peer").endpoint = None;
@@ -57,7 +57,7 @@ fn an_endpoint_that_is_no_longer_known_is_kept() {
 }
 
 #[test]
-fn a_range_that_moves_is_gained_before_its_old_owner_goes() {
+fn moving_allowed_ip_is_added_before_its_old_owner_goes() {
     let had = Peers::from([(key(1), spec("192.0.2.1:51820", &["10.0.0.0/24"]))]);
     let want = Peers::from([(key(2), spec("192.0.2.2:51820", &["10.0.0.0/24"]))]);
     assert_eq!(
@@ -70,7 +70,7 @@ fn a_range_that_moves_is_gained_before_its_old_owner_goes() {
 }
 
 #[test]
-fn an_update_names_only_what_differs() {
+fn update_contains_only_differences() {
     let had = Peers::from([(key(1), spec("192.0.2.1:51820", &["10.0.0.0/24", "10.0.1.0/24"]))]);
     let mut want = Peers::from([(key(1), spec("192.0.2.9:51820", &["10.0.0.0/24", "10.0.2.0/24"]))]);
     want.get_mut(&key(1)).expect("peer").keepalive = NonZeroU16::new(25);
@@ -98,7 +98,7 @@ fn an_update_names_only_what_differs() {
 }
 
 fn any_peers() -> impl Strategy<Value = Peers> {
-    // An owner for each of eight ranges, so that a range never has two.
+    // At most one owner for each of eight prefixes.
     let owners = prop::collection::vec(prop::option::of(0u8..5), 8);
     let attributes = prop::collection::vec((any::<bool>(), 1u16..4, 0u16..3, 0u8..3), 5);
     (owners, attributes).prop_map(|(owners, attributes)| {
@@ -129,7 +129,7 @@ fn any_peers() -> impl Strategy<Value = Peers> {
 
 proptest! {
     #[test]
-    fn any_desired_state_is_reached_in_one_pass_and_the_next_is_none(had in any_peers(), want in any_peers()) {
+    fn any_desired_state_is_reached_in_one_pass(had in any_peers(), want in any_peers()) {
         let mut now = had.clone();
         if let Some(changes) = diff(&observed(&had), &want) {
             apply(&mut now, &changes);
@@ -139,7 +139,7 @@ proptest! {
     }
 
     #[test]
-    fn a_range_owned_before_and_after_is_owned_at_every_step(had in any_peers(), want in any_peers()) {
+    fn allowed_ip_that_stays_has_an_owner_at_every_step(had in any_peers(), want in any_peers()) {
         let owned = |peers: &Peers| -> BTreeSet<IpNet> {
             peers.values().flat_map(|spec| spec.allowed_ips.iter().copied()).collect()
         };

@@ -1,4 +1,4 @@
-//! Rules of policy routing as values, and which of them a family needs; the routes they lead to are in [`super`].
+//! The policy routing rules of each address family. [`super`] has the routes in the tables that they look up.
 
 use std::fmt;
 
@@ -7,33 +7,33 @@ use crate::{
     prefixes::Family,
 };
 
-/// One rule: what a packet must have, and what follows.
+/// A policy routing rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Rule {
     /// Address family.
     pub family: Family,
-    /// Priority: less is asked first.
+    /// Priority: the lowest is evaluated first.
     pub priority: u32,
-    /// Whether it is for whatever does *not* match.
+    /// Whether the rule applies to packets that do *not* match (`not` of ip-rule(8)).
     pub invert: bool,
-    /// Mark.
+    /// Firewall mark of the packet.
     pub mark: u32,
-    /// Bits of the mark that count; 0 = any mark.
+    /// Bits of the mark that are compared; 0 = any mark.
     pub mask: u32,
-    /// What follows.
+    /// What the rule does.
     pub action: Action,
 }
 
 /// What a rule does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Action {
-    /// Looks into this routing table.
+    /// Looks up the destination in this routing table.
     Lookup(u32),
-    /// Of ours by its numbers, but nothing that we write; several of one priority are one. Only ever observed.
+    /// A rule with our numbers that the agent does not write in this form. Several of one priority count as one. Only ever observed.
     Other,
 }
 
-/// The two rules of a family: answers that must use the tunnel, then everything that is not the tunnel's outer packets.
+/// The two rules of a family: first for replies that must use the tunnel, then for all packets without the underlay mark.
 #[must_use]
 pub const fn rules(family: Family) -> [Rule; 2] {
     [
@@ -57,7 +57,7 @@ pub const fn rules(family: Family) -> [Rule; 2] {
 }
 
 impl fmt::Display for Rule {
-    /// As ip-rule(8) takes it.
+    /// The syntax of ip-rule(8).
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             family,

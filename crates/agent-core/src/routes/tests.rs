@@ -18,7 +18,7 @@ fn member() -> Plan {
 }
 
 #[test]
-fn the_closed_door_stands_before_anything_opens_it() {
+fn unreachable_routes_are_added_before_routes_and_rules() {
     assert_eq!(
         text(diff(&Routes::default(), &desired(&member()))),
         [
@@ -35,7 +35,7 @@ fn the_closed_door_stands_before_anything_opens_it() {
 }
 
 #[test]
-fn a_peer_that_goes_takes_one_route_with_it() {
+fn removed_peer_deletes_one_route() {
     let without = Plan {
         peers: nets(&["100.66.1.1/32"]),
         ..member()
@@ -47,7 +47,7 @@ fn a_peer_that_goes_takes_one_route_with_it() {
 }
 
 #[test]
-fn an_empty_mesh_leaves_rules_first_and_the_closed_door_last() {
+fn removed_mesh_deletes_rules_first_and_unreachable_last() {
     assert_eq!(
         text(diff(&desired(&member()), &Routes::default())),
         [
@@ -64,7 +64,7 @@ fn an_empty_mesh_leaves_rules_first_and_the_closed_door_last() {
 }
 
 #[test]
-fn an_underlay_address_inside_the_mesh_is_the_source_and_the_device_the_first_fallback() {
+fn underlay_address_in_the_mesh_is_source_of_a_fallback() {
     let worker = Plan {
         throw: nets(&["10.101.0.1/32", "192.0.2.1/32"]),
         underlay: ["10.101.0.200".parse().unwrap(), "192.0.2.9".parse().unwrap()].into(),
@@ -86,7 +86,7 @@ fn an_underlay_address_inside_the_mesh_is_the_source_and_the_device_the_first_fa
 }
 
 #[test]
-fn a_new_source_address_replaces_routes_in_place() {
+fn changed_source_address_replaces_routes() {
     let plan = |a: &str| Plan {
         underlay: [a.parse().unwrap()].into(),
         ..member()
@@ -103,7 +103,7 @@ fn a_new_source_address_replaces_routes_in_place() {
 }
 
 #[test]
-fn what_is_thrown_is_never_also_a_peers() {
+fn throw_prefix_gets_no_device_route() {
     let plan = Plan {
         throw: nets(&["100.66.1.1/32"]),
         ..member()
@@ -118,7 +118,7 @@ fn what_is_thrown_is_never_also_a_peers() {
 }
 
 #[test]
-fn a_family_without_mesh_prefixes_gets_no_rule() {
+fn family_without_mesh_prefixes_gets_no_rule() {
     let plan = Plan {
         mesh: nets(&["fd00:1::/48"]),
         ..Plan::default()
@@ -128,7 +128,7 @@ fn a_family_without_mesh_prefixes_gets_no_rule() {
 }
 
 #[test]
-fn a_peer_that_takes_less_has_it_on_its_routes_alone() {
+fn narrow_peer_has_its_mtu_on_its_routes_only() {
     let narrow = Plan {
         sizes: [("10.101.0.0/24".parse().unwrap(), 1328)].into(),
         ..member()
