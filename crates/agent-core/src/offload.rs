@@ -1,8 +1,8 @@
-//! What the kernel leaves to the one behind a TUN device with a virtio-net header: large packets are cut, small ones of a
-//! flow are joined, checksums completed. Bytes in, bytes out: nothing is read or written here.
+//! Segmentation, coalescing and checksums for packets of a TUN device with virtio-net headers, where the kernel leaves them to the
+//! program. Works on bytes and does no I/O.
 //!
-//! Sources: Linux `include/uapi/linux/virtio_net.h`, virtio 1.2 §5.1.6, and for what may be joined `net/ipv4/tcp_offload.c`,
-//! `net/ipv4/udp_offload.c` (generic receive offload).
+//! Sources: Linux `include/uapi/linux/virtio_net.h` and virtio 1.2 §5.1.6; for the conditions of coalescing `net/ipv4/tcp_offload.c`
+//! and `net/ipv4/udp_offload.c` (generic receive offload).
 
 pub mod checksum;
 mod coalesce;
@@ -15,13 +15,13 @@ pub use segment::{Malformed, Segments, complete};
 #[cfg(test)]
 mod tests;
 
-/// The bytes of a [`Header`] on the wire.
+/// Length of an encoded [`Header`] in bytes.
 pub const HEADER: usize = 10;
 
 const NEEDS_CHECKSUM: u8 = 1;
 const ECN: u8 = 0x80;
 
-/// What a large packet is cut into.
+/// The kind of packets that a large packet is cut into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Tcp4,
@@ -29,25 +29,25 @@ pub(crate) enum Kind {
     Udp,
 }
 
-/// `struct virtio_net_hdr`, as a TUN device passes it before each packet: in the machine's own byte order.
+/// `struct virtio_net_hdr`, which a TUN device passes before each packet, in native byte order.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Header {
-    /// Bit 0: the checksum field holds only the pseudo header's sum; the rest is to be added.
+    /// Bit 0: the checksum field holds only the sum of the pseudo header and has to be completed.
     pub flags: u8,
-    /// 0 = one packet, 1 = TCP over IPv4, 4 = TCP over IPv6, 5 = UDP; bit 7 = with ECN.
+    /// 0 = a single packet, 1 = TCP over IPv4, 4 = TCP over IPv6, 5 = UDP; bit 7 = with ECN.
     pub gso_type: u8,
     /// Bytes before the payload; a hint.
     pub header_length: u16,
-    /// Bytes of payload in each packet that this one is cut into.
+    /// Payload bytes of each packet that this one is cut into.
     pub gso_size: u16,
-    /// Where the sum begins: at the transport header.
+    /// Offset at which the checksum begins: the transport header.
     pub checksum_start: u16,
-    /// Where the sum goes, counted from there.
+    /// Offset of the checksum field from `checksum_start`.
     pub checksum_offset: u16,
 }
 
 impl Header {
-    /// Reads a header.
+    /// Decodes a header.
     #[must_use]
     pub const fn decode(bytes: &[u8; HEADER]) -> Self {
         Self {
@@ -60,7 +60,7 @@ impl Header {
         }
     }
 
-    /// Writes a header.
+    /// Encodes a header.
     #[must_use]
     pub const fn encode(&self) -> [u8; HEADER] {
         let [l0, l1] = self.header_length.to_ne_bytes();
@@ -70,7 +70,7 @@ impl Header {
         [self.flags, self.gso_type, l0, l1, s0, s1, c0, c1, o0, o1]
     }
 
-    /// True where the packet is to be cut: see [`Segments`]. Otherwise [`complete`] makes it whole.
+    /// Whether [`Segments`] has to cut the packet. Otherwise [`complete`] completes its checksum.
     #[must_use]
     pub const fn is_large(&self) -> bool {
         self.gso_type & !ECN != 0

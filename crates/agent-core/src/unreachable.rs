@@ -114,7 +114,7 @@ mod tests {
                 &packet[..]
             )
         );
-        assert!(Sum::default().bytes(&out[..20]).is_whole() && Sum::default().bytes(&out[20..]).is_whole());
+        assert!(Sum::default().bytes(&out[..20]).is_valid() && Sum::default().bytes(&out[20..]).is_valid());
 
         let packet = udp6();
         let out = unreachable(&packet).unwrap();
@@ -129,7 +129,7 @@ mod tests {
             )
         );
         let pseudo = Sum::default().bytes(&out[8..40]).number(58).number(57);
-        assert!(pseudo.bytes(&out[40..]).is_whole());
+        assert!(pseudo.bytes(&out[40..]).is_valid());
     }
 
     #[test]

@@ -1,14 +1,14 @@
-//! The Internet checksum (RFC 1071). Knows no header.
+//! Computes the Internet checksum (RFC 1071).
 
-/// A sum under way. It is kept in the machine's own byte order, which the one's complement sum does not mind (RFC 1071 §2(B)).
+/// A partial sum in native byte order. The one's complement sum works in either byte order (RFC 1071 §2(B)).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Sum(u64);
 
-/// Words summed side by side, so that the compiler can use wide registers.
+/// Number of words summed in parallel, so that the compiler can use wide registers.
 const LANES: usize = 8;
 
 impl Sum {
-    /// Adds bytes that begin at an even offset of what is summed.
+    /// Adds bytes. They must begin at an even offset of the summed data.
     #[must_use]
     pub fn bytes(self, bytes: &[u8]) -> Self {
         // A lane takes at most 64 KiB / 32 words of 32 bits: no overflow.
@@ -30,19 +30,19 @@ impl Sum {
         Self(self.0 + sum)
     }
 
-    /// Adds a number as it would stand in a header.
+    /// Adds a number as a header field in network byte order.
     #[must_use]
     pub fn number(self, number: u16) -> Self {
         Self(self.0 + u64::from(u16::from_ne_bytes(number.to_be_bytes())))
     }
 
-    /// Takes a number out that was added.
+    /// Subtracts a number that was added.
     #[must_use]
     pub fn without(self, number: u16) -> Self {
         self.number(!number)
     }
 
-    /// The sum as it stands in a header, not yet complemented: what a header holds that is to be completed.
+    /// The sum without the final complement, as the checksum field holds it while it has to be completed.
     #[must_use]
     pub fn partial(self) -> [u8; 2] {
         let mut sum = self.0;
@@ -58,9 +58,9 @@ impl Sum {
         self.partial().map(|byte| !byte)
     }
 
-    /// Whether a packet summed with its checksum is whole.
+    /// Whether the checksum of a packet is correct, after the packet was summed including its checksum.
     #[must_use]
-    pub fn is_whole(self) -> bool {
+    pub fn is_valid(self) -> bool {
         self.partial() == [0xff, 0xff]
     }
 }

@@ -1,7 +1,8 @@
-//! Joins packets of a flow that follow each other into large ones, as generic receive offload does. Cutting is elsewhere.
+//! Joins consecutive packets of a flow into large ones, as generic receive offload does.
 //!
-//! Only what the kernel itself would join, and could cut again into the same packets: whole checksums, equal headers but
-//! for what counts up, sizes equal but for the last, nothing after a push. The order within a flow stays.
+//! It joins only packets that the kernel would join and could cut again into the same packets. Their checksums are correct, their
+//! headers are equal except for fields that count up, only the last may be smaller, and none follows one with PSH. The order within a
+//! flow is kept.
 
 use std::{io::IoSlice, ops::Range};
 
@@ -10,48 +11,50 @@ use super::{
     headers::{self, FLAGS, PSH, Parsed, TCP, UDP, long, number, put},
 };
 
-/// The most packets that become one.
+/// The most packets that are joined into one.
 pub const PIECES: usize = 64;
-/// How many flows may be open side by side; beyond that, packets pass as they are.
-const OPEN: usize = 64;
+/// How many of the latest items are searched for a packet's flow. Packets of other flows pass unjoined.
+const SEARCHED: usize = 64;
+/// The end of an item's list of pieces.
 const END: u32 = u32::MAX;
 
-/// Collects the packets of one batch, which lie in a buffer of the caller's.
+/// Joins the packets of one batch, which are in a buffer of the caller.
 #[derive(Debug)]
 pub struct Coalescer {
     tcp: bool,
     udp: bool,
     items: Vec<Item>,
-    /// Payloads after an item's first packet, each with the next one's place.
+    /// The payloads after the first packet of each item, each with the index of the next piece of that item.
     pieces: Vec<(Range<usize>, u32)>,
 }
 
-/// A packet, or several that became one.
+/// One packet, or several that are joined.
 #[derive(Debug)]
 struct Item {
     /// The first packet.
     head: Range<usize>,
     parsed: Option<Parsed>,
-    /// Payload of the first packet, and so of all but the last.
+    /// Payload bytes of the first packet, and so of all but the last.
     size: usize,
-    /// Of all.
+    /// Bytes of the joined packet.
     length: usize,
-    /// What the next TCP segment begins with.
+    /// Sequence number of the next TCP segment.
     sequence: u32,
     count: u16,
     first_piece: u32,
     last_piece: u32,
-    /// More may follow.
-    open: bool,
-    /// The first packet's checksum was looked at.
-    checked: bool,
-    push: bool,
-    /// Every packet has the same IPv4 identification, which "don't fragment" allows (RFC 6864).
-    fixed: bool,
+    /// Another packet may be joined.
+    is_open: bool,
+    /// The checksum of the first packet was verified.
+    is_verified: bool,
+    /// The last packet has PSH.
+    has_push: bool,
+    /// All packets have the same IPv4 identification, which is allowed with "don't fragment" (RFC 6864).
+    has_fixed_id: bool,
 }
 
 impl Coalescer {
-    /// What is joined: TCP, UDP.
+    /// Joins packets of TCP, of UDP, or of both.
     #[must_use]
     pub const fn new(tcp: bool, udp: bool) -> Self {
         Self {
@@ -62,30 +65,30 @@ impl Coalescer {
         }
     }
 
-    /// True where nothing was pushed since the last [`Self::finish`].
+    /// Whether no packet was pushed since the last [`Self::finish`].
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.items.is_empty()
     }
 
-    /// Takes the packet at `place` of `buffer`.
+    /// Adds the packet at `range` of `buffer`.
     ///
     /// # Panics
-    /// `place` is not within `buffer`.
-    pub fn push(&mut self, buffer: &[u8], place: Range<usize>) {
-        let packet = &buffer[place.clone()];
-        let parsed = Parsed::read(packet).filter(|parsed| match parsed.protocol {
+    /// `range` is not within `buffer`.
+    pub fn push(&mut self, buffer: &[u8], range: Range<usize>) {
+        let packet = &buffer[range.clone()];
+        let parsed = Parsed::parse(packet).filter(|parsed| match parsed.protocol {
             TCP => self.tcp,
             _ => self.udp && parsed.protocol == UDP,
         });
         if let Some(parsed) = &parsed {
-            // Only the flow's latest packet can be followed: earlier ones have gone before it already.
-            let latest = self.items.iter_mut().rev().take(OPEN).find(|item| {
+            // Only the latest packet of the flow is a candidate. Joining with an earlier one would change the order.
+            let latest = self.items.iter_mut().rev().take(SEARCHED).find(|item| {
                 item.parsed
-                    .is_some_and(|its| its.same_flow(&buffer[item.head.clone()], parsed, packet))
+                    .is_some_and(|its| its.is_same_flow(&buffer[item.head.clone()], parsed, packet))
             });
             if let Some(item) = latest {
-                if item.takes(buffer, parsed, packet) {
+                if item.can_take(buffer, parsed, packet) {
                     let piece = self.pieces.len() as u32;
                     match item.last_piece {
                         END => item.first_piece = piece,
@@ -93,17 +96,17 @@ impl Coalescer {
                     }
                     item.last_piece = piece;
                     item.extend(parsed, packet);
-                    self.pieces.push((place.start + parsed.header..place.end, END));
+                    self.pieces.push((range.start + parsed.header..range.end, END));
                     return;
                 }
-                item.open = false;
+                item.is_open = false;
             }
         }
-        self.items.push(Item::new(place, parsed, packet));
+        self.items.push(Item::new(range, parsed, packet));
     }
 
-    /// Gives every packet, in order, as its virtio-net header and its parts, and the number of packets in it; then begins anew.
-    /// The buffer is that of [`Self::push`].
+    /// Calls `each` for every packet in order, with its virtio-net header and its parts, and the number of packets joined in it. The
+    /// coalescer is empty afterwards. `buffer` must be that of [`Self::push`].
     ///
     /// # Panics
     /// The buffer is shorter than it was.
@@ -114,8 +117,8 @@ impl Coalescer {
             parts[0] = IoSlice::new(&header);
             parts[1] = IoSlice::new(&buffer[item.head.clone()]);
             let (mut used, mut next) = (2, item.first_piece);
-            while let Some((place, following)) = self.pieces.get(next as usize) {
-                parts[used] = IoSlice::new(&buffer[place.clone()]);
+            while let Some((range, following)) = self.pieces.get(next as usize) {
+                parts[used] = IoSlice::new(&buffer[range.clone()]);
                 used += 1;
                 next = *following;
             }
@@ -128,10 +131,10 @@ impl Coalescer {
 
 impl Item {
     fn new(head: Range<usize>, parsed: Option<Parsed>, packet: &[u8]) -> Self {
-        let plain = parsed.filter(|parsed| parsed.plain);
-        let size = plain.map_or(0, |parsed| packet.len() - parsed.header);
-        let tcp = plain.filter(|parsed| parsed.protocol == TCP);
-        let push = tcp.is_some_and(|parsed| packet[parsed.transport + FLAGS] & PSH != 0);
+        let joinable = parsed.filter(|parsed| parsed.can_join);
+        let size = joinable.map_or(0, |parsed| packet.len() - parsed.header);
+        let tcp = joinable.filter(|parsed| parsed.protocol == TCP);
+        let has_push = tcp.is_some_and(|parsed| packet[parsed.transport + FLAGS] & PSH != 0);
         Self {
             length: head.len(),
             head,
@@ -141,16 +144,16 @@ impl Item {
             count: 1,
             first_piece: END,
             last_piece: END,
-            open: plain.is_some() && !push,
-            checked: false,
-            push,
-            fixed: false,
+            is_open: joinable.is_some() && !has_push,
+            is_verified: false,
+            has_push,
+            has_fixed_id: false,
         }
     }
 
-    /// Whether a packet of the same flow may follow; notes what was found out about the first one.
-    fn takes(&mut self, buffer: &[u8], parsed: &Parsed, packet: &[u8]) -> bool {
-        let Some(own) = self.parsed.filter(|_| self.open && parsed.plain) else {
+    /// Whether a packet of the same flow may be joined. Remembers what it learned about the first packet.
+    fn can_take(&mut self, buffer: &[u8], parsed: &Parsed, packet: &[u8]) -> bool {
+        let Some(own) = self.parsed.filter(|_| self.is_open && parsed.can_join) else {
             return false;
         };
         let head = &buffer[self.head.clone()];
@@ -163,37 +166,37 @@ impl Item {
             return false;
         }
         let same_ip = if own.v6 {
-            // Traffic class and flow label; hop limit.
+            // Version, traffic class and flow label; hop limit.
             head[..4] == packet[..4] && head[7] == packet[7]
         } else {
-            // Type of service; "don't fragment"; time to live.
-            head[1] == packet[1] && head[6..9] == packet[6..9] && self.identified(head, packet)
+            // Type of service; flags, fragment offset and time to live; identification.
+            head[1] == packet[1] && head[6..9] == packet[6..9] && self.has_next_id(head, packet)
         };
         let transport = own.transport;
         let same_transport = own.protocol == UDP
             || long(packet, transport + 4) == self.sequence
-                // Acknowledgement, window, options.
+                // Acknowledgement number, window, options.
                 && head[transport + 8..transport + 12] == packet[transport + 8..transport + 12]
                 && head[transport + 14..transport + 16] == packet[transport + 14..transport + 16]
                 && head[transport + 18..own.header] == packet[transport + 18..own.header];
-        if !same_ip || !same_transport || !parsed.is_whole(packet) {
+        if !same_ip || !same_transport || !parsed.has_valid_checksum(packet) {
             return false;
         }
-        self.checked = self.checked || own.is_whole(head);
-        if self.checked && !own.v6 && self.count == 1 {
-            self.fixed = number(head, 4) == number(packet, 4);
+        self.is_verified = self.is_verified || own.has_valid_checksum(head);
+        if self.is_verified && !own.v6 && self.count == 1 {
+            self.has_fixed_id = number(head, 4) == number(packet, 4);
         }
-        self.checked
+        self.is_verified
     }
 
-    /// Identifications count up, or all are equal where nothing may be cut up further.
-    fn identified(&self, head: &[u8], packet: &[u8]) -> bool {
+    /// Whether the IPv4 identification continues the item: it counts up, or all are equal and "don't fragment" is set.
+    fn has_next_id(&self, head: &[u8], packet: &[u8]) -> bool {
         let (first, this) = (number(head, 4), number(packet, 4));
         let counted = this == first.wrapping_add(self.count);
         let fixed = this == first && head[6] & 0x40 != 0;
         if self.count == 1 {
             counted || fixed
-        } else if self.fixed {
+        } else if self.has_fixed_id {
             fixed
         } else {
             counted
@@ -205,11 +208,11 @@ impl Item {
         self.length += payload;
         self.count += 1;
         self.sequence = self.sequence.wrapping_add(payload as u32);
-        self.push = parsed.protocol == TCP && packet[parsed.transport + FLAGS] & PSH != 0;
-        self.open = payload == self.size && !self.push;
+        self.has_push = parsed.protocol == TCP && packet[parsed.transport + FLAGS] & PSH != 0;
+        self.is_open = payload == self.size && !self.has_push;
     }
 
-    /// Makes the first packet's headers those of the whole.
+    /// Turns the headers of the first packet into those of the joined packet.
     fn complete(&self, buffer: &mut [u8]) -> Header {
         let Some(parsed) = self.parsed.filter(|_| self.count > 1) else {
             return Header::default();
@@ -225,7 +228,7 @@ impl Item {
         let length = (self.length - transport) as u16;
         if parsed.protocol == UDP {
             put(head, transport + 4, length);
-        } else if self.push {
+        } else if self.has_push {
             head[transport + FLAGS] |= PSH;
         }
         let at = headers::checksum_at(parsed.protocol);

@@ -1,4 +1,4 @@
-//! The few fields of IP, TCP and UDP headers that cutting and joining need. What a whole packet is, is decided elsewhere.
+//! Reads and writes the fields of IP, TCP and UDP headers that segmentation and coalescing need.
 
 use super::checksum::Sum;
 
@@ -9,10 +9,10 @@ pub(super) const FIN: u8 = 0x01;
 pub(super) const PSH: u8 = 0x08;
 pub(super) const ACK: u8 = 0x10;
 pub(super) const CWR: u8 = 0x80;
-/// Of the flags, in a TCP header.
+/// Offset of the flags in a TCP header.
 pub(super) const FLAGS: usize = 13;
 
-/// Of the checksum, in a TCP and in a UDP header.
+/// Offset of the checksum in a TCP or UDP header.
 pub(super) const fn checksum_at(protocol: u8) -> usize {
     if protocol == TCP { 16 } else { 6 }
 }
@@ -36,7 +36,7 @@ pub(super) fn sum_ipv4(header: &mut [u8]) {
     header[10..12].copy_from_slice(&sum);
 }
 
-/// The pseudo header of a packet whose IP header has 20 or 40 bytes (RFC 9293 §3.1, RFC 8200 §8.1).
+/// The sum of the pseudo header of a packet whose IP header has 20 or 40 bytes (RFC 9293 §3.1, RFC 8200 §8.1).
 pub(super) fn pseudo(packet: &[u8], v6: bool, protocol: u8, length: u16) -> Sum {
     let addresses = if v6 { &packet[8..40] } else { &packet[12..20] };
     Sum::default()
@@ -45,36 +45,36 @@ pub(super) fn pseudo(packet: &[u8], v6: bool, protocol: u8, length: u16) -> Sum 
         .number(length)
 }
 
-/// Where a packet's parts lie.
+/// The layout of a packet.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Parsed {
     pub(super) v6: bool,
     pub(super) protocol: u8,
-    /// Of the IP header.
+    /// Offset of the transport header: the length of the IP header.
     pub(super) transport: usize,
-    /// Of all headers.
+    /// Length of all headers.
     pub(super) header: usize,
     /// The packet may be joined with others of its flow.
-    pub(super) plain: bool,
+    pub(super) can_join: bool,
 }
 
 impl Parsed {
-    /// `None` = neither TCP nor UDP, or a fragment, or with IP options, or not whole.
-    pub(super) fn read(packet: &[u8]) -> Option<Self> {
+    /// Parses a packet. `None` = it is neither TCP nor UDP, or a fragment, or has IP options or a wrong length.
+    pub(super) fn parse(packet: &[u8]) -> Option<Self> {
         let (v6, protocol, transport) = match packet.first()? {
             0x45 if packet.len() >= 20 => {
-                // Neither a fragment, nor the reserved bit.
-                let whole = number(packet, 6) & 0xbfff == 0 && usize::from(number(packet, 2)) == packet.len();
-                (false, packet[9], whole.then_some(20)?)
+                // No fragment, and the reserved bit is not set.
+                let complete = number(packet, 6) & 0xbfff == 0 && usize::from(number(packet, 2)) == packet.len();
+                (false, packet[9], complete.then_some(20)?)
             }
             first if first >> 4 == 6 && packet.len() >= 40 => {
-                let whole = usize::from(number(packet, 4)) + 40 == packet.len();
-                (true, packet[6], whole.then_some(40)?)
+                let complete = usize::from(number(packet, 4)) + 40 == packet.len();
+                (true, packet[6], complete.then_some(40)?)
             }
             _ => return None,
         };
         let rest = &packet[transport..];
-        let (length, plain) = match protocol {
+        let (length, can_join) = match protocol {
             TCP if rest.len() >= 20 => {
                 let length = usize::from(rest[12] >> 4) * 4;
                 (length, rest[12] & 0x0f == 0 && rest[FLAGS] & !PSH == ACK)
@@ -88,12 +88,12 @@ impl Parsed {
             protocol,
             transport,
             header: transport + length,
-            plain: plain && rest.len() > length && (v6 || Sum::default().bytes(&packet[..20]).is_whole()),
+            can_join: can_join && rest.len() > length && (v6 || Sum::default().bytes(&packet[..20]).is_valid()),
         })
     }
 
-    /// Addresses and ports: what makes a flow.
-    pub(super) fn same_flow(&self, packet: &[u8], other: &Self, of_other: &[u8]) -> bool {
+    /// Whether two packets have the same addresses, ports and protocol.
+    pub(super) fn is_same_flow(&self, packet: &[u8], other: &Self, of_other: &[u8]) -> bool {
         let addresses = if self.v6 { 8..40 } else { 12..20 };
         let ports = self.transport..self.transport + 4;
         self.v6 == other.v6
@@ -102,10 +102,11 @@ impl Parsed {
             && packet[addresses.clone()] == of_other[addresses]
     }
 
-    pub(super) fn is_whole(&self, packet: &[u8]) -> bool {
+    /// Whether the transport checksum is correct.
+    pub(super) fn has_valid_checksum(&self, packet: &[u8]) -> bool {
         let rest = &packet[self.transport..];
-        // `read` saw to it that the length fits.
+        // `parse` has checked that the length fits.
         let length = u16::try_from(rest.len()).unwrap_or_default();
-        pseudo(packet, self.v6, self.protocol, length).bytes(rest).is_whole()
+        pseudo(packet, self.v6, self.protocol, length).bytes(rest).is_valid()
     }
 }

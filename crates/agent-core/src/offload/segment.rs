@@ -1,4 +1,4 @@
-//! Cuts a large TCP or UDP packet into those that go over the wire, as a network card would. Joining is elsewhere.
+//! Cuts a large TCP or UDP packet into packets for the wire, as a network card does.
 
 use super::{
     Header, Kind, NEEDS_CHECKSUM,
@@ -14,7 +14,7 @@ pub struct Malformed;
 /// Completes the checksum of a packet that is not large.
 ///
 /// # Errors
-/// [`Malformed`]; the packet is as it was.
+/// [`Malformed`]; the packet is unchanged.
 pub fn complete(header: &Header, packet: &mut [u8]) -> Result<(), Malformed> {
     if header.flags & NEEDS_CHECKSUM == 0 {
         return Ok(());
@@ -25,7 +25,7 @@ pub fn complete(header: &Header, packet: &mut [u8]) -> Result<(), Malformed> {
     if at + 2 > rest.len() {
         return Err(Malformed);
     }
-    // The field itself holds the pseudo header's sum.
+    // The field is part of the sum: it holds the sum of the pseudo header.
     let sum = Sum::default().bytes(rest).finish();
     // A UDP checksum of zero would mean "none" (RFC 768); for TCP both zeros are the same.
     let sum = if sum == [0, 0] { [0xff, 0xff] } else { sum };
@@ -33,7 +33,7 @@ pub fn complete(header: &Header, packet: &mut [u8]) -> Result<(), Malformed> {
     Ok(())
 }
 
-/// The packets of a large one, one after the other.
+/// Iterates over the packets that a large packet is cut into.
 #[derive(Debug)]
 pub struct Segments<'a> {
     packet: &'a [u8],
@@ -43,13 +43,13 @@ pub struct Segments<'a> {
     header: usize,
     size: usize,
     done: usize,
-    /// Of the pseudo header without its length.
+    /// Sum of the pseudo header without its length field.
     pseudo: Sum,
     index: u16,
 }
 
 impl<'a> Segments<'a> {
-    /// Looks at a large packet: see [`Header::is_large`].
+    /// Validates a large packet ([`Header::is_large`]).
     ///
     /// # Errors
     /// [`Malformed`]
@@ -80,7 +80,7 @@ impl<'a> Segments<'a> {
             return Err(Malformed);
         }
         let at = transport + headers::checksum_at(protocol);
-        // The field holds the sum over the pseudo header of the whole; only its length differs from that of a part.
+        // The field holds the sum of the large packet's pseudo header, which differs only in its length from that of each part.
         let whole = (packet.len() - transport) as u16;
         Ok(Self {
             packet,
@@ -95,14 +95,14 @@ impl<'a> Segments<'a> {
         })
     }
 
-    /// Bytes of the packet that [`Self::next`] will write; `None` = that was all.
+    /// Length of the packet that [`Self::next`] will write; `None` = no packet is left.
     #[must_use]
     pub fn upcoming(&self) -> Option<usize> {
         let left = self.packet.len().checked_sub(self.done).filter(|left| *left > 0)?;
         Some(self.header + left.min(self.size))
     }
 
-    /// Writes the next packet to the beginning of `out` and returns its length; `None` = that was all.
+    /// Writes the next packet to the beginning of `out` and returns its length; `None` = no packet is left.
     ///
     /// # Panics
     /// `out` is shorter than [`Self::upcoming`].

@@ -1,4 +1,4 @@
-//! Cutting and joining over examples and arbitrary flows.
+//! Tests of segmentation and coalescing with examples and arbitrary flows.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use super::{
 };
 
 #[derive(Debug, Clone)]
-struct Made {
+struct Template {
     v6: bool,
     protocol: u8,
     port: u16,
@@ -21,7 +21,7 @@ struct Made {
     payload: Vec<u8>,
 }
 
-impl Made {
+impl Template {
     fn packet(&self) -> Vec<u8> {
         let Self {
             v6,
@@ -72,8 +72,8 @@ impl Made {
     }
 }
 
-fn tcp(sequence: u32, payload: &[u8]) -> Made {
-    Made {
+fn tcp(sequence: u32, payload: &[u8]) -> Template {
+    Template {
         v6: false,
         protocol: TCP,
         port: 1000,
@@ -84,7 +84,7 @@ fn tcp(sequence: u32, payload: &[u8]) -> Made {
     }
 }
 
-/// What comes out: each large packet with its header, as one piece, and the number of packets in it.
+/// The output of a coalescer: each packet with its header and the number of packets joined in it.
 fn joined(packets: &[Vec<u8>], udp: bool) -> Vec<(Header, Vec<u8>, u16)> {
     let mut coalescer = Coalescer::new(true, udp);
     let mut buffer = packets.concat();
@@ -115,7 +115,7 @@ fn cut(header: &Header, packet: &[u8]) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn the_sum_of_the_rfc_comes_out() {
+fn sum_equals_the_example_of_rfc_1071() {
     // RFC 1071 §3.
     let sum = Sum::default().bytes(&[0x00, 0x01, 0xf2, 0x03, 0xf4, 0xf5, 0xf6, 0xf7]);
     assert_eq!(sum.partial(), [0xdd, 0xf2]);
@@ -124,13 +124,13 @@ fn the_sum_of_the_rfc_comes_out() {
 }
 
 #[test]
-fn segments_that_follow_each_other_become_one_and_a_push_ends_it() {
-    let last = Made {
+fn consecutive_segments_are_joined_until_a_push() {
+    let last = Template {
         flags: ACK | PSH,
         ..tcp(300, &[3; 40])
     };
     let made = [tcp(100, &[1; 100]), tcp(200, &[2; 100]), last, tcp(340, &[4; 100])];
-    let packets: Vec<_> = made.iter().map(Made::packet).collect();
+    let packets: Vec<_> = made.iter().map(Template::packet).collect();
     let all = joined(&packets, false);
     assert_eq!(
         all.iter()
@@ -157,7 +157,7 @@ fn segments_that_follow_each_other_become_one_and_a_push_ends_it() {
 }
 
 #[test]
-fn what_differs_in_more_than_what_counts_up_is_not_joined() {
+fn packets_with_different_headers_are_not_joined() {
     let first = tcp(100, &[1; 100]).packet();
     let next = || tcp(200, &[2; 100]);
     let patched = |at: usize, value: u8| {
@@ -201,15 +201,15 @@ fn what_differs_in_more_than_what_counts_up_is_not_joined() {
         let mut packets = [first.clone(), next().packet()];
         packets[broken][60] ^= 1;
         let all = joined(&packets, false);
-        assert_eq!(all.len(), 2, "a broken checksum in packet {broken} stays one's own");
+        assert_eq!(all.len(), 2, "packet {broken} with a broken checksum was joined");
         assert_eq!([&all[0].1, &all[1].1], [&packets[0], &packets[1]]);
     }
 }
 
 #[test]
-fn a_pure_acknowledgement_is_not_overtaken() {
+fn pure_acknowledgement_keeps_its_position() {
     let made = [tcp(100, &[1; 100]), tcp(200, &[]), tcp(200, &[2; 100])];
-    let packets: Vec<_> = made.iter().map(Made::packet).collect();
+    let packets: Vec<_> = made.iter().map(Template::packet).collect();
     let all = joined(&packets, false);
     assert_eq!(
         all.into_iter().map(|(_, packet, _)| packet).collect::<Vec<_>>(),
@@ -218,8 +218,8 @@ fn a_pure_acknowledgement_is_not_overtaken() {
 }
 
 #[test]
-fn only_the_first_part_says_that_the_window_was_reduced_and_only_the_last_ends() {
-    let packet = Made {
+fn cwr_is_only_in_the_first_part_and_fin_in_the_last() {
+    let packet = Template {
         flags: ACK | CWR | PSH | FIN,
         ..tcp(100, &[1; 250])
     }
@@ -249,16 +249,16 @@ fn only_the_first_part_says_that_the_window_was_reduced_and_only_the_last_ends()
         ]
     );
     for part in parts {
-        assert!(Parsed::read(&part).expect("a packet").is_whole(&part));
-        assert!(Sum::default().bytes(&part[..20]).is_whole());
+        assert!(Parsed::parse(&part).expect("a packet").has_valid_checksum(&part));
+        assert!(Sum::default().bytes(&part[..20]).is_valid());
     }
 }
 
 #[test]
-fn a_checksum_left_to_us_is_completed() {
+fn partial_checksum_is_completed() {
     for v6 in [false, true] {
         for protocol in [TCP, UDP] {
-            let whole = Made {
+            let whole = Template {
                 v6,
                 protocol,
                 ..tcp(1, b"odd")
@@ -286,7 +286,7 @@ fn payload(length: usize) -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(any::<u8>(), length)
 }
 
-/// Packets of four flows: mostly in line and of one size, with all that interrupts a line.
+/// Packets of four flows, mostly consecutive and of one size, with all kinds of interruptions.
 fn flows() -> impl Strategy<Value = Vec<Vec<u8>>> {
     let step = (
         0..4_u16,
@@ -305,7 +305,7 @@ fn flows() -> impl Strategy<Value = Vec<Vec<u8>>> {
                     sequence.wrapping_add(payload.len() as u32),
                     identification.wrapping_add(1),
                 );
-                let mut packet = Made {
+                let mut packet = Template {
                     v6: flow % 2 == 1,
                     protocol: if flow < 2 { TCP } else { UDP },
                     port: flow,
@@ -337,7 +337,7 @@ fn by_flow(packets: &[Vec<u8>]) -> BTreeMap<u16, Vec<Vec<u8>>> {
 
 proptest! {
     #[test]
-    fn what_was_joined_and_cut_again_is_what_was_in_every_flows_order(packets in flows(), udp: bool) {
+    fn joined_and_cut_packets_are_equal_and_in_order(packets in flows(), udp: bool) {
         let all = joined(&packets, udp);
         let counts = all.iter().map(|(_, _, count)| usize::from(*count)).sum::<usize>();
         prop_assert_eq!(counts, packets.len());
@@ -346,7 +346,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_taken_without_a_panic(
+    fn any_bytes_are_processed_without_a_panic(
         header: [u8; HEADER],
         kind in prop::sample::select(&[0_u8, 1, 4, 5, 0x81, 9][..]),
         packets in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..120), 1..6),
