@@ -1,10 +1,10 @@
-//! A gateway of sandboxes: from SandboxAccess objects and the endpoints of granted Services to the peers and the firewall
-//! table of one pod. Values only; telling the kernel and the API server is the program's.
+//! Computes the WireGuard peers and the firewall table of a gateway pod for sandboxes, from SandboxAccess objects and the endpoints of
+//! granted Services.
 //!
-//! A grant is (sandbox, protocol, port of the gateway) -> an endpoint of one port of one Service. Its id stands in the mark of
-//! each connection. Every packet of a connection is matched, in both directions, against what stands now: the grant by sandbox,
-//! protocol, port and id, the endpoint by id and address. So taking an element away ends what it allowed, and a port that gets
-//! another grant serves no connection of the former one.
+//! A grant maps (sandbox, protocol, port of the gateway) to an endpoint of one port of one Service. The mark of each connection is the
+//! id of its grant. Every packet in both directions is matched against the current table: the grant by sandbox, protocol, port and
+//! id, the endpoint by id and address. So deleting an element also ends open connections, and a port that gets another grant does
+//! not pass packets of connections of the earlier grant.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -28,18 +28,18 @@ pub use compile::compile;
 pub use id::{GrantId, SandboxId};
 pub use table::{Balancer, Frame, Grant, Table, alive, update};
 
-/// What a gateway knows.
+/// Input of [`compile`].
 #[derive(Debug, Clone)]
 pub struct Inputs {
-    /// What it was started with.
+    /// Settings of the gateway.
     pub settings: Settings,
     /// Every SandboxAccess.
     pub accesses: Vec<Access>,
-    /// Granted Services, as far as they were seen.
+    /// The granted Services that were observed.
     pub services: BTreeMap<ObjectName, Service>,
 }
 
-/// What a gateway was started with.
+/// Settings of a gateway, from its flags and its surroundings.
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// The WireGuard device.
@@ -50,28 +50,28 @@ pub struct Settings {
     pub admin_port: u16,
     /// WireGuard addresses of this gateway.
     pub addresses: BTreeSet<IpAddr>,
-    /// Where endpoints may lie: pod networks of the cluster.
+    /// Networks in which endpoints must lie: the pod networks of the cluster.
     pub endpoint_networks: BTreeSet<IpNet>,
-    /// Addresses that no sandbox may have: of this pod, its API server, every gateway.
+    /// Addresses that neither a sandbox nor an endpoint may have: those of this pod, its API server and every gateway.
     pub reserved: BTreeSet<IpNet>,
-    /// Sandboxes that are served; empty = every one.
+    /// Names of the sandboxes to serve; empty = all.
     pub serves: BTreeSet<String>,
-    /// New connections a second of a sandbox, where its SandboxAccess does not say.
+    /// Limit on new connections of a sandbox a second, unless its SandboxAccess has one. 0 = no limit.
     pub new_connections: u32,
-    /// Connections of a sandbox; 0 = any number.
+    /// Limit on open connections of a sandbox; 0 = no limit.
     pub sandbox_connections: u32,
-    /// Connections of one grant to one endpoint; 0 = any number.
+    /// Limit on open connections of one grant to one endpoint; 0 = no limit.
     pub endpoint_connections: u32,
 }
 
-/// A SandboxAccess. What did not parse is told in words.
+/// A SandboxAccess object. A field that does not parse holds the error message.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Access {
     /// Name of the object.
     pub name: String,
     /// `metadata.creationTimestamp`, Unix seconds.
     pub created: i64,
-    /// What tells the sandbox from others: two objects may speak of one.
+    /// Identity of the sandbox. Several objects with the same identity describe one sandbox.
     pub identity: String,
     /// Name of the sandbox.
     pub sandbox: String,
@@ -79,9 +79,9 @@ pub struct Access {
     pub networks: Vec<Result<IpNet, String>>,
     /// Its nodes.
     pub nodes: Vec<Node>,
-    /// What it may reach.
+    /// Its grants.
     pub grants: Vec<Granted>,
-    /// New connections a second.
+    /// Limit on new connections a second; `None` = the default of [`Settings`].
     pub new_connections: Option<u32>,
 }
 
@@ -94,7 +94,7 @@ pub struct Node {
     pub addresses: Vec<Result<IpAddr, String>>,
 }
 
-/// A port of a Service that is granted.
+/// A granted port of a Service.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Granted {
     /// The Service.
@@ -103,29 +103,29 @@ pub struct Granted {
     pub port: String,
     /// Protocol.
     pub protocol: Protocol,
-    /// Where the sandbox reaches it.
+    /// Port of the gateway at which the sandbox reaches it.
     pub gateway_port: u16,
 }
 
 /// A Service of this cluster and its EndpointSlices.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Service {
-    /// Nothing is known yet, or not allowed to be: why.
+    /// Not observed, and why: it was not read yet, or the gateway may not read it.
     Unknown(String),
-    /// There is none.
+    /// It does not exist.
     Absent,
-    /// This is known.
+    /// It was observed.
     Seen(Facts),
 }
 
-/// What is known of a Service.
+/// The observed properties of a Service.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub struct Facts {
-    /// It has a selector: the cluster itself writes its EndpointSlices.
+    /// It has a selector, so Kubernetes writes its EndpointSlices.
     pub selector: bool,
-    /// Type ExternalName.
+    /// Its type is ExternalName.
     pub external_name: bool,
-    /// It is our own mirror of another member's.
+    /// It is a mirrored Service of another member.
     pub mirror: bool,
     /// `sessionAffinity: ClientIP`.
     pub sticky: bool,
@@ -146,13 +146,13 @@ pub struct Endpoint {
     pub address: IpAddr,
     /// Number of the port there.
     pub port: u16,
-    /// Takes new connections.
+    /// It takes new connections.
     pub ready: bool,
-    /// Answers those it has.
+    /// It serves its open connections.
     pub serving: bool,
 }
 
-/// What they come to.
+/// The desired state of a gateway.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Compiled {
     /// The nodes of all sandboxes.
@@ -161,9 +161,9 @@ pub struct Compiled {
     pub routes: BTreeSet<IpNet>,
     /// The firewall table.
     pub table: Table,
-    /// Names of SandboxAccesses that are served, as far as not refused.
+    /// Names of the SandboxAccesses that are served, at least in part.
     pub served: BTreeSet<String>,
-    /// What is left out.
+    /// The parts that are left out.
     pub refused: BTreeSet<Refused>,
 }
 
@@ -174,9 +174,9 @@ pub struct Refused {
     pub access: String,
     /// Path of the field.
     pub field: String,
-    /// The grant that is not served, by protocol and port at the gateway; `None` = another part.
+    /// Protocol and gateway port of the grant; `None` = the part is not a grant.
     pub grant: Option<(Protocol, u16)>,
-    /// One word.
+    /// Why, as one word.
     pub reason: Reason,
     /// What is wrong and what to do.
     pub message: String,
@@ -198,34 +198,34 @@ impl fmt::Display for Refused {
 /// Why a part is not served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reason {
-    /// A network that is none, too wide, another sandbox's or reserved.
+    /// A network does not parse, is too wide or is reserved.
     NetworkInvalid,
-    /// Two SandboxAccesses have this network.
+    /// A network overlaps another one, of this or an older SandboxAccess.
     NetworkOverlap,
-    /// A key that is none.
+    /// A key does not parse.
     PublicKeyInvalid,
-    /// Two nodes have this key.
+    /// Another node has this key.
     PublicKeyDuplicate,
-    /// An address that is none or lies outside the sandbox's networks.
+    /// An address does not parse or lies outside the sandbox's networks.
     AddressInvalid,
-    /// Two nodes have this address.
+    /// Another node has this address.
     AddressDuplicate,
-    /// Two grants have this port.
+    /// Another grant has this port.
     PortDuplicate,
-    /// SCTP.
+    /// The protocol is SCTP.
     ProtocolNotServed,
-    /// The Service is not there, or has no such port.
+    /// The Service or its port does not exist.
     ServiceMissing,
-    /// The Service is not known.
+    /// The Service was not observed.
     ServiceUnknown,
-    /// A Service that no sandbox may reach.
+    /// No sandbox may reach the Service.
     ServiceNotServed,
-    /// Endpoints that no sandbox may reach.
+    /// No sandbox may reach some of the endpoints.
     EndpointForbidden,
 }
 
 impl Reason {
-    /// As the status and metrics have it.
+    /// The word in the status and in metrics.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {

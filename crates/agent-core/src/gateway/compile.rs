@@ -1,6 +1,8 @@
-//! Which parts of the SandboxAccesses are served, and what they come to. What is wrong costs that part alone; between two that
-//! exclude each other the older SandboxAccess wins, then the one whose name comes first. Two that speak of one sandbox, as two
-//! meshes write them, exclude each other only where they differ.
+//! Compiles SandboxAccesses and Services into the peers and the table of a gateway.
+//!
+//! Only an invalid part is left out, not the whole SandboxAccess. Of two parts that conflict, the one in the older SandboxAccess wins,
+//! then the one in the SandboxAccess whose name sorts first. Two SandboxAccesses of one sandbox, written for two meshes, conflict only
+//! where they differ.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,7 +15,8 @@ use clustermesh_core::key::PublicKey;
 use ipnet::IpNet;
 
 use super::{
-    Access, Compiled, Frame, Grant, GrantId, Granted, Inputs, Reason, Refused, SandboxId, Table, endpoints, id::Numbers,
+    Access, Compiled, Frame, Grant, GrantId, Granted, Inputs, Reason, Refused, SandboxId, Table, endpoints,
+    id::IdAllocator,
 };
 use crate::{
     device::{PeerSpec, Peers},
@@ -21,7 +24,7 @@ use crate::{
     prefixes::{NOT_UNICAST, host, overlap},
 };
 
-/// Compiles everything a gateway knows.
+/// Compiles the desired state of a gateway.
 #[must_use]
 pub fn compile(inputs: &Inputs) -> Compiled {
     let settings = &inputs.settings;
@@ -31,8 +34,8 @@ pub fn compile(inputs: &Inputs) -> Compiled {
         keys: BTreeMap::new(),
         addresses: BTreeMap::new(),
         open: BTreeMap::new(),
-        sandboxes: Numbers::default(),
-        grants: Numbers::default(),
+        sandboxes: IdAllocator::default(),
+        grants: IdAllocator::default(),
         out: Compiled {
             peers: Peers::new(),
             routes: BTreeSet::new(),
@@ -57,20 +60,20 @@ pub fn compile(inputs: &Inputs) -> Compiled {
     let mut accesses: Vec<&Access> = inputs.accesses.iter().filter(serves).collect();
     accesses.sort_by_key(|access| (access.created, &access.name));
     for access in accesses {
-        compiler.access(access);
+        compiler.add_access(access);
     }
     compiler.out
 }
 
-/// A node of a SandboxAccess.
+/// A node of a SandboxAccess, and where the object has it.
 #[derive(Clone, Copy)]
-struct Holder<'a> {
+struct NodeRef<'a> {
     access: &'a Access,
     index: usize,
     node: &'a super::Node,
 }
 
-impl fmt::Display for Holder<'_> {
+impl fmt::Display for NodeRef<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "SandboxAccess {} spec.nodes[{}]", self.access.name, self.index)
     }
@@ -78,13 +81,13 @@ impl fmt::Display for Holder<'_> {
 
 struct Compiler<'a> {
     inputs: &'a Inputs,
-    /// Who has them.
+    /// The networks, keys, addresses and ports that are taken, with their owners.
     networks: BTreeMap<IpNet, &'a Access>,
-    keys: BTreeMap<PublicKey, Holder<'a>>,
-    addresses: BTreeMap<IpAddr, Holder<'a>>,
+    keys: BTreeMap<PublicKey, NodeRef<'a>>,
+    addresses: BTreeMap<IpAddr, NodeRef<'a>>,
     open: BTreeMap<(SandboxId, Protocol, u16), &'a Granted>,
-    sandboxes: Numbers<&'a str>,
-    grants: Numbers<(&'a str, &'a Granted)>,
+    sandboxes: IdAllocator<&'a str>,
+    grants: IdAllocator<(&'a str, &'a Granted)>,
     out: Compiled,
 }
 
@@ -109,12 +112,12 @@ impl<'a> Compiler<'a> {
         });
     }
 
-    fn access(&mut self, access: &'a Access) {
-        let networks = self.networks(access);
+    fn add_access(&mut self, access: &'a Access) {
+        let networks = self.accept_networks(access);
         if networks.is_empty() {
             return;
         }
-        let sandbox = SandboxId(self.sandboxes.get(&access.identity, &[&access.identity]));
+        let sandbox = SandboxId(self.sandboxes.allocate(&access.identity, &[&access.identity]));
         for network in &networks {
             self.networks.entry(*network).or_insert(access);
             self.out.table.sandboxes.insert(*network, sandbox);
@@ -126,15 +129,15 @@ impl<'a> Compiler<'a> {
             self.out.table.rates.entry(sandbox).or_insert(rate);
         }
         for (index, node) in access.nodes.iter().enumerate() {
-            self.node(access, &networks, index, node);
+            self.add_node(access, &networks, index, node);
         }
         for (index, granted) in access.grants.iter().enumerate() {
-            self.grant(access, sandbox, index, granted);
+            self.add_grant(access, sandbox, index, granted);
         }
     }
 
-    /// The networks that are this sandbox's. One that is wrong costs it alone: its nodes' addresses there are refused with it.
-    fn networks(&mut self, access: &Access) -> BTreeSet<IpNet> {
+    /// Selects the valid networks of a sandbox. Addresses of its nodes in a refused network are refused, too.
+    fn accept_networks(&mut self, access: &Access) -> BTreeSet<IpNet> {
         let settings = &self.inputs.settings;
         let mut networks: BTreeSet<IpNet> = BTreeSet::new();
         for (index, network) in access.networks.iter().enumerate() {
@@ -177,7 +180,7 @@ impl<'a> Compiler<'a> {
         networks
     }
 
-    fn node(&mut self, access: &'a Access, networks: &BTreeSet<IpNet>, index: usize, node: &'a super::Node) {
+    fn add_node(&mut self, access: &'a Access, networks: &BTreeSet<IpNet>, index: usize, node: &'a super::Node) {
         let field = |part: &str| format!("spec.nodes[{index}].{part}");
         let key = match &node.public_key {
             Ok(key) => *key,
@@ -186,7 +189,7 @@ impl<'a> Compiler<'a> {
                 return;
             }
         };
-        let place = Holder { access, index, node };
+        let owner = NodeRef { access, index, node };
         if let Some(other) = self.keys.get(&key) {
             if other.access.identity == access.identity && other.node.addresses == node.addresses {
                 return;
@@ -213,14 +216,14 @@ impl<'a> Compiler<'a> {
                 let message = format!("{other} has {address}, too, and keeps it");
                 self.refuse(access, field, Reason::AddressDuplicate, message);
             } else {
-                self.addresses.insert(address, place);
+                self.addresses.insert(address, owner);
                 allowed_ips.insert(host(address));
             }
         }
         if allowed_ips.is_empty() {
             return;
         }
-        self.keys.insert(key, place);
+        self.keys.insert(key, owner);
         let spec = PeerSpec {
             allowed_ips,
             ..PeerSpec::default()
@@ -228,15 +231,15 @@ impl<'a> Compiler<'a> {
         self.out.peers.insert(key, spec);
     }
 
-    fn grant(&mut self, access: &'a Access, sandbox: SandboxId, index: usize, granted: &'a Granted) {
+    fn add_grant(&mut self, access: &'a Access, sandbox: SandboxId, index: usize, granted: &'a Granted) {
         let field = |part: &str| format!("spec.grants[{index}]{part}");
         if granted.protocol == Protocol::Sctp {
             let message = "a gateway translates TCP and UDP alone".to_owned();
             self.refuse_grant(access, granted, field(".protocol"), Reason::ProtocolNotServed, message);
             return;
         }
-        let place = (sandbox, granted.protocol, granted.gateway_port);
-        if let Some(other) = self.open.get(&place) {
+        let port = (sandbox, granted.protocol, granted.gateway_port);
+        if let Some(other) = self.open.get(&port) {
             if *other == granted {
                 return;
             }
@@ -247,20 +250,20 @@ impl<'a> Compiler<'a> {
             self.refuse_grant(access, granted, field(".gatewayPort"), Reason::PortDuplicate, message);
             return;
         }
-        // Whether its Service is known or not: a port must not come and go between two grants.
-        self.open.insert(place, granted);
+        // Also before its Service is observed, so that a port does not change between two grants.
+        self.open.insert(port, granted);
         let service = self.inputs.services.get(&granted.service);
-        let found = match endpoints::resolve(granted, service, &self.inputs.settings) {
-            Ok(found) => found,
+        let resolved = match endpoints::resolve(granted, service, &self.inputs.settings) {
+            Ok(resolved) => resolved,
             Err((reason, message)) => {
                 self.refuse_grant(access, granted, field(".service"), reason, message);
                 return;
             }
         };
-        if let Some(message) = found.left_out {
+        if let Some(message) = resolved.left_out {
             self.refuse_grant(access, granted, field(".service"), Reason::EndpointForbidden, message);
         }
-        let id = self.grants.get(
+        let id = self.grants.allocate(
             (&access.identity, granted),
             &[
                 &access.identity,
@@ -274,9 +277,9 @@ impl<'a> Compiler<'a> {
         let grant = Grant {
             id: GrantId(id),
             service: granted.service.clone(),
-            balancer: found.balancer,
-            standing: found.standing,
+            balancer: resolved.balancer,
+            standing: resolved.standing,
         };
-        self.out.table.grants.insert(place, grant);
+        self.out.table.grants.insert(port, grant);
     }
 }

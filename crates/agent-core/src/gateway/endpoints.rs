@@ -1,4 +1,4 @@
-//! What one grant comes to: the endpoints that new connections are spread over, and those that keep the connections they have.
+//! Resolves a grant to its endpoints: those for new connections, and those that keep their open connections.
 
 use std::{collections::BTreeSet, net::SocketAddr};
 
@@ -9,20 +9,22 @@ use crate::prefixes::NOT_UNICAST;
 
 /// The endpoints of a grant.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(super) struct Found {
+pub(super) struct ResolvedGrant {
     pub(super) balancer: Balancer,
     pub(super) standing: BTreeSet<SocketAddr>,
-    /// Which endpoints are left out, and why.
+    /// The endpoints that are left out, and why.
     pub(super) left_out: Option<String>,
 }
 
+/// Resolves a grant. Forbidden endpoints are left out.
+///
 /// # Errors
 /// The Service cannot be served at all.
 pub(super) fn resolve(
     granted: &Granted,
     service: Option<&Service>,
     settings: &Settings,
-) -> Result<Found, (Reason, String)> {
+) -> Result<ResolvedGrant, (Reason, String)> {
     let name = &granted.service;
     let refused = |message: String| Err((Reason::ServiceNotServed, message));
     if (&*name.namespace, &*name.name) == ("default", "kubernetes") {
@@ -55,7 +57,7 @@ pub(super) fn resolve(
         let message = format!("Service {name} has no {} port {:?}", granted.protocol, granted.port);
         return Err((Reason::ServiceMissing, message));
     }
-    let mut found = Found::default();
+    let mut resolved = ResolvedGrant::default();
     let mut left_out: Vec<String> = Vec::new();
     let (mut ready, mut draining) = (BTreeSet::new(), BTreeSet::new());
     let ours = |e: &&super::Endpoint| e.protocol == granted.protocol && e.port_name == granted.port;
@@ -87,27 +89,27 @@ pub(super) fn resolve(
             draining.insert(socket);
         }
     }
-    found.standing = ready.union(&draining).copied().collect();
+    resolved.standing = ready.union(&draining).copied().collect();
     for v6 in [false, true] {
         let of = |all: &BTreeSet<SocketAddr>| -> Vec<SocketAddr> {
             all.iter().filter(|socket| socket.is_ipv6() == v6).copied().collect()
         };
-        // As kube-proxy: while none is ready, those that end take new connections.
+        // As kube-proxy does: if none is ready, terminating ones take new connections.
         let chosen = Some(of(&ready))
             .filter(|all| !all.is_empty())
             .unwrap_or_else(|| of(&draining));
         if v6 {
-            found.balancer.v6 = chosen;
+            resolved.balancer.v6 = chosen;
         } else {
-            found.balancer.v4 = chosen;
+            resolved.balancer.v4 = chosen;
         }
     }
-    found.balancer.sticky = facts.sticky;
+    resolved.balancer.sticky = facts.sticky;
     if let Some(first) = left_out.first() {
-        found.left_out = Some(match left_out.len() {
+        resolved.left_out = Some(match left_out.len() {
             1 => format!("endpoint {first}"),
             all => format!("{all} endpoints are left out: {first}, ..."),
         });
     }
-    Ok(found)
+    Ok(resolved)
 }

@@ -109,7 +109,7 @@ fn family_of(address: IpAddr) -> Family {
 impl Piece {
     /// The set or map that this piece is an element of, and its key. `None` = it is a limit or a chain.
     fn element(&self) -> Option<(&'static str, String)> {
-        let place = |(sandbox, protocol, port): &(SandboxId, Protocol, u16)| {
+        let port = |(sandbox, protocol, port): &(SandboxId, Protocol, u16)| {
             format!("{} . {protocol} . {port}", mark(sandbox.0))
         };
         let either = |family, names: [&'static str; 2]| names[usize::from(family == Family::V6)];
@@ -133,8 +133,8 @@ impl Piece {
                 either(Family::of(network), ["sandboxes4", "sandboxes6"]),
                 network.to_string(),
             ),
-            Self::Open(at, id) => ("open", format!("{} . {}", place(at), mark(id.0))),
-            Self::Grant(at) => ("grants", place(at)),
+            Self::Open(at, id) => ("open", format!("{} . {}", port(at), mark(id.0))),
+            Self::Grant(at) => ("grants", port(at)),
         })
     }
 

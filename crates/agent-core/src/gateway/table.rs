@@ -1,4 +1,4 @@
-//! The table of a gateway as a value, and the smallest transaction from one to the next.
+//! The firewall table of a gateway as a value, the steps from one table to another, and the transaction for each step.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,27 +17,27 @@ use super::{
 };
 use crate::{interface::InterfaceName, numbers::NFT_TABLE, policy::Protocol, prefixes::Family};
 
-/// Elements that one transaction changes at most, by [`Grant::weight`]. A gateway's container has 256 MiB, and `nft` 1.0.6 takes
-/// 83 MB for 60,000 of them: 10,000 grants with one endpoint each.
+/// The most elements that one transaction changes, by [`Grant::weight`]. A gateway's container has 256 MiB, and `nft` 1.0.6 takes
+/// 83 MB for 60,000 elements (10,000 grants with one endpoint each).
 pub(super) const STEP: usize = 10_000;
 
-/// Where a grant is open.
-type Place = (SandboxId, Protocol, u16);
+/// The sandbox, protocol and gateway port of a grant.
+type GrantKey = (SandboxId, Protocol, u16);
 
-/// What the table holds.
+/// The contents of the table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
-    /// What its rules say; with another one the whole table is written.
+    /// The numbers and names in the rules. If one changes, the whole table is written again.
     pub frame: Frame,
-    /// Whose addresses these are.
+    /// The sandbox of each network.
     pub sandboxes: BTreeMap<IpNet, SandboxId>,
-    /// New connections a second.
+    /// Limits on new connections a second.
     pub rates: BTreeMap<SandboxId, NonZeroU32>,
-    /// What is open.
-    pub grants: BTreeMap<Place, Grant>,
+    /// The grants by sandbox, protocol and gateway port.
+    pub grants: BTreeMap<GrantKey, Grant>,
 }
 
-/// What the rules say.
+/// The numbers and names in the rules.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
     /// The WireGuard device.
@@ -48,22 +48,22 @@ pub struct Frame {
     pub admin_port: u16,
     /// WireGuard addresses of this gateway.
     pub addresses: BTreeSet<IpAddr>,
-    /// Connections of a sandbox; `None` = any number.
+    /// Limit on open connections of a sandbox.
     pub sandbox_connections: Option<NonZeroU32>,
-    /// Connections of one grant to one endpoint; `None` = any number.
+    /// Limit on open connections of one grant to one endpoint.
     pub endpoint_connections: Option<NonZeroU32>,
 }
 
-/// A port of the gateway that is open to a sandbox.
+/// A grant: what a port of the gateway leads to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Grant {
     /// The mark of its connections.
     pub id: GrantId,
-    /// The Service, for people.
+    /// The Service. It is not in the kernel's table.
     pub service: ObjectName,
-    /// Where new connections go.
+    /// Endpoints for new connections.
     pub balancer: Balancer,
-    /// Endpoints whose connections stand.
+    /// Endpoints that connections may have, ready and draining.
     pub standing: BTreeSet<SocketAddr>,
 }
 
@@ -74,19 +74,19 @@ pub struct Balancer {
     pub v4: Vec<SocketAddr>,
     /// IPv6.
     pub v6: Vec<SocketAddr>,
-    /// A client address always gets the same one, while they stay the same.
+    /// Each client address always gets the same endpoint while the endpoints stay the same.
     pub sticky: bool,
 }
 
 impl Grant {
-    /// Elements of its part of a transaction, or a few more.
+    /// An upper estimate of the elements that adding or removing it changes.
     pub(super) fn weight(&self) -> usize {
         4 + 3 * self.standing.len()
     }
 }
 
 impl Table {
-    /// Connections that may be in the connection table: what has another mark, or another endpoint, belongs to no grant.
+    /// The grants and endpoints that connections may have. Every other conntrack entry belongs to no grant.
     #[must_use]
     pub fn standing(&self) -> BTreeSet<(GrantId, SocketAddr)> {
         let each = self.grants.values();
@@ -94,18 +94,20 @@ impl Table {
             .collect()
     }
 
-    /// Grants of which a new connection finds an endpoint.
+    /// How many grants have an endpoint for new connections.
     #[must_use]
     pub fn open(&self) -> usize {
         let has = |grant: &&Grant| !grant.balancer.v4.is_empty() || !grant.balancer.v6.is_empty();
         self.grants.values().filter(has).count()
     }
 
-    /// The next table on the way from `old` to `desired`. It differs from `old`, or without one of the same frame from a table
-    /// without grants, by grants that weigh [`STEP`] together, or by one that is heavier. Repeated, it ends at `desired`.
+    /// Computes the next table between `old` and `desired`. Repeated calls end at `desired`.
     ///
-    /// Each step is consistent: what it opens is open in `old` or in `desired`. Grants are removed first, then those that stay are
-    /// changed. Networks get another sandbox, and grants are added, only when `old` has no other grant left to remove or change.
+    /// The result differs from `old` by grants with a total weight of at most [`STEP`], or by one heavier grant. If `old` is `None` or
+    /// has another frame, a table without grants takes its place.
+    ///
+    /// Each step is consistent: it allows only what `old` or `desired` allows. Grants are removed first, then changed. Only when no grant
+    /// of `old` is left to remove or change, networks get another sandbox and grants are added.
     #[must_use]
     pub fn step(old: Option<&Self>, desired: &Self) -> Self {
         Self::step_within(STEP, old, desired)
@@ -118,31 +120,31 @@ impl Table {
             grants: old.map(|old| old.grants.clone()).unwrap_or_default(),
             ..desired.clone()
         };
-        let mut room = Room { limit, left: limit };
-        let mut settled = true;
-        let stays = |place: &Place, grant: &Grant| desired.grants.get(place).filter(|other| other.id == grant.id);
+        let mut budget = Budget { limit, left: limit };
+        let mut is_settled = true;
+        let stays = |place: &GrantKey, grant: &Grant| desired.grants.get(place).filter(|other| other.id == grant.id);
         for (place, grant) in old.iter().flat_map(|old| &old.grants) {
             if stays(place, grant).is_some() {
                 continue;
             }
-            if room.take(grant.weight()) {
+            if budget.take(grant.weight()) {
                 next.grants.remove(place);
             } else {
-                settled = false;
+                is_settled = false;
             }
         }
         for (place, grant) in old.iter().flat_map(|old| &old.grants) {
             let Some(wanted) = stays(place, grant).filter(|wanted| *wanted != grant) else {
                 continue;
             };
-            if room.take(grant.weight() + wanted.weight()) {
+            if budget.take(grant.weight() + wanted.weight()) {
                 next.grants.insert(*place, wanted.clone());
             } else {
-                settled = false;
+                is_settled = false;
             }
         }
-        if !settled {
-            // A network that changes hands would reach what its new sandbox has left from before.
+        if !is_settled {
+            // In another sandbox, a network would get obsolete grants that this sandbox still has in the table.
             let same = |network: &IpNet, sandbox: &SandboxId| {
                 old.is_some_and(|old| old.sandboxes.get(network) == Some(sandbox))
             };
@@ -150,14 +152,14 @@ impl Table {
             return next;
         }
         for (place, wanted) in &desired.grants {
-            if !next.grants.contains_key(place) && room.take(wanted.weight()) {
+            if !next.grants.contains_key(place) && budget.take(wanted.weight()) {
                 next.grants.insert(*place, wanted.clone());
             }
         }
         next
     }
 
-    /// All that can be added and removed by itself, in an order in which it can be added: what others refer to comes first.
+    /// The parts that can be added and removed by themselves, in the order of adding: a part before those that refer to it.
     fn pieces(&self) -> BTreeMap<Piece, String> {
         let mut out = BTreeMap::new();
         let mut put = |piece: Piece, text: String| drop(out.insert(piece, text));
@@ -194,14 +196,14 @@ impl Table {
     }
 }
 
-/// What a step may still change.
-struct Room {
+/// The weight that a step may still change.
+struct Budget {
     limit: usize,
     left: usize,
 }
 
-impl Room {
-    /// Takes a part of it. The first part always fits. After one that does not, none does: the order of changes is kept.
+impl Budget {
+    /// Takes `weight` if it fits. The first one always does. After one that does not fit no other does, which keeps the order of changes.
     fn take(&mut self, weight: usize) -> bool {
         let fits = weight <= self.left || self.left == self.limit;
         self.left = if fits { self.left.saturating_sub(weight) } else { 0 };
@@ -209,9 +211,10 @@ impl Room {
     }
 }
 
-/// What leads from `old`, as last written, to `new`, for `nft -f`; `None` = nothing to do. Without `old`, the whole table.
+/// Renders the transaction for `nft -f` from `old`, the table that was written last, to `new`. `None` = they are equal. Without `old` it
+/// is the whole table.
 ///
-/// What changes is taken away and put back in one transaction, so that no packet sees it missing.
+/// A part that changes is removed and added in one transaction, so that no packet misses it.
 #[must_use]
 pub fn update(old: Option<&Table>, new: &Table) -> Option<String> {
     let wanted = new.pieces();
@@ -220,24 +223,25 @@ pub fn update(old: Option<&Table>, new: &Table) -> Option<String> {
         render::add(wanted.iter(), &mut out);
         return Some(out);
     };
-    let standing = old.pieces();
+    let existing = old.pieces();
     let mut out = String::new();
-    // What refers to others goes first.
-    let gone = standing
+    // A part is removed before those that it refers to.
+    let removed = existing
         .iter()
         .rev()
         .filter(|(piece, value)| wanted.get(piece) != Some(value));
-    render::remove(gone.map(|(piece, _)| piece), &mut out);
-    let come = wanted
+    render::remove(removed.map(|(piece, _)| piece), &mut out);
+    let added = wanted
         .iter()
-        .filter(|(piece, value)| standing.get(piece) != Some(value));
-    render::add(come, &mut out);
+        .filter(|(piece, value)| existing.get(piece) != Some(value));
+    render::add(added, &mut out);
     (!out.is_empty()).then_some(out)
 }
 
-/// Sets the element that keeps the table open for `timeout`; without it every packet of the tunnel is dropped. The element is
-/// added, deleted and added in one transaction: a kernel before 6.12 keeps the remaining time of an element that is only added
-/// again, and an element that has timed out can be deleted only after it was added.
+/// Renders the transaction that renews the element `alive` for `timeout`. Without this element every packet of the tunnel is dropped.
+///
+/// The element is added, deleted and added again. Before Linux 6.12, adding an existing element does not change its remaining time, so
+/// it is deleted; and an element that has timed out can be deleted only after it was added.
 #[must_use]
 pub fn alive(frame: &Frame, timeout: Duration) -> String {
     let mut out = String::new();

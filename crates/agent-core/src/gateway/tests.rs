@@ -1,4 +1,4 @@
-//! Values that the tests of this module share.
+//! Values for the tests of this module.
 
 use std::net::SocketAddr;
 
@@ -36,7 +36,7 @@ fn settings() -> Settings {
         admin_port: 9587,
         addresses: [ip("100.66.255.1"), ip("fd66::1")].into(),
         endpoint_networks: nets(&["10.244.0.0/16", "fd10:244::/56"]),
-        // The ranges of all gateways, this pod, the API server.
+        // The addresses of all gateways, this pod, the API server.
         reserved: nets(&["100.66.255.0/28", "fd66::/64", "10.244.0.9/32", "172.30.0.1/32"]),
         serves: BTreeSet::new(),
         new_connections: 1000,
@@ -69,7 +69,7 @@ fn sql(service: &str, gateway_port: u16) -> Granted {
     }
 }
 
-/// Endpoint of the TCP port `sql` that is ready.
+/// A ready endpoint of the TCP port `sql`.
 fn endpoint(address: &str) -> Endpoint {
     Endpoint {
         protocol: Protocol::Tcp,
@@ -135,7 +135,7 @@ fn messages(compiled: &Compiled) -> Vec<String> {
     compiled.refused.iter().map(ToString::to_string).collect()
 }
 
-/// `inputs` come to what `rest` come to, and these parts are refused.
+/// `inputs` compile to the same as `rest`, with exactly these refusals.
 #[track_caller]
 fn assert_refused(inputs: &Inputs, rest: &Inputs, refused: &[&str]) {
     let mut compiled = compile(inputs);

@@ -1,4 +1,4 @@
-//! What is served of SandboxAccesses, and to which endpoints a grant leads.
+//! Tests which parts of SandboxAccesses are served.
 
 use std::num::NonZeroU32;
 
@@ -8,7 +8,7 @@ use crate::device::PeerSpec;
 #[test]
 fn sandbox_with_a_grant_is_compiled_in_both_families() {
     let inputs = with(|inputs| inputs.accesses.truncate(1));
-    // The numbers are hashes: another process, of a later version too, has to find the same ones.
+    // The numbers are hashes, and later versions have to assign the same ones.
     let (sandbox, id) = (SandboxId(0x889c_903f), GrantId(0xa106_c3a3));
     let grant = Grant {
         id,
@@ -120,7 +120,7 @@ fn network_inside_another_of_its_sandbox_is_refused() {
 }
 
 #[test]
-fn older_access_keeps_what_two_name_then_the_first_name() {
+fn conflict_is_won_by_the_older_access_then_by_name() {
     for (created, keeps) in [([1, 2], "a"), ([2, 1], "b"), ([1, 1], "a")] {
         let [mut a, mut b] = [sandbox("a", 1), sandbox("b", 1)];
         [a.created, b.created] = created;
@@ -150,7 +150,7 @@ fn access_without_a_served_network_is_not_served() {
 }
 
 #[test]
-fn key_that_does_not_parse_costs_its_node() {
+fn key_that_does_not_parse_refuses_its_node() {
     let bad = with(|inputs| {
         let mut node = node(9, &["100.80.1.9"]);
         node.public_key = Err("wrong".to_owned());
@@ -161,11 +161,11 @@ fn key_that_does_not_parse_costs_its_node() {
 }
 
 #[test]
-fn key_of_another_node_costs_the_younger_one() {
+fn key_of_another_node_refuses_the_younger_node() {
     let bad = with(|inputs| {
         inputs.accesses[0].nodes.push(node(1, &["100.80.1.9"]));
         inputs.accesses[1].nodes.push(node(1, &["100.80.2.9"]));
-        // The same addresses, but another sandbox: what is equal counts within one identity alone.
+        // Has the same addresses but belongs to another sandbox. Equal nodes are accepted only within one identity.
         inputs.accesses[1].nodes.push(node(1, &["100.80.1.1", "fd80:1::1"]));
     });
     let refused = [("a", 1), ("b", 1), ("b", 2)].map(|(access, node)| {
@@ -216,7 +216,7 @@ fn address_of_another_node_is_refused() {
 }
 
 #[test]
-fn node_without_a_served_address_is_no_peer_and_leaves_its_key() {
+fn node_without_a_valid_address_does_not_take_its_key() {
     let bad = with(|inputs| {
         inputs.accesses[0].nodes.push(node(9, &["100.80.9.9"]));
         inputs.accesses[1].nodes.push(node(9, &["100.80.2.9"]));
@@ -236,7 +236,7 @@ fn port_of_another_grant_is_refused() {
 }
 
 #[test]
-fn port_stays_with_its_grant_while_the_service_is_not_known() {
+fn port_stays_with_its_grant_while_service_is_unknown() {
     let compiled = compile(&with(|inputs| {
         inputs.services.insert(team("db"), Service::Unknown("later".to_owned()));
         inputs.accesses[0].grants.push(sql("web", 20001));
@@ -303,7 +303,7 @@ fn equal_accesses_of_one_identity_are_served_as_one() {
 }
 
 #[test]
-fn accesses_of_one_identity_add_up() {
+fn accesses_of_one_identity_are_merged() {
     let further = |inputs: &mut Inputs, access: usize| {
         let access = &mut inputs.accesses[access];
         access.networks.push(Ok(net("100.81.0.0/24")));
@@ -320,7 +320,7 @@ fn accesses_of_one_identity_add_up() {
 }
 
 #[test]
-fn accesses_of_one_identity_that_differ_are_refused_there() {
+fn different_parts_of_one_identity_are_refused() {
     let bad = with(|inputs| {
         let mut z = other_mesh_of_a();
         z.networks = vec![Ok(net("100.80.1.0/25")), Ok(net("fd80:1::/64"))];
@@ -364,7 +364,7 @@ fn only_sandboxes_of_serves_are_served() {
 }
 
 #[test]
-fn rate_is_the_access_own_else_the_default_and_0_is_none() {
+fn rate_is_that_of_the_access_or_the_default() {
     let rates = |default, own: [Option<u32>; 3]| {
         let table = compile(&with(|inputs| {
             inputs.settings.new_connections = default;
@@ -379,7 +379,7 @@ fn rate_is_the_access_own_else_the_default_and_0_is_none() {
     };
     assert_eq!(rates(1000, [None, Some(7), None]), [Some(1000), Some(7)]);
     assert_eq!(rates(0, [None, Some(7), None]), [None, Some(7)]);
-    // Of two that speak of one sandbox, the older one's.
+    // Of two SandboxAccesses of one sandbox, the older one sets the rate.
     assert_eq!(rates(1000, [Some(5), None, Some(6)]), [Some(5), Some(1000)]);
 }
 

@@ -1,9 +1,9 @@
-//! Which Services are served, and to which endpoints a grant leads.
+//! Tests which Services are served, and to which endpoints a grant leads.
 
 use super::*;
 use crate::gateway::endpoints::resolve;
 
-/// `inputs()` with other facts of team/db.
+/// `inputs()` after a change of the Service team/db.
 fn with_db(change: impl FnOnce(&mut Facts)) -> Inputs {
     with(|inputs| {
         let mut db = facts([endpoint("10.244.1.5"), endpoint("fd10:244::5")]);
@@ -19,7 +19,7 @@ fn grant_of_db(inputs: &Inputs) -> Grant {
     table.grants[&(sandbox, Protocol::Tcp, 20001)].clone()
 }
 
-/// `a` has one more grant, of a Service of which this is known: only that is refused, and so.
+/// Gives `a` one more grant, of `service`: only this grant is refused, with this message.
 #[track_caller]
 fn assert_service_refused(granted: Granted, service: Option<Service>, refused: &str) {
     let bad = with(|inputs| {
@@ -112,7 +112,7 @@ fn port_of_a_service_without_a_name_is_served() {
     );
 }
 
-/// Those that are ready, that drain, and that do neither.
+/// Endpoints that are ready, draining, or neither.
 fn conditions(ready: &[&str], draining: &[&str], neither: &[&str]) -> BTreeSet<Endpoint> {
     let with = |texts: &[&str], ready, serving| {
         let each = texts.iter().map(|text| Endpoint {
@@ -165,7 +165,7 @@ fn draining_endpoints_take_connections_while_none_is_ready() {
 }
 
 #[test]
-fn endpoint_of_two_slices_is_ready_where_one_says_so() {
+fn endpoint_is_ready_if_any_slice_has_it_as_ready() {
     let inputs = with_db(|db| db.endpoints = conditions(&["10.244.1.5"], &["10.244.1.5"], &["10.244.1.5"]));
     let grant = grant_of_db(&inputs);
     assert_eq!(grant.balancer.v4, sockets::<Vec<_>>(&["10.244.1.5:5432"]));
@@ -191,7 +191,7 @@ fn grant_with_an_endpoint_of_one_family_is_open() {
 }
 
 #[test]
-fn mapped_endpoint_counts_as_ipv4() {
+fn ipv4_mapped_endpoint_is_an_ipv4_endpoint() {
     let inputs = with_db(|db| db.endpoints = [endpoint("::ffff:10.244.1.5")].into());
     assert_eq!(
         grant_of_db(&inputs).balancer.v4,
@@ -208,7 +208,7 @@ fn endpoints_of_other_ports_and_protocols_are_not_taken() {
         };
         let log = Endpoint {
             port_name: "log".to_owned(),
-            // Forbidden endpoints of another port are not this grant's either.
+            // A forbidden endpoint of another port does not affect this grant.
             ..endpoint("192.0.2.1")
         };
         db.endpoints = [endpoint("10.244.1.5"), udp, log].into();
@@ -222,7 +222,7 @@ fn sticky_service_makes_a_sticky_balancer() {
     assert!(grant_of_db(&with_db(|db| db.sticky = true)).balancer.sticky);
 }
 
-/// team/db of `a` alone has these endpoints, too: they are left out, and the others are served.
+/// Adds `further` endpoints to team/db, which only `a` is granted: they are left out, and the others are served.
 #[track_caller]
 fn assert_left_out(inputs: Inputs, further: &[Endpoint], refused: &str) {
     let one = |mut inputs: Inputs| {
@@ -249,7 +249,7 @@ fn endpoint_outside_the_endpoint_networks_is_left_out() {
 fn endpoint_at_a_reserved_address_is_left_out() {
     let mut settings = settings();
     settings.endpoint_networks = nets(&["0.0.0.0/0", "::/0"]);
-    // This gateway's own address is closed by itself, too.
+    // This gateway's own address is forbidden even if it is not reserved.
     settings.reserved.remove(&net("fd66::/64"));
     let resolved = |address: &str| {
         let db = facts([endpoint("10.244.1.5"), endpoint(address)]);
