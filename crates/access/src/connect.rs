@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn name_that_stands_for_a_refused_address_is_not_dialled() {
+    async fn name_with_a_refused_address_is_not_dialled() {
         // Something listens there, so a dial would succeed.
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();

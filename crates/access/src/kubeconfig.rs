@@ -1,5 +1,5 @@
-//! From the text of a kubeconfig to a client's configuration, and every reason to refuse one. A kubeconfig is hostile
-//! input (DESIGN §5): only what is checked here is copied into what the client gets.
+//! Converts the text of a member's kubeconfig to a client configuration, or refuses it. A kubeconfig is hostile input, so only checked
+//! fields are copied into the configuration.
 
 use std::{
     collections::BTreeSet,
@@ -14,7 +14,7 @@ use kube::config::{
 /// A Secret value larger than this is not read as a kubeconfig.
 const MAX_BYTES: usize = 512 * 1024;
 
-/// Why a kubeconfig is refused. Each names the field and what to write instead; none repeats a value that may be secret.
+/// Why a kubeconfig is refused. Each message names the field and what to write instead. None repeats a value that may be secret.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     /// Not YAML of a kubeconfig.
@@ -25,7 +25,7 @@ pub enum Refused {
     /// Larger than any kubeconfig.
     #[error("the kubeconfig is larger than {} KiB: keep one context, with `kubectl config view --raw --minify --flatten`", MAX_BYTES / 1024)]
     TooLarge,
-    /// A field that must be there is not.
+    /// A required field is missing.
     #[error("the kubeconfig lacks {field}: {remedy}")]
     Lacks {
         /// Path of the field.
@@ -33,7 +33,7 @@ pub enum Refused {
         /// What to write.
         remedy: &'static str,
     },
-    /// A field that must not be there is.
+    /// A field is not allowed.
     #[error("the kubeconfig has {field}, which is refused: {remedy}")]
     Has {
         /// Path of the field.
@@ -44,7 +44,7 @@ pub enum Refused {
     /// `clusters[].cluster.server` points where no member may be.
     #[error("the kubeconfig's clusters[].cluster.server is refused: {0}")]
     Server(&'static str),
-    /// A value is not what it should be.
+    /// A value is invalid.
     #[error("the kubeconfig's {field} is not valid: {remedy}")]
     Invalid {
         /// Path of the field.
@@ -63,14 +63,14 @@ use addresses::stands_for;
 #[derive(Debug, Clone, Default)]
 pub struct HubHosts {
     names: Arc<BTreeSet<(String, u16)>>,
-    /// The addresses that its API servers listen on, as far as they were learned.
+    /// The addresses on which its API servers listen, once [`HubHosts::learn`] has set them.
     addresses: Arc<RwLock<BTreeSet<SocketAddr>>>,
 }
 
 const HUB: Refused = Refused::Server("it is the hub's own API server; the hub's entry is the one with `local: true`");
 
 impl HubHosts {
-    /// By these hosts and ports.
+    /// The API server at these hosts and ports.
     #[must_use]
     pub fn new(hosts: impl IntoIterator<Item = (String, u16)>) -> Self {
         Self {
@@ -79,12 +79,12 @@ impl HubHosts {
         }
     }
 
-    /// Sets the addresses that its API servers listen on.
+    /// Sets the addresses on which its API servers listen.
     pub fn learn(&self, addresses: BTreeSet<SocketAddr>) {
         *self.addresses.write().unwrap_or_else(PoisonError::into_inner) = addresses;
     }
 
-    /// Refuses an address at which no member's API server may be: what [`check_address`] refuses, and the hub's own API.
+    /// Refuses an address at which no member's API server may be: those that [`check_address`] refuses, and those of the hub's API server.
     ///
     /// # Errors
     /// [`Refused::Server`], which says what kind of address it is.
@@ -99,13 +99,13 @@ impl HubHosts {
         Ok(())
     }
 
-    fn named(&self, host: &str, port: u16) -> bool {
-        // The first label is enough for a resolver with the search list of a pod.
+    fn has_name(&self, host: &str, port: u16) -> bool {
+        // With the search list of a pod, the first label is enough to resolve the name.
         self.names.contains(&(host.to_owned(), port)) || host == "kubernetes" || host.starts_with("kubernetes.default")
     }
 }
 
-/// The host of a URL as names are compared: without brackets and final dot, in lower case.
+/// The host of a URL in the form in which hosts are compared: without brackets and final dot, in lower case.
 pub(crate) fn host_of(host: &str) -> String {
     host.trim_start_matches('[')
         .trim_end_matches(']')
@@ -116,7 +116,7 @@ pub(crate) fn host_of(host: &str) -> String {
 const FLATTEN: &str = "put the value itself into the Secret (`kubectl config view --raw --minify --flatten`)";
 const STATIC: &str = "give the account a token or a client certificate inside the kubeconfig";
 
-/// The client configuration of the chosen context (`None` = the current one).
+/// Reads the client configuration of a context (`None` = the current one).
 ///
 /// # Errors
 /// Anything that would make the controller run, read, trust or reach something it should not.
@@ -130,12 +130,12 @@ pub async fn read(text: &[u8], context: Option<&str>, hub: &HubHosts) -> Result<
         .await
         .map_err(|_| invalid)?;
     config.connect_timeout = Some(std::time::Duration::from_secs(10));
-    // The sessions and the appliers wait and retry themselves; a retry hidden in the client would delay both.
+    // The callers wait and retry themselves. Retries inside the client would delay them.
     config.default_retry = false;
     Ok(config)
 }
 
-/// A kubeconfig of one context that holds what was checked, and nothing else of the input.
+/// Copies the checked fields of one context into a new kubeconfig.
 fn sanitise(text: &[u8], context: Option<&str>, hub: &HubHosts) -> Result<Kubeconfig, Refused> {
     if text.len() > MAX_BYTES {
         return Err(Refused::TooLarge);
@@ -294,7 +294,7 @@ fn check_user(given: &AuthInfo) -> Result<AuthInfo, Refused> {
             field: "users[].user.client-certificate-data or client-key-data",
             remedy: "a client certificate needs both",
         }),
-        (Some(_), ..) => has("users[].user.token beside a client certificate", "keep one of the two"),
+        (Some(_), ..) => has("users[].user.token as well as a client certificate", "keep one of the two"),
     }
 }
 
@@ -305,7 +305,7 @@ fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
     };
     let uri: http::Uri = server.parse().map_err(|_| invalid())?;
     if uri.scheme_str() != Some("https") {
-        return Err(Refused::Server("only https:// is spoken to a member"));
+        return Err(Refused::Server("only https:// is allowed"));
     }
     let authority = uri.authority().ok_or_else(invalid)?;
     if authority.as_str().contains('@') {
@@ -316,7 +316,7 @@ fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
     }
     let host = host_of(authority.host());
     let port = authority.port_u16().unwrap_or(443);
-    if hub.named(&host, port) {
+    if hub.has_name(&host, port) {
         return Err(HUB);
     }
     if host == "localhost" || host.ends_with(".localhost") {
@@ -324,7 +324,7 @@ fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
     }
     match host.parse() {
         Ok(address) => hub.check(address, port),
-        // The resolver also takes 127.1, 0x7f000001 and 2130706433 for addresses.
+        // The resolver accepts 127.1, 0x7f000001 and 2130706433 as addresses, too.
         Err(_) if host.bytes().next_back().is_some_and(|b| b.is_ascii_digit()) || host.is_empty() => Err(invalid()),
         Err(_) => Ok(()),
     }

@@ -23,7 +23,7 @@ use connect::Connector;
 use kubeconfig::{HubHosts, Refused};
 use memory::Account;
 
-/// What hyper may buffer of one connection.
+/// Bytes that hyper may buffer for one connection.
 const CONNECTION: usize = 64 * 1024;
 
 /// Why there is no client for a member.
@@ -32,17 +32,17 @@ pub enum Unusable {
     /// A field of the kubeconfig is refused.
     #[error(transparent)]
     Refused(#[from] Refused),
-    /// The client's own reason is the source: it may repeat parts of what was given.
+    /// The source is kube's error. It may repeat parts of the kubeconfig, so it is not in the message.
     #[error("its certificates cannot be used; each must be base64 of PEM")]
     Certificates(#[source] Box<kube::Error>),
 }
 
-/// Makes a client from a member's kubeconfig. The kubeconfig and the member's API server are hostile input. `hub` = addresses
-/// at which no member may be; data that is being read is charged to `account`.
+/// Makes a client from a member's kubeconfig. The kubeconfig and the member's API server are hostile input. `hub` are the addresses of
+/// the hub's API server, at which no member may be. Data that is being read is charged to `account`.
 ///
 /// # Errors
-/// A field of the kubeconfig would make this process run, read, trust or reach something it should not. Names are resolved and
-/// checked at each connection, not here: then the request fails, with [`Refused`] among the causes.
+/// A field of the kubeconfig would make this process run, read, trust or reach something it should not. Host names are resolved and
+/// checked at each connection, not here. If one is refused, the request fails with [`Refused`] among its causes.
 pub async fn member(text: &[u8], context: Option<&str>, hub: &HubHosts, account: &Account) -> Result<Client, Unusable> {
     let config = kubeconfig::read(text, context, hub).await?;
     client(&config, hub, account).map_err(|error| Unusable::Certificates(Box::new(error)))
@@ -85,8 +85,8 @@ pub fn cause<E: Error + Clone + 'static>(error: &(dyn Error + 'static)) -> Optio
     None
 }
 
-/// The configuration of a kubeconfig of the person's own, who may write into it what he likes. `file` = `None`: as kubectl
-/// finds it (`KUBECONFIG`, then `~/.kube/config`). `context` = `None`: the current one.
+/// Reads the user's own kubeconfig, which is trusted. Without `file` it is found as by kubectl (`KUBECONFIG`, then `~/.kube/config`).
+/// Without `context` the current one is used.
 ///
 /// # Errors
 /// It cannot be read, or has no such context.
@@ -99,7 +99,7 @@ pub async fn own(file: Option<&Path>, context: Option<&str>) -> Result<Config, K
     Config::from_custom_kubeconfig(text, &options).await
 }
 
-/// Where the API of the hub is, by every name that this process knows.
+/// The hosts of the hub's API server that this process knows: from its configuration, and from the environment of its pod.
 #[must_use]
 pub fn hub_hosts(config: &Config) -> HubHosts {
     let url = config

@@ -210,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_member_takes_half_and_a_full_memory_leaves_the_others_their_share() {
+    fn member_takes_half_and_only_its_share_of_a_full_memory() {
         let memory = Memory::new(100, |_, _| {});
         let accounts: Vec<Account> = (0..5).map(|n| memory.account(&n.to_string())).collect();
         let mut charges: Vec<Charge> = accounts.iter().map(Account::charge).collect();
@@ -222,7 +222,7 @@ mod tests {
             assert_eq!(charge.set(20), Ok(()));
         }
         assert_eq!((memory.lock().used, charges[2].bytes()), (160, 20));
-        // What is freed can be taken again.
+        // Released memory can be charged again.
         assert_eq!(charges[0].set(10), Ok(()));
         charges.remove(1);
         assert_eq!(charges[1].set(25), Ok(()));
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_is_reported_with_the_members_name() {
+    fn refusal_is_reported_with_the_name_of_the_member() {
         let reports = Arc::new(Mutex::new(Vec::new()));
         let kept = Arc::clone(&reports);
         let memory = Memory::new(8, move |name, over| {

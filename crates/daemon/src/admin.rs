@@ -95,8 +95,8 @@ impl Admin {
         })
     }
 
-    /// As [`Self::bind`], for connections that come in by one of these interfaces (SO_BINDTODEVICE). On others the port is closed,
-    /// whatever the firewall says. Linux before 5.7 wants CAP_NET_RAW for that.
+    /// As [`Self::bind`], only for connections that come in by one of these interfaces (SO_BINDTODEVICE). On other interfaces the port
+    /// is closed, whatever the firewall allows. Linux before 5.7 requires CAP_NET_RAW for that.
     ///
     /// # Errors
     /// The address cannot be bound, or one of the interfaces.
@@ -183,7 +183,7 @@ async fn show_metrics(
     extract::ConnectInfo(from): extract::ConnectInfo<SocketAddr>,
 ) -> impl IntoResponse {
     if state.metrics_for == Audience::Loopback && !is_loopback(from) {
-        return loopback_alone();
+        return refuse_remote_client();
     }
     match metrics::encode(&state.registry) {
         Ok(text) => (StatusCode::OK, [("content-type", metrics::CONTENT_TYPE)], text),
@@ -226,7 +226,7 @@ async fn show_state(
     extract::ConnectInfo(from): extract::ConnectInfo<SocketAddr>,
 ) -> impl IntoResponse {
     if !is_loopback(from) {
-        return loopback_alone();
+        return refuse_remote_client();
     }
     (
         StatusCode::OK,
@@ -235,8 +235,8 @@ async fn show_state(
     )
 }
 
-/// A socket for both families reports IPv4 clients as IPv4-mapped IPv6 addresses.
-/// `[::]` becomes `0.0.0.0` in a kernel without IPv6 (`ipv6.disable=1`).
+/// Listens on an address. An IPv6 socket also serves IPv4 and reports IPv4 clients as IPv4-mapped IPv6 addresses. `[::]` becomes
+/// `0.0.0.0` in a kernel without IPv6 (`ipv6.disable=1`).
 fn listen_on(address: SocketAddr, interface: Option<&str>) -> io::Result<TcpListener> {
     let bound = |address: SocketAddr| {
         let socket = if address.is_ipv4() {
@@ -245,7 +245,7 @@ fn listen_on(address: SocketAddr, interface: Option<&str>) -> io::Result<TcpList
             TcpSocket::new_v6()
         }?;
         if address.is_ipv6() {
-            // Else net.ipv6.bindv6only decides.
+            // The default is net.ipv6.bindv6only.
             set_ipv6_v6only(&socket, false)?;
         }
         socket.set_reuseaddr(true)?;
@@ -269,7 +269,7 @@ fn is_loopback(from: SocketAddr) -> bool {
     from.ip().to_canonical().is_loopback()
 }
 
-fn loopback_alone() -> (StatusCode, [(&'static str, &'static str); 1], String) {
+fn refuse_remote_client() -> (StatusCode, [(&'static str, &'static str); 1], String) {
     let text = "shown to 127.0.0.1 and ::1 alone: use kubectl port-forward to the pod, kubectl exec where it has a shell, or \
                 curl on the node itself\n";
     (StatusCode::FORBIDDEN, [("content-type", "text/plain")], text.to_owned())
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_endpoint_says_what_is_pending_what_is_wedged_and_what_the_state_is() {
+    async fn endpoint_shows_pending_items_silent_loops_and_state() {
         let readiness = Readiness::new();
         let liveness = Liveness::new();
         let admin = Admin::bind(SocketAddr::from(([127, 0, 0, 1], 0))).expect("binds");
@@ -342,7 +342,7 @@ mod tests {
         served.await.expect("no panic").expect("ends well");
     }
 
-    /// Where it listens, what stops it, and its task.
+    /// The address of a served endpoint, the token that stops it, and its task.
     type Served = (
         SocketAddr,
         CancellationToken,
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn endpoint_bound_to_interfaces_answers_on_these_alone() {
+    async fn endpoint_bound_to_interfaces_answers_only_there() {
         let any = SocketAddr::from(([0, 0, 0, 0], 0));
         let admin = Admin::bind_to_interfaces(any, ["lo"]).expect("binds");
         let (address, stop, served) = serve(admin);
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn idle_connections_beyond_the_limit_are_closed_and_new_ones_served() {
+    async fn idle_connections_beyond_the_limit_are_closed() {
         let (address, stop, served) = serving().await;
         let mut idle = Vec::new();
         for _ in 0..3 * CONNECTIONS {
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn request_whose_head_does_not_end_is_given_up() {
+    async fn request_with_an_endless_head_is_closed() {
         let (address, _stop, _served) = serving().await;
         let mut stream = TcpStream::connect(address).await.expect("connects");
         stream
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn state_and_closed_metrics_are_shown_to_the_loopback_alone() {
+    async fn state_and_closed_metrics_are_shown_only_to_loopback() {
         let state = |metrics_for| State {
             registry: Arc::new(metrics::registry("test", "1")),
             metrics_for,

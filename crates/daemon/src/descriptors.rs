@@ -1,9 +1,9 @@
-//! How many files a process may have open.
+//! Raises the limit on open files.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Raises the soft limit on open files (RLIMIT_NOFILE, often 1,024) to the hard limit. The soft one is low for programs that use
-/// select(2), of which this process and the ones that it starts are none. A failure is logged: the program runs with what it has.
+/// Raises the soft limit on open files (RLIMIT_NOFILE, often 1,024) to the hard limit. The soft limit is low for programs that use
+/// select(2); neither this process nor the ones that it starts do. If it fails, the program logs that and runs with the old limit.
 pub fn raise_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let raised = Rlimit {

@@ -1,11 +1,11 @@
-//! How a program ends: a signal cancels one token that every task watches, and what is left to do is bounded in time.
+//! Shuts a program down: a signal cancels one token that every task watches, and the remaining work has a time limit.
 
 use std::{future::Future, time::Duration};
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-/// A token that SIGTERM or SIGINT cancels. A second signal ends the process at once, with status 1.
+/// Returns a token that SIGTERM or SIGINT cancels. A second signal ends the process at once, with status 1.
 ///
 /// # Errors
 /// The signal handlers cannot be installed.
@@ -32,7 +32,7 @@ pub fn on_signal() -> std::io::Result<CancellationToken> {
     Ok(token)
 }
 
-/// Waits for the rest of the work, at most for `bound`; `None` when it was not done by then.
+/// Waits for the remaining work, at most for `bound`. `None` = it was not done by then.
 pub async fn within<T>(bound: Duration, rest: impl Future<Output = T>) -> Option<T> {
     let done = tokio::time::timeout(bound, rest).await.ok();
     if done.is_none() {
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_is_done_in_time_is_handed_back_and_what_is_not_is_given_up() {
+    async fn work_is_awaited_until_the_bound() {
         assert_eq!(within(Duration::from_secs(60), async { 7 }).await, Some(7));
         assert_eq!(
             within(Duration::from_millis(1), std::future::pending::<()>()).await,

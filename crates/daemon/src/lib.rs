@@ -1,8 +1,7 @@
-//! What both programs share as daemons: logs, metrics, readiness, liveness, drain and the admin endpoint. Nothing here
-//! knows meshes, Kubernetes or kernels.
+//! The parts that the controller and the agent share as daemons: logs, metrics, readiness, liveness, shutdown and the admin endpoint.
 //!
-//! A program's wiring is: [`telemetry::init`], [`descriptors::raise_limit`], [`drain::on_signal`], [`admin::Admin::bind`], spawn [`admin::Admin::serve`],
-//! do the work until the token is cancelled, [`drain::within`] a bound.
+//! A program calls [`telemetry::init`], [`descriptors::raise_limit`], [`drain::on_signal`] and [`admin::Admin::bind`], spawns
+//! [`admin::Admin::serve`], works until the token is cancelled, and finishes its work in [`drain::within`].
 #![forbid(unsafe_code)]
 
 pub mod admin;

@@ -1,5 +1,5 @@
-//! Whether the loops of a program still turn, so that `/healthz` fails when one is wedged. A loop that waits for a remote
-//! side must beat meanwhile: being cut off is no reason to be restarted.
+//! Watches the loops of a program, so that `/healthz` fails when one is stuck. A loop that waits for a remote server must call
+//! [`Heartbeat::beat`] meanwhile, because a lost connection is no reason for a restart.
 
 use std::{
     collections::BTreeMap,
@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The loops that are watched. Cheap to clone; all clones are one list.
+/// The list of watched loops. Cheap to clone; all clones share one list.
 #[derive(Debug, Clone, Default)]
 pub struct Liveness(Arc<Mutex<BTreeMap<String, Beat>>>);
 
@@ -18,13 +18,13 @@ struct Beat {
 }
 
 impl Liveness {
-    /// Nothing watched: alive.
+    /// An empty list: alive.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Watches a loop that promises to beat at least every `limit`, until the returned value is dropped.
+    /// Watches a loop, which must beat at least every `limit`, until the returned value is dropped.
     pub fn watch(&self, name: impl Into<String>, limit: Duration) -> Heartbeat {
         let name = name.into();
         self.lock().insert(
@@ -40,7 +40,7 @@ impl Liveness {
         }
     }
 
-    /// The loops that have been silent for longer than they promised, and for how long.
+    /// The loops that have not beaten for longer than their limit, with the time since the last beat.
     #[must_use]
     pub fn silent(&self) -> BTreeMap<String, Duration> {
         let now = Instant::now();
@@ -66,7 +66,7 @@ pub struct Heartbeat {
 }
 
 impl Heartbeat {
-    /// The loop turned.
+    /// Records that the loop made progress.
     pub fn beat(&self) {
         if let Some(beat) = self.list.lock().get_mut(&self.name) {
             beat.last = Instant::now();
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_loop_that_is_silent_for_longer_than_it_promised_is_named() {
+    fn loop_without_a_beat_within_its_limit_is_silent() {
         let liveness = Liveness::new();
         let _patient = liveness.watch("patient", Duration::from_secs(3600));
         let prompt = liveness.watch("prompt", Duration::ZERO);

@@ -1,4 +1,4 @@
-//! The metrics registry that every program starts from, and its text form. Which metrics there are is the programs' business.
+//! Creates the metrics registry of a program and renders it as text.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -16,7 +16,7 @@ struct Build {
     version: &'static str,
 }
 
-/// A registry whose metrics all begin with `prefix` (`clustermesh_controller`, `wg_agent`), and which already holds
+/// Creates a registry whose metrics begin with `prefix` (`clustermesh_controller`, `wg_agent`). It already contains
 /// `<prefix>_build_info{version}` and `<prefix>_start_time_seconds`.
 #[must_use]
 pub fn registry(prefix: &str, version: &'static str) -> Registry {
@@ -34,10 +34,10 @@ pub fn registry(prefix: &str, version: &'static str) -> Registry {
     registry
 }
 
-/// The registry in OpenMetrics text.
+/// Renders the registry as OpenMetrics text.
 ///
 /// # Errors
-/// A metric could not be written (none of ours does that).
+/// A metric cannot be written (ours always can).
 pub fn encode(registry: &Registry) -> Result<String, std::fmt::Error> {
     let mut text = String::new();
     text::encode(&mut text, registry)?;
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_registry_starts_with_the_version_and_the_start_time() {
+    fn registry_has_the_version_and_the_start_time() {
         let text = encode(&registry("wg_agent", "1.2.3")).expect("encodes");
         assert!(text.contains("wg_agent_build_info{version=\"1.2.3\"} 1"), "{text}");
         assert!(text.contains("# TYPE wg_agent_start_time_seconds gauge"), "{text}");

@@ -1,20 +1,19 @@
-//! What a program still waits for before it is ready, by name, so that `/readyz` can list it, and what a person should
-//! know although it is. Not whether it is alive.
+//! Lists by name what a program waits for before it is ready, and remarks that do not affect readiness. `/readyz` shows both.
 
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// The list of what is pending, and of remarks. Cheap to clone; all clones are one list. Ready = nothing pending.
+/// The pending items and the remarks. The program is ready when nothing is pending. Cheap to clone; all clones share one list.
 #[derive(Debug, Clone, Default)]
 pub struct Readiness(Arc<Mutex<Items>>);
 
-/// By weight and name, how often.
-type Items = BTreeMap<(Weight, String), usize>;
+/// The number of holders of each item, by kind and name.
+type Items = BTreeMap<(Kind, String), usize>;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Weight {
+enum Kind {
     Pending,
     Remark,
 }
@@ -26,19 +25,19 @@ impl Readiness {
         Self::default()
     }
 
-    /// Puts `name` on the list until the returned value is dropped. The same name may be put there several times; it
-    /// leaves with the last.
+    /// Lists `name` as pending until the returned value is dropped. If the same name is added several times, it is listed until the last
+    /// of the values is dropped.
     pub fn pending(&self, name: impl Into<String>) -> Pending {
-        self.put(Weight::Pending, name.into())
+        self.put(Kind::Pending, name.into())
     }
 
-    /// As [`Self::pending`], of something that makes nobody wait.
+    /// As [`Self::pending`], for a remark that does not affect readiness.
     pub fn remark(&self, name: impl Into<String>) -> Pending {
-        self.put(Weight::Remark, name.into())
+        self.put(Kind::Remark, name.into())
     }
 
-    fn put(&self, weight: Weight, name: String) -> Pending {
-        let item = (weight, name);
+    fn put(&self, kind: Kind, name: String) -> Pending {
+        let item = (kind, name);
         *self.lock().entry(item.clone()).or_default() += 1;
         Pending {
             list: self.clone(),
@@ -46,21 +45,21 @@ impl Readiness {
         }
     }
 
-    /// What is pending, sorted.
+    /// The pending items, sorted.
     #[must_use]
     pub fn list(&self) -> Vec<String> {
-        self.all(Weight::Pending)
+        self.all(Kind::Pending)
     }
 
-    /// What a person should know besides, sorted.
+    /// The remarks, sorted.
     #[must_use]
     pub fn remarks(&self) -> Vec<String> {
-        self.all(Weight::Remark)
+        self.all(Kind::Remark)
     }
 
-    fn all(&self, weight: Weight) -> Vec<String> {
+    fn all(&self, kind: Kind) -> Vec<String> {
         let list = self.lock();
-        let items = list.keys().filter(|(of, _)| *of == weight);
+        let items = list.keys().filter(|(of, _)| *of == kind);
         items.map(|(_, name)| name.clone()).collect()
     }
 
@@ -75,12 +74,12 @@ impl Readiness {
     }
 }
 
-/// One item on the list; drop it when it is done.
+/// One item of the list. Drop it when it is done.
 #[derive(Debug)]
 #[must_use = "the item leaves the list when this is dropped"]
 pub struct Pending {
     list: Readiness,
-    item: (Weight, String),
+    item: (Kind, String),
 }
 
 impl Drop for Pending {
@@ -103,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pending_items_are_listed_by_name_until_the_last_of_each_is_dropped() {
+    fn item_is_listed_until_its_last_holder_is_dropped() {
         let readiness = Readiness::new();
         let device = readiness.pending("device");
         let peers = readiness.pending("peers");

@@ -1,4 +1,4 @@
-//! The log: one subscriber for the process, to standard error, as text or as JSON. What is logged is the callers' business.
+//! Sets up the log of the process: to standard error, as text or as JSON.
 
 use std::io::IsTerminal;
 
@@ -14,14 +14,14 @@ pub enum LogFormat {
     Json,
 }
 
-/// What is logged without `RUST_LOG`: our own at info, the libraries' warnings. boringtun calls an unreachable peer an error, every
+/// The filter without `RUST_LOG`: our own events from level info, warnings of libraries. boringtun calls an unreachable peer an error, every
 /// 90 s; the agent's status shows such a peer.
 const DEFAULT_FILTER: &str = "info,boringtun=off,kube=warn,kube_runtime=error,hyper=warn,tower=warn,rustls=warn";
 
-/// kube-client logs whole answers, newlines included, and an API server may be hostile. The callers log the failure themselves.
+/// kube-client logs whole responses with their newlines, and an API server may be hostile. Our callers log failures themselves.
 const NEVER: &str = "kube_client=off";
 
-/// The filter of the log; `given` = the value of `RUST_LOG`.
+/// Makes the filter of the log. `given` is the value of `RUST_LOG`.
 ///
 /// # Errors
 /// It does not parse.
@@ -34,7 +34,7 @@ pub fn filter(given: Option<&str>) -> anyhow::Result<EnvFilter> {
     Ok(filter.add_directive(NEVER.parse()?))
 }
 
-/// Sets up the log of this process; `RUST_LOG` chooses what is in it (tracing-subscriber's `EnvFilter` syntax).
+/// Sets up the log of this process. `RUST_LOG` filters it (tracing-subscriber's `EnvFilter` syntax).
 ///
 /// # Errors
 /// `RUST_LOG` does not parse, or a subscriber is already set.
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn kube_clients_own_lines_are_never_written() {
+    fn events_of_kube_client_are_never_logged() {
         for given in [None, Some("debug"), Some("warn,kube_client=trace")] {
             let written = Written::default();
             let sink = written.clone();

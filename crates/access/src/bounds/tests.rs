@@ -19,7 +19,7 @@ use crate::memory::Memory;
 
 const MIB: usize = 1024 * 1024;
 
-/// A body without end.
+/// An endless body.
 #[derive(Clone)]
 struct Endless {
     chunk: Bytes,
@@ -32,12 +32,12 @@ impl Body for Endless {
 
     fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
         let read = self.read.fetch_add(self.chunk.len(), Ordering::Relaxed);
-        assert!(read < 64 * MIB, "it is read without end");
+        assert!(read < 64 * MIB, "the endless body is still read");
         Poll::Ready(Some(Ok(Frame::data(self.chunk.clone()))))
     }
 }
 
-/// A client of a server that answers `status` and repeats `text` without end, and how many bytes of it were read.
+/// A client of a server that responds with `status` and repeats `text` endlessly, and a count of the bytes that were read.
 fn endless(status: u16, text: &str, account: &Account) -> (Client, Arc<AtomicUsize>) {
     let read = Arc::new(AtomicUsize::new(0));
     let body = Endless {
@@ -54,7 +54,7 @@ fn endless(status: u16, text: &str, account: &Account) -> (Client, Arc<AtomicUsi
     )
 }
 
-/// The budget that the answer to each kind of request exceeds, and how many MiB of it were read.
+/// For each kind of request, the budget that the response exceeds, and the MiB that were read.
 async fn verdicts(status: u16, text: &str) -> Vec<(Option<OverBudget>, usize)> {
     let account = Account::alone(64 * MIB);
     let mut verdicts = Vec::new();
@@ -81,7 +81,7 @@ async fn endless_answer_of_every_kind_is_cut_at_its_limit() {
     let (answer, event) = (OverBudget::Answer(MAX_ANSWER), OverBudget::Event(MAX_ANSWER));
     let of = |second| [(Some(answer), 4), (Some(second), 4), (Some(answer), 4)];
     assert_eq!(verdicts(200, &long).await, of(event));
-    // Also the body of an error, to a watch too.
+    // The body of an error has the limit of a response, also for a watch.
     assert_eq!(verdicts(500, &long).await, of(answer));
 }
 
@@ -121,7 +121,7 @@ async fn answer_in_flight_counts_against_the_members_memory() {
     assert_eq!((hostile.used(), honest.charge().set(4 * MIB)), (0, Ok(())));
 }
 
-/// The measurements behind the estimate.
+/// Compares the estimate with the measurements behind it.
 #[test]
 fn weight_is_not_below_what_a_parsed_value_takes() {
     for (text, values, least) in [

@@ -1,14 +1,14 @@
-//! Which IPv4 addresses an IPv6 address may lead to.
+//! Finds the IPv4 addresses to which a packet for an IPv6 address may be translated or tunnelled.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// The address itself, IPv4-mapped ones as IPv4, and every IPv4 address that a translator or a tunnel would make of it:
-/// NAT64 (RFC 6052: `64:ff9b::/96`; RFC 8215: `64:ff9b:1::/48`, at each length that RFC 6052 allows in it), IPv4-compatible
-/// and IPv4-translated addresses, 6to4, Teredo, ISATAP.
+/// Returns the address itself (an IPv4-mapped one as IPv4), and every IPv4 address into which a translator or tunnel would turn it:
+/// NAT64 (RFC 6052: `64:ff9b::/96`; RFC 8215: `64:ff9b:1::/48`, at each length that RFC 6052 allows in it), IPv4-compatible and
+/// IPv4-translated addresses, 6to4, Teredo, ISATAP.
 ///
-/// A network may have a NAT64 prefix of its own, which cannot be known here. With the length that is used in practice (/96,
-/// whose bits 64 to 71 are zero) the IPv4 address stands at the end: there a loopback or link-local one counts, which no
-/// host's address ends in but by design.
+/// A network may also have its own NAT64 prefix, which is unknown here. With the length used in practice (/96, bits 64 to 71 are zero)
+/// the IPv4 address is at the end. So a loopback or link-local address at the end of an address with zeros in these bits is returned,
+/// too; addresses of hosts end in one only by intention.
 pub(super) fn stands_for(address: IpAddr) -> Vec<IpAddr> {
     let v6 = match address.to_canonical() {
         v4 @ IpAddr::V4(_) => return vec![v4],
@@ -27,7 +27,7 @@ fn embedded(v6: Ipv6Addr) -> Vec<Ipv4Addr> {
     let last = v4([12, 13, 14, 15]);
     match segments {
         [0x64, 0xff9b, 0, 0, 0, 0, ..] | [0, 0, 0, 0, 0, 0, ..] | [0, 0, 0, 0, 0xffff, 0, ..] => vec![last],
-        // Byte 8 is skipped, and what follows the address is zero (RFC 6052, 2.2).
+        // Byte 8 is skipped, and the bytes after the IPv4 address are zero (RFC 6052, 2.2).
         [0x64, 0xff9b, 1, ..] => [
             ([6, 7, 9, 10], 11),
             ([7, 9, 10, 11], 12),
@@ -37,7 +37,7 @@ fn embedded(v6: Ipv6Addr) -> Vec<Ipv4Addr> {
         .into_iter()
         .filter(|(_, end)| bytes[*end..].iter().all(|byte| *byte == 0))
         .map(|(at, _)| v4(at))
-        // Which of the lengths is meant is not known; this is none of a host.
+        // The length is unknown, so each is tried. These cannot be addresses of hosts.
         .filter(|v4| !matches!(v4.octets()[0], 0 | 224..))
         .collect(),
         [0x2002, ..] => vec![v4([2, 3, 4, 5])],

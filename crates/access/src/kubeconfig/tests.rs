@@ -19,7 +19,7 @@ fn verdict(cluster: &str, user: &str) -> String {
 }
 
 #[test]
-fn a_token_or_a_client_certificate_over_https_with_an_inline_ca_is_accepted() {
+fn token_or_client_certificate_with_inline_ca_is_accepted() {
     assert_eq!(verdict(CLUSTER, USER), "accepted");
     assert_eq!(
         verdict(CLUSTER, "client-certificate-data: Yw==\n    client-key-data: aw=="),
@@ -30,7 +30,7 @@ fn a_token_or_a_client_certificate_over_https_with_an_inline_ca_is_accepted() {
 }
 
 #[test]
-fn every_user_field_that_lends_the_controllers_own_power_is_refused_by_name() {
+fn user_fields_that_use_the_controllers_rights_are_refused() {
     for (user, field) in [
         ("exec: {apiVersion: v1, command: sh}", "users[].user.exec"),
         ("auth-provider: {name: oidc, config: {}}", "users[].user.auth-provider"),
@@ -67,7 +67,7 @@ fn every_user_field_that_lends_the_controllers_own_power_is_refused_by_name() {
 }
 
 #[test]
-fn every_cluster_field_that_weakens_the_connection_is_refused_by_name() {
+fn cluster_fields_that_weaken_the_connection_are_refused() {
     for (extra, field) in [
         (
             "insecure-skip-tls-verify: true",
@@ -90,7 +90,7 @@ fn every_cluster_field_that_weakens_the_connection_is_refused_by_name() {
 }
 
 #[test]
-fn servers_that_are_the_controllers_own_surroundings_are_refused() {
+fn servers_on_the_controllers_host_or_hub_are_refused() {
     for (server, why) in [
         ("http://192.0.2.1", "only https://"),
         ("https://127.0.0.1:6443", "loopback"),
@@ -119,7 +119,7 @@ fn servers_that_are_the_controllers_own_surroundings_are_refused() {
 }
 
 #[test]
-fn what_is_no_kubeconfig_is_refused_without_repeating_it() {
+fn malformed_kubeconfig_is_refused_without_repeating_it() {
     let read = |bytes: &[u8], context| sanitise(bytes, context, &HubHosts::default()).expect_err("refused");
     assert_eq!(read(b"\xff", None), Refused::Malformed);
     assert_eq!(read(b"[secret", None), Refused::Malformed);
@@ -142,7 +142,7 @@ fn what_is_no_kubeconfig_is_refused_without_repeating_it() {
 }
 
 #[test]
-fn nothing_that_was_not_checked_reaches_the_client() {
+fn unchecked_fields_do_not_reach_the_client() {
     let given = text(
         &format!("{CLUSTER}\n    disable-compression: true\n    zzz: 1"),
         &format!("{USER}\n    zzz: 1"),
@@ -171,7 +171,7 @@ fn refused_ipv4_address_inside_an_ipv6_one_is_refused() {
         ("64:ff9b::7f00:1", loopback),
         ("64:ff9b::169.254.169.254", link_local),
         ("64:ff9b::192.0.2.1", "accepted"),
-        // NAT64 prefixes of a network's own, of each length.
+        // Local-use NAT64 prefixes (RFC 8215) of each length.
         ("64:ff9b:1:7f00:0:100::", loopback),
         ("64:ff9b:1:7f:0:1::", loopback),
         ("64:ff9b:1:0:7f:1::", loopback),
