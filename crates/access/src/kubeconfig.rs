@@ -294,7 +294,10 @@ fn check_user(given: &AuthInfo) -> Result<AuthInfo, Refused> {
             field: "users[].user.client-certificate-data or client-key-data",
             remedy: "a client certificate needs both",
         }),
-        (Some(_), ..) => has("users[].user.token as well as a client certificate", "keep one of the two"),
+        (Some(_), ..) => has(
+            "users[].user.token as well as a client certificate",
+            "keep one of the two",
+        ),
     }
 }
 

@@ -1,5 +1,5 @@
-//! The texts that stand in annotations: those Kilo defined, and what wg-agent says of itself. Reading them off a Node is in
-//! [`crate::convert::node`]; the agent writes them with [`NodeIdentity::annotations`].
+//! Formats and parses the values of annotations: Kilo's, and the status that wg-agent publishes. [`crate::convert::node`] reads them
+//! from a Node; the agent writes them with [`NodeIdentity::annotations`].
 
 use std::{
     collections::BTreeMap,
@@ -11,36 +11,35 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    convert::{network, shown},
+    convert::{excerpt, parse_network},
     names::{
         KILO_DISCOVERED_ENDPOINTS, KILO_ENDPOINT, KILO_GRANULARITY, KILO_INTERNAL_IP, KILO_KEY, KILO_WIREGUARD_IP,
         NODE_AGENT, is_subdomain,
     },
 };
 
-/// Kubernetes keeps at most this much in all annotations of an object; a hostile server may send more.
+/// The limit of Kubernetes for all annotations of an object, in bytes. A hostile API server may send more.
 const MAX_TEXT: usize = 256 * 1024;
 
-/// What wg-agent publishes of its node, in Kilo's formats, so that Kilo's tools and the predecessor read it.
+/// What wg-agent publishes about its node, in Kilo's formats, so that Kilo's tools and the predecessor of this project can read it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeIdentity {
     /// The node's public key.
     pub public_key: PublicKey,
     /// Its address on the device, with the prefix length of the whole WireGuard range (Kilo's tools derive the range from it).
     pub wireguard_ip: IpNet,
-    /// Where it listens; `None` = not known.
+    /// Its WireGuard endpoint; `None` = not known.
     pub endpoint: Option<SocketAddr>,
     /// Its private address with its interface's prefix length; `None` = it has none.
     pub internal_ip: Option<IpNet>,
-    /// Where it saw peers that are behind NAT.
+    /// The endpoints that it observed of peers behind NAT.
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
-    /// What it says of itself.
+    /// The status of the agent.
     pub agent: Agent,
 }
 
 impl NodeIdentity {
-    /// Every annotation that says so. One whose value is `None` is to be removed: wg-agent has nothing to say there, and what
-    /// stands may be from before.
+    /// The annotations to write. Those with the value `None` have to be removed, because an earlier process may have written them.
     #[must_use]
     pub fn annotations(&self) -> BTreeMap<&'static str, Option<String>> {
         let discovered = (!self.discovered.is_empty()).then(|| discovered_text(&self.discovered));
@@ -52,7 +51,7 @@ impl NodeIdentity {
                 KILO_INTERNAL_IP,
                 Some(self.internal_ip.map(|net| net.to_string()).unwrap_or_default()),
             ),
-            // Every node of ours is a segment of its own toward other clusters.
+            // Other clusters connect to each of our nodes directly.
             (KILO_GRANULARITY, Some("full".to_owned())),
             (KILO_DISCOVERED_ENDPOINTS, discovered),
             (NODE_AGENT, Some(self.agent.to_string())),
@@ -60,7 +59,8 @@ impl NodeIdentity {
     }
 }
 
-/// What wg-agent says of itself (`kilo-clustermesh.io/agent`). Claims of a node about itself: for people and for status.
+/// The status that wg-agent publishes (`kilo-clustermesh.io/agent`). These are claims of a node about itself, for users and for the
+/// status of a ClusterMesh.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Agent {
@@ -85,38 +85,43 @@ pub struct Agent {
     /// Peers without one.
     #[serde(default)]
     pub peers_down: u32,
-    /// Why packets pass by the PeerPolicies there, [`IPVS`] or netfilter passed by; empty = they are not known to.
+    /// Why packets bypass the PeerPolicies on this node: [`IPVS`], or a reason why they bypass netfilter. Empty = no bypass is known.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub datapath_bypassed: String,
-    /// Members to which some tunnel of this node is down, by [`member`]; see [`Agent::set_links`].
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "lenient")]
+    /// The members to which a tunnel of this node is down, by [`member`]. See [`Agent::set_links`].
+    #[serde(
+        default,
+        skip_serializing_if = "BTreeMap::is_empty",
+        deserialize_with = "parse_links"
+    )]
     pub links: BTreeMap<String, Link>,
 }
 
-/// What [`Agent::datapath_bypassed`] says where kube-proxy translates behind the policies. Any other text is one about netfilter.
+/// The value of [`Agent::datapath_bypassed`] where kube-proxy translates after the policies. Any other text means that packets bypass
+/// netfilter.
 pub const IPVS: &str = "kube-proxy in mode ipvs translates after the policies looked";
 
-/// The longest text of [`NODE_AGENT`] that is read, bytes.
+/// A longer value of [`NODE_AGENT`] is not read. In bytes.
 const MAX_AGENT: usize = 4096;
-/// What of it links may take, bytes: the rest is a few hundred.
+/// The part of [`MAX_AGENT`] that links may take; the rest takes a few hundred bytes.
 const MAX_LINKS: usize = 3584;
 
-/// The word for a member in [`Agent::links`]: two meshes may give one name to two members.
+/// The key of a member in [`Agent::links`]. It contains the mesh, because two meshes may use one name for two clusters.
 #[must_use]
 pub fn member(mesh_namespace: &str, mesh: &str, cluster: &str) -> String {
     format!("{mesh_namespace}/{mesh}/{cluster}")
 }
 
-/// How many of a node's tunnels to one member are in which state; the rest of `total` is idle or new.
+/// A node's tunnels to one member by state. The rest of `total` is idle or new.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Link {
-    /// With a live session.
+    /// Tunnels with a live session.
     #[serde(default)]
     pub up: u32,
-    /// That should have one and have none.
+    /// Tunnels that should have a session and have none.
     #[serde(default)]
     pub down: u32,
-    /// All.
+    /// All tunnels.
     #[serde(default)]
     pub total: u32,
 }
@@ -128,8 +133,8 @@ impl From<Link> for Tunnels {
     }
 }
 
-/// A link that cannot be read costs itself: who wrote it may be newer than who reads it, or hostile.
-fn lenient<'de, D: serde::Deserializer<'de>>(text: D) -> Result<BTreeMap<String, Link>, D::Error> {
+/// Leaves out links that cannot be parsed. They may be written by a newer agent or a hostile node.
+fn parse_links<'de, D: serde::Deserializer<'de>>(text: D) -> Result<BTreeMap<String, Link>, D::Error> {
     let value = serde_json::Value::deserialize(text)?;
     let links = value.as_object().into_iter().flatten();
     Ok(links
@@ -138,7 +143,7 @@ fn lenient<'de, D: serde::Deserializer<'de>>(text: D) -> Result<BTreeMap<String,
 }
 
 impl Agent {
-    /// What leads packets past the PeerPolicies there.
+    /// What makes packets bypass the PeerPolicies on this node.
     #[must_use]
     pub fn bypassed(&self) -> Option<Bypass> {
         match &*self.datapath_bypassed {
@@ -148,8 +153,8 @@ impl Agent {
         }
     }
 
-    /// Takes over the members to which a tunnel is down; the others are no news. Where that is more than an annotation
-    /// should hold, those with the fewest tunnels down are left out.
+    /// Sets the members to which a tunnel is down. If these are too many for an annotation, those with the fewest tunnels down are left
+    /// out.
     pub fn set_links(&mut self, links: impl IntoIterator<Item = (String, Link)>) {
         let mut broken: Vec<_> = links.into_iter().filter(|(_, link)| link.down > 0).collect();
         broken.sort_by(|(a, x), (b, y)| y.down.cmp(&x.down).then_with(|| a.cmp(b)));
@@ -157,7 +162,7 @@ impl Agent {
         self.links = broken
             .into_iter()
             .take_while(|link| {
-                // Its own text, with the comma in place of a brace.
+                // The length of its JSON. A comma takes the place of one of the braces.
                 let length = serde_json::to_string(&BTreeMap::from([link.clone()])).map_or(usize::MAX, |t| t.len());
                 let fits = length <= room;
                 room = room.saturating_sub(length);
@@ -166,10 +171,10 @@ impl Agent {
             .collect();
     }
 
-    /// Reads the annotation.
+    /// Parses the annotation.
     ///
     /// # Errors
-    /// It is no JSON object of this shape; in words.
+    /// It is not a JSON object of this form. The error is a message for users.
     pub fn parse(text: &str) -> Result<Self, String> {
         if text.len() > MAX_AGENT {
             return Err(format!("{} bytes, expected a few hundred", text.len()));
@@ -184,31 +189,31 @@ impl std::fmt::Display for Agent {
     }
 }
 
-/// `host/prefix`, the host kept as it is: `10.4.0.1/16`.
+/// Parses `host/prefix` and keeps the host bits: `10.4.0.1/16`.
 ///
 /// # Errors
-/// It is not of that form; in words.
+/// The text does not have this form. The error is a message for users.
 pub fn host_and_prefix(text: &str) -> Result<IpNet, String> {
-    // `network` refuses what an attacker could hide in an IPv6 text.
-    network(text)
+    // `parse_network` refuses IPv4 addresses that an attacker could hide in IPv6 addresses.
+    parse_network(text)
         .and_then(|_| text.parse().map_err(|_| String::new()))
         .map_err(|_| {
             format!(
                 "{:?} is not an address and a prefix length, such as 10.4.0.1/16",
-                shown(text)
+                excerpt(text)
             )
         })
 }
 
-/// `host:port`, where host is an IPv4 address, an IPv6 address in brackets, or a DNS name.
+/// Parses `host:port`, where host is an IPv4 address, an IPv6 address in brackets, or a DNS name.
 ///
 /// # Errors
-/// It is not of that form; in words.
+/// The text does not have this form. The error is a message for users.
 pub fn endpoint(text: &str) -> Result<Endpoint, String> {
     let wrong = |what: &str| {
         format!(
             "{:?} {what}: write 192.0.2.1:51820, [2001:db8::1]:51820 or node.example.org:51820",
-            shown(text)
+            excerpt(text)
         )
     };
     let (host, port) = text.rsplit_once(':').ok_or_else(|| wrong("has no port"))?;
@@ -226,18 +231,18 @@ pub fn endpoint(text: &str) -> Result<Endpoint, String> {
     endpoint_host(host, port).ok_or_else(|| wrong("has no address or name before the port"))
 }
 
-/// The endpoint of an IPv4 address or a DNS name and a port; `None` = it is neither.
+/// The endpoint for a port of an IPv4 address or a DNS name; `None` = `host` is neither.
 pub(crate) fn endpoint_host(host: &str, port: u16) -> Option<Endpoint> {
     if let Ok(address) = host.parse() {
         return Some(Endpoint::Ip(SocketAddr::new(IpAddr::V4(address), port)));
     }
-    // Resolvers take `127.1` and `0x7f000001` for addresses: a name ends in a label that is no number.
+    // Resolvers accept `127.1` and `0x7f000001` as addresses, so the last label of a name must not be a number.
     let last = host.rsplit('.').next().unwrap_or_default();
     let number = last.bytes().all(|b| b.is_ascii_digit()) || last.starts_with("0x");
     (is_subdomain(host) && !number).then(|| Endpoint::Dns(host.to_owned(), port))
 }
 
-/// One of [`KILO_DISCOVERED_ENDPOINTS`], as Go prints a `net.UDPAddr`.
+/// An endpoint in [`KILO_DISCOVERED_ENDPOINTS`]: the JSON form of Go's `net.UDPAddr`.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct UdpAddr {
@@ -248,10 +253,10 @@ struct UdpAddr {
     zone: String,
 }
 
-/// The text of [`KILO_DISCOVERED_ENDPOINTS`].
+/// Formats the value of [`KILO_DISCOVERED_ENDPOINTS`].
 #[must_use]
 pub fn discovered_text(discovered: &BTreeMap<PublicKey, SocketAddr>) -> String {
-    // Sorted by the text of the key, as Go sorts.
+    // Go sorts by the text of the key.
     let by_text: BTreeMap<String, UdpAddr> = discovered
         .iter()
         .map(|(key, address)| {
@@ -269,7 +274,7 @@ pub fn discovered_text(discovered: &BTreeMap<PublicKey, SocketAddr>) -> String {
     serde_json::to_string(&by_text).unwrap_or_default()
 }
 
-/// Reads [`KILO_DISCOVERED_ENDPOINTS`]. What does not parse is left out: it is a hint, and others' hints still count.
+/// Parses [`KILO_DISCOVERED_ENDPOINTS`]. Entries that do not parse are left out, because the others are useful without them.
 #[must_use]
 pub fn discovered(text: &str) -> BTreeMap<PublicKey, SocketAddr> {
     if text.is_empty() || text.len() > MAX_TEXT {
@@ -282,7 +287,7 @@ pub fn discovered(text: &str) -> BTreeMap<PublicKey, SocketAddr> {
             let address: UdpAddr = serde_json::from_value(value).ok()?;
             let ip: IpAddr = address.ip.parse().ok()?;
             let port = u16::try_from(address.port).ok().filter(|port| *port > 0)?;
-            // A zone makes sense on the node that wrote it alone.
+            // A zone is valid only on the node that wrote it.
             address.zone.is_empty().then_some(())?;
             Some((key.parse().ok()?, SocketAddr::new(ip.to_canonical(), port)))
         })
@@ -310,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_endpoint_is_refused_with_an_example() {
+    fn malformed_endpoint_is_refused_with_an_example() {
         for text in [
             "",
             ":",
@@ -347,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_hint_costs_that_hint() {
+    fn malformed_discovered_endpoint_is_left_out() {
         let text = format!(
             r#"{{"{KEY}":{{"IP":"::ffff:192.0.2.1","Port":51820,"Zone":""}},"x":{{"IP":"192.0.2.2","Port":1}},
                 "xEcJ1y+L/FVuAcjCMDSXKd7xjr+9ydiO+P+/A17HdVk=":{{"IP":"192.0.2.2","Port":70000}},
@@ -362,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_says_what_it_is_in_kilos_formats() {
+    fn annotations_have_kilos_formats() {
         let identity = NodeIdentity {
             public_key: KEY.parse().unwrap(),
             wireguard_ip: "10.4.0.7/16".parse().unwrap(),
@@ -404,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn only_links_with_a_tunnel_down_are_told() {
+    fn only_links_with_a_tunnel_down_are_published() {
         let mut agent = Agent::default();
         agent.set_links([
             (member("ns", "m", "a"), tunnels(2, 1)),
@@ -419,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn an_annotation_stays_small_whatever_is_down_and_the_worst_is_told_first() {
+    fn annotation_is_bounded_and_has_the_worst_links() {
         let long = "x".repeat(63);
         let mut agent = Agent {
             version: "10.20.30-rc.1".into(),
@@ -447,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_that_cannot_be_read_costs_that_link() {
+    fn malformed_link_is_left_out() {
         let text = r#"{"mode":"full","links":{"ns/m/a":{"up":1,"down":1,"total":2,"more":true},"ns/m/b":{"up":-1},
             "ns/m/c":7,"ns/m/d":{"down":99999999999}}}"#;
         let links = |text| Agent::parse(text).map(|agent| (agent.mode, agent.links));

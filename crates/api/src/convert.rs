@@ -1,5 +1,5 @@
-//! From Kubernetes objects to the values of `clustermesh_core` and back. Pure and total: whatever a cluster says, each
-//! function returns, and every refusal names the object, the field and the remedy.
+//! Converts Kubernetes objects to the values of `clustermesh_core` and back. The functions accept any input without panicking, and every
+//! error names the object, the field and the remedy.
 
 use std::fmt;
 
@@ -16,7 +16,7 @@ mod owner;
 
 pub use owner::{labels, owner, set_labels};
 
-/// Something about one field of one object: why it is refused, or what was made of it.
+/// An error or a warning about one field of an object.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Finding {
     /// Kind and name: `ClusterMesh default/prod`.
@@ -35,12 +35,12 @@ impl fmt::Display for Finding {
 
 impl std::error::Error for Finding {}
 
-/// A network as someone wrote it: its canonical form, and whether it had host bits.
-pub(crate) fn network(text: &str) -> Result<(IpNet, bool), String> {
+/// Parses a network. Returns its canonical form, and whether the text had host bits.
+pub(crate) fn parse_network(text: &str) -> Result<(IpNet, bool), String> {
     let written: IpNet = text.parse().map_err(|_| {
         format!(
             "{:?} is not a network: write an address and a prefix length, such as 10.244.0.0/16 or fd00:10:244::/48",
-            shown(text)
+            excerpt(text)
         )
     })?;
     if let IpNet::V6(v6) = written
@@ -51,8 +51,8 @@ pub(crate) fn network(text: &str) -> Result<(IpNet, bool), String> {
     Ok((written.trunc(), written != written.trunc()))
 }
 
-/// As much of a foreign text as belongs into a message.
-pub(crate) fn shown(text: &str) -> String {
+/// The beginning of an untrusted text, short enough for a message.
+pub(crate) fn excerpt(text: &str) -> String {
     let mut start: String = text.chars().take(60).collect();
     if start.len() < text.len() {
         start.push('…');
@@ -60,8 +60,8 @@ pub(crate) fn shown(text: &str) -> String {
     start
 }
 
-/// Unix seconds of a creation timestamp. What was never stored (a file given to a dry run) is younger than everything.
-pub(crate) fn created(metadata: &k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta) -> i64 {
+/// The creation timestamp in Unix seconds. An object that was never stored (a file in a dry run) counts as the youngest.
+pub(crate) fn creation_time(metadata: &k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta) -> i64 {
     metadata
         .creation_timestamp
         .as_ref()

@@ -1,5 +1,5 @@
-//! The CustomResourceDefinitions, as they are installed. The types they come from are in [`crate::mesh`],
-//! [`crate::policy`], [`crate::peer`] and [`crate::sandbox`]; writing files is `cargo xtask crds`.
+//! The CustomResourceDefinitions to install, generated from the types in [`crate::mesh`], [`crate::policy`], [`crate::peer`] and
+//! [`crate::sandbox`]. `cargo xtask crds` writes them to files.
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::CustomResourceExt;
@@ -15,34 +15,34 @@ use crate::{
 /// The CRD of [`ClusterMesh`].
 #[must_use]
 pub fn cluster_mesh() -> CustomResourceDefinition {
-    plain(ClusterMesh::crd())
+    clean(ClusterMesh::crd())
 }
 
 /// The CRD of [`PeerPolicy`].
 #[must_use]
 pub fn peer_policy() -> CustomResourceDefinition {
-    plain(PeerPolicy::crd())
+    clean(PeerPolicy::crd())
 }
 
 /// The CRD of [`Peer`]: accepts and refuses what Kilo's own does.
 #[must_use]
 pub fn peer() -> CustomResourceDefinition {
-    plain(Peer::crd())
+    clean(Peer::crd())
 }
 
 /// The CRD of [`SandboxAccess`].
 #[must_use]
 pub fn sandbox_access() -> CustomResourceDefinition {
-    plain(SandboxAccess::crd())
+    clean(SandboxAccess::crd())
 }
 
 /// The CRD of [`SandboxGateway`].
 #[must_use]
 pub fn sandbox_gateway() -> CustomResourceDefinition {
-    plain(SandboxGateway::crd())
+    clean(SandboxGateway::crd())
 }
 
-/// All of them.
+/// All CRDs.
 #[must_use]
 pub fn all() -> [CustomResourceDefinition; 5] {
     [
@@ -54,10 +54,9 @@ pub fn all() -> [CustomResourceDefinition; 5] {
     ]
 }
 
-/// What the derive writes and an API server should not see: `nullable` (a null then survives pruning and defaulting,
-/// where elsewhere in Kubernetes it means "not set"), unsigned formats, and defaults that say nothing and would be
-/// stored in every object.
-fn plain(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
+/// Removes parts of the derived schema that an API server should not get: `nullable` (a null would survive pruning and defaulting,
+/// although elsewhere in Kubernetes it means "not set"), unsigned formats, and empty defaults, which would be stored in every object.
+fn clean(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
     for version in &mut crd.spec.versions {
         if let Some(schema) = version.schema.as_mut().and_then(|s| s.open_api_v3_schema.as_mut()) {
             let mut value = serde_json::to_value(&*schema).unwrap_or_default();
@@ -66,7 +65,7 @@ fn plain(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
                 *schema = tidied;
             }
         }
-        // An empty list is not the same text as none, and Kilo's CRD has none.
+        // Kilo's CRD has no lists where the derive writes empty ones.
         if version.additional_printer_columns.as_ref().is_some_and(Vec::is_empty) {
             version.additional_printer_columns = None;
         }
@@ -85,8 +84,7 @@ fn plain(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
 fn tidy(value: &mut Value) {
     match value {
         Value::Object(map) => {
-            // A property may itself be called `default` or `format`: only keywords (scalars where a schema would be an
-            // object) are meant.
+            // A property may also be named `default` or `format`. Its value is a schema, an object; the value of a keyword is not.
             if map.get("nullable").is_some_and(Value::is_boolean) {
                 map.remove("nullable");
             }

@@ -1,7 +1,7 @@
-//! The Kubernetes types of the project and their meaning: ClusterMesh, PeerPolicy, Kilo's Peer and annotations, and the
-//! conversions between them and the plain values of `clustermesh_core`. No client, no clock and no planning live here.
+//! The Kubernetes types of the project (ClusterMesh, PeerPolicy, Kilo's Peer and annotations), and conversions between them and the
+//! plain values of `clustermesh_core`.
 //!
-//! This is the only crate in which `kilo.squat.ai` is spelled.
+//! The API group `kilo.squat.ai` is written only in this crate.
 #![forbid(unsafe_code)]
 
 pub mod annotations;

@@ -1,5 +1,4 @@
-//! `ClusterMesh`: what a person writes (DESIGN §3.1), with the rules the API server itself checks. What the values mean
-//! is in [`crate::convert`].
+//! `ClusterMesh`: the object that users write, with the rules that the API server checks.
 #![allow(
     unreachable_pub,
     reason = "KubeSchema writes a `pub` copy of each struct into a private scope"
@@ -19,7 +18,7 @@ pub use status::{
     SkippedNode, UncoveredNetwork,
 };
 
-/// What should be connected.
+/// The desired connections between clusters.
 #[derive(CustomResource, Debug, Clone, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[kube(
     group = "kilo.squat.ai",
@@ -80,8 +79,8 @@ pub struct ClusterMeshSpec {
     /// Write nothing and delete nothing for this mesh while true. The annotation `cluster.x-k8s.io/paused` does the same.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub paused: bool,
-    /// The member clusters; the one this object lives in may be among them. The order decides between claims that are equal
-    /// otherwise: the earlier entry wins.
+    /// The member clusters. The cluster that has this object may be one of them. Of two claims that are equal otherwise, the one of the
+    /// earlier entry wins.
     #[schemars(length(min = 2, max = schema::MAX_CLUSTERS))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub clusters: Vec<ClusterEntry>,
@@ -109,28 +108,28 @@ pub struct ClusterEntry {
     #[x_kube(validation = Rule::new("self.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')")
         .message("must be a DNS-1123 label: lower-case letters, digits and '-', beginning and ending with a letter or a digit"))]
     pub name: String,
-    /// This entry is the cluster the object lives in. At most one entry says so; without one, the mesh connects the others and
-    /// writes nothing here.
+    /// Whether this entry is the cluster that has this object. At most one entry may be. Without one, the mesh connects the other
+    /// clusters and writes nothing here.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub local: bool,
     /// The Secret, in the namespace of this object, that holds the cluster's kubeconfig. Not used where `local` is true.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kubeconfig_secret_ref: Option<KubeconfigSecretRef>,
-    /// How much this member may reach. `cluster-meshed`: every other cluster-meshed member. `sandbox`: the Services
-    /// listed in `egress` and nothing else. `standard`: listed, but connected to nothing.
+    /// What this member may reach. `cluster-meshed`: every other cluster-meshed member. `sandbox`: only the Services in `egress`.
+    /// `standard`: nothing, and no other member reaches it.
     #[serde(default)]
     pub isolation_profile: IsolationProfile,
-    /// What of this member appears on the wire. `Routed`: its own pod addresses. `Masqueraded`: only the WireGuard
-    /// addresses of its nodes, so that its pod networks may equal those of another member. A sandbox is always masqueraded.
+    /// The addresses of this member that other members see. `Routed`: its pod addresses. `Masqueraded`: only the WireGuard addresses of
+    /// its nodes, so its pod networks may be the same as those of another member. A sandbox is always masqueraded.
     #[serde(default)]
     pub addressing: Addressing,
-    /// The bound of every address that may ever be claimed for this member: pod, WireGuard, Service and node networks in
-    /// one list. Must be disjoint from the networks of every other member, and each no wider than /8 (IPv4) or /7 (IPv6).
+    /// All networks in which addresses of this member may lie: pod, WireGuard, Service and node networks in one list. They must be
+    /// disjoint from the networks of every other member, and each no wider than /8 (IPv4) or /7 (IPv6).
     #[schemars(schema_with = "schema::networks_required")]
     pub allowed_networks: Vec<String>,
-    /// Networks inside `allowedNetworks` that belong to no single node, such as the Service network: they are reached
-    /// through an anchor node, which translates. Default: the entries of `allowedNetworks` in which no Node has a prefix or an
-    /// address; once the status lists such an entry as anchored, no Node can claim a part of it. An empty list anchors nothing.
+    /// Networks inside `allowedNetworks` that no single node owns, such as the Service network. They are reached through an anchor node,
+    /// which translates the packets. Default: the entries of `allowedNetworks` in which no Node has a podCIDR or an address; once the
+    /// status lists such an entry as anchored, no Node can claim a part of it. An empty list anchors nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::anchored_networks")]
     pub anchored_networks: Option<Vec<String>>,
@@ -138,19 +137,19 @@ pub struct ClusterEntry {
     #[serde(default = "one")]
     #[schemars(schema_with = "schema::anchors")]
     pub anchors: u16,
-    /// What `Node.spec.podCIDRs` mean here. `PerNode`: the pods of a node have addresses from them. `Shared`: nothing
-    /// (kube-ovn, Calico and Cilium pools); use `exports` and anchored networks instead.
+    /// Whether pods have addresses from `spec.podCIDRs` of their Node. `PerNode`: they have. `Shared`: they have not (kube-ovn, Calico
+    /// and Cilium pools); use `exports` and anchored networks then.
     #[serde(default)]
     pub pod_network: PodNetwork,
-    /// Pods that are published one by one, on the node that runs them. Used where `podNetwork` is `Shared`.
+    /// Pods whose addresses are published one by one, on the node that runs them. Only used if `podNetwork` is `Shared`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub exports: Vec<Export>,
-    /// The UDP port of WireGuard on nodes that publish none of their own.
+    /// The UDP port of WireGuard on nodes that do not publish their own.
     #[serde(default = "default_port")]
     #[schemars(schema_with = "schema::port")]
     pub wireguard_port: u16,
-    /// Seconds between keepalive packets to nodes of this member; 0 = only where NAT makes them needful.
+    /// Seconds between keepalive packets to nodes of this member; 0 = only where NAT needs them.
     #[serde(default)]
     #[schemars(schema_with = "schema::seconds")]
     pub persistent_keepalive: u16,
@@ -159,16 +158,16 @@ pub struct ClusterEntry {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::networks")]
     pub endpoint_networks: Vec<String>,
-    /// Services of other members that appear in this one under a name. For a sandbox, also all that it may reach.
+    /// Services of other members that are mirrored into this one. A sandbox reaches only these.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub egress: Vec<Egress>,
-    /// True closes everything that comes from this member, at once, and keeps its objects.
+    /// True drops everything from this member at once, and keeps its objects.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub quarantine: bool,
 }
 
-/// Where a kubeconfig is.
+/// The Secret that contains a kubeconfig.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct KubeconfigSecretRef {
@@ -185,21 +184,21 @@ pub struct KubeconfigSecretRef {
     pub context: Option<String>,
 }
 
-/// How much a member may reach.
+/// What a member may reach.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 #[schemars(inline)]
 pub enum IsolationProfile {
-    /// Broad connectivity with every other cluster-meshed member.
+    /// Every other cluster-meshed member.
     #[default]
     ClusterMeshed,
-    /// Only the Services listed in `egress`.
+    /// Only the Services in `egress`.
     Sandbox,
-    /// Listed, but connected to nothing.
+    /// Nothing, and no other member reaches it.
     Standard,
 }
 
-/// What of a member appears on the wire.
+/// The addresses of a member that other members see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub enum Addressing {
@@ -210,14 +209,14 @@ pub enum Addressing {
     Masqueraded,
 }
 
-/// What `Node.spec.podCIDRs` mean.
+/// Whether pods have addresses from `spec.podCIDRs` of their Node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub enum PodNetwork {
-    /// Pods of a node have addresses from its podCIDRs.
+    /// They have.
     #[default]
     PerNode,
-    /// Nothing: pods have addresses from a pool.
+    /// They have not: their addresses come from a pool.
     Shared,
 }
 
@@ -235,7 +234,7 @@ pub enum Protocol {
     Sctp,
 }
 
-/// Pods of one namespace that are published one by one.
+/// Pods of one namespace whose addresses are published one by one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Export {
@@ -247,17 +246,17 @@ pub struct Export {
     pub pod_selector: LabelSelector,
 }
 
-/// A Service of another member that appears here.
+/// A Service of another member that is mirrored here.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Egress {
-    /// The Service, where it is.
+    /// The Service in the other member.
     pub service: ServiceRef,
-    /// Which of its ports. Default: every one.
+    /// Which of its ports. Default: all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub ports: Vec<ServicePort>,
-    /// Under which name it appears here. Default: the names it has there.
+    /// Namespace and name of the mirrored Service here. Default: those of the Service.
     #[serde(default, rename = "as", skip_serializing_if = "Option::is_none")]
     pub local: Option<LocalName>,
 }
@@ -289,15 +288,15 @@ pub struct ServicePort {
     pub protocol: Protocol,
 }
 
-/// Under which name a Service of another member appears.
+/// Namespace and name of a mirrored Service.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct LocalName {
-    /// Namespace here. Default: the same as there.
+    /// Namespace here. Default: that of the Service.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 63))]
     pub namespace: Option<String>,
-    /// Name here. Default: the same as there.
+    /// Name here. Default: that of the Service.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(min = 1, max = 63))]
     pub name: Option<String>,

@@ -1,5 +1,5 @@
-//! Every name, label, annotation and finalizer that stands in a cluster, and the rules by which names of written objects
-//! are made. What the values mean is in [`crate::convert`] and [`crate::annotations`].
+//! The labels, annotations and finalizers that the project uses in clusters, and the names of the objects that it writes.
+//! [`crate::convert`] and [`crate::annotations`] read and write the values.
 
 use clustermesh_core::{
     mesh::{ClusterIdentity, MeshId, ObjectName},
@@ -7,7 +7,7 @@ use clustermesh_core::{
 };
 use sha2::{Digest, Sha256};
 
-/// Held on a ClusterMesh until everything it wrote is gone (the predecessor's).
+/// Finalizer of a ClusterMesh until all objects that were written for it are removed (the predecessor's).
 pub const FINALIZER: &str = "kilo-clustermesh.io/cleanup";
 
 /// Label: `metadata.name` of the ClusterMesh that an object belongs to (the predecessor's).
@@ -20,11 +20,11 @@ pub const LABEL_MESH_NAMESPACE: &str = "kilo-clustermesh.io/mesh-namespace";
 pub const LABEL_HUB: &str = "kilo-clustermesh.io/hub";
 /// Label that marks mirrored Services and their EndpointSlices.
 pub const LABEL_MANAGED_BY: &str = "app.kubernetes.io/managed-by";
-/// Label by which Kubernetes tells whose EndpointSlices are; its own controllers leave other values alone.
+/// Label that names the manager of an EndpointSlice. Kubernetes' own controllers ignore slices with other values.
 pub const LABEL_SLICE_MANAGED_BY: &str = "endpointslice.kubernetes.io/managed-by";
-/// Value of [`LABEL_MANAGED_BY`] and [`LABEL_SLICE_MANAGED_BY`] on what we write.
+/// Value of [`LABEL_MANAGED_BY`] and [`LABEL_SLICE_MANAGED_BY`] on objects that we write.
 pub const MANAGED_BY: &str = "kilo-clustermesh.io";
-/// Label by which the pods of gateways are found, and its value: deploy/gateway.yaml gives it to them.
+/// Label of gateway pods, with the value [`GATEWAY_APP`]; deploy/gateway.yaml sets it.
 pub const LABEL_APP: &str = "app.kubernetes.io/name";
 /// See [`LABEL_APP`].
 pub const GATEWAY_APP: &str = "clustermesh-gateway";
@@ -35,9 +35,9 @@ pub const LABEL_REGION: &str = "topology.kubernetes.io/region";
 
 /// ClusterMesh annotation of Cluster API: anything but `false` pauses.
 pub const PAUSED: &str = "cluster.x-k8s.io/paused";
-/// ClusterMesh annotation: Peers with this hub label are taken over.
+/// ClusterMesh annotation: id of another hub, whose Peers for this mesh are adopted.
 pub const ADOPT_HUB: &str = "kilo-clustermesh.io/adopt-hub";
-/// ClusterMesh annotation: entries that are quarantined, comma-separated, beside those whose `quarantine` is true.
+/// ClusterMesh annotation: entries to quarantine, comma-separated, in addition to those whose `quarantine` is true.
 pub const QUARANTINE: &str = "kilo-clustermesh.io/quarantine";
 /// Annotation of `clusterctl move` on an object that it deletes here after it has created it on another hub.
 pub const DELETE_FOR_MOVE: &str = "clusterctl.cluster.x-k8s.io/delete-for-move";
@@ -49,7 +49,7 @@ pub const ALLOWED_FROM: &str = "kilo-clustermesh.io/allowed-from";
 
 /// Peer annotation: every endpoint candidate in order, `ip:port`, comma-separated.
 pub const PEER_ENDPOINTS: &str = "kilo-clustermesh.io/endpoints";
-/// Node annotation: what wg-agent says of itself, JSON.
+/// Node annotation: the status of wg-agent, JSON.
 pub const NODE_AGENT: &str = "kilo-clustermesh.io/agent";
 
 /// Node annotation of Kilo: base64 public key.
@@ -117,8 +117,8 @@ impl Naming for Names {
     }
 }
 
-/// `<mesh>--<cluster>--<node>`, the predecessor's form. With 8 hex digits of hub, namespace, mesh, cluster and node behind
-/// it where the readable form would be ambiguous, too long, not a name, or is `taken` by someone else's Peer.
+/// Makes the name of a Peer: `<mesh>--<cluster>--<node>`, the predecessor's form. A hash of hub, namespace, mesh, cluster and node
+/// (8 hex digits) is appended if this form would be ambiguous, too long or not a valid name, or is `taken` by another owner's Peer.
 #[must_use]
 pub fn peer_name(hub: &str, mesh: &MeshId, cluster: &str, node: &str, taken: bool) -> String {
     join(&[&mesh.name, cluster, node], taken, || {
@@ -126,7 +126,7 @@ pub fn peer_name(hub: &str, mesh: &MeshId, cluster: &str, node: &str, taken: boo
     })
 }
 
-/// `<mesh>--<cluster>`, by the same rule as [`peer_name`].
+/// Makes the name of a PeerPolicy: `<mesh>--<cluster>`, by the rule of [`peer_name`].
 #[must_use]
 pub fn policy_name(hub: &str, mesh: &MeshId, cluster: &str, taken: bool) -> String {
     join(&[&mesh.name, cluster], taken, || {
@@ -136,7 +136,7 @@ pub fn policy_name(hub: &str, mesh: &MeshId, cluster: &str, taken: bool) -> Stri
 
 fn join(parts: &[&str], taken: bool, hash: impl FnOnce() -> String) -> String {
     let readable = parts.join("--");
-    // A part that is no name (`a-`, `-b`) could make two nodes read the same just as `--` inside one can.
+    // As `--` inside a part, a part that is not a valid name (`a-`, `-b`) could give two nodes the same text.
     let ambiguous = parts.iter().any(|part| part.contains("--") || !is_subdomain(part));
     if taken || ambiguous || readable.len() > MAX_NAME {
         format!("{}-{}", subdomain(&readable, MAX_NAME - SUFFIX), hash())
@@ -145,7 +145,7 @@ fn join(parts: &[&str], taken: bool, hash: impl FnOnce() -> String) -> String {
     }
 }
 
-/// A length stands before each part, so that no two lists of parts read the same.
+/// Hashes each part after its length, so that different lists of parts never have the same input.
 fn hash(parts: &[&str]) -> String {
     let mut hasher = Sha256::new();
     for part in parts {
@@ -160,8 +160,8 @@ fn hash(parts: &[&str]) -> String {
         .collect()
 }
 
-/// At most `max` bytes of `text` that can begin an object's name. A name ends up in the path of a request, so nothing a
-/// hostile API server calls its nodes may get through.
+/// Converts `text` to at most `max` bytes that can begin an object's name. Names are used in the paths of requests, and a hostile API
+/// server chooses the names of its nodes, so every other character is replaced.
 fn subdomain(text: &str, max: usize) -> String {
     let cut = |text: &str| text.trim_end_matches(['-', '.']).to_owned();
     if is_subdomain(text) {
@@ -183,12 +183,13 @@ fn subdomain(text: &str, max: usize) -> String {
     if plain.is_empty() { "x".to_owned() } else { plain }
 }
 
-/// RFC 1123, as Kubernetes has it: labels of lower-case letters, digits and inner hyphens, with dots between.
+/// Whether `text` is an RFC 1123 subdomain as defined by Kubernetes: labels of lower-case letters, digits and inner hyphens, separated
+/// by dots.
 pub(crate) fn is_subdomain(text: &str) -> bool {
     (1..=MAX_NAME).contains(&text.len()) && text.split('.').all(is_label_of_any_length)
 }
 
-/// A DNS-1123 label of at most 63 characters.
+/// Whether `text` is an RFC 1123 label of at most 63 characters.
 pub(crate) fn is_label(text: &str) -> bool {
     text.len() <= 63 && is_label_of_any_length(text)
 }
@@ -213,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plain_name_is_the_predecessors() {
+    fn plain_name_has_the_predecessors_form() {
         assert_eq!(
             peer_name("hub", &mesh(), "tenant-a", "worker-1.example", false),
             "prod--tenant-a--worker-1.example"
@@ -233,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_taken_name_differs_by_hub_and_by_namespace() {
+    fn taken_name_differs_by_hub_and_by_namespace() {
         let name = |hub: &str, namespace: &str| {
             peer_name(
                 hub,
@@ -252,14 +253,14 @@ mod tests {
     }
 
     #[test]
-    fn a_long_name_is_cut_and_stays_a_name() {
+    fn long_name_is_cut_and_stays_valid() {
         let node = format!("{}.{}", "n".repeat(63), "m-".repeat(120));
         let name = peer_name("hub", &mesh(), &"c".repeat(63), node.trim_end_matches('-'), false);
         assert!(name.len() <= MAX_NAME && is_subdomain(&name), "{name}");
     }
 
     #[test]
-    fn what_a_hostile_server_calls_its_nodes_never_reaches_a_path() {
+    fn hostile_node_names_give_valid_object_names() {
         for node in [
             "../../api/v1/secrets",
             "",

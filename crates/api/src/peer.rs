@@ -1,5 +1,5 @@
-//! Kilo's `Peer`, as Kilo's own CRD has it (KILO.md §1): it checks types and required fields and nothing else, so every
-//! text in here may be garbage and every number out of range. What the values mean is in [`crate::convert`].
+//! Kilo's `Peer`, as in Kilo's own CRD. That CRD checks only types and required fields, so any text may be malformed and any number
+//! out of range. [`crate::convert::peer`] validates the values.
 
 use kube::CustomResource;
 use schemars::JsonSchema;
@@ -17,10 +17,10 @@ use serde::{Deserialize, Serialize};
 )]
 #[serde(rename_all = "camelCase")]
 pub struct PeerSpec {
-    /// Networks that are reached through the peer, and the only sources it may have.
+    /// Networks that are reached through the peer, and the only sources that its packets may have.
     #[serde(rename = "allowedIPs")]
     pub allowed_ips: Vec<String>,
-    /// Where the peer is at first; without it the peer has to connect to us.
+    /// The initial endpoint of the peer. Without it the peer has to initiate the connection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub endpoint: Option<PeerEndpoint>,
     /// Seconds between keepalive packets; 0 or nothing = none.
@@ -33,11 +33,11 @@ pub struct PeerSpec {
     pub public_key: String,
 }
 
-/// Where a peer is.
+/// The endpoint of a peer.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct PeerEndpoint {
-    /// A name or an address; of both, the name wins in Kilo.
+    /// A name or an address. If both are set, Kilo uses the name.
     #[serde(rename = "dnsOrIP")]
     pub dns_or_ip: DnsOrIp,
     /// UDP port.

@@ -1,5 +1,5 @@
-//! `PeerPolicy`: what one source member may reach in the cluster the object is in (DESIGN §3.3). Written by the
-//! controller, read by every wg-agent; what the values mean is in [`crate::convert`].
+//! `PeerPolicy`: what one source member may reach in the cluster that has the object. The controller writes it, every wg-agent of the
+//! cluster enforces it.
 #![allow(
     unreachable_pub,
     reason = "KubeSchema writes a `pub` copy of each struct into a private scope"
@@ -50,8 +50,8 @@ pub struct PeerPolicySpec {
     #[serde(default)]
     #[schemars(length(max = 63))]
     pub source: String,
-    /// The source member's profile. Of another than `cluster-meshed` no packet passes from the member or to it, whatever `allow`
-    /// says: such a policy stands while its Peers are taken away.
+    /// The source member's profile. With any profile but `cluster-meshed`, every packet from or to the member is dropped, whatever
+    /// `allow` contains. The controller writes such a policy before it removes the member's Peers.
     #[serde(default, skip_serializing_if = "is_default")]
     pub isolation_profile: IsolationProfile,
     /// Source addresses that packets of this member may have.
@@ -69,17 +69,17 @@ pub struct PeerPolicySpec {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256))]
     pub deny: Vec<Deny>,
-    /// Ports that are closed on every address of the node itself: the API server's, the kubelet's, etcd's.
+    /// Ports that are closed on the addresses of the nodes of this cluster: those of the API server, the kubelet, etcd.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub infrastructure_ports: Vec<InfrastructurePort>,
-    /// Networks of this cluster that arrive through the tunnel at an anchor node, which translates them.
+    /// Networks of this cluster that no node owns. Packets to them arrive at an anchor node, which translates them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::networks")]
     pub anchored: Vec<String>,
 }
 
-/// One thing that may be reached.
+/// Destinations that may be reached.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Allow {
@@ -88,7 +88,7 @@ pub struct Allow {
     pub to: Vec<String>,
 }
 
-/// One thing that may not be reached.
+/// Destinations that may not be reached.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Deny {
@@ -101,7 +101,7 @@ pub struct Deny {
     pub ports: Vec<ServicePort>,
 }
 
-/// A port that is closed on the node itself.
+/// A port that is closed on nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct InfrastructurePort {

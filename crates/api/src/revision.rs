@@ -1,17 +1,17 @@
-//! What all PeerPolicies of one cluster say, as one word: an agent publishes it for those that it enforces, and the controller
-//! holds it against those that stand. Who compares, and when, is not decided here.
+//! Computes a revision: a hash over all PeerPolicies of a cluster. An agent publishes the revision of the policies that it enforces, and
+//! the controller compares it with that of the existing policies.
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-/// The first bytes of the SHA-256 of one policy's name and whatever its `spec` says, fields unknown here included.
+/// The first bytes of the SHA-256 of a policy's name and `spec`, including fields that this version does not know.
 pub type PolicyDigest = [u8; 8];
 
-/// The digest of the policy of this name; `spec` = the object's field of that name as the API server tells it.
+/// Computes the digest of a policy. `spec` is the object's field as the API server returned it.
 #[must_use]
 pub fn digest(name: &str, spec: Option<&Value>) -> PolicyDigest {
-    let said = spec.map(ToString::to_string).unwrap_or_default();
-    let sum = Sha256::new().chain_update(name).chain_update([0]).chain_update(said);
+    let text = spec.map(ToString::to_string).unwrap_or_default();
+    let sum = Sha256::new().chain_update(name).chain_update([0]).chain_update(text);
     let mut digest = PolicyDigest::default();
     for (to, from) in digest.iter_mut().zip(sum.finalize()) {
         *to = from;
@@ -19,7 +19,7 @@ pub fn digest(name: &str, spec: Option<&Value>) -> PolicyDigest {
     digest
 }
 
-/// 8 hex digits of the SHA-256 of the digests of all policies of a cluster, in the order of their names.
+/// Computes the revision: 8 hex digits of the SHA-256 of the digests of all policies of a cluster, in the order of their names.
 #[must_use]
 pub fn of_all<'a>(digests: impl IntoIterator<Item = &'a PolicyDigest>) -> String {
     let sum = digests
@@ -38,9 +38,9 @@ mod tests {
 
     use super::*;
 
-    /// These words stand on Nodes, written by agents of other versions: another hash would have them all outdated.
+    /// Agents of other versions publish these revisions on Nodes. With another hash all of them would look outdated.
     #[test]
-    fn the_word_changes_with_whatever_a_policy_says_and_stays_what_earlier_agents_write() {
+    fn revision_changes_with_any_field_and_not_with_the_version() {
         let spec = json!({"sources": ["10.5.0.0/16"], "networks": [], "later": 7});
         let one = digest("m--a", Some(&spec));
         let word = of_all([&one]);

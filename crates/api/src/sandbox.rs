@@ -1,6 +1,8 @@
-//! `SandboxAccess`: what one sandbox may reach in the cluster the object is in; and `SandboxGateway`: what a gateway there
-//! says of itself. The controller writes the first and reads the second, gateways (`wg-agent --mode=gateway`) the reverse.
-//! Nothing else reads either: nodes know no sandbox.
+//! `SandboxAccess`: what one sandbox may reach in the cluster that has the object. `SandboxGateway`: a gateway of that cluster and its
+//! status.
+//!
+//! The controller writes the SandboxAccess and reads the SandboxGateway. Gateways (`wg-agent --mode=gateway`) do the reverse. Agents on
+//! nodes read neither.
 #![allow(
     unreachable_pub,
     reason = "KubeSchema writes a `pub` copy of each struct into a private scope"
@@ -47,8 +49,8 @@ pub struct SandboxAccessSpec {
     /// Name of the sandbox member. Gateways that serve only some sandboxes choose by it.
     #[schemars(length(min = 1, max = 63))]
     pub sandbox: String,
-    /// What tells this sandbox from others of the same hub: SandboxAccesses of several meshes that have the same one speak of one
-    /// sandbox. Default: the object's name.
+    /// Identifies the sandbox within the hub. SandboxAccesses of several meshes with the same ID describe one sandbox. Default: the
+    /// object's name.
     #[serde(default, rename = "sandboxID", skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 63))]
     pub sandbox_id: String,
@@ -64,8 +66,8 @@ pub struct SandboxAccessSpec {
     #[schemars(length(max = schema::MAX_SANDBOX_GRANTS))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["gatewayPort".into(), "protocol".into()]))]
     pub grants: Vec<SandboxGrant>,
-    /// New connections a second, of all the sandbox's nodes together at each gateway; twice as many at once. Default: what the
-    /// gateway was started with.
+    /// Limit on new connections a second at each gateway, for all nodes of the sandbox together, with bursts of twice as many. Default:
+    /// that of the gateway.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::rate")]
     pub new_connections_per_second: Option<u32>,
@@ -118,13 +120,13 @@ pub struct SandboxGrant {
     /// Transport protocol.
     #[serde(default)]
     pub protocol: Protocol,
-    /// Where the sandbox reaches it: a port of the gateway's WireGuard address, which no other grant here has.
+    /// Port of the gateway's WireGuard address at which the sandbox reaches it. No other grant of this protocol here has the same.
     #[schemars(schema_with = "schema::port")]
     pub gateway_port: u16,
 }
 
-/// A gateway through which sandboxes enter this cluster. Made by whoever installs the gateway, one for each of its pods, by the
-/// pod's name; the pod fills in the status.
+/// A gateway through which sandboxes enter this cluster. Whoever installs the gateway creates one object for each of its pods, with the
+/// pod's name. The pod writes the status.
 #[derive(CustomResource, Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
 #[kube(
     group = "kilo.squat.ai",
@@ -161,7 +163,7 @@ pub struct SandboxGrant {
 )]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxGatewaySpec {
-    /// Further addresses at which sandboxes dial this gateway, best first, as `203.0.113.7:31820`: of a load balancer, of a
+    /// Further endpoints of this gateway for sandboxes, best first, as `203.0.113.7:31820`: for example of a load balancer, or of a
     /// router that forwards the port.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::sockets")]
@@ -173,11 +175,11 @@ pub struct SandboxGatewaySpec {
     pub node_port: Option<u16>,
 }
 
-/// What a gateway says of itself.
+/// The status that a gateway publishes.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxGatewayStatus {
-    /// Its WireGuard public key: made anew with each pod, kept while only the container restarts.
+    /// Its WireGuard public key. A new pod makes a new key; a restarted container keeps it.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 44))]
     pub public_key: String,
@@ -185,19 +187,19 @@ pub struct SandboxGatewayStatus {
     #[serde(default, rename = "wireguardIPs", skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::texts")]
     pub wireguard_ips: Vec<String>,
-    /// Where it is dialled, best first.
+    /// Its WireGuard endpoints, best first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::texts")]
     pub endpoints: Vec<String>,
-    /// Sandboxes that it serves; empty = every one.
+    /// Names of the sandboxes that it serves; empty = all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::texts")]
     pub serves: Vec<String>,
-    /// UID of the pod that says this.
+    /// UID of the pod that wrote this status.
     #[serde(default, rename = "podUID", skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 63))]
     pub pod_uid: String,
-    /// Of wg-agent.
+    /// Version of wg-agent.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 63))]
     pub version: String,
@@ -205,17 +207,17 @@ pub struct SandboxGatewayStatus {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 63))]
     pub backend: String,
-    /// Sandboxes that are served.
+    /// Number of sandboxes that are served.
     #[serde(default)]
     pub sandboxes: u32,
-    /// Grants that are served.
+    /// Number of grants that are served.
     #[serde(default)]
     pub grants: u32,
-    /// Which state of each SandboxAccess is in force.
+    /// The generation of each SandboxAccess that is in force.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 1024))]
     pub applied: Vec<AppliedAccess>,
-    /// What is left out, the first 20.
+    /// The first 20 parts of SandboxAccesses that are left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 20))]
     pub refused: Vec<RefusedAccess>,
@@ -249,11 +251,11 @@ pub struct RefusedAccess {
     /// Which part: `spec.grants[0]`.
     #[schemars(length(max = 63))]
     pub field: String,
-    /// Which grant, by protocol and port at the gateway: `TCP/20001`. Empty where it is another part.
+    /// The grant, by protocol and gateway port: `TCP/20001`. Empty if the part is not a grant.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 63))]
     pub grant: String,
-    /// One word.
+    /// Why it is not served, as one word.
     #[schemars(length(max = 63))]
     pub reason: String,
     /// What is wrong and what to do.

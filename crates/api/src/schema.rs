@@ -1,8 +1,8 @@
-//! Pieces of CRD schema that the types share: bounded texts, networks, ports. Whole CRDs are in [`crate::crds`].
+//! Schemas that the types of the CRDs share: bounded texts, networks, ports.
 //!
-//! Every list and text is bounded, since the API server prices a CEL rule by the largest object the schema admits and
-//! refuses a CRD that costs too much. Integers are bounded by value: `format: uint16`, which a derive would write, means
-//! nothing to an API server.
+//! Every list and text is bounded, because the API server estimates the cost of a CEL rule for the largest object that the schema
+//! accepts, and refuses a CRD that is too expensive. Integers have bounds on their value, because an API server ignores
+//! `format: uint16`, which the derive would write.
 
 use schemars::{Schema, SchemaGenerator, json_schema};
 
@@ -16,7 +16,7 @@ pub(crate) const MAX_ANCHORED: u32 = 16;
 pub(crate) const MAX_SANDBOX_NODES: u32 = 5000;
 /// The most ports of Services that one sandbox may reach in one cluster.
 pub(crate) const MAX_SANDBOX_GRANTS: u32 = 2048;
-/// The longest text a network has: an IPv6 prefix written out in full is 43 characters.
+/// The longest text of a network. An IPv6 prefix written out in full has 43 characters.
 const MAX_CIDR: u32 = 49;
 
 fn cidr() -> Schema {
@@ -41,12 +41,12 @@ pub(crate) fn networks(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "maxItems": MAX_NETWORKS, "items": cidr()})
 }
 
-/// A list of networks that a rule compares with another list.
+/// A list of networks that a CEL rule compares with another list, so it is shorter.
 pub(crate) fn anchored_networks(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "maxItems": MAX_ANCHORED, "items": cidr()})
 }
 
-/// Networks of a policy, which the controller writes: a target's whole node count may be in there.
+/// Networks of a policy, which the controller writes. They may contain an address for each node of a member.
 pub(crate) fn policy_networks(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "maxItems": 8192, "items": cidr()})
 }
@@ -56,7 +56,7 @@ pub(crate) fn rule_networks(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "minItems": 1, "maxItems": 1024, "items": cidr()})
 }
 
-/// What an earlier plan granted: written by the controller, so it is bounded but not judged.
+/// Networks that an earlier plan accepted. The controller writes them, so they are bounded but not validated.
 pub(crate) fn accepted_networks(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "maxItems": MAX_NETWORKS, "items": {"type": "string", "maxLength": MAX_CIDR}})
 }
@@ -109,7 +109,7 @@ pub(crate) fn sockets(_: &mut SchemaGenerator) -> Schema {
     }})
 }
 
-/// Short texts that a program of ours wrote.
+/// Short texts that our programs write.
 pub(crate) fn texts(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "array", "maxItems": 64, "items": {"type": "string", "maxLength": 64}})
 }

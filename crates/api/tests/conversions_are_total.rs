@@ -1,4 +1,4 @@
-//! Properties of the conversions: whatever a cluster says, they return; what they write, they read back.
+//! Property tests of the conversions: any input is accepted without a panic, and written values are read back unchanged.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,7 +20,7 @@ use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Node;
 use proptest::prelude::*;
 
-/// Text as a hostile node writes it: anything, and things that look nearly right.
+/// Texts as a hostile node may write them: arbitrary ones, and some that are nearly valid.
 fn hostile() -> impl Strategy<Value = String> {
     prop_oneof![
         any::<String>(),
@@ -33,7 +33,7 @@ fn hostile() -> impl Strategy<Value = String> {
 }
 
 fn key() -> impl Strategy<Value = PublicKey> {
-    // A set lowest bit of the second byte keeps clear of the points of low order, which are refused.
+    // Points of low order are refused.
     any::<[u8; 32]>()
         .prop_map(PublicKey::new)
         .prop_filter("low order", |k| k.to_string().parse::<PublicKey>().is_ok())
@@ -81,7 +81,7 @@ fn peer_spec() -> impl Strategy<Value = observe::PeerSpec> {
 
 proptest! {
     #[test]
-    fn what_is_planned_is_read_back_as_it_was(spec in peer_spec()) {
+    fn planned_peer_is_read_back(spec in peer_spec()) {
         let owner = Owner { mesh: Some("m".into()), ..Owner::default() };
         let written = serde_json::to_string(&peer::from_core("p", &spec, &owner)).unwrap();
         let read: Peer = serde_json::from_str(&written).unwrap();
@@ -89,7 +89,7 @@ proptest! {
     }
 
     #[test]
-    fn no_peer_stops_the_reader(
+    fn any_peer_is_converted(
         texts in proptest::collection::vec(hostile(), 6), numbers in any::<(i32, i64)>(), ours in any::<bool>(),
     ) {
         let mut object = Peer::new("p", PeerSpec {
@@ -110,7 +110,7 @@ proptest! {
     }
 
     #[test]
-    fn no_node_stops_the_reader_and_no_endpoint_has_port_0(texts in proptest::collection::vec(hostile(), 16)) {
+    fn any_node_is_converted_without_an_endpoint_of_port_0(texts in proptest::collection::vec(hostile(), 16)) {
         let keys = [
             names::KILO_KEY, names::KILO_WIREGUARD_IP, names::KILO_ENDPOINT, names::KILO_FORCE_ENDPOINT,
             names::KILO_CLUSTERMESH_ENDPOINT, names::KILO_INTERNAL_IP, names::KILO_GRANULARITY, names::KILO_LOCATION,
@@ -133,7 +133,7 @@ proptest! {
     }
 
     #[test]
-    fn no_mesh_stops_the_reader(texts in proptest::collection::vec(hostile(), 12), local in any::<bool>()) {
+    fn any_mesh_is_converted_or_refused(texts in proptest::collection::vec(hostile(), 12), local in any::<bool>()) {
         let object = serde_json::from_value(serde_json::json!({
             "apiVersion": "v", "kind": "k", "metadata": {"name": texts[0], "namespace": texts[1]},
             "spec": {"clusters": [
@@ -149,7 +149,7 @@ proptest! {
     }
 
     #[test]
-    fn every_name_is_one_an_api_server_takes(mesh in hostile(), cluster in hostile(), node in hostile(), taken in any::<bool>()) {
+    fn every_name_is_a_valid_object_name(mesh in hostile(), cluster in hostile(), node in hostile(), taken in any::<bool>()) {
         let id = MeshId { namespace: "ns".into(), name: mesh };
         for name in [names::peer_name("hub", &id, &cluster, &node, taken), names::policy_name("hub", &id, &cluster, taken)] {
             prop_assert!(name.len() <= 253, "{}", name);
@@ -162,13 +162,13 @@ proptest! {
     }
 
     #[test]
-    fn discovered_endpoints_are_read_back_as_they_were(found in proptest::collection::btree_map(key(), socket(), 0..5)) {
+    fn discovered_endpoints_are_read_back(found in proptest::collection::btree_map(key(), socket(), 0..5)) {
         prop_assert_eq!(annotations::discovered(&annotations::discovered_text(&found)), found);
     }
 }
 
 #[test]
-fn names_of_different_nodes_differ_whatever_they_hold() {
+fn names_of_different_nodes_differ() {
     let parts = ["a", "a-", "a--b", "b", "-b", "a.b", "A", "", "é"];
     let mut seen = BTreeSet::new();
     for mesh in parts {

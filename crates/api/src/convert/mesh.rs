@@ -1,5 +1,5 @@
-//! `ClusterMesh` to [`clustermesh_core::mesh::Mesh`]. Checks again what the schema checks, since a dry run reads files, and an object may be older
-//! than the rules.
+//! Converts a `ClusterMesh` to [`clustermesh_core::mesh::Mesh`]. It repeats the checks of the CRD's schema, because a dry run reads files,
+//! and a stored object may be older than the rules.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +7,7 @@ use clustermesh_core::mesh as core;
 use ipnet::IpNet;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
-use super::{Finding, created, network, shown};
+use super::{Finding, creation_time, excerpt, parse_network};
 use crate::{
     mesh::{
         Addressing, ClusterEntry, ClusterMesh, Egress, Export, IsolationProfile, PodNetwork, Protocol, ServicePort,
@@ -15,10 +15,11 @@ use crate::{
     names::{ADOPT_HUB, DELETE_FOR_MOVE, PAUSED, QUARANTINE, is_label, is_subdomain},
 };
 
-/// How many Nodes of one member are read at most (DESIGN §5).
+/// The most Nodes of one member that are read.
 pub const MAX_NODES: usize = 5_000;
 
-/// Whether nothing may be written or deleted for it: so it says, or `clusterctl move` deletes it because it is on another hub now.
+/// Whether nothing may be written or deleted for this mesh, because it is paused, or because `clusterctl move` has created it on another
+/// hub and deletes it here.
 #[must_use]
 pub fn is_paused(object: &ClusterMesh) -> bool {
     let annotation = |key| object.metadata.annotations.as_ref().and_then(|a| a.get(key));
@@ -26,10 +27,10 @@ pub fn is_paused(object: &ClusterMesh) -> bool {
     moved || object.spec.paused || annotation(PAUSED).is_some_and(|value| value != "false")
 }
 
-/// The mesh as values, with what was made of values that were not quite right; or everything that has to be mended.
+/// Converts a mesh. Returns it with warnings about values that are read differently than they are written.
 ///
 /// # Errors
-/// One finding for each field that means nothing. None of the mesh is used then: half a mesh would cut connections.
+/// One finding for each invalid field. The whole mesh is refused then, because a part of it would cut connections.
 pub fn to_core(object: &ClusterMesh) -> Result<(core::Mesh, Vec<Finding>), Vec<Finding>> {
     let id = core::MeshId {
         namespace: object
@@ -55,12 +56,12 @@ pub fn to_core(object: &ClusterMesh) -> Result<(core::Mesh, Vec<Finding>), Vec<F
         .clusters
         .iter()
         .enumerate()
-        .map(|(index, entry)| reader.cluster(&id.namespace, &format!("spec.clusters[{index}]"), entry))
+        .map(|(index, entry)| reader.read_cluster(&id.namespace, &format!("spec.clusters[{index}]"), entry))
         .collect();
-    reader.whole(&object.spec.clusters);
-    let accepted = reader.accepted(object);
-    let mut carriers = reader.carriers(object);
-    let quarantined = reader.quarantined(object);
+    reader.check_entries(&object.spec.clusters);
+    let accepted = reader.read_accepted(object);
+    let mut carriers = reader.read_carriers(object);
+    let quarantined = reader.read_quarantine(object);
     if !reader.problems.is_empty() {
         return Err(reader.problems);
     }
@@ -71,7 +72,7 @@ pub fn to_core(object: &ClusterMesh) -> Result<(core::Mesh, Vec<Finding>), Vec<F
     let annotation = |key| object.metadata.annotations.as_ref().and_then(|a| a.get(key));
     let mesh = core::Mesh {
         id,
-        created: created(&object.metadata),
+        created: creation_time(&object.metadata),
         paused: is_paused(object),
         deleting: object.metadata.deletion_timestamp.is_some(),
         adopt_hub: annotation(ADOPT_HUB).filter(|hub| !hub.is_empty()).cloned(),
@@ -81,7 +82,7 @@ pub fn to_core(object: &ClusterMesh) -> Result<(core::Mesh, Vec<Finding>), Vec<F
     Ok((mesh, reader.warnings))
 }
 
-/// Collects what it finds on the way.
+/// Reads a mesh and collects errors and warnings.
 struct Reader {
     object: String,
     problems: Vec<Finding>,
@@ -105,8 +106,9 @@ impl Reader {
         });
     }
 
-    /// The entries that the annotation quarantines. A name that is none is told and stops nothing: somebody is in a hurry.
-    fn quarantined(&mut self, object: &ClusterMesh) -> BTreeSet<String> {
+    /// Reads the entries that the annotation quarantines. An unknown name only causes a warning, because quarantine is urgent and must not
+    /// fail.
+    fn read_quarantine(&mut self, object: &ClusterMesh) -> BTreeSet<String> {
         let annotations = object.metadata.annotations.as_ref();
         let text = annotations.and_then(|annotations| annotations.get(QUARANTINE));
         let names = text.into_iter().flat_map(|text| text.split(','));
@@ -120,8 +122,8 @@ impl Reader {
             self.warning(
                 format!("metadata.annotations[{QUARANTINE}]"),
                 format!(
-                    "{:?} is no entry of this mesh, there are {}: nothing is closed for it",
-                    shown(name),
+                    "{:?} is not an entry of this mesh (entries: {}) and quarantines nothing",
+                    excerpt(name),
                     known.join(", ")
                 ),
             );
@@ -129,8 +131,8 @@ impl Reader {
         named
     }
 
-    /// Rules over all entries.
-    fn whole(&mut self, entries: &[ClusterEntry]) {
+    /// Checks the rules that concern several entries.
+    fn check_entries(&mut self, entries: &[ClusterEntry]) {
         if entries.len() < 2 {
             self.problem("spec.clusters", "a mesh has at least two entries");
         }
@@ -145,7 +147,7 @@ impl Reader {
             if !names.insert(&*entry.name) {
                 let message = format!(
                     "{:?} is the name of an earlier entry: names must be unique",
-                    shown(&entry.name)
+                    excerpt(&entry.name)
                 );
                 self.problem(format!("spec.clusters[{index}].name"), message);
             }
@@ -156,12 +158,12 @@ impl Reader {
                 if egress.service.cluster == entry.name {
                     self.problem(
                         field,
-                        "names this very cluster: its own Services are reached without a mesh",
+                        "names this cluster itself: its own Services are reached without a mesh",
                     );
                 } else if !names.contains(&*egress.service.cluster) {
                     let message = format!(
                         "{:?} is not an entry of this mesh: write the `name` of one of spec.clusters",
-                        shown(&egress.service.cluster)
+                        excerpt(&egress.service.cluster)
                     );
                     self.problem(field, message);
                 }
@@ -169,17 +171,17 @@ impl Reader {
         }
     }
 
-    fn cluster(&mut self, namespace: &str, at: &str, entry: &ClusterEntry) -> core::Cluster {
+    fn read_cluster(&mut self, namespace: &str, at: &str, entry: &ClusterEntry) -> core::Cluster {
         if !is_label(&entry.name) {
             self.problem(
                 format!("{at}.name"),
                 format!(
                     "{:?} is not a DNS-1123 label: at most 63 lower-case letters, digits and '-', beginning and ending with a letter or a digit",
-                    shown(&entry.name)
+                    excerpt(&entry.name)
                 ),
             );
         }
-        let allowed = self.networks(&format!("{at}.allowedNetworks"), &entry.allowed_networks);
+        let allowed = self.read_networks(&format!("{at}.allowedNetworks"), &entry.allowed_networks);
         for net in allowed.iter().filter(|net| core::is_too_wide(net)) {
             self.problem(
                 format!("{at}.allowedNetworks"),
@@ -198,7 +200,7 @@ impl Reader {
         let anchored = entry
             .anchored_networks
             .as_ref()
-            .map(|texts| self.anchored(at, texts, &allowed));
+            .map(|texts| self.read_anchored(at, texts, &allowed));
         if entry.anchors == 0 {
             self.problem(format!("{at}.anchors"), "must be at least 1");
         }
@@ -213,7 +215,7 @@ impl Reader {
         }
         core::Cluster {
             name: entry.name.clone(),
-            identity: self.identity(namespace, at, entry),
+            identity: self.read_identity(namespace, at, entry),
             profile: profile(entry.isolation_profile),
             addressing: match (entry.isolation_profile, entry.addressing) {
                 (IsolationProfile::Sandbox, _) | (_, Addressing::Masqueraded) => core::Addressing::Masqueraded,
@@ -231,19 +233,19 @@ impl Reader {
                 .exports
                 .iter()
                 .enumerate()
-                .map(|(index, export)| self.export(&format!("{at}.exports[{index}]"), export))
+                .map(|(index, export)| self.read_export(&format!("{at}.exports[{index}]"), export))
                 .collect(),
             wireguard_port: entry.wireguard_port,
             persistent_keepalive: entry.persistent_keepalive,
-            endpoint_networks: self.networks(&format!("{at}.endpointNetworks"), &entry.endpoint_networks),
-            egress: self.egress(&format!("{at}.egress"), &entry.egress),
+            endpoint_networks: self.read_networks(&format!("{at}.endpointNetworks"), &entry.endpoint_networks),
+            egress: self.read_egress(&format!("{at}.egress"), &entry.egress),
             quarantine: entry.quarantine,
             confined_to: None,
             max_nodes: MAX_NODES,
         }
     }
 
-    fn identity(&mut self, namespace: &str, at: &str, entry: &ClusterEntry) -> core::ClusterIdentity {
+    fn read_identity(&mut self, namespace: &str, at: &str, entry: &ClusterEntry) -> core::ClusterIdentity {
         let field = format!("{at}.kubeconfigSecretRef");
         match (&entry.kubeconfig_secret_ref, entry.local) {
             (None, true) => core::ClusterIdentity::Local,
@@ -265,7 +267,7 @@ impl Reader {
                 if !is_subdomain(&secret.name) {
                     self.problem(
                         format!("{field}.name"),
-                        format!("{:?} is not the name of a Secret", shown(&secret.name)),
+                        format!("{:?} is not the name of a Secret", excerpt(&secret.name)),
                     );
                 }
                 core::ClusterIdentity::Secret {
@@ -278,12 +280,12 @@ impl Reader {
         }
     }
 
-    /// Canonical, in the order written, each once.
-    fn networks(&mut self, field: &str, texts: &[String]) -> Vec<IpNet> {
+    /// Reads networks in canonical form and in the order of the object, without duplicates.
+    fn read_networks(&mut self, field: &str, texts: &[String]) -> Vec<IpNet> {
         let mut networks = Vec::new();
         for (index, text) in texts.iter().enumerate() {
             let field = format!("{field}[{index}]");
-            match network(text) {
+            match parse_network(text) {
                 Err(message) => self.problem(field, message),
                 Ok((net, host_bits)) => {
                     if host_bits {
@@ -300,9 +302,9 @@ impl Reader {
         networks
     }
 
-    fn anchored(&mut self, at: &str, texts: &[String], allowed: &[IpNet]) -> Vec<IpNet> {
+    fn read_anchored(&mut self, at: &str, texts: &[String], allowed: &[IpNet]) -> Vec<IpNet> {
         let field = format!("{at}.anchoredNetworks");
-        let anchored = self.networks(&field, texts);
+        let anchored = self.read_networks(&field, texts);
         for net in &anchored {
             if !allowed.iter().any(|outer| outer.contains(net)) {
                 let message =
@@ -313,11 +315,11 @@ impl Reader {
         anchored
     }
 
-    fn export(&mut self, at: &str, export: &Export) -> core::Export {
+    fn read_export(&mut self, at: &str, export: &Export) -> core::Export {
         if !is_label(&export.namespace) {
             self.problem(
                 format!("{at}.namespace"),
-                format!("{:?} is not the name of a namespace", shown(&export.namespace)),
+                format!("{:?} is not the name of a namespace", excerpt(&export.namespace)),
             );
         }
         let labels = export.pod_selector.match_labels.iter().flatten();
@@ -342,7 +344,7 @@ impl Reader {
                 "DoesNotExist" => selector.push(core::Requirement::DoesNotExist(key)),
                 other => self.problem(
                     format!("{at}.operator"),
-                    format!("{:?} is not one of In, NotIn, Exists, DoesNotExist", shown(other)),
+                    format!("{:?} is not one of In, NotIn, Exists, DoesNotExist", excerpt(other)),
                 ),
             }
         }
@@ -352,7 +354,7 @@ impl Reader {
         }
     }
 
-    fn egress(&mut self, at: &str, egress: &[Egress]) -> Vec<core::Grant> {
+    fn read_egress(&mut self, at: &str, egress: &[Egress]) -> Vec<core::Grant> {
         let mut grants: Vec<core::Grant> = Vec::new();
         for (index, egress) in egress.iter().enumerate() {
             let at = format!("{at}[{index}]");
@@ -374,7 +376,7 @@ impl Reader {
                 if !is_label(text) {
                     self.problem(
                         format!("{at}.{field}"),
-                        format!("{:?} is not a DNS-1123 label", shown(text)),
+                        format!("{:?} is not a DNS-1123 label", excerpt(text)),
                     );
                 }
             }
@@ -388,7 +390,7 @@ impl Reader {
                 .ports
                 .iter()
                 .enumerate()
-                .filter_map(|(index, port)| self.grant_port(&format!("{at}.ports[{index}].port"), port))
+                .filter_map(|(index, port)| self.read_grant_port(&format!("{at}.ports[{index}].port"), port))
                 .collect();
             grants.push(core::Grant {
                 cluster: egress.service.cluster.clone(),
@@ -400,7 +402,7 @@ impl Reader {
         grants
     }
 
-    fn grant_port(&mut self, field: &str, port: &ServicePort) -> Option<core::GrantPort> {
+    fn read_grant_port(&mut self, field: &str, port: &ServicePort) -> Option<core::GrantPort> {
         match port_ref(&port.port) {
             Ok(reference) => Some(core::GrantPort {
                 port: reference,
@@ -413,13 +415,14 @@ impl Reader {
         }
     }
 
-    /// What an earlier plan granted. Written by us, so what does not parse is a meddler's and counts for nothing.
-    fn accepted(&mut self, object: &ClusterMesh) -> BTreeMap<String, Vec<IpNet>> {
+    /// Reads the networks that an earlier plan accepted. The controller wrote them, so someone else changed those that do not parse, and
+    /// they are ignored.
+    fn read_accepted(&mut self, object: &ClusterMesh) -> BTreeMap<String, Vec<IpNet>> {
         let mut accepted = BTreeMap::new();
         for (index, row) in object.status.iter().flat_map(|s| &s.clusters).enumerate() {
             let mut networks = Vec::new();
             for text in &row.accepted_networks {
-                match network(text) {
+                match parse_network(text) {
                     Ok((net, _)) => networks.push(net),
                     Err(message) => {
                         self.warning(
@@ -436,12 +439,12 @@ impl Reader {
         accepted
     }
 
-    /// What an earlier plan anchored, by entry. As with `accepted`, what does not parse counts for nothing.
-    fn carriers(&mut self, object: &ClusterMesh) -> BTreeMap<String, BTreeMap<IpNet, BTreeSet<String>>> {
+    /// Reads the networks that an earlier plan anchored, and their nodes, by entry. Those that do not parse are ignored.
+    fn read_carriers(&mut self, object: &ClusterMesh) -> BTreeMap<String, BTreeMap<IpNet, BTreeSet<String>>> {
         let mut carriers: BTreeMap<String, BTreeMap<IpNet, BTreeSet<String>>> = BTreeMap::new();
         for (index, row) in object.status.iter().flat_map(|s| &s.clusters).enumerate() {
             for (at, anchored) in row.anchored.iter().enumerate() {
-                match network(&anchored.network) {
+                match parse_network(&anchored.network) {
                     Ok((net, _)) => carriers
                         .entry(row.name.clone())
                         .or_default()
@@ -459,7 +462,7 @@ impl Reader {
     }
 }
 
-/// A port of a Service as someone wrote it.
+/// Parses the number or name of a Service's port.
 ///
 /// # Errors
 /// It is neither a port number nor the name of a Service's port.
@@ -474,12 +477,12 @@ pub(super) fn port_ref(port: &IntOrString) -> Result<core::PortRef, String> {
         IntOrString::String(name) if is_label(name) => Ok(core::PortRef::Name(name.clone())),
         IntOrString::String(name) => Err(format!(
             "{:?} is not the name of a Service's port; a number is written without quotes",
-            shown(name)
+            excerpt(name)
         )),
     }
 }
 
-/// As core has it.
+/// Converts a profile to that of core.
 #[must_use]
 pub const fn profile(profile: IsolationProfile) -> core::Profile {
     match profile {
@@ -489,7 +492,7 @@ pub const fn profile(profile: IsolationProfile) -> core::Profile {
     }
 }
 
-/// As core has it.
+/// Converts a protocol to that of core.
 #[must_use]
 pub const fn protocol(protocol: Protocol) -> core::Protocol {
     match protocol {
@@ -499,7 +502,7 @@ pub const fn protocol(protocol: Protocol) -> core::Protocol {
     }
 }
 
-/// As the API has it.
+/// Converts a protocol of core to that of the API.
 #[must_use]
 pub const fn protocol_from_core(protocol: core::Protocol) -> Protocol {
     match protocol {

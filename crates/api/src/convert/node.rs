@@ -1,4 +1,4 @@
-//! A Kubernetes Node, with Kilo's annotations and wg-agent's, to [`observe::Node`].
+//! Converts a Kubernetes Node with the annotations of Kilo and wg-agent to [`observe::Node`].
 
 use std::net::IpAddr;
 
@@ -6,7 +6,7 @@ use clustermesh_core::observe::{self, Claim, Granularity, Server};
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1::Node;
 
-use super::{created, network};
+use super::{creation_time, parse_network};
 use crate::{
     annotations::{Agent, discovered, endpoint, host_and_prefix},
     names::{
@@ -16,10 +16,9 @@ use crate::{
     },
 };
 
-/// What the planner reads of a Node. A claim that does not parse arrives with its reason; `held_for` and `silent` are the
-/// caller's.
+/// Converts a Node. A claim that does not parse becomes [`Claim::Invalid`] with the reason. The caller sets `held_for` and `silent`.
 ///
-/// `kilo.squat.ai/last-seen`, which kg writes every 30 s, has no part in it: two Nodes that differ in it alone are equal.
+/// The result does not contain `kilo.squat.ai/last-seen`, which kg writes every 30 s, so a Node that differs only in it is equal.
 /// [`last_seen`] reads it.
 #[must_use]
 pub fn to_core(node: &Node) -> observe::Node {
@@ -30,21 +29,21 @@ pub fn to_core(node: &Node) -> observe::Node {
             .and_then(|a| a.get(key))
             .map_or("", String::as_str)
     };
-    // One that cannot be read counts as none: less is trusted to a node that kg may be serving.
+    // A malformed annotation counts as no agent. Then kg may serve the node, which is trusted with less.
     let agent = Agent::parse(annotation(NODE_AGENT)).ok();
     observe::Node {
-        created: created(&node.metadata),
-        ready: ready(node),
+        created: creation_time(&node.metadata),
+        ready: is_ready(node),
         deleting: node.metadata.deletion_timestamp.is_some(),
         pod_cidrs: pod_cidrs(node),
-        wireguard_ip: claim(annotation(KILO_WIREGUARD_IP), host_and_prefix),
-        public_key: claim(annotation(KILO_KEY), |text| {
+        wireguard_ip: parse_claim(annotation(KILO_WIREGUARD_IP), host_and_prefix),
+        public_key: parse_claim(annotation(KILO_KEY), |text| {
             text.parse()
                 .map_err(|error: clustermesh_core::key::KeyError| error.to_string())
         }),
-        clustermesh_endpoint: claim(annotation(KILO_CLUSTERMESH_ENDPOINT), endpoint),
-        force_endpoint: claim(annotation(KILO_FORCE_ENDPOINT), endpoint),
-        kilo_endpoint: claim(annotation(KILO_ENDPOINT), endpoint),
+        clustermesh_endpoint: parse_claim(annotation(KILO_CLUSTERMESH_ENDPOINT), endpoint),
+        force_endpoint: parse_claim(annotation(KILO_FORCE_ENDPOINT), endpoint),
+        kilo_endpoint: parse_claim(annotation(KILO_ENDPOINT), endpoint),
         external_ips: addresses(node, "ExternalIP"),
         internal_ips: addresses(node, "InternalIP"),
         kilo_internal_ip: host_and_prefix(annotation(KILO_INTERNAL_IP)).ok().map(|net| net.addr()),
@@ -66,7 +65,7 @@ pub fn to_core(node: &Node) -> observe::Node {
         silent: false,
         allowed_location_ips: annotation(KILO_ALLOWED_LOCATION_IPS)
             .split(',')
-            .filter_map(|text| network(text.trim()).ok())
+            .filter_map(|text| parse_network(text.trim()).ok())
             .map(|(net, _)| net)
             .collect(),
         discovered: discovered(annotation(KILO_DISCOVERED_ENDPOINTS)),
@@ -76,13 +75,13 @@ pub fn to_core(node: &Node) -> observe::Node {
     }
 }
 
-/// When kg last checked in for this Node, Unix seconds; `None` = it does not say.
+/// When kg last checked in for this Node, in Unix seconds; `None` = the annotation is missing or malformed.
 #[must_use]
 pub fn last_seen(node: &Node) -> Option<i64> {
     node.metadata.annotations.as_ref()?.get(KILO_LAST_SEEN)?.parse().ok()
 }
 
-/// What wg-agent on this Node says of itself; `None` = there is none, or it says nothing readable.
+/// The status that wg-agent on this Node publishes; `None` = it is missing or malformed.
 #[must_use]
 pub fn agent(node: &Node) -> Option<Agent> {
     node.metadata
@@ -92,8 +91,8 @@ pub fn agent(node: &Node) -> Option<Agent> {
         .and_then(|text| Agent::parse(text).ok())
 }
 
-/// An empty annotation says nothing: kg writes `wireguard-ip: ""` on every node that is not a leader.
-fn claim<T>(text: &str, parse: impl FnOnce(&str) -> Result<T, String>) -> Claim<T> {
+/// Parses a claim. An empty text counts as absent: kg writes `wireguard-ip: ""` on every node that is not a leader.
+fn parse_claim<T>(text: &str, parse: impl FnOnce(&str) -> Result<T, String>) -> Claim<T> {
     if text.is_empty() {
         return Claim::Absent;
     }
@@ -103,7 +102,7 @@ fn claim<T>(text: &str, parse: impl FnOnce(&str) -> Result<T, String>) -> Claim<
     }
 }
 
-fn ready(node: &Node) -> bool {
+fn is_ready(node: &Node) -> bool {
     node.status
         .iter()
         .flat_map(|status| status.conditions.iter().flatten())
@@ -120,7 +119,7 @@ fn pod_cidrs(node: &Node) -> Vec<Claim<IpNet>> {
     };
     texts
         .into_iter()
-        .map(|text| claim(text, |text| network(text).map(|(net, _)| net)))
+        .map(|text| parse_claim(text, |text| parse_network(text).map(|(net, _)| net)))
         .collect()
 }
 

@@ -1,4 +1,4 @@
-//! The labels that say whose an object is.
+//! Reads and writes the labels that identify the owner of an object: its mesh, hub and source cluster.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use clustermesh_core::observe::Owner;
 
 use crate::names::{LABEL_HUB, LABEL_MESH, LABEL_MESH_NAMESPACE, LABEL_SOURCE_CLUSTER};
 
-/// What an object's labels say.
+/// Reads the owner from an object's labels.
 #[must_use]
 pub fn owner(labels: Option<&BTreeMap<String, String>>) -> Owner {
     let get = |key| {
@@ -23,7 +23,7 @@ pub fn owner(labels: Option<&BTreeMap<String, String>>) -> Owner {
     }
 }
 
-/// The labels that say `owner`.
+/// The labels for `owner`.
 #[must_use]
 pub fn labels(owner: &Owner) -> BTreeMap<String, String> {
     let mut labels = BTreeMap::new();
@@ -31,7 +31,7 @@ pub fn labels(owner: &Owner) -> BTreeMap<String, String> {
     labels
 }
 
-/// Makes `labels` say `owner`, and leaves other labels as they are.
+/// Sets the labels for `owner` and keeps other labels.
 pub fn set_labels(labels: &mut BTreeMap<String, String>, owner: &Owner) {
     for (key, value) in [
         (LABEL_MESH, &owner.mesh),

@@ -1,4 +1,4 @@
-//! Kilo's [`Peer`] to and from [`observe::PeerSpec`].
+//! Converts Kilo's [`Peer`] to and from [`observe::PeerSpec`].
 
 use std::{
     collections::BTreeSet,
@@ -9,36 +9,36 @@ use clustermesh_core::observe::{self, Endpoint, ObservedPeer, Owner};
 use ipnet::IpNet;
 use kube::ResourceExt;
 
-use super::{network, owner, set_labels, shown};
+use super::{excerpt, owner, parse_network, set_labels};
 use crate::{
     annotations::endpoint_host,
     names::PEER_ENDPOINTS,
     peer::{DnsOrIp, Peer, PeerEndpoint, PeerSpec},
 };
 
-/// What stands. A Peer with a mesh label must say exactly what we would write, down to the canonical form of its networks,
-/// else it is an error and gets rewritten: kg resets every session each 30 s over a network with host bits. Of anyone
-/// else's Peer the key and the networks that can be read are taken.
+/// Converts an observed Peer. If it has a mesh label, it must be exactly as we would write it, with canonical networks. Otherwise the spec
+/// is an error, and the Peer is rewritten: for a network with host bits, kg resets every session every 30 s. Of a Peer without a mesh
+/// label, the key and the networks that parse are used.
 #[must_use]
 pub fn to_core(peer: &Peer) -> ObservedPeer {
     let owner = owner(peer.metadata.labels.as_ref());
     let spec = if owner.mesh.is_some() {
         exact(peer)
     } else {
-        lenient(&peer.spec)
+        parse_leniently(&peer.spec)
     };
     ObservedPeer { owner, spec }
 }
 
-/// The values of a Peer as a node should program it: what wg-agent reads.
+/// Converts a Peer strictly, as wg-agent does before it programs it.
 ///
 /// # Errors
-/// The Peer cannot be programmed; names the field and the remedy.
+/// The Peer cannot be programmed. The message names the field and the remedy.
 pub fn exact(peer: &Peer) -> Result<observe::PeerSpec, String> {
     let spec = &peer.spec;
     let mut allowed_ips = BTreeSet::new();
     for (index, text) in spec.allowed_ips.iter().enumerate() {
-        let (net, host_bits) = network(text).map_err(|why| format!("spec.allowedIPs[{index}]: {why}"))?;
+        let (net, host_bits) = parse_network(text).map_err(|why| format!("spec.allowedIPs[{index}]: {why}"))?;
         if host_bits {
             return Err(format!("spec.allowedIPs[{index}]: {text} has host bits: write {net}"));
         }
@@ -79,13 +79,16 @@ fn endpoint(written: &PeerEndpoint) -> Result<Endpoint, String> {
     match (text(&written.dns_or_ip.dns), text(&written.dns_or_ip.ip)) {
         (None, Some(ip)) => match ip.parse::<IpAddr>() {
             Ok(address) => Ok(Endpoint::Ip(SocketAddr::new(address.to_canonical(), port))),
-            Err(_) => Err(format!("spec.endpoint.dnsOrIP.ip: {:?} is not an address", shown(&ip))),
+            Err(_) => Err(format!(
+                "spec.endpoint.dnsOrIP.ip: {:?} is not an address",
+                excerpt(&ip)
+            )),
         },
         (Some(name), None) => match endpoint_host(&name, port) {
             Some(Endpoint::Dns(name, port)) => Ok(Endpoint::Dns(name, port)),
             _ => Err(format!(
                 "spec.endpoint.dnsOrIP.dns: {:?} is not a DNS name",
-                shown(&name)
+                excerpt(&name)
             )),
         },
         (Some(_), Some(_)) => Err("spec.endpoint.dnsOrIP: has both `dns` and `ip`: write one".to_owned()),
@@ -95,7 +98,7 @@ fn endpoint(written: &PeerEndpoint) -> Result<Endpoint, String> {
     }
 }
 
-/// Candidates are addresses alone: a node must not be made to look up names.
+/// Parses the endpoint candidates. They must be addresses, so that nobody can make a node look up names.
 fn candidates(peer: &Peer) -> Result<Vec<SocketAddr>, String> {
     let text = peer
         .metadata
@@ -109,18 +112,18 @@ fn candidates(peer: &Peer) -> Result<Vec<SocketAddr>, String> {
             part.parse::<SocketAddr>()
                 .ok()
                 .filter(|address| address.port() > 0)
-                .ok_or_else(|| format!("annotation {PEER_ENDPOINTS}: {:?} is not ip:port", shown(part)))
+                .ok_or_else(|| format!("annotation {PEER_ENDPOINTS}: {:?} is not ip:port", excerpt(part)))
         })
         .collect()
 }
 
-fn lenient(spec: &PeerSpec) -> Result<observe::PeerSpec, String> {
+fn parse_leniently(spec: &PeerSpec) -> Result<observe::PeerSpec, String> {
     Ok(observe::PeerSpec {
         public_key: key(spec)?,
         allowed_ips: spec
             .allowed_ips
             .iter()
-            .filter_map(|text| network(text).ok())
+            .filter_map(|text| parse_network(text).ok())
             .map(|(net, _)| net)
             .collect(),
         endpoint: spec.endpoint.as_ref().and_then(|written| endpoint(written).ok()),
@@ -129,7 +132,7 @@ fn lenient(spec: &PeerSpec) -> Result<observe::PeerSpec, String> {
     })
 }
 
-/// A Peer that says `spec` and belongs to `owner`, to be created.
+/// Makes a new Peer with `spec` and the labels of `owner`.
 #[must_use]
 pub fn from_core(name: &str, spec: &observe::PeerSpec, owner: &Owner) -> Peer {
     let mut peer = Peer::new(name, PeerSpec::default());
@@ -137,8 +140,8 @@ pub fn from_core(name: &str, spec: &observe::PeerSpec, owner: &Owner) -> Peer {
     peer
 }
 
-/// Makes a Peer that stands say `spec` and belong to `owner`. Its resourceVersion and what others wrote into its metadata
-/// stay; nothing that the predecessor wrote into its spec does.
+/// Changes an existing Peer to `spec` and the labels of `owner`. Its resourceVersion and the rest of its metadata stay. Its spec is
+/// replaced completely, so no field that the predecessor wrote remains.
 pub fn update(peer: &mut Peer, spec: &observe::PeerSpec, owner: &Owner) {
     set_labels(peer.labels_mut(), owner);
     if spec.candidates.is_empty() {

@@ -1,4 +1,4 @@
-//! [`PeerPolicy`] to and from [`observe::PolicySpec`].
+//! Converts [`PeerPolicy`] to and from [`observe::PolicySpec`].
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,33 +15,33 @@ use kube::ResourceExt;
 
 use super::{
     mesh::{port_ref, protocol, protocol_from_core},
-    network, owner, set_labels,
+    owner, parse_network, set_labels,
 };
 use crate::{
     mesh::{IsolationProfile, ServicePort},
     policy::{Allow, Deny, InfrastructurePort, PeerPolicy, PeerPolicySpec},
 };
 
-/// The schema's bound on the networks of one rule.
+/// The limit of the schema on networks of one rule.
 const RULE_NETWORKS: usize = 1024;
 
-/// What stands. A policy that says anything the planner would not write is an error, and gets rewritten.
+/// Converts an observed policy. If it contains anything that the planner does not write, the spec is an error and the policy is rewritten.
 #[must_use]
 pub fn to_core(policy: &PeerPolicy) -> ObservedPolicy {
     ObservedPolicy {
         owner: owner(policy.metadata.labels.as_ref()),
-        spec: spec(&policy.spec),
+        spec: spec_to_core(&policy.spec),
     }
 }
 
-fn spec(written: &PeerPolicySpec) -> Result<observe::PolicySpec, String> {
+fn spec_to_core(written: &PeerPolicySpec) -> Result<observe::PolicySpec, String> {
     let mut allow = BTreeSet::new();
     for (index, entry) in written.allow.iter().enumerate() {
-        allow.extend(networks(&format!("spec.allow[{index}].to"), &entry.to)?);
+        allow.extend(parse_networks(&format!("spec.allow[{index}].to"), &entry.to)?);
     }
     let mut deny = BTreeSet::new();
     for (index, entry) in written.deny.iter().enumerate() {
-        let to = networks(&format!("spec.deny[{index}].to"), &entry.to)?;
+        let to = parse_networks(&format!("spec.deny[{index}].to"), &entry.to)?;
         if entry.ports.is_empty() {
             return Err(format!("spec.deny[{index}].ports: is empty: name the TCP ports"));
         }
@@ -63,8 +63,8 @@ fn spec(written: &PeerPolicySpec) -> Result<observe::PolicySpec, String> {
         }
     }
     Ok(observe::PolicySpec {
-        sources: networks("spec.sources", &written.sources)?,
-        networks: networks("spec.networks", &written.networks)?,
+        sources: parse_networks("spec.sources", &written.sources)?,
+        networks: parse_networks("spec.networks", &written.networks)?,
         allow,
         deny,
         infrastructure_ports: written
@@ -72,16 +72,16 @@ fn spec(written: &PeerPolicySpec) -> Result<observe::PolicySpec, String> {
             .iter()
             .map(|p| (protocol(p.protocol), p.port))
             .collect(),
-        anchored: networks("spec.anchored", &written.anchored)?,
+        anchored: parse_networks("spec.anchored", &written.anchored)?,
         closed: written.isolation_profile != IsolationProfile::ClusterMeshed,
     })
 }
 
-fn networks(field: &str, texts: &[String]) -> Result<BTreeSet<IpNet>, String> {
+fn parse_networks(field: &str, texts: &[String]) -> Result<BTreeSet<IpNet>, String> {
     texts
         .iter()
         .enumerate()
-        .map(|(index, text)| match network(text) {
+        .map(|(index, text)| match parse_network(text) {
             Ok((net, false)) => Ok(net),
             Ok((net, true)) => Err(format!("{field}[{index}]: {text} has host bits: write {net}")),
             Err(why) => Err(format!("{field}[{index}]: {why}")),
@@ -89,7 +89,7 @@ fn networks(field: &str, texts: &[String]) -> Result<BTreeSet<IpNet>, String> {
         .collect()
 }
 
-/// A policy for what `source` may reach, to be created.
+/// Makes a new policy for the member `source`.
 #[must_use]
 pub fn from_core(name: &str, source: &str, spec: &observe::PolicySpec, owner: &Owner) -> PeerPolicy {
     let mut policy = PeerPolicy::new(name, PeerPolicySpec::default());
@@ -97,14 +97,14 @@ pub fn from_core(name: &str, source: &str, spec: &observe::PolicySpec, owner: &O
     policy
 }
 
-/// Makes a policy that stands say `spec` and belong to `owner`; what others wrote into its metadata stays.
+/// Changes an existing policy to `spec` and the labels of `owner`. The rest of its metadata stays.
 pub fn update(policy: &mut PeerPolicy, source: &str, spec: &observe::PolicySpec, owner: &Owner) {
     set_labels(policy.labels_mut(), owner);
-    policy.spec = written(source, spec);
+    policy.spec = spec_from_core(source, spec);
 }
 
-/// What an object says that says `spec` of `source`.
-pub(crate) fn written(source: &str, spec: &observe::PolicySpec) -> PeerPolicySpec {
+/// Converts `spec` to the spec of a PeerPolicy for the member `source`.
+pub(crate) fn spec_from_core(source: &str, spec: &observe::PolicySpec) -> PeerPolicySpec {
     let texts = |networks: &BTreeSet<IpNet>| networks.iter().map(IpNet::to_string).collect::<Vec<_>>();
     let mut denied: BTreeMap<IpAddr, Vec<ServicePort>> = BTreeMap::new();
     for address in &spec.deny {

@@ -1,4 +1,4 @@
-//! [`SandboxAccess`] to and from [`observe::AccessSpec`], and [`SandboxGateway`] to [`observe::Gateway`].
+//! Converts [`SandboxAccess`] to and from [`observe::AccessSpec`], and [`SandboxGateway`] to [`observe::Gateway`].
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,26 +15,27 @@ use kube::ResourceExt;
 
 use super::{
     mesh::{protocol, protocol_from_core},
-    network, owner, set_labels,
+    owner, parse_network, set_labels,
 };
 use crate::sandbox::{
     LocalService, SandboxAccess, SandboxAccessSpec, SandboxGateway, SandboxGatewayStatus, SandboxGrant, SandboxNode,
 };
 
-/// What stands. An access that says anything the planner would not write is an error, and gets rewritten.
+/// Converts an observed SandboxAccess. If it contains anything that the planner does not write, the spec is an error and the object is
+/// rewritten.
 #[must_use]
 pub fn to_core(access: &SandboxAccess) -> ObservedAccess {
     ObservedAccess {
         owner: owner(access.metadata.labels.as_ref()),
         generation: access.metadata.generation.unwrap_or_default(),
-        spec: spec(&access.spec),
+        spec: spec_to_core(&access.spec),
     }
 }
 
-fn spec(written: &SandboxAccessSpec) -> Result<AccessSpec, String> {
+fn spec_to_core(written: &SandboxAccessSpec) -> Result<AccessSpec, String> {
     let mut networks = BTreeSet::new();
     for (index, text) in written.networks.iter().enumerate() {
-        match network(text) {
+        match parse_network(text) {
             Ok((net, false)) => drop(networks.insert(net)),
             Ok((net, true)) => return Err(format!("spec.networks[{index}]: {text} has host bits: write {net}")),
             Err(why) => return Err(format!("spec.networks[{index}]: {why}")),
@@ -48,13 +49,13 @@ fn spec(written: &SandboxAccessSpec) -> Result<AccessSpec, String> {
             .map_err(|error| format!("spec.nodes[{index}].publicKey: {error}"))?;
         let seen = AccessNode {
             name: node.name.clone(),
-            addresses: addresses(&node.wireguard_ips)
+            addresses: parse_addresses(&node.wireguard_ips)
                 .map_err(|why| format!("spec.nodes[{index}].wireguardIPs: {why}"))?,
         };
         nodes.insert(key, seen);
     }
     if written.new_connections_per_second.is_some() {
-        return Err("spec.newConnectionsPerSecond: is for the gateway's own flag to say".to_owned());
+        return Err("spec.newConnectionsPerSecond: is set only by the flag of the gateway".to_owned());
     }
     let grants = written.grants.iter().map(|grant| {
         let granted = GrantedPort {
@@ -75,7 +76,7 @@ fn spec(written: &SandboxAccessSpec) -> Result<AccessSpec, String> {
     })
 }
 
-fn addresses(texts: &[String]) -> Result<BTreeSet<IpAddr>, String> {
+fn parse_addresses(texts: &[String]) -> Result<BTreeSet<IpAddr>, String> {
     let parse = |text: &String| {
         let address = text
             .parse::<IpAddr>()
@@ -85,10 +86,9 @@ fn addresses(texts: &[String]) -> Result<BTreeSet<IpAddr>, String> {
     texts.iter().map(parse).collect()
 }
 
-/// A gateway has one of each family at most. One that was taken over may publish others, and other members get no route into networks
-/// of gateways.
-fn own_addresses(texts: &[String]) -> Result<BTreeSet<IpAddr>, String> {
-    let addresses = addresses(texts)?;
+/// Parses the WireGuard addresses of a gateway, at most one of each family. A compromised gateway may publish more.
+fn parse_gateway_addresses(texts: &[String]) -> Result<BTreeSet<IpAddr>, String> {
+    let addresses = parse_addresses(texts)?;
     let families: BTreeSet<bool> = addresses.iter().map(IpAddr::is_ipv4).collect();
     if families.len() < addresses.len() {
         return Err("more than one address of a family".to_owned());
@@ -96,7 +96,7 @@ fn own_addresses(texts: &[String]) -> Result<BTreeSet<IpAddr>, String> {
     Ok(addresses)
 }
 
-/// Makes an access that stands say `spec` and belong to `owner`; what others wrote into its metadata stays.
+/// Changes an existing SandboxAccess to `spec` and the labels of `owner`. The rest of its metadata stays.
 pub fn update(access: &mut SandboxAccess, spec: &AccessSpec, owner: &Owner) {
     set_labels(access.labels_mut(), owner);
     let nodes = spec.nodes.iter().map(|(key, node)| SandboxNode {
@@ -123,11 +123,11 @@ pub fn update(access: &mut SandboxAccess, spec: &AccessSpec, owner: &Owner) {
     };
 }
 
-/// What a gateway says of itself, and the UID of the pod that says it. Whether that pod is Ready is seen elsewhere. `None` = it
-/// has said nothing yet.
+/// Converts the status of a gateway. Returns it with the UID of the pod that wrote it; the caller checks whether that pod is Ready.
+/// `None` = the gateway has not published its status yet.
 ///
 /// # Errors
-/// What it says is wrong, and why.
+/// A field of the status is invalid.
 pub fn gateway_to_core(gateway: &SandboxGateway) -> Result<Option<(Gateway, String)>, String> {
     let Some(status) = gateway.status.as_ref().filter(|status| !status.public_key.is_empty()) else {
         return Ok(None);
@@ -158,7 +158,7 @@ pub fn gateway_to_core(gateway: &SandboxGateway) -> Result<Option<(Gateway, Stri
     });
     let gateway = Gateway {
         public_key: key,
-        addresses: own_addresses(wireguard_ips).map_err(|why| format!("status.wireguardIPs: {why}"))?,
+        addresses: parse_gateway_addresses(wireguard_ips).map_err(|why| format!("status.wireguardIPs: {why}"))?,
         endpoints: endpoints.collect::<Result<_, _>>()?,
         serves: serves.iter().cloned().collect(),
         ready: false,
@@ -172,7 +172,7 @@ pub fn gateway_to_core(gateway: &SandboxGateway) -> Result<Option<(Gateway, Stri
     Ok(Some((gateway, pod_uid.clone())))
 }
 
-/// UID of a gateway's pod, and whether it takes connections: it is Ready, and not being deleted.
+/// The UID of a gateway's pod, and whether it takes connections: it is Ready and is not being deleted.
 #[must_use]
 pub fn gateway_pod(pod: &Pod) -> (String, bool) {
     let conditions = pod
@@ -191,7 +191,7 @@ mod tests {
     use crate::sandbox::RefusedAccess;
 
     #[test]
-    fn what_is_written_is_read_as_it_was_planned() {
+    fn planned_access_is_written_and_read_back() {
         let key = |number: u8| PublicKey::new([number; 32]);
         let node = |name: &str, address: &str| AccessNode {
             name: name.into(),
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn an_access_that_nobody_would_write_says_which_field_is_wrong() {
+    fn changed_access_is_an_error_that_names_the_field() {
         let wrong = |change: fn(&mut SandboxAccessSpec)| {
             let mut written = SandboxAccessSpec {
                 networks: vec!["100.80.0.0/20".into()],
@@ -236,7 +236,7 @@ mod tests {
                 ..SandboxAccessSpec::default()
             };
             change(&mut written);
-            spec(&written).unwrap_err()
+            spec_to_core(&written).unwrap_err()
         };
         let cases = [
             (wrong(|s| s.networks[0] = "x".into()), "spec.networks[0]: "),
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gateway_is_there_when_it_has_said_who_it_is() {
+    fn gateway_without_a_status_is_none() {
         let mut gateway = SandboxGateway::new("g-0", Default::default());
         assert_eq!(gateway_to_core(&gateway), Ok(None));
         let status = SandboxGatewayStatus {

@@ -1,4 +1,4 @@
-//! Services, EndpointSlices and Pods to the values of `clustermesh_core`, and mirrored Services back.
+//! Converts Services, EndpointSlices and Pods to the values of `clustermesh_core`, and writes mirrored Services.
 
 use std::{
     collections::BTreeSet,
@@ -22,13 +22,13 @@ use kube::ResourceExt;
 use super::{owner, set_labels};
 use crate::names::{ALLOWED_FROM, LABEL_MANAGED_BY, LABEL_SERVICE_NAME, LABEL_SLICE_MANAGED_BY, MANAGED_BY, is_label};
 
-/// What the planner reads of a Service. Ports of protocols it does not know are left out.
+/// Converts a Service. Ports of unknown protocols are left out.
 #[must_use]
 pub fn to_core(service: &Service) -> observe::Service {
     let spec = service.spec.as_ref();
     let kind = spec.and_then(|s| s.type_.as_deref()).unwrap_or("ClusterIP");
     observe::Service {
-        managed: managed(&service.metadata),
+        managed: managing_owner(&service.metadata),
         external_name: kind == "ExternalName",
         selectorless: spec
             .and_then(|s| s.selector.as_ref())
@@ -38,14 +38,15 @@ pub fn to_core(service: &Service) -> observe::Service {
             .flat_map(|s| s.ports.iter().flatten())
             .filter_map(|port| service_port(port.name.as_deref(), Some(port.port), port.protocol.as_deref()))
             .collect(),
-        families: families(spec),
+        families: service_families(spec),
         allowed_from: allowed_from(service),
     }
 }
 
-/// One that asks for both has what there is of both: asking again would change nothing. One that is not written yet will get
-/// its cluster's first family, which as a rule is IPv4; where it is not, the next pass sees it.
-fn families(spec: Option<&ServiceSpec>) -> Families {
+/// The IP families of a Service. One with a dual-stack policy counts as having both: if the cluster has only one family, another update
+/// would not change that. A Service that does not exist yet will get the first family of its cluster; IPv4 is assumed, and if that is
+/// wrong, the next pass sees it.
+fn service_families(spec: Option<&ServiceSpec>) -> Families {
     let policy = spec.and_then(|s| s.ip_family_policy.as_deref());
     if policy.is_some_and(|policy| policy != "SingleStack") {
         return Families::BOTH;
@@ -58,7 +59,7 @@ fn families(spec: Option<&ServiceSpec>) -> Families {
     }
 }
 
-/// Namespaces that an annotation may name. One that names more says nothing by the rest.
+/// The most namespaces that are read from the annotation.
 const NAMESPACES: usize = 256;
 
 fn allowed_from(service: &Service) -> BTreeSet<String> {
@@ -68,7 +69,7 @@ fn allowed_from(service: &Service) -> BTreeSet<String> {
     names.map(str::to_owned).collect()
 }
 
-/// What the planner reads of an EndpointSlice; `None` = it belongs to no Service, or holds names instead of addresses.
+/// Converts an EndpointSlice; `None` = it belongs to no Service, or contains names instead of addresses.
 #[must_use]
 pub fn slice_to_core(slice: &EndpointSlice) -> Option<Slice> {
     let v6 = match &*slice.address_type {
@@ -77,7 +78,7 @@ pub fn slice_to_core(slice: &EndpointSlice) -> Option<Slice> {
         _ => return None,
     };
     Some(Slice {
-        managed: managed(&slice.metadata),
+        managed: managing_owner(&slice.metadata),
         service: slice
             .metadata
             .labels
@@ -96,13 +97,13 @@ pub fn slice_to_core(slice: &EndpointSlice) -> Option<Slice> {
             .endpoints
             .iter()
             .flatten()
-            .filter_map(|endpoint| backend(endpoint, v6))
+            .filter_map(|endpoint| slice_endpoint(endpoint, v6))
             .collect(),
     })
 }
 
-/// The first address counts, as for kube-proxy; the others of one endpoint are the same backend.
-fn backend(endpoint: &Endpoint, v6: bool) -> Option<SliceEndpoint> {
+/// Converts an endpoint. Only its first address is used, as by kube-proxy; the others belong to the same backend.
+fn slice_endpoint(endpoint: &Endpoint, v6: bool) -> Option<SliceEndpoint> {
     let address: IpAddr = endpoint.addresses.first()?.parse().ok()?;
     if address.is_ipv6() != v6 {
         return None;
@@ -117,7 +118,7 @@ fn backend(endpoint: &Endpoint, v6: bool) -> Option<SliceEndpoint> {
     })
 }
 
-/// The addresses of an API server: the endpoints of `default/kubernetes`, whatever their state.
+/// The addresses of the API server: the endpoints of `default/kubernetes` in any state.
 #[must_use]
 pub fn api_endpoints<'a>(slices: impl IntoIterator<Item = &'a EndpointSlice>) -> BTreeSet<SocketAddr> {
     slices
@@ -137,7 +138,8 @@ pub fn api_endpoints<'a>(slices: impl IntoIterator<Item = &'a EndpointSlice>) ->
         .collect()
 }
 
-/// What exports read of a Pod. One that has ended, or is not placed yet, has no addresses: they may be another's by now.
+/// Converts a Pod for exports. A Pod that has ended gets no addresses, because other Pods may have them by now. Neither does a Pod that is
+/// not scheduled yet or uses the host network.
 #[must_use]
 pub fn pod_to_core(pod: &Pod) -> observe::Pod {
     let spec = pod.spec.as_ref();
@@ -162,7 +164,7 @@ pub fn pod_to_core(pod: &Pod) -> observe::Pod {
     }
 }
 
-fn managed(metadata: &ObjectMeta) -> Option<Owner> {
+fn managing_owner(metadata: &ObjectMeta) -> Option<Owner> {
     let labels = metadata.labels.as_ref()?;
     (labels.get(LABEL_MANAGED_BY).map(String::as_str) == Some(MANAGED_BY)).then(|| owner(Some(labels)))
 }
@@ -180,8 +182,8 @@ fn service_port(name: Option<&str>, port: Option<i32>, protocol: Option<&str>) -
     })
 }
 
-/// Makes a Service (a default one, or one of ours that stands) the mirror that is planned. Selector-less, so that the
-/// cluster's own controllers leave its EndpointSlices to us.
+/// Changes a Service (a new one, or an existing one of ours) to the planned mirror. It has no selector, so that Kubernetes' own controllers
+/// do not write its EndpointSlices.
 pub fn update(service: &mut Service, planned: &Mirror, owner: &Owner) {
     set_labels(service.labels_mut(), owner);
     service
@@ -189,8 +191,8 @@ pub fn update(service: &mut Service, planned: &Mirror, owner: &Owner) {
         .insert(LABEL_MANAGED_BY.to_owned(), MANAGED_BY.to_owned());
     let spec = service.spec.get_or_insert_with(ServiceSpec::default);
     spec.selector = None;
-    // In a cluster of one family it means that one. Nobody's second address is taken away.
-    if !families(Some(spec)).cover(planned.families) {
+    // In a single-stack cluster this changes nothing. An existing dual-stack policy is kept.
+    if !service_families(Some(spec)).cover(planned.families) {
         spec.ip_family_policy = Some("PreferDualStack".to_owned());
     }
     spec.ports = Some(
@@ -207,7 +209,7 @@ pub fn update(service: &mut Service, planned: &Mirror, owner: &Owner) {
     );
 }
 
-/// Makes an EndpointSlice of a mirrored Service (a default one, or one of ours that stands) what is planned.
+/// Changes an EndpointSlice of a mirrored Service (a new one, or an existing one of ours) to the planned one.
 pub fn update_slice(slice: &mut EndpointSlice, service: &str, planned: &PlannedSlice, owner: &Owner) {
     set_labels(slice.labels_mut(), owner);
     for (key, value) in [
@@ -217,14 +219,14 @@ pub fn update_slice(slice: &mut EndpointSlice, service: &str, planned: &PlannedS
     ] {
         slice.labels_mut().insert(key.to_owned(), value.to_owned());
     }
-    // Immutable, and part of the name by which a slice is found.
+    // The field is immutable, but the name of the slice contains the family, so it never changes.
     slice.address_type = if planned.v6 { "IPv6" } else { "IPv4" }.to_owned();
     slice.ports = Some(
         planned
             .ports
             .iter()
             .map(|port| EndpointPort {
-                // Empty, not absent: that is how the endpoints of a Service's only, unnamed port are tied to it.
+                // The name of a Service's only port may be empty. Its endpoints need the empty name; without one they do not match.
                 name: Some(port.name.clone()),
                 port: Some(port.port.into()),
                 protocol: Some(port.protocol.as_str().to_owned()),

@@ -1,4 +1,4 @@
-//! The status of a `ClusterMesh`: what the controller writes of it.
+//! The status of a `ClusterMesh`, which the controller writes.
 #![allow(
     unreachable_pub,
     reason = "KubeSchema writes a `pub` copy of each struct into a private scope"
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::{KubeconfigSecretRef, ServiceRef};
 use crate::schema;
 
-/// What the controller saw and did. Written by it alone.
+/// The observed state of a ClusterMesh. Only the controller writes it.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ClusterMeshStatus {
@@ -24,7 +24,7 @@ pub struct ClusterMeshStatus {
     #[schemars(length(max = 32))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
-    /// Members whose API server answers, of all entries, as `2/3`.
+    /// How many members have a reachable API server, of all entries, as `2/3`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     pub members: Option<String>,
@@ -36,22 +36,22 @@ pub struct ClusterMeshStatus {
     #[schemars(length(max = schema::MAX_CLUSTERS))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["name".into()]))]
     pub clusters: Vec<ClusterStatus>,
-    /// Clusters that spec.clusters no longer names and where objects of this mesh may still be. A row goes when they are removed,
-    /// or when the annotation kilo-clustermesh.io/force-cleanup names it.
+    /// Clusters that spec.clusters no longer lists and that may still have objects of this mesh. A row is removed together with these
+    /// objects, or when the annotation kilo-clustermesh.io/force-cleanup lists the cluster.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = schema::MAX_CLUSTERS))]
     pub removed_clusters: Vec<RemovedCluster>,
-    /// Pairs of members between which some node pairs have no working tunnel, as their nodes say.
+    /// Pairs of members between which some nodes report tunnels that do not work.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256))]
     pub broken_links: Vec<BrokenLink>,
-    /// How each imported Service stands.
+    /// The state of each imported Service.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 1024))]
     pub egress: Vec<EgressStatus>,
 }
 
-/// How one member stands.
+/// The state of one member.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ClusterStatus {
@@ -61,23 +61,23 @@ pub struct ClusterStatus {
     /// The Secret with the member's kubeconfig; none for the cluster this object lives in.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kubeconfig_secret_ref: Option<KubeconfigSecretRef>,
-    /// UID of the member's kube-system namespace, as it says.
+    /// UID of the member's kube-system namespace, as its API server reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 64))]
     pub uid: Option<String>,
-    /// The networks that this entry holds; a later claim of another entry on them is refused.
+    /// The networks that are assigned to this entry. Later claims of other entries on them are refused.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "schema::accepted_networks")]
     pub accepted_networks: Vec<String>,
-    /// The networks of this member that belong to no single node, and which nodes carry them. Where the entry has no
-    /// `anchoredNetworks`, a network in this list stays anchored: a Node that claims a part of it later is left out.
+    /// The networks of this member that no single node owns, and their anchor nodes. If the entry has no `anchoredNetworks`, a network in
+    /// this list stays anchored: a Node that claims a part of it later is left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = schema::MAX_NETWORKS))]
     pub anchored: Vec<AnchoredNetwork>,
     /// Nodes of this member that are registered in the others.
     #[serde(default)]
     pub registered_peers: i64,
-    /// Gateways of this member that sandboxes have a Peer of.
+    /// Gateways of this member for which sandboxes have a Peer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gateways: Option<i64>,
     /// Nodes of this member that are left out.
@@ -87,26 +87,26 @@ pub struct ClusterStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 20))]
     pub skipped: Vec<SkippedNode>,
-    /// The first 20 podCIDRs of registered nodes that are not meshed, since they lie outside allowedNetworks.
+    /// The first 20 podCIDRs of registered nodes that are not connected, because they lie outside allowedNetworks.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 20))]
     pub uncovered: Vec<UncoveredNetwork>,
-    /// Its API server answers.
+    /// Whether its API server is reachable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reachable: Option<bool>,
-    /// When everything this member should have was last known to be there.
+    /// When all desired objects were last known to exist in this member.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_sync: Option<Time>,
     /// Version of its API server.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 64))]
     pub kubernetes_version: Option<String>,
-    /// What serves WireGuard on its nodes.
+    /// Its nodes by the program that serves WireGuard.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agents: Option<AgentCounts>,
 }
 
-/// A cluster that the spec no longer names.
+/// A cluster that the spec no longer lists.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct RemovedCluster {
@@ -122,7 +122,7 @@ pub struct RemovedCluster {
     pub uid: Option<String>,
     /// When the controller found the entry removed.
     pub since: Time,
-    /// Why objects are still there and what to do.
+    /// Why its objects still exist and what to do.
     #[serde(default)]
     #[schemars(length(max = 1024))]
     pub message: String,
@@ -135,7 +135,7 @@ pub struct SkippedNode {
     /// Its name.
     #[schemars(length(max = 253))]
     pub node: String,
-    /// One word.
+    /// Why, as one word.
     #[schemars(length(max = 64))]
     pub reason: String,
     /// What is wrong and what to do.
@@ -151,14 +151,14 @@ pub struct AnchoredNetwork {
     /// One of `anchoredNetworks`; without these, one of `allowedNetworks`.
     #[schemars(length(max = 64))]
     pub network: String,
-    /// The nodes whose Peers in the other members carry it; where `anchors` is more than 1, each carries a part. Empty = it is
-    /// not reached now.
+    /// The nodes whose Peers in the other members contain it. If `anchors` is more than 1, each contains a part. Empty = the network
+    /// cannot be reached now.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64), inner(length(max = 253)))]
     pub nodes: Vec<String>,
 }
 
-/// A network of a registered node that is not meshed.
+/// A podCIDR of a registered node that is not connected.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct UncoveredNetwork {
@@ -170,23 +170,23 @@ pub struct UncoveredNetwork {
     pub network: String,
 }
 
-/// Nodes of a member by what serves WireGuard on them.
+/// Nodes of a member by the program that serves WireGuard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct AgentCounts {
     /// All nodes.
     #[serde(default)]
     pub total: i64,
-    /// wg-agent with a device of its own.
+    /// Nodes with wg-agent in full mode.
     #[serde(default)]
     pub full: i64,
-    /// wg-agent beside Kilo, firewall only.
+    /// Nodes with Kilo, and wg-agent in policy mode (only the firewall).
     #[serde(default)]
     pub policy: i64,
-    /// Kilo alone.
+    /// Nodes with only Kilo.
     #[serde(default)]
     pub kilo: i64,
-    /// wg-agent of another version than the controller's.
+    /// Nodes with a wg-agent of another version than the controller.
     #[serde(default)]
     pub outdated: i64,
 }
@@ -195,19 +195,19 @@ pub struct AgentCounts {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct BrokenLink {
-    /// The member whose nodes say so.
+    /// The member whose nodes report it.
     #[schemars(length(max = 63))]
     pub from: String,
     /// The member at the other end.
     #[schemars(length(max = 63))]
     pub to: String,
-    /// Tunnels that are up, on the nodes of `from` that have one down.
+    /// Working tunnels to `to`, on those nodes of `from` that report a broken one.
     pub up: i64,
     /// All tunnels to `to` on those nodes.
     pub total: i64,
 }
 
-/// How an imported Service stands.
+/// The state of an imported Service.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct EgressStatus {
@@ -215,12 +215,12 @@ pub struct EgressStatus {
     #[serde(default)]
     #[schemars(length(max = 63))]
     pub cluster: String,
-    /// The Service, where it is.
+    /// The Service in the other member.
     pub service: ServiceRef,
-    /// It is there, is granted, and has at least one endpoint that can be reached.
+    /// Whether the Service exists, is granted, and has at least one endpoint that can be reached.
     #[serde(default)]
     pub ready: bool,
-    /// Endpoints that are offered.
+    /// Number of endpoints of the mirrored Service.
     #[serde(default)]
     pub endpoints: i64,
     /// What is wrong and what to do.

@@ -56,7 +56,7 @@ fn secret(name: &str, key: &str, context: Option<&str>) -> core::ClusterIdentity
 }
 
 #[test]
-fn a_short_mesh_gets_the_documented_defaults() {
+fn minimal_mesh_gets_the_documented_defaults() {
     let expected = core::Mesh {
         id: core::MeshId {
             namespace: "team".into(),
@@ -76,7 +76,7 @@ fn a_short_mesh_gets_the_documented_defaults() {
 }
 
 #[test]
-fn every_field_arrives() {
+fn every_field_is_converted() {
     let mut mesh = object(json!({"paused": true, "clusters": [
         {"name": "mgmt", "local": true, "allowedNetworks": ["10.244.0.0/16", "10.96.0.0/12"],
          "anchoredNetworks": ["10.96.0.0/12"], "anchors": 2, "podNetwork": "Shared",
@@ -187,9 +187,9 @@ fn every_field_arrives() {
     );
 }
 
-/// As a chart of the field writes it: the tenants of one namespace, and no hub.
+/// The mesh of a chart in use: the tenants of one namespace, without the hub.
 #[test]
-fn mesh_without_local_entry_is_taken() {
+fn mesh_without_local_entry_is_accepted() {
     let mut spec = two();
     spec["clusters"][0] = json!({
         "name": "kubernetes-a", "kubeconfigSecretRef": {"name": "kubernetes-a-admin-kubeconfig", "key": "super-admin.conf"},
@@ -214,7 +214,7 @@ fn mesh_without_local_entry_is_taken() {
 }
 
 #[test]
-fn the_paused_annotation_pauses_unless_it_says_false() {
+fn paused_annotation_pauses_unless_it_is_false() {
     for (value, paused) in [("", true), ("true", true), ("false", false)] {
         let mut mesh = object(two());
         mesh.metadata.annotations = Some([(PAUSED.to_owned(), value.to_owned())].into());
@@ -223,7 +223,7 @@ fn the_paused_annotation_pauses_unless_it_says_false() {
 }
 
 #[test]
-fn what_is_read_otherwise_than_written_is_said() {
+fn values_read_differently_than_written_cause_warnings() {
     let mut spec = two();
     spec["clusters"][0]["allowedNetworks"] = json!(["10.244.3.9/16", "10.244.0.0/16"]);
     spec["clusters"][0]["kubeconfigSecretRef"] = json!({"name": "unused"});
@@ -242,7 +242,7 @@ fn what_is_read_otherwise_than_written_is_said() {
 }
 
 #[test]
-fn each_field_that_means_nothing_is_named_with_what_to_write() {
+fn invalid_field_is_named_with_what_to_write() {
     let egress = |cluster: &str, name: &str| json!({"service": {"cluster": cluster, "namespace": "d", "name": name}});
     let port = |port: Value| json!([{"service": {"cluster": "mgmt", "namespace": "d", "name": "s"}, "ports": [{"port": port}]}]);
     let cases = [
@@ -334,7 +334,7 @@ fn each_field_that_means_nothing_is_named_with_what_to_write() {
         (
             "/clusters/1/egress",
             json!([egress("tenant-a", "s")]),
-            "spec.clusters[1].egress[0].service.cluster: names this very cluster",
+            "spec.clusters[1].egress[0].service.cluster: names this cluster itself",
         ),
         (
             "/clusters/1/egress",
@@ -380,7 +380,7 @@ fn each_field_that_means_nothing_is_named_with_what_to_write() {
 }
 
 #[test]
-fn one_entry_is_no_mesh() {
+fn mesh_with_one_entry_is_refused() {
     let mut mesh = object(two());
     mesh.spec.clusters.pop();
     let problems = to_core(&mesh).unwrap_err();
@@ -391,7 +391,7 @@ fn one_entry_is_no_mesh() {
 }
 
 #[test]
-fn the_annotation_quarantines_entries_beside_the_field_and_a_name_that_is_none_is_told() {
+fn annotation_quarantines_entries_and_warns_of_other_names() {
     let quarantined = |annotation: Option<&str>, field: bool| {
         let mut spec = two();
         spec["clusters"][1]["quarantine"] = json!(field);
@@ -415,8 +415,8 @@ fn the_annotation_quarantines_entries_beside_the_field_and_a_name_that_is_none_i
     assert_eq!(
         warnings,
         [
-            "ClusterMesh team/prod: metadata.annotations[kilo-clustermesh.io/quarantine]: \"tennant-a\" is no entry of this mesh, \
-          there are mgmt, tenant-a: nothing is closed for it"
+            "ClusterMesh team/prod: metadata.annotations[kilo-clustermesh.io/quarantine]: \"tennant-a\" is not an entry of this mesh \
+          (entries: mgmt, tenant-a) and quarantines nothing"
         ]
     );
 }

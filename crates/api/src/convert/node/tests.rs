@@ -20,7 +20,7 @@ fn recorded(text: &str) -> BTreeMap<String, observe::Node> {
 }
 
 #[test]
-fn a_leader_that_kg_serves_is_read_whole() {
+fn leader_that_kg_serves_is_converted() {
     let nodes = recorded(include_str!("../../../tests/fixtures/nodes-location.json"));
     let endpoint = Claim::Valid(observe::Endpoint::Ip("198.51.100.111:51820".parse().unwrap()));
     let seen = [
@@ -56,7 +56,7 @@ fn a_leader_that_kg_serves_is_read_whole() {
 }
 
 #[test]
-fn a_node_whose_kg_was_stopped_claims_nothing_but_its_pod_range() {
+fn node_with_stopped_kg_claims_only_its_pod_cidr() {
     let nodes = recorded(include_str!("../../../tests/fixtures/nodes-after-sigterm.json"));
     assert_eq!(
         nodes["c1n3"],
@@ -71,7 +71,7 @@ fn a_node_whose_kg_was_stopped_claims_nothing_but_its_pod_range() {
 }
 
 #[test]
-fn kilos_heartbeat_changes_nothing() {
+fn last_seen_of_kilo_changes_nothing() {
     let with = |seen: &str| {
         to_core(&node(
             json!({"metadata": {"name": "n", "annotations": {"kilo.squat.ai/last-seen": seen}}}),
@@ -81,19 +81,19 @@ fn kilos_heartbeat_changes_nothing() {
 }
 
 #[test]
-fn a_check_in_is_read_by_itself_and_a_leader_by_its_annotation_alone() {
+fn last_seen_and_leader_annotations_are_read() {
     let with = |annotations: serde_json::Value| node(json!({"metadata": {"name": "n", "annotations": annotations}}));
     let seen = |text: &str| last_seen(&with(json!({"kilo.squat.ai/last-seen": text})));
     assert_eq!(seen("1795411942"), Some(1_795_411_942));
     assert_eq!(["", "soon", "1e9", "99999999999999999999"].map(seen), [None; 4]);
     let leads = |annotations| to_core(&with(annotations)).leader;
-    // kg takes it for one whatever it holds.
+    // For kg the annotation counts whatever its value is.
     assert!(leads(json!({"kilo.squat.ai/leader": "true"})) && leads(json!({"kilo.squat.ai/leader": "false"})));
     assert!(!leads(json!({})));
 }
 
 #[test]
-fn both_families_and_everything_a_person_can_annotate_is_read() {
+fn both_families_and_all_annotations_are_read() {
     let agent = r#"{"version":"0.1.0","mode":"policy","datapathBypassed":"netkit"}"#;
     let read = to_core(&node(json!({
         "metadata": {
@@ -153,7 +153,7 @@ fn both_families_and_everything_a_person_can_annotate_is_read() {
 }
 
 #[test]
-fn what_leads_past_the_policies_of_a_node_is_told_by_the_agents_words() {
+fn bypass_is_read_from_the_status_of_the_agent() {
     let read = |why: &str| {
         let agent = json!({"version": "0.1.0", "mode": "full", "datapathBypassed": why}).to_string();
         to_core(&node(
@@ -173,7 +173,7 @@ fn what_leads_past_the_policies_of_a_node_is_told_by_the_agents_words() {
 }
 
 #[test]
-fn what_does_not_parse_arrives_with_its_reason() {
+fn malformed_claims_carry_their_reason() {
     let read = to_core(&node(json!({"metadata": {"annotations": {
         "kilo.squat.ai/key": "not a key",
         "kilo.squat.ai/wireguard-ip": "10.4.0.1",
@@ -201,7 +201,7 @@ fn what_does_not_parse_arrives_with_its_reason() {
 }
 
 #[test]
-fn annotations_of_200_kilobytes_are_read_and_what_is_said_of_them_is_short() {
+fn messages_about_long_annotations_are_short() {
     let long = |unit: &str| unit.repeat(200_000 / unit.len());
     for unit in ["a", "10.0.0.1/32,", "\u{202e}é", "{\"", "9", "[::1]:1,", "AAAA=,"] {
         let mut node = Node::default();

@@ -30,7 +30,7 @@ fn spec() -> observe::PeerSpec {
 }
 
 #[test]
-fn a_planned_peer_is_written_with_its_labels_and_read_back_as_it_was() {
+fn planned_peer_is_written_and_read_back() {
     let peer = from_core("prod--tenant-a--n1", &spec(), &ours());
     assert_eq!(
         serde_json::to_value(&peer).unwrap(),
@@ -67,7 +67,7 @@ fn a_planned_peer_is_written_with_its_labels_and_read_back_as_it_was() {
 }
 
 #[test]
-fn a_changed_peer_keeps_what_others_wrote_into_its_metadata_and_nothing_in_its_spec() {
+fn update_keeps_foreign_metadata_and_replaces_the_spec() {
     let mut peer = from_core("p", &spec(), &ours());
     peer.metadata.resource_version = Some("7".into());
     peer.labels_mut().insert("team".into(), "x".into());
@@ -111,7 +111,7 @@ fn a_changed_peer_keeps_what_others_wrote_into_its_metadata_and_nothing_in_its_s
 }
 
 #[test]
-fn a_peer_of_ours_that_says_anything_else_than_we_would_write_is_an_error_that_names_the_field() {
+fn changed_peer_of_ours_is_an_error_that_names_the_field() {
     type Change = fn(&mut Peer);
     let cases: [(Change, &str); 11] = [
         (|p| p.spec.public_key = "x".into(), "spec.publicKey"),
@@ -161,7 +161,7 @@ fn a_peer_of_ours_that_says_anything_else_than_we_would_write_is_an_error_that_n
 }
 
 #[test]
-fn of_a_persons_peer_the_key_and_the_readable_networks_count() {
+fn foreign_peer_is_read_by_its_key_and_valid_networks() {
     let mut peer = Peer::new(
         "laptop",
         PeerSpec {

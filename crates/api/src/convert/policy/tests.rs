@@ -25,7 +25,7 @@ fn planned() -> observe::PolicySpec {
 }
 
 #[test]
-fn a_planned_policy_is_written_and_read_back_as_it_was() {
+fn planned_policy_is_written_and_read_back() {
     let policy = from_core("prod--tenant-a", "tenant-a", &planned(), &ours());
     assert_eq!(
         serde_json::to_value(&policy.spec).unwrap(),
@@ -52,7 +52,7 @@ fn a_planned_policy_is_written_and_read_back_as_it_was() {
 }
 
 #[test]
-fn closed_policy_is_of_profile_standard_and_allows_nothing() {
+fn closed_policy_has_profile_standard_and_allows_nothing() {
     let closed = observe::PolicySpec {
         allow: BTreeSet::new(),
         closed: true,
@@ -68,7 +68,7 @@ fn closed_policy_is_of_profile_standard_and_allows_nothing() {
 }
 
 #[test]
-fn a_policy_that_the_planner_would_not_write_is_an_error_that_names_the_field() {
+fn changed_policy_is_an_error_that_names_the_field() {
     type Change = fn(&mut PeerPolicySpec);
     let cases: [(Change, &str); 5] = [
         (|s| s.sources[0] = "x".into(), "spec.sources[0]"),

@@ -24,7 +24,7 @@ fn port(name: &str, port: u16, protocol: Protocol) -> ServicePort {
 const V4: Families = Families { v4: true, v6: false };
 
 #[test]
-fn a_service_is_read_with_its_ports_and_what_tells_whose_addresses_it_has() {
+fn service_is_converted() {
     let read = |value: Value| to_core(&serde_json::from_value(value).unwrap());
     assert_eq!(
         read(json!({"spec": {"selector": {"app": "db"}, "ports": [
@@ -50,7 +50,7 @@ fn a_service_is_read_with_its_ports_and_what_tells_whose_addresses_it_has() {
 }
 
 #[test]
-fn a_slice_is_read_by_kubernetes_rules_for_what_is_not_said() {
+fn slice_is_converted_with_the_defaults_of_kubernetes() {
     let read = |value: Value| slice_to_core(&serde_json::from_value(value).unwrap());
     let labels = json!({"kubernetes.io/service-name": "db"});
     let backend = |address: &str, ready, serving, terminating| SliceEndpoint {
@@ -92,7 +92,7 @@ fn a_slice_is_read_by_kubernetes_rules_for_what_is_not_said() {
 }
 
 #[test]
-fn the_api_servers_addresses_are_the_endpoints_of_default_kubernetes() {
+fn api_endpoints_are_those_of_default_kubernetes() {
     let slice = |namespace: &str, service: &str, address: &str| -> EndpointSlice {
         serde_json::from_value(json!({
             "metadata": {"namespace": namespace, "labels": {"kubernetes.io/service-name": service}},
@@ -111,7 +111,7 @@ fn the_api_servers_addresses_are_the_endpoints_of_default_kubernetes() {
 }
 
 #[test]
-fn a_pod_that_has_ended_or_shares_its_nodes_network_has_no_addresses() {
+fn ended_or_host_network_pod_has_no_addresses() {
     let read = |spec: Value, status: Value| {
         pod_to_core(
             &serde_json::from_value(json!({"metadata": {"labels": {"a": "b"}}, "spec": spec, "status": status}))
@@ -136,7 +136,7 @@ fn a_pod_that_has_ended_or_shares_its_nodes_network_has_no_addresses() {
 }
 
 #[test]
-fn a_mirrored_service_is_written_without_selector_and_read_back_as_ours() {
+fn mirrored_service_is_written_and_read_back_as_ours() {
     let planned = PlannedSlice {
         v6: true,
         ports: vec![port("", 5432, Protocol::Tcp)],
@@ -203,12 +203,12 @@ fn a_mirrored_service_is_written_without_selector_and_read_back_as_ours() {
     assert_eq!(
         service.spec.unwrap().cluster_ip.as_deref(),
         Some("10.96.0.9"),
-        "what the API server chose stays"
+        "the address from the API server stays"
     );
 }
 
 #[test]
-fn a_mirror_asks_for_a_second_family_only_where_it_lacks_one_that_its_backends_have() {
+fn mirror_becomes_dual_stack_only_for_a_missing_family() {
     const V6: Families = Families { v4: false, v6: true };
     let after = |standing: Value, families: Families| {
         let mut service: Service = serde_json::from_value(standing).unwrap();
@@ -228,7 +228,7 @@ fn a_mirror_asks_for_a_second_family_only_where_it_lacks_one_that_its_backends_h
         after(of("IPv6", "SingleStack"), V6),
         (Some("SingleStack".to_owned()), true)
     );
-    // A cluster of one family: it asked, and there is no more.
+    // In a single-stack cluster the policy already asks for both.
     assert_eq!(after(of("IPv4", "PreferDualStack"), V6), both);
     assert_eq!(
         after(of("IPv4", "RequireDualStack"), V6),
@@ -237,7 +237,7 @@ fn a_mirror_asks_for_a_second_family_only_where_it_lacks_one_that_its_backends_h
 }
 
 #[test]
-fn the_namespaces_that_a_service_is_allowed_from_are_names_and_nothing_else() {
+fn allowed_from_accepts_only_valid_names() {
     let read = |text: &str| {
         let mut service = Service::default();
         service
