@@ -57,7 +57,7 @@ async fn each_rule_of_a_sandboxaccess_admits_one_and_refuses_another_with_advice
         (
             "/grants/1/protocol",
             json!("SCTP"),
-            "a gateway translates TCP and UDP alone: SCTP cannot be granted to a sandbox".to_owned(),
+            "a gateway translates only TCP and UDP: SCTP cannot be granted to a sandbox".to_owned(),
         ),
         (
             "/grants/1/protocol",

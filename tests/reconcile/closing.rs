@@ -45,7 +45,10 @@ async fn a_quarantine_closes_where_the_api_answers_and_is_pending_where_it_does_
     );
     assert!(!message.contains("\"mgmt\""), "{message}");
     let events = world.hub().kubectl(EVENTS).await.unwrap().stdout;
-    assert!(events.contains("\"tenant-bb\" is not an entry of this mesh"), "{events}");
+    assert!(
+        events.contains("\"tenant-bb\" is not an entry of this mesh"),
+        "{events}"
+    );
 
     // It answers: closed there too, with every object where it was, and nothing is pending.
     away.thaw_api().unwrap();

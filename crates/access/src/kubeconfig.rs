@@ -56,7 +56,7 @@ pub enum Refused {
 
 mod addresses;
 
-use addresses::stands_for;
+use addresses::translated_addresses;
 
 /// Hosts and addresses of the hub's own API server. A mesh must not use the controller's credentials or network position to
 /// reach it. Cheap to clone; all clones share one value.
@@ -91,7 +91,7 @@ impl HubHosts {
     pub fn check(&self, address: IpAddr, port: u16) -> Result<(), Refused> {
         check_address(address)?;
         let learned = self.addresses.read().unwrap_or_else(PoisonError::into_inner);
-        for address in stands_for(address) {
+        for address in translated_addresses(address) {
             if learned.contains(&SocketAddr::new(address, port)) || self.names.contains(&(address.to_string(), port)) {
                 return Err(HUB);
             }
@@ -222,14 +222,14 @@ fn check_cluster(given: &Cluster, hub: &HubHosts) -> Result<Cluster, Refused> {
             remedy,
         });
     }
-    let Some(ca) = present(given.certificate_authority_data.as_ref()) else {
+    let Some(ca) = non_empty(given.certificate_authority_data.as_ref()) else {
         let remedy = "the CA that signed the API server's certificate, base64 of PEM";
         return Err(Refused::Lacks {
             field: "clusters[].cluster.certificate-authority-data",
             remedy,
         });
     };
-    let Some(server) = present(given.server.as_ref()) else {
+    let Some(server) = non_empty(given.server.as_ref()) else {
         let remedy = "the API server's URL, https://host:port";
         return Err(Refused::Lacks {
             field: "clusters[].cluster.server",
@@ -275,7 +275,7 @@ fn check_user(given: &AuthInfo) -> Result<AuthInfo, Refused> {
             "use the credentials of the account itself",
         );
     }
-    let certificate = present(given.client_certificate_data.as_ref());
+    let certificate = non_empty(given.client_certificate_data.as_ref());
     match (&given.token, certificate, &given.client_key_data) {
         (Some(token), None, None) => Ok(AuthInfo {
             token: Some(token.clone()),
@@ -339,7 +339,7 @@ fn check_server(server: &str, hub: &HubHosts) -> Result<(), Refused> {
 /// # Errors
 /// [`Refused::Server`], which says what kind of address it is.
 pub fn check_address(address: IpAddr) -> Result<(), Refused> {
-    stands_for(address).into_iter().try_for_each(check_one)
+    translated_addresses(address).into_iter().try_for_each(check_one)
 }
 
 fn check_one(address: IpAddr) -> Result<(), Refused> {
@@ -364,7 +364,7 @@ fn check_one(address: IpAddr) -> Result<(), Refused> {
     Ok(())
 }
 
-fn present(text: Option<&String>) -> Option<&String> {
+fn non_empty(text: Option<&String>) -> Option<&String> {
     text.filter(|text| !text.is_empty())
 }
 

@@ -85,7 +85,7 @@ impl Memory {
     #[must_use]
     pub fn account(&self, name: &str) -> Account {
         self.lock().accounts += 1;
-        Account(Arc::new(Holder {
+        Account(Arc::new(AccountState {
             name: name.to_owned(),
             memory: self.clone(),
             used: AtomicUsize::new(0),
@@ -99,30 +99,30 @@ impl Memory {
 
 /// The account of one member. Cheap to clone; all clones are the same.
 #[derive(Debug, Clone)]
-pub struct Account(Arc<Holder>);
+pub struct Account(Arc<AccountState>);
 
 #[derive(Debug)]
-struct Holder {
+struct AccountState {
     name: String,
     memory: Memory,
-    /// Changed under the lock of the ledger alone.
+    /// Changed only under the lock of the ledger.
     used: AtomicUsize,
 }
 
-impl Drop for Holder {
+impl Drop for AccountState {
     fn drop(&mut self) {
         self.memory.lock().accounts -= 1;
     }
 }
 
 impl Account {
-    /// An account that no other shares and that holds `limit` bytes, for a process that reads few clusters once.
+    /// An account with its own memory of `limit` bytes, for a process that reads a few clusters once.
     #[must_use]
     pub fn alone(limit: usize) -> Self {
         Memory::new(2 * limit, |_, _| {}).account("")
     }
 
-    /// A charge of nothing yet.
+    /// A new charge of zero bytes.
     #[must_use]
     pub fn charge(&self) -> Charge {
         Charge {
@@ -137,7 +137,7 @@ impl Account {
         self.0.used.load(Ordering::Relaxed)
     }
 
-    /// Reports a refusal and hands it back.
+    /// Reports a refusal and returns it.
     pub(crate) fn refuse(&self, over: OverBudget) -> OverBudget {
         (self.0.memory.report)(&self.0.name, over);
         over
@@ -157,10 +157,10 @@ impl Charge {
     /// # Errors
     /// The member, or all members together, would exceed a limit; the charge is unchanged.
     pub fn set(&mut self, bytes: usize) -> Result<(), OverBudget> {
-        let holder = &*self.account.0;
-        let memory = &holder.memory;
+        let state = &*self.account.0;
+        let memory = &state.memory;
         let mut ledger = memory.lock();
-        let own = holder.used.load(Ordering::Relaxed) - self.bytes + bytes;
+        let own = state.used.load(Ordering::Relaxed) - self.bytes + bytes;
         let all = ledger.used - self.bytes + bytes;
         let over = if bytes <= self.bytes {
             None
@@ -175,7 +175,7 @@ impl Charge {
             return Err(self.account.refuse(over));
         }
         ledger.used = all;
-        holder.used.store(own, Ordering::Relaxed);
+        state.used.store(own, Ordering::Relaxed);
         drop(ledger);
         self.bytes = bytes;
         Ok(())

@@ -130,7 +130,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
     let networks = aggregate(policies.iter().flat_map(|p| &p.networks));
     let peers = accept_peers(inputs, &networks, &mut refused);
 
-    let mesh = aggregate(networks.iter().chain(peers.iter().flat_map(|p| &p.ranges)));
+    let mesh = aggregate(networks.iter().chain(peers.iter().flat_map(|p| &p.allowed_ips)));
     let api = inputs.api_servers.iter().map(|a| host(a.ip().to_canonical()));
     let throw: BTreeSet<IpNet> = inputs
         .throw
@@ -148,7 +148,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
 
     let sizes = peers.iter().filter_map(|p| {
         let size = *inputs.narrow.get(&p.peer.public_key)?;
-        Some(p.ranges.iter().filter_map(move |net| {
+        Some(p.allowed_ips.iter().filter_map(move |net| {
             let size = mtu::of_route(node.mtu, size, Family::of(net))?;
             Some((*net, size))
         }))
@@ -156,7 +156,7 @@ pub fn compile(inputs: &Inputs) -> Compiled {
     let routes = routes::desired(&routes::Plan {
         sizes: sizes.flatten().collect(),
         addresses: node.wireguard_ips.clone(),
-        peers: peers.iter().flat_map(|p| &p.ranges).copied().collect(),
+        peers: peers.iter().flat_map(|p| &p.allowed_ips).copied().collect(),
         mesh: mesh.clone(),
         throw: throw.clone(),
         underlay,
@@ -230,7 +230,7 @@ pub fn published(node: &Node, policies: &[Policy]) -> BTreeSet<IpNet> {
 /// A Peer that is programmed, with the allowed IPs that no newer Peer has.
 struct Accepted<'a> {
     peer: &'a Peer,
-    ranges: BTreeSet<IpNet>,
+    allowed_ips: BTreeSet<IpNet>,
     endpoints: Vec<SocketAddr>,
 }
 
@@ -240,7 +240,7 @@ impl Accepted<'_> {
             endpoint: self.endpoints.first().copied(),
             keepalive: self.peer.keepalive,
             preshared_key: self.peer.preshared_key.clone(),
-            allowed_ips: self.ranges.clone(),
+            allowed_ips: self.allowed_ips.clone(),
         }
     }
 }
@@ -269,7 +269,7 @@ fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mu
             continue;
         }
         keys.insert(peer.public_key, &peer.name);
-        let ranges: BTreeSet<IpNet> = peer
+        let allowed_ips: BTreeSet<IpNet> = peer
             .allowed_ips
             .iter()
             .map(IpNet::trunc)
@@ -283,7 +283,7 @@ fn accept_peers<'a>(inputs: &'a Inputs, networks: &BTreeSet<IpNet>, refused: &mu
         }
         out.push(Accepted {
             peer,
-            ranges,
+            allowed_ips,
             endpoints,
         });
     }

@@ -138,7 +138,7 @@ fn update(have: &PeerSpec, want: &PeerSpec, wanted: &BTreeSet<&IpNet>) -> PeerUp
         keepalive: (have.keepalive != want.keepalive).then_some(want.keepalive),
         preshared_key: (have.preshared_key != want.preshared_key).then(|| want.preshared_key.clone()),
         add_allowed_ips: want.allowed_ips.difference(&have.allowed_ips).copied().collect(),
-        remove_allowed_ips: lost.filter(|range| !wanted.contains(range)).copied().collect(),
+        remove_allowed_ips: lost.filter(|net| !wanted.contains(net)).copied().collect(),
     }
 }
 
@@ -161,7 +161,7 @@ impl<'a> Ledger<'a> {
     pub fn new(peers: &'a mut Peers) -> Self {
         let owners = peers
             .iter()
-            .flat_map(|(key, spec)| spec.allowed_ips.iter().map(|range| (*range, *key)))
+            .flat_map(|(key, spec)| spec.allowed_ips.iter().map(|net| (*net, *key)))
             .collect();
         Self { peers, owners }
     }
@@ -176,7 +176,7 @@ impl<'a> Ledger<'a> {
     pub fn apply(&mut self, change: &PeerChange) {
         match change {
             PeerChange::Add(key, spec) => {
-                self.release(key);
+                self.remove_peer(key);
                 self.peers.insert(
                     *key,
                     PeerSpec {
@@ -184,7 +184,7 @@ impl<'a> Ledger<'a> {
                         ..spec.clone()
                     },
                 );
-                spec.allowed_ips.iter().for_each(|range| self.grant(key, *range));
+                spec.allowed_ips.iter().for_each(|net| self.assign(key, *net));
             }
             PeerChange::Update(key, update) => {
                 let Some(spec) = self.peers.get_mut(key) else { return };
@@ -197,29 +197,29 @@ impl<'a> Ledger<'a> {
                 if let Some(preshared_key) = &update.preshared_key {
                     spec.preshared_key.clone_from(preshared_key);
                 }
-                for range in &update.remove_allowed_ips {
-                    if spec.allowed_ips.remove(range) {
-                        self.owners.remove(range);
+                for net in &update.remove_allowed_ips {
+                    if spec.allowed_ips.remove(net) {
+                        self.owners.remove(net);
                     }
                 }
-                update.add_allowed_ips.iter().for_each(|range| self.grant(key, *range));
+                update.add_allowed_ips.iter().for_each(|net| self.assign(key, *net));
             }
-            PeerChange::Remove(key) => self.release(key),
+            PeerChange::Remove(key) => self.remove_peer(key),
         }
     }
 
-    fn grant(&mut self, key: &PublicKey, range: IpNet) {
-        if let Some(spec) = self.owners.insert(range, *key).and_then(|old| self.peers.get_mut(&old)) {
-            spec.allowed_ips.remove(&range);
+    fn assign(&mut self, key: &PublicKey, net: IpNet) {
+        if let Some(spec) = self.owners.insert(net, *key).and_then(|old| self.peers.get_mut(&old)) {
+            spec.allowed_ips.remove(&net);
         }
         if let Some(spec) = self.peers.get_mut(key) {
-            spec.allowed_ips.insert(range);
+            spec.allowed_ips.insert(net);
         }
     }
 
-    fn release(&mut self, key: &PublicKey) {
-        for range in self.peers.remove(key).map(|spec| spec.allowed_ips).unwrap_or_default() {
-            self.owners.remove(&range);
+    fn remove_peer(&mut self, key: &PublicKey) {
+        for net in self.peers.remove(key).map(|spec| spec.allowed_ips).unwrap_or_default() {
+            self.owners.remove(&net);
         }
     }
 }
@@ -229,7 +229,7 @@ impl fmt::Display for PeerChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Add(key, spec) => {
-                write!(f, "add peer {key} with {} ranges", spec.allowed_ips.len())?;
+                write!(f, "add peer {key} with {} allowed IPs", spec.allowed_ips.len())?;
                 spec.endpoint.map_or(Ok(()), |endpoint| write!(f, " at {endpoint}"))
             }
             Self::Remove(key) => write!(f, "remove peer {key}"),
@@ -246,13 +246,13 @@ impl fmt::Display for PeerChange {
                 if update.preshared_key.is_some() {
                     write!(f, " preshared key")?;
                 }
-                for range in &update.add_allowed_ips {
-                    write!(f, " +{range}")?;
+                for net in &update.add_allowed_ips {
+                    write!(f, " +{net}")?;
                 }
                 update
                     .remove_allowed_ips
                     .iter()
-                    .try_for_each(|range| write!(f, " -{range}"))
+                    .try_for_each(|net| write!(f, " -{net}"))
             }
         }
     }

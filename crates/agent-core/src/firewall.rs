@@ -78,8 +78,8 @@ pub struct Sets {
     pub served: BTreeSet<IpNet>,
     /// (network, network) of one member. A source in the first may send ICMP errors about flows from or to the second.
     pub pairs: BTreeSet<(IpNet, IpNet)>,
-    /// Those of this node's own addresses at which other members may reach its listeners, if `allow` has them too: InternalIPs, and
-    /// anchored networks, because a proxy may hold their addresses as local ones (kube-proxy in IPVS mode).
+    /// Addresses of this node at which other members may reach its listeners if `allow` contains them, too: its InternalIPs and the
+    /// anchored networks. The latter can be local addresses, because kube-proxy in IPVS mode adds ClusterIPs to an interface.
     pub listeners: BTreeSet<IpNet>,
     /// (source, destination) allowed on every port.
     pub allow: BTreeSet<(IpNet, IpNet)>,
@@ -91,8 +91,8 @@ pub struct Sets {
     pub deny_ports: BTreeSet<(IpNet, IpNet, Port)>,
     /// The API server's endpoints, closed to every member.
     pub api: BTreeSet<(IpAddr, u16)>,
-    /// Addresses of this cluster's nodes, whose infrastructure ports are closed. Other nodes cannot do it: a packet that is forwarded
-    /// here looks to them as if this node had sent it.
+    /// Addresses of this cluster's nodes, whose infrastructure ports are closed. Every node closes them for all nodes, because the CNI may
+    /// masquerade a forwarded packet, and the other node then sees this node as its source.
     pub nodes: BTreeSet<IpAddr>,
     /// Pod CIDRs of the other nodes. Infrastructure ports in them are closed, except through a Service.
     pub pods_elsewhere: BTreeSet<IpNet>,
@@ -143,8 +143,8 @@ pub fn desired(plan: &Plan<'_>) -> Firewall {
 
 fn sets(plan: &Plan<'_>, family: Family) -> Sets {
     let of = |nets: &BTreeSet<IpNet>| aggregate(nets.iter().filter(|n| Family::of(n) == family));
-    let (allow, allow_ports) = rules(plan.policies, family, Policy::allowed);
-    let (deny, deny_ports) = rules(plan.policies, family, |p| &p.deny);
+    let (allow, allow_ports) = rule_elements(plan.policies, family, Policy::allowed);
+    let (deny, deny_ports) = rule_elements(plan.policies, family, |p| &p.deny);
     let closed = plan.policies.iter().filter(|policy| policy.closed);
     let closed = closed.flat_map(|policy| policy.sources.iter().chain(&policy.networks));
     let mut pairs: BTreeMap<IpNet, BTreeSet<IpNet>> = BTreeMap::new();
@@ -193,7 +193,7 @@ fn listeners(plan: &Plan<'_>) -> BTreeSet<IpNet> {
 type Pairs = BTreeSet<(IpNet, IpNet)>;
 
 /// The set elements for the rules that `which` selects from every policy: those for all ports, and those for single ports.
-fn rules(
+fn rule_elements(
     policies: &[Policy],
     family: Family,
     which: impl Fn(&Policy) -> &[Rule],

@@ -2,7 +2,7 @@
 
 use std::{fmt, str::FromStr};
 
-/// An interface name that Linux takes (`dev_valid_name`) and that needs no quoting anywhere: 1 to 15 letters, digits,
+/// An interface name that Linux accepts (`dev_valid_name`) and that needs no quoting anywhere: 1 to 15 letters, digits,
 /// `-`, `_`, `.`, `@`, not `.` or `..`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct InterfaceName(String);

@@ -22,7 +22,7 @@ pub struct Policy {
     pub infrastructure_ports: BTreeSet<Port>,
     /// Networks of this cluster that no node owns. Packets to them arrive at an anchor, and no address in them is published.
     pub anchored: BTreeSet<IpNet>,
-    /// The member is no longer cluster-meshed: every packet from it or to it is dropped, whatever `allow` says, until its Peers are
+    /// The member is no longer cluster-meshed: every packet from it or to it is dropped, whatever `allow` contains, until its Peers are
     /// removed.
     pub closed: bool,
 }

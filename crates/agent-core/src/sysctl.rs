@@ -23,9 +23,9 @@ pub struct Sysctl {
 /// The name of a setting.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Name {
-    /// Of the network namespace: the path under `/proc/sys/net`.
+    /// A setting of the network namespace: the path under `/proc/sys/net`.
     Global(&'static str),
-    /// IPv4, of one interface: `ipv4/conf/<interface>/<name>`. The kernel uses the greater of this and `all`.
+    /// An IPv4 setting of one interface: `ipv4/conf/<interface>/<name>`. The kernel uses the greater of this and `all`.
     Interface(InterfaceName, &'static str),
 }
 
@@ -63,22 +63,22 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
         forwards("ipv4/ip_forward"),
         on(
             Name::Global("ipv4/tcp_fwmark_accept"),
-            "a connection that came by the underlay is answered there even where its source is a mesh address",
+            "replies to a connection from a mesh source that came by the underlay must leave by the underlay",
         ),
         on(
             Name::Global("ipv4/fwmark_reflect"),
-            "resets and ICMP errors leave by the path their packet came by",
+            "resets and ICMP errors must leave by the path by which their packet came",
         ),
         Sysctl {
             name: Name::Interface(device.clone(), "rp_filter"),
             value: 2,
             accept: [0, 2].into(),
             write: true,
-            why: "a source that is routed elsewhere, as a thrown one is, may come by the tunnel",
+            why: "packets from the tunnel may have a source that is routed elsewhere, such as one with a throw route",
         },
         on(
             Name::Interface(device.clone(), "ignore_routes_with_linkdown"),
-            "while no agent carries a tunnel of userspace, whoever sends into it is told so and not left waiting",
+            "while no agent runs a userspace tunnel, senders into it get an ICMP error instead of a timeout",
         ),
         on(
             Name::Interface(underlay.clone(), "src_valid_mark"),
@@ -89,12 +89,12 @@ pub fn desired(device: &InterfaceName, underlay: &InterfaceName, routes: &Routes
         out.push(forwards("ipv6/conf/all/forwarding"));
         out.push(on(
             Name::Global("ipv6/fwmark_reflect"),
-            "resets and ICMP errors leave by the path their packet came by",
+            "resets and ICMP errors must leave by the path by which their packet came",
         ));
         // For a single interface it can be set only in /proc, which NET_ADMIN does not allow. The device inherits the default.
         out.push(on(
             Name::Global("ipv6/conf/default/ignore_routes_with_linkdown"),
-            "while no agent carries a tunnel of userspace, whoever sends into it is told so and not left waiting",
+            "while no agent runs a userspace tunnel, senders into it get an ICMP error instead of a timeout",
         ));
     }
     out

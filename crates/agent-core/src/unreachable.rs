@@ -15,8 +15,8 @@ const HOPS: u8 = 64;
 /// `None` = no error may be sent: about ICMP errors, later fragments, and packets whose source or destination is not a single host
 /// (RFC 1122 §3.2.2, RFC 4443 §2.4 e).
 ///
-/// The source of the error is the unreachable address. This node's own address belongs to another member, and the firewall accepts
-/// errors only from addresses of the member that the packet was for.
+/// The source of the error is the unreachable address itself. The firewall accepts errors only from addresses of the member that the
+/// packet was for, and this node has no such address.
 #[must_use]
 pub fn unreachable(packet: &[u8]) -> Option<Vec<u8>> {
     match packet.first()? >> 4 {

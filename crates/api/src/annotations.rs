@@ -101,9 +101,9 @@ pub struct Agent {
 /// netfilter.
 pub const IPVS: &str = "kube-proxy in mode ipvs translates after the policies looked";
 
-/// A longer value of [`NODE_AGENT`] is not read. In bytes.
+/// The longest value of [`NODE_AGENT`] that is read, in bytes.
 const MAX_AGENT: usize = 4096;
-/// The part of [`MAX_AGENT`] that links may take; the rest takes a few hundred bytes.
+/// How much of [`MAX_AGENT`] links may take. The other fields take a few hundred bytes.
 const MAX_LINKS: usize = 3584;
 
 /// The key of a member in [`Agent::links`]. It contains the mesh, because two meshes may use one name for two clusters.

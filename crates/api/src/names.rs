@@ -30,7 +30,7 @@ pub const LABEL_APP: &str = "app.kubernetes.io/name";
 pub const GATEWAY_APP: &str = "clustermesh-gateway";
 /// Label that ties an EndpointSlice to its Service (Kubernetes).
 pub const LABEL_SERVICE_NAME: &str = "kubernetes.io/service-name";
-/// Label that gives a node's location where the annotation does not (Kubernetes; Kilo's `--topology-label` default).
+/// Label with the location of a node that has no [`KILO_LOCATION`] (Kubernetes; the default of Kilo's `--topology-label`).
 pub const LABEL_REGION: &str = "topology.kubernetes.io/region";
 
 /// ClusterMesh annotation of Cluster API: anything but `false` pauses.
@@ -41,8 +41,8 @@ pub const ADOPT_HUB: &str = "kilo-clustermesh.io/adopt-hub";
 pub const QUARANTINE: &str = "kilo-clustermesh.io/quarantine";
 /// Annotation of `clusterctl move` on an object that it deletes here after it has created it on another hub.
 pub const DELETE_FOR_MOVE: &str = "clusterctl.cluster.x-k8s.io/delete-for-move";
-/// ClusterMesh annotation: clusters, comma-separated, whose objects are left behind where they cannot be removed. `true` = while
-/// the ClusterMesh is being deleted, every one.
+/// ClusterMesh annotation: clusters, comma-separated, whose objects are left behind if they cannot be removed. `true` = every cluster,
+/// while the ClusterMesh is being deleted.
 pub const FORCE_CLEANUP: &str = "kilo-clustermesh.io/force-cleanup";
 /// Service annotation: namespaces of the hub that may grant it, comma-separated.
 pub const ALLOWED_FROM: &str = "kilo-clustermesh.io/allowed-from";
@@ -58,9 +58,9 @@ pub const KILO_KEY: &str = "kilo.squat.ai/key";
 pub const KILO_WIREGUARD_IP: &str = "kilo.squat.ai/wireguard-ip";
 /// Node annotation of Kilo: `host:port`.
 pub const KILO_ENDPOINT: &str = "kilo.squat.ai/endpoint";
-/// Node annotation a person writes for Kilo: `host:port`, instead of what Kilo found.
+/// Node annotation that users set for Kilo: `host:port`, instead of what Kilo found.
 pub const KILO_FORCE_ENDPOINT: &str = "kilo.squat.ai/force-endpoint";
-/// Node annotation a person writes for a mesh alone: `host:port` (the predecessor's).
+/// Node annotation that users set for the mesh only: `host:port` (the predecessor's).
 pub const KILO_CLUSTERMESH_ENDPOINT: &str = "kilo.squat.ai/clustermesh-endpoint";
 /// Node annotation of Kilo: private `host/prefix`, or empty.
 pub const KILO_INTERNAL_IP: &str = "kilo.squat.ai/internal-ip";
@@ -68,13 +68,13 @@ pub const KILO_INTERNAL_IP: &str = "kilo.squat.ai/internal-ip";
 pub const KILO_LAST_SEEN: &str = "kilo.squat.ai/last-seen";
 /// Node annotation of Kilo: `location`, `full` or `cross`.
 pub const KILO_GRANULARITY: &str = "kilo.squat.ai/granularity";
-/// Node annotation a person writes for Kilo: where the node is.
+/// Node annotation that users set for Kilo: where the node is.
 pub const KILO_LOCATION: &str = "kilo.squat.ai/location";
-/// Node annotation a person writes for Kilo, whatever it holds: kg prefers the node as leader of its location.
+/// Node annotation that users set for Kilo, with any value: kg prefers the node as leader of its location.
 pub const KILO_LEADER: &str = "kilo.squat.ai/leader";
-/// Node annotation a person writes for Kilo: seconds; the node is behind NAT.
+/// Node annotation that users set for Kilo: seconds; the node is behind NAT.
 pub const KILO_PERSISTENT_KEEPALIVE: &str = "kilo.squat.ai/persistent-keepalive";
-/// Node annotation a person writes for Kilo: further networks of the location, comma-separated.
+/// Node annotation that users set for Kilo: further networks of the location, comma-separated.
 pub const KILO_ALLOWED_LOCATION_IPS: &str = "kilo.squat.ai/allowed-location-ips";
 /// Node annotation of Kilo: where the node saw other keys, JSON.
 pub const KILO_DISCOVERED_ENDPOINTS: &str = "kilo.squat.ai/discovered-endpoints";

@@ -65,7 +65,7 @@ pub struct PeerPolicySpec {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256))]
     pub allow: Vec<Allow>,
-    /// What may not be reached, whatever `allow` says.
+    /// Exceptions from `allow`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256))]
     pub deny: Vec<Deny>,

@@ -106,7 +106,7 @@ pub struct LocalService {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, KubeSchema)]
 #[x_kube(
     validation = Rule::new("self.protocol != 'SCTP'")
-        .message("a gateway translates TCP and UDP alone: SCTP cannot be granted to a sandbox")
+        .message("a gateway translates only TCP and UDP: SCTP cannot be granted to a sandbox")
         .field_path(".protocol")
 )]
 #[serde(rename_all = "camelCase")]
@@ -169,7 +169,7 @@ pub struct SandboxGatewaySpec {
     #[schemars(schema_with = "schema::sockets")]
     pub endpoints: Vec<String>,
     /// UDP port at the addresses of the node that runs the pod: its hostPort, or the NodePort of a Service that leads to this
-    /// pod alone.
+    /// pod only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "schema::port")]
     pub node_port: Option<u16>,

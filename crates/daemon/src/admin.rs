@@ -82,7 +82,7 @@ pub struct Admin {
 
 impl Admin {
     /// Binds the address, so that a taken port fails the start of the program and port 0 becomes known. `[::]` also serves IPv4,
-    /// and IPv4 alone where the kernel has no IPv6.
+    /// and only IPv4 if the kernel has no IPv6.
     ///
     /// # Errors
     /// The address cannot be bound.
@@ -113,7 +113,7 @@ impl Admin {
         Ok(Self { listeners })
     }
 
-    /// Where it listens.
+    /// The address on which it listens.
     ///
     /// # Errors
     /// The socket has no address (it always has).

@@ -8,8 +8,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 ///
 /// A network may also have its own NAT64 prefix, which is unknown here. With the length used in practice (/96, bits 64 to 71 are zero)
 /// the IPv4 address is at the end. So a loopback or link-local address at the end of an address with zeros in these bits is returned,
-/// too; addresses of hosts end in one only by intention.
-pub(super) fn stands_for(address: IpAddr) -> Vec<IpAddr> {
+/// too. Addresses of hosts do not end in one by chance.
+pub(super) fn translated_addresses(address: IpAddr) -> Vec<IpAddr> {
     let v6 = match address.to_canonical() {
         v4 @ IpAddr::V4(_) => return vec![v4],
         IpAddr::V6(v6) => v6,

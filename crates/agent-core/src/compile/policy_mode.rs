@@ -27,8 +27,8 @@ pub struct PolicyMode {
 
 /// Compiles the table of policy mode.
 ///
-/// Ignores keys, endpoints, MTU and WireGuard addresses. `inputs.peers` must contain only Peers of meshes, and only their allowed IPs
-/// are read: packets from these without a PeerPolicy are dropped.
+/// `inputs.peers` must contain only Peers of meshes. Packets from their allowed IPs are dropped if no PeerPolicy allows them. Of the
+/// other inputs, keys, endpoints, MTU and WireGuard addresses are ignored.
 ///
 /// `before` are prefixes that belonged to a mesh earlier; they stay closed. The other program may remove a Peer later than this agent
 /// sees it deleted, or never, and sources outside mesh prefixes are not filtered.
@@ -48,8 +48,8 @@ pub fn compile_policy_mode(inputs: &Inputs, before: &BTreeSet<IpNet>) -> PolicyM
         .copied()
         .collect();
     for peer in &inputs.peers {
-        let ranges = peer.allowed_ips.iter().map(IpNet::trunc);
-        mesh.extend(ranges.filter(|net| net.prefix_len() > 0 && !super::overlaps_own_pods(node, net)));
+        let allowed_ips = peer.allowed_ips.iter().map(IpNet::trunc);
+        mesh.extend(allowed_ips.filter(|net| net.prefix_len() > 0 && !super::overlaps_own_pods(node, net)));
     }
     let now = mesh.clone();
     mesh.extend(before);

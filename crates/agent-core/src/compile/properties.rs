@@ -177,12 +177,12 @@ proptest! {
     #[test]
     fn device_route_is_a_peers_and_has_an_unreachable_fallback(inputs in inputs()) {
         let got = compile(&inputs);
-        let ranges: BTreeSet<IpNet> = got.peers.values().flat_map(|p| p.allowed_ips.clone()).collect();
+        let allowed_ips: BTreeSet<IpNet> = got.peers.values().flat_map(|p| p.allowed_ips.clone()).collect();
         let closed: BTreeSet<IpNet> =
             got.routes.routes.iter().filter(|r| r.kind == Kind::Unreachable).map(|r| r.prefix).collect();
         for route in &got.routes.routes {
             if route.metric == crate::numbers::METRIC_PEER && route.table == TABLE {
-                prop_assert!(ranges.contains(&route.prefix), "{route} is no Peer's");
+                prop_assert!(allowed_ips.contains(&route.prefix), "{route} is no Peer's");
             }
             if route.table == TABLE {
                 prop_assert!(covered(&route.prefix, &closed), "{route} has no unreachable route behind it");

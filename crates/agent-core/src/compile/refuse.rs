@@ -134,7 +134,9 @@ pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> 
     if count > MAX_ALLOWED_IPS {
         return Some((
             Reason::TooManyAllowedIPs,
-            format!("spec.allowedIPs has {count} entries, at most {MAX_ALLOWED_IPS} are taken; write wider ranges"),
+            format!(
+                "spec.allowedIPs has {count} entries, at most {MAX_ALLOWED_IPS} are accepted; write wider networks"
+            ),
         ));
     }
     peer.allowed_ips
@@ -177,7 +179,7 @@ fn allowed_ip(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Optio
         return Some((
             Reason::OwnNodeAddress,
             format!(
-                "spec.allowedIPs holds {net}, and {own} is this node's own address; remove the range from the source cluster's allowedNetworks or narrow it"
+                "spec.allowedIPs holds {net}, and {own} is this node's own address; remove the network from the source cluster's allowedNetworks or narrow it"
             ),
         ));
     }
@@ -186,7 +188,7 @@ fn allowed_ip(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Optio
         return Some((
             Reason::ApiServerAddress,
             format!(
-                "spec.allowedIPs holds {net}, and {api} is this cluster's API server; remove the range from the source cluster's allowedNetworks or narrow it"
+                "spec.allowedIPs holds {net}, and {api} is this cluster's API server; remove the network from the source cluster's allowedNetworks or narrow it"
             ),
         ));
     }

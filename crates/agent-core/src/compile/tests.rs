@@ -243,7 +243,7 @@ fn refusal_names_the_field_and_what_to_do() {
     assert_eq!(
         got,
         [
-            "Peer bad: OwnNodeAddress: spec.allowedIPs holds 172.16.0.0/12, and 172.29.0.111 is this node's own address; remove the range from the source cluster's allowedNetworks or narrow it"
+            "Peer bad: OwnNodeAddress: spec.allowedIPs holds 172.16.0.0/12, and 172.29.0.111 is this node's own address; remove the network from the source cluster's allowedNetworks or narrow it"
         ]
     );
 }

@@ -6,10 +6,10 @@ fn key(n: u8) -> PublicKey {
     PublicKey::new([n; 32])
 }
 
-fn spec(endpoint: &str, ranges: &[&str]) -> PeerSpec {
+fn spec(endpoint: &str, allowed_ips: &[&str]) -> PeerSpec {
     PeerSpec {
         endpoint: Some(endpoint.parse().expect("endpoint")),
-        allowed_ips: ranges.iter().map(|range| range.parse().expect("range")).collect(),
+        allowed_ips: allowed_ips.iter().map(|net| net.parse().expect("network")).collect(),
         ..PeerSpec::default()
     }
 }
@@ -83,8 +83,8 @@ fn update_contains_only_differences() {
                 endpoint: Some("192.0.2.9:51820".parse().expect("endpoint")),
                 keepalive: Some(NonZeroU16::new(25)),
                 preshared_key: None,
-                add_allowed_ips: ["10.0.2.0/24".parse().expect("range")].into(),
-                remove_allowed_ips: ["10.0.1.0/24".parse().expect("range")].into(),
+                add_allowed_ips: ["10.0.2.0/24".parse().expect("network")].into(),
+                remove_allowed_ips: ["10.0.1.0/24".parse().expect("network")].into(),
             }
         )]
     );
@@ -120,7 +120,7 @@ fn any_peers() -> impl Strategy<Value = Peers> {
         for (n, owner) in (0u8..).zip(owners) {
             if let Some(spec) = owner.and_then(|owner| peers.get_mut(&key(owner + 1))) {
                 spec.allowed_ips
-                    .insert(format!("10.{n}.0.0/16").parse().expect("range"));
+                    .insert(format!("10.{n}.0.0/16").parse().expect("network"));
             }
         }
         peers

@@ -1,4 +1,4 @@
-//! Renders the table as text for `nft -f`: its sets, and the chains for what comes in by the tunnel, NAT and segment sizes.
+//! Renders the table as text for `nft -f`: its sets, and the chains for policies, NAT and segment sizes.
 //! [`super`] documents the values.
 //!
 //! A set has one type, so each name ends in the address family. nft 1.0.6 needs a newline or `;` before every `}`. Every rule has
@@ -430,7 +430,7 @@ fn from_mesh_chains() -> String {
     add_rule(
         &mut out,
         "ct state invalid,related,untracked goto unusual",
-        "not part of a connection: ICMP errors alone",
+        "not part of a connection: perhaps an ICMP error",
     );
     add_rule(
         &mut out,
@@ -459,7 +459,11 @@ fn from_mesh_chains() -> String {
     add_deny_rules(&mut out);
     add_rule(&mut out, "accept", "allowed and not denied");
     out.push_str("  }\n\n  chain unusual {\n");
-    add_rule(&mut out, "ct state related goto icmp_in", "perhaps an ICMP error");
+    add_rule(
+        &mut out,
+        "ct state related goto icmp_in",
+        "related: check for an ICMP error",
+    );
     add_rule(&mut out, "counter drop", "invalid or untracked");
     out.push_str(
         "  }

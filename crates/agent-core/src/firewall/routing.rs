@@ -1,5 +1,5 @@
-//! Renders the chains that choose between tunnel and underlay for a packet, and those that drop what must not leave this node.
-//! [`super::render`] has the chains for packets that come in by the tunnel.
+//! Renders the chains that mark packets for policy routing, so that replies take the path of their connection, and the chains that
+//! drop packets which must not leave this node. [`super::render`] has the other chains.
 
 use super::{
     Frame,
@@ -7,7 +7,7 @@ use super::{
 };
 use crate::numbers::{CONNECTION_MASK, MARK_MASK, MARK_TUNNEL, MARK_UNDERLAY};
 
-const REPLY_BY_TUNNEL: &str = "reply to the tunnel although the route to it is throw";
+const REPLY_BY_TUNNEL: &str = "reply to the tunnel although its destination has a throw route";
 
 /// Drops spoofed sources, and marks packets so that replies take the path by which their connection came.
 pub(super) fn path_chains(frame: &Frame) -> String {
@@ -36,7 +36,7 @@ pub(super) fn path_chains(frame: &Frame) -> String {
         "outer packets of the tunnel: use the underlay",
     );
     out.push_str(
-        "    # A worker whose own address lies in a mesh network gets packets with mesh sources by the underlay, but for itself alone.\n",
+        "    # A worker whose own address lies in a mesh network receives packets with mesh sources by the underlay, but never forwards them.\n",
     );
     add_rule_pair(
         &mut out,

@@ -234,7 +234,7 @@ impl<'a> Compiler<'a> {
     fn add_grant(&mut self, access: &'a Access, sandbox: SandboxId, index: usize, granted: &'a Granted) {
         let field = |part: &str| format!("spec.grants[{index}]{part}");
         if granted.protocol == Protocol::Sctp {
-            let message = "a gateway translates TCP and UDP alone".to_owned();
+            let message = "a gateway translates only TCP and UDP".to_owned();
             self.refuse_grant(access, granted, field(".protocol"), Reason::ProtocolNotServed, message);
             return;
         }

@@ -41,8 +41,8 @@ pub(super) enum Piece {
 
 /// A chain that chooses an endpoint for all grants with the same number of endpoints.
 ///
-/// With it a grant consists of elements alone. A rule for each grant would need a map of its own, for whose name the kernel compares
-/// all others: 10,000 maps took it 17 s.
+/// So a grant consists only of elements. A rule for each grant would need its own map, and the kernel compares the name of a new map with
+/// those of all others: 10,000 maps took 17 s.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Chooser {
     pub(super) family: Family,

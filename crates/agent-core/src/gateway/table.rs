@@ -104,7 +104,7 @@ impl Table {
     /// Computes the next table between `old` and `desired`. Repeated calls end at `desired`.
     ///
     /// The result differs from `old` by grants with a total weight of at most [`STEP`], or by one heavier grant. If `old` is `None` or
-    /// has another frame, a table without grants takes its place.
+    /// has another frame, it is replaced by a table without grants.
     ///
     /// Each step is consistent: it allows only what `old` or `desired` allows. Grants are removed first, then changed. Only when no grant
     /// of `old` is left to remove or change, networks get another sandbox and grants are added.
@@ -122,23 +122,23 @@ impl Table {
         };
         let mut budget = Budget { limit, left: limit };
         let mut is_settled = true;
-        let stays = |place: &GrantKey, grant: &Grant| desired.grants.get(place).filter(|other| other.id == grant.id);
-        for (place, grant) in old.iter().flat_map(|old| &old.grants) {
-            if stays(place, grant).is_some() {
+        let stays = |key: &GrantKey, grant: &Grant| desired.grants.get(key).filter(|other| other.id == grant.id);
+        for (key, grant) in old.iter().flat_map(|old| &old.grants) {
+            if stays(key, grant).is_some() {
                 continue;
             }
             if budget.take(grant.weight()) {
-                next.grants.remove(place);
+                next.grants.remove(key);
             } else {
                 is_settled = false;
             }
         }
-        for (place, grant) in old.iter().flat_map(|old| &old.grants) {
-            let Some(wanted) = stays(place, grant).filter(|wanted| *wanted != grant) else {
+        for (key, grant) in old.iter().flat_map(|old| &old.grants) {
+            let Some(wanted) = stays(key, grant).filter(|wanted| *wanted != grant) else {
                 continue;
             };
             if budget.take(grant.weight() + wanted.weight()) {
-                next.grants.insert(*place, wanted.clone());
+                next.grants.insert(*key, wanted.clone());
             } else {
                 is_settled = false;
             }
@@ -151,9 +151,9 @@ impl Table {
             next.sandboxes.retain(|network, sandbox| same(network, sandbox));
             return next;
         }
-        for (place, wanted) in &desired.grants {
-            if !next.grants.contains_key(place) && budget.take(wanted.weight()) {
-                next.grants.insert(*place, wanted.clone());
+        for (key, wanted) in &desired.grants {
+            if !next.grants.contains_key(key) && budget.take(wanted.weight()) {
+                next.grants.insert(*key, wanted.clone());
             }
         }
         next
@@ -171,7 +171,7 @@ impl Table {
             put(Piece::Sandbox(*network), render::mark(sandbox.0));
         }
         for ((sandbox, protocol, port), grant) in &self.grants {
-            let place = (*sandbox, *protocol, *port);
+            let key = (*sandbox, *protocol, *port);
             let Balancer { v4, v6, sticky } = &grant.balancer;
             for (family, endpoints) in [(Family::V4, v4), (Family::V6, v6)] {
                 let (count, sticky) = (endpoints.len(), *sticky);
@@ -185,8 +185,8 @@ impl Table {
                     put(Piece::Backend(grant.id, family, at), socket);
                 }
             }
-            put(Piece::Open(place, grant.id), String::new());
-            put(Piece::Grant(place), render::mark(grant.id.0));
+            put(Piece::Open(key, grant.id), String::new());
+            put(Piece::Grant(key), render::mark(grant.id.0));
         }
         for (id, socket) in self.standing() {
             put(Piece::Endpoint(id, socket), String::new());

@@ -16,8 +16,10 @@ use crate::{
     peer::{DnsOrIp, Peer, PeerEndpoint, PeerSpec},
 };
 
-/// Converts an observed Peer. If it has a mesh label, it must be exactly as we would write it, with canonical networks. Otherwise the spec
-/// is an error, and the Peer is rewritten: for a network with host bits, kg resets every session every 30 s. Of a Peer without a mesh
+/// Converts an observed Peer.
+///
+/// A Peer with a mesh label must be exactly as we would write it, with canonical networks. Otherwise its spec is an error, and the
+/// controller rewrites it. This matters because kg resets every session every 30 s if a network has host bits. Of a Peer without a mesh
 /// label, the key and the networks that parse are used.
 #[must_use]
 pub fn to_core(peer: &Peer) -> ObservedPeer {
@@ -50,27 +52,27 @@ pub fn exact(peer: &Peer) -> Result<observe::PeerSpec, String> {
         return Err("spec.presharedKey: is not used in a mesh: take it out".to_owned());
     }
     Ok(observe::PeerSpec {
-        public_key: key(spec)?,
+        public_key: parse_key(spec)?,
         allowed_ips,
-        endpoint: spec.endpoint.as_ref().map(endpoint).transpose()?,
-        candidates: candidates(peer)?,
-        persistent_keepalive: keepalive(spec)?,
+        endpoint: spec.endpoint.as_ref().map(parse_endpoint).transpose()?,
+        candidates: parse_candidates(peer)?,
+        persistent_keepalive: parse_keepalive(spec)?,
     })
 }
 
-fn key(spec: &PeerSpec) -> Result<clustermesh_core::key::PublicKey, String> {
+fn parse_key(spec: &PeerSpec) -> Result<clustermesh_core::key::PublicKey, String> {
     spec.public_key
         .parse()
         .map_err(|error| format!("spec.publicKey: {error}"))
 }
 
-fn keepalive(spec: &PeerSpec) -> Result<u16, String> {
+fn parse_keepalive(spec: &PeerSpec) -> Result<u16, String> {
     let seconds = spec.persistent_keepalive.unwrap_or_default();
     u16::try_from(seconds)
         .map_err(|_| format!("spec.persistentKeepalive: {seconds} is not a number of seconds between 0 and 65535"))
 }
 
-fn endpoint(written: &PeerEndpoint) -> Result<Endpoint, String> {
+fn parse_endpoint(written: &PeerEndpoint) -> Result<Endpoint, String> {
     let port = u16::try_from(written.port)
         .ok()
         .filter(|port| *port > 0)
@@ -99,7 +101,7 @@ fn endpoint(written: &PeerEndpoint) -> Result<Endpoint, String> {
 }
 
 /// Parses the endpoint candidates. They must be addresses, so that nobody can make a node look up names.
-fn candidates(peer: &Peer) -> Result<Vec<SocketAddr>, String> {
+fn parse_candidates(peer: &Peer) -> Result<Vec<SocketAddr>, String> {
     let text = peer
         .metadata
         .annotations
@@ -119,16 +121,16 @@ fn candidates(peer: &Peer) -> Result<Vec<SocketAddr>, String> {
 
 fn parse_leniently(spec: &PeerSpec) -> Result<observe::PeerSpec, String> {
     Ok(observe::PeerSpec {
-        public_key: key(spec)?,
+        public_key: parse_key(spec)?,
         allowed_ips: spec
             .allowed_ips
             .iter()
             .filter_map(|text| parse_network(text).ok())
             .map(|(net, _)| net)
             .collect(),
-        endpoint: spec.endpoint.as_ref().and_then(|written| endpoint(written).ok()),
+        endpoint: spec.endpoint.as_ref().and_then(|written| parse_endpoint(written).ok()),
         candidates: Vec::new(),
-        persistent_keepalive: keepalive(spec).unwrap_or_default(),
+        persistent_keepalive: parse_keepalive(spec).unwrap_or_default(),
     })
 }
 

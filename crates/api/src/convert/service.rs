@@ -191,7 +191,7 @@ pub fn update(service: &mut Service, planned: &Mirror, owner: &Owner) {
         .insert(LABEL_MANAGED_BY.to_owned(), MANAGED_BY.to_owned());
     let spec = service.spec.get_or_insert_with(ServiceSpec::default);
     spec.selector = None;
-    // In a single-stack cluster this changes nothing. An existing dual-stack policy is kept.
+    // In a single-stack cluster, `PreferDualStack` gives one family. The policy is never set back, so no address is removed.
     if !service_families(Some(spec)).cover(planned.families) {
         spec.ip_family_policy = Some("PreferDualStack".to_owned());
     }

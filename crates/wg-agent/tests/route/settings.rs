@@ -72,8 +72,8 @@ fn where_proc_is_read_only_an_interfaces_settings_go_over_netlink() {
     assert_eq!(
         missing,
         [
-            "net.ipv4.tcp_fwmark_accept is 0: a connection that came by the underlay is answered there even where its source is a mesh address; writing it failed: Read-only file system (os error 30); set it on the host or in the DaemonSet's init container: sysctl -w net.ipv4.tcp_fwmark_accept=1",
-            "net.ipv4.fwmark_reflect is 0: resets and ICMP errors leave by the path their packet came by; writing it failed: Read-only file system (os error 30); set it on the host or in the DaemonSet's init container: sysctl -w net.ipv4.fwmark_reflect=1",
+            "net.ipv4.tcp_fwmark_accept is 0: replies to a connection from a mesh source that came by the underlay must leave by the underlay; writing it failed: Read-only file system (os error 30); set it on the host or in the DaemonSet's init container: sysctl -w net.ipv4.tcp_fwmark_accept=1",
+            "net.ipv4.fwmark_reflect is 0: resets and ICMP errors must leave by the path by which their packet came; writing it failed: Read-only file system (os error 30); set it on the host or in the DaemonSet's init container: sysctl -w net.ipv4.fwmark_reflect=1",
         ]
     );
     let now = [

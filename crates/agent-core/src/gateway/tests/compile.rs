@@ -281,7 +281,7 @@ fn sctp_is_refused() {
         };
         inputs.accesses[0].grants.push(sctp);
     });
-    let refused = "SandboxAccess a: spec.grants[1].protocol: ProtocolNotServed: a gateway translates TCP and UDP alone";
+    let refused = "SandboxAccess a: spec.grants[1].protocol: ProtocolNotServed: a gateway translates only TCP and UDP";
     assert_refused(&bad, &inputs(), &[refused]);
 }
 

@@ -47,7 +47,7 @@ fn table_with(change: impl FnOnce(&mut Table)) -> Table {
 }
 
 /// One more grant, of UDP and both families.
-fn second(table: &mut Table) {
+fn add_second_grant(table: &mut Table) {
     let mut grant = grant(2, &["10.244.1.6:53"]);
     grant.balancer.v6 = sockets(&["[fd10:244::6]:53"]);
     grant.standing.extend(sockets::<Vec<_>>(&["[fd10:244::6]:53"]));
@@ -61,8 +61,8 @@ fn assert_update(old: &Table, new: &Table, lines: &[&str]) {
     assert_eq!(script.lines().collect::<Vec<_>>(), lines);
 }
 
-/// What `second` adds.
-const SECOND: [&str; 13] = [
+/// The lines that `add_second_grant` adds to the script.
+const SECOND_GRANT: [&str; 13] = [
     "add chain inet clustermesh choose6-1",
     "add rule inet clustermesh choose6-1 meta mark set numgen random mod 1 comment \"number of the endpoint\"",
     "add rule inet clustermesh choose6-1 meta l4proto { tcp, udp } dnat ip6 to ct mark . meta mark map @backends6 comment \"translate to that endpoint\"",
@@ -79,7 +79,7 @@ const SECOND: [&str; 13] = [
 ];
 
 /// The sandbox `B`, with nothing but a network and a rate.
-fn third(table: &mut Table) {
+fn add_second_sandbox(table: &mut Table) {
     table.sandboxes.insert(net("fd80:2::/64"), B);
     table.rates.insert(B, rate(7));
 }
@@ -179,7 +179,7 @@ fn draining_endpoint_keeps_its_connections_only() {
 
 #[test]
 fn added_grant_gets_its_chain_before_its_elements() {
-    assert_update(&table(), &table_with(second), &SECOND);
+    assert_update(&table(), &table_with(add_second_grant), &SECOND_GRANT);
 }
 
 #[test]
@@ -198,7 +198,7 @@ fn removed_grant_loses_its_elements_before_its_chain() {
         "flush chain inet clustermesh choose6-1",
         "delete chain inet clustermesh choose6-1",
     ];
-    assert_update(&table_with(second), &table(), &lines);
+    assert_update(&table_with(add_second_grant), &table(), &lines);
 }
 
 #[test]
@@ -244,13 +244,13 @@ fn added_and_removed_sandbox_touches_no_other() {
         "add element inet clustermesh limits { 0x0000000b : \"sandbox-0000000b\" }",
         "add element inet clustermesh sandboxes6 { fd80:2::/64 : 0x0000000b }",
     ];
-    assert_update(&table(), &table_with(third), &added);
+    assert_update(&table(), &table_with(add_second_sandbox), &added);
     let removed = [
         "delete element inet clustermesh sandboxes6 { fd80:2::/64 }",
         "delete element inet clustermesh limits { 0x0000000b }",
         "delete limit inet clustermesh sandbox-0000000b",
     ];
-    assert_update(&table_with(third), &table(), &removed);
+    assert_update(&table_with(add_second_sandbox), &table(), &removed);
 }
 
 #[test]
@@ -276,7 +276,7 @@ fn network_that_moves_to_another_sandbox_is_replaced() {
 /// `table()` with `count` further grants of the sandbox `B`, each with one endpoint.
 fn many(count: u16) -> Table {
     table_with(|table| {
-        third(table);
+        add_second_sandbox(table);
         for number in 1..=count {
             let endpoint = format!("10.244.{}.{}:5432", number >> 8, number & 255);
             let grant = grant(0x1000 + u32::from(number), &[&endpoint]);
@@ -298,7 +298,10 @@ fn steps(old: Option<&Table>, new: &Table) -> Vec<Table> {
 
 #[test]
 fn small_change_is_one_step() {
-    assert_eq!(steps(Some(&table()), &table_with(second)), [table_with(second)]);
+    assert_eq!(
+        steps(Some(&table()), &table_with(add_second_grant)),
+        [table_with(add_second_grant)]
+    );
     assert_eq!(steps(None, &table()), [table()]);
 }
 
@@ -341,7 +344,7 @@ fn many_grants_are_removed_in_bounded_steps() {
 
 #[test]
 fn grant_is_removed_before_many_are_added() {
-    let first = Table::step(Some(&table_with(second)), &many(5000));
+    let first = Table::step(Some(&table_with(add_second_grant)), &many(5000));
     assert!(!first.grants.contains_key(&(A, Protocol::Udp, 20002)));
     assert_ne!(first, many(5000));
 }
@@ -392,7 +395,7 @@ fn standing_pairs_each_grant_with_each_endpoint() {
         (GrantId(2), socket("10.244.1.6:53")),
         (GrantId(2), socket("[fd10:244::6]:53")),
     ];
-    assert_eq!(table_with(second).standing(), want.into());
+    assert_eq!(table_with(add_second_grant).standing(), want.into());
 }
 
 #[test]
