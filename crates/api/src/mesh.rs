@@ -137,7 +137,7 @@ pub struct ClusterEntry {
     #[serde(default = "one")]
     #[schemars(schema_with = "schema::anchors")]
     pub anchors: u16,
-    /// Whether pods have addresses from `spec.podCIDRs` of their Node. `PerNode`: they have. `Shared`: they have not (kube-ovn, Calico
+    /// Whether pods have addresses from `spec.podCIDRs` of their Node. `PerNode`: they do. `Shared`: they do not (kube-ovn, Calico
     /// and Cilium pools); use `exports` and anchored networks then.
     #[serde(default)]
     pub pod_network: PodNetwork,
@@ -213,10 +213,10 @@ pub enum Addressing {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[schemars(inline)]
 pub enum PodNetwork {
-    /// They have.
+    /// They do.
     #[default]
     PerNode,
-    /// They have not: their addresses come from a pool.
+    /// They do not: their addresses come from a pool.
     Shared,
 }
 
