@@ -1,4 +1,4 @@
-//! Sends the steps of one member: [`queue`] orders and paces them, [`write`] makes the requests.
+//! Writes the steps of a plan's diff into one member. [`queue`] orders and paces them, [`write`] makes the requests.
 
 use std::{
     collections::BTreeMap,
@@ -15,50 +15,50 @@ use kube::Client;
 use tokio::{sync::Notify, time::Instant};
 use tokio_util::task::TaskTracker;
 
-use crate::{feed::Changed, metrics::Metrics, session::tables::Tables, trouble};
+use crate::{api_error, feed::Changed, metrics::Metrics, session::tables::Tables};
 
-mod contest;
+mod contested;
 mod queue;
 mod write;
 
-use queue::{Queue, Sent, key};
+use queue::{Queue, SentStep, key};
 pub(crate) use write::Claims;
 
-/// The writer of one member. Cheap to clone; all clones are one writer.
+/// Writes into one member. Clones share the queue.
 #[derive(Clone)]
-pub(crate) struct Writer {
-    state: Arc<Mutex<State>>,
-    offered: Arc<Notify>,
+pub(crate) struct MemberWriter {
+    inner: Arc<Mutex<Inner>>,
+    steps_replaced: Arc<Notify>,
     changed: Changed,
     metrics: Metrics,
 }
 
 #[derive(Default)]
-struct State {
+struct Inner {
     queue: Queue,
-    target: Option<Target>,
-    /// Whether a task sends what is in the queue.
-    running: bool,
+    connection: Option<Connection>,
+    /// Whether a task is sending the steps in the queue.
+    is_running: bool,
 }
 
-/// How to write into the member.
+/// What a write into the member needs.
 #[derive(Clone)]
-pub(crate) struct Target {
+pub(crate) struct Connection {
     pub(crate) client: Client,
     pub(crate) tables: Tables,
     pub(crate) claims: Arc<Claims>,
 }
 
-/// What became of one step.
+/// The result of one step.
 #[derive(Debug)]
 enum Outcome {
-    /// There was nothing left to write.
+    /// The object already was as desired.
     Unchanged,
-    /// Written; the other field manager that changed the object last.
+    /// The object was written. `over` is the other field manager that changed it last.
     Written { over: Option<String> },
-    /// Changed meanwhile, and by which field manager.
+    /// The object changed in the meantime; `by` is the field manager that changed it.
     Conflict { by: Option<String> },
-    /// This object is refused.
+    /// The member refuses this object, for this reason.
     Refused(String),
     /// The member asks to slow down.
     Throttled(String),
@@ -67,7 +67,7 @@ enum Outcome {
 }
 
 impl Outcome {
-    /// As the metric has it.
+    /// The value of the metric's label `result`.
     const fn result(&self) -> &'static str {
         match self {
             Self::Unchanged | Self::Written { .. } => "ok",
@@ -79,22 +79,22 @@ impl Outcome {
     }
 }
 
-impl Writer {
+impl MemberWriter {
     pub(crate) fn new(changed: Changed, metrics: Metrics) -> Self {
         Self {
-            state: Arc::default(),
-            offered: Arc::default(),
+            inner: Arc::default(),
+            steps_replaced: Arc::default(),
             changed,
             metrics,
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether anything is in flight or still to be sent.
-    pub(crate) fn busy(&self) -> bool {
+    /// Whether steps are in flight or waiting.
+    pub(crate) fn is_busy(&self) -> bool {
         !self.lock().queue.is_empty()
     }
 
@@ -104,131 +104,136 @@ impl Writer {
     }
 
     /// Why something of this mesh could not be written, if so.
-    pub(crate) fn trouble(&self, mesh: &MeshId) -> Option<String> {
-        self.lock().queue.trouble(mesh)
+    pub(crate) fn problem(&self, mesh: &MeshId) -> Option<String> {
+        self.lock().queue.problem(mesh)
     }
 
-    /// Replaces what is to be written; `observed` = when the pass that decided it began to observe. A task sends it.
-    pub(crate) fn offer(
+    /// Replaces the steps to write, and starts a task that sends them if none is running.
+    ///
+    /// `observed` is the time at which the pass that planned the steps began to observe.
+    pub(crate) fn set_steps(
         &self,
         groups: BTreeMap<Source, Lanes>,
         observed: Instant,
-        target: Target,
+        connection: Connection,
         tasks: &TaskTracker,
     ) {
-        let mut state = self.lock();
-        state.queue.replace(groups, observed, Instant::now());
-        state.target = Some(target);
-        if !state.running && !state.queue.is_empty() {
-            state.running = true;
+        let mut inner = self.lock();
+        inner.queue.replace(groups, observed, Instant::now());
+        inner.connection = Some(connection);
+        if !inner.is_running && !inner.queue.is_empty() {
+            inner.is_running = true;
             tasks.spawn(self.clone().run());
         }
-        drop(state);
-        self.offered.notify_one();
+        drop(inner);
+        self.steps_replaced.notify_one();
     }
 
-    /// Sends nothing more until the next offer. What is in flight ends.
+    /// Drops all steps that were not sent yet. Requests in flight end normally.
     pub(crate) fn clear(&self) {
         let now = Instant::now();
         self.lock().queue.replace(BTreeMap::new(), now, now);
-        self.offered.notify_one();
+        self.steps_replaced.notify_one();
     }
 
     async fn run(self) {
-        let mut ended = Ended(Some(self.clone()));
+        let mut guard = RunGuard(Some(self.clone()));
         let mut sending = FuturesUnordered::new();
-        let mut written = false;
+        let mut has_written = false;
         loop {
             let wait = loop {
-                let mut state = self.lock();
-                let Some(target) = state.target.clone() else { break None };
-                match state.queue.next(Instant::now()) {
-                    Ok(sent) => sending.push(send(sent, target)),
+                let mut inner = self.lock();
+                let Some(connection) = inner.connection.clone() else {
+                    break None;
+                };
+                match inner.queue.next(Instant::now()) {
+                    Ok(sent) => sending.push(send(sent, connection)),
                     Err(wait) => break wait,
                 }
             };
             {
-                let mut state = self.lock();
-                if state.queue.is_empty() {
-                    state.running = false;
-                    ended.0 = None;
+                let mut inner = self.lock();
+                if inner.queue.is_empty() {
+                    inner.is_running = false;
+                    guard.0 = None;
                     break;
                 }
             }
             tokio::select! {
                 Some((sent, outcome)) = sending.next() => {
-                    written |= matches!(outcome, Outcome::Written { .. });
-                    self.note(sent, outcome);
+                    has_written |= matches!(outcome, Outcome::Written { .. });
+                    self.record(sent, outcome);
                 }
-                () = self.offered.notified() => {}
+                () = self.steps_replaced.notified() => {}
                 () = crate::backoff::sleep_until(wait) => {}
             }
         }
-        // All steps are written: a pass reports the time. Without a write it would find nothing new.
-        if written {
+        // The member is up to date: the next pass reports the time (`lastSync`). If nothing was written, it has nothing new to
+        // report.
+        if has_written {
             self.changed.notify_one();
         }
     }
 
-    /// Logs and counts what became of a step. The loop is woken only when its report changes; what was written wakes it by the
-    /// table.
-    fn note(&self, sent: Sent, outcome: Outcome) {
+    /// Logs and counts the outcome of a step. It wakes the loop only if the report of a mesh changes; the written object itself
+    /// wakes the loop through the feed.
+    fn record(&self, sent: SentStep, outcome: Outcome) {
         let step = &sent.step;
         let (kind, name) = key(step);
         let action = step.action.as_str();
-        self.metrics.wrote(kind, action, outcome.result());
+        self.metrics.record_write(kind, action, outcome.result());
         match &outcome {
             Outcome::Unchanged | Outcome::Written { .. } => {
                 tracing::info!(mesh = %step.mesh, action, kind, name, fields = step.fields.join(","), "written");
             }
             Outcome::Conflict { by } => {
-                tracing::info!(mesh = %step.mesh, action, kind, name, by, "changed by another writer meanwhile");
+                tracing::info!(mesh = %step.mesh, action, kind, name, by, "not written: another client changed the object");
             }
             Outcome::Refused(why) => tracing::warn!(mesh = %step.mesh, action, kind, name, why, "refused"),
             Outcome::Throttled(why) | Outcome::Unavailable(why) => {
-                tracing::warn!(mesh = %step.mesh, action, kind, name, why, "not written; to be tried again");
+                tracing::warn!(mesh = %step.mesh, action, kind, name, why, "not written; will retry");
             }
         }
-        let changed = self.lock().queue.note(sent, outcome, Instant::now());
+        let changed = self.lock().queue.record(sent, outcome, Instant::now());
         if changed {
             self.changed.notify_one();
         }
     }
 }
 
-async fn send(sent: Sent, target: Target) -> (Sent, Outcome) {
-    let outcome = write::one(&sent.step, &target).await;
+async fn send(sent: SentStep, connection: Connection) -> (SentStep, Outcome) {
+    let outcome = write::write_step(&sent.step, &connection).await;
     (sent, outcome)
 }
 
-/// Lets another task begin when this one ended before its time.
-struct Ended(Option<Writer>);
+/// Allows another task to start if this one panics or is aborted. `None` = the task ended normally.
+struct RunGuard(Option<MemberWriter>);
 
-impl Drop for Ended {
+impl Drop for RunGuard {
     fn drop(&mut self) {
         if let Some(writer) = self.0.take() {
-            let mut state = writer.lock();
-            state.running = false;
-            state.queue.abandon();
+            let mut inner = writer.lock();
+            inner.is_running = false;
+            inner.queue.forget_in_flight();
         }
     }
 }
 
-/// The words for a refused write.
-fn refusal(error: &kube::Error, step: &Step) -> Outcome {
+/// Turns the error of a write into an outcome with a message for users.
+fn classify_error(error: &kube::Error, step: &Step) -> Outcome {
     if let kube::Error::Api(status) = error
         && status.code == 429
     {
-        return Outcome::Throttled(trouble::words(error));
+        return Outcome::Throttled(api_error::describe(error));
     }
-    if trouble::is_of_the_cluster(error) {
-        return Outcome::Unavailable(trouble::words(error));
+    if api_error::is_cluster_wide(error) {
+        return Outcome::Unavailable(api_error::describe(error));
     }
     let kube::Error::Api(status) = error else {
         return Outcome::Refused("the object there, or the answer, cannot be read".to_owned());
     };
     Outcome::Refused(match status.code {
-        // The words of Kubernetes' own plugin; nothing of the message is repeated.
+        // Kubernetes' admission plugin puts this word into its message. The rest of the message is not shown.
         403 | 422 if status.message.contains("ValidatingAdmissionPolicy") => format!(
             "an admission policy of the cluster refuses it ({}): see the lists in the ConfigMap of deploy/admission.yaml there",
             status.code

@@ -68,7 +68,7 @@ pub struct Args {
     pub log_format: LogFormat,
 }
 
-/// It becomes the value of a label.
+/// Accepts only text that Kubernetes accepts as the value of a label.
 fn label_value(text: &str) -> Result<String, String> {
     let plain = |b: u8| b.is_ascii_alphanumeric();
     let bytes = text.as_bytes();
@@ -91,12 +91,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn command_line_is_consistent() {
         Args::command().debug_assert();
     }
 
     #[test]
-    fn a_port_of_the_infrastructure_that_is_none_is_refused_by_name() {
+    fn infrastructure_port_invalid_is_refused_with_an_example() {
         let parse = |values: &[&str]| {
             let words = values.iter().flat_map(|value| ["--infrastructure-port", value]);
             Args::try_parse_from(["clustermesh-controller"].into_iter().chain(words))
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn networks_of_namespaces_are_read_from_the_arguments_of_a_deployment() {
+    fn namespace_flags_with_networks_are_parsed() {
         let args = Args::try_parse_from([
             "clustermesh-controller",
             "--hub-namespace=clustermesh",
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hub_id_that_no_label_can_hold_is_refused() {
+    fn hub_id_not_a_label_value_is_refused() {
         assert!(label_value("0b9ad1b6-51a3-4a44").is_ok());
         for text in ["", "-a", "a/b", &"x".repeat(64)] {
             assert!(label_value(text).is_err(), "{text:?}");

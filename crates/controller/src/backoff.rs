@@ -1,40 +1,40 @@
-//! Backoffs and token buckets. The caller passes the time.
+//! Backoffs and token buckets. The caller passes the current time.
 
 use std::time::Duration;
 
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use tokio::time::Instant;
 
-/// An exponential backoff with jitter for one cause. All attempts that fail in one round extend it once.
+/// An exponential backoff with jitter for one cause. Attempts that fail during one pause extend it only once.
 #[derive(Debug)]
 pub(crate) struct Backoff {
     pauses: ExponentialBackoff,
-    most: Duration,
+    max: Duration,
     until: Instant,
 }
 
 impl Backoff {
-    /// Waits half a second from `now`, later up to `most`.
-    pub(crate) fn new(now: Instant, most: Duration) -> Self {
+    /// Starts with a pause of half a second from `now`. Later pauses grow up to `max`.
+    pub(crate) fn new(now: Instant, max: Duration) -> Self {
         let pauses = ExponentialBuilder::new()
             .with_min_delay(Duration::from_millis(500))
-            .with_max_delay(most)
+            .with_max_delay(max)
             .with_jitter()
             .without_max_times()
             .build();
         let mut backoff = Self {
             pauses,
-            most,
+            max,
             until: now,
         };
-        backoff.failed(now);
+        backoff.record_failure(now);
         backoff
     }
 
-    /// Another attempt failed for the same cause.
-    pub(crate) fn failed(&mut self, now: Instant) {
+    /// Notes another failure for the same cause. Starts the next pause if none is running.
+    pub(crate) fn record_failure(&mut self, now: Instant) {
         if self.until <= now {
-            self.until = now + self.pauses.next().unwrap_or(self.most);
+            self.until = now + self.pauses.next().unwrap_or(self.max);
         }
     }
 
@@ -43,23 +43,23 @@ impl Backoff {
         self.until
     }
 
-    /// Whether to wait now.
-    pub(crate) fn waits(&self, now: Instant) -> bool {
+    /// Whether a pause is running.
+    pub(crate) fn is_waiting(&self, now: Instant) -> bool {
         self.until > now
     }
 }
 
-/// A token bucket: `burst` at once, then one every `interval`.
+/// A token bucket: `burst` tokens at once, then one every `interval`.
 #[derive(Debug)]
-pub(crate) struct Bucket {
+pub(crate) struct TokenBucket {
     burst: u32,
     interval: Duration,
     /// When it will be full again.
     full: Instant,
 }
 
-impl Bucket {
-    /// A full one.
+impl TokenBucket {
+    /// Creates a full bucket.
     pub(crate) const fn new(now: Instant, burst: u32, interval: Duration) -> Self {
         Self {
             burst,
@@ -68,28 +68,28 @@ impl Bucket {
         }
     }
 
-    /// When the next token is there.
-    pub(crate) fn ready(&self) -> Instant {
+    /// When the next token is available.
+    pub(crate) fn ready_at(&self) -> Instant {
         let spare = self.interval * (self.burst.saturating_sub(1));
         self.full.checked_sub(spare).unwrap_or(self.full)
     }
 
-    /// Takes one, if it is there.
+    /// Takes a token if one is available, and returns whether it did.
     pub(crate) fn take(&mut self, now: Instant) -> bool {
-        let there = self.ready() <= now;
-        if there {
+        let is_available = self.ready_at() <= now;
+        if is_available {
             self.full = self.full.max(now) + self.interval;
         }
-        there
+        is_available
     }
 
-    /// Whether it is as good as a new one.
+    /// Whether no token is missing.
     pub(crate) fn is_full(&self, now: Instant) -> bool {
         self.full <= now
     }
 }
 
-/// Sleeps until then; for ever without it.
+/// Sleeps until `until`, or forever if it is `None`.
 pub(crate) async fn sleep_until(until: Option<Instant>) {
     match until {
         Some(until) => tokio::time::sleep_until(until).await,
@@ -102,9 +102,9 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn bucket_gives_its_burst_and_then_one_an_interval() {
+    async fn bucket_after_its_burst_gives_one_an_interval() {
         let (start, interval) = (Instant::now(), Duration::from_secs(10));
-        let mut bucket = Bucket::new(start, 3, interval);
+        let mut bucket = TokenBucket::new(start, 3, interval);
         let mut taken = |seconds| bucket.take(start + Duration::from_secs(seconds));
         assert_eq!([taken(0), taken(0), taken(0), taken(0)], [true, true, true, false]);
         assert_eq!([taken(9), taken(10), taken(10)], [false, true, false]);
@@ -116,20 +116,20 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn failures_of_one_round_extend_a_backoff_once() {
+    async fn backoff_with_failures_during_a_pause_extends_once() {
         let start = Instant::now();
         let mut backoff = Backoff::new(start, Duration::from_secs(60));
         let first = backoff.until();
-        backoff.failed(start);
+        backoff.record_failure(start);
         assert_eq!(backoff.until(), first);
-        assert!(backoff.waits(start) && !backoff.waits(first));
-        backoff.failed(first);
+        assert!(backoff.is_waiting(start) && !backoff.is_waiting(first));
+        backoff.record_failure(first);
         assert!(backoff.until() > first);
         for _ in 0..20 {
             let until = backoff.until();
-            backoff.failed(until);
+            backoff.record_failure(until);
         }
-        // The jitter is as long as the pause at most.
+        // The jitter adds at most the length of the pause.
         assert!(backoff.until() - first <= 22 * Duration::from_secs(120));
     }
 }

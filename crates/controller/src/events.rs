@@ -1,5 +1,5 @@
-//! Events on ClusterMeshes: one for each change of a notice, not one for each pass. The notices are made in
-//! [`crate::report`].
+//! Publishes Kubernetes Events on ClusterMeshes: one for each change of a notice, not one for each pass. [`crate::report`]
+//! makes the notices.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,41 +15,41 @@ use kube::{
     runtime::events::{Event, EventType, Recorder, Reporter},
 };
 
-use crate::trouble;
+use crate::api_error;
 
-/// The longest note the API takes.
-const NOTE: usize = 1024;
-/// Events of one report of one mesh, at most.
-const AT_ONCE: usize = 20;
+/// The longest note that the API accepts.
+const MAX_NOTE: usize = 1024;
+/// Events published for one report of one mesh, at most.
+const MAX_EVENTS: usize = 20;
 
-/// For one Event.
-const REQUEST: Duration = Duration::from_secs(5);
+/// For the request of one Event.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// One fact about a mesh that an Event tells.
+/// One fact about a mesh that is published as an Event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Notice {
-    /// What it is about; each topic has one notice at a time. `Ready`, `node tenant-a/worker-1`.
+    /// The subject, for example `Ready` or `node tenant-a/worker-1`. Each topic has at most one notice at a time.
     pub(crate) topic: String,
-    /// One word; a topic with another word is a new Event.
+    /// One word. A notice with another reason than the last one of its topic is a new Event.
     pub(crate) reason: String,
     /// For a person.
     pub(crate) message: String,
-    /// Something to mend, not just to know.
+    /// The Event's type is Warning: a person has to act.
     pub(crate) warning: bool,
     /// What the controller did about it, one word.
     pub(crate) action: &'static str,
-    /// The Node it is about: entry and name.
+    /// The Node that the notice is about: name of the mesh's entry, and of the Node.
     pub(crate) node: Option<(String, String)>,
 }
 
-/// The notices of one mesh that had their Event: the reason by topic.
+/// The notices of one mesh that were published: the reason of each topic.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Reported(BTreeMap<String, String>);
 
 impl Reported {
-    /// What an earlier controller reported, as far as the status shows it: a restart is no reason for an Event. Whatever the
-    /// spec alone decides was reported with its generation.
-    pub(crate) fn before(mesh: &ClusterMesh, notices: &[Notice]) -> Self {
+    /// Derives from the status what an earlier controller published, so that a restart repeats no Events. Notices that depend on
+    /// the spec alone count as published if the status has the spec's generation.
+    pub(crate) fn from_status(mesh: &ClusterMesh, notices: &[Notice]) -> Self {
         let Some(status) = &mesh.status else {
             return Self::default();
         };
@@ -70,18 +70,18 @@ impl Reported {
         Self(conditions.chain(nodes).chain(links).chain(fields).collect())
     }
 
-    /// The notices that have had no Event. Topics that have no notice any more are forgotten, so that they have one when they
-    /// return.
-    pub(crate) fn news(&mut self, notices: &[Notice]) -> Vec<Notice> {
+    /// Returns the notices that were not published yet. Forgets topics without a notice, so that they are published again when
+    /// they return.
+    pub(crate) fn unpublished(&mut self, notices: &[Notice]) -> Vec<Notice> {
         let topics: BTreeSet<&String> = notices.iter().map(|notice| &notice.topic).collect();
         self.0.retain(|topic, _| topics.contains(topic));
-        let news = notices
+        let unpublished = notices
             .iter()
             .filter(|notice| self.0.get(&notice.topic) != Some(&notice.reason));
-        news.cloned().collect()
+        unpublished.cloned().collect()
     }
 
-    /// This one had its Event.
+    /// Marks a notice as published.
     pub(crate) fn add(&mut self, notice: &Notice) {
         self.0.insert(notice.topic.clone(), notice.reason.clone());
     }
@@ -103,16 +103,18 @@ impl EventPublisher {
         }
     }
 
-    /// Publishes what is new, until the hub does not answer; which are done with, and why the rest is not. What it refuses, and
-    /// those beyond the limit of one report, are in the status alone.
+    /// Publishes the notices in order, until the hub does not answer. Returns the notices that need no further attempt, and the
+    /// error that ended it.
+    ///
+    /// A notice that the hub refuses, or that exceeds [`MAX_EVENTS`], needs no further attempt: the status contains it.
     pub(crate) async fn publish(
         &self,
         id: &MeshId,
         mesh: &Arc<ClusterMesh>,
-        news: Vec<Notice>,
+        notices: Vec<Notice>,
     ) -> (Vec<Notice>, Option<Error>) {
         let reference = mesh.object_ref(&());
-        for (index, notice) in news.iter().take(AT_ONCE).enumerate() {
+        for (index, notice) in notices.iter().take(MAX_EVENTS).enumerate() {
             let event = Event {
                 type_: if notice.warning {
                     EventType::Warning
@@ -120,7 +122,7 @@ impl EventPublisher {
                     EventType::Normal
                 },
                 reason: notice.reason.clone(),
-                note: Some(cut(&notice.message, NOTE)),
+                note: Some(truncate(&notice.message, MAX_NOTE)),
                 action: notice.action.to_owned(),
                 secondary: notice.node.as_ref().map(|(cluster, name)| ObjectReference {
                     api_version: Some("v1".to_owned()),
@@ -130,32 +132,32 @@ impl EventPublisher {
                     ..ObjectReference::default()
                 }),
             };
-            let answer = match tokio::time::timeout(REQUEST, self.recorder.publish(&event, &reference)).await {
+            let answer = match tokio::time::timeout(REQUEST_TIMEOUT, self.recorder.publish(&event, &reference)).await {
                 Ok(answer) => answer,
                 Err(elapsed) => Err(Error::Service(Box::new(elapsed))),
             };
             if let Err(error) = answer {
                 tracing::warn!(mesh = %id, reason = event.reason, error = &error as &dyn std::error::Error, "Event not written");
-                if trouble::is_of_the_cluster(&error) {
-                    return (news[..index].to_vec(), Some(error));
+                if api_error::is_cluster_wide(&error) {
+                    return (notices[..index].to_vec(), Some(error));
                 }
             }
         }
-        let more = news.len().saturating_sub(AT_ONCE);
+        let more = notices.len().saturating_sub(MAX_EVENTS);
         if more > 0 {
             tracing::info!(mesh = %id, more, "more changes than Events; see the status");
         }
-        (news, None)
+        (notices, None)
     }
 }
 
-/// The reason for a value of the spec that was taken, but not as it was written.
+/// The reason for a value of the spec that was accepted in another form, for example a CIDR without its host bits.
 pub(crate) const SPEC_ADJUSTED: &str = "SpecAdjusted";
 
-/// The word for a link with tunnels down.
+/// The reason for a link with tunnels down.
 pub(crate) const TUNNELS_DOWN: &str = "TunnelsDown";
 
-/// The topic of a link.
+/// The topic of a link between two entries.
 pub(crate) fn link_topic(from: &str, to: &str) -> String {
     format!("link {from}/{to}")
 }
@@ -165,8 +167,8 @@ pub(crate) fn node_topic(cluster: &str, node: &str) -> String {
     format!("node {cluster}/{node}")
 }
 
-/// At most `max` bytes of a text.
-pub(crate) fn cut(text: &str, max: usize) -> String {
+/// Shortens a text to at most `max` bytes, at a character boundary.
+pub(crate) fn truncate(text: &str, max: usize) -> String {
     if text.len() <= max {
         return text.to_owned();
     }
@@ -192,28 +194,28 @@ mod tests {
         }
     }
 
-    /// The topics that are news; all of them are published.
-    fn published(reported: &mut Reported, notices: &[Notice]) -> Vec<String> {
-        let news = reported.news(notices);
-        news.iter().for_each(|notice| reported.add(notice));
-        news.into_iter().map(|notice| notice.topic).collect()
+    /// Publishes the unpublished notices and returns their topics.
+    fn publish(reported: &mut Reported, notices: &[Notice]) -> Vec<String> {
+        let unpublished = reported.unpublished(notices);
+        unpublished.iter().for_each(|notice| reported.add(notice));
+        unpublished.into_iter().map(|notice| notice.topic).collect()
     }
 
     #[test]
-    fn notice_is_news_once_until_its_reason_changes_or_it_returns() {
+    fn notice_with_new_reason_or_after_a_gap_is_published_again() {
         let mut reported = Reported::default();
-        let mut news = |notices: &[Notice]| published(&mut reported, notices);
-        assert_eq!(news(&[notice("a", "X"), notice("b", "X")]), ["a", "b"]);
-        assert_eq!(news(&[notice("a", "X"), notice("b", "Y")]), ["b"]);
-        assert_eq!(news(&[notice("b", "Y")]), Vec::<String>::new());
-        assert_eq!(news(&[notice("a", "X"), notice("b", "Y")]), ["a"]);
+        let mut publish = |notices: &[Notice]| publish(&mut reported, notices);
+        assert_eq!(publish(&[notice("a", "X"), notice("b", "X")]), ["a", "b"]);
+        assert_eq!(publish(&[notice("a", "X"), notice("b", "Y")]), ["b"]);
+        assert_eq!(publish(&[notice("b", "Y")]), Vec::<String>::new());
+        assert_eq!(publish(&[notice("a", "X"), notice("b", "Y")]), ["a"]);
     }
 
     #[test]
-    fn unpublished_notice_stays_news() {
+    fn notice_that_was_not_published_stays_unpublished() {
         let mut reported = Reported::default();
-        assert_eq!(reported.news(&[notice("a", "X")]), [notice("a", "X")]);
-        assert_eq!(reported.news(&[notice("a", "X")]), [notice("a", "X")]);
+        assert_eq!(reported.unpublished(&[notice("a", "X")]), [notice("a", "X")]);
+        assert_eq!(reported.unpublished(&[notice("a", "X")]), [notice("a", "X")]);
     }
 
     fn mesh(status: serde_json::Value) -> ClusterMesh {
@@ -225,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn restart_with_nothing_changed_has_no_news() {
+    fn restart_without_changes_publishes_nothing() {
         let notices = [
             notice("Ready", "Meshed"),
             notice("node a/n", "NodeNoPodCIDR"),
@@ -240,15 +242,19 @@ mod tests {
                 "brokenLinks": [{"from": "a", "to": "b", "up": 0, "total": 1}],
             })
         };
-        let news = |status| Reported::before(&mesh(status), &notices).news(&notices);
-        assert_eq!(news(status(7)), []);
-        assert_eq!(news(status(6)), [notices[3].clone()], "the spec changed meanwhile");
-        assert_eq!(news(serde_json::Value::Null), notices);
+        let unpublished = |status| Reported::from_status(&mesh(status), &notices).unpublished(&notices);
+        assert_eq!(unpublished(status(7)), []);
+        assert_eq!(
+            unpublished(status(6)),
+            [notices[3].clone()],
+            "the spec changed in the meantime"
+        );
+        assert_eq!(unpublished(serde_json::Value::Null), notices);
     }
 
     #[test]
-    fn text_is_cut_at_a_character() {
-        assert_eq!(cut("abc", 3), "abc");
-        assert_eq!(cut("aéééé", 6), "aé…");
+    fn truncated_text_ends_at_a_character_boundary() {
+        assert_eq!(truncate("abc", 3), "abc");
+        assert_eq!(truncate("aéééé", 6), "aé…");
     }
 }

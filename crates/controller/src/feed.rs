@@ -1,5 +1,5 @@
-//! One kind of object of one cluster as a table that a list and a watch keep true ([`follow`]), and how far that table can
-//! be trusted. What the rows mean is the sessions' business.
+//! A local table of one kind of object of one cluster, kept up to date by list and watch ([`follow`]), and how far the table
+//! can be trusted. The table is like an informer's cache; a conversion function decides what a row contains.
 
 use std::{
     collections::BTreeMap,
@@ -13,14 +13,14 @@ use clustermesh_core::mesh::ObjectName;
 use kube::{api::DynamicObject, core::ObjectMeta};
 use tokio::sync::Notify;
 
-use crate::trouble::quoted;
+use crate::api_error::sanitize;
 
 mod follow;
 mod weight;
 
-pub(crate) use follow::{Resume, Source, follow};
+pub(crate) use follow::{Resume, WatchedResource, follow};
 
-/// Wakes the reconcile loop; one permit, so many changes are one wake.
+/// Wakes the reconcile loop. A [`Notify`] stores one permit, so any number of changes during a pass causes one further pass.
 pub(crate) type Changed = Arc<Notify>;
 
 /// How far a table can be trusted.
@@ -28,78 +28,79 @@ pub(crate) type Changed = Arc<Notify>;
 pub(crate) enum Trust {
     /// Not listed yet, and nothing has failed yet.
     Pending,
-    /// Listed, and the watch stands.
+    /// Listed, and the watch is established.
     Live,
-    /// The last list or watch failed; why, in words that are safe to show.
+    /// The last list or watch failed. Contains the reason, without text of the API server.
     Broken(String),
-    /// The API server has no such kind (404): the CRD is not there.
+    /// The API server does not know the kind (404): the CRD is not installed.
     Absent,
-    /// The account may not read it (403); which right is missing.
+    /// The account may not read the kind (403). Contains the missing permission.
     Denied(String),
 }
 
-/// One row: the value and what a conditional delete needs.
+/// One object: its converted value and what a conditional delete needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Row<V> {
-    /// The object as far as it is read.
     pub(crate) value: V,
     /// `metadata.uid`.
     pub(crate) uid: String,
     /// `metadata.resourceVersion`.
     pub(crate) version: String,
-    /// What it is charged for, in bytes.
+    /// How many bytes it is charged for.
     weight: usize,
-    /// When it came as the answer to our own write; `None` = it was listed or watched since.
-    written: Option<Instant>,
+    /// When the row came as the answer to our own write. `None` after a list or a watch event has confirmed it.
+    written_at: Option<Instant>,
 }
 
 impl<V> Row<V> {
-    /// The row is our own write, of so short a time ago that a list or an event may still be of before it. Not for ever:
-    /// versions go back when a cluster is restored, or when a kubeconfig turns to another one.
+    /// Whether a list or an event may still show the state before our own write of this row.
+    ///
+    /// That ends after [`WRITE_AHEAD`], because versions can go back: when a cluster is restored from a backup, or when a
+    /// kubeconfig points to another cluster.
     fn may_be_ahead(&self) -> bool {
-        self.written.is_some_and(|at| at.elapsed() < AHEAD)
+        self.written_at.is_some_and(|at| at.elapsed() < WRITE_AHEAD)
     }
 }
 
-/// A server that has just started answers 403 until it has read its own roles: only a refusal that lasts is believed.
-const BELIEVED: Duration = Duration::from_secs(10);
+/// An API server that has just started answers 403 until it has read its own roles. A 403 counts only after this time.
+const DENIED_AFTER: Duration = Duration::from_secs(10);
 
-/// For so long lists and events may be of before our own write.
-const AHEAD: Duration = Duration::from_secs(60);
+/// How long lists and events may show the state before our own write.
+const WRITE_AHEAD: Duration = Duration::from_secs(60);
 
-/// Malformed objects whose reason is kept.
+/// Malformed objects whose reason is kept, at most.
 const MAX_MALFORMED: usize = 1_000;
 
 #[derive(Debug)]
 struct Table<V> {
     rows: BTreeMap<ObjectName, Row<V>>,
-    /// Objects that do not parse, and why; each costs itself.
+    /// Objects that do not parse, with the reason. The other rows are not affected.
     malformed: BTreeMap<ObjectName, String>,
     trust: Trust,
-    /// It was listed whole at least once, or is known not to be there.
-    listed: bool,
-    /// It was listed whole at least once.
-    read: bool,
-    /// Since when the account may not read it.
-    denied: Option<tokio::time::Instant>,
-    /// For the rows, where they are of a member; `None` = of the hub, which is trusted.
+    /// A list was complete at least once, or the kind does not exist.
+    is_listed: bool,
+    /// A list was complete at least once.
+    was_read: bool,
+    /// Since when the account may not read the kind.
+    denied_since: Option<tokio::time::Instant>,
+    /// The memory that the rows of a member take. `None` for the hub, which is trusted.
     charge: Option<Charge>,
 }
 
-/// What turns an object into a row's value: `Ok(None)` = of no interest, `Err` = malformed.
+/// Converts an object to a row's value. `Ok(None)` = the object is ignored, `Err` = it is malformed.
 type Convert<V> = dyn Fn(DynamicObject) -> Result<Option<V>, String> + Send + Sync;
 
-/// A table that is shared between the task that follows the API server and those that read it.
+/// A table, shared by the task that lists and watches and by its readers.
 pub(crate) struct Feed<V> {
     table: Arc<Mutex<Table<V>>>,
     convert: Arc<Convert<V>>,
-    /// Fields that are left out before an object is converted.
-    without: &'static [&'static str],
+    /// Fields that are removed before an object is converted.
+    unused_fields: &'static [&'static str],
     changed: Changed,
 }
 
-/// An object as it was read: its name, its row but for `written`, or why it is malformed.
-pub(crate) struct Draft<V> {
+/// An object after conversion. `value` is an error if the object is malformed.
+pub(crate) struct Converted<V> {
     name: ObjectName,
     uid: String,
     version: String,
@@ -107,12 +108,12 @@ pub(crate) struct Draft<V> {
     value: Result<Option<V>, String>,
 }
 
-/// A whole list.
+/// A complete list.
 struct List<V> {
-    drafts: Vec<Draft<V>>,
-    /// The version it is of.
+    objects: Vec<Converted<V>>,
+    /// Its resourceVersion.
     version: String,
-    /// For its objects.
+    /// The memory that its objects take.
     charge: Option<Charge>,
 }
 
@@ -120,12 +121,12 @@ impl<V> List<V> {
     /// Adds an object.
     ///
     /// # Errors
-    /// Then its member would take too much memory.
-    fn add(&mut self, draft: Draft<V>) -> Result<(), OverBudget> {
+    /// With this object the member would exceed its memory budget.
+    fn add(&mut self, object: Converted<V>) -> Result<(), OverBudget> {
         if let Some(charge) = &mut self.charge {
-            charge.set(charge.bytes() + draft.weight)?;
+            charge.set(charge.bytes() + object.weight)?;
         }
-        self.drafts.push(draft);
+        self.objects.push(object);
         Ok(())
     }
 }
@@ -135,7 +136,7 @@ impl<V> Clone for Feed<V> {
         Self {
             table: Arc::clone(&self.table),
             convert: Arc::clone(&self.convert),
-            without: self.without,
+            unused_fields: self.unused_fields,
             changed: Arc::clone(&self.changed),
         }
     }
@@ -166,71 +167,72 @@ impl<V: Clone + PartialEq> Feed<V> {
             rows: BTreeMap::new(),
             malformed: BTreeMap::new(),
             trust: Trust::Pending,
-            listed: false,
-            read: false,
-            denied: None,
+            is_listed: false,
+            was_read: false,
+            denied_since: None,
             charge: None,
         };
         Self {
             table: Arc::new(Mutex::new(table)),
             convert: Arc::new(convert),
-            without: &[],
+            unused_fields: &[],
             changed,
         }
     }
 
-    /// Charges its rows to a member.
+    /// Charges the memory of its rows to a member.
     pub(crate) fn charged_to(self, account: &Account) -> Self {
         self.lock().charge = Some(account.charge());
         self
     }
 
-    /// Removes these fields (JSON pointers) before an object is converted, so that fields that are not used take no memory
-    /// beyond the answer that contained them.
-    pub(crate) fn without(mut self, fields: &'static [&'static str]) -> Self {
-        self.without = fields;
+    /// Removes these fields (paths such as `status/images`) before an object is converted, so that they take no memory beyond
+    /// the answer that contained them.
+    pub(crate) fn without_fields(mut self, fields: &'static [&'static str]) -> Self {
+        self.unused_fields = fields;
         self
     }
 
-    /// A charge for what is being listed, beside the rows that stand until the list is whole.
-    fn charge(&self) -> Option<Charge> {
+    /// A separate charge for a list in progress. Until the list is complete, the current rows stay and keep their own charge.
+    fn list_charge(&self) -> Option<Charge> {
         self.lock().charge.as_ref().map(Charge::another)
     }
 
-    /// Converts an object; `None` = its name is none of an object.
-    fn draft(&self, mut object: DynamicObject) -> Option<Draft<V>> {
+    /// Converts an object. `None` = no API server gives an object such a name, UID or version.
+    fn convert(&self, mut object: DynamicObject) -> Option<Converted<V>> {
         let (name, uid, version) = identity(&object.metadata)?;
-        weight::prune(&mut object, self.without);
+        weight::prune(&mut object, self.unused_fields);
         let weight = weight::of(&object) + size_of::<Row<V>>();
-        Some(Draft {
+        Some(Converted {
             name,
             uid,
             version,
             weight,
-            value: (self.convert)(object).map_err(|why| quoted(&why)),
+            value: (self.convert)(object).map_err(|why| sanitize(&why)),
         })
     }
 
-    /// How far it can be trusted now.
+    /// How far the table can be trusted now.
     pub(crate) fn trust(&self) -> Trust {
         self.lock().trust.clone()
     }
 
-    /// It was listed whole at least once, or is known not to be there.
-    pub(crate) fn listed(&self) -> bool {
-        self.lock().listed
+    /// Whether a list was complete at least once, or the kind does not exist.
+    pub(crate) fn is_listed(&self) -> bool {
+        self.lock().is_listed
     }
 
-    /// For how long the account has not been allowed to read it; `None` = it is, as far as is known.
-    pub(crate) fn denied(&self) -> Option<Duration> {
-        self.lock().denied.map(|since| since.elapsed())
+    /// For how long the account has not been allowed to read the kind. `None` if the last request was not refused.
+    pub(crate) fn denied_for(&self) -> Option<Duration> {
+        self.lock().denied_since.map(|since| since.elapsed())
     }
 
-    /// Whether the account was never let in and will not be: to it the kind is as good as not there. What was read once and
-    /// is refused now is something else, since what stands there still stands.
-    pub(crate) fn closed(&self) -> bool {
+    /// Whether the account was never allowed to read the kind. Such a kind is treated like one that does not exist.
+    ///
+    /// A kind that was read before does not count: its objects still exist although they cannot be read now.
+    pub(crate) fn is_forbidden(&self) -> bool {
         let table = self.lock();
-        !table.read && table.denied.is_some_and(|since| since.elapsed() >= BELIEVED)
+        !table.was_read && table.denied_since.is_some_and(|since| since.elapsed() >= DENIED_AFTER)
     }
 
     /// Reads all rows under the lock.
@@ -238,138 +240,143 @@ impl<V: Clone + PartialEq> Feed<V> {
         with(&self.lock().rows)
     }
 
-    /// Objects that do not parse, and why.
+    /// Objects that do not parse, with the reason.
     pub(crate) fn malformed(&self) -> BTreeMap<ObjectName, String> {
         self.lock().malformed.clone()
     }
 
-    /// Says how far the table can be trusted; wakes the loop when that is news, and says whether it is.
+    /// Sets how far the table can be trusted. Wakes the loop if that changed, and returns whether it did.
     pub(crate) fn set_trust(&self, trust: Trust) -> bool {
         let mut table = self.lock();
         if table.trust == trust {
-            if table.denied.is_some() {
+            if table.denied_since.is_some() {
                 drop(table);
-                // By now it may have lasted.
+                // The refusal may have reached `DENIED_AFTER` in the meantime.
                 self.changed.notify_one();
             }
             return false;
         }
-        table.denied = matches!(trust, Trust::Denied(_)).then(tokio::time::Instant::now);
+        table.denied_since = matches!(trust, Trust::Denied(_)).then(tokio::time::Instant::now);
         if trust == Trust::Absent {
             table.rows.clear();
             table.malformed.clear();
-            // Less always succeeds.
+            // A smaller charge never fails.
             let _ = table.charge.as_mut().map(|charge| charge.set(0));
         }
-        table.listed |= trust == Trust::Absent;
+        table.is_listed |= trust == Trust::Absent;
         table.trust = trust;
         drop(table);
         self.changed.notify_one();
         true
     }
 
-    /// The connection is another one, perhaps to another cluster: what we wrote is ahead of nothing any more.
+    /// Lets lists and events replace rows of our own writes, whatever their version. Called for a new connection, which may lead
+    /// to another cluster.
     pub(crate) fn forget_writes(&self) {
-        self.lock().rows.values_mut().for_each(|row| row.written = None);
+        self.lock().rows.values_mut().for_each(|row| row.written_at = None);
     }
 
-    /// An object as the watch shows it.
+    /// Stores an object from a watch event.
     ///
     /// # Errors
-    /// The member's objects take too much memory by now. This one is in the table; those after it must not be.
+    /// The member now exceeds its memory budget. This object is in the table; the caller must add no more.
     pub(crate) fn put(&self, object: DynamicObject) -> Result<(), OverBudget> {
-        self.take(object, None)
+        self.store(object, None)
     }
 
-    /// An object as the API server answered our own write.
-    pub(crate) fn wrote(&self, object: DynamicObject) {
-        // Over the budget: the watch, which brings the same object, says so.
-        let _ = self.take(object, Some(Instant::now()));
+    /// Stores an object that the API server returned for our own write.
+    pub(crate) fn put_written(&self, object: DynamicObject) {
+        // If this exceeds the budget, so does the watch event with the same object, which reports it.
+        let _ = self.store(object, Some(Instant::now()));
     }
 
-    fn take(&self, object: DynamicObject, written: Option<Instant>) -> Result<(), OverBudget> {
-        let Some(draft) = self.draft(object) else { return Ok(()) };
+    fn store(&self, object: DynamicObject, written_at: Option<Instant>) -> Result<(), OverBudget> {
+        let Some(object) = self.convert(object) else {
+            return Ok(());
+        };
         let mut table = self.lock();
-        let before = table.rows.get(&draft.name);
-        if before.is_some_and(|row| row.uid == draft.uid && row.may_be_ahead() && older(&draft.version, &row.version)) {
+        let before = table.rows.get(&object.name);
+        if before
+            .is_some_and(|row| row.uid == object.uid && row.may_be_ahead() && is_older(&object.version, &row.version))
+        {
             return Ok(());
         }
-        let name = draft.name.clone();
+        let name = object.name.clone();
         let freed = before.map_or(0, |row| row.weight);
-        let news = table.set(draft);
+        let has_changed = table.set(object);
         let mut taken = 0;
         if let Some(row) = table.rows.get_mut(&name) {
-            row.written = written;
+            row.written_at = written_at;
             taken = row.weight;
         }
-        let charged = table.grow(taken, freed);
+        let charged = table.update_charge(taken, freed);
         drop(table);
-        if news {
+        if has_changed {
             self.changed.notify_one();
         }
         charged
     }
 
-    /// The object is gone.
+    /// Removes the row of an object that was deleted.
     pub(crate) fn remove(&self, name: &ObjectName) {
         let mut table = self.lock();
         table.malformed.remove(name);
         if let Some(row) = table.rows.remove(name) {
-            // Less always succeeds.
-            let _ = table.grow(0, row.weight);
+            // A smaller charge never fails.
+            let _ = table.update_charge(0, row.weight);
             drop(table);
             self.changed.notify_one();
         }
     }
 
-    /// A whole list, as of `list_version`, takes the place of the table; rows that are newer than the list (our own
-    /// writes while it was made) stay. `current` = nothing contradicts that the list is up to date; otherwise the table is
-    /// trusted as far as before.
+    /// Replaces the table by a complete list. Rows of our own writes that are newer than the list stay.
+    ///
+    /// With `is_current` the table becomes live. Otherwise its trust does not change.
     fn replace(
         &self,
         List {
-            drafts,
+            objects,
             version: list_version,
             charge,
         }: List<V>,
-        current: bool,
+        is_current: bool,
     ) {
         let list_version = &*list_version;
         let mut table = self.lock();
         let before = std::mem::take(&mut table.rows);
         table.malformed.clear();
-        for draft in drafts {
-            if let (Err(_), Some(row)) = (&draft.value, before.get(&draft.name)) {
-                table.rows.insert(draft.name.clone(), row.clone());
+        for object in objects {
+            if let (Err(_), Some(row)) = (&object.value, before.get(&object.name)) {
+                table.rows.insert(object.name.clone(), row.clone());
             }
-            table.set(draft);
+            table.set(object);
         }
         for (name, row) in &before {
             let keep = row.may_be_ahead()
-                && older(list_version, &row.version)
+                && is_older(list_version, &row.version)
                 && table
                     .rows
                     .get(name)
-                    .is_none_or(|listed| older(&listed.version, &row.version));
+                    .is_none_or(|listed| is_older(&listed.version, &row.version));
             if keep {
                 table.rows.insert(name.clone(), row.clone());
             }
         }
-        // Almost all rows are those of the list, so the list's charge covers them.
+        // Nearly all rows are now those of the list, so its charge covers the table.
         if table.charge.is_some() {
             table.charge = charge;
         }
-        let trust = if current { Trust::Live } else { table.trust.clone() };
-        let same = table.listed
+        let trust = if is_current { Trust::Live } else { table.trust.clone() };
+        let same = table.is_listed
             && table.trust == trust
             && before.len() == table.rows.len()
             && before
                 .iter()
                 .zip(&table.rows)
                 .all(|(a, b)| a.0 == b.0 && a.1.value == b.1.value);
-        table.listed = true;
-        table.read = true;
-        table.denied = None;
+        table.is_listed = true;
+        table.was_read = true;
+        table.denied_since = None;
         table.trust = trust;
         drop(table);
         if !same {
@@ -379,20 +386,21 @@ impl<V: Clone + PartialEq> Feed<V> {
 }
 
 impl<V: PartialEq> Table<V> {
-    /// Writes one row; whether a reader can tell. A malformed object keeps its last value: nothing is deleted because of
-    /// what could not be read.
-    fn set(&mut self, draft: Draft<V>) -> bool {
-        let Draft {
+    /// Sets one row. Returns whether a reader sees a difference.
+    ///
+    /// A malformed object keeps its last value. Otherwise an object that cannot be read would look like a deleted one.
+    fn set(&mut self, object: Converted<V>) -> bool {
+        let Converted {
             name,
             uid,
             version,
             weight,
             value,
-        } = draft;
+        } = object;
         match value {
             Ok(Some(value)) => {
-                let news = self.rows.get(&name).is_none_or(|row| row.value != value);
-                let news = self.malformed.remove(&name).is_some() || news;
+                let has_changed = self.rows.get(&name).is_none_or(|row| row.value != value);
+                let has_changed = self.malformed.remove(&name).is_some() || has_changed;
                 self.rows.insert(
                     name,
                     Row {
@@ -400,10 +408,10 @@ impl<V: PartialEq> Table<V> {
                         uid,
                         version,
                         weight,
-                        written: None,
+                        written_at: None,
                     },
                 );
-                news
+                has_changed
             }
             Ok(None) => {
                 self.malformed.remove(&name);
@@ -414,26 +422,26 @@ impl<V: PartialEq> Table<V> {
                     return false;
                 }
                 if self.malformed.get(&name) != Some(&why) {
-                    tracing::warn!(object = %name, %why, "malformed object; it costs itself and nothing else");
+                    tracing::warn!(object = %name, %why, "malformed object; its last valid version stays in use");
                 }
                 self.malformed.insert(name, why.clone()) != Some(why)
             }
         }
     }
 
-    /// One row came to weigh `taken` and no longer `freed`.
-    fn grow(&mut self, taken: usize, freed: usize) -> Result<(), OverBudget> {
+    /// Adds `taken` bytes to the charge and subtracts `freed`.
+    fn update_charge(&mut self, taken: usize, freed: usize) -> Result<(), OverBudget> {
         let Some(charge) = &mut self.charge else { return Ok(()) };
         charge.set((charge.bytes() + taken).saturating_sub(freed))
     }
 }
 
-/// Name, UID and resourceVersion; `None` = they are none that an API server gives, and could be of any length.
+/// Returns name, UID and resourceVersion. `None` if no API server gives such values: a hostile one could send any length.
 fn identity(metadata: &ObjectMeta) -> Option<(ObjectName, String, String)> {
     fn text(field: Option<&String>, max: usize) -> Option<String> {
         let text = field.map_or("", String::as_str);
-        let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._:".contains(&byte);
-        (text.len() <= max && text.bytes().all(plain)).then(|| text.to_owned())
+        let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-._:".contains(&byte);
+        (text.len() <= max && text.bytes().all(is_allowed)).then(|| text.to_owned())
     }
     let name = ObjectName {
         namespace: text(metadata.namespace.as_ref(), 63)?,
@@ -446,9 +454,9 @@ fn identity(metadata: &ObjectMeta) -> Option<(ObjectName, String, String)> {
     Some((name, uid, version))
 }
 
-/// Whether resourceVersion `a` is older than `b`. They compare as numbers within one kind (Kubernetes 1.35, KEP-5504, and
-/// etcd before that); what is no number is never older.
-fn older(a: &str, b: &str) -> bool {
+/// Whether resourceVersion `a` is older than `b`. Within one kind they compare as numbers (guaranteed since Kubernetes 1.35,
+/// KEP-5504; earlier they are etcd's revisions). A version that is not a number is never older.
+fn is_older(a: &str, b: &str) -> bool {
     matches!((a.parse::<u64>(), b.parse::<u64>()), (Ok(a), Ok(b)) if a < b)
 }
 

@@ -1,22 +1,22 @@
-//! What is particular to the hub: its id, its own API's names, what its namespaces may, and the operator's settings. No watch and no write here.
+//! Holds what is known of the hub from the start: client, id, API server addresses, permissions of namespaces, settings.
 
 use clustermesh_access::{kubeconfig::HubHosts, memory::Memory};
 use clustermesh_core::{hub::HubNamespaces, plan::Settings};
 use kube::Client;
 
-/// The hub, as every session and the reconcile loop know it.
+/// The hub, shared by every session and the reconcile loop.
 #[derive(Clone)]
 pub(crate) struct Hub {
     /// The controller's own client.
     pub(crate) client: Client,
     /// `--hub-id`, or the UID of kube-system.
     pub(crate) id: String,
-    /// Where its API is.
+    /// Names and addresses of its API servers. Kubeconfigs of members must not point at them.
     pub(crate) hosts: HubHosts,
-    /// What all members may take of this process's memory.
+    /// The memory budget for data of all members.
     pub(crate) memory: Memory,
-    /// What meshes of each namespace may ask for.
+    /// What ClusterMeshes of each namespace may contain.
     pub(crate) namespaces: HubNamespaces,
-    /// What the operator set for all meshes.
+    /// Settings that the operator chose for all meshes.
     pub(crate) settings: Settings,
 }

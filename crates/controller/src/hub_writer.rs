@@ -1,7 +1,8 @@
-//! Writes to the hub on behalf of the reconcile loop: finalizers, status and Events of ClusterMeshes.
+//! Writes finalizers, status and Events of ClusterMeshes to the hub, in the background.
 //!
-//! A pass publishes what should stand ([`HubWriter::publish`]) and goes on; a task of this module writes it. Each mesh has one
-//! pending value, the last that was published. A hub that is slow or away delays nothing but these writes.
+//! Each pass of the reconcile loop hands over the desired values ([`HubWriter::publish`]) and does not wait. A task of this
+//! module writes them. For each mesh only the values of the last pass are kept. A hub that is slow or down delays only these
+//! writes, never a pass.
 
 use std::{
     collections::BTreeMap,
@@ -21,7 +22,7 @@ use tokio::{sync::Notify, time::Instant};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::{
-    backoff::{Backoff, Bucket, sleep_until},
+    backoff::{Backoff, TokenBucket, sleep_until},
     events::{EventPublisher, Notice, Reported},
     feed::Feed,
     report::Report,
@@ -29,34 +30,35 @@ use crate::{
 
 mod requests;
 
-/// Meshes that are written at the same time.
-const CONCURRENT: usize = 4;
+/// Requests in flight at the same time.
+const MAX_IN_FLIGHT: usize = 4;
 /// The longest pause after a failure.
-const PAUSE: Duration = Duration::from_secs(30);
-/// Reports of one mesh: so many at once, then one each interval. A mesh that never comes to rest is not a write a second.
-const REPORTS: u32 = 10;
-const REPORT_INTERVAL: Duration = Duration::from_secs(5);
+const MAX_PAUSE: Duration = Duration::from_secs(30);
+/// Status writes of one mesh: this many at once, then one each interval. It limits a mesh whose status changes all the time.
+const STATUS_BURST: u32 = 10;
+const STATUS_INTERVAL: Duration = Duration::from_secs(5);
 
-/// What should stand at the hub for one mesh.
+/// The desired finalizer, status and Events of one ClusterMesh.
 pub(crate) struct Desired {
-    /// The object on which the pass decided.
+    /// The version of the object that the pass read.
     pub(crate) object: Arc<ClusterMesh>,
-    /// A change of our finalizer.
-    pub(crate) finalizer: Option<Finalizer>,
-    /// Status and Events; `None` = the last report stays.
+    /// The change of our finalizer, if it needs one.
+    pub(crate) finalizer: Option<FinalizerChange>,
+    /// Status and Events. `None` keeps the last report.
     pub(crate) report: Option<Report>,
 }
 
 /// What to do with our finalizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Finalizer {
-    /// The mesh may be served from then on.
+pub(crate) enum FinalizerChange {
+    /// The mesh is served once it has the finalizer.
     Add,
-    /// Nothing of it is left. Written only over the version of the object on which this was decided.
+    /// No object of the mesh is left in any member. The request carries the resourceVersion that the pass read, so it fails if
+    /// the ClusterMesh changed since.
     Remove,
 }
 
-/// The writer. Dropping it ends the task.
+/// Hands values to the task that writes them. Dropping it ends the task.
 pub(crate) struct HubWriter {
     shared: Arc<Shared>,
     _task: AbortOnDropHandle<()>,
@@ -73,30 +75,30 @@ struct Shared {
 #[derive(Default)]
 struct Queue {
     meshes: BTreeMap<MeshId, Entry>,
-    /// The hub as a whole does not answer, or asks to slow down.
-    hub: Option<Backoff>,
-    /// What it refuses, by kind of write and status code.
-    refused: BTreeMap<(Write, u16), Backoff>,
+    /// Delays all writes while the hub does not answer or asks to slow down.
+    outage: Option<Backoff>,
+    /// Delays writes that the hub refuses, by kind of write and status code.
+    refused: BTreeMap<(WriteKind, u16), Backoff>,
 }
 
 struct Entry {
     object: Arc<ClusterMesh>,
-    finalizer: Option<Finalizer>,
+    finalizer: Option<FinalizerChange>,
     report: Option<Report>,
     reported: Option<Reported>,
-    /// Why a kind of write waits: its code in [`Queue::refused`].
-    blocked: BTreeMap<Write, u16>,
-    bucket: Bucket,
-    /// Its status was written, and no Events since.
-    told: bool,
-    /// Published since it was last found to be done.
-    dirty: bool,
-    writing: bool,
+    /// Kinds of writes that the hub refused, with the status code: the keys of their backoff in [`Queue::refused`].
+    blocked: BTreeMap<WriteKind, u16>,
+    bucket: TokenBucket,
+    /// The status was written and its Events were not yet.
+    events_due: bool,
+    /// The entry may have something to write.
+    is_dirty: bool,
+    is_writing: bool,
 }
 
-/// Kinds of writes, in the order in which one mesh has them.
+/// Kinds of writes, in the order in which they are sent for one mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Write {
+enum WriteKind {
     Finalizer,
     Status,
     Events,
@@ -104,36 +106,36 @@ enum Write {
 
 /// One write that is due.
 enum Job {
-    Add(Arc<ClusterMesh>),
-    Remove(Arc<ClusterMesh>),
+    AddFinalizer(Arc<ClusterMesh>),
+    RemoveFinalizer(Arc<ClusterMesh>),
     Status(Arc<ClusterMesh>, Box<ClusterMeshStatus>),
     Events(Arc<ClusterMesh>, Vec<Notice>),
 }
 
 impl Job {
-    const fn write(&self) -> Write {
+    const fn kind(&self) -> WriteKind {
         match self {
-            Self::Add(_) | Self::Remove(_) => Write::Finalizer,
-            Self::Status(..) => Write::Status,
-            Self::Events(..) => Write::Events,
+            Self::AddFinalizer(_) | Self::RemoveFinalizer(_) => WriteKind::Finalizer,
+            Self::Status(..) => WriteKind::Status,
+            Self::Events(..) => WriteKind::Events,
         }
     }
 }
 
-/// What became of a write.
+/// The result of a write.
 enum Outcome {
-    /// Written; of Events these.
+    /// It succeeded. Contains the notices whose Events need no further write.
     Done(Vec<Notice>),
-    /// The object changed meanwhile: its next version comes by the watch, and with it the next pass.
+    /// The object changed in the meantime. The watch delivers its next version, which starts the next pass.
     Outdated,
-    /// The hub refuses it with this code.
+    /// The hub refused it with this status code.
     Refused(u16),
-    /// The hub gave no answer, or asks to slow down; of Events all but these.
+    /// The hub gave no answer or asked to slow down. Contains the notices whose Events need no further write.
     Unavailable(Vec<Notice>),
 }
 
 impl HubWriter {
-    /// Starts the task. `meshes` = the ClusterMeshes as they are watched; answers to writes are put there.
+    /// Starts the task. `meshes` is the feed of ClusterMeshes; the objects that the hub returns for our writes are put into it.
     pub(crate) fn start(client: Client, meshes: Feed<Arc<ClusterMesh>>, events: EventPublisher) -> Self {
         let shared = Arc::new(Shared {
             queue: Mutex::default(),
@@ -149,7 +151,7 @@ impl HubWriter {
         }
     }
 
-    /// Replaces what should stand. Meshes that are not named are forgotten.
+    /// Replaces the desired values. Drops meshes that `desired` does not contain.
     pub(crate) fn publish(&self, desired: BTreeMap<MeshId, Desired>) {
         let now = Instant::now();
         let mut queue = self.shared.queue();
@@ -161,10 +163,10 @@ impl HubWriter {
                 report: None,
                 reported: None,
                 blocked: BTreeMap::new(),
-                bucket: Bucket::new(now, REPORTS, REPORT_INTERVAL),
-                told: false,
-                dirty: true,
-                writing: false,
+                bucket: TokenBucket::new(now, STATUS_BURST, STATUS_INTERVAL),
+                events_due: false,
+                is_dirty: true,
+                is_writing: false,
             });
             entry.set(desired);
         }
@@ -184,23 +186,25 @@ impl Entry {
             (self.report, self.reported) = (None, None);
         }
         if let Some(report) = report {
-            // Before the first status of this process is written over what an earlier one reported.
+            // This reads the status of an earlier process, so it must happen before the first status write of this one.
             let reported = self.reported.take();
-            self.reported = Some(reported.unwrap_or_else(|| Reported::before(&object, &report.notices)));
+            self.reported = Some(reported.unwrap_or_else(|| Reported::from_status(&object, &report.notices)));
             self.report = Some(report);
         }
-        (self.object, self.finalizer, self.dirty) = (object, finalizer, true);
+        (self.object, self.finalizer, self.is_dirty) = (object, finalizer, true);
     }
 
-    /// The first write that is due, of the object as it stands now. `waits` = for a kind of write: until when.
-    fn job(
+    /// Returns the first write that is due. `Err` is the time at which one will be, or `None` if nothing is left to write.
+    ///
+    /// `current` is the object as the watch last showed it. `blocked_until` returns how long a kind of write has to wait.
+    fn next_job(
         &mut self,
-        standing: &Arc<ClusterMesh>,
+        current: &Arc<ClusterMesh>,
         now: Instant,
-        waits: impl Fn(Write, &BTreeMap<Write, u16>) -> Option<Instant>,
+        blocked_until: impl Fn(WriteKind, &BTreeMap<WriteKind, u16>) -> Option<Instant>,
     ) -> Result<Job, Option<Instant>> {
         let mut next: Option<Instant> = None;
-        let mut due = |write| match waits(write, &self.blocked) {
+        let mut is_due = |kind| match blocked_until(kind, &self.blocked) {
             None => true,
             Some(until) => {
                 next = Some(next.map_or(until, |next| next.min(until)));
@@ -208,12 +212,12 @@ impl Entry {
             }
         };
         match self.finalizer {
-            Some(Finalizer::Add) if !is_finalized(standing) && due(Write::Finalizer) => {
-                return Ok(Job::Add(Arc::clone(standing)));
+            Some(FinalizerChange::Add) if !is_finalized(current) && is_due(WriteKind::Finalizer) => {
+                return Ok(Job::AddFinalizer(Arc::clone(current)));
             }
-            Some(Finalizer::Remove) if is_finalized(standing) => {
-                return if due(Write::Finalizer) {
-                    Ok(Job::Remove(Arc::clone(&self.object)))
+            Some(FinalizerChange::Remove) if is_finalized(current) => {
+                return if is_due(WriteKind::Finalizer) {
+                    Ok(Job::RemoveFinalizer(Arc::clone(&self.object)))
                 } else {
                     Err(next)
                 };
@@ -221,30 +225,30 @@ impl Entry {
             _ => {}
         }
         let Some(report) = &self.report else { return Err(next) };
-        let status = report.status(standing.status.as_ref(), &Time(k8s_openapi::jiff::Timestamp::now()));
-        let differs = standing.status.as_ref() != Some(&status);
-        if differs && due(Write::Status) {
+        let status = report.status(current.status.as_ref(), &Time(k8s_openapi::jiff::Timestamp::now()));
+        let differs = current.status.as_ref() != Some(&status);
+        if differs && is_due(WriteKind::Status) {
             if self.bucket.take(now) {
-                return Ok(Job::Status(Arc::clone(standing), Box::new(status)));
+                return Ok(Job::Status(Arc::clone(current), Box::new(status)));
             }
-            let until = self.bucket.ready();
+            let until = self.bucket.ready_at();
             next = Some(next.map_or(until, |next| next.min(until)));
         }
-        // Also where the next report differs already: a mesh that never comes to rest has Events, too.
-        if differs && !self.told {
+        // Events follow a status write. They do not wait until the status is up to date: a mesh whose status changes all the
+        // time would never have any.
+        if differs && !self.events_due {
             return Err(next);
         }
-        let news = self
+        let unpublished = self
             .reported
             .iter_mut()
-            .flat_map(|reported| reported.news(&report.notices));
-        let news: Vec<Notice> = news.collect();
-        let waits = waits(Write::Events, &self.blocked);
-        match waits {
-            _ if news.is_empty() => Err(next),
+            .flat_map(|reported| reported.unpublished(&report.notices));
+        let unpublished: Vec<Notice> = unpublished.collect();
+        match blocked_until(WriteKind::Events, &self.blocked) {
+            _ if unpublished.is_empty() => Err(next),
             None => {
-                self.told = false;
-                Ok(Job::Events(Arc::clone(standing), news))
+                self.events_due = false;
+                Ok(Job::Events(Arc::clone(current), unpublished))
             }
             Some(until) => Err(Some(next.map_or(until, |next| next.min(until)))),
         }
@@ -252,80 +256,81 @@ impl Entry {
 }
 
 impl Queue {
-    /// The first mesh with a write that is due, else until when to wait.
+    /// Returns the first mesh with a write that is due, and marks it as being written. `Err` is the time at which to look again.
     fn next(&mut self, meshes: &Feed<Arc<ClusterMesh>>, now: Instant) -> Result<(MeshId, Job), Option<Instant>> {
         let mut wait: Option<Instant> = None;
         let mut earliest = |until: Instant| wait = Some(wait.map_or(until, |wait: Instant| wait.min(until)));
-        if let Some(hub) = self.hub.as_ref().filter(|hub| hub.waits(now)) {
-            return Err(Some(hub.until()));
+        if let Some(outage) = self.outage.as_ref().filter(|outage| outage.is_waiting(now)) {
+            return Err(Some(outage.until()));
         }
         let refused = &self.refused;
-        let waits = |write, blocked: &BTreeMap<Write, u16>| {
-            let backoff = refused.get(&(write, *blocked.get(&write)?))?;
-            backoff.waits(now).then(|| backoff.until())
+        let blocked_until = |kind, blocked: &BTreeMap<WriteKind, u16>| {
+            let backoff = refused.get(&(kind, *blocked.get(&kind)?))?;
+            backoff.is_waiting(now).then(|| backoff.until())
         };
         for (id, entry) in self
             .meshes
             .iter_mut()
-            .filter(|(_, entry)| entry.dirty && !entry.writing)
+            .filter(|(_, entry)| entry.is_dirty && !entry.is_writing)
         {
             let name = ObjectName {
                 namespace: id.namespace.clone(),
                 name: id.name.clone(),
             };
-            let standing = meshes.read(|rows| rows.get(&name).map(|row| Arc::clone(&row.value)));
-            let same = |standing: &Arc<ClusterMesh>| standing.metadata.uid == entry.object.metadata.uid;
-            let Some(standing) = standing.filter(same) else {
-                entry.dirty = false;
+            let current = meshes.read(|rows| rows.get(&name).map(|row| Arc::clone(&row.value)));
+            let same = |current: &Arc<ClusterMesh>| current.metadata.uid == entry.object.metadata.uid;
+            let Some(current) = current.filter(same) else {
+                entry.is_dirty = false;
                 continue;
             };
-            match entry.job(&standing, now, waits) {
+            match entry.next_job(&current, now, blocked_until) {
                 Ok(job) => {
-                    (entry.writing, entry.dirty) = (true, false);
+                    (entry.is_writing, entry.is_dirty) = (true, false);
                     return Ok((id.clone(), job));
                 }
                 Err(Some(until)) => earliest(until),
-                Err(None) => entry.dirty = false,
+                Err(None) => entry.is_dirty = false,
             }
         }
         Err(wait)
     }
 
-    fn note(&mut self, id: &MeshId, write: Write, outcome: Outcome, now: Instant) {
+    /// Takes over the outcome of a write.
+    fn record(&mut self, id: &MeshId, kind: WriteKind, outcome: Outcome, now: Instant) {
         let published = match &outcome {
             Outcome::Done(events) | Outcome::Unavailable(events) => &events[..],
             Outcome::Outdated | Outcome::Refused(_) => &[],
         };
         let entry = self.meshes.get_mut(id);
         let blocked = entry.map(|entry| {
-            entry.writing = false;
-            entry.told |= write == Write::Status && matches!(outcome, Outcome::Done(_));
+            entry.is_writing = false;
+            entry.events_due |= kind == WriteKind::Status && matches!(outcome, Outcome::Done(_));
             for notice in published {
                 entry.reported.get_or_insert_default().add(notice);
             }
-            // What is outdated waits for what the next pass publishes, unless that has happened already.
-            entry.dirty |= !matches!(outcome, Outcome::Outdated);
+            // After `Outdated` the next pass publishes new values. It may have done so already, hence `|=`.
+            entry.is_dirty |= !matches!(outcome, Outcome::Outdated);
             match outcome {
-                Outcome::Refused(code) => entry.blocked.insert(write, code),
-                _ => entry.blocked.remove(&write),
+                Outcome::Refused(code) => entry.blocked.insert(kind, code),
+                _ => entry.blocked.remove(&kind),
             }
         });
         match outcome {
             Outcome::Done(_) | Outcome::Outdated => {
-                self.hub = None;
+                self.outage = None;
                 if let Some(code) = blocked.flatten() {
-                    self.refused.remove(&(write, code));
+                    self.refused.remove(&(kind, code));
                 }
             }
             Outcome::Refused(code) => {
-                self.hub = None;
-                let backoff = self.refused.entry((write, code));
-                let backoff = backoff.or_insert_with(|| Backoff::new(now, PAUSE));
-                backoff.failed(now);
+                self.outage = None;
+                let backoff = self.refused.entry((kind, code));
+                let backoff = backoff.or_insert_with(|| Backoff::new(now, MAX_PAUSE));
+                backoff.record_failure(now);
             }
-            Outcome::Unavailable(_) => match &mut self.hub {
-                Some(hub) => hub.failed(now),
-                None => self.hub = Some(Backoff::new(now, PAUSE)),
+            Outcome::Unavailable(_) => match &mut self.outage {
+                Some(outage) => outage.record_failure(now),
+                None => self.outage = Some(Backoff::new(now, MAX_PAUSE)),
             },
         }
     }
@@ -340,21 +345,21 @@ impl Shared {
         let mut writing = FuturesUnordered::new();
         loop {
             let wait = loop {
-                if writing.len() >= CONCURRENT {
+                if writing.len() >= MAX_IN_FLIGHT {
                     break None;
                 }
                 let next = self.queue().next(&self.meshes, Instant::now());
                 match next {
                     Ok((id, job)) => writing.push(async {
-                        let write = job.write();
+                        let kind = job.kind();
                         let outcome = self.write(&id, job).await;
-                        (id, write, outcome)
+                        (id, kind, outcome)
                     }),
                     Err(wait) => break wait,
                 }
             };
             tokio::select! {
-                Some((id, write, outcome)) = writing.next() => self.queue().note(&id, write, outcome, Instant::now()),
+                Some((id, kind, outcome)) = writing.next() => self.queue().record(&id, kind, outcome, Instant::now()),
                 () = self.published.notified() => {}
                 () = sleep_until(wait) => {}
             }
@@ -362,39 +367,39 @@ impl Shared {
     }
 
     async fn write(&self, id: &MeshId, job: Job) -> Outcome {
-        let write = job.write();
+        let kind = job.kind();
         let answer = match job {
-            Job::Add(object) => requests::add_finalizer(&self.client, &object).await.map(Some),
-            Job::Remove(object) => {
+            Job::AddFinalizer(object) => requests::add_finalizer(&self.client, &object).await.map(Some),
+            Job::RemoveFinalizer(object) => {
                 let answer = requests::remove_finalizer(&self.client, &object).await;
                 answer.map(|()| {
                     tracing::info!(mesh = %id, "finalizer removed: nothing of the mesh is left");
                     None
                 })
             }
-            Job::Status(object, status) => requests::status(&self.client, &object, &status).await.map(Some),
-            Job::Events(object, news) => {
-                let (published, failed) = self.events.publish(id, &object, news).await;
+            Job::Status(object, status) => requests::apply_status(&self.client, &object, &status).await.map(Some),
+            Job::Events(object, notices) => {
+                let (published, failed) = self.events.publish(id, &object, notices).await;
                 return match failed {
                     None => Outcome::Done(published),
-                    Some(error) => failure(&error, published),
+                    Some(error) => classify_error(&error, published),
                 };
             }
         };
         match answer {
             Ok(object) => {
                 if let Some(object) = object {
-                    requests::put(&self.meshes, &object);
+                    requests::update_feed(&self.meshes, &object);
                 }
                 Outcome::Done(vec![])
             }
             Err(error) => {
-                let outcome = failure(&error, vec![]);
+                let outcome = classify_error(&error, vec![]);
                 let error = &error as &dyn std::error::Error;
                 if matches!(outcome, Outcome::Outdated) {
-                    tracing::debug!(mesh = %id, ?write, error, "the ClusterMesh has changed; the next pass decides again");
+                    tracing::debug!(mesh = %id, write = ?kind, error, "the ClusterMesh has changed; the next pass decides again");
                 } else {
-                    tracing::warn!(mesh = %id, ?write, error, "not written to the hub");
+                    tracing::warn!(mesh = %id, write = ?kind, error, "not written to the hub");
                 }
                 outcome
             }
@@ -402,7 +407,7 @@ impl Shared {
     }
 }
 
-fn failure(error: &kube::Error, published: Vec<Notice>) -> Outcome {
+fn classify_error(error: &kube::Error, published: Vec<Notice>) -> Outcome {
     match error {
         kube::Error::Api(status) => match status.code {
             404 | 409 => Outcome::Outdated,
@@ -413,7 +418,7 @@ fn failure(error: &kube::Error, published: Vec<Notice>) -> Outcome {
     }
 }
 
-/// Whether the mesh carries our finalizer.
+/// Whether the ClusterMesh has our finalizer.
 pub(crate) fn is_finalized(object: &ClusterMesh) -> bool {
     let finalizers = object.metadata.finalizers.iter().flatten();
     finalizers.into_iter().any(|name| name == FINALIZER)

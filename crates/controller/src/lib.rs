@@ -1,20 +1,21 @@
-//! `clustermesh-controller`: reads ClusterMeshes and the kubeconfigs they name, watches every member, and keeps the Peers,
-//! PeerPolicies and mirrored Services of each true. What they should be is decided in `clustermesh_core`.
+//! `clustermesh-controller`: reads ClusterMeshes and the kubeconfig Secrets that they reference, watches every member, and
+//! reconciles the Peers, PeerPolicies, SandboxAccesses and mirrored Services there. `clustermesh_core` computes the desired
+//! state.
 #![forbid(unsafe_code)]
 
+mod api_error;
 mod apply;
 pub mod args;
 mod backoff;
 mod events;
 mod feed;
-mod held;
+mod held_nodes;
 mod hub;
 mod hub_writer;
-mod lagging;
 mod metrics;
+mod outdated_agents;
 mod reconcile;
 mod report;
-mod resolve;
+mod resolver;
 pub mod run;
 mod session;
-mod trouble;

@@ -1,4 +1,4 @@
-//! `clustermesh-controller`, the program.
+//! The program `clustermesh-controller`: parses the command line, starts logging and runs the controller.
 #![forbid(unsafe_code)]
 
 use clap::Parser;

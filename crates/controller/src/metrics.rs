@@ -1,4 +1,5 @@
-//! The controller's metrics, by name and label. Labels are words of ours and names of clusters, never of nodes.
+//! The controller's metrics. Their labels are fixed words and names of meshes and clusters. Names of nodes are never labels,
+//! because their number is unbounded.
 
 use std::{
     collections::BTreeMap,
@@ -21,12 +22,12 @@ struct Write {
     result: &'static str,
 }
 
-/// One entry of one mesh.
+/// The labels of one entry of a mesh's `spec.clusters`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Entry {
     /// `namespace/name` of the mesh.
     pub(crate) mesh: String,
-    /// The entry.
+    /// Name of the entry.
     pub(crate) cluster: String,
 }
 
@@ -50,11 +51,11 @@ struct Over {
     limit: &'static str,
 }
 
-/// All of them; clones are the same.
+/// All metrics. Clones share their values.
 #[derive(Debug, Clone)]
 pub(crate) struct Metrics {
-    plans: Counter,
-    plan_seconds: Histogram,
+    passes: Counter,
+    pass_seconds: Histogram,
     writes: Family<Write, Counter>,
     entries: Entries,
     over: Family<Over, Counter>,
@@ -63,17 +64,16 @@ pub(crate) struct Metrics {
 /// The gauges of one entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct EntryGauges {
-    /// Which.
     pub(crate) entry: Entry,
-    /// Its nodes that are registered in the others.
+    /// Number of its nodes that are registered in other members.
     pub(crate) registered: usize,
-    /// The state its member is in.
+    /// The kind of its member's observation: `Fresh`, `Stale`, `Unreachable` or `Missing`.
     pub(crate) state: &'static str,
-    /// Its nodes that are left out, by reason.
+    /// Number of its nodes that are left out, by reason.
     pub(crate) skipped: BTreeMap<String, usize>,
 }
 
-/// The gauges of all entries, as the last pass replaced them: a scrape sees those of one pass, whole.
+/// The gauges of all entries. Each pass replaces them together, so a scrape sees the values of one pass.
 #[derive(Debug, Clone, Default)]
 struct Entries(Arc<Mutex<Arc<Vec<EntryGauges>>>>);
 
@@ -134,8 +134,8 @@ impl Default for Metrics {
     fn default() -> Self {
         let buckets = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0];
         Self {
-            plans: Counter::default(),
-            plan_seconds: Histogram::new(buckets),
+            passes: Counter::default(),
+            pass_seconds: Histogram::new(buckets),
             writes: Family::default(),
             entries: Entries::default(),
             over: Family::default(),
@@ -144,13 +144,13 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Puts them into the registry.
+    /// Adds them to the registry.
     pub(crate) fn register(&self, registry: &mut Registry) {
-        registry.register("reconciles", "Passes of observe, plan, diff", self.plans.clone());
+        registry.register("reconciles", "Passes of observe, plan, diff", self.passes.clone());
         registry.register(
             "reconcile_seconds",
             "Time of one pass, without the writes",
-            self.plan_seconds.clone(),
+            self.pass_seconds.clone(),
         );
         registry.register(
             "writes",
@@ -165,20 +165,20 @@ impl Metrics {
         );
     }
 
-    /// Something of a member was not taken.
-    pub(crate) fn over_budget(&self, member: &str, limit: &'static str) {
+    /// Counts data of a member that exceeded a limit.
+    pub(crate) fn count_over_budget(&self, member: &str, limit: &'static str) {
         let member = member.to_owned();
         self.over.get_or_create(&Over { member, limit }).inc();
     }
 
-    /// One pass took this long.
-    pub(crate) fn planned(&self, took: Duration) {
-        self.plans.inc();
-        self.plan_seconds.observe(took.as_secs_f64());
+    /// Counts a pass and its duration.
+    pub(crate) fn record_pass(&self, took: Duration) {
+        self.passes.inc();
+        self.pass_seconds.observe(took.as_secs_f64());
     }
 
-    /// One write ended so.
-    pub(crate) fn wrote(&self, kind: &'static str, action: &'static str, result: &'static str) {
+    /// Counts a write by its result.
+    pub(crate) fn record_write(&self, kind: &'static str, action: &'static str, result: &'static str) {
         self.writes.get_or_create(&Write { kind, action, result }).inc();
     }
 
@@ -193,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gauges_are_replaced_whole() {
+    fn replaced_gauges_leave_no_old_series() {
         let metrics = Metrics::default();
         let mut registry = Registry::default();
         metrics.register(&mut registry);

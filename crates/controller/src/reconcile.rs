@@ -1,5 +1,8 @@
-//! The loop: observe -> plan -> diff -> apply -> report. It holds the sessions and the writers; the three in the middle are
-//! `clustermesh_core`'s.
+//! The reconcile loop. Each pass observes all members, plans, computes the diff, hands its steps to the members' writers and
+//! reports.
+//!
+//! `clustermesh_core` plans and computes the diff, as pure functions. This module holds what lives longer than one pass: the
+//! session and the writer of each member.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,52 +22,52 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use tokio_util::task::TaskTracker;
 
 use crate::{
-    apply::{Claims, Target, Writer},
+    apply::{Claims, Connection, MemberWriter},
     feed::{Changed, Feed, Trust},
-    held::Held,
+    held_nodes::HeldNodes,
     hub::Hub,
     hub_writer::HubWriter,
-    lagging::Lagging,
     metrics::Metrics,
-    resolve::{self, Resolver},
+    outdated_agents::OutdatedAgents,
+    resolver::{Resolver, collect_names},
     session::{Interest, Session},
 };
 
 mod finalize;
-mod links;
+mod link_reports;
 mod meshes;
 mod removed;
 mod status;
 
-use links::Links;
-use meshes::{Known, Served, know};
+use link_reports::LinkReports;
+use meshes::{LastServed, LoadedMesh, load_meshes};
 use removed::RemovedClusters;
-pub(crate) use removed::Row as RemovedRow;
-use status::seconds;
+pub(crate) use removed::RemovedRow;
+use status::truncate_to_seconds;
 
-/// Without news, everything is looked at again after this.
+/// Without a change, the next pass runs after this time.
 const RESYNC: Duration = Duration::from_secs(30);
-/// While something is on its way, after this.
-const SOON: Duration = Duration::from_millis(500);
+/// The same while writes are in flight or a report waits.
+const PENDING_RESYNC: Duration = Duration::from_millis(500);
 
-/// One member: what is seen of it, and what writes into it.
+/// One member: the session that observes it, and the writer that changes it.
 struct Member {
     session: Arc<Session>,
-    writer: Writer,
+    writer: MemberWriter,
 }
 
-/// What the loop shows of itself at `/debug/state`.
-pub(crate) type Shown = Arc<Mutex<View>>;
+/// The content of `/debug/state`, shared with the admin endpoint.
+pub(crate) type SharedDebugView = Arc<Mutex<DebugView>>;
 
-/// The loop's last pass.
+/// The last pass, for `/debug/state`.
 #[derive(Default)]
-pub(crate) struct View {
+pub(crate) struct DebugView {
     sessions: BTreeMap<String, Arc<Session>>,
     meshes: serde_json::Value,
 }
 
-impl View {
-    /// As JSON, without secrets.
+impl DebugView {
+    /// Returns it as JSON, without secrets.
     pub(crate) fn dump(&self) -> serde_json::Value {
         let sessions: BTreeMap<_, _> = self
             .sessions
@@ -75,41 +78,42 @@ impl View {
     }
 }
 
-/// The loop's memory.
+/// What the loop keeps between passes.
 pub(crate) struct Reconciler {
     hub: Arc<Hub>,
     meshes: Feed<Arc<ClusterMesh>>,
     members: BTreeMap<ClusterIdentity, Member>,
-    held: Held,
+    held_nodes: HeldNodes,
     resolver: Resolver,
     hub_writer: HubWriter,
     metrics: Metrics,
     changed: Changed,
-    /// Writes that are on their way; waited for at the end.
+    /// The tasks that write into members. Shutdown waits for them.
     pub(crate) tasks: TaskTracker,
-    /// When each entry last came to hold all it should.
+    /// When all objects of each mesh entry last became as planned (`lastSync`).
     synced: BTreeMap<(MeshId, String), Time>,
-    /// Since when the report of a mesh waits for its writes.
+    /// Since when the report of a mesh has been waiting for its writes.
     unreported: BTreeMap<MeshId, Instant>,
-    /// What each mesh meant when it was last served.
-    served: Served,
-    /// Clusters that meshes no longer name, where objects of theirs may be left.
+    /// The last valid content of each mesh.
+    last_served: LastServed,
+    /// Clusters that a mesh no longer names but that may still contain its objects.
     removed: RemovedClusters,
-    /// Broken links as they were last told.
-    links: Links,
-    /// Nodes whose agents enforce other PeerPolicies than stand.
-    lagging: Lagging,
-    gateways_lagging: Lagging,
-    shown: Shown,
+    /// The broken links in the last report of each mesh.
+    link_reports: LinkReports,
+    /// Nodes whose agent enforces an outdated revision of the PeerPolicies.
+    outdated_agents: OutdatedAgents,
+    /// Gateways that have not applied a SandboxAccess.
+    outdated_gateways: OutdatedAgents,
+    debug_view: SharedDebugView,
 }
 
-/// What one pass found, handed to the report.
+/// The results of one pass, from which its report is made.
 struct Pass {
-    known: BTreeMap<MeshId, Known>,
+    meshes: BTreeMap<MeshId, LoadedMesh>,
     seen: Observations,
     plan: Plan,
     steps: BTreeMap<ClusterIdentity, Vec<Step>>,
-    /// How many objects of each source are not as planned, those of paused meshes among them.
+    /// The number of objects of each source that are not as planned, including those of paused meshes.
     outstanding: BTreeMap<ClusterIdentity, BTreeMap<Source, usize>>,
     /// When the pass began to observe.
     observed: tokio::time::Instant,
@@ -122,49 +126,49 @@ impl Reconciler {
         hub_writer: HubWriter,
         metrics: Metrics,
         changed: Changed,
-        shown: Shown,
+        debug_view: SharedDebugView,
     ) -> Self {
         Self {
             resolver: Resolver::start(Arc::clone(&changed)),
             hub,
             meshes,
             members: BTreeMap::new(),
-            held: Held::default(),
+            held_nodes: HeldNodes::default(),
             hub_writer,
             metrics,
             changed,
             tasks: TaskTracker::new(),
             synced: BTreeMap::new(),
             unreported: BTreeMap::new(),
-            served: Served::new(),
+            last_served: LastServed::new(),
             removed: RemovedClusters::default(),
-            links: Links::default(),
-            lagging: Lagging::default(),
-            gateways_lagging: Lagging::default(),
-            shown,
+            link_reports: LinkReports::default(),
+            outdated_agents: OutdatedAgents::default(),
+            outdated_gateways: OutdatedAgents::default(),
+            debug_view,
         }
     }
 
-    /// One pass; after how long the next is due without news.
+    /// Runs one pass. Returns the time after which the next pass is due if nothing changes.
     pub(crate) async fn pass(&mut self) -> Duration {
-        // A mesh that is missing from a list which is not whole would lose its Peers. What was listed once stays known while
-        // the hub does not answer: members are served by it, but nothing is deleted.
+        // Before the first complete list nothing is planned: a mesh that is missing from the list would lose its Peers. Later,
+        // while the hub does not answer, the meshes that were listed last are used, but nothing is deleted.
         let trust = self.meshes.trust();
         let hub_is_fresh = trust == Trust::Live;
-        let was_listed = self.meshes.listed() && matches!(trust, Trust::Broken(_) | Trust::Denied(_));
+        let was_listed = self.meshes.is_listed() && matches!(trust, Trust::Broken(_) | Trust::Denied(_));
         if !hub_is_fresh && !was_listed {
             self.stop_writing();
-            return SOON;
+            return PENDING_RESYNC;
         }
         let (started, observed) = (Instant::now(), tokio::time::Instant::now());
-        let known = know(&self.meshes, &self.hub, &mut self.served);
-        self.removed.update(&known);
-        self.sync_sessions(&known);
+        let loaded = load_meshes(&self.meshes, &self.hub, &mut self.last_served);
+        self.removed.update(&loaded);
+        self.sync_sessions(&loaded);
 
         let mut seen = self.observe();
-        self.held.hand_back(&mut seen, started);
-        let meshes: Vec<Mesh> = known.values().map(|known| known.mesh.clone()).collect();
-        self.resolver.want(resolve::names(&meshes, &seen));
+        self.held_nodes.fill_ages(&mut seen, started);
+        let meshes: Vec<Mesh> = loaded.values().map(|loaded| loaded.mesh.clone()).collect();
+        self.resolver.set_names(collect_names(&meshes, &seen));
         let names = Names {
             hub: self.hub.id.clone(),
         };
@@ -186,11 +190,11 @@ impl Reconciler {
                 return RESYNC;
             }
         };
-        let hold = self.held.remember(&plan, &seen, started);
-        self.metrics.planned(started.elapsed());
+        let hold = self.held_nodes.update(&plan, &seen, started);
+        self.metrics.record_pass(started.elapsed());
 
         let mut pass = Pass {
-            known,
+            meshes: loaded,
             seen,
             plan,
             steps,
@@ -199,62 +203,62 @@ impl Reconciler {
         };
         finalize::hold_unfinalized(&mut pass);
         self.write(&pass);
-        let settled = self.report_status(&pass);
-        self.show(&pass);
+        let all_reported = self.report_status(&pass);
+        self.update_debug_view(&pass);
 
-        let in_time = |until: Instant| until.saturating_duration_since(Instant::now());
-        let lagging = self.lagging.due(started).map(in_time);
-        let gateways = self.gateways_lagging.due(started).map(in_time);
-        // What is past belongs to a member that is not observed now.
+        let time_until = |due: Instant| due.saturating_duration_since(Instant::now());
+        let agents = self.outdated_agents.due(started).map(time_until);
+        let gateways = self.outdated_gateways.due(started).map(time_until);
+        // A time in the past belongs to a member that cannot be observed now.
         let silences = self.members.values().filter_map(|member| member.session.silence_due());
         let silence = silences.filter(|due| *due > started).min();
         let next = [
             hold,
-            self.links.due().map(in_time),
-            lagging,
+            self.link_reports.due().map(time_until),
+            agents,
             gateways,
-            silence.map(in_time),
+            silence.map(time_until),
         ];
         let next = next.into_iter().flatten().min().unwrap_or(RESYNC).min(RESYNC);
-        if settled {
+        if all_reported {
             next.max(Duration::from_millis(50))
         } else {
-            next.min(SOON)
+            next.min(PENDING_RESYNC)
         }
     }
 
-    /// Begins the sessions that are needed, tells each what to read, and ends the others.
-    fn sync_sessions(&mut self, known: &BTreeMap<MeshId, Known>) {
-        let mut wanted = interests(known.values().map(|known| &known.mesh));
+    /// Starts the sessions that the meshes need, updates what each has to read, and ends the others.
+    fn sync_sessions(&mut self, loaded: &BTreeMap<MeshId, LoadedMesh>) {
+        let mut wanted = interests(loaded.values().map(|loaded| &loaded.mesh));
         for identity in self.removed.identities() {
             wanted.entry(identity.clone()).or_default();
         }
-        let served = known.values().filter(|known| !known.mesh.deleting);
+        let served = loaded.values().filter(|loaded| !loaded.mesh.deleting);
         let served: BTreeSet<&ClusterIdentity> = served
-            .flat_map(|known| known.mesh.clusters.iter().map(|cluster| &cluster.identity))
+            .flat_map(|loaded| loaded.mesh.clusters.iter().map(|cluster| &cluster.identity))
             .collect();
         for (identity, interest) in &wanted {
             let member = self.members.entry(identity.clone()).or_insert_with(|| {
                 tracing::info!(member = %identity, "session begins");
                 Member {
-                    session: Arc::new(Session::begin(
+                    session: Arc::new(Session::start(
                         identity.clone(),
                         Arc::clone(&self.hub),
                         Arc::clone(&self.changed),
                     )),
-                    writer: Writer::new(Arc::clone(&self.changed), self.metrics.clone()),
+                    writer: MemberWriter::new(Arc::clone(&self.changed), self.metrics.clone()),
                 }
             });
-            member.session.want(interest);
-            member.session.clean_up(!served.contains(identity));
+            member.session.set_interest(interest);
+            member.session.set_cleanup_only(!served.contains(identity));
         }
         self.members.retain(|identity, member| {
-            let wanted = wanted.contains_key(identity);
-            if !wanted {
+            let is_wanted = wanted.contains_key(identity);
+            if !is_wanted {
                 tracing::info!(member = %identity, "session ends: no mesh needs it any more");
                 member.writer.clear();
             }
-            wanted
+            is_wanted
         });
     }
 
@@ -266,11 +270,11 @@ impl Reconciler {
                 .map(|(identity, m)| (identity.clone(), m.session.observe()))
                 .collect(),
             hub: self.hub.id.clone(),
-            resolved: self.resolver.known(),
+            resolved: self.resolver.addresses(),
         }
     }
 
-    /// Hands the steps to the writers.
+    /// Hands the steps of the diff to the members' writers.
     fn write(&self, pass: &Pass) {
         let claims = Arc::new(Claims {
             hub: pass.plan.hub.clone(),
@@ -278,7 +282,7 @@ impl Reconciler {
         });
         let unseen = SeenMember::default();
         for (identity, member) in &self.members {
-            let client = member.session.client().filter(|_| !member.session.silent());
+            let client = member.session.client().filter(|_| !member.session.is_unresponsive());
             let (Some(client), Some(steps)) = (client, pass.steps.get(identity)) else {
                 member.writer.clear();
                 continue;
@@ -289,51 +293,52 @@ impl Reconciler {
                 .get(identity)
                 .and_then(Observation::last)
                 .unwrap_or(&unseen);
-            let target = Target {
+            let connection = Connection {
                 client,
                 tables: member.session.tables(),
                 claims: Arc::clone(&claims),
             };
             let groups = lanes::by_source(steps.clone(), seen);
-            member.writer.offer(groups, pass.observed, target, &self.tasks);
+            member.writer.set_steps(groups, pass.observed, connection, &self.tasks);
         }
     }
 
-    /// Writes into members end with those that are in flight.
+    /// Drops all steps that were not sent yet. Requests in flight end normally.
     pub(crate) fn stop_writing(&self) {
         self.members.values().for_each(|member| member.writer.clear());
     }
 }
 
-/// What to write into each member; nothing is deleted where the member was not freshly seen, nor for a mesh that may have
-/// the same cluster under another name.
+/// Computes the steps for each member. Deletes are dropped where the member's observation is not fresh, and for a mesh that may
+/// name the same cluster by another Secret.
 fn changes(
     plan: &Plan,
     seen: &Observations,
     diff: fn(&Plan, &ClusterIdentity, &SeenMember) -> Vec<Step>,
 ) -> BTreeMap<ClusterIdentity, Vec<Step>> {
     let mut changes: BTreeMap<ClusterIdentity, Vec<Step>> = BTreeMap::new();
-    // Of two keys of one Secret, the one that can be seen and that a mesh names writes.
+    // Two keys of one Secret lead to one cluster, which is written once: through a key that works and that a mesh names, if
+    // there is one.
     let mut members: Vec<_> = seen.members.iter().collect();
-    members.sort_by_key(|(identity, observation)| (observation.fresh().is_none(), !named(plan, identity)));
+    members.sort_by_key(|(identity, observation)| (observation.fresh().is_none(), !is_named(plan, identity)));
     for (identity, observation) in members {
-        // One cluster behind two keys of its Secret is written once.
         if changes.keys().any(|written| written.same_cluster(identity)) {
             continue;
         }
         let Some(member) = observation.last() else { continue };
-        let fresh = observation.fresh().is_some();
+        let is_fresh = observation.fresh().is_some();
         let mut steps = diff(plan, identity, member);
         steps.retain(|step| {
             step.action != Action::Delete
-                || (fresh && !may_serve_elsewhere(plan, seen, &step.mesh, identity, member.uid.as_deref()))
+                || (is_fresh && !may_be_named_by_other_secret(plan, seen, &step.mesh, identity, member.uid.as_deref()))
         });
         changes.insert(identity.clone(), steps);
     }
     changes
 }
 
-/// How many objects of each source are not as planned: the steps, and for paused meshes what they would be.
+/// Counts the objects of each source that are not as planned: the steps, and for paused meshes the steps that resuming them
+/// would cause.
 fn outstanding(
     plan: &Plan,
     seen: &Observations,
@@ -359,17 +364,18 @@ fn outstanding(
     outstanding
 }
 
-/// Whether some mesh names this very identity.
-fn named(plan: &Plan, identity: &ClusterIdentity) -> bool {
+/// Whether a mesh names exactly this identity.
+fn is_named(plan: &Plan, identity: &ClusterIdentity) -> bool {
     plan.meshes
         .values()
         .any(|mesh| mesh.identities.values().any(|other| other == identity))
 }
 
-/// Whether `identity`, which `mesh` does not name, may be a cluster that it names by another Secret: what it wants there is
-/// not in the plan for `identity`, so all of it looks unwanted. UIDs may only refuse: one that is not known is no proof that
-/// two clusters differ.
-fn may_serve_elsewhere(
+/// Whether `identity`, which `mesh` does not name, may be a cluster that `mesh` names by another Secret.
+///
+/// The plan for `identity` does not contain the objects that the mesh wants in that cluster, so the diff would delete them all.
+/// Two clusters count as different only if both UIDs are known and differ.
+fn may_be_named_by_other_secret(
     plan: &Plan,
     seen: &Observations,
     mesh: &MeshId,
@@ -392,7 +398,7 @@ fn may_serve_elsewhere(
     })
 }
 
-/// What has to be read of each member.
+/// Computes what each member's session has to read beyond Nodes and Peers.
 fn interests<'a>(meshes: impl Iterator<Item = &'a Mesh>) -> BTreeMap<ClusterIdentity, Interest> {
     let mut wanted: BTreeMap<ClusterIdentity, Interest> = BTreeMap::new();
     for mesh in meshes {
@@ -407,7 +413,7 @@ fn interests<'a>(meshes: impl Iterator<Item = &'a Mesh>) -> BTreeMap<ClusterIden
             interest
                 .pods
                 .extend(cluster.exports.iter().map(|export| export.namespace.clone()));
-            // Also where it will appear: a Service of that name that is not ours must be seen.
+            // Also the place of the mirrored Service, so that an existing Service of that name is not overwritten.
             let local = cluster.egress.iter().map(|grant| grant.local.clone());
             interest.services.extend(local.collect::<BTreeSet<ObjectName>>());
             for grant in &cluster.egress {
@@ -424,7 +430,7 @@ fn interests<'a>(meshes: impl Iterator<Item = &'a Mesh>) -> BTreeMap<ClusterIden
     wanted
 }
 
-/// A feed of all ClusterMeshes.
+/// Creates the feed of all ClusterMeshes.
 pub(crate) fn mesh_feed(changed: Changed) -> Feed<Arc<ClusterMesh>> {
     Feed::new(changed, |object| {
         object
@@ -434,7 +440,7 @@ pub(crate) fn mesh_feed(changed: Changed) -> Feed<Arc<ClusterMesh>> {
     })
 }
 
-/// Values that the spec's text means, or why it means none.
+/// Converts a ClusterMesh to the planner's values. The error lists all invalid fields.
 fn to_core(object: &ClusterMesh) -> Result<(Mesh, Vec<convert::Finding>), String> {
     convert::mesh::to_core(object).map_err(|problems| {
         problems

@@ -1,5 +1,5 @@
-//! The report on a mesh, its status and the notices for its Events, from its plan and from what was seen and written. Pure;
-//! the conditions themselves are derived in `clustermesh_core::status`.
+//! Builds the report of a mesh, that is its status and the notices for its Events, from its plan and from what was observed and
+//! written. Pure. `clustermesh_core::status` derives the conditions.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,75 +20,74 @@ use clustermesh_core::{
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1 as meta;
 
-use crate::events::{Notice, SPEC_ADJUSTED, TUNNELS_DOWN, cut, link_topic, node_topic};
+use crate::events::{Notice, SPEC_ADJUSTED, TUNNELS_DOWN, link_topic, node_topic, truncate};
 use crate::reconcile::RemovedRow;
 
-/// Skipped nodes of a member that the status lists, and that have Events.
-const LISTED: usize = 20;
-/// Removed clusters that the status lists.
-const REMOVED: usize = 64;
-/// Anchored networks of a member, and nodes of each, that the status lists (CRD).
-const ANCHORED: usize = 64;
-/// The longest message of a row (CRD).
-const MESSAGE: usize = 1024;
-/// The longest message of a condition (Kubernetes).
-const CONDITION: usize = 32 * 1024;
+/// Skipped nodes of a member that the status lists, and that have Events, at most.
+const MAX_SKIPPED: usize = 20;
+/// Removed clusters that the status lists, at most.
+const MAX_REMOVED: usize = 64;
+/// Anchored networks of a member that the status lists, and nodes of each, at most. The CRD has the same limit.
+const MAX_ANCHORED: usize = 64;
+/// The longest message of a row. The CRD has the same limit.
+const MAX_MESSAGE: usize = 1024;
+/// The longest message of a condition. Kubernetes has the same limit.
+const MAX_CONDITION_MESSAGE: usize = 32 * 1024;
 
 /// What is known of one member apart from its plan.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Facts {
-    /// Its API server answers and everything is current.
-    pub(crate) fresh: bool,
+    /// Its API server answers, and all tables are current.
+    pub(crate) is_fresh: bool,
     pub(crate) uid: Option<String>,
     pub(crate) version: Option<String>,
     /// `None` = its Nodes were never read.
     pub(crate) agents: Option<AgentCounts>,
-    /// On which of its nodes PeerPolicies are not enforced.
+    /// The nodes on which PeerPolicies are not enforced.
     pub(crate) unenforced: enforcement::Unenforced,
-    /// When it last came to hold all it should.
+    /// When all objects in it last became as planned.
     pub(crate) last_sync: Option<meta::Time>,
 }
 
-/// Everything a report is made from.
-pub(crate) struct Subject<'a> {
-    /// The object as it stands.
+/// The input of [`build_report`].
+pub(crate) struct ReportInput<'a> {
+    /// The object as the hub has it.
     pub(crate) object: &'a ClusterMesh,
-    /// The same as values; hollow when it is refused.
+    /// The planner's input made from it. If it is refused, its last valid content.
     pub(crate) mesh: &'a Mesh,
-    /// Its plan.
     pub(crate) plan: &'a MeshPlan,
-    /// Why it is not served at all: one word, and the message.
+    /// Why it is refused: the condition's reason and message.
     pub(crate) refused: Option<&'a (&'static str, String)>,
-    /// Values that were taken, but not as they were written.
+    /// Fields whose values were accepted in another form than written.
     pub(crate) warnings: &'a [Finding],
-    /// By entry: what could not be written, and why.
+    /// By entry: why something could not be written there.
     pub(crate) unwritten: &'a BTreeMap<String, String>,
-    /// Clusters that the spec no longer names and where objects are left.
+    /// Clusters that the spec no longer names but that still contain objects.
     pub(crate) removed: &'a [RemovedRow],
-    /// By entry and source: how many objects there are not as planned.
+    /// By entry and source: the number of objects that are not as planned.
     pub(crate) outstanding: &'a BTreeMap<(String, String), usize>,
     /// By entry.
     pub(crate) facts: &'a BTreeMap<String, Facts>,
-    /// Between which entries tunnels are down.
+    /// Links between entries with tunnels down.
     pub(crate) broken: &'a [Broken],
-    /// What was closed and is not yet where it should be.
+    /// Revocations that do not take effect everywhere yet.
     pub(crate) pending: &'a BTreeSet<Pending>,
 }
 
-/// The report on one mesh.
+/// The report of one mesh.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Report {
-    /// Without conditions.
+    /// The status without its conditions.
     status: ClusterMeshStatus,
     conditions: Vec<Condition>,
-    /// What has an Event when it changes.
+    /// The facts that have an Event when they change.
     pub(crate) notices: Vec<Notice>,
 }
 
 impl Report {
-    /// One of conditions and notices alone.
+    /// Creates a report with an empty status.
     #[cfg(test)]
-    pub(crate) fn of(conditions: Vec<Condition>, notices: Vec<Notice>) -> Self {
+    pub(crate) fn with(conditions: Vec<Condition>, notices: Vec<Notice>) -> Self {
         Self {
             status: ClusterMeshStatus::default(),
             conditions,
@@ -96,7 +95,7 @@ impl Report {
         }
     }
 
-    /// The status to write over `before`: the time of a condition is that of the last change of its `status`.
+    /// Returns the status that replaces `before`. A condition whose `status` did not change keeps its `lastTransitionTime`.
     pub(crate) fn status(&self, before: Option<&ClusterMeshStatus>, now: &meta::Time) -> ClusterMeshStatus {
         let conditions = self.conditions.iter().map(|condition| {
             let status = if condition.status { "True" } else { "False" };
@@ -106,7 +105,7 @@ impl Report {
                 type_: condition.kind.to_owned(),
                 status: status.to_owned(),
                 reason: condition.reason.to_owned(),
-                message: cut(&condition.message, CONDITION),
+                message: truncate(&condition.message, MAX_CONDITION_MESSAGE),
                 observed_generation: self.status.observed_generation,
                 last_transition_time: unchanged.map_or_else(|| now.clone(), |b| b.last_transition_time.clone()),
             }
@@ -118,10 +117,10 @@ impl Report {
     }
 }
 
-/// Makes the report.
-pub(crate) fn report(subject: &Subject<'_>) -> Report {
-    // What is being deleted is waited for, whatever its spec says.
-    let conditions = match subject.refused.filter(|_| !subject.plan.deleting) {
+/// Builds the report of one mesh.
+pub(crate) fn build_report(input: &ReportInput<'_>) -> Report {
+    // A mesh that is being deleted reports its progress, even if its spec is refused.
+    let conditions = match input.refused.filter(|_| !input.plan.deleting) {
         Some((reason, message)) => {
             vec![Condition {
                 kind: "Ready",
@@ -131,47 +130,47 @@ pub(crate) fn report(subject: &Subject<'_>) -> Report {
             }]
         }
         None => {
-            let left = subject.removed.iter();
-            let left = left.filter_map(|removed| Some((removed.row.name.clone(), removed.trouble.clone()?)));
+            let left = input.removed.iter();
+            let left = left.filter_map(|removed| Some((removed.row.name.clone(), removed.problem.clone()?)));
             let mut conditions = status::conditions(
-                subject.plan,
-                subject.unwritten,
+                input.plan,
+                input.unwritten,
                 &left.collect(),
-                subject.broken,
-                subject.outstanding,
+                input.broken,
+                input.outstanding,
             );
-            let members = subject.facts.iter();
+            let members = input.facts.iter();
             let members = members.map(|(entry, facts)| (entry.clone(), facts.unenforced.clone()));
-            conditions.push(enforcement::condition(&members.collect(), subject.pending));
+            conditions.push(enforcement::condition(&members.collect(), input.pending));
             conditions
         }
     };
-    let notices = notices(subject, &conditions);
-    let observed_generation = subject.object.metadata.generation;
-    let status = if subject.refused.is_some() {
+    let notices = notices(input, &conditions);
+    let observed_generation = input.object.metadata.generation;
+    let status = if input.refused.is_some() {
         // Keep the previous status, and with it the accepted networks.
         ClusterMeshStatus {
             observed_generation,
             conditions: vec![],
-            removed_clusters: removed(subject),
-            ..subject.object.status.clone().unwrap_or_default()
+            removed_clusters: removed_rows(input),
+            ..input.object.status.clone().unwrap_or_default()
         }
     } else {
-        let entries = &subject.mesh.clusters;
+        let entries = &input.mesh.clusters;
         let fresh = entries
             .iter()
-            .filter(|entry| subject.facts.get(&entry.name).is_some_and(|facts| facts.fresh))
+            .filter(|entry| input.facts.get(&entry.name).is_some_and(|facts| facts.is_fresh))
             .count();
-        let registered: usize = subject.plan.clusters.values().map(|report| report.registered).sum();
+        let registered: usize = input.plan.clusters.values().map(|report| report.registered).sum();
         ClusterMeshStatus {
             observed_generation,
             conditions: vec![],
             members: Some(format!("{fresh}/{}", entries.len())),
             registered_peers: Some(count(registered)),
-            clusters: entries.iter().map(|entry| row(subject, &entry.name)).collect(),
-            removed_clusters: removed(subject),
-            broken_links: subject.broken.iter().map(broken_link).collect(),
-            egress: egress(subject),
+            clusters: entries.iter().map(|entry| cluster_row(input, &entry.name)).collect(),
+            removed_clusters: removed_rows(input),
+            broken_links: input.broken.iter().map(broken_link).collect(),
+            egress: egress(input),
         }
     };
     Report {
@@ -181,33 +180,37 @@ pub(crate) fn report(subject: &Subject<'_>) -> Report {
     }
 }
 
-fn removed(subject: &Subject<'_>) -> Vec<RemovedCluster> {
-    let rows = subject.removed.iter().map(|removed| &removed.row).take(REMOVED);
+fn removed_rows(input: &ReportInput<'_>) -> Vec<RemovedCluster> {
+    let rows = input.removed.iter().map(|removed| &removed.row).take(MAX_REMOVED);
     rows.map(|row| RemovedCluster {
-        message: cut(&row.message, MESSAGE),
+        message: truncate(&row.message, MAX_MESSAGE),
         ..row.clone()
     })
     .collect()
 }
 
-fn row(subject: &Subject<'_>, entry: &str) -> ClusterStatus {
-    let report = subject.plan.clusters.get(entry).cloned().unwrap_or_default();
-    let facts = subject.facts.get(entry).cloned().unwrap_or_default();
-    let mut before = subject.object.status.iter().flat_map(|status| &status.clusters);
-    // What is not known yet, after a restart or on a new connection, stays as it was reported last.
+fn cluster_row(input: &ReportInput<'_>, entry: &str) -> ClusterStatus {
+    let report = input.plan.clusters.get(entry).cloned().unwrap_or_default();
+    let facts = input.facts.get(entry).cloned().unwrap_or_default();
+    let mut before = input.object.status.iter().flat_map(|status| &status.clusters);
+    // Values that are not known yet, after a restart or with a new connection, stay as in the last report.
     let before = before.find(|row| row.name == entry).cloned().unwrap_or_default();
     ClusterStatus {
         name: entry.to_owned(),
-        kubeconfig_secret_ref: secret(subject, entry),
-        uid: facts.uid.map(|uid| cut(&uid, 64)).or(before.uid),
+        kubeconfig_secret_ref: secret(input, entry),
+        uid: facts.uid.map(|uid| truncate(&uid, 64)).or(before.uid),
         accepted_networks: report.accepted.iter().map(ToString::to_string).collect(),
         anchored: report
             .anchored
             .iter()
-            .take(ANCHORED)
+            .take(MAX_ANCHORED)
             .map(|(network, nodes)| AnchoredNetwork {
                 network: network.to_string(),
-                nodes: nodes.iter().take(ANCHORED).map(|node| cut(node, 253)).collect(),
+                nodes: nodes
+                    .iter()
+                    .take(MAX_ANCHORED)
+                    .map(|node| truncate(node, 253))
+                    .collect(),
             })
             .collect(),
         registered_peers: count(report.registered),
@@ -216,35 +219,35 @@ fn row(subject: &Subject<'_>, entry: &str) -> ClusterStatus {
         skipped: report
             .skipped
             .iter()
-            .take(LISTED)
+            .take(MAX_SKIPPED)
             .map(|skipped| SkippedNode {
-                node: cut(&skipped.node, 253),
+                node: truncate(&skipped.node, 253),
                 reason: skipped.reason.to_string(),
-                message: cut(&skipped.message, MESSAGE),
+                message: truncate(&skipped.message, MAX_MESSAGE),
             })
             .collect(),
         uncovered: report
             .uncovered
             .iter()
-            .take(LISTED)
+            .take(MAX_SKIPPED)
             .map(|uncovered| UncoveredNetwork {
-                node: cut(&uncovered.node, 253),
+                node: truncate(&uncovered.node, 253),
                 network: uncovered.network.to_string(),
             })
             .collect(),
-        reachable: Some(facts.fresh),
+        reachable: Some(facts.is_fresh),
         last_sync: facts.last_sync.or(before.last_sync),
         kubernetes_version: facts
             .version
-            .map(|version| cut(&version, 64))
+            .map(|version| truncate(&version, 64))
             .or(before.kubernetes_version),
         agents: facts.agents.or(before.agents),
     }
 }
 
-/// The Secret of an entry, as the spec names it.
-fn secret(subject: &Subject<'_>, entry: &str) -> Option<KubeconfigSecretRef> {
-    let mut entries = subject.object.spec.clusters.iter();
+/// The Secret that the spec names for an entry.
+fn secret(input: &ReportInput<'_>, entry: &str) -> Option<KubeconfigSecretRef> {
+    let mut entries = input.object.spec.clusters.iter();
     let entry = entries.find(|row| row.name == entry && !row.local)?;
     entry.kubeconfig_secret_ref.clone()
 }
@@ -265,9 +268,9 @@ fn broken_link(link: &Broken) -> BrokenLink {
     }
 }
 
-fn egress(subject: &Subject<'_>) -> Vec<EgressStatus> {
+fn egress(input: &ReportInput<'_>) -> Vec<EgressStatus> {
     let source = |cluster: &str, local| {
-        let entry = subject.mesh.clusters.iter().find(|entry| entry.name == cluster)?;
+        let entry = input.mesh.clusters.iter().find(|entry| entry.name == cluster)?;
         let grant = entry.egress.iter().find(|grant| grant.local == local)?;
         Some(ServiceRef {
             cluster: grant.cluster.clone(),
@@ -275,7 +278,7 @@ fn egress(subject: &Subject<'_>) -> Vec<EgressStatus> {
             name: grant.service.name.clone(),
         })
     };
-    subject
+    input
         .plan
         .egress
         .iter()
@@ -286,16 +289,16 @@ fn egress(subject: &Subject<'_>) -> Vec<EgressStatus> {
                 service: source(&grant.cluster, grant.service.clone())?,
                 ready: grant.ready,
                 endpoints: count(grant.endpoints),
-                message: Some(cut(&grant.message, MESSAGE)).filter(|message| !message.is_empty()),
+                message: Some(truncate(&grant.message, MAX_MESSAGE)).filter(|message| !message.is_empty()),
             })
         })
         .collect()
 }
 
-fn notices(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Notice> {
+fn notices(input: &ReportInput<'_>, conditions: &[Condition]) -> Vec<Notice> {
     let mut notices = Vec::new();
     for condition in conditions {
-        // Good news has an Event for Ready alone; skipped nodes and broken links have one each.
+        // Only Ready has an Event for a good state. Skipped nodes and broken links have Events of their own below.
         let warning = match condition.kind {
             "Ready" => !condition.status,
             "NetworksOverlap" | "Degraded"
@@ -315,7 +318,7 @@ fn notices(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Notice> {
             node: None,
         });
     }
-    for finding in subject.warnings {
+    for finding in input.warnings {
         notices.push(Notice {
             topic: format!("field {}", finding.field),
             reason: SPEC_ADJUSTED.to_owned(),
@@ -325,8 +328,8 @@ fn notices(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Notice> {
             node: None,
         });
     }
-    for (entry, report) in &subject.plan.clusters {
-        for skipped in report.skipped.iter().take(LISTED) {
+    for (entry, report) in &input.plan.clusters {
+        for skipped in report.skipped.iter().take(MAX_SKIPPED) {
             notices.push(Notice {
                 topic: node_topic(entry, &skipped.node),
                 reason: skipped.reason.to_string(),
@@ -340,7 +343,7 @@ fn notices(subject: &Subject<'_>, conditions: &[Condition]) -> Vec<Notice> {
             });
         }
     }
-    for link in subject.broken {
+    for link in input.broken {
         notices.push(Notice {
             topic: link_topic(&link.from, &link.to),
             reason: TUNNELS_DOWN.to_owned(),
@@ -371,9 +374,9 @@ mod tests {
     }
 
     #[test]
-    fn time_of_a_condition_is_that_of_its_last_change() {
+    fn condition_without_change_keeps_its_transition_time() {
         let time = |second| meta::Time(k8s_openapi::jiff::Timestamp::from_second(second).expect("a time"));
-        let report = |conditions| Report::of(conditions, vec![]);
+        let report = |conditions| Report::with(conditions, vec![]);
         let first = report(vec![condition("Ready", false), condition("Degraded", true)]).status(None, &time(1));
         let second = report(vec![condition("Ready", true), condition("Degraded", true)]).status(Some(&first), &time(2));
         let times: Vec<_> = second
@@ -384,9 +387,9 @@ mod tests {
         assert_eq!(times, [("Ready", "True", time(2)), ("Degraded", "True", time(1))]);
     }
 
-    /// As after a restart: of a member that does not answer nothing is known but what its row says.
+    /// After a restart only the status knows a member that does not answer.
     #[test]
-    fn row_of_an_unseen_member_keeps_what_was_reported() {
+    fn row_of_a_member_never_observed_keeps_its_values() {
         let row = serde_json::json!({
             "name": "a", "uid": "u", "lastSync": "2026-01-01T00:00:00Z", "kubernetesVersion": "v1.36.3", "reachable": false,
             "agents": {"total": 2, "full": 2},
@@ -409,7 +412,7 @@ mod tests {
             clusters: vec![],
             accepted: BTreeMap::new(),
         };
-        let subject = Subject {
+        let input = ReportInput {
             object: &object,
             mesh: &mesh,
             plan: &plan,
@@ -423,6 +426,6 @@ mod tests {
             pending: &BTreeSet::new(),
         };
         let before = object.status.clone().expect("a status").clusters.remove(0);
-        assert_eq!(super::row(&subject, "a"), before);
+        assert_eq!(cluster_row(&input, "a"), before);
     }
 }

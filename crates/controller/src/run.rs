@@ -1,4 +1,4 @@
-//! The wiring of the controller: from the command line to the loop, and how it ends. No rule lives here.
+//! Starts the controller from its command line, runs the reconcile loop, and shuts it down.
 
 use std::{
     sync::{Arc, PoisonError},
@@ -20,29 +20,30 @@ use kube::{
 use crate::{
     args::Args,
     events::EventPublisher,
-    feed::{self, Changed, Feed, Source, Trust},
+    feed::{self, Changed, Feed, Trust, WatchedResource},
     hub::Hub,
     hub_writer::HubWriter,
     metrics::Metrics,
-    reconcile::{Reconciler, Shown, mesh_feed},
+    reconcile::{Reconciler, SharedDebugView, mesh_feed},
 };
 
-/// Passes are at least this far apart.
+/// The minimum time between the starts of two passes.
 const DEBOUNCE: Duration = Duration::from_millis(50);
-/// After a pass the loop rests twice as long as it took, this at most, so that members whose objects change without end do not
-/// keep the processor busy. A changed ClusterMesh, a quarantine for example, ends the rest.
+/// The longest rest after a pass. The loop rests twice as long as the pass took, so that members whose objects change all the
+/// time do not keep the CPU busy. A changed ClusterMesh, for example with a new quarantine, ends the rest.
 const REST: Duration = Duration::from_secs(2);
-/// A loop that has not turned for this long is wedged: no pass waits for a member or the hub.
+/// The liveness probe fails if no pass finishes for this long. No pass waits for a member or the hub, so the loop is stuck then.
 const WEDGED: Duration = Duration::from_secs(180);
-/// How often it is asked where the hub's API servers listen.
+/// How often the addresses of the hub's API servers are read again.
 const LEARN: Duration = Duration::from_secs(60);
-/// For writes that are on their way at the end.
+/// How long shutdown waits for writes that are in flight.
 const DRAIN: Duration = Duration::from_secs(15);
 
 /// Runs the controller until `stop` is cancelled.
 ///
 /// # Errors
-/// The kubeconfig does not parse, there are too many infrastructure ports, or `--listen` cannot be bound. Clusters that do not answer are waited for.
+/// The kubeconfig does not parse, there are too many infrastructure ports, or `--listen` cannot be bound. A cluster that does
+/// not answer is no error: the controller waits for it.
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let Args {
         kubeconfig,
@@ -64,9 +65,9 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             .await
             .with_context(|| format!("--kubeconfig {}", path.display()))?,
     };
-    let own = std::env::var("POD_NAMESPACE").ok().filter(|name| !name.is_empty());
-    let own = own.unwrap_or_else(|| config.default_namespace.clone());
-    let namespaces = HubNamespaces::new(&hub_namespaces, &member_namespaces, &hub_networks, &own);
+    let own_namespace = std::env::var("POD_NAMESPACE").ok().filter(|name| !name.is_empty());
+    let own_namespace = own_namespace.unwrap_or_else(|| config.default_namespace.clone());
+    let namespaces = HubNamespaces::new(&hub_namespaces, &member_namespaces, &hub_networks, &own_namespace);
     let hosts = hub_hosts(&config);
     tracing::info!(version = env!("CARGO_PKG_VERSION"), hub = %config.cluster_url, %listen, ?namespaces, ?settings, "starting");
     let client = Client::try_from(config).context("no client for the hub")?;
@@ -74,11 +75,11 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let metrics = Metrics::default();
     let mut metrics_registry = registry::registry("clustermesh_controller", env!("CARGO_PKG_VERSION"));
     metrics.register(&mut metrics_registry);
-    let (readiness, liveness, shown) = (Readiness::new(), Liveness::new(), Shown::default());
+    let (readiness, liveness, debug_view) = (Readiness::new(), Liveness::new(), SharedDebugView::default());
     let first_plan = readiness.pending("first plan");
     let first_list = readiness.pending("first list of ClusterMeshes");
     let identity = readiness.pending("id of the hub");
-    let dump = Arc::clone(&shown);
+    let dump = Arc::clone(&debug_view);
     let state = State {
         registry: Arc::new(metrics_registry),
         metrics_for: if open_metrics {
@@ -98,24 +99,25 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         () = stop.cancelled() => return Ok(()),
     };
     drop(identity);
-    tracing::info!(hub = %id, "objects of this hub carry this id");
+    tracing::info!(hub = %id, "objects that this hub writes carry this id");
 
-    let (changed, asked) = (Changed::default(), Changed::default());
-    let meshes: Feed<Arc<ClusterMesh>> = mesh_feed(Arc::clone(&asked));
+    let (changed, meshes_changed) = (Changed::default(), Changed::default());
+    let meshes: Feed<Arc<ClusterMesh>> = mesh_feed(Arc::clone(&meshes_changed));
     let followed = meshes.clone();
-    let source = Source {
+    let resource = WatchedResource {
         api: Api::all_with(client.clone(), &ApiResource::erase::<ClusterMesh>(&())),
-        what: "clustermeshes".to_owned(),
-        whose: "the hub".to_owned(),
+        description: "clustermeshes".to_owned(),
+        cluster: "the hub".to_owned(),
         labels: String::new(),
         fields: String::new(),
     };
     let following = tokio::spawn(async move {
-        // A connection that died is noticed by the watch itself.
+        // Nothing probes this connection: the watch itself times out when the connection is dead.
         let (_resume, resumed) = tokio::sync::watch::channel(0);
-        feed::follow(&source, &followed, resumed).await;
+        feed::follow(&resource, &followed, resumed).await;
     });
-    // Before the first session begins, where the hub answers.
+    // The first session needs these addresses to refuse kubeconfigs that point at the hub. A hub that does not answer must not
+    // block the start.
     learn_addresses(&client, &hosts).await;
     let (learning, learned) = (client.clone(), hosts.clone());
     let learning = tokio::spawn(async move {
@@ -128,9 +130,9 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let counted = metrics.clone();
     let memory = usize::try_from(memory_limit / 8 * 3).unwrap_or(usize::MAX);
     let memory = Memory::new(memory, move |member, over| {
-        // That the member is not followed any more is logged once, with the reason; this may be many times a minute.
-        tracing::debug!(member, limit = over.word(), %over, "not taken");
-        counted.over_budget(member, over.word());
+        // `debug`, because this may repeat many times a minute. The feed logs once, with the reason, that it stopped.
+        tracing::debug!(member, limit = over.word(), %over, "data of the member exceeds its budget");
+        counted.count_over_budget(member, over.word());
     });
     let hub = Arc::new(Hub {
         client: client.clone(),
@@ -142,12 +144,19 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     });
     let events = EventPublisher::new(client.clone(), std::env::var("POD_NAME").ok());
     let hub_writer = HubWriter::start(client, meshes.clone(), events);
-    let mut reconciler = Reconciler::new(hub, meshes.clone(), hub_writer, metrics, Arc::clone(&changed), shown);
+    let mut reconciler = Reconciler::new(
+        hub,
+        meshes.clone(),
+        hub_writer,
+        metrics,
+        Arc::clone(&changed),
+        debug_view,
+    );
     let heartbeat = liveness.watch("reconcile", WEDGED);
     let (mut first_list, mut first_plan) = (Some(first_list), Some(first_plan));
     let (mut rest, mut wait) = (Duration::ZERO, Duration::ZERO);
     loop {
-        let news = async {
+        let due = async {
             tokio::time::sleep(rest).await;
             tokio::select! {
                 () = changed.notified() => {}
@@ -155,12 +164,12 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             }
         };
         tokio::select! {
-            () = asked.notified() => {}
-            () = news => {}
+            () = meshes_changed.notified() => {}
+            () = due => {}
             () = stop.cancelled() => break,
         }
         if following.is_finished() {
-            anyhow::bail!("the watch of ClusterMeshes died");
+            anyhow::bail!("the task that watches ClusterMeshes ended unexpectedly");
         }
         let started = Instant::now();
         wait = tokio::select! {
@@ -181,42 +190,42 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     reconciler.tasks.close();
     drain::within(DRAIN, reconciler.tasks.wait()).await;
     drain::within(Duration::from_secs(2), served).await;
-    tracing::info!("ended; members keep what they have");
+    tracing::info!("ended; objects in the members stay as they are");
     Ok(())
 }
 
-/// Learns where the hub's API servers listen, beside the names of the API: no member may be there. Where the hub does not say,
-/// what was learned last holds.
+/// Reads the addresses on which the hub's API servers listen. A kubeconfig of a member that points at one of them is refused.
+/// If the hub does not answer, the addresses that were read last stay valid.
 async fn learn_addresses(client: &Client, hosts: &HubHosts) {
     let slices: Api<EndpointSlice> = Api::namespaced(client.clone(), "default");
-    let of_api = ListParams::default().labels(&format!("{}=kubernetes", names::LABEL_SERVICE_NAME));
-    match tokio::time::timeout(Duration::from_secs(5), slices.list(&of_api)).await {
+    let api_service = ListParams::default().labels(&format!("{}=kubernetes", names::LABEL_SERVICE_NAME));
+    match tokio::time::timeout(Duration::from_secs(5), slices.list(&api_service)).await {
         Ok(Ok(slices)) => hosts.learn(convert::service::api_endpoints(&slices.items)),
         Ok(Err(error)) => tracing::warn!(%error, "cannot read the addresses of the hub's own API"),
         Err(_) => tracing::warn!("the hub's API server does not answer"),
     }
 }
 
-/// The hub's id: as given, else the UID of kube-system, asked for until it answers.
+/// Returns the hub's id: `given`, else the UID of kube-system. Retries until the hub answers.
 async fn hub_identity(client: &Client, given: Option<String>) -> String {
     if let Some(id) = given {
         return id;
     }
-    let ask = || async {
+    let read_uid = || async {
         let namespaces: Api<Namespace> = Api::all(client.clone());
-        let asked = tokio::time::timeout(Duration::from_secs(10), namespaces.get("kube-system"));
-        let namespace = asked.await.context("the hub's API server does not answer")??;
+        let request = tokio::time::timeout(Duration::from_secs(10), namespaces.get("kube-system"));
+        let namespace = request.await.context("the hub's API server does not answer")??;
         namespace.metadata.uid.context("namespace kube-system has no UID")
     };
-    let patient = ExponentialBuilder::new()
+    let backoff = ExponentialBuilder::new()
         .with_max_delay(Duration::from_secs(10))
         .with_jitter()
         .without_max_times();
     loop {
-        let asked = ask.retry(patient).notify(|error, wait| {
-            tracing::warn!(%error, ?wait, "cannot read namespace kube-system of the hub; give --hub-id to do without");
+        let retried = read_uid.retry(backoff).notify(|error, wait| {
+            tracing::warn!(%error, ?wait, "cannot read namespace kube-system of the hub; set --hub-id if the controller may not read it");
         });
-        if let Ok(id) = asked.await {
+        if let Ok(id) = retried.await {
             return id;
         }
     }

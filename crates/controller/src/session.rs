@@ -1,5 +1,5 @@
-//! One supervised session per member: its credentials, its client, the feeds that follow its API server, a probe that
-//! notices when it falls silent. What one member does never delays another; nothing is planned or written here.
+//! One session per member: it follows the member's credentials, connects, and keeps the tables of the member's objects up to
+//! date. A probe detects an API server that does not answer. Sessions run independently: no member delays another.
 
 use std::{
     collections::BTreeSet,
@@ -18,10 +18,10 @@ use tokio::{sync::watch, task::JoinSet};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::{
+    api_error,
     feed::{Changed, Trust},
     hub::Hub,
     session::tables::Tables,
-    trouble,
 };
 
 mod checkins;
@@ -31,19 +31,19 @@ pub(crate) mod tables;
 
 pub(crate) use credentials::Credentials;
 
-/// For so long a trouble may last before it is reported: a session that has just begun has asked and not been answered, and
-/// an API server that rolls is back in a moment.
+/// A problem is reported only after this time. A new session still waits for its first answers, and an API server that is being
+/// rolled out is back soon.
 const GRACE: Duration = Duration::from_secs(6);
 
-/// Members that connect again together do it within so many milliseconds.
-const SPREAD: u64 = 5_000;
+/// The longest delay, in milliseconds, before a member reconnects after its credentials were missing.
+const MAX_RECONNECT_DELAY: u64 = 5_000;
 
-/// What of a member beyond Nodes and Peers has to be read.
+/// What has to be read of a member beyond Nodes and Peers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Interest {
-    /// Services that a grant names, at either end.
+    /// Services that grants name: the granted ones, and in the importing member the names of their mirrored Services.
     pub(crate) services: BTreeSet<ObjectName>,
-    /// Namespaces whose pods some export may select.
+    /// Namespaces whose pods are exported.
     pub(crate) pods: BTreeSet<String>,
 }
 
@@ -53,213 +53,223 @@ impl Interest {
     }
 }
 
-/// The connection, as far as others read it.
+/// The connection to the member's API server.
 #[derive(Clone)]
-struct Link {
+struct Connection {
     /// `None` = there are no usable credentials.
     client: Option<Client>,
-    /// Why there are none.
+    /// Why there are no usable credentials.
     missing: Option<String>,
-    /// The probe's last verdict; `None` = it answers, or was not asked yet.
-    silent: Option<String>,
+    /// Why the API server does not answer the probe. `None` = it answers, or was not probed yet.
+    unresponsive: Option<String>,
     /// `metadata.uid` of kube-system.
     uid: Option<String>,
-    /// `gitVersion`.
+    /// `gitVersion` of the API server.
     version: Option<String>,
-    /// Since when it is not fresh; `None` = it is.
-    troubled: Option<Instant>,
+    /// Since when the observation is not fresh. `None` = it is fresh.
+    stale_since: Option<Instant>,
 }
 
-/// A session as the reconcile loop sees it. Dropping it ends the session.
+/// The handle of a session. Dropping it ends the session.
 pub(crate) struct Session {
     shared: Arc<Shared>,
     interest: watch::Sender<Interest>,
-    cleaning_up: watch::Sender<bool>,
+    cleanup_only: watch::Sender<bool>,
     _end: DropGuard,
 }
 
 struct Shared {
     identity: ClusterIdentity,
-    /// What is held of it in memory.
+    /// The memory budget of the member.
     account: Account,
     tables: Tables,
-    link: Mutex<Link>,
+    connection: Mutex<Connection>,
     changed: Changed,
 }
 
 impl Shared {
-    /// `charged` = what the tables hold counts against the account.
-    fn new(identity: ClusterIdentity, account: Account, charged: bool, changed: Changed) -> Self {
+    /// With `is_charged` the rows of the tables count against the member's memory budget.
+    fn new(identity: ClusterIdentity, account: Account, is_charged: bool, changed: Changed) -> Self {
         Self {
-            tables: Tables::new(identity.to_string(), charged.then_some(&account), &changed),
+            tables: Tables::new(identity.to_string(), is_charged.then_some(&account), &changed),
             account,
             identity,
-            link: Mutex::new(Link {
+            connection: Mutex::new(Connection {
                 client: None,
                 missing: None,
-                silent: None,
+                unresponsive: None,
                 uid: None,
                 version: None,
-                troubled: Some(Instant::now()),
+                stale_since: Some(Instant::now()),
             }),
             changed,
         }
     }
 
-    fn link(&self) -> MutexGuard<'_, Link> {
-        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+    fn connection(&self) -> MutexGuard<'_, Connection> {
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the link; wakes the loop.
-    fn relink(&self, change: impl FnOnce(&mut Link)) {
-        change(&mut self.link());
+    /// Changes the connection and wakes the loop.
+    fn update_connection(&self, change: impl FnOnce(&mut Connection)) {
+        change(&mut self.connection());
         self.changed.notify_one();
     }
 }
 
 impl Session {
-    /// Begins a session; it asks for the credentials first.
-    pub(crate) fn begin(identity: ClusterIdentity, hub: Arc<Hub>, changed: Changed) -> Self {
+    /// Starts a session. It reads the credentials first.
+    pub(crate) fn start(identity: ClusterIdentity, hub: Arc<Hub>, changed: Changed) -> Self {
         let end = CancellationToken::new();
         let (interest, wanted) = watch::channel(Interest::default());
-        let (cleaning_up, cleans_up) = watch::channel(false);
+        let (cleanup_only, cleanup_only_receiver) = watch::channel(false);
         let account = hub.memory.account(&identity.to_string());
-        // The hub is trusted.
-        let charged = identity != ClusterIdentity::Local;
-        let shared = Arc::new(Shared::new(identity, account, charged, changed));
-        tokio::spawn(supervise(Arc::clone(&shared), hub, wanted, cleans_up, end.clone()));
+        // The hub is trusted, so its objects do not count.
+        let is_charged = identity != ClusterIdentity::Local;
+        let shared = Arc::new(Shared::new(identity, account, is_charged, changed));
+        tokio::spawn(supervise(
+            Arc::clone(&shared),
+            hub,
+            wanted,
+            cleanup_only_receiver,
+            end.clone(),
+        ));
         Self {
             shared,
             interest,
-            cleaning_up,
+            cleanup_only,
             _end: end.drop_guard(),
         }
     }
 
-    /// Says what has to be read.
-    pub(crate) fn want(&self, interest: &Interest) {
+    /// Sets what has to be read.
+    pub(crate) fn set_interest(&self, interest: &Interest) {
         self.interest.send_if_modified(|current| {
-            let news = current != interest;
-            if news {
-                self.shared.tables.want(interest);
+            let has_changed = current != interest;
+            if has_changed {
+                self.shared.tables.set_interest(interest);
                 current.clone_from(interest);
             }
-            news
+            has_changed
         });
     }
 
-    /// Says whether objects are only removed there. Then the last credentials that could be used still are, where the Secret is
-    /// gone: a namespace that is deleted loses its Secrets first, and whoever removes an entry removes its Secret, too.
-    pub(crate) fn clean_up(&self, only: bool) {
-        self.cleaning_up
-            .send_if_modified(|current| std::mem::replace(current, only) != only);
+    /// Sets whether the member is only cleaned up, because all its meshes are being deleted or no longer name it.
+    ///
+    /// Then the last usable credentials stay in use after the Secret is deleted: a namespace that is deleted loses its Secrets
+    /// first, and people who remove an entry often delete its Secret at the same time.
+    pub(crate) fn set_cleanup_only(&self, cleanup_only: bool) {
+        self.cleanup_only
+            .send_if_modified(|current| std::mem::replace(current, cleanup_only) != cleanup_only);
     }
 
-    /// What is seen of the member now.
+    /// Returns the current observation of the member.
     pub(crate) fn observe(&self) -> Observation<Member> {
-        let mut link = self.shared.link();
-        if let Some(why) = &link.missing {
+        let mut connection = self.shared.connection();
+        if let Some(why) = &connection.missing {
             return Observation::Missing(why.clone());
         }
-        let trouble = link.silent.clone().or_else(|| self.shared.tables.trouble());
-        link.troubled = trouble.as_ref().map(|_| link.troubled.unwrap_or_else(Instant::now));
-        let uid = link.uid.clone();
-        drop(link);
-        if !self.shared.tables.listed() {
+        let problem = connection.unresponsive.clone().or_else(|| self.shared.tables.problem());
+        connection.stale_since = problem
+            .as_ref()
+            .map(|_| connection.stale_since.unwrap_or_else(Instant::now));
+        let uid = connection.uid.clone();
+        drop(connection);
+        if !self.shared.tables.are_listed() {
             return Observation::Unreachable(
-                trouble.unwrap_or_else(|| "it is being read for the first time".to_owned()),
+                problem.unwrap_or_else(|| "it is being read for the first time".to_owned()),
             );
         }
         let mut member = self.shared.tables.member(uid, &self.interest.borrow());
-        self.shared.tables.mark_silent(&mut member, trouble.is_none());
-        match trouble {
+        self.shared.tables.mark_silent(&mut member, problem.is_none());
+        match problem {
             None => Observation::Fresh(member),
             Some(why) => Observation::Stale(member, why),
         }
     }
 
-    /// When kg is next found to have stopped checking in for a node, if nothing arrives.
+    /// When the next node becomes silent if no check-in of its kg arrives.
     pub(crate) fn silence_due(&self) -> Option<Instant> {
         self.shared.tables.silence_due()
     }
 
-    /// Whether it is in trouble for so short a time that this says nothing yet.
-    pub(crate) fn settling(&self) -> bool {
-        let link = self.shared.link();
-        link.missing.is_none() && link.troubled.is_some_and(|since| since.elapsed() < GRACE)
+    /// Whether the observation has been stale for less than [`GRACE`], which is too short to report it.
+    pub(crate) fn is_settling(&self) -> bool {
+        let connection = self.shared.connection();
+        connection.missing.is_none() && connection.stale_since.is_some_and(|since| since.elapsed() < GRACE)
     }
 
-    /// The client for writes; `None` without credentials.
+    /// The client for writes. `None` = there are no usable credentials.
     pub(crate) fn client(&self) -> Option<Client> {
-        self.shared.link().client.clone()
+        self.shared.connection().client.clone()
     }
 
-    /// Whether the probe gets no answer: a write would not either.
-    pub(crate) fn silent(&self) -> bool {
-        self.shared.link().silent.is_some()
+    /// Whether the API server does not answer the probe. Writes would fail, too.
+    pub(crate) fn is_unresponsive(&self) -> bool {
+        self.shared.connection().unresponsive.is_some()
     }
 
-    /// `gitVersion` of its API server, where it said so.
+    /// `gitVersion` of the API server, once it answered.
     pub(crate) fn version(&self) -> Option<String> {
-        self.shared.link().version.clone()
+        self.shared.connection().version.clone()
     }
 
-    /// The tables, for conditional deletes and for the answers to our own writes.
+    /// The tables. Writers use them for conditional deletes and put the answers to their writes there.
     pub(crate) fn tables(&self) -> Tables {
         self.shared.tables.clone()
     }
 
     /// For `/debug/state`.
     pub(crate) fn dump(&self) -> serde_json::Value {
-        let link = self.shared.link().clone();
+        let connection = self.shared.connection().clone();
         serde_json::json!({
-            "credentials": link.missing.unwrap_or_else(|| if link.client.is_some() { "in use" } else { "being read" }.to_owned()),
-            "silent": link.silent,
-            "uid": link.uid,
-            "version": link.version,
+            "credentials": connection.missing.unwrap_or_else(|| if connection.client.is_some() { "in use" } else { "being read" }.to_owned()),
+            "silent": connection.unresponsive,
+            "uid": connection.uid,
+            "version": connection.version,
             "tables": self.shared.tables.dump(),
         })
     }
 }
 
-/// Runs until the session is dropped: whatever ends inside, credentials that changed included, begins again.
+/// Runs a session until it is dropped. Connects again when the credentials change or a connection ends.
 async fn supervise(
     shared: Arc<Shared>,
     hub: Arc<Hub>,
     wanted: watch::Receiver<Interest>,
-    mut cleaning_up: watch::Receiver<bool>,
+    mut cleanup_only: watch::Receiver<bool>,
     end: CancellationToken,
 ) {
     let mut watches = JoinSet::new();
     let mut credentials = credentials::follow(&shared.identity, &hub, &shared.account, &mut watches);
     let work = async {
-        let (mut was_missing, mut last) = (false, None);
+        let (mut was_missing, mut last_usable) = (false, None);
         loop {
             let current = credentials.borrow_and_update().clone();
-            let missing = matches!(current, Credentials::Missing(_));
+            let is_missing = matches!(current, Credentials::Missing(_));
             let current = match current {
-                Credentials::Missing(why) if *cleaning_up.borrow_and_update() => {
-                    last.clone().map_or(Credentials::Missing(why), Credentials::Ready)
-                }
+                Credentials::Missing(why) if *cleanup_only.borrow_and_update() => last_usable
+                    .clone()
+                    .map_or(Credentials::Missing(why), Credentials::Ready),
                 current => current,
             };
             if let Credentials::Ready(client) = &current {
-                last = Some(client.clone());
+                last_usable = Some(client.clone());
             }
-            let late = std::mem::replace(&mut was_missing, missing) && !missing;
+            let is_back = std::mem::replace(&mut was_missing, is_missing) && !is_missing;
             let served = async {
                 match &current {
                     Credentials::Pending => std::future::pending().await,
                     Credentials::Missing(why) => {
-                        shared.relink(|link| {
-                            link.client = None;
-                            link.missing = Some(why.clone());
+                        shared.update_connection(|connection| {
+                            connection.client = None;
+                            connection.missing = Some(why.clone());
                         });
                         std::future::pending().await
                     }
                     Credentials::Ready(client) => {
-                        if late {
-                            tokio::time::sleep(spread(&shared.identity)).await;
+                        if is_back {
+                            tokio::time::sleep(reconnect_delay(&shared.identity)).await;
                         }
                         serve::serve(&shared, client, wanted.clone()).await;
                     }
@@ -267,10 +277,10 @@ async fn supervise(
             };
             tokio::select! {
                 () = served => {}
-                Ok(()) = cleaning_up.changed(), if missing => {}
+                Ok(()) = cleanup_only.changed(), if is_missing => {}
                 changed = credentials.changed() => if changed.is_err() {
-                    // The task that follows the Secret died; without it a rotation would go unnoticed.
-                    tracing::error!(member = %shared.identity, "the watch of the kubeconfig Secret ended; beginning it again");
+                    // Without this task a changed Secret would not be noticed.
+                    tracing::error!(member = %shared.identity, "the task that watches the kubeconfig Secret ended unexpectedly; starting it again");
                     watches = JoinSet::new();
                     credentials = credentials::follow(&shared.identity, &hub, &shared.account, &mut watches);
                 },
@@ -283,16 +293,16 @@ async fn supervise(
     }
 }
 
-/// When a member that lost its credentials connects again: members that lost them together must not list together. Always the
-/// same for one member.
-fn spread(identity: &ClusterIdentity) -> Duration {
+/// How long a member waits before it connects again after its credentials were missing. Members that lost their credentials at
+/// the same time must not all list at the same time. The delay of one member is always the same.
+fn reconnect_delay(identity: &ClusterIdentity) -> Duration {
     let mut hasher = DefaultHasher::new();
     identity.to_string().hash(&mut hasher);
-    Duration::from_millis(hasher.finish() % SPREAD)
+    Duration::from_millis(hasher.finish() % MAX_RECONNECT_DELAY)
 }
 
-/// What the feeds say of a member whose required tables are these; the first trouble, in words.
-fn first_trouble(trusts: impl IntoIterator<Item = Trust>) -> Option<String> {
+/// Returns why the first table that is not current is not. `None` = all are current.
+fn first_problem(trusts: impl IntoIterator<Item = Trust>) -> Option<String> {
     trusts.into_iter().find_map(|trust| match trust {
         Trust::Live | Trust::Absent => None,
         Trust::Pending => Some("it is being read for the first time".to_owned()),
@@ -300,28 +310,28 @@ fn first_trouble(trusts: impl IntoIterator<Item = Trust>) -> Option<String> {
     })
 }
 
-/// For the probe and the kube-system UID.
-async fn bounded<T>(request: impl Future<Output = Result<T, kube::Error>>) -> Result<T, Failure> {
+/// Sends a request of the probe, with a timeout.
+async fn with_timeout<T>(request: impl Future<Output = Result<T, kube::Error>>) -> Result<T, ProbeError> {
     match tokio::time::timeout(Duration::from_secs(5), request).await {
         Ok(answer) => answer.map_err(|error| {
-            tracing::debug!(error = %trouble::quoted(&error.to_string()), "request failed");
-            Failure {
-                answered: trouble::answered(&error),
-                why: trouble::words(&error),
+            tracing::debug!(error = %api_error::sanitize(&error.to_string()), "request failed");
+            ProbeError {
+                is_answer: api_error::is_answer(&error),
+                why: api_error::describe(&error),
             }
         }),
-        Err(_) => Err(Failure {
-            answered: false,
-            why: trouble::SILENT.to_owned(),
+        Err(_) => Err(ProbeError {
+            is_answer: false,
+            why: api_error::NO_ANSWER.to_owned(),
         }),
     }
 }
 
-/// A request that failed.
+/// A request of the probe that failed.
 #[derive(Debug)]
-struct Failure {
-    /// There is an API server that answered it.
-    answered: bool,
+struct ProbeError {
+    /// An API server answered, so it is running.
+    is_answer: bool,
     why: String,
 }
 

@@ -1,9 +1,10 @@
-//! The order in which one member's writer sends its steps. Values and a clock that is handed in; no request is made here.
+//! Decides which step of one member is sent next. It makes no requests, and the caller passes the time.
 //!
-//! The steps come from the last pass and replace those of the pass before. Each group of sources ([`clustermesh_core::lanes`])
-//! has two lanes. `closing` goes first, has its own places among the requests in flight, and is not paced. `rest` shares the
-//! other places in turn with the other groups and is paced by a token bucket, so that one source cannot use up the others'
-//! share. Failures wait here for their backoff; the reconcile loop has no part in it.
+//! The steps come from the last pass and replace those of the pass before. They are grouped by source
+//! ([`clustermesh_core::lanes`]), and each group has two lanes. Steps of `closing` are sent first, have their own limit of
+//! concurrent requests, and are not paced. Steps of `rest` share another limit: the groups take turns, and a token bucket paces
+//! each group, so that one source cannot use up the share of the others. Steps that failed wait here for their backoff, which
+//! needs no pass of the reconcile loop.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -18,21 +19,22 @@ use clustermesh_core::{
 };
 use tokio::time::Instant;
 
-use super::{Outcome, contest::Contest};
-use crate::backoff::{Backoff, Bucket};
+use super::{Outcome, contested::ContestedObject};
+use crate::backoff::{Backoff, TokenBucket};
 
-/// Requests in flight of each lane.
-const CLOSING: usize = 4;
-const REST: usize = 8;
-/// Writes in `rest` for one source: so many at once, then one each interval. A cluster of the size that is tested (5,000 nodes)
-/// is written in a minute and a half; one whose nodes change without end costs the member 50 writes a second.
+/// Concurrent requests of each lane.
+const CLOSING_REQUESTS: usize = 4;
+const REST_REQUESTS: usize = 8;
+/// Writes in `rest` for one source: this many at once, then one each interval. So a source of the tested size (5,000 nodes) is
+/// written in a minute and a half, and a source whose nodes change all the time causes 50 writes a second in the member.
 const BURST: u32 = 1_000;
 const INTERVAL: Duration = Duration::from_millis(20);
-/// The longest pause after a refusal, and while the member or a source is in trouble; one probing request ends that.
-pub(super) const REFUSED: Duration = Duration::from_secs(60);
-const TROUBLE: Duration = Duration::from_secs(10);
-/// Changes by another writer count as one row while each comes within this time of the one before.
-const CONTEST: Duration = Duration::from_secs(180);
+/// The longest pause after a refusal of one object.
+pub(super) const MAX_REFUSED_PAUSE: Duration = Duration::from_secs(60);
+/// The longest pause while the member does not answer or throttles a source. Then a single request probes whether it still does.
+const MAX_OUTAGE_PAUSE: Duration = Duration::from_secs(10);
+/// Changes by another client count as changes in a row if no two of them are further apart than this.
+const CONTEST_WINDOW: Duration = Duration::from_secs(180);
 
 /// Kind and name of an object.
 pub(super) type Key = (&'static str, String);
@@ -49,54 +51,56 @@ pub(super) enum Lane {
 
 /// A step in flight.
 #[derive(Debug)]
-pub(super) struct Sent {
+pub(super) struct SentStep {
     pub(super) step: Step,
     group: Source,
     lane: Lane,
-    offer: u64,
+    /// [`Queue::generation`] when it was sent.
+    generation: u64,
 }
 
-/// Steps of one kind and action: between runs the order matters.
+/// Consecutive steps of the same kind and action. The next batch starts when no request of this one is in flight.
 #[derive(Debug)]
-struct Run {
+struct Batch {
     id: u64,
     steps: VecDeque<Step>,
-    /// Its steps move networks or keys, so that their order matters too.
-    one_by_one: bool,
+    /// The steps move networks or keys between Peers, so they are sent one after the other.
+    is_sequential: bool,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Queue {
-    /// Counts the replacements: a step of an earlier one is not sent again.
-    offer: u64,
-    /// What the last one holds.
+    /// Counts the calls of [`Self::replace`]. A failed step of an earlier generation is not sent again.
+    generation: u64,
+    /// The objects with a step in this generation.
     wanted: BTreeSet<Key>,
-    /// When the pass began to observe whose steps these are.
+    /// When the pass that planned these steps began to observe.
     observed: Option<Instant>,
-    lanes: BTreeMap<(Lane, Source), VecDeque<Run>>,
-    next_run: u64,
-    /// Steps whose backoff has not passed, by its end.
+    lanes: BTreeMap<(Lane, Source), VecDeque<Batch>>,
+    next_batch: u64,
+    /// Steps in backoff, by its end.
     waiting: BTreeMap<Instant, Vec<(Lane, Source, Step)>>,
-    /// Steps whose object has a write in flight.
+    /// Steps whose object has another write in flight.
     blocked: BTreeMap<Key, (Lane, Source, Step)>,
     in_flight: BTreeMap<Key, MeshId>,
-    /// By lane and group: the run that is in flight, and how many of its steps.
-    flying: BTreeMap<(Lane, Source), (u64, usize)>,
-    /// Which group had the last turn.
-    turn: BTreeMap<Lane, Source>,
-    /// What was written since the last pass observed: its steps may be of before.
-    done: BTreeMap<Key, (Instant, Item)>,
-    buckets: BTreeMap<Source, Bucket>,
-    /// The member does not answer, or refuses the credentials.
-    trouble: Option<(Backoff, String)>,
-    /// The member asks a source to slow down.
+    /// The batch in flight of each lane and group, and its number of requests in flight.
+    batch_in_flight: BTreeMap<(Lane, Source), (u64, usize)>,
+    /// The group of each lane that sent last.
+    last_group: BTreeMap<Lane, Source>,
+    /// Objects that were written after the last pass began to observe. A step of that pass may contain the same write.
+    written: BTreeMap<Key, (Instant, Item)>,
+    buckets: BTreeMap<Source, TokenBucket>,
+    /// Set while the member does not answer or refuses the credentials, with the reason.
+    outage: Option<(Backoff, String)>,
+    /// Sources that the member asks to slow down, with the reason.
     throttled: BTreeMap<(Lane, Source), (Backoff, String)>,
     refused: BTreeMap<MeshId, BTreeMap<Key, Refused>>,
-    /// One backoff for each cause: a source, a kind and the words.
+    /// Refused objects with the same cause share a backoff.
     causes: BTreeMap<Cause, Backoff>,
-    contests: BTreeMap<Key, Contest>,
+    contested: BTreeMap<Key, ContestedObject>,
 }
 
+/// Why an object is refused: source, kind and reason.
 type Cause = (Source, &'static str, String);
 
 #[derive(Debug)]
@@ -106,12 +110,12 @@ struct Refused {
 }
 
 impl Queue {
-    /// Replaces what is to be written. `observed` = when the pass began to observe.
+    /// Replaces the steps. `observed` is the time at which the pass that planned them began to observe.
     pub(super) fn replace(&mut self, groups: BTreeMap<Source, Lanes>, observed: Instant, now: Instant) {
         (self.lanes, self.waiting, self.blocked) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         self.observed = Some(observed);
-        self.offer += 1;
-        self.done.retain(|_, (at, _)| *at >= observed);
+        self.generation += 1;
+        self.written.retain(|_, (at, _)| *at >= observed);
         self.buckets.retain(|_, bucket| !bucket.is_full(now));
         let mut wanted: BTreeSet<Key> = BTreeSet::new();
         for (group, lanes) in groups {
@@ -119,39 +123,39 @@ impl Queue {
                 wanted.extend(steps.iter().map(key));
                 let mut due = Vec::new();
                 for step in steps {
-                    match self.backoff(&step, now) {
-                        Some(until) => self.wait(until, lane, group.clone(), step),
+                    match self.backoff_until(&step, now) {
+                        Some(until) => self.defer(until, lane, group.clone(), step),
                         None => due.push(step),
                     }
                 }
-                let runs = due.chunk_by(|a, b| a.item.kind() == b.item.kind() && a.action == b.action);
-                let runs: VecDeque<Run> = runs.map(|run| Run::new(run, &mut self.next_run)).collect();
-                if !runs.is_empty() {
-                    self.lanes.insert((lane, group.clone()), runs);
+                let batches = due.chunk_by(|a, b| a.item.kind() == b.item.kind() && a.action == b.action);
+                let batches: VecDeque<Batch> = batches.map(|steps| Batch::new(steps, &mut self.next_batch)).collect();
+                if !batches.is_empty() {
+                    self.lanes.insert((lane, group.clone()), batches);
                 }
             }
         }
-        // What is no longer to be written has no failure any more.
+        // A failure of a step that is no longer planned must not be reported any more.
         for refused in self.refused.values_mut() {
             refused.retain(|key, _| wanted.contains(key));
         }
         self.refused.retain(|_, refused| !refused.is_empty());
         self.forget_causes();
-        self.contests.retain(|key, contest| {
-            let recent = now.saturating_duration_since(contest.last) < CONTEST;
-            recent && (contest.wrote.is_some() || wanted.contains(key))
+        self.contested.retain(|key, object| {
+            let is_recent = now.saturating_duration_since(object.last_change) < CONTEST_WINDOW;
+            is_recent && (object.last_written.is_some() || wanted.contains(key))
         });
-        self.throttled.retain(|place, _| self.lanes.contains_key(place));
+        self.throttled.retain(|lane, _| self.lanes.contains_key(lane));
         if wanted.is_empty() {
-            self.trouble = None;
+            self.outage = None;
         }
         self.wanted = wanted;
     }
 
-    /// Forgets the requests in flight, whose outcome will not be noted.
-    pub(super) fn abandon(&mut self) {
+    /// Forgets the requests in flight, because their outcome will never be recorded.
+    pub(super) fn forget_in_flight(&mut self) {
         self.in_flight.clear();
-        self.flying.clear();
+        self.batch_in_flight.clear();
     }
 
     /// Whether nothing is in flight and nothing left to send.
@@ -164,80 +168,80 @@ impl Queue {
         self.in_flight.values().any(|of| of == mesh)
     }
 
-    /// Until when a step waits for its own backoff.
-    fn backoff(&self, step: &Step, now: Instant) -> Option<Instant> {
+    /// Until when a step has to wait because its object was refused or is contested.
+    fn backoff_until(&self, step: &Step, now: Instant) -> Option<Instant> {
         let key = key(step);
         let refused = self.refused.get(&step.mesh).and_then(|refused| refused.get(&key));
-        let contest = self.contests.get(&key).and_then(|contest| contest.backoff.as_ref());
-        let until = refused.map(|refused| refused.until).max(contest.map(Backoff::until));
+        let contested = self.contested.get(&key).and_then(|object| object.backoff.as_ref());
+        let until = refused.map(|refused| refused.until).max(contested.map(Backoff::until));
         until.filter(|until| *until > now)
     }
 
-    fn wait(&mut self, until: Instant, lane: Lane, group: Source, step: Step) {
+    fn defer(&mut self, until: Instant, lane: Lane, group: Source, step: Step) {
         self.waiting.entry(until).or_default().push((lane, group, step));
     }
 
     /// Puts a step before the others of its lane.
-    fn first(&mut self, lane: Lane, group: Source, step: Step) {
-        let run = Run::new(&[step], &mut self.next_run);
-        self.lanes.entry((lane, group)).or_default().push_front(run);
+    fn push_front(&mut self, lane: Lane, group: Source, step: Step) {
+        let batch = Batch::new(&[step], &mut self.next_batch);
+        self.lanes.entry((lane, group)).or_default().push_front(batch);
     }
 
-    /// The next step to send, else when to look again; `None` = when something in flight has ended.
-    pub(super) fn next(&mut self, now: Instant) -> Result<Sent, Option<Instant>> {
-        if let Some((backoff, _)) = self.trouble.as_ref().filter(|(backoff, _)| backoff.waits(now)) {
+    /// Returns the next step to send. `Err` is the time at which to call again; `None` = when a request in flight has ended.
+    pub(super) fn next(&mut self, now: Instant) -> Result<SentStep, Option<Instant>> {
+        if let Some((backoff, _)) = self.outage.as_ref().filter(|(backoff, _)| backoff.is_waiting(now)) {
             return Err(Some(backoff.until()));
         }
-        self.resume(now);
-        let mut again: Option<Instant> = None;
-        for (lane, places) in [(Lane::Closing, CLOSING), (Lane::Rest, REST)] {
-            let flying = self.flying.iter().filter(|((of, _), _)| *of == lane);
-            // While the member is in trouble one request finds out whether it still is.
-            let places = if self.trouble.is_some() { 1 } else { places };
-            if flying.map(|(_, (_, count))| count).sum::<usize>() >= places {
+        self.requeue_waiting(now);
+        let mut next: Option<Instant> = None;
+        for (lane, limit) in [(Lane::Closing, CLOSING_REQUESTS), (Lane::Rest, REST_REQUESTS)] {
+            let in_flight = self.batch_in_flight.iter().filter(|((of, _), _)| *of == lane);
+            // During an outage a single request probes whether the member answers again.
+            let limit = if self.outage.is_some() { 1 } else { limit };
+            if in_flight.map(|(_, (_, count))| count).sum::<usize>() >= limit {
                 continue;
             }
             let groups = self.lanes.keys().filter(|(of, _)| *of == lane).count();
-            let mut last = self.turn.get(&lane).cloned();
+            let mut last = self.last_group.get(&lane).cloned();
             for _ in 0..groups {
                 let Some(group) = self.group_after(lane, last.as_ref()) else {
                     break;
                 };
                 match self.take(lane, &group, now) {
                     Ok(step) => {
-                        self.turn.insert(lane, group.clone());
-                        return Ok(Sent {
+                        self.last_group.insert(lane, group.clone());
+                        return Ok(SentStep {
                             step,
                             group,
                             lane,
-                            offer: self.offer,
+                            generation: self.generation,
                         });
                     }
-                    Err(until) => again = [again, until].into_iter().flatten().min(),
+                    Err(until) => next = [next, until].into_iter().flatten().min(),
                 }
                 last = Some(group);
             }
         }
-        Err([again, self.waiting.keys().next().copied()].into_iter().flatten().min())
+        Err([next, self.waiting.keys().next().copied()].into_iter().flatten().min())
     }
 
-    /// Puts the steps whose backoff has passed behind the others: what is refused again and again must not use up the pace of
-    /// what was never tried.
-    fn resume(&mut self, now: Instant) {
+    /// Appends the steps whose backoff has ended to their lanes. They go to the end, so that objects which are refused every
+    /// time do not use up the tokens of steps that were never tried.
+    fn requeue_waiting(&mut self, now: Instant) {
         let mut due: BTreeMap<(Lane, Source), Vec<Step>> = BTreeMap::new();
         while let Some(entry) = self.waiting.first_entry().filter(|entry| *entry.key() <= now) {
             for (lane, group, step) in entry.remove() {
                 due.entry((lane, group)).or_default().push(step);
             }
         }
-        for (place, steps) in due {
-            let runs = steps.chunk_by(|a, b| a.item.kind() == b.item.kind() && a.action == b.action);
-            let runs: Vec<Run> = runs.map(|run| Run::new(run, &mut self.next_run)).collect();
-            self.lanes.entry(place).or_default().extend(runs);
+        for (lane, steps) in due {
+            let batches = steps.chunk_by(|a, b| a.item.kind() == b.item.kind() && a.action == b.action);
+            let batches: Vec<Batch> = batches.map(|steps| Batch::new(steps, &mut self.next_batch)).collect();
+            self.lanes.entry(lane).or_default().extend(batches);
         }
     }
 
-    /// The group whose turn is next.
+    /// Returns the group after `last`, and after the last group the first one.
     fn group_after(&self, lane: Lane, last: Option<&Source>) -> Option<Source> {
         let mut groups = self.lanes.keys().filter(|(of, _)| *of == lane).map(|(_, group)| group);
         let next = last.and_then(|last| {
@@ -248,172 +252,173 @@ impl Queue {
         next.or_else(|| groups.next()).cloned()
     }
 
-    /// The next step of one lane of one group, marked as in flight.
+    /// Takes the next step of one lane of one group and marks it as in flight. `Err` as in [`Self::next`].
     fn take(&mut self, lane: Lane, group: &Source, now: Instant) -> Result<Step, Option<Instant>> {
-        let place = (lane, group.clone());
+        let lane_of_group = (lane, group.clone());
         if lane == Lane::Rest && self.lanes.contains_key(&(Lane::Closing, group.clone())) {
             return Err(None);
         }
-        if lane == Lane::Rest && self.flying.contains_key(&(Lane::Closing, group.clone())) {
+        if lane == Lane::Rest && self.batch_in_flight.contains_key(&(Lane::Closing, group.clone())) {
             return Err(None);
         }
-        let throttled = self.throttled.get(&place).map(|(backoff, _)| backoff);
-        if let Some(backoff) = throttled.filter(|backoff| backoff.waits(now)) {
+        let throttled = self.throttled.get(&lane_of_group).map(|(backoff, _)| backoff);
+        if let Some(backoff) = throttled.filter(|backoff| backoff.is_waiting(now)) {
             return Err(Some(backoff.until()));
         }
         loop {
-            let Some(runs) = self.lanes.get_mut(&place) else {
+            let Some(batches) = self.lanes.get_mut(&lane_of_group) else {
                 return Err(None);
             };
-            let Some(run) = runs.front_mut() else {
-                self.lanes.remove(&place);
+            let Some(batch) = batches.front_mut() else {
+                self.lanes.remove(&lane_of_group);
                 return Err(None);
             };
-            let flying = self.flying.get(&place);
-            if flying.is_some_and(|(id, _)| *id != run.id || run.one_by_one) {
+            let in_flight = self.batch_in_flight.get(&lane_of_group);
+            if in_flight.is_some_and(|(id, _)| *id != batch.id || batch.is_sequential) {
                 return Err(None);
             }
-            // A source whose last request was throttled sends one to find out.
-            if flying.is_some() && self.throttled.contains_key(&place) {
+            // A throttled source sends one request at a time, to probe whether it still is.
+            if in_flight.is_some() && self.throttled.contains_key(&lane_of_group) {
                 return Err(None);
             }
-            let Some(step) = run.steps.pop_front() else {
-                runs.pop_front();
+            let Some(step) = batch.steps.pop_front() else {
+                batches.pop_front();
                 continue;
             };
-            let (id, key) = (run.id, key(&step));
+            let (id, key) = (batch.id, key(&step));
             if self.in_flight.contains_key(&key) {
                 self.blocked.insert(key, (lane, group.clone(), step));
                 continue;
             }
-            let written = self.done.get(&key);
+            let written = self.written.get(&key);
             let written = written.filter(|(at, _)| self.observed.is_some_and(|observed| *at >= observed));
             if written.is_some_and(|(_, item)| *item == step.item) {
                 continue;
             }
-            if let Some(until) = self.backoff(&step, now) {
-                self.wait(until, lane, group.clone(), step);
+            if let Some(until) = self.backoff_until(&step, now) {
+                self.defer(until, lane, group.clone(), step);
                 continue;
             }
             if lane == Lane::Rest && step.action != Action::Delete {
                 let bucket = self.buckets.entry(group.clone());
-                let bucket = bucket.or_insert_with(|| Bucket::new(now, BURST, INTERVAL));
+                let bucket = bucket.or_insert_with(|| TokenBucket::new(now, BURST, INTERVAL));
                 if !bucket.take(now) {
-                    let ready = bucket.ready();
-                    if let Some(run) = self.lanes.get_mut(&place).and_then(VecDeque::front_mut) {
-                        run.steps.push_front(step);
+                    let ready = bucket.ready_at();
+                    if let Some(batch) = self.lanes.get_mut(&lane_of_group).and_then(VecDeque::front_mut) {
+                        batch.steps.push_front(step);
                     }
                     return Err(Some(ready));
                 }
             }
-            if let Some(runs) = self.lanes.get_mut(&place) {
-                runs.retain(|run| !run.steps.is_empty());
-                if runs.is_empty() {
-                    self.lanes.remove(&place);
+            if let Some(batches) = self.lanes.get_mut(&lane_of_group) {
+                batches.retain(|batch| !batch.steps.is_empty());
+                if batches.is_empty() {
+                    self.lanes.remove(&lane_of_group);
                 }
             }
             self.in_flight.insert(key, step.mesh.clone());
-            self.flying.entry(place).or_insert((id, 0)).1 += 1;
+            self.batch_in_flight.entry(lane_of_group).or_insert((id, 0)).1 += 1;
             return Ok(step);
         }
     }
 
-    /// Remembers what became of a step; whether the report of a mesh changes by it.
-    pub(super) fn note(&mut self, sent: Sent, outcome: Outcome, now: Instant) -> bool {
-        let Sent {
+    /// Records the outcome of a step. Returns whether it changes the report of a mesh.
+    pub(super) fn record(&mut self, sent: SentStep, outcome: Outcome, now: Instant) -> bool {
+        let SentStep {
             step,
             group,
             lane,
-            offer,
+            generation,
         } = sent;
         let key = key(&step);
         self.in_flight.remove(&key);
-        let place = (lane, group.clone());
-        if let Some((_, count)) = self.flying.get_mut(&place) {
+        let lane_of_group = (lane, group.clone());
+        if let Some((_, count)) = self.batch_in_flight.get_mut(&lane_of_group) {
             *count -= 1;
             if *count == 0 {
-                self.flying.remove(&place);
+                self.batch_in_flight.remove(&lane_of_group);
             }
         }
         let blocked = self.blocked.remove(&key);
-        // The last offer decides whether the object is written again, and how.
-        let newer = offer != self.offer;
+        // The steps were replaced in the meantime. Only the new ones decide whether and how the object is written again.
+        let is_outdated = generation != self.generation;
         if let Some((lane, group, step)) = blocked {
-            self.first(lane, group, step);
+            self.push_front(lane, group, step);
         }
         let mut changed = false;
         if !matches!(outcome, Outcome::Unavailable(_)) {
-            changed |= self.trouble.take().is_some();
+            changed |= self.outage.take().is_some();
         }
         if !matches!(outcome, Outcome::Throttled(_) | Outcome::Unavailable(_)) {
-            changed |= self.throttled.remove(&place).is_some();
+            changed |= self.throttled.remove(&lane_of_group).is_some();
         }
         let refused = self
             .refused
             .get_mut(&step.mesh)
             .and_then(|refused| refused.remove(&key));
         match outcome {
-            // The last pass does not contain this step any more.
+            // The object has no step any more, so the failure is not reported.
             Outcome::Refused(_) | Outcome::Conflict { .. } if !self.wanted.contains(&key) => {}
-            Outcome::Unchanged => self.wrote(key, step.item, now),
+            Outcome::Unchanged => self.mark_written(key, step.item, now),
             Outcome::Written { over } => {
-                changed |= self.contest(&step, &key, over, true, now);
-                self.wrote(key, step.item, now);
+                changed |= self.record_change(&step, &key, over, true, now);
+                self.mark_written(key, step.item, now);
             }
             Outcome::Conflict { by } => {
-                changed |= self.contest(&step, &key, by, false, now);
-                match self.backoff(&step, now) {
-                    _ if newer => {}
-                    Some(until) => self.wait(until, lane, group, step),
-                    None => self.first(lane, group, step),
+                changed |= self.record_change(&step, &key, by, false, now);
+                match self.backoff_until(&step, now) {
+                    _ if is_outdated => {}
+                    Some(until) => self.defer(until, lane, group, step),
+                    None => self.push_front(lane, group, step),
                 }
             }
             Outcome::Refused(why) => {
                 let cause = (group.clone(), step.item.kind(), why);
-                let known = self.causes.contains_key(&cause);
-                changed |= !known;
+                let is_known = self.causes.contains_key(&cause);
+                changed |= !is_known;
                 let backoff = self.causes.entry(cause.clone());
-                let backoff = backoff.or_insert_with(|| Backoff::new(now, REFUSED));
-                backoff.failed(now);
+                let backoff = backoff.or_insert_with(|| Backoff::new(now, MAX_REFUSED_PAUSE));
+                backoff.record_failure(now);
                 let until = backoff.until();
                 let refused = self.refused.entry(step.mesh.clone()).or_default();
                 refused.insert(key, Refused { cause, until });
-                if !newer {
-                    self.wait(until, lane, group, step);
+                if !is_outdated {
+                    self.defer(until, lane, group, step);
                 }
                 return changed;
             }
             Outcome::Throttled(why) => {
-                match self.throttled.get_mut(&place) {
-                    Some((backoff, _)) => backoff.failed(now),
+                match self.throttled.get_mut(&lane_of_group) {
+                    Some((backoff, _)) => backoff.record_failure(now),
                     None => {
-                        self.throttled.insert(place, (Backoff::new(now, TROUBLE), why));
+                        self.throttled
+                            .insert(lane_of_group, (Backoff::new(now, MAX_OUTAGE_PAUSE), why));
                         changed = true;
                     }
                 }
-                if !newer {
-                    self.first(lane, group, step);
+                if !is_outdated {
+                    self.push_front(lane, group, step);
                 }
             }
             Outcome::Unavailable(why) => {
-                match &mut self.trouble {
-                    Some((backoff, words)) => {
-                        changed |= *words != why;
-                        backoff.failed(now);
-                        *words = why;
+                match &mut self.outage {
+                    Some((backoff, reason)) => {
+                        changed |= *reason != why;
+                        backoff.record_failure(now);
+                        *reason = why;
                     }
                     None => {
-                        self.trouble = Some((Backoff::new(now, TROUBLE), why));
+                        self.outage = Some((Backoff::new(now, MAX_OUTAGE_PAUSE), why));
                         changed = true;
                     }
                 }
-                if !newer {
-                    self.first(lane, group, step);
+                if !is_outdated {
+                    self.push_front(lane, group, step);
                 }
             }
         }
         if let Some(Refused { cause, .. }) = refused
-            && !self.is_refused(&cause)
+            && !self.is_in_use(&cause)
         {
             self.causes.remove(&cause);
             changed = true;
@@ -421,18 +426,19 @@ impl Queue {
         changed
     }
 
-    fn wrote(&mut self, key: Key, item: Item, now: Instant) {
-        self.done.insert(key, (now, item));
+    fn mark_written(&mut self, key: Key, item: Item, now: Instant) {
+        self.written.insert(key, (now, item));
     }
 
-    /// Notes a write that met another writer's, or that may have had to undo one; whether the object is contested from now on.
-    fn contest(&mut self, step: &Step, key: &Key, by: Option<String>, written: bool, now: Instant) -> bool {
-        let contest = self.contests.entry(key.clone());
-        let contest = contest.or_insert_with(|| Contest::new(step.mesh.clone(), now));
-        contest.note(&step.item, by, written, now)
+    /// Records a conflict, or a write that may have undone a change by another client. Returns whether the object has just become
+    /// contested.
+    fn record_change(&mut self, step: &Step, key: &Key, by: Option<String>, written: bool, now: Instant) -> bool {
+        let object = self.contested.entry(key.clone());
+        let object = object.or_insert_with(|| ContestedObject::new(step.mesh.clone(), now));
+        object.record(&step.item, by, written, now)
     }
 
-    fn is_refused(&self, cause: &Cause) -> bool {
+    fn is_in_use(&self, cause: &Cause) -> bool {
         self.refused
             .values()
             .flat_map(BTreeMap::values)
@@ -450,18 +456,18 @@ impl Queue {
     }
 
     /// Why something of a mesh could not be written, if so.
-    pub(super) fn trouble(&self, mesh: &MeshId) -> Option<String> {
-        if let Some((_, why)) = &self.trouble {
+    pub(super) fn problem(&self, mesh: &MeshId) -> Option<String> {
+        if let Some((_, why)) = &self.outage {
             return Some(why.clone());
         }
         let refused = self.refused.get(mesh).into_iter().flatten();
         let refused = refused.map(|((kind, name), refused)| (*kind, name, refused.cause.2.clone()));
-        let contests = self
-            .contests
+        let contested = self
+            .contested
             .iter()
-            .filter(|(_, contest)| contest.mesh == *mesh && contest.is_contested());
-        let contests = contests.map(|((kind, name), contest)| (*kind, name, contest.message()));
-        let mut all = contests.chain(refused);
+            .filter(|(_, object)| object.mesh == *mesh && object.is_contested());
+        let contested = contested.map(|((kind, name), object)| (*kind, name, object.message()));
+        let mut all = contested.chain(refused);
         if let Some((kind, name, why)) = all.next() {
             let first = format!("{kind} {name}: {why}");
             return Some(match all.count() {
@@ -474,23 +480,24 @@ impl Queue {
     }
 }
 
-impl Run {
+impl Batch {
     fn new(steps: &[Step], next: &mut u64) -> Self {
         *next += 1;
         Self {
             id: *next,
             steps: steps.iter().cloned().collect(),
-            one_by_one: !concurrent(steps),
+            is_sequential: !can_run_concurrently(steps),
         }
     }
 }
 
-/// Whether the order inside a run does not matter. It does where prefixes or keys move between Peers: gain comes before loss.
-fn concurrent(run: &[Step]) -> bool {
+/// Whether the steps of a batch may be in flight together. Where networks or keys move between Peers, they must not: the Peer
+/// that gains a network is written before the Peer that loses it.
+fn can_run_concurrently(batch: &[Step]) -> bool {
     let moves = |step: &Step| {
         step.fields
             .iter()
             .any(|field| matches!(*field, "spec.allowedIPs" | "spec.publicKey" | "spec"))
     };
-    run.first().is_some_and(|step| step.action != Action::Update) || !run.iter().any(moves)
+    batch.first().is_some_and(|step| step.action != Action::Update) || !batch.iter().any(moves)
 }

@@ -1,4 +1,4 @@
-//! The clock of these tests is paused (`start_paused`): what they sleep takes no time.
+//! The clock of these tests is paused (`start_paused`), so their sleeps take no time.
 
 use std::time::Duration;
 
@@ -60,8 +60,8 @@ fn created(source: &str, count: u16) -> Vec<Step> {
     (0..count).map(|n| peer(source, n, Action::Create)).collect()
 }
 
-/// The object that a Peer of ours is at the API server.
-fn standing(path: &str) -> Value {
+/// A Peer of ours, as the API server returns it.
+fn existing_peer(path: &str) -> Value {
     json!({
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer",
         "metadata": {
@@ -80,21 +80,22 @@ fn standing(path: &str) -> Value {
     })
 }
 
-/// A member whose API server answers every request as told after 10 ms, and a loop that offers again when it is woken.
-struct World {
-    writer: Writer,
-    target: Target,
+/// A member whose API server answers each request after 10 ms, its writer, and a loop that sets the same steps each time it is
+/// woken.
+struct Fixture {
+    writer: MemberWriter,
+    connection: Connection,
     changed: Changed,
     tasks: TaskTracker,
-    asked: Arc<Mutex<Vec<String>>>,
+    requests: Arc<Mutex<Vec<String>>>,
     passes: usize,
 }
 
-impl World {
-    /// `answer` = code and body for a method and a path; without a body what was sent.
+impl Fixture {
+    /// `answer` returns code and body for a method and a path. Without a body the server returns what was sent.
     fn new(answer: impl Fn(&str, &str) -> (u16, Option<Value>) + Send + Sync + 'static) -> Self {
-        let asked = Arc::new(Mutex::new(Vec::new()));
-        let log = Arc::clone(&asked);
+        let requests = Arc::new(Mutex::new(Vec::new()));
+        let log = Arc::clone(&requests);
         let answer = Arc::new(answer);
         let service = tower::service_fn(move |request: http::Request<Body>| {
             let (log, answer) = (Arc::clone(&log), Arc::clone(&answer));
@@ -126,31 +127,31 @@ impl World {
             }],
         };
         Self {
-            writer: Writer::new(changed.clone(), Metrics::default()),
-            target: Target {
+            writer: MemberWriter::new(changed.clone(), Metrics::default()),
+            connection: Connection {
                 client: Client::new(service, "default"),
                 tables: Tables::new("member".into(), None, &changed),
                 claims: Arc::new(claims),
             },
             changed,
             tasks: TaskTracker::new(),
-            asked,
+            requests,
             passes: 0,
         }
     }
 
-    fn offer(&mut self, steps: &[Step]) {
+    fn set_steps(&mut self, steps: &[Step]) {
         self.passes += 1;
         let groups = lanes::by_source(steps.to_vec(), &Member::default());
         self.writer
-            .offer(groups, Instant::now(), self.target.clone(), &self.tasks);
+            .set_steps(groups, Instant::now(), self.connection.clone(), &self.tasks);
     }
 
-    /// Runs passes for this time; each offers the same steps.
-    async fn run(&mut self, steps: &[Step], time: Duration) {
+    /// Runs passes for this time. Each sets the same steps.
+    async fn run_passes(&mut self, steps: &[Step], time: Duration) {
         let end = Instant::now() + time;
         while Instant::now() < end {
-            self.offer(steps);
+            self.set_steps(steps);
             tokio::select! {
                 () = self.changed.notified() => {}
                 () = tokio::time::sleep_until(end) => {}
@@ -158,8 +159,8 @@ impl World {
         }
     }
 
-    fn asked(&self) -> Vec<String> {
-        self.asked.lock().expect("sound").clone()
+    fn requests(&self) -> Vec<String> {
+        self.requests.lock().expect("sound").clone()
     }
 }
 
@@ -169,34 +170,34 @@ fn failure(code: u16) -> (u16, Option<Value>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_closes_waits_behind_no_batch() {
-    let mut world = World::new(|_, _| (201, None));
+async fn closing_step_does_not_wait_for_a_large_batch() {
+    let mut fixture = Fixture::new(|_, _| (201, None));
     let mut steps = created("rotator", 1000);
-    world.offer(&steps);
+    fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_millis(100)).await;
-    let asked = world.asked();
-    let before = asked.len();
-    // The next pass sees what was answered; the last eight are in flight.
-    let written = |step: &Step| asked[..before - 8].contains(&format!("POST {}", step.item.name()));
+    let requests = fixture.requests();
+    let before = requests.len();
+    // The next pass sees all writes except the last eight, which are in flight.
+    let written = |step: &Step| requests[..before - 8].contains(&format!("POST {}", step.item.name()));
     steps.retain(|step| !written(step));
     steps.insert(0, policy("other"));
-    world.offer(&steps);
+    fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_secs(5)).await;
-    let after = world.asked().split_off(before);
+    let after = fixture.requests().split_off(before);
     assert_eq!(after.iter().position(|line| line == "POST policy-other"), Some(0));
-    assert_eq!(after.len() + before, 1001, "each once");
+    assert_eq!(after.len() + before, 1001, "each step is sent once");
 }
 
 #[tokio::test(start_paused = true)]
 async fn sources_take_turns() {
-    let mut world = World::new(|_, _| (201, None));
+    let mut fixture = Fixture::new(|_, _| (201, None));
     let steps: Vec<Step> = ["a", "b", "c"].iter().flat_map(|source| created(source, 100)).collect();
-    world.offer(&steps);
+    fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_secs(5)).await;
-    let asked = world.asked();
-    assert_eq!(asked.len(), 300);
+    let requests = fixture.requests();
+    assert_eq!(requests.len(), 300);
     let of = |source: &str| {
-        asked[..90]
+        requests[..90]
             .iter()
             .filter(|line| line.contains(&format!("{source}-")))
             .count()
@@ -205,207 +206,209 @@ async fn sources_take_turns() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn source_that_never_rests_is_paced_alone() {
-    let mut world = World::new(|_, _| (201, None));
+async fn source_with_many_steps_is_paced_alone() {
+    let mut fixture = Fixture::new(|_, _| (201, None));
     let steps: Vec<Step> = created("rotator", 3000)
         .into_iter()
         .chain(created("other", 900))
         .collect();
-    world.offer(&steps);
+    fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_secs(20)).await;
-    let asked = world.asked();
-    let of = |source: &str| asked.iter().filter(|line| line.contains(source)).count();
+    let requests = fixture.requests();
+    let of = |source: &str| requests.iter().filter(|line| line.contains(source)).count();
     assert_eq!(of("other"), 900);
-    // A thousand at once and fifty each of twenty seconds.
+    // A burst of a thousand, then fifty a second for 20 s.
     assert!((1980..=2010).contains(&of("rotator")), "{}", of("rotator"));
 }
 
 #[tokio::test(start_paused = true)]
-async fn member_that_asks_one_source_to_slow_down_takes_the_others() {
-    let mut world = World::new(|_, _| failure(429));
+async fn throttled_source_does_not_delay_the_others() {
+    let mut fixture = Fixture::new(|_, _| failure(429));
     let mut steps = created("rotator", 100);
-    world.offer(&steps);
+    fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_secs(10)).await;
-    let asked = world.asked().len();
-    // Eight in the first moment, then one at a time with a growing pause.
-    assert!((10..=20).contains(&asked), "{asked}");
-    let words = world.writer.trouble(&mesh());
+    let requests = fixture.requests().len();
+    // Eight at once, then one at a time with growing pauses.
+    assert!((10..=20).contains(&requests), "{requests}");
+    let words = fixture.writer.problem(&mesh());
     assert_eq!(words.as_deref(), Some("its API server asks to slow down (429)"));
     steps.extend([policy("other"), peer("another", 1, Action::Create)]);
-    world.offer(&steps);
+    fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_millis(100)).await;
-    let others = world.asked().split_off(asked);
-    let is_asked = |name: &str| others.iter().any(|line| line.ends_with(name));
-    assert!(is_asked("policy-other") && is_asked("another-1"), "{others:?}");
+    let others = fixture.requests().split_off(requests);
+    let is_sent = |name: &str| others.iter().any(|line| line.ends_with(name));
+    assert!(is_sent("policy-other") && is_sent("another-1"), "{others:?}");
 }
 
 #[tokio::test(start_paused = true)]
 async fn refused_objects_wake_no_pass_and_share_one_backoff() {
-    let mut world = World::new(|_, _| failure(403));
+    let mut fixture = Fixture::new(|_, _| failure(403));
     let steps = created("a", 1000);
-    world.run(&steps, Duration::from_secs(60)).await;
-    // The first, one for the report of the refusal, and what that one's own end may add.
-    assert!(world.passes <= 3, "{} passes", world.passes);
-    let asked = world.asked().len();
-    // A thousand at once, and fifty in each of sixty seconds.
-    assert!((2_000..=4_000).contains(&asked), "{asked} requests");
+    fixture.run_passes(&steps, Duration::from_secs(60)).await;
+    // The first, one to report the refusal, and perhaps one when the task ends.
+    assert!(fixture.passes <= 3, "{} passes", fixture.passes);
+    let requests = fixture.requests().len();
+    // A burst of a thousand, then fifty a second for 60 s.
+    assert!((2_000..=4_000).contains(&requests), "{requests} requests");
     let words = "Peer a-0: the account may not create it (403): apply the member's RBAC manifests; and 999 more";
-    assert_eq!(world.writer.trouble(&mesh()).as_deref(), Some(words));
-    world.offer(&[]);
-    assert_eq!(world.writer.trouble(&mesh()), None);
+    assert_eq!(fixture.writer.problem(&mesh()).as_deref(), Some(words));
+    fixture.set_steps(&[]);
+    assert_eq!(fixture.writer.problem(&mesh()), None);
 }
 
 #[tokio::test(start_paused = true)]
-async fn refusal_by_an_admission_policy_names_the_policys_lists() {
+async fn refusal_by_admission_policy_names_its_config_map() {
     let message =
         "peers.kilo.squat.ai \"a-1\" is forbidden: ValidatingAdmissionPolicy 'clustermesh' denied request: secret";
-    let mut world = World::new(move |_, _| {
+    let mut fixture = Fixture::new(move |_, _| {
         let status =
             json!({"kind": "Status", "status": "Failure", "code": 403, "reason": "Forbidden", "message": message});
         (403, Some(status))
     });
-    world.run(&[peer("a", 1, Action::Create)], Duration::from_secs(1)).await;
+    fixture
+        .run_passes(&[peer("a", 1, Action::Create)], Duration::from_secs(1))
+        .await;
     let words = "Peer a-1: an admission policy of the cluster refuses it (403): see the lists in the ConfigMap of deploy/admission.yaml there";
-    assert_eq!(world.writer.trouble(&mesh()).as_deref(), Some(words));
+    assert_eq!(fixture.writer.problem(&mesh()).as_deref(), Some(words));
 }
 
 #[tokio::test(start_paused = true)]
 async fn conflicts_back_off_and_name_the_other_field_manager() {
-    let mut world = World::new(|method, path| match method {
-        "GET" => (200, Some(standing(path))),
+    let mut fixture = Fixture::new(|method, path| match method {
+        "GET" => (200, Some(existing_peer(path))),
         _ => failure(409),
     });
     let steps = [peer("a", 1, Action::Update)];
-    world.run(&steps, Duration::from_secs(60)).await;
-    assert!(world.passes <= 3, "{} passes", world.passes);
-    let puts = world.asked().iter().filter(|line| line.starts_with("PUT")).count();
+    fixture.run_passes(&steps, Duration::from_secs(60)).await;
+    assert!(fixture.passes <= 3, "{} passes", fixture.passes);
+    let puts = fixture.requests().iter().filter(|line| line.starts_with("PUT")).count();
     assert!((4..=12).contains(&puts), "{puts}");
-    let trouble = world.writer.trouble(&mesh()).expect("the conflict");
+    let problem = fixture.writer.problem(&mesh()).expect("the conflict");
     assert!(
-        trouble.starts_with("Peer a-1: field manager \"kubectl-edit\" changed it "),
-        "{trouble}"
+        problem.starts_with("Peer a-1: field manager \"kubectl-edit\" changed it "),
+        "{problem}"
     );
-    world.offer(&[]);
-    assert_eq!(world.writer.trouble(&mesh()), None);
+    fixture.set_steps(&[]);
+    assert_eq!(fixture.writer.problem(&mesh()), None);
 }
 
-/// No 409 occurs between two writers that each wait for the other's write.
+/// Two clients that each react to the other's write never cause a 409.
 #[tokio::test(start_paused = true)]
-async fn object_that_is_undone_again_and_again_backs_off_and_is_reported() {
-    let mut world = World::new(|method, path| match method {
-        "GET" => (200, Some(standing(path))),
+async fn object_that_is_always_changed_back_backs_off() {
+    let mut fixture = Fixture::new(|method, path| match method {
+        "GET" => (200, Some(existing_peer(path))),
         _ => (200, None),
     });
     let steps = [peer("a", 1, Action::Update)];
-    // The watch shows the other's write 20 ms after ours.
+    // The watch shows the other client's write 20 ms after ours.
     for _ in 0..3000 {
-        world.offer(&steps);
+        fixture.set_steps(&steps);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    let puts = world.asked().iter().filter(|line| line.starts_with("PUT")).count();
+    let puts = fixture.requests().iter().filter(|line| line.starts_with("PUT")).count();
     assert!((5..=14).contains(&puts), "{puts} writes in a minute");
-    let trouble = world.writer.trouble(&mesh()).expect("the contest");
+    let problem = fixture.writer.problem(&mesh()).expect("the contest");
     assert!(
-        trouble.starts_with("Peer a-1: field manager \"kubectl-edit\" changed it "),
-        "{trouble}"
+        problem.starts_with("Peer a-1: field manager \"kubectl-edit\" changed it "),
+        "{problem}"
     );
-    world.offer(&[]);
+    fixture.set_steps(&[]);
     tokio::time::sleep(Duration::from_secs(200)).await;
-    world.offer(&[]);
-    assert_eq!(world.writer.trouble(&mesh()), None, "it rests");
+    fixture.set_steps(&[]);
+    assert_eq!(fixture.writer.problem(&mesh()), None, "no change for 200 s");
 }
 
 #[tokio::test(start_paused = true)]
-async fn member_in_trouble_is_asked_once_in_a_while() {
-    let mut world = World::new(|_, _| failure(503));
+async fn unavailable_member_is_probed_with_backoff() {
+    let mut fixture = Fixture::new(|_, _| failure(503));
     let mut steps = created("a", 100);
     steps.insert(0, policy("b"));
-    world.run(&steps, Duration::from_secs(60)).await;
-    assert!(world.passes <= 3, "{} passes", world.passes);
-    let asked = world.asked();
-    assert!((10..=40).contains(&asked.len()), "{}", asked.len());
+    fixture.run_passes(&steps, Duration::from_secs(60)).await;
+    assert!(fixture.passes <= 3, "{} passes", fixture.passes);
+    let requests = fixture.requests();
+    assert!((10..=40).contains(&requests.len()), "{}", requests.len());
     assert_eq!(
-        asked
+        requests
             .last()
             .map(|line| line.contains("policy-b") || line.contains("a-0")),
         Some(true)
     );
     assert_eq!(
-        world.writer.trouble(&mesh()).as_deref(),
+        fixture.writer.problem(&mesh()).as_deref(),
         Some("its API server fails (503)")
     );
 }
 
 #[tokio::test(start_paused = true)]
 async fn policy_is_written_before_the_peers_of_its_source() {
-    let mut world = World::new(|_, _| (201, None));
+    let mut fixture = Fixture::new(|_, _| (201, None));
     let mut steps = created("a", 20);
     steps.insert(0, policy("a"));
-    world.offer(&steps);
+    fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_millis(5)).await;
-    assert_eq!(world.asked(), ["POST policy-a"]);
+    assert_eq!(fixture.requests(), ["POST policy-a"]);
     tokio::time::sleep(Duration::from_secs(1)).await;
-    assert_eq!(world.asked().len(), 21);
-    assert!(!world.writer.busy());
+    assert_eq!(fixture.requests().len(), 21);
+    assert!(!fixture.writer.is_busy());
 }
 
 #[tokio::test(start_paused = true)]
-async fn peers_between_which_a_network_moves_are_written_one_by_one() {
-    let mut world = World::new(|method, path| match method {
-        "GET" => (200, Some(standing(path))),
+async fn peers_with_moving_networks_are_written_sequentially() {
+    let mut fixture = Fixture::new(|method, path| match method {
+        "GET" => (200, Some(existing_peer(path))),
         _ => (200, None),
     });
     let mut steps = [peer("a", 1, Action::Update), peer("a", 2, Action::Update)];
     steps.iter_mut().for_each(|step| step.fields = vec!["spec.allowedIPs"]);
-    world.offer(&steps);
+    fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_secs(1)).await;
-    assert_eq!(world.asked(), ["GET a-1", "PUT a-1", "GET a-2", "PUT a-2"]);
+    assert_eq!(fixture.requests(), ["GET a-1", "PUT a-1", "GET a-2", "PUT a-2"]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn refused_objects_do_not_use_up_the_pace_of_others() {
-    let mut world = World::new(|_, _| failure(403));
-    world.offer(&created("a", 2000));
+async fn refused_objects_do_not_use_up_tokens_of_others() {
+    let mut fixture = Fixture::new(|_, _| failure(403));
+    fixture.set_steps(&created("a", 2000));
     tokio::time::sleep(Duration::from_secs(45)).await;
-    let asked = world.asked();
-    let tried: std::collections::BTreeSet<&String> = asked.iter().collect();
-    assert_eq!(tried.len(), 2000, "of {} requests", asked.len());
+    let requests = fixture.requests();
+    let tried: std::collections::BTreeSet<&String> = requests.iter().collect();
+    assert_eq!(tried.len(), 2000, "of {} requests", requests.len());
 }
 
 #[tokio::test(start_paused = true)]
-async fn step_that_is_withdrawn_in_flight_is_not_sent_again() {
+async fn failed_step_that_was_replaced_is_not_sent_again() {
     for code in [403, 409, 429, 503] {
-        let mut world = World::new(move |method, path| match method {
-            "GET" => (200, Some(standing(path))),
+        let mut fixture = Fixture::new(move |method, path| match method {
+            "GET" => (200, Some(existing_peer(path))),
             _ => failure(code),
         });
-        world.offer(&[peer("a", 1, Action::Update)]);
+        fixture.set_steps(&[peer("a", 1, Action::Update)]);
         tokio::time::sleep(Duration::from_millis(15)).await;
-        world.offer(&[peer("a", 2, Action::Update)]);
+        fixture.set_steps(&[peer("a", 2, Action::Update)]);
         tokio::time::sleep(Duration::from_secs(60)).await;
-        let asked = world.asked();
-        let puts = asked.iter().filter(|line| *line == "PUT a-1").count();
-        assert_eq!(puts, 1, "{code}: {asked:?}");
-        world.offer(&[]);
+        let requests = fixture.requests();
+        let puts = requests.iter().filter(|line| *line == "PUT a-1").count();
+        assert_eq!(puts, 1, "{code}: {requests:?}");
+        fixture.set_steps(&[]);
         tokio::time::sleep(Duration::from_secs(1)).await;
-        assert_eq!(world.writer.trouble(&mesh()), None, "{code}");
+        assert_eq!(fixture.writer.problem(&mesh()), None, "{code}");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn cleared_writer_sends_nothing_more_and_ends() {
-    let mut world = World::new(|_, _| failure(403));
-    world.offer(&created("a", 10));
+async fn cleared_writer_sends_nothing_and_ends() {
+    let mut fixture = Fixture::new(|_, _| failure(403));
+    fixture.set_steps(&created("a", 10));
     tokio::time::sleep(Duration::from_secs(1)).await;
-    let before = world.asked().len();
-    world.writer.clear();
-    world.tasks.close();
-    world.tasks.wait().await;
-    assert_eq!((world.asked().len(), world.writer.busy()), (before, false));
+    let before = fixture.requests().len();
+    fixture.writer.clear();
+    fixture.tasks.close();
+    fixture.tasks.wait().await;
+    assert_eq!((fixture.requests().len(), fixture.writer.is_busy()), (before, false));
 }
 
 #[test]
-fn object_on_which_the_api_server_fails_is_refused_alone() {
+fn error_500_counts_as_refusal_of_the_object() {
     let one = peer("a", 1, Action::Update);
     let answer = |code| {
         kube::Error::Api(Box::new(kube::core::Status {
@@ -415,10 +418,13 @@ fn object_on_which_the_api_server_fails_is_refused_alone() {
     };
     let unreadable = serde_json::from_str::<u8>("x").expect_err("no number");
     for error in [answer(500), answer(422), kube::Error::SerdeError(unreadable)] {
-        assert!(matches!(refusal(&error, &one), Outcome::Refused(_)), "{error:?}");
+        assert!(matches!(classify_error(&error, &one), Outcome::Refused(_)), "{error:?}");
     }
     for error in [answer(401), answer(503)] {
-        assert!(matches!(refusal(&error, &one), Outcome::Unavailable(_)), "{error:?}");
+        assert!(
+            matches!(classify_error(&error, &one), Outcome::Unavailable(_)),
+            "{error:?}"
+        );
     }
-    assert!(matches!(refusal(&answer(429), &one), Outcome::Throttled(_)));
+    assert!(matches!(classify_error(&answer(429), &one), Outcome::Throttled(_)));
 }

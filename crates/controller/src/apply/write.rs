@@ -1,5 +1,5 @@
-//! One write: create by POST, change by PUT with resourceVersion, delete with preconditions, and never over an object that
-//! is not ours.
+//! Makes the requests of one step: create by POST, update by PUT with resourceVersion, delete with preconditions. It never
+//! changes an object that is not ours.
 
 use std::time::Duration;
 
@@ -22,15 +22,15 @@ use kube::{
 };
 use serde::{Serialize, de::DeserializeOwned};
 
-use super::{Outcome, Target, refusal};
-use crate::{events::cut, feed::Feed, session::tables::SeenPolicy, trouble};
+use super::{Connection, Outcome, classify_error};
+use crate::{api_error, events::truncate, feed::Feed, session::tables::SeenPolicy};
 
 /// The controller's name in `managedFields`.
 const MANAGER: &str = "clustermesh-controller";
-/// For one request of a write.
-const REQUEST: Duration = Duration::from_secs(15);
+/// For one request. A write consists of several, which together may take twice this time.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Who may claim an object: checked again at the moment of writing.
+/// Decides which objects are ours. Each write checks it again with the object that it read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Claims {
     /// This hub's id.
@@ -40,12 +40,12 @@ pub(crate) struct Claims {
 }
 
 impl Claims {
-    fn ours(&self, owner: &Owner) -> bool {
+    fn is_ours(&self, owner: &Owner) -> bool {
         ownership::of(owner, &self.hub, &self.claimants) != Ownership::Foreign
     }
 }
 
-/// A row that says whose it is.
+/// A row that knows its owner. `None` = the object has none of our labels.
 trait Owned {
     fn owner(&self) -> Option<&Owner>;
 }
@@ -80,101 +80,97 @@ impl Owned for Slice {
     }
 }
 
-/// Makes an object say what it should.
-type Say<'a, K> = Box<dyn Fn(&mut K) + Send + Sync + 'a>;
+/// Changes an object to its desired content.
+type Update<'a, K> = Box<dyn Fn(&mut K) + Send + Sync + 'a>;
 
-/// Where a step writes, and how its object is made to say what it should.
-struct Place<'a, K, V> {
+/// Writes the object of one step.
+struct ObjectWriter<'a, K, V> {
     step: &'a Step,
     name: ObjectName,
     api: Api<DynamicObject>,
     feed: &'a Feed<V>,
-    /// `None` = it goes.
-    say: Option<Say<'a, K>>,
+    /// `None` = the object is deleted.
+    update: Option<Update<'a, K>>,
 }
 
 /// Writes one step.
-pub(super) async fn one(step: &Step, target: &Target) -> Outcome {
-    let Target { client, tables, claims } = target;
+pub(super) async fn write_step(step: &Step, connection: &Connection) -> Outcome {
+    let Connection { client, tables, claims } = connection;
     let owner = &step.owner;
     let source = owner.source_cluster.as_deref().unwrap_or_default();
-    let whole = |name: &String| ObjectName {
+    let cluster_scoped = |name: &String| ObjectName {
         namespace: String::new(),
         name: name.clone(),
     };
     match &step.item {
         Item::Peer(name, spec) => {
-            let say = spec
+            let update = spec
                 .as_ref()
-                .map(|spec| -> Say<'_, Peer> { Box::new(move |o| convert::peer::update(o, spec, owner)) });
-            let place = Place {
+                .map(|spec| -> Update<'_, Peer> { Box::new(move |o| convert::peer::update(o, spec, owner)) });
+            let writer = ObjectWriter {
                 step,
-                name: whole(name),
+                name: cluster_scoped(name),
                 api: api::<Peer>(client, ""),
                 feed: &tables.peers,
-                say,
+                update,
             };
-            place.write(|| Peer::new(name, Default::default()), claims).await
+            writer.write(|| Peer::new(name, Default::default()), claims).await
         }
         Item::Policy(name, spec) => {
-            let say = spec.as_ref().map(|spec| -> Say<'_, PeerPolicy> {
+            let update = spec.as_ref().map(|spec| -> Update<'_, PeerPolicy> {
                 Box::new(move |o| convert::policy::update(o, source, spec, owner))
             });
-            let place = Place {
+            let writer = ObjectWriter {
                 step,
-                name: whole(name),
+                name: cluster_scoped(name),
                 api: api::<PeerPolicy>(client, ""),
                 feed: &tables.policies,
-                say,
+                update,
             };
-            place
+            writer
                 .write(|| PeerPolicy::new(name, PeerPolicySpec::default()), claims)
                 .await
         }
         Item::Access(name, spec) => {
-            let say = spec
-                .as_ref()
-                .map(|spec| -> Say<'_, SandboxAccess> { Box::new(move |o| convert::sandbox::update(o, spec, owner)) });
-            let place = Place {
+            let update = spec.as_ref().map(|spec| -> Update<'_, SandboxAccess> {
+                Box::new(move |o| convert::sandbox::update(o, spec, owner))
+            });
+            let writer = ObjectWriter {
                 step,
-                name: whole(name),
+                name: cluster_scoped(name),
                 api: api::<SandboxAccess>(client, ""),
                 feed: &tables.accesses,
-                say,
+                update,
             };
-            place
+            writer
                 .write(|| SandboxAccess::new(name, SandboxAccessSpec::default()), claims)
                 .await
         }
         Item::Service(name, mirror) => {
-            let say = mirror
+            let update = mirror
                 .as_ref()
-                .map(|mirror| -> Say<'_, Service> { Box::new(move |o| convert::service::update(o, mirror, owner)) });
-            let api = api::<Service>(client, &name.namespace);
-            Place {
+                .map(|mirror| -> Update<'_, Service> { Box::new(move |o| convert::service::update(o, mirror, owner)) });
+            let writer = ObjectWriter {
                 step,
                 name: name.clone(),
-                api,
+                api: api::<Service>(client, &name.namespace),
                 feed: &tables.services,
-                say,
-            }
-            .write(Service::default, claims)
-            .await
+                update,
+            };
+            writer.write(Service::default, claims).await
         }
         Item::Slice(name, slice) => {
-            let say = slice.as_ref().map(|(service, planned)| -> Say<'_, EndpointSlice> {
+            let update = slice.as_ref().map(|(service, planned)| -> Update<'_, EndpointSlice> {
                 Box::new(move |o| convert::service::update_slice(o, service, planned, owner))
             });
-            let api = api::<EndpointSlice>(client, &name.namespace);
-            Place {
+            let writer = ObjectWriter {
                 step,
                 name: name.clone(),
-                api,
+                api: api::<EndpointSlice>(client, &name.namespace),
                 feed: &tables.slices,
-                say,
-            }
-            .write(EndpointSlice::default, claims)
-            .await
+                update,
+            };
+            writer.write(EndpointSlice::default, claims).await
         }
     }
 }
@@ -188,102 +184,108 @@ fn api<K: Resource<DynamicType = ()>>(client: &Client, namespace: &str) -> Api<D
     }
 }
 
-/// Whether an object with these labels is ours. A Service must also carry the managed-by label: a person may have copied
-/// the others.
+/// Returns the owner in the labels of an object. `None` = it is not ours. A Service or EndpointSlice must also have the
+/// managed-by label, because a person may have copied the other labels.
 fn owner_of(object: &DynamicObject) -> Option<Owner> {
     let labels = object.metadata.labels.as_ref()?;
-    let mirrored = object
+    let is_mirrored_kind = object
         .types
         .as_ref()
         .is_some_and(|types| types.kind == "Service" || types.kind == "EndpointSlice");
-    if mirrored && labels.get(names::LABEL_MANAGED_BY).map(String::as_str) != Some(names::MANAGED_BY) {
+    if is_mirrored_kind && labels.get(names::LABEL_MANAGED_BY).map(String::as_str) != Some(names::MANAGED_BY) {
         return None;
     }
     Some(convert::owner(Some(labels)))
 }
 
-impl<K, V> Place<'_, K, V>
+impl<K, V> ObjectWriter<'_, K, V>
 where
     K: Resource<DynamicType = ()> + Serialize + DeserializeOwned,
     V: Owned + Clone + PartialEq,
 {
     async fn write(self, new: impl FnOnce() -> K, claims: &Claims) -> Outcome {
-        match tokio::time::timeout(REQUEST * 2, self.write_unbounded(new, claims)).await {
+        match tokio::time::timeout(REQUEST_TIMEOUT * 2, self.write_without_timeout(new, claims)).await {
             Ok(Ok(outcome)) => outcome,
             Ok(Err(error)) => {
-                tracing::debug!(error = %trouble::quoted(&error.to_string()), name = %self.name, "write failed");
-                refusal(&error, self.step)
+                tracing::debug!(error = %api_error::sanitize(&error.to_string()), name = %self.name, "write failed");
+                classify_error(&error, self.step)
             }
-            Err(_) => Outcome::Unavailable(trouble::SILENT.to_owned()),
+            Err(_) => Outcome::Unavailable(api_error::NO_ANSWER.to_owned()),
         }
     }
 
-    async fn write_unbounded(&self, new: impl FnOnce() -> K, claims: &Claims) -> Result<Outcome, kube::Error> {
-        let Some(say) = &self.say else {
+    async fn write_without_timeout(&self, new: impl FnOnce() -> K, claims: &Claims) -> Result<Outcome, kube::Error> {
+        let Some(update) = &self.update else {
             return self.delete(claims).await;
         };
         let mut new = Some(new);
         if self.step.action == Action::Create
             && let Some(new) = new.take()
         {
-            match self.create(new(), say).await? {
-                // A name that the watch has not shown yet, or somebody else's.
+            match self.create(new(), update).await? {
+                // The object exists: the watch has not shown it yet, or it is not ours.
                 Outcome::Conflict { .. } => {}
                 outcome => return Ok(outcome),
             }
         }
         match (self.api.get_opt(&self.name.name).await?, new) {
-            (Some(standing), _) => self.change(standing, say, claims).await,
-            (None, Some(new)) => self.create(new(), say).await,
+            (Some(existing), _) => self.replace(existing, update, claims).await,
+            (None, Some(new)) => self.create(new(), update).await,
             (None, None) => Ok(Outcome::Conflict { by: None }),
         }
     }
 
-    async fn create(&self, mut object: K, say: &Say<'_, K>) -> Result<Outcome, kube::Error> {
+    async fn create(&self, mut object: K, update: &Update<'_, K>) -> Result<Outcome, kube::Error> {
         object.meta_mut().name = Some(self.name.name.clone());
         if !self.name.namespace.is_empty() {
             object.meta_mut().namespace = Some(self.name.namespace.clone());
         }
-        say(&mut object);
+        update(&mut object);
         match self.api.create(&params(), &dynamic(&object)?).await {
-            Ok(object) => Ok(self.written(object, None)),
+            Ok(object) => Ok(self.store_written(object, None)),
             Err(kube::Error::Api(status)) if status.code == 409 => Ok(Outcome::Conflict { by: None }),
             Err(error) => Err(error),
         }
     }
 
-    async fn change(&self, standing: DynamicObject, say: &Say<'_, K>, claims: &Claims) -> Result<Outcome, kube::Error> {
-        if !owner_of(&standing).is_some_and(|owner| claims.ours(&owner)) {
+    async fn replace(
+        &self,
+        existing: DynamicObject,
+        update: &Update<'_, K>,
+        claims: &Claims,
+    ) -> Result<Outcome, kube::Error> {
+        if !owner_of(&existing).is_some_and(|owner| claims.is_ours(&owner)) {
             return Ok(Outcome::Refused(
-                "an object of this name stands there that is not ours; it is left alone".to_owned(),
+                "an object of this name already exists that is not ours; it is left unchanged".to_owned(),
             ));
         }
-        let mut object: K = standing
+        let mut object: K = existing
             .clone()
             .try_parse()
             .map_err(|error| kube::Error::SerdeError(serde::de::Error::custom(error.to_string())))?;
         let before = dynamic(&object)?;
-        say(&mut object);
+        update(&mut object);
         let after = dynamic(&object)?;
-        let over = other_manager(&standing);
+        let over = other_manager(&existing);
         if before == after {
-            self.feed.wrote(standing);
+            self.feed.put_written(existing);
             return Ok(Outcome::Unchanged);
         }
         match self.api.replace(&self.name.name, &params(), &after).await {
-            Ok(object) => Ok(self.written(object, over)),
+            Ok(object) => Ok(self.store_written(object, over)),
             Err(kube::Error::Api(status)) if status.code == 409 => Ok(self.conflict().await),
             Err(error) => Err(error),
         }
     }
 
-    fn written(&self, mut object: DynamicObject, over: Option<String>) -> Outcome {
+    /// Puts the object that the API server returned into the feed.
+    fn store_written(&self, mut object: DynamicObject, over: Option<String>) -> Outcome {
         object.metadata.managed_fields = None;
-        self.feed.wrote(object);
+        self.feed.put_written(object);
         Outcome::Written { over }
     }
 
-    /// Another writer was faster; the object says which.
+    /// Reads the object to find out which field manager caused the conflict.
     async fn conflict(&self) -> Outcome {
         let object = self.api.get_opt(&self.name.name).await.ok().flatten();
         Outcome::Conflict {
@@ -295,11 +297,11 @@ where
         let Some(row) = self.feed.read(|rows| rows.get(&self.name).cloned()) else {
             return Ok(Outcome::Unchanged);
         };
-        if !row.value.owner().is_some_and(|owner| claims.ours(owner)) {
+        if !row.value.owner().is_some_and(|owner| claims.is_ours(owner)) {
             return Ok(Outcome::Conflict { by: None });
         }
         let (uid, version) = (row.uid, row.version);
-        // As it was seen when it was found to be ours: were its labels changed meanwhile, this is a conflict.
+        // The version whose labels were checked. If they changed in the meantime, the request fails with a conflict.
         let preconditions = Preconditions {
             uid: Some(uid),
             resource_version: Some(version),
@@ -330,12 +332,12 @@ fn params() -> PostParams {
     }
 }
 
-/// The field manager that changed an object last, other than the controller.
+/// Returns the field manager, other than the controller, that changed an object last.
 fn other_manager(object: &DynamicObject) -> Option<String> {
     let fields = object.metadata.managed_fields.iter().flatten();
     let others = fields.filter(|fields| fields.manager.as_deref().is_some_and(|manager| manager != MANAGER));
     let last = others.max_by(|a, b| a.time.cmp(&b.time))?;
-    last.manager.as_deref().map(|manager| cut(manager, 128))
+    last.manager.as_deref().map(|manager| truncate(manager, 128))
 }
 
 fn dynamic<K: Resource<DynamicType = ()> + Serialize>(object: &K) -> Result<DynamicObject, kube::Error> {

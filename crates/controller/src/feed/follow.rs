@@ -1,4 +1,5 @@
-//! Keeps one [`Feed`] true: list, watch, resume, list again. It never ends by itself; whoever spawned it drops it.
+//! Keeps one [`Feed`] up to date: lists, watches, resumes a broken watch, and lists again where necessary. It never ends by
+//! itself; dropping its future ends it.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -12,108 +13,109 @@ use kube::{
 use tokio::{sync::watch, time::Instant};
 
 use super::{Feed, List, Trust, identity};
-use crate::trouble;
+use crate::api_error;
 
-/// Objects a page at first: of Nodes about 1 MB. A page that is over the budget is asked for again with half as many, down to
-/// one, so what a server may send at once bounds no object that it holds.
-const PAGE: u32 = 50;
-/// More objects of one kind are not taken: a hostile API server could go on for ever, and memory is shared by all members.
+/// Objects in the first page of a list; with Nodes about 1 MB. A page over the budget is requested again with half as many
+/// objects, down to one. So the limit for one answer is no limit for the number of objects.
+const PAGE_SIZE: u32 = 50;
+/// Objects of one kind, at most. Without a limit a hostile API server could send objects forever.
 const MAX_OBJECTS: usize = 50_000;
-/// Nor more pages, however little is in each.
-const MAX_PAGES: usize = 4 * MAX_OBJECTS / PAGE as usize;
-/// A token that asks for the next page is not longer: it comes back in the URL.
+/// Pages of one list, at most. They may be almost empty.
+const MAX_PAGES: usize = 4 * MAX_OBJECTS / PAGE_SIZE as usize;
+/// The longest `continue` token. We send it back in the URL.
 const MAX_TOKEN: usize = 16 * 1024;
-/// For a page of a list, and for the start of a watch.
-const REQUEST: Duration = Duration::from_secs(30);
-/// After this the API server ends a watch itself (seconds), and it is resumed.
+/// For one page of a list, and for the start of a watch.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
+/// The API server ends a watch after this many seconds (`timeoutSeconds`). The watch is then resumed.
 const WATCH_SECONDS: u32 = 290;
-/// Without an event for this long the connection is dead: the server's own end never came.
-const IDLE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 15);
-/// A watch that stood for this long was no failure; only such a one shortens the next pause again.
-const STANDING: Duration = Duration::from_secs(20);
-/// How often a kind that is not there is asked for again.
-const ABSENT: Duration = Duration::from_secs(3);
+/// Without an event for this long the connection is dead: even the server's own timeout did not arrive.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 15);
+/// A watch that lasts this long counts as established. It resets the backoff.
+const ESTABLISHED_AFTER: Duration = Duration::from_secs(20);
+/// How often a kind that does not exist is requested again.
+const ABSENT_RETRY: Duration = Duration::from_secs(3);
 
-/// What to follow.
+/// What to list and watch.
 #[derive(Debug, Clone)]
-pub(crate) struct Source {
+pub(crate) struct WatchedResource {
     /// The kind, in one namespace or in all.
     pub(crate) api: Api<DynamicObject>,
-    /// What it is called in messages: `nodes`, `secrets in namespace x`.
-    pub(crate) what: String,
-    /// Whose it is, in logs.
-    pub(crate) whose: String,
+    /// Its name in messages: `nodes`, `secrets in namespace x`.
+    pub(crate) description: String,
+    /// The cluster that has it, for logs.
+    pub(crate) cluster: String,
     /// Label selector, empty = all.
     pub(crate) labels: String,
     /// Field selector, empty = all.
     pub(crate) fields: String,
 }
 
-/// Tells feeds that their connections may be dead: each resumes at once from the version it has, without a new list.
+/// Signals feeds that their connections may be dead. Each feed then watches again from the version that it has, without a new
+/// list.
 pub(crate) type Resume = watch::Receiver<u64>;
 
-/// Keeps `feed` true. Never returns.
-pub(crate) async fn follow<V: Clone + PartialEq>(source: &Source, feed: &Feed<V>, resume: Resume) {
-    let mut course = Course {
-        pause: pauses(),
+/// Keeps `feed` up to date. Never returns.
+pub(crate) async fn follow<V: Clone + PartialEq>(resource: &WatchedResource, feed: &Feed<V>, resume: Resume) {
+    let mut progress = Progress {
+        backoff: new_backoff(),
         expired: 0,
-        doubted: false,
+        is_suspect: false,
         resume,
     };
     loop {
         let listed = tokio::select! {
-            listed = list(source, feed) => listed,
-            () = resumed(&mut course.resume) => continue,
+            listed = list(resource, feed) => listed,
+            () = resume_signal(&mut progress.resume) => continue,
         };
-        let failed = match listed {
+        let error = match listed {
             Ok(list) => {
                 let version = list.version.clone();
-                feed.replace(list, !course.doubted);
-                watch(source, feed, version, &mut course).await
+                feed.replace(list, !progress.is_suspect);
+                watch(resource, feed, version, &mut progress).await
             }
-            Err(failed) => failed,
+            Err(error) => error,
         };
-        let wait = report(source, feed, &failed, &mut course);
-        course.wait(wait).await;
+        let pause = report(resource, feed, &error, &mut progress);
+        progress.wait(pause).await;
     }
 }
 
-/// How following has gone so far.
-struct Course {
-    pause: ExponentialBackoff,
-    /// How often the server has called a version too old since a watch last stood.
+/// What [`follow`] remembers between attempts.
+struct Progress {
+    backoff: ExponentialBackoff,
+    /// How many times the server answered 410 (version expired) since the last established watch.
     expired: u32,
-    /// The server serves lists, and fails each watch: what it lists is not taken for current until a watch stands.
-    doubted: bool,
+    /// The server answers lists but fails every watch. Its lists do not count as current until a watch is established.
+    is_suspect: bool,
     resume: Resume,
 }
 
-impl Course {
-    /// A watch stood for a while.
-    fn stood(&mut self) {
-        self.pause = pauses();
+impl Progress {
+    /// Resets the failures after a watch was established.
+    fn reset(&mut self) {
+        self.backoff = new_backoff();
         self.expired = 0;
     }
 
-    /// Waits so long, or for the next pause, or until it is told to resume.
+    /// Waits for `pause`, or for the next pause of the backoff. The signal to resume ends the wait.
     async fn wait(&mut self, pause: Option<Duration>) {
-        let pause = pause.unwrap_or_else(|| self.pause.next().unwrap_or(Duration::from_secs(30)));
+        let pause = pause.unwrap_or_else(|| self.backoff.next().unwrap_or(Duration::from_secs(30)));
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
-            () = resumed(&mut self.resume) => {}
+            () = resume_signal(&mut self.resume) => {}
         }
     }
 }
 
 /// Waits for the signal to resume; forever if its sender is gone.
-async fn resumed(resume: &mut Resume) {
+async fn resume_signal(resume: &mut Resume) {
     if resume.changed().await.is_err() {
         std::future::pending::<()>().await;
     }
 }
 
-/// Half a second, doubling to half a minute, each with jitter; for ever.
-fn pauses() -> ExponentialBackoff {
+/// Half a second, doubling to half a minute, with jitter and without end.
+fn new_backoff() -> ExponentialBackoff {
     ExponentialBuilder::new()
         .with_min_delay(Duration::from_millis(500))
         .with_max_delay(Duration::from_secs(30))
@@ -122,111 +124,116 @@ fn pauses() -> ExponentialBackoff {
         .build()
 }
 
+/// Why a list or a watch failed.
 #[derive(Debug)]
-enum Failed {
-    /// The version to resume from is too old: list again, after a pause too, since a server may say so for ever.
+enum FollowError {
+    /// The version to resume from is too old (410). The remedy is a new list, after a pause, because a server may answer this
+    /// every time.
     Expired,
-    /// There is more than is taken.
+    /// The list has too many objects or pages.
     TooMany,
-    /// It takes more memory than it may.
-    Over(OverBudget),
+    /// The member exceeds its memory budget.
+    OverBudget(OverBudget),
     Api(Error),
     TimedOut,
 }
 
-impl From<Error> for Failed {
+impl From<Error> for FollowError {
     fn from(error: Error) -> Self {
         match error {
             Error::Api(status) if status.code == 410 => Self::Expired,
-            error => over_budget(&error).map_or(Self::Api(error), Self::Over),
+            error => over_budget(&error).map_or(Self::Api(error), Self::OverBudget),
         }
     }
 }
 
-impl From<OverBudget> for Failed {
+impl From<OverBudget> for FollowError {
     fn from(over: OverBudget) -> Self {
-        Self::Over(over)
+        Self::OverBudget(over)
     }
 }
 
-/// Notes the failure in the feed; a fixed pause where there is one.
+/// Sets the trust of the feed after a failure. Returns the pause before the next attempt if it is not the backoff's.
 fn report<V: Clone + PartialEq>(
-    source: &Source,
+    resource: &WatchedResource,
     feed: &Feed<V>,
-    failed: &Failed,
-    course: &mut Course,
+    error: &FollowError,
+    progress: &mut Progress,
 ) -> Option<Duration> {
-    let what = &source.what;
-    let (trust, pause) = match failed {
+    let what = &resource.description;
+    let (trust, pause) = match error {
         // One 410 (expired) is normal. A server that repeats it serves neither a list nor a watch.
-        Failed::Expired if course.expired == 0 => {
-            course.expired += 1;
+        FollowError::Expired if progress.expired == 0 => {
+            progress.expired += 1;
             return None;
         }
-        Failed::Expired => (
+        FollowError::Expired => (
             Trust::Broken(format!("its API server calls every version of {what} too old (410)")),
             None,
         ),
-        Failed::TooMany => (
+        FollowError::TooMany => (
             Trust::Broken(format!(
                 "its API server lists more than {MAX_OBJECTS} {what}, or more than {MAX_PAGES} pages of them"
             )),
             None,
         ),
-        Failed::Over(over) => (Trust::Broken(format!("{over} ({what})")), None),
-        Failed::TimedOut => (Trust::Broken(trouble::SILENT.to_owned()), None),
-        Failed::Api(Error::Api(status)) if status.code == 404 => (Trust::Absent, Some(ABSENT)),
-        Failed::Api(Error::Api(status)) if status.code == 403 => (
+        FollowError::OverBudget(over) => (Trust::Broken(format!("{over} ({what})")), None),
+        FollowError::TimedOut => (Trust::Broken(api_error::NO_ANSWER.to_owned()), None),
+        FollowError::Api(Error::Api(status)) if status.code == 404 => (Trust::Absent, Some(ABSENT_RETRY)),
+        FollowError::Api(Error::Api(status)) if status.code == 403 => (
             Trust::Denied(format!("the account may not list and watch {what} (403)")),
             None,
         ),
-        Failed::Api(error) => {
-            tracing::debug!(what, error = %trouble::quoted(&error.to_string()), "list or watch failed");
-            (Trust::Broken(trouble::words(error)), None)
+        FollowError::Api(error) => {
+            tracing::debug!(what, error = %api_error::sanitize(&error.to_string()), "list or watch failed");
+            (Trust::Broken(api_error::describe(error)), None)
         }
     };
-    course.doubted |= matches!(failed, Failed::Expired | Failed::TooMany | Failed::Over(_));
+    progress.is_suspect |= matches!(
+        error,
+        FollowError::Expired | FollowError::TooMany | FollowError::OverBudget(_)
+    );
     if feed.set_trust(trust.clone()) {
-        tracing::info!(what, whose = source.whose, state = ?trust, "no longer followed; asking again");
+        tracing::info!(what, cluster = resource.cluster, state = ?trust, "list or watch failed; retrying");
     }
     pause
 }
 
-/// Lists everything, page by page.
-async fn list<V: Clone + PartialEq>(source: &Source, feed: &Feed<V>) -> Result<List<V>, Failed> {
+/// Lists all objects, page by page.
+async fn list<V: Clone + PartialEq>(resource: &WatchedResource, feed: &Feed<V>) -> Result<List<V>, FollowError> {
     let mut list = List {
-        drafts: Vec::new(),
+        objects: Vec::new(),
         version: String::new(),
-        charge: feed.charge(),
+        charge: feed.list_charge(),
     };
     let mut params = ListParams::default();
-    if !source.labels.is_empty() {
-        params = params.labels(&source.labels);
+    if !resource.labels.is_empty() {
+        params = params.labels(&resource.labels);
     }
-    if !source.fields.is_empty() {
-        params = params.fields(&source.fields);
+    if !resource.fields.is_empty() {
+        params = params.fields(&resource.fields);
     }
-    let mut size = PAGE;
+    let mut size = PAGE_SIZE;
     for _ in 0..MAX_PAGES {
         params.limit = Some(size);
-        let asked = tokio::time::timeout(REQUEST, source.api.list(&params)).await;
-        let page = match asked.map_err(|_| Failed::TimedOut)?.map_err(Failed::from) {
+        let answer = tokio::time::timeout(REQUEST_TIMEOUT, resource.api.list(&params)).await;
+        let page = match answer.map_err(|_| FollowError::TimedOut)?.map_err(FollowError::from) {
             Ok(page) => page,
-            Err(Failed::Over(_)) if size > 1 => {
+            Err(FollowError::OverBudget(_)) if size > 1 => {
                 size /= 2;
                 continue;
             }
-            Err(failed) => return Err(failed),
+            Err(error) => return Err(error),
         };
         for object in page.items {
-            let Some(draft) = feed.draft(object) else { continue };
-            list.add(draft)?;
+            let Some(object) = feed.convert(object) else { continue };
+            list.add(object)?;
         }
-        if list.drafts.len() > MAX_OBJECTS {
-            return Err(Failed::TooMany);
+        if list.objects.len() > MAX_OBJECTS {
+            return Err(FollowError::TooMany);
         }
         match page.metadata.continue_.filter(|token| !token.is_empty()) {
-            Some(token) if token.len() > MAX_TOKEN => return Err(Failed::TooMany),
+            Some(token) if token.len() > MAX_TOKEN => return Err(FollowError::TooMany),
             Some(token) => params.continue_token = Some(token),
             None => {
                 list.version = page.metadata.resource_version.unwrap_or_default();
@@ -234,93 +241,94 @@ async fn list<V: Clone + PartialEq>(source: &Source, feed: &Feed<V>) -> Result<L
             }
         }
     }
-    Err(Failed::TooMany)
+    Err(FollowError::TooMany)
 }
 
-/// Follows from `version`, resuming where it broke, until a list is needed or a failure has to be waited out.
+/// Watches from `version`. Resumes after a broken connection; returns on an error that calls for a new list.
 async fn watch<V: Clone + PartialEq>(
-    source: &Source,
+    resource: &WatchedResource,
     feed: &Feed<V>,
     mut version: String,
-    course: &mut Course,
-) -> Failed {
+    progress: &mut Progress,
+) -> FollowError {
     let mut params = WatchParams::default().timeout(WATCH_SECONDS);
-    if !source.labels.is_empty() {
-        params = params.labels(&source.labels);
+    if !resource.labels.is_empty() {
+        params = params.labels(&resource.labels);
     }
-    if !source.fields.is_empty() {
-        params = params.fields(&source.fields);
+    if !resource.fields.is_empty() {
+        params = params.fields(&resource.fields);
     }
     loop {
         let opened = tokio::select! {
-            opened = tokio::time::timeout(REQUEST, source.api.watch(&params, &version)) => opened,
-            () = resumed(&mut course.resume) => continue,
+            opened = tokio::time::timeout(REQUEST_TIMEOUT, resource.api.watch(&params, &version)) => opened,
+            () = resume_signal(&mut progress.resume) => continue,
         };
-        let failed = match opened {
+        let error = match opened {
             Ok(Ok(stream)) => {
-                if !course.doubted {
+                if !progress.is_suspect {
                     feed.set_trust(Trust::Live);
                 }
                 let began = Instant::now();
-                match events(feed, stream.boxed(), &mut version, course).await {
+                match consume_events(feed, stream.boxed(), &mut version, progress).await {
                     Ok(End::Closed) => {
-                        // A server may refuse by closing, with or without an event first: wait, do not spin.
-                        if began.elapsed() <= STANDING {
-                            course.wait(None).await;
+                        // A server may refuse a watch by closing it, before or after the first event. Do not retry in a tight
+                        // loop.
+                        if began.elapsed() <= ESTABLISHED_AFTER {
+                            progress.wait(None).await;
                         }
                         continue;
                     }
                     Ok(End::Resume) => continue,
-                    Err(failed) => failed,
+                    Err(error) => error,
                 }
             }
             Ok(Err(error)) => error.into(),
-            Err(_) => Failed::TimedOut,
+            Err(_) => FollowError::TimedOut,
         };
-        // Without the connection the last version is still good; anything the server said asks for a new list.
+        // After a lost connection the last version is still valid. After an answer of the server a new list is needed.
         if !matches!(
-            failed,
-            Failed::TimedOut | Failed::Api(Error::HyperError(_) | Error::Service(_) | Error::ReadEvents(_))
+            error,
+            FollowError::TimedOut | FollowError::Api(Error::HyperError(_) | Error::Service(_) | Error::ReadEvents(_))
         ) {
-            return failed;
+            return error;
         }
-        report(source, feed, &failed, course);
-        course.wait(None).await;
+        report(resource, feed, &error, progress);
+        progress.wait(None).await;
     }
 }
 
-/// Why a watch ended that did not fail.
+/// Why a watch ended without an error.
 enum End {
     /// The server closed it.
     Closed,
-    /// The connection may be dead.
+    /// The signal to resume arrived: the connection may be dead.
     Resume,
 }
 
-/// Takes events until the stream ends or fails.
-async fn events<V: Clone + PartialEq>(
+/// Puts events into the feed until the stream ends or fails.
+async fn consume_events<V: Clone + PartialEq>(
     feed: &Feed<V>,
     mut stream: futures::stream::BoxStream<'_, Result<WatchEvent<DynamicObject>, Error>>,
     version: &mut String,
-    course: &mut Course,
-) -> Result<End, Failed> {
-    let (began, mut stood) = (Instant::now(), false);
+    progress: &mut Progress,
+) -> Result<End, FollowError> {
+    let (began, mut is_established) = (Instant::now(), false);
     loop {
-        let standing = tokio::time::sleep_until(began + STANDING);
+        let established = tokio::time::sleep_until(began + ESTABLISHED_AFTER);
         let next = tokio::select! {
-            next = tokio::time::timeout(IDLE, stream.try_next()) => next,
-            () = standing, if !stood => {
-                stood = true;
-                if std::mem::take(&mut course.doubted) {
+            next = tokio::time::timeout(IDLE_TIMEOUT, stream.try_next()) => next,
+            () = established, if !is_established => {
+                is_established = true;
+                if std::mem::take(&mut progress.is_suspect) {
                     feed.set_trust(Trust::Live);
                 }
-                course.stood();
+                progress.reset();
                 continue;
             }
-            () = resumed(&mut course.resume) => return Ok(End::Resume),
+            () = resume_signal(&mut progress.resume) => return Ok(End::Resume),
         };
         let event = match next {
-            Err(_) => return Err(Failed::TimedOut),
+            Err(_) => return Err(FollowError::TimedOut),
             Ok(event) => event?,
         };
         match event {
@@ -329,7 +337,7 @@ async fn events<V: Clone + PartialEq>(
                 *version = object.metadata.resource_version.clone().unwrap_or_default();
                 feed.put(object)?;
                 if feed.read(BTreeMap::len) > MAX_OBJECTS {
-                    return Err(Failed::TooMany);
+                    return Err(FollowError::TooMany);
                 }
             }
             Some(WatchEvent::Deleted(object)) => {
@@ -338,7 +346,7 @@ async fn events<V: Clone + PartialEq>(
                     feed.remove(&name);
                 }
             }
-            Some(WatchEvent::Bookmark(mark)) => *version = mark.metadata.resource_version,
+            Some(WatchEvent::Bookmark(bookmark)) => *version = bookmark.metadata.resource_version,
             Some(WatchEvent::Error(status)) => return Err(Error::Api(status).into()),
         }
     }

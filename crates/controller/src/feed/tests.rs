@@ -25,11 +25,11 @@ fn object(name: &str, version: &str, data: serde_json::Value) -> DynamicObject {
 }
 
 fn replace(feed: &Feed<i64>, objects: Vec<DynamicObject>, version: &str) {
-    let drafts = objects.into_iter().filter_map(|object| feed.draft(object)).collect();
+    let objects = objects.into_iter().filter_map(|object| feed.convert(object)).collect();
     let version = version.to_owned();
     feed.replace(
         List {
-            drafts,
+            objects,
             version,
             charge: None,
         },
@@ -45,12 +45,12 @@ fn rows(feed: &Feed<i64>) -> Vec<(String, i64)> {
     feed.read(|rows| rows.iter().map(|(name, row)| (name.name.clone(), row.value)).collect())
 }
 
-fn woken(feed: &Feed<i64>) -> bool {
+fn was_woken(feed: &Feed<i64>) -> bool {
     futures::FutureExt::now_or_never(feed.changed.notified()).is_some()
 }
 
 #[test]
-fn a_malformed_object_keeps_its_last_value_and_costs_no_other() {
+fn malformed_object_keeps_its_last_value() {
     let feed = feed();
     replace(
         &feed,
@@ -70,24 +70,24 @@ fn a_malformed_object_keeps_its_last_value_and_costs_no_other() {
 }
 
 #[test]
-fn a_change_that_no_reader_can_tell_wakes_nobody() {
+fn change_of_an_unread_field_wakes_no_pass() {
     let feed = feed();
     replace(&feed, vec![object("a", "1", json!({"n": 1}))], "1");
-    assert!(woken(&feed));
+    assert!(was_woken(&feed));
     put(&feed, object("a", "2", json!({"n": 1, "heartbeat": 7})));
     put(&feed, object("other", "3", json!({})));
     replace(&feed, vec![object("a", "2", json!({"n": 1}))], "3");
-    assert!(!woken(&feed));
+    assert!(!was_woken(&feed));
     put(&feed, object("a", "4", json!({"n": 2})));
-    assert!(woken(&feed));
+    assert!(was_woken(&feed));
 }
 
 #[test]
-fn an_earlier_event_or_list_does_not_undo_our_own_write() {
+fn older_event_or_list_does_not_undo_our_own_write() {
     let feed = feed();
     replace(&feed, vec![object("a", "1", json!({"n": 1}))], "1");
-    feed.wrote(object("a", "5", json!({"n": 5})));
-    feed.wrote(object("new", "6", json!({"n": 6})));
+    feed.put_written(object("a", "5", json!({"n": 5})));
+    feed.put_written(object("new", "6", json!({"n": 6})));
     put(&feed, object("a", "3", json!({"n": 3})));
     replace(&feed, vec![object("a", "3", json!({"n": 3}))], "4");
     assert_eq!(rows(&feed), [("a".into(), 5), ("new".into(), 6)]);
@@ -96,7 +96,7 @@ fn an_earlier_event_or_list_does_not_undo_our_own_write() {
 }
 
 #[test]
-fn a_cluster_whose_versions_went_back_is_believed() {
+fn list_with_older_versions_replaces_rows_not_written_by_us() {
     let feed = feed();
     replace(
         &feed,
@@ -105,34 +105,34 @@ fn a_cluster_whose_versions_went_back_is_believed() {
     );
     replace(&feed, vec![object("a", "7", json!({"n": 2}))], "10");
     assert_eq!(rows(&feed), [("a".into(), 2)]);
-    feed.wrote(object("mine", "99", json!({"n": 9})));
+    feed.put_written(object("mine", "99", json!({"n": 9})));
     feed.forget_writes();
     replace(&feed, vec![object("a", "8", json!({"n": 3}))], "11");
     assert_eq!(rows(&feed), [("a".into(), 3)]);
 }
 
 #[test]
-fn a_refusal_is_believed_when_it_lasts_and_only_of_what_was_never_read() {
+fn forbidden_after_ten_seconds_unless_read_before() {
     let denied = || Trust::Denied("403".into());
-    let lasting = |feed: &Feed<i64>| {
+    let is_forbidden_at_once_and_later = |feed: &Feed<i64>| {
         feed.set_trust(denied());
-        let at_once = feed.closed();
-        feed.lock().denied = tokio::time::Instant::now().checked_sub(BELIEVED);
-        (at_once, feed.closed())
+        let at_once = feed.is_forbidden();
+        feed.lock().denied_since = tokio::time::Instant::now().checked_sub(DENIED_AFTER);
+        (at_once, feed.is_forbidden())
     };
     let never_read = feed();
-    assert_eq!(lasting(&never_read), (false, true));
-    assert!(!never_read.listed());
+    assert_eq!(is_forbidden_at_once_and_later(&never_read), (false, true));
+    assert!(!never_read.is_listed());
     let read = feed();
     replace(&read, vec![object("a", "1", json!({"n": 1}))], "1");
-    assert_eq!(lasting(&read), (false, false));
-    assert_eq!((rows(&read), read.listed()), (vec![("a".into(), 1)], true));
+    assert_eq!(is_forbidden_at_once_and_later(&read), (false, false));
+    assert_eq!((rows(&read), read.is_listed()), (vec![("a".into(), 1)], true));
 }
 
 #[test]
-fn a_kind_that_is_not_there_is_listed_and_empty() {
+fn absent_kind_is_listed_and_empty() {
     let feed = feed();
     put(&feed, object("a", "1", json!({"n": 1})));
     feed.set_trust(Trust::Absent);
-    assert_eq!((rows(&feed), feed.listed()), (vec![], true));
+    assert_eq!((rows(&feed), feed.is_listed()), (vec![], true));
 }

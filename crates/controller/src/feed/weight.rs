@@ -1,15 +1,15 @@
-//! What an object takes of memory, as far as rows are made of it, and how fields that nobody reads are left out first.
+//! Estimates how much memory an object takes, and removes unused fields from it.
 
 use kube::api::DynamicObject;
 use serde_json::Value;
 
-/// A value beside its text: what an allocation and its owner take.
+/// Bytes that a value takes in addition to its text: the allocation and its owner.
 const VALUE: usize = 64;
 
-/// Leaves out these fields (`status/images`) and managedFields.
-pub(super) fn prune(object: &mut DynamicObject, without: &[&str]) {
+/// Removes `managedFields` and these fields (paths such as `status/images`).
+pub(super) fn prune(object: &mut DynamicObject, paths: &[&str]) {
     object.metadata.managed_fields = None;
-    for path in without {
+    for path in paths {
         let mut fields = path.split('/');
         let Some(last) = fields.next_back() else { continue };
         let parent = fields.try_fold(&mut object.data, |value, field| value.get_mut(field));
@@ -19,7 +19,7 @@ pub(super) fn prune(object: &mut DynamicObject, without: &[&str]) {
     }
 }
 
-/// About what the row of an object takes, in bytes; rather more than less.
+/// Estimates the bytes that the row of an object takes; the estimate is rather too high than too low.
 pub(super) fn of(object: &DynamicObject) -> usize {
     let metadata = &object.metadata;
     let texts = [
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pruned_fields_weigh_nothing_and_the_others_stay() {
+    fn pruned_fields_weigh_nothing() {
         let object = |data: Value| -> DynamicObject {
             serde_json::from_value(
                 json!({"metadata": {"name": "a"}, "status": data, "spec": {"podCIDR": "10.0.0.0/24"}}),

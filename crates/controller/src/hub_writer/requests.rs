@@ -1,4 +1,4 @@
-//! The requests that write a ClusterMesh: its finalizer and its status. Nothing else of it is ever touched.
+//! The requests that change a ClusterMesh: they write its finalizers and its status, and nothing else.
 
 use std::{sync::Arc, time::Duration};
 
@@ -15,15 +15,14 @@ use crate::feed::Feed;
 
 /// Name of the controller in `managedFields`.
 const MANAGER: &str = "clustermesh-controller";
-/// For one request.
-const REQUEST: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 fn api(client: &Client, object: &ClusterMesh) -> Api<ClusterMesh> {
     Api::namespaced(client.clone(), &object.namespace().unwrap_or_default())
 }
 
-async fn bounded<T>(request: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
-    match tokio::time::timeout(REQUEST, request).await {
+async fn with_timeout<T>(request: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+    match tokio::time::timeout(REQUEST_TIMEOUT, request).await {
         Ok(answer) => answer,
         Err(elapsed) => Err(Error::Service(Box::new(elapsed))),
     }
@@ -46,7 +45,8 @@ pub(super) async fn remove_finalizer(client: &Client, object: &ClusterMesh) -> R
     }
 }
 
-/// The list is replaced whole, so the version must be the one it was read at.
+/// Replaces the whole list of finalizers. The request carries the resourceVersion at which the list was read; otherwise it
+/// could remove a finalizer that another writer has added since.
 async fn set_finalizers(client: &Client, object: &ClusterMesh, finalizers: &[String]) -> Result<ClusterMesh, Error> {
     let patch = serde_json::json!({
         "metadata": { "finalizers": finalizers, "resourceVersion": object.metadata.resource_version },
@@ -55,11 +55,11 @@ async fn set_finalizers(client: &Client, object: &ClusterMesh, finalizers: &[Str
         field_manager: Some(MANAGER.to_owned()),
         ..PatchParams::default()
     };
-    bounded(api(client, object).patch(&object.name_any(), &params, &Patch::Merge(&patch))).await
+    with_timeout(api(client, object).patch(&object.name_any(), &params, &Patch::Merge(&patch))).await
 }
 
 /// Writes the status by server-side apply, which removes fields that are no longer set.
-pub(super) async fn status(
+pub(super) async fn apply_status(
     client: &Client,
     object: &ClusterMesh,
     status: &ClusterMeshStatus,
@@ -67,21 +67,21 @@ pub(super) async fn status(
     let patch = serde_json::json!({
         "apiVersion": ClusterMesh::api_version(&()),
         "kind": ClusterMesh::kind(&()),
-        // Of this very object: were it deleted and made anew meanwhile, the status would be another's.
+        // With the UID the request fails if the object was deleted and created again in the meantime.
         "metadata": { "name": object.name_any(), "uid": object.metadata.uid },
         "status": status,
     });
     let params = PatchParams::apply(MANAGER).force();
-    bounded(api(client, object).patch_status(&object.name_any(), &params, &Patch::Apply(&patch))).await
+    with_timeout(api(client, object).patch_status(&object.name_any(), &params, &Patch::Apply(&patch))).await
 }
 
-/// Shows the answer to the loop without waiting for the watch.
-pub(super) fn put(feed: &Feed<Arc<ClusterMesh>>, object: &ClusterMesh) {
+/// Puts the object that the hub returned into the feed, so that the next pass does not have to wait for the watch.
+pub(super) fn update_feed(feed: &Feed<Arc<ClusterMesh>>, object: &ClusterMesh) {
     let mut object = object.clone();
     object.metadata.managed_fields = None;
     let as_read = serde_json::to_value(&object).and_then(serde_json::from_value::<DynamicObject>);
     match as_read {
-        Ok(object) => feed.wrote(object),
-        Err(error) => tracing::debug!(%error, "the watch will show it"),
+        Ok(object) => feed.put_written(object),
+        Err(error) => tracing::debug!(%error, "the answer to a write does not parse; the watch delivers the object"),
     }
 }

@@ -4,12 +4,12 @@ use kube::client::Body;
 use super::*;
 use crate::{feed::Changed, reconcile::mesh_feed};
 
-/// A hub that holds ClusterMeshes and answers after `delay`.
-struct Hub {
+/// A hub with ClusterMeshes whose API server answers after a delay.
+struct TestHub {
     client: Client,
     meshes: Feed<Arc<ClusterMesh>>,
-    /// The requests, and what each sent.
-    asked: Arc<Mutex<Vec<(String, serde_json::Value)>>>,
+    /// Method, path and body of each request.
+    requests: Arc<Mutex<Vec<(String, serde_json::Value)>>>,
 }
 
 fn mesh(name: &str, status: &serde_json::Value) -> serde_json::Value {
@@ -27,11 +27,12 @@ fn id(name: &str) -> MeshId {
     }
 }
 
-impl Hub {
-    /// With meshes of these names; every request is answered with `code`, 200 = as written.
+impl TestHub {
+    /// Creates a hub with meshes of these names. It answers each request after `delay` with `code`; with 200 it also stores what
+    /// was sent.
     fn new(names: &[&str], code: u16, delay: Duration) -> Self {
-        let asked = Arc::new(Mutex::new(Vec::new()));
-        let log = Arc::clone(&asked);
+        let requests = Arc::new(Mutex::new(Vec::new()));
+        let log = Arc::clone(&requests);
         let objects = Arc::new(Mutex::new(BTreeMap::new()));
         let service = tower::service_fn(move |request: http::Request<Body>| {
             let (log, objects) = (Arc::clone(&log), Arc::clone(&objects));
@@ -72,7 +73,7 @@ impl Hub {
         Self {
             client: Client::new(service, "ns"),
             meshes,
-            asked,
+            requests,
         }
     }
 
@@ -89,7 +90,12 @@ impl Hub {
         self.meshes.read(|rows| Arc::clone(&rows[&name].value))
     }
 
-    fn desired(&self, name: &str, finalizer: Option<Finalizer>, ready: Option<&'static str>) -> (MeshId, Desired) {
+    fn desired(
+        &self,
+        name: &str,
+        finalizer: Option<FinalizerChange>,
+        ready: Option<&'static str>,
+    ) -> (MeshId, Desired) {
         let report = ready.map(|reason| {
             let ready = Condition {
                 kind: "Ready",
@@ -105,7 +111,7 @@ impl Hub {
                 action: "Reconcile",
                 node: None,
             };
-            Report::of(vec![ready], vec![notice])
+            Report::with(vec![ready], vec![notice])
         });
         let desired = Desired {
             object: self.object(name),
@@ -115,20 +121,20 @@ impl Hub {
         (id(name), desired)
     }
 
-    /// The requests until now, in words: the last part of each path, and the reason that it tells.
+    /// A summary of each request so far: the last part of its path and the reason, or the number of finalizers, that it sent.
     fn requests(&self) -> Vec<String> {
-        let asked = self.asked.lock().expect("sound");
-        let words = asked.iter().map(|(line, sent)| {
+        let requests = self.requests.lock().expect("sound");
+        let summaries = requests.iter().map(|(line, sent)| {
             let reason = sent["status"]["conditions"][0]["reason"]
                 .as_str()
                 .or(sent["reason"].as_str());
             let finalizers = sent["metadata"]["finalizers"]
                 .as_array()
                 .map(|all| format!("{} finalizers", all.len()));
-            let told = reason.map(str::to_owned).or(finalizers).unwrap_or_default();
-            format!("{} {told}", line.rsplit('/').next().unwrap_or_default())
+            let summary = reason.map(str::to_owned).or(finalizers).unwrap_or_default();
+            format!("{} {summary}", line.rsplit('/').next().unwrap_or_default())
         });
-        words.collect()
+        summaries.collect()
     }
 }
 
@@ -137,8 +143,8 @@ async fn seconds(seconds: u64) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn last_report_wins_while_the_hub_is_slow() {
-    let hub = Hub::new(&["m"], 200, Duration::from_secs(3));
+async fn report_while_the_hub_is_slow_is_replaced_by_the_last() {
+    let hub = TestHub::new(&["m"], 200, Duration::from_secs(3));
     let writer = hub.writer();
     for reason in ["First", "Second", "Third"] {
         writer.publish([hub.desired("m", None, Some(reason))].into());
@@ -146,7 +152,7 @@ async fn last_report_wins_while_the_hub_is_slow() {
     }
     seconds(60).await;
     assert_eq!(hub.requests(), ["status First", "status Third", "events Third"]);
-    // What stands already is not written again.
+    // An unchanged report is not written again.
     writer.publish([hub.desired("m", None, Some("Third"))].into());
     seconds(60).await;
     assert_eq!(hub.requests().len(), 3);
@@ -154,9 +160,9 @@ async fn last_report_wins_while_the_hub_is_slow() {
 
 #[tokio::test(start_paused = true)]
 async fn finalizer_is_added_before_the_first_report() {
-    let hub = Hub::new(&["m"], 200, Duration::ZERO);
+    let hub = TestHub::new(&["m"], 200, Duration::ZERO);
     let writer = hub.writer();
-    writer.publish([hub.desired("m", Some(Finalizer::Add), Some("Converging"))].into());
+    writer.publish([hub.desired("m", Some(FinalizerChange::Add), Some("Converging"))].into());
     seconds(1).await;
     assert_eq!(
         hub.requests(),
@@ -166,31 +172,30 @@ async fn finalizer_is_added_before_the_first_report() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn outdated_decision_on_a_finalizer_waits_for_the_next_pass() {
-    let hub = Hub::new(&["m"], 409, Duration::ZERO);
+async fn finalizer_removal_after_conflict_waits_for_the_next_pass() {
+    let hub = TestHub::new(&["m"], 409, Duration::ZERO);
     let mut finalized = mesh("m", &serde_json::Value::Null);
     finalized["metadata"]["finalizers"] = serde_json::json!([FINALIZER]);
     let finalized = serde_json::from_value(finalized).expect("an object");
     hub.meshes.put(finalized).expect("no budget");
     let writer = hub.writer();
-    let removes = || [hub.desired("m", Some(Finalizer::Remove), Some("Deleting"))].into();
-    writer.publish(removes());
+    let removal = || [hub.desired("m", Some(FinalizerChange::Remove), Some("Deleting"))].into();
+    writer.publish(removal());
     seconds(60).await;
     assert_eq!(hub.requests(), ["m 0 finalizers"]);
-    writer.publish(removes());
+    writer.publish(removal());
     seconds(60).await;
     assert_eq!(hub.requests(), ["m 0 finalizers"; 2]);
 }
 
-/// The pauses of one cause, each counted from the failure before.
 #[tokio::test(start_paused = true)]
-async fn refused_and_unanswered_writes_have_one_backoff_for_all_meshes() {
+async fn failed_writes_of_all_meshes_share_one_backoff() {
     let names: Vec<String> = (0..20).map(|n| format!("m-{n:02}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    for (code, most_per_minute) in [(403, 20 * 10), (503, 4 * 10)] {
-        let hub = Hub::new(&names, code, Duration::ZERO);
+    for (code, max_requests) in [(403, 20 * 10), (503, 4 * 10)] {
+        let hub = TestHub::new(&names, code, Duration::ZERO);
         let writer = hub.writer();
-        // A pass publishes again and again.
+        // Passes publish the same values ten times a second for a minute.
         for _ in 0..600 {
             writer.publish(
                 names
@@ -200,24 +205,24 @@ async fn refused_and_unanswered_writes_have_one_backoff_for_all_meshes() {
             );
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
-        let asked = hub.requests().len();
-        assert!((4..=most_per_minute).contains(&asked), "{code}: {asked} requests");
+        let requests = hub.requests().len();
+        assert!((4..=max_requests).contains(&requests), "{code}: {requests} requests");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn mesh_that_never_rests_is_reported_every_few_seconds() {
-    let hub = Hub::new(&["m"], 200, Duration::ZERO);
+async fn status_that_always_changes_is_written_every_five_seconds() {
+    let hub = TestHub::new(&["m"], 200, Duration::ZERO);
     let writer = hub.writer();
     for n in 0..1000 {
         let reason = if n % 2 == 0 { "Meshed" } else { "Converging" };
         writer.publish([hub.desired("m", None, Some(reason))].into());
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    let asked = hub.asked.lock().expect("sound");
-    let count = |part: &str| asked.iter().filter(|(line, _)| line.contains(part)).count();
-    let (reports, events) = (count("/status"), count("/events"));
-    // Ten at once, and one every five of a hundred seconds.
-    assert!((25..=31).contains(&reports), "{reports}");
+    let requests = hub.requests.lock().expect("sound");
+    let count = |part: &str| requests.iter().filter(|(line, _)| line.contains(part)).count();
+    let (statuses, events) = (count("/status"), count("/events"));
+    // A burst of ten, then one every 5 s for 100 s.
+    assert!((25..=31).contains(&statuses), "{statuses}");
     assert!((10..=31).contains(&events), "{events}");
 }

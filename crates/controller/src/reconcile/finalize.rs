@@ -1,5 +1,7 @@
-//! Finalizers of meshes, as a state machine over passes: a mesh is served only once it carries ours, and loses it once nothing
-//! of it is left in any member.
+//! Decides when a ClusterMesh gets our finalizer and when it loses it.
+//!
+//! A mesh is served only once it has the finalizer. It loses it when none of its objects is left in any member, or when its
+//! annotation allows leaving them behind.
 
 use clustermesh_core::{
     diff::Action,
@@ -8,44 +10,45 @@ use clustermesh_core::{
     ownership::{self, Ownership},
 };
 
-use super::{Pass, Reconciler, meshes::Known, removed::is_left_behind};
-use crate::hub_writer::Finalizer;
+use super::{Pass, Reconciler, meshes::LoadedMesh, removed::may_be_left_behind};
+use crate::hub_writer::FinalizerChange;
 
-/// Drops the steps for meshes that do not carry our finalizer yet: what is written for them might be left behind. An orphaned
-/// object has no ClusterMesh and so no finalizer; it is only ever deleted.
+/// Drops the steps for meshes without our finalizer. Without it, a ClusterMesh could be deleted before its objects are removed.
+/// An orphaned object has no ClusterMesh and so no finalizer; it is only ever deleted.
 pub(super) fn hold_unfinalized(pass: &mut Pass) {
     for steps in pass.steps.values_mut() {
         steps.retain(|step| {
-            pass.known
+            pass.meshes
                 .get(&step.mesh)
-                .map_or(step.action == Action::Delete, Known::finalized)
+                .map_or(step.action == Action::Delete, LoadedMesh::is_finalized)
         });
     }
 }
 
 impl Reconciler {
-    /// The change of our finalizer that a mesh needs.
-    pub(super) fn finalizer(&self, pass: &Pass, known: &Known) -> Option<Finalizer> {
-        if known.mesh.deleting {
-            let removable = known.finalized() && !known.mesh.paused && self.is_removed(pass, known);
-            return removable.then_some(Finalizer::Remove);
+    /// Returns the change of our finalizer that a mesh needs.
+    pub(super) fn finalizer_change(&self, pass: &Pass, loaded: &LoadedMesh) -> Option<FinalizerChange> {
+        if loaded.mesh.deleting {
+            let is_removable = loaded.is_finalized() && !loaded.mesh.paused && self.is_removed(pass, loaded);
+            return is_removable.then_some(FinalizerChange::Remove);
         }
-        let planned = pass.plan.meshes.get(&known.mesh.id);
-        let served = planned.is_some_and(|plan| !plan.paused) && known.refused.is_none();
-        (served && !known.finalized()).then_some(Finalizer::Add)
+        let planned = pass.plan.meshes.get(&loaded.mesh.id);
+        let is_served = planned.is_some_and(|plan| !plan.paused) && loaded.refused.is_none();
+        (is_served && !loaded.is_finalized()).then_some(FinalizerChange::Add)
     }
 
-    /// Whether nothing of a mesh is left in any member, or what is left may be left behind.
-    fn is_removed(&self, pass: &Pass, known: &Known) -> bool {
-        let id = &known.mesh.id;
-        let Some(object) = known.object.as_deref() else {
+    /// Whether no object of a mesh is left in any member, except objects that may be left behind.
+    fn is_removed(&self, pass: &Pass, loaded: &LoadedMesh) -> bool {
+        let id = &loaded.mesh.id;
+        let Some(object) = loaded.object.as_deref() else {
             return false;
         };
-        let writing = |identity: &ClusterIdentity| self.members.get(identity).is_some_and(|m| m.writer.is_writing(id));
-        let entries = known.mesh.clusters.iter().all(|entry| {
-            let left_behind = is_left_behind(object, &entry.name);
-            // An object that can be removed is, also where others would be left behind.
-            let removable = pass
+        let is_writing =
+            |identity: &ClusterIdentity| self.members.get(identity).is_some_and(|m| m.writer.is_writing(id));
+        let entries_removed = loaded.mesh.clusters.iter().all(|entry| {
+            let may_be_left_behind = may_be_left_behind(object, &entry.name);
+            // Even then, objects in a member that can be written are removed first.
+            let is_writable = pass
                 .seen
                 .members
                 .get(&entry.identity)
@@ -54,13 +57,16 @@ impl Reconciler {
                 && self
                     .members
                     .get(&entry.identity)
-                    .is_some_and(|m| m.writer.trouble(id).is_none());
-            self.is_clean(pass, &entry.identity, id) || (left_behind && !removable && !writing(&entry.identity))
+                    .is_some_and(|m| m.writer.problem(id).is_none());
+            self.is_clean(pass, &entry.identity, id)
+                || (may_be_left_behind && !is_writable && !is_writing(&entry.identity))
         });
-        entries && self.removed.is_empty(id) && known.lost.iter().all(|entry| is_left_behind(object, entry))
+        entries_removed
+            && self.removed.is_empty(id)
+            && loaded.unlocatable.iter().all(|entry| may_be_left_behind(object, entry))
     }
 
-    /// Whether nothing of a mesh is left in a member, as far as is seen, nor is on its way there.
+    /// Whether a fresh observation of a member shows no object of a mesh, and no write for the mesh is in flight there.
     pub(super) fn is_clean(&self, pass: &Pass, identity: &ClusterIdentity, mesh: &MeshId) -> bool {
         let Some(member) = self.members.get(identity) else {
             return false;
@@ -71,7 +77,7 @@ impl Reconciler {
     }
 }
 
-/// Whose the objects of a member are, as far as they say.
+/// The owners in the labels of all objects of a member.
 fn owners(seen: &Member) -> impl Iterator<Item = &Owner> {
     let peers = seen.peers.iter().flatten().map(|(_, peer)| &peer.owner);
     let policies = seen.policies.iter().flatten().map(|(_, policy)| &policy.owner);

@@ -1,5 +1,7 @@
-//! The meshes as the loop takes them: those it serves as their values, those it refuses as paused ones that keep what they
-//! hold: what they have written, and the networks that were accepted.
+//! Converts ClusterMeshes to the planner's input.
+//!
+//! A mesh that is refused (an invalid spec, or more than its namespace may have) becomes a paused mesh with its last valid
+//! content. So its objects stay in the members, and its accepted networks stay reserved.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,52 +18,56 @@ use super::to_core;
 use crate::{feed::Feed, hub::Hub, hub_writer::is_finalized};
 
 /// One ClusterMesh.
-pub(super) struct Known {
-    /// The object; `None` = it does not even parse.
+pub(super) struct LoadedMesh {
+    /// The object. `None` if it does not parse.
     pub(super) object: Option<Arc<ClusterMesh>>,
-    /// Its values. Of a refused mesh: paused, with what it held when it was last served.
+    /// The planner's input. If the mesh is refused: paused, with its last valid content.
     pub(super) mesh: Mesh,
-    /// Values that were taken, but not as they were written.
+    /// Fields whose values were accepted in another form than written.
     pub(super) warnings: Vec<Finding>,
-    /// Why it is not served: one word, and the message.
+    /// Why it is refused: the condition's reason and message.
     pub(super) refused: Option<(&'static str, String)>,
-    /// Entries that hold networks, but of which nobody can say any more where they are.
-    pub(super) lost: BTreeSet<String>,
+    /// Entries with accepted networks whose cluster is unknown, because the spec does not contain the entry any more.
+    pub(super) unlocatable: BTreeSet<String>,
 }
 
-/// The meshes as they were when they were last served, with the UID of their object.
-pub(super) type Served = BTreeMap<MeshId, (Option<String>, Mesh)>;
+/// The last valid content of each mesh, with the UID of its object.
+pub(super) type LastServed = BTreeMap<MeshId, (Option<String>, Mesh)>;
 
-impl Known {
-    /// Whether it carries our finalizer.
-    pub(super) fn finalized(&self) -> bool {
+impl LoadedMesh {
+    /// Whether it has our finalizer.
+    pub(super) fn is_finalized(&self) -> bool {
         self.object.as_deref().is_some_and(is_finalized)
     }
 }
 
-/// All meshes; `served` remembers what they meant last.
-pub(super) fn know(feed: &Feed<Arc<ClusterMesh>>, hub: &Hub, served: &mut Served) -> BTreeMap<MeshId, Known> {
+/// Converts all meshes of the feed and updates `last_served`.
+pub(super) fn load_meshes(
+    feed: &Feed<Arc<ClusterMesh>>,
+    hub: &Hub,
+    last_served: &mut LastServed,
+) -> BTreeMap<MeshId, LoadedMesh> {
     let objects = feed.read(|rows| rows.values().map(|row| Arc::clone(&row.value)).collect::<Vec<_>>());
-    let mut known: BTreeMap<MeshId, Known> = objects
+    let mut meshes: BTreeMap<MeshId, LoadedMesh> = objects
         .into_iter()
-        .map(|object| one(object, hub, served))
-        .map(|known| (known.mesh.id.clone(), known))
+        .map(|object| load_mesh(object, hub, last_served))
+        .map(|loaded| (loaded.mesh.id.clone(), loaded))
         .collect();
     for (ObjectName { namespace, name }, why) in feed.malformed() {
         let id = MeshId { namespace, name };
-        known.entry(id.clone()).or_insert_with(|| Known {
+        meshes.entry(id.clone()).or_insert_with(|| LoadedMesh {
             object: None,
-            mesh: hollow(id),
+            mesh: empty_mesh(id),
             warnings: vec![],
             refused: Some(("SpecInvalid", why)),
-            lost: BTreeSet::new(),
+            unlocatable: BTreeSet::new(),
         });
     }
-    served.retain(|id, _| known.contains_key(id));
-    known
+    last_served.retain(|id, _| meshes.contains_key(id));
+    meshes
 }
 
-fn one(object: Arc<ClusterMesh>, hub: &Hub, served: &mut Served) -> Known {
+fn load_mesh(object: Arc<ClusterMesh>, hub: &Hub, last_served: &mut LastServed) -> LoadedMesh {
     let deleting = object.metadata.deletion_timestamp.is_some();
     let (refused, warnings) = match to_core(&object) {
         Err(why) => (("SpecInvalid", why), vec![]),
@@ -69,42 +75,44 @@ fn one(object: Arc<ClusterMesh>, hub: &Hub, served: &mut Served) -> Known {
             Some(refused) => (refused, warnings),
             None => {
                 hub.namespaces.confine(&mut mesh);
-                served.insert(mesh.id.clone(), (object.metadata.uid.clone(), mesh.clone()));
-                return Known {
+                last_served.insert(mesh.id.clone(), (object.metadata.uid.clone(), mesh.clone()));
+                return LoadedMesh {
                     object: Some(object),
                     mesh,
                     warnings,
                     refused: None,
-                    lost: BTreeSet::new(),
+                    unlocatable: BTreeSet::new(),
                 };
             }
         },
     };
-    let mut mesh = kept(&object, served);
+    let mut mesh = last_valid_mesh(&object, last_served);
     if !deleting {
         hub.namespaces.confine(&mut mesh);
     }
-    let named = |entry: &String| mesh.clusters.iter().any(|cluster| cluster.name == *entry);
-    let lost = mesh.accepted.keys().filter(|entry| !named(entry)).cloned().collect();
-    Known {
+    let is_named = |entry: &String| mesh.clusters.iter().any(|cluster| cluster.name == *entry);
+    let unlocatable = mesh.accepted.keys().filter(|entry| !is_named(entry)).cloned().collect();
+    LoadedMesh {
         object: Some(object),
         mesh,
         warnings,
         refused: Some(refused),
-        lost,
+        unlocatable,
     }
 }
 
-/// A refused mesh with what it holds: as it was served last, else its accepted networks with what its entries say of the
-/// clusters' identities. An accepted claim is nobody else's to take, and what is being deleted still has objects to remove.
-fn kept(object: &ClusterMesh, served: &Served) -> Mesh {
+/// Returns the last valid content of a refused mesh, paused. After a restart, when that is not known, the accepted networks in
+/// its status and the identities of its entries take its place.
+///
+/// Other meshes must not take over its accepted networks, and a mesh that is being deleted still has objects to remove.
+fn last_valid_mesh(object: &ClusterMesh, last_served: &LastServed) -> Mesh {
     let id = MeshId {
         namespace: object.metadata.namespace.clone().unwrap_or_default(),
         name: object.metadata.name.clone().unwrap_or_default(),
     };
     let deleting = object.metadata.deletion_timestamp.is_some();
     let (paused, accepted) = (convert::mesh::is_paused(object) || !deleting, accepted(object));
-    match served.get(&id) {
+    match last_served.get(&id) {
         Some((uid, mesh)) if *uid == object.metadata.uid => {
             return Mesh {
                 paused,
@@ -146,7 +154,8 @@ fn kept(object: &ClusterMesh, served: &Served) -> Mesh {
         .collect();
     let created = object.metadata.creation_timestamp.as_ref();
     Mesh {
-        // What was never served takes over nothing of the predecessor's from a mesh that is.
+        // The oldest mesh adopts the Peers of the predecessor. A mesh that was never valid must not adopt them from a valid one,
+        // so it counts as the newest.
         created: created
             .filter(|_| !clusters.is_empty())
             .map_or(i64::MAX, |time| time.0.as_second()),
@@ -154,7 +163,7 @@ fn kept(object: &ClusterMesh, served: &Served) -> Mesh {
         deleting,
         clusters,
         accepted,
-        ..hollow(id)
+        ..empty_mesh(id)
     }
 }
 
@@ -165,11 +174,11 @@ fn identity(namespace: &str, entry: &ClusterEntry) -> Option<ClusterIdentity> {
     entry
         .kubeconfig_secret_ref
         .as_ref()
-        .map(|secret| of_secret(namespace, secret))
+        .map(|secret| identity_of_secret(namespace, secret))
 }
 
-/// The cluster whose kubeconfig a Secret of this namespace holds.
-pub(super) fn of_secret(namespace: &str, secret: &KubeconfigSecretRef) -> ClusterIdentity {
+/// Returns the identity of the cluster whose kubeconfig is in a Secret of this namespace.
+pub(super) fn identity_of_secret(namespace: &str, secret: &KubeconfigSecretRef) -> ClusterIdentity {
     ClusterIdentity::Secret {
         namespace: namespace.to_owned(),
         name: secret.name.clone(),
@@ -178,7 +187,7 @@ pub(super) fn of_secret(namespace: &str, secret: &KubeconfigSecretRef) -> Cluste
     }
 }
 
-/// `status.clusters[].acceptedNetworks`, as far as they are networks.
+/// Reads `status.clusters[].acceptedNetworks` and ignores values that do not parse.
 fn accepted<N: std::str::FromStr>(object: &ClusterMesh) -> BTreeMap<String, Vec<N>> {
     let rows = object.status.iter().flat_map(|status| &status.clusters);
     rows.map(|row| {
@@ -189,8 +198,8 @@ fn accepted<N: std::str::FromStr>(object: &ClusterMesh) -> BTreeMap<String, Vec<
     .collect()
 }
 
-/// A mesh of which nothing is known but that it is there.
-fn hollow(id: MeshId) -> Mesh {
+/// A paused mesh without entries.
+fn empty_mesh(id: MeshId) -> Mesh {
     Mesh {
         id,
         created: i64::MAX,

@@ -1,5 +1,7 @@
-//! What a pass reports of each mesh: status and Events, which [`crate::hub_writer`] writes, metrics, `/debug/state`; and when
-//! a report has to wait. The words are made in [`crate::report`].
+//! Publishes the results of a pass: the report of each mesh (status and Events, written by [`crate::hub_writer`]), metrics, and
+//! `/debug/state`.
+//!
+//! It collects the inputs of a report, and decides when a report waits for its writes. [`crate::report`] builds the report.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,18 +23,18 @@ use clustermesh_core::{
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::{Pass, Reconciler, removed::ways_out};
+use super::{Pass, Reconciler, removed::cleanup_hint};
 use crate::{
     hub_writer::Desired,
     metrics::{Entry, EntryGauges},
-    report::{Facts, Subject, report},
+    report::{Facts, ReportInput, build_report},
 };
 
-/// For so long a report waits for writes that are on their way.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a report waits for writes in flight, at most.
+const MAX_REPORT_DELAY: Duration = Duration::from_secs(10);
 
-/// Of an entry that holds networks and whose cluster the spec does not name any more.
-fn unfindable(entry: &str) -> String {
+/// The message for an entry with accepted networks that the spec does not contain any more.
+fn unlocatable_message(entry: &str) -> String {
     format!(
         "the spec no longer says which cluster it is, so its objects there cannot be removed. Put its entry back, or annotate \
          the ClusterMesh with {FORCE_CLEANUP}={entry}"
@@ -40,44 +42,45 @@ fn unfindable(entry: &str) -> String {
 }
 
 impl Reconciler {
-    /// Publishes what ought to stand at the hub for every mesh; `false` = some report waits.
+    /// Hands status, Events and finalizer of every mesh to the hub writer. Returns `false` if a report waits.
     pub(super) fn report_status(&mut self, pass: &Pass) -> bool {
-        let now = seconds(k8s_openapi::jiff::Timestamp::now());
-        let mut settled = true;
+        let now = truncate_to_seconds(k8s_openapi::jiff::Timestamp::now());
+        let mut all_reported = true;
         let mut gauges = Vec::new();
         let mut desired = BTreeMap::new();
         let mut removed = self.sync_removed(pass);
-        for known in pass.known.values() {
-            let id = &known.mesh.id;
+        for loaded in pass.meshes.values() {
+            let id = &loaded.mesh.id;
             let removed = removed.remove(id).unwrap_or_default();
-            let (Some(plan), Some(object)) = (pass.plan.meshes.get(id), &known.object) else {
+            let (Some(plan), Some(object)) = (pass.plan.meshes.get(id), &loaded.object) else {
                 continue;
             };
             let facts = self.facts(pass, id, plan, object, &now);
-            let broken = self.broken(id, plan);
+            let broken = self.broken_links(id, plan);
             gauges.extend(entry_gauges(pass, id, plan));
-            let waits = self.waits(pass, id, plan);
-            settled &= !waits;
-            let report = (!waits).then(|| {
+            let must_wait = self.must_wait(pass, id, plan);
+            all_reported &= !must_wait;
+            let report = (!must_wait).then(|| {
                 let mut unwritten = self.unwritten(pass, id, plan);
                 if plan.deleting {
-                    unwritten.extend(known.lost.iter().map(|entry| (entry.clone(), unfindable(entry))));
+                    let unlocatable = loaded.unlocatable.iter();
+                    unwritten.extend(unlocatable.map(|entry| (entry.clone(), unlocatable_message(entry))));
                 }
-                report(&Subject {
+                build_report(&ReportInput {
                     object,
-                    mesh: &known.mesh,
+                    mesh: &loaded.mesh,
                     plan,
-                    refused: known.refused.as_ref(),
-                    warnings: &known.warnings,
+                    refused: loaded.refused.as_ref(),
+                    warnings: &loaded.warnings,
                     unwritten: &unwritten,
                     removed: &removed,
                     outstanding: &outstanding(pass, id, plan),
                     facts: &facts,
                     broken: &broken,
-                    pending: &pending(&known.mesh, &pass.plan, &pass.seen, &unwritten),
+                    pending: &pending(&loaded.mesh, &pass.plan, &pass.seen, &unwritten),
                 })
             });
-            let finalizer = self.finalizer(pass, known);
+            let finalizer = self.finalizer_change(pass, loaded);
             let object = Arc::clone(object);
             desired.insert(
                 id.clone(),
@@ -90,53 +93,55 @@ impl Reconciler {
         }
         self.metrics.replace(gauges);
         self.hub_writer.publish(desired);
-        let there: BTreeSet<MeshId> = pass.known.keys().cloned().collect();
-        self.unreported.retain(|id, _| there.contains(id));
-        self.synced.retain(|(id, _), _| there.contains(id));
-        self.links.keep(&there);
+        let existing: BTreeSet<MeshId> = pass.meshes.keys().cloned().collect();
+        self.unreported.retain(|id, _| existing.contains(id));
+        self.synced.retain(|(id, _), _| existing.contains(id));
+        self.link_reports.keep(&existing);
         let members = &self.members;
-        self.lagging.keep(|identity| members.contains_key(identity));
-        self.gateways_lagging.keep(|identity| members.contains_key(identity));
-        settled
+        self.outdated_agents.keep(|identity| members.contains_key(identity));
+        self.outdated_gateways.keep(|identity| members.contains_key(identity));
+        all_reported
     }
 
-    /// Between which members tunnels are down, as it is to be told.
-    fn broken(&mut self, id: &MeshId, plan: &MeshPlan) -> Vec<Broken> {
+    /// Returns the links with tunnels down that the report of a mesh lists.
+    fn broken_links(&mut self, id: &MeshId, plan: &MeshPlan) -> Vec<Broken> {
         let members = plan.identities.iter();
-        let said: BTreeMap<_, _> = members
+        let reported: BTreeMap<_, _> = members
             .filter_map(|(entry, identity)| {
                 let tables = self.members.get(identity)?.session.tables();
                 Some((entry.clone(), tables.links(id)))
             })
             .collect();
-        self.links.steady(id, links::broken(plan, &said), Instant::now())
+        self.link_reports
+            .throttle(id, links::broken(plan, &reported), Instant::now())
     }
 
-    /// Whether the report of a mesh should wait: a session has only just begun, or its writes are on their way.
-    fn waits(&mut self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> bool {
+    /// Whether the report of a mesh has to wait: a session has just started, or writes of the mesh are in flight.
+    fn must_wait(&mut self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> bool {
         let members = || {
             plan.identities
                 .values()
                 .filter_map(|identity| self.members.get(identity))
         };
-        let settling = members().any(|member| member.session.settling());
-        let writing = !plan.paused
+        let is_settling = members().any(|member| member.session.is_settling());
+        let is_writing = !plan.paused
             && pass.outstanding.iter().any(|(identity, counts)| {
-                // Nothing can be written to a member that does not answer, and what is still open there is reported at once.
-                let failed = self
+                // Writes to a member that does not answer do not end soon, so they are reported at once.
+                let has_failed = self
                     .members
                     .get(identity)
-                    .is_some_and(|member| member.writer.trouble(id).is_some() || member.session.silent());
-                !failed && counts.keys().any(|(mesh, _)| mesh == id)
+                    .is_some_and(|member| member.writer.problem(id).is_some() || member.session.is_unresponsive());
+                !has_failed && counts.keys().any(|(mesh, _)| mesh == id)
             });
-        if !settling && !writing {
+        if !is_settling && !is_writing {
             self.unreported.remove(id);
             return false;
         }
         let since = *self.unreported.entry(id.clone()).or_insert_with(Instant::now);
-        since.elapsed() < PATIENCE
+        since.elapsed() < MAX_REPORT_DELAY
     }
 
+    /// Collects what is known of each member of a mesh apart from the plan.
     fn facts(
         &mut self,
         pass: &Pass,
@@ -151,13 +156,13 @@ impl Reconciler {
                 continue;
             };
             let observation = pass.seen.members.get(identity);
-            let fresh = matches!(observation, Some(Observation::Fresh(_)));
-            let open = pass
+            let is_fresh = matches!(observation, Some(Observation::Fresh(_)));
+            let is_outstanding = pass
                 .outstanding
                 .get(identity)
                 .is_some_and(|counts| counts.keys().any(|(mesh, _)| mesh == id));
             let key = (id.clone(), entry.clone());
-            if fresh && !open && !member.writer.busy() {
+            if is_fresh && !is_outstanding && !member.writer.is_busy() {
                 let before = || {
                     let row = object
                         .status
@@ -167,24 +172,25 @@ impl Reconciler {
                     row.and_then(|row| row.last_sync.clone()).unwrap_or_else(|| now.clone())
                 };
                 self.synced.entry(key.clone()).or_insert_with(before);
-            } else if open {
-                // Forgotten while something is missing: the next time it is whole is another time.
+            } else if is_outstanding {
+                // The time moves on until nothing is outstanding.
                 self.synced.insert(key.clone(), now.clone());
             }
             let seen = observation.and_then(Observation::last);
             let tables = member.session.tables();
-            let (standing, said) = (tables.policy_revision(), tables.enforced());
-            let outdated = (self.lagging).told(identity, standing.as_deref(), said, Instant::now());
-            let said = seen.map(enforcement::applied_by_gateways).unwrap_or_default();
-            let applied = fresh.then_some(enforcement::APPLIED);
-            let gateways = (self.gateways_lagging).told(identity, applied, said, Instant::now());
-            // Where no Peer of this mesh is, nothing has to be held to a policy: sandboxes enter through gateways.
-            let standing_peers = seen.and_then(|seen| seen.peers.as_ref());
-            let of_mesh = |peer: &ObservedPeer| peer.owner.mesh.as_ref() == Some(&id.name);
+            let (current, enforced) = (tables.policy_revision(), tables.enforced_revisions());
+            let outdated = (self.outdated_agents).update(identity, current.as_deref(), enforced, Instant::now());
+            let enforced = seen.map(enforcement::applied_by_gateways).unwrap_or_default();
+            let current = is_fresh.then_some(enforcement::APPLIED);
+            let gateways = (self.outdated_gateways).update(identity, current, enforced, Instant::now());
+            // Without Peers of this mesh no tunnel ends on the nodes, so a missing PeerPolicy matters to nobody. Sandboxes enter
+            // through gateways.
+            let observed_peers = seen.and_then(|seen| seen.peers.as_ref());
+            let is_of_mesh = |peer: &ObservedPeer| peer.owner.mesh.as_ref() == Some(&id.name);
             let has_peers = plan.targets.get(entry).is_some_and(|target| !target.peers.is_empty())
-                || standing_peers.is_some_and(|peers| peers.values().any(of_mesh));
-            let meshed = plan.clusters.get(entry).zip(seen);
-            let restarting = meshed.map_or_else(BTreeSet::new, |(report, seen)| restarting(report, seen));
+                || observed_peers.is_some_and(|peers| peers.values().any(is_of_mesh));
+            let report = plan.clusters.get(entry).zip(seen);
+            let restarting = report.map_or_else(BTreeSet::new, |(report, seen)| restarting_kg_nodes(report, seen));
             let mut unenforced = Unenforced::default();
             if has_peers {
                 unenforced = tables.unenforced();
@@ -193,11 +199,11 @@ impl Reconciler {
             facts.insert(
                 entry.clone(),
                 Facts {
-                    fresh,
+                    is_fresh,
                     uid: seen.and_then(|seen| seen.uid.clone()),
                     version: member.session.version(),
                     agents: seen.map(|_| {
-                        let counts = tables.agents(env!("CARGO_PKG_VERSION"));
+                        let counts = tables.count_agents(env!("CARGO_PKG_VERSION"));
                         AgentCounts {
                             kilo: counts.kilo + i64::try_from(restarting.len()).unwrap_or(i64::MAX),
                             ..counts
@@ -215,20 +221,21 @@ impl Reconciler {
         facts
     }
 
-    /// What could not be written into which entry, and what still has to go when the mesh is being deleted.
+    /// Returns for each entry why something could not be written there. For a mesh that is being deleted, this includes members
+    /// that cannot be reached.
     fn unwritten(&self, pass: &Pass, id: &MeshId, plan: &MeshPlan) -> BTreeMap<String, String> {
         let mut unwritten = BTreeMap::new();
         for (entry, identity) in &plan.identities {
-            let trouble = self.members.get(identity).and_then(|member| member.writer.trouble(id));
-            let absent = pass
+            let refused = self.members.get(identity).and_then(|member| member.writer.problem(id));
+            let unreachable = pass
                 .seen
                 .members
                 .get(identity)
                 .and_then(Observation::trouble)
                 .filter(|_| plan.deleting);
-            let why = match (trouble, absent) {
+            let why = match (refused, unreachable) {
                 (Some(why), _) => why,
-                (None, Some(why)) => format!("{why}. {}", ways_out(entry)),
+                (None, Some(why)) => format!("{why}. {}", cleanup_hint(entry)),
                 (None, None) => continue,
             };
             unwritten.insert(entry.clone(), why);
@@ -236,8 +243,8 @@ impl Reconciler {
         unwritten
     }
 
-    /// Puts the pass where `/debug/state` finds it.
-    pub(super) fn show(&self, pass: &Pass) {
+    /// Updates the content of `/debug/state`.
+    pub(super) fn update_debug_view(&self, pass: &Pass) {
         let meshes: BTreeMap<String, serde_json::Value> = pass
             .plan
             .meshes
@@ -262,7 +269,7 @@ impl Reconciler {
                         (name.clone(), row)
                     })
                     .collect();
-                let refused = pass.known.get(id).and_then(|known| known.refused.as_ref()).map(|(word, _)| *word);
+                let refused = pass.meshes.get(id).and_then(|loaded| loaded.refused.as_ref()).map(|(reason, _)| *reason);
                 let row = serde_json::json!({
                     "paused": plan.paused,
                     "deleting": plan.deleting,
@@ -273,7 +280,7 @@ impl Reconciler {
                 (id.to_string(), row)
             })
             .collect();
-        let mut view = self.shown.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut view = self.debug_view.lock().unwrap_or_else(PoisonError::into_inner);
         view.sessions = self
             .members
             .iter()
@@ -283,29 +290,29 @@ impl Reconciler {
     }
 }
 
-/// A time as the API keeps it. With its fraction it would differ from what is read back.
-pub(super) fn seconds(time: k8s_openapi::jiff::Timestamp) -> Time {
+/// Drops the fraction of a second. The API does not store it, so the value that is read back would always differ.
+pub(super) fn truncate_to_seconds(time: k8s_openapi::jiff::Timestamp) -> Time {
     Time(k8s_openapi::jiff::Timestamp::from_second(time.as_second()).unwrap_or(time))
 }
 
-/// Nodes of kg that publish nothing now and are meshed all the same. kg removes its annotations at each restart, which is no
-/// reason to write a status.
-fn restarting(report: &ClusterReport, member: &Member) -> BTreeSet<String> {
+/// Returns the nodes of kg that are part of the mesh although they publish no key now. kg removes its annotations at each
+/// restart; counting these nodes avoids a status write for each restart.
+fn restarting_kg_nodes(report: &ClusterReport, member: &Member) -> BTreeSet<String> {
     let skipped: BTreeSet<&String> = report.skipped.iter().map(|skipped| &skipped.node).collect();
-    // One that is neither held nor skipped is carried by the leader of its location.
-    let meshed = |name: &String| report.held.contains_key(name) || report.registered > 0 && !skipped.contains(name);
-    let bare = |node: &Node| node.server == Server::Kilo && node.public_key == Claim::Absent;
+    // A node that is neither held nor skipped is served by the leader of its location.
+    let is_meshed = |name: &String| report.held.contains_key(name) || report.registered > 0 && !skipped.contains(name);
+    let has_no_key = |node: &Node| node.server == Server::Kilo && node.public_key == Claim::Absent;
     let nodes = member
         .nodes
         .iter()
-        .filter(|(_, node)| bare(node) && node.ready && !node.deleting);
+        .filter(|(_, node)| has_no_key(node) && node.ready && !node.deleting);
     nodes
-        .filter(|(name, _)| meshed(name))
+        .filter(|(name, _)| is_meshed(name))
         .map(|(name, _)| name.clone())
         .collect()
 }
 
-/// How many objects of a mesh are not as planned, by the entry where they are and the entry they describe.
+/// Counts the objects of a mesh that are not as planned, by the entry that contains them and the entry that they describe.
 fn outstanding(pass: &Pass, id: &MeshId, plan: &MeshPlan) -> BTreeMap<(String, String), usize> {
     let mut outstanding = BTreeMap::new();
     for (entry, identity) in &plan.identities {

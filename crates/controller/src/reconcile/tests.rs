@@ -22,7 +22,7 @@ fn id(name: &str) -> MeshId {
     }
 }
 
-/// A mesh `m` with these entries that wants nothing anywhere.
+/// The plan of a mesh `m` with these entries and without objects in them.
 fn plan_of(entries: &[(&str, ClusterIdentity)], deleting: bool) -> Plan {
     let mesh = MeshPlan {
         deleting,
@@ -43,8 +43,8 @@ fn plan_of(entries: &[(&str, ClusterIdentity)], deleting: bool) -> Plan {
     }
 }
 
-/// A cluster that says this UID and holds one Peer of mesh `m`.
-fn holding(uid: Option<&str>) -> Observation<Member> {
+/// A cluster with this UID and one Peer of mesh `m`.
+fn with_peer(uid: Option<&str>) -> Observation<Member> {
     let owner = Owner {
         mesh: Some("m".into()),
         mesh_namespace: Some("ns".into()),
@@ -53,7 +53,7 @@ fn holding(uid: Option<&str>) -> Observation<Member> {
     };
     let peer = ObservedPeer {
         owner,
-        spec: Err("what it says is of no interest".into()),
+        spec: Err("irrelevant here".into()),
     };
     Observation::Fresh(Member {
         uid: uid.map(Into::into),
@@ -62,6 +62,7 @@ fn holding(uid: Option<&str>) -> Observation<Member> {
     })
 }
 
+/// The members in which something is deleted.
 fn deleted(plan: &Plan, members: &[(ClusterIdentity, Observation<Member>)]) -> Vec<ClusterIdentity> {
     let seen = Observations {
         members: members.iter().cloned().collect(),
@@ -74,56 +75,56 @@ fn deleted(plan: &Plan, members: &[(ClusterIdentity, Observation<Member>)]) -> V
 }
 
 #[test]
-fn a_second_secret_to_the_same_cluster_deletes_nothing_of_a_mesh_that_has_it_by_another() {
+fn second_secret_of_the_same_cluster_deletes_nothing() {
     let plan = plan_of(&[("a", secret("new"))], false);
     let (old, new) = (secret("old"), secret("new"));
-    // What the entry itself does not want goes by the entry's own Secret.
-    let same = [(old.clone(), holding(Some("u"))), (new.clone(), holding(Some("u")))];
+    // Objects that the entry does not want are deleted through the entry's own Secret.
+    let same = [(old.clone(), with_peer(Some("u"))), (new.clone(), with_peer(Some("u")))];
     assert_eq!(deleted(&plan, &same), vec![new.clone()]);
     for (ours, theirs) in [(None, Some("u")), (Some("u"), None), (None, None)] {
-        let unknown = [(old.clone(), holding(ours)), (new.clone(), holding(theirs))];
+        let unknown = [(old.clone(), with_peer(ours)), (new.clone(), with_peer(theirs))];
         assert_eq!(deleted(&plan, &unknown), vec![new.clone()], "{ours:?} {theirs:?}");
     }
     let pending = [
-        (old.clone(), holding(Some("u"))),
+        (old.clone(), with_peer(Some("u"))),
         (new.clone(), Observation::Unreachable("not yet".into())),
     ];
     assert_eq!(deleted(&plan, &pending), []);
-    let unseen = [(old.clone(), holding(Some("u")))];
+    let unseen = [(old.clone(), with_peer(Some("u")))];
     assert_eq!(deleted(&plan, &unseen), []);
 }
 
 #[test]
-fn a_cluster_that_left_the_mesh_is_cleaned_and_so_is_every_one_when_the_mesh_goes() {
+fn removed_cluster_or_deleted_mesh_is_cleaned_up() {
     let (old, new) = (secret("old"), secret("new"));
-    let both = [(old.clone(), holding(Some("u"))), (new.clone(), holding(Some("v")))];
-    let stays = plan_of(&[("a", new.clone())], false);
-    assert_eq!(deleted(&stays, &both), [new.clone(), old.clone()]);
-    let goes = plan_of(&[("a", new.clone())], true);
-    let same = [(old.clone(), holding(Some("u"))), (new.clone(), holding(None))];
-    assert_eq!(deleted(&goes, &same), [new, old]);
+    let both = [(old.clone(), with_peer(Some("u"))), (new.clone(), with_peer(Some("v")))];
+    let kept_mesh = plan_of(&[("a", new.clone())], false);
+    assert_eq!(deleted(&kept_mesh, &both), [new.clone(), old.clone()]);
+    let deleted_mesh = plan_of(&[("a", new.clone())], true);
+    let same = [(old.clone(), with_peer(Some("u"))), (new.clone(), with_peer(None))];
+    assert_eq!(deleted(&deleted_mesh, &same), [new, old]);
 }
 
 #[test]
-fn a_key_that_no_longer_works_does_not_keep_the_other_key_of_its_secret_from_writing() {
+fn secret_with_one_working_key_is_used_through_that_key() {
     let key = |key: &str| ClusterIdentity::Secret {
         namespace: "ns".into(),
         name: "s".into(),
         key: key.into(),
         context: None,
     };
-    let Observation::Fresh(member) = holding(Some("u")) else {
+    let Observation::Fresh(member) = with_peer(Some("u")) else {
         unreachable!()
     };
     let stale = Observation::Stale(member, "401".into());
     let plan = plan_of(&[("a", key("b"))], false);
-    let members = [(key("a"), stale), (key("b"), holding(Some("u")))];
+    let members = [(key("a"), stale), (key("b"), with_peer(Some("u")))];
     assert_eq!(deleted(&plan, &members), [key("b")]);
-    let members = [(key("a"), holding(Some("u"))), (key("b"), holding(Some("u")))];
+    let members = [(key("a"), with_peer(Some("u"))), (key("b"), with_peer(Some("u")))];
     assert_eq!(deleted(&plan, &members), [key("b")]);
 }
 
-/// The hub takes requests and never answers.
+/// The hub accepts requests and never answers.
 #[tokio::test(start_paused = true)]
 async fn silent_hub_delays_no_pass_and_no_gauge() {
     let silent = tower::service_fn(|_: http::Request<kube::client::Body>| {
@@ -160,7 +161,7 @@ async fn silent_hub_delays_no_pass_and_no_gauge() {
     let metrics = Metrics::default();
     let mut registry = prometheus_client::registry::Registry::default();
     metrics.register(&mut registry);
-    let mut reconciler = Reconciler::new(hub, meshes, hub_writer, metrics, changed, Shown::default());
+    let mut reconciler = Reconciler::new(hub, meshes, hub_writer, metrics, changed, SharedDebugView::default());
     for _ in 0..3 {
         let began = tokio::time::Instant::now();
         reconciler.pass().await;

@@ -1,8 +1,8 @@
-//! Which nodes kg has stopped checking in for, by the time at which their check-ins arrived here.
+//! Detects nodes on which kg has stopped checking in.
 //!
-//! kg writes `kilo.squat.ai/last-seen` every 30 s. Its values have no part in what wakes the loop; only that one stayed away
-//! for [`SILENT`] has. Arrival is measured with this process's clock, so neither a clock that differs nor a Node that claims
-//! a check-in of the future makes another one silent.
+//! kg writes the annotation `kilo.squat.ai/last-seen` every 30 s. A node is silent when no new value has arrived for
+//! [`SILENT`]. A new value wakes the loop only if it ends a silence. Arrival is measured with this process's clock, so neither a
+//! wrong clock in the cluster nor a value in the future makes other nodes silent.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,12 +13,13 @@ use clustermesh_core::checkin::{SILENT, ages};
 
 #[derive(Debug)]
 struct CheckIn {
-    /// What the annotation holds.
+    /// The value of the annotation, in Unix seconds.
     value: i64,
     /// When that value arrived.
     arrived: Instant,
-    /// How old it was then; `None` = it is of the first list and not compared with the others yet.
-    before: Option<Duration>,
+    /// How old the value was when it arrived. `None` = it came with the first list and was not compared with the other nodes'
+    /// values yet.
+    initial_age: Option<Duration>,
 }
 
 /// Check-ins of one member's nodes.
@@ -29,64 +30,66 @@ pub(super) struct CheckIns {
 }
 
 impl CheckIns {
-    /// A Node as it was listed or watched; `value` = its annotation, `None` = it has none. Returns whether it was silent and is
-    /// not any more.
-    pub(super) fn note(&mut self, node: &str, value: Option<i64>, now: Instant) -> bool {
+    /// Records the annotation of a Node that was listed or watched; `None` = it has none. Returns whether a silent node checked
+    /// in again, or lost its annotation.
+    pub(super) fn record(&mut self, node: &str, value: Option<i64>, now: Instant) -> bool {
         let Some(value) = value else {
             self.nodes.remove(node);
             return self.silent.contains(node);
         };
-        let before = match self.nodes.get(node) {
-            Some(known) if known.value == value => return false,
+        let initial_age = match self.nodes.get(node) {
+            Some(last) if last.value == value => return false,
             Some(_) => Some(Duration::ZERO),
             None => None,
         };
         let check_in = CheckIn {
             value,
             arrived: now,
-            before,
+            initial_age,
         };
         self.nodes.insert(node.to_owned(), check_in);
         self.silent.contains(node)
     }
 
-    /// The nodes that are silent at `now`, which is `unix` in Unix seconds. While the member is not `current`, no
-    /// check-in can arrive: no node becomes silent, and afterwards each has the whole time again.
+    /// Returns the nodes that are silent at `now`, which is `unix` in Unix seconds. Forgets nodes for which `exists` is false.
+    ///
+    /// While `is_current` is false, the member is not followed and no check-in can arrive. No node becomes silent then, and
+    /// afterwards each node has the whole time again.
     pub(super) fn silent(
         &mut self,
-        is_there: impl Fn(&str) -> bool,
-        current: bool,
+        exists: impl Fn(&str) -> bool,
+        is_current: bool,
         now: Instant,
         unix: i64,
     ) -> &BTreeSet<String> {
-        self.nodes.retain(|node, _| is_there(node));
+        self.nodes.retain(|node, _| exists(node));
         let values = self
             .nodes
             .iter()
-            .map(|(node, known)| (node.clone(), known.value))
+            .map(|(node, check_in)| (node.clone(), check_in.value))
             .collect();
         let ages = ages(&values, unix);
-        for (node, known) in &mut self.nodes {
-            let before = known.before.get_or_insert_with(|| ages[node]);
-            let age = now.saturating_duration_since(known.arrived) + *before;
+        for (node, check_in) in &mut self.nodes {
+            let initial_age = check_in.initial_age.get_or_insert_with(|| ages[node]);
+            let age = now.saturating_duration_since(check_in.arrived) + *initial_age;
             if age < SILENT {
                 self.silent.remove(node);
-            } else if current {
+            } else if is_current {
                 self.silent.insert(node.clone());
             }
-            if !current && !self.silent.contains(node) {
-                (known.arrived, *before) = (now, Duration::ZERO);
+            if !is_current && !self.silent.contains(node) {
+                (check_in.arrived, *initial_age) = (now, Duration::ZERO);
             }
         }
         self.silent.retain(|node| self.nodes.contains_key(node));
         &self.silent
     }
 
-    /// When the next node falls silent, if nothing arrives.
+    /// When the next node becomes silent if no check-in arrives.
     pub(super) fn due(&self) -> Option<Instant> {
-        let waiting = self.nodes.iter().filter(|(node, _)| !self.silent.contains(*node));
-        waiting
-            .map(|(_, known)| known.arrived + SILENT.saturating_sub(known.before.unwrap_or_default()))
+        let not_silent = self.nodes.iter().filter(|(node, _)| !self.silent.contains(*node));
+        not_silent
+            .map(|(_, check_in)| check_in.arrived + SILENT.saturating_sub(check_in.initial_age.unwrap_or_default()))
             .min()
     }
 }
@@ -97,13 +100,13 @@ mod tests {
 
     const UNIX: i64 = 1_795_411_942;
 
-    /// Check-ins with a clock: `at` = seconds since the start.
-    struct World {
+    /// Check-ins with a clock; `at` is in seconds since the start.
+    struct Fixture {
         check_ins: CheckIns,
         start: Instant,
     }
 
-    impl World {
+    impl Fixture {
         fn new() -> Self {
             Self {
                 check_ins: CheckIns::default(),
@@ -111,9 +114,9 @@ mod tests {
             }
         }
 
-        fn note(&mut self, node: &str, value: i64, at: u64) -> bool {
+        fn record(&mut self, node: &str, value: i64, at: u64) -> bool {
             let at = self.start + Duration::from_secs(at);
-            self.check_ins.note(node, Some(value), at)
+            self.check_ins.record(node, Some(value), at)
         }
 
         fn silent(&mut self, current: bool, at: u64) -> Vec<String> {
@@ -131,58 +134,58 @@ mod tests {
     }
 
     #[test]
-    fn a_node_is_silent_65_s_after_its_last_check_in_arrived() {
-        let mut world = World::new();
+    fn node_is_silent_65_s_after_its_last_check_in() {
+        let mut fixture = Fixture::new();
         for at in [0, 30, 60, 90] {
-            world.note("a", UNIX + i64::try_from(at).unwrap(), at);
-            // kg died on b. The kubelet goes on writing the Node.
-            world.note("b", UNIX, at);
-            let silent = world.silent(true, at);
+            fixture.record("a", UNIX + i64::try_from(at).unwrap(), at);
+            // kg died on b, but the kubelet still writes the Node.
+            fixture.record("b", UNIX, at);
+            let silent = fixture.silent(true, at);
             assert_eq!(silent, if at < 65 { vec![] } else { vec!["b".to_owned()] }, "at {at}");
         }
-        assert_eq!(world.due(), Some(155));
-        assert_eq!(world.silent(true, 155), ["a", "b"]);
-        assert!(!world.note("b", UNIX, 159), "the same check-in");
-        assert!(world.note("b", UNIX + 200, 160), "the loop has to look again");
-        assert_eq!(world.silent(true, 160), ["a"]);
-        // kg removes the annotation when it ends, and nothing is known then.
-        world.check_ins.note("a", None, world.start);
-        assert_eq!((world.silent(true, 161), world.due()), (vec![], Some(225)));
+        assert_eq!(fixture.due(), Some(155));
+        assert_eq!(fixture.silent(true, 155), ["a", "b"]);
+        assert!(!fixture.record("b", UNIX, 159), "the same check-in");
+        assert!(fixture.record("b", UNIX + 200, 160), "wakes the loop");
+        assert_eq!(fixture.silent(true, 160), ["a"]);
+        // kg removes the annotation when it ends. Then nothing is known of the node.
+        fixture.check_ins.record("a", None, fixture.start);
+        assert_eq!((fixture.silent(true, 161), fixture.due()), (vec![], Some(225)));
     }
 
     #[test]
-    fn the_first_list_tells_who_was_silent_before() {
-        let mut world = World::new();
+    fn first_list_shows_how_old_check_ins_are() {
+        let mut fixture = Fixture::new();
         // The cluster's clocks are ten minutes behind.
         let then = UNIX - 600;
-        world.note("a", then, 0);
-        world.note("b", then - 20, 0);
-        world.note("dead", then - 64, 0);
-        assert_eq!(world.silent(true, 0), Vec::<String>::new());
-        assert_eq!(world.due(), Some(1));
-        assert_eq!(world.silent(true, 1), ["dead"]);
-        // A check-in of the future makes nobody else silent once they check in.
-        let mut world = World::new();
-        world.note("liar", i64::MAX, 0);
-        world.note("a", UNIX - 10, 0);
-        assert_eq!(world.silent(true, 0), Vec::<String>::new());
+        fixture.record("a", then, 0);
+        fixture.record("b", then - 20, 0);
+        fixture.record("dead", then - 64, 0);
+        assert_eq!(fixture.silent(true, 0), Vec::<String>::new());
+        assert_eq!(fixture.due(), Some(1));
+        assert_eq!(fixture.silent(true, 1), ["dead"]);
+        // A check-in in the future makes no other node silent.
+        let mut fixture = Fixture::new();
+        fixture.record("liar", i64::MAX, 0);
+        fixture.record("a", UNIX - 10, 0);
+        assert_eq!(fixture.silent(true, 0), Vec::<String>::new());
     }
 
     #[test]
-    fn nobody_falls_silent_while_nothing_can_arrive() {
-        let mut world = World::new();
-        world.note("a", UNIX, 0);
-        world.note("dead", UNIX - 600, 0);
-        assert_eq!(world.silent(true, 0), ["dead"]);
-        assert_eq!(world.silent(false, 600), ["dead"]);
+    fn no_node_becomes_silent_while_the_member_is_not_followed() {
+        let mut fixture = Fixture::new();
+        fixture.record("a", UNIX, 0);
+        fixture.record("dead", UNIX - 600, 0);
+        assert_eq!(fixture.silent(true, 0), ["dead"]);
+        assert_eq!(fixture.silent(false, 600), ["dead"]);
         assert_eq!(
-            (world.silent(true, 664), world.due()),
+            (fixture.silent(true, 664), fixture.due()),
             (vec!["dead".to_owned()], Some(665))
         );
-        assert_eq!(world.silent(true, 665), ["a", "dead"]);
-        let gone = world
+        assert_eq!(fixture.silent(true, 665), ["a", "dead"]);
+        let gone = fixture
             .check_ins
-            .silent(|node| node == "a", true, world.start, UNIX)
+            .silent(|node| node == "a", true, fixture.start, UNIX)
             .clone();
         assert!(!gone.contains("dead"), "its Node is gone: {gone:?}");
     }

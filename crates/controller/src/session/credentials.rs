@@ -1,5 +1,5 @@
-//! The credentials of one member, as they are now: the hub's own client, or what the referenced Secret holds. Only that one
-//! Secret is read, by name, in the mesh's own namespace.
+//! Follows the credentials of one member: the hub's own client, or the kubeconfig in the referenced Secret. Only that one Secret
+//! is read, by name, in the mesh's own namespace.
 
 use std::{sync::Arc, time::Duration};
 
@@ -14,29 +14,29 @@ use sha2::{Digest, Sha256};
 use tokio::{sync::watch, task::JoinSet};
 
 use crate::{
-    feed::{self, Changed, Feed, Source, Trust},
+    feed::{self, Changed, Feed, Trust, WatchedResource},
     hub::Hub,
 };
 
-/// What a session can connect with.
+/// The state of the credentials.
 #[derive(Clone)]
 pub(crate) enum Credentials {
     /// The Secret was not read yet.
     Pending,
-    /// There are none that may be used; which field of what object, and the remedy.
+    /// They are missing or unusable. Contains the object and its field, and the remedy.
     Missing(String),
-    /// These.
     Ready(Client),
 }
 
-/// The hub's API server answers 403 while it starts and has not read its own roles: for so long what was read last still holds.
-const DENIED: Duration = Duration::from_secs(60);
+/// The hub's API server answers 403 while it starts and has not read its own roles. Until a 403 has lasted this long, the
+/// credentials that were read last stay in use.
+const DENIED_AFTER: Duration = Duration::from_secs(60);
 
-/// The kubeconfig's text, which no `Debug` may print.
+/// The text of the kubeconfig; `None` = the Secret lacks the key. It has no `Debug`, so that it cannot be logged.
 #[derive(Clone, PartialEq)]
-struct Text(Option<Vec<u8>>);
+struct KubeconfigText(Option<Vec<u8>>);
 
-/// Follows the credentials of `identity`; the tasks it takes are in `tasks`, and dropping that ends them.
+/// Follows the credentials of `identity`. Spawns its tasks in `tasks`; dropping the set ends them.
 pub(super) fn follow(
     identity: &ClusterIdentity,
     hub: &Arc<Hub>,
@@ -59,38 +59,39 @@ pub(super) fn follow(
     let changed = Changed::default();
     let wanted_key = key.clone();
     let feed = Feed::new(changed.clone(), move |object: DynamicObject| {
-        let secret: Secret = object.try_parse().map_err(|_| "it is no Secret".to_owned())?;
-        Ok(Some(Text(
+        let secret: Secret = object.try_parse().map_err(|_| "it is not a Secret".to_owned())?;
+        Ok(Some(KubeconfigText(
             secret
                 .data
                 .and_then(|mut data| data.remove(&wanted_key))
                 .map(|bytes| bytes.0),
         )))
     });
-    let source = Source {
+    let resource = WatchedResource {
         api: Api::namespaced_with(hub.client.clone(), &namespace, &ApiResource::erase::<Secret>(&())),
-        what: object.clone(),
-        whose: "the hub".to_owned(),
+        description: object.clone(),
+        cluster: "the hub".to_owned(),
         labels: String::new(),
         fields: format!("metadata.name={name}"),
     };
     let followed = feed.clone();
     tasks.spawn(async move {
-        // A connection to the hub that died is noticed by the watch itself.
+        // Nothing probes this connection: the watch itself times out when the connection is dead.
         let (_resume, resumed) = watch::channel(0);
-        feed::follow(&source, &followed, resumed).await;
+        feed::follow(&resource, &followed, resumed).await;
     });
 
     let (hub, account) = (Arc::clone(hub), account.clone());
     tasks.spawn(async move {
-        let mut seen: Option<[u8; 32]> = None;
+        let mut last_digest: Option<[u8; 32]> = None;
         loop {
             let text = feed.read(|rows| rows.values().next().map(|row| row.value.clone()));
-            let verdict = match (text, feed.trust()) {
+            // `None` = the last credentials stay in use.
+            let read = match (text, feed.trust()) {
                 (_, Trust::Pending) => None,
-                // The hub's own API is away: what was read last still holds.
+                // The hub's API server does not answer.
                 (_, Trust::Broken(_)) => None,
-                (_, Trust::Denied(_)) if feed.denied().is_none_or(|lasts| lasts < DENIED) => None,
+                (_, Trust::Denied(_)) if feed.denied_for().is_none_or(|lasts| lasts < DENIED_AFTER) => None,
                 (_, Trust::Denied(why)) => Some(Err(format!(
                     "the controller may not read {} ({why}); allow it with the Role of its manifests",
                     object
@@ -99,26 +100,26 @@ pub(super) fn follow(
                     "{} is not there; create it in the mesh's namespace with the cluster's kubeconfig under key {key:?}",
                     object
                 ))),
-                (Some(Text(None)), _) => Some(Err(format!(
+                (Some(KubeconfigText(None)), _) => Some(Err(format!(
                     "{} has no key {key:?}; set kubeconfigSecretRef.key to the key that holds the kubeconfig",
                     object
                 ))),
-                (Some(Text(Some(bytes))), _) => Some(Ok(bytes)),
+                (Some(KubeconfigText(Some(bytes))), _) => Some(Ok(bytes)),
             };
-            match verdict {
+            match read {
                 None => {}
                 Some(Err(why)) => {
-                    seen = None;
+                    last_digest = None;
                     sender.send_if_modified(|current| {
-                        let news = !matches!(current, Credentials::Missing(standing) if *standing == why);
+                        let has_changed = !matches!(current, Credentials::Missing(last) if *last == why);
                         *current = Credentials::Missing(why);
-                        news
+                        has_changed
                     });
                 }
                 Some(Ok(bytes)) => {
                     let digest: [u8; 32] = Sha256::digest(&bytes).into();
-                    if seen != Some(digest) {
-                        seen = Some(digest);
+                    if last_digest != Some(digest) {
+                        last_digest = Some(digest);
                         let ready = connect(&bytes, context.as_deref(), &hub, &account).await;
                         let ready = ready.unwrap_or_else(|why| {
                             Credentials::Missing(format!(

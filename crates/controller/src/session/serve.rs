@@ -1,4 +1,4 @@
-//! One connection of a session: its feeds and its probe, from a client until something calls for a new beginning.
+//! Runs one connection of a session: the tasks that keep its feeds up to date, and a probe of the API server.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -9,34 +9,34 @@ use tokio::{
     task::{AbortHandle, JoinSet},
 };
 
-use super::{Failure, Interest, Shared, bounded, tables::Following};
-use crate::{events::cut, trouble};
+use super::{Interest, ProbeError, Shared, tables::FeedTask, with_timeout};
+use crate::{api_error, events::truncate};
 
-/// How often the API server is asked whether it is still there.
-const PROBE: Duration = Duration::from_secs(10);
-/// When it is asked again after it did not answer.
-const AGAIN: Duration = Duration::from_secs(3);
-/// It is silent when it did not answer so often in a row: one hiccup costs nothing.
-const FAILURES: u32 = 2;
+/// How often the API server is probed.
+const PROBE_INTERVAL: Duration = Duration::from_secs(10);
+/// When it is probed again after the first failure.
+const RETRY_INTERVAL: Duration = Duration::from_secs(3);
+/// The API server is unresponsive after this many failures in a row. A single one has no effect.
+const MAX_FAILURES: u32 = 2;
 
-/// Serves one connection; returns when it should be begun anew.
+/// Runs a connection. Returns when the caller has to start a new one.
 pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: watch::Receiver<Interest>) {
-    shared.relink(|link| {
-        link.client = Some(client.clone());
-        link.missing = None;
-        link.silent = None;
-        // It may be another cluster now, and an old UID must not speak for it.
-        link.uid = None;
+    shared.update_connection(|connection| {
+        connection.client = Some(client.clone());
+        connection.missing = None;
+        connection.unresponsive = None;
+        // The new client may lead to another cluster, to which the old UID does not belong.
+        connection.uid = None;
     });
-    shared.tables.begin();
+    shared.tables.mark_unconfirmed();
 
     let (resume, resumed) = watch::channel(0);
     let mut tasks = JoinSet::new();
-    for following in shared.tables.fixed(client) {
-        tasks.spawn(following.run(resumed.clone()));
+    for task in shared.tables.required_tasks(client) {
+        tasks.spawn(task.run(resumed.clone()));
     }
-    let mut extra: BTreeMap<String, (u64, AbortHandle)> = BTreeMap::new();
-    // Beside the feeds: while it waits for an answer, what is to be followed may change, more than once.
+    let mut on_demand: BTreeMap<String, (u64, AbortHandle)> = BTreeMap::new();
+    // The probe has a task of its own. Otherwise the feeds could not change while it waits for an answer.
     let probing = (Arc::clone(shared), client.clone());
     tasks.spawn(async move { probe(&probing.0, &probing.1, &resume).await });
     wanted.mark_changed();
@@ -48,24 +48,24 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
                     return;
                 }
                 let interest = wanted.borrow_and_update().clone();
-                let followings: BTreeMap<String, Following> = shared.tables.extra(client, &interest);
-                extra.retain(|what, (table, handle)| {
-                    // A table that was dropped and requested again is a new one, even with the same objects.
-                    let keep = followings.get(what).is_some_and(|following| following.table == *table);
+                let needed: BTreeMap<String, FeedTask> = shared.tables.on_demand_tasks(client, &interest);
+                on_demand.retain(|what, (feed_id, handle)| {
+                    // A feed that was dropped and requested again is a new one, even for the same objects.
+                    let keep = needed.get(what).is_some_and(|task| task.feed_id == *feed_id);
                     if !keep {
                         handle.abort();
                     }
                     keep
                 });
-                for (what, following) in followings {
-                    extra
+                for (what, task) in needed {
+                    on_demand
                         .entry(what)
-                        .or_insert_with(|| (following.table, tasks.spawn(following.run(resumed.clone()))));
+                        .or_insert_with(|| (task.feed_id, tasks.spawn(task.run(resumed.clone()))));
                 }
             }
             Some(ended) = tasks.join_next() => {
                 if let Err(error) = ended && error.is_panic() {
-                    tracing::error!(member = %shared.identity, %error, "a feed died; beginning the connection again");
+                    tracing::error!(member = %shared.identity, %error, "a task of the connection panicked; connecting again");
                     return;
                 }
             }
@@ -73,66 +73,66 @@ pub(super) async fn serve(shared: &Arc<Shared>, client: &Client, mut wanted: wat
     }
 }
 
-/// Asks the API server again and again whether it is there. When a silent one answers again, the feeds resume: their watches
-/// may hang on dead connections.
+/// Probes the API server in a loop. When an unresponsive server answers again, signals the feeds to resume, because their
+/// watches may use dead connections.
 async fn probe(shared: &Shared, client: &Client, resume: &watch::Sender<u64>) {
-    let (mut failures, mut asked) = (0, false);
+    let (mut failures, mut has_uid) = (0, false);
     loop {
-        match bounded(client.apiserver_version()).await {
+        match with_timeout(client.apiserver_version()).await {
             Ok(version) => {
                 recover(shared, resume, &mut failures);
-                learn(shared, client, version.git_version, &mut asked).await;
+                update_version_and_uid(shared, client, version.git_version, &mut has_uid).await;
             }
-            // The path may be closed to the account, or the server busy: it is there.
-            Err(failure) if failure.answered => recover(shared, resume, &mut failures),
-            Err(Failure { why, .. }) => {
+            // For example a 403 for this path, or a 429: the server is running.
+            Err(error) if error.is_answer => recover(shared, resume, &mut failures),
+            Err(ProbeError { why, .. }) => {
                 failures += 1;
-                if failures == FAILURES {
-                    tracing::warn!(member = %shared.identity, %why, "the API server fell silent");
-                    shared.relink(|link| link.silent = Some(why));
+                if failures == MAX_FAILURES {
+                    tracing::warn!(member = %shared.identity, %why, "the API server does not answer");
+                    shared.update_connection(|connection| connection.unresponsive = Some(why));
                 }
             }
         }
-        let pause = if failures == 0 || failures >= FAILURES {
-            PROBE
+        let pause = if failures == 0 || failures >= MAX_FAILURES {
+            PROBE_INTERVAL
         } else {
-            AGAIN
+            RETRY_INTERVAL
         };
         tokio::time::sleep(pause).await;
     }
 }
 
-/// It answered.
+/// Resets the failures after an answer. If the server was unresponsive, ends that.
 fn recover(shared: &Shared, resume: &watch::Sender<u64>, failures: &mut u32) {
-    if std::mem::take(failures) < FAILURES {
+    if std::mem::take(failures) < MAX_FAILURES {
         return;
     }
     tracing::info!(member = %shared.identity, "the API server answers again");
-    // Nothing that was read before counts as current until its watch stands again.
-    shared.tables.begin();
+    // A table does not count as current until its watch is established again.
+    shared.tables.mark_unconfirmed();
     resume.send_modify(|times| *times += 1);
-    shared.relink(|link| link.silent = None);
+    shared.update_connection(|connection| connection.unresponsive = None);
 }
 
-/// Notes what the server says of itself; asks for the cluster's UID once a connection.
-async fn learn(shared: &Shared, client: &Client, version: String, asked: &mut bool) {
-    let version = cut(&trouble::quoted(&version), 64);
-    let mut uid = shared.link().uid.clone();
-    if !*asked {
-        // Without the right to read kube-system there is no UID, which only ever refuses anyway.
+/// Stores the version of the API server, and once for each connection the UID of the cluster.
+async fn update_version_and_uid(shared: &Shared, client: &Client, version: String, has_uid: &mut bool) {
+    let version = truncate(&api_error::sanitize(&version), 64);
+    let mut uid = shared.connection().uid.clone();
+    if !*has_uid {
+        // An account that may not read kube-system has no UID here. Nothing depends on it: a UID is only ever a reason to refuse.
         let namespaces: Api<Namespace> = Api::all(client.clone());
-        let answer = bounded(namespaces.get("kube-system")).await;
-        *asked = answer.is_ok();
+        let answer = with_timeout(namespaces.get("kube-system")).await;
+        *has_uid = answer.is_ok();
         uid = answer.map_or(uid, |namespace| namespace.metadata.uid);
     }
-    let news = {
-        let link = shared.link();
-        link.version.as_ref() != Some(&version) || link.uid != uid
+    let has_changed = {
+        let connection = shared.connection();
+        connection.version.as_ref() != Some(&version) || connection.uid != uid
     };
-    if news {
-        shared.relink(|link| {
-            link.version = Some(version);
-            link.uid = uid;
+    if has_changed {
+        shared.update_connection(|connection| {
+            connection.version = Some(version);
+            connection.uid = uid;
         });
     }
 }

@@ -1,5 +1,6 @@
-//! Everything that is read of one member, as feeds, and the member that the planner sees in them. Which rights that takes:
-//! list and watch on nodes, peers, peerpolicies, services, endpointslices; on pods where the mesh exports any.
+//! Holds the feeds of all kinds that are read from one member, and converts them to the planner's [`Member`].
+//!
+//! They need list and watch on nodes, peers, peerpolicies, sandboxaccesses, sandboxgateways, services, endpointslices and pods.
 
 use std::{
     collections::BTreeMap,
@@ -20,49 +21,49 @@ use kube::{
 };
 
 mod agents;
-mod asked;
-mod following;
+mod feed_task;
 mod gateways;
+mod on_demand;
 
 use agents::SeenNode;
 pub(crate) use agents::SeenPolicy;
-use asked::{Asked, Extra};
-pub(super) use following::Following;
+pub(super) use feed_task::FeedTask;
+use on_demand::{OnDemandFeed, OnDemandFeeds};
 
-use super::{Interest, checkins::CheckIns, first_trouble};
-use crate::feed::{Changed, Feed, Source, Trust};
+use super::{Interest, checkins::CheckIns, first_problem};
+use crate::feed::{Changed, Feed, Trust, WatchedResource};
 
-/// Feeds of one member. Cheap to clone; all clones are the same tables.
+/// The feeds of one member. Clones share them.
 #[derive(Debug, Clone)]
 pub(crate) struct Tables {
-    make: Make,
+    factory: FeedFactory,
     nodes: Feed<SeenNode>,
     check_ins: Arc<Mutex<CheckIns>>,
     pub(crate) peers: Feed<ObservedPeer>,
     pub(crate) policies: Feed<SeenPolicy>,
     pub(crate) accesses: Feed<ObservedAccess>,
-    /// Gateways of sandboxes, each with the UID of the pod that speaks for it.
+    /// SandboxGateways, each with the UID of the pod that published it.
     gateways: Feed<(Gateway, String)>,
-    /// UIDs of their pods, and whether they take connections.
+    /// The pods of gateways: UID, and whether the pod is Ready.
     gateway_pods: Feed<(String, bool)>,
-    /// Mirrored Services and their slices: those that carry our managed-by label, in all namespaces.
+    /// Mirrored Services and their EndpointSlices: those with our managed-by label, in all namespaces.
     pub(crate) services: Feed<Service>,
     pub(crate) slices: Feed<Slice>,
-    /// EndpointSlices of `default/kubernetes`.
-    api: Feed<Slice>,
-    extra: Arc<Mutex<Extra>>,
-    /// Whose they are, in logs.
-    whose: String,
+    /// EndpointSlices of the Service `default/kubernetes`: the addresses of the API server.
+    api_slices: Feed<Slice>,
+    on_demand: Arc<Mutex<OnDemandFeeds>>,
+    /// The member's identity, for logs.
+    member: String,
 }
 
-/// Makes the feeds of one member.
+/// Creates the feeds of one member.
 #[derive(Debug, Clone)]
-struct Make {
+struct FeedFactory {
     account: Option<Account>,
     changed: Changed,
 }
 
-impl Make {
+impl FeedFactory {
     fn feed<V: Clone + PartialEq>(
         &self,
         convert: impl Fn(DynamicObject) -> Result<Option<V>, String> + Send + Sync + 'static,
@@ -84,19 +85,19 @@ impl Make {
 
     fn pods(&self) -> Feed<Pod> {
         self.feed(|o| parse::<core_v1::Pod>(o).map(|pod| Some(convert::service::pod_to_core(&pod))))
-            .without(POD)
+            .without_fields(UNUSED_POD_FIELDS)
     }
 }
 
-/// What is large in a Node, and read by nobody.
-const NODE: &[&str] = &[
+/// Large fields of a Node that nothing reads.
+const UNUSED_NODE_FIELDS: &[&str] = &[
     "status/images",
     "status/volumesAttached",
     "status/volumesInUse",
     "status/config",
 ];
-/// The same in a Pod.
-const POD: &[&str] = &[
+/// Large fields of a Pod that nothing reads.
+const UNUSED_POD_FIELDS: &[&str] = &[
     "spec/containers",
     "spec/initContainers",
     "spec/ephemeralContainers",
@@ -116,50 +117,50 @@ where
 }
 
 impl Tables {
-    /// Their rows are charged to `account`, where there is one.
-    pub(crate) fn new(whose: String, account: Option<&Account>, changed: &Changed) -> Self {
-        let make = Make {
+    /// Creates the feeds. With an account their rows are charged to it.
+    pub(crate) fn new(member: String, account: Option<&Account>, changed: &Changed) -> Self {
+        let factory = FeedFactory {
             account: account.cloned(),
             changed: changed.clone(),
         };
         let check_ins = Arc::new(Mutex::new(CheckIns::default()));
-        let (noted, woken) = (Arc::clone(&check_ins), changed.clone());
+        let (check_ins_of_feed, changed) = (Arc::clone(&check_ins), changed.clone());
         let node = move |o| {
             let node = parse::<core_v1::Node>(o)?;
             let name = node.metadata.name.as_deref().unwrap_or_default();
-            let mut check_ins = noted.lock().unwrap_or_else(PoisonError::into_inner);
-            // Nothing else of the Node may differ when kg checks in again.
-            if check_ins.note(name, convert::node::last_seen(&node), Instant::now()) {
-                woken.notify_one();
+            let mut check_ins = check_ins_of_feed.lock().unwrap_or_else(PoisonError::into_inner);
+            // The row does not contain the check-in, so the feed itself may not wake the loop.
+            if check_ins.record(name, convert::node::last_seen(&node), Instant::now()) {
+                changed.notify_one();
             }
             drop(check_ins);
             Ok(Some(SeenNode::new(&node)))
         };
         Self {
-            nodes: make.feed(node).without(NODE),
+            nodes: factory.feed(node).without_fields(UNUSED_NODE_FIELDS),
             check_ins,
-            peers: make.feed(|o| parse::<peer::Peer>(o).map(|p| Some(convert::peer::to_core(&p)))),
-            policies: make.feed(|o| SeenPolicy::new(o).map(Some)),
-            accesses: make.feed(|o| parse::<sandbox::SandboxAccess>(o).map(|a| Some(convert::sandbox::to_core(&a)))),
-            gateways: make.feed(|o| convert::sandbox::gateway_to_core(&parse(o)?)),
-            gateway_pods: make
+            peers: factory.feed(|o| parse::<peer::Peer>(o).map(|p| Some(convert::peer::to_core(&p)))),
+            policies: factory.feed(|o| SeenPolicy::new(o).map(Some)),
+            accesses: factory.feed(|o| parse::<sandbox::SandboxAccess>(o).map(|a| Some(convert::sandbox::to_core(&a)))),
+            gateways: factory.feed(|o| convert::sandbox::gateway_to_core(&parse(o)?)),
+            gateway_pods: factory
                 .feed(|o| parse::<core_v1::Pod>(o).map(|pod| Some(convert::sandbox::gateway_pod(&pod))))
-                .without(POD),
-            services: make.services(),
-            slices: make.slices(),
-            api: make.slices(),
-            make,
-            extra: Arc::default(),
-            whose,
+                .without_fields(UNUSED_POD_FIELDS),
+            services: factory.services(),
+            slices: factory.slices(),
+            api_slices: factory.slices(),
+            factory,
+            on_demand: Arc::default(),
+            member,
         }
     }
 
-    fn extras(&self) -> MutexGuard<'_, Extra> {
-        self.extra.lock().unwrap_or_else(PoisonError::into_inner)
+    fn on_demand(&self) -> MutexGuard<'_, OnDemandFeeds> {
+        self.on_demand.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A new connection: what was seen is kept, but nothing is known to be current until it was read again.
-    pub(super) fn begin(&self) {
+    /// Marks all tables as not current, for a new connection. Their rows stay until they are read again.
+    pub(super) fn mark_unconfirmed(&self) {
         fn again<V: Clone + PartialEq>(feed: &Feed<V>) {
             feed.forget_writes();
             if feed.trust() != Trust::Pending {
@@ -176,89 +177,107 @@ impl Tables {
         again(&self.gateway_pods);
         again(&self.services);
         again(&self.slices);
-        again(&self.api);
-        let extra = self.extras();
-        for (services, slices) in extra.services.values() {
+        again(&self.api_slices);
+        let on_demand = self.on_demand();
+        for (services, slices) in on_demand.services.values() {
             again(&services.feed);
             again(&slices.feed);
         }
-        extra.pods.values().for_each(|pods| again(&pods.feed));
+        on_demand.pods.values().for_each(|pods| again(&pods.feed));
     }
 
-    /// Makes room for what is asked for, before anybody plans with it.
-    pub(super) fn want(&self, interest: &Interest) {
+    /// Creates and drops the feeds on demand. Called before the next observation, so that the planner finds a new feed as not
+    /// listed yet.
+    pub(super) fn set_interest(&self, interest: &Interest) {
         let namespaces = interest.service_namespaces();
-        let mut extra = self.extras();
-        extra.services.retain(|namespace, _| namespaces.contains(namespace));
+        let mut on_demand = self.on_demand();
+        on_demand.services.retain(|namespace, _| namespaces.contains(namespace));
         for namespace in namespaces {
-            let make = || (Asked::new(self.make.services()), Asked::new(self.make.slices()));
-            extra.services.entry(namespace).or_insert_with(make);
+            let new = || {
+                (
+                    OnDemandFeed::new(self.factory.services()),
+                    OnDemandFeed::new(self.factory.slices()),
+                )
+            };
+            on_demand.services.entry(namespace).or_insert_with(new);
         }
-        extra.pods.retain(|namespace, _| interest.pods.contains(namespace));
+        on_demand.pods.retain(|namespace, _| interest.pods.contains(namespace));
         for namespace in &interest.pods {
-            let make = || Asked::new(self.make.pods());
-            extra.pods.entry(namespace.clone()).or_insert_with(make);
+            let new = || OnDemandFeed::new(self.factory.pods());
+            on_demand.pods.entry(namespace.clone()).or_insert_with(new);
         }
     }
 
-    /// The feeds that every member has.
-    pub(super) fn fixed(&self, client: &Client) -> Vec<Following> {
+    /// The tasks of the feeds that every member has.
+    pub(super) fn required_tasks(&self, client: &Client) -> Vec<FeedTask> {
         let ours = format!("{}={}", names::LABEL_MANAGED_BY, names::MANAGED_BY);
         let gateways = format!("{}={}", names::LABEL_APP, names::GATEWAY_APP);
         let api_service = format!("{}=kubernetes", names::LABEL_SERVICE_NAME);
         vec![
-            Following::new(self.all::<core_v1::Node>(client, "nodes", ""), &self.nodes),
-            Following::new(self.all::<peer::Peer>(client, "peers", ""), &self.peers),
-            Following::new(
-                self.all::<policy::PeerPolicy>(client, "peerpolicies", ""),
+            FeedTask::new(
+                self.in_all_namespaces::<core_v1::Node>(client, "nodes", ""),
+                &self.nodes,
+            ),
+            FeedTask::new(self.in_all_namespaces::<peer::Peer>(client, "peers", ""), &self.peers),
+            FeedTask::new(
+                self.in_all_namespaces::<policy::PeerPolicy>(client, "peerpolicies", ""),
                 &self.policies,
             ),
-            Following::new(
-                self.all::<sandbox::SandboxAccess>(client, "sandboxaccesses", ""),
+            FeedTask::new(
+                self.in_all_namespaces::<sandbox::SandboxAccess>(client, "sandboxaccesses", ""),
                 &self.accesses,
             ),
-            Following::new(
-                self.all::<sandbox::SandboxGateway>(client, "sandboxgateways", ""),
+            FeedTask::new(
+                self.in_all_namespaces::<sandbox::SandboxGateway>(client, "sandboxgateways", ""),
                 &self.gateways,
             ),
-            Following::new(self.all::<core_v1::Pod>(client, "pods", &gateways), &self.gateway_pods),
-            Following::new(self.all::<core_v1::Service>(client, "services", &ours), &self.services),
-            Following::new(self.all::<EndpointSlice>(client, "endpointslices", &ours), &self.slices),
-            Following::new(
-                self.within::<EndpointSlice>(client, "endpointslices", "default", &api_service),
-                &self.api,
+            FeedTask::new(
+                self.in_all_namespaces::<core_v1::Pod>(client, "pods", &gateways),
+                &self.gateway_pods,
+            ),
+            FeedTask::new(
+                self.in_all_namespaces::<core_v1::Service>(client, "services", &ours),
+                &self.services,
+            ),
+            FeedTask::new(
+                self.in_all_namespaces::<EndpointSlice>(client, "endpointslices", &ours),
+                &self.slices,
+            ),
+            FeedTask::new(
+                self.in_namespace::<EndpointSlice>(client, "endpointslices", "default", &api_service),
+                &self.api_slices,
             ),
         ]
     }
 
-    /// The feeds that meshes ask for, by what they follow.
-    pub(super) fn extra(&self, client: &Client, interest: &Interest) -> BTreeMap<String, Following> {
-        let mut followings = BTreeMap::new();
-        let extra = self.extras();
+    /// The tasks of the feeds on demand, by the description of what they watch.
+    pub(super) fn on_demand_tasks(&self, client: &Client, interest: &Interest) -> BTreeMap<String, FeedTask> {
+        let mut tasks = BTreeMap::new();
+        let on_demand = self.on_demand();
         for namespace in interest.service_namespaces() {
-            if let Some((services, slices)) = extra.services.get(&namespace) {
-                let source = self.within::<core_v1::Service>(client, "services", &namespace, "");
-                followings.insert(source.what.clone(), Following::asked(source, services));
-                let source = self.within::<EndpointSlice>(client, "endpointslices", &namespace, "");
-                followings.insert(source.what.clone(), Following::asked(source, slices));
+            if let Some((services, slices)) = on_demand.services.get(&namespace) {
+                let resource = self.in_namespace::<core_v1::Service>(client, "services", &namespace, "");
+                tasks.insert(resource.description.clone(), FeedTask::on_demand(resource, services));
+                let resource = self.in_namespace::<EndpointSlice>(client, "endpointslices", &namespace, "");
+                tasks.insert(resource.description.clone(), FeedTask::on_demand(resource, slices));
             }
         }
         for namespace in &interest.pods {
-            if let Some(pods) = extra.pods.get(namespace) {
-                let source = self.within::<core_v1::Pod>(client, "pods", namespace, "");
-                followings.insert(source.what.clone(), Following::asked(source, pods));
+            if let Some(pods) = on_demand.pods.get(namespace) {
+                let resource = self.in_namespace::<core_v1::Pod>(client, "pods", namespace, "");
+                tasks.insert(resource.description.clone(), FeedTask::on_demand(resource, pods));
             }
         }
-        followings
+        tasks
     }
 
-    /// Why the tables that must be current are not; `None` = they are.
-    pub(super) fn trouble(&self) -> Option<String> {
-        first_trouble(self.trusts())
+    /// Why the tables are not all current. `None` = they are.
+    pub(super) fn problem(&self) -> Option<String> {
+        first_problem(self.trusts())
     }
 
-    /// Policies, mirrored objects and the API server's endpoints may be closed to an account that was made for Peers
-    /// alone (the predecessor's): then there are none of ours to keep true.
+    /// The trust of all tables. Only Nodes and Peers must be readable: an account that was made for the predecessor may read
+    /// nothing else, and then the other kinds contain none of our objects.
     fn trusts(&self) -> Vec<Trust> {
         let mut trusts = vec![self.nodes.trust(), self.peers.trust()];
         trusts.extend([
@@ -268,53 +287,53 @@ impl Tables {
             optional(&self.gateway_pods),
             optional(&self.services),
             optional(&self.slices),
-            optional(&self.api),
+            optional(&self.api_slices),
         ]);
-        let extra = self.extras();
+        let on_demand = self.on_demand();
         trusts.extend(
-            extra
+            on_demand
                 .services
                 .values()
                 .flat_map(|(services, slices)| [services.trust(), slices.trust()]),
         );
-        trusts.extend(extra.pods.values().map(Asked::trust));
+        trusts.extend(on_demand.pods.values().map(OnDemandFeed::trust));
         trusts
     }
 
-    /// Whether everything that every member has was listed at least once.
-    pub(super) fn listed(&self) -> bool {
-        self.nodes.listed()
+    /// Whether all required feeds were listed at least once, or cannot be.
+    pub(super) fn are_listed(&self) -> bool {
+        self.nodes.is_listed()
             && self.nodes.trust() != Trust::Absent
-            && self.peers.listed()
-            && (self.policies.listed() || self.policies.closed())
-            && (self.accesses.listed() || self.accesses.closed())
-            && (self.gateways.listed() || self.gateways.closed())
-            && (self.gateway_pods.listed() || self.gateway_pods.closed())
-            && (self.services.listed() || self.services.closed())
-            && (self.slices.listed() || self.slices.closed())
-            && (self.api.listed() || self.api.closed())
+            && self.peers.is_listed()
+            && (self.policies.is_listed() || self.policies.is_forbidden())
+            && (self.accesses.is_listed() || self.accesses.is_forbidden())
+            && (self.gateways.is_listed() || self.gateways.is_forbidden())
+            && (self.gateway_pods.is_listed() || self.gateway_pods.is_forbidden())
+            && (self.services.is_listed() || self.services.is_forbidden())
+            && (self.slices.is_listed() || self.slices.is_forbidden())
+            && (self.api_slices.is_listed() || self.api_slices.is_forbidden())
     }
 
-    /// The member as it was last seen.
+    /// Converts the tables to the planner's input.
     pub(super) fn member(&self, uid: Option<String>, interest: &Interest) -> Member {
         let mut services = values(&self.services);
         let mut slices = values(&self.slices);
         let mut pods = BTreeMap::new();
         let mut unlisted = Unlisted::default();
-        let extra = self.extras();
+        let on_demand = self.on_demand();
         for namespace in interest.service_namespaces() {
-            let asked = extra.services.get(&namespace);
-            let listed = asked.map_or(Err("it is not being read yet".to_owned()), |(services, slices)| {
+            let feeds = on_demand.services.get(&namespace);
+            let rows = feeds.map_or(Err("it is not being read yet".to_owned()), |(services, slices)| {
                 Ok((services.rows()?, slices.rows()?))
             });
-            match listed {
-                Ok((here_services, here_slices)) => {
+            match rows {
+                Ok((services_here, slices_here)) => {
                     services.extend(
-                        here_services
+                        services_here
                             .into_iter()
                             .filter(|(name, _)| interest.services.contains(name)),
                     );
-                    slices.extend(here_slices.into_iter().filter(|(name, slice)| {
+                    slices.extend(slices_here.into_iter().filter(|(name, slice)| {
                         let service = ObjectName {
                             namespace: name.namespace.clone(),
                             name: slice.service.clone(),
@@ -328,16 +347,16 @@ impl Tables {
             }
         }
         for namespace in &interest.pods {
-            let asked = extra.pods.get(namespace);
-            match asked.map_or(Err("it is not being read yet".to_owned()), Asked::rows) {
-                Ok(here) => pods.extend(here),
+            let feed = on_demand.pods.get(namespace);
+            match feed.map_or(Err("it is not being read yet".to_owned()), OnDemandFeed::rows) {
+                Ok(pods_here) => pods.extend(pods_here),
                 Err(why) => {
                     unlisted.pods.insert(namespace.clone(), why);
                 }
             }
         }
-        drop(extra);
-        let api_endpoints = self.api.read(|rows| {
+        drop(on_demand);
+        let api_endpoints = self.api_slices.read(|rows| {
             rows.values()
                 .flat_map(|row| {
                     let ports = row.value.ports.iter().map(|port| port.port);
@@ -367,11 +386,11 @@ impl Tables {
         }
     }
 
-    /// Marks the nodes that kg has stopped checking in for. `current` = the member is followed now.
-    pub(super) fn mark_silent(&self, member: &mut Member, current: bool) {
+    /// Marks the nodes on which kg has stopped checking in. `is_current` = the member's tables are current.
+    pub(super) fn mark_silent(&self, member: &mut Member, is_current: bool) {
         let mut check_ins = self.check_ins.lock().unwrap_or_else(PoisonError::into_inner);
         let unix = k8s_openapi::jiff::Timestamp::now().as_second();
-        let silent = check_ins.silent(|node| member.nodes.contains_key(node), current, Instant::now(), unix);
+        let silent = check_ins.silent(|node| member.nodes.contains_key(node), is_current, Instant::now(), unix);
         for name in silent {
             if let Some(node) = member.nodes.get_mut(name) {
                 node.silent = true;
@@ -379,12 +398,12 @@ impl Tables {
         }
     }
 
-    /// When the next node falls silent, if nothing arrives.
+    /// When the next node becomes silent if no check-in of its kg arrives.
     pub(super) fn silence_due(&self) -> Option<Instant> {
         self.check_ins.lock().unwrap_or_else(PoisonError::into_inner).due()
     }
 
-    /// How many rows each table has and how far it is trusted.
+    /// For `/debug/state`: the number of rows, the trust and the malformed objects of each table.
     pub(super) fn dump(&self) -> serde_json::Value {
         fn one<V: Clone + PartialEq>(feed: &Feed<V>) -> serde_json::Value {
             serde_json::json!({
@@ -393,7 +412,7 @@ impl Tables {
                 "malformed": feed.malformed().into_iter().map(|(name, why)| format!("{name}: {why}")).collect::<Vec<_>>(),
             })
         }
-        let extra = self.extras();
+        let on_demand = self.on_demand();
         serde_json::json!({
             "nodes": one(&self.nodes),
             "peers": one(&self.peers),
@@ -403,34 +422,39 @@ impl Tables {
             "sandboxAccesses": one(&self.accesses),
             "sandboxGateways": one(&self.gateways),
             "gatewayPods": one(&self.gateway_pods),
-            "apiServer": one(&self.api),
-            "services": extra.services.iter().map(|(ns, (feed, _))| (ns.clone(), one(&feed.feed))).collect::<BTreeMap<_, _>>(),
-            "endpointSlices": extra.services.iter().map(|(ns, (_, feed))| (ns.clone(), one(&feed.feed))).collect::<BTreeMap<_, _>>(),
-            "pods": extra.pods.iter().map(|(ns, feed)| (ns.clone(), one(&feed.feed))).collect::<BTreeMap<_, _>>(),
+            "apiServer": one(&self.api_slices),
+            "services": on_demand.services.iter().map(|(ns, (feed, _))| (ns.clone(), one(&feed.feed))).collect::<BTreeMap<_, _>>(),
+            "endpointSlices": on_demand.services.iter().map(|(ns, (_, feed))| (ns.clone(), one(&feed.feed))).collect::<BTreeMap<_, _>>(),
+            "pods": on_demand.pods.iter().map(|(ns, feed)| (ns.clone(), one(&feed.feed))).collect::<BTreeMap<_, _>>(),
         })
     }
 
-    fn all<K: Resource<DynamicType = ()>>(&self, client: &Client, what: &str, labels: &str) -> Source {
-        Source {
+    fn in_all_namespaces<K: Resource<DynamicType = ()>>(
+        &self,
+        client: &Client,
+        kind: &str,
+        labels: &str,
+    ) -> WatchedResource {
+        WatchedResource {
             api: Api::all_with(client.clone(), &ApiResource::erase::<K>(&())),
-            what: what.to_owned(),
-            whose: self.whose.clone(),
+            description: kind.to_owned(),
+            cluster: self.member.clone(),
             labels: labels.to_owned(),
             fields: String::new(),
         }
     }
 
-    fn within<K: Resource<DynamicType = ()>>(
+    fn in_namespace<K: Resource<DynamicType = ()>>(
         &self,
         client: &Client,
-        what: &str,
+        kind: &str,
         namespace: &str,
         labels: &str,
-    ) -> Source {
-        Source {
+    ) -> WatchedResource {
+        WatchedResource {
             api: Api::namespaced_with(client.clone(), namespace, &ApiResource::erase::<K>(&())),
-            what: format!("{what} in namespace {namespace}"),
-            whose: self.whose.clone(),
+            description: format!("{kind} in namespace {namespace}"),
+            cluster: self.member.clone(),
             labels: labels.to_owned(),
             fields: String::new(),
         }
@@ -453,12 +477,16 @@ fn by_name<V: Clone + PartialEq>(feed: &Feed<V>) -> BTreeMap<String, V> {
     })
 }
 
-/// How far a table can be trusted that an account need not be able to read.
+/// The trust of a table that the account need not be able to read. A forbidden kind counts as absent.
 fn optional<V: Clone + PartialEq>(feed: &Feed<V>) -> Trust {
-    if feed.closed() { Trust::Absent } else { feed.trust() }
+    if feed.is_forbidden() {
+        Trust::Absent
+    } else {
+        feed.trust()
+    }
 }
 
-/// `None` = the kind is not there, or closed to the account.
+/// The rows of a table. `None` = the kind does not exist, or the account may not read it.
 fn present<V: Clone + PartialEq>(feed: &Feed<V>) -> Option<BTreeMap<String, V>> {
-    (feed.trust() != Trust::Absent && !feed.closed()).then(|| by_name(feed))
+    (feed.trust() != Trust::Absent && !feed.is_forbidden()).then(|| by_name(feed))
 }

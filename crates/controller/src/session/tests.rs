@@ -15,23 +15,24 @@ use serde_json::json;
 
 use super::*;
 
-/// An API server that lists nothing and watches in silence.
+/// An API server with empty lists and watches without events.
 #[derive(Default)]
 struct Server {
-    /// What `/version` answers; 0 = 200, 1 = nothing ever.
+    /// The status code of `/version`; 0 = 200, 1 = no answer at all.
     version: AtomicU16,
-    /// Lists are refused in this namespace.
-    closed: Mutex<String>,
+    /// Paths that contain this text are refused.
+    forbidden_path: Mutex<String>,
     /// How long every answer takes.
     latency: Mutex<Duration>,
-    /// Lists that were asked for.
+    /// Number of lists.
     lists: AtomicUsize,
-    /// Lists that were asked for, of `services` in namespace `team`.
-    of_team: AtomicUsize,
+    /// Number of lists of `services` in namespace `team`.
+    team_lists: AtomicUsize,
+    /// Number of requests for `/version`.
     versions: AtomicUsize,
 }
 
-/// The body of an answer; `None` = it is silent and does not end.
+/// The body of an answer; `None` = it sends nothing and does not end.
 struct Answer(Option<Bytes>);
 
 impl http_body::Body for Answer {
@@ -61,7 +62,7 @@ impl Server {
                 json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": "", "message": ""}),
             )
         };
-        let closed = self.closed.lock().expect("sound").clone();
+        let forbidden_path = self.forbidden_path.lock().expect("sound").clone();
         if path == "/version" {
             self.versions.fetch_add(1, Ordering::Relaxed);
             match self.version.load(Ordering::Relaxed) {
@@ -73,12 +74,12 @@ impl Server {
             Response::new(Answer(None))
         } else if path.ends_with("/namespaces/kube-system") {
             answer(200, json!({"metadata": {"name": "kube-system", "uid": "u"}}))
-        } else if !closed.is_empty() && path.contains(&closed) {
+        } else if !forbidden_path.is_empty() && path.contains(&forbidden_path) {
             refused(403)
         } else {
             self.lists.fetch_add(1, Ordering::Relaxed);
             if path.contains("/namespaces/team/services") {
-                self.of_team.fetch_add(1, Ordering::Relaxed);
+                self.team_lists.fetch_add(1, Ordering::Relaxed);
             }
             answer(
                 200,
@@ -88,7 +89,7 @@ impl Server {
     }
 }
 
-/// A session with the server, served until it is dropped.
+/// Starts a session with the server.
 fn session(server: &Arc<Server>) -> (Session, tokio::task::AbortHandle) {
     let server = Arc::clone(server);
     let service = tower::service_fn(move |request: Request<Body>| {
@@ -111,7 +112,7 @@ fn session(server: &Arc<Server>) -> (Session, tokio::task::AbortHandle) {
     let session = Session {
         shared,
         interest,
-        cleaning_up: watch::channel(false).0,
+        cleanup_only: watch::channel(false).0,
         _end: CancellationToken::new().drop_guard(),
     };
     (session, task.abort_handle())
@@ -128,8 +129,9 @@ fn services_of(namespace: &str) -> Interest {
     }
 }
 
-fn word(session: &Session) -> (&'static str, bool) {
-    (session.observe().word(), session.silent())
+/// The kind of the observation, and whether the API server is unresponsive.
+fn state(session: &Session) -> (&'static str, bool) {
+    (session.observe().word(), session.is_unresponsive())
 }
 
 async fn seconds(seconds: u64) {
@@ -139,22 +141,22 @@ async fn seconds(seconds: u64) {
 const FRESH: (&str, bool) = ("Fresh", false);
 
 #[tokio::test(start_paused = true)]
-async fn version_that_is_refused_or_late_once_costs_nothing() {
+async fn probe_that_is_refused_or_fails_once_has_no_effect() {
     let server = Arc::new(Server::default());
     let (session, _task) = session(&server);
     seconds(1).await;
-    assert_eq!(word(&session), FRESH);
+    assert_eq!(state(&session), FRESH);
     let lists = server.lists.load(Ordering::Relaxed);
     for code in [429, 403, 401, 404, 500] {
         server.version.store(code, Ordering::Relaxed);
         let asked = server.versions.load(Ordering::Relaxed);
         for _ in 0..60 {
             seconds(1).await;
-            assert_eq!(word(&session), FRESH, "{code}");
+            assert_eq!(state(&session), FRESH, "{code}");
         }
         assert!(server.versions.load(Ordering::Relaxed) >= asked + 5);
     }
-    // One probe is not answered.
+    // A single probe gets no answer, or 503.
     for code in [1, 503] {
         server.version.store(0, Ordering::Relaxed);
         seconds(11).await;
@@ -166,65 +168,65 @@ async fn version_that_is_refused_or_late_once_costs_nothing() {
         server.version.store(0, Ordering::Relaxed);
         for _ in 0..60 {
             seconds(1).await;
-            assert_eq!(word(&session), FRESH, "{code}");
+            assert_eq!(state(&session), FRESH, "{code}");
         }
     }
     assert_eq!(server.lists.load(Ordering::Relaxed), lists);
 }
 
 #[tokio::test(start_paused = true)]
-async fn server_that_was_silent_is_watched_again_and_not_listed() {
+async fn unresponsive_server_is_later_watched_without_a_list() {
     let server = Arc::new(Server::default());
     let (session, _task) = session(&server);
     seconds(1).await;
     let lists = server.lists.load(Ordering::Relaxed);
     server.version.store(1, Ordering::Relaxed);
     seconds(30).await;
-    assert_eq!(word(&session), ("Stale", true));
+    assert_eq!(state(&session), ("Stale", true));
     server.version.store(0, Ordering::Relaxed);
     seconds(20).await;
-    assert_eq!((word(&session), server.lists.load(Ordering::Relaxed)), (FRESH, lists));
+    assert_eq!((state(&session), server.lists.load(Ordering::Relaxed)), (FRESH, lists));
 }
 
-/// With two seconds to every answer, the next pass and the next change of a mesh both fall into one probe.
+/// Each answer takes two seconds, so the interest changes twice while a probe waits for its answer.
 #[tokio::test(start_paused = true)]
-async fn interest_that_is_dropped_and_taken_up_again_is_followed() {
+async fn interest_that_is_dropped_and_restored_is_followed() {
     let server = Arc::new(Server::default());
     *server.latency.lock().expect("sound") = Duration::from_secs(2);
     let (session, _task) = session(&server);
-    session.want(&services_of("team"));
+    session.set_interest(&services_of("team"));
     seconds(13).await;
-    assert_eq!(word(&session), FRESH);
-    let listed = server.of_team.load(Ordering::Relaxed);
+    assert_eq!(state(&session), FRESH);
+    let listed = server.team_lists.load(Ordering::Relaxed);
     let unlisted = |session: &Session| session.observe().last().expect("seen").unlisted.clone();
     assert_eq!((listed, unlisted(&session)), (1, Unlisted::default()));
-    // Many times, so that some fall into the probe, which is every twelve seconds for two.
+    // Some of these rounds fall into a probe, which lasts two of every twelve seconds.
     for round in 1..=12 {
-        session.want(&Interest::default());
-        session.want(&services_of("team"));
+        session.set_interest(&Interest::default());
+        session.set_interest(&services_of("team"));
         let why = "it is being read for the first time".to_owned();
         let services = [("team".to_owned(), why)].into();
         let pods = Default::default();
         assert_eq!(unlisted(&session), Unlisted { services, pods });
         seconds(5).await;
         assert_eq!(
-            (word(&session), unlisted(&session)),
+            (state(&session), unlisted(&session)),
             (FRESH, Unlisted::default()),
             "{round}"
         );
-        assert_eq!(server.of_team.load(Ordering::Relaxed), listed + round);
+        assert_eq!(server.team_lists.load(Ordering::Relaxed), listed + round);
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn namespace_that_is_refused_leaves_the_member_fresh() {
+async fn forbidden_namespace_leaves_the_member_fresh() {
     let server = Arc::new(Server::default());
-    *server.closed.lock().expect("sound") = "/namespaces/team/".into();
+    *server.forbidden_path.lock().expect("sound") = "/namespaces/team/".into();
     let (session, _task) = session(&server);
     let mut interest = services_of("team");
     interest.services.extend(services_of("open").services);
     interest.pods.insert("team".into());
-    session.want(&interest);
+    session.set_interest(&interest);
     seconds(15).await;
     let Observation::Fresh(member) = session.observe() else {
         panic!("{:?}", session.observe().trouble());
@@ -241,9 +243,9 @@ async fn namespace_that_is_refused_leaves_the_member_fresh() {
 }
 
 #[test]
-fn members_that_connect_again_together_are_spread() {
-    let of = |n: usize| {
-        spread(&ClusterIdentity::Secret {
+fn reconnect_delays_of_many_members_are_spread() {
+    let delay = |n: usize| {
+        reconnect_delay(&ClusterIdentity::Secret {
             namespace: "ns".into(),
             name: format!("tenant-{n}"),
             key: "value".into(),
@@ -252,8 +254,8 @@ fn members_that_connect_again_together_are_spread() {
     };
     let mut buckets = [0; 10];
     for n in 0..1_000 {
-        assert_eq!(of(n), of(n));
-        buckets[usize::try_from(of(n).as_millis()).expect("small") * buckets.len() / 5_000] += 1;
+        assert_eq!(delay(n), delay(n));
+        buckets[usize::try_from(delay(n).as_millis()).expect("small") * buckets.len() / 5_000] += 1;
     }
     assert!(buckets.iter().all(|count| (60..140).contains(count)), "{buckets:?}");
 }

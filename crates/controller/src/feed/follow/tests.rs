@@ -22,20 +22,22 @@ use tower::{BoxError, Layer};
 use super::*;
 use crate::feed::Changed;
 
-/// An API server that answers lists and watches with these; it counts the requests.
-fn server(answer: impl Fn(bool) -> Value + Clone + Send + Sync + 'static) -> (Source, Arc<AtomicUsize>) {
+/// An API server that answers with `answer(is_watch)`, and the number of its requests.
+fn server(answer: impl Fn(bool) -> Value + Clone + Send + Sync + 'static) -> (WatchedResource, Arc<AtomicUsize>) {
     server_with(move |watch| (200, answer(watch).to_string()))
 }
 
-/// The same with a status; a body without end where that is 0.
-fn server_with(answer: impl Fn(bool) -> (u16, String) + Clone + Send + Sync + 'static) -> (Source, Arc<AtomicUsize>) {
-    let asked = Arc::new(AtomicUsize::new(0));
-    let counted = Arc::clone(&asked);
+/// The same with a status code. With code 0 the body never comes and never ends.
+fn server_with(
+    answer: impl Fn(bool) -> (u16, String) + Clone + Send + Sync + 'static,
+) -> (WatchedResource, Arc<AtomicUsize>) {
+    let requests = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&requests);
     let service = tower::service_fn(move |request: Request<Body>| {
-        let (answer, asked) = (answer.clone(), Arc::clone(&counted));
+        let (answer, requests) = (answer.clone(), Arc::clone(&counted));
         async move {
-            // On a paused clock a loop without a pause would never end.
-            if asked.fetch_add(1, Ordering::Relaxed) > 5_000 {
+            // The clock is paused, so a loop without a pause would never end.
+            if requests.fetch_add(1, Ordering::Relaxed) > 5_000 {
                 return std::future::pending().await;
             }
             let watch = request.uri().query().is_some_and(|query| query.contains("watch=true"));
@@ -52,13 +54,13 @@ fn server_with(answer: impl Fn(bool) -> (u16, String) + Clone + Send + Sync + 's
             Ok::<_, BoxError>(answer.expect("an answer"))
         }
     });
-    (source(Client::new(service, "default")), asked)
+    (resource(Client::new(service, "default")), requests)
 }
 
-/// One of `count` objects of `length` bytes each, page by page, below the bounds of a member; it notes the sizes asked for.
-fn bounded_server(count: usize, length: usize) -> (Source, Arc<Mutex<Vec<usize>>>) {
+/// An API server with `count` objects of `length` bytes each, behind the limits for members, and the requested page sizes.
+fn bounded_server(count: usize, length: usize) -> (WatchedResource, Arc<Mutex<Vec<usize>>>) {
     let sizes = Arc::new(Mutex::new(Vec::new()));
-    let noted = Arc::clone(&sizes);
+    let recorded = Arc::clone(&sizes);
     let service = tower::service_fn(move |request: Request<Body>| {
         let query = request.uri().query().unwrap_or_default().to_owned();
         let number = |name: &str| {
@@ -68,7 +70,7 @@ fn bounded_server(count: usize, length: usize) -> (Source, Arc<Mutex<Vec<usize>>
                 .and_then(|(_, value)| value.parse::<usize>().ok())
         };
         let (size, from) = (number("limit").expect("a limit"), number("continue").unwrap_or(0));
-        noted.lock().expect("sound").push(size);
+        recorded.lock().expect("sound").push(size);
         let until = count.min(from + size);
         let node =
             |n: usize| json!({"metadata": {"name": format!("n-{n}"), "resourceVersion": "1"}, "x": "y".repeat(length)});
@@ -82,13 +84,13 @@ fn bounded_server(count: usize, length: usize) -> (Source, Arc<Mutex<Vec<usize>>
         std::future::ready(Ok::<_, BoxError>(answer))
     });
     let bounded = BoundLayer::new(Account::alone(64 << 20)).layer(service);
-    (source(Client::new(bounded, "default")), sizes)
+    (resource(Client::new(bounded, "default")), sizes)
 }
 
 /// The body of an answer.
 enum Answer {
     Whole(Option<Bytes>),
-    /// It never comes, nor ends.
+    /// It never comes and never ends.
     Silent,
 }
 
@@ -104,21 +106,21 @@ impl http_body::Body for Answer {
     }
 }
 
-fn source(client: Client) -> Source {
-    Source {
+fn resource(client: Client) -> WatchedResource {
+    WatchedResource {
         api: Api::all_with(client, &ApiResource::erase::<Node>(&())),
-        what: "nodes".into(),
-        whose: "a test".into(),
+        description: "nodes".into(),
+        cluster: "a test".into(),
         labels: String::new(),
         fields: String::new(),
     }
 }
 
-fn course(resume: Resume) -> Course {
-    Course {
-        pause: pauses(),
+fn progress(resume: Resume) -> Progress {
+    Progress {
+        backoff: new_backoff(),
         expired: 0,
-        doubted: false,
+        is_suspect: false,
         resume,
     }
 }
@@ -131,17 +133,17 @@ fn list_of(items: &Value, next: &str) -> Value {
     json!({"apiVersion": "v1", "kind": "NodeList", "metadata": {"resourceVersion": "1", "continue": next}, "items": items})
 }
 
-/// Follows for ten minutes; how many requests that took.
-async fn ten_minutes(source: &Source, feed: &Feed<()>, asked: &AtomicUsize) -> usize {
+/// Follows for ten minutes. Returns the number of requests.
+async fn follow_ten_minutes(resource: &WatchedResource, feed: &Feed<()>, requests: &AtomicUsize) -> usize {
     let (_resume, resumed) = watch::channel(0);
-    let followed = tokio::time::timeout(Duration::from_secs(600), follow(source, feed, resumed)).await;
+    let followed = tokio::time::timeout(Duration::from_secs(600), follow(resource, feed, resumed)).await;
     assert!(followed.is_err(), "it never ends");
-    asked.load(Ordering::Relaxed)
+    requests.load(Ordering::Relaxed)
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_server_for_which_every_version_is_too_old_is_asked_seldom() {
-    let (source, asked) = server(|watch| {
+async fn watch_that_always_expires_is_retried_with_backoff() {
+    let (resource, requests) = server(|watch| {
         if watch {
             json!({"type": "ERROR", "object": {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 410, "reason": "Expired", "message": ""}})
         } else {
@@ -149,36 +151,36 @@ async fn a_server_for_which_every_version_is_too_old_is_asked_seldom() {
         }
     });
     let feed = feed();
-    let requests = ten_minutes(&source, &feed, &asked).await;
+    let requests = follow_ten_minutes(&resource, &feed, &requests).await;
     assert!((10..100).contains(&requests), "{requests} requests in ten minutes");
-    // Its lists were read, and none of them was true for long.
+    // The lists succeeded, but no watch confirmed one of them.
     let why = "its API server calls every version of nodes too old (410)";
-    assert_eq!((feed.trust(), feed.listed()), (Trust::Broken(why.into()), true));
+    assert_eq!((feed.trust(), feed.is_listed()), (Trust::Broken(why.into()), true));
 }
 
 #[tokio::test(start_paused = true)]
-async fn lists_that_are_all_too_old_are_no_live_table() {
+async fn list_that_always_expires_leaves_the_table_broken() {
     let gone = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 410, "reason": "Expired", "message": ""});
-    let (source, asked) = server_with(move |_| (410, gone.to_string()));
+    let (resource, requests) = server_with(move |_| (410, gone.to_string()));
     let feed = feed();
     feed.replace(
         List {
-            drafts: vec![],
+            objects: vec![],
             version: "1".into(),
             charge: None,
         },
         true,
     );
-    let requests = ten_minutes(&source, &feed, &asked).await;
+    let requests = follow_ten_minutes(&resource, &feed, &requests).await;
     assert!((10..100).contains(&requests), "{requests} requests in ten minutes");
     let why = "its API server calls every version of nodes too old (410)";
     assert_eq!(feed.trust(), Trust::Broken(why.into()));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_version_that_is_too_old_once_leaves_the_table_live() {
+async fn watch_that_expires_once_leaves_the_table_live() {
     let times = Arc::new(AtomicUsize::new(0));
-    let (source, _) = server_with(move |watch| match (watch, times.load(Ordering::Relaxed)) {
+    let (resource, _) = server_with(move |watch| match (watch, times.load(Ordering::Relaxed)) {
         (true, 0) => {
             times.store(1, Ordering::Relaxed);
             (410, String::new())
@@ -197,15 +199,15 @@ async fn a_version_that_is_too_old_once_leaves_the_table_live() {
         }
     };
     tokio::select! {
-        () = follow(&source, &feed, resumed) => {}
+        () = follow(&resource, &feed, resumed) => {}
         () = async { let _ = tokio::time::timeout(Duration::from_secs(20), watched).await; } => {}
     }
     assert_eq!(seen, [Trust::Pending, Trust::Live]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_feed_that_is_told_to_resume_watches_again_without_a_list() {
-    let (source, asked) = server_with(|watch| {
+async fn feed_after_the_resume_signal_watches_without_a_list() {
+    let (resource, requests) = server_with(|watch| {
         if watch {
             (0, String::new())
         } else {
@@ -216,67 +218,69 @@ async fn a_feed_that_is_told_to_resume_watches_again_without_a_list() {
     let (resume, resumed) = watch::channel(0);
     let followed = tokio::spawn({
         let feed = feed.clone();
-        async move { follow(&source, &feed, resumed).await }
+        async move { follow(&resource, &feed, resumed).await }
     });
-    for requests in [2, 3, 4] {
+    for expected in [2, 3, 4] {
         tokio::time::sleep(Duration::from_secs(1)).await;
-        assert_eq!((asked.load(Ordering::Relaxed), feed.trust()), (requests, Trust::Live));
+        assert_eq!(
+            (requests.load(Ordering::Relaxed), feed.trust()),
+            (expected, Trust::Live)
+        );
         feed.set_trust(Trust::Broken("a new connection".into()));
         resume.send_modify(|times| *times += 1);
     }
     followed.abort();
 }
 
-/// What an API server may say of itself is anything.
 #[tokio::test(start_paused = true)]
-async fn an_answer_that_is_no_json_is_told_in_our_words() {
-    let (source, asked) = server_with(|_| (200, "evil\nline ".repeat(100_000)));
+async fn answer_that_is_not_json_is_not_quoted_in_the_reason() {
+    let (resource, requests) = server_with(|_| (200, "evil\nline ".repeat(100_000)));
     let feed = feed();
-    ten_minutes(&source, &feed, &asked).await;
+    follow_ten_minutes(&resource, &feed, &requests).await;
     let why = "its API server answers something that is not Kubernetes";
     assert_eq!(feed.trust(), Trust::Broken(why.into()));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_page_that_is_over_the_budget_is_asked_for_again_in_parts() {
-    // Ten objects of 1 MiB: four pages of two at most.
-    let (source, sizes) = bounded_server(10, 1 << 20);
+async fn page_over_the_budget_is_requested_in_smaller_pages() {
+    // Ten objects of 1 MiB; one answer may have 4 MiB.
+    let (resource, sizes) = bounded_server(10, 1 << 20);
     let feed = feed();
-    let list = list(&source, &feed).await.expect("a list");
-    assert_eq!((list.drafts.len(), list.version.as_str()), (10, "1"));
+    let list = list(&resource, &feed).await.expect("a list");
+    assert_eq!((list.objects.len(), list.version.as_str()), (10, "1"));
     let sizes = sizes.lock().expect("sound").clone();
     assert_eq!(sizes, [50, 25, 12, 6, 3, 3, 3, 3]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_object_that_is_over_the_budget_breaks_the_table_for_good() {
-    let (source, sizes) = bounded_server(1, 5 << 20);
+async fn object_over_the_budget_leaves_the_table_broken() {
+    let (resource, sizes) = bounded_server(1, 5 << 20);
     let feed = feed();
     let (_resume, resumed) = watch::channel(0);
-    let followed = tokio::time::timeout(Duration::from_secs(60), follow(&source, &feed, resumed)).await;
+    let followed = tokio::time::timeout(Duration::from_secs(60), follow(&resource, &feed, resumed)).await;
     assert!(followed.is_err());
     let why = "over its budget: its API server answers with more than 4 MiB at once (nodes)";
-    assert_eq!((feed.trust(), feed.listed()), (Trust::Broken(why.into()), false));
+    assert_eq!((feed.trust(), feed.is_listed()), (Trust::Broken(why.into()), false));
     assert_eq!(sizes.lock().expect("sound")[..6], [50, 25, 12, 6, 3, 1]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn objects_beyond_the_members_memory_are_not_kept() {
+async fn list_over_the_memory_budget_is_not_kept() {
     let memory = Memory::new(1 << 20, |_, _| {});
     let account = memory.account("hostile");
     let node = |n: usize| json!({"metadata": {"name": format!("n-{n}"), "resourceVersion": "1"}, "spec": {"x": "y".repeat(10_000)}});
     let page: Value = (0..100).map(node).collect();
-    let (source, _) = server(move |_| list_of(&page, ""));
+    let (resource, _) = server(move |_| list_of(&page, ""));
     let feed = feed().charged_to(&account);
     assert!(matches!(
-        list(&source, &feed).await,
-        Err(Failed::Over(OverBudget::Member(_)))
+        list(&resource, &feed).await,
+        Err(FollowError::OverBudget(OverBudget::Member(_)))
     ));
     assert_eq!(account.used(), 0);
-    // Fields that are not used are not charged.
-    let feed = feed.without(&["spec/x"]);
-    let whole = list(&source, &feed).await.expect("a list");
-    feed.replace(whole, true);
+    // Unused fields are not charged.
+    let feed = feed.without_fields(&["spec/x"]);
+    let list = list(&resource, &feed).await.expect("a list");
+    feed.replace(list, true);
     assert_eq!(feed.read(BTreeMap::len), 100);
     assert!((10_000..100_000).contains(&account.used()), "{}", account.used());
     feed.set_trust(Trust::Absent);
@@ -284,37 +288,37 @@ async fn objects_beyond_the_members_memory_are_not_kept() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_server_that_closes_each_watch_after_an_event_is_asked_seldom() {
-    let (source, asked) = server(|watch| {
+async fn watch_that_always_closes_is_retried_with_backoff() {
+    let (resource, requests) = server(|watch| {
         if watch {
             json!({"type": "BOOKMARK", "object": {"kind": "Node", "apiVersion": "v1", "metadata": {"resourceVersion": "2"}}})
         } else {
             list_of(&json!([]), "")
         }
     });
-    let requests = ten_minutes(&source, &feed(), &asked).await;
+    let requests = follow_ten_minutes(&resource, &feed(), &requests).await;
     assert!((10..100).contains(&requests), "{requests} requests in ten minutes");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_list_without_end_is_not_taken_and_says_why() {
-    let (source, asked) = server(|_| list_of(&json!([]), "more"));
+async fn list_with_endless_pages_is_refused_with_the_reason() {
+    let (resource, requests) = server(|_| list_of(&json!([]), "more"));
     let feed = feed();
-    assert!(matches!(list(&source, &feed).await, Err(Failed::TooMany)));
-    assert_eq!(asked.load(Ordering::Relaxed), MAX_PAGES);
+    assert!(matches!(list(&resource, &feed).await, Err(FollowError::TooMany)));
+    assert_eq!(requests.load(Ordering::Relaxed), MAX_PAGES);
     let (_resume, resumed) = watch::channel(0);
-    report(&source, &feed, &Failed::TooMany, &mut course(resumed));
+    report(&resource, &feed, &FollowError::TooMany, &mut progress(resumed));
     let why = "its API server lists more than 50000 nodes, or more than 4000 pages of them";
     assert_eq!(feed.trust(), Trust::Broken(why.into()));
-    assert!(!feed.listed());
+    assert!(!feed.is_listed());
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_list_that_is_too_long_is_not_taken() {
+async fn list_with_too_many_objects_is_refused() {
     let node = |n: usize| json!({"metadata": {"name": format!("n-{n}"), "resourceVersion": "1"}});
     let page: Value = (0..MAX_OBJECTS / 2).map(node).collect();
-    let (source, asked) = server(move |_| list_of(&page, "more"));
+    let (resource, requests) = server(move |_| list_of(&page, "more"));
     let feed = feed();
-    assert!(matches!(list(&source, &feed).await, Err(Failed::TooMany)));
-    assert_eq!((asked.load(Ordering::Relaxed), feed.listed()), (3, false));
+    assert!(matches!(list(&resource, &feed).await, Err(FollowError::TooMany)));
+    assert_eq!((requests.load(Ordering::Relaxed), feed.is_listed()), (3, false));
 }

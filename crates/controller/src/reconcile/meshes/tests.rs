@@ -5,7 +5,8 @@ use super::*;
 use clustermesh_access::{kubeconfig::HubHosts, memory::Memory};
 use clustermesh_core::{hub::HubNamespaces, plan::Settings};
 
-/// `prod` with two entries, the second of which has these networks; its status grants 10.1/16 and 10.2/16.
+/// The mesh `prod` with two entries. The second one has these networks. The accepted networks in its status are 10.1.0.0/16 and
+/// 10.2.0.0/16.
 fn object(networks: &Value, deleting: bool) -> Arc<ClusterMesh> {
     let mut object = json!({
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "ClusterMesh",
@@ -30,11 +31,11 @@ fn hub() -> Hub {
 }
 
 fn hub_with(namespaces: HubNamespaces) -> Hub {
-    let nobody = tower::service_fn(|_: http::Request<kube::client::Body>| {
+    let no_server = tower::service_fn(|_: http::Request<kube::client::Body>| {
         std::future::pending::<Result<http::Response<kube::client::Body>, std::convert::Infallible>>()
     });
     Hub {
-        client: Client::new(nobody, "ns"),
+        client: Client::new(no_server, "ns"),
         id: "hub".into(),
         hosts: HubHosts::default(),
         memory: Memory::new(0, |_, _| {}),
@@ -43,7 +44,7 @@ fn hub_with(namespaces: HubNamespaces) -> Hub {
     }
 }
 
-/// What it claims and where: entry, identity, networks.
+/// Name, identity and networks of each entry.
 fn claims(mesh: &Mesh) -> Vec<(String, ClusterIdentity, String)> {
     mesh.clusters
         .iter()
@@ -68,28 +69,28 @@ fn expected() -> Vec<(String, ClusterIdentity, String)> {
 }
 
 #[tokio::test]
-async fn a_mesh_whose_spec_is_refused_keeps_its_networks_and_its_clusters_and_is_paused() {
+async fn refused_mesh_is_paused_and_keeps_networks_and_clusters() {
     let (good, bad) = (json!(["10.2.0.0/16"]), json!(["10.9.0.0/16", "nonsense"]));
-    // As it was served, and as its status says after a restart.
+    // Its last valid content is known, or only its status, as after a restart.
     for seen_before in [true, false] {
-        let mut served = Served::new();
+        let mut last_served = LastServed::new();
         if seen_before {
-            assert_eq!(one(object(&good, false), &hub(), &mut served).refused, None);
+            assert_eq!(load_mesh(object(&good, false), &hub(), &mut last_served).refused, None);
         }
-        let known = one(object(&bad, false), &hub(), &mut served);
-        assert_eq!(known.refused.as_ref().map(|(word, _)| *word), Some("SpecInvalid"));
-        assert_eq!((known.mesh.paused, known.mesh.deleting), (true, false));
-        assert_eq!(claims(&known.mesh), expected(), "seen before: {seen_before}");
-        let accepted: Vec<_> = known.mesh.accepted.keys().collect();
+        let loaded = load_mesh(object(&bad, false), &hub(), &mut last_served);
+        assert_eq!(loaded.refused.as_ref().map(|(reason, _)| *reason), Some("SpecInvalid"));
+        assert_eq!((loaded.mesh.paused, loaded.mesh.deleting), (true, false));
+        assert_eq!(claims(&loaded.mesh), expected(), "seen before: {seen_before}");
+        let accepted: Vec<_> = loaded.mesh.accepted.keys().collect();
         assert_eq!(accepted, ["a", "hub"]);
     }
 }
 
 #[tokio::test]
-async fn a_refused_mesh_that_is_deleted_still_knows_whom_to_wait_for() {
-    let known = one(object(&json!(["nonsense"]), true), &hub(), &mut Served::new());
-    assert_eq!((known.mesh.paused, known.mesh.deleting), (false, true));
-    let identities: Vec<_> = known
+async fn refused_mesh_in_deletion_keeps_its_clusters() {
+    let loaded = load_mesh(object(&json!(["nonsense"]), true), &hub(), &mut LastServed::new());
+    assert_eq!((loaded.mesh.paused, loaded.mesh.deleting), (false, true));
+    let identities: Vec<_> = loaded
         .mesh
         .clusters
         .into_iter()
@@ -102,24 +103,24 @@ async fn a_refused_mesh_that_is_deleted_still_knows_whom_to_wait_for() {
             .map(|(_, identity, _)| identity)
             .collect::<Vec<_>>()
     );
-    assert_eq!(known.lost, BTreeSet::new());
+    assert_eq!(loaded.unlocatable, BTreeSet::new());
 
-    let mut without = ClusterMesh::clone(&object(&json!(["nonsense"]), true));
-    without.spec.clusters.pop();
-    let known = one(Arc::new(without), &hub(), &mut Served::new());
-    assert_eq!(known.lost, BTreeSet::from(["a".to_owned()]));
+    let mut without_entry = ClusterMesh::clone(&object(&json!(["nonsense"]), true));
+    without_entry.spec.clusters.pop();
+    let loaded = load_mesh(Arc::new(without_entry), &hub(), &mut LastServed::new());
+    assert_eq!(loaded.unlocatable, BTreeSet::from(["a".to_owned()]));
 }
 
 #[tokio::test]
-async fn a_mesh_that_was_never_served_claims_nothing_when_it_is_refused() {
+async fn refused_mesh_that_was_never_valid_claims_nothing() {
     let mut new = ClusterMesh::clone(&object(&json!(["nonsense"]), false));
     new.status = None;
-    let known = one(Arc::new(new), &hub(), &mut Served::new());
-    assert_eq!(known.mesh, hollow(known.mesh.id.clone()));
+    let loaded = load_mesh(Arc::new(new), &hub(), &mut LastServed::new());
+    assert_eq!(loaded.mesh, empty_mesh(loaded.mesh.id.clone()));
 }
 
 #[tokio::test]
-async fn confined_mesh_holds_no_network_outside_its_list_whatever_its_status_says() {
+async fn confined_mesh_ignores_networks_in_its_status() {
     let confined = |flag: &str| {
         let flags = [flag.parse().expect("a flag")];
         hub_with(HubNamespaces::new(
@@ -129,7 +130,7 @@ async fn confined_mesh_holds_no_network_outside_its_list_whatever_its_status_say
             "own",
         ))
     };
-    let asking = |networks: &Value, status: &str| {
+    let sandbox = |networks: &Value, status: &str| {
         let mut object = ClusterMesh::clone(&object(networks, false));
         object.spec.clusters[1].isolation_profile = clustermesh_api::mesh::IsolationProfile::Sandbox;
         object.status.as_mut().expect("a status").clusters[1].accepted_networks = vec![status.to_owned()];
@@ -137,35 +138,39 @@ async fn confined_mesh_holds_no_network_outside_its_list_whatever_its_status_say
     };
     let (inside, outside) = (json!(["10.2.0.0/16"]), json!(["128.0.0.0/8"]));
     let listed = confined("ns=sandbox,10.2.0.0/16");
-    let held = |known: &Known| {
-        let accepted = known.mesh.accepted.get("a").map(Vec::len);
-        let claimed: Vec<_> = claims(&known.mesh)
+    let summary = |loaded: &LoadedMesh| {
+        let accepted = loaded.mesh.accepted.get("a").map(Vec::len);
+        let claimed: Vec<_> = claims(&loaded.mesh)
             .into_iter()
             .map(|(_, _, networks)| networks)
             .collect();
-        (known.refused.as_ref().map(|(word, _)| *word), claimed, accepted)
+        (loaded.refused.as_ref().map(|(reason, _)| *reason), claimed, accepted)
     };
     let claimed = |hub: &str, a: &str| vec![hub.to_owned(), a.to_owned()];
 
-    // Never served; its status names half of the internet, or what it may have.
-    let never = one(asking(&outside, "128.0.0.0/1"), &listed, &mut Served::new());
+    // It was never valid. Its status contains half of the internet, or networks that it may have.
+    let never = load_mesh(sandbox(&outside, "128.0.0.0/1"), &listed, &mut LastServed::new());
     assert_eq!(
-        held(&never),
+        summary(&never),
         (Some("NetworksNotAllowed"), claimed("10.1.0.0/16", ""), None)
     );
-    let never = one(asking(&outside, "10.2.0.0/16"), &listed, &mut Served::new());
+    let never = load_mesh(sandbox(&outside, "10.2.0.0/16"), &listed, &mut LastServed::new());
     let kept = claimed("10.1.0.0/16", "10.2.0.0/16");
-    assert_eq!(held(&never), (Some("NetworksNotAllowed"), kept.clone(), Some(1)));
+    assert_eq!(summary(&never), (Some("NetworksNotAllowed"), kept.clone(), Some(1)));
 
-    // Served, with a status that says more; then changed.
-    let mut served = Served::new();
-    let good = one(asking(&inside, "128.0.0.0/1"), &listed, &mut served);
-    assert_eq!(held(&good), (None, kept.clone(), None));
-    let changed = one(asking(&outside, "128.0.0.0/1"), &listed, &mut served);
-    assert_eq!(held(&changed), (Some("NetworksNotAllowed"), kept, None));
+    // It is valid and its status contains more than its spec. Then its spec changes.
+    let mut last_served = LastServed::new();
+    let good = load_mesh(sandbox(&inside, "128.0.0.0/1"), &listed, &mut last_served);
+    assert_eq!(summary(&good), (None, kept.clone(), None));
+    let changed = load_mesh(sandbox(&outside, "128.0.0.0/1"), &listed, &mut last_served);
+    assert_eq!(summary(&changed), (Some("NetworksNotAllowed"), kept, None));
     assert!(changed.mesh.paused);
 
-    // In a namespace of which no flag speaks.
-    let unlisted = one(asking(&inside, "10.2.0.0/16"), &confined("other"), &mut Served::new());
-    assert_eq!(held(&unlisted), (Some("LocalNotAllowed"), claimed("", ""), None));
+    // It is in a namespace without a flag.
+    let unlisted = load_mesh(
+        sandbox(&inside, "10.2.0.0/16"),
+        &confined("other"),
+        &mut LastServed::new(),
+    );
+    assert_eq!(summary(&unlisted), (Some("LocalNotAllowed"), claimed("", ""), None));
 }

@@ -1,4 +1,4 @@
-//! The clock of these tests is paused (`start_paused`): what they sleep takes no time.
+//! The clock of these tests is paused (`start_paused`), so their sleeps take no time.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::*;
 
-/// A hub that has the Secret, or forbids it.
+/// A hub with a Secret that the controller may not read while `denied` is true.
 fn hub(denied: &Arc<AtomicBool>) -> Arc<Hub> {
     let kubeconfig = "apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts:\n- name: c\n  context: {cluster: k, user: u}\n\
                       clusters:\n- name: k\n  cluster: {server: https://192.0.2.1:6443, certificate-authority-data: Y2E=}\n\
@@ -26,7 +26,7 @@ fn hub(denied: &Arc<AtomicBool>) -> Arc<Hub> {
             if request.uri().query().is_some_and(|query| query.contains("watch=true"))
                 && !denied.load(Ordering::Relaxed)
             {
-                // It stands for a while, and ends.
+                // The watch lasts long enough to count as established.
                 tokio::time::sleep(Duration::from_secs(25)).await;
                 return Ok::<_, std::convert::Infallible>(Response::new(Body::empty()));
             }
@@ -57,7 +57,7 @@ fn usable(credentials: &mut watch::Receiver<Credentials>) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn hub_that_forbids_the_secret_for_a_moment_costs_no_connection() {
+async fn secret_forbidden_for_a_short_time_keeps_the_client() {
     let identity = ClusterIdentity::Secret {
         namespace: "ns".into(),
         name: "a".into(),
@@ -77,7 +77,7 @@ async fn hub_that_forbids_the_secret_for_a_moment_costs_no_connection() {
     tokio::time::sleep(Duration::from_secs(60)).await;
     assert!(!credentials.has_changed().expect("followed"), "the client stays");
 
-    // A refusal that lasts is believed, and what can be read again is used again.
+    // After a longer refusal the credentials count as missing, until the Secret can be read again.
     denied.store(true, Ordering::Relaxed);
     tokio::time::sleep(Duration::from_secs(180)).await;
     let Credentials::Missing(why) = credentials.borrow_and_update().clone() else {

@@ -1,4 +1,4 @@
-//! What a member's agents report of themselves on their Nodes: backend, version, tunnels that are down, policies in force.
+//! Reads what the agents of a member report on their Nodes: version, tunnels that are down, and the PeerPolicies in force.
 
 use std::collections::BTreeMap;
 
@@ -18,27 +18,26 @@ use k8s_openapi::api::core::v1 as core_v1;
 use kube::api::DynamicObject;
 
 use super::{Tables, parse};
-use crate::{events::cut, feed::Trust};
+use crate::{events::truncate, feed::Trust};
 
-/// A Node as far as it is read: what the planner needs, and what is reported. Kilo's `last-seen` is in neither, so its
-/// write each 30 s wakes nobody; [`CheckIns`](super::CheckIns) keeps it.
+/// The parts of a Node that the planner or the report need. Kilo's `last-seen` is not among them, so its write every 30 s does
+/// not change the row and wakes no pass; [`CheckIns`](super::CheckIns) keeps it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct SeenNode {
     pub(super) node: Node,
-    /// Version of the agent there.
-    agent: Option<String>,
-    /// Why packets pass by the policies there; empty = they are not known to.
-    bypassed: String,
+    /// Version of its agent.
+    agent_version: Option<String>,
+    /// Why packets bypass the PeerPolicies there. Empty = the agent reports no bypass.
+    bypass_reason: String,
     /// Members to which it has a tunnel down.
     links: BTreeMap<String, Link>,
-    /// Revision of the PeerPolicies in force there; empty = its agent does not tell.
-    enforces: String,
+    /// Revision of the PeerPolicies in force there. Empty = the agent does not report it.
+    policy_revision: String,
 }
 
-/// A PeerPolicy, and what it says as agents digest it.
+/// A PeerPolicy, and its digest, which agents compute in the same way.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SeenPolicy {
-    /// As the planner reads it.
     pub(crate) policy: ObservedPolicy,
     pub(super) digest: revision::PolicyDigest,
 }
@@ -57,24 +56,28 @@ impl SeenNode {
         let agent = convert::node::agent(node);
         Self {
             node: convert::node::to_core(node),
-            bypassed: (agent.as_ref())
-                .map(|agent| cut(&agent.datapath_bypassed, 128))
+            bypass_reason: (agent.as_ref())
+                .map(|agent| truncate(&agent.datapath_bypassed, 128))
                 .unwrap_or_default(),
             links: agent.as_ref().map(|agent| agent.links.clone()).unwrap_or_default(),
-            enforces: (agent.as_ref())
-                .map(|agent| cut(&agent.policy_revision, 64))
+            policy_revision: (agent.as_ref())
+                .map(|agent| truncate(&agent.policy_revision, 64))
                 .unwrap_or_default(),
-            agent: agent.map(|agent| agent.version),
+            agent_version: agent.map(|agent| agent.version),
         }
     }
 }
 
 impl Tables {
-    /// What serves WireGuard on its nodes; `version` = the controller's own.
-    pub(crate) fn agents(&self, version: &str) -> AgentCounts {
+    /// Counts the nodes by the program that serves WireGuard there. An agent is outdated if its version is not `version`, the
+    /// controller's own.
+    pub(crate) fn count_agents(&self, version: &str) -> AgentCounts {
         let mut counts = AgentCounts::default();
         self.nodes.read(|rows| {
-            for SeenNode { node, agent, .. } in rows.values().map(|row| &row.value) {
+            for SeenNode {
+                node, agent_version, ..
+            } in rows.values().map(|row| &row.value)
+            {
                 counts.total += 1;
                 match node.server {
                     Server::Agent => counts.full += 1,
@@ -82,14 +85,14 @@ impl Tables {
                     Server::Kilo if node.public_key != Claim::Absent => counts.kilo += 1,
                     Server::Kilo => {}
                 }
-                counts.outdated += i64::from(agent.as_ref().is_some_and(|there| there != version));
+                counts.outdated += i64::from(agent_version.as_ref().is_some_and(|agent| agent != version));
             }
         });
         counts
     }
 
-    /// What each of its nodes says of its tunnels to the entries of a mesh, where one is down. A node that is not ready says
-    /// nothing: its agent may be gone, and what it wrote last stands for ever.
+    /// Returns the tunnels of each node to the entries of a mesh, for nodes that report one as down. Nodes that are not Ready are
+    /// ignored: their agent may be gone, and its last report would never change.
     pub(crate) fn links(&self, mesh: &MeshId) -> Vec<BTreeMap<String, Tunnels>> {
         let prefix = annotations::member(&mesh.namespace, &mesh.name, "");
         self.nodes.read(|rows| {
@@ -106,7 +109,7 @@ impl Tables {
         })
     }
 
-    /// On which of its meshed nodes PeerPolicies are not enforced. As above, a node that is not ready says nothing.
+    /// Returns the meshed nodes on which PeerPolicies are not enforced. As above, nodes that are not Ready are ignored.
     pub(crate) fn unenforced(&self) -> Unenforced {
         let mut unenforced = Unenforced::default();
         self.nodes.read(|rows| {
@@ -115,11 +118,13 @@ impl Tables {
                 node.ready && !node.deleting && node.public_key != Claim::Absent
             });
             for (name, row) in ready {
-                let name = cut(&name.name, 253);
+                let name = truncate(&name.name, 253);
                 match row.value.node.server {
                     Server::Kilo => drop(unenforced.without_agent.insert(name)),
                     Server::Agent | Server::AgentPolicy => match row.value.node.bypassed {
-                        Some(Bypass::Netfilter) => drop(unenforced.bypassed.insert(name, row.value.bypassed.clone())),
+                        Some(Bypass::Netfilter) => {
+                            drop(unenforced.bypassed.insert(name, row.value.bypass_reason.clone()));
+                        }
                         Some(Bypass::Ipvs) => drop(unenforced.ipvs.insert(name)),
                         None => {}
                     },
@@ -129,25 +134,25 @@ impl Tables {
         unenforced
     }
 
-    /// The revision of all PeerPolicies that stand in it, as its agents make it, theirs of other hubs too; `None` = that
-    /// cannot be told now, or not what its Nodes say.
+    /// Returns the revision of all PeerPolicies in the member, including those of other hubs, as its agents compute it. `None`
+    /// while Nodes or PeerPolicies are not current.
     pub(crate) fn policy_revision(&self) -> Option<String> {
-        let live = self.nodes.trust() == Trust::Live && self.policies.trust() == Trust::Live;
-        // Of one that cannot be read, an older one is kept.
-        let whole = live && self.policies.malformed().is_empty();
-        whole.then(|| (self.policies).read(|rows| revision::of_all(rows.values().map(|row| &row.value.digest))))
+        let is_live = self.nodes.trust() == Trust::Live && self.policies.trust() == Trust::Live;
+        // The row of a malformed PeerPolicy has its last valid content, so the revision would be wrong.
+        let is_complete = is_live && self.policies.malformed().is_empty();
+        is_complete.then(|| (self.policies).read(|rows| revision::of_all(rows.values().map(|row| &row.value.digest))))
     }
 
-    /// Which revision of the PeerPolicies each of its meshed nodes says to enforce. As above, a node that is not ready says
-    /// nothing.
-    pub(crate) fn enforced(&self) -> BTreeMap<String, String> {
+    /// Returns the revision of the PeerPolicies that each meshed node reports as in force. As above, nodes that are not Ready are
+    /// ignored.
+    pub(crate) fn enforced_revisions(&self) -> BTreeMap<String, String> {
         self.nodes.read(|rows| {
             let meshed = rows.iter().filter(|(_, row)| {
                 let node = &row.value.node;
                 node.ready && !node.deleting && node.public_key != Claim::Absent && node.server != Server::Kilo
             });
             meshed
-                .map(|(name, row)| (cut(&name.name, 253), row.value.enforces.clone()))
+                .map(|(name, row)| (truncate(&name.name, 253), row.value.policy_revision.clone()))
                 .collect()
         })
     }

@@ -1,4 +1,4 @@
-//! The gateways of a member, from what they say of themselves and what is seen of their pods.
+//! Combines the SandboxGateways of a member with the state of their pods.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use clustermesh_core::{mesh::ObjectName, observe::Gateway};
 use super::{Tables, values};
 
 impl Tables {
-    /// A gateway takes connections while the pod that published it is Ready.
+    /// Returns the gateways. A gateway is ready while the pod that published it exists and is Ready.
     pub(super) fn gateways(&self) -> BTreeMap<ObjectName, Gateway> {
         let pods = values(&self.gateway_pods);
         let gateways = values(&self.gateways).into_iter();

@@ -1,34 +1,36 @@
-//! What a failed request is called where members' users can read it. The words never tell a refused port from a silent
-//! one, or one certificate error from another: a kubeconfig is hostile input, and the hub must not be its port scanner.
+//! Classifies failed requests and describes them to users.
+//!
+//! The description is the same for a closed port, a timeout and any certificate error. A kubeconfig is hostile input, and a
+//! more precise description would make the hub a port scanner for its author.
 
 use clustermesh_access::{bounds::over_budget, cause, kubeconfig::Refused};
 use kube::Error;
 
-/// Whatever happens below HTTP.
-pub(crate) const SILENT: &str = "its API server does not answer";
+/// The description of every failure below HTTP.
+pub(crate) const NO_ANSWER: &str = "its API server does not answer";
 
-/// What a member says, as it may be logged or shown: on one line, in printable characters, and not much of it.
-pub(crate) fn quoted(text: &str) -> String {
+/// Makes text from a member safe to log and to show: one line, printable characters, at most 200 bytes.
+pub(crate) fn sanitize(text: &str) -> String {
     const MAX: usize = 200;
-    let mut quoted = String::new();
+    let mut sanitized = String::new();
     for character in text.chars() {
-        // `escape_debug` also takes care of what reorders text on a terminal.
+        // `escape_debug` also escapes characters that reorder text on a terminal.
         let escaped = if character == '"' || character == '\'' {
             character.to_string()
         } else {
             character.escape_debug().to_string()
         };
-        if quoted.len() + escaped.len() > MAX - '…'.len_utf8() {
-            quoted.push('…');
+        if sanitized.len() + escaped.len() > MAX - '…'.len_utf8() {
+            sanitized.push('…');
             break;
         }
-        quoted.push_str(&escaped);
+        sanitized.push_str(&escaped);
     }
-    quoted
+    sanitized
 }
 
-/// The failure in words that are safe to show.
-pub(crate) fn words(error: &Error) -> String {
+/// Describes a failure without any text of the API server.
+pub(crate) fn describe(error: &Error) -> String {
     if let Some(over) = over_budget(error) {
         return over.to_string();
     }
@@ -46,12 +48,12 @@ pub(crate) fn words(error: &Error) -> String {
         Error::SerdeError(_) | Error::FromUtf8(_) | Error::LinesCodecMaxLineLengthExceeded => {
             "its API server answers something that is not Kubernetes".to_owned()
         }
-        _ => SILENT.to_owned(),
+        _ => NO_ANSWER.to_owned(),
     }
 }
 
-/// Whether an API server answered, whatever it said. What a proxy says when nothing is behind it (502 to 504) is no answer.
-pub(crate) fn answered(error: &Error) -> bool {
+/// Whether the failure is an answer of an API server. 502 to 504 are not: a proxy sends them when the API server is down.
+pub(crate) fn is_answer(error: &Error) -> bool {
     match error {
         Error::Api(status) => !matches!(status.code, 502..=504),
         Error::SerdeError(_) | Error::FromUtf8(_) => true,
@@ -59,9 +61,11 @@ pub(crate) fn answered(error: &Error) -> bool {
     }
 }
 
-/// Whether the whole cluster is in trouble, not one object: waiting helps, other objects would fail alike. A 500 and an
-/// answer that does not parse may be of one object (a webhook, a field of another version): it must not hold up the others.
-pub(crate) fn is_of_the_cluster(error: &Error) -> bool {
+/// Whether requests for other objects of the cluster would fail the same way, so that waiting is better than trying them.
+///
+/// A 500 or an answer that does not parse may concern one object (a webhook, a field of another version). It must not delay
+/// the others.
+pub(crate) fn is_cluster_wide(error: &Error) -> bool {
     match error {
         Error::Api(status) => matches!(status.code, 401 | 429 | 502..=504),
         Error::SerdeError(_) => false,
@@ -84,38 +88,39 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_below_http_has_one_word_and_no_answer_is_repeated() {
+    fn description_hides_network_errors_and_server_messages() {
         let refused = Error::Service(Box::new(std::io::Error::from(std::io::ErrorKind::ConnectionRefused)));
         let reset = Error::Service(Box::new(std::io::Error::from(std::io::ErrorKind::ConnectionReset)));
-        assert_eq!((words(&refused), words(&reset)), (SILENT.to_owned(), SILENT.to_owned()));
+        assert_eq!(
+            (describe(&refused), describe(&reset)),
+            (NO_ANSWER.to_owned(), NO_ANSWER.to_owned())
+        );
         for code in [401, 403, 418, 429, 500, 503] {
-            assert!(!words(&answer(code)).contains("secret"), "{code}");
+            assert!(!describe(&answer(code)).contains("secret"), "{code}");
         }
     }
 
     #[test]
-    fn quoted_text_is_short_and_on_one_line() {
+    fn sanitized_text_is_short_and_on_one_line() {
         assert_eq!(
-            quoted("line\nline\r\u{1b}[31m\u{202e} \"ä\""),
+            sanitize("line\nline\r\u{1b}[31m\u{202e} \"ä\""),
             "line\\nline\\r\\u{1b}[31m\\u{202e} \"ä\""
         );
-        assert_eq!(quoted(&"x".repeat(197)), "x".repeat(197));
+        assert_eq!(sanitize(&"x".repeat(197)), "x".repeat(197));
         for long in ["x", "ä", "\n", "\u{202e}"] {
-            let quoted = quoted(&long.repeat(1_000_000));
-            assert!((190..=200).contains(&quoted.len()) && quoted.ends_with('…'), "{quoted}");
+            let text = sanitize(&long.repeat(1_000_000));
+            assert!((190..=200).contains(&text.len()) && text.ends_with('…'), "{text}");
         }
     }
 
     #[test]
-    fn one_refused_object_is_no_trouble_of_the_cluster() {
-        assert!(
-            !is_of_the_cluster(&answer(422)) && !is_of_the_cluster(&answer(409)) && !is_of_the_cluster(&answer(403))
-        );
+    fn error_of_one_object_is_not_cluster_wide() {
+        assert!(!is_cluster_wide(&answer(422)) && !is_cluster_wide(&answer(409)) && !is_cluster_wide(&answer(403)));
         for code in [401, 429, 502, 503, 504] {
-            assert!(is_of_the_cluster(&answer(code)), "{code}");
+            assert!(is_cluster_wide(&answer(code)), "{code}");
         }
-        assert!(!is_of_the_cluster(&answer(500)));
+        assert!(!is_cluster_wide(&answer(500)));
         let unreadable = serde_json::from_str::<u8>("x").expect_err("no number");
-        assert!(!is_of_the_cluster(&Error::SerdeError(unreadable)));
+        assert!(!is_cluster_wide(&Error::SerdeError(unreadable)));
     }
 }

@@ -14,7 +14,7 @@ fn member(name: &str) -> ClusterIdentity {
 }
 
 #[test]
-fn a_name_with_several_addresses_keeps_the_one_in_use() {
+fn name_with_several_addresses_keeps_the_one_in_use() {
     let (two, three) = ("192.0.2.2".parse().ok(), "192.0.2.3".parse().ok());
     assert_eq!(choose(None, Some(&set(&["192.0.2.3", "192.0.2.2"]))), two);
     assert_eq!(choose(three, Some(&set(&["192.0.2.3", "192.0.2.2"]))), three);
@@ -22,64 +22,64 @@ fn a_name_with_several_addresses_keeps_the_one_in_use() {
 }
 
 #[test]
-fn a_lookup_that_fails_changes_nothing() {
+fn failed_lookup_changes_nothing() {
     let three = "192.0.2.3".parse().ok();
     assert_eq!(choose(three, None), three);
     assert_eq!(choose(three, Some(&set(&[]))), three);
     assert_eq!(choose(None, None), None);
 }
 
-/// Two hundred names that nobody answers, and one of another member that is added while they are asked for.
+/// Two hundred names that do not resolve, and one of another member that is added while they are being looked up.
 #[tokio::test(start_paused = true)]
-async fn names_that_nobody_answers_starve_no_other_member() {
+async fn unanswered_names_do_not_delay_other_members() {
     let silent: BTreeSet<String> = (0..MAX_NAMES).map(|n| format!("silent-{n:03}.example")).collect();
-    let mut wanted: Wanted = [(member("hostile"), silent.clone())].into();
+    let mut wanted: NamesByMember = [(member("hostile"), silent.clone())].into();
     let (names, receiver) = watch::channel(wanted.clone());
-    let (table, changed) = (Table::default(), Changed::default());
-    let ask = |name: String| async move {
+    let (addresses, changed) = (Addresses::default(), Changed::default());
+    let lookup = |name: String| async move {
         if name.starts_with("silent") {
-            tokio::time::sleep(LOOKUP).await;
+            tokio::time::sleep(LOOKUP_TIMEOUT).await;
             return None;
         }
         Some(set(&["192.0.2.7"]))
     };
-    tokio::spawn(run(receiver, Arc::clone(&table), changed.clone(), ask));
+    tokio::spawn(run(receiver, Arc::clone(&addresses), changed.clone(), lookup));
     tokio::time::sleep(Duration::from_secs(1)).await;
 
     wanted.insert(member("honest"), ["node.example".to_owned()].into());
-    let asked = Instant::now();
+    let added = Instant::now();
     names.send_replace(wanted);
     changed.notified().await;
-    assert!(asked.elapsed() <= LOOKUP, "{:?}", asked.elapsed());
-    let known: Vec<(String, IpAddr)> = table.lock().expect("sound").clone().into_iter().collect();
+    assert!(added.elapsed() <= LOOKUP_TIMEOUT, "{:?}", added.elapsed());
+    let resolved: Vec<(String, IpAddr)> = addresses.lock().expect("sound").clone().into_iter().collect();
     assert_eq!(
-        known,
+        resolved,
         [("node.example".to_owned(), "192.0.2.7".parse().expect("an address"))]
     );
     assert_eq!(silent.len(), 200);
 
     // No name is wanted any more.
-    names.send_replace(Wanted::new());
+    names.send_replace(NamesByMember::new());
     tokio::time::sleep(Duration::from_secs(6)).await;
-    assert!(table.lock().expect("sound").is_empty());
+    assert!(addresses.lock().expect("sound").is_empty());
 }
 
 #[test]
-fn every_name_has_its_turn_and_comes_again_when_it_is_due() {
-    let (mut turns, now) = (Turns::default(), Instant::now());
+fn queue_alternates_members_and_repeats_names_when_due() {
+    let (mut queue, now) = (LookupQueue::default(), Instant::now());
     let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<BTreeSet<_>>();
-    let wanted: Wanted = [(member("a"), names(&["1", "2", "3"])), (member("b"), names(&["4"]))].into();
-    turns.want(&wanted, now);
-    let order: Vec<String> = std::iter::from_fn(|| turns.next(now)).map(|(_, name)| name).collect();
+    let wanted: NamesByMember = [(member("a"), names(&["1", "2", "3"])), (member("b"), names(&["4"]))].into();
+    queue.set_names(&wanted, now);
+    let order: Vec<String> = std::iter::from_fn(|| queue.next(now)).map(|(_, name)| name).collect();
     assert_eq!(order, ["1", "4", "2", "3"]);
-    // What is being asked for is not asked for twice, and what was dropped meanwhile does not come back.
-    turns.want(&[(member("a"), names(&["1", "2"]))].into(), now);
-    assert_eq!(turns.next(now), None);
+    // A name in progress is not returned a second time, and a name that was dropped in the meantime does not come back.
+    queue.set_names(&[(member("a"), names(&["1", "2"]))].into(), now);
+    assert_eq!(queue.next(now), None);
     let later = now + REFRESH;
     for (of, name) in [("a", "3"), ("b", "4"), ("a", "1")] {
-        turns.done(&member(of), name.to_owned(), later);
+        queue.finish(&member(of), name.to_owned(), later);
     }
-    assert_eq!((turns.due(), turns.next(now)), (Some(later), None));
-    assert_eq!(turns.next(later), Some((member("a"), "1".to_owned())));
-    assert_eq!(turns.next(later), None);
+    assert_eq!((queue.due(), queue.next(now)), (Some(later), None));
+    assert_eq!(queue.next(later), Some((member("a"), "1".to_owned())));
+    assert_eq!(queue.next(later), None);
 }

@@ -1,5 +1,7 @@
-//! For how long each Node's last Peer has been held (DESIGN §4 rule 9): the planner is pure and has no clock, so this is
-//! its memory.
+//! Remembers since when the planner has held each Node.
+//!
+//! A held Node keeps its last Peer although its annotations are gone, for [`HOLD`] at most (kg removes its annotations at each
+//! restart). The planner is pure and has no clock, so the reconcile loop measures this time and passes it in.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,13 +14,13 @@ use clustermesh_core::{
     plan::{HOLD, Plan},
 };
 
-/// When each held Node was first reported held.
+/// The time at which a plan first held each Node.
 #[derive(Debug, Default)]
-pub(crate) struct Held(BTreeMap<(ClusterIdentity, String), Instant>);
+pub(crate) struct HeldNodes(BTreeMap<(ClusterIdentity, String), Instant>);
 
-impl Held {
-    /// Tells the planner the ages.
-    pub(crate) fn hand_back(&self, seen: &mut Observations, now: Instant) {
+impl HeldNodes {
+    /// Sets `held_for` of each held Node in the planner's input.
+    pub(crate) fn fill_ages(&self, seen: &mut Observations, now: Instant) {
         for ((identity, name), since) in &self.0 {
             let Some(Observation::Fresh(member) | Observation::Stale(member, _)) = seen.members.get_mut(identity)
             else {
@@ -30,9 +32,10 @@ impl Held {
         }
     }
 
-    /// Remembers what this plan holds and forgets the rest; a Node whose time is up stays remembered as long as its
-    /// annotations are gone, or it would be held anew. Returns for how long the next decision is away.
-    pub(crate) fn remember(&mut self, plan: &Plan, seen: &Observations, now: Instant) -> Option<Duration> {
+    /// Takes over the Nodes that `plan` holds and drops the others. Returns the time until the next hold expires.
+    ///
+    /// A Node whose hold has expired is kept as long as the plan skips it. Otherwise the next plan would hold it again.
+    pub(crate) fn update(&mut self, plan: &Plan, seen: &Observations, now: Instant) -> Option<Duration> {
         let mut keep: BTreeSet<(ClusterIdentity, String)> = BTreeSet::new();
         for mesh in plan.meshes.values() {
             for (entry, report) in &mesh.clusters {
@@ -50,7 +53,7 @@ impl Held {
                 );
             }
         }
-        // A member that cannot be seen plans nothing, so says nothing of its nodes.
+        // The plan does not contain Nodes of a member that was never read.
         self.0
             .retain(|key, _| keep.contains(key) || seen.members.get(&key.0).is_none_or(|o| o.last().is_none()));
         for key in keep {
@@ -120,33 +123,33 @@ mod tests {
         })
     }
 
-    fn age(memory: &Held, now: Instant) -> Option<Duration> {
+    fn age(held_nodes: &HeldNodes, now: Instant) -> Option<Duration> {
         let mut seen = seen();
-        memory.hand_back(&mut seen, now);
+        held_nodes.fill_ages(&mut seen, now);
         seen.members[&ClusterIdentity::Local].last().expect("seen").nodes["n"].held_for
     }
 
     #[test]
-    fn the_age_of_a_hold_counts_from_the_first_plan_that_reported_it() {
-        let (mut memory, start) = (Held::default(), Instant::now());
-        assert_eq!(age(&memory, start), None);
-        assert_eq!(memory.remember(&held(), &seen(), start), Some(HOLD));
+    fn hold_age_counts_from_the_first_plan_with_the_hold() {
+        let (mut nodes, start) = (HeldNodes::default(), Instant::now());
+        assert_eq!(age(&nodes, start), None);
+        assert_eq!(nodes.update(&held(), &seen(), start), Some(HOLD));
         let later = start + Duration::from_secs(100);
-        assert_eq!(memory.remember(&held(), &seen(), later), Some(Duration::from_secs(200)));
-        assert_eq!(age(&memory, later), Some(Duration::from_secs(100)));
-        // Its time is up: skipped from now on, and not held anew.
+        assert_eq!(nodes.update(&held(), &seen(), later), Some(Duration::from_secs(200)));
+        assert_eq!(age(&nodes, later), Some(Duration::from_secs(100)));
+        // The hold expired: the Node is skipped from now on and must not be held again.
         let end = start + HOLD;
-        assert_eq!(memory.remember(&skipped(), &seen(), end), None);
-        assert_eq!(age(&memory, end), Some(HOLD));
-        // It is whole again.
-        assert_eq!(memory.remember(&plan(ClusterReport::default()), &seen(), end), None);
-        assert_eq!(age(&memory, end), None);
+        assert_eq!(nodes.update(&skipped(), &seen(), end), None);
+        assert_eq!(age(&nodes, end), Some(HOLD));
+        // Its annotations are back.
+        assert_eq!(nodes.update(&plan(ClusterReport::default()), &seen(), end), None);
+        assert_eq!(age(&nodes, end), None);
     }
 
     #[test]
-    fn a_node_that_is_skipped_without_having_been_held_is_not_remembered() {
-        let (mut memory, now) = (Held::default(), Instant::now());
-        assert_eq!(memory.remember(&skipped(), &seen(), now), None);
-        assert_eq!(age(&memory, now), None);
+    fn skipped_node_that_was_never_held_is_not_remembered() {
+        let (mut nodes, now) = (HeldNodes::default(), Instant::now());
+        assert_eq!(nodes.update(&skipped(), &seen(), now), None);
+        assert_eq!(age(&nodes, now), None);
     }
 }

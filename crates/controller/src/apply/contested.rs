@@ -1,0 +1,77 @@
+//! Detects objects that another client keeps changing back, and delays our writes to them.
+//!
+//! An object is contested after [`CONTESTED_AFTER`] changes in a row: conflicts, or repeated writes of the same value by us,
+//! which mean that the other client undid the last one.
+
+use clustermesh_core::{diff::Item, mesh::MeshId};
+use tokio::time::Instant;
+
+use super::queue::MAX_REFUSED_PAUSE;
+use crate::backoff::Backoff;
+
+const CONTESTED_AFTER: u32 = 3;
+
+/// Our writes to one object that another client may be changing.
+#[derive(Debug)]
+pub(super) struct ContestedObject {
+    pub(super) mesh: MeshId,
+    /// What we wrote last. `None` = all our writes met a conflict.
+    pub(super) last_written: Option<Item>,
+    /// Changes by the other client in a row.
+    changes: u32,
+    pub(super) last_change: Instant,
+    pub(super) backoff: Option<Backoff>,
+    /// The other client's field manager in `managedFields`.
+    other_manager: Option<String>,
+}
+
+impl ContestedObject {
+    pub(super) const fn new(mesh: MeshId, now: Instant) -> Self {
+        Self {
+            mesh,
+            last_written: None,
+            changes: 0,
+            last_change: now,
+            backoff: None,
+            other_manager: None,
+        }
+    }
+
+    pub(super) const fn is_contested(&self) -> bool {
+        self.changes >= CONTESTED_AFTER
+    }
+
+    /// Records a write of `item`, or a conflict if not `written`. Returns whether the object has just become contested.
+    pub(super) fn record(&mut self, item: &Item, other_manager: Option<String>, written: bool, now: Instant) -> bool {
+        let is_repeated = !written || self.last_written.as_ref() == Some(item);
+        if written {
+            self.last_written = Some(item.clone());
+        }
+        if !is_repeated {
+            (self.changes, self.backoff, self.last_change) = (0, None, now);
+            return false;
+        }
+        self.changes += 1;
+        (self.last_change, self.other_manager) = (now, other_manager.or(self.other_manager.take()));
+        // The first change is no reason to wait.
+        if self.changes + 1 >= CONTESTED_AFTER {
+            match &mut self.backoff {
+                Some(backoff) => backoff.record_failure(now),
+                None => self.backoff = Some(Backoff::new(now, MAX_REFUSED_PAUSE)),
+            }
+        }
+        self.changes == CONTESTED_AFTER
+    }
+
+    /// The message in the status.
+    pub(super) fn message(&self) -> String {
+        let manager = self.other_manager.as_deref();
+        let who = manager.map_or("another writer".to_owned(), |manager| {
+            format!("field manager {manager:?}")
+        });
+        format!(
+            "{who} changed it {} times in a row; one of the two writers has to stop",
+            self.changes
+        )
+    }
+}

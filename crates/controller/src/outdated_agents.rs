@@ -1,0 +1,117 @@
+//! Finds the agents that enforce an outdated revision of their cluster's PeerPolicies for longer than [`GRACE`].
+//!
+//! `clustermesh_core::enforcement` defines which revision is outdated. This module measures the time, also for gateways and
+//! their SandboxAccesses.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Instant,
+};
+
+use clustermesh_core::{
+    enforcement::{GRACE, outdated},
+    mesh::ClusterIdentity,
+};
+
+/// The nodes with an outdated agent, by member and name.
+#[derive(Debug, Default)]
+pub(crate) struct OutdatedAgents(BTreeMap<ClusterIdentity, BTreeMap<String, Outdated>>);
+
+#[derive(Debug)]
+struct Outdated {
+    /// The revision that the agent last reported. A change of it restarts the time, even if the new one is outdated too: it
+    /// proves that the agent applies policies.
+    revision: String,
+    since: Instant,
+    is_reported: bool,
+}
+
+impl OutdatedAgents {
+    /// Forgets the members for which `exists` is false.
+    pub(crate) fn keep(&mut self, exists: impl Fn(&ClusterIdentity) -> bool) {
+        self.0.retain(|identity, _| exists(identity));
+    }
+
+    /// Returns the nodes of a member whose agent has been outdated for [`GRACE`].
+    ///
+    /// `current` is the revision of the objects in the cluster, `enforced` the revision that each node reports. Without
+    /// `current`, because the objects cannot be read now, the result is the same as the last time.
+    pub(crate) fn update(
+        &mut self,
+        identity: &ClusterIdentity,
+        current: Option<&str>,
+        enforced: BTreeMap<String, String>,
+        now: Instant,
+    ) -> BTreeSet<String> {
+        if let Some(current) = current {
+            let mut before = self.0.remove(identity).unwrap_or_default();
+            let others = enforced.into_iter().filter(|(_, revision)| outdated(revision, current));
+            let nodes: BTreeMap<String, Outdated> = others
+                .map(|(name, revision)| {
+                    let mut node = before
+                        .remove(&name)
+                        .filter(|before| before.revision == revision)
+                        .unwrap_or(Outdated {
+                            revision,
+                            since: now,
+                            is_reported: false,
+                        });
+                    node.is_reported |= now.saturating_duration_since(node.since) >= GRACE;
+                    (name, node)
+                })
+                .collect();
+            if !nodes.is_empty() {
+                self.0.insert(identity.clone(), nodes);
+            }
+        }
+        let nodes = self.0.get(identity).into_iter().flatten();
+        nodes
+            .filter(|(_, node)| node.is_reported)
+            .map(|(name, _)| name.clone())
+            .collect()
+    }
+
+    /// When, after `now`, the next node will have been outdated for [`GRACE`].
+    pub(crate) fn due(&self, now: Instant) -> Option<Instant> {
+        let waiting = self
+            .0
+            .values()
+            .flat_map(BTreeMap::values)
+            .filter(|node| !node.is_reported);
+        waiting.map(|node| node.since + GRACE).filter(|at| *at > now).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn agent_with_unchanged_old_revision_is_outdated_after_grace() {
+        let (mut agents, start) = (OutdatedAgents::default(), Instant::now());
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut update = |second, current: Option<&str>, enforced: &[(&str, &str)]| {
+            let enforced = enforced
+                .iter()
+                .map(|(node, revision)| ((*node).to_owned(), (*revision).to_owned()));
+            let outdated = agents.update(&ClusterIdentity::Local, current, enforced.collect(), at(second));
+            let outdated: Vec<String> = outdated.into_iter().collect();
+            (outdated.join(" "), agents.due(at(second)))
+        };
+        let none = String::new;
+        let a = || "a".to_owned();
+        assert_eq!(
+            update(0, Some("1"), &[("a", "1"), ("b", "1"), ("old", "")]),
+            (none(), None)
+        );
+        assert_eq!(update(1, Some("2"), &[("a", "1"), ("b", "1")]), (none(), Some(at(16))));
+        assert_eq!(update(9, Some("3"), &[("a", "1"), ("b", "2")]), (none(), Some(at(16))));
+        assert_eq!(update(15, None, &[]), (none(), Some(at(16))));
+        assert_eq!(update(16, Some("3"), &[("a", "1"), ("b", "2")]), (a(), Some(at(24))));
+        assert_eq!(update(17, Some("3"), &[("a", "1"), ("b", "3")]), (a(), None));
+        assert_eq!(update(90, None, &[]), (a(), None), "the last result stays");
+        assert_eq!(update(91, Some("3"), &[("a", "3"), ("b", "3")]), (none(), None));
+    }
+}

@@ -1,0 +1,110 @@
+//! Limits how often the broken links of a mesh change in its status.
+//!
+//! In an outage a thousand nodes may report their broken tunnels one after the other. Without a limit that would be a thousand
+//! status writes. [`clustermesh_core::links`] decides which links are broken.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
+
+use clustermesh_core::{links::Broken, mesh::MeshId};
+
+/// The minimum time between two changes of a mesh's report. Agents report as often.
+const INTERVAL: Duration = Duration::from_secs(10);
+
+/// The last report of each mesh that has broken links, or had some less than [`INTERVAL`] ago.
+#[derive(Debug, Default)]
+pub(super) struct LinkReports(BTreeMap<MeshId, LinkReport>);
+
+#[derive(Debug)]
+struct LinkReport {
+    links: Vec<Broken>,
+    since: Instant,
+    /// The links have changed since.
+    is_outdated: bool,
+}
+
+impl LinkReports {
+    /// Returns the links to report for a mesh whose broken links are now `links`: these, or those of the last report if that is
+    /// less than [`INTERVAL`] old.
+    pub(super) fn throttle(&mut self, mesh: &MeshId, links: Vec<Broken>, now: Instant) -> Vec<Broken> {
+        let new_report = |links: Vec<Broken>| LinkReport {
+            links,
+            since: now,
+            is_outdated: false,
+        };
+        match self.0.get_mut(mesh) {
+            None if links.is_empty() => {}
+            None => drop(self.0.insert(mesh.clone(), new_report(links.clone()))),
+            Some(report) if report.links == links => {
+                report.is_outdated = false;
+                if links.is_empty() && now - report.since >= INTERVAL {
+                    self.0.remove(mesh);
+                }
+            }
+            Some(report) if now - report.since < INTERVAL => {
+                report.is_outdated = true;
+                return report.links.clone();
+            }
+            Some(report) => *report = new_report(links.clone()),
+        }
+        links
+    }
+
+    /// When the next outdated report may change.
+    pub(super) fn due(&self) -> Option<Instant> {
+        let outdated = self.0.values().filter(|report| report.is_outdated);
+        outdated.map(|report| report.since + INTERVAL).min()
+    }
+
+    /// Forgets all meshes except these.
+    pub(super) fn keep(&mut self, meshes: &BTreeSet<MeshId>) {
+        self.0.retain(|mesh, _| meshes.contains(mesh));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn broken_link_is_reported_at_once_then_every_ten_seconds() {
+        let mesh = MeshId {
+            namespace: "ns".into(),
+            name: "m".into(),
+        };
+        let link = |down| Broken {
+            from: "a".into(),
+            to: "b".into(),
+            up: 0,
+            down,
+            total: 9,
+        };
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut reports = LinkReports::default();
+        let mut report = |second, links: Vec<Broken>| {
+            let reported = reports.throttle(&mesh, links, at(second));
+            (reported, reports.due())
+        };
+        assert_eq!(report(0, vec![]), (vec![], None));
+        assert_eq!(report(1, vec![link(1)]), (vec![link(1)], None));
+        assert_eq!(report(2, vec![link(2)]), (vec![link(1)], Some(at(11))));
+        assert_eq!(report(3, vec![link(1)]), (vec![link(1)], None), "as reported");
+        assert_eq!(report(11, vec![link(3)]), (vec![link(3)], None));
+        assert_eq!(
+            report(12, vec![]),
+            (vec![link(3)], Some(at(21))),
+            "a recovery waits, too"
+        );
+        assert_eq!(report(21, vec![]), (vec![], None));
+        assert_eq!(report(22, vec![link(1)]), (vec![], Some(at(31))));
+        assert_eq!(report(31, vec![]), (vec![], None));
+        assert_eq!(
+            report(32, vec![link(1)]),
+            (vec![link(1)], None),
+            "no broken link for ten seconds: at once"
+        );
+    }
+}

@@ -1,0 +1,38 @@
+//! The task that keeps one feed up to date, ready to be spawned by a connection. It hides the type of the feed's rows.
+
+use futures::future::BoxFuture;
+
+use super::OnDemandFeed;
+use crate::feed::{Feed, Resume, WatchedResource, follow};
+
+/// A feed and the resource that it watches.
+pub(in crate::session) struct FeedTask {
+    /// [`OnDemandFeed::id`]; 0 for a required feed.
+    pub(in crate::session) feed_id: u64,
+    follow: Box<dyn FnOnce(Resume) -> BoxFuture<'static, ()> + Send>,
+}
+
+impl FeedTask {
+    pub(super) fn new<V: Clone + PartialEq + Send + 'static>(resource: WatchedResource, feed: &Feed<V>) -> Self {
+        let feed = feed.clone();
+        Self {
+            feed_id: 0,
+            follow: Box::new(move |resume| Box::pin(async move { follow(&resource, &feed, resume).await })),
+        }
+    }
+
+    pub(super) fn on_demand<V: Clone + PartialEq + Send + 'static>(
+        resource: WatchedResource,
+        feed: &OnDemandFeed<V>,
+    ) -> Self {
+        Self {
+            feed_id: feed.id,
+            ..Self::new(resource, &feed.feed)
+        }
+    }
+
+    /// Keeps the feed up to date. Never returns.
+    pub(in crate::session) fn run(self, resume: Resume) -> BoxFuture<'static, ()> {
+        (self.follow)(resume)
+    }
+}

@@ -1,0 +1,63 @@
+//! Feeds that exist only while a mesh needs them: Services and EndpointSlices of namespaces with granted Services, and Pods of
+//! namespaces with exports.
+
+use std::{
+    collections::BTreeMap,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use clustermesh_core::{
+    mesh::ObjectName,
+    observe::{Pod, Service, Slice},
+};
+
+use super::values;
+use crate::feed::{Feed, Trust};
+
+/// The feeds, by namespace.
+#[derive(Debug, Default)]
+pub(super) struct OnDemandFeeds {
+    pub(super) services: BTreeMap<String, (OnDemandFeed<Service>, OnDemandFeed<Slice>)>,
+    pub(super) pods: BTreeMap<String, OnDemandFeed<Pod>>,
+}
+
+/// A feed that a mesh needs. A feed that was not listed yet is not the same as an empty one.
+#[derive(Debug, Clone)]
+pub(super) struct OnDemandFeed<V> {
+    pub(super) feed: Feed<V>,
+    /// Distinguishes it from an earlier feed of the same objects.
+    pub(super) id: u64,
+}
+
+impl<V: Clone + PartialEq> OnDemandFeed<V> {
+    pub(super) fn new(feed: Feed<V>) -> Self {
+        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+        Self {
+            feed,
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+        }
+    }
+
+    /// Returns the rows as they were last listed or watched.
+    ///
+    /// # Errors
+    /// The reason why it was never listed, or why the account may not read it now.
+    pub(super) fn rows(&self) -> Result<BTreeMap<ObjectName, V>, String> {
+        match self.feed.trust() {
+            // Rows that were read before the refusal may be outdated by now.
+            Trust::Denied(why) => Err(why),
+            _ if self.feed.is_listed() => Ok(values(&self.feed)),
+            Trust::Broken(why) => Err(why),
+            Trust::Pending | Trust::Live | Trust::Absent => Err("it is being read for the first time".to_owned()),
+        }
+    }
+
+    /// How far it can be trusted. A namespace that the account may not read does not make the whole member stale: the planner
+    /// learns from [`Self::rows`] that it is not listed, and keeps the objects that depend on it.
+    pub(super) fn trust(&self) -> Trust {
+        match self.feed.trust() {
+            Trust::Denied(_) => Trust::Absent,
+            trust => trust,
+        }
+    }
+}
