@@ -98,8 +98,8 @@ mod tests {
     #[test]
     fn infrastructure_port_invalid_is_refused_with_an_example() {
         let parse = |values: &[&str]| {
-            let words = values.iter().flat_map(|value| ["--infrastructure-port", value]);
-            Args::try_parse_from(["clustermesh-controller"].into_iter().chain(words))
+            let flags = values.iter().flat_map(|value| ["--infrastructure-port", value]);
+            Args::try_parse_from(["clustermesh-controller"].into_iter().chain(flags))
         };
         let ports = parse(&["8132", "53/UDP"]).unwrap().infrastructure_ports;
         assert_eq!(ports, ["8132/TCP", "53/UDP"].map(|text| text.parse().unwrap()));

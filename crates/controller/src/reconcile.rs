@@ -47,7 +47,7 @@ use status::truncate_to_seconds;
 
 /// Without a change, the next pass runs after this time.
 const RESYNC: Duration = Duration::from_secs(30);
-/// The same while writes are in flight or a report waits.
+/// The next pass runs after this time while the report of a mesh waits for its writes, or the hub was not listed yet.
 const PENDING_RESYNC: Duration = Duration::from_millis(500);
 
 /// One member: the session that observes it, and the writer that changes it.
@@ -90,7 +90,7 @@ pub(crate) struct Reconciler {
     changed: Changed,
     /// The tasks that write into members. Shutdown waits for them.
     pub(crate) tasks: TaskTracker,
-    /// When all objects of each mesh entry last became as planned (`lastSync`).
+    /// For each entry of a mesh: when its objects last changed from incomplete to complete (`lastSync`).
     synced: BTreeMap<(MeshId, String), Time>,
     /// Since when the report of a mesh has been waiting for its writes.
     unreported: BTreeMap<MeshId, Instant>,
@@ -201,7 +201,7 @@ impl Reconciler {
             outstanding,
             observed,
         };
-        finalize::hold_unfinalized(&mut pass);
+        finalize::drop_unfinalized_steps(&mut pass);
         self.write(&pass);
         let all_reported = self.report_status(&pass);
         self.update_debug_view(&pass);
@@ -413,7 +413,7 @@ fn interests<'a>(meshes: impl Iterator<Item = &'a Mesh>) -> BTreeMap<ClusterIden
             interest
                 .pods
                 .extend(cluster.exports.iter().map(|export| export.namespace.clone()));
-            // Also the place of the mirrored Service, so that an existing Service of that name is not overwritten.
+            // The mirrored Service may have the name of an existing Service in this cluster, which must not be overwritten.
             let local = cluster.egress.iter().map(|grant| grant.local.clone());
             interest.services.extend(local.collect::<BTreeSet<ObjectName>>());
             for grant in &cluster.egress {

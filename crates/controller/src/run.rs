@@ -31,13 +31,13 @@ use crate::{
 const DEBOUNCE: Duration = Duration::from_millis(50);
 /// The longest rest after a pass. The loop rests twice as long as the pass took, so that members whose objects change all the
 /// time do not keep the CPU busy. A changed ClusterMesh, for example with a new quarantine, ends the rest.
-const REST: Duration = Duration::from_secs(2);
+const MAX_REST: Duration = Duration::from_secs(2);
 /// The liveness probe fails if no pass finishes for this long. No pass waits for a member or the hub, so the loop is stuck then.
-const WEDGED: Duration = Duration::from_secs(180);
+const STUCK_AFTER: Duration = Duration::from_secs(180);
 /// How often the addresses of the hub's API servers are read again.
-const LEARN: Duration = Duration::from_secs(60);
+const ADDRESS_REFRESH: Duration = Duration::from_secs(60);
 /// How long shutdown waits for writes that are in flight.
-const DRAIN: Duration = Duration::from_secs(15);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Runs the controller until `stop` is cancelled.
 ///
@@ -122,7 +122,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let (learning, learned) = (client.clone(), hosts.clone());
     let learning = tokio::spawn(async move {
         loop {
-            tokio::time::sleep(LEARN).await;
+            tokio::time::sleep(ADDRESS_REFRESH).await;
             learn_addresses(&learning, &learned).await;
         }
     });
@@ -152,7 +152,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         Arc::clone(&changed),
         debug_view,
     );
-    let heartbeat = liveness.watch("reconcile", WEDGED);
+    let heartbeat = liveness.watch("reconcile", STUCK_AFTER);
     let (mut first_list, mut first_plan) = (Some(first_list), Some(first_plan));
     let (mut rest, mut wait) = (Duration::ZERO, Duration::ZERO);
     loop {
@@ -181,14 +181,14 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             first_plan.take();
         }
         let took = started.elapsed();
-        rest = (took * 2).min(REST);
+        rest = (took * 2).min(MAX_REST);
         tokio::time::sleep(DEBOUNCE.saturating_sub(took)).await;
     }
     following.abort();
     learning.abort();
     reconciler.stop_writing();
     reconciler.tasks.close();
-    drain::within(DRAIN, reconciler.tasks.wait()).await;
+    drain::within(DRAIN_TIMEOUT, reconciler.tasks.wait()).await;
     drain::within(Duration::from_secs(2), served).await;
     tracing::info!("ended; objects in the members stay as they are");
     Ok(())

@@ -230,8 +230,8 @@ async fn throttled_source_does_not_delay_the_others() {
     let requests = fixture.requests().len();
     // Eight at once, then one at a time with growing pauses.
     assert!((10..=20).contains(&requests), "{requests}");
-    let words = fixture.writer.problem(&mesh());
-    assert_eq!(words.as_deref(), Some("its API server asks to slow down (429)"));
+    let problem = fixture.writer.problem(&mesh());
+    assert_eq!(problem.as_deref(), Some("its API server asks to slow down (429)"));
     steps.extend([policy("other"), peer("another", 1, Action::Create)]);
     fixture.set_steps(&steps);
     tokio::time::sleep(Duration::from_millis(100)).await;
@@ -250,8 +250,8 @@ async fn refused_objects_wake_no_pass_and_share_one_backoff() {
     let requests = fixture.requests().len();
     // A burst of a thousand, then fifty a second for 60 s.
     assert!((2_000..=4_000).contains(&requests), "{requests} requests");
-    let words = "Peer a-0: the account may not create it (403): apply the member's RBAC manifests; and 999 more";
-    assert_eq!(fixture.writer.problem(&mesh()).as_deref(), Some(words));
+    let problem = "Peer a-0: the account may not create it (403): apply the member's RBAC manifests; and 999 more";
+    assert_eq!(fixture.writer.problem(&mesh()).as_deref(), Some(problem));
     fixture.set_steps(&[]);
     assert_eq!(fixture.writer.problem(&mesh()), None);
 }
@@ -268,8 +268,8 @@ async fn refusal_by_admission_policy_names_its_config_map() {
     fixture
         .run_passes(&[peer("a", 1, Action::Create)], Duration::from_secs(1))
         .await;
-    let words = "Peer a-1: an admission policy of the cluster refuses it (403): see the lists in the ConfigMap of deploy/admission.yaml there";
-    assert_eq!(fixture.writer.problem(&mesh()).as_deref(), Some(words));
+    let problem = "Peer a-1: an admission policy of the cluster refuses it (403): see the lists in the ConfigMap of deploy/admission.yaml there";
+    assert_eq!(fixture.writer.problem(&mesh()).as_deref(), Some(problem));
 }
 
 #[tokio::test(start_paused = true)]

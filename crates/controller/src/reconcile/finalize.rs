@@ -15,7 +15,7 @@ use crate::hub_writer::FinalizerChange;
 
 /// Drops the steps for meshes without our finalizer. Without it, a ClusterMesh could be deleted before its objects are removed.
 /// An orphaned object has no ClusterMesh and so no finalizer; it is only ever deleted.
-pub(super) fn hold_unfinalized(pass: &mut Pass) {
+pub(super) fn drop_unfinalized_steps(pass: &mut Pass) {
     for steps in pass.steps.values_mut() {
         steps.retain(|step| {
             pass.meshes
@@ -47,7 +47,7 @@ impl Reconciler {
             |identity: &ClusterIdentity| self.members.get(identity).is_some_and(|m| m.writer.is_writing(id));
         let entries_removed = loaded.mesh.clusters.iter().all(|entry| {
             let may_be_left_behind = may_be_left_behind(object, &entry.name);
-            // Even then, objects in a member that can be written are removed first.
+            // Objects may be left behind only in a member that cannot be written now. Elsewhere they are removed first.
             let is_writable = pass
                 .seen
                 .members

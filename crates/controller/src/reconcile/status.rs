@@ -36,7 +36,7 @@ const MAX_REPORT_DELAY: Duration = Duration::from_secs(10);
 /// The message for an entry with accepted networks that the spec does not contain any more.
 fn unlocatable_message(entry: &str) -> String {
     format!(
-        "the spec no longer says which cluster it is, so its objects there cannot be removed. Put its entry back, or annotate \
+        "the spec no longer contains its entry, so the cluster is unknown and its objects cannot be removed. Put the entry back, or annotate \
          the ClusterMesh with {FORCE_CLEANUP}={entry}"
     )
 }
@@ -126,7 +126,7 @@ impl Reconciler {
         let is_settling = members().any(|member| member.session.is_settling());
         let is_writing = !plan.paused
             && pass.outstanding.iter().any(|(identity, counts)| {
-                // Writes to a member that does not answer do not end soon, so they are reported at once.
+                // A report does not wait for writes to a member that does not answer or refuses them: they do not end soon.
                 let has_failed = self
                     .members
                     .get(identity)
@@ -173,7 +173,7 @@ impl Reconciler {
                 };
                 self.synced.entry(key.clone()).or_insert_with(before);
             } else if is_outstanding {
-                // The time moves on until nothing is outstanding.
+                // While objects are outstanding, this is the time of the current pass. So it ends as that of the last such pass.
                 self.synced.insert(key.clone(), now.clone());
             }
             let seen = observation.and_then(Observation::last);
@@ -183,8 +183,8 @@ impl Reconciler {
             let enforced = seen.map(enforcement::applied_by_gateways).unwrap_or_default();
             let current = is_fresh.then_some(enforcement::APPLIED);
             let gateways = (self.outdated_gateways).update(identity, current, enforced, Instant::now());
-            // Without Peers of this mesh no tunnel ends on the nodes, so a missing PeerPolicy matters to nobody. Sandboxes enter
-            // through gateways.
+            // A member without Peers of this mesh has no tunnels on its nodes, only on gateways of sandboxes. There a policy that
+            // is not enforced is no problem.
             let observed_peers = seen.and_then(|seen| seen.peers.as_ref());
             let is_of_mesh = |peer: &ObservedPeer| peer.owner.mesh.as_ref() == Some(&id.name);
             let has_peers = plan.targets.get(entry).is_some_and(|target| !target.peers.is_empty())

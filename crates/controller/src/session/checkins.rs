@@ -30,8 +30,8 @@ pub(super) struct CheckIns {
 }
 
 impl CheckIns {
-    /// Records the annotation of a Node that was listed or watched; `None` = it has none. Returns whether a silent node checked
-    /// in again, or lost its annotation.
+    /// Records the annotation of a Node that was listed or watched; `None` = it has none. Returns `true` if the node was silent
+    /// and now checked in again or lost its annotation.
     pub(super) fn record(&mut self, node: &str, value: Option<i64>, now: Instant) -> bool {
         let Some(value) = value else {
             self.nodes.remove(node);

@@ -149,20 +149,20 @@ async fn probe_that_is_refused_or_fails_once_has_no_effect() {
     let lists = server.lists.load(Ordering::Relaxed);
     for code in [429, 403, 401, 404, 500] {
         server.version.store(code, Ordering::Relaxed);
-        let asked = server.versions.load(Ordering::Relaxed);
+        let probes = server.versions.load(Ordering::Relaxed);
         for _ in 0..60 {
             seconds(1).await;
             assert_eq!(state(&session), FRESH, "{code}");
         }
-        assert!(server.versions.load(Ordering::Relaxed) >= asked + 5);
+        assert!(server.versions.load(Ordering::Relaxed) >= probes + 5);
     }
     // A single probe gets no answer, or 503.
     for code in [1, 503] {
         server.version.store(0, Ordering::Relaxed);
         seconds(11).await;
         server.version.store(code, Ordering::Relaxed);
-        let asked = server.versions.load(Ordering::Relaxed);
-        while server.versions.load(Ordering::Relaxed) == asked {
+        let probes = server.versions.load(Ordering::Relaxed);
+        while server.versions.load(Ordering::Relaxed) == probes {
             seconds(1).await;
         }
         server.version.store(0, Ordering::Relaxed);
