@@ -142,7 +142,7 @@ async fn a_member_that_is_not_reached_is_named_and_the_rest_is_explained(
     words.extend(flags.map(str::to_owned));
     let (code, out, err) = clustermeshctl(words).await;
     assert_eq!(format!("{code:?}"), format!("{:?}", ExitCode::SUCCESS), "{out}{err}");
-    let named = "warning: cluster \"tenant-a\" (Secret clustermesh/tenant-a-kubeconfig key value) is not seen: context \"nowhere\"";
+    let named = "warning: cluster \"tenant-a\" (Secret clustermesh/tenant-a-kubeconfig key value) cannot be read: context \"nowhere\"";
     assert!(err.contains(named), "{err}");
 }
 

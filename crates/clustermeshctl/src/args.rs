@@ -1,4 +1,4 @@
-//! The command line: which commands and flags there are. What they do is in the module of each command.
+//! The commands and flags of the command line.
 
 use std::{num::NonZeroUsize, path::PathBuf};
 
@@ -8,7 +8,7 @@ use clustermesh_core::{
     plan::InfrastructurePort,
 };
 
-use crate::verify::Allowed;
+use crate::verify::UnderlayAllowed;
 
 /// ClusterMesh for Kilo, from the command line.
 #[derive(Debug, Parser)]
@@ -22,83 +22,84 @@ pub(crate) struct Args {
 pub(crate) enum Command {
     /// Show what the controller would write into every member, and why a node is left out
     ///
-    /// Reads the hub and its members, with the current context of your kubeconfig as the hub's; writes nothing. The account
-    /// has to list ClusterMeshes and get the Secrets they name in the hub, and to list nodes, peers, peerpolicies, services,
-    /// endpointslices and pods in every member, the hub too. A member that does not answer is named, and the rest is planned.
+    /// Reads the hub, with the current context of your kubeconfig, and its members. Writes nothing. In the hub, your account
+    /// must be able to list ClusterMeshes and to get the Secrets that they name; in every member, the hub included, to list
+    /// nodes, peers, peerpolicies, services, endpointslices and pods. If a member does not answer, the output names it and
+    /// covers the other members.
     ///
-    /// With --filename it reads files alone and reaches no cluster. Save what stands in each member and name it with --cluster:
+    /// With --filename it reads only files. Save the objects of each member and name the file with --cluster:
     ///
     /// kubectl get nodes,peers,services,endpointslices,pods,peerpolicies -A -o yaml
     ///
-    /// (without peerpolicies where that CRD is not there). A member that is not given was not seen: nothing is planned for
-    /// it and nothing is deleted because of it. The same holds for a ClusterMesh that is not given, so give all of the
-    /// hub. Without Peers in a member's files, everything is a create. Names in endpoint annotations are not looked up.
+    /// (without peerpolicies where that CRD is not installed). For a member without files nothing is planned, and nothing is
+    /// deleted because of it. The same is true for a ClusterMesh that is not given, so give all ClusterMeshes of the hub. If
+    /// a member's files have no Peers, every planned object is a create. Host names in endpoint annotations are not resolved.
     ///
-    /// Exit code: 0 done, 1 error; with --exit-code 2 when something would change.
+    /// Exit code: 0 success, 1 error; with --exit-code also 2 when something would change.
     Plan(PlanArgs),
-    /// Say whether one connection is let through, by which rule, and on which way
+    /// Tell whether one connection is allowed, by which rule, and which path it takes
     ///
-    /// SRC opens it, DST answers. Write either as:
+    /// SRC opens the connection to DST. Write each of them as:
     ///
     ///   CLUSTER/NAMESPACE/POD        mgmt/team-x/web-0
     ///   CLUSTER/NODE                 tenant-a/w1 (the node itself, or a pod in its network)
     ///   ADDRESS                      10.244.1.20, fd00:1::20
-    ///   CLUSTER/NAMESPACE/svc/NAME   mgmt/team-x/svc/postgres-rw (DST alone; a mirrored
-    ///                                Service too, by the name it has where it is used)
+    ///   CLUSTER/NAMESPACE/svc/NAME   mgmt/team-x/svc/postgres-rw (only DST; a mirrored
+    ///                                Service by its name in the importing cluster)
     ///
-    /// CLUSTER is the name of an entry of spec.clusters. A port goes behind DST:
-    /// mgmt/team-x/svc/postgres-rw:5432, 10.244.1.20:53/udp, [fd00:1::20]:443. TCP unless
-    /// said; of a Service its own port, by number or name. Without one, any is asked for.
+    /// CLUSTER is the name of an entry of spec.clusters. The port of DST follows it:
+    /// mgmt/team-x/svc/postgres-rw:5432, 10.244.1.20:53/udp, [fd00:1::20]:443. The default
+    /// protocol is TCP. For a Service write its own port, by number or name. Without a port the
+    /// answer is true for any port.
     ///
-    /// Reads what `plan` reads, from the clusters or from files. The answer is what the planner
-    /// decides for it, and whether the objects stand already is told beside it. It knows
-    /// nothing of NetworkPolicies, nor of what the underlay lets through beside the mesh.
+    /// Reads the same input as `plan`. The answer is the planner's; it also tells which of the
+    /// objects are written already. It does not consider NetworkPolicies or the underlay.
     ///
-    /// Exit code: 0 allowed (of a Service or a node: some address of it is), 1 denied,
-    /// 2 cannot tell, errors included.
+    /// Exit code: 0 allowed (for a Service or a node: at least one of its addresses is),
+    /// 1 denied, 2 cannot tell, errors included.
     #[command(verbatim_doc_comment)]
     Explain(ExplainArgs),
-    /// Try for real what may be reached, from nodes and pods of each cluster, and report
+    /// Probe from nodes and pods of each cluster which sockets answer, and compare with the plan
     ///
-    /// Reads what `plan` reads, then runs one short Job for each node that is tried from and one
-    /// for a pod of its own there, with the image of wg-agent and no rights. Each tries TCP
-    /// connections to the pods' declared ports, the Services (ClusterIP, NodePort, load balancer),
-    /// the nodes (their own addresses and those in the mesh, with the ports of kubelet, etcd, API
-    /// server, agent, SSH) and the API server of every other cluster. What is open is held against
-    /// what the planner says, and whether a route led into the tunnel or beside it.
+    /// Reads the same input as `plan`. Then it runs two short Jobs on each node that it probes
+    /// from: one in the node's network and one in a pod network, with the image of wg-agent and no
+    /// rights. They open TCP connections to every other cluster: to the declared ports of pods, to
+    /// Services (ClusterIP, NodePort, load balancer), to nodes at all their addresses (ports of
+    /// kubelet, etcd, API server, agent, SSH), and to the API server. The report compares the open
+    /// sockets with the plan, and tells whether the route leads into the tunnel or to the underlay.
     ///
-    /// A sandbox (standard and quarantined members too) may reach what is granted and nothing
-    /// else, on the underlay neither: name with --underlay-allows what its nodes need beside its
-    /// own API server. What a trusted member reaches beside the mesh is told and is no violation.
-    /// The answers are those of nodes and API servers of the cluster that is tried from: one that
-    /// lies hides what its own side can do.
+    /// A sandbox may reach only what is granted, also on the underlay. The same applies to standard
+    /// and quarantined members. With --underlay-allows, name what their nodes need on the underlay
+    /// besides their own API server. What a cluster-meshed member reaches on the underlay is
+    /// listed but is no violation. The results come from nodes and API servers of the probing
+    /// cluster: a hostile one can hide what it reaches.
     ///
-    /// Nothing is changed in any cluster but these Jobs, which are deleted at the end, on Ctrl-C
-    /// too; were this program killed, the cluster ends and removes them within minutes. Rights,
-    /// in each cluster that is tried from, in the agent's namespace, beside those of `plan`:
-    /// create, get, delete jobs.batch; list pods; get pods/log. The account of deploy/ in a member
-    /// has none of these: name contexts of your own with --member-context.
+    /// These Jobs are the only change in any cluster. They are deleted at the end, also after
+    /// Ctrl-C; if this program is killed, the cluster removes them within minutes. In addition to
+    /// the rights for `plan`, your account needs in the agent's namespace of each probing cluster:
+    /// create, get, delete jobs.batch; list pods; get pods/log. The controller's account in a
+    /// member has none of these: name contexts of your own with --member-context.
     ///
-    /// Exit code: 0 all as planned; 1 something answers that nothing grants; 2 something could not
-    /// be tried, errors included; 3 something that is granted does not answer, all else as planned.
+    /// Exit code: 0 all as planned; 1 something answers without a grant; 2 something could not be
+    /// probed, errors included; 3 something granted does not answer, all else is as planned.
     #[command(verbatim_doc_comment)]
     Verify(VerifyArgs),
 }
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ExplainArgs {
-    /// Who opens the connection
+    /// What opens the connection
     #[arg(value_name = "SRC")]
     pub(crate) from: String,
 
-    /// Whom to, with the port
+    /// What it connects to, with the port
     #[arg(value_name = "DST[:PORT[/PROTOCOL]]")]
     pub(crate) to: String,
 
     #[command(flatten)]
     pub(crate) given: GivenArgs,
 
-    /// Form of the output
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     pub(crate) output: Output,
 }
@@ -108,37 +109,37 @@ pub(crate) struct VerifyArgs {
     #[command(flatten)]
     pub(crate) given: GivenArgs,
 
-    /// Try from this cluster alone; repeatable
+    /// Probe only from this cluster; repeatable
     #[arg(long, value_name = "CLUSTER")]
     pub(crate) from: Vec<String>,
 
-    /// Try toward this cluster alone; repeatable
+    /// Probe only toward this cluster; repeatable
     #[arg(long, value_name = "CLUSTER")]
     pub(crate) to: Vec<String>,
 
-    /// From how many Ready nodes of each cluster, the first by name
+    /// Probe from this many Ready nodes of each cluster, the first by name
     #[arg(long, value_name = "N", default_value = "5")]
     pub(crate) nodes: NonZeroUsize,
 
-    /// What nodes may reach on the underlay, and is not tried: resolvers, registries; repeatable
+    /// An address that nodes may reach on the underlay and that is not probed, for example of a resolver or a registry; repeatable
     #[arg(long, value_name = "ADDRESS[:PORT]")]
-    pub(crate) underlay_allows: Vec<Allowed>,
+    pub(crate) underlay_allows: Vec<UnderlayAllowed>,
 
     /// Image with wg-agent. Default: that of the agent's pods in the cluster
     #[arg(long, value_name = "IMAGE")]
     pub(crate) image: Option<String>,
 
-    /// Form of the output
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     pub(crate) output: Output,
 }
 
-/// What every command reads.
+/// The input of every command.
 #[derive(Debug, clap::Args)]
 pub(crate) struct GivenArgs {
     /// ClusterMesh objects: a file, a folder (*.yaml, *.yml, *.json in it and below) or - for standard input; repeatable
     ///
-    /// Without it the ClusterMeshes of the hub are read, and what stands in it and in every member that they name.
+    /// Without it, the running hub and every member that its ClusterMeshes name are read.
     #[arg(short, long = "filename", value_name = "FILE|DIR|-")]
     pub(crate) filename: Vec<PathBuf>,
 
@@ -152,14 +153,14 @@ pub(crate) struct GivenArgs {
 
     /// Read the member that the meshes call NAME with a context of that kubeconfig; repeatable
     ///
-    /// Default: the kubeconfig in the Secret that its entry names, as the controller does; that needs the right to read the
-    /// Secret, and an API server that is reached from here under the same name.
+    /// Default: the kubeconfig in the Secret that its entry names, as the controller does. This needs the right to read the
+    /// Secret, and the member's API server must be reachable from here under the name in the kubeconfig.
     #[arg(long = "member-context", value_name = "NAME=CONTEXT", value_parser = context, conflicts_with = "filename")]
     pub(crate) members: Vec<(String, String)>,
 
-    /// As the controller's flag of that name, with the same values, so that a mesh is bounded as it is there; repeatable
+    /// The controller's flag of the same name; give the same values, so that meshes have the same limits; repeatable
     ///
-    /// Without it every namespace may have a mesh, of any profile.
+    /// Without it, every namespace may have a mesh, of any profile.
     #[arg(
         long = "hub-namespace",
         value_name = "NAMESPACE[=PROFILE[,CIDR...]]",
@@ -167,7 +168,7 @@ pub(crate) struct GivenArgs {
     )]
     pub(crate) hub_namespaces: Vec<HubNamespace>,
 
-    /// As the controller's flag of that name, with the same values; repeatable
+    /// The controller's flag of the same name; give the same values; repeatable
     #[arg(
         long = "member-namespace",
         value_name = "NAMESPACE,CIDR[,CIDR...]",
@@ -175,7 +176,7 @@ pub(crate) struct GivenArgs {
     )]
     pub(crate) member_namespaces: Vec<MemberNamespace>,
 
-    /// As the controller's flag of that name, with the same values; repeatable
+    /// The controller's flag of the same name; give the same values; repeatable
     #[arg(
         long = "hub-network",
         value_name = "CIDR[,CIDR...]",
@@ -184,20 +185,20 @@ pub(crate) struct GivenArgs {
     )]
     pub(crate) hub_networks: Vec<HubNetwork>,
 
-    /// As the controller's flag of that name, with the same values: ports closed beside the built-in ones; repeatable
+    /// The controller's flag of the same name; give the same values: ports that are closed in addition to the built-in ones; repeatable
     #[arg(long = "infrastructure-port", value_name = "PORT[/PROTOCOL]")]
     pub(crate) infrastructure_ports: Vec<InfrastructurePort>,
 
-    /// What stands in the member that the meshes call NAME: a file, a folder or -; repeatable, also for one NAME
+    /// Objects of the member that the meshes call NAME: a file, a folder or -; repeatable, also for one NAME
     ///
-    /// Beside a hub that is read: in place of asking that member.
+    /// Without --filename, this member is read from the files and not from its API server.
     #[arg(long = "cluster", value_name = "NAME=FILE|DIR|-", value_parser = source)]
     pub(crate) clusters: Vec<(String, PathBuf)>,
 
-    /// Id of the hub, as the controller's flag of that name: what the label kilo-clustermesh.io/hub of our objects says
+    /// Id of the hub, the controller's flag of the same name: the value of the label kilo-clustermesh.io/hub of its objects
     ///
-    /// Default: the UID of the Namespace kube-system in the files of the local member; without that the id that most Peers
-    /// of these meshes carry; without any, "unknown". Peers of these meshes with another id are someone else's.
+    /// Default: the UID of the Namespace kube-system of the local member; without it, the id that most Peers of these meshes
+    /// have; without Peers, "unknown". Peers of these meshes with another id count as foreign.
     #[arg(long, value_name = "ID", value_parser = hub_id)]
     pub(crate) hub_id: Option<String>,
 }
@@ -207,7 +208,7 @@ pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub(crate) given: GivenArgs,
 
-    /// Form of the output
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     pub(crate) output: Output,
 
@@ -216,7 +217,7 @@ pub(crate) struct PlanArgs {
     pub(crate) exit_code: bool,
 }
 
-/// Form of the output.
+/// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub(crate) enum Output {
     /// For people

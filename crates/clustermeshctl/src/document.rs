@@ -1,4 +1,4 @@
-//! YAML and JSON documents as trees that know the line of every value. What the values mean is not known here.
+//! Reads YAML and JSON files into trees that keep the line of every value, for error messages.
 
 use std::{
     collections::BTreeSet,
@@ -13,7 +13,7 @@ use serde::{
 };
 use serde_saphyr::Spanned;
 
-use crate::problem::{Place, Problem};
+use crate::problem::{FilePosition, Problem};
 
 mod read;
 
@@ -25,20 +25,19 @@ mod tests;
 /// One document of one file.
 #[derive(Debug)]
 pub(crate) struct Document {
-    /// As it was given on the command line, with what was found below; `-` = standard input.
+    /// As in [`FilePosition`].
     pub(crate) file: String,
-    /// What it says.
     pub(crate) tree: Tree,
 }
 
-/// A value and the line it begins on, from 1.
+/// A value and its first line, counted from 1.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Tree {
     pub(crate) line: u64,
     pub(crate) value: Value,
 }
 
-/// What a document can hold.
+/// The value of a tree.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Value {
     Null,
@@ -48,7 +47,7 @@ pub(crate) enum Value {
     Float(f64),
     Text(String),
     List(Vec<Tree>),
-    /// In the order written; the reader has refused a key that is there twice.
+    /// In the order of the document. The parser refuses duplicate keys.
     Map(Vec<(String, Tree)>),
 }
 
@@ -69,7 +68,7 @@ impl Tree {
         }
     }
 
-    /// The line of `spec.clusters[1].name`, or of the innermost value on the way that is there.
+    /// Returns the line of a field such as `spec.clusters[1].name`. If it is missing, the line of its innermost existing parent.
     pub(crate) fn line_of(&self, field: &str) -> u64 {
         let mut at = self;
         for part in field.split(['.', '[']) {
@@ -163,9 +162,9 @@ impl<'de> Deserialize<'de> for Value {
     }
 }
 
-/// The documents in `text`, empty ones left out. JSON is read as the YAML that it is.
+/// Parses the documents in `text` and skips empty ones. JSON is valid YAML.
 pub(crate) fn parse(file: &str, text: &str) -> Result<Vec<Document>, Problem> {
-    // What guards a server against a hostile text would refuse the dump of a large cluster. The depth stays bounded.
+    // The parser's default limits protect servers, and would refuse the objects of a large cluster. The limit of depth stays.
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! {
             max_events: usize::MAX,
@@ -177,7 +176,7 @@ pub(crate) fn parse(file: &str, text: &str) -> Result<Vec<Document>, Problem> {
     let trees: Vec<Spanned<Value>> = serde_saphyr::from_multiple_with_options(text, options).map_err(|error| {
         let line = error.location().map_or(0, |location| location.line());
         Problem {
-            place: Some(Place {
+            position: Some(FilePosition {
                 file: file.to_owned(),
                 line,
             }),
@@ -193,18 +192,18 @@ pub(crate) fn parse(file: &str, text: &str) -> Result<Vec<Document>, Problem> {
         .collect())
 }
 
-/// Reads whole paths: files, folders with everything below, `-`.
-pub(crate) struct Library<'a> {
+/// Reads the paths of the command line: files, folders with everything below them, and `-` for standard input.
+pub(crate) struct DocumentReader<'a> {
+    /// `None` after it was read.
     stdin: Option<&'a mut dyn Read>,
 }
 
-impl<'a> Library<'a> {
-    /// `stdin` is what `-` means; it can be read once.
+impl<'a> DocumentReader<'a> {
     pub(crate) fn new(stdin: &'a mut dyn Read) -> Self {
         Self { stdin: Some(stdin) }
     }
 
-    /// The documents under one path of the command line, in the order of file names.
+    /// Reads the documents of one path, in the order of file names.
     pub(crate) fn read(&mut self, path: &Path) -> Result<Vec<Document>, Vec<Problem>> {
         if path == Path::new("-") {
             let Some(stdin) = self.stdin.take() else {
@@ -221,11 +220,11 @@ impl<'a> Library<'a> {
         let mut files = Vec::new();
         match fs::metadata(path) {
             Ok(metadata) if metadata.is_dir() => {
-                folder(path, &mut BTreeSet::new(), &mut files).map_err(|problem| vec![problem])?;
+                collect_files(path, &mut BTreeSet::new(), &mut files).map_err(|problem| vec![problem])?;
                 if files.is_empty() {
                     return Err(vec![Problem {
-                        place: place(path),
-                        message: "holds no *.yaml, *.yml or *.json".to_owned(),
+                        position: position(path),
+                        message: "contains no *.yaml, *.yml or *.json".to_owned(),
                     }]);
                 }
             }
@@ -249,8 +248,8 @@ impl<'a> Library<'a> {
     }
 }
 
-fn place(path: &Path) -> Option<Place> {
-    Some(Place {
+fn position(path: &Path) -> Option<FilePosition> {
+    Some(FilePosition {
         file: path.display().to_string(),
         line: 0,
     })
@@ -258,13 +257,14 @@ fn place(path: &Path) -> Option<Place> {
 
 fn unreadable(path: &Path, error: &std::io::Error) -> Problem {
     Problem {
-        place: place(path),
+        position: position(path),
         message: format!("cannot be read: {error}"),
     }
 }
 
-/// Names that begin with a dot are left out: a mounted ConfigMap holds each file a second time under one.
-fn folder(path: &Path, visited: &mut BTreeSet<PathBuf>, files: &mut Vec<PathBuf>) -> Result<(), Problem> {
+/// Collects the files below a folder. Names that begin with a dot are skipped: a mounted ConfigMap contains each file a second
+/// time in the folder `..data`.
+fn collect_files(path: &Path, visited: &mut BTreeSet<PathBuf>, files: &mut Vec<PathBuf>) -> Result<(), Problem> {
     let itself = fs::canonicalize(path).map_err(|error| unreadable(path, &error))?;
     if !visited.insert(itself) {
         return Ok(());
@@ -280,7 +280,7 @@ fn folder(path: &Path, visited: &mut BTreeSet<PathBuf>, files: &mut Vec<PathBuf>
         let metadata = fs::metadata(&below).map_err(|error| unreadable(&below, &error))?;
         let extension = below.extension().and_then(|extension| extension.to_str());
         if metadata.is_dir() {
-            folder(&below, visited, files)?;
+            collect_files(&below, visited, files)?;
         } else if matches!(extension, Some("yaml" | "yml" | "json")) {
             files.push(below);
         }

@@ -1,5 +1,7 @@
-//! `clustermeshctl explain`: read what was given, find the two ends in it, put each pair of addresses to the planner. How ends
-//! are written is in [`place`], what stands behind them in [`locate`], the forms of the answer in [`show`].
+//! `clustermeshctl explain`: tells whether a connection is allowed.
+//!
+//! It parses the two ends ([`end`]), finds their addresses in the input ([`locate`]), asks the planner about each pair of
+//! addresses, and prints the answer ([`show`]).
 
 use std::{
     io::{Read, Write},
@@ -10,42 +12,42 @@ use clustermesh_core::plan::explain::{self, Explanation, Rule, Source, Verdict};
 
 use crate::{
     args::{ExplainArgs, Output},
-    plan::{Outcome, print},
+    inputs,
+    plan::{PlanResult, print},
     problem::Problem,
-    world,
 };
 
+mod end;
 mod locate;
-mod place;
 mod show;
 
+use end::ConnectionEnd;
 use locate::{Located, Target};
-use place::Place;
 
-/// Exit code where there is no yes or no.
+/// Exit code if the answer is neither yes nor no.
 pub(crate) const CANNOT_TELL: u8 = 2;
 
-/// What is answered of one address of the destination.
+/// The answer for one address of the destination.
 struct Row {
     target: Target,
     from: Source,
-    answer: Explanation,
+    explanation: Explanation,
 }
 
 /// The whole answer.
 struct Answer {
     from: String,
     to: String,
-    /// What a person should know of how the two ends were read.
+    /// How the two ends were interpreted.
     notes: Vec<String>,
-    /// By address; empty = nothing could be asked, and the notes say why.
+    /// One row for each address of the destination. Empty = an end was not found; the notes tell which.
     rows: Vec<Row>,
 }
 
 impl Answer {
-    /// What it comes to: what one address of it lets in is in.
+    /// The verdict for the destination: allowed if one of its addresses is.
     fn verdict(&self) -> Verdict {
-        let verdicts = self.rows.iter().map(|row| row.answer.verdict());
+        let verdicts = self.rows.iter().map(|row| row.explanation.verdict());
         verdicts.min().unwrap_or(Verdict::Unknown)
     }
 }
@@ -53,7 +55,7 @@ impl Answer {
 /// Runs the command. Notes and warnings go to `stderr`.
 ///
 /// # Errors
-/// Everything that has to be mended before there can be an answer.
+/// All errors in the input.
 pub(crate) async fn run(
     args: &ExplainArgs,
     stdin: &mut dyn Read,
@@ -66,13 +68,13 @@ pub(crate) async fn run(
         given,
         output,
     } = args;
-    let (source, port) = place::read(from).map_err(|why| vec![Problem::usage(format!("SRC {from:?}: {why}"))])?;
+    let (source, port) = end::parse(from).map_err(|why| vec![Problem::usage(format!("SRC {from:?}: {why}"))])?;
     if port.is_some() {
-        let why = format!("SRC {from:?}: the side that opens a connection has no port to name: leave it out");
+        let why = format!("SRC {from:?}: leave the port out: the side that opens a connection has no fixed port");
         return Err(vec![Problem::usage(why)]);
     }
-    let (target, port) = place::read(to).map_err(|why| vec![Problem::usage(format!("DST {to:?}: {why}"))])?;
-    let outcome = Outcome::read(given, stdin, stderr).await?;
+    let (target, port) = end::parse(to).map_err(|why| vec![Problem::usage(format!("DST {to:?}: {why}"))])?;
+    let outcome = PlanResult::read(given, stdin, stderr).await?;
     let answer = answer(&outcome, (from, &source), (to, &target, port.as_ref()))?;
     print(stdout, &show::render(&answer, *output)?)?;
     Ok(match answer.verdict() {
@@ -83,9 +85,9 @@ pub(crate) async fn run(
 }
 
 fn answer(
-    outcome: &Outcome,
-    (from, source): (&str, &Place),
-    (to, target, port): (&str, &Place, Option<&place::Port>),
+    outcome: &PlanResult,
+    (from, source): (&str, &ConnectionEnd),
+    (to, target, port): (&str, &ConnectionEnd, Option<&end::Port>),
 ) -> Result<Answer, Vec<Problem>> {
     let mut answer = Answer {
         from: from.to_owned(),
@@ -100,65 +102,70 @@ fn answer(
     });
     let (sources, targets) = match located {
         Ok(located) => located,
-        Err(locate::Missing::Usage(why)) => return Err(vec![Problem::usage(why)]),
-        Err(locate::Missing::NotThere(why)) => {
+        Err(locate::LocateError::Usage(why)) => return Err(vec![Problem::usage(why)]),
+        Err(locate::LocateError::NotFound(why)) => {
             answer.notes.push(why);
             return Ok(answer);
         }
     };
     let Located { notes, targets } = targets;
     answer.notes.extend(notes);
-    let naming = world::naming(&outcome.world.observations.hub);
+    let naming = inputs::naming(&outcome.inputs.observations.hub);
     let world = explain::ExplainInputs {
         meshes: &outcome.meshes,
-        seen: &outcome.world.observations,
+        seen: &outcome.inputs.observations,
         settings: &outcome.settings,
         naming: &naming,
         plan: &outcome.plan,
     };
     for target in targets {
-        let source = of_family(&sources, target.to.address);
+        let source = source_of_family(&sources, target.to.address);
         let explanation = explain::explain(&world, &source, &target.to);
         answer.rows.push(Row {
             target,
             from: source,
-            answer: explanation,
+            explanation,
         });
     }
-    translated(&mut answer.rows);
+    resolve_cluster_ips(&mut answer.rows);
     Ok(answer)
 }
 
-/// Of a pod with an address of each family the one that fits.
-fn of_family(sources: &[Source], to: IpAddr) -> Source {
+/// Returns the source address of the same family as the destination.
+fn source_of_family(sources: &[Source], to: IpAddr) -> Source {
     let fits = |source: &&Source| source.address.is_none_or(|address| address.is_ipv4() == to.is_ipv4());
     sources
         .iter()
         .find(fits)
         .or_else(|| sources.first())
         .cloned()
-        .expect("a place that was found has a source")
+        .expect("an end that was found has a source")
 }
 
-/// A ClusterIP is translated before a policy looks: it lets in what one of its endpoints lets in. A sandbox never uses one, so
-/// that it could not is no answer to whether it reaches the Service.
-fn translated(rows: &mut Vec<Row>) {
-    let barred = |row: &Row| matches!(row.answer.rule, Rule::NotGranted | Rule::NoGrant);
-    rows.retain(|row| !(row.target.cluster_ip && barred(row)));
-    let endpoints = || rows.iter().filter(|row| !row.target.cluster_ip);
-    let open = endpoints().any(|row| row.answer.verdict() == Verdict::Allowed);
-    let Some(first) = endpoints().next().map(|row| row.answer.clone()) else {
+/// Corrects the answers for ClusterIPs. kube-proxy translates a ClusterIP before the policy is checked, so it is allowed only if
+/// one of its endpoints is.
+///
+/// For a sandbox, rows of ClusterIPs are removed: it uses gateways instead, so their answer is irrelevant.
+fn resolve_cluster_ips(rows: &mut Vec<Row>) {
+    let is_not_granted = |row: &Row| matches!(row.explanation.rule, Rule::NotGranted | Rule::NoGrant);
+    rows.retain(|row| !(row.target.is_cluster_ip && is_not_granted(row)));
+    let endpoints = || rows.iter().filter(|row| !row.target.is_cluster_ip);
+    let has_allowed_endpoint = endpoints().any(|row| row.explanation.verdict() == Verdict::Allowed);
+    let Some(first) = endpoints().next().map(|row| row.explanation.clone()) else {
         return;
     };
-    for row in rows.iter_mut().filter(|row| row.target.cluster_ip && !open) {
-        if row.answer.verdict() == Verdict::Allowed {
-            row.answer.rule = first.rule;
-            row.answer.message = format!("its endpoints are what is let in or not: {}", first.message);
+    for row in rows
+        .iter_mut()
+        .filter(|row| row.target.is_cluster_ip && !has_allowed_endpoint)
+    {
+        if row.explanation.verdict() == Verdict::Allowed {
+            row.explanation.rule = first.rule;
+            row.explanation.message = format!("none of its endpoints is allowed: {}", first.message);
         }
     }
 }
 
-/// YAML and JSON are one shape; which, is the flag's.
+/// Whether the output is text for people.
 fn is_table(output: Output) -> bool {
     output == Output::Table
 }

@@ -1,5 +1,5 @@
-//! The operator's command line: reads files or running clusters, asks the planner, prints. No rule about addresses or peers is
-//! made here, and nothing is written into a cluster but the Jobs of `verify`.
+//! The command line for operators. It reads files or running clusters, runs the planner of `clustermesh_core`, and prints the
+//! result. The Jobs of `verify` are all that it writes into a cluster.
 //!
 //! The binary is `clustermeshctl`; a copy or link of it called `kubectl-clustermesh` on the PATH is `kubectl clustermesh`.
 #![forbid(unsafe_code)]
@@ -15,6 +15,7 @@ use clap::Parser;
 mod args;
 mod document;
 mod explain;
+mod inputs;
 mod live;
 mod objects;
 mod output;
@@ -22,15 +23,14 @@ mod page;
 mod plan;
 mod problem;
 mod verify;
-mod world;
 
 use args::{Args, Command};
 
 /// Runs one command. `args` begins with the program's name.
 ///
-/// Exit codes: 0 done (with `plan --exit-code`: and nothing would change), 1 an error, wrong usage included, 2 with
-/// `plan --exit-code`: something would change. Of `explain`: 0 allowed, 1 denied, 2 cannot tell, for an error as well. Of
-/// `verify`: 0 as planned, 1 a violation, 2 cannot tell, 3 something granted does not answer.
+/// Exit codes of `plan`: 0 success, 1 an error, wrong usage included; with `--exit-code` also 2, when something would change.
+/// Of `explain`: 0 allowed, 1 denied, 2 cannot tell, errors included. Of `verify`: 0 as planned, 1 a violation, 2 cannot tell,
+/// errors included, 3 something that is granted does not answer.
 pub fn run(
     args: impl IntoIterator<Item = impl Into<OsString> + Clone>,
     stdin: &mut dyn Read,
@@ -40,7 +40,7 @@ pub fn run(
     let stdout: &mut dyn Write = &mut output::Printable(stdout);
     let stderr: &mut dyn Write = &mut output::Printable(stderr);
     let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
-    // Where 1 means "denied" or "open", an error must not look like it.
+    // These commands use 1 for "denied" and for "violation", so an error needs another code.
     let failure = match args.get(1).and_then(|command| command.to_str()) {
         Some("explain") => explain::CANNOT_TELL,
         Some("verify") => verify::CANNOT_TELL,
@@ -48,12 +48,12 @@ pub fn run(
     };
     let Args { command } = match Args::try_parse_from(args) {
         Ok(args) => args,
-        // clap's own code for wrong usage is 2, which means "changes" here.
+        // clap's exit code for wrong usage is 2, which means "something would change" here. `--help` also ends here.
         Err(usage) => {
-            let failed = usage.use_stderr();
-            let out: &mut dyn Write = if failed { stderr } else { stdout };
+            let is_error = usage.use_stderr();
+            let out: &mut dyn Write = if is_error { stderr } else { stdout };
             let _ = write!(out, "{usage}");
-            return ExitCode::from(if failed { failure } else { 0 });
+            return ExitCode::from(if is_error { failure } else { 0 });
         }
     };
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -68,7 +68,7 @@ pub fn run(
                 Command::Verify(args) => verify::run(&args, stdin, stdout, stderr).await,
             }
         }),
-        Err(error) => Err(vec![problem::Problem::usage(format!("no threads to run on: {error}"))]),
+        Err(error) => Err(vec![problem::Problem::usage(format!("cannot start threads: {error}"))]),
     };
     match outcome {
         Ok(code) => ExitCode::from(code),

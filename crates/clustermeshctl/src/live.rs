@@ -1,5 +1,4 @@
-//! What stands in running clusters, read once: the ClusterMeshes of the hub, and of every member that they name what `plan`
-//! reads from files. Nothing is written and nothing decided here.
+//! Reads running clusters once: the ClusterMeshes of the hub, and the objects of every member that they name.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -14,71 +13,70 @@ use kube::{Api, Client};
 
 use crate::{
     args::GivenArgs,
+    inputs::{ClusterSource, ClusterSources},
     objects::Objects,
     problem::Problem,
-    world::{Source, Sources},
 };
 
 mod list;
 
-pub(crate) use list::within;
+pub(crate) use list::with_timeout;
 
-/// For one request of a page of a list; a member that takes longer is not waited for.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// For one request, for example a page of a list.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What was read.
-pub(crate) struct Live {
+/// The clusters that were read.
+pub(crate) struct LiveClusters {
     /// In the order of their names.
     pub(crate) meshes: Vec<Mesh>,
-    /// What each cluster is called here, and what stands in it.
-    pub(crate) sources: Sources,
-    /// By which credentials each member that could be reached was.
+    pub(crate) sources: ClusterSources,
+    /// The clients of the members that could be reached.
     pub(crate) clients: BTreeMap<ClusterIdentity, Client>,
     /// For stderr.
     pub(crate) notes: Vec<String>,
 }
 
-impl Live {
-    /// Reads the hub, then all members at once. A member that cannot be read is one that was not seen, with its reason.
+impl LiveClusters {
+    /// Reads the hub, then all members at the same time. A member that cannot be read becomes [`ClusterSource::Unreadable`].
     ///
     /// # Errors
-    /// The hub cannot be read, or the command line names what is not there.
+    /// The hub cannot be read, or the command line names a cluster that no mesh has.
     pub(crate) async fn read(given: &GivenArgs, files: BTreeMap<String, Objects>) -> Result<Self, Vec<Problem>> {
         let hub = Hub::open(given).await.map_err(|why| vec![Problem::usage(why)])?;
         let mut notes = Vec::new();
         let meshes = hub.meshes(&mut notes).await.map_err(|why| vec![Problem::usage(why)])?;
         if meshes.is_empty() {
-            // Why each of them was left out is the remedy.
+            // The notes tell why each ClusterMesh was left out, and with it the remedy.
             let why = format!("the hub ({}) has no ClusterMesh that can be read", hub.url);
             return Err(notes.into_iter().chain([why]).map(Problem::usage).collect());
         }
-        let called = called(&meshes);
-        unknown("--cluster", files.keys(), &called)?;
-        unknown("--member-context", given.members.iter().map(|(name, _)| name), &called)?;
+        let names = cluster_names(&meshes);
+        check_names("--cluster", files.keys(), &names)?;
+        check_names("--member-context", given.members.iter().map(|(name, _)| name), &names)?;
         let mut files = files;
-        let reads = called.iter().map(|(identity, name)| {
+        let reads = names.iter().map(|(identity, name)| {
             let file = files.remove(name);
             let hub = &hub;
             async move {
                 let context = given.members.iter().find(|(member, _)| member == name);
                 let client = hub.client_of(identity, context.map(|(_, context)| &**context)).await;
                 let (source, client, notes) = match (file, client) {
-                    // Files say what stands there; a client, if there is one, may still serve to probe.
-                    (Some(objects), client) => (Source::Seen(Box::new(objects)), client.ok(), Vec::new()),
-                    (None, Err(why)) => (Source::Unseen(why), None, Vec::new()),
-                    (None, Ok(client)) => match list::all(&client).await {
-                        Ok((objects, notes)) => (Source::Seen(Box::new(objects)), Some(client), notes),
-                        Err(why) => (Source::Unseen(why), None, Vec::new()),
+                    // The objects come from files. `verify` may still need the client.
+                    (Some(objects), client) => (ClusterSource::Read(Box::new(objects)), client.ok(), Vec::new()),
+                    (None, Err(why)) => (ClusterSource::Unreadable(why), None, Vec::new()),
+                    (None, Ok(client)) => match list::read_cluster(&client).await {
+                        Ok((objects, notes)) => (ClusterSource::Read(Box::new(objects)), Some(client), notes),
+                        Err(why) => (ClusterSource::Unreadable(why), None, Vec::new()),
                     },
                 };
                 (identity.clone(), name.clone(), source, client, notes)
             }
         });
-        let mut sources = Sources::default();
+        let mut sources = ClusterSources::default();
         let mut clients = BTreeMap::new();
         for (identity, name, source, client, of_member) in futures::future::join_all(reads).await {
-            if let Source::Unseen(why) = &source {
-                notes.push(format!("warning: cluster {name:?} ({identity}) is not seen: {why}"));
+            if let ClusterSource::Unreadable(why) = &source {
+                notes.push(format!("warning: cluster {name:?} ({identity}) cannot be read: {why}"));
             }
             notes.extend(
                 of_member
@@ -87,7 +85,7 @@ impl Live {
             );
             clients.extend(client.map(|client| (identity.clone(), client)));
             sources.names.insert(identity, name.clone());
-            sources.given.insert(name, source);
+            sources.clusters.insert(name, source);
         }
         Ok(Self {
             meshes,
@@ -98,8 +96,9 @@ impl Live {
     }
 }
 
-/// One name for each cluster: that of its entries, with the mesh where two clusters have one name.
-fn called(meshes: &[Mesh]) -> BTreeMap<ClusterIdentity, String> {
+/// Chooses one name for each cluster: the name of its entry. Where two clusters have the same name, the second is prefixed with
+/// its mesh.
+fn cluster_names(meshes: &[Mesh]) -> BTreeMap<ClusterIdentity, String> {
     let mut first: Vec<(&ClusterIdentity, String)> = Vec::new();
     let mut all = BTreeMap::new();
     for mesh in meshes {
@@ -123,28 +122,29 @@ fn called(meshes: &[Mesh]) -> BTreeMap<ClusterIdentity, String> {
     all
 }
 
-fn unknown<'n>(
+/// Checks that every name of a flag is the name of a cluster.
+fn check_names<'n>(
     flag: &str,
-    names: impl Iterator<Item = &'n String>,
-    called: &BTreeMap<ClusterIdentity, String>,
+    given: impl Iterator<Item = &'n String>,
+    names: &BTreeMap<ClusterIdentity, String>,
 ) -> Result<(), Vec<Problem>> {
-    let known = |name: &&String| called.values().any(|other| other == *name);
-    let problems: Vec<Problem> = names
-        .filter(|name| !known(name))
+    let is_known = |name: &&String| names.values().any(|other| other == *name);
+    let problems: Vec<Problem> = given
+        .filter(|name| !is_known(name))
         .map(|name| {
-            let mut there: Vec<&str> = called.values().map(String::as_str).collect();
-            there.sort_unstable();
-            there.dedup();
+            let mut known: Vec<&str> = names.values().map(String::as_str).collect();
+            known.sort_unstable();
+            known.dedup();
             Problem::usage(format!(
                 "{flag} {name}: no mesh of the hub has an entry of that name; there are {}",
-                there.join(", ")
+                known.join(", ")
             ))
         })
         .collect();
     if problems.is_empty() { Ok(()) } else { Err(problems) }
 }
 
-/// Memory that a member's answers may use while they are read.
+/// The memory budget for the answers of one member, in bytes.
 const MEMORY: usize = 64 * 1024 * 1024;
 
 struct Hub<'a> {
@@ -162,12 +162,12 @@ impl<'a> Hub<'a> {
                 format!(
                     "the hub's kubeconfig cannot be used: {}. Name it with --kubeconfig and --context, or give files with \
                      --filename",
-                    chain(&error)
+                    error_chain(&error)
                 )
             })?;
         let (url, hosts) = (config.cluster_url.to_string(), hub_hosts(&config));
-        let client =
-            Client::try_from(config).map_err(|error| format!("no client for the hub {url}: {}", chain(&error)))?;
+        let client = Client::try_from(config)
+            .map_err(|error| format!("no client for the hub {url}: {}", error_chain(&error)))?;
         Ok(Self {
             given,
             client,
@@ -178,7 +178,7 @@ impl<'a> Hub<'a> {
 
     async fn meshes(&self, notes: &mut Vec<String>) -> Result<Vec<Mesh>, String> {
         let hub = |why: String| format!("ClusterMeshes of the hub ({}): {why}", self.url);
-        let found = list::kind::<ClusterMesh>(&self.client, notes).await.map_err(hub)?;
+        let found = list::list_kind::<ClusterMesh>(&self.client, notes).await.map_err(hub)?;
         let found = found.ok_or_else(|| {
             hub("it has no CRD clustermeshes.kilo.squat.ai: is it the hub? Name its context with --context".to_owned())
         })?;
@@ -192,7 +192,7 @@ impl<'a> Hub<'a> {
             .then(|| HubNamespaces::new(hub_namespaces, member_namespaces, hub_networks, ""));
         let mut meshes = Vec::new();
         for object in found {
-            let name = list::name(&object);
+            let name = list::full_name(&object);
             let (mut mesh, warnings) = match convert::mesh::to_core(&object) {
                 Ok(read) => read,
                 Err(findings) => {
@@ -221,12 +221,13 @@ impl<'a> Hub<'a> {
         Ok(meshes)
     }
 
-    /// `context` = the person's own for this member, in place of the Secret.
+    /// Creates the client for a member: with `context` of the user's kubeconfig if given, else with the Secret.
     async fn client_of(&self, identity: &ClusterIdentity, context: Option<&str>) -> Result<Client, String> {
         if let Some(context) = context {
             let config = clustermesh_access::own(self.given.kubeconfig.as_deref(), Some(context)).await;
-            let config = config.map_err(|error| format!("context {context:?} of the kubeconfig: {}", chain(&error)))?;
-            return Client::try_from(config).map_err(|error| format!("context {context:?}: {}", chain(&error)));
+            let config =
+                config.map_err(|error| format!("context {context:?} of the kubeconfig: {}", error_chain(&error)))?;
+            return Client::try_from(config).map_err(|error| format!("context {context:?}: {}", error_chain(&error)));
         }
         let ClusterIdentity::Secret {
             namespace,
@@ -239,11 +240,11 @@ impl<'a> Hub<'a> {
         };
         let instead = "or name a context of your own with --member-context";
         let secrets: Api<Secret> = Api::namespaced(self.client.clone(), namespace);
-        let secret = within(secrets.get_opt(name)).await;
+        let secret = with_timeout(secrets.get_opt(name)).await;
         let secret =
             secret.map_err(|why| format!("Secret {namespace}/{name} of the hub cannot be read: {why}; {instead}"))?;
         let secret = secret.ok_or_else(|| {
-            format!("Secret {namespace}/{name} is not there; create it with the cluster's kubeconfig under key {key:?}, {instead}")
+            format!("Secret {namespace}/{name} does not exist; create it with the cluster's kubeconfig under key {key:?}, {instead}")
         })?;
         let text = secret.data.and_then(|mut data| data.remove(key)).ok_or_else(|| {
             format!(
@@ -256,20 +257,20 @@ impl<'a> Hub<'a> {
     }
 }
 
-/// The UID of kube-system, by which objects of a hub are known.
+/// The UID of kube-system. If the cluster is the hub, it is the hub's default id.
 async fn uid(client: &Client) -> Option<String> {
     let namespaces: Api<Namespace> = Api::all(client.clone());
-    within(namespaces.get("kube-system")).await.ok()?.metadata.uid
+    with_timeout(namespaces.get("kube-system")).await.ok()?.metadata.uid
 }
 
-/// An error with what caused it.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+/// Formats an error with its causes.
+pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(inner) = cause {
-        let words = inner.to_string();
-        if !text.contains(&words) {
-            text.push_str(&format!(": {words}"));
+        let message = inner.to_string();
+        if !text.contains(&message) {
+            text.push_str(&format!(": {message}"));
         }
         cause = inner.source();
     }

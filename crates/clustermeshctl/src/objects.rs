@@ -1,5 +1,5 @@
-//! Which Kubernetes objects stand in documents: lists are opened, kinds told apart, each object read into its type. What
-//! they mean together is in [`crate::world`].
+//! Reads the Kubernetes objects in documents: unpacks lists, sorts objects by kind, and deserializes each into its type.
+//! [`crate::inputs`] makes the planner's input from them.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -19,10 +19,10 @@ use serde::de::DeserializeOwned;
 
 use crate::{
     document::{self, Document, Tree},
-    problem::{Place, Problem},
+    problem::{FilePosition, Problem},
 };
 
-/// One object of a document, not read yet.
+/// One object of a document, not deserialized yet.
 #[derive(Debug, Clone)]
 pub(crate) struct Item<'a> {
     pub(crate) file: &'a str,
@@ -32,9 +32,9 @@ pub(crate) struct Item<'a> {
 }
 
 impl Item<'_> {
-    /// Where a field of it stands.
-    pub(crate) fn place(&self, field: &str) -> Place {
-        Place {
+    /// The position of one of its fields.
+    pub(crate) fn position(&self, field: &str) -> FilePosition {
+        FilePosition {
             file: self.file.to_owned(),
             line: self.tree.line_of(field),
         }
@@ -44,19 +44,19 @@ impl Item<'_> {
         self.kind == T::kind(&()) && self.api_version == T::api_version(&())
     }
 
-    /// Reads it; the fields its type does not have come along, each with its line.
+    /// Deserializes it. Also returns the fields that its type does not have, each with its line.
     fn read<T: DeserializeOwned>(&self) -> Result<(T, Vec<(String, u64)>), Problem> {
-        document::read(self.tree).map_err(|misfit| Problem {
-            place: Some(Place {
+        document::read(self.tree).map_err(|error| Problem {
+            position: Some(FilePosition {
                 file: self.file.to_owned(),
-                line: misfit.line,
+                line: error.line,
             }),
-            message: format!("{self}: {misfit}"),
+            message: format!("{self}: {error}"),
         })
     }
 }
 
-/// Kind and name, with the namespace where it has one.
+/// Kind, namespace (if any) and name.
 impl fmt::Display for Item<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = |key| self.tree.get("metadata").and_then(|metadata| metadata.text(key));
@@ -69,29 +69,30 @@ impl fmt::Display for Item<'_> {
     }
 }
 
-/// Every object in `documents`, those inside of lists too.
+/// Returns every object in `documents`, including those inside lists.
 pub(crate) fn items(documents: &[Document]) -> Result<Vec<Item<'_>>, Vec<Problem>> {
     let mut items = Vec::new();
     let mut problems = Vec::new();
     for document in documents {
-        open(&document.file, &document.tree, None, &mut items, &mut problems);
+        unpack(&document.file, &document.tree, None, &mut items, &mut problems);
     }
     if problems.is_empty() { Ok(items) } else { Err(problems) }
 }
 
-/// `inside` = kind and version that a typed list (`NodeList`) gives to items that say none.
-fn open<'a>(
+/// Adds the object of a tree, or the objects of a list. `list_type` is the apiVersion and kind of the items of a typed list, such
+/// as `NodeList`. Its items may lack them.
+fn unpack<'a>(
     file: &'a str,
     tree: &'a Tree,
-    inside: Option<(&str, &str)>,
+    list_type: Option<(&str, &str)>,
     items: &mut Vec<Item<'a>>,
     problems: &mut Vec<Problem>,
 ) {
-    let kind = tree.text("kind").or(inside.map(|(_, kind)| kind));
-    let api_version = tree.text("apiVersion").or(inside.map(|(version, _)| version));
+    let kind = tree.text("kind").or(list_type.map(|(_, kind)| kind));
+    let api_version = tree.text("apiVersion").or(list_type.map(|(version, _)| version));
     let mut refuse = |field: &str, message: &str| {
         problems.push(Problem {
-            place: Some(Place {
+            position: Some(FilePosition {
                 file: file.to_owned(),
                 line: tree.line_of(field),
             }),
@@ -99,10 +100,7 @@ fn open<'a>(
         });
     };
     let (Some(kind), Some(api_version)) = (kind, api_version) else {
-        refuse(
-            "kind",
-            "is no Kubernetes object: it has no text under apiVersion and kind",
-        );
+        refuse("kind", "is not a Kubernetes object: apiVersion or kind is missing");
         return;
     };
     let listed = kind.strip_suffix("List").zip(tree.get("items"));
@@ -117,21 +115,21 @@ fn open<'a>(
     };
     match &list.value {
         document::Value::List(entries) => {
-            let inside = (!of.is_empty()).then_some((api_version, of));
+            let list_type = (!of.is_empty()).then_some((api_version, of));
             for entry in entries {
-                open(file, entry, inside, items, problems);
+                unpack(file, entry, list_type, items, problems);
             }
         }
-        // An empty list, as the API itself writes it.
+        // The API server writes an empty list in this form.
         document::Value::Null => {}
         _ => refuse("items", &format!("{kind}: items: is not a list")),
     }
 }
 
-/// Kinds that are of no use here, and how many of each.
+/// Kinds that no command needs, with the number of their objects.
 pub(crate) type Ignored = BTreeMap<String, usize>;
 
-/// The ClusterMeshes among `items`, each with its item, in the order given.
+/// Reads the ClusterMeshes among `items`. Returns each with its item, in the same order.
 pub(crate) fn meshes<'a>(
     items: &[Item<'a>],
     ignored: &mut Ignored,
@@ -145,14 +143,15 @@ pub(crate) fn meshes<'a>(
         }
         match item.read::<ClusterMesh>() {
             Ok((mesh, unknown)) => {
-                // The API server would drop it, and kubectl refuses it: a misspelt isolationProfile must not pass for none.
-                let spelled = |field: &str| !(["apiVersion", "kind"].contains(&field) || field.starts_with("status"));
+                // An unknown field is an error, as it is with kubectl. Otherwise a misspelt isolationProfile would mean the default.
+                let is_relevant =
+                    |field: &str| !(["apiVersion", "kind"].contains(&field) || field.starts_with("status"));
                 problems.extend(
                     unknown
                         .into_iter()
-                        .filter(|(field, _)| spelled(field))
+                        .filter(|(field, _)| is_relevant(field))
                         .map(|(field, line)| Problem {
-                            place: Some(Place {
+                            position: Some(FilePosition {
                                 file: item.file.to_owned(),
                                 line,
                             }),
@@ -167,7 +166,7 @@ pub(crate) fn meshes<'a>(
     if problems.is_empty() { Ok(meshes) } else { Err(problems) }
 }
 
-/// What stands in one member, as its API server says it.
+/// The objects of one member, as its API server returned them.
 #[derive(Debug, Default)]
 pub(crate) struct Objects {
     pub(crate) nodes: BTreeMap<String, Node>,
@@ -178,45 +177,45 @@ pub(crate) struct Objects {
     pub(crate) services: BTreeMap<ObjectName, Service>,
     pub(crate) slices: BTreeMap<ObjectName, EndpointSlice>,
     pub(crate) pods: BTreeMap<ObjectName, Pod>,
-    /// UID of the Namespace kube-system, where the Namespaces were given too.
+    /// UID of the Namespace kube-system, if that was read.
     pub(crate) uid: Option<String>,
-    /// Which of our kinds its API server knows; `None` = a dump, which does not say, nor whether a kind was listed at all.
-    pub(crate) served: Option<Served>,
+    /// The CRDs that are installed. `None` = the objects come from files, which do not show this, nor which kinds were listed.
+    pub(crate) crds: Option<InstalledCrds>,
 }
 
-/// Kinds that a cluster may not have.
+/// Which of the CRDs that a cluster may lack are installed.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Served {
+pub(crate) struct InstalledCrds {
     pub(crate) peers: bool,
     pub(crate) policies: bool,
     pub(crate) accesses: bool,
 }
 
 impl Objects {
-    /// Reads all of one member.
+    /// Reads the objects of one member.
     pub(crate) fn read(items: &[Item<'_>], ignored: &mut Ignored) -> Result<Self, Vec<Problem>> {
         let mut objects = Self::default();
         let mut collector = Collector::default();
         for item in items {
             if item.is::<Node>() {
-                collector.keep(item, &mut objects.nodes, |name| name.name);
+                collector.add(item, &mut objects.nodes, |name| name.name);
             } else if item.is::<Peer>() {
-                collector.keep(item, &mut objects.peers, |name| name.name);
+                collector.add(item, &mut objects.peers, |name| name.name);
             } else if item.is::<PeerPolicy>() {
-                collector.keep(item, &mut objects.policies, |name| name.name);
+                collector.add(item, &mut objects.policies, |name| name.name);
             } else if item.is::<SandboxAccess>() {
-                collector.keep(item, &mut objects.accesses, |name| name.name);
+                collector.add(item, &mut objects.accesses, |name| name.name);
             } else if item.is::<SandboxGateway>() {
-                collector.keep(item, &mut objects.gateways, |name| name);
+                collector.add(item, &mut objects.gateways, |name| name);
             } else if item.is::<Service>() {
-                collector.keep(item, &mut objects.services, |name| name);
+                collector.add(item, &mut objects.services, |name| name);
             } else if item.is::<EndpointSlice>() {
-                collector.keep(item, &mut objects.slices, |name| name);
+                collector.add(item, &mut objects.slices, |name| name);
             } else if item.is::<Pod>() {
-                collector.keep(item, &mut objects.pods, |name| name);
+                collector.add(item, &mut objects.pods, |name| name);
             } else if item.is::<Namespace>() {
                 let mut namespaces = BTreeMap::new();
-                collector.keep(item, &mut namespaces, |name| name.name);
+                collector.add(item, &mut namespaces, |name| name.name);
                 let system: Option<Namespace> = namespaces.remove("kube-system");
                 objects.uid = system.and_then(|namespace| namespace.metadata.uid).or(objects.uid);
             } else {
@@ -231,14 +230,15 @@ impl Objects {
     }
 }
 
+/// Deserializes objects and detects duplicates.
 #[derive(Default)]
 struct Collector {
-    places: BTreeMap<(String, ObjectName), Place>,
+    positions: BTreeMap<(String, ObjectName), FilePosition>,
     problems: Vec<Problem>,
 }
 
 impl Collector {
-    fn keep<T, K: Ord>(&mut self, item: &Item<'_>, map: &mut BTreeMap<K, T>, key: impl Fn(ObjectName) -> K)
+    fn add<T, K: Ord>(&mut self, item: &Item<'_>, map: &mut BTreeMap<K, T>, key: impl Fn(ObjectName) -> K)
     where
         T: DeserializeOwned + Resource,
     {
@@ -252,18 +252,19 @@ impl Collector {
         let metadata = object.meta();
         let Some(name) = metadata.name.clone().filter(|name| !name.is_empty()) else {
             self.problems.push(Problem {
-                place: Some(item.place("metadata")),
+                position: Some(item.position("metadata")),
                 message: format!("{item}: metadata.name: is missing"),
             });
             return;
         };
         let namespace = metadata.namespace.clone().unwrap_or_else(|| "default".to_owned());
         let name = ObjectName { namespace, name };
-        let place = item.place("");
-        if let Some(first) = self.places.insert((item.kind.clone(), name.clone()), place.clone()) {
+        let position = item.position("");
+        let key_of_object = (item.kind.clone(), name.clone());
+        if let Some(first) = self.positions.insert(key_of_object, position.clone()) {
             self.problems.push(Problem {
-                place: Some(place),
-                message: format!("{item}: stands twice in what was given for this cluster, first at {first}"),
+                position: Some(position),
+                message: format!("{item}: is given twice for this cluster, first at {first}"),
             });
         }
         map.insert(key(name), object);

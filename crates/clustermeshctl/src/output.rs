@@ -1,11 +1,11 @@
-//! Writes all output of the program, with control characters escaped: clusters choose names, annotations and error messages,
-//! which must not control a terminal.
+//! Escapes control characters in all output of the program. Names, annotations and error messages come from clusters and must not
+//! control the terminal.
 
 use std::io::{self, Write};
 
-/// Passes printable text and line breaks on, and writes every other character as JSON's `\uXXXX`: control characters (escape
-/// sequences begin with one), and those without a shape of their own, which reorder or hide text (bidirectional overrides,
-/// zero-width characters). In JSON this is the same string, since there such a character stands inside a string literal.
+/// Writes printable text and line breaks unchanged, and every other character as JSON's `\uXXXX`: control characters (escape
+/// sequences begin with one) and invisible characters that reorder or hide text (bidirectional overrides, zero-width
+/// characters). JSON output keeps its meaning, because such a character can only be inside a string literal there.
 pub(crate) struct Printable<'a>(pub(crate) &'a mut dyn Write);
 
 impl Write for Printable<'_> {
@@ -27,9 +27,9 @@ impl Write for Printable<'_> {
 }
 
 fn escape(c: char, text: &mut String) {
-    // The standard library knows which characters are printable, and says so through `Debug` alone.
-    let printable = matches!(c, '\n' | '"' | '\'' | '\\') || c.escape_debug().eq([c]);
-    if printable {
+    // The standard library knows which characters are printable, but exposes it only through `escape_debug`.
+    let is_printable = matches!(c, '\n' | '"' | '\'' | '\\') || c.escape_debug().eq([c]);
+    if is_printable {
         text.push(c);
     } else {
         for unit in c.encode_utf16(&mut [0; 2]) {
@@ -38,10 +38,10 @@ fn escape(c: char, text: &mut String) {
     }
 }
 
-/// The beginning of what a cluster wrote, where it is too long for a message.
+/// Shortens text from a cluster for a message.
 pub(crate) fn shorten(text: &str) -> String {
-    const LONGEST: usize = 300;
-    match text.char_indices().nth(LONGEST) {
+    const MAX: usize = 300;
+    match text.char_indices().nth(MAX) {
         None => text.to_owned(),
         Some((end, _)) => format!("{}... ({} bytes)", text.get(..end).unwrap_or_default(), text.len()),
     }
@@ -79,7 +79,7 @@ mod tests {
                 "\u{202e}gnp\u{202c}\u{2066}\u{2069}\u{200f}\u{61c}",
                 "\\u202egnp\\u202c\\u2066\\u2069\\u200f\\u061c",
             ),
-            // Without width: two names that look alike.
+            // Zero-width characters: two names that look the same.
             (
                 "n\u{200b}1\u{feff}\u{2060}\u{ad}\u{180e}",
                 "n\\u200b1\\ufeff\\u2060\\u00ad\\u180e",

@@ -1,11 +1,11 @@
-//! Text for a terminal: lines broken between words. What is said is each command's own.
+//! Wraps text for a terminal.
 
 use std::fmt::Write;
 
-/// Columns that a terminal of any width shows without a break.
+/// The longest line.
 const WIDTH: usize = 100;
 
-/// One entry, broken between words; what follows the first line is indented by `hang`.
+/// Appends a text, wrapped between words. Its first line is indented by `indent`, the others by `hang`.
 pub(crate) fn line(page: &mut String, indent: usize, hang: usize, text: &str) {
     let mut column = indent;
     let _ = write!(page, "{:indent$}", "");

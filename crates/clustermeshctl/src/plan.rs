@@ -1,5 +1,5 @@
-//! `clustermeshctl plan`: read what was given, ask the planner, hand the outcome to a form of output. The forms are
-//! [`report`] (JSON and YAML) and [`table`].
+//! `clustermeshctl plan`: reads the input, runs the planner and prints the result, as a [`table`] or as a [`report`] in JSON or
+//! YAML. `explain` and `verify` start with the same steps.
 
 use std::{
     collections::BTreeMap,
@@ -18,11 +18,11 @@ use kube::Client;
 
 use crate::{
     args::{GivenArgs, Output, PlanArgs},
-    document::{Document, Library},
-    live::Live,
+    document::{Document, DocumentReader},
+    inputs::{self, ClusterSources, Inputs, ReadCluster},
+    live::LiveClusters,
     objects::{self, Ignored, Objects},
-    problem::{Place, Problem},
-    world::{self, Seen, Sources, World},
+    problem::{FilePosition, Problem},
 };
 
 mod report;
@@ -31,7 +31,7 @@ mod table;
 /// Runs the command. Notes and warnings go to `stderr`.
 ///
 /// # Errors
-/// Everything that has to be mended before there can be a plan.
+/// All errors in the input.
 pub(crate) async fn run(
     args: &PlanArgs,
     stdin: &mut dyn Read,
@@ -43,7 +43,7 @@ pub(crate) async fn run(
         output,
         exit_code,
     } = args;
-    let outcome = Outcome::read(given, stdin, stderr).await?;
+    let outcome = PlanResult::read(given, stdin, stderr).await?;
     let text = match output {
         Output::Table => table::render(&outcome),
         Output::Json => serde_json::to_string_pretty(&report::Report::from(&outcome))
@@ -61,37 +61,37 @@ pub(crate) async fn run(
 pub(crate) fn print(stdout: &mut dyn Write, text: &str) -> Result<(), Vec<Problem>> {
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Ok(()) => Ok(()),
-        // `| head` has read enough.
+        // A reader such as `head` may close the pipe early.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         Err(error) => Err(vec![Problem::usage(format!("standard output: {error}"))]),
     }
 }
 
-/// What was given or read.
+/// Everything that was given in files or read from clusters.
 struct Input {
     meshes: Vec<Mesh>,
-    /// An error is told behind the notes.
-    sources: Result<Sources, Vec<Problem>>,
+    /// An error here is printed after the notes.
+    sources: Result<ClusterSources, Vec<Problem>>,
     clients: BTreeMap<ClusterIdentity, Client>,
     /// For stderr.
     notes: Vec<String>,
 }
 
 impl Input {
-    /// From files where a ClusterMesh was given in one, else from the hub and its members.
-    async fn read(from: &GivenArgs, stdin: &mut dyn Read) -> Result<Self, Vec<Problem>> {
-        let (filename, clusters) = (&from.filename, &from.clusters);
-        let mut library = Library::new(stdin);
+    /// Reads only files if `--filename` is given, else the hub and its members.
+    async fn read(args: &GivenArgs, stdin: &mut dyn Read) -> Result<Self, Vec<Problem>> {
+        let (filename, clusters) = (&args.filename, &args.clusters);
+        let mut reader = DocumentReader::new(stdin);
         let mut problems = Vec::new();
         let mut ignored = Ignored::new();
         let mut notes = Vec::new();
-        let documents = read_all(&mut library, filename.iter().map(PathBuf::as_path), &mut problems);
+        let documents = read_all(&mut reader, filename.iter().map(PathBuf::as_path), &mut problems);
         let meshes = meshes(&documents, &mut ignored, &mut notes).unwrap_or_else(|found| {
             problems.extend(found);
             Vec::new()
         });
         if meshes.is_empty() && problems.is_empty() && !filename.is_empty() {
-            problems.push(Problem::usage("no ClusterMesh in what --filename names"));
+            problems.push(Problem::usage("the files of --filename contain no ClusterMesh"));
         }
         let mut paths: BTreeMap<&str, Vec<&Path>> = BTreeMap::new();
         for (name, path) in clusters {
@@ -99,7 +99,7 @@ impl Input {
         }
         let mut given = BTreeMap::new();
         for (name, paths) in paths {
-            let documents = read_all(&mut library, paths.into_iter(), &mut problems);
+            let documents = read_all(&mut reader, paths.into_iter(), &mut problems);
             match objects::items(&documents).and_then(|items| Objects::read(&items, &mut ignored)) {
                 Ok(objects) => {
                     given.insert(name.to_owned(), objects);
@@ -112,17 +112,20 @@ impl Input {
         }
         if !ignored.is_empty() {
             let kinds: Vec<String> = ignored.iter().map(|(kind, count)| format!("{count} {kind}")).collect();
-            notes.push(format!("note: of no use to a plan and ignored: {}", kinds.join(", ")));
+            notes.push(format!(
+                "note: ignored, because a plan does not need them: {}",
+                kinds.join(", ")
+            ));
         }
         if filename.is_empty() {
-            let live = Live::read(from, given).await?;
-            let Live {
+            let live = LiveClusters::read(args, given).await?;
+            let LiveClusters {
                 meshes,
                 sources,
                 clients,
-                notes: of_clusters,
+                notes: live_notes,
             } = live;
-            notes.extend(of_clusters);
+            notes.extend(live_notes);
             return Ok(Self {
                 meshes,
                 sources: Ok(sources),
@@ -130,7 +133,7 @@ impl Input {
                 notes,
             });
         }
-        let sources = Sources::files(&meshes, given);
+        let sources = ClusterSources::from_files(&meshes, given);
         Ok(Self {
             meshes,
             sources,
@@ -141,13 +144,13 @@ impl Input {
 }
 
 fn read_all<'p>(
-    library: &mut Library<'_>,
+    reader: &mut DocumentReader<'_>,
     paths: impl Iterator<Item = &'p Path>,
     problems: &mut Vec<Problem>,
 ) -> Vec<Document> {
     let mut documents = Vec::new();
     for path in paths {
-        match library.read(path) {
+        match reader.read(path) {
             Ok(read) => documents.extend(read),
             Err(found) => problems.extend(found),
         }
@@ -155,27 +158,28 @@ fn read_all<'p>(
     documents
 }
 
+/// Reads the ClusterMeshes in the documents.
 fn meshes(documents: &[Document], ignored: &mut Ignored, notes: &mut Vec<String>) -> Result<Vec<Mesh>, Vec<Problem>> {
     let items = objects::items(documents)?;
     let mut meshes: Vec<Mesh> = Vec::new();
-    let mut places: BTreeMap<MeshId, Place> = BTreeMap::new();
+    let mut positions: BTreeMap<MeshId, FilePosition> = BTreeMap::new();
     let mut problems = Vec::new();
     for (item, object) in objects::meshes(&items, ignored)? {
-        let told = |finding: convert::Finding| Problem {
-            place: Some(item.place(&finding.field)),
+        let problem = |finding: convert::Finding| Problem {
+            position: Some(item.position(&finding.field)),
             message: finding.to_string(),
         };
         match convert::mesh::to_core(&object) {
-            Err(findings) => problems.extend(findings.into_iter().map(told)),
+            Err(findings) => problems.extend(findings.into_iter().map(problem)),
             Ok((mesh, warnings)) => {
                 notes.extend(
                     warnings
                         .into_iter()
-                        .map(|finding| format!("warning: {}", told(finding))),
+                        .map(|finding| format!("warning: {}", problem(finding))),
                 );
-                if let Some(first) = places.insert(mesh.id.clone(), item.place("")) {
+                if let Some(first) = positions.insert(mesh.id.clone(), item.position("")) {
                     problems.push(Problem {
-                        place: Some(item.place("")),
+                        position: Some(item.position("")),
                         message: format!("ClusterMesh {} is given twice, first at {first}", mesh.id),
                     });
                 }
@@ -186,24 +190,23 @@ fn meshes(documents: &[Document], ignored: &mut Ignored, notes: &mut Vec<String>
     if problems.is_empty() { Ok(meshes) } else { Err(problems) }
 }
 
-/// The plan of everything given, and the writes that would carry it out.
-pub(crate) struct Outcome {
+/// The input, the plan for it, and the steps that would carry it out.
+pub(crate) struct PlanResult {
     pub(crate) meshes: Vec<Mesh>,
     pub(crate) plan: Plan,
-    pub(crate) world: World,
-    /// Of the members that were read and not given in files.
+    pub(crate) inputs: Inputs,
+    /// The clients of the members that were read from running clusters.
     pub(crate) clients: BTreeMap<ClusterIdentity, Client>,
-    /// By the name on the command line of the member they go into, in the order of writing.
+    /// The steps for each member, by its name on the command line, in the order of writing.
     steps: BTreeMap<String, Vec<Step>>,
-    /// As the controller was given them.
     pub(crate) settings: Settings,
 }
 
-impl Outcome {
-    /// Reads what was given and plans it. Notes and warnings go to `stderr`.
+impl PlanResult {
+    /// Reads the input and plans it. Notes and warnings go to `stderr`.
     ///
     /// # Errors
-    /// Everything that has to be mended before there can be a plan.
+    /// All errors in the input.
     pub(crate) async fn read(
         given: &GivenArgs,
         stdin: &mut dyn Read,
@@ -215,67 +218,67 @@ impl Outcome {
         for line in &input.notes {
             let _ = writeln!(stderr, "{line}");
         }
-        let outcome = Self::of(input, given.hub_id.as_deref(), settings)?;
+        let outcome = Self::new(input, given.hub_id.as_deref(), settings)?;
         for line in outcome.notes() {
             let _ = writeln!(stderr, "{line}");
         }
         Ok(outcome)
     }
 
-    fn of(input: Input, hub: Option<&str>, settings: Settings) -> Result<Self, Vec<Problem>> {
+    fn new(input: Input, hub: Option<&str>, settings: Settings) -> Result<Self, Vec<Problem>> {
         let Input {
             meshes,
             sources,
             clients,
             notes: _,
         } = input;
-        let world = World::new(&meshes, sources?, hub);
-        let naming = world::naming(&world.observations.hub);
-        let plan = plan::plan(&meshes, &world.observations, &settings, &naming);
+        let inputs = Inputs::new(&meshes, sources?, hub);
+        let naming = inputs::naming(&inputs.observations.hub);
+        let plan = plan::plan(&meshes, &inputs.observations, &settings, &naming);
         let mut steps = BTreeMap::new();
-        for (identity, name) in &world.sources {
-            if let (false, Some(seen)) = (steps.contains_key(name), world.given.get(name)) {
-                let mut of_member = diff::diff(&plan, identity, &seen.member);
-                of_member.retain(|step| !unfounded(step, seen, &plan, &world));
-                steps.insert(name.clone(), of_member);
+        for (identity, name) in &inputs.names {
+            if let (false, Some(cluster)) = (steps.contains_key(name), inputs.clusters.get(name)) {
+                let mut member_steps = diff::diff(&plan, identity, &cluster.member);
+                member_steps.retain(|step| !depends_on_unlisted(step, cluster, &plan, &inputs));
+                steps.insert(name.clone(), member_steps);
             }
         }
         Ok(Self {
             meshes,
             plan,
-            world,
+            inputs,
             clients,
             steps,
             settings,
         })
     }
 
-    /// What would be written into one entry's cluster for one mesh; `None` = the cluster was not given.
+    /// Returns the steps in one entry's cluster for one mesh. `None` = the cluster was not given.
     fn changes(&self, id: &MeshId, mesh: &MeshPlan, entry: &str) -> Option<Vec<&Step>> {
         let identity = mesh.identities.get(entry)?;
-        let steps = self.steps.get(self.world.sources.get(identity)?)?;
-        // A mesh that names one cluster twice shows its changes once.
+        let steps = self.steps.get(self.inputs.names.get(identity)?)?;
+        // If a mesh names one cluster twice, only the first entry shows its changes.
         let first = mesh.identities.iter().find(|(_, other)| other.same_cluster(identity));
-        let shown = first.is_some_and(|(name, _)| name == entry);
-        Some(steps.iter().filter(|step| shown && step.mesh == *id).collect())
+        let is_shown = first.is_some_and(|(name, _)| name == entry);
+        Some(steps.iter().filter(|step| is_shown && step.mesh == *id).collect())
     }
 
-    fn seen(&self, mesh: &MeshPlan, entry: &str) -> Option<&Seen> {
-        self.world.seen(mesh.identities.get(entry)?)
+    fn cluster(&self, mesh: &MeshPlan, entry: &str) -> Option<&ReadCluster> {
+        self.inputs.cluster(mesh.identities.get(entry)?)
     }
 
     fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
-        for (name, seen) in &self.world.given {
-            for (mesh, count) in &seen.left_alone {
+        for (name, cluster) in &self.inputs.clusters {
+            for (mesh, count) in &cluster.left_unchanged {
                 notes.push(format!(
-                    "note: {count} object(s) in cluster {name:?} belong to ClusterMesh {mesh}, which is not given: they are left alone"
+                    "note: {count} object(s) in cluster {name:?} belong to ClusterMesh {mesh}, which is not given: they are left unchanged"
                 ));
             }
-            if !seen.not_listed.is_empty() {
-                let kinds: Vec<&str> = seen.not_listed.iter().copied().collect();
+            if !cluster.not_listed.is_empty() {
+                let kinds: Vec<&str> = cluster.not_listed.iter().copied().collect();
                 notes.push(format!(
-                    "note: no {} in what was given for cluster {name:?}: not listed, it seems, so no change is concluded from that",
+                    "note: the input for cluster {name:?} has no {}: they were probably not listed, so their absence causes no change",
                     kinds.join(" and no ")
                 ));
             }
@@ -285,26 +288,29 @@ impl Outcome {
             .into_iter()
             .any(|fact| matches!(fact, Fact::EndpointUnresolved { .. }))
         {
-            notes.push("note: names of endpoints are not looked up here; the controller looks them up".to_owned());
+            notes.push("note: host names of endpoints are not resolved here; the controller resolves them".to_owned());
         }
         notes
     }
 }
 
-/// Whether a step rests on objects that were not listed: a policy that may well be there, a mirror whose Service may.
-fn unfounded(step: &Step, into: &Seen, plan: &Plan, world: &World) -> bool {
+/// Whether a step follows only from objects that were not listed: the policy to create, or the Service of a mirror to delete,
+/// may exist.
+fn depends_on_unlisted(step: &Step, target: &ReadCluster, plan: &Plan, inputs: &Inputs) -> bool {
     match (&step.item, step.action) {
-        (Item::Policy(..), Action::Create) => into.not_listed.contains("PeerPolicy"),
-        // The addresses of the API server are an EndpointSlice.
-        (Item::Policy(..), Action::Update) => step.fields == ["spec.deny"] && into.not_listed.contains("EndpointSlice"),
+        (Item::Policy(..), Action::Create) => target.not_listed.contains("PeerPolicy"),
+        // `spec.deny` contains the addresses of the API server, which come from an EndpointSlice.
+        (Item::Policy(..), Action::Update) => {
+            step.fields == ["spec.deny"] && target.not_listed.contains("EndpointSlice")
+        }
         (Item::Service(..) | Item::Slice(..), Action::Delete) => {
             let entry = step.owner.source_cluster.as_deref().unwrap_or_default();
             let identity = plan.meshes.get(&step.mesh).and_then(|mesh| mesh.identities.get(entry));
-            let source = identity.and_then(|identity| world.seen(identity));
-            source.is_some_and(|seen| {
+            let source = identity.and_then(|identity| inputs.cluster(identity));
+            source.is_some_and(|cluster| {
                 ["Service", "EndpointSlice"]
                     .iter()
-                    .any(|kind| seen.not_listed.contains(kind))
+                    .any(|kind| cluster.not_listed.contains(kind))
             })
         }
         _ => false,

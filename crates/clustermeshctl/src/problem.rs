@@ -1,17 +1,17 @@
-//! What is wrong with what was given, and where it stands. How it came to that is in the readers.
+//! Errors in the input, with the file and line where the user has to correct them.
 
 use std::fmt;
 
-/// A place in a file.
+/// A position in a file.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Place {
-    /// As it was given on the command line, with what was found below; `-` = standard input.
+pub(crate) struct FilePosition {
+    /// The path that was given on the command line, or of a file below it. `-` = standard input.
     pub(crate) file: String,
-    /// From 1; 0 = the file as a whole.
+    /// Starts at 1; 0 = the whole file.
     pub(crate) line: u64,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for FilePosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.line {
             0 => f.write_str(&self.file),
@@ -20,20 +20,20 @@ impl fmt::Display for Place {
     }
 }
 
-/// Something that has to be mended before anything can be planned.
+/// An error that the user has to correct before anything can be planned.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Problem {
-    /// Where; `None` = on the command line.
-    pub(crate) place: Option<Place>,
-    /// Kind and name of the object, its field, and what is wrong: `Node w1: spec.podCIDRs: ...`.
+    /// `None` = the command line, or a running cluster.
+    pub(crate) position: Option<FilePosition>,
+    /// Kind and name of the object, its field, and the error: `Node w1: spec.podCIDRs: ...`.
     pub(crate) message: String,
 }
 
 impl Problem {
-    /// A problem with the command line itself.
+    /// A problem without a position in a file.
     pub(crate) fn usage(message: impl Into<String>) -> Self {
         Self {
-            place: None,
+            position: None,
             message: message.into(),
         }
     }
@@ -41,8 +41,8 @@ impl Problem {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(place) = &self.place {
-            write!(f, "{place}: ")?;
+        if let Some(position) = &self.position {
+            write!(f, "{position}: ")?;
         }
         f.write_str(&self.message)
     }

@@ -1,5 +1,7 @@
-//! `clustermeshctl verify`: what the planner says may be reached from each member, tried for real. What is tried is in
-//! [`sockets`], by which pods in [`jobs`], what an answer means in [`judge`], how it is told in [`show`].
+//! `clustermeshctl verify`: probes running clusters and compares the results with the plan.
+//!
+//! [`sockets`] collects the addresses and ports to probe, [`jobs`] probes them from pods, [`classify`] compares each result with
+//! the plan, and [`show`] prints the report.
 
 use std::{
     collections::BTreeMap,
@@ -14,54 +16,54 @@ use clustermesh_core::{
 
 use crate::{
     args::VerifyArgs,
-    plan::{Outcome, print},
+    inputs::ReadCluster,
+    plan::{PlanResult, print},
     problem::Problem,
-    world::Seen,
 };
 
+mod classify;
 mod jobs;
-mod judge;
 mod show;
 mod sockets;
 #[cfg(test)]
 mod tests;
 
+use classify::Row;
 use jobs::{Answers, Job};
-use judge::Row;
-pub(crate) use sockets::Allowed;
-use sockets::{Own, Socket, Sockets};
+pub(crate) use sockets::UnderlayAllowed;
+use sockets::{OwnAddresses, Socket, Sockets};
 
-/// Exit code where something answers that nothing grants.
+/// Exit code if something answers without a grant.
 const VIOLATION: u8 = 1;
-/// Exit code where something could not be tried, errors included.
+/// Exit code if something could not be probed, errors included.
 pub(crate) const CANNOT_TELL: u8 = 2;
-/// Exit code where all is closed that has to be, and something that is granted does not answer.
+/// Exit code if there is no violation, but something that is granted does not answer.
 const UNANSWERED: u8 = 3;
 
-/// One place that connections are opened from.
+/// A network namespace from which connections are opened.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-struct Place {
-    /// What its cluster is called.
+struct ProbeSource {
+    /// The name of its cluster.
     cluster: String,
     node: String,
-    /// The Node itself; else a pod of its own on it.
-    host: bool,
+    /// The host network of the Node; otherwise that of a new pod on it.
+    is_host: bool,
 }
 
-impl std::fmt::Display for Place {
+impl std::fmt::Display for ProbeSource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { cluster, node, host } = self;
-        let words = if *host { "the node itself" } else { "a pod on it" };
-        write!(f, "{cluster}/{node} ({words})")
+        let Self { cluster, node, is_host } = self;
+        let kind = if *is_host { "the node itself" } else { "a pod on it" };
+        write!(f, "{cluster}/{node} ({kind})")
     }
 }
 
-/// Everything that is told.
+/// The results of all probes.
 #[derive(Debug, Default)]
 struct Report {
     rows: Vec<Row>,
-    /// What was not tried, and why: the exit code says so.
-    missing: Vec<String>,
+    /// What could not be probed, and why. It changes the exit code.
+    not_probed: Vec<String>,
     /// What was left out on purpose.
     notes: Vec<String>,
 }
@@ -74,7 +76,7 @@ impl Report {
     fn code(&self) -> u8 {
         if self.count(|row| row.violations.len()) > 0 {
             VIOLATION
-        } else if !self.missing.is_empty() || self.rows.is_empty() {
+        } else if !self.not_probed.is_empty() || self.rows.is_empty() {
             CANNOT_TELL
         } else if self.count(|row| row.unanswered.len()) > 0 {
             UNANSWERED
@@ -84,17 +86,17 @@ impl Report {
     }
 }
 
-/// One cluster that is asked or answers.
+/// One cluster that was read.
 struct Cluster<'o> {
     name: &'o str,
     identity: &'o ClusterIdentity,
-    seen: &'o Seen,
+    read: &'o ReadCluster,
 }
 
 /// Runs the command. Notes and warnings go to `stderr`.
 ///
 /// # Errors
-/// Everything that has to be mended before anything can be tried.
+/// All errors in the input.
 pub(crate) async fn run(
     args: &VerifyArgs,
     stdin: &mut dyn Read,
@@ -103,12 +105,12 @@ pub(crate) async fn run(
 ) -> Result<u8, Vec<Problem>> {
     if !args.given.filename.is_empty() {
         let why =
-            "verify tries running clusters: leave --filename out, and name the hub with --kubeconfig and --context";
+            "verify needs running clusters: leave --filename out, and name the hub with --kubeconfig and --context";
         return Err(vec![Problem::usage(why)]);
     }
-    let outcome = Outcome::read(&args.given, stdin, stderr).await?;
-    let names = |flag: &str, given: &[String]| {
-        let known = |name: &&String| outcome.world.sources.values().any(|other| other == *name);
+    let outcome = PlanResult::read(&args.given, stdin, stderr).await?;
+    let check_names = |flag: &str, given: &[String]| {
+        let known = |name: &&String| outcome.inputs.names.values().any(|other| other == *name);
         let unknown: Vec<Problem> = given
             .iter()
             .filter(|name| !known(name))
@@ -116,8 +118,8 @@ pub(crate) async fn run(
             .collect();
         if unknown.is_empty() { Ok(()) } else { Err(unknown) }
     };
-    names("--from", &args.from)?;
-    names("--to", &args.to)?;
+    check_names("--from", &args.from)?;
+    check_names("--to", &args.to)?;
     let report = Verify {
         args,
         outcome: &outcome,
@@ -128,8 +130,8 @@ pub(crate) async fn run(
     Ok(report.code())
 }
 
-/// SandboxAccesses that are planned in a cluster.
-fn accesses<'a>(outcome: &'a Outcome, cluster: &ClusterIdentity) -> Vec<&'a AccessSpec> {
+/// Returns the SandboxAccesses that are planned in a cluster.
+fn accesses<'a>(outcome: &'a PlanResult, cluster: &ClusterIdentity) -> Vec<&'a AccessSpec> {
     let meshes = outcome.plan.meshes.values();
     let targets = meshes.flat_map(|mesh| {
         let entries = mesh.identities.iter();
@@ -142,25 +144,25 @@ fn accesses<'a>(outcome: &'a Outcome, cluster: &ClusterIdentity) -> Vec<&'a Acce
 
 struct Verify<'a> {
     args: &'a VerifyArgs,
-    outcome: &'a Outcome,
+    outcome: &'a PlanResult,
 }
 
 impl<'a> Verify<'a> {
-    /// Every cluster that was seen, once.
+    /// Returns every cluster that was read, by name.
     fn clusters(&self) -> BTreeMap<&'a str, Cluster<'a>> {
         let mut clusters = BTreeMap::new();
-        for (identity, name) in &self.outcome.world.sources {
-            if let Some(seen) = self.outcome.world.given.get(name) {
+        for (identity, name) in &self.outcome.inputs.names {
+            if let Some(read) = self.outcome.inputs.clusters.get(name) {
                 clusters
                     .entry(name.as_str())
-                    .or_insert(Cluster { name, identity, seen });
+                    .or_insert(Cluster { name, identity, read });
             }
         }
         clusters
     }
 
-    /// Whether nothing but what is granted may be open to it, on the underlay too.
-    fn confined(&self, cluster: &ClusterIdentity) -> bool {
+    /// Whether a cluster may reach only what is granted, also on the underlay.
+    fn is_confined(&self, cluster: &ClusterIdentity) -> bool {
         let entries = self.outcome.meshes.iter().flat_map(|mesh| &mesh.clusters);
         let mut entries = entries.filter(|entry| entry.identity.same_cluster(cluster));
         entries.any(|entry| entry.profile > Profile::ClusterMeshed || entry.quarantine)
@@ -168,88 +170,97 @@ impl<'a> Verify<'a> {
 
     async fn report(&self, stderr: &mut dyn Write) -> Report {
         let mut report = Report::default();
-        let asked = |given: &[String], name: &str| given.is_empty() || given.iter().any(|one| one == name);
-        for (identity, name) in &self.outcome.world.sources {
-            let part = asked(&self.args.from, name) || asked(&self.args.to, name);
-            if part && self.outcome.world.seen(identity).is_none() {
-                report.missing.push(format!(
-                    "cluster {name:?} was not seen: nothing is tried from it or toward it"
+        let is_selected = |given: &[String], name: &str| given.is_empty() || given.iter().any(|one| one == name);
+        for (identity, name) in &self.outcome.inputs.names {
+            let takes_part = is_selected(&self.args.from, name) || is_selected(&self.args.to, name);
+            if takes_part && self.outcome.inputs.cluster(identity).is_none() {
+                report.not_probed.push(format!(
+                    "cluster {name:?} could not be read: nothing is probed from it or toward it"
                 ));
             }
         }
-        report.missing.dedup();
+        report.not_probed.dedup();
         let clusters = self.clusters();
         let sockets: BTreeMap<&str, Sockets> = clusters
             .values()
-            .filter(|cluster| asked(&self.args.to, cluster.name))
+            .filter(|cluster| is_selected(&self.args.to, cluster.name))
             .map(|cluster| {
                 let accesses = accesses(self.outcome, cluster.identity);
                 (
                     cluster.name,
-                    sockets::of(cluster.seen, &self.outcome.settings, &accesses),
+                    sockets::collect(cluster.read, &self.outcome.settings, &accesses),
                 )
             })
             .collect();
         let mut jobs = Vec::new();
-        for from in clusters.values().filter(|cluster| asked(&self.args.from, cluster.name)) {
-            let own = Own::of(from.seen, self.networks(from.identity), &self.args.underlay_allows);
+        for from in clusters
+            .values()
+            .filter(|cluster| is_selected(&self.args.from, cluster.name))
+        {
+            let own = OwnAddresses::new(from.read, self.networks(from.identity), &self.args.underlay_allows);
             let targets: Vec<(&str, Sockets)> = sockets
                 .iter()
                 .filter(|(to, _)| **to != from.name)
-                .map(|(to, all)| (*to, self.tried(from, &clusters[to], all, &own, &mut report.notes)))
+                .map(|(to, all)| {
+                    (
+                        *to,
+                        self.sockets_to_probe(from, &clusters[to], all, &own, &mut report.notes),
+                    )
+                })
                 .collect();
-            match jobs::on(from, self.outcome, self.args, &targets, &mut report) {
-                Ok(found) => jobs.extend(found),
-                Err(why) => report.missing.push(why),
+            match jobs::build(from, self.outcome, self.args, &targets, &mut report) {
+                Ok(built) => jobs.extend(built),
+                Err(why) => report.not_probed.push(why),
             }
         }
-        let tried: usize = jobs.iter().map(|job| job.sockets.len()).sum();
+        let probes: usize = jobs.iter().map(|job| job.sockets.len()).sum();
         let _ = writeln!(
             stderr,
-            "note: {} pods try {tried} connections, and go again; nothing else is changed in any cluster",
+            "note: {} temporary pods probe {probes} connections; nothing else is changed in any cluster",
             jobs.len()
         );
         let answers = jobs::run(&jobs, stderr).await;
-        let ways = judge::ways(&answers);
+        let interfaces = classify::interfaces_by_node(&answers);
         for (job, answer) in jobs.iter().zip(answers) {
             match answer {
-                Ok(answers) => report.rows.extend(self.judged(&clusters, job, &answers, &ways)),
-                Err(why) => report.missing.push(format!("{}: {why}", job.place)),
+                Ok(answers) => report.rows.extend(self.classify(&clusters, job, &answers, &interfaces)),
+                Err(why) => report.not_probed.push(format!("{}: {why}", job.source)),
             }
         }
         report
     }
 
-    /// Networks in which addresses mean something else for this cluster's own pods.
+    /// Returns the networks that the meshes allow for a cluster. Its nodes and pods use these addresses for themselves.
     fn networks(&self, cluster: &ClusterIdentity) -> Vec<ipnet::IpNet> {
         let entries = self.outcome.meshes.iter().flat_map(|mesh| &mesh.clusters);
         let entries = entries.filter(|entry| entry.identity.same_cluster(cluster));
         entries.flat_map(|entry| entry.allowed.iter().copied()).collect()
     }
 
-    /// Of the sockets of one cluster those that mean it also for another, with the mirrors that stand there.
-    fn tried(
+    /// Selects the sockets of `to` that are probed from `from`: without addresses that `from` uses itself, and with the mirrored
+    /// Services of `to` in `from`.
+    fn sockets_to_probe(
         &self,
         from: &Cluster<'_>,
         to: &Cluster<'_>,
         all: &Sockets,
-        own: &Own,
+        own: &OwnAddresses,
         notes: &mut Vec<String>,
     ) -> Sockets {
-        let mut tried = all.clone();
-        tried.retain(|socket, _| !own.means_itself(*socket));
-        if !self.confined(from.identity) {
-            // Gateways serve sandboxes alone.
-            let gateways = || to.seen.member.gateways.values().flat_map(|gateway| &gateway.addresses);
-            for (at, socket) in &mut tried {
-                socket.serving &= !gateways().any(|address| address.to_canonical() == at.ip());
+        let mut selected = all.clone();
+        selected.retain(|socket, _| !own.contains(*socket));
+        if !self.is_confined(from.identity) {
+            // Gateways serve only sandboxes, so they need not answer here.
+            let gateways = || to.read.member.gateways.values().flat_map(|gateway| &gateway.addresses);
+            for (at, socket) in &mut selected {
+                socket.should_answer &= !gateways().any(|address| address.to_canonical() == at.ip());
             }
         }
-        let left_out = all.len() - tried.len();
+        let left_out = all.len() - selected.len();
         if left_out > 0 {
             notes.push(format!(
-                "{left_out} sockets of {:?} are not tried from {:?}: their addresses mean something of its own there, or \
-                 --underlay-allows names them",
+                "{left_out} sockets of {:?} are not probed from {:?}: it uses their addresses itself, or --underlay-allows names \
+                 them",
                 to.name, from.name
             ));
         }
@@ -260,46 +271,46 @@ impl<'a> Verify<'a> {
             let (Some(source), Some(target)) = (entry(from.identity), entry(to.identity)) else {
                 continue;
             };
-            let through_gateways = source.profile == Profile::Sandbox && !to.seen.member.gateways.is_empty();
-            let sandbox = through_gateways.then_some((&*source.name, &*accesses));
+            let uses_gateways = source.profile == Profile::Sandbox && !to.read.member.gateways.is_empty();
+            let sandbox = uses_gateways.then_some((&*source.name, &*accesses));
             for grant in source.egress.iter().filter(|grant| grant.cluster == target.name) {
                 mirrors.extend(sockets::mirror(
-                    from.seen,
-                    to.seen,
+                    from.read,
+                    to.read,
                     &grant.local,
                     &grant.service,
                     sandbox,
                 ));
             }
         }
-        tried.extend(mirrors);
-        tried
+        selected.extend(mirrors);
+        selected
     }
 
-    fn judged(
+    fn classify(
         &self,
         clusters: &BTreeMap<&str, Cluster<'_>>,
         job: &Job<'_>,
         answers: &Answers,
-        ways: &BTreeMap<(String, String), BTreeMap<IpAddr, Option<String>>>,
+        interfaces: &BTreeMap<(String, String), BTreeMap<IpAddr, Option<String>>>,
     ) -> Vec<Row> {
-        let from = &clusters[&*job.place.cluster];
+        let from = &clusters[&*job.source.cluster];
         let mut by_target: BTreeMap<&str, BTreeMap<SocketAddr, &Socket>> = BTreeMap::new();
         for (socket, (to, what)) in &job.sockets {
             by_target.entry(to).or_default().insert(*socket, what);
         }
-        let judge = judge::Judge {
+        let classifier = classify::Classifier {
             outcome: self.outcome,
-            place: &job.place,
+            source: &job.source,
             from: from.identity,
-            confined: self.confined(from.identity),
+            is_confined: self.is_confined(from.identity),
             device: &job.device,
             answers,
-            ways: ways.get(&(job.place.cluster.clone(), job.place.node.clone())),
+            interfaces: interfaces.get(&(job.source.cluster.clone(), job.source.node.clone())),
         };
         let rows = by_target
             .into_iter()
-            .map(|(to, sockets)| judge.row(to, clusters[to].identity, &sockets));
+            .map(|(to, sockets)| classifier.row(to, clusters[to].identity, &sockets));
         rows.collect()
     }
 }

@@ -1,4 +1,4 @@
-//! `clustermeshctl explain` as a black box: the built binary over files.
+//! Runs the built binary `clustermeshctl explain` on files.
 
 use std::{
     fs,
@@ -10,7 +10,7 @@ use std::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// What one run said.
+/// The result of one run.
 struct Run {
     code: Option<i32>,
     out: String,
@@ -61,22 +61,22 @@ fn rules(from: &str, to: &str, mesh: &str) -> (Option<i32>, Vec<String>) {
 }
 
 #[test]
-fn a_person_reads_who_is_let_in_by_which_rule_and_on_which_way() {
+fn explain_table_shows_verdict_rule_and_path() {
     let questions = [
-        // Between two members that trust each other: a pod, a Service by endpoint and ClusterIP, a node.
+        // Between two cluster-meshed members: a pod, a Service by endpoint and ClusterIP, a node.
         ("tenant-a/default/app-0", "mgmt/team-x/web-0:8080"),
         ("tenant-a/default/app-0", "mgmt/team-x/svc/postgres-rw:5432"),
         ("tenant-a/default/agent", "mgmt/h2"),
-        // What is closed to everybody.
+        // Closed to every member.
         ("tenant-a/w1", "mgmt/h1:10250"),
         ("10.20.0.5", "mgmt/default/svc/kubernetes:443"),
-        // A sandbox: what it is granted, under its own name for it too, and nothing else.
+        // A sandbox: only what it is granted, also by the name of the mirrored Service.
         ("notebooks/lab/nb-0", "mgmt/team-x/svc/postgres-rw"),
         ("notebooks/lab/nb-0", "notebooks/default/svc/postgres:5432"),
         ("notebooks/lab/nb-0", "mgmt/team-x/web-0:8080"),
         ("notebooks/lab/nb-0", "tenant-a/default/app-0:80"),
         ("mgmt/team-x/web-0", "notebooks/lab/nb-0:22"),
-        // Nodes without a Peer, members that are listed alone or were not given, addresses of nobody.
+        // Nodes without a Peer, a member with the profile standard or without files, addresses of no member.
         ("tenant-a/default/app-1", "mgmt/team-x/web-0"),
         ("mgmt/team-x/web-0", "tenant-a/default/app-1:80"),
         ("tenant-a/default/app-0", "10.30.0.1:80"),
@@ -96,12 +96,15 @@ fn a_person_reads_who_is_let_in_by_which_rule_and_on_which_way() {
 }
 
 #[test]
-fn a_program_reads_the_same() {
+fn explain_json_and_yaml_match() {
     let args = format!("explain notebooks/lab/nb-0 mgmt/team-x/svc/postgres-rw:sql {WORLD} --output");
     let json = run(&format!("{args} json"), &mesh());
     assert_eq!(
         (json.code, &*json.err),
-        (Some(0), "note: of no use to a plan and ignored: 1 ConfigMap\n")
+        (
+            Some(0),
+            "note: ignored, because a plan does not need them: 1 ConfigMap\n"
+        )
     );
     let answer: Value = serde_json::from_str(&json.out).unwrap();
     insta::assert_json_snapshot!(answer);
@@ -110,7 +113,7 @@ fn a_program_reads_the_same() {
 }
 
 #[test]
-fn the_mesh_decides_and_another_answer_follows_when_it_changes() {
+fn changed_mesh_changes_the_answer() {
     let (app, web, notebook, postgres) = (
         "tenant-a/default/app-0",
         "mgmt/team-x/web-0:8080",
@@ -148,7 +151,7 @@ fn the_mesh_decides_and_another_answer_follows_when_it_changes() {
 }
 
 #[test]
-fn a_port_that_the_operator_names_is_infrastructure_too_and_is_planned_so() {
+fn infrastructure_port_flag_changes_rule_and_policy() {
     let own = |flags: &str| {
         let answer = run(
             &format!("explain tenant-a/w1 mgmt/h1:8132 {WORLD} -o json {flags}"),
@@ -176,7 +179,7 @@ fn a_port_that_the_operator_names_is_infrastructure_too_and_is_planned_so() {
 }
 
 #[test]
-fn wireguard_address_of_a_node_answers_ping_alone() {
+fn wireguard_address_allows_no_port_but_ping() {
     let rules = |to: &str| {
         let answer = run(&format!("explain tenant-a/w1 {to} {WORLD} -o json"), &mesh());
         let answer: Value = serde_json::from_str(&answer.out).unwrap_or_else(|_| panic!("{}", answer.err));
@@ -185,13 +188,13 @@ fn wireguard_address_of_a_node_answers_ping_alone() {
             .map(|one| one["rule"].as_str().unwrap().to_owned())
             .collect::<Vec<_>>()
     };
-    // About the node's InternalIP, which mgmt does not list, and its WireGuard address.
+    // The first rule is for the node's InternalIP, which is not in mgmt's allowedNetworks; the second for its WireGuard address.
     assert_eq!(rules("mgmt/h1:9100"), ["OutsideAllowedNetworks", "WireguardAddress"]);
     assert_eq!(rules("mgmt/h1"), ["OutsideAllowedNetworks", "Meshed"]);
 }
 
 #[test]
-fn what_stands_already_is_told_from_what_is_only_planned() {
+fn path_shows_which_objects_are_written() {
     let plan = run(&format!("plan {WORLD} -o json"), &mesh());
     let plan: Value = serde_json::from_str(&plan.out).unwrap();
     let folder = TempDir::new().unwrap();
@@ -212,7 +215,7 @@ fn what_stands_already_is_told_from_what_is_only_planned() {
         .unwrap();
         flags.push_str(&format!(" --cluster {name}={}", path.display()));
     }
-    let told = |flags: &str| {
+    let are_written = |flags: &str| {
         let args = format!("explain tenant-a/default/app-0 mgmt/team-x/web-0:80 {WORLD}{flags} -o json");
         let run = run(&args, &mesh());
         let answer: Value = serde_json::from_str(&run.out).unwrap();
@@ -224,20 +227,20 @@ fn what_stands_already_is_told_from_what_is_only_planned() {
         ]
         .map(|value| value.as_bool().unwrap())
     };
-    assert_eq!(told(""), [false; 3]);
-    assert_eq!(told(&flags), [true; 3]);
+    assert_eq!(are_written(""), [false; 3]);
+    assert_eq!(are_written(&flags), [true; 3]);
 }
 
 #[test]
-fn what_means_nothing_is_no_denial() {
-    for (from, to, said) in [
+fn invalid_input_exits_with_cannot_tell() {
+    for (from, to, message) in [
         (
             "app-0",
             "mgmt/team-x/web-0",
             "error: SRC \"app-0\": write CLUSTER/NAMESPACE/POD",
         ),
-        ("tenant-a/w1:80", "mgmt/h1", "has no port to name"),
-        ("tenant-a/w1", "mgmt/h1:http", "port \"http\" is no number"),
+        ("tenant-a/w1:80", "mgmt/h1", "leave the port out"),
+        ("tenant-a/w1", "mgmt/h1:http", "port \"http\" is not a number"),
         (
             "tenant-b/w1",
             "mgmt/h1",
@@ -251,7 +254,7 @@ fn what_means_nothing_is_no_denial() {
     ] {
         let run = explain(from, to);
         assert_eq!((run.code, &*run.out), (Some(2), ""), "{from} {to}");
-        assert!(run.err.contains(said), "{}", run.err);
+        assert!(run.err.contains(message), "{}", run.err);
     }
     let usage = run("explain tenant-a/w1", "");
     assert_eq!(usage.code, Some(2), "{}", usage.err);

@@ -1,4 +1,4 @@
-//! `clustermeshctl plan` as a black box: the built binary over files.
+//! Runs the built binary `clustermeshctl plan` on files.
 
 use std::{
     fs,
@@ -10,7 +10,7 @@ use std::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// What one run said.
+/// The result of one run.
 struct Run {
     code: Option<i32>,
     out: String,
@@ -24,7 +24,7 @@ impl Run {
     }
 }
 
-/// Runs `clustermeshctl plan` in the folder of the fixtures, so that messages name them as written here.
+/// Runs `clustermeshctl plan` in the folder of the fixtures, so that messages contain relative paths.
 fn plan_of(args: &str, stdin: &str) -> Run {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let mut child = Command::new(env!("CARGO_BIN_EXE_clustermeshctl"))
@@ -36,7 +36,7 @@ fn plan_of(args: &str, stdin: &str) -> Run {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // A run that fails early does not read its input.
+    // The write may fail: a run that ends early does not read its input.
     let _ = child.stdin.take().unwrap().write_all(stdin.as_bytes());
     let output = child.wait_with_output().unwrap();
     Run {
@@ -53,7 +53,7 @@ fn plan(args: &str) -> Run {
 const AGENTS: &str = "-f agents/mesh.yaml --cluster mgmt=agents/mgmt.yaml --cluster tenant-a=agents/tenant-a";
 const KILO: &str = "-f kilo/mesh.yaml --cluster c1=kilo/nodes-c1.json --cluster c2=kilo/nodes-c2.json";
 
-/// A folder with one file for each member, which holds what a plan says should stand there.
+/// A folder with one file for each member that contains the objects of a plan, as if they had been written.
 struct Applied {
     folder: TempDir,
 }
@@ -92,7 +92,7 @@ impl Applied {
         fs::write(self.path(cluster), list.to_string()).unwrap();
     }
 
-    /// The flags that give these files beside those of the fixtures.
+    /// The flags that add these files to those of the fixtures.
     fn flags(&self, clusters: &[&str]) -> String {
         let flags = clusters
             .iter()
@@ -111,32 +111,35 @@ fn change(action: &str, kind: &str, name: &str, fields: &[&str]) -> Value {
 }
 
 #[test]
-fn a_person_reads_what_will_change_where_and_who_is_left_out_and_why() {
+fn plan_table_shows_changes_and_skipped_nodes() {
     let run = plan(AGENTS);
-    assert_eq!(run.err, "note: of no use to a plan and ignored: 1 ConfigMap\n");
+    assert_eq!(
+        run.err,
+        "note: ignored, because a plan does not need them: 1 ConfigMap\n"
+    );
     insta::assert_snapshot!(run.out);
     assert_eq!(run.code, Some(0));
 }
 
 #[test]
-fn a_program_reads_whole_objects_and_named_changes() {
+fn plan_json_has_whole_objects_and_changes() {
     insta::assert_json_snapshot!(plan(&format!("{AGENTS} --hub-id hub-1 -o json")).json());
 }
 
 #[test]
-fn yaml_and_json_say_the_same() {
+fn plan_yaml_equals_json() {
     let yaml = plan(&format!("{AGENTS} -o yaml"));
     let read: Value = serde_saphyr::from_str(&yaml.out).unwrap();
     assert_eq!(read, plan(&format!("{AGENTS} -o json")).json());
 }
 
 #[test]
-fn two_clusters_that_kg_runs_are_planned_by_location_and_without_policies() {
+fn kg_clusters_are_planned_by_location_without_policies() {
     insta::assert_snapshot!(plan(KILO).out);
 }
 
 #[test]
-fn peers_of_someone_else_keep_their_keys_and_are_not_touched() {
+fn foreign_peers_keep_their_keys_and_are_not_changed() {
     let run = plan(&format!("{KILO} --cluster c2=kilo/kgctl-peers-c2.yaml -o json"));
     let plan = run.json();
     assert_eq!(changes(&plan, "c2"), json!([]));
@@ -151,7 +154,7 @@ fn peers_of_someone_else_keep_their_keys_and_are_not_touched() {
 }
 
 #[test]
-fn what_a_plan_says_once_written_leaves_nothing_to_change() {
+fn applied_plan_leaves_nothing_to_change() {
     for (world, clusters) in [(AGENTS, ["mgmt", "tenant-a"]), (KILO, ["c1", "c2"])] {
         let first = plan(&format!("{world} -o json")).json();
         let applied = Applied::new(&first);
@@ -168,15 +171,15 @@ fn what_a_plan_says_once_written_leaves_nothing_to_change() {
 }
 
 #[test]
-fn nothing_is_concluded_from_kinds_that_were_not_listed() {
+fn unlisted_kinds_cause_no_changes() {
     let applied = Applied::new(&plan(&format!("{AGENTS} -o json")).json());
-    // Without peerpolicies in the list, as many a script has it.
+    // The user listed no peerpolicies.
     for cluster in ["mgmt", "tenant-a"] {
         applied.retain(cluster, |object| object["kind"] != "PeerPolicy");
     }
     let run = plan(&format!("{AGENTS}{} --exit-code", applied.flags(&["mgmt", "tenant-a"])));
     assert_eq!(run.code, Some(0), "{}", run.out);
-    // Without services and endpointslices of the member that has the mirrored Service.
+    // The user listed no services and endpointslices of the member that exports the mirrored Service.
     let nodes = applied.folder.path().join("nodes.yaml");
     let mgmt = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/agents/mgmt.yaml")).unwrap();
     fs::write(&nodes, mgmt.split_once("- apiVersion: v1\n  kind: Service").unwrap().0).unwrap();
@@ -188,14 +191,14 @@ fn nothing_is_concluded_from_kinds_that_were_not_listed() {
     assert_eq!(run.code, Some(0), "{}", run.out);
     assert_eq!(
         run.err,
-        "note: no EndpointSlice and no PeerPolicy and no Service in what was given for cluster \"mgmt\": not listed, it seems, so no change is concluded from that\n\
-         note: no PeerPolicy in what was given for cluster \"tenant-a\": not listed, it seems, so no change is concluded from that\n"
+        "note: the input for cluster \"mgmt\" has no EndpointSlice and no PeerPolicy and no Service: they were probably not listed, so their absence causes no change\n\
+         note: the input for cluster \"tenant-a\" has no PeerPolicy: they were probably not listed, so their absence causes no change\n"
     );
     assert!(run.out.contains("Unresolved"), "{}", run.out);
 }
 
 #[test]
-fn nothing_is_deleted_because_of_a_cluster_that_is_not_given() {
+fn missing_cluster_causes_no_deletes() {
     let applied = Applied::new(&plan(&format!("{AGENTS} --hub-id h -o json")).json());
     let run = plan(&format!(
         "-f agents/mesh.yaml --cluster mgmt=agents/mgmt.yaml{} --exit-code",
@@ -206,7 +209,7 @@ fn nothing_is_deleted_because_of_a_cluster_that_is_not_given() {
 }
 
 #[test]
-fn a_node_that_is_gone_takes_its_peer_along() {
+fn removed_node_deletes_its_peer() {
     let applied = Applied::new(&plan(&format!("{AGENTS} -o json")).json());
     let empty = applied.folder.path().join("none.yaml");
     fs::write(&empty, "kind: NodeList\napiVersion: v1\nitems: []\n").unwrap();
@@ -220,7 +223,7 @@ fn a_node_that_is_gone_takes_its_peer_along() {
 }
 
 #[test]
-fn the_predecessors_peers_are_adopted_by_their_labels_alone() {
+fn predecessor_peers_are_adopted_by_labels_only() {
     let applied = Applied::new(&plan(&format!("{KILO} -o json")).json());
     for cluster in ["c1", "c2"] {
         applied.edit(cluster, |peer| {
@@ -248,7 +251,7 @@ fn the_predecessors_peers_are_adopted_by_their_labels_alone() {
 }
 
 #[test]
-fn a_peer_that_says_something_else_is_shown_with_what_differs() {
+fn changed_objects_are_shown_with_their_differences() {
     let applied = Applied::new(&plan(&format!("{AGENTS} -o json")).json());
     applied.edit("tenant-a", |object| {
         match (object["kind"].as_str(), object["metadata"]["name"].as_str()) {
@@ -273,7 +276,7 @@ fn a_peer_that_says_something_else_is_shown_with_what_differs() {
 }
 
 #[test]
-fn exit_codes_tell_changes_from_errors() {
+fn exit_code_distinguishes_changes_from_errors() {
     let code = |args: &str| plan(args).code;
     assert_eq!(code(AGENTS), Some(0));
     assert_eq!(code(&format!("{AGENTS} --exit-code")), Some(2));
@@ -284,7 +287,7 @@ fn exit_codes_tell_changes_from_errors() {
 }
 
 #[test]
-fn a_malformed_document_is_told_with_file_line_and_field() {
+fn malformed_object_is_reported_with_file_line_and_field() {
     let folder = TempDir::new().unwrap();
     fs::write(
         folder.path().join("a.yaml"),
@@ -314,7 +317,7 @@ fn a_malformed_document_is_told_with_file_line_and_field() {
 }
 
 #[test]
-fn a_mesh_that_means_nothing_is_told_with_every_field_and_its_line() {
+fn invalid_mesh_is_reported_with_all_fields_and_lines() {
     let mesh = "apiVersion: kilo.squat.ai/v1alpha1\nkind: ClusterMesh\nmetadata: {name: m, namespace: x}\nspec:\n  clusters:\n  \
                 - name: mgmt\n    local: true\n    allowedNetworks:\n    - 10.0.0.0/33\n  \
                 - name: A\n    kubeconfigSecretRef: {name: s}\n    allowedNetworks: [10.2.0.0/16]\n";
@@ -324,7 +327,7 @@ fn a_mesh_that_means_nothing_is_told_with_every_field_and_its_line() {
 }
 
 #[test]
-fn a_misspelt_field_of_a_mesh_does_not_pass_for_its_default() {
+fn misspelt_mesh_field_is_refused() {
     let mesh = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/agents/mesh.yaml")).unwrap();
     let mesh = mesh.replace("    egress:\n", "    isolationprofile: sandbox\n    egress:\n");
     let run = plan_of("-f -", &mesh);
@@ -335,7 +338,7 @@ fn a_misspelt_field_of_a_mesh_does_not_pass_for_its_default() {
 }
 
 #[test]
-fn what_is_not_yaml_or_twice_there_or_nowhere_named_is_refused() {
+fn invalid_or_duplicate_input_is_refused() {
     let err = |args: &str, stdin: &str| {
         let run = plan_of(args, stdin);
         assert_eq!((run.code, &*run.out), (Some(1), ""));
@@ -359,7 +362,7 @@ fn what_is_not_yaml_or_twice_there_or_nowhere_named_is_refused() {
 }
 
 #[test]
-fn several_meshes_in_several_documents_share_a_cluster() {
+fn meshes_in_several_documents_share_a_cluster() {
     let second = "apiVersion: kilo.squat.ai/v1alpha1\nkind: ClusterMesh\nmetadata: {name: lab, namespace: meshes}\nspec:\n  clusters:\n  \
                   - name: hub\n    local: true\n    allowedNetworks: [10.244.0.0/16, 100.66.0.0/16, 10.96.0.0/12]\n  \
                   - name: tenant-b\n    kubeconfigSecretRef: {name: b}\n    allowedNetworks: [10.30.0.0/16]\n---\n";
@@ -376,7 +379,7 @@ fn several_meshes_in_several_documents_share_a_cluster() {
         .map(|mesh| &mesh["name"])
         .collect();
     assert_eq!(names, ["lab", "prod"]);
-    // The files given for `mgmt` are those of `hub` too: both are the local cluster.
+    // The files given for `mgmt` also count for `hub`: both are the local cluster.
     assert_eq!(
         both["meshes"][0]["conditions"][0]["message"],
         "cluster \"tenant-b\": not given; add --cluster tenant-b=FILE_OR_DIR"
@@ -392,7 +395,7 @@ fn several_meshes_in_several_documents_share_a_cluster() {
 }
 
 #[test]
-fn objects_of_a_mesh_that_is_not_given_are_left_alone() {
+fn objects_of_a_missing_mesh_are_left_unchanged() {
     let applied = Applied::new(&plan(&format!("{AGENTS} --hub-id h -o json")).json());
     applied.edit("mgmt", |object| {
         object["metadata"]["name"] = json!(format!("other--{}", object["kind"].as_str().unwrap().to_lowercase()));
@@ -402,10 +405,10 @@ fn objects_of_a_mesh_that_is_not_given_are_left_alone() {
     assert_eq!(
         run.err.lines().last(),
         Some(
-            "note: 2 object(s) in cluster \"mgmt\" belong to ClusterMesh meshes/other, which is not given: they are left alone"
+            "note: 2 object(s) in cluster \"mgmt\" belong to ClusterMesh meshes/other, which is not given: they are left unchanged"
         )
     );
-    // Its Peer keeps the key of Node w1, as it would if the mesh were given and older.
+    // The Peer of the missing mesh keeps the key of Node w1, as if that mesh were given and older.
     let created = change("create", "PeerPolicy", "prod--tenant-a", &[]);
     assert_eq!(changes(&run.json(), "mgmt"), json!([created]));
     let table = plan(&format!("{AGENTS}{} --hub-id h", applied.flags(&["mgmt"])));
@@ -415,7 +418,7 @@ fn objects_of_a_mesh_that_is_not_given_are_left_alone() {
 }
 
 #[test]
-fn the_hubs_id_is_the_flag_or_kube_systems_uid_or_the_one_most_peers_carry() {
+fn hub_id_defaults_to_system_uid_then_to_most_peers() {
     let hub = |flags: &str| {
         let plan = plan(&format!("{AGENTS}{flags} -o json")).json();
         let labels = &plan["meshes"][0]["targets"][0]["policies"][0]["metadata"]["labels"];
@@ -423,19 +426,19 @@ fn the_hubs_id_is_the_flag_or_kube_systems_uid_or_the_one_most_peers_carry() {
     };
     assert_eq!(hub(""), "unknown");
     let applied = Applied::new(&plan(&format!("{AGENTS} --hub-id most -o json")).json());
-    let standing = applied.flags(&["mgmt", "tenant-a"]);
-    assert_eq!(hub(&standing), "most");
+    let existing = applied.flags(&["mgmt", "tenant-a"]);
+    assert_eq!(hub(&existing), "most");
     let system = applied.folder.path().join("system.yaml");
     fs::write(
         &system,
         "apiVersion: v1\nkind: Namespace\nmetadata: {name: kube-system, uid: 11-22}\n",
     )
     .unwrap();
-    let system = format!("{standing} --cluster mgmt={}", system.display());
+    let system = format!("{existing} --cluster mgmt={}", system.display());
     assert_eq!(hub(&system), "11-22");
     assert_eq!(hub(&format!("{system} --hub-id flag")), "flag");
-    // Under another id they are another hub's, so they keep names and keys.
-    let foreign = plan(&format!("{AGENTS}{standing} --hub-id another -o json")).json();
+    // With another id the Peers belong to another hub, so they keep their names and keys.
+    let foreign = plan(&format!("{AGENTS}{existing} --hub-id another -o json")).json();
     assert_eq!(
         changes(&foreign, "mgmt")
             .as_array()
@@ -448,7 +451,7 @@ fn the_hubs_id_is_the_flag_or_kube_systems_uid_or_the_one_most_peers_carry() {
 }
 
 #[test]
-fn a_sandbox_is_read_with_its_grants_and_a_grant_that_goes_is_told() {
+fn sandbox_grants_and_their_changes_are_shown() {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let mesh = fs::read_to_string(fixtures.join("agents/mesh.yaml")).unwrap();
     let sandbox = mesh.replace(
@@ -464,18 +467,18 @@ fn a_sandbox_is_read_with_its_grants_and_a_grant_that_goes_is_told() {
 ";
     assert!(run.out.contains(granted), "{}{}", run.out, run.err);
 
-    let standing = Applied::new(&plan_of(&format!("{clusters} -o json"), &sandbox).json());
+    let applied = Applied::new(&plan_of(&format!("{clusters} -o json"), &sandbox).json());
     let other = sandbox.replace("      ports: [{port: 5432}]\n", "");
-    let run = plan_of(&format!("{clusters}{}", standing.flags(&["mgmt", "tenant-a"])), &other);
-    let told = "        through gateways at TCP/24040 -> Service team-x/postgres-rw sql -> through gateways at
+    let run = plan_of(&format!("{clusters}{}", applied.flags(&["mgmt", "tenant-a"])), &other);
+    let change = "        through gateways at TCP/24040 -> Service team-x/postgres-rw sql -> through gateways at
           TCP/24040 -> Service team-x/postgres-rw sql, TCP/26929 -> Service team-x/postgres-rw
           metrics
 ";
-    assert!(run.out.contains(told), "{}{}", run.out, run.err);
-    let told = "        endpoint 192.168.1.11:51821, keepalive 25 s
-        allows 100.66.255.1/32
+    assert!(run.out.contains(change), "{}{}", run.out, run.err);
+    let peer = "        endpoint 192.168.1.11:51821, keepalive 25 s
+        allowedIPs 100.66.255.1/32
 ";
-    assert!(run.out.contains(told), "{}{}", run.out, run.err);
+    assert!(run.out.contains(peer), "{}{}", run.out, run.err);
 }
 
 #[test]
@@ -483,10 +486,10 @@ fn text_of_clusters_reaches_the_terminal_escaped() {
     let mesh = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/agents/mesh.yaml")).unwrap();
     let hostile = json!({"apiVersion": "v1", "kind": "E\u{1b}[2J\u{9b}31m\u{202e}", "metadata": {"name": "x"}});
     let args = "-f - --cluster mgmt=agents/mgmt.yaml --cluster tenant-a=agents/tenant-a";
-    // YAML takes no C1 control as it is.
+    // YAML does not allow unescaped C1 control characters.
     let hostile = hostile.to_string().replace('\u{9b}', "\\u009b");
     let run = plan_of(args, &format!("{mesh}\n---\n{hostile}\n"));
-    let note = "note: of no use to a plan and ignored: 1 ConfigMap, 1 E\\u001b[2J\\u009b31m\\u202e";
+    let note = "note: ignored, because a plan does not need them: 1 ConfigMap, 1 E\\u001b[2J\\u009b31m\\u202e";
     assert!(run.err.lines().any(|line| line == note), "{:?}", run.err);
     assert_eq!(run.out, plan(AGENTS).out);
 }

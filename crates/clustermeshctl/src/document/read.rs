@@ -1,4 +1,4 @@
-//! From a [`Tree`] to a typed value, so that whatever does not fit is told with its field and its line.
+//! Deserializes a [`Tree`] into a typed value. Errors contain the field and the line.
 
 use std::{cell::RefCell, fmt};
 
@@ -12,18 +12,17 @@ use serde::{
 
 use super::{Tree, Value};
 
-/// Why a tree is not a value of a type.
+/// A field that does not fit its type.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Misfit {
-    /// `spec.allowedIPs[0]`; empty = the whole.
+pub(crate) struct FieldError {
+    /// `spec.allowedIPs[0]`; empty = the whole tree.
     pub(crate) field: String,
-    /// From 1; 0 = not known yet.
+    /// Starts at 1; 0 = not known yet.
     pub(crate) line: u64,
-    /// What is wrong.
     pub(crate) message: String,
 }
 
-impl fmt::Display for Misfit {
+impl fmt::Display for FieldError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &*self.field {
             "" => f.write_str(&self.message),
@@ -32,9 +31,9 @@ impl fmt::Display for Misfit {
     }
 }
 
-impl std::error::Error for Misfit {}
+impl std::error::Error for FieldError {}
 
-impl de::Error for Misfit {
+impl de::Error for FieldError {
     fn custom<T: fmt::Display>(message: T) -> Self {
         Self {
             field: String::new(),
@@ -44,11 +43,11 @@ impl de::Error for Misfit {
     }
 }
 
-/// The value that `tree` says, and the fields that its type does not have, each with its line.
+/// Deserializes a tree. Also returns the fields that the type does not have, each with its line.
 ///
 /// # Errors
-/// The first thing that does not fit.
-pub(crate) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<(T, Vec<(String, u64)>), Misfit> {
+/// The first field that does not fit its type.
+pub(crate) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<(T, Vec<(String, u64)>), FieldError> {
     let unknown = RefCell::new(Vec::new());
     let reader = Reader {
         tree,
@@ -59,7 +58,7 @@ pub(crate) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<(T, Vec<(String, 
     Ok((value, unknown.into_inner()))
 }
 
-/// The way from the root, written out only when it is told.
+/// The path from the root. It becomes text only in an error.
 enum Path<'p> {
     Root,
     Key(&'p Path<'p>, &'p str),
@@ -84,19 +83,19 @@ struct Reader<'t, 'p> {
 }
 
 impl Reader<'_, '_> {
-    fn locate(&self, mut misfit: Misfit) -> Misfit {
-        if misfit.line == 0 {
-            misfit.line = self.tree.line;
-            misfit.field = self.path.to_string();
+    fn locate(&self, mut error: FieldError) -> FieldError {
+        if error.line == 0 {
+            error.line = self.tree.line;
+            error.field = self.path.to_string();
         }
-        misfit
+        error
     }
 }
 
 impl<'de, 't> Deserializer<'de> for Reader<'t, '_> {
-    type Error = Misfit;
+    type Error = FieldError;
 
-    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Misfit> {
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, FieldError> {
         let read = match &self.tree.value {
             Value::Null => visitor.visit_unit(),
             Value::Bool(value) => visitor.visit_bool(*value),
@@ -114,17 +113,17 @@ impl<'de, 't> Deserializer<'de> for Reader<'t, '_> {
                 value: None,
             }),
         };
-        read.map_err(|misfit| self.locate(misfit))
+        read.map_err(|error| self.locate(error))
     }
 
-    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Misfit> {
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, FieldError> {
         match self.tree.value {
             Value::Null => visitor.visit_none(),
             _ => visitor.visit_some(self),
         }
     }
 
-    fn deserialize_newtype_struct<V: Visitor<'de>>(self, _: &'static str, visitor: V) -> Result<V::Value, Misfit> {
+    fn deserialize_newtype_struct<V: Visitor<'de>>(self, _: &'static str, visitor: V) -> Result<V::Value, FieldError> {
         visitor.visit_newtype_struct(self)
     }
 
@@ -133,18 +132,18 @@ impl<'de, 't> Deserializer<'de> for Reader<'t, '_> {
         _: &'static str,
         _: &'static [&'static str],
         visitor: V,
-    ) -> Result<V::Value, Misfit> {
+    ) -> Result<V::Value, FieldError> {
         let read = match &self.tree.value {
             Value::Text(word) => {
-                let word: StrDeserializer<'_, Misfit> = word.as_str().into_deserializer();
+                let word: StrDeserializer<'_, FieldError> = word.as_str().into_deserializer();
                 visitor.visit_enum(word)
             }
             _ => Err(de::Error::custom("expected a word")),
         };
-        read.map_err(|misfit| self.locate(misfit))
+        read.map_err(|error| self.locate(error))
     }
 
-    fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Misfit> {
+    fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, FieldError> {
         self.unknown.borrow_mut().push((self.path.to_string(), self.tree.line));
         visitor.visit_unit()
     }
@@ -161,9 +160,9 @@ struct Items<'t, 'p> {
 }
 
 impl<'de> SeqAccess<'de> for Items<'_, '_> {
-    type Error = Misfit;
+    type Error = FieldError;
 
-    fn next_element_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, Misfit> {
+    fn next_element_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, FieldError> {
         let Some((index, tree)) = self.items.next() else {
             return Ok(None);
         };
@@ -183,16 +182,16 @@ struct Entries<'t, 'p> {
 }
 
 impl<'de> MapAccess<'de> for Entries<'_, '_> {
-    type Error = Misfit;
+    type Error = FieldError;
 
-    fn next_key_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, Misfit> {
+    fn next_key_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, FieldError> {
         self.value = self.entries.next();
         let Some((key, _)) = self.value else { return Ok(None) };
-        let key: StrDeserializer<'_, Misfit> = key.as_str().into_deserializer();
+        let key: StrDeserializer<'_, FieldError> = key.as_str().into_deserializer();
         seed.deserialize(key).map(Some)
     }
 
-    fn next_value_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<S::Value, Misfit> {
+    fn next_value_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<S::Value, FieldError> {
         let Some((key, tree)) = self.value.take() else {
             return Err(de::Error::custom("a value was read before its key"));
         };

@@ -1,6 +1,6 @@
 use std::collections::BTreeMap;
 
-use super::{read::Misfit, *};
+use super::{read::FieldError, *};
 
 #[derive(Debug, PartialEq, Deserialize)]
 struct Shape {
@@ -12,24 +12,24 @@ struct Shape {
     note: Option<String>,
 }
 
-fn misfit(text: &str) -> Misfit {
+fn read_error(text: &str) -> FieldError {
     let documents = parse("f", text).unwrap();
     read::<Shape>(&documents[0].tree).unwrap_err()
 }
 
 #[test]
-fn a_value_of_the_wrong_type_is_told_with_its_field_and_line() {
+fn wrong_type_is_reported_with_field_and_line() {
     assert_eq!(
-        misfit("name: a\nports:\n- 1\n- x\n"),
-        Misfit {
+        read_error("name: a\nports:\n- 1\n- x\n"),
+        FieldError {
             field: "ports[1]".into(),
             line: 4,
             message: "invalid type: string \"x\", expected u16".into()
         }
     );
     assert_eq!(
-        misfit("name: a\nlabels:\n  k: v\n  n: 7\n"),
-        Misfit {
+        read_error("name: a\nlabels:\n  k: v\n  n: 7\n"),
+        FieldError {
             field: "labels.n".into(),
             line: 4,
             message: "invalid type: integer `7`, expected a string".into()
@@ -38,11 +38,11 @@ fn a_value_of_the_wrong_type_is_told_with_its_field_and_line() {
 }
 
 #[test]
-fn a_missing_field_is_told_at_the_object_that_lacks_it() {
+fn missing_field_is_reported_at_its_object() {
     let second = &parse("f", "name: a\n---\nports: []\n").unwrap()[1];
     assert_eq!(
         read::<Shape>(&second.tree).unwrap_err(),
-        Misfit {
+        FieldError {
             field: String::new(),
             line: 3,
             message: "missing field `name`".into()
@@ -51,7 +51,7 @@ fn a_missing_field_is_told_at_the_object_that_lacks_it() {
 }
 
 #[test]
-fn fields_that_a_type_does_not_have_are_told() {
+fn unknown_fields_are_reported() {
     let document = &parse("f", "name: a\nnote: null\nport: [1]\nlabels: {}\n").unwrap()[0];
     let shape = Shape {
         name: "a".into(),
@@ -66,7 +66,7 @@ fn fields_that_a_type_does_not_have_are_told() {
 }
 
 #[test]
-fn json_is_read_with_its_lines_whatever_it_is_indented_with() {
+fn json_with_tabs_keeps_its_lines() {
     let text = "{\n\t\"name\": \"a\\/\\u00e9\\u003c\",\n\t\"ports\": [\n\t\t\"x\"\n\t]\n}\n";
     let documents = parse("f", text).unwrap();
     assert_eq!(documents[0].tree.text("name"), Some("a/é<"));
@@ -74,7 +74,7 @@ fn json_is_read_with_its_lines_whatever_it_is_indented_with() {
 }
 
 #[test]
-fn a_line_is_found_as_deep_as_the_document_goes() {
+fn line_of_a_missing_field_is_that_of_its_parent() {
     let tree = &parse("f", "spec:\n  clusters:\n  - name: a\n  - name: b\n    x: y\n").unwrap()[0].tree;
     let lines = [
         "spec.clusters[1].x",
@@ -87,14 +87,14 @@ fn a_line_is_found_as_deep_as_the_document_goes() {
 }
 
 #[test]
-fn what_is_not_yaml_is_told_with_its_line() {
+fn invalid_yaml_is_reported_with_its_line() {
     let problem = parse("dir/f.yaml", "a: 1\nb: [1\nc: }\n").unwrap_err();
-    assert_eq!(problem.place.as_ref().unwrap().file, "dir/f.yaml");
-    assert!(problem.place.unwrap().line >= 2);
+    assert_eq!(problem.position.as_ref().unwrap().file, "dir/f.yaml");
+    assert!(problem.position.unwrap().line >= 2);
 }
 
 #[test]
-fn a_key_that_is_there_twice_is_refused() {
+fn duplicate_key_is_refused() {
     let problem = parse("f", "a: 1\na: 2\n").unwrap_err();
-    assert_eq!(problem.place.unwrap().line, 2, "{}", problem.message);
+    assert_eq!(problem.position.unwrap().line, 2, "{}", problem.message);
 }

@@ -1,4 +1,4 @@
-//! What stands behind a name or an address in what was given: addresses, nodes, endpoints. Nothing is decided here.
+//! Finds the addresses, nodes and endpoints of the two ends of a connection in the input.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,25 +10,25 @@ use clustermesh_core::{
     plan::explain::{self, Destination, Source},
 };
 
-use super::place::{Place, Port};
-use crate::{plan::Outcome, world::Seen};
+use super::end::{ConnectionEnd, Port};
+use crate::{inputs::ReadCluster, plan::PlanResult};
 
 /// Why an end was not found.
-pub(super) enum Missing {
-    /// It cannot be meant so.
+pub(super) enum LocateError {
+    /// The command line is wrong.
     Usage(String),
-    /// It is not in what was given.
-    NotThere(String),
+    /// The input does not contain it.
+    NotFound(String),
 }
 
 /// One address that the connection may go to.
 pub(super) struct Target {
     pub(super) to: Destination,
-    /// What it is: `endpoint`, `ClusterIP`, `address`.
-    pub(super) words: &'static str,
-    pub(super) cluster_ip: bool,
-    /// It takes connections, as far as Kubernetes says.
-    pub(super) ready: bool,
+    /// `endpoint`, `ClusterIP`, `gateway` or `address`.
+    pub(super) kind: &'static str,
+    pub(super) is_cluster_ip: bool,
+    /// The endpoint or gateway is ready.
+    pub(super) is_ready: bool,
 }
 
 /// The addresses of a destination.
@@ -38,38 +38,48 @@ pub(super) struct Located {
 }
 
 pub(super) struct Finder<'o> {
-    pub(super) outcome: &'o Outcome,
+    pub(super) outcome: &'o PlanResult,
 }
 
-/// Whose an address is.
+/// What has an address.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Owner {
+struct AddressOwner {
     cluster: ClusterIdentity,
     node: Option<String>,
-    /// It is the Node's own.
-    host: bool,
-    words: String,
+    /// The address belongs to the Node itself.
+    is_host: bool,
+    /// For messages, for example `Node w1 of cluster "a"`.
+    description: String,
 }
 
+/// Stands for the unknown address of an end in a cluster that was not given.
 const ANYWHERE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED);
 
+fn unknown_source(cluster: ClusterIdentity) -> Source {
+    Source {
+        cluster,
+        node: None,
+        address: Some(ANYWHERE),
+    }
+}
+
 impl Finder<'_> {
-    /// Who may be meant as the one that opens it: one for each family.
-    pub(super) fn sources(&self, place: &Place) -> Result<Vec<Source>, Missing> {
-        match place {
-            Place::Service { cluster, name } => Err(Missing::Usage(format!(
+    /// Returns the possible sources: one for each address family.
+    pub(super) fn sources(&self, end: &ConnectionEnd) -> Result<Vec<Source>, LocateError> {
+        match end {
+            ConnectionEnd::Service { cluster, name } => Err(LocateError::Usage(format!(
                 "SRC {cluster}/{}/svc/{}: a Service opens no connection: write the pod or the node that does",
                 name.namespace, name.name
             ))),
-            Place::Address(address) => {
+            ConnectionEnd::Address(address) => {
                 let owner = self.owner(*address)?;
                 Ok(vec![Source {
                     cluster: owner.cluster,
                     node: owner.node,
-                    address: (!owner.host).then_some(*address),
+                    address: (!owner.is_host).then_some(*address),
                 }])
             }
-            Place::Node { cluster, name } => {
+            ConnectionEnd::Node { cluster, name } => {
                 let cluster = self.cluster(cluster)?;
                 self.node(&cluster, name)?;
                 Ok(vec![Source {
@@ -78,10 +88,10 @@ impl Finder<'_> {
                     address: None,
                 }])
             }
-            Place::Pod { cluster, name } => {
+            ConnectionEnd::Pod { cluster, name } => {
                 let cluster = self.cluster(cluster)?;
                 let Some((node, addresses)) = self.pod(&cluster, name)? else {
-                    return Ok(vec![self.unseen(cluster)]);
+                    return Ok(vec![unknown_source(cluster)]);
                 };
                 let source = |address| Source {
                     cluster: cluster.clone(),
@@ -96,16 +106,13 @@ impl Finder<'_> {
         }
     }
 
-    fn unseen(&self, cluster: ClusterIdentity) -> Source {
-        Source {
-            cluster,
-            node: None,
-            address: Some(ANYWHERE),
-        }
-    }
-
-    /// The addresses that are meant, by whoever opens the connection.
-    pub(super) fn targets(&self, place: &Place, port: Option<&Port>, from: &[Source]) -> Result<Located, Missing> {
+    /// Returns the addresses that a connection from `from` to this end may use.
+    pub(super) fn targets(
+        &self,
+        end: &ConnectionEnd,
+        port: Option<&Port>,
+        from: &[Source],
+    ) -> Result<Located, LocateError> {
         let number = match port {
             Some((protocol, PortRef::Number(number))) => Some((*protocol, *number)),
             _ => None,
@@ -117,43 +124,43 @@ impl Finder<'_> {
                 address,
                 port: number,
             },
-            words: "address",
-            cluster_ip: false,
-            ready: true,
+            kind: "address",
+            is_cluster_ip: false,
+            is_ready: true,
         };
-        let found = |targets| Located {
+        let located = |targets| Located {
             notes: Vec::new(),
             targets,
         };
-        match place {
-            Place::Address(address) => {
+        match end {
+            ConnectionEnd::Address(address) => {
                 let owner = self.owner(*address)?;
-                let mut located = found(vec![target(&owner.cluster, owner.node, *address)]);
-                located.notes.push(format!("{address} is {}", owner.words));
+                let mut located = located(vec![target(&owner.cluster, owner.node, *address)]);
+                located.notes.push(format!("{address} is {}", owner.description));
                 Ok(located)
             }
-            Place::Node { cluster, name } => {
+            ConnectionEnd::Node { cluster, name } => {
                 let cluster = self.cluster(cluster)?;
                 let Some(addresses) = self.node(&cluster, name)? else {
-                    return Ok(found(vec![target(&cluster, Some(name.clone()), ANYWHERE)]));
+                    return Ok(located(vec![target(&cluster, Some(name.clone()), ANYWHERE)]));
                 };
                 let addresses = addresses.into_iter();
-                Ok(found(
+                Ok(located(
                     addresses
                         .map(|address| target(&cluster, Some(name.clone()), address))
                         .collect(),
                 ))
             }
-            Place::Pod { cluster, name } => {
+            ConnectionEnd::Pod { cluster, name } => {
                 let cluster = self.cluster(cluster)?;
                 let Some((node, addresses)) = self.pod(&cluster, name)? else {
-                    return Ok(found(vec![target(&cluster, None, ANYWHERE)]));
+                    return Ok(located(vec![target(&cluster, None, ANYWHERE)]));
                 };
-                let mut located = found(Vec::new());
+                let mut located = located(Vec::new());
                 let addresses = if addresses.is_empty() {
                     located
                         .notes
-                        .push(format!("Pod {name} is in the network of Node {node}"));
+                        .push(format!("Pod {name} uses the host network of Node {node}"));
                     self.node(&cluster, &node)?.unwrap_or_default()
                 } else {
                     addresses
@@ -164,7 +171,9 @@ impl Finder<'_> {
                 located.targets = targets.collect();
                 Ok(located)
             }
-            Place::Service { cluster, name } => self.service(&self.cluster(cluster)?, cluster, name, port, from),
+            ConnectionEnd::Service { cluster, name } => {
+                self.service(&self.cluster(cluster)?, cluster, name, port, from)
+            }
         }
     }
 
@@ -175,7 +184,7 @@ impl Finder<'_> {
         name: &ObjectName,
         port: Option<&Port>,
         from: &[Source],
-    ) -> Result<Located, Missing> {
+    ) -> Result<Located, LocateError> {
         if let Some((cluster, exporter, service)) = self.mirrored(cluster, name) {
             let mut located = self.service(&cluster, &exporter, &service, port, from)?;
             let note =
@@ -187,23 +196,25 @@ impl Finder<'_> {
             notes: Vec::new(),
             targets: Vec::new(),
         };
-        let Some(seen) = self.seen(cluster) else {
-            let unseen = Destination {
+        let Some(read) = self.read_cluster(cluster) else {
+            let unknown = Destination {
                 cluster: cluster.clone(),
                 node: None,
                 address: ANYWHERE,
                 port: None,
             };
             located.targets.push(Target {
-                to: unseen,
-                words: "address",
-                cluster_ip: false,
-                ready: true,
+                to: unknown,
+                kind: "address",
+                is_cluster_ip: false,
+                is_ready: true,
             });
             return Ok(located);
         };
-        let Some(service) = seen.member.services.get(name) else {
-            return Err(Missing::NotThere(format!("cluster {entry:?} has no Service {name}")));
+        let Some(service) = read.member.services.get(name) else {
+            return Err(LocateError::NotFound(format!(
+                "cluster {entry:?} has no Service {name}"
+            )));
         };
         let port = match port {
             None => None,
@@ -220,7 +231,7 @@ impl Finder<'_> {
                     let ports = service.ports.iter();
                     let ports = ports.map(|port| format!("{}/{} {}", port.port, port.protocol.as_str(), port.name));
                     let ports: Vec<String> = ports.map(|port| port.trim().to_owned()).collect();
-                    Missing::NotThere(format!(
+                    LocateError::NotFound(format!(
                         "Service {name} of cluster {entry:?} has no such port; it has {}",
                         ports.join(", ")
                     ))
@@ -230,7 +241,7 @@ impl Finder<'_> {
         };
         let gateways = from
             .first()
-            .map(|from| self.gateways(&from.cluster, cluster, seen, name));
+            .map(|from| self.gateways(&from.cluster, cluster, read, name));
         let wanted = |(of, _): &(String, Target)| port.is_none_or(|port| port.name == *of);
         let gateways = gateways.into_iter().flatten().filter(wanted);
         located.targets.extend(gateways.map(|(_, target)| target));
@@ -238,7 +249,7 @@ impl Finder<'_> {
             return Ok(located);
         }
         let port = port.map(|port| (port.protocol, port.port));
-        for backend in explain::backends(&seen.member, name, port) {
+        for backend in explain::backends(&read.member, name, port) {
             let explain::Backend {
                 address,
                 node,
@@ -252,25 +263,25 @@ impl Finder<'_> {
                     address,
                     port: Some(port),
                 },
-                words: "endpoint",
-                cluster_ip: false,
-                ready,
+                kind: "endpoint",
+                is_cluster_ip: false,
+                is_ready: ready,
             });
         }
         if located.targets.is_empty() {
             let why = format!("Service {name} of cluster {entry:?} has no endpoint now, so nothing would answer");
-            return Err(Missing::NotThere(why));
+            return Err(LocateError::NotFound(why));
         }
-        located.targets.extend(self.cluster_ips(cluster, seen, name, port));
+        located.targets.extend(self.cluster_ips(cluster, read, name, port));
         Ok(located)
     }
 
-    /// Where a sandbox calls a Service that it is granted: at the gateways, by the names of the Service's ports.
+    /// Returns the addresses of gateways at which a sandbox reaches a granted Service, each with the name of the Service's port.
     fn gateways(
         &self,
         from: &ClusterIdentity,
         cluster: &ClusterIdentity,
-        seen: &Seen,
+        read: &ReadCluster,
         name: &ObjectName,
     ) -> Vec<(String, Target)> {
         let mut found = Vec::new();
@@ -286,7 +297,7 @@ impl Finder<'_> {
             let accesses = target.accesses.values().filter(|access| access.source == *source);
             let grants = accesses.flat_map(|access| &access.spec.grants);
             for (port, granted) in grants.filter(|(_, granted)| granted.service == *name) {
-                for gateway in seen.member.gateways.values().filter(|gateway| gateway.serves(source)) {
+                for gateway in read.member.gateways.values().filter(|gateway| gateway.serves(source)) {
                     for address in &gateway.addresses {
                         let to = Destination {
                             cluster: cluster.clone(),
@@ -296,9 +307,9 @@ impl Finder<'_> {
                         };
                         let target = Target {
                             to,
-                            words: "gateway",
-                            cluster_ip: false,
-                            ready: gateway.ready,
+                            kind: "gateway",
+                            is_cluster_ip: false,
+                            is_ready: gateway.ready,
                         };
                         found.push((granted.port.clone(), target));
                     }
@@ -308,15 +319,15 @@ impl Finder<'_> {
         found
     }
 
-    /// Its ClusterIPs, where they are among what its cluster opens.
+    /// Returns the ClusterIPs of a Service that lie in the accepted networks of its cluster.
     fn cluster_ips(
         &self,
         cluster: &ClusterIdentity,
-        seen: &Seen,
+        read: &ReadCluster,
         name: &ObjectName,
         port: Option<(Protocol, u16)>,
     ) -> Vec<Target> {
-        let spec = seen
+        let spec = read
             .objects
             .services
             .get(name)
@@ -326,25 +337,27 @@ impl Finder<'_> {
             one.chain(spec.cluster_ips.iter().flatten())
         });
         let addresses: BTreeSet<IpAddr> = texts.filter_map(|text| text.parse().ok()).collect();
-        let open = |address: &IpAddr| self.accepting(*address).iter().any(|(_, of)| of.same_cluster(cluster));
-        let targets = addresses.into_iter().filter(open).map(|address| Target {
+        let is_accepted = |address: &IpAddr| self.accepting(*address).iter().any(|(_, of)| of.same_cluster(cluster));
+        let targets = addresses.into_iter().filter(is_accepted).map(|address| Target {
             to: Destination {
                 cluster: cluster.clone(),
                 node: None,
                 address,
                 port,
             },
-            words: "ClusterIP",
-            cluster_ip: true,
-            ready: true,
+            kind: "ClusterIP",
+            is_cluster_ip: true,
+            is_ready: true,
         });
         targets.collect()
     }
 
-    /// The Service behind a mirrored one: its cluster, that one's name in the mesh, and its own name.
+    /// Returns the original of a mirrored Service: its cluster, the name of the cluster's entry, and the name of the Service.
     fn mirrored(&self, cluster: &ClusterIdentity, name: &ObjectName) -> Option<(ClusterIdentity, String, ObjectName)> {
-        let standing = self.seen(cluster).and_then(|seen| seen.member.services.get(name));
-        if standing.is_some_and(|service| service.managed.is_none()) {
+        let existing = self
+            .read_cluster(cluster)
+            .and_then(|read| read.member.services.get(name));
+        if existing.is_some_and(|service| service.managed.is_none()) {
             return None;
         }
         self.outcome.meshes.iter().find_map(|mesh| {
@@ -358,8 +371,8 @@ impl Finder<'_> {
         })
     }
 
-    /// The cluster that the meshes call so.
-    fn cluster(&self, name: &str) -> Result<ClusterIdentity, Missing> {
+    /// Returns the cluster with this name in the meshes.
+    fn cluster(&self, name: &str) -> Result<ClusterIdentity, LocateError> {
         let entries = || self.outcome.meshes.iter().flat_map(|mesh| &mesh.clusters);
         let mut named = entries()
             .filter(|entry| entry.name == name)
@@ -367,38 +380,39 @@ impl Finder<'_> {
         let Some(first) = named.next() else {
             let known: BTreeSet<&str> = entries().map(|entry| &*entry.name).collect();
             let known: Vec<&str> = known.into_iter().collect();
-            return Err(Missing::Usage(format!(
+            return Err(LocateError::Usage(format!(
                 "no mesh has an entry {name:?}; there are {}",
                 known.join(", ")
             )));
         };
         if named.any(|other| !other.same_cluster(first)) {
-            return Err(Missing::Usage(format!(
-                "{name:?} is another cluster in each of several meshes: give the ClusterMesh that is meant alone, or write an address"
+            return Err(LocateError::Usage(format!(
+                "{name:?} is the name of different clusters in several meshes: give only one of the ClusterMeshes, or write an address"
             )));
         }
         Ok(first.clone())
     }
 
-    fn seen(&self, cluster: &ClusterIdentity) -> Option<&Seen> {
-        self.outcome.world.seen(cluster)
+    fn read_cluster(&self, cluster: &ClusterIdentity) -> Option<&ReadCluster> {
+        self.outcome.inputs.cluster(cluster)
     }
 
-    fn called(&self, cluster: &ClusterIdentity) -> &str {
+    /// The name of a cluster in the meshes.
+    fn name_of(&self, cluster: &ClusterIdentity) -> &str {
         let mut entries = self.outcome.meshes.iter().flat_map(|mesh| &mesh.clusters);
         let entry = entries.find(|entry| entry.identity.same_cluster(cluster));
         entry.map_or("?", |entry| &entry.name)
     }
 
-    /// The addresses of a Node; `None` = its cluster was not given.
-    fn node(&self, cluster: &ClusterIdentity, name: &str) -> Result<Option<Vec<IpAddr>>, Missing> {
-        let Some(seen) = self.seen(cluster) else {
+    /// Returns the addresses of a Node. `None` = its cluster was not given.
+    fn node(&self, cluster: &ClusterIdentity, name: &str) -> Result<Option<Vec<IpAddr>>, LocateError> {
+        let Some(read) = self.read_cluster(cluster) else {
             return Ok(None);
         };
-        let Some(node) = seen.member.nodes.get(name) else {
-            let words = self.called(cluster);
-            let why = format!("cluster {words:?} has no Node {name}; a pod is written {words}/NAMESPACE/POD");
-            return Err(Missing::NotThere(why));
+        let Some(node) = read.member.nodes.get(name) else {
+            let cluster = self.name_of(cluster);
+            let why = format!("cluster {cluster:?} has no Node {name}; write a pod as {cluster}/NAMESPACE/POD");
+            return Err(LocateError::NotFound(why));
         };
         let wireguard = node.wireguard_ip.value().map(|net| net.addr());
         let mut addresses: Vec<IpAddr> = node.internal_ips.iter().map(IpAddr::to_canonical).collect();
@@ -406,36 +420,37 @@ impl Finder<'_> {
         Ok(Some(addresses))
     }
 
-    /// The Node of a pod and its own addresses, none where it is in its Node's network; `None` = its cluster was not given.
-    fn pod(&self, cluster: &ClusterIdentity, name: &ObjectName) -> Result<Option<(String, Vec<IpAddr>)>, Missing> {
-        let Some(seen) = self.seen(cluster) else {
+    /// Returns the Node of a pod and the pod's own addresses (none if it uses the host network). `None` = its cluster was not
+    /// given.
+    fn pod(&self, cluster: &ClusterIdentity, name: &ObjectName) -> Result<Option<(String, Vec<IpAddr>)>, LocateError> {
+        let Some(read) = self.read_cluster(cluster) else {
             return Ok(None);
         };
-        let words = self.called(cluster);
-        let (Some(pod), Some(raw)) = (seen.member.pods.get(name), seen.objects.pods.get(name)) else {
-            let service = if seen.member.services.contains_key(name) {
+        let cluster = self.name_of(cluster);
+        let (Some(pod), Some(raw)) = (read.member.pods.get(name), read.objects.pods.get(name)) else {
+            let service = if read.member.services.contains_key(name) {
                 format!(
-                    "; there is a Service of that name: {words}/{}/svc/{}",
+                    "; there is a Service of that name: {cluster}/{}/svc/{}",
                     name.namespace, name.name
                 )
-            } else if seen.objects.pods.is_empty() {
-                "; no pods are in what was given: were they listed?".to_owned()
+            } else if read.objects.pods.is_empty() {
+                "; the input has no pods of this cluster: were they listed?".to_owned()
             } else {
                 String::new()
             };
-            return Err(Missing::NotThere(format!(
-                "cluster {words:?} has no Pod {name}{service}"
+            return Err(LocateError::NotFound(format!(
+                "cluster {cluster:?} has no Pod {name}{service}"
             )));
         };
-        let host = raw.spec.as_ref().and_then(|spec| spec.host_network).unwrap_or(false);
-        if pod.addresses.is_empty() && (!host || pod.node.is_empty()) {
-            let why = format!("Pod {name} of cluster {words:?} has no address: it has not started, or has ended");
-            return Err(Missing::NotThere(why));
+        let uses_host_network = raw.spec.as_ref().and_then(|spec| spec.host_network).unwrap_or(false);
+        if pod.addresses.is_empty() && (!uses_host_network || pod.node.is_empty()) {
+            let why = format!("Pod {name} of cluster {cluster:?} has no address: it has not started, or has ended");
+            return Err(LocateError::NotFound(why));
         }
         Ok(Some((pod.node.clone(), pod.addresses.clone())))
     }
 
-    /// Entries whose accepted networks hold an address.
+    /// Returns the entries whose accepted networks contain an address.
     fn accepting(&self, address: IpAddr) -> Vec<(String, ClusterIdentity)> {
         let mut found = Vec::new();
         for mesh in self.outcome.plan.meshes.values() {
@@ -452,19 +467,21 @@ impl Finder<'_> {
         found
     }
 
-    /// Whose an address is: what stands under it in some cluster, else whose networks hold it.
-    fn owner(&self, address: IpAddr) -> Result<Owner, Missing> {
-        let mut owners: BTreeMap<&str, Owner> = BTreeMap::new();
-        for (identity, given) in &self.outcome.world.sources {
-            let Some(seen) = self.seen(identity) else { continue };
-            if let Some(owner) = self.standing(identity, seen, address) {
-                owners.entry(given).or_insert(owner);
+    /// Returns the owner of an address: an object with it in some cluster, else the cluster whose networks contain it.
+    fn owner(&self, address: IpAddr) -> Result<AddressOwner, LocateError> {
+        let mut owners: BTreeMap<&str, AddressOwner> = BTreeMap::new();
+        for (identity, name) in &self.outcome.inputs.names {
+            let Some(read) = self.read_cluster(identity) else {
+                continue;
+            };
+            if let Some(owner) = self.object_with(identity, read, address) {
+                owners.entry(name).or_insert(owner);
             }
         }
         if owners.len() > 1 {
-            let all: Vec<&str> = owners.values().map(|owner| &*owner.words).collect();
-            return Err(Missing::NotThere(format!(
-                "{address} stands in several clusters: it is {}. Write the one that is meant by its name",
+            let all: Vec<&str> = owners.values().map(|owner| &*owner.description).collect();
+            return Err(LocateError::NotFound(format!(
+                "{address} exists in several clusters: it is {}. Write the name instead of the address",
                 all.join(", and ")
             )));
         }
@@ -472,30 +489,32 @@ impl Finder<'_> {
             return Ok(owner);
         }
         match &*self.accepting(address) {
-            [] => Err(Missing::NotThere(format!(
-                "{address} lies in the allowedNetworks of no member, and nothing that was given has it: no packet to or from it \
-                 is the mesh's"
+            [] => Err(LocateError::NotFound(format!(
+                "{address} is in the allowedNetworks of no member, and no object in the input has it: the mesh carries no packet \
+                 to or from it"
             ))),
-            [(name, cluster), ..] => Ok(Owner {
+            [(name, cluster), ..] => Ok(AddressOwner {
                 cluster: cluster.clone(),
                 node: None,
-                host: false,
-                words: format!("in the networks of cluster {name:?}, and nothing that was given there has it"),
+                is_host: false,
+                description: format!("in the networks of cluster {name:?}, and no object in the input has it"),
             }),
         }
     }
 
-    fn standing(&self, cluster: &ClusterIdentity, seen: &Seen, address: IpAddr) -> Option<Owner> {
-        let name = self.called(cluster);
-        let owner = |node: Option<&str>, host: bool, words: String| {
-            Some(Owner {
+    /// Returns the object of a cluster that has an address: a pod, a Node, an endpoint, the API server, a Service, or a Node's pod
+    /// network.
+    fn object_with(&self, cluster: &ClusterIdentity, read: &ReadCluster, address: IpAddr) -> Option<AddressOwner> {
+        let name = self.name_of(cluster);
+        let owner = |node: Option<&str>, is_host: bool, description: String| {
+            Some(AddressOwner {
                 cluster: cluster.clone(),
                 node: node.map(str::to_owned),
-                host,
-                words: format!("{words} of cluster {name:?}"),
+                is_host,
+                description: format!("{description} of cluster {name:?}"),
             })
         };
-        let member = &seen.member;
+        let member = &read.member;
         for (pod, value) in &member.pods {
             if value.addresses.contains(&address) {
                 return owner(Some(&value.node), false, format!("Pod {pod} on Node {}", value.node));
@@ -514,14 +533,14 @@ impl Finder<'_> {
         }
         for slice in member.slices.values().filter(|slice| slice.managed.is_none()) {
             if let Some(endpoint) = slice.endpoints.iter().find(|endpoint| endpoint.address == address) {
-                let words = format!("an endpoint of Service {}", slice.service);
-                return owner(endpoint.node.as_deref(), false, words);
+                let description = format!("an endpoint of Service {}", slice.service);
+                return owner(endpoint.node.as_deref(), false, description);
             }
         }
         if member.api_endpoints.iter().any(|endpoint| endpoint.ip() == address) {
             return owner(None, false, "the API server".to_owned());
         }
-        for (service, raw) in &seen.objects.services {
+        for (service, raw) in &read.objects.services {
             let spec = raw.spec.as_ref();
             let texts = spec
                 .into_iter()

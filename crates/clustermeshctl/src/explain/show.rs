@@ -1,4 +1,4 @@
-//! The answer as a person reads it, and as JSON or YAML. Its shape is an interface: fields are added, never renamed.
+//! Renders the answer as text for people, and as JSON or YAML. Programs read the latter: fields may be added, but never renamed.
 
 use clustermesh_core::{
     mesh::Protocol,
@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::{Answer, Row, is_table};
 use crate::{args::Output, page, problem::Problem};
 
-/// The answer in the form that is asked for.
+/// Renders the answer in the requested format.
 pub(super) fn render(answer: &Answer, output: Output) -> Result<String, Vec<Problem>> {
     if is_table(output) {
         return Ok(table(answer));
@@ -35,7 +35,7 @@ fn table(answer: &Answer) -> String {
         &mut text,
         0,
         2,
-        &format!("{}: {} -> {}", capital(verdict.as_str()), answer.from, answer.to),
+        &format!("{}: {} -> {}", capitalize(verdict.as_str()), answer.from, answer.to),
     );
     for note in &answer.notes {
         page::line(&mut text, 2, 4, note);
@@ -44,10 +44,10 @@ fn table(answer: &Answer) -> String {
         let Row {
             target,
             from: _,
-            answer: explanation,
+            explanation,
         } = row;
         let to = &target.to;
-        let mut what = format!("{} {}", target.words, to.address);
+        let mut what = format!("{} {}", target.kind, to.address);
         if to.address.is_unspecified() {
             "its addresses".clone_into(&mut what);
         }
@@ -57,7 +57,7 @@ fn table(answer: &Answer) -> String {
         if let Some(node) = &to.node {
             what.push_str(&format!(" on Node {node}"));
         }
-        if !target.ready {
+        if !target.is_ready {
             what.push_str(" (not ready)");
         }
         text.push('\n');
@@ -75,15 +75,15 @@ fn table(answer: &Answer) -> String {
     text
 }
 
-fn capital(words: &str) -> String {
-    let mut letters = words.chars();
+fn capitalize(text: &str) -> String {
+    let mut letters = text.chars();
     letters
         .next()
         .map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
 }
 
-fn written(written: bool) -> &'static str {
-    if written { "stands" } else { "not written yet" }
+fn written(is_written: bool) -> &'static str {
+    if is_written { "written" } else { "not written yet" }
 }
 
 fn path(text: &mut String, row: &Row, route: &Route) {
@@ -105,20 +105,20 @@ fn path(text: &mut String, row: &Row, route: &Route) {
         )
     };
     let anchor = if *anchored { ", as an anchor" } else { "" };
-    page::line(text, 4, 6, &format!("goes out by {}{anchor}", hop(out)));
+    page::line(text, 4, 6, &format!("leaves through {}{anchor}", hop(out)));
     let sent = match (masqueraded, row.from.address) {
         (_, None) => format!("arrives as {seen_as}, the node's own address in the mesh"),
         (Some(true), Some(address)) => format!("arrives as {seen_as}, not as {address} (masqueraded)"),
         (Some(false), Some(_)) => format!("arrives as {seen_as} (not masqueraded)"),
         (None, Some(_)) => format!("arrives as {seen_as}, unless the CNI there masquerades it"),
     };
-    page::line(text, 4, 6, &format!("{sent}, let in by {}", hop(back)));
-    if let Some((policy, stands)) = policy {
+    page::line(text, 4, 6, &format!("{sent}, accepted through {}", hop(back)));
+    if let Some((policy, is_written)) = policy {
         page::line(
             text,
             4,
             6,
-            &format!("held to PeerPolicy {policy} ({})", written(*stands)),
+            &format!("checked against PeerPolicy {policy} ({})", written(*is_written)),
         );
     }
 }
@@ -181,7 +181,7 @@ struct PolicyReport<'a> {
     written: bool,
 }
 
-/// One word, for programs.
+/// The verdict as one word, for programs.
 fn word(verdict: clustermesh_core::plan::explain::Verdict) -> String {
     format!("{verdict:?}")
 }
@@ -203,21 +203,21 @@ impl<'a> From<&'a Row> for RowReport<'a> {
         let Row {
             target,
             from: _,
-            answer,
+            explanation,
         } = row;
         Self {
-            kind: target.words,
+            kind: target.kind,
             address: target.to.address.to_string(),
             port: target.to.port.map(|(_, port)| port),
             protocol: target.to.port.map(|(protocol, _)| protocol.as_str()),
             node: target.to.node.as_deref(),
-            ready: target.ready,
-            verdict: word(answer.verdict()),
-            rule: answer.rule.to_string(),
-            message: &answer.message,
-            mesh: answer.mesh.as_ref().map(ToString::to_string),
-            path: answer.route.as_ref().map(PathReport::from),
-            notes: &answer.notes,
+            ready: target.is_ready,
+            verdict: word(explanation.verdict()),
+            rule: explanation.rule.to_string(),
+            message: &explanation.message,
+            mesh: explanation.mesh.as_ref().map(ToString::to_string),
+            path: explanation.route.as_ref().map(PathReport::from),
+            notes: &explanation.notes,
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Lists of one cluster's objects, in pages, each object read for itself.
+//! Lists the objects of one cluster, page by page. An object that does not parse is left out with a note.
 
 use std::{collections::BTreeMap, fmt::Debug, time::Duration};
 
@@ -9,46 +9,46 @@ use kube::{
 };
 use serde::de::DeserializeOwned;
 
-use super::{PATIENCE, chain, uid};
+use super::{REQUEST_TIMEOUT, error_chain, uid};
 use crate::{
-    objects::{Objects, Served},
+    objects::{InstalledCrds, Objects},
     output::shorten,
 };
 
-/// Objects in one answer.
-const PAGE: u32 = 500;
+/// Objects in one page.
+const PAGE_SIZE: u32 = 500;
 
-/// The most pages of one list. A hostile API server can return empty pages, each with a token for the next one, without end.
-const PAGES: usize = 400;
+/// Pages of one list, at most. A hostile API server can return empty pages, each with a token for the next one, without end.
+const MAX_PAGES: usize = 400;
 
-/// Time limit for all lists of one cluster.
-const IN_ALL: Duration = Duration::from_secs(300);
+/// For all lists of one cluster.
+const TOTAL_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// The most notes on one cluster.
-const NOTES: usize = 20;
+/// Notes on one cluster, at most.
+const MAX_NOTES: usize = 20;
 
-/// The longest name that an API server of Kubernetes gives to an object or a namespace.
-const NAME: usize = 253;
+/// The longest name that Kubernetes allows for an object or a namespace.
+const MAX_NAME: usize = 253;
 
-/// One request, with its failure in words.
-pub(crate) async fn within<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, String> {
-    match tokio::time::timeout(PATIENCE, request).await {
+/// Sends one request with a timeout. The error is a message for the user.
+pub(crate) async fn with_timeout<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, String> {
+    match tokio::time::timeout(REQUEST_TIMEOUT, request).await {
         Ok(Ok(answer)) => Ok(answer),
         Ok(Err(kube::Error::Api(status))) if [401, 403].contains(&status.code) => Err(format!(
-            "{} ({}): give an account that may",
+            "{} ({}): use an account with this permission",
             shorten(&status.message),
             status.code
         )),
-        Ok(Err(error)) => Err(format!("its API server cannot be asked: {}", shorten(&chain(&error)))),
+        Ok(Err(error)) => Err(format!("the request failed: {}", shorten(&error_chain(&error)))),
         Err(_) => Err(format!(
             "its API server does not answer within {} s",
-            PATIENCE.as_secs()
+            REQUEST_TIMEOUT.as_secs()
         )),
     }
 }
 
-/// Namespace, where it has one, and name.
-pub(super) fn name<T: Resource>(object: &T) -> String {
+/// Namespace (if any) and name.
+pub(super) fn full_name<T: Resource>(object: &T) -> String {
     let metadata = object.meta();
     let name = metadata.name.as_deref().unwrap_or("?");
     match &metadata.namespace {
@@ -57,16 +57,16 @@ pub(super) fn name<T: Resource>(object: &T) -> String {
     }
 }
 
-/// Every object of one kind; `None` = the cluster does not know the kind. One that does not parse costs that one, and a note.
-pub(super) async fn kind<T>(client: &Client, notes: &mut Vec<String>) -> Result<Option<Vec<T>>, String>
+/// Lists every object of one kind. `None` = the cluster does not know the kind.
+pub(super) async fn list_kind<T>(client: &Client, notes: &mut Vec<String>) -> Result<Option<Vec<T>>, String>
 where
     T: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
 {
     let objects: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::erase::<T>(&()));
-    let mut page = ListParams::default().limit(PAGE);
+    let mut page = ListParams::default().limit(PAGE_SIZE);
     let mut all = Vec::new();
-    for _ in 0..PAGES {
-        let listed = within(async {
+    for _ in 0..MAX_PAGES {
+        let listed = with_timeout(async {
             match objects.list(&page).await {
                 Err(kube::Error::Api(status)) if status.code == 404 => Ok(None),
                 listed => listed.map(Some),
@@ -75,19 +75,21 @@ where
         let listed = listed.await.map_err(|why| format!("{}: {why}", T::plural(&())))?;
         let Some(listed) = listed else { return Ok(None) };
         for object in listed.items {
-            let what = format!("{} {}", T::kind(&()), shorten(&name(&object)));
-            let longest = [&object.metadata.name, &object.metadata.namespace]
+            let what = format!("{} {}", T::kind(&()), shorten(&full_name(&object)));
+            let names = [&object.metadata.name, &object.metadata.namespace]
                 .into_iter()
                 .flatten();
-            if longest.map(String::len).max() > Some(NAME) {
-                notes.push(format!("{what} is left out: no name is longer than {NAME} characters"));
+            if names.map(String::len).max() > Some(MAX_NAME) {
+                notes.push(format!(
+                    "{what} is left out: its name is longer than {MAX_NAME} characters"
+                ));
                 continue;
             }
             match object.try_parse::<T>() {
                 Ok(object) => all.push(object),
                 Err(error) => notes.push(format!(
                     "{what} cannot be read and is left out: {}",
-                    shorten(&chain(&error))
+                    shorten(&error_chain(&error))
                 )),
             }
         }
@@ -97,12 +99,12 @@ where
         }
     }
     Err(format!(
-        "{}: the list does not end after {PAGES} pages of {PAGE}: its API server is broken or hostile",
+        "{}: the list does not end after {MAX_PAGES} pages of {PAGE_SIZE}: the API server is broken or hostile",
         T::plural(&())
     ))
 }
 
-fn keep<T: Resource, K: Ord>(objects: Option<Vec<T>>, key: impl Fn(ObjectName) -> K) -> BTreeMap<K, T> {
+fn by_name<T: Resource, K: Ord>(objects: Option<Vec<T>>, key: impl Fn(ObjectName) -> K) -> BTreeMap<K, T> {
     let named = |object: T| {
         let metadata = object.meta();
         let namespace = metadata.namespace.clone().unwrap_or_else(|| "default".to_owned());
@@ -112,48 +114,51 @@ fn keep<T: Resource, K: Ord>(objects: Option<Vec<T>>, key: impl Fn(ObjectName) -
     objects.into_iter().flatten().filter_map(named).collect()
 }
 
-/// What stands in one cluster, and what of it could not be read.
-pub(super) async fn all(client: &Client) -> Result<(Objects, Vec<String>), String> {
+/// Reads the objects of one cluster. Also returns notes about objects that could not be read.
+pub(super) async fn read_cluster(client: &Client) -> Result<(Objects, Vec<String>), String> {
     let mut notes = Vec::new();
-    let objects = tokio::time::timeout(IN_ALL, objects(client, &mut notes)).await;
-    let objects = objects.map_err(|_| format!("its lists take longer than {} s", IN_ALL.as_secs()))??;
-    let more = notes.len().saturating_sub(NOTES);
-    notes.truncate(NOTES);
+    let objects = tokio::time::timeout(TOTAL_TIMEOUT, objects(client, &mut notes)).await;
+    let objects = objects.map_err(|_| format!("its lists take longer than {} s", TOTAL_TIMEOUT.as_secs()))??;
+    let more = notes.len().saturating_sub(MAX_NOTES);
+    notes.truncate(MAX_NOTES);
     if more > 0 {
         notes.push(format!("and {more} more objects that are left out"));
     }
     Ok((objects, notes))
 }
 
-/// Of a kind that an older account may not read, which then counts as not there.
-async fn readable<T>(client: &Client, notes: &mut Vec<String>) -> Option<Vec<T>>
+/// Lists a kind that an older account may not read. If it cannot be read, it counts as not installed.
+async fn list_optional_kind<T>(client: &Client, notes: &mut Vec<String>) -> Option<Vec<T>>
 where
     T: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
 {
-    kind(client, notes).await.unwrap_or_else(|why| {
-        notes.push(format!("{why}; it counts as none"));
+    list_kind(client, notes).await.unwrap_or_else(|why| {
+        notes.push(format!("{why}; the kind counts as not installed"));
         None
     })
 }
 
 async fn objects(client: &Client, notes: &mut Vec<String>) -> Result<Objects, String> {
-    let nodes = kind(client, notes).await?;
-    let (peers, policies) = (kind(client, notes).await?, kind(client, notes).await?);
-    let (accesses, gateways) = (readable(client, notes).await, readable(client, notes).await);
+    let nodes = list_kind(client, notes).await?;
+    let (peers, policies) = (list_kind(client, notes).await?, list_kind(client, notes).await?);
+    let (accesses, gateways) = (
+        list_optional_kind(client, notes).await,
+        list_optional_kind(client, notes).await,
+    );
     Ok(Objects {
-        served: Some(Served {
+        crds: Some(InstalledCrds {
             peers: peers.is_some(),
             policies: policies.is_some(),
             accesses: accesses.is_some(),
         }),
-        accesses: keep(accesses, |name| name.name),
-        gateways: keep(gateways, |name| name),
-        nodes: keep(nodes, |name| name.name),
-        peers: keep(peers, |name| name.name),
-        policies: keep(policies, |name| name.name),
-        services: keep(kind(client, notes).await?, |name| name),
-        slices: keep(kind(client, notes).await?, |name| name),
-        pods: keep(kind(client, notes).await?, |name| name),
+        accesses: by_name(accesses, |name| name.name),
+        gateways: by_name(gateways, |name| name),
+        nodes: by_name(nodes, |name| name.name),
+        peers: by_name(peers, |name| name.name),
+        policies: by_name(policies, |name| name.name),
+        services: by_name(list_kind(client, notes).await?, |name| name),
+        slices: by_name(list_kind(client, notes).await?, |name| name),
+        pods: by_name(list_kind(client, notes).await?, |name| name),
         uid: uid(client).await,
     })
 }
@@ -168,14 +173,14 @@ mod tests {
 
     use super::*;
 
-    /// An API server that gives this answer to every request.
+    /// An API server that answers every request with the same code and body.
     async fn server(code: &'static str, answer: serde_json::Value) -> Client {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         let body = answer.to_string();
         tokio::spawn(async move {
             while let Ok((mut stream, _)) = listener.accept().await {
-                // A GET without a body fits one segment.
+                // A GET without a body fits into one segment, so one read is enough.
                 let _ = stream.read(&mut [0; 4096]).await;
                 let length = body.len();
                 let head = format!("HTTP/1.1 {code}\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n");
@@ -191,10 +196,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_list_without_end_is_given_up() {
+    async fn list_with_endless_pages_is_given_up() {
         let client = server("200 OK", page(&[], "next")).await;
-        let ended = kind::<Node>(&client, &mut Vec::new()).await;
-        let why = "nodes: the list does not end after 400 pages of 500: its API server is broken or hostile";
+        let ended = list_kind::<Node>(&client, &mut Vec::new()).await;
+        let why = "nodes: the list does not end after 400 pages of 500: the API server is broken or hostile";
         assert_eq!(ended, Err(why.to_owned()));
     }
 
@@ -204,17 +209,20 @@ mod tests {
         let node = |name: &str| serde_json::json!({"metadata": {"name": name}, "spec": {}, "status": {}});
         let client = server("200 OK", page(&[node(&long), node("n1")], "")).await;
         let mut notes = Vec::new();
-        let nodes = kind::<Node>(&client, &mut notes).await.unwrap().unwrap();
-        let names: Vec<String> = nodes.iter().map(name).collect();
+        let nodes = list_kind::<Node>(&client, &mut notes).await.unwrap().unwrap();
+        let names: Vec<String> = nodes.iter().map(full_name).collect();
         assert_eq!(names, ["n1"]);
         let cut = format!("{}... (1048576 bytes)", "n".repeat(300));
         assert_eq!(
             notes,
-            [format!("Node {cut} is left out: no name is longer than 253 characters")]
+            [format!(
+                "Node {cut} is left out: its name is longer than 253 characters"
+            )]
         );
 
         let status = serde_json::json!({"kind": "Status", "code": 403, "message": long, "status": "Failure"});
-        let refused = kind::<Node>(&server("403 Forbidden", status).await, &mut notes).await;
-        assert_eq!(refused, Err(format!("nodes: {cut} (403): give an account that may")));
+        let refused = list_kind::<Node>(&server("403 Forbidden", status).await, &mut notes).await;
+        let why = format!("nodes: {cut} (403): use an account with this permission");
+        assert_eq!(refused, Err(why));
     }
 }

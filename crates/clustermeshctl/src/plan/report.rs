@@ -1,4 +1,4 @@
-//! The plan as JSON and YAML. Its shape is an interface: fields are added, never renamed.
+//! The plan as JSON and YAML. Programs read this format: fields may be added, but never renamed.
 
 use std::collections::BTreeMap;
 
@@ -22,10 +22,10 @@ use k8s_openapi::{
 use kube::{Resource, ResourceExt};
 use serde::Serialize;
 
-use super::Outcome;
-use crate::world::Seen;
+use super::PlanResult;
+use crate::inputs::ReadCluster;
 
-/// Everything, by mesh.
+/// The whole plan.
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
     meshes: Vec<MeshReport>,
@@ -58,7 +58,7 @@ struct Cluster {
     uncovered: Vec<Uncovered>,
 }
 
-/// A podCIDR outside allowedNetworks, of a node that has its Peer.
+/// A podCIDR outside `allowedNetworks`, of a node that is registered.
 #[derive(Debug, Serialize)]
 struct Uncovered {
     node: String,
@@ -72,7 +72,7 @@ struct Skipped {
     message: String,
 }
 
-/// What one member should hold for the mesh, and what has to change there.
+/// The desired objects of a mesh in one member, and the changes that lead there.
 #[derive(Debug, Serialize)]
 struct Target {
     cluster: String,
@@ -110,8 +110,8 @@ impl From<&Step> for Change {
     }
 }
 
-impl From<&Outcome> for Report {
-    fn from(outcome: &Outcome) -> Self {
+impl From<&PlanResult> for Report {
+    fn from(outcome: &PlanResult) -> Self {
         let meshes = outcome.plan.meshes.iter();
         Self {
             meshes: meshes.map(|(id, mesh)| MeshReport::of(outcome, id, mesh)).collect(),
@@ -120,7 +120,7 @@ impl From<&Outcome> for Report {
 }
 
 impl MeshReport {
-    fn of(outcome: &Outcome, id: &MeshId, mesh: &MeshPlan) -> Self {
+    fn of(outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan) -> Self {
         let conditions = status::conditions(mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new());
         Self {
             namespace: id.namespace.clone(),
@@ -169,33 +169,32 @@ impl MeshReport {
 }
 
 impl Target {
-    fn of(outcome: &Outcome, id: &MeshId, mesh: &MeshPlan, cluster: &str, planned: &TargetPlan) -> Self {
-        let writer = Writer {
+    fn of(outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan, cluster: &str, planned: &TargetPlan) -> Self {
+        let builder = ObjectBuilder {
             id,
             hub: &outcome.plan.hub,
-            seen: outcome.seen(mesh, cluster),
+            cluster: outcome.cluster(mesh, cluster),
         };
         let changes = outcome.changes(id, mesh, cluster).unwrap_or_default();
         Self {
             cluster: cluster.to_owned(),
-            peers: writer.peers(planned),
-            policies: writer.policies(planned),
-            accesses: writer.accesses(planned),
-            services: writer.services(planned),
+            peers: builder.peers(planned),
+            policies: builder.policies(planned),
+            accesses: builder.accesses(planned),
+            services: builder.services(planned),
             changes: changes.into_iter().map(Change::from).collect(),
         }
     }
 }
 
-/// Makes objects as the controller writes them: a new one whole, one that stands with what others wrote into its metadata
-/// and its resourceVersion.
-struct Writer<'a> {
+/// Builds objects as the controller writes them. An existing object keeps its resourceVersion and metadata of other clients.
+struct ObjectBuilder<'a> {
     id: &'a MeshId,
     hub: &'a str,
-    seen: Option<&'a Seen>,
+    cluster: Option<&'a ReadCluster>,
 }
 
-impl Writer<'_> {
+impl ObjectBuilder<'_> {
     fn owner(&self, source: &str) -> Owner {
         Owner {
             mesh: Some(self.id.name.clone()),
@@ -206,13 +205,13 @@ impl Writer<'_> {
     }
 
     fn peers(&self, planned: &TargetPlan) -> Vec<Peer> {
-        let stands = |name| self.seen.and_then(|seen| seen.objects.peers.get(name));
+        let existing = |name| self.cluster.and_then(|cluster| cluster.objects.peers.get(name));
         let peers = planned.peers.iter().map(|(name, peer)| {
             let owner = self.owner(&peer.source);
-            match stands(name) {
+            match existing(name) {
                 None => convert::peer::from_core(name, &peer.spec, &owner),
-                Some(standing) => {
-                    let mut written = bare(standing);
+                Some(existing) => {
+                    let mut written = without_managed_fields(existing);
                     convert::peer::update(&mut written, &peer.spec, &owner);
                     written
                 }
@@ -222,13 +221,13 @@ impl Writer<'_> {
     }
 
     fn policies(&self, planned: &TargetPlan) -> Vec<PeerPolicy> {
-        let stands = |name| self.seen.and_then(|seen| seen.objects.policies.get(name));
+        let existing = |name| self.cluster.and_then(|cluster| cluster.objects.policies.get(name));
         let policies = planned.policies.iter().map(|(name, policy)| {
             let owner = self.owner(&policy.source);
-            match stands(name) {
+            match existing(name) {
                 None => convert::policy::from_core(name, &policy.source, &policy.spec, &owner),
-                Some(standing) => {
-                    let mut written = bare(standing);
+                Some(existing) => {
+                    let mut written = without_managed_fields(existing);
                     convert::policy::update(&mut written, &policy.source, &policy.spec, &owner);
                     written
                 }
@@ -238,10 +237,10 @@ impl Writer<'_> {
     }
 
     fn accesses(&self, planned: &TargetPlan) -> Vec<SandboxAccess> {
-        let stands = |name| self.seen.and_then(|seen| seen.objects.accesses.get(name));
+        let existing = |name| self.cluster.and_then(|cluster| cluster.objects.accesses.get(name));
         let accesses = planned.accesses.iter().map(|(name, access)| {
             let new = || SandboxAccess::new(name, SandboxAccessSpec::default());
-            let mut written = stands(name).map_or_else(new, bare);
+            let mut written = existing(name).map_or_else(new, without_managed_fields);
             convert::sandbox::update(&mut written, &access.spec, &self.owner(&access.source));
             written
         });
@@ -252,13 +251,13 @@ impl Writer<'_> {
         let mut mirrors = Vec::new();
         for (name, service) in &planned.services {
             let owner = self.owner(&service.source);
-            let stands = self.seen.and_then(|seen| seen.objects.services.get(name));
-            let mut written = stands.map_or_else(
+            let existing = self.cluster.and_then(|cluster| cluster.objects.services.get(name));
+            let mut written = existing.map_or_else(
                 || Service {
                     metadata: named(name),
                     ..Service::default()
                 },
-                bare,
+                without_managed_fields,
             );
             convert::service::update(&mut written, &service.mirror(), &owner);
             mirrors.push(Mirror::Service(Box::new(written)));
@@ -267,13 +266,13 @@ impl Writer<'_> {
                     namespace: name.namespace.clone(),
                     name: slice.clone(),
                 };
-                let stands = self.seen.and_then(|seen| seen.objects.slices.get(&slice));
-                let mut written = stands.map_or_else(
+                let existing = self.cluster.and_then(|cluster| cluster.objects.slices.get(&slice));
+                let mut written = existing.map_or_else(
                     || EndpointSlice {
                         metadata: named(&slice),
                         ..EndpointSlice::default()
                     },
-                    bare,
+                    without_managed_fields,
                 );
                 convert::service::update_slice(&mut written, &name.name, planned, &owner);
                 mirrors.push(Mirror::Slice(Box::new(written)));
@@ -291,9 +290,9 @@ fn named(name: &ObjectName) -> ObjectMeta {
     }
 }
 
-/// Without managedFields, which the API server keeps for itself.
-fn bare<T: Resource + Clone>(standing: &T) -> T {
-    let mut object = standing.clone();
+/// The API server itself maintains `managedFields`.
+fn without_managed_fields<T: Resource + Clone>(existing: &T) -> T {
+    let mut object = existing.clone();
     object.managed_fields_mut().clear();
     object.meta_mut().managed_fields = None;
     object

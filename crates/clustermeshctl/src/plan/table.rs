@@ -1,5 +1,5 @@
-//! The plan as a person reads it: what is wrong first, then every change with what it is for. For programs there is
-//! [`super::report`].
+//! The plan as text for people: first the conditions that need attention, then every change with its reason.
+//! [`super::report`] is the format for programs.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,14 +15,14 @@ use clustermesh_core::{
     status::{self, Condition},
 };
 
-use super::Outcome;
+use super::PlanResult;
 use crate::page;
 
-/// The most items of a list that are told.
-const SHOWN: usize = 24;
+/// Items of a list that are printed, at most.
+const MAX_ITEMS: usize = 24;
 
-/// The whole plan.
-pub(super) fn render(outcome: &Outcome) -> String {
+/// Renders the whole plan.
+pub(super) fn render(outcome: &PlanResult) -> String {
     let mut page = Page::default();
     for (id, mesh) in &outcome.plan.meshes {
         page.mesh(outcome, id, mesh);
@@ -41,10 +41,10 @@ struct Page {
 }
 
 impl Page {
-    fn mesh(&mut self, outcome: &Outcome, id: &MeshId, mesh: &MeshPlan) {
+    fn mesh(&mut self, outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan) {
         self.line(0, 0, &format!("ClusterMesh {id}"));
         for condition in status::conditions(mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new()) {
-            if condition.kind == "Ready" || troubling(&condition) {
+            if condition.kind == "Ready" || needs_attention(&condition) {
                 let state = match (condition.kind, condition.status) {
                     ("Ready", true) => "Ready".to_owned(),
                     ("Ready", false) => format!("Not ready: {}", condition.reason),
@@ -62,28 +62,28 @@ impl Page {
         self.blank();
     }
 
-    fn target(&mut self, outcome: &Outcome, id: &MeshId, mesh: &MeshPlan, entry: &str, target: &TargetPlan) {
-        let (Some(steps), Some(seen)) = (outcome.changes(id, mesh, entry), outcome.seen(mesh, entry)) else {
+    fn target(&mut self, outcome: &PlanResult, id: &MeshId, mesh: &MeshPlan, entry: &str, target: &TargetPlan) {
+        let (Some(steps), Some(cluster)) = (outcome.changes(id, mesh, entry), outcome.cluster(mesh, entry)) else {
             let text = format!("Into {entry}: not given, so nothing is planned here");
             self.line(2, 4, &text);
             return;
         };
         let slices: usize = target.services.values().map(|service| service.slices.len()).sum();
-        let written = target.peers.len() + target.policies.len() + target.accesses.len();
-        let desired = written + target.services.len() + slices;
-        let touched = steps.iter().filter(|step| step.action != Action::Delete).count();
-        let kept = match (mesh.paused, desired.saturating_sub(touched)) {
+        let others = target.peers.len() + target.policies.len() + target.accesses.len();
+        let desired = others + target.services.len() + slices;
+        let written = steps.iter().filter(|step| step.action != Action::Delete).count();
+        let unchanged = match (mesh.paused, desired.saturating_sub(written)) {
             (true, _) | (_, 0) => String::new(),
-            (_, kept) => format!("{}{kept} as they should be", if steps.is_empty() { "" } else { ", " }),
+            (_, count) => format!("{}{count} up to date", if steps.is_empty() { "" } else { ", " }),
         };
-        let changes = match (steps.is_empty(), kept.is_empty()) {
+        let changes = match (steps.is_empty(), unchanged.is_empty()) {
             (true, true) => "no change".to_owned(),
             (true, false) => "no change; ".to_owned(),
             (false, _) => counts(&steps),
         };
-        self.line(2, 4, &format!("Into {entry}: {changes}{kept}"));
+        self.line(2, 4, &format!("Into {entry}: {changes}{unchanged}"));
         for step in steps {
-            self.step(step, target, &seen.member);
+            self.step(step, target, &cluster.member);
         }
     }
 
@@ -109,7 +109,7 @@ impl Page {
         }
     }
 
-    /// Who is left out, and why.
+    /// Prints the nodes and networks that are left out or held, with the reasons.
     fn left_out(&mut self, mesh: &MeshPlan) {
         for (entry, cluster) in &mesh.clusters {
             if !cluster.skipped.is_empty() {
@@ -128,14 +128,18 @@ impl Page {
                 };
                 self.blank();
                 let text = format!(
-                    "Not meshed in {entry}, outside allowedNetworks: podCIDR {} of Node {}{more}",
+                    "Left out of {entry}, because it is outside allowedNetworks: podCIDR {} of Node {}{more}",
                     first.network, first.node
                 );
                 self.line(2, 4, &text);
             }
             if !cluster.held.is_empty() {
                 self.blank();
-                self.line(2, 4, &format!("Kept in {entry} for 5 minutes, then left out:"));
+                self.line(
+                    2,
+                    4,
+                    &format!("Nodes of {entry} that keep their Peers for 5 minutes and are then left out:"),
+                );
                 for (node, reason) in &cluster.held {
                     self.line(4, 8, &format!("! Node {node}  {reason}"));
                 }
@@ -152,10 +156,10 @@ impl Page {
     }
 }
 
-/// Whether a condition says that something is wrong or held back.
-fn troubling(condition: &Condition) -> bool {
-    let bad_when_true = ["NetworksOverlap", "Degraded", "Paused"].contains(&condition.kind);
-    condition.status == bad_when_true
+/// Whether a condition is in its bad state.
+fn needs_attention(condition: &Condition) -> bool {
+    let is_bad_when_true = ["NetworksOverlap", "Degraded", "Paused"].contains(&condition.kind);
+    condition.status == is_bad_when_true
 }
 
 fn counts(steps: &[&Step]) -> String {
@@ -174,25 +178,25 @@ fn counts(steps: &[&Step]) -> String {
     parts.join(", ")
 }
 
-/// What a change changes.
+/// Returns lines that describe the content of a change.
 fn details(step: &Step, member: &Member) -> Vec<String> {
     match &step.item {
         Item::Peer(name, planned) => {
-            let standing = member.peers.as_ref().and_then(|peers| peers.get(name));
-            let old = standing.map(|peer| peer.spec.as_ref());
-            let owner = standing.map(|peer| &peer.owner);
+            let existing = member.peers.as_ref().and_then(|peers| peers.get(name));
+            let old = existing.map(|peer| peer.spec.as_ref());
+            let owner = existing.map(|peer| &peer.owner);
             compare(step, planned.as_ref(), old, owner, whole_peer, peer_changes)
         }
         Item::Policy(name, planned) => {
-            let standing = member.policies.as_ref().and_then(|policies| policies.get(name));
-            let old = standing.map(|policy| policy.spec.as_ref());
-            let owner = standing.map(|policy| &policy.owner);
+            let existing = member.policies.as_ref().and_then(|policies| policies.get(name));
+            let old = existing.map(|policy| policy.spec.as_ref());
+            let owner = existing.map(|policy| &policy.owner);
             compare(step, planned.as_ref(), old, owner, whole_policy, policy_changes)
         }
         Item::Access(name, planned) => {
-            let standing = member.accesses.as_ref().and_then(|accesses| accesses.get(name));
-            let old = standing.map(|access| access.spec.as_ref());
-            let owner = standing.map(|access| &access.owner);
+            let existing = member.accesses.as_ref().and_then(|accesses| accesses.get(name));
+            let old = existing.map(|access| access.spec.as_ref());
+            let owner = existing.map(|access| &access.owner);
             compare(step, planned.as_ref(), old, owner, whole_access, |old, new| {
                 whole_access(old)
                     .iter()
@@ -203,13 +207,13 @@ fn details(step: &Step, member: &Member) -> Vec<String> {
             })
         }
         Item::Service(name, planned) => {
-            let standing = member.services.get(name);
-            let before = standing.map(|service| Mirror {
+            let existing = member.services.get(name);
+            let before = existing.map(|service| Mirror {
                 ports: service.ports.clone(),
                 families: service.families,
             });
             let old = before.as_ref().map(Ok);
-            let owner = standing.and_then(|service| service.managed.as_ref());
+            let owner = existing.and_then(|service| service.managed.as_ref());
             let whole = |mirror: &Mirror| {
                 let families = match mirror.families {
                     Families::BOTH => ", of both families",
@@ -228,21 +232,21 @@ fn details(step: &Step, member: &Member) -> Vec<String> {
             })
         }
         Item::Slice(name, planned) => {
-            let standing = member.slices.get(name);
-            let before = standing.map(|slice| PlannedSlice {
+            let existing = member.slices.get(name);
+            let before = existing.map(|slice| PlannedSlice {
                 v6: slice.v6,
                 ports: slice.ports.clone(),
                 endpoints: slice.endpoints.clone(),
             });
             let old = before.as_ref().map(Ok);
-            let owner = standing.and_then(|slice| slice.managed.as_ref());
+            let owner = existing.and_then(|slice| slice.managed.as_ref());
             let planned = planned.as_ref().map(|(_, slice)| slice);
             compare(step, planned, old, owner, whole_slice, slice_changes)
         }
     }
 }
 
-/// The whole of what comes or goes; of what stays, the differences.
+/// Describes an object that is created or deleted with `whole`, and an object that is updated with `changes`.
 fn compare<T>(
     step: &Step,
     planned: Option<&T>,
@@ -256,7 +260,7 @@ fn compare<T>(
         (None, Some(Ok(old))) => whole(old),
         (Some(new), Some(Ok(old))) => changes(old, new),
         (Some(new), Some(Err(why))) => {
-            let mut lines = vec![format!("what stands is not what the controller writes: {why}")];
+            let mut lines = vec![format!("the existing object is invalid: {why}")];
             lines.extend(whole(new));
             lines
         }
@@ -298,15 +302,15 @@ fn whole_peer(spec: &PeerSpec) -> Vec<String> {
         endpoint(spec.endpoint.as_ref())
     )];
     lines.push(match spec.allowed_ips.is_empty() {
-        true => "allows no address".to_owned(),
-        false => format!("allows {}", list(&spec.allowed_ips)),
+        true => "no allowedIPs".to_owned(),
+        false => format!("allowedIPs {}", list(&spec.allowed_ips)),
     });
     lines
 }
 
 fn endpoint(endpoint: Option<&Endpoint>) -> String {
     match endpoint {
-        None => "none (it dials)".to_owned(),
+        None => "none (only the peer initiates)".to_owned(),
         Some(Endpoint::Ip(address)) => address.to_string(),
         Some(Endpoint::Dns(host, port)) => format!("{host}:{port}"),
     }
@@ -351,7 +355,7 @@ fn whole_policy(spec: &PolicySpec) -> Vec<String> {
     let mut lines = vec![format!("from {}", list(&spec.sources)), allows];
     lines.extend(
         spec.closed
-            .then(|| "closed: no packet passes from it or to it".to_owned()),
+            .then(|| "closed: drops all packets from it and to it".to_owned()),
     );
     lines
 }
@@ -434,9 +438,9 @@ fn set_changes<T: Ord + Display>(what: &str, old: &BTreeSet<T>, new: &BTreeSet<T
 
 fn list<T: Display>(items: impl IntoIterator<Item = T>) -> String {
     let all: Vec<String> = items.into_iter().map(|item| item.to_string()).collect();
-    let mut text = all[..all.len().min(SHOWN)].join(", ");
-    if all.len() > SHOWN {
-        let _ = write!(text, " and {} more", all.len() - SHOWN);
+    let mut text = all[..all.len().min(MAX_ITEMS)].join(", ");
+    if all.len() > MAX_ITEMS {
+        let _ = write!(text, " and {} more", all.len() - MAX_ITEMS);
     }
     text
 }

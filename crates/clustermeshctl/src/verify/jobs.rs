@@ -1,5 +1,5 @@
-//! The pods that try: one Job for each place, with the agent's own image, which the cluster takes away by itself where this
-//! program cannot. What their answers mean is not known here.
+//! Runs the probes: one Kubernetes Job for each source, with the agent's own image. If this program is killed, the cluster removes
+//! the Jobs by itself.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,55 +18,57 @@ use serde::Deserialize;
 use serde_json::json;
 use tokio::time::Instant;
 
-use super::{Cluster, Place, Report, sockets::Socket, sockets::Sockets};
+use super::{Cluster, ProbeSource, Report, sockets::Socket, sockets::Sockets};
 use crate::{
     args::VerifyArgs,
-    live::{chain, within},
-    plan::Outcome,
+    live::{error_chain, with_timeout},
+    plan::PlanResult,
 };
 
-/// What the agent's pods are called in `deploy/agent.yaml`.
+/// The label `app.kubernetes.io/name` of the agent's pods in `deploy/agent.yaml`.
 const AGENT: &str = "wg-agent";
-/// For a pod to be placed, to fetch its image and to begin.
-const START: Duration = Duration::from_secs(90);
-/// Between two looks at the pods.
-const LOOK: Duration = Duration::from_millis(400);
+/// The time for a pod to be scheduled, to pull its image and to start.
+const START_TIMEOUT: Duration = Duration::from_secs(90);
+/// How often pods and Jobs are polled.
+const POLL_INTERVAL: Duration = Duration::from_millis(400);
 /// For the deletion at the end.
-const GONE: Duration = Duration::from_secs(30);
-/// What one object may hold of targets, in bytes; etcd takes 1.5 MiB.
-const ROOM: usize = 1 << 20;
+const DELETE_TIMEOUT: Duration = Duration::from_secs(30);
+/// The size of all arguments of one Job in bytes, at most. etcd accepts objects of 1.5 MiB.
+const MAX_ARGUMENTS: usize = 1 << 20;
 
-/// One pod that is to try something.
+/// One Job that probes from one source.
 pub(super) struct Job<'o> {
-    pub(super) place: Place,
-    /// By address and port: whose it is, and what.
+    pub(super) source: ProbeSource,
+    /// The sockets to probe, with the name of their cluster.
     pub(super) sockets: BTreeMap<SocketAddr, (&'o str, Socket)>,
-    /// The mesh's device on the node.
+    /// The mesh's WireGuard device on the node.
     pub(super) device: String,
     client: Client,
     name: String,
     namespace: String,
-    body: Box<batch::Job>,
+    manifest: Box<batch::Job>,
 }
 
-/// What one pod found.
+/// The results of one Job.
 #[derive(Debug)]
 pub(super) struct Answers {
-    pub(super) place: Place,
-    /// Its addresses; of the node itself none.
+    pub(super) source: ProbeSource,
+    /// The addresses of the pod. Empty for a pod in the host network.
     pub(super) addresses: Vec<IpAddr>,
     pub(super) by_socket: BTreeMap<SocketAddr, Answer>,
 }
 
-/// What came back from one socket.
+/// The result for one socket, as `wg-agent probe` prints it.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub(super) struct Answer {
     /// `open`, `refused`, `unreachable`, `silent` or an error.
     pub(super) answer: String,
-    /// The interface its packets leave by.
-    pub(super) way: Option<String>,
+    /// The interface of the node's route to it. `None` = the node has no route.
+    #[serde(rename = "way")]
+    pub(super) interface: Option<String>,
 }
 
+/// One line of the output of `wg-agent probe`.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Line {
@@ -80,10 +82,10 @@ enum Line {
     },
 }
 
-/// The Jobs that try these from one cluster. What cannot be tried there goes into the report.
-pub(super) fn on<'o>(
+/// Builds the Jobs that probe the sockets of `targets` from one cluster. Adds a note if it has more nodes than are used.
+pub(super) fn build<'o>(
     from: &Cluster<'o>,
-    outcome: &Outcome,
+    outcome: &PlanResult,
     args: &VerifyArgs,
     targets: &[(&'o str, Sockets)],
     report: &mut Report,
@@ -91,7 +93,7 @@ pub(super) fn on<'o>(
     let name = from.name;
     let client = outcome.clients.get(from.identity).ok_or_else(|| {
         format!(
-            "cluster {name:?}: nothing is tried from it: no credentials for it; name a context with --member-context"
+            "cluster {name:?}: nothing is probed from it: no credentials for it; name a context with --member-context"
         )
     })?;
     let sockets: BTreeMap<SocketAddr, (&str, Socket)> = targets
@@ -101,12 +103,12 @@ pub(super) fn on<'o>(
     if sockets.is_empty() {
         return Ok(Vec::new());
     }
-    let shipped = Shipped::of(from, args);
-    let image = shipped.image.clone().ok_or_else(|| {
-        format!("cluster {name:?}: nothing is tried from it: no pod of wg-agent runs there to take the image from; name one with --image")
+    let agent = AgentInstallation::find(from, args);
+    let image = agent.image.clone().ok_or_else(|| {
+        format!("cluster {name:?}: nothing is probed from it: no pod of wg-agent runs there, so its image is not known; name one with --image")
     })?;
     let nodes: Vec<&String> = from
-        .seen
+        .read
         .member
         .nodes
         .iter()
@@ -114,91 +116,92 @@ pub(super) fn on<'o>(
         .map(|(name, _)| name)
         .collect();
     if nodes.is_empty() {
-        return Err(format!("cluster {name:?}: nothing is tried from it: no Node is Ready"));
+        return Err(format!("cluster {name:?}: nothing is probed from it: no Node is Ready"));
     }
-    let first = args.nodes.get();
-    if nodes.len() > first {
+    let max_nodes = args.nodes.get();
+    if nodes.len() > max_nodes {
         report.notes.push(format!(
-            "{first} of {} Ready Nodes of {name:?} are tried from; --nodes says of how many",
+            "probes run from {max_nodes} of {} Ready Nodes of {name:?}; --nodes sets the number",
             nodes.len()
         ));
     }
-    let run = RandomState::new().hash_one(name);
+    let run_id = RandomState::new().hash_one(name);
     let mut jobs = Vec::new();
-    for (number, node) in nodes.into_iter().take(first).enumerate() {
-        let v6 = from.seen.member.nodes[node].internal_ips.iter().any(IpAddr::is_ipv6);
-        let v4 = from.seen.member.nodes[node].internal_ips.iter().any(IpAddr::is_ipv4);
-        let own_family = |socket: &SocketAddr| if socket.is_ipv4() { v4 } else { v6 };
+    for (number, node) in nodes.into_iter().take(max_nodes).enumerate() {
+        let v6 = from.read.member.nodes[node].internal_ips.iter().any(IpAddr::is_ipv6);
+        let v4 = from.read.member.nodes[node].internal_ips.iter().any(IpAddr::is_ipv4);
+        let has_family = |socket: &SocketAddr| if socket.is_ipv4() { v4 } else { v6 };
         let sockets: BTreeMap<_, _> = sockets
             .iter()
-            .filter(|(socket, _)| own_family(socket))
+            .filter(|(socket, _)| has_family(socket))
             .map(|(socket, what)| (*socket, what.clone()))
             .collect();
-        let words = words(sockets.keys());
-        if words.iter().map(String::len).sum::<usize>() > ROOM {
-            let why = "are more than one pod can be told; narrow it with --to";
+        let arguments = probe_arguments(sockets.keys());
+        if arguments.iter().map(String::len).sum::<usize>() > MAX_ARGUMENTS {
+            let why = "are too many for one pod; probe fewer clusters with --to";
             return Err(format!("cluster {name:?}: {} sockets {why}", sockets.len()));
         }
-        for host in [true, false] {
-            let place = Place {
+        for is_host in [true, false] {
+            let source = ProbeSource {
                 cluster: name.to_owned(),
                 node: node.clone(),
-                host,
+                is_host,
             };
-            let called = format!(
-                "clustermesh-verify-{run:016x}-{number}-{}",
-                if host { "node" } else { "pod" }
+            let job_name = format!(
+                "clustermesh-verify-{run_id:016x}-{number}-{}",
+                if is_host { "node" } else { "pod" }
             );
             jobs.push(Job {
-                body: Box::new(body(&called, &place, &image, &shipped, &words)),
-                place,
+                manifest: Box::new(manifest(&job_name, &source, &image, &agent, &arguments)),
+                source,
                 sockets: sockets.clone(),
-                device: shipped.device.clone(),
+                device: agent.device.clone(),
                 client: client.clone(),
-                name: called,
-                namespace: shipped.namespace.clone(),
+                name: job_name,
+                namespace: agent.namespace.clone(),
             });
         }
     }
     Ok(jobs)
 }
 
-/// `10.0.0.1=80,443` for each address.
-fn words<'s>(sockets: impl Iterator<Item = &'s SocketAddr>) -> Vec<String> {
+/// Returns one argument of `wg-agent probe` for each address: `10.0.0.1=80,443`.
+fn probe_arguments<'s>(sockets: impl Iterator<Item = &'s SocketAddr>) -> Vec<String> {
     let mut ports: BTreeMap<IpAddr, BTreeSet<u16>> = BTreeMap::new();
     for socket in sockets {
         ports.entry(socket.ip()).or_default().insert(socket.port());
     }
-    let word = |(address, ports): (IpAddr, BTreeSet<u16>)| {
+    let argument = |(address, ports): (IpAddr, BTreeSet<u16>)| {
         let ports: Vec<String> = ports.iter().map(u16::to_string).collect();
         format!("{address}={}", ports.join(","))
     };
-    ports.into_iter().map(word).collect()
+    ports.into_iter().map(argument).collect()
 }
 
-/// What the agent's own pods say of how it is installed.
-struct Shipped {
+/// How the agent is installed in a cluster, as its pods show.
+struct AgentInstallation {
     namespace: String,
     image: Option<String>,
-    secrets: Vec<serde_json::Value>,
+    pull_secrets: Vec<serde_json::Value>,
+    /// The WireGuard device.
     device: String,
 }
 
-impl Shipped {
-    fn of(from: &Cluster<'_>, args: &VerifyArgs) -> Self {
-        let mut agents = from.seen.objects.pods.iter().filter_map(|(name, pod)| {
+impl AgentInstallation {
+    fn find(from: &Cluster<'_>, args: &VerifyArgs) -> Self {
+        let mut agents = from.read.objects.pods.iter().filter_map(|(name, pod)| {
             let labels = pod.metadata.labels.as_ref()?;
             let spec = pod.spec.as_ref()?;
-            let ours = labels.get("app.kubernetes.io/name").is_some_and(|name| name == AGENT);
-            let container = spec.containers.first().filter(|_| ours)?;
+            let is_agent = labels.get("app.kubernetes.io/name").is_some_and(|name| name == AGENT);
+            let container = spec.containers.first().filter(|_| is_agent)?;
             Some((name, spec, container))
         });
         let agent = agents.next();
         let flag = agent.as_ref().and_then(|(_, _, container)| {
-            let mut words = container.args.iter().flatten();
-            words.find_map(|word| word.strip_prefix("--interface=").map(str::to_owned))
+            let mut args = container.args.iter().flatten();
+            args.find_map(|arg| arg.strip_prefix("--interface=").map(str::to_owned))
         });
-        let secrets = agent.as_ref().and_then(|(_, spec, _)| spec.image_pull_secrets.as_ref());
+        let pull_secrets = agent.as_ref().and_then(|(_, spec, _)| spec.image_pull_secrets.as_ref());
         Self {
             namespace: agent
                 .as_ref()
@@ -207,7 +210,7 @@ impl Shipped {
                 .image
                 .clone()
                 .or_else(|| agent.as_ref().and_then(|(_, _, container)| container.image.clone())),
-            secrets: secrets
+            pull_secrets: pull_secrets
                 .into_iter()
                 .flatten()
                 .map(|secret| json!({"name": secret.name}))
@@ -217,34 +220,40 @@ impl Shipped {
     }
 }
 
-fn body(name: &str, place: &Place, image: &str, shipped: &Shipped, words: &[String]) -> batch::Job {
+fn manifest(
+    name: &str,
+    source: &ProbeSource,
+    image: &str,
+    agent: &AgentInstallation,
+    arguments: &[String],
+) -> batch::Job {
     let labels = json!({
         "app.kubernetes.io/name": "clustermesh-verify",
         "app.kubernetes.io/part-of": "clustermesh",
     });
     let args: Vec<&str> = std::iter::once("probe")
-        .chain(words.iter().map(String::as_str))
+        .chain(arguments.iter().map(String::as_str))
         .collect();
     let job = json!({
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "namespace": shipped.namespace, "labels": labels},
+        "metadata": {"name": name, "namespace": agent.namespace, "labels": labels},
         "spec": {
             "backoffLimit": 0,
-            // Where this program is killed, the cluster ends the pod and takes everything away by itself.
-            "activeDeadlineSeconds": (START + patience(words)).as_secs(),
+            // If this program is killed, the cluster ends the pod and removes the Job by itself.
+            "activeDeadlineSeconds": (START_TIMEOUT + probe_timeout(arguments)).as_secs(),
             "ttlSecondsAfterFinished": 300,
             "template": {
                 "metadata": {"labels": labels},
                 "spec": {
-                    "nodeName": place.node,
-                    "hostNetwork": place.host,
+                    "nodeName": source.node,
+                    "hostNetwork": source.is_host,
                     "restartPolicy": "Never",
                     "automountServiceAccountToken": false,
                     "enableServiceLinks": false,
                     "terminationGracePeriodSeconds": 0,
                     "tolerations": [{"operator": "Exists"}],
-                    "imagePullSecrets": shipped.secrets,
+                    "imagePullSecrets": agent.pull_secrets,
                     "securityContext": {
                         "runAsNonRoot": true,
                         "runAsUser": 65532,
@@ -266,35 +275,35 @@ fn body(name: &str, place: &Place, image: &str, shipped: &Shipped, words: &[Stri
             },
         },
     });
-    serde_json::from_value(job).expect("the words above are a Job")
+    serde_json::from_value(job).expect("the JSON above is a Job")
 }
 
-/// For everything to be tried, 400 at once and each 2.5 s at most; twice that.
-fn patience(words: &[String]) -> Duration {
-    let sockets: usize = words.iter().map(|word| word.split(',').count()).sum();
+/// For all probes of one pod. `wg-agent probe` opens 400 connections at once, each for 2.5 s at most; this allows twice that time.
+fn probe_timeout(arguments: &[String]) -> Duration {
+    let sockets: usize = arguments.iter().map(|argument| argument.split(',').count()).sum();
     Duration::from_secs(30) + Duration::from_millis((sockets / 400) as u64 * 5000)
 }
 
-/// Runs them all at once, and takes them away whatever happens. The outcomes are in the order of the Jobs.
+/// Runs all Jobs at the same time and deletes them, also after errors and interrupts. The results are in the order of the Jobs.
 pub(super) async fn run(jobs: &[Job<'_>], stderr: &mut dyn Write) -> Vec<Result<Answers, String>> {
-    let outcomes = tokio::select! {
-        outcomes = futures::future::join_all(jobs.iter().map(one)) => outcomes,
+    let results = tokio::select! {
+        results = futures::future::join_all(jobs.iter().map(run_job)) => results,
         () = interrupted() => {
-            let _ = writeln!(stderr, "note: interrupted: the pods are being taken away");
+            let _ = writeln!(stderr, "note: interrupted; deleting the Jobs");
             jobs.iter().map(|_| Err("interrupted".to_owned())).collect()
         }
     };
-    for left in futures::future::join_all(jobs.iter().map(away))
+    for failure in futures::future::join_all(jobs.iter().map(delete_job))
         .await
         .into_iter()
         .flatten()
     {
-        let _ = writeln!(stderr, "warning: {left}");
+        let _ = writeln!(stderr, "warning: {failure}");
     }
-    outcomes
+    results
 }
 
-/// Ctrl-C, or the end asked for by another program.
+/// Waits for SIGINT (Ctrl-C) or SIGTERM.
 async fn interrupted() {
     use tokio::signal::unix::{SignalKind, signal};
     let Ok(mut term) = signal(SignalKind::terminate()) else {
@@ -306,105 +315,110 @@ async fn interrupted() {
     }
 }
 
-async fn one(job: &Job<'_>) -> Result<Answers, String> {
+/// Creates a Job, waits for its pod to end and reads its log.
+async fn run_job(job: &Job<'_>) -> Result<Answers, String> {
     let jobs: Api<batch::Job> = Api::namespaced(job.client.clone(), &job.namespace);
     let pods: Api<Pod> = Api::namespaced(job.client.clone(), &job.namespace);
-    let made = within(jobs.create(&PostParams::default(), &job.body)).await;
-    made.map_err(|why| {
+    let created = with_timeout(jobs.create(&PostParams::default(), &job.manifest)).await;
+    created.map_err(|why| {
         format!(
-            "the Job that tries it cannot be made in namespace {}: {why}",
+            "the Job for the probe cannot be created in namespace {}: {why}",
             job.namespace
         )
     })?;
-    let until = Instant::now() + START + patience(&words(job.sockets.keys()));
-    let mine = ListParams::default().labels(&format!("batch.kubernetes.io/job-name={}", job.name));
+    let until = Instant::now() + START_TIMEOUT + probe_timeout(&probe_arguments(job.sockets.keys()));
+    let pods_of_job = ListParams::default().labels(&format!("batch.kubernetes.io/job-name={}", job.name));
     let mut last = "it has no pod yet".to_owned();
     let pod = loop {
         if Instant::now() > until {
-            return Err(format!("the pod that tries it did not end in time: {last}"));
+            return Err(format!("the pod of the probe did not end in time: {last}"));
         }
-        // A list that fails once is asked for again.
-        match within(pods.list(&mine)).await.map(|list| list.items.into_iter().next()) {
+        // A failed list is repeated until the deadline.
+        match with_timeout(pods.list(&pods_of_job))
+            .await
+            .map(|list| list.items.into_iter().next())
+        {
             Ok(Some(pod)) => match pod.status.as_ref().and_then(|status| status.phase.as_deref()) {
                 Some("Succeeded") => break pod,
-                Some("Failed") => return Err(failed(&pods, &pod).await),
-                _ => last = waiting(&pod),
+                Some("Failed") => return Err(failure_reason(&pods, &pod).await),
+                _ => last = waiting_reason(&pod),
             },
             Ok(None) => {}
             Err(why) => last = why,
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     };
     let name = pod.metadata.name.clone().unwrap_or_default();
-    let text = within(pods.logs(&name, &LogParams::default())).await;
+    let text = with_timeout(pods.logs(&name, &LogParams::default())).await;
     let text = text.map_err(|why| format!("the log of pod {}/{name} cannot be read: {why}", job.namespace))?;
     let addresses = pod.status.iter().flat_map(|status| status.pod_ips.iter().flatten());
     let addresses = addresses
         .filter_map(|ip| ip.ip.parse().ok())
-        .filter(|_| !job.place.host);
+        .filter(|_| !job.source.is_host);
     Ok(Answers {
-        place: job.place.clone(),
+        source: job.source.clone(),
         addresses: addresses.collect(),
-        by_socket: read(&text)?,
+        by_socket: parse_log(&text)?,
     })
 }
 
-/// What a pod printed, whole.
-fn read(text: &str) -> Result<BTreeMap<SocketAddr, Answer>, String> {
+/// Parses the log of a pod. It must end with the line that tells the number of answers.
+fn parse_log(text: &str) -> Result<BTreeMap<SocketAddr, Answer>, String> {
     let mut answers = BTreeMap::new();
-    let mut whole = None;
+    let mut expected = None;
     for line in text.lines() {
         match serde_json::from_str(line) {
             Ok(Line::Answer { socket, answer }) => drop(answers.insert(socket, answer)),
-            Ok(Line::Done { tried }) => whole = Some(tried),
+            Ok(Line::Done { tried }) => expected = Some(tried),
             Err(_) => {
                 return Err(format!(
-                    "the pod printed what is no answer: {line:?}; is its image as new as this program?"
+                    "the pod printed an unexpected line: {line:?}; is its image as new as this program?"
                 ));
             }
         }
     }
-    match whole {
+    match expected {
         Some(tried) if tried == answers.len() => Ok(answers),
-        _ => Err(format!("the pod's log is not whole: it has {} answers", answers.len())),
+        _ => Err(format!("the pod's log is incomplete: it has {} answers", answers.len())),
     }
 }
 
-/// Why it has not begun.
-fn waiting(pod: &Pod) -> String {
+/// Why a pod has not started yet.
+fn waiting_reason(pod: &Pod) -> String {
     let status = pod.status.as_ref();
     let containers = status
         .into_iter()
         .flat_map(|status| status.container_statuses.iter().flatten());
     let reasons = containers.filter_map(|container| container.state.as_ref()?.waiting.as_ref());
-    let words = |reason: &k8s_openapi::api::core::v1::ContainerStateWaiting| {
+    let text = |reason: &k8s_openapi::api::core::v1::ContainerStateWaiting| {
         let part = |text: &Option<String>| text.clone().unwrap_or_default();
         format!("{} {}", part(&reason.reason), part(&reason.message))
     };
     reasons
-        .map(words)
+        .map(text)
         .next()
-        .unwrap_or_else(|| "it is starting, or at it".to_owned())
+        .unwrap_or_else(|| "it is starting or running".to_owned())
 }
 
-async fn failed(pods: &Api<Pod>, pod: &Pod) -> String {
+/// Why a pod failed: the reason in its status and the end of its log.
+async fn failure_reason(pods: &Api<Pod>, pod: &Pod) -> String {
     let name = pod.metadata.name.clone().unwrap_or_default();
     let status = pod.status.as_ref();
-    let said = status.and_then(|status| status.message.clone().or_else(|| status.reason.clone()));
+    let reason = status.and_then(|status| status.message.clone().or_else(|| status.reason.clone()));
     let lines = LogParams {
         tail_lines: Some(3),
         ..LogParams::default()
     };
-    let log = within(pods.logs(&name, &lines)).await.unwrap_or_default();
+    let log = with_timeout(pods.logs(&name, &lines)).await.unwrap_or_default();
     format!(
-        "the pod that tries it failed: {} {}; an image that is older than this program knows no `wg-agent probe`",
-        said.unwrap_or_default(),
+        "the pod of the probe failed: {} {}; an image that is older than this program does not have `wg-agent probe`",
+        reason.unwrap_or_default(),
         log.trim()
     )
 }
 
-/// Deletes a Job and waits until it and its pod are gone; what is left, in words.
-async fn away(job: &Job<'_>) -> Option<String> {
+/// Deletes a Job and waits until it and its pod are gone. Returns a message if that fails.
+async fn delete_job(job: &Job<'_>) -> Option<String> {
     let jobs: Api<batch::Job> = Api::namespaced(job.client.clone(), &job.namespace);
     let delete = DeleteParams {
         propagation_policy: Some(PropagationPolicy::Foreground),
@@ -413,25 +427,25 @@ async fn away(job: &Job<'_>) -> Option<String> {
     let gone = async {
         match jobs.delete(&job.name, &delete).await {
             Err(kube::Error::Api(status)) if status.code == 404 => return Ok(()),
-            Err(error) => return Err(chain(&error)),
+            Err(error) => return Err(error_chain(&error)),
             Ok(_) => {}
         }
         loop {
             match jobs.get_opt(&job.name).await {
                 Ok(None) => return Ok(()),
-                Ok(Some(_)) => tokio::time::sleep(LOOK).await,
-                Err(error) => return Err(chain(&error)),
+                Ok(Some(_)) => tokio::time::sleep(POLL_INTERVAL).await,
+                Err(error) => return Err(error_chain(&error)),
             }
         }
     };
-    let why = match tokio::time::timeout(GONE, gone).await {
+    let why = match tokio::time::timeout(DELETE_TIMEOUT, gone).await {
         Ok(Ok(())) => return None,
         Ok(Err(why)) => why,
-        Err(_) => format!("it is still there after {} s", GONE.as_secs()),
+        Err(_) => format!("it still exists after {} s", DELETE_TIMEOUT.as_secs()),
     };
     Some(format!(
-        "Job {}/{} of cluster {:?} could not be taken away ({why}): the cluster removes it within 10 minutes, or delete it",
-        job.namespace, job.name, job.place.cluster
+        "Job {}/{} of cluster {:?} could not be deleted ({why}): the cluster removes it within 10 minutes, or delete it yourself",
+        job.namespace, job.name, job.source.cluster
     ))
 }
 
@@ -440,26 +454,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_pod_printed_counts_only_whole() {
+    fn incomplete_pod_log_is_refused() {
         let line = r#"{"socket":"10.0.0.1:80","answer":"open","way":"kilo0"}"#;
         let answer = Answer {
             answer: "open".to_owned(),
-            way: Some("kilo0".to_owned()),
+            interface: Some("kilo0".to_owned()),
         };
-        let whole = read(&format!("{line}\n{{\"tried\":1}}\n"));
-        assert_eq!(whole, Ok([("10.0.0.1:80".parse().unwrap(), answer)].into()));
+        let complete = parse_log(&format!("{line}\n{{\"tried\":1}}\n"));
+        assert_eq!(complete, Ok([("10.0.0.1:80".parse().unwrap(), answer)].into()));
         for part in [line.to_owned(), format!("{line}\n{{\"tried\":2}}")] {
             assert_eq!(
-                read(&part),
-                Err("the pod's log is not whole: it has 1 answers".to_owned())
+                parse_log(&part),
+                Err("the pod's log is incomplete: it has 1 answers".to_owned())
             );
         }
-        assert!(read("error: unrecognized subcommand 'probe'").is_err());
+        assert!(parse_log("error: unrecognized subcommand 'probe'").is_err());
     }
 
     #[test]
-    fn an_address_is_named_once_with_all_its_ports() {
+    fn probe_argument_has_all_ports_of_an_address() {
         let sockets = ["10.0.0.1:443", "10.0.0.1:80", "[fd00::1]:22"].map(|text| text.parse().unwrap());
-        assert_eq!(words(sockets.iter()), ["10.0.0.1=80,443", "fd00::1=22"]);
+        assert_eq!(probe_arguments(sockets.iter()), ["10.0.0.1=80,443", "fd00::1=22"]);
     }
 }

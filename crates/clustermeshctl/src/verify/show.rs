@@ -1,24 +1,24 @@
-//! The report as a person reads it, and as JSON or YAML. Its shape is an interface: fields are added, never renamed.
+//! Renders the report as text for people, and as JSON or YAML. Programs read the latter: fields may be added, but never renamed.
 
 use serde::Serialize;
 
 use super::{
     Report,
-    judge::{Item, Path, Row},
+    classify::{Finding, Path, Row},
 };
 use crate::{args::Output, page, problem::Problem};
 
-/// Lines of one kind in the table; JSON and YAML have all.
-const LINES: usize = 40;
+/// Findings of one kind in the table, at most. JSON and YAML have all.
+const MAX_LINES: usize = 40;
 
-/// The report in the form that is asked for.
+/// Renders the report in the requested format.
 pub(super) fn render(report: &Report, output: Output) -> Result<String, Vec<Problem>> {
     let failed = |error: &dyn std::fmt::Display| vec![Problem::usage(format!("the report cannot be written: {error}"))];
-    let written = Written::from(report);
+    let structured = ReportOutput::from(report);
     match output {
         Output::Table => Ok(table(report)),
-        Output::Yaml => serde_saphyr::to_string(&written).map_err(|error| failed(&error)),
-        Output::Json => serde_json::to_string_pretty(&written)
+        Output::Yaml => serde_saphyr::to_string(&structured).map_err(|error| failed(&error)),
+        Output::Json => serde_json::to_string_pretty(&structured)
             .map(|json| json + "\n")
             .map_err(|error| failed(&error)),
     }
@@ -27,20 +27,18 @@ pub(super) fn render(report: &Report, output: Output) -> Result<String, Vec<Prob
 fn verdict(report: &Report) -> String {
     let violations = report.count(|row| row.violations.len());
     let unanswered = report.count(|row| row.unanswered.len());
-    let tried = report.count(|row| row.tried);
-    let head = match (violations, report.missing.len(), unanswered) {
+    let probed = report.count(|row| row.probed);
+    let head = match (violations, report.not_probed.len(), unanswered) {
         (0, 0, _) if report.rows.is_empty() => "NOTHING WAS TRIED".to_owned(),
         (0, 0, 0) => "As planned".to_owned(),
         (0, 0, silent) => format!("Closed as planned, but granted sockets do not answer: {silent}"),
-        (0, missing, _) => {
-            format!(
-                "CANNOT TELL: not all was tried ({missing}, see below); of what was, nothing is open that should not be"
-            )
+        (0, not_probed, _) => {
+            format!("CANNOT TELL: {not_probed} probes could not be run (see below); the others found no violation")
         }
         (violations, ..) => format!("VIOLATION: sockets that answer although nothing grants them: {violations}"),
     };
     format!(
-        "{head} ({tried} connections tried, {} granted and open)",
+        "{head} ({probed} connections tried, {} granted and open)",
         report.count(|row| row.open.len())
     )
 }
@@ -48,8 +46,8 @@ fn verdict(report: &Report) -> String {
 fn table(report: &Report) -> String {
     let mut text = String::new();
     page::line(&mut text, 0, 2, &verdict(report));
-    for missing in &report.missing {
-        page::line(&mut text, 2, 4, &format!("NOT TRIED: {missing}"));
+    for why in &report.not_probed {
+        page::line(&mut text, 2, 4, &format!("NOT TRIED: {why}"));
     }
     for note in &report.notes {
         page::line(&mut text, 2, 4, &format!("note: {note}"));
@@ -58,30 +56,30 @@ fn table(report: &Report) -> String {
         let Row {
             from,
             to,
-            tried,
+            probed,
             open,
             unanswered,
             violations,
-            beside,
+            on_underlay,
             refused,
             unknown,
         } = row;
         text.push('\n');
         let head = format!(
-            "{from} -> {to}: {tried} tried, {} granted and open, {} granted and silent, {} VIOLATIONS",
+            "{from} -> {to}: {probed} tried, {} granted and open, {} granted and silent, {} VIOLATIONS",
             open.len(),
             unanswered.len(),
             violations.len()
         );
         page::line(&mut text, 2, 4, &head);
-        items(&mut text, "VIOLATION", violations, true);
-        items(&mut text, "granted, no answer:", unanswered, true);
-        items(&mut text, "open, granted:", open, false);
-        items(&mut text, "open, cannot tell:", unknown, true);
-        items(&mut text, "open beside the mesh, no business of its:", beside, false);
-        items(
+        findings(&mut text, "VIOLATION", violations, true);
+        findings(&mut text, "granted, no answer:", unanswered, true);
+        findings(&mut text, "open, granted:", open, false);
+        findings(&mut text, "open, cannot tell:", unknown, true);
+        findings(&mut text, "open on the underlay, outside the mesh:", on_underlay, false);
+        findings(
             &mut text,
-            "refused although nothing grants it (a firewall, or a host that was reached):",
+            "not granted, refused (by a firewall, or by a host that was reached):",
             refused,
             false,
         );
@@ -89,16 +87,16 @@ fn table(report: &Report) -> String {
     text
 }
 
-fn items(text: &mut String, word: &str, items: &[Item], why: bool) {
-    for item in items.iter().take(LINES) {
-        let Item {
+fn findings(text: &mut String, heading: &str, findings: &[Finding], with_message: bool) {
+    for finding in findings.iter().take(MAX_LINES) {
+        let Finding {
             socket,
             what,
             path,
             interface,
             rule,
             message,
-        } = item;
+        } = finding;
         let by = interface
             .as_deref()
             .map(|name| format!(" by {name}"))
@@ -106,22 +104,23 @@ fn items(text: &mut String, word: &str, items: &[Item], why: bool) {
         let path = match path {
             Path::Tunnel => format!("in the tunnel{by}"),
             Path::Underlay => format!("on the underlay{by}"),
-            Path::Unknown => "on a way that is not known".to_owned(),
+            Path::Unknown => "path unknown".to_owned(),
         };
-        page::line(text, 4, 6, &format!("{word} {socket} {what}, {path}, {rule}"));
-        if why {
+        page::line(text, 4, 6, &format!("{heading} {socket} {what}, {path}, {rule}"));
+        if with_message {
             page::line(text, 6, 6, message);
         }
     }
-    if items.len() > LINES {
-        let more = items.len() - LINES;
-        page::line(text, 4, 6, &format!("{word} {more} more; --output json has all"));
+    if findings.len() > MAX_LINES {
+        let more = findings.len() - MAX_LINES;
+        page::line(text, 4, 6, &format!("{heading} {more} more; --output json has all"));
     }
 }
 
+/// The report for programs.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Written<'a> {
+struct ReportOutput<'a> {
     verdict: String,
     exit_code: u8,
     tried: usize,
@@ -129,25 +128,26 @@ struct Written<'a> {
     unanswered: usize,
     not_tried: &'a [String],
     notes: &'a [String],
-    probes: Vec<WrittenRow<'a>>,
+    probes: Vec<RowOutput<'a>>,
 }
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct WrittenRow<'a> {
-    from: Origin<'a>,
+struct RowOutput<'a> {
+    from: SourceOutput<'a>,
     to: &'a str,
     tried: usize,
-    violations: Vec<WrittenItem<'a>>,
-    unanswered: Vec<WrittenItem<'a>>,
-    open: Vec<WrittenItem<'a>>,
-    unknown: Vec<WrittenItem<'a>>,
-    beside_the_mesh: Vec<WrittenItem<'a>>,
-    refused: Vec<WrittenItem<'a>>,
+    violations: Vec<FindingOutput<'a>>,
+    unanswered: Vec<FindingOutput<'a>>,
+    open: Vec<FindingOutput<'a>>,
+    unknown: Vec<FindingOutput<'a>>,
+    /// [`Row::on_underlay`].
+    beside_the_mesh: Vec<FindingOutput<'a>>,
+    refused: Vec<FindingOutput<'a>>,
 }
 
 #[derive(Debug, Serialize)]
-struct Origin<'a> {
+struct SourceOutput<'a> {
     cluster: &'a str,
     node: &'a str,
     /// `node` or `pod`.
@@ -155,7 +155,7 @@ struct Origin<'a> {
 }
 
 #[derive(Debug, Serialize)]
-struct WrittenItem<'a> {
+struct FindingOutput<'a> {
     socket: String,
     what: &'a str,
     /// `tunnel`, `underlay` or `unknown`.
@@ -166,64 +166,68 @@ struct WrittenItem<'a> {
     message: &'a str,
 }
 
-impl<'a> From<&'a Report> for Written<'a> {
+impl<'a> From<&'a Report> for ReportOutput<'a> {
     fn from(report: &'a Report) -> Self {
-        let Report { rows, missing, notes } = report;
+        let Report {
+            rows,
+            not_probed,
+            notes,
+        } = report;
         Self {
             verdict: verdict(report),
             exit_code: report.code(),
-            tried: report.count(|row| row.tried),
+            tried: report.count(|row| row.probed),
             violations: report.count(|row| row.violations.len()),
             unanswered: report.count(|row| row.unanswered.len()),
-            not_tried: missing,
+            not_tried: not_probed,
             notes,
-            probes: rows.iter().map(WrittenRow::from).collect(),
+            probes: rows.iter().map(RowOutput::from).collect(),
         }
     }
 }
 
-impl<'a> From<&'a Row> for WrittenRow<'a> {
+impl<'a> From<&'a Row> for RowOutput<'a> {
     fn from(row: &'a Row) -> Self {
         let Row {
             from,
             to,
-            tried,
+            probed,
             open,
             unanswered,
             violations,
-            beside,
+            on_underlay,
             refused,
             unknown,
         } = row;
-        let all = |items: &'a [Item]| items.iter().map(WrittenItem::from).collect();
+        let all = |findings: &'a [Finding]| findings.iter().map(FindingOutput::from).collect();
         Self {
-            from: Origin {
+            from: SourceOutput {
                 cluster: &from.cluster,
                 node: &from.node,
-                kind: if from.host { "node" } else { "pod" },
+                kind: if from.is_host { "node" } else { "pod" },
             },
             to,
-            tried: *tried,
+            tried: *probed,
             violations: all(violations),
             unanswered: all(unanswered),
             open: all(open),
             unknown: all(unknown),
-            beside_the_mesh: all(beside),
+            beside_the_mesh: all(on_underlay),
             refused: all(refused),
         }
     }
 }
 
-impl<'a> From<&'a Item> for WrittenItem<'a> {
-    fn from(item: &'a Item) -> Self {
-        let Item {
+impl<'a> From<&'a Finding> for FindingOutput<'a> {
+    fn from(finding: &'a Finding) -> Self {
+        let Finding {
             socket,
             what,
             path,
             interface,
             rule,
             message,
-        } = item;
+        } = finding;
         Self {
             socket: socket.to_string(),
             what,

@@ -1,5 +1,5 @@
-//! Everything that a cluster answers at, as its objects say: pods, endpoints, Services, nodes, API server. Whether it may be
-//! reached is not known here.
+//! Collects the TCP addresses and ports at which a cluster may answer, from its objects: pods, endpoints, Services, nodes, gateways
+//! and API server.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,58 +17,58 @@ use clustermesh_core::{
 use ipnet::IpNet;
 use k8s_openapi::api::core::v1::{Node, Pod, Service};
 
-use crate::world::Seen;
+use crate::inputs::ReadCluster;
 
-/// Beside the infrastructure ports, tried on every address of a node.
+/// Probed on every address of a node, in addition to the infrastructure ports.
 const SSH: u16 = 22;
 
-/// One address and port.
+/// What is at one address and port.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Socket {
-    /// What it is, in words.
+    /// A description for people.
     pub(super) what: String,
-    /// On which Node.
+    /// Its Node.
     pub(super) node: Option<String>,
-    /// Something should answer there, as Kubernetes says.
-    pub(super) serving: bool,
-    /// Who answers in its place: it is translated, and lets in what one of these lets in.
+    /// According to Kubernetes something should answer there.
+    pub(super) should_answer: bool,
+    /// The endpoints to which a proxy translates this address. It is allowed if one of them is.
     pub(super) backends: BTreeSet<Backend>,
-    /// It is asked for under an address of the cluster that asks.
-    pub(super) mirror: bool,
+    /// It is a mirrored Service, probed at its ClusterIP in the probing cluster.
+    pub(super) is_mirror: bool,
 }
 
-/// By address and port; TCP.
+/// By address and TCP port.
 pub(super) type Sockets = BTreeMap<SocketAddr, Socket>;
 
-/// Addresses as they are compared; text of objects.
+/// Parses an address of an object.
 fn address(text: &str) -> Option<IpAddr> {
     text.parse::<IpAddr>().ok().map(|address| address.to_canonical())
 }
 
 #[derive(Default)]
-struct Found(Sockets);
+struct Collector(Sockets);
 
-impl Found {
-    /// What was found first names it; what should answer by any word should answer.
+impl Collector {
+    /// Adds a socket. If it exists already, it keeps its description, and should answer if one of the two should.
     fn add(&mut self, address: IpAddr, port: u16, socket: Socket) {
         if port == 0 || address.is_unspecified() {
             return;
         }
-        let held = self.0.entry(SocketAddr::new(address, port)).or_insert_with(|| Socket {
-            serving: false,
+        let existing = self.0.entry(SocketAddr::new(address, port)).or_insert_with(|| Socket {
+            should_answer: false,
             ..socket.clone()
         });
-        held.serving |= socket.serving;
+        existing.should_answer |= socket.should_answer;
     }
 }
 
-/// All of one cluster. `planned` = the SandboxAccesses that should be there.
-pub(super) fn of(seen: &Seen, settings: &Settings, planned: &[&AccessSpec]) -> Sockets {
-    let mut found = Found::default();
-    for (name, pod) in &seen.objects.pods {
-        of_pod(&mut found, name, pod);
+/// Collects the sockets of one cluster. `planned` are the SandboxAccesses that should exist there.
+pub(super) fn collect(read: &ReadCluster, settings: &Settings, planned: &[&AccessSpec]) -> Sockets {
+    let mut sockets = Collector::default();
+    for (name, pod) in &read.objects.pods {
+        add_pod(&mut sockets, name, pod);
     }
-    let member = &seen.member;
+    let member = &read.member;
     for slice in member.slices.iter().filter(|(_, slice)| slice.managed.is_none()) {
         let (name, slice) = slice;
         for endpoint in &slice.endpoints {
@@ -76,10 +76,10 @@ pub(super) fn of(seen: &Seen, settings: &Settings, planned: &[&AccessSpec]) -> S
                 let socket = Socket {
                     what: format!("endpoint of Service {}/{}", name.namespace, slice.service),
                     node: endpoint.node.clone(),
-                    serving: endpoint.ready && !endpoint.terminating,
+                    should_answer: endpoint.ready && !endpoint.terminating,
                     ..Socket::default()
                 };
-                found.add(endpoint.address.to_canonical(), port.port, socket);
+                sockets.add(endpoint.address.to_canonical(), port.port, socket);
             }
         }
     }
@@ -88,23 +88,22 @@ pub(super) fn of(seen: &Seen, settings: &Settings, planned: &[&AccessSpec]) -> S
             what: "the API server".to_owned(),
             ..Socket::default()
         };
-        found.add(api.ip().to_canonical(), api.port(), socket);
+        sockets.add(api.ip().to_canonical(), api.port(), socket);
     }
-    let nodes: Vec<(String, IpAddr)> = seen
+    let nodes: Vec<(String, IpAddr)> = read
         .objects
         .nodes
         .keys()
         .flat_map(|name| {
-            node_addresses(seen, name)
+            node_addresses(read, name)
                 .into_iter()
                 .map(move |address| (name.clone(), address))
         })
         .collect();
-    for (name, service) in &seen.objects.services {
-        of_service(&mut found, seen, name, service, &nodes);
+    for (name, service) in &read.objects.services {
+        add_service(&mut sockets, read, name, service, &nodes);
     }
     let infrastructure = settings.infrastructure_ports.iter();
-    // TCP alone is tried.
     let infrastructure = infrastructure.filter(|(protocol, _)| *protocol == Protocol::Tcp);
     let ports: BTreeSet<u16> = infrastructure.map(|(_, port)| *port).chain([SSH]).collect();
     for (node, address) in &nodes {
@@ -114,60 +113,63 @@ pub(super) fn of(seen: &Seen, settings: &Settings, planned: &[&AccessSpec]) -> S
                 node: Some(node.clone()),
                 ..Socket::default()
             };
-            found.add(*address, *port, socket);
+            sockets.add(*address, *port, socket);
         }
     }
-    of_gateways(&mut found, seen, planned, &ports);
-    found.0
+    add_gateways(&mut sockets, read, planned, &ports);
+    sockets.0
 }
 
-/// Gateways at their addresses inside the tunnel. A grant that was taken back may still be open, so SandboxAccesses are read as
-/// they are in the cluster, too.
-fn of_gateways(found: &mut Found, seen: &Seen, planned: &[&AccessSpec], closed: &BTreeSet<u16>) {
-    let member = &seen.member;
-    let present = member.accesses.iter().flat_map(BTreeMap::values);
-    let present = present.filter_map(|access| access.spec.as_ref().ok());
-    let grants = present.chain(planned.iter().copied()).flat_map(|access| &access.grants);
+/// Adds gateways at their WireGuard addresses, with the ports of all grants and with the ports of `closed`. A revoked grant may
+/// still be open, so the SandboxAccesses that exist in the cluster count in addition to the planned ones.
+fn add_gateways(sockets: &mut Collector, read: &ReadCluster, planned: &[&AccessSpec], closed: &BTreeSet<u16>) {
+    let member = &read.member;
+    let existing = member.accesses.iter().flat_map(BTreeMap::values);
+    let existing = existing.filter_map(|access| access.spec.as_ref().ok());
+    let grants = existing
+        .chain(planned.iter().copied())
+        .flat_map(|access| &access.grants);
     let grants = grants.filter(|((protocol, _), _)| *protocol == Protocol::Tcp);
     let grants: Vec<_> = grants.map(|((_, port), granted)| (*port, granted)).collect();
     for (name, gateway) in &member.gateways {
-        let pod = seen.objects.pods.get(name);
+        let pod = read.objects.pods.get(name);
         let node = pod.and_then(|pod| pod.spec.as_ref()?.node_name.clone());
-        let socket = |what: String, serving: bool| Socket {
+        let socket = |what: String, should_answer: bool| Socket {
             what,
             node: node.clone(),
-            serving,
+            should_answer,
             ..Socket::default()
         };
         for address in gateway.addresses.iter().map(IpAddr::to_canonical) {
             for (port, granted) in &grants {
-                let served = explain::backends(member, &granted.service, None);
-                let serving = gateway.ready && served.iter().any(|backend| backend.ready);
+                let backends = explain::backends(member, &granted.service, None);
+                let should_answer = gateway.ready && backends.iter().any(|backend| backend.ready);
                 let what = format!("gateway {name} for Service {}", granted.service);
-                found.add(address, *port, socket(what, serving));
+                sockets.add(address, *port, socket(what, should_answer));
             }
             for port in closed {
-                found.add(address, *port, socket(format!("gateway {name}"), false));
+                sockets.add(address, *port, socket(format!("gateway {name}"), false));
             }
         }
     }
 }
 
-/// Every address that a Node says is its own.
-fn node_addresses(seen: &Seen, name: &str) -> BTreeSet<IpAddr> {
-    let raw = seen.objects.nodes.get(name);
-    let said = raw.into_iter().flat_map(|node: &Node| {
+/// Returns the addresses in a Node's status, and its WireGuard address.
+fn node_addresses(read: &ReadCluster, name: &str) -> BTreeSet<IpAddr> {
+    let raw = read.objects.nodes.get(name);
+    let addresses = raw.into_iter().flat_map(|node: &Node| {
         let status = node.status.as_ref().and_then(|status| status.addresses.as_ref());
         status.into_iter().flatten().filter_map(|one| address(&one.address))
     });
-    let wireguard = seen.member.nodes.get(name).and_then(|node| match &node.wireguard_ip {
+    let wireguard = read.member.nodes.get(name).and_then(|node| match &node.wireguard_ip {
         Claim::Valid(net) => Some(net.addr()),
         _ => None,
     });
-    said.chain(wireguard).collect()
+    addresses.chain(wireguard).collect()
 }
 
-fn of_pod(found: &mut Found, name: &ObjectName, pod: &Pod) {
+/// Adds the declared ports of a running pod.
+fn add_pod(sockets: &mut Collector, name: &ObjectName, pod: &Pod) {
     let (Some(spec), Some(status)) = (&pod.spec, &pod.status) else {
         return;
     };
@@ -175,7 +177,7 @@ fn of_pod(found: &mut Found, name: &ObjectName, pod: &Pod) {
         return;
     }
     let conditions = status.conditions.iter().flatten();
-    let ready = conditions.into_iter().any(|c| c.type_ == "Ready" && c.status == "True");
+    let is_ready = conditions.into_iter().any(|c| c.type_ == "Ready" && c.status == "True");
     let addresses: Vec<IpAddr> = status
         .pod_ips
         .iter()
@@ -191,25 +193,32 @@ fn of_pod(found: &mut Found, name: &ObjectName, pod: &Pod) {
             let socket = Socket {
                 what: format!("pod {name}"),
                 node: spec.node_name.clone(),
-                // A declared port says that one is meant to listen, not on which address: of a host's, some do on the
-                // loopback alone.
-                serving: ready && spec.host_network != Some(true),
+                // A declared port does not tell on which address a process listens. In the host network it may be only the
+                // loopback address.
+                should_answer: is_ready && spec.host_network != Some(true),
                 ..Socket::default()
             };
-            found.add(*address, u16::try_from(port.container_port).unwrap_or(0), socket);
+            sockets.add(*address, u16::try_from(port.container_port).unwrap_or(0), socket);
         }
     }
 }
 
-fn of_service(found: &mut Found, seen: &Seen, name: &ObjectName, service: &Service, nodes: &[(String, IpAddr)]) {
+/// Adds the ClusterIPs, NodePorts and load balancer addresses of a Service.
+fn add_service(
+    sockets: &mut Collector,
+    read: &ReadCluster,
+    name: &ObjectName,
+    service: &Service,
+    nodes: &[(String, IpAddr)],
+) {
     let Some(spec) = &service.spec else { return };
-    let local = [&spec.external_traffic_policy, &spec.internal_traffic_policy]
+    let is_local = [&spec.external_traffic_policy, &spec.internal_traffic_policy]
         .iter()
         .any(|policy| policy.as_deref() == Some("Local"));
     let cluster_ips = cluster_ips(service);
     let ingress = service.status.iter().filter_map(|status| status.load_balancer.as_ref());
     let ingress = ingress.flat_map(|status| status.ingress.iter().flatten());
-    let outside: Vec<IpAddr> = ingress
+    let load_balancer_addresses: Vec<IpAddr> = ingress
         .filter_map(|at| at.ip.as_deref())
         .chain(spec.external_ips.iter().flatten().map(String::as_str))
         .filter_map(address)
@@ -221,51 +230,51 @@ fn of_service(found: &mut Found, seen: &Seen, name: &ObjectName, service: &Servi
         .filter(|port| port.protocol.as_deref().unwrap_or("TCP") == "TCP")
     {
         let Ok(number) = u16::try_from(port.port) else { continue };
-        let backends = explain::backends(&seen.member, name, Some((Protocol::Tcp, number)));
-        // Of a member that it is mirrored from, the endpoints are not here to be looked at.
-        let mirrored = seen
+        let backends = explain::backends(&read.member, name, Some((Protocol::Tcp, number)));
+        // The endpoints of a mirrored Service are in another cluster, whose objects are not known here.
+        let is_mirrored = read
             .member
             .services
             .get(name)
             .is_some_and(|service| service.managed.is_some());
-        let backends = if mirrored { BTreeSet::new() } else { backends };
+        let backends = if is_mirrored { BTreeSet::new() } else { backends };
         let of_family = |at: &IpAddr| -> BTreeSet<Backend> {
             let same = backends
                 .iter()
                 .filter(|backend| backend.address.is_ipv4() == at.is_ipv4());
             same.cloned().collect()
         };
-        let socket = |words: &str, at: &IpAddr, node: Option<String>| {
+        let socket = |kind: &str, at: &IpAddr, node: Option<String>| {
             let backends = of_family(at);
             Socket {
-                what: format!("{words} of Service {name}"),
+                what: format!("{kind} of Service {name}"),
                 node,
-                serving: backends.iter().any(|backend| backend.ready) && !local,
+                should_answer: backends.iter().any(|backend| backend.ready) && !is_local,
                 backends,
-                mirror: false,
+                is_mirror: false,
             }
         };
         for at in &cluster_ips {
-            found.add(*at, number, socket("ClusterIP", at, None));
+            sockets.add(*at, number, socket("ClusterIP", at, None));
         }
-        for at in &outside {
-            // Who announces such an address, and to whom, is not the cluster's to say.
-            let quiet = Socket {
-                serving: false,
+        for at in &load_balancer_addresses {
+            // The objects do not tell from where such an address is reachable.
+            let may_be_silent = Socket {
+                should_answer: false,
                 ..socket("load-balancer address", at, None)
             };
-            found.add(*at, number, quiet);
+            sockets.add(*at, number, may_be_silent);
         }
         let Some(node_port) = port.node_port.and_then(|port| u16::try_from(port).ok()) else {
             continue;
         };
         for (node, at) in nodes {
-            // On which of a node's addresses it is served is kube-proxy's configuration.
-            let quiet = Socket {
-                serving: false,
+            // kube-proxy's configuration (`nodePortAddresses`) decides on which addresses of a node it listens.
+            let may_be_silent = Socket {
+                should_answer: false,
                 ..socket("NodePort", at, Some(node.clone()))
             };
-            found.add(*at, node_port, quiet);
+            sockets.add(*at, node_port, may_be_silent);
         }
     }
 }
@@ -276,9 +285,9 @@ fn cluster_ips(service: &Service) -> BTreeSet<IpAddr> {
     texts.filter_map(|text| address(text)).collect()
 }
 
-/// The ports of gateways that lead to one port of a Service.
-fn at_gateways(
-    to: &Seen,
+/// Returns the addresses and ports of gateways that lead a sandbox to one port of a Service.
+fn gateway_backends(
+    to: &ReadCluster,
     sandbox: &str,
     planned: &[&AccessSpec],
     service: &ObjectName,
@@ -289,8 +298,8 @@ fn at_gateways(
     let ports = member.services.get(service).map_or(&[][..], |service| &service.ports);
     let names = ports.iter().filter(|own| (own.protocol, own.port) == key);
     let names: BTreeSet<&str> = names.map(|own| &*own.name).collect();
-    let served = explain::backends(member, service, Some(key));
-    let served = served.iter().any(|backend| backend.ready);
+    let backends = explain::backends(member, service, Some(key));
+    let is_service_ready = backends.iter().any(|backend| backend.ready);
     let accesses = planned.iter().filter(|access| access.sandbox == sandbox);
     let grants = accesses.flat_map(|access| &access.grants);
     let grants = grants
@@ -304,36 +313,37 @@ fn at_gateways(
             address,
             node: None,
             port: *port,
-            ready: ready && served,
+            ready: ready && is_service_ready,
         });
         backends.collect::<Vec<_>>()
     };
     grants.flat_map(at).collect()
 }
 
-/// The Service in the cluster which asks, for one of the cluster that answers. `sandbox` = the name of the cluster which asks, and
-/// the SandboxAccesses planned in the other, where it enters through gateways.
+/// Returns the sockets of a mirrored Service `local` in the probing cluster `from`, whose original is `remote` in `to`.
+///
+/// `sandbox` is set if `from` is a sandbox, which reaches `to` through gateways: its name, and the SandboxAccesses planned in `to`.
 pub(super) fn mirror(
-    from: &Seen,
-    to: &Seen,
+    from: &ReadCluster,
+    to: &ReadCluster,
     local: &ObjectName,
     remote: &ObjectName,
     sandbox: Option<(&str, &[&AccessSpec])>,
 ) -> Sockets {
-    let mut found = Found::default();
-    let ours = from
+    let mut sockets = Collector::default();
+    let is_ours = from
         .member
         .services
         .get(local)
         .is_some_and(|service| service.managed.is_some());
-    let Some(service) = from.objects.services.get(local).filter(|_| ours) else {
-        return found.0;
+    let Some(service) = from.objects.services.get(local).filter(|_| is_ours) else {
+        return sockets.0;
     };
     let ports = service.spec.iter().flat_map(|spec| spec.ports.iter().flatten());
     for port in ports.filter(|port| port.protocol.as_deref().unwrap_or("TCP") == "TCP") {
         let Ok(number) = u16::try_from(port.port) else { continue };
         let backends = match sandbox {
-            Some((name, planned)) => at_gateways(to, name, planned, remote, number),
+            Some((name, planned)) => gateway_backends(to, name, planned, remote, number),
             None => explain::backends(&to.member, remote, Some((Protocol::Tcp, number))),
         };
         for at in cluster_ips(service) {
@@ -345,38 +355,38 @@ pub(super) fn mirror(
             let socket = Socket {
                 what: format!("mirrored Service {local} of {remote}"),
                 node: None,
-                serving: backends.iter().any(|backend| backend.ready),
+                should_answer: backends.iter().any(|backend| backend.ready),
                 backends,
-                mirror: true,
+                is_mirror: true,
             };
-            found.add(at, number, socket);
+            sockets.add(at, number, socket);
         }
     }
-    found.0
+    sockets.0
 }
 
-/// What means something of a cluster's own, when it is asked for there.
-pub(super) struct Own {
+/// Addresses that are not probed from a cluster: those that it uses itself, and those that the operator allows on the underlay.
+pub(super) struct OwnAddresses {
     addresses: BTreeSet<IpAddr>,
     sockets: BTreeSet<SocketAddr>,
     networks: Vec<IpNet>,
 }
 
-impl Own {
-    /// `networks` = its own in the mesh; `allowed` = what the operator lets its nodes reach beside it.
-    pub(super) fn of(seen: &Seen, mut networks: Vec<IpNet>, allowed: &[Allowed]) -> Self {
+impl OwnAddresses {
+    /// `networks` are its networks in the mesh.
+    pub(super) fn new(read: &ReadCluster, mut networks: Vec<IpNet>, allowed: &[UnderlayAllowed]) -> Self {
         let mut addresses: BTreeSet<IpAddr> = BTreeSet::new();
-        for name in seen.objects.nodes.keys() {
-            addresses.extend(node_addresses(seen, name));
+        for name in read.objects.nodes.keys() {
+            addresses.extend(node_addresses(read, name));
         }
-        for pod in seen.objects.pods.values().filter_map(|pod| pod.status.as_ref()) {
+        for pod in read.objects.pods.values().filter_map(|pod| pod.status.as_ref()) {
             addresses.extend(pod.pod_ips.iter().flatten().filter_map(|ip| address(&ip.ip)));
         }
-        addresses.extend(seen.objects.services.values().flat_map(cluster_ips));
-        let nodes = seen.member.nodes.values();
+        addresses.extend(read.objects.services.values().flat_map(cluster_ips));
+        let nodes = read.member.nodes.values();
         networks.extend(nodes.flat_map(|node| node.pod_cidrs.iter().filter_map(|claim| claim.value().copied())));
-        let mut sockets = seen.member.api_endpoints.clone();
-        for Allowed { address, port } in allowed {
+        let mut sockets = read.member.api_endpoints.clone();
+        for UnderlayAllowed { address, port } in allowed {
             match port {
                 Some(port) => drop(sockets.insert(SocketAddr::new(*address, *port))),
                 None => drop(addresses.insert(*address)),
@@ -389,22 +399,22 @@ impl Own {
         }
     }
 
-    pub(super) fn means_itself(&self, socket: SocketAddr) -> bool {
+    pub(super) fn contains(&self, socket: SocketAddr) -> bool {
         self.addresses.contains(&socket.ip())
             || self.sockets.contains(&socket)
             || self.networks.iter().any(|net| net.contains(&socket.ip()))
     }
 }
 
-/// `--underlay-allows`.
+/// A value of `--underlay-allows`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Allowed {
+pub(crate) struct UnderlayAllowed {
     address: IpAddr,
-    /// `None` = every one.
+    /// `None` = every port.
     port: Option<u16>,
 }
 
-impl std::str::FromStr for Allowed {
+impl std::str::FromStr for UnderlayAllowed {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -413,7 +423,7 @@ impl std::str::FromStr for Allowed {
         }
         let socket: SocketAddr = text
             .parse()
-            .map_err(|_| "write ADDRESS or ADDRESS:PORT, as 10.96.0.10:53 or [fd00::10]:53".to_owned())?;
+            .map_err(|_| "write ADDRESS or ADDRESS:PORT, for example 10.96.0.10:53 or [fd00::10]:53".to_owned())?;
         Ok(Self {
             address: socket.ip(),
             port: Some(socket.port()),

@@ -1,5 +1,5 @@
-//! What was given, as the planner takes it: which files belong to which member, which hub asks, and how far what was not
-//! given must be left alone.
+//! Makes the planner's input from the objects that were read: assigns them to the members, determines the hub's id, and protects
+//! objects about which the input is incomplete.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,85 +13,86 @@ use kube::ResourceExt;
 
 use crate::{objects::Objects, problem::Problem};
 
-/// The label of an object whose mesh was not given is made to say this: a hub that is nobody's, so that the object counts as
-/// someone else's, keeps its key and addresses, and stays. No label can hold it.
+/// The hub id that replaces the one of objects whose mesh was not given. No hub has it, because no label can have this value. So
+/// these objects count as foreign: they keep their keys and addresses, and are not deleted.
 const NOT_GIVEN: &str = "(mesh not given)";
 
-/// What stands in one member, raw and as values.
+/// One cluster that was read.
 #[derive(Debug)]
-pub(crate) struct Seen {
+pub(crate) struct ReadCluster {
     pub(crate) objects: Objects,
+    /// The planner's input made from the objects.
     pub(crate) member: Member,
-    /// Objects left alone because their mesh was not given, by that mesh.
-    pub(crate) left_alone: BTreeMap<String, usize>,
-    /// Kinds that nobody asked kubectl for, it seems: none is there though there must be some.
+    /// The number of objects that are left unchanged because their mesh was not given, by mesh.
+    pub(crate) left_unchanged: BTreeMap<String, usize>,
+    /// Kinds that were probably not listed: every cluster has some objects of them, but there are none.
     pub(crate) not_listed: BTreeSet<&'static str>,
 }
 
-/// Everything the planner is told, and what it was made of.
+/// The planner's observations, and the clusters that they were made from.
 #[derive(Debug)]
-pub(crate) struct World {
+pub(crate) struct Inputs {
     pub(crate) observations: Observations,
-    /// What was given, by the name on the command line.
-    pub(crate) given: BTreeMap<String, Seen>,
-    /// Which of them each entry's cluster is.
-    pub(crate) sources: BTreeMap<ClusterIdentity, String>,
+    /// The clusters that were read, by their name on the command line.
+    pub(crate) clusters: BTreeMap<String, ReadCluster>,
+    /// The name of each entry's cluster in `clusters`.
+    pub(crate) names: BTreeMap<ClusterIdentity, String>,
 }
 
-/// What is known of one cluster.
+/// The result of reading one cluster.
 #[derive(Debug)]
-pub(crate) enum Source {
-    Seen(Box<Objects>),
-    /// Nothing; why.
-    Unseen(String),
+pub(crate) enum ClusterSource {
+    Read(Box<Objects>),
+    /// It could not be read, for this reason.
+    Unreadable(String),
 }
 
-/// What was given or read, and which entries it is of.
+/// All clusters that were given or read.
 #[derive(Debug, Default)]
-pub(crate) struct Sources {
-    /// What each entry's cluster is called. One that is not here was not given.
+pub(crate) struct ClusterSources {
+    /// The name of each entry's cluster. An identity without a name was not given.
     pub(crate) names: BTreeMap<ClusterIdentity, String>,
     /// By that name.
-    pub(crate) given: BTreeMap<String, Source>,
+    pub(crate) clusters: BTreeMap<String, ClusterSource>,
 }
 
-impl Sources {
-    /// Ties files to members, by the names that were given to them.
-    pub(crate) fn files(meshes: &[Mesh], given: BTreeMap<String, Objects>) -> Result<Self, Vec<Problem>> {
+impl ClusterSources {
+    /// Assigns files to members by the names of the command line.
+    pub(crate) fn from_files(meshes: &[Mesh], given: BTreeMap<String, Objects>) -> Result<Self, Vec<Problem>> {
         let names = names(meshes, given.keys().map(String::as_str).collect())?;
-        let seen = |(name, objects)| (name, Source::Seen(Box::new(objects)));
+        let source = |(name, objects)| (name, ClusterSource::Read(Box::new(objects)));
         Ok(Self {
             names,
-            given: given.into_iter().map(seen).collect(),
+            clusters: given.into_iter().map(source).collect(),
         })
     }
 }
 
-impl World {
-    /// `hub` = the operator's own word for the hub's id.
-    pub(crate) fn new(meshes: &[Mesh], sources: Sources, hub: Option<&str>) -> Self {
-        let Sources { names: sources, given } = sources;
-        let mut unseen = BTreeMap::new();
+impl Inputs {
+    /// `hub` is the hub's id from the command line, if it is given there.
+    pub(crate) fn new(meshes: &[Mesh], sources: ClusterSources, hub: Option<&str>) -> Self {
+        let ClusterSources { names, clusters } = sources;
+        let mut unreadable = BTreeMap::new();
         let mut objects = BTreeMap::new();
-        for (name, source) in given {
+        for (name, source) in clusters {
             match source {
-                Source::Seen(of) => drop(objects.insert(name, *of)),
-                Source::Unseen(why) => drop(unseen.insert(name, why)),
+                ClusterSource::Read(read) => drop(objects.insert(name, *read)),
+                ClusterSource::Unreadable(why) => drop(unreadable.insert(name, why)),
             }
         }
-        let hub = hub.map_or_else(|| hub_id(meshes, &objects, &sources), str::to_owned);
-        let given: BTreeMap<String, Seen> = objects
+        let hub = hub.map_or_else(|| default_hub_id(meshes, &objects, &names), str::to_owned);
+        let clusters: BTreeMap<String, ReadCluster> = objects
             .into_iter()
-            .map(|(name, objects)| (name, Seen::new(objects, meshes, &hub)))
+            .map(|(name, objects)| (name, ReadCluster::new(objects, meshes, &hub)))
             .collect();
         let mut observations = Observations {
             hub,
             ..Observations::default()
         };
         for entry in meshes.iter().flat_map(|mesh| &mesh.clusters) {
-            let name = sources.get(&entry.identity);
-            let observation = match name.map(|name| (given.get(name), unseen.get(name))) {
-                Some((Some(seen), _)) => Observation::Fresh(seen.member.clone()),
+            let name = names.get(&entry.identity);
+            let observation = match name.map(|name| (clusters.get(name), unreadable.get(name))) {
+                Some((Some(cluster), _)) => Observation::Fresh(cluster.member.clone()),
                 Some((None, Some(why))) => Observation::Unreachable(why.clone()),
                 _ => Observation::Missing(format!("not given; add --cluster {}=FILE_OR_DIR", entry.name)),
             };
@@ -102,19 +103,19 @@ impl World {
         }
         Self {
             observations,
-            given,
-            sources,
+            clusters,
+            names,
         }
     }
 
-    /// What stands in the cluster of an entry, if it was given.
-    pub(crate) fn seen(&self, identity: &ClusterIdentity) -> Option<&Seen> {
-        self.given.get(self.sources.get(identity)?)
+    /// The cluster of an entry, if it was read.
+    pub(crate) fn cluster(&self, identity: &ClusterIdentity) -> Option<&ReadCluster> {
+        self.clusters.get(self.names.get(identity)?)
     }
 }
 
-/// Which name on the command line each cluster has. One cluster may be an entry of several meshes under several names; one
-/// of them is enough.
+/// Returns the name of each cluster on the command line. One cluster may have different names in several meshes; files may be
+/// given for one of them.
 fn names(meshes: &[Mesh], given: BTreeSet<&str>) -> Result<BTreeMap<ClusterIdentity, String>, Vec<Problem>> {
     let entries = || meshes.iter().flat_map(|mesh| &mesh.clusters);
     let mut problems: Vec<Problem> = given
@@ -156,9 +157,13 @@ fn names(meshes: &[Mesh], given: BTreeSet<&str>) -> Result<BTreeMap<ClusterIdent
     }
 }
 
-/// The hub's id where the operator names none (documented at `--hub-id`).
-fn hub_id(meshes: &[Mesh], given: &BTreeMap<String, Objects>, sources: &BTreeMap<ClusterIdentity, String>) -> String {
-    let local = sources.get(&ClusterIdentity::Local).and_then(|name| given.get(name));
+/// The hub's id without `--hub-id`, whose help text documents it.
+fn default_hub_id(
+    meshes: &[Mesh],
+    given: &BTreeMap<String, Objects>,
+    names: &BTreeMap<ClusterIdentity, String>,
+) -> String {
+    let local = names.get(&ClusterIdentity::Local).and_then(|name| given.get(name));
     if let Some(uid) = local.and_then(|objects| objects.uid.clone()) {
         return uid;
     }
@@ -178,54 +183,55 @@ fn hub_id(meshes: &[Mesh], given: &BTreeMap<String, Objects>, sources: &BTreeMap
     most.map_or_else(|| "unknown".to_owned(), |(hub, _)| hub.clone())
 }
 
-impl Seen {
+impl ReadCluster {
     fn new(objects: Objects, meshes: &[Mesh], hub: &str) -> Self {
-        let mut left_alone = BTreeMap::new();
-        let mut known = |owner: &mut Owner| {
-            let of_given = meshes.iter().any(|mesh| {
+        let mut left_unchanged = BTreeMap::new();
+        let mut protect = |owner: &mut Owner| {
+            let is_given = meshes.iter().any(|mesh| {
                 owner.mesh.as_deref() == Some(&mesh.id.name)
                     && owner.mesh_namespace.as_deref().is_none_or(|ns| ns == mesh.id.namespace)
             });
-            if owner.hub.as_deref() == Some(hub) && !of_given {
-                let words = |part: &Option<String>| part.clone().unwrap_or_else(|| "?".to_owned());
-                let mesh = format!("{}/{}", words(&owner.mesh_namespace), words(&owner.mesh));
-                *left_alone.entry(mesh).or_default() += 1;
+            if owner.hub.as_deref() == Some(hub) && !is_given {
+                let text = |part: &Option<String>| part.clone().unwrap_or_else(|| "?".to_owned());
+                let mesh = format!("{}/{}", text(&owner.mesh_namespace), text(&owner.mesh));
+                *left_unchanged.entry(mesh).or_default() += 1;
                 owner.hub = Some(NOT_GIVEN.to_owned());
             }
         };
         let mut member = member(&objects);
         for peer in member.peers.iter_mut().flat_map(BTreeMap::values_mut) {
-            known(&mut peer.owner);
+            protect(&mut peer.owner);
         }
         for policy in member.policies.iter_mut().flat_map(BTreeMap::values_mut) {
-            known(&mut policy.owner);
+            protect(&mut policy.owner);
         }
         for access in member.accesses.iter_mut().flat_map(BTreeMap::values_mut) {
-            known(&mut access.owner);
+            protect(&mut access.owner);
         }
         for owner in member
             .services
             .values_mut()
             .filter_map(|service| service.managed.as_mut())
         {
-            known(owner);
+            protect(owner);
         }
         for owner in member.slices.values_mut().filter_map(|slice| slice.managed.as_mut()) {
-            known(owner);
+            protect(owner);
         }
         let peers = member.peers.iter().flat_map(BTreeMap::values);
-        let ours = |owner: &Owner| {
+        let is_ours = |owner: &Owner| {
             meshes
                 .iter()
                 .any(|mesh| owner.mesh.as_deref() == Some(&mesh.id.name) && owner.hub.as_deref() == Some(hub))
         };
-        // The controller writes the policy before the Peers; every cluster has the Service default/kubernetes.
-        let meshed = peers.into_iter().any(|peer| ours(&peer.owner));
-        let dump = objects.served.is_none();
+        // The controller writes the policy before the Peers, so Peers without a policy mean that policies were not listed. Every
+        // cluster has the Service default/kubernetes and its EndpointSlice.
+        let has_peers = peers.into_iter().any(|peer| is_ours(&peer.owner));
+        let is_from_files = objects.crds.is_none();
         let not_listed = [
             (
                 "PeerPolicy",
-                meshed && member.policies.as_ref().is_some_and(BTreeMap::is_empty),
+                has_peers && member.policies.as_ref().is_some_and(BTreeMap::is_empty),
             ),
             ("Service", objects.services.is_empty()),
             ("EndpointSlice", objects.slices.is_empty()),
@@ -233,22 +239,23 @@ impl Seen {
         Self {
             objects,
             member,
-            left_alone,
+            left_unchanged,
             not_listed: not_listed
                 .into_iter()
-                .filter_map(|(kind, not)| (dump && not).then_some(kind))
+                .filter_map(|(kind, is_missing)| (is_from_files && is_missing).then_some(kind))
                 .collect(),
         }
     }
 }
 
+/// Converts the objects of a cluster to the planner's input.
 fn member(objects: &Objects) -> Member {
     let mut nodes: BTreeMap<_, _> = objects
         .nodes
         .iter()
         .map(|(name, node)| (name.clone(), convert::node::to_core(node)))
         .collect();
-    // A dump may be of any earlier time, so the age of a check-in counts from the newest one in it.
+    // Files may have been saved at any earlier time, so the age of a check-in counts from the newest one.
     let last_seen = objects.nodes.iter();
     let last_seen = last_seen.filter_map(|(name, node)| Some((name.clone(), convert::node::last_seen(node)?)));
     for (name, age) in checkin::ages(&last_seen.collect(), k8s_openapi::jiff::Timestamp::now().as_second()) {
@@ -256,27 +263,28 @@ fn member(objects: &Objects) -> Member {
             node.silent = age >= checkin::SILENT;
         }
     }
-    // A dump does not say which CRDs are there. Where kg publishes keys and no agent of ours does, nobody reads policies.
+    // Files do not show which CRDs are installed. Where kg publishes keys and no agent runs, nothing reads PeerPolicies, so the
+    // CRD counts as missing.
     let runs_kg = nodes.values().any(|node| node.public_key != Claim::Absent);
     let runs_agent = nodes.values().any(|node| node.server != Server::Kilo);
-    let policies = match objects.served {
-        Some(served) => served.policies,
+    let has_policies = match objects.crds {
+        Some(crds) => crds.policies,
         None => runs_agent || !runs_kg || !objects.policies.is_empty(),
     };
-    let peers = objects.served.is_none_or(|served| served.peers);
+    let has_peers = objects.crds.is_none_or(|crds| crds.peers);
     Member {
         uid: objects.uid.clone(),
-        peers: peers.then(|| {
+        peers: has_peers.then(|| {
             let ours = objects.peers.iter();
             ours.map(|(name, peer)| (name.clone(), convert::peer::to_core(peer)))
                 .collect()
         }),
-        policies: policies.then(|| {
+        policies: has_policies.then(|| {
             let ours = objects.policies.iter();
             ours.map(|(name, policy)| (name.clone(), convert::policy::to_core(policy)))
                 .collect()
         }),
-        accesses: objects.served.is_none_or(|served| served.accesses).then(|| {
+        accesses: objects.crds.is_none_or(|crds| crds.accesses).then(|| {
             let ours = objects.accesses.iter();
             ours.map(|(name, access)| (name.clone(), convert::sandbox::to_core(access)))
                 .collect()
@@ -297,16 +305,16 @@ fn member(objects: &Objects) -> Member {
             .iter()
             .map(|(name, pod)| (name.clone(), convert::service::pod_to_core(pod)))
             .collect(),
-        // Namespaces that the account may not read are reported elsewhere; a dump contains all of its namespaces.
+        // A running cluster is read with lists of all namespaces, which fail as a whole. Files contain all namespaces.
         unlisted: Unlisted::default(),
         api_endpoints: convert::service::api_endpoints(objects.slices.values()),
         nodes,
     }
 }
 
-/// As the controller sees them: one that says something wrong is not there.
+/// Converts the SandboxGateways. As in the controller, an invalid one is ignored.
 fn gateways(objects: &Objects) -> BTreeMap<ObjectName, Gateway> {
-    let said = objects.gateways.iter().filter_map(|(name, gateway)| {
+    let gateways = objects.gateways.iter().filter_map(|(name, gateway)| {
         let (gateway, pod_uid) = convert::sandbox::gateway_to_core(gateway).ok()??;
         let pod = objects.pods.get(name).map(convert::sandbox::gateway_pod);
         let pod = pod.filter(|(uid, _)| *uid == pod_uid);
@@ -318,10 +326,10 @@ fn gateways(objects: &Objects) -> BTreeMap<ObjectName, Gateway> {
         };
         Some((name.clone(), gateway))
     });
-    said.collect()
+    gateways.collect()
 }
 
-/// How names are made for this hub.
+/// The rules by which this hub names its objects.
 pub(crate) fn naming(hub: &str) -> names::Names {
     names::Names { hub: hub.to_owned() }
 }

@@ -1,30 +1,30 @@
-//! How a person writes one end of a connection. Whether there is such a thing is in [`super::locate`].
+//! Parses one end of a connection, as it is written on the command line. [`super::locate`] finds its addresses.
 
 use std::net::IpAddr;
 
 use clustermesh_core::mesh::{ObjectName, PortRef, Protocol};
 
-/// One end.
+/// One end of a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum ConnectionEnd {
     Pod { cluster: String, name: ObjectName },
     Service { cluster: String, name: ObjectName },
     Node { cluster: String, name: String },
     Address(IpAddr),
 }
 
-/// A port, with its protocol.
+/// A protocol and a port.
 pub(super) type Port = (Protocol, PortRef);
 
 const FORMS: &str = "write CLUSTER/NAMESPACE/POD, CLUSTER/NAMESPACE/svc/NAME, CLUSTER/NODE or an address";
 
-/// Reads one end, and the port behind it.
+/// Parses one end and its port.
 ///
 /// # Errors
-/// What is wrong, and how it is written.
-pub(super) fn read(text: &str) -> Result<(Place, Option<Port>), String> {
+/// A message with the valid forms.
+pub(super) fn parse(text: &str) -> Result<(ConnectionEnd, Option<Port>), String> {
     if let Ok(address) = text.parse::<IpAddr>() {
-        return Ok((Place::Address(address.to_canonical()), None));
+        return Ok((ConnectionEnd::Address(address.to_canonical()), None));
     }
     let (head, tail) = match text.strip_prefix('[') {
         Some(inner) => {
@@ -32,7 +32,7 @@ pub(super) fn read(text: &str) -> Result<(Place, Option<Port>), String> {
             match rest.strip_prefix(':') {
                 Some(port) => (address, Some(port)),
                 None if rest.is_empty() => (address, None),
-                None => return Err(format!("behind ] comes :PORT, not {rest:?}")),
+                None => return Err(format!("only :PORT may follow the ], not {rest:?}")),
             }
         }
         None => match text.split_once(':') {
@@ -42,7 +42,7 @@ pub(super) fn read(text: &str) -> Result<(Place, Option<Port>), String> {
     };
     let port = tail.map(port).transpose()?;
     if let Ok(address) = head.parse::<IpAddr>() {
-        return Ok((Place::Address(address.to_canonical()), port));
+        return Ok((ConnectionEnd::Address(address.to_canonical()), port));
     }
     let parts: Vec<&str> = head.split('/').collect();
     if parts.iter().any(|part| part.is_empty()) {
@@ -52,26 +52,29 @@ pub(super) fn read(text: &str) -> Result<(Place, Option<Port>), String> {
         namespace: namespace.to_owned(),
         name: name.to_owned(),
     };
-    let place = match *parts {
-        [cluster, node] => Place::Node {
+    let end = match *parts {
+        [cluster, node] => ConnectionEnd::Node {
             cluster: cluster.to_owned(),
             name: node.to_owned(),
         },
-        [cluster, namespace, pod] | [cluster, namespace, "pod" | "pods" | "po", pod] => Place::Pod {
+        [cluster, namespace, pod] | [cluster, namespace, "pod" | "pods" | "po", pod] => ConnectionEnd::Pod {
             cluster: cluster.to_owned(),
             name: object(namespace, pod),
         },
-        [cluster, namespace, "svc" | "service" | "services", service] => Place::Service {
+        [cluster, namespace, "svc" | "service" | "services", service] => ConnectionEnd::Service {
             cluster: cluster.to_owned(),
             name: object(namespace, service),
         },
         _ => return Err(FORMS.to_owned()),
     };
-    match (&place, &port) {
-        (Place::Pod { .. } | Place::Node { .. } | Place::Address(_), Some((_, PortRef::Name(name)))) => Err(format!(
-            "port {name:?} is no number from 1 to 65535; a Service's ports alone have names"
+    match (&end, &port) {
+        (
+            ConnectionEnd::Pod { .. } | ConnectionEnd::Node { .. } | ConnectionEnd::Address(_),
+            Some((_, PortRef::Name(name))),
+        ) => Err(format!(
+            "port {name:?} is not a number from 1 to 65535; only ports of Services have names"
         )),
-        _ => Ok((place, port)),
+        _ => Ok((end, port)),
     }
 }
 
@@ -81,13 +84,13 @@ fn port(text: &str) -> Result<Port, String> {
         "tcp" => Protocol::Tcp,
         "udp" => Protocol::Udp,
         "sctp" => Protocol::Sctp,
-        _ => return Err(format!("protocol {protocol:?} is none of tcp, udp and sctp")),
+        _ => return Err(format!("protocol {protocol:?} is not tcp, udp or sctp")),
     };
-    let named = !port.is_empty() && port.bytes().any(|byte| !byte.is_ascii_digit());
+    let is_name = !port.is_empty() && port.bytes().any(|byte| !byte.is_ascii_digit());
     match port.parse::<u16>() {
         Ok(number) if number > 0 => Ok((protocol, PortRef::Number(number))),
-        _ if named => Ok((protocol, PortRef::Name(port.to_owned()))),
-        _ => Err(format!("port {port:?} is no number from 1 to 65535")),
+        _ if is_name => Ok((protocol, PortRef::Name(port.to_owned()))),
+        _ => Err(format!("port {port:?} is not a number from 1 to 65535")),
     }
 }
 
@@ -95,8 +98,8 @@ fn port(text: &str) -> Result<Port, String> {
 mod tests {
     use super::*;
 
-    fn pod() -> Place {
-        Place::Pod {
+    fn pod() -> ConnectionEnd {
+        ConnectionEnd::Pod {
             cluster: "mgmt".into(),
             name: ObjectName {
                 namespace: "ns".into(),
@@ -106,20 +109,20 @@ mod tests {
     }
 
     #[test]
-    fn an_end_is_read_as_a_person_writes_it() {
+    fn all_forms_of_an_end_are_parsed() {
         let tcp = |port| Some((Protocol::Tcp, PortRef::Number(port)));
-        let service = Place::Service {
+        let service = ConnectionEnd::Service {
             cluster: "mgmt".into(),
             name: ObjectName {
                 namespace: "ns".into(),
                 name: "web-0".into(),
             },
         };
-        let node = Place::Node {
+        let node = ConnectionEnd::Node {
             cluster: "a".into(),
             name: "w1.example".into(),
         };
-        let address = |text: &str| Place::Address(text.parse().unwrap());
+        let address = |text: &str| ConnectionEnd::Address(text.parse().unwrap());
         for (text, want) in [
             ("mgmt/ns/web-0", (pod(), None)),
             ("mgmt/ns/pod/web-0:80", (pod(), tcp(80))),
@@ -138,26 +141,26 @@ mod tests {
             ("[fd00::1]:443", (address("fd00::1"), tcp(443))),
             ("::ffff:10.1.2.3", (address("10.1.2.3"), None)),
         ] {
-            assert_eq!(read(text), Ok(want), "{text}");
+            assert_eq!(parse(text), Ok(want), "{text}");
         }
     }
 
     #[test]
-    fn what_is_no_end_is_refused_with_how_it_is_written() {
+    fn invalid_end_is_refused_with_the_valid_forms() {
         for (text, why) in [
             ("web-0", FORMS),
             ("mgmt//web-0", FORMS),
             ("mgmt/ns/deploy/web", FORMS),
-            ("10.1.2.3:0", "port \"0\" is no number from 1 to 65535"),
-            ("10.1.2.3:70000", "port \"70000\" is no number from 1 to 65535"),
-            ("10.1.2.3:80/icmp", "protocol \"icmp\" is none of tcp, udp and sctp"),
+            ("10.1.2.3:0", "port \"0\" is not a number from 1 to 65535"),
+            ("10.1.2.3:70000", "port \"70000\" is not a number from 1 to 65535"),
+            ("10.1.2.3:80/icmp", "protocol \"icmp\" is not tcp, udp or sctp"),
             (
                 "mgmt/ns/web-0:http",
-                "port \"http\" is no number from 1 to 65535; a Service's ports alone have names",
+                "port \"http\" is not a number from 1 to 65535; only ports of Services have names",
             ),
             ("[fd00::1", "an address in [ needs its ]"),
         ] {
-            assert_eq!(read(text), Err(why.to_owned()), "{text}");
+            assert_eq!(parse(text), Err(why.to_owned()), "{text}");
         }
     }
 }

@@ -1,0 +1,294 @@
+//! Compares the answer of each socket with the plan ([`explain`]): as planned, a violation, or not answered; through the tunnel
+//! or on the underlay.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+};
+
+use clustermesh_core::{
+    mesh::{ClusterIdentity, Protocol},
+    plan::explain::{self, Destination, Explanation, Source, Verdict},
+};
+
+use super::{
+    ProbeSource,
+    jobs::{Answer, Answers},
+    sockets::Socket,
+};
+use crate::{inputs, plan::PlanResult};
+
+/// Which path the packets of a connection take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Path {
+    /// Through the mesh's WireGuard device.
+    Tunnel,
+    /// Through another interface, outside the mesh.
+    Underlay,
+    /// The node's route is not known.
+    Unknown,
+}
+
+impl Path {
+    pub(super) const fn as_str(self) -> &'static str {
+        match self {
+            Self::Tunnel => "tunnel",
+            Self::Underlay => "underlay",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
+/// The result for one socket.
+#[derive(Debug)]
+pub(super) struct Finding {
+    pub(super) socket: SocketAddr,
+    pub(super) what: String,
+    pub(super) path: Path,
+    pub(super) interface: Option<String>,
+    pub(super) rule: String,
+    /// The reason, or what to check.
+    pub(super) message: String,
+}
+
+/// The results of the probes from one source toward one cluster.
+#[derive(Debug)]
+pub(super) struct Row {
+    pub(super) from: ProbeSource,
+    pub(super) to: String,
+    pub(super) probed: usize,
+    /// Granted, and answers.
+    pub(super) open: Vec<Finding>,
+    /// Granted and should answer, but does not.
+    pub(super) unanswered: Vec<Finding>,
+    /// Answers without a grant.
+    pub(super) violations: Vec<Finding>,
+    /// Answers without a grant on the underlay, to a source that is not confined. No violation.
+    pub(super) on_underlay: Vec<Finding>,
+    /// Not granted, and refused: no process listens there, or a firewall rejects the connection.
+    pub(super) refused: Vec<Finding>,
+    /// Answers, and the planner cannot tell whether it is granted.
+    pub(super) unknown: Vec<Finding>,
+}
+
+/// The interface through which each node reaches each address, by cluster and node. `None` = the node has no route.
+pub(super) type InterfacesByNode = BTreeMap<(String, String), BTreeMap<IpAddr, Option<String>>>;
+
+/// Collects the interfaces from the probes in the host network of each node.
+pub(super) fn interfaces_by_node(answers: &[Result<Answers, String>]) -> InterfacesByNode {
+    let mut interfaces = InterfacesByNode::new();
+    for answers in answers.iter().flatten().filter(|answers| answers.source.is_host) {
+        let ProbeSource { cluster, node, .. } = &answers.source;
+        let of_node = interfaces.entry((cluster.clone(), node.clone())).or_default();
+        of_node.extend(
+            answers
+                .by_socket
+                .iter()
+                .map(|(socket, answer)| (socket.ip(), answer.interface.clone())),
+        );
+    }
+    interfaces
+}
+
+/// Classifies the answers to one probe source.
+pub(super) struct Classifier<'a> {
+    pub(super) outcome: &'a PlanResult,
+    pub(super) source: &'a ProbeSource,
+    pub(super) from: &'a ClusterIdentity,
+    /// The source may reach only what is granted, also on the underlay.
+    pub(super) is_confined: bool,
+    /// The mesh's WireGuard device.
+    pub(super) device: &'a str,
+    pub(super) answers: &'a Answers,
+    /// The interfaces of the source's node.
+    pub(super) interfaces: Option<&'a BTreeMap<IpAddr, Option<String>>>,
+}
+
+impl Classifier<'_> {
+    pub(super) fn row(&self, to: &str, target: &ClusterIdentity, sockets: &BTreeMap<SocketAddr, &Socket>) -> Row {
+        let mut row = Row {
+            from: self.source.clone(),
+            to: to.to_owned(),
+            probed: sockets.len(),
+            open: Vec::new(),
+            unanswered: Vec::new(),
+            violations: Vec::new(),
+            on_underlay: Vec::new(),
+            refused: Vec::new(),
+            unknown: Vec::new(),
+        };
+        let planned = self.explanations(target, sockets);
+        for ((socket, what), planned) in sockets.iter().zip(planned) {
+            let Some(answer) = self.answers.by_socket.get(socket) else {
+                continue;
+            };
+            let (path, interface) = self.path(*socket, what);
+            let finding = |message: String| Finding {
+                socket: *socket,
+                what: what.what.clone(),
+                path,
+                interface: interface.clone(),
+                rule: planned.rule.to_string(),
+                message,
+            };
+            match (&*answer.answer, planned.verdict()) {
+                ("open", Verdict::Allowed) => row.open.push(finding(planned.message.clone())),
+                ("open", Verdict::Unknown) => row.unknown.push(finding(planned.message.clone())),
+                ("open", Verdict::Denied) if path == Path::Underlay && !self.is_confined => {
+                    row.on_underlay.push(finding(planned.message.clone()));
+                }
+                ("open", Verdict::Denied) => row.violations.push(finding(planned.message.clone())),
+                (_, Verdict::Allowed) if what.should_answer => {
+                    row.unanswered
+                        .push(finding(self.hint(answer, path, interface.as_deref(), &planned)));
+                }
+                ("refused", Verdict::Denied) if path != Path::Underlay || self.is_confined => {
+                    row.refused.push(finding(planned.message.clone()));
+                }
+                _ => {}
+            }
+        }
+        row
+    }
+
+    /// Returns the planner's explanation of each socket, in the same order.
+    fn explanations(&self, target: &ClusterIdentity, sockets: &BTreeMap<SocketAddr, &Socket>) -> Vec<Explanation> {
+        let naming = inputs::naming(&self.outcome.inputs.observations.hub);
+        let world = explain::ExplainInputs {
+            meshes: &self.outcome.meshes,
+            seen: &self.outcome.inputs.observations,
+            settings: &self.outcome.settings,
+            naming: &naming,
+            plan: &self.outcome.plan,
+        };
+        // One question for the socket itself and one for each of its backends. A mirrored Service has only the backends.
+        let mut questions: Vec<Destination> = Vec::new();
+        let mut owners: Vec<usize> = Vec::new();
+        for (number, (socket, what)) in sockets.iter().enumerate() {
+            let own = (!what.is_mirror).then(|| (socket.ip(), what.node.clone(), (Protocol::Tcp, socket.port())));
+            let behind = what.backends.iter().map(|b| (b.address, b.node.clone(), b.port));
+            for (address, node, port) in own.into_iter().chain(behind) {
+                owners.push(number);
+                questions.push(Destination {
+                    cluster: target.clone(),
+                    node,
+                    address,
+                    port: Some(port),
+                });
+            }
+        }
+        let mut explained: Vec<Option<Explanation>> = questions.iter().map(|_| None).collect();
+        for v4 in [true, false] {
+            let of_family = |destination: &Destination| destination.address.is_ipv4() == v4;
+            let own = self.answers.addresses.iter().find(|address| address.is_ipv4() == v4);
+            let source = Source {
+                cluster: self.from.clone(),
+                node: Some(self.source.node.clone()),
+                address: own.copied(),
+            };
+            let of_this_family: Vec<Destination> = questions.iter().filter(|to| of_family(to)).cloned().collect();
+            let mut answers = explain::explain_each(&world, &source, &of_this_family).into_iter();
+            for (slot, _) in explained.iter_mut().zip(&questions).filter(|(_, to)| of_family(to)) {
+                *slot = answers.next();
+            }
+        }
+        let mut parts: Vec<Vec<Explanation>> = sockets.values().map(|_| Vec::new()).collect();
+        for (owner, answer) in owners.into_iter().zip(explained) {
+            parts[owner].extend(answer);
+        }
+        let parts = parts.into_iter().zip(sockets.values());
+        parts.map(|(parts, what)| combine(parts, what)).collect()
+    }
+
+    fn path(&self, socket: SocketAddr, what: &Socket) -> (Path, Option<String>) {
+        let interface = |address: &IpAddr| self.interfaces.and_then(|known| known.get(address)).cloned();
+        let found = if what.is_mirror {
+            what.backends.iter().find_map(|backend| interface(&backend.address))
+        } else {
+            interface(&socket.ip())
+        };
+        match found {
+            None => (Path::Unknown, None),
+            Some(Some(interface)) if interface == self.device => (Path::Tunnel, Some(interface)),
+            Some(interface) => (Path::Underlay, interface),
+        }
+    }
+
+    /// Tells what to check when something that is granted does not answer.
+    fn hint(&self, answer: &Answer, path: Path, interface: Option<&str>, planned: &Explanation) -> String {
+        let ProbeSource { cluster, node, .. } = self.source;
+        if let Some(route) = &planned.route {
+            let missing = [(&route.out, "here"), (&route.back, "there")]
+                .into_iter()
+                .find(|(hop, _)| !hop.written);
+            if let Some((hop, side)) = missing {
+                return format!(
+                    "Peer {} is not written yet {side}: see the conditions of the ClusterMesh and the controller's log",
+                    hop.peer
+                );
+            }
+            if let Some((policy, false)) = &route.policy {
+                return format!("PeerPolicy {policy} is not written yet there: see the conditions of the ClusterMesh");
+            }
+        }
+        match (&*answer.answer, path) {
+            ("refused", _) => {
+                "it is refused: no process listens there, its Service has no ready endpoint, or a NetworkPolicy of \
+                               its cluster rejects it"
+                    .to_owned()
+            }
+            (_, Path::Underlay) => match interface {
+                Some(interface) => format!(
+                    "Node {node} sends it out through {interface} and not into the tunnel: does wg-agent run there, and does it \
+                     accept the Peer? See `wg-agent status` on it"
+                ),
+                None => format!(
+                    "Node {node} has no route to it: wg-agent blocks it or refused the Peer; see `wg-agent status` on it"
+                ),
+            },
+            (_, Path::Tunnel | Path::Unknown) if planned.route.is_none() => format!(
+                "no answer through the tunnel ({}): is the tunnel between Node {node} of {cluster:?} and the gateway there up \
+                 (`wg-agent status` on the Node)? Is the SandboxAccess applied, without refused grants (kubectl get \
+                 sandboxgateways -A -o wide)? Does a NetworkPolicy block traffic from the gateways to the Service?",
+                answer.answer
+            ),
+            (_, Path::Tunnel | Path::Unknown) => format!(
+                "no answer through the tunnel ({}): is the tunnel between Node {node} of {cluster:?} and the node there up \
+                 (`wg-agent status` on both)? Does a NetworkPolicy block it? Has the agent there applied the PeerPolicy?",
+                answer.answer
+            ),
+        }
+    }
+}
+
+/// Combines the explanations of a socket and of its backends. A Service address is allowed if it is allowed itself and one of its
+/// backends is.
+fn combine(mut parts: Vec<Explanation>, what: &Socket) -> Explanation {
+    let best = |parts: &mut Vec<Explanation>| {
+        let best = parts.iter().enumerate().min_by_key(|(_, part)| part.verdict());
+        let index = best.map_or(0, |(index, _)| index);
+        parts.swap_remove(index)
+    };
+    if what.is_mirror && parts.is_empty() {
+        return Explanation {
+            rule: explain::Rule::NotGranted,
+            message: "its Service has no endpoint".to_owned(),
+            mesh: None,
+            route: None,
+            notes: Vec::new(),
+        };
+    }
+    if what.is_mirror {
+        return best(&mut parts);
+    }
+    let own = parts.remove(0);
+    if parts.is_empty() || own.verdict() != Verdict::Allowed {
+        return own;
+    }
+    let backend = best(&mut parts);
+    if backend.verdict() == Verdict::Allowed {
+        own
+    } else {
+        backend
+    }
+}
