@@ -173,7 +173,7 @@ impl Reconciler {
                 };
                 self.synced.entry(key.clone()).or_insert_with(before);
             } else if is_outstanding {
-                // While objects are outstanding, this is the time of the current pass. So it ends as that of the last such pass.
+                // Set to the time of the current pass while objects are outstanding. Once none is, it no longer changes.
                 self.synced.insert(key.clone(), now.clone());
             }
             let seen = observation.and_then(Observation::last);
