@@ -171,6 +171,7 @@ async fn hosts_speak_with_their_wireguard_address(mesh: &Mesh<'_>) {
     }
 }
 
+// threat: denied-address
 async fn infrastructure_is_closed_to_the_other_cluster_and_open_at_home(mesh: &Mesh<'_>) {
     let plan = mesh.hub.plan();
     let node = mesh.lab.node("mgmt-1");
@@ -197,6 +198,7 @@ async fn infrastructure_is_closed_to_the_other_cluster_and_open_at_home(mesh: &M
     }
 }
 
+// threat: controller-port
 async fn members_pods_reach_no_metrics_of_the_controller(mesh: &Mesh<'_>) {
     let controller = mesh.product.controller_pod().await.unwrap();
     let page = async |from: Asker, path: &str| {
@@ -343,6 +345,7 @@ async fn whole_packets_fit_and_larger_ones_are_told_the_size(mesh: &Mesh<'_>) {
 }
 
 /// The tunnel of userspace ends with its process. What stands then is what the kernel holds.
+// threat: unencrypted-packet
 async fn a_dead_agent_closes_the_tunnel_and_nothing_leaves_in_clear(mesh: &Mesh<'_>) {
     let capture = mesh.lab.capture("dead-agent", "ip").await.unwrap();
     let (dead, far) = (&mesh.hub_webs[0], &mesh.member_webs[0]);
@@ -399,6 +402,7 @@ async fn a_dead_agent_closes_the_tunnel_and_nothing_leaves_in_clear(mesh: &Mesh<
 
 /// Once a cluster's PeerPolicy is gone the other's addresses are anybody's, and what is new goes where the node's own
 /// routes lead. What the tunnel carried before does not.
+// threat: unencrypted-packet
 async fn nothing_leaves_in_clear_while_a_mesh_is_deleted(mesh: &Mesh<'_>) {
     let capture = mesh.lab.capture("deleted", "ip").await.unwrap();
     let mut flows = vec![];

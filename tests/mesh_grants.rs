@@ -43,6 +43,7 @@ fn grants(services: &[&str]) -> String {
     )
 }
 
+// threat: equal-pod-networks, gateway-ungranted
 #[tokio::test]
 async fn a_grant_of_every_kind_of_service_opens_its_endpoints_and_nothing_beside_them() {
     let plan = LabPlan::clusters(&[(HUB, 2), (OLD, 1), (NEW, 1)]);
@@ -385,6 +386,7 @@ async fn written(world: &World<'_>) -> Vec<BTreeMap<String, String>> {
 }
 
 /// Leaves everything led through one gateway.
+// threat: gateway-ungranted
 async fn a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(
     world: &World<'_>,
     side: &Side<'_>,
@@ -429,6 +431,7 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(
 }
 
 /// Through the gateway that the scan left everything led through.
+// threat: gateway-revoked-connection
 async fn a_grant_that_is_taken_back_closes_and_the_others_stay(world: &World<'_>) {
     let [old, _] = &world.sides;
     let [from, _] = old.askers();

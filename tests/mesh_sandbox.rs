@@ -41,6 +41,7 @@ struct World<'a> {
     sandbox_webs: Vec<Web>,
 }
 
+// threat: stolen-controller-token, gateway-ungranted
 #[tokio::test]
 async fn sandbox_reaches_what_is_granted_through_gateways_alone() {
     let lab = Lab::start(LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (SANDBOX, 1)]))
@@ -177,6 +178,7 @@ async fn the_granted_service_answers_under_its_name_and_sees_the_gateways(world:
     }
 }
 
+// threat: sandbox-reads-target
 async fn nothing_of_the_hub_but_what_is_granted_stands_in_the_sandbox(world: &World<'_>) {
     let text = world.sandbox.everything().await.unwrap();
     for gateway in world.gateways().await {
@@ -236,6 +238,7 @@ async fn names_and_credentials(cluster: &Cluster<'_>) -> BTreeSet<String> {
     all
 }
 
+// threat: gateway-inbound
 async fn nothing_there_opens_a_connection_to_the_sandbox(world: &World<'_>) {
     let wireguard = world.wireguard().await;
     let targets = [8080, 9587].map(|port| SocketAddr::new(wireguard, port));
@@ -289,6 +292,7 @@ async fn nothing_of_the_sandbox_is_on_the_hubs_nodes(world: &World<'_>) {
     }
 }
 
+// threat: gateway-ungranted
 async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a>(
     world: &'a World<'a>,
 ) -> Attacker<'a> {
@@ -326,6 +330,7 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a
 }
 
 /// After everything was led through one gateway, and while everything is still scanned.
+// threat: gateway-revoked-connection
 async fn a_grant_that_is_taken_back_closes_and_so_does_a_mesh_that_is_deleted(world: &World<'_>, scene: &Scene<'_>) {
     let granted = world.granted().await;
     let closed = async |how: &str, called: Instant| {

@@ -30,6 +30,7 @@ const NODE_PORTS: [(&str, u16); 2] = [("clustermesh-gateway-0", 31820), ("cluste
 /// Hooks of netfilter that a forwarded packet passes.
 const HOOKS: [&str; 3] = ["prerouting", "forward", "postrouting"];
 
+// threat: target-does-not-enforce
 #[tokio::test]
 async fn sandbox_is_served_where_no_node_runs_an_agent() {
     let start = Instant::now();

@@ -48,6 +48,7 @@ const EVENTS: [&str; 6] = [
     "-o=custom-columns=R:.reason,S:.series.count,M:.message",
 ];
 
+// threat: malformed-node
 #[tokio::test]
 async fn peers_follow_the_nodes_and_a_bad_node_costs_itself() {
     let world = World::start(&["mgmt", "tenant-a"]).await;
@@ -264,6 +265,7 @@ ports: [{name: "", port: 15432, protocol: TCP}]
 endpoints: [{addresses: [10.2.1.7], conditions: {ready: true, serving: true, terminating: false}}]
 "#;
 
+// threat: foreign-object
 #[tokio::test]
 async fn a_granted_service_is_mirrored_with_its_endpoints_and_goes_with_its_grant() {
     let world = World::start(&["mgmt", "tenant-a"]).await;

@@ -128,6 +128,7 @@ const OUTSIDE: &str = " lies outside the networks in the ConfigMap clustermesh-a
 const UNREACHABLE: &str = " lies outside what is reachable by the ConfigMap clustermesh-admission: add it there if the other \
                            members may reach it, else take it out of allowedNetworks of this cluster in the ClusterMesh";
 
+// threat: stolen-controller-token
 #[tokio::test]
 async fn the_controller_writes_labelled_objects_within_the_lists() {
     let server = server(Some(LISTS)).await;
@@ -288,6 +289,7 @@ async fn peer_policies_open_and_blackhole_nothing_outside_the_lists(controller: 
     }
 }
 
+// threat: unlisted-grant
 async fn sandbox_accesses_grant_nothing_outside_the_lists(controller: &Acting) {
     let listed = [
         ("team-x", "any", "any"),
@@ -411,6 +413,7 @@ async fn a_list_that_cannot_be_read_admits_nothing_and_deletions_pass(server: &A
     assert!(create(controller, &peer("n", false, &["192.0.2.0/24"])).await.is_err());
 }
 
+// threat: stolen-agent-token
 #[tokio::test]
 async fn an_agent_writes_what_it_publishes_on_its_own_node_and_nothing_else() {
     let server = server(None).await;

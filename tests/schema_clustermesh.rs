@@ -258,6 +258,7 @@ async fn the_manifest_of_the_predecessors_readme_applies_unchanged_and_reads_wel
     assert_eq!(table[1][6..].join(" "), "all is well");
 }
 
+// threat: expensive-spec
 #[tokio::test]
 async fn a_mesh_of_100_clusters_with_64_networks_each_stays_within_the_cost_of_its_rules() {
     let server = ApiServer::start().await;

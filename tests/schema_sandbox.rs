@@ -89,6 +89,7 @@ async fn each_rule_of_a_sandboxaccess_admits_one_and_refuses_another_with_advice
     }
 }
 
+// threat: oversized-access
 #[tokio::test]
 async fn access_of_the_largest_sandbox_is_stored() {
     let server = ApiServer::start().await;

@@ -72,6 +72,7 @@ struct Flows<'a> {
     ended: Vec<(Echo, u128)>,
 }
 
+// threat: profile-tightened, quarantine, closed-member-continues
 pub(super) async fn nothing_flows_beyond_what_a_quarantine_or_a_tighter_profile_leaves(
     world: &World<'_>,
     side: &Side<'_>,

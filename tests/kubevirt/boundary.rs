@@ -15,6 +15,7 @@ use super::{EGRESS, HUB, MEMBER, PATIENCE, WORKER, World, host, pod, url};
 const WIREGUARD: u16 = 51820;
 
 /// Its agent leads the gateways' addresses into the tunnel and nothing else: what else answers is the underlay's.
+// threat: underlay-scan, underlay-to-kubelet
 pub(super) async fn a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_policies_are_applied(
     world: &World<'_>,
     product: &Product<'_>,
@@ -85,6 +86,7 @@ pub(super) async fn a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_po
 }
 
 /// A program of the attacker's in a gateway's pod: its NetworkPolicy is in `deploy/gateway.yaml`.
+// threat: gateway-shell
 async fn a_taken_over_gateway_reaches_pods_and_api_servers_alone(
     world: &World<'_>,
     all: BTreeSet<SocketAddr>,
@@ -180,6 +182,7 @@ async fn the_service_answers_by_its_name(world: &World<'_>, product: &Product<'_
 }
 
 /// Its administrator turns: through each gateway in turn go all of the hub's addresses, the underlay still closed.
+// threat: underlay-scan
 async fn everything_led_into_the_tunnel_finds_the_granted_port_alone(
     world: &World<'_>,
     granted: &Granted,

@@ -10,6 +10,7 @@ const FOREIGN: &str = r#"{"apiVersion": "kilo.squat.ai/v1alpha1", "kind": "PeerP
     "spec": {"source": "elsewhere", "sources": ["203.0.113.0/24"], "networks": ["203.0.113.0/24"]}}"#;
 
 /// Stops the agent of a node of the hub, and writes a policy that it does not hear of.
+// threat: outdated-agent
 pub(super) async fn an_agent_stands_still_while_a_policy_comes(mesh: &Mesh<'_>) -> String {
     assert_eq!(condition(&mesh.hub, "PolicyEnforced").await.1, "Enforced");
     let node = mesh.hub_webs[1].node.clone();
@@ -19,6 +20,7 @@ pub(super) async fn an_agent_stands_still_while_a_policy_comes(mesh: &Mesh<'_>) 
 }
 
 /// The same agent is named, and nobody else; and not any more when it goes on. The policy goes.
+// threat: outdated-agent
 pub(super) async fn it_is_named_until_it_goes_on(mesh: &Mesh<'_>, node: &str) {
     let until = async |want: (&str, &str)| {
         let what = format!("PolicyEnforced to be {want:?}");

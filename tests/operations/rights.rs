@@ -111,6 +111,7 @@ pub(super) async fn our_processes_have_the_rights_of_deploy_and_no_more(mesh: &M
 }
 
 /// With the token that the kubelet gave to the agent's pod.
+// threat: stolen-agent-token
 pub(super) async fn an_agents_token_changes_no_other_node(mesh: &Mesh<'_>) {
     for cluster in [&mesh.hub, &mesh.member] {
         let nodes = cluster.nodes();

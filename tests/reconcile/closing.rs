@@ -2,6 +2,7 @@
 
 use super::*;
 
+// threat: closing-not-written
 #[tokio::test]
 async fn a_quarantine_closes_where_the_api_answers_and_is_pending_where_it_does_not() {
     let (world, _controller) = World::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;

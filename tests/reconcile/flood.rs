@@ -220,6 +220,7 @@ fn limited(bytes: usize) -> (String, Option<std::path::PathBuf>) {
     (format!("ulimit -d {} && exec \"$@\"", bytes / 1024), None)
 }
 
+// threat: endless-answer
 #[tokio::test]
 async fn endless_answers_of_members_cost_no_memory_and_delay_no_quarantine() {
     let world = World::start(&["mgmt", "tenant-a"]).await;

@@ -83,6 +83,7 @@ async fn until_written(world: &World, before: u64, want: u64, most: u64) {
 
 /// In a mesh `prod` of `mgmt`, `tenant-a`, and `notebooks`, which is a sandbox that may reach port 5432 of one endpoint on
 /// `tenant-a-1` as `default/db`; each has one node.
+// threat: sandbox-claims-identity
 pub(crate) async fn a_sandbox_moves_nothing_elsewhere_whatever_its_services_and_nodes_say(world: &World) {
     until_mirrored(world).await;
     let before = elsewhere(world).await;
@@ -92,6 +93,7 @@ pub(crate) async fn a_sandbox_moves_nothing_elsewhere_whatever_its_services_and_
     assert_eq!(elsewhere(world).await, before);
 }
 
+// threat: sandbox-edits-mirror
 async fn what_it_makes_of_the_mirrored_service_is_put_back_without_a_storm(world: &World) {
     let sandbox = world.lab.cluster("notebooks");
     let slices = [

@@ -2,6 +2,7 @@
 
 use super::*;
 
+// threat: empty-list, slow-api-server
 #[tokio::test]
 async fn a_member_that_is_down_costs_nothing_and_catches_up() {
     let (world, _controller) = World::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;

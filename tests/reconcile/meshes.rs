@@ -119,6 +119,7 @@ async fn the_predecessors_peers_are_taken_over_and_a_missing_crd_is_waited_for()
     world.until_condition("Ready", "True/Meshed", SOON).await;
 }
 
+// threat: hub-rights-borrowed
 #[tokio::test]
 async fn a_mesh_that_may_not_use_the_hub_or_means_nothing_is_refused_and_writes_nothing() {
     let world = World::start(&["mgmt", "tenant-a"]).await;

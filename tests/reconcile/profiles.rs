@@ -257,6 +257,7 @@ async fn until(world: &World, cluster: &str, source: &str, peers: (usize, bool),
     .unwrap();
 }
 
+// threat: profile-tightened
 #[tokio::test]
 async fn a_profile_changed_live_in_every_direction_never_leaves_wide_peers_without_a_policy() {
     const SOURCE: &str = "prod--notebooks";
@@ -321,6 +322,7 @@ async fn a_profile_changed_live_in_every_direction_never_leaves_wide_peers_witho
     }
 }
 
+// threat: profile-conflict
 #[tokio::test]
 async fn of_two_profiles_that_two_meshes_give_one_member_the_tighter_holds_and_is_told() {
     let world = three_clusters().await;

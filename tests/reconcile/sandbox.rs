@@ -61,6 +61,7 @@ reason: ClusterIPNotAllocated
 type: Warning
 ";
 
+// threat: sandbox-reads-target
 #[tokio::test]
 async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_it_is_taken_back() {
     let world = World::start(&["mgmt", "notebooks"]).await;
@@ -196,6 +197,7 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
     world.until_condition("Ready", "True/Meshed", SOON).await;
 }
 
+// threat: grant-across-namespaces, unlisted-network
 #[tokio::test]
 async fn a_confined_namespace_is_given_a_service_of_another_where_that_one_allows_it() {
     let world = World::start(&["mgmt", "notebooks"]).await;

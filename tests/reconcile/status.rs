@@ -69,6 +69,7 @@ async fn tunnels_that_nodes_say_are_down_stand_in_the_status_until_they_are_mend
     assert_eq!(said.len(), 1, "{events}");
 }
 
+// threat: datapath-bypassed
 #[tokio::test]
 async fn nodes_on_which_policies_are_not_enforced_are_named_until_they_are() {
     let world = World::start(&["mgmt", "tenant-a"]).await;
@@ -142,6 +143,7 @@ async fn nodes_on_which_policies_are_not_enforced_are_named_until_they_are() {
 }
 
 /// A network that no Node owns: the status says who carries it, and from then on no Node can claim a part of it.
+// threat: anchored-range-claimed
 #[tokio::test]
 async fn anchored_network_in_the_status_outlives_restart_and_claims() {
     let world = World::start(&["mgmt", "tenant-a"]).await;

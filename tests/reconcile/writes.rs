@@ -95,6 +95,7 @@ async fn restart_with_nothing_changed_writes_nothing() {
     assert_eq!(tenant, before[1]);
 }
 
+// threat: slow-api-server
 #[tokio::test]
 async fn members_are_served_while_the_hub_is_away() {
     let (world, controller) = World::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;

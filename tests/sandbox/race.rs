@@ -37,6 +37,7 @@ const CHANGES: usize = 24;
 const CARRIED_OUT: usize = 7;
 
 /// Leaves the grants as they were.
+// threat: grant-race
 pub(super) async fn nothing_more_opens_while_grants_change_faster_than_they_are_carried_out(
     world: &World<'_>,
     scene: &Scene<'_>,

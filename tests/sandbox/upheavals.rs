@@ -33,6 +33,7 @@ pub(super) struct Scene<'a> {
 }
 
 /// Returns the scene as it stands then.
+// threat: gateway-ungranted
 pub(super) async fn nothing_more_opens_while_gateways_tables_objects_and_nodes_go_and_come<'a>(
     world: &'a World<'a>,
     attacker: &Attacker<'_>,
@@ -80,6 +81,7 @@ pub(super) async fn nothing_more_opens_while_gateways_tables_objects_and_nodes_g
     scene
 }
 
+// threat: gateway-port
 async fn the_table_goes(scene: Scene<'_>) {
     let delete = async || {
         let words = ["nft", "delete", "table", "inet", "clustermesh"];

@@ -17,6 +17,7 @@ use super::{GRANT, SANDBOX, World, mesh::HUB};
 /// nft's name for what stands for NetworkPolicies here.
 const POLICIES: &str = "inet networkpolicies";
 
+// threat: open-underlay
 pub(super) async fn verify_tells_what_is_granted_and_names_what_else_is_open(world: &World<'_>) {
     let started = Instant::now();
     let kubeconfig = kubeconfig(world);

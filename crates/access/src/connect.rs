@@ -136,6 +136,7 @@ mod tests {
         (refused, asked.load(Ordering::Relaxed))
     }
 
+    // threat: kubeconfig-address
     #[tokio::test]
     async fn name_with_a_refused_address_is_not_dialled() {
         // Something listens there, so a dial would succeed.
@@ -149,6 +150,7 @@ mod tests {
         }
     }
 
+    // threat: kubeconfig-address
     #[tokio::test]
     async fn name_that_cannot_be_looked_up_is_not_dialled() {
         let (dialled, asked) = dial(&HubHosts::default(), "https://api.tenant.example:6443", &[]).await;
@@ -156,6 +158,7 @@ mod tests {
         assert!(dialled.unwrap_err().contains("no such name"));
     }
 
+    // threat: kubeconfig-address
     #[tokio::test]
     async fn hub_address_learned_later_is_not_dialled() {
         let hub = HubHosts::default();

@@ -209,6 +209,7 @@ impl Drop for Charge {
 mod tests {
     use super::*;
 
+    // threat: endless-answer
     #[test]
     fn member_takes_half_and_only_its_share_of_a_full_memory() {
         let memory = Memory::new(100, |_, _| {});

@@ -43,6 +43,7 @@ impl fmt::Display for InterfaceName {
 mod tests {
     use super::*;
 
+    // threat: script-injection
     #[test]
     fn name_with_other_characters_is_refused() {
         for text in [

@@ -132,6 +132,7 @@ mod tests {
         assert_eq!(alone(1300).narrow, BTreeMap::new());
     }
 
+    // threat: forged-path-mtu
     #[test]
     fn narrow_peer_does_not_affect_other_peers() {
         let got = auto(

@@ -259,6 +259,7 @@ mod tests {
         assert!(name.len() <= MAX_NAME && is_subdomain(&name), "{name}");
     }
 
+    // threat: hostile-names
     #[test]
     fn hostile_node_names_give_valid_object_names() {
         for node in [

@@ -109,6 +109,7 @@ proptest! {
         }
     }
 
+    // threat: malformed-node
     #[test]
     fn any_node_is_converted_without_an_endpoint_of_port_0(texts in proptest::collection::vec(hostile(), 16)) {
         let keys = [
@@ -148,6 +149,7 @@ proptest! {
         }
     }
 
+    // threat: hostile-names
     #[test]
     fn every_name_is_a_valid_object_name(mesh in hostile(), cluster in hostile(), node in hostile(), taken in any::<bool>()) {
         let id = MeshId { namespace: "ns".into(), name: mesh };
@@ -167,6 +169,7 @@ proptest! {
     }
 }
 
+// threat: hostile-names
 #[test]
 fn names_of_different_nodes_differ() {
     let parts = ["a", "a-", "a--b", "b", "-b", "a.b", "A", "", "é"];

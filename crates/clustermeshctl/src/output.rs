@@ -66,6 +66,7 @@ mod tests {
         );
     }
 
+    // threat: terminal-injection
     #[test]
     fn characters_that_act_on_a_terminal_are_escaped() {
         for (hostile, shown) in [

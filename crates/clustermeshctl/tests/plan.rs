@@ -481,6 +481,7 @@ fn sandbox_grants_and_their_changes_are_shown() {
     assert!(run.out.contains(peer), "{}{}", run.out, run.err);
 }
 
+// threat: terminal-injection
 #[test]
 fn text_of_clusters_reaches_the_terminal_escaped() {
     let mesh = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/agents/mesh.yaml")).unwrap();

@@ -87,6 +87,7 @@ mod tests {
         }))
     }
 
+    // threat: error-oracle
     #[test]
     fn description_hides_network_errors_and_server_messages() {
         let refused = Error::Service(Box::new(std::io::Error::from(std::io::ErrorKind::ConnectionRefused)));
@@ -100,6 +101,7 @@ mod tests {
         }
     }
 
+    // threat: log-injection
     #[test]
     fn sanitized_text_is_short_and_on_one_line() {
         assert_eq!(

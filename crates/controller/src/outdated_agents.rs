@@ -88,6 +88,7 @@ mod tests {
 
     use super::*;
 
+    // threat: outdated-agent
     #[test]
     fn agent_with_unchanged_old_revision_is_outdated_after_grace() {
         let (mut agents, start) = (OutdatedAgents::default(), Instant::now());

@@ -112,6 +112,7 @@ mod tests {
         }
     }
 
+    // threat: weak-key
     #[test]
     fn points_of_low_order_are_refused() {
         for bytes in LOW_ORDER {

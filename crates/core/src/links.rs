@@ -135,6 +135,7 @@ mod tests {
         assert_eq!(broken(&mesh(), &BTreeMap::new()), []);
     }
 
+    // threat: false-report
     #[test]
     fn false_report_is_limited_to_planned_members_and_peers() {
         let max = u32::MAX;

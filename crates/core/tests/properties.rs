@@ -30,6 +30,7 @@ use scenario::{Scenario, after_writes, identity, node, ownership_of, planned, sc
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
 
+    // threat: foreign-network
     #[test]
     fn nothing_outside_allowed_networks_is_ever_planned(scenario in scenario()) {
         let plan = planned(&scenario);
@@ -56,6 +57,7 @@ proptest! {
         }
     }
 
+    // threat: duplicate-key-or-range
     #[test]
     fn key_and_prefix_have_one_owner_in_a_target(scenario in scenario()) {
         let plan = planned(&scenario);
@@ -104,6 +106,7 @@ proptest! {
         }
     }
 
+    // threat: hostile-member-root
     #[test]
     fn policy_allows_only_networks_of_the_target_itself(scenario in scenario()) {
         let plan = planned(&scenario);
@@ -134,6 +137,7 @@ proptest! {
         }
     }
 
+    // threat: overlapping-mesh
     #[test]
     fn accepted_networks_of_different_clusters_are_disjoint(scenario in scenario()) {
         let plan = planned(&scenario);
@@ -150,6 +154,7 @@ proptest! {
         }
     }
 
+    // threat: list-order
     #[test]
     fn plan_does_not_depend_on_input_order(scenario in scenario(), shuffled in any::<prop::sample::Index>()) {
         let plan = planned(&scenario);
@@ -171,6 +176,7 @@ proptest! {
         prop_assert_eq!(planned(&other), plan);
     }
 
+    // threat: malformed-node
     #[test]
     fn invalid_node_does_not_change_peers_of_other_nodes(
         scenario in scenario(),
@@ -259,6 +265,7 @@ proptest! {
         }
     }
 
+    // threat: empty-list
     #[test]
     fn foreign_and_unobserved_objects_are_left_alone(scenario in scenario()) {
         let plan = planned(&scenario);
@@ -307,6 +314,7 @@ proptest! {
         }
     }
 
+    // threat: forbidden-endpoint
     #[test]
     fn planned_endpoint_is_usable_and_outside_the_target(scenario in scenario()) {
         let plan = planned(&scenario);

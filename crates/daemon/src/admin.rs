@@ -379,6 +379,7 @@ mod tests {
         served.await.expect("no panic").expect("ends well");
     }
 
+    // threat: gateway-port
     #[tokio::test]
     async fn endpoint_bound_to_interfaces_answers_only_there() {
         let any = SocketAddr::from(([0, 0, 0, 0], 0));
@@ -392,6 +393,7 @@ mod tests {
         assert!(format!("{error:#}").contains("of interface none-such"), "{error:#}");
     }
 
+    // threat: admin-port-flood
     #[tokio::test]
     async fn idle_connections_beyond_the_limit_are_closed() {
         let (address, stop, served) = serving().await;
@@ -412,6 +414,7 @@ mod tests {
         served.await.expect("no panic").expect("ends well");
     }
 
+    // threat: admin-port-flood
     #[tokio::test(start_paused = true)]
     async fn request_with_an_endless_head_is_closed() {
         let (address, _stop, _served) = serving().await;
@@ -426,6 +429,7 @@ mod tests {
         assert!(!answer.contains(" 200 ") && began.elapsed() >= HEADERS, "{answer}");
     }
 
+    // threat: controller-port
     #[tokio::test]
     async fn state_and_closed_metrics_are_shown_only_to_loopback() {
         let state = |metrics_for| State {

@@ -81,6 +81,7 @@ mod tests {
         }
     }
 
+    // threat: log-injection
     #[test]
     fn events_of_kube_client_are_never_logged() {
         for given in [None, Some("debug"), Some("warn,kube_client=trace")] {

@@ -162,6 +162,7 @@ mod tests {
         assert_eq!(failures("found new\n00000001\n"), BTreeMap::new());
     }
 
+    // threat: conntrack-exhaustion
     #[test]
     fn nearly_full_conntrack_table_is_reported_in_constant_text() {
         let table = |entries, limit| Table {

@@ -172,6 +172,7 @@ mod tests {
 
     use super::*;
 
+    // threat: agent-lock-taken, second-agent
     #[test]
     fn second_agent_in_a_namespace_is_refused_until_the_first_ends() {
         let directory = tempfile::tempdir().unwrap();
@@ -190,6 +191,7 @@ mod tests {
         take(7).unwrap();
     }
 
+    // threat: agent-lock-taken
     #[test]
     fn writable_lock_directory_is_refused_unless_empty() {
         let directory = tempfile::tempdir().unwrap();
@@ -205,6 +207,7 @@ mod tests {
         assert_eq!(mode(), 0o777);
     }
 
+    // threat: agent-lock-taken
     #[tokio::test]
     async fn status_socket_has_mode_0600_and_replaces_a_stale_one() {
         let directory = tempfile::tempdir().unwrap();

@@ -19,6 +19,7 @@ use nix::{
 };
 use serde_json::{Value, json};
 
+// threat: gateway-ungranted
 #[tokio::test]
 async fn a_sandbox_reaches_what_is_granted_through_a_gateway_and_nothing_else() {
     let stage = Stage::start().await;
@@ -83,6 +84,7 @@ async fn a_gateway_tells_where_it_is(stage: &Stage) {
     stage.is_ready().await;
 }
 
+// threat: stolen-gateway-token
 async fn nothing_is_served_of_a_namespace_that_does_not_let_it(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let grants = [grant("db", "sql", "TCP", SQL), grant("db", "log", "UDP", LOG)];
@@ -151,6 +153,7 @@ async fn no_connection_has_the_tunnels_port(stage: &Stage) {
     );
 }
 
+// threat: gateway-ungranted
 fn nothing_else_is_reached(stage: &Stage) {
     let [a, b] = &stage.sandboxes;
     let closed = [
@@ -237,6 +240,7 @@ async fn endpoints_are_followed(stage: &Stage) {
     a.hears_only(at(GATEWAY[0], SQL), "db").await;
 }
 
+// threat: gateway-revoked-connection
 async fn connections_to_an_endpoint_that_ends_stand_until_it_is_gone(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
@@ -290,6 +294,7 @@ async fn a_grant_without_a_ready_endpoint_refuses(stage: &Stage) {
     a.hears(at(GATEWAY[0], SQL), "db").await;
 }
 
+// threat: gateway-revoked-connection
 async fn a_stream_that_nobody_answers_does_not_outlive_its_grant(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let heard = || stage.heard.load(std::sync::atomic::Ordering::Acquire);
@@ -321,6 +326,7 @@ async fn a_stream_that_nobody_answers_does_not_outlive_its_grant(stage: &Stage) 
     assert_eq!(heard(), before);
 }
 
+// threat: gateway-ungranted
 async fn each_sandbox_has_its_own_grants(stage: &Stage) {
     let [a, b] = &stage.sandboxes;
     // The same port of the gateway, for another Service.
@@ -335,6 +341,7 @@ async fn each_sandbox_has_its_own_grants(stage: &Stage) {
     assert_eq!(b.datagram(at(GATEWAY[0], LOG)), None);
 }
 
+// threat: gateway-revoked-connection
 async fn a_port_that_gets_another_grant_serves_no_old_connection(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let mut call = Call::open(&a.ns, at(GATEWAY[0], SQL)).expect("a connection");
@@ -349,6 +356,7 @@ async fn a_port_that_gets_another_grant_serves_no_old_connection(stage: &Stage) 
     assert_eq!(call.ask(), None, "the old connection");
 }
 
+// threat: gateway-revoked-connection
 async fn a_revoked_grant_ends_at_once(stage: &Stage) {
     let [a, b] = &stage.sandboxes;
     let stream = Stream::open(&a.ns, at(GATEWAY[0], LOG));
@@ -445,6 +453,7 @@ async fn a_container_that_starts_again_is_the_same_gateway(
     assert_eq!(same(&stage.status().await), same(&before));
 }
 
+// threat: gateway-api-away
 async fn without_an_api_server_grants_stand_for_their_timeout(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let stream = hostile::Forged::of_the_grant(stage, 0, 7100, 50100);

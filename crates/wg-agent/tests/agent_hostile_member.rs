@@ -19,6 +19,7 @@ use clustermesh_lab::wait_until;
 use netns::NetNs;
 use node::SOON;
 
+// threat: forged-icmp-error, hostile-member-root
 #[tokio::test]
 async fn a_member_reaches_what_is_open_to_it_and_never_a_packet_more_whatever_happens() {
     let mut stage = Stage::start().await;

@@ -233,6 +233,7 @@ async fn an_api_server_that_is_away_changes_nothing_that_works() {
     .expect("the Peer is gone");
 }
 
+// threat: peer-claims-node
 #[tokio::test]
 async fn a_wrong_peer_costs_that_peer_and_cleanup_leaves_nothing() {
     let world = World::start().await;
@@ -371,6 +372,7 @@ fn base64_key(n: u8) -> String {
     clustermesh_core::key::PublicKey::new([n + 40; 32]).to_string()
 }
 
+// threat: foreign-change
 #[tokio::test]
 async fn what_other_hands_take_away_is_put_back() {
     let world = World::start().await;

@@ -305,6 +305,7 @@ async fn published(world: &World, site: &node::Site, why: &str) {
     .expect("it is published");
 }
 
+// threat: datapath-bypassed
 #[tokio::test]
 async fn what_leads_past_the_table_is_named_with_its_remedy_and_does_no_harm() {
     let world = World::start().await;

@@ -222,6 +222,7 @@ fn command(world: &World, site: &Site, more: &[&str]) -> Vec<String> {
     words
 }
 
+// threat: node-listener, kg-node
 #[tokio::test]
 async fn beside_kg_policies_are_enforced_and_nothing_of_kgs_is_touched() {
     let world = World::start().await;

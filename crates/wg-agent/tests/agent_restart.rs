@@ -279,6 +279,7 @@ fn spellings(key: &str) -> Vec<String> {
     ]
 }
 
+// threat: key-in-output
 #[tokio::test]
 async fn nothing_that_an_agent_says_holds_its_private_key() {
     let world = World::start().await;

@@ -245,6 +245,7 @@ async fn agent_that_no_admission_policy_holds_is_ready_and_says_so() {
     assert!(!agent.log().contains("no admission policy"), "{}", agent.log());
 }
 
+// threat: admin-port-flood
 #[tokio::test]
 async fn policy_is_enforced_beside_two_thousand_idle_connections() {
     let world = World::start().await;

@@ -162,36 +162,43 @@ fn tried(target: &str, rounds: u64, least: u64, body: fn(&[u8]) -> bool) {
     );
 }
 
+// threat: hostile-object
 #[test]
 fn no_object_stops_a_reader_and_what_is_accepted_is_what_was_said() {
     tried("object", ROUNDS, 40, objects::object);
 }
 
+// threat: hostile-object
 #[test]
 fn no_annotation_stops_a_reader_or_reaches_a_resolver_as_garbage() {
     tried("annotation", ROUNDS, 5, objects::annotation);
 }
 
+// threat: hostile-object
 #[test]
 fn no_peer_or_policy_opens_a_node_or_stops_the_compiler() {
     tried("compiled", ROUNDS, 30, objects::compiled);
 }
 
+// threat: crafted-offload
 #[test]
 fn no_header_of_an_interface_cuts_a_packet_beyond_its_ends() {
     tried("superpacket", ROUNDS, 40, packets::superpacket);
 }
 
+// threat: crafted-offload
 #[test]
 fn what_is_joined_of_any_packets_is_cut_into_the_same() {
     tried("inner", ROUNDS, 25, packets::inner);
 }
 
+// threat: icmp-error-abuse
 #[test]
 fn an_error_about_any_packet_is_whole_small_and_answered_by_nobody() {
     tried("unreachable", ROUNDS, 50, packets::unreachable);
 }
 
+// threat: replayed-message
 #[test]
 fn no_network_makes_a_session_give_a_packet_twice_or_one_that_was_not_sent() {
     tried("datagram", SESSIONS, 35, packets::datagram);

@@ -302,6 +302,7 @@ fn a_missing_nft_is_named_with_its_remedy() {
     );
 }
 
+// threat: foreign-change
 #[test]
 fn another_hand_at_nftables_is_heard_once() {
     let ns = NetNs::new("heard");
@@ -360,6 +361,7 @@ fn at_length(step: Update) -> Update {
 }
 
 /// A transaction names all that changes, and packets see it set by set.
+// threat: table-update-window
 #[test]
 fn nothing_that_is_denied_passes_while_tables_are_written() {
     const OPEN: &str = "10.101.0.1:9";

@@ -80,6 +80,7 @@ impl Drop for Stop<'_> {
     }
 }
 
+// threat: handshake-flood
 fn a_flood_of_handshakes_from_ten_thousand_sources_stalls_no_peer_and_keeps_no_new_one_out(outer: &'static Outer) {
     let mut stage = Stage::new(outer);
     // Every address of the range is the stranger's own, and the victim answers there.
@@ -148,6 +149,7 @@ fn a_flood_of_handshakes_from_ten_thousand_sources_stalls_no_peer_and_keeps_no_n
     assert!(grown < MEMORY, "{grown} bytes more");
 }
 
+// threat: replayed-message
 fn what_is_replayed_cut_or_changed_reaches_nobody_and_moves_no_endpoint(outer: &'static Outer) {
     let stage = Stage::new(outer);
     let inner = stage.inner_socket(9);
@@ -223,6 +225,7 @@ fn what_is_replayed_cut_or_changed_reaches_nobody_and_moves_no_endpoint(outer: &
     conversation.went_on();
 }
 
+// threat: compromised-peer
 fn a_peer_that_turned_speaks_in_nobody_elses_name(outer: &'static Outer) {
     let stage = Stage::new(outer);
     let inner = stage.inner_socket(9);
@@ -285,6 +288,7 @@ fn a_peer_that_turned_speaks_in_nobody_elses_name(outer: &'static Outer) {
     conversation.went_on();
 }
 
+// threat: silent-peer-flood
 fn senders_that_flood_a_silent_peer_cost_bounded_memory_and_stall_no_other(outer: &'static Outer) {
     let mut stage = Stage::new(outer);
     // Nobody answers there: all that is sent waits for a session that never comes.
@@ -343,6 +347,7 @@ fn senders_that_flood_a_silent_peer_cost_bounded_memory_and_stall_no_other(outer
     );
 }
 
+// threat: stalled-interface
 fn an_interface_that_takes_nothing_costs_counted_drops_and_serves_again(outer: &'static Outer) {
     let stage = Stage::new(outer);
     let mut mouth = Mouth::new(&stage, secret(STRANGER));
@@ -377,6 +382,7 @@ fn an_interface_that_takes_nothing_costs_counted_drops_and_serves_again(outer: &
     drop(inner);
 }
 
+// threat: stalled-interface
 fn a_wire_that_stalls_costs_counted_drops_and_bounded_memory_until_it_moves(outer: &'static Outer) {
     let stage = Stage::new(outer);
     let mut mouth = Mouth::new(&stage, secret(STRANGER));

@@ -139,6 +139,7 @@ fn a_nodes_address_inside_the_mesh_is_reached_by_the_tunnel_and_the_tunnels_own_
     assert!(capture.finish(&mesh.member, f.member, f.switch).len() >= 2);
 }
 
+// threat: forged-icmp-error
 fn errors_about_a_flow_come_back_through_the_tunnel(f: &'static Family) {
     let mesh = Mesh::new(f);
     for from in [&mesh.member_pod, &mesh.member] {
@@ -185,6 +186,7 @@ fn errors_about_a_flow_come_back_through_the_tunnel(f: &'static Family) {
     );
 }
 
+// threat: denied-address
 fn what_the_policy_does_not_allow_is_closed(f: &'static Family) {
     let mesh = Mesh::new(f);
     for port in [9090, 10250] {
@@ -255,6 +257,7 @@ fn what_the_policy_does_not_allow_is_closed(f: &'static Family) {
     assert_ne!(sent_on(), 0, "without the table they would pass");
 }
 
+// threat: node-listener
 fn host_listeners_are_open_at_listed_node_addresses_alone(f: &'static Family) {
     let mesh = Mesh::new(f);
     let any = if f.n == 4 { "0.0.0.0" } else { "::" };
@@ -301,6 +304,7 @@ fn host_listeners_are_open_at_listed_node_addresses_alone(f: &'static Family) {
     assert_eq!(source_of(&mesh.hub, f.member_pod, 8080), f.hub_wireguard);
 }
 
+// threat: policy-removed
 fn a_policy_taken_away_closes_an_open_connection(f: &'static Family) {
     use std::io::{Read, Write};
     let mesh = Mesh::new(f);
@@ -328,6 +332,7 @@ fn a_policy_taken_away_closes_an_open_connection(f: &'static Family) {
     assert_eq!(&byte, b"b");
 }
 
+// threat: closed-member-continues
 fn closed_member_is_neither_heard_nor_called_whatever_was_open(f: &'static Family) {
     use std::io::{Read, Write};
     let mesh = Mesh::new(f);
@@ -370,6 +375,7 @@ fn closed_member_is_neither_heard_nor_called_whatever_was_open(f: &'static Famil
     });
 }
 
+// threat: unencrypted-packet
 fn nothing_for_the_mesh_leaves_in_clear_when_the_tunnel_is_down(f: &'static Family) {
     let mesh = Mesh::new(f);
     let try_all = || {
@@ -423,6 +429,7 @@ fn nothing_for_the_mesh_leaves_in_clear_when_the_tunnel_is_down(f: &'static Fami
     );
 }
 
+// threat: forged-mesh-source
 fn a_spoofed_mesh_source_is_not_forwarded(f: &'static Family) {
     let mesh = Mesh::new(f);
     serve(&mesh.hub_pod, f.hub_pod, 8080);

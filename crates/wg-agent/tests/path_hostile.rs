@@ -40,6 +40,7 @@ fn target(mesh: &Mesh) -> Inputs {
 
 /// A node that follows source routes sends such a packet on behind its filters, to whom they never saw: what is open on the
 /// node itself would open the same port of everybody. (`conf.all` is off by default; `conf.default` is on.)
+// threat: ip-source-route
 #[test]
 fn a_way_written_into_a_packet_leads_to_nobody_where_a_node_follows_such_ways() {
     let mesh = Mesh::new(&V4);

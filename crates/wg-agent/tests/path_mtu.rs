@@ -84,6 +84,7 @@ underlays! {
     every_size_passes_or_is_answered_where_the_underlay_has_1280 1280: [1216, 1280], [1200, 1280];
 }
 
+// threat: forged-path-mtu
 #[test]
 fn peers_that_differ_in_width_and_family_keep_their_own_size_on_one_device() {
     let outer = |a, b| if a + b == 3 { V4 } else { V6 };

@@ -8,11 +8,12 @@ mod deps;
 mod fuzz;
 mod images;
 mod leftovers;
+#[cfg(test)]
+mod links;
 mod manifests;
 mod prereq;
 mod programs;
 mod test;
-#[cfg(test)]
 mod threats;
 mod tools;
 mod vm;
@@ -49,6 +50,8 @@ enum Command {
     Crds(Drift),
     /// Write the manifests in deploy/.
     Manifests(Drift),
+    /// Write docs/threats-index.md from the tags in the tests.
+    Threats(Drift),
     /// Prove from cargo metadata who imports whom.
     Deps,
 }
@@ -72,6 +75,7 @@ fn main() -> anyhow::Result<()> {
         Command::Images(args) => images::run(&args),
         Command::Crds(Drift { check }) => crds::run(check),
         Command::Manifests(Drift { check }) => manifests::run(check),
+        Command::Threats(Drift { check }) => threats::run(check),
         Command::Deps => deps::run(),
     }
 }

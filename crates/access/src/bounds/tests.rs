@@ -75,6 +75,7 @@ async fn verdicts(status: u16, text: &str) -> Vec<(Option<OverBudget>, usize)> {
     verdicts
 }
 
+// threat: endless-answer
 #[tokio::test]
 async fn endless_answer_of_every_kind_is_cut_at_its_limit() {
     let long = "x".repeat(1000);
@@ -85,6 +86,7 @@ async fn endless_answer_of_every_kind_is_cut_at_its_limit() {
     assert_eq!(verdicts(500, &long).await, of(answer));
 }
 
+// threat: endless-answer
 #[tokio::test]
 async fn short_text_of_many_values_is_cut_before_it_is_parsed() {
     let values = OverBudget::Values(MAX_PARSED);

@@ -29,6 +29,7 @@ fn token_or_client_certificate_with_inline_ca_is_accepted() {
     assert_eq!(verdict(&named, USER), "accepted");
 }
 
+// threat: hostile-kubeconfig
 #[test]
 fn user_fields_that_use_the_controllers_rights_are_refused() {
     for (user, field) in [
@@ -66,6 +67,7 @@ fn user_fields_that_use_the_controllers_rights_are_refused() {
     assert!(verdict(CLUSTER, "{}").contains("lacks users[].user.token"));
 }
 
+// threat: hostile-kubeconfig
 #[test]
 fn cluster_fields_that_weaken_the_connection_are_refused() {
     for (extra, field) in [
@@ -89,6 +91,7 @@ fn cluster_fields_that_weaken_the_connection_are_refused() {
     assert!(verdict("certificate-authority-data: Y2E=", USER).contains("lacks clusters[].cluster.server"));
 }
 
+// threat: kubeconfig-address
 #[test]
 fn servers_on_the_controllers_host_or_hub_are_refused() {
     for (server, why) in [
@@ -118,6 +121,7 @@ fn servers_on_the_controllers_host_or_hub_are_refused() {
     }
 }
 
+// threat: error-oracle
 #[test]
 fn malformed_kubeconfig_is_refused_without_repeating_it() {
     let read = |bytes: &[u8], context| sanitise(bytes, context, &HubHosts::default()).expect_err("refused");
@@ -141,6 +145,7 @@ fn malformed_kubeconfig_is_refused_without_repeating_it() {
     ));
 }
 
+// threat: hostile-kubeconfig
 #[test]
 fn unchecked_fields_do_not_reach_the_client() {
     let given = text(
@@ -155,6 +160,7 @@ fn unchecked_fields_do_not_reach_the_client() {
     assert!(cluster.other.is_empty() && user.other.is_empty() && cluster.disable_compression.is_none());
 }
 
+// threat: kubeconfig-address
 #[test]
 fn refused_ipv4_address_inside_an_ipv6_one_is_refused() {
     let word = |text: &str| match check_address(text.parse().expect("an address")) {

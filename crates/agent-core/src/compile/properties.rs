@@ -130,6 +130,7 @@ proptest! {
         prop_assert_eq!(device::diff(&device::ObservedPeers::new(), &b.peers).is_none(), b.peers.is_empty());
     }
 
+    // threat: closed-member-continues
     #[test]
     fn every_network_of_a_closed_member_is_closed(inputs in inputs()) {
         let got = compile(&inputs);
@@ -192,6 +193,7 @@ proptest! {
         }
     }
 
+    // threat: script-injection
     #[test]
     fn table_checks_policies_and_has_no_text_of_objects(inputs in inputs()) {
         let text = render(&compile(&inputs).firewall);

@@ -174,6 +174,7 @@ fn unusable_endpoint_is_refused_with_its_kind() {
     assert_eq!(cases.map(|(text, _)| (text, kind(text))), cases);
 }
 
+// threat: peer-claims-node
 #[test]
 fn invalid_peer_is_refused_with_its_reason() {
     let good = || peer(99, "bad", "192.0.2.9:51820", &["10.9.0.0/24"]);
@@ -375,6 +376,7 @@ fn anchored_pod_network_publishes_no_pods() {
     assert_eq!(compile(&inputs).firewall.v4.published, nets(&["100.66.9.1/32"]));
 }
 
+// threat: policy-claims-own-pods
 #[test]
 fn policy_network_with_own_pods_is_refused() {
     let mut inputs = worker();
@@ -438,6 +440,7 @@ fn policy_network_wider_than_a_cluster_is_refused() {
     assert!(has_route("12.0.0.0/8") && has_route("2000::/7"), "{:?}", widest.routes);
 }
 
+// threat: hostile-member-root
 #[test]
 fn policy_that_allows_everything_allows_unicast_only() {
     let mut inputs = hub_node();

@@ -56,6 +56,7 @@ fn changed_prefixes_are_removed_before_others_are_added() {
     );
 }
 
+// threat: table-update-window
 #[test]
 fn deny_elements_are_added_first_and_removed_last() {
     let without = compile(&hub_node()).firewall;

@@ -169,6 +169,7 @@ fn failure(code: u16) -> (u16, Option<Value>) {
     (code, Some(status))
 }
 
+// threat: restless-nodes
 #[tokio::test(start_paused = true)]
 async fn closing_step_does_not_wait_for_a_large_batch() {
     let mut fixture = Fixture::new(|_, _| (201, None));
@@ -205,6 +206,7 @@ async fn sources_take_turns() {
     assert_eq!((of("a"), of("b"), of("c")), (30, 30, 30));
 }
 
+// threat: restless-nodes
 #[tokio::test(start_paused = true)]
 async fn source_with_many_steps_is_paced_alone() {
     let mut fixture = Fixture::new(|_, _| (201, None));
@@ -221,6 +223,7 @@ async fn source_with_many_steps_is_paced_alone() {
     assert!((1980..=2010).contains(&of("rotator")), "{}", of("rotator"));
 }
 
+// threat: restless-nodes
 #[tokio::test(start_paused = true)]
 async fn throttled_source_does_not_delay_the_others() {
     let mut fixture = Fixture::new(|_, _| failure(429));

@@ -68,6 +68,7 @@ impl LinkReports {
 mod tests {
     use super::*;
 
+    // threat: false-report
     #[test]
     fn broken_link_is_reported_at_once_then_every_ten_seconds() {
         let mesh = MeshId {

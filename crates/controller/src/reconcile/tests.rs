@@ -74,6 +74,7 @@ fn deleted(plan: &Plan, members: &[(ClusterIdentity, Observation<Member>)]) -> V
     with_deletes.map(|(identity, _)| identity).collect()
 }
 
+// threat: same-cluster-twice
 #[test]
 fn second_secret_of_the_same_cluster_deletes_nothing() {
     let plan = plan_of(&[("a", secret("new"))], false);

@@ -67,6 +67,7 @@ fn message(hub: &HubNamespaces, mesh: &Mesh) -> String {
     hub.refuses(mesh).expect("refused").1
 }
 
+// threat: hub-rights-borrowed
 #[test]
 fn local_entry_needs_own_namespace_or_a_flag() {
     let refusal = |flags: &[&str], namespace| reason(&hub(flags), &mesh(namespace, Profile::ClusterMeshed));
@@ -77,6 +78,7 @@ fn local_entry_needs_own_namespace_or_a_flag() {
     assert_eq!(refusal(&["*"], "any"), None);
 }
 
+// threat: hub-rights-borrowed
 #[test]
 fn restricted_namespace_refuses_less_restrictive_profile() {
     let refusal = |flags: &[&str], profile| reason(&hub(flags), &mesh("t", profile));
@@ -92,6 +94,7 @@ fn restricted_namespace_refuses_less_restrictive_profile() {
     assert_eq!(reason(&both, &mesh("t", Profile::Sandbox)), None);
 }
 
+// threat: unlisted-network
 #[test]
 fn confined_mesh_outside_the_listed_networks_is_refused() {
     let wide = |networks: &[&str]| allowed(mesh("t", Profile::Sandbox), 1, networks);
@@ -154,6 +157,7 @@ fn confined_mesh_outside_the_listed_networks_is_refused() {
     assert_eq!(meshed("t=cluster-meshed,10.8.0.0/16"), Some("NetworksNotAllowed"));
 }
 
+// threat: hub-closed-for-others
 #[test]
 fn confined_mesh_cannot_close_the_hub_to_other_meshes() {
     let listed = hub(&["t=sandbox,100.80.0.0/16"]);
@@ -182,6 +186,7 @@ fn confined_mesh_cannot_close_the_hub_to_other_meshes() {
     assert_eq!(reason(&listed, &own), None);
 }
 
+// threat: mesh-without-local
 #[test]
 fn mesh_without_local_entry_obeys_namespace_rights() {
     let of = |hub: &HubNamespaces, namespace, profile| reason(hub, &without_local(namespace, profile));
@@ -211,6 +216,7 @@ fn mesh_without_local_entry_obeys_namespace_rights() {
     assert_eq!(reason(&members, &mesh("own", Profile::ClusterMeshed)), None);
 }
 
+// threat: unlisted-network
 #[test]
 fn status_of_confined_mesh_claims_only_listed_networks() {
     let nets = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<Vec<IpNet>>();
@@ -239,6 +245,7 @@ fn status_of_confined_mesh_claims_only_listed_networks() {
     assert_eq!(bounded(&["other"]), (None, BTreeMap::new()));
 }
 
+// threat: grant-across-namespaces
 #[test]
 fn restricted_namespace_grants_only_its_own_services() {
     let confined = |flags: &[&str], namespace: &str| {

@@ -141,6 +141,7 @@ fn state_without_sandbox(plan: &Plan) -> Vec<String> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
 
+    // threat: sandbox-claims-identity
     #[test]
     fn sandbox_cannot_take_anything_from_others(
         scenario in healthy(),
@@ -175,6 +176,7 @@ proptest! {
         }
     }
 
+    // threat: sandbox-claims-identity
     #[test]
     fn cluster_uid_of_a_member_does_not_change_the_plan(scenario in healthy(), n in 0usize..3, uid in option::of("uid-[0-3]")) {
         let before = planned(&scenario);
@@ -186,6 +188,7 @@ proptest! {
     }
 }
 
+// threat: many-nodes
 #[test]
 fn ten_thousand_sandbox_nodes_do_not_affect_others() {
     use proptest::{strategy::ValueTree, test_runner::TestRunner};

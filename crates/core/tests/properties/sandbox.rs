@@ -160,6 +160,7 @@ pub(crate) fn state_without(mesh: &MeshPlan, sandbox: &str) -> Vec<String> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
 
+    // threat: sandbox-forged-networks
     #[test]
     fn target_has_no_sandbox_peer_and_only_its_own_addresses(
         scenario in prop_oneof![scenario(), sandboxed()],
@@ -191,6 +192,7 @@ proptest! {
         }
     }
 
+    // threat: sandbox-reads-target
     #[test]
     fn sandbox_has_only_gateway_peers(scenario in prop_oneof![scenario(), sandboxed()]) {
         let plan = planned(&scenario);
@@ -211,6 +213,7 @@ proptest! {
         }
     }
 
+    // threat: sandbox-forged-objects
     #[test]
     fn sandbox_state_does_not_change_plans_of_others(
         scenario in sandboxed(),

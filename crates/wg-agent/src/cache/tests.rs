@@ -153,6 +153,7 @@ fn missing_cache_is_no_trouble_and_unreadable_one_is_left() {
     assert!(trouble.starts_with("cannot read the cache"), "{trouble}");
 }
 
+// threat: forged-cache
 #[test]
 fn unusable_cache_is_set_aside_and_the_last_one_kept() {
     let directory = tempfile::tempdir().unwrap();
@@ -222,6 +223,7 @@ fn with_unknown_field(whole: &str) -> String {
     format!("{}\n{changed}\n", head.replacen(&hash(body), &hash(&changed), 1))
 }
 
+// threat: forged-cache
 #[test]
 fn cache_that_others_could_have_written_is_not_used() {
     let directory = tempfile::tempdir().unwrap();

@@ -187,6 +187,7 @@ mod tests {
 
     use super::*;
 
+    // threat: refusals-hidden
     #[test]
     fn refused_parts_of_every_sandbox_are_shown_in_turns() {
         let refused = |access: &str, field: u16, grant: bool| Refused {

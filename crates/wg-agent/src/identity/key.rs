@@ -344,6 +344,7 @@ mod tests {
         }
     }
 
+    // threat: key-file
     #[test]
     fn key_readable_by_others_is_refused_with_a_remedy() {
         let (_root, path) = place();
@@ -392,6 +393,7 @@ mod tests {
         }
     }
 
+    // threat: key-file
     #[test]
     fn key_file_symlink_is_not_followed() {
         let (root, path) = place();
@@ -401,6 +403,7 @@ mod tests {
         assert!(matches!(load_or_create(&path), Err(KeyFileError::NotAFile(_))));
     }
 
+    // threat: key-file
     #[test]
     fn debug_output_of_a_key_shows_only_the_public_half() {
         let (_root, path) = place();

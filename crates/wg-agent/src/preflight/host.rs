@@ -153,7 +153,10 @@ mod tests {
             ("Talos", whole.talos()),
             ("Flatcar", whole.flatcar()),
         ] {
-            assert!(page.contains(&text), "{system}: docs/operations/install.md should have\n{text}");
+            assert!(
+                page.contains(&text),
+                "{system}: docs/operations/install.md should have\n{text}"
+            );
         }
     }
 }

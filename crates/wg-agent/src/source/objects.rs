@@ -299,6 +299,7 @@ mod tests {
         assert_eq!((seen.policy, seen.problem), (want, None));
     }
 
+    // threat: unreadable-policy
     #[test]
     fn unreadable_policy_allows_nothing_and_closes_its_networks() {
         let mut object = policy_object(serde_json::json!([{"to": ["10.4.0.0/16"]}]));

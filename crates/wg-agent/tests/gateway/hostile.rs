@@ -17,6 +17,7 @@ const FRAGMENT: u8 = 44;
 const DESTINATION: u8 = 60;
 
 /// Lengths of UDP tell the packets apart at the pod.
+// threat: gateway-ungranted
 pub(crate) async fn fragments_options_and_extension_headers_are_dropped(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let db = &stage.pods[0];
@@ -123,6 +124,7 @@ impl Forged {
 }
 
 /// Anyone on the underlay can send these from forged sources, and would fill the conntrack table.
+// threat: gateway-forged-underlay
 pub(crate) fn underlay_packets_leave_no_conntrack_entry(stage: &Stage) {
     let db = &stage.pods[0];
     for (from, to) in DB.into_iter().zip(POD) {
@@ -179,6 +181,7 @@ fn from_a_pod(ns: &NetNs, from: (&str, u16), to: (&str, u16)) {
     assert!(ns.pings(gateway), "{} pings the gateway", ns.name);
 }
 
+// threat: gateway-revoked-connection
 pub(crate) async fn packets_of_a_stale_connection_are_dropped(stage: &Stage) {
     let [a, b] = &stage.sandboxes;
     let sql = grant("web", "sql", "TCP", SQL);
@@ -219,6 +222,7 @@ pub(crate) async fn packets_of_a_stale_connection_are_dropped(stage: &Stage) {
 }
 
 /// Towards a sandbox, through the gateway to another pod, and past its translation.
+// threat: gateway-inbound
 fn pods_begin_nothing(stage: &Stage, mark: &str, family: usize) {
     let [db, other] = &stage.pods;
     let a = &stage.sandboxes[0];

@@ -56,6 +56,7 @@ pub(crate) async fn thousands_of_grants_at_once_are_written_and_removed(stage: &
         .expect("delete the SandboxAccesses");
 }
 
+// threat: gateway-connection-flood
 pub(crate) async fn a_sandbox_opens_only_so_many_connections_a_second(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     let [from, to] = [a.addresses[0], GATEWAY[0]].map(ip);
@@ -102,6 +103,7 @@ pub(crate) async fn a_sandbox_opens_only_so_many_connections_a_second(stage: &St
     stage.in_force("m--a", a.access(&grants)).await;
 }
 
+// threat: gateway-connection-flood
 pub(crate) async fn an_endpoint_gets_only_so_many_connections(stage: &Stage) {
     let [a, b] = &stage.sandboxes;
     for gateway in GATEWAY {
@@ -143,6 +145,7 @@ pub(crate) async fn an_error_of_an_endpoint_reaches_the_sandbox(stage: &Stage) {
 }
 
 /// Over all of its grants and endpoints. Another sandbox has its own number of them.
+// threat: gateway-connection-flood
 pub(crate) async fn a_sandbox_gets_only_so_many_connections(stage: &Stage) {
     let [a, b] = &stage.sandboxes;
     let mut calls: Vec<Call> = Vec::new();
@@ -183,6 +186,7 @@ const FLOOD: u64 = 100_000;
 const CALLS: usize = 100;
 
 /// Root on one sandbox's node sends as fast as it can: datagrams of a granted stream, each from another port, and connections.
+// threat: gateway-connection-flood
 pub(crate) async fn a_flooding_sandbox_leaves_the_other_its_connections(stage: &Stage) {
     let [a, b] = &stage.sandboxes;
     let to = at(GATEWAY[0], SQL);
@@ -241,6 +245,7 @@ fn calls(from: &Sandbox, to: SocketAddr) -> String {
 }
 
 /// As many nodes as a SandboxAccess takes, made up by the sandbox's API server. Gateways have 256 MiB.
+// threat: oversized-access
 pub(crate) async fn a_sandbox_of_the_largest_size_is_served(stage: &Stage, gateway: &Gateway) {
     let [a, b] = &stage.sandboxes;
     let node = |number: u32| {

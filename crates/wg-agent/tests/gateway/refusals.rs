@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use super::{GATEWAY, LOG, NAME, NAMESPACE, SQL, Sandbox, Stage, at, grant};
 use crate::attacker::public;
 
+// threat: granted-slice-redirected, gateway-forbidden-endpoint
 pub(crate) async fn what_is_wrong_costs_that_part_alone(stage: &Stage) {
     let [a, _] = &stage.sandboxes;
     stage.service("by-hand", json!({})).await;
@@ -108,6 +109,7 @@ fn key(number: u8) -> String {
     public(&x25519_dalek::StaticSecret::from([number; 32])).to_string()
 }
 
+// threat: stolen-gateway-token
 pub(crate) async fn a_stolen_token_opens_nothing(stage: &Stage) {
     let thief = stage.as_gateway().await;
     let resource = kube::discovery::ApiResource::from_gvk_with_plural(

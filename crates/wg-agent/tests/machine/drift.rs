@@ -106,6 +106,7 @@ fn a_kernel_device_that_another_hand_changed_is_put_back_and_counted_by_kind() {
     agent.end(Signal::SIGTERM);
 }
 
+// threat: conntrack-exhaustion
 #[test]
 fn a_table_of_connections_is_raised_with_its_buckets_and_never_lowered() {
     in_the_machine!();

@@ -91,6 +91,7 @@ fn kernel_gateway_serves_grants_and_outlives_its_process() {
     assert!(gateway.wait(SOON).success());
 }
 
+// threat: target-does-not-enforce
 #[test]
 fn gateway_behind_kube_proxy_in_ipvs_mode_serves_grants() {
     in_the_machine!();

@@ -5,6 +5,7 @@ use clustermesh_agent_core::device::PeerChange;
 use super::{Node, SOON, counters, public, two};
 use crate::netns::wait_until;
 
+// threat: deleted-peer
 #[test]
 fn a_removed_peer_is_deaf_and_its_range_has_no_owner() {
     let [mut a, b] = two();
@@ -37,6 +38,7 @@ fn a_sender_to_nobody_is_told_so() {
     assert_eq!(node.observe().drops["no_endpoint"], 2);
 }
 
+// threat: forged-inner-source
 #[test]
 fn an_inner_source_outside_a_peers_ranges_is_dropped_and_counted() {
     let [a, b] = two();
@@ -59,6 +61,7 @@ fn an_inner_source_outside_a_peers_ranges_is_dropped_and_counted() {
     );
 }
 
+// threat: garbage-datagram
 #[test]
 fn garbage_from_anyone_changes_nothing() {
     let [a, b] = two();

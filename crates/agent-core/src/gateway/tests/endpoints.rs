@@ -57,6 +57,7 @@ fn service_that_is_not_known_is_refused() {
     assert_service_refused(sql("x", 2), Some(forbidden), "ServiceUnknown: gateways may not read it");
 }
 
+// threat: gateway-forbidden-endpoint
 #[test]
 fn service_that_no_sandbox_may_reach_is_refused() {
     let mut server = sql("x", 2);
@@ -237,6 +238,7 @@ fn assert_left_out(inputs: Inputs, further: &[Endpoint], refused: &str) {
     assert_refused(&one(bad), &one(inputs), &[&refused]);
 }
 
+// threat: gateway-forbidden-endpoint
 #[test]
 fn endpoint_outside_the_endpoint_networks_is_left_out() {
     for address in ["192.0.2.1", "fd11::1"] {
@@ -245,6 +247,7 @@ fn endpoint_outside_the_endpoint_networks_is_left_out() {
     }
 }
 
+// threat: gateway-forbidden-endpoint
 #[test]
 fn endpoint_at_a_reserved_address_is_left_out() {
     let mut settings = settings();
@@ -277,6 +280,7 @@ fn endpoint_at_a_reserved_address_is_left_out() {
     }
 }
 
+// threat: gateway-forbidden-endpoint
 #[test]
 fn endpoint_at_an_infrastructure_port_is_left_out() {
     for port in [2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259] {

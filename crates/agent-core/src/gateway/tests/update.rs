@@ -411,6 +411,7 @@ fn renewal_adds_the_interface_again_in_whole_seconds() {
     assert_eq!(alive(&frame, Duration::from_millis(900)), lines(1));
 }
 
+// threat: gateway-forged-underlay
 #[test]
 fn rules_of_a_gateway_with_both_families() {
     insta::assert_snapshot!(render::frame(&table().frame));

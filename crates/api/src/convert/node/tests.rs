@@ -200,6 +200,7 @@ fn malformed_claims_carry_their_reason() {
     );
 }
 
+// threat: many-nodes
 #[test]
 fn messages_about_long_annotations_are_short() {
     let long = |unit: &str| unit.repeat(200_000 / unit.len());

@@ -264,6 +264,7 @@ async fn object_over_the_budget_leaves_the_table_broken() {
     assert_eq!(sizes.lock().expect("sound")[..6], [50, 25, 12, 6, 3, 1]);
 }
 
+// threat: endless-answer
 #[tokio::test(start_paused = true)]
 async fn list_over_the_memory_budget_is_not_kept() {
     let memory = Memory::new(1 << 20, |_, _| {});

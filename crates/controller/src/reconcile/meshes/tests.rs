@@ -119,6 +119,7 @@ async fn refused_mesh_that_was_never_valid_claims_nothing() {
     assert_eq!(loaded.mesh, empty_mesh(loaded.mesh.id.clone()));
 }
 
+// threat: unlisted-network
 #[tokio::test]
 async fn confined_mesh_ignores_networks_in_its_status() {
     let confined = |flag: &str| {

@@ -93,6 +93,7 @@ fn status_lists_anchored_networks_and_their_nodes() {
     assert_eq!(status(&plan_mesh(&mesh, &seen).1, "tenant"), vec![]);
 }
 
+// threat: anchored-range-claimed
 #[test]
 fn node_that_claims_part_of_anchored_network_is_refused() {
     let (mut mesh, mut seen) = anchored_tenant();
@@ -150,6 +151,7 @@ fn node_that_claims_part_of_anchored_network_is_refused() {
     assert!(uncovered, "{:?}", of_mesh.facts);
 }
 
+// threat: anchored-range-claimed
 #[test]
 fn anchor_of_deleted_node_moves_despite_another_claim() {
     let (mut mesh, mut seen) = anchored_tenant();

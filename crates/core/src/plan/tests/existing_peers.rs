@@ -32,6 +32,7 @@ fn unobserved_member_causes_no_writes() {
     }
 }
 
+// threat: empty-list
 #[test]
 fn node_without_annotations_keeps_its_peer_for_five_minutes() {
     let mesh = two_clusters();

@@ -54,6 +54,7 @@ fn anchor_moves_only_when_it_is_not_eligible() {
     );
 }
 
+// threat: overlapping-mesh
 #[test]
 fn accepted_network_wins_over_a_new_overlapping_claim() {
     let mut older = two_clusters();

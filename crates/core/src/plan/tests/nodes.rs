@@ -20,6 +20,7 @@ fn peer_has_pod_cidr_wireguard_ip_and_endpoint_of_node() {
     assert_eq!(plan.clusters["tenant"].registered, 1);
 }
 
+// threat: foreign-network
 #[test]
 fn node_with_invalid_claim_is_skipped_with_reason() {
     let mesh = two_clusters();
@@ -63,6 +64,7 @@ fn node_with_invalid_claim_is_skipped_with_reason() {
     }
 }
 
+// threat: forbidden-endpoint
 #[test]
 fn endpoint_in_target_networks_needs_endpoint_networks() {
     let mut mesh = two_clusters();

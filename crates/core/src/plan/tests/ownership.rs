@@ -23,6 +23,7 @@ fn predecessor_peer_is_adopted_by_changing_only_labels() {
     assert_eq!(steps[0].fields, vec!["metadata.labels"]);
 }
 
+// threat: foreign-object
 #[test]
 fn foreign_peer_keeps_its_name_key_and_prefixes() {
     let mesh = two_clusters();
@@ -77,6 +78,7 @@ fn foreign_peer_keeps_its_name_key_and_prefixes() {
     assert_eq!(of_mesh.clusters["tenant"].skipped[0].reason, Reason::PublicKeyDuplicate);
 }
 
+// threat: duplicate-key-or-range
 #[test]
 fn copied_key_stays_with_the_local_cluster() {
     let mesh = two_clusters();
@@ -94,6 +96,7 @@ fn copied_key_stays_with_the_local_cluster() {
     );
 }
 
+// threat: key-of-silent-member
 #[test]
 fn copied_key_stays_with_an_unseen_owner() {
     let mut mesh = two_clusters();
@@ -245,6 +248,7 @@ fn paused_mesh_that_is_deleted_keeps_its_keys() {
     assert_eq!(planned(&deleted), (2, true));
 }
 
+// threat: foreign-object
 #[test]
 fn objects_of_another_hub_are_not_changed() {
     let mesh = two_clusters();

@@ -152,6 +152,7 @@ fn message(plan: &MeshPlan) -> &str {
     &plan.egress[0].message
 }
 
+// threat: sandbox-to-sandbox
 #[test]
 fn sandboxes_and_standard_members_are_not_connected() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
@@ -185,6 +186,7 @@ fn sandboxes_and_standard_members_are_not_connected() {
     );
 }
 
+// threat: target-does-not-enforce
 #[test]
 fn sandbox_needs_no_policy_enforcement_on_target_nodes() {
     let changes: [fn(&mut Member); 4] = [
@@ -224,6 +226,7 @@ fn target_without_gateway_is_reported_with_remedy() {
     assert_eq!(sources(&plan, "nb"), Vec::<&str>::new());
 }
 
+// threat: sandbox-copies-key
 #[test]
 fn duplicate_key_goes_to_meshed_member_before_sandbox() {
     let (mut mesh, mut seen) = mesh_with_sandbox();

@@ -179,6 +179,7 @@ mod tests {
 
     use super::*;
 
+    // threat: key-file
     #[test]
     fn what_is_shown_is_the_cross_platform_protocol_without_a_secret() {
         let peer = ObservedPeer {

@@ -65,6 +65,7 @@ fn snapshot_is_complete_once_granted_namespaces_answer() {
     assert!(snapshot.is_complete(), "listed");
 }
 
+// threat: gateway-api-away
 #[test]
 fn namespace_that_cannot_be_watched_closes_in_time() {
     let registry = &mut clustermesh_daemon::metrics::registry("test", "0");

@@ -29,6 +29,7 @@ fn states_of(mesh: &Mesh, seen: &Observations) -> Vec<(bool, bool, bool)> {
     states
 }
 
+// threat: profile-tightened
 #[test]
 fn stricter_profile_closes_first_and_looser_opens_last() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
@@ -59,6 +60,7 @@ fn stricter_profile_closes_first_and_looser_opens_last() {
     );
 }
 
+// threat: profile-tightened
 #[test]
 fn stricter_profile_closes_an_unseen_member() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
@@ -108,6 +110,7 @@ fn sandbox_without_grants_leaves_no_objects() {
     );
 }
 
+// threat: quarantine
 #[test]
 fn quarantined_member_is_closed_and_keeps_its_objects() {
     for profile in [Profile::ClusterMeshed, Profile::Sandbox] {
@@ -140,6 +143,7 @@ fn quarantined_member_is_closed_and_keeps_its_objects() {
     }
 }
 
+// threat: profile-tightened
 #[test]
 fn member_set_to_standard_is_closed_before_peers_go() {
     let (mut mesh, mut seen) = mesh_with_sandbox();

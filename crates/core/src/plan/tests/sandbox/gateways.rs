@@ -13,6 +13,7 @@ fn postgres_port(access: &AccessSpec) -> u16 {
     of.next().unwrap().0.1
 }
 
+// threat: sandbox-forged-endpoint
 #[test]
 fn target_gets_only_a_sandbox_access_for_a_sandbox() {
     let (mesh, mut seen) = mesh_with_sandbox();
@@ -88,6 +89,7 @@ fn target_gets_only_a_sandbox_access_for_a_sandbox() {
     }
 }
 
+// threat: oversized-access
 #[test]
 fn long_node_names_are_shortened_in_sandbox_access() {
     let names = ["n".repeat(253), "n".repeat(252), "n".repeat(40), "ä".repeat(20)];
@@ -399,6 +401,7 @@ fn two_meshes_of_one_sandbox_share_gateway_ports() {
     assert_eq!(ports.len(), 2);
 }
 
+// threat: profile-tightened
 #[test]
 fn old_peers_of_a_sandbox_are_closed_then_deleted() {
     for seen_now in [true, false] {

@@ -2,6 +2,7 @@
 
 use super::*;
 
+// threat: grant-across-namespaces
 #[test]
 fn confined_mesh_grants_only_services_that_allow_it() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
@@ -28,6 +29,7 @@ fn confined_mesh_grants_only_services_that_allow_it() {
     }
 }
 
+// threat: sandbox-to-sandbox
 #[test]
 fn service_of_a_sandbox_is_not_mirrored() {
     let (mut mesh, mut seen) = mesh_with_sandbox();
@@ -49,6 +51,7 @@ fn service_of_a_sandbox_is_not_mirrored() {
     );
 }
 
+// threat: granted-slice-redirected
 #[test]
 fn unresolved_grant_is_reported_and_affects_no_other() {
     type Change = fn(&mut Member);

@@ -33,6 +33,7 @@ fn not_closed(quarantine: bool, source: &str, target: &str, why: &str) -> Pendin
     }
 }
 
+// threat: closing-not-written
 #[test]
 fn quarantine_is_pending_until_the_closed_policy_exists() {
     let (mut mesh, mut seen) = written_mesh();
@@ -86,6 +87,7 @@ fn revocation_in_unseen_member_is_unknown() {
     );
 }
 
+// threat: closing-not-written
 #[test]
 fn revoked_grant_or_profile_is_pending_until_written() {
     let (mut mesh, mut seen) = written_mesh();

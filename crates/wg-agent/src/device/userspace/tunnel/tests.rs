@@ -239,6 +239,7 @@ fn a_greeting_that_nobody_answers_stops_after_ninety_seconds_and_asks_for_no_mor
     assert_eq!(a.tunnel.reschedule(now + Duration::from_secs(300)), None);
 }
 
+// threat: low-order-handshake
 #[test]
 fn a_key_that_no_secret_can_be_shared_with_is_tried_no_more_often_than_another() {
     let now = Instant::now();
@@ -331,6 +332,7 @@ fn after_three_minutes_a_session_carries_nothing_and_its_keys_are_gone() {
     assert_eq!(b.tunnel.keys_until, Some(now + Duration::from_secs(181)));
 }
 
+// threat: replayed-message
 #[test]
 fn initiation_seen_before_or_of_another_peer_is_refused() {
     let now = Instant::now();
@@ -352,6 +354,7 @@ fn initiation_seen_before_or_of_another_peer_is_refused() {
     assert_eq!(b.try_receive(&foreign, later), Err(Refused::Invalid));
 }
 
+// threat: low-order-handshake
 #[test]
 fn handshake_message_with_low_order_key_is_refused() {
     let now = Instant::now();
@@ -367,6 +370,7 @@ fn handshake_message_with_low_order_key_is_refused() {
     assert_eq!(a.receive(&response, now).kinds(), vec![DATA]);
 }
 
+// threat: replayed-message
 #[test]
 fn recorded_initiation_moves_no_endpoint_and_completes_nothing() {
     let now = Instant::now();

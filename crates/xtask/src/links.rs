@@ -1,0 +1,210 @@
+//! Checks the links of every Markdown file of the repository: files exist, and so do anchors, by the rule that GitHub makes
+//! them from headings.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    ops::Range,
+    path::{Component, Path, PathBuf},
+};
+
+use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
+
+/// A Markdown file.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Page {
+    anchors: BTreeSet<String>,
+    /// With the line that each begins on.
+    links: Vec<(usize, String)>,
+}
+
+impl Page {
+    fn read(text: &str) -> Self {
+        let mut page = Self::default();
+        let mut headings = BTreeMap::new();
+        let mut heading: Option<String> = None;
+        let options = Options::ENABLE_TABLES | Options::ENABLE_FOOTNOTES | Options::ENABLE_STRIKETHROUGH;
+        for (event, Range { start, .. }) in Parser::new_ext(text, options).into_offset_iter() {
+            match event {
+                Event::Start(Tag::Heading { .. }) => heading = Some(String::new()),
+                Event::End(TagEnd::Heading(_)) => {
+                    let anchor = anchor(&heading.take().unwrap_or_default());
+                    // Equal headings are numbered from the second one on.
+                    let before: &mut usize = headings.entry(anchor.clone()).or_default();
+                    page.anchors.insert(match before {
+                        0 => anchor,
+                        _ => format!("{anchor}-{before}"),
+                    });
+                    *before += 1;
+                }
+                Event::Start(Tag::Link { dest_url, .. } | Tag::Image { dest_url, .. }) => {
+                    let line = text[..start].matches('\n').count() + 1;
+                    page.links.push((line, dest_url.into_string()));
+                }
+                Event::Text(text) | Event::Code(text) => {
+                    if let Some(heading) = &mut heading {
+                        heading.push_str(&text);
+                    }
+                }
+                Event::Html(html) | Event::InlineHtml(html) => {
+                    let ids = html.split("id=\"").skip(1).filter_map(|rest| rest.split('"').next());
+                    page.anchors.extend(ids.map(str::to_owned));
+                }
+                _ => {}
+            }
+        }
+        page
+    }
+}
+
+/// GitHub's rule: lower case, without punctuation, and with a hyphen for each space.
+/// (`TableOfContentsFilter` in github.com/gjtorikian/html-pipeline)
+fn anchor(heading: &str) -> String {
+    let kept = heading.trim().to_lowercase();
+    let kept = kept
+        .chars()
+        .filter(|c| c.is_alphanumeric() || ['_', '-', ' '].contains(c));
+    kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+}
+
+/// What is wrong with a link of the page at this path. Paths are relative to the root of the repository.
+fn fault(pages: &BTreeMap<PathBuf, Page>, from: &Path, link: &str, exists: impl Fn(&Path) -> bool) -> Option<String> {
+    if link.starts_with("https:") || link.starts_with("http:") || link.starts_with("mailto:") {
+        return None;
+    }
+    let (path, fragment) = match link.split_once('#') {
+        Some((path, fragment)) => (path, Some(fragment)),
+        None => (link, None),
+    };
+    let target = if path.is_empty() {
+        from.to_owned()
+    } else if let Some(target) = normalized(&from.with_file_name("").join(path)) {
+        target
+    } else {
+        return Some("leads out of the repository".to_owned());
+    };
+    if !exists(&target) {
+        return Some(format!("there is no {}", target.display()));
+    }
+    let fragment = fragment?;
+    match pages.get(&target) {
+        Some(page) if !page.anchors.contains(fragment) => {
+            Some(format!("{} has no heading for #{fragment}", target.display()))
+        }
+        Some(_) => None,
+        None => Some(format!(
+            "{} is no Markdown file, so it has no anchors",
+            target.display()
+        )),
+    }
+}
+
+/// Without `.` and `..`; `None` above the root, and for an absolute path.
+fn normalized(path: &Path) -> Option<PathBuf> {
+    let mut normalized = PathBuf::new();
+    for component in path.components() {
+        match component {
+            Component::CurDir => {}
+            Component::ParentDir if normalized.pop() => {}
+            Component::Normal(name) => normalized.push(name),
+            _ => return None,
+        }
+    }
+    Some(normalized)
+}
+
+/// Every Markdown file below a folder, except build output and hidden folders.
+fn markdown_files(folder: &Path, found: &mut BTreeSet<PathBuf>) {
+    for path in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if path.is_dir() {
+            if name != "target" && !name.starts_with('.') {
+                markdown_files(&path, found);
+            }
+        } else if name.ends_with(".md") {
+            found.insert(path);
+        }
+    }
+}
+
+#[test]
+fn links_of_all_markdown_files_lead_somewhere() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut files = BTreeSet::new();
+    markdown_files(&root, &mut files);
+    let pages = files.iter().map(|path| {
+        let name = path.strip_prefix(&root).unwrap().to_owned();
+        (name, Page::read(&fs::read_to_string(path).unwrap()))
+    });
+    let pages: BTreeMap<PathBuf, Page> = pages.collect();
+    assert!(pages.contains_key(Path::new("README.md")), "{:?}", pages.keys());
+    let mut faults = String::new();
+    for (from, page) in &pages {
+        for (line, link) in &page.links {
+            if let Some(fault) = fault(&pages, from, link, |path| root.join(path).exists()) {
+                faults += &format!("\n{}:{line}: {link}: {fault}", from.display());
+            }
+        }
+    }
+    assert!(faults.is_empty(), "links that lead nowhere:{faults}");
+}
+
+#[test]
+fn anchors_follow_githubs_rule() {
+    let headings = [
+        ("The underlay of a sandbox", "the-underlay-of-a-sandbox"),
+        ("`--mode=policy`: beside kg, \"what\"?", "--modepolicy-beside-kg-what"),
+        ("A - b_c & d", "a---b_c--d"),
+        ("Größe 2", "größe-2"),
+    ];
+    for (heading, want) in headings {
+        assert_eq!(anchor(heading), want);
+    }
+}
+
+#[test]
+fn page_has_its_anchors_and_links() {
+    let text = "# One `two`\n\n## Twice\n\n## Twice\n<a id=\"own\"></a>\n\n| a |\n|---|\n| [x](y.md#z) |\n\n\
+                `[no](link.md)`\n\n```\n# no heading\n[no](link.md)\n```\n![image](i.svg) [ref]\n\n[ref]: r.md\n";
+    let page = Page::read(text);
+    let anchors: Vec<&str> = page.anchors.iter().map(String::as_str).collect();
+    assert_eq!(anchors, ["one-two", "own", "twice", "twice-1"]);
+    let links: Vec<(usize, &str)> = page.links.iter().map(|(line, link)| (*line, &**link)).collect();
+    assert_eq!(links, [(10, "y.md#z"), (18, "i.svg"), (18, "r.md")]);
+}
+
+#[test]
+fn links_that_lead_nowhere_are_named() {
+    let pages = [
+        (PathBuf::from("README.md"), Page::read("# Start")),
+        (PathBuf::from("docs/a.md"), Page::read("# A\n## B c")),
+    ];
+    let pages = BTreeMap::from(pages);
+    let exists = |path: &Path| pages.contains_key(path) || path == Path::new("docs") || path == Path::new("Cargo.toml");
+    let fault = |link| fault(&pages, Path::new("docs/a.md"), link, exists);
+    for link in [
+        "https://example.com/x#y",
+        "#b-c",
+        "a.md#a",
+        "../README.md#start",
+        "./a.md",
+        "../docs/",
+        "../Cargo.toml",
+    ] {
+        assert_eq!(fault(link), None, "{link}");
+    }
+    let faults = [
+        ("b.md", "there is no docs/b.md"),
+        ("#b", "docs/a.md has no heading for #b"),
+        ("../README.md#end", "README.md has no heading for #end"),
+        (
+            "../Cargo.toml#x",
+            "Cargo.toml is no Markdown file, so it has no anchors",
+        ),
+        ("../../x.md", "leads out of the repository"),
+        ("/README.md", "leads out of the repository"),
+    ];
+    for (link, want) in faults {
+        assert_eq!(fault(link).as_deref(), Some(want), "{link}");
+    }
+}
