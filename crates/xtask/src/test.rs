@@ -3,11 +3,12 @@
 mod count;
 
 use std::{
+    cmp::Reverse,
     io::{self, Read, Seek, Write},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, bail};
@@ -104,12 +105,11 @@ fn all(programs: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
 
 /// Runs both rows at once, the programs of a row one after the other; returns the counts, and which programs failed.
 fn beside(rows: [&[Program]; 2], programs: &Path) -> anyhow::Result<(Counts, Vec<String>)> {
-    let row = |tests: &[Program]| -> anyhow::Result<Vec<(Counts, Option<String>)>> {
-        let results = tests.iter().map(|test| {
-            let (counts, passed) = test.run(programs)?;
-            Ok((counts, (!passed).then(|| test.name())))
-        });
-        results.collect()
+    let row = |tests: &[Program]| {
+        tests
+            .iter()
+            .map(|test| test.run(programs))
+            .collect::<anyhow::Result<Vec<_>>>()
     };
     let [one, other] = thread::scope(|scope| {
         rows.map(|tests| scope.spawn(move || row(tests))).map(|row| {
@@ -117,8 +117,22 @@ fn beside(rows: [&[Program]; 2], programs: &Path) -> anyhow::Result<(Counts, Vec
                 .map_err(|_| anyhow::anyhow!("a thread of the tests panicked"))
         })
     });
-    let (counts, failed): (Vec<_>, Vec<_>) = [one??, other??].concat().into_iter().unzip();
-    Ok((counts.into_iter().sum(), failed.into_iter().flatten().collect()))
+    let mut results = one??;
+    results.append(&mut other??);
+    let failed = results.iter().filter(|result| !result.counts.is_success());
+    let failed = failed.map(|result| result.name.clone()).collect();
+    let counts = results.iter().map(|result| result.counts).sum();
+    print_slowest(results);
+    Ok((counts, failed))
+}
+
+/// Where the time went.
+fn print_slowest(mut results: Vec<ProgramResult>) {
+    results.sort_by_key(|result| Reverse(result.time));
+    println!("\nxtask: the slowest test programs:");
+    for ProgramResult { name, time, .. } in results.iter().take(20) {
+        println!("{:6.0} s  {name}", time.as_secs_f64());
+    }
 }
 
 /// Runs `cargo test` with its output shown; returns how many tests that were, and how cargo says that something failed.
@@ -225,6 +239,13 @@ fn built() -> anyhow::Result<Vec<Program>> {
     Ok(out)
 }
 
+/// What a test program did.
+struct ProgramResult {
+    name: String,
+    counts: Counts,
+    time: Duration,
+}
+
 impl Program {
     fn name(&self) -> String {
         let name = self.path.file_name().unwrap_or_default().to_string_lossy();
@@ -232,8 +253,7 @@ impl Program {
     }
 
     /// Runs it as cargo does, and prints its output when it has ended, because the output of two at once would be mixed.
-    /// False: it failed.
-    fn run(&self, programs: &Path) -> anyhow::Result<(Counts, bool)> {
+    fn run(&self, programs: &Path) -> anyhow::Result<ProgramResult> {
         let start = Instant::now();
         println!("xtask: {} starts", self.name());
         let mut output = tempfile::tempfile().context("a file")?;
@@ -254,13 +274,13 @@ impl Program {
             .and_then(|()| output.read_to_end(&mut bytes))
             .context("read what a test printed")?;
         let text = String::from_utf8_lossy(&bytes);
-        let counts = Counts::of_program(&text).ended(status.success());
-        println!(
-            "\nxtask: {}, {:.0} s\n{text}",
-            self.name(),
-            start.elapsed().as_secs_f64()
-        );
-        Ok((counts, counts.is_success()))
+        let result = ProgramResult {
+            name: self.name(),
+            counts: Counts::of_program(&text).ended(status.success()),
+            time: start.elapsed(),
+        };
+        println!("\nxtask: {}, {:.0} s\n{text}", result.name, result.time.as_secs_f64());
+        Ok(result)
     }
 }
 
