@@ -95,7 +95,7 @@ impl<'a> RegistryBuilder<'a, '_> {
                 Err((
                     Reason::TooManyNodes,
                     format!(
-                        "more than {} Nodes; the oldest are served, raise maxNodes if they are real",
+                        "more than {} Nodes; a mesh takes the oldest of one member and no more",
                         self.cluster.max_nodes
                     ),
                 ))
