@@ -344,7 +344,7 @@ async fn of_two_profiles_that_two_meshes_give_one_member_the_tighter_holds_and_i
     until(&world, "tenant-a", "prod--notebooks", (0, false), None).await;
     let message = world.until_condition("Ready", "False/ProfileConflict", SOON).await;
     assert!(
-        message.contains("is cluster-meshed here and sandbox in ClusterMesh clustermesh/other; the tighter one holds"),
+        message.contains("is cluster-meshed here and sandbox in ClusterMesh clustermesh/other; the more restrictive one applies"),
         "{message}"
     );
     let last = recorder.caught_up(&world, "mgmt").await;

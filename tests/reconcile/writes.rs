@@ -101,10 +101,10 @@ async fn members_are_served_while_the_hub_is_away() {
     let (world, controller) = World::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
 
     world.hub().kill_api().unwrap();
-    wait_until("the ClusterMeshes to be no longer followed", LATER, async || {
+    wait_until("the watch of the ClusterMeshes to fail", LATER, async || {
         let log = controller.log();
         let mut lines = log.lines();
-        match lines.any(|line| line.contains("no longer followed") && line.contains("clustermeshes")) {
+        match lines.any(|line| line.contains("list or watch failed") && line.contains("clustermeshes")) {
             true => Ok(()),
             false => Err(log),
         }

@@ -109,7 +109,7 @@ async fn an_agent_that_starts_while_its_api_server_is_away_works_from_what_was_a
         &world,
         tenant,
         "/readyz",
-        "ok\nbut: cache: the API server has not told yet",
+        "ok\nbut: cache: the API server has not listed since",
     )
     .await;
     page_says(&world, tenant, "/metrics", "\nwg_agent_remembered_kinds 4\n").await;
