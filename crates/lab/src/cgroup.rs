@@ -1,4 +1,4 @@
-//! Cgroups of a lab: `clustermesh-lab/<run>/<machine>` in every hierarchy. Version 1 and 2 are both served.
+//! Manages the cgroups of a lab: `clustermesh-lab/<run>/<machine>` in every hierarchy, in cgroup versions 1 and 2.
 
 use std::path::{Path, PathBuf};
 
@@ -59,14 +59,14 @@ impl Cgroups {
     }
 }
 
-/// One cgroup in all hierarchies. It need not exist.
+/// One cgroup in all hierarchies. It need not exist yet.
 pub(crate) struct Cgroup {
     directories: Vec<PathBuf>,
     unified: bool,
 }
 
 impl Cgroup {
-    /// Makes it and moves the calling process into it.
+    /// Creates it and moves the calling process into it.
     pub(crate) fn join(&self) -> Result<()> {
         for directory in &self.directories {
             make(directory, self.unified)?;
@@ -90,7 +90,7 @@ impl Cgroup {
 
     /// The processes in it and below it.
     pub(crate) fn pids(&self) -> Vec<i32> {
-        // Every hierarchy holds all of them: the first will do.
+        // Every hierarchy contains all of them; one is enough.
         let directories = self
             .directories
             .first()
@@ -104,7 +104,7 @@ impl Cgroup {
             .collect()
     }
 
-    /// Removes it and all below it; not there is fine.
+    /// Removes it and all cgroups below it. It is no error if it does not exist.
     pub(crate) fn remove(&self) -> Result<()> {
         for directory in self.directories.iter().flat_map(|directory| below(directory)) {
             std::fs::remove_dir(&directory).with_context(|| format!("remove {}", directory.display()))?;
@@ -135,7 +135,7 @@ fn make(directory: &Path, unified: bool) -> Result<()> {
         }
         if !made.exists() {
             match std::fs::create_dir(&made) {
-                // Another lab may make the shared parent at the same moment.
+                // Another lab may create the shared parent at the same moment.
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
                 other => other.with_context(|| format!("make the cgroup {}", made.display()))?,
             }
@@ -145,7 +145,7 @@ fn make(directory: &Path, unified: bool) -> Result<()> {
                 enable_controllers(&made)?;
             }
         } else if made.join("cpuset.cpus").exists() {
-            // A new cpuset is empty, and an empty one takes no process.
+            // A new cpuset has no CPUs, and an empty one accepts no process.
             for file in ["cpuset.cpus", "cpuset.mems"] {
                 if std::fs::read_to_string(made.join(file))?.trim().is_empty() {
                     let parent = made.parent().unwrap_or(&made).join(file);
@@ -158,11 +158,11 @@ fn make(directory: &Path, unified: bool) -> Result<()> {
     Ok(())
 }
 
-/// Version 2: lets the children of `directory` use every controller it has.
+/// Version 2: enables for the children of `directory` every controller that it has.
 pub(crate) fn enable_controllers(directory: &Path) -> Result<()> {
     let controllers = std::fs::read_to_string(directory.join("cgroup.controllers"))?;
     for controller in controllers.split_whitespace() {
-        // One at a time: a controller that cannot be delegated must not keep back the others.
+        // One at a time, so that a controller that cannot be delegated does not block the others.
         let _ = std::fs::write(directory.join("cgroup.subtree_control"), format!("+{controller}"));
     }
     Ok(())

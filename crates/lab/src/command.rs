@@ -1,4 +1,4 @@
-//! Running programs from the owner's side: to the end with their output, or in the background until dropped.
+//! Runs programs in the caller's process: to their end with their output, or in the background until dropped.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -12,10 +12,10 @@ use tokio::process::{Child, Command};
 
 use crate::{Error, Result, wait_until};
 
-/// What a finished program said.
+/// What a finished program printed, and its exit status.
 #[derive(Debug, Clone)]
 pub struct Output {
-    /// How it ended.
+    /// Its exit status.
     pub status: ExitStatus,
     /// Standard output; bytes that are not UTF-8 are replaced.
     pub stdout: String,
@@ -24,7 +24,7 @@ pub struct Output {
 }
 
 impl Output {
-    /// The output, or an error that quotes the end of what was printed.
+    /// The output, or an error that quotes its last 20 lines.
     pub(crate) fn check(self, argv: &[String]) -> Result<Self> {
         if self.status.success() {
             return Ok(self);
@@ -40,7 +40,7 @@ impl Output {
     }
 }
 
-/// Owns its argument list; `argv[0]` is looked up in PATH.
+/// Makes an argument list; `argv[0]` is looked up in PATH.
 pub(crate) fn argv<I: IntoIterator<Item = S>, S: AsRef<OsStr>>(words: I) -> Vec<String> {
     words
         .into_iter()
@@ -48,7 +48,7 @@ pub(crate) fn argv<I: IntoIterator<Item = S>, S: AsRef<OsStr>>(words: I) -> Vec<
         .collect()
 }
 
-/// Runs to the end and returns whatever came, also a failure.
+/// Runs a program to its end and returns its output, also when it fails.
 pub(crate) async fn output(argv: &[String], stdin: Option<&[u8]>) -> Result<Output> {
     let mut command = Command::new(&argv[0]);
     command
@@ -61,7 +61,7 @@ pub(crate) async fn output(argv: &[String], stdin: Option<&[u8]>) -> Result<Outp
     let feed = child.stdin.take().zip(stdin);
     let feeding = async {
         if let Some((mut pipe, bytes)) = feed {
-            // A program may end without reading everything; its status tells what matters.
+            // A program may end before it has read everything. Its exit status decides, not this write.
             let _ = pipe.write_all(bytes).await;
         }
     };
@@ -75,7 +75,7 @@ pub(crate) async fn output(argv: &[String], stdin: Option<&[u8]>) -> Result<Outp
     })
 }
 
-/// Runs to the end; a failure is an error with the end of the output.
+/// Runs a program to its end; a failure is an error with the last lines of its output.
 pub(crate) async fn run(argv: &[String], stdin: Option<&[u8]>) -> Result<Output> {
     output(argv, stdin).await?.check(argv)
 }
@@ -93,7 +93,7 @@ fn spawn_error(program: &str, source: std::io::Error) -> Error {
     }
 }
 
-/// A program in the background; killed when dropped. What it prints goes to a log file.
+/// A program in the background, killed when dropped. Its output goes to a log file.
 #[derive(Debug)]
 pub struct Running {
     child: Child,
@@ -121,14 +121,14 @@ impl Running {
         })
     }
 
-    /// Everything it printed so far.
+    /// Everything that it has printed so far.
     pub fn log(&self) -> String {
         std::fs::read(&self.log)
             .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
             .unwrap_or_default()
     }
 
-    /// Its pid as the host sees it; none once it has ended.
+    /// Its pid as the host sees it; `None` once it has ended.
     pub fn pid(&self) -> Option<i32> {
         let own = i32::try_from(self.child.id()?).ok()?;
         if !self.wrapped {
@@ -152,10 +152,10 @@ impl Running {
         kill(Pid::from_raw(self.pid().ok_or_else(gone)?), signal).map_err(|_| gone())
     }
 
-    /// Waits until the log holds `text`.
+    /// Waits until the log contains `text`.
     ///
     /// # Errors
-    /// After `deadline`, with the log's end; also when the program ends without saying it.
+    /// After `deadline`, with the last line of the log.
     pub async fn says(&mut self, text: &str, deadline: Duration) -> Result<()> {
         let what = format!("{text:?} in {}", self.log.display());
         wait_until(what, deadline, async || {
@@ -169,7 +169,7 @@ impl Running {
         .await
     }
 
-    /// Waits for the end.
+    /// Waits until it exits.
     ///
     /// # Errors
     /// After `deadline`.
@@ -183,7 +183,7 @@ impl Running {
         .await
     }
 
-    /// SIGTERM, then waits for the end.
+    /// Sends SIGTERM and waits until it exits.
     ///
     /// # Errors
     /// When it does not end within `deadline`.

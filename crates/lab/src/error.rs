@@ -1,14 +1,14 @@
-//! What can go wrong in the lab, in words that say where to look.
+//! Errors of the lab. Each says what was being done and what a person can do about it.
 
 use std::path::PathBuf;
 
-/// Result of everything in this crate.
+/// Result of every function in this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of the lab itself (not of the software under test).
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Something the machine lacks; the second part says how to get it.
+    /// Something that the machine lacks; `remedy` says how to get it.
     #[error("{what} is missing: {remedy}")]
     Missing {
         /// What is missing.
@@ -16,7 +16,7 @@ pub enum Error {
         /// What a person can do about it.
         remedy: String,
     },
-    /// A command ended with a failure.
+    /// A command exited with a failure.
     #[error("`{command}` failed ({status}): {output}")]
     Command {
         /// The command line.
@@ -26,14 +26,14 @@ pub enum Error {
         /// Last lines of what it printed.
         output: String,
     },
-    /// A condition did not come about in time.
+    /// A condition did not become true in time.
     #[error("waited {seconds:.1} s for {what}; last state: {last}")]
     Timeout {
         /// What was waited for.
         what: String,
-        /// How long.
+        /// How long it waited.
         seconds: f64,
-        /// The last thing that was seen.
+        /// The state at the last check.
         last: String,
     },
     /// A file or socket operation failed.
@@ -44,12 +44,12 @@ pub enum Error {
         /// The cause.
         source: std::io::Error,
     },
-    /// The supervisor refused a request or is gone.
+    /// The lab's supervisor refused a request, or does not run any more.
     #[error("the lab's supervisor at {run}: {message}")]
     Supervisor {
         /// The lab's run directory.
         run: PathBuf,
-        /// What it said.
+        /// Its answer.
         message: String,
     },
     /// An API server refused a request.
@@ -60,7 +60,7 @@ pub enum Error {
         /// The cause.
         source: Box<kube::Error>,
     },
-    /// The plan or a name in a call makes no sense.
+    /// The plan, or a name in a call, is invalid.
     #[error("{0}")]
     Plan(String),
 }

@@ -1,4 +1,4 @@
-//! A lab as its owner sees it: start, attach, keep, and the handles of clusters and nodes.
+//! Starts, attaches to and keeps a lab, and gives handles for its clusters and nodes.
 
 mod base;
 mod cluster;
@@ -23,11 +23,11 @@ pub(crate) use pods::worker_namespace;
 
 /// Longest wait for an API server or a node on a loaded machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(180);
-/// The network namespace of bridge, API servers and etcd.
+/// The network namespace of the bridge, the API servers and etcd.
 const UNDERLAY: &str = "underlay";
 
-/// A running lab. Dropping it takes everything down, unless [`Lab::keep`] was called; a panic on the way prints how to
-/// look inside, and the logs are kept in the lab's cache directory.
+/// A running lab. Dropping it takes everything down, unless [`Lab::keep`] was called. When it is dropped by a panic, it
+/// prints how to look inside and keeps the logs in the lab's cache directory.
 #[derive(Debug)]
 pub struct Lab {
     run: Run,
@@ -35,21 +35,21 @@ pub struct Lab {
     state: Mutex<State>,
 }
 
-/// What an attaching process must know; `lab.json` in the run directory.
+/// What another process needs to attach; stored as `lab.json` in the run directory.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct State {
     plan: LabPlan,
     tools: Tools,
-    /// Nodes that are or were up (a node without power is still a node), in order of joining.
+    /// Nodes in the order in which they joined, also those without power.
     nodes: Vec<NodePlan>,
 }
 
 impl Lab {
-    /// Builds what is missing in the cache (with progress on standard error), then starts the lab and waits until it
-    /// is ready: API servers answer; in whole clusters every node is Ready, pod routes and DNS are there.
+    /// Builds missing programs into the cache (with progress on standard error), starts the lab and waits until it is
+    /// ready: API servers answer, and in whole clusters every node is Ready and has pod routes, and DNS answers.
     ///
     /// # Errors
-    /// When something is missing on this machine, a part does not start, or is not ready within three minutes.
+    /// When the machine lacks something, or a part does not start or is not ready within three minutes.
     pub async fn start(plan: LabPlan) -> Result<Self> {
         Self::start_with(plan, &|line| eprintln!("lab: {line}")).await
     }
@@ -83,10 +83,10 @@ impl Lab {
         Ok(lab)
     }
 
-    /// Joins a lab that stands (see [`crate::standing`]). Dropping the handle does not take it down.
+    /// Attaches to a running lab (see [`crate::standing`]). Dropping the handle does not take it down.
     ///
     /// # Errors
-    /// When none stands at `directory`.
+    /// When no lab runs at `directory`.
     pub fn attach(directory: &Path) -> Result<Self> {
         let run = Run::attach(directory)?;
         let path = directory.join("lab.json");
@@ -149,7 +149,7 @@ impl Lab {
         progress: &dyn Fn(&str),
     ) -> Result<()> {
         let cluster = self.cluster(&plan.name);
-        // Nodes boot while the API server does.
+        // Nodes boot while the API server starts.
         self.publish_api_to_pods(plan).await?;
         for n in 1..=plan.nodes {
             self.boot(&self.place(plan, n).await?).await?;
@@ -175,7 +175,7 @@ impl Lab {
         Ok(())
     }
 
-    /// Starts a program in the underlay namespace, with its log under its name.
+    /// Starts a program in the underlay namespace; its log has the program's name.
     fn start_on_underlay(&self, name: &str, argv: Vec<String>) -> Result<()> {
         let inside = [
             vec![
@@ -200,7 +200,7 @@ impl Lab {
         self.state().plan.clone()
     }
 
-    /// Where its sockets, kubeconfigs and logs are.
+    /// The run directory, with sockets, kubeconfigs and logs.
     pub fn directory(&self) -> &Path {
         &self.run.directory
     }
@@ -215,7 +215,7 @@ impl Lab {
         self.directory().join("log").join(format!("{name}.log"))
     }
 
-    /// A path that leads to a network namespace of the lab; open it or give it to `nsenter --net=`.
+    /// A path to a network namespace of the lab, to open or for `nsenter --net=`.
     pub(crate) fn namespace(&self, name: &str) -> PathBuf {
         self.directory().join("ns").join(name)
     }
@@ -247,7 +247,7 @@ impl Lab {
         Node::new(self, plan.unwrap_or_else(|| panic!("the lab has no node {name:?}")))
     }
 
-    /// Lets the lab stand when this process ends; [`crate::down_all`] or `clustermesh-lab down` ends it.
+    /// Lets the lab go on when this process ends. [`crate::down_all`] or `clustermesh-lab down` takes it down.
     ///
     /// # Errors
     /// When the supervisor is gone.
@@ -255,15 +255,15 @@ impl Lab {
         self.run.keep()
     }
 
-    /// Takes the lab down now and waits until nothing is left, also one that is kept or attached.
+    /// Takes the lab down, also a kept or attached one, and waits until nothing is left.
     ///
     /// # Errors
-    /// When it does not go within half a minute.
+    /// When it does not end within half a minute.
     pub fn down(self) -> Result<()> {
         run::down(self.directory())
     }
 
-    /// How a person steps inside: for a terminal.
+    /// Tells a person how to get into the clusters and nodes from a terminal.
     pub fn join_hint(&self) -> String {
         let state = self.state();
         let run = self.directory().display();

@@ -1,8 +1,11 @@
-//! Clusters on one machine: what tests, the demo and the benchmarks run on. No product code and no assertions live here.
+//! Runs whole Kubernetes clusters on one machine, for tests, the demo and the benchmarks. It contains no product code
+//! and no assertions.
 //!
-//! Two floors share one [`Lab`]:
-//! - **API servers alone** ([`LabPlan::control_planes`]): one etcd and an API server per cluster, ready in seconds;
-//! - **whole clusters** ([`LabPlan::clusters`]): nodes are namespaces with containerd, kubelet, kube-proxy and CNI plugins.
+//! A [`Lab`] has one of two sizes:
+//! - **API servers alone** ([`LabPlan::control_planes`]): one etcd and one API server for each cluster, ready in
+//!   seconds;
+//! - **whole clusters** ([`LabPlan::clusters`]): nodes are namespaces with containerd, kubelet, kube-proxy and CNI
+//!   plugins.
 //!
 //! ```text
 //!  owner (test, demo)  --pipe-->  supervisor (pid 1 of its own pid and mount namespace)
@@ -10,9 +13,9 @@
 //!        |  control.sock            |-- node mgmt-1: pid 1 -> containerd, kubelet, kube-proxy, lab CNI
 //!        +------------------------->|-- node tenant-a-1 ...
 //! ```
-//! The pipe is the life line: when it closes, for whatever reason, the supervisor takes everything down. Network
-//! namespaces are held by the supervisor's file descriptors and mounts live in its mount namespace, so that even
-//! `kill -9` of the supervisor leaves only cgroup directories and plain files, which the next lab sweeps.
+//! The pipe is the life line: when it closes, for whatever reason, the supervisor takes everything down. Its file
+//! descriptors hold the network namespaces, and all mounts are in its mount namespace. So even `kill -9` of the
+//! supervisor leaves only cgroup directories and plain files, which the next lab removes.
 #![forbid(unsafe_code)]
 
 mod attack;

@@ -1,4 +1,4 @@
-//! The address plan: which clusters and nodes a lab has and where their addresses lie. Values only.
+//! The address plan: the clusters and nodes of a lab and their addresses. It contains values only and starts nothing.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -7,72 +7,72 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// The whole underlay: one flat segment, a /24 of it per cluster. It joins nodes, and forwards nothing.
+/// The whole underlay: one flat segment that joins the nodes and routes nothing. Each cluster has a /24 of it.
 pub(crate) const UNDERLAY_PREFIX: u8 = 16;
-/// The same in IPv6: a /48, a /64 of it per cluster.
+/// The same in IPv6: a /48, of which each cluster has a /64.
 pub(crate) const UNDERLAY_PREFIX_V6: u8 = 48;
 
-/// What a lab shall contain. Empty `clusters` is allowed: an underlay with plain hosts only.
+/// The clusters of a lab. `clusters` may be empty: then the lab is an underlay with plain hosts only.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LabPlan {
     /// The clusters, in order; names are unique.
     pub clusters: Vec<ClusterPlan>,
 }
 
-/// One cluster. Pod and Service ranges of different clusters may be equal: nothing outside a cluster routes them.
+/// One cluster. Clusters may have equal Pod and Service ranges, because nothing outside a cluster routes them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClusterPlan {
     /// Name; nodes are called `<name>-<n>`, n from 1. At most 40 characters of a DNS label.
     pub name: String,
     /// Number of nodes at start. More may join later.
     pub nodes: u8,
-    /// Whether controller-manager, scheduler and CoreDNS run. False = an API server alone.
+    /// Whether controller-manager, scheduler and CoreDNS run. False = only an API server.
     pub controllers: bool,
-    /// Pods; each node gets a /24 of it, chosen by the controller-manager.
+    /// Pod range. The controller-manager gives each node a /24 of it.
     pub pod_cidr: Ipv4Net,
-    /// Services. The API server's is the first address, the cluster DNS the tenth.
+    /// Service range. The first address is the API server's, the tenth the cluster DNS.
     pub service_cidr: Ipv4Net,
-    /// Free for WireGuard addresses, a /24 or a /112; the lab itself does not use it.
+    /// A range for WireGuard addresses, a /24 or a /112. The lab itself does not use it.
     pub wireguard_cidr: IpNet,
-    /// Nodes' and API server's addresses: a /24 inside the lab's /16. `.1` = API server, `.10 + n` = node n.
+    /// Addresses of nodes and API server: a /24 of the lab's /16. `.1` = API server, `.10 + n` = node n.
     pub underlay: Ipv4Net,
-    /// What its nodes are plugged into.
+    /// The network to which its nodes are connected.
     #[serde(default)]
     pub workers: Workers,
-    /// The second family of a dual-stack cluster; its first is IPv4.
+    /// The ranges of the second family in a dual-stack cluster. The first family is IPv4.
     #[serde(default)]
     pub v6: Option<PlanV6>,
-    /// How kube-proxy works on its nodes.
+    /// The mode of kube-proxy on its nodes.
     #[serde(default)]
     pub proxy: ProxyMode,
-    /// Whether NetworkPolicies are enforced on its nodes. They are not by default, as on many a CNI.
+    /// Whether its nodes enforce NetworkPolicies. By default they do not, as with many CNIs.
     #[serde(default)]
     pub policies: bool,
 }
 
-/// A dual-stack cluster's ranges of its second family. API server and DNS are known by their IPv4 addresses.
+/// The second family's ranges of a dual-stack cluster. API server and DNS have IPv4 addresses only.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanV6 {
-    /// Pods; each node gets a /64 of it, chosen by the controller-manager.
+    /// Pod range. The controller-manager gives each node a /64 of it.
     pub pod_cidr: Ipv6Net,
-    /// Services.
+    /// Service range.
     pub service_cidr: Ipv6Net,
-    /// Nodes' addresses: a /64 inside the lab's /48. `::1` = gateway, `::a` + n = node n.
+    /// Addresses of nodes: a /64 of the lab's /48. `::1` = gateway, `::a` + n = node n.
     pub underlay: Ipv6Net,
 }
 
-/// How kube-proxy makes Services.
+/// The mode of kube-proxy, which implements Services.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ProxyMode {
-    /// By an nftables table of its own.
+    /// An nftables table of its own.
     #[default]
     Nftables,
-    /// By iptables, of whichever kind this machine has.
+    /// iptables, in the variant (legacy or nft) of this machine.
     Iptables,
 }
 
 impl ProxyMode {
-    /// As kube-proxy's configuration spells it.
+    /// The value of `mode` in kube-proxy's configuration.
     pub(crate) const fn as_str(self) -> &'static str {
         match self {
             Self::Nftables => "nftables",
@@ -81,35 +81,36 @@ impl ProxyMode {
     }
 }
 
-/// What a cluster's nodes are plugged into.
+/// The network to which a cluster's nodes are connected.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Workers {
-    /// The underlay, as machines of their own.
+    /// The underlay: each node is a separate machine there.
     #[default]
     Underlay,
-    /// The pod network of another cluster, as KubeVirt's virtual machines: eth0 has a pod address of one of its nodes, and
-    /// the API server, which listens on the underlay all the same, is known to nodes and pods by a ClusterIP of that cluster.
+    /// The pod network of another cluster, as for virtual machines of KubeVirt: a node's eth0 has an address from the
+    /// pod range of one of that cluster's nodes. The API server still listens on the underlay, but nodes and pods reach
+    /// it at a ClusterIP of that cluster.
     Pods {
-        /// Name of the cluster that carries them; its own nodes are on the underlay.
+        /// Name of the carrying cluster, whose own nodes are on the underlay.
         of: String,
-        /// Number of the node there, from 1, whose pods they are.
+        /// Number, from 1, of the carrying node.
         node: u8,
-        /// The ClusterIP there of this cluster's API server, port 6443.
+        /// The ClusterIP of this cluster's API server in the carrying cluster, port 6443.
         api: Ipv4Addr,
     },
 }
 
-/// What one node is plugged into.
+/// The network to which one node is connected.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Uplink {
     /// The underlay's bridge.
     #[default]
     Underlay,
-    /// The pods' bridge of another cluster's node.
+    /// The pods' bridge of a node of another cluster.
     Pods {
-        /// That node.
+        /// The carrying node.
         of: NodeName,
-        /// Its pods' range; the first address is the gateway.
+        /// The pod range of that node; its first address is the gateway.
         range: Ipv4Net,
     },
 }
@@ -123,16 +124,16 @@ pub struct NodeName {
     pub address: Ipv4Addr,
 }
 
-/// One node as its machine sees it.
+/// The name, addresses and uplink of one node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodePlan {
     /// `<cluster>-<n>`, also the Node object's name and the machine's hostname.
     pub name: String,
     /// Name of its cluster.
     pub cluster: String,
-    /// Its InternalIP: on the underlay, or among another cluster's pods.
+    /// Its InternalIP: on the underlay, or in another cluster's pod range.
     pub address: Ipv4Addr,
-    /// What it is plugged into.
+    /// The network to which it is connected.
     #[serde(default)]
     pub uplink: Uplink,
     /// Its second InternalIP, in a dual-stack cluster.
@@ -141,7 +142,7 @@ pub struct NodePlan {
 }
 
 impl LabPlan {
-    /// API servers alone, one per name.
+    /// A plan of API servers only, one for each name.
     pub fn control_planes(names: &[&str]) -> Self {
         let plan = |(index, name): (usize, &&str)| ClusterPlan {
             controllers: false,
@@ -152,7 +153,7 @@ impl LabPlan {
         }
     }
 
-    /// Whole clusters: `(name, number of nodes)`.
+    /// A plan of whole clusters: `(name, number of nodes)`.
     pub fn clusters(clusters: &[(&str, u8)]) -> Self {
         let plan = |(index, (name, nodes)): (usize, &(&str, u8))| ClusterPlan::numbered(index, name, *nodes);
         Self {
@@ -169,7 +170,7 @@ impl LabPlan {
     pub fn dual_stack(mut self) -> Self {
         for cluster in &mut self.clusters {
             let n = u16::from(cluster.underlay.network().octets()[2]);
-            // Decimal digits, read as hexadecimal ones: 10.20.0.0/16 and fd00:10:20::/48 belong together.
+            // The decimal digits become hexadecimal ones: 10.20.0.0/16 and fd00:10:20::/48 belong together.
             let net = |text: String| text.parse().expect("a network of the default plan");
             cluster.v6 = Some(PlanV6 {
                 pod_cidr: net(format!("fd00:10:{}::/48", 10 * n)),
@@ -180,7 +181,7 @@ impl LabPlan {
         self
     }
 
-    /// Gives a cluster WireGuard addresses of IPv6: fd00:66:N::/112.
+    /// Gives a cluster an IPv6 range for WireGuard addresses: fd00:66:N::/112.
     ///
     /// # Panics
     /// When it is not in the plan.
@@ -193,7 +194,7 @@ impl LabPlan {
         self
     }
 
-    /// Gives a cluster the pods' and Services' ranges of another one, of both families.
+    /// Gives a cluster the Pod and Service ranges of another one, in both families.
     ///
     /// # Panics
     /// When one of the two is not in the plan.
@@ -212,7 +213,7 @@ impl LabPlan {
         self
     }
 
-    /// Lets kube-proxy work so in every cluster.
+    /// Sets the mode of kube-proxy in every cluster.
     #[must_use]
     pub fn with_proxy(mut self, proxy: ProxyMode) -> Self {
         for cluster in &mut self.clusters {
@@ -221,7 +222,7 @@ impl LabPlan {
         self
     }
 
-    /// Lets the nodes of a cluster enforce NetworkPolicies.
+    /// Makes the nodes of a cluster enforce NetworkPolicies.
     ///
     /// # Panics
     /// When it is not in the plan.
@@ -234,8 +235,8 @@ impl LabPlan {
         self
     }
 
-    /// Plugs the nodes of a cluster into the pod network of another one's node (see [`Workers::Pods`]). Its API server is
-    /// known there by address number 100 and up of the Service range.
+    /// Connects the nodes of a cluster to the pod network of another cluster's node (see [`Workers::Pods`]). There its
+    /// API server has address number 100 + its index in the plan from the Service range.
     ///
     /// # Panics
     /// When one of the two is not in the plan.
@@ -252,7 +253,7 @@ impl LabPlan {
         self
     }
 
-    /// Checks what the rest of the lab relies on.
+    /// Checks the constraints that the rest of the lab relies on.
     pub(crate) fn validate(&self) -> Result<()> {
         let mut names = std::collections::BTreeSet::new();
         let mut underlays = std::collections::BTreeSet::new();
@@ -264,7 +265,7 @@ impl LabPlan {
                     "cluster name {name:?}: want 1-40 of a-z, 0-9 and '-'"
                 )));
             }
-            // The others are directories beside the clusters' own.
+            // These names are other directories in the run directory, in which each cluster has one, too.
             let reserved = ["underlay", "nodes", "log", "ns", "images", "etcd"];
             if reserved.contains(&name.as_str()) || !names.insert(name) {
                 return Err(Error::Plan(format!("cluster name {name:?} is taken")));
@@ -333,7 +334,7 @@ impl ClusterPlan {
         }
     }
 
-    /// By which address its nodes and pods know the API server (port 6443).
+    /// The address at which its nodes and pods reach the API server (port 6443).
     pub(crate) fn advertised_api(&self) -> Ipv4Addr {
         match self.workers {
             Workers::Underlay => self.api_address(),
@@ -341,7 +342,7 @@ impl ClusterPlan {
         }
     }
 
-    /// Where the API server listens on the underlay (port 6443).
+    /// The address on the underlay at which the API server listens (port 6443).
     pub fn api_address(&self) -> Ipv4Addr {
         nth(self.underlay, 1)
     }
@@ -356,7 +357,7 @@ impl ClusterPlan {
         nth(self.service_cidr, 10)
     }
 
-    /// The addresses of a load balancer on the underlay, one of each family.
+    /// The load balancer addresses on the underlay, one of each family.
     pub(crate) fn balanced(&self) -> Vec<IpAddr> {
         let v6 = self.v6.as_ref().map(|v6| nth_v6(v6.underlay, 240).into());
         [nth(self.underlay, 240).into()].into_iter().chain(v6).collect()
@@ -373,18 +374,19 @@ impl ClusterPlan {
         }
     }
 
-    /// The gateway of a dual-stack cluster's nodes in its second family.
+    /// The gateway of the nodes in a dual-stack cluster's second family.
     pub(crate) fn gateway_v6(&self) -> Option<Ipv6Addr> {
         self.v6.as_ref().map(|v6| nth_v6(v6.underlay, 1))
     }
 
-    /// A range and, in a dual-stack cluster, that of the second family behind a comma, as Kubernetes' flags take them.
+    /// A range and, in a dual-stack cluster, that of the second family after a comma, as flags of Kubernetes expect
+    /// them.
     pub(crate) fn both(v4: Ipv4Net, v6: Option<Ipv6Net>) -> String {
         v6.map_or_else(|| v4.to_string(), |v6| format!("{v4},{v6}"))
     }
 
-    /// Node number `n`, from 1, among the pods of a node of another cluster. Its address is near the end of their range:
-    /// the plugin that gives out addresses there begins at the front and knows nothing of it.
+    /// Node number `n`, from 1, in the pod range of another cluster's node. Its address is near the end of the range,
+    /// because that node's IPAM plugin allocates from the start and does not know this address.
     pub(crate) fn node_in_pods(&self, n: u8, of: &NodePlan, range: Ipv4Net) -> NodePlan {
         let of = NodeName {
             name: of.name.clone(),

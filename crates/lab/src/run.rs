@@ -1,4 +1,5 @@
-//! A lab's run directory and the owner's end of the supervisor: start it, ask it, find and sweep dead ones.
+//! Manages run directories of labs, and the owner's end of the supervisor: starts it, sends it requests, and cleans up
+//! after dead labs.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -15,11 +16,11 @@ use crate::supervisor::{Request, Response};
 use crate::{Error, Result};
 
 pub(crate) const SOCKET: &str = "control.sock";
-/// Held by the supervisor while it lives.
+/// A file lock that the supervisor holds while it runs.
 pub(crate) const SUPERVISOR_LOCK: &str = "supervisor.lock";
-/// Held by the owner until its supervisor lives.
+/// A file lock that the owner holds until its supervisor runs.
 const OWNER_LOCK: &str = "owner.lock";
-/// There when the lab shall stay without its owner.
+/// This file exists if the lab outlives its owner.
 pub(crate) const KEPT: &str = "kept";
 const ROOT: &str = "/run/clustermesh-lab";
 
@@ -27,12 +28,12 @@ const ROOT: &str = "/run/clustermesh-lab";
 #[derive(Debug)]
 pub(crate) struct Run {
     pub(crate) directory: PathBuf,
-    /// `unshare`, whose child is the supervisor. None = attached, not owned.
+    /// `unshare`, whose child is the supervisor. `None` = attached, not owned.
     supervisor: Option<Child>,
 }
 
 impl Run {
-    /// Sweeps dead labs, then makes a directory and starts the supervisor for it.
+    /// Cleans up after dead labs, then makes a run directory and starts the supervisor for it.
     pub(crate) fn start() -> Result<Self> {
         if !nix::unistd::geteuid().is_root() {
             return Err(Error::Missing {
@@ -45,7 +46,7 @@ impl Run {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let count = STARTED.fetch_add(1, Ordering::Relaxed);
         let id = format!("{:x}-{}-{count}", now_millis() & 0xff_ffff_ffff, std::process::id());
-        // Not seen by a sweeper until the lock in it is held.
+        // A sweep ignores names that begin with a dot. The directory gets its real name when its lock is held.
         let hidden = Path::new(ROOT).join(format!(".{id}"));
         std::fs::create_dir_all(hidden.join("log")).map_err(Error::io(format!("create {}", hidden.display())))?;
         let lock = std::fs::File::create(hidden.join(OWNER_LOCK)).map_err(Error::io("create the owner's lock"))?;
@@ -72,7 +73,8 @@ impl Run {
             .stdin(Stdio::piped())
             .stdout(log.try_clone().map_err(Error::io("clone a log handle"))?)
             .stderr(log)
-            // Ctrl-C in a terminal must reach the owner alone; the closing life line does the rest in order.
+            // Ctrl-C in a terminal must reach the owner alone. The supervisor then ends in order when the life line
+            // closes.
             .process_group(0)
             .spawn()
             .map_err(Error::io("start `unshare` (package util-linux)"))?;
@@ -100,7 +102,7 @@ impl Run {
         Ok(())
     }
 
-    /// Joins a lab that stands already.
+    /// Attaches to a running lab.
     pub(crate) fn attach(directory: &Path) -> Result<Self> {
         let run = Self {
             directory: directory.into(),
@@ -110,7 +112,7 @@ impl Run {
         Ok(run)
     }
 
-    /// One request, one answer.
+    /// Sends one request and waits for its answer.
     pub(crate) fn ask(&self, request: &Request) -> Result<Response> {
         let path = self.directory.join(SOCKET);
         let gone = |error: std::io::Error| self.refused(format!("does not answer: {error}"));
@@ -127,7 +129,7 @@ impl Run {
         }
     }
 
-    /// Lets the lab stand when this process ends.
+    /// Lets the lab go on when this process ends.
     pub(crate) fn keep(&mut self) -> Result<()> {
         self.ask(&Request::Keep)?;
         self.supervisor = None;
@@ -152,7 +154,8 @@ impl Drop for Run {
         while matches!(child.try_wait(), Ok(None)) {
             if start.elapsed() > Duration::from_secs(30) {
                 eprintln!("the lab's supervisor did not end by itself; killing it");
-                // Its child is killed with it (--kill-child), and all that is below with that.
+                // `--kill-child` kills the supervisor, pid 1 of its namespace, and the kernel then kills everything in
+                // it.
                 let _ = child.kill();
                 let _ = child.wait();
             }
@@ -164,24 +167,24 @@ impl Drop for Run {
     }
 }
 
-/// The labs that stand on this machine: their run directories.
+/// The run directories of the labs that run on this machine.
 pub fn standing() -> Vec<PathBuf> {
     runs().into_iter().filter(|run| Run::attach(run).is_ok()).collect()
 }
 
-/// Takes every kept lab down and sweeps what dead ones left. A lab with a living owner is somebody's running test and
-/// is left alone. Returns how many were taken down.
+/// Takes every kept lab down and removes what dead ones left. A lab whose owner lives belongs to a running test and is
+/// left alone. Returns how many were taken down.
 ///
 /// # Errors
-/// When one does not go within half a minute.
+/// When a lab does not end within half a minute.
 pub fn down_all() -> Result<usize> {
     down_kept(standing())
 }
 
-/// The same for these labs alone.
+/// Does the same for these labs only.
 ///
 /// # Errors
-/// When one does not go within half a minute.
+/// When a lab does not end within half a minute.
 pub fn down_kept(labs: impl IntoIterator<Item = PathBuf>) -> Result<usize> {
     let kept: Vec<PathBuf> = labs.into_iter().filter(|directory| is_kept(directory)).collect();
     for directory in &kept {
@@ -191,12 +194,12 @@ pub fn down_kept(labs: impl IntoIterator<Item = PathBuf>) -> Result<usize> {
     Ok(kept.len())
 }
 
-/// Whether the lab stays without an owner.
+/// Whether the lab outlives its owner.
 pub(crate) fn is_kept(directory: &Path) -> bool {
     directory.join(KEPT).exists()
 }
 
-/// Takes down one lab, whoever owns it.
+/// Takes one lab down, whether or not it has an owner.
 pub(crate) fn down(directory: &Path) -> Result<()> {
     let run = Run {
         directory: directory.into(),
@@ -204,7 +207,7 @@ pub(crate) fn down(directory: &Path) -> Result<()> {
     };
     let supervisor = std::fs::read_to_string(directory.join("supervisor.pid")).unwrap_or_default();
     let parent = parent(supervisor.trim()).unwrap_or_default();
-    // No answer comes: the supervisor ends.
+    // This request has no answer: the supervisor exits.
     let _ = run.ask(&Request::Down);
     let start = Instant::now();
     while [supervisor.trim(), &parent].iter().any(|pid| runs_still(pid)) {
@@ -230,13 +233,13 @@ fn parent(pid: &str) -> Option<String> {
     )
 }
 
-/// Whether it is a supervisor, or the unshare above one, and no zombie (which has no command line).
+/// Whether this process is a supervisor, or the `unshare` above one, and no zombie (which has no command line).
 fn runs_still(pid: &str) -> bool {
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     !pid.is_empty() && String::from_utf8_lossy(&line).contains("supervise")
 }
 
-/// Removes what dead labs left: cgroups and files. (Processes, mounts and namespaces died with their supervisor.)
+/// Removes cgroups and files of dead labs. Their processes, mounts and namespaces ended with their supervisor.
 fn sweep() {
     let Ok(cgroups) = Cgroups::detect() else { return };
     for started in unfinished() {
@@ -246,7 +249,7 @@ fn sweep() {
         if is_locked(&run.join(SUPERVISOR_LOCK)) || is_locked(&run.join(OWNER_LOCK)) {
             continue;
         }
-        // Not empty = its processes are just dying; the next sweep gets it.
+        // A cgroup that is not empty has processes that are just exiting; the next sweep removes it.
         let cgroup = cgroups.of(&run, None);
         let start = Instant::now();
         while !cgroup.is_empty() && start.elapsed() < Duration::from_secs(5) {
@@ -258,7 +261,7 @@ fn sweep() {
     }
 }
 
-/// Directories of owners that died between making and showing them.
+/// Directories of owners that died before they renamed them.
 fn unfinished() -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(ROOT) else {
         return vec![];
@@ -297,8 +300,8 @@ fn now_millis() -> u128 {
         .as_millis()
 }
 
-/// Where a program of ours is: `CARGO_BIN_EXE_<name>` (cargo sets it for the tests of the lab's package), then
-/// `CLUSTERMESH_BIN_DIR`, then beside this program or one directory up (test binaries lie in `deps/`).
+/// Finds a program of this repository: by `CARGO_BIN_EXE_<name>` (cargo sets it for the tests of this package), in
+/// `CLUSTERMESH_BIN_DIR`, beside this program, or one directory up (test binaries are in `deps/`).
 pub(crate) fn our_program(name: &str) -> Result<PathBuf> {
     let mut candidates = vec![];
     candidates.extend(std::env::var_os(format!("CARGO_BIN_EXE_{name}")).map(PathBuf::from));
@@ -320,12 +323,12 @@ pub(crate) fn lab_program() -> Result<PathBuf> {
     our_program("clustermesh-lab")
 }
 
-/// Where logs of failed runs are kept.
+/// Where the logs of failed tests are kept.
 pub(crate) fn logs_home() -> Result<PathBuf> {
     Ok(crate::lab_home()?.join("failed"))
 }
 
-/// Copies the files of one directory, and removes copies of runs that are older than a day.
+/// Copies the files of one directory, and removes copies that are older than a day.
 pub(crate) fn copy_logs(from: &Path, to: &Path) -> std::io::Result<()> {
     let parent = to.parent().unwrap_or(to);
     std::fs::create_dir_all(to)?;

@@ -1,5 +1,5 @@
-//! The supervisor: one process per lab that is the ancestor of everything the lab runs. It holds the network
-//! namespaces, starts and ends processes, forwards ports, and takes all of it down when its life line closes.
+//! Runs the supervisor: one process for each lab, the ancestor of all its processes. It holds the network namespaces,
+//! starts and ends processes, forwards ports, and takes all of it down when its life line closes.
 //!
 //! It is pid 1 of its own pid namespace, so nothing it started can outlive it.
 
@@ -29,12 +29,12 @@ use reaper::Reaper;
 use crate::cgroup::Cgroups;
 use crate::run;
 
-/// How long a killed machine may take to disappear.
+/// How long a killed machine may take to exit.
 const GONE: Duration = Duration::from_secs(20);
 
 struct Supervisor {
     run: PathBuf,
-    /// Our pid as the host sees it: the host's /proc is still mounted here.
+    /// Our pid as the host sees it. The host's /proc is still mounted here.
     host_pid: String,
     cgroups: Cgroups,
     reaper: Reaper,
@@ -45,11 +45,12 @@ struct Supervisor {
 #[derive(Default)]
 struct State {
     namespaces: BTreeMap<String, std::fs::File>,
-    /// Name -> pid in our namespace.
+    /// Name -> pid in the supervisor's pid namespace.
     processes: BTreeMap<String, Pid>,
 }
 
-/// Runs until the life line (standard input) closes or `Down` is asked for; does not return in the good case.
+/// Serves requests until the life line (standard input) closes or `Down` arrives. Both end the process, so that only an
+/// error returns.
 fn serve(run: &Path) -> anyhow::Result<()> {
     let lock = std::fs::File::create(run.join(run::SUPERVISOR_LOCK))?;
     let _lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno)?;
@@ -76,7 +77,7 @@ fn serve(run: &Path) -> anyhow::Result<()> {
 }
 
 impl Supervisor {
-    /// Reads standard input to its end: the owner's side of the pipe closes when the owner ends, however it ends.
+    /// Reads standard input to its end. The kernel closes the owner's side of the pipe however the owner ends.
     fn watch_life_line(&self) {
         let mut buffer = [0; 64];
         while !matches!(std::io::stdin().read(&mut buffer), Ok(0) | Err(_)) {}
@@ -98,7 +99,7 @@ impl Supervisor {
         };
         let mut text = serde_json::to_string(&response).unwrap_or_default();
         text.push('\n');
-        // The asker may be gone; then nobody misses the answer.
+        // The client may have closed the connection; then the answer is not needed.
         let _ = (&connection).write_all(text.as_bytes());
     }
 
@@ -136,7 +137,8 @@ impl Supervisor {
         Ok(Response::Done)
     }
 
-    /// A new network namespace, held by a descriptor of ours and reachable for others through a link to it.
+    /// Creates a network namespace. A file descriptor of ours holds it, and a link in `ns/` makes it reachable for
+    /// other processes.
     fn add_namespace(&self, name: &str) -> anyhow::Result<()> {
         let made = std::thread::spawn(|| -> anyhow::Result<std::fs::File> {
             unshare(CloneFlags::CLONE_NEWNET)?;
@@ -192,7 +194,7 @@ impl Supervisor {
         pid.ok_or_else(|| anyhow::anyhow!("{name} is not running; its log is in {}/log", self.run.display()))
     }
 
-    /// Kills a process or machine and waits until nothing of it is left.
+    /// Kills a process or machine and waits until its processes and cgroup are gone.
     fn kill(&self, name: &str) -> anyhow::Result<()> {
         let pid = self.pid(name)?;
         kill(pid, Signal::SIGKILL)?;
@@ -210,11 +212,11 @@ impl Supervisor {
         cgroup.remove()
     }
 
-    /// Ends everything and this process too. What fails is written to the log; the rest is done all the same.
+    /// Ends everything, this process last. An error is logged, and the other steps are still done.
     fn down(&self) -> ! {
-        // Nobody may start anything now; the guard is never given back.
+        // Keep the lock until the end, so that no request starts anything now.
         let _state = self.lock();
-        // To pid 1 of a pid namespace, -1 means everything else in it.
+        // From pid 1, `kill(-1)` reaches every other process of the pid namespace.
         let _ = kill(Pid::from_raw(-1), Signal::SIGKILL);
         let deadline = Instant::now() + GONE;
         let cgroup = self.cgroups.of(&self.run, None);

@@ -1,11 +1,11 @@
-//! Waiting for a condition with a deadline; nothing in the lab sleeps for a fixed time and hopes.
+//! Polls a condition until it holds or a deadline passes. Nothing in the lab sleeps for a fixed time instead.
 
 use std::time::{Duration, Instant};
 
 use crate::{Error, Result};
 
-/// Runs `check` every 50 ms until it gives a value. `Err(state)` means "not yet", with what was seen instead.
-/// On timeout the error says what was waited for and the last state.
+/// Runs `check` every 50 ms until it returns a value. `Err(state)` means "not yet" and describes the current state. The
+/// error on timeout names the condition and the last state.
 ///
 /// # Errors
 /// [`Error::Timeout`] after `deadline`; a single check that hangs counts too.

@@ -1,4 +1,4 @@
-//! What every whole cluster starts with: the base images, DNS, and the wait for its nodes.
+//! Gives every whole cluster its base: images, DNS, and the wait until its nodes are Ready.
 
 use k8s_openapi::api::core::v1 as core;
 use kube::ResourceExt;
@@ -7,12 +7,12 @@ use kube::api::{Api, ListParams};
 use super::{Cluster, Lab, PATIENCE};
 use crate::{Error, ImageSpec, Result, run, wait_until};
 
-/// The links to busybox in the test image.
+/// Applets of busybox that the test image has links for.
 const APPLETS: &str = "sh ls cat ps ip ping nc wget httpd sleep echo env id hostname mkdir tail head grep sed awk date \
     nslookup ifconfig stat mount df true false od kill";
 
 impl Lab {
-    /// `lab.local/pause:1`, `lab.local/box:1` (busybox and `/bin/probe`) and `lab.local/coredns:1`.
+    /// Writes `lab.local/pause:1`, `lab.local/box:1` (busybox and `/bin/probe`) and `lab.local/coredns:1`.
     pub(super) fn write_base_images(&self) -> Result<()> {
         let directory = self.directory().join("images");
         std::fs::create_dir_all(&directory).map_err(Error::io("create the image directory"))?;
@@ -70,7 +70,7 @@ impl Cluster<'_> {
             for node in self.nodes().into_iter().filter(super::Node::has_power) {
                 let object = nodes.iter().find(|object| object.name_any() == node.name());
                 let since = object.and_then(ready_at);
-                // After a power cut the object still says what the last kubelet said.
+                // After a power cut the Node still has the conditions that the last kubelet wrote.
                 if node
                     .booted_at()
                     .is_none_or(|boot| since.is_none_or(|heartbeat| heartbeat < boot))
@@ -89,7 +89,7 @@ impl Cluster<'_> {
     }
 }
 
-/// When the kubelet last said Ready, in seconds since 1970. None = it says something else.
+/// The last heartbeat with which the kubelet reported Ready, in seconds since 1970. `None` = Ready is not True.
 fn ready_at(node: &core::Node) -> Option<i64> {
     let conditions = node.status.as_ref()?.conditions.as_ref()?;
     let ready = conditions

@@ -27,29 +27,30 @@ impl<'a> Cluster<'a> {
         &self.plan
     }
 
-    /// The administrator's kubeconfig for use on the host (all inline, through a port of 127.0.0.1): its text.
+    /// The text of the administrator's kubeconfig for use on the host (all inline, through a port of 127.0.0.1).
     ///
     /// # Errors
-    /// When the lab is gone.
+    /// When the lab does not run any more.
     pub fn kubeconfig(&self) -> Result<String> {
         self.read("admin.kubeconfig")
     }
 
-    /// The same user for use on nodes, in pods, and in the underlay namespace: server = the API server's own address.
+    /// A kubeconfig of the same user for nodes, pods and the underlay namespace: its server is the API server's own
+    /// address.
     ///
     /// # Errors
-    /// When the lab is gone.
+    /// When the lab does not run any more.
     pub fn inside_kubeconfig(&self) -> Result<String> {
         self.read("inside.kubeconfig")
     }
 
-    /// The writes of the controller's account that its API server completed, refused ones among them, in order: verb, resource
-    /// with its namespace, name, and status code.
+    /// The audit log: completed writes of the controller's account, also refused ones, in order. Each line has verb,
+    /// resource with its namespace, name, and status code.
     ///
     /// # Errors
-    /// When the lab is gone, or a line is no audit event.
+    /// When the lab does not run any more, or a line is no audit event.
     pub fn audit(&self) -> Result<Vec<String>> {
-        // Without any write there is no file.
+        // The file does not exist before the first write.
         let text = self.read(AUDIT_LOG).unwrap_or_default();
         text.lines()
             .map(|line| {
@@ -117,8 +118,8 @@ impl<'a> Cluster<'a> {
 
     /// Every object of every kind that the API server lists, with managed fields, as one text.
     ///
-    /// But for its own book of `ClusterIPs`, with the names of Services: an entry goes when it gets to it, and what it remarks on
-    /// a Service that came too fast for it stays for an hour.
+    /// Left out are IPAddress objects, which the API server deletes with a delay after their Service, and the events of
+    /// its `ipallocator-repair-controller`, which remain for an hour.
     ///
     /// # Errors
     /// When the API server refuses a kind.
@@ -162,7 +163,7 @@ impl<'a> Cluster<'a> {
         );
         wait_until(what, PATIENCE, async || {
             let request = http_get("/readyz");
-            // A server that is just starting may take a connection and forget it.
+            // A server that is just starting may accept a connection and then not answer.
             match tokio::time::timeout(Duration::from_secs(5), client.request_text(request)).await {
                 Ok(answer) => answer.map(drop).map_err(|error| error.to_string()),
                 Err(_) => Err("no answer within 5 s".into()),
@@ -175,7 +176,7 @@ impl<'a> Cluster<'a> {
         self.lab.log(&format!("{}-apiserver", self.plan.name))
     }
 
-    /// Tells the waiting nodes that the API server answers.
+    /// Releases the nodes that wait for the API server.
     pub(super) fn announce_api(&self) -> Result<()> {
         std::fs::write(self.directory().join("api-ready"), "").map_err(Error::io("write api-ready"))
     }

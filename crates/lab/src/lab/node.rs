@@ -1,4 +1,4 @@
-//! One node: running things in it, power, its cable, its processes.
+//! Handles of nodes and of the underlay's API servers: run programs, cut and restore power or links, send signals.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ pub struct Node<'a> {
 }
 
 impl Lab {
-    /// The pid of a node's first process, as the host sees it; none for bare hosts and nodes without power.
+    /// The pid of a node's first process, as the host sees it; `None` for bare hosts and nodes without power.
     pub(super) fn machine_pid(&self, name: &str) -> Option<i32> {
         let text = std::fs::read_to_string(self.node_directory(name).join("pid")).ok()?;
         text.trim()
@@ -33,7 +33,7 @@ impl Lab {
         self.directory().join("nodes").join(name)
     }
 
-    /// Plugs a node in and starts its machine; its files are made on the first start.
+    /// Connects a node to its network and boots it. Its files are made at the first boot.
     pub(super) async fn boot(&self, plan: &NodePlan) -> Result<()> {
         let directory = self.node_directory(&plan.name);
         std::fs::create_dir_all(&directory).map_err(Error::io(format!("create {}", directory.display())))?;
@@ -104,7 +104,7 @@ impl<'a> Node<'a> {
         &self.plan.name
     }
 
-    /// Its InternalIP: on the underlay, or among another cluster's pods.
+    /// Its InternalIP: on the underlay, or in another cluster's pod range.
     pub fn address(&self) -> std::net::Ipv4Addr {
         self.plan.address
     }
@@ -114,7 +114,7 @@ impl<'a> Node<'a> {
         self.plan.address_v6
     }
 
-    /// A path that leads to its network namespace.
+    /// A path to its network namespace.
     pub fn netns(&self) -> PathBuf {
         self.lab.namespace(&self.plan.name)
     }
@@ -132,12 +132,13 @@ impl<'a> Node<'a> {
         self.plan.cluster.is_empty() || self.lab.machine_pid(&self.plan.name).is_some()
     }
 
-    /// Whether it was not power-cut: its machine runs, or is just starting.
+    /// Whether it has power: it runs, or is just starting.
     pub(super) fn has_power(&self) -> bool {
         !self.lab.node_directory(&self.plan.name).join("off").exists()
     }
 
-    /// Runs a program in all of the node's namespaces (of a bare host: in its network); a failure is an error.
+    /// Runs a program in all of the node's namespaces (for a bare host: in its network namespace); a failure is an
+    /// error.
     ///
     /// # Errors
     /// With the end of the output.
@@ -170,8 +171,8 @@ impl<'a> Node<'a> {
         Running::start(&self.inside(argv(words))?, &log, !self.plan.cluster.is_empty())
     }
 
-    /// Runs a host program in the network of the pod with this address (`ip`, `ping`, `curl`: what the pod's image
-    /// lacks), whatever its exit status.
+    /// Runs a host program that the pod's image lacks (`ip`, `ping`, `curl`) in the network namespace of the pod with
+    /// this address, whatever its exit status.
     ///
     /// # Errors
     /// When the node is down.
@@ -183,7 +184,7 @@ impl<'a> Node<'a> {
         command::output(&self.inside(in_pod(pod, argv(words)))?, None).await
     }
 
-    /// As [`Node::spawn`], in the network of the pod with this address.
+    /// As [`Node::spawn`], in the network namespace of the pod with this address.
     ///
     /// # Errors
     /// When the node is down.
@@ -205,7 +206,7 @@ impl<'a> Node<'a> {
             let pid = pid.ok_or_else(|| Error::Plan(format!("{} has no power", self.plan.name)))?;
             let target = pid.to_string();
             all.extend(argv(["-t", &target, "-m", "-u", "-i", "-n", "-p", "-C"]));
-            // A program in another pid namespace would outlive the nsenter that waits for it.
+            // Without this, a program in another pid namespace outlives the nsenter that waits for it.
             all.extend(argv(["setpriv", "--pdeathsig", "KILL"]));
         }
         all.push("--".into());
@@ -220,8 +221,8 @@ impl<'a> Node<'a> {
             .map(drop)
     }
 
-    /// Power-cut: every process, mount and all kernel state (links, routes, tables) of the node is gone at once. Nobody
-    /// is told; the Node object stays.
+    /// Cuts the power: every process, every mount and all kernel state (links, routes, tables) of the node is gone at
+    /// once. The API server gets no notice; the Node object remains.
     ///
     /// # Errors
     /// When it has no power.
@@ -237,17 +238,16 @@ impl<'a> Node<'a> {
         self.lab.disconnect(&self.plan).await
     }
 
-    /// Starts it again: same name, address and identity, an empty disk. Returns when it is Ready again.
+    /// Restores the power: same name, address and identity, an empty disk. Returns when the node is Ready again.
     ///
     /// # Errors
-    /// When it is up, or not Ready within three minutes.
+    /// When it has power, or is not Ready within three minutes.
     pub async fn power_on(&self) -> Result<()> {
         self.lab.boot(&self.plan).await?;
         self.cluster().wait_for_nodes().await
     }
 
-    /// Its cable swallows everything, and neither end notices. (A bridge port that is disabled, not a link that is
-    /// down.)
+    /// Drops every packet on its link while both ends stay up: a disabled bridge port, not a link that is down.
     ///
     /// # Errors
     /// When it has no power.
@@ -255,7 +255,7 @@ impl<'a> Node<'a> {
         self.port_state("0").await
     }
 
-    /// The cable works again.
+    /// Lets packets pass on its link again.
     ///
     /// # Errors
     /// When it has no power.
@@ -290,8 +290,8 @@ impl<'a> Node<'a> {
             .collect())
     }
 
-    /// Sends a signal to all processes of that name: SIGSTOP, SIGCONT, SIGKILL. (kubelet and its like are started
-    /// again when they die, as a service manager would.)
+    /// Sends a signal (such as SIGSTOP, SIGCONT, SIGKILL) to all processes with that name. The node's service manager
+    /// restarts a killed service such as kubelet.
     ///
     /// # Errors
     /// When there is none.
@@ -307,14 +307,14 @@ impl<'a> Node<'a> {
         Ok(())
     }
 
-    /// When its machine last started, in seconds since 1970. None = it has not come that far.
+    /// When it last booted, in seconds since 1970. `None` = it has not yet.
     pub(super) fn booted_at(&self) -> Option<i64> {
         let file = std::fs::metadata(self.lab.node_directory(&self.plan.name).join("pid")).ok()?;
         let since = file.modified().ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
         i64::try_from(since.as_secs()).ok()
     }
 
-    /// What is in its routing and readiness file: the names of the nodes it has pod routes to.
+    /// Names of the nodes for which it has pod routes, from the file that the CNI's daemon writes.
     pub(super) fn routes(&self) -> Vec<String> {
         let path = self.lab.node_directory(&self.plan.name).join("routes");
         std::fs::read_to_string(path)
@@ -326,7 +326,7 @@ impl<'a> Node<'a> {
 }
 
 impl Cluster<'_> {
-    /// Stops the API server where it stands (SIGSTOP): connections stay open and get no answer.
+    /// Suspends the API server (SIGSTOP): connections stay open and get no answer.
     ///
     /// # Errors
     /// When it is not running.
@@ -334,7 +334,7 @@ impl Cluster<'_> {
         self.signal_api(Signal::SIGSTOP)
     }
 
-    /// Lets it go on.
+    /// Resumes the API server (SIGCONT).
     ///
     /// # Errors
     /// When it is not running.
@@ -356,7 +356,7 @@ impl Cluster<'_> {
             .map(drop)
     }
 
-    /// Kills the API server: connections are refused on the underlay, and closed at once on the host's port.
+    /// Kills the API server. The underlay then refuses connections; the host's forwarded port closes them at once.
     ///
     /// # Errors
     /// When it is not running.
@@ -364,7 +364,7 @@ impl Cluster<'_> {
         self.lab.run.ask(&Request::Kill { name: self.api_name() }).map(drop)
     }
 
-    /// Starts a killed API server again, with what etcd holds; returns when it answers.
+    /// Starts a killed API server again with the data in etcd; returns when it answers.
     ///
     /// # Errors
     /// When it runs already or does not answer within three minutes.
@@ -380,13 +380,13 @@ impl Cluster<'_> {
 }
 
 impl Lab {
-    /// A path that leads to the underlay's network namespace (bridge `br0`, API servers): to open, or for `nsenter --net=`.
+    /// A path to the underlay's network namespace (bridge `br0`, API servers), to open or for `nsenter --net=`.
     pub fn underlay_netns(&self) -> PathBuf {
         self.namespace(UNDERLAY)
     }
 }
 
-/// A shell that finds the network namespace with this address and becomes the program in it.
+/// A shell command that finds the network namespace with this address and execs the program in it.
 fn in_pod(pod: std::net::IpAddr, words: Vec<String>) -> Vec<String> {
     let script = "ip=$1; shift; for x in /run/netns/*; do \
          nsenter --net=$x ip -o addr show | grep -q \"inet6\\? $ip/\" && exec nsenter --net=$x -- \"$@\"; \

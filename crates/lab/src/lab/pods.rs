@@ -1,5 +1,5 @@
-//! Workers in another cluster's pods, as KubeVirt's: where they are plugged in, and the Service by which they know their API
-//! server. What they run is the same as on any node.
+//! Connects workers that are pods of another cluster, as with KubeVirt, and creates the Service under which they reach
+//! their API server. They run the same programs as any other node.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -13,8 +13,8 @@ use crate::plan::NodeName;
 use crate::{ClusterPlan, NodePlan, Result, Uplink, Workers, command, wait_until};
 
 impl Lab {
-    /// Where node number `n` of a cluster is plugged in. The pod ranges of the nodes that carry others are known only once
-    /// these have them.
+    /// The plan of node number `n` of a cluster. For a worker in a pod it waits until the carrying node has a pod
+    /// range.
     pub(super) async fn place(&self, cluster: &ClusterPlan, n: u8) -> Result<NodePlan> {
         let Workers::Pods { of, node, .. } = &cluster.workers else {
             return Ok(cluster.node(n));
@@ -31,7 +31,7 @@ impl Lab {
         Ok(cluster.node_in_pods(n, &of, range))
     }
 
-    /// Makes the Service of the API server in the cluster whose pods the workers are. Nothing for other clusters.
+    /// Creates the Service of the API server in the carrying cluster. Does nothing for other clusters.
     pub(super) async fn publish_api_to_pods(&self, cluster: &ClusterPlan) -> Result<()> {
         let Workers::Pods { of, api, .. } = &cluster.workers else {
             return Ok(());
@@ -52,7 +52,7 @@ endpoints: [{{addresses: [{at}]}}]
 "
         );
         let carrier = self.cluster(of);
-        // Its control plane makes the namespace some time after it answers.
+        // The control plane creates this namespace some time after its API server answers.
         wait_until(
             format!("the Service {name} in {of}"),
             Duration::from_secs(60),
@@ -67,8 +67,8 @@ endpoints: [{{addresses: [{at}]}}]
         .await
     }
 
-    /// The pod that the worker is to the cluster that carries it, as KubeVirt's virt-launcher: what NetworkPolicies select.
-    /// Nobody runs it, so its status is written here.
+    /// Creates the pod that represents the worker in the carrying cluster, like KubeVirt's virt-launcher, so that
+    /// NetworkPolicies can select it. No kubelet runs it, so its status is written here.
     pub(super) async fn publish_worker(&self, worker: &NodePlan) -> Result<()> {
         let Uplink::Pods { of, .. } = &worker.uplink else {
             return Ok(());
@@ -136,8 +136,8 @@ spec:
         .await
     }
 
-    /// The worker's cable, from its namespace to the pods' bridge of the node that carries it. That node is its gateway, and
-    /// leads what comes from the underlay, from the API server that is, to it.
+    /// Connects the worker's namespace with a veth pair to the pods' bridge of the carrying node. That node is the
+    /// worker's gateway, and routes packets from the API server on the underlay to it.
     pub(super) async fn connect_in_pods(
         &self,
         name: &str,
@@ -148,7 +148,7 @@ spec:
         let gateway = Ipv4Addr::from(u32::from(range.network()) + 1);
         let length = range.prefix_len();
         let port = port(address);
-        // The CNI makes its bridge with the node's first pod, and takes one that it finds.
+        // The CNI creates this bridge with the node's first pod, or uses an existing one.
         let cable = format!(
             "ip link show cni0 >/dev/null 2>&1 || {{ ip link add cni0 address 0a:00:00:00:00:01 type bridge && \
              ip addr add {gateway}/{length} dev cni0 && ip link set cni0 up; }} || exit 1\n\
@@ -161,18 +161,18 @@ spec:
             "link set lo up\naddr add {address}/{length} dev eth0\nlink set eth0 up\nroute add default via {gateway}\n"
         );
         self.ip_batch(name, &inside).await?;
-        // By the API server's own address: the bridge has those of all clusters'.
+        // With the API server's own address as source: the bridge has the addresses of all clusters.
         let back = format!("route replace {address} via {} src {api}\n", of.address);
         self.ip_batch(UNDERLAY, &back).await
     }
 }
 
-/// The namespace of its workers' pods in the cluster that carries them, as Cozystack calls it.
+/// The namespace of a cluster's worker pods in the carrying cluster, named as in Cozystack.
 pub(crate) fn worker_namespace(cluster: &ClusterPlan) -> String {
     format!("tenant-{}", cluster.name)
 }
 
-/// The bridge port there that a worker's cable ends in.
+/// The bridge port on the carrying node for a worker's link.
 pub(super) fn port(address: Ipv4Addr) -> String {
     format!("vm{}", address.octets()[3])
 }

@@ -1,5 +1,5 @@
-//! The segment that joins the nodes: a bridge in a namespace that forwards nothing, and one cable per node. (Workers in
-//! pods have theirs elsewhere: `pods.rs`.)
+//! Creates the segment that joins the nodes: a bridge in a namespace that forwards no packets, and a veth pair for each
+//! node. `pods.rs` connects workers in pods.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -12,8 +12,8 @@ use crate::{NodePlan, Output, Result, Uplink};
 impl Lab {
     pub(super) async fn make_underlay(&self) -> Result<()> {
         self.run.ask(&Request::AddNamespace { name: UNDERLAY.into() })?;
-        // An address of its own: a bridge without one takes that of its lowest port, and when that node loses its power
-        // every other one talks to a dead address of the API servers for half a minute.
+        // The bridge has a fixed MAC address. Otherwise it has the lowest one of its ports, and when that node loses
+        // its power, all others send to a stale MAC address of the API servers for half a minute.
         let mut batch =
             String::from("link set lo up\nlink add br0 address 02:00:00:00:00:01 type bridge\nlink set br0 up\n");
         for cluster in &self.plan().clusters {
@@ -23,14 +23,14 @@ impl Lab {
             }
         }
         self.ip_batch(UNDERLAY, &batch).await?;
-        // If it forwarded, clusters would reach each other without any mesh and every test would be green.
+        // With forwarding, clusters would reach each other without any mesh and every test would pass.
         let off = "for f in ipv4/ip_forward ipv4/conf/all/send_redirects ipv4/conf/br0/send_redirects ipv6/conf/all/forwarding; \
                    do [ ! -e /proc/sys/net/$f ] || echo 0 > /proc/sys/net/$f; done";
         self.underlay_exec(["sh", "-c", off]).await?;
         Ok(())
     }
 
-    /// A namespace of its own with one cable to the segment.
+    /// Creates a node's network namespace and connects it to the segment.
     pub(super) async fn connect(&self, node: &NodePlan) -> Result<()> {
         let (name, address) = (&node.name, node.address);
         self.run.ask(&Request::AddNamespace { name: name.clone() })?;
@@ -38,7 +38,8 @@ impl Lab {
             let api = self.cluster(&node.cluster).plan().api_address();
             return self.connect_in_pods(name, address, api, (of, *range)).await;
         }
-        // The port's name is the address's last two numbers: link names have no room for a node's name.
+        // The port's name contains the last two numbers of the address, because a node's name can exceed the limit for
+        // link names.
         let port = port(address);
         let netns = self.namespace(name);
         let cable = format!(
@@ -46,7 +47,7 @@ impl Lab {
             netns = netns.display()
         );
         self.ip_batch(UNDERLAY, &cable).await?;
-        // A default route, though nothing is behind it: without one a ClusterIP has no route before its DNAT.
+        // The default route leads nowhere, but without one a ClusterIP has no route before its DNAT.
         let gateway = self.gateway(address);
         let mut inside = format!(
             "link set lo up\naddr add {address}/{UNDERLAY_PREFIX} dev eth0\nlink set eth0 up\nroute add default via {gateway}\n"
@@ -61,7 +62,7 @@ impl Lab {
         self.ip_batch(name, &inside).await
     }
 
-    /// The API server's address in the node's own /24.
+    /// The gateway in the address's /24, which is an API server's address.
     fn gateway(&self, address: Ipv4Addr) -> Ipv4Addr {
         let [a, b, c, _] = address.octets();
         Ipv4Addr::new(a, b, c, 1)
@@ -75,11 +76,11 @@ impl Lab {
         Ok(())
     }
 
-    /// A bare network namespace on the segment: a node without Kubernetes, or an outsider. `name` is a DNS label that
-    /// no other node has; the address lies in the lab's 172.30.0.0/16, with .1 of its /24 as default gateway.
+    /// Adds a bare network namespace to the segment: a node without Kubernetes, or an outsider. `name` is a DNS label
+    /// that no other node has. The address is in the lab's 172.30.0.0/16; its default gateway is .1 of its /24.
     ///
     /// # Errors
-    /// When the name is taken.
+    /// When the name is already used.
     pub async fn add_host(&self, name: &str, address: Ipv4Addr) -> Result<Node<'_>> {
         let plan = NodePlan {
             name: name.into(),
@@ -121,7 +122,7 @@ impl Lab {
     }
 }
 
-/// The namespace and the bridge port that a node's cable ends in.
+/// The namespace and name of the bridge port at the other end of a node's link.
 pub(super) fn socket(node: &NodePlan) -> (&str, String) {
     match &node.uplink {
         Uplink::Underlay => (UNDERLAY, port(node.address)),

@@ -1,4 +1,4 @@
-//! The ranges and names that a plan gives.
+//! Checks the ranges, addresses and names of plans.
 
 use super::*;
 

@@ -1,12 +1,13 @@
-//! A port of the host's loopback that leads to an address inside a network namespace.
+//! Forwards a port of the host's loopback address to an address inside a network namespace.
 
 use std::net::{Ipv4Addr, SocketAddr};
 
 use nix::sched::{CloneFlags, setns};
 
-/// Starts forwarding and returns the port. Runs until the process ends.
+/// Starts to forward and returns the port. Runs until the process ends.
 pub(super) fn start(namespace: std::fs::File, to: SocketAddr) -> anyhow::Result<u16> {
-    // A socket belongs to the namespace of the thread that makes it: listen here, dial there.
+    // A socket belongs to the network namespace of the thread that creates it: listen on this thread, connect on
+    // another one.
     let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     listener.set_nonblocking(true)?;
     let port = listener.local_addr()?.port();
@@ -38,7 +39,7 @@ async fn splice_all(listener: std::net::TcpListener, to: SocketAddr) {
         };
         tokio::spawn(async move {
             if let Ok(mut far) = tokio::net::TcpStream::connect(to).await {
-                // Either side may reset; both sockets close then, which is all a forwarder can do.
+                // After a reset on either side both sockets close, which is all that a forwarder can do.
                 let _ = tokio::io::copy_bidirectional(&mut near, &mut far).await;
             }
         });

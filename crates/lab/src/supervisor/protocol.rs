@@ -1,4 +1,4 @@
-//! What an owner may ask of the supervisor: one JSON line there, one back, over `control.sock` in the run directory.
+//! Requests of an owner to its supervisor: one JSON line each way over `control.sock` in the run directory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -8,28 +8,28 @@ use serde::{Deserialize, Serialize};
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Request {
-    /// Make a network namespace; `ns/<name>` in the run directory leads to it.
+    /// Create a network namespace; `ns/<name>` in the run directory leads to it.
     AddNamespace { name: String },
-    /// Let go of one. The kernel removes it when its last process has ended.
+    /// Release a network namespace. The kernel removes it when its last process has ended.
     DropNamespace { name: String },
-    /// Start a program. Output is appended to `log`.
+    /// Start a program. Its output is appended to `log`.
     Start {
         name: String,
         argv: Vec<String>,
         env: BTreeMap<String, String>,
         log: PathBuf,
     },
-    /// Kill what `Start` started and wait until it and its cgroup are gone.
+    /// Kill what `Start` started, and wait until its processes and cgroup are gone.
     Kill { name: String },
-    /// Send it a signal by number.
+    /// Send it a signal, by number.
     Signal { name: String, signal: i32 },
-    /// Listen on a port of the host's 127.0.0.1 and splice every connection to `to`, dialled inside `namespace`.
+    /// Listen on a port of the host's 127.0.0.1 and splice every connection to `to`, opened inside `namespace`.
     Forward { namespace: String, to: SocketAddr },
-    /// The names of what runs.
+    /// List the names of all running programs.
     Running,
-    /// Stay when the owner goes.
+    /// Go on when the owner ends.
     Keep,
-    /// Take everything down. There is no answer: the connection closes when it is done.
+    /// Take everything down. There is no answer: the connection closes at the end.
     Down,
 }
 

@@ -1,4 +1,4 @@
-//! Collecting ended processes: pid 1 inherits every orphan of its namespace.
+//! Reaps exited processes: pid 1 inherits every orphan of its pid namespace.
 
 use std::collections::BTreeSet;
 use std::process::Command;
@@ -10,7 +10,7 @@ use nix::errno::Errno;
 use nix::sys::wait::{WaitStatus, wait};
 use nix::unistd::Pid;
 
-/// Knows which children have ended.
+/// Reaps children on a thread and records which have exited.
 pub(super) struct Reaper {
     ended: Arc<Mutex<BTreeSet<Pid>>>,
     childless: Arc<AtomicBool>,
@@ -43,9 +43,9 @@ impl Reaper {
         reaper
     }
 
-    /// Starts a child. Its number may have been another's before: that one's end is forgotten.
+    /// Starts a child. The kernel may reuse a pid, so an earlier exit of the same pid is forgotten.
     pub(super) fn spawn(&self, command: &mut Command) -> std::io::Result<Pid> {
-        // Held over both steps, so that the end of the new child cannot be noted and then forgotten.
+        // Held over both steps. Otherwise the exit of the new child could be recorded in between and then forgotten.
         let mut ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         let id = command.spawn()?.id();
         let pid = Pid::from_raw(i32::try_from(id).map_err(std::io::Error::other)?);
@@ -54,12 +54,12 @@ impl Reaper {
         Ok(pid)
     }
 
-    /// Whether this child has ended.
+    /// Whether this child has exited.
     pub(super) fn ended(&self, pid: Pid) -> bool {
         self.ended.lock().unwrap_or_else(PoisonError::into_inner).contains(&pid)
     }
 
-    /// Whether there was no child left at the last look.
+    /// Whether there was no child at the last check.
     pub(super) fn childless(&self) -> bool {
         self.childless.load(Ordering::SeqCst)
     }

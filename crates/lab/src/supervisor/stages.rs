@@ -1,5 +1,5 @@
-//! The entry points of the `clustermesh-lab` program: the stages that the lab runs of itself, and `list` and `down`
-//! for a person.
+//! Entry points of the `clustermesh-lab` program: the stages that the lab runs internally, and `list` and `down` for
+//! people.
 
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
@@ -9,46 +9,46 @@ use clap::Parser;
 
 use crate::cgroup::Cgroups;
 
-/// Clusters on one machine. `list` and `down` are for people; the rest is how the lab starts itself.
+/// Runs clusters on one machine. `list` and `down` are for people; the lab runs the other commands itself.
 #[derive(Debug, Parser)]
 #[command(name = "clustermesh-lab")]
 enum Stage {
-    /// Show the labs that stand on this machine.
+    /// Show the labs that run on this machine.
     List,
-    /// Build everything the lab runs into its cache.
+    /// Build everything that the lab runs into its cache.
     Build,
-    /// Take every kept lab down and sweep what dead ones left.
+    /// Take every kept lab down and remove what dead ones left.
     Down,
-    /// The parent of everything in one lab (pid 1 of its own namespace).
+    /// Run as the parent of all processes of one lab (pid 1 of its own pid namespace).
     #[command(hide = true)]
     Supervise {
         /// The lab's run directory.
         run: PathBuf,
     },
-    /// Join the machine's cgroups, then become `argv`.
+    /// Join the machine's cgroups, then exec `argv`.
     #[command(hide = true)]
     Machine {
         /// The lab's run directory.
         run: PathBuf,
         /// The machine's name.
         name: String,
-        /// What to become.
+        /// The command line to exec.
         #[arg(last = true)]
         argv: Vec<String>,
     },
-    /// Pid 1 of a node.
+    /// Run as pid 1 of a node.
     #[command(hide = true)]
     Node {
         /// The file with the node's settings, as JSON.
         settings: PathBuf,
     },
-    /// Routes between the nodes of one cluster, and masquerading of what leaves it: the rest of a CNI.
+    /// Route between the nodes of one cluster and masquerade what leaves it, as a CNI's daemon does.
     #[command(hide = true)]
     Cni {
         /// The file with the node's settings, as JSON.
         settings: PathBuf,
     },
-    /// What enforces NetworkPolicies on a node of a cluster that wants them enforced.
+    /// Enforce NetworkPolicies on a node.
     #[command(hide = true)]
     Policies {
         /// The file with the node's settings, as JSON.
@@ -56,10 +56,10 @@ enum Stage {
     },
 }
 
-/// The program. Errors are for a log or a person.
+/// Runs the program.
 ///
 /// # Errors
-/// Whatever the stage could not do.
+/// Whatever error the stage ends with.
 pub fn main() -> anyhow::Result<()> {
     match Stage::parse() {
         Stage::List => {
