@@ -1,4 +1,4 @@
-//! Command lines and files of a cluster's control plane: etcd, API server, controller-manager, scheduler.
+//! Makes the command lines and files of a cluster's control plane: etcd, API server, controller-manager, scheduler.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ const ETCD: &str = "http://127.0.0.1:2379";
 
 /// File to which an API server writes the requests that [`AUDIT_POLICY`] selects.
 pub(crate) const AUDIT_LOG: &str = "audit.log";
-/// Writes of the controller's account, and nothing else.
+/// An audit policy that logs only the writes of the controller's ServiceAccount.
 const AUDIT_POLICY: &str = "\
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -31,8 +31,8 @@ fn write(path: PathBuf, text: &str) -> Result<()> {
     std::fs::write(&path, text).map_err(Error::io(format!("write {}", path.display())))
 }
 
-/// Makes a cluster's directory with its keys and kubeconfigs: `admin.kubeconfig` (through the forwarded port, for
-/// the host), `inside.kubeconfig` (the same user, for use on the underlay), and one for each component.
+/// Creates a cluster's directory with its keys and kubeconfigs: `admin.kubeconfig` (through the forwarded port, for the
+/// host), `inside.kubeconfig` (the same user, for use on the underlay), and one for each component.
 pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) -> Result<()> {
     let pki = directory.join("pki");
     std::fs::create_dir_all(&pki).map_err(Error::io(format!("create {}", pki.display())))?;
@@ -78,7 +78,7 @@ pub(crate) fn write_files(directory: &Path, cluster: &ClusterPlan, port: u16) ->
     Ok(())
 }
 
-/// A kubelet's kubeconfig, as the Node authorizer and NodeRestriction know it.
+/// A kubelet's kubeconfig, with the user and group that the Node authorizer and NodeRestriction expect.
 pub(crate) fn node_kubeconfig(directory: &Path, cluster: &ClusterPlan, node: &str) -> Result<String> {
     let read = |name: &str| {
         let path = directory.join("pki").join(name);
@@ -103,7 +103,7 @@ fn services(cluster: &ClusterPlan) -> String {
     ClusterPlan::both(cluster.service_cidr, cluster.v6.as_ref().map(|v6| v6.service_cidr))
 }
 
-/// The command lines, each for its own process in the underlay namespace.
+/// Command lines of the control plane; each is a process in the underlay namespace.
 pub(crate) struct Commands<'a> {
     pub(crate) tools: &'a Tools,
     pub(crate) run: &'a Path,
@@ -161,7 +161,7 @@ impl Commands<'_> {
             "--endpoint-reconciler-type=lease".into(),
         ];
         if !cluster.controllers {
-            // Nobody makes the default ServiceAccount there, and no pod will run.
+            // Without a controller-manager nothing creates the default ServiceAccount, and no pod will run.
             flags.push("--disable-admission-plugins=ServiceAccount".into());
         }
         self.argv("kube-apiserver", flags)
@@ -174,7 +174,7 @@ impl Commands<'_> {
             format!("--kubeconfig={}", file("controller-manager.kubeconfig")),
             "--leader-elect=false".into(),
             "--secure-port=0".into(),
-            // With the default limits the nodes of a new cluster wait seconds for their pod ranges.
+            // With the default rate limits the nodes of a new cluster wait seconds for their pod ranges.
             "--kube-api-qps=500".into(),
             "--kube-api-burst=500".into(),
             "--use-service-account-credentials".into(),

@@ -1,5 +1,5 @@
-//! Container images without a registry: a docker archive with one layer, made of host files and what they are linked
-//! with. `ctr images import` takes it.
+//! Makes container images without a registry: a docker archive with one layer, from host files and the libraries that
+//! they are linked with. `ctr images import` reads it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -12,12 +12,12 @@ use tar::{Builder, EntryType, Header};
 
 use crate::{Error, Result};
 
-/// What goes into an image.
+/// The content and name of an image.
 #[derive(Debug, Clone, Default)]
 pub struct ImageSpec {
     name: String,
     entrypoint: Vec<String>,
-    /// Path in the image -> what lies there.
+    /// Path in the image -> its content.
     entries: BTreeMap<String, Entry>,
 }
 
@@ -31,7 +31,7 @@ enum Entry {
 }
 
 impl ImageSpec {
-    /// An image of this exact name (`lab.local/box:1`): with `/tmp`, nothing else.
+    /// An image with exactly this name (`lab.local/box:1`). It contains only `/tmp`.
     pub fn new(name: &str) -> Self {
         let spec = Self {
             name: name.into(),
@@ -40,18 +40,18 @@ impl ImageSpec {
         spec.directory("/tmp", 0o1777)
     }
 
-    /// A host file, at a path in the image; executable where it is on the host.
+    /// Adds a host file at a path in the image. It keeps the executable bit of the host.
     #[must_use]
     pub fn file(mut self, host: impl Into<PathBuf>, path: &str) -> Self {
         self.entries.insert(path.into(), Entry::File(host.into()));
         self
     }
 
-    /// A program of the host with everything it is dynamically linked with, the loader too (as `ldd` tells). A static
-    /// one comes alone.
+    /// Adds a program of the host with every library that it is dynamically linked with, and the loader (from `ldd`). A
+    /// static program needs no other file.
     ///
     /// # Errors
-    /// When the program is not there, or a library it wants is not.
+    /// When the program or one of its libraries does not exist.
     pub fn program(mut self, host: &Path, path: &str) -> Result<Self> {
         if !host.is_file() {
             return Err(Error::Missing {
@@ -72,28 +72,28 @@ impl ImageSpec {
         Ok(self)
     }
 
-    /// A file with this text.
+    /// Adds a file with this text.
     #[must_use]
     pub fn text(mut self, path: &str, text: &str) -> Self {
         self.entries.insert(path.into(), Entry::Text(text.into()));
         self
     }
 
-    /// A symbolic link.
+    /// Adds a symbolic link.
     #[must_use]
     pub fn link(mut self, path: &str, target: &str) -> Self {
         self.entries.insert(path.into(), Entry::Link(target.into()));
         self
     }
 
-    /// An empty directory.
+    /// Adds an empty directory.
     #[must_use]
     pub fn directory(mut self, path: &str, mode: u32) -> Self {
         self.entries.insert(path.into(), Entry::Directory(mode));
         self
     }
 
-    /// The command that a pod without `command` runs.
+    /// Sets the command of a pod without `command`.
     #[must_use]
     pub fn entrypoint(mut self, argv: &[&str]) -> Self {
         self.entrypoint = argv.iter().map(|word| (*word).into()).collect();
@@ -103,7 +103,7 @@ impl ImageSpec {
     /// Writes the archive. Equal contents give equal bytes.
     ///
     /// # Errors
-    /// When a host file cannot be read or the archive not be written.
+    /// When a host file cannot be read or the archive cannot be written.
     pub fn write(&self, archive: &Path) -> Result<()> {
         self.write_to(archive).map_err(Error::io(format!(
             "write the image {} to {}",
@@ -113,7 +113,8 @@ impl ImageSpec {
     }
 
     fn write_to(&self, archive: &Path) -> io::Result<()> {
-        // The layer goes to a file first: the archive's headers want its size, and its hash is part of the config.
+        // The layer is written to a file first, because the archive's headers contain its size and the image's config
+        // its hash.
         let layer = archive.with_extension("layer");
         let digest = self.write_layer(&layer)?;
         let config = serde_json::json!({
@@ -150,7 +151,7 @@ impl ImageSpec {
         fs::remove_file(layer)
     }
 
-    /// Returns the layer's hash.
+    /// Writes the layer and returns its hash.
     fn write_layer(&self, path: &Path) -> io::Result<String> {
         let mut builder = Builder::new(Hashing {
             file: fs::File::create(path)?,
@@ -190,7 +191,7 @@ impl ImageSpec {
         Ok(hex(&done.hash.finalize()))
     }
 
-    /// The directories that are only implied, in an order that makes each before what is in it.
+    /// The parent directories that no entry names, each before its content.
     fn parents(&self) -> BTreeSet<String> {
         let ancestors = |path: &String| {
             let above = Path::new(path).ancestors().skip(1).filter(|p| p.parent().is_some());
@@ -216,7 +217,7 @@ fn header(kind: EntryType, mode: u32, size: u64) -> Header {
     header
 }
 
-/// The absolute paths in what ldd prints; an error names a library that is not found.
+/// Extracts the absolute paths from the output of `ldd`; the error is the name of a library that is not found.
 fn linked(ldd: &str) -> std::result::Result<BTreeSet<String>, String> {
     let mut libraries = BTreeSet::new();
     for line in ldd.lines().map(str::trim) {
@@ -232,7 +233,7 @@ fn linked(ldd: &str) -> std::result::Result<BTreeSet<String>, String> {
     Ok(libraries)
 }
 
-/// Hashes what it writes.
+/// A writer that hashes what it writes.
 struct Hashing {
     file: fs::File,
     hash: Sha256,

@@ -1,4 +1,5 @@
-//! Inside a node's machine: from pid 1 of fresh namespaces to a running kubelet. Runs as stages of the lab's program.
+//! Starts a node: from pid 1 of new namespaces to a running kubelet. Its functions are stages of the `clustermesh-lab`
+//! program.
 
 mod cni;
 mod config;
@@ -15,36 +16,36 @@ use serde::{Deserialize, Serialize};
 
 use crate::{ArtefactSet, ClusterPlan, NodePlan, ProxyMode, Tools};
 
-/// All that a machine is told.
+/// The settings of one node, written by the lab and read by the node's processes.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Settings {
-    /// The lab's run directory: visible inside under the same path.
+    /// The lab's run directory, which has the same path in the node.
     run: PathBuf,
     name: String,
     cluster: String,
     address: Ipv4Addr,
     pod_cidr: Ipv4Net,
     dns: Ipv4Addr,
-    /// Of a dual-stack cluster: the node's second address, and the cluster's pods in that family.
+    /// In a dual-stack cluster: the node's second address, and the cluster's pod range in that family.
     #[serde(default)]
     v6: Option<(Ipv6Addr, Ipv6Net)>,
     proxy: ProxyMode,
-    /// What enforces NetworkPolicies.
+    /// The implementation that enforces NetworkPolicies, if one does.
     #[serde(default)]
     policies: Option<Engine>,
-    /// Directories with programs: visible inside under the same paths.
+    /// Directories with programs, which have the same paths in the node.
     programs: Vec<PathBuf>,
 }
 
-/// What enforces NetworkPolicies on a node.
+/// An implementation of NetworkPolicies.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 enum Engine {
-    /// The lab's own, a part of its CNI.
+    /// The lab's own (`policies.rs`), a part of its CNI.
     Own,
-    /// A kube-router that somebody built beside the project, named by `KUBE_ROUTER_BIN`.
+    /// A kube-router that was built outside this repository, at the path in `KUBE_ROUTER_BIN`.
     KubeRouter {
         program: PathBuf,
-        /// ClusterIPs, which it tells from other addresses.
+        /// The Service range, which kube-router needs as a flag.
         services: Ipv4Net,
     },
 }
@@ -96,7 +97,7 @@ impl Settings {
         self.run.join("nodes").join(&self.name)
     }
 
-    /// Its cluster's directory there.
+    /// Its cluster's directory in the run directory.
     fn cluster_directory(&self) -> PathBuf {
         self.run.join(&self.cluster)
     }
@@ -109,9 +110,9 @@ impl Settings {
     }
 }
 
-/// Pid 1 of a node; ends only when something at the start fails, and the machine with it.
+/// Runs as pid 1 of a node. Returns only when something fails at the start; the node's processes then end with it.
 pub(crate) fn init(settings: &Path) -> anyhow::Result<()> {
-    // The /proc of the outer pid namespace is still mounted: this is our pid as the host sees it.
+    // The /proc of the outer pid namespace is still mounted, so this is our pid as the host sees it.
     let pid = std::fs::read_link("/proc/self")?;
     let settings_path = settings;
     let settings = Settings::read(settings_path)?;
@@ -120,13 +121,13 @@ pub(crate) fn init(settings: &Path) -> anyhow::Result<()> {
     services::run(&settings, settings_path)
 }
 
-/// The CNI's daemon on a node.
+/// Runs the CNI's daemon on a node.
 pub(crate) fn cni(settings: &Path) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(cni::run(&Settings::read(settings)?))
 }
 
-/// What enforces NetworkPolicies on a node.
+/// Enforces NetworkPolicies on a node.
 pub(crate) fn policies(settings: &Path) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(policies::run(&Settings::read(settings)?))

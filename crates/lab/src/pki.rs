@@ -1,4 +1,5 @@
-//! Keys and certificates: one authority per cluster, its server and client certificates, and kubeconfigs. No files here.
+//! Creates keys and certificates (one authority for each cluster, with server and client certificates) and kubeconfigs,
+//! in memory.
 
 use std::net::IpAddr;
 
@@ -8,7 +9,7 @@ use rcgen::{
     KeyUsagePurpose, SanType,
 };
 
-/// A certificate and its key, both PEM.
+/// A certificate and its private key, both PEM.
 #[derive(Debug, Clone)]
 pub(crate) struct Pair {
     pub(crate) certificate: String,
@@ -22,7 +23,7 @@ pub(crate) struct Authority {
 }
 
 impl Authority {
-    /// A new authority; every cluster has its own, as real clusters do.
+    /// Creates an authority. Every cluster has its own, as real clusters do.
     pub(crate) fn new(cluster: &str) -> Result<(Self, Pair), rcgen::Error> {
         let key = KeyPair::generate()?;
         let mut params = CertificateParams::default();
@@ -43,7 +44,7 @@ impl Authority {
         ))
     }
 
-    /// An authority read back, for a node that joins a standing lab.
+    /// Loads an authority, for a node that joins a running lab.
     pub(crate) fn load(cluster: &str, pair: &Pair) -> Result<Self, rcgen::Error> {
         let mut params = CertificateParams::default();
         params.distinguished_name = name(&format!("{cluster}-ca"), None);
@@ -55,7 +56,7 @@ impl Authority {
         })
     }
 
-    /// The API server's certificate, for the names and addresses it is reached by.
+    /// The API server's certificate, for its DNS names and addresses.
     pub(crate) fn server(&self, names: &[&str], addresses: &[IpAddr]) -> Result<Pair, rcgen::Error> {
         let mut params = CertificateParams::default();
         params.distinguished_name = name("kube-apiserver", None);
@@ -77,7 +78,7 @@ impl Authority {
         self.sign(params)
     }
 
-    /// A kubeconfig with everything inline, for a user of this cluster.
+    /// A kubeconfig for a user of this cluster, with all credentials inline.
     pub(crate) fn kubeconfig(
         &self,
         cluster: &str,

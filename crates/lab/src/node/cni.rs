@@ -1,5 +1,5 @@
-//! What a CNI's daemon does besides the plugins: routes to the other nodes' pod ranges (host-gw), and masquerading of
-//! pod traffic that leaves the cluster's pod range.
+//! Does the work of a CNI's daemon: routes to the other nodes' pod ranges (as host-gw), and masquerading of pod traffic
+//! that leaves the cluster's pod range.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -16,11 +16,11 @@ use kube::runtime::{WatchStreamExt, watcher};
 
 use super::Settings;
 
-/// Name -> for each family its pod range and its address.
+/// Node name -> for each family its pod range and its address.
 type Nodes = BTreeMap<String, Vec<(IpNet, IpAddr)>>;
 
 pub(super) async fn run(settings: &Settings) -> Result<()> {
-    // kube-proxy's user: the only one on a node that may read every Node.
+    // The user of kube-proxy: the only one on a node that may read every Node.
     let kubeconfig = Kubeconfig::read_from(settings.cluster_directory().join("proxy.kubeconfig"))?;
     let config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
     let nodes: Api<Node> = Api::all(kube::Client::try_from(config)?);
@@ -30,7 +30,7 @@ pub(super) async fn run(settings: &Settings) -> Result<()> {
     let mut listed = Nodes::new();
     let mut applied = Nodes::new();
     loop {
-        // The stream carries on by itself after an error, with a backoff.
+        // After an error the watch continues, with a backoff.
         match events.try_next().await {
             Ok(Some(watcher::Event::Init)) => listed.clear(),
             Ok(Some(watcher::Event::InitApply(node))) => note(&mut listed, &node),
@@ -67,7 +67,7 @@ fn note(nodes: &mut Nodes, node: &Node) {
             Some((range, *addresses.iter().find(same)?))
         })
         .collect();
-    // All families or none: who waits for routes waits for all of them.
+    // Either all families or none: a caller that waits for a node's routes then waits for all of them.
     match found.filter(|found| !found.is_empty()) {
         Some(found) => drop(nodes.insert(name, found)),
         None => drop(nodes.remove(&name)),
@@ -88,7 +88,7 @@ fn apply(settings: &Settings, before: &Nodes, now: &Nodes) -> Result<()> {
             }
         }
     }
-    // A route may be gone already; the others must be done all the same.
+    // A route may already be deleted; `-force` continues with the others.
     feed(&["ip", "-force", "-batch", "-"], &batch)?;
     if let Some(ranges) = now.get(&settings.name)
         && before.get(&settings.name) != now.get(&settings.name)
@@ -102,7 +102,7 @@ fn apply(settings: &Settings, before: &Nodes, now: &Nodes) -> Result<()> {
     std::fs::write(&file, names).with_context(|| format!("write {}", file.display()))
 }
 
-/// Pods of this node have its address outside the cluster's pods.
+/// Masquerades pods of this node to destinations outside the cluster's pod range.
 fn masquerade(settings: &Settings, range: IpNet) -> Result<()> {
     let (family, all) = match (range, settings.v6) {
         (IpNet::V4(_), _) => ("ip", IpNet::V4(settings.pod_cidr)),
@@ -117,7 +117,7 @@ fn masquerade(settings: &Settings, range: IpNet) -> Result<()> {
     feed(&["nft", "-f", "-"], &table)
 }
 
-/// Runs a program with this text on its standard input.
+/// Runs a program with this text as its standard input.
 pub(super) fn feed(argv: &[&str], text: &str) -> Result<()> {
     if text.is_empty() {
         return Ok(());

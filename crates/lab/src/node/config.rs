@@ -1,4 +1,4 @@
-//! The configuration files of containerd, kubelet and kube-proxy. Texts only.
+//! Writes the configuration of containerd, kubelet and kube-proxy, as text.
 
 use std::path::Path;
 
@@ -6,11 +6,11 @@ use super::Settings;
 use crate::ClusterPlan;
 
 pub(super) const CONTAINERD: &str = "/etc/containerd/config.toml";
-/// Not the default directory: containerd would use a network that podman may have configured there.
+/// Not the default directory, where containerd would use a network that podman may have configured.
 pub(super) const CNI: &str = "/run/cni-net.d";
 pub(super) const CNI_TEMPLATE: &str = "/etc/containerd/cni.template";
 
-/// containerd fills in the node's pod range once it is known.
+/// A template in which containerd inserts the node's pod range as soon as the Node has one.
 pub(super) fn cni_template() -> &'static str {
     r#"{"cniVersion": "1.0.0", "name": "lab", "plugins": [
   {"type": "bridge", "bridge": "cni0", "isGateway": true, "hairpinMode": true, "ipMasq": false,

@@ -1,5 +1,5 @@
-//! The other half of a CNI's daemon: what NetworkPolicies say of this node's pods, kept in an nftables table. Watching and
-//! applying; what they come to is in [`table`].
+//! Enforces NetworkPolicies for this node's pods with an nftables table. It watches the objects and applies the table
+//! that [`table`] renders from them.
 
 mod table;
 
@@ -19,7 +19,7 @@ use super::{Settings, cni};
 use table::Seen;
 
 pub(super) async fn run(settings: &Settings) -> Result<()> {
-    // It reads every pod and policy, as a CNI's account may.
+    // The administrator's user, because it must read every pod and policy.
     let kubeconfig = Kubeconfig::read_from(settings.cluster_directory().join("inside.kubeconfig"))?;
     let config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
     let client = Client::try_from(config)?;
@@ -33,7 +33,7 @@ pub(super) async fn run(settings: &Settings) -> Result<()> {
             seen = pods.next() => seen?,
             seen = namespaces.next() => seen?,
         }
-        // Half of what is there would open or close what nobody asked for.
+        // A table from incomplete lists would open or close connections wrongly.
         let (Some(policies), Some(pods), Some(namespaces)) = (&policies.known, &pods.known, &namespaces.known) else {
             continue;
         };
@@ -57,7 +57,7 @@ pub(super) type Objects<K> = BTreeMap<(String, String), K>;
 
 struct Watched<K> {
     events: BoxStream<'static, watcher::Result<watcher::Event<K>>>,
-    /// What is there, once a list was whole.
+    /// The objects, as soon as the first list is complete.
     known: Option<Objects<K>>,
     listed: Objects<K>,
 }
@@ -75,10 +75,10 @@ where
         }
     }
 
-    /// Takes one event in. May be dropped while it waits.
+    /// Waits for one event and processes it. Cancel-safe.
     async fn next(&mut self) -> Result<()> {
         let key = |object: &K| (object.namespace().unwrap_or_default(), object.name_any());
-        // The stream carries on by itself after an error, with a backoff.
+        // After an error the watch continues, with a backoff.
         match self.events.next().await {
             Some(Ok(watcher::Event::Init)) => self.listed.clear(),
             Some(Ok(watcher::Event::InitApply(object))) => drop(self.listed.insert(key(&object), object)),

@@ -1,5 +1,5 @@
-//! A node's own root: an overlay over the host's that keeps every write in memory, with its own /proc, /sys, cgroups,
-//! and the sysctls that Kubernetes wants.
+//! Gives a node its own root: an overlay over the host's root that keeps every write in memory, with its own /proc,
+//! /sys and cgroups, and the sysctls that Kubernetes requires.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ const NONE: Option<&str> = None;
 
 pub(super) fn enter(settings: &Settings) -> Result<()> {
     let cgroups = Cgroups::detect()?;
-    // The mount point is hidden from everyone else: this mount namespace is private.
+    // Other processes do not see this mount: the mount namespace is private.
     let base = settings.directory().join("root");
     fs::create_dir_all(&base)?;
     filesystem("tmpfs", &base, "mode=755,size=6g")?;
@@ -35,7 +35,7 @@ pub(super) fn enter(settings: &Settings) -> Result<()> {
         filesystem("tmpfs", &target, if name == "tmp" { "mode=1777" } else { "mode=755" })?;
     }
     fs::create_dir(root.join("run/netns"))?;
-    // The overlay shows the root file system alone: what lies on others is bound in, under the same path.
+    // The overlay shows only the root file system. Directories on other file systems are bind-mounted at the same path.
     for outside in settings.programs.iter().chain([&settings.run]) {
         let inside = under(&root, outside);
         fs::create_dir_all(&inside)?;
@@ -47,10 +47,11 @@ pub(super) fn enter(settings: &Settings) -> Result<()> {
     chdir("/")?;
     umount2("/.old", MntFlags::MNT_DETACH).context("let go of the host's root")?;
     let _ = fs::remove_dir("/.old");
-    // kubelet and containerd want mounts to propagate into pods.
+    // kubelet and containerd need mounts to propagate into pods.
     mount(NONE, "/", NONE, MsFlags::MS_SHARED | MsFlags::MS_REC, NONE).context("share /")?;
     if cgroups == Cgroups::V2 {
-        // Version 2 has no processes beside child cgroups: step aside, then let the children have the controllers.
+        // In version 2 a cgroup with enabled controllers for its children contains no processes itself: move into a
+        // child, then enable the controllers.
         let top = Path::new("/sys/fs/cgroup");
         fs::create_dir(top.join("init"))?;
         fs::write(top.join("init/cgroup.procs"), "0")?;
@@ -79,7 +80,7 @@ fn mount_cgroups(cgroups: &Cgroups, target: &Path) -> Result<()> {
     Ok(())
 }
 
-/// kubelet writes these global sysctls and gives up if it may not: it finds files that hold what it wants.
+/// kubelet writes these global sysctls and exits if it may not. Bind-mounted files with the right values satisfy it.
 const GLOBAL: [(&str, &str); 6] = [
     ("vm/overcommit_memory", "1"),
     ("vm/panic_on_oom", "0"),

@@ -1,4 +1,5 @@
-//! What a node runs, as its service manager: start in order, start again what dies, reap everything.
+//! Runs a node's services, as a service manager does: starts them in order, restarts those that exit, reaps all
+//! children.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,7 +13,7 @@ use nix::sys::wait::{WaitStatus, wait};
 
 use super::{Engine, Settings, config};
 
-/// A service's command line; the log is named after it.
+/// A service's command line. Its log file has the same name.
 struct Service {
     name: &'static str,
     argv: Vec<String>,
@@ -63,7 +64,7 @@ pub(super) fn run(settings: &Settings, settings_path: &Path) -> Result<()> {
         };
         if let Some(service) = running.remove(&pid.as_raw()) {
             eprintln!("{} ended; starting it again", service.name);
-            // A service that dies at once must not keep a core busy.
+            // A service that exits at once must not keep a core busy.
             std::thread::sleep(Duration::from_millis(500));
             running.insert(manager.start(&service)?, service);
         }
@@ -98,7 +99,7 @@ impl Manager<'_> {
         Ok(())
     }
 
-    /// What talks to the API server.
+    /// The services that need the API server.
     fn kubernetes(&self, settings_path: &Path) -> Result<Vec<Service>> {
         let kubeconfig = self.settings.directory().join("kubelet.kubeconfig");
         let kubelet = vec![
@@ -113,7 +114,7 @@ impl Manager<'_> {
             "--v=2".into(),
         ];
         let proxy = vec![self.program("kube-proxy")?, "--config=/run/proxy.yaml".into()];
-        // By the link, not the name: the program's own directory is not mounted here.
+        // The link, because the directory of this program is not mounted in the node.
         let cni = vec![
             "/proc/self/exe".into(),
             "cni".into(),
@@ -202,7 +203,7 @@ impl Manager<'_> {
         }
     }
 
-    /// All images of the lab and of this cluster, at the same time.
+    /// Imports all images of the lab and of this cluster at the same time.
     fn import_images(&self) -> Result<()> {
         let ctr = self.program("ctr")?;
         let directories = [

@@ -1,4 +1,4 @@
-//! Running `go build` for a set, into a temporary directory that is renamed when all of it is there.
+//! Runs `go build` for a set in a temporary directory, and renames it when the set is complete.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use super::sets::{ArtefactSet, GoBuild};
 use crate::{Error, Result};
 
-/// Builds `set` into `target`. The caller holds the build lock, so an older temporary directory is a dead one.
+/// Builds `set` into `target`. The caller holds the build lock, so an existing temporary directory belongs to a killed
+/// build.
 pub(super) fn build(set: ArtefactSet, home: &Path, target: &Path, progress: &dyn Fn(&str)) -> Result<()> {
     let temporary = home.join(format!("{}.unfinished", set.name()));
     if temporary.exists() {
@@ -100,7 +101,8 @@ struct Unpacked {
     libraries: PathBuf,
 }
 
-/// runc is linked with libseccomp.a. `None` = the system's own has it; else Debian's packages unpacked in the cache.
+/// Provides the libseccomp.a with which runc is linked. `None` = the system has it; otherwise Debian's packages are
+/// unpacked into the cache.
 fn unpacked_libseccomp(home: &Path, progress: &dyn Fn(&str)) -> Result<Option<Unpacked>> {
     let system = Command::new("pkg-config")
         .args(["--variable=libdir", "libseccomp"])

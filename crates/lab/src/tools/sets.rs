@@ -1,4 +1,4 @@
-//! Which programs make up each set, and with which flags. Data only.
+//! Lists the programs of each set and the flags to build them.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ const CONTAINERD: &str = "github.com/containerd/containerd/v2";
 /// A group of programs that are built and cached together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub enum ArtefactSet {
-    /// etcd, kube-apiserver, kubectl: what tests on real API servers need.
+    /// etcd, kube-apiserver, kubectl: for tests on real API servers.
     ControlPlane,
     /// kube-controller-manager, kube-scheduler, kubelet, kube-proxy.
     Nodes,
@@ -16,7 +16,7 @@ pub enum ArtefactSet {
     Runtime,
     /// CoreDNS.
     Dns,
-    /// Current wireguard-go, a peer to compare and interoperate with.
+    /// A current wireguard-go, to compare and interoperate with.
     WireguardGo,
 }
 
@@ -28,7 +28,7 @@ pub(super) struct GoBuild {
     pub(super) tags: &'static str,
     /// `-X` definitions, without the `-X`.
     pub(super) define: String,
-    /// Needs a C compiler and libseccomp, linked statically.
+    /// Whether it needs a C compiler and is linked statically with libseccomp.
     pub(super) cgo_static: bool,
 }
 
@@ -45,7 +45,7 @@ impl GoBuild {
 }
 
 impl ArtefactSet {
-    /// Everything.
+    /// All sets.
     pub const ALL: [Self; 5] = [
         Self::ControlPlane,
         Self::Nodes,
@@ -64,7 +64,7 @@ impl ArtefactSet {
         }
     }
 
-    /// The directory with the go.mod that pins it.
+    /// The directory of the go.mod that pins its programs.
     pub(super) fn source(self) -> PathBuf {
         let module = match self {
             Self::ControlPlane | Self::Nodes => "k8s",
@@ -125,7 +125,7 @@ impl ArtefactSet {
         }
     }
 
-    /// The files in the set's directory.
+    /// The names of the files in the set's directory.
     pub(super) fn outputs(self) -> impl Iterator<Item = &'static str> {
         self.builds().into_iter().map(|build| build.output)
     }

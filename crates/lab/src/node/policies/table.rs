@@ -1,8 +1,9 @@
-//! What NetworkPolicies say of one node's pods, as text for `nft -f`: objects in, text out.
+//! Renders the NetworkPolicies that apply to one node's pods as a script for `nft -f`.
 //!
-//! As `kubectl explain networkpolicy` has it: a pod that a policy selects is closed in that policy's directions but for what
-//! the policies that select it allow, and answers pass. A ClusterIP is judged by the pod it leads to, since translation
-//! comes first. What a pod sends to its own node is judged as well; the node itself always reaches its pods.
+//! The semantics are those of `kubectl explain networkpolicy`: a pod that a policy selects accepts, in that policy's
+//! directions, only what some policy that selects it allows, and replies. A packet to a ClusterIP is matched after
+//! DNAT, by the pod's address. Packets from a pod to its own node are matched as well; packets from the node to its
+//! pods always pass.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -17,7 +18,7 @@ use kube::core::{Selector, SelectorExt};
 
 use super::Objects;
 
-/// Everything of the cluster that a policy may speak of.
+/// All objects of the cluster on which policies depend.
 pub(super) struct Seen<'a> {
     pub(super) policies: &'a Objects<NetworkPolicy>,
     pub(super) pods: &'a Objects<Pod>,
@@ -38,7 +39,7 @@ impl Direction {
         }
     }
 
-    /// Of a packet's two addresses: that of the pod which is judged, and the other one.
+    /// The fields of a packet with the address of the selected pod, and with the address of its peer.
     const fn ends(self) -> (&'static str, &'static str) {
         match self {
             Self::Egress => ("saddr", "daddr"),
@@ -47,13 +48,13 @@ impl Direction {
     }
 }
 
-/// A pod with an address of its own.
+/// A running pod that has addresses of its own.
 struct At<'a> {
     pod: &'a Pod,
     addresses: Vec<IpAddr>,
 }
 
-/// The table of the node with this address, in place of the one that stands.
+/// Renders the table for the node with this address. The script replaces the existing table.
 pub(super) fn render(node: Ipv4Addr, seen: &Seen<'_>) -> String {
     let mut chains = String::new();
     let mut jumps = [String::new(), String::new()];
@@ -97,7 +98,7 @@ pub(super) fn render(node: Ipv4Addr, seen: &Seen<'_>) -> String {
 }
 
 impl<'a> Seen<'a> {
-    /// Policies that close the pod in this direction, each with its namespace.
+    /// Policies that select the pod and apply in this direction, each with its namespace.
     fn selecting(&self, pod: &'a Pod, direction: Direction) -> impl Iterator<Item = (&'a str, &'a NetworkPolicySpec)> {
         let policies = self.policies;
         policies.iter().filter_map(move |((namespace, _), policy)| {
@@ -114,7 +115,7 @@ impl<'a> Seen<'a> {
         })
     }
 
-    /// Conditions, each of which lets a packet pass.
+    /// Match expressions; a packet that matches one of them passes.
     fn rules(
         &self,
         local: &At<'_>,
@@ -140,7 +141,7 @@ impl<'a> Seen<'a> {
         out
     }
 
-    /// The other ends that these peers mean, as conditions, with the pod where it is one.
+    /// Match expressions for the addresses that these peers select, each with its pod, if it is one.
     fn peers(
         &self,
         peers: &[NetworkPolicyPeer],
@@ -215,7 +216,7 @@ fn allowed(spec: &NetworkPolicySpec, direction: Direction) -> Vec<Allowed<'_>> {
     }
 }
 
-/// None = a name that the listening end has no port of.
+/// A match expression for a port. `None` = the destination pod has no port with this name.
 fn port_condition(port: &NetworkPolicyPort, listening: Option<&Pod>) -> Option<String> {
     let protocol = port.protocol.as_deref().unwrap_or("TCP");
     let low = protocol.to_ascii_lowercase();
@@ -235,14 +236,14 @@ fn port_condition(port: &NetworkPolicyPort, listening: Option<&Pod>) -> Option<S
     }
 }
 
-/// A selector that is not there, or is empty, selects everything; one that nobody understands nothing.
+/// A missing or empty selector matches everything, an invalid one nothing.
 fn selected(selector: Option<&LabelSelector>, labels: Option<&BTreeMap<String, String>>) -> bool {
     let none = BTreeMap::new();
     let selector = selector.cloned().unwrap_or_default();
     Selector::try_from(selector).is_ok_and(|selector| selector.matches(labels.unwrap_or(&none)))
 }
 
-/// None = it has no address, the node's own, or one that may be another's by now.
+/// `None` = the pod has no address, uses the host's network, or has ended, so that its address may be reused.
 fn at(pod: &Pod) -> Option<At<'_>> {
     let status = pod.status.as_ref()?;
     let over = matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"));
@@ -252,7 +253,7 @@ fn at(pod: &Pod) -> Option<At<'_>> {
     (!over && !on_host && !addresses.is_empty()).then_some(At { pod, addresses })
 }
 
-/// As nft calls it.
+/// The name of the address family in nft.
 const fn family(address: IpAddr) -> &'static str {
     match address {
         IpAddr::V4(_) => "ip",
