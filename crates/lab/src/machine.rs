@@ -1,12 +1,12 @@
-//! A virtual machine with a kernel that this machine may lack: runs one command on it, as root, on this machine's own
-//! files. What runs in it is the caller's business; no hardware virtualisation is needed.
+//! Runs one command in a virtual machine, as root and on the host's own files, to test with a kernel that the host may
+//! lack. It needs no hardware virtualisation and knows nothing of the command.
 //!
 //! ```text
 //!  owner --stdout, stderr, exit code-- QEMU (software emulation, dies with its owner)
 //!                                        Debian's kernel -> init -> stage2 (pid 1) -> the command
 //!           / of this machine --9p, read-only--> lower layer of the guest's root; everything written lands in its memory
 //! ```
-//! So paths are the same inside, whatever was built here runs there, and nothing that a command does there stays.
+//! So paths are the same in the guest, programs built on the host run there, and nothing that a command writes remains.
 
 mod image;
 mod kernel;
@@ -22,32 +22,32 @@ use nix::fcntl::{Flock, FlockArg};
 use crate::{Error, Result, lab_home};
 
 const QEMU: &str = "qemu-system-x86_64";
-/// Held while a run lives; a directory without is swept by the next run.
+/// A file lock that is held while a run lives. The next run removes a directory whose lock is free.
 const LOCK: &str = "lock";
 
-/// How a virtual machine is made.
+/// The resources and limits of a virtual machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
-    /// Memory, MiB; it holds everything that is written inside.
+    /// Memory in MiB. It also holds every file that is written in the guest.
     pub memory: u32,
-    /// Processors. With more than one the emulator now and then runs an instruction that the kernel has just patched out on another
-    /// (a static key, such as the one that every `ping` turns on for its timestamps), and the kernel dies of a breakpoint that nobody
-    /// set.
+    /// Number of processors. With more than one, the emulator sometimes executes an instruction that the kernel has
+    /// just patched on another processor (a static key, such as the one that each `ping` enables for its timestamps).
+    /// The kernel then panics on an unexpected breakpoint.
     pub cpus: u32,
-    /// The machine is ended after this time.
+    /// The virtual machine is killed after this time.
     pub limit: Duration,
-    /// What time is, inside.
+    /// The guest's clock.
     pub clock: Clock,
 }
 
-/// A machine's time.
+/// The source of a guest's time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Clock {
-    /// That of the world. How much is done in a second is the emulator's matter, and that of everything else on this machine.
+    /// Real time. How much the guest does in a second depends on the emulator and on the load of the host.
     #[default]
     Real,
-    /// A nanosecond is an instruction: what is measured inside is how many instructions it takes, the same in every run. Some five
-    /// times slower, and for one processor.
+    /// Each instruction takes one nanosecond. A measured duration is then a number of instructions, the same in every
+    /// run. About five times slower, and for one processor only.
     Instructions,
 }
 
@@ -62,34 +62,35 @@ impl Default for Machine {
     }
 }
 
-/// How a command ended in a machine.
+/// The end of a command in a virtual machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ended {
-    /// With this exit code.
+    /// The command exited with this code.
     Code(i32),
-    /// Not within the time limit.
+    /// The command did not exit within the time limit.
     TimeLimit,
 }
 
 impl Machine {
-    /// Makes sure that the kernel is in the cache, unpacking it where it is not; `progress` gets a line for each step.
+    /// Makes sure that the kernel is in the cache, and unpacks it if not; `progress` gets a line for each step.
     ///
     /// # Errors
-    /// No x86_64, a program is missing, or Debian's package cannot be had.
+    /// On another architecture than x86_64, or when a program is missing or Debian's package cannot be downloaded.
     pub fn prepare(progress: &dyn Fn(&str)) -> Result<()> {
         kernel::ensure(progress).map(drop)
     }
 
-    /// Boots, runs the command in the caller's directory with the caller's environment, and powers off: about 8 s beside
-    /// the command. Standard output and standard error are passed on as they come.
+    /// Boots, runs the command in the caller's directory with the caller's environment, and powers off. That takes
+    /// about 8 s in addition to the command. Standard output and standard error are copied as they come.
     ///
     /// # Errors
-    /// The machine cannot be made, or ended before the command did; the message quotes the end of its console.
+    /// When the virtual machine cannot be started, or ends before the command; the message quotes the last lines of its
+    /// console.
     pub fn run(&self, command: &[String]) -> Result<Ended> {
         self.run_and_hear(command).map(|(ended, _)| ended)
     }
 
-    /// The same, and what the command said on standard output.
+    /// Does the same, and returns also the command's standard output.
     ///
     /// # Errors
     /// As [`Self::run`].
@@ -127,7 +128,8 @@ impl Machine {
             limit: _,
             clock,
         } = self;
-        // `quiet` and no timer check: the emulated timer is too irregular for the kernel's taste. `panic=-1`: a panic is an end.
+        // `quiet`, and no timer check, which the irregular emulated timer fails. `panic=-1` reboots at once on a panic,
+        // which ends QEMU.
         let line = "console=ttyS0 quiet panic=-1 nokaslr no_timer_check mitigations=off";
         let share = |path: &Path, tag: &str, more: &str| {
             format!(
@@ -135,14 +137,14 @@ impl Machine {
                 path.display()
             )
         };
-        // However the owner ends, the machine ends with it.
+        // If the owner dies, QEMU is killed.
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL", QEMU]);
         command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
         command.args(["-machine", "q35"]);
         command.args(match clock {
             Clock::Real => ["-cpu", "qemu64", "-accel", "tcg,thread=multi"].as_slice(),
-            // With every instruction that the emulator has, as the kernel's ciphers choose by them.
+            // All CPU features of the emulator, because the kernel chooses its cipher implementations by them.
             Clock::Instructions => &[
                 "-cpu",
                 "max",
@@ -177,7 +179,7 @@ impl Machine {
     }
 }
 
-/// Copies bytes as they come, on a thread, until the other end closes; the thread ends with all of them.
+/// Copies bytes on a thread until the sender closes; the thread returns all of them.
 fn pass_on(
     mut from: impl Read + Send + 'static,
     mut to: impl Write + Send + 'static,
@@ -185,7 +187,7 @@ fn pass_on(
     std::thread::spawn(move || {
         let (mut buffer, mut all) = ([0; 1 << 16], Vec::new());
         while let Ok(length @ 1..) = from.read(&mut buffer) {
-            // A reader who went away loses the output, not the run.
+            // If the reader has gone, the run continues without its output.
             let _ = to.write_all(&buffer[..length]).and_then(|()| to.flush());
             all.extend_from_slice(&buffer[..length]);
         }
@@ -193,7 +195,7 @@ fn pass_on(
     })
 }
 
-/// True when it ended by itself within the time; else it is killed.
+/// Waits until QEMU exits, and returns true; kills it after the time limit, and returns false.
 fn wait(child: &mut Child, limit: Duration) -> Result<bool> {
     let until = Instant::now() + limit;
     let waited = || Error::io(format!("wait for {QEMU}"));
@@ -210,7 +212,8 @@ fn wait(child: &mut Child, limit: Duration) -> Result<bool> {
     }
 }
 
-/// One run's directory: what to run, and how it ended. Removed when dropped, or by the next run if this process is killed.
+/// The directory of one run, with its command and exit code. Removed when dropped, or by the next run if this process
+/// is killed.
 #[derive(Debug)]
 struct Run {
     directory: tempfile::TempDir,
@@ -223,7 +226,7 @@ impl Run {
         std::fs::create_dir_all(&all).map_err(Error::io(format!("create {}", all.display())))?;
         sweep(&all);
         let failed = || Error::io(format!("prepare a run in {}", all.display()));
-        // Hidden from a sweeper until its lock is held.
+        // A sweep ignores names that begin with a dot. The directory gets its real name when its lock is held.
         let directory = tempfile::Builder::new()
             .prefix("run.")
             .tempdir_in(&all)
@@ -265,7 +268,7 @@ fn sweep(all: &Path) {
         .flatten()
         .map(|entry| entry.path());
     for directory in directories {
-        // No lock yet: it is being made this moment.
+        // Without a lock file the directory is just being created.
         let Ok(file) = File::open(directory.join(LOCK)) else {
             continue;
         };
@@ -275,7 +278,7 @@ fn sweep(all: &Path) {
     }
 }
 
-/// What the guest runs: a bash script.
+/// The script that the guest runs with bash.
 fn script(here: &Path, environment: impl Iterator<Item = (String, String)>, command: &[String]) -> String {
     let is_name = |name: &str| {
         let first = name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
@@ -294,12 +297,12 @@ fn script(here: &Path, environment: impl Iterator<Item = (String, String)>, comm
         )
 }
 
-/// One word of a shell line.
+/// Quotes one word for a shell.
 fn quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 
-/// Where a program of this machine is, looked for as a shell does.
+/// Looks for a program in PATH, as a shell does.
 fn find(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)

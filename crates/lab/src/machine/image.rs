@@ -1,4 +1,5 @@
-//! The first file system of the guest: busybox, the modules it boots with, and the two scripts that lead to the command.
+//! Builds the guest's initramfs: busybox, the kernel modules that are needed to boot, and the two scripts that start
+//! the command.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -6,9 +7,9 @@ use std::path::{Path, PathBuf};
 use super::find;
 use crate::{Error, Result};
 
-/// Makes the shared root, with memory laid over it, the guest's own.
+/// Mounts the host's root with a writable layer in memory, as the guest's root.
 pub(super) const INIT: &str = include_str!("init.sh");
-/// Process 1 on that root: runs the command and powers off.
+/// Runs as pid 1 on that root: starts the command and powers off.
 pub(super) const STAGE2: &str = include_str!("stage2.sh");
 
 /// A cpio archive in the kernel's format (Documentation/driver-api/early-userspace/buffer-format.rst).

@@ -1,7 +1,8 @@
-//! The guest's kernel: one pinned Debian package, unpacked into the cache with the modules that network tests need.
+//! Provides the guest's kernel: unpacks one pinned Debian package into the cache, with the modules that network tests
+//! need.
 //!
-//! The pin is a version and its hash. Debian's archive keeps a version for months and its snapshot archive for good, so a
-//! checkout finds its kernel later too; to move on, change [`PACKAGE`] and [`SHA256`] together.
+//! The pin is a version and its hash. Debian's archive keeps a version for months, its snapshot archive forever, so an
+//! old checkout still finds its kernel. To upgrade, change [`PACKAGE`] and [`SHA256`] together.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -12,17 +13,17 @@ use sha2::{Digest, Sha256};
 use super::{find, image};
 use crate::{Error, Result, lab_home};
 
-/// Linux of Debian 12's backported long-term series, with all drivers (the cloud kernel has no 9p).
+/// The backported long-term kernel of Debian 12 with all drivers (the cloud kernel lacks 9p).
 const PACKAGE: &str = "linux-image-6.12.117+deb12-amd64_6.12.117-1~deb12u1_amd64.deb";
 const SHA256: &str = "803d36a7cda13355ae8152122470288b2636f19f1cb58162dd9d8b408af9b1b4";
 const RELEASE: &str = "6.12.117+deb12-amd64";
-/// Where the package is, in order of trial.
+/// URLs of the package, in the order in which they are tried.
 const ARCHIVES: [&str; 2] = [
     "https://deb.debian.org/debian-security/pool/updates/main/l/linux-signed-6.12-amd64",
     "https://snapshot.debian.org/archive/debian-security/20261121T000000Z/pool/updates/main/l/linux-signed-6.12-amd64",
 ];
 
-/// Loaded on demand inside, with what they depend on. All others are left out, for they would be 400 MB.
+/// Modules that the guest loads on demand; their dependencies are added. All others would need 400 MB.
 const MODULES: &str = "wireguard veth bridge br_netfilter tun dummy vxlan ifb vrf macvlan ip_gre ip6_gre ipip sit \
     nlmon nf_tables nft_chain_nat nft_nat nft_masq nft_redir nft_ct nft_fib_inet nft_fib_ipv4 nft_fib_ipv6 \
     nft_reject_inet ipt_REJECT ip6t_REJECT nft_reject_ipv4 nft_reject_ipv6 nft_limit nft_log nft_numgen nft_hash \
@@ -33,7 +34,7 @@ const MODULES: &str = "wireguard veth bridge br_netfilter tun dummy vxlan ifb vr
     iptable_filter iptable_mangle iptable_raw ip6table_filter ip6table_nat ip6table_mangle sch_netem sch_htb sch_tbf \
     sch_fq sch_fq_codel sch_ingress cls_u32 cls_bpf cls_matchall act_mirred act_police overlay 9p 9pnet_virtio \
     virtio_pci virtio_console virtio-rng af_packet tcp_bbr inet_diag tcp_diag udp_diag";
-/// What the guest needs before it sees the shared root, in order.
+/// Modules that the guest needs before it mounts the host's root, in order.
 const BOOT: [&str; 6] = [
     "virtio_pci",
     "virtio_console",
@@ -43,7 +44,7 @@ const BOOT: [&str; 6] = [
     "9p",
 ];
 
-/// Files of a kernel that can be booted.
+/// The files of a bootable kernel.
 #[derive(Debug, Clone)]
 pub(super) struct Kernel {
     pub(super) vmlinux: PathBuf,
@@ -52,7 +53,7 @@ pub(super) struct Kernel {
     pub(super) modules: PathBuf,
 }
 
-/// The kernel in the cache, made when it is not there.
+/// Returns the kernel from the cache, and makes it first if needed.
 pub(super) fn ensure(progress: &dyn Fn(&str)) -> Result<Kernel> {
     if std::env::consts::ARCH != "x86_64" {
         return Err(Error::Missing {
@@ -95,14 +96,14 @@ pub(super) fn ensure(progress: &dyn Fn(&str)) -> Result<Kernel> {
     let file = std::fs::File::create(&lock).map_err(Error::io(format!("open {}", lock.display())))?;
     let _lock = Flock::lock(file, FlockArg::LockExclusive)
         .map_err(|(_, errno)| Error::errno(format!("lock {}", lock.display()))(errno))?;
-    // Another process may have made it while this one waited.
+    // Another process may have made it while this one waited for the lock.
     if !directory.exists() {
         make(&home, &directory, progress)?;
     }
     Ok(kernel)
 }
 
-/// Twelve hex digits over everything the directory is made from.
+/// Twelve hex digits of a hash over everything that the directory is made from.
 fn key() -> String {
     let mut hash = Sha256::new();
     for part in [SHA256, MODULES, &BOOT.join(" "), image::INIT, image::STAGE2] {
@@ -140,7 +141,7 @@ fn make(home: &Path, directory: &Path, progress: &dyn Fn(&str)) -> Result<()> {
             let inside = file.strip_prefix(tree(&unpacked)).unwrap_or(&file).with_extension("");
             let target = tree(&result).join(inside);
             std::fs::create_dir_all(target.parent().unwrap_or(&result)).map_err(io("write into"))?;
-            // Unpacked, since the guest is slow at it.
+            // Modules are stored uncompressed, because the guest is slow to decompress them.
             std::fs::write(
                 &target,
                 unpack(&std::fs::read(&file).map_err(Error::io(format!("read {}", file.display())))?)?,
@@ -163,7 +164,7 @@ fn make(home: &Path, directory: &Path, progress: &dyn Fn(&str)) -> Result<()> {
     }
     std::fs::write(result.join("initramfs"), image::initramfs(&boot)?).map_err(io("write into"))?;
     std::fs::rename(&result, directory).map_err(Error::io(format!("rename to {}", directory.display())))?;
-    // What was needed on the way, and directories made from older recipes, which nobody asks for again.
+    // Intermediate files, and directories of older recipes, which no code reads any more.
     let _ = std::fs::remove_dir_all(&unfinished);
     for entry in std::fs::read_dir(home).into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
@@ -212,8 +213,8 @@ fn download(package: &Path, progress: &dyn Fn(&str)) -> Result<()> {
     })
 }
 
-/// The uncompressed kernel inside a bzImage (Documentation/arch/x86/boot.rst, header fields 0x1f1 and 0x248): QEMU boots
-/// it as it is, and the guest would take seconds to unpack it.
+/// Extracts the uncompressed kernel from a bzImage (Documentation/arch/x86/boot.rst, header fields 0x1f1 and 0x248).
+/// QEMU boots it directly; the guest would need seconds to decompress it.
 fn vmlinux(vmlinuz: &Path) -> Result<Vec<u8>> {
     let image = std::fs::read(vmlinuz).map_err(Error::io(format!("read {}", vmlinuz.display())))?;
     let word = |at: usize| {
@@ -237,7 +238,7 @@ fn vmlinux(vmlinuz: &Path) -> Result<Vec<u8>> {
     Ok(kernel)
 }
 
-/// Unpacks xz or zstd; what follows the first stream (a kernel's length) is left out.
+/// Decompresses xz or zstd, and ignores what follows the first stream (the length of a kernel).
 fn unpack(packed: &[u8]) -> Result<Vec<u8>> {
     let mut file = tempfile::tempfile().map_err(Error::io("make a temporary file"))?;
     std::io::Write::write_all(&mut file, packed)
@@ -260,7 +261,7 @@ fn unpack(packed: &[u8]) -> Result<Vec<u8>> {
     Ok(output.stdout)
 }
 
-/// The files of a module and what it depends on, in the order they are loaded. None for what is built in.
+/// The files of a module and its dependencies, in load order. Empty for a module that is built in.
 fn insmods(root: &Path, module: &str) -> Result<Vec<PathBuf>> {
     let words = [
         "-S".as_ref(),
@@ -270,7 +271,7 @@ fn insmods(root: &Path, module: &str) -> Result<Vec<PathBuf>> {
     ];
     let output = run("modprobe", ["-d".as_ref(), root.as_os_str()].into_iter().chain(words))?;
     let files = output.lines().filter_map(|line| line.strip_prefix("insmod "));
-    // Options of the module may stand behind the file.
+    // Options of the module may follow the file name.
     let file = |line: &str| line.split_whitespace().next().map(PathBuf::from);
     Ok(files.filter_map(file).collect())
 }
