@@ -1,5 +1,5 @@
-//! What the administrator of a sandbox does who wants more than was given: takes the controller's rights away, and gives the
-//! Peers there every address. What is found that way is for the caller to judge.
+//! Acts as a malicious administrator of a sandbox: revokes the controller's rights, and gives the sandbox's Peers every
+//! address as allowed IPs. The caller judges what is then reachable.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,16 +12,17 @@ use serde_json::{Value, json};
 
 use crate::{Cluster, Lab, Result, wait_until};
 
-/// The table of the mesh's routes.
+/// The routing table with the mesh's routes.
 const TABLE: &str = "5182";
-/// What of it leads into the tunnel.
+/// Selects its routes into the tunnel.
 const CARRIED: [&str; 2] = ["dev", "kilo0"];
-/// How long routing may take to follow on a loaded machine.
+/// How long the agent may take to change routes on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(90);
 
 impl Cluster<'_> {
-    /// Every socket of these clusters (see [`Cluster::sockets`]) but those that this one has itself, and those that lie in its own
-    /// pods' range, which no node of its leads elsewhere. What is `granted` stands in it too, and is another one's all the same.
+    /// Every socket of these clusters (see [`Cluster::sockets`]) that does not belong to this cluster. Addresses in
+    /// this cluster's own pod range are left out, because its nodes never route them into the tunnel. Addresses in
+    /// `granted` are kept in any case.
     ///
     /// # Errors
     /// When an API server does not answer.
@@ -46,7 +47,7 @@ impl Cluster<'_> {
 }
 
 impl Lab {
-    /// Destinations that a node leads into the tunnel, as `ip` shows them in the mesh's table.
+    /// Destinations of the routes into the tunnel on a node, as `ip` prints them.
     ///
     /// # Errors
     /// When the node is down.
@@ -59,7 +60,7 @@ impl Lab {
         for family in ["-4", "-6"] {
             let words = [&["ip", family, "-j", "route", "show", "table", TABLE], of].concat();
             let output = self.node(node).try_exec(words).await?;
-            // Nothing at all, or an error, where there is no such table yet.
+            // Without such a table `ip` prints nothing, or an error.
             let routes: Value = serde_json::from_str(&output.stdout).unwrap_or_default();
             let routes = routes.as_array().into_iter().flatten();
             all.extend(routes.filter_map(|route| route["dst"].as_str().map(str::to_owned)));
@@ -68,7 +69,7 @@ impl Lab {
     }
 }
 
-/// To look on and to change nothing: the controller knows the sandbox's nodes, and what it writes there is refused.
+/// Read-only rights for the controller: it sees the sandbox's nodes, but its writes are refused.
 const READER: &str = "
 apiVersion: rbac.authorization.k8s.io/v1
 kind: ClusterRole
@@ -82,18 +83,18 @@ roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: clusterm
 subjects: [{kind: ServiceAccount, name: clustermesh-controller, namespace: clustermesh}]
 ";
 
-/// A sandbox whose administrator has turned.
+/// A sandbox whose administrator is malicious.
 #[derive(Debug)]
 pub struct Attacker<'a> {
     lab: &'a Lab,
     sandbox: Cluster<'a>,
     node: String,
-    /// Names of the Peers that the controller wrote there.
+    /// Names of the Peers that the controller wrote into the sandbox.
     pub peers: Vec<String>,
 }
 
 impl<'a> Attacker<'a> {
-    /// From here on the controller writes nothing there. `node` = the sandbox's only one.
+    /// Revokes the controller's rights in the sandbox. `node` = the only node of the sandbox.
     ///
     /// # Errors
     /// When the sandbox's API server does not answer.
@@ -111,8 +112,9 @@ impl<'a> Attacker<'a> {
         })
     }
 
-    /// The controller may read there again, and write nothing still. Of a sandbox that it cannot read it knows no node, and a Peer
-    /// that went with the last grant would not come back with the next. A controller that runs asks again within half a minute.
+    /// Lets the controller read in the sandbox again, and still not write. The controller knows no node of a sandbox
+    /// that it cannot read, so a Peer that was deleted with the last grant would not return with the next. A running
+    /// controller reads again within half a minute.
     ///
     /// # Errors
     /// When the sandbox's API server does not answer.
@@ -120,13 +122,13 @@ impl<'a> Attacker<'a> {
         self.sandbox.apply(READER).await.map(drop)
     }
 
-    /// The node of the other side that a Peer stands for.
+    /// The node of the other cluster that a Peer is about.
     #[must_use]
     pub fn node_of(peer: &str) -> &str {
         peer.rsplit_once("--").map_or(peer, |(_, node)| node)
     }
 
-    /// Takes a node of the other side for who it is now: its key, as its Node says.
+    /// Sets a Peer's public key, as its Node now publishes it.
     ///
     /// # Errors
     /// When there is no such Peer.
@@ -134,13 +136,13 @@ impl<'a> Attacker<'a> {
         self.patch(peer, &json!({"spec": {"publicKey": key}})).await
     }
 
-    /// Leads all of these through one Peer's node, waits until routing does so, and returns those that the sandbox's own node
-    /// leaves to the underlay whatever a Peer says: its next hop, for one.
+    /// Routes all addresses through one Peer and waits until the routing table does so. Returns the addresses that the
+    /// sandbox's node keeps on the underlay (a `throw` route) whatever a Peer says, such as its next hop.
     ///
     /// # Errors
-    /// When routing does not follow within a minute and a half.
+    /// When the routes do not change within 90 s.
     pub async fn leads_through(&self, chosen: &str, addresses: &BTreeSet<IpAddr>) -> Result<BTreeSet<IpAddr>> {
-        // First through none, so that what is seen afterwards is not what was there before.
+        // First remove all allowed IPs, so that no earlier route is taken for a new one.
         for name in &self.peers {
             self.gives(name, &BTreeSet::new()).await?;
         }

@@ -1,5 +1,6 @@
-//! The underlay of a sandbox whose workers are pods of the hub: the NetworkPolicies that are shipped for it, with the lab's
-//! values set, and what they admit. Sandboxes enter the hub through gateways, which the shipped file selects by their labels.
+//! Applies the shipped NetworkPolicies for a sandbox whose workers are pods of the hub, with the lab's values, and
+//! lists the sockets that they admit. The shipped file selects the gateways, through which sandboxes enter the hub, by
+//! their labels.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -12,7 +13,7 @@ use crate::{Asker, Cluster, Error, Lab, Result, Workers};
 
 const SHIPPED: &str = "deploy/cozystack/sandbox-networkpolicy.yaml";
 
-/// What lies around a sandbox, and which of it is let through.
+/// A sandbox, its hub, and the policies between them.
 #[derive(Debug)]
 pub struct Boundary<'a> {
     lab: &'a Lab,
@@ -21,10 +22,10 @@ pub struct Boundary<'a> {
 }
 
 impl Lab {
-    /// Of a cluster whose workers are pods of another one.
+    /// The boundary of a cluster whose workers are pods of another cluster.
     ///
     /// # Errors
-    /// When they are not.
+    /// When its workers are not pods.
     pub fn boundary(&self, sandbox: &str) -> Result<Boundary<'_>> {
         let sandbox = self.cluster(sandbox);
         match &sandbox.plan().workers {
@@ -42,10 +43,10 @@ impl Lab {
 }
 
 impl Boundary<'_> {
-    /// The file that is shipped, with what is marked to be set: names, and the sandbox's API server.
+    /// The shipped file with the values marked SET replaced: names, and the address of the sandbox's API server.
     ///
     /// # Errors
-    /// When the file is not there, or has no such value any more.
+    /// When the file does not exist, or does not contain such a value.
     pub fn policy(&self) -> Result<String> {
         let shipped = manifest(SHIPPED)?;
         let plan = self.sandbox.plan();
@@ -66,7 +67,8 @@ impl Boundary<'_> {
         })
     }
 
-    /// What it lets the sandbox's workers reach over TCP: their API server by both of its addresses, and the hub's resolver.
+    /// The TCP sockets that the policies admit for the sandbox's workers: both addresses of their API server, and the
+    /// hub's DNS.
     ///
     /// # Errors
     /// When the hub's API server does not answer.
@@ -96,8 +98,8 @@ impl Boundary<'_> {
         Ok(out)
     }
 
-    /// Every socket of the hub and the other clusters that is not the sandbox's own, what is admitted, and the gateways'
-    /// addresses in the tunnel.
+    /// Every socket of the hub and the other clusters that is not the sandbox's own, the admitted sockets, and the
+    /// gateways' addresses in the tunnel.
     ///
     /// # Errors
     /// When an API server does not answer.
@@ -115,11 +117,11 @@ impl Boundary<'_> {
         Ok(all)
     }
 
-    /// Applies the policy and waits until it is in force for that asker: what was open, and is neither admitted nor granted,
-    /// is closed.
+    /// Applies the policies and waits until they are in force for `from`: every socket of `open` that is neither
+    /// admitted nor granted is closed.
     ///
     /// # Errors
-    /// When something of it still answers after a minute and a half.
+    /// When such a socket is still open after 90 s.
     pub async fn close(&self, from: &Asker, open: &BTreeSet<SocketAddr>, granted: &BTreeSet<SocketAddr>) -> Result<()> {
         self.hub.apply(&self.policy()?).await?;
         let admitted = self.admitted().await?;
@@ -129,11 +131,11 @@ impl Boundary<'_> {
         self.lab.until_closed(from, &wrong.copied().collect()).await
     }
 
-    /// Which of these sockets answer. What is wanted is asked until it does, the rest once: on a loaded machine one attempt
-    /// may be too short.
+    /// The sockets that are open. Wanted sockets are scanned until they are open, the others once: on a loaded machine
+    /// one attempt may be too short.
     ///
     /// # Errors
-    /// When something that is wanted does not answer within a minute and a half.
+    /// When a wanted socket is not open within 90 s.
     pub async fn found(
         &self,
         from: &Asker,

@@ -1,31 +1,32 @@
-//! A datapath that bypasses netfilter on the nodes, as Cilium's does with host routing in BPF: a program at the ingress of a
-//! node's links redirects packets between pods of different nodes from one link to the other. No hook of netfilter sees such a
-//! packet in the node's network namespace.
+//! Installs a datapath that bypasses netfilter, as Cilium's host routing with eBPF does. A `tc` program at the ingress
+//! of a node's links redirects packets between pods of different nodes from one link to the other. Netfilter in the
+//! node's network namespace never sees them.
 //!
 //! ```text
 //!  pod -- veth -- [program] -----> eth0        toward pods of another node
 //!  pod -- veth -- cni0 <--- [program] -- eth0  toward pods of this node
 //! ```
-//! The program is assembled here, because no compiler for BPF is needed then. It serves IPv4 on little-endian machines.
+//! The program is assembled here, so that no compiler for BPF is needed. It handles IPv4 on little-endian machines.
 //!
-//! ClusterIPs with an endpoint on another node do not work meanwhile: kube-proxy translates their packets by netfilter, and the
-//! replies do not come by it. Cilium replaces kube-proxy for that reason.
+//! With it, ClusterIPs with an endpoint on another node do not work: kube-proxy translates their packets in netfilter,
+//! and the replies bypass it. Cilium replaces kube-proxy for that reason.
 
 use ipnet::Ipv4Net;
 use serde_json::Value;
 
 use crate::{Cluster, Error, Node, Result};
 
-/// The pods' bridge on a node.
+/// The bridge of a node's pods.
 const BRIDGE: &str = "cni0";
-/// The link of a node to the others.
+/// The link of a node to other nodes.
 const UPLINK: &str = "eth0";
-/// Section of the object file with the program: its name tells libbpf the type, a classifier of `tc`.
+/// Section of the object file that contains the program. libbpf derives the program's type, a `tc` classifier, from
+/// this name.
 const SECTION: &str = "tc";
 
 impl Cluster<'_> {
-    /// Redirects packets between pods of different nodes past netfilter, on every node of this cluster. Call it again after a pod
-    /// was created: its link has no program yet.
+    /// Redirects packets between pods of different nodes past netfilter, on every node of this cluster. Call it again
+    /// after a pod was created, because the new pod's link has no program yet.
     ///
     /// # Errors
     /// When a node refuses the program.
@@ -92,10 +93,10 @@ fn list(value: &Value) -> impl Iterator<Item = &Value> {
     value.as_array().into_iter().flatten()
 }
 
-/// Redirects IPv4 packets for a pod of this range to the link with this index; the kernel looks up route and neighbour there.
-/// Everything else goes its usual way, also packets for the first address of the range, which is the node itself.
+/// Redirects IPv4 packets for a pod of this range to the link with this index, where the kernel looks up route and
+/// neighbour. All other packets pass, also those for the first address of the range, which is the node itself.
 ///
-/// Each instruction: opcode, source and destination register, number of instructions to skip, value (RFC 9669).
+/// Each instruction has: opcode, source and destination register, number of instructions to skip, value (RFC 9669).
 fn program(range: Ipv4Net, to: u32) -> Vec<u8> {
     let node = u32::from(range.network()) + 1;
     let ethernet_header = 14;
@@ -131,14 +132,14 @@ fn program(range: Ipv4Net, to: u32) -> Vec<u8> {
     instructions.into_iter().flat_map(encode).collect()
 }
 
-/// A relocatable object file (ELF) with the program as its only function, as a compiler would write it.
+/// Wraps the program into a relocatable object file (ELF) as its only function, as a compiler would.
 fn object(program: &[u8]) -> Vec<u8> {
     const HEADER: usize = 64;
     const SYMBOL: usize = 24;
     let names = format!("\0.strtab\0.symtab\0license\0{SECTION}\0redirect\0");
     let name = |of: &str| number(names.find(&format!("\0{of}\0")).map_or(0, |at| at + 1));
     let license = b"Apache-2.0\0";
-    // A function of that size, global, in section 1. The first symbol is always an empty one.
+    // A global function of that size in section 1. The first symbol is always empty.
     let mut symbols = vec![0; SYMBOL];
     symbols.extend(name("redirect"));
     symbols.extend([0x12, 0, 1, 0]);
@@ -161,7 +162,7 @@ fn object(program: &[u8]) -> Vec<u8> {
         contents.extend_from_slice(content);
         contents.resize(contents.len().next_multiple_of(8), 0);
     }
-    // 64 bits, little-endian, relocatable, for BPF; the section headers come last, the names of sections are in number 4.
+    // 64 bits, little-endian, relocatable, for BPF. The section headers come last; section 4 contains their names.
     let mut file = b"\x7fELF\x02\x01\x01".to_vec();
     file.resize(16, 0);
     file.extend([1, 0, 247, 0, 1, 0, 0, 0]);
@@ -172,12 +173,12 @@ fn object(program: &[u8]) -> Vec<u8> {
     [file, contents, headers].concat()
 }
 
-/// As object files hold a 32-bit number.
+/// Encodes a 32-bit number for an object file.
 fn number(value: usize) -> [u8; 4] {
     u32::try_from(value).unwrap_or_default().to_le_bytes()
 }
 
-/// As object files hold a 64-bit number.
+/// Encodes a 64-bit number for an object file.
 fn wide(value: usize) -> [u8; 8] {
     u64::try_from(value).unwrap_or_default().to_le_bytes()
 }

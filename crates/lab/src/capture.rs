@@ -1,4 +1,4 @@
-//! Packets on the underlay, or on a node's eth0, taken by tcpdump.
+//! Captures packets on the underlay, or on a node's eth0, with tcpdump.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use nix::sys::signal::Signal;
 use crate::command::{self, Running, argv};
 use crate::{Lab, Node, Result};
 
-/// A running capture of every frame that crosses the underlay's bridge, or one node's eth0.
+/// A running capture of every frame on the underlay's bridge, or on one node's eth0.
 #[derive(Debug)]
 pub struct Capture {
     tcpdump: Running,
@@ -16,8 +16,8 @@ pub struct Capture {
 }
 
 impl Lab {
-    /// Starts a capture on the underlay; `name` names its files, `filter` is in tcpdump's language. Returns when
-    /// packets are being taken.
+    /// Starts a capture on the underlay. `name` names its files, `filter` is a filter of tcpdump. Returns when the
+    /// capture has begun.
     ///
     /// # Errors
     /// When tcpdump is missing or refuses the filter.
@@ -28,7 +28,7 @@ impl Lab {
     async fn capture_at(&self, netns: &Path, link: &str, name: &str, filter: &str) -> Result<Capture> {
         let file = self.directory().join("log").join(format!("{name}.pcap"));
         let path = file.display().to_string();
-        // -Z root: else it gives up its rights and cannot write into the run directory.
+        // Without `-Z root` tcpdump drops its privileges and cannot write into the run directory.
         let words = argv([
             "nsenter",
             &format!("--net={}", netns.display()),
@@ -51,7 +51,7 @@ impl Lab {
 }
 
 impl Node<'_> {
-    /// As [`Lab::capture`], of what crosses this node's eth0.
+    /// Captures what crosses this node's eth0, as [`Lab::capture`] does on the underlay.
     ///
     /// # Errors
     /// As [`Lab::capture`].
@@ -61,7 +61,7 @@ impl Node<'_> {
 }
 
 impl Capture {
-    /// Ends the capture; the file stays until the lab goes.
+    /// Ends the capture. Its file exists as long as the lab.
     ///
     /// # Errors
     /// When tcpdump does not end.
@@ -72,7 +72,7 @@ impl Capture {
     }
 }
 
-/// What a capture took.
+/// A finished capture.
 #[derive(Debug, Clone)]
 pub struct Captured {
     file: PathBuf,
@@ -84,7 +84,7 @@ impl Captured {
         &self.file
     }
 
-    /// The packets that pass a filter, one line each as `tcpdump -nn -r` prints them (without names, with time).
+    /// The packets that match a filter, one line each as `tcpdump -nn -r` prints them (numeric, with time).
     ///
     /// # Errors
     /// When tcpdump refuses the filter.

@@ -32,22 +32,22 @@ pub const MESH: &str = "demo";
 /// How long a mesh may take to come up on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-/// What carries the tunnels of the agents that are installed.
+/// The WireGuard implementation of the installed agents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tunnel {
-    /// What the machine has, as deploy/ says.
+    /// Whatever the machine has; `deploy/` is unchanged.
     Shipped,
-    /// Userspace, whatever the machine has, so that a test that looks at the device sees the same everywhere.
+    /// Always userspace, so that a test that inspects the device gets the same result on every machine.
     Userspace,
 }
 
-/// The product, installed on clusters of one lab. The first is the hub.
+/// The product, installed on clusters of one lab. The first cluster is the hub.
 #[derive(Debug)]
 pub struct Product<'a> {
     lab: &'a Lab,
     tunnel: Tunnel,
     clusters: Vec<String>,
-    /// Those whose nodes run the agent.
+    /// The clusters whose nodes run the agent.
     agents: Vec<String>,
     /// Whether sandboxes enter the hub through gateways.
     gateways: bool,
@@ -65,8 +65,8 @@ pub(crate) fn manifest(path: &str) -> Result<String> {
 }
 
 impl<'a> Product<'a> {
-    /// Builds the images and installs agents in all clusters, the controller in the first, and the account of each other one
-    /// as a Secret there. Nothing is meshed yet.
+    /// Builds the images and installs agents in all clusters, the controller in the first, and there a Secret with the
+    /// kubeconfig of each other one. It creates no mesh.
     ///
     /// # Errors
     /// When a binary is missing, or a cluster refuses a manifest.
@@ -74,8 +74,8 @@ impl<'a> Product<'a> {
         Self::install_with_agents_in(lab, clusters, clusters, tunnel, progress).await
     }
 
-    /// As [`Product::install`], with agents in some of the clusters only. Nothing of the agent is in the others, its CRDs
-    /// included; they have its image, which gateways run.
+    /// As [`Product::install`], but with agents in some of the clusters only. The others have no object of the agent,
+    /// not even its CRDs; they have its image, which gateways run.
     ///
     /// # Errors
     /// As [`Product::install`].
@@ -104,7 +104,7 @@ impl<'a> Product<'a> {
         Ok(product)
     }
 
-    /// Installs the agent alone in all of these clusters.
+    /// Installs only the agent, in all of these clusters.
     ///
     /// # Errors
     /// When an image cannot be built, or a cluster refuses a manifest.
@@ -119,7 +119,7 @@ impl<'a> Product<'a> {
             .map(drop)
     }
 
-    /// Builds the images, loads that of the agent in all clusters and installs the agent in some of them.
+    /// Builds the images, loads the agent's image in all clusters and installs the agent in some of them.
     async fn with_agents(
         lab: &'a Lab,
         clusters: &[&str],
@@ -159,7 +159,7 @@ impl<'a> Product<'a> {
             .map(drop)
     }
 
-    /// `deploy/agent.yaml`, with the tunnel that was asked for.
+    /// `deploy/agent.yaml` with the chosen WireGuard implementation.
     fn agent_manifest(&self) -> Result<String> {
         let shipped = manifest("deploy/agent.yaml")?;
         match self.tunnel {
@@ -174,7 +174,7 @@ impl<'a> Product<'a> {
         }
     }
 
-    /// Makes the kubeconfig of a member's account with the script that is shipped, and gives it to the hub.
+    /// Makes the kubeconfig of a member's account with the shipped script, and stores it in the hub.
     async fn connect(&self, hub: &Cluster<'_>, member: &Cluster<'_>) -> Result<()> {
         member.apply(&manifest("deploy/member-account.yaml")?).await?;
         let script = repository().join("deploy/member-kubeconfig.sh").display().to_string();
@@ -209,7 +209,7 @@ impl<'a> Product<'a> {
     /// The controller's pod.
     ///
     /// # Errors
-    /// When none runs, or two do.
+    /// When none runs, or more than one.
     pub async fn controller_pod(&self) -> Result<Web> {
         let pods = self
             .hub()
@@ -220,10 +220,11 @@ impl<'a> Product<'a> {
             .map_err(|pods| Error::Plan(format!("the controller runs as {pods:?}")))
     }
 
-    /// The controller's NetworkPolicy of `deploy/`, with this lab's API servers as the values marked SET.
+    /// The controller's NetworkPolicy from `deploy/`, with the addresses of this lab's API servers as the values marked
+    /// SET.
     ///
     /// # Errors
-    /// When the file is not there, or has no such values any more.
+    /// When the file does not exist, or does not contain such a value.
     pub fn controller_policy(&self) -> Result<String> {
         let path = "deploy/controller-networkpolicy.yaml";
         let (hub, members) = self.clusters.split_at(1);
@@ -239,14 +240,14 @@ impl<'a> Product<'a> {
         )
     }
 
-    /// A ClusterMesh of all clusters; endpoints of workers in pods may lie among these. `egress` = YAML of the `egress` of
-    /// each member, by its name.
+    /// A ClusterMesh of all clusters. If a cluster's nodes are pods, its `endpointNetworks` is the pod range of the
+    /// carrying cluster. `egress` = YAML of each member's `egress`, by the member's name.
     #[must_use]
     pub fn mesh(&self, egress: &[(&str, &str)]) -> String {
         self.mesh_with(&[], egress)
     }
 
-    /// The same with some members as sandboxes, of which nothing is in the mesh but their nodes' WireGuard addresses.
+    /// As [`Product::mesh`], with some members as sandboxes, whose `allowedNetworks` is only their WireGuard range.
     #[must_use]
     pub fn mesh_with(&self, sandboxes: &[&str], egress: &[(&str, &str)]) -> String {
         let mut text = format!(
@@ -281,7 +282,7 @@ impl<'a> Product<'a> {
         text
     }
 
-    /// Applies the mesh and waits until it says Ready and every agent has its Peers.
+    /// Applies the mesh and waits until it is Ready and every agent has its Peers.
     ///
     /// # Errors
     /// After three minutes, with the mesh's conditions.
@@ -296,10 +297,10 @@ impl<'a> Product<'a> {
         self.ready().await
     }
 
-    /// Waits until the mesh is Ready, with every Node of every cluster registered.
+    /// Waits until the mesh is Ready and every Node of every cluster is registered.
     ///
     /// # Errors
-    /// After three minutes, with what it last said.
+    /// After three minutes, with its last status.
     pub async fn ready(&self) -> Result<()> {
         let kind = GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "ClusterMesh");
         let resource = ApiResource::from_gvk_with_plural(&kind, "clustermeshes");
@@ -330,7 +331,8 @@ impl<'a> Product<'a> {
                 .zip(&nodes)
                 .map(
                     |(row, nodes)| match (number(&row["registeredPeers"]), number(&row["gateways"])) {
-                        // With sandboxes alone a cluster has gateways, and no Node of it has a Peer.
+                        // A cluster that is meshed only with sandboxes has gateways instead, and none of its Nodes has
+                        // a Peer.
                         (0, 1..) => *nodes,
                         (registered, _) => registered,
                     },
@@ -366,8 +368,8 @@ impl<'a> Product<'a> {
     }
 }
 
-/// Pods, WireGuard addresses and Services of a cluster; of the hub also its nodes' own addresses, so that what runs on
-/// their host network can be reached.
+/// Pod range, WireGuard range and Service range of a cluster. The hub also has its nodes' own addresses, so that
+/// servers in their host network are reachable.
 fn networks(plan: &ClusterPlan, hub: bool) -> Vec<String> {
     let mut networks = vec![
         plan.pod_cidr.to_string(),
@@ -379,7 +381,7 @@ fn networks(plan: &ClusterPlan, hub: bool) -> Vec<String> {
     }
     if let Some(v6) = &plan.v6 {
         networks.extend([v6.pod_cidr.to_string(), v6.service_cidr.to_string()]);
-        // WireGuard addresses are of one family: in the other, hosts speak with their own.
+        // A WireGuard range has one family. In the other family hosts use their own address.
         let nodes = (1..=plan.nodes).filter_map(|n| plan.node(n).address_v6);
         networks.extend(nodes.map(|address| format!("{address}/128")));
     }

@@ -1,4 +1,4 @@
-//! Everything that a cluster answers at, and which of it a pod or a node of another one finds.
+//! Lists every address and port of a cluster, and scans which of them a pod or node of another cluster reaches.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,15 +13,17 @@ use tempfile::NamedTempFile;
 
 use crate::{Asker, Cluster, Error, Lab, Result, Running, run, wait_until};
 
-/// Ports of the control plane, the kubelet, kube-proxy, the agent and SSH, whether anything listens there or not.
+/// Ports of the control plane, the kubelet, kube-proxy, the agent and SSH. A scan tries them also where nothing
+/// listens.
 pub const INFRASTRUCTURE: [u16; 11] = [22, 2379, 2380, 6443, 9587, 10249, 10250, 10255, 10256, 10257, 10259];
 
-/// How many programs of this module were left running so far.
+/// Number of background probes started so far; makes the names of their logs unique.
 static SPAWNED: AtomicUsize = AtomicUsize::new(0);
 
 impl Cluster<'_> {
-    /// Every address of it with every port that is open anywhere in it, and what each address is: nodes (their own
-    /// addresses, their pods' gateway, their WireGuard address), pods, Services, load balancers, the API server.
+    /// All addresses of the cluster, each with every port that is open anywhere in the cluster, and what each address
+    /// belongs to: nodes (their own addresses, the gateway of their pods, their WireGuard address), pods, Services,
+    /// load balancers, the API server.
     ///
     /// # Errors
     /// When the API server does not answer.
@@ -135,7 +137,7 @@ impl Found {
 }
 
 impl Lab {
-    /// Those of the sockets that take a TCP connection from there.
+    /// The sockets that accept a TCP connection from `from`.
     ///
     /// # Errors
     /// When the scanner cannot be run.
@@ -147,7 +149,7 @@ impl Lab {
         self.scan_with("scan", from, sockets).await
     }
 
-    /// Those of the sockets that answer a datagram from there.
+    /// The sockets that answer a UDP datagram from `from`.
     ///
     /// # Errors
     /// When the scanner cannot be run.
@@ -159,18 +161,18 @@ impl Lab {
         self.scan_with("scan-udp", from, sockets).await
     }
 
-    /// Scans these until none takes a TCP connection any more.
+    /// Scans these sockets until none accepts a TCP connection.
     ///
     /// # Errors
-    /// When one still does after a minute and a half, naming it.
+    /// When one still does after 90 s; the error names it.
     pub async fn until_closed(&self, from: &Asker, sockets: &BTreeSet<SocketAddr>) -> Result<()> {
         self.until(from, sockets, &BTreeSet::new()).await
     }
 
-    /// Scans these until each of them takes a TCP connection.
+    /// Scans these sockets until each accepts a TCP connection.
     ///
     /// # Errors
-    /// When one does not after a minute and a half, naming those that do.
+    /// When one does not after 90 s; the error names those that do.
     pub async fn until_open(&self, from: &Asker, sockets: &BTreeSet<SocketAddr>) -> Result<()> {
         self.until(from, sockets, sockets).await
     }
@@ -208,7 +210,7 @@ impl Lab {
         parsed.map_err(|error| Error::Plan(format!("the scan from {from} printed {}: {error}", output.stdout)))
     }
 
-    /// Scans these from there, TCP, again and again, until what is returned is dropped.
+    /// Scans these sockets over TCP again and again, until the result is dropped.
     ///
     /// # Errors
     /// When the scanner cannot be started.
@@ -219,7 +221,7 @@ impl Lab {
         Ok(Watch { running, _list: list })
     }
 
-    /// Asks a UDP echo from there every 10 ms, until what is returned is dropped.
+    /// Sends a datagram to a UDP echo server every 10 ms, until the result is dropped.
     ///
     /// # Errors
     /// When the program cannot be started.
@@ -227,8 +229,8 @@ impl Lab {
         self.watch("udp-watch", from, socket)
     }
 
-    /// Asks a TCP echo from there over one connection, which is waited for as long as the kernel does, until what is returned is
-    /// dropped.
+    /// Sends lines to a TCP echo server over one connection, until the result is dropped. It waits for an echo as long
+    /// as the kernel keeps the connection.
     ///
     /// # Errors
     /// When the program cannot be started.
@@ -236,7 +238,7 @@ impl Lab {
         self.watch("stream-watch", from, socket)
     }
 
-    /// Opens a new TCP connection from there every 20 ms, until what is returned is dropped.
+    /// Opens a new TCP connection every 20 ms, until the result is dropped.
     ///
     /// # Errors
     /// When the program cannot be started.
@@ -253,7 +255,7 @@ impl Lab {
     }
 
     fn spawn_at(&self, from: &Asker, log: &str, words: [&str; 3]) -> Result<Running> {
-        // Two of a kind at once have a log each.
+        // Two probes of one kind may run at once; each needs its own log.
         let log = format!("{log}-{}", SPAWNED.fetch_add(1, Ordering::Relaxed));
         match from {
             Asker::Pod(web) => self.node(&web.node).pod_spawn(&format!("{log}-pod"), web.ip, words),
@@ -261,7 +263,7 @@ impl Lab {
         }
     }
 
-    /// The scanner, and a list for it, where every node finds them.
+    /// The probe program, and a file with these sockets, at paths that exist on every node.
     fn scanner(&self, sockets: impl IntoIterator<Item = SocketAddr>) -> Result<(String, NamedTempFile)> {
         let list = NamedTempFile::new_in(self.directory()).map_err(Error::io("make a list to scan"))?;
         let text: String = sockets.into_iter().map(|socket| format!("{socket}\n")).collect();
@@ -269,10 +271,10 @@ impl Lab {
         Ok((self.prober()?, list))
     }
 
-    /// The lab's own servers and clients as one program, where every node finds it.
+    /// Path of `lab-probe`, copied to where every node sees it.
     ///
     /// # Errors
-    /// When it cannot be put there.
+    /// When it cannot be copied.
     pub fn prober(&self) -> Result<String> {
         let program = self.directory().join("scanner");
         if !program.exists() {
@@ -282,7 +284,7 @@ impl Lab {
     }
 }
 
-/// A scan that goes on.
+/// A scan that repeats until it is dropped.
 #[derive(Debug)]
 pub struct Watch {
     running: Running,
@@ -290,7 +292,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Whatever took a connection since it began.
+    /// Every socket that accepted a connection since the scan began.
     #[must_use]
     pub fn opened(&self) -> BTreeSet<SocketAddr> {
         let log = self.running.log();
@@ -298,10 +300,10 @@ impl Watch {
         opened.filter_map(|socket| socket.parse().ok()).collect()
     }
 
-    /// Waits until every socket was asked once more from now on.
+    /// Waits until the scan has tried every socket once more.
     ///
     /// # Errors
-    /// When that takes more than a minute and a half.
+    /// When that takes more than 90 s.
     pub async fn another_round(&self) -> Result<()> {
         let rounds = || {
             self.running
@@ -311,7 +313,7 @@ impl Watch {
                 .count()
         };
         let before = rounds();
-        // The one that is under way has asked some of them before.
+        // Wait for two rounds: the current one has already tried some of the sockets.
         wait_until(
             "another round of the scan",
             Duration::from_secs(90),
@@ -324,21 +326,21 @@ impl Watch {
     }
 }
 
-/// An echo that is asked without a pause.
+/// An echo server that is probed continuously.
 #[derive(Debug)]
 pub struct Echo(Running);
 
 impl Echo {
-    /// When it answered, in milliseconds since 1970.
+    /// Times of its echoes, in milliseconds since 1970.
     #[must_use]
     pub fn answers(&self) -> Vec<u128> {
         self.0.log().lines().filter_map(|line| line.parse().ok()).collect()
     }
 
-    /// Waits for the first answer after that time, and returns when it came.
+    /// Waits for the first echo after `time`, and returns when it came.
     ///
     /// # Errors
-    /// When there is none within a minute and a half.
+    /// When there is none within 90 s.
     pub async fn answered_after(&self, time: u128) -> Result<u128> {
         wait_until("an answer", Duration::from_secs(90), async || {
             let later = self.answers().into_iter().find(|at| *at > time);
@@ -347,11 +349,11 @@ impl Echo {
         .await
     }
 
-    /// Waits until nothing has come for so long, and returns when the last answer came, if there was any, in milliseconds since
-    /// 1970.
+    /// Waits until no echo has come for `silence`. Returns when the last one came, in milliseconds since 1970, if any
+    /// did.
     ///
     /// # Errors
-    /// When it goes on answering for a minute and a half.
+    /// When echoes still come after 90 s.
     pub async fn silent_for(&self, silence: Duration) -> Result<Option<u128>> {
         let (mut last, mut since) = (None, Instant::now());
         wait_until("silence", Duration::from_secs(90), async || {
@@ -369,12 +371,13 @@ impl Echo {
     }
 }
 
-/// TCP connections that are opened one after the other.
+/// TCP connections that are opened one after another.
 #[derive(Debug)]
 pub struct Connections(Running);
 
 impl Connections {
-    /// When each began and when it was open, in milliseconds since 1970, as far as that is known; `None` = not within three seconds.
+    /// When each attempt began and when its connection was established, in milliseconds since 1970, as far as known.
+    /// `None` = not within three seconds.
     #[must_use]
     pub fn attempts(&self) -> Vec<(u128, Option<u128>)> {
         let log = self.0.log();

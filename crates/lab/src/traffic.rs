@@ -1,4 +1,4 @@
-//! Questions from one pod or node to another, and what was seen of them on the other side.
+//! Sends requests from one pod or node to another, and reports which server answered and which source address it saw.
 
 use std::{fmt, net::IpAddr, time::Duration};
 
@@ -15,8 +15,9 @@ use crate::{Cluster, Error, Lab, Result, wait_until};
 /// Two web servers, one on each node, behind the Service `web`: applied by [`Cluster::run_web`].
 pub const WEB: &str = include_str!("traffic/web.yaml");
 
-/// Services of every type, before pods with three ports (`store`: 8080 and 8081 of TCP, an echo at 9000 of UDP) and a server in the
-/// host network of one node (`hosted`: 18080 of TCP, an echo at 19000 of UDP): applied by [`Cluster::run_store`].
+/// Services of every type, in front of pods with three ports (`store`: TCP 8080 and 8081, a UDP echo at 9000) and of a
+/// server in the host network of one node (`hosted`: TCP 18080, a UDP echo at 19000). Applied by
+/// [`Cluster::run_store`].
 pub const STORE: &str = include_str!("traffic/store.yaml");
 
 /// A running pod of the web Deployment.
@@ -28,16 +29,16 @@ pub struct Web {
     pub name: String,
     /// Its address.
     pub ip: IpAddr,
-    /// Its address of the other family, in a dual-stack cluster.
+    /// Its address of the second family, in a dual-stack cluster.
     pub second: Option<IpAddr>,
 }
 
-/// Who asks.
+/// The client of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Asker {
-    /// A pod, in its own network.
+    /// A pod, in its own network namespace.
     Pod(Web),
-    /// A node, in its host network.
+    /// A node, in its host network namespace.
     Host(String),
 }
 
@@ -50,7 +51,7 @@ impl fmt::Display for Asker {
     }
 }
 
-/// What a web server answered: who it is and whom it saw.
+/// The answer of a web server: its identity and the client's address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
     /// The pod that answered.
@@ -79,19 +80,19 @@ impl Cluster<'_> {
     /// Runs the web servers and waits for them.
     ///
     /// # Errors
-    /// When they do not come up.
+    /// When they do not become ready.
     pub async fn run_web(&self) -> Result<Vec<Web>> {
         self.apply(WEB).await?;
         self.rollout("default", "deployment/web").await?;
         self.webs().await
     }
 
-    /// Runs the Services of every type and waits for their servers. Number 240 of the underlay's range, and in a dual-stack
-    /// cluster of the second family's too, is what a load balancer serves at `store-balanced`: there is none, but kube-proxy takes
-    /// its addresses for the Service's on every node.
+    /// Runs the Services of every type and waits for their servers. `store-balanced` has a load balancer's address:
+    /// number 240 of the underlay's range, in a dual-stack cluster one of each family. No load balancer exists, but
+    /// kube-proxy on every node accepts these addresses for the Service.
     ///
     /// # Errors
-    /// When they do not come up.
+    /// When they do not become ready.
     pub async fn run_store(&self) -> Result<()> {
         self.apply(STORE).await?;
         for name in ["store", "hosted"] {
@@ -110,7 +111,7 @@ impl Cluster<'_> {
         self.kubectl(words).await.map(drop)
     }
 
-    /// The web servers that run now, by node.
+    /// The running web servers, sorted by node.
     ///
     /// # Errors
     /// When the API server does not answer.
@@ -118,7 +119,7 @@ impl Cluster<'_> {
         self.labelled("web").await
     }
 
-    /// Running pods of namespace `default` with this label `app`, by node.
+    /// Running pods of namespace `default` with this value of the label `app`, sorted by node.
     ///
     /// # Errors
     /// When the API server does not answer.
@@ -126,7 +127,7 @@ impl Cluster<'_> {
         self.pods("default", &format!("app={app}")).await
     }
 
-    /// Running pods that a label selector matches, by node.
+    /// Running pods that match a label selector, sorted by node.
     ///
     /// # Errors
     /// When the API server does not answer.
@@ -141,18 +142,18 @@ impl Cluster<'_> {
         Ok(webs)
     }
 
-    /// The ClusterIP of a Service, once it has one.
+    /// Waits for the ClusterIP of a Service.
     ///
     /// # Errors
-    /// When it does not come within half a minute.
+    /// When there is none within half a minute.
     pub async fn cluster_ip(&self, namespace: &str, name: &str) -> Result<IpAddr> {
         self.cluster_ip_of(namespace, name, 0).await
     }
 
-    /// The ClusterIP of a dual-stack Service in its second family, once it has one.
+    /// Waits for the ClusterIP of a dual-stack Service in its second family.
     ///
     /// # Errors
-    /// When it does not come within half a minute.
+    /// When there is none within half a minute.
     pub async fn second_cluster_ip(&self, namespace: &str, name: &str) -> Result<IpAddr> {
         self.cluster_ip_of(namespace, name, 1).await
     }
@@ -192,7 +193,7 @@ fn web(pod: Pod) -> Option<Web> {
 }
 
 impl Lab {
-    /// Runs a host program where the asker is, whatever its exit status.
+    /// Runs a host program in the client's network namespace, whatever its exit status.
     ///
     /// # Errors
     /// When it cannot be started.
@@ -203,7 +204,7 @@ impl Lab {
         }
     }
 
-    /// One HTTP request, answered within three seconds or not at all. `Err` = what curl says.
+    /// Sends one HTTP request with a timeout of three seconds. `Err` = the error of curl.
     ///
     /// # Errors
     /// When curl cannot be started.
@@ -226,10 +227,10 @@ impl Lab {
         Ok(output.status.success())
     }
 
-    /// Asks until there is an answer.
+    /// Repeats a request until it is answered.
     ///
     /// # Errors
-    /// After a minute, with what curl says.
+    /// After a minute, with the error of curl.
     pub async fn ask_until_answered(&self, from: &Asker, url: &str) -> Result<Answer> {
         wait_until(
             format!("an answer of {url} to {from}"),

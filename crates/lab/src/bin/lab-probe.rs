@@ -1,5 +1,5 @@
-//! The program in the lab's test image: small servers and clients whose answers tell who spoke to whom. It shares no
-//! code with the product and needs nothing but the standard library.
+//! The program in the lab's test image: small servers and clients that report which client reached which server. It
+//! uses only the standard library and no code of the product.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -62,7 +62,7 @@ fn main() {
     }
 }
 
-/// `:8080` listens on every address, of both families.
+/// `:8080` means every address of both families.
 fn any(address: &str) -> String {
     if address.starts_with(':') {
         format!("[::]{address}")
@@ -71,7 +71,7 @@ fn any(address: &str) -> String {
     }
 }
 
-/// An IPv4 client of an IPv6 socket is shown as IPv4.
+/// The IPv4 address of an IPv4 client at an IPv6 socket.
 fn plain(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }
@@ -152,9 +152,9 @@ fn get(url: &str) -> Result<String, Box<dyn std::error::Error>> {
     }
 }
 
-/// Many at a time: most of them never answer.
+/// Many at a time, because most attempts wait for the timeout.
 const SCANNERS: usize = 512;
-/// How long each may take.
+/// The timeout of each attempt.
 const SCAN: Duration = Duration::from_secs(1);
 
 fn scan(file: &str, open: impl Fn(&SocketAddr) -> bool + Sync) -> Outcome {
@@ -229,7 +229,7 @@ fn udp_echo(address: &str) -> Outcome {
     loop {
         let (length, from) = socket.recv_from(&mut buffer)?;
         let reply = [format!("{} ", plain(from)).as_bytes(), &buffer[..length]].concat();
-        // A peer that went away must not end the server.
+        // An error of one client must not end the server.
         let _ = socket.send_to(&reply, from);
     }
 }
@@ -259,7 +259,7 @@ fn udp_send(address: &str, text: &str, count: u32) -> Outcome {
     let mut buffer = [0; 65536];
     let mut lost = 0;
     for _ in 0..count {
-        // A refused datagram shows at the next call: it counts as lost.
+        // An ICMP error for an earlier datagram is reported by the next call, and counts as a loss.
         match socket.send(text.as_bytes()).and_then(|_| socket.recv(&mut buffer)) {
             Ok(length) => println!("{}", String::from_utf8_lossy(&buffer[..length])),
             Err(_) => lost += 1,
@@ -279,7 +279,7 @@ fn udp_watch(address: &str) -> Outcome {
     let sender = socket.try_clone()?;
     std::thread::spawn(move || {
         loop {
-            // What is refused now may be let through by and by.
+            // A datagram that is refused now may pass later.
             let _ = sender.send(b"watch");
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -291,7 +291,7 @@ fn udp_watch(address: &str) -> Outcome {
     }
 }
 
-/// A round trip that takes longer than `PATIENCE` is not printed.
+/// Measures round trips. One that takes longer than `PATIENCE` is not printed.
 fn udp_trips(address: &str, seconds: f64) -> Outcome {
     let target: SocketAddr = address.parse()?;
     let socket = UdpSocket::bind(any(if target.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
@@ -307,7 +307,7 @@ fn udp_trips(address: &str, seconds: f64) -> Outcome {
         let text = number.to_string();
         let mut buffer = [0; 512];
         socket.send(text.as_bytes())?;
-        // The echo has the sender's address before the text. A late echo of an earlier datagram is passed over.
+        // The echo contains the sender's address before the text. Late echoes of earlier datagrams are skipped.
         while let Ok(length) = socket.recv(&mut buffer) {
             if buffer[..length].ends_with(format!(" {text}").as_bytes()) {
                 trips.push(asked.elapsed().as_micros());
@@ -315,14 +315,14 @@ fn udp_trips(address: &str, seconds: f64) -> Outcome {
             }
         }
     }
-    // Printing meanwhile would be measured, too.
+    // Printed at the end, because printing would change the measurement.
     for trip in trips {
         println!("{trip}");
     }
     Ok(())
 }
 
-/// One that is not open after `PATIENCE` is printed with `lost` in place of the second time.
+/// Prints `lost` for a connection that is not established after `PATIENCE`.
 fn connect_watch(address: &str) -> Outcome {
     let target: SocketAddr = address.parse()?;
     loop {
@@ -338,7 +338,7 @@ fn connect_watch(address: &str) -> Outcome {
     }
 }
 
-/// Waits for as long as the connection does.
+/// Waits for an echo as long as the connection exists.
 fn stream_watch(address: &str) -> Outcome {
     let mut stream = dial(address)?;
     stream.set_nodelay(true)?;

@@ -1,12 +1,12 @@
-//! Gateways of sandboxes, installed as docs/operations/sandboxes.md says.
+//! Installs gateways for sandboxes as docs/operations/sandboxes.md describes.
 
 use super::{Product, manifest};
 use crate::{ClusterPlan, Result, command::argv};
 
-/// Namespace and name of what `deploy/gateway.yaml` installs.
+/// Namespace and name of the objects in `deploy/gateway.yaml`.
 pub const GATEWAYS: &str = "clustermesh-gateway";
 
-/// Where the gateways of a cluster have their WireGuard addresses: of the families of its pods.
+/// The ranges for the WireGuard addresses of a cluster's gateways, in the families of its pods.
 #[must_use]
 pub fn gateway_ranges(plan: &ClusterPlan) -> Vec<String> {
     let mut ranges = vec!["100.127.255.0/28".to_owned()];
@@ -17,8 +17,8 @@ pub fn gateway_ranges(plan: &ClusterPlan) -> Vec<String> {
 }
 
 impl Product<'_> {
-    /// Installs gateways in the hub, which serve Services of these namespaces, and waits until they run. Meshes made from now on
-    /// let sandboxes in through them.
+    /// Installs gateways in the hub for Services of these namespaces, and waits until they run. Sandboxes of meshes
+    /// that are made later enter through them.
     ///
     /// # Errors
     /// When the hub refuses a manifest, or a gateway does not become ready.
@@ -38,7 +38,7 @@ impl Product<'_> {
         hub.rollout(GATEWAYS, &format!("statefulset/{GATEWAYS}")).await
     }
 
-    /// The commands of docs/operations/sandboxes.md that [`Product::install_gateways`] carries out.
+    /// The commands of docs/operations/sandboxes.md that [`Product::install_gateways`] runs.
     #[must_use]
     pub fn gateway_commands(&self, namespaces: &[&str]) -> Vec<String> {
         let hub = self.hub();
@@ -52,7 +52,8 @@ impl Product<'_> {
     }
 }
 
-/// What kubectl is called with: the ConfigMap of the gateways, and their right to read in each of these namespaces.
+/// Arguments for kubectl: they create the ConfigMap of the gateways, and their right to read in each of these
+/// namespaces.
 fn configuration(plan: &ClusterPlan, namespaces: &[&str]) -> Vec<Vec<String>> {
     let mut endpoints = vec![plan.pod_cidr.to_string()];
     endpoints.extend(plan.v6.iter().map(|v6| v6.pod_cidr.to_string()));

@@ -1,4 +1,4 @@
-//! What a sandbox reaches through the hub's gateways, read from the objects of both clusters.
+//! Reads from the objects of hub and sandbox which sockets the sandbox may reach through the hub's gateways.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,40 +10,40 @@ use serde_json::Value;
 use super::{GATEWAYS, MESH, Product};
 use crate::{Cluster, Error, Result};
 
-/// A gateway, as its SandboxGateway shows it.
+/// A gateway, as in its SandboxGateway.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Gateway {
-    /// Name of the SandboxGateway and its pod.
+    /// Name of the SandboxGateway and of the gateway's pod.
     pub name: String,
     /// Name of its Peer in the sandbox.
     pub peer: String,
-    /// Where the sandbox dials it: the endpoint of that Peer.
+    /// The endpoint of that Peer, which the sandbox dials.
     pub endpoint: SocketAddr,
-    /// Address of its pod.
+    /// Its pod's address.
     pub pod: IpAddr,
     /// Its address in the tunnel.
     pub wireguard: IpAddr,
 }
 
-/// What a sandbox is granted: the same ports of each gateway.
+/// A sandbox's grants: the same gateway ports at each gateway.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Granted {
-    /// By name.
+    /// The gateways, sorted by name.
     pub gateways: Vec<Gateway>,
-    /// Ports of TCP.
+    /// Granted TCP ports.
     pub tcp: BTreeSet<u16>,
-    /// Ports of UDP.
+    /// Granted UDP ports.
     pub udp: BTreeSet<u16>,
 }
 
 impl Granted {
-    /// Its sockets of TCP.
+    /// Granted TCP sockets at all gateways.
     #[must_use]
     pub fn tcp(&self) -> BTreeSet<SocketAddr> {
         self.at(&self.tcp)
     }
 
-    /// Its sockets of UDP.
+    /// Granted UDP sockets at all gateways.
     #[must_use]
     pub fn udp(&self) -> BTreeSet<SocketAddr> {
         self.at(&self.udp)
@@ -57,7 +57,7 @@ impl Granted {
         self.gateways.iter().flat_map(of).collect()
     }
 
-    /// What of it one gateway serves.
+    /// The same grants at one gateway only.
     #[must_use]
     pub fn through(&self, gateway: &Gateway) -> Self {
         Self {
@@ -66,7 +66,7 @@ impl Granted {
         }
     }
 
-    /// Adds every gateway's address in the tunnel, at each port of these sockets and each granted one.
+    /// Adds every gateway's tunnel address, with each port in `all` and each granted port.
     pub fn add_to(&self, all: &mut BTreeMap<SocketAddr, String>) {
         let mut ports: BTreeSet<u16> = all.keys().map(SocketAddr::port).collect();
         ports.extend(self.tcp.union(&self.udp));
@@ -78,10 +78,11 @@ impl Granted {
 }
 
 impl Product<'_> {
-    /// What a sandbox of the mesh is granted now: the ports of its SandboxAccess in the hub, at the gateways it has Peers for.
+    /// The current grants of a sandbox: the ports of its SandboxAccess in the hub, at the gateways for which it has
+    /// Peers.
     ///
     /// # Errors
-    /// When an object is not there, or is incomplete.
+    /// When an object does not exist or is incomplete.
     pub async fn granted(&self, sandbox: &str) -> Result<Granted> {
         let hub = self.hub();
         let access = format!("{MESH}--{sandbox}");

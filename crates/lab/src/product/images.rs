@@ -1,5 +1,5 @@
-//! Builds the product's images as docker archives with `cargo xtask images` and buildah. The base is made of Debian packages,
-//! because the lab reaches no registry. They are built again only when one of their inputs has changed.
+//! Builds the product's images as docker archives with `cargo xtask images` and buildah. Their base consists of Debian
+//! packages, because the lab reaches no registry. They are rebuilt only when an input has changed.
 
 use std::{
     fs,
@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 use crate::{Error, Result, lab_home, run};
 
 const PROGRAMS: [&str; 2] = ["wg-agent", "clustermesh-controller"];
-/// Packages of the base: programs that the Containerfiles call, libraries of our programs (libc6 is a dependency of all), nft.
+/// Packages of the base: programs that the Containerfiles run, libraries of our programs (all depend on libc6), nft.
 const PACKAGES: &str = "dash,coreutils,grep,libgcc-s1,nftables";
 /// Environment variable with another base, for machines that run neither Debian nor Ubuntu.
 const BASE: &str = "CLUSTERMESH_IMAGE_BASE";
@@ -30,7 +30,7 @@ pub struct ProductImages {
 }
 
 impl ProductImages {
-    /// The images of the programs in the directory of the lab's own, built when one of their inputs has changed.
+    /// Builds the images from the programs in the lab's own directory, if an input has changed.
     ///
     /// # Errors
     /// When a program is missing, or `cargo xtask images` fails.
@@ -62,7 +62,7 @@ impl ProductImages {
         Ok(images)
     }
 
-    /// Runs `cargo xtask images` with the programs of this directory, and has it write both archives into `output`.
+    /// Runs `cargo xtask images` with the programs of this directory; it writes both archives into `output`.
     ///
     /// # Errors
     /// When the command fails; its output is quoted.
@@ -78,7 +78,7 @@ fn base(progress: &dyn Fn(&str)) -> Result<String> {
     }
 }
 
-/// Changes whenever one of the things that the images are made from does.
+/// A key that changes with every input of the images.
 fn key(programs: &[PathBuf; 2], base: &str) -> Result<String> {
     let mut key = format!("{base}\n");
     for program in programs.iter().chain([&run::our_program("xtask")?]) {
@@ -105,8 +105,8 @@ fn build(programs: &Path, base: &str, output: &Path) -> Result<()> {
     run_through(scratch.environment(&mut images))
 }
 
-/// A docker archive with a system of the machine's own release, of packages alone. Its libc is then never older than that of
-/// the machine, which our programs are linked with.
+/// A docker archive with a minimal system of the machine's own release. Its libc is then never older than the
+/// machine's, with which our programs are linked.
 fn debian(progress: &dyn Fn(&str)) -> Result<PathBuf> {
     let release = release(&fs::read_to_string("/etc/os-release").unwrap_or_default())?;
     let home = lab_home()?;
@@ -123,7 +123,7 @@ fn debian(progress: &dyn Fn(&str)) -> Result<PathBuf> {
     scratch.store()?;
     let (system, unfinished) = (scratch.path("system.tar"), scratch.path("base.tar"));
     let mut bootstrap = Command::new("mmdebstrap");
-    // The packages are unpacked, not configured: only the product's programs run in it.
+    // The packages are unpacked, not configured, because only the product's programs run in the image.
     bootstrap.args(["--variant=extract", "--mode=root", "--quiet"]);
     bootstrap
         .arg(format!("--include={PACKAGES}"))
@@ -143,7 +143,7 @@ fn debian(progress: &dyn Fn(&str)) -> Result<PathBuf> {
     Ok(archive)
 }
 
-/// The name under which Debian's or Ubuntu's archive has the machine's release.
+/// The suite (such as `bookworm`) in which Debian's or Ubuntu's archive contains the machine's release.
 fn release(os_release: &str) -> Result<String> {
     let value = |key: &str| {
         let line = os_release.lines().find_map(|line| line.strip_prefix(key));
@@ -158,7 +158,7 @@ fn release(os_release: &str) -> Result<String> {
     })
 }
 
-/// A directory for one build. Its name is always the same, so that the next build removes the files of a killed one.
+/// A directory for one build. Its name is fixed, so that the next build removes the files of a killed one.
 struct Scratch(PathBuf);
 
 impl Drop for Scratch {
@@ -176,7 +176,7 @@ impl Scratch {
         Ok(Self(path))
     }
 
-    /// Makes buildah keep its images, settings and temporary files in it, so that the user's own are not changed.
+    /// Makes buildah store its images, settings and temporary files here, and leave the user's own unchanged.
     fn store(&self) -> Result<()> {
         let text = format!(
             "[storage]\ndriver = \"vfs\"\ngraphroot = \"{}\"\nrunroot = \"{}\"\n",
@@ -184,7 +184,7 @@ impl Scratch {
             self.path("run").display()
         );
         fs::write(self.path("storage.conf"), text).map_err(Error::io("write storage.conf"))?;
-        // buildah creates this directory and a lock in it even if it needs no network.
+        // buildah creates this directory and a lock in it even if it uses no network.
         let text = format!("[network]\nnetwork_config_dir = \"{}\"\n", self.path("net.d").display());
         fs::write(self.path("containers.conf"), text).map_err(Error::io("write containers.conf"))?;
         create(&self.path("tmp"))
@@ -194,7 +194,7 @@ impl Scratch {
         self.0.join(name)
     }
 
-    /// `chroot` needs no runtime, no user namespaces and no cgroups.
+    /// Isolation `chroot` needs no runtime, no user namespaces and no cgroups.
     fn environment<'a>(&self, command: &'a mut Command) -> &'a mut Command {
         command
             .env("CONTAINERS_CONF", self.path("containers.conf"))
@@ -214,7 +214,7 @@ fn lock(path: &Path) -> Result<Flock<fs::File>> {
         .map_err(|(_, errno)| Error::errno(format!("lock {}", path.display()))(errno))
 }
 
-/// Runs it to its end; a failure quotes the end of what it printed.
+/// Runs the command to its end; an error quotes the last lines of its output.
 fn run_through(command: &mut Command) -> Result<()> {
     let what = format!("{command:?}");
     let output = command.output().map_err(Error::io(format!("start {what}")))?;
