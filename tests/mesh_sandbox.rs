@@ -261,7 +261,7 @@ async fn nothing_there_opens_a_connection_to_the_sandbox(world: &World<'_>) {
 async fn routing_there_knows_the_gateways_alone(world: &World<'_>) {
     let gateways = world.gateways().await;
     let expected = gateways.iter().map(|gateway| gateway.address.to_string()).collect();
-    let carried = world.lab.carried(&world.sandbox_webs[0].node).await.unwrap();
+    let carried = world.lab.tunnel_routes(&world.sandbox_webs[0].node).await.unwrap();
     assert_eq!(carried, expected);
 }
 

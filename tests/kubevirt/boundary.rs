@@ -133,7 +133,7 @@ async fn it_dials_the_gateways_pods_and_the_hubs_nodes_hold_nothing_of_it(world:
     let kinds = "peers.kilo.squat.ai,peerpolicies.kilo.squat.ai";
     let objects = world.lab.cluster(HUB).kubectl(["get", kinds, "-o", "name"]).await;
     assert_eq!(objects.unwrap().stdout, "");
-    let carried = world.lab.carried(WORKER).await.unwrap();
+    let carried = world.lab.tunnel_routes(WORKER).await.unwrap();
     let gateways = granted.gateways.iter().map(|gateway| gateway.wireguard.to_string());
     assert_eq!(carried, gateways.collect());
 }

@@ -179,7 +179,7 @@ async fn the_access_is_widened_and_deleted_without_a_controller(scene: &Scene<'_
     }
     scene.round().await;
     // The next controller asks at once. What follows takes all grants away, and gives them again.
-    attacker.lets_read().await.unwrap();
+    attacker.grant_read_access().await.unwrap();
     hub.kubectl(scale("--replicas=1")).await.unwrap();
     hub.rollout(NAMESPACE, "deployment/clustermesh-controller")
         .await
@@ -249,7 +249,7 @@ impl<'a> Scene<'a> {
         })
         .await
         .unwrap();
-        attacker.follows(peer, &key).await.unwrap();
+        attacker.set_public_key(peer, &key).await.unwrap();
     }
 
     /// Everything is asked once more.

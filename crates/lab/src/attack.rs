@@ -15,7 +15,7 @@ use crate::{Cluster, Lab, Result, wait_until};
 /// The routing table with the mesh's routes.
 const TABLE: &str = "5182";
 /// Selects its routes into the tunnel.
-const CARRIED: [&str; 2] = ["dev", "kilo0"];
+const INTO_TUNNEL: [&str; 2] = ["dev", "kilo0"];
 /// How long the agent may take to change routes on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(90);
 
@@ -51,14 +51,14 @@ impl Lab {
     ///
     /// # Errors
     /// When the node is down.
-    pub async fn carried(&self, node: &str) -> Result<BTreeSet<String>> {
-        self.destinations(node, &CARRIED).await
+    pub async fn tunnel_routes(&self, node: &str) -> Result<BTreeSet<String>> {
+        self.destinations(node, &INTO_TUNNEL).await
     }
 
-    async fn destinations(&self, node: &str, of: &[&str]) -> Result<BTreeSet<String>> {
+    async fn destinations(&self, node: &str, selector: &[&str]) -> Result<BTreeSet<String>> {
         let mut all = BTreeSet::new();
         for family in ["-4", "-6"] {
-            let words = [&["ip", family, "-j", "route", "show", "table", TABLE], of].concat();
+            let words = [&["ip", family, "-j", "route", "show", "table", TABLE], selector].concat();
             let output = self.node(node).try_exec(words).await?;
             // Without such a table `ip` prints nothing, or an error.
             let routes: Value = serde_json::from_str(&output.stdout).unwrap_or_default();
@@ -70,7 +70,7 @@ impl Lab {
 }
 
 /// Read-only rights for the controller: it sees the sandbox's nodes, but its writes are refused.
-const READER: &str = "
+const READ_ONLY_RIGHTS: &str = "
 apiVersion: rbac.authorization.k8s.io/v1
 kind: ClusterRole
 metadata: {name: clustermesh-reader}
@@ -118,8 +118,8 @@ impl<'a> Attacker<'a> {
     ///
     /// # Errors
     /// When the sandbox's API server does not answer.
-    pub async fn lets_read(&self) -> Result<()> {
-        self.sandbox.apply(READER).await.map(drop)
+    pub async fn grant_read_access(&self) -> Result<()> {
+        self.sandbox.apply(READ_ONLY_RIGHTS).await.map(drop)
     }
 
     /// The node of the other cluster that a Peer is about.
@@ -132,7 +132,7 @@ impl<'a> Attacker<'a> {
     ///
     /// # Errors
     /// When there is no such Peer.
-    pub async fn follows(&self, peer: &str, key: &str) -> Result<()> {
+    pub async fn set_public_key(&self, peer: &str, key: &str) -> Result<()> {
         self.patch(peer, &json!({"spec": {"publicKey": key}})).await
     }
 
@@ -144,32 +144,32 @@ impl<'a> Attacker<'a> {
     pub async fn leads_through(&self, chosen: &str, addresses: &BTreeSet<IpAddr>) -> Result<BTreeSet<IpAddr>> {
         // First remove all allowed IPs, so that no earlier route is taken for a new one.
         for name in &self.peers {
-            self.gives(name, &BTreeSet::new()).await?;
+            self.set_allowed_ips(name, &BTreeSet::new()).await?;
         }
-        let of = async |routes: &[&str]| {
+        let matching = async |routes: &[&str]| {
             let found = self.lab.destinations(&self.node, routes).await;
             let found = found.map_err(|error| error.to_string())?;
             let found = addresses.iter().filter(|ip| found.contains(&ip.to_string()));
             Ok::<BTreeSet<IpAddr>, String>(found.copied().collect())
         };
-        let none = async || match of(&CARRIED).await?.len() {
+        let none = async || match matching(&INTO_TUNNEL).await?.len() {
             0 => Ok(()),
-            led => Err(format!("{led} addresses")),
+            tunneled => Err(format!("{tunneled} addresses")),
         };
         wait_until("kilo0 to carry none of these addresses", PATIENCE, none).await?;
-        self.gives(chosen, addresses).await?;
+        self.set_allowed_ips(chosen, addresses).await?;
         let all = async || {
-            let (led, left) = (of(&CARRIED).await?, of(&["type", "throw"]).await?);
-            if led.union(&left).count() == addresses.len() {
+            let (tunneled, left) = (matching(&INTO_TUNNEL).await?, matching(&["type", "throw"]).await?);
+            if tunneled.union(&left).count() == addresses.len() {
                 Ok(left)
             } else {
-                Err(format!("{} of {} addresses", led.len(), addresses.len()))
+                Err(format!("{} of {} addresses", tunneled.len(), addresses.len()))
             }
         };
         wait_until("kilo0 to carry every address", PATIENCE, all).await
     }
 
-    async fn gives(&self, peer: &str, addresses: &BTreeSet<IpAddr>) -> Result<()> {
+    async fn set_allowed_ips(&self, peer: &str, addresses: &BTreeSet<IpAddr>) -> Result<()> {
         let ranges = addresses.iter().map(|ip| IpNet::from(*ip).to_string());
         self.patch(peer, &json!({"spec": {"allowedIPs": ranges.collect::<Vec<_>>()}}))
             .await

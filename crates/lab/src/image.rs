@@ -260,7 +260,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_libraries_of_a_program_are_those_that_ldd_names() {
+    fn libraries_of_program_are_parsed_from_ldd() {
         let text = "\tlinux-vdso.so.1 (0x00007ffd)\n\tlibm.so.6 => /lib/x86_64-linux-gnu/libm.so.6 (0x00007f)\n\
             \t/lib64/ld-linux-x86-64.so.2 (0x00007f)\n";
         let want = ["/lib/x86_64-linux-gnu/libm.so.6", "/lib64/ld-linux-x86-64.so.2"]
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_holds_its_files_below_directories_made_first_and_is_the_same_each_time() {
+    fn image_is_reproducible_with_directories_before_files() {
         let directory = tempfile::tempdir().unwrap();
         let spec = ImageSpec::new("lab.local/x:1")
             .text("/etc/a/b", "hi")

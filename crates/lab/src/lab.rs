@@ -32,12 +32,12 @@ const UNDERLAY: &str = "underlay";
 pub struct Lab {
     run: Run,
     tools: Tools,
-    state: Mutex<State>,
+    state: Mutex<LabState>,
 }
 
 /// What another process needs to attach; stored as `lab.json` in the run directory.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-struct State {
+struct LabState {
     plan: LabPlan,
     tools: Tools,
     /// Nodes in the order in which they joined, also those without power.
@@ -69,7 +69,7 @@ impl Lab {
         }
         let tools = Tools::ensure(&sets, progress)?;
         let run = Run::start()?;
-        let state = State {
+        let state = LabState {
             plan,
             tools: tools.clone(),
             nodes: vec![],
@@ -91,7 +91,7 @@ impl Lab {
         let run = Run::attach(directory)?;
         let path = directory.join("lab.json");
         let text = std::fs::read(&path).map_err(Error::io(format!("read {}", path.display())))?;
-        let state: State = serde_json::from_slice(&text)
+        let state: LabState = serde_json::from_slice(&text)
             .map_err(|error| Error::Plan(format!("{} is of another version: {error}", path.display())))?;
         Ok(Self {
             run,
@@ -288,7 +288,7 @@ impl Lab {
         text + &format!("  underlay: nsenter --net={run}/ns/{UNDERLAY} bash\n")
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, LabState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -113,12 +113,12 @@ impl Machine {
         let out = child.stdout.take().map(|pipe| pass_on(pipe, std::io::stdout()));
         let err = child.stderr.take().map(|pipe| pass_on(pipe, std::io::stderr()));
         let in_time = wait(&mut child, self.limit)?;
-        let [said, _] = [out, err].map(|copy| copy.and_then(|thread| thread.join().ok()).unwrap_or_default());
-        let said = String::from_utf8_lossy(&said).into_owned();
+        let [output, _] = [out, err].map(|copy| copy.and_then(|thread| thread.join().ok()).unwrap_or_default());
+        let output = String::from_utf8_lossy(&output).into_owned();
         if !in_time {
-            return Ok((Ended::TimeLimit, said));
+            return Ok((Ended::TimeLimit, output));
         }
-        Ok((Ended::Code(run.code()?), said))
+        Ok((Ended::Code(run.code()?), output))
     }
 
     fn qemu(&self, kernel: &kernel::Kernel, run: &Path) -> Command {
@@ -316,7 +316,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_keeps_its_words_its_directory_and_its_environment() {
+    fn command_keeps_words_directory_and_environment() {
         let environment = [("A", "it's"), ("BASH_FUNC_x%%", "() { :; }")].map(|(k, v)| (k.to_owned(), v.to_owned()));
         let command = ["echo", "$A", "two words"].map(String::from);
         assert_eq!(
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_directory_of_a_dead_run_is_swept() {
+    fn sweep_removes_only_directories_of_dead_runs() {
         let all = tempfile::tempdir().unwrap();
         for name in ["alive", "dead", "new"] {
             std::fs::create_dir(all.path().join(name)).unwrap();

@@ -288,17 +288,17 @@ impl LabPlan {
         let Workers::Pods { of, node, .. } = &cluster.workers else {
             return Ok(());
         };
-        let carries = |host: &&ClusterPlan| {
+        let can_carry = |host: &&ClusterPlan| {
             host.name == *of && host.controllers && host.workers == Workers::Underlay && (1..=host.nodes).contains(node)
         };
-        let beside = |other: &&ClusterPlan| matches!(&other.workers, Workers::Pods { of: o, node: n, .. } if o == of && n == node);
-        if !cluster.controllers || !self.clusters.iter().any(|one| carries(&one)) {
+        let shares_carrier = |other: &&ClusterPlan| matches!(&other.workers, Workers::Pods { of: o, node: n, .. } if o == of && n == node);
+        if !cluster.controllers || !self.clusters.iter().any(|one| can_carry(&one)) {
             return Err(Error::Plan(format!(
                 "{}: its workers want to be pods of {of}-{node}: no whole cluster has such a node on the underlay",
                 cluster.name
             )));
         }
-        if cluster.nodes > 5 || self.clusters.iter().filter(beside).count() > 1 {
+        if cluster.nodes > 5 || self.clusters.iter().filter(shares_carrier).count() > 1 {
             return Err(Error::Plan(format!(
                 "{of}-{node}: has room for five workers of one cluster"
             )));

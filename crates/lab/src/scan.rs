@@ -35,13 +35,13 @@ impl Cluster<'_> {
             .stdout;
         let list: Value =
             serde_json::from_str(&list).map_err(|error| Error::Plan(format!("what kubectl get printed: {error}")))?;
-        let mut found = Found::default();
+        let mut found = SocketInventory::default();
         found.address(&self.plan().api_address().to_string(), || "the API server".to_owned());
         found.ports.extend(INFRASTRUCTURE);
         for object in list["items"].as_array().into_iter().flatten() {
-            found.take(object);
+            found.add_object(object);
         }
-        let Found { addresses, ports } = found;
+        let SocketInventory { addresses, ports } = found;
         let with_ports = |(ip, what): (IpAddr, String)| {
             ports
                 .iter()
@@ -53,19 +53,19 @@ impl Cluster<'_> {
 }
 
 #[derive(Debug, Default)]
-struct Found {
+struct SocketInventory {
     addresses: BTreeMap<IpAddr, String>,
     ports: BTreeSet<u16>,
 }
 
-impl Found {
-    fn address(&mut self, text: &str, what: impl FnOnce() -> String) {
+impl SocketInventory {
+    fn add_address(&mut self, text: &str, what: impl FnOnce() -> String) {
         if let Ok(ip) = text.parse() {
             self.addresses.entry(ip).or_insert_with(what);
         }
     }
 
-    fn port(&mut self, value: &Value) {
+    fn add_port(&mut self, value: &Value) {
         self.ports.extend(
             value
                 .as_u64()
@@ -74,37 +74,37 @@ impl Found {
         );
     }
 
-    fn take(&mut self, object: &Value) {
+    fn add_object(&mut self, object: &Value) {
         let name = object["metadata"]["name"].as_str().unwrap_or_default();
         let all = |value: &Value| value.as_array().cloned().unwrap_or_default();
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         match object["kind"].as_str() {
             Some("Node") => {
                 for address in all(&object["status"]["addresses"]) {
-                    self.address(&text(&address["address"]), || format!("node {name}"));
+                    self.add_address(&text(&address["address"]), || format!("node {name}"));
                 }
                 let annotations = &object["metadata"]["annotations"];
                 let wireguard = text(&annotations["kilo.squat.ai/wireguard-ip"]);
                 let wireguard = wireguard.split('/').next().unwrap_or_default();
-                self.address(wireguard, || format!("WireGuard of node {name}"));
+                self.add_address(wireguard, || format!("WireGuard of node {name}"));
                 for pods in all(&object["spec"]["podCIDRs"]) {
                     if let Some(gateway) = pods
                         .as_str()
                         .and_then(|net| net.parse::<IpNet>().ok())
                         .and_then(|net| net.hosts().next())
                     {
-                        self.address(&gateway.to_string(), || format!("pods' gateway on node {name}"));
+                        self.add_address(&gateway.to_string(), || format!("pods' gateway on node {name}"));
                     }
                 }
             }
             Some("Pod") => {
                 for ip in all(&object["status"]["podIPs"]) {
-                    self.address(&text(&ip["ip"]), || format!("pod {name}"));
+                    self.add_address(&text(&ip["ip"]), || format!("pod {name}"));
                 }
                 for container in all(&object["spec"]["containers"]) {
                     for port in all(&container["ports"]) {
-                        self.port(&port["containerPort"]);
-                        self.port(&port["hostPort"]);
+                        self.add_port(&port["containerPort"]);
+                        self.add_port(&port["hostPort"]);
                     }
                 }
             }
@@ -114,21 +114,21 @@ impl Found {
                     .into_iter()
                     .map(|at| at["ip"].clone());
                 for ip in addresses.chain(balancers).chain(all(&object["spec"]["externalIPs"])) {
-                    self.address(&text(&ip), || format!("Service {name}"));
+                    self.add_address(&text(&ip), || format!("Service {name}"));
                 }
                 for port in all(&object["spec"]["ports"]) {
-                    self.port(&port["port"]);
-                    self.port(&port["nodePort"]);
+                    self.add_port(&port["port"]);
+                    self.add_port(&port["nodePort"]);
                 }
             }
             Some("EndpointSlice") => {
                 for endpoint in all(&object["endpoints"]) {
                     for ip in all(&endpoint["addresses"]) {
-                        self.address(&text(&ip), || format!("an endpoint of EndpointSlice {name}"));
+                        self.add_address(&text(&ip), || format!("an endpoint of EndpointSlice {name}"));
                     }
                 }
                 for port in all(&object["ports"]) {
-                    self.port(&port["port"]);
+                    self.add_port(&port["port"]);
                 }
             }
             _ => {}
@@ -166,7 +166,7 @@ impl Lab {
     /// # Errors
     /// When one still does after 90 s; the error names it.
     pub async fn until_closed(&self, from: &Asker, sockets: &BTreeSet<SocketAddr>) -> Result<()> {
-        self.until(from, sockets, &BTreeSet::new()).await
+        self.wait_for_open(from, sockets, &BTreeSet::new()).await
     }
 
     /// Scans these sockets until each accepts a TCP connection.
@@ -174,10 +174,15 @@ impl Lab {
     /// # Errors
     /// When one does not after 90 s; the error names those that do.
     pub async fn until_open(&self, from: &Asker, sockets: &BTreeSet<SocketAddr>) -> Result<()> {
-        self.until(from, sockets, sockets).await
+        self.wait_for_open(from, sockets, sockets).await
     }
 
-    async fn until(&self, from: &Asker, sockets: &BTreeSet<SocketAddr>, want: &BTreeSet<SocketAddr>) -> Result<()> {
+    async fn wait_for_open(
+        &self,
+        from: &Asker,
+        sockets: &BTreeSet<SocketAddr>,
+        want: &BTreeSet<SocketAddr>,
+    ) -> Result<()> {
         let what = format!("{} of {sockets:?} to answer {from}", want.len());
         wait_until(what, Duration::from_secs(90), async || {
             let open = self.scan(from, sockets.iter().copied()).await;
@@ -195,7 +200,7 @@ impl Lab {
         from: &Asker,
         sockets: impl IntoIterator<Item = SocketAddr>,
     ) -> Result<BTreeSet<SocketAddr>> {
-        let (program, list) = self.scanner(sockets)?;
+        let (program, list) = self.prepare_scan(sockets)?;
         let output = self
             .run_at(from, &[&program, how, &list.path().display().to_string()])
             .await?;
@@ -215,7 +220,7 @@ impl Lab {
     /// # Errors
     /// When the scanner cannot be started.
     pub fn scan_on(&self, from: &Asker, sockets: impl IntoIterator<Item = SocketAddr>) -> Result<Watch> {
-        let (program, list) = self.scanner(sockets)?;
+        let (program, list) = self.prepare_scan(sockets)?;
         let file = list.path().display().to_string();
         let running = self.spawn_at(from, "scan", [&program, "scan-on", &file])?;
         Ok(Watch { running, _list: list })
@@ -264,7 +269,7 @@ impl Lab {
     }
 
     /// The probe program, and a file with these sockets, at paths that exist on every node.
-    fn scanner(&self, sockets: impl IntoIterator<Item = SocketAddr>) -> Result<(String, NamedTempFile)> {
+    fn prepare_scan(&self, sockets: impl IntoIterator<Item = SocketAddr>) -> Result<(String, NamedTempFile)> {
         let list = NamedTempFile::new_in(self.directory()).map_err(Error::io("make a list to scan"))?;
         let text: String = sockets.into_iter().map(|socket| format!("{socket}\n")).collect();
         std::fs::write(list.path(), text).map_err(Error::io("write a list to scan"))?;

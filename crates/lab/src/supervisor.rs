@@ -38,12 +38,12 @@ struct Supervisor {
     host_pid: String,
     cgroups: Cgroups,
     reaper: Reaper,
-    state: Mutex<State>,
+    resources: Mutex<Resources>,
     keep: AtomicBool,
 }
 
 #[derive(Default)]
-struct State {
+struct Resources {
     namespaces: BTreeMap<String, std::fs::File>,
     /// Name -> pid in the supervisor's pid namespace.
     processes: BTreeMap<String, Pid>,
@@ -61,7 +61,7 @@ fn serve(run: &Path) -> anyhow::Result<()> {
         host_pid,
         cgroups: Cgroups::detect()?,
         reaper: Reaper::start(),
-        state: Mutex::default(),
+        resources: Mutex::default(),
         keep: AtomicBool::new(false),
     });
     std::fs::create_dir_all(run.join("ns"))?;
@@ -215,7 +215,7 @@ impl Supervisor {
     /// Ends everything, this process last. An error is logged, and the other steps are still done.
     fn down(&self) -> ! {
         // Keep the lock until the end, so that no request starts anything now.
-        let _state = self.lock();
+        let _locked = self.lock();
         // From pid 1, `kill(-1)` reaches every other process of the pid namespace.
         let _ = kill(Pid::from_raw(-1), Signal::SIGKILL);
         let deadline = Instant::now() + GONE;
@@ -232,7 +232,7 @@ impl Supervisor {
         std::process::exit(0)
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Resources> {
+        self.resources.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

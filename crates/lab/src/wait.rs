@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_timeout_names_what_was_waited_for_and_the_last_state() {
+    async fn timeout_error_names_condition_and_last_state() {
         let error = wait_until("the moon", Duration::from_millis(120), async || {
             Err::<(), _>("still dark".to_owned())
         })
@@ -53,7 +53,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_check_that_hangs_ends_at_the_deadline() {
+    async fn hanging_check_ends_at_deadline() {
         let error = wait_until("an answer", Duration::from_millis(60), async || {
             std::future::pending::<()>().await;
             Ok::<(), String>(())

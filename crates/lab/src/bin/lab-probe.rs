@@ -63,7 +63,7 @@ fn main() {
 }
 
 /// `:8080` means every address of both families.
-fn any(address: &str) -> String {
+fn bind_address(address: &str) -> String {
     if address.starts_with(':') {
         format!("[::]{address}")
     } else {
@@ -72,7 +72,7 @@ fn any(address: &str) -> String {
 }
 
 /// The IPv4 address of an IPv4 client at an IPv6 socket.
-fn plain(address: SocketAddr) -> SocketAddr {
+fn unmap(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }
 
@@ -84,15 +84,15 @@ fn host() -> String {
 }
 
 fn serve(address: &str) -> Outcome {
-    let listener = TcpListener::bind(any(address))?;
+    let listener = TcpListener::bind(bind_address(address))?;
     println!("serving on {}", listener.local_addr()?);
     for stream in listener.incoming().flatten() {
-        std::thread::spawn(move || greet(stream));
+        std::thread::spawn(move || answer_http(stream));
     }
     Ok(())
 }
 
-fn greet(mut stream: TcpStream) -> std::io::Result<()> {
+fn answer_http(mut stream: TcpStream) -> std::io::Result<()> {
     stream.set_read_timeout(Some(PATIENCE))?;
     let mut reader = BufReader::new(stream.try_clone()?);
     let mut line = String::new();
@@ -100,7 +100,7 @@ fn greet(mut stream: TcpStream) -> std::io::Result<()> {
         line.clear();
     }
     let node = std::env::var("NODE").unwrap_or_default();
-    let body = format!("hello from {} on {node} to {}\n", host(), plain(stream.peer_addr()?));
+    let body = format!("hello from {} on {node} to {}\n", host(), unmap(stream.peer_addr()?));
     let length = body.len();
     write!(
         stream,
@@ -158,7 +158,7 @@ const SCANNERS: usize = 512;
 const SCAN: Duration = Duration::from_secs(1);
 
 fn scan(file: &str, open: impl Fn(&SocketAddr) -> bool + Sync) -> Outcome {
-    pass(&sockets(file)?, |address| {
+    for_each_parallel(&sockets(file)?, |address| {
         if open(address) {
             println!("{address}");
         }
@@ -170,7 +170,7 @@ fn scan_on(file: &str) -> Outcome {
     let all = sockets(file)?;
     let opened = Mutex::new(BTreeSet::new());
     for round in 1_u64.. {
-        pass(&all, |address| {
+        for_each_parallel(&all, |address| {
             if TcpStream::connect_timeout(address, SCAN).is_ok()
                 && opened.lock().is_ok_and(|mut all| all.insert(*address))
             {
@@ -187,13 +187,13 @@ fn sockets(file: &str) -> Result<Vec<SocketAddr>, Box<dyn std::error::Error>> {
     Ok(text.lines().map(str::parse).collect::<Result<_, _>>()?)
 }
 
-fn pass(all: &[SocketAddr], look: impl Fn(&SocketAddr) + Sync) {
+fn for_each_parallel(all: &[SocketAddr], probe: impl Fn(&SocketAddr) + Sync) {
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..SCANNERS.min(all.len()) {
             scope.spawn(|| {
                 while let Some(address) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    look(address);
+                    probe(address);
                 }
             });
         }
@@ -201,7 +201,7 @@ fn pass(all: &[SocketAddr], look: impl Fn(&SocketAddr) + Sync) {
 }
 
 fn echoes(address: &SocketAddr) -> std::io::Result<()> {
-    let socket = UdpSocket::bind(any(if address.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
+    let socket = UdpSocket::bind(bind_address(if address.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
     socket.connect(address)?;
     socket.set_read_timeout(Some(SCAN))?;
     socket.send(b"scan")?;
@@ -223,12 +223,12 @@ fn dial(address: &str) -> Result<TcpStream, Box<dyn std::error::Error>> {
 }
 
 fn udp_echo(address: &str) -> Outcome {
-    let socket = UdpSocket::bind(any(address))?;
+    let socket = UdpSocket::bind(bind_address(address))?;
     println!("echoing on {}", socket.local_addr()?);
     let mut buffer = [0; 65536];
     loop {
         let (length, from) = socket.recv_from(&mut buffer)?;
-        let reply = [format!("{} ", plain(from)).as_bytes(), &buffer[..length]].concat();
+        let reply = [format!("{} ", unmap(from)).as_bytes(), &buffer[..length]].concat();
         // An error of one client must not end the server.
         let _ = socket.send_to(&reply, from);
     }
@@ -274,7 +274,7 @@ fn udp_send(address: &str, text: &str, count: u32) -> Outcome {
 
 fn udp_watch(address: &str) -> Outcome {
     let target = address.to_socket_addrs()?.next().ok_or("no such address")?;
-    let socket = UdpSocket::bind(any(if target.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
+    let socket = UdpSocket::bind(bind_address(if target.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
     socket.connect(target)?;
     let sender = socket.try_clone()?;
     std::thread::spawn(move || {
@@ -294,29 +294,29 @@ fn udp_watch(address: &str) -> Outcome {
 /// Measures round trips. One that takes longer than `PATIENCE` is not printed.
 fn udp_trips(address: &str, seconds: f64) -> Outcome {
     let target: SocketAddr = address.parse()?;
-    let socket = UdpSocket::bind(any(if target.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
+    let socket = UdpSocket::bind(bind_address(if target.is_ipv4() { "0.0.0.0:0" } else { ":0" }))?;
     socket.connect(target)?;
     socket.set_read_timeout(Some(PATIENCE))?;
-    let mut trips = Vec::new();
+    let mut round_trips = Vec::new();
     let start = Instant::now();
     for number in 0_u64.. {
         if start.elapsed().as_secs_f64() >= seconds {
             break;
         }
-        let asked = Instant::now();
+        let sent = Instant::now();
         let text = number.to_string();
         let mut buffer = [0; 512];
         socket.send(text.as_bytes())?;
         // The echo contains the sender's address before the text. Late echoes of earlier datagrams are skipped.
         while let Ok(length) = socket.recv(&mut buffer) {
             if buffer[..length].ends_with(format!(" {text}").as_bytes()) {
-                trips.push(asked.elapsed().as_micros());
+                round_trips.push(sent.elapsed().as_micros());
                 break;
             }
         }
     }
     // Printed at the end, because printing would change the measurement.
-    for trip in trips {
+    for trip in round_trips {
         println!("{trip}");
     }
     Ok(())
@@ -362,7 +362,7 @@ fn now() -> Result<u128, std::time::SystemTimeError> {
 }
 
 fn stream_serve(address: &str) -> Outcome {
-    let listener = TcpListener::bind(any(address))?;
+    let listener = TcpListener::bind(bind_address(address))?;
     println!("streaming on {}", listener.local_addr()?);
     for stream in listener.incoming().flatten() {
         std::thread::spawn(move || -> std::io::Result<()> {
@@ -388,14 +388,14 @@ fn stream_get(address: &str, seconds: f64) -> Outcome {
         number += 1;
         writeln!(stream, "{number}")?;
         line.clear();
-        let asked = Instant::now();
+        let sent = Instant::now();
         reader
             .read_line(&mut line)
             .map_err(|error| format!("no answer to line {number}: {error}"))?;
         if line.trim() != number.to_string() {
             return Err(format!("line {number} came back as {line:?}").into());
         }
-        println!("{number} after {} ms", asked.elapsed().as_millis());
+        println!("{number} after {} ms", sent.elapsed().as_millis());
         std::thread::sleep(Duration::from_millis(100));
     }
     Ok(())

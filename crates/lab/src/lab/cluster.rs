@@ -126,11 +126,16 @@ impl<'a> Cluster<'a> {
     pub async fn everything(&self) -> Result<String> {
         let kinds = ["api-resources", "--verbs=list", "-o", "name"];
         let kinds = self.kubectl(kinds).await?.stdout;
-        let apart = |kind: &&str| kind.starts_with("ipaddresses.") || *kind == "events" || kind.starts_with("events.");
-        let kinds = kinds.lines().filter(|kind| !apart(kind)).collect::<Vec<_>>().join(",");
-        let remarks = "--field-selector=reportingComponent!=ipallocator-repair-controller";
+        let is_excluded =
+            |kind: &&str| kind.starts_with("ipaddresses.") || *kind == "events" || kind.starts_with("events.");
+        let kinds = kinds
+            .lines()
+            .filter(|kind| !is_excluded(kind))
+            .collect::<Vec<_>>()
+            .join(",");
+        let without_repairs = "--field-selector=reportingComponent!=ipallocator-repair-controller";
         let mut all = String::new();
-        for what in [&[&*kinds][..], &["events", remarks]] {
+        for what in [&[&*kinds][..], &["events", without_repairs]] {
             let words = [&["get"], what, &["-A", "-o", "json", "--show-managed-fields"]].concat();
             all.push_str(&self.kubectl(words).await?.stdout);
         }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use nix::sys::signal::Signal;
 
-use super::underlay::socket;
+use super::underlay::uplink_port;
 use super::{Cluster, Lab, UNDERLAY};
 use crate::cgroup::Cgroups;
 use crate::command::{self, Output, Running, argv};
@@ -264,7 +264,7 @@ impl<'a> Node<'a> {
     }
 
     async fn port_state(&self, state: &str) -> Result<()> {
-        let (namespace, port) = socket(&self.plan);
+        let (namespace, port) = uplink_port(&self.plan);
         let namespace = format!("--net={}", self.lab.namespace(namespace).display());
         let words = [
             "nsenter", &namespace, "bridge", "link", "set", "dev", &port, "state", state,

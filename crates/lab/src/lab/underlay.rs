@@ -69,7 +69,7 @@ impl Lab {
     }
 
     pub(super) async fn disconnect(&self, node: &NodePlan) -> Result<()> {
-        let (namespace, port) = socket(node);
+        let (namespace, port) = uplink_port(node);
         self.ip_batch(namespace, &format!("link del {port}\n")).await?;
         let name = node.name.clone();
         self.run.ask(&Request::DropNamespace { name })?;
@@ -123,7 +123,7 @@ impl Lab {
 }
 
 /// The namespace and name of the bridge port at the other end of a node's link.
-pub(super) fn socket(node: &NodePlan) -> (&str, String) {
+pub(super) fn uplink_port(node: &NodePlan) -> (&str, String) {
     match &node.uplink {
         Uplink::Underlay => (UNDERLAY, port(node.address)),
         Uplink::Pods { of, .. } => (&of.name, super::pods::port(node.address)),

@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_archive_holds_headers_of_110_bytes_and_everything_begins_at_a_multiple_of_four() {
+    fn cpio_headers_and_contents_are_aligned_to_four_bytes() {
         let mut archive = Archive::default();
         archive.add(b"init", 0o100_755, b"hello");
         let bytes = archive.end();

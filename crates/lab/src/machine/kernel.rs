@@ -178,7 +178,7 @@ fn make(home: &Path, directory: &Path, progress: &dyn Fn(&str)) -> Result<()> {
 
 fn download(package: &Path, progress: &dyn Fn(&str)) -> Result<()> {
     let unfinished = package.with_extension("unfinished");
-    let mut said = Vec::new();
+    let mut failures = Vec::new();
     for archive in ARCHIVES {
         let url = format!("{archive}/{PACKAGE}");
         progress(&format!("downloading {url} (102 MiB)"));
@@ -188,7 +188,7 @@ fn download(package: &Path, progress: &dyn Fn(&str)) -> Result<()> {
             .arg(&url);
         let output = curl.stdin(Stdio::null()).output().map_err(Error::io("start curl"))?;
         if !output.status.success() {
-            said.push(String::from_utf8_lossy(&output.stderr).trim().to_owned());
+            failures.push(String::from_utf8_lossy(&output.stderr).trim().to_owned());
             continue;
         }
         let read = Error::io(format!("read {}", unfinished.display()));
@@ -201,11 +201,11 @@ fn download(package: &Path, progress: &dyn Fn(&str)) -> Result<()> {
             return std::fs::rename(&unfinished, package)
                 .map_err(Error::io(format!("rename to {}", package.display())));
         }
-        said.push(format!("{url} has the hash {hash}, not {SHA256}"));
+        failures.push(format!("{url} has the hash {hash}, not {SHA256}"));
     }
     let _ = std::fs::remove_file(&unfinished);
     Err(Error::Missing {
-        what: format!("the kernel package {PACKAGE} ({})", said.join("; ")),
+        what: format!("the kernel package {PACKAGE} ({})", failures.join("; ")),
         remedy: format!(
             "put the file there by hand as {}, or move the pin in crates/lab/src/machine/kernel.rs to a version that Debian has",
             package.display()

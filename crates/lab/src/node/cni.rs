@@ -33,9 +33,9 @@ pub(super) async fn run(settings: &Settings) -> Result<()> {
         // After an error the watch continues, with a backoff.
         match events.try_next().await {
             Ok(Some(watcher::Event::Init)) => listed.clear(),
-            Ok(Some(watcher::Event::InitApply(node))) => note(&mut listed, &node),
+            Ok(Some(watcher::Event::InitApply(node))) => update(&mut listed, &node),
             Ok(Some(watcher::Event::InitDone)) => known = listed.clone(),
-            Ok(Some(watcher::Event::Apply(node))) => note(&mut known, &node),
+            Ok(Some(watcher::Event::Apply(node))) => update(&mut known, &node),
             Ok(Some(watcher::Event::Delete(node))) => drop(known.remove(node.metadata.name.as_deref().unwrap_or(""))),
             Ok(None) => anyhow::bail!("the watch ended"),
             Err(error) => {
@@ -50,7 +50,7 @@ pub(super) async fn run(settings: &Settings) -> Result<()> {
     }
 }
 
-fn note(nodes: &mut Nodes, node: &Node) {
+fn update(nodes: &mut Nodes, node: &Node) {
     let Some(name) = node.metadata.name.clone() else { return };
     let addresses: Vec<IpAddr> = node
         .status

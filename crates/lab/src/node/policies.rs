@@ -16,7 +16,7 @@ use kube::{Api, Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 
 use super::{Settings, cni};
-use table::Seen;
+use table::ClusterObjects;
 
 pub(super) async fn run(settings: &Settings) -> Result<()> {
     // The administrator's user, because it must read every pod and policy.
@@ -29,9 +29,9 @@ pub(super) async fn run(settings: &Settings) -> Result<()> {
     let mut applied = String::new();
     loop {
         tokio::select! {
-            seen = policies.next() => seen?,
-            seen = pods.next() => seen?,
-            seen = namespaces.next() => seen?,
+            event = policies.next() => event?,
+            event = pods.next() => event?,
+            event = namespaces.next() => event?,
         }
         // A table from incomplete lists would open or close connections wrongly.
         let (Some(policies), Some(pods), Some(namespaces)) = (&policies.known, &pods.known, &namespaces.known) else {
@@ -39,7 +39,7 @@ pub(super) async fn run(settings: &Settings) -> Result<()> {
         };
         let table = table::render(
             settings.address,
-            &Seen {
+            &ClusterObjects {
                 policies,
                 pods,
                 namespaces,

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn the_default_plan_gives_every_cluster_its_own_ranges() {
+fn default_plan_gives_each_cluster_its_own_ranges() {
     let plan = LabPlan::clusters(&[("mgmt", 2), ("tenant-a", 1)]);
     let tenant = &plan.clusters[1];
     assert_eq!(
@@ -39,7 +39,7 @@ fn the_default_plan_gives_every_cluster_its_own_ranges() {
 }
 
 #[test]
-fn a_dual_stack_plan_has_a_second_range_beside_each_first() {
+fn dual_stack_plan_adds_ipv6_range_to_each_ipv4_range() {
     let plan = LabPlan::clusters(&[("mgmt", 2), ("tenant-a", 1)]).dual_stack();
     let tenant = &plan.clusters[1];
     assert_eq!(
@@ -56,7 +56,7 @@ fn a_dual_stack_plan_has_a_second_range_beside_each_first() {
 }
 
 #[test]
-fn two_clusters_may_have_equal_ranges_of_pods_and_services_and_stay_apart_else() {
+fn clusters_may_share_pod_and_service_ranges_only() {
     let plan = LabPlan::clusters(&[("mgmt", 1), ("a", 1), ("b", 1)]).dual_stack();
     let equal = plan.clone().with_ranges_of("b", "a");
     let [a, b, before] = [&equal.clusters[1], &equal.clusters[2], &plan.clusters[2]];
@@ -74,7 +74,7 @@ fn two_clusters_may_have_equal_ranges_of_pods_and_services_and_stay_apart_else()
 }
 
 #[test]
-fn workers_in_pods_have_a_pod_address_and_know_their_api_server_by_a_cluster_ip() {
+fn worker_in_pod_has_pod_address_and_cluster_ip_of_api() {
     let plan = LabPlan::clusters(&[("mgmt", 2), ("kv", 1)]).with_workers_in_pods("kv", "mgmt", 1);
     let (mgmt, kv) = (&plan.clusters[0], &plan.clusters[1]);
     let of = "mgmt".into();
@@ -102,7 +102,7 @@ fn workers_in_pods_have_a_pod_address_and_know_their_api_server_by_a_cluster_ip(
 }
 
 #[test]
-fn workers_in_the_pods_of_a_node_that_is_not_there_are_refused() {
+fn workers_in_pods_of_missing_node_are_refused() {
     let plan = LabPlan::clusters(&[("mgmt", 1), ("kv", 1)]).with_workers_in_pods("kv", "mgmt", 2);
     assert_eq!(
         plan.validate().unwrap_err().to_string(),
@@ -111,7 +111,7 @@ fn workers_in_the_pods_of_a_node_that_is_not_there_are_refused() {
 }
 
 #[test]
-fn two_clusters_of_one_name_are_refused() {
+fn duplicate_cluster_name_is_refused() {
     let error = LabPlan::control_planes(&["a", "a"]).validate().unwrap_err();
     assert_eq!(error.to_string(), "cluster name \"a\" is taken");
 }

@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn release_is_named_as_in_the_archive() {
+    fn release_of_machine_maps_to_archive_suite() {
         assert_eq!(release("ID=debian\nVERSION_CODENAME=bookworm\n").unwrap(), "bookworm");
         assert_eq!(release("VERSION_CODENAME=\"noble\"\nID=ubuntu\n").unwrap(), "noble");
         for other in ["", "ID=fedora\nVERSION_CODENAME=\"\"\n", "ID=debian\n"] {

@@ -19,7 +19,7 @@ use kube::core::{Selector, SelectorExt};
 use super::Objects;
 
 /// All objects of the cluster on which policies depend.
-pub(super) struct Seen<'a> {
+pub(super) struct ClusterObjects<'a> {
     pub(super) policies: &'a Objects<NetworkPolicy>,
     pub(super) pods: &'a Objects<Pod>,
     pub(super) namespaces: &'a Objects<Namespace>,
@@ -40,7 +40,7 @@ impl Direction {
     }
 
     /// The fields of a packet with the address of the selected pod, and with the address of its peer.
-    const fn ends(self) -> (&'static str, &'static str) {
+    const fn address_fields(self) -> (&'static str, &'static str) {
         match self {
             Self::Egress => ("saddr", "daddr"),
             Self::Ingress => ("daddr", "saddr"),
@@ -49,32 +49,32 @@ impl Direction {
 }
 
 /// A running pod that has addresses of its own.
-struct At<'a> {
+struct AddressedPod<'a> {
     pod: &'a Pod,
     addresses: Vec<IpAddr>,
 }
 
 /// Renders the table for the node with this address. The script replaces the existing table.
-pub(super) fn render(node: Ipv4Addr, seen: &Seen<'_>) -> String {
+pub(super) fn render(node: Ipv4Addr, objects: &ClusterObjects<'_>) -> String {
     let mut chains = String::new();
     let mut jumps = [String::new(), String::new()];
-    for (number, local) in seen.pods.values().filter_map(at).enumerate() {
+    for (number, local) in objects.pods.values().filter_map(addressed).enumerate() {
         let host = local.pod.status.as_ref().and_then(|status| status.host_ip.as_deref());
         if host != Some(node.to_string().as_str()) {
             continue;
         }
         for (jumps, direction) in jumps.iter_mut().zip([Direction::Egress, Direction::Ingress]) {
-            let selecting: Vec<_> = seen.selecting(local.pod, direction).collect();
+            let selecting: Vec<_> = objects.selecting(local.pod, direction).collect();
             if selecting.is_empty() {
                 continue;
             }
             for address in &local.addresses {
                 let chain = format!("{}_{number}_{}", direction.name(), family(*address));
-                let (own, _) = direction.ends();
+                let (own, _) = direction.address_fields();
                 let _ = writeln!(jumps, "  {} {own} {address} jump {chain}", family(*address));
                 let _ = writeln!(chains, " chain {chain} {{");
                 for policy in &selecting {
-                    for rule in seen.rules(&local, *address, *policy, direction) {
+                    for rule in objects.rules(&local, *address, *policy, direction) {
                         let _ = writeln!(chains, "  {rule}return");
                     }
                 }
@@ -97,28 +97,28 @@ pub(super) fn render(node: Ipv4Addr, seen: &Seen<'_>) -> String {
     )
 }
 
-impl<'a> Seen<'a> {
+impl<'a> ClusterObjects<'a> {
     /// Policies that select the pod and apply in this direction, each with its namespace.
     fn selecting(&self, pod: &'a Pod, direction: Direction) -> impl Iterator<Item = (&'a str, &'a NetworkPolicySpec)> {
         let policies = self.policies;
         policies.iter().filter_map(move |((namespace, _), policy)| {
             let spec = policy.spec.as_ref()?;
             let types = spec.policy_types.as_deref().unwrap_or_default();
-            let named = types.iter().any(|one| one.eq_ignore_ascii_case(direction.name()));
-            let meant = match direction {
+            let is_listed = types.iter().any(|one| one.eq_ignore_ascii_case(direction.name()));
+            let is_default = match direction {
                 Direction::Ingress => types.is_empty(),
                 Direction::Egress => types.is_empty() && spec.egress.is_some(),
             };
             let selects = pod.metadata.namespace.as_ref() == Some(namespace)
                 && selected(spec.pod_selector.as_ref(), pod.metadata.labels.as_ref());
-            (selects && (named || meant)).then_some((namespace.as_str(), spec))
+            (selects && (is_listed || is_default)).then_some((namespace.as_str(), spec))
         })
     }
 
     /// Match expressions; a packet that matches one of them passes.
     fn rules(
         &self,
-        local: &At<'_>,
+        local: &AddressedPod<'_>,
         address: IpAddr,
         (namespace, spec): (&str, &NetworkPolicySpec),
         direction: Direction,
@@ -152,7 +152,7 @@ impl<'a> Seen<'a> {
         if peers.is_empty() {
             return vec![(String::new(), None)];
         }
-        let (_, other) = direction.ends();
+        let (_, other) = direction.address_fields();
         let family = family(address);
         let mut out = Vec::new();
         for peer in peers {
@@ -168,16 +168,16 @@ impl<'a> Seen<'a> {
                 }
                 continue;
             }
-            for pod in self.pods.values().filter_map(at) {
+            for pod in self.pods.values().filter_map(addressed) {
                 let home = pod.pod.metadata.namespace.as_deref().unwrap_or_default();
-                let near = match &peer.namespace_selector {
+                let in_namespace = match &peer.namespace_selector {
                     None => home == namespace,
                     Some(selector) => self
                         .namespaces
                         .get(&(String::new(), home.to_owned()))
                         .is_some_and(|home| selected(Some(selector), home.metadata.labels.as_ref())),
                 };
-                if near && selected(peer.pod_selector.as_ref(), pod.pod.metadata.labels.as_ref()) {
+                if in_namespace && selected(peer.pod_selector.as_ref(), pod.pod.metadata.labels.as_ref()) {
                     let same = pod.addresses.iter().filter(|ip| ip.is_ipv4() == address.is_ipv4());
                     out.extend(same.map(|ip| (format!("{family} {other} {ip} "), Some(pod.pod))));
                 }
@@ -229,8 +229,9 @@ fn port_condition(port: &NetworkPolicyPort, listening: Option<&Pod>) -> Option<S
         Some(IntOrString::String(name)) => {
             let containers = listening?.spec.as_ref()?.containers.iter();
             let mut ports = containers.flat_map(|container| container.ports.iter().flatten());
-            let is_it = |protocol_of: Option<&str>| protocol_of.unwrap_or("TCP") == protocol;
-            let found = ports.find(|port| port.name.as_ref() == Some(name) && is_it(port.protocol.as_deref()))?;
+            let has_protocol = |protocol_of: Option<&str>| protocol_of.unwrap_or("TCP") == protocol;
+            let found =
+                ports.find(|port| port.name.as_ref() == Some(name) && has_protocol(port.protocol.as_deref()))?;
             Some(format!("{low} dport {} ", found.container_port))
         }
     }
@@ -244,13 +245,13 @@ fn selected(selector: Option<&LabelSelector>, labels: Option<&BTreeMap<String, S
 }
 
 /// `None` = the pod has no address, uses the host's network, or has ended, so that its address may be reused.
-fn at(pod: &Pod) -> Option<At<'_>> {
+fn addressed(pod: &Pod) -> Option<AddressedPod<'_>> {
     let status = pod.status.as_ref()?;
-    let over = matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"));
+    let has_ended = matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"));
     let on_host = pod.spec.as_ref().is_some_and(|spec| spec.host_network == Some(true));
     let addresses = status.pod_ips.iter().flatten();
     let addresses: Vec<IpAddr> = addresses.filter_map(|one| one.ip.parse().ok()).collect();
-    (!over && !on_host && !addresses.is_empty()).then_some(At { pod, addresses })
+    (!has_ended && !on_host && !addresses.is_empty()).then_some(AddressedPod { pod, addresses })
 }
 
 /// The name of the address family in nft.

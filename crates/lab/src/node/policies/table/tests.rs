@@ -6,13 +6,13 @@ use super::*;
 
 const NODE: Ipv4Addr = Ipv4Addr::new(172, 30, 1, 11);
 
-struct World {
+struct TestCluster {
     policies: Objects<NetworkPolicy>,
     pods: Objects<Pod>,
     namespaces: Objects<Namespace>,
 }
 
-impl World {
+impl TestCluster {
     fn new(pods: &[serde_json::Value], policies: &[serde_json::Value]) -> Self {
         let namespaces = ["tenant", "kube-system"].map(|name| {
             let labels = json!({"kubernetes.io/metadata.name": name});
@@ -25,7 +25,7 @@ impl World {
         }
     }
 
-    fn rendered(&self) -> String {
+    fn render(&self) -> String {
         let Self {
             policies,
             pods,
@@ -33,7 +33,7 @@ impl World {
         } = self;
         render(
             NODE,
-            &Seen {
+            &ClusterObjects {
                 policies,
                 pods,
                 namespaces,
@@ -101,7 +101,7 @@ fn pods() -> Vec<serde_json::Value> {
 }
 
 #[test]
-fn a_pod_that_a_policy_selects_is_closed_on_its_own_node_but_for_what_is_allowed() {
+fn selected_pod_drops_all_but_allowed_traffic() {
     let spec = json!({
         "podSelector": {"matchLabels": {"kubevirt.io": "virt-launcher"}},
         "policyTypes": ["Ingress", "Egress"],
@@ -147,24 +147,24 @@ table inet policies {
  }
 }
 ";
-    assert_eq!(World::new(&pods(), &[policy(spec)]).rendered(), want);
+    assert_eq!(TestCluster::new(&pods(), &[policy(spec)]).render(), want);
 }
 
 #[test]
-fn policies_of_one_pod_add_up_and_a_direction_that_none_names_stays_open() {
+fn policies_of_one_pod_add_up_and_leave_ingress_open() {
     let egress = |cidr: &str| json!({"podSelector": {}, "policyTypes": ["Egress"], "egress": [{"to": [{"ipBlock": {"cidr": cidr}}]}]});
     let mut second = policy(egress("10.0.0.2/32"));
     second["metadata"]["name"] = "second".into();
-    let rendered = World::new(&pods(), &[policy(egress("10.0.0.1/32")), second]).rendered();
+    let rendered = TestCluster::new(&pods(), &[policy(egress("10.0.0.1/32")), second]).render();
     let chains = " chain egress_2_ip {\n  ip daddr 10.0.0.1/32 return\n  ip daddr 10.0.0.2/32 return\n  counter drop\n }\n \
                   chain egress {\n  ip saddr 10.10.1.250 jump egress_2_ip\n }\n chain ingress {\n }\n";
     assert!(rendered.contains(chains), "{rendered}");
 }
 
 #[test]
-fn a_policy_without_types_closes_what_comes_in_and_what_goes_out_only_where_it_says_something_of_that() {
+fn policy_without_types_closes_egress_only_with_egress_rules() {
     let types = |spec: serde_json::Value| {
-        let rendered = World::new(&pods(), &[policy(spec)]).rendered();
+        let rendered = TestCluster::new(&pods(), &[policy(spec)]).render();
         ["egress_2_ip", "ingress_2_ip"].map(|chain| rendered.contains(&format!("chain {chain}")))
     };
     assert_eq!(types(json!({"podSelector": {}})), [false, true]);
@@ -176,14 +176,14 @@ fn a_policy_without_types_closes_what_comes_in_and_what_goes_out_only_where_it_s
 }
 
 #[test]
-fn pods_of_other_nodes_other_namespaces_and_the_nodes_own_network_are_left_alone() {
+fn remote_host_network_and_ended_pods_get_no_chain() {
     let mut all = pods();
     let mut on_host = pod("tenant", "host", json!({}), "172.30.1.11", "172.30.1.11");
     on_host["spec"]["hostNetwork"] = true.into();
-    let mut over = pod("tenant", "over", json!({}), "10.10.1.9", "172.30.1.11");
-    over["status"]["phase"] = "Succeeded".into();
-    all.extend([on_host, over]);
-    let rendered = World::new(&all, &[policy(json!({"podSelector": {}}))]).rendered();
+    let mut ended = pod("tenant", "over", json!({}), "10.10.1.9", "172.30.1.11");
+    ended["status"]["phase"] = "Succeeded".into();
+    all.extend([on_host, ended]);
+    let rendered = TestCluster::new(&all, &[policy(json!({"podSelector": {}}))]).render();
     let chains: Vec<&str> = rendered
         .lines()
         .filter(|line| line.contains(" jump ingress_"))
