@@ -1,5 +1,5 @@
-//! Two whole clusters of both families in one mesh: what `mesh_flows` shows of IPv4, of IPv6. The tunnel's outer packets are
-//! IPv4 until the end, then IPv6.
+//! Tests the flows of `mesh_flows` in IPv6, between two dual-stack clusters. The tunnel's outer packets are IPv4 until
+//! the last step, then IPv6.
 
 mod mesh;
 
@@ -32,8 +32,8 @@ async fn every_flow_of_dual_stack_members_works_in_ipv6_too_and_nothing_of_it_pa
     nodes_talk_wireguard_over_ipv6_where_they_are_told_to(&mesh).await;
 }
 
-/// As docs/operations/nat.md says of nodes whose address is not where the others reach them. On a mesh that is made anew: a
-/// tunnel that lives is left where it is.
+/// Sets IPv6 endpoints as docs/operations/nat.md describes for nodes behind other addresses. The mesh is created anew,
+/// because an established tunnel keeps its endpoint.
 async fn nodes_talk_wireguard_over_ipv6_where_they_are_told_to(mesh: &Mesh<'_>) {
     let delete = ["-n", NAMESPACE, "delete", "clustermesh", MESH, "--timeout=60s"];
     mesh.hub.kubectl(delete).await.unwrap();
@@ -116,7 +116,8 @@ async fn a_remote_cluster_ip_is_reached_through_the_anchor(mesh: &Mesh<'_>) {
     ] {
         let services = exporter.plan().v6.as_ref().unwrap().service_cidr;
         let anchor = mesh.anchor_of(&services.to_string(), importer).await;
-        // As in IPv4: a pod of the anchor's sees its bridge, one of another node the anchor's own address.
+        // As in IPv4: a pod on the anchor sees the anchor's bridge address, a pod on another node the anchor's own
+        // address.
         let saw = |to: &Web| {
             if to.node == anchor {
                 bridge(to)
@@ -133,7 +134,7 @@ async fn a_remote_cluster_ip_is_reached_through_the_anchor(mesh: &Mesh<'_>) {
     }
 }
 
-/// The address of a pod's node in the pods' network.
+/// The address of the pod's node on the pods' bridge.
 fn bridge(web: &Web) -> IpAddr {
     match second(web) {
         IpAddr::V6(address) => {
@@ -144,8 +145,8 @@ fn bridge(web: &Web) -> IpAddr {
     }
 }
 
-/// WireGuard addresses are IPv4 here; the nodes' own IPv6 addresses and their pods' are in allowedNetworks. Which of them a host
-/// takes is the kernel's choice: the one most like the destination (RFC 6724, rule 8).
+/// WireGuard addresses are IPv4 here; allowedNetworks also contains the nodes' own IPv6 addresses and their pod ranges.
+/// The kernel chooses a host's source address: the one with the longest common prefix (RFC 6724, rule 8).
 async fn hosts_speak_with_a_published_address_of_their_own(mesh: &Mesh<'_>) {
     for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
         for server in theirs {
@@ -177,7 +178,7 @@ async fn whole_packets_fit_and_larger_ones_are_told_the_size(mesh: &Mesh<'_>) {
         (&mesh.hub_webs[0], &mesh.member_webs[1]),
     ] {
         let to_ip = second(to).to_string();
-        // 1440 bytes, since WireGuard travels over IPv4: the header of IPv6 and that of ICMPv6 go off.
+        // The MTU is 1440 bytes, because WireGuard travels over IPv4. The headers of IPv6 and ICMPv6 take 48 of them.
         for (size, fits) in [("1392", true), ("1393", false)] {
             let words = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", size, &to_ip];
             let output = mesh.lab.run_at(&pod(from), &words).await.unwrap();
@@ -189,7 +190,7 @@ async fn whole_packets_fit_and_larger_ones_are_told_the_size(mesh: &Mesh<'_>) {
             );
             assert!(fits || said.contains("1440"), "the size is told: {said}");
         }
-        // Forget what the pings taught: the clamp alone has to do.
+        // Delete the path MTU that the pings taught, so that only MSS clamping is left.
         for web in [from, to] {
             let forget = ["ip", "-6", "route", "flush", "cache"];
             mesh.lab.run_at(&pod(web), &forget).await.unwrap();
@@ -216,7 +217,7 @@ async fn whole_packets_fit_and_larger_ones_are_told_the_size(mesh: &Mesh<'_>) {
 async fn infrastructure_is_closed_to_the_other_cluster(mesh: &Mesh<'_>) {
     let node = mesh.hub_webs[0].node.clone();
     let at = node_v6(mesh, &node);
-    // The lab's kubelet listens on the node's IPv4 address alone: something else has to stand behind this door.
+    // The lab's kubelet listens on the node's IPv4 address only, so another server has to listen on this port.
     let behind = std::net::SocketAddr::new(at, 10250).to_string();
     let serve = [&mesh.probe(), "serve", &behind];
     let mut serving = mesh.lab.node(&node).spawn("kubelet-port", serve).unwrap();

@@ -1,5 +1,5 @@
-//! The flows of Routed members on two whole clusters, packet by packet: who answers, whom it sees, what stays closed, and
-//! that nothing but WireGuard passes between the clusters, whatever breaks.
+//! Tests every kind of flow between Routed members on two whole clusters: which server answers, which source address it
+//! sees, what is closed, and that only WireGuard packets pass between the clusters in every failure.
 
 mod mesh;
 
@@ -15,7 +15,7 @@ use nix::sys::signal::Signal;
 async fn every_flow_of_routed_members_works_and_nothing_of_it_passes_in_clear() {
     let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)]).with_policies(HUB);
     let lab = Lab::start(plan).await.unwrap();
-    // The hub's API server is in the mesh too, so that keeping it closed is the policy's doing.
+    // Bring the hub's API server into the mesh, so that only the policy can keep it closed.
     let api = format!("{}/32", lab.cluster(HUB).plan().api_address());
     let mesh = Mesh::up(&lab, &[api]).await;
 
@@ -87,7 +87,8 @@ async fn a_remote_cluster_ip_is_reached_through_the_anchor(mesh: &Mesh<'_>) {
         (&mesh.hub, &mesh.member, &mesh.hub_webs, &mesh.member_webs),
     ] {
         let anchor = mesh.anchor(exporter, importer).await;
-        // The source is lost there: a pod of the anchor's sees its bridge, one of another node the anchor's own address.
+        // The anchor masquerades: a pod on the anchor sees the anchor's bridge address, a pod on another node the
+        // anchor's own address.
         let want: Vec<Answer> = theirs
             .iter()
             .map(|to| {
@@ -109,7 +110,7 @@ async fn a_remote_cluster_ip_is_reached_through_the_anchor(mesh: &Mesh<'_>) {
     }
 }
 
-/// The address of a pod's node in the pods' network.
+/// The address of the pod's node on the pods' bridge.
 fn bridge(web: &Web) -> IpAddr {
     let [a, b, c, _] = as_v4(web.ip).octets();
     IpAddr::from([a, b, c, 1])
@@ -140,8 +141,8 @@ async fn hosts_speak_with_their_wireguard_address(mesh: &Mesh<'_>) {
             .collect();
         mesh.answers(&host(node), &url(mirrored, 80), &want).await;
     }
-    // A service in a node's host network: by the node's own address where the mesh allows that, and never by its WireGuard
-    // address. From a pod the source stays.
+    // A server in a node's host network is reachable at the node's own address if allowedNetworks contains it, but
+    // never at its WireGuard address. A client in a pod keeps its source address.
     for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
         for server in theirs.iter().map(|web| &web.node) {
             let node = mesh.lab.node(server);
@@ -176,7 +177,7 @@ async fn infrastructure_is_closed_to_the_other_cluster_and_open_at_home(mesh: &M
     let plan = mesh.hub.plan();
     let node = mesh.lab.node("mgmt-1");
     let wireguard = mesh.wireguard["mgmt-1"];
-    // The lab's kubelet listens on the node's address alone: something else has to stand behind this door.
+    // The lab's kubelet listens on the node's address only, so another server has to listen at the WireGuard address.
     let behind = format!("{wireguard}:10250");
     let mut serving = node.spawn("kubelet-port", [&mesh.probe(), "serve", &behind]).unwrap();
     serving.says("serving on", PATIENCE).await.unwrap();
@@ -227,7 +228,7 @@ async fn members_pods_reach_no_metrics_of_the_controller(mesh: &Mesh<'_>) {
     }
 }
 
-/// Scans every open socket from the controller's own network namespace, with the policy and without it.
+/// Scans every open socket from the controller's own network namespace, before and after the policy is applied.
 async fn the_controllers_network_policy_admits_what_it_needs(mesh: &Mesh<'_>) {
     let (hub, member) = (mesh.hub.plan(), mesh.member.plan());
     let controller = mesh.product.controller_pod().await.unwrap();
@@ -268,7 +269,8 @@ async fn the_controllers_network_policy_admits_what_it_needs(mesh: &Mesh<'_>) {
     assert_eq!(found, admitted);
     mesh.lab.until_closed(&neighbour, &port).await.unwrap();
 
-    // The new process is limited by the policy from its first packet: its probes pass, and it repairs the member.
+    // The policy limits the new process from its first packet: its probes pass, and it restores an object in the
+    // member.
     let words = ["-n", NAMESPACE, "delete", "pod", &controller.name, "--grace-period=1"];
     mesh.hub.kubectl(words).await.unwrap();
     mesh.hub
@@ -305,7 +307,7 @@ async fn whole_packets_fit_and_larger_ones_are_told_the_size(mesh: &Mesh<'_>) {
         (&mesh.hub_webs[0], &mesh.member_webs[0]),
     ];
     for (from, to) in pairs {
-        // 1440 bytes, since WireGuard travels over IPv4: the header of IP and that of ICMP go off.
+        // The MTU is 1440 bytes, because WireGuard travels over IPv4. The headers of IP and ICMP take 28 of them.
         for (size, fits) in [("1412", true), ("1413", false)] {
             let to = to.ip.to_string();
             let words = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", size, &to];
@@ -316,7 +318,7 @@ async fn whole_packets_fit_and_larger_ones_are_told_the_size(mesh: &Mesh<'_>) {
         }
     }
     for (from, to) in [pairs[0], pairs[2]] {
-        // Forget what the pings taught: the clamp alone has to do.
+        // Delete the path MTU that the pings taught, so that only MSS clamping is left.
         for web in [from, to] {
             mesh.lab
                 .run_at(&pod(web), &["ip", "route", "flush", "cache"])
@@ -344,13 +346,13 @@ async fn whole_packets_fit_and_larger_ones_are_told_the_size(mesh: &Mesh<'_>) {
     }
 }
 
-/// The tunnel of userspace ends with its process. What stands then is what the kernel holds.
+/// The userspace device has no carrier after its process dies. What remains are the routes and rules in the kernel.
 // threat: unencrypted-packet
 async fn a_dead_agent_closes_the_tunnel_and_nothing_leaves_in_clear(mesh: &Mesh<'_>) {
     let capture = mesh.lab.capture("dead-agent", "ip").await.unwrap();
     let (dead, far) = (&mesh.hub_webs[0], &mesh.member_webs[0]);
     let node = mesh.lab.node(&dead.node);
-    // Else it would be started again at once.
+    // A stopped kubelet cannot restart the agent.
     node.signal("kubelet", Signal::SIGSTOP).unwrap();
     node.signal("wg-agent", Signal::SIGKILL).unwrap();
     wait_until("nobody to carry the device", PATIENCE, async || {
@@ -375,7 +377,7 @@ async fn a_dead_agent_closes_the_tunnel_and_nothing_leaves_in_clear(mesh: &Mesh<
         }
     };
     everyone("agent dead").await;
-    // And somebody takes the way into our routes away: what is left is the firewall.
+    // Then another program deletes our policy routing rules, so that only the firewall is left.
     let rules = node.exec(["ip", "-j", "rule"]).await.unwrap().stdout;
     let rules: serde_json::Value = serde_json::from_str(&rules).unwrap();
     let ours = |rule: &&serde_json::Value| !["local", "main", "default"].iter().any(|table| rule["table"] == *table);
@@ -400,8 +402,8 @@ async fn a_dead_agent_closes_the_tunnel_and_nothing_leaves_in_clear(mesh: &Mesh<
     assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
 }
 
-/// Once a cluster's PeerPolicy is gone the other's addresses are anybody's, and what is new goes where the node's own
-/// routes lead. What the tunnel carried before does not.
+/// When a cluster deletes its PeerPolicy, the other's addresses are no longer reserved, and new connections use the
+/// node's ordinary routes. Connections that the tunnel carried before must not.
 // threat: unencrypted-packet
 async fn nothing_leaves_in_clear_while_a_mesh_is_deleted(mesh: &Mesh<'_>) {
     let capture = mesh.lab.capture("deleted", "ip").await.unwrap();
@@ -437,7 +439,7 @@ async fn nothing_leaves_in_clear_while_a_mesh_is_deleted(mesh: &Mesh<'_>) {
     let start = Instant::now();
     mesh.hub.kubectl(delete).await.unwrap();
     println!("deleted in {:.2} s", start.elapsed().as_secs_f64());
-    // The streams notice after two seconds without an answer: by then they have tried again and again.
+    // A stream fails after two seconds without an answer; by then it has retransmitted several times.
     for (flow, going) in &mut flows {
         if *going == "3 after" {
             let status = flow.ends(PATIENCE).await.unwrap();

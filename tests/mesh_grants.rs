@@ -1,6 +1,6 @@
-//! Grants in every form that a Service takes, of both address families, on whole clusters whose sandboxes enter through gateways:
-//! each answers under its name, and an attacker finds nothing beside them. One sandbox has WireGuard addresses of IPv4, the other
-//! of IPv6; the ranges of their pods and Services are the same.
+//! Tests grants of every type of Service in both address families, on whole clusters whose sandboxes enter through
+//! gateways: each granted Service answers under its name, and an attacker finds nothing else. One sandbox has IPv4
+//! WireGuard addresses, the other IPv6; their pod and Service ranges are equal.
 
 #[path = "grants/gateway.rs"]
 mod gateway;
@@ -26,7 +26,7 @@ const NEW: &str = "workflows";
 /// Services whose endpoints are pods.
 const SERVED: [&str; 4] = ["store", "store-headless", "store-ports", "store-balanced"];
 
-/// Ports by number and by name; without ports: every one.
+/// Grants of these Services, with ports by number, by name, or without `ports` (all of them).
 fn grants(services: &[&str]) -> String {
     let one = |name: &&str| {
         let ports = match *name {
@@ -65,7 +65,7 @@ async fn a_grant_of_every_kind_of_service_opens_its_endpoints_and_nothing_beside
     a_grant_that_is_taken_back_closes_and_the_others_stay(&world).await;
 }
 
-/// A sandbox.
+/// One of the two sandboxes.
 struct Side<'a> {
     cluster: Cluster<'a>,
     web: Web,
@@ -81,13 +81,13 @@ impl Side<'_> {
         [pod(&self.web), host(&self.web.node)]
     }
 
-    /// Which of these is of the sandbox's own address family.
+    /// The address of the family of this sandbox's WireGuard address.
     fn of(&self, all: impl IntoIterator<Item = IpAddr>) -> IpAddr {
         let mut all = all.into_iter();
         all.find(|ip| ip.is_ipv4() == self.wireguard.is_ipv4()).unwrap()
     }
 
-    /// The ClusterIP of a Service there, of that family.
+    /// The ClusterIP of a mirrored Service in that family.
     async fn service(&self, name: &str, port: u16) -> SocketAddr {
         let address = if self.wireguard.is_ipv4() {
             self.cluster.cluster_ip("default", name).await
@@ -112,8 +112,8 @@ struct Granted {
 }
 
 impl Granted {
-    /// Whether something answers there: nothing listens at the port of the headless Service that [`live`] uses, and no gateway
-    /// serves what runs in the host network.
+    /// Whether a server answers at this port. Nothing listens at the port of the headless Service that [`live`] uses,
+    /// and gateways do not forward to servers in the host network.
     fn answers(&self) -> bool {
         self.service != "hosted" && self.port != "stream"
     }
@@ -172,7 +172,7 @@ impl<'a> World<'a> {
         world
     }
 
-    /// Grants both sandboxes these Services and the one in the host network; returns when that was called.
+    /// Grants these Services and `hosted` to both sandboxes. Returns when kubectl was called.
     async fn apply(&self, services: &[&str]) -> u128 {
         let grants = grants(services);
         let mesh = self.product.mesh_with(&[OLD, NEW], &[(OLD, &grants), (NEW, &grants)]);
@@ -181,18 +181,18 @@ impl<'a> World<'a> {
         called
     }
 
-    /// The store's pods that run.
+    /// The running pods of the store.
     async fn pods(&self) -> Vec<Web> {
         self.hub.labelled("store").await.unwrap()
     }
 
-    /// Which of these answer, by TCP and by UDP.
+    /// Which of these sockets answer over TCP, and which over UDP.
     async fn open(&self, from: &Asker, sockets: &BTreeSet<SocketAddr>) -> [BTreeSet<SocketAddr>; 2] {
         let tcp = self.lab.scan(from, sockets.iter().copied()).await.unwrap();
         [tcp, self.lab.scan_udp(from, sockets.iter().copied()).await.unwrap()]
     }
 
-    /// What stands in the SandboxAccess of a sandbox, in its order.
+    /// The grants in a sandbox's SandboxAccess, in their order.
     async fn access(&self, side: &Side<'_>) -> Vec<Granted> {
         let name = format!("{MESH}--{}", side.name());
         let access = json(&self.hub, &["get", "sandboxaccess", &name]).await;
@@ -206,7 +206,7 @@ impl<'a> World<'a> {
         grants.iter().map(one).collect()
     }
 
-    /// Where the gateways lead a sandbox to this port of a Service.
+    /// The sockets at the gateways for this port of a Service.
     async fn places(&self, side: &Side<'_>, service: &str, port: &str) -> Vec<SocketAddr> {
         let access = self.access(side).await;
         let granted = access.iter().find(|one| one.service == service && one.port == port);
@@ -215,7 +215,7 @@ impl<'a> World<'a> {
         ips.map(|ip| SocketAddr::new(ip, port)).collect()
     }
 
-    /// What answers a sandbox at a gateway: by TCP, and by UDP.
+    /// The sockets of a gateway that answer a sandbox over TCP, and over UDP.
     async fn granted(&self, side: &Side<'_>, gateway: &Gateway) -> [BTreeSet<SocketAddr>; 2] {
         let access = self.access(side).await;
         [false, true].map(|udp| {
@@ -231,7 +231,7 @@ fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// Every pod of the store answers, and each gateway has asked in the sandbox's name.
+/// Every pod of the store answers and sees each gateway's pod address as the source.
 async fn every_service_answers_under_its_name(world: &World<'_>, side: &Side<'_>) {
     let names: BTreeSet<String> = world.pods().await.into_iter().map(|web| web.name).collect();
     let gateways: BTreeSet<IpAddr> = world.gateways.iter().map(|g| side.of(addresses(&g.pod))).collect();
@@ -259,7 +259,7 @@ async fn every_service_answers_under_its_name(world: &World<'_>, side: &Side<'_>
         }
     }
     let udp = side.service("store", 9000).await;
-    // A port of the same Service that is not granted has no place in it.
+    // A port of the same Service that is not granted does not exist in the mirrored Service.
     let admin = side.service("store", 81).await;
     for from in side.askers() {
         let open = world.open(&from, &[udp, admin].into()).await;
@@ -267,11 +267,11 @@ async fn every_service_answers_under_its_name(world: &World<'_>, side: &Side<'_>
     }
 }
 
-/// Every other Service has answered before.
+/// Before this, all other Services have answered.
 async fn a_service_in_the_host_network_is_refused_and_the_others_stand(world: &World<'_>) {
     let hosted = world.hub.labelled("hosted").await.unwrap().remove(0);
     let hosts: Vec<String> = addresses(&hosted).map(|ip| ip.to_string()).collect();
-    // Both ports, by the place that they have in the object.
+    // Both of its ports, by their index in the object.
     let mut refused = BTreeSet::new();
     for side in &world.sides {
         let access = world.access(side).await;
@@ -302,7 +302,7 @@ async fn a_service_in_the_host_network_is_refused_and_the_others_stand(world: &W
     for side in &world.sides {
         let mut sockets: BTreeSet<SocketAddr> = world.places(side, "hosted", "http").await.into_iter().collect();
         sockets.extend(world.places(side, "hosted", "echo").await);
-        // Its nodes' own addresses are the underlay's to close.
+        // Only the underlay could close its nodes' own addresses, so they are not scanned.
         for port in [80, 9000] {
             sockets.insert(side.service("hosted", port).await);
         }
@@ -313,7 +313,7 @@ async fn a_service_in_the_host_network_is_refused_and_the_others_stand(world: &W
     }
 }
 
-/// Also for flows that began before.
+/// This holds for flows that began before the change, too.
 async fn a_pod_that_takes_anothers_place_is_reached_and_nothing_is_written(world: &World<'_>) {
     let before = written(world).await;
     let gone = world.pods().await.remove(0);
@@ -338,7 +338,7 @@ async fn a_pod_that_takes_anothers_place_is_reached_and_nothing_is_written(world
     .unwrap();
     for gateway in &world.gateways {
         wait_until(format!("{} to follow", gateway.pod.name), PATIENCE, async || {
-            // Which endpoints connections may stand to.
+            // The set of endpoints to which established connections may continue.
             let mut words = BTreeSet::new();
             for set in ["endpoints4", "endpoints6"] {
                 let list = ["nft", "list", "set", "inet", "clustermesh", set];
@@ -371,7 +371,7 @@ async fn all_answer(flows: &[Echo]) {
     }
 }
 
-/// What is there for the sandboxes, at every API server.
+/// The resourceVersions of all objects for the sandboxes, in every cluster.
 async fn written(world: &World<'_>) -> Vec<BTreeMap<String, String>> {
     let mut all = Vec::new();
     for kind in ["sandboxaccesses", "sandboxgateways", "peers", "peerpolicies"] {
@@ -385,7 +385,7 @@ async fn written(world: &World<'_>) -> Vec<BTreeMap<String, String>> {
     all
 }
 
-/// Leaves everything led through one gateway.
+/// Afterwards everything is still routed through one gateway.
 // threat: gateway-ungranted
 async fn a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(
     world: &World<'_>,
@@ -421,7 +421,8 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(
         let granted = world.granted(side, gateway).await;
         assert_eq!(granted.each_ref().map(BTreeSet::len), [4, 1]);
         for from in side.askers() {
-            // Of a scan's first packets a session that is still to be made holds some and loses the others.
+            // Establish the session first: until then, WireGuard stages only some of a scan's packets and drops the
+            // others.
             world.lab.until_open(&from, &granted[0]).await.unwrap();
             let open = world.open(&from, &sockets).await;
             println!("{from}, {} sockets through {chosen}: {open:?}", sockets.len());
@@ -430,7 +431,7 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(
     }
 }
 
-/// Through the gateway that the scan left everything led through.
+/// Uses the gateway through which the scan has routed everything.
 // threat: gateway-revoked-connection
 async fn a_grant_that_is_taken_back_closes_and_the_others_stay(world: &World<'_>) {
     let [old, _] = &world.sides;
@@ -468,7 +469,7 @@ async fn a_grant_that_is_taken_back_closes_and_the_others_stay(world: &World<'_>
     );
 
     let given = world.apply(&SERVED).await;
-    // At the port that it had.
+    // At the same gateway port as before.
     let first = watch.answered_after(given).await.unwrap();
     println!("first answer {} ms after kubectl apply was called", first - given);
     for (side, before) in world.sides.iter().zip(&before) {

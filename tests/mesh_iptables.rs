@@ -1,5 +1,5 @@
-//! The flows beside kube-proxy in iptables mode, on whole clusters, and what is left of them when another program flushes
-//! every nftables rule of a node. (`mesh_flows` has kube-proxy in nftables mode.)
+//! Tests the flows with kube-proxy in iptables mode on whole clusters, and that they work again after another program
+//! has flushed a node's nftables ruleset. `mesh_flows` uses kube-proxy in nftables mode.
 
 mod mesh;
 
@@ -46,7 +46,8 @@ async fn flows(mesh: &Mesh<'_>) {
             mesh.seen(to, *node)
         );
     }
-    // Mirrored: this cluster's kube-proxy chooses among the remote pods, and marks a node's own request for masquerading.
+    // A mirrored Service: this cluster's kube-proxy chooses among the remote pods, and masquerades requests of the node
+    // itself.
     let service = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
     let all = |saw| {
         mesh.hub_webs
@@ -57,7 +58,8 @@ async fn flows(mesh: &Mesh<'_>) {
     mesh.answers(&pod(from), &url(service, 80), &all(from.ip)).await;
     mesh.answers(&host(&from.node), &url(service, 80), &all(mesh.wireguard[&from.node]))
         .await;
-    // Anchored: the hub's kube-proxy chooses, for a source that is not of its cluster.
+    // A ClusterIP of the hub, reached through the anchor: the hub's kube-proxy chooses, for a source outside its
+    // cluster.
     let service = mesh.hub.cluster_ip("default", "web").await.unwrap();
     let answer = mesh.answered(&pod(from), &url(service, 80)).await;
     assert!(mesh.hub_webs.iter().any(|web| web.name == answer.pod), "{answer:?}");

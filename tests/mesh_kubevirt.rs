@@ -1,7 +1,8 @@
-//! A member whose worker is a pod of the hub, as KubeVirt's are: eth0 has a hub pod address and the API server is a hub
-//! ClusterIP, both inside the mesh's networks. Underlay needs go by eth0, who reaches eth0 is answered there, everything
-//! else for the hub goes by the tunnel or nowhere. As a sandbox it enters through gateways, and finds the hub beside the tunnel,
-//! too, until NetworkPolicies leave it the gateways' WireGuard port alone.
+//! Tests a member whose worker is a pod of the hub, as with KubeVirt. Its eth0 has an address of a hub pod, and its API
+//! server is a hub ClusterIP; both are inside the mesh's networks. Traffic that the underlay needs uses eth0, and
+//! clients that reach eth0 get replies there. All other traffic to the hub uses the tunnel or is dropped. As a sandbox
+//! it enters through gateways, and reaches the hub over the underlay, too, until NetworkPolicies leave only the
+//! gateways' WireGuard port open.
 
 #[path = "kubevirt/boundary.rs"]
 mod boundary;
@@ -20,12 +21,13 @@ use serde_json::Value;
 const HUB: &str = "mgmt";
 const MEMBER: &str = "kv";
 const WORKER: &str = "kv-1";
-/// How long anything may take on a loaded machine.
+/// The longest wait on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(90);
-/// The hub's web servers appear in the member under the name `hub-web`.
+/// Mirrors the hub's web servers in the member under the name `hub-web`.
 const EGRESS: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
-/// Where the worker's host serves HTTP and echoes datagrams, on every address: the sockets have no source of their own.
+/// Ports at which the worker's host serves HTTP and echoes datagrams. The sockets are bound to no address, so the
+/// kernel chooses the source.
 const HTTP: u16 = 9090;
 const ECHO: u16 = 9091;
 
@@ -42,7 +44,7 @@ async fn a_worker_inside_the_hubs_pod_network_uses_eth0_for_its_underlay_and_the
         .await
         .unwrap();
     let mut world = World::new(&lab).await;
-    // The agent is up before there is any mesh: what it needs does not come by the tunnel.
+    // The agent becomes ready before there is a mesh, because it needs nothing from the tunnel.
     world
         .member
         .rollout(AGENT_NAMESPACE, "daemonset/wg-agent")
@@ -81,16 +83,16 @@ async fn a_worker_inside_the_hubs_pod_network_uses_eth0_for_its_underlay_and_the
     boundary::a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_policies_are_applied(&world, &product).await;
 }
 
-/// What the test asks of.
+/// The clusters and servers of this test.
 struct World<'a> {
     lab: &'a Lab,
     member: Cluster<'a>,
     worker: Node<'a>,
     hub_webs: Vec<Web>,
     webs: Vec<Web>,
-    /// The ClusterIP of the hub by which the member knows its API server.
+    /// The hub's ClusterIP at which the member reaches its API server.
     api: IpAddr,
-    /// Of the worker; nothing before the mesh.
+    /// The worker's WireGuard address; unset before the mesh.
     wireguard: IpAddr,
     servers: Vec<Running>,
 }
@@ -122,7 +124,7 @@ impl<'a> World<'a> {
         world
     }
 
-    /// The servers of the worker's host.
+    /// Starts the servers on the worker's host.
     async fn serve(&mut self) {
         let probe = self.lab.directory().join("mesh-probe");
         std::fs::copy(env!("CARGO_BIN_EXE_lab-probe"), &probe).unwrap();
@@ -140,7 +142,7 @@ impl<'a> World<'a> {
         self.lab.ask_until_answered(from, url).await.unwrap()
     }
 
-    /// Asks once: there is no answer.
+    /// Sends one request that must not be answered.
     async fn closed(&self, from: &Asker, url: &str) {
         let answer = self.lab.ask(from, url).await.unwrap();
         println!("{from} -> {url}: {}", answer.expect_err("a closed way has no answer"));
@@ -152,7 +154,7 @@ impl<'a> World<'a> {
         address.as_str().unwrap().split_once('/').unwrap().0.parse().unwrap()
     }
 
-    /// By the address that kubelet and kube-proxy use, and by the one that pods use.
+    /// Requests the API server at the address that kubelet and kube-proxy use, and at the one that pods use.
     async fn the_api_server_answers(&self, when: &str) {
         let at_home = self.member.plan().api_service_ip();
         for asker in [host(), pod(&self.webs[0])] {
@@ -167,7 +169,8 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Over TCP and UDP, from pods of both hub nodes: each is seen with its own address and sees eth0's.
+    /// Sends over TCP and UDP from pods of both hub nodes. The worker sees each pod's own address, and each pod gets
+    /// replies from eth0's.
     async fn hub_pods_are_answered_on_eth0(&self, when: &str) {
         self.connections_are_answered_on_eth0(when).await;
         let eth0 = self.worker.address();
@@ -227,7 +230,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// The connection came by eth0, and is DNATed into the mesh.
+    /// The connection arrives at eth0 and is translated (DNAT) to an address in the mesh.
     async fn a_node_port_on_eth0_leads_to_hub_pods_by_the_tunnel(&self) {
         let patch = ["patch", "service", "hub-web", "--type=merge", "-p"];
         let words = [&patch[..], &[r#"{"spec":{"type":"NodePort"}}"#]].concat();
@@ -244,7 +247,7 @@ impl<'a> World<'a> {
         self.member.kubectl(words).await.unwrap();
     }
 
-    /// Renewed twice from now on, and the Node is Ready.
+    /// Waits until the lease is renewed twice, and checks that the Node is Ready.
     async fn the_kubelet_keeps_its_lease(&self) {
         let words = ["get", "lease", "-n", "kube-node-lease", WORKER];
         let renewed = async || json(&self.member, &words).await["spec"]["renewTime"].to_string();
@@ -266,8 +269,8 @@ impl<'a> World<'a> {
         assert_eq!(ready["status"], "True", "{node:#}");
     }
 
-    /// Packets that the worker sent by eth0 into the mesh's networks, other than WireGuard's, to the API server and the next
-    /// hop, and the answers of its host: its servers', and that nobody listens on WireGuard's port any more.
+    /// Captured packets that the worker sent through eth0 into the mesh's networks. Ignored are WireGuard's, those to
+    /// the API server and the next hop, replies of the host's servers, and ICMP errors for WireGuard's closed port.
     async fn in_clear(&self, captured: &Captured) -> Vec<String> {
         let hub = self.lab.cluster(HUB);
         let plan = hub.plan();
@@ -291,7 +294,7 @@ impl<'a> World<'a> {
         captured.packets(&filter).await.unwrap()
     }
 
-    /// Answers of the worker's host over TCP and UDP that left by eth0, with its address.
+    /// Number of replies over TCP and over UDP that left through eth0 with its address.
     async fn answers_on_eth0(&self, captured: &Captured) -> (usize, usize) {
         let (mac, eth0) = (self.mac().await, self.worker.address());
         let mut counts = [0; 2];
@@ -310,9 +313,9 @@ impl<'a> World<'a> {
         output.stdout.trim().to_owned()
     }
 
-    /// The tunnel of userspace ends with its process. What stands then is what the kernel holds.
+    /// The userspace device has no carrier after its process dies. What remains are the routes and rules in the kernel.
     async fn a_dead_agent_leaves_the_underlay_open_and_the_mesh_closed(&self, hub: &Cluster<'_>) {
-        // Else it would be started again at once.
+        // A stopped kubelet cannot restart the agent.
         self.worker.signal("kubelet", Signal::SIGSTOP).unwrap();
         let capture = self.worker.capture("tunnel-down", "ip").await.unwrap();
         self.worker.signal("wg-agent", Signal::SIGKILL).unwrap();
@@ -328,10 +331,10 @@ impl<'a> World<'a> {
         .unwrap();
         self.the_mesh_is_closed(hub).await;
         self.the_api_server_answers("agent dead").await;
-        // Connections alone: with nobody behind the device the mesh's routes are all unreachable, and the kernel asks them
-        // before any hook when a datagram's socket has no mark.
+        // TCP only. With no process behind the device all routes of the mesh are unreachable, and for a datagram whose
+        // socket has no mark the kernel looks up the route before any hook.
         self.connections_are_answered_on_eth0("agent dead").await;
-        // And somebody takes the way into our routes away: what is left is the firewall.
+        // Then another program deletes our policy routing rules, so that only the firewall is left.
         for preference in ["1000", "1001"] {
             self.worker
                 .exec(["ip", "rule", "del", "pref", preference])
@@ -364,7 +367,7 @@ impl<'a> World<'a> {
         }
         let of_the_hub = self.hub_webs.iter().map(pod);
         urls.extend(of_the_hub.map(|from| (from, url(self.webs[0].ip, 8080))));
-        // All at once: most of them take all of their time.
+        // At the same time, because most requests wait for their timeout.
         join_all(urls.iter().map(|(from, url)| self.closed(from, url))).await;
         let pings = self.hub_webs.iter().map(|to| to.ip);
         let pings = pings.flat_map(|to| [pod(&self.webs[0]), host()].map(|from| (from, to)));
@@ -375,7 +378,7 @@ impl<'a> World<'a> {
         join_all(answered).await;
     }
 
-    /// Its machine forgets everything: key, tunnel, routes. What it needs to have them again does not need them.
+    /// The worker loses its key, tunnel and routes. Everything that it needs to restore them is reachable without them.
     async fn a_worker_that_loses_power_comes_back_by_eth0_alone(&mut self, product: &Product<'_>) {
         self.servers.clear();
         self.worker.power_cut().await.unwrap();
@@ -396,7 +399,8 @@ impl<'a> World<'a> {
         .await
         .unwrap();
         self.wireguard = self.wireguard_address().await;
-        // A machine that knows nothing yet sends by its default route, as before there was a mesh: until its agent has read.
+        // Until its agent has read the objects, a new machine sends through its default route, as before there was a
+        // mesh.
         let (from, to) = (&self.webs[0], &self.hub_webs[0]);
         wait_until(
             "the new machine's agent to take the pods in",
@@ -441,7 +445,7 @@ fn seen(pod: &str, node: &str, saw: IpAddr) -> Answer {
     }
 }
 
-/// What `kubectl ... -o json` prints.
+/// The output of `kubectl ... -o json`.
 async fn json(cluster: &Cluster<'_>, words: &[&str]) -> Value {
     let words = [words, &["-o", "json"]].concat();
     serde_json::from_str(&cluster.kubectl(words).await.unwrap().stdout).unwrap()

@@ -1,6 +1,6 @@
-//! What an operator does to two whole clusters in a mesh, and what happens to them: rights, nodes that come and go, pods
-//! of ours that are deleted, a member's API server that stands still, new credentials, backends that go, and the end:
-//! the mesh deleted and the nodes left clean, as README.md says.
+//! Tests the operation of a mesh of two whole clusters: rights of our processes, nodes that join and leave, deleted
+//! pods of ours, a frozen API server of a member, new credentials, backends that change. At the end the mesh is deleted
+//! and the nodes are cleaned up as README.md says.
 
 #[path = "operations/credentials.rs"]
 mod credentials;
@@ -51,7 +51,7 @@ async fn a_mesh_survives_its_operator_and_leaves_nothing_when_it_goes() {
     cleanup_leaves_the_nodes_as_they_were(&mesh, &before).await;
 }
 
-/// The state of every node of the first hour, by name.
+/// The state of the nodes with which the clusters started, by name.
 async fn all_nodes(lab: &Lab) -> BTreeMap<String, NodeState> {
     let mut states = BTreeMap::new();
     for name in [mesh::HUB, mesh::MEMBER] {
@@ -103,7 +103,7 @@ async fn a_long_flow_outlives_nodes_that_join_and_leave_and_agents_that_restart_
     mesh.product.ready().await.unwrap();
 
     mesh.lab.node(&name).power_cut().await.unwrap();
-    // Somebody goes on talking to it.
+    // Another pod continues to send to it.
     let address = wireguard_address(&mesh.member, &name).await;
     let to_dead = ["ping", "-n", "-i", "1", &address];
     let asker = &mesh.hub_webs[0];
@@ -114,7 +114,7 @@ async fn a_long_flow_outlives_nodes_that_join_and_leave_and_agents_that_restart_
         .unwrap();
     let cut = Instant::now();
 
-    // Meanwhile an agent elsewhere restarts: its own node's tunnel is down for a moment, no other.
+    // Meanwhile an agent on another node restarts. Only the tunnel of its own node is down for a moment.
     an_agent_restarts(mesh).await;
 
     a_link_that_is_down_is_told(mesh, &asker.node, &name, cut).await;
@@ -146,7 +146,7 @@ async fn a_long_flow_outlives_nodes_that_join_and_leave_and_agents_that_restart_
         deleted.elapsed().as_secs_f64()
     );
 
-    // No line took two seconds all the while: else the stream has ended.
+    // The stream program exits if a line takes two seconds. It still runs, so none did.
     let line = |log: &str| log.lines().last().unwrap_or_default().to_owned();
     let last = line(&stream.log());
     wait_until("the stream to go on", PATIENCE, async || match stream.log() {
@@ -159,7 +159,7 @@ async fn a_long_flow_outlives_nodes_that_join_and_leave_and_agents_that_restart_
     println!("the stream's last line: {}", line(&stream.log()));
 }
 
-/// Peers and policies of both clusters with their resourceVersions.
+/// Peers and PeerPolicies of both clusters, with their resourceVersions.
 async fn everything_written(mesh: &Mesh<'_>) -> BTreeMap<String, String> {
     let mut all = BTreeMap::new();
     for cluster in [&mesh.hub, &mesh.member] {
@@ -173,7 +173,7 @@ async fn everything_written(mesh: &Mesh<'_>) -> BTreeMap<String, String> {
     all
 }
 
-/// Scales the hub's web servers and waits until the member's mirrored Service has exactly the pods that are left.
+/// Scales the hub's web servers and waits until the member's mirrored Service has exactly the remaining pods.
 async fn backends_follow(mesh: &mut Mesh<'_>, replicas: usize) {
     let scale = format!("--replicas={replicas}");
     mesh.hub.kubectl(["scale", "deployment/web", &scale]).await.unwrap();
@@ -207,7 +207,7 @@ async fn backends_follow(mesh: &mut Mesh<'_>, replicas: usize) {
     let service = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
     for from in &mesh.member_webs {
         let want: Vec<_> = mesh.hub_webs.iter().map(|to| mesh.seen(to, from.ip)).collect();
-        // The member's own kube-proxy follows the slices a moment later.
+        // The member's own kube-proxy applies the slices a moment later.
         wait_until("kube-proxy to follow the slices", PATIENCE, async || {
             for _ in 0..10 {
                 let answer = mesh.answered(&pod(from), &url(service, 80)).await;
@@ -246,7 +246,7 @@ async fn a_deleted_controller_rewrites_nothing_and_its_successor_works(mesh: &mu
         .rollout(NAMESPACE, "deployment/clustermesh-controller")
         .await
         .unwrap();
-    // That it follows a backend shows that it has seen both clusters.
+    // A mirrored backend that changes proves that the new controller has read both clusters.
     backends_follow(mesh, 1).await;
     backends_follow(mesh, 2).await;
     mesh.product.ready().await.unwrap();
@@ -289,7 +289,7 @@ async fn a_deleted_mesh_takes_everything_away(mesh: &Mesh<'_>) {
                 let peers = run(&["wg", "show", "kilo0", "peers"]).await?;
                 let routes = run(&["ip", "-j", "route", "show", "table", "5182"]).await?;
                 let routes: serde_json::Value = serde_json::from_str(&routes).map_err(|error| error.to_string())?;
-                // What the underlay needs may stay exempt.
+                // Throw routes for the underlay may remain.
                 let routes = routes
                     .as_array()
                     .into_iter()
@@ -308,7 +308,7 @@ async fn a_deleted_mesh_takes_everything_away(mesh: &Mesh<'_>) {
     }
 }
 
-/// The words of docs/operations/removal.md, "The agents".
+/// Follows docs/operations/removal.md, "The agents".
 async fn cleanup_leaves_the_nodes_as_they_were(mesh: &Mesh<'_>, before: &BTreeMap<String, NodeState>) {
     let patch = r#"[
         {"op": "replace", "path": "/spec/template/spec/containers/0/args", "value": ["cleanup"]},

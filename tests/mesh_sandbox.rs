@@ -1,6 +1,6 @@
-//! A cluster of untrusted code that enters another through gateway pods, on whole clusters: the pods as deploy/gateway.yaml makes
-//! them, with what a kubelet and a container runtime give them and no more. It reaches the Service that is granted to it and
-//! nothing else, also where its administrator gives the gateways' Peers every address.
+//! Tests a sandbox that enters the hub through gateway pods, on whole clusters. The pods come from deploy/gateway.yaml,
+//! with only what a kubelet and a container runtime add. The sandbox reaches the Service that is granted to it and
+//! nothing else, even if its administrator gives the gateways' Peers every address.
 
 #[path = "sandbox/gateways.rs"]
 mod gateways;
@@ -68,7 +68,7 @@ impl<'a> World<'a> {
             .await
             .unwrap();
         product.install_gateways(&["default"]).await.unwrap();
-        // What an API server of a trusting cluster refuses by itself, with both lists set: agents and controller work within them.
+        // Apply both lists of the admission policy for objects, so that agents and controller have to work within them.
         let admission =
             std::fs::read_to_string(format!("{}/../../deploy/admission.yaml", env!("CARGO_MANIFEST_DIR"))).unwrap();
         let networks = |cluster: &Cluster<'_>| {
@@ -105,7 +105,7 @@ impl<'a> World<'a> {
             cluster.apply(&admission).await.unwrap();
         }
         let hub_webs = hub.run_web().await.unwrap();
-        // One node each: their second server has no place.
+        // These clusters have one node each, so a second web server would stay pending.
         let mut webs = Vec::new();
         for cluster in [&member, &sandbox] {
             cluster
@@ -143,7 +143,7 @@ impl<'a> World<'a> {
         [pod(&self.sandbox_webs[0]), host(&self.sandbox_webs[0].node)]
     }
 
-    /// What answers the one and the other.
+    /// The sockets that the sandbox's pod reaches, and those that its node reaches.
     async fn found(&self, sockets: impl IntoIterator<Item = SocketAddr> + Clone) -> [BTreeSet<SocketAddr>; 2] {
         let [pod, host] = self.askers();
         let (pod, host) = tokio::join!(self.lab.scan(&pod, sockets.clone()), self.lab.scan(&host, sockets));
@@ -187,7 +187,7 @@ async fn nothing_of_the_hub_but_what_is_granted_stands_in_the_sandbox(world: &Wo
     for (cluster, gateways) in [(&world.hub, true), (&world.member, false)] {
         for (socket, what) in cluster.sockets().await.unwrap() {
             let ip = socket.ip().to_string();
-            // Where it dials the gateways: ports of their nodes. Every cluster has such Services.
+            // The sandbox knows the nodes at whose ports it dials the gateways. Every cluster has these two Services.
             let known =
                 gateways && what.starts_with("node ") || what == "Service kubernetes" || what == "Service kube-dns";
             assert!(
@@ -205,8 +205,9 @@ async fn nothing_of_the_hub_but_what_is_granted_stands_in_the_sandbox(world: &Wo
     }
 }
 
-/// What is a cluster's alone: its pods' names, its objects' UIDs, its authority's certificate, and what is in its Secrets, but for
-/// the one that leads to the sandbox. Gateways' pods have the names of the Peers that lead to them.
+/// Words that only this cluster contains: names of pods, UIDs of objects, the certificate of its authority, and data of
+/// Secrets except for the sandbox's own kubeconfig. Pods of gateways are left out, because the Peers for them have
+/// their names.
 async fn names_and_credentials(cluster: &Cluster<'_>) -> BTreeSet<String> {
     let kinds = "nodes,pods,services,endpointslices,configmaps,secrets,serviceaccounts";
     let objects = json(cluster, &["get", kinds, "-A"]).await;
@@ -246,7 +247,7 @@ async fn nothing_there_opens_a_connection_to_the_sandbox(world: &World<'_>) {
     let probe = world.lab.prober().unwrap();
     let words = [&*probe, "stream-serve", ":8080"];
     let _listener = world.lab.node(node).spawn("listener", words).unwrap();
-    // All of them listen there.
+    // The sandbox's node listens on all of these ports.
     world.lab.until_open(&host(node), &targets.into()).await.unwrap();
     let gateways = world.gateways().await;
     let pods = gateways.iter().map(|gateway| &gateway.pod);
@@ -270,7 +271,7 @@ async fn nothing_of_the_sandbox_is_on_the_hubs_nodes(world: &World<'_>) {
     let objects = world.hub.kubectl(objects).await.unwrap().stdout;
     let peer = world.wireguard().await.to_string();
     assert!(!objects.contains(SANDBOX) && !objects.contains(&peer), "{objects}");
-    // What such a Peer would show, of the member that has one.
+    // Positive control: the member, which has Peers here, does appear in this output.
     assert!(objects.contains(MEMBER));
     let member = wireguard(&world.member, &world.member_webs[0].node).await.to_string();
     let kernel: [&[&str]; 5] = [
@@ -299,7 +300,7 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a
     let granted = world.granted().await;
     let all = world.all_sockets().await;
     println!("{} sockets to scan", all.len());
-    // What the underlay lets through without any mesh is for NetworkPolicies.
+    // Without this attack the underlay decides what is open; only NetworkPolicies could close it.
     for from in world.askers() {
         let open = world.lab.scan(&from, all.keys().copied()).await.unwrap();
         println!("from {from}, as its routes are: {open:?}");
@@ -317,7 +318,8 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a
         let at = world.gateway_of(chosen).await.address;
         let granted: BTreeSet<SocketAddr> = granted.iter().filter(|socket| socket.ip() == at).copied().collect();
         for from in world.askers() {
-            // Of a scan's first packets a session that is still to be made holds some and loses the others.
+            // Establish the session first: until then, WireGuard stages only some of a scan's packets and drops the
+            // others.
             world.lab.until_open(&from, &granted).await.unwrap();
             let open = world.lab.scan(&from, all.keys().copied()).await.unwrap();
             println!("from {from}, all of it through {chosen}: {open:?}");
@@ -329,7 +331,7 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a
     attacker
 }
 
-/// After everything was led through one gateway, and while everything is still scanned.
+/// The attacker still routes everything through one gateway, and the scans still run.
 // threat: gateway-revoked-connection
 async fn a_grant_that_is_taken_back_closes_and_so_does_a_mesh_that_is_deleted(world: &World<'_>, scene: &Scene<'_>) {
     let granted = world.granted().await;
@@ -357,7 +359,7 @@ async fn a_grant_that_is_taken_back_closes_and_so_does_a_mesh_that_is_deleted(wo
     world.hub.kubectl(delete).await.unwrap();
     closed("the mesh deleted", called).await;
     world.no_access().await;
-    // Without any object of the mesh, too.
+    // Also after every object of the mesh is gone.
     scene.nothing_answers("the mesh gone").await;
     scene.round().await;
 }

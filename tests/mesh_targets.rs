@@ -1,6 +1,6 @@
-//! A sandbox enters clusters that no agent serves, on whole clusters: the hub's nodes run no agent, later kg alone (its
-//! annotations, not the program), its pod network is Shared, packets between its nodes bypass netfilter, and sandboxes dial the
-//! gateways at NodePorts. The sandbox reaches what is granted to it and nothing else.
+//! Tests a sandbox that enters a cluster without agents, on whole clusters. The hub's nodes run no agent, and later kg
+//! (simulated by its annotations). Its pod network is Shared, packets between its nodes bypass netfilter, and sandboxes
+//! dial the gateways at NodePorts. The sandbox reaches what is granted to it and nothing else.
 
 mod mesh;
 
@@ -25,9 +25,9 @@ use tokio::task::JoinSet;
 const SANDBOX: &str = "notebooks";
 const GRANT: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
-/// The ports of docs/operations/sandboxes.md.
+/// The NodePorts in docs/operations/sandboxes.md.
 const NODE_PORTS: [(&str, u16); 2] = [("clustermesh-gateway-0", 31820), ("clustermesh-gateway-1", 31821)];
-/// Hooks of netfilter that a forwarded packet passes.
+/// The netfilter hooks that a forwarded packet passes.
 const HOOKS: [&str; 3] = ["prerouting", "forward", "postrouting"];
 
 // threat: target-does-not-enforce
@@ -73,7 +73,7 @@ impl<'a> World<'a> {
         product.install_gateways(&["default"]).await.unwrap();
         hub.apply(&node_ports()).await.unwrap();
         let hub_webs = hub.run_web().await.unwrap();
-        // Its second server would have no node.
+        // The sandbox has one node, so a second server would stay pending.
         sandbox.apply(&WEB.replace("replicas: 2", "replicas: 1")).await.unwrap();
         sandbox.rollout("default", "deployment/web").await.unwrap();
         let sandbox_web = sandbox.webs().await.unwrap().remove(0);
@@ -95,7 +95,7 @@ impl<'a> World<'a> {
         [pod(&self.sandbox_web), host(&self.sandbox_web.node)]
     }
 
-    /// What is granted, once the sandbox dials every gateway at its NodePort.
+    /// The current grants, as soon as the sandbox dials every gateway at its NodePort.
     async fn granted(&self) -> Granted {
         wait_until("Peers with the NodePorts of all gateways", PATIENCE, async || {
             let granted = self.product.granted(SANDBOX).await.map_err(|error| error.to_string())?;
@@ -129,7 +129,7 @@ impl<'a> World<'a> {
         Ok(self.lab.node(&runs.node))
     }
 
-    /// By its mirrored name, from pod and node: every server answers, through every gateway.
+    /// Requests the mirrored Service from pod and node, until every server has answered through every gateway.
     async fn granted_service_answers_and_sees_gateways(&self) {
         let service = self.sandbox.cluster_ip("default", "hub-web").await.unwrap();
         let gateways: BTreeSet<IpAddr> = self
@@ -164,7 +164,8 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Gives the hub the CRD of Kilo, and its nodes the annotations of kg, which checks in until the result is dropped.
+    /// Gives the hub the Peer CRD of Kilo, and its nodes the annotations of kg, which are renewed until the result is
+    /// dropped.
     async fn kg_serves_the_nodes(&self) -> JoinSet<()> {
         let crd = format!("{}/../../crds/peers.kilo.squat.ai.yaml", env!("CARGO_MANIFEST_DIR"));
         self.hub.apply(&std::fs::read_to_string(crd).unwrap()).await.unwrap();
@@ -178,7 +179,7 @@ impl<'a> World<'a> {
             let nodes = nodes.clone();
             checking_in.spawn(async move {
                 loop {
-                    // As kg does every 30 s, though more often, so that it is not called silent on a loaded machine.
+                    // kg does it every 30 s. More often here, so that a loaded machine makes no node silent.
                     tokio::time::sleep(Duration::from_secs(5)).await;
                     let said = annotate(&nodes, &name, &json!({names::KILO_LAST_SEEN: now()})).await;
                     said.unwrap_or_else(|error| println!("the check-in of {name}: {error}"));
@@ -188,8 +189,8 @@ impl<'a> World<'a> {
         checking_in
     }
 
-    /// From a gateway's pod to a server on the other node: netfilter sees the packets on both nodes, and none of them once a
-    /// program redirects them. The connection works with and without it.
+    /// Sends from a gateway's pod to a server on the other node. At first netfilter sees the packets on both nodes;
+    /// with the program that redirects them it sees none. The connection works in both cases.
     async fn packets_bypass_netfilter_on_their_way(&self) {
         let granted = self.granted().await;
         let gateway = &granted.gateways[0];
@@ -232,8 +233,8 @@ impl<'a> World<'a> {
         }
     }
 
-    /// The sandbox's node sends from one UDP port to one NodePort all the time, so a connection entry that leads to the old pod
-    /// would never expire.
+    /// The sandbox's node always sends from one UDP port to one NodePort, so the conntrack entry for the old pod would
+    /// never expire by itself.
     async fn deleted_gateway_is_dialled_at_its_node_port_again(&self) {
         let before = self.granted().await.gateways.remove(0);
         let node = self.node_of(&before).await.unwrap();
@@ -259,11 +260,11 @@ impl<'a> World<'a> {
             self.lab.until_open(&from, &after.tcp()).await.unwrap();
         }
         self.dialled_at(&self.node_of(gateway).await.unwrap(), gateway).await;
-        // The new pod has a new link.
+        // The new pod has a new link without the program.
         self.hub.bypass_netfilter().await.unwrap();
     }
 
-    /// The node translates the NodePort to the gateway's pod, for all who use it.
+    /// Checks that every conntrack entry of the NodePort leads to the gateway's pod.
     async fn dialled_at(&self, node: &Node<'_>, gateway: &Gateway) {
         let port = gateway.endpoint.port().to_string();
         let list = ["conntrack", "-L", "-p", "udp", "--orig-port-dst", &port];
@@ -276,7 +277,7 @@ impl<'a> World<'a> {
         );
     }
 
-    /// Neither objects of the mesh, except the SandboxAccess, nor its addresses inside the tunnel.
+    /// Checks that the hub has no object of the mesh except the SandboxAccess, and no tunnel address of the sandbox.
     async fn nothing_of_the_sandbox_is_in_the_hub(&self) {
         let peers = json(&self.hub, &["get", "peers"]).await;
         assert_eq!(peers["items"], json!([]));
@@ -301,7 +302,7 @@ impl<'a> World<'a> {
             for words in kernel {
                 text += &node.exec(words).await.unwrap().stdout;
             }
-            // What a node knows of the sandbox: where its node dials from.
+            // A node knows only the address from which the sandbox's node dials.
             let outside = self.lab.node(&self.sandbox_web.node).address().to_string();
             assert!(
                 text.contains(&gateway.pod.to_string()) && text.contains(&outside),
@@ -313,7 +314,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Also where the sandbox's administrator leads every address of the hub into the tunnel.
+    /// Scans while the sandbox's administrator routes every address of the hub into the tunnel.
     async fn scan_through_each_gateway_finds_what_is_granted(&self) {
         let granted = self.granted().await;
         let mut all = self.sandbox.sockets_beyond(&[&self.hub], &granted.tcp()).await.unwrap();
@@ -324,7 +325,7 @@ impl<'a> World<'a> {
             let left = attacker.leads_through(&gateway.peer, &addresses).await.unwrap();
             assert_eq!(left, BTreeSet::new());
             let granted = granted.through(gateway).tcp();
-            // A session that is not there yet loses some of a scan's first packets.
+            // Establish the session first: until then, WireGuard drops some of a scan's packets.
             self.lab.until_open(&from, &granted).await.unwrap();
             let open = self.lab.scan(&from, all.keys().copied()).await.unwrap();
             println!("{} sockets from {from} through {}: {open:?}", all.len(), gateway.name);
@@ -332,7 +333,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Says the ClusterMesh, of a hub with these nodes.
+    /// Waits until the conditions of the ClusterMesh are good, for a hub with these nodes.
     async fn nothing_is_wrong(&self, with: &str) {
         let expected = [("Ready", "True"), ("EgressResolved", "True")];
         let what = format!("nothing to be wrong with {with}");
@@ -357,7 +358,7 @@ impl<'a> World<'a> {
     }
 }
 
-/// The manifest of docs/operations/sandboxes.md, as it stands there.
+/// The manifest in docs/operations/sandboxes.md, unchanged.
 fn node_ports() -> String {
     let path = format!("{}/../../docs/operations/sandboxes.md", env!("CARGO_MANIFEST_DIR"));
     let text = std::fs::read_to_string(path).unwrap();
@@ -385,13 +386,13 @@ async fn annotate(nodes: &Api<core::Node>, node: &str, annotations: &Value) -> k
     nodes.patch(node, &PatchParams::default(), &patch).await.map(drop)
 }
 
-/// In seconds since 1970.
+/// Seconds since 1970.
 fn now() -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
     now.as_secs().to_string()
 }
 
-/// Counts, on a node, packets between two addresses at each hook, before anything else sees them.
+/// An nftables table that counts the packets between two addresses at each hook, before all other chains.
 fn witness(one: IpAddr, other: IpAddr) -> String {
     let counts = HOOKS.map(|hook| {
         format!(
@@ -402,7 +403,7 @@ fn witness(one: IpAddr, other: IpAddr) -> String {
     format!("table ip witness {{\n{}}}\n", counts.concat())
 }
 
-/// What was counted since the last call, by hook.
+/// The packets that were counted since the last call, by hook.
 async fn witnessed(node: &Node<'_>) -> BTreeMap<String, u64> {
     let words = ["nft", "-j", "reset", "counters", "table", "ip", "witness"];
     let printed = node.exec(words).await.unwrap().stdout;

@@ -1,4 +1,4 @@
-//! The hub's gateways, as their SandboxGateways describe them.
+//! Reads the hub's gateways from their SandboxGateways.
 
 use std::net::IpAddr;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::{PATIENCE, Side, json, text};
 
-/// A gateway, as its SandboxGateway describes it.
+/// A gateway, as in its SandboxGateway.
 pub(super) struct Gateway {
     pub(super) key: String,
     pub(super) wireguard: Vec<IpAddr>,
@@ -15,7 +15,7 @@ pub(super) struct Gateway {
 }
 
 impl Gateway {
-    /// Its WireGuard address of the sandbox's family.
+    /// Its WireGuard address in the family of the sandbox's.
     pub(super) fn of(&self, side: &Side<'_>) -> IpAddr {
         side.of(self.wireguard.iter().copied())
     }

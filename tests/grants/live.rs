@@ -1,6 +1,6 @@
-//! What is open is changed while packets flow: a quarantine and every change of a profile, with a sandbox's pod and node that
-//! never stop sending. A sandbox reaches what is granted at the gateways and nothing else; a cluster-meshed member reaches every
-//! pod at its own address and nothing at the gateways. Each flow answers only in the time between the change that opens it and
+//! Changes what is open while packets flow: a quarantine and every change of a profile, with a sandbox's pod and node
+//! that send continuously. A sandbox reaches only granted ports at the gateways; a cluster-meshed member reaches every
+//! pod at its own address and nothing at the gateways. Each flow gets answers only between the change that opens it and
 //! the end of the change that closes it.
 
 use std::{
@@ -16,46 +16,48 @@ use super::{
     now, text,
 };
 
-/// In no Service.
+/// A port that no Service has.
 const BEYOND: u16 = 9100;
-/// In a granted one.
+/// A port of a granted Service.
 const STREAM: u16 = 8200;
-/// What closes is closed within so many milliseconds of the call, on machines that do much else.
+/// A change closes everything within so many milliseconds of the kubectl call, also on a busy machine.
 const BOUND: u128 = 30_000;
-/// So many milliseconds nothing comes before it is taken for closed.
+/// A flow without an answer for so many milliseconds counts as closed.
 const SILENCE: u128 = 2000;
-/// TCP connections through each gateway from the pod and from the node: some would reach the endpoint that they had by chance.
+/// TCP connections through each gateway from the pod and from the node. With a single one, the change might keep its
+/// endpoint by chance.
 const STREAMS: usize = 3;
 
-/// A socket that is asked without a pause, by UDP.
+/// A destination that is probed continuously over UDP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Path {
-    /// The mirrored Service: in both profiles.
+    /// The mirrored Service: open in both profiles.
     Named,
-    /// Granted ports at the gateways: of a sandbox alone.
+    /// Granted ports at the gateways: open for a sandbox only.
     Gateways,
-    /// The same port of the Service's pod: of a cluster-meshed member alone.
+    /// The same port of the Service's pod: open for a cluster-meshed member only.
     Pod,
-    /// A port of that pod that no Service has: of a cluster-meshed member alone.
+    /// A port of that pod that no Service has: open for a cluster-meshed member only.
     Beyond,
-    /// The pod's ports at the gateways: in no profile.
+    /// The pod's ports at the gateways: never open.
     Ungranted,
 }
 
 const SANDBOX: &[Path] = &[Path::Named, Path::Gateways];
 const MESHED: &[Path] = &[Path::Named, Path::Pod, Path::Beyond];
 
-/// Flows of one path, from the pod and from the node.
+/// Probes of one path, from the pod and from the node.
 struct Flow {
     sockets: BTreeSet<SocketAddr>,
     echoes: Vec<Echo>,
-    /// Those that need not answer, and may while it is open.
+    /// Flows that may, but need not, get answers while the path is open.
     others: Vec<Echo>,
-    /// When it may answer, in milliseconds since 1970; the last one has no end while it is open.
+    /// The periods in which answers are allowed, in milliseconds since 1970. The last one has no end while the path is
+    /// open.
     windows: Vec<(u128, Option<u128>)>,
 }
 
-/// What the SandboxAccess in the hub says.
+/// The state of the SandboxAccess in the hub.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Access {
     Grants,
@@ -68,7 +70,7 @@ struct Flows<'a> {
     side: &'a Side<'a>,
     store: Vec<Web>,
     flows: BTreeMap<Path, Flow>,
-    /// TCP connections that ended, and since when.
+    /// TCP connections that a change has ended, each with the time from which it must not get answers.
     ended: Vec<(Echo, u128)>,
 }
 
@@ -138,7 +140,7 @@ pub(super) async fn nothing_flows_beyond_what_a_quarantine_or_a_tighter_profile_
         .await;
     let called = flows.apply(&wide).await;
     flows.is("its end", called, MESHED, Access::Absent).await;
-    // Between nodes that trust each other a connection stands for as long as both its ends wait.
+    // Between nodes that trust each other a connection survives as long as both ends wait.
     straight.answered_after(now()).await.unwrap();
     flows.flows.get_mut(&Path::Pod).unwrap().others.push(straight);
 
@@ -150,7 +152,7 @@ pub(super) async fn nothing_flows_beyond_what_a_quarantine_or_a_tighter_profile_
     let called = flows.apply(&standard).await;
     flows.is("sandbox to standard", called, &[], Access::Absent).await;
     flows.end(streams);
-    // The Service is gone, and the next one may have another address.
+    // The mirrored Service is deleted, and the next one may have another address.
     flows.flows.remove(&Path::Named);
     let called = flows.apply(&wide).await;
     flows
@@ -173,7 +175,7 @@ pub(super) async fn nothing_flows_beyond_what_a_quarantine_or_a_tighter_profile_
     flows.is("its Service", called, SANDBOX, Access::Grants).await;
 }
 
-/// The mesh with this profile of the older sandbox.
+/// The mesh with this profile for the sandbox `OLD`.
 fn mesh(world: &World<'_>, profile: &str) -> String {
     let grants = grants(&SERVED);
     let sandboxes: &[&str] = if profile == "cluster-meshed" {
@@ -183,7 +185,7 @@ fn mesh(world: &World<'_>, profile: &str) -> String {
     };
     let text = world.product.mesh_with(sandboxes, &[(OLD, &grants), (NEW, &grants)]);
     match profile {
-        // The older one stands first.
+        // The entry of `OLD` is the first.
         "standard" => text.replacen("isolationProfile: sandbox", "isolationProfile: standard", 1),
         _ => text,
     }
@@ -195,7 +197,7 @@ fn quarantined(mesh: &str) -> String {
 }
 
 impl Flow {
-    /// The last answer that came.
+    /// The time of the last answer.
     fn last(&self) -> u128 {
         let last = self.echoes.iter().filter_map(|echo| echo.answers().pop());
         last.max().unwrap_or_default()
@@ -205,7 +207,7 @@ impl Flow {
         self.windows.last().is_some_and(|(_, end)| end.is_none())
     }
 
-    /// Answers that came while it was closed.
+    /// Answers that came while the path was closed.
     fn strays(&self) -> Vec<u128> {
         let answers = self.echoes.iter().chain(&self.others).flat_map(Echo::answers);
         let inside = |at: &u128| {
@@ -251,7 +253,7 @@ impl Flows<'_> {
         stream
     }
 
-    /// TCP connections through both gateways, from the pod and from the node, over which something granted is asked.
+    /// Opens TCP connections through both gateways to a granted port, from the pod and from the node.
     async fn streams_through_gateways(&self) -> Vec<Echo> {
         let mut all = Vec::new();
         for at in self.world.places(self.side, "store-headless", "stream").await {
@@ -264,13 +266,13 @@ impl Flows<'_> {
         all
     }
 
-    /// None of these answers from now on, whatever opens.
+    /// From now on, none of these connections may get an answer, even if the path opens again.
     fn end(&mut self, streams: Vec<Echo>) {
         let since = now();
         self.ended.extend(streams.into_iter().map(|stream| (stream, since)));
     }
 
-    /// Returns when that was called.
+    /// Applies a mesh, and returns when kubectl was called.
     async fn apply(&self, mesh: &str) -> u128 {
         let called = now();
         self.world.hub.apply(mesh).await.unwrap();
@@ -284,7 +286,7 @@ impl Flows<'_> {
         called
     }
 
-    /// What a quarantine keeps: the names of what the controller wrote for the sandbox.
+    /// Names of the objects that the controller wrote for the sandbox, which a quarantine keeps.
     async fn objects(&self) -> Vec<BTreeSet<String>> {
         let mut all = Vec::new();
         for kind in ["sandboxaccesses", "peers", "peerpolicies"] {
@@ -296,8 +298,8 @@ impl Flows<'_> {
         all
     }
 
-    /// Waits until the change that was called then is in force: `open` answers, and nothing else does. What was closed before
-    /// and stays so answers nothing at all meanwhile.
+    /// Waits until a change is in force that was made at `called`: the paths in `open` answer, and no other does. A
+    /// path that was closed before and stays closed must not answer in between, either.
     async fn is(&mut self, what: &str, called: u128, open: &[Path], access: Access) {
         let told = self.told(access).await;
         for path in open {
@@ -308,8 +310,8 @@ impl Flows<'_> {
             }
             flow.echoes[0].answered_after(told).await.unwrap();
             if first {
-                // Conntrack keeps the source of a flow from before there was a route by the tunnel: the node's own address,
-                // which no Peer has.
+                // The conntrack entry of a flow keeps the source from before there was a route into the tunnel. That is
+                // the node's own address, which no Peer has.
                 let at = *flow.sockets.first().unwrap();
                 let fresh = self.world.lab.watch_udp(&self.side.askers()[1], at).unwrap();
                 flow.others.push(std::mem::replace(&mut flow.echoes[1], fresh));
@@ -362,13 +364,13 @@ impl Flows<'_> {
         );
     }
 
-    /// The same of flows that begin now.
+    /// Checks the same with new flows.
     async fn ask_anew(&self, what: &str, open: &[Path]) {
         let sockets: BTreeSet<SocketAddr> = self.flows.values().flat_map(|flow| &flow.sockets).copied().collect();
         let want = open.iter().flat_map(|path| &self.flows[path].sockets).copied();
         let want: BTreeSet<SocketAddr> = want.collect();
         let [pod, host] = self.side.askers().map(async |from: Asker| {
-            // kube-proxy takes up to a second to follow a Service.
+            // kube-proxy takes up to a second to apply a Service.
             wait_until(format!("{what}: {want:?} to answer {from}"), PATIENCE, async || {
                 let answers = self.world.lab.scan_udp(&from, sockets.iter().copied()).await;
                 let answers = answers.map_err(|error| error.to_string())?;
@@ -385,8 +387,8 @@ impl Flows<'_> {
         tokio::join!(pod, host);
     }
 
-    /// When the mesh's status is that of what was applied last with nothing left open, and every gateway has applied what the
-    /// SandboxAccess says.
+    /// Waits until PolicyEnforced is True for the current generation of the mesh, and every gateway has applied the
+    /// current SandboxAccess. Returns that time.
     async fn told(&self, access: Access) -> u128 {
         let hub = &self.world.hub;
         let name = format!("{MESH}--{}", self.side.name());

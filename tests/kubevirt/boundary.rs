@@ -1,5 +1,5 @@
-//! The same worker as a sandbox that enters the hub through gateways: what its node finds there, by the tunnel and beside it,
-//! with and without the NetworkPolicies that are shipped.
+//! Tests the same worker as a sandbox that enters the hub through gateways: what its node reaches through the tunnel
+//! and over the underlay, before and after the shipped NetworkPolicies are applied.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -11,10 +11,11 @@ use clustermesh_lab::{
 
 use super::{EGRESS, HUB, MEMBER, PATIENCE, WORKER, World, host, pod, url};
 
-/// In the pods of gateways, and on the hub's nodes.
+/// The WireGuard port of gateway pods and of the hub's nodes.
 const WIREGUARD: u16 = 51820;
 
-/// Its agent leads the gateways' addresses into the tunnel and nothing else: what else answers is the underlay's.
+/// The worker's agent routes only the gateways' addresses into the tunnel. Everything else that answers is reached over
+/// the underlay.
 // threat: underlay-scan, underlay-to-kubelet
 pub(super) async fn a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_policies_are_applied(
     world: &World<'_>,
@@ -75,7 +76,7 @@ pub(super) async fn a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_po
     let want: BTreeSet<SocketAddr> = admitted.union(&tcp).copied().collect();
     for from in &askers {
         assert_eq!(boundary.found(from, &all, &want).await.unwrap(), want, "{from}");
-        // From a port that nothing was asked from before: what is established goes on.
+        // From a new source port, because established flows continue.
         let answered = lab.scan_udp(from, echoes.sockets.clone()).await.unwrap();
         assert_eq!(answered, BTreeSet::new(), "{from}");
     }
@@ -85,7 +86,8 @@ pub(super) async fn a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_po
     everything_led_into_the_tunnel_finds_the_granted_port_alone(world, &granted, &admitted, &askers).await;
 }
 
-/// A program of the attacker's in a gateway's pod: its NetworkPolicy is in `deploy/gateway.yaml`.
+/// Scans from a gateway's pod, as a program of an attacker could. `deploy/gateway.yaml` contains the pod's
+/// NetworkPolicy.
 // threat: gateway-shell
 async fn a_taken_over_gateway_reaches_pods_and_api_servers_alone(
     world: &World<'_>,
@@ -138,7 +140,7 @@ async fn it_dials_the_gateways_pods_and_the_hubs_nodes_hold_nothing_of_it(world:
     assert_eq!(carried, gateways.collect());
 }
 
-/// The mesh's name for the Service, the API server, and what the API server asks of the kubelet.
+/// Checks the mirrored Service, the API server, and connections from the API server to the kubelet.
 async fn what_the_worker_needs_still_works(world: &World<'_>, product: &Product<'_>, askers: &[Asker]) {
     the_service_answers_by_its_name(world, product, askers).await;
     world.the_api_server_answers("with policies").await;
@@ -148,7 +150,7 @@ async fn what_the_worker_needs_still_works(world: &World<'_>, product: &Product<
         .await
         .unwrap();
     assert_eq!(inside.stdout.trim(), world.webs[0].name);
-    // A new process has no session.
+    // The new process has no WireGuard session.
     let agent = product.agent_pod(MEMBER, WORKER).await.unwrap();
     let words = ["-n", AGENT_NAMESPACE, "delete", "pod", &agent, "--grace-period=1"];
     world.member.kubectl(words).await.unwrap();
@@ -157,7 +159,8 @@ async fn what_the_worker_needs_still_works(world: &World<'_>, product: &Product<
         .rollout(AGENT_NAMESPACE, "daemonset/wg-agent")
         .await
         .unwrap();
-    // Its handshake has the ports of the sessions before, and would pass by the connection entries of these whatever is admitted.
+    // Its handshake has the same ports as the sessions before, so their conntrack entry would let it pass whatever the
+    // policy admits.
     let Workers::Pods { node, .. } = world.member.plan().workers else {
         panic!("{:?}", world.member.plan())
     };
@@ -168,7 +171,7 @@ async fn what_the_worker_needs_still_works(world: &World<'_>, product: &Product<
     the_service_answers_by_its_name(world, product, askers).await;
 }
 
-/// The hub's pods see a gateway's.
+/// Requests the mirrored Service. The hub's pods see a gateway pod's address.
 async fn the_service_answers_by_its_name(world: &World<'_>, product: &Product<'_>, askers: &[Asker]) {
     let service = world.member.cluster_ip("default", "hub-web").await.unwrap();
     let gateways = product.granted(MEMBER).await.unwrap().gateways;
@@ -181,7 +184,8 @@ async fn the_service_answers_by_its_name(world: &World<'_>, product: &Product<'_
     }
 }
 
-/// Its administrator turns: through each gateway in turn go all of the hub's addresses, the underlay still closed.
+/// The sandbox's administrator routes all of the hub's addresses through one gateway after another, while the underlay
+/// is closed.
 // threat: underlay-scan
 async fn everything_led_into_the_tunnel_finds_the_granted_port_alone(
     world: &World<'_>,
@@ -207,8 +211,8 @@ async fn everything_led_into_the_tunnel_finds_the_granted_port_alone(
     }
 }
 
-/// What answers datagrams of a sandbox's worker: on the hub's nodes (on the one that carries the worker and on the other); and at
-/// WireGuard's port, on a machine among the hub's nodes and in a pod that is no gateway.
+/// UDP echo servers for the sandbox's worker: on both of the hub's nodes (the carrying one and the other), and at
+/// WireGuard's port, on a machine among the hub's nodes and in pods that are no gateways.
 struct Echoes {
     running: Vec<Running>,
     sockets: BTreeSet<SocketAddr>,
@@ -223,7 +227,7 @@ impl Echoes {
         let hub = lab.cluster(HUB);
         let (mut running, mut sockets) = (Vec::new(), BTreeSet::new());
         for node in hub.nodes() {
-            // At its address: the node that carries the worker would answer it with the pods' gateway's.
+            // Bound to its address. Otherwise the carrying node would reply from the address of the pods' gateway.
             let socket = SocketAddr::new(node.address().into(), Self::PORT);
             let words = [&probe, "udp-echo", &socket.to_string()];
             running.push(node.spawn("hub-echo", words).unwrap());

@@ -1,5 +1,5 @@
-//! A mesh of two whole clusters as the `mesh_*` tests find it, and what they ask of it. The product is installed from
-//! `deploy/` as a user would; what differs is said in the lab's `product.rs`.
+//! Sets up a mesh of two whole clusters for the `mesh_*` tests, and contains their common requests and checks. The
+//! product is installed from `deploy/` as a user does; the lab's `product.rs` lists the differences.
 #![allow(dead_code, reason = "each test program uses a part")]
 
 pub(crate) mod state;
@@ -16,13 +16,13 @@ use serde_json::Value;
 pub(crate) const HUB: &str = "mgmt";
 /// The member's name.
 pub(crate) const MEMBER: &str = "tenant-a";
-/// How long anything may take on a loaded machine.
+/// The longest wait on a loaded machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
-/// The hub's web servers appear in the member under the name `hub-web`.
+/// Mirrors the hub's web servers in the member under the name `hub-web`.
 const EGRESS: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
 
-/// Two clusters of two nodes.
+/// Starts two clusters of two nodes each.
 pub(crate) async fn two_clusters() -> Lab {
     let start = Instant::now();
     let lab = Lab::start(LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)])).await.unwrap();
@@ -30,7 +30,7 @@ pub(crate) async fn two_clusters() -> Lab {
     lab
 }
 
-/// A mesh that is Ready, with a web server on each node.
+/// A Ready mesh of two clusters, with a web server on each node.
 pub(crate) struct Mesh<'a> {
     pub(crate) lab: &'a Lab,
     pub(crate) product: Product<'a>,
@@ -43,7 +43,7 @@ pub(crate) struct Mesh<'a> {
 }
 
 impl<'a> Mesh<'a> {
-    /// Installs, meshes and waits for Ready. `also` = further allowedNetworks of the hub.
+    /// Installs the product, applies the mesh and waits until it is Ready. `also` = further allowedNetworks of the hub.
     pub(crate) async fn up(lab: &'a Lab, also: &[String]) -> Self {
         let start = Instant::now();
         let (hub, member) = (lab.cluster(HUB), lab.cluster(MEMBER));
@@ -80,7 +80,7 @@ impl<'a> Mesh<'a> {
         mesh
     }
 
-    /// Asks until there is an answer.
+    /// Repeats a request until it is answered.
     pub(crate) async fn answered(&self, from: &Asker, url: &str) -> Answer {
         self.lab.ask_until_answered(from, url).await.unwrap()
     }
@@ -90,7 +90,7 @@ impl<'a> Mesh<'a> {
         answers(self.lab, from, url, want).await;
     }
 
-    /// Asks once: there is no answer, not even a refusal by HTTP. Returns what curl says.
+    /// Sends one request that must fail without any HTTP answer. Returns the error of curl.
     pub(crate) async fn closed(&self, from: &Asker, url: &str) -> String {
         let output = self.lab.run_at(from, &["curl", "-sSk", "-m", "3", url]).await.unwrap();
         assert!(
@@ -101,7 +101,7 @@ impl<'a> Mesh<'a> {
         output.stderr.trim().to_owned()
     }
 
-    /// The HTTP status that an HTTPS server gives.
+    /// The HTTP status of an HTTPS request, without verification of the certificate.
     pub(crate) async fn status(&self, from: &Asker, url: &str) -> String {
         let words = ["curl", "-sSk", "-m", "5", "-o", "/dev/null", "-w", "%{http_code}", url];
         self.lab.run_at(from, &words).await.unwrap().stdout
@@ -112,12 +112,12 @@ impl<'a> Mesh<'a> {
         seen(by, saw)
     }
 
-    /// The node of a cluster that the other one's Peers show as the anchor of its Services.
+    /// The node that is the anchor of a cluster's Service network in the Peers of `seen_by`.
     pub(crate) async fn anchor(&self, of: &Cluster<'_>, seen_by: &Cluster<'_>) -> String {
         self.anchor_of(&of.plan().service_cidr.to_string(), seen_by).await
     }
 
-    /// The same of any one network.
+    /// The node that is the anchor of one network in the Peers of `seen_by`.
     pub(crate) async fn anchor_of(&self, services: &str, seen_by: &Cluster<'_>) -> String {
         let peers = json(seen_by, &["get", "peers"]).await;
         let carries = |peer: &&Value| {
@@ -130,7 +130,7 @@ impl<'a> Mesh<'a> {
         name.rsplit_once("--").unwrap().1.to_owned()
     }
 
-    /// The lab's own server program, where nodes find it.
+    /// Path of the lab's server program, at which every node finds it.
     pub(crate) fn probe(&self) -> String {
         let path: PathBuf = self.lab.directory().join("mesh-probe");
         if !path.exists() {
@@ -139,8 +139,8 @@ impl<'a> Mesh<'a> {
         path.display().to_string()
     }
 
-    /// Packets of a capture that passed between the clusters other than inside WireGuard's UDP. What a kubeconfig leads to,
-    /// the member's API server, is the hub's business with the underlay.
+    /// Captured packets between the clusters that are not WireGuard's UDP. Ignored are ICMP errors of closed UDP ports,
+    /// and connections to the member's API server, which the controller makes over the underlay.
     pub(crate) async fn in_clear(&self, captured: &Captured) -> Vec<String> {
         let api = self.member.plan().api_address();
         let refused = "(icmp[icmptype] == icmp-unreach and icmp[icmpcode] == 3)";
@@ -155,13 +155,13 @@ impl<'a> Mesh<'a> {
         first(captured.packets(&filter).await.unwrap())
     }
 
-    /// Packets of a capture that passed between two dual-stack clusters in IPv6: all of it belongs into the tunnel, whose outer
+    /// Captured IPv6 packets between two dual-stack clusters. There must be none outside the tunnel, whose outer
     /// packets are IPv4.
     pub(crate) async fn in_clear_v6(&self, captured: &Captured) -> Vec<String> {
         first(captured.packets(&self.between_v6()).await.unwrap())
     }
 
-    /// The same where the tunnel's outer packets are IPv6.
+    /// Captured IPv6 packets other than WireGuard's UDP, for a tunnel whose outer packets are IPv6.
     pub(crate) async fn in_clear_v6_beside_wireguard(&self, captured: &Captured) -> Vec<String> {
         let filter = format!("not udp port 51820 and {}", self.between_v6());
         first(captured.packets(&filter).await.unwrap())
@@ -183,7 +183,7 @@ impl<'a> Mesh<'a> {
         )
     }
 
-    /// Packets of a capture that a pod's or a WireGuard address sent to the other cluster other than inside WireGuard's UDP.
+    /// Captured packets from a pod's or a WireGuard address to the other cluster that are not WireGuard's UDP.
     pub(crate) async fn published_in_clear(&self, captured: &Captured) -> Vec<String> {
         let (hub, member) = (self.hub.plan(), self.member.plan());
         let published =
@@ -196,7 +196,7 @@ impl<'a> Mesh<'a> {
         first(captured.packets(&filter).await.unwrap())
     }
 
-    /// WireGuard's packets between the clusters.
+    /// Number of captured WireGuard packets between the clusters.
     pub(crate) async fn tunnelled(&self, captured: &Captured) -> usize {
         let between = between(self.hub.plan(), self.member.plan());
         let filter = format!("udp port 51820 and {between}");
@@ -204,7 +204,7 @@ impl<'a> Mesh<'a> {
     }
 }
 
-/// From anything of one cluster to anything of the other, in tcpdump's language.
+/// A filter of tcpdump for packets from any network of one cluster to any network of the other.
 fn between(one: &ClusterPlan, other: &ClusterPlan) -> String {
     let nets = |direction: &str, plan: &ClusterPlan| {
         let nets = [
@@ -224,18 +224,18 @@ fn between(one: &ClusterPlan, other: &ClusterPlan) -> String {
     )
 }
 
-/// As many as a person reads.
+/// The first packets, as many as a person reads in a failure message.
 fn first(mut packets: Vec<String>) -> Vec<String> {
     packets.truncate(20);
     packets
 }
 
-/// A pod that asks.
+/// A pod as a client.
 pub(crate) fn pod(web: &Web) -> Asker {
     Asker::Pod(web.clone())
 }
 
-/// A node that asks.
+/// A node as a client.
 pub(crate) fn host(node: &str) -> Asker {
     Asker::Host(node.to_owned())
 }
@@ -245,7 +245,7 @@ pub(crate) fn url(address: impl std::fmt::Display, port: u16) -> String {
     format!("http://{address}:{port}")
 }
 
-/// What `kubectl ... -o json` prints.
+/// The output of `kubectl ... -o json`.
 pub(crate) async fn json(cluster: &Cluster<'_>, words: &[&str]) -> Value {
     let words = [words, &["-o", "json"]].concat();
     serde_json::from_str(&cluster.kubectl(words).await.unwrap().stdout).unwrap()
@@ -259,7 +259,7 @@ pub(crate) async fn wireguard(cluster: &Cluster<'_>, node: &str) -> IpAddr {
     address.parse().unwrap()
 }
 
-/// A pod that is asked and sees exactly this address.
+/// The answer of this pod to a client with this source address.
 pub(crate) fn seen(by: &Web, saw: IpAddr) -> Answer {
     Answer {
         pod: by.name.clone(),
@@ -268,7 +268,7 @@ pub(crate) fn seen(by: &Web, saw: IpAddr) -> Answer {
     }
 }
 
-/// Asks until each of these was the answer; any other one is a failure.
+/// Repeats a request until each of these answers came. Any other answer fails the test.
 pub(crate) async fn answers(lab: &Lab, from: &Asker, url: &str, want: &[Answer]) {
     let mut missing: BTreeSet<String> = want.iter().map(|answer| format!("{answer:?}")).collect();
     wait_until(format!("{url} to give {from} every answer"), PATIENCE, async || {

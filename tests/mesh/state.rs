@@ -1,5 +1,5 @@
-//! What is there: objects with their resourceVersions, conditions, and a node's kernel state as other tools than ours
-//! read it.
+//! Reads the state that tests compare: objects with their resourceVersions, conditions, and a node's kernel state, read
+//! with `ip` and `nft` instead of our own code.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -30,7 +30,7 @@ pub(crate) async fn condition(hub: &Cluster<'_>, kind: &str) -> (String, String,
     (text("status"), text("reason"), text("message"))
 }
 
-/// Links, rules, routes and firewall tables of a node, but for those of pods' own cables, which come and go.
+/// Links, rules, routes and firewall tables of a node, without the veth links of pods, which change at any time.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct NodeState {
     links: BTreeSet<String>,
@@ -46,7 +46,7 @@ impl NodeState {
             let value: Value = serde_json::from_str(&text).unwrap();
             match value {
                 Value::Array(entries) => entries,
-                // nft's
+                // The output of nft.
                 other => other["nftables"].as_array().cloned().unwrap_or_default(),
             }
         };
@@ -76,7 +76,8 @@ impl NodeState {
     }
 }
 
-/// A bridge takes the smallest address of its ports, and its link-local one with it, whenever a pod comes.
+/// Whether a route is for a bridge's own link-local address. It changes with the bridge's MAC address, which is the
+/// lowest one of its ports, whenever a pod starts.
 fn link_local(destination: &str) -> bool {
     destination.starts_with("fe80:") && !destination.contains('/')
 }

@@ -1,4 +1,4 @@
-//! A member's API server that is reached by another token, or stands still.
+//! Tests a member whose API server needs another token, or is frozen.
 
 use super::{
     enforced::{an_agent_stands_still_while_a_policy_comes, it_is_named_until_it_goes_on},
@@ -8,7 +8,7 @@ use super::{
 pub(super) async fn a_new_token_is_taken_up_without_a_restart_or_a_write(mesh: &mut Mesh<'_>) {
     let written = everything_written(mesh).await;
     let runs = controller_pod(&mesh.hub).await;
-    // Beside it, since both take their time.
+    // Meanwhile an agent is stopped, because both take long.
     let still = an_agent_stands_still_while_a_policy_comes(mesh).await;
     let secret = json(
         &mesh.member,
@@ -47,7 +47,7 @@ pub(super) async fn a_new_token_is_taken_up_without_a_restart_or_a_write(mesh: &
         .unwrap()
         .stdout;
     mesh.hub.apply(&made).await.unwrap();
-    // The old one ends; from then on only the new one opens anything.
+    // Revoke the old token, so that only the new one works.
     mesh.member
         .kubectl(["-n", NAMESPACE, "delete", "secret", "clustermesh-controller"])
         .await
@@ -94,7 +94,7 @@ pub(super) async fn a_new_token_is_taken_up_without_a_restart_or_a_write(mesh: &
     );
 }
 
-/// base64, by a program that everyone has.
+/// Decodes base64 with a program that every machine has.
 async fn decoded(cluster: &Cluster<'_>, text: &str) -> String {
     let node = &cluster.nodes()[0];
     node.feed(["base64", "-d"], text).await.unwrap().stdout

@@ -1,15 +1,15 @@
-//! A node whose agent stands still while its PeerPolicies change: the mesh names it until it goes on.
+//! Tests a node whose agent is stopped while PeerPolicies change: the mesh names the node until the agent continues.
 
 use nix::sys::signal::Signal;
 
 use super::*;
 
-/// Of another hub that this cluster serves too: agents hold what it says as well.
+/// A PeerPolicy of another hub that serves the same cluster. Agents enforce it as well.
 const FOREIGN: &str = r#"{"apiVersion": "kilo.squat.ai/v1alpha1", "kind": "PeerPolicy",
     "metadata": {"name": "of-another-hub", "labels": {"kilo-clustermesh.io/hub": "another"}},
     "spec": {"source": "elsewhere", "sources": ["203.0.113.0/24"], "networks": ["203.0.113.0/24"]}}"#;
 
-/// Stops the agent of a node of the hub, and writes a policy that it does not hear of.
+/// Stops the agent of a node of the hub, and then writes a policy.
 // threat: outdated-agent
 pub(super) async fn an_agent_stands_still_while_a_policy_comes(mesh: &Mesh<'_>) -> String {
     assert_eq!(condition(&mesh.hub, "PolicyEnforced").await.1, "Enforced");
@@ -19,7 +19,7 @@ pub(super) async fn an_agent_stands_still_while_a_policy_comes(mesh: &Mesh<'_>) 
     node
 }
 
-/// The same agent is named, and nobody else; and not any more when it goes on. The policy goes.
+/// Checks that only this agent is named, and no longer after it continues. Then deletes the policy.
 // threat: outdated-agent
 pub(super) async fn it_is_named_until_it_goes_on(mesh: &Mesh<'_>, node: &str) {
     let until = async |want: (&str, &str)| {

@@ -1,8 +1,9 @@
-//! What a node says of its tunnels: `wg-agent status` on a healthy one, and the mesh when a link is down.
+//! Tests what nodes report about their tunnels: `wg-agent status` on a healthy node, and the mesh's status when a link
+//! is down.
 
 use super::*;
 
-/// `wg-agent status` in an agent's pod, with these words: exit code and output.
+/// Runs `wg-agent status` in an agent's pod with these arguments. Returns exit code and output.
 async fn status(mesh: &Mesh<'_>, cluster: &Cluster<'_>, node: &str, words: &[&str]) -> (Option<i32>, String) {
     let agent = mesh.product.agent_pod(&cluster.plan().name, node).await.unwrap();
     let exec = ["-n", AGENT_NAMESPACE, "exec", &agent, "--", "/wg-agent", "status"];
@@ -69,7 +70,7 @@ pub(super) async fn broken_links(mesh: &Mesh<'_>) -> Vec<String> {
     links.iter().map(text).collect()
 }
 
-/// Of the node that talks to a dead one: its agent, and the mesh, say so.
+/// Checks that the agent of a node that sends to a dead node reports the link as down, and that the mesh does.
 pub(super) async fn a_link_that_is_down_is_told(mesh: &Mesh<'_>, talker: &str, dead: &str, since: Instant) {
     let link = format!("{}->{} of 3", mesh::HUB, mesh::MEMBER);
     wait_until("the broken link in the status", PATIENCE, async || {

@@ -1,4 +1,4 @@
-//! Flows while agents restart, are upgraded and take a new key, and how long nobody answered.
+//! Measures flows while agents restart, are upgraded and rotate their key, and for how long they get no reply.
 
 use super::*;
 
@@ -29,7 +29,7 @@ pub(super) async fn an_agent_restarts(mesh: &Mesh<'_>) {
     assert_eq!(answer, mesh.seen(restarted, peer.ip));
 }
 
-/// The longest time without a reply in what `ping -D` has printed so far, and when the last one came.
+/// The longest time without a reply in the output of `ping -D`, and the time of the last reply.
 fn longest_silence(log: &str) -> (f64, f64) {
     let replies = log.lines().filter(|line| line.contains("bytes from"));
     let times = replies.filter_map(|line| line.strip_prefix('[')?.split_once(']')?.0.parse::<f64>().ok());
@@ -38,7 +38,7 @@ fn longest_silence(log: &str) -> (f64, f64) {
     (longest, times.last().copied().unwrap_or_default())
 }
 
-/// How many of the packets that `ping` sent so far, but for the last second's, were not answered, and how many those are.
+/// How many of the packets that `ping` sent up to the last reply got no reply, and how many it sent.
 fn unanswered(log: &str) -> (usize, usize) {
     let replies = log.lines().filter(|line| line.contains("bytes from"));
     let numbers = replies.filter_map(|line| line.split_once("icmp_seq=")?.1.split(' ').next()?.parse().ok());
@@ -56,7 +56,7 @@ pub(super) async fn wireguard_address(cluster: &Cluster<'_>, node: &str) -> Stri
     address.split_once('/').unwrap().0.to_owned()
 }
 
-/// What the agent of a node published as its key.
+/// The public key that the agent of a node has published.
 pub(super) async fn published_key(cluster: &Cluster<'_>, node: &str) -> String {
     let node = json(cluster, &["get", "node", node]).await;
     node["metadata"]["annotations"]["kilo.squat.ai/key"]
@@ -86,8 +86,8 @@ pub(super) async fn a_flow_outlives_an_upgrade_of_the_agents_and_a_new_key(mesh:
         );
     };
 
-    // A new pod on every node, one after the other, as a new image brings it. Nothing for the mesh passes beside the tunnel
-    // while there is none.
+    // A new pod on every node, one after another, as with a new image. While a node has no agent, no packet for the
+    // mesh leaves outside the tunnel.
     let capture = mesh.lab.capture("upgrade", "ip").await.unwrap();
     let mut pings = flow("ping-upgrade").unwrap();
     pings.says("icmp_seq=20 ", PATIENCE).await.unwrap();
@@ -120,7 +120,7 @@ pub(super) async fn a_flow_outlives_an_upgrade_of_the_agents_and_a_new_key(mesh:
     );
     drop(pings);
 
-    // As docs/operations/key-change.md says.
+    // Rotates the key as docs/operations/key-change.md describes.
     let mut pings = flow("ping-key").unwrap();
     pings.says("icmp_seq=20 ", PATIENCE).await.unwrap();
     let agent = mesh.product.agent_pod(mesh::MEMBER, &from.node).await.unwrap();

@@ -1,8 +1,8 @@
-//! What our processes may do on a node, read back from /proc, against what deploy/ grants.
+//! Compares the rights of our processes on a node, as /proc shows them, with what `deploy/` grants.
 
 use super::*;
 
-/// What /proc says of the only process of that name: real user, capabilities, whether it may gain more, seccomp's mode.
+/// User, capabilities, no_new_privs and seccomp mode of the only process with that name, from /proc.
 fn rights(node: &Node<'_>, name: &str) -> BTreeMap<String, String> {
     let pids = node.pids_of(name).unwrap();
     let [pid] = pids[..] else {
@@ -31,9 +31,9 @@ fn rights(node: &Node<'_>, name: &str) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// Where the only process of that name may write to a file system and where it may not, of what matters, as its mount table
-/// says (proc_pid_mountinfo(5)). The runtime's own mounts in /dev and /proc, and what cgroup v1 hangs its hierarchies on,
-/// are not the Pod's to choose.
+/// The mounts that the only process with that name may write to, and those important ones that are read-only, from its
+/// mount table (proc_pid_mountinfo(5)). Left out are mounts that the runtime makes in /dev and /proc and for cgroup v1,
+/// because the Pod cannot choose them.
 fn mounts(node: &Node<'_>, name: &str) -> (Vec<String>, Vec<String>) {
     let pids = node.pids_of(name).unwrap();
     let [pid] = pids[..] else {
@@ -87,7 +87,7 @@ pub(super) async fn our_processes_have_the_rights_of_deploy_and_no_more(mesh: &M
     };
     for cluster in [&mesh.hub, &mesh.member] {
         for node in cluster.nodes() {
-            // CAP_NET_ADMIN is number 12 of linux/capability.h.
+            // CAP_NET_ADMIN is number 12 in linux/capability.h.
             assert_eq!(rights(&node, "wg-agent"), expected("0", 1 << 12), "{}", node.name());
             let open = ["/dev/net/tun", "/etc/hosts", "/var/lib/kilo", "/var/run/wireguard"].map(String::from);
             let closed = ["/", "/proc/sys", "/sys"].map(String::from);
@@ -110,7 +110,7 @@ pub(super) async fn our_processes_have_the_rights_of_deploy_and_no_more(mesh: &M
     assert_eq!(rights(&node, controller), expected("65532", 0));
 }
 
-/// With the token that the kubelet gave to the agent's pod.
+/// Uses the token that the kubelet gave to the agent's pod.
 // threat: stolen-agent-token
 pub(super) async fn an_agents_token_changes_no_other_node(mesh: &Mesh<'_>) {
     for cluster in [&mesh.hub, &mesh.member] {

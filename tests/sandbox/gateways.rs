@@ -1,4 +1,4 @@
-//! The hub's gateways as their SandboxGateways describe them, and what the sandbox may reach at them.
+//! Reads the hub's gateways from their SandboxGateways, and the sockets that the sandbox may reach at them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,17 +18,17 @@ use super::{
 pub(super) struct Gateway {
     pub(super) pod: Web,
     pub(super) key: String,
-    /// Inside the tunnel.
+    /// Its address in the tunnel.
     pub(super) address: IpAddr,
 }
 
-/// Name of the SandboxAccess.
+/// Name of the sandbox's SandboxAccess.
 pub(super) fn access_name() -> String {
     format!("{MESH}--{SANDBOX}")
 }
 
 impl World<'_> {
-    /// Those whose pods run.
+    /// The gateways whose pods run.
     pub(super) async fn gateways(&self) -> Vec<Gateway> {
         let pods = self
             .hub
@@ -48,7 +48,7 @@ impl World<'_> {
         gateways
     }
 
-    /// The one that a Peer of the sandbox describes.
+    /// The gateway that a Peer of the sandbox is about.
     pub(super) async fn gateway_of(&self, peer: &str) -> Gateway {
         let peer = json(&self.sandbox, &["get", "peer", peer]).await;
         let gateways = self.gateways().await;
@@ -61,7 +61,7 @@ impl World<'_> {
         json(&self.hub, &["get", "sandboxaccess", &access_name()]).await
     }
 
-    /// The granted Service's port at each gateway.
+    /// The port of the granted Service at each gateway.
     pub(super) async fn granted(&self) -> BTreeSet<SocketAddr> {
         let access = self.access().await;
         let grants = access["spec"]["grants"].as_array().unwrap();
@@ -74,8 +74,8 @@ impl World<'_> {
             .collect()
     }
 
-    /// Every socket of the hub and the member, with what it is; of gateways also their own addresses, with every port that is open
-    /// anywhere.
+    /// Every socket of the hub and the member, with its owner. Gateways also have their tunnel addresses, with every
+    /// port that is open anywhere.
     pub(super) async fn all_sockets(&self) -> BTreeMap<SocketAddr, String> {
         let granted = self.granted().await;
         let clusters = [&self.hub, &self.member];
@@ -94,7 +94,7 @@ impl World<'_> {
         all
     }
 
-    /// Waits until the SandboxAccess is gone.
+    /// Waits until the SandboxAccess is deleted.
     pub(super) async fn no_access(&self) {
         wait_until("the SandboxAccess to go", PATIENCE, async || {
             let left = self.hub.kubectl(["get", "sandboxaccesses", "-o", "name"]).await;

@@ -1,5 +1,6 @@
-//! Grants that are changed faster than they are carried out: given, taken back, and with other ports, while the attacker scans
-//! without a pause. Whatever controller and gateways make of it on the way, what none of these grants names stays closed.
+//! Changes grants faster than they can be applied (granted, revoked, with other ports) while the attacker scans
+//! continuously. What none of these grants names must stay closed in every intermediate state of controller and
+//! gateways.
 
 use std::{
     net::SocketAddr,
@@ -15,7 +16,7 @@ use serde_json::{Value, json};
 
 use super::{SANDBOX, World, mesh::PATIENCE, upheavals::Scene};
 
-/// The same pods again, with two more ports: echoes, which are asked every 10 ms.
+/// Another Service for the same pods with two more ports: UDP echo servers, which are probed every 10 ms.
 const ASIDE: &str = "
 apiVersion: v1
 kind: Service
@@ -29,14 +30,14 @@ spec:
 ";
 const AT_TIMES: u16 = 8081;
 const NEVER: u16 = 8082;
-/// So long nothing comes before it is taken for closed.
+/// A socket without an echo for this long counts as closed.
 const SILENCE: Duration = Duration::from_millis(500);
-/// So many changes, each of which follows the one before as fast as the API server takes it.
+/// Number of changes. Each follows the one before as fast as the API server accepts it.
 const CHANGES: usize = 24;
-/// But this one, after which the echo that is granted at times is waited for.
+/// After this change the test waits until the echo server that is granted in some sets answers.
 const CARRIED_OUT: usize = 7;
 
-/// Leaves the grants as they were.
+/// Restores the grants at the end.
 // threat: grant-race
 pub(super) async fn nothing_more_opens_while_grants_change_faster_than_they_are_carried_out(
     world: &World<'_>,
@@ -46,7 +47,7 @@ pub(super) async fn nothing_more_opens_while_grants_change_faster_than_they_are_
     world.hub.apply(ASIDE).await.unwrap();
     let probe = world.lab.prober().unwrap();
     let mut servers = Vec::new();
-    // A gateway picks any endpoint of a Service.
+    // Every pod needs the servers, because a gateway picks any endpoint of a Service.
     for web in world.hub.webs().await.unwrap() {
         for port in [AT_TIMES, NEVER] {
             let words = [&*probe, "udp-echo", &format!(":{port}")];
@@ -71,7 +72,7 @@ pub(super) async fn nothing_more_opens_while_grants_change_faster_than_they_are_
         let change = Patch::<Value>::Json(serde_json::from_value(change).unwrap());
         meshes.patch(MESH, &PatchParams::default(), &change).await.unwrap();
     };
-    // Where each would be open, and that it would be heard.
+    // First grant both ports, to learn their gateway ports and to prove that the probes get answers.
     give(&json!([
         grant("web", "hub-web", &[]),
         grant("aside", "hub-aside", &[81, 82])
@@ -128,7 +129,7 @@ pub(super) async fn nothing_more_opens_while_grants_change_faster_than_they_are_
     );
 }
 
-/// A grant of these ports of a Service; all of them where none is named.
+/// A grant of these ports of a Service; of all ports if the list is empty.
 fn grant(name: &str, alias: &str, ports: &[u16]) -> Value {
     let protocol = |port: &u16| if *port == 80 { "TCP" } else { "UDP" };
     let ports = ports
@@ -144,7 +145,7 @@ fn grant(name: &str, alias: &str, ports: &[u16]) -> Value {
     grant
 }
 
-/// As it is at the start and at the end; nothing; another one beside it; another one alone, by another port.
+/// The grants at the start and the end; none; an additional Service; only that Service, at another port.
 fn sets_of_grants() -> [Value; 4] {
     let web = grant("web", "hub-web", &[]);
     [
@@ -155,7 +156,7 @@ fn sets_of_grants() -> [Value; 4] {
     ]
 }
 
-/// Where gateways serve this port of the Service, once it is granted. It has the same whenever it is granted again.
+/// The gateway port of this port of the Service, as soon as it is granted. It stays the same when it is granted again.
 async fn gateway_port(world: &World<'_>, name: &str) -> u16 {
     wait_until(format!("the port {name} to be granted"), PATIENCE, async || {
         let access = world.access().await;
@@ -168,7 +169,7 @@ async fn gateway_port(world: &World<'_>, name: &str) -> u16 {
     .unwrap()
 }
 
-/// Of what the sandbox may reach in the hub, as it stands.
+/// The resourceVersion of the SandboxAccess.
 async fn revision(world: &World<'_>) -> String {
     let access = world.access().await;
     access["metadata"]["resourceVersion"].as_str().unwrap().to_owned()

@@ -1,5 +1,5 @@
-//! What is closed to a sandbox stays closed whatever happens in the cluster that serves it: everything is scanned without a
-//! pause, through one gateway there, while its container, its table, its pod, the object that it lives by and its node go and come.
+//! Disturbs the cluster that serves a sandbox, while every socket is scanned continuously through one gateway. What is
+//! closed must stay closed while the gateway's container, table, pod, SandboxAccess and node are deleted and come back.
 
 use std::{collections::BTreeSet, net::SocketAddr};
 
@@ -16,23 +16,23 @@ use super::{
     mesh::{PATIENCE, json as get},
 };
 
-/// How often a table is deleted.
+/// Number of times that a table is deleted.
 const TIMES: usize = 15;
-/// Where a widened SandboxAccess leads.
+/// Gateway ports of the grants that are added by hand.
 const WIDENED: [u16; 2] = [20_443, 20_053];
 
-/// The gateway that is struck, and who looks on.
+/// The disturbed gateway, and the running scans.
 pub(super) struct Scene<'a> {
     world: &'a World<'a>,
     gateway: Gateway,
     node: Node<'a>,
-    /// What is granted at it.
+    /// Its granted sockets.
     pub(super) granted: BTreeSet<SocketAddr>,
     all: BTreeSet<SocketAddr>,
     watches: Vec<Watch>,
 }
 
-/// Returns the scene as it stands then.
+/// Returns the scene after the last step.
 // threat: gateway-ungranted
 pub(super) async fn nothing_more_opens_while_gateways_tables_objects_and_nodes_go_and_come<'a>(
     world: &'a World<'a>,
@@ -72,7 +72,7 @@ pub(super) async fn nothing_more_opens_while_gateways_tables_objects_and_nodes_g
     world.hub.rollout("default", "deployment/web").await.unwrap();
     scene.follow(attacker, peer).await;
     scene.nothing_but_what_was_granted();
-    // Pods of that node have other addresses.
+    // Pods of that node have new addresses.
     let addresses = world.all_sockets().await.keys().map(SocketAddr::ip).collect();
     let left = attacker.leads_through(peer, &addresses).await.unwrap();
     assert_eq!(left, BTreeSet::new());
@@ -87,7 +87,7 @@ async fn the_table_goes(scene: Scene<'_>) {
         let words = ["nft", "delete", "table", "inet", "clustermesh"];
         scene.node.pod_exec(scene.gateway.pod.ip, words).await.unwrap()
     };
-    // A moment is short, and a scan asks once a second.
+    // The table is missing only for a moment and a scan probes each socket once a second, so repeat it.
     for _ in 0..TIMES {
         wait_until("the table", PATIENCE, async || {
             let deleted = delete().await;
@@ -104,7 +104,7 @@ async fn the_table_goes(scene: Scene<'_>) {
         .settled(&format!("after nft delete table, {TIMES} times over"))
         .await;
 
-    // What came meanwhile is on its way before the gateway hears of it.
+    // A stopped gateway cannot restore its table, so packets meet the state without it.
     scene.signal(Signal::SIGSTOP);
     let deleted = delete().await;
     assert!(deleted.status.success(), "{deleted:?}");
@@ -131,7 +131,7 @@ async fn the_access_is_widened_and_deleted_without_a_controller(scene: &Scene<'_
         "--timeout=60s",
     ];
     hub.kubectl(gone).await.unwrap();
-    // The API server, and a Service of a namespace whose owner lets gateways read nothing.
+    // Add grants for the API server, and for a Service in a namespace that gateways may not read.
     let access = scene.world.access().await;
     let mut grants = access["spec"]["grants"].as_array().unwrap().clone();
     let services = [
@@ -146,7 +146,7 @@ async fn the_access_is_widened_and_deleted_without_a_controller(scene: &Scene<'_
     let widen = ["patch", "sandboxaccess", &name, "--type=merge", "-p", &wide];
     let refused = hub.try_kubectl(widen).await.unwrap();
     assert!(refused.stderr.contains("ValidatingAdmissionPolicy"), "{refused:?}");
-    // Where deploy/admission.yaml is not applied.
+    // Without the binding, the cluster is as if deploy/admission.yaml were not applied.
     let admission = ["delete", "validatingadmissionpolicybinding", "clustermesh-objects"];
     hub.kubectl(admission).await.unwrap();
     wait_until("the SandboxAccess to be widened by hand", PATIENCE, async || {
@@ -178,7 +178,7 @@ async fn the_access_is_widened_and_deleted_without_a_controller(scene: &Scene<'_
         scene.world.lab.until_closed(&from, &scene.granted).await.unwrap();
     }
     scene.round().await;
-    // The next controller asks at once. What follows takes all grants away, and gives them again.
+    // The next controller reads at once. The steps that follow revoke all grants and restore them.
     attacker.grant_read_access().await.unwrap();
     hub.kubectl(scale("--replicas=1")).await.unwrap();
     hub.rollout(NAMESPACE, "deployment/clustermesh-controller")
@@ -190,7 +190,7 @@ async fn the_access_is_widened_and_deleted_without_a_controller(scene: &Scene<'_
 }
 
 impl<'a> Scene<'a> {
-    /// Looks on from the sandbox's pod and from its node.
+    /// Scans from the sandbox's pod and from its node.
     async fn new(world: &'a World<'a>, gateway: Gateway) -> Self {
         let mut all = world.all_sockets().await;
         all.extend(WIDENED.map(|port| (SocketAddr::new(gateway.address, port), "widened".to_owned())));
@@ -207,7 +207,7 @@ impl<'a> Scene<'a> {
         }
     }
 
-    /// Processes of the gateway. The agent of its node has the same name.
+    /// Pids of the gateway. The agent of the node has the same process name.
     fn pids(&self) -> Vec<i32> {
         let gateway = |pid: &i32| {
             let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -224,7 +224,7 @@ impl<'a> Scene<'a> {
         kill(Pid::from_raw(pids[0]), signal).unwrap();
     }
 
-    /// Kills it, and returns when the kubelet has started it again.
+    /// Kills the container, and returns when the kubelet has started it again.
     async fn kill_container(&self) {
         let old = self.pids();
         self.signal(Signal::SIGKILL);
@@ -236,7 +236,8 @@ impl<'a> Scene<'a> {
         .unwrap();
     }
 
-    /// The sandbox's administrator takes the key of a new pod, which the controller may not write there.
+    /// Writes the key of a new gateway pod into the sandbox's Peer, as its administrator would: the controller may not
+    /// write there.
     async fn follow(&self, attacker: &Attacker<'_>, peer: &str) {
         let name = &self.gateway.pod.name;
         let old = get(&self.world.sandbox, &["get", "peer", peer]).await["spec"]["publicKey"].clone();
@@ -252,7 +253,7 @@ impl<'a> Scene<'a> {
         attacker.set_public_key(peer, &key).await.unwrap();
     }
 
-    /// Everything is asked once more.
+    /// Waits until every socket has been scanned once more.
     pub(super) async fn round(&self) {
         for watch in &self.watches {
             watch.another_round().await.unwrap();
@@ -268,15 +269,15 @@ impl<'a> Scene<'a> {
         }
     }
 
-    /// Nobody finds anything at all, what was granted before included: by scans of their own, since those that go on may have
-    /// seen it while it was granted.
+    /// Checks with new scans that no socket at all is open, not even one that was granted before. The running scans may
+    /// have seen it open while it was granted.
     pub(super) async fn nothing_answers(&self, when: &str) {
         let found = self.world.found(self.all.iter().copied()).await;
         assert_eq!(found, [BTreeSet::new(), BTreeSet::new()], "{when}");
         println!("{when}: none of {} sockets answers", self.all.len());
     }
 
-    /// What is granted answers again, and nothing else has answered all the while.
+    /// Waits until everything granted answers again, and checks that nothing else has answered meanwhile.
     pub(super) async fn settled(&self, when: &str) {
         for from in self.world.askers() {
             let open = self.world.lab.until_open(&from, &self.granted).await;

@@ -1,5 +1,5 @@
-//! What `clustermeshctl verify` tells an operator of these clusters: all as planned where the underlay is closed; then a grant
-//! that still stands although nobody asks for it any more, and the underlay, open as it is without NetworkPolicies.
+//! Tests `clustermeshctl verify` on these clusters. First the underlay is closed and all is as planned. Then it reports
+//! a revoked grant that is still open, and the underlay, which is open without NetworkPolicies.
 
 use std::{
     collections::BTreeSet,
@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use super::{GRANT, SANDBOX, World, mesh::HUB};
 
-/// nft's name for what stands for NetworkPolicies here.
+/// The nftables table that takes the place of NetworkPolicies here.
 const POLICIES: &str = "inet networkpolicies";
 
 // threat: open-underlay
@@ -36,7 +36,7 @@ pub(super) async fn verify_tells_what_is_granted_and_names_what_else_is_open(wor
 
     a_member_that_is_not_reached_is_named_and_the_rest_is_explained(world, &kubeconfig).await;
 
-    // Nothing is written any more, so that what was granted stays open when it is granted no more.
+    // A paused mesh writes nothing, so the revoked grant stays open.
     let taken_back = world.product.mesh_with(&[SANDBOX], &[]);
     let paused = taken_back.replacen("spec:\n", "spec:\n  paused: true\n", 1);
     world.hub.apply(&paused).await.unwrap();
@@ -76,15 +76,16 @@ pub(super) async fn verify_tells_what_is_granted_and_names_what_else_is_open(wor
     let as_before = world.product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
     let unpaused = as_before.replacen("spec:\n", "spec:\n  paused: false\n", 1);
     world.product.mesh_up(&unpaused).await.unwrap();
-    // Should something have been written after all: a change of grants costs a handshake.
+    // If a grant was written after all, its change needs a new handshake.
     for from in world.askers() {
         world.lab.until_open(&from, &open).await.unwrap();
     }
     println!("verify, twice: {:.1} s", started.elapsed().as_secs_f64());
 }
 
-/// Lets the sandbox's node and pods open no TCP connection to the other clusters beside the tunnel, as NetworkPolicies of the
-/// cluster around them do. (Answers pass: its own API server asks its kubelet from an address that is another one's too.)
+/// Drops new TCP connections from the sandbox's node and pods to other clusters over the underlay, as NetworkPolicies
+/// of the surrounding cluster do. Replies pass, because its own API server connects to the kubelet from an address that
+/// other clusters' API servers have, too.
 async fn close_the_underlay(world: &World<'_>) {
     let mut others = BTreeSet::new();
     for cluster in [&world.hub, &world.member] {
@@ -92,7 +93,7 @@ async fn close_the_underlay(world: &World<'_>) {
         others.extend(sockets.keys().map(|socket| socket.ip().to_string()));
     }
     let others: Vec<String> = others.into_iter().collect();
-    // At postrouting: before, a packet that was translated still has the device of its first route.
+    // At postrouting, because before it a translated packet still has the device of its first route.
     let table = format!(
         "table {POLICIES} {{\n chain out {{\n type filter hook postrouting priority 10\n \
          oifname \"eth0\" tcp flags & (syn | ack) == syn ip daddr {{ {} }} drop\n }}\n}}\n",
@@ -105,7 +106,7 @@ fn node<'a>(world: &World<'a>) -> clustermesh_lab::Node<'a> {
     world.lab.node(&world.sandbox_webs[0].node)
 }
 
-/// One file with a context for each cluster, called as it is in the mesh.
+/// A kubeconfig with one context for each cluster, named as in the mesh.
 fn kubeconfig(world: &World<'_>) -> std::path::PathBuf {
     let mut all = Kubeconfig::default();
     let own = |cluster: &Cluster<'_>| {
@@ -157,7 +158,7 @@ async fn clustermeshctl(words: Vec<String>) -> (ExitCode, String, String) {
     tokio::task::spawn_blocking(run).await.unwrap()
 }
 
-/// The report, from these clusters or from all.
+/// Runs verify from these clusters, or from all, and returns its report.
 async fn verify(kubeconfig: &std::path::Path, from: &[&str]) -> Value {
     let mut words = ["clustermeshctl", "verify", "--output=json", "--context=mgmt"]
         .map(str::to_owned)
@@ -173,7 +174,7 @@ async fn verify(kubeconfig: &std::path::Path, from: &[&str]) -> Value {
     report
 }
 
-/// Of one list of the report, what a node or a pod of the sandbox found on one path.
+/// From one list of the report: the sockets that a node or a pod of the sandbox found on one path.
 fn sockets(report: &Value, kind: &str, to: &str, list: &str, path: &str) -> BTreeSet<String> {
     let probes = report["probes"].as_array().unwrap().iter();
     let from =
