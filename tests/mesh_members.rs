@@ -1,5 +1,5 @@
-//! A mesh without an entry for the hub, as charts write it for the clusters of one namespace. Two whole clusters of one node
-//! each are its members. The hub is an API server and the controller; it has no node and no agent.
+//! Tests a mesh without an entry for the hub, as charts write it for the clusters of one namespace. Its members are two
+//! whole clusters of one node each. The hub is only an API server and the controller; it has no node and no agent.
 
 mod mesh;
 mod reconcile;
@@ -52,7 +52,7 @@ async fn members_without_the_hub_reach_each_other_and_it_holds_nothing() {
     let mirrored = b.cluster_ip("default", "web-of-a").await.unwrap();
     let want: Vec<_> = webs_a.iter().map(|to| seen(to, webs_b[0].ip)).collect();
     answers(&world.lab, &pod(&webs_b[0]), &url(mirrored, 80), &want).await;
-    // A positive control: the same query finds them in a member.
+    // A positive control: the same query finds objects in a member.
     assert_eq!(
         objects(&world, "tenant-a").await,
         ["Peer/prod--tenant-b--tenant-b-1", "PeerPolicy/prod--tenant-b"]

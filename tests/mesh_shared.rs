@@ -1,5 +1,6 @@
-//! A hub whose pod network is shared (kube-ovn, Calico or Cilium pools): Node.podCIDRs mean nothing there. Exported pods are
-//! reached on the node that runs them, all others through the anchor, and no pod shows its own address.
+//! Tests a hub with a shared pod network (kube-ovn, Calico or Cilium pools), where Node.podCIDRs mean nothing. An
+//! exported pod is reached on the node that runs it, every other pod through the anchor. Pods of the hub are
+//! masqueraded.
 
 mod mesh;
 
@@ -27,7 +28,7 @@ async fn exported_pods_are_reached_on_their_node_and_the_others_through_the_anch
     let manifest = product.mesh(&[]).replacen("local: true\n", SHARED, 1);
     product.mesh_up(&manifest).await.unwrap();
 
-    // Each exported pod is a host route of its own node; the pod range as a whole rides on one of them.
+    // The Peer of each node has its exported pods as `/32` allowed IPs, and one of the Peers has the whole pod range.
     let exported: BTreeMap<String, BTreeSet<String>> = hub_webs
         .iter()
         .map(|web| (format!("demo--{HUB}--{}", web.node), [format!("{}/32", web.ip)].into()))
@@ -88,7 +89,7 @@ async fn exported_pods_are_reached_on_their_node_and_the_others_through_the_anch
     }
 }
 
-/// The address of a pod that no export selects: the cluster's DNS.
+/// The address of a pod of the cluster DNS, which no export selects.
 async fn not_exported(lab: &Lab) -> IpAddr {
     let pods = json(
         &lab.cluster(HUB),

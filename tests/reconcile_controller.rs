@@ -1,4 +1,4 @@
-//! The real controller on real API servers: what it writes into members, when, and what it leaves alone.
+//! Tests the real controller on real API servers: what it writes into members, when, and what it leaves unchanged.
 
 #[path = "reconcile/closing.rs"]
 mod closing;
@@ -85,7 +85,7 @@ async fn peers_follow_the_nodes_and_a_bad_node_costs_itself() {
     let columns: Vec<&str> = columns.split_whitespace().collect();
     assert_eq!(&columns[..5], ["prod", "True", "Meshed", "2/2", "3"]);
 
-    // A Node says something else, then what means nothing, then is mended; its neighbour's Peer stays untouched.
+    // A Node publishes another endpoint, then an invalid one, then none. The Peer of the other Node does not change.
     let before = world.peers("mgmt").await;
     world
         .annotate(
@@ -143,7 +143,7 @@ async fn peers_follow_the_nodes_and_a_bad_node_costs_itself() {
         before["prod--tenant-a--tenant-a-1"]
     );
 
-    // Each thing was said once.
+    // Each event was published once.
     let events = world.hub().kubectl(EVENTS).await.unwrap().stdout;
     let said = |word: &str| {
         let lines = events.lines().filter(|line| line.starts_with(word));
@@ -178,7 +178,7 @@ async fn what_means_nothing_to_the_planner_and_a_restart_write_nothing() {
     world.until_condition("Ready", "True/Meshed", SOON).await;
     world.until_condition("EgressResolved", "True/Resolved", SOON).await;
 
-    // Kilo writes this every 30 s on every node.
+    // kg writes this annotation every 30 s on every node.
     let (before, plans) = (
         world.versions().await,
         world.metric("clustermesh_controller_reconciles_total").await,
@@ -193,7 +193,7 @@ async fn what_means_nothing_to_the_planner_and_a_restart_write_nothing() {
             )
             .await;
     }
-    // A change that is read comes after them on the same watch.
+    // The watch delivers this relevant change after all of them.
     world
         .annotate(
             "tenant-a",
@@ -219,14 +219,14 @@ async fn what_means_nothing_to_the_planner_and_a_restart_write_nothing() {
     .unwrap();
     let more = world.metric("clustermesh_controller_reconciles_total").await - plans;
     assert!(more < 10.0, "{more} passes for one change among 20 heartbeats");
-    // But for that Peer, and the time of its writing in the status.
+    // Only that Peer, and the mesh with the time of the write in its status, may have changed.
     let others = |mut versions: BTreeMap<String, String>| {
         versions.retain(|object, _| object != "mesh" && object != "mgmt Peer/prod--tenant-a--tenant-a-1");
         versions
     };
     assert_eq!(others(world.versions().await), others(before));
 
-    // A restart.
+    // Restart the controller.
     let before = world.versions().await;
     assert!(
         controller.terminate(SOON).await.unwrap().success(),
@@ -235,7 +235,7 @@ async fn what_means_nothing_to_the_planner_and_a_restart_write_nothing() {
     );
     let controller = world.controller().await;
     world.until_read(2).await;
-    // A pass that wrote something would have been followed by another; both are over when this change has come through.
+    // A pass that wrote something would be followed by another one. Both are over when this change has been written.
     world.node("tenant-a", 2, 9).await;
     world
         .until_peers(
@@ -274,7 +274,7 @@ async fn a_granted_service_is_mirrored_with_its_endpoints_and_goes_with_its_gran
     let tenant = world.lab.cluster("tenant-a");
     tenant.apply(DB).await.unwrap();
     let hub = world.hub();
-    // Somebody's own Service, under a name that a grant asks for.
+    // A foreign Service with the name that a grant asks for.
     hub.kubectl(["create", "service", "clusterip", "taken", "--tcp=80"])
         .await
         .unwrap();

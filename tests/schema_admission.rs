@@ -1,5 +1,5 @@
-//! The ValidatingAdmissionPolicies of `deploy/agent.yaml` and `deploy/admission.yaml` on a real API server, with the accounts
-//! that `deploy/` makes.
+//! Tests the ValidatingAdmissionPolicies of `deploy/agent.yaml` and `deploy/admission.yaml` on a real API server, with
+//! the accounts in `deploy/`.
 
 mod api_server;
 
@@ -15,7 +15,7 @@ const ACCESSES: &str = "/apis/kilo.squat.ai/v1alpha1/sandboxaccesses";
 const LISTS: &str = "networks: 10.20.0.0/16, fd00:20::/48\n  reachable: 10.10.0.0/16, fd00:10::/48\n  \
                      services: team-x, team-y/db, team-z/db:sql";
 
-/// A Peer with these allowedIPs; `managed` = labelled as one of a mesh.
+/// A Peer with these allowed IPs; `managed` = with the label of a mesh.
 fn peer(name: &str, managed: bool, ranges: &[&str]) -> Value {
     json!({
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": name, "labels": labels(managed)},
@@ -23,7 +23,7 @@ fn peer(name: &str, managed: bool, ranges: &[&str]) -> Value {
     })
 }
 
-/// A PeerPolicy within [`LISTS`], closing what every controller closes.
+/// A PeerPolicy within [`LISTS`] that closes the default infrastructure ports.
 fn policy(name: &str, managed: bool) -> Value {
     let ports = Settings::default().infrastructure_ports;
     let ports = ports.iter().map(|(protocol, port)| {
@@ -41,7 +41,7 @@ fn policy(name: &str, managed: bool) -> Value {
     })
 }
 
-/// A SandboxAccess with a grant of each of these: namespace, Service, name of its port.
+/// A SandboxAccess with these grants: namespace, Service, name of its port.
 fn access(grants: &[(&str, &str, &str)]) -> Value {
     let grants = grants.iter().zip(20_000..).map(|((namespace, name, port), at)| {
         json!({"service": {"namespace": namespace, "name": name}, "port": port, "protocol": "TCP", "gatewayPort": at})
@@ -70,7 +70,7 @@ fn deploy(file: &str) -> String {
     std::fs::read_to_string(format!("{}/../../deploy/{file}", env!("CARGO_MANIFEST_DIR"))).unwrap()
 }
 
-/// Drops the answer's object. Keeps the policy's message of a refusal, which must never be a CEL error.
+/// Returns the policy's message of a refusal, which must never be a CEL error.
 fn verdict(answer: Answer) -> Result<(), String> {
     answer.map(drop).map_err(|(code, message)| {
         assert_eq!(code, 403, "{message}");
@@ -80,8 +80,8 @@ fn verdict(answer: Answer) -> Result<(), String> {
     })
 }
 
-/// A server with the accounts and the agents' policy in force. With `lists`, the policy for objects is in force as well, with
-/// these lists in its ConfigMap.
+/// An API server with the accounts and the agents' policy in force. With `lists`, the policy for objects is in force as
+/// well, with these lists in its ConfigMap.
 async fn server(lists: Option<&str>) -> ApiServer {
     let server = ApiServer::start().await;
     for file in ["agent.yaml", "member-account.yaml"] {
@@ -96,7 +96,7 @@ async fn server(lists: Option<&str>) -> ApiServer {
     let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1", "annotations": {"team": "x"}}});
     server.post("/api/v1/nodes", &node).await.unwrap();
     let (stranger, agent) = (peer("in-force", true, &["10.20.0.0/24"]), server.acting(AGENT, &[]));
-    // Each policy is in force some time after it is written.
+    // A policy is in force some time after it is written.
     clustermesh_lab::wait_until(
         "the policies to be in force",
         std::time::Duration::from_secs(60),
@@ -203,7 +203,7 @@ async fn peers_bring_in_nothing_outside_the_list(controller: &Acting) {
         "::/0",
         "fd00:21::/64",
         "fd00::/16",
-        // An invalid network for the API server's CEL functions.
+        // A network that the CEL functions of the API server cannot parse.
         "10.20.0.0/33",
         "10.20.1.1",
         "::ffff:10.20.1.0/120",
@@ -298,7 +298,7 @@ async fn sandbox_accesses_grant_nothing_outside_the_lists(controller: &Acting) {
         ("team-z", "db", "sql"),
     ];
     assert_eq!(create(controller, &access(&listed)).await, Ok(()));
-    // As many as the CRD takes: the cost of the expressions is limited.
+    // The CRD's maximum number of grants, because the cost of CEL expressions is limited.
     assert_eq!(create(controller, &access(&[listed[0]; 2048])).await, Ok(()));
     for (grants, refused) in [
         (&[("team-z", "db", "metrics")][..], "team-z/db:metrics"),
@@ -323,8 +323,8 @@ async fn sandbox_accesses_grant_nothing_outside_the_lists(controller: &Acting) {
     );
 }
 
-/// A version without a schema, as a later release of Kilo might serve. The same rules apply, because the stored object is the
-/// same.
+/// Adds a version without a schema, as a later release of Kilo might serve. The same rules apply, because the stored
+/// object is the same.
 async fn another_served_version_changes_nothing(server: &ApiServer, controller: &Acting) {
     let crd = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/peerpolicies.kilo.squat.ai";
     let stored: Value = serde_json::from_str(&server.kubectl(&["get", "--raw", crd]).await).unwrap();
@@ -419,7 +419,7 @@ async fn an_agent_writes_what_it_publishes_on_its_own_node_and_nothing_else() {
     let server = server(None).await;
     let other = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n2"}});
     server.post("/api/v1/nodes", &other).await.unwrap();
-    // An agent outside the DaemonSet, with the account and the rights that docs/operations/install.md gives it.
+    // An agent outside the DaemonSet, with the account and rights of docs/operations/install.md.
     let host = format!("{AGENT}.n2");
     let account = json!({
         "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": {"name": "wg-agent.n2"},
@@ -475,7 +475,7 @@ async fn an_agent_writes_what_it_publishes_on_its_own_node_and_nothing_else() {
         let refused = who.patch(&format!("/api/v1/nodes/{node}"), &change).await;
         assert_eq!(verdict(refused), Err(words));
     }
-    // Everybody else writes Nodes as before.
+    // Other users write Nodes as before.
     assert_eq!(
         server
             .patch("/api/v1/nodes/n2", &json!({"metadata": {"labels": {"a": "b"}}}))

@@ -1,4 +1,4 @@
-//! The ClusterMesh CRD: what an API server makes of it, and what it says to a person.
+//! Tests the ClusterMesh CRD: which objects an API server accepts, what it stores, and its messages.
 
 mod api_server;
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 const MESHES: &str = "/apis/kilo.squat.ai/v1alpha1/namespaces/default/clustermeshes";
 
-/// As in the README of the Go predecessor, but for its comments.
+/// The manifest in the README of the Go predecessor, without its comments.
 const PREDECESSOR: &str = r#"
 apiVersion: kilo.squat.ai/v1alpha1
 kind: ClusterMesh
@@ -48,7 +48,7 @@ fn two() -> Value {
     ]})
 }
 
-/// `two()` with the field at `path` (a JSON pointer) set, or removed where `value` is null.
+/// `two()` with the fields at these paths (JSON pointers) set, or removed where the value is null.
 fn with(changes: &[(&str, Value)]) -> Value {
     let mut spec = two();
     for (path, value) in changes {
@@ -80,14 +80,14 @@ async fn each_rule_of_a_clustermesh_admits_one_and_refuses_another_with_advice()
     let own = "spec.clusters[1].egress: Invalid value: egress names this very cluster: `service.cluster` must be another entry, its own Services are reached without a mesh";
     let unknown = "spec.clusters: Invalid value: egress names a cluster that is not an entry of this mesh: `service.cluster` must be the `name` of one of spec.clusters";
 
-    // What is right, what is wrong, and what is said of the latter.
+    // Each case: an accepted object, a refused one, and the message of the refusal.
     let name = "/clusters/1/name";
     let networks = "/clusters/1/allowedNetworks";
     let anchored = "/clusters/0/anchoredNetworks";
     let a64 = "a".repeat(64);
     let cases = [
         (with(&[]), with(&[("/clusters/1/local", json!(true))]), local.to_owned()),
-        // A mesh of members alone.
+        // A mesh without an entry for the hub.
         (
             with(&[("/clusters/0/kubeconfigSecretRef", json!({"name": "x"})), ("/clusters/0/local", json!(null))]),
             with(&[("/clusters/0/local", json!(null))]),
@@ -266,7 +266,7 @@ async fn a_mesh_of_100_clusters_with_64_networks_each_stays_within_the_cost_of_i
     let clusters: Vec<Value> = (0..100)
         .map(|index| {
             let network = |at: usize| format!("fd00:{index:04x}:{at:04x}:0000:0000:0000:0000:0000/48");
-            // The last of all networks and names is the dearest to find.
+            // The last network and the last name make the rules' searches as expensive as possible.
             let last = if index == 99 { name(98) } else { name(99) };
             let mut entry = json!({
                 "name": name(index),

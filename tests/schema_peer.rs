@@ -1,4 +1,4 @@
-//! Our Peer CRD against what an API server with Kilo's own was recorded to do.
+//! Compares our Peer CRD with recorded answers of an API server that has Kilo's own CRD.
 
 mod api_server;
 

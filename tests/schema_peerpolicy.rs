@@ -1,4 +1,4 @@
-//! The PeerPolicy CRD: what an API server makes of it.
+//! Tests the PeerPolicy CRD: which objects an API server accepts, and its messages.
 
 mod api_server;
 

@@ -1,4 +1,4 @@
-//! The CRDs SandboxAccess and SandboxGateway: what an API server makes of them.
+//! Tests the CRDs SandboxAccess and SandboxGateway: which objects an API server accepts, and its messages.
 
 mod api_server;
 
@@ -96,7 +96,7 @@ async fn access_of_the_largest_sandbox_is_stored() {
     let mut object = access();
     let nodes = (0..5000_u16).map(|i| {
         json!({
-            // As long as the controller writes a name.
+            // The maximum length of a name that the controller writes.
             "name": format!("{i:040}"), "publicKey": key(i), "wireguardIPs": [format!("100.80.{}.{}", 16 + i / 256, i % 256)],
         })
     });
@@ -105,7 +105,7 @@ async fn access_of_the_largest_sandbox_is_stored() {
         json!({"service": {"namespace": "team-x", "name": format!("service-of-team-x-{i}")}, "port": "pg", "protocol": "TCP", "gatewayPort": 20_000 + i})
     });
     object["spec"]["grants"] = grants.collect();
-    // A dry run does not ask etcd, which takes 1.5 MiB.
+    // No dry run, because it would not reach etcd, which limits an object to 1.5 MiB.
     let stored = server.post(ACCESSES, &object).await.unwrap();
     assert_eq!(stored["spec"]["nodes"].as_array().map(Vec::len), Some(5000));
 }
@@ -137,7 +137,7 @@ async fn a_gateways_further_endpoints_are_addresses_with_ports() {
     }
 }
 
-/// Of a path with several results the API server prints the first.
+/// For a JSONPath with several results the API server prints only the first.
 #[tokio::test]
 async fn listed_sandboxaccess_names_all_of_its_services_or_none() {
     let server = ApiServer::start().await;

@@ -1,16 +1,16 @@
-//! A real API server with the CRDs of this repository, asked what it would make of an object. Only for `schema_*` tests.
+//! Starts a real API server with the CRDs of this repository for the `schema_*` tests, and sends it requests.
 
 use clustermesh_lab::{Lab, LabPlan};
 use serde_json::Value;
 
-/// One API server; everything goes when it is dropped.
+/// One API server. It is taken down when dropped.
 pub(crate) struct ApiServer {
     lab: Lab,
     client: kube::Client,
 }
 
 impl ApiServer {
-    /// Starts it and installs `crds/` with kubectl, as a user does.
+    /// Starts the server and installs `crds/` with kubectl, as a user does.
     pub(crate) async fn start() -> Self {
         let lab = Lab::start(LabPlan::control_planes(&["mgmt"])).await.unwrap();
         let crds = concat!(env!("CARGO_MANIFEST_DIR"), "/../../crds");
@@ -22,49 +22,50 @@ impl ApiServer {
         Self { lab, client }
     }
 
-    /// What kubectl prints.
+    /// Runs kubectl and returns its output.
     #[allow(dead_code, reason = "each test binary uses its part")]
     pub(crate) async fn kubectl(&self, words: &[&str]) -> String {
         self.lab.cluster("mgmt").kubectl(words).await.unwrap().stdout
     }
 
-    /// `kubectl apply` of a manifest; what it prints.
+    /// Runs `kubectl apply` with a manifest and returns its output.
     #[allow(dead_code, reason = "each test binary uses its part")]
     pub(crate) async fn apply(&self, yaml: &str) -> String {
         self.lab.cluster("mgmt").apply(yaml).await.unwrap().stdout
     }
 
-    /// The object as it would be stored, or the server's refusal: status code and message.
+    /// The object that would be stored, or the refusal: status code and message.
     #[allow(dead_code, reason = "each test binary uses its part")]
     pub(crate) async fn dry_run(&self, path: &str, object: &Value) -> Answer {
         self.post(&format!("{path}?dryRun=All&fieldValidation=Strict"), object)
             .await
     }
 
-    /// The answer to a POST.
+    /// Sends a POST.
     pub(crate) async fn post(&self, path: &str, object: &Value) -> Answer {
         self.acting("", &[]).post(path, object).await
     }
 
-    /// The answer to a merge patch.
+    /// Sends a merge patch.
     #[allow(dead_code, reason = "each test binary uses its part")]
     pub(crate) async fn patch(&self, path: &str, change: &Value) -> Answer {
         self.acting("", &[]).patch(path, change).await
     }
 
-    /// The answer to a DELETE.
+    /// Sends a DELETE.
     #[allow(dead_code, reason = "each test binary uses its part")]
     pub(crate) async fn delete(&self, path: &str) -> Answer {
         self.acting("", &[]).delete(path).await
     }
 
-    /// The administrator in someone else's place (`""` = its own), with what a token of theirs would say besides the name.
+    /// A client that impersonates a user (`""` = the administrator itself), with these extra attributes of the user's
+    /// token.
     pub(crate) fn acting(&self, user: &str, extra: &[(&str, &str)]) -> Acting {
         let mut headers = Vec::new();
         if !user.is_empty() {
             headers.push(("Impersonate-User".to_owned(), user.to_owned()));
         }
-        // A header's name holds no slash.
+        // The name of a header contains no slash.
         headers.extend(extra.iter().map(|(key, value)| {
             (
                 format!("Impersonate-Extra-{}", key.replace('/', "%2F")),
@@ -78,10 +79,10 @@ impl ApiServer {
     }
 }
 
-/// The object, or the server's refusal: status code and message.
+/// The stored object, or the refusal: status code and message.
 pub(crate) type Answer = Result<Value, (u16, String)>;
 
-/// Someone who asks.
+/// A client of the API server.
 pub(crate) struct Acting {
     client: kube::Client,
     headers: Vec<(String, String)>,

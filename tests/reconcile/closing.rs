@@ -1,4 +1,5 @@
-//! What is closed at once where the API answers, and told where it does not: a quarantine, a grant that is taken back.
+//! Tests that a quarantine and a revoked grant take effect at once where the API server answers, and are reported as
+//! pending where it does not.
 
 use super::*;
 
@@ -15,7 +16,8 @@ async fn a_quarantine_closes_where_the_api_answers_and_is_pending_where_it_does_
         assert_eq!(open(cluster).await, want, "{cluster}");
     }
 
-    // One API is away while the quarantine is asked for, by the annotation: by hand, in a hurry, with a name that is none.
+    // One API server is frozen when an annotation asks for the quarantine. The annotation also contains a name that is
+    // no entry.
     let away = world.lab.cluster("tenant-a");
     away.freeze_api().unwrap();
     world.until_condition("Ready", "False/MemberStale", LATER).await;
@@ -51,7 +53,7 @@ async fn a_quarantine_closes_where_the_api_answers_and_is_pending_where_it_does_
         "{events}"
     );
 
-    // It answers: closed there too, with every object where it was, and nothing is pending.
+    // When it answers again, the quarantine is in effect there too, all objects still exist, and nothing is pending.
     away.thaw_api().unwrap();
     world.until_condition("PolicyEnforced", "True/Enforced", LATER).await;
     assert!(!open("tenant-a").await);

@@ -1,4 +1,4 @@
-//! A controller with little memory, and members whose API servers answer without end.
+//! Tests a controller with little memory and members whose API servers send endless answers.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -36,11 +36,11 @@ enum Flood {
     List,
     /// Lists whose text is short, but needs much memory to parse.
     Values,
-    /// One line of a watch.
+    /// One endless line of a watch.
     Line,
     /// Many Nodes, each within every limit, in pages of normal size.
     Objects,
-    /// Errors.
+    /// Error answers.
     Error,
     /// `/version`.
     Version,
@@ -101,7 +101,7 @@ impl Flood {
 struct Server {
     flood: Flood,
     address: SocketAddr,
-    /// Answers of the flood that were begun.
+    /// Number of flooding answers that were begun.
     floods: Arc<AtomicUsize>,
 }
 
@@ -110,7 +110,7 @@ impl Server {
     fn start(world: &World, flood: Flood, port: u16, tls: &TlsAcceptor) -> Self {
         let address: SocketAddr = (ADDRESS.parse::<IpAddr>().unwrap(), port).into();
         let netns = std::fs::File::open(world.lab.node("hostile").netns()).unwrap();
-        // A socket stays in the namespace in which it was made, a thread in the one that it entered.
+        // A socket stays in the network namespace in which it was created, and a thread in the one that it entered.
         let listener = std::thread::spawn(move || {
             nix::sched::setns(netns, nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
             std::net::TcpListener::bind(address).unwrap()
@@ -200,8 +200,8 @@ fn kubeconfig(address: SocketAddr, ca: &str) -> String {
     )
 }
 
-/// A shell line that moves its process into a cgroup of so many bytes and becomes the program behind it; the kernel ends a
-/// process that takes more, as it does in a pod. Where no memory controller can be used, the limit is one of the process.
+/// A shell line that moves its process into a cgroup with this memory limit and execs the program after it. As in a
+/// pod, the kernel kills a process that needs more. Without a usable memory controller the limit is one of the process.
 fn limited(bytes: usize) -> (String, Option<std::path::PathBuf>) {
     let own = format!("clustermesh-flood-{}", std::process::id());
     for (root, limit) in [
@@ -253,7 +253,7 @@ async fn endless_answers_of_members_cost_no_memory_and_delay_no_quarantine() {
     world.apply_mesh(&mesh).await;
     world.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], LATER).await;
 
-    // The controller read from each flood and refused it by the limit that is meant for it.
+    // The controller has read from each flood and rejected it by the intended limit.
     let over = |member: &str, limit: &str| {
         format!("over_budget_total{{member=\"Secret clustermesh/{member}-kubeconfig key value\",limit=\"{limit}\"}}")
     };
@@ -291,7 +291,7 @@ async fn endless_answers_of_members_cost_no_memory_and_delay_no_quarantine() {
     .unwrap();
     assert!(controller.log().contains(why), "{}", controller.log());
 
-    // Meanwhile the quarantine of an honest member, and of one that floods, is written into the target.
+    // Meanwhile the quarantines of an honest member and of a flooding one are written into the target.
     let begun: Vec<usize> = servers.iter().map(|s| s.floods.load(Ordering::Relaxed)).collect();
     let words = [
         "annotate",

@@ -1,5 +1,5 @@
-//! A sandbox that enters a cluster through gateways, on real API servers: what the controller writes into both, by what gateways
-//! say of themselves and what is seen of their pods. The test plays the gateways.
+//! Tests a sandbox that enters a cluster through gateways, on real API servers: what the controller writes into both
+//! clusters, depending on the status of SandboxGateways and of their pods. The test takes the place of the gateways.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use reconcile::crd;
 
 const PLACE: &str = "clustermesh-gateway";
 
-/// Installs two gateways in the cluster `m` of the lab; their addresses are 100.64.m.240 and .241.
+/// Installs two gateways in the lab's cluster number `m`, with the addresses 100.64.m.240 and .241.
 pub(crate) async fn install(world: &World, name: &str, m: u8) {
     let cluster = world.lab.cluster(name);
     let namespace = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": PLACE}});
@@ -24,7 +24,7 @@ pub(crate) async fn install(world: &World, name: &str, m: u8) {
     }
 }
 
-/// A gateway's pod, its SandboxGateway, and what it published.
+/// Creates a gateway's pod and SandboxGateway if they do not exist, and writes the status of both.
 async fn gateway(world: &World, (cluster, m): (&str, u8), number: u8, ready: bool) {
     let of = world.lab.cluster(cluster);
     let name = format!("clustermesh-gateway-{number}");
@@ -94,7 +94,7 @@ pub(crate) async fn get(world: &World, cluster: &str, words: &[&str]) -> Value {
     serde_json::from_str(&said).unwrap()
 }
 
-/// The addresses and ports of the mirrored Service's endpoints.
+/// The addresses and ports in the EndpointSlices of the mirrored Service.
 async fn endpoints(world: &World) -> (Vec<String>, Vec<i64>) {
     let slices = get(
         world,
@@ -149,7 +149,7 @@ async fn a_sandbox_enters_through_gateways() {
         "ports": [{"port": 5432}], "as": {"namespace": "default", "name": "db"},
     }]);
     world.apply_mesh(&mesh).await;
-    // Without a gateway it does not enter, and the remedy is named.
+    // Without a gateway the sandbox cannot enter, and the condition names the remedy.
     let message = world.until_condition("Ready", "False/NoGateway", SOON).await;
     assert!(message.contains("deploy/gateway.yaml"), "{message}");
     assert_eq!(endpoints(&world).await.0, Vec::<String>::new());
@@ -184,7 +184,8 @@ async fn a_sandbox_enters_through_gateways() {
     world.until_condition("EgressResolved", "True/Resolved", SOON).await;
     world.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // A gateway that is not Ready leaves the Service and keeps its Peer; one whose pod was replaced waits for its key.
+    // A gateway that is not Ready leaves the Service and keeps its Peer. One whose pod was replaced waits for its new
+    // key.
     gateway(&world, ("mgmt", 1), 0, false).await;
     until_endpoints(&world, &["100.64.1.241"]).await;
     assert_eq!(world.peers("notebooks").await.len(), 2);
@@ -210,7 +211,7 @@ async fn a_sandbox_enters_through_gateways() {
         access["metadata"]["resourceVersion"]
     );
 
-    // A restart changes nothing; a quarantine takes every grant; the end takes everything.
+    // A restart changes nothing, a quarantine removes every grant, and the deletion of the mesh removes everything.
     let uid = access["metadata"]["uid"].clone();
     drop(controller);
     let _controller = world.controller().await;

@@ -1,5 +1,5 @@
-//! A sandbox whose administrator is hostile, on real API servers: what he writes into his own cluster, and that nothing of it
-//! arrives in another.
+//! Tests a sandbox with a hostile administrator, on real API servers: nothing that he writes into his own cluster has
+//! an effect in another one.
 
 use std::time::Duration;
 
@@ -9,12 +9,12 @@ use serde_json::Value;
 
 use super::*;
 
-/// Without writes for so long, nothing is retried any more.
+/// After this time without writes, no write is being retried.
 const REST: Duration = Duration::from_secs(5);
-/// What the sandbox may make of the other clusters: its own nodes in the one that grants it a Service.
+/// The object that may depend on the sandbox: its own nodes, in the cluster that grants it a Service.
 const OWN: &str = "tenant-a SandboxAccess/prod--notebooks";
 
-/// What somebody who uses the mirrored Service gets: its ports, its selector, and each slice's sockets.
+/// What clients of the mirrored Service depend on: its ports, its selector, and the sockets of each slice.
 async fn mirrored(world: &World) -> Value {
     let cluster = world.lab.cluster("notebooks");
     let get = async |words: &[&str]| -> Value {
@@ -31,7 +31,7 @@ async fn mirrored(world: &World) -> Value {
     json!({"ports": [port["name"], port["port"], port["targetPort"]], "selector": service["spec"]["selector"], "slices": sockets})
 }
 
-/// Waits until the Service is as the grant has it.
+/// Waits until the mirrored Service matches the grant.
 async fn until_mirrored(world: &World) {
     let access = gateways::get(world, "tenant-a", &["sandboxaccess", "prod--notebooks"]).await;
     let port = &access["spec"]["grants"][0]["gatewayPort"];
@@ -47,7 +47,7 @@ async fn until_mirrored(world: &World) {
     .unwrap();
 }
 
-/// Versions of all that is ours outside the sandbox, but for its own nodes.
+/// The resourceVersions of all our objects outside the sandbox, without the SandboxAccess that lists its nodes.
 async fn elsewhere(world: &World) -> BTreeMap<String, String> {
     let mut versions = world.versions().await;
     versions.retain(|object, _| !object.starts_with("notebooks ") && !object.starts_with(OWN) && object != "mesh");
@@ -55,7 +55,7 @@ async fn elsewhere(world: &World) -> BTreeMap<String, String> {
     versions
 }
 
-/// How many writes into members were made so far.
+/// Number of writes into members so far.
 async fn writes(world: &World) -> u64 {
     let metrics = world.ask("/metrics").await;
     let lines = metrics.lines().filter(|line| line.contains("_writes_total{"));
@@ -64,12 +64,13 @@ async fn writes(world: &World) -> u64 {
         .sum()
 }
 
-/// Waits until so many were made since there were `before` and no more follow, and sees that they are no storm: a plan that was
-/// made while a write was on its way offers it again, which finds it done and is counted.
+/// Waits until `want` writes were made since the count was `before` and no more follow, and checks that there were at
+/// most `most`. More than `want` are possible: a plan that is made during a write repeats it, and the repeated write
+/// counts although it finds nothing to change.
 async fn until_written(world: &World, before: u64, want: u64, most: u64) {
     let found = wait_until(format!("{want} writes, and rest"), SOON, async || {
         let found = writes(world).await - before;
-        // A storm is as bad when it starts later: a write that is refused or undone is tried again after a second.
+        // A write that is refused or reverted is retried after a second, so a storm of writes may also begin later.
         tokio::time::sleep(REST).await;
         match writes(world).await - before {
             later if later >= want && (later == found || later > most) => Ok(later),
@@ -81,8 +82,8 @@ async fn until_written(world: &World, before: u64, want: u64, most: u64) {
     assert!(found <= most, "{found} writes, where {want} do");
 }
 
-/// In a mesh `prod` of `mgmt`, `tenant-a`, and `notebooks`, which is a sandbox that may reach port 5432 of one endpoint on
-/// `tenant-a-1` as `default/db`; each has one node.
+/// Needs a mesh `prod` of `mgmt`, `tenant-a` and `notebooks`, each with one node. `notebooks` is a sandbox that may
+/// reach port 5432 of one endpoint on `tenant-a-1` as `default/db`.
 // threat: sandbox-claims-identity
 pub(crate) async fn a_sandbox_moves_nothing_elsewhere_whatever_its_services_and_nodes_say(world: &World) {
     until_mirrored(world).await;
@@ -125,7 +126,7 @@ async fn its_nodes_claim_what_is_others(world: &World) {
     let nodes: Api<Node> = Api::all(world.client("notebooks").await);
     let api = world.lab.cluster("tenant-a").plan().api_address();
     let long = "x".repeat(200_000);
-    // Each has a key and an address of its own, but for what it lies about.
+    // Each Node has a key and an address of its own, except for the field with the false claim.
     let lies: [(u8, &str, Value); 9] = [
         (10, "key", json!({names::KILO_KEY: key(1, 1)})),
         (11, "key", json!({names::KILO_KEY: key(2, 1)})),
@@ -167,7 +168,8 @@ async fn its_nodes_claim_what_is_others(world: &World) {
             .unwrap();
     }
 
-    // Those whose lies are about what is not read of a sandbox are nodes like any other: one address, and nothing to dial.
+    // Nodes whose false claim is in a field that is ignored for a sandbox are registered like any other: with one
+    // address and no endpoint.
     let like_others = [(14, "range"), (15, "internal"), (16, "endpoint")];
     let mut own: BTreeMap<String, Value> = like_others
         .map(|(n, what)| (format!("{what}-{n}"), json!([key(3, n), [format!("100.64.3.{n}")]])))
@@ -195,9 +197,9 @@ async fn its_nodes_claim_what_is_others(world: &World) {
     })
     .await
     .unwrap();
-    // The gateways have their Peers in the sandbox as before.
+    // The sandbox still has its Peers for the gateways.
     assert_eq!(world.peers("notebooks").await.len(), 2);
-    // One SandboxAccess, at most once for each of the three.
+    // The SandboxAccess is written at least once, and at most twice for each of the three.
     until_written(world, written, 1, 6).await;
 
     let words = ["delete", "nodes"].map(str::to_owned).into_iter();
@@ -208,7 +210,7 @@ async fn its_nodes_claim_what_is_others(world: &World) {
     assert_eq!(world.peers("notebooks").await.len(), 2);
 }
 
-/// Waits until gateways let in these nodes of the sandbox: name, key and addresses.
+/// Waits until the SandboxAccess contains exactly these nodes of the sandbox, with key and addresses.
 async fn until_nodes(world: &World, want: &BTreeMap<String, Value>) {
     wait_until("the nodes that gateways let in", SOON, async || {
         let access = gateways::get(world, "tenant-a", &["sandboxaccess", "prod--notebooks"]).await;

@@ -1,5 +1,5 @@
-//! A member that kg serves, in which agents run in policy mode: leaders, restarts, nodes whose kg is gone. The Nodes are annotated
-//! as kg does it.
+//! Tests a member that kg serves, with agents in policy mode: location leaders, restarts of kg, nodes whose kg is gone.
+//! The test annotates the Nodes as kg does.
 
 use std::{
     collections::BTreeSet,
@@ -30,9 +30,9 @@ struct Kg {
     n: u8,
     granularity: &'static str,
     region: &'static str,
-    /// `""` = another node leads its location.
+    /// Empty if another node leads its location.
     wireguard_ip: &'static str,
-    /// An agent in policy mode runs there too.
+    /// Whether an agent in policy mode runs there too.
     agent: bool,
 }
 
@@ -45,7 +45,7 @@ impl Kg {
         format!("198.51.{}.{}", self.m, self.n)
     }
 
-    /// What kg writes, and removes on SIGTERM.
+    /// The annotations that kg writes, and removes on SIGTERM.
     fn annotations(&self) -> Value {
         let address = self.address();
         json!({
@@ -95,7 +95,7 @@ impl Kg {
     }
 }
 
-/// The nodes, and which of them kg checks in for.
+/// The nodes, and the names of those on which kg runs.
 struct Fleet {
     nodes: Vec<Arc<Kg>>,
     clients: BTreeMap<&'static str, Client>,
@@ -143,7 +143,7 @@ impl Fleet {
         self.nodes.iter().find(|kg| kg.name() == name).unwrap()
     }
 
-    /// As kg does every 30 s, though more often, so that a loaded machine makes nobody silent.
+    /// kg does it every 30 s. More often here, so that a loaded machine makes no node silent.
     fn check_in(&self) {
         let (nodes, clients) = (self.nodes.clone(), self.clients.clone());
         let checking_in = Arc::clone(&self.checking_in);
@@ -165,12 +165,12 @@ impl Fleet {
         self.checking_in.lock().unwrap().insert(kg.name());
     }
 
-    /// Its process is gone, its annotations are not.
+    /// Simulates SIGKILL: the process is gone, its annotations remain.
     fn kill_kg(&self, name: &str) {
         self.checking_in.lock().unwrap().remove(name);
     }
 
-    /// SIGTERM: kg removes what it wrote.
+    /// Simulates SIGTERM: kg removes its annotations.
     async fn stop_kg(&self, name: &str) {
         self.kill_kg(name);
         let kg = self.kg(name);
@@ -221,8 +221,8 @@ async fn kg_nodes_restart_die_and_elect_without_needless_writes() {
     let _controller = world.controller().await;
     world.apply_mesh(&mesh).await;
 
-    // Step 1: the leader carries its location though an agent runs beside kg on each of its nodes. An InternalIP that is the
-    // endpoint too is left out toward kg, and the status tells.
+    // Step 1: the leader's Peer has the allowed IPs of its location, although an agent runs next to kg on each of its
+    // nodes. An InternalIP that is also the endpoint is left out toward kg, and the status reports it.
     world.until_peers("mgmt", &[LEADER, WEST], SOON).await;
     let of_leader = ["10.2.1.0/24", "10.2.2.0/24", "100.64.2.1/32", "198.51.2.2/32"];
     let of_west = ["10.2.3.0/24", "100.64.2.3/32"];
@@ -237,7 +237,7 @@ async fn kg_nodes_restart_die_and_elect_without_needless_writes() {
     let status = world.get_mesh().await.unwrap().status.unwrap();
     assert_eq!(status.clusters[1].anchored, []);
 
-    // Step 2: kg restarts on three nodes, a leader among them. Neither that nor its return is written anywhere.
+    // Step 2: kg restarts on three nodes, a leader among them. Neither its stop nor its return causes a write.
     let restarting = ["mgmt-1", "tenant-a-1", "tenant-a-3"];
     until_passes(&world, 2).await;
     let status = async || world.get_mesh().await.unwrap().status;
@@ -255,8 +255,8 @@ async fn kg_nodes_restart_die_and_elect_without_needless_writes() {
     until_passes(&world, 3).await;
     assert_eq!((status().await, audit(&world)), before);
 
-    // Step 3: kg stays away on tenant-a-3. The status tells after half a minute; meanwhile its InternalIP is carried for no
-    // other node.
+    // Step 3: kg stays away on tenant-a-3. The status reports it after half a minute. Until then no other Peer gets its
+    // InternalIP.
     fleet.stop_kg("tenant-a-3").await;
     fleet.kill_kg("tenant-a-1");
     until_held(&world, &["tenant-a-3"]).await;
@@ -268,8 +268,8 @@ async fn kg_nodes_restart_die_and_elect_without_needless_writes() {
     assert_eq!(carried(&world, LEADER).await, of_leader);
     assert_eq!(carried(&world, WEST).await, of_west);
 
-    // Step 4: kg died on the leader, and the other node of its location is elected: it publishes the same address. Once the
-    // dead one has been silent for a minute it gives way, and the status tells.
+    // Step 4: kg dies on the leader, and the other node of its location is elected and publishes the same address.
+    // After a minute without a check-in the dead node gives way, and the status reports it.
     world
         .annotate(
             "tenant-a",
@@ -292,7 +292,7 @@ async fn kg_nodes_restart_die_and_elect_without_needless_writes() {
     .await
     .unwrap();
 
-    // Step 5: kg returns on both. The one that was elected goes on leading.
+    // Step 5: kg returns on both nodes. The elected one remains the leader.
     fleet.start_kg("tenant-a-3").await;
     let returned = json!({
         names::KILO_LAST_SEEN: Timestamp::now().as_second().to_string(),

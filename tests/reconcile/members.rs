@@ -1,4 +1,4 @@
-//! Members that are away, and how the controller gets to them: kubeconfigs and the Secrets that hold them.
+//! Tests members whose API server is down, and changes of kubeconfigs and of the Secrets that contain them.
 
 use super::*;
 
@@ -26,7 +26,7 @@ async fn a_member_that_is_down_costs_nothing_and_catches_up() {
     world.node("tenant-a", 2, 3).await;
     let all = [&all[..2], &["prod--tenant-a--tenant-a-3", all[2]]].concat();
     let during = world.until_peers("mgmt", &all, SOON).await;
-    // A request to the frozen server ends after 5 s at the earliest.
+    // A request to the frozen server ends after 5 s at the earliest, so no pass waited for one.
     let (passes, short) = passes(&world).await;
     assert!(
         passes > 0 && passes == short,
@@ -37,7 +37,7 @@ async fn a_member_that_is_down_costs_nothing_and_catches_up() {
         before["prod--tenant-b--tenant-b-1"]
     );
 
-    // Back: it gets what it missed, and what changed there meanwhile is seen.
+    // Thawed: it gets the missed writes, and the controller reads what changed there meanwhile.
     frozen.thaw_api().unwrap();
     let names = [
         "prod--mgmt--mgmt-1",
@@ -73,7 +73,7 @@ async fn a_member_that_is_down_costs_nothing_and_catches_up() {
     );
 }
 
-/// How many passes there were, and how many of them took less than 5 s.
+/// Number of passes, and how many of them took less than 5 s.
 async fn passes(world: &World) -> (u64, u64) {
     let metrics = world.ask("/metrics").await;
     let value = |name: &str| {
@@ -111,7 +111,7 @@ async fn a_kubeconfig_is_swapped_in_place_and_a_bad_one_is_refused_by_field() {
     };
     assert_eq!(untouched(&after), untouched(&before));
 
-    // Hostile: refused with the field, and what stands stays.
+    // A hostile kubeconfig is refused with the name of the field, and existing objects remain.
     let good = world.kubeconfig("tenant-a").await;
     let hostile = good.replace("    token: ", "    exec: {apiVersion: v1, command: sh}\n    token: ");
     world.give_secret("tenant-a", &hostile).await;
@@ -150,7 +150,7 @@ async fn a_member_that_is_named_by_another_secret_keeps_what_it_holds() {
     let (world, controller) = World::meshed(&["mgmt", "tenant-a"]).await;
     let before = world.versions().await;
 
-    // The old Secret stays, and so for a while does the session that reads it.
+    // The old Secret still exists, and for a while so does the session that reads it.
     world
         .give_secret_as("renamed", &world.kubeconfig("tenant-a").await)
         .await;
@@ -170,7 +170,7 @@ async fn a_member_that_is_named_by_another_secret_keeps_what_it_holds() {
     })
     .await
     .unwrap();
-    // Whatever the passes until now decided has been written when these changes have come through, both ways.
+    // When these changes are written in both directions, every earlier decision has been written, too.
     world.node("tenant-a", 2, 2).await;
     world.node("mgmt", 1, 2).await;
     world

@@ -1,4 +1,4 @@
-//! A mesh that goes, is paused, is refused, or was the predecessor's.
+//! Tests meshes that are deleted, paused, refused, or adopted from the predecessor.
 
 use super::*;
 
@@ -8,7 +8,7 @@ async fn a_mesh_takes_everything_with_it_and_waits_for_members_that_are_away() {
     for (m, cluster) in [(1, "mgmt"), (2, "tenant-a"), (3, "tenant-b")] {
         world.node(cluster, m, 1).await;
     }
-    // A person's own Peer.
+    // A Peer that a person created.
     let peers: Api<Peer> = Api::all(world.client("mgmt").await);
     let own: Peer = serde_json::from_value(json!({
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": "laptop"},
@@ -20,7 +20,7 @@ async fn a_mesh_takes_everything_with_it_and_waits_for_members_that_are_away() {
     world.apply_mesh(&world.mesh()).await;
     world.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // An entry that leaves takes its objects along, there and elsewhere.
+    // When an entry is removed, its objects are deleted in its own cluster and in the others.
     let mut smaller = world.mesh();
     smaller["spec"]["clusters"].as_array_mut().unwrap().remove(2);
     world.apply_mesh(&smaller).await;
@@ -78,7 +78,7 @@ async fn the_predecessors_peers_are_taken_over_and_a_missing_crd_is_waited_for()
         .kubectl(["delete", "crd", "peers.kilo.squat.ai", "peerpolicies.kilo.squat.ai"])
         .await
         .unwrap();
-    // As the Go operator wrote it: two labels, and more allowedIPs than we would.
+    // As the Go operator writes it: two labels, and more allowed IPs than we do.
     let peers: Api<Peer> = Api::all(world.client("mgmt").await);
     let old: Peer = serde_json::from_value(json!({
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer",
@@ -141,14 +141,14 @@ async fn a_mesh_that_may_not_use_the_hub_or_means_nothing_is_refused_and_writes_
     .await
     .unwrap();
     world.until_peers("tenant-a", &[], SOON).await;
-    // It is no obstacle either.
+    // It has no finalizer that would block its deletion.
     world
         .hub()
         .kubectl(["delete", "cmesh", "-n", "elsewhere", "prod", "--timeout=30s"])
         .await
         .unwrap();
 
-    // The API server takes any network.
+    // The API server accepts any network.
     let mut meaningless = world.mesh();
     meaningless["spec"]["clusters"][1]["allowedNetworks"] = json!(["0.0.0.0/1", "128.0.0.0/1"]);
     world.apply_mesh(&meaningless).await;
@@ -159,7 +159,7 @@ async fn a_mesh_that_may_not_use_the_hub_or_means_nothing_is_refused_and_writes_
         let peers: Vec<String> = world.peers(cluster).await.into_keys().collect();
         assert_eq!(peers, Vec::<String>::new(), "{cluster}");
     }
-    // It is served once it means something.
+    // It is served as soon as it is valid.
     world.apply_mesh(&world.mesh()).await;
     world.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
 }
@@ -176,7 +176,7 @@ async fn a_paused_mesh_is_left_as_it_stands_and_a_forced_one_lets_go_of_who_is_a
     };
     annotate("cluster.x-k8s.io/paused=true").await;
     world.until_condition("Paused", "True/Paused", SOON).await;
-    // The status counts what is seen, and nothing is written.
+    // The status counts the observed nodes, and no object is written.
     let counted = async |nodes: i64| {
         wait_until(format!("{nodes} nodes to be counted"), SOON, async || {
             let mesh = world.get_mesh().await.unwrap();

@@ -1,5 +1,5 @@
-//! The world in which the real controller binary is tested: API servers alone, the accounts that are shipped with exactly
-//! their rights, Nodes written as an agent would publish them. No assertions live here.
+//! Sets up tests of the real controller binary: API servers only, the shipped accounts with exactly their rights, and
+//! Nodes as an agent publishes them. It contains no checks of the product.
 #![allow(dead_code, reason = "each test program uses a part")]
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
@@ -14,12 +14,12 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-/// For what the controller should do at once, on a loaded machine.
+/// Deadline for what the controller does at once, on a loaded machine.
 pub(crate) const SOON: Duration = Duration::from_secs(30);
-/// For what waits for a backoff.
+/// Deadline for what waits for a backoff.
 pub(crate) const LATER: Duration = Duration::from_secs(90);
 
-/// API servers, the first of which is the hub, and a host for the controller.
+/// API servers, the first of which is the hub's, and a host for the controller.
 pub(crate) struct World {
     pub(crate) lab: Lab,
     names: Vec<String>,
@@ -29,7 +29,7 @@ fn repository() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// The controller's binary: `CLUSTERMESH_BIN_DIR`, else beside the test's own directory.
+/// The controller's binary: in `CLUSTERMESH_BIN_DIR`, or in or above the directory of the test binary.
 fn binary() -> String {
     let own = std::env::current_exe().unwrap();
     let near = own.ancestors().skip(1).take(2).map(PathBuf::from);
@@ -46,12 +46,12 @@ fn binary() -> String {
 }
 
 impl World {
-    /// Starts API servers with CRDs and accounts; the hub holds a kubeconfig Secret for each other one.
+    /// Starts API servers with CRDs and accounts. The hub has a kubeconfig Secret for each other cluster.
     pub(crate) async fn start(names: &[&str]) -> Self {
         Self::start_plan(LabPlan::control_planes(names)).await
     }
 
-    /// The same with clusters that may have nodes. The controller runs beside them, on its own host.
+    /// As [`Self::start`], for clusters that may have nodes. The controller runs on a host of its own.
     pub(crate) async fn start_plan(plan: LabPlan) -> Self {
         let names: Vec<String> = plan.clusters.iter().map(|cluster| cluster.name.clone()).collect();
         let lab = Lab::start(plan).await.unwrap();
@@ -74,7 +74,7 @@ impl World {
         world
     }
 
-    /// Clusters with one node each, a controller, and a mesh of all of them that is ready.
+    /// Starts clusters with one node each, a controller, and a mesh of all of them, and waits until it is Ready.
     pub(crate) async fn meshed(names: &[&str]) -> (Self, Running) {
         let world = Self::start(names).await;
         for (m, name) in (1..).zip(names) {
@@ -86,7 +86,7 @@ impl World {
         (world, controller)
     }
 
-    /// Waits until a controller that has just been started has read so many members.
+    /// Waits until a newly started controller has read this number of members.
     pub(crate) async fn until_read(&self, members: usize) {
         wait_until("the members to be read", LATER, async || {
             let state = self.ask("/debug/state").await;
@@ -115,7 +115,7 @@ impl World {
     pub(crate) async fn established(&self, name: &str, kinds: &[&str]) {
         for kind in kinds {
             let object = format!("crd/{kind}.kilo.squat.ai");
-            // `kubectl wait` fails on a CRD so new that it has no status at all.
+            // `kubectl wait` fails on a CRD that is so new that it has no status.
             let condition = "jsonpath={.status.conditions[?(@.type==\"Established\")].status}";
             wait_until(format!("{object} of {name}"), SOON, async || {
                 let words = ["get", &object, "-o", condition];
@@ -123,7 +123,7 @@ impl World {
                     Ok(output) if output.stdout == "True" => {}
                     other => return Err(format!("{other:?}")),
                 }
-                // Established is said a moment before it is served.
+                // The condition becomes True a moment before the resource is served.
                 let words = ["get", &format!("{kind}.kilo.squat.ai"), "-A"];
                 let served = self.lab.cluster(name).kubectl(words).await;
                 served.map(drop).map_err(|error| error.to_string())
@@ -133,7 +133,7 @@ impl World {
         }
     }
 
-    /// The controller's account as it is shipped: its rights are exactly those of `deploy/`.
+    /// Creates the shipped account of the controller, with exactly the rights in `deploy/`.
     async fn account(&self, name: &str, hub: bool) {
         let manifest = if hub {
             "deploy/controller.yaml"
@@ -147,7 +147,7 @@ impl World {
             .unwrap();
     }
 
-    /// A kubeconfig of that account with a fresh token, for use on the underlay.
+    /// A kubeconfig of that account with a new token, for use on the underlay.
     pub(crate) async fn kubeconfig(&self, name: &str) -> String {
         let cluster = self.lab.cluster(name);
         let words = [
@@ -174,12 +174,12 @@ impl World {
         )
     }
 
-    /// Makes or changes the Secret of a member.
+    /// Creates or replaces the kubeconfig Secret of a member.
     pub(crate) async fn give_secret(&self, name: &str, kubeconfig: &str) {
         self.give_secret_as(&format!("{name}-kubeconfig"), kubeconfig).await;
     }
 
-    /// Makes or changes a kubeconfig Secret of any name.
+    /// Creates or replaces a kubeconfig Secret of any name.
     pub(crate) async fn give_secret_as(&self, secret: &str, kubeconfig: &str) {
         let secret = json!({
             "apiVersion": "v1", "kind": "Secret",
@@ -193,17 +193,17 @@ impl World {
         self.lab.node("controller")
     }
 
-    /// Starts the controller, as the hub's account; returns when it is ready.
+    /// Starts the controller with the hub's account, and waits until it is ready.
     pub(crate) async fn controller(&self) -> Running {
         self.controller_for(NAMESPACE, &[]).await
     }
 
-    /// The same with a flag `--hub-namespace` of its own, and more flags.
+    /// As [`Self::controller`], with another value of `--hub-namespace` and further flags.
     pub(crate) async fn controller_for(&self, hub_namespace: &str, more: &[&str]) -> Running {
         self.controller_as(&[], hub_namespace, more).await
     }
 
-    /// The same with a command line before the program that ends in `exec` of it.
+    /// As [`Self::controller`], started by a command line that execs its arguments.
     pub(crate) async fn controller_within(&self, prefix: &[&str]) -> Running {
         self.controller_as(prefix, NAMESPACE, &[]).await
     }
@@ -242,7 +242,8 @@ impl World {
         running
     }
 
-    /// What the admin endpoint answers on the controller's own host (its state is shown to no other); empty when it does not.
+    /// The answer of the admin endpoint on the controller's own host (`/debug/state` is for loopback clients only);
+    /// empty if there is none.
     pub(crate) async fn ask(&self, path: &str) -> String {
         let url = format!("http://127.0.0.1:8081{path}");
         self.host()
@@ -260,7 +261,7 @@ impl World {
             .unwrap_or_else(|| panic!("no {name} in {metrics}"))
     }
 
-    /// The hub's id where no flag gives another.
+    /// The default id of the hub.
     pub(crate) async fn hub_id(&self) -> String {
         let namespaces: Api<k8s_openapi::api::core::v1::Namespace> = Api::all(self.client(self.hub_name()).await);
         namespaces.get("kube-system").await.unwrap().uid().unwrap()
@@ -270,7 +271,7 @@ impl World {
         self.lab.cluster(name).client().await.unwrap()
     }
 
-    /// Writes a Node as wg-agent publishes it, Ready; number `n` of member `m` has 10.M.N.0/24 and 100.64.M.N.
+    /// Creates a Ready Node as wg-agent publishes it. Number `n` of member `m` has 10.M.N.0/24 and 100.64.M.N.
     pub(crate) async fn node(&self, cluster: &str, m: u8, n: u8) -> Node {
         let nodes: Api<Node> = Api::all(self.client(cluster).await);
         let node: Node = serde_json::from_value(json!({
@@ -351,7 +352,7 @@ impl World {
             .unwrap()
     }
 
-    /// The condition as `status/reason`.
+    /// A condition of the mesh: `status/reason`, and its message.
     pub(crate) async fn condition(&self, kind: &str) -> Option<(String, String)> {
         let mesh = self.get_mesh().await?;
         let condition = mesh
@@ -362,7 +363,7 @@ impl World {
         Some((format!("{}/{}", condition.status, condition.reason), condition.message))
     }
 
-    /// Waits until the condition stands; its message.
+    /// Waits until the condition has this `status/reason`. Returns its message.
     pub(crate) async fn until_condition(&self, kind: &str, want: &str, deadline: Duration) -> String {
         let what = format!("condition {kind} to be {want}");
         wait_until(what, deadline, async || match self.condition(kind).await {
@@ -396,7 +397,7 @@ impl World {
         .unwrap()
     }
 
-    /// Version of every object that the controller writes, in every cluster.
+    /// The resourceVersion of every object that the controller writes, in every cluster.
     pub(crate) async fn versions(&self) -> BTreeMap<String, String> {
         let mut versions = BTreeMap::new();
         for name in &self.names {
@@ -405,7 +406,7 @@ impl World {
                 "-o=jsonpath={range .items[*]}{.kind}/{.metadata.name} {.metadata.resourceVersion}{\"\\n\"}{end}";
             let cluster = self.lab.cluster(name);
             let mut listed = cluster.kubectl(["get", kinds, "-A", columns]).await.unwrap().stdout;
-            // There only where gateways are installed.
+            // This kind exists only where gateways are installed.
             let accesses = cluster.try_kubectl(["get", "sandboxaccesses", columns]).await.unwrap();
             listed.push_str(&accesses.stdout);
             for line in listed.lines() {

@@ -1,5 +1,5 @@
-//! Profiles changed while everything runs: every write is recorded, and at no revision does more stand open than before or
-//! after.
+//! Changes profiles while the controller runs, and records every write. At no revision may a cluster be more open than
+//! before or after the change.
 
 use std::sync::{Arc, Mutex};
 
@@ -14,21 +14,21 @@ use tokio::task::JoinHandle;
 
 use super::*;
 
-/// One write, as the API server numbered it.
+/// One write, with the resourceVersion from the API server.
 #[derive(Debug, Clone)]
 struct Write {
     revision: u64,
     name: String,
-    /// `None` = it was deleted.
+    /// `None` = the object was deleted.
     object: Option<Standing>,
 }
 
-/// What counts of an object.
+/// The part of an object's content that these tests check.
 #[derive(Debug, Clone, PartialEq)]
 enum Standing {
-    /// It carries more than single addresses.
+    /// Whether it has allowed IPs other than single addresses.
     Peer { wide: bool },
-    /// It lets in more than granted endpoints.
+    /// Whether it allows more than granted endpoints.
     Policy { wide: bool },
 }
 
@@ -61,7 +61,7 @@ fn revision(object: &impl ResourceExt) -> u64 {
     object.resource_version().unwrap().parse().unwrap()
 }
 
-/// Follows one kind from its first revision on; returns when the watch cannot be taken up again.
+/// Watches one kind from its current revision on; returns when the watch cannot be resumed.
 async fn follow<K>(api: Api<K>, writes: Arc<Mutex<Vec<Write>>>, standing: fn(&K) -> Standing)
 where
     K: kube::Resource + Clone + std::fmt::Debug + serde::de::DeserializeOwned,
@@ -93,7 +93,7 @@ where
 }
 
 impl Recorder {
-    /// Begins in a cluster in which none of these stands yet.
+    /// Starts to record, in a cluster without any Peer or PeerPolicy.
     async fn start(world: &World, cluster: &str) -> Self {
         let writes = Arc::<Mutex<Vec<Write>>>::default();
         let client = world.client(cluster).await;
@@ -105,14 +105,14 @@ impl Recorder {
         }
     }
 
-    /// In the order of their revisions, which both kinds share.
+    /// The writes in the order of their revisions, which both kinds share.
     fn writes(&self) -> Vec<Write> {
         let mut writes = self.writes.lock().unwrap().clone();
         writes.sort_by_key(|write| write.revision);
         writes
     }
 
-    /// What stands after the first `count` writes.
+    /// The objects that exist after the first `count` writes.
     fn after(&self, count: usize) -> BTreeMap<String, Standing> {
         let mut standing = BTreeMap::new();
         for write in &self.writes()[..count] {
@@ -122,7 +122,7 @@ impl Recorder {
             };
             match &write.object {
                 Some(object) => drop(standing.insert(key, object.clone())),
-                // A Peer is `mesh--cluster--node`, a policy `mesh--cluster`: no name is both.
+                // A Peer is `mesh--cluster--node`, a policy `mesh--cluster`, so no name is both.
                 None => {
                     standing.remove(&key);
                     standing.remove(&format!("policy {}", write.name));
@@ -132,7 +132,7 @@ impl Recorder {
         standing
     }
 
-    /// Waits until everything that stands in the cluster was recorded; how many writes that makes.
+    /// Waits until all existing objects have been recorded. Returns the number of writes.
     async fn caught_up(&self, world: &World, cluster: &str) -> usize {
         wait_until(format!("every write in {cluster} to be recorded"), SOON, async || {
             let peers = world.peers(cluster).await;
@@ -165,7 +165,7 @@ impl Recorder {
         .unwrap()
     }
 
-    /// Whether a wide Peer of `source` stands beside a policy that is wide or missing.
+    /// Whether a wide Peer of `source` exists while the policy of `source` is wide or missing.
     fn open(standing: &BTreeMap<String, Standing>, source: &str) -> bool {
         let peer = |(name, object): (&String, &Standing)| {
             name.starts_with(&format!("peer {source}--")) && *object == Standing::Peer { wide: true }
@@ -174,13 +174,13 @@ impl Recorder {
         standing.iter().any(peer) && policy != Some(&Standing::Policy { wide: false })
     }
 
-    /// That nothing of `source` stands open from the first write on, after `first`, that touches it: that one closes.
+    /// Checks that `source` is never open after its first write between `first` and `last`: that write must close.
     fn assert_closed_from(&self, first: usize, last: usize, source: &str, what: &str) {
         let writes = self.writes();
         let of_source = |write: &Write| write.name == source || write.name.starts_with(&format!("{source}--"));
         let begun = (first..last).find(|count| of_source(&writes[*count]));
         let Some(begun) = begun else {
-            // Nothing of it was there.
+            // `source` had no objects there.
             assert!(!Self::open(&self.after(last), source), "{what}: nothing was written");
             return;
         };
@@ -195,7 +195,7 @@ impl Recorder {
         }
     }
 
-    /// That no Peer ever stood without the policy of its member beside it.
+    /// Checks that no Peer ever existed without the policy of its member.
     fn assert_never_a_peer_without_its_policy(&self, cluster: &str) {
         let writes = self.writes();
         for count in 1..=writes.len() {
@@ -213,7 +213,7 @@ impl Recorder {
     }
 }
 
-/// A mesh in which `notebooks` has a profile and one grant toward the hub.
+/// Gives `notebooks` a profile and one grant in the hub.
 fn with_profile(mut mesh: Value, profile: &str) -> Value {
     let entry = &mut mesh["spec"]["clusters"][2];
     entry["isolationProfile"] = json!(profile);
@@ -234,7 +234,8 @@ async fn three_clusters() -> World {
     world
 }
 
-/// Waits until a cluster holds these, of a member: how many Peers and whether they are wide, and whether its policy is.
+/// Waits until a cluster has this number of Peers of `source`, wide or not, and a policy of `source` that is wide, not
+/// wide, or missing.
 async fn until(world: &World, cluster: &str, source: &str, peers: (usize, bool), wide: Option<bool>) {
     let what = format!("{cluster} to hold {peers:?} of {source}, policy {wide:?}");
     wait_until(what, SOON, async || {
@@ -288,14 +289,14 @@ async fn a_profile_changed_live_in_every_direction_never_leaves_wide_peers_witho
             first.push(recorder.caught_up(&world, cluster).await);
         }
         world.apply_mesh(&with_profile(world.mesh(), profile)).await;
-        // (in the hub, in the tenant, in the member of the hub's)
+        // (objects of the sandbox in the hub, its objects in the tenant, the hub's objects in the sandbox)
         let (hub, tenant, own) = match profile {
             "cluster-meshed" => (
                 ((2, true), Some(true)),
                 ((2, true), Some(true)),
                 ((2, true), Some(true)),
             ),
-            // The hub's gateways, and replies alone.
+            // The Peers are the hub's gateways; the policy allows only replies.
             "sandbox" => (((0, false), None), ((0, false), None), ((2, false), Some(true))),
             _ => (((0, false), None), ((0, false), None), ((0, false), None)),
         };
@@ -332,7 +333,7 @@ async fn of_two_profiles_that_two_meshes_give_one_member_the_tighter_holds_and_i
     until(&world, "mgmt", "prod--notebooks", (2, true), Some(true)).await;
     world.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // The other mesh calls it a sandbox: in both it is one, and has what either grants it.
+    // The other mesh makes it a sandbox. It is then a sandbox in both meshes, with the grants of both.
     let first = recorder.caught_up(&world, "mgmt").await;
     let mut other = with_profile(world.mesh(), "sandbox");
     other["metadata"]["name"] = json!("other");
@@ -350,7 +351,7 @@ async fn of_two_profiles_that_two_meshes_give_one_member_the_tighter_holds_and_i
     let last = recorder.caught_up(&world, "mgmt").await;
     recorder.assert_closed_from(first, last, "prod--notebooks", "a second mesh that calls it a sandbox");
 
-    // It goes, and what the first one says holds again.
+    // When the other mesh is deleted, the profile of the first one is in effect again.
     let words = ["delete", "cmesh", "other", "-n", NAMESPACE, "--wait=false"];
     world.hub().kubectl(words).await.unwrap();
     until(&world, "mgmt", "prod--notebooks", (2, true), Some(true)).await;

@@ -1,4 +1,4 @@
-//! What is left of a mesh in clusters that it no longer names, and of a mesh that was moved to another hub.
+//! Tests what remains of a mesh in clusters that it does not name any more, and of a mesh that moves to another hub.
 
 use clustermesh_api::mesh::RemovedCluster;
 
@@ -25,7 +25,7 @@ async fn annotate(world: &World, text: &str) {
     world.hub().kubectl(words).await.unwrap();
 }
 
-/// What `clusterctl move` does last, and a person who is in a hurry.
+/// `clusterctl move` does this last, and so does a person in a hurry.
 async fn strip_finalizers(world: &World) {
     let patch = "{\"metadata\":{\"finalizers\":null}}";
     let words = ["patch", "cmesh", "-n", NAMESPACE, "prod", "--type=merge", "-p", patch];
@@ -61,7 +61,7 @@ async fn secret_that_goes_first_costs_no_cleanup() {
     until_removed(&world, <[_]>::is_empty).await;
     world.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // As a namespace that is deleted does.
+    // Delete a Secret before the mesh, as the deletion of a namespace may do.
     delete(&world, ["secret", "tenant-a-kubeconfig"]).await;
     world.until_condition("Ready", "False/MemberMissing", SOON).await;
     delete(&world, ["cmesh", "prod"]).await;
@@ -81,7 +81,7 @@ async fn removed_cluster_is_listed_until_clean_or_left_behind() {
         message.contains("\"tenant-b\"") && message.contains("force-cleanup=tenant-b"),
         "{message}"
     );
-    // What is left is known after a restart, too.
+    // Remaining objects are still known after a restart.
     assert!(controller.terminate(SOON).await.unwrap().success());
     controller = world.controller().await;
     world.lab.cluster("tenant-b").start_api().await.unwrap();
@@ -89,13 +89,13 @@ async fn removed_cluster_is_listed_until_clean_or_left_behind() {
     until_removed(&world, <[_]>::is_empty).await;
     world.until_condition("Degraded", "False/AllServed", SOON).await;
 
-    // Without its kubeconfig, after a restart, only a person can say that it does not matter.
+    // After a restart without its kubeconfig, only a person can decide to leave objects behind.
     world.apply_mesh(&world.mesh()).await;
     world
         .until_peers("tenant-b", &["prod--mgmt--mgmt-1", "prod--tenant-a--tenant-a-1"], SOON)
         .await;
     world.until_condition("Ready", "True/Meshed", SOON).await;
-    // What a restart knows is in the status, which is written after the Peers.
+    // After a restart the controller knows only what is in the status, which is written after the Peers.
     wait_until("tenant-b in the status", SOON, async || {
         let rows = world.get_mesh().await.unwrap().status.unwrap().clusters;
         if rows.iter().any(|row| row.name == "tenant-b") {
@@ -128,7 +128,7 @@ async fn removed_cluster_is_listed_until_clean_or_left_behind() {
     assert_eq!(world.peers("tenant-b").await.len(), 2);
 }
 
-/// By name and UID.
+/// UIDs of Peers, by cluster and name.
 async fn uids(world: &World) -> BTreeMap<String, String> {
     let mut all = BTreeMap::new();
     for cluster in ["mgmt", "tenant-a"] {
@@ -139,7 +139,7 @@ async fn uids(world: &World) -> BTreeMap<String, String> {
     all
 }
 
-/// A second mesh keeps the controller looking at both clusters. Its nodes and networks are others.
+/// Adds a second mesh, with other nodes and networks, so that the controller reads both clusters. Waits until it has.
 async fn until_second_is_meshed(world: &World) {
     let mut second = world.mesh();
     second["metadata"]["name"] = json!("second");
@@ -168,7 +168,7 @@ async fn mesh_that_moves_to_another_hub_deletes_nothing() {
     let (world, mut controller) = three().await;
     let standing = uids(&world).await;
     assert_eq!(standing.len(), 4);
-    // What clusterctl move does: it deletes, and takes the finalizers away later.
+    // `clusterctl move` first deletes the mesh and removes its finalizers later.
     annotate(&world, "clusterctl.cluster.x-k8s.io/delete-for-move=").await;
     delete(&world, ["cmesh", "prod"]).await;
     world.until_condition("Paused", "True/Paused", SOON).await;
@@ -177,7 +177,7 @@ async fn mesh_that_moves_to_another_hub_deletes_nothing() {
     until_gone(&world).await;
     until_second_is_meshed(&world).await;
     assert_eq!(uids(&world).await, standing);
-    // Nor does a controller that was not there when it happened.
+    // A controller that starts after the deletion deletes nothing, either.
     let old = world.hub_id().await;
     assert!(controller.terminate(SOON).await.unwrap().success());
     controller = world.controller().await;

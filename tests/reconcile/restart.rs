@@ -1,4 +1,4 @@
-//! A restarted controller does not treat kinds that it has not listed yet as empty.
+//! Tests that a restarted controller does not treat kinds that it has not listed yet as empty.
 
 use clustermesh_api::mesh::ClusterMesh;
 use futures::{StreamExt, TryStreamExt, stream};

@@ -1,4 +1,5 @@
-//! A sandbox on real API servers: what it is given to see of the cluster that grants it a Service, and what is left of that.
+//! Tests a sandbox on real API servers: what it can read about the cluster that grants it a Service, and what remains
+//! of that.
 
 use clustermesh_api::{mesh::Protocol, policy::PeerPolicy};
 use kube::{ResourceExt, api::ListParams};
@@ -6,7 +7,7 @@ use serde_json::Value;
 
 use super::*;
 
-/// A Service with a selector and one endpoint, as the cluster's own controllers would write it.
+/// Creates a Service with a selector and one endpoint, as the cluster's own controllers write it.
 pub(crate) async fn service(
     world: &World,
     cluster: &str,
@@ -86,7 +87,7 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
     world.until_condition("EgressResolved", "True/Resolved", SOON).await;
     world.until_condition("Ready", "True/Meshed", SOON).await;
 
-    // In the target: a SandboxAccess, and nothing that a node there reads.
+    // In the target there is a SandboxAccess, and no object that a node reads.
     let access = gateways::get(&world, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
     let spec = &access["spec"];
     assert_eq!(
@@ -106,7 +107,7 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
     assert_eq!(granted[0]["port"], "main");
     assert!(world.peers("mgmt").await.is_empty() && policies(&world, "mgmt").await.is_empty());
 
-    // In the sandbox: the gateways, and a policy that opens nothing to them.
+    // In the sandbox there are Peers for the gateways, and a policy that allows no connection from them.
     let peers = world.peers("notebooks").await;
     let specs: Vec<Value> = peers
         .values()
@@ -122,7 +123,7 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
     let standing = policies(&world, "notebooks").await;
     let policy = &standing["prod--mgmt"].spec;
     assert!(policy.allow.is_empty(), "{policy:?}");
-    // What the operator names is closed beside what is closed anyway.
+    // The infrastructure ports that the operator adds are closed in addition to the default ones.
     let closed: Vec<_> = (policy.infrastructure_ports.iter())
         .map(|closed| (closed.port, closed.protocol))
         .collect();
@@ -165,10 +166,10 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
         assert!(!seen.contains(&**word), "{word} stands in the sandbox");
     }
 
-    // What an API server may remark on any Service that was made a moment ago is its own business.
+    // An API server may publish such an Event about any new Service, so it must not fail the test.
     world.lab.cluster("notebooks").apply(REMARK).await.unwrap();
 
-    // The grant is taken back: nothing is left, on either side.
+    // After the grant is revoked nothing remains on either side.
     mesh["spec"]["clusters"][1]["egress"] = json!([]);
     world.apply_mesh(&mesh).await;
     world.until_peers("notebooks", &[], SOON).await;
@@ -250,7 +251,7 @@ async fn a_confined_namespace_is_given_a_service_of_another_where_that_one_allow
     world.until_condition("EgressResolved", "True/Resolved", SOON).await;
     grants(2).await;
 
-    // Taken back by its owner, without a word to the mesh.
+    // The owner of the Service revokes its consent; the mesh does not change.
     annotate("kilo-clustermesh.io/allowed-from-").await;
     world.until_condition("EgressResolved", "False/Unresolved", SOON).await;
     grants(0).await;

@@ -1,4 +1,5 @@
-//! What nodes say of themselves, on the ClusterMesh: tunnels that are down, policies that are not enforced.
+//! Tests the conditions of a ClusterMesh that depend on what nodes publish: tunnels that are down, policies that are
+//! not enforced.
 
 use super::*;
 
@@ -13,7 +14,7 @@ async fn tunnels_that_nodes_say_are_down_stand_in_the_status_until_they_are_mend
     world.apply_mesh(&world.mesh()).await;
     world.until_condition("Degraded", "False/AllServed", SOON).await;
 
-    // What the agents publish; the last of the links is of no member, as somebody hostile would write it.
+    // The annotation of the agents. Its last link belongs to no member, as a hostile node might write it.
     let says = async |n: u8, links: serde_json::Value| {
         let agent = json!({"version": env!("CARGO_PKG_VERSION"), "mode": "full", "mtu": 1420, "links": links});
         let node = format!("mgmt-{n}");
@@ -85,7 +86,7 @@ async fn nodes_on_which_policies_are_not_enforced_are_named_until_they_are() {
         let version = env!("CARGO_PKG_VERSION");
         json!({"version": version, "mode": "full", "mtu": 1420, "datapathBypassed": bypassed}).to_string()
     };
-    // What somebody hostile writes is quoted and cut.
+    // Hostile text is quoted and truncated.
     let text = format!("datapath-mode is netkit\n{}", "x".repeat(1000));
     for n in [1, 2] {
         let node = format!("tenant-a-{n}");
@@ -93,7 +94,8 @@ async fn nodes_on_which_policies_are_not_enforced_are_named_until_they_are() {
             .annotate("tenant-a", &node, names::NODE_AGENT, Some(&agent(&text)))
             .await;
     }
-    // Kilo alone serves this one, and kube-proxy translates behind the agent of the other.
+    // kg serves this node without wg-agent, and kube-proxy on the other node translates packets after the agent's
+    // rules.
     world.annotate("mgmt", "mgmt-2", names::NODE_AGENT, None).await;
     world
         .annotate("mgmt", "mgmt-1", names::NODE_AGENT, Some(&agent(annotations::IPVS)))
@@ -142,7 +144,7 @@ async fn nodes_on_which_policies_are_not_enforced_are_named_until_they_are() {
     }
 }
 
-/// A network that no Node owns: the status says who carries it, and from then on no Node can claim a part of it.
+/// A network that no Node owns: the status names its anchor, and from then on no Node can claim a part of it.
 // threat: anchored-range-claimed
 #[tokio::test]
 async fn anchored_network_in_the_status_outlives_restart_and_claims() {
@@ -170,7 +172,7 @@ async fn anchored_network_in_the_status_outlives_restart_and_claims() {
     assert_eq!(first.len(), 1);
     assert_eq!(anchored().await, json!([{"network": "10.97.0.0/16", "nodes": first}]));
 
-    // Nothing changes at a restart.
+    // A restart changes nothing.
     assert!(
         controller.terminate(SOON).await.unwrap().success(),
         "{}",
@@ -188,7 +190,8 @@ async fn anchored_network_in_the_status_outlives_restart_and_claims() {
     writes::until_passes(&world, 3).await;
     assert_eq!(writes::audit(&world), before);
 
-    // A Node claims a part of it while the one that carries it goes: it is left out, and the other one carries it.
+    // A Node claims a part of the network while its anchor is deleted. The Node is skipped, and the other node becomes
+    // the anchor.
     world.node("tenant-a", 97, 9).await;
     world
         .annotate(

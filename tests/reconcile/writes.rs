@@ -1,4 +1,5 @@
-//! Writes of the controller: none after a restart, into members while the hub is down, and against another field manager.
+//! Tests when the controller writes: not after a restart, into members while the hub is down, and against another field
+//! manager.
 
 use super::*;
 
@@ -7,7 +8,7 @@ pub(crate) fn audit(world: &World) -> [Vec<String>; 2] {
     ["mgmt", "tenant-a"].map(|name| world.lab.cluster(name).audit().unwrap())
 }
 
-/// Changes of the mesh that no plan depends on, each of which causes a pass, whose report is compared with the status.
+/// Makes changes of the mesh on which no plan depends. Each causes a pass, which compares its report with the status.
 pub(crate) async fn until_passes(world: &World, count: usize) {
     let metric = "clustermesh_controller_reconciles_total";
     for turn in 0..count {
@@ -37,13 +38,13 @@ async fn restart_with_nothing_changed_writes_nothing() {
         nodes.create(&PostParams::default(), &node).await.unwrap();
     }
     let mut mesh = world.mesh();
-    // The controller adjusts this value and sends an Event.
+    // The controller adjusts this value and publishes an Event.
     mesh["spec"]["clusters"][1]["allowedNetworks"][0] = json!("10.2.0.1/16");
     let mut controller = world.controller().await;
     world.apply_mesh(&mesh).await;
     world.until_condition("Ready", "True/Meshed", SOON).await;
     world.until_condition("Degraded", "True/NodesSkipped", SOON).await;
-    // One report has at most twenty.
+    // One pass publishes at most twenty Events.
     wait_until("the Events of the field and the nodes", SOON, async || {
         let events = world.hub().kubectl(EVENTS).await.unwrap().stdout;
         let told = events.contains("SpecAdjusted") && events.matches("is left out").count() == 18;
@@ -73,7 +74,7 @@ async fn restart_with_nothing_changed_writes_nothing() {
     world.until_read(2).await;
     until_passes(&world, 3).await;
     assert_eq!(audit(&world), before);
-    // Once this change is written, an earlier pending write would have been written, too.
+    // When this change is written, every earlier pending write has been written, too.
     world.node("tenant-a", 2, 9).await;
     wait_until("the change in the status", SOON, async || {
         let status = world.get_mesh().await.unwrap().status.unwrap();
@@ -87,7 +88,7 @@ async fn restart_with_nothing_changed_writes_nothing() {
     .unwrap();
     let [hub, tenant] = audit(&world);
     let news = &hub[before[0].len()..];
-    // The Node gets its addresses a moment after it was made, so its Peer may be written more than once.
+    // The Node gets its addresses a moment after its creation, so its Peer may be written more than once.
     let is_peer = |line: &String| line.contains(" peers/ /prod--tenant-a--tenant-a-9 ");
     let status = format!("patch clustermeshes/status {NAMESPACE}/prod 200");
     assert!(news.iter().any(is_peer) && news.contains(&status), "{news:?}");
