@@ -10,7 +10,7 @@ use clustermesh_lab::{Answer, Lab, LabPlan, MESH, NAMESPACE, Web, wait_until};
 use mesh::{HUB, MEMBER, Mesh, PATIENCE, host, pod};
 
 #[tokio::test]
-async fn every_flow_of_dual_stack_members_works_in_ipv6_too_and_nothing_of_it_passes_in_clear() {
+async fn dual_stack_members_exchange_ipv6_only_encrypted() {
     let start = Instant::now();
     let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)]).dual_stack();
     let lab = Lab::start(plan).await.unwrap();
@@ -18,23 +18,23 @@ async fn every_flow_of_dual_stack_members_works_in_ipv6_too_and_nothing_of_it_pa
     let mesh = Mesh::up(&lab, &[]).await;
 
     let capture = lab.capture("flows6", "ip or ip6").await.unwrap();
-    pods_reach_pods_with_their_own_address_in_both_families(&mesh).await;
-    a_mirrored_service_has_both_families_and_keeps_the_source(&mesh).await;
-    a_remote_cluster_ip_is_reached_through_the_anchor(&mesh).await;
-    hosts_speak_with_a_published_address_of_their_own(&mesh).await;
-    whole_packets_fit_and_larger_ones_are_told_the_size(&mesh).await;
-    infrastructure_is_closed_to_the_other_cluster(&mesh).await;
+    pods_reach_pods_with_own_address_in_both_families(&mesh).await;
+    mirrored_service_has_both_families_and_keeps_source(&mesh).await;
+    remote_cluster_ip_is_reached_through_anchor(&mesh).await;
+    hosts_send_from_a_published_address(&mesh).await;
+    packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(&mesh).await;
+    infrastructure_ports_are_closed_to_other_cluster(&mesh).await;
     let captured = capture.stop().await.unwrap();
     assert!(mesh.tunnelled(&captured).await > 0, "the capture hears the wire");
     assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
     assert_eq!(mesh.in_clear_v6(&captured).await, Vec::<String>::new());
 
-    nodes_talk_wireguard_over_ipv6_where_they_are_told_to(&mesh).await;
+    annotated_ipv6_endpoints_carry_the_tunnel(&mesh).await;
 }
 
 /// Sets IPv6 endpoints as docs/operations/nat.md describes for nodes behind other addresses. The mesh is created anew,
 /// because an established tunnel keeps its endpoint.
-async fn nodes_talk_wireguard_over_ipv6_where_they_are_told_to(mesh: &Mesh<'_>) {
+async fn annotated_ipv6_endpoints_carry_the_tunnel(mesh: &Mesh<'_>) {
     let delete = ["-n", NAMESPACE, "delete", "clustermesh", MESH, "--timeout=60s"];
     mesh.hub.kubectl(delete).await.unwrap();
     for cluster in [&mesh.hub, &mesh.member] {
@@ -63,7 +63,7 @@ async fn nodes_talk_wireguard_over_ipv6_where_they_are_told_to(mesh: &Mesh<'_>) 
         }
     }
     let capture = mesh.lab.capture("outside6", "ip or ip6").await.unwrap();
-    pods_reach_pods_with_their_own_address_in_both_families(mesh).await;
+    pods_reach_pods_with_own_address_in_both_families(mesh).await;
     let captured = capture.stop().await.unwrap();
     assert!(!captured.packets("ip6 and udp port 51820").await.unwrap().is_empty());
     assert_eq!(
@@ -86,7 +86,7 @@ fn node_v6(mesh: &Mesh<'_>, node: &str) -> IpAddr {
     mesh.lab.node(node).address_v6().unwrap().into()
 }
 
-async fn pods_reach_pods_with_their_own_address_in_both_families(mesh: &Mesh<'_>) {
+async fn pods_reach_pods_with_own_address_in_both_families(mesh: &Mesh<'_>) {
     for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
         for from in ours {
             for to in theirs {
@@ -101,7 +101,7 @@ async fn pods_reach_pods_with_their_own_address_in_both_families(mesh: &Mesh<'_>
     }
 }
 
-async fn a_mirrored_service_has_both_families_and_keeps_the_source(mesh: &Mesh<'_>) {
+async fn mirrored_service_has_both_families_and_keeps_source(mesh: &Mesh<'_>) {
     let service = mesh.member.second_cluster_ip("default", "hub-web").await.unwrap();
     for from in &mesh.member_webs {
         let want: Vec<Answer> = mesh.hub_webs.iter().map(|to| mesh.seen(to, second(from))).collect();
@@ -109,7 +109,7 @@ async fn a_mirrored_service_has_both_families_and_keeps_the_source(mesh: &Mesh<'
     }
 }
 
-async fn a_remote_cluster_ip_is_reached_through_the_anchor(mesh: &Mesh<'_>) {
+async fn remote_cluster_ip_is_reached_through_anchor(mesh: &Mesh<'_>) {
     for (importer, exporter, ours, theirs) in [
         (&mesh.member, &mesh.hub, &mesh.member_webs, &mesh.hub_webs),
         (&mesh.hub, &mesh.member, &mesh.hub_webs, &mesh.member_webs),
@@ -147,7 +147,7 @@ fn bridge(web: &Web) -> IpAddr {
 
 /// WireGuard addresses are IPv4 here; allowedNetworks also contains the nodes' own IPv6 addresses and their pod ranges.
 /// The kernel chooses a host's source address: the one with the longest common prefix (RFC 6724, rule 8).
-async fn hosts_speak_with_a_published_address_of_their_own(mesh: &Mesh<'_>) {
+async fn hosts_send_from_a_published_address(mesh: &Mesh<'_>) {
     for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
         for server in theirs {
             let name = format!("NODE={}", server.node);
@@ -172,7 +172,7 @@ async fn hosts_speak_with_a_published_address_of_their_own(mesh: &Mesh<'_>) {
     }
 }
 
-async fn whole_packets_fit_and_larger_ones_are_told_the_size(mesh: &Mesh<'_>) {
+async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
     for (from, to) in [
         (&mesh.member_webs[0], &mesh.hub_webs[0]),
         (&mesh.hub_webs[0], &mesh.member_webs[1]),
@@ -214,7 +214,7 @@ async fn whole_packets_fit_and_larger_ones_are_told_the_size(mesh: &Mesh<'_>) {
     }
 }
 
-async fn infrastructure_is_closed_to_the_other_cluster(mesh: &Mesh<'_>) {
+async fn infrastructure_ports_are_closed_to_other_cluster(mesh: &Mesh<'_>) {
     let node = mesh.hub_webs[0].node.clone();
     let at = node_v6(mesh, &node);
     // The lab's kubelet listens on the node's IPv4 address only, so another server has to listen on this port.

@@ -12,7 +12,7 @@ use mesh::{HUB, MEMBER, Mesh, PATIENCE, host, json, pod, url};
 use nix::sys::signal::Signal;
 
 #[tokio::test]
-async fn every_flow_of_routed_members_works_and_nothing_of_it_passes_in_clear() {
+async fn routed_members_exchange_every_flow_only_encrypted() {
     let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 2)]).with_policies(HUB);
     let lab = Lab::start(plan).await.unwrap();
     // Bring the hub's API server into the mesh, so that only the policy can keep it closed.
@@ -20,24 +20,24 @@ async fn every_flow_of_routed_members_works_and_nothing_of_it_passes_in_clear() 
     let mesh = Mesh::up(&lab, &[api]).await;
 
     let capture = lab.capture("flows", "ip").await.unwrap();
-    pods_reach_pods_of_the_other_cluster_with_their_own_address(&mesh).await;
-    a_mirrored_service_is_balanced_by_the_importing_cluster_and_keeps_the_source(&mesh).await;
-    a_node_port_of_a_mirrored_service_leads_from_outside_to_the_remote_pods(&mesh).await;
-    a_remote_cluster_ip_is_reached_through_the_anchor(&mesh).await;
-    hosts_speak_with_their_wireguard_address(&mesh).await;
-    infrastructure_is_closed_to_the_other_cluster_and_open_at_home(&mesh).await;
-    whole_packets_fit_and_larger_ones_are_told_the_size(&mesh).await;
+    pods_reach_remote_pods_with_own_address(&mesh).await;
+    mirrored_service_is_balanced_locally_and_keeps_source(&mesh).await;
+    node_port_of_mirrored_service_reaches_remote_pods(&mesh).await;
+    remote_cluster_ip_is_reached_through_anchor(&mesh).await;
+    hosts_send_from_their_wireguard_address(&mesh).await;
+    infrastructure_ports_are_open_only_in_own_cluster(&mesh).await;
+    packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(&mesh).await;
     let captured = capture.stop().await.unwrap();
     println!("{} packets of WireGuard passed", mesh.tunnelled(&captured).await);
     assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
 
-    members_pods_reach_no_metrics_of_the_controller(&mesh).await;
-    the_controllers_network_policy_admits_what_it_needs(&mesh).await;
-    a_dead_agent_closes_the_tunnel_and_nothing_leaves_in_clear(&mesh).await;
-    nothing_leaves_in_clear_while_a_mesh_is_deleted(&mesh).await;
+    member_pods_get_no_metrics_of_controller(&mesh).await;
+    network_policy_admits_only_needs_of_controller(&mesh).await;
+    dead_agent_closes_tunnel_and_leaks_nothing(&mesh).await;
+    deletion_of_mesh_leaks_no_tunnelled_flow(&mesh).await;
 }
 
-async fn pods_reach_pods_of_the_other_cluster_with_their_own_address(mesh: &Mesh<'_>) {
+async fn pods_reach_remote_pods_with_own_address(mesh: &Mesh<'_>) {
     for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
         for from in ours {
             for to in theirs {
@@ -50,7 +50,7 @@ async fn pods_reach_pods_of_the_other_cluster_with_their_own_address(mesh: &Mesh
     }
 }
 
-async fn a_mirrored_service_is_balanced_by_the_importing_cluster_and_keeps_the_source(mesh: &Mesh<'_>) {
+async fn mirrored_service_is_balanced_locally_and_keeps_source(mesh: &Mesh<'_>) {
     let service = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
     assert!(mesh.member.plan().service_cidr.contains(&as_v4(service)));
     for from in &mesh.member_webs {
@@ -59,7 +59,7 @@ async fn a_mirrored_service_is_balanced_by_the_importing_cluster_and_keeps_the_s
     }
 }
 
-async fn a_node_port_of_a_mirrored_service_leads_from_outside_to_the_remote_pods(mesh: &Mesh<'_>) {
+async fn node_port_of_mirrored_service_reaches_remote_pods(mesh: &Mesh<'_>) {
     let node_port = r#"{"spec":{"type":"NodePort"}}"#;
     let patch = ["patch", "service", "hub-web", "--type=merge", "-p", node_port];
     mesh.member.kubectl(patch).await.unwrap();
@@ -81,7 +81,7 @@ async fn a_node_port_of_a_mirrored_service_leads_from_outside_to_the_remote_pods
     mesh.member.kubectl(patch).await.unwrap();
 }
 
-async fn a_remote_cluster_ip_is_reached_through_the_anchor(mesh: &Mesh<'_>) {
+async fn remote_cluster_ip_is_reached_through_anchor(mesh: &Mesh<'_>) {
     for (importer, exporter, ours, theirs) in [
         (&mesh.member, &mesh.hub, &mesh.member_webs, &mesh.hub_webs),
         (&mesh.hub, &mesh.member, &mesh.hub_webs, &mesh.member_webs),
@@ -123,7 +123,7 @@ fn as_v4(address: IpAddr) -> std::net::Ipv4Addr {
     }
 }
 
-async fn hosts_speak_with_their_wireguard_address(mesh: &Mesh<'_>) {
+async fn hosts_send_from_their_wireguard_address(mesh: &Mesh<'_>) {
     let mirrored = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
     for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
         for node in ours.iter().map(|web| &web.node) {
@@ -173,7 +173,7 @@ async fn hosts_speak_with_their_wireguard_address(mesh: &Mesh<'_>) {
 }
 
 // threat: denied-address
-async fn infrastructure_is_closed_to_the_other_cluster_and_open_at_home(mesh: &Mesh<'_>) {
+async fn infrastructure_ports_are_open_only_in_own_cluster(mesh: &Mesh<'_>) {
     let plan = mesh.hub.plan();
     let node = mesh.lab.node("mgmt-1");
     let wireguard = mesh.wireguard["mgmt-1"];
@@ -200,7 +200,7 @@ async fn infrastructure_is_closed_to_the_other_cluster_and_open_at_home(mesh: &M
 }
 
 // threat: controller-port
-async fn members_pods_reach_no_metrics_of_the_controller(mesh: &Mesh<'_>) {
+async fn member_pods_get_no_metrics_of_controller(mesh: &Mesh<'_>) {
     let controller = mesh.product.controller_pod().await.unwrap();
     let page = async |from: Asker, path: &str| {
         let address = if from == pod(&controller) {
@@ -229,7 +229,7 @@ async fn members_pods_reach_no_metrics_of_the_controller(mesh: &Mesh<'_>) {
 }
 
 /// Scans every open socket from the controller's own network namespace, before and after the policy is applied.
-async fn the_controllers_network_policy_admits_what_it_needs(mesh: &Mesh<'_>) {
+async fn network_policy_admits_only_needs_of_controller(mesh: &Mesh<'_>) {
     let (hub, member) = (mesh.hub.plan(), mesh.member.plan());
     let controller = mesh.product.controller_pod().await.unwrap();
     let mut admitted: BTreeSet<SocketAddr> = [
@@ -300,7 +300,7 @@ async fn the_controllers_network_policy_admits_what_it_needs(mesh: &Mesh<'_>) {
     }
 }
 
-async fn whole_packets_fit_and_larger_ones_are_told_the_size(mesh: &Mesh<'_>) {
+async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
     let pairs = [
         (&mesh.member_webs[0], &mesh.hub_webs[0]),
         (&mesh.member_webs[1], &mesh.hub_webs[0]),
@@ -348,7 +348,7 @@ async fn whole_packets_fit_and_larger_ones_are_told_the_size(mesh: &Mesh<'_>) {
 
 /// The userspace device has no carrier after its process dies. What remains are the routes and rules in the kernel.
 // threat: unencrypted-packet
-async fn a_dead_agent_closes_the_tunnel_and_nothing_leaves_in_clear(mesh: &Mesh<'_>) {
+async fn dead_agent_closes_tunnel_and_leaks_nothing(mesh: &Mesh<'_>) {
     let capture = mesh.lab.capture("dead-agent", "ip").await.unwrap();
     let (dead, far) = (&mesh.hub_webs[0], &mesh.member_webs[0]);
     let node = mesh.lab.node(&dead.node);
@@ -405,7 +405,7 @@ async fn a_dead_agent_closes_the_tunnel_and_nothing_leaves_in_clear(mesh: &Mesh<
 /// When a cluster deletes its PeerPolicy, the other's addresses are no longer reserved, and new connections use the
 /// node's ordinary routes. Connections that the tunnel carried before must not.
 // threat: unencrypted-packet
-async fn nothing_leaves_in_clear_while_a_mesh_is_deleted(mesh: &Mesh<'_>) {
+async fn deletion_of_mesh_leaks_no_tunnelled_flow(mesh: &Mesh<'_>) {
     let capture = mesh.lab.capture("deleted", "ip").await.unwrap();
     let mut flows = vec![];
     for (from, to) in [

@@ -45,24 +45,24 @@ fn grants(services: &[&str]) -> String {
 
 // threat: equal-pod-networks, gateway-ungranted
 #[tokio::test]
-async fn a_grant_of_every_kind_of_service_opens_its_endpoints_and_nothing_beside_them() {
+async fn grant_of_each_service_type_opens_only_its_endpoints() {
     let plan = LabPlan::clusters(&[(HUB, 2), (OLD, 1), (NEW, 1)]);
     let lab = Lab::start(plan.dual_stack().with_wireguard_v6(NEW).with_ranges_of(NEW, OLD))
         .await
         .unwrap();
     let world = World::up(&lab).await;
     for side in &world.sides {
-        every_service_answers_under_its_name(&world, side).await;
+        granted_services_answer_under_their_names(&world, side).await;
     }
-    a_service_in_the_host_network_is_refused_and_the_others_stand(&world).await;
-    a_pod_that_takes_anothers_place_is_reached_and_nothing_is_written(&world).await;
+    host_network_service_is_refused_and_others_work(&world).await;
+    replaced_pod_is_reached_without_any_write(&world).await;
     let [old, new] = &world.sides;
-    live::nothing_flows_beyond_what_a_quarantine_or_a_tighter_profile_leaves(&world, old).await;
+    live::quarantine_and_tighter_profile_stop_running_flows(&world, old).await;
     tokio::join!(
-        a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(&world, old, new),
-        a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(&world, new, old),
+        scan_with_forged_allowed_ips_finds_only_grants(&world, old, new),
+        scan_with_forged_allowed_ips_finds_only_grants(&world, new, old),
     );
-    a_grant_that_is_taken_back_closes_and_the_others_stay(&world).await;
+    revoked_grant_closes_and_others_stay_open(&world).await;
 }
 
 /// One of the two sandboxes.
@@ -232,7 +232,7 @@ fn text(value: &Value) -> String {
 }
 
 /// Every pod of the store answers and sees each gateway's pod address as the source.
-async fn every_service_answers_under_its_name(world: &World<'_>, side: &Side<'_>) {
+async fn granted_services_answer_under_their_names(world: &World<'_>, side: &Side<'_>) {
     let names: BTreeSet<String> = world.pods().await.into_iter().map(|web| web.name).collect();
     let gateways: BTreeSet<IpAddr> = world.gateways.iter().map(|g| side.of(addresses(&g.pod))).collect();
     assert_eq!((names.len(), gateways.len()), (2, 2));
@@ -268,7 +268,7 @@ async fn every_service_answers_under_its_name(world: &World<'_>, side: &Side<'_>
 }
 
 /// Before this, all other Services have answered.
-async fn a_service_in_the_host_network_is_refused_and_the_others_stand(world: &World<'_>) {
+async fn host_network_service_is_refused_and_others_work(world: &World<'_>) {
     let hosted = world.hub.labelled("hosted").await.unwrap().remove(0);
     let hosts: Vec<String> = addresses(&hosted).map(|ip| ip.to_string()).collect();
     // Both of its ports, by their index in the object.
@@ -314,7 +314,7 @@ async fn a_service_in_the_host_network_is_refused_and_the_others_stand(world: &W
 }
 
 /// This holds for flows that began before the change, too.
-async fn a_pod_that_takes_anothers_place_is_reached_and_nothing_is_written(world: &World<'_>) {
+async fn replaced_pod_is_reached_without_any_write(world: &World<'_>) {
     let before = written(world).await;
     let gone = world.pods().await.remove(0);
     let mut flows: Vec<Echo> = Vec::new();
@@ -359,7 +359,7 @@ async fn a_pod_that_takes_anothers_place_is_reached_and_nothing_is_written(world
     }
     all_answer(&flows).await;
     for side in &world.sides {
-        every_service_answers_under_its_name(world, side).await;
+        granted_services_answer_under_their_names(world, side).await;
     }
     assert_eq!(written(world).await, before, "a pod that moves costs no write");
 }
@@ -387,11 +387,7 @@ async fn written(world: &World<'_>) -> Vec<BTreeMap<String, String>> {
 
 /// Afterwards everything is still routed through one gateway.
 // threat: gateway-ungranted
-async fn a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(
-    world: &World<'_>,
-    side: &Side<'_>,
-    other: &Side<'_>,
-) {
+async fn scan_with_forged_allowed_ips_finds_only_grants(world: &World<'_>, side: &Side<'_>, other: &Side<'_>) {
     let mut granted = BTreeSet::new();
     for gateway in &world.gateways {
         granted.extend(world.granted(side, gateway).await.into_iter().flatten());
@@ -433,7 +429,7 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_what_is_granted_alone(
 
 /// Uses the gateway through which the scan has routed everything.
 // threat: gateway-revoked-connection
-async fn a_grant_that_is_taken_back_closes_and_the_others_stay(world: &World<'_>) {
+async fn revoked_grant_closes_and_others_stay_open(world: &World<'_>) {
     let [old, _] = &world.sides;
     let [from, _] = old.askers();
     let last = world.gateways.last().unwrap();

@@ -9,7 +9,7 @@ use clustermesh_lab::{Answer, Lab, LabPlan, Node, ProxyMode, wait_until};
 use mesh::{HUB, MEMBER, Mesh, PATIENCE, host, pod, url};
 
 #[tokio::test]
-async fn beside_kube_proxy_in_iptables_mode_sources_are_kept_and_services_lead_both_ways() {
+async fn kube_proxy_in_iptables_mode_keeps_sources_and_services() {
     let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 1)]).with_proxy(ProxyMode::Iptables);
     let lab = Lab::start(plan).await.unwrap();
     for cluster in [HUB, MEMBER] {
@@ -26,7 +26,7 @@ async fn beside_kube_proxy_in_iptables_mode_sources_are_kept_and_services_lead_b
     let captured = capture.stop().await.unwrap();
     assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
 
-    a_flushed_ruleset_is_written_again(&mesh).await;
+    flushed_ruleset_is_restored(&mesh).await;
 }
 
 async fn flows(mesh: &Mesh<'_>) {
@@ -65,7 +65,7 @@ async fn flows(mesh: &Mesh<'_>) {
     assert!(mesh.hub_webs.iter().any(|web| web.name == answer.pod), "{answer:?}");
 }
 
-async fn a_flushed_ruleset_is_written_again(mesh: &Mesh<'_>) {
+async fn flushed_ruleset_is_restored(mesh: &Mesh<'_>) {
     let (from, to) = (&mesh.member_webs[0], &mesh.hub_webs[0]);
     let node: Node<'_> = mesh.lab.node(&from.node);
     node.exec(["nft", "flush", "ruleset"]).await.unwrap();

@@ -32,7 +32,7 @@ const HTTP: u16 = 9090;
 const ECHO: u16 = 9091;
 
 #[tokio::test]
-async fn a_worker_inside_the_hubs_pod_network_uses_eth0_for_its_underlay_and_the_tunnel_for_everything_else() {
+async fn worker_in_hub_pod_uses_eth0_only_for_its_underlay() {
     let start = Instant::now();
     let plan = LabPlan::clusters(&[(HUB, 2), (MEMBER, 1)])
         .with_workers_in_pods(MEMBER, HUB, 1)
@@ -50,8 +50,8 @@ async fn a_worker_inside_the_hubs_pod_network_uses_eth0_for_its_underlay_and_the
         .rollout(AGENT_NAMESPACE, "daemonset/wg-agent")
         .await
         .unwrap();
-    world.the_api_server_answers("before the mesh").await;
-    world.hub_pods_are_answered_on_eth0("before the mesh").await;
+    world.api_server_answers("before the mesh").await;
+    world.hub_pods_get_replies_on_eth0("before the mesh").await;
 
     let start = Instant::now();
     product.mesh_up(&product.mesh(&[(MEMBER, EGRESS)])).await.unwrap();
@@ -62,25 +62,23 @@ async fn a_worker_inside_the_hubs_pod_network_uses_eth0_for_its_underlay_and_the
         .await;
 
     let capture = world.worker.capture("tunnel-up", "ip").await.unwrap();
-    world.what_the_underlay_needs_is_thrown().await;
-    world.pods_reach_pods_with_their_own_address().await;
-    world.the_worker_itself_speaks_with_its_wireguard_address().await;
-    world.hub_pods_are_answered_on_eth0("tunnel up").await;
-    world.a_node_port_on_eth0_leads_to_hub_pods_by_the_tunnel().await;
-    world.the_api_server_answers("tunnel up").await;
-    world.the_kubelet_keeps_its_lease().await;
+    world.underlay_addresses_have_throw_routes().await;
+    world.pods_reach_pods_with_own_address().await;
+    world.worker_sends_from_its_wireguard_address().await;
+    world.hub_pods_get_replies_on_eth0("tunnel up").await;
+    world.node_port_on_eth0_reaches_hub_pods_through_tunnel().await;
+    world.api_server_answers("tunnel up").await;
+    world.kubelet_renews_its_lease().await;
     let captured = capture.stop().await.unwrap();
     assert_eq!(world.in_clear(&captured).await, Vec::<String>::new());
     assert_ne!(captured.packets("udp port 51820").await.unwrap().len(), 0);
-    let (tcp, udp) = world.answers_on_eth0(&captured).await;
+    let (tcp, udp) = world.count_replies_on_eth0(&captured).await;
     assert!(tcp > 0 && udp >= 6, "{tcp} of TCP and {udp} of UDP answered on eth0");
 
-    world
-        .a_dead_agent_leaves_the_underlay_open_and_the_mesh_closed(&hub)
-        .await;
-    world.a_worker_that_loses_power_comes_back_by_eth0_alone(&product).await;
+    world.dead_agent_keeps_underlay_open_and_mesh_closed(&hub).await;
+    world.worker_recovers_from_power_cut_through_eth0(&product).await;
     product.install_gateways(&["default"]).await.unwrap();
-    boundary::a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_policies_are_applied(&world, &product).await;
+    boundary::policies_close_underlay_between_sandbox_and_hub(&world, &product).await;
 }
 
 /// The clusters and servers of this test.
@@ -155,7 +153,7 @@ impl<'a> World<'a> {
     }
 
     /// Requests the API server at the address that kubelet and kube-proxy use, and at the one that pods use.
-    async fn the_api_server_answers(&self, when: &str) {
+    async fn api_server_answers(&self, when: &str) {
         let at_home = self.member.plan().api_service_ip();
         for asker in [host(), pod(&self.webs[0])] {
             for door in [
@@ -171,8 +169,8 @@ impl<'a> World<'a> {
 
     /// Sends over TCP and UDP from pods of both hub nodes. The worker sees each pod's own address, and each pod gets
     /// replies from eth0's.
-    async fn hub_pods_are_answered_on_eth0(&self, when: &str) {
-        self.connections_are_answered_on_eth0(when).await;
+    async fn hub_pods_get_replies_on_eth0(&self, when: &str) {
+        self.connections_get_replies_on_eth0(when).await;
         let eth0 = self.worker.address();
         let probe = self.lab.directory().join("mesh-probe").display().to_string();
         for from in &self.hub_webs {
@@ -188,14 +186,14 @@ impl<'a> World<'a> {
         }
     }
 
-    async fn connections_are_answered_on_eth0(&self, when: &str) {
+    async fn connections_get_replies_on_eth0(&self, when: &str) {
         for from in &self.hub_webs {
             let answer = self.answered(&pod(from), &url(self.worker.address(), HTTP)).await;
             assert_eq!(answer, seen(WORKER, WORKER, from.ip), "{when}: {from:?}");
         }
     }
 
-    async fn what_the_underlay_needs_is_thrown(&self) {
+    async fn underlay_addresses_have_throw_routes(&self) {
         let words = ["ip", "-j", "route", "show", "table", "5182", "type", "throw"];
         let routes: Value = serde_json::from_str(&self.worker.exec(words).await.unwrap().stdout).unwrap();
         let thrown: Vec<&str> = routes
@@ -212,7 +210,7 @@ impl<'a> World<'a> {
         }
     }
 
-    async fn pods_reach_pods_with_their_own_address(&self) {
+    async fn pods_reach_pods_with_own_address(&self) {
         for ours in &self.webs {
             for theirs in &self.hub_webs {
                 for (from, to) in [(ours, theirs), (theirs, ours)] {
@@ -223,7 +221,7 @@ impl<'a> World<'a> {
         }
     }
 
-    async fn the_worker_itself_speaks_with_its_wireguard_address(&self) {
+    async fn worker_sends_from_its_wireguard_address(&self) {
         for to in &self.hub_webs {
             let answer = self.answered(&host(), &url(to.ip, 8080)).await;
             assert_eq!(answer, seen(&to.name, &to.node, self.wireguard));
@@ -231,7 +229,7 @@ impl<'a> World<'a> {
     }
 
     /// The connection arrives at eth0 and is translated (DNAT) to an address in the mesh.
-    async fn a_node_port_on_eth0_leads_to_hub_pods_by_the_tunnel(&self) {
+    async fn node_port_on_eth0_reaches_hub_pods_through_tunnel(&self) {
         let patch = ["patch", "service", "hub-web", "--type=merge", "-p"];
         let words = [&patch[..], &[r#"{"spec":{"type":"NodePort"}}"#]].concat();
         self.member.kubectl(words).await.unwrap();
@@ -248,7 +246,7 @@ impl<'a> World<'a> {
     }
 
     /// Waits until the lease is renewed twice, and checks that the Node is Ready.
-    async fn the_kubelet_keeps_its_lease(&self) {
+    async fn kubelet_renews_its_lease(&self) {
         let words = ["get", "lease", "-n", "kube-node-lease", WORKER];
         let renewed = async || json(&self.member, &words).await["spec"]["renewTime"].to_string();
         for _ in 0..2 {
@@ -295,7 +293,7 @@ impl<'a> World<'a> {
     }
 
     /// Number of replies over TCP and over UDP that left through eth0 with its address.
-    async fn answers_on_eth0(&self, captured: &Captured) -> (usize, usize) {
+    async fn count_replies_on_eth0(&self, captured: &Captured) -> (usize, usize) {
         let (mac, eth0) = (self.mac().await, self.worker.address());
         let mut counts = [0; 2];
         for (count, port) in counts
@@ -314,7 +312,7 @@ impl<'a> World<'a> {
     }
 
     /// The userspace device has no carrier after its process dies. What remains are the routes and rules in the kernel.
-    async fn a_dead_agent_leaves_the_underlay_open_and_the_mesh_closed(&self, hub: &Cluster<'_>) {
+    async fn dead_agent_keeps_underlay_open_and_mesh_closed(&self, hub: &Cluster<'_>) {
         // A stopped kubelet cannot restart the agent.
         self.worker.signal("kubelet", Signal::SIGSTOP).unwrap();
         let capture = self.worker.capture("tunnel-down", "ip").await.unwrap();
@@ -329,11 +327,11 @@ impl<'a> World<'a> {
         })
         .await
         .unwrap();
-        self.the_mesh_is_closed(hub).await;
-        self.the_api_server_answers("agent dead").await;
+        self.mesh_is_closed(hub).await;
+        self.api_server_answers("agent dead").await;
         // TCP only. With no process behind the device all routes of the mesh are unreachable, and for a datagram whose
         // socket has no mark the kernel looks up the route before any hook.
-        self.connections_are_answered_on_eth0("agent dead").await;
+        self.connections_get_replies_on_eth0("agent dead").await;
         // Then another program deletes our policy routing rules, so that only the firewall is left.
         for preference in ["1000", "1001"] {
             self.worker
@@ -341,21 +339,21 @@ impl<'a> World<'a> {
                 .await
                 .unwrap();
         }
-        self.the_mesh_is_closed(hub).await;
+        self.mesh_is_closed(hub).await;
         self.worker.signal("kubelet", Signal::SIGCONT).unwrap();
         let continued = Instant::now();
-        self.pods_reach_pods_with_their_own_address().await;
+        self.pods_reach_pods_with_own_address().await;
         println!(
             "back {:.1} s after the kubelet could start it again",
             continued.elapsed().as_secs_f64()
         );
         let captured = capture.stop().await.unwrap();
         assert_eq!(self.in_clear(&captured).await, Vec::<String>::new());
-        let (tcp, _) = self.answers_on_eth0(&captured).await;
+        let (tcp, _) = self.count_replies_on_eth0(&captured).await;
         assert_ne!(tcp, 0, "connections were answered on eth0");
     }
 
-    async fn the_mesh_is_closed(&self, hub: &Cluster<'_>) {
+    async fn mesh_is_closed(&self, hub: &Cluster<'_>) {
         let anchored = hub.cluster_ip("default", "web").await.unwrap();
         let mut urls = Vec::new();
         for from in [pod(&self.webs[0]), host()] {
@@ -379,7 +377,7 @@ impl<'a> World<'a> {
     }
 
     /// The worker loses its key, tunnel and routes. Everything that it needs to restore them is reachable without them.
-    async fn a_worker_that_loses_power_comes_back_by_eth0_alone(&mut self, product: &Product<'_>) {
+    async fn worker_recovers_from_power_cut_through_eth0(&mut self, product: &Product<'_>) {
         self.servers.clear();
         self.worker.power_cut().await.unwrap();
         let on = Instant::now();
@@ -417,11 +415,11 @@ impl<'a> World<'a> {
         )
         .await
         .unwrap();
-        self.pods_reach_pods_with_their_own_address().await;
+        self.pods_reach_pods_with_own_address().await;
         println!("meshed again: {:.1} s after power came", on.elapsed().as_secs_f64());
-        self.the_worker_itself_speaks_with_its_wireguard_address().await;
-        self.the_api_server_answers("after the power cut").await;
-        self.hub_pods_are_answered_on_eth0("after the power cut").await;
+        self.worker_sends_from_its_wireguard_address().await;
+        self.api_server_answers("after the power cut").await;
+        self.hub_pods_get_replies_on_eth0("after the power cut").await;
     }
 }
 

@@ -10,7 +10,7 @@ use reconcile::{LATER, World};
 use serde_json::{Value, json};
 
 #[tokio::test]
-async fn members_without_the_hub_reach_each_other_and_it_holds_nothing() {
+async fn members_mesh_without_objects_in_the_hub() {
     let mut plan = LabPlan::clusters(&[("mgmt", 0), ("tenant-a", 1), ("tenant-b", 1)]);
     plan.clusters[0].controllers = false;
     let world = World::start_plan(plan).await;

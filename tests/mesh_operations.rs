@@ -18,20 +18,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use clustermesh_lab::{AGENT_NAMESPACE, Cluster, Lab, MESH, NAMESPACE, Node, wait_until};
-use credentials::{
-    a_frozen_api_server_of_a_member_costs_a_condition_and_nothing_else,
-    a_new_token_is_taken_up_without_a_restart_or_a_write,
-};
-use links::{a_link_that_is_down_is_told, broken_links, status_of_a_healthy_node_says_what_is_there};
+use credentials::{frozen_member_api_server_changes_only_a_condition, new_token_is_used_without_restart_or_write};
+use links::{broken_links, link_down_is_reported, status_of_healthy_node_matches_kernel};
 use mesh::state::{NodeState, condition, versions};
 use mesh::{Mesh, PATIENCE, host, json, pod, two_clusters, url};
 use restarts::{
-    a_flow_outlives_an_upgrade_of_the_agents_and_a_new_key, an_agent_restarts, published_key, wireguard_address,
+    agent_restart_restores_flows, flow_survives_agent_upgrade_and_key_rotation, published_key, wireguard_address,
 };
-use rights::{an_agents_token_changes_no_other_node, our_processes_have_the_rights_of_deploy_and_no_more};
+use rights::{agent_token_cannot_change_another_node, processes_have_exactly_the_rights_of_deploy};
 
 #[tokio::test]
-async fn a_mesh_survives_its_operator_and_leaves_nothing_when_it_goes() {
+async fn mesh_survives_operations_and_cleanup_leaves_nothing() {
     let lab = two_clusters().await;
     for cluster in [lab.cluster(mesh::HUB), lab.cluster(mesh::MEMBER)] {
         cluster.run_web().await.unwrap();
@@ -39,16 +36,16 @@ async fn a_mesh_survives_its_operator_and_leaves_nothing_when_it_goes() {
     let before = all_nodes(&lab).await;
     let mut mesh = Mesh::up(&lab, &[]).await;
 
-    our_processes_have_the_rights_of_deploy_and_no_more(&mesh).await;
-    an_agents_token_changes_no_other_node(&mesh).await;
-    status_of_a_healthy_node_says_what_is_there(&mesh).await;
-    a_long_flow_outlives_nodes_that_join_and_leave_and_agents_that_restart_elsewhere(&mesh).await;
-    a_flow_outlives_an_upgrade_of_the_agents_and_a_new_key(&mesh).await;
-    a_deleted_controller_rewrites_nothing_and_its_successor_works(&mut mesh).await;
-    a_new_token_is_taken_up_without_a_restart_or_a_write(&mut mesh).await;
-    a_frozen_api_server_of_a_member_costs_a_condition_and_nothing_else(&mesh).await;
-    a_deleted_mesh_takes_everything_away(&mesh).await;
-    cleanup_leaves_the_nodes_as_they_were(&mesh, &before).await;
+    processes_have_exactly_the_rights_of_deploy(&mesh).await;
+    agent_token_cannot_change_another_node(&mesh).await;
+    status_of_healthy_node_matches_kernel(&mesh).await;
+    flow_survives_changes_of_other_nodes_and_agents(&mesh).await;
+    flow_survives_agent_upgrade_and_key_rotation(&mesh).await;
+    replaced_controller_rewrites_nothing_and_works(&mut mesh).await;
+    new_token_is_used_without_restart_or_write(&mut mesh).await;
+    frozen_member_api_server_changes_only_a_condition(&mesh).await;
+    deleted_mesh_removes_all_objects_and_routes(&mesh).await;
+    cleanup_restores_original_node_state(&mesh, &before).await;
 }
 
 /// The state of the nodes with which the clusters started, by name.
@@ -63,7 +60,7 @@ async fn all_nodes(lab: &Lab) -> BTreeMap<String, NodeState> {
     states
 }
 
-async fn a_long_flow_outlives_nodes_that_join_and_leave_and_agents_that_restart_elsewhere(mesh: &Mesh<'_>) {
+async fn flow_survives_changes_of_other_nodes_and_agents(mesh: &Mesh<'_>) {
     let (from, to) = (&mesh.member_webs[1], &mesh.hub_webs[1]);
     let serve = [&mesh.probe(), "stream-serve", ":5201"];
     let mut serving = mesh.lab.node(&to.node).pod_spawn("stream-serve", to.ip, serve).unwrap();
@@ -115,9 +112,9 @@ async fn a_long_flow_outlives_nodes_that_join_and_leave_and_agents_that_restart_
     let cut = Instant::now();
 
     // Meanwhile an agent on another node restarts. Only the tunnel of its own node is down for a moment.
-    an_agent_restarts(mesh).await;
+    agent_restart_restores_flows(mesh).await;
 
-    a_link_that_is_down_is_told(mesh, &asker.node, &name, cut).await;
+    link_down_is_reported(mesh, &asker.node, &name, cut).await;
     mesh.member.kubectl(["delete", "node", &name]).await.unwrap();
     let deleted = Instant::now();
     wait_until(format!("the Peers of {name} to go"), PATIENCE, async || {
@@ -160,7 +157,7 @@ async fn a_long_flow_outlives_nodes_that_join_and_leave_and_agents_that_restart_
 }
 
 /// Peers and PeerPolicies of both clusters, with their resourceVersions.
-async fn everything_written(mesh: &Mesh<'_>) -> BTreeMap<String, String> {
+async fn written_versions(mesh: &Mesh<'_>) -> BTreeMap<String, String> {
     let mut all = BTreeMap::new();
     for cluster in [&mesh.hub, &mesh.member] {
         for kind in ["peers", "peerpolicies"] {
@@ -174,7 +171,7 @@ async fn everything_written(mesh: &Mesh<'_>) -> BTreeMap<String, String> {
 }
 
 /// Scales the hub's web servers and waits until the member's mirrored Service has exactly the remaining pods.
-async fn backends_follow(mesh: &mut Mesh<'_>, replicas: usize) {
+async fn scale_backends_and_wait(mesh: &mut Mesh<'_>, replicas: usize) {
     let scale = format!("--replicas={replicas}");
     mesh.hub.kubectl(["scale", "deployment/web", &scale]).await.unwrap();
     let start = Instant::now();
@@ -232,8 +229,8 @@ async fn controller_pod(hub: &Cluster<'_>) -> serde_json::Value {
     live[0].clone()
 }
 
-async fn a_deleted_controller_rewrites_nothing_and_its_successor_works(mesh: &mut Mesh<'_>) {
-    let written = everything_written(mesh).await;
+async fn replaced_controller_rewrites_nothing_and_works(mesh: &mut Mesh<'_>) {
+    let written = written_versions(mesh).await;
     let old = controller_pod(&mesh.hub).await["metadata"]["name"]
         .as_str()
         .unwrap()
@@ -247,13 +244,13 @@ async fn a_deleted_controller_rewrites_nothing_and_its_successor_works(mesh: &mu
         .await
         .unwrap();
     // A mirrored backend that changes proves that the new controller has read both clusters.
-    backends_follow(mesh, 1).await;
-    backends_follow(mesh, 2).await;
+    scale_backends_and_wait(mesh, 1).await;
+    scale_backends_and_wait(mesh, 2).await;
     mesh.product.ready().await.unwrap();
-    assert_eq!(everything_written(mesh).await, written);
+    assert_eq!(written_versions(mesh).await, written);
 }
 
-async fn a_deleted_mesh_takes_everything_away(mesh: &Mesh<'_>) {
+async fn deleted_mesh_removes_all_objects_and_routes(mesh: &Mesh<'_>) {
     let start = Instant::now();
     let delete = ["-n", NAMESPACE, "delete", "clustermesh", MESH, "--timeout=60s"];
     mesh.hub.kubectl(delete).await.unwrap();
@@ -309,7 +306,7 @@ async fn a_deleted_mesh_takes_everything_away(mesh: &Mesh<'_>) {
 }
 
 /// Follows docs/operations/removal.md, "The agents".
-async fn cleanup_leaves_the_nodes_as_they_were(mesh: &Mesh<'_>, before: &BTreeMap<String, NodeState>) {
+async fn cleanup_restores_original_node_state(mesh: &Mesh<'_>, before: &BTreeMap<String, NodeState>) {
     let patch = r#"[
         {"op": "replace", "path": "/spec/template/spec/containers/0/args", "value": ["cleanup"]},
         {"op": "replace", "path": "/spec/updateStrategy/rollingUpdate/maxUnavailable", "value": "100%"}]"#;

@@ -43,22 +43,21 @@ struct World<'a> {
 
 // threat: stolen-controller-token, gateway-ungranted
 #[tokio::test]
-async fn sandbox_reaches_what_is_granted_through_gateways_alone() {
+async fn sandbox_reaches_only_grants_through_gateways() {
     let lab = Lab::start(LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (SANDBOX, 1)]))
         .await
         .unwrap();
     let world = World::up(&lab).await;
-    the_granted_service_answers_under_its_name_and_sees_the_gateways(&world).await;
-    nothing_of_the_hub_but_what_is_granted_stands_in_the_sandbox(&world).await;
-    nothing_there_opens_a_connection_to_the_sandbox(&world).await;
-    routing_there_knows_the_gateways_alone(&world).await;
-    nothing_of_the_sandbox_is_on_the_hubs_nodes(&world).await;
-    verified::verify_tells_what_is_granted_and_names_what_else_is_open(&world).await;
-    let attacker = a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone(&world).await;
-    let scene =
-        upheavals::nothing_more_opens_while_gateways_tables_objects_and_nodes_go_and_come(&world, &attacker).await;
-    race::nothing_more_opens_while_grants_change_faster_than_they_are_carried_out(&world, &scene).await;
-    a_grant_that_is_taken_back_closes_and_so_does_a_mesh_that_is_deleted(&world, &scene).await;
+    granted_service_answers_and_sees_gateway_addresses(&world).await;
+    sandbox_contains_nothing_of_hub_except_grants(&world).await;
+    hub_and_member_cannot_connect_to_sandbox(&world).await;
+    sandbox_routes_only_gateways_into_tunnel(&world).await;
+    hub_nodes_know_nothing_of_sandbox(&world).await;
+    verified::verify_lists_grants_and_reports_other_open_sockets(&world).await;
+    let attacker = scan_with_forged_allowed_ips_finds_only_granted_port(&world).await;
+    let scene = upheavals::disturbed_gateway_opens_nothing_more(&world, &attacker).await;
+    race::fast_changes_of_grants_open_nothing_more(&world, &scene).await;
+    revoked_grant_and_deleted_mesh_close_everything(&world, &scene).await;
 }
 
 impl<'a> World<'a> {
@@ -151,7 +150,7 @@ impl<'a> World<'a> {
     }
 }
 
-async fn the_granted_service_answers_under_its_name_and_sees_the_gateways(world: &World<'_>) {
+async fn granted_service_answers_and_sees_gateway_addresses(world: &World<'_>) {
     let service = world.sandbox.cluster_ip("default", "hub-web").await.unwrap();
     let gateways: BTreeSet<IpAddr> = world.gateways().await.iter().map(|gateway| gateway.pod.ip).collect();
     assert_eq!(gateways.len(), 2);
@@ -179,7 +178,7 @@ async fn the_granted_service_answers_under_its_name_and_sees_the_gateways(world:
 }
 
 // threat: sandbox-reads-target
-async fn nothing_of_the_hub_but_what_is_granted_stands_in_the_sandbox(world: &World<'_>) {
+async fn sandbox_contains_nothing_of_hub_except_grants(world: &World<'_>) {
     let text = world.sandbox.everything().await.unwrap();
     for gateway in world.gateways().await {
         assert!(text.contains(&gateway.address.to_string()), "{gateway:?}");
@@ -240,7 +239,7 @@ async fn names_and_credentials(cluster: &Cluster<'_>) -> BTreeSet<String> {
 }
 
 // threat: gateway-inbound
-async fn nothing_there_opens_a_connection_to_the_sandbox(world: &World<'_>) {
+async fn hub_and_member_cannot_connect_to_sandbox(world: &World<'_>) {
     let wireguard = world.wireguard().await;
     let targets = [8080, 9587].map(|port| SocketAddr::new(wireguard, port));
     let node = &world.sandbox_webs[0].node;
@@ -259,14 +258,14 @@ async fn nothing_there_opens_a_connection_to_the_sandbox(world: &World<'_>) {
     }
 }
 
-async fn routing_there_knows_the_gateways_alone(world: &World<'_>) {
+async fn sandbox_routes_only_gateways_into_tunnel(world: &World<'_>) {
     let gateways = world.gateways().await;
     let expected = gateways.iter().map(|gateway| gateway.address.to_string()).collect();
     let carried = world.lab.tunnel_routes(&world.sandbox_webs[0].node).await.unwrap();
     assert_eq!(carried, expected);
 }
 
-async fn nothing_of_the_sandbox_is_on_the_hubs_nodes(world: &World<'_>) {
+async fn hub_nodes_know_nothing_of_sandbox(world: &World<'_>) {
     let objects = ["get", "peers,peerpolicies", "-o", "yaml"];
     let objects = world.hub.kubectl(objects).await.unwrap().stdout;
     let peer = world.wireguard().await.to_string();
@@ -294,9 +293,7 @@ async fn nothing_of_the_sandbox_is_on_the_hubs_nodes(world: &World<'_>) {
 }
 
 // threat: gateway-ungranted
-async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a>(
-    world: &'a World<'a>,
-) -> Attacker<'a> {
+async fn scan_with_forged_allowed_ips_finds_only_granted_port<'a>(world: &'a World<'a>) -> Attacker<'a> {
     let granted = world.granted().await;
     let all = world.all_sockets().await;
     println!("{} sockets to scan", all.len());
@@ -333,7 +330,7 @@ async fn a_scan_with_ranges_of_the_attackers_own_finds_the_granted_port_alone<'a
 
 /// The attacker still routes everything through one gateway, and the scans still run.
 // threat: gateway-revoked-connection
-async fn a_grant_that_is_taken_back_closes_and_so_does_a_mesh_that_is_deleted(world: &World<'_>, scene: &Scene<'_>) {
+async fn revoked_grant_and_deleted_mesh_close_everything(world: &World<'_>, scene: &Scene<'_>) {
     let granted = world.granted().await;
     let closed = async |how: &str, called: Instant| {
         for from in world.askers() {
@@ -343,14 +340,14 @@ async fn a_grant_that_is_taken_back_closes_and_so_does_a_mesh_that_is_deleted(wo
             "{how}: closed {:.2} s after kubectl was called",
             called.elapsed().as_secs_f64()
         );
-        scene.nothing_answers(how).await;
+        scene.assert_nothing_answers(how).await;
         scene.round().await;
     };
     let granting = |grants: &[(&str, &str)]| world.product.mesh_with(&[SANDBOX], grants);
     let called = Instant::now();
     world.hub.apply(&granting(&[])).await.unwrap();
     closed("the grant taken back", called).await;
-    world.no_access().await;
+    world.wait_for_no_access().await;
 
     world.hub.apply(&granting(&[(SANDBOX, GRANT)])).await.unwrap();
     scene.settled("after the grant was given again").await;
@@ -358,8 +355,8 @@ async fn a_grant_that_is_taken_back_closes_and_so_does_a_mesh_that_is_deleted(wo
     let called = Instant::now();
     world.hub.kubectl(delete).await.unwrap();
     closed("the mesh deleted", called).await;
-    world.no_access().await;
+    world.wait_for_no_access().await;
     // Also after every object of the mesh is gone.
-    scene.nothing_answers("the mesh gone").await;
+    scene.assert_nothing_answers("the mesh gone").await;
     scene.round().await;
 }

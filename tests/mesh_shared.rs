@@ -18,7 +18,7 @@ const SHARED: &str = "local: true
 ";
 
 #[tokio::test]
-async fn exported_pods_are_reached_on_their_node_and_the_others_through_the_anchor() {
+async fn exported_pods_use_own_node_and_others_the_anchor() {
     let lab = two_clusters().await;
     let (hub, member) = (lab.cluster(HUB), lab.cluster(MEMBER));
     let product = Product::install(&lab, &[HUB, MEMBER], Tunnel::Userspace, &|_| {})

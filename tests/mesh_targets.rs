@@ -32,7 +32,7 @@ const HOOKS: [&str; 3] = ["prerouting", "forward", "postrouting"];
 
 // threat: target-does-not-enforce
 #[tokio::test]
-async fn sandbox_is_served_where_no_node_runs_an_agent() {
+async fn sandbox_enters_cluster_without_agents() {
     let start = Instant::now();
     let lab = Lab::start(LabPlan::clusters(&[(HUB, 2), (SANDBOX, 1)])).await.unwrap();
     let after = |step: &str| println!("{:.1} s: {step}", start.elapsed().as_secs_f64());
@@ -41,16 +41,16 @@ async fn sandbox_is_served_where_no_node_runs_an_agent() {
     after("the mesh is Ready");
     world.granted_service_answers_and_sees_gateways().await;
     after("every server answered through every gateway");
-    world.nothing_is_wrong("nodes that nothing serves").await;
-    let _kg = world.kg_serves_the_nodes().await;
-    world.packets_bypass_netfilter_on_their_way().await;
+    world.mesh_conditions_are_good("nodes that nothing serves").await;
+    let _kg = world.simulate_kg_on_nodes().await;
+    world.packets_bypass_netfilter_on_nodes().await;
     after("packets bypass netfilter");
-    world.deleted_gateway_is_dialled_at_its_node_port_again().await;
+    world.replaced_gateway_is_dialled_at_same_node_port().await;
     after("the next gateway serves");
-    world.nothing_is_wrong("nodes that kg serves").await;
-    world.scan_through_each_gateway_finds_what_is_granted().await;
+    world.mesh_conditions_are_good("nodes that kg serves").await;
+    world.scan_through_each_gateway_finds_only_grants().await;
     after("everything scanned");
-    world.nothing_of_the_sandbox_is_in_the_hub().await;
+    world.hub_knows_nothing_of_sandbox().await;
     after("the end");
 }
 
@@ -166,7 +166,7 @@ impl<'a> World<'a> {
 
     /// Gives the hub the Peer CRD of Kilo, and its nodes the annotations of kg, which are renewed until the result is
     /// dropped.
-    async fn kg_serves_the_nodes(&self) -> JoinSet<()> {
+    async fn simulate_kg_on_nodes(&self) -> JoinSet<()> {
         let crd = format!("{}/../../crds/peers.kilo.squat.ai.yaml", env!("CARGO_MANIFEST_DIR"));
         self.hub.apply(&std::fs::read_to_string(crd).unwrap()).await.unwrap();
         let nodes: Api<core::Node> = Api::all(self.hub.client().await.unwrap());
@@ -191,7 +191,7 @@ impl<'a> World<'a> {
 
     /// Sends from a gateway's pod to a server on the other node. At first netfilter sees the packets on both nodes;
     /// with the program that redirects them it sees none. The connection works in both cases.
-    async fn packets_bypass_netfilter_on_their_way(&self) {
+    async fn packets_bypass_netfilter_on_nodes(&self) {
         let granted = self.granted().await;
         let gateway = &granted.gateways[0];
         let near = self.node_of(gateway).await.unwrap();
@@ -235,7 +235,7 @@ impl<'a> World<'a> {
 
     /// The sandbox's node always sends from one UDP port to one NodePort, so the conntrack entry for the old pod would
     /// never expire by itself.
-    async fn deleted_gateway_is_dialled_at_its_node_port_again(&self) {
+    async fn replaced_gateway_is_dialled_at_same_node_port(&self) {
         let before = self.granted().await.gateways.remove(0);
         let node = self.node_of(&before).await.unwrap();
         self.dialled_at(&node, &before).await;
@@ -278,7 +278,7 @@ impl<'a> World<'a> {
     }
 
     /// Checks that the hub has no object of the mesh except the SandboxAccess, and no tunnel address of the sandbox.
-    async fn nothing_of_the_sandbox_is_in_the_hub(&self) {
+    async fn hub_knows_nothing_of_sandbox(&self) {
         let peers = json(&self.hub, &["get", "peers"]).await;
         assert_eq!(peers["items"], json!([]));
         let kinds = ["api-resources", "-o", "name"];
@@ -315,7 +315,7 @@ impl<'a> World<'a> {
     }
 
     /// Scans while the sandbox's administrator routes every address of the hub into the tunnel.
-    async fn scan_through_each_gateway_finds_what_is_granted(&self) {
+    async fn scan_through_each_gateway_finds_only_grants(&self) {
         let granted = self.granted().await;
         let mut all = self.sandbox.sockets_beyond(&[&self.hub], &granted.tcp()).await.unwrap();
         granted.add_to(&mut all);
@@ -334,7 +334,7 @@ impl<'a> World<'a> {
     }
 
     /// Waits until the conditions of the ClusterMesh are good, for a hub with these nodes.
-    async fn nothing_is_wrong(&self, with: &str) {
+    async fn mesh_conditions_are_good(&self, with: &str) {
         let expected = [("Ready", "True"), ("EgressResolved", "True")];
         let what = format!("nothing to be wrong with {with}");
         wait_until(what, PATIENCE, async || {

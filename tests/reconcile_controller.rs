@@ -50,7 +50,7 @@ const EVENTS: [&str; 6] = [
 
 // threat: malformed-node
 #[tokio::test]
-async fn peers_follow_the_nodes_and_a_bad_node_costs_itself() {
+async fn peers_follow_nodes_and_invalid_node_is_skipped_alone() {
     let world = World::start(&["mgmt", "tenant-a"]).await;
     world.node("mgmt", 1, 1).await;
     world.node("tenant-a", 2, 1).await;
@@ -165,7 +165,7 @@ async fn peers_follow_the_nodes_and_a_bad_node_costs_itself() {
 }
 
 #[tokio::test]
-async fn what_means_nothing_to_the_planner_and_a_restart_write_nothing() {
+async fn irrelevant_changes_and_restart_write_nothing() {
     let world = World::start(&["mgmt", "tenant-a"]).await;
     world.node("mgmt", 1, 1).await;
     world.node("tenant-a", 2, 1).await;
@@ -267,7 +267,7 @@ endpoints: [{addresses: [10.2.1.7], conditions: {ready: true, serving: true, ter
 
 // threat: foreign-object
 #[tokio::test]
-async fn a_granted_service_is_mirrored_with_its_endpoints_and_goes_with_its_grant() {
+async fn granted_service_is_mirrored_until_grant_is_removed() {
     let world = World::start(&["mgmt", "tenant-a"]).await;
     world.node("mgmt", 1, 1).await;
     world.node("tenant-a", 2, 1).await;

@@ -130,18 +130,18 @@ const UNREACHABLE: &str = " lies outside what is reachable by the ConfigMap clus
 
 // threat: stolen-controller-token
 #[tokio::test]
-async fn the_controller_writes_labelled_objects_within_the_lists() {
+async fn controller_writes_only_labelled_objects_within_lists() {
     let server = server(Some(LISTS)).await;
     let controller = server.acting(CONTROLLER, &[]);
-    people_and_the_controller_do_not_write_each_others_objects(&server, &controller).await;
-    peers_bring_in_nothing_outside_the_list(&controller).await;
-    peer_policies_open_and_blackhole_nothing_outside_the_lists(&controller).await;
-    sandbox_accesses_grant_nothing_outside_the_lists(&controller).await;
-    another_served_version_changes_nothing(&server, &controller).await;
-    a_list_that_cannot_be_read_admits_nothing_and_deletions_pass(&server, &controller).await;
+    people_and_controller_cannot_write_each_others_objects(&server, &controller).await;
+    peers_outside_network_list_are_refused(&controller).await;
+    peer_policies_outside_lists_are_refused(&controller).await;
+    grants_outside_service_list_are_refused(&controller).await;
+    rules_apply_to_another_served_version(&server, &controller).await;
+    unreadable_list_refuses_writes_but_not_deletions(&server, &controller).await;
 }
 
-async fn people_and_the_controller_do_not_write_each_others_objects(server: &ApiServer, controller: &Acting) {
+async fn people_and_controller_cannot_write_each_others_objects(server: &ApiServer, controller: &Acting) {
     let admin = server.acting("", &[]);
     let person = "may not write objects of a ClusterMesh: change the ClusterMesh in its hub, or name this user under writers in \
                   the ConfigMap clustermesh-admission";
@@ -187,7 +187,7 @@ async fn people_and_the_controller_do_not_write_each_others_objects(server: &Api
     }
 }
 
-async fn peers_bring_in_nothing_outside_the_list(controller: &Acting) {
+async fn peers_outside_network_list_are_refused(controller: &Acting) {
     for inside in [
         &["10.20.7.0/24", "10.20.0.0/16", "fd00:20:0:1::/64"][..],
         &["10.20.1.7/24"],
@@ -216,7 +216,7 @@ async fn peers_bring_in_nothing_outside_the_list(controller: &Acting) {
     }
 }
 
-async fn peer_policies_open_and_blackhole_nothing_outside_the_lists(controller: &Acting) {
+async fn peer_policies_outside_lists_are_refused(controller: &Acting) {
     let valid = || policy("prod--tenant-b", true);
     assert_eq!(create(controller, &valid()).await, Ok(()));
     let closed = with(with(valid(), "/spec/allow", json!([])), "/spec/anchored", json!([]));
@@ -290,7 +290,7 @@ async fn peer_policies_open_and_blackhole_nothing_outside_the_lists(controller: 
 }
 
 // threat: unlisted-grant
-async fn sandbox_accesses_grant_nothing_outside_the_lists(controller: &Acting) {
+async fn grants_outside_service_list_are_refused(controller: &Acting) {
     let listed = [
         ("team-x", "any", "any"),
         ("team-y", "db", "any"),
@@ -325,7 +325,7 @@ async fn sandbox_accesses_grant_nothing_outside_the_lists(controller: &Acting) {
 
 /// Adds a version without a schema, as a later release of Kilo might serve. The same rules apply, because the stored
 /// object is the same.
-async fn another_served_version_changes_nothing(server: &ApiServer, controller: &Acting) {
+async fn rules_apply_to_another_served_version(server: &ApiServer, controller: &Acting) {
     let crd = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/peerpolicies.kilo.squat.ai";
     let stored: Value = serde_json::from_str(&server.kubectl(&["get", "--raw", crd]).await).unwrap();
     let schema = json!({"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": true}});
@@ -375,7 +375,7 @@ async fn another_served_version_changes_nothing(server: &ApiServer, controller: 
     }
 }
 
-async fn a_list_that_cannot_be_read_admits_nothing_and_deletions_pass(server: &ApiServer, controller: &Acting) {
+async fn unreadable_list_refuses_writes_but_not_deletions(server: &ApiServer, controller: &Acting) {
     let config = "/api/v1/namespaces/clustermesh-agent/configmaps/clustermesh-admission";
     let object = peer("prod--tenant-a--n2", true, &["10.20.1.0/24"]);
     // The ConfigMap is watched: a change is in force some time after it is written.
@@ -415,7 +415,7 @@ async fn a_list_that_cannot_be_read_admits_nothing_and_deletions_pass(server: &A
 
 // threat: stolen-agent-token
 #[tokio::test]
-async fn an_agent_writes_what_it_publishes_on_its_own_node_and_nothing_else() {
+async fn agent_writes_only_annotations_of_its_own_node() {
     let server = server(None).await;
     let other = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n2"}});
     server.post("/api/v1/nodes", &other).await.unwrap();

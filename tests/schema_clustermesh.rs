@@ -69,7 +69,7 @@ fn egress(cluster: &str) -> Value {
 }
 
 #[tokio::test]
-async fn each_rule_of_a_clustermesh_admits_one_and_refuses_another_with_advice() {
+async fn clustermesh_rules_refuse_with_a_remedy() {
     let server = ApiServer::start().await;
     let label =
         "must be a DNS-1123 label: lower-case letters, digits and '-', beginning and ending with a letter or a digit";
@@ -196,7 +196,7 @@ async fn each_rule_of_a_clustermesh_admits_one_and_refuses_another_with_advice()
 }
 
 #[tokio::test]
-async fn every_field_of_the_design_is_stored_with_its_defaults() {
+async fn every_field_is_stored_with_its_defaults() {
     let server = ApiServer::start().await;
     let spec = json!({"paused": true, "clusters": [
         {"name": "mgmt", "local": true, "allowedNetworks": ["10.244.0.0/16", "10.96.0.0/12"],
@@ -226,7 +226,7 @@ async fn every_field_of_the_design_is_stored_with_its_defaults() {
 }
 
 #[tokio::test]
-async fn the_manifest_of_the_predecessors_readme_applies_unchanged_and_reads_well() {
+async fn predecessor_manifest_applies_and_prints_its_columns() {
     let server = ApiServer::start().await;
     assert_eq!(
         server.apply(PREDECESSOR).await,
@@ -260,7 +260,7 @@ async fn the_manifest_of_the_predecessors_readme_applies_unchanged_and_reads_wel
 
 // threat: expensive-spec
 #[tokio::test]
-async fn a_mesh_of_100_clusters_with_64_networks_each_stays_within_the_cost_of_its_rules() {
+async fn largest_mesh_stays_within_cost_limit_of_rules() {
     let server = ApiServer::start().await;
     let name = |index: usize| format!("c{index:02}{}", "x".repeat(60));
     let clusters: Vec<Value> = (0..100)

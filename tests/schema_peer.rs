@@ -20,7 +20,7 @@ struct Recorded {
 }
 
 #[tokio::test]
-async fn our_peer_crd_accepts_and_refuses_what_kilos_does_and_our_type_keeps_what_was_stored() {
+async fn peer_crd_answers_like_kilos_and_type_keeps_spec() {
     let recorded: Vec<Recorded> = include_str!("fixtures/peer-schema.jsonl")
         .lines()
         .map(|line| serde_json::from_str(line).unwrap())

@@ -21,7 +21,7 @@ fn policy() -> Value {
 }
 
 #[tokio::test]
-async fn each_rule_of_a_peerpolicy_admits_one_and_refuses_another_with_advice() {
+async fn peerpolicy_rules_refuse_with_a_remedy() {
     let server = ApiServer::start().await;
     let mut stored = server.dry_run(POLICIES, &policy()).await.unwrap();
     let mut expected = policy()["spec"].clone();
@@ -65,7 +65,7 @@ async fn each_rule_of_a_peerpolicy_admits_one_and_refuses_another_with_advice() 
 }
 
 #[tokio::test]
-async fn a_policy_of_the_largest_member_is_admitted() {
+async fn policy_of_largest_member_is_admitted() {
     let server = ApiServer::start().await;
     let mut object = policy();
     let hosts: Vec<String> = (0..8192)

@@ -34,7 +34,7 @@ async fn refused(server: &ApiServer, path: &str, object: &Value) -> String {
 }
 
 #[tokio::test]
-async fn each_rule_of_a_sandboxaccess_admits_one_and_refuses_another_with_advice() {
+async fn sandboxaccess_rules_refuse_with_a_remedy() {
     let server = ApiServer::start().await;
     let mut stored = server.dry_run(ACCESSES, &access()).await.unwrap();
     let mut expected = access()["spec"].clone();
@@ -91,7 +91,7 @@ async fn each_rule_of_a_sandboxaccess_admits_one_and_refuses_another_with_advice
 
 // threat: oversized-access
 #[tokio::test]
-async fn access_of_the_largest_sandbox_is_stored() {
+async fn access_of_largest_sandbox_is_stored() {
     let server = ApiServer::start().await;
     let mut object = access();
     let nodes = (0..5000_u16).map(|i| {
@@ -111,7 +111,7 @@ async fn access_of_the_largest_sandbox_is_stored() {
 }
 
 #[tokio::test]
-async fn a_gateways_further_endpoints_are_addresses_with_ports() {
+async fn gateway_endpoints_must_be_addresses_with_ports() {
     let server = ApiServer::start().await;
     let gateway = |endpoints: Value| {
         json!({
@@ -139,7 +139,7 @@ async fn a_gateways_further_endpoints_are_addresses_with_ports() {
 
 /// For a JSONPath with several results the API server prints only the first.
 #[tokio::test]
-async fn listed_sandboxaccess_names_all_of_its_services_or_none() {
+async fn listed_sandboxaccess_shows_all_services_or_none() {
     let server = ApiServer::start().await;
     server.apply(&access().to_string()).await;
     let list = server.kubectl(&["get", "sandboxaccesses", "-o=wide"]).await;

@@ -75,10 +75,7 @@ struct Flows<'a> {
 }
 
 // threat: profile-tightened, quarantine, closed-member-continues
-pub(super) async fn nothing_flows_beyond_what_a_quarantine_or_a_tighter_profile_leaves(
-    world: &World<'_>,
-    side: &Side<'_>,
-) {
+pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(world: &World<'_>, side: &Side<'_>) {
     let store = world.pods().await;
     let probe = world.lab.prober().unwrap();
     let serve = |how: &str, port: u16| {

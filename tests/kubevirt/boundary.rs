@@ -17,17 +17,14 @@ const WIREGUARD: u16 = 51820;
 /// The worker's agent routes only the gateways' addresses into the tunnel. Everything else that answers is reached over
 /// the underlay.
 // threat: underlay-scan, underlay-to-kubelet
-pub(super) async fn a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_policies_are_applied(
-    world: &World<'_>,
-    product: &Product<'_>,
-) {
+pub(super) async fn policies_close_underlay_between_sandbox_and_hub(world: &World<'_>, product: &Product<'_>) {
     let lab = world.lab;
     product
         .mesh_up(&product.mesh_with(&[MEMBER], &[(MEMBER, EGRESS)]))
         .await
         .unwrap();
     let granted = product.granted(MEMBER).await.unwrap();
-    it_dials_the_gateways_pods_and_the_hubs_nodes_hold_nothing_of_it(world, &granted).await;
+    sandbox_dials_gateway_pods_and_hub_nodes_know_nothing(world, &granted).await;
     let tcp = granted.tcp();
     let askers = [host(), pod(&world.webs[0])];
     for from in &askers {
@@ -81,15 +78,15 @@ pub(super) async fn a_sandboxs_worker_finds_the_hub_beside_the_mesh_until_the_po
         assert_eq!(answered, BTreeSet::new(), "{from}");
     }
     lab.until_closed(&from_hub, &[worker].into()).await.unwrap();
-    a_taken_over_gateway_reaches_pods_and_api_servers_alone(world, all.keys().copied().collect(), &from_hub).await;
-    what_the_worker_needs_still_works(world, product, &askers).await;
-    everything_led_into_the_tunnel_finds_the_granted_port_alone(world, &granted, &admitted, &askers).await;
+    compromised_gateway_reaches_only_pods_and_api_servers(world, all.keys().copied().collect(), &from_hub).await;
+    needs_of_worker_still_work(world, product, &askers).await;
+    scan_through_tunnel_finds_only_granted_ports(world, &granted, &admitted, &askers).await;
 }
 
 /// Scans from a gateway's pod, as a program of an attacker could. `deploy/gateway.yaml` contains the pod's
 /// NetworkPolicy.
 // threat: gateway-shell
-async fn a_taken_over_gateway_reaches_pods_and_api_servers_alone(
+async fn compromised_gateway_reaches_only_pods_and_api_servers(
     world: &World<'_>,
     all: BTreeSet<SocketAddr>,
     another_pod: &Asker,
@@ -127,7 +124,7 @@ async fn a_taken_over_gateway_reaches_pods_and_api_servers_alone(
     }
 }
 
-async fn it_dials_the_gateways_pods_and_the_hubs_nodes_hold_nothing_of_it(world: &World<'_>, granted: &Granted) {
+async fn sandbox_dials_gateway_pods_and_hub_nodes_know_nothing(world: &World<'_>, granted: &Granted) {
     assert_eq!(granted.gateways.len(), 2);
     for gateway in &granted.gateways {
         assert_eq!(gateway.endpoint, SocketAddr::new(gateway.pod, WIREGUARD), "{gateway:?}");
@@ -141,9 +138,9 @@ async fn it_dials_the_gateways_pods_and_the_hubs_nodes_hold_nothing_of_it(world:
 }
 
 /// Checks the mirrored Service, the API server, and connections from the API server to the kubelet.
-async fn what_the_worker_needs_still_works(world: &World<'_>, product: &Product<'_>, askers: &[Asker]) {
-    the_service_answers_by_its_name(world, product, askers).await;
-    world.the_api_server_answers("with policies").await;
+async fn needs_of_worker_still_work(world: &World<'_>, product: &Product<'_>, askers: &[Asker]) {
+    granted_service_answers_by_name(world, product, askers).await;
+    world.api_server_answers("with policies").await;
     let inside = world
         .member
         .kubectl(["exec", &world.webs[0].name, "--", "hostname"])
@@ -168,11 +165,11 @@ async fn what_the_worker_needs_still_works(world: &World<'_>, product: &Product<
     let (worker, port) = (world.worker.address().to_string(), WIREGUARD.to_string());
     let forget = ["conntrack", "-D", "-p", "udp", "-s", &worker, "--dport", &port];
     world.lab.node(&carrier).exec(forget).await.unwrap();
-    the_service_answers_by_its_name(world, product, askers).await;
+    granted_service_answers_by_name(world, product, askers).await;
 }
 
 /// Requests the mirrored Service. The hub's pods see a gateway pod's address.
-async fn the_service_answers_by_its_name(world: &World<'_>, product: &Product<'_>, askers: &[Asker]) {
+async fn granted_service_answers_by_name(world: &World<'_>, product: &Product<'_>, askers: &[Asker]) {
     let service = world.member.cluster_ip("default", "hub-web").await.unwrap();
     let gateways = product.granted(MEMBER).await.unwrap().gateways;
     for from in askers {
@@ -187,7 +184,7 @@ async fn the_service_answers_by_its_name(world: &World<'_>, product: &Product<'_
 /// The sandbox's administrator routes all of the hub's addresses through one gateway after another, while the underlay
 /// is closed.
 // threat: underlay-scan
-async fn everything_led_into_the_tunnel_finds_the_granted_port_alone(
+async fn scan_through_tunnel_finds_only_granted_ports(
     world: &World<'_>,
     granted: &Granted,
     admitted: &BTreeSet<SocketAddr>,

@@ -1,15 +1,15 @@
 //! Tests a member whose API server needs another token, or is frozen.
 
 use super::{
-    enforced::{an_agent_stands_still_while_a_policy_comes, it_is_named_until_it_goes_on},
+    enforced::{stop_agent_and_add_policy, stopped_agent_is_named_until_it_continues},
     *,
 };
 
-pub(super) async fn a_new_token_is_taken_up_without_a_restart_or_a_write(mesh: &mut Mesh<'_>) {
-    let written = everything_written(mesh).await;
+pub(super) async fn new_token_is_used_without_restart_or_write(mesh: &mut Mesh<'_>) {
+    let written = written_versions(mesh).await;
     let runs = controller_pod(&mesh.hub).await;
     // Meanwhile an agent is stopped, because both take long.
-    let still = an_agent_stands_still_while_a_policy_comes(mesh).await;
+    let still = stop_agent_and_add_policy(mesh).await;
     let secret = json(
         &mesh.member,
         &["-n", NAMESPACE, "get", "secret", "clustermesh-controller"],
@@ -81,11 +81,11 @@ pub(super) async fn a_new_token_is_taken_up_without_a_restart_or_a_write(mesh: &
     })
     .await
     .unwrap();
-    it_is_named_until_it_goes_on(mesh, &still).await;
-    backends_follow(mesh, 1).await;
-    backends_follow(mesh, 2).await;
+    stopped_agent_is_named_until_it_continues(mesh, &still).await;
+    scale_backends_and_wait(mesh, 1).await;
+    scale_backends_and_wait(mesh, 2).await;
     mesh.product.ready().await.unwrap();
-    assert_eq!(everything_written(mesh).await, written);
+    assert_eq!(written_versions(mesh).await, written);
     let still = controller_pod(&mesh.hub).await;
     let restarts = |pod: &serde_json::Value| pod["status"]["containerStatuses"][0]["restartCount"].clone();
     assert_eq!(
@@ -100,8 +100,8 @@ async fn decoded(cluster: &Cluster<'_>, text: &str) -> String {
     node.feed(["base64", "-d"], text).await.unwrap().stdout
 }
 
-pub(super) async fn a_frozen_api_server_of_a_member_costs_a_condition_and_nothing_else(mesh: &Mesh<'_>) {
-    let written = everything_written(mesh).await;
+pub(super) async fn frozen_member_api_server_changes_only_a_condition(mesh: &Mesh<'_>) {
+    let written = written_versions(mesh).await;
     mesh.member.freeze_api().unwrap();
     let frozen = Instant::now();
     let reason = wait_until("Ready to say that the member does not answer", PATIENCE, async || {
@@ -130,5 +130,5 @@ pub(super) async fn a_frozen_api_server_of_a_member_costs_a_condition_and_nothin
     let thawed = Instant::now();
     mesh.product.ready().await.unwrap();
     println!("Ready {:.1} s after the thaw", thawed.elapsed().as_secs_f64());
-    assert_eq!(everything_written(mesh).await, written);
+    assert_eq!(written_versions(mesh).await, written);
 }

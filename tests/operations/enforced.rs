@@ -11,7 +11,7 @@ const FOREIGN: &str = r#"{"apiVersion": "kilo.squat.ai/v1alpha1", "kind": "PeerP
 
 /// Stops the agent of a node of the hub, and then writes a policy.
 // threat: outdated-agent
-pub(super) async fn an_agent_stands_still_while_a_policy_comes(mesh: &Mesh<'_>) -> String {
+pub(super) async fn stop_agent_and_add_policy(mesh: &Mesh<'_>) -> String {
     assert_eq!(condition(&mesh.hub, "PolicyEnforced").await.1, "Enforced");
     let node = mesh.hub_webs[1].node.clone();
     mesh.lab.node(&node).signal("wg-agent", Signal::SIGSTOP).unwrap();
@@ -21,7 +21,7 @@ pub(super) async fn an_agent_stands_still_while_a_policy_comes(mesh: &Mesh<'_>) 
 
 /// Checks that only this agent is named, and no longer after it continues. Then deletes the policy.
 // threat: outdated-agent
-pub(super) async fn it_is_named_until_it_goes_on(mesh: &Mesh<'_>, node: &str) {
+pub(super) async fn stopped_agent_is_named_until_it_continues(mesh: &Mesh<'_>, node: &str) {
     let until = async |want: (&str, &str)| {
         let what = format!("PolicyEnforced to be {want:?}");
         wait_until(what, PATIENCE, async || {

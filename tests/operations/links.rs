@@ -11,7 +11,7 @@ async fn status(mesh: &Mesh<'_>, cluster: &Cluster<'_>, node: &str, words: &[&st
     (output.status.code(), output.stdout)
 }
 
-pub(super) async fn status_of_a_healthy_node_says_what_is_there(mesh: &Mesh<'_>) {
+pub(super) async fn status_of_healthy_node_matches_kernel(mesh: &Mesh<'_>) {
     for (cluster, webs) in [(&mesh.hub, &mesh.hub_webs), (&mesh.member, &mesh.member_webs)] {
         let name = &webs[0].node;
         let node = mesh.lab.node(name);
@@ -71,7 +71,7 @@ pub(super) async fn broken_links(mesh: &Mesh<'_>) -> Vec<String> {
 }
 
 /// Checks that the agent of a node that sends to a dead node reports the link as down, and that the mesh does.
-pub(super) async fn a_link_that_is_down_is_told(mesh: &Mesh<'_>, talker: &str, dead: &str, since: Instant) {
+pub(super) async fn link_down_is_reported(mesh: &Mesh<'_>, talker: &str, dead: &str, since: Instant) {
     let link = format!("{}->{} of 3", mesh::HUB, mesh::MEMBER);
     wait_until("the broken link in the status", PATIENCE, async || {
         let links = broken_links(mesh).await;

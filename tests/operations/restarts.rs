@@ -2,7 +2,7 @@
 
 use super::*;
 
-pub(super) async fn an_agent_restarts(mesh: &Mesh<'_>) {
+pub(super) async fn agent_restart_restores_flows(mesh: &Mesh<'_>) {
     let (restarted, peer) = (&mesh.member_webs[0], &mesh.hub_webs[0]);
     let agent = mesh.product.agent_pod(mesh::MEMBER, &restarted.node).await.unwrap();
     let node = mesh.lab.node(&restarted.node);
@@ -65,7 +65,7 @@ pub(super) async fn published_key(cluster: &Cluster<'_>, node: &str) -> String {
         .to_owned()
 }
 
-pub(super) async fn a_flow_outlives_an_upgrade_of_the_agents_and_a_new_key(mesh: &Mesh<'_>) {
+pub(super) async fn flow_survives_agent_upgrade_and_key_rotation(mesh: &Mesh<'_>) {
     let (from, to) = (&mesh.member_webs[0], &mesh.hub_webs[0]);
     let (node, remote) = (mesh.lab.node(&from.node), mesh.lab.node(&to.node));
     let ping = ["ping", "-n", "-D", "-i", "0.05", &to.ip.to_string()];

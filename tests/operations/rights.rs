@@ -69,7 +69,7 @@ fn mounts(node: &Node<'_>, name: &str) -> (Vec<String>, Vec<String>) {
     )
 }
 
-pub(super) async fn our_processes_have_the_rights_of_deploy_and_no_more(mesh: &Mesh<'_>) {
+pub(super) async fn processes_have_exactly_the_rights_of_deploy(mesh: &Mesh<'_>) {
     let expected = |uid: &str, capabilities: u64| -> BTreeMap<String, String> {
         let set = format!("{capabilities:016x}");
         let of = |key: &str, value: &str| (key.to_owned(), value.to_owned());
@@ -112,7 +112,7 @@ pub(super) async fn our_processes_have_the_rights_of_deploy_and_no_more(mesh: &M
 
 /// Uses the token that the kubelet gave to the agent's pod.
 // threat: stolen-agent-token
-pub(super) async fn an_agents_token_changes_no_other_node(mesh: &Mesh<'_>) {
+pub(super) async fn agent_token_cannot_change_another_node(mesh: &Mesh<'_>) {
     for cluster in [&mesh.hub, &mesh.member] {
         let nodes = cluster.nodes();
         let [own, other] = &nodes[..] else {

@@ -5,7 +5,7 @@ use super::*;
 
 // threat: closing-not-written
 #[tokio::test]
-async fn a_quarantine_closes_where_the_api_answers_and_is_pending_where_it_does_not() {
+async fn quarantine_is_pending_where_api_server_is_frozen() {
     let (world, _controller) = World::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
     let wide = ["mgmt", "tenant-a"].map(|cluster| (cluster, true));
     let open = async |cluster: &str| {
@@ -71,7 +71,7 @@ async fn a_quarantine_closes_where_the_api_answers_and_is_pending_where_it_does_
 }
 
 #[tokio::test]
-async fn a_grant_taken_back_while_its_target_is_away_is_pending_until_it_is_closed() {
+async fn revoked_grant_is_pending_while_target_is_frozen() {
     let world = World::start(&["mgmt", "tenant-a", "notebooks"]).await;
     for (m, name) in [(1, "mgmt"), (2, "tenant-a"), (3, "notebooks")] {
         world.node(name, m, 1).await;
@@ -98,7 +98,7 @@ async fn a_grant_taken_back_while_its_target_is_away_is_pending_until_it_is_clos
     world.apply_mesh(&mesh).await;
     world.until_condition("EgressResolved", "True/Resolved", SOON).await;
     world.until_condition("Ready", "True/Meshed", SOON).await;
-    hostile::a_sandbox_moves_nothing_elsewhere_whatever_its_services_and_nodes_say(&world).await;
+    hostile::hostile_sandbox_changes_nothing_in_other_clusters(&world).await;
 
     let away = world.lab.cluster("tenant-a");
     away.freeze_api().unwrap();

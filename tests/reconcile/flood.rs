@@ -222,7 +222,7 @@ fn limited(bytes: usize) -> (String, Option<std::path::PathBuf>) {
 
 // threat: endless-answer
 #[tokio::test]
-async fn endless_answers_of_members_cost_no_memory_and_delay_no_quarantine() {
+async fn endless_answers_cost_no_memory_and_delay_no_quarantine() {
     let world = World::start(&["mgmt", "tenant-a"]).await;
     for (m, name) in [(1, "mgmt"), (2, "tenant-a")] {
         world.node(name, m, 1).await;

@@ -132,7 +132,7 @@ async fn until_endpoints(world: &World, want: &[&str]) -> Vec<i64> {
 }
 
 #[tokio::test]
-async fn a_sandbox_enters_through_gateways() {
+async fn sandbox_enters_through_ready_gateways() {
     let world = World::start(&["mgmt", "notebooks"]).await;
     for (cluster, m) in [("mgmt", 1), ("notebooks", 2)] {
         world.node(cluster, m, 1).await;

@@ -85,17 +85,17 @@ async fn until_written(world: &World, before: u64, want: u64, most: u64) {
 /// Needs a mesh `prod` of `mgmt`, `tenant-a` and `notebooks`, each with one node. `notebooks` is a sandbox that may
 /// reach port 5432 of one endpoint on `tenant-a-1` as `default/db`.
 // threat: sandbox-claims-identity
-pub(crate) async fn a_sandbox_moves_nothing_elsewhere_whatever_its_services_and_nodes_say(world: &World) {
+pub(crate) async fn hostile_sandbox_changes_nothing_in_other_clusters(world: &World) {
     until_mirrored(world).await;
     let before = elsewhere(world).await;
-    what_it_makes_of_the_mirrored_service_is_put_back_without_a_storm(world).await;
+    edited_mirrored_service_is_restored_without_a_storm(world).await;
     assert_eq!(elsewhere(world).await, before);
-    its_nodes_claim_what_is_others(world).await;
+    nodes_with_foreign_claims_are_skipped_or_limited(world).await;
     assert_eq!(elsewhere(world).await, before);
 }
 
 // threat: sandbox-edits-mirror
-async fn what_it_makes_of_the_mirrored_service_is_put_back_without_a_storm(world: &World) {
+async fn edited_mirrored_service_is_restored_without_a_storm(world: &World) {
     let sandbox = world.lab.cluster("notebooks");
     let slices = [
         "get",
@@ -121,7 +121,7 @@ async fn what_it_makes_of_the_mirrored_service_is_put_back_without_a_storm(world
     until_written(world, written, 2, 4).await;
 }
 
-async fn its_nodes_claim_what_is_others(world: &World) {
+async fn nodes_with_foreign_claims_are_skipped_or_limited(world: &World) {
     let written = writes(world).await;
     let nodes: Api<Node> = Api::all(world.client("notebooks").await);
     let api = world.lab.cluster("tenant-a").plan().api_address();

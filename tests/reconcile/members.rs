@@ -4,7 +4,7 @@ use super::*;
 
 // threat: empty-list, slow-api-server
 #[tokio::test]
-async fn a_member_that_is_down_costs_nothing_and_catches_up() {
+async fn member_that_is_down_delays_nothing_and_catches_up() {
     let (world, _controller) = World::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
     let before = world.peers("mgmt").await;
 
@@ -85,7 +85,7 @@ async fn passes(world: &World) -> (u64, u64) {
 }
 
 #[tokio::test]
-async fn a_kubeconfig_is_swapped_in_place_and_a_bad_one_is_refused_by_field() {
+async fn new_kubeconfig_is_used_and_hostile_one_names_field() {
     let (world, controller) = World::meshed(&["mgmt", "tenant-a"]).await;
     let before = world.versions().await;
     let pid = controller.pid();
@@ -146,7 +146,7 @@ async fn a_kubeconfig_is_swapped_in_place_and_a_bad_one_is_refused_by_field() {
 }
 
 #[tokio::test]
-async fn a_member_that_is_named_by_another_secret_keeps_what_it_holds() {
+async fn member_with_renamed_secret_keeps_its_objects() {
     let (world, controller) = World::meshed(&["mgmt", "tenant-a"]).await;
     let before = world.versions().await;
 

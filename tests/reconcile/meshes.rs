@@ -3,7 +3,7 @@
 use super::*;
 
 #[tokio::test]
-async fn a_mesh_takes_everything_with_it_and_waits_for_members_that_are_away() {
+async fn deleted_mesh_removes_objects_and_waits_for_members() {
     let world = World::start(&["mgmt", "tenant-a", "tenant-b"]).await;
     for (m, cluster) in [(1, "mgmt"), (2, "tenant-a"), (3, "tenant-b")] {
         world.node(cluster, m, 1).await;
@@ -69,7 +69,7 @@ async fn a_mesh_takes_everything_with_it_and_waits_for_members_that_are_away() {
 }
 
 #[tokio::test]
-async fn the_predecessors_peers_are_taken_over_and_a_missing_crd_is_waited_for() {
+async fn predecessor_peers_are_adopted_and_missing_crd_awaited() {
     let world = World::start(&["mgmt", "tenant-a"]).await;
     world.node("mgmt", 1, 1).await;
     world.node("tenant-a", 2, 1).await;
@@ -121,7 +121,7 @@ async fn the_predecessors_peers_are_taken_over_and_a_missing_crd_is_waited_for()
 
 // threat: hub-rights-borrowed
 #[tokio::test]
-async fn a_mesh_that_may_not_use_the_hub_or_means_nothing_is_refused_and_writes_nothing() {
+async fn forbidden_or_invalid_mesh_is_refused_without_writes() {
     let world = World::start(&["mgmt", "tenant-a"]).await;
     world.node("mgmt", 1, 1).await;
     world.node("tenant-a", 2, 1).await;
@@ -165,7 +165,7 @@ async fn a_mesh_that_may_not_use_the_hub_or_means_nothing_is_refused_and_writes_
 }
 
 #[tokio::test]
-async fn a_paused_mesh_is_left_as_it_stands_and_a_forced_one_lets_go_of_who_is_away() {
+async fn paused_mesh_writes_nothing_and_forced_one_is_deleted() {
     let (world, _controller) = World::meshed(&["mgmt", "tenant-a"]).await;
 
     let hub = world.hub();

@@ -260,7 +260,7 @@ async fn until(world: &World, cluster: &str, source: &str, peers: (usize, bool),
 
 // threat: profile-tightened
 #[tokio::test]
-async fn a_profile_changed_live_in_every_direction_never_leaves_wide_peers_without_a_policy() {
+async fn profile_changes_never_leave_wide_peers_without_policy() {
     const SOURCE: &str = "prod--notebooks";
     let world = three_clusters().await;
     let clusters = ["mgmt", "tenant-a", "notebooks"];
@@ -325,7 +325,7 @@ async fn a_profile_changed_live_in_every_direction_never_leaves_wide_peers_witho
 
 // threat: profile-conflict
 #[tokio::test]
-async fn of_two_profiles_that_two_meshes_give_one_member_the_tighter_holds_and_is_told() {
+async fn tighter_profile_of_two_meshes_wins_and_is_reported() {
     let world = three_clusters().await;
     let recorder = Recorder::start(&world, "mgmt").await;
     let _controller = world.controller().await;

@@ -51,7 +51,7 @@ async fn until_removed(world: &World, check: impl Fn(&[RemovedCluster]) -> bool)
 }
 
 #[tokio::test]
-async fn secret_that_goes_first_costs_no_cleanup() {
+async fn mesh_is_cleaned_up_after_its_secret_is_deleted() {
     let (world, _controller) = three().await;
     delete(&world, ["secret", "tenant-b-kubeconfig"]).await;
     world.until_condition("Ready", "False/MemberMissing", SOON).await;
@@ -72,7 +72,7 @@ async fn secret_that_goes_first_costs_no_cleanup() {
 }
 
 #[tokio::test]
-async fn removed_cluster_is_listed_until_clean_or_left_behind() {
+async fn removed_cluster_is_listed_until_clean_or_forced() {
     let (world, mut controller) = three().await;
     world.lab.cluster("tenant-b").kill_api().unwrap();
     world.apply_mesh(&without_tenant_b(&world)).await;

@@ -64,7 +64,7 @@ type: Warning
 
 // threat: sandbox-reads-target
 #[tokio::test]
-async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_it_is_taken_back() {
+async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
     let world = World::start(&["mgmt", "notebooks"]).await;
     world.node("mgmt", 1, 1).await;
     world.node("mgmt", 1, 2).await;
@@ -200,7 +200,7 @@ async fn a_sandbox_holds_what_its_grant_needs_and_nothing_else_and_nothing_when_
 
 // threat: grant-across-namespaces, unlisted-network
 #[tokio::test]
-async fn a_confined_namespace_is_given_a_service_of_another_where_that_one_allows_it() {
+async fn confined_mesh_gets_service_only_with_owners_consent() {
     let world = World::start(&["mgmt", "notebooks"]).await;
     world.node("mgmt", 1, 1).await;
     world.node("notebooks", 2, 1).await;

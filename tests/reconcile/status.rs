@@ -4,7 +4,7 @@
 use super::*;
 
 #[tokio::test]
-async fn tunnels_that_nodes_say_are_down_stand_in_the_status_until_they_are_mended() {
+async fn broken_tunnels_are_in_status_until_repaired() {
     let world = World::start(&["mgmt", "tenant-a"]).await;
     for n in [1, 2] {
         world.node("mgmt", 1, n).await;
@@ -72,7 +72,7 @@ async fn tunnels_that_nodes_say_are_down_stand_in_the_status_until_they_are_mend
 
 // threat: datapath-bypassed
 #[tokio::test]
-async fn nodes_on_which_policies_are_not_enforced_are_named_until_they_are() {
+async fn nodes_without_enforcement_are_named_until_enforced() {
     let world = World::start(&["mgmt", "tenant-a"]).await;
     for n in [1, 2] {
         world.node("mgmt", 1, n).await;
@@ -147,7 +147,7 @@ async fn nodes_on_which_policies_are_not_enforced_are_named_until_they_are() {
 /// A network that no Node owns: the status names its anchor, and from then on no Node can claim a part of it.
 // threat: anchored-range-claimed
 #[tokio::test]
-async fn anchored_network_in_the_status_outlives_restart_and_claims() {
+async fn anchored_network_survives_restart_and_node_claims() {
     let world = World::start(&["mgmt", "tenant-a"]).await;
     world.node("mgmt", 1, 1).await;
     for n in [1, 2] {

@@ -98,7 +98,7 @@ async fn restart_with_nothing_changed_writes_nothing() {
 
 // threat: slow-api-server
 #[tokio::test]
-async fn members_are_served_while_the_hub_is_away() {
+async fn members_get_new_objects_while_hub_is_down() {
     let (world, controller) = World::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
 
     world.hub().kill_api().unwrap();

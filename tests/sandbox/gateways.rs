@@ -95,7 +95,7 @@ impl World<'_> {
     }
 
     /// Waits until the SandboxAccess is deleted.
-    pub(super) async fn no_access(&self) {
+    pub(super) async fn wait_for_no_access(&self) {
         wait_until("the SandboxAccess to go", PATIENCE, async || {
             let left = self.hub.kubectl(["get", "sandboxaccesses", "-o", "name"]).await;
             let left = left.map_err(|error| error.to_string())?.stdout;

@@ -39,10 +39,7 @@ const CARRIED_OUT: usize = 7;
 
 /// Restores the grants at the end.
 // threat: grant-race
-pub(super) async fn nothing_more_opens_while_grants_change_faster_than_they_are_carried_out(
-    world: &World<'_>,
-    scene: &Scene<'_>,
-) {
+pub(super) async fn fast_changes_of_grants_open_nothing_more(world: &World<'_>, scene: &Scene<'_>) {
     let started = Instant::now();
     world.hub.apply(ASIDE).await.unwrap();
     let probe = world.lab.prober().unwrap();

@@ -34,7 +34,7 @@ pub(super) struct Scene<'a> {
 
 /// Returns the scene after the last step.
 // threat: gateway-ungranted
-pub(super) async fn nothing_more_opens_while_gateways_tables_objects_and_nodes_go_and_come<'a>(
+pub(super) async fn disturbed_gateway_opens_nothing_more<'a>(
     world: &'a World<'a>,
     attacker: &Attacker<'_>,
 ) -> Scene<'a> {
@@ -49,7 +49,7 @@ pub(super) async fn nothing_more_opens_while_gateways_tables_objects_and_nodes_g
     assert!(flushed.status.success(), "{flushed:?}");
     scene.settled("after nft flush table").await;
     drop(scene);
-    the_table_goes(Scene::new(world, world.gateway_of(peer).await).await).await;
+    deleted_table_opens_nothing(Scene::new(world, world.gateway_of(peer).await).await).await;
     let scene = Scene::new(world, world.gateway_of(peer).await).await;
 
     let delete = ["-n", GATEWAYS, "delete", "pod", &scene.gateway.pod.name];
@@ -57,7 +57,7 @@ pub(super) async fn nothing_more_opens_while_gateways_tables_objects_and_nodes_g
     scene.follow(attacker, peer).await;
     scene.settled("after the gateway's pod was deleted").await;
 
-    the_access_is_widened_and_deleted_without_a_controller(&scene, attacker).await;
+    widened_access_opens_nothing_without_controller(&scene, attacker).await;
 
     world.hub.kill_api().unwrap();
     scene.kill_container().await;
@@ -71,7 +71,7 @@ pub(super) async fn nothing_more_opens_while_gateways_tables_objects_and_nodes_g
     scene.node.power_on().await.unwrap();
     world.hub.rollout("default", "deployment/web").await.unwrap();
     scene.follow(attacker, peer).await;
-    scene.nothing_but_what_was_granted();
+    scene.assert_only_granted_opened();
     // Pods of that node have new addresses.
     let addresses = world.all_sockets().await.keys().map(SocketAddr::ip).collect();
     let left = attacker.leads_through(peer, &addresses).await.unwrap();
@@ -82,7 +82,7 @@ pub(super) async fn nothing_more_opens_while_gateways_tables_objects_and_nodes_g
 }
 
 // threat: gateway-port
-async fn the_table_goes(scene: Scene<'_>) {
+async fn deleted_table_opens_nothing(scene: Scene<'_>) {
     let delete = async || {
         let words = ["nft", "delete", "table", "inet", "clustermesh"];
         scene.node.pod_exec(scene.gateway.pod.ip, words).await.unwrap()
@@ -115,7 +115,7 @@ async fn the_table_goes(scene: Scene<'_>) {
         .await;
 }
 
-async fn the_access_is_widened_and_deleted_without_a_controller(scene: &Scene<'_>, attacker: &Attacker<'_>) {
+async fn widened_access_opens_nothing_without_controller(scene: &Scene<'_>, attacker: &Attacker<'_>) {
     let hub = &scene.world.hub;
     let scale =
         |replicas: &str| ["-n", NAMESPACE, "scale", "deployment/clustermesh-controller", replicas].map(str::to_owned);
@@ -258,10 +258,10 @@ impl<'a> Scene<'a> {
         for watch in &self.watches {
             watch.another_round().await.unwrap();
         }
-        self.nothing_but_what_was_granted();
+        self.assert_only_granted_opened();
     }
 
-    fn nothing_but_what_was_granted(&self) {
+    fn assert_only_granted_opened(&self) {
         for watch in &self.watches {
             let opened = watch.opened();
             let more: BTreeSet<_> = opened.difference(&self.granted).collect();
@@ -271,7 +271,7 @@ impl<'a> Scene<'a> {
 
     /// Checks with new scans that no socket at all is open, not even one that was granted before. The running scans may
     /// have seen it open while it was granted.
-    pub(super) async fn nothing_answers(&self, when: &str) {
+    pub(super) async fn assert_nothing_answers(&self, when: &str) {
         let found = self.world.found(self.all.iter().copied()).await;
         assert_eq!(found, [BTreeSet::new(), BTreeSet::new()], "{when}");
         println!("{when}: none of {} sockets answers", self.all.len());

@@ -18,7 +18,7 @@ use super::{GRANT, SANDBOX, World, mesh::HUB};
 const POLICIES: &str = "inet networkpolicies";
 
 // threat: open-underlay
-pub(super) async fn verify_tells_what_is_granted_and_names_what_else_is_open(world: &World<'_>) {
+pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(world: &World<'_>) {
     let started = Instant::now();
     let kubeconfig = kubeconfig(world);
     close_the_underlay(world).await;
@@ -34,7 +34,7 @@ pub(super) async fn verify_tells_what_is_granted_and_names_what_else_is_open(wor
         assert_eq!(sockets(&report, kind, super::MEMBER, "open", "tunnel"), BTreeSet::new());
     }
 
-    a_member_that_is_not_reached_is_named_and_the_rest_is_explained(world, &kubeconfig).await;
+    explain_names_unreachable_member_and_continues(world, &kubeconfig).await;
 
     // A paused mesh writes nothing, so the revoked grant stays open.
     let taken_back = world.product.mesh_with(&[SANDBOX], &[]);
@@ -128,10 +128,7 @@ fn kubeconfig(world: &World<'_>) -> std::path::PathBuf {
     file
 }
 
-async fn a_member_that_is_not_reached_is_named_and_the_rest_is_explained(
-    world: &World<'_>,
-    kubeconfig: &std::path::Path,
-) {
+async fn explain_names_unreachable_member_and_continues(world: &World<'_>, kubeconfig: &std::path::Path) {
     let from = format!("{SANDBOX}/{}", world.sandbox_webs[0].node);
     let mut words = vec!["clustermeshctl".to_owned(), "explain".to_owned(), from];
     words.push(world.granted().await.first().unwrap().to_string());
