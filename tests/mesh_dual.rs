@@ -25,14 +25,17 @@ async fn dual_stack_members_exchange_ipv6_only_encrypted() {
     packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(&mesh).await;
     infrastructure_ports_are_closed_to_other_cluster(&mesh).await;
     let captured = capture.stop().await.unwrap();
-    assert!(mesh.tunnelled(&captured).await > 0, "the capture hears the wire");
+    assert!(
+        mesh.tunnelled(&captured).await > 0,
+        "the capture contains WireGuard packets"
+    );
     assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
     assert_eq!(mesh.in_clear_v6(&captured).await, Vec::<String>::new());
 
     annotated_ipv6_endpoints_carry_the_tunnel(&mesh).await;
 }
 
-/// Sets IPv6 endpoints as docs/operations/nat.md describes for nodes behind other addresses. The mesh is created anew,
+/// Sets IPv6 endpoints as docs/operations/nat.md describes for nodes server_address other addresses. The mesh is created anew,
 /// because an established tunnel keeps its endpoint.
 async fn annotated_ipv6_endpoints_carry_the_tunnel(mesh: &Mesh<'_>) {
     let delete = ["-n", NAMESPACE, "delete", "clustermesh", MESH, "--timeout=60s"];
@@ -71,7 +74,7 @@ async fn annotated_ipv6_endpoints_carry_the_tunnel(mesh: &Mesh<'_>) {
         Vec::<String>::new()
     );
     assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
-    assert_eq!(mesh.in_clear_v6_beside_wireguard(&captured).await, Vec::<String>::new());
+    assert_eq!(mesh.in_clear_v6_except_wireguard(&captured).await, Vec::<String>::new());
 }
 
 fn url(address: IpAddr, port: u16) -> String {
@@ -91,8 +94,8 @@ async fn pods_reach_pods_with_own_address_in_both_families(mesh: &Mesh<'_>) {
         for from in ours {
             for to in theirs {
                 for (to_ip, from_ip) in [(second(to), second(from)), (to.ip, from.ip)] {
-                    let answer = mesh.answered(&pod(from), &url(to_ip, 8080)).await;
-                    assert_eq!(answer, mesh.seen(to, from_ip));
+                    let answer = mesh.wait_for_answer(&pod(from), &url(to_ip, 8080)).await;
+                    assert_eq!(answer, mesh.expected_answer(to, from_ip));
                     let answered = mesh.lab.ping(&pod(from), to_ip).await.unwrap();
                     assert!(answered, "ping {from:?} -> {to_ip}");
                 }
@@ -104,8 +107,12 @@ async fn pods_reach_pods_with_own_address_in_both_families(mesh: &Mesh<'_>) {
 async fn mirrored_service_has_both_families_and_keeps_source(mesh: &Mesh<'_>) {
     let service = mesh.member.second_cluster_ip("default", "hub-web").await.unwrap();
     for from in &mesh.member_webs {
-        let want: Vec<Answer> = mesh.hub_webs.iter().map(|to| mesh.seen(to, second(from))).collect();
-        mesh.answers(&pod(from), &url(service, 80), &want).await;
+        let want: Vec<Answer> = mesh
+            .hub_webs
+            .iter()
+            .map(|to| mesh.expected_answer(to, second(from)))
+            .collect();
+        mesh.assert_answers(&pod(from), &url(service, 80), &want).await;
     }
 }
 
@@ -125,11 +132,11 @@ async fn remote_cluster_ip_is_reached_through_anchor(mesh: &Mesh<'_>) {
                 node_v6(mesh, &anchor)
             }
         };
-        let want: Vec<Answer> = theirs.iter().map(|to| mesh.seen(to, saw(to))).collect();
+        let want: Vec<Answer> = theirs.iter().map(|to| mesh.expected_answer(to, saw(to))).collect();
         let service = exporter.second_cluster_ip("default", "web").await.unwrap();
         for from in ours {
-            mesh.answers(&pod(from), &url(service, 80), &want).await;
-            mesh.answers(&host(&from.node), &url(service, 80), &want).await;
+            mesh.assert_answers(&pod(from), &url(service, 80), &want).await;
+            mesh.assert_answers(&host(&from.node), &url(service, 80), &want).await;
         }
     }
 }
@@ -156,10 +163,12 @@ async fn hosts_send_from_a_published_address(mesh: &Mesh<'_>) {
             serving.says("serving on", PATIENCE).await.unwrap();
             let at = node_v6(mesh, &server.node);
             for from in ours {
-                let answer = mesh.answered(&host(&from.node), &url(second(server), 8080)).await;
-                assert_eq!(answer, mesh.seen(server, bridge(from)));
+                let answer = mesh
+                    .wait_for_answer(&host(&from.node), &url(second(server), 8080))
+                    .await;
+                assert_eq!(answer, mesh.expected_answer(server, bridge(from)));
                 for (asker, saw) in [(pod(from), second(from)), (host(&from.node), node_v6(mesh, &from.node))] {
-                    let answer = mesh.answered(&asker, &url(at, 9090)).await;
+                    let answer = mesh.wait_for_answer(&asker, &url(at, 9090)).await;
                     let want = Answer {
                         pod: server.node.clone(),
                         node: server.node.clone(),
@@ -182,13 +191,13 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
         for (size, fits) in [("1392", true), ("1393", false)] {
             let words = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", size, &to_ip];
             let output = mesh.lab.run_at(&pod(from), &words).await.unwrap();
-            let said = format!("{}{}", output.stdout, output.stderr);
+            let printed = format!("{}{}", output.stdout, output.stderr);
             assert_eq!(
                 output.status.success(),
                 fits,
-                "{size} bytes {from:?} -> {to_ip}: {said}"
+                "{size} bytes {from:?} -> {to_ip}: {printed}"
             );
-            assert!(fits || said.contains("1440"), "the size is told: {said}");
+            assert!(fits || printed.contains("1440"), "the error names the MTU: {printed}");
         }
         // Delete the path MTU that the pings taught, so that only MSS clamping is left.
         for web in [from, to] {
@@ -218,16 +227,16 @@ async fn infrastructure_ports_are_closed_to_other_cluster(mesh: &Mesh<'_>) {
     let node = mesh.hub_webs[0].node.clone();
     let at = node_v6(mesh, &node);
     // The lab's kubelet listens on the node's IPv4 address only, so another server has to listen on this port.
-    let behind = std::net::SocketAddr::new(at, 10250).to_string();
-    let serve = [&mesh.probe(), "serve", &behind];
+    let server_address = std::net::SocketAddr::new(at, 10250).to_string();
+    let serve = [&mesh.probe(), "serve", &server_address];
     let mut serving = mesh.lab.node(&node).spawn("kubelet-port", serve).unwrap();
     serving.says("serving on", PATIENCE).await.unwrap();
-    let door = url(at, 10250);
+    let target = url(at, 10250);
     let home = pod(&mesh.hub_webs[1]);
-    assert_eq!(mesh.status(&home, &door).await, "200", "{home} -> {door}");
+    assert_eq!(mesh.status(&home, &target).await, "200", "{home} -> {target}");
     for web in &mesh.member_webs {
         for tenant in [pod(web), host(&web.node)] {
-            mesh.closed(&tenant, &door).await;
+            mesh.assert_closed(&tenant, &target).await;
         }
     }
 }

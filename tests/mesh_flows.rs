@@ -41,8 +41,8 @@ async fn pods_reach_remote_pods_with_own_address(mesh: &Mesh<'_>) {
     for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
         for from in ours {
             for to in theirs {
-                let answer = mesh.answered(&pod(from), &url(to.ip, 8080)).await;
-                assert_eq!(answer, mesh.seen(to, from.ip));
+                let answer = mesh.wait_for_answer(&pod(from), &url(to.ip, 8080)).await;
+                assert_eq!(answer, mesh.expected_answer(to, from.ip));
                 let answered = mesh.lab.ping(&pod(from), to.ip).await.unwrap();
                 assert!(answered, "ping {from:?} -> {to:?}");
             }
@@ -54,8 +54,12 @@ async fn mirrored_service_is_balanced_locally_and_keeps_source(mesh: &Mesh<'_>) 
     let service = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
     assert!(mesh.member.plan().service_cidr.contains(&as_v4(service)));
     for from in &mesh.member_webs {
-        let want: Vec<Answer> = mesh.hub_webs.iter().map(|to| mesh.seen(to, from.ip)).collect();
-        mesh.answers(&pod(from), &url(service, 80), &want).await;
+        let want: Vec<Answer> = mesh
+            .hub_webs
+            .iter()
+            .map(|to| mesh.expected_answer(to, from.ip))
+            .collect();
+        mesh.assert_answers(&pod(from), &url(service, 80), &want).await;
     }
 }
 
@@ -72,9 +76,9 @@ async fn node_port_of_mirrored_service_reaches_remote_pods(mesh: &Mesh<'_>) {
         .unwrap();
     for node in mesh.member.nodes() {
         let saw = mesh.wireguard[node.name()];
-        let want: Vec<Answer> = mesh.hub_webs.iter().map(|to| mesh.seen(to, saw)).collect();
+        let want: Vec<Answer> = mesh.hub_webs.iter().map(|to| mesh.expected_answer(to, saw)).collect();
         let url = url(node.address(), u16::try_from(port).unwrap());
-        mesh.answers(&host(outside.name()), &url, &want).await;
+        mesh.assert_answers(&host(outside.name()), &url, &want).await;
     }
     let back = r#"{"spec":{"type":"ClusterIP"}}"#;
     let patch = ["patch", "service", "hub-web", "--type=merge", "-p", back];
@@ -92,7 +96,7 @@ async fn remote_cluster_ip_is_reached_through_anchor(mesh: &Mesh<'_>) {
         let want: Vec<Answer> = theirs
             .iter()
             .map(|to| {
-                mesh.seen(
+                mesh.expected_answer(
                     to,
                     if to.node == anchor {
                         bridge(to)
@@ -104,8 +108,8 @@ async fn remote_cluster_ip_is_reached_through_anchor(mesh: &Mesh<'_>) {
             .collect();
         let service = exporter.cluster_ip("default", "web").await.unwrap();
         for from in ours {
-            mesh.answers(&pod(from), &url(service, 80), &want).await;
-            mesh.answers(&host(&from.node), &url(service, 80), &want).await;
+            mesh.assert_answers(&pod(from), &url(service, 80), &want).await;
+            mesh.assert_answers(&host(&from.node), &url(service, 80), &want).await;
         }
     }
 }
@@ -128,8 +132,8 @@ async fn hosts_send_from_their_wireguard_address(mesh: &Mesh<'_>) {
     for (ours, theirs) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
         for node in ours.iter().map(|web| &web.node) {
             for to in theirs {
-                let answer = mesh.answered(&host(node), &url(to.ip, 8080)).await;
-                assert_eq!(answer, mesh.seen(to, mesh.wireguard[node]));
+                let answer = mesh.wait_for_answer(&host(node), &url(to.ip, 8080)).await;
+                assert_eq!(answer, mesh.expected_answer(to, mesh.wireguard[node]));
             }
         }
     }
@@ -137,9 +141,9 @@ async fn hosts_send_from_their_wireguard_address(mesh: &Mesh<'_>) {
         let want: Vec<Answer> = mesh
             .hub_webs
             .iter()
-            .map(|to| mesh.seen(to, mesh.wireguard[node]))
+            .map(|to| mesh.expected_answer(to, mesh.wireguard[node]))
             .collect();
-        mesh.answers(&host(node), &url(mirrored, 80), &want).await;
+        mesh.assert_answers(&host(node), &url(mirrored, 80), &want).await;
     }
     // A server in a node's host network is reachable at the node's own address if allowedNetworks contains it, but
     // never at its WireGuard address. A client in a pod keeps its source address.
@@ -150,13 +154,13 @@ async fn hosts_send_from_their_wireguard_address(mesh: &Mesh<'_>) {
             let words = ["env", &name, &mesh.probe(), "serve", ":9090"];
             let mut serving = node.spawn("host-service", words).unwrap();
             serving.says("serving on", PATIENCE).await.unwrap();
-            let behind = url(mesh.wireguard[server], 9090);
-            assert_eq!(mesh.status(&host(server), &behind).await, "200", "at home");
+            let server_url = url(mesh.wireguard[server], 9090);
+            assert_eq!(mesh.status(&host(server), &server_url).await, "200", "at home");
             for from in ours {
                 for (asker, saw) in [(pod(from), from.ip), (host(&from.node), mesh.wireguard[&from.node])] {
                     if server.starts_with(HUB) {
                         let to = IpAddr::from(node.address());
-                        let answer = mesh.answered(&asker, &url(to, 9090)).await;
+                        let answer = mesh.wait_for_answer(&asker, &url(to, 9090)).await;
                         let want = Answer {
                             pod: server.clone(),
                             node: server.clone(),
@@ -164,8 +168,8 @@ async fn hosts_send_from_their_wireguard_address(mesh: &Mesh<'_>) {
                         };
                         assert_eq!(answer, want, "{asker} -> {to}");
                     }
-                    let why = mesh.closed(&asker, &behind).await;
-                    println!("{asker} -> {behind}: {why}");
+                    let why = mesh.assert_closed(&asker, &server_url).await;
+                    println!("{asker} -> {server_url}: {why}");
                 }
             }
         }
@@ -178,22 +182,24 @@ async fn infrastructure_ports_are_open_only_in_own_cluster(mesh: &Mesh<'_>) {
     let node = mesh.lab.node("mgmt-1");
     let wireguard = mesh.wireguard["mgmt-1"];
     // The lab's kubelet listens on the node's address only, so another server has to listen at the WireGuard address.
-    let behind = format!("{wireguard}:10250");
-    let mut serving = node.spawn("kubelet-port", [&mesh.probe(), "serve", &behind]).unwrap();
+    let server_url = format!("{wireguard}:10250");
+    let mut serving = node
+        .spawn("kubelet-port", [&mesh.probe(), "serve", &server_url])
+        .unwrap();
     serving.says("serving on", PATIENCE).await.unwrap();
-    let doors = [
+    let targets = [
         format!("https://{}:10250/pods", node.address()),
-        format!("http://{behind}"),
+        format!("http://{server_url}"),
         format!("https://{}/version", plan.api_service_ip()),
         format!("https://{}:6443/version", plan.api_address()),
     ];
-    for door in &doors {
+    for target in &targets {
         let at_home = pod(&mesh.hub_webs[0]);
-        assert_eq!(mesh.status(&at_home, door).await, "200", "{at_home} -> {door}");
+        assert_eq!(mesh.status(&at_home, target).await, "200", "{at_home} -> {target}");
         for web in &mesh.member_webs {
             for tenant in [pod(web), host(&web.node)] {
-                let why = mesh.closed(&tenant, door).await;
-                println!("{tenant} -> {door}: {why}");
+                let why = mesh.assert_closed(&tenant, target).await;
+                println!("{tenant} -> {target}: {why}");
             }
         }
     }
@@ -294,7 +300,7 @@ async fn network_policy_admits_only_needs_of_controller(mesh: &Mesh<'_>) {
     for (from, to) in [(&mesh.member_webs, &mesh.hub_webs), (&mesh.hub_webs, &mesh.member_webs)] {
         for from in from {
             for to in to {
-                mesh.answered(&pod(from), &url(to.ip, 8080)).await;
+                mesh.wait_for_answer(&pod(from), &url(to.ip, 8080)).await;
             }
         }
     }
@@ -312,9 +318,13 @@ async fn packet_above_mtu_gets_icmp_error_and_tcp_is_clamped(mesh: &Mesh<'_>) {
             let to = to.ip.to_string();
             let words = ["ping", "-n", "-c", "1", "-W", "3", "-M", "do", "-s", size, &to];
             let output = mesh.lab.run_at(&pod(from), &words).await.unwrap();
-            let said = format!("{}{}", output.stdout, output.stderr);
-            assert_eq!(output.status.success(), fits, "{size} bytes {from:?} -> {to}: {said}");
-            assert!(fits || said.contains("1440"), "the size is told: {said}");
+            let printed = format!("{}{}", output.stdout, output.stderr);
+            assert_eq!(
+                output.status.success(),
+                fits,
+                "{size} bytes {from:?} -> {to}: {printed}"
+            );
+            assert!(fits || printed.contains("1440"), "the error names the MTU: {printed}");
         }
     }
     for (from, to) in [pairs[0], pairs[2]] {
@@ -355,7 +365,7 @@ async fn dead_agent_closes_tunnel_and_leaks_nothing(mesh: &Mesh<'_>) {
     // A stopped kubelet cannot restart the agent.
     node.signal("kubelet", Signal::SIGSTOP).unwrap();
     node.signal("wg-agent", Signal::SIGKILL).unwrap();
-    wait_until("nobody to carry the device", PATIENCE, async || {
+    wait_until("kilo0 to lose its carrier", PATIENCE, async || {
         let shown = node.exec(["ip", "link", "show", "kilo0"]).await.unwrap().stdout;
         if shown.contains("NO-CARRIER") {
             Ok(())
@@ -365,18 +375,18 @@ async fn dead_agent_closes_tunnel_and_leaks_nothing(mesh: &Mesh<'_>) {
     })
     .await
     .unwrap();
-    let everyone = async |when: &str| {
+    let all_are_closed = async |when: &str| {
         for (from, to) in [
             (pod(dead), url(far.ip, 8080)),
             (host(&dead.node), url(far.ip, 8080)),
             (pod(far), url(dead.ip, 8080)),
             (host(&far.node), url(dead.ip, 8080)),
         ] {
-            let why = mesh.closed(&from, &to).await;
+            let why = mesh.assert_closed(&from, &to).await;
             println!("{when}: {from} -> {to}: {why}");
         }
     };
-    everyone("agent dead").await;
+    all_are_closed("agent dead").await;
     // Then another program deletes our policy routing rules, so that only the firewall is left.
     let rules = node.exec(["ip", "-j", "rule"]).await.unwrap().stdout;
     let rules: serde_json::Value = serde_json::from_str(&rules).unwrap();
@@ -387,17 +397,17 @@ async fn dead_agent_closes_tunnel_and_leaks_nothing(mesh: &Mesh<'_>) {
         let preference = rule["priority"].to_string();
         node.exec(["ip", "rule", "del", "pref", &preference]).await.unwrap();
     }
-    everyone("rules gone too").await;
+    all_are_closed("rules gone too").await;
     node.signal("kubelet", Signal::SIGCONT).unwrap();
     let continued = Instant::now();
-    let answer = mesh.answered(&pod(far), &url(dead.ip, 8080)).await;
+    let answer = mesh.wait_for_answer(&pod(far), &url(dead.ip, 8080)).await;
     println!(
         "back {:.1} s after the kubelet could start it again",
         continued.elapsed().as_secs_f64()
     );
-    assert_eq!(answer, mesh.seen(dead, far.ip));
-    let answer = mesh.answered(&pod(dead), &url(far.ip, 8080)).await;
-    assert_eq!(answer, mesh.seen(far, dead.ip));
+    assert_eq!(answer, mesh.expected_answer(dead, far.ip));
+    let answer = mesh.wait_for_answer(&pod(dead), &url(far.ip, 8080)).await;
+    assert_eq!(answer, mesh.expected_answer(far, dead.ip));
     let captured = capture.stop().await.unwrap();
     assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
 }

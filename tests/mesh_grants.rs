@@ -50,19 +50,19 @@ async fn grant_of_each_service_type_opens_only_its_endpoints() {
     let lab = Lab::start(plan.dual_stack().with_wireguard_v6(NEW).with_ranges_of(NEW, OLD))
         .await
         .unwrap();
-    let world = World::up(&lab).await;
-    for side in &world.sides {
-        granted_services_answer_under_their_names(&world, side).await;
+    let env = TestEnv::up(&lab).await;
+    for side in &env.sides {
+        granted_services_answer_under_their_names(&env, side).await;
     }
-    host_network_service_is_refused_and_others_work(&world).await;
-    replaced_pod_is_reached_without_any_write(&world).await;
-    let [old, new] = &world.sides;
-    live::quarantine_and_tighter_profile_stop_running_flows(&world, old).await;
+    host_network_service_is_refused_and_others_work(&env).await;
+    replaced_pod_is_reached_without_any_write(&env).await;
+    let [old, new] = &env.sides;
+    live::quarantine_and_tighter_profile_stop_running_flows(&env, old).await;
     tokio::join!(
-        scan_with_forged_allowed_ips_finds_only_grants(&world, old, new),
-        scan_with_forged_allowed_ips_finds_only_grants(&world, new, old),
+        scan_with_forged_allowed_ips_finds_only_grants(&env, old, new),
+        scan_with_forged_allowed_ips_finds_only_grants(&env, new, old),
     );
-    revoked_grant_closes_and_others_stay_open(&world).await;
+    revoked_grant_closes_and_others_stay_open(&env).await;
 }
 
 /// One of the two sandboxes.
@@ -119,7 +119,7 @@ impl Granted {
     }
 }
 
-struct World<'a> {
+struct TestEnv<'a> {
     lab: &'a Lab,
     product: Product<'a>,
     hub: Cluster<'a>,
@@ -127,7 +127,7 @@ struct World<'a> {
     gateways: Vec<Gateway>,
 }
 
-impl<'a> World<'a> {
+impl<'a> TestEnv<'a> {
     async fn up(lab: &'a Lab) -> Self {
         let mut product = Product::install(lab, &[HUB, OLD, NEW], Tunnel::Userspace, &|_| {})
             .await
@@ -151,14 +151,14 @@ impl<'a> World<'a> {
         let Ok(sides) = sides.try_into() else {
             panic!("two sandboxes")
         };
-        let world = Self {
+        let env = Self {
             lab,
             gateways: gateway::all(&hub).await,
             product,
             hub,
             sides,
         };
-        world.apply(&SERVED).await;
+        env.apply(&SERVED).await;
         let mesh = format!("cmesh/{MESH}");
         let ready = [
             "wait",
@@ -168,8 +168,8 @@ impl<'a> World<'a> {
             "--for=condition=Ready",
             "--timeout=180s",
         ];
-        world.hub.kubectl(ready).await.unwrap();
-        world
+        env.hub.kubectl(ready).await.unwrap();
+        env
     }
 
     /// Grants these Services and `hosted` to both sandboxes. Returns when kubectl was called.
@@ -207,7 +207,7 @@ impl<'a> World<'a> {
     }
 
     /// The sockets at the gateways for this port of a Service.
-    async fn places(&self, side: &Side<'_>, service: &str, port: &str) -> Vec<SocketAddr> {
+    async fn gateway_sockets(&self, side: &Side<'_>, service: &str, port: &str) -> Vec<SocketAddr> {
         let access = self.access(side).await;
         let granted = access.iter().find(|one| one.service == service && one.port == port);
         let port = granted.unwrap().gateway_port;
@@ -232,16 +232,16 @@ fn text(value: &Value) -> String {
 }
 
 /// Every pod of the store answers and sees each gateway's pod address as the source.
-async fn granted_services_answer_under_their_names(world: &World<'_>, side: &Side<'_>) {
-    let names: BTreeSet<String> = world.pods().await.into_iter().map(|web| web.name).collect();
-    let gateways: BTreeSet<IpAddr> = world.gateways.iter().map(|g| side.of(addresses(&g.pod))).collect();
+async fn granted_services_answer_under_their_names(env: &TestEnv<'_>, side: &Side<'_>) {
+    let names: BTreeSet<String> = env.pods().await.into_iter().map(|web| web.name).collect();
+    let gateways: BTreeSet<IpAddr> = env.gateways.iter().map(|g| side.of(addresses(&g.pod))).collect();
     assert_eq!((names.len(), gateways.len()), (2, 2));
     for (service, port) in SERVED.into_iter().zip([80, 8080, 80, 80]) {
         let url = format!("http://{}", side.service(service, port).await);
         for from in side.askers() {
             let (mut pods, mut saw) = (BTreeSet::new(), BTreeSet::new());
             let all = async || {
-                let answer = world.lab.ask_until_answered(&from, &url).await;
+                let answer = env.lab.ask_until_answered(&from, &url).await;
                 let answer = answer.map_err(|error| error.to_string())?;
                 let expected = names.contains(&answer.pod) && gateways.contains(&answer.saw);
                 assert!(expected, "{service}, from {from}: {answer:?}");
@@ -262,19 +262,19 @@ async fn granted_services_answer_under_their_names(world: &World<'_>, side: &Sid
     // A port of the same Service that is not granted does not exist in the mirrored Service.
     let admin = side.service("store", 81).await;
     for from in side.askers() {
-        let open = world.open(&from, &[udp, admin].into()).await;
+        let open = env.open(&from, &[udp, admin].into()).await;
         assert_eq!(open, [BTreeSet::new(), [udp].into()], "store, from {from}");
     }
 }
 
 /// Before this, all other Services have answered.
-async fn host_network_service_is_refused_and_others_work(world: &World<'_>) {
-    let hosted = world.hub.labelled("hosted").await.unwrap().remove(0);
+async fn host_network_service_is_refused_and_others_work(env: &TestEnv<'_>) {
+    let hosted = env.hub.labelled("hosted").await.unwrap().remove(0);
     let hosts: Vec<String> = addresses(&hosted).map(|ip| ip.to_string()).collect();
     // Both of its ports, by their index in the object.
     let mut refused = BTreeSet::new();
-    for side in &world.sides {
-        let access = world.access(side).await;
+    for side in &env.sides {
+        let access = env.access(side).await;
         let places = access.iter().enumerate().filter(|(_, one)| one.service == "hosted");
         let fields: Vec<String> = places.map(|(at, _)| format!("spec.grants[{at}].service")).collect();
         assert_eq!(fields.len(), 2);
@@ -284,12 +284,12 @@ async fn host_network_service_is_refused_and_others_work(world: &World<'_>) {
                 .map(|field| (format!("{MESH}--{}", side.name()), field)),
         );
     }
-    let objects = json(&world.hub, &["get", "sandboxgateways", "-n", GATEWAYS]).await;
+    let objects = json(&env.hub, &["get", "sandboxgateways", "-n", GATEWAYS]).await;
     for object in objects["items"].as_array().unwrap() {
-        let says = object["status"]["refused"].as_array().cloned().unwrap_or_default();
-        let parts = says.iter().map(|one| (text(&one["name"]), text(&one["field"])));
-        assert_eq!(parts.collect::<BTreeSet<_>>(), refused, "{says:#?}");
-        for one in says {
+        let refusals = object["status"]["refused"].as_array().cloned().unwrap_or_default();
+        let parts = refusals.iter().map(|one| (text(&one["name"]), text(&one["field"])));
+        assert_eq!(parts.collect::<BTreeSet<_>>(), refused, "{refusals:#?}");
+        for one in refusals {
             let message = text(&one["message"]);
             let named = hosts.iter().any(|ip| message.contains(&format!("{ip} ")));
             assert_eq!(one["reason"], "EndpointForbidden");
@@ -299,35 +299,35 @@ async fn host_network_service_is_refused_and_others_work(world: &World<'_>) {
             );
         }
     }
-    for side in &world.sides {
-        let mut sockets: BTreeSet<SocketAddr> = world.places(side, "hosted", "http").await.into_iter().collect();
-        sockets.extend(world.places(side, "hosted", "echo").await);
+    for side in &env.sides {
+        let mut sockets: BTreeSet<SocketAddr> = env.gateway_sockets(side, "hosted", "http").await.into_iter().collect();
+        sockets.extend(env.gateway_sockets(side, "hosted", "echo").await);
         // Only the underlay could close its nodes' own addresses, so they are not scanned.
         for port in [80, 9000] {
             sockets.insert(side.service("hosted", port).await);
         }
         for from in side.askers() {
-            let open = world.open(&from, &sockets).await;
+            let open = env.open(&from, &sockets).await;
             assert_eq!(open, [BTreeSet::new(), BTreeSet::new()], "from {from}");
         }
     }
 }
 
 /// This holds for flows that began before the change, too.
-async fn replaced_pod_is_reached_without_any_write(world: &World<'_>) {
-    let before = written(world).await;
-    let gone = world.pods().await.remove(0);
+async fn replaced_pod_is_reached_without_any_write(env: &TestEnv<'_>) {
+    let before = written(env).await;
+    let gone = env.pods().await.remove(0);
     let mut flows: Vec<Echo> = Vec::new();
-    for side in &world.sides {
-        for at in world.places(side, "store", "echo").await {
-            flows.extend(side.askers().map(|from| world.lab.watch_udp(&from, at).unwrap()));
+    for side in &env.sides {
+        for at in env.gateway_sockets(side, "store", "echo").await {
+            flows.extend(side.askers().map(|from| env.lab.watch_udp(&from, at).unwrap()));
         }
     }
     all_answer(&flows).await;
-    world.hub.kubectl(["delete", "pod", &gone.name]).await.unwrap();
-    world.hub.rollout("default", "deployment/store").await.unwrap();
+    env.hub.kubectl(["delete", "pod", &gone.name]).await.unwrap();
+    env.hub.rollout("default", "deployment/store").await.unwrap();
     let pods = wait_until("another pod", PATIENCE, async || {
-        let pods = world.pods().await;
+        let pods = env.pods().await;
         if pods.len() == 2 && !pods.contains(&gone) {
             Ok(pods)
         } else {
@@ -336,13 +336,13 @@ async fn replaced_pod_is_reached_without_any_write(world: &World<'_>) {
     })
     .await
     .unwrap();
-    for gateway in &world.gateways {
+    for gateway in &env.gateways {
         wait_until(format!("{} to follow", gateway.pod.name), PATIENCE, async || {
             // The set of endpoints to which established connections may continue.
             let mut words = BTreeSet::new();
             for set in ["endpoints4", "endpoints6"] {
                 let list = ["nft", "list", "set", "inet", "clustermesh", set];
-                let list = world.lab.run_at(&pod(&gateway.pod), &list).await;
+                let list = env.lab.run_at(&pod(&gateway.pod), &list).await;
                 let list = list.map_err(|error| error.to_string())?.stdout;
                 words.extend(list.split_whitespace().map(str::to_owned));
             }
@@ -358,10 +358,10 @@ async fn replaced_pod_is_reached_without_any_write(world: &World<'_>) {
         .unwrap();
     }
     all_answer(&flows).await;
-    for side in &world.sides {
-        granted_services_answer_under_their_names(world, side).await;
+    for side in &env.sides {
+        granted_services_answer_under_their_names(env, side).await;
     }
-    assert_eq!(written(world).await, before, "a pod that moves costs no write");
+    assert_eq!(written(env).await, before, "a pod that moves costs no write");
 }
 
 async fn all_answer(flows: &[Echo]) {
@@ -372,12 +372,12 @@ async fn all_answer(flows: &[Echo]) {
 }
 
 /// The resourceVersions of all objects for the sandboxes, in every cluster.
-async fn written(world: &World<'_>) -> Vec<BTreeMap<String, String>> {
+async fn written(env: &TestEnv<'_>) -> Vec<BTreeMap<String, String>> {
     let mut all = Vec::new();
     for kind in ["sandboxaccesses", "sandboxgateways", "peers", "peerpolicies"] {
-        all.push(versions(&world.hub, kind).await);
+        all.push(versions(&env.hub, kind).await);
     }
-    for side in &world.sides {
+    for side in &env.sides {
         for kind in ["peers", "peerpolicies", "services", "endpointslices"] {
             all.push(versions(&side.cluster, kind).await);
         }
@@ -387,25 +387,22 @@ async fn written(world: &World<'_>) -> Vec<BTreeMap<String, String>> {
 
 /// Afterwards everything is still routed through one gateway.
 // threat: gateway-ungranted
-async fn scan_with_forged_allowed_ips_finds_only_grants(world: &World<'_>, side: &Side<'_>, other: &Side<'_>) {
+async fn scan_with_forged_allowed_ips_finds_only_grants(env: &TestEnv<'_>, side: &Side<'_>, other: &Side<'_>) {
     let mut granted = BTreeSet::new();
-    for gateway in &world.gateways {
-        granted.extend(world.granted(side, gateway).await.into_iter().flatten());
+    for gateway in &env.gateways {
+        granted.extend(env.granted(side, gateway).await.into_iter().flatten());
     }
-    let all = side
-        .cluster
-        .sockets_beyond(&[&world.hub, &other.cluster], &granted)
-        .await;
+    let all = side.cluster.sockets_beyond(&[&env.hub, &other.cluster], &granted).await;
     let all: Vec<SocketAddr> = all.unwrap().into_keys().chain(granted).collect();
     let mut addresses: BTreeSet<IpAddr> = all.iter().map(SocketAddr::ip).collect();
-    addresses.extend(world.gateways.iter().flat_map(|gateway| &gateway.wireguard));
+    addresses.extend(env.gateways.iter().flat_map(|gateway| &gateway.wireguard));
     let ports: BTreeSet<u16> = all.iter().map(SocketAddr::port).chain([51820]).collect();
     let at = |ip: &IpAddr| ports.iter().map(|port| SocketAddr::new(*ip, *port)).collect::<Vec<_>>();
     let sockets: BTreeSet<SocketAddr> = addresses.iter().flat_map(at).collect();
     let peers = json(&side.cluster, &["get", "peers"]).await;
-    let attacker = Attacker::new(world.lab, side.name(), &side.web.node).await.unwrap();
-    assert_eq!(attacker.peers.len(), world.gateways.len());
-    for gateway in &world.gateways {
+    let attacker = Attacker::new(env.lab, side.name(), &side.web.node).await.unwrap();
+    assert_eq!(attacker.peers.len(), env.gateways.len());
+    for gateway in &env.gateways {
         let peers = peers["items"].as_array().unwrap();
         let chosen = peers
             .iter()
@@ -414,13 +411,13 @@ async fn scan_with_forged_allowed_ips_finds_only_grants(world: &World<'_>, side:
         let chosen = text(&chosen["metadata"]["name"]);
         let left = attacker.leads_through(&chosen, &addresses).await.unwrap();
         assert_eq!(left, BTreeSet::new());
-        let granted = world.granted(side, gateway).await;
+        let granted = env.granted(side, gateway).await;
         assert_eq!(granted.each_ref().map(BTreeSet::len), [4, 1]);
         for from in side.askers() {
             // Establish the session first: until then, WireGuard stages only some of a scan's packets and drops the
             // others.
-            world.lab.until_open(&from, &granted[0]).await.unwrap();
-            let open = world.open(&from, &sockets).await;
+            env.lab.until_open(&from, &granted[0]).await.unwrap();
+            let open = env.open(&from, &sockets).await;
             println!("{from}, {} sockets through {chosen}: {open:?}", sockets.len());
             assert_eq!(open, granted);
         }
@@ -429,24 +426,24 @@ async fn scan_with_forged_allowed_ips_finds_only_grants(world: &World<'_>, side:
 
 /// Uses the gateway through which the scan has routed everything.
 // threat: gateway-revoked-connection
-async fn revoked_grant_closes_and_others_stay_open(world: &World<'_>) {
-    let [old, _] = &world.sides;
+async fn revoked_grant_closes_and_others_stay_open(env: &TestEnv<'_>) {
+    let [old, _] = &env.sides;
     let [from, _] = old.askers();
-    let last = world.gateways.last().unwrap();
-    let udp = *world.places(old, "store", "echo").await.last().unwrap();
-    let watch = world.lab.watch_udp(&from, udp).unwrap();
+    let last = env.gateways.last().unwrap();
+    let udp = *env.gateway_sockets(old, "store", "echo").await.last().unwrap();
+    let watch = env.lab.watch_udp(&from, udp).unwrap();
     watch.answered_after(now()).await.unwrap();
     let mut before = Vec::new();
-    for side in &world.sides {
-        before.push(world.granted(side, last).await);
+    for side in &env.sides {
+        before.push(env.granted(side, last).await);
     }
 
-    let taken = world.apply(&SERVED[1..]).await;
-    for (side, before) in world.sides.iter().zip(&before) {
+    let taken = env.apply(&SERVED[1..]).await;
+    for (side, before) in env.sides.iter().zip(&before) {
         let stays = wait_until(
             "the SandboxAccess to be without the grant",
             PATIENCE,
-            async || match world.granted(side, last).await {
+            async || match env.granted(side, last).await {
                 [tcp, udp] if tcp.len() == 3 && udp.is_empty() => Ok([tcp, udp]),
                 other => Err(format!("{other:?}")),
             },
@@ -454,8 +451,8 @@ async fn revoked_grant_closes_and_others_stay_open(world: &World<'_>) {
         let stays = stays.await.unwrap();
         let [from, _] = side.askers();
         let goes = before[0].difference(&stays[0]).copied().collect();
-        world.lab.until_closed(&from, &goes).await.unwrap();
-        let open = world.open(&from, &before.iter().flatten().copied().collect()).await;
+        env.lab.until_closed(&from, &goes).await.unwrap();
+        let open = env.open(&from, &before.iter().flatten().copied().collect()).await;
         assert_eq!(open, stays, "from {from}");
     }
     let end = watch.answers().last().copied().unwrap_or_default();
@@ -464,13 +461,13 @@ async fn revoked_grant_closes_and_others_stay_open(world: &World<'_>) {
         end.saturating_sub(taken)
     );
 
-    let given = world.apply(&SERVED).await;
+    let given = env.apply(&SERVED).await;
     // At the same gateway port as before.
     let first = watch.answered_after(given).await.unwrap();
     println!("first answer {} ms after kubectl apply was called", first - given);
-    for (side, before) in world.sides.iter().zip(&before) {
+    for (side, before) in env.sides.iter().zip(&before) {
         let [from, _] = side.askers();
-        world.lab.until_open(&from, &before[0]).await.unwrap();
+        env.lab.until_open(&from, &before[0]).await.unwrap();
     }
 }
 

@@ -33,17 +33,17 @@ async fn flows(mesh: &Mesh<'_>) {
     let from = &mesh.member_webs[0];
     for to in &mesh.hub_webs {
         assert_eq!(
-            mesh.answered(&pod(from), &url(to.ip, 8080)).await,
-            mesh.seen(to, from.ip)
+            mesh.wait_for_answer(&pod(from), &url(to.ip, 8080)).await,
+            mesh.expected_answer(to, from.ip)
         );
         assert_eq!(
-            mesh.answered(&pod(to), &url(from.ip, 8080)).await,
-            mesh.seen(from, to.ip)
+            mesh.wait_for_answer(&pod(to), &url(from.ip, 8080)).await,
+            mesh.expected_answer(from, to.ip)
         );
         let node = &mesh.wireguard[&from.node];
         assert_eq!(
-            mesh.answered(&host(&from.node), &url(to.ip, 8080)).await,
-            mesh.seen(to, *node)
+            mesh.wait_for_answer(&host(&from.node), &url(to.ip, 8080)).await,
+            mesh.expected_answer(to, *node)
         );
     }
     // A mirrored Service: this cluster's kube-proxy chooses among the remote pods, and masquerades requests of the node
@@ -52,16 +52,16 @@ async fn flows(mesh: &Mesh<'_>) {
     let all = |saw| {
         mesh.hub_webs
             .iter()
-            .map(|to| mesh.seen(to, saw))
+            .map(|to| mesh.expected_answer(to, saw))
             .collect::<Vec<Answer>>()
     };
-    mesh.answers(&pod(from), &url(service, 80), &all(from.ip)).await;
-    mesh.answers(&host(&from.node), &url(service, 80), &all(mesh.wireguard[&from.node]))
+    mesh.assert_answers(&pod(from), &url(service, 80), &all(from.ip)).await;
+    mesh.assert_answers(&host(&from.node), &url(service, 80), &all(mesh.wireguard[&from.node]))
         .await;
     // A ClusterIP of the hub, reached through the anchor: the hub's kube-proxy chooses, for a source outside its
     // cluster.
     let service = mesh.hub.cluster_ip("default", "web").await.unwrap();
-    let answer = mesh.answered(&pod(from), &url(service, 80)).await;
+    let answer = mesh.wait_for_answer(&pod(from), &url(service, 80)).await;
     assert!(mesh.hub_webs.iter().any(|web| web.name == answer.pod), "{answer:?}");
 }
 
@@ -84,11 +84,11 @@ async fn flushed_ruleset_is_restored(mesh: &Mesh<'_>) {
         start.elapsed().as_secs_f64()
     );
     assert_eq!(
-        mesh.answered(&pod(from), &url(to.ip, 8080)).await,
-        mesh.seen(to, from.ip)
+        mesh.wait_for_answer(&pod(from), &url(to.ip, 8080)).await,
+        mesh.expected_answer(to, from.ip)
     );
     assert_eq!(
-        mesh.answered(&pod(to), &url(from.ip, 8080)).await,
-        mesh.seen(from, to.ip)
+        mesh.wait_for_answer(&pod(to), &url(from.ip, 8080)).await,
+        mesh.expected_answer(from, to.ip)
     );
 }

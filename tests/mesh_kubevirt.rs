@@ -43,46 +43,41 @@ async fn worker_in_hub_pod_uses_eth0_only_for_its_underlay() {
     let mut product = Product::install(&lab, &[HUB, MEMBER], Tunnel::Userspace, &|_| {})
         .await
         .unwrap();
-    let mut world = World::new(&lab).await;
+    let mut env = TestEnv::new(&lab).await;
     // The agent becomes ready before there is a mesh, because it needs nothing from the tunnel.
-    world
-        .member
-        .rollout(AGENT_NAMESPACE, "daemonset/wg-agent")
-        .await
-        .unwrap();
-    world.api_server_answers("before the mesh").await;
-    world.hub_pods_get_replies_on_eth0("before the mesh").await;
+    env.member.rollout(AGENT_NAMESPACE, "daemonset/wg-agent").await.unwrap();
+    env.api_server_answers("before the mesh").await;
+    env.hub_pods_get_replies_on_eth0("before the mesh").await;
 
     let start = Instant::now();
     product.mesh_up(&product.mesh(&[(MEMBER, EGRESS)])).await.unwrap();
     println!("Ready: {:.1} s after kubectl apply", start.elapsed().as_secs_f64());
-    world.wireguard = world.wireguard_address().await;
-    world
-        .answered(&pod(&world.webs[0]), &url(world.hub_webs[0].ip, 8080))
+    env.wireguard = env.wireguard_address().await;
+    env.wait_for_answer(&pod(&env.webs[0]), &url(env.hub_webs[0].ip, 8080))
         .await;
 
-    let capture = world.worker.capture("tunnel-up", "ip").await.unwrap();
-    world.underlay_addresses_have_throw_routes().await;
-    world.pods_reach_pods_with_own_address().await;
-    world.worker_sends_from_its_wireguard_address().await;
-    world.hub_pods_get_replies_on_eth0("tunnel up").await;
-    world.node_port_on_eth0_reaches_hub_pods_through_tunnel().await;
-    world.api_server_answers("tunnel up").await;
-    world.kubelet_renews_its_lease().await;
+    let capture = env.worker.capture("tunnel-up", "ip").await.unwrap();
+    env.underlay_addresses_have_throw_routes().await;
+    env.pods_reach_pods_with_own_address().await;
+    env.worker_sends_from_its_wireguard_address().await;
+    env.hub_pods_get_replies_on_eth0("tunnel up").await;
+    env.node_port_on_eth0_reaches_hub_pods_through_tunnel().await;
+    env.api_server_answers("tunnel up").await;
+    env.kubelet_renews_its_lease().await;
     let captured = capture.stop().await.unwrap();
-    assert_eq!(world.in_clear(&captured).await, Vec::<String>::new());
+    assert_eq!(env.in_clear(&captured).await, Vec::<String>::new());
     assert_ne!(captured.packets("udp port 51820").await.unwrap().len(), 0);
-    let (tcp, udp) = world.count_replies_on_eth0(&captured).await;
+    let (tcp, udp) = env.count_replies_on_eth0(&captured).await;
     assert!(tcp > 0 && udp >= 6, "{tcp} of TCP and {udp} of UDP answered on eth0");
 
-    world.dead_agent_keeps_underlay_open_and_mesh_closed(&hub).await;
-    world.worker_recovers_from_power_cut_through_eth0(&product).await;
+    env.dead_agent_keeps_underlay_open_and_mesh_closed(&hub).await;
+    env.worker_recovers_from_power_cut_through_eth0(&product).await;
     product.install_gateways(&["default"]).await.unwrap();
-    boundary::policies_close_underlay_between_sandbox_and_hub(&world, &product).await;
+    boundary::policies_close_underlay_between_sandbox_and_hub(&env, &product).await;
 }
 
 /// The clusters and servers of this test.
-struct World<'a> {
+struct TestEnv<'a> {
     lab: &'a Lab,
     member: Cluster<'a>,
     worker: Node<'a>,
@@ -95,7 +90,7 @@ struct World<'a> {
     servers: Vec<Running>,
 }
 
-impl<'a> World<'a> {
+impl<'a> TestEnv<'a> {
     async fn new(lab: &'a Lab) -> Self {
         let (hub, member) = (lab.cluster(HUB), lab.cluster(MEMBER));
         let worker = lab.node(WORKER);
@@ -108,7 +103,7 @@ impl<'a> World<'a> {
         let endpoint = &endpoints["endpoints"][0]["addresses"][0];
         assert_eq!(endpoint, &Value::from(api.to_string()), "{endpoints:#}");
         let (hub_webs, webs) = (hub.run_web().await.unwrap(), member.run_web().await.unwrap());
-        let mut world = Self {
+        let mut env = Self {
             lab,
             member,
             worker,
@@ -118,8 +113,8 @@ impl<'a> World<'a> {
             wireguard: IpAddr::from([0, 0, 0, 0]),
             servers: vec![],
         };
-        world.serve().await;
-        world
+        env.serve().await;
+        env
     }
 
     /// Starts the servers on the worker's host.
@@ -136,14 +131,14 @@ impl<'a> World<'a> {
         self.servers = vec![serving, echoing];
     }
 
-    async fn answered(&self, from: &Asker, url: &str) -> Answer {
+    async fn wait_for_answer(&self, from: &Asker, url: &str) -> Answer {
         self.lab.ask_until_answered(from, url).await.unwrap()
     }
 
     /// Sends one request that must not be answered.
-    async fn closed(&self, from: &Asker, url: &str) {
+    async fn assert_closed(&self, from: &Asker, url: &str) {
         let answer = self.lab.ask(from, url).await.unwrap();
-        println!("{from} -> {url}: {}", answer.expect_err("a closed way has no answer"));
+        println!("{from} -> {url}: {}", answer.expect_err("a closed path gets no answer"));
     }
 
     async fn wireguard_address(&self) -> IpAddr {
@@ -156,13 +151,13 @@ impl<'a> World<'a> {
     async fn api_server_answers(&self, when: &str) {
         let at_home = self.member.plan().api_service_ip();
         for asker in [host(), pod(&self.webs[0])] {
-            for door in [
+            for target in [
                 format!("https://{}:6443/readyz", self.api),
                 format!("https://{at_home}/readyz"),
             ] {
-                let words = ["curl", "-sSk", "-m", "5", &door];
+                let words = ["curl", "-sSk", "-m", "5", &target];
                 let output = self.lab.run_at(&asker, &words).await.unwrap();
-                assert_eq!(output.stdout, "ok", "{when}: {asker} -> {door}: {}", output.stderr);
+                assert_eq!(output.stdout, "ok", "{when}: {asker} -> {target}: {}", output.stderr);
             }
         }
     }
@@ -188,8 +183,10 @@ impl<'a> World<'a> {
 
     async fn connections_get_replies_on_eth0(&self, when: &str) {
         for from in &self.hub_webs {
-            let answer = self.answered(&pod(from), &url(self.worker.address(), HTTP)).await;
-            assert_eq!(answer, seen(WORKER, WORKER, from.ip), "{when}: {from:?}");
+            let answer = self
+                .wait_for_answer(&pod(from), &url(self.worker.address(), HTTP))
+                .await;
+            assert_eq!(answer, expected_answer(WORKER, WORKER, from.ip), "{when}: {from:?}");
         }
     }
 
@@ -214,8 +211,8 @@ impl<'a> World<'a> {
         for ours in &self.webs {
             for theirs in &self.hub_webs {
                 for (from, to) in [(ours, theirs), (theirs, ours)] {
-                    let answer = self.answered(&pod(from), &url(to.ip, 8080)).await;
-                    assert_eq!(answer, seen(&to.name, &to.node, from.ip));
+                    let answer = self.wait_for_answer(&pod(from), &url(to.ip, 8080)).await;
+                    assert_eq!(answer, expected_answer(&to.name, &to.node, from.ip));
                 }
             }
         }
@@ -223,8 +220,8 @@ impl<'a> World<'a> {
 
     async fn worker_sends_from_its_wireguard_address(&self) {
         for to in &self.hub_webs {
-            let answer = self.answered(&host(), &url(to.ip, 8080)).await;
-            assert_eq!(answer, seen(&to.name, &to.node, self.wireguard));
+            let answer = self.wait_for_answer(&host(), &url(to.ip, 8080)).await;
+            assert_eq!(answer, expected_answer(&to.name, &to.node, self.wireguard));
         }
     }
 
@@ -237,8 +234,11 @@ impl<'a> World<'a> {
         let port = service["spec"]["ports"][0]["nodePort"].as_u64().unwrap();
         let url = url(self.worker.address(), u16::try_from(port).unwrap());
         for from in &self.hub_webs {
-            let answer = self.answered(&pod(from), &url).await;
-            let want = self.hub_webs.iter().map(|to| seen(&to.name, &to.node, self.wireguard));
+            let answer = self.wait_for_answer(&pod(from), &url).await;
+            let want = self
+                .hub_webs
+                .iter()
+                .map(|to| expected_answer(&to.name, &to.node, self.wireguard));
             assert!(want.clone().any(|one| one == answer), "{from:?}: {answer:?}");
         }
         let words = [&patch[..], &[r#"{"spec":{"type":"ClusterIP"}}"#]].concat();
@@ -366,7 +366,7 @@ impl<'a> World<'a> {
         let of_the_hub = self.hub_webs.iter().map(pod);
         urls.extend(of_the_hub.map(|from| (from, url(self.webs[0].ip, 8080))));
         // At the same time, because most requests wait for their timeout.
-        join_all(urls.iter().map(|(from, url)| self.closed(from, url))).await;
+        join_all(urls.iter().map(|(from, url)| self.assert_closed(from, url))).await;
         let pings = self.hub_webs.iter().map(|to| to.ip);
         let pings = pings.flat_map(|to| [pod(&self.webs[0]), host()].map(|from| (from, to)));
         let answered = pings.map(async |(from, to)| {
@@ -435,7 +435,7 @@ fn url(address: impl std::fmt::Display, port: u16) -> String {
     format!("http://{address}:{port}")
 }
 
-fn seen(pod: &str, node: &str, saw: IpAddr) -> Answer {
+fn expected_answer(pod: &str, node: &str, saw: IpAddr) -> Answer {
     Answer {
         pod: pod.into(),
         node: node.into(),

@@ -82,8 +82,8 @@ async fn flow_survives_changes_of_other_nodes_and_agents(mesh: &Mesh<'_>) {
         "jsonpath={.metadata.annotations.kilo\\.squat\\.ai/key}",
     ];
     wait_until(format!("the key of {name}"), PATIENCE, async || {
-        let said = mesh.member.kubectl(key).await.map_err(|error| error.to_string())?;
-        if said.stdout.is_empty() {
+        let printed = mesh.member.kubectl(key).await.map_err(|error| error.to_string())?;
+        if printed.stdout.is_empty() {
             Err("none yet".to_owned())
         } else {
             Ok(())
@@ -92,7 +92,8 @@ async fn flow_survives_changes_of_other_nodes_and_agents(mesh: &Mesh<'_>) {
     .await
     .unwrap();
     let published = Instant::now();
-    mesh.answered(&host(&name), &url(mesh.hub_webs[0].ip, 8080)).await;
+    mesh.wait_for_answer(&host(&name), &url(mesh.hub_webs[0].ip, 8080))
+        .await;
     println!(
         "{name} first reply {:.2} s after its annotations",
         published.elapsed().as_secs_f64()
@@ -203,11 +204,15 @@ async fn scale_backends_and_wait(mesh: &mut Mesh<'_>, replicas: usize) {
     mesh.hub_webs = mesh.hub.webs().await.unwrap();
     let service = mesh.member.cluster_ip("default", "hub-web").await.unwrap();
     for from in &mesh.member_webs {
-        let want: Vec<_> = mesh.hub_webs.iter().map(|to| mesh.seen(to, from.ip)).collect();
+        let want: Vec<_> = mesh
+            .hub_webs
+            .iter()
+            .map(|to| mesh.expected_answer(to, from.ip))
+            .collect();
         // The member's own kube-proxy applies the slices a moment later.
         wait_until("kube-proxy to follow the slices", PATIENCE, async || {
             for _ in 0..10 {
-                let answer = mesh.answered(&pod(from), &url(service, 80)).await;
+                let answer = mesh.wait_for_answer(&pod(from), &url(service, 80)).await;
                 if !want.contains(&answer) {
                     return Err(format!("{answer:?}"));
                 }
@@ -216,7 +221,7 @@ async fn scale_backends_and_wait(mesh: &mut Mesh<'_>, replicas: usize) {
         })
         .await
         .unwrap();
-        mesh.answers(&pod(from), &url(service, 80), &want).await;
+        mesh.assert_answers(&pod(from), &url(service, 80), &want).await;
     }
 }
 
@@ -329,17 +334,17 @@ async fn cleanup_restores_original_node_state(mesh: &Mesh<'_>, before: &BTreeMap
             async || {
                 let selector = "app.kubernetes.io/name=wg-agent";
                 let words = ["-n", AGENT_NAMESPACE, "logs", "-l", selector, "--prefix", "--tail=2"];
-                let said = cluster
+                let printed = cluster
                     .try_kubectl(words)
                     .await
                     .map_err(|error| error.to_string())?
                     .stdout;
-                let pods: BTreeSet<&str> = said
+                let pods: BTreeSet<&str> = printed
                     .lines()
                     .filter(|line| line.contains(done))
                     .filter_map(|line| line.split(' ').next())
                     .collect();
-                if pods.len() == 2 { Ok(()) } else { Err(said) }
+                if pods.len() == 2 { Ok(()) } else { Err(printed) }
             },
         )
         .await

@@ -30,7 +30,7 @@ const SANDBOX: &str = "notebooks";
 const GRANT: &str =
     "[{service: {cluster: mgmt, namespace: default, name: web}, as: {namespace: default, name: hub-web}}]";
 
-struct World<'a> {
+struct TestEnv<'a> {
     lab: &'a Lab,
     product: Product<'a>,
     hub: Cluster<'a>,
@@ -47,20 +47,20 @@ async fn sandbox_reaches_only_grants_through_gateways() {
     let lab = Lab::start(LabPlan::clusters(&[(HUB, 2), (MEMBER, 1), (SANDBOX, 1)]))
         .await
         .unwrap();
-    let world = World::up(&lab).await;
-    granted_service_answers_and_sees_gateway_addresses(&world).await;
-    sandbox_contains_nothing_of_hub_except_grants(&world).await;
-    hub_and_member_cannot_connect_to_sandbox(&world).await;
-    sandbox_routes_only_gateways_into_tunnel(&world).await;
-    hub_nodes_know_nothing_of_sandbox(&world).await;
-    verified::verify_lists_grants_and_reports_other_open_sockets(&world).await;
-    let attacker = scan_with_forged_allowed_ips_finds_only_granted_port(&world).await;
-    let scene = upheavals::disturbed_gateway_opens_nothing_more(&world, &attacker).await;
-    race::fast_changes_of_grants_open_nothing_more(&world, &scene).await;
-    revoked_grant_and_deleted_mesh_close_everything(&world, &scene).await;
+    let env = TestEnv::up(&lab).await;
+    granted_service_answers_and_sees_gateway_addresses(&env).await;
+    sandbox_contains_nothing_of_hub_except_grants(&env).await;
+    hub_and_member_cannot_connect_to_sandbox(&env).await;
+    sandbox_routes_only_gateways_into_tunnel(&env).await;
+    hub_nodes_know_nothing_of_sandbox(&env).await;
+    verified::verify_lists_grants_and_reports_other_open_sockets(&env).await;
+    let attacker = scan_with_forged_allowed_ips_finds_only_granted_port(&env).await;
+    let scene = upheavals::disturbed_gateway_opens_nothing_more(&env, &attacker).await;
+    race::fast_changes_of_grants_open_nothing_more(&env, &scene).await;
+    revoked_grant_and_deleted_mesh_close_everything(&env, &scene).await;
 }
 
-impl<'a> World<'a> {
+impl<'a> TestEnv<'a> {
     async fn up(lab: &'a Lab) -> Self {
         let (hub, member, sandbox) = (lab.cluster(HUB), lab.cluster(MEMBER), lab.cluster(SANDBOX));
         let mut product = Product::install(lab, &[HUB, MEMBER, SANDBOX], Tunnel::Userspace, &|_| {})
@@ -143,22 +143,25 @@ impl<'a> World<'a> {
     }
 
     /// The sockets that the sandbox's pod reaches, and those that its node reaches.
-    async fn found(&self, sockets: impl IntoIterator<Item = SocketAddr> + Clone) -> [BTreeSet<SocketAddr>; 2] {
+    async fn scan_from_sandbox(
+        &self,
+        sockets: impl IntoIterator<Item = SocketAddr> + Clone,
+    ) -> [BTreeSet<SocketAddr>; 2] {
         let [pod, host] = self.askers();
         let (pod, host) = tokio::join!(self.lab.scan(&pod, sockets.clone()), self.lab.scan(&host, sockets));
         [pod.unwrap(), host.unwrap()]
     }
 }
 
-async fn granted_service_answers_and_sees_gateway_addresses(world: &World<'_>) {
-    let service = world.sandbox.cluster_ip("default", "hub-web").await.unwrap();
-    let gateways: BTreeSet<IpAddr> = world.gateways().await.iter().map(|gateway| gateway.pod.ip).collect();
+async fn granted_service_answers_and_sees_gateway_addresses(env: &TestEnv<'_>) {
+    let service = env.sandbox.cluster_ip("default", "hub-web").await.unwrap();
+    let gateways: BTreeSet<IpAddr> = env.gateways().await.iter().map(|gateway| gateway.pod.ip).collect();
     assert_eq!(gateways.len(), 2);
-    let webs: BTreeSet<&str> = world.hub_webs.iter().map(|web| &*web.name).collect();
-    for from in world.askers() {
+    let webs: BTreeSet<&str> = env.hub_webs.iter().map(|web| &*web.name).collect();
+    for from in env.askers() {
         let (mut answered, mut saw) = (BTreeSet::new(), BTreeSet::new());
         let every = async || {
-            let answer = world.lab.ask_until_answered(&from, &url(service, 80)).await;
+            let answer = env.lab.ask_until_answered(&from, &url(service, 80)).await;
             let answer = answer.map_err(|error| error.to_string())?;
             assert!(
                 webs.contains(&*answer.pod) && gateways.contains(&answer.saw),
@@ -178,12 +181,12 @@ async fn granted_service_answers_and_sees_gateway_addresses(world: &World<'_>) {
 }
 
 // threat: sandbox-reads-target
-async fn sandbox_contains_nothing_of_hub_except_grants(world: &World<'_>) {
-    let text = world.sandbox.everything().await.unwrap();
-    for gateway in world.gateways().await {
+async fn sandbox_contains_nothing_of_hub_except_grants(env: &TestEnv<'_>) {
+    let text = env.sandbox.everything().await.unwrap();
+    for gateway in env.gateways().await {
         assert!(text.contains(&gateway.address.to_string()), "{gateway:?}");
     }
-    for (cluster, gateways) in [(&world.hub, true), (&world.member, false)] {
+    for (cluster, gateways) in [(&env.hub, true), (&env.member, false)] {
         for (socket, what) in cluster.sockets().await.unwrap() {
             let ip = socket.ip().to_string();
             // The sandbox knows the nodes at whose ports it dials the gateways. Every cluster has these two Services.
@@ -196,7 +199,7 @@ async fn sandbox_contains_nothing_of_hub_except_grants(world: &World<'_>) {
         }
     }
     assert!(!text.contains(MEMBER), "the other member's name is known there");
-    for cluster in [&world.hub, &world.member] {
+    for cluster in [&env.hub, &env.member] {
         let theirs = names_and_credentials(cluster).await;
         assert!(theirs.len() > 50, "{theirs:?}");
         let known: Vec<&String> = theirs.iter().filter(|word| text.contains(&***word)).collect();
@@ -239,40 +242,40 @@ async fn names_and_credentials(cluster: &Cluster<'_>) -> BTreeSet<String> {
 }
 
 // threat: gateway-inbound
-async fn hub_and_member_cannot_connect_to_sandbox(world: &World<'_>) {
-    let wireguard = world.wireguard().await;
+async fn hub_and_member_cannot_connect_to_sandbox(env: &TestEnv<'_>) {
+    let wireguard = env.wireguard().await;
     let targets = [8080, 9587].map(|port| SocketAddr::new(wireguard, port));
-    let node = &world.sandbox_webs[0].node;
-    let probe = world.lab.prober().unwrap();
+    let node = &env.sandbox_webs[0].node;
+    let probe = env.lab.prober().unwrap();
     let words = [&*probe, "stream-serve", ":8080"];
-    let _listener = world.lab.node(node).spawn("listener", words).unwrap();
+    let _listener = env.lab.node(node).spawn("listener", words).unwrap();
     // The sandbox's node listens on all of these ports.
-    world.lab.until_open(&host(node), &targets.into()).await.unwrap();
-    let gateways = world.gateways().await;
+    env.lab.until_open(&host(node), &targets.into()).await.unwrap();
+    let gateways = env.gateways().await;
     let pods = gateways.iter().map(|gateway| &gateway.pod);
-    for web in pods.chain(&world.hub_webs).chain(&world.member_webs) {
+    for web in pods.chain(&env.hub_webs).chain(&env.member_webs) {
         for from in [pod(web), host(&web.node)] {
-            let open = world.lab.scan(&from, targets).await.unwrap();
+            let open = env.lab.scan(&from, targets).await.unwrap();
             assert_eq!(open, BTreeSet::new(), "{from} reached the sandbox");
         }
     }
 }
 
-async fn sandbox_routes_only_gateways_into_tunnel(world: &World<'_>) {
-    let gateways = world.gateways().await;
+async fn sandbox_routes_only_gateways_into_tunnel(env: &TestEnv<'_>) {
+    let gateways = env.gateways().await;
     let expected = gateways.iter().map(|gateway| gateway.address.to_string()).collect();
-    let carried = world.lab.tunnel_routes(&world.sandbox_webs[0].node).await.unwrap();
-    assert_eq!(carried, expected);
+    let routed = env.lab.tunnel_routes(&env.sandbox_webs[0].node).await.unwrap();
+    assert_eq!(routed, expected);
 }
 
-async fn hub_nodes_know_nothing_of_sandbox(world: &World<'_>) {
+async fn hub_nodes_know_nothing_of_sandbox(env: &TestEnv<'_>) {
     let objects = ["get", "peers,peerpolicies", "-o", "yaml"];
-    let objects = world.hub.kubectl(objects).await.unwrap().stdout;
-    let peer = world.wireguard().await.to_string();
+    let objects = env.hub.kubectl(objects).await.unwrap().stdout;
+    let peer = env.wireguard().await.to_string();
     assert!(!objects.contains(SANDBOX) && !objects.contains(&peer), "{objects}");
     // Positive control: the member, which has Peers here, does appear in this output.
     assert!(objects.contains(MEMBER));
-    let member = wireguard(&world.member, &world.member_webs[0].node).await.to_string();
+    let member = wireguard(&env.member, &env.member_webs[0].node).await.to_string();
     let kernel: [&[&str]; 5] = [
         &["ip", "address"],
         &["ip", "rule"],
@@ -280,7 +283,7 @@ async fn hub_nodes_know_nothing_of_sandbox(world: &World<'_>) {
         &["nft", "list", "ruleset"],
         &["ip", "neighbour"],
     ];
-    for node in world.hub.nodes() {
+    for node in env.hub.nodes() {
         let mut text = String::new();
         for words in kernel {
             text += &node.exec(words).await.unwrap().stdout;
@@ -293,17 +296,17 @@ async fn hub_nodes_know_nothing_of_sandbox(world: &World<'_>) {
 }
 
 // threat: gateway-ungranted
-async fn scan_with_forged_allowed_ips_finds_only_granted_port<'a>(world: &'a World<'a>) -> Attacker<'a> {
-    let granted = world.granted().await;
-    let all = world.all_sockets().await;
+async fn scan_with_forged_allowed_ips_finds_only_granted_port<'a>(env: &'a TestEnv<'a>) -> Attacker<'a> {
+    let granted = env.granted().await;
+    let all = env.all_sockets().await;
     println!("{} sockets to scan", all.len());
     // Without this attack the underlay decides what is open; only NetworkPolicies could close it.
-    for from in world.askers() {
-        let open = world.lab.scan(&from, all.keys().copied()).await.unwrap();
+    for from in env.askers() {
+        let open = env.lab.scan(&from, all.keys().copied()).await.unwrap();
         println!("from {from}, as its routes are: {open:?}");
         assert!(open.is_superset(&granted));
     }
-    let attacker = Attacker::new(world.lab, SANDBOX, &world.sandbox_webs[0].node)
+    let attacker = Attacker::new(env.lab, SANDBOX, &env.sandbox_webs[0].node)
         .await
         .unwrap();
     assert_eq!(attacker.peers.len(), 2);
@@ -312,13 +315,13 @@ async fn scan_with_forged_allowed_ips_finds_only_granted_port<'a>(world: &'a Wor
     for chosen in &attacker.peers {
         let left = attacker.leads_through(chosen, &addresses).await.unwrap();
         assert_eq!(left, BTreeSet::new());
-        let at = world.gateway_of(chosen).await.address;
+        let at = env.gateway_of(chosen).await.address;
         let granted: BTreeSet<SocketAddr> = granted.iter().filter(|socket| socket.ip() == at).copied().collect();
-        for from in world.askers() {
+        for from in env.askers() {
             // Establish the session first: until then, WireGuard stages only some of a scan's packets and drops the
             // others.
-            world.lab.until_open(&from, &granted).await.unwrap();
-            let open = world.lab.scan(&from, all.keys().copied()).await.unwrap();
+            env.lab.until_open(&from, &granted).await.unwrap();
+            let open = env.lab.scan(&from, all.keys().copied()).await.unwrap();
             println!("from {from}, all of it through {chosen}: {open:?}");
             assert_eq!(open, granted);
         }
@@ -330,33 +333,33 @@ async fn scan_with_forged_allowed_ips_finds_only_granted_port<'a>(world: &'a Wor
 
 /// The attacker still routes everything through one gateway, and the scans still run.
 // threat: gateway-revoked-connection
-async fn revoked_grant_and_deleted_mesh_close_everything(world: &World<'_>, scene: &Scene<'_>) {
-    let granted = world.granted().await;
+async fn revoked_grant_and_deleted_mesh_close_everything(env: &TestEnv<'_>, scene: &Scene<'_>) {
+    let granted = env.granted().await;
     let closed = async |how: &str, called: Instant| {
-        for from in world.askers() {
-            world.lab.until_closed(&from, &granted).await.unwrap();
+        for from in env.askers() {
+            env.lab.until_closed(&from, &granted).await.unwrap();
         }
         println!(
             "{how}: closed {:.2} s after kubectl was called",
             called.elapsed().as_secs_f64()
         );
         scene.assert_nothing_answers(how).await;
-        scene.round().await;
+        scene.scan_once_more().await;
     };
-    let granting = |grants: &[(&str, &str)]| world.product.mesh_with(&[SANDBOX], grants);
+    let granting = |grants: &[(&str, &str)]| env.product.mesh_with(&[SANDBOX], grants);
     let called = Instant::now();
-    world.hub.apply(&granting(&[])).await.unwrap();
+    env.hub.apply(&granting(&[])).await.unwrap();
     closed("the grant taken back", called).await;
-    world.wait_for_no_access().await;
+    env.wait_for_no_access().await;
 
-    world.hub.apply(&granting(&[(SANDBOX, GRANT)])).await.unwrap();
-    scene.settled("after the grant was given again").await;
+    env.hub.apply(&granting(&[(SANDBOX, GRANT)])).await.unwrap();
+    scene.wait_until_settled("after the grant was given again").await;
     let delete = ["-n", NAMESPACE, "delete", "cmesh", MESH, "--wait=false"];
     let called = Instant::now();
-    world.hub.kubectl(delete).await.unwrap();
+    env.hub.kubectl(delete).await.unwrap();
     closed("the mesh deleted", called).await;
-    world.wait_for_no_access().await;
+    env.wait_for_no_access().await;
     // Also after every object of the mesh is gone.
     scene.assert_nothing_answers("the mesh gone").await;
-    scene.round().await;
+    scene.scan_once_more().await;
 }

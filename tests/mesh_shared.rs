@@ -41,7 +41,7 @@ async fn exported_pods_use_own_node_and_others_the_anchor() {
     };
     wait_until("exported pods in the member's Peers", PATIENCE, async || {
         let peers = json(&member, &["get", "peers"]).await;
-        let mut carried = BTreeMap::new();
+        let mut exported_by_peer = BTreeMap::new();
         let mut anchors = 0;
         for peer in peers["items"].as_array().unwrap() {
             let ranges = peer["spec"]["allowedIPs"]
@@ -52,12 +52,12 @@ async fn exported_pods_use_own_node_and_others_the_anchor() {
             let (whole, parts): (Vec<&str>, Vec<&str>) = ranges.partition(|range| *range == pods.to_string());
             anchors += whole.len();
             let parts: BTreeSet<String> = parts.into_iter().filter(|r| inside(r)).map(str::to_owned).collect();
-            carried.insert(peer["metadata"]["name"].as_str().unwrap().to_owned(), parts);
+            exported_by_peer.insert(peer["metadata"]["name"].as_str().unwrap().to_owned(), parts);
         }
-        if carried == exported && anchors == 1 {
+        if exported_by_peer == exported && anchors == 1 {
             Ok(())
         } else {
-            Err(format!("{anchors} anchors, {carried:?}"))
+            Err(format!("{anchors} anchors, {exported_by_peer:?}"))
         }
     })
     .await

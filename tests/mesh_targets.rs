@@ -37,24 +37,24 @@ async fn sandbox_enters_cluster_without_agents() {
     let lab = Lab::start(LabPlan::clusters(&[(HUB, 2), (SANDBOX, 1)])).await.unwrap();
     let after = |step: &str| println!("{:.1} s: {step}", start.elapsed().as_secs_f64());
     after("two clusters");
-    let world = World::up(&lab).await;
+    let env = TestEnv::up(&lab).await;
     after("the mesh is Ready");
-    world.granted_service_answers_and_sees_gateways().await;
+    env.granted_service_answers_and_sees_gateways().await;
     after("every server answered through every gateway");
-    world.mesh_conditions_are_good("nodes that nothing serves").await;
-    let _kg = world.simulate_kg_on_nodes().await;
-    world.packets_bypass_netfilter_on_nodes().await;
+    env.mesh_conditions_are_good("nodes that nothing serves").await;
+    let _kg = env.simulate_kg_on_nodes().await;
+    env.packets_bypass_netfilter_on_nodes().await;
     after("packets bypass netfilter");
-    world.replaced_gateway_is_dialled_at_same_node_port().await;
+    env.replaced_gateway_is_dialled_at_same_node_port().await;
     after("the next gateway serves");
-    world.mesh_conditions_are_good("nodes that kg serves").await;
-    world.scan_through_each_gateway_finds_only_grants().await;
+    env.mesh_conditions_are_good("nodes that kg serves").await;
+    env.scan_through_each_gateway_finds_only_grants().await;
     after("everything scanned");
-    world.hub_knows_nothing_of_sandbox().await;
+    env.hub_knows_nothing_of_sandbox().await;
     after("the end");
 }
 
-struct World<'a> {
+struct TestEnv<'a> {
     lab: &'a Lab,
     product: Product<'a>,
     hub: Cluster<'a>,
@@ -63,7 +63,7 @@ struct World<'a> {
     sandbox_web: Web,
 }
 
-impl<'a> World<'a> {
+impl<'a> TestEnv<'a> {
     async fn up(lab: &'a Lab) -> Self {
         let (hub, sandbox) = (lab.cluster(HUB), lab.cluster(SANDBOX));
         let clusters = [HUB, SANDBOX];
@@ -181,8 +181,8 @@ impl<'a> World<'a> {
                 loop {
                     // kg does it every 30 s. More often here, so that a loaded machine makes no node silent.
                     tokio::time::sleep(Duration::from_secs(5)).await;
-                    let said = annotate(&nodes, &name, &json!({names::KILO_LAST_SEEN: now()})).await;
-                    said.unwrap_or_else(|error| println!("the check-in of {name}: {error}"));
+                    let annotated = annotate(&nodes, &name, &json!({names::KILO_LAST_SEEN: now()})).await;
+                    annotated.unwrap_or_else(|error| println!("the check-in of {name}: {error}"));
                 }
             });
         }
@@ -211,23 +211,23 @@ impl<'a> World<'a> {
             .unwrap()
         };
         for node in &nodes {
-            node.feed(["nft", "-f", "-"], &witness(gateway.pod, server.ip))
+            node.feed(["nft", "-f", "-"], &count_table(gateway.pod, server.ip))
                 .await
                 .unwrap();
         }
         assert_eq!(ask().await, gateway.pod);
         for node in &nodes {
-            let seen = witnessed(node).await;
+            let seen = take_counts(node).await;
             println!("{} without the program: {seen:?}", node.name());
             assert!(seen.values().all(|packets| *packets > 0), "{}: {seen:?}", node.name());
         }
         self.hub.bypass_netfilter().await.unwrap();
         for node in &nodes {
-            witnessed(node).await;
+            take_counts(node).await;
         }
         assert_eq!(ask().await, gateway.pod);
         for node in &nodes {
-            let seen = witnessed(node).await;
+            let seen = take_counts(node).await;
             println!("{} with the program: {seen:?}", node.name());
             assert!(seen.values().all(|packets| *packets == 0), "{}: {seen:?}", node.name());
         }
@@ -270,9 +270,9 @@ impl<'a> World<'a> {
         let list = ["conntrack", "-L", "-p", "udp", "--orig-port-dst", &port];
         let entries = node.exec(list).await.unwrap().stdout;
         let to = format!("src={} ", gateway.pod);
-        let led = |line: &str| line.contains(&to) && !line.contains("[UNREPLIED]");
+        let leads_to_pod = |line: &str| line.contains(&to) && !line.contains("[UNREPLIED]");
         assert!(
-            !entries.is_empty() && entries.lines().all(led),
+            !entries.is_empty() && entries.lines().all(leads_to_pod),
             "{gateway:?}: {entries}"
         );
     }
@@ -393,7 +393,7 @@ fn now() -> String {
 }
 
 /// An nftables table that counts the packets between two addresses at each hook, before all other chains.
-fn witness(one: IpAddr, other: IpAddr) -> String {
+fn count_table(one: IpAddr, other: IpAddr) -> String {
     let counts = HOOKS.map(|hook| {
         format!(
             "counter {hook} {{\n}}\nchain {hook} {{\ntype filter hook {hook} priority -500;\n\
@@ -404,7 +404,7 @@ fn witness(one: IpAddr, other: IpAddr) -> String {
 }
 
 /// The packets that were counted since the last call, by hook.
-async fn witnessed(node: &Node<'_>) -> BTreeMap<String, u64> {
+async fn take_counts(node: &Node<'_>) -> BTreeMap<String, u64> {
     let words = ["nft", "-j", "reset", "counters", "table", "ip", "witness"];
     let printed = node.exec(words).await.unwrap().stdout;
     let printed: Value = serde_json::from_str(&printed).unwrap();

@@ -36,7 +36,7 @@ use kube::{
     Api,
     api::{DeleteParams, PostParams},
 };
-use reconcile::{LATER, SOON, World, key};
+use reconcile::{LATER, SOON, TestEnv, key};
 use serde_json::json;
 
 const EVENTS: [&str; 6] = [
@@ -51,21 +51,21 @@ const EVENTS: [&str; 6] = [
 // threat: malformed-node
 #[tokio::test]
 async fn peers_follow_nodes_and_invalid_node_is_skipped_alone() {
-    let world = World::start(&["mgmt", "tenant-a"]).await;
-    world.node("mgmt", 1, 1).await;
-    world.node("tenant-a", 2, 1).await;
-    world.node("tenant-a", 2, 2).await;
-    let mut controller = world.controller().await;
-    world.apply_mesh(&world.mesh()).await;
+    let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
+    env.node("mgmt", 1, 1).await;
+    env.node("tenant-a", 2, 1).await;
+    env.node("tenant-a", 2, 2).await;
+    let mut controller = env.controller().await;
+    env.apply_mesh(&env.mesh()).await;
 
-    let peers = world
+    let peers = env
         .until_peers(
             "mgmt",
             &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
             SOON,
         )
         .await;
-    world.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
+    env.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
     let spec = serde_json::to_value(&peers["prod--tenant-a--tenant-a-2"].spec).unwrap();
     assert_eq!(
         spec,
@@ -75,8 +75,8 @@ async fn peers_follow_nodes_and_invalid_node_is_skipped_alone() {
             "endpoint": {"dnsOrIP": {"ip": "198.51.2.2"}, "port": 51820},
         })
     );
-    world.until_condition("Ready", "True/Meshed", SOON).await;
-    let columns = world
+    env.until_condition("Ready", "True/Meshed", SOON).await;
+    let columns = env
         .hub()
         .kubectl(["get", "cmesh", "-n", NAMESPACE, "--no-headers"])
         .await
@@ -86,18 +86,17 @@ async fn peers_follow_nodes_and_invalid_node_is_skipped_alone() {
     assert_eq!(&columns[..5], ["prod", "True", "Meshed", "2/2", "3"]);
 
     // A Node publishes another endpoint, then an invalid one, then none. The Peer of the other Node does not change.
-    let before = world.peers("mgmt").await;
-    world
-        .annotate(
-            "tenant-a",
-            "tenant-a-2",
-            names::KILO_CLUSTERMESH_ENDPOINT,
-            Some("203.0.113.9:4500"),
-        )
-        .await;
+    let before = env.peers("mgmt").await;
+    env.annotate(
+        "tenant-a",
+        "tenant-a-2",
+        names::KILO_CLUSTERMESH_ENDPOINT,
+        Some("203.0.113.9:4500"),
+    )
+    .await;
     let what = "the new endpoint in the Peer";
     wait_until(what, SOON, async || {
-        let peers = world.peers("mgmt").await;
+        let peers = env.peers("mgmt").await;
         let endpoint = peers["prod--tenant-a--tenant-a-2"].spec.endpoint.clone().unwrap();
         if endpoint.port == 4500 {
             Ok(())
@@ -107,52 +106,49 @@ async fn peers_follow_nodes_and_invalid_node_is_skipped_alone() {
     })
     .await
     .unwrap();
-    world
-        .annotate(
-            "tenant-a",
-            "tenant-a-2",
-            names::KILO_CLUSTERMESH_ENDPOINT,
-            Some("nonsense"),
-        )
-        .await;
-    world.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], SOON).await;
-    let message = world.until_condition("Degraded", "True/NodesSkipped", SOON).await;
+    env.annotate(
+        "tenant-a",
+        "tenant-a-2",
+        names::KILO_CLUSTERMESH_ENDPOINT,
+        Some("nonsense"),
+    )
+    .await;
+    env.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], SOON).await;
+    let message = env.until_condition("Degraded", "True/NodesSkipped", SOON).await;
     assert!(message.contains("tenant-a-2: NodeEndpointInvalid"), "{message}");
-    let status = world.get_mesh().await.unwrap().status.unwrap();
+    let status = env.get_mesh().await.unwrap().status.unwrap();
     assert_eq!(
         (status.clusters[1].registered_peers, status.clusters[1].skipped_nodes),
         (1, 1)
     );
     assert_eq!(status.clusters[1].skipped[0].reason, "NodeEndpointInvalid");
-    world
-        .annotate("tenant-a", "tenant-a-2", names::KILO_CLUSTERMESH_ENDPOINT, None)
+    env.annotate("tenant-a", "tenant-a-2", names::KILO_CLUSTERMESH_ENDPOINT, None)
         .await;
-    world
-        .until_peers(
-            "mgmt",
-            &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
-            SOON,
-        )
-        .await;
-    world.until_condition("Degraded", "False/AllServed", SOON).await;
+    env.until_peers(
+        "mgmt",
+        &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
+        SOON,
+    )
+    .await;
+    env.until_condition("Degraded", "False/AllServed", SOON).await;
 
-    world.remove_node("tenant-a", "tenant-a-2").await;
-    let after = world.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], SOON).await;
+    env.remove_node("tenant-a", "tenant-a-2").await;
+    let after = env.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], SOON).await;
     assert_eq!(
         after["prod--tenant-a--tenant-a-1"],
         before["prod--tenant-a--tenant-a-1"]
     );
 
     // Each event was published once.
-    let events = world.hub().kubectl(EVENTS).await.unwrap().stdout;
-    let said = |word: &str| {
+    let events = env.hub().kubectl(EVENTS).await.unwrap().stdout;
+    let series_counts = |word: &str| {
         let lines = events.lines().filter(|line| line.starts_with(word));
         lines
             .map(|line| line.split_whitespace().nth(1).unwrap())
             .collect::<Vec<_>>()
     };
     assert_eq!(
-        (said("NodeEndpointInvalid"), said("Meshed")),
+        (series_counts("NodeEndpointInvalid"), series_counts("Meshed")),
         (vec!["<none>"], vec!["<none>"]),
         "{events}"
     );
@@ -166,44 +162,42 @@ async fn peers_follow_nodes_and_invalid_node_is_skipped_alone() {
 
 #[tokio::test]
 async fn irrelevant_changes_and_restart_write_nothing() {
-    let world = World::start(&["mgmt", "tenant-a"]).await;
-    world.node("mgmt", 1, 1).await;
-    world.node("tenant-a", 2, 1).await;
-    let mut mesh = world.mesh();
+    let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
+    env.node("mgmt", 1, 1).await;
+    env.node("tenant-a", 2, 1).await;
+    let mut mesh = env.mesh();
     mesh["spec"]["clusters"][0]["egress"] =
         json!([{"service": {"cluster": "tenant-a", "namespace": "default", "name": "db"}}]);
-    world.lab.cluster("tenant-a").apply(DB).await.unwrap();
-    let mut controller = world.controller().await;
-    world.apply_mesh(&mesh).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
-    world.until_condition("EgressResolved", "True/Resolved", SOON).await;
+    env.lab.cluster("tenant-a").apply(DB).await.unwrap();
+    let mut controller = env.controller().await;
+    env.apply_mesh(&mesh).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
+    env.until_condition("EgressResolved", "True/Resolved", SOON).await;
 
     // kg writes this annotation every 30 s on every node.
     let (before, plans) = (
-        world.versions().await,
-        world.metric("clustermesh_controller_reconciles_total").await,
+        env.versions().await,
+        env.metric("clustermesh_controller_reconciles_total").await,
     );
     for second in 0..20 {
-        world
-            .annotate(
-                "tenant-a",
-                "tenant-a-1",
-                names::KILO_LAST_SEEN,
-                Some(&format!("17000000{second:02}")),
-            )
-            .await;
-    }
-    // The watch delivers this relevant change after all of them.
-    world
-        .annotate(
+        env.annotate(
             "tenant-a",
             "tenant-a-1",
-            names::KILO_CLUSTERMESH_ENDPOINT,
-            Some("203.0.113.1:1"),
+            names::KILO_LAST_SEEN,
+            Some(&format!("17000000{second:02}")),
         )
         .await;
+    }
+    // The watch delivers this relevant change after all of them.
+    env.annotate(
+        "tenant-a",
+        "tenant-a-1",
+        names::KILO_CLUSTERMESH_ENDPOINT,
+        Some("203.0.113.1:1"),
+    )
+    .await;
     wait_until("the change behind the churn", SOON, async || {
-        let peers = world.peers("mgmt").await;
+        let peers = env.peers("mgmt").await;
         let port = peers["prod--tenant-a--tenant-a-1"]
             .spec
             .endpoint
@@ -217,34 +211,33 @@ async fn irrelevant_changes_and_restart_write_nothing() {
     })
     .await
     .unwrap();
-    let more = world.metric("clustermesh_controller_reconciles_total").await - plans;
+    let more = env.metric("clustermesh_controller_reconciles_total").await - plans;
     assert!(more < 10.0, "{more} passes for one change among 20 heartbeats");
     // Only that Peer, and the mesh with the time of the write in its status, may have changed.
     let others = |mut versions: BTreeMap<String, String>| {
         versions.retain(|object, _| object != "mesh" && object != "mgmt Peer/prod--tenant-a--tenant-a-1");
         versions
     };
-    assert_eq!(others(world.versions().await), others(before));
+    assert_eq!(others(env.versions().await), others(before));
 
     // Restart the controller.
-    let before = world.versions().await;
+    let before = env.versions().await;
     assert!(
         controller.terminate(SOON).await.unwrap().success(),
         "{}",
         controller.log()
     );
-    let controller = world.controller().await;
-    world.until_read(2).await;
+    let controller = env.controller().await;
+    env.until_read(2).await;
     // A pass that wrote something would be followed by another one. Both are over when this change has been written.
-    world.node("tenant-a", 2, 9).await;
-    world
-        .until_peers(
-            "mgmt",
-            &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-9"],
-            SOON,
-        )
-        .await;
-    let mut after = world.versions().await;
+    env.node("tenant-a", 2, 9).await;
+    env.until_peers(
+        "mgmt",
+        &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-9"],
+        SOON,
+    )
+    .await;
+    let mut after = env.versions().await;
     after.remove("mgmt Peer/prod--tenant-a--tenant-a-9");
     let (mut before, mesh) = (before, after.remove("mesh"));
     assert!(mesh.is_some() && before.remove("mesh").is_some());
@@ -268,24 +261,24 @@ endpoints: [{addresses: [10.2.1.7], conditions: {ready: true, serving: true, ter
 // threat: foreign-object
 #[tokio::test]
 async fn granted_service_is_mirrored_until_grant_is_removed() {
-    let world = World::start(&["mgmt", "tenant-a"]).await;
-    world.node("mgmt", 1, 1).await;
-    world.node("tenant-a", 2, 1).await;
-    let tenant = world.lab.cluster("tenant-a");
+    let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
+    env.node("mgmt", 1, 1).await;
+    env.node("tenant-a", 2, 1).await;
+    let tenant = env.lab.cluster("tenant-a");
     tenant.apply(DB).await.unwrap();
-    let hub = world.hub();
+    let hub = env.hub();
     // A foreign Service with the name that a grant asks for.
     hub.kubectl(["create", "service", "clusterip", "taken", "--tcp=80"])
         .await
         .unwrap();
     let service = |name| json!({"cluster": "tenant-a", "namespace": "default", "name": name});
-    let mut mesh = world.mesh();
+    let mut mesh = env.mesh();
     mesh["spec"]["clusters"][0]["egress"] = json!([
         {"service": service("db"), "as": {"name": "remote-db"}},
         {"service": service("db"), "as": {"name": "taken"}},
     ]);
-    let _controller = world.controller().await;
-    world.apply_mesh(&mesh).await;
+    let _controller = env.controller().await;
+    env.apply_mesh(&mesh).await;
 
     let slices = [
         "get",
@@ -318,7 +311,7 @@ async fn granted_service_is_mirrored_until_grant_is_removed() {
         spec.starts_with("5432  {") && spec.contains(names::LABEL_MANAGED_BY),
         "{spec}"
     );
-    let message = world.until_condition("EgressResolved", "False/Unresolved", SOON).await;
+    let message = env.until_condition("EgressResolved", "False/Unresolved", SOON).await;
     assert!(
         message.contains("default/taken") && message.contains("not ours"),
         "{message}"
@@ -329,7 +322,7 @@ async fn granted_service_is_mirrored_until_grant_is_removed() {
     mirrored("10.2.1.8 15432").await;
 
     mesh["spec"]["clusters"][0]["egress"] = json!([]);
-    world.apply_mesh(&mesh).await;
+    env.apply_mesh(&mesh).await;
     mirrored(" ").await;
     wait_until("the mirrored Service to go", SOON, async || {
         let left = hub

@@ -11,7 +11,7 @@ use std::{
 use clustermesh_lab::{Asker, Echo, GATEWAYS, MESH, NAMESPACE, Web, wait_until};
 
 use super::{
-    HUB, NEW, OLD, PATIENCE, SERVED, Side, World, addresses, grants,
+    HUB, NEW, OLD, PATIENCE, SERVED, Side, TestEnv, addresses, grants,
     mesh::{json, state::versions},
     now, text,
 };
@@ -66,7 +66,7 @@ enum Access {
 }
 
 struct Flows<'a> {
-    world: &'a World<'a>,
+    env: &'a TestEnv<'a>,
     side: &'a Side<'a>,
     store: Vec<Web>,
     flows: BTreeMap<Path, Flow>,
@@ -75,112 +75,120 @@ struct Flows<'a> {
 }
 
 // threat: profile-tightened, quarantine, closed-member-continues
-pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(world: &World<'_>, side: &Side<'_>) {
-    let store = world.pods().await;
-    let probe = world.lab.prober().unwrap();
+pub(super) async fn quarantine_and_tighter_profile_stop_running_flows(env: &TestEnv<'_>, side: &Side<'_>) {
+    let store = env.pods().await;
+    let probe = env.lab.prober().unwrap();
     let serve = |how: &str, port: u16| {
         let each = store.iter().map(|web| {
             let words = [&*probe, how, &format!(":{port}")];
-            world.lab.node(&web.node).pod_spawn(how, web.ip, words).unwrap()
+            env.lab.node(&web.node).pod_spawn(how, web.ip, words).unwrap()
         });
         each.collect::<Vec<_>>()
     };
     let _servers = [serve("udp-echo", BEYOND), serve("stream-serve", STREAM)];
     let mut flows = Flows {
-        world,
+        env,
         side,
         store,
         flows: BTreeMap::new(),
         ended: Vec::new(),
     };
     let called = now();
-    let gateways: BTreeSet<SocketAddr> = world.places(side, "store", "echo").await.into_iter().collect();
+    let gateways: BTreeSet<SocketAddr> = env.gateway_sockets(side, "store", "echo").await.into_iter().collect();
     let ungranted = gateways.iter().map(|socket| SocketAddr::new(socket.ip(), 9000));
     flows.watch(Path::Ungranted, ungranted.collect());
     flows.watch(Path::Gateways, gateways);
     flows.watch(Path::Pod, [flows.store_at(9000)].into());
     flows.watch(Path::Beyond, [flows.store_at(BEYOND)].into());
     flows.watch_named().await;
-    let (sandbox, wide, standard) = (
-        mesh(world, "sandbox"),
-        mesh(world, "cluster-meshed"),
-        mesh(world, "standard"),
-    );
+    let (sandbox, wide, standard) = (mesh(env, "sandbox"), mesh(env, "cluster-meshed"), mesh(env, "standard"));
 
-    flows.is("a sandbox", called, SANDBOX, Access::Grants).await;
+    flows
+        .wait_until_open("a sandbox", called, SANDBOX, Access::Grants)
+        .await;
     let streams = flows.streams_through_gateways().await;
-    let stands = flows.objects().await;
+    let objects = flows.objects().await;
     let called = flows.apply(&quarantined(&sandbox)).await;
-    flows.is("quarantine of a sandbox", called, &[], Access::Nothing).await;
-    flows.end(streams);
-    assert_eq!(flows.objects().await, stands, "its objects are kept");
+    flows
+        .wait_until_open("quarantine of a sandbox", called, &[], Access::Nothing)
+        .await;
+    flows.mark_ended(streams);
+    assert_eq!(flows.objects().await, objects, "its objects are kept");
     let called = flows.apply(&sandbox).await;
-    flows.is("its end", called, SANDBOX, Access::Grants).await;
+    flows.wait_until_open("its end", called, SANDBOX, Access::Grants).await;
 
     let streams = flows.streams_through_gateways().await;
     let called = flows.annotate(&format!("kilo-clustermesh.io/quarantine={OLD}")).await;
-    flows.is("quarantine by annotation", called, &[], Access::Nothing).await;
-    flows.end(streams);
+    flows
+        .wait_until_open("quarantine by annotation", called, &[], Access::Nothing)
+        .await;
+    flows.mark_ended(streams);
     let called = flows.annotate("kilo-clustermesh.io/quarantine-").await;
-    flows.is("its end", called, SANDBOX, Access::Grants).await;
+    flows.wait_until_open("its end", called, SANDBOX, Access::Grants).await;
 
     let streams = flows.streams_through_gateways().await;
     let called = flows.apply(&wide).await;
     flows
-        .is("sandbox to cluster-meshed", called, MESHED, Access::Absent)
+        .wait_until_open("sandbox to cluster-meshed", called, MESHED, Access::Absent)
         .await;
-    flows.end(streams);
+    flows.mark_ended(streams);
     let straight = flows.stream(1, flows.store_at(STREAM)).await;
     let called = flows.apply(&quarantined(&wide)).await;
     flows
-        .is("quarantine of a trusted member", called, &[], Access::Absent)
+        .wait_until_open("quarantine of a trusted member", called, &[], Access::Absent)
         .await;
     let called = flows.apply(&wide).await;
-    flows.is("its end", called, MESHED, Access::Absent).await;
+    flows.wait_until_open("its end", called, MESHED, Access::Absent).await;
     // Between nodes that trust each other a connection survives as long as both ends wait.
     straight.answered_after(now()).await.unwrap();
     flows.flows.get_mut(&Path::Pod).unwrap().others.push(straight);
 
     let called = flows.apply(&sandbox).await;
     flows
-        .is("cluster-meshed to sandbox", called, SANDBOX, Access::Grants)
+        .wait_until_open("cluster-meshed to sandbox", called, SANDBOX, Access::Grants)
         .await;
     let streams = flows.streams_through_gateways().await;
     let called = flows.apply(&standard).await;
-    flows.is("sandbox to standard", called, &[], Access::Absent).await;
-    flows.end(streams);
+    flows
+        .wait_until_open("sandbox to standard", called, &[], Access::Absent)
+        .await;
+    flows.mark_ended(streams);
     // The mirrored Service is deleted, and the next one may have another address.
     flows.flows.remove(&Path::Named);
     let called = flows.apply(&wide).await;
     flows
-        .is("standard to cluster-meshed", called, &MESHED[1..], Access::Absent)
+        .wait_until_open("standard to cluster-meshed", called, &MESHED[1..], Access::Absent)
         .await;
     flows.watch_named().await;
-    flows.is("its Service", called, MESHED, Access::Absent).await;
+    flows
+        .wait_until_open("its Service", called, MESHED, Access::Absent)
+        .await;
     let straight = flows.flows[&Path::Pod].others.last().unwrap();
     straight.answered_after(now()).await.unwrap();
     let called = flows.apply(&standard).await;
     flows
-        .is("cluster-meshed to standard", called, &[], Access::Absent)
+        .wait_until_open("cluster-meshed to standard", called, &[], Access::Absent)
         .await;
     flows.flows.remove(&Path::Named);
     let called = flows.apply(&sandbox).await;
     flows
-        .is("standard to sandbox", called, &SANDBOX[1..], Access::Grants)
+        .wait_until_open("standard to sandbox", called, &SANDBOX[1..], Access::Grants)
         .await;
     flows.watch_named().await;
-    flows.is("its Service", called, SANDBOX, Access::Grants).await;
+    flows
+        .wait_until_open("its Service", called, SANDBOX, Access::Grants)
+        .await;
 }
 
 /// The mesh with this profile for the sandbox `OLD`.
-fn mesh(world: &World<'_>, profile: &str) -> String {
+fn mesh(env: &TestEnv<'_>, profile: &str) -> String {
     let grants = grants(&SERVED);
     let sandboxes: &[&str] = if profile == "cluster-meshed" {
         &[NEW]
     } else {
         &[OLD, NEW]
     };
-    let text = world.product.mesh_with(sandboxes, &[(OLD, &grants), (NEW, &grants)]);
+    let text = env.product.mesh_with(sandboxes, &[(OLD, &grants), (NEW, &grants)]);
     match profile {
         // The entry of `OLD` is the first.
         "standard" => text.replacen("isolationProfile: sandbox", "isolationProfile: standard", 1),
@@ -221,7 +229,7 @@ impl Flows<'_> {
     }
 
     fn watch(&mut self, path: Path, sockets: BTreeSet<SocketAddr>) {
-        let lab = self.world.lab;
+        let lab = self.env.lab;
         let askers = self.side.askers();
         let each = sockets
             .iter()
@@ -245,7 +253,7 @@ impl Flows<'_> {
 
     async fn stream(&self, asker: usize, at: SocketAddr) -> Echo {
         let from = &self.side.askers()[asker];
-        let stream = self.world.lab.watch_stream(from, at).unwrap();
+        let stream = self.env.lab.watch_stream(from, at).unwrap();
         stream.answered_after(now()).await.unwrap();
         stream
     }
@@ -253,7 +261,7 @@ impl Flows<'_> {
     /// Opens TCP connections through both gateways to a granted port, from the pod and from the node.
     async fn streams_through_gateways(&self) -> Vec<Echo> {
         let mut all = Vec::new();
-        for at in self.world.places(self.side, "store-headless", "stream").await {
+        for at in self.env.gateway_sockets(self.side, "store-headless", "stream").await {
             for asker in [0, 1] {
                 for _ in 0..STREAMS {
                     all.push(self.stream(asker, at).await);
@@ -264,7 +272,7 @@ impl Flows<'_> {
     }
 
     /// From now on, none of these connections may get an answer, even if the path opens again.
-    fn end(&mut self, streams: Vec<Echo>) {
+    fn mark_ended(&mut self, streams: Vec<Echo>) {
         let since = now();
         self.ended.extend(streams.into_iter().map(|stream| (stream, since)));
     }
@@ -272,14 +280,14 @@ impl Flows<'_> {
     /// Applies a mesh, and returns when kubectl was called.
     async fn apply(&self, mesh: &str) -> u128 {
         let called = now();
-        self.world.hub.apply(mesh).await.unwrap();
+        self.env.hub.apply(mesh).await.unwrap();
         called
     }
 
     async fn annotate(&self, change: &str) -> u128 {
         let called = now();
         let words = ["annotate", "--overwrite", "cmesh", MESH, "-n", NAMESPACE, change];
-        self.world.hub.kubectl(words).await.unwrap();
+        self.env.hub.kubectl(words).await.unwrap();
         called
     }
 
@@ -287,7 +295,7 @@ impl Flows<'_> {
     async fn objects(&self) -> Vec<BTreeSet<String>> {
         let mut all = Vec::new();
         for kind in ["sandboxaccesses", "peers", "peerpolicies"] {
-            all.push(versions(&self.world.hub, kind).await.into_keys().collect());
+            all.push(versions(&self.env.hub, kind).await.into_keys().collect());
         }
         for kind in ["peers", "peerpolicies", "services"] {
             all.push(versions(&self.side.cluster, kind).await.into_keys().collect());
@@ -297,30 +305,31 @@ impl Flows<'_> {
 
     /// Waits until a change is in force that was made at `called`: the paths in `open` answer, and no other does. A
     /// path that was closed before and stays closed must not answer in between, either.
-    async fn is(&mut self, what: &str, called: u128, open: &[Path], access: Access) {
-        let told = self.told(access).await;
+    async fn wait_until_open(&mut self, what: &str, called: u128, open: &[Path], access: Access) {
+        let reported = self.wait_until_reported(access).await;
         for path in open {
             let flow = self.flows.get_mut(path).unwrap();
             let first = flow.windows.is_empty() && matches!(path, Path::Pod | Path::Beyond);
             if !flow.is_open() {
                 flow.windows.push((called, None));
             }
-            flow.echoes[0].answered_after(told).await.unwrap();
+            flow.echoes[0].answered_after(reported).await.unwrap();
             if first {
                 // The conntrack entry of a flow keeps the source from before there was a route into the tunnel. That is
                 // the node's own address, which no Peer has.
                 let at = *flow.sockets.first().unwrap();
-                let fresh = self.world.lab.watch_udp(&self.side.askers()[1], at).unwrap();
+                let fresh = self.env.lab.watch_udp(&self.side.askers()[1], at).unwrap();
                 flow.others.push(std::mem::replace(&mut flow.echoes[1], fresh));
             }
             for echo in &flow.echoes {
-                echo.answered_after(told).await.unwrap();
+                echo.answered_after(reported).await.unwrap();
             }
         }
         let opened = now();
-        let shut: Vec<Path> = self.flows.keys().copied().filter(|path| !open.contains(path)).collect();
+        let closed_paths: Vec<Path> = self.flows.keys().copied().filter(|path| !open.contains(path)).collect();
         let last = || {
-            shut.iter()
+            closed_paths
+                .iter()
                 .map(|path| self.flows[path].last())
                 .max()
                 .unwrap_or_default()
@@ -333,12 +342,12 @@ impl Flows<'_> {
         .unwrap();
         let took = last().saturating_sub(called);
         assert!(took < BOUND, "{what}: last answer {took} ms after it was asked for");
-        for path in &shut {
+        for path in &closed_paths {
             if let Some((_, end @ None)) = self.flows.get_mut(path).unwrap().windows.last_mut() {
                 *end = Some(closed);
             }
         }
-        self.ask_anew(what, open).await;
+        self.probe_with_new_flows(what, open).await;
         for (path, flow) in &self.flows {
             let (strays, windows) = (flow.strays(), &flow.windows);
             assert!(
@@ -356,20 +365,20 @@ impl Flows<'_> {
         println!(
             "{what}: the mesh and the gateways said so after {} ms, everything answered after {} ms, last answer of what is closed \
              after {took} ms",
-            told - called,
+            reported - called,
             opened - called
         );
     }
 
     /// Checks the same with new flows.
-    async fn ask_anew(&self, what: &str, open: &[Path]) {
+    async fn probe_with_new_flows(&self, what: &str, open: &[Path]) {
         let sockets: BTreeSet<SocketAddr> = self.flows.values().flat_map(|flow| &flow.sockets).copied().collect();
         let want = open.iter().flat_map(|path| &self.flows[path].sockets).copied();
         let want: BTreeSet<SocketAddr> = want.collect();
         let [pod, host] = self.side.askers().map(async |from: Asker| {
             // kube-proxy takes up to a second to apply a Service.
             wait_until(format!("{what}: {want:?} to answer {from}"), PATIENCE, async || {
-                let answers = self.world.lab.scan_udp(&from, sockets.iter().copied()).await;
+                let answers = self.env.lab.scan_udp(&from, sockets.iter().copied()).await;
                 let answers = answers.map_err(|error| error.to_string())?;
                 assert!(answers.is_subset(&want), "{what}: {answers:?} answers {from}");
                 if answers == want {
@@ -386,8 +395,8 @@ impl Flows<'_> {
 
     /// Waits until PolicyEnforced is True for the current generation of the mesh, and every gateway has applied the
     /// current SandboxAccess. Returns that time.
-    async fn told(&self, access: Access) -> u128 {
-        let hub = &self.world.hub;
+    async fn wait_until_reported(&self, access: Access) -> u128 {
+        let hub = &self.env.hub;
         let name = format!("{MESH}--{}", self.side.name());
         wait_until(format!("PolicyEnforced in {HUB}"), PATIENCE, async || {
             let mesh = json(hub, &["get", "cmesh", MESH, "-n", NAMESPACE]).await;
@@ -397,8 +406,8 @@ impl Flows<'_> {
             let is = enforced["status"] == "True" && enforced["observedGeneration"] == mesh["metadata"]["generation"];
             let list = json(hub, &["get", "sandboxaccesses"]).await;
             let list = list["items"].as_array().cloned().unwrap_or_default();
-            let standing = list.into_iter().find(|object| object["metadata"]["name"] == *name);
-            let says = standing.as_ref().map_or(Access::Absent, |object| {
+            let object_in_hub = list.into_iter().find(|object| object["metadata"]["name"] == *name);
+            let actual = object_in_hub.as_ref().map_or(Access::Absent, |object| {
                 let grants = object["spec"]["grants"].as_array();
                 if grants.is_none_or(Vec::is_empty) {
                     Access::Nothing
@@ -406,7 +415,7 @@ impl Flows<'_> {
                     Access::Grants
                 }
             });
-            let state = standing.map(|object| {
+            let state = object_in_hub.map(|object| {
                 (
                     text(&object["metadata"]["uid"]),
                     object["metadata"]["generation"].as_i64(),
@@ -419,10 +428,10 @@ impl Flows<'_> {
                 of.map(|one| (text(&one["uid"]), one["generation"].as_i64()))
             });
             let applied: Vec<_> = applied.collect();
-            if is && says == access && applied.iter().all(|one| *one == state) {
+            if is && actual == access && applied.iter().all(|one| *one == state) {
                 Ok(now())
             } else {
-                Err(format!("{enforced}; {says:?} {state:?}, applied {applied:?}"))
+                Err(format!("{enforced}; {actual:?} {state:?}, applied {applied:?}"))
             }
         })
         .await

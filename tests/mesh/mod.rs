@@ -73,25 +73,25 @@ impl<'a> Mesh<'a> {
             member_webs,
             wireguard,
         };
-        let asked = Instant::now();
+        let start = Instant::now();
         let url = url(mesh.hub_webs[0].ip, 8080);
-        mesh.answered(&pod(&mesh.member_webs[0]), &url).await;
-        println!("first reply: {:.2} s after Ready", asked.elapsed().as_secs_f64());
+        mesh.wait_for_answer(&pod(&mesh.member_webs[0]), &url).await;
+        println!("first reply: {:.2} s after Ready", start.elapsed().as_secs_f64());
         mesh
     }
 
     /// Repeats a request until it is answered.
-    pub(crate) async fn answered(&self, from: &Asker, url: &str) -> Answer {
+    pub(crate) async fn wait_for_answer(&self, from: &Asker, url: &str) -> Answer {
         self.lab.ask_until_answered(from, url).await.unwrap()
     }
 
-    /// See [`answers`].
-    pub(crate) async fn answers(&self, from: &Asker, url: &str, want: &[Answer]) {
-        answers(self.lab, from, url, want).await;
+    /// See [`assert_answers`].
+    pub(crate) async fn assert_answers(&self, from: &Asker, url: &str, want: &[Answer]) {
+        assert_answers(self.lab, from, url, want).await;
     }
 
     /// Sends one request that must fail without any HTTP answer. Returns the error of curl.
-    pub(crate) async fn closed(&self, from: &Asker, url: &str) -> String {
+    pub(crate) async fn assert_closed(&self, from: &Asker, url: &str) -> String {
         let output = self.lab.run_at(from, &["curl", "-sSk", "-m", "3", url]).await.unwrap();
         assert!(
             !output.status.success() && output.stdout.is_empty(),
@@ -107,25 +107,25 @@ impl<'a> Mesh<'a> {
         self.lab.run_at(from, &words).await.unwrap().stdout
     }
 
-    /// See [`seen`].
-    pub(crate) fn seen(&self, by: &Web, saw: IpAddr) -> Answer {
-        seen(by, saw)
+    /// See [`expected_answer`].
+    pub(crate) fn expected_answer(&self, by: &Web, saw: IpAddr) -> Answer {
+        expected_answer(by, saw)
     }
 
-    /// The node that is the anchor of a cluster's Service network in the Peers of `seen_by`.
-    pub(crate) async fn anchor(&self, of: &Cluster<'_>, seen_by: &Cluster<'_>) -> String {
-        self.anchor_of(&of.plan().service_cidr.to_string(), seen_by).await
+    /// The node that is the anchor of a cluster's Service network in the Peers of `observer`.
+    pub(crate) async fn anchor(&self, of: &Cluster<'_>, observer: &Cluster<'_>) -> String {
+        self.anchor_of(&of.plan().service_cidr.to_string(), observer).await
     }
 
-    /// The node that is the anchor of one network in the Peers of `seen_by`.
-    pub(crate) async fn anchor_of(&self, services: &str, seen_by: &Cluster<'_>) -> String {
-        let peers = json(seen_by, &["get", "peers"]).await;
-        let carries = |peer: &&Value| {
+    /// The node that is the anchor of one network in the Peers of `observer`.
+    pub(crate) async fn anchor_of(&self, network: &str, observer: &Cluster<'_>) -> String {
+        let peers = json(observer, &["get", "peers"]).await;
+        let has_network = |peer: &&Value| {
             let ranges = peer["spec"]["allowedIPs"].as_array().unwrap();
-            ranges.iter().any(|range| range == services)
+            ranges.iter().any(|range| range == network)
         };
-        let anchors: Vec<&Value> = peers["items"].as_array().unwrap().iter().filter(carries).collect();
-        assert_eq!(anchors.len(), 1, "{services} has one owner: {peers:#}");
+        let anchors: Vec<&Value> = peers["items"].as_array().unwrap().iter().filter(has_network).collect();
+        assert_eq!(anchors.len(), 1, "{network} has one anchor: {peers:#}");
         let name = anchors[0]["metadata"]["name"].as_str().unwrap();
         name.rsplit_once("--").unwrap().1.to_owned()
     }
@@ -162,7 +162,7 @@ impl<'a> Mesh<'a> {
     }
 
     /// Captured IPv6 packets other than WireGuard's UDP, for a tunnel whose outer packets are IPv6.
-    pub(crate) async fn in_clear_v6_beside_wireguard(&self, captured: &Captured) -> Vec<String> {
+    pub(crate) async fn in_clear_v6_except_wireguard(&self, captured: &Captured) -> Vec<String> {
         let filter = format!("not udp port 51820 and {}", self.between_v6());
         first(captured.packets(&filter).await.unwrap())
     }
@@ -260,7 +260,7 @@ pub(crate) async fn wireguard(cluster: &Cluster<'_>, node: &str) -> IpAddr {
 }
 
 /// The answer of this pod to a client with this source address.
-pub(crate) fn seen(by: &Web, saw: IpAddr) -> Answer {
+pub(crate) fn expected_answer(by: &Web, saw: IpAddr) -> Answer {
     Answer {
         pod: by.name.clone(),
         node: by.node.clone(),
@@ -269,7 +269,7 @@ pub(crate) fn seen(by: &Web, saw: IpAddr) -> Answer {
 }
 
 /// Repeats a request until each of these answers came. Any other answer fails the test.
-pub(crate) async fn answers(lab: &Lab, from: &Asker, url: &str, want: &[Answer]) {
+pub(crate) async fn assert_answers(lab: &Lab, from: &Asker, url: &str, want: &[Answer]) {
     let mut missing: BTreeSet<String> = want.iter().map(|answer| format!("{answer:?}")).collect();
     wait_until(format!("{url} to give {from} every answer"), PATIENCE, async || {
         let answer = lab

@@ -120,7 +120,7 @@ pub(super) async fn frozen_member_api_server_changes_only_a_condition(mesh: &Mes
                 let asked = mesh.lab.ask(&pod(from), &url(to.ip, 8080)).await.unwrap();
                 assert_eq!(
                     asked,
-                    Ok(mesh.seen(to, from.ip)),
+                    Ok(mesh.expected_answer(to, from.ip)),
                     "{from:?} while the API server stands still"
                 );
             }

@@ -27,12 +27,12 @@ pub(super) async fn status_of_healthy_node_matches_kernel(mesh: &Mesh<'_>) {
         .await
         .unwrap();
         let address = mesh.wireguard[name];
-        for says in [
+        for line in [
             format!("Node      {name}, WireGuard address {address}\n"),
             format!("Key       {}\n", published_key(cluster, name).await),
             "Device    kilo0, userspace (--backend=userspace asks for it), MTU 1440, UDP port 51820\n".to_owned(),
         ] {
-            assert!(page.contains(&says), "{says}{page}");
+            assert!(page.contains(&line), "{line}{page}");
         }
         assert!(!page.contains("Troubles") && !page.contains("Left out"), "{page}");
         for peer in &peers {
@@ -40,22 +40,22 @@ pub(super) async fn status_of_healthy_node_matches_kernel(mesh: &Mesh<'_>) {
         }
         let (code, state) = status(mesh, cluster, name, &["-o", "json"]).await;
         let state: serde_json::Value = serde_json::from_str(&state).unwrap();
-        let told: BTreeMap<String, (String, String)> = (state["peers"].as_object().unwrap().iter())
+        let reported: BTreeMap<String, (String, String)> = (state["peers"].as_object().unwrap().iter())
             .map(|(name, peer)| {
                 let text = |key: &str| peer[key].as_str().unwrap_or_default().to_owned();
                 (name.clone(), (text("key"), text("liveEndpoint")))
             })
             .collect();
         assert_eq!(
-            (code, told.keys().map(String::as_str).collect::<Vec<_>>()),
+            (code, reported.keys().map(String::as_str).collect::<Vec<_>>()),
             (Some(0), peers)
         );
-        let mut told: Vec<String> = told.into_values().map(|(key, at)| format!("{key}\t{at}")).collect();
-        told.sort();
+        let mut reported: Vec<String> = reported.into_values().map(|(key, at)| format!("{key}\t{at}")).collect();
+        reported.sort();
         let shown = show("endpoints").await;
         let mut shown: Vec<&str> = shown.lines().collect();
         shown.sort_unstable();
-        assert_eq!(told, shown, "wg-agent status and wg show");
+        assert_eq!(reported, shown, "wg-agent status and wg show");
     }
 }
 
@@ -90,7 +90,7 @@ pub(super) async fn link_down_is_reported(mesh: &Mesh<'_>, talker: &str, dead: &
     .await
     .unwrap();
     println!(
-        "a dead node told {:.0} s after its power went",
+        "a dead node is reported {:.0} s after its power went",
         since.elapsed().as_secs_f64()
     );
     let described = mesh

@@ -20,13 +20,13 @@ pub(super) async fn agent_restart_restores_flows(mesh: &Mesh<'_>) {
     })
     .await
     .unwrap();
-    assert_eq!(answer, mesh.seen(peer, restarted.ip));
+    assert_eq!(answer, mesh.expected_answer(peer, restarted.ip));
     println!(
         "data again {:.2} s after the agent's pod was gone",
         gone.elapsed().as_secs_f64()
     );
-    let answer = mesh.answered(&pod(peer), &url(restarted.ip, 8080)).await;
-    assert_eq!(answer, mesh.seen(restarted, peer.ip));
+    let answer = mesh.wait_for_answer(&pod(peer), &url(restarted.ip, 8080)).await;
+    assert_eq!(answer, mesh.expected_answer(restarted, peer.ip));
 }
 
 /// The longest time without a reply in the output of `ping -D`, and the time of the last reply.
@@ -106,7 +106,10 @@ pub(super) async fn flow_survives_agent_upgrade_and_key_rotation(mesh: &Mesh<'_>
     let (lost, sent) = unanswered(&pings.log());
     println!("an upgrade of the member's agents: {lost} of {sent} packets without a reply");
     let captured = capture.stop().await.unwrap();
-    assert!(mesh.tunnelled(&captured).await > 0, "the capture hears the wire");
+    assert!(
+        mesh.tunnelled(&captured).await > 0,
+        "the capture contains WireGuard packets"
+    );
     assert_eq!(mesh.in_clear(&captured).await, Vec::<String>::new());
     let now = node.pids_of("wg-agent").unwrap();
     assert!(now.len() == 1 && now != old, "{old:?} {now:?}");
@@ -129,15 +132,15 @@ pub(super) async fn flow_survives_agent_upgrade_and_key_rotation(mesh: &Mesh<'_>
     let new = wait_until("the new key on the other side", PATIENCE, async || {
         let new = published_key(&mesh.member, &from.node).await;
         let words = ["wg", "show", "kilo0", "latest-handshakes"];
-        let said = remote.exec(words).await.map_err(|error| error.to_string())?.stdout;
-        let line = said.lines().find(|line| line.starts_with(&new));
+        let printed = remote.exec(words).await.map_err(|error| error.to_string())?.stdout;
+        let line = printed.lines().find(|line| line.starts_with(&new));
         let waits = node
             .try_exec(["test", "-e", "/var/lib/kilo/key.next"])
             .await
             .map_err(|error| error.to_string())?;
         match line {
             Some(line) if new != before.1 && !line.ends_with("\t0") && !waits.status.success() => Ok(new.clone()),
-            _ => Err(format!("{new}: {said}")),
+            _ => Err(format!("{new}: {printed}")),
         }
     })
     .await
@@ -147,6 +150,6 @@ pub(super) async fn flow_survives_agent_upgrade_and_key_rotation(mesh: &Mesh<'_>
     mesh.product.ready().await.unwrap();
     assert_eq!(published_key(&mesh.member, &from.node).await, new);
     assert_eq!(NodeState::of(&node).await, before.0);
-    let answer = mesh.answered(&pod(to), &url(from.ip, 8080)).await;
-    assert_eq!(answer, mesh.seen(from, to.ip));
+    let answer = mesh.wait_for_answer(&pod(to), &url(from.ip, 8080)).await;
+    assert_eq!(answer, mesh.expected_answer(from, to.ip));
 }

@@ -6,10 +6,10 @@ use super::*;
 // threat: closing-not-written
 #[tokio::test]
 async fn quarantine_is_pending_where_api_server_is_frozen() {
-    let (world, _controller) = World::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
+    let (env, _controller) = TestEnv::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
     let wide = ["mgmt", "tenant-a"].map(|cluster| (cluster, true));
     let open = async |cluster: &str| {
-        let policies = sandbox::policies(&world, cluster).await;
+        let policies = sandbox::policies(&env, cluster).await;
         !policies["prod--tenant-b"].spec.allow.is_empty()
     };
     for (cluster, want) in wide {
@@ -18,12 +18,12 @@ async fn quarantine_is_pending_where_api_server_is_frozen() {
 
     // One API server is frozen when an annotation asks for the quarantine. The annotation also contains a name that is
     // no entry.
-    let away = world.lab.cluster("tenant-a");
+    let away = env.lab.cluster("tenant-a");
     away.freeze_api().unwrap();
-    world.until_condition("Ready", "False/MemberStale", LATER).await;
+    env.until_condition("Ready", "False/MemberStale", LATER).await;
     let annotate = async |change: &str| {
         let words = ["annotate", "--overwrite", "cmesh", "prod", "-n", NAMESPACE, change];
-        world.hub().kubectl(words).await.unwrap();
+        env.hub().kubectl(words).await.unwrap();
     };
     annotate("kilo-clustermesh.io/quarantine=tenant-b,tenant-bb").await;
     let closed = async |cluster: &str, want: bool| {
@@ -37,7 +37,7 @@ async fn quarantine_is_pending_where_api_server_is_frozen() {
         .unwrap();
     };
     closed("mgmt", true).await;
-    let message = world
+    let message = env
         .until_condition("PolicyEnforced", "False/QuarantinePending", SOON)
         .await;
     assert!(
@@ -47,7 +47,7 @@ async fn quarantine_is_pending_where_api_server_is_frozen() {
         "{message}"
     );
     assert!(!message.contains("\"mgmt\""), "{message}");
-    let events = world.hub().kubectl(EVENTS).await.unwrap().stdout;
+    let events = env.hub().kubectl(EVENTS).await.unwrap().stdout;
     assert!(
         events.contains("\"tenant-bb\" is not an entry of this mesh"),
         "{events}"
@@ -55,39 +55,31 @@ async fn quarantine_is_pending_where_api_server_is_frozen() {
 
     // When it answers again, the quarantine is in effect there too, all objects still exist, and nothing is pending.
     away.thaw_api().unwrap();
-    world.until_condition("PolicyEnforced", "True/Enforced", LATER).await;
+    env.until_condition("PolicyEnforced", "True/Enforced", LATER).await;
     assert!(!open("tenant-a").await);
-    let peers = world.peers("tenant-a").await;
+    let peers = env.peers("tenant-a").await;
     let names: Vec<&String> = peers.keys().collect();
     assert_eq!(names, ["prod--mgmt--mgmt-1", "prod--tenant-b--tenant-b-1"]);
-    let message = world.until_condition("Degraded", "True/Quarantined", SOON).await;
+    let message = env.until_condition("Degraded", "True/Quarantined", SOON).await;
     assert!(message.contains("\"tenant-b\""), "{message}");
 
     annotate("kilo-clustermesh.io/quarantine-").await;
     for cluster in ["mgmt", "tenant-a"] {
         closed(cluster, false).await;
     }
-    world.until_condition("Degraded", "False/AllServed", SOON).await;
+    env.until_condition("Degraded", "False/AllServed", SOON).await;
 }
 
 #[tokio::test]
 async fn revoked_grant_is_pending_while_target_is_frozen() {
-    let world = World::start(&["mgmt", "tenant-a", "notebooks"]).await;
+    let env = TestEnv::start(&["mgmt", "tenant-a", "notebooks"]).await;
     for (m, name) in [(1, "mgmt"), (2, "tenant-a"), (3, "notebooks")] {
-        world.node(name, m, 1).await;
+        env.node(name, m, 1).await;
     }
-    sandbox::service(
-        &world,
-        "tenant-a",
-        "team-x",
-        "postgres",
-        5432,
-        ("10.2.1.9", "tenant-a-1"),
-    )
-    .await;
-    gateways::install(&world, "tenant-a", 2).await;
-    let _controller = world.controller().await;
-    let mut mesh = world.mesh();
+    sandbox::service(&env, "tenant-a", "team-x", "postgres", 5432, ("10.2.1.9", "tenant-a-1")).await;
+    gateways::install(&env, "tenant-a", 2).await;
+    let _controller = env.controller().await;
+    let mut mesh = env.mesh();
     let entry = &mut mesh["spec"]["clusters"][2];
     entry["isolationProfile"] = json!("sandbox");
     entry["allowedNetworks"] = json!(["100.64.3.0/24"]);
@@ -95,19 +87,17 @@ async fn revoked_grant_is_pending_while_target_is_frozen() {
         "service": {"cluster": "tenant-a", "namespace": "team-x", "name": "postgres"},
         "ports": [{"port": 5432}], "as": {"namespace": "default", "name": "db"},
     }]);
-    world.apply_mesh(&mesh).await;
-    world.until_condition("EgressResolved", "True/Resolved", SOON).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
-    hostile::hostile_sandbox_changes_nothing_in_other_clusters(&world).await;
+    env.apply_mesh(&mesh).await;
+    env.until_condition("EgressResolved", "True/Resolved", SOON).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
+    hostile::hostile_sandbox_changes_nothing_in_other_clusters(&env).await;
 
-    let away = world.lab.cluster("tenant-a");
+    let away = env.lab.cluster("tenant-a");
     away.freeze_api().unwrap();
-    world.until_condition("Ready", "False/MemberStale", LATER).await;
+    env.until_condition("Ready", "False/MemberStale", LATER).await;
     mesh["spec"]["clusters"][2]["egress"] = json!([]);
-    world.apply_mesh(&mesh).await;
-    let message = world
-        .until_condition("PolicyEnforced", "False/RevokePending", SOON)
-        .await;
+    env.apply_mesh(&mesh).await;
+    let message = env.until_condition("PolicyEnforced", "False/RevokePending", SOON).await;
     assert!(
         message.starts_with(
             "access was revoked from cluster \"notebooks\", and this is not yet in effect in cluster \"tenant-a\": "
@@ -115,6 +105,6 @@ async fn revoked_grant_is_pending_while_target_is_frozen() {
         "{message}"
     );
     away.thaw_api().unwrap();
-    world.until_condition("PolicyEnforced", "True/Enforced", LATER).await;
-    world.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
+    env.until_condition("PolicyEnforced", "True/Enforced", LATER).await;
+    env.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
 }

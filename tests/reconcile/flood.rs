@@ -107,9 +107,9 @@ struct Server {
 
 impl Server {
     /// Listens in the network namespace of a host of the lab.
-    fn start(world: &World, flood: Flood, port: u16, tls: &TlsAcceptor) -> Self {
+    fn start(env: &TestEnv, flood: Flood, port: u16, tls: &TlsAcceptor) -> Self {
         let address: SocketAddr = (ADDRESS.parse::<IpAddr>().unwrap(), port).into();
-        let netns = std::fs::File::open(world.lab.node("hostile").netns()).unwrap();
+        let netns = std::fs::File::open(env.lab.node("hostile").netns()).unwrap();
         // A socket stays in the network namespace in which it was created, and a thread in the one that it entered.
         let listener = std::thread::spawn(move || {
             nix::sched::setns(netns, nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
@@ -223,20 +223,20 @@ fn limited(bytes: usize) -> (String, Option<std::path::PathBuf>) {
 // threat: endless-answer
 #[tokio::test]
 async fn endless_answers_cost_no_memory_and_delay_no_quarantine() {
-    let world = World::start(&["mgmt", "tenant-a"]).await;
+    let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
     for (m, name) in [(1, "mgmt"), (2, "tenant-a")] {
-        world.node(name, m, 1).await;
+        env.node(name, m, 1).await;
     }
-    world.lab.add_host("hostile", ADDRESS.parse().unwrap()).await.unwrap();
+    env.lab.add_host("hostile", ADDRESS.parse().unwrap()).await.unwrap();
     let (ca, tls) = tls();
     let servers: Vec<Server> = (Flood::ALL.iter().zip(7001..))
-        .map(|(flood, port)| Server::start(&world, *flood, port, &tls))
+        .map(|(flood, port)| Server::start(&env, *flood, port, &tls))
         .collect();
-    let mut mesh = world.mesh();
+    let mut mesh = env.mesh();
     for (server, m) in servers.iter().zip(11..) {
         let name = server.flood.name();
         let secret = format!("{name}-kubeconfig");
-        world.give_secret(&name, &kubeconfig(server.address, &ca)).await;
+        env.give_secret(&name, &kubeconfig(server.address, &ca)).await;
         let entry = json!({
             "name": name, "kubeconfigSecretRef": {"name": secret},
             "allowedNetworks": [format!("10.{m}.0.0/16"), format!("100.64.{m}.0/24")],
@@ -248,10 +248,10 @@ async fn endless_answers_cost_no_memory_and_delay_no_quarantine() {
     // The manifest passes the pod's limit in this variable.
     let memory = format!("MEMORY_LIMIT={LIMIT}");
     let prefix = ["sh", "-c", &line, "sh", "env", &memory];
-    let mut controller = world.controller_within(&prefix).await;
+    let mut controller = env.controller_within(&prefix).await;
     let pid = controller.pid().unwrap();
-    world.apply_mesh(&mesh).await;
-    world.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], LATER).await;
+    env.apply_mesh(&mesh).await;
+    env.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], LATER).await;
 
     // The controller has read from each flood and rejected it by the intended limit.
     let over = |member: &str, limit: &str| {
@@ -266,7 +266,7 @@ async fn endless_answers_cost_no_memory_and_delay_no_quarantine() {
         over("version", "answer"),
     ];
     wait_until("every flood to be refused", LATER, async || {
-        let metrics = world.ask("/metrics").await;
+        let metrics = env.ask("/metrics").await;
         let missing: Vec<&String> = want.iter().filter(|line| !metrics.contains(&***line)).collect();
         let lines: Vec<&str> = metrics.lines().filter(|line| line.contains("over_budget")).collect();
         if missing.is_empty() {
@@ -282,7 +282,7 @@ async fn endless_answers_cost_no_memory_and_delay_no_quarantine() {
     }
     let why = "over its budget: its API server answers with more than 4 MiB at once";
     wait_until("the reason in the status", LATER, async || {
-        match world.condition("Ready").await {
+        match env.condition("Ready").await {
             Some((state, message)) if state.starts_with("False/Member") && message.contains(why) => Ok(()),
             other => Err(format!("{other:?}")),
         }
@@ -301,9 +301,9 @@ async fn endless_answers_cost_no_memory_and_delay_no_quarantine() {
         NAMESPACE,
         "kilo-clustermesh.io/quarantine=tenant-a,list",
     ];
-    world.hub().kubectl(words).await.unwrap();
+    env.hub().kubectl(words).await.unwrap();
     wait_until("both to be closed", SOON, async || {
-        let policies = sandbox::policies(&world, "mgmt").await;
+        let policies = sandbox::policies(&env, "mgmt").await;
         let open: Vec<String> = (policies.values())
             .filter(|policy| !policy.spec.allow.is_empty())
             .map(ResourceExt::name_any)

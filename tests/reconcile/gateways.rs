@@ -8,31 +8,31 @@ use serde_json::Value;
 use super::*;
 use reconcile::crd;
 
-const PLACE: &str = "clustermesh-gateway";
+const GATEWAYS: &str = "clustermesh-gateway";
 
 /// Installs two gateways in the lab's cluster number `m`, with the addresses 100.64.m.240 and .241.
-pub(crate) async fn install(world: &World, name: &str, m: u8) {
-    let cluster = world.lab.cluster(name);
-    let namespace = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": PLACE}});
+pub(crate) async fn install(env: &TestEnv, name: &str, m: u8) {
+    let cluster = env.lab.cluster(name);
+    let namespace = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": GATEWAYS}});
     cluster.apply(&namespace.to_string()).await.unwrap();
     for kind in ["sandboxaccesses", "sandboxgateways"] {
         cluster.apply(&crd(kind)).await.unwrap();
     }
-    world.established(name, &["sandboxaccesses", "sandboxgateways"]).await;
+    env.established(name, &["sandboxaccesses", "sandboxgateways"]).await;
     for number in [0, 1] {
-        gateway(world, (name, m), number, true).await;
+        gateway(env, (name, m), number, true).await;
     }
 }
 
 /// Creates a gateway's pod and SandboxGateway if they do not exist, and writes the status of both.
-async fn gateway(world: &World, (cluster, m): (&str, u8), number: u8, ready: bool) {
-    let of = world.lab.cluster(cluster);
+async fn gateway(env: &TestEnv, (cluster, m): (&str, u8), number: u8, ready: bool) {
+    let of = env.lab.cluster(cluster);
     let name = format!("clustermesh-gateway-{number}");
     let uid = [
         "get",
         "pod",
         "-n",
-        PLACE,
+        GATEWAYS,
         &name,
         "--ignore-not-found",
         "-o",
@@ -41,11 +41,11 @@ async fn gateway(world: &World, (cluster, m): (&str, u8), number: u8, ready: boo
     if of.kubectl(uid).await.unwrap().stdout.is_empty() {
         let pod = json!({
             "apiVersion": "v1", "kind": "Pod",
-            "metadata": {"name": name, "namespace": PLACE, "labels": {"app.kubernetes.io/name": PLACE}},
+            "metadata": {"name": name, "namespace": GATEWAYS, "labels": {"app.kubernetes.io/name": GATEWAYS}},
             "spec": {"nodeName": format!("{cluster}-1"), "containers": [{"name": "gateway", "image": "none"}]},
         });
         let object = json!({
-            "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxGateway", "metadata": {"name": name, "namespace": PLACE}, "spec": {},
+            "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "SandboxGateway", "metadata": {"name": name, "namespace": GATEWAYS}, "spec": {},
         });
         for object in [pod, object] {
             of.apply(&object.to_string()).await.unwrap();
@@ -53,7 +53,7 @@ async fn gateway(world: &World, (cluster, m): (&str, u8), number: u8, ready: boo
     }
     let pod_uid = of.kubectl(uid).await.unwrap().stdout;
     status(
-        (world, cluster),
+        (env, cluster),
         "sandboxgateway",
         &name,
         &json!({
@@ -64,7 +64,7 @@ async fn gateway(world: &World, (cluster, m): (&str, u8), number: u8, ready: boo
     .await;
     let ready = if ready { "True" } else { "False" };
     status(
-        (world, cluster),
+        (env, cluster),
         "pod",
         &name,
         &json!({"conditions": [{"type": "Ready", "status": ready}]}),
@@ -72,32 +72,32 @@ async fn gateway(world: &World, (cluster, m): (&str, u8), number: u8, ready: boo
     .await;
 }
 
-async fn status((world, cluster): (&World, &str), kind: &str, name: &str, status: &Value) {
+async fn status((env, cluster): (&TestEnv, &str), kind: &str, name: &str, status: &Value) {
     let patch = json!({"status": status}).to_string();
     let words = [
         "patch",
         kind,
         "-n",
-        PLACE,
+        GATEWAYS,
         name,
         "--subresource=status",
         "--type=merge",
         "-p",
         &patch,
     ];
-    world.lab.cluster(cluster).kubectl(words).await.unwrap();
+    env.lab.cluster(cluster).kubectl(words).await.unwrap();
 }
 
-pub(crate) async fn get(world: &World, cluster: &str, words: &[&str]) -> Value {
+pub(crate) async fn get(env: &TestEnv, cluster: &str, words: &[&str]) -> Value {
     let words = [&["get"], words, &["-o", "json"]].concat();
-    let said = world.lab.cluster(cluster).kubectl(words).await.unwrap().stdout;
-    serde_json::from_str(&said).unwrap()
+    let printed = env.lab.cluster(cluster).kubectl(words).await.unwrap().stdout;
+    serde_json::from_str(&printed).unwrap()
 }
 
 /// The addresses and ports in the EndpointSlices of the mirrored Service.
-async fn endpoints(world: &World) -> (Vec<String>, Vec<i64>) {
+async fn endpoints(env: &TestEnv) -> (Vec<String>, Vec<i64>) {
     let slices = get(
-        world,
+        env,
         "notebooks",
         &["endpointslices", "-l", "kubernetes.io/service-name=db"],
     )
@@ -118,9 +118,9 @@ async fn endpoints(world: &World) -> (Vec<String>, Vec<i64>) {
     (addresses, ports)
 }
 
-async fn until_endpoints(world: &World, want: &[&str]) -> Vec<i64> {
+async fn until_endpoints(env: &TestEnv, want: &[&str]) -> Vec<i64> {
     wait_until(format!("the endpoints to be {want:?}"), SOON, async || {
-        let (addresses, ports) = endpoints(world).await;
+        let (addresses, ports) = endpoints(env).await;
         if addresses == want {
             Ok(ports)
         } else {
@@ -133,14 +133,14 @@ async fn until_endpoints(world: &World, want: &[&str]) -> Vec<i64> {
 
 #[tokio::test]
 async fn sandbox_enters_through_ready_gateways() {
-    let world = World::start(&["mgmt", "notebooks"]).await;
+    let env = TestEnv::start(&["mgmt", "notebooks"]).await;
     for (cluster, m) in [("mgmt", 1), ("notebooks", 2)] {
-        world.node(cluster, m, 1).await;
+        env.node(cluster, m, 1).await;
     }
-    sandbox::service(&world, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-1")).await;
-    let mgmt = world.lab.cluster("mgmt");
-    let controller = world.controller().await;
-    let mut mesh = world.mesh();
+    sandbox::service(&env, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-1")).await;
+    let mgmt = env.lab.cluster("mgmt");
+    let controller = env.controller().await;
+    let mut mesh = env.mesh();
     let entry = &mut mesh["spec"]["clusters"][1];
     entry["isolationProfile"] = json!("sandbox");
     entry["allowedNetworks"] = json!(["100.64.2.0/24"]);
@@ -148,15 +148,15 @@ async fn sandbox_enters_through_ready_gateways() {
         "service": {"cluster": "mgmt", "namespace": "team-x", "name": "postgres"},
         "ports": [{"port": 5432}], "as": {"namespace": "default", "name": "db"},
     }]);
-    world.apply_mesh(&mesh).await;
+    env.apply_mesh(&mesh).await;
     // Without a gateway the sandbox cannot enter, and the condition names the remedy.
-    let message = world.until_condition("Ready", "False/NoGateway", SOON).await;
+    let message = env.until_condition("Ready", "False/NoGateway", SOON).await;
     assert!(message.contains("deploy/gateway.yaml"), "{message}");
-    assert_eq!(endpoints(&world).await.0, Vec::<String>::new());
-    install(&world, "mgmt", 1).await;
-    until_endpoints(&world, &["100.64.1.240", "100.64.1.241"]).await;
-    assert!(world.peers("mgmt").await.is_empty() && sandbox::policies(&world, "mgmt").await.is_empty());
-    let access = get(&world, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
+    assert_eq!(endpoints(&env).await.0, Vec::<String>::new());
+    install(&env, "mgmt", 1).await;
+    until_endpoints(&env, &["100.64.1.240", "100.64.1.241"]).await;
+    assert!(env.peers("mgmt").await.is_empty() && sandbox::policies(&env, "mgmt").await.is_empty());
+    let access = get(&env, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
     let spec = &access["spec"];
     assert_eq!(
         (&spec["sandbox"], &spec["networks"]),
@@ -172,40 +172,40 @@ async fn sandbox_enters_through_ready_gateways() {
         spec["grants"],
         json!([{"service": service, "port": "main", "protocol": "TCP", "gatewayPort": port}])
     );
-    assert_eq!(until_endpoints(&world, &["100.64.1.240", "100.64.1.241"]).await, [port]);
-    let mirror = get(&world, "notebooks", &["service", "db"]).await;
+    assert_eq!(until_endpoints(&env, &["100.64.1.240", "100.64.1.241"]).await, [port]);
+    let mirror = get(&env, "notebooks", &["service", "db"]).await;
     assert_eq!(mirror["spec"]["ports"][0]["port"], 5432);
-    let peers = world.peers("notebooks").await;
+    let peers = env.peers("notebooks").await;
     let allowed: BTreeSet<String> = peers.values().flat_map(|peer| peer.spec.allowed_ips.clone()).collect();
     assert_eq!(
         allowed,
         ["100.64.1.240/32", "100.64.1.241/32"].map(str::to_owned).into()
     );
-    world.until_condition("EgressResolved", "True/Resolved", SOON).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    env.until_condition("EgressResolved", "True/Resolved", SOON).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
 
     // A gateway that is not Ready leaves the Service and keeps its Peer. One whose pod was replaced waits for its new
     // key.
-    gateway(&world, ("mgmt", 1), 0, false).await;
-    until_endpoints(&world, &["100.64.1.241"]).await;
-    assert_eq!(world.peers("notebooks").await.len(), 2);
-    gateway(&world, ("mgmt", 1), 0, true).await;
-    until_endpoints(&world, &["100.64.1.240", "100.64.1.241"]).await;
+    gateway(&env, ("mgmt", 1), 0, false).await;
+    until_endpoints(&env, &["100.64.1.241"]).await;
+    assert_eq!(env.peers("notebooks").await.len(), 2);
+    gateway(&env, ("mgmt", 1), 0, true).await;
+    until_endpoints(&env, &["100.64.1.240", "100.64.1.241"]).await;
     mgmt.kubectl([
         "delete",
         "pod",
         "-n",
-        PLACE,
+        GATEWAYS,
         "clustermesh-gateway-1",
         "--grace-period=0",
         "--force",
     ])
     .await
     .unwrap();
-    until_endpoints(&world, &["100.64.1.240"]).await;
-    gateway(&world, ("mgmt", 1), 1, true).await;
-    until_endpoints(&world, &["100.64.1.240", "100.64.1.241"]).await;
-    let now = get(&world, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
+    until_endpoints(&env, &["100.64.1.240"]).await;
+    gateway(&env, ("mgmt", 1), 1, true).await;
+    until_endpoints(&env, &["100.64.1.240", "100.64.1.241"]).await;
+    let now = get(&env, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
     assert_eq!(
         now["metadata"]["resourceVersion"],
         access["metadata"]["resourceVersion"]
@@ -214,12 +214,12 @@ async fn sandbox_enters_through_ready_gateways() {
     // A restart changes nothing, a quarantine removes every grant, and the deletion of the mesh removes everything.
     let uid = access["metadata"]["uid"].clone();
     drop(controller);
-    let _controller = world.controller().await;
-    world.until_read(2).await;
+    let _controller = env.controller().await;
+    env.until_read(2).await;
     mesh["spec"]["clusters"][1]["quarantine"] = json!(true);
-    world.apply_mesh(&mesh).await;
+    env.apply_mesh(&mesh).await;
     let closed = wait_until("the grants to go", SOON, async || {
-        let access = get(&world, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
+        let access = get(&env, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
         if access["spec"]["grants"].is_null() {
             Ok(access)
         } else {
@@ -228,14 +228,13 @@ async fn sandbox_enters_through_ready_gateways() {
     });
     assert_eq!(closed.await.unwrap()["metadata"]["uid"], uid);
     mesh["spec"]["clusters"][1]["quarantine"] = json!(false);
-    world.apply_mesh(&mesh).await;
-    assert_eq!(until_endpoints(&world, &["100.64.1.240", "100.64.1.241"]).await, [port]);
-    world
-        .hub()
+    env.apply_mesh(&mesh).await;
+    assert_eq!(until_endpoints(&env, &["100.64.1.240", "100.64.1.241"]).await, [port]);
+    env.hub()
         .kubectl(["delete", "cmesh", "-n", NAMESPACE, "prod"])
         .await
         .unwrap();
-    world.until_peers("notebooks", &[], SOON).await;
+    env.until_peers("notebooks", &[], SOON).await;
     let left = mgmt
         .kubectl(["get", "sandboxaccesses", "-o", "name"])
         .await

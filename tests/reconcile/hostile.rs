@@ -10,13 +10,13 @@ use serde_json::Value;
 use super::*;
 
 /// After this time without writes, no write is being retried.
-const REST: Duration = Duration::from_secs(5);
+const QUIET: Duration = Duration::from_secs(5);
 /// The object that may depend on the sandbox: its own nodes, in the cluster that grants it a Service.
 const OWN: &str = "tenant-a SandboxAccess/prod--notebooks";
 
 /// What clients of the mirrored Service depend on: its ports, its selector, and the sockets of each slice.
-async fn mirrored(world: &World) -> Value {
-    let cluster = world.lab.cluster("notebooks");
+async fn mirrored(env: &TestEnv) -> Value {
+    let cluster = env.lab.cluster("notebooks");
     let get = async |words: &[&str]| -> Value {
         let words = [&["get", "-n", "default", "-o", "json"], words].concat();
         serde_json::from_str(&cluster.kubectl(words).await.unwrap().stdout).unwrap()
@@ -32,14 +32,14 @@ async fn mirrored(world: &World) -> Value {
 }
 
 /// Waits until the mirrored Service matches the grant.
-async fn until_mirrored(world: &World) {
-    let access = gateways::get(world, "tenant-a", &["sandboxaccess", "prod--notebooks"]).await;
+async fn until_mirrored(env: &TestEnv) {
+    let access = gateways::get(env, "tenant-a", &["sandboxaccess", "prod--notebooks"]).await;
     let port = &access["spec"]["grants"][0]["gatewayPort"];
     let want = json!({
         "ports": ["main", 5432, 5432], "selector": null,
         "slices": [{"endpoints": ["100.64.2.240"], "ports": port}],
     });
-    wait_until("the mirrored Service", SOON, async || match mirrored(world).await {
+    wait_until("the mirrored Service", SOON, async || match mirrored(env).await {
         found if found == want => Ok(()),
         found => Err(found.to_string()),
     })
@@ -48,16 +48,16 @@ async fn until_mirrored(world: &World) {
 }
 
 /// The resourceVersions of all our objects outside the sandbox, without the SandboxAccess that lists its nodes.
-async fn elsewhere(world: &World) -> BTreeMap<String, String> {
-    let mut versions = world.versions().await;
+async fn versions_outside_sandbox(env: &TestEnv) -> BTreeMap<String, String> {
+    let mut versions = env.versions().await;
     versions.retain(|object, _| !object.starts_with("notebooks ") && !object.starts_with(OWN) && object != "mesh");
     assert!(versions.len() > 5, "{versions:?}");
     versions
 }
 
 /// Number of writes into members so far.
-async fn writes(world: &World) -> u64 {
-    let metrics = world.ask("/metrics").await;
+async fn writes(env: &TestEnv) -> u64 {
+    let metrics = env.ask("/metrics").await;
     let lines = metrics.lines().filter(|line| line.contains("_writes_total{"));
     lines
         .filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok())
@@ -67,12 +67,12 @@ async fn writes(world: &World) -> u64 {
 /// Waits until `want` writes were made since the count was `before` and no more follow, and checks that there were at
 /// most `most`. More than `want` are possible: a plan that is made during a write repeats it, and the repeated write
 /// counts although it finds nothing to change.
-async fn until_written(world: &World, before: u64, want: u64, most: u64) {
+async fn until_written(env: &TestEnv, before: u64, want: u64, most: u64) {
     let found = wait_until(format!("{want} writes, and rest"), SOON, async || {
-        let found = writes(world).await - before;
+        let found = writes(env).await - before;
         // A write that is refused or reverted is retried after a second, so a storm of writes may also begin later.
-        tokio::time::sleep(REST).await;
-        match writes(world).await - before {
+        tokio::time::sleep(QUIET).await;
+        match writes(env).await - before {
             later if later >= want && (later == found || later > most) => Ok(later),
             later => Err(format!("{found}, then {later}")),
         }
@@ -85,18 +85,18 @@ async fn until_written(world: &World, before: u64, want: u64, most: u64) {
 /// Needs a mesh `prod` of `mgmt`, `tenant-a` and `notebooks`, each with one node. `notebooks` is a sandbox that may
 /// reach port 5432 of one endpoint on `tenant-a-1` as `default/db`.
 // threat: sandbox-claims-identity
-pub(crate) async fn hostile_sandbox_changes_nothing_in_other_clusters(world: &World) {
-    until_mirrored(world).await;
-    let before = elsewhere(world).await;
-    edited_mirrored_service_is_restored_without_a_storm(world).await;
-    assert_eq!(elsewhere(world).await, before);
-    nodes_with_foreign_claims_are_skipped_or_limited(world).await;
-    assert_eq!(elsewhere(world).await, before);
+pub(crate) async fn hostile_sandbox_changes_nothing_in_other_clusters(env: &TestEnv) {
+    until_mirrored(env).await;
+    let before = versions_outside_sandbox(env).await;
+    edited_mirrored_service_is_restored_without_a_storm(env).await;
+    assert_eq!(versions_outside_sandbox(env).await, before);
+    nodes_with_foreign_claims_are_skipped_or_limited(env).await;
+    assert_eq!(versions_outside_sandbox(env).await, before);
 }
 
 // threat: sandbox-edits-mirror
-async fn edited_mirrored_service_is_restored_without_a_storm(world: &World) {
-    let sandbox = world.lab.cluster("notebooks");
+async fn edited_mirrored_service_is_restored_without_a_storm(env: &TestEnv) {
+    let sandbox = env.lab.cluster("notebooks");
     let slices = [
         "get",
         "endpointslices",
@@ -106,7 +106,7 @@ async fn edited_mirrored_service_is_restored_without_a_storm(world: &World) {
         "name",
     ];
     let slice = sandbox.kubectl(slices).await.unwrap().stdout.trim().to_owned();
-    let written = writes(world).await;
+    let written = writes(env).await;
     assert!(written > 0, "the metric is read");
     let other_port =
         r#"{"spec": {"selector": {"app": "evil"}, "ports": [{"name": "main", "port": 6443, "targetPort": 10250}]}}"#;
@@ -116,18 +116,18 @@ async fn edited_mirrored_service_is_restored_without_a_storm(world: &World) {
             .kubectl(["patch", object, "--type=merge", "-p", edit])
             .await
             .unwrap();
-        until_mirrored(world).await;
+        until_mirrored(env).await;
     }
-    until_written(world, written, 2, 4).await;
+    until_written(env, written, 2, 4).await;
 }
 
-async fn nodes_with_foreign_claims_are_skipped_or_limited(world: &World) {
-    let written = writes(world).await;
-    let nodes: Api<Node> = Api::all(world.client("notebooks").await);
-    let api = world.lab.cluster("tenant-a").plan().api_address();
+async fn nodes_with_foreign_claims_are_skipped_or_limited(env: &TestEnv) {
+    let written = writes(env).await;
+    let nodes: Api<Node> = Api::all(env.client("notebooks").await);
+    let api = env.lab.cluster("tenant-a").plan().api_address();
     let long = "x".repeat(200_000);
     // Each Node has a key and an address of its own, except for the field with the false claim.
-    let lies: [(u8, &str, Value); 9] = [
+    let claims: [(u8, &str, Value); 9] = [
         (10, "key", json!({names::KILO_KEY: key(1, 1)})),
         (11, "key", json!({names::KILO_KEY: key(2, 1)})),
         (12, "address", json!({names::KILO_WIREGUARD_IP: "100.64.1.1/24"})),
@@ -142,7 +142,7 @@ async fn nodes_with_foreign_claims_are_skipped_or_limited(world: &World) {
         (17, "long", json!({names::KILO_CLUSTERMESH_ENDPOINT: long})),
         (18, "long", json!({names::KILO_KEY: long})),
     ];
-    for (n, what, lie) in &lies {
+    for (n, what, claim) in &claims {
         let mut node = json!({
             "metadata": {"name": format!("{what}-{n}"), "annotations": {
                 names::KILO_KEY: key(3, *n),
@@ -153,7 +153,7 @@ async fn nodes_with_foreign_claims_are_skipped_or_limited(world: &World) {
             }},
             "spec": {"podCIDR": if *what == "range" { "0.0.0.0/0".to_owned() } else { format!("10.3.{n}.0/24") }},
         });
-        for (annotation, value) in lie.as_object().unwrap() {
+        for (annotation, value) in claim.as_object().unwrap() {
             node["metadata"]["annotations"][annotation] = value.clone();
         }
         let node = serde_json::from_value(node).unwrap();
@@ -175,7 +175,7 @@ async fn nodes_with_foreign_claims_are_skipped_or_limited(world: &World) {
         .map(|(n, what)| (format!("{what}-{n}"), json!([key(3, n), [format!("100.64.3.{n}")]])))
         .into();
     own.insert("notebooks-1".to_owned(), json!([key(3, 1), ["100.64.3.1"]]));
-    until_nodes(world, &own).await;
+    until_nodes(env, &own).await;
     let want = [
         ("address-12", "WGIPOutOfRange"),
         ("address-13", "WGIPOutOfRange"),
@@ -186,7 +186,7 @@ async fn nodes_with_foreign_claims_are_skipped_or_limited(world: &World) {
     ];
     let want: BTreeMap<String, String> = want.map(|(node, why)| (node.to_owned(), why.to_owned())).into();
     wait_until("what is left out, with the reasons", SOON, async || {
-        let status = world.get_mesh().await.unwrap().status.unwrap();
+        let status = env.get_mesh().await.unwrap().status.unwrap();
         let skipped = status.clusters.into_iter().flat_map(|row| row.skipped);
         let skipped: BTreeMap<String, String> = skipped.map(|row| (row.node, row.reason)).collect();
         if skipped == want {
@@ -198,22 +198,22 @@ async fn nodes_with_foreign_claims_are_skipped_or_limited(world: &World) {
     .await
     .unwrap();
     // The sandbox still has its Peers for the gateways.
-    assert_eq!(world.peers("notebooks").await.len(), 2);
+    assert_eq!(env.peers("notebooks").await.len(), 2);
     // The SandboxAccess is written at least once, and at most twice for each of the three.
-    until_written(world, written, 1, 6).await;
+    until_written(env, written, 1, 6).await;
 
     let words = ["delete", "nodes"].map(str::to_owned).into_iter();
-    let words = words.chain(lies.iter().map(|(n, what, _)| format!("{what}-{n}")));
-    world.lab.cluster("notebooks").kubectl(words).await.unwrap();
+    let words = words.chain(claims.iter().map(|(n, what, _)| format!("{what}-{n}")));
+    env.lab.cluster("notebooks").kubectl(words).await.unwrap();
     own.retain(|node, _| node == "notebooks-1");
-    until_nodes(world, &own).await;
-    assert_eq!(world.peers("notebooks").await.len(), 2);
+    until_nodes(env, &own).await;
+    assert_eq!(env.peers("notebooks").await.len(), 2);
 }
 
 /// Waits until the SandboxAccess contains exactly these nodes of the sandbox, with key and addresses.
-async fn until_nodes(world: &World, want: &BTreeMap<String, Value>) {
+async fn until_nodes(env: &TestEnv, want: &BTreeMap<String, Value>) {
     wait_until("the nodes that gateways let in", SOON, async || {
-        let access = gateways::get(world, "tenant-a", &["sandboxaccess", "prod--notebooks"]).await;
+        let access = gateways::get(env, "tenant-a", &["sandboxaccess", "prod--notebooks"]).await;
         let nodes = access["spec"]["nodes"].as_array().cloned().unwrap_or_default();
         let name = |node: &Value| node["name"].as_str().unwrap().to_owned();
         let found: BTreeMap<String, Value> = nodes

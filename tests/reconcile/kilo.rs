@@ -103,7 +103,7 @@ struct Fleet {
 }
 
 impl Fleet {
-    async fn start(world: &World) -> Self {
+    async fn start(env: &TestEnv) -> Self {
         let kg = |cluster, m, n, granularity, region, wireguard_ip, agent| {
             Arc::new(Kg {
                 cluster,
@@ -124,7 +124,7 @@ impl Fleet {
         ];
         let mut clients = BTreeMap::new();
         for cluster in ["mgmt", "tenant-a"] {
-            clients.insert(cluster, world.client(cluster).await);
+            clients.insert(cluster, env.client(cluster).await);
         }
         let fleet = Self {
             nodes,
@@ -182,9 +182,9 @@ impl Fleet {
 }
 
 /// Waits until exactly these nodes are held.
-async fn until_held(world: &World, want: &[&str]) {
+async fn until_held(env: &TestEnv, want: &[&str]) {
     wait_until(format!("{want:?} to be held"), SOON, async || {
-        let state = world.ask("/debug/state").await;
+        let state = env.ask("/debug/state").await;
         let state: Value = serde_json::from_str(&state).map_err(|error| error.to_string())?;
         let clusters = state["meshes"][format!("{NAMESPACE}/prod")]["clusters"].as_object();
         let held = clusters
@@ -205,86 +205,83 @@ async fn until_held(world: &World, want: &[&str]) {
     .unwrap();
 }
 
-async fn carried(world: &World, peer: &str) -> Vec<String> {
-    let mut peers = world.peers("mgmt").await;
+async fn allowed_ips_of(env: &TestEnv, peer: &str) -> Vec<String> {
+    let mut peers = env.peers("mgmt").await;
     peers.remove(peer).map(|peer| peer.spec.allowed_ips).unwrap_or_default()
 }
 
 #[tokio::test]
 async fn kg_nodes_restart_die_and_elect_without_needless_writes() {
-    let world = World::start(&["mgmt", "tenant-a"]).await;
-    let fleet = Fleet::start(&world).await;
-    let mut mesh = world.mesh();
+    let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
+    let fleet = Fleet::start(&env).await;
+    let mut mesh = env.mesh();
     let hosts = [1, 2, 3].map(|n| format!("198.51.2.{n}/32"));
     let networks = ["10.2.0.0/16".to_owned(), "100.64.2.0/24".to_owned()];
     mesh["spec"]["clusters"][1]["allowedNetworks"] = json!([&networks[..], &hosts[..]].concat());
-    let _controller = world.controller().await;
-    world.apply_mesh(&mesh).await;
+    let _controller = env.controller().await;
+    env.apply_mesh(&mesh).await;
 
     // Step 1: the leader's Peer has the allowed IPs of its location, although an agent runs next to kg on each of its
     // nodes. An InternalIP that is also the endpoint is left out toward kg, and the status reports it.
-    world.until_peers("mgmt", &[LEADER, WEST], SOON).await;
+    env.until_peers("mgmt", &[LEADER, WEST], SOON).await;
     let of_leader = ["10.2.1.0/24", "10.2.2.0/24", "100.64.2.1/32", "198.51.2.2/32"];
     let of_west = ["10.2.3.0/24", "100.64.2.3/32"];
-    world.until_condition("Ready", "True/Meshed", SOON).await;
-    assert_eq!(carried(&world, LEADER).await, of_leader);
-    assert_eq!(carried(&world, WEST).await, of_west);
-    let message = world
-        .until_condition("Degraded", "True/HostNetworkNotServed", SOON)
-        .await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
+    assert_eq!(allowed_ips_of(&env, LEADER).await, of_leader);
+    assert_eq!(allowed_ips_of(&env, WEST).await, of_west);
+    let message = env.until_condition("Degraded", "True/HostNetworkNotServed", SOON).await;
     let unserved = "the InternalIP of Nodes tenant-a-1, tenant-a-3 of cluster \"tenant-a\" is also the endpoint";
     assert!(message.contains(unserved), "{message}");
-    let status = world.get_mesh().await.unwrap().status.unwrap();
+    let status = env.get_mesh().await.unwrap().status.unwrap();
     assert_eq!(status.clusters[1].anchored, []);
 
     // Step 2: kg restarts on three nodes, a leader among them. Neither its stop nor its return causes a write.
     let restarting = ["mgmt-1", "tenant-a-1", "tenant-a-3"];
-    until_passes(&world, 2).await;
-    let status = async || world.get_mesh().await.unwrap().status;
-    let before = (status().await, audit(&world));
+    until_passes(&env, 2).await;
+    let status = async || env.get_mesh().await.unwrap().status;
+    let before = (status().await, audit(&env));
     for name in restarting {
         fleet.stop_kg(name).await;
     }
-    until_held(&world, &restarting).await;
-    until_passes(&world, 3).await;
-    assert_eq!((status().await, audit(&world)), before);
+    until_held(&env, &restarting).await;
+    until_passes(&env, 3).await;
+    assert_eq!((status().await, audit(&env)), before);
     for name in restarting {
         fleet.start_kg(name).await;
     }
-    until_held(&world, &[]).await;
-    until_passes(&world, 3).await;
-    assert_eq!((status().await, audit(&world)), before);
+    until_held(&env, &[]).await;
+    until_passes(&env, 3).await;
+    assert_eq!((status().await, audit(&env)), before);
 
     // Step 3: kg stays away on tenant-a-3. The status reports it after half a minute. Until then no other Peer gets its
     // InternalIP.
     fleet.stop_kg("tenant-a-3").await;
     fleet.kill_kg("tenant-a-1");
-    until_held(&world, &["tenant-a-3"]).await;
-    let message = world.until_condition("Degraded", "True/NodesHeld", LATER).await;
+    until_held(&env, &["tenant-a-3"]).await;
+    let message = env.until_condition("Degraded", "True/NodesHeld", LATER).await;
     assert!(
         message.contains("Node tenant-a-3 of cluster \"tenant-a\": NodeNoPublicKey"),
         "{message}"
     );
-    assert_eq!(carried(&world, LEADER).await, of_leader);
-    assert_eq!(carried(&world, WEST).await, of_west);
+    assert_eq!(allowed_ips_of(&env, LEADER).await, of_leader);
+    assert_eq!(allowed_ips_of(&env, WEST).await, of_west);
 
     // Step 4: kg dies on the leader, and the other node of its location is elected and publishes the same address.
     // After a minute without a check-in the dead node gives way, and the status reports it.
-    world
-        .annotate(
-            "tenant-a",
-            "tenant-a-2",
-            names::KILO_WIREGUARD_IP,
-            Some("100.64.2.1/24"),
-        )
-        .await;
-    world.until_peers("mgmt", &[ELECTED, WEST], LATER).await;
+    env.annotate(
+        "tenant-a",
+        "tenant-a-2",
+        names::KILO_WIREGUARD_IP,
+        Some("100.64.2.1/24"),
+    )
+    .await;
+    env.until_peers("mgmt", &[ELECTED, WEST], LATER).await;
     let of_elected = ["10.2.1.0/24", "10.2.2.0/24", "100.64.2.1/32", "198.51.2.1/32"];
-    assert_eq!(carried(&world, ELECTED).await, of_elected);
-    assert_eq!(carried(&world, WEST).await, of_west);
+    assert_eq!(allowed_ips_of(&env, ELECTED).await, of_elected);
+    assert_eq!(allowed_ips_of(&env, WEST).await, of_west);
     let silent = "kg has not checked in for a minute for Node tenant-a-1 of cluster \"tenant-a\"";
     wait_until("the silent node in the status", SOON, async || {
-        match world.condition("Degraded").await {
+        match env.condition("Degraded").await {
             Some((_, message)) if message.contains(silent) => Ok(()),
             other => Err(format!("{other:?}")),
         }
@@ -304,12 +301,12 @@ async fn kg_nodes_restart_die_and_elect_without_needless_writes() {
         .await;
     fleet.checking_in.lock().unwrap().insert("tenant-a-1".to_owned());
     wait_until("all nodes to be served again", SOON, async || {
-        match world.condition("Degraded").await {
+        match env.condition("Degraded").await {
             Some((state, message)) if state == "True/HostNetworkNotServed" && !message.contains("checked in") => Ok(()),
             other => Err(format!("{other:?}")),
         }
     })
     .await
     .unwrap();
-    assert_eq!(carried(&world, ELECTED).await, of_elected);
+    assert_eq!(allowed_ips_of(&env, ELECTED).await, of_elected);
 }

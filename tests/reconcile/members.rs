@@ -5,29 +5,29 @@ use super::*;
 // threat: empty-list, slow-api-server
 #[tokio::test]
 async fn member_that_is_down_delays_nothing_and_catches_up() {
-    let (world, _controller) = World::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
-    let before = world.peers("mgmt").await;
+    let (env, _controller) = TestEnv::meshed(&["mgmt", "tenant-a", "tenant-b"]).await;
+    let before = env.peers("mgmt").await;
 
     // Frozen: connections stay open and nothing answers.
-    let frozen = world.lab.cluster("tenant-b");
+    let frozen = env.lab.cluster("tenant-b");
     frozen.freeze_api().unwrap();
-    world.node("tenant-a", 2, 2).await;
+    env.node("tenant-a", 2, 2).await;
     let all = [
         "prod--tenant-a--tenant-a-1",
         "prod--tenant-a--tenant-a-2",
         "prod--tenant-b--tenant-b-1",
     ];
-    world.until_peers("mgmt", &all, SOON).await;
-    let message = world.until_condition("Ready", "False/MemberStale", LATER).await;
+    env.until_peers("mgmt", &all, SOON).await;
+    let message = env.until_condition("Ready", "False/MemberStale", LATER).await;
     assert!(
         message.contains("tenant-b") && message.contains("does not answer"),
         "{message}"
     );
-    world.node("tenant-a", 2, 3).await;
+    env.node("tenant-a", 2, 3).await;
     let all = [&all[..2], &["prod--tenant-a--tenant-a-3", all[2]]].concat();
-    let during = world.until_peers("mgmt", &all, SOON).await;
+    let during = env.until_peers("mgmt", &all, SOON).await;
     // A request to the frozen server ends after 5 s at the earliest, so no pass waited for one.
-    let (passes, short) = passes(&world).await;
+    let (passes, short) = passes(&env).await;
     assert!(
         passes > 0 && passes == short,
         "{short} of {passes} passes took less than 5 s"
@@ -45,28 +45,27 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
         "prod--tenant-a--tenant-a-2",
         "prod--tenant-a--tenant-a-3",
     ];
-    world.until_peers("tenant-b", &names, LATER).await;
-    world.until_condition("Ready", "True/Meshed", LATER).await;
+    env.until_peers("tenant-b", &names, LATER).await;
+    env.until_condition("Ready", "True/Meshed", LATER).await;
 
     // Killed: connections are refused.
     frozen.kill_api().unwrap();
-    world.until_condition("Ready", "False/MemberStale", LATER).await;
-    world.remove_node("tenant-a", "tenant-a-3").await;
-    world
-        .until_peers(
-            "mgmt",
-            &[
-                "prod--tenant-a--tenant-a-1",
-                "prod--tenant-a--tenant-a-2",
-                "prod--tenant-b--tenant-b-1",
-            ],
-            SOON,
-        )
-        .await;
+    env.until_condition("Ready", "False/MemberStale", LATER).await;
+    env.remove_node("tenant-a", "tenant-a-3").await;
+    env.until_peers(
+        "mgmt",
+        &[
+            "prod--tenant-a--tenant-a-1",
+            "prod--tenant-a--tenant-a-2",
+            "prod--tenant-b--tenant-b-1",
+        ],
+        SOON,
+    )
+    .await;
     frozen.start_api().await.unwrap();
-    world.until_peers("tenant-b", &names[..3], LATER).await;
-    world.until_condition("Ready", "True/Meshed", LATER).await;
-    let after = world.peers("mgmt").await;
+    env.until_peers("tenant-b", &names[..3], LATER).await;
+    env.until_condition("Ready", "True/Meshed", LATER).await;
+    let after = env.peers("mgmt").await;
     assert_eq!(
         after["prod--tenant-b--tenant-b-1"],
         before["prod--tenant-b--tenant-b-1"]
@@ -74,8 +73,8 @@ async fn member_that_is_down_delays_nothing_and_catches_up() {
 }
 
 /// Number of passes, and how many of them took less than 5 s.
-async fn passes(world: &World) -> (u64, u64) {
-    let metrics = world.ask("/metrics").await;
+async fn passes(env: &TestEnv) -> (u64, u64) {
+    let metrics = env.ask("/metrics").await;
     let value = |name: &str| {
         let line = metrics.lines().find(|line| line.contains(name)).unwrap_or_default();
         line.rsplit(' ').next().and_then(|value| value.parse().ok())
@@ -86,21 +85,20 @@ async fn passes(world: &World) -> (u64, u64) {
 
 #[tokio::test]
 async fn new_kubeconfig_is_used_and_hostile_one_names_field() {
-    let (world, controller) = World::meshed(&["mgmt", "tenant-a"]).await;
-    let before = world.versions().await;
+    let (env, controller) = TestEnv::meshed(&["mgmt", "tenant-a"]).await;
+    let before = env.versions().await;
     let pid = controller.pid();
 
     // The same account with another token.
-    world.give_secret("tenant-a", &world.kubeconfig("tenant-a").await).await;
-    world.node("tenant-a", 2, 2).await;
-    world
-        .until_peers(
-            "mgmt",
-            &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
-            SOON,
-        )
-        .await;
-    let mut after = world.versions().await;
+    env.give_secret("tenant-a", &env.kubeconfig("tenant-a").await).await;
+    env.node("tenant-a", 2, 2).await;
+    env.until_peers(
+        "mgmt",
+        &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
+        SOON,
+    )
+    .await;
+    let mut after = env.versions().await;
     after.remove("mgmt Peer/prod--tenant-a--tenant-a-2");
     let untouched = |versions: &BTreeMap<String, String>| {
         versions
@@ -112,53 +110,49 @@ async fn new_kubeconfig_is_used_and_hostile_one_names_field() {
     assert_eq!(untouched(&after), untouched(&before));
 
     // A hostile kubeconfig is refused with the name of the field, and existing objects remain.
-    let good = world.kubeconfig("tenant-a").await;
+    let good = env.kubeconfig("tenant-a").await;
     let hostile = good.replace("    token: ", "    exec: {apiVersion: v1, command: sh}\n    token: ");
-    world.give_secret("tenant-a", &hostile).await;
-    let message = world.until_condition("Ready", "False/MemberMissing", SOON).await;
+    env.give_secret("tenant-a", &hostile).await;
+    let message = env.until_condition("Ready", "False/MemberMissing", SOON).await;
     assert!(
         message.contains("users[].user.exec") && message.contains("clustermesh/tenant-a-kubeconfig"),
         "{message}"
     );
-    world
-        .hub()
+    env.hub()
         .kubectl(["delete", "secret", "-n", NAMESPACE, "tenant-a-kubeconfig"])
         .await
         .unwrap();
     wait_until("the missing Secret to be named", SOON, async || {
-        match world.condition("Ready").await {
+        match env.condition("Ready").await {
             Some((_, message)) if message.contains("is not there") => Ok(()),
             other => Err(format!("{other:?}")),
         }
     })
     .await
     .unwrap();
-    world
-        .until_peers(
-            "mgmt",
-            &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
-            SOON,
-        )
-        .await;
-    world.give_secret("tenant-a", &good).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    env.until_peers(
+        "mgmt",
+        &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
+        SOON,
+    )
+    .await;
+    env.give_secret("tenant-a", &good).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
     assert_eq!(controller.pid(), pid);
 }
 
 #[tokio::test]
 async fn member_with_renamed_secret_keeps_its_objects() {
-    let (world, controller) = World::meshed(&["mgmt", "tenant-a"]).await;
-    let before = world.versions().await;
+    let (env, controller) = TestEnv::meshed(&["mgmt", "tenant-a"]).await;
+    let before = env.versions().await;
 
     // The old Secret still exists, and for a while so does the session that reads it.
-    world
-        .give_secret_as("renamed", &world.kubeconfig("tenant-a").await)
-        .await;
-    let mut mesh = world.mesh();
+    env.give_secret_as("renamed", &env.kubeconfig("tenant-a").await).await;
+    let mut mesh = env.mesh();
     mesh["spec"]["clusters"][1]["kubeconfigSecretRef"]["name"] = json!("renamed");
-    world.apply_mesh(&mesh).await;
+    env.apply_mesh(&mesh).await;
     wait_until("both sessions to have read the cluster", SOON, async || {
-        let state = world.ask("/debug/state").await;
+        let state = env.ask("/debug/state").await;
         let known = state.matches("\"silent\": null,\n").count();
         let named = state.matches("renamed key").count();
         let pending = state.matches("\"uid\": null").count();
@@ -171,19 +165,17 @@ async fn member_with_renamed_secret_keeps_its_objects() {
     .await
     .unwrap();
     // When these changes are written in both directions, every earlier decision has been written, too.
-    world.node("tenant-a", 2, 2).await;
-    world.node("mgmt", 1, 2).await;
-    world
-        .until_peers(
-            "mgmt",
-            &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
-            SOON,
-        )
+    env.node("tenant-a", 2, 2).await;
+    env.node("mgmt", 1, 2).await;
+    env.until_peers(
+        "mgmt",
+        &["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"],
+        SOON,
+    )
+    .await;
+    env.until_peers("tenant-a", &["prod--mgmt--mgmt-1", "prod--mgmt--mgmt-2"], SOON)
         .await;
-    world
-        .until_peers("tenant-a", &["prod--mgmt--mgmt-1", "prod--mgmt--mgmt-2"], SOON)
-        .await;
-    let mut after = world.versions().await;
+    let mut after = env.versions().await;
     after.retain(|object, _| before.contains_key(object) && object != "mesh");
     let mut before = before;
     before.remove("mesh");

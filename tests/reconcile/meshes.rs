@@ -4,46 +4,43 @@ use super::*;
 
 #[tokio::test]
 async fn deleted_mesh_removes_objects_and_waits_for_members() {
-    let world = World::start(&["mgmt", "tenant-a", "tenant-b"]).await;
+    let env = TestEnv::start(&["mgmt", "tenant-a", "tenant-b"]).await;
     for (m, cluster) in [(1, "mgmt"), (2, "tenant-a"), (3, "tenant-b")] {
-        world.node(cluster, m, 1).await;
+        env.node(cluster, m, 1).await;
     }
     // A Peer that a person created.
-    let peers: Api<Peer> = Api::all(world.client("mgmt").await);
+    let peers: Api<Peer> = Api::all(env.client("mgmt").await);
     let own: Peer = serde_json::from_value(json!({
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": "laptop"},
         "spec": {"publicKey": key(9, 9), "allowedIPs": ["192.0.2.7/32"]},
     }))
     .unwrap();
     let own = peers.create(&PostParams::default(), &own).await.unwrap();
-    let _controller = world.controller().await;
-    world.apply_mesh(&world.mesh()).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let _controller = env.controller().await;
+    env.apply_mesh(&env.mesh()).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
 
     // When an entry is removed, its objects are deleted in its own cluster and in the others.
-    let mut smaller = world.mesh();
+    let mut smaller = env.mesh();
     smaller["spec"]["clusters"].as_array_mut().unwrap().remove(2);
-    world.apply_mesh(&smaller).await;
-    world.until_peers("tenant-b", &[], SOON).await;
-    world
-        .until_peers("mgmt", &["laptop", "prod--tenant-a--tenant-a-1"], SOON)
+    env.apply_mesh(&smaller).await;
+    env.until_peers("tenant-b", &[], SOON).await;
+    env.until_peers("mgmt", &["laptop", "prod--tenant-a--tenant-a-1"], SOON)
         .await;
-    world.apply_mesh(&world.mesh()).await;
-    world
-        .until_peers("tenant-b", &["prod--mgmt--mgmt-1", "prod--tenant-a--tenant-a-1"], SOON)
+    env.apply_mesh(&env.mesh()).await;
+    env.until_peers("tenant-b", &["prod--mgmt--mgmt-1", "prod--tenant-a--tenant-a-1"], SOON)
         .await;
 
-    let away = world.lab.cluster("tenant-b");
+    let away = env.lab.cluster("tenant-b");
     away.kill_api().unwrap();
-    world
-        .hub()
+    env.hub()
         .kubectl(["delete", "cmesh", "-n", NAMESPACE, "prod", "--wait=false"])
         .await
         .unwrap();
-    world.until_peers("mgmt", &["laptop"], SOON).await;
-    world.until_peers("tenant-a", &[], SOON).await;
+    env.until_peers("mgmt", &["laptop"], SOON).await;
+    env.until_peers("tenant-a", &[], SOON).await;
     wait_until("the condition to name who is waited for", LATER, async || {
-        match world.condition("Ready").await {
+        match env.condition("Ready").await {
             Some((state, message)) if state == "False/Deleting" && message.contains("tenant-b") => Ok(()),
             other => Err(format!("{other:?}")),
         }
@@ -51,13 +48,13 @@ async fn deleted_mesh_removes_objects_and_waits_for_members() {
     .await
     .unwrap();
     away.start_api().await.unwrap();
-    wait_until("the mesh to be let go", LATER, async || match world.get_mesh().await {
+    wait_until("the mesh to be let go", LATER, async || match env.get_mesh().await {
         None => Ok(()),
         Some(mesh) => Err(format!("{:?}", mesh.status)),
     })
     .await
     .unwrap();
-    world.until_peers("tenant-b", &[], SOON).await;
+    env.until_peers("tenant-b", &[], SOON).await;
     let policies = away
         .kubectl(["get", "peerpolicies", "-o", "name"])
         .await
@@ -70,16 +67,16 @@ async fn deleted_mesh_removes_objects_and_waits_for_members() {
 
 #[tokio::test]
 async fn predecessor_peers_are_adopted_and_missing_crd_awaited() {
-    let world = World::start(&["mgmt", "tenant-a"]).await;
-    world.node("mgmt", 1, 1).await;
-    world.node("tenant-a", 2, 1).await;
-    let tenant = world.lab.cluster("tenant-a");
+    let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
+    env.node("mgmt", 1, 1).await;
+    env.node("tenant-a", 2, 1).await;
+    let tenant = env.lab.cluster("tenant-a");
     tenant
         .kubectl(["delete", "crd", "peers.kilo.squat.ai", "peerpolicies.kilo.squat.ai"])
         .await
         .unwrap();
     // As the Go operator writes it: two labels, and more allowed IPs than we do.
-    let peers: Api<Peer> = Api::all(world.client("mgmt").await);
+    let peers: Api<Peer> = Api::all(env.client("mgmt").await);
     let old: Peer = serde_json::from_value(json!({
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer",
         "metadata": {"name": "prod--tenant-a--tenant-a-1", "labels": {
@@ -92,8 +89,8 @@ async fn predecessor_peers_are_adopted_and_missing_crd_awaited() {
     }))
     .unwrap();
     let old = peers.create(&PostParams::default(), &old).await.unwrap();
-    let _controller = world.controller().await;
-    world.apply_mesh(&world.mesh()).await;
+    let _controller = env.controller().await;
+    env.apply_mesh(&env.mesh()).await;
 
     let adopted = wait_until("the Peer to carry our labels", SOON, async || {
         let peer = peers.get("prod--tenant-a--tenant-a-1").await.unwrap();
@@ -112,74 +109,73 @@ async fn predecessor_peers_are_adopted_and_missing_crd_awaited() {
         ["10.2.1.0/24", "100.64.2.1/32", "198.51.2.1/32"]
     );
 
-    let message = world.until_condition("Ready", "False/PeerCRDMissing", SOON).await;
+    let message = env.until_condition("Ready", "False/PeerCRDMissing", SOON).await;
     assert!(message.contains("tenant-a"), "{message}");
-    world.install_peer_crds("tenant-a").await;
-    world.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    env.install_peer_crds("tenant-a").await;
+    env.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
 }
 
 // threat: hub-rights-borrowed
 #[tokio::test]
 async fn forbidden_or_invalid_mesh_is_refused_without_writes() {
-    let world = World::start(&["mgmt", "tenant-a"]).await;
-    world.node("mgmt", 1, 1).await;
-    world.node("tenant-a", 2, 1).await;
-    world.hub().kubectl(["create", "namespace", "elsewhere"]).await.unwrap();
-    let _controller = world.controller().await;
-    let mut mesh = world.mesh();
+    let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
+    env.node("mgmt", 1, 1).await;
+    env.node("tenant-a", 2, 1).await;
+    env.hub().kubectl(["create", "namespace", "elsewhere"]).await.unwrap();
+    let _controller = env.controller().await;
+    let mut mesh = env.mesh();
     mesh["metadata"]["namespace"] = json!("elsewhere");
-    world.apply_mesh(&mesh).await;
+    env.apply_mesh(&mesh).await;
     let ready = |namespace| {
         let path = "jsonpath={.status.conditions[?(@.type==\"Ready\")].reason} {.metadata.finalizers}";
         ["get", "cmesh", "-n", namespace, "prod", "-o", path]
     };
     wait_until("the refusal", SOON, async || {
-        let seen = world.hub().kubectl(ready("elsewhere")).await.unwrap().stdout;
+        let seen = env.hub().kubectl(ready("elsewhere")).await.unwrap().stdout;
         if seen == "LocalNotAllowed " { Ok(()) } else { Err(seen) }
     })
     .await
     .unwrap();
-    world.until_peers("tenant-a", &[], SOON).await;
+    env.until_peers("tenant-a", &[], SOON).await;
     // It has no finalizer that would block its deletion.
-    world
-        .hub()
+    env.hub()
         .kubectl(["delete", "cmesh", "-n", "elsewhere", "prod", "--timeout=30s"])
         .await
         .unwrap();
 
     // The API server accepts any network.
-    let mut meaningless = world.mesh();
+    let mut meaningless = env.mesh();
     meaningless["spec"]["clusters"][1]["allowedNetworks"] = json!(["0.0.0.0/1", "128.0.0.0/1"]);
-    world.apply_mesh(&meaningless).await;
-    let message = world.until_condition("Ready", "False/SpecInvalid", SOON).await;
+    env.apply_mesh(&meaningless).await;
+    let message = env.until_condition("Ready", "False/SpecInvalid", SOON).await;
     let field = "spec.clusters[1].allowedNetworks: 0.0.0.0/1 is wider than";
     assert!(message.contains(field), "{message}");
     for cluster in ["mgmt", "tenant-a"] {
-        let peers: Vec<String> = world.peers(cluster).await.into_keys().collect();
+        let peers: Vec<String> = env.peers(cluster).await.into_keys().collect();
         assert_eq!(peers, Vec::<String>::new(), "{cluster}");
     }
     // It is served as soon as it is valid.
-    world.apply_mesh(&world.mesh()).await;
-    world.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
+    env.apply_mesh(&env.mesh()).await;
+    env.until_peers("tenant-a", &["prod--mgmt--mgmt-1"], SOON).await;
 }
 
 #[tokio::test]
 async fn paused_mesh_writes_nothing_and_forced_one_is_deleted() {
-    let (world, _controller) = World::meshed(&["mgmt", "tenant-a"]).await;
+    let (env, _controller) = TestEnv::meshed(&["mgmt", "tenant-a"]).await;
 
-    let hub = world.hub();
+    let hub = env.hub();
     let annotate = async |text: &str| {
         hub.kubectl(["annotate", "cmesh", "-n", NAMESPACE, "prod", text, "--overwrite"])
             .await
             .unwrap();
     };
     annotate("cluster.x-k8s.io/paused=true").await;
-    world.until_condition("Paused", "True/Paused", SOON).await;
+    env.until_condition("Paused", "True/Paused", SOON).await;
     // The status counts the observed nodes, and no object is written.
     let counted = async |nodes: i64| {
         wait_until(format!("{nodes} nodes to be counted"), SOON, async || {
-            let mesh = world.get_mesh().await.unwrap();
+            let mesh = env.get_mesh().await.unwrap();
             let agents = mesh.status.unwrap().clusters[1].agents;
             if agents.is_some_and(|agents| agents.total == nodes) {
                 Ok(())
@@ -189,24 +185,24 @@ async fn paused_mesh_writes_nothing_and_forced_one_is_deleted() {
         })
         .await
         .unwrap();
-        let peers: Vec<String> = world.peers("mgmt").await.into_keys().collect();
+        let peers: Vec<String> = env.peers("mgmt").await.into_keys().collect();
         assert_eq!(peers, ["prod--tenant-a--tenant-a-1"]);
     };
-    world.node("tenant-a", 2, 2).await;
+    env.node("tenant-a", 2, 2).await;
     counted(2).await;
-    world.remove_node("tenant-a", "tenant-a-1").await;
+    env.remove_node("tenant-a", "tenant-a-1").await;
     counted(1).await;
     annotate("cluster.x-k8s.io/paused=false").await;
-    world.until_peers("mgmt", &["prod--tenant-a--tenant-a-2"], SOON).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    env.until_peers("mgmt", &["prod--tenant-a--tenant-a-2"], SOON).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
 
-    world.lab.cluster("tenant-a").kill_api().unwrap();
+    env.lab.cluster("tenant-a").kill_api().unwrap();
     hub.kubectl(["delete", "cmesh", "-n", NAMESPACE, "prod", "--wait=false"])
         .await
         .unwrap();
-    world.until_peers("mgmt", &[], SOON).await;
+    env.until_peers("mgmt", &[], SOON).await;
     wait_until("the condition to name the way out", LATER, async || {
-        match world.condition("Ready").await {
+        match env.condition("Ready").await {
             Some((_, message)) if message.contains(names::FORCE_CLEANUP) => Ok(()),
             other => Err(format!("{other:?}")),
         }
@@ -214,7 +210,7 @@ async fn paused_mesh_writes_nothing_and_forced_one_is_deleted() {
     .await
     .unwrap();
     annotate(&format!("{}=true", names::FORCE_CLEANUP)).await;
-    wait_until("the mesh to be let go", SOON, async || match world.get_mesh().await {
+    wait_until("the mesh to be let go", SOON, async || match env.get_mesh().await {
         None => Ok(()),
         Some(mesh) => Err(format!("{:?}", mesh.status)),
     })

@@ -20,7 +20,7 @@ pub(crate) const SOON: Duration = Duration::from_secs(30);
 pub(crate) const LATER: Duration = Duration::from_secs(90);
 
 /// API servers, the first of which is the hub's, and a host for the controller.
-pub(crate) struct World {
+pub(crate) struct TestEnv {
     pub(crate) lab: Lab,
     names: Vec<String>,
 }
@@ -45,7 +45,7 @@ fn binary() -> String {
         .to_string()
 }
 
-impl World {
+impl TestEnv {
     /// Starts API servers with CRDs and accounts. The hub has a kubeconfig Secret for each other cluster.
     pub(crate) async fn start(names: &[&str]) -> Self {
         Self::start_plan(LabPlan::control_planes(names)).await
@@ -58,32 +58,32 @@ impl World {
         lab.add_host("controller", "172.30.1.200".parse().unwrap())
             .await
             .unwrap();
-        let world = Self {
+        let env = Self {
             lab,
             names: names.clone(),
         };
         for (index, name) in names.iter().enumerate() {
-            world.install_peer_crds(name).await;
-            world.account(name, index == 0).await;
+            env.install_peer_crds(name).await;
+            env.account(name, index == 0).await;
         }
-        world.hub().apply(&crd("clustermeshes")).await.unwrap();
-        world.established(world.hub_name(), &["clustermeshes"]).await;
+        env.hub().apply(&crd("clustermeshes")).await.unwrap();
+        env.established(env.hub_name(), &["clustermeshes"]).await;
         for name in &names[1..] {
-            world.give_secret(name, &world.kubeconfig(name).await).await;
+            env.give_secret(name, &env.kubeconfig(name).await).await;
         }
-        world
+        env
     }
 
     /// Starts clusters with one node each, a controller, and a mesh of all of them, and waits until it is Ready.
     pub(crate) async fn meshed(names: &[&str]) -> (Self, Running) {
-        let world = Self::start(names).await;
+        let env = Self::start(names).await;
         for (m, name) in (1..).zip(names) {
-            world.node(name, m, 1).await;
+            env.node(name, m, 1).await;
         }
-        let controller = world.controller().await;
-        world.apply_mesh(&world.mesh()).await;
-        world.until_condition("Ready", "True/Meshed", SOON).await;
-        (world, controller)
+        let controller = env.controller().await;
+        env.apply_mesh(&env.mesh()).await;
+        env.until_condition("Ready", "True/Meshed", SOON).await;
+        (env, controller)
     }
 
     /// Waits until a newly started controller has read this number of members.

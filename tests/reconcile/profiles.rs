@@ -20,12 +20,12 @@ struct Write {
     revision: u64,
     name: String,
     /// `None` = the object was deleted.
-    object: Option<Standing>,
+    object: Option<Openness>,
 }
 
 /// The part of an object's content that these tests check.
 #[derive(Debug, Clone, PartialEq)]
-enum Standing {
+enum Openness {
     /// Whether it has allowed IPs other than single addresses.
     Peer { wide: bool },
     /// Whether it allows more than granted endpoints.
@@ -44,15 +44,15 @@ impl Drop for Recorder {
     }
 }
 
-fn peer(peer: &Peer) -> Standing {
+fn peer(peer: &Peer) -> Openness {
     let host = |net: &str| net.ends_with("/32") || net.ends_with("/128");
-    Standing::Peer {
+    Openness::Peer {
         wide: !peer.spec.allowed_ips.iter().all(|net| host(net)),
     }
 }
 
-fn policy(policy: &PeerPolicy) -> Standing {
-    Standing::Policy {
+fn policy(policy: &PeerPolicy) -> Openness {
+    Openness::Policy {
         wide: policy.spec.isolation_profile == IsolationProfile::ClusterMeshed || !policy.spec.allow.is_empty(),
     }
 }
@@ -62,7 +62,7 @@ fn revision(object: &impl ResourceExt) -> u64 {
 }
 
 /// Watches one kind from its current revision on; returns when the watch cannot be resumed.
-async fn follow<K>(api: Api<K>, writes: Arc<Mutex<Vec<Write>>>, standing: fn(&K) -> Standing)
+async fn follow<K>(api: Api<K>, writes: Arc<Mutex<Vec<Write>>>, classify: fn(&K) -> Openness)
 where
     K: kube::Resource + Clone + std::fmt::Debug + serde::de::DeserializeOwned,
 {
@@ -86,7 +86,7 @@ where
             writes.lock().unwrap().push(Write {
                 revision: revision(object),
                 name: object.name_any(),
-                object: (!gone).then(|| standing(object)),
+                object: (!gone).then(|| classify(object)),
             });
         }
     }
@@ -94,9 +94,9 @@ where
 
 impl Recorder {
     /// Starts to record, in a cluster without any Peer or PeerPolicy.
-    async fn start(world: &World, cluster: &str) -> Self {
+    async fn start(env: &TestEnv, cluster: &str) -> Self {
         let writes = Arc::<Mutex<Vec<Write>>>::default();
-        let client = world.client(cluster).await;
+        let client = env.client(cluster).await;
         let peers = follow(Api::<Peer>::all(client.clone()), Arc::clone(&writes), peer);
         let policies = follow(Api::<PeerPolicy>::all(client), Arc::clone(&writes), policy);
         Self {
@@ -113,31 +113,31 @@ impl Recorder {
     }
 
     /// The objects that exist after the first `count` writes.
-    fn after(&self, count: usize) -> BTreeMap<String, Standing> {
-        let mut standing = BTreeMap::new();
+    fn after(&self, count: usize) -> BTreeMap<String, Openness> {
+        let mut objects = BTreeMap::new();
         for write in &self.writes()[..count] {
             let key = match &write.object {
-                Some(Standing::Peer { .. }) | None => format!("peer {}", write.name),
-                Some(Standing::Policy { .. }) => format!("policy {}", write.name),
+                Some(Openness::Peer { .. }) | None => format!("peer {}", write.name),
+                Some(Openness::Policy { .. }) => format!("policy {}", write.name),
             };
             match &write.object {
-                Some(object) => drop(standing.insert(key, object.clone())),
+                Some(object) => drop(objects.insert(key, object.clone())),
                 // A Peer is `mesh--cluster--node`, a policy `mesh--cluster`, so no name is both.
                 None => {
-                    standing.remove(&key);
-                    standing.remove(&format!("policy {}", write.name));
+                    objects.remove(&key);
+                    objects.remove(&format!("policy {}", write.name));
                 }
             }
         }
-        standing
+        objects
     }
 
     /// Waits until all existing objects have been recorded. Returns the number of writes.
-    async fn caught_up(&self, world: &World, cluster: &str) -> usize {
+    async fn caught_up(&self, env: &TestEnv, cluster: &str) -> usize {
         wait_until(format!("every write in {cluster} to be recorded"), SOON, async || {
-            let peers = world.peers(cluster).await;
-            let policies = sandbox::policies(world, cluster).await;
-            let mut listed: BTreeMap<String, Standing> = BTreeMap::new();
+            let peers = env.peers(cluster).await;
+            let policies = sandbox::policies(env, cluster).await;
+            let mut listed: BTreeMap<String, Openness> = BTreeMap::new();
             listed.extend(
                 peers
                     .iter()
@@ -166,12 +166,12 @@ impl Recorder {
     }
 
     /// Whether a wide Peer of `source` exists while the policy of `source` is wide or missing.
-    fn open(standing: &BTreeMap<String, Standing>, source: &str) -> bool {
-        let peer = |(name, object): (&String, &Standing)| {
-            name.starts_with(&format!("peer {source}--")) && *object == Standing::Peer { wide: true }
+    fn open(objects: &BTreeMap<String, Openness>, source: &str) -> bool {
+        let peer = |(name, object): (&String, &Openness)| {
+            name.starts_with(&format!("peer {source}--")) && *object == Openness::Peer { wide: true }
         };
-        let policy = standing.get(&format!("policy {source}"));
-        standing.iter().any(peer) && policy != Some(&Standing::Policy { wide: false })
+        let policy = objects.get(&format!("policy {source}"));
+        objects.iter().any(peer) && policy != Some(&Openness::Policy { wide: false })
     }
 
     /// Checks that `source` is never open after its first write between `first` and `last`: that write must close.
@@ -185,9 +185,9 @@ impl Recorder {
             return;
         };
         for count in begun + 1..=last {
-            let standing = self.after(count);
+            let objects = self.after(count);
             assert!(
-                !Self::open(&standing, source),
+                !Self::open(&objects, source),
                 "{what}: after write {count} ({:?}) of {:#?}",
                 writes[count - 1],
                 &writes[first..last]
@@ -199,12 +199,12 @@ impl Recorder {
     fn assert_never_a_peer_without_its_policy(&self, cluster: &str) {
         let writes = self.writes();
         for count in 1..=writes.len() {
-            let standing = self.after(count);
-            for peer in standing.keys().filter_map(|name| name.strip_prefix("peer ")) {
+            let objects = self.after(count);
+            for peer in objects.keys().filter_map(|name| name.strip_prefix("peer ")) {
                 let source: Vec<&str> = peer.splitn(3, "--").take(2).collect();
                 let policy = format!("policy {}", source.join("--"));
                 assert!(
-                    standing.contains_key(&policy),
+                    objects.contains_key(&policy),
                     "in {cluster}: {peer} without {policy} after {:?}",
                     writes[count - 1]
                 );
@@ -223,31 +223,31 @@ fn with_profile(mut mesh: Value, profile: &str) -> Value {
     mesh
 }
 
-async fn three_clusters() -> World {
-    let world = World::start(&["mgmt", "tenant-a", "notebooks"]).await;
+async fn three_clusters() -> TestEnv {
+    let env = TestEnv::start(&["mgmt", "tenant-a", "notebooks"]).await;
     for (m, name) in [(1, "mgmt"), (2, "tenant-a"), (3, "notebooks")] {
-        world.node(name, m, 1).await;
-        world.node(name, m, 2).await;
+        env.node(name, m, 1).await;
+        env.node(name, m, 2).await;
     }
-    sandbox::service(&world, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
-    gateways::install(&world, "mgmt", 1).await;
-    world
+    sandbox::service(&env, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
+    gateways::install(&env, "mgmt", 1).await;
+    env
 }
 
 /// Waits until a cluster has this number of Peers of `source`, wide or not, and a policy of `source` that is wide, not
 /// wide, or missing.
-async fn until(world: &World, cluster: &str, source: &str, peers: (usize, bool), wide: Option<bool>) {
+async fn until(env: &TestEnv, cluster: &str, source: &str, peers: (usize, bool), wide: Option<bool>) {
     let what = format!("{cluster} to hold {peers:?} of {source}, policy {wide:?}");
     wait_until(what, SOON, async || {
-        let all = world.peers(cluster).await;
+        let all = env.peers(cluster).await;
         let own = all.iter().filter(|(name, _)| name.starts_with(&format!("{source}--")));
         let own: Vec<bool> = own
-            .map(|(_, object)| peer(object) == Standing::Peer { wide: true })
+            .map(|(_, object)| peer(object) == Openness::Peer { wide: true })
             .collect();
-        let policies = sandbox::policies(world, cluster).await;
+        let policies = sandbox::policies(env, cluster).await;
         let of = policies
             .get(source)
-            .map(|object| policy(object) == Standing::Policy { wide: true });
+            .map(|object| policy(object) == Openness::Policy { wide: true });
         if own == vec![peers.1; peers.0] && of == wide {
             Ok(())
         } else {
@@ -262,13 +262,13 @@ async fn until(world: &World, cluster: &str, source: &str, peers: (usize, bool),
 #[tokio::test]
 async fn profile_changes_never_leave_wide_peers_without_policy() {
     const SOURCE: &str = "prod--notebooks";
-    let world = three_clusters().await;
+    let env = three_clusters().await;
     let clusters = ["mgmt", "tenant-a", "notebooks"];
     let mut recorders = Vec::new();
     for cluster in clusters {
-        recorders.push(Recorder::start(&world, cluster).await);
+        recorders.push(Recorder::start(&env, cluster).await);
     }
-    let _controller = world.controller().await;
+    let _controller = env.controller().await;
     let tightness = |profile| {
         ["cluster-meshed", "sandbox", "standard"]
             .iter()
@@ -286,9 +286,9 @@ async fn profile_changes_never_leave_wide_peers_without_policy() {
     ] {
         let mut first = Vec::new();
         for (recorder, cluster) in recorders.iter().zip(clusters) {
-            first.push(recorder.caught_up(&world, cluster).await);
+            first.push(recorder.caught_up(&env, cluster).await);
         }
-        world.apply_mesh(&with_profile(world.mesh(), profile)).await;
+        env.apply_mesh(&with_profile(env.mesh(), profile)).await;
         // (objects of the sandbox in the hub, its objects in the tenant, the hub's objects in the sandbox)
         let (hub, tenant, own) = match profile {
             "cluster-meshed" => (
@@ -300,13 +300,13 @@ async fn profile_changes_never_leave_wide_peers_without_policy() {
             "sandbox" => (((0, false), None), ((0, false), None), ((2, false), Some(true))),
             _ => (((0, false), None), ((0, false), None), ((0, false), None)),
         };
-        until(&world, "mgmt", SOURCE, hub.0, hub.1).await;
-        until(&world, "tenant-a", SOURCE, tenant.0, tenant.1).await;
-        until(&world, "notebooks", "prod--mgmt", own.0, own.1).await;
-        until(&world, "tenant-a", "prod--mgmt", (2, true), Some(true)).await;
+        until(&env, "mgmt", SOURCE, hub.0, hub.1).await;
+        until(&env, "tenant-a", SOURCE, tenant.0, tenant.1).await;
+        until(&env, "notebooks", "prod--mgmt", own.0, own.1).await;
+        until(&env, "tenant-a", "prod--mgmt", (2, true), Some(true)).await;
         let tightened = before.is_some_and(|before| tightness(profile) > tightness(before));
         for ((recorder, cluster), first) in recorders.iter().zip(clusters).zip(first) {
-            let last = recorder.caught_up(&world, cluster).await;
+            let last = recorder.caught_up(&env, cluster).await;
             assert!(
                 last > first || profile != "cluster-meshed",
                 "nothing was recorded in {cluster}"
@@ -326,35 +326,35 @@ async fn profile_changes_never_leave_wide_peers_without_policy() {
 // threat: profile-conflict
 #[tokio::test]
 async fn tighter_profile_of_two_meshes_wins_and_is_reported() {
-    let world = three_clusters().await;
-    let recorder = Recorder::start(&world, "mgmt").await;
-    let _controller = world.controller().await;
-    world.apply_mesh(&with_profile(world.mesh(), "cluster-meshed")).await;
-    until(&world, "mgmt", "prod--notebooks", (2, true), Some(true)).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let env = three_clusters().await;
+    let recorder = Recorder::start(&env, "mgmt").await;
+    let _controller = env.controller().await;
+    env.apply_mesh(&with_profile(env.mesh(), "cluster-meshed")).await;
+    until(&env, "mgmt", "prod--notebooks", (2, true), Some(true)).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
 
     // The other mesh makes it a sandbox. It is then a sandbox in both meshes, with the grants of both.
-    let first = recorder.caught_up(&world, "mgmt").await;
-    let mut other = with_profile(world.mesh(), "sandbox");
+    let first = recorder.caught_up(&env, "mgmt").await;
+    let mut other = with_profile(env.mesh(), "sandbox");
     other["metadata"]["name"] = json!("other");
     other["spec"]["clusters"].as_array_mut().unwrap().remove(1);
     let entry = &mut other["spec"]["clusters"][1];
     entry["egress"][0]["as"]["name"] = json!("db-too");
-    world.apply_mesh(&other).await;
-    until(&world, "mgmt", "prod--notebooks", (0, false), None).await;
-    until(&world, "tenant-a", "prod--notebooks", (0, false), None).await;
-    let message = world.until_condition("Ready", "False/ProfileConflict", SOON).await;
+    env.apply_mesh(&other).await;
+    until(&env, "mgmt", "prod--notebooks", (0, false), None).await;
+    until(&env, "tenant-a", "prod--notebooks", (0, false), None).await;
+    let message = env.until_condition("Ready", "False/ProfileConflict", SOON).await;
     assert!(
         message.contains("is cluster-meshed here and sandbox in ClusterMesh clustermesh/other; the more restrictive one applies"),
         "{message}"
     );
-    let last = recorder.caught_up(&world, "mgmt").await;
+    let last = recorder.caught_up(&env, "mgmt").await;
     recorder.assert_closed_from(first, last, "prod--notebooks", "a second mesh that calls it a sandbox");
 
     // When the other mesh is deleted, the profile of the first one is in effect again.
     let words = ["delete", "cmesh", "other", "-n", NAMESPACE, "--wait=false"];
-    world.hub().kubectl(words).await.unwrap();
-    until(&world, "mgmt", "prod--notebooks", (2, true), Some(true)).await;
-    until(&world, "tenant-a", "prod--notebooks", (2, true), Some(true)).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    env.hub().kubectl(words).await.unwrap();
+    until(&env, "mgmt", "prod--notebooks", (2, true), Some(true)).await;
+    until(&env, "tenant-a", "prod--notebooks", (2, true), Some(true)).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
 }

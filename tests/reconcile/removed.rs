@@ -4,36 +4,36 @@ use clustermesh_api::mesh::RemovedCluster;
 
 use super::*;
 
-async fn three() -> (World, clustermesh_lab::Running) {
-    World::meshed(&["mgmt", "tenant-a", "tenant-b"]).await
+async fn three() -> (TestEnv, clustermesh_lab::Running) {
+    TestEnv::meshed(&["mgmt", "tenant-a", "tenant-b"]).await
 }
 
 /// The mesh without its third entry, tenant-b.
-fn without_tenant_b(world: &World) -> serde_json::Value {
-    let mut mesh = world.mesh();
+fn without_tenant_b(env: &TestEnv) -> serde_json::Value {
+    let mut mesh = env.mesh();
     mesh["spec"]["clusters"].as_array_mut().unwrap().remove(2);
     mesh
 }
 
-async fn delete(world: &World, what: [&str; 2]) {
+async fn delete(env: &TestEnv, what: [&str; 2]) {
     let words = ["delete", what[0], "-n", NAMESPACE, what[1], "--wait=false"];
-    world.hub().kubectl(words).await.unwrap();
+    env.hub().kubectl(words).await.unwrap();
 }
 
-async fn annotate(world: &World, text: &str) {
+async fn annotate(env: &TestEnv, text: &str) {
     let words = ["annotate", "cmesh", "-n", NAMESPACE, "prod", text, "--overwrite"];
-    world.hub().kubectl(words).await.unwrap();
+    env.hub().kubectl(words).await.unwrap();
 }
 
 /// `clusterctl move` does this last, and so does a person in a hurry.
-async fn strip_finalizers(world: &World) {
+async fn strip_finalizers(env: &TestEnv) {
     let patch = "{\"metadata\":{\"finalizers\":null}}";
     let words = ["patch", "cmesh", "-n", NAMESPACE, "prod", "--type=merge", "-p", patch];
-    world.hub().kubectl(words).await.unwrap();
+    env.hub().kubectl(words).await.unwrap();
 }
 
-async fn until_gone(world: &World) {
-    wait_until("the mesh to be gone", SOON, async || match world.get_mesh().await {
+async fn until_gone(env: &TestEnv) {
+    wait_until("the mesh to be gone", SOON, async || match env.get_mesh().await {
         None => Ok(()),
         Some(mesh) => Err(format!("{:?}", mesh.status)),
     })
@@ -41,9 +41,9 @@ async fn until_gone(world: &World) {
     .unwrap();
 }
 
-async fn until_removed(world: &World, check: impl Fn(&[RemovedCluster]) -> bool) {
+async fn until_removed(env: &TestEnv, check: impl Fn(&[RemovedCluster]) -> bool) {
     wait_until("the removed clusters in the status", LATER, async || {
-        let rows = world.get_mesh().await.unwrap().status.unwrap().removed_clusters;
+        let rows = env.get_mesh().await.unwrap().status.unwrap().removed_clusters;
         if check(&rows) { Ok(()) } else { Err(format!("{rows:?}")) }
     })
     .await
@@ -52,52 +52,51 @@ async fn until_removed(world: &World, check: impl Fn(&[RemovedCluster]) -> bool)
 
 #[tokio::test]
 async fn mesh_is_cleaned_up_after_its_secret_is_deleted() {
-    let (world, _controller) = three().await;
-    delete(&world, ["secret", "tenant-b-kubeconfig"]).await;
-    world.until_condition("Ready", "False/MemberMissing", SOON).await;
-    world.apply_mesh(&without_tenant_b(&world)).await;
-    world.until_peers("tenant-b", &[], SOON).await;
-    world.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], SOON).await;
-    until_removed(&world, <[_]>::is_empty).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let (env, _controller) = three().await;
+    delete(&env, ["secret", "tenant-b-kubeconfig"]).await;
+    env.until_condition("Ready", "False/MemberMissing", SOON).await;
+    env.apply_mesh(&without_tenant_b(&env)).await;
+    env.until_peers("tenant-b", &[], SOON).await;
+    env.until_peers("mgmt", &["prod--tenant-a--tenant-a-1"], SOON).await;
+    until_removed(&env, <[_]>::is_empty).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
 
     // Delete a Secret before the mesh, as the deletion of a namespace may do.
-    delete(&world, ["secret", "tenant-a-kubeconfig"]).await;
-    world.until_condition("Ready", "False/MemberMissing", SOON).await;
-    delete(&world, ["cmesh", "prod"]).await;
-    until_gone(&world).await;
+    delete(&env, ["secret", "tenant-a-kubeconfig"]).await;
+    env.until_condition("Ready", "False/MemberMissing", SOON).await;
+    delete(&env, ["cmesh", "prod"]).await;
+    until_gone(&env).await;
     for cluster in ["mgmt", "tenant-a"] {
-        world.until_peers(cluster, &[], SOON).await;
+        env.until_peers(cluster, &[], SOON).await;
     }
 }
 
 #[tokio::test]
 async fn removed_cluster_is_listed_until_clean_or_forced() {
-    let (world, mut controller) = three().await;
-    world.lab.cluster("tenant-b").kill_api().unwrap();
-    world.apply_mesh(&without_tenant_b(&world)).await;
-    let message = world.until_condition("Degraded", "True/ObjectsLeft", LATER).await;
+    let (env, mut controller) = three().await;
+    env.lab.cluster("tenant-b").kill_api().unwrap();
+    env.apply_mesh(&without_tenant_b(&env)).await;
+    let message = env.until_condition("Degraded", "True/ObjectsLeft", LATER).await;
     assert!(
         message.contains("\"tenant-b\"") && message.contains("force-cleanup=tenant-b"),
         "{message}"
     );
     // Remaining objects are still known after a restart.
     assert!(controller.terminate(SOON).await.unwrap().success());
-    controller = world.controller().await;
-    world.lab.cluster("tenant-b").start_api().await.unwrap();
-    world.until_peers("tenant-b", &[], LATER).await;
-    until_removed(&world, <[_]>::is_empty).await;
-    world.until_condition("Degraded", "False/AllServed", SOON).await;
+    controller = env.controller().await;
+    env.lab.cluster("tenant-b").start_api().await.unwrap();
+    env.until_peers("tenant-b", &[], LATER).await;
+    until_removed(&env, <[_]>::is_empty).await;
+    env.until_condition("Degraded", "False/AllServed", SOON).await;
 
     // After a restart without its kubeconfig, only a person can decide to leave objects behind.
-    world.apply_mesh(&world.mesh()).await;
-    world
-        .until_peers("tenant-b", &["prod--mgmt--mgmt-1", "prod--tenant-a--tenant-a-1"], SOON)
+    env.apply_mesh(&env.mesh()).await;
+    env.until_peers("tenant-b", &["prod--mgmt--mgmt-1", "prod--tenant-a--tenant-a-1"], SOON)
         .await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
     // After a restart the controller knows only what is in the status, which is written after the Peers.
     wait_until("tenant-b in the status", SOON, async || {
-        let rows = world.get_mesh().await.unwrap().status.unwrap().clusters;
+        let rows = env.get_mesh().await.unwrap().status.unwrap().clusters;
         if rows.iter().any(|row| row.name == "tenant-b") {
             Ok(())
         } else {
@@ -107,32 +106,32 @@ async fn removed_cluster_is_listed_until_clean_or_forced() {
     .await
     .unwrap();
     assert!(controller.terminate(SOON).await.unwrap().success());
-    delete(&world, ["secret", "tenant-b-kubeconfig"]).await;
-    world.apply_mesh(&without_tenant_b(&world)).await;
-    let _controller = world.controller().await;
-    until_removed(&world, |rows| {
+    delete(&env, ["secret", "tenant-b-kubeconfig"]).await;
+    env.apply_mesh(&without_tenant_b(&env)).await;
+    let _controller = env.controller().await;
+    until_removed(&env, |rows| {
         rows.len() == 1
             && rows[0]
                 .message
                 .contains("Secret clustermesh/tenant-b-kubeconfig is not there")
     })
     .await;
-    delete(&world, ["cmesh", "prod"]).await;
-    world.until_peers("mgmt", &[], SOON).await;
-    let message = world.until_condition("Ready", "False/Deleting", SOON).await;
+    delete(&env, ["cmesh", "prod"]).await;
+    env.until_peers("mgmt", &[], SOON).await;
+    let message = env.until_condition("Ready", "False/Deleting", SOON).await;
     assert!(message.contains("force-cleanup=tenant-b"), "{message}");
-    annotate(&world, "kilo-clustermesh.io/force-cleanup=tenant-a").await;
-    until_removed(&world, |rows| rows.len() == 1).await;
-    annotate(&world, "kilo-clustermesh.io/force-cleanup=tenant-b").await;
-    until_gone(&world).await;
-    assert_eq!(world.peers("tenant-b").await.len(), 2);
+    annotate(&env, "kilo-clustermesh.io/force-cleanup=tenant-a").await;
+    until_removed(&env, |rows| rows.len() == 1).await;
+    annotate(&env, "kilo-clustermesh.io/force-cleanup=tenant-b").await;
+    until_gone(&env).await;
+    assert_eq!(env.peers("tenant-b").await.len(), 2);
 }
 
 /// UIDs of Peers, by cluster and name.
-async fn uids(world: &World) -> BTreeMap<String, String> {
+async fn uids(env: &TestEnv) -> BTreeMap<String, String> {
     let mut all = BTreeMap::new();
     for cluster in ["mgmt", "tenant-a"] {
-        for (name, peer) in world.peers(cluster).await {
+        for (name, peer) in env.peers(cluster).await {
             all.insert(format!("{cluster}: {name}"), peer.metadata.uid.unwrap());
         }
     }
@@ -140,8 +139,8 @@ async fn uids(world: &World) -> BTreeMap<String, String> {
 }
 
 /// Adds a second mesh, with other nodes and networks, so that the controller reads both clusters. Waits until it has.
-async fn until_second_is_meshed(world: &World) {
-    let mut second = world.mesh();
+async fn until_second_is_meshed(env: &TestEnv) {
+    let mut second = env.mesh();
     second["metadata"]["name"] = json!("second");
     let clusters = second["spec"]["clusters"].as_array_mut().unwrap();
     clusters.remove(2);
@@ -152,9 +151,9 @@ async fn until_second_is_meshed(world: &World) {
             if entry["local"] == json!(true) { 1 } else { 2 }
         )]);
     }
-    world.apply_mesh(&second).await;
+    env.apply_mesh(&second).await;
     wait_until("both clusters to be read", LATER, async || {
-        let state = world.ask("/debug/state").await;
+        let state = env.ask("/debug/state").await;
         let fresh = state.matches("\"observation\": \"Fresh\"").count();
         let only = !state.contains("clustermesh/prod");
         if fresh == 2 && only { Ok(()) } else { Err(state) }
@@ -165,33 +164,33 @@ async fn until_second_is_meshed(world: &World) {
 
 #[tokio::test]
 async fn mesh_that_moves_to_another_hub_deletes_nothing() {
-    let (world, mut controller) = three().await;
-    let standing = uids(&world).await;
-    assert_eq!(standing.len(), 4);
+    let (env, mut controller) = three().await;
+    let before = uids(&env).await;
+    assert_eq!(before.len(), 4);
     // `clusterctl move` first deletes the mesh and removes its finalizers later.
-    annotate(&world, "clusterctl.cluster.x-k8s.io/delete-for-move=").await;
-    delete(&world, ["cmesh", "prod"]).await;
-    world.until_condition("Paused", "True/Paused", SOON).await;
-    assert_eq!(uids(&world).await, standing);
-    strip_finalizers(&world).await;
-    until_gone(&world).await;
-    until_second_is_meshed(&world).await;
-    assert_eq!(uids(&world).await, standing);
+    annotate(&env, "clusterctl.cluster.x-k8s.io/delete-for-move=").await;
+    delete(&env, ["cmesh", "prod"]).await;
+    env.until_condition("Paused", "True/Paused", SOON).await;
+    assert_eq!(uids(&env).await, before);
+    strip_finalizers(&env).await;
+    until_gone(&env).await;
+    until_second_is_meshed(&env).await;
+    assert_eq!(uids(&env).await, before);
     // A controller that starts after the deletion deletes nothing, either.
-    let old = world.hub_id().await;
+    let old = env.hub_id().await;
     assert!(controller.terminate(SOON).await.unwrap().success());
-    controller = world.controller().await;
-    until_second_is_meshed(&world).await;
-    assert_eq!(uids(&world).await, standing);
-    delete(&world, ["cmesh", "second"]).await;
+    controller = env.controller().await;
+    until_second_is_meshed(&env).await;
+    assert_eq!(uids(&env).await, before);
+    delete(&env, ["cmesh", "second"]).await;
     assert!(controller.terminate(SOON).await.unwrap().success());
 
-    let _controller = world.controller_for(NAMESPACE, &["--hub-id=second"]).await;
-    let mut mesh = world.mesh();
+    let _controller = env.controller_for(NAMESPACE, &["--hub-id=second"]).await;
+    let mut mesh = env.mesh();
     mesh["metadata"]["annotations"] = json!({names::ADOPT_HUB: old});
-    world.apply_mesh(&mesh).await;
+    env.apply_mesh(&mesh).await;
     wait_until("the other hub to take the Peers over", SOON, async || {
-        let peers = world.peers("tenant-a").await;
+        let peers = env.peers("tenant-a").await;
         let hub = |peer: &Peer| peer.metadata.labels.as_ref().unwrap()[names::LABEL_HUB].clone();
         let hubs: Vec<String> = peers.values().map(hub).collect();
         if hubs.iter().all(|hub| hub == "second") {
@@ -202,20 +201,20 @@ async fn mesh_that_moves_to_another_hub_deletes_nothing() {
     })
     .await
     .unwrap();
-    world.until_condition("Ready", "True/Meshed", SOON).await;
-    assert_eq!(uids(&world).await, standing);
+    env.until_condition("Ready", "True/Meshed", SOON).await;
+    assert_eq!(uids(&env).await, before);
 }
 
 #[tokio::test]
 async fn paused_mesh_that_loses_its_finalizer_deletes_nothing() {
-    let (world, mut controller) = three().await;
-    let standing = uids(&world).await;
-    annotate(&world, "cluster.x-k8s.io/paused=true").await;
-    world.until_condition("Paused", "True/Paused", SOON).await;
+    let (env, mut controller) = three().await;
+    let before = uids(&env).await;
+    annotate(&env, "cluster.x-k8s.io/paused=true").await;
+    env.until_condition("Paused", "True/Paused", SOON).await;
     assert!(controller.terminate(SOON).await.unwrap().success());
-    strip_finalizers(&world).await;
-    delete(&world, ["cmesh", "prod"]).await;
-    let _controller = world.controller().await;
-    until_second_is_meshed(&world).await;
-    assert_eq!(uids(&world).await, standing);
+    strip_finalizers(&env).await;
+    delete(&env, ["cmesh", "prod"]).await;
+    let _controller = env.controller().await;
+    until_second_is_meshed(&env).await;
+    assert_eq!(uids(&env).await, before);
 }

@@ -9,8 +9,8 @@ use super::*;
 /// EndpointSlices in addition to the granted Service's, so that listing the namespace takes a while.
 const SLICES: usize = 3_000;
 
-async fn many_slices(world: &World) {
-    let slices: Api<EndpointSlice> = Api::namespaced(world.client("tenant-a").await, "team-x");
+async fn many_slices(env: &TestEnv) {
+    let slices: Api<EndpointSlice> = Api::namespaced(env.client("tenant-a").await, "team-x");
     let made = stream::iter(0..SLICES).map(|n| {
         let slice = json!({
             "metadata": {"name": format!("other-{n}"), "labels": {"kubernetes.io/service-name": "other"}},
@@ -23,9 +23,9 @@ async fn many_slices(world: &World) {
 }
 
 /// Waits until the controller has read all of them and serves the mesh.
-async fn until_read(world: &World) {
+async fn until_read(env: &TestEnv) {
     wait_until("all slices to be read", LATER, async || {
-        let state = world.ask("/debug/state").await;
+        let state = env.ask("/debug/state").await;
         let state: serde_json::Value = serde_json::from_str(&state).map_err(|error| error.to_string())?;
         let member = &state["members"]["Secret clustermesh/tenant-a-kubeconfig key value"];
         let table = &member["tables"]["endpointSlices"]["team-x"];
@@ -41,15 +41,15 @@ async fn until_read(world: &World) {
 
 #[tokio::test]
 async fn restart_with_three_thousand_slices_writes_nothing() {
-    let world = World::start(&["mgmt", "tenant-a", "notebooks"]).await;
+    let env = TestEnv::start(&["mgmt", "tenant-a", "notebooks"]).await;
     for (m, name) in [(1, "mgmt"), (2, "tenant-a"), (3, "notebooks")] {
-        world.node(name, m, 1).await;
+        env.node(name, m, 1).await;
     }
     let backend = ("10.2.1.9", "tenant-a-1");
-    sandbox::service(&world, "tenant-a", "team-x", "postgres", 5432, backend).await;
-    gateways::install(&world, "tenant-a", 2).await;
-    many_slices(&world).await;
-    let mut mesh = world.mesh();
+    sandbox::service(&env, "tenant-a", "team-x", "postgres", 5432, backend).await;
+    gateways::install(&env, "tenant-a", 2).await;
+    many_slices(&env).await;
+    let mut mesh = env.mesh();
     let grant = |name: &str| {
         json!([{
             "service": {"cluster": "tenant-a", "namespace": "team-x", "name": "postgres"},
@@ -61,29 +61,29 @@ async fn restart_with_three_thousand_slices_writes_nothing() {
     entry["isolationProfile"] = json!("sandbox");
     entry["allowedNetworks"] = json!(["100.64.3.0/24"]);
     entry["egress"] = grant("db");
-    let mut controller = world.controller().await;
-    world.apply_mesh(&mesh).await;
-    world.until_condition("EgressResolved", "True/Resolved", LATER).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
-    until_read(&world).await;
+    let mut controller = env.controller().await;
+    env.apply_mesh(&mesh).await;
+    env.until_condition("EgressResolved", "True/Resolved", LATER).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
+    until_read(&env).await;
     assert!(controller.terminate(SOON).await.unwrap().success());
     drop(controller);
-    let mut before = world.versions().await;
+    let mut before = env.versions().await;
     let spec = |mesh: ClusterMesh| serde_json::to_value(mesh.spec).unwrap();
-    let served = spec(world.get_mesh().await.unwrap());
+    let served = spec(env.get_mesh().await.unwrap());
 
-    let controller = world.controller().await;
-    until_read(&world).await;
+    let controller = env.controller().await;
+    until_read(&env).await;
     // A write of this change shows that all earlier decisions were written.
-    world.node("tenant-a", 2, 2).await;
+    env.node("tenant-a", 2, 2).await;
     let peers = ["prod--tenant-a--tenant-a-1", "prod--tenant-a--tenant-a-2"];
-    world.until_peers("mgmt", &peers, SOON).await;
-    let mut after = world.versions().await;
+    env.until_peers("mgmt", &peers, SOON).await;
+    let mut after = env.versions().await;
     after.remove("mgmt Peer/prod--tenant-a--tenant-a-2");
     for versions in [&mut before, &mut after] {
         // Its status counts the new node.
         versions.remove("mesh");
     }
     assert_eq!(after, before, "{}", controller.log());
-    assert_eq!(spec(world.get_mesh().await.unwrap()), served);
+    assert_eq!(spec(env.get_mesh().await.unwrap()), served);
 }

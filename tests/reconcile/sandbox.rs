@@ -9,7 +9,7 @@ use super::*;
 
 /// Creates a Service with a selector and one endpoint, as the cluster's own controllers write it.
 pub(crate) async fn service(
-    world: &World,
+    env: &TestEnv,
     cluster: &str,
     namespace: &str,
     name: &str,
@@ -28,21 +28,21 @@ pub(crate) async fn service(
             "endpoints": [{"addresses": [endpoint.0], "nodeName": endpoint.1, "conditions": {"ready": true}}]}),
     ];
     for object in objects {
-        world.lab.cluster(cluster).apply(&object.to_string()).await.unwrap();
+        env.lab.cluster(cluster).apply(&object.to_string()).await.unwrap();
     }
 }
 
 /// Every object of every kind that the API server lists, as one text.
-async fn everything(world: &World, cluster: &str) -> String {
-    let all = world.lab.cluster(cluster).everything().await.unwrap();
+async fn everything(env: &TestEnv, cluster: &str) -> String {
+    let all = env.lab.cluster(cluster).everything().await.unwrap();
     for kind in ["Namespace", "ClusterRoleBinding"] {
         assert!(all.contains(&format!("\"kind\": \"{kind}\"")), "no {kind} is listed");
     }
     all
 }
 
-pub(crate) async fn policies(world: &World, cluster: &str) -> BTreeMap<String, PeerPolicy> {
-    let policies: Api<PeerPolicy> = Api::all(world.client(cluster).await);
+pub(crate) async fn policies(env: &TestEnv, cluster: &str) -> BTreeMap<String, PeerPolicy> {
+    let policies: Api<PeerPolicy> = Api::all(env.client(cluster).await);
     let policies = policies.list(&ListParams::default()).await.unwrap();
     policies
         .items
@@ -65,16 +65,16 @@ type: Warning
 // threat: sandbox-reads-target
 #[tokio::test]
 async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
-    let world = World::start(&["mgmt", "notebooks"]).await;
-    world.node("mgmt", 1, 1).await;
-    world.node("mgmt", 1, 2).await;
-    world.node("notebooks", 2, 1).await;
-    service(&world, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
-    service(&world, "mgmt", "team-y", "payroll", 8443, ("10.1.1.8", "mgmt-1")).await;
-    gateways::install(&world, "mgmt", 1).await;
+    let env = TestEnv::start(&["mgmt", "notebooks"]).await;
+    env.node("mgmt", 1, 1).await;
+    env.node("mgmt", 1, 2).await;
+    env.node("notebooks", 2, 1).await;
+    service(&env, "mgmt", "team-x", "postgres", 5432, ("10.1.2.9", "mgmt-2")).await;
+    service(&env, "mgmt", "team-y", "payroll", 8443, ("10.1.1.8", "mgmt-1")).await;
+    gateways::install(&env, "mgmt", 1).await;
     let closed = ["--infrastructure-port", "8132/TCP", "--infrastructure-port", "53/udp"];
-    let _controller = world.controller_for(NAMESPACE, &closed).await;
-    let mut mesh = world.mesh();
+    let _controller = env.controller_for(NAMESPACE, &closed).await;
+    let mut mesh = env.mesh();
     let entry = &mut mesh["spec"]["clusters"][1];
     entry["isolationProfile"] = json!("sandbox");
     entry["allowedNetworks"] = json!(["100.64.2.0/24"]);
@@ -82,13 +82,13 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
         "service": {"cluster": "mgmt", "namespace": "team-x", "name": "postgres"},
         "ports": [{"port": 5432}], "as": {"namespace": "default", "name": "db"},
     }]);
-    world.apply_mesh(&mesh).await;
+    env.apply_mesh(&mesh).await;
 
-    world.until_condition("EgressResolved", "True/Resolved", SOON).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    env.until_condition("EgressResolved", "True/Resolved", SOON).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
 
     // In the target there is a SandboxAccess, and no object that a node reads.
-    let access = gateways::get(&world, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
+    let access = gateways::get(&env, "mgmt", &["sandboxaccess", "prod--notebooks"]).await;
     let spec = &access["spec"];
     assert_eq!(
         (
@@ -105,10 +105,10 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
         json!({"namespace": "team-x", "name": "postgres"})
     );
     assert_eq!(granted[0]["port"], "main");
-    assert!(world.peers("mgmt").await.is_empty() && policies(&world, "mgmt").await.is_empty());
+    assert!(env.peers("mgmt").await.is_empty() && policies(&env, "mgmt").await.is_empty());
 
     // In the sandbox there are Peers for the gateways, and a policy that allows no connection from them.
-    let peers = world.peers("notebooks").await;
+    let peers = env.peers("notebooks").await;
     let specs: Vec<Value> = peers
         .values()
         .map(|peer| serde_json::to_value(&peer.spec).unwrap())
@@ -120,7 +120,7 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
         })
     };
     assert_eq!(specs, [gateway(0), gateway(1)]);
-    let standing = policies(&world, "notebooks").await;
+    let standing = policies(&env, "notebooks").await;
     let policy = &standing["prod--mgmt"].spec;
     assert!(policy.allow.is_empty(), "{policy:?}");
     // The infrastructure ports that the operator adds are closed in addition to the default ones.
@@ -132,10 +132,10 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
         assert!(closed.contains(&port), "{port:?} in {closed:?}");
     }
 
-    let seen = everything(&world, "notebooks").await;
+    let seen = everything(&env, "notebooks").await;
     assert!(seen.contains("100.64.1.240") && seen.contains("\"db\""));
-    let api = world.lab.cluster("mgmt").plan().api_address().to_string();
-    let inside = world.lab.cluster("mgmt").inside_kubeconfig().unwrap();
+    let api = env.lab.cluster("mgmt").plan().api_address().to_string();
+    let inside = env.lab.cluster("mgmt").inside_kubeconfig().unwrap();
     let credentials = inside.lines().filter_map(|line| {
         let (field, value) = line.trim().trim_start_matches("- ").split_once(": ")?;
         let secret = field.starts_with("client-") || field.starts_with("token");
@@ -167,15 +167,15 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
     }
 
     // An API server may publish such an Event about any new Service, so it must not fail the test.
-    world.lab.cluster("notebooks").apply(REMARK).await.unwrap();
+    env.lab.cluster("notebooks").apply(REMARK).await.unwrap();
 
     // After the grant is revoked nothing remains on either side.
     mesh["spec"]["clusters"][1]["egress"] = json!([]);
-    world.apply_mesh(&mesh).await;
-    world.until_peers("notebooks", &[], SOON).await;
+    env.apply_mesh(&mesh).await;
+    env.until_peers("notebooks", &[], SOON).await;
     wait_until("the policy and the SandboxAccess to be gone", SOON, async || {
-        let left = policies(&world, "notebooks").await;
-        let accesses = gateways::get(&world, "mgmt", &["sandboxaccesses"]).await;
+        let left = policies(&env, "notebooks").await;
+        let accesses = gateways::get(&env, "mgmt", &["sandboxaccesses"]).await;
         if left.is_empty() && accesses["items"] == json!([]) {
             Ok(())
         } else {
@@ -187,7 +187,7 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
     hidden.extend(["100.64.1.24", "192.0.2.", "\"db\"", "mgmt\""].map(str::to_owned));
     hidden.extend([key(91, 0), key(91, 1)]);
     wait_until("the sandbox to hold nothing of it", SOON, async || {
-        let seen = everything(&world, "notebooks").await;
+        let seen = everything(&env, "notebooks").await;
         match hidden.iter().find(|word| seen.contains(&***word)) {
             None => Ok(()),
             Some(word) => Err(format!("{word} stands in the sandbox")),
@@ -195,39 +195,39 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
     })
     .await
     .unwrap();
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
 }
 
 // threat: grant-across-namespaces, unlisted-network
 #[tokio::test]
 async fn confined_mesh_gets_service_only_with_owners_consent() {
-    let world = World::start(&["mgmt", "notebooks"]).await;
-    world.node("mgmt", 1, 1).await;
-    world.node("notebooks", 2, 1).await;
-    service(&world, "mgmt", "team-x", "postgres", 5432, ("10.1.1.9", "mgmt-1")).await;
-    gateways::install(&world, "mgmt", 1).await;
+    let env = TestEnv::start(&["mgmt", "notebooks"]).await;
+    env.node("mgmt", 1, 1).await;
+    env.node("notebooks", 2, 1).await;
+    service(&env, "mgmt", "team-x", "postgres", 5432, ("10.1.1.9", "mgmt-1")).await;
+    gateways::install(&env, "mgmt", 1).await;
     let hub_networks = "--hub-network=10.1.0.0/16,100.64.1.0/24,198.51.1.0/24";
     let flag = format!("{NAMESPACE}=sandbox,100.64.2.0/24");
-    let _controller = world.controller_for(&flag, &[hub_networks]).await;
-    let mut mesh = world.mesh();
+    let _controller = env.controller_for(&flag, &[hub_networks]).await;
+    let mut mesh = env.mesh();
     let entry = &mut mesh["spec"]["clusters"][1];
     entry["isolationProfile"] = json!("sandbox");
     entry["allowedNetworks"] = json!(["128.0.0.0/8"]);
     entry["egress"] = json!([{
         "service": {"cluster": "mgmt", "namespace": "team-x", "name": "postgres"}, "as": {"namespace": "default", "name": "db"},
     }]);
-    world.apply_mesh(&mesh).await;
-    let message = world.until_condition("Ready", "False/NetworksNotAllowed", SOON).await;
+    env.apply_mesh(&mesh).await;
+    let message = env.until_condition("Ready", "False/NetworksNotAllowed", SOON).await;
     assert!(
         message.contains("\"notebooks\" has 128.0.0.0/8") && message.contains(&flag[..20]),
         "{message}"
     );
-    let accesses = async || gateways::get(&world, "mgmt", &["sandboxaccesses"]).await["items"].clone();
+    let accesses = async || gateways::get(&env, "mgmt", &["sandboxaccesses"]).await["items"].clone();
     assert_eq!(accesses().await, json!([]));
 
     mesh["spec"]["clusters"][1]["allowedNetworks"] = json!(["100.64.2.0/24"]);
-    world.apply_mesh(&mesh).await;
-    let message = world.until_condition("EgressResolved", "False/Unresolved", SOON).await;
+    env.apply_mesh(&mesh).await;
+    let message = env.until_condition("EgressResolved", "False/Unresolved", SOON).await;
     let remedy = format!("the annotation kilo-clustermesh.io/allowed-from: {NAMESPACE} on it");
     assert!(message.contains(&remedy), "{message}");
     let grants = async |want: usize| {
@@ -245,14 +245,14 @@ async fn confined_mesh_gets_service_only_with_owners_consent() {
 
     let annotate = async |change: &str| {
         let words = ["annotate", "--overwrite", "service", "postgres", "-n", "team-x", change];
-        world.hub().kubectl(words).await.unwrap();
+        env.hub().kubectl(words).await.unwrap();
     };
     annotate(&format!("kilo-clustermesh.io/allowed-from=other, {NAMESPACE}")).await;
-    world.until_condition("EgressResolved", "True/Resolved", SOON).await;
+    env.until_condition("EgressResolved", "True/Resolved", SOON).await;
     grants(2).await;
 
     // The owner of the Service revokes its consent; the mesh does not change.
     annotate("kilo-clustermesh.io/allowed-from-").await;
-    world.until_condition("EgressResolved", "False/Unresolved", SOON).await;
+    env.until_condition("EgressResolved", "False/Unresolved", SOON).await;
     grants(0).await;
 }

@@ -5,25 +5,24 @@ use super::*;
 
 #[tokio::test]
 async fn broken_tunnels_are_in_status_until_repaired() {
-    let world = World::start(&["mgmt", "tenant-a"]).await;
+    let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
     for n in [1, 2] {
-        world.node("mgmt", 1, n).await;
-        world.node("tenant-a", 2, n).await;
+        env.node("mgmt", 1, n).await;
+        env.node("tenant-a", 2, n).await;
     }
-    let _controller = world.controller().await;
-    world.apply_mesh(&world.mesh()).await;
-    world.until_condition("Degraded", "False/AllServed", SOON).await;
+    let _controller = env.controller().await;
+    env.apply_mesh(&env.mesh()).await;
+    env.until_condition("Degraded", "False/AllServed", SOON).await;
 
     // The annotation of the agents. Its last link belongs to no member, as a hostile node might write it.
-    let says = async |n: u8, links: serde_json::Value| {
+    let publish_links = async |n: u8, links: serde_json::Value| {
         let agent = json!({"version": env!("CARGO_PKG_VERSION"), "mode": "full", "mtu": 1420, "links": links});
         let node = format!("mgmt-{n}");
-        world
-            .annotate("mgmt", &node, names::NODE_AGENT, Some(&agent.to_string()))
+        env.annotate("mgmt", &node, names::NODE_AGENT, Some(&agent.to_string()))
             .await;
     };
     let links = async || -> Vec<(String, String, i64, i64)> {
-        let status = world.get_mesh().await.unwrap().status.unwrap();
+        let status = env.get_mesh().await.unwrap().status.unwrap();
         let links = status.broken_links.into_iter();
         links.map(|link| (link.from, link.to, link.up, link.total)).collect()
     };
@@ -44,43 +43,43 @@ async fn broken_tunnels_are_in_status_until_repaired() {
         .unwrap();
     };
     let tenant = format!("{NAMESPACE}/prod/tenant-a");
-    says(
+    publish_links(
         1,
         json!({&tenant: {"up": 1, "down": 1, "total": 2}, "other/prod/tenant-a": {"down": 1, "total": 1}}),
     )
     .await;
     until(&[("mgmt", "tenant-a", 1, 2)]).await;
-    let message = world.until_condition("Degraded", "True/TunnelsDown", SOON).await;
+    let message = env.until_condition("Degraded", "True/TunnelsDown", SOON).await;
     assert!(
         message.starts_with("1 of 2 tunnels from nodes of cluster \"mgmt\" to cluster \"tenant-a\" are down"),
         "{message}"
     );
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
     let lies = json!({&tenant: {"up": 4_000_000_000_u64, "down": 7, "total": 1}, format!("{NAMESPACE}/prod/nobody"): {"down": 9}});
-    says(2, lies).await;
+    publish_links(2, lies).await;
     until(&[("mgmt", "tenant-a", 1, 4)]).await;
 
     for n in [1, 2] {
-        says(n, json!({})).await;
+        publish_links(n, json!({})).await;
     }
     until(&[]).await;
-    world.until_condition("Degraded", "False/AllServed", SOON).await;
-    let events = world.hub().kubectl(EVENTS).await.unwrap().stdout;
-    let said: Vec<&str> = events.lines().filter(|line| line.starts_with("TunnelsDown")).collect();
-    assert_eq!(said.len(), 1, "{events}");
+    env.until_condition("Degraded", "False/AllServed", SOON).await;
+    let events = env.hub().kubectl(EVENTS).await.unwrap().stdout;
+    let published: Vec<&str> = events.lines().filter(|line| line.starts_with("TunnelsDown")).collect();
+    assert_eq!(published.len(), 1, "{events}");
 }
 
 // threat: datapath-bypassed
 #[tokio::test]
 async fn nodes_without_enforcement_are_named_until_enforced() {
-    let world = World::start(&["mgmt", "tenant-a"]).await;
+    let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
     for n in [1, 2] {
-        world.node("mgmt", 1, n).await;
-        world.node("tenant-a", 2, n).await;
+        env.node("mgmt", 1, n).await;
+        env.node("tenant-a", 2, n).await;
     }
-    let _controller = world.controller().await;
-    world.apply_mesh(&world.mesh()).await;
-    world.until_condition("PolicyEnforced", "True/Enforced", SOON).await;
+    let _controller = env.controller().await;
+    env.apply_mesh(&env.mesh()).await;
+    env.until_condition("PolicyEnforced", "True/Enforced", SOON).await;
 
     let agent = |bypassed: &str| {
         let version = env!("CARGO_PKG_VERSION");
@@ -90,15 +89,13 @@ async fn nodes_without_enforcement_are_named_until_enforced() {
     let text = format!("datapath-mode is netkit\n{}", "x".repeat(1000));
     for n in [1, 2] {
         let node = format!("tenant-a-{n}");
-        world
-            .annotate("tenant-a", &node, names::NODE_AGENT, Some(&agent(&text)))
+        env.annotate("tenant-a", &node, names::NODE_AGENT, Some(&agent(&text)))
             .await;
     }
     // kg serves this node without wg-agent, and kube-proxy on the other node translates packets after the agent's
     // rules.
-    world.annotate("mgmt", "mgmt-2", names::NODE_AGENT, None).await;
-    world
-        .annotate("mgmt", "mgmt-1", names::NODE_AGENT, Some(&agent(annotations::IPVS)))
+    env.annotate("mgmt", "mgmt-2", names::NODE_AGENT, None).await;
+    env.annotate("mgmt", "mgmt-1", names::NODE_AGENT, Some(&agent(annotations::IPVS)))
         .await;
     let want = format!(
         "on Nodes tenant-a-1, tenant-a-2 of cluster \"tenant-a\" the CNI forwards packets of pods without netfilter \
@@ -111,31 +108,28 @@ async fn nodes_without_enforcement_are_named_until_enforced() {
          all packets from its Peers: run wg-agent there with --mode=policy",
         "x".repeat(101)
     );
-    wait_until("all to be said", SOON, async || {
-        match world.condition("PolicyEnforced").await {
+    wait_until("all to be published", SOON, async || {
+        match env.condition("PolicyEnforced").await {
             Some((state, message)) if state == "False/DatapathBypassed" && message == want => Ok(()),
             other => Err(format!("{other:?}")),
         }
     })
     .await
     .unwrap();
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
 
     for n in [1, 2] {
         let node = format!("tenant-a-{n}");
-        world
-            .annotate("tenant-a", &node, names::NODE_AGENT, Some(&agent("")))
+        env.annotate("tenant-a", &node, names::NODE_AGENT, Some(&agent("")))
             .await;
     }
-    world
-        .annotate("mgmt", "mgmt-1", names::NODE_AGENT, Some(&agent("")))
+    env.annotate("mgmt", "mgmt-1", names::NODE_AGENT, Some(&agent("")))
         .await;
-    world.until_condition("PolicyEnforced", "False/NoAgent", SOON).await;
-    world
-        .annotate("mgmt", "mgmt-2", names::NODE_AGENT, Some(&agent("")))
+    env.until_condition("PolicyEnforced", "False/NoAgent", SOON).await;
+    env.annotate("mgmt", "mgmt-2", names::NODE_AGENT, Some(&agent("")))
         .await;
-    world.until_condition("PolicyEnforced", "True/Enforced", SOON).await;
-    let events = world.hub().kubectl(EVENTS).await.unwrap().stdout;
+    env.until_condition("PolicyEnforced", "True/Enforced", SOON).await;
+    let events = env.hub().kubectl(EVENTS).await.unwrap().stdout;
     for reason in ["DatapathBypassed", "NoAgent"] {
         assert!(
             events.lines().any(|line| line.starts_with(reason)),
@@ -148,27 +142,29 @@ async fn nodes_without_enforcement_are_named_until_enforced() {
 // threat: anchored-range-claimed
 #[tokio::test]
 async fn anchored_network_survives_restart_and_node_claims() {
-    let world = World::start(&["mgmt", "tenant-a"]).await;
-    world.node("mgmt", 1, 1).await;
+    let env = TestEnv::start(&["mgmt", "tenant-a"]).await;
+    env.node("mgmt", 1, 1).await;
     for n in [1, 2] {
-        world.node("tenant-a", 2, n).await;
+        env.node("tenant-a", 2, n).await;
     }
-    let mut mesh = world.mesh();
+    let mut mesh = env.mesh();
     let networks = &mut mesh["spec"]["clusters"][1]["allowedNetworks"];
     networks.as_array_mut().unwrap().push(json!("10.97.0.0/16"));
-    let mut controller = world.controller().await;
-    world.apply_mesh(&mesh).await;
-    world.until_condition("Ready", "True/Meshed", SOON).await;
+    let mut controller = env.controller().await;
+    env.apply_mesh(&mesh).await;
+    env.until_condition("Ready", "True/Meshed", SOON).await;
     let anchored = async || {
-        let rows = world.get_mesh().await.unwrap().status.unwrap().clusters;
+        let rows = env.get_mesh().await.unwrap().status.unwrap().clusters;
         serde_json::to_value(&rows[1].anchored).unwrap()
     };
-    let carriers = async || -> Vec<String> {
-        let peers = world.peers("mgmt").await.into_iter();
-        let carrying = peers.filter(|(_, peer)| peer.spec.allowed_ips.iter().any(|net| net == "10.97.0.0/16"));
-        carrying.map(|(name, _)| name.replace("prod--tenant-a--", "")).collect()
+    let anchors = async || -> Vec<String> {
+        let peers = env.peers("mgmt").await.into_iter();
+        let with_network = peers.filter(|(_, peer)| peer.spec.allowed_ips.iter().any(|net| net == "10.97.0.0/16"));
+        with_network
+            .map(|(name, _)| name.replace("prod--tenant-a--", ""))
+            .collect()
     };
-    let first = carriers().await;
+    let first = anchors().await;
     assert_eq!(first.len(), 1);
     assert_eq!(anchored().await, json!([{"network": "10.97.0.0/16", "nodes": first}]));
 
@@ -178,34 +174,33 @@ async fn anchored_network_survives_restart_and_node_claims() {
         "{}",
         controller.log()
     );
-    let before = writes::audit(&world);
-    let _controller = world.controller().await;
+    let before = writes::audit(&env);
+    let _controller = env.controller().await;
     wait_until("the members to be read after the restart", SOON, async || {
-        let state = world.ask("/debug/state").await;
+        let state = env.ask("/debug/state").await;
         let fresh = state.matches("\"observation\": \"Fresh\"").count();
         if fresh == 2 { Ok(()) } else { Err(state) }
     })
     .await
     .unwrap();
-    writes::until_passes(&world, 3).await;
-    assert_eq!(writes::audit(&world), before);
+    writes::until_passes(&env, 3).await;
+    assert_eq!(writes::audit(&env), before);
 
     // A Node claims a part of the network while its anchor is deleted. The Node is skipped, and the other node becomes
     // the anchor.
-    world.node("tenant-a", 97, 9).await;
-    world
-        .annotate(
-            "tenant-a",
-            "tenant-a-9",
-            names::KILO_WIREGUARD_IP,
-            Some("100.64.2.9/24"),
-        )
-        .await;
-    world.remove_node("tenant-a", &first[0]).await;
+    env.node("tenant-a", 97, 9).await;
+    env.annotate(
+        "tenant-a",
+        "tenant-a-9",
+        names::KILO_WIREGUARD_IP,
+        Some("100.64.2.9/24"),
+    )
+    .await;
+    env.remove_node("tenant-a", &first[0]).await;
     let other = ["tenant-a-1", "tenant-a-2"].into_iter().find(|name| *name != first[0]);
     let want = json!([{"network": "10.97.0.0/16", "nodes": [other]}]);
     wait_until("the other node to carry it", SOON, async || {
-        let rows = world.get_mesh().await.unwrap().status.unwrap().clusters;
+        let rows = env.get_mesh().await.unwrap().status.unwrap().clusters;
         let skipped = rows[1].skipped.first();
         let refused = skipped.is_some_and(|skipped| skipped.reason == "NodePodCIDROutOfRange");
         let anchored = anchored().await;
@@ -217,11 +212,11 @@ async fn anchored_network_survives_restart_and_node_claims() {
     })
     .await
     .unwrap();
-    let rows = world.get_mesh().await.unwrap().status.unwrap().clusters;
+    let rows = env.get_mesh().await.unwrap().status.unwrap().clusters;
     let message = &rows[1].skipped[0].message;
     assert!(
         message.contains("overlaps 10.97.0.0/16") && message.contains("anchoredNetworks"),
         "{message}"
     );
-    assert_eq!(carriers().await, [other.unwrap()]);
+    assert_eq!(anchors().await, [other.unwrap()]);
 }

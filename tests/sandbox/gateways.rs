@@ -9,7 +9,7 @@ use clustermesh_lab::{GATEWAYS, INFRASTRUCTURE, MESH, Web, wait_until};
 use serde_json::Value;
 
 use super::{
-    SANDBOX, World,
+    SANDBOX, TestEnv,
     mesh::{PATIENCE, json},
 };
 
@@ -27,7 +27,7 @@ pub(super) fn access_name() -> String {
     format!("{MESH}--{SANDBOX}")
 }
 
-impl World<'_> {
+impl TestEnv<'_> {
     /// The gateways whose pods run.
     pub(super) async fn gateways(&self) -> Vec<Gateway> {
         let pods = self

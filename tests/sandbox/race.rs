@@ -14,7 +14,7 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-use super::{SANDBOX, World, mesh::PATIENCE, upheavals::Scene};
+use super::{SANDBOX, TestEnv, mesh::PATIENCE, upheavals::Scene};
 
 /// Another Service for the same pods with two more ports: UDP echo servers, which are probed every 10 ms.
 const ASIDE: &str = "
@@ -35,20 +35,20 @@ const SILENCE: Duration = Duration::from_millis(500);
 /// Number of changes. Each follows the one before as fast as the API server accepts it.
 const CHANGES: usize = 24;
 /// After this change the test waits until the echo server that is granted in some sets answers.
-const CARRIED_OUT: usize = 7;
+const AWAITED_CHANGE: usize = 7;
 
 /// Restores the grants at the end.
 // threat: grant-race
-pub(super) async fn fast_changes_of_grants_open_nothing_more(world: &World<'_>, scene: &Scene<'_>) {
+pub(super) async fn fast_changes_of_grants_open_nothing_more(env: &TestEnv<'_>, scene: &Scene<'_>) {
     let started = Instant::now();
-    world.hub.apply(ASIDE).await.unwrap();
-    let probe = world.lab.prober().unwrap();
+    env.hub.apply(ASIDE).await.unwrap();
+    let probe = env.lab.prober().unwrap();
     let mut servers = Vec::new();
     // Every pod needs the servers, because a gateway picks any endpoint of a Service.
-    for web in world.hub.webs().await.unwrap() {
+    for web in env.hub.webs().await.unwrap() {
         for port in [AT_TIMES, NEVER] {
             let words = [&*probe, "udp-echo", &format!(":{port}")];
-            let node = world.lab.node(&web.node);
+            let node = env.lab.node(&web.node);
             let mut server = node.pod_spawn(&format!("aside-{port}"), web.ip, words).unwrap();
             server.says("echoing on", PATIENCE).await.unwrap();
             servers.push(server);
@@ -57,7 +57,7 @@ pub(super) async fn fast_changes_of_grants_open_nothing_more(world: &World<'_>, 
 
     let kind = GroupVersionKind::gvk("kilo.squat.ai", "v1alpha1", "ClusterMesh");
     let resource = ApiResource::from_gvk_with_plural(&kind, "clustermeshes");
-    let meshes: Api<DynamicObject> = Api::namespaced_with(world.hub.client().await.unwrap(), NAMESPACE, &resource);
+    let meshes: Api<DynamicObject> = Api::namespaced_with(env.hub.client().await.unwrap(), NAMESPACE, &resource);
     let entry = {
         let mesh = meshes.get(MESH).await.unwrap();
         let entries = mesh.data["spec"]["clusters"].as_array().cloned().unwrap();
@@ -76,11 +76,11 @@ pub(super) async fn fast_changes_of_grants_open_nothing_more(world: &World<'_>, 
     ]))
     .await;
     let gateway = scene.granted.first().unwrap().ip();
-    let askers = world.askers();
+    let askers = env.askers();
     let mut echoes = Vec::new();
     for name in ["at-times", "never"] {
-        let socket = SocketAddr::new(gateway, gateway_port(world, name).await);
-        echoes.push(askers.each_ref().map(|from| world.lab.watch_udp(from, socket).unwrap()));
+        let socket = SocketAddr::new(gateway, gateway_port(env, name).await);
+        echoes.push(askers.each_ref().map(|from| env.lab.watch_udp(from, socket).unwrap()));
     }
     let [at_times, never] = <[_; 2]>::try_from(echoes).unwrap();
     for echo in at_times.iter().chain(&never) {
@@ -92,11 +92,11 @@ pub(super) async fn fast_changes_of_grants_open_nothing_more(world: &World<'_>, 
     }
     let seen = |echoes: &[Echo; 2]| echoes.each_ref().map(|echo| echo.answers().len());
     let before_the_race = [&at_times, &never].map(seen);
-    let before = revision(world).await;
+    let before = revision(env).await;
     let racing = Instant::now();
     for (number, grants) in (1..=CHANGES).zip(sets.iter().cycle()) {
         give(grants).await;
-        if number == CARRIED_OUT {
+        if number == AWAITED_CHANGE {
             let given = now();
             for echo in &at_times {
                 echo.answered_after(given).await.unwrap();
@@ -106,14 +106,14 @@ pub(super) async fn fast_changes_of_grants_open_nothing_more(world: &World<'_>, 
     give(&sets[0]).await;
     let raced = racing.elapsed();
     scene
-        .settled("after grants that changed faster than they were carried out")
+        .wait_until_settled("after grants that changed faster than they were carried out")
         .await;
     for echo in &at_times {
         echo.silent_for(SILENCE).await.unwrap();
     }
     assert_eq!(seen(&never), before_the_race[1], "none of these grants names it");
     assert_ne!(
-        revision(world).await,
+        revision(env).await,
         before,
         "no change of the grants ever reached the target"
     );
@@ -154,9 +154,9 @@ fn sets_of_grants() -> [Value; 4] {
 }
 
 /// The gateway port of this port of the Service, as soon as it is granted. It stays the same when it is granted again.
-async fn gateway_port(world: &World<'_>, name: &str) -> u16 {
+async fn gateway_port(env: &TestEnv<'_>, name: &str) -> u16 {
     wait_until(format!("the port {name} to be granted"), PATIENCE, async || {
-        let access = world.access().await;
+        let access = env.access().await;
         let mut grants = access["spec"]["grants"].as_array().into_iter().flatten();
         let found = grants.find(|grant| grant["port"] == name);
         let port = found.and_then(|grant| u16::try_from(grant["gatewayPort"].as_u64()?).ok());
@@ -167,8 +167,8 @@ async fn gateway_port(world: &World<'_>, name: &str) -> u16 {
 }
 
 /// The resourceVersion of the SandboxAccess.
-async fn revision(world: &World<'_>) -> String {
-    let access = world.access().await;
+async fn revision(env: &TestEnv<'_>) -> String {
+    let access = env.access().await;
     access["metadata"]["resourceVersion"].as_str().unwrap().to_owned()
 }
 

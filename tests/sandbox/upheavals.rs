@@ -11,7 +11,7 @@ use nix::{
 use serde_json::json;
 
 use super::{
-    World,
+    TestEnv,
     gateways::{Gateway, access_name},
     mesh::{PATIENCE, json as get},
 };
@@ -23,7 +23,7 @@ const WIDENED: [u16; 2] = [20_443, 20_053];
 
 /// The disturbed gateway, and the running scans.
 pub(super) struct Scene<'a> {
-    world: &'a World<'a>,
+    env: &'a TestEnv<'a>,
     gateway: Gateway,
     node: Node<'a>,
     /// Its granted sockets.
@@ -35,49 +35,49 @@ pub(super) struct Scene<'a> {
 /// Returns the scene after the last step.
 // threat: gateway-ungranted
 pub(super) async fn disturbed_gateway_opens_nothing_more<'a>(
-    world: &'a World<'a>,
+    env: &'a TestEnv<'a>,
     attacker: &Attacker<'_>,
 ) -> Scene<'a> {
     let peer = attacker.peers.last().unwrap();
-    let scene = Scene::new(world, world.gateway_of(peer).await).await;
-    scene.settled("at the start").await;
+    let scene = Scene::new(env, env.gateway_of(peer).await).await;
+    scene.wait_until_settled("at the start").await;
 
     scene.kill_container().await;
-    scene.settled("after SIGKILL of the gateway").await;
+    scene.wait_until_settled("after SIGKILL of the gateway").await;
     let nft = ["nft", "flush", "table", "inet", "clustermesh"];
     let flushed = scene.node.pod_exec(scene.gateway.pod.ip, nft).await.unwrap();
     assert!(flushed.status.success(), "{flushed:?}");
-    scene.settled("after nft flush table").await;
+    scene.wait_until_settled("after nft flush table").await;
     drop(scene);
-    deleted_table_opens_nothing(Scene::new(world, world.gateway_of(peer).await).await).await;
-    let scene = Scene::new(world, world.gateway_of(peer).await).await;
+    deleted_table_opens_nothing(Scene::new(env, env.gateway_of(peer).await).await).await;
+    let scene = Scene::new(env, env.gateway_of(peer).await).await;
 
     let delete = ["-n", GATEWAYS, "delete", "pod", &scene.gateway.pod.name];
-    world.hub.kubectl(delete).await.unwrap();
-    scene.follow(attacker, peer).await;
-    scene.settled("after the gateway's pod was deleted").await;
+    env.hub.kubectl(delete).await.unwrap();
+    scene.update_key(attacker, peer).await;
+    scene.wait_until_settled("after the gateway's pod was deleted").await;
 
     widened_access_opens_nothing_without_controller(&scene, attacker).await;
 
-    world.hub.kill_api().unwrap();
+    env.hub.kill_api().unwrap();
     scene.kill_container().await;
-    scene.round().await;
-    world.hub.start_api().await.unwrap();
+    scene.scan_once_more().await;
+    env.hub.start_api().await.unwrap();
     scene
-        .settled("after a start of the gateway while its API server was away")
+        .wait_until_settled("after a start of the gateway while its API server was away")
         .await;
 
     scene.node.power_cut().await.unwrap();
     scene.node.power_on().await.unwrap();
-    world.hub.rollout("default", "deployment/web").await.unwrap();
-    scene.follow(attacker, peer).await;
+    env.hub.rollout("default", "deployment/web").await.unwrap();
+    scene.update_key(attacker, peer).await;
     scene.assert_only_granted_opened();
     // Pods of that node have new addresses.
-    let addresses = world.all_sockets().await.keys().map(SocketAddr::ip).collect();
+    let addresses = env.all_sockets().await.keys().map(SocketAddr::ip).collect();
     let left = attacker.leads_through(peer, &addresses).await.unwrap();
     assert_eq!(left, BTreeSet::new());
-    let scene = Scene::new(world, world.gateway_of(peer).await).await;
-    scene.settled("after the node was started anew").await;
+    let scene = Scene::new(env, env.gateway_of(peer).await).await;
+    scene.wait_until_settled("after the node was started anew").await;
     scene
 }
 
@@ -101,22 +101,22 @@ async fn deleted_table_opens_nothing(scene: Scene<'_>) {
         .unwrap();
     }
     scene
-        .settled(&format!("after nft delete table, {TIMES} times over"))
+        .wait_until_settled(&format!("after nft delete table, {TIMES} times over"))
         .await;
 
     // A stopped gateway cannot restore its table, so packets meet the state without it.
     scene.signal(Signal::SIGSTOP);
     let deleted = delete().await;
     assert!(deleted.status.success(), "{deleted:?}");
-    scene.round().await;
+    scene.scan_once_more().await;
     scene.signal(Signal::SIGCONT);
     scene
-        .settled("after nft delete table beside a gateway that stood still")
+        .wait_until_settled("after nft delete table beside a gateway that stood still")
         .await;
 }
 
 async fn widened_access_opens_nothing_without_controller(scene: &Scene<'_>, attacker: &Attacker<'_>) {
-    let hub = &scene.world.hub;
+    let hub = &scene.env.hub;
     let scale =
         |replicas: &str| ["-n", NAMESPACE, "scale", "deployment/clustermesh-controller", replicas].map(str::to_owned);
     hub.kubectl(scale("--replicas=0")).await.unwrap();
@@ -132,7 +132,7 @@ async fn widened_access_opens_nothing_without_controller(scene: &Scene<'_>, atta
     ];
     hub.kubectl(gone).await.unwrap();
     // Add grants for the API server, and for a Service in a namespace that gateways may not read.
-    let access = scene.world.access().await;
+    let access = scene.env.access().await;
     let mut grants = access["spec"]["grants"].as_array().unwrap().clone();
     let services = [
         ("default", "kubernetes", "https"),
@@ -159,7 +159,7 @@ async fn widened_access_opens_nothing_without_controller(scene: &Scene<'_>, atta
     })
     .await
     .unwrap();
-    let generation = scene.world.access().await["metadata"]["generation"].clone();
+    let generation = scene.env.access().await["metadata"]["generation"].clone();
     wait_until("the gateway to refuse the other Services", PATIENCE, async || {
         let gateway = get(hub, &["-n", GATEWAYS, "get", "sandboxgateway", &scene.gateway.pod.name]).await;
         let status = &gateway["status"];
@@ -172,12 +172,12 @@ async fn widened_access_opens_nothing_without_controller(scene: &Scene<'_>, atta
     })
     .await
     .unwrap();
-    scene.round().await;
+    scene.scan_once_more().await;
     hub.kubectl(["delete", "sandboxaccess", &name]).await.unwrap();
-    for from in scene.world.askers() {
-        scene.world.lab.until_closed(&from, &scene.granted).await.unwrap();
+    for from in scene.env.askers() {
+        scene.env.lab.until_closed(&from, &scene.granted).await.unwrap();
     }
-    scene.round().await;
+    scene.scan_once_more().await;
     // The next controller reads at once. The steps that follow revoke all grants and restore them.
     attacker.grant_read_access().await.unwrap();
     hub.kubectl(scale("--replicas=1")).await.unwrap();
@@ -185,24 +185,24 @@ async fn widened_access_opens_nothing_without_controller(scene: &Scene<'_>, atta
         .await
         .unwrap();
     scene
-        .settled("after a SandboxAccess that was widened and deleted by hand, without a controller")
+        .wait_until_settled("after a SandboxAccess that was widened and deleted by hand, without a controller")
         .await;
 }
 
 impl<'a> Scene<'a> {
     /// Scans from the sandbox's pod and from its node.
-    async fn new(world: &'a World<'a>, gateway: Gateway) -> Self {
-        let mut all = world.all_sockets().await;
+    async fn new(env: &'a TestEnv<'a>, gateway: Gateway) -> Self {
+        let mut all = env.all_sockets().await;
         all.extend(WIDENED.map(|port| (SocketAddr::new(gateway.address, port), "widened".to_owned())));
         println!("{} sockets, without a pause", all.len());
-        let watch = |from| world.lab.scan_on(&from, all.keys().copied()).unwrap();
-        let granted = world.granted().await.into_iter();
+        let watch = |from| env.lab.scan_on(&from, all.keys().copied()).unwrap();
+        let granted = env.granted().await.into_iter();
         Self {
-            world,
-            node: world.lab.node(&gateway.pod.node),
+            env,
+            node: env.lab.node(&gateway.pod.node),
             granted: granted.filter(|socket| socket.ip() == gateway.address).collect(),
             all: all.keys().copied().collect(),
-            watches: world.askers().map(watch).into(),
+            watches: env.askers().map(watch).into(),
             gateway,
         }
     }
@@ -238,11 +238,11 @@ impl<'a> Scene<'a> {
 
     /// Writes the key of a new gateway pod into the sandbox's Peer, as its administrator would: the controller may not
     /// write there.
-    async fn follow(&self, attacker: &Attacker<'_>, peer: &str) {
+    async fn update_key(&self, attacker: &Attacker<'_>, peer: &str) {
         let name = &self.gateway.pod.name;
-        let old = get(&self.world.sandbox, &["get", "peer", peer]).await["spec"]["publicKey"].clone();
+        let old = get(&self.env.sandbox, &["get", "peer", peer]).await["spec"]["publicKey"].clone();
         let key = wait_until("the gateway's new key", PATIENCE, async || {
-            let object = get(&self.world.hub, &["-n", GATEWAYS, "get", "sandboxgateway", name]).await;
+            let object = get(&self.env.hub, &["-n", GATEWAYS, "get", "sandboxgateway", name]).await;
             match object["status"]["publicKey"].as_str() {
                 Some(key) if old != key => Ok(key.to_owned()),
                 other => Err(format!("{other:?}")),
@@ -254,7 +254,7 @@ impl<'a> Scene<'a> {
     }
 
     /// Waits until every socket has been scanned once more.
-    pub(super) async fn round(&self) {
+    pub(super) async fn scan_once_more(&self) {
         for watch in &self.watches {
             watch.another_round().await.unwrap();
         }
@@ -272,18 +272,18 @@ impl<'a> Scene<'a> {
     /// Checks with new scans that no socket at all is open, not even one that was granted before. The running scans may
     /// have seen it open while it was granted.
     pub(super) async fn assert_nothing_answers(&self, when: &str) {
-        let found = self.world.found(self.all.iter().copied()).await;
+        let found = self.env.scan_from_sandbox(self.all.iter().copied()).await;
         assert_eq!(found, [BTreeSet::new(), BTreeSet::new()], "{when}");
         println!("{when}: none of {} sockets answers", self.all.len());
     }
 
     /// Waits until everything granted answers again, and checks that nothing else has answered meanwhile.
-    pub(super) async fn settled(&self, when: &str) {
-        for from in self.world.askers() {
-            let open = self.world.lab.until_open(&from, &self.granted).await;
+    pub(super) async fn wait_until_settled(&self, when: &str) {
+        for from in self.env.askers() {
+            let open = self.env.lab.until_open(&from, &self.granted).await;
             open.unwrap_or_else(|error| panic!("{when}: {error}"));
         }
-        self.round().await;
+        self.scan_once_more().await;
         println!("{when}: {:?} and nothing else answered", self.watches[0].opened());
     }
 }

@@ -12,41 +12,41 @@ use clustermesh_lab::Cluster;
 use kube::config::Kubeconfig;
 use serde_json::Value;
 
-use super::{GRANT, SANDBOX, World, mesh::HUB};
+use super::{GRANT, SANDBOX, TestEnv, mesh::HUB};
 
 /// The nftables table that takes the place of NetworkPolicies here.
 const POLICIES: &str = "inet networkpolicies";
 
 // threat: open-underlay
-pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(world: &World<'_>) {
+pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &TestEnv<'_>) {
     let started = Instant::now();
-    let kubeconfig = kubeconfig(world);
-    close_the_underlay(world).await;
+    let kubeconfig = kubeconfig(env);
+    close_the_underlay(env).await;
     let report = verify(&kubeconfig, &[]).await;
     println!("verify, all of it: {:.1} s", started.elapsed().as_secs_f64());
     assert_eq!(report["exitCode"], 0, "{report:#}");
-    let open = world.granted().await;
+    let open = env.granted().await;
     let granted: BTreeSet<String> = open.iter().map(ToString::to_string).collect();
-    let mirror = world.sandbox.cluster_ip("default", "hub-web").await.unwrap();
+    let mirror = env.sandbox.cluster_ip("default", "hub-web").await.unwrap();
     let named: BTreeSet<String> = granted.iter().cloned().chain([format!("{mirror}:80")]).collect();
     for kind in ["node", "pod"] {
         assert_eq!(sockets(&report, kind, HUB, "open", "tunnel"), named, "from a {kind}");
         assert_eq!(sockets(&report, kind, super::MEMBER, "open", "tunnel"), BTreeSet::new());
     }
 
-    explain_names_unreachable_member_and_continues(world, &kubeconfig).await;
+    explain_names_unreachable_member_and_continues(env, &kubeconfig).await;
 
     // A paused mesh writes nothing, so the revoked grant stays open.
-    let taken_back = world.product.mesh_with(&[SANDBOX], &[]);
+    let taken_back = env.product.mesh_with(&[SANDBOX], &[]);
     let paused = taken_back.replacen("spec:\n", "spec:\n  paused: true\n", 1);
-    world.hub.apply(&paused).await.unwrap();
-    node(world)
+    env.hub.apply(&paused).await.unwrap();
+    node(env)
         .exec(["nft", "delete", "table", "inet", "networkpolicies"])
         .await
         .unwrap();
     let report = verify(&kubeconfig, &[SANDBOX]).await;
     assert_eq!(report["exitCode"], 1, "{report:#}");
-    let api = SocketAddr::new(IpAddr::V4(world.hub.plan().api_address()), 6443).to_string();
+    let api = SocketAddr::new(IpAddr::V4(env.hub.plan().api_address()), 6443).to_string();
     for kind in ["node", "pod"] {
         assert_eq!(
             sockets(&report, kind, HUB, "violations", "tunnel"),
@@ -57,7 +57,7 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(world: &W
         assert!(beside.contains(&api), "from a {kind}: {api} is not in {beside:?}");
     }
 
-    for cluster in [&world.hub, &world.member, &world.sandbox] {
+    for cluster in [&env.hub, &env.member, &env.sandbox] {
         let left = [
             "get",
             "jobs,pods",
@@ -73,12 +73,12 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(world: &W
             "what verify made is left"
         );
     }
-    let as_before = world.product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
+    let as_before = env.product.mesh_with(&[SANDBOX], &[(SANDBOX, GRANT)]);
     let unpaused = as_before.replacen("spec:\n", "spec:\n  paused: false\n", 1);
-    world.product.mesh_up(&unpaused).await.unwrap();
+    env.product.mesh_up(&unpaused).await.unwrap();
     // If a grant was written after all, its change needs a new handshake.
-    for from in world.askers() {
-        world.lab.until_open(&from, &open).await.unwrap();
+    for from in env.askers() {
+        env.lab.until_open(&from, &open).await.unwrap();
     }
     println!("verify, twice: {:.1} s", started.elapsed().as_secs_f64());
 }
@@ -86,9 +86,9 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(world: &W
 /// Drops new TCP connections from the sandbox's node and pods to other clusters over the underlay, as NetworkPolicies
 /// of the surrounding cluster do. Replies pass, because its own API server connects to the kubelet from an address that
 /// other clusters' API servers have, too.
-async fn close_the_underlay(world: &World<'_>) {
+async fn close_the_underlay(env: &TestEnv<'_>) {
     let mut others = BTreeSet::new();
-    for cluster in [&world.hub, &world.member] {
+    for cluster in [&env.hub, &env.member] {
         let sockets = cluster.sockets().await.unwrap();
         others.extend(sockets.keys().map(|socket| socket.ip().to_string()));
     }
@@ -99,15 +99,15 @@ async fn close_the_underlay(world: &World<'_>) {
          oifname \"eth0\" tcp flags & (syn | ack) == syn ip daddr {{ {} }} drop\n }}\n}}\n",
         others.join(", ")
     );
-    node(world).feed(["nft", "-f", "-"], &table).await.unwrap();
+    node(env).feed(["nft", "-f", "-"], &table).await.unwrap();
 }
 
-fn node<'a>(world: &World<'a>) -> clustermesh_lab::Node<'a> {
-    world.lab.node(&world.sandbox_webs[0].node)
+fn node<'a>(env: &TestEnv<'a>) -> clustermesh_lab::Node<'a> {
+    env.lab.node(&env.sandbox_webs[0].node)
 }
 
 /// A kubeconfig with one context for each cluster, named as in the mesh.
-fn kubeconfig(world: &World<'_>) -> std::path::PathBuf {
+fn kubeconfig(env: &TestEnv<'_>) -> std::path::PathBuf {
     let mut all = Kubeconfig::default();
     let own = |cluster: &Cluster<'_>| {
         let name = cluster.plan().name.clone();
@@ -120,18 +120,18 @@ fn kubeconfig(world: &World<'_>) -> std::path::PathBuf {
         context.user = Some(name);
         own
     };
-    for cluster in [&world.hub, &world.member, &world.sandbox] {
+    for cluster in [&env.hub, &env.member, &env.sandbox] {
         all = all.merge(own(cluster)).unwrap();
     }
-    let file = world.lab.directory().join("operator.kubeconfig");
+    let file = env.lab.directory().join("operator.kubeconfig");
     std::fs::write(&file, serde_json::to_string(&all).unwrap()).unwrap();
     file
 }
 
-async fn explain_names_unreachable_member_and_continues(world: &World<'_>, kubeconfig: &std::path::Path) {
-    let from = format!("{SANDBOX}/{}", world.sandbox_webs[0].node);
+async fn explain_names_unreachable_member_and_continues(env: &TestEnv<'_>, kubeconfig: &std::path::Path) {
+    let from = format!("{SANDBOX}/{}", env.sandbox_webs[0].node);
     let mut words = vec!["clustermeshctl".to_owned(), "explain".to_owned(), from];
-    words.push(world.granted().await.first().unwrap().to_string());
+    words.push(env.granted().await.first().unwrap().to_string());
     words.push(format!("--kubeconfig={}", kubeconfig.display()));
     let flags = [
         "--context=mgmt",
@@ -166,8 +166,8 @@ async fn verify(kubeconfig: &std::path::Path, from: &[&str]) -> Value {
     let (code, out, err) = clustermeshctl(words).await;
     println!("{err}");
     let report: Value = serde_json::from_str(&out).unwrap_or_else(|_| panic!("{out}{err}"));
-    let said = u8::try_from(report["exitCode"].as_u64().unwrap()).unwrap();
-    assert_eq!(format!("{code:?}"), format!("{:?}", ExitCode::from(said)));
+    let reported = u8::try_from(report["exitCode"].as_u64().unwrap()).unwrap();
+    assert_eq!(format!("{code:?}"), format!("{:?}", ExitCode::from(reported)));
     report
 }
 
