@@ -53,7 +53,7 @@ async fn annotated_ipv6_endpoints_carry_the_tunnel(mesh: &Mesh<'_>) {
     mesh.product.mesh_up(&mesh.product.mesh(&[])).await.unwrap();
     for cluster in [&mesh.hub, &mesh.member] {
         for node in cluster.nodes() {
-            wait_until(format!("{} to talk over IPv6", node.name()), PATIENCE, async || {
+            wait_until(format!("{} to use IPv6 endpoints", node.name()), PATIENCE, async || {
                 let words = ["wg", "show", "kilo0", "endpoints"];
                 let shown = node.exec(words).await.map_err(|error| error.to_string())?.stdout;
                 match shown.lines().all(|line| line.contains("\t[")) && shown.lines().count() == 2 {

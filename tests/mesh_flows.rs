@@ -397,7 +397,7 @@ async fn dead_agent_closes_tunnel_and_leaks_nothing(mesh: &Mesh<'_>) {
         let preference = rule["priority"].to_string();
         node.exec(["ip", "rule", "del", "pref", &preference]).await.unwrap();
     }
-    all_are_closed("rules gone too").await;
+    all_are_closed("rules deleted too").await;
     node.signal("kubelet", Signal::SIGCONT).unwrap();
     let continued = Instant::now();
     let answer = mesh.wait_for_answer(&pod(far), &url(dead.ip, 8080)).await;

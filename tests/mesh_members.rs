@@ -62,14 +62,18 @@ async fn members_mesh_without_objects_in_the_hub() {
     let delete = ["-n", NAMESPACE, "delete", "clustermesh", "prod", "--timeout=60s"];
     env.hub().kubectl(delete).await.unwrap();
     for cluster in ["tenant-a", "tenant-b"] {
-        wait_until(format!("{cluster} to hold nothing"), PATIENCE, async || {
-            let left = objects(&env, cluster).await;
-            if left.is_empty() {
-                Ok(())
-            } else {
-                Err(format!("{left:?}"))
-            }
-        })
+        wait_until(
+            format!("{cluster} to have no Peers and PeerPolicies"),
+            PATIENCE,
+            async || {
+                let left = objects(&env, cluster).await;
+                if left.is_empty() {
+                    Ok(())
+                } else {
+                    Err(format!("{left:?}"))
+                }
+            },
+        )
         .await
         .unwrap();
     }

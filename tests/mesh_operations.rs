@@ -129,8 +129,11 @@ async fn flow_survives_changes_of_other_nodes_and_agents(mesh: &Mesh<'_>) {
     })
     .await
     .unwrap();
-    println!("its Peers gone {:.2} s after its Node", deleted.elapsed().as_secs_f64());
-    wait_until("the broken link to be gone", PATIENCE, async || {
+    println!(
+        "its Peers deleted {:.2} s after its Node",
+        deleted.elapsed().as_secs_f64()
+    );
+    wait_until("no broken link in the status", PATIENCE, async || {
         let links = broken_links(mesh).await;
         match condition(&mesh.hub, "Degraded").await {
             (status, reason, _) if links.is_empty() && status == "False" && reason == "AllServed" => Ok(()),
@@ -259,7 +262,7 @@ async fn deleted_mesh_removes_all_objects_and_routes(mesh: &Mesh<'_>) {
     let start = Instant::now();
     let delete = ["-n", NAMESPACE, "delete", "clustermesh", MESH, "--timeout=60s"];
     mesh.hub.kubectl(delete).await.unwrap();
-    println!("the finalizer let go after {:.2} s", start.elapsed().as_secs_f64());
+    println!("the finalizer was removed after {:.2} s", start.elapsed().as_secs_f64());
     let nothing: BTreeMap<String, String> = BTreeMap::new();
     for cluster in [&mesh.hub, &mesh.member] {
         for kind in ["peers", "peerpolicies"] {
@@ -279,7 +282,7 @@ async fn deleted_mesh_removes_all_objects_and_routes(mesh: &Mesh<'_>) {
     assert_eq!(versions(&mesh.hub, "clustermeshes").await, nothing);
     for node in ["mgmt-1", "mgmt-2", "tenant-a-1", "tenant-a-2"].map(|name| mesh.lab.node(name)) {
         wait_until(
-            format!("the agent of {} to hold nothing", node.name()),
+            format!("the agent of {} to have no peers and routes", node.name()),
             PATIENCE,
             async || {
                 let run = async |words: &[&str]| {
@@ -329,7 +332,7 @@ async fn cleanup_restores_original_node_state(mesh: &Mesh<'_>, before: &BTreeMap
         cluster.kubectl(words).await.unwrap();
         let done = "nothing of wg-agent is left on this node but its key";
         wait_until(
-            format!("every agent of {} to say so", cluster.plan().name),
+            format!("every agent of {} to log the end of cleanup", cluster.plan().name),
             PATIENCE,
             async || {
                 let selector = "app.kubernetes.io/name=wg-agent";

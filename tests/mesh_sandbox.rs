@@ -360,6 +360,6 @@ async fn revoked_grant_and_deleted_mesh_close_everything(env: &TestEnv<'_>, scen
     closed("the mesh deleted", called).await;
     env.wait_for_no_access().await;
     // Also after every object of the mesh is gone.
-    scene.assert_nothing_answers("the mesh gone").await;
+    scene.assert_nothing_answers("no object of the mesh left").await;
     scene.scan_once_more().await;
 }

@@ -341,7 +341,7 @@ impl Flows<'_> {
         .await
         .unwrap();
         let took = last().saturating_sub(called);
-        assert!(took < BOUND, "{what}: last answer {took} ms after it was asked for");
+        assert!(took < BOUND, "{what}: last answer {took} ms after the change");
         for path in &closed_paths {
             if let Some((_, end @ None)) = self.flows.get_mut(path).unwrap().windows.last_mut() {
                 *end = Some(closed);

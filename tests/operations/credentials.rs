@@ -104,13 +104,17 @@ pub(super) async fn frozen_member_api_server_changes_only_a_condition(mesh: &Mes
     let written = written_versions(mesh).await;
     mesh.member.freeze_api().unwrap();
     let frozen = Instant::now();
-    let reason = wait_until("Ready to say that the member does not answer", PATIENCE, async || {
-        let (status, reason, message) = condition(&mesh.hub, "Ready").await;
-        match (status.as_str(), reason.as_str()) {
-            ("False", "MemberStale" | "MemberUnreachable") => Ok((reason, message)),
-            _ => Err(format!("{status} {reason}: {message}")),
-        }
-    })
+    let reason = wait_until(
+        "Ready to report that the member does not answer",
+        PATIENCE,
+        async || {
+            let (status, reason, message) = condition(&mesh.hub, "Ready").await;
+            match (status.as_str(), reason.as_str()) {
+                ("False", "MemberStale" | "MemberUnreachable") => Ok((reason, message)),
+                _ => Err(format!("{status} {reason}: {message}")),
+            }
+        },
+    )
     .await
     .unwrap();
     println!("{:.1} s after the freeze: {reason:?}", frozen.elapsed().as_secs_f64());
@@ -121,7 +125,7 @@ pub(super) async fn frozen_member_api_server_changes_only_a_condition(mesh: &Mes
                 assert_eq!(
                     asked,
                     Ok(mesh.expected_answer(to, from.ip)),
-                    "{from:?} while the API server stands still"
+                    "{from:?} while the API server is frozen"
                 );
             }
         }

@@ -10,7 +10,7 @@ pub(super) async fn agent_restart_restores_flows(mesh: &Mesh<'_>) {
     let delete = ["-n", AGENT_NAMESPACE, "delete", "pod", &agent, "--wait=true"];
     mesh.member.kubectl(delete).await.unwrap();
     let gone = Instant::now();
-    let answer = wait_until("the next agent to carry data", PATIENCE, async || {
+    let answer = wait_until("the next agent to forward packets", PATIENCE, async || {
         let now = node.pids_of("wg-agent").map_err(|error| error.to_string())?;
         if now.is_empty() || now == pid {
             return Err(format!("agent {now:?}"));
@@ -22,7 +22,7 @@ pub(super) async fn agent_restart_restores_flows(mesh: &Mesh<'_>) {
     .unwrap();
     assert_eq!(answer, mesh.expected_answer(peer, restarted.ip));
     println!(
-        "data again {:.2} s after the agent's pod was gone",
+        "packets again {:.2} s after the agent's pod was deleted",
         gone.elapsed().as_secs_f64()
     );
     let answer = mesh.wait_for_answer(&pod(peer), &url(restarted.ip, 8080)).await;

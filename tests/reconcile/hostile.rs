@@ -68,7 +68,7 @@ async fn writes(env: &TestEnv) -> u64 {
 /// most `most`. More than `want` are possible: a plan that is made during a write repeats it, and the repeated write
 /// counts although it finds nothing to change.
 async fn until_written(env: &TestEnv, before: u64, want: u64, most: u64) {
-    let found = wait_until(format!("{want} writes, and rest"), SOON, async || {
+    let found = wait_until(format!("{want} writes, and then none"), SOON, async || {
         let found = writes(env).await - before;
         // A write that is refused or reverted is retried after a second, so a storm of writes may also begin later.
         tokio::time::sleep(QUIET).await;
@@ -79,7 +79,7 @@ async fn until_written(env: &TestEnv, before: u64, want: u64, most: u64) {
     })
     .await
     .unwrap();
-    assert!(found <= most, "{found} writes, where {want} do");
+    assert!(found <= most, "{found} writes, but {want} are enough");
 }
 
 /// Needs a mesh `prod` of `mgmt`, `tenant-a` and `notebooks`, each with one node. `notebooks` is a sandbox that may
@@ -185,7 +185,7 @@ async fn nodes_with_foreign_claims_are_skipped_or_limited(env: &TestEnv) {
         ("long-18", "PublicKeyInvalid"),
     ];
     let want: BTreeMap<String, String> = want.map(|(node, why)| (node.to_owned(), why.to_owned())).into();
-    wait_until("what is left out, with the reasons", SOON, async || {
+    wait_until("the skipped nodes with their reasons", SOON, async || {
         let status = env.get_mesh().await.unwrap().status.unwrap();
         let skipped = status.clusters.into_iter().flat_map(|row| row.skipped);
         let skipped: BTreeMap<String, String> = skipped.map(|row| (row.node, row.reason)).collect();
@@ -212,7 +212,7 @@ async fn nodes_with_foreign_claims_are_skipped_or_limited(env: &TestEnv) {
 
 /// Waits until the SandboxAccess contains exactly these nodes of the sandbox, with key and addresses.
 async fn until_nodes(env: &TestEnv, want: &BTreeMap<String, Value>) {
-    wait_until("the nodes that gateways let in", SOON, async || {
+    wait_until("the nodes in the SandboxAccess", SOON, async || {
         let access = gateways::get(env, "tenant-a", &["sandboxaccess", "prod--notebooks"]).await;
         let nodes = access["spec"]["nodes"].as_array().cloned().unwrap_or_default();
         let name = |node: &Value| node["name"].as_str().unwrap().to_owned();

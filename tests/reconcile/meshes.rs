@@ -39,16 +39,18 @@ async fn deleted_mesh_removes_objects_and_waits_for_members() {
         .unwrap();
     env.until_peers("mgmt", &["laptop"], SOON).await;
     env.until_peers("tenant-a", &[], SOON).await;
-    wait_until("the condition to name who is waited for", LATER, async || {
-        match env.condition("Ready").await {
+    wait_until(
+        "the condition to name the member that blocks the deletion",
+        LATER,
+        async || match env.condition("Ready").await {
             Some((state, message)) if state == "False/Deleting" && message.contains("tenant-b") => Ok(()),
             other => Err(format!("{other:?}")),
-        }
-    })
+        },
+    )
     .await
     .unwrap();
     away.start_api().await.unwrap();
-    wait_until("the mesh to be let go", LATER, async || match env.get_mesh().await {
+    wait_until("the mesh to be deleted", LATER, async || match env.get_mesh().await {
         None => Ok(()),
         Some(mesh) => Err(format!("{:?}", mesh.status)),
     })
@@ -92,7 +94,7 @@ async fn predecessor_peers_are_adopted_and_missing_crd_awaited() {
     let _controller = env.controller().await;
     env.apply_mesh(&env.mesh()).await;
 
-    let adopted = wait_until("the Peer to carry our labels", SOON, async || {
+    let adopted = wait_until("the Peer to have our labels", SOON, async || {
         let peer = peers.get("prod--tenant-a--tenant-a-1").await.unwrap();
         let labels = peer.metadata.labels.clone().unwrap();
         if labels.contains_key(names::LABEL_HUB) {
@@ -201,16 +203,18 @@ async fn paused_mesh_writes_nothing_and_forced_one_is_deleted() {
         .await
         .unwrap();
     env.until_peers("mgmt", &[], SOON).await;
-    wait_until("the condition to name the way out", LATER, async || {
-        match env.condition("Ready").await {
+    wait_until(
+        "the condition to name the annotation that forces the deletion",
+        LATER,
+        async || match env.condition("Ready").await {
             Some((_, message)) if message.contains(names::FORCE_CLEANUP) => Ok(()),
             other => Err(format!("{other:?}")),
-        }
-    })
+        },
+    )
     .await
     .unwrap();
     annotate(&format!("{}=true", names::FORCE_CLEANUP)).await;
-    wait_until("the mesh to be let go", SOON, async || match env.get_mesh().await {
+    wait_until("the mesh to be deleted", SOON, async || match env.get_mesh().await {
         None => Ok(()),
         Some(mesh) => Err(format!("{:?}", mesh.status)),
     })

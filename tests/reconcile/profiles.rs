@@ -237,7 +237,7 @@ async fn three_clusters() -> TestEnv {
 /// Waits until a cluster has this number of Peers of `source`, wide or not, and a policy of `source` that is wide, not
 /// wide, or missing.
 async fn until(env: &TestEnv, cluster: &str, source: &str, peers: (usize, bool), wide: Option<bool>) {
-    let what = format!("{cluster} to hold {peers:?} of {source}, policy {wide:?}");
+    let what = format!("{cluster} to have Peers {peers:?} of {source}, policy {wide:?}");
     wait_until(what, SOON, async || {
         let all = env.peers(cluster).await;
         let own = all.iter().filter(|(name, _)| name.starts_with(&format!("{source}--")));

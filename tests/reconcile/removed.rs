@@ -189,7 +189,7 @@ async fn mesh_that_moves_to_another_hub_deletes_nothing() {
     let mut mesh = env.mesh();
     mesh["metadata"]["annotations"] = json!({names::ADOPT_HUB: old});
     env.apply_mesh(&mesh).await;
-    wait_until("the other hub to take the Peers over", SOON, async || {
+    wait_until("the other hub to adopt the Peers", SOON, async || {
         let peers = env.peers("tenant-a").await;
         let hub = |peer: &Peer| peer.metadata.labels.as_ref().unwrap()[names::LABEL_HUB].clone();
         let hubs: Vec<String> = peers.values().map(hub).collect();

@@ -51,7 +51,7 @@ pub(crate) async fn policies(env: &TestEnv, cluster: &str) -> BTreeMap<String, P
         .collect()
 }
 
-const REMARK: &str = "
+const IPALLOCATOR_EVENT: &str = "
 apiVersion: v1
 kind: Event
 metadata: {name: db.remark, namespace: default}
@@ -163,11 +163,11 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
     hidden.extend([key(1, 1), key(1, 2), format!("\"{api}"), format!("{api}:")]);
     hidden.extend(credentials);
     for word in &hidden {
-        assert!(!seen.contains(&**word), "{word} stands in the sandbox");
+        assert!(!seen.contains(&**word), "{word} is in the sandbox");
     }
 
     // An API server may publish such an Event about any new Service, so it must not fail the test.
-    env.lab.cluster("notebooks").apply(REMARK).await.unwrap();
+    env.lab.cluster("notebooks").apply(IPALLOCATOR_EVENT).await.unwrap();
 
     // After the grant is revoked nothing remains on either side.
     mesh["spec"]["clusters"][1]["egress"] = json!([]);
@@ -186,11 +186,11 @@ async fn sandbox_holds_only_needs_of_its_grant_until_revoked() {
     .unwrap();
     hidden.extend(["100.64.1.24", "192.0.2.", "\"db\"", "mgmt\""].map(str::to_owned));
     hidden.extend([key(91, 0), key(91, 1)]);
-    wait_until("the sandbox to hold nothing of it", SOON, async || {
+    wait_until("the sandbox to contain nothing of the grant", SOON, async || {
         let seen = everything(&env, "notebooks").await;
         match hidden.iter().find(|word| seen.contains(&***word)) {
             None => Ok(()),
-            Some(word) => Err(format!("{word} stands in the sandbox")),
+            Some(word) => Err(format!("{word} is in the sandbox")),
         }
     })
     .await

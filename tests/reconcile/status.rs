@@ -108,7 +108,7 @@ async fn nodes_without_enforcement_are_named_until_enforced() {
          all packets from its Peers: run wg-agent there with --mode=policy",
         "x".repeat(101)
     );
-    wait_until("all to be published", SOON, async || {
+    wait_until("the message for all nodes", SOON, async || {
         match env.condition("PolicyEnforced").await {
             Some((state, message)) if state == "False/DatapathBypassed" && message == want => Ok(()),
             other => Err(format!("{other:?}")),
@@ -199,7 +199,7 @@ async fn anchored_network_survives_restart_and_node_claims() {
     env.remove_node("tenant-a", &first[0]).await;
     let other = ["tenant-a-1", "tenant-a-2"].into_iter().find(|name| *name != first[0]);
     let want = json!([{"network": "10.97.0.0/16", "nodes": [other]}]);
-    wait_until("the other node to carry it", SOON, async || {
+    wait_until("the other node to become the anchor", SOON, async || {
         let rows = env.get_mesh().await.unwrap().status.unwrap().clusters;
         let skipped = rows[1].skipped.first();
         let refused = skipped.is_some_and(|skipped| skipped.reason == "NodePodCIDROutOfRange");

@@ -64,7 +64,7 @@ pub(super) async fn disturbed_gateway_opens_nothing_more<'a>(
     scene.scan_once_more().await;
     env.hub.start_api().await.unwrap();
     scene
-        .wait_until_settled("after a start of the gateway while its API server was away")
+        .wait_until_settled("after a start of the gateway while its API server was down")
         .await;
 
     scene.node.power_cut().await.unwrap();
@@ -111,7 +111,7 @@ async fn deleted_table_opens_nothing(scene: Scene<'_>) {
     scene.scan_once_more().await;
     scene.signal(Signal::SIGCONT);
     scene
-        .wait_until_settled("after nft delete table beside a gateway that stood still")
+        .wait_until_settled("after nft delete table while the gateway was stopped")
         .await;
 }
 

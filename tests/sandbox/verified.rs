@@ -53,8 +53,11 @@ pub(super) async fn verify_lists_grants_and_reports_other_open_sockets(env: &Tes
             granted,
             "from a {kind}"
         );
-        let beside = sockets(&report, kind, HUB, "violations", "underlay");
-        assert!(beside.contains(&api), "from a {kind}: {api} is not in {beside:?}");
+        let on_underlay = sockets(&report, kind, HUB, "violations", "underlay");
+        assert!(
+            on_underlay.contains(&api),
+            "from a {kind}: {api} is not in {on_underlay:?}"
+        );
     }
 
     for cluster in [&env.hub, &env.member, &env.sandbox] {
