@@ -152,7 +152,7 @@ impl Lab {
         // Nodes boot while the API server starts.
         self.publish_api_to_pods(plan).await?;
         for n in 1..=plan.nodes {
-            self.boot(&self.place(plan, n).await?).await?;
+            self.boot(&self.plan_node(plan, n).await?).await?;
         }
         cluster.wait_for_api().await?;
         progress(&format!("{}: API server answers", plan.name));
@@ -164,7 +164,7 @@ impl Lab {
             commands.controller_manager(plan)?,
         )?;
         self.start_on_underlay(&format!("{}-scheduler", plan.name), commands.scheduler(plan)?)?;
-        cluster.announce_api()?;
+        cluster.release_nodes()?;
         cluster.install_dns().await?;
         cluster.wait_for_nodes().await?;
         progress(&format!("{}: {} nodes Ready", plan.name, plan.nodes));

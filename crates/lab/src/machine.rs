@@ -110,8 +110,8 @@ impl Machine {
                     source,
                 },
             })?;
-        let out = child.stdout.take().map(|pipe| pass_on(pipe, std::io::stdout()));
-        let err = child.stderr.take().map(|pipe| pass_on(pipe, std::io::stderr()));
+        let out = child.stdout.take().map(|pipe| copy_stream(pipe, std::io::stdout()));
+        let err = child.stderr.take().map(|pipe| copy_stream(pipe, std::io::stderr()));
         let in_time = wait(&mut child, self.limit)?;
         let [output, _] = [out, err].map(|copy| copy.and_then(|thread| thread.join().ok()).unwrap_or_default());
         let output = String::from_utf8_lossy(&output).into_owned();
@@ -180,7 +180,7 @@ impl Machine {
 }
 
 /// Copies bytes on a thread until the sender closes; the thread returns all of them.
-fn pass_on(
+fn copy_stream(
     mut from: impl Read + Send + 'static,
     mut to: impl Write + Send + 'static,
 ) -> std::thread::JoinHandle<Vec<u8>> {
@@ -226,7 +226,7 @@ impl Run {
         std::fs::create_dir_all(&all).map_err(Error::io(format!("create {}", all.display())))?;
         sweep(&all);
         let failed = || Error::io(format!("prepare a run in {}", all.display()));
-        // A sweep ignores names that begin with a dot. The directory gets its real name when its lock is held.
+        // A sweep of another process skips a directory that has no lock file yet.
         let directory = tempfile::Builder::new()
             .prefix("run.")
             .tempdir_in(&all)

@@ -46,7 +46,8 @@ impl Run {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let count = STARTED.fetch_add(1, Ordering::Relaxed);
         let id = format!("{:x}-{}-{count}", now_millis() & 0xff_ffff_ffff, std::process::id());
-        // A sweep ignores names that begin with a dot. The directory gets its real name when its lock is held.
+        // A sweep removes a directory with a leading dot only after a minute. This one gets its real name when its lock
+        // is held.
         let hidden = Path::new(ROOT).join(format!(".{id}"));
         std::fs::create_dir_all(hidden.join("log")).map_err(Error::io(format!("create {}", hidden.display())))?;
         let lock = std::fs::File::create(hidden.join(OWNER_LOCK)).map_err(Error::io("create the owner's lock"))?;
@@ -169,7 +170,10 @@ impl Drop for Run {
 
 /// The run directories of the labs that run on this machine.
 pub fn standing() -> Vec<PathBuf> {
-    runs().into_iter().filter(|run| Run::attach(run).is_ok()).collect()
+    run_directories()
+        .into_iter()
+        .filter(|run| Run::attach(run).is_ok())
+        .collect()
 }
 
 /// Takes every kept lab down and removes what dead ones left. A lab whose owner lives belongs to a running test and is
@@ -210,7 +214,7 @@ pub(crate) fn down(directory: &Path) -> Result<()> {
     // This request has no answer: the supervisor exits.
     let _ = run.ask(&Request::Down);
     let start = Instant::now();
-    while [supervisor.trim(), &parent].iter().any(|pid| runs_still(pid)) {
+    while [supervisor.trim(), &parent].iter().any(|pid| is_supervisor(pid)) {
         if start.elapsed() > Duration::from_secs(30) {
             return Err(run.refused("did not go down within 30 s".into()));
         }
@@ -234,7 +238,7 @@ fn parent(pid: &str) -> Option<String> {
 }
 
 /// Whether this process is a supervisor, or the `unshare` above one, and no zombie (which has no command line).
-fn runs_still(pid: &str) -> bool {
+fn is_supervisor(pid: &str) -> bool {
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     !pid.is_empty() && String::from_utf8_lossy(&line).contains("supervise")
 }
@@ -242,10 +246,10 @@ fn runs_still(pid: &str) -> bool {
 /// Removes cgroups and files of dead labs. Their processes, mounts and namespaces ended with their supervisor.
 fn sweep() {
     let Ok(cgroups) = Cgroups::detect() else { return };
-    for started in unfinished() {
+    for started in abandoned_directories() {
         let _ = std::fs::remove_dir_all(started);
     }
-    for run in runs() {
+    for run in run_directories() {
         if is_locked(&run.join(SUPERVISOR_LOCK)) || is_locked(&run.join(OWNER_LOCK)) {
             continue;
         }
@@ -262,7 +266,7 @@ fn sweep() {
 }
 
 /// Directories of owners that died before they renamed them.
-fn unfinished() -> Vec<PathBuf> {
+fn abandoned_directories() -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(ROOT) else {
         return vec![];
     };
@@ -274,7 +278,7 @@ fn unfinished() -> Vec<PathBuf> {
     old.map(|entry| entry.path()).collect()
 }
 
-fn runs() -> Vec<PathBuf> {
+fn run_directories() -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(ROOT) else {
         return vec![];
     };

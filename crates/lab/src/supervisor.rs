@@ -30,7 +30,7 @@ use crate::cgroup::Cgroups;
 use crate::run;
 
 /// How long a killed machine may take to exit.
-const GONE: Duration = Duration::from_secs(20);
+const KILL_TIMEOUT: Duration = Duration::from_secs(20);
 
 struct Supervisor {
     run: PathBuf,
@@ -71,7 +71,7 @@ fn serve(run: &Path) -> anyhow::Result<()> {
     for connection in listener.incoming() {
         let connection = connection?;
         let serving = supervisor.clone();
-        std::thread::spawn(move || serving.answer(connection));
+        std::thread::spawn(move || serving.serve_connection(connection));
     }
     Ok(())
 }
@@ -86,14 +86,14 @@ impl Supervisor {
         }
     }
 
-    fn answer(&self, connection: UnixStream) {
+    fn serve_connection(&self, connection: UnixStream) {
         let mut line = String::new();
         if BufReader::new(&connection).read_line(&mut line).is_err() {
             return;
         }
         let response = match serde_json::from_str(&line) {
             Ok(request) => self
-                .act(request)
+                .handle(request)
                 .unwrap_or_else(|error| Response::Failed(format!("{error:#}"))),
             Err(error) => Response::Failed(format!("cannot read the request: {error}")),
         };
@@ -103,7 +103,7 @@ impl Supervisor {
         let _ = (&connection).write_all(text.as_bytes());
     }
 
-    fn act(&self, request: Request) -> anyhow::Result<Response> {
+    fn handle(&self, request: Request) -> anyhow::Result<Response> {
         match request {
             Request::AddNamespace { name } => self.add_namespace(&name)?,
             Request::DropNamespace { name } => self.drop_namespace(&name)?,
@@ -198,13 +198,13 @@ impl Supervisor {
     fn kill(&self, name: &str) -> anyhow::Result<()> {
         let pid = self.pid(name)?;
         kill(pid, Signal::SIGKILL)?;
-        let deadline = Instant::now() + GONE;
+        let deadline = Instant::now() + KILL_TIMEOUT;
         let cgroup = self.cgroups.of(&self.run, Some(name));
         while !(self.reaper.ended(pid) && cgroup.is_empty()) {
             anyhow::ensure!(
                 Instant::now() < deadline,
                 "{name} was killed but did not go within {} s",
-                GONE.as_secs()
+                KILL_TIMEOUT.as_secs()
             );
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -218,7 +218,7 @@ impl Supervisor {
         let _locked = self.lock();
         // From pid 1, `kill(-1)` reaches every other process of the pid namespace.
         let _ = kill(Pid::from_raw(-1), Signal::SIGKILL);
-        let deadline = Instant::now() + GONE;
+        let deadline = Instant::now() + KILL_TIMEOUT;
         let cgroup = self.cgroups.of(&self.run, None);
         while !(self.reaper.childless() && cgroup.is_empty()) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(5));

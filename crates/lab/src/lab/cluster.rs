@@ -182,7 +182,7 @@ impl<'a> Cluster<'a> {
     }
 
     /// Releases the nodes that wait for the API server.
-    pub(super) fn announce_api(&self) -> Result<()> {
+    pub(super) fn release_nodes(&self) -> Result<()> {
         std::fs::write(self.directory().join("api-ready"), "").map_err(Error::io("write api-ready"))
     }
 
@@ -214,7 +214,7 @@ impl<'a> Cluster<'a> {
     pub async fn join_node(&self) -> Result<Node<'a>> {
         let taken = self.nodes().len();
         let n = u8::try_from(taken + 1).map_err(|_| Error::Plan(format!("{} has too many nodes", self.plan.name)))?;
-        let plan = self.lab.place(&self.plan, n).await?;
+        let plan = self.lab.plan_node(&self.plan, n).await?;
         self.lab.boot(&plan).await?;
         self.wait_for_nodes().await?;
         Ok(Node::new(self.lab, plan))

@@ -15,7 +15,7 @@ use crate::{ClusterPlan, NodePlan, Result, Uplink, Workers, command, wait_until}
 impl Lab {
     /// The plan of node number `n` of a cluster. For a worker in a pod it waits until the carrying node has a pod
     /// range.
-    pub(super) async fn place(&self, cluster: &ClusterPlan, n: u8) -> Result<NodePlan> {
+    pub(super) async fn plan_node(&self, cluster: &ClusterPlan, n: u8) -> Result<NodePlan> {
         let Workers::Pods { of, node, .. } = &cluster.workers else {
             return Ok(cluster.node(n));
         };
