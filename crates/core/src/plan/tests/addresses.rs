@@ -114,12 +114,12 @@ fn uncovered_pod_cidr_is_reported_and_left_out() {
         y.pod_cidrs.push(Claim::Valid("10.9.2.0/24".parse().unwrap()));
         m.nodes.insert("y".into(), y);
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     assert_eq!(
-        of_mesh.targets["mgmt"].peers["m--tenant--x"],
+        mesh_plan.targets["mgmt"].peers["m--tenant--x"],
         before["mgmt"].peers["m--tenant--x"]
     );
-    let report = &of_mesh.clusters["tenant"];
+    let report = &mesh_plan.clusters["tenant"];
     assert_eq!((report.registered, &report.skipped), (2, &vec![]));
     let uncovered = |node: &str, net: &str| Uncovered {
         node: node.into(),
@@ -129,7 +129,7 @@ fn uncovered_pod_cidr_is_reported_and_left_out() {
         report.uncovered,
         [uncovered("x", "10.9.1.0/24"), uncovered("y", "10.9.2.0/24")]
     );
-    let named: Vec<_> = of_mesh
+    let named: Vec<_> = mesh_plan
         .facts
         .iter()
         .filter_map(|fact| match fact {
@@ -154,9 +154,9 @@ fn uncovered_pod_cidr_of_unmeshed_family_is_no_fact() {
         let x = m.nodes.get_mut("x").unwrap();
         x.pod_cidrs.push(Claim::Valid("fd00:2::/64".parse().unwrap()));
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    assert_eq!(of_mesh.facts, BTreeSet::new());
-    let uncovered = &of_mesh.clusters["tenant"].uncovered;
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    assert_eq!(mesh_plan.facts, BTreeSet::new());
+    let uncovered = &mesh_plan.clusters["tenant"].uncovered;
     assert_eq!(
         (uncovered.len(), uncovered[0].network),
         (1, "fd00:2::/64".parse().unwrap())
@@ -197,14 +197,14 @@ fn nested_claim_is_refused_to_the_newer_node() {
             claim(&mut greedy);
             m.nodes.insert("greedy".into(), greedy);
         });
-        let (_, of_mesh) = plan_mesh(&mesh, &seen);
-        let skipped = &of_mesh.clusters["tenant"].skipped;
+        let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+        let skipped = &mesh_plan.clusters["tenant"].skipped;
         assert_eq!(
             skipped.iter().map(|s| (s.node.as_str(), s.reason)).collect::<Vec<_>>(),
             [("greedy", reason)],
             "{name}"
         );
-        assert_eq!(of_mesh.targets, before, "{name}");
+        assert_eq!(mesh_plan.targets, before, "{name}");
     }
 }
 
@@ -217,16 +217,16 @@ fn internal_ip_inside_another_nodes_pod_cidr_is_left_out() {
         y.internal_ips = ips(&["10.2.1.7"]);
         m.nodes.insert("y".into(), y);
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     assert_eq!(
-        *allowed(&of_mesh, "mgmt", "m--tenant--y"),
+        *allowed(&mesh_plan, "mgmt", "m--tenant--y"),
         net_set(&["10.2.2.0/24", "100.66.2.2/32"])
     );
     let shared = Fact::AddressShared {
         cluster: "tenant".into(),
         message: "10.2.1.7/32 of Node y lies in 10.2.1.0/24 of Node x, which keeps it".into(),
     };
-    assert_eq!(of_mesh.facts, BTreeSet::from([shared]));
+    assert_eq!(mesh_plan.facts, BTreeSet::from([shared]));
 }
 
 #[test]
@@ -239,9 +239,9 @@ fn location_network_may_contain_addresses_of_other_nodes() {
         y.allowed_location_ips = nets(&["172.30.0.0/16", "10.2.1.128/25"]);
         m.nodes.insert("y".into(), y);
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     assert_eq!(
-        *allowed(&of_mesh, "mgmt", "m--tenant--y"),
+        *allowed(&mesh_plan, "mgmt", "m--tenant--y"),
         net_set(&["10.2.2.0/24", "100.66.2.2/32", "172.30.2.2/32", "172.30.0.0/16"]),
         "and no part of another Node's podCIDR"
     );

@@ -19,21 +19,21 @@ fn anchored_tenant() -> (Mesh, Observations) {
 }
 
 /// The tenant's nodes whose planned Peers in the hub contain the Service network.
-fn carriers(of_mesh: &MeshPlan) -> Vec<&str> {
-    let peers = of_mesh.targets["mgmt"].peers.values();
+fn carriers(mesh_plan: &MeshPlan) -> Vec<&str> {
+    let peers = mesh_plan.targets["mgmt"].peers.values();
     let carrying = peers.filter(|peer| peer.spec.allowed_ips.contains(&services()));
     carrying.map(|peer| peer.node.as_str()).collect()
 }
 
-fn status(of_mesh: &MeshPlan, entry: &str) -> Vec<(String, Vec<String>)> {
-    let anchored = of_mesh.clusters[entry].anchored.iter();
+fn status(mesh_plan: &MeshPlan, entry: &str) -> Vec<(String, Vec<String>)> {
+    let anchored = mesh_plan.clusters[entry].anchored.iter();
     anchored
         .map(|(net, nodes)| (net.to_string(), nodes.iter().cloned().collect()))
         .collect()
 }
 
-fn skipped(of_mesh: &MeshPlan) -> Vec<(&str, Reason, &str)> {
-    let skipped = of_mesh.clusters["tenant"].skipped.iter();
+fn skipped(mesh_plan: &MeshPlan) -> Vec<(&str, Reason, &str)> {
+    let skipped = mesh_plan.clusters["tenant"].skipped.iter();
     skipped
         .map(|skipped| (skipped.node.as_str(), skipped.reason, skipped.message.as_str()))
         .collect()
@@ -57,12 +57,16 @@ fn claims(net: &str) -> Node {
 fn status_lists_anchored_networks_and_their_nodes() {
     let (mut mesh, mut seen) = anchored_tenant();
     write_plan(&mesh, &mut seen);
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    let [node] = carriers(&of_mesh)[..] else { panic!() };
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    let [node] = carriers(&mesh_plan)[..] else { panic!() };
     let row = |net: &str, nodes: &[&str]| (net.to_owned(), nodes.iter().map(|n| (*n).to_owned()).collect());
-    assert_eq!(status(&of_mesh, "tenant"), vec![row(SERVICES, &[node])]);
+    assert_eq!(status(&mesh_plan, "tenant"), vec![row(SERVICES, &[node])]);
     store_anchors(&mut mesh, &seen);
-    assert_eq!(plan_mesh(&mesh, &seen).1, of_mesh, "the stored status changes nothing");
+    assert_eq!(
+        plan_mesh(&mesh, &seen).1,
+        mesh_plan,
+        "the stored status changes nothing"
+    );
 
     // With two anchors, each has a part of the network.
     let mut spread = mesh.clone();
@@ -86,7 +90,7 @@ fn status_lists_anchored_networks_and_their_nodes() {
         blind.members.insert(unseen, Observation::Unreachable("refused".into()));
         assert_eq!(
             status(&plan_mesh(&mesh, &blind).1, "tenant"),
-            status(&of_mesh, "tenant")
+            status(&mesh_plan, "tenant")
         );
     }
     mesh.clusters[1].addressing = Addressing::Masqueraded;
@@ -124,13 +128,13 @@ fn node_that_claims_part_of_anchored_network_is_refused() {
     for (greedy, reason, claim) in cases {
         let mut seen = seen.clone();
         insert(&mut seen, "greedy", greedy);
-        let (_, of_mesh) = plan_mesh(&mesh, &seen);
+        let (_, mesh_plan) = plan_mesh(&mesh, &seen);
         let message = format!(
             "{claim} overlaps 10.97.0.0/16 of cluster \"tenant\", which is anchored (status.clusters[].anchored). If Nodes own it, \
              list anchoredNetworks without it on that entry; an empty list lets Nodes claim all of allowedNetworks"
         );
-        assert_eq!(skipped(&of_mesh), [("greedy", reason, &*message)]);
-        assert_eq!(of_mesh.targets, before, "{claim}");
+        assert_eq!(skipped(&mesh_plan), [("greedy", reason, &*message)]);
+        assert_eq!(mesh_plan.targets, before, "{claim}");
     }
     // For additional addresses and podCIDRs, only the claim is refused and not the Node.
     let mut greedy = node(2, 9);
@@ -138,17 +142,17 @@ fn node_that_claims_part_of_anchored_network_is_refused() {
     greedy.allowed_location_ips = nets(&["10.97.2.0/24", SERVICES]);
     greedy.pod_cidrs.push(Claim::Valid("10.97.1.0/24".parse().unwrap()));
     insert(&mut seen, "greedy", greedy);
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     let own = net_set(&["10.2.9.0/24", "100.66.2.9/32"]);
-    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--greedy"), own);
-    let mut others = of_mesh.targets.clone();
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--greedy"), own);
+    let mut others = mesh_plan.targets.clone();
     others.get_mut("mgmt").unwrap().peers.remove("m--tenant--greedy");
     assert_eq!(others, before);
-    let uncovered = of_mesh.facts.iter().any(|fact| {
+    let uncovered = mesh_plan.facts.iter().any(|fact| {
         matches!(fact, Fact::PodCIDRNotCovered { message, .. }
             if message.starts_with("podCIDR 10.97.1.0/24 of Node greedy overlaps 10.97.0.0/16"))
     });
-    assert!(uncovered, "{:?}", of_mesh.facts);
+    assert!(uncovered, "{:?}", mesh_plan.facts);
 }
 
 // threat: anchored-range-claimed
@@ -164,9 +168,9 @@ fn anchor_of_deleted_node_moves_despite_another_claim() {
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.remove(first);
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    assert_eq!(carriers(&of_mesh), [second]);
-    assert_eq!(skipped(&of_mesh)[0].0, "greedy");
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    assert_eq!(carriers(&mesh_plan), [second]);
+    assert_eq!(skipped(&mesh_plan)[0].0, "greedy");
 }
 
 #[test]
@@ -177,10 +181,10 @@ fn empty_anchored_networks_lets_nodes_claim_all() {
     insert(&mut seen, "new", claims("10.97.1.0/24"));
     assert_eq!(skipped(&plan_mesh(&mesh, &seen).1).len(), 1);
     mesh.clusters[1].anchored = Some(vec![]);
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    assert_eq!(skipped(&of_mesh), []);
-    assert!(allowed(&of_mesh, "mgmt", "m--tenant--new").contains(&"10.97.1.0/24".parse().unwrap()));
-    assert_eq!((carriers(&of_mesh), status(&of_mesh, "tenant")), (vec![], vec![]));
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    assert_eq!(skipped(&mesh_plan), []);
+    assert!(allowed(&mesh_plan, "mgmt", "m--tenant--new").contains(&"10.97.1.0/24".parse().unwrap()));
+    assert_eq!((carriers(&mesh_plan), status(&mesh_plan, "tenant")), (vec![], vec![]));
     // If the list is removed again, the Node keeps the network.
     store_anchors(&mut mesh, &seen);
     mesh.clusters[1].anchored = None;
@@ -200,12 +204,12 @@ fn network_of_a_failing_node_is_not_anchored() {
     for fail in fails {
         let mut seen = seen.clone();
         edit(&mut seen, &secret("tenant"), |m| fail(m.nodes.get_mut("x").unwrap()));
-        let (_, of_mesh) = plan_mesh(&mesh, &seen);
-        assert_eq!(skipped(&of_mesh)[0].0, "x");
-        let of_y = allowed(&of_mesh, "mgmt", "m--tenant--y");
+        let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+        assert_eq!(skipped(&mesh_plan)[0].0, "x");
+        let of_y = allowed(&mesh_plan, "mgmt", "m--tenant--y");
         assert!(!of_y.contains(&"10.2.1.0/24".parse().unwrap()), "{of_y:?}");
         assert_eq!(
-            status(&of_mesh, "tenant")
+            status(&mesh_plan, "tenant")
                 .iter()
                 .filter(|(net, _)| net.starts_with("10."))
                 .count(),
@@ -222,8 +226,8 @@ fn anchored_network_without_peers_is_not_remembered() {
     write_plan(&mesh, &mut seen);
     store_anchors(&mut mesh, &seen);
     edit(&mut seen, &secret("tenant"), |m| m.nodes = nodes);
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    assert_eq!((skipped(&of_mesh), carriers(&of_mesh).len()), (vec![], 1));
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    assert_eq!((skipped(&mesh_plan), carriers(&mesh_plan).len()), (vec![], 1));
 }
 
 #[test]
@@ -234,10 +238,10 @@ fn listed_address_belongs_to_a_node_that_joins_later() {
     store_anchors(&mut mesh, &seen);
     assert_eq!(mesh.clusters[1].carriers.len(), 2);
     insert(&mut seen, "late", node(2, 9));
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     let own = net_set(&["10.2.9.0/24", "100.66.2.9/32", "172.30.2.9/32"]);
-    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--late"), own);
-    assert_eq!(status(&of_mesh, "tenant").len(), 1);
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--late"), own);
+    assert_eq!(status(&mesh_plan, "tenant").len(), 1);
 }
 
 #[test]
@@ -264,7 +268,7 @@ fn exported_pod_in_anchored_shared_network_uses_its_node() {
         };
         m.pods.insert(name, pod);
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    assert!(allowed(&of_mesh, "tenant", "m--mgmt--b").contains(&"10.1.77.1/32".parse().unwrap()));
-    assert!(of_mesh.clusters["mgmt"].anchored.contains_key(&shared));
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    assert!(allowed(&mesh_plan, "tenant", "m--mgmt--b").contains(&"10.1.77.1/32".parse().unwrap()));
+    assert!(mesh_plan.clusters["mgmt"].anchored.contains_key(&shared));
 }

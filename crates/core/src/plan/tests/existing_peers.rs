@@ -14,7 +14,7 @@ fn unobserved_member_causes_no_writes() {
     ] {
         let mut later = seen.clone();
         later.members.insert(secret("tenant"), lost);
-        let (plan, of_mesh) = plan_mesh(&mesh, &later);
+        let (plan, mesh_plan) = plan_mesh(&mesh, &later);
         assert_eq!(
             diff(
                 &plan,
@@ -24,7 +24,7 @@ fn unobserved_member_causes_no_writes() {
             vec![]
         );
         assert!(
-            of_mesh
+            mesh_plan
                 .facts
                 .iter()
                 .any(|fact| matches!(fact, Fact::MemberNotFresh { cluster, .. } if cluster == "tenant"))
@@ -53,7 +53,7 @@ fn node_without_annotations_keeps_its_peer_for_five_minutes() {
     };
     for age in [None, Some(Duration::from_secs(299))] {
         write(&mut seen, age);
-        let (plan, of_mesh) = plan_mesh(&mesh, &seen);
+        let (plan, mesh_plan) = plan_mesh(&mesh, &seen);
         assert_eq!(
             diff(
                 &plan,
@@ -63,19 +63,19 @@ fn node_without_annotations_keeps_its_peer_for_five_minutes() {
             vec![]
         );
         assert_eq!(
-            of_mesh.clusters["tenant"].held,
+            mesh_plan.clusters["tenant"].held,
             BTreeMap::from([("x".to_owned(), Reason::NodeNoPublicKey)])
         );
     }
     write(&mut seen, Some(HOLD));
-    let (plan, of_mesh) = plan_mesh(&mesh, &seen);
+    let (plan, mesh_plan) = plan_mesh(&mesh, &seen);
     let steps = diff(
         &plan,
         &ClusterIdentity::Local,
         seen.members[&ClusterIdentity::Local].fresh().unwrap(),
     );
     assert_eq!(names(&steps), vec![(Action::Delete, "m--tenant--x".to_owned())]);
-    assert_eq!(of_mesh.clusters["tenant"].skipped[0].reason, Reason::NodeNoPublicKey);
+    assert_eq!(mesh_plan.clusters["tenant"].skipped[0].reason, Reason::NodeNoPublicKey);
 }
 
 #[test]
@@ -91,7 +91,7 @@ fn unresolved_name_keeps_endpoint_and_anchor() {
     seen.resolved.insert("hub.example".into(), "192.0.2.5".parse().unwrap());
     write_plan(&mesh, &mut seen);
     seen.resolved.clear();
-    let (plan, of_mesh) = plan_mesh(&mesh, &seen);
+    let (plan, mesh_plan) = plan_mesh(&mesh, &seen);
     assert_eq!(
         diff(
             &plan,
@@ -101,7 +101,7 @@ fn unresolved_name_keeps_endpoint_and_anchor() {
         vec![]
     );
     assert!(
-        of_mesh
+        mesh_plan
             .facts
             .iter()
             .any(|fact| matches!(fact, Fact::EndpointUnresolved { node, .. } if node == "a"))

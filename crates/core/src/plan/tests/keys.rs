@@ -216,8 +216,8 @@ fn copied_key_disconnects_its_owner_only_from_kg() {
             };
             m.nodes.insert("copy".into(), copy);
         });
-        let (plan, of_mesh) = plan_mesh(&mesh, &seen);
-        let peers: Vec<String> = of_mesh.targets["tenant"].peers.keys().cloned().collect();
+        let (plan, mesh_plan) = plan_mesh(&mesh, &seen);
+        let peers: Vec<String> = mesh_plan.targets["tenant"].peers.keys().cloned().collect();
         (
             peers,
             skipped(&plan, &mesh, "tenant")
@@ -247,7 +247,7 @@ fn peer_without_mesh_label_is_adopted_again() {
         m.peers.as_mut().unwrap().get_mut("m--tenant--x").unwrap().owner.mesh = None;
         m.policies.as_mut().unwrap().get_mut("m--tenant").unwrap().owner.mesh = None;
     });
-    let (plan, of_mesh) = plan_mesh(&mesh, &seen);
+    let (plan, mesh_plan) = plan_mesh(&mesh, &seen);
     let steps = diff(
         &plan,
         &ClusterIdentity::Local,
@@ -264,7 +264,7 @@ fn peer_without_mesh_label_is_adopted_again() {
             (Action::Update, "m--tenant--x".to_owned(), vec!["metadata.labels"]),
         ]
     );
-    assert_eq!(of_mesh.clusters["tenant"].skipped, []);
+    assert_eq!(mesh_plan.clusters["tenant"].skipped, []);
     write_plan(&mesh, &mut seen);
     assert_eq!(seen, before);
 }

@@ -109,11 +109,11 @@ fn internal_ip_is_never_in_the_peer_of_another_node() {
     edit(&mut seen, &secret("tenant"), |m| {
         stop_kg(m.nodes.get_mut("k2").unwrap())
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     let own = net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"]);
-    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--k1"), own);
-    let anchored = |of_mesh: &MeshPlan| of_mesh.targets["tenant"].policies["m--mgmt"].spec.anchored.clone();
-    assert_eq!(anchored(&of_mesh), net_set(&[]));
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k1"), own);
+    let anchored = |mesh_plan: &MeshPlan| mesh_plan.targets["tenant"].policies["m--mgmt"].spec.anchored.clone();
+    assert_eq!(anchored(&mesh_plan), net_set(&[]));
 }
 
 #[test]
@@ -122,8 +122,8 @@ fn location_with_policy_mode_agents_has_one_leader() {
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.values_mut().for_each(|node| node.server = Server::AgentPolicy);
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    assert_eq!(of_mesh.clusters["tenant"].skipped, vec![]);
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    assert_eq!(mesh_plan.clusters["tenant"].skipped, vec![]);
     let carried = [
         "10.2.1.0/24",
         "10.2.2.0/24",
@@ -131,14 +131,14 @@ fn location_with_policy_mode_agents_has_one_leader() {
         "172.30.2.1/32",
         "172.30.2.2/32",
     ];
-    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--k1"), net_set(&carried));
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k1"), net_set(&carried));
 }
 
 /// The tenant's nodes: (those with a Peer in the hub, held ones, skipped ones).
-fn outcome(of_mesh: &MeshPlan) -> (Vec<&str>, Vec<&str>, Vec<(&str, Reason)>) {
-    let report = &of_mesh.clusters["tenant"];
+fn outcome(mesh_plan: &MeshPlan) -> (Vec<&str>, Vec<&str>, Vec<(&str, Reason)>) {
+    let report = &mesh_plan.clusters["tenant"];
     let held = report.held.keys().map(String::as_str).collect();
-    let peers = of_mesh.targets["mgmt"].peers.values().map(|peer| peer.node.as_str());
+    let peers = mesh_plan.targets["mgmt"].peers.values().map(|peer| peer.node.as_str());
     let skipped = report
         .skipped
         .iter()
@@ -155,8 +155,8 @@ fn silent_leader_is_replaced() {
     edit(&mut seen, &secret("tenant"), |m| {
         m.nodes.get_mut("k1").unwrap().silent = true
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    assert_eq!(outcome(&of_mesh), (vec!["k2"], vec![], vec![]));
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    assert_eq!(outcome(&mesh_plan), (vec!["k2"], vec![], vec![]));
     let carried = [
         "10.2.1.0/24",
         "10.2.2.0/24",
@@ -165,7 +165,7 @@ fn silent_leader_is_replaced() {
         "172.30.2.1/32",
         "172.30.2.2/32",
     ];
-    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--k2"), net_set(&carried));
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k2"), net_set(&carried));
     // The new leader restarts while the annotations of the dead one still exist.
     write_plan(&mesh, &mut seen);
     edit(&mut seen, &secret("tenant"), |m| {
@@ -179,8 +179,8 @@ fn leader_is_chosen_in_the_order_of_kg() {
     let leads = |change: fn(&mut BTreeMap<String, Node>)| {
         let (mesh, mut seen) = kilo_tenant(&[1, 2, 3].map(|n| kg(n, Granularity::Location)));
         edit(&mut seen, &secret("tenant"), |m| change(&mut m.nodes));
-        let (_, of_mesh) = plan_mesh(&mesh, &seen);
-        outcome(&of_mesh).0.join(" ")
+        let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+        outcome(&mesh_plan).0.join(" ")
     };
     assert_eq!(leads(|_| ()), "k1", "the first by name");
     assert_eq!(
@@ -235,10 +235,10 @@ fn address_of_silent_node_goes_to_the_active_one() {
         });
         plan_mesh(&mesh, &seen).1
     };
-    let (of_mesh, later) = (silent(None), silent(Some(HOLD)));
-    assert_eq!(outcome(&of_mesh), (vec!["k1", "k2"], vec!["k1"], vec![]));
+    let (mesh_plan, later) = (silent(None), silent(Some(HOLD)));
+    assert_eq!(outcome(&mesh_plan), (vec!["k1", "k2"], vec!["k1"], vec![]));
     let living = net_set(&["10.2.2.0/24", "100.66.2.1/32", "172.30.2.2/32"]);
-    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--k2"), living);
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k2"), living);
     assert_eq!(
         outcome(&later),
         (vec!["k2"], vec![], vec![("k1", Reason::WGIPDuplicate)])
@@ -253,8 +253,8 @@ fn anchor_moves_from_a_silent_to_an_active_node() {
     mesh.clusters[1].allowed.push(service);
     write_plan(&mesh, &mut seen);
     let carrier = |seen: &Observations| {
-        let (_, of_mesh) = plan_mesh(&mesh, seen);
-        let mut peers = of_mesh.targets["mgmt"].peers.values();
+        let (_, mesh_plan) = plan_mesh(&mesh, seen);
+        let mut peers = mesh_plan.targets["mgmt"].peers.values();
         peers
             .find(|peer| peer.spec.allowed_ips.contains(&service))
             .map(|peer| peer.node.clone())
@@ -276,8 +276,8 @@ fn anchor_moves_from_a_silent_to_an_active_node() {
 }
 
 /// The reason of the condition Degraded, and its message.
-fn degraded(of_mesh: &MeshPlan) -> (&'static str, String) {
-    let conditions = crate::status::conditions(of_mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new());
+fn degraded(mesh_plan: &MeshPlan) -> (&'static str, String) {
+    let conditions = crate::status::conditions(mesh_plan, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new());
     let degraded = conditions
         .into_iter()
         .find(|condition| condition.kind == "Degraded")
@@ -300,8 +300,8 @@ fn held_nodes_are_reported_after_half_a_minute() {
                 node.held_for = Some(Duration::from_secs(held_for));
             }
         });
-        let (_, of_mesh) = plan_mesh(&mesh, &seen);
-        of_mesh.facts.into_iter().find_map(|fact| match fact {
+        let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+        mesh_plan.facts.into_iter().find_map(|fact| match fact {
             Fact::NodesHeld { cluster, nodes } => Some((cluster, nodes)),
             _ => None,
         })
@@ -341,8 +341,8 @@ fn node_without_kg_check_in_is_reported() {
 fn omitted_internal_ip_for_kg_is_reported() {
     let (mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full), kg(2, Granularity::Full)]);
     let unserved = |seen: &Observations| {
-        let (_, of_mesh) = plan_mesh(&mesh, seen);
-        of_mesh.facts.into_iter().find_map(|fact| match fact {
+        let (_, mesh_plan) = plan_mesh(&mesh, seen);
+        mesh_plan.facts.into_iter().find_map(|fact| match fact {
             Fact::HostNetworkNotServed { cluster, target, nodes } => Some((cluster, target, nodes)),
             _ => None,
         })
@@ -366,12 +366,12 @@ fn omitted_internal_ip_for_kg_is_reported() {
 fn quarantine_fact_names_targets_that_remove_peers() {
     let (mut mesh, mut seen) = kilo_tenant(&[kg(1, Granularity::Full)]);
     let message = |mesh: &Mesh, seen: &Observations| {
-        let (_, of_mesh) = plan_mesh(mesh, seen);
-        let fact = of_mesh.facts.iter().find_map(|fact| match fact {
+        let (_, mesh_plan) = plan_mesh(mesh, seen);
+        let fact = mesh_plan.facts.iter().find_map(|fact| match fact {
             Fact::Quarantined { message, .. } => Some(message.clone()),
             _ => None,
         });
-        (fact.unwrap(), of_mesh.targets["tenant"].peers.len())
+        (fact.unwrap(), mesh_plan.targets["tenant"].peers.len())
     };
     mesh.clusters[0].quarantine = true;
     let whole = "cluster \"mgmt\" is quarantined by ClusterMesh meshes/m: all traffic from it is denied, and its objects are kept";

@@ -123,8 +123,8 @@ fn exported_pods_use_their_node_and_other_pods_the_anchor() {
         m.pods.insert(name("rook-ceph", "far"), pod("b", "192.0.2.1"));
         m.pods.insert(name("default", "other"), pod("b", "10.1.77.2"));
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    let of = |node: &str| allowed(&of_mesh, "tenant", &format!("m--mgmt--{node}"));
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    let of = |node: &str| allowed(&mesh_plan, "tenant", &format!("m--mgmt--{node}"));
     let shared: IpNet = "10.1.0.0/16".parse().unwrap();
     let anchors: Vec<&str> = ["a", "b"]
         .into_iter()
@@ -134,7 +134,7 @@ fn exported_pods_use_their_node_and_other_pods_the_anchor() {
     let own: BTreeSet<IpNet> = of("b").iter().copied().filter(|net| net.prefix_len() == 32).collect();
     assert_eq!(own, net_set(&["10.1.77.1/32", "100.66.1.2/32"]));
     assert!(
-        of_mesh.targets["mgmt"].policies["m--tenant"]
+        mesh_plan.targets["mgmt"].policies["m--tenant"]
             .spec
             .anchored
             .contains(&shared)
@@ -199,8 +199,8 @@ fn mirrored_service_has_only_endpoints_in_the_mesh() {
             slice,
         );
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    let mirrored = &of_mesh.targets["tenant"].services[&local];
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    let mirrored = &mesh_plan.targets["tenant"].services[&local];
     assert_eq!(mirrored.ports, vec![port("pg", 5432)]);
     assert_eq!(
         mirrored
@@ -210,11 +210,11 @@ fn mirrored_service_has_only_endpoints_in_the_mesh() {
             .collect::<Vec<_>>(),
         vec![(vec![port("pg", 15432)], 100), (vec![port("pg", 15432)], 30)]
     );
-    assert!(of_mesh.egress[0].ready);
+    assert!(mesh_plan.egress[0].ready);
     assert!(
-        of_mesh.egress[0].message.contains("192.0.2.9"),
+        mesh_plan.egress[0].message.contains("192.0.2.9"),
         "{}",
-        of_mesh.egress[0].message
+        mesh_plan.egress[0].message
     );
 
     edit(&mut seen, &secret("tenant"), |m| {
@@ -226,11 +226,11 @@ fn mirrored_service_has_only_endpoints_in_the_mesh() {
             },
         );
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    assert_eq!(of_mesh.targets["tenant"].services, BTreeMap::new());
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    assert_eq!(mesh_plan.targets["tenant"].services, BTreeMap::new());
     assert!(
-        of_mesh.egress[0].message.contains("not ours"),
+        mesh_plan.egress[0].message.contains("not ours"),
         "{}",
-        of_mesh.egress[0].message
+        mesh_plan.egress[0].message
     );
 }

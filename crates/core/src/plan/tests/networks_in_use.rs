@@ -3,8 +3,8 @@
 use super::*;
 
 fn in_use(mesh: &Mesh, seen: &Observations) -> Vec<(String, String)> {
-    let (_, of_mesh) = plan_mesh(mesh, seen);
-    let facts = of_mesh.facts.into_iter();
+    let (_, mesh_plan) = plan_mesh(mesh, seen);
+    let facts = mesh_plan.facts.into_iter();
     facts
         .filter_map(|fact| match fact {
             Fact::NetworkInUse { cluster, message } => Some((cluster, message)),
@@ -27,8 +27,8 @@ fn node_addresses_in_anothers_network_are_reported_once() {
     let message = "2 Node(s) of cluster \"mgmt\" have addresses in 100.66.2.0/24, first a: 100.66.2.7; packets to these addresses \
                    are lost or enter the mesh. Give this cluster another network";
     assert_eq!(in_use(&mesh, &seen), [("tenant".to_owned(), message.to_owned())]);
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    let conditions = crate::status::conditions(&of_mesh, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new());
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    let conditions = crate::status::conditions(&mesh_plan, &BTreeMap::new(), &BTreeMap::new(), &[], &BTreeMap::new());
     let degraded = conditions
         .iter()
         .find(|condition| condition.kind == "Degraded")
@@ -47,7 +47,7 @@ fn node_addresses_in_anothers_network_are_reported_once() {
 #[test]
 fn kg_wireguard_network_around_anothers_network_is_reported() {
     let mesh = two_clusters();
-    let transit = |server: Server| {
+    let reported_with = |server: Server| {
         let mut seen = seen();
         edit(&mut seen, &ClusterIdentity::Local, |m| {
             let node = m.nodes.get_mut("a").unwrap();
@@ -59,8 +59,8 @@ fn kg_wireguard_network_around_anothers_network_is_reported() {
     // kg routes the whole WireGuard network into its interface, wg-agent only its own address.
     let message = "1 Node(s) of cluster \"mgmt\" have addresses in 100.66.2.0/24, first a: 100.66.0.0/16; packets to these \
                    addresses are lost or enter the mesh. Give this cluster another network";
-    assert_eq!(transit(Server::Kilo), [("tenant".to_owned(), message.to_owned())]);
-    assert_eq!(transit(Server::Agent), []);
+    assert_eq!(reported_with(Server::Kilo), [("tenant".to_owned(), message.to_owned())]);
+    assert_eq!(reported_with(Server::Agent), []);
 }
 
 #[test]

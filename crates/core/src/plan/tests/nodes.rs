@@ -50,15 +50,15 @@ fn node_with_invalid_claim_is_skipped_with_reason() {
             spoil(&mut bad);
             m.nodes.insert("bad".into(), bad);
         });
-        let (_, of_mesh) = plan_mesh(&mesh, &seen);
-        let skipped: Vec<_> = of_mesh.clusters["tenant"]
+        let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+        let skipped: Vec<_> = mesh_plan.clusters["tenant"]
             .skipped
             .iter()
             .map(|s| (s.node.as_str(), s.reason))
             .collect();
         assert_eq!(skipped, vec![("bad", reason)]);
         assert_eq!(
-            of_mesh.targets["mgmt"].peers.keys().collect::<Vec<_>>(),
+            mesh_plan.targets["mgmt"].peers.keys().collect::<Vec<_>>(),
             vec!["m--tenant--x"]
         );
     }
@@ -74,18 +74,18 @@ fn endpoint_in_target_networks_needs_endpoint_networks() {
         x.kilo_endpoint = Claim::Absent;
         x.internal_ips = vec!["10.1.1.77".parse().unwrap()];
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    let spec = &of_mesh.targets["mgmt"].peers["m--tenant--x"].spec;
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    let spec = &mesh_plan.targets["mgmt"].peers["m--tenant--x"].spec;
     assert_eq!((spec.endpoint.clone(), spec.persistent_keepalive), (None, 25));
-    let back = &of_mesh.targets["tenant"].peers["m--mgmt--a"].spec;
+    let back = &mesh_plan.targets["tenant"].peers["m--mgmt--a"].spec;
     assert_eq!(
         back.persistent_keepalive, 25,
         "a node without an endpoint must keep its NAT binding alive"
     );
 
     mesh.clusters[1].endpoint_networks = nets(&["10.1.0.0/16"]);
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    let spec = &of_mesh.targets["mgmt"].peers["m--tenant--x"].spec;
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    let spec = &mesh_plan.targets["mgmt"].peers["m--tenant--x"].spec;
     assert_eq!(spec.endpoint, Some(Endpoint::Ip("10.1.1.77:51820".parse().unwrap())));
 }
 
@@ -94,9 +94,9 @@ fn peer_for_kg_omits_internal_ip_that_is_its_endpoint() {
     let mut mesh = two_clusters();
     mesh.clusters[1].allowed.extend(nets(&["172.30.2.1/32"]));
     let mut seen = seen();
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     let whole = net_set(&["10.2.1.0/24", "100.66.2.1/32", "172.30.2.1/32"]);
-    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--x"), whole);
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--x"), whole);
     // A Node that has just joined publishes nothing yet. It does not count as served by kg.
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.nodes.insert(
@@ -107,14 +107,14 @@ fn peer_for_kg_omits_internal_ip_that_is_its_endpoint() {
             },
         );
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--x"), whole);
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--x"), whole);
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.nodes.values_mut().for_each(|node| node.server = Server::Kilo)
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
     assert_eq!(
-        *allowed(&of_mesh, "mgmt", "m--tenant--x"),
+        *allowed(&mesh_plan, "mgmt", "m--tenant--x"),
         net_set(&["10.2.1.0/24", "100.66.2.1/32"])
     );
 }
@@ -141,14 +141,14 @@ fn location_leader_peer_contains_prefixes_of_followers() {
         restarting.kilo_internal_ip = None;
         restarting.public_key = Claim::Absent;
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    assert_eq!(of_mesh.clusters["tenant"].skipped, vec![]);
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    assert_eq!(mesh_plan.clusters["tenant"].skipped, vec![]);
     assert_eq!(
-        of_mesh.targets["mgmt"].peers.keys().collect::<Vec<_>>(),
+        mesh_plan.targets["mgmt"].peers.keys().collect::<Vec<_>>(),
         vec!["m--tenant--k1"]
     );
     let carried = net_set(&["10.2.1.0/24", "10.2.2.0/24", "10.2.3.0/24", "100.66.2.1/32"]);
-    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--k1"), carried);
+    assert_eq!(*allowed(&mesh_plan, "mgmt", "m--tenant--k1"), carried);
 }
 
 #[test]
@@ -156,10 +156,13 @@ fn masqueraded_member_exposes_only_wireguard_addresses() {
     let mut mesh = two_clusters();
     mesh.clusters[1].addressing = Addressing::Masqueraded;
     mesh.clusters[1].allowed = nets(&["100.66.2.0/24"]);
-    let (_, of_mesh) = plan_mesh(&mesh, &seen());
-    assert_eq!(*allowed(&of_mesh, "mgmt", "m--tenant--x"), net_set(&["100.66.2.1/32"]));
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen());
     assert_eq!(
-        of_mesh.targets["mgmt"].policies["m--tenant"].spec.sources,
+        *allowed(&mesh_plan, "mgmt", "m--tenant--x"),
+        net_set(&["100.66.2.1/32"])
+    );
+    assert_eq!(
+        mesh_plan.targets["mgmt"].policies["m--tenant"].spec.sources,
         net_set(&["100.66.2.0/24"])
     );
 }

@@ -64,8 +64,8 @@ fn foreign_peer_keeps_its_name_key_and_prefixes() {
         let peers = m.peers.as_mut().unwrap();
         peers.insert("m--tenant--x-meshes".into(), theirs(98, "10.2.1.0/24"));
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    let names: Vec<_> = of_mesh.targets["mgmt"].peers.keys().collect();
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    let names: Vec<_> = mesh_plan.targets["mgmt"].peers.keys().collect();
     assert_eq!(names, ["m--tenant--x-meshes-1"]);
 
     edit(&mut seen, &ClusterIdentity::Local, |m| {
@@ -74,8 +74,11 @@ fn foreign_peer_keeps_its_name_key_and_prefixes() {
             .unwrap()
             .insert("laptop".into(), theirs(33, "192.0.2.1/32"));
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    assert_eq!(of_mesh.clusters["tenant"].skipped[0].reason, Reason::PublicKeyDuplicate);
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    assert_eq!(
+        mesh_plan.clusters["tenant"].skipped[0].reason,
+        Reason::PublicKeyDuplicate
+    );
 }
 
 // threat: duplicate-key-or-range
@@ -87,11 +90,14 @@ fn copied_key_stays_with_the_local_cluster() {
         m.nodes.get_mut("x").unwrap().public_key = Claim::Valid(key(17));
         m.nodes.get_mut("x").unwrap().created = -1_000;
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    assert_eq!(of_mesh.targets["mgmt"].peers, BTreeMap::new());
-    assert_eq!(of_mesh.clusters["tenant"].skipped[0].reason, Reason::PublicKeyDuplicate);
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    assert_eq!(mesh_plan.targets["mgmt"].peers, BTreeMap::new());
     assert_eq!(
-        of_mesh.clusters["mgmt"].registered, 2,
+        mesh_plan.clusters["tenant"].skipped[0].reason,
+        Reason::PublicKeyDuplicate
+    );
+    assert_eq!(
+        mesh_plan.clusters["mgmt"].registered, 2,
         "only the copying node is skipped, because wg-agent serves there"
     );
 }
@@ -123,14 +129,14 @@ fn copied_key_stays_with_an_unseen_owner() {
     seen.members.insert(secret("tenant"), victim);
     write_plan(&mesh, &mut seen);
     assert_eq!(seen.members[&ClusterIdentity::Local].fresh().unwrap().peers, before);
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    let skipped: Vec<_> = of_mesh.clusters["evil"]
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    let skipped: Vec<_> = mesh_plan.clusters["evil"]
         .skipped
         .iter()
         .map(|s| (s.node.as_str(), s.reason))
         .collect();
     assert_eq!(skipped, vec![("e", Reason::PublicKeyDuplicate)]);
-    assert_eq!(of_mesh.clusters["tenant"].registered, 1);
+    assert_eq!(mesh_plan.clusters["tenant"].registered, 1);
 }
 
 #[test]
@@ -147,8 +153,8 @@ fn key_of_existing_peer_of_unseen_member_is_not_reused() {
     edit(&mut seen, &ClusterIdentity::Local, |m| {
         m.nodes.get_mut("a").unwrap().public_key = Claim::Valid(key(33));
     });
-    let (_, of_mesh) = plan_mesh(&mesh, &seen);
-    let third = &of_mesh.targets["third"].peers;
+    let (_, mesh_plan) = plan_mesh(&mesh, &seen);
+    let third = &mesh_plan.targets["third"].peers;
     assert_eq!(
         third.keys().collect::<Vec<_>>(),
         vec!["m--mgmt--b"],

@@ -242,21 +242,21 @@ fn duplicate_key_goes_to_meshed_member_before_sandbox() {
     assert_eq!(planned_access(&mesh, &seen).nodes.len(), 0);
     assert_eq!(plan.clusters["nb"].skipped[0].reason, Reason::PublicKeyDuplicate);
 
-    // The sandbox also does not keep the key if the Node of its owner published none for a moment.
-    let mut silent = seen.clone();
-    edit(&mut silent, &secret("tenant"), |m| {
+    // While the Node that owns the key publishes none, the sandbox gets the key. It loses it when the Node publishes it again.
+    let mut without_key = seen.clone();
+    edit(&mut without_key, &secret("tenant"), |m| {
         m.nodes.values_mut().for_each(|node| node.public_key = Claim::Absent);
     });
-    write_plan(&mesh, &mut silent);
+    write_plan(&mesh, &mut without_key);
     assert_eq!(
-        planned_access(&mesh, &silent).nodes.keys().collect::<Vec<_>>(),
+        planned_access(&mesh, &without_key).nodes.keys().collect::<Vec<_>>(),
         [&key(33)]
     );
     let tenant = seen.members.remove(&secret("tenant")).unwrap();
-    silent.members.insert(secret("tenant"), tenant);
-    let (_, plan) = plan_mesh(&mesh, &silent);
+    without_key.members.insert(secret("tenant"), tenant);
+    let (_, plan) = plan_mesh(&mesh, &without_key);
     assert_eq!(sources(&plan, "mgmt"), ["tenant"]);
-    assert_eq!(planned_access(&mesh, &silent).nodes.len(), 0);
+    assert_eq!(planned_access(&mesh, &without_key).nodes.len(), 0);
 }
 
 #[test]

@@ -114,9 +114,9 @@ proptest! {
     fn anchored_network_contains_no_node_address(tenant in tenant()) {
         let (mesh, mut seen) = tenant.whole();
         tenant.stop(&mut seen);
-        let (_, of_mesh) = plan_mesh(&mesh, &seen);
+        let (_, mesh_plan) = plan_mesh(&mesh, &seen);
         let nodes = &seen.members[&secret("tenant")].fresh().unwrap().nodes;
-        let peers = of_mesh.targets["mgmt"].peers.values();
+        let peers = mesh_plan.targets["mgmt"].peers.values();
         let owned: BTreeSet<IpNet> = nodes.values().flat_map(|node| {
             let pods = node.pod_cidrs.iter().filter_map(Claim::value).copied();
             pods.chain(node.wireguard_ip.value().map(|net| IpNet::from(net.addr())))
