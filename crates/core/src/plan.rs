@@ -1,7 +1,7 @@
 //! Plans all meshes: computes the Peers, policies and mirrored Services that every member should hold.
 //!
-//! [`plan`] is pure and total: every input gives a plan, and none panics. Comments cite the planner's rules by the numbers of the
-//! design (§4); the first line of each module names the rules that it implements.
+//! [`plan`] is pure and total: every input gives a plan, and none panics. Comments cite the planner's rules by the numbers in
+//! docs/design/planner.md; the first line of each module names the rules that it implements.
 
 use std::{collections::BTreeMap, time::Duration};
 

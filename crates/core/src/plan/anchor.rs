@@ -1,4 +1,4 @@
-//! Assigns the anchored networks, which no node owns, to nodes whose Peers contain them (rule 6).
+//! Assigns the anchored networks, which no node owns, to nodes whose Peers contain them (design rule 6).
 
 use std::{
     cmp::Reverse,

@@ -1,5 +1,5 @@
-//! Decides which allowedNetworks of each entry are accepted (rule 10), so that the networks of different clusters are disjoint
-//! within a mesh and across all meshes.
+//! Decides which allowedNetworks of each entry are accepted (design rule 10), so that the networks of different clusters are
+//! disjoint within a mesh and across all meshes.
 //!
 //! Networks that were accepted before win over new ones. So an edit of one ClusterMesh never takes addresses from another.
 

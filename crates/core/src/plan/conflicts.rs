@@ -1,5 +1,5 @@
 //! Resolves conflicts between the plans of several meshes for one target, so that each key and each prefix has one owner
-//! (rule 2), and counts the planned nodes and Peers.
+//! (design rule 2), and counts the planned nodes and Peers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -108,23 +108,23 @@ fn keep_one_peer_per_key(plan: &mut Plan, seen: &Observations) {
     for ((_, key), mut claims) in claims.into_iter().filter(|(_, claims)| claims.len() > 1) {
         claims.sort();
         let mut claims = claims.into_iter();
-        let Some((_, _, winner, at, winning_peer)) = claims.next() else {
+        let Some((_, _, winner, winning_target, winning_peer)) = claims.next() else {
             continue;
         };
-        let owner = source_of(plan, &winner, &at, &winning_peer);
+        let owner = source_of(plan, &winner, &winning_target, &winning_peer);
         for (_, _, mesh, target, name) in claims {
             let source = source_of(plan, &mesh, &target, &name);
-            let same_node = source
+            let same_cluster = source
                 .zip(owner.as_ref())
                 .is_some_and(|(source, owner)| source.same_cluster(owner));
             let Some(planned) = plan.meshes.get_mut(&mesh) else {
                 continue;
             };
-            let target_plan = planned
+            let removed = planned
                 .targets
                 .get_mut(&target)
                 .and_then(|target_plan| target_plan.peers.remove(&name));
-            let Some(lost) = target_plan.filter(|_| !same_node) else {
+            let Some(lost) = removed.filter(|_| !same_cluster) else {
                 continue;
             };
             let message = format!(
@@ -166,7 +166,7 @@ fn keep_one_owner_per_prefix(plan: &mut Plan, seen: &Observations) {
             for peer in target_plan.peers.values_mut() {
                 peer.spec.allowed_ips.retain(|net| {
                     let owner = owners.get(&(identity.clone(), *net));
-                    owner.is_some_and(|(_, of, at)| *of == age && at == target)
+                    owner.is_some_and(|(_, owner_age, owner_target)| *owner_age == age && owner_target == target)
                 });
             }
         }

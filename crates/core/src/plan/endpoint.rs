@@ -1,4 +1,4 @@
-//! Chooses the endpoint candidates of a node or gateway for the nodes of one target (rule 8).
+//! Chooses the endpoint candidates of a node or gateway for the nodes of one target (design rule 8).
 
 use std::{
     collections::BTreeMap,

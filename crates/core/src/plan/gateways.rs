@@ -1,5 +1,5 @@
-//! Plans how sandboxes enter a member through gateways (rule 7): the SandboxAccess in the member, and the Peers of its gateways in
-//! the sandbox.
+//! Plans how sandboxes enter a member through gateways (design rule 7): the SandboxAccess in the member, and the Peers of its
+//! gateways in the sandbox.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,4 +1,4 @@
-//! Decides from the profiles and grants of two members whether and how they are connected (rule 7).
+//! Decides from the profiles and grants of two members whether and how they are connected (design rule 7).
 
 use std::collections::BTreeSet;
 
@@ -53,7 +53,7 @@ pub(super) fn connectivity(target: &MeshMember<'_>, source: &MeshMember<'_>) -> 
     if of(Profile::Sandbox).count() == 2 {
         return Err(NotConnected::Sandboxes);
     }
-    if let Some(mesh_member) = both.iter().find(|mesh_member| !mesh_member.connected) {
+    if let Some(mesh_member) = both.iter().find(|mesh_member| !mesh_member.can_connect) {
         return Err(NotConnected::NoNetworks(mesh_member.cluster.name.clone()));
     }
     let (link, sandbox, other) = if source.cluster.profile == Profile::Sandbox {

@@ -30,18 +30,20 @@ pub(super) fn segments<'a>(member: &'a Member, is_held: &dyn Fn(&str, &Node) -> 
     }
     let mut locations: BTreeMap<&str, Vec<(&str, &Node)>> = BTreeMap::new();
     for (name, node) in &member.nodes {
-        let follows = matches!(node.granularity, None | Some(Granularity::Location)) && node.server != Server::Agent;
+        let is_grouped = matches!(node.granularity, None | Some(Granularity::Location)) && node.server != Server::Agent;
         // A node without a private address is a segment of its own, because other nodes reach it only through the tunnel.
-        // While kg restarts, the annotation for it is missing; then the Node's InternalIPs tell whether it has one.
+        // kg annotates the private address, and removes the annotation while it restarts. Then the Node's InternalIPs show
+        // whether it has one.
         let private = node.kilo_internal_ip.is_some() || (node.granularity.is_none() && !node.internal_ips.is_empty());
-        if follows && private {
+        if is_grouped && private {
             locations.entry(&node.location).or_default().push((name, node));
         }
     }
     let by_location = !published.is_empty();
     for nodes in locations.into_values() {
-        // kg writes wireguard-ip "" on nodes that do not lead. Two nodes publish an address while a dead or former leader still
-        // does. Preference: a node that checks in, by kg's own order; then a held node (kg restarts); then a silent one.
+        // kg writes wireguard-ip "" on nodes that do not lead. So two nodes publish an address only if one of them is dead or
+        // has just lost the lead. The leader is a node that checks in, chosen by kg's own order. If there is none, it is a held
+        // node, on which kg restarts, and otherwise a silent node.
         let claims = |node: &Node| node.wireguard_ip.value().is_some();
         let claiming = || nodes.iter().filter(|(_, node)| by_location && claims(node));
         let choice = |(name, node): &&(&'a str, &'a Node)| (!node.ready, !node.leader, !is_public(node), *name);

@@ -1,4 +1,5 @@
-//! Plans one mesh: prepares its members and their nodes, plans each target, and gives each public key to one node (rules 3, 7).
+//! Plans one mesh: prepares its members and their nodes, plans each target, and gives each public key to one node (design rules
+//! 3, 7).
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -161,7 +162,7 @@ impl<'a> MeshPlanner<'a> {
                     message,
                 });
             }
-            let connected = cluster.profile != Profile::Standard && !cluster.allowed.is_empty();
+            let can_connect = cluster.profile != Profile::Standard && !cluster.allowed.is_empty();
             let member = observed.and_then(Observation::last);
             let accepted = cluster.allowed.clone();
             if let Some(member) = member {
@@ -175,7 +176,7 @@ impl<'a> MeshPlanner<'a> {
                     cluster,
                     accepted,
                     observed,
-                    connected,
+                    can_connect,
                     discovered,
                     families: endpoint::NodeFamilies::of(member),
                 },
@@ -272,7 +273,7 @@ impl<'a> MeshPlanner<'a> {
     ) -> BTreeMap<String, nodes::NodeRegistry<'a>> {
         let mut registries = BTreeMap::new();
         for (name, mesh_member) in mesh_members {
-            if let (true, Some(member)) = (mesh_member.connected, mesh_member.last_observed()) {
+            if let (true, Some(member)) = (mesh_member.can_connect, mesh_member.last_observed()) {
                 let existing = |node: &str| self.existing_peers(mesh_members, name, node);
                 let builder = nodes::RegistryBuilder {
                     cluster: &mesh_member.cluster,
@@ -374,7 +375,7 @@ impl<'a> MeshPlanner<'a> {
                 }),
                 // Not observed since the controller started: its existing Peers claim its keys. Otherwise a member that copies
                 // one of these keys would get it.
-                None if mesh_member.connected => {
+                None if mesh_member.can_connect => {
                     existing
                         .into_iter()
                         .flatten()

@@ -1,5 +1,5 @@
-//! Builds the registry of a member's nodes: which Nodes get a Peer, with which prefixes, and why the others do not (rules 1 to
-//! 5, 9).
+//! Builds the registry of a member's nodes: which Nodes get a Peer, with which prefixes, and why the others do not (design rules
+//! 1 to 5, 9).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -77,9 +77,9 @@ impl<'a> RegistryBuilder<'a, '_> {
     /// Registers the Nodes in the order of (creationTimestamp, name), so that of two claims of one address the older Node's
     /// wins, whatever the order of the list.
     pub(super) fn build(&self) -> NodeRegistry<'a> {
-        let is_held = |name: &str, node: &Node| self.can_hold(name, node);
+        let can_hold = |name: &str, node: &Node| self.can_hold(name, node);
         let mut registry = NodeRegistry {
-            segments: location::segments(self.member, &is_held),
+            segments: location::segments(self.member, &can_hold),
             ..NodeRegistry::default()
         };
         let mut nodes: Vec<(&'a str, &'a Node)> =
@@ -139,7 +139,7 @@ impl<'a> RegistryBuilder<'a, '_> {
         let missing = registry
             .uncovered
             .iter()
-            .find(|pods| self.meshes_family_of(pods.network));
+            .find(|pods| self.allows_family_of(pods.network));
         registry.facts.extend(missing.map(|first| Fact::PodCIDRNotCovered {
             cluster: self.cluster.name.clone(),
             message: self.uncovered_message(first),
@@ -317,7 +317,7 @@ impl<'a> RegistryBuilder<'a, '_> {
         }
     }
 
-    /// The message why a claim is refused that is not [`is_routable`].
+    /// Why a claim that is not [`is_routable`] is refused, as a message.
     fn refusal_message(&self, claim: &str, net: IpNet) -> String {
         let cluster = &self.cluster.name;
         match anchor::find_reserved_overlap(self.cluster, net).filter(|_| self.cluster.allows(net)) {
@@ -385,7 +385,7 @@ impl<'a> RegistryBuilder<'a, '_> {
         }
         if let (true, Some(net)) = (
             claims.is_empty(),
-            outside.iter().find(|net| self.meshes_family_of(**net)),
+            outside.iter().find(|net| self.allows_family_of(**net)),
         ) {
             return Err((
                 Reason::NodePodCIDROutOfRange,
@@ -404,7 +404,8 @@ impl<'a> RegistryBuilder<'a, '_> {
         Ok(claims)
     }
 
-    fn meshes_family_of(&self, net: IpNet) -> bool {
+    /// Whether allowedNetworks has a network of the IP family of `net`.
+    fn allows_family_of(&self, net: IpNet) -> bool {
         self.cluster
             .allowed
             .iter()
@@ -437,15 +438,15 @@ impl<'a> RegistryBuilder<'a, '_> {
                 .internal_ips
                 .iter()
                 .map(|address| host_route(address.to_canonical()));
-            hosts.any(|net| self.meshes_family_of(net) && !self.is_routable(net))
+            hosts.any(|net| self.allows_family_of(net) && !self.is_routable(net))
         };
         let nodes = self.member.nodes.iter().filter(|(name, _)| is_in_mesh(name));
         let nodes = nodes.filter(|(_, node)| node.server != Server::Agent && has_uncovered_ip(node));
         nodes.map(|(name, _)| name.clone()).take(5).collect()
     }
 
-    /// Like [`is_routable`], but also inside a network that is anchored by default: the entry names exported pods, so they are no
-    /// claim of a Node.
+    /// Like [`is_routable`], but `net` may also lie inside a network that is anchored by default. The entry itself selects the
+    /// exported pods, so their addresses are no claim of a Node.
     fn is_exportable(&self, net: IpNet) -> bool {
         self.cluster.allows(net) && (self.cluster.anchored.is_none() || self.is_routable(net))
     }

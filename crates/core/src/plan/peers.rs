@@ -1,5 +1,5 @@
-//! Plans the Peers of one target: endpoints, names, anchored networks, keepalives. Each key and each prefix has one owner (rules
-//! 2, 6, 8).
+//! Plans the Peers of one target: endpoints, names, anchored networks, keepalives. Each key and each prefix has one owner
+//! (design rules 2, 6, 8).
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -266,11 +266,14 @@ pub(super) fn resolve(
                 outside.insert(endpoint.address);
                 continue;
             }
-            let bare = SliceEndpoint {
+            let without_node = SliceEndpoint {
                 node: None,
                 ..endpoint.clone()
             };
-            groups.entry((slice.v6, backend.clone())).or_default().insert(bare);
+            groups
+                .entry((slice.v6, backend.clone()))
+                .or_default()
+                .insert(without_node);
         }
     }
     groups.retain(|(_, ports), _| !ports.is_empty());

@@ -1,4 +1,5 @@
-//! Plans one target: the Peers, PeerPolicies, SandboxAccesses and mirrored Services of the other members in it (rules 2, 6, 8).
+//! Plans one target: the Peers, PeerPolicies, SandboxAccesses and mirrored Services of the other members in it (design rules
+//! 2, 6, 8).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -31,7 +32,7 @@ pub(super) struct MeshMember<'a> {
     pub(super) accepted: Vec<IpNet>,
     pub(super) observed: Option<&'a Observation<Member>>,
     /// It can be connected to others: it is cluster-meshed or a sandbox, and has accepted networks.
-    pub(super) connected: bool,
+    pub(super) can_connect: bool,
     /// The endpoints at which its nodes see each key, in the order of the nodes' names.
     pub(super) discovered: BTreeMap<PublicKey, Vec<SocketAddr>>,
     pub(super) families: NodeFamilies,
@@ -174,7 +175,7 @@ impl<'a> MeshInputs<'a> {
                 outcome.plan.retained.insert(source.to_owned());
             }
         }
-        if target.connected {
+        if target.can_connect {
             self.plan_policies(name, target, &mut outcome.plan);
             let mut peer_planner = peers::PeerPlanner::new(self, name, target);
             for (source, mesh_member) in self.sources(name, target) {
@@ -203,8 +204,8 @@ impl<'a> MeshInputs<'a> {
     /// PeerPolicies: only deleting its Peers closes it there.
     fn link(&self, name: &str, target: &MeshMember<'_>, source: &MeshMember<'_>) -> Option<Link> {
         let link = link::between(target, source)?;
-        let open = link == Link::Meshed && source.cluster.quarantine && self.not_enforcing.contains(name);
-        (!open).then_some(link)
+        let is_unenforced = link == Link::Meshed && source.cluster.quarantine && self.not_enforcing.contains(name);
+        (!is_unenforced).then_some(link)
     }
 
     /// Reports that an observed member lacks the Peer CRD, if it should get Peers. A member to which only sandboxes are

@@ -175,8 +175,8 @@ fn edit(seen: &mut Observations, identity: &ClusterIdentity, change: impl FnOnce
 
 fn plan_mesh(mesh: &Mesh, seen: &Observations) -> (Plan, MeshPlan) {
     let plan = plan(std::slice::from_ref(mesh), seen, &Settings::default(), &TestNaming);
-    let of_mesh = plan.meshes[&mesh.id].clone();
-    (plan, of_mesh)
+    let mesh_plan = plan.meshes[&mesh.id].clone();
+    (plan, mesh_plan)
 }
 
 fn allowed<'a>(plan: &'a MeshPlan, target: &str, peer: &str) -> &'a BTreeSet<IpNet> {
@@ -257,9 +257,9 @@ fn write_plan(mesh: &Mesh, seen: &mut Observations) {
 
 /// Stores the anchored networks of the plan in the mesh, as the controller does through the status.
 fn store_anchors(mesh: &mut Mesh, seen: &Observations) {
-    let (_, of_mesh) = plan_mesh(mesh, seen);
+    let (_, mesh_plan) = plan_mesh(mesh, seen);
     for cluster in &mut mesh.clusters {
-        cluster.carriers = of_mesh.clusters[&cluster.name].anchored.clone();
+        cluster.carriers = mesh_plan.clusters[&cluster.name].anchored.clone();
     }
 }
 

@@ -152,12 +152,12 @@ impl Query<'_> {
     fn missing_gateway_peer(&self, gateway: &ObjectName) -> Option<Explanation> {
         let member = self.target().last_observed()?;
         let mut existing = member.accesses.iter().flat_map(BTreeMap::values);
-        let known = existing.any(|access| access.owner.source_cluster.as_deref() == Some(self.source));
+        let access_exists = existing.any(|access| access.owner.source_cluster.as_deref() == Some(self.source));
         let plan = self.inputs.plan.meshes.get(&self.mesh.id)?;
         let mut peers = plan.targets.get(self.source)?.peers.values();
-        let carried =
+        let has_peer =
             peers.any(|peer| peer.source == self.target && peer.spec.allowed_ips.contains(&self.to.address.into()));
-        if !known || carried {
+        if !access_exists || has_peer {
             return None;
         }
         let skipped = self.skipped(self.target, &format!("gateway {gateway}"), self.source);
@@ -297,12 +297,12 @@ impl Query<'_> {
                 ),
             );
         }
-        let anchor = self.facts().find_map(|fact| match fact {
+        let no_anchor = self.facts().find_map(|fact| match fact {
             Fact::NoAnchor { cluster, message } if cluster == self.target => Some(message.clone()),
             _ => None,
         });
-        let known = member(self.inputs.seen, &self.to.cluster).is_some_and(|member| !member.nodes.is_empty());
-        match anchor {
+        let has_nodes = member(self.inputs.seen, &self.to.cluster).is_some_and(|member| !member.nodes.is_empty());
+        match no_anchor {
             Some(message) => Explanation::new(
                 Rule::NoAnchor,
                 format!(
@@ -316,7 +316,7 @@ impl Query<'_> {
                     "no Peer in cluster {:?} contains {address}: no Node of cluster {:?} owns it{}, and it is in no anchored network",
                     self.source,
                     self.target,
-                    if known { "" } else { " (none is known)" },
+                    if has_nodes { "" } else { " (none is known)" },
                 ),
             ),
         }

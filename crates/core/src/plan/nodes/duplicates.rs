@@ -1,4 +1,4 @@
-//! Resolves duplicate claims among the Nodes of one member: the older Node keeps the key or prefix (rules 3, 4).
+//! Resolves duplicate claims among the Nodes of one member: the older Node keeps the key or prefix (design rules 3, 4).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -38,24 +38,31 @@ pub(super) struct ClaimIndex<'a> {
     keys: BTreeMap<PublicKey, &'a str>,
     prefixes: BTreeMap<IpNet, &'a str>,
     /// The podCIDRs and WireGuard addresses among `prefixes`.
-    own: BTreeMap<IpNet, &'a str>,
+    node_networks: BTreeMap<IpNet, &'a str>,
+    /// Messages about prefixes that several Nodes claim.
     pub(super) shared: BTreeSet<String>,
 }
 
 impl<'a> ClaimIndex<'a> {
     /// The registered claim that equals or contains `net`.
-    fn around(&self, net: IpNet) -> Option<(IpNet, &'a str)> {
+    fn containing(&self, net: IpNet) -> Option<(IpNet, &'a str)> {
         let exact = self.prefixes.get_key_value(&net);
         let mut wider = std::iter::successors(net.supernet(), IpNet::supernet);
-        let claims = exact.or_else(|| wider.find_map(|net| self.own.get_key_value(&net)));
+        let claims = exact.or_else(|| wider.find_map(|net| self.node_networks.get_key_value(&net)));
         claims.map(|(net, owner)| (*net, *owner))
     }
 
     /// The registered claim that overlaps `net`.
     fn overlapping(&self, net: IpNet) -> Option<(IpNet, &'a str)> {
         // `IpNet` sorts a network directly before the networks inside it.
-        let within = || self.own.range(net..).next().filter(|(other, _)| net.contains(*other));
-        self.around(net).or_else(|| within().map(|(net, owner)| (*net, *owner)))
+        let within = || {
+            self.node_networks
+                .range(net..)
+                .next()
+                .filter(|(other, _)| net.contains(*other))
+        };
+        self.containing(net)
+            .or_else(|| within().map(|(net, owner)| (*net, *owner)))
     }
 
     pub(super) fn register(&mut self, claims: NodeClaims<'a>) -> Result<(RegisteredNode<'a>, Vec<Uncovered>), Refusal> {
@@ -100,18 +107,18 @@ impl<'a> ClaimIndex<'a> {
             };
             return Err((Reason::PodCIDRDuplicate, message));
         }
-        let mut own = claims.pods;
-        own.insert(wireguard);
-        let identity = own.clone();
-        own.extend(claims.internal.iter().filter(|net| self.around(**net).is_none()));
-        let mut prefixes = own.clone();
+        let mut node_networks = claims.pods;
+        node_networks.insert(wireguard);
+        let free = claims.internal.iter().filter(|net| self.containing(**net).is_none());
+        let unshared: BTreeSet<IpNet> = node_networks.iter().chain(free).copied().collect();
+        let mut prefixes = unshared.clone();
         for net in claims
             .internal
             .into_iter()
             .chain(claims.extra)
-            .filter(|net| !own.contains(net))
+            .filter(|net| !unshared.contains(net))
         {
-            match self.around(net) {
+            match self.containing(net) {
                 Some((theirs, owner)) => {
                     self.shared.insert(if theirs == net {
                         format!("{net} of Node {name} also belongs to Node {owner}, which keeps it")
@@ -126,7 +133,8 @@ impl<'a> ClaimIndex<'a> {
         }
         self.keys.insert(claims.key, name);
         self.prefixes.extend(prefixes.iter().map(|net| (*net, name)));
-        self.own.extend(identity.into_iter().map(|net| (net, name)));
+        self.node_networks
+            .extend(node_networks.into_iter().map(|net| (net, name)));
         let registered = RegisteredNode {
             node: name,
             observed: claims.observed,

@@ -1,4 +1,4 @@
-//! Adds the anchored networks of a member to its Peers in one target (rule 6).
+//! Adds the anchored networks of a member to its Peers in one target (design rule 6).
 
 use std::collections::{BTreeMap, BTreeSet};
 

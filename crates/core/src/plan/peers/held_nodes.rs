@@ -1,4 +1,4 @@
-//! Keeps the existing Peers of held nodes (rule 9).
+//! Keeps the existing Peers of held nodes (design rule 9).
 
 use std::net::IpAddr;
 
@@ -32,13 +32,14 @@ impl<'a> PeerPlanner<'a, '_> {
         }
         spec.allowed_ips
             .retain(|net| mesh_member.cluster.allows(*net) && !self.prefixes.contains_key(net));
-        let left_out = |address: &IpAddr| {
+        // kg would route the tunnel's own packets into the tunnel if the Peer contained its endpoint, so it does not contain it.
+        let is_left_out = |address: &IpAddr| {
             let endpoint = spec.endpoint.as_ref();
             let same = endpoint.is_some_and(|at| matches!(at, Endpoint::Ip(at) if at.ip() == *address));
             same && nodes::is_routable(&mesh_member.cluster, IpNet::from(*address))
         };
         let observed = mesh_member.last_observed().and_then(|member| member.nodes.get(node));
-        if self.runs_kg && observed.is_some_and(|observed| observed.internal_ips.iter().any(left_out)) {
+        if self.runs_kg && observed.is_some_and(|observed| observed.internal_ips.iter().any(is_left_out)) {
             self.unserved
                 .entry(source.to_owned())
                 .or_default()
