@@ -21,7 +21,8 @@ pub type Source = (MeshId, String);
 /// The steps of one group of sources, each list in the order of the diff.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Lanes {
-    /// PeerPolicies, SandboxAccesses, deletes, and Peers that only lose networks.
+    /// Steps that revoke something: creates and updates of PeerPolicies, all steps of SandboxAccesses, Peers that only lose
+    /// networks, and deletes of other objects. A Peer whose network moves to another Peer is not among them, unless its key moves, too.
     pub closing: Vec<Step>,
     /// Everything else.
     pub rest: Vec<Step>,

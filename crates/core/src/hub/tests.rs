@@ -139,10 +139,10 @@ fn confined_mesh_outside_the_listed_networks_is_refused() {
     // A list that is too wide by mistake does not allow members to use networks of the hub.
     let careless = hub(&["t=sandbox,0.0.0.0/0"]);
     assert_eq!(reason(&careless, &wide(&["100.80.16.0/20"])), None);
-    let taking = message(&careless, &wide(&["10.1.3.0/24"]));
+    let refusal_of_overlap = message(&careless, &wide(&["10.1.3.0/24"]));
     assert!(
-        taking.contains("which overlaps 10.1.0.0/16, a network of the hub (--hub-network)"),
-        "{taking}"
+        refusal_of_overlap.contains("which overlaps 10.1.0.0/16, a network of the hub (--hub-network)"),
+        "{refusal_of_overlap}"
     );
     assert_eq!(reason(&careless, &wide(&["10.0.0.0/8"])), Some("NetworksNotAllowed"));
     // A list of networks applies with every profile. A cluster-meshed namespace without a list may use any network.
