@@ -1,5 +1,5 @@
 //! Defines the trait [`Device`] of the node's WireGuard device, and opens one of its implementations.
-//! `clustermesh_agent_core::device` decides which peers it has; addresses, routes and firewall are other modules'.
+//! `clustermesh_agent_core::device` decides which peers it has. Other modules write addresses, routes and the firewall.
 
 pub mod kernel;
 mod memory;
@@ -28,9 +28,9 @@ pub const ALIAS: &str = "clustermesh wg-agent";
 /// Calls return at once and may be made from async code. They must be made from a thread in the network namespace in
 /// which the device was opened.
 ///
-/// Dropping a device keeps what outlives a process. A kernel device keeps working, and the next process takes it over.
-/// A userspace device keeps its interface with addresses and routes, which drops packets until the next [`open`] takes
-/// it over. [`Device::close`] removes everything.
+/// Dropping a device keeps its interface for the next process, which takes it over. Until then a kernel device keeps
+/// working, and the interface of a userspace device keeps its addresses and routes but drops all packets.
+/// [`Device::close`] removes everything.
 pub trait Device: Send {
     /// Which implementation this is: `kernel`, `userspace`, `memory`. For logs, metrics and the node's annotation.
     fn backend(&self) -> &'static str;
@@ -61,7 +61,8 @@ pub trait Device: Send {
     /// Restores what [`Device::observe`] found altered.
     ///
     /// # Errors
-    /// The port was taken meanwhile, or the kernel refuses; parts that precede it in order are restored.
+    /// The port was taken meanwhile, or the kernel refuses. The parts before the failed one, in the order of [`Altered`],
+    /// are restored.
     fn mend(&mut self, altered: &BTreeSet<Altered>) -> Result<(), DeviceError>;
 
     /// Removes the interface and all other state of the device.
@@ -192,7 +193,7 @@ pub fn open(
         Backend::Userspace => why,
         Backend::Kernel | Backend::Auto => match kernel::Kernel::open(interface, configuration) {
             Ok(device) => {
-                // With the socket, `wg show` would look for the userspace device that is gone.
+                // If the control socket of the userspace device were left, `wg show` would ask that device, which is gone.
                 if let Err(error) = userspace::remove_leftovers(interface) {
                     tracing::warn!(%error, "cannot remove what the userspace backend left");
                 }
@@ -269,7 +270,7 @@ pub enum DeviceError {
     /// Any other kernel error.
     #[error("cannot {action}: {source}")]
     Kernel {
-        /// What was tried, as "set the MTU of kilo0 to 1380".
+        /// What was tried, such as "set the MTU of kilo0 to 1380".
         action: String,
         /// The error.
         source: io::Error,

@@ -48,7 +48,7 @@ pub fn mtus(to: &BTreeSet<IpAddr>, mark: u32) -> io::Result<BTreeMap<IpAddr, u16
         Some(mtu.unwrap_or(u32::MAX))
     })?;
     let mtu = |(to, (interface, route_mtu)): (IpAddr, (u32, Option<u32>))| {
-        let link_mtu = *link_mtus.get(&interface)?; // deleted since
+        let link_mtu = *link_mtus.get(&interface)?; // the interface was deleted in the meantime
         Some((to, u16::try_from(route_mtu.unwrap_or(link_mtu)).unwrap_or(u16::MAX)))
     };
     Ok(routes.into_iter().filter_map(mtu).collect())

@@ -323,8 +323,8 @@ fn key_message(route: &Route) -> RouteMessage {
 }
 
 fn route(message: &RouteMessage, table: u32, index: Option<u32>) -> Option<Route> {
-    let (mut prefix, mut metric, mut in_table, mut oif, mut source, mut plain) = (None, 0, 0, None, None, true);
-    let mut mtu: &[RouteMetric] = &[];
+    let (mut prefix, mut metric, mut in_table, mut oif, mut source, mut is_plain) = (None, 0, 0, None, None, true);
+    let mut observed_metrics: &[RouteMetric] = &[];
     for attribute in &message.attributes {
         match attribute {
             RouteAttribute::Destination(a) => prefix = route_address(a),
@@ -332,9 +332,9 @@ fn route(message: &RouteMessage, table: u32, index: Option<u32>) -> Option<Route
             RouteAttribute::Table(t) => in_table = *t,
             RouteAttribute::Oif(i) => oif = Some(*i),
             RouteAttribute::PrefSource(a) => source = route_address(a),
-            RouteAttribute::Gateway(_) | RouteAttribute::Via(_) | RouteAttribute::MultiPath(_) => plain = false,
-            RouteAttribute::Encap(_) | RouteAttribute::NhId(_) => plain = false,
-            RouteAttribute::Metrics(metrics) => mtu = metrics,
+            RouteAttribute::Gateway(_) | RouteAttribute::Via(_) | RouteAttribute::MultiPath(_) => is_plain = false,
+            RouteAttribute::Encap(_) | RouteAttribute::NhId(_) => is_plain = false,
+            RouteAttribute::Metrics(metrics) => observed_metrics = metrics,
             _ => {}
         }
     }
@@ -347,16 +347,17 @@ fn route(message: &RouteMessage, table: u32, index: Option<u32>) -> Option<Route
         _ => return None,
     };
     let address = prefix.unwrap_or_else(|| family.everything().addr());
-    let size = mtu.iter().find_map(|m| {
+    let mtu = observed_metrics.iter().find_map(|m| {
         if let RouteMetric::Mtu(mtu) = m {
             u16::try_from(*mtu).ok()
         } else {
             None
         }
     });
-    plain &= size.map_or_else(Vec::new, |size| metrics(family, size)) == mtu;
+    // A plain route has only attributes that the agent writes.
+    is_plain &= mtu.map_or_else(Vec::new, |mtu| metrics(family, mtu)) == observed_metrics;
     let kind = match message.header.kind {
-        RouteType::Unicast if plain && oif.is_some() && oif == index => Kind::Device { source, mtu: size },
+        RouteType::Unicast if is_plain && oif.is_some() && oif == index => Kind::Device { source, mtu },
         RouteType::Unreachable => Kind::Unreachable,
         RouteType::Throw => Kind::Throw,
         _ => Kind::Other,

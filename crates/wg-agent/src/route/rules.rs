@@ -36,8 +36,8 @@ pub(super) fn rule_message(rule: &Rule) -> RuleMessage {
     message
 }
 
-/// A rule of ours. A rule with our protocol number and one of our priorities, but with a selector that we never use,
-/// was made by hand: it is neither deleted nor taken for ours.
+/// A rule of ours. A rule with our protocol number and one of our priorities, but with a selector that we never use, was
+/// made by hand and is ignored. To delete it by its priority would delete our own rule, too.
 pub(super) fn rule(message: &RuleMessage, family: Family) -> Option<Rule> {
     let mut rule = Rule {
         family,
@@ -47,30 +47,30 @@ pub(super) fn rule(message: &RuleMessage, family: Family) -> Option<Rule> {
         mask: 0,
         action: Action::Other,
     };
-    let plain = message.header.action == RuleAction::ToTable;
-    let (mut ours, mut known, mut table) = (false, plain, u32::from(message.header.table));
+    let is_lookup = message.header.action == RuleAction::ToTable;
+    let (mut is_ours, mut has_known_form, mut table) = (false, is_lookup, u32::from(message.header.table));
     for attribute in &message.attributes {
         match attribute {
             RuleAttribute::Priority(p) => rule.priority = *p,
             RuleAttribute::FwMark(m) => rule.mark = *m,
             RuleAttribute::FwMask(m) => rule.mask = *m,
             RuleAttribute::Table(t) => table = *t,
-            RuleAttribute::Protocol(p) => ours = *p == RouteProtocol::from(PROTOCOL),
+            RuleAttribute::Protocol(p) => is_ours = *p == RouteProtocol::from(PROTOCOL),
             RuleAttribute::SuppressPrefixLen(u32::MAX) | RuleAttribute::SuppressIfGroup(u32::MAX) => {}
             RuleAttribute::Other(_) => {}
-            _ => known = false,
+            _ => has_known_form = false,
         }
     }
-    if known {
+    if has_known_form {
         rule.action = Action::Lookup(table);
-        return ours.then_some(rule);
+        return is_ours.then_some(rule);
     }
-    let written = [RULE_TUNNEL, RULE_MESH].contains(&rule.priority);
+    let has_our_priority = [RULE_TUNNEL, RULE_MESH].contains(&rule.priority);
     let other = Rule {
         invert: false,
         mark: 0,
         mask: 0,
         ..rule
     };
-    (ours && !written).then_some(other)
+    (is_ours && !has_our_priority).then_some(other)
 }

@@ -34,11 +34,11 @@ const RANGES_PER_ENTRY: usize = 40;
 /// The live endpoint of each peer, which may differ from the configured one.
 pub(super) type LiveEndpoints = BTreeMap<PublicKey, SocketAddr>;
 
-/// The messages with the entries that apply `changes` to a device whose peers are `held`.
-pub(super) fn plan(held: &Peers, live: &LiveEndpoints, changes: &[PeerChange]) -> Vec<Vec<WireguardPeer>> {
+/// The messages with the entries that apply `changes` to a device that has `peers`.
+pub(super) fn plan(peers: &Peers, live: &LiveEndpoints, changes: &[PeerChange]) -> Vec<Vec<WireguardPeer>> {
     let mut entries = Vec::new();
-    let mut held = held.clone();
-    let mut ledger = Ledger::new(&mut held);
+    let mut peers = peers.clone();
+    let mut ledger = Ledger::new(&mut peers);
     for change in changes {
         let before = ledger.peers().get(change.key()).map(|spec| spec.allowed_ips.clone());
         let known = before.is_some();
@@ -71,9 +71,9 @@ pub(super) fn plan(held: &Peers, live: &LiveEndpoints, changes: &[PeerChange]) -
 }
 
 /// Messages that start a handshake with every peer that has an endpoint.
-pub(super) fn start_handshakes(held: &Peers) -> Vec<Vec<WireguardPeer>> {
+pub(super) fn start_handshakes(peers: &Peers) -> Vec<Vec<WireguardPeer>> {
     let mut entries = Vec::new();
-    for (key, spec) in held.iter().filter(|(_, spec)| spec.endpoint.is_some()) {
+    for (key, spec) in peers.iter().filter(|(_, spec)| spec.endpoint.is_some()) {
         toggle_keepalive(key, spec.keepalive, &mut entries);
     }
     messages(entries)

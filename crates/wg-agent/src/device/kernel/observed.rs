@@ -27,7 +27,7 @@ pub(super) struct DeviceDump {
     pub(super) public_key: Option<[u8; 32]>,
     pub(super) listen_port: u16,
     pub(super) fwmark: u32,
-    /// The endpoints are the live ones.
+    /// The endpoint of a peer is the one that the kernel uses now, in its spec too.
     pub(super) peers: BTreeMap<PublicKey, (PeerSpec, PeerStats)>,
 }
 
