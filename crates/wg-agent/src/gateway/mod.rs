@@ -309,7 +309,7 @@ impl Gateway {
         // endpoints of a namespace that is still being listed would end connections, and a table that is not renewed
         // would interrupt them.
         let is_known = snapshot.is_listed()
-            && (self.table_manager.has_written() || snapshot.is_complete() && self.table_manager.is_renewed());
+            && (self.table_manager.has_written() || snapshot.is_complete() && self.table_manager.can_open());
         if (is_known || !self.table_manager.table_exists()) && !self.write_table(&compiled).await? {
             return Ok(false);
         }

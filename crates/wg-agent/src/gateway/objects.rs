@@ -1,5 +1,5 @@
-//! Parses SandboxAccess, SandboxGateway, Service and EndpointSlice into plain values. Parts that do not parse become
-//! messages.
+//! Parses SandboxAccess, SandboxGateway, Service and EndpointSlice into plain values. The value of a part that does not
+//! parse is an error message.
 
 use std::{
     collections::BTreeSet,
@@ -124,16 +124,18 @@ impl ParsedGateway {
 /// A Service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ParsedService {
-    pub(super) selector: bool,
-    pub(super) external_name: bool,
-    pub(super) mirror: bool,
-    pub(super) sticky: bool,
+    pub(super) has_selector: bool,
+    pub(super) is_external_name: bool,
+    /// It mirrors a Service of another member.
+    pub(super) is_mirror: bool,
+    /// `sessionAffinity: ClientIP`.
+    pub(super) is_sticky: bool,
     pub(super) ports: BTreeSet<(Protocol, String)>,
 }
 
 impl ParsedService {
     pub(super) fn new(object: v1::Service) -> Self {
-        let mirror = object
+        let is_mirror = object
             .labels()
             .get(LABEL_MANAGED_BY)
             .is_some_and(|value| value == MANAGED_BY);
@@ -146,10 +148,10 @@ impl ParsedService {
             ))
         });
         Self {
-            selector: spec.selector.is_some_and(|labels| !labels.is_empty()),
-            external_name: spec.type_.as_deref() == Some("ExternalName"),
-            mirror,
-            sticky: spec.session_affinity.as_deref() == Some("ClientIP"),
+            has_selector: spec.selector.is_some_and(|labels| !labels.is_empty()),
+            is_external_name: spec.type_.as_deref() == Some("ExternalName"),
+            is_mirror,
+            is_sticky: spec.session_affinity.as_deref() == Some("ClientIP"),
             ports: ports.collect(),
         }
     }

@@ -180,10 +180,10 @@ impl GatewaySnapshot {
             };
             let slices = endpoints.get(&(&*name.namespace, &*name.name));
             Service::Seen(Facts {
-                selector: seen.selector,
-                external_name: seen.external_name,
-                mirror: seen.mirror,
-                sticky: seen.sticky,
+                selector: seen.has_selector,
+                external_name: seen.is_external_name,
+                mirror: seen.is_mirror,
+                sticky: seen.is_sticky,
                 ports: seen.ports.clone(),
                 endpoints: slices
                     .into_iter()

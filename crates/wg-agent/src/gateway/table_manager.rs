@@ -14,7 +14,8 @@ use crate::firewall::{Backend, Error, Generation, Nft, generation};
 pub(super) struct TableManager {
     nft: Nft,
     written: Option<Written>,
-    /// Until when the table may be open; `None` = the API server has not answered yet.
+    /// Until when the table may be open, which means that it passes packets of the tunnel. `None` = the API server has
+    /// not answered yet.
     open_until: Option<Instant>,
     /// There may be conntrack entries whose grant or endpoint is gone.
     has_stale_connections: bool,
@@ -51,8 +52,8 @@ impl TableManager {
         self.written.is_some()
     }
 
-    /// Whether the API server has answered, so that a replaced table is opened.
-    pub(super) const fn is_renewed(&self) -> bool {
+    /// Whether a replaced table may be opened: the API server has answered.
+    pub(super) const fn can_open(&self) -> bool {
         self.open_until.is_some()
     }
 
@@ -152,7 +153,7 @@ impl TableManager {
         }
     }
 
-    /// The script that opens a replaced table for the time that the one before had left.
+    /// The script that opens a table until [`Self::open_until`]. It is empty if that time has passed.
     fn opening_script(&self, table: &Table) -> String {
         let left = self
             .open_until

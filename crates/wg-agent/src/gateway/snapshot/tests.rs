@@ -41,7 +41,7 @@ fn granted() -> GatewaySnapshot {
     }
 }
 
-fn read() -> Namespace {
+fn listed_namespace() -> Namespace {
     Namespace {
         services: WatchedKind::Listed(BTreeMap::new()),
         slices: WatchedKind::Listed(BTreeMap::new()),
@@ -61,7 +61,7 @@ fn snapshot_is_complete_once_granted_namespaces_answer() {
         .errors
         .insert("Services of namespace team".to_owned(), "x".to_owned());
     assert!(failed.is_complete(), "an error");
-    snapshot.namespaces.insert("team".to_owned(), read());
+    snapshot.namespaces.insert("team".to_owned(), listed_namespace());
     assert!(snapshot.is_complete(), "listed");
 }
 
@@ -92,10 +92,10 @@ fn namespace_that_cannot_be_watched_closes_in_time() {
     };
     let failing_for = |time, failure| Namespace {
         failing: Instant::now().checked_sub(time).map(|since| (since, failure)),
-        ..read()
+        ..listed_namespace()
     };
     assert_eq!(fail(Namespace::default(), 403), Some(Failure::Refused), "never read");
-    assert_eq!(fail(read(), 403), None, "refused just now");
+    assert_eq!(fail(listed_namespace(), 403), None, "refused just now");
     assert_eq!(
         fail(failing_for(REFUSAL_GRACE, Failure::Refused), 403),
         Some(Failure::Refused)
@@ -114,16 +114,20 @@ fn namespace_that_cannot_be_watched_closes_in_time() {
     store.lock().answers_since = Instant::now().checked_sub(2 * REFUSAL_GRACE);
     assert_eq!(fail(long(), 503), Some(Failure::Failed));
     store.set_answering(false);
-    assert_eq!(fail(long(), 503), None, "nor now");
+    assert_eq!(fail(long(), 503), None, "it has stopped answering");
 }
 
 #[test]
 fn services_of_a_namespace_that_fails_for_long_are_unknown() {
     let mut snapshot = granted();
     let closed = Some(Failure::Failed);
-    snapshot
-        .namespaces
-        .insert("team".to_owned(), Namespace { closed, ..read() });
+    snapshot.namespaces.insert(
+        "team".to_owned(),
+        Namespace {
+            closed,
+            ..listed_namespace()
+        },
+    );
     let services = snapshot.services("home");
     let service = services.values().next().unwrap();
     assert!(
