@@ -38,7 +38,7 @@ fn number(name: &str) -> io::Result<u64> {
 ///
 /// # Errors
 /// The settings cannot be written: the caller is not in the node's own network namespace, or not privileged.
-pub(crate) fn raise(least: u64) -> io::Result<Option<u64>> {
+pub(crate) fn raise_limit(least: u64) -> io::Result<Option<u64>> {
     let limit = match number("max") {
         // The program that loads conntrack later sets the size.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),

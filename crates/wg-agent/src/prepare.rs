@@ -34,7 +34,7 @@ pub(crate) async fn run(port: u16, connections: u64) -> anyhow::Result<()> {
         preflight::host(&[], &missing).everywhere()
     );
     reserve_port(port).with_context(|| format!("cannot add the tunnel's port {port} to {RESERVED}"))?;
-    match conntrack::raise(connections) {
+    match conntrack::raise_limit(connections) {
         Ok(None) => {}
         Ok(Some(before)) => tracing::info!("net.netfilter.nf_conntrack_max = {connections}, was {before}"),
         // In a container on another machine, the conntrack table is that machine's.

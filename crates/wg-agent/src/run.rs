@@ -95,7 +95,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         metrics.count_error("cache");
         builder.runtime.readiness.remark(format!("cache: {trouble}"))
     });
-    let known = saved.as_ref().map(|saved| saved.addresses.clone()).unwrap_or_default();
+    let cached_addresses = saved.as_ref().map(|saved| saved.addresses.clone()).unwrap_or_default();
 
     let store = Store::new(metrics.clone(), saved);
     let (cache_content, to_write) = watch::channel(cache::CacheContent {
@@ -115,25 +115,25 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         },
     ) = builder.start(&lock, &config.node_name, &publish::identity::KEYS, &store)?;
     let stop = runtime.stop.clone();
-    let (uncached, stopped) = (store.clone(), stop.clone());
+    let (fallback_store, stopped) = (store.clone(), stop.clone());
     runtime.tasks.spawn(async move {
         tokio::select! {
             () = stopped.cancelled() => {}
-            () = tokio::time::sleep(FIRST_LISTS) => uncached.use_cache(),
+            () = tokio::time::sleep(FIRST_LISTS) => fallback_store.use_cache(),
         }
     });
     let (host_names, wanted_names) = watch::channel(Default::default());
-    let found = store.clone();
+    let lookup_store = store.clone();
     runtime.tasks.spawn(source::lookup::run(
         wanted_names,
-        known,
-        move |addresses| found.set_addresses(addresses),
+        cached_addresses,
+        move |addresses| lookup_store.set_addresses(addresses),
         stop.clone(),
     ));
 
     let interface = config.interface.clone();
     let events = KernelEvents::open(&interface, RESOLV_CONF.into());
-    let (backend, opened) = (config.backend, interface.clone());
+    let (backend, device_name) = (config.backend, interface.clone());
     let options = device::userspace::Options {
         offload: config.offload,
         ..Default::default()
@@ -143,7 +143,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         routing: route::Netlink::open(interface)?,
         firewall: firewall::FirewallManager::new(firewall::Nft::default())
             .with_record(firewall::TableRecord::next_to_cache(&config.cache_file)),
-        open: Box::new(move |configuration| device::open(backend, opened.as_str(), configuration, options)),
+        open: Box::new(move |configuration| device::open(backend, device_name.as_str(), configuration, options)),
         key,
         server: runtime.connection.server.clone(),
         store: store.clone(),

@@ -16,7 +16,7 @@ pub(crate) mod socket;
 pub(crate) mod table;
 pub(crate) mod view;
 
-/// A problem that the agent found and retries.
+/// A problem that the agent found. The agent tries again until the problem is gone.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Trouble {
     /// The part of the agent, such as `firewall`.

@@ -8,7 +8,8 @@ fn config(line: &str) -> Result<Config, ArgsError> {
         .into_config()
 }
 
-const WHOLE: &str = "--node-name a --wireguard-cidr 100.66.0.0/16";
+/// The flags that full mode requires.
+const FULL_MODE: &str = "--node-name a --wireguard-cidr 100.66.0.0/16";
 
 #[test]
 fn missing_flags_are_refused_by_name() {
@@ -31,7 +32,10 @@ fn policy_mode_needs_a_node_name_and_ignores_full_mode_flags() {
     };
     assert_eq!(policy("--mode policy --node-name="), Err(ArgsError::NoNodeName));
     assert_eq!(policy("--mode policy --node-name a"), Ok("a".to_owned()));
-    assert_eq!(policy(&format!("{WHOLE} --mode policy --mtu 1400")), Ok("a".to_owned()));
+    assert_eq!(
+        policy(&format!("{FULL_MODE} --mode policy --mtu 1400")),
+        Ok("a".to_owned())
+    );
 }
 
 #[test]
@@ -48,7 +52,7 @@ fn range_without_usable_addresses_is_refused() {
 
 #[test]
 fn cache_file_defaults_to_the_keys_directory() {
-    let at = |line: &str| config(&format!("{WHOLE} {line}")).unwrap().cache_file;
+    let at = |line: &str| config(&format!("{FULL_MODE} {line}")).unwrap().cache_file;
     assert_eq!(at(""), Path::new("/var/lib/kilo/wg-agent.cache"));
     assert_eq!(at("--key-file /etc/wg/key"), Path::new("/etc/wg/wg-agent.cache"));
     assert_eq!(at("--key-file /etc/wg/key --cache-file /run/c"), Path::new("/run/c"));
@@ -79,7 +83,7 @@ fn systemd_unit_has_valid_flags_and_the_daemonsets_rights() {
     let start = variables
         .iter()
         .fold(start, |line, (key, value)| line.replace(&format!("${{{key}}}"), value));
-    let cli = Cli::try_parse_from(start.split_whitespace()).expect("flags that there are");
+    let cli = Cli::try_parse_from(start.split_whitespace()).expect("flags that exist");
     assert!(cli.command.is_none());
     let config = cli.flags.into_config().expect("a whole configuration");
     assert_eq!((config.node_name.as_str(), config.mtu), ("node-1", Mtu::Fixed(1380)));
@@ -96,7 +100,7 @@ fn systemd_unit_has_valid_flags_and_the_daemonsets_rights() {
         panic!("one ExecStartPre")
     };
     let before = before.strip_prefix('+').expect("with full rights");
-    let cli = Cli::try_parse_from(before.split_whitespace()).expect("a command that there is");
+    let cli = Cli::try_parse_from(before.split_whitespace()).expect("a command that exists");
     assert!(matches!(
         cli.command,
         Some(Command::Prepare(PrepareArgs { conntrack_min: 262_144 }))
@@ -118,7 +122,7 @@ fn systemd_unit_has_valid_flags_and_the_daemonsets_rights() {
 
 #[test]
 fn cache_max_age_defaults_to_a_day() {
-    let age = |line: &str| config(&format!("{WHOLE} {line}")).unwrap().cache_max_age;
+    let age = |line: &str| config(&format!("{FULL_MODE} {line}")).unwrap().cache_max_age;
     assert_eq!(age(""), Duration::from_secs(24 * 3600));
     assert_eq!(age("--cache-max-age=1h30m"), Duration::from_secs(5400));
     assert_eq!(age("--cache-max-age=0s"), Duration::ZERO);
@@ -130,7 +134,10 @@ fn cache_max_age_defaults_to_a_day() {
 
 #[test]
 fn bypass_networks_lose_their_host_bits() {
-    let config = config(&format!("{WHOLE} --bypass-cidr 10.1.2.3/8 --bypass-cidr fd00::1/64")).unwrap();
+    let config = config(&format!(
+        "{FULL_MODE} --bypass-cidr 10.1.2.3/8 --bypass-cidr fd00::1/64"
+    ))
+    .unwrap();
     assert_eq!(
         config.bypass,
         ["10.0.0.0/8", "fd00::/64"].map(|n| n.parse::<IpNet>().unwrap())

@@ -87,7 +87,7 @@ fn snapshot() -> ClusterSnapshot {
     }
 }
 
-fn kept() -> CacheContent {
+fn content() -> CacheContent {
     CacheContent {
         saved: Some(Arc::new(SavedObjects::of(&snapshot()))),
         confirmed: NOW,
@@ -114,7 +114,7 @@ fn names(directory: &Path) -> Vec<String> {
 fn written_cache_is_loaded_without_momentary_values() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
-    file::write(&file, &kept()).unwrap();
+    file::write(&file, &content()).unwrap();
     let found = load(&file, NOW);
     let saved = SavedObjects::of(&snapshot());
     assert_eq!(
@@ -122,7 +122,7 @@ fn written_cache_is_loaded_without_momentary_values() {
         LoadedCache {
             saved: Some(saved.clone()),
             confirmed: NOW,
-            live: kept().live,
+            live: content().live,
             trouble: None
         }
     );
@@ -158,8 +158,8 @@ fn missing_cache_is_no_trouble_and_unreadable_one_is_left() {
 fn unusable_cache_is_set_aside_and_the_last_one_kept() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
-    let whole = format::write("n", &kept()).unwrap();
-    let other = format::write("m", &kept()).unwrap();
+    let whole = format::write("n", &content()).unwrap();
+    let other = format::write("m", &content()).unwrap();
     let cases: [(&str, &str, &str); 8] = [
         ("empty", "", "it is damaged (it is cut off)"),
         (
@@ -228,7 +228,7 @@ fn with_unknown_field(whole: &str) -> String {
 fn cache_that_others_could_have_written_is_not_used() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
-    file::write(&file, &kept()).unwrap();
+    file::write(&file, &content()).unwrap();
     fs::set_permissions(&file.path, fs::Permissions::from_mode(0o640)).unwrap();
     let trouble = load(&file, NOW).trouble.unwrap();
     assert!(
@@ -250,7 +250,7 @@ fn cache_that_others_could_have_written_is_not_used() {
 fn failed_cache_write_leaves_the_old_file() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
-    file::write(&file, &kept()).unwrap();
+    file::write(&file, &content()).unwrap();
     let before = fs::read(&file.path).unwrap();
     // Blocks the new file.
     fs::create_dir(directory.path().join("cache.new")).unwrap();
@@ -263,12 +263,12 @@ fn failed_cache_write_leaves_the_old_file() {
 async fn irreplaceable_cache_is_deleted_and_written_again_later() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
-    file::write(&file, &kept()).unwrap();
+    file::write(&file, &content()).unwrap();
     let obstacle = directory.path().join("cache.new");
     fs::create_dir(&obstacle).unwrap();
     let revoked = CacheContent {
         saved: Some(Arc::default()),
-        ..kept()
+        ..content()
     };
     let (sender, receiver) = watch::channel(revoked);
     let writer = tokio::spawn(run(file.clone(), receiver, Metrics::default()));
@@ -294,7 +294,7 @@ async fn irreplaceable_cache_is_deleted_and_written_again_later() {
 fn cleanup_removes_all_cache_files() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
-    file::write(&file, &kept()).unwrap();
+    file::write(&file, &content()).unwrap();
     fs::write(directory.path().join("cache.damaged"), "").unwrap();
     fs::write(directory.path().join("key"), "").unwrap();
     assert_eq!(remove(&file.path).len(), 0);
@@ -305,33 +305,36 @@ fn cleanup_removes_all_cache_files() {
 fn cache_is_written_every_second_and_every_ten_for_endpoints() {
     let roamed = CacheContent {
         live: LiveEndpoints::new(),
-        ..kept()
+        ..content()
     };
     let other = CacheContent {
         saved: Some(Arc::default()),
-        ..kept()
+        ..content()
     };
-    let unread = CacheContent { saved: None, ..kept() };
+    let unread = CacheContent {
+        saved: None,
+        ..content()
+    };
     let (soon, later) = (Some(Duration::from_millis(400)), Duration::from_secs(4));
     let seconds = |n| Some(Duration::from_secs(n));
-    assert_eq!(write_delay(&kept(), &CacheContent::default(), None), seconds(0));
-    assert_eq!(write_delay(&kept(), &kept(), None), None);
+    assert_eq!(write_delay(&content(), &CacheContent::default(), None), seconds(0));
+    assert_eq!(write_delay(&content(), &content(), None), None);
     assert_eq!(
         write_delay(&unread, &CacheContent::default(), None),
         None,
         "the file of the last run says more"
     );
-    assert_eq!(write_delay(&other, &kept(), soon), Some(Duration::from_millis(600)));
-    assert_eq!(write_delay(&other, &kept(), Some(later)), seconds(0));
-    assert_eq!(write_delay(&roamed, &kept(), Some(later)), seconds(6));
-    assert_eq!(write_delay(&roamed, &kept(), seconds(11)), seconds(0));
+    assert_eq!(write_delay(&other, &content(), soon), Some(Duration::from_millis(600)));
+    assert_eq!(write_delay(&other, &content(), Some(later)), seconds(0));
+    assert_eq!(write_delay(&roamed, &content(), Some(later)), seconds(6));
+    assert_eq!(write_delay(&roamed, &content(), seconds(11)), seconds(0));
 }
 
 #[tokio::test]
 async fn pending_content_is_written_at_the_end() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
-    let (sender, receiver) = watch::channel(kept());
+    let (sender, receiver) = watch::channel(content());
     sender.send_modify(|kept| kept.live = LiveEndpoints::new());
     drop(sender);
     run(file.clone(), receiver, Metrics::default()).await;
@@ -346,7 +349,7 @@ async fn pending_content_is_written_at_the_end() {
 fn cache_unconfirmed_for_too_long_is_set_aside() {
     let directory = tempfile::tempdir().unwrap();
     let file = file(directory.path());
-    file::write(&file, &kept()).unwrap();
+    file::write(&file, &content()).unwrap();
     // With a clock that was set back, the file is not old.
     for now in [NOW.0 + 100, NOW.0, 0] {
         assert_eq!(load(&file, UnixTime(now)).trouble, None, "{now}");
@@ -374,7 +377,7 @@ fn confirmation_time_is_written_in_steps() {
     let step = Duration::from_secs(60);
     let at = |seconds| UnixTime(NOW.0 + seconds);
     let saved = || SavedObjects::of(&snapshot());
-    let mut kept = kept();
+    let mut kept = content();
     let mut confirm = |saved: SavedObjects, now| (kept.confirm(saved, now, step), kept.confirmed);
     assert_eq!(confirm(saved(), at(59)), (false, at(0)));
     assert_eq!(confirm(saved(), at(60)), (true, at(60)));

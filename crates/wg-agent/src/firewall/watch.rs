@@ -1,4 +1,4 @@
-//! Reports that nftables changed, in any table. The listing tells what changed.
+//! Reports that nftables changed, in any table. A [`super::Listing`] of our table then shows what changed.
 
 use std::io;
 

@@ -40,7 +40,7 @@ pub struct Claim {
     pub created: i64,
     /// The Node's name.
     pub node: String,
-    /// The host part of its `kilo.squat.ai/wireguard-ip`.
+    /// The address in its `kilo.squat.ai/wireguard-ip`, without the prefix length.
     pub address: IpAddr,
 }
 

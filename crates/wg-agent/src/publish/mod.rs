@@ -52,14 +52,14 @@ impl WriteHistory {
         let mut due = Annotations::new();
         let mut again: Option<Duration> = None;
         let mut later = |wait: Duration| again = Some(again.map_or(wait, |a| a.min(wait)));
-        let quiet = self
+        let status_wait = self
             .status
             .map_or(Duration::ZERO, |at| STATUS_EVERY.saturating_sub(now - at));
         let all = wanted
             .identity
             .iter()
             .map(|kv| (kv, Duration::ZERO))
-            .chain(wanted.status.iter().map(|kv| (kv, quiet)));
+            .chain(wanted.status.iter().map(|kv| (kv, status_wait)));
         for ((key, value), mut wait) in all {
             if wanted.seen.get(key).unwrap_or(&None) == value {
                 continue;
@@ -110,14 +110,14 @@ pub async fn run(
     let mut pause = pauses();
     let mut last_error = String::new();
     loop {
-        let now = wanted.borrow_and_update().clone();
-        let (due, mut again) = written.due(&now, Instant::now());
+        let desired = wanted.borrow_and_update().clone();
+        let (due, mut again) = written.due(&desired, Instant::now());
         if !due.is_empty() {
             match write(&client, &node, &due).await {
                 Ok(()) => {
-                    written.record(&due, &now.status, Instant::now());
+                    written.record(&due, &desired.status, Instant::now());
                     metrics.count_changes("publish", due.len());
-                    if due.keys().any(|key| now.identity.contains_key(key)) {
+                    if due.keys().any(|key| desired.identity.contains_key(key)) {
                         tracing::info!(annotations = describe(&due), "published on this Node");
                     }
                     pause = pauses();

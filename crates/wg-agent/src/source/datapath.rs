@@ -16,9 +16,9 @@ use tokio_util::sync::CancellationToken;
 use super::store::Store;
 use crate::metrics::Metrics;
 
-/// Between two checks of the interfaces.
+/// Time between two checks of the interfaces.
 const INTERVAL: Duration = Duration::from_secs(2);
-/// Between two reads of Cilium's settings, which change with a rollout of Cilium.
+/// Time between two reads of Cilium's settings, which change with a rollout of Cilium.
 const SETTINGS_INTERVAL: Duration = Duration::from_secs(60);
 /// How long one request may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -29,7 +29,7 @@ const CILIUM: &str = "cilium_host";
 /// cannot be seen from here.
 const KUBE_IPVS: &str = "kube-ipvs0";
 
-/// What is known without a request.
+/// The problem that is known without a request to the API server.
 pub(crate) fn initial() -> Option<DatapathProblem> {
     most_urgent(None, interface_exists(KUBE_IPVS))
 }

@@ -110,8 +110,9 @@ impl ClusterSnapshot {
         taken.contains(&true)
     }
 
-    /// Whether the API server still confirms all of this, as far as can be told. Nodes change every few minutes, so
-    /// their watch proves that it works. A re-established watch of another kind proves nothing until an object changes.
+    /// Whether the API server still confirms all of this, as far as can be known. Nodes change every few minutes, so a
+    /// watch of Nodes without an error proves that the API server still sends changes. A re-established watch of another
+    /// kind proves nothing until an object changes.
     #[must_use]
     pub fn is_confirmed(&self) -> bool {
         self.pending_kinds().is_empty()
@@ -181,12 +182,12 @@ impl Store {
         self.policies.notified().await;
     }
 
-    /// Wakes the waiter for any other reason.
+    /// Wakes the waiter of [`Self::changed`] although no object has changed.
     pub(crate) fn wake(&self) {
         self.notify.notify_one();
     }
 
-    /// Takes new answers of the lookup.
+    /// Replaces the addresses of host names by the results of a new lookup.
     pub fn set_addresses(&self, addresses: Addresses) {
         self.lock().addresses = addresses;
         self.notify.notify_one();
@@ -235,7 +236,7 @@ impl<V> WatchSink<V> for StoreSink<V> {
             );
         }
         // A server that refuses access is not down: the rights to what the cache contains may have been revoked. So the
-        // cache is used only after [`crate::run`]'s timeout then.
+        // cache is not used here, but only after the timeout in [`crate::run`].
         let is_refused = is_refusal(error);
         {
             let mut snapshot = self.store.lock();

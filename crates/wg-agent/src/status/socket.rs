@@ -1,5 +1,5 @@
 //! Serves the agent's state on a Unix socket next to the agent's lock, and queries it for `wg-agent status`. It does
-//! not depend on `--listen`. Only root gets an answer.
+//! not depend on `--listen`. Only root and the agent's own user get an answer.
 
 use std::{
     io::{self, Read},
@@ -29,7 +29,7 @@ pub(crate) async fn serve(listener: UnixListener, dump: Dump, stop: Cancellation
             client = listener.accept() => client,
         };
         match client {
-            Ok((client, _)) if is_root(&client) => {
+            Ok((client, _)) if can_query(&client) => {
                 let dump = dump.clone();
                 // A slow client delays no other.
                 tokio::spawn(async move {
@@ -52,7 +52,7 @@ async fn send_state(mut client: Client, dump: &Dump) -> io::Result<()> {
 
 /// Whether the client runs as root or as this agent's user. The socket's mode alone does not protect against a
 /// connection between `bind` and `chmod`.
-fn is_root(client: &Client) -> bool {
+fn can_query(client: &Client) -> bool {
     let own = nix::unistd::geteuid().as_raw();
     client
         .peer_cred()

@@ -92,7 +92,7 @@ fn cluster(kg: Option<u64>) -> Store {
 }
 
 /// An agent's routes in the kernel, with kg's own address on the interface.
-fn standing() -> Routes {
+fn agent_routes() -> Routes {
     routes::desired(&routes::Plan {
         addresses: ["100.66.0.9".parse().unwrap()].into(),
         peers: ["10.1.0.0/24".parse().unwrap()].into(),
@@ -110,12 +110,12 @@ async fn agent_removes_its_state_when_kg_is_back() {
     let device = MemoryDevice::new();
     let (mut agent, published, _directory) = agent(Box::new(|_| unreachable!("the tunnel is kg's")));
     agent.device = Some((Box::new(device.clone()), 1380, agent.deps.key.public()));
-    agent.deps.routing.routes = standing();
+    agent.deps.routing.routes = agent_routes();
     agent.deps.firewall.backend().run("table").await.unwrap();
     agent.deps.store = cluster(Some(5));
     assert!(!agent.pass().await);
     let kgs = Routes {
-        addresses: standing().addresses,
+        addresses: agent_routes().addresses,
         ..Routes::default()
     };
     assert_eq!(agent.deps.routing.routes, kgs);
