@@ -54,8 +54,8 @@ pub(crate) struct Connection {
 enum Outcome {
     /// The object already was as desired.
     Unchanged,
-    /// The object was written. `over` is the other field manager that changed it last.
-    Written { over: Option<String> },
+    /// The object was written. `overwritten_manager` is the other field manager that had changed it last.
+    Written { overwritten_manager: Option<String> },
     /// The object changed in the meantime; `by` is the field manager that changed it.
     Conflict { by: Option<String> },
     /// The member refuses this object, for this reason.

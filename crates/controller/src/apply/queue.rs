@@ -31,9 +31,9 @@ const BURST: u32 = 1_000;
 const INTERVAL: Duration = Duration::from_millis(20);
 /// The longest pause after a refusal of one object.
 pub(super) const MAX_REFUSED_PAUSE: Duration = Duration::from_secs(60);
-/// The longest pause while the member does not answer or throttles a source. Then a single request probes whether it still does.
+/// The longest pause while the member does not answer or throttles a source. After the pause a single request probes it.
 const MAX_OUTAGE_PAUSE: Duration = Duration::from_secs(10);
-/// Changes by another client count as changes in a row if no two of them are further apart than this.
+/// Changes of one object by another client count as changes in a row if each follows the one before within this time.
 const CONTEST_WINDOW: Duration = Duration::from_secs(180);
 
 /// Kind and name of an object.
@@ -360,8 +360,8 @@ impl Queue {
             // The object has no step any more, so the failure is not reported.
             Outcome::Refused(_) | Outcome::Conflict { .. } if !self.wanted.contains(&key) => {}
             Outcome::Unchanged => self.mark_written(key, step.item, now),
-            Outcome::Written { over } => {
-                changed |= self.record_change(&step, &key, over, true, now);
+            Outcome::Written { overwritten_manager } => {
+                changed |= self.record_change(&step, &key, overwritten_manager, true, now);
                 self.mark_written(key, step.item, now);
             }
             Outcome::Conflict { by } => {

@@ -27,7 +27,7 @@ use crate::{api_error, events::truncate, feed::Feed, session::tables::SeenPolicy
 
 /// The controller's name in `managedFields`.
 const MANAGER: &str = "clustermesh-controller";
-/// For one request. A write consists of several, which together may take twice this time.
+/// Timeout of one request. The requests of one write together may take twice this time.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Decides which objects are ours. Each write checks it again with the object that it read.
@@ -266,23 +266,23 @@ where
         let before = dynamic(&object)?;
         update(&mut object);
         let after = dynamic(&object)?;
-        let over = other_manager(&existing);
+        let overwritten_manager = other_manager(&existing);
         if before == after {
             self.feed.put_written(existing);
             return Ok(Outcome::Unchanged);
         }
         match self.api.replace(&self.name.name, &params(), &after).await {
-            Ok(object) => Ok(self.store_written(object, over)),
+            Ok(object) => Ok(self.store_written(object, overwritten_manager)),
             Err(kube::Error::Api(status)) if status.code == 409 => Ok(self.conflict().await),
             Err(error) => Err(error),
         }
     }
 
     /// Puts the object that the API server returned into the feed.
-    fn store_written(&self, mut object: DynamicObject, over: Option<String>) -> Outcome {
+    fn store_written(&self, mut object: DynamicObject, overwritten_manager: Option<String>) -> Outcome {
         object.metadata.managed_fields = None;
         self.feed.put_written(object);
-        Outcome::Written { over }
+        Outcome::Written { overwritten_manager }
     }
 
     /// Reads the object to find out which field manager caused the conflict.
@@ -313,7 +313,9 @@ where
         {
             Ok(_) => {
                 self.feed.remove(&self.name);
-                Ok(Outcome::Written { over: None })
+                Ok(Outcome::Written {
+                    overwritten_manager: None,
+                })
             }
             Err(kube::Error::Api(status)) if status.code == 404 => {
                 self.feed.remove(&self.name);
