@@ -68,7 +68,7 @@ const DENIED_AFTER: Duration = Duration::from_secs(10);
 /// How long lists and events may show the state before our own write.
 const WRITE_AHEAD: Duration = Duration::from_secs(60);
 
-/// Malformed objects whose reason is kept, at most.
+/// The most malformed objects whose reason is kept.
 const MAX_MALFORMED: usize = 1_000;
 
 #[derive(Debug)]

@@ -45,8 +45,8 @@ impl OutdatedAgents {
     ) -> BTreeSet<String> {
         if let Some(current) = current {
             let mut before = self.0.remove(identity).unwrap_or_default();
-            let others = enforced.into_iter().filter(|(_, revision)| outdated(revision, current));
-            let nodes: BTreeMap<String, Outdated> = others
+            let outdated_nodes = enforced.into_iter().filter(|(_, revision)| outdated(revision, current));
+            let nodes: BTreeMap<String, Outdated> = outdated_nodes
                 .map(|(name, revision)| {
                     let mut node = before
                         .remove(&name)

@@ -190,7 +190,7 @@ impl Reconciler {
                 return RESYNC;
             }
         };
-        let hold = self.held_nodes.update(&plan, &seen, started);
+        let next_hold = self.held_nodes.update(&plan, &seen, started);
         self.metrics.record_pass(started.elapsed());
 
         let mut pass = Pass {
@@ -213,7 +213,7 @@ impl Reconciler {
         let silences = self.members.values().filter_map(|member| member.session.silence_due());
         let silence = silences.filter(|due| *due > started).min();
         let next = [
-            hold,
+            next_hold,
             self.link_reports.due().map(time_until),
             agents,
             gateways,
@@ -317,8 +317,8 @@ fn changes(
     diff: fn(&Plan, &ClusterIdentity, &SeenMember) -> Vec<Step>,
 ) -> BTreeMap<ClusterIdentity, Vec<Step>> {
     let mut changes: BTreeMap<ClusterIdentity, Vec<Step>> = BTreeMap::new();
-    // Two keys of one Secret lead to one cluster, which is written once: through a key that works and that a mesh names, if
-    // there is one.
+    // Identities that differ only in the key inside the Secret are one cluster, and it is written once. An identity whose
+    // observation is fresh and that a mesh names is preferred.
     let mut members: Vec<_> = seen.members.iter().collect();
     members.sort_by_key(|(identity, observation)| (observation.fresh().is_none(), !is_named(plan, identity)));
     for (identity, observation) in members {
@@ -392,7 +392,7 @@ fn may_be_named_by_other_secret(
     entries.any(|entry| {
         let member = seen.members.get(entry).and_then(Observation::last);
         match (member.and_then(|member| member.uid.as_deref()), uid) {
-            (Some(theirs), Some(ours)) => theirs == ours,
+            (Some(other_uid), Some(uid)) => other_uid == uid,
             _ => true,
         }
     })

@@ -21,13 +21,13 @@ mod lookup_queue;
 
 use lookup_queue::LookupQueue;
 
-/// Names of one member that are looked up, at most. A hostile member must not make the hub flood a DNS server.
+/// The most names of one member that are looked up. A hostile member must not make the hub flood a DNS server.
 const MAX_NAMES: usize = 200;
 /// Lookups at the same time.
 const MAX_LOOKUPS: usize = 16;
 /// How often each name is looked up again.
 const REFRESH: Duration = Duration::from_secs(60);
-/// For one lookup.
+/// Timeout of one lookup.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
 
 type Addresses = Arc<Mutex<BTreeMap<String, IpAddr>>>;

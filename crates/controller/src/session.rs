@@ -301,7 +301,7 @@ fn reconnect_delay(identity: &ClusterIdentity) -> Duration {
     Duration::from_millis(hasher.finish() % MAX_RECONNECT_DELAY)
 }
 
-/// Returns why the first table that is not current is not. `None` = all are current.
+/// Returns the problem of the first table that is not current. `None` = all are current.
 fn first_problem(trusts: impl IntoIterator<Item = Trust>) -> Option<String> {
     trusts.into_iter().find_map(|trust| match trust {
         Trust::Live | Trust::Absent => None,

@@ -1,7 +1,7 @@
 //! Decides when a ClusterMesh gets our finalizer and when it loses it.
 //!
-//! A mesh is served only once it has the finalizer. It loses it when none of its objects is left in any member, or when its
-//! annotation allows leaving them behind.
+//! A mesh is served only once it has the finalizer. The finalizer is removed when no object of the mesh is left in any member,
+//! or when an annotation of the ClusterMesh allows leaving its objects behind.
 
 use clustermesh_core::{
     diff::Action,

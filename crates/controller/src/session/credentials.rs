@@ -28,7 +28,7 @@ pub(crate) enum Credentials {
     Ready(Client),
 }
 
-/// The hub's API server answers 403 while it starts and has not read its own roles. Until a 403 has lasted this long, the
+/// A starting API server of the hub answers 403 until it has read its own roles. Until a 403 has lasted this long, the
 /// credentials that were read last stay in use.
 const DENIED_AFTER: Duration = Duration::from_secs(60);
 

@@ -29,7 +29,7 @@ struct Server {
     /// Number of lists of `services` in namespace `team`.
     team_lists: AtomicUsize,
     /// Number of requests for `/version`.
-    versions: AtomicUsize,
+    probes: AtomicUsize,
 }
 
 /// The body of an answer; `None` = it sends nothing and does not end.
@@ -64,7 +64,7 @@ impl Server {
         };
         let forbidden_path = self.forbidden_path.lock().expect("sound").clone();
         if path == "/version" {
-            self.versions.fetch_add(1, Ordering::Relaxed);
+            self.probes.fetch_add(1, Ordering::Relaxed);
             match self.version.load(Ordering::Relaxed) {
                 0 => answer(200, json!({"major": "1", "minor": "36", "gitVersion": "v1.36.3"})),
                 1 => std::future::pending().await,
@@ -149,20 +149,20 @@ async fn probe_that_is_refused_or_fails_once_has_no_effect() {
     let lists = server.lists.load(Ordering::Relaxed);
     for code in [429, 403, 401, 404, 500] {
         server.version.store(code, Ordering::Relaxed);
-        let probes = server.versions.load(Ordering::Relaxed);
+        let probes = server.probes.load(Ordering::Relaxed);
         for _ in 0..60 {
             seconds(1).await;
             assert_eq!(state(&session), FRESH, "{code}");
         }
-        assert!(server.versions.load(Ordering::Relaxed) >= probes + 5);
+        assert!(server.probes.load(Ordering::Relaxed) >= probes + 5);
     }
     // A single probe gets no answer, or 503.
     for code in [1, 503] {
         server.version.store(0, Ordering::Relaxed);
         seconds(11).await;
         server.version.store(code, Ordering::Relaxed);
-        let probes = server.versions.load(Ordering::Relaxed);
-        while server.versions.load(Ordering::Relaxed) == probes {
+        let probes = server.probes.load(Ordering::Relaxed);
+        while server.probes.load(Ordering::Relaxed) == probes {
             seconds(1).await;
         }
         server.version.store(0, Ordering::Relaxed);
