@@ -265,8 +265,8 @@ fn unreadable(path: &Path, error: &std::io::Error) -> Problem {
 /// Collects the files below a folder. Names that begin with a dot are skipped: a mounted ConfigMap contains each file a second
 /// time in the folder `..data`.
 fn collect_files(path: &Path, visited: &mut BTreeSet<PathBuf>, files: &mut Vec<PathBuf>) -> Result<(), Problem> {
-    let itself = fs::canonicalize(path).map_err(|error| unreadable(path, &error))?;
-    if !visited.insert(itself) {
+    let canonical_path = fs::canonicalize(path).map_err(|error| unreadable(path, &error))?;
+    if !visited.insert(canonical_path) {
         return Ok(());
     }
     let entries = fs::read_dir(path).map_err(|error| unreadable(path, &error))?;

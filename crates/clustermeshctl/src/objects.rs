@@ -104,7 +104,7 @@ fn unpack<'a>(
         return;
     };
     let listed = kind.strip_suffix("List").zip(tree.get("items"));
-    let Some((of, list)) = listed else {
+    let Some((item_kind, list)) = listed else {
         items.push(Item {
             file,
             tree,
@@ -115,7 +115,7 @@ fn unpack<'a>(
     };
     match &list.value {
         document::Value::List(entries) => {
-            let list_type = (!of.is_empty()).then_some((api_version, of));
+            let list_type = (!item_kind.is_empty()).then_some((api_version, item_kind));
             for entry in entries {
                 unpack(file, entry, list_type, items, problems);
             }

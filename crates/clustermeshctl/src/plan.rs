@@ -294,8 +294,8 @@ impl PlanResult {
     }
 }
 
-/// Whether a step follows only from objects that were not listed: the policy to create, or the Service of a mirror to delete,
-/// may exist.
+/// Whether a step follows only from objects that were not listed. Then the policy that the step creates may exist already, or
+/// the Service whose mirror the step deletes may still exist.
 fn depends_on_unlisted(step: &Step, target: &ReadCluster, plan: &Plan, inputs: &Inputs) -> bool {
     match (&step.item, step.action) {
         (Item::Policy(..), Action::Create) => target.not_listed.contains("PeerPolicy"),

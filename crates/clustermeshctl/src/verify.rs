@@ -35,7 +35,7 @@ use sockets::{OwnAddresses, Socket, Sockets};
 
 /// Exit code if something answers without a grant.
 const VIOLATION: u8 = 1;
-/// Exit code if something could not be probed, errors included.
+/// Exit code if something could not be probed. Errors of the command have the same code.
 pub(crate) const CANNOT_TELL: u8 = 2;
 /// Exit code if there is no violation, but something that is granted does not answer.
 const UNANSWERED: u8 = 3;
@@ -272,14 +272,14 @@ impl<'a> Verify<'a> {
                 continue;
             };
             let uses_gateways = source.profile == Profile::Sandbox && !to.read.member.gateways.is_empty();
-            let sandbox = uses_gateways.then_some((&*source.name, &*accesses));
+            let sandbox_accesses = uses_gateways.then_some((&*source.name, &*accesses));
             for grant in source.egress.iter().filter(|grant| grant.cluster == target.name) {
                 mirrors.extend(sockets::mirror(
                     from.read,
                     to.read,
                     &grant.local,
                     &grant.service,
-                    sandbox,
+                    sandbox_accesses,
                 ));
             }
         }
