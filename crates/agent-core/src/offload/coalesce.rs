@@ -8,12 +8,12 @@ use std::{io::IoSlice, ops::Range};
 
 use super::{
     Header, Kind, NEEDS_CHECKSUM,
-    headers::{self, FLAGS, PSH, Parsed, TCP, UDP, long, number, put},
+    headers::{self, FLAGS, PSH, Parsed, TCP, UDP, read_u16, read_u32, write_u16},
 };
 
 /// The most packets that are joined into one.
 pub const PIECES: usize = 64;
-/// How many of the latest items are searched for a packet's flow. Packets of other flows pass unjoined.
+/// How many of the latest items are searched for the flow of a packet. A packet whose flow is not among them is not joined.
 const SEARCHED: usize = 64;
 /// The end of an item's list of pieces.
 const END: u32 = u32::MAX;
@@ -140,7 +140,9 @@ impl Item {
             head,
             parsed,
             size,
-            sequence: tcp.map_or(0, |parsed| long(packet, parsed.transport + 4).wrapping_add(size as u32)),
+            sequence: tcp.map_or(0, |parsed| {
+                read_u32(packet, parsed.transport + 4).wrapping_add(size as u32)
+            }),
             count: 1,
             first_piece: END,
             last_piece: END,
@@ -174,7 +176,7 @@ impl Item {
         };
         let transport = own.transport;
         let same_transport = own.protocol == UDP
-            || long(packet, transport + 4) == self.sequence
+            || read_u32(packet, transport + 4) == self.sequence
                 // Acknowledgement number, window, options.
                 && head[transport + 8..transport + 12] == packet[transport + 8..transport + 12]
                 && head[transport + 14..transport + 16] == packet[transport + 14..transport + 16]
@@ -184,14 +186,14 @@ impl Item {
         }
         self.is_verified = self.is_verified || own.has_valid_checksum(head);
         if self.is_verified && !own.v6 && self.count == 1 {
-            self.has_fixed_id = number(head, 4) == number(packet, 4);
+            self.has_fixed_id = read_u16(head, 4) == read_u16(packet, 4);
         }
         self.is_verified
     }
 
     /// Whether the IPv4 identification continues the item: it counts up, or all are equal and "don't fragment" is set.
     fn has_next_id(&self, head: &[u8], packet: &[u8]) -> bool {
-        let (first, this) = (number(head, 4), number(packet, 4));
+        let (first, this) = (read_u16(head, 4), read_u16(packet, 4));
         let counted = this == first.wrapping_add(self.count);
         let fixed = this == first && head[6] & 0x40 != 0;
         if self.count == 1 {
@@ -220,14 +222,14 @@ impl Item {
         let head = &mut buffer[self.head.clone()];
         let transport = parsed.transport;
         if parsed.v6 {
-            put(head, 4, (self.length - 40) as u16);
+            write_u16(head, 4, (self.length - 40) as u16);
         } else {
-            put(head, 2, self.length as u16);
+            write_u16(head, 2, self.length as u16);
             headers::sum_ipv4(&mut head[..transport]);
         }
         let length = (self.length - transport) as u16;
         if parsed.protocol == UDP {
-            put(head, transport + 4, length);
+            write_u16(head, transport + 4, length);
         } else if self.has_push {
             head[transport + FLAGS] |= PSH;
         }

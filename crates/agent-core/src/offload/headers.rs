@@ -17,21 +17,21 @@ pub(super) const fn checksum_at(protocol: u8) -> usize {
     if protocol == TCP { 16 } else { 6 }
 }
 
-pub(super) fn number(bytes: &[u8], at: usize) -> u16 {
+pub(super) fn read_u16(bytes: &[u8], at: usize) -> u16 {
     u16::from_be_bytes([bytes[at], bytes[at + 1]])
 }
 
-pub(super) fn long(bytes: &[u8], at: usize) -> u32 {
+pub(super) fn read_u32(bytes: &[u8], at: usize) -> u32 {
     u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
 
-pub(super) fn put(bytes: &mut [u8], at: usize, value: u16) {
+pub(super) fn write_u16(bytes: &mut [u8], at: usize, value: u16) {
     bytes[at..at + 2].copy_from_slice(&value.to_be_bytes());
 }
 
 /// Sets an IPv4 header's own checksum.
 pub(super) fn sum_ipv4(header: &mut [u8]) {
-    put(header, 10, 0);
+    write_u16(header, 10, 0);
     let sum = Sum::default().bytes(header).finish();
     header[10..12].copy_from_slice(&sum);
 }
@@ -64,11 +64,11 @@ impl Parsed {
         let (v6, protocol, transport) = match packet.first()? {
             0x45 if packet.len() >= 20 => {
                 // No fragment, and the reserved bit is not set.
-                let complete = number(packet, 6) & 0xbfff == 0 && usize::from(number(packet, 2)) == packet.len();
+                let complete = read_u16(packet, 6) & 0xbfff == 0 && usize::from(read_u16(packet, 2)) == packet.len();
                 (false, packet[9], complete.then_some(20)?)
             }
             first if first >> 4 == 6 && packet.len() >= 40 => {
-                let complete = usize::from(number(packet, 4)) + 40 == packet.len();
+                let complete = usize::from(read_u16(packet, 4)) + 40 == packet.len();
                 (true, packet[6], complete.then_some(40)?)
             }
             _ => return None,
@@ -79,7 +79,10 @@ impl Parsed {
                 let length = usize::from(rest[12] >> 4) * 4;
                 (length, rest[12] & 0x0f == 0 && rest[FLAGS] & !PSH == ACK)
             }
-            UDP if rest.len() >= 8 => (8, usize::from(number(rest, 4)) == rest.len() && number(rest, 6) != 0),
+            UDP if rest.len() >= 8 => (
+                8,
+                usize::from(read_u16(rest, 4)) == rest.len() && read_u16(rest, 6) != 0,
+            ),
             _ => return None,
         };
         let least = if protocol == TCP { 20 } else { 8 };

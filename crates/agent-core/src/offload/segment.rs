@@ -3,7 +3,7 @@
 use super::{
     Header, Kind, NEEDS_CHECKSUM,
     checksum::Sum,
-    headers::{self, CWR, FIN, FLAGS, PSH, TCP, UDP, number, put},
+    headers::{self, CWR, FIN, FLAGS, PSH, TCP, UDP, read_u16, write_u16},
 };
 
 /// A header that does not fit its packet.
@@ -39,10 +39,14 @@ pub struct Segments<'a> {
     packet: &'a [u8],
     v6: bool,
     protocol: u8,
+    /// Offset of the TCP or UDP header.
     transport: usize,
+    /// Length of all headers, and so the offset of the payload.
     header: usize,
+    /// Most payload bytes of one packet.
     size: usize,
-    done: usize,
+    /// Offset of the payload that is not cut yet.
+    next_payload: usize,
     /// Sum of the pseudo header without its length field.
     pseudo: Sum,
     index: u16,
@@ -89,7 +93,7 @@ impl<'a> Segments<'a> {
             transport,
             header: header_length,
             size: usize::from(header.gso_size),
-            done: header_length,
+            next_payload: header_length,
             pseudo: Sum::default().bytes(&packet[at..at + 2]).without(whole),
             index: 0,
         })
@@ -98,7 +102,11 @@ impl<'a> Segments<'a> {
     /// Length of the packet that [`Self::next`] will write; `None` = no packet is left.
     #[must_use]
     pub fn upcoming(&self) -> Option<usize> {
-        let left = self.packet.len().checked_sub(self.done).filter(|left| *left > 0)?;
+        let left = self
+            .packet
+            .len()
+            .checked_sub(self.next_payload)
+            .filter(|left| *left > 0)?;
         Some(self.header + left.min(self.size))
     }
 
@@ -108,36 +116,36 @@ impl<'a> Segments<'a> {
     /// `out` is shorter than [`Self::upcoming`].
     pub fn next(&mut self, out: &mut [u8]) -> Option<usize> {
         let length = self.upcoming()?;
-        let payload = &self.packet[self.done..self.done + length - self.header];
-        let offset = (self.done - self.header) as u32;
-        self.done += payload.len();
+        let payload = &self.packet[self.next_payload..self.next_payload + length - self.header];
+        let offset = (self.next_payload - self.header) as u32;
+        self.next_payload += payload.len();
         let (header, transport) = (self.header, self.transport);
         let out = &mut out[..length];
         out[..header].copy_from_slice(&self.packet[..header]);
         out[header..].copy_from_slice(payload);
         if self.v6 {
-            put(out, 4, (length - 40) as u16);
+            write_u16(out, 4, (length - 40) as u16);
         } else {
-            put(out, 2, length as u16);
-            let identification = number(out, 4).wrapping_add(self.index);
-            put(out, 4, identification);
+            write_u16(out, 2, length as u16);
+            let identification = read_u16(out, 4).wrapping_add(self.index);
+            write_u16(out, 4, identification);
             headers::sum_ipv4(&mut out[..transport]);
         }
         let rest = &mut out[transport..];
         if self.protocol == TCP {
-            let sequence = headers::long(rest, 4).wrapping_add(offset);
+            let sequence = headers::read_u32(rest, 4).wrapping_add(offset);
             rest[4..8].copy_from_slice(&sequence.to_be_bytes());
-            if self.done < self.packet.len() {
+            if self.next_payload < self.packet.len() {
                 rest[FLAGS] &= !(FIN | PSH);
             }
             if self.index > 0 {
                 rest[FLAGS] &= !CWR;
             }
         } else {
-            put(rest, 4, (length - transport) as u16);
+            write_u16(rest, 4, (length - transport) as u16);
         }
         let at = headers::checksum_at(self.protocol);
-        put(rest, at, 0);
+        write_u16(rest, at, 0);
         let sum = self.pseudo.number((length - transport) as u16).bytes(rest).finish();
         let sum = if sum == [0, 0] { [0xff, 0xff] } else { sum };
         rest[at..at + 2].copy_from_slice(&sum);

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::{
     checksum::Sum,
-    headers::{self, ACK, CWR, FIN, PSH, Parsed, TCP, UDP, long, number, put},
+    headers::{self, ACK, CWR, FIN, PSH, Parsed, TCP, UDP, read_u16, read_u32, write_u16},
     *,
 };
 
@@ -39,28 +39,28 @@ impl Template {
         let length = (packet.len() - transport) as u16;
         if *v6 {
             packet[0] = 0x60;
-            put(&mut packet, 4, length);
+            write_u16(&mut packet, 4, length);
             packet[6..8].copy_from_slice(&[*protocol, 64]);
             packet[23] = 1;
             packet[39] = 2;
         } else {
             packet[0] = 0x45;
-            put(&mut packet, 2, header as u16 + payload.len() as u16);
-            put(&mut packet, 4, *identification);
+            write_u16(&mut packet, 2, header as u16 + payload.len() as u16);
+            write_u16(&mut packet, 4, *identification);
             packet[8..10].copy_from_slice(&[64, *protocol]);
             packet[12..20].copy_from_slice(&[10, 0, 0, 1, 10, 0, 0, 2]);
             headers::sum_ipv4(&mut packet[..20]);
         }
         let rest = &mut packet[transport..];
-        put(rest, 0, *port);
-        put(rest, 2, 80);
+        write_u16(rest, 0, *port);
+        write_u16(rest, 2, 80);
         if *protocol == TCP {
             rest[4..8].copy_from_slice(&sequence.to_be_bytes());
             rest[12..14].copy_from_slice(&[0x80, *flags]);
-            put(rest, 14, 500);
+            write_u16(rest, 14, 500);
             rest[20..24].copy_from_slice(&[1, 1, 8, 10]);
         } else {
-            put(rest, 4, length);
+            write_u16(rest, 4, length);
         }
         let at = transport + headers::checksum_at(*protocol);
         let sum = headers::pseudo(&packet, *v6, *protocol, length)
@@ -152,7 +152,7 @@ fn consecutive_segments_are_joined_until_a_push() {
             (Header::default(), 152, 1)
         ]
     );
-    assert_eq!((number(&all[0].1, 2), all[0].1[33]), (292, ACK | PSH));
+    assert_eq!((read_u16(&all[0].1, 2), all[0].1[33]), (292, ACK | PSH));
     assert_eq!(cut(&all[0].0, &all[0].1), packets[..3]);
 }
 
@@ -238,7 +238,7 @@ fn cwr_is_only_in_the_first_part_and_fin_in_the_last() {
     let parts = cut(&header, &large);
     let seen: Vec<_> = parts
         .iter()
-        .map(|part| (part.len(), part[33], long(part, 24), number(part, 4)))
+        .map(|part| (part.len(), part[33], read_u32(part, 24), read_u16(part, 4)))
         .collect();
     assert_eq!(
         seen,
@@ -329,7 +329,7 @@ fn flows() -> impl Strategy<Value = Vec<Vec<u8>>> {
 
 fn by_flow(packets: &[Vec<u8>]) -> BTreeMap<u16, Vec<Vec<u8>>> {
     packets.iter().fold(BTreeMap::new(), |mut all, packet| {
-        let port = number(packet, if packet[0] >> 4 == 6 { 40 } else { 20 });
+        let port = read_u16(packet, if packet[0] >> 4 == 6 { 40 } else { 20 });
         all.entry(port).or_insert_with(Vec::new).push(packet.clone());
         all
     })
@@ -357,12 +357,12 @@ proptest! {
             packet
         }).collect();
         let header = Header { gso_type: kind, flags: 1, ..Header::decode(&header) };
-        for small in [header, Header { checksum_start: 20, checksum_offset: 16, gso_size: header.gso_size % 50, ..header }] {
-            if let Ok(mut segments) = Segments::new(&small, &packets[0]) {
+        for header in [header, Header { checksum_start: 20, checksum_offset: 16, gso_size: header.gso_size % 50, ..header }] {
+            if let Ok(mut segments) = Segments::new(&header, &packets[0]) {
                 let mut out = vec![0; segments.upcoming().unwrap_or_default()];
                 while segments.next(&mut out).is_some() {}
             }
-            let _ = complete(&Header { gso_type: 0, ..small }, &mut packets[0].clone());
+            let _ = complete(&Header { gso_type: 0, ..header }, &mut packets[0].clone());
         }
         prop_assert_eq!(joined(&packets, true).iter().map(|(_, _, count)| usize::from(*count)).sum::<usize>(), packets.len());
     }
