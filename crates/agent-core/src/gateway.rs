@@ -35,11 +35,11 @@ pub struct Inputs {
     pub settings: Settings,
     /// Every SandboxAccess.
     pub accesses: Vec<Access>,
-    /// The granted Services that were observed.
+    /// Every granted Service, as far as it was observed.
     pub services: BTreeMap<ObjectName, Service>,
 }
 
-/// Settings of a gateway, from its flags and its surroundings.
+/// Settings of a gateway, from its flags and from what it detects about its pod.
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// The WireGuard device.

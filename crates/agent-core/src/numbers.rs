@@ -16,10 +16,10 @@ pub const RULE_MESH: u32 = 1001;
 
 /// The bits of a packet's mark that are compared: our two bits, and four bits that must be zero.
 ///
-/// Cilium writes a security identity into the upper half of the marks of pods' packets, which often sets our bits. It then never
-/// leaves the four bits zero (`MARK_MAGIC_*` in bpf/lib/common.h, 0x0200 to 0x0F00). kube-proxy uses 0x4000 and 0x8000. Calico has
-/// the IptablesMarkMask 0xffff0000 by default and uses 0x000f0000 of it; with kube-proxy in IPVS mode it uses the whole mask, which
-/// then has to be narrowed (without IPVS 0x000f0000 is enough).
+/// Cilium writes a security identity into the upper half of the marks of pods' packets, which often sets our bits. In such a mark
+/// Cilium always sets at least one of the four bits (`MARK_MAGIC_*` in bpf/lib/common.h, 0x0200 to 0x0F00). kube-proxy uses 0x4000
+/// and 0x8000. Calico has the IptablesMarkMask 0xffff0000 by default and uses 0x000f0000 of it; with kube-proxy in IPVS mode it
+/// uses the whole mask, which then has to be narrowed (without IPVS 0x000f0000 is enough).
 pub const MARK_MASK: u32 = 0x0030_0F00;
 /// Our two bits in the mark of a conntrack entry.
 pub const CONNECTION_MASK: u32 = 0x0030_0000;

@@ -56,7 +56,7 @@ pub enum Kind {
     Unreachable,
     /// Ends the lookup in this table; the next rule decides.
     Throw,
-    /// A route with our numbers that the agent does not write in this form. Only ever observed.
+    /// An observed route with our numbers, in a form that the agent never writes.
     Other,
 }
 

@@ -11,7 +11,7 @@ pub struct Sysctl {
     pub name: Name,
     /// The value to write.
     pub value: u8,
-    /// Values that work as well.
+    /// Values that the agent leaves as they are; `value` is one of them.
     pub accept: BTreeSet<u8>,
     /// Whether the agent may write it. The administrator of the host decides on forwarding, because it changes how the host treats
     /// redirects and router advertisements.

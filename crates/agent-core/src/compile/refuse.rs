@@ -148,7 +148,7 @@ pub(super) fn peer(inputs: &Inputs, networks: &BTreeSet<IpNet>, peer: &Peer) -> 
 ///
 /// A network that contains an address of this node or of the API server is accepted only if a PeerPolicy declares it as a network of
 /// the member: a worker that is a virtual machine in the other cluster has its own address and its API server there. Destinations
-/// that the underlay needs then get `throw` routes. A Peer never gets the single address.
+/// that the underlay needs then get `throw` routes. A network that is only such an address (/32 or /128) is never accepted.
 fn allowed_ip(inputs: &Inputs, networks: &BTreeSet<IpNet>, net: &IpNet) -> Option<(Reason, String)> {
     let node = &inputs.node;
     if net.prefix_len() == 0 {

@@ -107,7 +107,7 @@ pub(super) fn path_chains(frame: &Frame) -> String {
         &format!("ct direction reply {from_underlay} counter {meta_underlay}"),
         "reply to an underlay connection: use the underlay",
     );
-    // Only where the destination is thrown. Conntrack also counts this node's own ICMP errors about packets that its pods send
+    // Only to destinations with a throw route. Conntrack also counts this node's own ICMP errors about packets that its pods send
     // into the tunnel (too big, unreachable) as replies, and those have to reach the pods.
     add_rule_pair(&mut out, &reply_by_tunnel, REPLY_BY_TUNNEL);
     out.push_str("  }\n");
@@ -157,10 +157,10 @@ pub(super) fn leave_chains(frame: &Frame) -> String {
         "IPv6 neighbour discovery",
     );
     let error = format!("fib saddr type local ct state related {from_tunnel}");
-    for (direction, far) in [("reply", "ct reply {ip} saddr"), ("original", "ct original {ip} saddr")] {
+    for (direction, remote_end) in [("reply", "ct reply {ip} saddr"), ("original", "ct original {ip} saddr")] {
         add_rule_pair(
             &mut out,
-            &format!("{error} ct direction {direction} {far} @mesh{{n}} {{ip}} daddr != @mesh{{n}} accept"),
+            &format!("{error} ct direction {direction} {remote_end} @mesh{{n}} {{ip}} daddr != @mesh{{n}} accept"),
             "own ICMP error about a tunnel flow, to the local end",
         );
     }

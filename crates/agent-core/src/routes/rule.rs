@@ -29,7 +29,8 @@ pub struct Rule {
 pub enum Action {
     /// Looks up the destination in this routing table.
     Lookup(u32),
-    /// A rule with our numbers that the agent does not write in this form. Several of one priority count as one. Only ever observed.
+    /// An observed rule with our numbers, in a form that the agent never writes. Several such rules of one priority are observed as
+    /// one.
     Other,
 }
 

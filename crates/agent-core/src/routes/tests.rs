@@ -8,7 +8,7 @@ fn text(changes: Option<Vec<Change>>) -> Vec<String> {
     changes.into_iter().flatten().map(|c| c.to_string()).collect()
 }
 
-fn member() -> Plan {
+fn plan_of_a_node() -> Plan {
     Plan {
         addresses: ["100.66.2.1".parse().unwrap()].into(),
         peers: nets(&["10.101.0.0/24", "100.66.1.1/32"]),
@@ -20,7 +20,7 @@ fn member() -> Plan {
 #[test]
 fn unreachable_routes_are_added_before_routes_and_rules() {
     assert_eq!(
-        text(diff(&Routes::default(), &desired(&member()))),
+        text(diff(&Routes::default(), &desired(&plan_of_a_node()))),
         [
             "address add 100.66.2.1",
             "route add unreachable 10.101.0.0/16 table 5182 metric 4096",
@@ -38,10 +38,10 @@ fn unreachable_routes_are_added_before_routes_and_rules() {
 fn removed_peer_deletes_one_route() {
     let without = Plan {
         peers: nets(&["100.66.1.1/32"]),
-        ..member()
+        ..plan_of_a_node()
     };
     assert_eq!(
-        text(diff(&desired(&member()), &desired(&without))),
+        text(diff(&desired(&plan_of_a_node()), &desired(&without))),
         ["route delete 10.101.0.0/24 dev <device> table 5182 metric 20"]
     );
 }
@@ -49,7 +49,7 @@ fn removed_peer_deletes_one_route() {
 #[test]
 fn removed_mesh_deletes_rules_first_and_unreachable_last() {
     assert_eq!(
-        text(diff(&desired(&member()), &Routes::default())),
+        text(diff(&desired(&plan_of_a_node()), &Routes::default())),
         [
             "rule delete pref 1000 fwmark 0x200000/0x300f00 lookup 5183",
             "rule delete pref 1001 not fwmark 0x100000/0x300f00 lookup 5182",
@@ -89,7 +89,7 @@ fn underlay_address_in_the_mesh_is_source_of_a_fallback() {
 fn changed_source_address_replaces_routes() {
     let plan = |a: &str| Plan {
         underlay: [a.parse().unwrap()].into(),
-        ..member()
+        ..plan_of_a_node()
     };
     assert_eq!(
         text(diff(&desired(&plan("10.101.9.9")), &desired(&plan("10.101.9.8")))),
@@ -106,7 +106,7 @@ fn changed_source_address_replaces_routes() {
 fn throw_prefix_gets_no_device_route() {
     let plan = Plan {
         throw: nets(&["100.66.1.1/32"]),
-        ..member()
+        ..plan_of_a_node()
     };
     let got: Vec<String> = desired(&plan)
         .routes
@@ -131,10 +131,10 @@ fn family_without_mesh_prefixes_gets_no_rule() {
 fn narrow_peer_has_its_mtu_on_its_routes_only() {
     let narrow = Plan {
         sizes: [("10.101.0.0/24".parse().unwrap(), 1328)].into(),
-        ..member()
+        ..plan_of_a_node()
     };
     assert_eq!(
-        text(diff(&desired(&member()), &desired(&narrow))),
+        text(diff(&desired(&plan_of_a_node()), &desired(&narrow))),
         [
             "route replace 10.101.0.0/24 dev <device> mtu 1328 table 5182 metric 20",
             "route replace 0.0.0.0/0 dev <device> mtu 1328 table 5183 metric 20",
