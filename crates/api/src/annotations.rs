@@ -88,7 +88,7 @@ pub struct Agent {
     /// Why packets bypass the PeerPolicies on this node: [`IPVS`], or a reason why they bypass netfilter. Empty = no bypass is known.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub datapath_bypassed: String,
-    /// The members to which a tunnel of this node is down, by [`member`]. See [`Agent::set_links`].
+    /// The links to members to which a tunnel of this node is down. [`member`] makes the keys. See [`Agent::set_links`].
     #[serde(
         default,
         skip_serializing_if = "BTreeMap::is_empty",

@@ -1,4 +1,6 @@
 //! The labels, annotations and finalizers that the project uses in clusters, and the names of the objects that it writes.
+//! Those of "the predecessor" are also read and written by kilo-clustermesh-operator (docs/glossary.md).
+//!
 //! [`crate::convert`] and [`crate::annotations`] read and write the values.
 
 use clustermesh_core::{
@@ -76,7 +78,7 @@ pub const KILO_LEADER: &str = "kilo.squat.ai/leader";
 pub const KILO_PERSISTENT_KEEPALIVE: &str = "kilo.squat.ai/persistent-keepalive";
 /// Node annotation that users set for Kilo: further networks of the location, comma-separated.
 pub const KILO_ALLOWED_LOCATION_IPS: &str = "kilo.squat.ai/allowed-location-ips";
-/// Node annotation of Kilo: where the node saw other keys, JSON.
+/// Node annotation of Kilo: the endpoints at which the node sees the peers with other keys, JSON.
 pub const KILO_DISCOVERED_ENDPOINTS: &str = "kilo.squat.ai/discovered-endpoints";
 
 /// The longest name an object may have.
@@ -136,7 +138,7 @@ pub fn policy_name(hub: &str, mesh: &MeshId, cluster: &str, taken: bool) -> Stri
 
 fn join(parts: &[&str], taken: bool, hash: impl FnOnce() -> String) -> String {
     let readable = parts.join("--");
-    // As `--` inside a part, a part that is not a valid name (`a-`, `-b`) could give two nodes the same text.
+    // Two nodes could get the same text if a part contains `--`, or is not a valid name (`a-`, `-b`).
     let ambiguous = parts.iter().any(|part| part.contains("--") || !is_subdomain(part));
     if taken || ambiguous || readable.len() > MAX_NAME {
         format!("{}-{}", subdomain(&readable, MAX_NAME - SUFFIX), hash())

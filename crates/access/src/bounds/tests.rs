@@ -123,7 +123,7 @@ async fn answer_in_flight_counts_against_the_members_memory() {
     assert_eq!((hostile.used(), honest.charge().set(4 * MIB)), (0, Ok(())));
 }
 
-/// Compares the estimate with the measurements behind it.
+/// Compares the estimated weight with the measured memory of parsed values.
 #[test]
 fn weight_is_not_below_what_a_parsed_value_takes() {
     for (text, values, least) in [

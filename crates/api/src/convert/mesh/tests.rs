@@ -187,7 +187,7 @@ fn every_field_is_converted() {
     );
 }
 
-/// The mesh of a chart in use: the tenants of one namespace, without the hub.
+/// A mesh as an existing Helm chart writes it: the tenants of one namespace, without the hub.
 #[test]
 fn mesh_without_local_entry_is_accepted() {
     let mut spec = two();
