@@ -36,9 +36,9 @@ use crate::{liveness::Liveness, metrics, readiness::Readiness};
 const BACKLOG: u32 = 1024;
 /// Concurrent connections: many more than probes, scrapers and a person need, and far fewer than the file descriptors of a
 /// process (often 1,024 before [`crate::descriptors`] raises the limit), some of which the program needs for its own work.
-const CONNECTIONS: usize = 64;
+const MAX_CONNECTIONS: usize = 64;
 /// Time limit for the head of a request, and so also for an idle connection.
-const HEADERS: Duration = Duration::from_secs(10);
+const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Which clients get a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,8 +81,8 @@ pub struct Admin {
 }
 
 impl Admin {
-    /// Binds the address, so that a taken port fails the start of the program and port 0 becomes known. `[::]` also serves IPv4,
-    /// and only IPv4 if the kernel has no IPv6.
+    /// Binds the address, so that a taken port fails the start of the program, and the port that the kernel chooses for port 0 is
+    /// known. `[::]` also serves IPv4, and only IPv4 if the kernel has no IPv6.
     ///
     /// # Errors
     /// The address cannot be bound.
@@ -132,8 +132,8 @@ impl Admin {
 
     /// Serves until the token is cancelled.
     ///
-    /// A further connection closes the oldest one, so a client that opens idle connections closes its own and does not block the
-    /// kubelet's probe.
+    /// Beyond `MAX_CONNECTIONS` a new connection closes the oldest one. So a client that opens many idle connections does not block
+    /// the kubelet's probe.
     ///
     /// # Errors
     /// None at present.
@@ -145,7 +145,7 @@ impl Admin {
             .route("/debug/state", get(show_state))
             .with_state(state);
         let mut http = http1::Builder::new();
-        http.timer(TokioTimer::new()).header_read_timeout(HEADERS);
+        http.timer(TokioTimer::new()).header_read_timeout(HEADER_TIMEOUT);
         let shutdown = GracefulShutdown::new();
         let mut open: VecDeque<AbortHandle> = VecDeque::new();
         loop {
@@ -165,7 +165,7 @@ impl Admin {
             let routes = routes.clone().layer(Extension(extract::ConnectInfo(from)));
             let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes));
             open.retain(|connection| !connection.is_finished());
-            if open.len() >= CONNECTIONS
+            if open.len() >= MAX_CONNECTIONS
                 && let Some(oldest) = open.pop_front()
             {
                 oldest.abort();
@@ -398,7 +398,7 @@ mod tests {
     async fn idle_connections_beyond_the_limit_are_closed() {
         let (address, stop, served) = serving().await;
         let mut idle = Vec::new();
-        for _ in 0..3 * CONNECTIONS {
+        for _ in 0..3 * MAX_CONNECTIONS {
             idle.push(TcpStream::connect(address).await.expect("connects"));
         }
         assert_eq!(ask(address, "/healthz").await, (200, "ok\n".to_owned()));
@@ -406,7 +406,7 @@ mod tests {
             let ended = stream.try_read(&mut [0; 1]);
             !matches!(ended, Err(error) if error.kind() == ErrorKind::WouldBlock)
         };
-        for stream in &mut idle[..2 * CONNECTIONS] {
+        for stream in &mut idle[..2 * MAX_CONNECTIONS] {
             stream.readable().await.expect("is closed");
             assert!(ends(stream));
         }
@@ -426,7 +426,10 @@ mod tests {
         let began = tokio::time::Instant::now();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.expect("is closed");
-        assert!(!answer.contains(" 200 ") && began.elapsed() >= HEADERS, "{answer}");
+        assert!(
+            !answer.contains(" 200 ") && began.elapsed() >= HEADER_TIMEOUT,
+            "{answer}"
+        );
     }
 
     // threat: controller-port
