@@ -143,7 +143,7 @@ impl Query<'_> {
             self.target,
             join_or_none(&addresses),
             join_or_none(&ports),
-            self.grants()
+            self.grants_text()
         );
         Explanation::new(Rule::NotGranted, message)
     }
@@ -207,7 +207,7 @@ impl Query<'_> {
                 format!(
                     "cluster {sandbox:?} is a sandbox and has no grant for {:?}: add the Service to its egress. {}",
                     self.target,
-                    self.grants()
+                    self.grants_text()
                 ),
             ),
         }
@@ -241,8 +241,8 @@ impl Query<'_> {
         })
     }
 
-    /// A text that lists the grants of the source.
-    pub(super) fn grants(&self) -> String {
+    /// Lists the grants of the source, as a sentence for a message.
+    pub(super) fn grants_text(&self) -> String {
         let source = self.source();
         if source.cluster.egress.is_empty() {
             return format!("Cluster {:?} has no grants", self.source);
