@@ -1,4 +1,4 @@
-//! When each peer is to be ticked. Peers with nothing to wait for are not in here, so thousands of idle ones cost nothing.
+//! Keeps the next tick of each peer in a heap. A peer that waits for nothing has no entry, so thousands of idle peers cost nothing.
 
 use std::{
     cmp::Reverse,
@@ -11,12 +11,12 @@ use super::peers::Peer;
 
 #[derive(Default)]
 pub(super) struct Clock {
-    state: Mutex<State>,
+    state: Mutex<ClockState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct ClockState {
     queue: BinaryHeap<Reverse<Entry>>,
     stopped: bool,
 }
@@ -44,8 +44,8 @@ impl Clock {
         self.changed.notify_one();
     }
 
-    /// Waits for the next peer's time; `None` = the device is closing. An entry that a later one has replaced is returned too; the tunnel
-    /// knows.
+    /// Waits for the next tick; `None` = the device is closing. Also returns ticks that the tunnel has since replaced by an earlier one:
+    /// check with `Tunnel::expects_tick`.
     pub(super) fn next(&self) -> Option<(Arc<Peer>, Instant)> {
         let mut state = self.state();
         loop {
@@ -74,7 +74,7 @@ impl Clock {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ClockState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,5 +1,6 @@
-//! The socket by which `wg show` reads a userspace device (wireguard.com/xplatform, "Cross-platform Userspace Implementation").
-//! It only answers `get=1`: a device is changed by the agent alone, and no key but public ones is told.
+//! Serves the socket from which `wg show` reads a userspace device (wireguard.com/xplatform, "Cross-platform Userspace Implementation").
+//!
+//! It answers only `get=1`, because only the agent may change the device, and contains no private or preshared key.
 
 use std::{
     fmt::Write as _,
@@ -20,12 +21,12 @@ use rustix::event::{PollFd, PollFlags, poll};
 use super::{datapath::Shared, observed};
 use crate::device::{DeviceError, Observed};
 
-/// A client that says nothing, or does not read, is left.
-const PATIENCE: Duration = Duration::from_secs(1);
-/// The longest request looked at.
+/// How long to wait for a client to send its request, and to read the answer.
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(1);
+/// The longest request that is read.
 const REQUEST: u64 = 4096;
 
-/// The socket file and its listener; the file goes with this.
+/// The socket's file, which is removed with this value.
 pub(super) struct ControlSocket {
     path: PathBuf,
     closed: bool,
@@ -36,7 +37,7 @@ pub(super) fn path(directory: &Path, interface: &str) -> PathBuf {
 }
 
 impl ControlSocket {
-    /// Makes the socket, readable by root alone; one that nobody listens on is replaced.
+    /// Creates the socket, accessible to root only. Replaces one on which no process listens.
     pub(super) fn open(directory: &Path, interface: &str) -> io::Result<(Self, UnixListener)> {
         DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
         let path = path(directory, interface);
@@ -66,7 +67,7 @@ impl Drop for ControlSocket {
     }
 }
 
-/// Removes a socket that nobody listens on; nothing there is fine too.
+/// Removes a socket on which no process listens, if there is one.
 pub(super) fn remove_stale(path: &Path) -> Result<(), DeviceError> {
     match UnixStream::connect(path) {
         Ok(_) => {
@@ -103,7 +104,7 @@ pub(super) fn serve(listener: &UnixListener, shared: &Shared) {
             return;
         }
         if let Ok((client, _)) = listener.accept() {
-            // A client that went away is its own affair.
+            // An error means that the client has closed its connection, or waits too long.
             let _ = answer(client, shared);
         }
     }
@@ -111,14 +112,14 @@ pub(super) fn serve(listener: &UnixListener, shared: &Shared) {
 
 fn answer(mut client: UnixStream, shared: &Shared) -> io::Result<()> {
     client.set_nonblocking(false)?;
-    client.set_read_timeout(Some(PATIENCE))?;
-    client.set_write_timeout(Some(PATIENCE))?;
+    client.set_read_timeout(Some(CLIENT_TIMEOUT))?;
+    client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     let mut request = BufReader::new(client.try_clone()?.take(REQUEST));
     let mut operation = String::new();
     request.read_line(&mut operation)?;
     let get = operation.trim_end() == "get=1";
     let mut line = String::new();
-    // To the empty line that ends a request, else a client that still writes loses our answer.
+    // Read up to the empty line that ends a request: if the socket is closed with unread data, the client loses the answer.
     while request.read_line(&mut line)? > 1 {
         line.clear();
     }
@@ -181,7 +182,7 @@ mod tests {
 
     // threat: key-file
     #[test]
-    fn what_is_shown_is_the_cross_platform_protocol_without_a_secret() {
+    fn answer_to_get_has_the_xplatform_format_and_no_secret() {
         let peer = ObservedPeer {
             configured: PeerSpec {
                 endpoint: None,
@@ -218,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
+    fn stale_socket_is_replaced_and_a_live_one_is_not() {
         let directory = tempfile::tempdir().expect("a directory");
         drop(UnixListener::bind(path(directory.path(), "kilo0")).expect("a stale socket"));
         let (socket, _listener) = ControlSocket::open(directory.path(), "kilo0").expect("replaces it");

@@ -1,5 +1,6 @@
-//! What the threads that carry packets share, and the clock's thread. Who the peers are is decided elsewhere; these only look them
-//! up, one immutable table for each batch.
+//! Defines the state that the threads of a device share, and runs the timer thread.
+//!
+//! A thread uses one immutable table of peers for each batch of packets.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -15,57 +16,57 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use super::{
     clock::Clock,
-    drops::{Drop, Drops},
+    drops::{DropReason, Drops},
     handshakes::Handshakes,
-    peers::{Identity, Peer, PeerState, Table},
-    sockets::{Place, Sockets},
+    peers::{Identity, Peer, PeerState, PeerTable},
+    sockets::{Endpoint, Sockets},
     tun::Tun,
     tunnel::Output,
 };
 
-/// Packets taken from one side before the other threads' changes are looked at again.
+/// Packets of a batch: after these a thread sees changes of peers, sockets and MTU.
 pub(super) const BATCH: usize = 64;
-/// Packets for which a peer stays locked: its other direction waits for so many at most.
+/// The most packets for which a peer stays locked, while its other direction waits.
 pub(super) const BURST: usize = 8;
 /// The largest datagram, and room for what the protocol adds to the largest inner packet.
 pub(super) const BUFFER: usize = 65_536 + 64;
 
-/// What the threads share.
+/// The state that the threads share.
 pub(super) struct Shared {
     pub(super) tun: Tun,
     pub(super) mtu: AtomicUsize,
-    pub(super) table: RwLock<Arc<Table>>,
+    pub(super) table: RwLock<Arc<PeerTable>>,
     pub(super) sockets: RwLock<Arc<Sockets>>,
     pub(super) identity: RwLock<Arc<Identity>>,
-    /// The peers as the agent wants them; the table is made from this.
+    /// The desired peers, from which the table is built.
     pub(super) configured: RwLock<Arc<Peers>>,
     pub(super) fwmark: AtomicU32,
     pub(super) clock: Clock,
     pub(super) handshakes: Handshakes,
     pub(super) drops: Drops,
-    /// The interface was deleted under us.
+    /// Another program deleted the interface.
     pub(super) gone: AtomicBool,
     pub(super) stopping: AtomicBool,
-    /// Readable when `stopping` is set; never read.
+    /// An eventfd that is readable once `stopping` is set, to wake every thread; never read.
     pub(super) stop: OwnedFd,
-    /// Readable when the sockets were replaced: one for each worker.
+    /// One eventfd for each worker, readable after the sockets were replaced.
     pub(super) rebound: Vec<OwnedFd>,
 }
 
-/// The present picture, without holding the lock.
+/// The current value; the lock is not held after the call.
 pub(super) fn current<T>(slot: &RwLock<Arc<T>>) -> Arc<T> {
     Arc::clone(&slot.read().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Replaces the picture; returns the old one.
+/// Replaces the value; returns the old one.
 pub(super) fn replace<T>(slot: &RwLock<Arc<T>>, new: T) -> Arc<T> {
     std::mem::replace(&mut slot.write().unwrap_or_else(PoisonError::into_inner), Arc::new(new))
 }
 
-/// Carries one tunnel's output while its peer is locked.
+/// Sends one tunnel's output to an endpoint, while its peer is locked.
 pub(super) struct Wire<'a> {
     view: &'a View<'a>,
-    pub(super) endpoint: Option<Place>,
+    pub(super) endpoint: Option<Endpoint>,
     pub(super) sent: u64,
 }
 
@@ -73,35 +74,35 @@ impl Output for Wire<'_> {
     fn network(&mut self, datagram: &[u8]) {
         let View { shared, sockets, .. } = self.view;
         match self.endpoint {
-            None => shared.drops.count(Drop::NoEndpoint),
-            Some(endpoint) if sockets.send(self.view.lane, datagram, endpoint).is_ok() => {
+            None => shared.drops.count(DropReason::NoEndpoint),
+            Some(endpoint) if sockets.send(self.view.worker, datagram, endpoint).is_ok() => {
                 self.sent += datagram.len() as u64;
             }
-            Some(_) => shared.drops.count(Drop::Network),
+            Some(_) => shared.drops.count(DropReason::Network),
         }
     }
 }
 
-/// The pictures of one batch.
+/// The values that one batch uses: later changes apply from the next batch on.
 pub(super) struct View<'a> {
     pub(super) shared: &'a Shared,
-    /// Which worker this is.
-    pub(super) lane: usize,
+    /// The number of the worker.
+    pub(super) worker: usize,
     pub(super) sockets: Arc<Sockets>,
-    pub(super) table: Arc<Table>,
+    pub(super) table: Arc<PeerTable>,
 }
 
 impl<'a> View<'a> {
-    pub(super) fn new(shared: &'a Shared, lane: usize) -> Self {
+    pub(super) fn new(shared: &'a Shared, worker: usize) -> Self {
         Self {
             shared,
-            lane,
+            worker,
             sockets: current(&shared.sockets),
             table: current(&shared.table),
         }
     }
 
-    pub(super) fn wire(&self, endpoint: Option<Place>) -> Wire<'_> {
+    pub(super) fn wire(&self, endpoint: Option<Endpoint>) -> Wire<'_> {
         Wire {
             view: self,
             endpoint,
@@ -118,8 +119,8 @@ impl<'a> View<'a> {
     }
 }
 
-/// Retries, keepalives and held responses, until the device stops.
-pub(super) fn clockwork(shared: &Shared) {
+/// Sends retries, keepalives and held responses when they are due, until the device stops.
+pub(super) fn run_clock(shared: &Shared) {
     let mut scratch = vec![0; BUFFER];
     while let Some((peer, at)) = shared.clock.next() {
         let (view, now) = (View::new(shared, 0), Instant::now());
@@ -128,11 +129,11 @@ pub(super) fn clockwork(shared: &Shared) {
             continue;
         }
         if state.endpoint.is_some() {
-            if state.tunnel.unanswered(now)
+            if state.tunnel.has_unanswered_initiation(now)
                 && let Some(endpoint) = &mut state.endpoint
             {
-                // Perhaps because of the address that it came from: the kernel chooses one that has a way there now.
-                endpoint.own = None;
+                // Perhaps our source address has no route to the peer now. So the kernel chooses another one.
+                endpoint.local = None;
             }
             let mut wire = view.wire(state.endpoint);
             state.tunnel.tick(now, &mut scratch, &mut wire);
@@ -144,37 +145,37 @@ pub(super) fn clockwork(shared: &Shared) {
     }
 }
 
-/// Waits until some of the files are readable and says which; `None` when the device stops.
+/// Waits until some of the files are readable, and returns which; `None` when the device stops.
 pub(super) fn wait<const N: usize>(shared: &Shared, sources: [Option<BorrowedFd<'_>>; N]) -> Option<[bool; N]> {
     let (stop, mut ready) = (shared.stop.as_fd(), [false; N]);
     let all = sources.into_iter().chain([Some(stop)]);
     let mut files: Vec<PollFd<'_>> = all
         .map(|source| PollFd::from_borrowed_fd(source.unwrap_or(stop), PollFlags::IN))
         .collect();
-    // Interrupted, or no memory for the moment: the caller finds nothing to read and comes back.
+    // On an error (EINTR, ENOMEM) the caller finds nothing to read and waits again.
     let _ = poll(&mut files, None);
-    // An error of a socket too: reading it clears it.
+    // Any event counts: a socket's pending error is cleared by a read.
     for (ready, file) in ready.iter_mut().zip(&files) {
         *ready = !file.revents().is_empty();
     }
     (!shared.stopping.load(Ordering::Acquire)).then_some(ready)
 }
 
-/// Whether packets come one at a time, as questions and answers do. Then each goes on before a look for the next one is taken;
-/// where several come at once, they go on together.
+/// Detects packets that arrive one at a time, as in request and response. The first packet of such a batch is forwarded at once, before the
+/// thread looks for a second one; otherwise the packets of a batch are forwarded together.
 #[derive(Debug, Default)]
 pub(super) struct Pace {
     single: bool,
 }
 
 impl Pace {
-    /// Whether the first of a batch should go on at once.
-    pub(super) const fn hurry(&self) -> bool {
+    /// Whether to forward the first packet of a batch at once.
+    pub(super) const fn is_single(&self) -> bool {
         self.single
     }
 
-    /// What the last batch held.
-    pub(super) const fn saw(&mut self, packets: usize) {
+    /// Records the size of the last batch.
+    pub(super) const fn record(&mut self, packets: usize) {
         self.single = packets <= 1;
     }
 }

@@ -1,4 +1,4 @@
-//! Packets dropped, counted by reason.
+//! Counts dropped packets by reason.
 
 use std::{
     collections::BTreeMap,
@@ -8,38 +8,39 @@ use std::{
     },
 };
 
-use super::held::Budget;
+use super::staged::SharedBudget;
 
 /// Why a packet was dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Drop {
-    /// An inner packet to an address in no peer's ranges.
+pub(super) enum DropReason {
+    /// The destination of an inner packet is in no peer's allowed IPs.
     NoPeer,
-    /// An inner packet to a peer that has no endpoint and has not been heard from.
+    /// An inner packet to a peer without endpoint: none is configured, and the peer has sent nothing yet.
     NoEndpoint,
-    /// An inner packet from a peer with a source outside its ranges: cryptokey routing forbids it.
+    /// The source of an inner packet is outside its peer's allowed IPs (cryptokey routing).
     ForeignSource,
-    /// A datagram that is no WireGuard message or does not authenticate.
+    /// A datagram that is no WireGuard message, or not authentic.
     Invalid,
-    /// A datagram for a session or a public key that we do not have.
+    /// A message for a session that does not exist, or from a public key that is no peer's.
     UnknownPeer,
-    /// A datagram or handshake that was seen before, or is too old.
+    /// A message that was received before, or is too old.
     Replayed,
-    /// A handshake refused because there were too many; its sender got a cookie.
+    /// A handshake message refused because there were too many: its sender gets a cookie reply, or is over its rate limit.
     UnderLoad,
-    /// The interface did not take an inner packet.
+    /// The TUN device refused an inner packet, or passed one that is malformed.
     Interface,
-    /// The network did not take a datagram.
+    /// The kernel refused to send a datagram.
     Network,
-    /// An inner packet that waited for a session in vain, or that others took the place of: see `held`.
+    /// A staged packet that was never sent: see `staged`.
     NoSession,
-    /// The interface's queue was full: packets came faster than we read them.
+    /// The TUN device's queue was full, or no process read it.
     InterfaceQueue,
-    /// A socket's queue was full: datagrams came faster than we read them.
+    /// A UDP socket's receive queue was full.
     SocketQueue,
 }
 
-const WORDS: [&str; 12] = [
+/// By the reason's number: its name in metrics.
+const NAMES: [&str; 12] = [
     "no_peer",
     "no_endpoint",
     "foreign_source",
@@ -54,40 +55,40 @@ const WORDS: [&str; 12] = [
     "socket_queue",
 ];
 
-/// One counter for each [`Drop`].
+/// One counter for each [`DropReason`].
 #[derive(Debug, Default)]
 pub(super) struct Drops {
-    counters: [AtomicU64; WORDS.len()],
-    /// What waits for sessions counts for itself.
-    held: Budget,
+    counters: [AtomicU64; NAMES.len()],
+    /// Counts the dropped staged packets itself.
+    staging_budget: SharedBudget,
 }
 
 impl Drops {
-    pub(super) fn count(&self, reason: Drop) {
+    pub(super) fn count(&self, reason: DropReason) {
         self.count_many(reason, 1);
     }
 
-    pub(super) fn count_many(&self, reason: Drop, packets: usize) {
+    pub(super) fn count_many(&self, reason: DropReason, packets: usize) {
         self.counters[reason as usize].fetch_add(packets as u64, Ordering::Relaxed);
     }
 
-    /// For the peers, whose waiting packets are counted here.
-    pub(super) fn held(&self) -> Budget {
-        Arc::clone(&self.held)
+    /// The budget for the peers' staged packets.
+    pub(super) fn staging_budget(&self) -> SharedBudget {
+        Arc::clone(&self.staging_budget)
     }
 
-    /// By word, zeros included.
+    /// All counters by name, zeros included.
     pub(super) fn read(&self) -> BTreeMap<&'static str, u64> {
         let counted = self.counters.iter().map(|counter| counter.load(Ordering::Relaxed));
-        let mut all: BTreeMap<_, _> = WORDS.into_iter().zip(counted).collect();
-        all.insert(WORDS[Drop::NoSession as usize], self.held.given_up());
+        let mut all: BTreeMap<_, _> = NAMES.into_iter().zip(counted).collect();
+        all.insert(NAMES[DropReason::NoSession as usize], self.staging_budget.dropped());
         all
     }
 }
 
-impl Drop {
-    /// What it is called in metrics.
-    pub(super) const fn word(self) -> &'static str {
-        WORDS[self as usize]
+impl DropReason {
+    /// The reason's name in metrics.
+    pub(super) const fn as_str(self) -> &'static str {
+        NAMES[self as usize]
     }
 }

@@ -1,4 +1,4 @@
-//! A session in memory that a script of bytes may do anything to: for the fuzz targets (fuzz/) and their corpus, no part of the agent.
+//! Runs two tunnels in memory, as a fuzzed script demands. Only the fuzz targets (`fuzz/`) and the replay of their corpus use it.
 
 use std::{
     sync::Arc,
@@ -9,7 +9,7 @@ use x25519_dalek::StaticSecret;
 
 use super::tunnel::{Inner, Local, Output, Tunnel};
 
-/// The largest packet of a script, and room for what a message adds.
+/// Room for the largest packet of a script and the overhead of its message.
 const BUFFER: usize = 4096;
 
 impl Output for Vec<Vec<u8>> {
@@ -18,8 +18,8 @@ impl Output for Vec<Vec<u8>> {
     }
 }
 
-/// Runs a script: each step is a letter, a length and so many bytes. The peer of the session keeps to the protocol; the network does what
-/// the script says. Returns what the peer sent and what was given to the interface.
+/// Runs a script. Each step is a letter, a length in units of 4 bytes, and as many bytes. The peer follows the protocol; the script decides
+/// what the network does to the peer's messages. Returns the packets that the peer sent, and those that our tunnel decrypted.
 #[must_use]
 pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
     let mut now = Instant::now();
@@ -27,36 +27,36 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
     let mut us = Tunnel::new(Arc::clone(&ours), theirs.public, None, 1, None, now);
     let mut peer = Tunnel::new(theirs, ours.public, None, 2, None, now);
     let mut scratch = vec![0; BUFFER];
-    let (mut sent, mut given) = (Vec::new(), Vec::new());
-    // What is under way to us; anything may become of it.
+    let (mut sent, mut delivered) = (Vec::new(), Vec::new());
+    // Messages of the peer that have not arrived.
     let mut wire: Vec<Vec<u8>> = Vec::new();
     let mut rest = script;
     while let [step, length, after @ ..] = rest {
         let (bytes, following) = after.split_at(after.len().min(usize::from(*length) * 4));
         rest = following;
-        let (mut said, mut answers) = (Vec::new(), Vec::new());
-        let mut hear = |us: &mut Tunnel, message: Vec<u8>, said: &mut Vec<Vec<u8>>| {
+        let (mut replies, mut peer_messages) = (Vec::new(), Vec::new());
+        let mut deliver = |us: &mut Tunnel, message: Vec<u8>, replies: &mut Vec<Vec<u8>>| {
             let mut plain = vec![0; BUFFER];
-            if let Ok(received) = us.receive(&message, now, &mut plain, &mut scratch, said)
+            if let Ok(received) = us.receive(&message, now, &mut plain, &mut scratch, replies)
                 && let Inner::Packet(length, _) = received.inner
             {
-                given.push(plain[..length].to_vec());
+                delivered.push(plain[..length].to_vec());
             }
         };
         match step {
             // The peer sends a packet.
             b's' => {
-                peer.send(bytes, now, &mut scratch, &mut answers);
+                peer.send(bytes, now, &mut scratch, &mut peer_messages);
                 sent.push(bytes.to_vec());
             }
             // We send one.
-            b'o' => us.send(bytes, now, &mut scratch, &mut said),
-            // The oldest message arrives, whole.
+            b'o' => us.send(bytes, now, &mut scratch, &mut replies),
+            // The oldest message arrives unchanged.
             b'a' if !wire.is_empty() => {
                 let message = wire.remove(0);
-                hear(&mut us, message, &mut said);
+                deliver(&mut us, message, &mut replies);
             }
-            // The newest one arrives changed, or cut, or once more.
+            // The newest message arrives changed, truncated, or as it is; it stays on the wire.
             b'c' => {
                 if let Some(mut message) = wire.last().cloned() {
                     for (at, change) in bytes.iter().enumerate() {
@@ -64,25 +64,25 @@ pub fn run(script: &[u8]) -> (Vec<Vec<u8>>, Vec<Vec<u8>>) {
                         message[at] ^= change;
                     }
                     message.truncate(message.len() - bytes.len() % message.len().max(1));
-                    hear(&mut us, message, &mut said);
+                    deliver(&mut us, message, &mut replies);
                 }
             }
-            // Anything arrives.
-            b'r' => hear(&mut us, bytes.to_vec(), &mut said),
+            // Arbitrary bytes arrive.
+            b'r' => deliver(&mut us, bytes.to_vec(), &mut replies),
             // Time passes.
             b't' => {
                 now += Duration::from_millis(50 * u64::from(bytes.first().copied().unwrap_or(1)));
-                us.tick(now, &mut scratch, &mut said);
-                peer.tick(now, &mut scratch, &mut answers);
+                us.tick(now, &mut scratch, &mut replies);
+                peer.tick(now, &mut scratch, &mut peer_messages);
             }
             _ => {}
         }
-        // Toward the peer the network is kind.
+        // The network delivers every message to the peer.
         let mut plain = vec![0; BUFFER];
-        for message in said {
-            let _ = peer.receive(&message, now, &mut plain, &mut scratch, &mut answers);
+        for message in replies {
+            let _ = peer.receive(&message, now, &mut plain, &mut scratch, &mut peer_messages);
         }
-        wire.append(&mut answers);
+        wire.append(&mut peer_messages);
     }
-    (sent, given)
+    (sent, delivered)
 }

@@ -1,5 +1,7 @@
-//! What is checked of a message before any multiplication on the curve: that its sender knows our public key (mac1), and under load that
-//! its address is its own (a cookie, whitepaper §5.3). Done by boringtun, whose cookies are for an address without its port.
+//! Checks mac1 and, under load, the cookie of a handshake message, before any Diffie-Hellman.
+//!
+//! mac1 proves that the sender knows this node's public key; the cookie proves that it receives packets at its source address (whitepaper
+//! §5.3). boringtun does the checks. Its cookies are bound to an address without the port.
 
 use std::net::IpAddr;
 
@@ -13,20 +15,20 @@ pub(super) const COOKIE_REPLY: usize = 64;
 
 pub(super) struct Gate {
     initiations: RateLimiter,
-    /// Responses are not counted as load: a device that starts with thousands of peers gets as many at once, and a response that answers
-    /// nothing is known by its index.
+    /// For all other messages, without a limit: a device that starts with thousands of peers receives as many responses at once. A response
+    /// that answers no initiation is recognized by its receiver index.
     others: RateLimiter,
 }
 
-/// What becomes of a datagram that is no data.
+/// What to do with a datagram that is not a data message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
     Initiation,
-    /// Its receiver index.
+    /// A response, with its receiver index.
     Response(u32),
-    /// Its receiver index.
+    /// A cookie reply, with its receiver index.
     Cookie(u32),
-    /// The sender gets the cookie reply that was written.
+    /// Send the cookie reply in the buffer to the sender.
     Reply,
     Invalid,
 }
@@ -39,7 +41,7 @@ impl Gate {
         }
     }
 
-    pub(super) fn judge(&self, datagram: &[u8], source: IpAddr, reply: &mut [u8; COOKIE_REPLY]) -> Verdict {
+    pub(super) fn check(&self, datagram: &[u8], source: IpAddr, reply: &mut [u8; COOKIE_REPLY]) -> Verdict {
         let limiter = if datagram.first() == Some(&1) {
             self.initiations.reset_count();
             &self.initiations

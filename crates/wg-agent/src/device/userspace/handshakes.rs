@@ -1,5 +1,5 @@
-//! Initiations: the one message that anybody may send and that costs much to look at. They have a thread and a short queue of
-//! their own, so that a flood of them delays no data.
+//! Answers initiations on a thread of their own, with a short queue. Anyone can send an initiation, and it needs expensive Diffie-Hellman
+//! operations; so a flood of initiations delays no data.
 
 use std::{
     collections::VecDeque,
@@ -11,42 +11,47 @@ use clustermesh_core::key::PublicKey;
 
 use super::{
     datapath::{BUFFER, Shared, View, current},
-    drops::{Drop, Drops},
+    drops::{DropReason, Drops},
     inbound::{accept, refused},
-    sockets::Place,
+    sockets::Endpoint,
     tunnel::INITIATION,
 };
 
-/// Initiations that may wait; the oldest give way. At some 5,000 a second and core none waits longer than their sender does.
-const QUEUE: usize = 1024;
+/// When more initiations are queued, the oldest is dropped. One core answers about 5,000 a second, so an answer comes well before its
+/// initiator's retry.
+const MAX_QUEUED: usize = 1024;
 
 #[derive(Default)]
 pub(super) struct Handshakes {
-    state: Mutex<State>,
+    state: Mutex<QueueState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    queue: VecDeque<Waiting>,
+struct QueueState {
+    queue: VecDeque<QueuedInitiation>,
     stopped: bool,
 }
 
-struct Waiting {
+struct QueuedInitiation {
     datagram: [u8; INITIATION],
-    source: Place,
-    lane: usize,
+    source: Endpoint,
+    worker: usize,
 }
 
 impl Handshakes {
-    /// Takes an initiation that names our key.
-    pub(super) fn add(&self, datagram: [u8; INITIATION], source: Place, lane: usize, drops: &Drops) {
+    /// Queues an initiation whose mac1 is valid.
+    pub(super) fn add(&self, datagram: [u8; INITIATION], source: Endpoint, worker: usize, drops: &Drops) {
         let mut state = self.state();
-        if state.queue.len() >= QUEUE {
+        if state.queue.len() >= MAX_QUEUED {
             state.queue.pop_front();
-            drops.count(Drop::UnderLoad);
+            drops.count(DropReason::UnderLoad);
         }
-        state.queue.push_back(Waiting { datagram, source, lane });
+        state.queue.push_back(QueuedInitiation {
+            datagram,
+            source,
+            worker,
+        });
         drop(state);
         self.changed.notify_one();
     }
@@ -56,45 +61,49 @@ impl Handshakes {
         self.changed.notify_all();
     }
 
-    fn next(&self) -> Option<Waiting> {
+    fn next(&self) -> Option<QueuedInitiation> {
         let mut state = self.state();
         loop {
             if state.stopped {
                 return None;
             }
-            if let Some(waiting) = state.queue.pop_front() {
-                return Some(waiting);
+            if let Some(queued) = state.queue.pop_front() {
+                return Some(queued);
             }
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Answers initiations until the device stops.
-pub(super) fn answer(shared: &Shared) {
+pub(super) fn run(shared: &Shared) {
     let (mut plain, mut scratch) = ([0; INITIATION], vec![0; BUFFER]);
-    while let Some(waiting) = shared.handshakes.next() {
-        if let Err(reason) = one(shared, &waiting, &mut plain, &mut scratch) {
+    while let Some(queued) = shared.handshakes.next() {
+        if let Err(reason) = answer(shared, &queued, &mut plain, &mut scratch) {
             shared.drops.count(reason);
         }
     }
 }
 
-fn one(shared: &Shared, waiting: &Waiting, plain: &mut [u8], scratch: &mut [u8]) -> Result<(), Drop> {
-    let Waiting { datagram, source, lane } = waiting;
-    let view = View::new(shared, *lane);
+fn answer(shared: &Shared, queued: &QueuedInitiation, plain: &mut [u8], scratch: &mut [u8]) -> Result<(), DropReason> {
+    let QueuedInitiation {
+        datagram,
+        source,
+        worker,
+    } = queued;
+    let view = View::new(shared, *worker);
     let now = Instant::now();
-    // While no peer is locked: anyone may send these.
+    // No peer is locked for this Diffie-Hellman, because the sender is not authenticated yet.
     let claimed = current(&shared.identity)
         .local
         .claimed_peer(datagram)
         .map_err(refused)?;
     let peer = view.table.by_key.get(&PublicKey::new(claimed.to_bytes()));
-    let peer = peer.ok_or(Drop::UnknownPeer)?;
+    let peer = peer.ok_or(DropReason::UnknownPeer)?;
     let mut state = peer.state();
     let result = accept(&view, &mut state, datagram, *source, now, plain, scratch);
     view.schedule(peer, &mut state, now);

@@ -1,5 +1,7 @@
-//! Network to interface: datagrams are received in runs, decrypted side by side, joined where that is offered and written.
-//! Handshakes that cost much are handed on. Nothing waits for more to come.
+//! Forwards packets from network to interface: receives datagrams in runs, decrypts them, joins segments of a flow (as GRO does) where the
+//! TUN device accepts that, and writes the packets.
+//!
+//! Initiations go to the queue of `handshakes`. A batch ends when the sockets are empty; it never waits for more datagrams.
 
 use std::{
     fs::File,
@@ -14,26 +16,26 @@ use clustermesh_agent_core::offload::Coalescer;
 
 use super::{
     datapath::{BATCH, BUFFER, BURST, Pace, Shared, View, current, wait},
-    drops::Drop,
+    drops::DropReason,
     gate::{COOKIE_REPLY, Verdict},
     peers::{Identity, Peer, PeerState},
-    sockets::{self, Place, control_buffer},
+    sockets::{self, Endpoint, control_buffer},
     tun,
     tunnel::{Inner, Refused},
 };
 
-/// Datagrams whose packets may wait for the end of their batch, in bytes. Small enough to stay in the cache.
+/// Bytes of datagrams in a batch: after these its packets are written. Small enough for the CPU's cache.
 const ARENA: usize = 128 << 10;
 
-/// Carries packets until the device stops.
-pub(super) fn inbound(shared: &Shared, lane: usize) {
-    let (Some(queue), Some(rebound)) = (shared.tun.queues.get(lane), shared.rebound.get(lane)) else {
+/// Forwards packets until the device stops.
+pub(super) fn forward(shared: &Shared, worker: usize) {
+    let (Some(queue), Some(rebound)) = (shared.tun.queues.get(worker), shared.rebound.get(worker)) else {
         return;
     };
     let mut control = control_buffer();
-    let mut space = Space {
+    let mut buffers = Buffers {
         datagrams: vec![0; ARENA + BUFFER],
-        // The plain texts of as many datagrams are shorter, but for the room that the last one needs.
+        // Packets are shorter than their datagrams; the last decryption needs a whole `BUFFER` behind them.
         plain: vec![0; ARENA + 2 * BUFFER],
         scratch: vec![0; BUFFER],
         coalescer: Coalescer::new(shared.tun.offload.tcp, shared.tun.offload.udp),
@@ -41,7 +43,7 @@ pub(super) fn inbound(shared: &Shared, lane: usize) {
     let mut pace = Pace::default();
     loop {
         let sockets = current(&shared.sockets);
-        let Some(own) = sockets.lanes.get(lane) else {
+        let Some(own) = sockets.workers.get(worker) else {
             return;
         };
         let files = [
@@ -53,10 +55,10 @@ pub(super) fn inbound(shared: &Shared, lane: usize) {
             return;
         };
         if renewed {
-            // The next round takes the new sockets.
+            // The next iteration uses the new sockets.
             let _ = rustix::io::read(rebound, &mut [0; 8]);
         }
-        let view = View::new(shared, lane);
+        let view = View::new(shared, worker);
         let identity = current(&shared.identity);
         let mut batch = Inbound {
             view: &view,
@@ -66,7 +68,7 @@ pub(super) fn inbound(shared: &Shared, lane: usize) {
             used: 0,
             plain: 0,
             datagrams: 0,
-            space: &mut space,
+            buffers: &mut buffers,
         };
         for socket in [Some(&own.v4).filter(|_| v4), own.v6.as_ref().filter(|_| v6)]
             .into_iter()
@@ -75,60 +77,60 @@ pub(super) fn inbound(shared: &Shared, lane: usize) {
             batch.receive(socket, &mut control, &pace);
         }
         batch.flush();
-        pace.saw(batch.datagrams);
+        pace.record(batch.datagrams);
     }
 }
 
-/// Buffers that live as long as their thread.
-struct Space {
-    /// Datagrams as they came, one after the other.
+/// The buffers of a worker's thread.
+struct Buffers {
+    /// The received datagrams, one after the other.
     datagrams: Vec<u8>,
-    /// The packets that were in them.
+    /// The decrypted packets.
     plain: Vec<u8>,
     scratch: Vec<u8>,
     coalescer: Coalescer,
 }
 
-/// One batch.
+/// One batch of datagrams.
 struct Inbound<'a> {
     view: &'a View<'a>,
     identity: &'a Identity,
     queue: &'a File,
     now: Instant,
-    /// Of the datagrams' buffer.
+    /// Bytes used in `Buffers::datagrams`.
     used: usize,
-    /// Of the packets' buffer.
+    /// Bytes used in `Buffers::plain`.
     plain: usize,
-    /// That came so far.
+    /// Datagrams received in this batch.
     datagrams: usize,
-    space: &'a mut Space,
+    buffers: &'a mut Buffers,
 }
 
 impl Inbound<'_> {
     fn receive(&mut self, socket: &UdpSocket, control: &mut [u8], pace: &Pace) {
         for _ in 0..BATCH {
-            // One more always has room behind what there is.
-            match sockets::receive(socket, &mut self.space.datagrams[self.used..], control) {
-                Ok(run) if run.length == 0 => self.view.shared.drops.count(Drop::Invalid),
+            // The buffer has room for one more datagram: `ARENA` bytes at most are used.
+            match sockets::receive(socket, &mut self.buffers.datagrams[self.used..], control) {
+                Ok(run) if run.length == 0 => self.view.shared.drops.count(DropReason::Invalid),
                 Ok(run) => self.run(self.used..self.used + run.length, run.segment, run.source),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
-                // An ICMP error that an earlier datagram provoked: reading it clears it.
+                // An ICMP error for an earlier datagram, which this call has cleared.
                 Err(_) => {}
             }
-            if self.used > ARENA || pace.hurry() && self.datagrams == 1 {
+            if self.used > ARENA || pace.is_single() && self.datagrams == 1 {
                 self.flush();
             }
         }
     }
 
-    /// Datagrams of one source.
-    fn run(&mut self, place: Range<usize>, segment: usize, source: Place) {
+    /// Handles a run of datagrams from one source.
+    fn run(&mut self, span: Range<usize>, segment: usize, source: Endpoint) {
         let view = self.view;
-        let ends = place.end;
-        let mut rest = place.step_by(segment).map(|at| at..ends.min(at + segment)).peekable();
+        let ends = span.end;
+        let mut rest = span.step_by(segment).map(|at| at..ends.min(at + segment)).peekable();
         self.datagrams += rest.len();
         while let Some(first) = rest.peek().cloned() {
-            let Some(index) = data_index(&self.space.datagrams[first.clone()]) else {
+            let Some(index) = data_index(&self.buffers.datagrams[first.clone()]) else {
                 rest.next();
                 if let Err(reason) = self.control(first, source) {
                     view.shared.drops.count(reason);
@@ -137,18 +139,18 @@ impl Inbound<'_> {
             };
             let Some(peer) = view.table.by_index.get(&index) else {
                 rest.next();
-                view.shared.drops.count(Drop::UnknownPeer);
+                view.shared.drops.count(DropReason::UnknownPeer);
                 continue;
             };
             let mut burst = 0;
             let mut state = peer.state();
             let mut known = None;
             while burst < BURST
-                && let Some(place) =
-                    rest.next_if(|next| data_index(&self.space.datagrams[next.clone()]) == Some(peer.index))
+                && let Some(span) =
+                    rest.next_if(|next| data_index(&self.buffers.datagrams[next.clone()]) == Some(peer.index))
             {
                 burst += 1;
-                if let Err(reason) = self.datagram(peer, &mut state, place, source, &mut known) {
+                if let Err(reason) = self.datagram(peer, &mut state, span, source, &mut known) {
                     view.shared.drops.count(reason);
                 }
             }
@@ -157,41 +159,45 @@ impl Inbound<'_> {
         self.used = ends;
     }
 
-    /// Everything but data: rare, and checked before any peer is locked.
-    fn control(&mut self, place: Range<usize>, source: Place) -> Result<(), Drop> {
+    /// Handles a message that is not data. Its mac1 or cookie is checked before any peer is locked.
+    fn control(&mut self, span: Range<usize>, source: Endpoint) -> Result<(), DropReason> {
         let (view, identity) = (self.view, self.identity);
-        let Space {
+        let Buffers {
             datagrams,
             plain,
             scratch,
             ..
-        } = &mut *self.space;
-        let datagram = &datagrams[place];
+        } = &mut *self.buffers;
+        let datagram = &datagrams[span];
         let mut reply = [0; COOKIE_REPLY];
-        let (index, is_response) = match identity.gate.judge(datagram, source.peer.ip(), &mut reply) {
+        let (index, is_response) = match identity.gate.check(datagram, source.remote.ip(), &mut reply) {
             Verdict::Initiation => {
-                if !identity.sources.allow(source.peer.ip(), self.now) {
-                    return Err(Drop::UnderLoad);
+                if !identity.source_limiter.allow(source.remote.ip(), self.now) {
+                    return Err(DropReason::UnderLoad);
                 }
-                let initiation = datagram.try_into().map_err(|_| Drop::Invalid)?;
+                let initiation = datagram.try_into().map_err(|_| DropReason::Invalid)?;
                 view.shared
                     .handshakes
-                    .add(initiation, source, view.lane, &view.shared.drops);
+                    .add(initiation, source, view.worker, &view.shared.drops);
                 return Ok(());
             }
             Verdict::Response(index) => (index, true),
             Verdict::Cookie(index) => (index, false),
             Verdict::Reply => {
-                let _ = view.sockets.send(view.lane, &reply, source);
-                return Err(Drop::UnderLoad);
+                let _ = view.sockets.send(view.worker, &reply, source);
+                return Err(DropReason::UnderLoad);
             }
-            Verdict::Invalid => return Err(Drop::Invalid),
+            Verdict::Invalid => return Err(DropReason::Invalid),
         };
-        let peer = view.table.by_index.get(&(index >> 8)).ok_or(Drop::UnknownPeer)?;
+        let peer = view.table.by_index.get(&(index >> 8)).ok_or(DropReason::UnknownPeer)?;
         let mut state = peer.state();
-        // A response whose receiver index was overheard costs as much as an initiation; any other ends here.
-        if is_response && !(state.tunnel.awaits(index) && identity.sources.allow(source.peer.ip(), self.now)) {
-            return Err(Drop::UnknownPeer);
+        // An eavesdropper can forge a response with a valid receiver index, which costs as much as an initiation. So it is rate limited,
+        // too; one with any other index is refused here.
+        if is_response
+            && !(state.tunnel.is_awaiting_response(index)
+                && identity.source_limiter.allow(source.remote.ip(), self.now))
+        {
+            return Err(DropReason::UnknownPeer);
         }
         let plain = &mut plain[self.plain..];
         let result = accept(view, &mut state, datagram, source, self.now, plain, scratch);
@@ -199,23 +205,23 @@ impl Inbound<'_> {
         result.map(drop)
     }
 
-    /// A data message for a peer that is locked. `known` is an inner source that is within its allowed IPs.
+    /// Handles a data message of a locked peer. `known` caches an inner source that is within the peer's allowed IPs.
     fn datagram(
         &mut self,
         peer: &Arc<Peer>,
         state: &mut PeerState,
-        place: Range<usize>,
-        source: Place,
+        span: Range<usize>,
+        source: Endpoint,
         known: &mut Option<IpAddr>,
-    ) -> Result<(), Drop> {
-        let Space {
+    ) -> Result<(), DropReason> {
+        let Buffers {
             datagrams,
             plain,
             scratch,
             coalescer,
-        } = &mut *self.space;
+        } = &mut *self.buffers;
         let begin = self.plain;
-        let datagram = &datagrams[place];
+        let datagram = &datagrams[span];
         let Some((length, inner)) = accept(
             self.view,
             state,
@@ -229,9 +235,9 @@ impl Inbound<'_> {
             return Ok(());
         };
         if *known != Some(inner) {
-            let owner = self.view.table.ranges.get(inner);
+            let owner = self.view.table.allowed_ips.get(inner);
             if owner.is_none_or(|owner| !Arc::ptr_eq(owner, peer)) {
-                return Err(Drop::ForeignSource);
+                return Err(DropReason::ForeignSource);
             }
             *known = Some(inner);
         }
@@ -240,30 +246,31 @@ impl Inbound<'_> {
         Ok(())
     }
 
-    /// Writes what was collected.
+    /// Writes the packets of the batch to the interface.
     fn flush(&mut self) {
         let drops = &self.view.shared.drops;
         let queue = self.queue;
-        let Space { plain, coalescer, .. } = &mut *self.space;
+        let Buffers { plain, coalescer, .. } = &mut *self.buffers;
         coalescer.finish(plain, |parts, packets| {
             if tun::write(queue, parts).is_err() {
-                drops.count_many(Drop::Interface, usize::from(packets));
+                drops.count_many(DropReason::Interface, usize::from(packets));
             }
         });
         (self.used, self.plain) = (0, 0);
     }
 }
 
-/// Gives a datagram to its peer's tunnel: length and source of the packet in it, decrypted to the beginning of `plain`, if it had one.
+/// Passes a datagram to its peer's tunnel, which sends what it answers. Returns length and source of the packet in it, which is decrypted
+/// to the beginning of `plain`; `None` if it has none.
 pub(super) fn accept(
     view: &View<'_>,
     state: &mut PeerState,
     datagram: &[u8],
-    source: Place,
+    source: Endpoint,
     now: Instant,
     plain: &mut [u8],
     scratch: &mut [u8],
-) -> Result<Option<(usize, IpAddr)>, Drop> {
+) -> Result<Option<(usize, IpAddr)>, DropReason> {
     let mut wire = view.wire(Some(source));
     let outcome = state.tunnel.receive(datagram, now, plain, scratch, &mut wire);
     state.tx_bytes += wire.sent;
@@ -275,20 +282,20 @@ pub(super) fn accept(
     match received.inner {
         Inner::Nothing => Ok(None),
         Inner::Packet(length, from) => Ok(Some((length, from))),
-        Inner::Malformed => Err(Drop::Invalid),
+        Inner::Malformed => Err(DropReason::Invalid),
     }
 }
 
-pub(super) const fn refused(reason: Refused) -> Drop {
+pub(super) const fn refused(reason: Refused) -> DropReason {
     match reason {
-        Refused::Invalid => Drop::Invalid,
-        Refused::Replayed => Drop::Replayed,
-        Refused::TooSoon => Drop::UnderLoad,
-        Refused::UnknownSession => Drop::UnknownPeer,
+        Refused::Invalid => DropReason::Invalid,
+        Refused::Replayed => DropReason::Replayed,
+        Refused::TooSoon => DropReason::UnderLoad,
+        Refused::UnknownSession => DropReason::UnknownPeer,
     }
 }
 
-/// The peer's part of a data message's receiver index (whitepaper §5.4.6).
+/// The upper 24 bits of a data message's receiver index, which identify the peer (whitepaper §5.4.6); `None` = not a data message.
 fn data_index(datagram: &[u8]) -> Option<u32> {
     match datagram {
         [4, 0, 0, 0, i0, i1, i2, i3, ..] if datagram.len() >= 32 => Some(u32::from_le_bytes([*i0, *i1, *i2, *i3]) >> 8),

@@ -1,13 +1,13 @@
-//! The destination of an inner packet, by which cryptokey routing chooses the peer.
+//! Reads the destination of an inner packet, by which cryptokey routing selects the peer.
 
 use std::net::IpAddr;
 
-/// The shortest (RFC 791 §3.1).
+/// Length of the shortest IPv4 header (RFC 791 §3.1).
 const IPV4: usize = 20;
-/// The only (RFC 8200 §3).
+/// Length of the IPv6 header (RFC 8200 §3).
 const IPV6: usize = 40;
 
-/// `None` = no IP packet.
+/// `None` = not an IP packet.
 pub(super) fn destination(packet: &[u8]) -> Option<IpAddr> {
     Some(match packet.first()? >> 4 {
         4 if packet.len() >= IPV4 => IpAddr::from(*packet.get(16..)?.first_chunk::<4>()?),

@@ -1,5 +1,6 @@
-//! A network interface's own properties over rtnetlink, one blocking request at a time: for the moment a device is opened, set up,
-//! looked at or removed. Addresses and routes are `crate::route`'s.
+//! Reads, configures and removes a network interface over rtnetlink, with one blocking request at a time.
+//!
+//! `crate::route` handles its addresses and routes.
 
 use std::io;
 
@@ -15,25 +16,25 @@ use rustix::io::Errno;
 
 use crate::device::ALIAS;
 
-/// `IFLA_TUN_NUM_QUEUES` (Linux `include/uapi/linux/if_link.h`): files attached now.
+/// `IFLA_TUN_NUM_QUEUES` (Linux `include/uapi/linux/if_link.h`): the number of attached files.
 const TUN_NUM_QUEUES: u16 = 8;
 
-/// An interface that stands.
+/// An existing interface.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Link {
     pub(super) index: u32,
     pub(super) kind: Kind,
-    /// It carries our alias.
-    pub(super) ours: bool,
+    /// Its alias is [`ALIAS`].
+    pub(super) is_ours: bool,
     pub(super) mtu: u32,
     pub(super) up: bool,
-    /// Packets sent into it that nobody took: of a TUN device those that found its queue full, or no reader.
-    pub(super) untaken: u64,
+    /// Packets that the kernel dropped on transmission. For a TUN device: its queue was full, or no process had it open.
+    pub(super) tx_dropped: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A TUN device, and whether a process holds it.
+    /// A TUN device, and whether a process has it open.
     Tun {
         attached: bool,
     },
@@ -41,47 +42,47 @@ pub(super) enum Kind {
     Other,
 }
 
-/// The interface of this name, if there is one.
+/// Reads the interface of this name, if there is one.
 pub(super) fn find(name: &str) -> io::Result<Option<Link>> {
     find_by(&socket()?, name)
 }
 
-/// [`find`] in the network namespace that the socket was made in.
+/// Like [`find`], in the socket's network namespace.
 pub(super) fn find_by(socket: &Socket, name: &str) -> io::Result<Option<Link>> {
     let mut message = LinkMessage::default();
     message.attributes.push(LinkAttribute::IfName(name.to_owned()));
     let reply = match request(socket, RouteNetlinkMessage::GetLink(message), 0) {
-        Err(error) if is(&error, Errno::NODEV) => return Ok(None),
+        Err(error) if has_errno(&error, Errno::NODEV) => return Ok(None),
         reply => reply?,
     };
     match reply {
-        Some(RouteNetlinkMessage::NewLink(message)) => Ok(Some(read(&message))),
+        Some(RouteNetlinkMessage::NewLink(message)) => Ok(Some(parse(&message))),
         _ => Err(io::ErrorKind::InvalidData.into()),
     }
 }
 
-fn read(message: &LinkMessage) -> Link {
+fn parse(message: &LinkMessage) -> Link {
     let mut link = Link {
         index: message.header.index,
         kind: Kind::Other,
-        ours: false,
+        is_ours: false,
         mtu: 0,
         up: message.header.flags.contains(LinkFlags::Up),
-        untaken: 0,
+        tx_dropped: 0,
     };
-    // A TUN device has a carrier while someone holds it.
+    // A TUN device has a carrier while a process has it open.
     let mut attached = message.header.flags.contains(LinkFlags::LowerUp);
     for attribute in &message.attributes {
         match attribute {
-            LinkAttribute::Stats64(stats) => link.untaken = stats.tx_dropped,
-            LinkAttribute::IfAlias(alias) => link.ours = alias == ALIAS,
+            LinkAttribute::Stats64(stats) => link.tx_dropped = stats.tx_dropped,
+            LinkAttribute::IfAlias(alias) => link.is_ours = alias == ALIAS,
             LinkAttribute::Mtu(mtu) => link.mtu = *mtu,
             LinkAttribute::LinkInfo(infos) => {
                 for info in infos {
                     match info {
                         LinkInfo::Kind(InfoKind::Tun) => link.kind = Kind::Tun { attached: false },
                         LinkInfo::Kind(InfoKind::Wireguard) => link.kind = Kind::Wireguard,
-                        LinkInfo::Data(InfoData::Tun(facts)) => attached |= facts.iter().any(holds),
+                        LinkInfo::Data(InfoData::Tun(facts)) => attached |= facts.iter().any(has_queues),
                         _ => {}
                     }
                 }
@@ -95,7 +96,7 @@ fn read(message: &LinkMessage) -> Link {
     link
 }
 
-fn holds(fact: &InfoTun) -> bool {
+fn has_queues(fact: &InfoTun) -> bool {
     let mut value = [0; 4];
     if fact.kind() != TUN_NUM_QUEUES || fact.value_len() != value.len() {
         return false;
@@ -104,7 +105,7 @@ fn holds(fact: &InfoTun) -> bool {
     u32::from_ne_bytes(value) > 0
 }
 
-/// Sets MTU and alias and brings it up.
+/// Sets MTU and alias of an interface and brings it up.
 pub(super) fn set_up(index: u32, mtu: u16) -> io::Result<()> {
     let mut message = LinkMessage::default();
     message.header.index = index;
@@ -117,28 +118,28 @@ pub(super) fn set_up(index: u32, mtu: u16) -> io::Result<()> {
     request(&socket()?, RouteNetlinkMessage::SetLink(message), NLM_F_ACK).map(drop)
 }
 
-/// Removes an interface; one that is gone is fine too.
+/// Removes an interface, if it still exists.
 pub(super) fn remove(index: u32) -> io::Result<()> {
     let mut message = LinkMessage::default();
     message.header.index = index;
     match request(&socket()?, RouteNetlinkMessage::DelLink(message), NLM_F_ACK) {
-        Err(error) if is(&error, Errno::NODEV) => Ok(()),
+        Err(error) if has_errno(&error, Errno::NODEV) => Ok(()),
         result => result.map(drop),
     }
 }
 
-fn is(error: &io::Error, errno: Errno) -> bool {
+fn has_errno(error: &io::Error, errno: Errno) -> bool {
     error.raw_os_error() == Some(errno.raw_os_error())
 }
 
-/// For requests in this thread's network namespace.
+/// Opens a socket in this thread's network namespace.
 pub(super) fn socket() -> io::Result<Socket> {
     let mut socket = Socket::new(NETLINK_ROUTE)?;
     socket.bind_auto()?;
     Ok(socket)
 }
 
-/// One request, one answer: `None` for a plain acknowledgement.
+/// Sends a request and returns its answer; `None` = a plain acknowledgement.
 fn request(socket: &Socket, message: RouteNetlinkMessage, flags: u16) -> io::Result<Option<RouteNetlinkMessage>> {
     let mut header = NetlinkHeader::default();
     header.flags = NLM_F_REQUEST | flags;

@@ -1,16 +1,15 @@
-//! WireGuard in this process: the protocol (`tunnel`, over boringtun) between a TUN device and two UDP sockets. What peers there should be
-//! is decided elsewhere.
+//! Implements the WireGuard device in userspace: the protocol (`tunnel`, over boringtun) between a TUN device and UDP sockets.
 //!
-//! Plain threads carry packets: for each worker one from interface to network (`outbound`) and one back (`inbound`); the clock
-//! (`datapath`), one that answers handshakes (`handshakes`), and one that answers `wg show` (`control`). They share one immutable table
-//! of peers that is swapped whole; a peer's lock is held for a burst of packets and never waits for another peer. No async runtime is
-//! involved, so a busy agent delays no packet and a busy tunnel no API call.
+//! Plain threads do the work: for each worker one from interface to network (`outbound`) and one from network to interface (`inbound`),
+//! one for timers (`clock`), one that answers initiations (`handshakes`), and one that answers `wg show` (`control`). They share one
+//! immutable table of peers, which is replaced as a whole. A thread locks a peer for one burst of packets and never locks two peers at
+//! once. No async runtime is involved, so a busy agent delays no packet and a busy tunnel delays no API call.
 //!
-//! With the kernel they exchange large packets (TUN with a virtio-net header) and runs of datagrams (UDP segmentation and receive
-//! offload); what it does not offer is done packet by packet.
+//! Where the kernel offers it, one system call transfers a large TCP or UDP packet (TUN with a virtio-net header) or a run of datagrams
+//! (UDP segmentation and receive offload). Otherwise each packet takes its own call.
 //!
-//! The interface outlives the process (`tun`): while nobody holds it the kernel drops what is sent into it, and the next start takes it over
-//! and greets every peer.
+//! The interface outlives the process (`tun`). While no process has it open, the kernel drops the packets routed into it. The next process
+//! takes it over and initiates a handshake with every peer.
 
 mod clock;
 mod control;
@@ -20,15 +19,15 @@ mod drops;
 pub mod fuzzing;
 mod gate;
 mod handshakes;
-mod held;
 mod inbound;
 mod inner;
 mod link;
 mod outbound;
 mod peers;
-mod ranges;
+mod prefix_map;
 mod sockets;
-mod sources;
+mod source_limiter;
+mod staged;
 mod tun;
 mod tunnel;
 
@@ -52,8 +51,8 @@ use rustix::event::{EventfdFlags, eventfd};
 use self::{
     control::ControlSocket,
     datapath::{Shared, current, replace},
-    drops::{Drop as Dropped, Drops},
-    peers::{Identity, Peer, Table},
+    drops::{DropReason, Drops},
+    peers::{Identity, Peer, PeerTable},
     sockets::Sockets,
     tun::Tun,
 };
@@ -61,22 +60,22 @@ use super::{Altered, Configuration, Device, DeviceError, Observed};
 
 /// Where `wg` looks for userspace devices.
 const CONTROL_DIRECTORY: &str = "/var/run/wireguard";
-/// Beyond this the peers' own locks and the kernel's queues are what limits.
+/// More workers do not help: the peers' locks and the kernel's queues become the limit.
 const MOST_WORKERS: usize = 8;
-/// How long a name or port that is still taken is asked for again.
-const PATIENCE: Duration = Duration::from_millis(300);
+/// How long [`retry_while_busy`] retries.
+const BUSY_TIMEOUT: Duration = Duration::from_millis(300);
 
-/// How the device works, beside what it holds.
+/// Options that affect only the performance of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Large packets and runs of datagrams are exchanged with the kernel where it offers that.
+    /// Use segmentation and receive offload of TUN and UDP where the kernel has it.
     pub offload: bool,
     /// Threads for each direction, 1 to 64. The kernel spreads flows and peers over them.
     pub workers: usize,
 }
 
 impl Default for Options {
-    /// With offload; as many threads as there are cores, half of them for each direction.
+    /// Offload, and one worker for every two cores: each worker has a thread for each direction.
     fn default() -> Self {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
         Self {
@@ -86,31 +85,31 @@ impl Default for Options {
     }
 }
 
-/// A device of this kind that stands.
+/// An open userspace device.
 pub struct Userspace {
     interface: String,
     options: Options,
     configuration: Configuration,
     shared: Arc<Shared>,
-    /// Asks about the interface in the network namespace it is in, and what it had not taken before it was ours.
+    /// A netlink socket in the interface's network namespace, and the interface's `tx_dropped` when this process opened it.
     links: (Socket, u64),
     threads: Vec<JoinHandle<()>>,
     control: Option<ControlSocket>,
 }
 
 impl Userspace {
-    /// [`Device::backend`] of this kind.
+    /// The result of [`Device::backend`].
     pub const BACKEND: &str = "userspace";
 
-    /// Makes the interface, or takes over the one that an earlier process of ours left, brings it up and binds the port.
+    /// Creates the interface, or takes over the one that an earlier agent process left, brings it up and binds the port.
     ///
     /// # Errors
-    /// The interface is someone else's, the port is taken, or the kernel refuses; nothing new is left behind.
+    /// The interface is not the agent's, the port is taken, or the kernel refuses; nothing new is left behind.
     pub fn open(interface: &str, configuration: &Configuration) -> Result<Self, DeviceError> {
         Self::open_with(interface, configuration, Options::default())
     }
 
-    /// [`Self::open`] with other than the default options.
+    /// Like [`Self::open`], with these options.
     ///
     /// # Errors
     /// As [`Self::open`].
@@ -119,21 +118,21 @@ impl Userspace {
             workers: options.workers.clamp(1, 64),
             ..options
         };
-        let tun = patiently(|| Tun::open(interface, options.workers, options.offload))?;
+        let tun = retry_while_busy(|| Tun::open(interface, options.workers, options.offload))?;
         set_up(&tun, interface, configuration.mtu)?;
-        let sockets = patiently(|| listen(configuration, options))?;
+        let sockets = retry_while_busy(|| listen(configuration, options))?;
         let event = || {
             eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
                 .map_err(|source| kernel("make an event file", source.into()))
         };
         let links = link::socket().map_err(|source| kernel("open a netlink socket", source))?;
-        let before = self::interface(&links, interface)?.untaken;
+        let before = self::interface(&links, interface)?.tx_dropped;
         let drops = Drops::default();
-        let identity = Identity::new(configuration.private_key.clone(), drops.held());
+        let identity = Identity::new(configuration.private_key.clone(), drops.staging_budget());
         let shared = Arc::new(Shared {
             tun,
             mtu: AtomicUsize::new(usize::from(configuration.mtu)),
-            table: RwLock::new(Arc::new(Table::new(Vec::new()))),
+            table: RwLock::new(Arc::new(PeerTable::new(Vec::new()))),
             sockets: RwLock::new(Arc::new(sockets)),
             identity: RwLock::new(Arc::new(identity)),
             clock: clock::Clock::default(),
@@ -155,14 +154,16 @@ impl Userspace {
             threads: Vec::new(),
             control: None,
         };
-        for lane in 0..options.workers {
-            device.start(&format!("wg-out-{lane}"), move |shared| {
-                outbound::outbound(shared, lane)
+        for worker in 0..options.workers {
+            device.start(&format!("wg-out-{worker}"), move |shared| {
+                outbound::forward(shared, worker)
             })?;
-            device.start(&format!("wg-in-{lane}"), move |shared| inbound::inbound(shared, lane))?;
+            device.start(&format!("wg-in-{worker}"), move |shared| {
+                inbound::forward(shared, worker)
+            })?;
         }
-        device.start("wg-clock", datapath::clockwork)?;
-        device.start("wg-handshake", handshakes::answer)?;
+        device.start("wg-clock", datapath::run_clock)?;
+        device.start("wg-handshake", handshakes::run)?;
         device
             .shared
             .tun
@@ -180,7 +181,7 @@ impl Userspace {
                 device.control = Some(socket);
                 device.start("wg-control", move |shared| control::serve(&listener, shared))?;
             }
-            // A convenience for people; a read-only file system is no reason to have no tunnel.
+            // Only `wg show` needs the socket, so the device also works on a read-only file system.
             Err(error) => tracing::info!(interface, %error, "no control socket: `wg show` will not see this device"),
         }
         Ok(device)
@@ -196,14 +197,14 @@ impl Userspace {
         Ok(())
     }
 
-    /// Where `wg show` finds this device, if that could be made.
+    /// The path of the socket that `wg show` reads; `None` if it could not be created.
     #[must_use]
     pub fn control_socket(&self) -> Option<&Path> {
         self.control.as_ref().map(ControlSocket::path)
     }
 
-    /// Swaps in a table for the peers as configured: those that `keep` returns stay, with their session and counters.
-    fn rebuild(&self, configured: &Peers, mut keep: impl FnMut(&PublicKey, &Table) -> Option<Arc<Peer>>) {
+    /// Replaces the table of peers. A peer that `keep` returns keeps its session and counters; any other is created anew.
+    fn rebuild(&self, configured: &Peers, mut keep: impl FnMut(&PublicKey, &PeerTable) -> Option<Arc<Peer>>) {
         let now = Instant::now();
         let identity = current(&self.shared.identity);
         let old = current(&self.shared.table);
@@ -220,21 +221,21 @@ impl Userspace {
             });
             peers.push((*key, spec, peer));
         }
-        replace(&self.shared.table, Table::new(peers));
+        replace(&self.shared.table, PeerTable::new(peers));
         for peer in &fresh {
-            self.greet(peer, now);
+            self.initiate_handshake(peer, now);
         }
     }
 
-    fn greet(&self, peer: &Arc<Peer>, now: Instant) {
+    fn initiate_handshake(&self, peer: &Arc<Peer>, now: Instant) {
         let mut state = peer.state();
         if state.endpoint.is_some() {
-            state.tunnel.greet(now);
+            state.tunnel.initiate_handshake(now);
             self.shared.clock.add(now, peer);
         }
     }
 
-    /// Changes a peer that stays.
+    /// Changes keepalive, preshared key and endpoint of a peer in the table.
     fn update(&self, peer: &Arc<Peer>, spec: &PeerSpec, update: &PeerUpdate) {
         let now = Instant::now();
         let mut state = peer.state();
@@ -243,15 +244,15 @@ impl Userspace {
         }
         if update.preshared_key.is_some() {
             state.tunnel.set_preshared_key(peers::preshared_key(spec));
-            // Without a place to ask it at, a tick would be waited for that nobody counts.
+            // Without an endpoint no tick is scheduled, and the tunnel would wait for one for ever.
             if state.endpoint.is_some() {
-                state.tunnel.greet(now);
+                state.tunnel.initiate_handshake(now);
             }
         }
-        let known = state.endpoint.map(|endpoint| endpoint.peer);
+        let known = state.endpoint.map(|endpoint| endpoint.remote);
         if update.endpoint.is_some() && update.endpoint != known {
             state.endpoint = update.endpoint.map(Into::into);
-            state.tunnel.moved(now);
+            state.tunnel.endpoint_changed(now);
         }
         if state.endpoint.is_some() {
             if state.tunnel.expects_tick(now) {
@@ -266,7 +267,7 @@ impl Userspace {
         self.shared.stopping.store(true, Ordering::Release);
         self.shared.clock.stop();
         self.shared.handshakes.stop();
-        // An event file that is full is readable, which is all we want.
+        // The write fails only if the eventfd's counter is full; then the eventfd is readable already.
         let _ = rustix::io::write(&self.shared.stop, &1_u64.to_ne_bytes());
         for thread in self.threads.drain(..) {
             let _ = thread.join();
@@ -289,13 +290,13 @@ impl Device for Userspace {
             let before = replace(&self.shared.sockets, sockets);
             self.shared
                 .drops
-                .count_many(Dropped::SocketQueue, before.overflowed() as usize);
+                .count_many(DropReason::SocketQueue, before.receive_queue_drops() as usize);
             for rebound in &self.shared.rebound {
                 let _ = rustix::io::write(rebound, &1_u64.to_ne_bytes());
             }
         } else if configuration.fwmark != self.configuration.fwmark {
             current(&self.shared.sockets)
-                .mark(configuration.fwmark)
+                .set_fwmark(configuration.fwmark)
                 .map_err(|source| kernel("set the firewall mark of the UDP sockets", source))?;
         }
         self.shared.fwmark.store(configuration.fwmark, Ordering::Relaxed);
@@ -306,7 +307,7 @@ impl Device for Userspace {
         let rekeyed = configuration.private_key.as_bytes() != self.configuration.private_key.as_bytes();
         self.configuration = configuration.clone();
         if rekeyed {
-            let identity = Identity::new(configuration.private_key.clone(), self.shared.drops.held());
+            let identity = Identity::new(configuration.private_key.clone(), self.shared.drops.staging_budget());
             replace(&self.shared.identity, identity);
             self.rebuild(&current(&self.shared.configured), |_, _| None);
         }
@@ -316,7 +317,7 @@ impl Device for Userspace {
     fn apply(&mut self, changes: &[PeerChange]) -> Result<(), DeviceError> {
         let mut configured = Peers::clone(&current(&self.shared.configured));
         device::apply(&mut configured, changes);
-        // The table need not be made anew for what only one peer notices.
+        // Only new or removed peers and changed allowed IPs need a new table.
         let reshaped = changes.iter().any(|change| match change {
             PeerChange::Update(_, update) => {
                 !update.add_allowed_ips.is_empty() || !update.remove_allowed_ips.is_empty()
@@ -324,7 +325,7 @@ impl Device for Userspace {
             PeerChange::Add(..) | PeerChange::Remove(_) => true,
         });
         if reshaped {
-            // A peer that is added again is a new one.
+            // A peer that is removed and added in one call starts without a session.
             let added: BTreeSet<_> = changes
                 .iter()
                 .filter(|change| matches!(change, PeerChange::Add(..)))
@@ -365,15 +366,15 @@ impl Device for Userspace {
         ];
         let altered = altered.into_iter().filter_map(|(is, part)| is.then_some(part));
         let mut observed = observed(&self.shared);
-        let untaken = link.untaken.saturating_sub(*before);
-        observed.drops.insert(Dropped::InterfaceQueue.word(), untaken);
+        let tx_dropped = link.tx_dropped.saturating_sub(*before);
+        observed.drops.insert(DropReason::InterfaceQueue.as_str(), tx_dropped);
         Ok(Observed {
             altered: altered.collect(),
             ..observed
         })
     }
 
-    /// Nobody else can change more than the interface.
+    /// Other programs can change only MTU and link state, so `altered` contains nothing else.
     fn mend(&mut self, altered: &BTreeSet<Altered>) -> Result<(), DeviceError> {
         if altered.is_empty() {
             return Ok(());
@@ -392,7 +393,7 @@ impl Device for Userspace {
             .map_err(|source| kernel(&format!("remove {interface}"), source));
         drop(self);
         left?;
-        patiently(|| match link::find(&interface) {
+        retry_while_busy(|| match link::find(&interface) {
             Ok(None) => Ok(()),
             _ => Err(kernel(&format!("remove {interface}"), io::ErrorKind::TimedOut.into())),
         })?;
@@ -406,7 +407,7 @@ impl Drop for Userspace {
     }
 }
 
-/// What the interface is now.
+/// Reads the interface's current properties.
 fn interface(links: &Socket, name: &str) -> Result<link::Link, DeviceError> {
     link::find_by(links, name)
         .map_err(|source| kernel(&format!("look for interface {name}"), source))?
@@ -421,8 +422,11 @@ fn observed(shared: &Shared) -> Observed {
         let stats = table.by_key.get(key).map_or_else(PeerStats::default, |peer| {
             let state = peer.state();
             PeerStats {
-                endpoint: state.endpoint.map(|endpoint| endpoint.peer),
-                handshake_age: state.tunnel.completed().map(|at| now.saturating_duration_since(at)),
+                endpoint: state.endpoint.map(|endpoint| endpoint.remote),
+                handshake_age: state
+                    .tunnel
+                    .last_handshake()
+                    .map(|at| now.saturating_duration_since(at)),
                 rx_bytes: state.rx_bytes,
                 tx_bytes: state.tx_bytes,
             }
@@ -437,7 +441,7 @@ fn observed(shared: &Shared) -> Observed {
     });
     let sockets = current(&shared.sockets);
     let mut drops = shared.drops.read();
-    *drops.entry(Dropped::SocketQueue.word()).or_default() += sockets.overflowed();
+    *drops.entry(DropReason::SocketQueue.as_str()).or_default() += sockets.receive_queue_drops();
     Observed {
         peers: peers.collect(),
         listen_port: sockets.port,
@@ -446,23 +450,23 @@ fn observed(shared: &Shared) -> Observed {
     }
 }
 
-/// Tries again for a moment. A file we have closed stays open in a child process that is just being started (between fork and
-/// exec), and with it the interface or port: an agent that runs `nft` meets this now and then.
-fn patiently<T>(mut attempt: impl FnMut() -> Result<T, DeviceError>) -> Result<T, DeviceError> {
-    let until = Instant::now() + PATIENCE;
+/// Retries for [`BUSY_TIMEOUT`] while the interface or the port is in use. A child process that is just being started (`nft`) keeps our
+/// closed files open between fork and exec, and with them the interface or port.
+fn retry_while_busy<T>(mut attempt: impl FnMut() -> Result<T, DeviceError>) -> Result<T, DeviceError> {
+    let until = Instant::now() + BUSY_TIMEOUT;
     loop {
         match attempt() {
             Err(DeviceError::Exists(_) | DeviceError::Listen { .. } | DeviceError::Kernel { .. })
                 if Instant::now() < until =>
             {
-                std::thread::sleep(PATIENCE / 20)
+                std::thread::sleep(BUSY_TIMEOUT / 20)
             }
             result => return result,
         }
     }
 }
 
-/// Removes what a killed process left: its control socket.
+/// Removes the control socket that a killed process left.
 ///
 /// # Errors
 /// The file cannot be removed.
@@ -470,10 +474,10 @@ pub fn remove_leftovers(interface: &str) -> Result<(), DeviceError> {
     control::remove_stale(&control::path(Path::new(CONTROL_DIRECTORY), interface))
 }
 
-/// Removes the interface of that name if an agent made it and ended; `false` = it is somebody else's, and was left alone.
+/// Removes the interface of that name if it is an agent's and no process has it open; `false` = it is not an agent's, and stays.
 ///
 /// # Errors
-/// A process still holds the interface, or the kernel refuses.
+/// A process still has the interface open, or the kernel refuses.
 pub fn remove_interface(interface: &str) -> Result<bool, DeviceError> {
     tun::remove_ours(interface)
 }

@@ -1,4 +1,4 @@
-//! The peers of a running device and how each packet finds its own: by receiver index, by public key, by inner address.
+//! Holds the peers of a running device, and looks them up by receiver index, by public key and by inner address.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -14,28 +14,28 @@ use x25519_dalek::StaticSecret;
 
 use super::{
     gate::Gate,
-    held::Budget,
-    ranges::Ranges,
-    sockets::Place,
-    sources::Sources,
+    prefix_map::PrefixMap,
+    sockets::Endpoint,
+    source_limiter::SourceLimiter,
+    staged::SharedBudget,
     tunnel::{Local, Tunnel},
 };
 
-/// This node's keys, and what limits the handshakes toward them.
+/// This node's key pair and all that depends on it: mac1 and cookie checks, rate limits, new tunnels.
 pub(super) struct Identity {
     pub(super) local: Arc<Local>,
     pub(super) gate: Gate,
-    pub(super) sources: Sources,
-    held: Budget,
+    pub(super) source_limiter: SourceLimiter,
+    staging_budget: SharedBudget,
 }
 
 impl Identity {
-    pub(super) fn new(private: StaticSecret, held: Budget) -> Self {
+    pub(super) fn new(private: StaticSecret, staging_budget: SharedBudget) -> Self {
         let local = Local::new(private);
         Self {
             gate: Gate::new(&local.public),
-            sources: Sources::default(),
-            held,
+            source_limiter: SourceLimiter::default(),
+            staging_budget,
             local: Arc::new(local),
         }
     }
@@ -49,7 +49,7 @@ impl Identity {
             keepalive(spec),
             now,
         )
-        .within(Arc::clone(&self.held))
+        .with_budget(Arc::clone(&self.staging_budget))
     }
 }
 
@@ -62,7 +62,7 @@ pub(super) fn keepalive(spec: &PeerSpec) -> Option<Duration> {
         .map(|seconds| Duration::from_secs(u64::from(seconds.get())))
 }
 
-/// One peer. Its locks are never held together with another peer's: `order` for one run of datagrams, `state` for one burst of packets.
+/// One peer. A thread never locks two peers at once. It holds `order` for one run of datagrams and `state` for one burst of packets.
 pub(super) struct Peer {
     /// 24 bits, unique in the device: the upper part of every receiver index of this peer.
     pub(super) index: u32,
@@ -70,10 +70,10 @@ pub(super) struct Peer {
     state: Mutex<PeerState>,
 }
 
-/// What changes with traffic.
+/// The part of a peer that traffic changes.
 pub(super) struct PeerState {
     pub(super) tunnel: Tunnel,
-    pub(super) endpoint: Option<Place>,
+    pub(super) endpoint: Option<Endpoint>,
     pub(super) rx_bytes: u64,
     pub(super) tx_bytes: u64,
 }
@@ -85,39 +85,39 @@ impl Peer {
             order: Mutex::new(()),
             state: Mutex::new(PeerState {
                 tunnel,
-                endpoint: endpoint.map(Place::from),
+                endpoint: endpoint.map(Endpoint::from),
                 rx_bytes: 0,
                 tx_bytes: 0,
             }),
         }
     }
 
-    /// Held from encrypting to sending, by who sends runs of data: they leave in the order of their counters. What is sent by the way
-    /// (keepalives, what waited for a session) may overtake them, which the window of the other side allows.
+    /// Locked by a thread that sends a run of data messages, from encryption to sending, so that they leave in the order of their counters.
+    /// Keepalives and staged packets are sent without this lock and may overtake them; the peer's replay window allows that.
     pub(super) fn order(&self) -> MutexGuard<'_, ()> {
         self.order.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, PeerState> {
-        // A panic while it was held costs that packet; the session goes on.
+        // After a panic under this lock one packet is lost; the session is still usable.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// An immutable picture of all peers, swapped whole: a range that moves has an owner at every moment.
-pub(super) struct Table {
+/// All peers; immutable, and replaced as a whole. So allowed IPs that move between peers have an owner at every moment.
+pub(super) struct PeerTable {
     pub(super) by_key: BTreeMap<PublicKey, Arc<Peer>>,
     pub(super) by_index: HashMap<u32, Arc<Peer>>,
-    pub(super) ranges: Ranges<Arc<Peer>>,
+    pub(super) allowed_ips: PrefixMap<Arc<Peer>>,
 }
 
-impl Table {
+impl PeerTable {
     pub(super) fn new(peers: Vec<(PublicKey, &PeerSpec, Arc<Peer>)>) -> Self {
-        let ranges = peers
+        let allowed_ips = peers
             .iter()
             .flat_map(|(_, spec, peer)| spec.allowed_ips.iter().map(|range| (*range, Arc::clone(peer))));
         Self {
-            ranges: Ranges::new(ranges),
+            allowed_ips: PrefixMap::new(allowed_ips),
             by_index: peers
                 .iter()
                 .map(|(_, _, peer)| (peer.index, Arc::clone(peer)))
@@ -126,8 +126,8 @@ impl Table {
         }
     }
 
-    /// An index that no peer has. Guessing one gains nobody anything; it is random so that a restarted device
-    /// does not take up the indices of the one before.
+    /// An index that no peer has. It is random so that a restarted device does not reuse the indices of the earlier process, not for
+    /// secrecy.
     pub(super) fn free_index(&self, taken: &HashSet<u32>) -> u32 {
         let random = RandomState::new();
         (0_u64..)

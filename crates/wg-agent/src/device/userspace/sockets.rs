@@ -1,6 +1,6 @@
-//! The UDP sockets of a device, one for each family and worker. What goes over them is not looked at here.
+//! Opens the UDP sockets of a device, one for each address family and worker, and sends and receives datagrams.
 //!
-//! Datagrams of one size to one place leave as a run in one call (`UDP_SEGMENT`) and arrive so (`UDP_GRO`), where the kernel offers it
+//! Where the kernel offers it, one call sends (`UDP_SEGMENT`) or receives (`UDP_GRO`) a run: datagrams of one size to or from one address
 //! (Linux `Documentation/networking/segmentation-offloads.rst`, since 4.18 and 5.0).
 
 use std::{
@@ -20,22 +20,22 @@ use rustix::{
 };
 use socket2::{Domain, Protocol, Socket, Type};
 
-/// Asked of the kernel: with CAP_NET_ADMIN also beyond `net.core.{r,w}mem_max`. What waits to be received is what all TCP flows of all
-/// peers may have under way while the thread that takes it is not running: with 4 MiB 16 flows lost thousands of packets a second.
+/// The size of a socket's receive queue; with CAP_NET_ADMIN it may exceed `net.core.{r,w}mem_max`. It has to hold what the TCP flows of all
+/// peers send while the worker's thread is not running: with 4 MiB, 16 flows lost thousands of packets a second.
 const RECEIVE_BUFFER: usize = 8 << 20;
 const SEND_BUFFER: usize = 4 << 20;
 /// How long a full send queue may stop a sender before its datagram is dropped.
-const PATIENCE: Timespec = Timespec {
+const SEND_TIMEOUT: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 20_000_000,
 };
 /// The most datagrams in a run (`UDP_MAX_SEGMENTS`, 64 before Linux 6.9).
-pub(super) const RUN: usize = 64;
+pub(super) const MAX_RUN: usize = 64;
 /// The most bytes in a run: an IPv4 packet of 65,535 with all its headers.
-pub(super) const RUN_BYTES: usize = 65_000;
+pub(super) const MAX_RUN_BYTES: usize = 65_000;
 
-mod memory {
-    //! What the kernel says of a socket's queues (`SO_MEMINFO`, Linux 4.12).
+mod meminfo {
+    //! Reads the drop counter of a socket (`SO_MEMINFO`, Linux 4.12).
     #![allow(unsafe_code)]
 
     use std::net::UdpSocket;
@@ -49,7 +49,7 @@ mod memory {
     #[derive(Debug, Clone, Copy)]
     struct MemInfo;
 
-    // The kernel fills in so many numbers, and as many as there is room for.
+    // The kernel writes at most as many numbers as the buffer has room for.
     nix::getsockopt_impl!(
         MemInfo,
         libc::SOL_SOCKET,
@@ -58,85 +58,85 @@ mod memory {
         nix::sys::socket::sockopt::GetStruct<Numbers>
     );
 
-    /// Datagrams that found the receive queue full.
+    /// Datagrams dropped because the receive queue was full.
     pub(super) fn dropped(socket: &UdpSocket) -> u64 {
         getsockopt(socket, MemInfo).map_or(0, |numbers| u64::from(numbers[DROPS]))
     }
 }
 
-/// Bound to one port in both families; non-blocking.
+/// The sockets of all workers: non-blocking, bound to one port in both address families.
 #[derive(Debug)]
 pub(super) struct Sockets {
-    pub(super) lanes: Vec<Lane>,
+    pub(super) workers: Vec<WorkerSockets>,
     pub(super) port: u16,
-    /// Runs may be sent in one call.
+    /// Whether one call may send a run.
     segmentation: AtomicBool,
 }
 
-/// One worker's sockets. The kernel gives every peer's datagrams to one of them, by the addresses.
+/// One worker's sockets. The kernel selects the worker by a hash of the addresses and ports, so one peer's datagrams come to one worker.
 #[derive(Debug)]
-pub(super) struct Lane {
+pub(super) struct WorkerSockets {
     pub(super) v4: UdpSocket,
     /// `None` where the kernel has no IPv6.
     pub(super) v6: Option<UdpSocket>,
 }
 
-/// What came in one call.
+/// What one call received.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Run {
+pub(super) struct ReceivedRun {
     pub(super) length: usize,
-    /// Bytes of each datagram but the last.
+    /// Length of each datagram; the last one may be shorter.
     pub(super) segment: usize,
-    pub(super) source: Place,
+    pub(super) source: Endpoint,
 }
 
-/// Where a peer is, and the address of ours that it knows: what is sent from another one a firewall or a NAT on its side may not
-/// take for an answer.
+/// The endpoint of a peer, and the local address to send from. A firewall or NAT in front of the peer may drop packets from another address
+/// than the one that the peer sends to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
-    pub(super) peer: SocketAddr,
+pub(super) struct Endpoint {
+    pub(super) remote: SocketAddr,
     /// `None` = the kernel chooses.
-    pub(super) own: Option<IpAddr>,
+    pub(super) local: Option<IpAddr>,
 }
 
-impl From<SocketAddr> for Place {
-    fn from(peer: SocketAddr) -> Self {
-        Self { peer, own: None }
+impl From<SocketAddr> for Endpoint {
+    fn from(remote: SocketAddr) -> Self {
+        Self { remote, local: None }
     }
 }
 
 impl Sockets {
-    /// Binds `port`, or any port that is free in both families for 0.
-    pub(super) fn open(port: u16, fwmark: u32, lanes: usize, offload: bool) -> io::Result<Self> {
-        // A port free in one family may be taken in the other.
+    /// Binds `port`; 0 = any port that is free in both address families.
+    pub(super) fn open(port: u16, fwmark: u32, workers: usize, offload: bool) -> io::Result<Self> {
+        // A port that is free for IPv4 may be in use for IPv6.
         let mut attempts = if port == 0 { 16 } else { 1 };
         loop {
             attempts -= 1;
-            match Self::try_open(port, fwmark, lanes, offload) {
+            match Self::try_open(port, fwmark, workers, offload) {
                 Err(error) if error.kind() == ErrorKind::AddrInUse && attempts > 0 => {}
                 result => return result,
             }
         }
     }
 
-    fn try_open(port: u16, fwmark: u32, lanes: usize, offload: bool) -> io::Result<Self> {
-        // Sockets that share a port would share it with another agent too: this one finds out that nobody has it.
-        let alone = Lane::open(port, fwmark, false, offload)?;
+    fn try_open(port: u16, fwmark: u32, workers: usize, offload: bool) -> io::Result<Self> {
+        // Sockets with SO_REUSEPORT would share the port with another agent, too. A socket without it detects that the port is in use.
+        let alone = WorkerSockets::open(port, fwmark, false, offload)?;
         let port = alone.v4.local_addr()?.port();
-        let lanes = if lanes > 1 {
+        let workers = if workers > 1 {
             drop(alone);
-            (0..lanes)
-                .map(|_| Lane::open(port, fwmark, true, offload))
+            (0..workers)
+                .map(|_| WorkerSockets::open(port, fwmark, true, offload))
                 .collect::<Result<_, _>>()?
         } else {
             vec![alone]
         };
         let segmentation = offload
-            && lanes
+            && workers
                 .first()
-                .is_some_and(|lane| setsockopt(&lane.v4, sockopt::UdpGsoSegment, &0).is_ok());
+                .is_some_and(|worker| setsockopt(&worker.v4, sockopt::UdpGsoSegment, &0).is_ok());
         Ok(Self {
-            lanes,
+            workers,
             port,
             segmentation: AtomicBool::new(segmentation),
         })
@@ -147,69 +147,72 @@ impl Sockets {
         self.segmentation.load(Ordering::Relaxed)
     }
 
-    /// Datagrams that the kernel dropped since their socket's queue was full.
-    pub(super) fn overflowed(&self) -> u64 {
-        let all = self.lanes.iter().flat_map(|lane| [Some(&lane.v4), lane.v6.as_ref()]);
-        all.flatten().map(memory::dropped).sum()
+    /// Datagrams that the kernel dropped because a receive queue was full.
+    pub(super) fn receive_queue_drops(&self) -> u64 {
+        let all = self
+            .workers
+            .iter()
+            .flat_map(|worker| [Some(&worker.v4), worker.v6.as_ref()]);
+        all.flatten().map(meminfo::dropped).sum()
     }
 
-    /// Marks every datagram from now on.
-    pub(super) fn mark(&self, fwmark: u32) -> io::Result<()> {
-        for lane in &self.lanes {
-            for socket in [Some(&lane.v4), lane.v6.as_ref()].into_iter().flatten() {
+    /// Sets the firewall mark of all datagrams sent from now on.
+    pub(super) fn set_fwmark(&self, fwmark: u32) -> io::Result<()> {
+        for worker in &self.workers {
+            for socket in [Some(&worker.v4), worker.v6.as_ref()].into_iter().flatten() {
                 socket2::SockRef::from(socket).set_mark(fwmark)?;
             }
         }
         Ok(())
     }
 
-    /// Sends, waiting a moment where the queue is full.
-    pub(super) fn send(&self, lane: usize, datagram: &[u8], to: Place) -> io::Result<()> {
-        self.send_with(lane, datagram, None, to)
+    /// Sends a datagram; waits up to [`SEND_TIMEOUT`] if the send queue is full.
+    pub(super) fn send(&self, worker: usize, datagram: &[u8], to: Endpoint) -> io::Result<()> {
+        self.send_with(worker, datagram, None, to)
     }
 
     /// Sends datagrams of `segment` bytes, of which the last may be shorter; returns how many the kernel did not take.
-    pub(super) fn send_run(&self, lane: usize, run: &[u8], segment: usize, to: Place) -> usize {
+    pub(super) fn send_run(&self, worker: usize, run: &[u8], segment: usize, to: Endpoint) -> usize {
         if run.len() > segment && self.segmentation.load(Ordering::Relaxed) {
-            match self.send_with(lane, run, Some(segment as u16), to) {
+            match self.send_with(worker, run, Some(segment as u16), to) {
                 Ok(()) => return 0,
-                // The card cannot checksum: it will not be asked again.
+                // The network card cannot compute the checksums: never try again.
                 Err(error) if error.raw_os_error() == Some(Errno::IO.raw_os_error()) => {
                     if self.segmentation.swap(false, Ordering::Relaxed) {
                         tracing::info!("the network card takes no runs of datagrams: they are sent one by one");
                     }
                 }
-                // Larger than the path's MTU, so that each has to be fragmented, or more than this kernel takes.
+                // A datagram exceeds the path MTU and needs fragmentation, or the run is larger than this kernel accepts.
                 Err(error) if is_one_of(&error, &[Errno::INVAL, Errno::MSGSIZE, Errno::OPNOTSUPP]) => {}
                 Err(_) => return run.len().div_ceil(segment),
             }
         }
         run.chunks(segment)
-            .filter(|datagram| self.send(lane, datagram, to).is_err())
+            .filter(|datagram| self.send(worker, datagram, to).is_err())
             .count()
     }
 
-    fn send_with(&self, lane: usize, bytes: &[u8], segment: Option<u16>, to: Place) -> io::Result<()> {
-        let socket = self.socket(lane, to.peer)?;
-        let address = SockaddrStorage::from(to.peer);
-        let send = |own: Option<IpAddr>| {
-            let own = own.map(|own| Own::new(own, to.peer));
+    fn send_with(&self, worker: usize, bytes: &[u8], segment: Option<u16>, to: Endpoint) -> io::Result<()> {
+        let socket = self.socket(worker, to.remote)?;
+        let address = SockaddrStorage::from(to.remote);
+        let send = |local: Option<IpAddr>| {
+            let local = local.map(|local| PacketInfo::new(local, to.remote));
             let with = |control: &[ControlMessage<'_>]| {
                 let slices = [IoSlice::new(bytes)];
                 let sent = sendmsg(socket.as_raw_fd(), &slices, control, MsgFlags::empty(), Some(&address));
                 sent.map(drop).map_err(io::Error::from)
             };
-            match (&segment, &own) {
-                (Some(segment), Some(own)) => with(&[ControlMessage::UdpGsoSegments(segment), own.message()]),
+            match (&segment, &local) {
+                (Some(segment), Some(local)) => with(&[ControlMessage::UdpGsoSegments(segment), local.message()]),
                 (Some(segment), None) => with(&[ControlMessage::UdpGsoSegments(segment)]),
-                (None, Some(own)) => with(&[own.message()]),
+                (None, Some(local)) => with(&[local.message()]),
                 (None, None) => with(&[]),
             }
         };
-        patiently(socket, || match send(to.own) {
-            // The address is ours no longer; which of these it is depends on the kernel and the family.
+        retry_when_writable(socket, || match send(to.local) {
+            // The node no longer has the local address; the error depends on the kernel and the address family.
             Err(error)
-                if to.own.is_some() && is_one_of(&error, &[Errno::INVAL, Errno::NETUNREACH, Errno::ADDRNOTAVAIL]) =>
+                if to.local.is_some() && is_one_of(&error, &[Errno::INVAL, Errno::NETUNREACH, Errno::ADDRNOTAVAIL]) =>
             {
                 send(None)
             }
@@ -217,35 +220,37 @@ impl Sockets {
         })
     }
 
-    fn socket(&self, lane: usize, to: SocketAddr) -> io::Result<&UdpSocket> {
-        let lane = self.lanes.get(lane).or_else(|| self.lanes.first());
-        let socket = lane.and_then(|lane| match to {
-            SocketAddr::V4(_) => Some(&lane.v4),
-            SocketAddr::V6(_) => lane.v6.as_ref(),
+    fn socket(&self, worker: usize, to: SocketAddr) -> io::Result<&UdpSocket> {
+        let worker = self.workers.get(worker).or_else(|| self.workers.first());
+        let socket = worker.and_then(|worker| match to {
+            SocketAddr::V4(_) => Some(&worker.v4),
+            SocketAddr::V6(_) => worker.v6.as_ref(),
         });
         socket.ok_or_else(|| ErrorKind::AddrNotAvailable.into())
     }
 }
 
-/// The address to send from, as the kernel takes it (ip(7), ipv6(7)).
-enum Own {
+/// The local address to send from, as a control message (ip(7), ipv6(7)).
+enum PacketInfo {
     V4(libc::in_pktinfo),
     V6(libc::in6_pktinfo),
 }
 
-impl Own {
-    fn new(own: IpAddr, to: SocketAddr) -> Self {
-        match own {
-            IpAddr::V4(own) => Self::V4(libc::in_pktinfo {
+impl PacketInfo {
+    fn new(local: IpAddr, to: SocketAddr) -> Self {
+        match local {
+            IpAddr::V4(local) => Self::V4(libc::in_pktinfo {
                 ipi_ifindex: 0,
                 ipi_spec_dst: libc::in_addr {
-                    s_addr: u32::from_ne_bytes(own.octets()),
+                    s_addr: u32::from_ne_bytes(local.octets()),
                 },
                 ipi_addr: libc::in_addr { s_addr: 0 },
             }),
-            IpAddr::V6(own) => Self::V6(libc::in6_pktinfo {
-                ipi6_addr: libc::in6_addr { s6_addr: own.octets() },
-                // A link-local address means nothing without its link.
+            IpAddr::V6(local) => Self::V6(libc::in6_pktinfo {
+                ipi6_addr: libc::in6_addr {
+                    s6_addr: local.octets(),
+                },
+                // A link-local address needs its interface.
                 ipi6_ifindex: match to {
                     SocketAddr::V6(to) => to.scope_id(),
                     SocketAddr::V4(_) => 0,
@@ -262,7 +267,7 @@ impl Own {
     }
 }
 
-impl Lane {
+impl WorkerSockets {
     fn open(port: u16, fwmark: u32, shared: bool, offload: bool) -> io::Result<Self> {
         let v4 = bind(
             Domain::IPV4,
@@ -287,24 +292,24 @@ impl Lane {
     }
 }
 
-/// Room for what [`receive`] is told beside the data.
+/// A buffer for the control messages that [`receive`] gets.
 pub(super) fn control_buffer() -> Vec<u8> {
     nix::cmsg_space!(i32, libc::in6_pktinfo)
 }
 
-/// Takes what is there: one datagram, or a run from one source.
-pub(super) fn receive(socket: &UdpSocket, buffer: &mut [u8], control: &mut [u8]) -> io::Result<Run> {
+/// Receives one datagram, or a run from one source.
+pub(super) fn receive(socket: &UdpSocket, buffer: &mut [u8], control: &mut [u8]) -> io::Result<ReceivedRun> {
     let mut slices = [IoSliceMut::new(buffer)];
     let message = recvmsg::<SockaddrStorage>(socket.as_raw_fd(), &mut slices, Some(control), MsgFlags::empty())?;
     let length = message.bytes;
-    let (mut segment, mut own) = (None, None);
+    let (mut segment, mut local) = (None, None);
     for control in message.cmsgs()? {
         match control {
             ControlMessageOwned::UdpGroSegments(size) => segment = usize::try_from(size).ok().filter(|size| *size > 0),
             ControlMessageOwned::Ipv4PacketInfo(info) => {
-                own = Some(IpAddr::from(info.ipi_spec_dst.s_addr.to_ne_bytes()));
+                local = Some(IpAddr::from(info.ipi_spec_dst.s_addr.to_ne_bytes()));
             }
-            ControlMessageOwned::Ipv6PacketInfo(info) => own = Some(IpAddr::from(info.ipi6_addr.s6_addr)),
+            ControlMessageOwned::Ipv6PacketInfo(info) => local = Some(IpAddr::from(info.ipi6_addr.s6_addr)),
             _ => {}
         }
     }
@@ -315,11 +320,11 @@ pub(super) fn receive(socket: &UdpSocket, buffer: &mut [u8], control: &mut [u8])
             .as_sockaddr_in6()
             .map(|source| SocketAddr::V6((*source).into()))
     };
-    let peer = v4().or_else(v6).ok_or(ErrorKind::InvalidData)?;
-    Ok(Run {
+    let remote = v4().or_else(v6).ok_or(ErrorKind::InvalidData)?;
+    Ok(ReceivedRun {
         length,
         segment: segment.unwrap_or(length.max(1)),
-        source: Place { peer, own },
+        source: Endpoint { remote, local },
     })
 }
 
@@ -328,10 +333,10 @@ fn is_one_of(error: &io::Error, of: &[Errno]) -> bool {
         .any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
 }
 
-fn patiently(socket: &UdpSocket, mut attempt: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+fn retry_when_writable(socket: &UdpSocket, mut attempt: impl FnMut() -> io::Result<()>) -> io::Result<()> {
     match attempt() {
         Err(error) if error.kind() == ErrorKind::WouldBlock => {
-            poll(&mut [PollFd::new(&socket.as_fd(), PollFlags::OUT)], Some(&PATIENCE))?;
+            poll(&mut [PollFd::new(&socket.as_fd(), PollFlags::OUT)], Some(&SEND_TIMEOUT))?;
             attempt()
         }
         result => result,
@@ -344,8 +349,8 @@ fn bind(domain: Domain, address: SocketAddr, fwmark: u32, shared: bool, offload:
         socket.set_only_v6(true)?;
     }
     if domain == Domain::IPV4 {
-        // As the kernel's own WireGuard: whoever has a narrower link on the way may fragment. With DF a router that says
-        // nothing would be a black hole.
+        // As the kernel's WireGuard does: no DF, so that a router before a link with a smaller MTU may fragment. With DF, a router that
+        // sends no ICMP error would be a black hole.
         set_ip_mtu_discover(&socket, Ipv4PathMtuDiscovery::DONT)?;
     }
     if fwmark != 0 {
@@ -354,7 +359,7 @@ fn bind(domain: Domain, address: SocketAddr, fwmark: u32, shared: bool, offload:
     if shared {
         socket.set_reuse_port(true)?;
     }
-    // More is better, less is no error.
+    // A smaller buffer than requested is no error.
     if setsockopt(&socket, sockopt::RcvBufForce, &RECEIVE_BUFFER).is_err() {
         let _ = socket.set_recv_buffer_size(RECEIVE_BUFFER);
     }
@@ -362,10 +367,10 @@ fn bind(domain: Domain, address: SocketAddr, fwmark: u32, shared: bool, offload:
         let _ = socket.set_send_buffer_size(SEND_BUFFER);
     }
     if offload {
-        // Without it datagrams come one by one.
+        // If the kernel refuses, each call receives one datagram.
         let _ = setsockopt(&socket, sockopt::UdpGroSegment, &true);
     }
-    // Without it the kernel chooses the address of each answer.
+    // If the kernel refuses, it also chooses the local address of each datagram we send.
     let _ = match domain {
         Domain::IPV6 => setsockopt(&socket, sockopt::Ipv6RecvPacketInfo, &true),
         _ => setsockopt(&socket, sockopt::Ipv4PacketInfo, &true),

@@ -1,8 +1,7 @@
-//! The TUN device: made or taken over, read and written with a virtio-net header before each packet. What is in the packets is
-//! not looked at here.
+//! Creates or takes over the TUN device, and reads and writes its packets, each after a virtio-net header.
 //!
-//! The device persists (`TUNSETPERSIST`): when its process ends, interface, addresses and routes stay, the kernel takes the
-//! carrier away and drops what is sent into it, and the next process takes it over. It is known for ours by its alias.
+//! The device is persistent (`TUNSETPERSIST`). When its process ends, the interface stays with its addresses and routes, without carrier,
+//! and the kernel drops packets routed into it until the next process takes it over. The agent recognizes its own interface by the alias.
 
 use std::{
     fs::{File, OpenOptions},
@@ -17,14 +16,14 @@ use rustix::fs::OFlags;
 use super::link::{self, Kind};
 use crate::device::DeviceError;
 
-/// Packets are cut and joined by us for the kernel where it offers that.
+/// The offloads that the kernel has accepted: it passes large packets, which we split, and accepts large packets, which we join.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Offload {
     pub(super) tcp: bool,
     pub(super) udp: bool,
 }
 
-/// A device that is ours, with one file for each queue.
+/// An open TUN device, with one file for each queue.
 #[derive(Debug)]
 pub(super) struct Tun {
     pub(super) queues: Vec<File>,
@@ -75,15 +74,15 @@ mod control {
 }
 
 impl Tun {
-    /// Takes the interface over where it is ours and nobody holds it, else makes it. It is not up and does not persist yet.
+    /// Takes over the interface if it is an agent's and no process has it open, or creates it. A new one is not up and not persistent yet.
     pub(super) fn open(interface: &str, queues: usize, offload: bool) -> Result<Self, DeviceError> {
         let name = name(interface)?;
-        let standing = find(interface)?;
-        let taken_over = match standing {
+        let existing = find(interface)?;
+        let taken_over = match existing {
             None => false,
             Some(link) => match link.kind {
-                Kind::Tun { attached: false } if link.ours => true,
-                Kind::Wireguard if link.ours => {
+                Kind::Tun { attached: false } if link.is_ours => true,
+                Kind::Wireguard if link.is_ours => {
                     remove(interface, link.index)?;
                     false
                 }
@@ -91,15 +90,15 @@ impl Tun {
             },
         };
         let files = match attach(interface, &name, queues) {
-            // Made by a version that asked for other flags.
+            // An earlier version created it with other flags.
             Err(Errno::EINVAL) if taken_over => {
-                remove(interface, standing.map_or(0, |link| link.index))?;
+                remove(interface, existing.map_or(0, |link| link.index))?;
                 attach(interface, &name, queues)
             }
             files => files,
         };
         let files = files.map_err(|errno| match errno {
-            // Made since we looked.
+            // Another program created it after `find`.
             Errno::EBUSY | Errno::EINVAL => DeviceError::Exists(interface.to_owned()),
             errno => DeviceError::Tun {
                 interface: interface.to_owned(),
@@ -114,7 +113,7 @@ impl Tun {
         };
         let first = files.first().ok_or_else(gone)?.as_raw_fd();
         control::header_size(first, HEADER).map_err(tun)?;
-        let offload = ask(first, offload);
+        let offload = enable_offload(first, offload);
         Ok(Self {
             queues: files,
             index,
@@ -122,34 +121,34 @@ impl Tun {
         })
     }
 
-    /// From now on the interface outlives this process, or no longer.
+    /// Sets whether the interface outlives this process.
     pub(super) fn persist(&self, yes: bool) -> io::Result<()> {
         let Some(queue) = self.queues.first() else {
             return Ok(());
         };
         match control::persist(queue.as_raw_fd(), yes) {
-            // The interface was deleted: nothing is there to stay.
+            // The interface was deleted.
             Err(Errno::EBADFD) => Ok(()),
             result => result.map_err(Into::into),
         }
     }
 }
 
-/// Reads one packet with its header; its length with the header.
+/// Reads one packet after its virtio-net header; returns the length of both.
 pub(super) fn read(queue: &File, buffer: &mut [u8]) -> io::Result<usize> {
     rustix::io::read(queue, buffer).map_err(Into::into)
 }
 
-/// Writes one packet: its header first, then its parts.
+/// Writes one packet: `parts` starts with its virtio-net header.
 pub(super) fn write(queue: &File, parts: &[IoSlice<'_>]) -> io::Result<()> {
     rustix::io::writev(queue, parts).map(drop).map_err(Into::into)
 }
 
-/// Removes the interface of that name if it is ours, whatever backend made it; `false` = it is not ours.
+/// Removes the interface of that name if it has the agent's alias, whichever backend created it; `false` = it does not.
 pub(super) fn remove_ours(interface: &str) -> Result<bool, DeviceError> {
     match find(interface)? {
         None => Ok(true),
-        Some(link) if !link.ours => Ok(false),
+        Some(link) if !link.is_ours => Ok(false),
         Some(link) => match link.kind {
             Kind::Tun { attached: true } => Err(DeviceError::Exists(interface.to_owned())),
             _ => remove(interface, link.index).map(|()| true),
@@ -195,8 +194,8 @@ fn attach(interface: &str, name: &[u8; libc::IFNAMSIZ], queues: usize) -> Result
     files
 }
 
-/// Asks the kernel for as much as it offers.
-fn ask(file: i32, offload: bool) -> Offload {
+/// Enables as much offload as the kernel offers, if `offload`.
+fn enable_offload(file: i32, offload: bool) -> Offload {
     let tcp = libc::TUN_F_CSUM | libc::TUN_F_TSO4 | libc::TUN_F_TSO6 | libc::TUN_F_TSO_ECN;
     let offers = [
         // Since Linux 6.2.
@@ -212,7 +211,7 @@ fn ask(file: i32, offload: bool) -> Offload {
         .find(|(flags, _)| control::offload(file, *flags).is_ok())
         .map(|(_, offload)| offload)
         .unwrap_or_else(|| {
-            // What an earlier process had asked for is taken back.
+            // Disable what an earlier process enabled.
             let _ = control::offload(file, 0);
             Offload::default()
         })

@@ -1,18 +1,19 @@
-//! One peer's WireGuard tunnel: when a message is sent (whitepaper §6 and the kernel's `timers.c`), over the protocol of boringtun
-//! ([`protocol`]). Sockets, interfaces, locks and the table of peers are elsewhere; the caller passes the time.
+//! Implements one peer's WireGuard tunnel: decides when to send which message (whitepaper §6 and the kernel's `timers.c`). boringtun
+//! encodes and decodes the messages ([`protocol`]). The tunnel does no I/O and reads no clock: the caller passes datagrams and the time.
 //!
-//! No initiation is sent within 5 s of the last one *or of a response*, as in the kernel. So a packet without a session waits in the
-//! round trip after an answer to the peer's initiation.
+//! As in the kernel, no initiation is sent within 5 s of the last one *or of a response*. So after a response, a packet without a session
+//! is staged until the initiator has confirmed the new session.
 //!
-//! **An initiation does not move the endpoint.** The response goes to where it came from, and the first data or response from there moves
-//! the endpoint. So a recorded initiation, which counts once more after a restart or a change of the preshared key, leads no packet away.
+//! **An initiation does not change the endpoint.** The response goes to the initiation's source, and the first data message or response
+//! from there changes the endpoint. A recorded initiation is valid again after a restart or a change of the preshared key, because the
+//! newest timestamp is forgotten; but it redirects no packet.
 //!
 //! **Crossed handshakes.** wireguard-go handles an initiation and a response of one peer at the same time in two workers and
 //! does not check the state of the handshake again before it stores the result (`ConsumeMessageResponse`). If our initiation and our
 //! response to its own arrive together, it may keep a session whose index it has just deleted; then it receives nothing until its own
-//! 15 s timer. So a response to an initiation that crossed ours is held until ours is 50 ms old. By then wireguard-go and the kernel have
-//! answered ours (the held response is dropped, because they forgot their own initiation), or the peer holds as we do and both sessions
-//! are good.
+//! 15 s timer. So a response to an initiation that crossed ours is held until ours is 50 ms old. By then wireguard-go or the kernel has
+//! answered ours, and the held response is dropped, because the peer forgot its own initiation. Or the peer is a tunnel of this kind, which
+//! holds its response, too; then both sessions are valid.
 //!
 //! ```text
 //!  us                        wireguard-go, kernel         |  us                          ourselves
@@ -33,108 +34,108 @@ use x25519_dalek::PublicKey;
 
 pub(super) use self::protocol::{INITIATION, Local, OVERHEAD, RESPONSE, Refused};
 use self::protocol::{Message, Protocol, kind, receiver, response_receiver, same_slot, sender};
-use super::held::{Budget, Held};
+use super::staged::{SharedBudget, StagedPackets};
 
 mod low_order;
 mod protocol;
 #[cfg(test)]
 mod tests;
 
-/// No handshake message within this time of the last one (whitepaper §6.1, `REKEY_TIMEOUT`).
+/// The time from a handshake message to the next initiation (whitepaper §6.1, `REKEY_TIMEOUT`).
 const REKEY_TIMEOUT: Duration = Duration::from_secs(5);
-/// A random time up to this is added to it, so that two peers that began together do not go on together (§6.4), in milliseconds.
+/// Milliseconds: a random time up to this is added to it, so that two peers do not retry at the same time for ever (§6.4).
 const MAX_JITTER: u16 = 333;
-/// How long a wanted session is tried for before its packets are dropped (`REKEY_ATTEMPT_TIME`).
+/// After this time without a session the attempts end, and the staged packets are dropped (`REKEY_ATTEMPT_TIME`).
 const ATTEMPT_TIME: Duration = Duration::from_secs(90);
-/// An initiator that sends on a session of this age begins a new one (`REKEY_AFTER_TIME`).
+/// An initiator that sends on a session of this age initiates a new one (`REKEY_AFTER_TIME`).
 const REKEY_AFTER_TIME: Duration = Duration::from_secs(120);
 /// A session is used no longer than this (`REJECT_AFTER_TIME`).
 const REJECT_AFTER_TIME: Duration = Duration::from_secs(180);
-/// An initiator that receives on a session of this age begins a new one.
+/// An initiator that receives on a session of this age initiates a new one.
 const REKEY_ON_RECEIVE: Duration = Duration::from_secs(165);
-/// Data came and nothing was sent for this time: a keepalive is sent (`KEEPALIVE_TIMEOUT`).
+/// A keepalive is sent this long after data was received, if nothing else was sent (`KEEPALIVE_TIMEOUT`).
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Data was sent and nothing came for this time: the peer has lost the session.
-const SILENCE: Duration = KEEPALIVE_TIMEOUT.saturating_add(REKEY_TIMEOUT);
-/// A peer's initiation is not answered this soon after another (the kernel's `INITIATIONS_PER_SECOND`).
+/// A handshake is initiated this long after data was sent, if nothing was received: the peer may have lost the session.
+const NO_REPLY_TIMEOUT: Duration = KEEPALIVE_TIMEOUT.saturating_add(REKEY_TIMEOUT);
+/// The least time between two initiations of a peer that are answered (the kernel's `INITIATIONS_PER_SECOND`).
 const INITIATION_INTERVAL: Duration = Duration::from_millis(20);
-/// A response to an initiation that crossed ours waits until ours has this age.
-const HOLD: Duration = Duration::from_millis(50);
-/// boringtun compares with whole milliseconds of another clock.
+/// A response to an initiation that crossed ours is held until ours has this age.
+const RESPONSE_HOLD: Duration = Duration::from_millis(50);
+/// boringtun's own clock decides when keys expire, in whole milliseconds; this is added to our deadline.
 const EXPIRY_MARGIN: Duration = Duration::from_secs(1);
-/// Answered initiations whose sessions boringtun still holds.
+/// boringtun keeps no more sessions of answered initiations.
 const MAX_UNCONFIRMED: usize = 8;
 
-/// Where a tunnel's output goes, at once.
+/// Sends a tunnel's datagrams.
 pub(super) trait Output {
-    /// A UDP payload for the peer.
+    /// Sends this UDP payload to the peer.
     fn network(&mut self, datagram: &[u8]);
 }
 
-/// The content of a datagram.
+/// The result of an authentic datagram.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Received {
-    /// Its source is where the peer is now.
+    /// The datagram's source is the peer's new endpoint.
     pub(super) moves_endpoint: bool,
     pub(super) inner: Inner,
 }
 
-/// What a datagram holds for the interface.
+/// The inner packet of a datagram.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Inner {
     /// Nothing: a handshake message or a keepalive.
     Nothing,
     /// Length and source of the decrypted packet. The source is not checked against the allowed IPs yet.
     Packet(usize, IpAddr),
-    /// No IP packet, or one that is shorter than its header says.
+    /// Not an IP packet, or one that is shorter than its header says.
     Malformed,
 }
 
-/// The session that encrypts.
+/// The session that encrypts what is sent.
 #[derive(Debug, Clone, Copy)]
 struct Session {
-    /// What the peer calls us by.
+    /// Our index: the receiver index of the peer's data messages.
     index: u32,
     since: Instant,
-    initiator: bool,
+    is_initiator: bool,
 }
 
-/// See the module.
+/// One peer's tunnel; see the module.
 pub(super) struct Tunnel {
     protocol: Protocol,
     keepalive: Option<Duration>,
-    /// Staged packets: they wait for a session.
-    staged: Held,
+    /// Packets that wait for a session.
+    staged: StagedPackets,
     session: Option<Session>,
     /// Sessions of answered initiations, oldest first, on which the peer has sent nothing yet.
     unconfirmed: Vec<(u32, Instant)>,
-    /// The keys of every session are deleted by then.
+    /// When the keys of every session are expired.
     keys_until: Option<Instant>,
-    /// The last initiation of the peer.
+    /// When the peer's last initiation was received.
     initiated_at: Option<Instant>,
-    /// No initiation before this.
-    quiet_until: Option<Instant>,
+    /// No initiation is sent before this time.
+    no_initiation_before: Option<Instant>,
     /// Our last initiation, until it is answered: its index, and when it was sent.
     initiation: Option<(u32, Instant)>,
     /// A response to an initiation that crossed ours, and when to send it.
     held_response: Option<(Instant, [u8; RESPONSE])>,
-    /// Since when a session is wanted.
-    wanted: Option<Instant>,
-    /// A new session was wanted because the present one nears its end.
-    renewing: bool,
-    /// The first packet received since we last sent anything.
+    /// Since when the tunnel tries to get a new session; `None` = it does not.
+    wanted_since: Option<Instant>,
+    /// A handshake was requested because the session is old.
+    is_rekeying: bool,
+    /// When the first packet was received since we last sent anything.
     unanswered_by_us: Option<Instant>,
-    /// The first packet sent since we last received anything.
+    /// When the first packet was sent since we last received anything.
     unanswered_by_peer: Option<Instant>,
-    /// The last authenticated datagram in either direction.
+    /// When the last authentic datagram was sent or received.
     traffic: Instant,
-    completed: Option<Instant>,
+    last_handshake: Option<Instant>,
     next_tick: Option<Instant>,
-    urgent: bool,
+    must_reschedule: bool,
 }
 
 impl Tunnel {
-    /// `index` has 24 bits and is this peer's alone: it leads every receiver index that the peer uses toward us.
+    /// `index` has 24 bits and is unique in the device: it is the upper part of every receiver index in the peer's messages to us.
     pub(super) fn new(
         local: Arc<Local>,
         peer: PublicKey,
@@ -146,34 +147,34 @@ impl Tunnel {
         Self {
             protocol: Protocol::new(local, peer, preshared_key, index),
             keepalive,
-            staged: Held::default(),
+            staged: StagedPackets::default(),
             session: None,
             unconfirmed: Vec::new(),
             keys_until: None,
             initiated_at: None,
-            quiet_until: None,
+            no_initiation_before: None,
             initiation: None,
             held_response: None,
-            wanted: None,
-            renewing: false,
+            wanted_since: None,
+            is_rekeying: false,
             unanswered_by_us: None,
             unanswered_by_peer: None,
             traffic: now,
-            completed: None,
+            last_handshake: None,
             next_tick: None,
-            urgent: true,
+            must_reschedule: true,
         }
     }
 
     /// Counts the staged packets among those of the whole device.
-    pub(super) fn within(mut self, budget: Budget) -> Self {
-        self.staged = Held::new(budget);
+    pub(super) fn with_budget(mut self, budget: SharedBudget) -> Self {
+        self.staged = StagedPackets::new(budget);
         self
     }
 
-    /// The last completed handshake.
-    pub(super) const fn completed(&self) -> Option<Instant> {
-        self.completed
+    /// When the last handshake was completed.
+    pub(super) const fn last_handshake(&self) -> Option<Instant> {
+        self.last_handshake
     }
 
     /// Changes the persistent keepalive; a new one is due at once, as in the kernel.
@@ -182,7 +183,7 @@ impl Tunnel {
             self.traffic = now.checked_sub(keepalive.unwrap_or_default()).unwrap_or(now);
         }
         self.keepalive = keepalive;
-        self.urgent = true;
+        self.must_reschedule = true;
     }
 
     /// Changes the preshared key, from the next message on.
@@ -193,34 +194,36 @@ impl Tunnel {
         self.keys_until = None;
         self.initiation = None;
         self.held_response = None;
-        self.quiet_until = None;
-        self.renewing = false;
+        self.no_initiation_before = None;
+        self.is_rekeying = false;
         self.unanswered_by_us = None;
         self.unanswered_by_peer = None;
-        self.completed = None;
+        self.last_handshake = None;
     }
 
-    /// Begins a handshake without a packet to send, because the peer may hold a dead session. The next tick does it, and is due now.
-    pub(super) fn greet(&mut self, now: Instant) {
-        self.wanted = Some(now);
+    /// Requests a handshake without a packet to send, because the peer may use a session that we no longer have. The next tick, which is
+    /// due now, sends the initiation.
+    pub(super) fn initiate_handshake(&mut self, now: Instant) {
+        self.wanted_since = Some(now);
         self.next_tick = Some(now);
     }
 
-    /// The peer has a new endpoint: without a session a handshake begins there at once.
-    pub(super) fn moved(&mut self, now: Instant) {
+    /// Without a session, initiates a handshake with the new endpoint at once.
+    pub(super) fn endpoint_changed(&mut self, now: Instant) {
         if !self.is_ready(now) {
-            self.quiet_until = None;
-            self.greet(now);
+            self.no_initiation_before = None;
+            self.initiate_handshake(now);
         }
     }
 
+    /// Whether the session may still encrypt.
     fn is_ready(&self, now: Instant) -> bool {
         self.session
-            .is_some_and(|session| !passed(session.since, REJECT_AFTER_TIME, now))
+            .is_some_and(|session| !has_elapsed(session.since, REJECT_AFTER_TIME, now))
     }
 
-    /// Encrypts a packet to the beginning of `datagram`, which is [`OVERHEAD`] longer; its length there. `None` = there is no session: see
-    /// [`Self::send`].
+    /// Encrypts a packet to the beginning of `datagram`, which is [`OVERHEAD`] longer; returns the datagram's length. `None` =
+    /// there is no session: see [`Self::send`].
     pub(super) fn seal(&mut self, packet: &[u8], now: Instant, datagram: &mut [u8]) -> Option<usize> {
         if !self.is_ready(now) {
             return None;
@@ -230,9 +233,9 @@ impl Tunnel {
         self.traffic = now;
         if !packet.is_empty() && self.unanswered_by_peer.is_none() {
             self.unanswered_by_peer = Some(now);
-            self.urgent = true;
+            self.must_reschedule = true;
         }
-        self.renew_after(REKEY_AFTER_TIME, now);
+        self.rekey_after(REKEY_AFTER_TIME, now);
         Some(sealed)
     }
 
@@ -240,14 +243,14 @@ impl Tunnel {
     pub(super) fn send(&mut self, packet: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) {
         if !self.send_sealed(packet, now, scratch, out) {
             self.staged.push(packet);
-            // Attempts go on as long as packets come.
-            self.wanted = Some(now);
-            self.urgent = true;
-            self.want(now, scratch, out);
+            // Every new packet extends the time of the attempts.
+            self.wanted_since = Some(now);
+            self.must_reschedule = true;
+            self.request_session(now, scratch, out);
         }
     }
 
-    /// Takes a datagram. A packet in it is decrypted to the beginning of `plain`, which is as long as the datagram and at least
+    /// Handles a datagram. A packet in it is decrypted to the beginning of `plain`, which is as long as the datagram and at least
     /// [`INITIATION`] bytes.
     ///
     /// # Errors
@@ -267,23 +270,24 @@ impl Tunnel {
         if datagram.first() == Some(&kind::INITIATION)
             && self
                 .initiated_at
-                .is_some_and(|at| !passed(at, INITIATION_INTERVAL, now))
+                .is_some_and(|at| !has_elapsed(at, INITIATION_INTERVAL, now))
         {
             return Err(Refused::TooSoon);
         }
         match self.protocol.open(datagram, plain)? {
             Message::Initiation(response) => {
-                self.initiated(response, now, out);
+                self.handle_initiation(response, now, out);
                 Ok(nothing(false))
             }
             Message::Response(keepalive) => {
                 self.initiation = None;
-                self.received(now);
-                // wireguard-go and the kernel forgot their own initiation when they answered ours; a peer that holds has both sessions.
+                self.record_received(now);
+                // wireguard-go and the kernel forgot their own initiation when they answered ours. A peer that held its response has both
+                // sessions.
                 self.held_response = None;
                 self.unconfirmed.clear();
                 let index = response_receiver(datagram);
-                self.established(index, true, now, now);
+                self.set_session(index, true, now, now);
                 if !self.flush(now, scratch, out) {
                     // The responder must not send first.
                     out.network(&keepalive);
@@ -292,20 +296,20 @@ impl Tunnel {
             }
             Message::Cookie => Ok(nothing(false)),
             Message::Keepalive => {
-                self.received_data(datagram, now, scratch, out);
+                self.handle_data(datagram, now, scratch, out);
                 Ok(nothing(true))
             }
             Message::Packet(length, source) => {
-                self.received_data(datagram, now, scratch, out);
-                self.has_packet(now);
+                self.handle_data(datagram, now, scratch, out);
+                self.record_received_packet(now);
                 Ok(Received {
                     moves_endpoint: true,
                     inner: Inner::Packet(length, source),
                 })
             }
             Message::Malformed => {
-                self.received_data(datagram, now, scratch, out);
-                self.has_packet(now);
+                self.handle_data(datagram, now, scratch, out);
+                self.record_received_packet(now);
                 Ok(Received {
                     moves_endpoint: true,
                     inner: Inner::Malformed,
@@ -314,22 +318,24 @@ impl Tunnel {
         }
     }
 
-    /// Whether this is the index of our last initiation, and it is not answered yet.
-    pub(super) fn awaits(&self, index: u32) -> bool {
+    /// Whether this is the index of our last initiation, and the initiation is not answered yet.
+    pub(super) fn is_awaiting_response(&self, index: u32) -> bool {
         self.initiation.is_some_and(|(own, _)| own == index)
     }
 
-    /// Whether an initiation was not answered in its time.
-    pub(super) fn unanswered(&self, now: Instant) -> bool {
-        self.initiation.is_some() && self.wanted.is_some() && self.quiet_until.is_some_and(|until| until <= now)
+    /// Whether our initiation is unanswered and a retry is due.
+    pub(super) fn has_unanswered_initiation(&self, now: Instant) -> bool {
+        self.initiation.is_some()
+            && self.wanted_since.is_some()
+            && self.no_initiation_before.is_some_and(|until| until <= now)
     }
 
-    /// Forgets the tick that was scheduled: without an endpoint there is nothing to do.
+    /// Forgets the scheduled tick, for a peer without endpoint.
     pub(super) const fn skip_tick(&mut self) {
         self.next_tick = None;
     }
 
-    /// Does what is due.
+    /// Sends and expires what is due.
     pub(super) fn tick(&mut self, now: Instant, scratch: &mut [u8], out: &mut impl Output) {
         self.next_tick = None;
         if let Some((_, response)) = self.held_response.take_if(|(due, _)| *due <= now) {
@@ -337,57 +343,65 @@ impl Tunnel {
         }
         if self
             .session
-            .is_some_and(|session| passed(session.since, REJECT_AFTER_TIME, now))
+            .is_some_and(|session| has_elapsed(session.since, REJECT_AFTER_TIME, now))
         {
             self.session = None;
         }
         self.keys_until.take_if(|until| *until <= now);
-        if self.wanted.is_some_and(|since| passed(since, ATTEMPT_TIME, now)) {
-            self.wanted = None;
-            self.renewing = false;
+        if self
+            .wanted_since
+            .is_some_and(|since| has_elapsed(since, ATTEMPT_TIME, now))
+        {
+            self.wanted_since = None;
+            self.is_rekeying = false;
             self.staged.clear();
         }
-        if self.unanswered_by_peer.is_some_and(|since| passed(since, SILENCE, now)) {
+        if self
+            .unanswered_by_peer
+            .is_some_and(|since| has_elapsed(since, NO_REPLY_TIMEOUT, now))
+        {
             self.unanswered_by_peer = None;
-            self.wanted.get_or_insert(now);
+            self.wanted_since.get_or_insert(now);
         }
-        if self.wanted.is_some() && self.may_initiate(now) {
-            self.want(now, scratch, out);
+        if self.wanted_since.is_some() && self.may_initiate(now) {
+            self.request_session(now, scratch, out);
         } else {
-            // The tunnel's own timers decide.
+            // An initiation that boringtun asks for is not sent: the tunnel's own timers decide.
             self.protocol.expire(scratch);
         }
         self.forget_expired();
         let passive = self
             .unanswered_by_us
-            .is_some_and(|since| passed(since, KEEPALIVE_TIMEOUT, now));
-        let persistent = self.keepalive.is_some_and(|every| passed(self.traffic, every, now));
+            .is_some_and(|since| has_elapsed(since, KEEPALIVE_TIMEOUT, now));
+        let persistent = self
+            .keepalive
+            .is_some_and(|every| has_elapsed(self.traffic, every, now));
         if passive || persistent {
             self.unanswered_by_us = None;
             self.traffic = now;
             if !self.send_sealed(&[], now, scratch, out) && persistent {
-                self.want(now, scratch, out);
+                self.request_session(now, scratch, out);
             }
         }
     }
 
-    /// When [`Self::tick`] is due, if that is earlier than the last answer; at most one such time is open.
+    /// When [`Self::tick`] is due, if a tick must be scheduled: none is, or the scheduled one is later.
     pub(super) fn reschedule(&mut self, now: Instant) -> Option<Instant> {
-        if self.next_tick.is_some() && !self.urgent {
+        if self.next_tick.is_some() && !self.must_reschedule {
             return None;
         }
-        self.urgent = false;
+        self.must_reschedule = false;
         let held = self.held_response.as_ref().map(|(due, _)| *due);
         let times = [
             held,
-            self.wanted.map(|since| {
-                let retry = self.quiet_until.unwrap_or(now);
-                // While a response is held nothing else is sent.
+            self.wanted_since.map(|since| {
+                let retry = self.no_initiation_before.unwrap_or(now);
+                // While a response is held no initiation is sent.
                 let retry = held.map_or(retry, |due| retry.max(due));
                 retry.min(since + ATTEMPT_TIME)
             }),
             self.unanswered_by_us.map(|since| since + KEEPALIVE_TIMEOUT),
-            self.unanswered_by_peer.map(|since| since + SILENCE),
+            self.unanswered_by_peer.map(|since| since + NO_REPLY_TIMEOUT),
             self.keepalive.map(|every| self.traffic + every),
             self.keys_until,
         ];
@@ -399,30 +413,33 @@ impl Tunnel {
         self.next_tick
     }
 
-    /// True for the tick of [`Self::reschedule`], false for one that an earlier one has replaced.
+    /// Whether this tick is the scheduled one; false if an earlier tick has replaced it.
     pub(super) fn expects_tick(&self, at: Instant) -> bool {
         self.next_tick == Some(at)
     }
 
-    /// Answers an initiation, at once or when ours has had its time.
-    fn initiated(&mut self, response: [u8; RESPONSE], now: Instant, out: &mut impl Output) {
+    /// Answers an initiation at once, or holds the response if the initiation crossed ours.
+    fn handle_initiation(&mut self, response: [u8; RESPONSE], now: Instant, out: &mut impl Output) {
         self.initiated_at = Some(now);
         self.keys_until = Some(now + REJECT_AFTER_TIME + EXPIRY_MARGIN);
-        self.urgent = true;
+        self.must_reschedule = true;
         self.forget_expired();
         let index = sender(&response);
-        // boringtun has put the new session into the slot of the old one, and would use it before the peer has confirmed it.
+        // If both use one slot, boringtun has overwritten our session with the new one, which the peer has not confirmed yet.
         self.session.take_if(|session| same_slot(session.index, index));
         self.unconfirmed.retain(|(other, _)| !same_slot(*other, index));
         if self.unconfirmed.len() == MAX_UNCONFIRMED {
             self.unconfirmed.remove(0);
         }
         self.unconfirmed.push((index, now));
-        let crossed = self.initiation.map(|(_, sent)| sent + HOLD).filter(|due| *due > now);
+        let crossed = self
+            .initiation
+            .map(|(_, sent)| sent + RESPONSE_HOLD)
+            .filter(|due| *due > now);
         match crossed {
             Some(due) => self.held_response = Some((due, response)),
             None => {
-                // A held response to an older initiation is void.
+                // The peer has replaced the initiation that a held response answers.
                 self.held_response = None;
                 self.respond(&response, now, out);
             }
@@ -430,70 +447,70 @@ impl Tunnel {
     }
 
     fn respond(&mut self, response: &[u8; RESPONSE], now: Instant, out: &mut impl Output) {
-        self.be_quiet(response, now);
+        self.delay_next_initiation(response, now);
         out.network(response);
     }
 
     fn may_initiate(&self, now: Instant) -> bool {
-        self.quiet_until.is_none_or(|until| until <= now) && self.held_response.is_none()
+        self.no_initiation_before.is_none_or(|until| until <= now) && self.held_response.is_none()
     }
 
-    /// Begins a handshake, unless it is too soon.
-    fn want(&mut self, now: Instant, scratch: &mut [u8], out: &mut impl Output) {
-        if self.wanted.is_none() {
-            self.wanted = Some(now);
-            self.urgent = true;
+    /// Requests a new session; initiates the handshake now if an initiation may be sent.
+    fn request_session(&mut self, now: Instant, scratch: &mut [u8], out: &mut impl Output) {
+        if self.wanted_since.is_none() {
+            self.wanted_since = Some(now);
+            self.must_reschedule = true;
         }
         if !self.may_initiate(now) {
             return;
         }
         match self.protocol.initiate(scratch) {
-            Some(initiation) => self.sent_initiation(&initiation, now, out),
-            // Not at once again either.
-            None => self.be_quiet(&[], now),
+            Some(initiation) => self.send_initiation(&initiation, now, out),
+            // The peer's key is invalid (low order): retry no sooner than with another key.
+            None => self.delay_next_initiation(&[], now),
         }
     }
 
-    fn sent_initiation(&mut self, initiation: &[u8; INITIATION], now: Instant, out: &mut impl Output) {
+    fn send_initiation(&mut self, initiation: &[u8; INITIATION], now: Instant, out: &mut impl Output) {
         self.initiation = Some((sender(initiation), now));
-        self.be_quiet(initiation, now);
+        self.delay_next_initiation(initiation, now);
         out.network(initiation);
     }
 
-    /// No handshake message for some time; the random part of the message gives the jitter.
-    fn be_quiet(&mut self, message: &[u8], now: Instant) {
+    /// Sends no initiation for [`REKEY_TIMEOUT`] and a jitter, which the message's MACs provide as random bytes.
+    fn delay_next_initiation(&mut self, message: &[u8], now: Instant) {
         let random = message
             .last_chunk::<32>()
             .map_or(0, |macs| u16::from_le_bytes([macs[0], macs[1]]));
         let jitter = Duration::from_millis(u64::from(random % (MAX_JITTER + 1)));
-        self.quiet_until = Some(now + REKEY_TIMEOUT + jitter);
-        self.urgent = true;
+        self.no_initiation_before = Some(now + REKEY_TIMEOUT + jitter);
+        self.must_reschedule = true;
     }
 
-    fn renew_after(&mut self, age: Duration, now: Instant) {
-        let due = |session: Session| session.initiator && passed(session.since, age, now);
-        if !self.renewing && self.session.is_some_and(due) {
-            self.renewing = true;
-            self.wanted.get_or_insert(now);
-            self.urgent = true;
+    fn rekey_after(&mut self, age: Duration, now: Instant) {
+        let due = |session: Session| session.is_initiator && has_elapsed(session.since, age, now);
+        if !self.is_rekeying && self.session.is_some_and(due) {
+            self.is_rekeying = true;
+            self.wanted_since.get_or_insert(now);
+            self.must_reschedule = true;
         }
     }
 
-    /// A session is there: the staged packets may go.
-    fn established(&mut self, index: u32, initiator: bool, since: Instant, now: Instant) {
+    /// Starts to use an established session. The caller sends the staged packets.
+    fn set_session(&mut self, index: u32, is_initiator: bool, since: Instant, now: Instant) {
         self.session = Some(Session {
             index,
             since,
-            initiator,
+            is_initiator,
         });
         self.keys_until = Some(now + REJECT_AFTER_TIME + EXPIRY_MARGIN);
-        self.completed = Some(now);
-        self.wanted = None;
-        self.renewing = false;
-        self.urgent = true;
+        self.last_handshake = Some(now);
+        self.wanted_since = None;
+        self.is_rekeying = false;
+        self.must_reschedule = true;
     }
 
-    /// Whether anything was sent.
+    /// Sends the staged packets; returns whether any was sent.
     fn flush(&mut self, now: Instant, scratch: &mut [u8], out: &mut impl Output) -> bool {
         let mut any = false;
         while let Some(packet) = self.staged.pop() {
@@ -502,7 +519,7 @@ impl Tunnel {
         any
     }
 
-    /// Sends a packet by the present session, if there is one.
+    /// Sends a packet if there is a session; returns whether there is.
     fn send_sealed(&mut self, packet: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) -> bool {
         if scratch.len() < packet.len() + OVERHEAD {
             return false;
@@ -514,39 +531,39 @@ impl Tunnel {
         true
     }
 
-    fn received(&mut self, now: Instant) {
+    fn record_received(&mut self, now: Instant) {
         self.unanswered_by_peer = None;
         self.traffic = now;
     }
 
-    fn received_data(&mut self, datagram: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) {
-        self.received(now);
+    fn handle_data(&mut self, datagram: &[u8], now: Instant, scratch: &mut [u8], out: &mut impl Output) {
+        self.record_received(now);
         let index = receiver(datagram);
         if let Some(place) = self.unconfirmed.iter().position(|(own, _)| *own == index) {
             let (_, since) = self.unconfirmed[place];
             self.unconfirmed.drain(..=place);
             self.initiation = None;
-            self.established(index, false, since, now);
+            self.set_session(index, false, since, now);
             self.flush(now, scratch, out);
         }
-        self.renew_after(REKEY_ON_RECEIVE, now);
+        self.rekey_after(REKEY_ON_RECEIVE, now);
     }
 
-    /// boringtun has another clock than the caller: it runs on while the machine sleeps.
+    /// Drops a session that boringtun has expired. Its clock goes on while the machine is suspended, the caller's does not.
     fn forget_expired(&mut self) {
         if self.session.is_some() && !self.protocol.has_session() {
             self.session = None;
         }
     }
 
-    fn has_packet(&mut self, now: Instant) {
+    fn record_received_packet(&mut self, now: Instant) {
         if self.unanswered_by_us.is_none() {
             self.unanswered_by_us = Some(now);
-            self.urgent = true;
+            self.must_reschedule = true;
         }
     }
 }
 
-fn passed(since: Instant, long: Duration, now: Instant) -> bool {
+fn has_elapsed(since: Instant, long: Duration, now: Instant) -> bool {
     now.saturating_duration_since(since) >= long
 }

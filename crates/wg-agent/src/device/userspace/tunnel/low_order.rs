@@ -1,8 +1,8 @@
-//! Public keys with which every private key shares the same secret, zero. WireGuard refuses them (whitepaper §5.1, the kernel's
-//! `curve25519`); boringtun does not look.
+//! Recognizes public keys of low order: with every private key they give the same shared secret, zero. WireGuard refuses them (whitepaper
+//! §5.1, the kernel's `curve25519`); boringtun does not check.
 
 /// The points of order 1, 2, 4 and 8 as little-endian coordinates, and those that are equal to one of them modulo p = 2^255 - 19.
-/// The highest bit of a key does not count (RFC 7748 §5).
+/// The highest bit of a key is ignored (RFC 7748 §5).
 const POINTS: [[u8; 32]; 7] = [
     [0; 32],
     with_ends([1, 0], 0, [0, 0]),

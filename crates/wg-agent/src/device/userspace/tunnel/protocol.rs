@@ -1,6 +1,7 @@
-//! The WireGuard protocol of one peer, by boringtun: messages, handshakes, keys and the replay window. When a message is sent is up to
-//! [`super::Tunnel`]: the timers of boringtun only expire its sessions here, and a handshake that they ask for is sent only if the
-//! tunnel wants one, too. Left alone they
+//! Wraps boringtun for one peer: messages, handshakes, keys and the replay window. [`super::Tunnel`] decides when a message is sent.
+//!
+//! The timers of boringtun only expire its sessions here. An initiation that they ask for is sent only if the tunnel has requested one,
+//! too. The tunnel does not rely on these timers, because they
 //! - initiate for every packet without a session, also in the round trip after an answer to the peer's initiation;
 //! - lose a passive keepalive if data went both ways between two ticks (cloudflare/boringtun#495);
 //! - stop 90 s after a peer fell silent, whatever its persistent keepalive.
@@ -37,7 +38,7 @@ pub(super) mod kind {
 pub(in super::super) struct Local {
     private: StaticSecret,
     pub(in super::super) public: PublicKey,
-    /// Never limits: the device has judged a handshake message before a tunnel gets it.
+    /// Without a limit: `gate` has checked a handshake message before a tunnel gets it.
     unlimited: Arc<RateLimiter>,
 }
 
@@ -51,7 +52,7 @@ impl Local {
         }
     }
 
-    /// The public key that an initiation claims to come from. It is not proved: the timestamp, which the peer's tunnel opens, proves it.
+    /// The public key in an initiation. It is not authenticated yet: the peer's tunnel does that when it decrypts the timestamp.
     pub(in super::super) fn claimed_peer(&self, initiation: &[u8; INITIATION]) -> Result<PublicKey, Refused> {
         if is_low_order(&ephemeral_key(initiation)) {
             return Err(Refused::Invalid);
@@ -73,7 +74,7 @@ pub(in super::super) enum Refused {
     Replayed,
     /// An initiation too soon after the last one of its peer.
     TooSoon,
-    /// For a session or a handshake that does not exist, or no longer.
+    /// For a session or a handshake that does not exist.
     UnknownSession,
 }
 
@@ -88,16 +89,17 @@ pub(super) enum Message {
     Keepalive,
     /// Length and source of a packet.
     Packet(usize, IpAddr),
-    /// Data that is no IP packet, or shorter than its header says.
+    /// Data that is not an IP packet, or shorter than its header says.
     Malformed,
 }
 
+/// The protocol of one peer.
 pub(super) struct Protocol {
     local: Arc<Local>,
     peer: PublicKey,
     preshared_key: Option<Zeroizing<[u8; 32]>>,
     index: u32,
-    /// Made with the first message: it costs two multiplications on the curve and some 10 KiB, which thousands of idle peers do not need.
+    /// Created with the first message: it costs two Diffie-Hellman operations and about 10 KiB, too much for thousands of idle peers.
     tunn: Option<Box<Tunn>>,
 }
 
@@ -112,7 +114,7 @@ impl Protocol {
         }
     }
 
-    /// Forgets sessions, handshakes and the newest timestamp of the peer: boringtun cannot change the key.
+    /// Also forgets sessions, handshakes and the peer's newest timestamp, because boringtun cannot change the key.
     pub(super) fn set_preshared_key(&mut self, preshared_key: Option<[u8; 32]>) {
         self.preshared_key = preshared_key.map(Zeroizing::new);
         self.tunn = None;
@@ -124,7 +126,7 @@ impl Protocol {
                 self.local.private.clone(),
                 self.peer,
                 self.preshared_key.as_deref().copied(),
-                // boringtun cannot change it later.
+                // The tunnel sends keepalives; boringtun could not change their interval.
                 None,
                 self.index,
                 Some(Arc::clone(&self.local.unlimited)),
@@ -138,7 +140,7 @@ impl Protocol {
         tunn.is_some_and(|tunn| tunn.time_since_last_handshake().is_some())
     }
 
-    /// Expires sessions, handshakes and cookies; the initiation that the timers of boringtun ask for, if any.
+    /// Expires sessions, handshakes and cookies; returns the initiation that the timers of boringtun ask for, if any.
     pub(super) fn expire(&mut self, buffer: &mut [u8]) -> Option<[u8; INITIATION]> {
         match self.tunn.as_mut()?.update_timers(buffer) {
             TunnResult::WriteToNetwork(message) if message.first() == Some(&kind::INITIATION) => {
@@ -148,12 +150,12 @@ impl Protocol {
         }
     }
 
-    /// A new initiation; `None` = no secret can be shared with the peer's key.
+    /// A new initiation; `None` = the peer's key has a low order.
     pub(super) fn initiate(&mut self, buffer: &mut [u8]) -> Option<[u8; INITIATION]> {
         if is_low_order(self.peer.as_bytes()) {
             return None;
         }
-        // First, because boringtun deletes the handshake under way when it finds that the last one is nine minutes old.
+        // Expire first: boringtun deletes a handshake in progress when it finds that the last handshake is nine minutes old.
         if let Some(initiation) = self.expire(buffer) {
             return Some(initiation);
         }
@@ -163,7 +165,8 @@ impl Protocol {
         }
     }
 
-    /// Encrypts a packet to the beginning of `datagram`, which is [`OVERHEAD`] longer; its length there. There must be a session.
+    /// Encrypts a packet to the beginning of `datagram`, which is [`OVERHEAD`] longer; returns the datagram's length. There must be
+    /// a session.
     pub(super) fn seal(&mut self, packet: &[u8], datagram: &mut [u8]) -> Option<usize> {
         match self.tunn().encapsulate(packet, datagram) {
             TunnResult::WriteToNetwork(datagram) if datagram.first() == Some(&kind::DATA) => Some(datagram.len()),
@@ -176,13 +179,13 @@ impl Protocol {
     pub(super) fn open(&mut self, datagram: &[u8], plain: &mut [u8]) -> Result<Message, Refused> {
         let first = datagram.first().copied().unwrap_or_default();
         if matches!(first, kind::INITIATION | kind::RESPONSE) {
-            // boringtun would share a secret that everyone knows.
+            // boringtun would compute a shared secret that everyone knows.
             if is_low_order(&ephemeral_key(datagram)) || is_low_order(self.peer.as_bytes()) {
                 return Err(Refused::Invalid);
             }
         }
         if first == kind::INITIATION {
-            // Of two sessions boringtun uses the one of the later handshake, by its clock, which this sets.
+            // Sets boringtun's clock, by which it uses the session of the later handshake.
             self.expire(plain);
         }
         if Tunn::parse_incoming_packet(datagram).is_err() {
@@ -200,11 +203,11 @@ impl Protocol {
             }
             (kind::DATA, TunnResult::Done) => Message::Keepalive,
             (_, TunnResult::Done) => Message::Cookie,
-            // boringtun takes a total length below that of the header for true.
+            // boringtun accepts a total length below that of the header.
             (kind::DATA, TunnResult::WriteToTunnelV4(packet, _)) if packet.len() < IPV4_HEADER => Message::Malformed,
             (kind::DATA, TunnResult::WriteToTunnelV4(packet, source)) => Message::Packet(packet.len(), source.into()),
             (kind::DATA, TunnResult::WriteToTunnelV6(packet, source)) => Message::Packet(packet.len(), source.into()),
-            // The datagram was parsed above, so the packet in it is meant.
+            // The datagram was parsed above, so this error is about the inner packet.
             (kind::DATA, TunnResult::Err(WireGuardError::InvalidPacket)) => Message::Malformed,
             (
                 _,
@@ -225,7 +228,7 @@ impl Protocol {
     }
 }
 
-/// Whether the session of one index takes the place of another's.
+/// Whether boringtun keeps the sessions of both indices in one slot, so that the later overwrites the earlier.
 pub(super) const fn same_slot(one: u32, other: u32) -> bool {
     one % SLOTS == other % SLOTS
 }

@@ -1,19 +1,19 @@
-//! Longest-prefix lookup of addresses. Knows nothing of peers.
+//! Looks up the longest prefix that contains an address.
 
 use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-/// A map from address ranges to values, flattened once: a lookup is one binary search over intervals that do not overlap.
+/// A map from prefixes to values. It is built once, as a sorted list of intervals that do not overlap; a lookup is one binary search.
 #[derive(Debug)]
-pub(super) struct Ranges<T> {
-    /// Where an interval begins, and whose it is up to the next one.
+pub(super) struct PrefixMap<T> {
+    /// The first address of an interval, which ends before the next one, and its value.
     v4: Vec<(u128, Option<T>)>,
     v6: Vec<(u128, Option<T>)>,
 }
 
-impl<T: Clone> Ranges<T> {
-    /// Of two equal ranges the later wins.
+impl<T: Clone> PrefixMap<T> {
+    /// If a prefix occurs twice, its later value wins.
     pub(super) fn new(ranges: impl IntoIterator<Item = (IpNet, T)>) -> Self {
         let (v4, v6): (Vec<_>, Vec<_>) = ranges.into_iter().partition(|(range, _)| matches!(range, IpNet::V4(_)));
         Self {
@@ -22,7 +22,7 @@ impl<T: Clone> Ranges<T> {
         }
     }
 
-    /// The value of the longest prefix that holds the address.
+    /// The value of the longest prefix that contains the address.
     pub(super) fn get(&self, address: IpAddr) -> Option<&T> {
         let intervals = if address.is_ipv4() { &self.v4 } else { &self.v6 };
         let after = intervals.partition_point(|(begin, _)| *begin <= number(address));
@@ -40,7 +40,7 @@ fn number(address: IpAddr) -> u128 {
 fn flatten<T: Clone>(mut ranges: Vec<(IpNet, T)>) -> Vec<(u128, Option<T>)> {
     ranges.sort_by_key(|(range, _)| (number(range.network()), range.prefix_len()));
     let mut intervals: Vec<(u128, Option<T>)> = Vec::with_capacity(ranges.len() * 2);
-    // The ranges that hold the current position, widest first, each with its last address.
+    // The prefixes that contain the current address, shortest prefix first, each with its last address.
     let mut open: Vec<(u128, T)> = Vec::new();
     for (range, value) in ranges {
         let (begin, end) = (number(range.network()), number(range.broadcast()));
@@ -52,7 +52,7 @@ fn flatten<T: Clone>(mut ranges: Vec<(IpNet, T)>) -> Vec<(u128, Option<T>)> {
     intervals
 }
 
-/// Ends the open ranges that end before `until`; what lies around each goes on after it.
+/// Removes the open prefixes that end before `until`. After each, the interval of the prefix around it continues.
 fn close<T: Clone>(open: &mut Vec<(u128, T)>, intervals: &mut Vec<(u128, Option<T>)>, until: Option<u128>) {
     while let Some((end, _)) = open.pop_if(|(end, _)| until.is_none_or(|until| *end < until)) {
         if let Some(next) = end.checked_add(1) {
@@ -79,8 +79,8 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_prefix_wins_and_what_lies_around_goes_on_after_it() {
-        let ranges = Ranges::new([
+    fn longest_prefix_wins_and_the_outer_one_continues() {
+        let ranges = PrefixMap::new([
             (range("10.0.0.0/8"), 1),
             (range("10.1.0.0/16"), 2),
             (range("10.1.255.255/32"), 3),
@@ -122,7 +122,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_lookup_agrees_with_asking_every_range(
+        fn lookup_agrees_with_a_linear_search(
             nets in prop::collection::vec((0u32..64, 26u8..=32), 0..20),
             asked in 0u32..80,
         ) {
@@ -142,7 +142,7 @@ mod tests {
                 .filter(|(net, _)| net.contains(&address))
                 .max_by_key(|(net, _)| net.prefix_len())
                 .map(|(_, value)| *value);
-            prop_assert_eq!(Ranges::new(nets.clone()).get(address).copied(), naive);
+            prop_assert_eq!(PrefixMap::new(nets.clone()).get(address).copied(), naive);
         }
     }
 }
